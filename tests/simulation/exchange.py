@@ -100,8 +100,7 @@ class Stream:
     exchanges_inline = True
 
     def __init__(self, group: Group, rank: int, memory: Memory, told: Callable[[], None]) -> None:
-        self.collectives = self.nbytes = 0
-        self.seconds = 0.0
+        self.collectives = 0
         self.fails: Callable[[], bool] = lambda: False  # whether this rank's next part fails
         self.queue: deque[Launched] = deque()
         self._group, self._rank, self._memory, self._told = group, rank, memory, told

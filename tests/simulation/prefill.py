@@ -542,15 +542,15 @@ class PrefillRank:
             "timers": int(self.core.next_wake() is not None),
             "requests not told as finished": len(self.core._reported_to),
         }
-        parts, stats = self.exchanging, self.core.stats()
-        if parts is not None and stats:
+        parts, made = self.exchanging, self.core.exchanges
+        if parts is not None and made is not None:
             found |= {
                 "exchanges waiting": len(parts.stream.queue),
-                "steps": stats["steps"],
-                "missing": stats["missing"],
-                "pieces": stats["pieces"],
+                "steps": len(made._steps),
+                "missing": len(made.missed),
+                "pieces": sum(len(push.pieces) for push in self.core.pushes()),
                 "owed": sum(len(push.owed) for push in self.core.pushes()),
-                "slots": stats["slots_taken"],
+                "slots": made.staging.taken,
             }
         return found
 

@@ -79,10 +79,6 @@ class Dialer:
         link = self._links.get(endpoint)
         return link is not None and link.up
 
-    def stats(self) -> dict[str, int]:
-        up = sum(link.up for link in self._links.values())
-        return {**self._counts, "links": len(self._links), "links_up": up}
-
     async def close(self, *, quiet: bool = False) -> None:
         """Close all links. Idempotent.
 

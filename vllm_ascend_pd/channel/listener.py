@@ -114,12 +114,6 @@ class Listener:
         self._counts["bytes_out"] += len(frame)
         return True
 
-    def connected_to(self, incarnation: str) -> bool:
-        return incarnation in self._by_incarnation
-
-    def stats(self) -> dict[str, int]:
-        return {**self._counts, "connections": len(self._callers), "unproven": len(self._unproven)}
-
     async def close(self) -> None:
         """Close the server and all connections. Idempotent. No peer is reported gone: this closing proves nothing."""
         if self._sweeper is not None:

@@ -13,10 +13,9 @@ import logging
 import random
 import ssl
 import threading
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Hashable
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -35,7 +34,7 @@ from vllm_ascend_pd.protocol.reports import LoadReport
 from vllm_ascend_pd.shared.backoff import Backoff
 from vllm_ascend_pd.shared.loop import LoopThread
 
-__all__ = ["ClientStats", "MetaserverClient", "Outcome", "origin"]
+__all__ = ["MetaserverClient", "Outcome", "origin"]
 
 log = logging.getLogger(__name__)
 
@@ -74,18 +73,6 @@ class _Failed(Exception):
         self.retry_after_s = retry_after_s
 
 
-@dataclass(slots=True)
-class ClientStats:
-    """Counters of one client; any thread may read them. The engine's metrics are made from the outcomes instead."""
-
-    posts: int = 0
-    repeated: int = 0
-    prefilled: int = 0
-    failed: Counter[str] = field(default_factory=Counter)
-    reports: int = 0
-    reports_lost: int = 0
-
-
 class MetaserverClient:
     def __init__(
         self, config: MetaserverConfig, loop: LoopThread, on_outcome: Callable[[Hashable, Outcome], None]
@@ -102,7 +89,7 @@ class MetaserverClient:
         self._report_slots: asyncio.Semaphore | None = None
         self._reports: set[asyncio.Task[None]] = set()
         self._reporting = 0  # reports that wait or are in flight
-        self.stats = ClientStats()
+        self.repeated = self.reports_taken = self.reports_lost = 0
 
     # -- any thread
 
@@ -158,7 +145,7 @@ class MetaserverClient:
                 return
             lost = self._reporting >= _MAX_REPORTS
             self._reporting += not lost
-            self.stats.reports_lost += lost
+            self.reports_lost += lost
         if not lost:
             self._loop.post(self._start_report, url, report)
 
@@ -202,10 +189,6 @@ class MetaserverClient:
                 return
             call.over = True
             self._calls.pop(call.key, None)
-            if outcome.kind == "prefilled":
-                self.stats.prefilled += 1
-            else:
-                self.stats.failed[outcome.code] += 1
         self._on_outcome(call.key, outcome)
 
     async def _run(self, call: _Call) -> None:
@@ -237,8 +220,8 @@ class MetaserverClient:
         finally:
             with self._lock:
                 self._reporting -= 1
-                self.stats.reports += told
-                self.stats.reports_lost += not told
+                self.reports_taken += told
+                self.reports_lost += not told
 
     async def _post_report(self, slots: asyncio.Semaphore, url: str, report: LoadReport) -> bool:
         """Post a report; return whether the metaserver took it. It is no failure if the request is unknown there."""
@@ -262,7 +245,7 @@ class MetaserverClient:
                 if delay is None:
                     raise
                 log.info("%s; the POST was not executed, again in %.2f s", failed, delay)
-                self.stats.repeated += 1
+                self.repeated += 1
             await asyncio.sleep(delay)  # outside the slot, so that it delays no other call
 
     def _make_slots(self) -> asyncio.Semaphore:
@@ -280,7 +263,6 @@ class MetaserverClient:
     async def _post(self, call: _Call) -> Outcome:
         """Make one attempt and return its outcome. Raise _Failed."""
         call.attempts += 1
-        self.stats.posts += 1
         if trace.enabled():
             trace.emit("posted", transfer=str(call.key), attempt=call.attempts)
         url = call.url.rstrip("/") + "/v1/metaserver" + (call.query and f"?{call.query}")

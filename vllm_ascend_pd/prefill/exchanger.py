@@ -29,10 +29,6 @@ log = logging.getLogger(__name__)
 class Exchange(Protocol):
     """This rank's buffers and its process group (regroup/exchange.py)."""
 
-    collectives: int
-    seconds: float
-    nbytes: int
-
     def prepare(self, plan: Any, slot: Any, layer: int) -> Any: ...
     def run(self, rows: Any, layer: int, slots: Sequence[StagingSlot | None]) -> Outcome: ...
     def break_off(self) -> None: ...
@@ -77,10 +73,6 @@ class Exchanger:
         else:
             with self._device.side_stream(event):
                 self._make(run, event)
-
-    def stats(self) -> dict[str, int | float]:
-        made = self._exchange
-        return {"collectives": made.collectives, "collective_seconds": made.seconds, "exchanged_bytes": made.nbytes}
 
     def close(self, timeout: float) -> None:
         """Make the exchanges that are due, then end the thread. Idempotent.

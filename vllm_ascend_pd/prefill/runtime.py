@@ -117,12 +117,6 @@ class PushRuntime:
         with self.lock:
             return self.core.take_missed()
 
-    def stats(self) -> dict[str, int | float]:
-        """Return counts of the exchanges since the start, and what is held now. Empty without exchanges."""
-        with self.lock:
-            stats = self.core.stats()
-        return {**stats, **self._exchanger.stats()} if stats and self._exchanger is not None else {}
-
     def check(self) -> None:
         """Raise PdError if this worker can never push again and has nothing left to end."""
         with self.lock:

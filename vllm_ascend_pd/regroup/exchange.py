@@ -119,8 +119,6 @@ class Exchange:
         self._tag = torch.empty((1, 1, 1, TAG_BYTES), dtype=torch.uint8, device=device)
         self.buffer_bytes = buffer_bytes
         self.collectives = 0
-        self.seconds = 0.0  # inside collectives
-        self.nbytes = 0  # sent to other ranks
 
     def prepare(self, plan: RegroupPlan, slot: torch.Tensor, layer: int) -> ExchangeRows:
         """Prepare a plan for this rank's buffers.
@@ -171,7 +169,6 @@ class Exchange:
         began = time.monotonic()
         self._all_to_all(rows)
         waited = time.monotonic() - began
-        self.seconds += waited
         try:
             for slot, one in zip(slots, rows.slots, strict=True):
                 if slot is None:
@@ -208,7 +205,6 @@ class Exchange:
             return
         send, receive, equal = rows.send_splits, rows.receive_splits, plan.equal_splits
         self.collectives += 1
-        self.nbytes += sum(send)
         dist.all_to_all_single(
             self._receive[: sum(receive)],
             self._send[: sum(send)],

@@ -88,6 +88,14 @@ class Ear:
     async def __aexit__(self, *_: object) -> None:
         await self.listener.close()
 
+    def stats(self) -> dict[str, int]:
+        """Return what the listener has counted, and the connections that it has."""
+        mine = self.listener
+        return {**mine._counts, "connections": len(mine._callers), "unproven": len(mine._unproven)}
+
+    def connected_to(self, incarnation: str) -> bool:
+        return incarnation in self.listener._by_incarnation
+
     def _on_message(self, peer, got: Message) -> None:
         self.heard.append((peer, got.seq))
         self.listener.send(peer, answer(got))
@@ -122,6 +130,11 @@ class Mouth:
 
     async def __aexit__(self, *_: object) -> None:
         await self.dialer.close()
+
+    def stats(self) -> dict[str, int]:
+        """Return what the dialer has counted, and the links that it has."""
+        links = self.dialer._links.values()
+        return {**self.dialer._counts, "links": len(links), "links_up": sum(link.up for link in links)}
 
     def say(self, endpoint: Endpoint, seq: int = 0, text: str = "") -> bool:
         return self.dialer.send(endpoint, message(seq, self.p, text))

@@ -27,7 +27,7 @@ async def test_messages_and_answers_arrive_in_order(secrets) -> None:
         await until(lambda: len(mouth.answers) == 200)
         assert ear.heard == [("p-1", seq) for seq in range(200)]
         assert mouth.answers == list(range(200))
-        assert ear.listener.stats()["messages_in"] == mouth.dialer.stats()["messages_out"] == 200
+        assert ear.stats()["messages_in"] == mouth.stats()["messages_out"] == 200
 
 
 async def test_one_connection_per_endpoint_is_made_and_reused() -> None:
@@ -36,8 +36,8 @@ async def test_one_connection_per_endpoint_is_made_and_reused() -> None:
             for ear in (one, two):
                 mouth.say(ear.endpoint, seq)
                 await until(lambda ear=ear, seq=seq: ("p-1", seq) in ear.heard)
-        assert one.listener.stats()["accepted"] == two.listener.stats()["accepted"] == 1
-        assert mouth.dialer.up(one.endpoint) and mouth.dialer.stats()["links_up"] == 2
+        assert one.stats()["accepted"] == two.stats()["accepted"] == 1
+        assert mouth.dialer.up(one.endpoint) and mouth.stats()["links_up"] == 2
 
 
 @pytest.mark.parametrize("secrets", SECRETS, ids=["plain", "signed"])
@@ -68,9 +68,9 @@ async def test_a_lost_connection_is_made_again_without_being_asked() -> None:
         await until(lambda: mouth.answers)
         for connection in list(ear.listener._callers):
             connection.abort()
-        await until(lambda: ear.listener.stats().get("proven") == 2)
+        await until(lambda: ear.stats().get("proven") == 2)
         assert not mouth.unreachable and not ear.events
-        assert ear.listener.connected_to("p-1")
+        assert ear.connected_to("p-1")
 
 
 async def test_a_listener_that_comes_back_is_found_again() -> None:
@@ -94,13 +94,13 @@ async def test_nobody_there_is_reported_for_every_attempt_and_attempts_become_ra
     async with Mouth(limits=limits) as mouth:
         endpoint = Endpoint(LOOPBACK, 1)
         mouth.say(endpoint)
-        await until(lambda: mouth.dialer.stats().get("dropped_expired") == 1)
-        await until(lambda: len(mouth.unreachable) == mouth.dialer.stats()["dialled"])
-        attempts = mouth.dialer.stats()["dialled"]
+        await until(lambda: mouth.stats().get("dropped_expired") == 1)
+        await until(lambda: len(mouth.unreachable) == mouth.stats()["dialled"])
+        attempts = mouth.stats()["dialled"]
         assert 3 <= attempts <= 7  # 75, 150, 300, 600, 1200 ms
         assert "refused" in mouth.unreachable[0].lower()
         await asyncio.sleep(0.5)
-        assert mouth.dialer.stats()["dialled"] <= attempts + 1, "nothing to say: nobody is dialled"
+        assert mouth.stats()["dialled"] <= attempts + 1, "nothing to say: nobody is dialled"
 
 
 async def test_a_name_that_no_look_up_takes_is_unreachable() -> None:
@@ -116,7 +116,7 @@ async def test_what_waits_for_a_link_is_bounded_and_the_newest_survives() -> Non
             mouth.say(ear.endpoint, seq)
         await until(lambda: len(ear.heard) == FAST.max_queued)
         assert ear.heard[-1] == ("p-1", FAST.max_queued + 49)
-        assert mouth.dialer.stats()["dropped_queue_full"] == 50
+        assert mouth.stats()["dropped_queue_full"] == 50
 
 
 async def test_links_are_bounded_and_forgotten() -> None:
@@ -124,8 +124,8 @@ async def test_links_are_bounded_and_forgotten() -> None:
     async with Mouth(limits=limits) as mouth:
         sent = [mouth.say(Endpoint(LOOPBACK, port)) for port in (1, 2, 3, 4)]
         assert sent == [True, True, True, False]
-        await until(lambda: mouth.dialer.stats()["links"] == 0)
-        assert mouth.dialer.stats()["dropped_too_many_links"] == 1
+        await until(lambda: mouth.stats()["links"] == 0)
+        assert mouth.stats()["dropped_too_many_links"] == 1
 
 
 async def test_a_peer_that_does_not_read_costs_a_bounded_buffer() -> None:
@@ -140,7 +140,7 @@ async def test_a_peer_that_does_not_read_costs_a_bounded_buffer() -> None:
             sent += 1
             assert sent < 100_000
             await asyncio.sleep(0)
-        assert ear.listener.stats()["dropped_buffer_full"] == 1
+        assert ear.stats()["dropped_buffer_full"] == 1
         link._connection._transport.resume_reading()
         await until(lambda: len(mouth.answers) == sent + 1)
 
@@ -148,7 +148,7 @@ async def test_a_peer_that_does_not_read_costs_a_bounded_buffer() -> None:
 async def test_an_unknown_peer_is_counted() -> None:
     async with Ear() as ear:
         assert not ear.listener.send("nobody", message())
-        assert ear.listener.stats()["dropped_unknown_peer"] == 1
+        assert ear.stats()["dropped_unknown_peer"] == 1
 
 
 async def test_a_port_that_is_taken_is_named() -> None:

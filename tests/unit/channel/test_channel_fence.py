@@ -24,7 +24,7 @@ async def test_a_killed_process_is_gone_exactly_once() -> None:
             await until(lambda: ear.events)
         await asyncio.sleep(0.1)
         assert ear.events == [("gone", "p-1")]
-        assert not ear.listener.connected_to("p-1")
+        assert not ear.connected_to("p-1")
 
 
 async def test_a_stopped_process_is_not_gone_until_it_is_killed() -> None:
@@ -33,7 +33,7 @@ async def test_a_stopped_process_is_not_gone_until_it_is_killed() -> None:
             await until(lambda: ear.heard, 20)
             speaker.stop()
             await asyncio.sleep(1.0)  # longer than all limits of this listener
-            assert not ear.events and ear.listener.connected_to("p-1")
+            assert not ear.events and ear.connected_to("p-1")
             speaker.wake()
             count = len(ear.heard)
             await until(lambda: len(ear.heard) > count)
@@ -84,8 +84,8 @@ async def test_what_the_listener_closes_itself_proves_nothing() -> None:
         await until(lambda: mouth.answers)
         mouth.dialer._links[ear.endpoint]._closed = True  # no reconnect
         next(iter(ear.listener._callers)).close()
-        await until(lambda: not ear.listener.connected_to("p-1"))
-        assert ear.listener.stats()["ended_ours"] == 1
+        await until(lambda: not ear.connected_to("p-1"))
+        assert ear.stats()["ended_ours"] == 1
     assert not ear.events
 
 
@@ -96,7 +96,7 @@ async def test_a_peer_that_leaves_on_purpose_proves_nothing_unless_it_vouches_fo
             mouth.say(ear.endpoint)
             await until(lambda mouth=mouth: mouth.answers)
             await mouth.dialer.close(quiet=quiet)
-            await until(lambda: not ear.listener.connected_to("p-1"))
+            await until(lambda: not ear.connected_to("p-1"))
             await asyncio.sleep(0.02)
             assert ear.events == events
 
@@ -112,7 +112,7 @@ async def test_a_process_speaks_for_itself_only() -> None:
     async with Ear() as ear, Mouth("p-1") as mouth:
         mouth.p = "p-2"
         mouth.say(ear.endpoint)
-        await until(lambda: ear.listener.stats().get("dropped_foreign_incarnation"))
+        await until(lambda: ear.stats().get("dropped_foreign_incarnation"))
         assert not ear.heard
 
 

@@ -112,7 +112,7 @@ async def test_a_wrong_secret_gets_nothing_but_a_refusal(ours, theirs) -> None:
         mouth.say(ear.endpoint)
         await until(lambda: mouth.unreachable)
         assert "PD-SEC-003" in mouth.unreachable[0] and "secret_file" in mouth.unreachable[0]
-        assert not ear.heard and not ear.events and not ear.listener.connected_to("p-bad")
+        assert not ear.heard and not ear.events and not ear.connected_to("p-bad")
         assert not mouth.dialer.up(ear.endpoint)
         await still_works(ear, theirs)
 
@@ -129,7 +129,7 @@ async def test_who_only_claims_an_incarnation_cannot_end_it() -> None:
                 raw.send(guarded_frame(Unguarded(), Proof()))
                 assert (await raw.goodbye()).code == "PD-SEC-003"
         await asyncio.sleep(0.05)
-        assert not ear.events and ear.listener.connected_to("p-1")
+        assert not ear.events and ear.connected_to("p-1")
 
 
 def replace_hello(**changes: object) -> Hello:
@@ -169,8 +169,8 @@ async def test_garbage_ends_its_own_connection_and_no_other(data) -> None:
             assert (await raw.goodbye()).code == "PD-CTRL-002"
         mouth.say(ear.endpoint, 2)
         await until(lambda: mouth.answers == [1, 2])
-        await until(lambda: ear.listener.stats()["connections"] == 1)
-        assert ear.listener.stats()["offence_PD-CTRL-002"] == 1
+        await until(lambda: ear.stats()["connections"] == 1)
+        assert ear.stats()["offence_PD-CTRL-002"] == 1
 
 
 async def test_a_recorded_conversation_is_worth_nothing() -> None:
@@ -195,7 +195,7 @@ async def test_a_recorded_conversation_is_worth_nothing() -> None:
             mouth.say(between, 1)
             await until(lambda: mouth.answers == [1])
         server.close()
-        await until(lambda: not ear.listener.connected_to("p-1"))
+        await until(lambda: not ear.connected_to("p-1"))
         heard, events = list(ear.heard), list(ear.events)
         async with Raw(ear) as raw:
             raw.send(bytes(recorded))
@@ -215,7 +215,7 @@ async def test_every_flipped_bit_of_a_guarded_frame_is_noticed(secrets) -> None:
             bit = rng.randrange(40, len(frame) * 8)  # after length and kind
             frame[bit // 8] ^= 1 << bit % 8
             link._connection.send(bytes(frame))
-            await until(lambda: ear.listener.stats().get("offence_PD-SEC-003"))
+            await until(lambda: ear.stats().get("offence_PD-SEC-003"))
             assert ear.heard == [("p-1", 1)]
 
 
@@ -229,23 +229,23 @@ async def test_who_greets_too_slowly_is_dropped() -> None:
             await asyncio.sleep(0.03)
         await silent.end()
         await slow.end()
-        assert ear.listener.stats()["timeout_greeting"] == 2
-        assert ear.listener.stats()["connections"] == 0
+        assert ear.stats()["timeout_greeting"] == 2
+        assert ear.stats()["connections"] == 0
         await still_works(ear)
 
 
 async def test_a_frame_that_never_ends_is_dropped_even_if_it_trickles() -> None:
     async with Ear() as ear, Raw(ear) as raw:
         raw.send(clear_frame(HELLO) + guarded_frame(Unguarded(), Proof()))
-        await until(lambda: ear.listener.connected_to("p-x"))
+        await until(lambda: ear.connected_to("p-x"))
         raw.send(struct.pack(">IB", 1000, GUARDED))
         for _ in range(200):
-            if ear.listener.stats().get("timeout_frame"):
+            if ear.stats().get("timeout_frame"):
                 break
             raw.send(b"\x81")
             await asyncio.sleep(0.01)
         await raw.end()
-        assert ear.listener.stats()["timeout_frame"] == 1 and not ear.events
+        assert ear.stats()["timeout_frame"] == 1 and not ear.events
 
 
 async def test_a_listener_that_does_not_answer_is_unreachable() -> None:
@@ -306,14 +306,14 @@ async def test_connections_are_bounded_and_the_peers_inside_do_not_notice() -> N
         await until(lambda: mouth.answers)
         before = len(list(Path("/proc/self/fd").iterdir()))
         flood = [await asyncio.open_connection(LOOPBACK, ear.endpoint.port) for _ in range(1000)]
-        await until(lambda: ear.listener.stats().get("refused_full", 0) >= 960, 20)
-        assert ear.listener.stats()["connections"] <= 41
+        await until(lambda: ear.stats().get("refused_full", 0) >= 960, 20)
+        assert ear.stats()["connections"] <= 41
         assert len(list(Path("/proc/self/fd").iterdir())) - before <= 1000 + 45
         mouth.say(ear.endpoint, 2)
         await until(lambda: mouth.answers == [1, 2])
         for _, writer in flood:
             writer.close()
-        await until(lambda: ear.listener.stats()["connections"] == 1)
+        await until(lambda: ear.stats()["connections"] == 1)
         await still_works(ear)
 
 
@@ -322,9 +322,9 @@ async def test_a_crowd_at_the_door_does_not_keep_a_peer_out() -> None:
     limits = replace(FAST, max_unproven=20, greeting_s=60.0)
     async with Ear(limits=limits) as ear:
         crowd = [await asyncio.open_connection(LOOPBACK, ear.endpoint.port) for _ in range(20)]
-        await until(lambda: ear.listener.stats()["unproven"] == 20)
+        await until(lambda: ear.stats()["unproven"] == 20)
         await still_works(ear)
-        assert ear.listener.stats()["refused_full"] == 1 and ear.listener.stats()["unproven"] == 19
+        assert ear.stats()["refused_full"] == 1 and ear.stats()["unproven"] == 19
         for _, writer in crowd:
             writer.close()
 
@@ -335,8 +335,8 @@ async def test_one_incarnation_cannot_hold_many_connections() -> None:
         for raw in raws:
             await raw.__aenter__()
             raw.send(clear_frame(HELLO) + guarded_frame(Unguarded(), Proof()))
-        await until(lambda: ear.listener.stats().get("closed_surplus") == 4)
-        await until(lambda: ear.listener.stats()["connections"] == FAST.max_per_incarnation)
+        await until(lambda: ear.stats().get("closed_surplus") == 4)
+        await until(lambda: ear.stats()["connections"] == FAST.max_per_incarnation)
         assert not ear.events
         for raw in raws:
             raw.writer.close()
@@ -349,7 +349,7 @@ async def test_strangers_cannot_fill_the_log(caplog) -> None:
             async with Raw(ear) as raw:
                 raw.send(b"garbage!" * 10)
                 await raw.end()
-        assert ear.listener.stats()["offence_PD-CTRL-002"] == 30
+        assert ear.stats()["offence_PD-CTRL-002"] == 30
     assert len(caplog.records) == 1
 
 
@@ -358,7 +358,7 @@ async def test_secrets_are_not_in_what_is_logged_or_shown(caplog) -> None:
     async with Ear(SECRET) as ear, Mouth("p-1", Secrets(b"q" * 32)) as mouth:
         mouth.say(ear.endpoint)
         await until(lambda: mouth.unreachable)
-    text = caplog.text + repr(mouth.unreachable) + repr(ear.listener.stats())
+    text = caplog.text + repr(mouth.unreachable) + repr(ear.stats())
     assert "ssss" not in text and "qqqq" not in text
 
 

@@ -112,8 +112,21 @@ class PrefillRank:
         """Fire the hook of a layer."""
         self.runtime.layer_computed(self.names[own] if name is None else name)
 
-    def stats(self) -> dict[str, int | float]:
-        return self.runtime.stats()
+    def stats(self) -> dict[str, int]:
+        """Return counts of the exchanges since the start, and what is held now. Empty without exchanges."""
+        with self.runtime.lock:
+            core, made, exchanger = self.runtime.core, self.runtime.core.exchanges, self.runtime._exchanger
+            if made is None or exchanger is None:
+                return {}
+            return {
+                "exchanges": made.count,
+                "collectives": exchanger._exchange.collectives,
+                "steps": len(made._steps),
+                "missing": len(made.missed),
+                "slots_taken": made.staging.taken,
+                "pieces": sum(len(push.pieces) for push in core.pushes()),
+                "unsealed": sum(push.sealing for push in core.pushes()),
+            }
 
     def close(self) -> None:
         self.runtime.close()
@@ -169,7 +182,7 @@ class Handle(Protocol):
 
     def begin(self, step: PrefillStep, shares: Sequence[Share], hook: str, ended: Sequence[str]) -> None: ...
     def answer(self) -> Answer: ...
-    def stats(self) -> dict[str, int | float]: ...
+    def stats(self) -> dict[str, int]: ...
     def close(self) -> None: ...
 
 
@@ -186,7 +199,7 @@ class Here:
     def answer(self) -> Answer:
         return self._answer
 
-    def stats(self) -> dict[str, int | float]:
+    def stats(self) -> dict[str, int]:
         return self.rank.stats()
 
     def close(self) -> None:
@@ -314,7 +327,7 @@ class PrefillSite:
             self.pool.give(prompt.p_blocks)
             prompt.p_blocks = []
 
-    def stats(self) -> list[dict[str, int | float]]:
+    def stats(self) -> list[dict[str, int]]:
         return [worker.stats() for worker in self.workers]
 
     def holds_nothing(self) -> None:

@@ -293,7 +293,7 @@ def test_a_source_that_is_done_with_a_push_still_cannot_spoil_it(part: str) -> N
         prompt = d.reserve(64)
         started(p, prompt)
         p.compute((prompt, 64))
-        until(lambda: p.ranks[0].runtime.stats()["exchanges"] == layers)
+        until(lambda: p.ranks[0].stats()["exchanges"] == layers)
         until(lambda: p.stats()[0]["pieces"] == 0 and p.stats()[0]["unsealed"] == 0, "rank 0 is done")
         assert p.stats()[1]["missing"] > 0, "nothing was missed: the test shows nothing"
         p.finish(prompt)

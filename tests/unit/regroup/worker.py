@@ -94,7 +94,7 @@ class Worker:
         assert isinstance(self._own, AscendRank)
         self._own.dummy_run()
 
-    def stats(self) -> dict[str, int | float]:
+    def stats(self) -> dict[str, int]:
         return self._own.stats()
 
     def exchanges(self) -> tuple[list[tuple[int, int, int]], int]:
@@ -164,8 +164,8 @@ class There:
         answer: Answer = self.member.receive()
         return answer
 
-    def stats(self) -> dict[str, int | float]:
-        stats: dict[str, int | float] = self.member.ask("stats")
+    def stats(self) -> dict[str, int]:
+        stats: dict[str, int] = self.member.ask("stats")
         return stats
 
     def exchanges(self) -> tuple[list[tuple[int, int, int]], int]:

@@ -199,13 +199,3 @@ class Exchanges:
         if not share.layers:
             for push in share.pushes:
                 push.owed.discard(share)
-
-    def stats(self) -> dict[str, int]:
-        return {
-            "exchanges": self.count,
-            "missed": self.missed.total,
-            "missing": len(self.missed),
-            "steps": len(self._steps),
-            "slots": self.staging.count,
-            "slots_taken": self.staging.taken,
-        }

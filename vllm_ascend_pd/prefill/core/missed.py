@@ -11,7 +11,6 @@ from vllm_ascend_pd.prefill.core.push import Share, Unit
 
 @dataclass(slots=True)
 class Missed:
-    total: int = 0  # ever missed
     _waiting: dict[Hashable, dict[tuple[Share, int], None]] = field(
         default_factory=dict
     )  # by destination, oldest first
@@ -22,7 +21,6 @@ class Missed:
 
     def miss(self, share: Share, layer: int) -> None:
         """Record that there was no slot, for the first time or again."""
-        self.total += 1
         self._waiting.setdefault(share.destinations[layer], {})[share, layer] = None
 
     def drop(self, share: Share, layer: int) -> None:

@@ -376,21 +376,10 @@ class Pushes:
         """Return when `peer` last sent anything."""
         return self._machine.heard(peer)
 
-    # -- what is held, for metrics and tests
+    # -- what is held
 
     def pushes(self) -> list[Push]:
         return list(self._pushes.values())
-
-    def stats(self) -> dict[str, int]:
-        """Return counts of the exchanges since the start, and what is held now. Empty without exchanges."""
-        if self.exchanges is None:
-            return {}
-        pushes = self._pushes.values()
-        return {
-            **self.exchanges.stats(),
-            "pieces": sum(len(push.pieces) for push in pushes),
-            "unsealed": sum(push.sealing for push in pushes),
-        }
 
     # -- starting and planning
 
