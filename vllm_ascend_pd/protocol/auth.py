@@ -45,7 +45,6 @@ _FIRST_CONTEXT = b"vllm-ascend-pd first token 1"
 _SESSION_CONTEXT = b"vllm-ascend-pd session 1"
 
 _encoder = msgspec.msgpack.Encoder()
-_message_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _version_decoder = msgspec.msgpack.Decoder(Versioned)
 _first_decoder = msgspec.msgpack.Decoder(First)
 _form_decoder: msgspec.msgpack.Decoder[Form] = msgspec.msgpack.Decoder(Form)
@@ -250,13 +249,8 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_message(payload: bytes | memoryview) -> Message:
-    """Return the message, or raise RemoteProtocolError: no other exception, whatever the bytes are."""
-    return _decoded(_message_decoder, payload)
-
-
 def decode_reservation(payload: bytes | memoryview) -> Reservation:
-    """Return the reservation inside an envelope. Raise as `unseal` does for its contents.
+    """Return the reservation inside an envelope. Raise RemoteProtocolError: nothing else, whatever the bytes are.
 
     The version is checked first: a reservation of another version need not have the same fields.
     """

@@ -56,10 +56,6 @@ PARAMETERS: dict[str, tuple[Part, str]] = {
 OTHER = "unknown parameter"  # the reason if a parameter that is not in the table is set
 
 _OURS = "kv_transfer_params"  # the only extra argument that is allowed: the router's
-# Fields of `first_token` when D posts a reservation: names of the completions API.
-SENT = frozenset(
-    ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "allowed_token_ids", "min_tokens")
-) | {"stop_token_ids", "ignore_eos", "logprobs", "bad_words", "structured_outputs"}
 
 
 def refusal(given: Mapping[str, Any]) -> str:

@@ -112,6 +112,12 @@ def resolved(request: Any, defaults: dict[str, Any]) -> SamplingParams:
     return params
 
 
+# Fields of `first_token` when D posts a reservation: names of the completions API.
+SENT = frozenset(
+    ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "allowed_token_ids", "min_tokens")
+) | {"stop_token_ids", "ignore_eos", "logprobs", "bad_words", "structured_outputs"}
+
+
 @pytest.mark.parametrize("asked", ASKED, ids=str)
 @pytest.mark.parametrize("route", [bodies.COMPLETIONS, bodies.CHAT, "token ids"])
 def test_p_samples_as_d_would_have_whatever_its_own_defaults_are(asked: dict[str, Any], route: str) -> None:
@@ -123,7 +129,7 @@ def test_p_samples_as_d_would_have_whatever_its_own_defaults_are(asked: dict[str
     ours = first_token.given(resolved(kind(model="m", **prompt, **asked), {"temperature": 0.6, "top_k": 20}))
     assert sampling.refusal(ours) == ""
     sent = sampling.sent(ours)
-    assert set(sent) <= sampling.SENT
+    assert set(sent) <= SENT
     request = bodies.parse(bodies.CHAT if chat else route, msgspec.json.encode({"model": "m", **prompt, **asked}))
     told = msgspec.json.decode(msgspec.json.encode(sent), type=dict[str, msgspec.Raw])
     ids = msgspec.Raw(b"[1,2]") if route == "token ids" else None
@@ -153,7 +159,7 @@ def test_p_gets_of_d_s_post_only_what_chooses_and_reports_the_token() -> None:
     )
     allowed = {name for name, use in bodies.FIELDS.items() if use is bodies.Use.FIRST}
     assert set(sent) == allowed | {"model", "prompt", "max_tokens", "n", "stream", "kv_transfer_params"}
-    assert allowed == sampling.SENT, "the metaserver passes on exactly what D posts"
+    assert allowed == SENT, "the metaserver passes on exactly what D posts"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unit.protocol.rig import ADDRESSES, D, ack, begin, cancel, done, failed, ready, refused, reservation, which
+from vllm_ascend_pd.channel.frames import decode_guarded
 from vllm_ascend_pd.errors import ConfigError, RemoteProtocolError
 from vllm_ascend_pd.protocol.auth import (
     COUNTER_BYTES,
@@ -23,7 +24,6 @@ from vllm_ascend_pd.protocol.auth import (
     SessionKey,
     Signer,
     Verifier,
-    decode_message,
     decode_reservation,
     encode,
     prompt_hash,
@@ -250,13 +250,13 @@ def test_a_sealed_reservation_changed_anywhere_is_refused(data: st.DataObject) -
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
 def test_every_message_survives_the_wire(message: object) -> None:
-    assert decode_message(encode(message)) == message  # type: ignore[arg-type]
+    assert decode_guarded(encode(message)) == message  # type: ignore[arg-type]
 
 
 @settings(max_examples=500)
 @given(st.binary(max_size=400))
 def test_random_bytes_never_break_a_decoder(payload: bytes) -> None:
-    for decode in (decode_message, decode_reservation):
+    for decode in (decode_guarded, decode_reservation):
         with pytest.raises(RemoteProtocolError, match="PD-CTRL-002"):
             decode(payload)
 
@@ -268,7 +268,7 @@ def test_damaged_messages_are_either_refused_or_messages(message: object, data: 
     for _ in range(data.draw(st.integers(1, 4))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
     try:
-        found = decode_message(bytes(payload[: data.draw(st.integers(0, len(payload)))]))
+        found = decode_guarded(bytes(payload[: data.draw(st.integers(0, len(payload)))]))
     except RemoteProtocolError:
         return
     assert type(found) in {type(m) for m in MESSAGES}
@@ -284,7 +284,7 @@ def test_damaged_messages_are_either_refused_or_messages(message: object, data: 
 )
 def test_other_peoples_msgpack_is_refused(value: object) -> None:
     with pytest.raises(RemoteProtocolError, match="PD-CTRL-002"):
-        decode_message(msgspec.msgpack.encode(value))
+        decode_guarded(msgspec.msgpack.encode(value))
 
 
 @pytest.mark.parametrize(
@@ -300,12 +300,12 @@ def test_other_peoples_msgpack_is_refused(value: object) -> None:
 )
 def test_claims_of_great_size_cost_nothing(payload: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
-        decode_message(payload)
+        decode_guarded(payload)
 
 
 def test_a_message_above_the_limit_is_refused_unread() -> None:
     with pytest.raises(RemoteProtocolError, match="at most"):
-        decode_message(bytes(MAX_MESSAGE_BYTES + 1))
+        decode_reservation(bytes(MAX_MESSAGE_BYTES + 1))
 
 
 @pytest.mark.parametrize(
@@ -330,17 +330,17 @@ def test_a_message_above_the_limit_is_refused_unread() -> None:
 )
 def test_values_out_of_bounds_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(RemoteProtocolError, match="PD-CTRL-002"):
-        decode_message(encode(begin(**changes)))
+        decode_guarded(encode(begin(**changes)))
 
 
 def test_more_addresses_than_any_cache_has_are_refused() -> None:
     for bases in (((0,),) * 4097, ((0,) * 65,)):
         with pytest.raises(RemoteProtocolError, match="PD-CTRL-002"):
-            decode_message(encode(ready(addresses=Memory("s", (1,), bases))))
+            decode_guarded(encode(ready(addresses=Memory("s", (1,), bases))))
 
 
 def test_addresses_travel_with_ready() -> None:
-    found = decode_message(encode(ready()))
+    found = decode_guarded(encode(ready()))
     assert found.addresses == ADDRESSES  # type: ignore[union-attr]
 
 
