@@ -118,9 +118,10 @@ class PrefillRank:
             core, made, exchanger = self.runtime.core, self.runtime.core.exchanges, self.runtime._exchanger
             if made is None or exchanger is None:
                 return {}
+            own: Any = exchanger._exchange
             return {
                 "exchanges": made.count,
-                "collectives": exchanger._exchange.collectives,
+                "collectives": own.collectives,
                 "steps": len(made._steps),
                 "missing": len(made.missed),
                 "slots_taken": made.staging.taken,
