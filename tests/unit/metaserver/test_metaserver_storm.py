@@ -187,7 +187,7 @@ def storm(seed: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         "prefill_timeout_s": 3.0,
         "first_byte_timeout_s": 20.0,
         "idle_timeout_s": 20.0,
-        "forsaken_s": 1.0,
+        "refusing_s": 1.0,
         "circuit": CircuitPolicy(wedged=Backoff(0.05, 0.5, floor=0.8)),
     }
     with cluster(prefill=4, decode=4, canary=True, **settings) as c:

@@ -61,10 +61,10 @@ class Prober:
                 instance.life = instance.life.refuses(time.monotonic())
             if isinstance(problem.__cause__, ConnectionRefusedError):
                 # An engine that shuts down may keep the connection of a request that it will never answer.
-                self._upstream.hurry(instance.origin, self._settings.forsaken_s)
+                self._upstream.hurry(instance.origin, self._settings.refusing_s)
             elif instance.circuit.state is CircuitState.UNREACHABLE:
                 # The engine or its host is frozen: its connections would never be closed.
-                self._upstream.hurry(instance.origin, self._settings.vanished_s)
+                self._upstream.hurry(instance.origin, self._settings.unreachable_s)
             return
         self._upstream.calm(instance.origin)
         if any(name == OWN_MARK for name, _ in reply.headers):

@@ -262,8 +262,8 @@ class Settings:
 
     # No flag sets these: the rules of the service rest on them.
     probe_timeout_s: float = 2.0
-    forsaken_s: float = 5.0  # silence of a request whose engine refuses connections
-    vanished_s: float = 20.0  # and of one whose engine is unreachable
+    refusing_s: float = 5.0  # silence of a request whose engine refuses connections
+    unreachable_s: float = 20.0  # and of one whose engine is unreachable
     heartbeat_s: float = 2.0
 
     @property

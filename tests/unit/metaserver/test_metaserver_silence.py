@@ -18,7 +18,7 @@ from unit.metaserver.fake_engine import FakeEngine, words
 from vllm_ascend_pd.metaserver.decisions import CircuitState
 
 PROMPT = "a prompt"
-FROZEN = {"vanished_s": 0.5, "probe_timeout_s": 0.3}
+FROZEN = {"unreachable_s": 0.5, "probe_timeout_s": 0.3}
 
 
 def state(c: Cluster, engine: FakeEngine) -> CircuitState:
@@ -28,7 +28,7 @@ def state(c: Cluster, engine: FakeEngine) -> CircuitState:
 
 
 def test_a_prefill_that_will_never_come_is_given_up() -> None:
-    with cluster(forsaken_s=0.3) as c, ThreadPoolExecutor(1) as client:
+    with cluster(refusing_s=0.3) as c, ThreadPoolExecutor(1) as client:
         p, d = c.prefill[0], c.decode[0]
         p.manner.hang = True
         asking = client.submit(c.complete, PROMPT)
@@ -40,7 +40,7 @@ def test_a_prefill_that_will_never_come_is_given_up() -> None:
 
 
 def test_a_stream_that_will_never_go_on_ends_with_an_error() -> None:
-    with cluster(forsaken_s=0.3) as c, ThreadPoolExecutor(1) as client:
+    with cluster(refusing_s=0.3) as c, ThreadPoolExecutor(1) as client:
         d = c.decode[0]
         d.manner.gap_s = 600.0
         asking = client.submit(c.complete, PROMPT, stream=True)
@@ -51,7 +51,7 @@ def test_a_stream_that_will_never_go_on_ends_with_an_error() -> None:
 
 
 def test_a_stream_that_goes_on_meanwhile_is_whole() -> None:
-    with cluster(forsaken_s=3.0) as c, ThreadPoolExecutor(1) as client:
+    with cluster(refusing_s=3.0) as c, ThreadPoolExecutor(1) as client:
         d = c.decode[0]
         d.manner.gap_s = 0.25
         asking = client.submit(c.complete, PROMPT, stream=True, max_tokens=16)
@@ -80,7 +80,7 @@ def test_what_a_frozen_engine_has_is_done_by_another(role: str) -> None:
 
 
 def test_an_engine_that_thaws_finishes_what_it_has() -> None:
-    with cluster(vanished_s=1.5, probe_timeout_s=0.3) as c, ThreadPoolExecutor(1) as client:
+    with cluster(unreachable_s=1.5, probe_timeout_s=0.3) as c, ThreadPoolExecutor(1) as client:
         d = c.decode[0]
         d.manner.hold = True
         asking = client.submit(c.complete, PROMPT)
