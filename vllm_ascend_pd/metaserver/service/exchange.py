@@ -160,13 +160,13 @@ class Exchange:
         self.forget_prompt()
         self.headers, self.send, self.release = [], _nobody, _nothing
 
-    def story(self) -> Story:
-        return Story(
+    def summary(self) -> RequestSummary:
+        return RequestSummary(
             self.request_id[:128], self.route, self.started_wall, self.number, self.status, self.tokens, self.stages
         )
 
 
-class Story(msgspec.Struct, frozen=True):
+class RequestSummary(msgspec.Struct, frozen=True):
     """Facts about a request for the status page, without its prompt."""
 
     request_id: str
@@ -250,7 +250,7 @@ class Journal:
         self._past: OrderedDict[str, tuple[Attempt, float]] = OrderedDict()
         self._forgetting: asyncio.TimerHandle | None = None
         self.exchanges: set[Exchange] = set()
-        self.last: deque[Story] = deque(maxlen=_LAST_REQUESTS)
+        self.last: deque[RequestSummary] = deque(maxlen=_LAST_REQUESTS)
         self.troubles: deque[dict[str, Any]] = deque(maxlen=_LAST_TROUBLES)
 
     def trouble(self, code: str, what: str, instance: str = "", request: str = "") -> None:
@@ -297,4 +297,4 @@ class Journal:
         self.exchanges.discard(exchange)
         exchange.over()
         if exchange.remembered:
-            self.last.append(exchange.story())
+            self.last.append(exchange.summary())
