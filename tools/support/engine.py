@@ -17,9 +17,9 @@ from tools.support.spec import EngineSpec
 class Served:
     """A server that is reachable, whichever process started it."""
 
-    def __init__(self, name: str, port: int, log: Path) -> None:
+    def __init__(self, name: str, port: int, log: Path, host: str = "127.0.0.1") -> None:
         self.name = name
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://{host}:{port}"
         self.log = log
         self.total_blocks = 0
         self.ranks = 1  # data-parallel ranks behind this address
@@ -66,7 +66,7 @@ class Engine(Served):
     """A server started by this process."""
 
     def __init__(self, spec: EngineSpec, logs: Path) -> None:
-        super().__init__(spec.name, spec.port, logs / f"{spec.name}.log")
+        super().__init__(spec.name, spec.port, logs / f"{spec.name}.log", spec.host)
         self.spec, self.ranks = spec, spec.ranks
         self.process = Child(spec.name, spec.command(), self.log, spec.environ(), ROOT)
 

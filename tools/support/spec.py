@@ -61,6 +61,9 @@ class EngineSpec:
     dp_rank: int | None = None  # the first rank of this server; None: one server for all ranks
     dp_local: int = 1  # with dp_rank: how many ranks this server has
     dp_rpc_port: int = 0  # port for the coordination of ranks with servers of their own
+    dp_address: str = "127.0.0.1"  # host of the first of them
+    host: str = "127.0.0.1"  # address of the server and of its workers
+    prefix: tuple[str, ...] = ()  # a command that runs the server elsewhere on this machine
     port: int = 0  # 0: assigned by the cluster
     kv_bytes: int = 64 << 20  # per worker
     max_len: int = 2048
@@ -82,8 +85,8 @@ class EngineSpec:
 
     def command(self) -> list[str]:
         """Return the server's command line. `python -m`, because the vllm command does not start with the CPU wheel."""
-        words = [self.python, "-m", "vllm.entrypoints.openai.api_server"]
-        words += ["--host", "127.0.0.1", "--port", str(self.port)]
+        words = [*self.prefix, self.python, "-m", "vllm.entrypoints.openai.api_server"]
+        words += ["--host", self.host, "--port", str(self.port)]
         words += ["--model", str(self.model), "--served-model-name", self.served_name]
         words += ["--max-model-len", str(self.max_len), "--seed", "0"]
         words += ["--max-num-batched-tokens", str(self.chunk), "--max-num-seqs", str(self.max_seqs)]
@@ -96,7 +99,7 @@ class EngineSpec:
         if self.dp > 1:
             words += ["--data-parallel-size", str(self.dp), "--enable-expert-parallel"]
         if self.dp_rank is not None:
-            words += ["--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(self.dp_rpc_port)]
+            words += ["--data-parallel-address", self.dp_address, "--data-parallel-rpc-port", str(self.dp_rpc_port)]
             if self.dp_local == 1:
                 words += ["--data-parallel-rank", str(self.dp_rank)]
             else:
@@ -135,7 +138,8 @@ class EngineSpec:
 
     def environ(self) -> dict[str, str]:
         devices = {"ASCEND_RT_VISIBLE_DEVICES": self.devices} if self.devices else {}
-        return {**child_environment(self.plugins, self.npu), **devices, **self.environment}
+        here = {"VLLM_HOST_IP": self.host}
+        return {**child_environment(self.plugins, self.npu), **here, **devices, **self.environment}
 
     def at(self, port: int, devices: str = "") -> EngineSpec:
         return dataclasses.replace(self, port=port, devices=devices or self.devices)
