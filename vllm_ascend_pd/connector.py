@@ -131,6 +131,10 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request is scheduled only when its KV is complete."""
 
+    def on_kv_cache_written(self, layer_name: str = "") -> None:
+        """Called by vllm-ascend between a layer's write into the cache and its attention; with GQA without a name."""
+        self._worker.layer_written(layer_name)
+
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         self._worker.save_layer(layer_name)
 

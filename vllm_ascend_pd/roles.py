@@ -130,6 +130,9 @@ class WorkerRole:
     def bind(self, step: StepMetadata) -> None:
         """Begin a step, before the forward pass."""
 
+    def layer_written(self, name: str) -> None:
+        """Record that a layer's cache is written, before its hook. Not every engine says so."""
+
     def save_layer(self, name: str) -> None:
         """Record that a layer's hook fired."""
 

@@ -500,11 +500,20 @@ class DeadWriterForgotten(Pushes):
 class DraftsTooEarly(Steps):
     """P pushes the draft model's layers with the target's last one, before they are written."""
 
-    def _mark(self, current: Any, index: int) -> None:
-        super()._mark(current, index)
+    def _mark(self, current: Any, index: int, event: Any = None) -> None:
+        super()._mark(current, index, event)
         if current.missing and current.missing <= self._drafts:
             current.drafted |= self._drafts
             self.end()
+
+
+class EventOfAnotherLayer(Steps):
+    """P keeps the event of a written cache for the layers after it."""
+
+    def computed(self, name: str) -> None:
+        kept = self._written
+        super().computed(name)
+        self._written = kept
 
 
 class DraftsWithoutHook(Steps):
@@ -1130,6 +1139,7 @@ MORE = (
     Mutation("a write that was never issued has landed", core=UnissuedLanded, world=_broken_writers),
     Mutation("a dead writer's writes are over", core=DeadWriterForgotten, world=_broken_writers),
     Mutation("the device is not waited for", writer=EventsNotAwaited),
+    Mutation("the event of another layer's cache", steps=EventOfAnotherLayer),
     Mutation("a draft layer pushed before it was written", steps=DraftsTooEarly, world=_drafting),
     Mutation("a draft layer pushed that was not computed", steps=DraftsWithoutHook, world=_drafting),
     Mutation("an indexer's keys pushed before they were written", steps=IndexersTooEarly, world=_indexed),

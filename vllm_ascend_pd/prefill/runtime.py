@@ -99,6 +99,9 @@ class PushRuntime:
     def begin_step(self, step: PrefillStep) -> None:
         self._steps.begin(step)
 
+    def layer_written(self, name: str) -> None:
+        self._steps.written(name)
+
     def layer_computed(self, name: str) -> None:
         self._steps.computed(name)
 

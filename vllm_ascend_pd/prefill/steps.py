@@ -5,7 +5,8 @@ Only the engine's thread runs this. A layer's hook takes no lock and waits for n
 entry into the writer's queue. Exchanges are made in registered order, whatever the order of the hooks.
 
 When a layer is complete depends on its kind:
-* A layer of the target model: when its hook fires.
+* A layer of the target model: when its hook fires. Its event is an earlier one if the engine has said when its cache
+  was written (vllm-ascend does, before the attention): what leaves then does not wait for the attention.
 * A layer of a draft model: when the step is over. The draft model runs after the target, once for each token that it
   drafts. The first call of a layer's hook covers the prompt's part, the others write behind it.
 * An indexer's keys: when the hook of the attention in the same layer fires. They are written before it, without a hook.
@@ -69,6 +70,7 @@ class Steps:
         self._deciding, self._record, self._put, self._clock = deciding, record, put, clock
         self._exchanging = exchanging
         self._current: _Layers | None = None
+        self._written: tuple[str, Event] | None = None
 
     def begin(self, step: PrefillStep) -> None:
         """Take in a step's metadata and plan what its layers will push."""
@@ -87,9 +89,18 @@ class Steps:
                     self._exchanging.make(run, event)
         self._current = _Layers(plan, len(self._layers)) if step.slices else None
 
+    def written(self, name: str) -> None:
+        """Record that the cache is written of the layer whose hook fires next. Its name may be empty."""
+        current = self._current
+        if current is not None and (current.plan.direct or current.plan.parts):
+            self._written = name, self._record()
+
     def computed(self, name: str) -> None:
         """Record that a layer's hook fired. Unknown names are ignored."""
         current, index = self._current, self._layers.get(name)
+        (written, event), self._written = self._written or (name, None), None
+        if written not in ("", name):
+            event = None
         if current is None or index is None or index not in current.missing:
             return
         said = [index, *self._with.get(index, ())]
@@ -97,13 +108,13 @@ class Steps:
             current.drafted.update(said)
             return
         for each in said:
-            self._mark(current, each)
+            self._mark(current, each, event)
         if not current.missing:  # nothing is pushed after this layer: D need not wait for the rest of the forward
             self.end()
 
     def end(self) -> None:
         """End the step: announce states and draft layers, fail its pushes if a layer was not computed, and seal."""
-        current, self._current = self._current, None
+        current, self._current, self._written = self._current, None, None
         if current is None:
             return
         never = sorted(current.missing - current.drafted - self._states)
@@ -133,12 +144,12 @@ class Steps:
                 found.setdefault(of, []).append(index)
         return found
 
-    def _mark(self, current: _Layers, index: int) -> None:
+    def _mark(self, current: _Layers, index: int, event: Event | None = None) -> None:
         plan = current.plan
         current.missing.discard(index)
         if not (plan.direct or plan.parts):
             return  # its tokens leave with a later step, or with none
-        event = self._record()
+        event = event or self._record()
         if trace.enabled():
             facts = {"step": plan.number, "layer": index, "of": len(self._layers), "title": self._titles[index]}
             trace.emit("layer_computed", **facts)

@@ -56,6 +56,10 @@ class PrefillWorker(WorkerRole):
             self._runtime.check()
             self._runtime.begin_step(step.prefill)
 
+    def layer_written(self, name: str) -> None:
+        if self._runtime is not None:
+            self._runtime.layer_written(name)
+
     def save_layer(self, name: str) -> None:
         if self._runtime is not None:
             self._runtime.layer_computed(name)

@@ -24,8 +24,9 @@ class Recorder(AscendPushConnector):
             CACHES[name] = [_facts(tensor) for tensor in tensors]
         super().register_kv_caches(kv_caches)
 
-    def on_kv_cache_written(self, layer_name: str) -> None:
+    def on_kv_cache_written(self, layer_name: str = "") -> None:
         CALLS.append(("written", layer_name))
+        super().on_kv_cache_written(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         same = [tensor.data_ptr() for tensor in kv_layer] == [facts["address"] for facts in CACHES[layer_name]]
