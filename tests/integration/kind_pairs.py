@@ -27,7 +27,7 @@ from tools.support.cluster import Cluster
 from tools.support.engine import Engine
 from tools.support.models import ensure, recipe_of
 from tools.support.spec import EngineSpec
-from vllm_ascend_pd.first_token import CONNECTOR
+from vllm_ascend_pd.plugin import CONNECTOR
 
 KINDS = Path(__file__).parent / "plugins" / "kinds"
 BLOCK, CHUNK = 32, 96
