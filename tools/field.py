@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.support import sdist  # noqa: E402
+from tools.support import sdist, small  # noqa: E402
 from tools.support.field import Known, Verdict, known_models, verdict  # noqa: E402
 from vllm_ascend_pd.errors import PdError  # noqa: E402
 
@@ -51,7 +51,8 @@ def _summary(found: Sequence[Verdict]) -> str:
     return "\n".join(
         [
             f"vllm-ascend {PINNED.version}: **P and D would start in {both} of {len(found)} configurations.**",
-            f"P would start in {alone['P']}, D in {alone['D']}.",
+            f"P would start in {alone['P']}, D in {alone['D']}. In small, sets of engines have the kinds of cache and the draft of "
+            f"{sum(each.both and small.stands(each.needs, small.sets()).startswith('`') for each in found)}.",
         ]
     )
 
@@ -103,7 +104,8 @@ def _reasons(found: Sequence[Verdict]) -> str:
 
 
 def _configurations(found: Iterable[Verdict]) -> str:
-    lines = ["| configuration | model | P: TP × DP | P | D: TP × DP | D | the pair |", "|---|---|---|---|---|---|---|"]
+    names = ["configuration", "model", "P: TP × DP", "P", "D: TP × DP", "D", "the pair", "in small"]
+    lines, sets = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"], small.sets()
     for each in found:
         cells = [each.name, each.model]
         for side, engines in (("P", each.p), ("D", each.d)):
@@ -111,7 +113,7 @@ def _configurations(found: Iterable[Verdict]) -> str:
             beside = {f"beside {name}, which is not judged" for engine in engines for name in engine.beside}
             told = _cell(each.refusals(side)) or (STARTS if engines else "none")
             cells.append("; ".join([told, *sorted(beside)]))
-        cells.append(each.pair or "–")
+        cells += [each.pair or "–", small.stands(each.needs, sets) if each.both else "–"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -129,7 +131,7 @@ def _unknown(found: Iterable[Verdict]) -> str:
 def starting(text: str) -> set[str]:
     """Return the configurations of a printed table whose P and D would start."""
     rows = (re.split(r" *\| *", line.strip("| ")) for line in text.splitlines() if line.startswith("|"))
-    return {row[0] for row in rows if len(row) == 7 and row[3] == row[5] == STARTS and not row[6].startswith("PD-")}
+    return {row[0] for row in rows if len(row) == 8 and row[3] == row[5] == STARTS and not row[6].startswith("PD-")}
 
 
 def split(page: str) -> tuple[str, str, str]:

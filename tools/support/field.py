@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NoReturn
@@ -31,6 +31,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
+from tools.support.small import EXCHANGE, INT8, Needs, needs
 from vllm_ascend_pd import admission, drafts
 from vllm_ascend_pd.cli.checkup.engine import our_connector
 from vllm_ascend_pd.config import PushConfig
@@ -322,6 +323,7 @@ class Judged:
     unknown: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
     geometry: CacheGeometry | None = field(default=None, compare=False)
+    needs: Needs = field(default_factory=Needs, compare=False)
 
 
 def judge(command: Command, known: Known) -> Judged:
@@ -339,7 +341,20 @@ def judge(command: Command, known: Known) -> Judged:
     parallel = config.parallel_config
     role = _ROLES.get(config.kv_transfer_config.kv_role, "?")
     size, ranks = parallel.tensor_parallel_size, parallel.data_parallel_size
-    return Judged(role, size, ranks, refusals, line.unknown, beside, geometry)
+    wanted = _needs(config, model, _c8(line.parsed))
+    return Judged(role, size, ranks, refusals, line.unknown, beside, geometry, wanted)
+
+
+def _needs(config: Any, model: Model, c8: Collection[str]) -> Needs:
+    """Return what a set of engines in small has to have. GDN's states stand for one kind, however many groups."""
+    parallel, drafting = config.parallel_config, config.speculative_config
+    return needs(
+        {kind + (INT8 if c8 else "") for kind in model.facts["caches"]},
+        (drafting.method or "") if drafting is not None else "",
+        ranks=parallel.data_parallel_size,
+        divided=parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size,
+        graphs=config.compilation_config.cudagraph_mode.name,
+    )
 
 
 def as_configured(parsed: Any, model: Model, draft: Mapping[str, Any] = MappingProxyType({})) -> SimpleNamespace:
@@ -506,6 +521,12 @@ class Verdict:
 
     def starts(self, side: str) -> bool:
         return bool(self.p if side == "P" else self.d) and not self.refusals(side)
+
+    @property
+    def needs(self) -> Needs:
+        """Return what a set of engines in small has to have to stand for this configuration."""
+        told = [engine.needs for engine in (*self.p, *self.d)]
+        return reduce(Needs.__or__, told, Needs(modes=frozenset({EXCHANGE} if self.pair == "regroup" else ())))
 
     @property
     def both(self) -> bool:

@@ -17,7 +17,8 @@ import yaml
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 import tools.field as field_page
-from tools.support import field, sdist
+from tools.support import field, sdist, small
+from tools.support.small import Needs, needs, stands
 from unit.vllm_configs import model_dir, vllm_config
 from vllm_ascend_pd import admission
 from vllm_ascend_pd.config import PushConfig
@@ -347,11 +348,55 @@ def test_the_tables_count_what_starts_and_what_stands_in_the_way() -> None:
     assert "P would start in 1, D in 3." in printed
     assert f"| {SPECULATION} | 2 | 1 | 0 | 1 |" in printed
     assert f"| {MODE} | 1 | 1 | 0 | 0 |" in printed
-    assert "| nightly/one | me/gqa | 1 × 1 | would start | 1 × 1 | would start | direct |" in printed
+    assert "| nightly/one | me/gqa | 1 × 1 | would start | 1 × 1 | would start | direct | `" in printed
     both = f"{MODE}; {SPECULATION.removeprefix('PD-CONF-005 ')}"
-    assert f"| weekly/one | me/gqa | 1 × 1 | {both} | 1 × 1 | would start | – |" in printed
+    assert f"| weekly/one | me/gqa | 1 × 1 | {both} | 1 × 1 | would start | – | – |" in printed
     assert printed.endswith("left out (in how many configurations): `--theirs` (1).")
     assert field_page.starting(printed) == {"nightly/one"}
+
+
+SMALL = {
+    "plain": needs({"full"}, ""),
+    "ranks": needs({"full"}, "", ranks=2),
+    "both": needs({"full"}, "", ranks=2, graphs="FULL_DECODE_ONLY"),
+    "drafts": needs({"mla"}, "mtp"),
+    "other graphs": needs({"gdn"}, "", graphs="PIECEWISE"),
+    "latent graphs": needs({"mla"}, "", graphs="FULL_DECODE_ONLY"),
+}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        (needs({"full"}, ""), "`plain`"),
+        (needs({"full"}, "", ranks=8), "`ranks`"),
+        (needs({"full"}, "", graphs="FULL"), "`both`"),
+        (needs({"mla"}, "mtp", graphs="FULL_DECODE_ONLY"), "`drafts`; full graphs `latent graphs`"),
+        (needs({"mla"}, "mtp", graphs="PIECEWISE"), "`drafts`; piecewise graphs `other graphs`"),
+        (needs({"mla"}, "mtp", divided=2), "`drafts`; –: context parallelism"),
+        (needs({"full"}, "mtp"), "–: full with mtp"),
+        (needs({"full", "gdn"}, ""), "–: full and gdn"),
+    ],
+    ids=str,
+)
+def test_sets_of_engines_stand_for_a_configuration(wanted: Needs, found: str) -> None:
+    assert stands(wanted, SMALL) == found
+
+
+def test_a_set_is_known_by_its_models_kinds_and_its_modes() -> None:
+    sets = small.sets()
+    assert sets["gqa 1to1"] == needs({"full"}, "")
+    assert sets["mtp 1to1"] == needs({"mla"}, "mtp")
+    assert sets["moe 2to1 dp 1to2"] == needs({"full"}, "", ranks=2)
+    assert sets["gqa 4to2 regrouped"] == needs({"full"}, "", exchange=True)
+    assert sets["mqa pcp 2 to dcp 2"] == needs({"full"}, "", divided=2)
+    assert sets["qwen3next 1to1 mtp full graphs"] == needs({"full", "gdn"}, "mtp", graphs="FULL_DECODE_ONLY")
+
+
+def test_every_set_that_the_page_names_exists() -> None:
+    _, between, _ = field_page.split(field_page.PAGE.read_text())
+    named = {name for line in between.splitlines() if line.startswith("| ") for name in re.findall("`([^`]+)`", line)}
+    assert named and named <= small.sets().keys()
 
 
 def test_a_page_that_is_not_what_is_printed_is_wrong_and_a_lost_start_is_named() -> None:

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sets of engines under vllm-ascend (tests/ascend_host) that stand for a configuration of other sizes.
+
+A set stands for the kinds of cache and the draft of a configuration. For its modes one set may not be enough.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from tools.support.models import RECIPES, ROOT
+
+# By the family of a recipe, as field_models.json names them.
+KINDS = {
+    "deepseek_v2": {"mla"},
+    "deepseek_v3": {"mla"},
+    "deepseek_v32": {"indexer"},
+    "glm_moe_dsa": {"indexer"},
+    "llama": {"full"},
+    "qwen3": {"full"},
+    "qwen3_moe": {"full"},
+    "qwen3_next": {"full", "gdn"},
+}
+INT8, EXCHANGE = " in int8", "exchange"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a configuration has, or what a set of engines shows."""
+
+    kinds: frozenset[str] = frozenset()
+    draft: str = ""  # its method
+    modes: frozenset[str] = frozenset()
+
+    def __or__(self, other: Needs) -> Needs:
+        return Needs(self.kinds | other.kinds, self.draft or other.draft, self.modes | other.modes)
+
+
+def needs(
+    kinds: set[str], draft: str, *, ranks: int = 1, divided: int = 1, graphs: str = "", exchange: bool = False
+) -> Needs:
+    """Return the needs of an engine: data-parallel ranks, ranks that divide the tokens, and its graph mode."""
+    modes = {
+        "data parallelism": ranks > 1,
+        "context parallelism": divided > 1,
+        "full graphs": "FULL" in graphs,
+        "piecewise graphs": graphs == "PIECEWISE",
+        EXCHANGE: exchange,
+    }
+    return Needs(frozenset(kinds), draft, frozenset(name for name, there in modes.items() if there))
+
+
+def stands(wanted: Needs, sets: Mapping[str, Needs]) -> str:
+    """Return the sets that show a configuration in small, or what none shows.
+
+    The first has its kinds of cache, its draft, and as many of its modes as one has. Sets for the other modes follow,
+    if possible of the same kinds.
+    """
+    alike = {title: one for title, one in sets.items() if (one.kinds, one.draft) == (wanted.kinds, wanted.draft)}
+    if not alike:
+        draft = f" with {wanted.draft}" if wanted.draft else ""
+        return f"–: {' and '.join(sorted(wanted.kinds))}{draft}"
+    first = min(alike, key=lambda title: (len(wanted.modes - alike[title].modes), len(alike[title].modes)))
+    found, left = [f"`{first}`"], wanted.modes - alike[first].modes
+    for mode in sorted(left):
+        others = {title: one for title, one in sets.items() if mode in one.modes}
+        other = min(
+            others, key=lambda title: (others[title].kinds != wanted.kinds, len(others[title].modes)), default=""
+        )
+        found.append(f"{mode} `{other}`" if other else f"–: {mode}")
+    return "; ".join(found)
+
+
+@lru_cache(maxsize=1)
+def sets() -> dict[str, Needs]:
+    """Return the sets of tests/ascend_host/test_pairs.py by title."""
+    for folder in ("native", "integration", "ascend_host"):
+        if (path := str(ROOT / "tests" / folder)) not in sys.path:
+            sys.path.append(path)
+    listed: Any = importlib.import_module("test_pairs")
+    return {str(engines): shown(engines) for engines, _ in (*listed.EVERY_COMMIT, *listed.MORE)}
+
+
+def shown(engines: Any) -> Needs:
+    kinds = KINDS[RECIPES[engines.model].family]
+    told = " ".join((*engines.flags, *engines.p.flags, *engines.d.flags))
+    if "_c8" in told:
+        kinds = {kind + INT8 for kind in kinds}
+    draft = str(engines.draft.get("method", ""))
+    each = [
+        needs(
+            kinds,
+            draft,
+            ranks=side.dp,
+            divided=side.dcp * side.pcp,
+            graphs=side.graphs,
+            exchange=side.keys.get("regroup") == "always",
+        )
+        for side in (engines.p, engines.d)
+    ]
+    return each[0] | each[1]
