@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets of engines under vllm-ascend itself, on a CANN in host memory.
+"""Sets of engines under vllm-ascend itself, on a CANN in host memory or on NPUs.
 
-vllm-ascend, vLLM, torch_npu and Mooncake are the pinned ones, unmodified; `csrc/npu` is built against that torch_npu,
-its kernels run on the emulated cores. Where a P's caches are late, an operator's results get there only after some
+In host memory vllm-ascend, vLLM, torch_npu and Mooncake are the pinned ones, unmodified; `csrc/npu` is built against that
+torch_npu, its kernels run on the emulated cores. Where a P's caches are late, an operator's results get there only after some
 time, so that code that does not wait for the event pushes old bytes. docs/building.md describes the environment.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from host_build import INTERPRETER, HostBuild
@@ -24,6 +26,26 @@ from tools.support.spec import EngineSpec
 CHUNK = 512
 BLOCK = 128  # vllm-ascend ignores other values
 NOTHING: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the engines of a set run."""
+
+    python: str
+    stands_in: bool  # a CANN in host memory, which computes in any dtype and rounds alike in every batch
+    plugins: tuple[Path, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def host(cls, build: HostBuild) -> Machine:
+        # The cores are the device, so ranks must not spin while they wait for each other.
+        keys = {"mooncake_protocol": "tcp", "patient_shm": "on"}
+        return cls(str(INTERPRETER), True, build.plugins, {**build.variables(), "MC_FORCE_TCP": "1"}, keys)
+
+
+NPUS = Machine(sys.executable, stands_in=False)
 
 
 @dataclass(frozen=True)
@@ -49,8 +71,11 @@ class Side:
         """Return the arguments for context parallelism in runs of a block, as vllm-ascend has it with connectors."""
         if self.dcp * self.pcp == 1:
             return ()
-        sizes = f"--decode-context-parallel-size={self.dcp}", f"--prefill-context-parallel-size={self.pcp}"
-        return (*sizes, f"--cp-kv-cache-interleave-size={BLOCK}", f"--block-size={BLOCK}")
+        return (
+            f"--decode-context-parallel-size={self.dcp}",
+            f"--cp-kv-cache-interleave-size={BLOCK}",
+            f"--block-size={BLOCK}",
+        )
 
     @property
     def graph_flags(self) -> tuple[str, ...]:
@@ -59,6 +84,10 @@ class Side:
         sizes = [64, 128, 256, CHUNK] if self.graphs == "PIECEWISE" else [1, 2, 4, 8]  # of prompts, of answers
         config = {"cudagraph_mode": self.graphs, "cudagraph_capture_sizes": sizes}
         return ("--compilation-config", json.dumps(config))
+
+    @property
+    def devices(self) -> int:
+        return self.tp * self.pp * self.pcp * self.dp
 
     @property
     def environment(self) -> dict[str, str]:
@@ -101,25 +130,32 @@ class Engines:
         """Return whether requests start with P's token: D's scheduler is vLLM's own, and drafts nothing."""
         return "recompute" not in self.title and not self.draft
 
-    def start(self, build: HostBuild, cluster: Cluster) -> Pair:
+    @property
+    def devices(self) -> int:
+        """Return how many devices the set needs."""
+        return self.p.devices + self.d.devices
+
+    def start(self, machine: Machine, cluster: Cluster) -> Pair:
         port = cluster.port()
-        url = f"http://127.0.0.1:{port}"
-        p, *d = cluster.start(
-            self._engine(build, "p", "kv_producer", self.p, cluster.push_config(**self._keys(self.p))),
-            *self._decode(build, cluster, url),
-        )
+        p, *d = cluster.start(*self.specs(machine, cluster, f"http://127.0.0.1:{port}"))
         # With a pipeline, vllm-ascend's P keeps the sampled token on its last stage, and with PCP it does not decode:
         # alone it is right for one token only.
         alone = d[0] if self.p.pp > 1 or self.p.pcp > 1 else None
-        return Pair(cluster, cluster.metaserver([p], d, port, STRICT), p, tuple(d), self.tally, alone=alone)
+        tally = self.tally if machine.stands_in else rounded()
+        return Pair(cluster, cluster.metaserver([p], d, port, STRICT), p, tuple(d), tally, alone=alone)
 
-    def _decode(self, build: HostBuild, cluster: Cluster, url: str) -> list[EngineSpec]:
-        d, extra = self.d, cluster.push_config(url, **self._keys(self.d))
+    def specs(self, machine: Machine, cluster: Cluster, url: str) -> list[EngineSpec]:
+        """Return P and all servers of D, for a metaserver at `url`."""
+        p, d = self.p, self.d
+        extra = cluster.push_config(**self._keys(machine, p))
+        first = self._engine(machine, "p", "kv_producer", p, extra)
+        extra = cluster.push_config(url, **self._keys(machine, d))
         if d.servers == 1:
-            return [self._engine(build, "d", "kv_consumer", d, extra)]
+            return [first, self._engine(machine, "d", "kv_consumer", d, extra)]
         assert d.servers == d.dp
         apart = {"dp_local": 1, "dp_rpc_port": cluster.port()}
-        return [self._engine(build, f"d{n}", "kv_consumer", d, extra, dp_rank=n, **apart) for n in range(d.dp)]
+        ranks = [self._engine(machine, f"d{n}", "kv_consumer", d, extra, dp_rank=n, **apart) for n in range(d.dp)]
+        return [first, *ranks]
 
     @property
     def tally(self) -> Tally:
@@ -129,45 +165,46 @@ class Engines:
         differently from one.
         """
         otherwise = not self.one_way and (self.p.dcp * self.d.dcp > 1 or self.draft)
-        return Tally(tie=0.125, excused_per=2) if otherwise else Tally()
+        return rounded() if otherwise else Tally()
 
-    def _keys(self, side: Side) -> dict[str, Any]:
-        # The cores are the device, so ranks must not spin while they wait for each other.
-        return {
-            "mooncake_protocol": "tcp",
-            "verify": self.verify,
-            "patient_shm": "on",
-            "first_token_wait_s": 10.0,
-            **side.keys,
-        }
+    def _keys(self, machine: Machine, side: Side) -> dict[str, Any]:
+        return {"verify": self.verify, "first_token_wait_s": 10.0, **machine.keys, **side.keys}
 
     def _engine(
-        self, build: HostBuild, name: str, role: str, side: Side, extra: dict[str, Any], **ranks: int
+        self, machine: Machine, name: str, role: str, side: Side, extra: dict[str, Any], **ranks: int
     ) -> EngineSpec:
         draft = dict(self.draft)
         if "model" in draft:
             draft["model"] = str(ensure(draft["model"]))
         if side.drafts:
             draft["num_speculative_tokens"] = side.drafts
-        common = ("--dtype", self.dtype, "--kv-cache-memory-bytes", str(32 << 20))
+        # An NPU's attention takes no float32.
+        dtype = "float16" if self.dtype == "float32" and not machine.stands_in else self.dtype
+        common = ("--dtype", dtype, "--kv-cache-memory-bytes", str(32 << 20))
         return EngineSpec(
             f"{self.title}-{name}".replace(" ", "-"),
             ensure(self.model),
             role=role,
             tp=side.tp,
             pp=side.pp,
+            pcp=side.pcp,
             dp=side.dp,
             **ranks,
             draft=draft,
             chunk=CHUNK,
             policy="fail",
             extra=extra,
-            python=str(INTERPRETER),
+            python=machine.python,
             npu=True,
-            plugins=build.plugins,
+            plugins=machine.plugins,
             arguments=(*common, *side.graph_flags, *side.divided, *self.flags, *side.flags),
-            environment={**build.variables(), "MC_FORCE_TCP": "1", **side.environment},
+            environment={**machine.environment, **(side.environment if machine.stands_in else {})},
         )
+
+
+def rounded() -> Tally:
+    """Return a tally that excuses close tokens: sums in another order round differently."""
+    return Tally(tie=0.125, excused_per=2)
 
 
 def few_blocks(count: int) -> tuple[str, ...]:

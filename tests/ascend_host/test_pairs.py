@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from engine_sets import BLOCK, CHUNK, Engines, Side, few_blocks
+from engine_sets import BLOCK, CHUNK, Engines, Machine, Side, few_blocks
 from host_build import HostBuild
 from kind_pairs import learn_of_first_tokens
 from pairs import Pair, counter, fresh_prompt, reference_answers
@@ -44,10 +44,10 @@ HYBRID_BLOCK = 2 * BLOCK  # beside states, vllm-ascend makes a group's block of 
 
 
 @contextmanager
-def started(engines: Engines, build: HostBuild, told: Callable[[str], None]) -> Iterator[Pair]:
+def started(engines: Engines, machine: Machine, told: Callable[[str], None]) -> Iterator[Pair]:
     """Start a set; at its end all blocks of both engines must be free."""
     with Cluster(fresh_directory("ascend_host"), progress=told) as cluster:
-        pair = engines.start(build, cluster)
+        pair = engines.start(machine, cluster)
         if RECIPES[engines.model].leaves_last:
             if engines.seeded:
                 learn_of_first_tokens(pair)
@@ -63,22 +63,22 @@ def started(engines: Engines, build: HostBuild, told: Callable[[str], None]) -> 
 class Running(ExitStack):
     """The engines of one set at a time. Not a parametrized fixture, because pytest would reorder the cells."""
 
-    def __init__(self, build: HostBuild, told: Callable[[str], None]) -> None:
+    def __init__(self, machine: Machine, told: Callable[[str], None]) -> None:
         super().__init__()
-        self._build, self._told = build, told
+        self._machine, self._told = machine, told
         self._pairs: dict[str, Pair] = {}
 
     def pair(self, engines: Engines) -> Pair:
         if engines.title not in self._pairs:
             self._pairs.clear()
             self.close()
-            self._pairs[engines.title] = self.enter_context(started(engines, self._build, self._told))
+            self._pairs[engines.title] = self.enter_context(started(engines, self._machine, self._told))
         return self._pairs[engines.title]
 
 
 @pytest.fixture(scope="module")
 def running(build: HostBuild, told: Callable[[str], None]) -> Iterator[Running]:
-    with Running(build, told) as running:
+    with Running(Machine.host(build), told) as running:
         yield running
 
 

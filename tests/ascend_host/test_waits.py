@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from engine_sets import Engines, Side
+from engine_sets import Engines, Machine, Side
 from host_build import HostBuild
 from pairs import Pair, fresh_prompt
 
@@ -57,7 +57,7 @@ def wrong(engines: Engines, build: HostBuild, cluster: Cluster) -> list[str]:
 
     Each ends at its second token, which is not known before.
     """
-    pair = engines.start(build, cluster)
+    pair = engines.start(Machine.host(build), cluster)
     prompts = [fresh_prompt(LENGTH) for _ in range(3)]
     expected = [said(pair.prefill.url, prompt, cache_salt=fresh_salt("reference")) for prompt in prompts]
     found = []

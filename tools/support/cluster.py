@@ -173,7 +173,7 @@ class Cluster:
         """Return the specification with a port, and on an NPU host with the next devices."""
         devices = ""
         if spec.npu and not spec.devices:
-            count = spec.tp * spec.pp * spec.ranks
+            count = spec.tp * spec.pp * spec.pcp * spec.ranks
             devices = ",".join(str(self._next_device + i) for i in range(count))
             self._next_device += count
         if not spec.npu and spec.python == sys.executable:

@@ -57,6 +57,7 @@ class EngineSpec:
     role: str = "plain"
     tp: int = 1
     pp: int = 1
+    pcp: int = 1  # ranks that divide a prompt
     dp: int = 1  # with expert parallelism
     dp_rank: int | None = None  # the first rank of this server; None: one server for all ranks
     dp_local: int = 1  # with dp_rank: how many ranks this server has
@@ -96,6 +97,8 @@ class EngineSpec:
             words += ["--tensor-parallel-size", str(self.tp)]
         if self.pp > 1:
             words += ["--pipeline-parallel-size", str(self.pp)]
+        if self.pcp > 1:
+            words += ["--prefill-context-parallel-size", str(self.pcp)]
         if self.dp > 1:
             words += ["--data-parallel-size", str(self.dp), "--enable-expert-parallel"]
         if self.dp_rank is not None:
