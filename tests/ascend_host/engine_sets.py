@@ -64,7 +64,7 @@ class Side:
     drafts: int = 0  # drafted tokens, if not as many as the set says
     late_us: int = 0  # longest delay of an operator's results on their way to the cache
     delay_us: int = 0  # longest delay of a task of its streams before it runs
-    forgets: str = ""  # a wait for an event to leave out: plugin/ascend_host/faults.py
+    faults: str = ""  # file that plants faults in a P: plugin/ascend_host/faults.py
 
     @property
     def divided(self) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ class Side:
             "STAND_IN_DEVICES": "8",
             "STAND_IN_LATE_US": str(self.late_us),
             "STAND_IN_DELAY_US": str(self.delay_us),
-            "ASCEND_HOST_FORGETS": self.forgets,
+            **({"ASCEND_HOST_FAULTS": self.faults} if self.faults else {}),
         }
 
 

@@ -39,7 +39,7 @@ FEW_STATES = ("--max-num-seqs", "16")  # with graphs each must have blocks for i
 # In bfloat16 vllm-ascend looks for norms to fuse with a quantisation, by operators that have no definition here.
 NOT_FUSED = ("--additional-config", '{"ascend_compilation_config": {"fuse_norm_quant": false}}')
 FEW = few_blocks(16)  # room for two and a half requests
-LATE = 3000
+LATE, DELAY = 3000, 1000
 HYBRID_BLOCK = 2 * BLOCK  # beside states, vllm-ascend makes a group's block of several of the kernels'
 
 
@@ -260,11 +260,12 @@ EVERY_COMMIT: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] 
 ]
 MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("moe 2to1 experts apart", "moe", p=Side(2), flags=EXPERTS), FEWER),
-    (Engines("gqa 2to1 own kernels", p=Side(2, keys=OWN_KERNELS)), FEWER),
+    (Engines("gqa 2to1 own kernels", p=Side(2, keys=OWN_KERNELS, late_us=LATE, delay_us=DELAY)), FEWER),
     (Engines("mqa 1to1", "mqa"), FEWER),
+    (Engines("mha 2to1", "mha6", p=Side(2)), FEWER),
     (Engines("gqa 1to2", d=Side(2)), FEWER),
     (Engines("gqa pp 2to1", p=Side(pp=2)), FEWER),
-    (Engines("gqa 2to2", p=Side(2), d=Side(2)), FEWER),
+    (Engines("gqa 2to2", p=Side(2, delay_us=DELAY), d=Side(2, delay_us=DELAY)), FEWER),
     (Engines("gqa 4to2 regrouped", p=Side(4, keys=REGROUPED), d=Side(2)), FEWER),
     (Engines("moe 1to1 dp 2to2", "moe", p=Side(dp=2), d=Side(dp=2), flags=EXPERTS), FEWER),
     (Engines("moe 2to1 dp 1to2", "moe", p=Side(2), d=Side(dp=2), flags=EXPERTS), FEWER),

@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planted faults: waits for events that the package leaves out on order, to show that they are needed.
+"""Planted faults in a P, to show that they are seen.
 
-computed    P, direct: the writer's wait for a layer's event before it writes
-hold        P, exchange: the side stream's wait for the model's stream
-staged      P, exchange: the writer's wait for the event after the exchange
-gate        D: the wait for a step's event before P may write into that step's blocks
+ASCEND_HOST_FAULTS names a file. While it holds one of these names, that fault is there:
+
+computed    direct: the writer does not wait for a layer's event before it writes
+written     a layer gets the event of the layer before it
+hold        exchange: the side stream does not wait for the model's stream
+staged      exchange: the writer does not wait for the event after the exchange
+layers      direct: the first two layers are read from each other's memory
+order       exchange: the process group has its ranks in the reverse order
+hook        the second layer's hook is never called
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -20,47 +28,92 @@ class _Past:
         return True
 
 
-def plant(forgotten: str) -> None:
-    if not forgotten:
-        return
-    {"computed": _computed, "hold": _hold, "staged": _staged, "gate": _gate}[forgotten]()
+def install() -> None:
+    """Make each fault possible in this process, if it is given such a file."""
+    if "ASCEND_HOST_FAULTS" in os.environ:
+        for replace in (_events, _written, _hold, _layers, _order, _hook):
+            replace()
 
 
-def _computed() -> None:
-    from vllm_ascend_pd.prefill.writer import Computed
+def _now(fault: str) -> bool:
+    file = Path(os.environ["ASCEND_HOST_FAULTS"])
+    return file.is_file() and file.read_text() == fault
 
-    _forget_of(Computed)
+
+def _instead(owner: Any, name: str, fault: str, other: Callable[..., Any]) -> None:
+    """Call `other` with the original function and its arguments, while `fault` is there."""
+    original = getattr(owner, name)
+
+    def either(*args: Any, **more: Any) -> Any:
+        return other(original, *args, **more) if _now(fault) else original(*args, **more)
+
+    setattr(owner, name, either)
 
 
-def _staged() -> None:
+def _events() -> None:
     from vllm_ascend_pd.prefill.core.exchanges import Staged
+    from vllm_ascend_pd.prefill.writer import Computed, Writer
 
-    _forget_of(Staged)
+    for fault, kind in (("computed", Computed), ("staged", Staged)):
+
+        def forgetful(put: Any, writer: Writer, item: Any, kind: type = kind) -> None:
+            put(writer, dataclasses.replace(item, event=_Past()) if isinstance(item, kind) else item)
+
+        _instead(Writer, "put", fault, forgetful)
 
 
-def _forget_of(kind: type) -> None:
-    from vllm_ascend_pd.prefill.writer import Writer
+def _written() -> None:
+    from vllm_ascend_pd.prefill.steps import Steps
 
-    put = Writer.put
+    last: list[Any] = []
 
-    def forgetful(self: Writer, item: Any) -> None:
-        put(self, dataclasses.replace(item, event=_Past()) if isinstance(item, kind) else item)
+    def before(written: Any, steps: Steps, name: str) -> None:
+        written(steps, name)
+        last.append(steps._written)
+        steps._written = last.pop(0) if len(last) > 1 else last[0]
 
-    Writer.put = forgetful  # type: ignore[method-assign]
+    _instead(Steps, "written", "written", before)
 
 
 def _hold() -> None:
     from vllm_ascend_pd.device.npu import _StreamEvent
 
-    _StreamEvent.hold = lambda self, stream: None  # type: ignore[method-assign]
+    _instead(_StreamEvent, "hold", "hold", lambda hold, event, stream: None)
 
 
-def _gate() -> None:
-    from vllm_ascend_pd.decode.core.loads import Loads
+def _layers() -> None:
+    from vllm_ascend_pd.prefill.core import pushes
 
-    step = Loads.step
+    def swapped(spans_of: Any, push: Any, claim: Any, own: Any, theirs: Any) -> Any:
+        return spans_of(push, claim, (own[1], own[0], *own[2:]), theirs)
 
-    def forgetful(self: Loads, now: float, order: Any, gate: Any) -> None:
-        step(self, now, order, _Past() if gate is not None else None)
+    _instead(pushes, "spans_of", "layers", swapped)
 
-    Loads.step = forgetful  # type: ignore[method-assign]
+
+def _order() -> None:
+    """Reverse what the collective sends and receives: torch itself sorts the ranks of a group."""
+    import torch
+
+    from vllm_ascend_pd.regroup.exchange import Exchange
+
+    def turn(buffer: torch.Tensor, sizes: list[int]) -> None:
+        used = buffer[: sum(sizes)]
+        used.copy_(torch.cat(used.split(sizes)[::-1]))
+
+    def reversed_order(all_to_all: Any, exchange: Exchange, rows: Any) -> None:
+        turn(exchange._send, rows.send_splits)
+        send, receive = rows.send_splits[::-1], rows.receive_splits[::-1]
+        all_to_all(exchange, dataclasses.replace(rows, send_splits=send, receive_splits=receive))
+        turn(exchange._receive, receive)
+
+    _instead(Exchange, "_all_to_all", "order", reversed_order)
+
+
+def _hook() -> None:
+    from vllm_ascend_pd.prefill.worker import PrefillWorker
+
+    def but_one(save_layer: Any, worker: PrefillWorker, name: str) -> None:
+        if ".layers.1." not in name:
+            save_layer(worker, name)
+
+    _instead(PrefillWorker, "save_layer", "hook", but_one)

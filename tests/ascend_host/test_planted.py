@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults planted in a P one by one (plugin/ascend_host/faults.py), and what detects each.
+
+Four pairs: pushed directly or through an exchange, without and with `verify: full`. Each is right without a fault,
+before the first and after the last. What an exchange brings is summed in its staging slot. So `verify: full` cannot see
+a gather that was too early: it shows in the answers alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_sets import BLOCK, Engines, Machine, Side
+from host_build import HostBuild
+from pairs import Pair, fresh_prompt
+
+from tools.support.checks import fresh_salt
+from tools.support.client import RequestFailed, body_of, post
+from tools.support.cluster import Cluster, fresh_directory
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+LENGTH = 2 * BLOCK  # a block for each of two ranks
+OWN_KERNELS = {"regroup": "always", "regroup_kernels": "own"}
+LATE, DELAY = 200_000, 1000
+EQUAL = 1e-4  # between two log-probabilities
+
+TOKENS = "answers"
+CODES = {"checksums": "PD-WIRE-004", "tags": "did not give their part", "hooks": "PD-GEO-004"}
+
+DIRECT = {
+    "written": {TOKENS, "checksums"},
+    "computed": {TOKENS, "checksums"},
+    "layers": {TOKENS, "checksums"},
+    "hook": {"hooks"},
+}
+EXCHANGED = {"written": {TOKENS}, "hold": {TOKENS}, "staged": {TOKENS, "tags"}, "order": {"tags"}, "hook": {"hooks"}}
+SETS = {
+    "direct": (Side(late_us=LATE), DIRECT),
+    "exchange": (Side(2, keys=OWN_KERNELS, late_us=LATE, delay_us=DELAY), EXCHANGED),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Planted:
+    """A pair, and the file that plants a fault in its P."""
+
+    pair: Pair
+    file: Path
+
+    def wrong(self, fault: str = "") -> dict[str, str]:
+        """Return what was wrong with three prompts one after the other while the fault was there, by what saw it.
+
+        Each ends at its second token, which is not known before.
+        """
+        prompts = [fresh_prompt(LENGTH) for _ in range(3)]
+        expected = [said(self.pair.prefill.url, prompt, cache_salt=fresh_salt("reference")) for prompt in prompts]
+        before, found = self.pair.failed_transfers(), dict[str, str]()
+        self.file.write_text(fault)
+        try:
+            for prompt, (tokens, chances) in zip(prompts, expected, strict=True):
+                try:
+                    got, sure = said(self.pair.front.url, prompt, stop_token_ids=[tokens[1]])
+                except RequestFailed as failed:
+                    new = [line for line in self.pair.failed_transfers() if line not in before]
+                    seen = {name: line for name, code in CODES.items() for line in new if code in line}
+                    if not seen:
+                        raise  # an unrelated error shows nothing
+                    found |= {name: f"{failed}; {line}" for name, line in seen.items()}
+                    continue
+                if got != tokens[: len(got)]:
+                    found[TOKENS] = f"expected {tokens}, got {got}"
+                elif any(abs(a - b) > EQUAL for a, b in zip(chances, sure, strict=False)):
+                    found[TOKENS] = f"expected {chances}, got {sure}"
+        finally:
+            self.file.write_text("")
+        return found
+
+
+def said(url: str, prompt: list[int], **more: Any) -> tuple[list[int], list[float]]:
+    """Return tokens and their log-probabilities, which change with any byte of the cache."""
+    choice = post(url, body_of(prompt, 12, logprobs=1, **more))["choices"][0]
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+
+@contextmanager
+def started(name: str, verify: str, build: HostBuild, told: Callable[[str], None], file: Path) -> Iterator[Planted]:
+    """Start a pair that is right without a fault; at its end it is so again, and all blocks are free."""
+    p, _ = SETS[name]
+    engines = Engines(f"planted {name} {verify}", p=dataclasses.replace(p, faults=str(file)), verify=verify)
+    with Cluster(fresh_directory("ascend_host"), progress=told) as cluster:
+        planted = Planted(engines.start(Machine.host(build), cluster), file)
+        assert not planted.wrong()
+        yield planted
+        assert not planted.wrong()
+        every = (planted.pair.prefill, *planted.pair.decode)
+        assert planted.pair.free_counts() == {engine.name: engine.ranks * engine.blocks() for engine in every}
+    assert not cluster.leaks, cluster.leaks
+
+
+@pytest.fixture(scope="module")
+def planted(build: HostBuild, told: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Return a function that returns a pair: one at a time, until another is asked for."""
+    file, running = tmp_path_factory.mktemp("planted") / "fault", dict[tuple[str, str], Planted]()
+    with ExitStack() as stack:
+
+        def pair(name: str, verify: str) -> Planted:
+            if (name, verify) not in running:
+                running.clear()
+                stack.close()
+                running[name, verify] = stack.enter_context(started(name, verify, build, told, file))
+            return running[name, verify]
+
+        yield pair
+
+
+ROWS = [(name, verify, fault) for name, (_, faults) in SETS.items() for verify in ("off", "full") for fault in faults]
+
+
+@pytest.mark.parametrize(("name", "verify", "fault"), ROWS)
+def test_a_planted_fault_is_seen(
+    planted: Callable[[str, str], Planted], name: str, verify: str, fault: str, told: Callable[[str], None]
+) -> None:
+    found = planted(name, verify).wrong(fault)
+    told(f"figure: {name}, verify {verify}, {fault}: seen by {', '.join(sorted(found)) or 'nothing'}: {found}")
+    able = SETS[name][1][fault] - (set() if verify == "full" else {"checksums"})
+    assert found and set(found) <= able, found
