@@ -54,9 +54,9 @@ class Planted:
     file: Path
 
     def wrong(self, fault: str = "") -> dict[str, str]:
-        """Return what was wrong with three prompts one after the other while the fault was there, by what saw it.
+        """Return what was wrong with up to three prompts while the fault was there, by what saw it.
 
-        Each ends at its second token, which is not known before.
+        The first request that fails is the last. Each ends at its second token, which is not known before.
         """
         prompts = [fresh_prompt(LENGTH) for _ in range(3)]
         expected = [said(self.pair.prefill.url, prompt, cache_salt=fresh_salt("reference")) for prompt in prompts]
@@ -72,7 +72,7 @@ class Planted:
                     if not seen:
                         raise  # an unrelated error shows nothing
                     found |= {name: f"{failed}; {line}" for name, line in seen.items()}
-                    continue
+                    break  # a failure takes long: the metaserver tries again
                 if got != tokens[: len(got)]:
                     found[TOKENS] = f"expected {tokens}, got {got}"
                 elif any(abs(a - b) > EQUAL for a, b in zip(chances, sure, strict=False)):
