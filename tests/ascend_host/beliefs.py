@@ -350,6 +350,15 @@ def an_indexer_picks_as_many_tokens_whatever_the_model_says() -> None:
 
 
 @asked
+def int8_of_heads_is_on_decode_alone() -> None:
+    """P keeps keys and values in full, so a push would have to quantise them. D is refused by its caches' dtype."""
+    from vllm_ascend.quantization.methods.kv_c8 import AscendC8KVCacheAttentionMethod
+
+    source = inspect.getsource(AscendC8KVCacheAttentionMethod.create_weights)
+    assert "if not self.is_kv_producer:" in source[: source.index("layer.kv_cache_torch_dtype = torch.int8")]
+
+
+@asked
 def what_patience_changes_is_there() -> None:
     assert patience.install_nap() and patience.install_shm()
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -110,6 +110,7 @@ class Engines:
     dtype: str = "float32"
     flags: tuple[str, ...] = ()  # of both
     verify: str = "full"
+    max_len: int = 2048
     draft: Mapping[str, Any] = field(
         default_factory=dict
     )  # --speculative-config of both; its model by the recipe's name
@@ -190,6 +191,7 @@ class Engines:
             pcp=side.pcp,
             dp=side.dp,
             **ranks,
+            max_len=self.max_len,
             draft=draft,
             chunk=CHUNK,
             policy="fail",

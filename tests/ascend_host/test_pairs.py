@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 TOKENS = 12
 MANY = 12
+LATE, DELAY = 3000, 1000
 REGROUPED = {"regroup": "always"}
 OWN_KERNELS = {**REGROUPED, "regroup_kernels": "own"}
 EXPERTS = ("--enable-expert-parallel",)
@@ -35,11 +36,13 @@ EAGLE3 = {"method": "eagle3", "model": "spec-eagle3", "num_speculative_tokens": 
 MTP3 = {"method": "mtp", "num_speculative_tokens": 3}
 CACHED = ("--enable-prefix-caching",)  # states are kept at the ends of blocks then
 FULL = "FULL_DECODE_ONLY"
+LONG = 4096  # an indexer picks 2,048 tokens, whatever the model's index_topk: its keys affect answers to longer prompts
+ROOM = ("--kv-cache-memory-bytes", str(64 << 20))
+C8 = ("--additional-config", '{"enable_sparse_sfa_c8": true, "enable_sparse_li_c8": true}')
 FEW_STATES = ("--max-num-seqs", "16")  # with graphs each must have blocks for its states
 # In bfloat16 vllm-ascend looks for norms to fuse with a quantisation, by operators that have no definition here.
 NOT_FUSED = ("--additional-config", '{"ascend_compilation_config": {"fuse_norm_quant": false}}')
 FEW = few_blocks(16)  # room for two and a half requests
-LATE, DELAY = 3000, 1000
 HYBRID_BLOCK = 2 * BLOCK  # beside states, vllm-ascend makes a group's block of several of the kernels'
 
 
@@ -110,6 +113,12 @@ def one_token(engines: Engines, pair: Pair) -> None:
 
 def chunks(engines: Engines, pair: Pair) -> None:
     for length in (CHUNK + 1, 700, 2 * CHUNK + 1, 1500):
+        check(engines, pair, [length])
+
+
+def chosen(engines: Engines, pair: Pair) -> None:
+    """Prompts of which each layer's indexer leaves tokens out."""
+    for length in (2300, 3000):
         check(engines, pair, [length])
 
 
@@ -302,6 +311,15 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (
         Engines("qwen3next 1to1 mtp full graphs", "qwen3next-mtp", d=Side(graphs=FULL, flags=FEW_STATES), draft=MTP3),
         (*FEWER, blocks, drafts, replayed),
+    ),
+    (Engines("dsa 1to1", "dsv32", p=Side(late_us=LATE), dtype="bfloat16", max_len=LONG), (*ALL, chosen)),
+    (
+        Engines("dsa 1to1 mtp", "dsv32-mtp", dtype="bfloat16", flags=ROOM, draft=MTP3, max_len=LONG),
+        (*FEWER, chosen, drafts),
+    ),
+    (
+        Engines("dsa 1to1 int8", "dsv32", p=Side(late_us=LATE), dtype="bfloat16", flags=C8, max_len=LONG),
+        (*FEWER, chosen),
     ),
     (Engines("mqa pcp 2 to dcp 2", "mqa", p=Side(pcp=2), d=Side(2, dcp=2)), FEWER),
     (Engines("gqa 1to1 recompute scheduler", d=Side(flags=(*FEW, *RECOMPUTES))), (edges, dropped, dropped_streams)),

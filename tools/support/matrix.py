@@ -57,7 +57,8 @@ ROWS = (
     Row("groups-0.23", "sliding windows and recurrent states under vLLM 0.23", _file("releases_groups"), f"{ONE}; by gap in bfloat16", "0.23.0", "none"),
     Row("lifecycle", "vLLM's own tests of a connector's life cycle, with this one in NIXL's place", _file("vllm_lifecycle"), "their assertions", "0.32.0, 0.33.0", "none"),
     Row("rollout", "an earlier state of this package on P or on D", _file("rollout"), ci="none"),
-    Row("vllm-ascend", "vllm-ascend 0.23.0.post1 on a CANN in host memory", ("tests/ascend_host/test_pairs.py", "-k", "not dcp and not pcp"), ASCEND, "0.23.0"),
+    Row("vllm-ascend", "vllm-ascend 0.23.0.post1 on a CANN in host memory", ("tests/ascend_host/test_pairs.py", "-k", "not dcp and not pcp and not dsa"), ASCEND, "0.23.0"),
+    Row("vllm-ascend-dsa", "the same with a sparse indexer: DeepSeek-V3.2 1→1, with MTP, in int8", ("tests/ascend_host/test_pairs.py", "-k", "dsa"), ASCEND, "0.23.0", "none"),
     Row("vllm-ascend-dcp", "the same with context parallelism: DCP 1→2, 2→1, 4→2, PCP 2→DCP 2", ("tests/ascend_host/test_pairs.py", "-k", "dcp or pcp"), ASCEND, "0.23.0", "none"),
 )  # fmt: skip
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+SPARSE = ("deepseek_v32", "glm_moe_dsa")  # MLA with an indexer that picks 2,048 tokens
 INDEX_DIM = 24  # a size that nothing else has
 FORMAT = 1  # increase when a recipe's meaning changes, so that old directories are rewritten
 
@@ -48,7 +49,7 @@ class Recipe:
 
     @property
     def mla(self) -> bool:
-        return self.family in ("deepseek_v2", "deepseek_v3")
+        return self.family in ("deepseek_v2", "deepseek_v3", *SPARSE)
 
     @property
     def leaves_last(self) -> bool:
@@ -74,6 +75,10 @@ RECIPES = {
     "moe": Recipe("qwen3_moe", layers=4, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512),
     # targets and their drafts; `mtp` contains its draft layer
     "mtp": Recipe("deepseek_v3", 3, 8, 8, head_dim=128, hidden=256, intermediate=512, one_layer_decides=True),
+    # MLA with a sparse indexer; GLM-5.2's third layer uses the choice of the second
+    "dsv32": Recipe("deepseek_v32", 3, 4, 4, head_dim=128, hidden=256, intermediate=512),
+    "dsv32-mtp": Recipe("deepseek_v32", 3, 4, 4, 128, hidden=256, intermediate=512, one_layer_decides=True),
+    "glm5": Recipe("glm_moe_dsa", 4, 4, 4, head_dim=128, hidden=256, intermediate=512),
     # one KV head, kept like MLA's latent; in plain torch (tests/integration/plugins/kinds)
     "indexed": Recipe("latent", 4, 8, 1, head_dim=32, hidden=256, intermediate=512, indexers=3),
     "indexed-int8": Recipe("latent", 4, 8, 1, head_dim=32, hidden=256, intermediate=512, indexers=3, int8=True),
@@ -151,6 +156,7 @@ def _write(recipe: Recipe, directory: Path) -> None:
             "latent": _llama,
             "deepseek_v2": _deepseek,
             "deepseek_v3": _deepseek,
+            **dict.fromkeys(SPARSE, _deepseek),
             "qwen3": _qwen3,
             "qwen3_moe": _qwen3_moe,
             "gemma3": _windowed,
@@ -166,7 +172,7 @@ def _write(recipe: Recipe, directory: Path) -> None:
             drafts.let_every_token_ask_alike(model)
     model.save_pretrained(directory, safe_serialization=True)
     _write_tokenizer(directory, recipe.vocab)
-    if recipe.family == "deepseek_v3":
+    if recipe.family in ("deepseek_v3", "deepseek_v32") and recipe.one_layer_decides:
         drafts.add_mtp_layer(directory)
     if recipe.family == "qwen3_next" and recipe.one_layer_decides:
         drafts.add_next_mtp_layer(directory)
@@ -223,12 +229,14 @@ def _deepseek(recipe: Recipe) -> Any:
     import transformers
 
     library: Any = transformers
-    third = recipe.family == "deepseek_v3"
-    model, config = (
-        (library.DeepseekV3ForCausalLM, library.DeepseekV3Config)
-        if third
-        else (library.DeepseekV2ForCausalLM, library.DeepseekV2Config)
-    )
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "deepseek_v2": ("DeepseekV2", {"q_lora_rank": None}),
+        "deepseek_v3": ("DeepseekV3", {"q_lora_rank": 128}),
+        "deepseek_v32": ("DeepseekV32", {"q_lora_rank": 128, "index_n_heads": 2}),
+        "glm_moe_dsa": ("GlmMoeDsa", {"q_lora_rank": 128, "index_n_heads": 2, "index_topk_pattern": "FFSF"}),
+    }
+    name, more = kinds[recipe.family]
+    model, config = getattr(library, f"{name}ForCausalLM"), getattr(library, f"{name}Config")
     return model(
         config(
             **_sizes(recipe),
@@ -240,10 +248,10 @@ def _deepseek(recipe: Recipe) -> Any:
             n_group=1,
             topk_group=1,
             kv_lora_rank=512,
-            q_lora_rank=128 if third else None,
             qk_rope_head_dim=64,
             qk_nope_head_dim=recipe.head_dim,
             v_head_dim=recipe.head_dim,
+            **more,
         )
     )
 
