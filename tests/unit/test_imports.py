@@ -69,3 +69,12 @@ def test_no_arrow_leads_from_one_side_to_the_other_or_back_up(side: str) -> None
     for name, path in MODULES.items():
         if not name.removeprefix("vllm_ascend_pd.").startswith(above):
             assert not [module for module in imported(path) if module.startswith(f"vllm_ascend_pd.{side}.")], name
+
+
+def test_the_http_client_is_below_all_that_use_it_and_an_engine_needs_no_metaserver() -> None:
+    for name, path in MODULES.items():
+        ours = {module for module in imported(path) if module in MODULES}
+        if name.startswith("vllm_ascend_pd.http."):
+            assert all(module.startswith(("vllm_ascend_pd.http", "vllm_ascend_pd.shared.")) for module in ours), name
+        if name.startswith(("vllm_ascend_pd.prefill.", "vllm_ascend_pd.decode.")):
+            assert not [module for module in ours if module.startswith("vllm_ascend_pd.metaserver")], name

@@ -45,10 +45,10 @@ from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.geometry.plan import StepPlanner, plan_digest
 from vllm_ascend_pd.http import http1
+from vllm_ascend_pd.http.gathered import Payload
 from vllm_ascend_pd.metadata import PushStart
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, Role
-from vllm_ascend_pd.metaserver.gathered import Payload
 from vllm_ascend_pd.metaserver.service import reserve
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, parse_spec
 from vllm_ascend_pd.metaserver.service.front import Front

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import httptools
 
 from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.gathered import Gathered, Payload, cut, length
 from vllm_ascend_pd.http.within import within
-from vllm_ascend_pd.metaserver.gathered import Gathered, Payload, cut, length
 
 Headers = list[tuple[bytes, bytes]]
 

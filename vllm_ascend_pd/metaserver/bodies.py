@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
+from vllm_ascend_pd.http.gathered import Payload
 from vllm_ascend_pd.metaserver import outline
-from vllm_ascend_pd.metaserver.gathered import Payload
 from vllm_ascend_pd.metaserver.outline import SLICE, Buffer, NotJson, Steps, at_once
 from vllm_ascend_pd.metaserver.prefixes import Marks, marks_of
 

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unit.metaserver.cluster import cluster, texts
-from vllm_ascend_pd.metaserver import bodies, gathered, outline
+from vllm_ascend_pd.http import gathered
+from vllm_ascend_pd.metaserver import bodies, outline
 from vllm_ascend_pd.metaserver.service import app, reserve
 from vllm_ascend_pd.metaserver.service.app import Worker
 from vllm_ascend_pd.metaserver.service.intake import CONNECTION

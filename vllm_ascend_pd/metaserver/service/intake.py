@@ -14,8 +14,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from vllm_ascend_pd.http.gathered import Gathered
 from vllm_ascend_pd.http.within import within
-from vllm_ascend_pd.metaserver.gathered import Gathered
 from vllm_ascend_pd.metaserver.service.faults import Answer, known
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

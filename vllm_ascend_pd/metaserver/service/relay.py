@@ -18,10 +18,10 @@ import msgspec
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.gathered import Payload, cut, length
 from vllm_ascend_pd.http.http1 import Headers, Reply, UpstreamError
 from vllm_ascend_pd.metaserver import bodies, outline
 from vllm_ascend_pd.metaserver.decisions import Evidence
-from vllm_ascend_pd.metaserver.gathered import Payload, cut, length
 from vllm_ascend_pd.metaserver.outline import Buffer, Steps
 from vllm_ascend_pd.metaserver.service import resuming
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Exchange, Send, uncancel
