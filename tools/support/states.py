@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models with recurrent states.
 
-In Falcon-H1, B and C have two groups; in the others one, which every rank holds.
+In Falcon-H1, B and C have two groups; in the others with Mamba-2 one, which every rank holds.
 """
 
 from __future__ import annotations
@@ -36,6 +36,20 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "FalconH1ForCausalLM",
         "FalconH1Config",
         {"mamba_d_ssm": _HEADS * _HEAD, "mamba_n_groups": 2, **_MAMBA},
+    ),
+    "granite_hybrid": (
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        {
+            "layer_types": ["mamba", "attention", "mamba", "attention"],
+            "mamba_n_groups": 1,
+            "mamba_expand": 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 256,
+            "position_embedding_type": "rope",
+            **_MAMBA,
+        },
     ),
     "mamba2": (
         "Mamba2ForCausalLM",
