@@ -35,7 +35,7 @@ from tools.support.client import Answer, body_of, complete, prompt
 from tools.support.cluster import STRICT, Cluster, fresh_directory, say
 from tools.support.compare import Tally
 from tools.support.engine import Engine
-from tools.support.in_tree import Ask, install_nixl, start_mooncake, start_nixl
+from tools.support.in_tree import POLITE, Ask, install_nixl, start_mooncake, start_nixl
 from tools.support.models import RECIPES, ensure
 from tools.support.spec import EngineSpec
 from tools.support.timeline import REPORTED, RESERVED, Trace
@@ -122,7 +122,7 @@ def start_all(
 ) -> dict[str, System]:
     """Start the engines of the wanted systems, and our metaservers. Return how to ask each system."""
     model = ensure(MODEL)
-    common = {**shape(warm), "environment": {"VLLM_ASCEND_PD_PATIENT_SHM": "1" if polite else "0"}}
+    common = {**shape(warm), "plugins": (POLITE,) if polite else ()}
     systems: dict[str, System] = {}
     if "a" in wanted:
         (single,) = cluster.start(EngineSpec(f"a{p_tp}-single", model, tp=p_tp, **common))
@@ -171,9 +171,9 @@ def start_ours(
 
 
 def pair_spec(model: Path, p_tp: int, common: dict[str, Any], name: str, role: str, **more: Any) -> EngineSpec:
-    environment = {**common["environment"], **more.pop("environment", {})}
+    plugins = (*common["plugins"], *more.pop("plugins", ()))
     tp = p_tp if role == "kv_producer" else 1
-    return EngineSpec(f"{name}{p_tp}", model, role=role, tp=tp, **{**common, **more, "environment": environment})
+    return EngineSpec(f"{name}{p_tp}", model, role=role, tp=tp, **{**common, **more, "plugins": plugins})
 
 
 def rest() -> None:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from typing import Any
 
 import httpx
 
 from tools.support.cluster import Cluster, fresh_directory, say
 from tools.support.compare import Tally
 from tools.support.engine import Engine
+from tools.support.in_tree import POLITE
 from tools.support.models import ensure
 from tools.support.soaking import Soak
 from tools.support.spec import EngineSpec
@@ -53,14 +55,14 @@ class Place:
         config = {**cluster.push_config(), "trace_dir": "", "recv_deadline_s": 3600.0, "stall_timeout_s": 3600.0}
         # A run may be stopped for minutes as a whole, so timeouts of waits are long.
         patience = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "36000", "VLLM_ENGINE_READY_TIMEOUT_S": "36000"}
-        # for the reference, which has no connector to stop vLLM's spinning
-        polite = {**patience, "VLLM_ASCEND_PD_PATIENT_SHM": "1"}
-        shape = {"chunk": 512, "kv_bytes": 24 << 20, "arguments": GRACE}
+        shape: dict[str, Any] = {"chunk": 512, "kv_bytes": 24 << 20, "arguments": GRACE}
         d_config = {**config, "metaserver_urls": [f"http://127.0.0.1:{port}"]}
-        (self.single,) = cluster.start(EngineSpec("single", model, tp=1, environment=polite, **shape))  # type: ignore[arg-type]
+        (self.single,) = cluster.start(
+            EngineSpec("single", model, tp=1, environment=patience, plugins=(POLITE,), **shape)
+        )
         self.prefill, self.decode = cluster.start(
-            EngineSpec("prefill", model, role="kv_producer", tp=2, extra=config, environment=patience, **shape),  # type: ignore[arg-type]
-            EngineSpec("decode", model, role="kv_consumer", tp=1, extra=d_config, environment=patience, **shape),  # type: ignore[arg-type]
+            EngineSpec("prefill", model, role="kv_producer", tp=2, extra=config, environment=patience, **shape),
+            EngineSpec("decode", model, role="kv_consumer", tp=1, extra=d_config, environment=patience, **shape),
         )
         self.front = cluster.metaserver([self.prefill], [self.decode], port, AGES)
         self.counts: dict[str, dict[str, float]] = {}

@@ -6,7 +6,7 @@
    of a transfer wakes it at once. Switch: `patient` in kv_connector_extra_config.
 2. vLLM's shared-memory queue calls sched_yield for a second after every message. On CPU that takes the cores which the
    model needs. `install_shm` waits on the queue's own notification socket instead, at most 1 ms at a time. Switch:
-   `patient_shm` (auto: CPU only); VLLM_ASCEND_PD_PATIENT_SHM=1 does it for any engine, so that benchmarks compare alike.
+   `patient_shm` (auto: CPU only).
 
 Where vLLM has no such internals (checked by attribute) nothing is changed.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import os
 import queue
 import threading
 import time
@@ -25,7 +24,6 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-SHM_VARIABLE = "VLLM_ASCEND_PD_PATIENT_SHM"
 NAP_S = 0.25  # the longest: news wakes it, and of news on its way between two hosts a datagram may be lost
 SHM_POLL_MS = 1
 _installed: set[str] = set()
@@ -126,9 +124,3 @@ def install_shm() -> bool:
     SpinCondition.wait = wait  # type: ignore[method-assign]
     _installed.add("shm")
     return True
-
-
-def install_shm_if_asked() -> None:
-    """Install it if the environment asks, also without our connector: benchmarks set the variable for all engines."""
-    if os.environ.get(SHM_VARIABLE) == "1":
-        install_shm()

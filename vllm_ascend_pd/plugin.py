@@ -20,10 +20,7 @@ def register() -> None:
     except ImportError as error:
         log.warning("vllm_ascend_pd: this vLLM has no KV connector factory (%s); the connector is not available", error)
         return
-    from vllm_ascend_pd.patience import install_shm_if_asked
-
     _log_as_vllm()
-    install_shm_if_asked()
     try:
         KVConnectorFactory.register_connector(CONNECTOR, "vllm_ascend_pd.connector", CONNECTOR)
     except ValueError:

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from importlib.metadata import entry_points
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +17,10 @@ import pytest
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
 from vllm.v1.engine.core import EngineCoreProc
 
+from tools.support.in_tree import POLITE
 from vllm_ascend_pd import patience
 from vllm_ascend_pd.patience import Patience
+from vllm_ascend_pd.plugin import register
 
 FOREVER = 60.0  # instead of a quarter of a second: a nap that is not ended shows
 
@@ -255,15 +257,14 @@ def test_without_it_the_reader_spins(queues: tuple[MessageQueue, MessageQueue]) 
     assert sleeps < 0.1
 
 
-def test_the_variable_turns_it_on_for_any_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmarks_plugin_turns_it_on_for_any_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     original = SpinCondition.wait
-    monkeypatch.delenv(patience.SHM_VARIABLE, raising=False)
-    patience.install_shm_if_asked()
-    assert SpinCondition.wait is original
-    monkeypatch.setenv(patience.SHM_VARIABLE, "1")
-    patience.install_shm_if_asked()
+    register()
+    assert SpinCondition.wait is original, "our own plug-in changes no engine that has another connector"
+    monkeypatch.syspath_prepend(POLITE)
+    (plugin,) = [one for one in entry_points(group="vllm.general_plugins") if one.name == "pd_bench_polite"]
+    plugin.load()()
     assert SpinCondition.wait is not original
-    assert os.environ[patience.SHM_VARIABLE] == "1"
 
 
 def test_a_vllm_that_waits_otherwise_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
