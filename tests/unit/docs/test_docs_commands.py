@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands in the pages' blocks of code: each program exists and knows the flags, or a reason says why none is checked."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from vllm_ascend_pd.cli.__main__ import parser
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = subprocess.run(
+    ("git", "-C", str(ROOT), "ls-files", "*.md"), check=True, capture_output=True, text=True
+).stdout.split()
+UNCHECKED = {
+    "pip": "installs from a package index",
+    "python3.12": "an interpreter that this machine need not have",
+    ".venv/bin/pip": "builds a wheel; test_packaging_build.py does that",
+    "kubectl": "needs a cluster",
+    "curl": "needs a running metaserver; test_metaserver_admin.py calls the same routes",
+}
+OURS = re.compile(r"(\./)?((scripts|tests|examples)/\S+\.sh|\.ci/run)|vllm-ascend-pd|python")
+ASSIGNED = re.compile(r"[A-Z_]+=\S*")
+FLAG = re.compile(r"--[a-z][a-z0-9-]*")
+
+
+class Command(NamedTuple):
+    where: str
+    words: tuple[str, ...]
+
+
+def commands() -> list[Command]:
+    """Return the lines of the blocks that begin with a program, without variables in front of it."""
+    found = []
+    for page in PAGES:
+        fenced = False
+        for number, line in enumerate((ROOT / page).read_text().splitlines(), 1):
+            if line.lstrip().startswith("```"):
+                fenced = not fenced
+                continue
+            words = line.strip().removeprefix("$ ").split()
+            while words and ASSIGNED.fullmatch(words[0]):
+                words = words[1:]
+            if fenced and words and (words[0] in UNCHECKED or OURS.fullmatch(words[0])):
+                found.append(Command(f"{page}:{number}", tuple(split(" ".join(words)))))
+    return found
+
+
+def split(line: str) -> list[str]:
+    """Return the words of a command without its comment; a quotation that goes on in the next line stays as it is."""
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError:
+        words = line.partition(" # ")[0].split()
+    return words[: words.index("--")] if "--" in words else words
+
+
+def wrong(words: tuple[str, ...]) -> str:
+    """Return what is wrong with a command of ours, or ""."""
+    program, flags = words[0], [word.partition("=")[0] for word in words[1:] if FLAG.match(word)]
+    if program == "vllm-ascend-pd":
+        [group] = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]
+        if words[1] not in group.choices:
+            return f"no command {words[1]}"
+        known = " ".join(group.choices[words[1]]._option_string_actions)
+    elif program == "python":
+        if words[1] != "-m":
+            return "it is no module"
+        if words[2].startswith("vllm."):  # an engine: its flags are vLLM's, which test_examples.py gives to its parser
+            return ""
+        file = next((at / f"{words[2].replace('.', '/')}.py" for at in (ROOT, ROOT / "tests")
+                     if (at / f"{words[2].replace('.', '/')}.py").is_file()), None)  # fmt: skip
+        if file is None:
+            return f"no module {words[2]}"
+        known = file.read_text()
+    else:
+        file = ROOT / program
+        if not file.is_file() or not file.stat().st_mode & 0o100:
+            return f"{program} cannot be run"
+        sources = [file, ROOT / "tools" / f"{file.stem}.py", ROOT / "scripts/options.sh", ROOT / "scripts/engine.sh"]
+        called = re.findall(r"[\w-]+\.sh", file.read_text())
+        sources += [ROOT / "scripts" / name for name in called]
+        known = "\n".join(source.read_text() for source in sources if source.is_file())
+    return ", ".join(f"{flag} is not known" for flag in flags if not re.search(rf"(?<![\w-]){flag}(?![\w-])", known))
+
+
+@pytest.mark.parametrize("command", commands(), ids=lambda command: command.where)
+def test_the_program_of_a_command_exists_and_knows_its_flags(command: Command) -> None:
+    if command.words[0] not in UNCHECKED:
+        assert not wrong(command.words), " ".join(command.words)
+
+
+def test_every_reason_is_still_needed() -> None:
+    assert {command.words[0] for command in commands()} >= UNCHECKED.keys()
+    assert len(commands()) > 25
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "scripts/nothing.sh",
+        "scripts/test.sh --everything",
+        "vllm-ascend-pd nothing",
+        "vllm-ascend-pd trace DIR --nothing",
+        "python -m simulation.nothing",
+    ],
+)
+def test_a_command_that_does_not_exist_is_noticed(line: str) -> None:
+    assert wrong(tuple(split(line)))
