@@ -162,11 +162,13 @@ def main() -> int:
     )
     print(f"{'P -> D':32} {'best':>8} {'median':>8} {'wanted':>8} {'descriptors':>12}   ms per 1,000 blocks, one rank")
     late = False
-    for name, *how, wanted in CASES:
-        least, median, count = measure(*case(*how, args.requests, args.new_blocks, 0), args.rounds)
+    for one in CASES:
+        least, median, count = measure(*one.step(args.requests, args.new_blocks, 0), args.rounds)
         least, median = least * 1e3 / thousands, median * 1e3 / thousands
-        late |= least > wanted
-        print(f"{name:32} {least:8.3f} {median:8.3f} {wanted:8.2f} {count:12,}{'   ABOVE' if least > wanted else ''}")
+        above = least > one.wanted
+        late |= above
+        row = f"{one.name:32} {least:8.3f} {median:8.3f} {one.wanted:8.2f} {count:12,}"
+        print(row + ("   ABOVE" if above else ""))
     late |= beside(args)
     if args.beside:
         beside_commit(args.beside, args)

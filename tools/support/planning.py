@@ -12,6 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -63,14 +64,26 @@ def descriptors(plan: list[JobPlan] | RegroupPlan) -> int:
     return sum(len(spans) for some in regions for spans in some)
 
 
+class Case(NamedTuple):
+    name: str
+    how: How
+    heads: int
+    layout: str
+    p_tp: int
+    d_tp: int
+    wanted: float  # milliseconds per 1,000 blocks
+
+    def step(self, *sizes: int) -> tuple[Plan, list[Job]]:
+        return case(self.how, self.heads, self.layout, self.p_tp, self.d_tp, *sizes)
+
+
 CASES = (
-    # name, how, heads, layout, P ranks, D ranks, wanted milliseconds per 1,000 blocks
-    ("8 -> 2, head-major, direct", direct, 8, "head", 8, 2, 0.1),
-    ("8 -> 2, token-major, regroup", regroup, 8, "token", 8, 2, 0.1),
-    ("4 -> 8, head-major, direct", direct, 8, "head", 4, 8, 0.25),
-    ("4 -> 8, token-major, regroup", regroup, 8, "token", 4, 8, 0.25),
-    ("8 -> 8, head-major, direct", direct, 8, "head", 8, 8, 0.1),
-    ("MLA 16 -> 4, direct", direct, 1, "token", 16, 4, 0.1),
+    Case("8 -> 2, head-major, direct", direct, 8, "head", 8, 2, 0.1),
+    Case("8 -> 2, token-major, regroup", regroup, 8, "token", 8, 2, 0.1),
+    Case("4 -> 8, head-major, direct", direct, 8, "head", 4, 8, 0.25),
+    Case("4 -> 8, token-major, regroup", regroup, 8, "token", 4, 8, 0.25),
+    Case("8 -> 8, head-major, direct", direct, 8, "head", 8, 8, 0.1),
+    Case("MLA 16 -> 4, direct", direct, 1, "token", 16, 4, 0.1),
 )
 
 
@@ -79,7 +92,7 @@ def case(how: How, heads: int, kind: str, p_tp: int, d_tp: int, *sizes: int) -> 
     return how(cache(kind, heads, p_tp), 0), step(cache(kind, heads, d_tp), *sizes)
 
 
-def best(plan: Plan, jobs: list[Job], rounds: int) -> float:
+def best(plan: Callable[[list[Job], int], object], jobs: list[Job], rounds: int) -> float:
     """Return the least seconds of the processor."""
     least = math.inf
     for rotation in range(rounds):
@@ -91,8 +104,8 @@ def best(plan: Plan, jobs: list[Job], rounds: int) -> float:
 
 if __name__ == "__main__":
     requests, new, rounds = map(int, sys.argv[1:])
-    prepared = {name: case(*how, requests, new, 0) for name, *how, _ in CASES}
+    prepared = {one.name: one.step(requests, new, 0) for one in CASES}
     times = dict.fromkeys(prepared, math.inf)
     for _ in range(rounds):  # in turns: what is measured first in a process would be measured cold
-        times = {name: min(times[name], best(*one, 1)) for name, one in prepared.items()}
+        times = {name: min(times[name], best(*made, 1)) for name, made in prepared.items()}
     print(json.dumps({"package": layout.__file__, "times": times}))
