@@ -226,6 +226,12 @@ engine_foresee() {
     return 1
   fi
   local found words=(doctor --only-configuration --tp "${OPT[tp]}" --pp "${OPT[pp]}" --kv-transfer-config "$(engine_kv_transfer_config)")
+  words+=(--dp "${OPT[dp]}" --dp-start-rank "${OPT[dp-rank]:-${OPT[dp-start-rank]:-0}}")
+  if [ -n "${OPT[dp-rank]}" ]; then
+    words+=(--dp-size-local 1)
+  elif [ -n "${OPT[dp-size-local]}" ]; then
+    words+=(--dp-size-local "${OPT[dp-size-local]}")
+  fi
   if [ -n "${OPT[speculative]}" ]; then words+=(--speculative-config "${OPT[speculative]}"); fi
   if [ -f "${OPT[model]}/config.json" ]; then words+=(--model "${OPT[model]}"); fi
   found=$("$PD_PYTHON" -m vllm_ascend_pd.cli "${words[@]}" 2>&1) && return 0

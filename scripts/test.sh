@@ -13,8 +13,8 @@ Sets up if needed (scripts/setup.sh), then runs the tests: integration, ascend_h
 usage: scripts/test.sh [--ci | --all] [--no-setup] [path or pytest argument …]
        scripts/test.sh --parts [--no-setup] [--list] [--minutes M] [part …]
 
-  --ci        also what is marked ci, and all seeds of the simulators: what every change must pass (.ci/run)
-  --all       also what is marked slow: it does not fit the time of a CI run
+  --ci        also what is marked ci, and more seeds of the simulators: what every change must pass (.ci/run)
+  --all       also what is marked slow, and all seeds: it does not fit the time of a CI run
   --parts     all tests, slow ones too, part by part; what is good on this commit does not run again (--parts --help)
   --no-setup  do not check the installation first
 
@@ -27,19 +27,6 @@ Other arguments go to pytest as they are.
 Tests marked npu say that they are skipped where there is no NPU. tests/ascend_host needs an environment of 8 GB, which is made
 with --ci, --all, or when these tests are named, on x86-64 with 20 GB free (docs/building.md); PD_ASCEND_HOST=0 leaves them out.
 TEXT
-}
-
-# Makes the environment of tests/ascend_host where possible; otherwise its tests report that it is missing.
-pd_ascend_host() {
-  local free
-  free=$(df --output=avail -BG . | tail -n 1 | tr -dc 0-9)
-  if [ "$(uname -m)" != x86_64 ]; then
-    pd_say "tests/ascend_host is left out: vllm-ascend's stand-ins are for x86-64"
-  elif [ ! -d .venv-ascend-host ] && [ "$free" -lt 20 ]; then
-    pd_say "tests/ascend_host is left out: its environment needs 8 GB, and $free GB are free; 20 are asked for"
-  else
-    tests/ascend_host/environment.sh >/dev/null
-  fi
 }
 
 tier=
@@ -77,8 +64,8 @@ done
 if [ ${#paths[@]} -gt 0 ]; then tier=${tier:-ci}; fi
 case $tier in
   all) selection=() ;;
-  ci) selection=(-m 'not slow') ;;
-  *) selection=(-m 'not slow and not ci' --few-seeds) ;;
+  ci) selection=(-m 'not slow' --seeds ci) ;;
+  *) selection=(-m 'not slow and not ci' --seeds few) ;;
 esac
 spread=()
 if [ ${#paths[@]} = 0 ]; then
@@ -95,7 +82,7 @@ fi
 if [ -n "$install" ]; then
   pd_setup test
   pd_test_tools "$all"
-  if [[ " ${paths[*]} " == *" tests/ascend_host"* ]]; then pd_ascend_host; fi
+  if [[ " ${paths[*]} " == *" tests/ascend_host"* ]]; then tests/ascend_host/environment.sh --where-possible >/dev/null; fi
 else
   pd_choose_interpreter
 fi

@@ -56,6 +56,7 @@ def _serve(pipe: Pipe, with_secret: bool) -> None:
             on_message=answer,
             on_gone=lambda incarnation: None,
             on_back=lambda incarnation: None,
+            count=lambda reason: None,
         )
         pipe.send((await listener.start()).port)
         await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
@@ -73,6 +74,7 @@ async def _measure(port: int, round_trips: int, with_secret: bool) -> tuple[list
         secrets=_secrets(with_secret),
         on_message=lambda _, message: arrived.put_nowait(message.seq),
         on_unreachable=lambda _, detail: print("unreachable:", detail),
+        count=lambda reason: None,
     )
     begun = time.perf_counter()
     dialer.send(endpoint, _done(0))

@@ -38,7 +38,7 @@ from tools.support.engine import Engine
 from tools.support.in_tree import POLITE, Ask, install_nixl, start_mooncake, start_nixl
 from tools.support.models import RECIPES, ensure
 from tools.support.spec import EngineSpec
-from tools.support.timeline import REPORTED, RESERVED, Trace
+from vllm_ascend_pd.observe.timeline import REPORTED, RESERVED, Trace
 
 MODEL = "base16"
 KV_BYTES_PER_TOKEN = 32 << 10
@@ -253,7 +253,7 @@ def profile(samples: list[Sample], cases: Sequence[Case], trace: Trace) -> list[
         transfers = trace.transfers(sample.sent, sample.sent + sample.ttft)
         if not transfers:
             continue
-        way = trace.way(transfers[-1])
+        way = trace.timeline_of(transfers[-1])
         if not way.writes or not way.computed or REPORTED not in way.moments:
             continue
         hooks = list(way.computed.values())

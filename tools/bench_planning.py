@@ -35,7 +35,7 @@ from tools.support.planning import (
     regroup,
     step,
 )
-from vllm_ascend_pd.geometry.layout import ALL, WINDOW, CacheGeometry, Group, Kind, Region
+from vllm_ascend_pd.geometry.layout import ALL, WINDOW, CacheGeometry, Group, LayerKind, Region
 from vllm_ascend_pd.geometry.pairing import pairings
 from vllm_ascend_pd.geometry.plan import Job
 
@@ -61,7 +61,9 @@ def kinds(components: dict[str, int], windows: tuple[int, ...], heads: int, tp: 
         for name, cell in components.items()
     )
     groups = tuple(Group(BLOCK, WINDOW if n else ALL, n) for n in windows)
-    others = tuple(Kind(heads, "int8", "plain", regions, (f"layer.{index}",), index) for index in range(1, len(groups)))
+    others = tuple(
+        LayerKind(heads, "int8", "plain", regions, (f"layer.{index}",), index) for index in range(1, len(groups))
+    )
     layers = tuple(f"layer.{index}" for index in range(len(groups)))
     return CacheGeometry(BLOCK, heads, tp, "int8", "plain", regions, (layers,), others=others, groups=groups, group=0)
 
@@ -70,9 +72,9 @@ def of_all_kinds(how: How, p: CacheGeometry, d: CacheGeometry) -> Callable[[list
     """Plan a step as P does: kind by kind."""
     planners = [(how(pair.p, 0), pair.d) for pair in pairings(p, d)]
 
-    def plan(jobs: list[Job], rotation: int) -> None:
+    def plan(jobs: list[Job], step_number: int) -> None:
         for planner, kind in planners:
-            planner([msgspec.structs.replace(job, d=kind) for job in jobs], rotation)
+            planner([msgspec.structs.replace(job, d=kind) for job in jobs], step_number)
 
     return plan
 
@@ -141,9 +143,9 @@ def beside_commit(commit: str, args: argparse.Namespace) -> None:
 def measure(plan: Plan, jobs: list[Job], rounds: int) -> tuple[float, float, int]:
     """Return the best and the median seconds, and the descriptors of a layer."""
     times = []
-    for rotation in range(rounds):
+    for step_number in range(rounds):
         begin = time.perf_counter()
-        found = plan(jobs, rotation)
+        found = plan(jobs, step_number)
         times.append(time.perf_counter() - begin)
     return min(times), statistics.median(times), descriptors(found)
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Comparison of this package's connector with vllm-ascend's own two: the same engines, requests and faults. One table.
 
-Each connector has its own router: our metaserver, or the examples in vllm-ascend's source distribution.
+Each connector has its own router: our metaserver, or the examples in vllm-ascend's source distribution. What a run has
+found is kept in out/compare-ascend.json, so that an interrupted run continues.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import statistics
 import sys
@@ -23,6 +25,7 @@ sys.path[:0] = [str(ROOT / "tests/ascend_host")]
 
 from host_build import INTERPRETER, HostBuild  # noqa: E402
 
+from tools.compare_kinds import package, refusal, told  # noqa: E402
 from tools.field import PINNED  # noqa: E402
 from tools.support import sdist  # noqa: E402
 from tools.support.cells import Clients  # noqa: E402
@@ -31,16 +34,35 @@ from tools.support.client import Answer, body_of, complete  # noqa: E402
 from tools.support.cluster import Cluster, fresh_directory, say  # noqa: E402
 from tools.support.engine import Engine  # noqa: E402
 from tools.support.models import ensure  # noqa: E402
-from tools.support.process import Child  # noqa: E402
+from tools.support.pages import Marks  # noqa: E402
+from tools.support.process import Child, ProcessDied  # noqa: E402
 from tools.support.spec import EngineSpec, child_environment  # noqa: E402
 
+FOUND = ROOT / "out" / "compare-ascend.json"
+PAGE = ROOT / "docs" / "migration.md"
+MARKS = Marks.of("scripts/compare_ascend.sh")
 LENGTHS = (20, 129, 700, 1500)
 TOKENS = 12
-LONG, STREAMED = 1500, 200  # the request during a fault: its prompt, and its tokens if D is killed
-ANSWER_S = 120.0  # after that a client gives up
+LONG, STREAMED = 1500, 200  # the request during a fault: its prompt, and its tokens if it is struck while it streams
+ANSWER_S = 90.0  # after that a client gives up
 CLEAN_S = 60.0
 ROUTER_S = 60.0
 EXAMPLES = "examples/disaggregated_prefill_v1"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Ranks of P and of D, and whether engines are killed."""
+
+    p: int
+    d: int
+    faults: bool = False
+
+    def __str__(self) -> str:
+        return f"TP {self.p} → {self.d}"
+
+
+SHAPES = (Shape(1, 1, faults=True), Shape(2, 1), Shape(1, 2))
 
 
 @dataclass(frozen=True)
@@ -49,14 +71,9 @@ class Contender:
     router: str  # an example of vllm-ascend's; "": our metaserver
     p: dict[str, Any] = field(default_factory=dict)  # further fields of --kv-transfer-config
     d: dict[str, Any] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
-THEIRS = (
-    {"kv_port": 26700, "engine_id": "p"},
-    {"kv_port": 26800, "engine_id": "d"},
-    {side: {"dp_size": 1, "tp_size": 1} for side in ("prefill", "decode")},
-)
+THEIRS = ({"kv_port": 26700, "engine_id": "p"}, {"kv_port": 26800, "engine_id": "d"})
 CONTENDERS = (
     Contender("AscendPushConnector", ""),
     Contender("MooncakeLayerwiseConnector", "load_balance_proxy_layerwise_server_example.py", *THEIRS),
@@ -64,22 +81,11 @@ CONTENDERS = (
 )
 
 
-@dataclass
-class Row:
-    """Results of one connector."""
-
-    connector: str
-    right: int = 0
-    wrong: list[str] = field(default_factory=list)
-    ttft: dict[int, list[float]] = field(default_factory=dict)
-    faults: dict[str, str] = field(default_factory=dict)
-
-
 class Site:
     """A connector's engines and its router."""
 
-    def __init__(self, contender: Contender, cluster: Cluster, build: HostBuild) -> None:
-        self.contender, self.cluster, self.build = contender, cluster, build
+    def __init__(self, contender: Contender, shape: Shape, cluster: Cluster, build: HostBuild) -> None:
+        self.contender, self.shape, self.cluster, self.build = contender, shape, cluster, build
         port = cluster.port()
         url = f"http://127.0.0.1:{port}"
         self.p, self.d = cluster.start(self._spec("p", "kv_producer", url), self._spec("d", "kv_consumer", url))
@@ -91,16 +97,18 @@ class Site:
             cluster.metaserver([self.p], [self.d], port, ("--no-canary",))
 
     def _spec(self, name: str, role: str, url: str) -> EngineSpec:
-        contender, mine = self.contender, not self.contender.router
+        contender, shape, mine = self.contender, self.shape, not self.contender.router
         metaservers = [url] if role == "kv_consumer" else []
         ours = self.cluster.push_config(*metaservers, verify="off", mooncake_protocol="tcp", patient_shm="on")
+        theirs = {side: {"dp_size": 1, "tp_size": tp} for side, tp in (("prefill", shape.p), ("decode", shape.d))}
         return EngineSpec(
             f"{contender.connector}-{name}",
             ensure("gqa"),
             role=role,
+            tp=shape.p if role == "kv_producer" else shape.d,
             chunk=512,
             connector=contender.connector,
-            extra=ours if mine else contender.extra,
+            extra=ours if mine else theirs,
             transfer=contender.p if role == "kv_producer" else contender.d,
             python=str(INTERPRETER),
             npu=True,
@@ -144,34 +152,61 @@ def _answers(url: str) -> bool:
         return False
 
 
-def judged(site: Site, row: Row, rounds: int) -> None:
-    """Measure without a fault: right tokens, and the time to the first one."""
+class Column:
+    """Results of one connector, by the table's rows. Each is kept as soon as it is there."""
+
+    def __init__(self, cells: dict[str, str], keep: Callable[[], None]) -> None:
+        self.cells, self._keep = cells, keep
+
+    def tell(self, row: str, words: str) -> None:
+        self.cells[row] = words
+        say(f"    {row}: {words}")
+        self._keep()
+
+
+def judged(site: Site, column: Column, rounds: int) -> float:
+    """Measure without a fault: right tokens, and the time to the first one. Return that of the longest prompt."""
+    right, wrong, ttft = 0, list[str](), {length: list[float]() for length in LENGTHS}
     for _ in range(rounds):
         for length in LENGTHS:
             prompt = fresh_prompt(length)
             (want,) = reference_answers(site.p, [prompt], TOKENS)
-            try:
-                got = complete(site.url, body_of(prompt, TOKENS))
-            except Exception as error:  # noqa: BLE001 (the table shows it)
-                row.wrong.append(f"{length} tokens: {error!r}"[:120])
+            got = asked(site, prompt)
+            if isinstance(got, str):
+                wrong.append(f"{length} tokens: {got}")
                 continue
-            row.ttft.setdefault(length, []).append(got.ttft)
-            if got.tokens == want.tokens:
-                row.right += 1
-            else:
-                row.wrong.append(f"{length} tokens: other tokens")
+            ttft[length].append(got.ttft)
+            right += got.tokens == want.tokens
+            if got.tokens != want.tokens:
+                wrong.append(f"{length} tokens: other tokens")
+    of = f"{right} of {right + len(wrong)}"
+    column.tell(f"{site.shape}: answers right", "; ".join([of, *wrong[:1]]))
+    for length, times in ttft.items():
+        words = f"{statistics.median(times):.2f} s" if times else "–"
+        column.tell(f"{site.shape}: median time to the first token, {length} tokens", words)
+    return statistics.median(ttft[LONG] or [2.0])
 
 
-def struck(site: Site, victim: Engine, after_s: float, tokens: int) -> str:
-    """Return the client's result of a request during which one engine is killed."""
+def asked(site: Site, prompt: list[int]) -> Answer | str:
+    try:
+        return complete(site.url, body_of(prompt, TOKENS))
+    except Exception as error:  # noqa: BLE001 (the table shows it)
+        return told(f"{type(error).__name__}: {error}")
+
+
+def struck(site: Site, victim: Engine, after_s: float | None, tokens: int) -> str:
+    """Return the client's result of a request during which one engine is killed; None: just before it is sent."""
     prompt = fresh_prompt(LONG)
     (want,) = reference_answers(site.p, [prompt], tokens)
-    clients = Clients(site.url, [body_of(prompt, tokens)])
-    time.sleep(after_s)
-    early, at = clients.results[0] is not None, time.monotonic()
-    stuck = victim.process.kill()
-    if stuck:
-        raise RuntimeError(str(stuck))
+    if after_s is None:
+        killed(victim)
+        at, early = time.monotonic(), False
+        clients = Clients(site.url, [body_of(prompt, tokens)])
+    else:
+        clients = Clients(site.url, [body_of(prompt, tokens)])
+        time.sleep(after_s)
+        early, at = clients.results[0] is not None, time.monotonic()
+        killed(victim)
     if not clients.wait(at + ANSWER_S):
         return f"nothing for {ANSWER_S:.0f} s"
     if early:
@@ -184,6 +219,11 @@ def struck(site: Site, victim: Engine, after_s: float, tokens: int) -> str:
     code = re.search(r"PD-[A-Z]+-\d+", str(got))  # in a stream: its last event
     said = f"an error, {code[0]}," if code else str(got)[:60] or type(got).__name__
     return f"{said} after {seconds:.0f} s"
+
+
+def killed(victim: Engine) -> None:
+    if stuck := victim.process.kill():
+        raise RuntimeError(str(stuck))
 
 
 def cleaned(engine: Engine, before: int) -> str:
@@ -200,72 +240,83 @@ def cleaned(engine: Engine, before: int) -> str:
     return f"{left} blocks held after {CLEAN_S:.0f} s"
 
 
-def once(site: Site, row: Row, title: str, ask: Callable[[], str]) -> None:
-    row.faults[title] = ask()
-    say(f"    {title}: {row.faults[title]}")
+def killed_at_each_stage(site: Site, column: Column, usual: float) -> None:
+    """Kill P at each stage of its request, starting it anew each time, then D. `usual`: time to the first token."""
+    stages: dict[str, tuple[float | None, int]] = {
+        "before its prefill": (None, TOKENS),
+        "during its prefill": (usual / 2, TOKENS),
+        "after its prefill, while D streams": (2 * usual + 1, STREAMED),
+    }
+    for stage, (after_s, tokens) in stages.items():
+        free = settled_free_blocks(site.d)
+        column.tell(f"P killed {stage}", struck(site, site.p, after_s, tokens))
+        column.tell(f"P killed {stage}: then D", cleaned(site.d, free))
+        site.p = site.again(site.p)
+        (want,) = reference_answers(site.p, [prompt := fresh_prompt(LONG)], TOKENS)
+        got = asked(site, prompt)
+        words = got if isinstance(got, str) else "right" if got.tokens == want.tokens else "wrong"
+        column.tell(f"P killed {stage}: the next request, P is back", words)
+    free = settled_free_blocks(site.p)
+    column.tell("D killed while it streams", struck(site, site.d, 2 * usual + 1, STREAMED))
+    column.tell("D killed while it streams: then P", cleaned(site.p, free))
 
 
-def compare(contender: Contender, build: HostBuild, rounds: int) -> Row:
-    row = Row(contender.connector)
+def compare(contender: Contender, shape: Shape, column: Column, build: HostBuild, rounds: int) -> None:
     with Cluster(fresh_directory("compare-ascend")) as cluster:
-        site = Site(contender, cluster, build)
         try:
-            judged(site, row, rounds)
-            say(f"    {row.right} right, {row.wrong}")
-            usual = statistics.median(row.ttft.get(LONG, [2.0]))
-            free = settled_free_blocks(site.d)
-            once(site, row, "P killed while it computes", lambda: struck(site, site.p, usual / 2, TOKENS))
-            once(site, row, "then D", lambda: cleaned(site.d, free))
-            site.p = site.again(site.p)
-            (want,) = reference_answers(site.p, [prompt := fresh_prompt(LONG)], TOKENS)
-            once(site, row, "P is back", lambda: _served(site, prompt, want))
-            free = settled_free_blocks(site.p)
-            once(site, row, "D killed while it streams", lambda: struck(site, site.d, 2 * usual + 1, STREAMED))
-            once(site, row, "then P", lambda: cleaned(site.p, free))
+            site = Site(contender, shape, cluster, build)
+        except (ProcessDied, TimeoutError) as problem:
+            column.tell(f"{shape}: answers right", f"refused: {refusal(problem)}")
+            return
+        try:
+            usual = judged(site, column, rounds)
+            if shape.faults:
+                killed_at_each_stage(site, column, usual)
         finally:
             site.stop_router()
-    return row
 
 
-def _served(site: Site, prompt: list[int], want: Answer) -> str:
-    try:
-        got = complete(site.url, body_of(prompt, TOKENS))
-    except Exception as error:  # noqa: BLE001 (the table shows it)
-        return f"{error!r}"[:80]
-    return "right" if got.tokens == want.tokens else "wrong"
-
-
-def table(rows: list[Row]) -> list[str]:
-    titles = list(dict.fromkeys(title for row in rows for title in row.faults))
-    lines = ["| | " + " | ".join(row.connector for row in rows) + " |", "|---" * (len(rows) + 1) + "|"]
-    lines.append(
-        "| answers right | " + " | ".join(f"{row.right} of {row.right + len(row.wrong)}" for row in rows) + " |"
-    )
-    for length in LENGTHS:
-        times = [row.ttft.get(length) for row in rows]
-        told = [f"{statistics.median(each):.2f} s" if each else "–" for each in times]
-        lines.append(f"| median time to the first token, {length} tokens | " + " | ".join(told) + " |")
-    faults = (f"| {title} | " + " | ".join(row.faults.get(title, "–") for row in rows) + " |" for title in titles)
-    return [*lines, *faults]
+def table(found: dict[str, dict[str, str]]) -> list[str]:
+    names = [contender.connector for contender in CONTENDERS if contender.connector in found]
+    longest = max((found[name] for name in names), key=len, default={})  # a refused shape lacks its times
+    rows = list(dict.fromkeys([*longest, *(row for name in names for row in found[name])]))
+    lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    return [*lines, *(f"| {row} | " + " | ".join(found[name].get(row, "–") for name in names) + " |" for row in rows)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="NAME,…", help="only these connectors")
     parser.add_argument("--rounds", type=int, default=3, help="requests of each length (default: 3)")
+    parser.add_argument("--again", action="store_true", help="discard the results of earlier runs")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/migration.md")
     args = parser.parse_args()
+    kept: dict[str, Any] = json.loads(FOUND.read_text()) if FOUND.exists() and not args.again else {}
+    found: dict[str, dict[str, str]] = kept.get("found", {}) if kept.get("package") == package() else {}
+    done: list[str] = kept.get("done", []) if found else []
+
+    def keep() -> None:
+        told = {"package": package(), "done": done, "found": found}
+        FOUND.write_text(json.dumps(told, indent=1, ensure_ascii=False))
+
     wanted = [c for c in CONTENDERS if not args.only or c.connector in args.only.split(",")]
-    build = HostBuild(INTERPRETER).ensure()
-    rows: list[Row] = []
+    pending = [(c, shape) for shape in SHAPES for c in wanted if f"{c.connector} {shape}" not in done]
+    build = HostBuild(INTERPRETER).ensure() if pending else None
     failed = []
-    for contender in wanted:
-        say(f"{contender.connector}")
+    for contender, shape in pending:
+        assert build is not None
+        say(f"{contender.connector}, {shape}")
         try:
-            rows.append(compare(contender, build, args.rounds))
+            compare(contender, shape, Column(found.setdefault(contender.connector, {}), keep), build, args.rounds)
+            done.append(f"{contender.connector} {shape}")
+            keep()
         except Exception as error:  # noqa: BLE001 (the others are compared nevertheless)
             failed.append(f"{contender.connector}: {error}")
             say(failed[-1])
-    print("\n".join(table(rows)))
+    lines = table(found)
+    print("\n".join(lines))
+    if args.write and not failed:
+        PAGE.write_text(MARKS.filled(PAGE.read_text(), lines))
     return 1 if failed else 0
 
 

@@ -2,7 +2,8 @@
 """Kinds of caches with this package's connector and vLLM's own two: the same tiny models and prompts. One table.
 
 A pair per cell, one after the other. P alone gives the right answers. An answer that D computed without loading the
-prompt from P does not count as right. Cells from earlier runs of the same commit are kept (out/compare-kinds.json).
+prompt from P does not count as right. Cells from earlier runs of the same package are kept (out/compare-kinds.json), so
+that an interrupted run continues. A kind of which not all cells are there keeps its line on the page, with its commit.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ from tools.support.cluster import STRICT, Cluster, fresh_directory, say
 from tools.support.engine import Engine
 from tools.support.in_tree import Ask, install_nixl, start_mooncake, start_nixl
 from tools.support.models import ROOT, ensure
+from tools.support.pages import Marks
 from tools.support.process import ProcessDied
 from tools.support.spec import EngineSpec
 
-KINDS = ROOT / "tests" / "integration" / "plugins" / "kinds"
+PLUGINS = ROOT / "tests" / "integration" / "plugins"
+KINDS = PLUGINS / "kinds"
+FORKED = PLUGINS / "forked"  # engines of all connectors start in a third of the processor's time
 FOUND = ROOT / "out" / "compare-kinds.json"
 PAGE = ROOT / "docs" / "kinds.md"
-BEGIN, END = "<!-- scripts/compare_kinds.sh --write: begin -->", "<!-- scripts/compare_kinds.sh --write: end -->"
+MARKS = Marks.of("scripts/compare_kinds.sh")
 # 159 and 191: a window of 128 that begins with the last token of a block. 97 and 193: a state that is the last one of
 # its block.
 LENGTHS = (200, 330, 127, 159, 160, 191, 97, 193)
@@ -172,7 +176,7 @@ def refusal(problem: Exception) -> str:
 
 
 def cell(case: Case, start: Start) -> str:
-    with Cluster(fresh_directory("compare-kinds")) as cluster:
+    with Cluster(fresh_directory("compare-kinds"), plugins=(FORKED,)) as cluster:
         try:
             p, d, ask = start(case, cluster)
         except (ProcessDied, TimeoutError) as problem:
@@ -180,22 +184,33 @@ def cell(case: Case, start: Start) -> str:
         return verdict(case, p, d, ask)
 
 
-def table(found: dict[str, str]) -> list[str]:
-    names = list(CONNECTORS)
-    lines = ["| kind | " + " | ".join(CONNECTORS[name][0] for name in names) + " |", "|---" * (len(names) + 1) + "|"]
+def table(found: dict[str, str], page: str, at: str) -> list[str]:
+    """Return the table with a line for each kind that ran with all connectors, now or when the page was written."""
+    head = ("kind", *(CONNECTORS[name][0] for name in CONNECTORS), "commit")
+    before = {line.split(" | ")[0].removeprefix("| "): line for line in MARKS.split(page)[1].splitlines()}
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for key, case in CASES.items():
-        cells = [found.get(f"{key} {name}", "not run") for name in names]
-        if set(cells) != {"not run"}:
-            lines.append(f"| {case.title} | " + " | ".join(cells) + " |")
+        cells = [found.get(f"{key} {name}", "") for name in CONNECTORS]
+        if all(cells):
+            lines.append("| " + " | ".join((case.title, *cells, at)) + " |")
+        elif case.title in before:
+            lines.append(before[case.title])
     return lines
 
 
-def commit() -> str:
-    """Return the commit of the package, to which the results belong."""
-    run = subprocess.run(
-        ["git", "rev-parse", "HEAD:vllm_ascend_pd"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+def git(*words: str) -> str:
+    run = subprocess.run(("git", *words), cwd=ROOT, capture_output=True, text=True, check=False)
     return run.stdout.strip()
+
+
+def package() -> str:
+    """Return the tree of the package, to which the results belong."""
+    return git("rev-parse", "HEAD:vllm_ascend_pd")
+
+
+def commit() -> str:
+    """Return the commit that last changed the package."""
+    return git("log", "-1", "--format=%h", "--abbrev=12", "--", "vllm_ascend_pd")
 
 
 def main() -> int:
@@ -206,7 +221,7 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="discard the results of earlier runs")
     args = parser.parse_args()
     kept: dict[str, Any] = json.loads(FOUND.read_text()) if FOUND.exists() and not args.again else {}
-    found: dict[str, str] = kept.get("found", {}) if kept.get("package") == commit() else {}
+    found: dict[str, str] = kept.get("found", {}) if kept.get("package") == package() else {}
     for key, case in CASES.items():
         for name, (title, start) in CONNECTORS.items():
             wanted = (not args.only or key in args.only.split(",")) and (
@@ -220,12 +235,12 @@ def main() -> int:
             say(f"{case.title}, {title}")
             found[f"{key} {name}"] = cell(case, start)
             say(f"    {found[f'{key} {name}']}")
-            FOUND.write_text(json.dumps({"package": commit(), "found": found}, indent=1, ensure_ascii=False))
-    lines = table(found)
+            FOUND.write_text(json.dumps({"package": package(), "found": found}, indent=1, ensure_ascii=False))
+    page = PAGE.read_text()
+    lines = table(found, page, commit())
     print("\n".join(lines))
     if args.write:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(before + BEGIN + "\n" + "\n".join(lines) + "\n" + END + rest.partition(END)[2])
+        PAGE.write_text(MARKS.filled(page, lines))
     return 0
 
 

@@ -19,12 +19,13 @@ sys.path.insert(0, str(ROOT))
 
 from tools.support import sdist, small  # noqa: E402
 from tools.support.field import Known, Verdict, known_models, verdict  # noqa: E402
+from tools.support.pages import Marks  # noqa: E402
 from vllm_ascend_pd.errors import PdError  # noqa: E402
 
 PINNED = sdist.VLLM_ASCEND
 FOLDER = "tests/e2e"
 PAGE = ROOT / "docs" / "field.md"
-BEGIN, END = "<!-- scripts/field.sh --write: begin -->", "<!-- scripts/field.sh --write: end -->"
+MARKS = Marks.of("scripts/field.sh")
 STARTS = "would start"
 
 
@@ -134,15 +135,6 @@ def starting(text: str) -> set[str]:
     return {row[0] for row in rows if len(row) == 8 and row[3] == row[5] == STARTS and not row[6].startswith("PD-")}
 
 
-def split(page: str) -> tuple[str, str, str]:
-    """Return the parts before, between and after the marks."""
-    before, begun, rest = page.partition(BEGIN + "\n")
-    between, ended, after = rest.partition(END)
-    if not begun or not ended:
-        raise ValueError(f"{PAGE.name} lacks a line {BEGIN} or {END}")
-    return before + begun, between, ended + after
-
-
 def lost(between: str, printed: str) -> list[str]:
     """Return the configurations that would start according to the page, and no longer do."""
     gone = sorted(starting(between) - starting(printed))
@@ -180,9 +172,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not args.write and not args.check:
         print(printed, end="")
         return 0
-    before, between, after = split(PAGE.read_text())
+    page = PAGE.read_text()
+    between = MARKS.split(page)[1]
     if args.write:
-        PAGE.write_text(before + printed + after)
+        PAGE.write_text(MARKS.filled(page, printed.splitlines()))
     wrong = lost(between, printed) if args.write else compare(between, printed)
     for line in wrong:
         print(f"field: {line}", file=sys.stderr)

@@ -19,9 +19,10 @@ from pathlib import Path
 
 from tools.parts import ROOT, commit, pytest_run
 from tools.support.matrix import COMBINATIONS, REFUSED, ROWS, Row
+from tools.support.pages import Marks
 
 PAGE = ROOT / "docs" / "matrix.md"
-BEGIN, END = "<!-- scripts/matrix.sh --write: begin -->", "<!-- scripts/matrix.sh --write: end -->"
+MARKS = Marks.of("scripts/matrix.sh")
 IN_ENGLISH, IN_CHINESE = ("combination", "direct", "regrouped"), ("组合", "直接推送", "重组后推送")
 HEAD = ("mode", "vLLM", "how", "result", "answers, tokens compared (at least)", "minutes", "in CI", "commit")
 DEADLINE_S = 7200.0
@@ -107,13 +108,7 @@ def table(page: str, folder: Path, at: str) -> str:
 
 
 def written(page: str, folder: Path, at: str) -> str:
-    return between(page, table(page, folder, at))
-
-
-def between(page: str, made: str) -> str:
-    """Return the page with this text between its marks."""
-    head, rest = page.split(BEGIN)
-    return f"{head}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}"
+    return MARKS.filled(page, [table(page, folder, at)])
 
 
 def combinations(head: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
@@ -128,7 +123,7 @@ def readmes() -> dict[Path, str]:
         ROOT / "README.md": combinations(IN_ENGLISH, [one.english for one in COMBINATIONS]),
         ROOT / "README.zh-CN.md": combinations(IN_CHINESE, [one.chinese for one in COMBINATIONS]),
     }
-    return {path: between(path.read_text(), lines) for path, lines in made.items()}
+    return {path: MARKS.filled(path.read_text(), [lines]) for path, lines in made.items()}
 
 
 def main() -> int:

@@ -24,7 +24,7 @@ WHOLE = ("unit", "native", "simulation")  # folders that are one part each
 BY_FILE = ("integration", "ascend_host")
 # Selections (-k) that divide a file. A test belongs to the first that names it, and to one more part if none does.
 SHARES = {
-    "integration/cover": ("[fp8 or [windows", "[states"),
+    "integration/cover": ("[fp8 or [windows", "[states", "[int8 or [mtp", "[deltanet"),
     "integration/faults_routers": ("[p",),
     "ascend_host/pairs": ("qwen3next", "gqa", "mla or mqa"),
 }

@@ -78,8 +78,10 @@ def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
         yield _refused(
             "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "Unset it: two requests with one id would share blocks."
         )
-    if getattr(parallel, "enable_fault_tolerance", False):
-        yield _refused("enable_fault_tolerance", "Start without it.")
+    for name in ("enable_fault_tolerance", "enable_elastic_ep"):
+        if getattr(parallel, name, False):
+            # Ranks come and go then; reservations have the addresses, and exchanges the process groups, of the start.
+            yield _refused(name, "Start without it.")
     side = {"kv_producer": "prefill", "kv_consumer": "decode"}.get(role, "")
     yield from _wrong_sizes(push, side, parallel, config.kv_transfer_config.engine_id)
     port, last = push.channel.side_channel_port, listening_ports(parallel)[-1] + (role == BOTH)
@@ -134,7 +136,7 @@ def _context_refusals(config: Any, role: str) -> Iterator[ConfigError]:
         yield _refused("Speculative decoding with context parallelism", "Start without a draft model.")
 
 
-class Context(NamedTuple):
+class TokenDivision(NamedTuple):
     """Division of an engine's tokens among ranks."""
 
     dcp: int
@@ -146,10 +148,10 @@ class Context(NamedTuple):
         return self.dcp * self.pcp
 
 
-def context(parallel: Any) -> Context:
+def context(parallel: Any) -> TokenDivision:
     dcp = int(getattr(parallel, "decode_context_parallel_size", 1))
     pcp = int(getattr(parallel, "prefill_context_parallel_size", 1))
-    return Context(dcp, pcp, int(parallel.cp_kv_cache_interleave_size) if dcp * pcp > 1 else 1)
+    return TokenDivision(dcp, pcp, int(parallel.cp_kv_cache_interleave_size) if dcp * pcp > 1 else 1)
 
 
 def check_both(kv_cache_config: KVCacheConfig) -> None:

@@ -14,7 +14,7 @@ from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.first_token import StepHooks
 from vllm_ascend_pd.observe.metrics import PushStats
 from vllm_ascend_pd.protocol.dialects import is_prefill
-from vllm_ascend_pd.roles import Ended, SchedulerRole, StepMetadata, WorkerNews, WorkerRole
+from vllm_ascend_pd.roles import EndedRequests, SchedulerRole, StepMetadata, WorkerNews, WorkerRole
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ class BothScheduler(SchedulerRole):
     def __init__(self, prefill: SchedulerRole, decode: SchedulerRole) -> None:
         self._prefill, self._decode = prefill, decode
 
-    def _of(self, request: Any) -> SchedulerRole:
+    def _role_of(self, request: Any) -> SchedulerRole:
         return self._prefill if is_prefill(request.kv_transfer_params) else self._decode
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
@@ -32,13 +32,13 @@ class BothScheduler(SchedulerRole):
         self._decode.attach_workers(workers)
 
     def arrived(self, request: Any) -> None:
-        self._of(request).arrived(request)
+        self._role_of(request).arrived(request)
 
     def wanted(self, request: Any, computed: int) -> int:
-        return self._of(request).wanted(request, computed)
+        return self._role_of(request).wanted(request, computed)
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], count: int) -> None:
-        self._of(request).allocated(request, blocks, count)
+        self._role_of(request).allocated(request, blocks, count)
 
     def metadata(self, output: Any) -> StepMetadata:
         return StepMetadata(self._prefill.metadata(output).prefill, self._decode.metadata(output).decode)
@@ -48,7 +48,7 @@ class BothScheduler(SchedulerRole):
 
     def open_loads(self) -> int:
         counts = self._prefill.open_loads(), self._decode.open_loads()
-        return min(counts) if min(counts) < 0 else sum(counts)
+        return min(counts) if min(counts) < 0 else sum(counts)  # negative: the engine must not nap
 
     def due_s(self) -> float:
         return min(self._prefill.due_s(), self._decode.due_s())
@@ -70,10 +70,10 @@ class BothScheduler(SchedulerRole):
         return (*self._prefill.around(), *self._decode.around())
 
     def request_finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
-        return self._of(request).request_finished(request, holds_blocks)
+        return self._role_of(request).request_finished(request, holds_blocks)
 
     def stats(self) -> dict[str, Any] | None:
-        return _added(self._prefill.stats(), self._decode.stats())
+        return _added_stats(self._prefill.stats(), self._decode.stats())
 
     def close(self) -> None:
         _close(self._prefill, self._decode)
@@ -106,7 +106,7 @@ class BothWorker(WorkerRole):
         self._prefill.end_step()
         self._decode.end_step()
 
-    def ended(self, requests: Iterable[str]) -> Ended:
+    def ended(self, requests: Iterable[str]) -> EndedRequests:
         requests = frozenset(requests)
         return dataclasses.replace(self._decode.ended(requests), sent=self._prefill.ended(requests).sent)
 
@@ -115,7 +115,7 @@ class BothWorker(WorkerRole):
         return dataclasses.replace(prefill, ends=decode.ends)
 
     def stats(self) -> dict[str, Any] | None:
-        return _added(self._prefill.stats(), self._decode.stats())
+        return _added_stats(self._prefill.stats(), self._decode.stats())
 
     def close(self) -> None:
         _close(self._prefill, self._decode)
@@ -129,7 +129,7 @@ def _close(prefill: SchedulerRole | WorkerRole, decode: SchedulerRole | WorkerRo
         decode.close()
 
 
-def _added(mine: dict[str, Any] | None, theirs: dict[str, Any] | None) -> dict[str, Any] | None:
-    if mine is None or theirs is None:
-        return theirs if mine is None else mine
-    return PushStats(data=mine).aggregate(PushStats(data=theirs)).data
+def _added_stats(prefill: dict[str, Any] | None, decode: dict[str, Any] | None) -> dict[str, Any] | None:
+    if prefill is None or decode is None:
+        return decode if prefill is None else prefill
+    return PushStats(data=prefill).aggregate(PushStats(data=decode)).data

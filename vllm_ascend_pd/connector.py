@@ -8,7 +8,7 @@ module needs neither an NPU nor a transfer engine: the API server imports the cl
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from vllm_ascend_pd.engine import Engine, WorkerFacts
 from vllm_ascend_pd.observe.metrics import PushPromMetrics, PushStats
 from vllm_ascend_pd.observe.trace import TraceFile
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
-from vllm_ascend_pd.roles import Ended, SchedulerRole, StepMetadata, WorkerNews, WorkerRole
+from vllm_ascend_pd.roles import EndedRequests, SchedulerRole, StepMetadata, WorkerNews, WorkerRole
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +104,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- worker
 
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
         self._contained = not admission.is_alone(self)
         if self._contained:
             admission.check_contained(self._is_both, self._grouped)
@@ -155,7 +155,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         invalid, self._legacy_invalid_blocks = self._legacy_invalid_blocks, set()
         return set() if compat.HAS_TRANSFER_RESULTS or self._grouped else invalid
 
-    def _ended(self, finished_req_ids: set[str]) -> Ended:
+    def _ended(self, finished_req_ids: set[str]) -> EndedRequests:
         ended = self._worker.ended(finished_req_ids)
         self._legacy_invalid_blocks.update(ended.invalid_blocks)
         return ended
@@ -195,12 +195,12 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Receive the workers' facts by stage and TP rank. vllm-ascend has the PCP rank between these two."""
-        told: dict[tuple[int, ...], WorkerFacts] = {
+        by_worker: dict[tuple[int, ...], WorkerFacts] = {
             key: shake.facts for key, shake in metadata.items() if isinstance(shake, Handshake)
         }
         workers = {
             (stage, again[0] * facts.geometry.tp_size + tp if again else tp): facts
-            for (stage, *again, tp), facts in told.items()
+            for (stage, *again, tp), facts in by_worker.items()
         }
         self._scheduler.attach_workers(workers)
 
@@ -285,15 +285,15 @@ def _worker(engine: Engine, vllm_config: Any, kv_cache_config: Any) -> WorkerRol
             return decode
     from vllm_ascend_pd.prefill.worker import PrefillWorker
     from vllm_ascend_pd.protocol.identity import Contributor
-    from vllm_ascend_pd.regroup.parts import Place
+    from vllm_ascend_pd.regroup.parts import EngineWorld
 
-    place = Place(
+    world = EngineWorld(
         rank=parallel.data_parallel_rank * parallel.world_size + parallel.rank,
         tp_size=parallel.tensor_parallel_size,
         groups=parallel.pipeline_parallel_size * parallel.data_parallel_size * shape.pcp,
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
     )
-    prefill = PrefillWorker(engine, shape, current(), Contributor(stage, rank), place)
+    prefill = PrefillWorker(engine, shape, current(), Contributor(stage, rank), world)
     return BothWorker(prefill, decode) if decode is not None else prefill
 
 

@@ -17,7 +17,7 @@ _PROVEN = (*_WITH_LAYERS, "ngram")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
-def told(speculative: Mapping[str, Any]) -> Any:
+def described(speculative: Mapping[str, Any]) -> Any:
     """Return a --speculative-config under vLLM's own names, for checks without a model.
 
     What it does not give is None or False.

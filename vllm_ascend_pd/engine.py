@@ -15,7 +15,7 @@ from vllm_ascend_pd import admission
 from vllm_ascend_pd.channel.exposure import check_exposure
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.geometry.layout import CacheGeometry, Kind
+from vllm_ascend_pd.geometry.layout import CacheGeometry, LayerKind
 from vllm_ascend_pd.protocol.auth import Secrets, prompt_hash
 from vllm_ascend_pd.protocol.identity import Endpoint, dp_rank_of, incarnation
 from vllm_ascend_pd.protocol.versions import fingerprint
@@ -133,7 +133,7 @@ def own_address(push: PushConfig, environ: Mapping[str, str]) -> str:
 
 
 _UNTOLD = (
-    "no worker told its cache layout; behind a MultiConnector, name this connector first: vLLM hears the first alone"
+    "no worker reported its cache layout; behind a MultiConnector, name this connector first: vLLM asks the first alone"
 )
 
 
@@ -165,7 +165,7 @@ def merge_geometries(workers: Mapping[tuple[int, int], WorkerFacts]) -> CacheGeo
         stages=tuple(own.layers for own in stages.values()),
         drafts=drafts,
         others=tuple(
-            Kind(k.kv_heads, k.dtype, k.packing, k.regions, tuple(names), k.group, k.only) for k, names in others
+            LayerKind(k.kv_heads, k.dtype, k.packing, k.regions, tuple(names), k.group, k.only) for k, names in others
         ),
     )
 

@@ -166,7 +166,7 @@ CATALOGUE: dict[str, Entry] = {
         "Add its host, or host:port, to prefill_listeners of decode.",
     ),
     "PD-META-031": Entry(
-        "This engine does not hold what no reservation came with: {why}.",
+        "Prefill did not keep the KV of this request, which came without a reservation: {why}.",
         "docs/routers.md says which routers need hold_sources, and which caches can be held.",
     ),
     "PD-META-032": Entry(
@@ -227,9 +227,9 @@ class PdError(Exception):
         self.code = code
         self.values = values
         foreign = (str, BaseException)
-        told = {name: one_line(value) if isinstance(value, foreign) else value for name, value in values.items()}
-        self.sentence = entry.sentence.format(**told)
-        self.remedy = entry.remedy.format(**told)
+        shown = {name: one_line(value) if isinstance(value, foreign) else value for name, value in values.items()}
+        self.sentence = entry.sentence.format(**shown)
+        self.remedy = entry.remedy.format(**shown)
         super().__init__(f"{code}: {self.sentence} {self.remedy}")
 
     def __reduce__(self) -> tuple[object, ...]:

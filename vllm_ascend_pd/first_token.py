@@ -363,12 +363,12 @@ def add(outputs: Any, client: int, output: Any) -> None:
     outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
 
 
-def _logprobs(told: Sequence[LogProb]) -> Any:
+def _logprobs(logprobs: Sequence[LogProb]) -> Any:
     import numpy as np
     from vllm.v1.outputs import LogprobsLists
 
     return LogprobsLists(
-        np.array([[token for token, _, _ in told]], dtype=np.int32),
-        np.array([[value for _, value, _ in told]], dtype=np.float32),
-        np.array([told[0][2]], dtype=np.int32),
+        np.array([[token for token, _, _ in logprobs]], dtype=np.int32),
+        np.array([[value for _, value, _ in logprobs]], dtype=np.float32),
+        np.array([logprobs[0][2]], dtype=np.int32),
     )

@@ -60,7 +60,7 @@ class PrefillStep:
     """
 
     number: int
-    engine: CacheGeometry | None = None
+    geometry: CacheGeometry | None = None
     starts: tuple[PushStart, ...] = ()
     slices: tuple[PushSlice, ...] = ()
     aborts: tuple[PushAbort, ...] = ()
@@ -142,7 +142,7 @@ class DecodeStep:
     overs: tuple[TransferId, ...] = ()
     wake: tuple[str, int] | None = None
     incarnation: str = ""  # of the scheduler; its transfers are named after it
-    engine: CacheGeometry | None = None  # with binds: the cache of all stages
+    geometry: CacheGeometry | None = None  # with binds: the cache of all stages
 
     @property
     def empty(self) -> bool:

@@ -44,7 +44,7 @@ class WorkerNews(KVConnectorWorkerMetadata):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedRequests:
     """Requests that a worker reports to vLLM after a step."""
 
     sent: frozenset[str] = frozenset()
@@ -139,9 +139,9 @@ class WorkerRole:
     def end_step(self) -> None:
         """End a step, after the forward pass."""
 
-    def ended(self, requests: Iterable[str]) -> Ended:
+    def ended(self, requests: Iterable[str]) -> EndedRequests:
         """Return what has ended here. `requests` are those that vLLM has finished."""
-        return Ended()
+        return EndedRequests()
 
     def news(self) -> WorkerNews:
         """Return the news for the scheduler since the last call."""

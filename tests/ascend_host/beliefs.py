@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from unit.vllm_configs import vllm_config
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.plugins import load_general_plugins
 from vllm.v1 import kv_cache_interface as vllm_specs
@@ -146,7 +146,7 @@ def decode_keeps_its_full_graphs_and_prefill_gets_piecewise_ones() -> None:
     """On the configuration as vLLM and vllm-ascend's platform leave it. Metaserver URLs tell vLLM which side it is."""
     urls = {"metaserver_urls": ["http://127.0.0.1:1"]}
     for mode in (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE):
-        given = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": mode.name}}
+        given: dict[str, Any] = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": mode.name}}
         d, p = vllm_config("kv_consumer", urls, **given), vllm_config("kv_producer", **given)
         assert d.compilation_config.cudagraph_mode == mode, d.compilation_config.cudagraph_mode
         assert not p.compilation_config.cudagraph_mode.has_full_cudagraphs(), p.compilation_config.cudagraph_mode
@@ -273,7 +273,7 @@ def fractal_caches_of_decode_look_plain() -> None:
     assert "elif self.enable_kv_nz:" in inspect.getsource(mla_v1)
     assert "need_nz_cache" in inspect.getsource(mooncake_connector)
     assert "enable_kv_nz" not in inspect.getsource(model_runner_v1), "the caches themselves depend on it"
-    model = {"model": str(ensure("mla")), "dtype": "bfloat16", "max_model_len": 1024}
+    model: dict[str, Any] = {"model": str(ensure("mla")), "dtype": "bfloat16", "max_model_len": 1024}
     plain, fractal = (
         vllm_config("kv_consumer", additional_config=more, **model) for more in ({}, {"enable_kv_nz": True})
     )
@@ -356,6 +356,23 @@ def int8_of_heads_is_on_decode_alone() -> None:
 
     source = inspect.getsource(AscendC8KVCacheAttentionMethod.create_weights)
     assert "if not self.is_kv_producer:" in source[: source.index("layer.kv_cache_torch_dtype = torch.int8")]
+    for role in ("kv_producer", "kv_both"):
+        assert KVTransferConfig(kv_connector=plugin.CONNECTOR, kv_role=role).is_kv_producer, role
+
+
+@asked
+def int8_of_heads_needs_another_order_and_computes_no_prompt() -> None:
+    """Beside a connector, D's attention over int8 is only defined for steps of one token, over fractals."""
+    from vllm_ascend.attention.attention_v1 import AscendC8AttentionBackendImpl as Attention
+
+    of_decode = inspect.getsource(Attention.forward).split("elif not self.is_kv_producer:")[1]
+    assert re.findall(r"self\._forward_\w+", of_decode) == [
+        "self._forward_encoder_attention",
+        "self._forward_c8_decode",
+    ]
+    assert "AscendAttentionState.DecodeOnly:" in of_decode and "else:" not in of_decode
+    decode = inspect.getsource(Attention._forward_c8_decode)
+    assert "self._nz_5d_view(self.key_cache, block_size)" in decode
 
 
 @asked

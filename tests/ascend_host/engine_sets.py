@@ -172,7 +172,7 @@ class Engines:
         return {"verify": self.verify, "first_token_wait_s": 10.0, **machine.keys, **side.keys}
 
     def _engine(
-        self, machine: Machine, name: str, role: str, side: Side, extra: dict[str, Any], **ranks: int
+        self, machine: Machine, name: str, role: str, side: Side, extra: dict[str, Any], **ranks: Any
     ) -> EngineSpec:
         draft = dict(self.draft)
         if "model" in draft:

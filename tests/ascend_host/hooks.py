@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 
 def main() -> None:
@@ -24,7 +25,7 @@ def main() -> None:
     }
     engine = LLM(
         sys.argv[1],
-        dtype=sys.argv[2],
+        dtype=sys.argv[2],  # type: ignore[arg-type]  # vLLM checks it
         max_model_len=1024,
         max_num_batched_tokens=512,
         kv_cache_memory_bytes=16 << 20,
@@ -32,7 +33,7 @@ def main() -> None:
         kv_transfer_config=transfer,
     )
     recorder.CALLS.clear()  # calls of the warm-up
-    prompt = {"prompt_token_ids": [3 + i % 400 for i in range(600)]}  # two steps, then two steps of one token
+    prompt: Any = {"prompt_token_ids": [3 + i % 400 for i in range(600)]}  # two steps, then two steps of one token
     engine.generate([prompt], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
     print(json.dumps({"caches": recorder.CACHES, "calls": recorder.CALLS}))
 

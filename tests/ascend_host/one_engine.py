@@ -12,6 +12,7 @@ import json
 import os
 import random
 import sys
+from typing import Any
 
 LENGTHS = (5, 130, 700, 1500)
 TOKENS = 16
@@ -30,7 +31,7 @@ def main() -> None:
     }
     engine = LLM(sys.argv[1], **(common | json.loads(sys.argv[2])))
     chance = random.Random(5)
-    prompts = [{"prompt_token_ids": [chance.randrange(3, 500) for _ in range(length)]} for length in LENGTHS]
+    prompts: list[Any] = [{"prompt_token_ids": [chance.randrange(3, 500) for _ in range(n)]} for n in LENGTHS]
     wanted = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     answers = engine.generate(prompts, wanted, use_tqdm=False)
     print(json.dumps([list(answer.outputs[0].token_ids) for answer in answers]))

@@ -286,6 +286,8 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("mqa dcp 4to2", "mqa", p=Side(4, dcp=4), d=Side(2, dcp=2)), FEWER),
     (Engines("mla dcp 2to1", "mla", p=Side(2, dcp=2), dtype="bfloat16"), FEWER),
     (Engines("mla 1to2 dcp", "mla", d=Side(2, dcp=2), dtype="bfloat16"), FEWER),
+    # Two ranks of P hold the same head, and divide its tokens.
+    (Engines("gqa dcp 4to2", "gqa2", p=Side(4, dcp=2), d=Side(2)), FEWER),
     (Engines("qwen3next 1to1", "qwen3next", p=Side(late_us=LATE), dtype="bfloat16"), (one_token, *FEWER, blocks)),
     # In bfloat16 sums over two ranks change which experts a token gets, and with them the tokens.
     (Engines("qwen3next 2to1", "qwen3next", p=Side(2)), (*FEWER, blocks)),
@@ -321,6 +323,8 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         Engines("dsa 1to1 int8", "dsv32", p=Side(late_us=LATE), dtype="bfloat16", flags=C8, max_len=LONG),
         (*FEWER, chosen),
     ),
+    # GLM-5: layers with an indexer of their own beside one that uses another's choice, and another rotation of keys.
+    (Engines("dsa 1to1 glm", "glm5", p=Side(late_us=LATE), dtype="bfloat16", max_len=LONG), (*ALL, chosen)),
     (Engines("mqa pcp 2 to dcp 2", "mqa", p=Side(pcp=2), d=Side(2, dcp=2)), FEWER),
     (Engines("gqa 1to1 recompute scheduler", d=Side(flags=(*FEW, *RECOMPUTES))), (edges, dropped, dropped_streams)),
 ]

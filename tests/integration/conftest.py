@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import kind_pairs
 import pytest
 from pairs import FORKED, Pair, PairMaker
 
@@ -17,6 +18,12 @@ from tools.support.cells import Site, make_site, start_pair
 from tools.support.cluster import STRICT, Cluster, fresh_directory
 from tools.support.compare import Tally
 from tools.support.engine import Engine
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tell the pairs of kinds which sizes this test says by its mark, before its fixtures start engines."""
+    mark = item.get_closest_marker("sizes")
+    kind_pairs.DECLARED[:] = [(mark.args[1], mark.args[2])] if mark else []
 
 
 @pytest.fixture(scope="session")

@@ -94,8 +94,9 @@ class MiniatureEngine:
         self.tensors = [{name: torch.zeros(BLOCKS, 1, BLOCK, WIDTH) for name in LAYERS} for _ in range(tp)]
         self.workers = [self._worker(rank) for rank in range(tp)]
         shakes = {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
-        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(shakes)
-        self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, tp)
+        connector: Any = self.scheduler.connector
+        connector.set_xfer_handshake_metadata_pp_aware(shakes)
+        self._aggregator = KVOutputAggregator.from_connector(connector, tp)
         self.finished = Finished([], [], [])
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)

@@ -13,20 +13,32 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fake_metaserver import fake_metaserver
 from miniature import BLOCK, MiniatureEngine, run_until
-from pairs import Pair, PairMaker, fresh_prompt, wait_for_free_blocks
+from pairs import (
+    Pair,
+    PairMaker,
+    counter,
+    fresh_prompt,
+    reference_answers,
+    settled_free_blocks,
+    wait_for_free_blocks,
+)
 
+from tools.support.checks import eventually
 from tools.support.client import body_of, gather, post
 from tools.support.cluster import Cluster
+from tools.support.engine import Served
 from tools.support.models import ensure
 from tools.support.process import free_port
 from tools.support.spec import EngineSpec
 
-PLUGIN = Path(__file__).parent / "plugins" / "sibling"
+PLUGIN, OFFLOAD = (Path(__file__).parent / "plugins" / name for name in ("sibling", "offload"))
 SIBLING = {"kv_connector": "Sibling", "kv_connector_module_path": "pd_test_sibling", "kv_role": "kv_both"}
 TOKENS = [3 + 7 * i % 500 for i in range(5 * BLOCK + 3)]
+HITS = "vllm:external_prefix_cache_hits_total"  # tokens that connectors have loaded
 MEMORY = {"transport": "memory", "patient": False, "patient_shm": "off", "verify": "full"}
 
 
@@ -101,9 +113,11 @@ def test_what_ended_before_its_push_had_blocks_is_told_by_nobody_but_its_sibling
 
 
 EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+COPIES = {"spec_name": "CopyingSpec", "spec_module_path": "pd_test_offload", "cpu_bytes_to_use": 32 << 20}
+OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": COPIES}
 
 
-@pytest.fixture(params=["Sibling", "ExampleConnector"], scope="module")
+@pytest.fixture(params=["Sibling", "ExampleConnector", "OffloadingConnector"], scope="module")
 def pair(
     request: pytest.FixtureRequest,
     cluster: Cluster,
@@ -112,13 +126,17 @@ def pair(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
     store = {"kv_connector_extra_config": {"shared_storage_path": str(tmp_path_factory.mktemp("store"))}}
-    other = SIBLING if request.param == "Sibling" else {**EXAMPLE, **store}
+    other = {"Sibling": SIBLING, "ExampleConnector": {**EXAMPLE, **store}, "OffloadingConnector": OFFLOADING}[
+        request.param
+    ]
+    clears = {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache
 
     def spec(role: str, *metaservers: str) -> EngineSpec:
         extra = {"connectors": [ours(role, cluster.push_config(*metaservers)), other]}
         name = f"{role.removeprefix('kv_')}-beside-{request.param.lower()}"
         more = {"connector": "MultiConnector", "transfer": {"kv_role": "kv_both"}, "extra": extra}
-        return EngineSpec(name, ensure("gqa"), role=role, plugins=(PLUGIN,), max_seqs=16, **more)
+        plugins = (PLUGIN, OFFLOAD)
+        return EngineSpec(name, ensure("gqa"), role=role, plugins=plugins, environment=clears, max_seqs=16, **more)
 
     p, d = cluster.start(spec("kv_producer"), spec("kv_consumer", *allowed))
     made = make_pair(p, d)
@@ -139,3 +157,27 @@ def test_a_pair_beside_another_connector(pair: Pair) -> None:
             assert len(gather(engine.url, own)) == 4, "what the other connector loads is loaded"
     pair.check([fresh_prompt(40 + 50 * i) for i in range(8)], name="beside another, 8 at once")
     wait_for_free_blocks((pair.prefill, *pair.decode), free)
+    if "sibling" not in pair.prefill.name:
+        check_what_another_has_kept(pair)
+        wait_for_free_blocks((pair.prefill, *pair.decode), free)
+
+
+def check_what_another_has_kept(pair: Pair) -> None:
+    """Clear the engines' own prefix caches. P then pushes what the other connector loads, and D loads it itself."""
+    prompts = [fresh_prompt(length) for length in (100, 300, 700)]
+    expected, kept = reference_answers(pair.prefill, prompts, 12), sum(len(p) // 32 * 32 for p in prompts)
+    for engine, ask in ((pair.prefill, pair.check), (pair.decode[0], None)):
+        gather(engine.url, [body_of(prompt, 1) for prompt in prompts])
+        settled_free_blocks(engine)  # a step more: an offload is reported with the next one
+        eventually(lambda engine=engine: reset(engine), f"{engine.name} clears its prefix cache")
+        before = counter(engine, HITS)
+        if ask is not None:
+            ask(prompts, expected=expected, name="kept by another on P")
+        else:
+            found = gather(engine.url, [body_of(prompt, 12) for prompt in prompts])
+            assert [one.tokens for one in found] == [one.tokens for one in expected], "kept by another on D"
+        assert counter(engine, HITS) - before == kept, f"{engine.name} took what another connector has kept"
+
+
+def reset(engine: Served) -> bool:
+    return httpx.post(f"{engine.url}/reset_prefix_cache", timeout=10.0, trust_env=False).status_code == 200

@@ -64,7 +64,6 @@ def site(request: pytest.FixtureRequest, cluster: Cluster, tally: Tally) -> Iter
 
     def spec(index: int, size: int) -> EngineSpec:
         held = {"hold_sources": 24, "hold_share": 0.5, "hold_s": 60.0, "side_channel_port": listeners[index]}
-        held["first_token_wait_s"] = 10.0  # every first token in time, also on a busy machine
         extra = cluster.push_config(**held, **keys, prefill_listeners=[f"127.0.0.1:{listeners[1 - index]}"])
         name = f"both-{index}-tp{size}"
         return EngineSpec(name, model, role="kv_both", tp=size, chunk=256, policy="fail", extra=extra)

@@ -7,7 +7,7 @@ common prefix, and preemption where D has few blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,15 +15,18 @@ import pytest
 from kind_pairs import (
     check_choices,
     check_computed_again,
+    check_declared,
     check_failed_load,
     check_left,
     check_preempted,
     exercise,
     learn_of_first_tokens,
+    shows,
     spec,
 )
 from pairs import Pair, fresh_prompt
 from test_drafts import own
+from test_kinds import tuples
 
 from tools.support.client import body_of, complete
 from tools.support.cluster import STRICT, Cluster
@@ -37,28 +40,42 @@ from tools.support.spec import EngineSpec
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@dataclass(frozen=True)
-class Kind:
-    model: str
-    few: int  # blocks for the prompts of eight requests, but not for their whole answers
-    arguments: tuple[str, ...] = ()
-    draft: dict[str, Any] = field(default_factory=dict)
-
-
-EAGLE = {"method": "eagle3", "draft": "spec-eagle3", "num_speculative_tokens": 1}
-OF_KINDS = {
-    "fp8": Kind("gqa", 60, ("--kv-cache-dtype", "fp8")),
-    "windows": Kind("gptoss", 110),
-    "states": Kind("nemotronh", 38),
-    "indexer": Kind("indexed", 60),
-    "drafts": Kind("spec", 60, draft=EAGLE),
-}
 FEATURES = {
     "shape": ("1→1", "2→1 regrouped", "1→2"),
     "chunks": ("96", "whole"),
     "prefixes": ("on", "off"),
     "blocks": ("many", "few"),
     "policy": ("fail", "recompute"),
+}
+# On a CPU vLLM has neither chunks nor prefix caches with MLA. How many tokens a side drafts is a feature instead.
+OF_MTP = {
+    **{name: levels for name, levels in FEATURES.items() if name not in ("chunks", "prefixes")},
+    "drafted": ("1 on P, 3 on D", "3 on P, 1 on D"),
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    model: str
+    few: int  # blocks for the prompts of eight requests, but not for their whole answers
+    arguments: tuple[str, ...] = ()
+    draft: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)  # further fields of EngineSpec
+    features: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: FEATURES)
+    title: str = ""  # in tools/kind_sizes.py, where it is not the model's name
+    tie: float = 0.0  # two tokens so near to each other are equally good: kernels differ, and dtypes are coarse
+
+
+EAGLE = {"method": "eagle3", "draft": "spec-eagle3", "num_speculative_tokens": 1}
+OF_KINDS = {
+    "fp8": Kind("gqa", 60, ("--kv-cache-dtype", "fp8"), title="fp8"),
+    "windows": Kind("gptoss", 110),
+    "states": Kind("nemotronh", 38),
+    "indexer": Kind("indexed", 60),
+    "drafts": Kind("spec", 60, draft=EAGLE, title="spec-eagle3"),
+    "int8": Kind("indexed-int8", 60, more=tuples()),
+    "deltanet": Kind("qwen3next", 38, ("--dtype", "bfloat16"), tie=0.25),
+    "mtp": Kind("mtp", 200, draft={"method": "mtp"}, features=OF_MTP),
 }
 LENGTHS = (20, 97, 159, 333)
 LONGEST = 1024
@@ -80,10 +97,14 @@ def _spec(
     kind: Kind, cell: Cell, role: str, extra: dict[str, Any], tp: int, arguments: tuple[str, ...] = (), **more: Any
 ) -> EngineSpec:
     draft = dict(kind.draft)
-    off = () if cell["prefixes"] == "on" else ("--no-enable-prefix-caching",)
-    more |= {"draft": own(draft.pop("method"), draft.pop("draft"), **draft)} if draft else {}
-    chunk = 96 if cell["chunks"] == "96" else LONGEST
+    off = () if cell.get("prefixes") != "off" else ("--no-enable-prefix-caching",)
+    if "draft" in draft:
+        draft = own(draft.pop("method"), draft.pop("draft"), **draft)
+    if "drafted" in cell:
+        draft["num_speculative_tokens"] = int(cell["drafted"].split(", ")[role == "kv_consumer"][0])
+    chunk = 96 if cell.get("chunks") == "96" else LONGEST
     words = (*kind.arguments, *off, *arguments)
+    more = {**kind.more, "draft": draft, **more}
     return spec(
         f"cover-{role[3]}", kind.model, role, extra, tp=tp, chunk=chunk, max_len=LONGEST, arguments=words, **more
     )
@@ -93,9 +114,16 @@ def cells() -> list[tuple[str, Cell]]:
     """Return the cells sorted by D, then by P, so that neighbours share engines."""
 
     def order(cell: Cell) -> tuple[str, ...]:
-        return cell["prefixes"], cell["shape"][2:3], cell["blocks"], cell["policy"], cell["shape"], cell["chunks"]
+        of_both = (cell.get(name, "") for name in ("prefixes", "drafted", "chunks"))
+        return *of_both, cell["shape"][2:3], cell["blocks"], cell["policy"], cell["shape"]
 
-    return [(name, cell) for name in OF_KINDS for cell in sorted(cover(FEATURES), key=order)]
+    return [(name, cell) for name, kind in OF_KINDS.items() for cell in sorted(cover(kind.features), key=order)]
+
+
+def marks(name: str, cell: Cell) -> list[pytest.MarkDecorator]:
+    kind, shape = OF_KINDS[name], cell["shape"]
+    skip = [pytest.mark.skipif(bool(no_fp8()), reason=no_fp8())] if name == "fp8" else []
+    return [shows(kind.title or kind.model, int(shape[0]), int(shape[2])), *skip]
 
 
 class Shelf:
@@ -127,10 +155,7 @@ def shelf(cluster: Cluster) -> Iterator[Shelf]:
 
 @pytest.mark.parametrize(
     ("name", "cell"),
-    [
-        pytest.param(name, cell, marks=[pytest.mark.skipif(name == "fp8" and bool(no_fp8()), reason=no_fp8())])
-        for name, cell in cells()
-    ],
+    [pytest.param(name, cell, marks=marks(name, cell)) for name, cell in cells()],
     ids=lambda value: value if isinstance(value, str) else ", ".join(value.values()),
 )
 def test_a_cell(
@@ -139,19 +164,20 @@ def test_a_cell(
     kind = OF_KINDS[name]
     specs = p_spec(kind, cell, cluster.push_config()), d_spec(kind, cell, cluster.push_config(*allowed))
     p, d = shelf.get(*specs)
+    check_declared(p, d)
     front = cluster.metaserver([p], [d], ports[-3], STRICT)
-    pair = Pair(cluster, front, p, (d,), tally)
+    pair = Pair(cluster, front, p, (d,), Tally(tie=kind.tie, excused_per=1) if kind.tie else tally)
     try:
         if RECIPES[kind.model].leaves_last:
             learn_of_first_tokens(pair)
-        check_all(pair, cell, ports[-1], f"{name}, {', '.join(cell.values())}")
+        check_all(pair, kind, cell, ports[-1], f"{name}, {', '.join(cell.values())}")
     finally:
         cluster.stop(front)
 
 
-def check_all(pair: Pair, cell: Cell, port: int, title: str) -> None:
+def check_all(pair: Pair, kind: Kind, cell: Cell, port: int, title: str) -> None:
     exercise(pair, title, LENGTHS)
-    if "drafts" not in title:  # on a CPU vLLM's sampler fails with top_k and drafts; greedy sampling makes one choice
+    if not kind.draft:  # on a CPU vLLM's sampler fails with top_k and drafts; greedy sampling makes one choice
         check_choices(pair, 97)
     check_left(pair, 159, longest=LONGEST)
     head = fresh_prompt(200)

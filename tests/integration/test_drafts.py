@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from fake_metaserver import Answer as Said
 from fake_metaserver import fake_metaserver
-from kind_pairs import KINDS, check_failed_load, engines, running, spec
+from kind_pairs import KINDS, check_failed_load, engines, running, shows, sized, spec
 from pairs import Pair, PairMaker, fresh_prompt, reference_answers, transfer_request
 
 from tools.support.checks import Drafted, drafted, eventually, first_tokens, fresh_salt
@@ -30,7 +30,6 @@ pytestmark = [pytest.mark.engines, pytest.mark.ci, pytest.mark.timeout(900)]
 
 TOKENS = 32
 LENGTHS = (1, 15, 16, 17, 100, 333, 700)  # blocks of 16; drafts follow each prompt
-IN_TIME = {"first_token_wait_s": 10.0}  # every first token in time, also on a busy machine
 ENOUGH = 100  # drafted tokens, enough for a rate
 
 
@@ -114,12 +113,13 @@ def small(role: str, extra: dict[str, Any]) -> EngineSpec:
     """P drafts one token, D three."""
     if role == "kv_producer":
         return mtp("mtp-p", 1, role=role, extra=extra)
-    return mtp("mtp-d", 3, role=role, policy="fail", extra={**extra, **IN_TIME})
+    return mtp("mtp-d", 3, role=role, policy="fail", extra=extra)
 
 
 decode, pair = engines(small)
 
 
+@shows("mtp", 1, 1)
 class TestMtp:
     def test_text_and_accepted_drafts_are_a_single_engines(self, pair: Pair, told: Callable[[str], None]) -> None:
         check(pair, LENGTHS, "MTP 1→1, 1 token drafted on P and 3 on D", told)
@@ -161,12 +161,32 @@ class TestMtp:
 
 @pytest.mark.slow
 class TestMtpShapes:
+    @shows("mtp", 2, 1)
     def test_from_tp_2(
         self, cluster: Cluster, decode: Engine, make_pair: PairMaker, told: Callable[[str], None]
     ) -> None:
         spec = mtp("mtp-p2", 3, role="kv_producer", tp=2, extra=cluster.push_config())
         with running(cluster, make_pair, spec, beside=[decode]) as pair:
             check(pair, LENGTHS, "MTP 2→1, 3 tokens on both", told)
+
+    @pytest.mark.parametrize(("model", "p_tp", "d_tp"), [sized("mtp", 1, 2), sized("mtp", 4, 2)])
+    def test_other_sizes(
+        self,
+        model: str,
+        p_tp: int,
+        d_tp: int,
+        cluster: Cluster,
+        allowed: list[str],
+        make_pair: PairMaker,
+        told: Callable[[str], None],
+    ) -> None:
+        config = cluster.push_config(*allowed)
+        specs = (
+            mtp(f"{model}-p{p_tp}", 3, role="kv_producer", tp=p_tp, extra=cluster.push_config()),
+            mtp(f"{model}-d{d_tp}", 3, role="kv_consumer", tp=d_tp, policy="fail", extra=config),
+        )
+        with running(cluster, make_pair, *specs) as pair:
+            check(pair, LENGTHS, f"MTP {p_tp}→{d_tp}, 3 tokens on both", told)
 
     def test_without_a_draft_model_on_p_the_text_is_right_and_the_drafts_are_not(
         self, cluster: Cluster, decode: Engine, make_pair: PairMaker, told: Callable[[str], None]
@@ -178,7 +198,7 @@ class TestMtpShapes:
     def test_a_draft_model_on_p_alone_is_not_pushed(
         self, cluster: Cluster, allowed: list[str], make_pair: PairMaker
     ) -> None:
-        config = cluster.push_config(*allowed, **IN_TIME)
+        config = cluster.push_config(*allowed)
         specs = (
             mtp("mtp-p1", 1, role="kv_producer", extra=cluster.push_config()),
             EngineSpec("mtp-d0", ensure("mtp"), role="kv_consumer", tp=2, policy="fail", extra=config),
@@ -193,8 +213,11 @@ def own(method: str, draft: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (2, 1), (1, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("model", "p_tp", "d_tp"), [sized("spec-eagle3", p, d) for p, d in ((1, 1), (2, 1), (1, 2), (4, 2))]
+)
 def test_a_draft_model_of_another_shape(
+    model: str,
     p_tp: int,
     d_tp: int,
     cluster: Cluster,
@@ -206,10 +229,10 @@ def test_a_draft_model_of_another_shape(
 
     With TP 2→1 the ranks exchange both kinds of layers, and P computes in chunks.
     """
-    draft = own("eagle3", "spec-eagle3", num_speculative_tokens=1)
+    draft = own("eagle3", model, num_speculative_tokens=1)
     target: Path = ensure("spec")
     more = {"regroup": "always"} if p_tp > 1 else {}
-    p_config, d_config = cluster.push_config(**more), cluster.push_config(*allowed, **IN_TIME)
+    p_config, d_config = cluster.push_config(**more), cluster.push_config(*allowed)
     common: dict[str, Any] = {"chunk": 96} if p_tp > 1 else {}
     specs = (
         EngineSpec("own-p", target, role="kv_producer", tp=p_tp, draft=draft, extra=p_config, **common),
@@ -223,10 +246,10 @@ def test_a_draft_model_of_another_shape(
 @pytest.mark.parametrize(
     ("method", "model", "draft", "p_tp"),
     [
-        ("eagle", "spec", "spec-eagle", 1),
-        ("draft_model", "spec", "spec", 1),
-        ("dflash", "spec-flash", "spec-flash-dflash", 1),
-        ("dflash", "spec-flash", "spec-flash-dflash", 2),
+        pytest.param("eagle", "spec", "spec-eagle", 1, marks=shows("spec-eagle", 1, 1)),
+        pytest.param("draft_model", "spec", "spec", 1, marks=shows("spec", 1, 1)),
+        pytest.param("dflash", "spec-flash", "spec-flash-dflash", 1, marks=shows("spec-flash-dflash", 1, 1)),
+        pytest.param("dflash", "spec-flash", "spec-flash-dflash", 2, marks=shows("spec-flash-dflash", 2, 1)),
     ],
 )
 def test_other_draft_models(
@@ -255,7 +278,7 @@ def test_other_draft_models(
             target,
             role="kv_consumer",
             policy="fail",
-            extra=cluster.push_config(*allowed, **IN_TIME),
+            extra=cluster.push_config(*allowed),
             **common,
         ),
     )
@@ -264,17 +287,29 @@ def test_other_draft_models(
 
 
 @pytest.mark.slow
-def test_dflash_without_the_prompts_cache_is_never_right(
-    cluster: Cluster, allowed: list[str], make_pair: PairMaker, told: Callable[[str], None]
+@pytest.mark.parametrize(
+    ("method", "model", "draft", "tokens"),
+    [("dflash", "spec-flash", "spec-flash-dflash", 2), ("eagle3", "spec", "spec-eagle3", 1), ("eagle", "spec", "spec-eagle", 2)],
+)  # fmt: skip
+def test_drafts_without_the_prompts_cache_are_worse(
+    method: str,
+    model: str,
+    draft: str,
+    tokens: int,
+    cluster: Cluster,
+    allowed: list[str],
+    make_pair: PairMaker,
+    told: Callable[[str], None],
 ) -> None:
-    target, draft = ensure("spec-flash"), own("dflash", "spec-flash-dflash", num_speculative_tokens=2)
-    config = cluster.push_config(*allowed, **IN_TIME)
+    """A draft layer that is left out changes no token."""
+    target, of = ensure(model), own(method, draft, num_speculative_tokens=tokens)
+    config = cluster.push_config(*allowed)
     specs = (
-        EngineSpec("flash-p", target, role="kv_producer", extra=cluster.push_config()),
-        EngineSpec("flash-d", target, role="kv_consumer", policy="fail", draft=draft, extra=config),
+        EngineSpec("undrafted-p", target, role="kv_producer", extra=cluster.push_config()),
+        EngineSpec("drafting-d", target, role="kv_consumer", policy="fail", draft=of, extra=config),
     )
     with running(cluster, make_pair, *specs) as pair:
-        check_left_out(pair, "DFlash", told)
+        check_left_out(pair, method, told)
 
 
 @pytest.mark.slow
@@ -284,7 +319,7 @@ def test_drafts_without_a_model_have_no_cache(
 ) -> None:
     """ngram. A prompt has nearly every token of the vocabulary, so lookups use a single token."""
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    target, config = ensure("spec"), cluster.push_config(*allowed, **IN_TIME)
+    target, config = ensure("spec"), cluster.push_config(*allowed)
     on_p = ngram if p_drafts else {}
     specs = (
         EngineSpec("ngram-p", target, role="kv_producer", draft=on_p, extra=cluster.push_config()),
@@ -301,7 +336,13 @@ def test_drafts_without_a_model_have_no_cache(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("p_drafts", "d_drafts", "p_tp"), [(1, 3, 1), (3, 1, 2)])
+@pytest.mark.parametrize(
+    ("p_drafts", "d_drafts", "p_tp"),
+    [
+        pytest.param(1, 3, 1, marks=shows("qwen3next-mtp", 1, 1)),
+        pytest.param(3, 1, 2, marks=shows("qwen3next-mtp", 2, 1)),
+    ],
+)
 def test_mtp_beside_states(
     p_drafts: int,
     d_drafts: int,
@@ -324,7 +365,7 @@ def test_mtp_beside_states(
             name, "qwen3next-mtp", role, extra, draft=draft, plugins=(KINDS.parent / "states",), **more, **given
         )
 
-    config = cluster.push_config(*allowed, **IN_TIME)
+    config = cluster.push_config(*allowed)
     specs = (
         drafting("next-mtp-p", "kv_producer", p_drafts, cluster.push_config(), tp=p_tp),
         drafting("next-mtp-d", "kv_consumer", d_drafts, config),

@@ -89,7 +89,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def decode(cluster: Cluster, allowed: list[str]) -> Iterator[Engine]:
-    extra = cluster.push_config(*allowed, first_token_wait_s=10.0)  # every first token in time, also on a busy machine
+    extra = cluster.push_config(*allowed)
     spec = EngineSpec("first-d", ensure("gqa"), role="kv_consumer", policy="fail", extra=extra)
     (d,) = cluster.start(dataclasses.replace(spec, arguments=("--enable-mfu-metrics",)))
     yield d

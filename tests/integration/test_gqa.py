@@ -41,7 +41,7 @@ from tools.support.faults import DROP_WRITES
 from tools.support.models import ensure, recipe_of
 from tools.support.soaking import Soak
 from tools.support.spec import EngineSpec
-from tools.support.timeline import Event, Trace
+from vllm_ascend_pd.observe.timeline import Trace, TraceEvent
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -129,7 +129,7 @@ def counted(engine: Engine) -> dict[str, float]:
     return {name.removeprefix(prefix): value for name, value in engine.metrics().items() if name.startswith(prefix)}
 
 
-def fusion(events: list[Event]) -> tuple[dict[tuple[str, int, int], set[float]], set[tuple[str, int]]]:
+def fusion(events: list[TraceEvent]) -> tuple[dict[tuple[str, int, int], set[float]], set[tuple[str, int]]]:
     """Return from P's trace the batches by (destination, step, layer), and their (transfer, step) pairs.
 
     Left out are transfers in a step whose first layer was computed before their READY came: they follow later, and a
@@ -168,7 +168,7 @@ def beside(prefill: Engine, bodies: list[dict[str, Any]], tokens: int) -> Iterat
     load.join()
 
 
-def restarted(events: list[Event]) -> set[str]:
+def restarted(events: list[TraceEvent]) -> set[str]:
     """Return the transfers whose push a worker restarted at token 0."""
     begun: set[tuple[str, str]] = set()
     again: set[str] = set()

@@ -21,16 +21,17 @@ from kind_pairs import (
     exercise,
     of,
     running,
+    shows,
     spec,
     wrong_answers,
 )
 from pairs import Pair, PairMaker, close_traces
-from test_drafts import IN_TIME, own
 from test_drafts import check as check_drafts
+from test_drafts import own
 
 from tools.support.cluster import Cluster
 from tools.support.engine import Engine
-from tools.support.timeline import Trace
+from vllm_ascend_pd.observe.timeline import Trace
 
 pytestmark = [pytest.mark.engines, pytest.mark.ci, pytest.mark.timeout(900)]
 
@@ -45,6 +46,7 @@ def tuples(**more: Any) -> dict[str, Any]:
 decode, pair = engines(of("indexed"))
 
 
+@shows("indexed", 1, 1)
 class TestAnIndexerBesideMla:
     """vLLM's form: a layer of its own, beside three of four attentions."""
 
@@ -66,6 +68,7 @@ class TestAnIndexerBesideMla:
 
 @pytest.mark.slow
 class TestIndexerShapes:
+    @shows("indexed", 2, 1)
     def test_from_tp_2_each_rank_pushes_its_share(
         self, cluster: Cluster, decode: Engine, make_pair: PairMaker, told: Callable[[str], None]
     ) -> None:
@@ -88,6 +91,7 @@ class TestIndexerShapes:
         assert [len(of) for of in layers.values()] == [7, 7], "four attentions and three indexers, from each rank"
         assert max(pushed.values()) < 1.2 * min(pushed.values())
 
+    @shows("indexed-tuple", 1, 2)
     def test_in_one_tuple_with_the_latent_to_tp_2(
         self, cluster: Cluster, allowed: list[str], make_pair: PairMaker
     ) -> None:
@@ -100,15 +104,34 @@ class TestIndexerShapes:
             exercise(pair, "tuples 1→2", LENGTHS)
             pair.check_prefix_on_decode(BLOCK)
 
-    def test_quantised_and_in_one_tuple(self, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
-        """C8: latent and rope packed with a scale as int8; the index key in int8, its scale a tensor of its own."""
+    @pytest.mark.parametrize(
+        ("kind", "p_tp", "d_tp"),
+        [
+            pytest.param(kind, p_tp, d_tp, marks=shows(kind, p_tp, d_tp))
+            for kind, p_tp, d_tp in (
+                ("indexed", 1, 2),
+                ("indexed", 4, 2),
+                ("indexed-tuple", 4, 2),
+                ("indexed-int8", 1, 1),
+                ("indexed-int8", 2, 1),
+                ("indexed-int8", 1, 2),
+                ("indexed-int8", 4, 2),
+            )
+        ],
+    )
+    def test_other_sizes(
+        self, kind: str, p_tp: int, d_tp: int, cluster: Cluster, allowed: list[str], make_pair: PairMaker
+    ) -> None:
+        """In int8 as C8: latent and rope packed with a scale; the index key's scale is a tensor of its own."""
+        model, given = kind.removesuffix("-tuple"), {} if kind == "indexed" else tuples()
         specs = (
-            spec("int8-p", "indexed-int8", "kv_producer", cluster.push_config(), **tuples(tp=2)),
-            spec("int8-d", "indexed-int8", "kv_consumer", cluster.push_config(*allowed), **tuples()),
+            spec(f"{kind}-p{p_tp}", model, "kv_producer", cluster.push_config(), tp=p_tp, **given),
+            spec(f"{kind}-d{d_tp}", model, "kv_consumer", cluster.push_config(*allowed), tp=d_tp, **given),
         )
         with running(cluster, make_pair, *specs) as pair:
-            exercise(pair, "C8 2→1", LENGTHS)
+            exercise(pair, f"{kind} {p_tp}→{d_tp}", LENGTHS)
 
+    @shows("indexed-eagle3", 2, 1)
     def test_a_draft_model_with_heads_beside_mla_and_indexers(
         self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, told: Callable[[str], None]
     ) -> None:
@@ -117,7 +140,7 @@ class TestIndexerShapes:
         P's ranks exchange the draft's layer, and push the others directly.
         """
         draft = own("eagle3", "spec-indexed-eagle3", num_speculative_tokens=1)
-        p_config, d_config = cluster.push_config(regroup="always"), cluster.push_config(*allowed, **IN_TIME)
+        p_config, d_config = cluster.push_config(regroup="always"), cluster.push_config(*allowed)
         whole: dict[str, Any] = {
             "draft": draft,
             "chunk": 2048,
@@ -129,6 +152,7 @@ class TestIndexerShapes:
         with running(cluster, make_pair, *specs) as pair:
             check_drafts(pair, LENGTHS, "Eagle3 beside MLA and indexers 2→1", told)
 
+    @shows("indexed-drafts", 1, 1)
     def test_a_draft_model_that_has_indexers(
         self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, told: Callable[[str], None]
     ) -> None:
@@ -139,7 +163,7 @@ class TestIndexerShapes:
         draft = own("draft_model", "indexed", num_speculative_tokens=2)
         specs = (
             spec("drafting-p", "indexed", "kv_producer", cluster.push_config(), draft=draft),
-            spec("drafting-d", "indexed", "kv_consumer", cluster.push_config(*allowed, **IN_TIME), draft=draft),
+            spec("drafting-d", "indexed", "kv_consumer", cluster.push_config(*allowed), draft=draft),
         )
         with running(cluster, make_pair, *specs) as pair:
             check_drafts(pair, LENGTHS, "a draft model with indexers 1→1", told)

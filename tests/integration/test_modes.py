@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modes of an engine beside its cache, each in a pair of its own: scheduling, prefix caches, dtypes, LoRA.
+"""Modes of an engine beside its cache, each in a pair: scheduling, priorities, prefix caches, dtypes, executor, LoRA.
 
 Other files have ranks and experts, pipelines, drafts, Ray, releases of vLLM, and routers.
 """
@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pairs import Pair, PairMaker, counter, fresh_prompt
+from pairs import Pair, PairMaker, counter, fresh_prompt, reference_answers, wait_for_free_blocks
 from safetensors.torch import save_file
 
-from tools.support.client import body_of, gather, post
+from tools.support.checks import eventually, fresh_salt
+from tools.support.client import body_of, complete, gather, post
 from tools.support.cluster import Cluster
 from tools.support.compare import Tally
 from tools.support.models import ensure
@@ -26,6 +28,9 @@ from tools.support.spec import EngineSpec
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 
 BLOCK, LENGTHS = 32, (20, 31, 32, 33, 300, 700)
+# vLLM's choice for one worker, which is then in the scheduler's process. On a CPU it makes it a process of its own, for
+# OpenMP's sake, unless this is 0.
+UNIPROC = (("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),)
 NO_ASYNC, NO_PREFIXES = ("--no-async-scheduling",), ("--no-enable-prefix-caching",)
 
 
@@ -35,6 +40,7 @@ class Mode:
 
     p: tuple[str, ...] = ()
     d: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
     chunk: int = 256
     tie: float = 0.0  # of logits: one engine's answer may depend on the order of additions
 
@@ -48,11 +54,13 @@ MODES = {
     "no prefix cache on D": Mode(d=NO_PREFIXES),
     "chunks that cut blocks": Mode(chunk=50),
     "bfloat16": Mode(("--dtype", "bfloat16"), ("--dtype", "bfloat16"), tie=0.05),
+    "UniProc executor": Mode(environment=UNIPROC),
 }
 
 
 def start(cluster: Cluster, allowed: list[str], make_pair: PairMaker, mode: Mode) -> Pair:
     same: dict[str, Any] = {"block_size": BLOCK, "chunk": mode.chunk, "max_seqs": 16}
+    same["environment"] = dict(mode.environment)
     p, d = (
         EngineSpec(f"mode-{side}", ensure("gqa"), role=role, extra=extra, arguments=words, **same)
         for side, role, words, extra in (
@@ -84,9 +92,49 @@ def test_a_mode(
                 post(engine.url, body_of([*head, *fresh_prompt(tail)], 1))
             hits = counter(engine, "vllm:prefix_cache_hits_total") > before
             assert hits is (words != NO_PREFIXES), "prefixes are cached, or not"
+            in_one = MODES[name].environment == UNIPROC
+            assert ("(Worker" in engine.log.read_text(errors="replace")) is not in_one, "workers are processes, or not"
         told(f"figure: {name}: {pair.tally.summary()}")
     finally:
         cluster.stop(pair.front, *pair.decode, pair.prefill)
+
+
+def test_priorities(cluster: Cluster, allowed: list[str], make_pair: PairMaker, told: Callable[[str], None]) -> None:
+    """P and D schedule by priority: an urgent request that comes last overtakes requests that wait, loads and all.
+
+    D has room for two requests, and blocks for less than two that have grown. So it preempts what is least urgent.
+    """
+    words = ("--scheduling-policy", "priority")
+    same: dict[str, Any] = {"block_size": BLOCK, "max_len": 512, "arguments": words}
+    d_extra, bytes_of_block = cluster.push_config(*allowed), BLOCK * 4096
+    p, d = cluster.start(
+        EngineSpec("priority-p", ensure("gqa"), role="kv_producer", chunk=256, extra=cluster.push_config(), **same),
+        EngineSpec("priority-d", ensure("gqa"), role="kv_consumer", max_seqs=2, kv_bytes=24 * bytes_of_block, extra=d_extra, **same),
+    )  # fmt: skip
+    pair = make_pair(p, d)
+    try:
+        prompts = [fresh_prompt(300) for _ in range(8)]
+        expected = reference_answers(p, prompts, 150)
+        bodies = [body_of(prompt, 150, priority=5 + index % 3) for index, prompt in enumerate(prompts)]
+        bodies[-1]["priority"] = -1
+        failed, free = pair.failed_transfers(), pair.free_counts()
+        tokens = pair.loaded_tokens()
+        with ThreadPoolExecutor(1) as clients:
+            first = clients.submit(gather, pair.front.url, bodies[:-1])
+            eventually(lambda: counter(d, "vllm:generation_tokens_total") > 20, "the first ones run on D")
+            urgent = complete(pair.front.url, bodies[-1])
+            answers = [*first.result(240.0), urgent]
+        assert pair.failed_transfers() == failed
+        for prompt, want, got in zip(prompts, expected, answers, strict=True):
+            pair.tally.check("priorities", prompt, want.tokens, got.tokens, p.url, {"cache_salt": fresh_salt("gap")})
+        assert pair.loaded_tokens() - tokens == sum(map(len, prompts)), "each prompt is loaded once"
+        ends = sorted(one.started + one.seconds for one in answers)
+        assert urgent.started + urgent.seconds < ends[-2], "what came last is not served last"
+        assert counter(d, "vllm:num_preemptions_total") > 0, "D had blocks for all: the test shows nothing"
+        wait_for_free_blocks((p, d), free)
+        told(f"figure: priorities: {pair.tally.summary()}")
+    finally:
+        cluster.stop(pair.front, d, p)
 
 
 def adapter(folder: Path) -> Path:

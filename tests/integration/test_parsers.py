@@ -77,7 +77,7 @@ def pair(request: pytest.FixtureRequest, cluster: Cluster, allowed: list[str], m
             ensure("gqa"),
             role="kv_consumer",
             policy="fail",
-            extra=cluster.push_config(*allowed, first_token_wait_s=10.0),
+            extra=cluster.push_config(*allowed),
             arguments=flags,
         ),
     )

@@ -18,8 +18,10 @@ from kind_pairs import (
     check_left,
     engines,
     exercise,
+    leaving,
     of,
     running,
+    shows,
     spec,
     wrong_answers,
 )
@@ -56,6 +58,7 @@ needs_fp8 = pytest.mark.skipif(bool(no_fp8()), reason=no_fp8())
 
 
 @needs_fp8
+@shows("fp8", 1, 1)
 class TestFp8:
     def test_every_length_in_chunks(self, pair: Pair) -> None:
         exercise(pair, "fp8 1→1", LENGTHS)
@@ -77,21 +80,42 @@ class TestFp8:
 @pytest.mark.slow
 @needs_fp8
 class TestFp8Shapes:
+    @shows("fp8", 2, 1)
     def test_from_tp_2_regrouped(self, cluster: Cluster, decode: Engine, make_pair: PairMaker) -> None:
         p = spec("fp8-p2", "gqa", "kv_producer", cluster.push_config(regroup="always"), **stored("fp8_e4m3", tp=2))
         with running(cluster, make_pair, p, beside=[decode]) as pair:
             exercise(pair, "fp8 2→1 regrouped", LENGTHS)
 
-    @pytest.mark.parametrize(("model", "dtype"), [("gqa", "fp8_e5m2"), ("gptoss", "fp8"), ("nemotronh", "fp8")])
+    @pytest.mark.parametrize(
+        ("model", "dtype", "p_tp"),
+        [
+            pytest.param("gqa", "fp8_e5m2", 1, marks=shows("fp8", 1, 2)),
+            pytest.param("gqa", "fp8", 4, marks=shows("fp8", 4, 2)),
+            pytest.param("gptoss", "fp8", 1, marks=shows("fp8-gptoss", 1, 2)),
+            pytest.param("nemotronh", "fp8", 1, marks=shows("fp8-nemotronh", 1, 2)),
+        ],
+    )
     def test_others_to_tp_2(
-        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, model: str, dtype: str
+        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, model: str, dtype: str, p_tp: int
     ) -> None:
         specs = (
-            spec("other-p", model, "kv_producer", cluster.push_config(), **stored(dtype)),
+            spec("other-p", model, "kv_producer", cluster.push_config(), **stored(dtype, tp=p_tp)),
             spec("other-d", model, "kv_consumer", cluster.push_config(*allowed), **stored(dtype, tp=2)),
         )
         with running(cluster, make_pair, *specs) as pair:
-            exercise(pair, f"{model} {dtype} 1→2", LENGTHS)
+            exercise(pair, f"{model} {dtype} {p_tp}→2", LENGTHS)
+
+    def test_a_layer_that_is_left_out_makes_other_answers(
+        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker
+    ) -> None:
+        """A layer's keys and values are one component here. A checksum cannot detect it: P sums what it pushes."""
+        specs = (
+            spec("leaving-p", "gqa", "kv_producer", cluster.push_config(verify="off"), **leaving("layer 1", **stored("fp8"))),
+            spec("leaving-d", "gqa", "kv_consumer", cluster.push_config(*allowed, verify="off"), **stored("fp8")),
+        )  # fmt: skip
+        with running(cluster, make_pair, *specs) as pair:
+            wrong = wrong_answers(pair, (96, 160, 193, 352))
+        assert wrong == 4, f"{4 - wrong} of 4 answers do not depend on that layer"
 
     def test_another_format_on_p_is_refused_by_its_name_and_d_computes(
         self, cluster: Cluster, allowed: list[str], make_pair: PairMaker

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout: an engine with an earlier state of this package, on either side, with today's other engine and metaserver.
+"""A rollout: an engine with the last release of this package, on either side, with today's other engine and metaserver.
 
-Until there is a release, an earlier commit takes its place; PD_PREVIOUS names another one.
+Until there is a release, an earlier commit takes its place (tools/support/previous.py).
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -15,34 +13,23 @@ from pathlib import Path
 import pytest
 from pairs import PairMaker
 
+from tools.support import previous
 from tools.support.cluster import Cluster
 from tools.support.engine import Engine
-from tools.support.models import ensure
+from tools.support.models import ROOT, ensure
 from tools.support.spec import EngineSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).resolve().parents[2]
-PREVIOUS = os.environ.get("PD_PREVIOUS", "HEAD~100")
-
-
-def git(*words: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, check=False, timeout=60)
-
 
 @pytest.fixture(scope="module")
-def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The earlier package, with today's C++ ops, which must not have changed since."""
-    if git("cat-file", "-e", PREVIOUS).returncode:
-        pytest.skip(f"this checkout has no {PREVIOUS}")
-    if git("diff", "--quiet", PREVIOUS, "--", "csrc").returncode:
-        pytest.skip(f"the C++ ops have changed since {PREVIOUS}")
-    folder = tmp_path_factory.mktemp("previous")
-    files = git("archive", PREVIOUS, "vllm_ascend_pd").stdout
-    subprocess.run(["tar", "-x", "-C", str(folder)], input=files, check=True, timeout=60)
-    for built in (ROOT / "vllm_ascend_pd").glob("_C*.so"):
-        shutil.copy(built, folder / "vllm_ascend_pd")
-    return folder
+    name, folder = previous.commit(), tmp_path_factory.mktemp("previous")
+    try:
+        return previous.with_todays_ops(previous.package(folder, name), name)
+    except previous.NotThere as why:
+        pytest.skip(str(why))
 
 
 def package_of(engine: Engine) -> Path:
@@ -56,7 +43,7 @@ def package_of(engine: Engine) -> Path:
 @pytest.mark.parametrize("older", ["prefill", "decode"])
 def test_an_earlier_package_beside_todays(
     older: str,
-    previous: Path,
+    earlier: Path,
     cluster: Cluster,
     allowed: list[str],
     make_pair: PairMaker,
@@ -70,7 +57,7 @@ def test_an_earlier_package_beside_todays(
                 ensure("gqa"),
                 role=role,
                 extra=cluster.push_config(*urls),
-                plugins=(previous,) if side == older else (),
+                plugins=(earlier,) if side == older else (),
                 # Do not import from the working directory, which is this checkout.
                 environment={"PYTHONSAFEPATH": "1"} if side == older else {},
                 **shape,
@@ -83,8 +70,9 @@ def test_an_earlier_package_beside_todays(
         pair = make_pair(*started)
         pair.check_lengths(f"older {older}")
         for engine, side in zip(started, ("prefill", "decode"), strict=True):
-            assert package_of(engine) == (previous if side == older else ROOT), engine.name
-        commit = git("rev-parse", "--short", PREVIOUS).stdout.decode().strip()
-        told(f"figure: {older} of {commit} ({PREVIOUS}): 11 answers")
+            assert package_of(engine) == (earlier if side == older else ROOT), engine.name
+        name = previous.commit()
+        commit = previous.git("rev-parse", "--short", f"{name}^{{commit}}").stdout.decode().strip()
+        told(f"figure: {older} of {commit} ({name}): 11 answers")
     finally:
         cluster.stop(*((pair.front,) if pair is not None else ()), *started)

@@ -81,7 +81,6 @@ def site(request: pytest.FixtureRequest, cluster: Cluster, tally: Tally) -> Iter
     told = {
         "prefill_listeners": [f"127.0.0.1:{listener}"],
         "metaserver_urls": [f"http://127.0.0.1:{port}" for port in relays],
-        "first_token_wait_s": 10.0,  # every first token in time, also on a busy machine
     }
     p, d = cluster.start(
         EngineSpec(f"routers-p{tp}", model, role="kv_producer", tp=tp, chunk=256, extra=cluster.push_config(**held)),

@@ -24,11 +24,12 @@ from kind_pairs import (
     leaving,
     of,
     running,
+    shows,
+    sized,
     spec,
     wrong_answers,
 )
 from pairs import Pair, PairMaker, fresh_prompt, reference_answers
-from test_drafts import IN_TIME
 
 from tools.support.client import body_of, complete
 from tools.support.cluster import Cluster
@@ -47,6 +48,7 @@ WHOLE = ("--no-enable-prefix-caching",)  # mamba_cache_mode none: one block per 
 decode, pair = engines(of("nemotronh"))
 
 
+@shows("nemotronh", 1, 1)
 class TestStatesBesideAttention:
     """Nemotron-H: two layers with Mamba-2, one with attention; B and C have one group. Mode `align`."""
 
@@ -91,6 +93,7 @@ class TestStateShapes:
         with running(cluster, make_pair, p, beside=[decode]) as pair:
             exercise(pair, "nemotronh none→align", LENGTHS)
 
+    @shows("nemotronh", 2, 1)
     def test_from_tp_2(self, cluster: Cluster, decode: Engine, make_pair: PairMaker) -> None:
         """Each rank has half of the heads, and all of B and C. Attention is regrouped."""
         p = spec("nemotronh-p2", "nemotronh", "kv_producer", cluster.push_config(regroup="always"), tp=2)
@@ -98,18 +101,21 @@ class TestStateShapes:
             exercise(pair, "nemotronh 2→1", LENGTHS)
             pair.check_prefix_of_states(BLOCK)
 
-    @pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (1, 2)])
+    @pytest.mark.parametrize(
+        ("model", "p_tp", "d_tp"), [sized("falconh1", 1, 1), sized("falconh1", 2, 1), sized("falconh1", 1, 2)]
+    )
     def test_in_every_layer_and_each_rank_has_a_group(
-        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, p_tp: int, d_tp: int
+        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, model: str, p_tp: int, d_tp: int
     ) -> None:
         """Falcon-H1: attention and Mamba-2 side by side; B and C have two groups. Mode `none` on D."""
         specs = (
-            spec("falconh1-p", "falconh1", "kv_producer", cluster.push_config(), tp=p_tp),
-            spec("falconh1-d", "falconh1", "kv_consumer", cluster.push_config(*allowed), tp=d_tp, arguments=WHOLE),
+            spec("falconh1-p", model, "kv_producer", cluster.push_config(), tp=p_tp),
+            spec("falconh1-d", model, "kv_consumer", cluster.push_config(*allowed), tp=d_tp, arguments=WHOLE),
         )
         with running(cluster, make_pair, *specs) as pair:
             exercise(pair, f"falconh1 {p_tp}→{d_tp}", LENGTHS)
 
+    @shows("granite", 2, 1)
     def test_before_attention_with_experts(self, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
         """Granite 4: two layers with Mamba-2, two with attention, experts in all four."""
         specs = (
@@ -119,14 +125,18 @@ class TestStateShapes:
         with running(cluster, make_pair, *specs) as pair:
             exercise(pair, "granite 2→1", LENGTHS)
 
-    def test_from_tp_4_to_tp_2(self, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
+    @pytest.mark.parametrize(("model", "p_tp", "d_tp"), [sized("nemotronh", 1, 2), sized("nemotronh", 4, 2)])
+    def test_other_sizes(
+        self, model: str, p_tp: int, d_tp: int, cluster: Cluster, allowed: list[str], make_pair: PairMaker
+    ) -> None:
         specs = (
-            spec("nemotronh-p4", "nemotronh", "kv_producer", cluster.push_config(), tp=4),
-            spec("nemotronh-d2", "nemotronh", "kv_consumer", cluster.push_config(*allowed, **IN_TIME), tp=2),
+            spec(f"{model}-p{p_tp}", model, "kv_producer", cluster.push_config(), tp=p_tp),
+            spec(f"{model}-d{d_tp}", model, "kv_consumer", cluster.push_config(*allowed), tp=d_tp),
         )
         with running(cluster, make_pair, *specs) as pair:
-            exercise(pair, "nemotronh 4→2", LENGTHS)
+            exercise(pair, f"{model} {p_tp}→{d_tp}", LENGTHS)
 
+    @shows("mamba2", 1, 1)
     def test_states_alone(self, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
         """Mamba-2: no layer has a hook."""
         specs = (
@@ -138,6 +148,7 @@ class TestStateShapes:
 
 
 @pytest.mark.slow
+@shows("qwen3next", 1, 1)
 class TestGatedDeltaNet:
     """Qwen3-Next in bfloat16, the only dtype that a CPU supports for it.
 

@@ -22,7 +22,7 @@ from tools.support.client import lines_of
 from tools.support.compare import Tally, TokensDiffer, first_difference
 from tools.support.on_cpu import no_fp8
 from tools.support.process import Child, free_port
-from tools.support.timeline import Trace, picture
+from vllm_ascend_pd.observe.timeline import Trace, picture
 
 
 @contextmanager
@@ -183,16 +183,16 @@ def _batch(layer: int) -> dict[str, object]:
 def test_only_bytes_that_landed_before_the_last_hook_are_hidden(tmp_path: Path, late: bool, hidden: float) -> None:
     trace = _trace(tmp_path, late)
     assert trace.transfers() == ["x"]
-    way = trace.way("x")
+    way = trace.timeline_of("x")
     assert (way.nbytes, way.descriptors, way.hidden()) == (200, 2, hidden)
     assert way.exposed_s() == pytest.approx(0.2)
     assert any("layer  1" in row for row in picture(way))
 
 
 def test_clocks_of_two_hosts_are_brought_together_by_the_wall_clock(tmp_path: Path) -> None:
-    moments = _trace(tmp_path, late=False).way("x").moments
+    moments = _trace(tmp_path, late=False).timeline_of("x").moments
     assert moments["D scheduler reported"] - moments["D scheduler reserved"] == pytest.approx(3.0)
-    way = _trace(tmp_path, late=False).way("x")
+    way = _trace(tmp_path, late=False).timeline_of("x")
     first = min(way.computed.values())
     assert first - way.moments["D scheduler reserved"] == pytest.approx(1.5)
 

@@ -23,6 +23,8 @@ from kind_pairs import (
     leaving,
     of,
     running,
+    shows,
+    sized,
     spec,
     wrong_answers,
 )
@@ -62,6 +64,7 @@ def check_prefixes(pair: Pair, window: int) -> None:
 decode, pair = engines(of("gptoss"))
 
 
+@shows("gptoss", 1, 1)
 class TestTwoGroups:
     """gpt-oss: layers 0 and 2 see 128 tokens, layers 1 and 3 all; layers 0 and 1 share an address."""
 
@@ -89,12 +92,14 @@ class TestTwoGroups:
 
 @pytest.mark.slow
 class TestWindowShapes:
+    @shows("gptoss", 2, 1)
     def test_from_tp_2_regrouped(self, cluster: Cluster, decode: Engine, make_pair: PairMaker) -> None:
         p = spec("gptoss-p2", "gptoss", "kv_producer", cluster.push_config(regroup="always"), tp=2)
         with running(cluster, make_pair, p, beside=[decode]) as pair:
             exercise(pair, "gptoss 2→1 regrouped", LENGTHS)
             check_prefixes(pair, RECIPES["gptoss"].window)
 
+    @shows("gemma3", 1, 1)
     def test_six_groups(self, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
         """Gemma-3: each of six layers is a group, and all share an address."""
         specs = (
@@ -105,6 +110,7 @@ class TestWindowShapes:
             exercise(pair, "gemma3 1→1", LENGTHS)
             check_prefixes(pair, RECIPES["gemma3"].window)
 
+    @shows("windowed", 1, 2)
     def test_windows_alone_and_to_tp_2(self, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
         """Mistral: one group, whose blocks never hold the whole prompt."""
         specs = (
@@ -115,20 +121,42 @@ class TestWindowShapes:
             exercise(pair, "window only 1→2", LENGTHS)
             check_prefixes(pair, RECIPES["windowed"].window)
 
-    def test_from_tp_4_to_tp_2(self, cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
+    @pytest.mark.parametrize(
+        ("model", "p_tp", "d_tp"),
+        [
+            sized("gptoss", 1, 2),
+            sized("gptoss", 4, 2),
+            sized("gemma3", 2, 1),
+            sized("gemma3", 1, 2),
+            sized("gemma3", 4, 2),
+            sized("windowed", 1, 1),
+            sized("windowed", 2, 1),
+            sized("windowed", 4, 2),
+        ],
+    )
+    def test_other_sizes(
+        self, model: str, p_tp: int, d_tp: int, cluster: Cluster, allowed: list[str], make_pair: PairMaker
+    ) -> None:
         specs = (
-            spec("gptoss-p4", "gptoss", "kv_producer", cluster.push_config(), tp=4),
-            spec("gptoss-d2", "gptoss", "kv_consumer", cluster.push_config(*allowed), tp=2),
+            spec(f"{model}-p{p_tp}", model, "kv_producer", cluster.push_config(), tp=p_tp),
+            spec(f"{model}-d{d_tp}", model, "kv_consumer", cluster.push_config(*allowed), tp=d_tp),
         )
         with running(cluster, make_pair, *specs) as pair:
-            exercise(pair, "gptoss 4→2", LENGTHS)
+            exercise(pair, f"{model} {p_tp}→{d_tp}", LENGTHS)
+            check_prefixes(pair, RECIPES[model].window)
 
 
 @pytest.mark.slow
 class TestLayersThatShareACache:
     """Gemma-3n: the last two of six layers read the cache of the two before them. Each byte is pushed once."""
 
-    @pytest.mark.parametrize("windows", [True, False], ids=["several groups", "one group"])
+    @pytest.mark.parametrize(
+        "windows",
+        [
+            pytest.param(True, id="several groups", marks=shows("gemma3n", 1, 1)),
+            pytest.param(False, id="one group", marks=shows("gemma3n", 2, 1)),
+        ],
+    )
     def test_nothing_is_pushed_twice(
         self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, windows: bool
     ) -> None:
@@ -153,17 +181,19 @@ class TestLayersThatShareACache:
 
 @pytest.mark.slow
 class TestPlantedFaults:
-    @pytest.mark.parametrize("what", ["group 0", "group 1", "block"])
+    @pytest.mark.parametrize(
+        ("model", "what"), [("gptoss", "group 0"), ("gptoss", "group 1"), ("gptoss", "block"), ("gemma3", "group 3")]
+    )
     def test_what_is_left_out_makes_other_answers(
-        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, what: str
+        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, model: str, what: str
     ) -> None:
         """A checksum cannot detect it, because P computes it of what it pushes, so D does not compare here.
 
         At these lengths all of the first block lies in the window: an answer need not depend on one token of 128.
         """
         specs = (
-            spec("leaving-p", "gptoss", "kv_producer", cluster.push_config(verify="off"), **leaving(what)),
-            spec("leaving-d", "gptoss", "kv_consumer", cluster.push_config(*allowed, verify="off")),
+            spec("leaving-p", model, "kv_producer", cluster.push_config(verify="off"), **leaving(what)),
+            spec("leaving-d", model, "kv_consumer", cluster.push_config(*allowed, verify="off")),
         )
         with running(cluster, make_pair, *specs) as pair:
             wrong = wrong_answers(pair, (160, 192, 320, 352))

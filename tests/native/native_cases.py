@@ -21,7 +21,7 @@ UNTOUCHED = 0xA5
 class Case(NamedTuple):
     name: str
     kind: int
-    views: list[tuple[int, ...]]  # blocks, heads, tokens, cell, strides of block, head, token
+    views: Sequence[tuple[int, ...]]  # blocks, heads, tokens, cell, strides of block, head, token
     rows: np.ndarray
     before: list[np.ndarray]
     expected: list[np.ndarray]
@@ -80,7 +80,7 @@ def assemble_case(name: str, received: np.ndarray, rows: np.ndarray, size: int) 
     return Case(name, ASSEMBLE, [], rows, before, expected)
 
 
-def plans_of(cluster: Cluster, rotation: int = 0) -> list[RegroupPlan]:
+def plans_of(cluster: Cluster, step_number: int = 0) -> list[RegroupPlan]:
     """Return the plans of all prompts in one step."""
     jobs = []
     for request in cluster.requests:
@@ -88,7 +88,7 @@ def plans_of(cluster: Cluster, rotation: int = 0) -> list[RegroupPlan]:
         cluster.compute(request, request.end)
         lo, hi = push_range(request.first, request.end, 0, request.end, d.block_size)
         jobs.append(Job(d, request.first, lo, hi, request.p_blocks, request.d_blocks, request.instance))
-    return [RegroupPlanner(cluster.p, rank).plan(jobs, rotation) for rank in range(cluster.p.tp_size)]
+    return [RegroupPlanner(cluster.p, rank).plan(jobs, step_number) for rank in range(cluster.p.tp_size)]
 
 
 def regroup_cases(name: str, cluster: Cluster, ranks: Sequence[int]) -> Iterator[Case]:

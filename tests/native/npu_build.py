@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -71,6 +72,9 @@ def stubs(names: Sequence[str]) -> str:
     ]
     lines += [f'void {name}(void) {{ stop("{name}"); }}' for name in names]
     return "\n".join(lines) + "\n"
+
+
+BuildT = TypeVar("BuildT", bound="Build")
 
 
 class Build:
@@ -179,7 +183,7 @@ class Build:
             found[str(path.relative_to(ROOT / "csrc"))] = (1 - len(missed) / len(ran), missed)
         return found
 
-    def ensure(self) -> Build:
+    def ensure(self: BuildT) -> BuildT:
         if not (self.folder / "done").exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             self._compile()

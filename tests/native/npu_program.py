@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -28,13 +29,14 @@ import torch_npu
 from native_cases import CELLS, pair, plans_of
 from unit.geometry.reference import Cache as ReferenceCache
 from unit.geometry.reference import Cluster, geometry
+from unit.regroup.engines import WORK, Engines
 from unit.regroup.kit import Cache, config
 from unit.regroup.prefill import Here, PrefillSite, running
-from unit.regroup.test_regroup_gloo import WORK, Engines
 
 from vllm_ascend_pd.device.current import current
 from vllm_ascend_pd.device.npu import NpuDevice
 from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.geometry.regroup import RegroupPlan
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup import ops
 from vllm_ascend_pd.regroup.exchange import hang_up
@@ -342,7 +344,7 @@ def _exchange_rank(rank: int, world: int, folder: str, kernels: bool) -> None:
     Path(folder, f"rank{rank}").touch()
 
 
-def _exchange_step(cluster: Cluster, plans: list, rank: int, side: torch.npu.Stream) -> None:
+def _exchange_step(cluster: Cluster, plans: list[RegroupPlan], rank: int, side: torch.npu.Stream) -> None:
     plan, caches = plans[rank], views(cluster.ranks[rank], "npu")
     sent = filled(sum(plan.send_splits), "npu")
     received = filled(sum(plan.receive_splits), "npu")
@@ -365,7 +367,7 @@ def _exchange_step(cluster: Cluster, plans: list, rank: int, side: torch.npu.Str
         expect(f"slot of rank {rank}", out, wanted)
 
 
-def _wanted(cluster: Cluster, plans: list, rank: int) -> list[torch.Tensor]:
+def _wanted(cluster: Cluster, plans: list[RegroupPlan], rank: int) -> list[torch.Tensor]:
     """Return the same step's result on the CPU, with all ranks in this process."""
     incoming = []
     for plan in plans:
@@ -393,7 +395,9 @@ def production(world: int, ds: tuple[tuple[int, int], ...], **keys: str) -> None
             sites = [Cache("token", tp, 8, block, packed, dtype) for tp, block in ds]
             with Engines(fleet, p, *sites, folder=Path(folder), kind="npu", **keys) as engines:
                 for hook in ("by name", "twice"):
-                    work = [(site, *rest) for site in range(len(ds)) for _, *rest in WORK]
+                    work = [
+                        (site, first, tokens, chunks) for site in range(len(ds)) for _, first, tokens, chunks in WORK
+                    ]
                     engines.check(engines.push(work, hook))
                 exchanges = engines.exchanges()
                 if [(layer, part) for _, layer, part in exchanges] != [(0, 1), (1, 1)] * 6:
@@ -466,7 +470,8 @@ def formats() -> None:
 
     The device is vLLM's platform's.
     """
-    sys.modules["vllm.platforms"] = SimpleNamespace(current_platform=SimpleNamespace(device_type="npu"))
+    platforms: Any = SimpleNamespace(current_platform=SimpleNamespace(device_type="npu"))
+    sys.modules["vllm.platforms"] = platforms
     device, shape = current(), (4, 16, 2, 64)
     plain = [torch.empty(shape[skip:], dtype=torch.float16, device="npu") for skip in (0, 1, 2)]
     plain.append(torch.empty((2, *shape), dtype=torch.float16, device="npu")[0])

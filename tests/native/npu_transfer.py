@@ -84,9 +84,9 @@ def write(memory: Memory, session: str, base: int, piece: int) -> tuple[float, s
     """
     count = memory.bytes.numel() // piece
     order = np.concatenate([np.arange(0, count, 2), np.arange(1, count, 2)]) * piece
-    sizes = np.full(count, piece)
+    here, there = (order + memory.bytes.data_ptr()).tolist(), (order + base).tolist()
     begun = time.perf_counter()
-    handle = memory.wire.submit(session, order + memory.bytes.data_ptr(), order + base, sizes)
+    handle = memory.wire.submit(session, here, there, [piece] * count)
     state = WriteState.PENDING
     while state is WriteState.PENDING and time.perf_counter() - begun < DEADLINE_S:
         state = memory.wire.poll(handle)

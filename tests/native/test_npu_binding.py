@@ -142,7 +142,7 @@ def test_a_decode_engine_on_an_npu_takes_and_checks_what_is_pushed(scenario: Sce
 ELSEWHERE: dict[str, set[str]] = {
     "regroup/ops.py": {"_fake_rows", "_fake_caches", "_fake_gather", "_fake_assemble", "_fake_scatter", "cell_view"},
     "regroup/exchange.py": {
-        "strangers",
+        "absent",
         "_slot",
         "run",
         "_invalidate_sent",

@@ -24,9 +24,9 @@ from simulation.settings import (
 )
 from simulation.tables import Tables, pool
 from simulation.world import Alarm, Process, Violation
-from vllm_ascend_pd.decode.core.desk import Desk, Way
 from vllm_ascend_pd.decode.core.loads import Loaded, Loads
 from vllm_ascend_pd.decode.core.offers import Offers, Say
+from vllm_ascend_pd.decode.core.requests import LoadRequests, Way
 from vllm_ascend_pd.decode.core.seeds import Start, Wanted
 from vllm_ascend_pd.decode.decisions import Ticket, read_ticket
 from vllm_ascend_pd.geometry.layout import ALL, Group
@@ -249,8 +249,8 @@ class DecodeEngine:
         self.scheduler = Process(self.cluster.world, f"D{self.index}.s")
         self.incarnation = self.cluster.world.name(f"D{self.index}@")
         waits = FIRST_WAIT_S, self.cluster.settings.timers.lease_s
-        self.desk = Desk(self.cluster.mutation.loads(self.incarnation), self.cluster.mutation.seeds(*waits))
-        self.book, self.seeds = self.desk.book, self.desk.seeds
+        self.requests = LoadRequests(self.cluster.mutation.loads(self.incarnation), self.cluster.mutation.seeds(*waits))
+        self.book, self.seeds = self.requests.book, self.requests.seeds
         self.offers = Offers(self.cluster.settings.timers)
         self._alarm = Alarm(self.scheduler, self.offers.next_wake, self._tick)
         self.free = pool(self.geometry, self.shape.blocks)
@@ -304,7 +304,7 @@ class DecodeEngine:
     def _finish(self, request: Request) -> None:
         """End the request, and notify the connector as vLLM does."""
         self._way(request)
-        ended = self.desk.finished(request.name)
+        ended = self.requests.finished(request.name)
         self._spare(ended.unwanted)
         if ended.open is not None:
             self._hang_up(ended.open)
@@ -325,7 +325,7 @@ class DecodeEngine:
             ticket = read_ticket(request.params, frozenset({URL}))
             return ticket if isinstance(ticket, Ticket) else None
 
-        return self.desk.way(request.name, read)
+        return self.requests.way(request.name, read)
 
     def _spare(self, meet: Meet | None) -> None:
         if meet is not None:
@@ -382,11 +382,11 @@ class DecodeEngine:
         while self.outcomes:
             transfer, kind, first = self.outcomes.popleft()
             if kind == "again":
-                self.desk.token(transfer, first)
+                self.requests.token(transfer, first)
                 continue
             code = "" if kind == "prefilled" else "PD-META-006"
-            self.desk.heard(transfer, kind, code, kind)
-            self.desk.token(transfer, first, code)
+            self.requests.heard(transfer, kind, code, kind)
+            self.requests.token(transfer, first, code)
             if code and (request := self._by_transfer.get(transfer)) is not None:
                 request.hopeless = self.cluster.world.now
 
@@ -402,14 +402,14 @@ class DecodeEngine:
         hit = world.rng.choice((0, 0, 0, 1, need)) * size
         computed = min(hit, (request.tokens - 1) // size * size)
         way, leaves, first = self._way(request), self.geometry.leaves_last, self.cluster.settings.first
-        request.whole = leaves and first and self.desk.tells(request.name) and not request.outputs
+        request.whole = leaves and first and self.requests.tells(request.name) and not request.outputs
         leaves = leaves and not request.whole
-        count = self.desk.wanted(request.name, request.tokens, computed, leaves_last=leaves)
+        count = self.requests.wanted(request.name, request.tokens, computed, leaves_last=leaves)
         self.free.extend(request.tables.let_go(computed + count))
         request.started = world.now
         request.stopped_before = self.stopped_s()
         if count <= 0:
-            self._spare(self.desk.spare(request.name))
+            self._spare(self.requests.spare(request.name))
             self._decode(request)
             return True
         deadline = self.cluster.settings.timers.recv_deadline_s
@@ -421,9 +421,9 @@ class DecodeEngine:
         request.serial = self.cluster.new_transfer(bind.transfer)
         endpoints = tuple(Endpoint(f"D{self.index}", 1 + rank) for rank in range(len(self.ranks)))
         reservation = bind.reservation(MODEL, self.geometry, endpoints, request.tokens, str(request.seed))
-        if first and self.desk.seeds_come(request.name):
+        if first and self.requests.seeds_come(request.name):
             wanted = Wanted(bind.transfer, request.tokens, DIGEST, None, VOCABULARY, request.whole)
-            if not self.desk.ask(request.name, lambda: wanted, len(request.outputs), leaves_last=leaves):
+            if not self.requests.ask(request.name, lambda: wanted, len(request.outputs), leaves_last=leaves):
                 needs = (WHOLE,) if request.whole else ()
                 reservation = msgspec.structs.replace(reservation, seed=Seed(DIGEST), needs=needs)
         if isinstance(way, Meet):
@@ -445,7 +445,7 @@ class DecodeEngine:
             request.hopeless = None
         if len(request.reports) < len(self.ranks):
             return
-        received = self.desk.received(self.cluster.world.now, request.name, starts=True)
+        received = self.requests.received(self.cluster.world.now, request.name, starts=True)
         if received is None or received.transfer != request.transfer:
             raise Violation(f"D{self.index}: {request.name} is reported under {received}, loads {request.transfer}")
         transfer, verdict = received.transfer, received.verdict

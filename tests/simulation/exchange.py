@@ -21,7 +21,7 @@ from simulation.memory import Memory, Planes
 from simulation.world import Violation, World
 from vllm_ascend_pd.geometry.images import Rows
 from vllm_ascend_pd.geometry.regroup import RegroupPlan
-from vllm_ascend_pd.regroup.exchange import Outcome, own_tag, strangers, tag_after
+from vllm_ascend_pd.regroup.exchange import ExchangeOutcome, absent, own_tag, tag_after
 from vllm_ascend_pd.regroup.staging import StagingSlot
 
 STAGING = 1 << 40  # addresses of staging slots: far from every cache
@@ -65,9 +65,9 @@ class SlotMoves:
     sources: tuple[int, ...]
     tags: dict[int, dict[int, int]]
 
-    def strangers(self, slot: StagingSlot, number: int) -> list[int]:
+    def absent(self, slot: StagingSlot, number: int) -> list[int]:
         found = self.tags.get(slot.number, {})
-        return strangers({source: found.get(source, 0) for source in self.sources}, number)
+        return absent({source: found.get(source, 0) for source in self.sources}, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Stream:
             slots.append(SlotMoves(cache_moves(planes, planned.own), received, sources, self._tags))
         return Tables(plan, cache_moves(planes, plan.send), tuple(slots))
 
-    def run(self, tables: Tables, layer: int, slots: Sequence[StagingSlot | None]) -> Outcome:
+    def run(self, tables: Tables, layer: int, slots: Sequence[StagingSlot | None]) -> ExchangeOutcome:
         """Enqueue the exchange without running it."""
         number = tag_after(self.collectives)
         self.collectives += tables.plan.exchanges
@@ -149,7 +149,7 @@ class Stream:
         self._last = launched.event
         self.queue.append(launched)
         self.soon()
-        return Outcome(number, RuntimeError("this part went wrong") if failed else None, 0.0)
+        return ExchangeOutcome(number, RuntimeError("this part went wrong") if failed else None, 0.0)
 
     # -- the stream
 

@@ -26,12 +26,12 @@ from vllm_ascend_pd.geometry.runs import Grid
 from vllm_ascend_pd.metadata import Bind, LoadEnd, PrefillStep, PushSlice, PushStart
 from vllm_ascend_pd.prefill.core.batches import Batch
 from vllm_ascend_pd.prefill.core.computing import Computing
-from vllm_ascend_pd.prefill.core.desk import Desk
 from vllm_ascend_pd.prefill.core.exchanges import Staged
-from vllm_ascend_pd.prefill.core.meetings import Holding, Meetings, Record, Target
+from vllm_ascend_pd.prefill.core.meetings import Holding, Meetings, OfferedLoad, Record
 from vllm_ascend_pd.prefill.core.orders import OrderBook
 from vllm_ascend_pd.prefill.core.push import Push, Unit
 from vllm_ascend_pd.prefill.core.pushes import Pushes, StepPlan, Sums, Writable
+from vllm_ascend_pd.prefill.core.requests import PushRequests
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.prefill.steps import Steps
 from vllm_ascend_pd.prefill.writer import Computed
@@ -51,7 +51,7 @@ from vllm_ascend_pd.protocol.reservation_rules import ReservationMachine
 from vllm_ascend_pd.protocol.states import Cell, Heard, ReservationEvent, ReservationState, WriterState
 from vllm_ascend_pd.protocol.tables import PAIR_TABLE, RESERVATION_TABLE
 from vllm_ascend_pd.protocol.timing import OBSERVED_GAP_S, RunningClock
-from vllm_ascend_pd.protocol.transfer import Transfer, Writer
+from vllm_ascend_pd.protocol.transfer import Transfer, WriterRecord
 from vllm_ascend_pd.protocol.words import ready
 from vllm_ascend_pd.transport.base import WriteState
 
@@ -68,7 +68,7 @@ class Mutation:
     book: Callable[..., PushBook] = PushBook
     loads: Callable[..., LoadBook] = LoadBook
     meetings: Callable[..., Meetings] = Meetings
-    prefill_desk: Callable[..., Desk] = Desk
+    prefill_requests: Callable[..., PushRequests] = PushRequests
     computing: Callable[..., Computing] = Computing
     seeds: Callable[..., SeedBook] = SeedBook
     hasty_release: bool = False  # P frees a finished request's blocks at once
@@ -92,7 +92,7 @@ def _of(machine: type[Any], table: Mapping[Any, Mapping[Any, Cell[Any]]]) -> Any
     }
 
 
-class Uncut(Desk):
+class Uncut(PushRequests):
     """P computes the last token of a prompt, although D needs the state before it."""
 
     def cuts(self, request_id: str) -> bool:
@@ -151,7 +151,7 @@ class AnyIncarnationReceiver(Receiver):
     """D accepts messages of any incarnation at the address."""
 
     class Guards(ReservationGuards):
-        def same_process(self, writer: Writer, p_incarnation: str) -> bool:
+        def same_process(self, writer: WriterRecord, p_incarnation: str) -> bool:
             return True
 
     guards = Guards
@@ -335,7 +335,7 @@ class AnswerBelievedAfterStop(Receiver):
 
 
 class _HoldOnly(Fence):
-    def proven_at(self, writer: Writer) -> float | None:
+    def proven_at(self, writer: WriterRecord) -> float | None:
         if writer.state is not WriterState.ANSWERED and self.is_gone(writer.p_incarnation):
             return writer.hold_at
         return super().proven_at(writer)
@@ -351,7 +351,7 @@ class TimeAloneFrees(Receiver):
     """D treats an expired hold as a proof."""
 
     class Impatient(Fence):
-        def proven_at(self, writer: Writer) -> float | None:
+        def proven_at(self, writer: WriterRecord) -> float | None:
             return super().proven_at(writer) or writer.hold_at
 
     fence = Impatient
@@ -360,14 +360,14 @@ class TimeAloneFrees(Receiver):
 class SlotsReused(Pushes):
     """P reuses a staging slot as soon as its bytes were offered."""
 
-    def staged(self, now: float, item: Staged, strangers: Any, sums: Any) -> None:
-        super().staged(now, item, strangers, sums)
+    def staged(self, now: float, item: Staged, absent: Any, sums: Any) -> None:
+        super().staged(now, item, absent, sums)
         for slot in item.slots:
             if slot is not None and slot.users and self._staging is not None:
                 self._staging.release(slot)
 
     def _drop(self, push: Push, d_rank: int, unit: Unit) -> None:
-        push.pieces.pop((d_rank, unit), None)
+        push.slot_shares.pop((d_rank, unit), None)
 
 
 class StaysAway(Pushes):
@@ -469,10 +469,10 @@ class SessionsMixed(Pushes):
         return None
 
 
-class StrangersBelieved(Pushes):
+class AbsentBelieved(Pushes):
     """P writes the results of an exchange without checking their sender."""
 
-    def staged(self, now: float, item: Staged, strangers: Any, sums: Sequence[Sums]) -> None:
+    def staged(self, now: float, item: Staged, absent: Any, sums: Sequence[Sums]) -> None:
         super().staged(now, item, [[] for _ in item.slots], sums)
 
 
@@ -623,8 +623,8 @@ class StateOfEveryStep(Pushes):
         lo, hi = super()._leaving(push, pairing, piece)
         if push.pairings[pairing].d.own.stateful and piece.after > push.reservation.first:
             table = push.tables[push.pairings[pairing].p.group]
-            if len(table.told):  # with cached tokens there is none
-                table.ids[0], table.known = table.told[-1], 1  # the newest reported one
+            if len(table.known_ids):  # with cached tokens there is none
+                table.ids[0], table.known = table.known_ids[-1], 1  # the newest reported one
                 return 0, 1
         return lo, hi
 
@@ -711,18 +711,18 @@ class BoundTwice(Meetings):
         super().__init__(book, incarnation, holding)
         self._gone: dict[Any, str] = {}
 
-    def bind_held(self, now: float, record: Record, target: Target) -> None:
+    def bind_held(self, now: float, record: Record, target: OfferedLoad) -> None:
         self._gone[record.source] = record.push
         super().bind_held(now, record, target)
 
     def offer(self, now: float, peer: Any, offer: Offer, reservation: Any) -> None:
         if offer.source in self._gone and offer.transfer not in self._ended:
-            self._said.append((peer, Bound(offer.transfer, self._gone[offer.source], ended=True)))
+            self._outbox.append((peer, Bound(offer.transfer, self._gone[offer.source], ended=True)))
         else:
             super().offer(now, peer, offer, reservation)
 
-    def taken(self, now: float, record: Record, target: Target) -> None:
-        self._said.append((target.peer, Bound(target.transfer, record.push, ended=False)))
+    def taken(self, now: float, record: Record, target: OfferedLoad) -> None:
+        self._outbox.append((target.peer, Bound(target.transfer, record.push, ended=False)))
 
 
 BoundTwice.table = _of(BoundTwice, MEETING_TABLE)
@@ -788,8 +788,8 @@ class LostBlocksPushed(PushBook):
 class EndedBeforeItsPush(PushBook):
     """P's workers do not learn that a request had ended before its push began."""
 
-    def take_step(self, engine: CacheGeometry | None) -> PrefillStep:
-        step = super().take_step(engine)
+    def take_step(self, geometry: CacheGeometry | None) -> PrefillStep:
+        step = super().take_step(geometry)
         return replace(step, starts=tuple(replace(start, ended=False) for start in step.starts))
 
 
@@ -1011,12 +1011,12 @@ def _kept(settings: Settings, windows: tuple[int, ...], group_of: tuple[int, ...
 class AnyToken(SeedBook):
     """D starts with any token that arrives."""
 
-    def told(self, transfer: TransferId, first: First | None, why: str = "") -> None:
+    def received(self, transfer: TransferId, first: First | None, why: str = "") -> None:
         record = self._by_transfer.get(transfer)
         if record is not None and first is not None and first.token < record.wanted.vocabulary:
             record.first = record.first or msgspec.structs.replace(first, push=record.push or first.push)
         else:
-            super().told(transfer, first, why)
+            super().received(transfer, first, why)
 
 
 class AnyPush(SeedBook):
@@ -1036,10 +1036,10 @@ class TokenTakenTwice(SeedBook):
         super().__init__(*waits)
         self._gone: dict[TransferId, Start] = {}
 
-    def told(self, transfer: TransferId, first: First | None, why: str = "") -> None:
+    def received(self, transfer: TransferId, first: First | None, why: str = "") -> None:
         if first is not None and (start := self._gone.get(transfer)) is not None:
             self._dropped.append(start)
-        super().told(transfer, first, why)
+        super().received(transfer, first, why)
 
     def take(self, now: float) -> list[Start]:
         ready = super().take(now)
@@ -1132,7 +1132,7 @@ MORE = (
     Mutation("blocks released before closed", hasty_release=True),
     Mutation("revocation keeps the session", blunt_revocation=True),
     Mutation("one batch, two sessions", core=SessionsMixed, world=_decode_comes_back),
-    Mutation("strangers believed", core=StrangersBelieved, world=_scarce_slots),
+    Mutation("absent ranks believed", core=AbsentBelieved, world=_scarce_slots),
     Mutation("sealed before the catch-up", core=SealsEarly),
     Mutation("slots reused at once", core=SlotsReused),
     Mutation("a rank stays away from a catch-up", core=StaysAway),
@@ -1148,12 +1148,12 @@ MORE = (
     Mutation("a layer found by its address", core=FoundByAddress, world=_windows),
     Mutation("another group's blocks", core=WrongGroup, world=_windows),
     Mutation("the last token is loaded too", loads=LastTokenLoaded, world=_windows),
-    Mutation("P computes the last token", prefill_desk=Uncut, world=_windows_in_need),
+    Mutation("P computes the last token", prefill_requests=Uncut, world=_windows_in_need),
     Mutation("a state pushed before it was computed", steps=StateTooEarly, world=_states),
     Mutation("a state one token early", book=StateOfOneTokenLess, world=_states_alone),
     Mutation("an older state over a newer one", book=ToldWithEveryStep, core=StateOfEveryStep, world=_states_in_need),
     Mutation("a state into another group's blocks", core=WrongGroup, world=_states),
-    Mutation("P computes the last token of a state", prefill_desk=Uncut, world=_states),
+    Mutation("P computes the last token of a state", prefill_requests=Uncut, world=_states),
     Mutation("any first token is taken", seeds=AnyToken, world=_first),
     Mutation("another push's first token is taken", seeds=AnyPush, world=_first),
     Mutation("a first token is taken twice", seeds=TokenTakenTwice, world=_first),

@@ -550,7 +550,7 @@ class PrefillRank:
                 "exchanges waiting": len(parts.stream.queue),
                 "steps": len(made._steps),
                 "missing": len(made.missed),
-                "pieces": sum(len(push.pieces) for push in self.core.pushes()),
+                "slot shares": sum(len(push.slot_shares) for push in self.core.pushes()),
                 "owed": sum(len(push.owed) for push in self.core.pushes()),
                 "slots": made.staging.taken,
             }

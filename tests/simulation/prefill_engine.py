@@ -23,8 +23,8 @@ from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.geometry.substeps import room_for_a_block
 from vllm_ascend_pd.metadata import Exchanged
 from vllm_ascend_pd.prefill.core.computing import Chunk as Told
-from vllm_ascend_pd.prefill.core.desk import Asked, opened
 from vllm_ascend_pd.prefill.core.meetings import Holding
+from vllm_ascend_pd.prefill.core.requests import NewRequest, opened
 from vllm_ascend_pd.protocol.auth import unseal
 from vllm_ascend_pd.protocol.first import Sample, Seed
 from vllm_ascend_pd.protocol.identity import TransferId
@@ -89,9 +89,9 @@ class PrefillEngine:
         t = self.cluster.settings.timers
         holding = Holding(256, self._spare(), t.hold_s, t.meet_s)
         meetings = self.cluster.mutation.meetings(book, self.scheduler.incarnation, holding)
-        meetings.engine = self.geometry
-        self.desk = self.cluster.mutation.prefill_desk(book, meetings, self.cluster.mutation.computing())
-        self.book, self.meetings = self.desk.book, self.desk.meetings
+        meetings.geometry = self.geometry
+        self.requests = self.cluster.mutation.prefill_requests(book, meetings, self.cluster.mutation.computing())
+        self.book, self.meetings = self.requests.book, self.requests.meetings
         self._alarm = Alarm(self.scheduler, self.meetings.next_wake, self._tick)
         self.waiting: deque[Prompt] = deque()
         self.running: list[Prompt] = []
@@ -158,7 +158,7 @@ class PrefillEngine:
         )
         if self.geometry.leaves_last:
             self._take(prompt)
-            prompt.tokens -= self.desk.cuts(prompt.name)
+            prompt.tokens -= self.requests.cuts(prompt.name)
         self.waiting.append(prompt)
         self._by_transfer[reservation.transfer] = prompt
         self._poke()
@@ -185,7 +185,7 @@ class PrefillEngine:
         if isinstance(reservation, Gone):
             raise Violation(f"P{self.index} cannot read {message}")
         self.cluster.world.stats["unwanted"] += isinstance(message, Unwanted)
-        self.desk.heard(self.scheduler.clock(), peer, message, reservation)
+        self.requests.heard(self.scheduler.clock(), peer, message, reservation)
         self._met()
 
     def decode_gone(self, peer: str) -> None:
@@ -240,7 +240,7 @@ class PrefillEngine:
         """Build the step's metadata, at the end of vLLM's `schedule`."""
         lost, self._lost = self._lost, []
         for name in lost:
-            self.desk.preempted(name)
+            self.requests.preempted(name)
         self._tell(chunks)
         fills = [self._fill(chunk) for chunk in chunks]
         preempted, self._preempted = self._preempted, False
@@ -332,7 +332,7 @@ class PrefillEngine:
                 self._beside.append(f"beside {chunk.prompt.name}")
                 told.append(Told(self._beside[-1], chunk.hot, chunk.computed - chunk.hot, ids, replaces=True))
             told.append(own)
-        self.desk.step(told, beside, tables.__getitem__)
+        self.requests.step(told, beside, tables.__getitem__)
 
     def _fill(self, chunk: Chunk) -> Fill:
         """Return what is filled: earlier steps computed the cached tokens, except the hot ones."""
@@ -341,18 +341,18 @@ class PrefillEngine:
         return Fill(chunk.prompt.push, chunk.prompt.content, chunk.tables, first, chunk.computed + chunk.count, before)
 
     def _take(self, prompt: Prompt) -> None:
-        if self.desk.knows(prompt.name):
+        if self.requests.knows(prompt.name):
             return
         if (r := prompt.reservation) is not None:
             # settings that differ from D's
             odd = self.cluster.settings.faults != Faults() and self._telling.random() < 0.05
             tells = None if odd else Seed(DIGEST)
-            asked = Asked(prompt.name, (r.prompt_length, r.prompt_hash), prompt.push, r, tells=tells)
+            asked = NewRequest(prompt.name, (r.prompt_length, r.prompt_hash), prompt.push, r, tells=tells)
         else:
             name, text = (prompt.leg.name, str(prompt.leg.seed)) if prompt.leg is not None else ("", "")
             uuid = self.cluster.world.name("uuid")
-            asked = Asked(prompt.name, (prompt.tokens, text), prompt.push, meets=name, uuid=uuid)
-        self.desk.take(self.scheduler.clock(), asked)
+            asked = NewRequest(prompt.name, (prompt.tokens, text), prompt.push, meets=name, uuid=uuid)
+        self.requests.take(self.scheduler.clock(), asked)
         self._met()
 
     def _preempt(self, prompt: Prompt) -> None:
@@ -418,7 +418,7 @@ class PrefillEngine:
             del self._by_transfer[r.transfer]
         prompt.ended, prompt.stopped_before = self.cluster.world.now, self.stopped_s()
         self.free.extend(prompt.tables.let_go(prompt.computed))
-        ending = self.desk.finished(
+        ending = self.requests.finished(
             self.scheduler.clock(),
             prompt.name,
             holds_blocks=any(prompt.tables.ids),

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.config import PushConfig, RegroupConfig, Timers, WireConfig
-from vllm_ascend_pd.geometry.layout import ALL, STATE, WINDOW, CacheGeometry, Group, Kind, Region, section_of
+from vllm_ascend_pd.geometry.layout import ALL, STATE, WINDOW, CacheGeometry, Group, LayerKind, Region, section_of
 
 MODEL = "model"
 DRAFT = "draft.0"
@@ -185,7 +185,9 @@ class Settings:
                 (sections[HEADS], self.kv_heads, "bf16", "state", self._states(shape, self.kv_heads, 2)),
                 (sections[GROUPS], 1, "bf16", "state", self._states(shape, 1, 1)),
             )
-            kinds += [Kind(heads, word, pack, regions, some, index) for some, heads, word, pack, regions in of if some]
+            kinds += [
+                LayerKind(heads, word, pack, regions, some, index) for some, heads, word, pack, regions in of if some
+            ]
         first = next(kind for kind in kinds if self.names()[0] in kind.layers)
         others = [kind for kind in kinds if kind is not first]
         return CacheGeometry(

@@ -30,7 +30,7 @@ KNOWN = {
     "ranks plan what they know": 76,
     "revocation keeps the session": 6,
     "one batch, two sessions": 20,
-    "strangers believed": 3,
+    "absent ranks believed": 3,
     "sealed before the catch-up": 3,
     "slots reused at once": 5,
     "a rank stays away from a catch-up": 37,

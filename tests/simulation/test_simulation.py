@@ -88,7 +88,7 @@ SEEDS, FEW = 800, 200
 
 @pytest.fixture(scope="module")
 def seeds(request: pytest.FixtureRequest) -> int:
-    return FEW if request.config.getoption("--few-seeds") else SEEDS
+    return FEW if request.config.getoption("--seeds") == "few" else SEEDS
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +229,27 @@ def test_two_prefill_ranks_push_to_thirty_two_decode_ranks(faults: bool) -> None
         total.stats += result.stats
     assert total.transfers > 600
     assert total.stats["catch-ups"] > 500
+    assert faults or total.stats["transfers ok"] == total.transfers
+
+
+@pytest.mark.parametrize("faults", [False, True], ids=["all well", "faults"])
+def test_groups_of_unequal_block_sizes_share_one_pool(faults: bool) -> None:
+    """As in DeepSeek-V4: two windows, layers that need all tokens, and states, over pages of one size."""
+    total = Sum()
+    for seed in range(8000, 8012):
+        drawn = replace(draw(seed).undivided(), opaque=False, windows=(), group_of=(), scales=(), indexed=(0, 3))
+        prefill, decode = (
+            tuple(replace(shape, pp=1, drafts=False, block_size=2, blocks=120) for shape in side)
+            for side in (drawn.prefill, drawn.decode)
+        )
+        drawn = replace(drawn, prefill=prefill, decode=decode, tokens=24, p_first=0.0, at_once=0.0)
+        settings = drawn.grouped((5, 0, 0, 9, STATES), (0, 1, 3, 2, 4, 0), (1, 4, 2, 3, 5))
+        assert len({group.block_size for group in settings.tables(settings.prefill[0])}) == 5
+        result = run_seed(seed, settings=settings if faults else settings.without_faults())
+        assert not result.violation, f"seed {seed}: {result.violation}"
+        total.transfers += result.transfers
+        total.stats += result.stats
+    assert total.transfers > 300
     assert faults or total.stats["transfers ok"] == total.transfers
 
 

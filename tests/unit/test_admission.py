@@ -266,6 +266,7 @@ NOT_PROVEN: list[tuple[str, Callable[[str], Any]]] = [
     ("Sleep mode", sleeping),
     ("enable_kv_nz", lambda role: vllm_config(role, additional_config={"enable_kv_nz": True})),
     ("enable_fault_tolerance", with_parallel("enable_fault_tolerance", True)),
+    ("enable_elastic_ep", with_parallel("enable_elastic_ep", True)),
 ]
 
 

@@ -33,7 +33,7 @@ from vllm_ascend_pd.metadata import DecodeStep, LoadEnd, PrefillStep
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.prefill.telling import FirstTokenSource
 from vllm_ascend_pd.protocol.dialects import is_prefill
-from vllm_ascend_pd.roles import Ended, SchedulerRole, StepMetadata, WorkerNews, WorkerRole
+from vllm_ascend_pd.roles import EndedRequests, SchedulerRole, StepMetadata, WorkerNews, WorkerRole
 
 KEYS = {"hold_sources": 4, "hold_s": 60.0, "prefill_listeners": ["127.0.0.1"]}
 TOY = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None, "remote_port": None}
@@ -220,9 +220,9 @@ class Told(SchedulerRole, WorkerRole):
     def end_step(self) -> None:
         self.asked.append(("end_step",))
 
-    def ended(self, requests: Any) -> Ended:
+    def ended(self, requests: Any) -> EndedRequests:
         self.asked.append(("ended", set(requests)))
-        return self.answers.get("ended", Ended())  # type: ignore[no-any-return]
+        return self.answers.get("ended", EndedRequests())  # type: ignore[no-any-return]
 
     def news(self) -> WorkerNews:
         return self.answers.get("news", WorkerNews())  # type: ignore[no-any-return]
@@ -271,13 +271,15 @@ def test_a_step_brings_both_and_either_may_ask_for_one() -> None:
 def test_what_the_workers_tell_is_of_both() -> None:
     missed, failures = frozenset({(1, 2, 3)}), frozenset({("t", "PD-XFER-001")})
     end = LoadEnd("d", "", "push")
-    asked = Told(ended=Ended(frozenset({"p"})), news=WorkerNews(missed, failures))  # type: ignore[arg-type]
+    asked = Told(ended=EndedRequests(frozenset({"p"})), news=WorkerNews(missed, failures))  # type: ignore[arg-type]
     other = Told(
-        ended=Ended(frozenset(), frozenset({"d"}), frozenset({"d"}), frozenset({3})),
+        ended=EndedRequests(frozenset(), frozenset({"d"}), frozenset({"d"}), frozenset({3})),
         news=WorkerNews(ends=frozenset({end})),
     )
     both = BothWorker(asked, other)
-    assert both.ended(iter(["p", "d"])) == Ended(frozenset({"p"}), frozenset({"d"}), frozenset({"d"}), frozenset({3}))
+    assert both.ended(iter(["p", "d"])) == EndedRequests(
+        frozenset({"p"}), frozenset({"d"}), frozenset({"d"}), frozenset({3})
+    )
     assert asked.asked == other.asked == [("ended", {"p", "d"})]
     assert both.news() == WorkerNews(missed, failures, frozenset({end}))  # type: ignore[arg-type]
 

@@ -78,3 +78,12 @@ def test_the_http_client_is_below_all_that_use_it_and_an_engine_needs_no_metaser
             assert all(module.startswith(("vllm_ascend_pd.http", "vllm_ascend_pd.shared.")) for module in ours), name
         if name.startswith(("vllm_ascend_pd.prefill.", "vllm_ascend_pd.decode.")):
             assert not [module for module in ours if module.startswith("vllm_ascend_pd.metaserver")], name
+
+
+def test_a_public_class_name_is_that_of_one_class() -> None:
+    where: dict[str, list[str]] = {}
+    for name, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where.setdefault(node.name, []).append(name)
+    assert {name: modules for name, modules in where.items() if len(modules) > 1} == {}

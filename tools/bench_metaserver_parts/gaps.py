@@ -20,7 +20,7 @@ import httpx
 import uvicorn
 from wire import ServerProtocol
 
-from vllm_ascend_pd.metaserver.service.app import Worker
+from vllm_ascend_pd.metaserver.service.app import WorkerProcess
 from vllm_ascend_pd.metaserver.service.intake import Protocol
 from vllm_ascend_pd.metaserver.service.settings import Settings
 
@@ -77,7 +77,9 @@ def ask(url: str, size: int, times: int, line: Connection) -> None:
 
 async def measure(port: int, engine: int, line: Connection, names: list[str]) -> None:
     url = f"http://127.0.0.1:{port}"
-    worker = Worker(Settings(port=port, decode=(f"127.0.0.1:{engine}",), canary=False, max_body_bytes=256 * MIB), url)
+    worker = WorkerProcess(
+        Settings(port=port, decode=(f"127.0.0.1:{engine}",), canary=False, max_body_bytes=256 * MIB), url
+    )
     config = uvicorn.Config(
         worker.app(), port=port, http=Protocol, ws="none", lifespan="on", log_config=None, access_log=False
     )

@@ -11,9 +11,9 @@ import aiohttp
 import httpx
 import uvicorn
 
-from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.decisions import LegFailure
 from vllm_ascend_pd.http.http1 import UpstreamError
-from vllm_ascend_pd.metaserver.service.app import Worker
+from vllm_ascend_pd.metaserver.service.app import WorkerProcess
 from vllm_ascend_pd.metaserver.service.intake import Protocol
 from vllm_ascend_pd.metaserver.service.settings import Settings
 
@@ -70,7 +70,7 @@ class AiohttpUpstream:
         try:
             return AiohttpReply(await self._session.request(method, url, headers=named, data=body or None))
         except aiohttp.ClientError as problem:
-            raise UpstreamError(Failure.CONNECT, str(problem)) from problem
+            raise UpstreamError(LegFailure.CONNECT, str(problem)) from problem
 
     async def close(self) -> None:
         if self._session is not None:
@@ -125,7 +125,7 @@ class HttpxUpstream:
         try:
             return HttpxReply(await self._client.send(request, stream=True))
         except httpx.TransportError as problem:
-            raise UpstreamError(Failure.CONNECT, str(problem)) from problem
+            raise UpstreamError(LegFailure.CONNECT, str(problem)) from problem
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -143,7 +143,7 @@ def main() -> None:
         decode=(f"127.0.0.1:{args.decode}",),
         canary=False,
     )
-    worker = Worker(settings, f"http://127.0.0.1:{args.port}")
+    worker = WorkerProcess(settings, f"http://127.0.0.1:{args.port}")
     upstream: Any = AiohttpUpstream() if args.library == "aiohttp" else HttpxUpstream()
     worker.upstream = worker.front.upstream = worker._prober._upstream = upstream
     uvicorn.run(

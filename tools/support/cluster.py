@@ -26,7 +26,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tools.support.engine import Engine
+from tools.support.engine import Engine, Served
 from tools.support.models import ROOT
 from tools.support.process import Child, ProcessDied, free_port
 from tools.support.spec import EngineSpec, MetaserverSpec, child_environment, metaserver_command
@@ -144,6 +144,7 @@ class Cluster:
             "verify": "full",
             "trace_dir": str(self.traces),
             "secret_file": str(self.secret_file),
+            "first_token_wait_s": 10.0,  # every first token in time, also on a busy machine
         }
         if metaservers:
             config["metaserver_urls"] = list(metaservers)
@@ -229,10 +230,10 @@ class Cluster:
             if pending:
                 time.sleep(0.3)
 
-    def stop(self, *servers: Engine | Metaserver) -> None:
-        """Stop servers, and add what did not end by itself to `leaks`."""
+    def stop(self, *servers: Served | Metaserver) -> None:
+        """Stop those servers that were started here, and add what did not end by itself to `leaks`."""
         for server in servers:
-            if server in self._running:
+            if isinstance(server, Engine | Metaserver) and server in self._running:
                 self._running.remove(server)
                 self.leaks += server.process.stop()
 

@@ -395,7 +395,7 @@ def _drafting(told: Mapping[str, Any] | None, model: Model, draft: Mapping[str, 
     """Return vLLM's speculative configuration, with the parts of the draft model's that admission reads."""
     if told is None:
         return None
-    speculative = drafts.told({**draft, **told})
+    speculative = drafts.described({**draft, **told})
     config = SimpleNamespace(num_nextn_predict_layers=model.facts["mtp"])
     speculative.num_speculative_tokens = int(told.get("num_speculative_tokens", 1))
     speculative.draft_model_config = SimpleNamespace(

@@ -359,10 +359,11 @@ def _listener() -> Run:
         on_message=lambda peer, message: heard.append(message),
         on_gone=heard.append,
         on_back=heard.append,
+        count=lambda reason: None,
     )
     loop = asyncio.new_event_loop()
     listener._loop = loop
-    listener._complain = lambda *_: None  # type: ignore[assignment]
+    listener._warn = lambda *_: None  # type: ignore[assignment]
 
     def run(data: bytes) -> str:
         connection: Connection = listener._accept()
@@ -402,7 +403,7 @@ class _Socket:
 def _consultation() -> list[bytes]:
     hello = clear_frame(Hello(PROTOCOL_VERSION, "doctor-1", b"n" * 32, False, "vllm-ascend-pd doctor"))
     facts = Facts("0.1.0", "tcp", "mooncake 0.3", "0.32.0", "2.13.0", "little", "x86_64", 1.7e9, D)
-    said = (Proof(), facts, doctors.Offer("127.0.0.1:4711", 1 << 40), Wrote("", "0" * 64, 0.01), Read("0" * 64))
+    said = (Proof(), facts, doctors.ScratchMemory("127.0.0.1:4711", 1 << 40), Wrote("", "0" * 64, 0.01), Read("0" * 64))
     bodies = [b"\x02" + msgspec.msgpack.encode(each) for each in said]
     stream = hello + b"".join(len(body).to_bytes(4, "big") + body for body in bodies)
     return [stream, clear_frame(Goodbye("PD-SEC-003", "no")), _frames()[0]]
@@ -426,7 +427,7 @@ def _doctor() -> Run:
             calling.greet_as_dialer(None)
             for check in differences(ours, calling.hear(Facts, 1.0)):
                 check.says.encode()
-            for kind in (doctors.Offer, Wrote, Read):
+            for kind in (doctors.ScratchMemory, Wrote, Read):
                 calling.hear(kind, 1.0)
         except LineBroken:
             return REFUSED

@@ -43,36 +43,55 @@ ROWS = (
     Row("windows", "sliding windows, several groups", _file("windows")),
     Row("states", "recurrent states: Mamba-2, Gated DeltaNet", _file("states"), f"{ONE}; by gap in bfloat16"),
     Row("fp8", "fp8 caches", _file("quantised")),
-    Row("modes", "async scheduling, prefix caches, chunks that cut blocks, bfloat16, LoRA", _file("modes"), ci="none"),
+    Row("modes", "async scheduling, prefix caches, chunks that cut blocks, bfloat16, LoRA", _file("modes", "-k", "not UniProc and not priorities"), ci="none"),
+    Row("uniproc", "the one worker in the scheduler's process: UniProc, which vLLM chooses for TP 1 × PP 1 (on a CPU only with `VLLM_ENABLE_V1_MULTIPROCESSING=0`)", _file("modes", "-k", "UniProc"), ci="none"),
+    Row("priorities", "priority scheduling on P and D (`--scheduling-policy priority`): D preempts, and an urgent request overtakes loads", _file("modes", "-k", "priorities"), ci="none"),
     Row("pictures", "pictures in a prompt (a small PaliGemma)", _file("pictures"), ci="none"),
     Row("hot-blocks", "prefixes on P that the very step computes; a planted fault", _file("hot_blocks"), ci="none"),
     Row("first-token", "P's first token: sampling, log-probabilities, penalties, grammars, stops, n", _file("first_token")),
     Row("orders", "P first, both at once: routers of others", _file("routers")),
     Row("both", "both roles in one engine", _file("both")),
-    Row("multi", "behind a MultiConnector, beside other connectors", _file("beside"), ci="all"),
+    Row("multi", "behind a MultiConnector, beside other connectors", _file("beside")),
     Row("aggregator", "MLA, TP 4→2: vLLM's aggregator of four workers' reports, without a model", _file("aggregator"), "requests, blocks", ci="all"),
     Row("ray", "workers of a Ray cluster (`--distributed-executor-backend ray`), TP 2→1", _file("ray"), ci="none"),
     *map(_release, RELEASES),
     Row("releases", "schedulers and hooks of vLLM 0.23, 0.26, 0.29, 0.31, 0.33, without a model", ("tests/unit/releases/test_releases.py",), "scenarios", "0.23.0–0.33.0", "none"),
     Row("groups-0.23", "sliding windows and recurrent states under vLLM 0.23", _file("releases_groups"), f"{ONE}; by gap in bfloat16", "0.23.0", "none"),
     Row("lifecycle", "vLLM's own tests of a connector's life cycle, with this one in NIXL's place", _file("vllm_lifecycle"), "their assertions", "0.32.0, 0.33.0", "none"),
+    Row("around", "vLLM's own tests of the handshake across stages, of MultiConnector, and of the scheduler beside a connector, with this one in them", _file("vllm_around"), "their assertions", ci="none"),
     Row("rollout", "an earlier state of this package on P or on D", _file("rollout"), ci="none"),
+    Row("previous", "the same without engines: each reads what the other writes", ("tests/unit/releases/test_previous.py",), "every message", "–", "all"),
     Row("vllm-ascend", "vllm-ascend 0.23.0.post1 on a CANN in host memory", ("tests/ascend_host/test_pairs.py", "-k", "not dcp and not pcp and not dsa"), ASCEND, "0.23.0"),
-    Row("vllm-ascend-dsa", "the same with a sparse indexer: DeepSeek-V3.2 1→1, with MTP, in int8", ("tests/ascend_host/test_pairs.py", "-k", "dsa"), ASCEND, "0.23.0", "none"),
+    Row("vllm-ascend-dsa", "the same with a sparse indexer: DeepSeek-V3.2 1→1, with MTP, in int8; GLM-5", ("tests/ascend_host/test_pairs.py", "-k", "dsa"), ASCEND, "0.23.0", "none"),
     Row("vllm-ascend-dcp", "the same with context parallelism: DCP 1→2, 2→1, 4→2, PCP 2→DCP 2", ("tests/ascend_host/test_pairs.py", "-k", "dcp or pcp"), ASCEND, "0.23.0", "none"),
 )  # fmt: skip
 
 REFUSED = {
     "context parallelism under vLLM itself, PCP on D, and beside draft models or sparse indexers": "refused (PD-CONF-005). vLLM's CPU attention "
     "has none of it; which rank keeps what is the backend's rule ([decisions.md](decisions.md#context-parallelism-ranks-that-divide-the-tokens))",
-    "micro-batching (DBO)": "refused (PD-CONF-005): a layer's hook fires before all of the step's tokens have passed the layer",
+    "micro-batching (DBO)": "refused (PD-CONF-005): a layer's hook fires before all of the step's tokens have passed the layer. No hook says "
+    "which micro-batch it is of, and vLLM turns DBO off on a CPU, so counting them could not be tried",
     "sleep mode": "refused (PD-CONF-005): it takes the cache's memory away, into which or from which others write, and asks no connector",
     "full graphs on P": "refused (PD-CONF-005): they would skip the layers' hooks. On D they stay",
-    "drafts (except MTP beside Gated DeltaNet), pipelines or MLA beside windows or states": "refused (PD-CONF-005)",
+    "ranks that come and go in a running engine (`--enable-elastic-ep`, `--enable-fault-tolerance`)": "refused (PD-CONF-005): a reservation has the "
+    "addresses of the ranks, and an exchange the process groups, that there were at the start",
+    "drafts (except MTP beside Gated DeltaNet), pipelines or MLA beside windows or states": "refused (PD-CONF-005): no pair of them was tried; "
+    "[kinds.md](kinds.md) has for each kind of cache what is refused beside it",
+    "`enable_kv_nz` of vllm-ascend": "refused (PD-CONF-005): D's MLA would read its cache as fractals, which P does not write",
+    "request ids without a random part (`VLLM_DISABLE_REQUEST_ID_RANDOMIZATION`)": "refused (PD-CONF-005): two requests with one id would share blocks",
+    "both roles in one engine (`kv_both`) behind our metaserver": "refused (PD-CONF-005): two engines full of each other's reservations would wait "
+    "for each other's prefills ([routers.md](routers.md#both-roles-in-one-engine))",
+    "both roles in one engine beside vllm-ascend, vLLM before 0.32, the ascend transport, pipelines, data or context parallelism, drafts, windows, states, or a MultiConnector": "refused (PD-CONF-005): not tried",
     "vLLM's second model runner": 'vLLM 0.32 does not start with it on a CPU: "Model Runner V2 requires Triton"',
     "sound (multimodal)": "its hash is part of a prompt's identity, as a picture's; no model was run",
     "vLLM 0.34 and later": "not run",
-    "OffloadingConnector beside ours": "did not start on a CPU",
+    "OffloadingConnector's own copies": 'vLLM stops the start on a CPU: "CPU Offloading is currently only supported on CUDA-alike and XPU GPUs". '
+    "Beside ours its scheduler and its worker ran with copies of the tests' own (`spec_module_path`), in the row of other connectors",
+    "AscendMultiConnector": "no pair was run. That it gives block ids to the chosen connector only (P's does not need them), and that the two hooks "
+    "which it adds are optional, is checked in its environment (`tests/ascend_host/beliefs.py`)",
+    "AscendStoreConnector beside ours": 'not run: its Mooncake backend takes the protocol of NPUs alone ("MooncakeBackend does not support protocol '
+    "'tcp'.\"), its others want servers of memcache or Yuanrong. In its source it sends no handshake and no transfer parameters, and has no hook that a "
+    "MultiConnector would ask of ours",
 }
 
 
@@ -112,12 +131,12 @@ COMBINATIONS = (
         ("vllm-ascend-dcp",),
         (
             "context parallelism: DCP on P, on D, on both, equal or not; PCP on P, under vllm-ascend",
-            "byte-exact against a reference; vllm-ascend's engines on a CANN in host memory (MQA, MLA)",
+            "byte-exact against a reference; vllm-ascend's engines on a CANN in host memory (GQA, MQA, MLA)",
             "not done",
         ),
         (
             "上下文并行：P、D 或两侧的 DCP，大小相同或不同；P 侧的 PCP，需 vllm-ascend",
-            "与参考结果逐字节一致；主机内存 CANN 上的 vllm-ascend 引擎（MQA、MLA）",
+            "与参考结果逐字节一致；主机内存 CANN 上的 vllm-ascend 引擎（GQA、MQA、MLA）",
             "未做",
         ),
     ),

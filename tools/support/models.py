@@ -68,6 +68,7 @@ RECIPES = {
     # integration tests: four layers, so that a pipeline of two has two each
     "gqa": Recipe("llama", layers=4, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512),
     "gqa5": Recipe("llama", layers=5, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512),
+    "gqa2": Recipe("llama", layers=4, heads=8, kv_heads=2, head_dim=32, hidden=256, intermediate=512),
     "mqa": Recipe("llama", layers=4, heads=8, kv_heads=1, head_dim=32, hidden=256, intermediate=512),
     # 576: vLLM divides the vocabulary by TP, and pads it to multiples of 64
     "mha6": Recipe("llama", layers=4, heads=6, kv_heads=6, head_dim=32, hidden=192, intermediate=384, vocab=576),

@@ -95,9 +95,9 @@ def case(how: How, heads: int, kind: str, p_tp: int, d_tp: int, *sizes: int) -> 
 def best(plan: Callable[[list[Job], int], object], jobs: list[Job], rounds: int) -> float:
     """Return the least seconds of the processor."""
     least = math.inf
-    for rotation in range(rounds):
+    for step_number in range(rounds):
         began = time.thread_time()
-        plan(jobs, rotation)
+        plan(jobs, step_number)
         least = min(least, time.thread_time() - began)
     return least
 

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from vllm_ascend_pd.channel.frames import OF_WORKERS, Spoken
-from vllm_ascend_pd.channel.limits import ChannelLimits, Complaints
+from vllm_ascend_pd.channel.limits import ChannelLimits, LimitedWarnings
 from vllm_ascend_pd.channel.link import Context, Link
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
@@ -28,7 +27,8 @@ from vllm_ascend_pd.protocol.versions import OURS, Release
 class Dialer:
     """The links of one process to all endpoints that it dials.
 
-    Callbacks must not raise. `on_unreachable` is called for every attempt to connect that fails, with the reason.
+    Callbacks must not raise. `on_unreachable` is called for every attempt to connect that fails, with the reason;
+    `count` with the reason of whatever else goes wrong, and with "unreachable".
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class Dialer:
         secrets: Secrets | None,
         on_message: Callable[[Endpoint, Any], None],
         on_unreachable: Callable[[Endpoint, str], None],
+        count: Callable[[str], None],
         limits: ChannelLimits | None = None,
         jitter: Callable[[], float] = random.random,
         release: Release = OURS,
         hears: tuple[type, ...] = OF_WORKERS,
     ) -> None:
         self._limits = limits or ChannelLimits()
-        self._counts: Counter[str] = Counter()
         self._context = Context(
             incarnation=incarnation,
             name=name,
@@ -56,7 +56,7 @@ class Dialer:
             jitter=jitter,
             release=release,
             hears=hears,
-            counts=self._counts,
+            count=count,
         )
         self._links: dict[Endpoint, Link] = {}
         self._sweeper: asyncio.TimerHandle | None = None
@@ -69,7 +69,7 @@ class Dialer:
         link = self._links.get(endpoint)
         if link is None:
             if len(self._links) >= self._limits.max_links:
-                self._counts["dropped_too_many_links"] += 1
+                self._context.count("dropped_too_many_links")
                 return False
             link = self._links[endpoint] = self._new_link(endpoint)
         return link.send(message)
@@ -96,7 +96,7 @@ class Dialer:
     def _new_link(self, endpoint: Endpoint) -> Link:
         if self._sweeper is None:
             loop = asyncio.get_running_loop()
-            self._context.complain = Complaints(loop.time)
+            self._context.warn = LimitedWarnings(loop.time)
             self._sweeper = loop.call_later(self._limits.sweep_s, self._sweep)
         return Link(endpoint, self._context)
 

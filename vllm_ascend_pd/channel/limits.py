@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All limits of the side channel. Operators have no option for them: the defaults are far from normal use."""
+"""Limits of the side channel, and of its warnings. There are no options for them: they are far from normal use."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from vllm_ascend_pd.errors import one_line
 
 log = logging.getLogger(__name__)
+
+WARN_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +35,15 @@ class ChannelLimits:
     backoff_max_s: float = 2.0
 
 
-class Complaints:
-    """Warnings about peers, at most one per kind and `every_s`: a peer must not be able to fill the log."""
+class LimitedWarnings:
+    """Warnings about peers, at most one per kind and `WARN_EVERY_S`: a peer must not be able to fill the log."""
 
-    def __init__(self, clock: Callable[[], float], every_s: float = 10.0) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._every_s = every_s
         self._last: dict[str, float] = {}
 
     def __call__(self, kind: str, text: str, *args: object) -> None:
         now = self._clock()
-        if now - self._last.get(kind, -self._every_s) >= self._every_s:
+        if now - self._last.get(kind, -WARN_EVERY_S) >= WARN_EVERY_S:
             self._last[kind] = now
             log.warning("%s", one_line(text % args))

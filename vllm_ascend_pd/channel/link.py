@@ -7,7 +7,7 @@ import asyncio
 import enum
 import os
 import socket
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ from vllm_ascend_pd.channel.frames import (
     guarded_frame,
 )
 from vllm_ascend_pd.channel.guards import candidates, check_greeting, greeting
-from vllm_ascend_pd.channel.limits import ChannelLimits, Complaints
+from vllm_ascend_pd.channel.limits import ChannelLimits, LimitedWarnings
 from vllm_ascend_pd.errors import RemoteProtocolError, one_line
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
@@ -38,7 +38,7 @@ from vllm_ascend_pd.shared.backoff import Backoff
 
 @dataclass(slots=True)
 class Context:
-    """Settings, callbacks and counters that all links of one dialer share."""
+    """Settings and callbacks that all links of one dialer share."""
 
     incarnation: str
     name: str
@@ -49,8 +49,8 @@ class Context:
     jitter: Callable[[], float]
     release: Release
     hears: tuple[type, ...]
-    counts: Counter[str]
-    complain: Complaints | None = None
+    count: Callable[[str], None]  # a fault, by reason
+    warn: LimitedWarnings | None = None
 
 
 class LinkState(enum.Enum):
@@ -95,7 +95,7 @@ class Link:
             return self._write(message)
         if len(self._queue) >= self._context.limits.max_queued:
             self._queue.popleft()  # the oldest is the least useful: what matters is repeated
-            self._context.counts["dropped_queue_full"] += 1
+            self._context.count("dropped_queue_full")
         self._queue.append((self._asked, message))
         self._wake()
         return True
@@ -104,7 +104,7 @@ class Link:
         limits = self._context.limits
         while self._queue and now - self._queue[0][0] > limits.message_ttl_s:
             self._queue.popleft()
-            self._context.counts["dropped_expired"] += 1
+            self._context.count("dropped_expired")
         connection = self._connection
         if connection is None:
             return
@@ -156,7 +156,6 @@ class Link:
             self._wake()
 
     async def _connect(self) -> None:
-        self._context.counts["dialled"] += 1
         limits = self._context.limits
         try:
             await asyncio.wait_for(
@@ -182,7 +181,7 @@ class Link:
         """Handle a failed attempt: back off, dial again if messages wait, and report."""
         self._state = LinkState.DOWN
         self._not_before = self._loop.time() + self._wait_s()
-        self._context.counts["unreachable"] += 1
+        self._context.count("unreachable")
         if self._closed:
             return
         if self._queue:
@@ -216,30 +215,28 @@ class Link:
             if self._state is not LinkState.UP:
                 raise RemoteProtocolError("PD-CTRL-002", why="a message before the proof")
             if not isinstance(message, self._context.hears):
-                self._context.counts["dropped_not_for_us"] += 1
+                self._context.count("dropped_not_for_us")
                 return
-            self._context.counts["messages_in"] += 1
             self._context.on_message(self._endpoint, message)
 
     def offended(self, connection: Connection, error: RemoteProtocolError) -> None:
-        self._context.counts[f"offence_{error.code}"] += 1
+        self._context.count(error.code)
         self._refusal = self._refusal or str(error)
-        if self._context.complain is not None:
-            self._context.complain(error.code, "side channel: closing %s: %s", self._endpoint, error)
+        if self._context.warn is not None:
+            self._context.warn(error.code, "side channel: closing %s: %s", self._endpoint, error)
         connection.close()
 
     def ended(self, connection: Connection, ending: Ending, detail: str) -> None:
         was_up = self._state is LinkState.UP
         self._connection = None
         self._lost.set()
-        self._context.counts[f"ended_{ending.value}"] += 1
         if was_up and self._loop.time() - self._up_since > self._context.limits.backoff_max_s:
             self._failures = 0  # a connection that broke soon is no success
         if was_up and not self._refusal:
             self._state = LinkState.DOWN  # perhaps only the connection broke: the next attempt shows
             self._not_before = self._loop.time() + self._wait_s()
             if not self._closed:
-                self._context.counts["reconnects"] += 1
+                self._context.count("reconnects")
                 self._again = True  # even with an empty queue: D's fence watches this connection
                 self._wake()
         else:
@@ -251,7 +248,7 @@ class Link:
         message = decode_clear(payload)
         if isinstance(message, Goodbye):
             self._refusal = one_line(f"{message.code}: {message.detail}")
-            self._context.counts["refused"] += 1
+            self._context.count("refused")
             if message.code == "PD-SEC-003":
                 self._secret += 1  # try another: the listener may lack the new secret still, or the old one already
             connection.close()
@@ -280,10 +277,8 @@ class Link:
             return False
         frame = guarded_frame(guard, message)
         if not connection.send(frame):
-            self._context.counts["dropped_buffer_full"] += 1
+            self._context.count("dropped_buffer_full")
             return False
-        self._context.counts["messages_out"] += 1
-        self._context.counts["bytes_out"] += len(frame)
         return True
 
 

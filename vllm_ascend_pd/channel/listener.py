@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +36,7 @@ from vllm_ascend_pd.channel.frames import (
     guarded_frame,
 )
 from vllm_ascend_pd.channel.guards import candidates, check_greeting, greeting
-from vllm_ascend_pd.channel.limits import ChannelLimits, Complaints
+from vllm_ascend_pd.channel.limits import ChannelLimits, LimitedWarnings
 from vllm_ascend_pd.errors import PdError, RemoteProtocolError, one_line
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
@@ -56,7 +56,10 @@ class _Caller:
 
 
 class Listener:
-    """Server of the side channel: `start` binds; after `close` no peer can connect. Callbacks must not raise."""
+    """Server of the side channel: `start` binds; after `close` no peer can connect. Callbacks must not raise.
+
+    `count` is called with the reason of whatever goes wrong: what is dropped, refused, broken off or too slow.
+    """
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ class Listener:
         on_message: Callable[[Hashable, Any], None],
         on_gone: Callable[[str], None],
         on_back: Callable[[str], None],
+        count: Callable[[str], None],
         limits: ChannelLimits | None = None,
         release: Release = OURS,
         hears: tuple[type, ...] = OF_WORKERS,
@@ -83,14 +87,14 @@ class Listener:
         self._unproven: dict[Connection, None] = {}  # the oldest first
         self._by_incarnation: dict[str, list[Connection]] = {}  # the newest last
         self._gone: OrderedDict[str, None] = OrderedDict()
-        self._counts: Counter[str] = Counter()
+        self._count = count  # a fault, by reason
         self._server: asyncio.Server | None = None
         self._sweeper: asyncio.TimerHandle | None = None
 
     async def start(self) -> Endpoint:
         """Bind and listen. Return the endpoint, with the port that was chosen. Raise PD-CTRL-001 if that fails."""
         self._loop = asyncio.get_running_loop()
-        self._complain = Complaints(self._loop.time)
+        self._warn = LimitedWarnings(self._loop.time)
         try:
             self._server = await self._loop.create_server(self._accept, self._host, self._port, backlog=1024)
         except OSError as error:
@@ -103,15 +107,13 @@ class Listener:
         """Send a message. Return False if not sent: the peer is unknown, or does not read. The protocol repeats."""
         connections = self._by_incarnation.get(str(peer))
         if not connections:
-            self._counts["dropped_unknown_peer"] += 1
+            self._count("dropped_unknown_peer")
             return False
         connection = connections[-1]
         frame = guarded_frame(self._callers[connection].guards[0], message)
         if not connection.send(frame):
-            self._counts["dropped_buffer_full"] += 1
+            self._count("dropped_buffer_full")
             return False
-        self._counts["messages_out"] += 1
-        self._counts["bytes_out"] += len(frame)
         return True
 
     async def close(self) -> None:
@@ -142,13 +144,12 @@ class Listener:
         crowded = len(self._unproven) >= self._limits.max_unproven
         self._callers[connection] = _Caller()
         self._unproven[connection] = None
-        self._counts["accepted"] += 1
         if full or crowded:
             # If too many are unproven, drop the one that connected first: a real peer proves itself in a round trip.
             gone = connection if full else next(iter(self._unproven))
             del self._unproven[gone]
-            self._counts["refused_full"] += 1
-            self._complain("full", "side channel: too many connections, refused %s", gone.address)
+            self._count("refused_full")
+            self._warn("full", "side channel: too many connections, refused %s", gone.address)
             gone.abort()
 
     def frame(self, connection: Connection, kind: int, payload: memoryview) -> None:
@@ -160,19 +161,17 @@ class Listener:
         elif not caller.proven:
             self._prove(connection, caller, caller.hello, payload)
         else:
-            self._counts["bytes_in"] += len(payload)
             self._take(caller, caller.hello, decode_guarded(caller.guards[0].open(payload)))
 
     def offended(self, connection: Connection, error: RemoteProtocolError) -> None:
-        self._counts[f"offence_{error.code}"] += 1
-        self._complain(error.code, "side channel: closing %s: %s", connection.address, error)
+        self._count(error.code)
+        self._warn(error.code, "side channel: closing %s: %s", connection.address, error)
         detail = f"{error.sentence} {error.remedy}"[:1024]
         connection.close(clear_frame(Goodbye(error.code, detail)))
 
     def ended(self, connection: Connection, ending: Ending, detail: str) -> None:
         caller = self._callers.pop(connection)
         self._unproven.pop(connection, None)
-        self._counts[f"ended_{ending.value}"] += 1
         if not caller.proven or caller.hello is None:
             return
         incarnation = caller.hello.incarnation
@@ -202,15 +201,13 @@ class Listener:
         connection.send(guarded_frame(caller.guards[0], Proof()))
         connection.allow(FRAME_BYTES)
         self._unproven.pop(connection, None)
-        self._counts["proven"] += 1
         log.debug("side channel: %s is %s", connection.address, one_line(f"{hello.name} ({hello.incarnation})"))
         connections = self._by_incarnation.setdefault(hello.incarnation, [])
         connections.append(connection)
         if len(connections) > self._limits.max_per_incarnation:
-            self._counts["closed_surplus"] += 1
+            self._count("closed_surplus")
             connections[0].abort()
         if self._gone.pop(hello.incarnation, hello) is None:
-            self._counts["back"] += 1
             self._on_back(hello.incarnation)
 
     def _take(self, caller: _Caller, hello: Hello, message: Guarded) -> None:
@@ -219,18 +216,17 @@ class Listener:
         elif isinstance(message, Proof):
             raise RemoteProtocolError("PD-CTRL-002", why="a second proof")
         elif not isinstance(message, self._hears):
-            self._counts["dropped_not_for_us"] += 1
+            self._count("dropped_not_for_us")
         elif dialer_of(message) != hello.incarnation:
             # A process may speak for itself only: the end of its connection is evidence about no other process.
-            self._counts["dropped_foreign_incarnation"] += 1
+            self._count("dropped_foreign_incarnation")
         else:
-            self._counts["messages_in"] += 1
             self._on_message(hello.incarnation, message)
 
     # -- housekeeping
 
     def _report_gone(self, incarnation: str) -> None:
-        self._counts["gone"] += 1
+        self._count("gone")
         self._gone[incarnation] = None
         if len(self._gone) > self._limits.remembered_gone:
             self._gone.popitem(last=False)
@@ -245,10 +241,10 @@ class Listener:
                     connection.abort()
             elif not caller.proven:
                 if now - connection.opened > limits.greeting_s:
-                    self._counts["timeout_greeting"] += 1
+                    self._count("timeout_greeting")
                     connection.abort()
             elif connection.partial_since and now - connection.partial_since > limits.frame_s:
-                self._counts["timeout_frame"] += 1
+                self._count("timeout_frame")
                 connection.abort()
         self._sweeper = self._loop.call_later(limits.sweep_s, self._sweep)
 

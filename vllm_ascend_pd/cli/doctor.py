@@ -41,10 +41,18 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--host", default="", help="address that the engine will bind (VLLM_HOST_IP, else loopback)")
     parser.add_argument("--ports", nargs="+", action="extend", type=int, default=[], metavar="PORT",
                         help="ports that must be free here: the API's, the metaserver's")  # fmt: skip
-    parser.add_argument("--ranks", type=int, default=1, help="workers on this host: as many side channel ports")
+    parser.add_argument("--ranks", type=int, default=1,
+                        help="workers on this host: as many side channel ports (with --dp they are counted from sizes)")  # fmt: skip
     parser.add_argument("--model", metavar="DIR", default="", help="compare the caches too (give it on both sides)")
     parser.add_argument("--tp", type=int, help="tensor-parallel size of this host's engine (with --model: 1)")
     parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel size of this host's engine")
+    parser.add_argument("--dp", type=int, metavar="SIZE",
+                        help="data-parallel size of this host's engine: which ports its ranks take here, "
+                             "whether they exist, and dp_size of the configuration")  # fmt: skip
+    parser.add_argument("--dp-size-local", type=int, metavar="RANKS",
+                        help="with --dp: data-parallel ranks on this host (all from --dp-start-rank on)")  # fmt: skip
+    parser.add_argument("--dp-start-rank", type=int, default=0, metavar="RANK",
+                        help="with --dp: the first of them (%(default)s)")  # fmt: skip
     parser.add_argument("--dcp", type=int, default=1, help="decode context-parallel size of this host's engine")
     parser.add_argument("--pcp", type=int, default=1, help="prefill context-parallel size of this host's engine")
     parser.add_argument("--interleave", type=int, metavar="TOKENS",
@@ -75,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _all(args: argparse.Namespace, asked: host_checks.Asked) -> Iterable[Check]:
+def _all(args: argparse.Namespace, asked: host_checks.HostOptions) -> Iterable[Check]:
     if args.model:
         yield tried("model", lambda: _model(args.model))
     if args.only_configuration:
@@ -88,19 +96,22 @@ def _all(args: argparse.Namespace, asked: host_checks.Asked) -> Iterable[Check]:
     if args.peer:
         from vllm_ascend_pd.cli.checkup import pair
 
-        yield from pair.call(pair.Side(asked, _secrets(asked), _geometry(args)), *_address(args.peer, "--peer"))
+        yield from pair.call(pair.DoctorSide(asked, _secrets(asked), _geometry(args)), *_address(args.peer, "--peer"))
 
 
-def _asked(args: argparse.Namespace) -> host_checks.Asked:
+def _asked(args: argparse.Namespace) -> host_checks.HostOptions:
     """Return the operator's input, checked. Raise ConfigError for a value that cannot be used."""
-    told = host_checks.read_config(args.kv_transfer_config) if args.kv_transfer_config else host_checks.Asked()
-    push = told.push
+    options = host_checks.read_config(args.kv_transfer_config) if args.kv_transfer_config else host_checks.HostOptions()
+    push = options.push
     if args.secret_file:
         push = dataclasses.replace(push, channel=dataclasses.replace(push.channel, secret_file=args.secret_file))
     for flag, value in (
         ("--ranks", args.ranks),
         ("--tp", args.tp),
         ("--pp", args.pp),
+        ("--dp", args.dp),
+        ("--dp-size-local", args.dp_size_local),
+        ("--dp-start-rank", args.dp_start_rank + 1),
         ("--dcp", args.dcp),
         ("--pcp", args.pcp),
         ("--interleave", args.interleave),
@@ -111,36 +122,58 @@ def _asked(args: argparse.Namespace) -> host_checks.Asked:
     given.at_least("--calls", args.calls, 0)
     for number in args.ports:
         given.port("--ports", number)
-    base = push.channel.side_channel_port
-    if base and base + args.ranks - 1 > 65535:
-        why = f"with --ranks {args.ranks} the last rank's port would be {base + args.ranks - 1}"
-        given.refuse("side_channel_port", base, why, "Choose a lower one, or 0.")
     host = args.host or push.channel.side_channel_host or os.environ.get("VLLM_HOST_IP", "") or "127.0.0.1"
-    return dataclasses.replace(
-        told,
+    asked = dataclasses.replace(
+        options,
         push=push,
         host=given.host("--host", host),
         ports=tuple(args.ports),
         ranks=args.ranks,
         tp=args.tp or 0,
         pp=args.pp,
+        dp=args.dp or 0,
+        dp_ranks=_dp_ranks(args),
         dcp=args.dcp,
         pcp=args.pcp,
         interleave=args.interleave or args.block_size,
         speculative=args.speculative_config,
         on_npu=npu.present(),
     )
+    taken = host_checks.side_channel_ports(asked)
+    if taken and taken[-1] > 65535:
+        flag = f"--dp {args.dp}" if args.dp else f"--ranks {args.ranks}"
+        why = f"with {flag} the last rank's port would be {taken[-1]}"
+        given.refuse("side_channel_port", push.channel.side_channel_port, why, "Choose a lower one, or 0.")
+    return asked
+
+
+def _dp_ranks(args: argparse.Namespace) -> range:
+    """Return the data-parallel ranks on this host. Raise ConfigError if the engine does not have them."""
+    if not args.dp:
+        if args.dp_size_local is not None or args.dp_start_rank:
+            flag, value = (
+                ("--dp-size-local", args.dp_size_local)
+                if args.dp_size_local
+                else ("--dp-start-rank", args.dp_start_rank)
+            )
+            given.refuse(flag, value, "the number of all ranks is missing", "Give --dp, too.")
+        return range(1)
+    here = range(args.dp_start_rank, args.dp_start_rank + (args.dp_size_local or max(1, args.dp - args.dp_start_rank)))
+    if here[-1] >= args.dp:
+        why = f"the last rank here would be {here[-1]}, and the engine's last is {args.dp - 1}"
+        given.refuse("--dp-start-rank", args.dp_start_rank, why, "Ranks count from 0 over all hosts.")
+    return here
 
 
 def _model(model: str) -> str:
     from vllm_ascend_pd.cli.model import read_model
 
-    told = read_model(model)
-    kind = "MLA" if told.mla else f"{told.heads} KV heads × {told.dim}"
-    return f"{kind}, {told.layers} layers: nothing is told that the engine refuses"
+    found = read_model(model)
+    kind = "MLA" if found.mla else f"{found.heads} KV heads × {found.dim}"
+    return f"{kind}, {found.layers} layers: nothing that the engine would refuse"
 
 
-def _secrets(asked: host_checks.Asked) -> Secrets | None:
+def _secrets(asked: host_checks.HostOptions) -> Secrets | None:
     return load_secrets(asked.push.channel)
 
 
@@ -153,13 +186,13 @@ def _geometry(args: argparse.Namespace) -> Any:
     return plan.geometry_of_model(args.model, args.tp or 1, args.block_size, args.dtype, divided)
 
 
-def _listen(args: argparse.Namespace, asked: host_checks.Asked) -> int:
+def _listen(args: argparse.Namespace, asked: host_checks.HostOptions) -> int:
     from vllm_ascend_pd.cli.checkup import pair
 
     host, number = _address(args.listen, "--listen")
     channel = asked.push.channel
     check_exposure(host, secured=bool(channel.secret_file), allow_unauthenticated=channel.allow_unauthenticated)
-    side = pair.Side(asked, _secrets(asked), _geometry(args))
+    side = pair.DoctorSide(asked, _secrets(asked), _geometry(args))
     try:
         listening = socket.create_server((host, number), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as problem:

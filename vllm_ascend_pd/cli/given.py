@@ -53,12 +53,12 @@ def write_text(flag: str, path: str, text: str) -> None:
         refuse(flag, path, f"it cannot be written ({_words(problem)})", "Name a file in a folder that exists.", problem)
 
 
-def read_text(flag: str, told: str, path: Path, remedy: str) -> str:
+def read_text(flag: str, value: str, path: Path, remedy: str) -> str:
     """Read a file that a flag names. `told` is the flag's value."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as problem:
-        refuse(flag, told, f"{path} cannot be read ({_words(problem)})", remedy, problem)
+        refuse(flag, value, f"{path} cannot be read ({_words(problem)})", remedy, problem)
 
 
 def _words(problem: Exception) -> str:

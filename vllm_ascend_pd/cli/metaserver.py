@@ -228,8 +228,8 @@ def run(args: argparse.Namespace) -> int:
 
         worker, *fds, members = map(int, args.as_worker.split(":"))
         public, own, line = (socket.socket(fileno=fd) for fd in fds)
-        with os.fdopen(members, "rb") as told:
-            settings = dataclasses.replace(settings, members=told.read())
+        with os.fdopen(members, "rb") as file:
+            settings = dataclasses.replace(settings, members=file.read())
         return run_worker(settings, [public, own], Hub(worker, line))
     if settings.workers > 1:
         from vllm_ascend_pd.metaserver.service.supervisor import Supervisor, worker_command

@@ -23,7 +23,7 @@ from vllm_ascend_pd.cli.given import at_least, at_most, positive, refuse, write_
 from vllm_ascend_pd.cli.model import States, read_model
 from vllm_ascend_pd.config import RegroupConfig
 from vllm_ascend_pd.geometry.decide import MIN_SPAN, Decision, decide
-from vllm_ascend_pd.geometry.layout import STATE, WINDOW, CacheGeometry, Group, Kind, Region, section_of
+from vllm_ascend_pd.geometry.layout import STATE, WINDOW, CacheGeometry, Group, LayerKind, Region, section_of
 from vllm_ascend_pd.geometry.pairing import Pairing, contributors, pairings
 from vllm_ascend_pd.geometry.plan import Job, StepPlanner
 from vllm_ascend_pd.geometry.regroup import RegroupPlanner
@@ -56,7 +56,7 @@ _BUFFERS = 2  # of the exchange, each as large as two slots
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PlanInput:
     """The model and the prompt."""
 
     kv_heads: int
@@ -89,7 +89,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class PairWrites:
     """Writes of one P worker to one D worker for the whole prompt and all layers that both have."""
 
     p: int  # worker, stage by stage
@@ -100,7 +100,10 @@ class Link:
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "plan", help="who sends what to whom between two engines", description=__doc__.split("\n\n", 1)[0]
+        "plan",
+        help="who sends what to whom between two engines",
+        description=__doc__.split("\n\n", 1)[0],
+        epilog="With data parallelism each rank is an engine of its own here: a request goes from one rank to one rank.",
     )
     parser.add_argument("--p-tp", type=int, required=True, help="tensor-parallel size of prefill")
     parser.add_argument("--d-tp", type=int, required=True, help="tensor-parallel size of decode")
@@ -191,13 +194,13 @@ def geometry_of_model(
 
     `divided`: DCP, PCP and the interleave. Raise ConfigError for a model or a size that no engine has.
     """
-    told = read_model(model)
-    layout = "mla" if told.mla else "token-major"
-    shape = Shape(told.heads, told.dim, told.layers, block_size, ITEM[dtype], layout, 1, states=told.states)
+    found = read_model(model)
+    layout = "mla" if found.mla else "token-major"
+    shape = PlanInput(found.heads, found.dim, found.layers, block_size, ITEM[dtype], layout, 1, states=found.states)
     return _dealt(_geometry(shape, "-", tp, 1), shape, "-", *divided)
 
 
-def _shape(args: argparse.Namespace) -> Shape:
+def _shape(args: argparse.Namespace) -> PlanInput:
     for name, most in MAXIMA.items():
         flag, given = "--" + name.replace("_", "-"), getattr(args, name)
         if given is not None:
@@ -208,11 +211,11 @@ def _shape(args: argparse.Namespace) -> Shape:
     heads, dim, layers, layout = args.kv_heads, args.head_dim, args.layers, args.layout
     window, windowed, states = 0, frozenset[int](), None
     if args.model:
-        told = read_model(args.model)
-        heads, dim, layers = heads or told.heads, dim or told.dim, layers or told.layers
-        window, windowed, states = told.window, told.windowed, told.states
-        if told.mla:
-            layout, dim = "mla", told.dim
+        found = read_model(args.model)
+        heads, dim, layers = heads or found.heads, dim or found.dim, layers or found.layers
+        window, windowed, states = found.window, found.windowed, found.states
+        if found.mla:
+            layout, dim = "mla", found.dim
     for name, value in (("--kv-heads", heads), ("--head-dim", dim), ("--layers", layers)):
         if not value and not (layout == "mla" and name == "--kv-heads"):
             refuse(name, value, "it is needed", "Give it, or --model.")
@@ -222,10 +225,10 @@ def _shape(args: argparse.Namespace) -> Shape:
         refuse("--draft-layers", drafts, "the model has windows", "Leave it out: an engine does not start with both.")
     if drafts and max(args.p_pp, args.d_pp) > 1:
         refuse("--draft-layers", drafts, "an engine with a pipeline does not start with it", "Leave it out.")
-    return Shape(*sizes, layout, args.tokens, window, windowed, states, drafts, scale)
+    return PlanInput(*sizes, layout, args.tokens, window, windowed, states, drafts, scale)
 
 
-def _geometry(shape: Shape, flag: str, tp: int, pp: int) -> CacheGeometry:
+def _geometry(shape: PlanInput, flag: str, tp: int, pp: int) -> CacheGeometry:
     """Return an engine's geometry. Raise ConfigError for a size that no engine has.
 
     All ranks' caches are alike, so heads divide evenly among ranks, or ranks among heads.
@@ -270,7 +273,7 @@ def _geometry(shape: Shape, flag: str, tp: int, pp: int) -> CacheGeometry:
     )
 
 
-def _dealt(g: CacheGeometry, shape: Shape, flag: str, dcp: int, pcp: int, interleave: int | None) -> CacheGeometry:
+def _dealt(g: CacheGeometry, shape: PlanInput, flag: str, dcp: int, pcp: int, interleave: int | None) -> CacheGeometry:
     """Return a geometry with its tokens divided among ranks. Raise ConfigError for sizes that no engine has."""
     if dcp * pcp == 1:
         if interleave is not None:
@@ -292,26 +295,26 @@ def _dealt(g: CacheGeometry, shape: Shape, flag: str, dcp: int, pcp: int, interl
     return msgspec.structs.replace(g, dcp=dcp, pcp=pcp, interleave=interleave)
 
 
-def _names(shape: Shape, index: int) -> list[str]:
+def _names(shape: PlanInput, index: int) -> list[str]:
     own = [f"layers.{index}"] if index in shape.attends else []
     if shape.states is not None and index in shape.states.layers:
         own += [section_of(f"layers.{index}", section.name) for section in shape.states.at(1, 1).sections("", 1)]
     return own
 
 
-def _sections(shape: Shape, tp: int) -> Iterator[Kind]:
+def _sections(shape: PlanInput, tp: int) -> Iterator[LayerKind]:
     """Yield the kinds of layers that states are made of, one behind the other."""
     if shape.states is None:
         return
-    told = shape.states.at(tp, shape.item)
-    for section in told.sections(f"layers.{min(shape.states.layers)}", tp):
+    found = shape.states.at(tp, shape.item)
+    for section in found.sections(f"layers.{min(shape.states.layers)}", tp):
         each = section.heads > tp
         regions = tuple(
-            Region(one.name, told.nbytes[one.state], one.cell_bytes if each else 0, 0, one.cell_bytes)
+            Region(one.name, found.nbytes[one.state], one.cell_bytes if each else 0, 0, one.cell_bytes)
             for one in section.pieces
         )
         layers = tuple(section_of(f"layers.{index}", section.name) for index in sorted(shape.states.layers))
-        yield Kind(section.heads, "-", PACKING, regions, layers, 1)
+        yield LayerKind(section.heads, "-", PACKING, regions, layers, 1)
 
 
 def _cuts(layers: int, pp: int) -> list[int]:
@@ -321,7 +324,7 @@ def _cuts(layers: int, pp: int) -> list[int]:
     return [0, *accumulate(sizes)]
 
 
-def _links(p: CacheGeometry, d: CacheGeometry, shape: Shape, decision: Decision) -> list[Link]:
+def _links(p: CacheGeometry, d: CacheGeometry, shape: PlanInput, decision: Decision) -> list[PairWrites]:
     """Return every link, for all layers. Block ids are scattered, as in engines that have run for a while."""
     blocks = -(-shape.tokens // shape.block_size)  # at most: with context parallelism one covers more tokens
     table = (np.arange(blocks, dtype=np.int32) * 7919) % (blocks * 2 + 1)
@@ -346,19 +349,19 @@ def _links(p: CacheGeometry, d: CacheGeometry, shape: Shape, decision: Decision)
                     total = sums.setdefault((p.worker(stage, rank), d.worker(d_stage, d_rank)), [0, 0])
                     total[0] += count * layers
                     total[1] += size * layers
-    return [Link(*places, *total) for places, total in sorted(sums.items())]
+    return [PairWrites(*places, *total) for places, total in sorted(sums.items())]
 
 
 def _staging(p: CacheGeometry, step_tokens: int) -> int:
     """Return the bytes that a P rank allocates at start by default: slots and the exchange's two buffers."""
-    from vllm_ascend_pd.regroup.parts import Place, slot_bytes  # needs torch, which only an engine's host has
+    from vllm_ascend_pd.regroup.parts import EngineWorld, slot_bytes  # needs torch, which only an engine's host has
 
     config = RegroupConfig()
-    slot = slot_bytes(p, Place(0, p.tp_size, 1, step_tokens))
+    slot = slot_bytes(p, EngineWorld(0, p.tp_size, 1, step_tokens))
     return slot * (config.staging_slots * config.staging_destinations + 2 * _BUFFERS)
 
 
-def _seconds(links: Iterable[Link], gbps: float, descriptor_us: float) -> float:
+def _seconds(links: Iterable[PairWrites], gbps: float, descriptor_us: float) -> float:
     by_rank: dict[int, float] = {}
     for link in links:
         cost = max(link.nbytes / (gbps * 1e9), link.descriptors * descriptor_us * 1e-6)
@@ -367,7 +370,7 @@ def _seconds(links: Iterable[Link], gbps: float, descriptor_us: float) -> float:
 
 
 def _table(
-    p: CacheGeometry, d: CacheGeometry, shape: Shape, decision: Decision, links: list[Link], seconds: float
+    p: CacheGeometry, d: CacheGeometry, shape: PlanInput, decision: Decision, links: list[PairWrites], seconds: float
 ) -> list[str]:
     windows = f" ({len(shape.windowed)} with a window of {shape.window} tokens)" if shape.windowed else ""
     if shape.states is not None:
@@ -405,7 +408,7 @@ def _named(g: CacheGeometry, worker: int) -> str:
     return f"{stage}.{rank}" if len(g.stages) > 1 else str(rank)
 
 
-def _svg(p: CacheGeometry, d: CacheGeometry, links: list[Link], decision: Decision) -> str:
+def _svg(p: CacheGeometry, d: CacheGeometry, links: list[PairWrites], decision: Decision) -> str:
     """Draw two columns of ranks; a line's width grows with its bytes."""
     width, step = 640, 56
     height = step * (max(p.workers, d.workers) + 1)

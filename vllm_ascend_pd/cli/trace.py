@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.transfer:
             print("\n".join(table(trace)))
         if chosen is not None:
-            print("\n".join(picture(trace.way(chosen))))
+            print("\n".join(picture(trace.timeline_of(chosen))))
     return 0
 
 

@@ -201,7 +201,7 @@ class LoadBook:
         """Return the number of blocks of cancelled loads whose writers are not known to be quiet yet."""
         return sum(load.blocks for load in self._loads.values() if load.cancelled)
 
-    def take_step(self, wake: tuple[str, int] | None, engine: CacheGeometry | None) -> DecodeStep:
+    def take_step(self, wake: tuple[str, int] | None, geometry: CacheGeometry | None) -> DecodeStep:
         """Return this step's metadata; the next call starts anew."""
         pending, self._pending = self._pending, _Pending()
         return DecodeStep(
@@ -211,7 +211,7 @@ class LoadBook:
             overs=tuple(pending.overs),
             wake=wake,
             incarnation=self._incarnation,
-            engine=engine if pending.binds else None,
+            geometry=geometry if pending.binds else None,
         )
 
     def _cancel(self, load: _Load, code: str, detail: str) -> None:

@@ -13,6 +13,7 @@ import logging
 import random
 import ssl
 import threading
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Hashable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.decode import answers
 from vllm_ascend_pd.decode.answers import Outcome
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.http.decisions import Failure, post_again
+from vllm_ascend_pd.http.decisions import LegFailure, post_again
 from vllm_ascend_pd.http.httpx_transport import REPEATABLE, SILENCE, Transport
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol import reports
@@ -66,7 +67,7 @@ class _Call:
 class _Failed(Exception):
     """A failed attempt: how it failed, and the error to report."""
 
-    def __init__(self, error: PdError, failure: Failure, retry_after_s: float | None = None) -> None:
+    def __init__(self, error: PdError, failure: LegFailure, retry_after_s: float | None = None) -> None:
         super().__init__(str(error))
         self.error = error
         self.failure = failure
@@ -89,7 +90,7 @@ class MetaserverClient:
         self._report_slots: asyncio.Semaphore | None = None
         self._reports: set[asyncio.Task[None]] = set()
         self._reporting = 0  # reports that wait or are in flight
-        self.repeated = self.reports_taken = self.reports_lost = 0
+        self.counters: Counter[str] = Counter()  # for metrics
 
     # -- any thread
 
@@ -145,7 +146,7 @@ class MetaserverClient:
                 return
             lost = self._reporting >= _MAX_REPORTS
             self._reporting += not lost
-            self.reports_lost += lost
+            self.counters["report_lost"] += lost
         if not lost:
             self._loop.post(self._start_report, url, report)
 
@@ -212,16 +213,15 @@ class MetaserverClient:
 
     async def _report(self, url: str, report: LoadReport) -> None:
         slots = self._report_slots = self._report_slots or asyncio.Semaphore(_REPORTS_AT_ONCE)
-        told = False
+        taken = False
         try:
-            told = await asyncio.wait_for(self._post_report(slots, url, report), _REPORT_S)
+            taken = await asyncio.wait_for(self._post_report(slots, url, report), _REPORT_S)
         except (asyncio.TimeoutError, httpx.HTTPError, OSError) as problem:
             log.debug("the report of %s was not taken: %s", report.transfer, _why(problem))
         finally:
             with self._lock:
                 self._reporting -= 1
-                self.reports_taken += told
-                self.reports_lost += not told
+                self.counters["report_lost"] += not taken
 
     async def _post_report(self, slots: asyncio.Semaphore, url: str, report: LoadReport) -> bool:
         """Post a report; return whether the metaserver took it. It is no failure if the request is unknown there."""
@@ -245,7 +245,7 @@ class MetaserverClient:
                 if delay is None:
                     raise
                 log.info("%s; the POST was not executed, again in %.2f s", failed, delay)
-                self.repeated += 1
+                self.counters["reservation_repeated"] += 1
             await asyncio.sleep(delay)  # outside the slot, so that it delays no other call
 
     def _make_slots(self) -> asyncio.Semaphore:
@@ -276,12 +276,12 @@ class MetaserverClient:
                     return await self._follow(call, answer)
                 return answers.plain(await _bounded(answer))
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as problem:
-            failure = Failure.BROKEN if _untrusted(problem) else Failure.CONNECT
+            failure = LegFailure.BROKEN if _untrusted(problem) else LegFailure.CONNECT
             raise _Failed(PdError("PD-META-002", why=_why(problem)), failure) from problem
         except httpx.TimeoutException as problem:
-            raise _Failed(PdError("PD-META-002", why=_why(problem)), Failure.TIMEOUT) from problem
+            raise _Failed(PdError("PD-META-002", why=_why(problem)), LegFailure.TIMEOUT) from problem
         except (httpx.HTTPError, answers.BadAnswer) as problem:
-            raise _Failed(PdError("PD-META-002", why=_why(problem)), Failure.BROKEN) from problem
+            raise _Failed(PdError("PD-META-002", why=_why(problem)), LegFailure.BROKEN) from problem
 
     async def _follow(self, call: _Call, answer: httpx.Response) -> Outcome:
         """Return the final outcome. Read on to the end of the stream, so that the connection can be used again."""
@@ -356,6 +356,6 @@ async def _bounded(answer: httpx.Response) -> bytes:
 async def _refusal(answer: httpx.Response) -> _Failed:
     body = await _bounded(answer)
     why = answers.reason(body) or answer.reason_phrase
-    failure = Failure.REFUSED if answer.status_code in (429, 503) else Failure.SERVER
+    failure = LegFailure.REFUSED if answer.status_code in (429, 503) else LegFailure.SERVER
     error = PdError("PD-META-003", status=answer.status_code, why=why)
     return _Failed(error, failure, answers.seconds(answer.headers.get("retry-after")))

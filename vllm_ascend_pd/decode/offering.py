@@ -30,6 +30,7 @@ class Offering:
         secrets: Secrets | None,
         loop: LoopThread,
         on_outcome: Callable[[Hashable, Outcome], None],
+        count: Callable[[str], None],
     ) -> None:
         self._loop, self._on_outcome = loop, on_outcome
         self._offers = Offers(timers)
@@ -41,6 +42,7 @@ class Offering:
             secrets=secrets,
             on_message=self._heard,
             on_unreachable=self._unreachable,
+            count=count,
             hears=OF_SCHEDULERS,
         )
 

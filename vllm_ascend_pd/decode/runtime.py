@@ -13,17 +13,18 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from vllm_ascend_pd.channel.listener import Listener
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.core.loads import Loaded, Loads
-from vllm_ascend_pd.decode.verifier import Verifier
+from vllm_ascend_pd.decode.verifier import MemoryVerifier
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import Caches
 from vllm_ascend_pd.errors import PdError, one_line
 from vllm_ascend_pd.metadata import DecodeStep
 from vllm_ascend_pd.observe import trace
+from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.protocol import actions as act
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
@@ -69,10 +70,11 @@ class ReceiveRuntime:
         self._caches, self._device, self._target = caches, device, target
         self._reports: deque[Loaded] = deque()
         self._undrafted = ""  # the last P that was logged for lacking the draft model
+        self.tally = Tally()
         self._ringer = Ringer()
         self._timer: asyncio.TimerHandle | None = None
         self._gate_timer: asyncio.TimerHandle | None = None
-        self._verifier = Verifier(caches, device, site.rank) if config.wire.verify == "full" else None
+        self._verifier = MemoryVerifier(caches, device, site.rank) if config.wire.verify == "full" else None
         self.core = Loads(
             config,
             site.stage,
@@ -92,6 +94,7 @@ class ReceiveRuntime:
             on_message=self._on_message,
             on_gone=self._on_gone,
             on_back=self._on_back,
+            count=lambda reason: self.tally.count("num_side_channel_faults", reason),
         )
         self._loop.post(device.attach_thread)  # gates are polled and transfer engines opened there
         try:
@@ -103,6 +106,10 @@ class ReceiveRuntime:
         self.endpoint = Endpoint(site.advertise_host or bound.host, bound.port)
 
     # -- the engine's thread
+
+    def stats(self) -> dict[str, Any] | None:
+        self.tally.totals("num_protocol_events", self.core.counters)
+        return self.tally.take()
 
     def step(self, step: DecodeStep) -> None:
         """Apply a step's metadata on the loop thread, in the order of the calls."""

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.channel.exposure import UNREACHABLE_REMEDY, unreachable_warning
-from vllm_ascend_pd.decode.core.desk import Desk, Way
+from vllm_ascend_pd.decode.core.requests import LoadRequests, Way
 from vllm_ascend_pd.decode.core.seeds import SeedBook
 from vllm_ascend_pd.decode.decisions import LoadBook, read_ticket
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, Outcome
@@ -123,8 +123,8 @@ class DecodeScheduler(SchedulerRole):
         self._outcomes: deque[tuple[TransferId, Outcome]] = deque()
         self._online: _Online | None = None
         timers = engine.config.timers
-        self._desk = Desk(LoadBook(engine.incarnation), SeedBook(timers.first_token_wait_s, timers.lease_s))
-        self.first_tokens = Seeding(engine, self.tally, vocabulary, self._desk, self, whole=whole)
+        self._requests = LoadRequests(LoadBook(engine.incarnation), SeedBook(timers.first_token_wait_s, timers.lease_s))
+        self.first_tokens = Seeding(engine, self.tally, vocabulary, self._requests, self, whole=whole)
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         geometry = merge_geometries(workers)
@@ -138,7 +138,9 @@ class DecodeScheduler(SchedulerRole):
         doorbell = Doorbell(self._patience.news)
         client = MetaserverClient(self._engine.config.metaserver, loop, self._on_outcome)
         known_as = self._engine.config.timers, self._engine.incarnation, self._engine.secrets
-        offering = Offering(*known_as, loop, self._on_outcome)
+        offering = Offering(
+            *known_as, loop, self._on_outcome, lambda reason: self.tally.count("num_side_channel_faults", reason)
+        )
         wake = doorbell.start(loop, self._engine.host)
         self._online = _Online(geometry, endpoints, loop, client, offering, doorbell, wake)
 
@@ -150,18 +152,18 @@ class DecodeScheduler(SchedulerRole):
             return 0
         self._way(request)
         leaves = self._online.geometry.leaves_last and not self.first_tokens.begins(request)
-        return self._desk.wanted(request.request_id, request.num_prompt_tokens, computed, leaves_last=leaves)
+        return self._requests.wanted(request.request_id, request.num_prompt_tokens, computed, leaves_last=leaves)
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], count: int) -> None:
         """Reserve the blocks that vLLM allocated for `count` tokens; ask the metaserver, router or P for a prefill."""
         online, way = self._online, self._way(request)
         if count <= 0:
-            self._spare(self._desk.spare(request.request_id))
+            self._spare(self._requests.spare(request.request_id))
         if count <= 0 or online is None or way is None:
             return
         deadline = self._engine.config.timers.recv_deadline_s
         groups = online.geometry.tables
-        bind = self._desk.book.reserve(request.request_id, count, blocks, groups, deadline, uuid.uuid4().hex)
+        bind = self._requests.book.reserve(request.request_id, count, blocks, groups, deadline, uuid.uuid4().hex)
         prompt = request.num_prompt_tokens, request_hash(request)
         reservation = bind.reservation(self._engine.model, online.geometry, online.endpoints, *prompt)
         self._asked[request.request_id] = _Asked(way, count, request, bind.first, bind.transfer)
@@ -213,7 +215,7 @@ class DecodeScheduler(SchedulerRole):
                 return None
             return way
 
-        return self._desk.way(request.request_id, read)
+        return self._requests.way(request.request_id, read)
 
     def _read(self, request: Any) -> Way | str | None:
         params = request.kv_transfer_params
@@ -258,25 +260,25 @@ class DecodeScheduler(SchedulerRole):
     def build_step(self) -> DecodeStep:
         self.listen()
         online = self._online
-        return self._desk.book.take_step(*((online.wake, online.geometry) if online is not None else (None, None)))
+        return self._requests.book.take_step(*((online.wake, online.geometry) if online is not None else (None, None)))
 
     def listen(self) -> None:
         """Handle the outcomes that the loop thread has received."""
         while self._outcomes:
             transfer, outcome = self._outcomes.popleft()
-            self._desk.heard(transfer, outcome.kind, outcome.code, outcome.detail)
+            self._requests.heard(transfer, outcome.kind, outcome.code, outcome.detail)
             self.first_tokens.heard(transfer, outcome.first, outcome.code)
 
     def heard(self, news: WorkerNews) -> None:
         self.ended(news.ends)
 
     def ended(self, ends: Iterable[LoadEnd]) -> None:
-        self._desk.book.ended(ends)
+        self._requests.book.ended(ends)
 
     def received(self, request_id: str) -> bool:
         """Record that all workers have reported a request. Return whether it was a load of ours, which is over now."""
         asked = self._asked.get(request_id)
-        received = self._desk.received(time.monotonic(), request_id, starts=self.first_tokens.entered)
+        received = self._requests.received(time.monotonic(), request_id, starts=self.first_tokens.entered)
         if received is None or asked is None:
             return False
         transfer, verdict, code = received.transfer, received.verdict, received.verdict.code
@@ -306,7 +308,7 @@ class DecodeScheduler(SchedulerRole):
             cached=verdict.cached,
         )
         asked.untold = True
-        if not self._desk.seeds.whole(request_id):
+        if not self._requests.seeds.whole(request_id):
             self._report(asked)
         return True
 
@@ -320,7 +322,7 @@ class DecodeScheduler(SchedulerRole):
         return (self.first_tokens,)
 
     def holds(self, request_id: str) -> bool:
-        return self._desk.seeds.holds(request_id) or request_id in self._failing
+        return self._requests.seeds.holds(request_id) or request_id in self._failing
 
     def take_failing(self) -> set[str]:
         failing, self._failing = self._failing, set()
@@ -370,7 +372,7 @@ class DecodeScheduler(SchedulerRole):
 
     def finished(self, request_id: str) -> dict[str, Any] | None:
         """Handle the end of a request. Return the load's part of its answer."""
-        ended = self._desk.finished(request_id)
+        ended = self._requests.finished(request_id)
         self._spare(ended.unwanted)
         if ended.open is not None:
             self._hang_up(ended.open, self._asked[request_id].way)
@@ -383,15 +385,17 @@ class DecodeScheduler(SchedulerRole):
         return answer
 
     def stats(self) -> dict[str, Any] | None:
-        self.tally.level("reservations_open", self._desk.book.open_count())
-        self.tally.level("blocks_quarantined", self._desk.book.fencing_blocks())
+        self.tally.level("reservations_open", self._requests.book.open_count())
+        self.tally.level("blocks_quarantined", self._requests.book.fencing_blocks())
+        if self._online is not None:
+            self.tally.totals("num_protocol_events", self._online.client.counters)
         return self.tally.take()
 
     def open_loads(self) -> int:
-        return self._desk.book.open_count() + self._desk.seeds.held_count()
+        return self._requests.book.open_count() + self._requests.seeds.held_count()
 
     def due_s(self) -> float:
-        return self._desk.seeds.due_s(time.monotonic())
+        return self._requests.seeds.due_s(time.monotonic())
 
     def close(self) -> None:
         """Cancel open calls, so that the metaserver and P learn of it at once. Idempotent."""

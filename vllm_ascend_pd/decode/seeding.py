@@ -9,7 +9,7 @@ import time
 from typing import Any, Protocol
 
 from vllm_ascend_pd import first_token
-from vllm_ascend_pd.decode.core.desk import Desk
+from vllm_ascend_pd.decode.core.requests import LoadRequests
 from vllm_ascend_pd.decode.core.seeds import Wanted
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import RemoteProtocolError
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 TAKEN = "prefill"  # in a report: the first token is P's
 
 
-class Loads(Protocol):
+class LoadRecords(Protocol):
     """The scheduler's records of loads, by request."""
 
     def listen(self) -> None:
@@ -41,7 +41,7 @@ class Loads(Protocol):
         """Return the requests whose load has failed and is still to be failed in vLLM, once."""
 
     def answer(self, request_id: str) -> dict[str, Any] | None:
-        """What the request's answer says of its load."""
+        """Return what a request's answer reports of its load."""
 
 
 class Seeding(first_token.StepHooks):
@@ -53,14 +53,14 @@ class Seeding(first_token.StepHooks):
         engine: Engine,
         tally: Tally,
         vocabulary: int,
-        desk: Desk,
-        loads: Loads,
+        requests: LoadRequests,
+        loads: LoadRecords,
         *,
         whole: bool = False,
     ) -> None:
         super().__init__()
         self._engine, self._tally, self._vocabulary = engine, tally, vocabulary
-        self._desk, self._loads, self._whole = desk, loads, whole
+        self._requests, self._loads, self._whole = requests, loads, whole
         self._proven = False  # vLLM has been seen to call `after`
 
     def off(self, why: str) -> None:
@@ -74,7 +74,7 @@ class Seeding(first_token.StepHooks):
 
         Only P's token can begin there; without it the load has failed. Repeatable.
         """
-        if not (self._whole and self._vocabulary and self._proven and self._desk.tells(request.request_id)):
+        if not (self._whole and self._vocabulary and self._proven and self._requests.tells(request.request_id)):
             return False
         if self.seed_refusal(request) or _produced(request):
             return False
@@ -88,7 +88,7 @@ class Seeding(first_token.StepHooks):
 
         `whole`: the request can begin only with P's token.
         """
-        if not self._vocabulary or not self._desk.seeds_come(request.request_id):
+        if not self._vocabulary or not self._requests.seeds_come(request.request_id):
             return None
         given = first_token.chosen(request) if request.sampling_params is not None else {}
 
@@ -100,33 +100,33 @@ class Seeding(first_token.StepHooks):
 
         produced = _produced(request)
         asked = request.request_id, wanted, produced
-        why = self.seed_refusal(request) or self._desk.ask(*asked, leaves_last=leaves_last)
+        why = self.seed_refusal(request) or self._requests.ask(*asked, leaves_last=leaves_last)
         if why:
             self.unseeded(request.request_id, why)
             return None
         return Seed(sampling.digest(given), given.get("logprobs")), sampling.sent(given)
 
-    def heard(self, transfer: TransferId, told: str | First | None, failed: str) -> None:
+    def heard(self, transfer: TransferId, answer: str | First | None, failed: str) -> None:
         """Handle the last answer of the metaserver (with P's token sealed), or of P itself, or one without a token."""
-        if not self._desk.seeds.asked(transfer):
+        if not self._requests.seeds.asked(transfer):
             return
-        first, why = told if isinstance(told, First) else None, ""
-        if isinstance(told, str) and not failed:
+        first, why = answer if isinstance(answer, First) else None, ""
+        if isinstance(answer, str) and not failed:
             try:
-                first = unseal_first(base64.b64decode(told, validate=True), self._engine.secrets)
+                first = unseal_first(base64.b64decode(answer, validate=True), self._engine.secrets)
             except (ValueError, RemoteProtocolError) as refused:
                 log.warning("transfer %s: its first token is refused: %s", transfer, refused)
                 why = "refused"
-        self._desk.token(transfer, first, failed, why)
+        self._requests.token(transfer, first, failed, why)
 
     def after(self, scheduler: Any, outputs: Any) -> None:
         self._proven = True
         for request_id in sorted(self._loads.take_failing()):
             self._fail(scheduler, outputs, request_id)
-        if not self._desk.seeds.held_count():
+        if not self._requests.seeds.held_count():
             return
         self._loads.listen()
-        for ready in self._desk.seeds.take(time.monotonic()):
+        for ready in self._requests.seeds.take(time.monotonic()):
             request, why = scheduler.requests.get(ready.request_id), ready.why
             if request is None or request.is_finished():
                 first_token.release(scheduler, ready.request_id)

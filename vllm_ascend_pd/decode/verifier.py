@@ -14,7 +14,7 @@ from vllm_ascend_pd.geometry.digest import cache_digest
 from vllm_ascend_pd.metadata import Bind
 
 
-class Verifier:
+class MemoryVerifier:
     """Comparison of D's memory with the contributors' checksums."""
 
     def __init__(self, caches: Caches, device: Device, rank: int) -> None:
@@ -42,6 +42,8 @@ class Verifier:
             for number, value in enumerate(found):
                 # If tokens are divided among ranks, a rank may have none, and receives nothing.
                 if sums.get((index, number), 0) != value:
-                    told = kind.called(number) if sums else "prefill sent no checksums: set verify to full there too"
-                    return f"{name} ({told})"
+                    component = (
+                        kind.called(number) if sums else "prefill sent no checksums: set verify to full there too"
+                    )
+                    return f"{name} ({component})"
         return None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import CacheShape, describe
 from vllm_ascend_pd.engine import Engine, WorkerFacts
 from vllm_ascend_pd.metadata import LoadEnd
-from vllm_ascend_pd.roles import Ended, StepMetadata, WorkerNews, WorkerRole
+from vllm_ascend_pd.roles import EndedRequests, StepMetadata, WorkerNews, WorkerRole
 
 
 class DecodeWorker(WorkerRole):
@@ -52,10 +53,10 @@ class DecodeWorker(WorkerRole):
         if self._runtime is not None and step.decode is not None:
             self._runtime.step(step.decode)
 
-    def ended(self, requests: Iterable[str]) -> Ended:
+    def ended(self, requests: Iterable[str]) -> EndedRequests:
         found = self.reports()
         failed = [report for report in found if not report.ok]
-        return Ended(
+        return EndedRequests(
             received=frozenset(report.request_id for report in found),
             failed=frozenset(report.request_id for report in failed),
             invalid_blocks=frozenset(block for report in failed for block in report.blocks),
@@ -69,6 +70,9 @@ class DecodeWorker(WorkerRole):
     def news(self) -> WorkerNews:
         ends, self._ends = self._ends, []
         return WorkerNews(ends=frozenset(ends))
+
+    def stats(self) -> dict[str, Any] | None:
+        return None if self._runtime is None else self._runtime.stats()
 
     def close(self) -> None:
         if self._runtime is not None:

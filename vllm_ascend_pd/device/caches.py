@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.geometry.layout import CacheGeometry, Group, Kind, Region, executed, in_one_word, section_of
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Group, LayerKind, Region, executed, in_one_word, section_of
 from vllm_ascend_pd.geometry.states import PACKING, Recurrent
 
 
@@ -129,7 +129,7 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
         drafter=shape.drafter,
         drafts=tuple(name for name in layers if name in shape.drafts),
         others=tuple(
-            Kind(heads, dtype, packing, regions, tuple(names), group)
+            LayerKind(heads, dtype, packing, regions, tuple(names), group)
             for (heads, dtype, packing, regions, group), names in list(kinds.items())[1:]
         ),
         groups=shape.groups,
@@ -284,7 +284,7 @@ def _check_blocks_apart(layers: Mapping[str, tuple[int, Sequence[torch.Tensor]]]
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Where the blocks of a tensor begin, and how many bytes each covers."""
+    """Offsets of the blocks of a tensor, and the bytes of each."""
 
     begin: int
     stride: int

@@ -65,7 +65,7 @@ class Dealt(msgspec.Struct, frozen=True):
         return block, inside // (self.world * self.interleave) * self.interleave + inside % self.interleave
 
 
-class Shared(msgspec.Struct, frozen=True, eq=False):
+class SharedRuns(msgspec.Struct, frozen=True, eq=False):
     """Runs of tokens that a rank of P and a rank of D both hold, in prompt order, with their places on both sides."""
 
     count: Ints  # tokens of each run
@@ -75,7 +75,7 @@ class Shared(msgspec.Struct, frozen=True, eq=False):
     d_token: Ints
 
 
-def shared(p: Dealt, p_rank: int, d: Dealt, d_rank: int, first: int, end: int) -> Shared:
+def shared(p: Dealt, p_rank: int, d: Dealt, d_rank: int, first: int, end: int) -> SharedRuns:
     """Return the tokens of [first, end) that both ranks hold.
 
     The work is proportional to the runs that are found, not to the prompt's length times the worlds.
@@ -83,14 +83,14 @@ def shared(p: Dealt, p_rank: int, d: Dealt, d_rank: int, first: int, end: int) -
     start, count = _period(p, p_rank, d, d_rank)
     period = math.lcm(p.covers, d.covers)
     if not len(start) or end <= first:
-        return Shared(*(np.empty(0, dtype=np.int64),) * 5)
+        return SharedRuns(*(np.empty(0, dtype=np.int64),) * 5)
     rounds = np.arange(first // period, -(-end // period), dtype=np.int64)
     lo = (rounds[:, None] * period + start).ravel()
     hi = lo + np.tile(count, len(rounds))
     lo, hi = np.clip(lo, first, end), np.clip(hi, first, end)
     some = hi > lo
     lo, hi = lo[some], hi[some]
-    return Shared(hi - lo, *p.places(lo), *d.places(lo))
+    return SharedRuns(hi - lo, *p.places(lo), *d.places(lo))
 
 
 def contributors(p: Dealt, d: Dealt, d_rank: int) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ def cache_digest(
     """Return the sums over `heads` x `tokens` in this rank's cache, by region.
 
     With `peer` (the peer's division of tokens, and a part of it) only tokens of that part count. `memory(region)` is a
-    flat view from the region's base; `blocks[0]` holds block index `first_block` of the prompt. P passes a `Part` of
+    flat view from the region's base; `blocks[0]` holds block index `first_block` of the prompt. P passes a `Delivery` of
     its plan and its table from token 0. D passes its own heads, the tokens that it wants, and the reservation's table.
     """
     size, dealt, part = geometry.block_size, geometry.dealt, geometry.ranks.part(rank)

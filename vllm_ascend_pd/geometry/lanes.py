@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The heads that P ranks send to each other when they regroup for a D rank."""
+"""Lanes of an exchange: for a D rank, the heads that P ranks send to the ranks that own its tokens."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from vllm_ascend_pd.geometry.shard import Shares, head_shares, owner_shares
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """One D rank of a layout: the P ranks that own its tokens, and the heads that each owner gets from each source."""
+    """One D rank of a layout: the P ranks that own its tokens, and the heads that each owner gets from each sender."""
 
     d_rank: int
     held: range  # heads of the D rank
     owners: Shares
-    feeds: dict[int, dict[int, range]]  # owner -> source -> heads
+    feeds: dict[int, dict[int, range]]  # owner -> sender -> heads
 
 
 def lane_of(p: CacheGeometry, d: CacheGeometry, d_rank: int) -> Lane:
@@ -26,15 +26,15 @@ def lane_of(p: CacheGeometry, d: CacheGeometry, d_rank: int) -> Lane:
     for owner in owners.ranks:
         heads: dict[int, list[int]] = {}
         for head in held:
-            heads.setdefault(_source(p, d, d_rank, owner, head), []).append(head)
-        feeds[owner] = {source: range(some[0], some[-1] + 1) for source, some in heads.items()}
+            heads.setdefault(_sender(p, d, d_rank, owner, head), []).append(head)
+        feeds[owner] = {sender: range(some[0], some[-1] + 1) for sender, some in heads.items()}
     return Lane(d_rank, held, owners, feeds)
 
 
-def _source(p: CacheGeometry, d: CacheGeometry, d_rank: int, owner: int, head: int) -> int:
+def _sender(p: CacheGeometry, d: CacheGeometry, d_rank: int, owner: int, head: int) -> int:
     """Return the rank that sends `head` to `owner`: the owner itself if it holds the head.
 
-    Of several replicas it is the one at the place that the owner has among its own replicas, so that all send alike.
+    If several ranks hold the head, the owners are spread over them in order, so that each sends about as much.
     """
     own = max(p.head_range(owner).start, d.head_range(d_rank).start)
     peers = head_shares(p, d, d_rank, own).ranks

@@ -98,7 +98,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
         return max(first, max(0, end - self.n + 1) // self.block_size * self.block_size)
 
 
-class Kind(msgspec.Struct, frozen=True, array_like=True):
+class LayerKind(msgspec.Struct, frozen=True, array_like=True):
     """Layers that differ from the first kind, which is in the fields of `CacheGeometry` itself."""
 
     kv_heads: Annotated[int, msgspec.Meta(ge=1, le=65536)]
@@ -162,7 +162,7 @@ class CacheGeometry(msgspec.Struct, frozen=True):
     stages: Annotated[tuple[Stage, ...], msgspec.Meta(max_length=1024)]  # layer names by pipeline stage
     drafter: Name = ""  # name of the draft model; empty without one, or if it has no cache
     drafts: Stage = ()  # layers of the draft model, which are in `stages` too
-    others: Annotated[tuple[Kind, ...], msgspec.Meta(max_length=MAX_KINDS)] = ()
+    others: Annotated[tuple[LayerKind, ...], msgspec.Meta(max_length=MAX_KINDS)] = ()
     groups: Annotated[tuple[Group, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
     group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)] = 0
     dcp: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1

@@ -109,8 +109,8 @@ def range_fault(d: CacheGeometry, first: int, end: int, *blocks: int) -> str:
 def _regions(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
     ours, theirs = ([region.name for region in side.regions] for side in (p, d))
     if ours != theirs:
-        told = [", ".join(map(side.called, range(len(side.regions)))) for side in (p, d)]
-        return [Mismatch("regions", *told)]
+        detail = [", ".join(map(side.called, range(len(side.regions)))) for side in (p, d)]
+        return [Mismatch("regions", *detail)]
     found = []
     for index, (a, b) in enumerate(zip(p.regions, d.regions, strict=True)):
         if a.opaque != b.opaque:
@@ -121,8 +121,8 @@ def _regions(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
 
 
 def _divided(side: CacheGeometry) -> str:
-    told = "not to be told apart" if side.opaque else f"in runs of {side.dealt.run}"
-    return f"{side.block_size} on each of {side.ranks.world} parts, {told}"
+    detail = "not to be told apart" if side.opaque else f"in runs of {side.dealt.run}"
+    return f"{side.block_size} on each of {side.ranks.world} parts, {detail}"
 
 
 def _axis(region: Region) -> str:

@@ -20,7 +20,7 @@ Ints = npt.NDArray[np.int64]
 GRANULE_BYTES = 32 << 10
 
 
-def most_heads(geometry: CacheGeometry) -> int:
+def max_heads(geometry: CacheGeometry) -> int:
     """Return the number of heads on the rank that holds most."""
     return geometry.kv_heads if geometry.only >= 0 else -(-geometry.kv_heads // geometry.tp_size)
 
@@ -29,7 +29,7 @@ def granule(d: CacheGeometry) -> int:
     """Return the smallest run of tokens that is worth a write of its own on D's side."""
     if d.ranks.world > 1:  # a cut inside a block would cut the part of every rank
         return d.covers
-    one_head = most_heads(d) == 1
+    one_head = max_heads(d) == 1
     if any(region.opaque or not (one_head or region.token_stride > region.head_stride) for region in d.regions):
         return d.block_size
     size = d.block_size
@@ -39,7 +39,7 @@ def granule(d: CacheGeometry) -> int:
     return size
 
 
-class Line:
+class TokenLine:
     """Token ranges [lo, hi) of a step's jobs, end to end, and its cuts."""
 
     def __init__(self, lo: Ints, hi: Ints, block_size: int, granule_tokens: int) -> None:

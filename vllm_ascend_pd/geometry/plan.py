@@ -19,7 +19,7 @@ from vllm_ascend_pd.geometry.coalesce import Ints, Spans, merged
 from vllm_ascend_pd.geometry.context import shared
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Ranks, Region
 from vllm_ascend_pd.geometry.match import require_match
-from vllm_ascend_pd.geometry.ownership import Line, granule
+from vllm_ascend_pd.geometry.ownership import TokenLine, granule
 from vllm_ascend_pd.geometry.runs import Grid, Pattern, Tables, dealt_grid, grid
 from vllm_ascend_pd.geometry.shard import Shares, destinations, head_shares
 
@@ -69,7 +69,7 @@ class Job(msgspec.Struct, frozen=True, eq=False):
     instance: int = 0  # distinguishes D instances of equal geometry
 
 
-class Part(msgspec.Struct, frozen=True):
+class Delivery(msgspec.Struct, frozen=True):
     """Cells that one P rank must deliver to one D rank for a job: these heads at tokens [lo, hi).
 
     If ranks divide the tokens, only those that both ranks hold are meant.
@@ -84,7 +84,7 @@ class JobPlan(msgspec.Struct, eq=False):
     """One job's spans by D rank, one `Spans` per region. D ranks that get nothing in this step are absent."""
 
     by_rank: dict[int, tuple[Spans, ...]]
-    parts: dict[int, Part]
+    deliveries: dict[int, Delivery]
 
     def nbytes(self, d_rank: int) -> int:
         return sum(spans.nbytes for spans in self.by_rank.get(d_rank, ()))
@@ -126,15 +126,15 @@ class StepPlanner:
         self._rank = rank
         self._routes: dict[Layout, _Route] = {}
 
-    def plan(self, jobs: Sequence[Job], rotation: int = 0) -> list[JobPlan]:
-        """Return the plans in the order of `jobs`. `rotation` is the step's sequence number, equal on all ranks."""
+    def plan(self, jobs: Sequence[Job], step_number: int = 0) -> list[JobPlan]:
+        """Return the plans in the order of `jobs`. `step_number` is the step's sequence number, equal on all ranks."""
         plans = [JobPlan({}, {}) for _ in jobs]
         for layout, members in by_layout(jobs).items():
             some = [jobs[index] for index in members]
             route = self._route(layout, some[0].d)
             line = line_of(some, route.granule)
             for target in route.targets:
-                shares = target.shares.rotated(rotation)
+                shares = target.shares.rotated(step_number)
                 lo, hi = line.owned(shares, self._rank)
                 self._fill(plans, jobs, members, target, lo, hi)
         return plans
@@ -203,7 +203,7 @@ class StepPlanner:
             cut = [spans.part(ends, index) for spans, ends in groups]
             plan = plans[job]
             plan.by_rank[target.d_rank] = tuple([cut[one] for one in which])
-            plan.parts[target.d_rank] = Part(begin, end, heads)
+            plan.deliveries[target.d_rank] = Delivery(begin, end, heads)
 
 
 def by_layout(jobs: Sequence[Job]) -> dict[Layout, list[int]]:
@@ -218,7 +218,7 @@ def by_layout(jobs: Sequence[Job]) -> dict[Layout, list[int]]:
     return found
 
 
-def line_of(jobs: Sequence[Job], granule_tokens: int) -> Line:
+def line_of(jobs: Sequence[Job], granule_tokens: int) -> TokenLine:
     count = len(jobs)
     lo = np.fromiter((job.lo for job in jobs), np.int64, count)
     hi = np.fromiter((job.hi for job in jobs), np.int64, count)
@@ -227,7 +227,7 @@ def line_of(jobs: Sequence[Job], granule_tokens: int) -> Line:
     d = jobs[0].d
     if d.opaque and (lo[hi > lo] % d.block_size).any():
         raise LocalProtocolError("a job starts inside a block whose token axis is opaque")
-    return Line(lo, hi, d.covers, granule_tokens)
+    return TokenLine(lo, hi, d.covers, granule_tokens)
 
 
 def p_tables(jobs: Sequence[Job], block_size: int) -> Tables:

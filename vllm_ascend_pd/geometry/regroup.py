@@ -32,8 +32,8 @@ from vllm_ascend_pd.geometry.images import (
 from vllm_ascend_pd.geometry.lanes import Lane, lane_of
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.match import require_match
-from vllm_ascend_pd.geometry.ownership import Line, granule
-from vllm_ascend_pd.geometry.plan import Job, Layout, Part, by_layout, line_of
+from vllm_ascend_pd.geometry.ownership import TokenLine, granule
+from vllm_ascend_pd.geometry.plan import Delivery, Job, Layout, by_layout, line_of
 
 _CACHED_ROUTES = 256
 
@@ -42,7 +42,7 @@ class Slot(msgspec.Struct, frozen=True, eq=False):
     """Data that this rank owns for one D rank of one instance, staged in one piece of `nbytes` bytes.
 
     `own` gathers from this rank's cache, `received` assembles from the receive buffer; together they fill the slot.
-    `writes` and `parts` are by job index. The writes of a job may be left out: no other job needs its bytes.
+    `writes` and `deliveries` are by job index. The writes of a job may be left out: no other job needs its bytes.
     """
 
     instance: int
@@ -51,7 +51,7 @@ class Slot(msgspec.Struct, frozen=True, eq=False):
     own: Rows
     received: Rows
     writes: dict[int, tuple[Spans, ...]]
-    parts: dict[int, Part]
+    deliveries: dict[int, Delivery]
 
 
 class RegroupPlan(msgspec.Struct, frozen=True, eq=False):
@@ -101,22 +101,22 @@ class _Flow(msgspec.Struct, frozen=True, eq=False):
     lane: Lane
     d: CacheGeometry
     members: list[int]  # indices of the line's jobs in the step
-    line: Line
+    line: TokenLine
     intervals: dict[int, tuple[int, int]]
     head_bytes: dict[int, int]
 
 
 class RegroupPlanner:
-    """Planner of one P rank's exchanges. All ranks of the group must call it with the same jobs and rotation."""
+    """Planner of one P rank's exchanges. All ranks of the group must call it with the same jobs and step_number."""
 
     def __init__(self, p: CacheGeometry, rank: int) -> None:
         self._p = p
         self._rank = rank
         self._routes: dict[Layout, _Route] = {}
 
-    def plan(self, jobs: Sequence[Job], rotation: int = 0) -> RegroupPlan:
-        """Return the plan of one step or sub-step. `rotation` is its sequence number."""
-        flows = self._flows(jobs, rotation)
+    def plan(self, jobs: Sequence[Job], step_number: int = 0) -> RegroupPlan:
+        """Return the plan of one step or sub-step. `step_number` is its sequence number."""
+        flows = self._flows(jobs, step_number)
         matrix, through = self._matrix(flows)
         sent = np.cumsum(matrix[self._rank]) - matrix[self._rank]
         received = np.cumsum(matrix[:, self._rank]) - matrix[:, self._rank]
@@ -142,12 +142,12 @@ class RegroupPlanner:
                 slots.extend(_of_other_heads(slot, flow.lane.d_rank, heads, p_head) for slot in like)
         return RegroupPlan(self._rank, matrix, _stacked(send, len(CACHE_ROW)), tuple(slots))
 
-    def room(self, jobs: Sequence[Job], rotation: int = 0, enough: int = 0) -> Room:
+    def room(self, jobs: Sequence[Job], step_number: int = 0, enough: int = 0) -> Room:
         """Return the most that the step needs on any rank.
 
         A slot counts with an upper bound if that is at most `enough`; only a larger one is computed exactly.
         """
-        flows = self._flows(jobs, rotation)
+        flows = self._flows(jobs, step_number)
         matrix, _ = self._matrix(flows)
         slot = 0
         for flow in flows:
@@ -169,14 +169,14 @@ class RegroupPlanner:
             route = self._routes[layout] = _Route(granule(d), lanes)
         return route
 
-    def _flows(self, jobs: Sequence[Job], rotation: int) -> list[_Flow]:
+    def _flows(self, jobs: Sequence[Job], step_number: int) -> list[_Flow]:
         flows = []
         for layout, members in by_layout(jobs).items():
             d = jobs[members[0]].d
             route = self._route(layout, d)
             line = line_of([jobs[index] for index in members], route.granule)
             for lane in route.lanes:
-                shares = lane.owners.rotated(rotation)
+                shares = lane.owners.rotated(step_number)
                 cuts = line.cuts(shares)
                 blocks = line.blocks_before(cuts) if d.opaque else cuts
                 size = np.zeros(len(shares.ranks), dtype=np.int64)
@@ -263,12 +263,12 @@ class RegroupPlanner:
             image = Image(len(held), feed[source].start - held.start, len(feed[source]))
             received.append(buffer_rows(d, segments, regions, begin, image, len(held)))
         by_region = [(spans, ends.tolist()) for spans, ends in slot_spans(d, segments, begin, len(held))]
-        writes, parts = {}, {}
+        writes, deliveries = {}, {}
         for index, member in enumerate(members):
             writes[member] = tuple(spans.part(ends, index) for spans, ends in by_region)
-            parts[member] = Part(int(segments.lo[index]), int(segments.hi[index]), (held.start, held.stop))
+            deliveries[member] = Delivery(int(segments.lo[index]), int(segments.hi[index]), (held.start, held.stop))
         rows = _stacked(received, len(BUFFER_ROW))
-        return Slot(segments.jobs[0].instance, lane.d_rank, int(end[0]), own, rows, writes, parts)
+        return Slot(segments.jobs[0].instance, lane.d_rank, int(end[0]), own, rows, writes, deliveries)
 
 
 def _of_other_heads(slot: Slot, d_rank: int, held: range, p_head: int) -> Slot:
@@ -276,8 +276,8 @@ def _of_other_heads(slot: Slot, d_rank: int, held: range, p_head: int) -> Slot:
     own = slot.own.copy()
     own[:, CACHE_ROW.index("head")] = p_head
     heads = held.start, held.stop
-    parts = {job: Part(part.lo, part.hi, heads) for job, part in slot.parts.items()}
-    return msgspec.structs.replace(slot, d_rank=d_rank, own=own, parts=parts)
+    deliveries = {job: Delivery(old.lo, old.hi, heads) for job, old in slot.deliveries.items()}
+    return msgspec.structs.replace(slot, d_rank=d_rank, own=own, deliveries=deliveries)
 
 
 def _segments(
@@ -319,7 +319,7 @@ def _fullest(flow: _Flow, jobs: Sequence[Job], owner: int, instances: Ints) -> i
 
 def slot_segments(slot: Slot, jobs: Sequence[Job]) -> tuple[list[int], Segments]:
     """Return the job indices of a slot in the order of its images, and their token ranges."""
-    members = list(slot.parts)
-    lo = np.array([part.lo for part in slot.parts.values()], dtype=np.int64)
-    hi = np.array([part.hi for part in slot.parts.values()], dtype=np.int64)
+    members = list(slot.deliveries)
+    lo = np.array([one.lo for one in slot.deliveries.values()], dtype=np.int64)
+    hi = np.array([one.hi for one in slot.deliveries.values()], dtype=np.int64)
     return members, Segments(tuple(jobs[member] for member in members), lo, hi)

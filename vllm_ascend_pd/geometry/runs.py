@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.coalesce import Ints, Spans
-from vllm_ascend_pd.geometry.context import Shared
+from vllm_ascend_pd.geometry.context import SharedRuns
 from vllm_ascend_pd.geometry.layout import Region
 
 
@@ -67,7 +67,7 @@ def grid(lo: Ints, hi: Ints, src: Tables, dst: Tables) -> Grid:
     return Grid(tokens, *sides[0], *sides[1], count, ends)
 
 
-def dealt_grid(found: Sequence[Shared], src: Tables, dst: Tables) -> tuple[Ints, Grid]:
+def dealt_grid(found: Sequence[SharedRuns], src: Tables, dst: Tables) -> tuple[Ints, Grid]:
     """Return the indices of jobs with tokens that both ranks hold, and these runs of tokens as chunks."""
     counts = np.array([len(one.count) for one in found], dtype=np.int64)
     some = np.flatnonzero(counts)

@@ -32,9 +32,9 @@ class Shares(msgspec.Struct, frozen=True):
     def total(self) -> int:
         return sum(self.weights)
 
-    def rotated(self, rotation: int) -> Shares:
+    def rotated(self, step_number: int) -> Shares:
         """Return the same shares, starting with another rank, so that no rank always gets what rounding leaves over."""
-        turn = rotation % len(self.ranks)
+        turn = step_number % len(self.ranks)
         return Shares(self.ranks[turn:] + self.ranks[:turn], self.weights[turn:] + self.weights[:turn])
 
 

@@ -25,7 +25,7 @@ MAMBA2, DELTA_NET = "mamba2", "gated delta net"
 PACKING = "state"
 
 
-class Piece(msgspec.Struct, frozen=True):
+class StateRegion(msgspec.Struct, frozen=True):
     """A region of a section: `cell_bytes` of each head, from `offset` on in the state with index `state`."""
 
     name: str
@@ -35,12 +35,12 @@ class Piece(msgspec.Struct, frozen=True):
     dtype: str
 
 
-class Section(msgspec.Struct, frozen=True):
+class StateSection(msgspec.Struct, frozen=True):
     """Parts of a layer's states that have the same heads."""
 
     name: str
     heads: int  # in the whole model; if there are fewer than ranks, each rank has one
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StateRegion, ...]
 
 
 class Recurrent(msgspec.Struct, frozen=True):
@@ -59,7 +59,7 @@ class Recurrent(msgspec.Struct, frozen=True):
         """Bytes of each state."""
         return tuple(math.prod(shape) * size for shape, size in zip(self.shapes, self.sizes, strict=True))
 
-    def sections(self, layer: str, tp: int) -> tuple[Section, ...]:
+    def sections(self, layer: str, tp: int) -> tuple[StateSection, ...]:
         """Return the layer's sections. Raise PD-GEO-003 for shapes that do not add up."""
         if len(self.shapes) != 2 or len(self.shapes[0]) != 2 or len(self.shapes[1]) != 3:
             raise ConfigError("PD-GEO-003", layer=layer, why=f"states of shapes {self.shapes}")
@@ -75,12 +75,14 @@ class Recurrent(msgspec.Struct, frozen=True):
             why = f"a convolution over {dim} values does not fit {heads} heads of {head} and states of {state}"
             raise ConfigError("PD-GEO-003", layer=layer, why=why)
         size = self.sizes[1]
-        matrices = Piece("recurrence", 1, 0, head * state * size, self.dtypes[1])
+        matrices = StateRegion("recurrence", 1, 0, head * state * size, self.dtypes[1])
         if self.recurrence == DELTA_NET:
             q, k, v = self._rows((("q", beside, state), ("k", beside, state), ("v", heads, head)), dim)
-            return Section("keys", beside * tp, q + k), Section("values", heads * tp, (*v, matrices))
+            return StateSection("keys", beside * tp, q + k), StateSection("values", heads * tp, (*v, matrices))
         x, b, c = self._rows((("x", heads, head), ("B", beside, state), ("C", beside, state)), dim)
-        return Section("heads", heads * tp, (*x, matrices)), Section("groups", self._groups(layer, beside, tp), b + c)
+        return StateSection("heads", heads * tp, (*x, matrices)), StateSection(
+            "groups", self._groups(layer, beside, tp), b + c
+        )
 
     def _groups(self, layer: str, local: int, tp: int) -> int:
         """Return the model's number of groups. One group per rank may be the same one on all ranks, or one of `tp`."""
@@ -91,17 +93,19 @@ class Recurrent(msgspec.Struct, frozen=True):
             raise ConfigError("PD-GEO-003", layer=layer, why=why)
         return self.groups
 
-    def _rows(self, parts: Sequence[tuple[str, int, int]], dim: int) -> list[tuple[Piece, ...]]:
+    def _rows(self, parts: Sequence[tuple[str, int, int]], dim: int) -> list[tuple[StateRegion, ...]]:
         """Return the pieces of the convolution's state by part; a part has a name, heads, and values of a head."""
         size, dtype, begin = self.sizes[0], self.dtypes[0], 0
-        found: list[tuple[Piece, ...]] = []
+        found: list[tuple[StateRegion, ...]] = []
         rows = self.shapes[0][1] if self.dim_first else self.shapes[0][0] - self.drafted
         for name, heads, values in parts:
             cell = values * size
             if self.dim_first:
-                found.append((Piece(f"conv.{name}", 0, begin * rows * size, cell * rows, dtype),))
+                found.append((StateRegion(f"conv.{name}", 0, begin * rows * size, cell * rows, dtype),))
             else:
                 at = [(row * dim + begin) * size for row in range(rows)]
-                found.append(tuple(Piece(f"conv.{name}.{i}", 0, offset, cell, dtype) for i, offset in enumerate(at)))
+                found.append(
+                    tuple(StateRegion(f"conv.{name}.{i}", 0, offset, cell, dtype) for i, offset in enumerate(at))
+                )
             begin += heads * values
         return found

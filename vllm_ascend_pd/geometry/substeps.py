@@ -23,7 +23,7 @@ class SubStep(msgspec.Struct, frozen=True, eq=False):
 
     jobs: list[Job]
     members: list[int]
-    rotation: int
+    step_number: int
 
 
 def room_for_a_block(p: CacheGeometry, d: CacheGeometry) -> Room:
@@ -45,7 +45,7 @@ def room_for_a_block(p: CacheGeometry, d: CacheGeometry) -> Room:
 
 
 def sub_steps(
-    planner: RegroupPlanner, jobs: Sequence[Job], slot_bytes: int, buffer_bytes: int, rotation: int = 0
+    planner: RegroupPlanner, jobs: Sequence[Job], slot_bytes: int, buffer_bytes: int, step_number: int = 0
 ) -> list[SubStep]:
     """Cut the step into few sub-steps, in each of which no slot and no buffer of any rank overflows.
 
@@ -56,8 +56,8 @@ def sub_steps(
     cut: list[SubStep] = []
 
     def fits(stop: int) -> bool:
-        part = _part(jobs, blocks, at, stop, rotation + len(cut))
-        need = planner.room(part.jobs, part.rotation, slot_bytes)
+        part = _part(jobs, blocks, at, stop, step_number + len(cut))
+        need = planner.room(part.jobs, part.step_number, slot_bytes)
         return need.slot <= slot_bytes and max(need.send, need.receive) <= buffer_bytes
 
     at = 0
@@ -67,7 +67,7 @@ def sub_steps(
             raise LocalProtocolError(
                 f"one D block does not fit a slot of {slot_bytes} and buffers of {buffer_bytes} bytes"
             )
-        cut.append(_part(jobs, blocks, at, stop, rotation + len(cut)))
+        cut.append(_part(jobs, blocks, at, stop, step_number + len(cut)))
         at = stop
     return cut
 
@@ -87,7 +87,7 @@ def _last_that_fits(fits: Callable[[int], bool], at: int, total: int) -> int:
     return low
 
 
-def _part(jobs: Sequence[Job], blocks: Sequence[int], begin: int, stop: int, rotation: int) -> SubStep:
+def _part(jobs: Sequence[Job], blocks: Sequence[int], begin: int, stop: int, step_number: int) -> SubStep:
     """Return a sub-step of the step's D blocks number `begin` to `stop`, counted over its jobs."""
     some: list[Job] = []
     members: list[int] = []
@@ -104,4 +104,4 @@ def _part(jobs: Sequence[Job], blocks: Sequence[int], begin: int, stop: int, rot
             job = Job(job.d, job.first, lo, hi, job.p_blocks, job.d_blocks, job.instance)  # noqa: PLW2901
         some.append(job)
         members.append(index)
-    return SubStep(some, members, rotation)
+    return SubStep(some, members, step_number)

@@ -8,7 +8,7 @@ from enum import Enum
 from vllm_ascend_pd.shared.backoff import Backoff
 
 
-class Failure(Enum):
+class LegFailure(Enum):
     """Way in which an attempt or an exchange with an engine failed; see `NOT_EXECUTED` too."""
 
     CONNECT = "connect"  # no connection, so nothing was sent
@@ -23,11 +23,11 @@ class Failure(Enum):
 
 
 # Failures after which work counts as not executed.
-NOT_EXECUTED = frozenset({Failure.CONNECT, Failure.REFUSED, Failure.OURS})
+NOT_EXECUTED = frozenset({LegFailure.CONNECT, LegFailure.REFUSED, LegFailure.OURS})
 
 
 def post_again(
-    failure: Failure, attempt: int, left_s: float, retry_after_s: float | None, rand: float, backoff: Backoff
+    failure: LegFailure, attempt: int, left_s: float, retry_after_s: float | None, rand: float, backoff: Backoff
 ) -> float | None:
     """Return the delay before D repeats its POST, or None. Only a POST that surely was not executed is repeated."""
     if failure not in NOT_EXECUTED:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import httptools
 
-from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.decisions import LegFailure
 from vllm_ascend_pd.http.gathered import Gathered, Payload, cut, length
 from vllm_ascend_pd.http.within import within
 
@@ -54,13 +54,13 @@ def _perhaps_read(problem: UpstreamError) -> UpstreamError:
 
     This does not count as a failure to connect: the engine may have read the request, and begun.
     """
-    return UpstreamError(Failure.BROKEN, f"it closed the connection, and then: {problem.why}")
+    return UpstreamError(LegFailure.BROKEN, f"it closed the connection, and then: {problem.why}")
 
 
 class UpstreamError(Exception):
     """A failed exchange with an engine; `failure` says how far it may have got."""
 
-    def __init__(self, failure: Failure, why: str) -> None:
+    def __init__(self, failure: LegFailure, why: str) -> None:
         super().__init__(why)
         self.failure = failure
         self.why = why
@@ -119,7 +119,7 @@ class Reply:
             if self._ended:
                 return b""
             if self._connection is not None:
-                self._connection.wait(timeout_s or self._idle_s)
+                self._connection.limit_silence(timeout_s or self._idle_s)
             self._waiter = self._loop.create_future()
             await self._waiter
         pieces, self._pieces = self._pieces, []
@@ -133,19 +133,19 @@ class Reply:
         return bytes(await self.whole(most, timeout_s))
 
     async def whole(self, most: int, timeout_s: float | None = None) -> bytes | memoryview:
-        """Do the same for a body that may be long: it is never copied as a whole."""
+        """Return the rest of a body that may be long, without copying it as a whole. Raise as `rest` does."""
         gathered = Gathered(most)
         while piece := await self.read(timeout_s):
             try:
                 gathered.add(piece)
             except ValueError:
-                raise UpstreamError(Failure.BROKEN, "its answer is too large") from None
+                raise UpstreamError(LegFailure.BROKEN, "its answer is too large") from None
             except OSError as problem:
-                raise UpstreamError(Failure.OURS, f"no memory for its answer: {problem}") from problem
+                raise UpstreamError(LegFailure.OURS, f"no memory for its answer: {problem}") from problem
         return gathered.whole()
 
     def close(self) -> None:
-        """Cut the connection, unless the answer has ended. To the engine the client has left."""
+        """Cut the connection, unless the answer has ended. The engine sees its client disconnect."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
@@ -174,10 +174,10 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pool: _Pool, idle_s: float) -> None:
         self.loop = loop
-        self._due, self._hurried = 0.0, math.inf
+        self._due, self._soon_by = 0.0, math.inf
         self.idle_since = 0.0
         self._pool = pool
-        self._idle_s = self._patience_s = idle_s
+        self._idle_s = self._silence_s = idle_s
         self._transport: asyncio.Transport | None = None
         self._head: asyncio.Future[Reply] | None = None
         self._reply: Reply | None = None
@@ -196,9 +196,9 @@ class _Connection(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             raise _Stale
         self._parser = httptools.HttpResponseParser(self)
-        self._status_seen, self._headers, self._head_size = False, [], 0
+        self._headers, self._head_size = [], 0
         self._bodiless, self._heard, self._until_close, self._unread = bodiless, False, False, 0
-        self._due, self._hurried = self.loop.time() + timeout_s, math.inf
+        self._due, self._soon_by = self.loop.time() + timeout_s, math.inf
         self._head = self.loop.create_future()
         self._pool.busy[self] = None
         self._unsent.extend(data)
@@ -213,27 +213,27 @@ class _Connection(asyncio.Protocol):
             if self._unsent and not self._full:
                 self._sending = self.loop.call_soon(self._send_on)
 
-    def wait(self, patience_s: float) -> None:
+    def limit_silence(self, silence_s: float) -> None:
         """Fail from now on after a silence of this length."""
-        self._patience_s = patience_s
-        self._due = self.loop.time() + patience_s
+        self._silence_s = silence_s
+        self._due = self.loop.time() + silence_s
 
     @property
     def deadline(self) -> float:
         """Time at which the connection fails: never while reading is paused, as the engine cannot be heard then."""
-        return math.inf if self._paused else min(self._due, self._hurried)
+        return math.inf if self._paused else min(self._due, self._soon_by)
 
-    def hurry(self, patience_s: float) -> None:
-        """Fail after a silence of this length, until something arrives or `calm` is called."""
-        self._hurried = min(self._hurried, self.loop.time() + patience_s)
+    def expect_soon(self, silence_s: float) -> None:
+        """Fail after a silence of this length, until something arrives or `expect_no_more` is called."""
+        self._soon_by = min(self._soon_by, self.loop.time() + silence_s)
 
-    def calm(self) -> None:
-        self._hurried = math.inf
+    def expect_no_more(self) -> None:
+        self._soon_by = math.inf
 
     def resume(self) -> None:
         if self._paused and self._transport is not None:
-            self._paused, self._due = False, self.loop.time() + self._patience_s
-            self._hurried = math.inf  # nothing was read meanwhile, so it was not silent
+            self._paused, self._due = False, self.loop.time() + self._silence_s
+            self._soon_by = math.inf  # nothing was read meanwhile, so it was not silent
             self._transport.resume_reading()
 
     def abort(self) -> None:
@@ -243,8 +243,8 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def expire(self) -> None:
-        waited = "no answer in time" if self._reply is None else "it fell silent"
-        self._fail(UpstreamError(Failure.TIMEOUT, waited))
+        waited = "no answer in time" if self._reply is None else "no data in time"
+        self._fail(UpstreamError(LegFailure.TIMEOUT, waited))
 
     # -- asyncio.Protocol
 
@@ -264,16 +264,16 @@ class _Connection(asyncio.Protocol):
             self.abort()  # nothing was asked: these bytes must not be taken for the next answer
             return
         self._heard = True
-        self._hurried = math.inf
+        self._soon_by = math.inf
         if self._reply is not None:
-            self._due = self.loop.time() + self._patience_s
+            self._due = self.loop.time() + self._silence_s
         self._unread += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as problem:
-            self._fail(UpstreamError(Failure.BROKEN, f"not HTTP: {problem}"))
+            self._fail(UpstreamError(LegFailure.BROKEN, f"not HTTP: {problem}"))
         if self._unread > _UNREAD_BYTES and self._head is not None:
-            self._fail(UpstreamError(Failure.BROKEN, "a header of its answer does not end"))
+            self._fail(UpstreamError(LegFailure.BROKEN, "a header of its answer does not end"))
 
     def connection_lost(self, problem: Exception | None) -> None:
         if self._reply is not None and self._until_close and problem is None:
@@ -281,7 +281,8 @@ class _Connection(asyncio.Protocol):
         elif self._head is not None:
             self._fail(
                 UpstreamError(
-                    Failure.BROKEN, f"it closed the connection ({problem})" if problem else "it closed the connection"
+                    LegFailure.BROKEN,
+                    f"it closed the connection ({problem})" if problem else "it closed the connection",
                 )
             )
         self._pool.forget(self)
@@ -297,7 +298,7 @@ class _Connection(asyncio.Protocol):
         self._headers.append((name.lower(), value))
         self._head_size += len(name) + len(value)
         if self._head_size > _HEAD_BYTES:
-            self._fail(UpstreamError(Failure.BROKEN, "its headers are too large"))
+            self._fail(UpstreamError(LegFailure.BROKEN, "its headers are too large"))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -343,7 +344,7 @@ class _Connection(asyncio.Protocol):
         if reply is not None:
             reply.end(error)
         elif head is not None and not head.done():
-            stale = self._used and not self._heard and error.failure is Failure.BROKEN
+            stale = self._used and not self._heard and error.failure is LegFailure.BROKEN
             head.set_exception(_Stale() if stale else error)
         self.abort()
 
@@ -384,18 +385,19 @@ class _Pool:
 
 
 class Upstream:
-    """All connections of this process to engines."""
+    """All connections of this process to engines.
 
-    """`most_connecting`: so many connections are made at once; a burst then takes its time, but does not time out."""
+    `max_connecting`: largest number of connections that are being made at once; more wait, so a burst does not time out.
+    """
 
     def __init__(
         self,
         connect_timeout_s: float,
         idle_timeout_s: float,
         tls: ssl.SSLContext | None = None,
-        most_connecting: int = 1 << 20,
+        max_connecting: int = 1 << 20,
     ) -> None:
-        self._connecting = asyncio.Semaphore(most_connecting)
+        self._connecting = asyncio.Semaphore(max_connecting)
         self._connect_s = connect_timeout_s
         self._idle_s = idle_timeout_s
         self._tls = tls
@@ -433,19 +435,19 @@ class Upstream:
             except _Stale:
                 sent = True
                 if fresh or not repeatable:
-                    raise UpstreamError(Failure.BROKEN, "it closed the connection") from None
+                    raise UpstreamError(LegFailure.BROKEN, "it closed the connection") from None
 
-    def hurry(self, origin: Origin, patience_s: float) -> None:
+    def expect_soon(self, origin: Origin, silence_s: float) -> None:
         """Fail requests to an engine that seems to be gone, each after a silence of this length."""
         pool = self._pools.get(origin)
         for connection in pool.busy if pool is not None else ():
-            connection.hurry(patience_s)
+            connection.expect_soon(silence_s)
 
-    def calm(self, origin: Origin) -> None:
-        """Undo `hurry`: the engine is there after all."""
+    def expect_no_more(self, origin: Origin) -> None:
+        """Undo `expect_soon`: the engine is there after all."""
         pool = self._pools.get(origin)
         for connection in pool.busy if pool is not None else ():
-            connection.calm()
+            connection.expect_no_more()
 
     async def _exchange(
         self, connection: _Connection, data: list[bytes | memoryview], bodiless: bool, timeout_s: float
@@ -469,9 +471,9 @@ class Upstream:
                 )
                 _, connection = await within(self._connect_s, making, lambda made: made[1].abort())
         except asyncio.TimeoutError as problem:
-            raise UpstreamError(Failure.CONNECT, f"no connection within {self._connect_s:g} s") from problem
+            raise UpstreamError(LegFailure.CONNECT, f"no connection within {self._connect_s:g} s") from problem
         except OSError as problem:
-            failure = Failure.OURS if problem.errno in _OURS else Failure.CONNECT
+            failure = LegFailure.OURS if problem.errno in _OURS else LegFailure.CONNECT
             raise UpstreamError(failure, str(problem) or type(problem).__name__) from problem
         return connection
 

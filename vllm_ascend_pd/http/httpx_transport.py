@@ -11,14 +11,14 @@ from collections.abc import AsyncIterator
 
 import httpx
 
-from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.decisions import LegFailure
 from vllm_ascend_pd.http.http1 import Origin, Reply, Upstream, UpstreamError
 
 REPEATABLE = "vllm_ascend_pd.repeatable"
 SILENCE = "vllm_ascend_pd.silence"  # in seconds
-_ERRORS: dict[Failure, type[httpx.TransportError]] = {
-    Failure.CONNECT: httpx.ConnectError,
-    Failure.TIMEOUT: httpx.ReadTimeout,
+_ERRORS: dict[LegFailure, type[httpx.TransportError]] = {
+    LegFailure.CONNECT: httpx.ConnectError,
+    LegFailure.TIMEOUT: httpx.ReadTimeout,
 }
 
 
@@ -45,9 +45,9 @@ class Transport(httpx.AsyncBaseTransport):
     one. A request with the extension SILENCE has its own time limit to read.
     """
 
-    def __init__(self, connect_s: float, read_s: float, tls: ssl.SSLContext | None, most_connecting: int) -> None:
+    def __init__(self, connect_s: float, read_s: float, tls: ssl.SSLContext | None, max_connecting: int) -> None:
         self._read_s = read_s
-        self._http = Upstream(connect_s, read_s, tls, most_connecting)
+        self._http = Upstream(connect_s, read_s, tls, max_connecting)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         url = request.url

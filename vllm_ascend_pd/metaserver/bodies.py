@@ -199,7 +199,8 @@ def for_prefill(
     if "structured_outputs" in chosen and _asks_for_shape(request):
         # P derives it as D did: from the client's own, and from the tools and `_SHAPES`, which stay for the prompt.
         del chosen["structured_outputs"]
-        chosen |= {key: value for key, value in request.fields.items() if key == "structured_outputs"}
+        if "structured_outputs" in request.fields:
+            chosen["structured_outputs"] = request.fields["structured_outputs"]
     unwanted = (Use.FIRST, Use.ANSWER, Use.OURS)
     kept = {key: value for key, value in request.fields.items() if FIELDS.get(key) not in unwanted}
     body = {**kept, limit: 1, **_ONE_TOKEN, **chosen, FORBIDDEN: params}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
-from vllm_ascend_pd.http.decisions import NOT_EXECUTED, Failure
+from vllm_ascend_pd.http.decisions import NOT_EXECUTED, LegFailure
 from vllm_ascend_pd.protocol.identity import dp_rank_of
 from vllm_ascend_pd.shared.backoff import Backoff
 
@@ -45,7 +45,9 @@ class RetryPolicy:
     attempts: int = 3
     backoff: Backoff = _USUAL
 
-    def again(self, failure: Failure, attempt: int, repeatable: bool, budget: RetryBudget, rand: float) -> float | None:
+    def again(
+        self, failure: LegFailure, attempt: int, repeatable: bool, budget: RetryBudget, rand: float
+    ) -> float | None:
         """Return the delay before attempt number `attempt` + 1, or None if there is to be none.
 
         `repeatable`: to do it twice does no harm (a generation does none; other routes may). Work that surely was not
@@ -63,7 +65,7 @@ class RetryPolicy:
 
 class Culprit(Enum):
     PREFILL = "prefill"
-    NOBODY = "nobody"
+    NEITHER = "neither"
 
 
 # D's codes for KV that did not come, and what counts against P. Nothing counts against D: a failed load is how D learns
@@ -73,47 +75,47 @@ VERDICTS: dict[str, tuple[Culprit, str]] = {
         Culprit.PREFILL,
         "nothing, or not everything, came in time, and D gave it all the time it was to have",
     ),
-    "PD-XFER-002": (Culprit.NOBODY, "it was given up: the client has left, or another attempt took over"),
-    "PD-XFER-003": (Culprit.NOBODY, "a write between the two failed: the network's or either's"),
+    "PD-XFER-002": (Culprit.NEITHER, "it was given up: the client has left, or another attempt took over"),
+    "PD-XFER-003": (Culprit.NEITHER, "a write between the two failed: the network's or either's"),
     "PD-XFER-004": (Culprit.PREFILL, "P's process or its lease was gone in the middle of a push"),
-    "PD-XFER-005": (Culprit.NOBODY, "one refused what the other said: the two do not fit, and others may fit either"),
+    "PD-XFER-005": (Culprit.NEITHER, "one refused what the other said: the two do not fit, and others may fit either"),
     "PD-XFER-006": (Culprit.PREFILL, "P's own ranks could not exchange what they were to push"),
     "PD-XFER-007": (Culprit.PREFILL, "P's writer is dead: it pushes nothing until it is started again"),
     "PD-XFER-008": (
-        Culprit.NOBODY,
+        Culprit.NEITHER,
         "P's first token was lost on its way, or P's answer, which was counted where it happened",
     ),
-    "PD-WIRE-003": (Culprit.NOBODY, "a write did not fit the memory that D named: a bug of one or the other"),
-    "PD-WIRE-004": (Culprit.NOBODY, "what came is not what was sent: the network's or either's memory"),
-    "PD-WIRE-005": (Culprit.NOBODY, "what D said of its memory does not fit its caches: no P could have pushed there"),
-    "PD-GEO-001": (Culprit.NOBODY, "the two were started with different caches"),
-    "PD-CTRL-001": (Culprit.NOBODY, "an engine could not listen, and did not start"),
-    "PD-CTRL-002": (Culprit.NOBODY, "the two do not understand each other"),
-    "PD-CTRL-003": (Culprit.NOBODY, "the two are of different versions"),
-    "PD-CTRL-004": (Culprit.NOBODY, "one is of an older version"),
-    "PD-SEC-003": (Culprit.NOBODY, "the two have different secrets"),
-    "PD-META-001": (Culprit.NOBODY, "D is not configured for this metaserver"),
-    "PD-META-002": (Culprit.NOBODY, "D did not reach the metaserver, which P has nothing to do with"),
-    "PD-META-003": (Culprit.NOBODY, "the metaserver refused the reservation"),
-    "PD-META-004": (Culprit.NOBODY, "D has too many reservations open"),
-    "PD-META-005": (Culprit.NOBODY, "the prompt that P saw is not the one that D reserved for"),
-    "PD-META-006": (Culprit.NOBODY, "P's leg failed, which was counted where it happened"),
-    "PD-META-026": (Culprit.NOBODY, "another router sent D a request, and P none of that name"),
-    "PD-META-027": (Culprit.NOBODY, "D came too late for what P held, or another D had it"),
-    "PD-META-028": (Culprit.NOBODY, "P holds as much as it may for D's that do not come"),
-    "PD-META-029": (Culprit.NOBODY, "another router, or a client, sent what D does not understand"),
-    "PD-META-030": (Culprit.NOBODY, "D is not configured for this P"),
+    "PD-WIRE-003": (Culprit.NEITHER, "a write did not fit the memory that D named: a bug of one or the other"),
+    "PD-WIRE-004": (Culprit.NEITHER, "what came is not what was sent: the network's or either's memory"),
+    "PD-WIRE-005": (Culprit.NEITHER, "what D said of its memory does not fit its caches: no P could have pushed there"),
+    "PD-GEO-001": (Culprit.NEITHER, "the two were started with different caches"),
+    "PD-CTRL-001": (Culprit.NEITHER, "an engine could not listen, and did not start"),
+    "PD-CTRL-002": (Culprit.NEITHER, "the two do not understand each other"),
+    "PD-CTRL-003": (Culprit.NEITHER, "the two are of different versions"),
+    "PD-CTRL-004": (Culprit.NEITHER, "one is of an older version"),
+    "PD-SEC-003": (Culprit.NEITHER, "the two have different secrets"),
+    "PD-META-001": (Culprit.NEITHER, "D is not configured for this metaserver"),
+    "PD-META-002": (Culprit.NEITHER, "D did not reach the metaserver, which P has nothing to do with"),
+    "PD-META-003": (Culprit.NEITHER, "the metaserver refused the reservation"),
+    "PD-META-004": (Culprit.NEITHER, "D has too many reservations open"),
+    "PD-META-005": (Culprit.NEITHER, "the prompt that P saw is not the one that D reserved for"),
+    "PD-META-006": (Culprit.NEITHER, "P's leg failed, which was counted where it happened"),
+    "PD-META-026": (Culprit.NEITHER, "another router sent D a request, and P none of that name"),
+    "PD-META-027": (Culprit.NEITHER, "D came too late for what P held, or another D had it"),
+    "PD-META-028": (Culprit.NEITHER, "P holds as much as it may for D's that do not come"),
+    "PD-META-029": (Culprit.NEITHER, "another router, or a client, sent what D does not understand"),
+    "PD-META-030": (Culprit.NEITHER, "D is not configured for this P"),
     "PD-META-033": (
-        Culprit.NOBODY,
+        Culprit.NEITHER,
         "P chooses its first token otherwise than D asks: the two are started with other settings",
     ),
-    "PD-META-031": (Culprit.NOBODY, "P's kind of cache cannot be held for a D that comes later"),
+    "PD-META-031": (Culprit.NEITHER, "P's kind of cache cannot be held for a D that comes later"),
 }
 
 
 def against_prefill(code: str) -> str:
     """Return why a reported code counts against the P that was to push; empty if it does not."""
-    culprit, why = VERDICTS.get(code, (Culprit.NOBODY, ""))
+    culprit, why = VERDICTS.get(code, (Culprit.NEITHER, ""))
     return why if culprit is Culprit.PREFILL else ""
 
 
@@ -139,8 +141,8 @@ def _newest(words: Sequence[Statement]) -> tuple[Statement, ...]:
     own = {word.incarnation: word for word in words if word.fingerprint}
     of_rank = {dp_rank_of(word.incarnation): word for word in sorted(words, key=lambda word: word.at)}
     newest = sorted(of_rank.values(), key=lambda word: word.at)[-MAX_RANKS:]
-    told = (w if w.fingerprint else own.get(w.incarnation, w)._replace(at=w.at) for w in newest)
-    return tuple(sorted(told))
+    statements = (w if w.fingerprint else own.get(w.incarnation, w)._replace(at=w.at) for w in newest)
+    return tuple(sorted(statements))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +153,12 @@ class Life:
     have the same effect in any order of arrival.
     """
 
-    told: tuple[Statement, ...] = ()  # the last statement of each rank, sorted
+    statements: tuple[Statement, ...] = ()  # the last statement of each rank, sorted
     refused: float = 0.0  # when the address last refused a connection
     printed: Statement | None = field(init=False, compare=False)  # the last statement with a fingerprint since then
 
     def __post_init__(self) -> None:
-        known = [word for word in self.told if word.fingerprint and word.at > self.refused]
+        known = [word for word in self.statements if word.fingerprint and word.at > self.refused]
         object.__setattr__(self, "printed", max(known, key=lambda word: word.at, default=None))
 
     def fingerprint(self, now: float) -> str:
@@ -176,15 +178,15 @@ class Life:
         return self.printed is not None and self.printed.tells
 
     @classmethod
-    def of(cls, told: Iterable[Sequence[Any]], refused: float) -> Life:
+    def of(cls, statements: Iterable[Sequence[Any]], refused: float) -> Life:
         """Return what another worker of this metaserver sent (`as_sent`)."""
-        return cls(tuple(Statement(*word) for word in told), refused)
+        return cls(tuple(Statement(*word) for word in statements), refused)
 
     def heard(self, incarnation: str, at: float, fingerprint: str = "", tells: bool = False) -> Life:
         """Return it with a statement of a process that was asked at `at`, from an answer, a reservation or a report."""
         if not incarnation:
             return self
-        return replace(self, told=_newest((*self.told, Statement(incarnation, at, fingerprint, tells))))
+        return replace(self, statements=_newest((*self.statements, Statement(incarnation, at, fingerprint, tells))))
 
     def refuses(self, at: float) -> Life:
         """Return it with a refused connection: the process has ended, or is about to."""
@@ -192,9 +194,9 @@ class Life:
 
     def merged(self, other: Life) -> Life:
         """Return it with what another worker knows."""
-        if other.told == self.told and other.refused <= self.refused:  # nearly always
+        if other.statements == self.statements and other.refused <= self.refused:  # nearly always
             return self
-        return replace(self.refuses(other.refused), told=_newest((*self.told, *other.told)))
+        return replace(self.refuses(other.refused), statements=_newest((*self.statements, *other.statements)))
 
     def may_be(self, incarnation: str, at: float) -> bool:
         """Return whether the process that was asked at `at` may still be there. A slow one is still the same one."""
@@ -203,22 +205,22 @@ class Life:
 
     def outlived(self, before: Life) -> bool:
         """Return whether a process known in `before` is known to be gone, and its cache with it."""
-        now = {dp_rank_of(word.incarnation): word.incarnation for word in self.told}
-        replaced = (now.get(dp_rank_of(w.incarnation), w.incarnation) != w.incarnation for w in before.told)
+        now = {dp_rank_of(word.incarnation): word.incarnation for word in self.statements}
+        replaced = (now.get(dp_rank_of(w.incarnation), w.incarnation) != w.incarnation for w in before.statements)
         return self.refused > before.refused or any(replaced)
 
     def as_sent(self) -> tuple[tuple[Statement, ...], float]:
         """Return the arguments of `of`."""
-        return self.told, self.refused
+        return self.statements, self.refused
 
     def _of(self, incarnation: str) -> Statement | None:
         """Return the last statement of this incarnation's rank."""
         rank = dp_rank_of(incarnation)
-        return next((told for told in self.told if dp_rank_of(told.incarnation) == rank), None)
+        return next((one for one in self.statements if dp_rank_of(one.incarnation) == rank), None)
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class PairProof:
     """Proof that KV came from this P to this D, in these incarnations, for a request of the time `at`."""
 
     prefill: str

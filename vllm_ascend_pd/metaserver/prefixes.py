@@ -32,13 +32,13 @@ class Mark(NamedTuple):
 Marks = tuple[Mark, ...]
 
 
-def marks_of(told: Iterable[Buffer], prompt: Buffer, tokens: int) -> Steps[Marks]:
+def marks_of(context: Iterable[Buffer], prompt: Buffer, tokens: int) -> Steps[Marks]:
     """Return the marks of a prompt of about `tokens` tokens.
 
-    `told`: what distinguishes it beside its own bytes, for example the model.
+    `context`: what distinguishes it beside its own bytes, for example the model.
     """
     chain = hashlib.blake2b(digest_size=8)
-    for part in told:
+    for part in context:
         chain.update(b"%d:" % len(part))
         chain.update(part[:SLICE])
     size, found, at, turn = len(prompt), list[Mark](), 0, SLICE
@@ -72,11 +72,11 @@ class Prompts:
     If the engine publishes KV events (`tell`), as many as its cache does hold.
     """
 
-    def __init__(self, most_tokens: int) -> None:
-        self._most = most_tokens
+    def __init__(self, max_tokens: int) -> None:
+        self._most = max_tokens
         self._held: OrderedDict[bytes, _Held] = OrderedDict()  # least recently used first
         self.tokens = 0
-        self.told = False
+        self.reported = False
         self._stored = 0  # tokens that came into the cache since the first KV event
         self._there = 0  # those of them that are still in it
 
@@ -97,7 +97,7 @@ class Prompts:
             self.tokens += added if known is None else 0
             self._held[digest] = _Held(added, upto, born)
             self._held.move_to_end(digest)
-        most = max(self._most, 2 * self._there) if self.told else self._most  # twice: lengths are estimates
+        most = max(self._most, 2 * self._there) if self.reported else self._most  # twice: lengths are estimates
         while self.tokens > most:
             self._drop(next(iter(self._held)))
 
@@ -106,7 +106,7 @@ class Prompts:
 
         `came`: tokens that came into its cache, from any sender; `there`: tokens in it now; `lost`: whether any left.
         """
-        self.told = True
+        self.reported = True
         self._stored += came
         self._there = there
         while lost and self._held:

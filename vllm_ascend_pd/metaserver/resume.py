@@ -189,10 +189,10 @@ class StreamState:
             elif not event.startswith(_DATA):
                 out.append(event + b"\n\n")
             else:
-                told = self._event(event)
+                rewritten = self._event(event)
                 if self.cut is not None:
                     break
-                out.append(told)
+                out.append(rewritten)
         return b"".join(out)
 
     def _event(self, event: bytes) -> bytes:
@@ -223,18 +223,18 @@ class StreamState:
             if not self._prompt or not self._head:
                 self._note_head(read, choice)
             self._note(choice, len(read.choices))
-        return self._as_asked(event, read, choice)
+        return self._as_asked(event, choice)
 
     def _note_head(self, read: _Event, choice: _Choice | None) -> None:
         if not self._head:
             form = "chat.completion.chunk" if self.terms.chat else "text_completion"
             self._head = {"id": read.id, "object": form, "created": read.created, "model": read.model}
         if not self._prompt:
-            told = memoryview(read.prompt_token_ids)
-            if choice is not None and bytes(told[:1]) != b"[":
-                told = memoryview(choice.prompt_token_ids)
-            if bytes(told[:1]) == b"[" and len(told) > 2:
-                self._prompt = bytes(told[1:-1])
+            ids = memoryview(read.prompt_token_ids)
+            if choice is not None and bytes(ids[:1]) != b"[":
+                ids = memoryview(choice.prompt_token_ids)
+            if bytes(ids[:1]) == b"[" and len(ids) > 2:
+                self._prompt = bytes(ids[1:-1])
                 self._prompt_tokens = self._prompt.count(b",") + 1
 
     def _note(self, choice: _Choice | None, count: int) -> None:
@@ -272,10 +272,12 @@ class StreamState:
             return
         if (
             self.terms.fields.get("logprobs") is not None
-            and (told := _LOGPROBS.decode(choice.logprobs))
-            and told.tokens
+            and (logprobs := _LOGPROBS.decode(choice.logprobs))
+            and logprobs.tokens
         ):
-            self._offset = told.text_offset[-1] + len(told.tokens[-1]) + (0 if self.first else self._from.offset)
+            self._offset = (
+                logprobs.text_offset[-1] + len(logprobs.tokens[-1]) + (0 if self.first else self._from.offset)
+            )
         if not single:
             return
         self._marks.append(Point(len(self.ids), self._released + self.terms.held, self._offset))
@@ -283,7 +285,7 @@ class StreamState:
         while len(self._marks) > 1 and self._marks[1].text <= latest:
             self._marks.popleft()
 
-    def _as_asked(self, event: bytes, read: _Event, choice: _Choice | None) -> bytes:
+    def _as_asked(self, event: bytes, choice: _Choice | None) -> bytes:
         """Return the event without token ids, unless the client asked for them.
 
         A chat's parser that waits for more text sends events with nothing but ids: those are left out.
@@ -330,18 +332,18 @@ class StreamState:
         return _written(said)
 
     def _framed(
-        self, told: dict[str, Any], choice: _Choice, text: str, tokens: list[int], again: int
+        self, written: dict[str, Any], choice: _Choice, text: str, tokens: list[int], again: int
     ) -> dict[str, Any]:
         ids = tokens if self.terms.asked_ids else None
         if self.terms.chat:
             framed = {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": choice.finish_reason}
             return framed | ({"stop_reason": choice.stop_reason} if choice.finish_reason else {}) | {"token_ids": ids}
-        told |= {"text": text, "prompt_token_ids": None, "token_ids": ids}
-        if told.get("logprobs"):
-            lists = {name: values[again:] for name, values in told["logprobs"].items() if values is not None}
+        written |= {"text": text, "prompt_token_ids": None, "token_ids": ids}
+        if written.get("logprobs"):
+            lists = {name: values[again:] for name, values in written["logprobs"].items() if values is not None}
             lists["text_offset"] = [at + self._from.offset for at in lists["text_offset"]]
-            told["logprobs"] = lists
-        return told
+            written["logprobs"] = lists
+        return written
 
     def _correct(self, usage: dict[str, Any]) -> None:
         """Move the answer's tokens in this D's prompt from the prompt's count to the answer's."""

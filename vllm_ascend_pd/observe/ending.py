@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class Ending:
+class TransferEnding:
     """End of one transfer. `tell` takes all its events, in order of time."""
 
     def __init__(self) -> None:

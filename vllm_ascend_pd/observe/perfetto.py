@@ -11,8 +11,8 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from vllm_ascend_pd.observe.ending import Ending
-from vllm_ascend_pd.observe.timeline import Event
+from vllm_ascend_pd.observe.ending import TransferEnding
+from vllm_ascend_pd.observe.timeline import TraceEvent
 
 _HIDDEN = ("clock", "layer_submitted")
 _WHOLE = {  # ends → begins, per process
@@ -23,7 +23,7 @@ _WHOLE = {  # ends → begins, per process
 }
 
 
-def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
+def chrome_trace(events: Iterable[TraceEvent]) -> dict[str, Any]:
     """Return the trace of `events`, which are in order of time."""
     events = list(events)
     endings = _endings(events)
@@ -33,7 +33,7 @@ def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
     for source, pid in sources.items():
         made.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": source}})
     lanes: dict[tuple[int, str], int] = {}
-    open_: dict[tuple[str, str, str], Event] = {}
+    open_: dict[tuple[str, str, str], TraceEvent] = {}
     for event in events:
         pid = sources[event.source]
         for name, lane, begin, end in _spans(event, open_):
@@ -53,15 +53,15 @@ def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "traceEvents": made}
 
 
-def _endings(events: Iterable[Event]) -> dict[str, Ending]:
-    endings: dict[str, Ending] = {}
+def _endings(events: Iterable[TraceEvent]) -> dict[str, TransferEnding]:
+    endings: dict[str, TransferEnding] = {}
     for event in events:
         if "transfer" in event.facts:
-            endings.setdefault(str(event.facts["transfer"]), Ending()).tell(event.stage, event.facts)
+            endings.setdefault(str(event.facts["transfer"]), TransferEnding()).tell(event.stage, event.facts)
     return endings
 
 
-def _spans(event: Event, open_: dict[tuple[str, str, str], Event]) -> Iterator[tuple[str, str, float, float]]:
+def _spans(event: TraceEvent, open_: dict[tuple[str, str, str], TraceEvent]) -> Iterator[tuple[str, str, float, float]]:
     """Yield the spans that this event ends: name, lane, begin, end."""
     facts, transfer = event.facts, str(event.facts.get("transfer", ""))
     if event.stage == "layer_pushed":
@@ -84,7 +84,7 @@ def _spans(event: Event, open_: dict[tuple[str, str, str], Event]) -> Iterator[t
         yield transfer, f"transfer {transfer}", begun.t, event.t
 
 
-def _arrow(event: Event, pid: int, tid: int, zero: float) -> list[dict[str, Any]]:
+def _arrow(event: TraceEvent, pid: int, tid: int, zero: float) -> list[dict[str, Any]]:
     """Return this event's end of an arrow from P's BEGIN to D's READY, if it has one."""
     facts = event.facts
     if event.stage == "begin":

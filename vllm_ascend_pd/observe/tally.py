@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ class Metric:
 
 METRICS: dict[str, Metric] = {
     "xfer_time_seconds": Metric(
-        "time", "Time of one push, from the first BEGIN to its end (told by P's first worker)."
+        "time", "Time of one push, from the first BEGIN to its end (reported by P's first worker)."
     ),
     "exposed_time_seconds": Metric(
         "time", "What of a push came after the last layer's computation (P's first worker)."
@@ -50,6 +51,12 @@ METRICS: dict[str, Metric] = {
         "count", "Requests with remote KV whose first token D computed itself, by reason."
     ),
     "num_kv_expired_reqs": Metric("count", "Requests whose KV was given up because time ran out, by reason."),
+    "num_protocol_events": Metric(
+        "count", "Events that a transfer has only if something was late, lost, repeated or refused, by name."
+    ),
+    "num_side_channel_faults": Metric(
+        "count", "What went wrong on the side channel of a worker or scheduler, by reason (docs/operations.md)."
+    ),
     "num_recomputed_reqs": Metric("count", "Requests whose prompt D computes itself after a failed load, by reason."),
     "reservations_open": Metric("level", "Reservations of D that have not ended."),
     "blocks_quarantined": Metric("level", "Blocks of D that are held until their writers are known to be quiet."),
@@ -66,6 +73,7 @@ class Tally:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._data = empty()
+        self._totals: dict[str, dict[str, int]] = {}  # as of the last call
         self._levels: dict[str, int] = {}  # to be reported: all that are not 0, and those that have just become 0
         self._teller = uuid.uuid4().hex[:8]
 
@@ -91,14 +99,26 @@ class Tally:
 
     def count(self, name: str, reason: str) -> None:
         with self._lock:
-            reasons = self._data["counts"].setdefault(name, {})
-            reasons[reason] = reasons.get(reason, 0) + 1
+            self._increase(name, reason, 1)
+
+    def totals(self, name: str, totals: Mapping[str, int]) -> None:
+        """Count by how much each total has grown since the last call. Another thread may add to them meanwhile."""
+        with self._lock:
+            seen = self._totals.setdefault(name, {})
+            for reason, total in dict(totals).items():
+                if grown := total - seen.get(reason, 0):
+                    self._increase(name, reason, grown)
+                    seen[reason] = total
 
     def level(self, name: str, value: int) -> None:
         """Set a gauge. It is reported at each collection while it is not 0, and once when it is 0 again."""
         with self._lock:
             if value or name in self._levels:
                 self._levels[name] = value
+
+    def _increase(self, name: str, reason: str, amount: int) -> None:
+        reasons = self._data["counts"].setdefault(name, {})
+        reasons[reason] = reasons.get(reason, 0) + amount
 
     def take(self) -> dict[str, Any] | None:
         """Return plain, serialisable data, and start anew; None if there is nothing to report."""

@@ -16,7 +16,7 @@ import msgspec
 
 from vllm_ascend_pd.errors import one_line
 from vllm_ascend_pd.observe.clocks import Clock, related
-from vllm_ascend_pd.observe.ending import Ending
+from vllm_ascend_pd.observe.ending import TransferEnding
 from vllm_ascend_pd.observe.trace import OLDER
 
 RESERVED, REPORTED = "D scheduler reserved", "D scheduler reported"
@@ -73,7 +73,7 @@ _ENDINGS = ("done", "closed", "push_closed", "reported")  # every rank has one; 
 
 
 @dataclass(frozen=True)
-class Event:
+class TraceEvent:
     t: float
     stage: str
     source: str  # the file's name: role and pid, behind its folder where there is one
@@ -90,7 +90,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Write:
+class TracedWrite:
     """A batch that carried bytes of the transfer. If it carried several transfers, each counts with an equal share."""
 
     source: str
@@ -104,14 +104,14 @@ class Write:
 
 
 @dataclass
-class Way:
+class TransferTimeline:
     """Timeline of one transfer."""
 
     transfer: str
     moments: dict[str, float] = field(default_factory=dict)  # "D worker ready" → first time (of endings: last time)
     computed: dict[tuple[str, int, int], float] = field(default_factory=dict)  # (source, step, layer) → hook
     titles: dict[tuple[str, int], str] = field(default_factory=dict)  # (source, layer) → its name, components, group
-    writes: list[Write] = field(default_factory=list)
+    writes: list[TracedWrite] = field(default_factory=list)
     failed_writes: int = 0
     failure: str = ""  # code and detail (ending.py)
 
@@ -147,7 +147,7 @@ class Trace:
 
     def __init__(self, directory: Path) -> None:
         self.skipped: list[str] = []
-        pieces: dict[str, list[Event]] = {}
+        pieces: dict[str, list[TraceEvent]] = {}
         for path in sorted(directory.rglob("*.jsonl")):  # the older file of a ring comes before the newer one
             source = path.relative_to(directory).with_suffix("").as_posix().removesuffix(OLDER)
             try:
@@ -156,12 +156,12 @@ class Trace:
                 self.skipped.append(f"{path} ({problem.strerror})")
         self.clocks: list[Clock] = related(pieces)
         shifts = {source: clock.shift for clock in self.clocks for source in clock.sources}
-        self.events: list[Event] = []
+        self.events: list[TraceEvent] = []
         for source, events in pieces.items():
-            self.events += [Event(e.t + shifts[source], e.stage, source, e.facts) for e in events]
+            self.events += [TraceEvent(e.t + shifts[source], e.stage, source, e.facts) for e in events]
         self.events.sort(key=lambda event: event.t)
 
-    def _events(self, source: str, path: Path) -> Iterator[Event]:
+    def _events(self, source: str, path: Path) -> Iterator[TraceEvent]:
         for number, line in enumerate(_lines(path), 1):
             try:
                 event = _LINE.decode(line)
@@ -170,7 +170,7 @@ class Trace:
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
                 self.skipped.append(f"{path}:{number} ({problem})")
                 continue
-            yield Event(event.t, event.stage, source, facts)
+            yield TraceEvent(event.t, event.stage, source, facts)
 
     def transfers(self, since: float = 0.0, until: float = float("inf")) -> list[str]:
         """Return the transfers reserved within a span of time, in order."""
@@ -186,7 +186,7 @@ class Trace:
                     return transfer
         return None
 
-    def of(self, transfer: str) -> list[Event]:
+    def of(self, transfer: str) -> list[TraceEvent]:
         """Return the events that name the transfer, and the metaserver's that name its ticket only."""
         tickets = {e.facts.get("ticket") for e in self.events if e.names(transfer)} - {None, ""}
         return [
@@ -195,38 +195,38 @@ class Trace:
             if e.names(transfer) or ("transfer" not in e.facts and e.facts.get("ticket") in tickets)
         ]
 
-    def way(self, transfer: str) -> Way:
-        way, ending = Way(transfer), Ending()
+    def timeline_of(self, transfer: str) -> TransferTimeline:
+        timeline, ending = TransferTimeline(transfer), TransferEnding()
         named = {id(event) for event in self.of(transfer)}
         steps = {(e.source, e.facts["step"]) for e in self.events if e.stage == "step" and e.names(transfer)}
         submitted: dict[tuple[str, str, tuple[int, ...], tuple[int, ...]], float] = {}
         for event in self.events:
             if event.stage == "layer_computed":
                 if (event.source, event.facts["step"]) in steps:
-                    way.computed[event.source, event.facts["step"], event.facts["layer"]] = event.t
-                    way.titles[event.source, event.facts["layer"]] = event.facts.get("title", "")
+                    timeline.computed[event.source, event.facts["step"], event.facts["layer"]] = event.t
+                    timeline.titles[event.source, event.facts["layer"]] = event.facts.get("title", "")
             elif id(event) not in named:
                 continue
             elif event.stage == "layer_submitted":
                 submitted[_batch(event)] = event.t
             elif event.stage == "layer_pushed":
-                self._pushed(way, event, submitted)
+                self._pushed(timeline, event, submitted)
             elif event.stage != "step":
                 ending.tell(event.stage, event.facts)
                 name = f"{event.side} {event.stage.removeprefix('meta.')}"
-                if name not in way.moments or event.stage in _ENDINGS:
-                    way.moments[name] = event.t
-        way.failure = ending.failure
-        return way
+                if name not in timeline.moments or event.stage in _ENDINGS:
+                    timeline.moments[name] = event.t
+        timeline.failure = ending.failure
+        return timeline
 
     @staticmethod
-    def _pushed(way: Way, event: Event, submitted: Mapping[Any, float]) -> None:
+    def _pushed(timeline: TransferTimeline, event: TraceEvent, submitted: Mapping[Any, float]) -> None:
         if not event.facts["ok"]:
-            way.failed_writes += 1
+            timeline.failed_writes += 1
             return
         share = 1.0 / len(event.facts["transfers"])
-        way.writes.append(
-            Write(
+        timeline.writes.append(
+            TracedWrite(
                 source=event.source,
                 peer=event.facts["peer"],
                 layers=tuple(event.facts["layers"]),
@@ -239,7 +239,7 @@ class Trace:
         )
 
 
-def _batch(event: Event) -> tuple[str, str, tuple[int, ...], tuple[int, ...]]:
+def _batch(event: TraceEvent) -> tuple[str, str, tuple[int, ...], tuple[int, ...]]:
     facts = event.facts
     return event.source, facts["peer"], tuple(facts["layers"]), tuple(facts["steps"])
 
@@ -260,63 +260,67 @@ def skipped(trace: Trace) -> list[str]:
     ]
 
 
-def picture(way: Way, width: int = 64) -> list[str]:
+def picture(timeline: TransferTimeline, width: int = 64) -> list[str]:
     """Return the transfer as text: its stages in order, how it failed, and a row per layer and P worker.
 
     A row has `c` where the layer's compute ended, `=` while its bytes were on the way, and `#` when they had landed.
     """
-    zero = way.moments.get(RESERVED, min(way.moments.values(), default=0.0))
-    rows = [f"transfer {way.transfer}, milliseconds after D reserved its blocks"]
-    for stage, at in sorted(way.moments.items(), key=lambda item: item[1]):
+    zero = timeline.moments.get(RESERVED, min(timeline.moments.values(), default=0.0))
+    rows = [f"transfer {timeline.transfer}, milliseconds after D reserved its blocks"]
+    for stage, at in sorted(timeline.moments.items(), key=lambda item: item[1]):
         rows.append(f"  {(at - zero) * 1e3:9.1f}  {stage}")
-    if way.failure:
-        rows.append(f"  failed: {way.failure}")
-    if way.failed_writes:
-        rows.append(f"  {way.failed_writes} writes failed")
-    if not way.writes:
+    if timeline.failure:
+        rows.append(f"  failed: {timeline.failure}")
+    if timeline.failed_writes:
+        rows.append(f"  {timeline.failed_writes} writes failed")
+    if not timeline.writes:
         rows.append("  no layer was pushed")
-    if way.computed:
-        rows += _layers(way, zero, width)
-    if way.writes:
-        rows.append(f"  {way.hidden():.1%} of {way.nbytes:,} bytes had landed before the last layer's hook fired")
+    if timeline.computed:
+        rows += _layers(timeline, zero, width)
+    if timeline.writes:
+        rows.append(
+            f"  {timeline.hidden():.1%} of {timeline.nbytes:,} bytes had landed before the last layer's hook fired"
+        )
     return rows
 
 
-def _layers(way: Way, zero: float, width: int) -> Iterator[str]:
+def _layers(timeline: TransferTimeline, zero: float, width: int) -> Iterator[str]:
     """Yield a title and the rows of each P worker that computed a layer."""
-    first = min(way.computed.values())
-    end = max(*way.computed.values(), *(w.landed for w in way.writes), first + 1e-6)  # a single hook has no length
+    first = min(timeline.computed.values())
+    end = max(
+        *timeline.computed.values(), *(w.landed for w in timeline.writes), first + 1e-6
+    )  # a single hook has no length
     first -= (end - first) / width
     scale = (end - first) / (width - 1)
     span = f"{(first - zero) * 1e3:.0f} to {(end - zero) * 1e3:.0f} ms"
-    for source in sorted({key[0] for key in way.computed}):
+    for source in sorted({key[0] for key in timeline.computed}):
         yield f"  {source}: c computed, = on the way, # landed; {span}"
-        yield from _layer_rows(way, source, first, scale, width)
+        yield from _layer_rows(timeline, source, first, scale, width)
 
 
-def _layer_rows(way: Way, source: str, first: float, scale: float, width: int) -> Iterable[str]:
+def _layer_rows(timeline: TransferTimeline, source: str, first: float, scale: float, width: int) -> Iterable[str]:
     """Yield one row per layer. The marks of several steps (chunks) share it."""
-    for layer in sorted({key[2] for key in way.computed if key[0] == source}):
+    for layer in sorted({key[2] for key in timeline.computed if key[0] == source}):
         cells = [" "] * width
-        for write in way.writes:
+        for write in timeline.writes:
             if write.source == source and layer in write.layers:
                 begin, landed = (round((t - first) / scale) for t in (write.submitted, write.landed))
                 cells[begin:landed] = "=" * (landed - begin)
                 cells[min(landed, width - 1)] = "#"
-        for (owner, _, index), at in way.computed.items():
+        for (owner, _, index), at in timeline.computed.items():
             if owner == source and index == layer:
                 column = round((at - first) / scale)
                 cells[column] = "c" if cells[column] in " =" else cells[column]
-        yield f"  layer {layer:2d} |{''.join(cells)}| {one_line(way.titles.get((source, layer), ''))}".rstrip()
+        yield f"  layer {layer:2d} |{''.join(cells)}| {one_line(timeline.titles.get((source, layer), ''))}".rstrip()
 
 
 def table(trace: Trace) -> list[str]:
     """Return a line for each transfer, and one for each clock other than the reference."""
     rows = [f"{'transfer':32} {'KV bytes':>12} {'descriptors':>11} {'hidden':>7} {'exposed ms':>10}"]
     for transfer in trace.transfers():
-        way = trace.way(transfer)
-        exposed = f"{way.exposed_s() * 1e3:10.1f}"
-        row = f"{transfer:32} {way.nbytes:12,} {way.descriptors:11,} {way.hidden():7.1%} {exposed}"
-        rows.append(f"{row}  {way.failure}".rstrip())
+        timeline = trace.timeline_of(transfer)
+        exposed = f"{timeline.exposed_s() * 1e3:10.1f}"
+        row = f"{transfer:32} {timeline.nbytes:12,} {timeline.descriptors:11,} {timeline.hidden():7.1%} {exposed}"
+        rows.append(f"{row}  {timeline.failure}".rstrip())
     rows += skipped(trace)
     return rows + [clock.words() for clock in trace.clocks[1:]]

@@ -34,8 +34,8 @@ def answer(head: bytes, listeners: Sequence[Endpoint]) -> bytes:
     return _response(HTTPStatus.OK, {str(rank): {"engine_id": str(it)} for rank, it in enumerate(listeners)})
 
 
-def _response(status: HTTPStatus, told: object) -> bytes:
-    body = json.dumps(told).encode()
+def _response(status: HTTPStatus, content: object) -> bytes:
+    body = json.dumps(content).encode()
     lines = f"HTTP/1.1 {status.value} {status.phrase}", "Content-Type: application/json", f"Content-Length: {len(body)}"
     return "\r\n".join((*lines, "Connection: close", "", "")).encode() + body
 

@@ -36,7 +36,7 @@ class _Tracked:
     sealed: bool = False
     aborted: bool = False
 
-    def told(self, index: int, ids: Sequence[int]) -> Blocks:
+    def unreported(self, index: int, ids: Sequence[int]) -> Blocks:
         """Return a group's blocks as the workers receive them.
 
         In a group of states this is only the block of D's last token, once a step ends exactly there. If a step
@@ -82,17 +82,17 @@ class PushBook:
         prompt_length: int,
         prompt_hash: str,
         push: str,
-        engine: CacheGeometry | None = None,
+        geometry: CacheGeometry | None = None,
     ) -> PdError | None:
         """Take a reservation for a request, once. A refusal is returned, not raised: the request itself may go on.
 
-        `engine` is this engine's cache: what cannot be pushed from it is refused at once, not only by D's deadline.
+        `geometry` is this cache: what cannot be pushed from it is refused at once, not only by D's deadline.
         """
-        refusal = self.refusal_of(reservation, prompt_length, prompt_hash, engine)
+        refusal = self.refusal_of(reservation, prompt_length, prompt_hash, geometry)
         if refusal is not None:
             return self.refuse(request_id, refusal)
         self._see(reservation)
-        groups = engine.tables if engine is not None else ()
+        groups = geometry.tables if geometry is not None else ()
         self._tracked[request_id] = _Tracked(request_id, push, reservation, groups)
         return None
 
@@ -103,14 +103,14 @@ class PushBook:
         push: str,
         computed: int,
         blocks: Sequence[Sequence[int]],
-        engine: CacheGeometry | None = None,
+        geometry: CacheGeometry | None = None,
     ) -> None:
         """Add a reservation that fits to a request of which `computed` tokens are in `blocks` (by group).
 
         The next step pushes those. If the request has ended already, the caller calls `finished` next.
         """
         self._see(reservation)
-        groups = engine.tables if engine is not None else ()
+        groups = geometry.tables if geometry is not None else ()
         tracked = self._tracked[request_id] = _Tracked(request_id, push, reservation, groups)
         if not computed:
             return
@@ -136,7 +136,7 @@ class PushBook:
         return why
 
     def refusal_of(
-        self, reservation: Reservation, prompt_length: int, prompt_hash: str, engine: CacheGeometry | None
+        self, reservation: Reservation, prompt_length: int, prompt_hash: str, geometry: CacheGeometry | None
     ) -> PdError | None:
         """Return why this prompt cannot be pushed for this reservation; None if it can."""
         refusal = OURS.refusal(reservation.version, reservation.needs)
@@ -155,7 +155,7 @@ class PushBook:
         why = _malformed(reservation)
         if why:
             return PdError("PD-META-005", why=why)
-        differences = mismatches(engine, reservation.geometry) if engine is not None else ()
+        differences = mismatches(geometry, reservation.geometry) if geometry is not None else ()
         return differences[0].error() if differences else None
 
     def knows(self, request_id: str) -> bool:
@@ -222,17 +222,17 @@ class PushBook:
         before = 0 if tracked.restart else tracked.watermark
         tracked.watermark = computed + count
         tracked.sealed = tracked.watermark >= tracked.reservation.end
-        piece = PushSlice(
+        push_slice = PushSlice(
             push=tracked.push,
             before=before,
             after=min(tracked.watermark, tracked.reservation.end),
-            new_blocks=tuple(tracked.told(index, ids) for index, ids in enumerate(blocks)),
+            new_blocks=tuple(tracked.unreported(index, ids) for index, ids in enumerate(blocks)),
             restart=tracked.restart,
             final=tracked.sealed,
         )
         tracked.started, tracked.restart = True, False
-        self._pending.slices.append(piece)
-        return piece
+        self._pending.slices.append(push_slice)
+        return push_slice
 
     def _push_ready(
         self, tracked: _Tracked, ready: int, blocks: tuple[Sequence[int], ...]
@@ -241,7 +241,7 @@ class PushBook:
         if not tracked.reservation.first < ready < tracked.reservation.end:
             return blocks
         tracked.watermark = ready
-        tables = tuple(tracked.told(index, ids) for index, ids in enumerate(blocks))
+        tables = tuple(tracked.unreported(index, ids) for index, ids in enumerate(blocks))
         self._pending.computed.append(PushSlice(tracked.push, 0, ready, tables, restart=False, final=False))
         stateful = [group.stateful for group in tracked.groups] or [False]
         return tuple(ids if moves else () for moves, ids in zip(stateful, blocks, strict=True))
@@ -301,14 +301,14 @@ class PushBook:
     def open_count(self) -> int:
         return len(self._tracked) + len(self._holding)
 
-    def take_step(self, engine: CacheGeometry | None) -> PrefillStep:
+    def take_step(self, geometry: CacheGeometry | None) -> PrefillStep:
         """Return this step's metadata; the next call starts anew."""
         pending, self._pending = self._pending, _Pending()
         self._number += 1 + bool(pending.computed)
         self._looks = FORCED_STEPS if pending.catch_ups else max(0, self._looks - 1)
         return PrefillStep(
             number=self._number,
-            engine=engine if pending.starts else None,
+            geometry=geometry if pending.starts else None,
             starts=tuple(pending.starts),
             slices=tuple(pending.slices),
             aborts=tuple(pending.aborts),
@@ -323,11 +323,11 @@ class PushBook:
     def _untold(self, tracked: _Tracked) -> bool:
         """Take back the start of a push that no step has sent. Return whether there was one."""
         pending, push = self._pending, tracked.push
-        told = [start for start in pending.starts if start.push != push]
-        if len(told) == len(pending.starts):
+        kept = [start for start in pending.starts if start.push != push]
+        if len(kept) == len(pending.starts):
             return False
-        pending.starts = told
-        pending.computed = [piece for piece in pending.computed if piece.push != push]
+        pending.starts = kept
+        pending.computed = [push_slice for push_slice in pending.computed if push_slice.push != push]
         return True
 
     def _abort(self, tracked: _Tracked, why: str) -> None:

@@ -19,18 +19,18 @@ from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.prefill.core.exchanges import Run, Staged
 from vllm_ascend_pd.prefill.core.pushes import StepPlan
 from vllm_ascend_pd.prefill.writer import Deciding, News
-from vllm_ascend_pd.regroup.exchange import Outcome
+from vllm_ascend_pd.regroup.exchange import ExchangeOutcome
 from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
 from vllm_ascend_pd.shared.event import Event
 
 log = logging.getLogger(__name__)
 
 
-class Exchange(Protocol):
+class RankExchange(Protocol):
     """This rank's buffers and its process group (regroup/exchange.py)."""
 
     def prepare(self, plan: Any, slot: Any, layer: int) -> Any: ...
-    def run(self, rows: Any, layer: int, slots: Sequence[StagingSlot | None]) -> Outcome: ...
+    def run(self, rows: Any, layer: int, slots: Sequence[StagingSlot | None]) -> ExchangeOutcome: ...
     def break_off(self) -> None: ...
 
 
@@ -43,7 +43,7 @@ class Exchanger:
         deciding: Deciding,
         clock: Callable[[], float],
         wait: Callable[[float], object],
-        exchange: Exchange,
+        exchange: RankExchange,
         staging: Staging,
         device: Device,
         put: Callable[[News], None],
@@ -61,10 +61,10 @@ class Exchanger:
 
     def prepare(self, plan: StepPlan) -> None:
         """Make a step's plans ready for this rank's buffers, once for all layers."""
-        if plan.parts:
+        if plan.exchanges:
             with self._device.planning():
-                for part in plan.parts:
-                    part.rows = self._exchange.prepare(part.plan, self._staging.sample, part.layers[0])
+                for exchange in plan.exchanges:
+                    exchange.rows = self._exchange.prepare(exchange.plan, self._staging.sample, exchange.layers[0])
 
     def make(self, run: Run, event: Event) -> None:
         """Make an exchange after all that were asked for before it, once `event` is done."""
@@ -105,7 +105,7 @@ class Exchanger:
         return None
 
     def _make(self, run: Run, event: Event, trouble: Exception | None = None) -> None:
-        slots: list[StagingSlot | None] = [None] * len(run.part.plan.slots)
+        slots: list[StagingSlot | None] = [None] * len(run.exchange.plan.slots)
         trouble = trouble or self._broken or self._take_slots(run, slots)
         outcome = self._exchanged(run, slots)
         error = trouble or self._broken or outcome.error
@@ -117,7 +117,7 @@ class Exchanger:
         with self._deciding() as core:
             core.made(run)
         if trace.enabled():  # before `put`, so that it precedes in the trace what follows from it
-            facts = {**run.unit._asdict(), "bytes": sum(run.part.rows.send_splits), "waited": outcome.waited}
+            facts = {**run.unit._asdict(), "bytes": sum(run.exchange.rows.send_splits), "waited": outcome.waited}
             trace.emit("exchanged", **facts, again=run.again, ok=error is None)
         self._put(Staged(event, run, tuple(slots), outcome.number, outcome.waited, error))
 
@@ -136,16 +136,16 @@ class Exchanger:
             return failed
         return None
 
-    def _exchanged(self, run: Run, slots: Sequence[StagingSlot | None]) -> Outcome:
+    def _exchanged(self, run: Run, slots: Sequence[StagingSlot | None]) -> ExchangeOutcome:
         if self._broken is None:
             try:
-                return self._exchange.run(run.part.rows, run.unit.layer, slots)
+                return self._exchange.run(run.exchange.rows, run.unit.layer, slots)
             except Exception as failed:
                 # The group is of no use from here on: a rank is gone, the collective timed out, or could not be called.
                 log.exception("an exchange failed: every regrouped push of this engine fails from now on")
                 self._broken = failed
                 self._break_off()
-        return Outcome(0, self._broken, 0.0)
+        return ExchangeOutcome(0, self._broken, 0.0)
 
     def _break_off(self) -> None:
         """Break the group off: this rank makes no further exchange, and the others must not wait for the timeout."""

@@ -22,7 +22,7 @@ from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.prefill.bootstrap import Bootstrap
-from vllm_ascend_pd.prefill.core.desk import Desk, opened
+from vllm_ascend_pd.prefill.core.requests import PushRequests, opened
 from vllm_ascend_pd.protocol.auth import unseal
 from vllm_ascend_pd.protocol.identity import Endpoint, dp_rank_of
 from vllm_ascend_pd.protocol.meeting import Bound, Gone, Meeting, Offer
@@ -35,13 +35,15 @@ CLOSE_GRACE_S = 5.0
 
 
 class Reception:
-    """Listener and books of P's scheduler. `news` is called from any thread.
+    """Listener and books of P's scheduler. `news` is called from any thread, `count` with each fault of the channel.
 
     The constructor raises PD-CTRL-001 if it cannot listen.
     """
 
-    def __init__(self, engine: Engine, desk: Desk, news: Callable[[], None]) -> None:
-        self._engine, self._desk, self._meetings, self._news = engine, desk, desk.meetings, news
+    def __init__(
+        self, engine: Engine, requests: PushRequests, news: Callable[[], None], count: Callable[[str], None]
+    ) -> None:
+        self._engine, self._requests, self._meetings, self._news = engine, requests, requests.meetings, news
         self._lock = threading.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._wake: float | None = None  # the time for which it is set
@@ -55,6 +57,7 @@ class Reception:
             on_message=self._heard,
             on_gone=self._gone,
             on_back=lambda incarnation: None,
+            count=count,
             hears=OF_SCHEDULERS,
         )
         try:
@@ -87,7 +90,7 @@ class Reception:
         """Hold the lock while the books decide, and yield the time. Their messages are sent once the lock is free."""
         with self._lock:
             yield time.monotonic()
-            said, wake, must_step = self._meetings.take(), self._meetings.next_wake(), self._desk.book.must_step()
+            said, wake, must_step = self._meetings.take(), self._meetings.next_wake(), self._requests.book.must_step()
             moved, self._wake = wake != self._wake, wake
         for peer, message in said:
             if isinstance(message, Bound | Gone):
@@ -119,7 +122,7 @@ class Reception:
                 return
             reservation = found
         with self.deciding() as now:
-            self._desk.heard(now, peer, message, reservation)
+            self._requests.heard(now, peer, message, reservation)
 
     def _gone(self, incarnation: str) -> None:
         with self.deciding() as now:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from vllm_ascend_pd.channel.dialer import Dialer
 from vllm_ascend_pd.config import PushConfig
@@ -81,6 +82,7 @@ class PushRuntime:
             secrets=secrets,
             on_message=self._on_message,
             on_unreachable=self._on_unreachable,
+            count=lambda reason: self.tally.count("num_side_channel_faults", reason),
         )
         self._writer = Writer(self.deciding, wire, time.monotonic, summer)
         wire.listen(self._heard)
@@ -95,6 +97,10 @@ class PushRuntime:
         self._steps = Steps(g.layers, *asked, self._exchanger, drafts=g.drafts, states=g.states, titles=g.titles)
 
     # -- the engine's thread
+
+    def stats(self) -> dict[str, Any] | None:
+        self.tally.totals("num_protocol_events", self.core.counters)
+        return self.tally.take()
 
     def begin_step(self, step: PrefillStep) -> None:
         self._steps.begin(step)

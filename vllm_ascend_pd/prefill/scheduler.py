@@ -18,8 +18,8 @@ from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.prefill.core.computing import Chunk, Computing
-from vllm_ascend_pd.prefill.core.desk import Asked, Desk
 from vllm_ascend_pd.prefill.core.meetings import Holding, Meetings, Record
+from vllm_ascend_pd.prefill.core.requests import NewRequest, PushRequests
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.prefill.reception import Reception
 from vllm_ascend_pd.prefill.telling import FirstTokenSource
@@ -36,15 +36,15 @@ log = logging.getLogger(__name__)
 
 EXPIRED = "PD-XFER-001"  # the code of every missed deadline
 REMEMBERED = 4096
-LOOK_S = 0.05  # no news tells P that its workers are done with held blocks
+POLL_S = 0.05  # workers do not announce that held blocks are free
 _WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
-def _only(params: Any, token: int) -> Any:
-    """Return sampling parameters with which no other token is sampled.
+def _forcing(params: Any, token: int) -> Any:
+    """Return sampling parameters with which only `token` can be sampled.
 
-    A drafter makes its KV at each position from the next token. Behind a prompt that ends one token early this is the
-    sampled one, and the draft layers are pushed: it must be the token that was taken off.
+    The prompt was cut by one token, and the sampled token takes its place. A drafter computes its KV at a position from
+    the next token, and that KV is pushed. So the token that was cut must be the one that is sampled.
     """
     if params.structured_outputs is not None:
         return params  # a grammar may forbid the token; D's drafts are then a little worse
@@ -74,20 +74,25 @@ class PrefillScheduler(SchedulerRole):
         book = PushBook(model=engine.model)
         meet, timers = engine.config.meet, engine.config.timers
         holding = Holding(meet.hold_sources, int(meet.hold_share * blocks), timers.hold_s, timers.meet_s)
-        self._desk = Desk(book, Meetings(book, engine.incarnation, holding), Computing())
+        self._requests = PushRequests(book, Meetings(book, engine.incarnation, holding), Computing())
         self._reception: Reception | None = None
-        self._counted: dict[str, None] = {}  # failed transfers, oldest first
-        self._found: dict[str, int] = {}  # tokens in the prefix cache, of requests that wait for their first step
+        self._failed_transfers: dict[str, None] = {}  # failed transfers, oldest first
+        self._prefix_hits: dict[str, int] = {}  # tokens in the prefix cache, of requests that wait for their first step
         self.tally = Tally()
         self.first_tokens = FirstTokenSource(engine.secrets) if tells else None
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
-        self._desk.meetings.engine = merge_geometries(workers)
+        self._requests.meetings.geometry = merge_geometries(workers)
         if self._engine.config.meet.hold_sources:
-            self._reception = Reception(self._engine, self._desk, self._news)
+            self._reception = Reception(
+                self._engine,
+                self._requests,
+                self._news,
+                lambda reason: self.tally.count("num_side_channel_faults", reason),
+            )
 
     def _deciding(self) -> AbstractContextManager[float]:
-        """Return the context in which the books, which a reception shares, may be used."""
+        """Hold the lock that is shared with the reception, and yield the time. Without one: no lock, and 0.0."""
         return self._reception.deciding() if self._reception is not None else nullcontext(0.0)
 
     def arrived(self, request: Any) -> None:
@@ -96,23 +101,23 @@ class PrefillScheduler(SchedulerRole):
         D runs that token and needs the cache as it was before it. So the prompt that is computed here ends before that
         token, unless D begins with P's first token. In either case nothing may be computed behind the prompt.
         """
-        engine = self._desk.engine
-        if engine is None or not engine.leaves_last:
+        geometry = self._requests.geometry
+        if geometry is None or not geometry.leaves_last:
             return
         self.allocated(request)
-        if self._desk.ends(request.request_id):
+        if self._requests.ends(request.request_id):
             request.max_tokens = 1
-        if self._desk.cuts(request.request_id):
+        if self._requests.cuts(request.request_id):
             last = request.prompt_token_ids[-1]
             for tokens in (request.prompt_token_ids, request._all_token_ids):
                 tokens.pop()
             request.num_prompt_tokens -= 1
-            if engine.drafter:
-                request.sampling_params = _only(request.sampling_params, last)
+            if geometry.drafter:
+                request.sampling_params = _forcing(request.sampling_params, last)
 
     def wanted(self, request: Any, computed: int) -> int:
         """Load nothing, but note what is in the prefix cache: vLLM calls computed what another connector loads, too."""
-        self._found[request.request_id] = computed
+        self._prefix_hits[request.request_id] = computed
         return 0
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]] = (), count: int = 0) -> None:
@@ -121,19 +126,19 @@ class PrefillScheduler(SchedulerRole):
         if not is_prefill(params) or params.get("do_virtual") is True:
             return  # virtual: a warm-up without a decode engine behind it; there is nothing to push
         with self._deciding() as now:
-            if self._desk.knows(request.request_id):
+            if self._requests.knows(request.request_id):
                 return
             asked = self._asked(request, params)
             if isinstance(asked, PdError):
-                error: PdError | None = self._desk.book.refuse(request.request_id, asked)
+                error: PdError | None = self._requests.book.refuse(request.request_id, asked)
             else:
-                error = self._desk.take(now, asked)
+                error = self._requests.take(now, asked)
                 if error is None:
                     self._taken(request, asked)
             if error is not None:
                 log.warning("request %s is prefilled but not pushed: %s", request.request_id, error)
 
-    def _taken(self, request: Any, asked: Asked) -> None:
+    def _taken(self, request: Any, asked: NewRequest) -> None:
         facts = {"request": asked.request_id, "push": asked.push}
         if asked.reservation is None:
             trace.emit("collecting", **facts)
@@ -152,7 +157,7 @@ class PrefillScheduler(SchedulerRole):
 
     def _build_step(self, output: Any) -> PrefillStep:
         for request_id in output.preempted_req_ids or ():
-            self._desk.preempted(request_id)
+            self._requests.preempted(request_id)
         counts, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
         chunks = [
             Chunk(
@@ -161,7 +166,7 @@ class PrefillScheduler(SchedulerRole):
                 counts[new.req_id],
                 new.block_ids,
                 replaces=True,
-                found=self._found.pop(new.req_id, None),
+                found=self._prefix_hits.pop(new.req_id, None),
             )
             for new in output.scheduled_new_reqs
         ]
@@ -172,7 +177,7 @@ class PrefillScheduler(SchedulerRole):
                 counts[request_id],
                 more,
                 replaces=request_id in cached.resumed_req_ids,
-                found=self._found.pop(request_id, None),
+                found=self._prefix_hits.pop(request_id, None),
             )
             for request_id, more, computed in zip(
                 cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
@@ -184,8 +189,8 @@ class PrefillScheduler(SchedulerRole):
             found: Sequence[Sequence[int]] = output.kv_connector_block_state.get_block_ids(request_id)
             return found  # called for states only; older_groups.py lends it where vLLM does not have it
 
-        self._desk.step(chunks, over, tables)
-        return self._desk.book.take_step(self._desk.engine)
+        self._requests.step(chunks, over, tables)
+        return self._requests.book.take_step(self._requests.geometry)
 
     def request_finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
         return self.finished(request, holds_blocks)
@@ -196,19 +201,19 @@ class PrefillScheduler(SchedulerRole):
             return self._finished(now, request, holds_blocks)
 
     def _finished(self, now: float, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
-        tells = self.first_tokens
-        self._found.pop(request.request_id, None)
-        ending = self._desk.finished(
+        tokens = self.first_tokens
+        self._prefix_hits.pop(request.request_id, None)
+        ending = self._requests.finished(
             now,
             request.request_id,
             holds_blocks=holds_blocks,
             well=request.status in _WELL,
             why="the request ended on prefill",
-            sampled=lambda: tells.sampled(request) if tells is not None else None,
+            sampled=lambda: tokens.sampled(request) if tokens is not None else None,
         )
-        first = tells.told(ending.first) if tells is not None else ""
-        if tells is not None:
-            tells.forget(request.request_id)
+        first = tokens.sealed(ending.first) if tokens is not None else ""
+        if tokens is not None:
+            tokens.forget(request.request_id)
         if ending.source is not None:
             return ending.held, self._source(request, ending.source)
         if (error := ending.refusal) is not None:
@@ -223,11 +228,11 @@ class PrefillScheduler(SchedulerRole):
             raise LocalProtocolError(f"{request.request_id} is held, and has no source")
         source, prompt = record.source, (record.prompt_length, record.prompt_hash)
         hold_s = self._engine.config.timers.hold_s
-        told = Source(PROTOCOL_VERSION, source, self._reception.endpoint, *prompt, hold_s)
-        sealed = base64.b64encode(seal_source(told, self._engine.secrets)).decode()
+        held = Source(PROTOCOL_VERSION, source, self._reception.endpoint, *prompt, hold_s)
+        sealed = base64.b64encode(seal_source(held, self._engine.secrets)).decode()
         trace.emit("held", request=request.request_id, source=str(source))
-        said = {"do_remote_prefill": True, "do_remote_decode": False, "source": sealed}
-        return {**said, **params_of(self._report())}
+        params = {"do_remote_prefill": True, "do_remote_decode": False, "source": sealed}
+        return {**params, **params_of(self._report())}
 
     def _report(self, code: str = "", detail: str = "", first: str = "") -> PushReport:
         tells = self.first_tokens is not None
@@ -239,48 +244,49 @@ class PrefillScheduler(SchedulerRole):
     def released(self, request_id: str) -> bool:
         """Record that all workers have reported a request. Return whether it held blocks here: they are free now."""
         with self._deciding():
-            free = self._desk.book.released(request_id)
+            free = self._requests.book.released(request_id)
         if free:
             trace.emit("released", request=request_id)
         return free
 
     def heard(self, news: WorkerNews) -> None:
         with self._deciding():
-            self._desk.book.missed(news.missed)
+            self._requests.book.missed(news.missed)
         self.failed(news.failures)
 
     def failed(self, failures: Iterable[tuple[str, str]]) -> None:
         """Count failed pushes that workers report; each transfer counts once, whichever rank reports it first."""
         for transfer, code in sorted(failures):
-            if transfer in self._counted:
+            if transfer in self._failed_transfers:
                 continue
-            self._counted[transfer] = None
-            if len(self._counted) > REMEMBERED:
-                del self._counted[next(iter(self._counted))]
+            self._failed_transfers[transfer] = None
+            if len(self._failed_transfers) > REMEMBERED:
+                del self._failed_transfers[next(iter(self._failed_transfers))]
             self.tally.count("num_failed_transfers", code)
             if code == EXPIRED:
                 self.tally.count("num_kv_expired_reqs", code)
 
     def stats(self) -> dict[str, Any] | None:
         with self._deciding():
-            self.tally.level("blocks_held", self._desk.meetings.counts()["held_blocks"])
+            self.tally.level("blocks_held", self._requests.meetings.counts()["held_blocks"])
+        self.tally.totals("num_protocol_events", self._requests.meetings.counters)
         return self.tally.take()
 
     def must_step(self) -> bool:
-        return self._desk.book.must_step()
+        return self._requests.book.must_step()
 
     def open_loads(self) -> int:
         return -1 if self.must_step() else 0
 
     def due_s(self) -> float:
-        return LOOK_S
+        return POLL_S
 
     def close(self) -> None:
         """Close the reception. D engines that wait here learn of it from the end of their connections. Idempotent."""
         if self._reception is not None:
             self._reception.close()
 
-    def _asked(self, request: Any, params: Mapping[str, Any]) -> Asked | PdError:
+    def _asked(self, request: Any, params: Mapping[str, Any]) -> NewRequest | PdError:
         encoded, reservation = params.get("reservation"), None
         if encoded is not None or self._reception is None:
             if not isinstance(encoded, str) or len(encoded) > 2 * MAX_MESSAGE_BYTES:
@@ -293,10 +299,13 @@ class PrefillScheduler(SchedulerRole):
                 return refused
         if request.prompt_token_ids is None:
             return PdError("PD-META-005", why="the prompt came as embeddings")
-        push, prompt = (
-            push_id(self._engine.incarnation, uuid.uuid4().hex),
-            (request.num_prompt_tokens, request_hash(request)),
-        )
-        facts = request.request_id, prompt, push, reservation, meets_under(params, request.request_id), uuid.uuid4().hex
         whole = reservation is not None and WHOLE in reservation.needs
-        return Asked(*facts, self.first_tokens.would(request) if whole and self.first_tokens is not None else None)
+        return NewRequest(
+            request_id=request.request_id,
+            prompt=(request.num_prompt_tokens, request_hash(request)),
+            push=push_id(self._engine.incarnation, uuid.uuid4().hex),
+            reservation=reservation,
+            meets=meets_under(params, request.request_id),
+            uuid=uuid.uuid4().hex,
+            tells=self.first_tokens.would(request) if whole and self.first_tokens is not None else None,
+        )

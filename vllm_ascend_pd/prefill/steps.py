@@ -92,7 +92,7 @@ class Steps:
     def written(self, name: str) -> None:
         """Record that the cache is written of the layer whose hook fires next. Its name may be empty."""
         current = self._current
-        if current is not None and (current.plan.direct or current.plan.parts):
+        if current is not None and (current.plan.direct or current.plan.exchanges):
             self._written = name, self._record()
 
     def computed(self, name: str) -> None:
@@ -147,7 +147,7 @@ class Steps:
     def _mark(self, current: _Layers, index: int, event: Event | None = None) -> None:
         plan = current.plan
         current.missing.discard(index)
-        if not (plan.direct or plan.parts):
+        if not (plan.direct or plan.exchanges):
             return  # its tokens leave with a later step, or with none
         event = event or self._record()
         if trace.enabled():
@@ -155,13 +155,13 @@ class Steps:
             trace.emit("layer_computed", **facts)
         if plan.direct:
             self._put(Computed(plan.number, index, event))
-        if self._exchanging is None or not plan.parts:
+        if self._exchanging is None or not plan.exchanges:
             return
         current.events[index] = event
         while (ready := current.events.pop(current.next, None)) is not None:
-            for part in plan.parts:
-                if current.next in part.layers:
-                    run = Run(Unit(plan.number, current.next, part.number), part, first=not current.exchanged)
+            for exchange in plan.exchanges:
+                if current.next in exchange.layers:
+                    run = Run(Unit(plan.number, current.next, exchange.number), exchange, first=not current.exchanged)
                     self._exchanging.make(run, ready)
                     current.exchanged = True
             current.next += 1

@@ -13,7 +13,7 @@ from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import CacheBytes, Caches
 from vllm_ascend_pd.geometry.digest import cache_digest, slot_digest
 from vllm_ascend_pd.prefill.core.exchanges import Staged
-from vllm_ascend_pd.prefill.core.push import DirectPart
+from vllm_ascend_pd.prefill.core.push import DirectWrites
 from vllm_ascend_pd.prefill.core.pushes import Sums
 
 
@@ -24,25 +24,25 @@ class Summer:
         self._memory, self._geometry, self._rank = CacheBytes(caches, device), caches.geometry, rank
         self._device = device
 
-    def direct(self, part: DirectPart) -> tuple[int, ...]:
-        """Return the checksums of what the cache holds of one direct part."""
+    def direct(self, writes: DirectWrites) -> tuple[int, ...]:
+        """Return the checksums of what the cache holds of what was written directly."""
         return cache_digest(
-            lambda region: self._memory.region(part.layer, region),
-            self._geometry.by_layer[part.layer],
+            lambda region: self._memory.region(writes.layer, region),
+            self._geometry.by_layer[writes.layer],
             self._rank,
-            part.heads,
-            part.tokens,
-            part.blocks,
-            peer=part.peer,
+            writes.heads,
+            writes.tokens,
+            writes.blocks,
+            peer=writes.peer,
         )
 
     def staged(self, item: Staged) -> list[Sums]:
         """Return the checksums of what an exchange has brought: by slot, by member."""
-        part, sums = item.run.part, list[Sums]()
-        for planned, slot in zip(part.plan.slots, item.slots, strict=True):
+        exchange, sums = item.run.exchange, list[Sums]()
+        for planned, slot in zip(exchange.plan.slots, item.slots, strict=True):
             if slot is None or item.error is not None:
                 sums.append({})
                 continue
             data = np.frombuffer(self._device.view(slot.address, planned.nbytes), dtype=np.uint8)
-            sums.append(slot_digest(planned, part.jobs[next(iter(planned.writes))].d, part.jobs, data))
+            sums.append(slot_digest(planned, exchange.jobs[next(iter(planned.writes))].d, exchange.jobs, data))
         return sums

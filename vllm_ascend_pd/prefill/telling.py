@@ -29,8 +29,8 @@ class FirstTokenSource(first_token.StepHooks):
 
     def before(self, output: Any) -> None:
         for request_id, count in self._counts.items():
-            if told := first_token.reported(output, request_id, count):
-                self._logprobs[request_id] = told
+            if logprobs := first_token.reported(output, request_id, count):
+                self._logprobs[request_id] = logprobs
 
     def would(self, request: Any) -> Seed | None:
         """Return how the first token of a request is chosen and reported; None if it is not sent to D."""
@@ -48,7 +48,7 @@ class FirstTokenSource(first_token.StepHooks):
             return None
         return int(request.output_token_ids[0]), seed.digest, self._logprobs.get(request.request_id, ())
 
-    def told(self, first: First | None) -> str:
+    def sealed(self, first: First | None) -> str:
         """Return the sealed token for P's answer, in base64; empty without a token."""
         return base64.b64encode(seal_first(first, self._secrets)).decode() if first is not None else ""
 

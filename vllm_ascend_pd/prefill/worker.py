@@ -14,18 +14,18 @@ from vllm_ascend_pd.engine import Engine, WorkerFacts
 from vllm_ascend_pd.prefill.core.pushes import PushSite
 from vllm_ascend_pd.prefill.runtime import PushRuntime
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.regroup.parts import Place, allocate
-from vllm_ascend_pd.roles import Ended, StepMetadata, WorkerNews, WorkerRole
+from vllm_ascend_pd.regroup.parts import EngineWorld, allocate
+from vllm_ascend_pd.roles import EndedRequests, StepMetadata, WorkerNews, WorkerRole
 
 
 class PrefillWorker(WorkerRole):
     """P's role in a worker's process. The runtime starts when the KV caches are registered."""
 
     def __init__(
-        self, engine: Engine, shape: CacheShape, device: Device, contributor: Contributor, place: Place
+        self, engine: Engine, shape: CacheShape, device: Device, contributor: Contributor, world: EngineWorld
     ) -> None:
         self._engine, self._shape, self._device, self._contributor = engine, shape, device, contributor
-        self._place = place
+        self._world = world
         self._runtime: PushRuntime | None = None
         self._facts: WorkerFacts | None = None
 
@@ -39,7 +39,7 @@ class PrefillWorker(WorkerRole):
             self._device,
             self._engine.create_wire(self._device.attach_thread),
             self._engine.secrets,
-            allocate(self._engine.config, self._place, caches, self._device),
+            allocate(self._engine.config, self._world, caches, self._device),
         )
         self._facts = WorkerFacts(None, caches.geometry)
 
@@ -68,8 +68,12 @@ class PrefillWorker(WorkerRole):
         if self._runtime is not None:
             self._runtime.end_step()
 
-    def ended(self, requests: Iterable[str]) -> Ended:
-        return Ended() if self._runtime is None else Ended(sent=frozenset(self._runtime.take_finished(requests)))
+    def ended(self, requests: Iterable[str]) -> EndedRequests:
+        return (
+            EndedRequests()
+            if self._runtime is None
+            else EndedRequests(sent=frozenset(self._runtime.take_finished(requests)))
+        )
 
     def news(self) -> WorkerNews:
         if self._runtime is None:
@@ -78,7 +82,7 @@ class PrefillWorker(WorkerRole):
         return WorkerNews(missed=frozenset(missed), failures=frozenset(failures))
 
     def stats(self) -> dict[str, Any] | None:
-        return None if self._runtime is None else self._runtime.tally.take()
+        return None if self._runtime is None else self._runtime.stats()
 
     def close(self) -> None:
         if self._runtime is not None:

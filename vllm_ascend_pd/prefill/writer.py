@@ -21,7 +21,7 @@ from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.errors import one_line
 from vllm_ascend_pd.prefill.core.batches import Batch
 from vllm_ascend_pd.prefill.core.exchanges import Staged
-from vllm_ascend_pd.prefill.core.push import DirectPart
+from vllm_ascend_pd.prefill.core.push import DirectWrites
 from vllm_ascend_pd.prefill.core.pushes import Pushes
 from vllm_ascend_pd.prefill.sums import Summer
 from vllm_ascend_pd.shared.event import Event
@@ -117,32 +117,32 @@ class Writer:
 
     def _tell(self, item: News) -> None:
         if isinstance(item, Staged):
-            strangers = item.strangers()
+            absent = item.absent()
             sums = self._summer.staged(item) if self._summer is not None else [{} for _ in item.slots]
             with self._deciding() as core:
-                core.staged(self._clock(), item, strangers, sums)
+                core.staged(self._clock(), item, absent, sums)
         elif isinstance(item, Computed):
             with self._deciding() as core:
                 core.computed(self._clock(), item.step, item.layer)
         else:
-            parts = self._sum_direct(item)
+            writes = self._sum_direct(item)
             with self._deciding() as core:
-                core.sealed(self._clock(), item.step, item.pushes, item.announced_at, parts)
+                core.sealed(self._clock(), item.step, item.pushes, item.announced_at, writes)
 
-    def _sum_direct(self, item: Sealed) -> list[tuple[DirectPart, tuple[int, ...]]]:
+    def _sum_direct(self, item: Sealed) -> list[tuple[DirectWrites, tuple[int, ...]]]:
         """Return the checksums of all that the ending pushes push directly, if wanted. Sums without the lock."""
         if self._summer is None:
             return []
         with self._deciding() as core:
-            parts = core.direct_parts(item.step, item.pushes)
+            writes = core.direct_writes(item.step, item.pushes)
         sums = []
-        for part in parts:
+        for written in writes:
             try:
-                sums.append((part, self._summer.direct(part)))
+                sums.append((written, self._summer.direct(written)))
             except Exception as error:  # concerns one request's plan or memory: the others go on
-                log.exception("the bytes of push %s cannot be summed", part.push)
+                log.exception("the bytes of push %s cannot be summed", written.push)
                 with self._deciding() as core:
-                    core.abort(self._clock(), part.push, "PD-XFER-003", one_line(f"summing failed: {error}"))
+                    core.abort(self._clock(), written.push, "PD-XFER-003", one_line(f"summing failed: {error}"))
         return sums
 
     def _submit(self) -> None:

@@ -95,8 +95,8 @@ def meets_under(params: Mapping[str, Any], request_id: str) -> str:
 
     Mooncake's dialect has a name of its own in both requests, which takes precedence over the router's.
     """
-    told = params.get("transfer_id")
-    return _placed(told, request_id) if _is_name(told) else name_of(request_id)
+    value = params.get("transfer_id")
+    return _placed(value, request_id) if _is_name(value) else name_of(request_id)
 
 
 def read_relay(params: Mapping[str, Any], request_id: str, allowed: Collection[str]) -> Relay | PdError | None:
@@ -160,12 +160,12 @@ def _named(listener: Endpoint, name: object, key: str, request_id: str, listener
 
 
 def _read_source(
-    told: object, prompt: tuple[int, str], listeners: Collection[str], secrets: Secrets | None
+    value: object, prompt: tuple[int, str], listeners: Collection[str], secrets: Secrets | None
 ) -> Meet | PdError:
-    if not isinstance(told, str) or len(told) > MAX_SOURCE:
+    if not isinstance(value, str) or len(value) > MAX_SOURCE:
         return PdError("PD-META-029", why="its source is no text of ours")
     try:
-        source: Source = unseal_source(base64.b64decode(told, validate=True), secrets)
+        source: Source = unseal_source(base64.b64decode(value, validate=True), secrets)
     except ValueError:
         return PdError("PD-META-029", why="its source is not base64")
     except PdError as refused:
@@ -181,15 +181,15 @@ def _is_port(port: int) -> bool:
     return not isinstance(port, bool) and 0 < port < 65536
 
 
-def _is_name(told: object) -> TypeGuard[str]:
-    return isinstance(told, str) and 0 < len(told) <= MAX_NAME - ROOM and told.isascii()
+def _is_name(value: object) -> TypeGuard[str]:
+    return isinstance(value, str) and 0 < len(value) <= MAX_NAME - ROOM and value.isascii()
 
 
-def _endpoint_of(told: object) -> Endpoint | None:
+def _endpoint_of(value: object) -> Endpoint | None:
     """Return the address in an id that P gave to a router (prefill/bootstrap.py); None if there is none."""
-    if not isinstance(told, str) or len(told) > MAX_NAME or not told.isascii():
+    if not isinstance(value, str) or len(value) > MAX_NAME or not value.isascii():
         return None
-    host, _, port = told.rpartition(":")
+    host, _, port = value.rpartition(":")
     return Endpoint(host, int(port)) if host and port.isdecimal() and _is_port(int(port)) else None
 
 

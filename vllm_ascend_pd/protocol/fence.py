@@ -18,7 +18,7 @@ from vllm_ascend_pd.config import Timers
 from vllm_ascend_pd.protocol.messages import Begin, Renew
 from vllm_ascend_pd.protocol.states import WriterEvent, WriterState
 from vllm_ascend_pd.protocol.timing import RunningClock, hold_s, lapse_s, settled_s
-from vllm_ascend_pd.protocol.transfer import Writer
+from vllm_ascend_pd.protocol.transfer import WriterRecord
 
 MAX_GONE = 4096
 
@@ -38,7 +38,7 @@ class Fence:
         if self.clock.observe(now):
             self.input_drained_at = self.clock.seconds - self.clock.stopped + self.timers.margin_s
 
-    def lease(self, writer: Writer, asked: Begin | Renew) -> None:
+    def lease(self, writer: WriterRecord, asked: Begin | Renew) -> None:
         """Start the lease and the hold of a writer: a READY leaves now."""
         writer.on(WriterEvent.GRANTED)
         writer.seq = asked.seq
@@ -48,7 +48,7 @@ class Fence:
         writer.lapse_at = self.clock.seconds + lapse_s(lease_s, margin_s)
         writer.hold_at = self.clock.seconds + hold_s(lease_s, writer.quiet_s, margin_s)
 
-    def answered(self, writer: Writer) -> None:
+    def answered(self, writer: WriterRecord) -> None:
         """Record that a writer says that it is quiet.
 
         Stops of this process after the first such answer do not prolong the wait. Else a process that is stopped again
@@ -69,10 +69,10 @@ class Fence:
     def is_gone(self, p_incarnation: str) -> bool:
         return p_incarnation in self._gone
 
-    def lapsed(self, writer: Writer) -> bool:
+    def lapsed(self, writer: WriterRecord) -> bool:
         return writer.state is WriterState.LEASED and self.clock.seconds >= writer.lapse_at
 
-    def proven_at(self, writer: Writer) -> float | None:
+    def proven_at(self, writer: WriterRecord) -> float | None:
         """Return when, on the running clock, this writer is proven quiet; None if nothing known proves it."""
         if writer.state is WriterState.ANSWERED:
             return writer.read_at + self.clock.stopped
@@ -81,9 +81,9 @@ class Fence:
             return None
         return max(writer.hold_at, gone_at + settled_s(writer.quiet_s))
 
-    def proven(self, writer: Writer) -> bool:
+    def proven(self, writer: WriterRecord) -> bool:
         proven_at = self.proven_at(writer)
         return proven_at is not None and self.clock.seconds >= proven_at
 
-    def must_revoke(self, writer: Writer) -> bool:
+    def must_revoke(self, writer: WriterRecord) -> bool:
         return self.clock.seconds >= writer.hold_at and self.proven_at(writer) is None

@@ -57,19 +57,19 @@ def reservation_of(form: Form) -> Reservation:
     """Read a form. Raise PD-CTRL-002 if it contradicts itself, PD-CTRL-004 if it has something not supported."""
     if form.meets:
         raise RemoteProtocolError("PD-CTRL-004", word="meets")
-    told = read(form.layout)
-    why = _contradiction(form.groups, told.geometry.tables)
+    layout = read(form.layout)
+    why = _contradiction(form.groups, layout.geometry.tables)
     if why:
         raise RemoteProtocolError("PD-CTRL-002", why=why)
     return Reservation(
         version=form.version,
         transfer=form.transfer,
-        model=told.model,
+        model=layout.model,
         first=min(group.first for group in form.groups),
         end=form.groups[0].end,
         blocks=tuple(group.ids for group in form.groups),
-        geometry=told.geometry,
-        endpoints=told.endpoints,
+        geometry=layout.geometry,
+        endpoints=layout.endpoints,
         deadline_s=form.deadline_s,
         prompt_length=form.prompt_length,
         prompt_hash=form.prompt_hash,

@@ -39,7 +39,7 @@ from vllm_ascend_pd.protocol.states import (
     WriterState,
 )
 from vllm_ascend_pd.protocol.timing import RunningClock, authority_until
-from vllm_ascend_pd.protocol.transfer import Transfer, Writer
+from vllm_ascend_pd.protocol.transfer import Transfer, WriterRecord
 
 TO_DECODE: Mapping[type, ReservationEvent] = {
     Begin: ReservationEvent.BEGIN,
@@ -126,7 +126,7 @@ class ReservationGuards:
         return self._of_granted(e.RENEW, writer, heard)
 
     def _of_granted(
-        self, event: ReservationEvent, writer: Writer, heard: Heard[Asked]
+        self, event: ReservationEvent, writer: WriterRecord, heard: Heard[Asked]
     ) -> tuple[ReservationEvent, Heard[Asked] | Refusal]:
         e, asked = ReservationEvent, heard.message
         if writer.state is not WriterState.LEASED or asked.seq < writer.seq:
@@ -135,7 +135,7 @@ class ReservationGuards:
             return e.BEGIN_OF_ANOTHER, Refusal(heard, RefusalCode.BOUND, f"{asked.contributor} was another process")
         return (event if asked.seq > writer.seq else e.BEGIN_AGAIN), heard
 
-    def _differences(self, record: Transfer, writer: Writer | None, begin: Begin) -> list[str] | None:
+    def _differences(self, record: Transfer, writer: WriterRecord | None, begin: Begin) -> list[str] | None:
         """Return how a BEGIN differs from what is expected; None if its layout is not known.
 
         A contributor's BEGIN is compared in full until one is granted. A later one is only compared with what was
@@ -188,7 +188,7 @@ class ReservationGuards:
             return ReservationEvent.OTHER_PROCESS
         return None
 
-    def same_process(self, writer: Writer, p_incarnation: str) -> bool:
+    def same_process(self, writer: WriterRecord, p_incarnation: str) -> bool:
         return writer.p_incarnation == p_incarnation
 
     def _while_open(self, record: Transfer, message: Done | Failed) -> ReservationEvent:
@@ -217,7 +217,7 @@ class ReservationGuards:
 Memories = OrderedDict[Hashable, tuple[str, Memory]]  # by peer: the name of its addresses, and the addresses
 
 
-def told(ready: Ready, pair: Pair, memories: Memories) -> tuple[str, Memory | None]:
+def addresses_of(ready: Ready, pair: Pair, memories: Memories) -> tuple[str, Memory | None]:
     """Return the name and the addresses of a READY: those it carries, or those known of the peer, or of the pair."""
     if ready.addresses is not None:
         return ready.memory, ready.addresses
@@ -249,7 +249,7 @@ class PairGuards:
         until = authority_until(sent, ready.lease_s)
         if until <= now or until <= (pair.authority or until - 1):
             return PairEvent.READY_LATE
-        memory, addresses = told(ready, pair, self.memories)
+        memory, addresses = addresses_of(ready, pair, self.memories)
         if addresses is None or memory != ready.memory:
             return PairEvent.READY_NO_ADDRESSES
         if pair.addresses is not None and pair.memory != memory:

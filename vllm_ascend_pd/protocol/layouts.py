@@ -33,7 +33,7 @@ from vllm_ascend_pd.geometry.layout import (
     in_one_word,
     word_by_word,
 )
-from vllm_ascend_pd.geometry.layout import Kind as Unlike
+from vllm_ascend_pd.geometry.layout import LayerKind as Unlike
 from vllm_ascend_pd.protocol.failure import Text
 from vllm_ascend_pd.protocol.identity import Contributor, Endpoint, Rank, Token
 

@@ -54,7 +54,7 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ComputedUnit:
     """A unit that is computed."""
 
     unit: Hashable
@@ -83,7 +83,7 @@ class Coverage:
 class Pair:
     """One push towards one D rank."""
 
-    push: Push
+    push: SenderPush
     destination: Destination
     begin: Repetition
     ready_by: float
@@ -145,7 +145,7 @@ class Pair:
 
 
 @dataclass(slots=True, repr=False)
-class Push:
+class SenderPush:
     order: PushOrder
     deadline: float
     progress: float  # when it last made progress

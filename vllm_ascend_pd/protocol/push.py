@@ -19,7 +19,7 @@ from vllm_ascend_pd.protocol.guards import TO_PREFILL, PairGuards
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.protocol.layouts import EngineLayout, layout_hash, written
 from vllm_ascend_pd.protocol.messages import Memory, Message
-from vllm_ascend_pd.protocol.pair import OPEN, Claim, Destination, Offer, Pair, Push, PushOrder
+from vllm_ascend_pd.protocol.pair import OPEN, Claim, ComputedUnit, Destination, Pair, PushOrder, SenderPush
 from vllm_ascend_pd.protocol.push_rules import MAX_MEMORIES, PairMachine
 from vllm_ascend_pd.protocol.states import Heard, PairEvent, PairState
 from vllm_ascend_pd.protocol.tables import PAIR_TABLE
@@ -38,9 +38,9 @@ class PushAgenda:
         self._clock, self._stall_s = clock, stall_timeout_s
         self._wall: Agenda[tuple[str, int | None]] = Agenda()
         self._settling: Agenda[tuple[str, int]] = Agenda()
-        self._touched: dict[str, tuple[Push, bool]] = {}
+        self._touched: dict[str, tuple[SenderPush, bool]] = {}
 
-    def touch(self, push: Push, *, known: bool) -> None:
+    def touch(self, push: SenderPush, *, known: bool) -> None:
         """Note that a push's timers may have changed. The agendas are updated before they are read."""
         self._touched[push.order.push] = push, known
 
@@ -50,7 +50,7 @@ class PushAgenda:
             for push, known in touched.values():
                 self._schedule(push, known=known)
 
-    def _schedule(self, push: Push, *, known: bool) -> None:
+    def _schedule(self, push: SenderPush, *, known: bool) -> None:
         """Put every timer of this push on the agendas."""
         running = known and not push.closed and push.failure is None
         last = min(push.deadline, push.progress + self._stall_s) if running else None
@@ -113,7 +113,7 @@ class Sender:
         self._clock.observe(now)
         if order.push in self._pushes or order.push in self._finished:
             raise LocalProtocolError(f"push {order.push} is opened twice")
-        push = Push(order, deadline=now + order.deadline_s, progress=now)
+        push = SenderPush(order, deadline=now + order.deadline_s, progress=now)
         self._pushes[order.push] = push
         for destination in order.destinations:
             if destination.d_rank in push.pairs:
@@ -128,7 +128,7 @@ class Sender:
 
     def offer(self, now: float, push: str, d_rank: int, unit: Hashable, nbytes: int) -> list[Action]:
         """Record that `unit` is computed. Only authority is needed to write it."""
-        return self._local(PairEvent.OFFER, now, push, d_rank, Offer(unit, nbytes))
+        return self._local(PairEvent.OFFER, now, push, d_rank, ComputedUnit(unit, nbytes))
 
     def checksum(self, push: str, d_rank: int, layer: int, values: Sequence[int]) -> None:
         """Add to the sums of a layer's components that DONE will carry."""
@@ -340,12 +340,12 @@ class Sender:
             raise LocalProtocolError(f"{what}: {claim} is not out")
         return pair
 
-    def _mark_source_invalid(self, push: Push) -> None:
+    def _mark_source_invalid(self, push: SenderPush) -> None:
         """Note that the blocks may be overwritten at any time: writes still out do not count as delivered."""
         for pair in push.pairs.values():
             pair.owing = True
 
-    def _record(self, push: str) -> Push | None:
+    def _record(self, push: str) -> SenderPush | None:
         record = self._pushes.get(push)
         if record is None and push not in self._finished:
             raise LocalProtocolError(f"push {push} was never opened")
@@ -361,7 +361,7 @@ class Sender:
 
     # -- time
 
-    def _push_due(self, now: float, push: Push) -> None:
+    def _push_due(self, now: float, push: SenderPush) -> None:
         if now >= push.deadline:
             self._machine.fail(now, push, Failure("PD-XFER-001", f"deadline of {push.order.deadline_s:g} s"))
         elif now >= push.progress + self._timers.stall_timeout_s:
@@ -385,7 +385,7 @@ class Sender:
                 pair.speak.again(now)
                 self._machine.repeat(now, pair, None)
 
-    def _schedule(self, push: Push) -> None:
+    def _schedule(self, push: SenderPush) -> None:
         """Update the timers of a push, or forget it if it is over."""
         name = push.order.push
         if push.closed and not any(pair.speaking for pair in push.pairs.values()):

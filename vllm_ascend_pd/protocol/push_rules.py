@@ -13,7 +13,7 @@ from vllm_ascend_pd.config import Timers
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.protocol.actions import Action, Closed, Note, Send
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.protocol.guards import PairGuards, told
+from vllm_ascend_pd.protocol.guards import PairGuards, addresses_of
 from vllm_ascend_pd.protocol.messages import (
     Ack,
     Begin,
@@ -27,8 +27,8 @@ from vllm_ascend_pd.protocol.messages import (
     Renew,
     Which,
 )
-from vllm_ascend_pd.protocol.pair import Claim, Coverage, Offer, Pair, Push
-from vllm_ascend_pd.protocol.states import Heard, PairEvent, PairState, Table, enter
+from vllm_ascend_pd.protocol.pair import Claim, ComputedUnit, Coverage, Pair, SenderPush
+from vllm_ascend_pd.protocol.states import Heard, PairEvent, PairState, Table, look_up
 from vllm_ascend_pd.protocol.timing import Repetition, authority_until, hold_s, settled_s
 from vllm_ascend_pd.protocol.words import PrefillWords, failure_of
 
@@ -43,7 +43,7 @@ class PairMachine:
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.actions: list[Action] = []
-        self.pushes: dict[str, Push] = {}
+        self.pushes: dict[str, SenderPush] = {}
         self.claimable: dict[tuple[str, int], Pair] = {}
         self.guards = guards
         self.words = words
@@ -54,7 +54,7 @@ class PairMachine:
     # -- the machine
 
     def fire(self, event: PairEvent, now: float, pair: Pair, came: object = None) -> None:
-        cell = enter(self._table, pair.state, event, self.counters, pair)
+        cell = look_up(self._table, pair.state, event, self.counters, pair)
         pair.state = cell.into
         cell.effect(self, now, pair, came)
 
@@ -64,7 +64,7 @@ class PairMachine:
         if pair is not None:
             self.fire(event, now, pair, heard)
         else:
-            cell = enter(self._table, PairState.UNATTACHED, event, self.counters, heard.message.push)
+            cell = look_up(self._table, PairState.UNATTACHED, event, self.counters, heard.message.push)
             cell.effect(self, now, None, heard)
 
     def _note(self, stage: str, pair: Pair, **facts: object) -> None:
@@ -118,7 +118,7 @@ class PairMachine:
 
     def _learn(self, pair: Pair, ready: Ready) -> tuple[str, Memory]:
         """Remember the addresses of this peer, which a READY carries or which are known."""
-        memory, addresses = told(ready, pair, self._memories)
+        memory, addresses = addresses_of(ready, pair, self._memories)
         if addresses is None:
             raise LocalProtocolError(f"{ready.memory} of {pair!r} is not known")
         peer = pair.destination.peer
@@ -130,13 +130,13 @@ class PairMachine:
 
     # -- writing
 
-    def take(self, now: float, pair: Pair, offer: Offer) -> None:
+    def take(self, now: float, pair: Pair, offer: ComputedUnit) -> None:
         if pair.push.sealed or pair.coverage.knows(offer.unit):
             raise LocalProtocolError(f"{offer.unit} is offered after the seal or twice")
         pair.coverage.pending[offer.unit] = offer.nbytes
         pair.push.progress = now
 
-    def take_to_write(self, now: float, pair: Pair, offer: Offer) -> None:
+    def take_to_write(self, now: float, pair: Pair, offer: ComputedUnit) -> None:
         self.take(now, pair, offer)
         self.claimable[pair.key] = pair
 
@@ -165,7 +165,7 @@ class PairMachine:
 
     # -- failing
 
-    def fail(self, now: float, push: Push, failure: Failure) -> None:
+    def fail(self, now: float, push: SenderPush, failure: Failure) -> None:
         """Fail a push as one: on all pairs no new write starts, and each closes when its writes have ended."""
         if push.failure is None:
             push.failure = failure
@@ -187,10 +187,10 @@ class PairMachine:
         to = pair.destination
         addresses = self._learn(pair, heard.message)[1]
         del self._memories[to.peer]
-        told, planned = (
+        found, planned = (
             f"{len(counts)} layers, regions {sorted(set(counts))}" for counts in (addresses.counts, to.regions)
         )
-        why = f"{to.peer} told addresses of {told}; {planned} are planned"
+        why = f"{to.peer} sent addresses of {found}; {planned} are planned"
         self.fail(now, pair.push, Failure("PD-WIRE-005", why))
 
     def fail_late(self, now: float, pair: Pair, claim: Claim) -> None:
@@ -234,7 +234,7 @@ class PairMachine:
         pair.coverage = Coverage(nbytes=pair.coverage.nbytes)
         self.close_push(pair.push)
 
-    def close_push(self, push: Push) -> None:
+    def close_push(self, push: SenderPush) -> None:
         if not push.closed and all(pair.state is PairState.CLOSED for pair in push.pairs.values()):
             push.closed = True
             self.actions.append(Closed(push.order.push, None if push.delivered else push.cause))

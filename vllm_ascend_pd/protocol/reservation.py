@@ -23,7 +23,7 @@ from vllm_ascend_pd.protocol.reservation_rules import ReservationMachine
 from vllm_ascend_pd.protocol.states import Heard, ReservationEvent, ReservationState
 from vllm_ascend_pd.protocol.tables import RESERVATION_TABLE
 from vllm_ascend_pd.protocol.timing import Agenda, earliest
-from vllm_ascend_pd.protocol.transfer import Transfer, Writer
+from vllm_ascend_pd.protocol.transfer import Transfer, WriterRecord
 
 _CLOSED = (ReservationState.CLOSED_OK, ReservationState.CLOSED_FAILED)
 
@@ -54,7 +54,7 @@ class ReservationAgenda:
         self._wall.set(record.transfer, min(wall, default=None))
         self._running.set(record.transfer, min(running, default=None))
 
-    def _proof_due(self, writer: Writer) -> float | None:
+    def _proof_due(self, writer: WriterRecord) -> float | None:
         """Return when to look at this writer again: when it is proven quiet, or its hold ends and access is revoked."""
         proven_at = self._fence_of.proven_at(writer)
         if proven_at is not None:

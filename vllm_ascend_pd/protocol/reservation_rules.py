@@ -25,10 +25,10 @@ from vllm_ascend_pd.protocol.states import (
     Table,
     WriterEvent,
     WriterState,
-    enter,
+    look_up,
 )
 from vllm_ascend_pd.protocol.timing import Repetition
-from vllm_ascend_pd.protocol.transfer import Transfer, Writer
+from vllm_ascend_pd.protocol.transfer import Transfer, WriterRecord
 from vllm_ascend_pd.protocol.words import ack, cancel, failure_of, ready, refused, which
 
 
@@ -71,7 +71,7 @@ class ReservationMachine:
     # -- the machine
 
     def fire(self, event: ReservationEvent, now: float, record: Transfer, came: object = None) -> None:
-        cell = enter(self._table, record.state, event, self.counters, record.transfer)
+        cell = look_up(self._table, record.state, event, self.counters, record.transfer)
         record.state = cell.into
         cell.effect(self, now, record, came)
 
@@ -129,7 +129,7 @@ class ReservationMachine:
         """Bind the transfer to a push, its plan and its contributors, and grant."""
         begin = heard.message
         record.push, record.plan_digest, record.contributors = begin.push, begin.plan_digest, begin.contributors
-        record.writers = {contributor: Writer(contributor) for contributor in self.guards.contributors(begin)}
+        record.writers = {contributor: WriterRecord(contributor) for contributor in self.guards.contributors(begin)}
         record.pushed = self.guards.pushed(begin)
         missing = len(self.guards.layers) - len(record.pushed)
         if missing:
@@ -245,7 +245,7 @@ class ReservationMachine:
         for writer in record.leased():
             self._quiet(now, record, writer, WriterEvent.REVOKED, "revoked")
 
-    def _quiet(self, now: float, record: Transfer, writer: Writer, event: WriterEvent, proof: str) -> None:
+    def _quiet(self, now: float, record: Transfer, writer: WriterRecord, event: WriterEvent, proof: str) -> None:
         writer.on(event)
         self.note("quiet", record, contributor=str(writer.contributor), proof=proof)
         self._close_if_quiet(now, record)
@@ -281,7 +281,7 @@ class ReservationMachine:
         self.counters["refused_" + code.value] += 1
         self.actions.append(Send(heard.peer, refused(heard.message, code, detail)))
 
-    def cancel(self, writer: Writer, failure: Failure | None) -> None:
+    def cancel(self, writer: WriterRecord, failure: Failure | None) -> None:
         """Send CANCEL, for the first time or again."""
         if writer.granted is None or failure is None:
             raise LocalProtocolError(f"{writer!r} was never granted anything, or nothing has failed")

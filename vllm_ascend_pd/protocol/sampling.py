@@ -22,7 +22,7 @@ MAX_WRITTEN = 16384  # bytes of JSON for its structured output and its bad words
 GRAMMAR = "grammar read by"  # no parameter of vLLM: two libraries may allow different first tokens
 
 
-class Part(Enum):
+class ParameterRole(Enum):
     """Role of a parameter for the first token."""
 
     CHOOSES = "it chooses the first token: P is sent it, and both sides hash it"
@@ -31,27 +31,33 @@ class Part(Enum):
     BARS = "its state is not the tokens alone, or it was not tried: such a request is not seeded"
 
 
-PARAMETERS: dict[str, tuple[Part, str]] = {
-    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "repetition_penalty"), (Part.CHOOSES, "")),
-    **dict.fromkeys(("logit_bias", "allowed_token_ids", "min_tokens", "_all_stop_token_ids"), (Part.CHOOSES, "")),
-    **dict.fromkeys(("bad_words", "_bad_words_token_ids", "structured_outputs"), (Part.CHOOSES, "")),
-    "logprobs": (Part.REPORTS, ""),
-    **dict.fromkeys(("n", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "_eos_token_id"), (Part.AFTER, "")),
-    **dict.fromkeys(("flat_logprobs", "detokenize", "skip_special_tokens", "output_kind"), (Part.AFTER, "")),
-    **dict.fromkeys(("spaces_between_special_tokens", "include_stop_str_in_output"), (Part.AFTER, "")),
-    **dict.fromkeys(("stream_interval", "skip_clone", "output_text_buffer_length"), (Part.AFTER, "")),
-    "skip_reading_prefix_cache": (Part.AFTER, ""),
+PARAMETERS: dict[str, tuple[ParameterRole, str]] = {
+    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "repetition_penalty"), (ParameterRole.CHOOSES, "")),
+    **dict.fromkeys(
+        ("logit_bias", "allowed_token_ids", "min_tokens", "_all_stop_token_ids"), (ParameterRole.CHOOSES, "")
+    ),
+    **dict.fromkeys(("bad_words", "_bad_words_token_ids", "structured_outputs"), (ParameterRole.CHOOSES, "")),
+    "logprobs": (ParameterRole.REPORTS, ""),
+    **dict.fromkeys(
+        ("n", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "_eos_token_id"), (ParameterRole.AFTER, "")
+    ),
+    **dict.fromkeys(("flat_logprobs", "detokenize", "skip_special_tokens", "output_kind"), (ParameterRole.AFTER, "")),
+    **dict.fromkeys(("spaces_between_special_tokens", "include_stop_str_in_output"), (ParameterRole.AFTER, "")),
+    **dict.fromkeys(("stream_interval", "skip_clone", "output_text_buffer_length"), (ParameterRole.AFTER, "")),
+    "skip_reading_prefix_cache": (ParameterRole.AFTER, ""),
     # They count generated tokens, of which there are none before the first.
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_detection"), (Part.AFTER, "")),
-    "seed": (Part.BARS, "seed"),  # the generator's state is in D's workers; greedy sampling has none
-    "thinking_token_budget": (Part.BARS, "thinking budget"),
-    **dict.fromkeys(("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"), (Part.BARS, "prompt")),
-    "logprob_token_ids": (Part.BARS, "logprobs"),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_detection"), (ParameterRole.AFTER, "")),
+    "seed": (ParameterRole.BARS, "seed"),  # the generator's state is in D's workers; greedy sampling has none
+    "thinking_token_budget": (ParameterRole.BARS, "thinking budget"),
+    **dict.fromkeys(
+        ("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"), (ParameterRole.BARS, "prompt")
+    ),
+    "logprob_token_ids": (ParameterRole.BARS, "logprobs"),
     # No request of an engine that makes watermarks is seeded. In any other engine these have no effect.
-    **dict.fromkeys(("watermarking", "_watermarking_skipped"), (Part.AFTER, "")),
-    **dict.fromkeys(("routed_experts_prompt_start", "trace_decode_token_ids"), (Part.BARS, "tracing")),
-    "extra_args": (Part.BARS, "extra arguments"),
-    GRAMMAR: (Part.CHOOSES, ""),
+    **dict.fromkeys(("watermarking", "_watermarking_skipped"), (ParameterRole.AFTER, "")),
+    **dict.fromkeys(("routed_experts_prompt_start", "trace_decode_token_ids"), (ParameterRole.BARS, "tracing")),
+    "extra_args": (ParameterRole.BARS, "extra arguments"),
+    GRAMMAR: (ParameterRole.CHOOSES, ""),
 }
 OTHER = "unknown parameter"  # the reason if a parameter that is not in the table is set
 
@@ -61,8 +67,8 @@ _OURS = "kv_transfer_params"  # the only extra argument that is allowed: the rou
 def refusal(given: Mapping[str, Any]) -> str:
     """Return why a request is not seeded; empty if it may be. `given` has what differs from vLLM's defaults."""
     for name, value in given.items():
-        part, why = PARAMETERS.get(name, (Part.BARS, OTHER))
-        if part is not Part.BARS:
+        part, why = PARAMETERS.get(name, (ParameterRole.BARS, OTHER))
+        if part is not ParameterRole.BARS:
             continue
         if name == "seed" and _greedy(given):
             continue

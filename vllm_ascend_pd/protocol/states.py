@@ -21,13 +21,13 @@ E = TypeVar("E", bound=enum.Enum)
 M = TypeVar("M", bound=Message, covariant=True)
 
 
-class Named(enum.Enum):
+class IdentityEnum(enum.Enum):
     """Enum whose members hash by identity: tables are consulted all the time, and need no hash of a name."""
 
     __hash__ = object.__hash__
 
 
-class ReservationState(Named):
+class ReservationState(IdentityEnum):
     """D: one transfer on one D rank."""
 
     UNBOUND = "unbound"  # its number is above the watermark: this worker has not bound it yet
@@ -40,10 +40,10 @@ class ReservationState(Named):
     OVER = "over"  # at or below the watermark and no record: long finished
 
 
-class ReservationEvent(Named):
-    # a BEGIN. These are distinguished in the state OPEN only; in other states each BEGIN is the first of them
-    BEGIN = "begin"  # asks for a lease, and gets it
-    FIRST_BEGIN = "first_begin"  # the same, and it binds the push, its plan and its contributors
+class ReservationEvent(IdentityEnum):
+    # a BEGIN. guards.py tells these apart in the state OPEN; in any other state each BEGIN is BEGIN
+    BEGIN = "begin"  # in OPEN: it gets the lease that it asks for
+    FIRST_BEGIN = "first_begin"  # it gets the lease, and binds the push, its plan and its contributors
     BEGIN_AGAIN = "begin_again"  # the seq that was granted last, once more
     LATE_BEGIN = "late_begin"  # an older seq, or a writer that may not write any more
     BEGIN_OF_GONE = "begin_of_gone"  # its process has ended
@@ -51,11 +51,13 @@ class ReservationEvent(Named):
     BEGIN_UNFIT = "begin_unfit"  # version, model, cache, plan or contributors differ
     BEGIN_UNKNOWN_LAYOUT = "begin_unknown_layout"  # it names a layout that is not known here
     BEGIN_IN_REVOCATION = "begin_in_revocation"  # the addresses are about to change
-    RENEW = "renew"  # asks to go on; if that is not granted, it is one of the above
+    RENEW = "renew"  # it gets the lease again; a RENEW that does not is one of the BEGIN events above
     # a DONE
     DONE = "done"  # of a writer that has to be waited for
     LAST_DONE = "last_done"  # every other contributor is done already
-    LAST_DONE_TO_VERIFY = "last_done_to_verify"  # the same, and the memory is to be compared with the sums
+    LAST_DONE_TO_VERIFY = (
+        "last_done_to_verify"  # every other contributor is done already, and the memory is to be compared with the sums
+    )
     WRONG_PLAN_DONE = "wrong_plan_done"  # of a writer that followed another plan
     LATE_DONE = "late_done"  # of one that is not writing any more
     EARLY_DONE = "early_done"  # of one that was never granted anything
@@ -78,13 +80,13 @@ class ReservationEvent(Named):
     # time, and proofs that a contributor is quiet
     DEADLINE = "deadline"
     LAPSE = "lapse"
-    PROVEN = "proven"  # time may have proven a contributor quiet
+    PROVEN = "proven"  # time to check whether a contributor is quiet by now
     REVOKED = "revoked"
     CUT = "revoked_while_written"  # a contributor could write when access was revoked
     ALL_QUIET = "all_quiet"  # no contributor has to be waited for any more
 
 
-class WriterState(Named):
+class WriterState(IdentityEnum):
     """D: one contributor of one transfer."""
 
     AWAITED = "awaited"  # has never been granted anything
@@ -94,7 +96,7 @@ class WriterState(Named):
     QUIET = "quiet"  # nothing of it can land any more
 
 
-class WriterEvent(Named):
+class WriterEvent(IdentityEnum):
     GRANTED = "granted"  # a READY is sent
     DONE = "done"
     ANSWER = "answer"  # FAILED(quiescent)
@@ -102,7 +104,7 @@ class WriterEvent(Named):
     REVOKED = "revoked"
 
 
-class PairState(Named):
+class PairState(IdentityEnum):
     """P: one push towards one D rank."""
 
     UNATTACHED = "unattached"  # source or reservation is still missing, or all is over: no record
@@ -112,8 +114,8 @@ class PairState(Named):
     CLOSED = "closed"
 
 
-class PairEvent(Named):
-    # a READY. These are distinguished in ASK and PUSH only; in other states each READY is the first of them
+class PairEvent(IdentityEnum):
+    # a READY. guards.py tells these apart in the states ASK and PUSH; in any other state each READY is READY
     READY = "ready"
     READY_UNASKED = "ready_unasked"  # answers no BEGIN or RENEW on record
     READY_LATE = "ready_late"  # its authority is over, or ends no later than the present one
@@ -145,8 +147,8 @@ class PairEvent(Named):
     RENEW = "renew"
     READY_TIMEOUT = "ready_timeout"
     AUTHORITY_OVER = "authority_over"
-    # no write is out any more, and T has passed since the last lost one
-    QUIET = "quiet"  # something has not landed
+    # no write is in flight any more, and T has passed since the last lost one
+    QUIET = "quiet"  # not all has landed, or the push is not sealed
     COMPLETE = "complete"  # sealed, and all has landed
 
 
@@ -170,10 +172,10 @@ class Cell(Generic[S]):
 Table = Mapping[S, Mapping[E, Cell[S]]]
 
 
-def enter(table: Table[S, E], state: S, event: E, counters: Counter[str], of: object) -> Cell[S]:
-    """Return the cell, and count it. Every state has one for every message.
+def look_up(table: Table[S, E], state: S, event: E, counters: Counter[str], of: object) -> Cell[S]:
+    """Return the cell of an event in a state, and count it.
 
-    An illegal event has none: it raises LocalProtocolError and changes nothing.
+    Raise LocalProtocolError if there is none. That is an error of this package: each message has a cell in each state.
     """
     cell = table[state].get(event)
     if cell is None:

@@ -81,9 +81,9 @@ class Repetition:
 
     __slots__ = ("_first", "_gap", "_most", "at")
 
-    def __init__(self, now: float, first_s: float, most_s: float) -> None:
+    def __init__(self, now: float, first_s: float, max_s: float) -> None:
         self._first = self._gap = first_s
-        self._most = most_s
+        self._most = max_s
         self.at = now
         self.again(now)
 

@@ -35,7 +35,7 @@ WRITER_TABLE: Mapping[WriterState, Mapping[WriterEvent, WriterState]] = _writer(
 
 
 @dataclass(slots=True, repr=False)
-class Writer:
+class WriterRecord:
     """One contributor of one transfer, as D sees it. `lapse_at` and `hold_at` are on the running clock."""
 
     contributor: Contributor
@@ -94,7 +94,7 @@ class Transfer:
     plan_digest: str = ""
     contributors: str = ""  # hash of the set, as BEGIN has it
     pushed: frozenset[str] = frozenset()  # names of the layers that P pushes
-    writers: dict[Contributor, Writer] = field(default_factory=dict)
+    writers: dict[Contributor, WriterRecord] = field(default_factory=dict)
     cached: int = 0  # tokens of the prompt that P did not compute, by its report
     failure: Failure | None = None
 
@@ -123,10 +123,10 @@ class Transfer:
         begun = self.bound and all(writer.state is not WriterState.AWAITED for writer in self.writers.values())
         return self.deadline if begun else min(self.deadline, self.settle_at)
 
-    def leased(self) -> list[Writer]:
+    def leased(self) -> list[WriterRecord]:
         """Return the writers that have to be waited for."""
         return [writer for writer in self.writers.values() if writer.waited_for]
 
-    def author(self, message: Begin | Renew | Done | Failed) -> Writer:
+    def author(self, message: Begin | Renew | Done | Failed) -> WriterRecord:
         """Return the contributor that sent a message."""
         return self.writers[message.contributor]

@@ -63,5 +63,5 @@ def may_pair(one: str, other: str) -> bool:
     ours, theirs = _FINGERPRINT.fullmatch(one), _FINGERPRINT.fullmatch(other)
     if ours is None or theirs is None:
         return True
-    releases = [Release(newest=int(told[3]), oldest=int(told[2])) for told in (ours, theirs)]
+    releases = [Release(newest=int(match[3]), oldest=int(match[2])) for match in (ours, theirs)]
     return ours[1] == theirs[1] and releases[0].speaks_with(releases[1])

@@ -95,8 +95,8 @@ class PrefillWords:
 
 def ready(asked: Begin | Renew, lease_s: float, memory: str, addresses: Memory) -> Ready:
     """Return a READY, with the addresses only for a P that does not know them. A P that renews does."""
-    told = addresses if isinstance(asked, Begin) and asked.known_memory != memory else None
-    return Ready(**_head(asked), lease_s=lease_s, memory=memory, addresses=told)
+    now = addresses if isinstance(asked, Begin) and asked.known_memory != memory else None
+    return Ready(**_head(asked), lease_s=lease_s, memory=memory, addresses=now)
 
 
 def which(begin: Begin) -> Which:
@@ -127,7 +127,7 @@ def failure_of(message: Refused | Failed | Cancel) -> Failure:
     A side that was cancelled has not failed itself, so its code is another one. A code that is not in the catalogue is
     replaced.
     """
-    told = message.failure
+    failure = message.failure
     if isinstance(message, Cancel):
-        return Failure("PD-XFER-002", str(told))
-    return told if told.code in CATALOGUE else Failure("PD-META-006", str(told))
+        return Failure("PD-XFER-002", str(failure))
+    return failure if failure.code in CATALOGUE else Failure("PD-META-006", str(failure))

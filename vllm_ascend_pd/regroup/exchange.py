@@ -52,7 +52,7 @@ def own_tag(rank: int, number: int) -> int:
     return rank * TAGS + number
 
 
-def strangers(tags: Mapping[int, int], number: int) -> list[int]:
+def absent(tags: Mapping[int, int], number: int) -> list[int]:
     """Return the sources whose tag is not theirs in exchange `number`."""
     return [source for source, tag in tags.items() if tag != own_tag(source, number)]
 
@@ -66,13 +66,13 @@ class SlotRows:
     sources: tuple[int, ...]
     tags: int
 
-    def strangers(self, slot: StagingSlot, number: int) -> list[int]:
+    def absent(self, slot: StagingSlot, number: int) -> list[int]:
         """Return the sources whose bytes in this slot are not of exchange `number`. Reads device memory."""
         if not self.sources:
             return []
         tags = slot.memory[self.tags : self.tags + tags_of(len(self.sources))].cpu().view(torch.int64)
         found = tags.view(len(self.sources), -1)[:, 0].tolist()
-        return strangers(dict(zip(self.sources, found, strict=True)), number)
+        return absent(dict(zip(self.sources, found, strict=True)), number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class ExchangeRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ExchangeOutcome:
     """Result of one exchange on this rank."""
 
     number: int  # the tag that its bytes carry
@@ -96,7 +96,7 @@ class Outcome:
     waited: float  # seconds inside the collective
 
 
-class Exchange:
+class GroupExchange:
     """Buffers and process group of one rank. Not thread-safe: only one thread or stream may run it."""
 
     def __init__(
@@ -152,7 +152,7 @@ class Exchange:
         rows = np.concatenate([receives.shifted(planned.received, _SOURCE), np.array(moved, dtype=np.int64)])
         return SlotRows(own, Assemble(rows, self._receive, slot), sources, tags)
 
-    def run(self, rows: ExchangeRows, layer: int, slots: Sequence[StagingSlot | None]) -> Outcome:
+    def run(self, rows: ExchangeRows, layer: int, slots: Sequence[StagingSlot | None]) -> ExchangeOutcome:
         """Exchange one layer of one sub-step. Bytes of a slot that is None are dropped.
 
         An error in this rank's own part is returned after the collective; an error of the collective is raised.
@@ -180,7 +180,7 @@ class Exchange:
         except Exception as failed:
             log.exception("this rank's part of an exchange failed")
             error = error or failed
-        return Outcome(number, error, waited)
+        return ExchangeOutcome(number, error, waited)
 
     def _gather(self, rows: ExchangeRows, caches: Sequence[torch.Tensor], number: int) -> None:
         if rows.send is not None:

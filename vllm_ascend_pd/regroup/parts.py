@@ -14,7 +14,7 @@ from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import Caches
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.regroup import Room
-from vllm_ascend_pd.regroup.exchange import Exchange, new_group, tags_of
+from vllm_ascend_pd.regroup.exchange import GroupExchange, new_group, tags_of
 from vllm_ascend_pd.regroup.ops import cell_view, use_kernels
 from vllm_ascend_pd.regroup.staging import Staging, exchanges_possible
 
@@ -27,7 +27,7 @@ ALIGNMENT = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class EngineWorld:
     """Place of this worker in its engine, and the most tokens that a step computes."""
 
     rank: int  # of the world: all stages of all data-parallel ranks that compute together
@@ -38,7 +38,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class RegroupParts:
-    exchange: Exchange
+    exchange: GroupExchange
     staging: Staging
 
     @property
@@ -47,30 +47,30 @@ class RegroupParts:
         return Room(self.staging.slot_bytes, buffer, buffer)
 
 
-def allocate(config: PushConfig, place: Place, caches: Caches, device: Device) -> RegroupParts | None:
+def allocate(config: PushConfig, world: EngineWorld, caches: Caches, device: Device) -> RegroupParts | None:
     """Allocate the parts, or return None if no exchange can ever be needed.
 
     Every rank of the world must call this: it makes process groups.
     """
-    if not exchanges_possible(config.regroup, caches.geometry, place.tp_size):
+    if not exchanges_possible(config.regroup, caches.geometry, world.tp_size):
         return None
-    group = new_group(place.tp_size, place.groups, place.rank, device.collectives, GROUP_TIMEOUT_S)
-    return assembled(config.regroup, place, caches, device, group)
+    group = new_group(world.tp_size, world.groups, world.rank, device.collectives, GROUP_TIMEOUT_S)
+    return assembled(config.regroup, world, caches, device, group)
 
 
 def assembled(
-    config: RegroupConfig, place: Place, caches: Caches, device: Device, group: dist.ProcessGroup
+    config: RegroupConfig, world: EngineWorld, caches: Caches, device: Device, group: dist.ProcessGroup
 ) -> RegroupParts:
     """Allocate buffers and slots for a group that exists. Nothing is allocated later."""
     if device.name == "npu":
         use_kernels(config.regroup_kernels == "own")
     geometry = caches.geometry
-    slot = slot_bytes(geometry, place)
-    stride = slot + -(-tags_of(place.tp_size) // ALIGNMENT) * ALIGNMENT
+    slot = slot_bytes(geometry, world)
+    stride = slot + -(-tags_of(world.tp_size) // ALIGNMENT) * ALIGNMENT
     count = config.staging_slots * config.staging_destinations
     memory = torch.empty(stride * count + ALIGNMENT, dtype=torch.uint8, device=device.name)
     skip = -memory.data_ptr() % ALIGNMENT
-    rank = place.rank % place.tp_size
+    rank = world.rank % world.tp_size
     views = [  # states are never exchanged
         [
             cell_view(part, region, len(kind.head_range(rank)), 1 if region.opaque else kind.block_size)
@@ -93,16 +93,16 @@ def assembled(
         stride=stride,
         waits=not device.exchanges_inline,
     )
-    return RegroupParts(Exchange(group, rank, views, 2 * slot, device.name), staging)
+    return RegroupParts(GroupExchange(group, rank, views, 2 * slot, device.name), staging)
 
 
-def slot_bytes(geometry: CacheGeometry, place: Place) -> int:
+def slot_bytes(geometry: CacheGeometry, world: EngineWorld) -> int:
     """Return the size of one rank's share of a full step with all heads, plus two blocks for rounding.
 
     Longer steps are cut.
     """
     sizes = [
-        (-(-place.step_tokens // (place.tp_size * kind.block_size)) + 2)
+        (-(-world.step_tokens // (world.tp_size * kind.block_size)) + 2)
         * kind.kv_heads
         * sum(r.cell_bytes * (1 if r.opaque else kind.block_size) for r in kind.regions)
         for kind in geometry.kinds

@@ -30,7 +30,7 @@ def exchanges_possible(config: RegroupConfig, geometry: CacheGeometry, tp_size: 
     return tp_size > 1 and geometry.ranks.world == 1 and split and config.regroup != "never"
 
 
-class Memory(Protocol):
+class FlatMemory(Protocol):
     """Flat bytes of a device; each slot is a slice of them."""
 
     def numel(self) -> int: ...
@@ -64,7 +64,7 @@ class Staging:
     false no exchange waits for a slot: the engine's own thread launches the exchanges.
     """
 
-    def __init__(self, memory: Memory, slot_bytes: int, quota: int, *, stride: int = 0, waits: bool = True) -> None:
+    def __init__(self, memory: FlatMemory, slot_bytes: int, quota: int, *, stride: int = 0, waits: bool = True) -> None:
         self.slot_bytes, self.stride, self.waits = slot_bytes, stride or slot_bytes, waits
         self.count = memory.numel() // self.stride  # constant
         self._memory, self._quota = memory, quota

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.transport.base import WriteState
-from vllm_ascend_pd.transport.engine import Engine
+from vllm_ascend_pd.transport.engine import OpenEngine
 from vllm_ascend_pd.transport.introducer import AGAIN_S
 from vllm_ascend_pd.transport.lanes import BlockingWrites
 from vllm_ascend_pd.transport.sockets import hang_up
@@ -37,13 +37,13 @@ class AscendEngine:
         target.share(self._kept_out)
 
     @property
-    def current(self) -> Engine | None:
+    def current(self) -> OpenEngine | None:
         return self._target.opened
 
     def register(self, regions: Sequence[tuple[int, int]]) -> None:
         self._target.register(regions)
 
-    def need(self) -> Engine:
+    def need(self) -> OpenEngine:
         return self._target.engine()
 
     def replace(self, why: str) -> None:
@@ -61,7 +61,7 @@ class AscendEngine:
                 self._probed.remove(address)
                 self._changed.notify_all()
 
-    def submit(self, engine: Engine, address: str, spans: Spans, issue_by: float, first_s: float | None) -> int:
+    def submit(self, engine: OpenEngine, address: str, spans: Spans, issue_by: float, first_s: float | None) -> int:
         return self._lanes.submit(engine, address, *spans, issue_by=issue_by, first_s=first_s)
 
     def poll(self, handle: int) -> WriteState:

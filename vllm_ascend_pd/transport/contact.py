@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_ascend_pd.config import FIRST_CONTACT_S
-from vllm_ascend_pd.transport.engine import Engine
-from vllm_ascend_pd.transport.introducer import Answer, Introducer
+from vllm_ascend_pd.transport.engine import OpenEngine
+from vllm_ascend_pd.transport.introducer import Introducer, Introduction
 
 HEARD_S = 1.0  # largest age of a peer's last message on the side channel, where the engine has no probe
 
@@ -48,25 +48,25 @@ class Contacts:
         self._can_ask, self._clock = can_ask, clock
         self._introducer = Introducer(probe, FIRST_CONTACT_S, clock)
         self._heard: Callable[[str], float | None] | None = None
-        self._engine: Engine | None = None  # the engine that knows `_peers`
+        self._engine: OpenEngine | None = None  # the engine that knows `_peers`
         self._peers: dict[str, _Peer] = {}  # by address
 
     def listen(self, heard: Callable[[str], float | None]) -> None:
         self._heard = heard
 
-    def known(self, engine: Engine | None, session: str) -> bool:
+    def known(self, engine: OpenEngine | None, session: str) -> bool:
         """Return whether this engine may write to the session without a probe."""
         address, tag = parted(session)
         peer = self._of(engine).get(address)
         return peer is not None and peer.answers and peer.tag == tag
 
-    def replaced(self, engine: Engine | None, session: str) -> bool:
+    def replaced(self, engine: OpenEngine | None, session: str) -> bool:
         """Return whether this engine knows an earlier process at the address, so that it cannot reach the new one."""
         address, tag = parted(session)
         peer = self._of(engine).get(address)
         return peer is not None and peer.tag != tag
 
-    def met(self, engine: Engine, session: str, answers: bool) -> None:
+    def met(self, engine: OpenEngine, session: str, answers: bool) -> None:
         address, tag = parted(session)
         self._of(engine)[address] = _Peer(tag, answers)
 
@@ -75,18 +75,18 @@ class Contacts:
         if address in self._peers:
             self._peers[address].answers = False
 
-    def ask(self, meeting: Meeting, another: bool) -> Answer:
+    def ask(self, meeting: Meeting, another: bool) -> Introduction:
         """Probe the peer and return its answer, without waiting. `another`: the engine is in another first contact."""
         now = self._clock()
         if now >= meeting.end:
-            return Answer.NO
+            return Introduction.NO
         if another or not self._vouched(meeting.session):
             meeting.asked_until = None  # an answer would be too old by the time it is needed
-            return Answer.ASKING
+            return Introduction.ASKING
         if meeting.asked_until is None:
             meeting.asked_until = now + FIRST_CONTACT_S
         answer = self._introducer.ask(meeting.session)
-        return Answer.NO if answer is Answer.ASKING and now >= meeting.asked_until else answer
+        return Introduction.NO if answer is Introduction.ASKING and now >= meeting.asked_until else answer
 
     def forget(self, session: str) -> None:
         """Drop the probe of a session: no write waits for its answer any more."""
@@ -96,7 +96,7 @@ class Contacts:
         """End all probes. Return whether no thread is in one any more."""
         return self._introducer.close()
 
-    def _of(self, engine: Engine | None) -> dict[str, _Peer]:
+    def _of(self, engine: OpenEngine | None) -> dict[str, _Peer]:
         """Return the peers that the engine knows. A new engine knows none."""
         if engine is not self._engine:
             self._engine, self._peers = engine, {}

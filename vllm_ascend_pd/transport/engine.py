@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One open TransferEngine. `Engine` holds the only reference to it, so that closing it destroys it.
+"""One open TransferEngine. `OpenEngine` holds the only reference to it, so that closing it destroys it.
 
 Most methods of a TransferEngine segfault before `initialize`, and `transfer_check_status` does for an unknown id.
 """
@@ -38,7 +38,7 @@ class RawEngine(Protocol):
     def batch_transfer_sync_write(self, session: str, src: list[int], dst: list[int], size: list[int], /) -> int: ...
 
 
-class Engine:
+class OpenEngine:
     """Not thread-safe, except for `write` and `answers`."""
 
     def __init__(self, kind: type[RawEngine], host: str, protocol: str) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vllm_ascend_pd.transport.base import WriteState
-from vllm_ascend_pd.transport.engine import LANDED, PENDING, Engine
+from vllm_ascend_pd.transport.engine import LANDED, PENDING, OpenEngine
 from vllm_ascend_pd.transport.introducer import watched
 from vllm_ascend_pd.transport.spans import Bytes
 
@@ -31,7 +31,7 @@ LOOK_AGAIN_S = 0.1
 class _Flight:
     """One submission: the descriptors not issued yet, and the engine's ids of those that are."""
 
-    engine: Engine
+    engine: OpenEngine
     address: str
     waiting: deque[tuple[int, int, int]]
     deadline: float
@@ -41,7 +41,7 @@ class _Flight:
     looked_at: float = 0.0
 
     @property
-    def peer(self) -> tuple[Engine, str]:
+    def peer(self) -> tuple[OpenEngine, str]:
         return self.engine, self.address
 
 
@@ -52,11 +52,11 @@ class Flights:
         self._window, self._timeout_s, self._clock = min(cap, WINDOW), timeout_s, clock
         self._handles = itertools.count(1)
         self._flights: dict[int, _Flight] = {}
-        self._queues: dict[tuple[Engine, str], deque[_Flight]] = {}  # not wholly issued, oldest first
-        self._in_engine: Counter[tuple[Engine, str]] = Counter()
+        self._queues: dict[tuple[OpenEngine, str], deque[_Flight]] = {}  # not wholly issued, oldest first
+        self._in_engine: Counter[tuple[OpenEngine, str]] = Counter()
 
     def submit(
-        self, engine: Engine, address: str, src: Bytes, dst: Bytes, size: Bytes, *, first_s: float | None = None
+        self, engine: OpenEngine, address: str, src: Bytes, dst: Bytes, size: Bytes, *, first_s: float | None = None
     ) -> int:
         """Start a write. `first_s`: if it may be first contact, it is cut off after so many seconds."""
         handle = next(self._handles)
@@ -87,16 +87,16 @@ class Flights:
             return WriteState.LANDED
         return WriteState.FAILED if flight.begun else WriteState.UNISSUED
 
-    def stuck(self) -> set[Engine]:
+    def stuck(self) -> set[OpenEngine]:
         """Return the engines that keep transfers of failed writes. Only closing such an engine ends these."""
         latest = self._clock() - LINGER_S
         return {f.engine for f in self._flights.values() if f.failed_at is not None and f.failed_at < latest}
 
-    def busy(self, engine: Engine) -> bool:
+    def busy(self, engine: OpenEngine) -> bool:
         """Return whether the engine has a write in flight that has not failed."""
         return any(f.engine is engine and f.failed_at is None for f in self._flights.values())
 
-    def drop(self, engine: Engine) -> None:
+    def drop(self, engine: OpenEngine) -> None:
         """Fail the writes of an engine that is about to be closed, and forget its ids."""
         for flight in self._flights.values():
             if flight.engine is engine:
@@ -128,7 +128,7 @@ class Flights:
         self._in_engine[flight.peer] -= len(flight.issued) - len(left)
         flight.issued = left
 
-    def _issue(self, peer: tuple[Engine, str]) -> None:
+    def _issue(self, peer: tuple[OpenEngine, str]) -> None:
         """Give descriptors to the engine, oldest flight first, up to the window of this peer."""
         queue = self._queues.get(peer, deque())
         while queue:

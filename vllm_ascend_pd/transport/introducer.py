@@ -25,7 +25,7 @@ FRESH_S = 0.5  # older answers do not count; below `wire.OPEN_S`, so two slow fi
 AGAIN_S = 0.1  # until the next shutdown of connections, because an engine may connect once more
 
 
-class Answer(enum.Enum):
+class Introduction(enum.Enum):
     ASKING = "asking"
     YES = "yes"
     NO = "no"
@@ -36,7 +36,7 @@ class _Asked:
     address: str
     since: float
     answered: float = 0.0
-    answer: Answer = Answer.ASKING
+    answer: Introduction = Introduction.ASKING
     thread: threading.Thread = field(init=False)
 
 
@@ -51,13 +51,13 @@ class Introducer:
         self._asked: dict[str, _Asked] = {}  # by session
         self._forgotten: list[_Asked] = []  # no write waits for these any more; their threads are about to end
 
-    def ask(self, session: str) -> Answer:
+    def ask(self, session: str) -> Introduction:
         """Return the answer, or ASKING. Start a probe unless one is running.
 
         An answer is returned once, and only within FRESH_S of its arrival. With too many probes running it is NO.
         """
         asked = self._asked.get(session)
-        if asked is not None and asked.answer is not Answer.ASKING:
+        if asked is not None and asked.answer is not Introduction.ASKING:
             del self._asked[session]
             asked.thread.join(JOIN_S)
             if self._clock() - asked.answered <= FRESH_S:
@@ -66,16 +66,16 @@ class Introducer:
         if asked is None:
             self._make_room()
             if len(self._asked) + len(self._forgotten) >= MAX_AT_ONCE:
-                return Answer.NO
+                return Introduction.NO
             self._start(session)
         elif self._clock() - asked.since > self._patience_s:
             hang_up(asked.address)  # the thread then ends, with NO
-        return Answer.ASKING
+        return Introduction.ASKING
 
     def forget(self, session: str) -> None:
         """End the probe of a session: no write waits for its answer any more."""
         asked = self._asked.pop(session, None)
-        if asked is not None and asked.answer is Answer.ASKING:
+        if asked is not None and asked.answer is Introduction.ASKING:
             hang_up(asked.address)
             self._forgotten.append(asked)
 
@@ -83,7 +83,7 @@ class Introducer:
         """End all probes. Return whether every thread has ended. Idempotent."""
         left = 0
         for asked in (*self._asked.values(), *self._forgotten):
-            if asked.answer is Answer.ASKING:
+            if asked.answer is Introduction.ASKING:
                 hang_up(asked.address)
             asked.thread.join(JOIN_S)
             if asked.thread.is_alive():
@@ -106,13 +106,13 @@ class Introducer:
             answered = self._probe(asked.address)
         finally:
             asked.answered = self._clock()
-            asked.answer = Answer.YES if answered else Answer.NO
+            asked.answer = Introduction.YES if answered else Introduction.NO
 
     def _make_room(self) -> None:
         self._forgotten = [asked for asked in self._forgotten if asked.thread.is_alive()]
         if len(self._asked) + len(self._forgotten) >= MAX_AT_ONCE:
             for session, asked in list(self._asked.items()):
-                if asked.answer is not Answer.ASKING:
+                if asked.answer is not Introduction.ASKING:
                     del self._asked[session]
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from vllm_ascend_pd.transport.base import WriteState
-from vllm_ascend_pd.transport.engine import Engine
+from vllm_ascend_pd.transport.engine import OpenEngine
 from vllm_ascend_pd.transport.introducer import watched
 from vllm_ascend_pd.transport.spans import Bytes
 
@@ -35,7 +35,7 @@ JOIN_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    engine: Engine
+    engine: OpenEngine
     address: str
     calls: deque[tuple[list[int], list[int], list[int]]]  # not issued yet
     issue_by: float
@@ -74,7 +74,7 @@ class BlockingWrites:
 
     def submit(
         self,
-        engine: Engine,
+        engine: OpenEngine,
         address: str,
         src: Bytes,
         dst: Bytes,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from vllm_ascend_pd.errors import ConfigError, PdError
-from vllm_ascend_pd.transport.engine import Engine, RawEngine
+from vllm_ascend_pd.transport.engine import OpenEngine, RawEngine
 from vllm_ascend_pd.transport.maps import check_mapped
 from vllm_ascend_pd.transport.spans import merge_regions
 
@@ -30,7 +30,7 @@ class MooncakeTarget:
         self._attach_thread, self._at_once = attach_thread, protocol == "ascend"
         self._lock = threading.Lock()
         self._regions: list[tuple[int, int]] = []
-        self._engine: Engine | None = None
+        self._engine: OpenEngine | None = None
         self._session = ""
         self._closed = False
         self._kept_out: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
@@ -42,10 +42,10 @@ class MooncakeTarget:
             return self._session
 
     @property
-    def opened(self) -> Engine | None:
+    def opened(self) -> OpenEngine | None:
         return self._engine
 
-    def engine(self) -> Engine:
+    def engine(self) -> OpenEngine:
         """Return the open engine, opened if necessary. A later call may return another one."""
         with self._lock:
             return self._opened()
@@ -90,11 +90,11 @@ class MooncakeTarget:
         if engine is not None:
             engine.close()
 
-    def _opened(self) -> Engine:
+    def _opened(self) -> OpenEngine:
         if self._engine is None:
             if self._closed:
                 raise PdError("PD-WIRE-001", why="the transport is closed")
-            engine = Engine(self._kind, self._host, self._protocol)
+            engine = OpenEngine(self._kind, self._host, self._protocol)
             engine.register(self._regions)
             self._engine, self._session = engine, f"{engine.address}/{os.urandom(4).hex()}"
         return self._engine

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from vllm_ascend_pd.errors import LocalProtocolError, PdError
 from vllm_ascend_pd.transport.base import WriteState
-from vllm_ascend_pd.transport.engine import Engine
+from vllm_ascend_pd.transport.engine import OpenEngine
 from vllm_ascend_pd.transport.flights import Flights
 from vllm_ascend_pd.transport.maps import check_mapped
 from vllm_ascend_pd.transport.spans import Spans
@@ -25,27 +25,29 @@ TEND_S = 0.1
 
 class PolledEngines:
     def __init__(
-        self, open_engine: Callable[[], Engine], flights: Flights, *, registers: bool, clock: Callable[[], float]
+        self, open_engine: Callable[[], OpenEngine], flights: Flights, *, registers: bool, clock: Callable[[], float]
     ) -> None:
         """`registers`: register memory with the engine. Links other than TCP read only registered memory."""
         self._open_engine, self._flights, self._registers, self._clock = open_engine, flights, registers, clock
         self._regions: list[tuple[int, int]] = []
-        self._engine: Engine | None = None
-        self._retired: list[Engine] = []
-        self._scout: Engine | None = None  # makes the probes, so that the engine that writes can be closed at any time
+        self._engine: OpenEngine | None = None
+        self._retired: list[OpenEngine] = []
+        self._scout: OpenEngine | None = (
+            None  # makes the probes, so that the engine that writes can be closed at any time
+        )
         self._scout_lock = threading.Lock()
         self._tended = 0.0
         self._closed = False
 
     @property
-    def current(self) -> Engine | None:
+    def current(self) -> OpenEngine | None:
         return self._engine
 
     def register(self, regions: Sequence[tuple[int, int]]) -> None:
         check_mapped(regions)
         self._regions += regions
 
-    def need(self) -> Engine:
+    def need(self) -> OpenEngine:
         if self._closed:
             raise PdError("PD-WIRE-001", why="the transport is closed")
         if self._engine is None:
@@ -70,7 +72,7 @@ class PolledEngines:
             scout = self._scout
         return scout.answers(address)
 
-    def submit(self, engine: Engine, address: str, spans: Spans, issue_by: float, first_s: float | None) -> int:
+    def submit(self, engine: OpenEngine, address: str, spans: Spans, issue_by: float, first_s: float | None) -> int:
         return self._flights.submit(engine, address, *spans, first_s=first_s)
 
     def poll(self, handle: int) -> WriteState:
@@ -109,7 +111,7 @@ class PolledEngines:
             _close(scout)
 
 
-def _close(engine: Engine) -> None:
+def _close(engine: OpenEngine) -> None:
     try:
         engine.close()
     except LocalProtocolError as error:  # the engine ends with the process

@@ -16,8 +16,8 @@ from typing import Protocol
 from vllm_ascend_pd.errors import PdError, one_line
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.contact import Contacts, Meeting, parted
-from vllm_ascend_pd.transport.engine import Engine
-from vllm_ascend_pd.transport.introducer import Answer
+from vllm_ascend_pd.transport.engine import OpenEngine
+from vllm_ascend_pd.transport.introducer import Introduction
 from vllm_ascend_pd.transport.spans import Bounds, Spans, as_spans, merge_regions, merge_runs
 
 log = logging.getLogger(__name__)
@@ -29,12 +29,12 @@ class Engines(Protocol):
     """The part that depends on the link: the engine that writes, and the state of writes in flight."""
 
     @property
-    def current(self) -> Engine | None:
+    def current(self) -> OpenEngine | None:
         """Engine that writes, if one is open. A new engine does not know its predecessor's peers."""
 
     def register(self, regions: Sequence[tuple[int, int]]) -> None: ...
 
-    def need(self) -> Engine:
+    def need(self) -> OpenEngine:
         """Return `current`, opened if necessary."""
 
     def replace(self, why: str) -> None:
@@ -43,7 +43,7 @@ class Engines(Protocol):
     def probe(self, address: str) -> bool:
         """Return whether the engine at `address` answers. Called on any thread."""
 
-    def submit(self, engine: Engine, address: str, spans: Spans, issue_by: float, first_s: float | None) -> int:
+    def submit(self, engine: OpenEngine, address: str, spans: Spans, issue_by: float, first_s: float | None) -> int:
         """Start a write. `first_s`: if it may be first contact, it is cut off after so many seconds."""
 
     def poll(self, handle: int) -> WriteState: ...
@@ -142,11 +142,11 @@ class MooncakeWire:
             del self._waiting[handle]
             return WriteState.FAILED
         known = self._contacts.known(self._engines.current, write.session)
-        answer = Answer.YES if known else self._contacts.ask(write.meeting, self._engines.meeting())
-        if answer is Answer.ASKING:
+        answer = Introduction.YES if known else self._contacts.ask(write.meeting, self._engines.meeting())
+        if answer is Introduction.ASKING:
             return WriteState.PENDING
         del self._waiting[handle]
-        if answer is not Answer.YES:
+        if answer is not Introduction.YES:
             log.warning("the transfer engine at %s does not answer", one_line(parted(write.session)[0]))
         elif self._first_submit(handle, write, known=known):
             return WriteState.PENDING

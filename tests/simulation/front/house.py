@@ -28,7 +28,7 @@ from simulation.front.speech import right_stream, understood
 from simulation.front.wire import Call, Network
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState, Role
 from vllm_ascend_pd.metaserver.service import admin
-from vllm_ascend_pd.metaserver.service.app import Worker
+from vllm_ascend_pd.metaserver.service.app import WorkerProcess
 from vllm_ascend_pd.metaserver.service.hub import REPORT_EVERY_S, Hub
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.named import HEADER
@@ -149,7 +149,7 @@ class House:
         self.engines: list[Engine] = [*self.prefills, *self.decodes.values()]
         self._by_address = {engine.address: engine for engine in self.engines}
         hubs: list[LinkedHub] = []
-        self.workers: list[Worker] = []
+        self.workers: list[WorkerProcess] = []
         self._standing: list[Any] = []
         for i in range(plan.workers):
             hubs.append(LinkedHub(i, hubs))
@@ -160,7 +160,7 @@ class House:
                 decode=tuple(e.address for e in self.decodes.values()),
                 **plan.settings,
             )
-            worker = Worker(settings, url, hubs[-1])
+            worker = WorkerProcess(settings, url, hubs[-1])
             self.workers.append(worker)
             self.apps[url] = worker.app()
 
@@ -195,8 +195,8 @@ class House:
         for context in self._standing:
             await context.__aexit__(None, None, None)
 
-    async def _until(self, promise: Callable[[], str], most_s: float, otherwise: str) -> None:
-        end = self.loop.now + most_s
+    async def _until(self, promise: Callable[[], str], max_s: float, otherwise: str) -> None:
+        end = self.loop.now + max_s
         while problem := promise():
             if self.loop.now > end:
                 raise Violation(f"{otherwise}: {problem}")
@@ -302,7 +302,7 @@ class House:
                         self.problems.append(f"promise 2: sound {engine.name} is blamed: {instance.last_error}")
             await asyncio.sleep(0.25)
 
-    def _wrongly_proven(self, worker: Worker, once: set[tuple[str, str]]) -> Iterator[str]:
+    def _wrongly_proven(self, worker: WorkerProcess, once: set[tuple[str, str]]) -> Iterator[str]:
         """Yield wrong proofs. `once` are the pairs of sound engines that were proven before."""
         proofs = worker.fleet.proven()
         for proof in proofs:
@@ -311,7 +311,7 @@ class House:
                 yield f"promise 3: {prefill.name} to {decode.name} is proven, and nothing moves over it"
             for engine, life in ((prefill, proof.prefill_life), (decode, proof.decode_life)):
                 instance = worker.fleet.get(engine.address)
-                told = instance.life.told if instance is not None else ()
+                told = instance.life.statements if instance is not None else ()
                 if life and any(t.incarnation != life and t.at > proof.at for t in told):
                     yield f"promise 3: a proof of {life} is believed, though {engine.name} has another life"
             if prefill.kind.sound and decode.kind.sound:

@@ -18,7 +18,7 @@ from simulation.front.house import Plan, Result, draw, run_seed
 from vllm_ascend_pd.http import http1
 from vllm_ascend_pd.metaserver import bodies, resumable, resume
 from vllm_ascend_pd.metaserver.bodies import Use
-from vllm_ascend_pd.metaserver.decisions import Circuit, Life, Proof
+from vllm_ascend_pd.metaserver.decisions import Circuit, Life, PairProof
 from vllm_ascend_pd.metaserver.resume import StreamState
 from vllm_ascend_pd.metaserver.service import canary, fleet, front, relay, reserve, resuming, shared
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, Journal
@@ -113,8 +113,8 @@ _ASK: Callable[..., Awaitable[object]] = reserve.Reservations._ask
 
 async def _answer_proves(self: reserve.Reservations, attempt: Attempt, posted: Any, prefill: Any) -> None:
     await _ASK(self, attempt, posted, prefill)
-    life = prefill.life.told[-1].incarnation if prefill.life.told else ""
-    self._front.fleet.prove(Proof(prefill.name, life, attempt.decode.name, posted.decode, attempt.began))
+    life = prefill.life.statements[-1].incarnation if prefill.life.statements else ""
+    self._front.fleet.prove(PairProof(prefill.name, life, attempt.decode.name, posted.decode, attempt.began))
 
 
 def _keeps_its_load(self: fleet.Trial, *failed: object) -> None:

@@ -12,7 +12,8 @@ from simulation.front.house import run_seed
 from simulation.front.mutations import ALL, Mutation
 from simulation.front.run import Total, run_seeds
 
-SEEDS, FEW = 750, 75  # of 150 requests, most of which have clients
+SEEDS = {"few": 75, "ci": 250, "all": 750}  # of 150 requests, most of which have clients
+AT_LEAST = {75: (9_000, 50), 250: (33_000, 300), 750: (100_000, 1_000)}  # seeds → requests, streams that go on
 SEARCHED = 60
 # Seeds by mutation; after a change of the service a search finds new ones.
 KNOWN = {
@@ -31,14 +32,14 @@ KNOWN = {
 
 @pytest.fixture(scope="module")
 def seeds(request: pytest.FixtureRequest) -> int:
-    return FEW if request.config.getoption("--few-seeds") else SEEDS
+    return SEEDS[request.config.getoption("--seeds")]
 
 
 @pytest.fixture(scope="module")
 def many(seeds: int, told: Callable[[str], None]) -> Total:
     """Run the seeds on two cores."""
     total = run_seeds(1000, seeds, jobs=2, progress_s=1e9)
-    told(f"front door: {total.seeds} of {SEEDS} seeds, {total.requests} requests")
+    told(f"front door: {total.seeds} of {SEEDS['all']} seeds, {total.requests} requests")
     return total
 
 
@@ -47,13 +48,13 @@ def test_no_promise_is_broken(many: Total, seeds: int) -> None:
     found = many.violations
     assert not found, f"scripts/simulate.sh --front --seeds 1 --from {found[0].seed}: {found[0].violation}"
     assert many.seeds == seeds
-    assert many.requests > (100_000 if seeds == SEEDS else 9_000)
-    assert many.resumed > (1_000 if seeds == SEEDS else 50)
+    requests, resumed = AT_LEAST[seeds]
+    assert many.requests > requests and many.resumed > resumed
     assert many.said["right"] > 0.8 * many.requests and set(many.said) == {"right", "left", "broken off", "error"}
 
 
-@pytest.mark.ci  # it takes all seeds
-def test_every_kind_of_fault_happens(many: Total) -> None:
+@pytest.mark.ci  # few seeds are too few
+def test_every_kind_of_fault_happens(many: Total, seeds: int) -> None:
     wanted = {
         "silent",
         "breaks after push",
@@ -68,7 +69,7 @@ def test_every_kind_of_fault_happens(many: Total) -> None:
     }
     wanted |= {"breaks later", "drops", "drops later", "fails after load", "killed"}
     wanted |= {"fails later", "ends later", "hangs later"}  # in the middle of a stream
-    assert set(many.faults) == wanted and min(many.faults.values()) > 300
+    assert set(many.faults) == wanted and min(many.faults.values()) > 0.4 * seeds
 
 
 def test_a_seed_replays() -> None:

@@ -14,10 +14,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
 
+from vllm_ascend_pd.channel.connection import Connection, Ending
 from vllm_ascend_pd.channel.dialer import Dialer
 from vllm_ascend_pd.channel.limits import ChannelLimits
 from vllm_ascend_pd.channel.listener import Listener
@@ -68,6 +70,7 @@ class Ear:
     ) -> None:
         self.heard: list[tuple[str, int]] = []
         self.events: list[tuple[str, str]] = []
+        self.faults: Counter[str] = Counter()
         self.listener = Listener(
             host=LOOPBACK,
             port=port,
@@ -76,10 +79,24 @@ class Ear:
             on_message=self._on_message,
             on_gone=lambda who: self.events.append(("gone", who)),
             on_back=lambda who: self.events.append(("back", who)),
+            count=lambda reason: self.faults.update([reason]),
             limits=limits,
             release=release,
         )
         self.endpoint = Endpoint(LOOPBACK, 1)
+        self.accepted = 0
+        self.endings: list[Ending] = []
+        self._take, self._lose = self.listener._accept, self.listener.ended
+        self.listener._accept = self._accept  # type: ignore[method-assign]
+        self.listener.ended = self._ended  # type: ignore[method-assign]
+
+    def _accept(self) -> Connection:
+        self.accepted += 1
+        return self._take()
+
+    def _ended(self, connection: Connection, ending: Ending, detail: str) -> None:
+        self.endings.append(ending)
+        self._lose(connection, ending, detail)
 
     async def __aenter__(self) -> Ear:
         self.endpoint = await self.listener.start()
@@ -89,15 +106,15 @@ class Ear:
         await self.listener.close()
 
     def stats(self) -> dict[str, int]:
-        """Return what the listener has counted, and the connections that it has."""
+        """Return the faults that the listener counted, and the connections that it has."""
         mine = self.listener
-        return {**mine._counts, "connections": len(mine._callers), "unproven": len(mine._unproven)}
+        return {**self.faults, "connections": len(mine._callers), "unproven": len(mine._unproven)}
 
     def connected_to(self, incarnation: str) -> bool:
         return incarnation in self.listener._by_incarnation
 
-    def _on_message(self, peer, got: Message) -> None:
-        self.heard.append((peer, got.seq))
+    def _on_message(self, peer: Hashable, got: Message) -> None:
+        self.heard.append((str(peer), got.seq))
         self.listener.send(peer, answer(got))
 
 
@@ -114,12 +131,14 @@ class Mouth:
         self.p = p
         self.answers: list[int] = []
         self.unreachable: list[str] = []
+        self.faults: Counter[str] = Counter()
         self.dialer = Dialer(
             incarnation=p,
             name="mouth",
             secrets=secrets,
             on_message=lambda _, got: self.answers.append(got.seq),
             on_unreachable=lambda _, detail: self.unreachable.append(detail),
+            count=lambda reason: self.faults.update([reason]),
             limits=limits,
             release=release,
             jitter=lambda: 0.5,
@@ -132,9 +151,9 @@ class Mouth:
         await self.dialer.close()
 
     def stats(self) -> dict[str, int]:
-        """Return what the dialer has counted, and the links that it has."""
+        """Return the faults that the dialer counted, and the links that it has."""
         links = self.dialer._links.values()
-        return {**self.dialer._counts, "links": len(links), "links_up": sum(link.up for link in links)}
+        return {**self.faults, "links": len(links), "links_up": sum(link.up for link in links)}
 
     def say(self, endpoint: Endpoint, seq: int = 0, text: str = "") -> bool:
         return self.dialer.send(endpoint, message(seq, self.p, text))

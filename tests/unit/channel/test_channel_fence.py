@@ -85,7 +85,7 @@ async def test_what_the_listener_closes_itself_proves_nothing() -> None:
         mouth.dialer._links[ear.endpoint]._closed = True  # no reconnect
         next(iter(ear.listener._callers)).close()
         await until(lambda: not ear.connected_to("p-1"))
-        assert ear.stats()["ended_ours"] == 1
+        assert ear.endings == [Ending.OURS]
     assert not ear.events
 
 

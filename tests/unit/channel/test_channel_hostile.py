@@ -170,7 +170,7 @@ async def test_garbage_ends_its_own_connection_and_no_other(data) -> None:
         mouth.say(ear.endpoint, 2)
         await until(lambda: mouth.answers == [1, 2])
         await until(lambda: ear.stats()["connections"] == 1)
-        assert ear.stats()["offence_PD-CTRL-002"] == 1
+        assert ear.stats()["PD-CTRL-002"] == 1
 
 
 async def test_a_recorded_conversation_is_worth_nothing() -> None:
@@ -215,7 +215,7 @@ async def test_every_flipped_bit_of_a_guarded_frame_is_noticed(secrets) -> None:
             bit = rng.randrange(40, len(frame) * 8)  # after length and kind
             frame[bit // 8] ^= 1 << bit % 8
             link._connection.send(bytes(frame))
-            await until(lambda: ear.stats().get("offence_PD-SEC-003"))
+            await until(lambda: ear.stats().get("PD-SEC-003"))
             assert ear.heard == [("p-1", 1)]
 
 
@@ -349,7 +349,7 @@ async def test_strangers_cannot_fill_the_log(caplog) -> None:
             async with Raw(ear) as raw:
                 raw.send(b"garbage!" * 10)
                 await raw.end()
-        assert ear.stats()["offence_PD-CTRL-002"] == 30
+        assert ear.stats()["PD-CTRL-002"] == 30
     assert len(caplog.records) == 1
 
 

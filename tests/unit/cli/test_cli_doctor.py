@@ -14,12 +14,14 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from unit.channel.kit import Ear
 from unit.metaserver.cluster import cluster
+from vllm_ascend_pd.admission import listening_ports
 from vllm_ascend_pd.cli.__main__ import main
 from vllm_ascend_pd.cli.checkup import host, npu, pair
 from vllm_ascend_pd.cli.checkup.check import FAILURE, GOOD, NOTE, WARNING, Check
@@ -114,6 +116,8 @@ def test_the_engines_configuration_is_read_as_the_engine_would(
 OURS = {"kv_connector": "AscendPushConnector", "kv_role": "kv_producer"}
 EVERYWHERE = {**OURS, "kv_connector_extra_config": {"side_channel_host": "0.0.0.0", "allow_unauthenticated": True}}
 SIZED = {**OURS, "kv_connector_extra_config": {"prefill": {"tp_size": 2}}}
+RANKED = {**OURS, "kv_connector_extra_config": {"prefill": {"dp_size": 8}}}
+HOLDING = {**OURS, "kv_connector_extra_config": {"hold_sources": 4, "mooncake_protocol": "tcp"}}
 
 
 @pytest.mark.parametrize(
@@ -126,6 +130,8 @@ SIZED = {**OURS, "kv_connector_extra_config": {"prefill": {"tp_size": 2}}}
         (EVERYWHERE, [], "PD-CONF-003: side_channel_host = '0.0.0.0'"),
         (OURS, ["--tp", "2", "--dcp", "2"], "PD-CONF-005: Context parallelism without vllm-ascend"),
         (SIZED, ["--tp", "4"], "PD-CONF-006: prefill.tp_size = 2 in the configuration, but this engine runs with 4"),
+        (RANKED, ["--dp", "4"], "PD-CONF-006: prefill.dp_size = 8 in the configuration, but this engine runs with 4"),
+        ({**HOLDING, "kv_role": "kv_both"}, ["--dp", "2"], "PD-CONF-005: kv_both with data parallelism"),
     ],
 )
 def test_what_the_engine_would_refuse_is_a_failure_in_the_engines_own_words(
@@ -165,6 +171,21 @@ def test_a_part_of_a_configuration_can_be_checked_and_is_said_to_be_no_whole() -
             "side_channel_port = 65535",
         ),
         (["--ranks", "0"], "--ranks = 0"),
+        (["--dp", "0"], "--dp = 0"),
+        (["--dp-size-local", "2"], "--dp-size-local = 2"),
+        (["--dp", "4", "--dp-start-rank", "4"], "--dp-start-rank = 4"),
+        (["--dp", "4", "--dp-start-rank", "2", "--dp-size-local", "3"], "--dp-start-rank = 2"),
+        (
+            [
+                "--dp",
+                "4",
+                "--tp",
+                "2",
+                "--kv-transfer-config",
+                '{"kv_connector_extra_config": {"side_channel_port": 65530}}',
+            ],
+            "side_channel_port = 65530",
+        ),
         (["--tp", "0"], "--tp = 0"),
         (["--dcp", "0"], "--dcp = 0"),
         (["--listen", "--model", "{model}", "--tp", "4", "--dcp", "2"], "--dcp = 2"),
@@ -193,6 +214,24 @@ def test_the_last_port_there_is_can_be_the_last_ranks(tmp_path: Path) -> None:
     assert len(found["ports"]) == 2
 
 
+@pytest.mark.parametrize(("role", "each"), [("kv_consumer", 4), ("kv_producer", 1)])
+def test_the_ports_of_a_hosts_data_parallel_ranks_are_those_that_its_engine_takes(role: str, each: int) -> None:
+    """Ranks 2 and 3 of four, TP 2 and PP 2. On P the scheduler of each rank listens, for prompts that P holds."""
+    base = 28000
+    given = {**HOLDING, "kv_role": role}
+    given["kv_connector_extra_config"] = {"side_channel_port": base, "hold_sources": 4 * (role == "kv_producer")}
+    words = ("--dp", "4", "--dp-start-rank", "2", "--tp", "2", "--pp", "2")
+    parallel = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "cp_kv_cache_interleave_size": 1}
+    ranks = [listening_ports(SimpleNamespace(**parallel, data_parallel_index=rank)) for rank in (2, 3)]
+    wanted = [port for ports in ranks for port in ports] if role == "kv_consumer" else [2, 3]
+    with socket.create_server((LOOPBACK, base + wanted[-1])):
+        code, found = doctor("--kv-transfer-config", json.dumps(given), *words)
+    assert len(wanted) == 2 * each and [check["says"].split()[0] for check in found["ports"]] == [
+        f"{LOOPBACK}:{base + port}" for port in wanted
+    ]
+    assert code == 1 and [check["level"] for check in found["ports"]] == [GOOD] * (2 * each - 1) + [FAILURE]
+
+
 @pytest.mark.parametrize(
     ("found", "level"),
     [
@@ -214,9 +253,9 @@ def test_releases_that_do_not_belong_together_are_told_apart(found: Mapping[str,
 
 def test_a_decode_engine_that_peers_cannot_reach_is_told_so() -> None:
     push = PushConfig(metaserver=MetaserverConfig(metaserver_urls=("http://10.0.0.9:8000",)))
-    (check,) = host.settings(host.Asked(push, role="kv_consumer"))
+    (check,) = host.settings(host.HostOptions(push, role="kv_consumer"))
     assert check.level == WARNING and "cannot reach 127.0.0.1" in check.says and "VLLM_HOST_IP" in check.remedy
-    assert not list(host.settings(host.Asked(push, role="kv_consumer", host="10.0.0.2")))
+    assert not list(host.settings(host.HostOptions(push, role="kv_consumer", host="10.0.0.2")))
 
 
 def test_ports_of_the_ascend_transport_are_refused_on_an_npu_host() -> None:
@@ -244,7 +283,7 @@ def test_limits_that_are_too_low_are_named(tmp_path: Path) -> None:
 
 
 def test_no_secret_beyond_this_host_is_a_failure() -> None:
-    asked = host.Asked(host="10.0.0.1")
+    asked = host.HostOptions(host="10.0.0.1")
     assert host.secret(asked).level == FAILURE and "PD-SEC-002" in host.secret(asked).says
     open_ = PushConfig(channel=ChannelConfig(allow_unauthenticated=True))
     assert host.secret(dataclasses.replace(asked, push=open_)).level == WARNING
@@ -255,7 +294,7 @@ def test_metaservers_of_the_allow_list_are_called() -> None:
         nobody.bind((LOOPBACK, 0))
         urls = (str(c.http.base_url), "http://{}:{}".format(*nobody.getsockname()), "https://10.0.0.1:1")
         push = PushConfig(metaserver=MetaserverConfig(metaserver_urls=urls))
-        levels = [check.level for check in host.metaservers(host.Asked(push))]
+        levels = [check.level for check in host.metaservers(host.HostOptions(push))]
     assert levels == [GOOD, WARNING, NOTE]
 
 
@@ -279,7 +318,7 @@ def stranger(words: bytes) -> Iterator[int]:
 def test_an_address_of_the_allow_list_that_speaks_no_http_is_a_warning() -> None:
     with stranger(b"SSH-2.0-OpenSSH_9.2\r\n") as port:
         push = PushConfig(metaserver=MetaserverConfig(metaserver_urls=(f"http://{LOOPBACK}:{port}",)))
-        (check,) = host.metaservers(host.Asked(push))
+        (check,) = host.metaservers(host.HostOptions(push))
     assert check.level == WARNING and "SSH-2.0" in check.says
 
 
@@ -298,7 +337,7 @@ def npu_host(root: Path, devices: int = 2, hccn: str = "address_0=10.0.0.1\naddr
 
 
 def npu_checks(root: Path, **environ: str) -> dict[str, Check]:
-    asked = host.Asked(on_npu=True, environ={"ASCEND_HOME_PATH": "/opt/cann", **environ})
+    asked = host.HostOptions(on_npu=True, environ={"ASCEND_HOME_PATH": "/opt/cann", **environ})
     return {check.name: check for check in npu.checks(asked, root)}
 
 
@@ -406,7 +445,9 @@ def test_an_engines_side_channel_answers_the_doctors_greeting() -> None:
     loop, ear = LoopThread("ear"), Ear()
     try:
         endpoint = loop.call(ear.listener.start(), 10)
-        found = {check.name: check for check in pair.call(pair.Side(host.Asked(), None), LOOPBACK, endpoint.port)}
+        found = {
+            check.name: check for check in pair.call(pair.DoctorSide(host.HostOptions(), None), LOOPBACK, endpoint.port)
+        }
     finally:
         loop.call(ear.listener.close(), 10)
         loop.stop()
@@ -416,7 +457,7 @@ def test_an_engines_side_channel_answers_the_doctors_greeting() -> None:
 
 def test_a_port_that_is_no_side_channel_is_said_to_be_none() -> None:
     with stranger(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
-        (check,) = pair.call(pair.Side(host.Asked(), None), LOOPBACK, port)
+        (check,) = pair.call(pair.DoctorSide(host.HostOptions(), None), LOOPBACK, port)
     assert check.level == FAILURE and "side channel's port" in check.remedy
 
 
@@ -428,7 +469,7 @@ def test_a_wrong_checksum_and_a_failed_write_are_failures() -> None:
 
 
 def test_what_differs_between_two_hosts_is_shown_with_both_values() -> None:
-    ours = pair.Side(host.Asked(), None).facts()
+    ours = pair.DoctorSide(host.HostOptions(), None).facts()
     theirs = pair.Facts(**{**_fields(ours), "package": "9.9", "vllm": "0.1", "protocol": "ascend"})
     found = {(check.level, check.says.split(" ")[0]) for check in pair.differences(ours, theirs)}
     assert {(FAILURE, "package"), (FAILURE, "protocol"), (WARNING, "vllm")} <= found

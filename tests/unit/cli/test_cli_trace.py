@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from tools.support import timeline as of_the_scripts
 from vllm_ascend_pd.cli.__main__ import main
 from vllm_ascend_pd.metaserver.service import page
-from vllm_ascend_pd.observe import timeline
 from vllm_ascend_pd.observe.timeline import REPORTED, RESERVED, Trace, picture, table
 from vllm_ascend_pd.observe.trace import TraceFile, emit
 
@@ -86,14 +84,10 @@ def no_answer(directory: Path) -> None:
 # -- reading
 
 
-def test_the_scripts_read_traces_with_the_same_code() -> None:
-    assert of_the_scripts.Trace is timeline.Trace and of_the_scripts.picture is timeline.picture
-
-
 def test_the_way_of_the_recorded_transfer() -> None:
     trace = Trace(RECORDED)
     assert trace.transfers() == [TRANSFER]
-    way = trace.way(TRANSFER)
+    way = trace.timeline_of(TRANSFER)
     assert way.failure == "" and way.failed_writes == 0
     assert way.moments[RESERVED] < way.moments["P worker begin"] < way.moments["D worker ready"] < way.moments[REPORTED]
     assert len(way.computed) == 2 * 2 * 4  # workers, steps, layers
@@ -117,7 +111,7 @@ def test_a_transfer_is_found_by_its_id_its_beginning_or_its_request(word: str) -
 def test_what_the_metaserver_said_of_the_ticket_belongs_to_the_transfer(tmp_path: Path) -> None:
     shutil.copytree(RECORDED, tmp_path, dirs_exist_ok=True)
     metaserver(tmp_path)
-    way = Trace(tmp_path).way(TRANSFER)
+    way = Trace(tmp_path).timeline_of(TRANSFER)
     stages = [name for name in sorted(way.moments, key=way.moments.__getitem__) if name.startswith("metaserver")]
     assert stages == ["metaserver decode", "metaserver reserved", "metaserver prefill", "metaserver prefilled"]
     assert way.moments["metaserver decode"] < way.moments[RESERVED]
@@ -143,7 +137,7 @@ def test_a_transfer_failed_as_the_decode_worker_says_or_else_with_the_first_code
 ) -> None:
     no_answer(tmp_path)
     write(tmp_path / "decode-worker-3.jsonl", [{"t": 0.0, "stage": "clock", "wall": 1000.0}, *told])
-    assert Trace(tmp_path).way(LOST).failure == failure
+    assert Trace(tmp_path).timeline_of(LOST).failure == failure
 
 
 # -- clocks
@@ -203,7 +197,7 @@ def test_the_text_is_the_table_and_the_picture(capsys: pytest.CaptureFixture[str
     assert main(["trace", str(RECORDED)]) == 0
     said = capsys.readouterr().out
     assert said.splitlines()[1].startswith(TRANSFER)
-    assert "\n".join(picture(Trace(RECORDED).way(TRANSFER))) in said
+    assert "\n".join(picture(Trace(RECORDED).timeline_of(TRANSFER))) in said
     for stage in ("D scheduler reserved", "P worker begin", "D worker done", "D scheduler reported"):
         assert stage in said
     assert said.count("  layer ") == 8
@@ -236,7 +230,7 @@ def test_a_transfer_that_failed_before_any_layer_has_its_moments_and_its_code(
 def test_the_status_pages_click_shows_the_same(tmp_path: Path) -> None:
     no_answer(tmp_path)
     told = page.timeline(str(tmp_path), LOST)["picture"]
-    assert told == "\n".join(picture(Trace(tmp_path).way(LOST)))
+    assert told == "\n".join(picture(Trace(tmp_path).timeline_of(LOST)))
     assert "D scheduler metaserver_failed" in told and f"failed: PD-XFER-001 {LATE}" in told
 
 
@@ -252,7 +246,7 @@ def test_layers_that_were_computed_are_shown_though_no_byte_left(tmp_path: Path)
         {"t": 30.0, "stage": "push_closed", "transfer": LOST, "ok": False, "code": "PD-XFER-004", "detail": "silent"},
     ]
     write(tmp_path / "prefill-worker-3.jsonl", events)
-    said = picture(Trace(tmp_path).way(LOST))
+    said = picture(Trace(tmp_path).timeline_of(LOST))
     assert {"    29000.0  P worker push_closed", "  failed: PD-XFER-004 silent", "  no layer was pushed"} <= set(said)
     (row,) = (line for line in said if line.startswith("  layer "))
     assert row.count("c") == 1 and row.endswith("| l.0 (kv)")
@@ -321,7 +315,7 @@ def test_what_a_process_writes_is_what_the_command_reads(tmp_path: Path) -> None
     emit("reported", transfer="d/2/u", request="r")
     trace = Trace(tmp_path)
     assert trace.transfers() == ["d/1/u"]
-    assert list(trace.way("d/1/u").moments) == [RESERVED, REPORTED]
+    assert list(trace.timeline_of("d/1/u").moments) == [RESERVED, REPORTED]
 
 
 def test_the_files_of_a_process_are_a_bounded_ring_and_read_as_one(tmp_path: Path) -> None:

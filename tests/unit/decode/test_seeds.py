@@ -30,7 +30,7 @@ from vllm_ascend_pd.protocol import reports, sampling
 from vllm_ascend_pd.protocol.auth import Secrets, seal_first, unseal_first
 from vllm_ascend_pd.protocol.first import MAX_FIRST_BYTES, First
 from vllm_ascend_pd.protocol.identity import TransferId
-from vllm_ascend_pd.protocol.sampling import PARAMETERS, Part
+from vllm_ascend_pd.protocol.sampling import PARAMETERS, ParameterRole
 
 # -- the table
 
@@ -242,7 +242,7 @@ def test_bad_words_are_compared_as_tokens() -> None:
 
 def test_greedy_requests_choose_alike_whatever_their_filters_say() -> None:
     assert sampling.digest({"temperature": 0.0, "top_k": 5}) == sampling.digest({"temperature": 0})
-    assert all(part in Part for part, _ in PARAMETERS.values())
+    assert all(part in ParameterRole for part, _ in PARAMETERS.values())
 
 
 # -- what D takes
@@ -263,15 +263,15 @@ def book(wanted: Wanted = WANTED) -> SeedBook:
 def test_a_request_goes_on_once_token_and_kv_are_there(order: str) -> None:
     seeds = book()
     if order == "token first":
-        seeds.told(TRANSFER, FIRST)
+        seeds.received(TRANSFER, FIRST)
         assert seeds.take(1.0) == [] and not seeds.holds("r")
         seeds.complete("r", PUSH, 1.0)
     else:
         seeds.complete("r", PUSH, 1.0)
         assert seeds.take(1.1) == [] and seeds.holds("r") and seeds.held_count() == 1
-        seeds.told(TRANSFER, FIRST)
+        seeds.received(TRANSFER, FIRST)
     assert seeds.take(1.1) == [Start("r", FIRST)]
-    seeds.told(TRANSFER, FIRST)
+    seeds.received(TRANSFER, FIRST)
     seeds.complete("r", PUSH, 1.1)
     assert seeds.take(99.0) == [] and seeds.open_count() == 0
 
@@ -291,8 +291,8 @@ CHANGED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "why"), CHANGED, ids=[f"{why} {i}" for i, (_, why) in enumerate(CHANGED)])
 def test_a_token_that_was_not_asked_for_is_not_taken(changes: dict[str, Any], why: str) -> None:
     seeds = book()
-    seeds.told(TRANSFER, msgspec.structs.replace(FIRST, **changes))
-    seeds.told(TRANSFER, FIRST)  # the first one counts
+    seeds.received(TRANSFER, msgspec.structs.replace(FIRST, **changes))
+    seeds.received(TRANSFER, FIRST)  # the first one counts
     seeds.complete("r", PUSH, 1.0)
     assert seeds.take(1.0) == [Start("r", None, why)]
 
@@ -321,11 +321,11 @@ def test_a_token_that_does_not_come_is_not_waited_for() -> None:
     seeds.complete("r", PUSH, 1.0)
     assert seeds.take(1.19) == []
     assert seeds.take(1.2) == [Start("r", None, "late")]
-    seeds.told(TRANSFER, FIRST)
+    seeds.received(TRANSFER, FIRST)
     assert seeds.take(1.3) == []
     seeds = book()
     seeds.complete("r", PUSH, 1.0)
-    seeds.told(TRANSFER, None, "prefill failed")
+    seeds.received(TRANSFER, None, "prefill failed")
     assert seeds.take(1.0) == [Start("r", None, "prefill failed")], "it is known that none will come"
 
 
@@ -341,12 +341,12 @@ def test_a_request_that_can_begin_with_nothing_else_waits_longer_and_then_has_fa
     for told, why in ((None, "not told"), (msgspec.structs.replace(FIRST, push="q.1"), "another push")):
         seeds = book(WHOLE_WANTED)
         seeds.complete("r", PUSH, 1.0)
-        seeds.told(TRANSFER, told)
+        seeds.received(TRANSFER, told)
         (start,) = seeds.take(1.0)
         assert start.fails and start.why == why
     seeds = book(WHOLE_WANTED)
     seeds.complete("r", PUSH, 1.0)
-    seeds.told(TRANSFER, FIRST)
+    seeds.received(TRANSFER, FIRST)
     (start,) = seeds.take(1.0)
     assert not start.fails and start.first == FIRST
     seeds = book(WHOLE_WANTED)
@@ -367,7 +367,7 @@ def test_the_scheduler_has_to_look_when_a_held_request_is_not_waited_for_any_lon
 def test_an_aborted_request_is_let_go_without_a_token() -> None:
     seeds = book()
     seeds.complete("r", PUSH, 1.0)
-    seeds.told(TRANSFER, FIRST)
+    seeds.received(TRANSFER, FIRST)
     assert seeds.forget("r") and not seeds.forget("r")
     assert seeds.held_count() == 1 and seeds.take(1.0) == [Start("r", None, "aborted")]
     seeds = book()

@@ -144,13 +144,16 @@ def test_the_readmes_own_commands_are_accepted_and_find_each_other(readme: str) 
     text = (ROOT / readme).read_text()
     (block,) = (part for part in text.split("```") if "--model MODEL --port" in part)
     words = shlex.split(block, comments=True)
-    starts = [i for i, word in enumerate(words) if word in ("python", "vllm-ascend-pd")] + [len(words)]
+    starts = [i for i, word in enumerate(words) if word in ("python", "vllm-ascend-pd", "curl")]
     prefill, decode, front = (words[a:b] for a, b in itertools.pairwise(starts))
     for command, where in ((prefill, "P"), (decode, "D"), (front, "META")):
         check(command, f"{readme}: {where}")
     for command, host in ((prefill, "P"), (decode, "D")):
         assert f"http://{host}:{command[command.index('--port') + 1]}" in front
         assert f"VLLM_HOST_IP={host}" in words and '"secret_file"' in " ".join(command)
+    request = words[starts[-1] :]
+    assert request[1] == f"http://META:{front[front.index('--port') + 1]}/v1/completions"
+    assert json.loads(request[request.index("-d") + 1])["model"] == "MODEL"
 
 
 @pytest.mark.parametrize(("where", "command"), list(commands_of_containers()), ids=lambda value: value[:24])

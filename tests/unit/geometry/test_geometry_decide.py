@@ -106,7 +106,7 @@ def test_the_configuration_overrides_the_rule() -> None:
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(clusters(), st.integers(0, 3), st.integers(0, 300), st.integers(0, 600))
 def test_sub_steps_fit_and_together_are_the_step(
-    drawn: tuple[Cluster, list[list[int]]], rotation: int, slot: int, buffer: int
+    drawn: tuple[Cluster, list[list[int]]], step_number: int, slot: int, buffer: int
 ) -> None:
     cluster, _ = drawn
     jobs = jobs_of(cluster, [10**6] * len(cluster.requests))
@@ -114,10 +114,10 @@ def test_sub_steps_fit_and_together_are_the_step(
     slot += max(need.slot for need in needs)
     buffer += max(max(need.send, need.receive) for need in needs)
     planners = [RegroupPlanner(cluster.p, rank) for rank in range(cluster.p.tp_size)]
-    steps = sub_steps(planners[0], jobs, slot, buffer, rotation)
+    steps = sub_steps(planners[0], jobs, slot, buffer, step_number)
     for number, step in enumerate(steps):
-        assert step.rotation == rotation + number
-        plans = [planner.plan(step.jobs, step.rotation) for planner in planners]
+        assert step.step_number == step_number + number
+        plans = [planner.plan(step.jobs, step.step_number) for planner in planners]
         for plan in plans:
             assert all(each.nbytes <= slot for each in plan.slots)
             assert max(sum(plan.send_splits), sum(plan.receive_splits)) <= buffer
@@ -135,7 +135,7 @@ def test_a_step_that_fits_is_not_cut() -> None:
     table = np.arange(8, dtype=np.int32)
     jobs = [Job(d, 0, 0, 64, table, table), Job(d, 0, 8, 30, table, table, 1)]
     [step] = sub_steps(RegroupPlanner(p, 0), jobs, 1 << 20, 1 << 20, 5)
-    assert (step.jobs, step.members, step.rotation) == (jobs, [0, 1], 5)
+    assert (step.jobs, step.members, step.step_number) == (jobs, [0, 1], 5)
     assert sub_steps(RegroupPlanner(p, 0), [Job(d, 0, 8, 8, table, table)], 1, 1) == []
 
 
@@ -150,7 +150,7 @@ def test_instances_count_separately_for_their_slots_and_together_for_the_buffers
     assert room.slot == 48 * row
     assert room.send == room.receive == 4 * 48 * row // 4
     assert planner.room(jobs[:2]).slot == 32 * row
-    assert planner.room([jobs[0], jobs[1], jobs[1]], rotation=0).slot == 48 * row
+    assert planner.room([jobs[0], jobs[1], jobs[1]], step_number=0).slot == 48 * row
     narrow = [Job(d, 0, 0, 24, table, table, instance) for instance in (0, 1)] * 4
     assert planner.room(narrow).slot == 24 * row
     assert len(sub_steps(planner, narrow, 24 * row, 1 << 20)) == 1

@@ -16,8 +16,8 @@ from unit.geometry.reference import Cluster, alone, covers, dealt, geometry, own
 from vllm_ascend_pd.errors import LocalProtocolError, PdError
 from vllm_ascend_pd.geometry import ownership
 from vllm_ascend_pd.geometry.decide import decide
-from vllm_ascend_pd.geometry.layout import CacheGeometry, Kind
-from vllm_ascend_pd.geometry.ownership import Line, granule
+from vllm_ascend_pd.geometry.layout import CacheGeometry, LayerKind
+from vllm_ascend_pd.geometry.ownership import TokenLine, granule
 from vllm_ascend_pd.geometry.pairing import contributors as pair_contributors
 from vllm_ascend_pd.geometry.pairing import pairings
 from vllm_ascend_pd.geometry.plan import Job, JobPlan, StepPlanner, push_range
@@ -56,11 +56,11 @@ def execute(cluster: Cluster, rank: int, jobs: list[Job], plans: list[JobPlan]) 
                     cluster.write(job.instance, d_rank, region, source, src, dst, size)
 
 
-def run(cluster: Cluster, steps: list[list[int]], rotation: int = 0) -> None:
+def run(cluster: Cluster, steps: list[list[int]], step_number: int = 0) -> None:
     planners = [StepPlanner(cluster.p, rank) for rank in ranks_of(cluster.p)]
     for number, advances in enumerate([*steps, [10**6] * len(cluster.requests)]):
         jobs = jobs_of(cluster, advances)
-        plans = [planner.plan(jobs, rotation + number) for planner in planners]
+        plans = [planner.plan(jobs, step_number + number) for planner in planners]
         for rank, mine in enumerate(plans):
             execute(cluster, rank, jobs, mine)
         if all(covers(g) == g.block_size and g.only < 0 for g in (cluster.p, *cluster.ds)):
@@ -81,7 +81,7 @@ def check_balance(cluster: Cluster, jobs: list[Job], plans: list[list[JobPlan]])
         for d_rank in range(d.tp_size):
             for rank in range(p.tp_size):
                 heads = [h for h in range_of(p.kv_heads, p.tp_size, rank) if share(p, d, rank, d_rank, h)]
-                parts = [plans[rank][i].parts[d_rank] for i in members if d_rank in plans[rank][i].parts]
+                parts = [plans[rank][i].deliveries[d_rank] for i in members if d_rank in plans[rank][i].deliveries]
                 tokens = sum(part.hi - part.lo for part in parts)
                 assert all(list(range(*part.heads)) == heads for part in parts)
                 ideal = share(p, d, rank, d_rank, heads[0]) * total if heads else 0
@@ -123,9 +123,9 @@ def clusters(draw: st.DrawFn) -> tuple[Cluster, list[list[int]]]:
 @SETTINGS
 @given(clusters(), st.integers(0, 100))
 def test_each_wanted_byte_is_written_once_and_nothing_else(
-    drawn: tuple[Cluster, list[list[int]]], rotation: int
+    drawn: tuple[Cluster, list[list[int]]], step_number: int
 ) -> None:
-    run(*drawn, rotation=rotation)
+    run(*drawn, step_number=step_number)
 
 
 @pytest.mark.parametrize("kind", ["token", "head", "opaque"])
@@ -216,7 +216,7 @@ def test_a_layer_of_one_rank_alone(kind: str, heads: int, p_ranks: tuple[int, in
 def test_layers_of_several_ranks_alone_are_planned_for_each() -> None:
     """Two layers of one kind on P, which D has on one rank each: two pairings of that kind, in one step."""
     p, d = geometry("token", heads=1, tp=1, block=8, layers=2), geometry("token", heads=1, tp=1, block=8, layers=2)
-    other = Kind(d.kv_heads, d.dtype, d.packing, d.regions, d.stages[0][1:], only=1)
+    other = LayerKind(d.kv_heads, d.dtype, d.packing, d.regions, d.stages[0][1:], only=1)
     d = msgspec.structs.replace(alone(d, tp=2, only=0), others=(other,))
     table = np.arange(2, dtype=np.int32)
     found = pairings(p, d)
@@ -227,7 +227,7 @@ def test_layers_of_several_ranks_alone_are_planned_for_each() -> None:
 
 
 def test_a_cut_moves_to_the_nearest_granule_of_its_piece() -> None:
-    line = Line(np.array([0, 20]), np.array([16, 38]), 16, 4)
+    line = TokenLine(np.array([0, 20]), np.array([16, 38]), 16, 4)
     assert line.tokens == 34
     cuts = {}
     for weights in ((10, 24), (13, 21), (14, 20), (17, 17), (19, 15), (33, 1)):
@@ -279,9 +279,9 @@ def test_rotation_moves_what_rounding_leaves_over() -> None:
     table = np.arange(1, dtype=np.int32)
     served = [
         rank
-        for rotation in range(4)
+        for step_number in range(4)
         for rank in range(4)
-        if StepPlanner(p, rank).plan([Job(d, 0, 0, 8, table, table)], rotation)[0].by_rank
+        if StepPlanner(p, rank).plan([Job(d, 0, 0, 8, table, table)], step_number)[0].by_rank
     ]
     assert sorted(served) == [0, 1, 2, 3]
 

@@ -105,7 +105,7 @@ def check_shares(cluster: Cluster, jobs: list[Job], plans: list[RegroupPlan]) ->
         for slot in plan.slots:
             d = cluster.ds[slot.instance]
             layout = (d.tp_size, d.block_size, d.regions)
-            for member, part in slot.parts.items():
+            for member, part in slot.deliveries.items():
                 assert jobs[member].lo <= part.lo < part.hi <= jobs[member].hi
                 assert list(range(*part.heads)) == range_of(d.kv_heads, d.tp_size, slot.d_rank)
                 owned[layout, slot.d_rank, plan.rank] += part.hi - part.lo
@@ -122,11 +122,11 @@ def check_shares(cluster: Cluster, jobs: list[Job], plans: list[RegroupPlan]) ->
                     assert rank in contributors(p, d, d_rank)
 
 
-def run(cluster: Cluster, steps: list[list[int]], rotation: int = 0) -> None:
+def run(cluster: Cluster, steps: list[list[int]], step_number: int = 0) -> None:
     planners = [RegroupPlanner(cluster.p, rank) for rank in range(cluster.p.tp_size)]
     for number, advances in enumerate([*steps, [10**6] * len(cluster.requests)]):
         jobs = jobs_of(cluster, advances)
-        plans = [planner.plan(jobs, rotation + number) for planner in planners]
+        plans = [planner.plan(jobs, step_number + number) for planner in planners]
         assert all((plan.matrix == plans[0].matrix).all() for plan in plans)
         exchange(cluster, jobs, plans)
         check_shares(cluster, jobs, plans)

@@ -120,13 +120,13 @@ def engine(sides: list[Side]) -> CacheGeometry:
     return merge_geometries({(0, side.rank): WorkerFacts(None, side.caches.geometry) for side in sides})
 
 
-def move(p: list[Side], d: list[Side], p_block: int, d_block: int, rotation: int) -> int:
+def move(p: list[Side], d: list[Side], p_block: int, d_block: int, step_number: int) -> int:
     """Execute the plans of P's ranks; return how many bytes were moved."""
     ours, theirs, moved = engine(p), engine(d), 0
     for pair in pairings(ours, theirs):
         job = Job(pair.d, 0, 0, 1, np.array([p_block], np.int32), np.array([d_block], np.int32))
         for source in p:
-            (plan,) = StepPlanner(pair.p, source.rank).plan([job], rotation)
+            (plan,) = StepPlanner(pair.p, source.rank).plan([job], step_number)
             for name in sorted(pair.layers):
                 here, there = ours.layers.index(name), theirs.layers.index(name)
                 for d_rank, spans in plan.by_rank.items():
@@ -150,11 +150,11 @@ CASES = [(p, d) for p in (1, 2, 4) for d in (1, 2, 4)]
     dim_first=st.booleans(),
     apart=st.tuples(st.booleans(), st.booleans()),
     blocks=st.tuples(st.integers(1, BLOCKS - 1), st.integers(1, BLOCKS - 1)),
-    rotation=st.integers(0, 5),
+    step_number=st.integers(0, 5),
 )
 def test_every_rank_of_d_gets_its_part_of_the_state_and_nothing_else_is_written(
     recurrence: str, tps: tuple[int, int], few: bool, dim_first: bool, apart: tuple[bool, bool],
-    blocks: tuple[int, int], rotation: int,
+    blocks: tuple[int, int], step_number: int,
 ) -> None:  # fmt: skip
     groups = 1 if few and recurrence == MAMBA2 else 4
     sides = [
@@ -163,7 +163,7 @@ def test_every_rank_of_d_gets_its_part_of_the_state_and_nothing_else_is_written(
     ]
     p, d = [[side.fill(blocks[0]) for side in sides[0]], sides[1]]
     wanted = [Side(recurrence, groups, tps[1], r, dim_first=dim_first, apart=apart[1]) for r in range(tps[1])]
-    moved = move(p, d, *blocks, rotation)
+    moved = move(p, d, *blocks, step_number)
     assert [side.memory() for side in d] == [side.fill(blocks[1]).memory() for side in wanted]
     assert moved == sum(one.nbytes for side in d for shards in side.shards for one in shards), "each byte once"
 
@@ -380,7 +380,7 @@ def test_behind_a_shorter_prompt_a_drafter_gets_the_token_that_was_taken_off(dra
 
 def test_a_state_is_announced_when_the_step_is_over() -> None:
     said: list[Any] = []
-    plan = SimpleNamespace(number=1, before=None, direct=True, parts=(), again=(), pushes=(), final=())
+    plan = SimpleNamespace(number=1, before=None, direct=True, exchanges=(), again=(), pushes=(), final=())
     core = SimpleNamespace(begin=lambda now, step: plan, uncomputed=lambda *told: said.append(told))
     deciding: Any = lambda: _Held(core)  # noqa: E731
     names = ("l.0/heads", "l.0.attn", "l.1/heads")
@@ -419,7 +419,7 @@ def test_the_sums_of_what_p_reads_are_those_of_what_d_has(tps: tuple[int, int]) 
             total = [np.zeros(len(pair.p.regions), dtype=object) for _ in d]
             for source in p:
                 (plan,) = StepPlanner(pair.p, source.rank).plan([job], 1)
-                for d_rank, part in plan.parts.items():
+                for d_rank, part in plan.deliveries.items():
                     sums = digest(source.caches, index, pair.p, source.rank, range(*part.heads), 4)
                     total[d_rank] = total[d_rank] + np.array(sums, dtype=object)
             for side in d:

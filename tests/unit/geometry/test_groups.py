@@ -21,7 +21,7 @@ from vllm_ascend_pd.decode.decisions import LoadBook
 from vllm_ascend_pd.device.caches import CacheShape, describe
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
 from vllm_ascend_pd.errors import ConfigError, LocalProtocolError, RemoteProtocolError
-from vllm_ascend_pd.geometry.layout import CacheGeometry, Group, Kind, executed
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Group, LayerKind, executed
 from vllm_ascend_pd.geometry.match import mismatches, range_fault
 from vllm_ascend_pd.geometry.pairing import pairings, pushed
 from vllm_ascend_pd.geometry.plan import plan_digest
@@ -43,7 +43,7 @@ FIRST_LAYER, *LAYERS = PLAIN.layers
 def grouped(*groups: Group, tp: int = 1) -> CacheGeometry:
     """A geometry with the first layer in the first group, the others in the second."""
     plain = geometry(tp)
-    other = Kind(plain.kv_heads, plain.dtype, plain.packing, plain.regions, tuple(LAYERS), 1)
+    other = LayerKind(plain.kv_heads, plain.dtype, plain.packing, plain.regions, tuple(LAYERS), 1)
     return msgspec.structs.replace(plain, groups=groups, others=(other,) if len(groups) > 1 else ())
 
 
@@ -245,7 +245,7 @@ def test_p_computes_what_is_before_the_last_token() -> None:
     scheduler, request = arrived(TWO)
     assert request.num_prompt_tokens == request.num_tokens == 100 and len(request.prompt_token_ids or ()) == 100
     scheduler.allocated(request)  # later, when it is scheduled: its reservation is already taken
-    assert scheduler._desk.book.tracks("r") and scheduler._desk.book.refusal("r") is None
+    assert scheduler._requests.book.tracks("r") and scheduler._requests.book.refusal("r") is None
     assert request.num_prompt_tokens == 100
 
 
@@ -253,7 +253,7 @@ def test_p_computes_all_of_what_it_does_not_push_and_of_a_plain_cache() -> None:
     _, request = arrived(TWO, prompt_hash="another")
     assert request.num_prompt_tokens == 101
     scheduler, request = arrived(PLAIN)
-    assert request.num_prompt_tokens == 101 and not scheduler._desk.book.knows("r")
+    assert request.num_prompt_tokens == 101 and not scheduler._requests.book.knows("r")
 
 
 def test_p_computes_all_of_a_prompt_whose_d_begins_with_its_token() -> None:
@@ -261,12 +261,12 @@ def test_p_computes_all_of_a_prompt_whose_d_begins_with_its_token() -> None:
     seed = FirstTokenSource(None).would(other)
     scheduler, request = arrived(TWO, seed)
     assert request.num_prompt_tokens == 101 and request.max_tokens == 1
-    assert scheduler._desk.book.tracks("r") and scheduler._desk.ends("r") and not scheduler._desk.cuts("r")
+    assert scheduler._requests.book.tracks("r") and scheduler._requests.ends("r") and not scheduler._requests.cuts("r")
     for asked, tells, why in ((Seed("else"), True, "other sampling"), (seed, False, "none of this request's")):
         scheduler, request = arrived(TWO, asked, tells=tells)
-        refusal = scheduler._desk.book.refusal("r")
+        refusal = scheduler._requests.book.refusal("r")
         assert refusal is not None and refusal.code == "PD-META-033" and why in refusal.sentence
-        assert request.num_prompt_tokens == 101 and not scheduler._desk.book.tracks("r")
+        assert request.num_prompt_tokens == 101 and not scheduler._requests.book.tracks("r")
 
 
 def test_all_of_a_prompt_is_all_of_it() -> None:

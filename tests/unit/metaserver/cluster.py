@@ -16,14 +16,14 @@ from typing import Any
 import httpx
 
 from unit.metaserver.fake_engine import FakeEngine, Served, words
-from vllm_ascend_pd.metaserver.service.app import Worker
+from vllm_ascend_pd.metaserver.service.app import WorkerProcess
 from vllm_ascend_pd.metaserver.service.intake import Protocol
 from vllm_ascend_pd.metaserver.service.settings import Settings
 
 
 @dataclass
 class Cluster:
-    worker: Worker
+    worker: WorkerProcess
     served: Served
     prefill: list[FakeEngine]
     decode: list[FakeEngine]
@@ -62,7 +62,7 @@ def cluster(prefill: int = 1, decode: int = 1, fingerprints: Sequence[str] = (),
     for engine in engines:
         engine.metaservers(url)
     ps, ds = engines[:prefill], engines[prefill:]
-    worker = Worker(
+    worker = WorkerProcess(
         replace(
             Settings(
                 port=port,

@@ -45,13 +45,14 @@ class Running:
         return [worker["url"] for worker in sorted(self._told(), key=lambda worker: int(worker["worker"]))]
 
     def _told(self) -> list[dict[str, Any]]:
-        return self.http.get("/status").json()["workers"]  # type: ignore[no-any-return]
+        return self.http.get("/status").json()["workers"]
 
 
 def place(worker: psutil.Process) -> int:
     """Return a worker's number, or -1 if the process has none, or has ended."""
     try:
-        *_, flag, value = ["", "", *worker.cmdline()]
+        words: list[str] = worker.cmdline()
+        *_, flag, value = ["", "", *words]
     except psutil.Error:
         return -1
     return int(value.split(":")[0]) if flag == "--as-worker" else -1

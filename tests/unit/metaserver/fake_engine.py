@@ -21,6 +21,7 @@ from typing import Any
 
 import uvicorn
 from simulation.front.speech import Speaker, Wish, speak
+from uvicorn.config import LifespanType
 
 from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, Outcome
@@ -37,7 +38,12 @@ class Served:
     """An ASGI application on a port of 127.0.0.1, on its own loop thread."""
 
     def __init__(
-        self, app: Any, name: str, port: int = 0, lifespan: str = "off", protocol: str | type[asyncio.Protocol] = "auto"
+        self,
+        app: Any,
+        name: str,
+        port: int = 0,
+        lifespan: LifespanType = "off",
+        protocol: str | type[asyncio.Protocol] = "auto",
     ) -> None:
         self.loop = LoopThread(name)
         self._app, self._lifespan, self._protocol = app, lifespan, protocol
@@ -61,7 +67,7 @@ class Served:
         self.port = listening.getsockname()[1]
         config = uvicorn.Config(
             self._app,
-            http=self._protocol,  # type: ignore[arg-type]  # uvicorn accepts a class as well
+            http=self._protocol,  # uvicorn accepts a class as well
             log_level="error",
             access_log=False,
             lifespan=self._lifespan,

@@ -197,9 +197,9 @@ def test_what_an_engine_has_lost_is_not_thought_to_be_there(publisher: Publisher
         before = counted(c)
         c.complete(HEAD)
         instance = c.worker.fleet.get(c.prefill[0].address)
-        assert instance is not None and instance.prompts.tokens > 0 and not instance.prompts.told
+        assert instance is not None and instance.prompts.tokens > 0 and not instance.prompts.reported
         publisher.say(batch(stored(*range(100))))
-        until(lambda: instance.prompts.told)
+        until(lambda: instance.prompts.reported)
         assert instance.prompts.tokens > 0
         assert {i["name"]: i["kv_events"] for i in c.http.get("/status").json()["instances"]}[instance.name]
         publisher.say(batch(stored(*range(100, 200)), removed(*range(100))))

@@ -18,7 +18,7 @@ from unit.metaserver.fake_engine import words
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, Role
 from vllm_ascend_pd.metaserver.service import admin, instances_file
-from vllm_ascend_pd.metaserver.service.app import Worker
+from vllm_ascend_pd.metaserver.service.app import WorkerProcess
 from vllm_ascend_pd.metaserver.service.canary import Canary
 from vllm_ascend_pd.metaserver.service.fleet import Instance, parse_spec
 from vllm_ascend_pd.metaserver.service.hub import Hub
@@ -190,7 +190,7 @@ def test_a_file_that_takes_a_flags_instance_is_refused_at_the_start(tmp_path: Pa
     file = tmp_path / "instances.yaml"
     file.write_text("decode: [h1:1]\n")
     with pytest.raises(ConfigError, match=r"PD-CONF-007.*h1:1.*flag"):
-        Worker(Settings(prefill=("h1:1",), decode=("h2:2",), instances_file=str(file)), "http://127.0.0.1:1")
+        WorkerProcess(Settings(prefill=("h1:1",), decode=("h2:2",), instances_file=str(file)), "http://127.0.0.1:1")
 
 
 def test_what_the_admin_removes_of_the_file_comes_back_when_it_is_read_again(
@@ -302,6 +302,17 @@ def test_headers_of_the_connection_stay_on_the_connection(one: Cluster) -> None:
     assert answer.headers["x-request-id"] == seen["x-request-id"]
 
 
+def test_a_data_parallel_rank_is_one_of_ds_and_the_metaserver_names_none_itself(one: Cluster) -> None:
+    """vLLM answers 400 for a rank that an engine does not have, and P's ranks are not D's."""
+    legs = len(one.legs())
+    for given, wanted in (({"X-Data-Parallel-Rank": "7", "x-end": "2"}, "7"), ({}, None)):
+        assert one.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers=given).status_code == 200
+        d, p = (side[0].generations()[-1].headers for side in (one.decode, one.prefill))
+        assert d.get("x-data-parallel-rank") == wanted and "x-data-parallel-rank" not in p
+        assert p.get("x-end") == d.get("x-end") == given.get("x-end"), "other headers go to both"
+    assert len(one.legs()) == legs + 2, "P prefilled"
+
+
 @pytest.mark.parametrize("make", [lambda f: None, lambda f: f.chmod(0o644), lambda f: f.write_text("short")])
 def test_a_token_file_must_be_secret_and_strong(tmp_path: Path, make: Callable[[Path], object]) -> None:
     file = tmp_path / "token"
@@ -339,7 +350,7 @@ def test_what_one_is_told_makes_its_members_the_same() -> None:
     admin.apply(known, {"op": "add", "name": "h:4", "role": "decode", "url": "h:4", "weight": 5.0})
     admin.apply(known, {"op": "drain", "name": "h:2"})
     known.file_problem = "a typo"
-    told = json.loads(json.dumps(known.told()))
+    told = json.loads(json.dumps(known.snapshot()))
     for fleet in (new, late):
         admin.apply(fleet, told)
         assert [i.facts() for i in sorted(fleet, key=by_name)] == [i.facts() for i in sorted(known, key=by_name)]

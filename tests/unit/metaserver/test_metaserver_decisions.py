@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import vllm_ascend_pd
 from vllm_ascend_pd.errors import CATALOGUE
-from vllm_ascend_pd.http.decisions import NOT_EXECUTED, Failure, post_again
+from vllm_ascend_pd.http.decisions import NOT_EXECUTED, LegFailure, post_again
 from vllm_ascend_pd.metaserver import decisions
 from vllm_ascend_pd.metaserver.decisions import (
     Admission,
@@ -91,9 +91,9 @@ def test_backoff_grows_and_is_bounded(attempt: int, rand: float, first: float, l
     assert 0 <= backoff.delay(attempt, rand) <= min(longest, first * 2 ** (attempt - 1))
 
 
-@given(st.sampled_from(Failure), st.integers(1, 50), st.floats(-1, 100), st.none() | st.floats(-10, 1e6), RAND)
+@given(st.sampled_from(LegFailure), st.integers(1, 50), st.floats(-1, 100), st.none() | st.floats(-10, 1e6), RAND)
 def test_d_repeats_only_what_was_surely_not_executed_and_only_in_time(
-    failure: Failure, attempt: int, left: float, retry_after: float | None, rand: float
+    failure: LegFailure, attempt: int, left: float, retry_after: float | None, rand: float
 ) -> None:
     delay = post_again(failure, attempt, left, retry_after, rand, BACKOFF)
     if delay is not None:
@@ -101,12 +101,12 @@ def test_d_repeats_only_what_was_surely_not_executed_and_only_in_time(
 
 
 def test_retry_after_is_respected_within_bounds() -> None:
-    assert post_again(Failure.REFUSED, 1, 100.0, 1.5, 0.0, BACKOFF) == 1.5
-    assert post_again(Failure.REFUSED, 1, 100.0, 3600.0, 0.0, BACKOFF) == 2.0
+    assert post_again(LegFailure.REFUSED, 1, 100.0, 1.5, 0.0, BACKOFF) == 1.5
+    assert post_again(LegFailure.REFUSED, 1, 100.0, 3600.0, 0.0, BACKOFF) == 2.0
 
 
-@given(st.sampled_from(Failure), st.integers(1, 10), st.booleans(), RAND)
-def test_attempts_end(failure: Failure, attempts: int, repeatable: bool, rand: float) -> None:
+@given(st.sampled_from(LegFailure), st.integers(1, 10), st.booleans(), RAND)
+def test_attempts_end(failure: LegFailure, attempts: int, repeatable: bool, rand: float) -> None:
     policy, budget = RetryPolicy(attempts), RetryBudget()
     made = 1
     while policy.again(failure, made, repeatable, budget, rand) is not None:
@@ -121,7 +121,7 @@ def test_repeated_work_is_a_bounded_share_of_all_work(requests: int) -> None:
     repeated = 0
     for _ in range(requests):
         budget.request()
-        repeated += policy.again(Failure.BROKEN, 1, True, budget, 0.5) is not None
+        repeated += policy.again(LegFailure.BROKEN, 1, True, budget, 0.5) is not None
     assert repeated <= 200 + 0.2 * requests + 1
 
 

@@ -24,7 +24,7 @@ from uvicorn.server import ServerState
 from vllm_ascend_pd.decode import answers
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.http import http1
-from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.decisions import LegFailure
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy
 from vllm_ascend_pd.metaserver.service import app, instances_file, intake, passing, server
@@ -62,7 +62,7 @@ async def door(
             except intake.CallerLeft:
                 cut.append(scope["path"])
                 return
-            except intake.Refused as refused:
+            except intake.NotTaken as refused:
                 await tell(send, refused.answer)
                 return
             trailers.extend(name for name, _ in scope["headers"] if name == b"x-trailer")
@@ -80,7 +80,7 @@ async def door(
 
     def protocol() -> Any:
         made.append(intake.Protocol(config, state, {}))  # type: ignore[no-untyped-call]
-        made[-1].most_connections = connections
+        made[-1].max_connections = connections
         return made[-1]
 
     server = await asyncio.get_running_loop().create_server(protocol, LOOPBACK, 0)
@@ -265,7 +265,7 @@ async def test_an_answer_whose_head_has_no_end_is_broken_off(start: bytes) -> No
     with pytest.raises(http1.UpstreamError, match="does not end") as broken:
         async with await upstream.send(origin, "GET", b"/", [], b"", 30.0) as reply:
             await reply.rest(1 << 20)
-    assert broken.value.failure is Failure.BROKEN and served < 32 << 20
+    assert broken.value.failure is LegFailure.BROKEN and served < 32 << 20
     await upstream.close()
     server.close()
 

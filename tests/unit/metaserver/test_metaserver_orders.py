@@ -18,7 +18,7 @@ from unit.metaserver.cluster import Cluster, asked_until, cluster, data, events,
 from unit.metaserver.fake_engine import FakeEngine, reservation_of, words
 from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.http import http1
-from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.decisions import LegFailure
 from vllm_ascend_pd.http.http1 import Origin, Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.decisions import (
     MAX_RANKS,
@@ -28,7 +28,7 @@ from vllm_ascend_pd.metaserver.decisions import (
     CircuitState,
     Condition,
     Life,
-    Proof,
+    PairProof,
     Role,
     against_prefill,
 )
@@ -342,7 +342,7 @@ async def test_our_own_lack_of_file_handles_says_nothing_about_an_engine(monkeyp
     upstream = Upstream(1.0, 1.0)
     with pytest.raises(UpstreamError) as failed:
         await upstream.send(Origin("http", "127.0.0.1", 1), "GET", b"/", [], b"", 1.0)
-    assert failed.value.failure is Failure.OURS
+    assert failed.value.failure is LegFailure.OURS
     await upstream.close()
     assert {errno.EMFILE, errno.ENFILE} <= http1._OURS
 
@@ -367,7 +367,7 @@ def test_what_is_known_of_a_life_does_not_depend_on_the_order_in_which_it_is_hea
 
 
 def test_a_proof_holds_in_the_lives_that_it_is_of() -> None:
-    proof, p, d = Proof("p", "p1", "d", "d1", 5.0), told("p1", 4.0), told("d1", 6.0)
+    proof, p, d = PairProof("p", "p1", "d", "d1", 5.0), told("p1", 4.0), told("d1", 6.0)
     assert proof.holds(p, d) and proof.holds(Life(), Life())
     assert not proof.holds(p.heard("p2", 7.0), d) and not proof.holds(p, d.heard("d2", 7.0))
     assert not proof.holds(p, d.refuses(5.5)) and proof.holds(p, d.refuses(4.5))
@@ -376,7 +376,7 @@ def test_a_proof_holds_in_the_lives_that_it_is_of() -> None:
 def test_a_word_of_one_data_parallel_rank_says_nothing_about_the_others() -> None:
     """Requests to one address may reach different ranks."""
     d = told("d", 4.0).heard("e-dp1", 6.0).heard("d", 7.0)
-    one, other = (Proof("p", "p1", "d", life, 5.0) for life in ("d", "e-dp1"))
+    one, other = (PairProof("p", "p1", "d", life, 5.0) for life in ("d", "e-dp1"))
     assert one.holds(Life(), d) and other.holds(Life(), d)
     again = d.heard("f", 9.0)
     assert not one.holds(Life(), again) and other.holds(Life(), again), "until its address refused somebody"
@@ -388,7 +388,7 @@ def test_an_engine_that_invents_ranks_fills_no_memory() -> None:
     life = Life()
     for n in range(MAX_RANKS + 10):
         life = life.heard(f"x-dp{n}", float(n))
-    assert len(life.told) == MAX_RANKS and min(word.at for word in life.told) == 10.0
+    assert len(life.statements) == MAX_RANKS and min(word.at for word in life.statements) == 10.0
 
 
 def told(incarnation: str, at: float, refused: float = 0.0) -> Life:
@@ -401,7 +401,7 @@ def test_workers_come_to_know_the_same_whoever_was_refused() -> None:
     for fleet in fleets:
         for role, name in ((Role.PREFILL, "p:1"), (Role.DECODE, "d:1")):
             fleet.add(parse_spec(role, name), "a test")
-        fleet.prove(Proof("p:1", "p1", "d:1", "d1", 5.0))
+        fleet.prove(PairProof("p:1", "p1", "d:1", "d1", 5.0))
     refused = fleets[1].get("p:1")
     assert refused is not None
     refused.life = refused.life.refuses(6.0)
@@ -411,7 +411,7 @@ def test_workers_come_to_know_the_same_whoever_was_refused() -> None:
 
     tell(fleets[1], fleets[0])
     assert not fleets[0].proven(), "so that the worker that sends canaries sends one"
-    fleets[0].prove(Proof("p:1", "p2", "d:1", "d1", 7.0))
+    fleets[0].prove(PairProof("p:1", "p2", "d:1", "d1", 7.0))
     for _ in range(2):
         tell(fleets[0], fleets[1])
         tell(fleets[1], fleets[0])

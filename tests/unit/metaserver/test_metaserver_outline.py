@@ -17,7 +17,7 @@ from unit.metaserver.cluster import cluster, texts
 from vllm_ascend_pd.http import gathered
 from vllm_ascend_pd.metaserver import bodies, outline
 from vllm_ascend_pd.metaserver.service import app, reserve
-from vllm_ascend_pd.metaserver.service.app import Worker
+from vllm_ascend_pd.metaserver.service.app import WorkerProcess
 from vllm_ascend_pd.metaserver.service.intake import CONNECTION
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.metaserver.service.turns import Turns
@@ -168,7 +168,7 @@ async def test_others_have_turns_while_a_long_body_comes_goes_and_is_answered() 
     engine = await loop.create_server(lambda: Engine(len(body)), "127.0.0.1", 0)
     port = engine.sockets[0].getsockname()[1]
     configured = Settings(decode=(f"127.0.0.1:{port}",), canary=False)
-    worker = Worker(configured, "http://127.0.0.1:1")
+    worker = WorkerProcess(configured, "http://127.0.0.1:1")
     turns, got, written = 0, bytearray(), [0]
     done = asyncio.Event()
 
@@ -222,7 +222,7 @@ async def test_long_bodies_take_turns_with_each_other() -> None:
             under_way -= 1
         return 7
 
-    assert await asyncio.gather(*(turns.take(steps()) for _ in range(20))) == [7] * 20
+    assert await asyncio.gather(*(turns.run(steps()) for _ in range(20))) == [7] * 20
     assert most == 1
 
 

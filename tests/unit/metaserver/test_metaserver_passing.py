@@ -15,7 +15,7 @@ from unit.metaserver.cluster import Cluster, cluster, until
 from vllm_ascend_pd.http.http1 import Upstream
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState
-from vllm_ascend_pd.metaserver.service.exchange import Exchange, Interrupt
+from vllm_ascend_pd.metaserver.service.exchange import HttpExchange, Interrupt
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS, PREFIX
@@ -180,10 +180,10 @@ def test_it_is_seen_while_it_runs_and_after() -> None:
 def test_polls_push_nothing_out_of_the_last_requests() -> None:
     with cluster() as c:
         c.http.post("/v1/embeddings", json={"input": "x"}, headers={"x-request-id": "mine"})
-        until(lambda: [story.request_id for story in c.worker.front.journal.last] == ["mine"])
+        until(lambda: [summary.request_id for summary in c.worker.front.journal.last] == ["mine"])
         c.http.get("/v1/models")
         c.http.post("/v1/embeddings", json={"input": "x"}, headers={"x-request-id": "other"})
-        until(lambda: [story.request_id for story in c.worker.front.journal.last] == ["mine", "other"])
+        until(lambda: [summary.request_id for summary in c.worker.front.journal.last] == ["mine", "other"])
 
 
 def test_each_is_counted_and_a_client_cannot_make_new_labels() -> None:
@@ -258,17 +258,17 @@ def test_who_waits_for_a_turn_hears_of_the_end_at_once() -> None:
 async def test_a_turn_that_comes_in_the_moment_of_the_end_is_not_taken() -> None:
     front = Front(Settings(max_running=1), Fleet(CircuitPolicy()), Upstream(1.0, 1.0), "http://127.0.0.1:1")
     said: list[Any] = []
-    worked: list[Exchange] = []
+    worked: list[HttpExchange] = []
 
     async def send(message: Any) -> None:
         said.append(message)
 
-    async def work(exchange: Exchange) -> None:
+    async def work(exchange: HttpExchange) -> None:
         worked.append(exchange)
 
     async def ask() -> None:
         request = bodies.parse(bodies.COMPLETIONS, b'{"prompt": "x"}')
-        await front.admit(Exchange(request, [], "mine", Interrupt(), send), work, front.turnstile)
+        await front.admit(HttpExchange(request, [], "mine", Interrupt(), send), work, front.turnstile)
 
     assert await front.turnstile.enter(1.0)
     asking = asyncio.create_task(ask())

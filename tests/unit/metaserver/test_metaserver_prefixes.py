@@ -184,7 +184,7 @@ def test_a_p_that_was_started_anew_has_nothing() -> None:
         until(lambda: not instance.requests)  # it has reported its old name
         c.prefill[0].incarnation = "another"
         c.complete("short")
-        until(lambda: any(word.incarnation == "another" for word in instance.life.told))
+        until(lambda: any(word.incarnation == "another" for word in instance.life.statements))
         assert instance.has(at_once(marks_of((), HEAD.encode(), 900))) == 0 and instance.prompts.tokens == 0
 
 

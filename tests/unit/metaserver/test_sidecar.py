@@ -21,7 +21,7 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, Role
 from vllm_ascend_pd.metaserver.service import named
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, parse_spec
-from vllm_ascend_pd.metaserver.service.intake import Refused
+from vllm_ascend_pd.metaserver.service.intake import NotTaken
 from vllm_ascend_pd.metaserver.service.named import HEADER, Allowed, Named
 
 # ---- which addresses
@@ -73,7 +73,7 @@ def test_whatever_the_header_says_it_is_an_address_or_refused(value: bytes) -> N
     fleet = Fleet(CircuitPolicy())
     try:
         names = Named(fleet, ["127.0.0.0/8"]).of([(HEADER, value)])
-    except Refused as refused:
+    except NotTaken as refused:
         assert refused.answer.status in (400, 403) and not list(fleet)
     else:
         assert len(names) == len(list(fleet)) == bool(value.decode("latin-1").strip())

@@ -48,6 +48,7 @@ TELLS = {
     "time": ("time",),
     "add": ("sum",),
     "count": ("count",),
+    "totals": ("count",),
     "level": ("level",),
 }
 
@@ -308,8 +309,8 @@ def loading(recomputes: bool) -> tuple[DecodeScheduler, TransferId]:
     """A D scheduler with one open load of request `r`."""
     scheduler = DecodeScheduler(engine(), Patience(lambda: 0), recomputes=recomputes)
     asked = request()
-    assert scheduler._desk.book.wanted("r", asked.num_prompt_tokens, 0)
-    bind = scheduler._desk.book.reserve("r", asked.num_prompt_tokens, [[1, 2, 3]], [Group(4)], 30.0, "u")
+    assert scheduler._requests.book.wanted("r", asked.num_prompt_tokens, 0)
+    bind = scheduler._requests.book.reserve("r", asked.num_prompt_tokens, [[1, 2, 3]], [Group(4)], 30.0, "u")
     ticket = Ticket("http://metaserver", "ticket", False)
     scheduler._asked["r"] = _Asked(ticket, asked.num_prompt_tokens, asked, 0, bind.transfer)
     return scheduler, bind.transfer
@@ -338,7 +339,7 @@ def test_open_reservations_and_quarantined_blocks_are_levels_of_decode() -> None
     scheduler, transfer = loading(recomputes=True)
     data = scheduler.stats()
     assert data is not None and set(data["levels"]) == {"reservations_open"}
-    scheduler._desk.book.failed(transfer, "PD-META-006", "prefill failed")
+    scheduler._requests.book.failed(transfer, "PD-META-006", "prefill failed")
     data = scheduler.stats()
     assert data is not None and list(data["levels"]["blocks_quarantined"].values()) == [3]
     scheduler.received("r")

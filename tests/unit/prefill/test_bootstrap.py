@@ -63,10 +63,10 @@ def test_both_meet_by_what_p_has_told_whatever_the_request_is_called(site: Site)
     """Under the dialect's transfer_id: a router need not send one X-Request-Id to both."""
     bind = site.load(mooncake(site), "cmpl-one-0-bbbbbbbb")
     asked = request("cmpl-another-0-aaaaaaaa", {**TOY, "transfer_id": "xfer-1"})
-    until(lambda: site.p._desk.meetings.counts()["waiting"], "the offer")
+    until(lambda: site.p._requests.meetings.counts()["waiting"], "the offer")
     site.p.allocated(asked)
-    assert site.p._desk.book.tracks("cmpl-another-0-aaaaaaaa") and bind is not None
-    assert site.p._desk.meetings.counts()["waiting"] == 0
+    assert site.p._requests.book.tracks("cmpl-another-0-aaaaaaaa") and bind is not None
+    assert site.p._requests.meetings.counts()["waiting"] == 0
 
 
 def test_nothing_else_is_told_and_nothing_changes(site: Site) -> None:

@@ -65,7 +65,7 @@ def test_each_step_tells_new_blocks_and_a_token_range_only() -> None:
         (piece,) = meta.slices
         assert (piece.before, piece.after, piece.final) == (begin, begin + 100, begin == 900)
         assert piece.new_blocks[0].tolist() == new and piece.new_blocks[0].dtype == np.int32
-        assert len(meta.starts) == (begin == 0) and (meta.engine is None) == (begin > 0)
+        assert len(meta.starts) == (begin == 0) and (meta.geometry is None) == (begin > 0)
         told += len(piece.new_blocks[0])
     assert told == len(table)
 

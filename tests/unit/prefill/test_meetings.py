@@ -29,7 +29,7 @@ class House:
     def __init__(self, holding: Holding = HOLDING) -> None:
         self.book = PushBook(model="m")
         self.meetings = Meetings(self.book, "p", holding)
-        self.meetings.engine = D
+        self.meetings.geometry = D
 
     def offer(self, n: int = 1, now: float = 0.0, **offer: Any) -> list[Any]:
         made = reservation(10, n=n)
@@ -72,7 +72,7 @@ def test_a_source_that_has_ended_is_pushed_whole_and_its_blocks_go_back_once() -
     house = House()
     source = house.source()
     house.compute()
-    assert house.end() and house.meetings.told("r").source == source  # type: ignore[union-attr]
+    assert house.end() and house.meetings.held_record("r").source == source  # type: ignore[union-attr]
     assert house.step().empty
     assert house.offer(source=source) == [Bound(TransferId("d", 1, "u1"), "push-r", ended=True)]
     step = house.step()
@@ -224,7 +224,7 @@ def test_no_more_is_held_than_is_allowed_and_all_of_it_comes_back() -> None:
         house.source(request, meets="")
         house.compute(request)
     assert [house.end(request) for request in "abc"] == [True, True, False]
-    assert house.meetings.told("c") is None
+    assert house.meetings.held_record("c") is None
     house.meetings.tick(120.0)
     assert house.step().freed == ("a", "b")
     assert house.book.released("a") and house.book.released("b") and house.book.open_count() == 0

@@ -232,9 +232,11 @@ def _word(action: Action) -> str:
         return "revoke"
     message = action.message
     name = type(message).__name__.lower()
-    detail = {
-        Refused: lambda: ":" + message.failure.detail.partition(":")[0],
-        Ack: lambda: ":" + message.kind,
-        Failed: lambda: ":quiet" if message.quiescent else ":loud",
-    }.get(type(message), lambda: "")()
-    return name + detail
+    match message:
+        case Refused():
+            return f"{name}:{message.failure.detail.partition(':')[0]}"
+        case Ack():
+            return f"{name}:{message.kind}"
+        case Failed():
+            return f"{name}:{'quiet' if message.quiescent else 'loud'}"
+    return name

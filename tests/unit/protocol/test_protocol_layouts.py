@@ -13,7 +13,7 @@ import pytest
 from unit.protocol.rig import P, geometry, reservation
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Group, Region
-from vllm_ascend_pd.geometry.layout import Kind as Unlike
+from vllm_ascend_pd.geometry.layout import LayerKind as Unlike
 from vllm_ascend_pd.protocol.auth import decode_reservation
 from vllm_ascend_pd.protocol.forms import Form, Slice, form_of
 from vllm_ascend_pd.protocol.identity import Endpoint

@@ -56,10 +56,10 @@ from vllm_ascend_pd.protocol.states import (
     ReservationState,
     WriterEvent,
     WriterState,
-    enter,
+    look_up,
 )
 from vllm_ascend_pd.protocol.tables import PAIR_TABLE, RESERVATION_TABLE
-from vllm_ascend_pd.protocol.transfer import WRITER_TABLE, Writer
+from vllm_ascend_pd.protocol.transfer import WRITER_TABLE, WriterRecord
 
 S, E = ReservationState, ReservationEvent
 Outcome = tuple[ReservationState, str] | None
@@ -484,7 +484,7 @@ def prefill_in(state: PairState, event: PairEvent | None = None) -> tuple[Sender
 def straight_pair(s: Sender, event: PairEvent) -> list[Action]:
     pair = s._pair(PUSH, 0)
     if pair is None:
-        enter(s.table, PS.UNATTACHED, event, Counter(), PUSH)
+        look_up(s.table, PS.UNATTACHED, event, Counter(), PUSH)
         raise AssertionError("only messages and `open` come without a pair")
     s._machine.fire(event, 0.1, pair, FAILURE)
     return s._taken()
@@ -602,7 +602,7 @@ WRITER: dict[WriterState, dict[WriterEvent, WriterState]] = {
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(WS, WE)), ids=lambda x: x.value)
 def test_a_writer_goes_where_is_decided(state: WriterState, event: WriterEvent) -> None:
-    expected, writer = WRITER[state].get(event), Writer(ONE, state)
+    expected, writer = WRITER[state].get(event), WriterRecord(ONE, state)
     assert WRITER_TABLE[state].get(event) is expected
     if expected is None:
         with pytest.raises(LocalProtocolError):
@@ -613,4 +613,4 @@ def test_a_writer_goes_where_is_decided(state: WriterState, event: WriterEvent) 
 
 
 def test_only_a_writer_that_may_still_write_is_waited_for() -> None:
-    assert {state for state in WS if Writer(ONE, state).waited_for} == {WS.LEASED, WS.ANSWERED}
+    assert {state for state in WS if WriterRecord(ONE, state).waited_for} == {WS.LEASED, WS.ANSWERED}

@@ -14,14 +14,34 @@ import pytest
 from unit.channel.kit import LOOPBACK, Ear, Mouth, until
 from unit.channel.test_channel_hostile import Raw, still_works
 from unit.protocol.rig import ack, begin, cancel, done, failed, ready, refused, renew, reservation, which
-from vllm_ascend_pd.channel.frames import decode_guarded
+from vllm_ascend_pd.channel.frames import (
+    Clear,
+    Goodbye,
+    Guarded,
+    Hello,
+    Leaving,
+    Proof,
+    decode_clear,
+    decode_guarded,
+)
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.prefill.decisions import PushBook
-from vllm_ascend_pd.protocol.auth import encode, seal, unseal, unseal_first
+from vllm_ascend_pd.protocol.auth import (
+    encode,
+    seal,
+    seal_first,
+    seal_source,
+    unseal,
+    unseal_first,
+    unseal_source,
+)
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.first import First, Seed
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId
+from vllm_ascend_pd.protocol.meeting import Bound, Gone, Offer, Source, SourceId, Unwanted, Waits
 from vllm_ascend_pd.protocol.messages import Message, Reservation
+from vllm_ascend_pd.protocol.reports import LoadReport, PushReport, params_of, read_answer, read_posted
 from vllm_ascend_pd.protocol.versions import MAX_FINGERPRINT, OURS, Release, fingerprint, may_pair
 
 RECORDED = json.loads((Path(__file__).parent / "wire_recorded.json").read_text())
@@ -59,8 +79,45 @@ MESSAGES: dict[str, Message] = {
 }
 
 
+SOURCE_ID = SourceId("prefill-1", 4, "u-4")
+BESIDE: dict[str, Guarded] = {  # what schedulers say, and the channel itself
+    "offer": Offer(RESERVATION.transfer, seal(RESERVATION, None), SOURCE_ID, "x-1"),
+    "waits": Waits(RESERVATION.transfer),
+    "bound": Bound(RESERVATION.transfer, "prefill-1.x", ended=True, first=FIRST),
+    "gone": Gone(RESERVATION.transfer, Failure("PD-META-027", "over")),
+    "unwanted": Unwanted("decode-1", SOURCE_ID, "x-1"),
+    "proof": Proof(),
+    "leaving": Leaving(quiet=True),
+}
+CLEAR: dict[str, Clear] = {
+    "hello": Hello(2, "prefill-1", bytes(range(32)), guarded=True, name="p", oldest=2, features=("seed",)),
+    "goodbye": Goodbye("PD-CTRL-003", "another version"),
+}
+SOURCE = Source(2, SOURCE_ID, Endpoint(LOOPBACK, 9), 20, "h", 30.0)
+LOAD = LoadReport(
+    "decode-1/7/u-7", "t", "decode-1", 16, 4, "PD-XFER-001", "prefill-1", "0123456789ab.v2-2", "prefill", 8
+)
+PUSH = PushReport("prefill-1", "PD-META-005", "not mine", "0123456789ab.v2-2", "c2VhbGVk", tells=True)
+
+
+def written() -> list[tuple[str, str, bytes]]:
+    """Return an example of everything that one process says to another: its name, how it is read, its bytes."""
+    guarded = [(name, "guarded", msgspec.msgpack.encode(message)) for name, message in (MESSAGES | BESIDE).items()]
+    clear = [(name, "clear", msgspec.msgpack.encode(message)) for name, message in CLEAR.items()]
+    sealed = [
+        (name, "reservation", seal(one, None)) for name, one in (("reservation", RESERVATION), ("seeded", SEEDED))
+    ]
+    sealed += [("first", "first", seal_first(FIRST, None)), ("source", "source", seal_source(SOURCE, None))]
+    told = [("load", "posted", msgspec.json.encode(LOAD))]
+    for name, report in (("load in an answer", LOAD), ("push in an answer", PUSH)):
+        told.append((name, "answer", msgspec.json.encode({"kv_transfer_params": params_of(report)})))
+    return [*guarded, *clear, *sealed, *told]
+
+
 def test_every_message_has_an_example() -> None:
     assert {type(message) for message in MESSAGES.values()} == set(get_args(Message))
+    assert {type(message) for message in (MESSAGES | BESIDE).values()} == set(get_args(Guarded))
+    assert {type(message) for message in CLEAR.values()} == set(get_args(Clear))
 
 
 def recorded(version: int, what: str) -> bytes:
@@ -149,22 +206,31 @@ def grown(plain: Any) -> Any:
     return {**{key: grown(value) for key, value in plain.items()}, "later": [1]} if isinstance(plain, dict) else plain
 
 
-@pytest.mark.parametrize("name", MESSAGES)
+@pytest.mark.parametrize("name", MESSAGES | BESIDE)
 def test_fields_that_a_later_release_adds_are_ignored(name: str) -> None:
-    plain = msgspec.msgpack.decode(encode(MESSAGES[name]))
-    for field in ("transfer", "contributor", "failure", "addresses"):
+    plain = msgspec.msgpack.decode(msgspec.msgpack.encode((MESSAGES | BESIDE)[name]))
+    for field in ("transfer", "contributor", "failure", "addresses", "source"):
         if isinstance(plain.get(field), list):
             plain[field] = [*plain[field], "later"]
-    assert decode_guarded(msgspec.msgpack.encode(grown(plain))) == MESSAGES[name]
+    assert decode_guarded(msgspec.msgpack.encode(grown(plain))) == (MESSAGES | BESIDE)[name]
 
 
-@pytest.mark.parametrize("name", MESSAGES)
+@pytest.mark.parametrize("name", MESSAGES | BESIDE)
 def test_what_a_released_version_wrote_is_read_for_ever(name: str) -> None:
-    assert decode_guarded(recorded(2, name)) == MESSAGES[name]
+    assert decode_guarded(recorded(2, name)) == (MESSAGES | BESIDE)[name]
+
+
+@pytest.mark.parametrize("name", CLEAR)
+def test_what_a_released_version_wrote_in_the_clear_is_read_for_ever(name: str) -> None:
+    assert decode_clear(memoryview(recorded(2, name))) == CLEAR[name]
 
 
 def test_what_is_recorded_is_all_that_there_is() -> None:
-    assert RECORDED["2"].keys() == {*MESSAGES, "reservation", "seeded", "first"}
+    assert RECORDED["2"].keys() == {name for name, _, _ in written()}
+    assert unseal_source(recorded(2, "source"), None) == SOURCE
+    assert read_posted(recorded(2, "load")) == LOAD
+    assert read_answer(recorded(2, "load in an answer")) == (LOAD, None)
+    assert read_answer(recorded(2, "push in an answer")) == (None, PUSH)
     assert unseal(recorded(2, "reservation"), None) == RESERVATION
     assert unseal(recorded(2, "seeded"), None) == SEEDED
     assert unseal_first(recorded(2, "first"), None) == FIRST

@@ -75,7 +75,7 @@ class Cache:
 
     @property
     def item(self) -> int:
-        return getattr(torch, self.dtype).itemsize  # type: ignore[no-any-return]
+        return getattr(torch, self.dtype).itemsize
 
     @property
     def cells(self) -> tuple[int, ...]:
@@ -330,7 +330,7 @@ class DecodeSite:
     def step(self) -> None:
         """Bind on all ranks what was reserved since the last step."""
         binds, self._binds = tuple(self._binds), []
-        self.tell(DecodeStep(binds=binds, incarnation=self.incarnation, engine=self.geometry))
+        self.tell(DecodeStep(binds=binds, incarnation=self.incarnation, geometry=self.geometry))
 
     @property
     def sessions(self) -> set[str]:

@@ -28,12 +28,12 @@ from vllm_ascend_pd.prefill.core.pushes import PushSite
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.prefill.runtime import PushRuntime
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.regroup.parts import Place, RegroupParts, assembled
+from vllm_ascend_pd.regroup.parts import EngineWorld, RegroupParts, assembled
 from vllm_ascend_pd.transport.base import Wire as AnyWire
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
-Parts = Callable[[PushConfig, Place, Caches, Device], "RegroupParts | None"]
+Parts = Callable[[PushConfig, EngineWorld, Caches, Device], "RegroupParts | None"]
 Layer = Callable[[int], None]  # writes the KV of one of this worker's layers
 
 
@@ -80,7 +80,7 @@ class PrefillRank:
         self.memory.fill(7)
         self.device = self.make_device(cache.layout, inline)
         self.push = push or config()
-        self.place = Place(contributor.stage * cache.tp + contributor.rank, cache.tp, cache.pp, step_tokens)
+        self.place = EngineWorld(contributor.stage * cache.tp + contributor.rank, cache.tp, cache.pp, step_tokens)
         self.transport = transport or MemoryTransport()
         caches = self.memory.described(self.device)
         self.geometry = caches.geometry
@@ -125,7 +125,7 @@ class PrefillRank:
                 "steps": len(made._steps),
                 "missing": len(made.missed),
                 "slots_taken": made.staging.taken,
-                "pieces": sum(len(push.pieces) for push in core.pushes()),
+                "slot_shares": sum(len(push.slot_shares) for push in core.pushes()),
                 "unsealed": sum(push.sealing for push in core.pushes()),
             }
 
@@ -334,7 +334,7 @@ class PrefillSite:
     def holds_nothing(self) -> None:
         """Wait until no exchange holds anything. A failed push is released before an exchange in progress for it has
         returned its slots."""
-        names = ("steps", "missing", "slots_taken", "pieces", "unsealed")
+        names = ("steps", "missing", "slots_taken", "slot_shares", "unsealed")
 
         def held() -> list[dict[str, Any]]:
             return [left for stats in self.stats() if any((left := {name: stats[name] for name in names}).values())]
@@ -405,7 +405,12 @@ def engine(
             number = stage * cache.tp + rank
 
             def make(
-                push: PushConfig, place: Place, caches: Caches, device: Device, rank: int = rank, groups: Any = groups
+                push: PushConfig,
+                place: EngineWorld,
+                caches: Caches,
+                device: Device,
+                rank: int = rank,
+                groups: Any = groups,
             ) -> RegroupParts | None:
                 if not groups or push.regroup.regroup == "never":
                     return None

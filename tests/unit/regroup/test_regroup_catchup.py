@@ -19,7 +19,7 @@ from vllm_ascend_pd.prefill.core.exchanges import Exchanges, Run
 from vllm_ascend_pd.prefill.core.push import Share, Unit
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.identity import Endpoint
-from vllm_ascend_pd.regroup.exchange import Exchange, ExchangeRows, Outcome
+from vllm_ascend_pd.regroup.exchange import ExchangeOutcome, ExchangeRows, GroupExchange
 from vllm_ascend_pd.regroup.parts import RegroupParts
 from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
 
@@ -211,7 +211,7 @@ def test_a_preemption_while_some_ranks_still_miss_the_last_chunk_does_not_mix_tw
 
         def rank_0_is_done() -> bool:
             p.idle()
-            return not any(p.stats()[0][name] for name in ("missing", "pieces", "unsealed"))
+            return not any(p.stats()[0][name] for name in ("missing", "slot_shares", "unsealed"))
 
         until(rank_0_is_done)
         assert p.stats()[1]["missing"] == LAYERS - 1
@@ -224,10 +224,10 @@ def test_a_preemption_while_some_ranks_still_miss_the_last_chunk_does_not_mix_tw
             d.check(prompt)
 
 
-class Late(Exchange):
+class Late(GroupExchange):
     """Exchange that gathers only when the test allows it, so that it lags behind the engine."""
 
-    def run(self, rows: ExchangeRows, layer: int, slots: Sequence[StagingSlot | None]) -> Outcome:
+    def run(self, rows: ExchangeRows, layer: int, slots: Sequence[StagingSlot | None]) -> ExchangeOutcome:
         assert MAY_GATHER.wait(20)
         return super().run(rows, layer, slots)
 

@@ -15,7 +15,7 @@ from unit.regroup.kit import Cache, DecodeSite, Prompt, config
 from unit.regroup.prefill import PrefillSite, Share, Wire, engine, running
 from unit.watching import traced, until
 from vllm_ascend_pd.prefill import runtime as prefill_runtime
-from vllm_ascend_pd.regroup.exchange import TAG_BYTES, Exchange, ExchangeRows
+from vllm_ascend_pd.regroup.exchange import TAG_BYTES, ExchangeRows, GroupExchange
 from vllm_ascend_pd.regroup.parts import RegroupParts
 from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
 
@@ -120,7 +120,7 @@ def test_an_aborted_request_is_exchanged_by_nobody_alone() -> None:
 # ---- an exception in one rank's part never leaves the others in the collective
 
 
-class Faulty(Exchange):
+class Faulty(GroupExchange):
     """Exchange that fails in one of its parts, in chosen runs (counted from 0)."""
 
     part = ""
@@ -130,7 +130,7 @@ class Faulty(Exchange):
     _now = False
 
     @classmethod
-    def instead_of(cls, made: Exchange, part: str, numbers: Sequence[int], error: type[Exception]) -> Faulty:
+    def instead_of(cls, made: GroupExchange, part: str, numbers: Sequence[int], error: type[Exception]) -> Faulty:
         made.__class__ = cls
         assert isinstance(made, cls)
         made.part, made.numbers, made.error = part, frozenset(numbers), error
@@ -214,7 +214,7 @@ def test_an_error_where_nothing_crosses_fails_the_push_as_well() -> None:
 
 def test_a_group_in_another_order_gives_nobody_the_bytes_of_another_rank() -> None:
     """Each of two ranks has the other's place in the process group, so each gets its own bytes for the other's."""
-    exchanges: list[Exchange] = []
+    exchanges: list[GroupExchange] = []
 
     def crossed(rank: int, made: RegroupParts) -> RegroupParts:
         exchanges.append(made.exchange)
@@ -294,7 +294,7 @@ def test_a_source_that_is_done_with_a_push_still_cannot_spoil_it(part: str) -> N
         started(p, prompt)
         p.compute((prompt, 64))
         until(lambda: p.ranks[0].stats()["exchanges"] == layers)
-        until(lambda: p.stats()[0]["pieces"] == 0 and p.stats()[0]["unsealed"] == 0, "rank 0 is done")
+        until(lambda: p.stats()[0]["slot_shares"] == 0 and p.stats()[0]["unsealed"] == 0, "rank 0 is done")
         assert p.stats()[1]["missing"] > 0, "nothing was missed: the test shows nothing"
         p.finish(prompt)
         until(lambda: p.ranks[0].runtime.take_finished([]) or p.idle(), "rank 0 lets its blocks go")

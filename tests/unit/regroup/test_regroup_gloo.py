@@ -3,19 +3,19 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from unit.regroup.kit import Cache, DecodeSite, Prompt, config
+from unit.regroup.engines import WORK, Engines
+from unit.regroup.kit import Cache, DecodeSite, config
 from unit.regroup.prefill import Share
-from unit.regroup.worker import Fleet, There
+from unit.regroup.worker import Fleet
 from unit.watching import until
 
 pytestmark = pytest.mark.timeout(240)
@@ -41,72 +41,6 @@ def fleet() -> Iterator[Fleet]:
         yield fleet
     finally:
         fleet.close()
-
-
-class Engines:
-    """A prefill engine of processes and its decode engines."""
-
-    def __init__(self, fleet: Fleet, p: Cache, *ds: Cache, folder: Path, kind: str = "plain", **keys: Any) -> None:
-        self._fleet = fleet
-        self.d = [DecodeSite(d, folder=folder, push=config(**keys)) for d in ds]
-        self.p = fleet.engine(p, kind=kind, **keys)
-
-    def __enter__(self) -> Engines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._fleet.shut(self.p)
-        for site in self.d:
-            site.close()
-
-    def push(self, work: Sequence[tuple[int, int, int, list[int]]], hook: str = "name") -> list[Prompt]:
-        """Push (decode engine, first token, tokens, chunks) of each prompt. Chunk by chunk, all prompts in the same
-        steps."""
-        prompts = [self.d[site].reserve(tokens, first=first) for site, first, tokens, _ in work]
-        for site in self.d:
-            site.step()
-        self.p.admit(*prompts)
-        for counts in itertools.zip_longest(*(chunks for *_, chunks in work)):
-            self.p.compute(
-                *[(prompt, count) for prompt, count in zip(prompts, counts, strict=True) if count], hook=hook
-            )
-        assert self.p.ended(*prompts)
-        return prompts
-
-    def check(self, prompts: Sequence[Prompt]) -> None:
-        for site in self.d:
-            site.check(*[prompt for prompt in prompts if prompt.site is site])
-        self.p.finished(*prompts)
-        self.p.holds_nothing()
-
-    def exchanges(self) -> list[tuple[int, int, int]]:
-        """Return (step, layer, sub-step) of all exchanges without repeated ones, after checking that all ranks
-        agree."""
-        workers = [worker for worker in self.p.workers if isinstance(worker, There)]
-
-        def alike() -> bool:
-            """Wait for ranks that received nothing, which may report later."""
-            told = [worker.exchanges()[0] for worker in workers]
-            counts = [stats["exchanges"] for stats in self.p.stats()]
-            return all(exchanges == told[0] for exchanges in told) and counts == [len(told[0])] * len(told)
-
-        until(alike, "the ranks are not of one mind")
-        made = [worker.exchanges() for worker in workers]
-        first, called = made[0]
-        assert all(each == called for _, each in made), "a rank called a collective alone"
-        assert [stats["collectives"] for stats in self.p.stats()] == [called] * len(made)
-        assert called in (0, len(first)), "not one collective for each exchange"
-        found = list(dict.fromkeys(first))
-        assert len(first) == len(found) + self.p.catch_ups, "an exchange was made twice, and nobody had ordered it"
-        return found
-
-
-WORK = [
-    (0, 0, 3, [3]),  # less than a block: one owner, the others own nothing
-    (0, 0, 40, [11, 29]),  # whole blocks
-    (0, 16, 61, [20, 21, 20]),  # a prefix hit on D, a partial last chunk
-    (0, 0, 97, [33, 1, 63]),  # blocks that no number of ranks divides
-]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form[0]} to {form[1]}, {form[3]}")
@@ -233,7 +167,11 @@ def test_a_rank_that_was_stopped_for_a_while_holds_up_and_breaks_nothing(fleet: 
 def test_a_rank_that_dies_leaves_nobody_in_the_collective(tmp_path: Path) -> None:
     """The engine is lost; but the others fail their pushes at once, with a code, and go on answering."""
     fleet = Fleet(3)
-    timers = {"lease_s": 5.0, "margin_s": 1.0, "quiet_s": 1.0}  # time for which D holds the dead rank's blocks
+    timers: dict[str, Any] = {
+        "lease_s": 5.0,
+        "margin_s": 1.0,
+        "quiet_s": 1.0,
+    }  # time for which D holds the dead rank's blocks
     d = DecodeSite(Cache(heads=6), folder=tmp_path, push=config(**timers))
     p = fleet.engine(Cache(tp=3, heads=6), **timers)
     try:

@@ -20,7 +20,7 @@ from unit.regroup.prefill import Wire, engine, running
 from unit.watching import until
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.coalesce import Spans
-from vllm_ascend_pd.prefill.core.push import Piece, Unit
+from vllm_ascend_pd.prefill.core.push import SlotShare, Unit
 from vllm_ascend_pd.prefill.core.pushes import Pushes, PushSite
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup.staging import PATIENCE_S, Staging, StagingSlot
@@ -124,13 +124,13 @@ def holding(made: Staging, *names: str) -> Pushes:
     spans = Spans(*(np.array([size], dtype=np.int64) for size in (0, 0, 8)))
     for name in names:
         pair = SimpleNamespace(coverage=SimpleNamespace(out={}))
-        push = SimpleNamespace(name=name, pieces={(0, UNIT): Piece(slot, (spans,), None)}, pairs={0: pair})
+        push = SimpleNamespace(name=name, slot_shares={(0, UNIT): SlotShare(slot, (spans,), None)}, pairs={0: pair})
         core._pushes[name] = push  # type: ignore[assignment]
         slot.users += 1
     return core
 
 
-def test_a_slot_goes_back_with_the_last_of_its_pieces() -> None:
+def test_a_slot_goes_back_with_the_last_of_its_shares() -> None:
     made = staging()
     core = holding(made, "one", "two", "three")
     one, two, three = core.pushes()
@@ -143,7 +143,7 @@ def test_a_slot_goes_back_with_the_last_of_its_pieces() -> None:
     assert made.taken == 1, "it is being written"
     core._drop(three, 0, UNIT)
     assert made.taken == 0
-    assert not any(push.pieces for push in core.pushes())
+    assert not any(push.slot_shares for push in core.pushes())
 
 
 def waited(made: Staging, now: float) -> float:

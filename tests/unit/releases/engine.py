@@ -113,8 +113,9 @@ class Engine:
         ]
         self.workers = [self._worker(rank) for rank in range(tp)]
         shakes = {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
-        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(shakes)
-        self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, tp)
+        connector: Any = self.scheduler.connector
+        connector.set_xfer_handshake_metadata_pp_aware(shakes)
+        self._aggregator = KVOutputAggregator.from_connector(connector, tp)
         self.sent: list[str] = []
         self.received: list[str] = []
         self.answers: dict[str, list[Any]] = {}  # vLLM's outputs by request id

@@ -23,7 +23,8 @@ from fake_metaserver import fake_metaserver
 
 from tools.support.process import free_port
 from unit import worker_batch
-from unit.releases.engine import BLOCK, LAYERS, WORKER_HOOKS, Engine
+from unit.releases.engine import BLOCK, WORKER_HOOKS, Engine
+from unit.vllm_configs import LAYERS
 from vllm_ascend_pd import compat
 
 SHORT_TIMES = {"transfer_timeout_s": 5.0, "quiet_extra_s": 2.0, "lease_s": 3.0, "margin_s": 0.5}
@@ -288,9 +289,9 @@ def aborted_while_held_gives_the_blocks_back() -> None:
 
     with site() as pair:
         pair.outcome = "seeded"
-        pair.decode.scheduler.connector.first_tokens[0]._desk.seeds._wait_s[False] = 60.0
+        pair.decode.scheduler.connector.first_tokens[0]._requests.seeds._wait_s[False] = 60.0
         pair.send("left", prompt("left", 100))
-        pair.until(pair.decode.scheduler.connector.first_tokens[0]._desk.seeds.held_count, "D holds it")
+        pair.until(pair.decode.scheduler.connector.first_tokens[0]._requests.seeds.held_count, "D holds it")
         check(pair.decode.request("left-d").status == RequestStatus.WAITING_FOR_REMOTE_KVS, "vLLM has heard of it")
         pair.decode.scheduler.finish_requests("left-d", RequestStatus.FINISHED_ABORTED)
         pair.until(lambda: pair.decode.request("left-d") is None, "D is done with it")

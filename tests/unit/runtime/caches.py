@@ -117,8 +117,9 @@ class Model:
 
         first = of(self.names[0])
         unlike = {name: of(name) for name in self.names if of(name) != first}
-        own = block, first.local_heads, first.total_heads, first.head_size, tp
-        return CacheShape(*own, **self.drafted, unlike=unlike, **divided._asdict())
+        more: dict[str, Any] = {**self.drafted, **divided._asdict()}
+        sizes = first.total_heads, first.head_size
+        return CacheShape(block, first.local_heads, *sizes, tp, unlike=unlike, **more)
 
     @property
     def regions(self) -> int:

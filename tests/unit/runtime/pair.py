@@ -34,7 +34,7 @@ from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, Endpoint
 from vllm_ascend_pd.protocol.messages import Reservation
-from vllm_ascend_pd.regroup.parts import Place
+from vllm_ascend_pd.regroup.parts import EngineWorld
 from vllm_ascend_pd.roles import StepMetadata
 from vllm_ascend_pd.transport.base import Target, Wire
 from vllm_ascend_pd.transport.memory import MemoryTransport
@@ -306,7 +306,7 @@ class PrefillSite:
                 cache.fill(7)
                 shape = model.shape(block, tp, rank, divided)
                 engine = engine_of(self.config, make_transport, secrets)
-                place = Place(stage * tp + rank, tp, pp, 8192)
+                place = EngineWorld(stage * tp + rank, tp, pp, 8192)
                 worker = PrefillWorker(engine, shape, device_of(rank), Contributor(stage, rank), place)
                 worker.register_kv_caches(cache.tensors)
                 self.workers[stage, rank], self.caches[stage, rank] = worker, cache

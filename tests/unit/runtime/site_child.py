@@ -30,17 +30,19 @@ from vllm_ascend_pd.protocol.auth import seal, unseal
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.transport.base import Target, Wire
 from vllm_ascend_pd.transport.create import create_target, create_wire
-from vllm_ascend_pd.transport.engine import Engine
+from vllm_ascend_pd.transport.engine import OpenEngine
 
 MODEL = Model("token", layers=4, dim=64)
 BLOCK, BLOCKS = 16, 256
 WIRE = WireConfig(transfer_timeout_s=5, mooncake_protocol="tcp")
+LEASE_S = 5.0
 ROOT = Path(__file__).parents[3]
 ANSWER_S = 120.0  # it imports torch first, perhaps on a loaded machine
 
 
 def push_config() -> PushConfig:
-    return config(transport="mooncake", quiet_extra_s=2.0, lease_s=1.5, margin_s=0.3, ready_timeout_s=5.0)
+    # The lease is longer than the machine stands still: a test that measures delays then sees a delay, not a failure.
+    return config(transport="mooncake", quiet_extra_s=2.0, lease_s=LEASE_S, margin_s=0.3, ready_timeout_s=5.0)
 
 
 def target() -> Target:
@@ -146,17 +148,17 @@ class HaltInWrite:
 
     def __init__(self) -> None:
         self.left = 0
-        self._submit = Engine.submit
+        self._submit = OpenEngine.submit
         halt = self
 
-        def submit(self: Engine, *where: Any) -> int | None:
+        def submit(self: OpenEngine, *where: Any) -> int | None:
             if halt.left:
                 halt.left -= 1
                 if not halt.left:
                     os.kill(os.getpid(), signal.SIGSTOP)
             return halt._submit(self, *where)
 
-        Engine.submit = submit  # type: ignore[method-assign]
+        OpenEngine.submit = submit  # type: ignore[assignment, method-assign]
 
 
 def serve_decode(halt: Halt) -> None:

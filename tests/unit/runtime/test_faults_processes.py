@@ -14,13 +14,13 @@ if importlib.util.find_spec("mooncake") is None:  # not imported here: its envir
     pytest.skip("Mooncake is not installed", allow_module_level=True)
 
 from unit.runtime.pair import DecodeSite, PrefillSite, Request, sites
-from unit.runtime.site_child import SiteChild, decode_site, packed, prefill_site, unpacked
+from unit.runtime.site_child import LEASE_S, SiteChild, decode_site, packed, prefill_site, unpacked
 from unit.transport.mooncake_child import Stalls
 from unit.watching import traced, until
 from vllm_ascend_pd.transport.wire import MooncakeWire
 
 TOKENS = 600
-WATCHED_S = 9.0  # longer than lease, transfer timeout and the transport's timeout together
+WATCHED_S = LEASE_S + 7.5  # longer than lease, transfer timeout and the transport's timeout together
 DELAY_S = 1.0  # limit of the delay that a faulty peer may cause others
 
 

@@ -110,7 +110,7 @@ def test_chunks_of_a_request_become_slices() -> None:
     first = scheduler.build_step(output([("r", 0, 4, [7]), ("stranger", 0, 5, [1, 2])]))
     second = scheduler.build_step(output(cached=[("r", 4, 3, [8]), ("stranger", 5, 1, None)]))
     third = scheduler.build_step(output(cached=[("r", 7, 3, None)]))
-    assert len(first.starts) == 1 and first.engine is not None and first.engine.tp_size == 2
+    assert len(first.starts) == 1 and first.geometry is not None and first.geometry.tp_size == 2
     pieces = [step.slices for step in (first, second, third)]
     assert [(p.before, p.after, p.new_blocks[0].tolist(), p.final) for (p,) in pieces] == [
         (0, 4, [7], False),

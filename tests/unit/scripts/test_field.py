@@ -377,7 +377,16 @@ SMALL = {
         (needs({"full"}, "mtp"), "–: full with mtp"),
         (needs({"full", "gdn"}, ""), "–: full and gdn"),
     ],
-    ids=str,
+    ids=[
+        "plain",
+        "more ranks",
+        "full graphs",
+        "a draft and full graphs",
+        "a draft and piecewise graphs",
+        "a draft, divided",
+        "a draft that no set has",
+        "a kind that no set has",
+    ],
 )
 def test_sets_of_engines_stand_for_a_configuration(wanted: Needs, found: str) -> None:
     assert stands(wanted, SMALL) == found
@@ -394,7 +403,7 @@ def test_a_set_is_known_by_its_models_kinds_and_its_modes() -> None:
 
 
 def test_every_set_that_the_page_names_exists() -> None:
-    _, between, _ = field_page.split(field_page.PAGE.read_text())
+    _, between, _ = field_page.MARKS.split(field_page.PAGE.read_text())
     named = {name for line in between.splitlines() if line.startswith("| ") for name in re.findall("`([^`]+)`", line)}
     assert named and named <= small.sets().keys()
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tools import matrix
-from tools.matrix import BEGIN, END, Result, read, written
+from tools.matrix import MARKS, Result, read, written
 from tools.support.matrix import COMBINATIONS, REFUSED, ROWS
 
-PAGE = f"before\n{BEGIN}\nan older table\n{END}\nafter\n"
+PAGE = f"before\n{MARKS.begin}\nan older table\n{MARKS.end}\nafter\n"
 RAN = """.tokens: 10 answers, 120 tokens compared, 0 excused
 engines: 2 servers started, 73 s in all
 1 passed, 14 warnings in 73.46s (0:01:13)

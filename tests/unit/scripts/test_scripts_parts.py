@@ -47,9 +47,12 @@ def test_the_parts_of_this_project() -> None:
 
 
 def test_each_test_of_a_file_that_is_divided_is_in_one_part(tests: Path) -> None:
-    ids = [*("[fp8-a]", "[fp8-b]", "[windows-a]"), *("[states-a]", "[indexer-a]", "[drafts-fp8]")]
+    ids = [
+        *("[fp8-a]", "[fp8-b]", "[windows-a]"),
+        *("[states-a]", "[mtp-a]", "[deltanet-a]", "[indexer-a]", "[drafts-fp8]"),
+    ]
     (tests / "integration/test_cover.py").write_text(
-        f"import pytest\n@pytest.mark.parametrize('x', range(6), ids={[i[1:-1] for i in ids]})\ndef test_cell(x): pass\n"
+        f"import pytest\n@pytest.mark.parametrize('x', range(8), ids={[i[1:-1] for i in ids]})\ndef test_cell(x): pass\n"
     )
     found = []
     for name, words in parts(tests).items():
@@ -63,7 +66,7 @@ def test_each_test_of_a_file_that_is_divided_is_in_one_part(tests: Path) -> None
                 timeout=120,
             )
             found.append([line.partition("test_cell")[2] for line in listed.stdout.splitlines() if "::" in line])
-    assert found == [ids[:3], ids[3:4], ids[4:]]
+    assert found == [ids[:3], ids[3:4], ids[4:5], ids[5:6], ids[6:]]
 
 
 def test_what_failed_runs_again_and_what_was_good_does_not(tests: Path) -> None:

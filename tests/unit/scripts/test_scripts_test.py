@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-WORKING = ["-m", "not slow and not ci", "--few-seeds"]
+WORKING = ["-m", "not slow and not ci", "--seeds", "few"]
+CI = ["-m", "not slow", "--seeds", "ci"]
 ONE = "tests/unit/test_config.py"
 
 
@@ -27,7 +28,7 @@ def arguments(folder: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("flag", "selection", "ascend"), [("", WORKING, False), ("--ci", ["-m", "not slow"], True), ("--all", [], True)]
+    ("flag", "selection", "ascend"), [("", WORKING, False), ("--ci", CI, True), ("--all", [], True)]
 )
 def test_each_tier_selects_more_than_the_one_before(
     tmp_path: Path, flag: str, selection: list[str], ascend: bool
@@ -39,7 +40,7 @@ def test_each_tier_selects_more_than_the_one_before(
 
 
 def test_what_is_named_runs_as_in_ci(tmp_path: Path) -> None:
-    assert arguments(tmp_path, ONE, "-x") == ["-m", "not slow", "-x", ONE]
+    assert arguments(tmp_path, ONE, "-x") == [*CI, "-x", ONE]
     assert arguments(tmp_path, "--all", ONE) == [ONE]
 
 

@@ -158,7 +158,7 @@ def _push(wire: MooncakeWire, memory: np.ndarray, session: str, *numbers: str) -
     base, pieces, piece = map(int, numbers)
     memory[:] = 1
     n = np.arange(pieces) * 2 * piece
-    handle = wire.submit(session, memory.ctypes.data + n, base + n, np.full(pieces, piece))
+    handle = wire.submit(session, (memory.ctypes.data + n).tolist(), (base + n).tolist(), [piece] * pieces)
     while handle in wire._waiting:
         wire.poll(handle)
     return handle

@@ -14,7 +14,7 @@ import pytest
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.transport.base import WriteState
-from vllm_ascend_pd.transport.engine import OPENINGS, Engine
+from vllm_ascend_pd.transport.engine import OPENINGS, OpenEngine
 
 
 def losing(times: int) -> type:
@@ -40,7 +40,7 @@ def losing(times: int) -> type:
 
 def test_a_lost_port_costs_another_opening() -> None:
     kind = losing(2)
-    engine = Engine(kind, "127.0.0.1", "tcp")
+    engine = OpenEngine(kind, "127.0.0.1", "tcp")
     assert kind.made == 3 and not engine.closed
     engine.close()
 
@@ -48,7 +48,7 @@ def test_a_lost_port_costs_another_opening() -> None:
 def test_a_host_without_ports_is_an_error_with_a_code() -> None:
     kind = losing(OPENINGS)
     with pytest.raises(PdError, match=r"PD-WIRE-001.*Address already in use"):
-        Engine(kind, "127.0.0.1", "tcp")
+        OpenEngine(kind, "127.0.0.1", "tcp")
     assert kind.made == OPENINGS
 
 
@@ -66,7 +66,7 @@ def test_a_writer_that_cannot_be_opened_fails_the_write_and_the_next_one_tries_a
 
     try:
         engines.probe(receiving.session.partition("/")[0])  # the engine for probes is already open
-        whole, engines._open_engine = engines._open_engine, lambda: Engine(losing(99), "127.0.0.1", "tcp")
+        whole, engines._open_engine = engines._open_engine, lambda: OpenEngine(losing(99), "127.0.0.1", "tcp")
         assert write() is WriteState.UNISSUED
         engines._open_engine = whole
         assert write() is WriteState.LANDED

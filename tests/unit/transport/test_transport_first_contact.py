@@ -11,8 +11,8 @@ import time
 import pytest
 
 from unit.watching import address_of, listening, until
-from vllm_ascend_pd.transport.engine import Engine
-from vllm_ascend_pd.transport.introducer import FRESH_S, MAX_AT_ONCE, Answer, Introducer, watched
+from vllm_ascend_pd.transport.engine import OpenEngine
+from vllm_ascend_pd.transport.introducer import FRESH_S, MAX_AT_ONCE, Introducer, Introduction, watched
 from vllm_ascend_pd.transport.sockets import hang_up, shorten_accept
 
 LOOPBACK = "127.0.0.1"
@@ -33,19 +33,19 @@ def reads_forever(address: str) -> bool:
         return sock.recv(1) == b"y"
 
 
-def answer(introducer: Introducer, address: str, limit_s: float = 5.0) -> Answer:
+def answer(introducer: Introducer, address: str, limit_s: float = 5.0) -> Introduction:
     deadline = time.monotonic() + limit_s
-    while (said := introducer.ask(address)) is Answer.ASKING:
+    while (said := introducer.ask(address)) is Introduction.ASKING:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     return said
 
 
-@pytest.mark.parametrize("reply, expected", [(b"y", Answer.YES), (b"n", Answer.NO)])
+@pytest.mark.parametrize("reply, expected", [(b"y", Introduction.YES), (b"n", Introduction.NO)])
 def test_the_answer_is_the_peers(reply, expected) -> None:
     with listening() as listener:
         introducer = Introducer(reads_forever, 5.0, time.monotonic)
-        assert introducer.ask(address_of(listener)) is Answer.ASKING
+        assert introducer.ask(address_of(listener)) is Introduction.ASKING
         sock, _ = listener.accept()
         with sock:
             sock.sendall(reply)
@@ -56,15 +56,15 @@ def test_the_answer_is_the_peers(reply, expected) -> None:
 def test_a_silent_peer_is_hung_up_on_and_its_thread_ends() -> None:
     with listening() as listener:
         introducer = Introducer(reads_forever, 0.2, time.monotonic)
-        assert answer(introducer, address_of(listener)) is Answer.NO
+        assert answer(introducer, address_of(listener)) is Introduction.NO
         until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("pd-introduce")])
 
 
 def test_a_peer_is_asked_once_at_a_time_and_again_later() -> None:
     asked: list[str] = []
     introducer = Introducer(lambda address: bool(asked.append(address)) or True, 5.0, Clock())
-    assert answer(introducer, "a:1") is Answer.YES
-    assert answer(introducer, "a:1") is Answer.YES
+    assert answer(introducer, "a:1") is Introduction.YES
+    assert answer(introducer, "a:1") is Introduction.YES
     assert asked == ["a:1", "a:1"]
 
 
@@ -75,37 +75,37 @@ def finished(introducer: Introducer, session: str) -> None:
 def test_an_answer_grows_old_and_is_asked_for_again() -> None:
     clock, says = Clock(), iter([True, False])
     introducer = Introducer(lambda _: next(says), 5.0, clock)
-    assert introducer.ask("a:1") is Answer.ASKING
+    assert introducer.ask("a:1") is Introduction.ASKING
     finished(introducer, "a:1")
     clock.now = FRESH_S + 0.1
-    assert introducer.ask("a:1") is Answer.ASKING, "what it said then proves nothing now"
+    assert introducer.ask("a:1") is Introduction.ASKING, "what it said then proves nothing now"
     finished(introducer, "a:1")
-    assert introducer.ask("a:1") is Answer.NO
+    assert introducer.ask("a:1") is Introduction.NO
 
 
 def test_an_answer_is_no_answer_of_another_process_at_the_address() -> None:
     asked: list[str] = []
     introducer = Introducer(lambda address: bool(asked.append(address)) or True, 5.0, Clock())
-    assert introducer.ask("a:1/first") is Answer.ASKING
+    assert introducer.ask("a:1/first") is Introduction.ASKING
     finished(introducer, "a:1/first")
-    assert introducer.ask("a:1/second") is Answer.ASKING
-    assert answer(introducer, "a:1/second") is Answer.YES
+    assert introducer.ask("a:1/second") is Introduction.ASKING
+    assert answer(introducer, "a:1/second") is Introduction.YES
     assert asked == ["a:1", "a:1"]
 
 
 def test_who_is_forgotten_is_hung_up_on_and_asked_afresh() -> None:
     with listening() as listener:
         introducer = Introducer(reads_forever, 5.0, time.monotonic)
-        assert introducer.ask(address_of(listener)) is Answer.ASKING
+        assert introducer.ask(address_of(listener)) is Introduction.ASKING
         silent, _ = listener.accept()
         introducer.forget(address_of(listener))
         with silent:
             assert silent.recv(1) == b"", "it is hung up on"
-        assert introducer.ask(address_of(listener)) is Answer.ASKING
+        assert introducer.ask(address_of(listener)) is Introduction.ASKING
         sock, _ = listener.accept()
         with sock:
             sock.sendall(b"y")
-            assert answer(introducer, address_of(listener)) is Answer.YES, "the old NO is not this one's"
+            assert answer(introducer, address_of(listener)) is Introduction.YES, "the old NO is not this one's"
         assert introducer.close()
 
 
@@ -113,11 +113,11 @@ def test_introductions_are_bounded_and_finished_ones_make_room() -> None:
     gate = threading.Event()
     introducer = Introducer(lambda _: gate.wait(10), 60.0, time.monotonic)
     first = [introducer.ask(f"127.0.0.1:{n}") for n in range(1, MAX_AT_ONCE + 1)]
-    assert set(first) == {Answer.ASKING}
-    assert introducer.ask("127.0.0.1:9999") is Answer.NO
+    assert set(first) == {Introduction.ASKING}
+    assert introducer.ask("127.0.0.1:9999") is Introduction.NO
     gate.set()
     deadline = time.monotonic() + 5
-    while introducer.ask("127.0.0.1:9999") is Answer.NO:
+    while introducer.ask("127.0.0.1:9999") is Introduction.NO:
         assert time.monotonic() < deadline
     assert introducer.close()
 
@@ -130,7 +130,7 @@ def test_a_session_that_is_no_address_costs_the_writer_thread_nothing(address: s
     """D names its session; the writer thread, which serves all peers, cuts the connection of an unanswered probe."""
     gate = threading.Event()
     introducer = Introducer(lambda _: gate.wait(10), 0.0, time.monotonic)
-    assert [introducer.ask(f"{address}/tag") for _ in range(3)] == [Answer.ASKING] * 3
+    assert [introducer.ask(f"{address}/tag") for _ in range(3)] == [Introduction.ASKING] * 3
     introducer.forget(f"{address}/tag")
     gate.set()
     assert introducer.close()
@@ -143,7 +143,7 @@ def test_an_engine_that_can_only_connect_gets_no_answer_from_what_is_no_address(
     class Silent:
         """An engine without a probe."""
 
-    engine = object.__new__(Engine)
+    engine = object.__new__(OpenEngine)
     engine._raw = Silent()  # type: ignore[assignment]
     assert not engine.answers(address)
 

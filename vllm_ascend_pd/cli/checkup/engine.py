@@ -12,12 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm_ascend_pd.cli.checkup.check import Check, failure, tried, warning
-from vllm_ascend_pd.cli.checkup.host import Asked
+from vllm_ascend_pd.cli.checkup.host import HostOptions
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.plugin import CONNECTOR
 
 
-def checks(asked: Asked) -> Iterator[Check]:
+def checks(asked: HostOptions) -> Iterator[Check]:
     if not asked.configured:
         return
     if asked.connector:
@@ -37,7 +37,7 @@ def our_connector(name: str) -> str:
     return name
 
 
-def _admitted(asked: Asked) -> Check:
+def _admitted(asked: HostOptions) -> Check:
     try:
         from vllm_ascend_pd import admission
         from vllm_ascend_pd.engine import own_address
@@ -47,12 +47,12 @@ def _admitted(asked: Asked) -> Check:
     def attempt() -> str:
         admission.check_engine(_engine(asked), asked.push)
         own_address(asked.push, asked.environ)
-        return f"{asked.role}: nothing is told that the engine refuses"
+        return f"{asked.role}: nothing that the engine would refuse"
 
     return tried("admission", attempt)
 
 
-def _engine(asked: Asked) -> SimpleNamespace:
+def _engine(asked: HostOptions) -> SimpleNamespace:
     """Return vLLM's configuration as far as the operator gave it. What was not given breaks no rule."""
     side = "decode" if asked.role == "kv_consumer" else "prefill"
     sizes = asked.push.sizes.get(side, {})
@@ -62,8 +62,8 @@ def _engine(asked: Asked) -> SimpleNamespace:
         decode_context_parallel_size=asked.dcp,
         prefill_context_parallel_size=asked.pcp,
         cp_kv_cache_interleave_size=asked.interleave,
-        data_parallel_size=sizes.get("dp_size", 1),
-        data_parallel_index=0,
+        data_parallel_size=asked.dp or sizes.get("dp_size", 1),
+        data_parallel_index=asked.dp_ranks[-1],
     )
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_role=asked.role or None, engine_id=""),
@@ -74,11 +74,11 @@ def _engine(asked: Asked) -> SimpleNamespace:
     )
 
 
-def _speculative(told: str) -> Any:
+def _speculative(value: str) -> Any:
     from vllm_ascend_pd import drafts
 
     try:
-        speculative = json.loads(told or "null")
+        speculative = json.loads(value or "null")
     except ValueError:
         return None  # vLLM reports that it is not JSON
-    return drafts.told(speculative) if isinstance(speculative, dict) else None
+    return drafts.described(speculative) if isinstance(speculative, dict) else None

@@ -36,7 +36,7 @@ SMALL_SHM = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class HostOptions:
     """The operator's input about the engine that is to run here."""
 
     push: PushConfig = field(default_factory=PushConfig)
@@ -46,6 +46,8 @@ class Asked:
     wrong: ConfigError | None = None  # why its keys were refused; `push` then has the defaults
     tp: int = 0  # 0: not given
     pp: int = 1
+    dp: int = 0  # 0: not given
+    dp_ranks: range = range(1)  # data-parallel ranks on this host
     dcp: int = 1
     pcp: int = 1
     interleave: int = 1
@@ -57,7 +59,7 @@ class Asked:
     environ: MutableMapping[str, str] = field(default_factory=lambda: os.environ)
 
 
-def checks(asked: Asked) -> Iterator[Check]:
+def checks(asked: HostOptions) -> Iterator[Check]:
     yield python()
     yield from packages(asked.on_npu)
     yield mooncake(asked)
@@ -117,27 +119,27 @@ def known_pair(found: Mapping[str, str]) -> Check:
     for name in ("vllm", "torch"):
         if not found.get(name):
             return failure("versions", f"{name} is not installed ({words})", "docs/building.md says what is needed.")
-    told = {name: number for name, number in found.items() if number}
-    if ascend := told.get("vllm-ascend"):
-        told["vllm-ascend"] = ascend.split(".post")[0]
+    installed = {name: number for name, number in found.items() if number}
+    if ascend := installed.get("vllm-ascend"):
+        installed["vllm-ascend"] = ascend.split(".post")[0]
     for row in KNOWN:
-        if all(row.get(name) == number for name, number in told.items()):
+        if all(row.get(name) == number for name, number in installed.items()):
             return good("versions", f"{words}: a known pair")
     wanted = next((row for row in KNOWN if row["vllm"] == found["vllm"]), None)
     if wanted is None:
         versions = " or ".join(row["vllm"] for row in KNOWN)
         return warning("versions", f"{words}: not tried with this package", f"vLLM {versions} is.")
     differs = [
-        f"{name} {row_number}" for name, row_number in wanted.items() if told.get(name, row_number) != row_number
+        f"{name} {row_number}" for name, row_number in wanted.items() if installed.get(name, row_number) != row_number
     ]
     return failure("versions", f"{words} do not belong together", f"vLLM {found['vllm']} wants {', '.join(differs)}.")
 
 
-def protocol_of(asked: Asked) -> str:
+def protocol_of(asked: HostOptions) -> str:
     return asked.push.wire.mooncake_protocol or ("ascend" if asked.on_npu else "tcp")
 
 
-def mooncake(asked: Asked) -> Check:
+def mooncake(asked: HostOptions) -> Check:
     protocol = protocol_of(asked)
 
     def attempt() -> str:
@@ -160,9 +162,23 @@ def extension() -> Check:
 # ---- ports
 
 
-def ports(asked: Asked) -> Iterator[Check]:
-    base = asked.push.channel.side_channel_port
-    wanted = [*asked.ports, *(range(base, base + asked.ranks) if base else ())]
+def side_channel_ports(asked: HostOptions) -> range:
+    """Return the ports that the workers on this host listen on; none if the kernel chooses them.
+
+    With --dp they are counted from the sizes, as admission.listening_ports does. On P its schedulers listen, one for
+    each data-parallel rank.
+    """
+    base, ranks = asked.push.channel.side_channel_port, asked.dp_ranks
+    if not base:
+        return range(0)
+    if not asked.dp:
+        return range(base, base + asked.ranks)
+    each = 1 if asked.role == "kv_producer" else (asked.tp or 1) * asked.pp * asked.pcp
+    return range(base + ranks.start * each, base + ranks.stop * each)
+
+
+def ports(asked: HostOptions) -> Iterator[Check]:
+    wanted = [*asked.ports, *side_channel_ports(asked)]
     if not wanted:
         yield note("ports", "side_channel_port is 0: the kernel chooses a free one", "Name others with --ports.")
     for port in wanted:
@@ -239,7 +255,7 @@ def clock(root: Path = ROOT) -> Check:
     return good("clock", f"source {source}; leases count on the monotonic clock alone")
 
 
-def secret(asked: Asked) -> Check:
+def secret(asked: HostOptions) -> Check:
     channel = asked.push.channel
     files = [path for path in (channel.secret_file, channel.secret_file_previous) if path]
     if files:
@@ -257,16 +273,16 @@ def secret(asked: Asked) -> Check:
 # ---- configuration
 
 
-def read_config(text: str) -> Asked:
+def read_config(text: str) -> HostOptions:
     """Parse the value of vLLM's --kv-transfer-config, or a file with it: the keys, role and connector."""
-    flag, told, remedy = "--kv-transfer-config", text[:60], "Give the same JSON that vLLM gets, or @FILE."
-    source = read_text(flag, told, Path(text[1:]), remedy) if text.startswith("@") else text
+    flag, value, remedy = "--kv-transfer-config", text[:60], "Give the same JSON that vLLM gets, or @FILE."
+    source = read_text(flag, value, Path(text[1:]), remedy) if text.startswith("@") else text
     try:
         whole: Any = json.loads(source)
     except (ValueError, RecursionError) as problem:
-        refuse(flag, told, f"it is not JSON ({problem})", remedy, problem)
+        refuse(flag, value, f"it is not JSON ({problem})", remedy, problem)
     if not isinstance(whole, dict):
-        refuse(flag, told, "it is not an object", remedy)
+        refuse(flag, value, "it is not an object", remedy)
     extra = whole.get("kv_connector_extra_config", {})
     if not isinstance(extra, dict):
         refuse(f"{flag}: kv_connector_extra_config", extra, "it is not an object", 'Give {"key": value, …}.')
@@ -275,10 +291,10 @@ def read_config(text: str) -> Asked:
         push, wrong = PushConfig.parse(extra), None
     except ConfigError as problem:  # the rest can still be checked
         push, wrong = PushConfig(), problem
-    return Asked(push, role, connector, configured=True, wrong=wrong)
+    return HostOptions(push, role, connector, configured=True, wrong=wrong)
 
 
-def settings(asked: Asked) -> Iterable[Check]:
+def settings(asked: HostOptions) -> Iterable[Check]:
     push = asked.push
     if asked.wrong is not None:
         yield failure("configuration", f"{asked.wrong.code}: {asked.wrong.sentence}", asked.wrong.remedy)
@@ -298,7 +314,7 @@ def settings(asked: Asked) -> Iterable[Check]:
         yield warning("configuration", says, UNREACHABLE_REMEDY)
 
 
-def metaservers(asked: Asked) -> Iterator[Check]:
+def metaservers(asked: HostOptions) -> Iterator[Check]:
     """Call each address of the allow-list as a decode engine would; a proxy of the environment is not used."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     for url in asked.push.metaserver.metaserver_urls:

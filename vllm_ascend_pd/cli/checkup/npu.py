@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from vllm_ascend_pd.cli.checkup.check import Check, failure, good, note, warning
-from vllm_ascend_pd.cli.checkup.host import KNOWN, ROOT, Asked, version
+from vllm_ascend_pd.cli.checkup.host import KNOWN, ROOT, HostOptions, version
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.transport.package import ascend_timeouts
 
@@ -25,7 +25,7 @@ def present(root: Path = ROOT) -> bool:
     return (root / "dev/davinci_manager").exists()
 
 
-def checks(asked: Asked, root: Path = ROOT) -> Iterator[Check]:
+def checks(asked: HostOptions, root: Path = ROOT) -> Iterator[Check]:
     if not asked.on_npu:
         if version("torch_npu", "torch-npu") and not asked.environ.get("ASCEND_HOME_PATH"):
             says = "torch_npu is installed without CANN: it breaks `import torch` itself"
@@ -114,7 +114,7 @@ def links(root: Path, devices: list[int], run: Run = _run) -> Iterator[Check]:
             )
 
 
-def environment(asked: Asked) -> Iterator[Check]:
+def environment(asked: HostOptions) -> Iterator[Check]:
     environ, budget = asked.environ, asked.push.wire.transfer_timeout_s
     try:
         needed = 2 * sum(ascend_timeouts(environ, budget)) / 1000

@@ -22,7 +22,7 @@ import numpy as np
 
 from vllm_ascend_pd import __version__
 from vllm_ascend_pd.cli.checkup.check import Check, failure, good, note, warning
-from vllm_ascend_pd.cli.checkup.host import Asked, protocol_of, version
+from vllm_ascend_pd.cli.checkup.host import HostOptions, protocol_of, version
 from vllm_ascend_pd.cli.checkup.line import DOCTOR, Broken, Line, dial
 from vllm_ascend_pd.cli.plan import sizes_of
 from vllm_ascend_pd.errors import PdError
@@ -54,7 +54,7 @@ class Facts(msgspec.Struct, frozen=True):
     geometry: CacheGeometry | None = None  # where --model was given
 
 
-class Offer(msgspec.Struct, frozen=True):
+class ScratchMemory(msgspec.Struct, frozen=True):
     """Memory into which the other side may write SIZE bytes."""
 
     session: str
@@ -74,10 +74,10 @@ class Read(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class DoctorSide:
     """Configuration of this doctor, and its facts."""
 
-    asked: Asked
+    asked: HostOptions
     secrets: Secrets | None
     geometry: CacheGeometry | None = None
 
@@ -157,10 +157,10 @@ class Scratch:
         return hashlib.sha256(half.tobytes()).hexdigest()
 
 
-class Wire:
+class ScratchWire:
     """This side's transfer engine with its scratch buffer."""
 
-    def __init__(self, side: Side, host: str) -> None:
+    def __init__(self, side: DoctorSide, host: str) -> None:
         asked = side.asked
         self._patience_s = asked.push.wire.transfer_timeout_s + 5.0
         self.scratch = Scratch(asked.on_npu and protocol_of(asked) == "ascend")
@@ -169,10 +169,10 @@ class Wire:
         for end in (self._target, self._wire):
             end.register([(self.scratch.source, 2 * SIZE)])
 
-    def offer(self) -> Offer:
-        return Offer(self._target.session, self.scratch.target)
+    def offer(self) -> ScratchMemory:
+        return ScratchMemory(self._target.session, self.scratch.target)
 
-    def write(self, offer: Offer) -> Wrote:
+    def write(self, offer: ScratchMemory) -> Wrote:
         """Write the half to send into the other side's memory, and wait until the write has ended."""
         began = time.monotonic()
         handle = self._wire.submit(offer.session, [self.scratch.source], [offer.address], [SIZE])
@@ -202,7 +202,7 @@ def _nap() -> None:
 # ---- the caller
 
 
-def call(side: Side, host: str, port: int) -> Iterator[Check]:
+def call(side: DoctorSide, host: str, port: int) -> Iterator[Check]:
     """Make all checks of the pair, from here to there and back."""
     try:
         line = dial(host, port)
@@ -217,7 +217,7 @@ def call(side: Side, host: str, port: int) -> Iterator[Check]:
         line.close()
 
 
-def _conversation(side: Side, line: Line, name: str) -> Iterator[Check]:
+def _conversation(side: DoctorSide, line: Line, name: str) -> Iterator[Check]:
     began = time.monotonic()
     line.greet_as_dialer(side.secrets)
     took = (time.monotonic() - began) * 1e3
@@ -245,16 +245,16 @@ def _clocks(asked: float, there: float, answered: float) -> Check:
     return good("clocks", words)
 
 
-def _writes(side: Side, line: Line) -> Iterator[Check]:
+def _writes(side: DoctorSide, line: Line) -> Iterator[Check]:
     """Write there, then have the other side write here; each side reports the checksum of what it finds."""
     try:
-        wire = Wire(side, line.own_host)
+        wire = ScratchWire(side, line.own_host)
     except PdError as error:
         yield failure("write", f"{error.code}: {error.sentence}", error.remedy)
         return
     try:
         line.say(wire.offer())
-        offer = line.hear(Offer, ANSWER_S)
+        offer = line.hear(ScratchMemory, ANSWER_S)
         wrote = wire.write(offer)
         line.say(wrote)
         found = line.hear(Read, ANSWER_S)
@@ -281,7 +281,7 @@ def _judged(name: str, wrote: Wrote, found: str) -> Check:
 # ---- the listener
 
 
-def serve(side: Side, listening: socket.socket, tell: Callable[[str], None], calls: int = 0) -> None:
+def serve(side: DoctorSide, listening: socket.socket, tell: Callable[[str], None], calls: int = 0) -> None:
     """Answer callers one after another; `calls`: so many, 0: until interrupted."""
     answered = 0
     while not calls or answered < calls:
@@ -298,7 +298,7 @@ def serve(side: Side, listening: socket.socket, tell: Callable[[str], None], cal
         answered += 1
 
 
-def _answer(side: Side, line: Line) -> str:
+def _answer(side: DoctorSide, line: Line) -> str:
     """Answer one caller, and return how it went. Raise Broken if the conversation ends early."""
     line.greet_as_listener(side.secrets)
     theirs = line.hear(Facts, ANSWER_S)
@@ -306,8 +306,8 @@ def _answer(side: Side, line: Line) -> str:
     line.say(ours)
     if (ours.protocol, ours.byte_order) != (theirs.protocol, theirs.byte_order):
         return "it has another transfer engine; nothing was written"
-    offer = line.hear(Offer, ANSWER_S)
-    wire = Wire(side, line.own_host)
+    offer = line.hear(ScratchMemory, ANSWER_S)
+    wire = ScratchWire(side, line.own_host)
     try:
         line.say(wire.offer())
         theirs_wrote = line.hear(Wrote, ANSWER_S)

@@ -9,7 +9,7 @@ rest of the step and the other gates go on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -117,6 +117,11 @@ class Loads:
                     self._effects.append(act.Note("gate_open", {"transfer": str(transfer)}))
                     self._do(self._machine.gate_open(now, transfer))
 
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Irregular events of the protocol, by name."""
+        return self._receiver.counters if self._receiver is not None else {}
+
     # -- the side channel, time, and the runtime's answers
 
     def message(self, now: float, peer: Hashable, message: Message) -> None:
@@ -175,16 +180,16 @@ class Loads:
 
     def _start(self, step: DecodeStep) -> Receiver:
         """Start the machine with the scheduler's first step: it has the incarnation served, and all stages' layers."""
-        engine = step.engine
-        if engine is None or engine.stages[self._stage : self._stage + 1] != self._geometry.stages:
+        geometry = step.geometry
+        if geometry is None or geometry.stages[self._stage : self._stage + 1] != self._geometry.stages:
             raise LocalProtocolError(
                 f"the engine does not know the layers of stage {self._stage} by its worker's names"
             )
         self._receiver = self.receiver_type(
             incarnation=step.incarnation,
-            rank=engine.worker(self._stage, self._rank),
+            rank=geometry.worker(self._stage, self._rank),
             model=self._model,
-            geometry=engine,
+            geometry=geometry,
             addresses=self._addresses(),
             timers=self._config.timers,
             quiet_s=self._config.quiet_s,

@@ -8,7 +8,6 @@ refuses connections, counts as gone. `now` is an argument.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -129,9 +128,6 @@ class Offers:
 
     def open_count(self) -> int:
         return len(self._open)
-
-    def counts(self) -> Mapping[str, int]:
-        return {"open": len(self._open), "bound": sum(bool(found.push) for found in self._open.values())}
 
     def _rest(self, now: float, found: _Open) -> None:
         found.lost_at = now + self._timers.lease_s

@@ -94,7 +94,7 @@ class SeedBook:
     def asked(self, transfer: TransferId) -> bool:
         return transfer in self._by_transfer
 
-    def told(self, transfer: TransferId, first: First | None, why: str = "") -> None:
+    def received(self, transfer: TransferId, first: First | None, why: str = "") -> None:
         """Record P's token, or (None) why none will come. What comes first counts."""
         record = self._by_transfer.get(transfer)
         if record is None or record.first is not None or record.none:

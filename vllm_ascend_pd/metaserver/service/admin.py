@@ -33,7 +33,7 @@ _MAX_BODY = 64 << 10
 _RESET_S = 10.0
 
 
-class Refusal(Exception):
+class AdminRefusal(Exception):
     def __init__(self, status: int, code: str, **values: object) -> None:
         self.answer = known(status, code, None, **values)
         super().__init__(code)
@@ -95,7 +95,7 @@ class Admin:
             try:
                 self.check(request)
                 return await handler(request)
-            except Refusal as refusal:
+            except AdminRefusal as refusal:
                 answer = refusal.answer
                 headers = {"x-request-id": id_of(request)}
                 if answer.status == 401:
@@ -109,11 +109,11 @@ class Admin:
         if self._token:
             given = request.headers.get("authorization", "")
             if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
-                raise Refusal(401, "PD-SEC-005")
+                raise AdminRefusal(401, "PD-SEC-005")
             return
         caller = request.client.host if request.client else ""
         if not (names_loopback(caller) and names_loopback(request.url.hostname or "")):
-            raise Refusal(403, "PD-SEC-006")
+            raise AdminRefusal(403, "PD-SEC-006")
 
     async def _status(self, _: Request) -> Response:
         return Response(msgspec.json.encode(self._state()), media_type="application/json")
@@ -140,10 +140,10 @@ class Admin:
             role = Role(body.get("role"))
             spec = parse_spec(role, body.get("url"), body.get("weight", 1.0))
         except ValueError as problem:
-            raise Refusal(400, "PD-META-012", why=problem) from problem
+            raise AdminRefusal(400, "PD-META-012", why=problem) from problem
         there = self._fleet.get(spec.name)
         if there is not None and there.role is not role:
-            raise Refusal(409, "PD-META-019", name=spec.name, role=there.role.value)
+            raise AdminRefusal(409, "PD-META-019", name=spec.name, role=there.role.value)
         operation = {"op": "add", "name": spec.name, "role": role.value, "url": body["url"], "weight": spec.weight}
         await self._perform(operation)
         return JSONResponse(self._facts(spec.name), 200 if there else 201)
@@ -156,7 +156,7 @@ class Admin:
     async def _drain(self, request: Request) -> Response:
         name, op = self._known(request), request.path_params["op"]
         if op not in ("drain", "undrain"):
-            raise Refusal(404, "PD-META-016", path=request.url.path)
+            raise AdminRefusal(404, "PD-META-016", path=request.url.path)
         _require_json(request)
         await self._perform({"op": op, "name": name})
         return JSONResponse(self._facts(name))
@@ -182,7 +182,7 @@ class Admin:
     def _known(self, request: Request) -> str:
         name: str = request.path_params["name"]
         if self._fleet.get(name) is None:
-            raise Refusal(404, "PD-META-018", name=name)
+            raise AdminRefusal(404, "PD-META-018", name=name)
         return name
 
     def _facts(self, name: str) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def id_of(request: Request) -> str:
 def _require_json(request: Request) -> None:
     """Raise Refusal for any other type. A web page cannot send JSON to another origin without a preflight."""
     if request.headers.get("content-type", "").split(";")[0].strip() != "application/json":
-        raise Refusal(415, "PD-META-020")
+        raise AdminRefusal(415, "PD-META-020")
 
 
 async def _json(request: Request) -> dict[str, Any]:
@@ -207,8 +207,8 @@ async def _json(request: Request) -> dict[str, Any]:
     async for piece in request.stream():
         body += piece
         if len(body) > _MAX_BODY:
-            raise Refusal(413, "PD-META-013", most=_MAX_BODY)
+            raise AdminRefusal(413, "PD-META-013", most=_MAX_BODY)
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
     except UNREADABLE as problem:
-        raise Refusal(400, "PD-META-012", why=f"it is not a JSON object: {problem}") from problem
+        raise AdminRefusal(400, "PD-META-012", why=f"it is not a JSON object: {problem}") from problem

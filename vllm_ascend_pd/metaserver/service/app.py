@@ -29,13 +29,13 @@ from vllm_ascend_pd.metaserver.service import passing, spans, state
 from vllm_ascend_pd.metaserver.service.admin import Admin, id_of
 from vllm_ascend_pd.metaserver.service.cache_events import CacheEvents, parse_ports
 from vllm_ascend_pd.metaserver.service.canary import Canary
-from vllm_ascend_pd.metaserver.service.exchange import Exchange, Interrupt, Send, uncancel
+from vllm_ascend_pd.metaserver.service.exchange import HttpExchange, Interrupt, Send, uncancel
 from vllm_ascend_pd.metaserver.service.faults import known
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.hub import CANARY_WORKER, Hub
 from vllm_ascend_pd.metaserver.service.instances_file import InstancesFile, Members, configured
-from vllm_ascend_pd.metaserver.service.intake import CONNECTION, Body, CallerLeft, Intake, Protocol, Refused
+from vllm_ascend_pd.metaserver.service.intake import CONNECTION, Body, CallerLeft, Intake, NotTaken, Protocol
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.named import Named
 from vllm_ascend_pd.metaserver.service.probes import Prober
@@ -71,7 +71,7 @@ _PASSED_METHODS = [
 ]  # browsers send OPTIONS before they POST
 
 
-class Worker:
+class WorkerProcess:
     """One worker process: what its requests share, and the application."""
 
     def __init__(self, settings: Settings, own_url: str, hub: Hub | None = None) -> None:
@@ -114,9 +114,9 @@ class Worker:
 
     def app(self) -> Dispatcher:
         """Return the application. Busy routes bypass Starlette, whose middleware costs as much as the relay itself."""
-        generate = Endpoint(self._generate)
-        busy = {bodies.COMPLETIONS: generate, bodies.CHAT: generate, RESERVATIONS: Endpoint(self._reserve)}
-        busy[LOADS] = Endpoint(self._loaded)
+        generate = AsgiEndpoint(self._generate)
+        busy = {bodies.COMPLETIONS: generate, bodies.CHAT: generate, RESERVATIONS: AsgiEndpoint(self._reserve)}
+        busy[LOADS] = AsgiEndpoint(self._loaded)
         return Dispatcher(busy, self._starlette())
 
     def _starlette(self) -> Starlette:
@@ -127,9 +127,9 @@ class Worker:
                 Route("/readiness", self._readiness),
                 Route("/metrics", self._metrics),
                 *self._admin.routes(),
-                Route(RESERVATIONS, Endpoint(_only_posts)),
-                Route(LOADS, Endpoint(_only_posts)),
-                Route("/v1/{rest:path}", Endpoint(self._pass_on), methods=_PASSED_METHODS),
+                Route(RESERVATIONS, AsgiEndpoint(_only_posts)),
+                Route(LOADS, AsgiEndpoint(_only_posts)),
+                Route("/v1/{rest:path}", AsgiEndpoint(self._pass_on), methods=_PASSED_METHODS),
             ],
             exception_handlers={HTTPException: _no_route},
             lifespan=self._lifespan,
@@ -165,13 +165,13 @@ class Worker:
         prefills = self._named.of(headers) if self._named is not None else None
         with self._intake.body() as body:
             try:  # no variable for the body: this frame would keep it as long as the stream
-                request = await self.front.turns.take(
+                request = await self.front.turns.run(
                     bodies.parsing(scope["path"], await self._read(body, receive, scope["path"]))
                 )
             except bodies.BodyError as problem:
                 await _unusable(send, scope["path"], request_id, problem)
                 return
-            exchange = Exchange(
+            exchange = HttpExchange(
                 request, headers, request_id, Interrupt(), send, prefills=prefills, release=body.release
             )
             del request
@@ -180,19 +180,19 @@ class Worker:
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, request_id = forwarded(scope, self.settings.engine_token)
         if not passing.plain(scope["path"]):
-            raise Refused(known(404, "PD-META-016", path=one_line(scope["path"], 128)))
+            raise NotTaken(known(404, "PD-META-016", path=one_line(scope["path"], 128)))
         route = passing.call(scope).route
         with self._intake.body() as body:
             try:
-                stripped = await self.front.turns.take(bodies.stripping(await self._read(body, receive, route)))
+                stripped = await self.front.turns.run(bodies.stripping(await self._read(body, receive, route)))
                 model = ""
                 if self.fleet.several_models:
-                    model = await self.front.turns.take(passing.model_of(scope["path"], stripped))
+                    model = await self.front.turns.run(passing.model_of(scope["path"], stripped))
                 call = passing.call(scope, stripped, model)
             except bodies.BodyError as problem:
                 await _unusable(send, route, request_id, problem)
                 return
-            exchange = Exchange(call.request(), headers, request_id, Interrupt(), send)
+            exchange = HttpExchange(call.request(), headers, request_id, Interrupt(), send)
             await self._attend(scope, exchange, passing.pass_on(self.front, exchange, call))
 
     async def _read(self, body: Body, receive: Receive, route: str) -> bytes | memoryview:
@@ -202,11 +202,11 @@ class Worker:
             METRICS.client_left.inc()
             METRICS.requests.labels(route, "left").inc()
             raise
-        except Refused as refused:
+        except NotTaken as refused:
             METRICS.requests.labels(route, refused.answer.status).inc()
             raise
 
-    async def _attend(self, scope: Scope, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
+    async def _attend(self, scope: Scope, exchange: HttpExchange, work: Coroutine[Any, Any, None]) -> None:
         """Run a client's request from its body to its end, and count it."""
         interrupt = exchange.interrupt
         try:
@@ -283,7 +283,7 @@ def _end_if_failed(task: asyncio.Task[None]) -> None:
 class Dispatcher:
     """The ASGI application: POSTs to the busy routes go to their handlers, all else goes to Starlette."""
 
-    def __init__(self, busy: dict[str, Endpoint], rest: Starlette) -> None:
+    def __init__(self, busy: dict[str, AsgiEndpoint], rest: Starlette) -> None:
         self._busy = busy
         self._rest = rest
 
@@ -292,7 +292,7 @@ class Dispatcher:
         await (endpoint or self._rest)(scope, receive, send)
 
 
-class Endpoint:
+class AsgiEndpoint:
     """A bare ASGI handler that a Route takes as it is, without a Request object per call."""
 
     def __init__(self, handle: Handle) -> None:
@@ -303,7 +303,7 @@ class Endpoint:
             await self._handle(scope, receive, send)
         except CallerLeft:
             return  # the caller is gone
-        except Refused as refused:
+        except NotTaken as refused:
             refused.answer.headers.append((b"x-request-id", id_of(Request(scope)).encode("latin-1")))
             await tell(send, refused.answer)
 
@@ -339,7 +339,7 @@ def forwarded(scope: Scope, engine_token: str) -> tuple[Headers, str]:
         elif name == b"authorization":
             authorised = True
         elif name == OWN_MARK:
-            raise Refused(known(508, "PD-META-023"))
+            raise NotTaken(known(508, "PD-META-023"))
         elif name == b"connection" and value.lower() not in (b"keep-alive", b"close"):
             named += (part.strip().lower() for part in value.split(b","))
     drop = {*_NOT_FORWARDED, *named} if named else _NOT_FORWARDED

@@ -79,11 +79,11 @@ def parse_ports(texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
     """
     found: dict[str, tuple[int, ...]] = {}
     for text in texts:
-        named, _, told = text.rpartition("=")
-        match = re.fullmatch(r"(\d{1,5})(?:\+(\d{1,4}))?", told)
+        named, _, value = text.rpartition("=")
+        match = re.fullmatch(r"(\d{1,5})(?:\+(\d{1,4}))?", value)
         first, count = (int(match[1]), int(match[2] or 1)) if match else (0, 0)
         if not (first > 0 and 0 < count <= MAX_PORTS and first + count - 1 <= LAST_PORT):
-            raise ValueError(f"{told!r} is neither a port nor port+count")
+            raise ValueError(f"{value!r} is neither a port nor port+count")
         ports = tuple(range(first, first + count))
         names = [spec.name for spec in parse_specs(Role.PREFILL, named)] if named else [""]
         if len(names) > 1 and len(names) != count:

@@ -24,7 +24,7 @@ from vllm_ascend_pd.http.http1 import Headers, UpstreamError
 from vllm_ascend_pd.http.within import within
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Condition, Role
-from vllm_ascend_pd.metaserver.service.exchange import Exchange, Interrupt
+from vllm_ascend_pd.metaserver.service.exchange import HttpExchange, Interrupt
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
@@ -133,10 +133,10 @@ class Canary:
         times = before.times + 1 if before is not None and before.lives == lives else 1
         until = time.monotonic() + _BACKOFF.delay(times, 0.5 + random.random() / 2)
         self._failed[pair] = _Failed(lives, times, until, problem)
-        told = f"{prefill.name} to {decode.name}: {problem}"
+        message = f"{prefill.name} to {decode.name}: {problem}"
         if before is None or before.problem != problem:  # only a change, not each repetition
-            log.warning("not proven: %s", told)
-        self.last_error = told
+            log.warning("not proven: %s", message)
+        self.last_error = message
 
     async def _try(self, prefill: Instance, decode: Instance) -> str:
         """Send a canary and return what went wrong; empty if nothing."""
@@ -149,7 +149,7 @@ class Canary:
         prompt = [random.choice(_TOKEN_IDS) for _ in range(_PROMPT_TOKENS)]
         body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0, "stream": False}
         answer = _Answer()
-        exchange = Exchange(
+        exchange = HttpExchange(
             bodies.parse(bodies.COMPLETIONS, msgspec.json.encode(body)),
             headers,
             dict(headers)[b"x-request-id"].decode(),
@@ -160,8 +160,8 @@ class Canary:
         await self._front.serve(exchange)
         if (problem := answer.problem()) or (prefill.name, decode.name) in self.proven():
             return problem
-        told = [detail for name, _, detail in exchange.stages if name == "not loaded"]
-        return f"D computed the prompt by itself: {told[-1] if told else 'it asked for no KV; its log says why'}"
+        details = [detail for name, _, detail in exchange.stages if name == "not loaded"]
+        return f"D computed the prompt by itself: {details[-1] if details else 'it asked for no KV; its log says why'}"
 
     def _headers(self) -> Headers:
         headers = [(b"content-type", b"application/json"), (b"x-request-id", b"canary-" + uuid.uuid4().hex.encode())]
@@ -191,7 +191,7 @@ class _Answer:
 def _lives(prefill: Instance, decode: Instance) -> Lives:
     """Return the lives that a failure is about, without the times at which they were last asked."""
     return tuple(
-        (tuple(told.incarnation for told in engine.life.told), engine.life.refused) for engine in (prefill, decode)
+        (tuple(one.incarnation for one in engine.life.statements), engine.life.refused) for engine in (prefill, decode)
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.decisions import LegFailure
 from vllm_ascend_pd.http.http1 import Headers
 from vllm_ascend_pd.http.within import within
 from vllm_ascend_pd.metaserver import bodies
@@ -41,7 +41,7 @@ class AttemptFailed(Exception):
     `answer`: for the client, if it was the last; `brief`: for the status page, without an engine's own text.
     """
 
-    def __init__(self, failure: Failure, answer: Answer, brief: str = "", code: str = "PD-META-007") -> None:
+    def __init__(self, failure: LegFailure, answer: Answer, brief: str = "", code: str = "PD-META-007") -> None:
         super().__init__(failure.value)
         self.failure = failure
         self.answer = answer
@@ -112,7 +112,7 @@ def _wall() -> float:
 
 
 @dataclass(slots=True, eq=False)
-class Exchange:
+class HttpExchange:
     """A client's request in progress."""
 
     request: bodies.Request
@@ -193,7 +193,7 @@ class RequestSummary(msgspec.Struct, frozen=True):
 class Attempt:
     """One attempt with its ticket. `legs`: prefill legs in progress, by transfer; `seen`: all transfers D posted."""
 
-    exchange: Exchange
+    exchange: HttpExchange
     decode: Instance
     ticket: str = field(default_factory=lambda: secrets.token_hex(16))
     legs: dict[str, Interrupt] = field(default_factory=dict)
@@ -222,18 +222,18 @@ class Attempt:
         """True if KV did not come: D may have failed for that reason alone."""
         return any(not self.received(transfer) for transfer in self.failed.union(self.reports))
 
-    async def told(self, enough: Callable[[], bool], most_s: float) -> None:
-        """Wait until `enough` is true, at most `most_s`: reports, legs and answers come in any order."""
-        end = time.monotonic() + most_s
+    async def wait_reported(self, enough: Callable[[], bool], max_s: float) -> None:
+        """Wait until `enough` is true, at most `max_s`: reports, legs and answers come in any order."""
+        end = time.monotonic() + max_s
         while not enough() and (left := end - time.monotonic()) > 0:
             self.news.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(left, self.news.wait())
 
-    async def explained(self, most_s: float) -> None:
+    async def explained(self, max_s: float) -> None:
         """Wait until D has reported a failed load, or all loads. P's failed leg is not enough: the KV may be there."""
-        await self.told(
-            lambda: any(not r.received for r in self.reports.values()) or self.seen <= self.reports.keys(), most_s
+        await self.wait_reported(
+            lambda: any(not r.received for r in self.reports.values()) or self.seen <= self.reports.keys(), max_s
         )
 
     def cancel_legs(self) -> None:
@@ -249,7 +249,7 @@ class Journal:
         # Past attempts and since when they are, oldest first: their reports may still come.
         self._past: OrderedDict[str, tuple[Attempt, float]] = OrderedDict()
         self._forgetting: asyncio.TimerHandle | None = None
-        self.exchanges: set[Exchange] = set()
+        self.exchanges: set[HttpExchange] = set()
         self.last: deque[RequestSummary] = deque(maxlen=_LAST_REQUESTS)
         self.troubles: deque[dict[str, Any]] = deque(maxlen=_LAST_TROUBLES)
 
@@ -268,7 +268,7 @@ class Journal:
             if self._forgetting is None:
                 self._forget()
 
-    def told(self, attempt: Attempt) -> None:
+    def notify(self, attempt: Attempt) -> None:
         """Note that a report came. After its last one a past attempt is forgotten."""
         if attempt.seen <= attempt.reports.keys():
             self._past.pop(attempt.ticket, None)
@@ -290,10 +290,10 @@ class Journal:
                 return
             self._past.popitem(last=False)
 
-    def begin(self, exchange: Exchange) -> None:
+    def begin(self, exchange: HttpExchange) -> None:
         self.exchanges.add(exchange)
 
-    def end(self, exchange: Exchange) -> None:
+    def end(self, exchange: HttpExchange) -> None:
         self.exchanges.discard(exchange)
         exchange.over()
         if exchange.remembered:

@@ -37,10 +37,6 @@ class Answer:
     headers: Headers = field(default_factory=list)
     content_type: bytes = b"application/json"
 
-    def head(self) -> Headers:
-        length = str(len(self.body)).encode()
-        return [(b"content-type", self.content_type), (b"content-length", length), *self.headers]
-
 
 class _Error(msgspec.Struct):
     type: str = ""

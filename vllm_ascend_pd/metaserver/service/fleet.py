@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.decisions import LegFailure
 from vllm_ascend_pd.http.http1 import Origin
 from vllm_ascend_pd.metaserver.decisions import (
     Candidate,
@@ -28,7 +28,7 @@ from vllm_ascend_pd.metaserver.decisions import (
     Condition,
     Evidence,
     Life,
-    Proof,
+    PairProof,
     Role,
     choose,
     condition,
@@ -177,7 +177,7 @@ class Instance:
             "fingerprint": self.fingerprint,
             "models": sorted(self.cards or ()),
             "prompt_tokens_cached": self.prompts.tokens,
-            "kv_events": self.prompts.told,
+            "kv_events": self.prompts.reported,
             "tokens_in_flight": self.load,
             "requests": self.requests,
             "served": self.served,
@@ -234,11 +234,11 @@ def both(one: Fits, other: Fits) -> Fits:
 
 def pairing(*fingerprints: str) -> Fits:
     """Return a test for instances that can pair with an engine of one of these fingerprints."""
-    told = frozenset(fingerprints)
+    known = frozenset(fingerprints)
 
     def fits(instance: Instance) -> bool:
         own = instance.fingerprint
-        return own in told or any(may_pair(own, one) for one in told)
+        return own in known or any(may_pair(own, one) for one in known)
 
     return fits
 
@@ -260,7 +260,7 @@ class Fleet:
         self._prefix_tokens = prefix_tokens
         self.several_models = False  # not all engines list the same models
         self._instances: dict[str, Instance] = {}
-        self._proofs: dict[tuple[str, str, str, str], Proof] = {}  # the newest for each pair of lives
+        self._proofs: dict[tuple[str, str, str, str], PairProof] = {}  # the newest for each pair of lives
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(tuple(self._instances.values()))
@@ -392,25 +392,25 @@ class Fleet:
 
     # -- what is proven
 
-    def proven(self) -> list[Proof]:
+    def proven(self) -> list[PairProof]:
         """Return the proofs that still hold, and forget the others."""
         self._proofs = {key: proof for key, proof in self._proofs.items() if self._holds(proof)}
         return list(self._proofs.values())
 
-    def _holds(self, proof: Proof) -> bool:
+    def _holds(self, proof: PairProof) -> bool:
         prefill, decode = self._instances.get(proof.prefill), self._instances.get(proof.decode)
         if prefill is None or decode is None or (prefill.role, decode.role) != (Role.PREFILL, Role.DECODE):
             return False
         return proof.holds(prefill.life, decode.life)
 
-    def prove(self, proof: Proof) -> None:
+    def prove(self, proof: PairProof) -> None:
         """Keep the proof that KV has come, here or at another worker."""
         key = (proof.prefill, proof.prefill_life, proof.decode, proof.decode_life)
         known = self._proofs.get(key)
         if known is None or known.at < proof.at:
             self._proofs[key] = proof
 
-    def learn(self, lives: Mapping[str, Life], proofs: Iterable[Proof]) -> None:
+    def learn(self, lives: Mapping[str, Life], proofs: Iterable[PairProof]) -> None:
         """Take in what another worker knows, so that all come to know the same."""
         for name, life in lives.items():
             instance = self._instances.get(name)
@@ -425,10 +425,10 @@ class Fleet:
         """Return the context of a request to the instance: the request counts while the context is entered."""
         return Trial(instance, instance.circuit.sent(time.monotonic()), cost)
 
-    def failed(self, instance: Instance, failure: Failure, why: str) -> None:
+    def failed(self, instance: Instance, failure: LegFailure, why: str) -> None:
         """Note a failed request to an instance. What went wrong on our side says nothing about it."""
-        if failure is not Failure.OURS:
-            self.seen(instance, Evidence.UNREACHED if failure is Failure.CONNECT else Evidence.BROKE, why)
+        if failure is not LegFailure.OURS:
+            self.seen(instance, Evidence.UNREACHED if failure is LegFailure.CONNECT else Evidence.BROKE, why)
 
     def seen(self, instance: Instance, evidence: Evidence, why: str = "") -> None:
         """Take in evidence about an instance: its circuit moves."""

@@ -11,13 +11,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.decisions import LegFailure
 from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.decisions import Admission, Gatekeeper, RetryBudget, Role
 from vllm_ascend_pd.metaserver.resumable import NotContinued
 from vllm_ascend_pd.metaserver.resume import StreamState
 from vllm_ascend_pd.metaserver.service import relay, resuming
-from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Exchange, uncancel
+from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, HttpExchange, uncancel
 from vllm_ascend_pd.metaserver.service.faults import Answer, known
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, among, both, pairing
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
@@ -41,19 +41,19 @@ class AdmissionQueue:
         self.keeper = keeper
         self._queue: deque[asyncio.Future[bool]] = deque()
 
-    async def enter(self, most_s: float) -> bool:
+    async def enter(self, max_s: float) -> bool:
         """Wait for a place, if need be. Return False if there is none in time, or the queue was closed meanwhile."""
         said = self.keeper.ask()
         if said is Admission.QUEUE:
-            return await self._wait(most_s)
+            return await self._wait(max_s)
         return said is Admission.NOW
 
-    async def _wait(self, most_s: float) -> bool:
+    async def _wait(self, max_s: float) -> bool:
         turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._queue.append(turn)
         mine = False
         try:
-            await asyncio.wait({turn}, timeout=most_s)
+            await asyncio.wait({turn}, timeout=max_s)
             mine = turn.done() and turn.result()
         finally:
             if not turn.done():
@@ -87,13 +87,13 @@ class Front(Shared):
         self.canaries = AdmissionQueue(Gatekeeper(_MAX_CANARIES, 0))  # apart: many clients must not stop canaries
         self.closing = False
 
-    async def serve(self, exchange: Exchange) -> None:
+    async def serve(self, exchange: HttpExchange) -> None:
         """Answer a client's generation, or a canary's."""
         gate = self.turnstile if exchange.pinned is None else self.canaries
         await self.admit(exchange, self._generate, gate)
 
     async def admit(
-        self, exchange: Exchange, work: Callable[[Exchange], Awaitable[None]], gate: AdmissionQueue
+        self, exchange: HttpExchange, work: Callable[[HttpExchange], Awaitable[None]], gate: AdmissionQueue
     ) -> None:
         """Do `work` when its turn comes. If the client leaves, the exchange's interrupt cancels it."""
         if self.closing:
@@ -118,13 +118,13 @@ class Front(Shared):
                 self.journal.end(exchange)
                 gate.leave()
 
-    async def _generate(self, exchange: Exchange) -> None:
+    async def _generate(self, exchange: HttpExchange) -> None:
         with self.spans.request(exchange):
             if exchange.request.stream and self.settings.resume_tokens:
                 await resuming.keep(self, exchange)
             await self._attempts(exchange)
 
-    async def _attempts(self, exchange: Exchange) -> None:
+    async def _attempts(self, exchange: HttpExchange) -> None:
         self.budget.request()
         while True:
             exchange.number += 1
@@ -139,7 +139,7 @@ class Front(Shared):
                 await self._attempt(exchange, decode)
                 return
             except AttemptFailed as failed:
-                if failed.failure is not Failure.PREFILL:  # a failed prefill was noted where it happened
+                if failed.failure is not LegFailure.PREFILL:  # a failed prefill was noted where it happened
                     self.journal.trouble(failed.code, failed.brief, decode.name, exchange.request_id)
                 delay = self.again(exchange, decode, failed.failure)
                 if delay is None:
@@ -151,14 +151,14 @@ class Front(Shared):
                 continue
             await asyncio.sleep(delay)
 
-    async def _refuse(self, exchange: Exchange, answer: Answer, why: str) -> None:
+    async def _refuse(self, exchange: HttpExchange, answer: Answer, why: str) -> None:
         if exchange.streaming:
             problem = PdError("PD-META-025", why=why).sentence
             await resuming.break_off(self, exchange, problem, "PD-META-025")
         else:
             await relay.refuse(exchange, answer)
 
-    async def _goes_on(self, exchange: Exchange, decode: Instance, broke: resuming.StreamBroke) -> bool:
+    async def _goes_on(self, exchange: HttpExchange, decode: Instance, broke: resuming.StreamBroke) -> bool:
         """Return whether another D is to be asked for the rest; if not, end the stream."""
         kept = exchange.kept
         if kept is None:
@@ -184,7 +184,7 @@ class Front(Shared):
         METRICS.resumes.labels(broke.cause).inc()
         return True
 
-    async def _room(self, exchange: Exchange, kept: StreamState) -> int:
+    async def _room(self, exchange: HttpExchange, kept: StreamState) -> int:
         """Return the `room` that `StreamState.next_request` needs. Raise NotContinued."""
         if kept.terms.limit is not None:
             return 0
@@ -199,20 +199,22 @@ class Front(Shared):
                 exchange.tried.add(decode.name)
         raise NotContinued("it names no limit of tokens, and no D tells the model's")
 
-    def again(self, exchange: Exchange, decode: Instance, failure: Failure, repeatable: bool = True) -> float | None:
+    def again(
+        self, exchange: HttpExchange, decode: Instance, failure: LegFailure, repeatable: bool = True
+    ) -> float | None:
         """Return the delay before another attempt, on another D if D failed and there is one; None: it was the last."""
         delay = self.settings.retry.again(
             failure, exchange.number - exchange.before, repeatable, self.budget, random.random()
         )
         if delay is None or exchange.pinned is not None:
             return None
-        if failure is not Failure.PREFILL:
+        if failure is not LegFailure.PREFILL:
             exchange.tried.add(decode.name)
         exchange.stage("retry", failure.value)
         METRICS.retries.labels(failure.value).inc()
         return delay
 
-    def _decode(self, exchange: Exchange) -> Instance | None:
+    def _decode(self, exchange: HttpExchange) -> Instance | None:
         if exchange.pinned is not None:
             return exchange.pinned[1]
         request, tried = exchange.request, frozenset(exchange.tried)
@@ -227,7 +229,7 @@ class Front(Shared):
                 return good
         return self.fleet.choose(Role.DECODE, cost, tried, serves, marks)
 
-    async def _attempt(self, exchange: Exchange, decode: Instance) -> None:
+    async def _attempt(self, exchange: HttpExchange, decode: Instance) -> None:
         attempt = Attempt(exchange, decode, restart=exchange.number < self.settings.retry.attempts)
         params = self._params(attempt)
         self.journal.tickets[attempt.ticket] = attempt
@@ -270,7 +272,7 @@ class Front(Shared):
         if exchange.pinned is None and not self.fleet.usable(Role.PREFILL, fits):
             if self.settings.without_prefill == "refuse":
                 refusal = known(503, "PD-META-008", _COME_BACK_S, role="prefill")
-                raise AttemptFailed(Failure.REFUSED, refusal, "no prefill instance", "PD-META-008")
+                raise AttemptFailed(LegFailure.REFUSED, refusal, "no prefill instance", "PD-META-008")
             exchange.stage("local", "no prefill instance that fits")
             return None
         params: dict[str, Any] = {"do_remote_prefill": True, "metaserver": self.own_url, "ticket": attempt.ticket}

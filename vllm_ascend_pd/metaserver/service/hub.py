@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd.metaserver.decisions import Life, Proof
+from vllm_ascend_pd.metaserver.decisions import Life, PairProof
 from vllm_ascend_pd.metaserver.service import admin
 from vllm_ascend_pd.metaserver.service.canary import Canary
 from vllm_ascend_pd.metaserver.service.instances_file import Members
@@ -62,7 +62,7 @@ class Hub:
         try:
             await asyncio.wait_for(echo, _ECHO_S)
         except asyncio.TimeoutError as problem:
-            raise admin.Refusal(503, "PD-META-021") from problem
+            raise admin.AdminRefusal(503, "PD-META-021") from problem
         finally:
             del self._echoes[mark]
 
@@ -111,7 +111,7 @@ class Hub:
             report = self._others[message["worker"]] = message["report"]
             self._count()
             lives = {name: Life.of(*life) for name, life in report["lives"].items()}
-            self._fleet.learn(lives, (Proof(*proof) for proof in report["proofs"]))
+            self._fleet.learn(lives, (PairProof(*proof) for proof in report["proofs"]))
 
     def _count(self) -> None:
         """Take in the others' load."""

@@ -82,7 +82,7 @@ class Members(Fleet):
 
     file_problem = ""
 
-    def told(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         """Return an operation that gives these members to another process."""
         instances = [
             {
@@ -96,15 +96,15 @@ class Members(Fleet):
         ]
         return {"op": "members", "file_problem": self.file_problem, "instances": instances}
 
-    def become(self, told: dict[str, Any]) -> None:
-        """Apply the operation that `told` returned. Instances that stay keep their state."""
-        self.file_problem = told["file_problem"]
-        specs = [parse_spec(Role(facts["role"]), facts["url"], facts["weight"]) for facts in told["instances"]]
+    def become(self, snapshot: dict[str, Any]) -> None:
+        """Apply the operation that `snapshot` returned. Instances that stay keep their state."""
+        self.file_problem = snapshot["file_problem"]
+        specs = [parse_spec(Role(facts["role"]), facts["url"], facts["weight"]) for facts in snapshot["instances"]]
         roles = {spec.name: spec.role for spec in specs}
         for instance in self:
             if roles.get(instance.name) is not instance.role:
                 self.remove(instance.name)
-        for spec, facts in zip(specs, told["instances"], strict=True):
+        for spec, facts in zip(specs, snapshot["instances"], strict=True):
             instance = self.add(spec, facts["source"])
             instance.source, instance.draining = facts["source"], facts["draining"]
 

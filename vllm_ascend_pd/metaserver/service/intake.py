@@ -28,7 +28,7 @@ BODIES_BYTES = 512 << 20  # of all bodies together, until their exchanges end
 CONNECTIONS = 8192  # of callers, busy and idle, at most; fewer where the process may open few files
 
 
-class Refused(Exception):
+class NotTaken(Exception):
     """A request that is not taken; `answer` says why."""
 
     def __init__(self, answer: Answer) -> None:
@@ -104,17 +104,17 @@ class Intake:
         return Body(self)
 
 
-def most_connections() -> int:
+def max_connections() -> int:
     """Return how many callers may connect: half of the files that may be open, as engines, logs and lines need some."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return CONNECTIONS if soft == resource.RLIM_INFINITY else max(16, min(CONNECTIONS, soft // 2))
 
 
-def _refused(status: int, code: str, retry_after_s: float | None = None, **values: object) -> Refused:
+def _refused(status: int, code: str, retry_after_s: float | None = None, **values: object) -> NotTaken:
     """Return a refusal that closes the connection: the rest of the body would be taken for the next request."""
     answer = known(status, code, retry_after_s, **values)
     answer.headers.append((b"connection", b"close"))
-    return Refused(answer)
+    return NotTaken(answer)
 
 
 class HeadWithBody:
@@ -154,7 +154,7 @@ class Protocol(HttpToolsProtocol):
     To wait for that in ASGI's way takes a task for each request, a tenth of the cost of its relay.
     """
 
-    most_connections = CONNECTIONS
+    max_connections = CONNECTIONS
     _gone = False
     _when_gone: Callable[[], None] | None = None
 
@@ -169,7 +169,7 @@ class Protocol(HttpToolsProtocol):
             self._when_gone = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if len(self.connections) >= self.most_connections:
+        if len(self.connections) >= self.max_connections:
             self._make_room()
         self._unread = 0
         self._idle_since = self.loop.time()

@@ -19,7 +19,7 @@ from vllm_ascend_pd.http.http1 import Headers
 from vllm_ascend_pd.metaserver.decisions import Role
 from vllm_ascend_pd.metaserver.service.faults import known
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Spec, parse_spec
-from vllm_ascend_pd.metaserver.service.intake import Refused
+from vllm_ascend_pd.metaserver.service.intake import NotTaken
 
 HEADER = b"x-prefiller-host-port"
 SOURCE = "header"  # of these instances
@@ -88,12 +88,12 @@ class Named:
         try:
             spec = parse_spec(Role.PREFILL, text)
             if not any(one.holds(spec) for one in self._allowed):
-                raise Refused(known(403, "PD-META-032", address=one_line(spec.name, 128)))
+                raise NotTaken(known(403, "PD-META-032", address=one_line(spec.name, 128)))
             instance = self._fleet.get(spec.name)
             if instance is None or instance.origin != spec.origin:
                 self._fleet.add(spec, SOURCE)
         except ValueError as problem:
-            raise Refused(known(400, "PD-META-012", why=f"{HEADER.decode()}: {one_line(str(problem), 200)}")) from None
+            raise NotTaken(known(400, "PD-META-012", why=f"{HEADER.decode()}: {one_line(str(problem), 200)}")) from None
         self._last[spec.name] = time.monotonic()
         self._last.move_to_end(spec.name)
         while len(self._last) > MAX_PREFILLS:

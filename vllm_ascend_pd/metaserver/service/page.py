@@ -48,4 +48,4 @@ def timeline(directory: str, transfer: str) -> dict[str, Any]:
         return {
             "why": f"No decode engine wrote of this transfer into {directory} (trace_dir of the engines, same host)."
         }
-    return {"picture": "\n".join([*picture(trace.way(transfer)), *skipped(trace)])}
+    return {"picture": "\n".join([*picture(trace.timeline_of(transfer)), *skipped(trace)])}

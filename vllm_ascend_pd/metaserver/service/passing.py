@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.decisions import LegFailure
 from vllm_ascend_pd.http.http1 import Reply, UpstreamError
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Evidence, Role
 from vllm_ascend_pd.metaserver.outline import Buffer, Steps
 from vllm_ascend_pd.metaserver.service import models
-from vllm_ascend_pd.metaserver.service.exchange import Exchange, uncancel
+from vllm_ascend_pd.metaserver.service.exchange import HttpExchange, uncancel
 from vllm_ascend_pd.metaserver.service.faults import known
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
@@ -99,15 +99,15 @@ def model_of(path: str, body: Buffer) -> Steps[str]:
         return ""
 
 
-async def pass_on(front: Front, exchange: Exchange, call: Call) -> None:
-    async def work(exchange: Exchange) -> None:
+async def pass_on(front: Front, exchange: HttpExchange, call: Call) -> None:
+    async def work(exchange: HttpExchange) -> None:
         await _attempts(front, exchange, call)
 
     exchange.remembered = not call.cheap
     await front.admit(exchange, work, front.polls if call.cheap else front.turnstile)
 
 
-async def _attempts(front: Front, exchange: Exchange, call: Call) -> None:
+async def _attempts(front: Front, exchange: HttpExchange, call: Call) -> None:
     while True:
         exchange.number += 1
         decode = front.fleet.choose(Role.DECODE, 1, frozenset(exchange.tried), front.fleet.serving(call.model))
@@ -125,7 +125,7 @@ async def _attempts(front: Front, exchange: Exchange, call: Call) -> None:
                 async with reply:
                     first = await _first(front, call, reply)
                     declined = reply.status in DECLINED
-                    delay = front.again(exchange, decode, Failure.REFUSED, call.reads) if declined else None
+                    delay = front.again(exchange, decode, LegFailure.REFUSED, call.reads) if declined else None
                     if delay is None and reply.status == 200 and call.lists and front.fleet.several_models:
                         await _all_models(front, exchange, decode)  # this D has accepted the caller's key
                         return
@@ -137,13 +137,13 @@ async def _attempts(front: Front, exchange: Exchange, call: Call) -> None:
                 front.leg_broke(decode, problem, exchange.request_id)
                 delay = front.again(exchange, decode, problem.failure, call.reads)
                 if delay is None:
-                    status = 504 if problem.failure is Failure.TIMEOUT else 502
+                    status = 504 if problem.failure is LegFailure.TIMEOUT else 502
                     await refuse(exchange, known(status, "PD-META-007", why=problem.why))
                     return
         await asyncio.sleep(delay)
 
 
-async def _all_models(front: Front, exchange: Exchange, decode: Instance) -> None:
+async def _all_models(front: Front, exchange: HttpExchange, decode: Instance) -> None:
     """Send one list of all models in place of this D's, which does not know what the others serve."""
     exchange.committed, exchange.status = True, 200
     head = client_head([(b"content-type", b"application/json")], decode, exchange.request_id)
@@ -156,11 +156,13 @@ async def _first(front: Front, call: Call, reply: Reply) -> bytes:
     """Return the first piece of the answer. Until then the client sees nothing, and another D can be asked."""
     first = await reply.read(front.settings.first_byte_timeout_s)
     if not first and reply.status == 200 and call.method in ("GET", "POST"):
-        raise UpstreamError(Failure.EMPTY, "its answer was empty")
+        raise UpstreamError(LegFailure.EMPTY, "its answer was empty")
     return first
 
 
-async def _relay(front: Front, exchange: Exchange, decode: Instance, reply: Reply, first: bytes, call: Call) -> None:
+async def _relay(
+    front: Front, exchange: HttpExchange, decode: Instance, reply: Reply, first: bytes, call: Call
+) -> None:
     """Relay the answer. No error can be sent after the head: the server cuts an answer that has no end."""
     seen = call.evidence(reply.status)
     send, answered = exchange.send, f"{call.route} answered {reply.status}"

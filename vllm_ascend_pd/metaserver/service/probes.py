@@ -8,7 +8,7 @@ import logging
 import random
 import time
 
-from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.decisions import LegFailure
 from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.decisions import CircuitState, Condition, Evidence
 from vllm_ascend_pd.metaserver.service import models
@@ -53,7 +53,7 @@ class Prober:
             async with reply:
                 await reply.rest(1 << 16, self._settings.probe_timeout_s)
         except UpstreamError as problem:
-            if problem.failure is Failure.OURS:
+            if problem.failure is LegFailure.OURS:
                 log.warning("%s is not probed: %s", instance.name, problem.why)
                 return
             self._fleet.seen(instance, Evidence.PROBE_FAILED, f"/health: {problem.why}")
@@ -61,12 +61,12 @@ class Prober:
                 instance.life = instance.life.refuses(time.monotonic())
             if isinstance(problem.__cause__, ConnectionRefusedError):
                 # An engine that shuts down may keep the connection of a request that it will never answer.
-                self._upstream.hurry(instance.origin, self._settings.refusing_s)
+                self._upstream.expect_soon(instance.origin, self._settings.refusing_s)
             elif instance.circuit.state is CircuitState.UNREACHABLE:
                 # The engine or its host is frozen: its connections would never be closed.
-                self._upstream.hurry(instance.origin, self._settings.unreachable_s)
+                self._upstream.expect_soon(instance.origin, self._settings.unreachable_s)
             return
-        self._upstream.calm(instance.origin)
+        self._upstream.expect_no_more(instance.origin)
         if any(name == OWN_MARK for name, _ in reply.headers):
             self._fleet.seen(instance, Evidence.PROBE_FAILED, "a metaserver answers there, no engine")
         elif reply.status == 200:
@@ -84,10 +84,10 @@ class Prober:
         try:
             reply = await self._upstream.send(instance.origin, "GET", models.ROUTE.encode(), headers, b"", timeout)
             async with reply:
-                told = await reply.rest(_MODELS_BYTES, timeout)
+                body = await reply.rest(_MODELS_BYTES, timeout)
         except UpstreamError as failed:
             return f"{models.ROUTE}: {failed.why}"
-        cards = models.cards_of(told) if reply.status == 200 else {}
+        cards = models.cards_of(body) if reply.status == 200 else {}
         self._fleet.lists(instance, cards or instance.cards or {})
         return ""
 

@@ -17,14 +17,14 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.decisions import LegFailure
 from vllm_ascend_pd.http.gathered import Payload, cut, length
 from vllm_ascend_pd.http.http1 import Headers, Reply, UpstreamError
 from vllm_ascend_pd.metaserver import bodies, outline
 from vllm_ascend_pd.metaserver.decisions import Evidence
 from vllm_ascend_pd.metaserver.outline import Buffer, Steps
 from vllm_ascend_pd.metaserver.service import resuming
-from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Exchange, Send, uncancel
+from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, HttpExchange, Send, uncancel
 from vllm_ascend_pd.metaserver.service.faults import Answer, brief, error_frame, fault, known
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
@@ -67,7 +67,7 @@ async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None
         kept, streams = exchange.kept, exchange.request.stream and reply.status == 200
         if exchange.streaming and not streams:
             answer = fault(502, f"The decode instance answered {reply.status}.", "PD-META-007")
-            raise AttemptFailed(Failure.SERVER, answer, f"answered {reply.status}")
+            raise AttemptFailed(LegFailure.SERVER, answer, f"answered {reply.status}")
         if exchange.request.copies == 1:  # else D may still post for the other copies
             exchange.forget_prompt()
         if exchange.streaming and kept is not None and isinstance(first, bytes):
@@ -128,22 +128,24 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
             first += more
             said = _first_said(first)
     if reply.status == 200 and isinstance(first, bytes) and not first.strip():
-        raise UpstreamError(Failure.EMPTY, "its answer was empty")
+        raise UpstreamError(LegFailure.EMPTY, "its answer was empty")
     if said.startswith(_ERROR_EVENT):
         # vLLM sends a stream's status 200 and role before the request has run; this is the failure that came after.
         body = said.split(b"\n", 1)[0].removeprefix(b"data: ").strip()
         raise await _refused(shared, attempt, 500, body, [])
     if reply.status != 200:
         return first
-    cut_short = await shared.turns.take(outline.holds(first, _cut_short))
-    if cut_short and await shared.turns.take(outline.holds(first, dropped)):
+    cut_short = await shared.turns.run(outline.holds(first, _cut_short))
+    if cut_short and await shared.turns.run(outline.holds(first, dropped)):
         shared.leg_over(attempt.decode, "dropped")
-        raise AttemptFailed(Failure.DROPPED, known(503, "PD-META-022", 2), "dropped for lack of blocks", "PD-META-022")
+        raise AttemptFailed(
+            LegFailure.DROPPED, known(503, "PD-META-022", 2), "dropped for lack of blocks", "PD-META-022"
+        )
     if cut_short or _NOTHING.match(said):
         answer = fault(503, "The decode instance ended the request: it is shutting down.", "PD-META-007")
         raise await _refused(shared, attempt, 503, answer.body, [])
     if not attempt.exchange.request.stream:
-        return await shared.turns.take(_stripping(shared, first))
+        return await shared.turns.run(_stripping(shared, first))
     return first
 
 
@@ -204,20 +206,20 @@ async def _refused(shared: Shared, attempt: Attempt, status: int, body: bytes, h
     said = brief(status, body)
     if status in DECLINED:
         shared.leg_over(instance, "refused")
-        return AttemptFailed(Failure.REFUSED, passed, said)
+        return AttemptFailed(LegFailure.REFUSED, passed, said)
     await attempt.explained(_REPORT_S)
     if attempt.load_failed:  # with policy "fail" D must answer so: no evidence against D
         shared.leg_over(instance, "no prefill")
-        return AttemptFailed(Failure.PREFILL, passed, said)
+        return AttemptFailed(LegFailure.PREFILL, passed, said)
     shared.leg_over(instance, "broke", Evidence.BROKE, said)
     words = body[:200].decode(errors="replace")
     log.warning("request %s: %s answered %d: %s", attempt.exchange.request_id, instance.name, status, words)
-    return AttemptFailed(Failure.SERVER, passed, said)
+    return AttemptFailed(LegFailure.SERVER, passed, said)
 
 
 def _broken(shared: Shared, instance: Instance, problem: UpstreamError) -> AttemptFailed:
     shared.leg_broke(instance, problem)
-    status = {Failure.TIMEOUT: 504, Failure.CONNECT: 503, Failure.OURS: 503}.get(problem.failure, 502)
+    status = {LegFailure.TIMEOUT: 504, LegFailure.CONNECT: 503, LegFailure.OURS: 503}.get(problem.failure, 502)
     answer = fault(
         status, f"The decode instance could not answer: {problem.why}.", "PD-META-007", 2 if status == 503 else None
     )
@@ -319,7 +321,7 @@ async def send_whole(send: Send, status: int, head: Headers, body: Payload) -> N
     await send({"type": "http.response.body", "body": last})
 
 
-async def refuse(exchange: Exchange, answer: Answer) -> None:
+async def refuse(exchange: HttpExchange, answer: Answer) -> None:
     """Send our own or an engine's error to a client that has seen nothing yet."""
     exchange.committed, exchange.status = True, answer.status
     exchange.stage("refused", str(answer.status))

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd.http.decisions import NOT_EXECUTED, Failure
+from vllm_ascend_pd.http.decisions import NOT_EXECUTED, LegFailure
 from vllm_ascend_pd.http.http1 import UpstreamError
 from vllm_ascend_pd.metaserver import bodies, outline
 from vllm_ascend_pd.metaserver.decisions import Evidence, Role
@@ -34,10 +34,11 @@ _HEARTBEAT = {"type": "http.response.body", "body": b'{"event":"heartbeat"}\n', 
 _HEAD = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
 _PREFILL_ANSWER_BYTES = 16 << 20
 _MAX_ENVELOPE = 1 << 20  # bytes of D's post beside the prompt; it names a request's blocks
+_OF_D = b"x-data-parallel-rank"  # a client names a rank of the engine that answers it, and P may have fewer
 _REPORT_S = 1.0  # wait for D's report that the KV is there, after P's leg has failed
 
 
-class Reservation(msgspec.Struct):
+class ReservationPost(msgspec.Struct):
     """D's post. The sealed `reservation` and the prompt are for P: here they are only passed on."""
 
     ticket: str
@@ -50,13 +51,13 @@ class Reservation(msgspec.Struct):
     tokens: int = 0  # number of those ids, counted here
 
 
-_DECODER = msgspec.json.Decoder(Reservation)
+_DECODER = msgspec.json.Decoder(ReservationPost)
 
 
 class PrefillFailed(Exception):
     """A failed prefill leg. `brief`: for the status page, without P's own text."""
 
-    def __init__(self, failure: Failure, why: str, code: str = "PD-META-006", brief: str = "") -> None:
+    def __init__(self, failure: LegFailure, why: str, code: str = "PD-META-006", brief: str = "") -> None:
         super().__init__(why)
         self.failure = failure
         self.code = code
@@ -101,7 +102,7 @@ class Reservations:
     async def answer(self, body: bytes | memoryview, interrupt: Interrupt, send: Send) -> None:
         """Answer one POST. It is interrupted when D closes it or the client's request ends."""
         try:
-            posted = await self._front.turns.take(reading(body, self._front.journal.tickets))
+            posted = await self._front.turns.run(reading(body, self._front.journal.tickets))
         except (*bodies.UNREADABLE, bodies.BodyError) as problem:
             await tell(send, fault(400, f"Not a reservation: {problem}", "PD-META-003"))
             return
@@ -141,16 +142,16 @@ class Reservations:
             await tell(send, fault(404, "No request known here has this ticket and transfer.", "PD-XFER-002"))
 
     async def _prefilled(
-        self, attempt: Attempt, posted: Reservation, interrupt: Interrupt, send: Send
+        self, attempt: Attempt, posted: ReservationPost, interrupt: Interrupt, send: Send
     ) -> dict[str, str]:
         """Run the prefill and return the last line of the answer."""
-        code, why, told, first = "PD-META-006", "", "", ""
+        code, why, reason, first = "PD-META-006", "", "", ""
         try:
             first = await self._prefill(attempt, posted, send)
         except PrefillFailed as failed:
             self._front.journal.trouble(failed.code, failed.brief, request=attempt.exchange.request_id)
             if not attempt.received(posted.transfer):  # else D has the KV: what became of P's answer changes nothing
-                code, why, told = failed.code, str(failed), failed.brief
+                code, why, reason = failed.code, str(failed), failed.brief
                 attempt.failed.add(posted.transfer)
                 attempt.news.set()
                 self._restart(attempt, posted.transfer, why)
@@ -159,10 +160,10 @@ class Reservations:
                 raise
             uncancel(interrupt.task)
             code, why = "PD-XFER-002", "the client's request is over, or D gave it up"
-            told = why
+            reason = why
         if why:
             emit("meta.prefill_failed", ticket=posted.ticket, transfer=posted.transfer, why=why)
-            attempt.exchange.stage("prefill failed", told)
+            attempt.exchange.stage("prefill failed", reason)
             METRICS.reservations.labels("cancelled" if code == "PD-XFER-002" else "failed").inc()
             return {"event": "failed", "code": code, "detail": why}
         emit("meta.prefilled", ticket=posted.ticket, transfer=posted.transfer)
@@ -182,18 +183,18 @@ class Reservations:
         if exchange.committed or not attempt.restart or not another or exchange.pinned is not None:
             return
         refusal = fault(503, f"Prefill failed: {why}.", "PD-META-006", retry_after_s=2)
-        failed = AttemptFailed(Failure.PREFILL, refusal)
+        failed = AttemptFailed(LegFailure.PREFILL, refusal)
         if attempt.watch is None:
             watch = self._give_up(attempt, transfer, failed)
             attempt.watch = asyncio.create_task(watch, name=f"restart of {attempt.ticket}")
 
     async def _give_up(self, attempt: Attempt, transfer: str, failed: AttemptFailed) -> None:
-        await attempt.told(lambda: transfer in attempt.reports, _REPORT_S)
+        await attempt.wait_reported(lambda: transfer in attempt.reports, _REPORT_S)
         current = self._front.journal.tickets.get(attempt.ticket) is attempt
         if current and not attempt.exchange.committed and not attempt.received(transfer):
             attempt.exchange.interrupt.give_up(failed)
 
-    async def _prefill(self, attempt: Attempt, posted: Reservation, send: Send) -> str:
+    async def _prefill(self, attempt: Attempt, posted: ReservationPost, send: Send) -> str:
         """Run the prefill leg; return P's first token. Raise PrefillFailed.
 
         Try another P only if the last one surely did nothing.
@@ -228,7 +229,7 @@ class Reservations:
                     raise
                 METRICS.retries.labels(failed.failure.value).inc()
 
-    def _choose(self, attempt: Attempt, posted: Reservation, cost: float) -> Instance:
+    def _choose(self, attempt: Attempt, posted: ReservationPost, cost: float) -> Instance:
         exchange, front = attempt.exchange, self._front
         if exchange.pinned is not None:
             return exchange.pinned[0]
@@ -237,10 +238,10 @@ class Reservations:
         prefill = front.fleet.choose(Role.PREFILL, cost, bad, fits, request.marks)
         if prefill is None:
             other = f" that fits {posted.fingerprint}" if front.fleet.usable(Role.PREFILL) else ""
-            raise PrefillFailed(Failure.REFUSED, f"no prefill instance{other} is available")
+            raise PrefillFailed(LegFailure.REFUSED, f"no prefill instance{other} is available")
         return prefill
 
-    async def _ask(self, attempt: Attempt, posted: Reservation, prefill: Instance) -> str:
+    async def _ask(self, attempt: Attempt, posted: ReservationPost, prefill: Instance) -> str:
         """Ask one P to prefill. Return its first token, sealed for D; empty if it sends none. Raise PrefillFailed."""
         front, exchange = self._front, attempt.exchange
         params: dict[str, Any] = {"do_remote_decode": True, "reservation": posted.reservation}
@@ -251,7 +252,8 @@ class Reservations:
         timeout, sent = front.settings.prefill_timeout_s, attempt.sources[posted.transfer][1]
         try:
             with front.spans.leg(exchange, "prefill", prefill.name, transfer=posted.transfer) as headers:
-                reply = await front.upstream.send(prefill.origin, "POST", route.encode(), headers, body, timeout)
+                to_p = [(name, value) for name, value in headers if name != _OF_D]
+                reply = await front.upstream.send(prefill.origin, "POST", route.encode(), to_p, body, timeout)
                 async with reply:
                     text = await reply.rest(_PREFILL_ANSWER_BYTES, timeout)
         except UpstreamError as problem:
@@ -268,11 +270,11 @@ class Reservations:
         front.leg_over(prefill, "refused" if refused else "broke", Evidence.BROKE if failed else None, said)
         if failed:
             attempt.blamed.add(posted.transfer)
-        failure = Failure.REFUSED if refused else Failure.PREFILL
+        failure = LegFailure.REFUSED if refused else LegFailure.PREFILL
         raise PrefillFailed(failure, why, brief=f"{prefill.name} {said}")
 
 
-def reading(body: bytes | memoryview, tickets: Container[str]) -> Steps[Reservation]:
+def reading(body: bytes | memoryview, tickets: Container[str]) -> Steps[ReservationPost]:
     """Read a reservation. Raise BodyError or msgspec's errors.
 
     Every client can post, so the prompt is only examined if the ticket is known.
@@ -307,20 +309,22 @@ def _check_push(prefill: Instance, text: bytes, asked: float) -> str:
     shuts down): its answer says so.
     """
     if aborted(text):
-        raise PrefillFailed(Failure.PREFILL, f"{prefill.name} ended the request: it is shutting down")
+        raise PrefillFailed(LegFailure.PREFILL, f"{prefill.name} ended the request: it is shutting down")
     try:
         _, push = read_answer(text)
     except bodies.UNREADABLE as problem:
-        raise PrefillFailed(Failure.PREFILL, f"{prefill.name}: its answer is not understood ({problem})") from problem
+        raise PrefillFailed(
+            LegFailure.PREFILL, f"{prefill.name}: its answer is not understood ({problem})"
+        ) from problem
     if push is None:
         return ""
     prefill.life = prefill.life.heard(push.prefill, asked, push.fingerprint, push.tells)
     if push.code:
-        raise PrefillFailed(Failure.PREFILL, f"{prefill.name}: {push.detail}", push.code)
+        raise PrefillFailed(LegFailure.PREFILL, f"{prefill.name}: {push.detail}", push.code)
     return push.first
 
 
-def _refusal(attempt: Attempt | None, posted: Reservation) -> Answer | None:
+def _refusal(attempt: Attempt | None, posted: ReservationPost) -> Answer | None:
     if attempt is None:
         return fault(404, "No request under way has this ticket: it is over, or its client has left.", "PD-XFER-002")
     if posted.transfer in attempt.seen:

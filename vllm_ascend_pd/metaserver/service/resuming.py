@@ -12,13 +12,13 @@ import time
 import msgspec
 
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.http.decisions import Failure
+from vllm_ascend_pd.http.decisions import LegFailure
 from vllm_ascend_pd.http.http1 import Reply, UpstreamError
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Evidence
 from vllm_ascend_pd.metaserver.resumable import NotContinued, terms_of
 from vllm_ascend_pd.metaserver.resume import Cut, StreamState
-from vllm_ascend_pd.metaserver.service.exchange import Attempt, Exchange
+from vllm_ascend_pd.metaserver.service.exchange import Attempt, HttpExchange
 from vllm_ascend_pd.metaserver.service.faults import error_frame
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
@@ -41,13 +41,13 @@ class StreamBroke(Exception):
         self.final = final
 
 
-async def keep(shared: Shared, exchange: Exchange) -> None:
+async def keep(shared: Shared, exchange: HttpExchange) -> None:
     """Prepare a stream to be continued, if it can be: D is asked for token ids from the start."""
     settings, request = shared.settings, exchange.request
     try:
         if request.prefill_tokens > settings.resume_tokens:
             raise NotContinued(f"its prompt has more than {settings.resume_tokens} tokens")
-        terms = await shared.turns.take(terms_of(request, settings.resume_ceiling))
+        terms = await shared.turns.run(terms_of(request, settings.resume_ceiling))
     except NotContinued as why:
         exchange.unkept = str(why)
         return
@@ -56,13 +56,13 @@ async def keep(shared: Shared, exchange: Exchange) -> None:
     exchange.request = msgspec.structs.replace(request, fields=fields)
 
 
-def let_go(shared: Shared, exchange: Exchange) -> None:
+def let_go(shared: Shared, exchange: HttpExchange) -> None:
     """Free what is kept of a stream."""
     shared.kept_bytes -= exchange.kept_bytes
     exchange.kept_bytes, exchange.kept = 0, None
 
 
-def _count(shared: Shared, exchange: Exchange, kept: StreamState) -> None:
+def _count(shared: Shared, exchange: HttpExchange, kept: StreamState) -> None:
     size = kept.size
     shared.kept_bytes += size - exchange.kept_bytes
     exchange.kept_bytes = size
@@ -93,7 +93,7 @@ async def relay(shared: Shared, attempt: Attempt, kept: StreamState, reply: Repl
     raise StreamBroke(f"The decode instance broke off: {said}.", "broken" if kept.cut is not Cut.ABORTED else "ended")
 
 
-async def _relay(shared: Shared, exchange: Exchange, kept: StreamState, reply: Reply, first: bytes) -> None:
+async def _relay(shared: Shared, exchange: HttpExchange, kept: StreamState, reply: Reply, first: bytes) -> None:
     piece, held, send = first, b"", exchange.send
     while piece:
         whole, held = _whole_events(held + piece if held else piece)
@@ -115,7 +115,7 @@ async def _relay(shared: Shared, exchange: Exchange, kept: StreamState, reply: R
         await _end(exchange)
 
 
-async def _end(exchange: Exchange, last: bytes = b"") -> None:
+async def _end(exchange: HttpExchange, last: bytes = b"") -> None:
     """Send the end of a kept stream, with what is left to send."""
     exchange.streaming = False
     await exchange.send({"type": "http.response.body", "body": last})
@@ -127,7 +127,7 @@ def _whole_events(stream: bytes) -> tuple[bytes, bytes]:
     if end > 1:
         return stream[:end], stream[end:]
     if len(stream) > _EVENT_BYTES:
-        raise UpstreamError(Failure.BROKEN, "an event of its answer does not end")
+        raise UpstreamError(LegFailure.BROKEN, "an event of its answer does not end")
     return b"", stream
 
 
@@ -139,7 +139,7 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-async def room(shared: Shared, exchange: Exchange, decode: Instance) -> int:
+async def room(shared: Shared, exchange: HttpExchange, decode: Instance) -> int:
     """Return how many tokens the model takes in all, by a D's model list. Raise UpstreamError or NotContinued."""
     reply = await shared.upstream.send(decode.origin, "GET", b"/v1/models", exchange.headers, b"", _MODELS_S)
     async with reply:
@@ -150,13 +150,13 @@ async def room(shared: Shared, exchange: Exchange, decode: Instance) -> int:
         raise NotContinued("it names no limit of tokens, and no D tells the model's") from problem
 
 
-async def finish(exchange: Exchange, kept: StreamState) -> None:
+async def finish(exchange: HttpExchange, kept: StreamState) -> None:
     """End a stream whose tokens were all out before D broke off: what is missing is known."""
     exchange.stage("end")
     await _end(exchange, kept.ending())
 
 
-async def break_off(shared: Shared, exchange: Exchange, problem: str, code: str, decode: str = "") -> None:
+async def break_off(shared: Shared, exchange: HttpExchange, problem: str, code: str, decode: str = "") -> None:
     """End a stream that no D continues, with an error."""
     if exchange.said_all:
         await _end(exchange)

@@ -18,9 +18,9 @@ from types import FrameType
 import uvicorn
 
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.metaserver.service.app import Worker
+from vllm_ascend_pd.metaserver.service.app import WorkerProcess
 from vllm_ascend_pd.metaserver.service.hub import Hub
-from vllm_ascend_pd.metaserver.service.intake import Protocol, most_connections
+from vllm_ascend_pd.metaserver.service.intake import Protocol, max_connections
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.observe.trace import TraceFile
 
@@ -33,7 +33,7 @@ _UNREAD_S = 300.0  # a client that reads nothing of what waits for it is cut off
 
 
 class Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, worker: Worker) -> None:
+    def __init__(self, config: uvicorn.Config, worker: WorkerProcess) -> None:
         super().__init__(config)
         self._worker = worker
         self._draining: asyncio.Task[None] | None = None
@@ -64,8 +64,8 @@ def run_worker(settings: Settings, sockets: list[socket.socket], hub: Hub | None
     """Run a worker until a signal. Its requests carry the address of the last socket."""
     _raise_file_limit()
     host = callable_host(settings.advertise_host or settings.host)
-    worker = Worker(settings, f"{settings.scheme}://{host}:{sockets[-1].getsockname()[1]}", hub)
-    Protocol.most_connections = most_connections()
+    worker = WorkerProcess(settings, f"{settings.scheme}://{host}:{sockets[-1].getsockname()[1]}", hub)
+    Protocol.max_connections = max_connections()
     config = uvicorn.Config(
         worker.app(),
         interface="asgi3",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
-from vllm_ascend_pd.metaserver.decisions import Evidence, Proof, against_prefill
+from vllm_ascend_pd.metaserver.decisions import Evidence, PairProof, against_prefill
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, Journal
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
@@ -68,7 +68,7 @@ class Shared:
         if (trial := attempt.trials.pop(report.transfer, None)) is not None:
             trial.returned()
         attempt.news.set()
-        self.journal.told(attempt)
+        self.journal.notify(attempt)
         return True
 
     def _judge(self, attempt: Attempt, report: LoadReport, prefill: Instance | None) -> None:
@@ -81,7 +81,7 @@ class Shared:
         if report.received:
             exchange.stage("loaded", f"{report.received} tokens")
             if prefill is not None and report.prefill:
-                proof = Proof(name, report.prefill, attempt.decode.name, report.decode, attempt.began)
+                proof = PairProof(name, report.prefill, attempt.decode.name, report.decode, attempt.began)
                 self.fleet.prove(proof)
                 self.fleet.seen(prefill, Evidence.SERVED)
             return

@@ -17,7 +17,7 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.http.http1 import Headers
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.metaserver.service.exchange import Exchange
+    from vllm_ascend_pd.metaserver.service.exchange import HttpExchange
 
 _CONTEXT = (b"traceparent", b"tracestate")
 
@@ -25,10 +25,12 @@ _CONTEXT = (b"traceparent", b"tracestate")
 class NoSpans:
     """Spans that are off."""
 
-    def request(self, exchange: Exchange) -> AbstractContextManager[None]:
+    def request(self, exchange: HttpExchange) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def leg(self, exchange: Exchange, kind: str, instance: str, **facts: str | int) -> AbstractContextManager[Headers]:
+    def leg(
+        self, exchange: HttpExchange, kind: str, instance: str, **facts: str | int
+    ) -> AbstractContextManager[Headers]:
         """Return the context of a request to an engine, with the headers to send."""
         return nullcontext(exchange.headers)
 
@@ -36,13 +38,13 @@ class NoSpans:
         """Send what is left. Block for seconds at most."""
 
 
-class Spans(NoSpans):
+class RequestSpans(NoSpans):
     def __init__(self, endpoint: str) -> None:
         self._provider, self._propagator, self._trace = _provider(endpoint)
         self._tracer = self._provider.get_tracer("vllm_ascend_pd.metaserver", __version__)
 
     @contextmanager
-    def request(self, exchange: Exchange) -> Iterator[None]:
+    def request(self, exchange: HttpExchange) -> Iterator[None]:
         brought = {name.decode(): value.decode("latin-1") for name, value in exchange.headers if name in _CONTEXT}
         kind = self._trace.SpanKind.SERVER
         facts: dict[str, str | int] = {
@@ -64,7 +66,7 @@ class Spans(NoSpans):
             span.end()
 
     @contextmanager
-    def leg(self, exchange: Exchange, kind: str, instance: str, **facts: str | int) -> Iterator[Headers]:
+    def leg(self, exchange: HttpExchange, kind: str, instance: str, **facts: str | int) -> Iterator[Headers]:
         context = self._trace.set_span_in_context(exchange.span)
         attributes = {"server.address": instance, **{f"ascend_pd.{name}": value for name, value in facts.items()}}
         span = self._tracer.start_span(f"{kind} leg", context, self._trace.SpanKind.CLIENT, attributes)
@@ -85,7 +87,7 @@ class Spans(NoSpans):
 
 
 def make(endpoint: str) -> NoSpans:
-    return Spans(endpoint) if endpoint else NoSpans()
+    return RequestSpans(endpoint) if endpoint else NoSpans()
 
 
 def _provider(endpoint: str) -> tuple[Any, Any, Any]:

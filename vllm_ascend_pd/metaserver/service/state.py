@@ -37,7 +37,7 @@ def own(worker: int, front: Front, canary: Canary, file_problem: str, details: b
     if details:
         newest = sorted(front.journal.exchanges, key=lambda e: e.started)[-_IN_FLIGHT_SHOWN:]
         report["in_flight"] = [exchange.summary().facts() for exchange in newest]
-        report["last"] = [story.facts() for story in front.journal.last]
+        report["last"] = [summary.facts() for summary in front.journal.last]
         report["errors"] = list(front.journal.troubles)
     return report
 

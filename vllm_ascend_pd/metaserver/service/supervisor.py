@@ -95,7 +95,7 @@ class Supervisor:
         mine, theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile(dir=self._metrics_dir) as members:
             reader, seat.writer = await asyncio.open_connection(sock=mine, limit=MAX_LINE_BYTES)
-            members.write(msgspec.json.encode(self._members.told()))  # later changes wait in the line
+            members.write(msgspec.json.encode(self._members.snapshot()))  # later changes wait in the line
             members.seek(0)
             fds = (self._public.fileno(), seat.own.fileno(), theirs.fileno(), members.fileno())
             seat.process = await asyncio.create_subprocess_exec(
@@ -126,7 +126,7 @@ class Supervisor:
                 self._tell_all(message)
 
     def _tell_members(self) -> None:
-        self._tell_all({"operation": self._members.told()})
+        self._tell_all({"operation": self._members.snapshot()})
 
     def _tell_all(self, message: dict[str, Any]) -> None:
         for seat in self._seats:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long work in small steps on the event loop: one step of all work in a turn, so that all else waits no longer."""
+"""Long computations on the event loop, in steps: other work waits for one step of one of them only."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ T = TypeVar("T")
 
 
 class Turns:
-    """Queue of work with more than one step: one runs at a time, as several would make a turn as long as their sum."""
+    """Queue of computations: one runs at a time, since steps of several would make the wait as long as their sum."""
 
     def __init__(self) -> None:
-        self._lane = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
-    async def take(self, steps: Steps[T]) -> T:
+    async def run(self, steps: Steps[T]) -> T:
         """Run `steps`; return their result and raise their errors."""
         try:
             next(steps)
-            async with self._lane:
+            async with self._lock:
                 while True:
                     await asyncio.sleep(0)
                     next(steps)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.coalesce import Spans
-from vllm_ascend_pd.prefill.core.push import Piece, Push, Unit
+from vllm_ascend_pd.prefill.core.push import Push, SlotShare, Unit
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.messages import Memory
 from vllm_ascend_pd.protocol.push import Claim
@@ -43,7 +43,7 @@ class Batch:
     src: list[int]
     dst: list[int]
     size: list[int]
-    direct: int = 0  # bytes of it that no exchange has brought
+    direct: int = 0  # bytes of it that no exchange has brought, on an engine that makes some
     handle: int = 0
     submitted_at: float = 0.0
 
@@ -94,19 +94,19 @@ def spans_of(push: Push, claim: Claim, own: Bases, theirs: Memory) -> list[Tripl
     """Return the absolute spans of a claim, by component: from the cache, or from a staging slot."""
     unit = unit_of(claim)
     if unit.part:
-        piece = staged(push, claim)
-        return aimed(piece.writes, [piece.slot.address] * len(piece.writes), push, unit, theirs)
+        slot_share = staged(push, claim)
+        return aimed(slot_share.writes, [slot_share.slot.address] * len(slot_share.writes), push, unit, theirs)
     plan = push.plan(unit.step, unit.layer)
     if plan is None:
         raise PdError("PD-XFER-002", why="the step was forgotten")
     return aimed(plan.by_rank[push.rank_of(claim.d_rank)], own[unit.layer], push, unit, theirs)
 
 
-def staged(push: Push, claim: Claim) -> Piece:
-    piece = push.pieces.get((claim.d_rank, unit_of(claim)))
-    if piece is None:
+def staged(push: Push, claim: Claim) -> SlotShare:
+    slot_share = push.slot_shares.get((claim.d_rank, unit_of(claim)))
+    if slot_share is None:
         raise PdError("PD-XFER-002", why="what was staged is gone")
-    return piece
+    return slot_share
 
 
 def aimed(spans: Sequence[Spans], sources: Sequence[int], push: Push, unit: Unit, theirs: Memory) -> list[Triples]:

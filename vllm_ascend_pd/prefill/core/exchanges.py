@@ -27,7 +27,7 @@ MAX_CATCH_UPS = 64  # asked for in one step
 
 
 @dataclass(slots=True, eq=False)
-class SubStep:
+class PlannedExchange:
     """One exchange, made in every layer of a kind: its plan, the push of each of its jobs, and the shares owed."""
 
     number: int  # from 1; 0 is what is pushed directly
@@ -44,7 +44,7 @@ class Run:
     """One exchange to make in one layer, for all of it that is not here yet."""
 
     unit: Unit
-    part: SubStep
+    exchange: PlannedExchange
     first: bool = False  # the first one of a step: the patience for slots starts anew
     again: bool = False  # for the trace: ordered again by a later step
 
@@ -60,20 +60,20 @@ class Staged:
     waited: float = 0.0  # seconds inside the collective
     error: Exception | None = None
 
-    def strangers(self) -> list[list[int]]:
+    def absent(self) -> list[list[int]]:
         """Return, by slot, the ranks that did not send their part of it."""
-        rows = self.run.part.rows.slots
+        rows = self.run.exchange.rows.slots
         looked = self.error is None
         return [
-            one.strangers(slot, self.number) if looked and slot is not None else []
+            one.absent(slot, self.number) if looked and slot is not None else []
             for one, slot in zip(rows, self.slots, strict=True)
         ]
 
     def facts(self) -> dict[str, Any]:
         """Facts for the trace."""
-        part = self.run.part
-        filled = [planned for planned, slot in zip(part.plan.slots, self.slots, strict=True) if slot]
-        transfers = {part.members[member].transfer for slot in filled for member in slot.writes}
+        exchange = self.run.exchange
+        filled = [planned for planned, slot in zip(exchange.plan.slots, self.slots, strict=True) if slot]
+        transfers = {exchange.members[member].transfer for slot in filled for member in slot.writes}
         return {
             **self.run.unit._asdict(),
             "bytes": sum(slot.nbytes for slot in filled),
@@ -84,7 +84,7 @@ class Staged:
 
 @dataclass(slots=True)
 class _Step:
-    parts: list[SubStep]
+    exchanges: list[PlannedExchange]
     pushes: set[Push]  # that are not over
 
 
@@ -101,25 +101,25 @@ class Exchanges:
     _steps: dict[int, _Step] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, engine: CacheGeometry, own: CacheGeometry, rank: int, staging: Staging, room: Room) -> Exchanges:
+    def of(cls, geometry: CacheGeometry, own: CacheGeometry, rank: int, staging: Staging, room: Room) -> Exchanges:
         place = {name: index for index, name in enumerate(own.layers)}
-        layers = [tuple(place[name] for name in kind.layers if name in place) for kind in engine.kinds]
-        return cls([RegroupPlanner(kind, rank) for kind in engine.kinds], layers, staging, room)
+        layers = [tuple(place[name] for name in kind.layers if name in place) for kind in geometry.kinds]
+        return cls([RegroupPlanner(kind, rank) for kind in geometry.kinds], layers, staging, room)
 
-    def plan(self, step: int, work: Mapping[int, Sequence[tuple[Push, Job]]]) -> list[SubStep]:
+    def plan(self, step: int, work: Mapping[int, Sequence[tuple[Push, Job]]]) -> list[PlannedExchange]:
         """Plan a step's exchanges, by kind of layer. `work` must be the same on every rank."""
-        parts: list[SubStep] = []
+        planned: list[PlannedExchange] = []
         for kind, some in sorted(work.items()):
             if not self.layers[kind]:
                 continue  # other stages have these layers
             planner, pushes = self.planners[kind], [push for push, _ in some]
             for cut in sub_steps(planner, [job for _, job in some], self.room.slot, self.room.send, step):
-                plan, number = planner.plan(cut.jobs, cut.rotation), len(parts) + 1
+                plan, number = planner.plan(cut.jobs, cut.step_number), len(planned) + 1
                 members = [pushes[index] for index in cut.members]
                 shares = [self._share(step, number, kind, slot, members) for slot in plan.slots]
-                parts.append(SubStep(number, self.layers[kind], plan, cut.jobs, members, shares))
-        self._steps[step] = _Step(parts, {push for some in work.values() for push, _ in some})
-        return parts
+                planned.append(PlannedExchange(number, self.layers[kind], plan, cut.jobs, members, shares))
+        self._steps[step] = _Step(planned, {push for some in work.values() for push, _ in some})
+        return planned
 
     def _share(self, step: int, part: int, kind: int, slot: Slot, members: Sequence[Push]) -> Share:
         theirs = [members[member] for member in slot.writes]
@@ -137,10 +137,10 @@ class Exchanges:
         runs: list[Run] = []
         for unit in units:
             step = self._steps.get(unit.step)
-            if step is not None and 0 < unit.part <= len(step.parts):
-                part = step.parts[unit.part - 1]
-                if unit.layer in part.layers:
-                    runs.append(Run(unit, part, first=not runs, again=True))
+            if step is not None and 0 < unit.part <= len(step.exchanges):
+                exchange = step.exchanges[unit.part - 1]
+                if unit.layer in exchange.layers:
+                    runs.append(Run(unit, exchange, first=not runs, again=True))
         return runs
 
     def over(self, pushes: Iterable[Push]) -> None:
@@ -173,15 +173,15 @@ class Exchanges:
 
     def patience(self, now: float, run: Run, index: int) -> float:
         """Return for how many seconds to wait before `slot` is called."""
-        share, layer = run.part.shares[index], run.unit.layer
+        share, layer = run.exchange.shares[index], run.unit.layer
         return self.staging.patience(now, share.destinations[layer]) if share.wants(layer) else 0.0
 
     def slot(self, run: Run, index: int) -> StagingSlot | None:
         """Take a slot for what this exchange will bring, if a push wants it. Without a slot it counts as missed."""
-        share, layer = run.part.shares[index], run.unit.layer
+        share, layer = run.exchange.shares[index], run.unit.layer
         if not share.wants(layer):
             return None
-        slot = self.staging.take(share.destinations[layer], run.part.plan.slots[index].nbytes)
+        slot = self.staging.take(share.destinations[layer], run.exchange.plan.slots[index].nbytes)
         if slot is None:
             self.missed.miss(share, layer)
         else:

@@ -23,22 +23,22 @@ from vllm_ascend_pd.protocol.first import Sample
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.meeting import Bound, Gone, Meeting, Offer, SourceId, Waits
 from vllm_ascend_pd.protocol.messages import Reservation
-from vllm_ascend_pd.protocol.states import Cell, Named, Table, enter
+from vllm_ascend_pd.protocol.states import Cell, IdentityEnum, Table, look_up
 from vllm_ascend_pd.protocol.timing import Agenda
 
 MAX_WAITING = 4096  # targets without a source
 REMEMBERED = 4096  # bound transfers of requests that have ended
 
 
-class MeetingState(Named):
+class MeetingState(IdentityEnum):
     OVER = "over"  # or unknown
     WAITING = "waiting"  # a target without a source
     COLLECTING = "collecting"  # a source without a target, of a request that runs
-    HELD = "held"  # the same, and the request has ended
+    HELD = "held"  # a source without a target, of a request that has ended
     BOUND = "bound"  # both, and the request runs
 
 
-class MeetingEvent(Named):
+class MeetingEvent(IdentityEnum):
     # an OFFER, by what it names and what fits
     OFFER = "offer"  # fits the source, or names a request that may still come
     OFFER_AGAIN = "offer_again"  # of the transfer that is waiting or bound here
@@ -50,7 +50,7 @@ class MeetingEvent(Named):
     SOURCE = "source"  # a request without a reservation is scheduled; it fits the target, if there is one
     SOURCE_UNFIT = "source_unfit"
     ENDED = "ended"  # the whole prompt is computed
-    ENDED_TOO_MANY = "ended_too_many"  # the same, and no more can be held
+    ENDED_TOO_MANY = "ended_too_many"  # the whole prompt is computed, and no more can be held
     ABORTED = "aborted"
     # from D
     WITHDRAWN = "withdrawn"  # GONE, or the end of D's process
@@ -61,8 +61,8 @@ class MeetingEvent(Named):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """D's side: its reservation, and the name by which the channel knows its scheduler."""
+class OfferedLoad:
+    """A target: the sender of its OFFER, D's reservation, and the name under which it waits for a request."""
 
     peer: Hashable
     reservation: Reservation
@@ -78,7 +78,7 @@ class Record:
     """A source, a target, or both."""
 
     state: MeetingState = MeetingState.OVER
-    target: Target | None = None
+    target: OfferedLoad | None = None
     source: SourceId | None = None
     request_id: str = ""
     push: str = ""
@@ -94,17 +94,17 @@ class Record:
     def __repr__(self) -> str:
         """<Record held, source p-1/3/u of r, 40 of 40 tokens, until 20.0>"""
         words = [self.state.value]
-        words += [f"source {self.source} of {self.request_id}, {self.computed} of {self.prompt_length} tokens"] * bool(
-            self.source
-        )
+        if self.source:
+            done = f"{self.computed} of {self.prompt_length} tokens"
+            words.append(f"source {self.source} of {self.request_id}, {done}")
         words += [f"target {self.target.transfer}"] if self.target else []
         words += [f"until {self.until:.1f}"] if self.until is not None else []
         return f"<Record {', '.join(words)}>"
 
     @property
-    def bound_to(self) -> Target:
+    def bound_to(self) -> OfferedLoad:
         if self.target is None:
-            raise LocalProtocolError(f"{self!r} is bound to nobody")
+            raise LocalProtocolError(f"{self!r} has no target")
         return self.target
 
     @property
@@ -123,15 +123,15 @@ class Holding:
     meet_s: float = 30.0
 
 
-def not_held(engine: CacheGeometry) -> str:
+def not_held(geometry: CacheGeometry) -> str:
     """Return why sources of this cache are not held; empty if they are.
 
-    A step without a push is not watched: if the draft model did not run in it, this would go unnoticed. And P frees
-    blocks behind a window that a later target would want.
+    Draft layers: only steps with a push check that the draft model has run. Windows and states: P frees or overwrites
+    what a later target would need.
     """
-    if engine.drafts:
+    if geometry.drafts:
         return "its cache has layers of a draft model"
-    return "its cache lets go of tokens that are behind a window" if engine.leaves_last else ""
+    return "its cache does not keep every token (sliding windows, or recurrent states)" if geometry.leaves_last else ""
 
 
 def failure_of(error: PdError) -> Failure:
@@ -145,7 +145,7 @@ class Meetings:
 
     def __init__(self, book: PushBook, incarnation: str, holding: Holding) -> None:
         self._book, self._incarnation, self._holding = book, incarnation, holding
-        self.engine: CacheGeometry | None = None
+        self.geometry: CacheGeometry | None = None
         self.counters: Counter[str] = Counter()
         self._n = 0
         self._requests: dict[str, Record] = {}  # with a source here, running or held
@@ -156,12 +156,12 @@ class Meetings:
         self._agenda: Agenda[SourceId | TransferId] = Agenda()
         self._timed: dict[SourceId | TransferId, Record] = {}
         self._held = self._held_blocks = self._waiting = 0
-        self._said: list[tuple[Hashable, Meeting]] = []
+        self._outbox: list[tuple[Hashable, Meeting]] = []
 
     def take(self) -> list[tuple[Hashable, Meeting]]:
         """Return the messages to send, in order, each once."""
-        said, self._said = self._said, []
-        return said
+        outbox, self._outbox = self._outbox, []
+        return outbox
 
     # -- from our own scheduler
 
@@ -174,10 +174,10 @@ class Meetings:
         source = SourceId(self._incarnation, self._n, uuid)
         record, event = Record(), MeetingEvent.SOURCE
         if waiting is not None and waiting.target is not None and waiting.state is MeetingState.WAITING:
-            error = self._book.refusal_of(waiting.target.reservation, *prompt, self.engine)
+            error = self._book.refusal_of(waiting.target.reservation, *prompt, self.geometry)
             record, event = waiting, MeetingEvent.SOURCE if error is None else MeetingEvent.SOURCE_UNFIT
             if error is not None:
-                self._say(waiting, Gone(waiting.target.transfer, failure_of(error)))
+                self._send(waiting, Gone(waiting.target.transfer, failure_of(error)))
         elif meets and waiting is None:
             record.meets = meets
             self._names[meets] = record
@@ -212,7 +212,7 @@ class Meetings:
     def finished(self, now: float, request_id: str, *, well: bool, sample: Sample | None = None) -> bool:
         """Handle the end of a request. Return whether its blocks are held here for a target that may still come.
 
-        Not `well`: it has no blocks, or they are of no use.
+        `well`: it ended with blocks whose KV may be of use.
         """
         record = self._requests.get(request_id)
         if record is None:
@@ -224,7 +224,7 @@ class Meetings:
         self._on(now, record, event)
         return record.state is MeetingState.HELD
 
-    def told(self, request_id: str) -> Record | None:
+    def held_record(self, request_id: str) -> Record | None:
         """Return the record that P's answer names: that of a held request."""
         record = self._requests.get(request_id)
         return record if record is not None and record.state is MeetingState.HELD else None
@@ -241,9 +241,9 @@ class Meetings:
         """Handle an offer. `reservation` is what it has sealed."""
         bound = self._ended.get(offer.transfer)
         if bound is not None:
-            self._said.append((peer, bound))
+            self._outbox.append((peer, bound))
             return
-        target = Target(peer, reservation, offer.meets)
+        target = OfferedLoad(peer, reservation, offer.meets)
         record = self._targets.get(offer.transfer) or self._meant(offer.source, offer.meets)
         if record is None:
             record, event = Record(target=target), MeetingEvent.OFFER
@@ -256,10 +256,10 @@ class Meetings:
             event = MeetingEvent.OFFER_AGAIN if again else MeetingEvent.OFFER_TAKEN
         else:
             prompt = record.prompt_length, record.prompt_hash
-            error = self._book.refusal_of(reservation, *prompt, self.engine)
+            error = self._book.refusal_of(reservation, *prompt, self.geometry)
             event = MeetingEvent.OFFER if error is None else MeetingEvent.OFFER_UNFIT
             if error is not None:
-                self._said.append((peer, Gone(offer.transfer, failure_of(error))))
+                self._outbox.append((peer, Gone(offer.transfer, failure_of(error))))
             else:
                 record.target = target
         self._on(now, record, event, target)
@@ -310,14 +310,14 @@ class Meetings:
     # -- effects
 
     def _on(self, now: float, record: Record, event: MeetingEvent, *more: Any) -> None:
-        cell = enter(self.table, record.state, event, self.counters, record)
+        cell = look_up(self.table, record.state, event, self.counters, record)
         before, record.state = record.state, cell.into
-        self._counted(before, record)
+        self._update_counts(before, record)
         cell.effect(self, now, record, *more)
         if record.state is MeetingState.OVER:
             self._forget(record)
 
-    def _counted(self, before: MeetingState, record: Record) -> None:
+    def _update_counts(self, before: MeetingState, record: Record) -> None:
         s, after = MeetingState, record.state
         if before is not after:
             held = (after is s.HELD) - (before is s.HELD)
@@ -325,10 +325,10 @@ class Meetings:
             self._held_blocks += held * record.size
             self._waiting += (after is s.WAITING) - (before is s.WAITING)
             if s.HELD in (before, after) or s.WAITING in (before, after):
-                self._due(record)
+                self._set_deadline(record)
 
-    def _due(self, record: Record, key: SourceId | TransferId | None = None, at: float | None = None) -> None:
-        """Set when a record's time is over; without a key, never."""
+    def _set_deadline(self, record: Record, key: SourceId | TransferId | None = None, at: float | None = None) -> None:
+        """Set a record's deadline; without a key there is none."""
         if record.timed is not None:
             self._agenda.set(record.timed, None)
             self._timed.pop(record.timed, None)
@@ -347,9 +347,9 @@ class Meetings:
             self._sources.pop(record.source, None)
             self._requests.pop(record.request_id, None)
 
-    def _say(self, record: Record, message: Meeting) -> None:
+    def _send(self, record: Record, message: Meeting) -> None:
         if record.target is not None:
-            self._said.append((record.target.peer, message))
+            self._outbox.append((record.target.peer, message))
 
     def _bound(self, record: Record) -> Bound:
         return Bound(record.bound_to.transfer, record.push, ended=False)
@@ -363,36 +363,36 @@ class Meetings:
             self._targets.pop(record.target.transfer, None)
             record.target = None
 
-    def wait(self, now: float, record: Record, target: Target) -> None:
+    def wait(self, now: float, record: Record, target: OfferedLoad) -> None:
         record.meets = target.meets
         self._names[target.meets] = self._targets[target.transfer] = record
-        self._due(record, target.transfer, now + self._holding.meet_s)
-        self._say(record, Waits(target.transfer))
+        self._set_deadline(record, target.transfer, now + self._holding.meet_s)
+        self._send(record, Waits(target.transfer))
 
-    def answer(self, now: float, record: Record, target: Target) -> None:
+    def answer(self, now: float, record: Record, target: OfferedLoad) -> None:
         """Repeat the last answer."""
         waits = record.state is MeetingState.WAITING
-        self._say(record, Waits(target.transfer) if waits else self._bound(record))
+        self._send(record, Waits(target.transfer) if waits else self._bound(record))
 
     def bind(self, now: float, record: Record, *more: Any) -> None:
         """Bind a running request: the next step pushes what is computed of it, later steps push the rest."""
         self._attach(record)
-        self._say(record, self._bound(record))
+        self._send(record, self._bound(record))
 
-    def bind_held(self, now: float, record: Record, target: Target) -> None:
+    def bind_held(self, now: float, record: Record, target: OfferedLoad) -> None:
         """Bind a request that has ended: the next step pushes all of it, and then its blocks are freed."""
         self._attach(record)
         self.end(now, record)
-        self._book.finished(record.request_id, holds_blocks=True, why="it is not sealed")
+        self._book.finished(record.request_id, holds_blocks=True, why="its last chunk was never planned")
 
     def _attach(self, record: Record) -> None:
         target = record.bound_to
         self._targets[target.transfer] = record
-        facts = target.reservation, record.push, record.computed, record.blocks, self.engine
+        facts = target.reservation, record.push, record.computed, record.blocks, self.geometry
         self._book.attach(record.request_id, *facts)
 
     def hold(self, now: float, record: Record) -> None:
-        self._due(record, record.source, now + self._holding.hold_s)
+        self._set_deadline(record, record.source, now + self._holding.hold_s)
 
     def release(self, now: float, record: Record) -> None:
         """Free the blocks that no target came for."""
@@ -405,34 +405,34 @@ class Meetings:
         self._ended[bound.transfer] = bound
         while len(self._ended) > REMEMBERED:
             del self._ended[next(iter(self._ended))]
-        self._say(record, bound)
+        self._send(record, bound)
 
     def abort(self, now: float, record: Record) -> None:
-        self._say_gone(record, "PD-XFER-002", why="the request ended on prefill")
+        self._refuse_target(record, "PD-XFER-002", why="the request ended on prefill")
 
-    def nobody(self, now: float, record: Record) -> None:
-        self._say_gone(record, "PD-META-026", name=record.meets, seconds=f"{self._holding.meet_s:g}")
+    def expired(self, now: float, record: Record) -> None:
+        self._refuse_target(record, "PD-META-026", name=record.meets, seconds=f"{self._holding.meet_s:g}")
 
-    def taken(self, now: float, record: Record, target: Target) -> None:
-        self._refuse(target, "PD-META-027", why="it was bound to another transfer")
+    def taken(self, now: float, record: Record, target: OfferedLoad) -> None:
+        self._refuse(target, "PD-META-027", why="another transfer already uses this source or name")
 
-    def unknown(self, now: float, record: Record, target: Target) -> None:
+    def unknown(self, now: float, record: Record, target: OfferedLoad) -> None:
         self._refuse(target, "PD-META-027", why="it is over, or of an engine that was restarted")
 
-    def too_many(self, now: float, record: Record, target: Target) -> None:
+    def too_many(self, now: float, record: Record, target: OfferedLoad) -> None:
         self._refuse(target, "PD-META-028", count=MAX_WAITING)
 
-    def _refuse(self, target: Target, code: str, **values: object) -> None:
-        self._said.append((target.peer, Gone(target.transfer, failure_of(PdError(code, **values)))))
+    def _refuse(self, target: OfferedLoad, code: str, **values: object) -> None:
+        self._outbox.append((target.peer, Gone(target.transfer, failure_of(PdError(code, **values)))))
 
-    def _say_gone(self, record: Record, code: str, **values: object) -> None:
+    def _refuse_target(self, record: Record, code: str, **values: object) -> None:
         if record.target is not None:
             self._refuse(record.target, code, **values)
 
 
 def _table(do: type[Meetings]) -> Table[MeetingState, MeetingEvent]:
     s, e = MeetingState, MeetingEvent
-    no: Callable[..., None] = do.ignore
+    nothing: Callable[..., None] = do.ignore
     return {
         s.OVER: {
             e.SOURCE: Cell(s.COLLECTING, do.collect),
@@ -445,20 +445,20 @@ def _table(do: type[Meetings]) -> Table[MeetingState, MeetingEvent]:
             e.SOURCE_UNFIT: Cell(s.COLLECTING, do.collect, "offer_unfit"),
             e.OFFER_AGAIN: Cell(s.WAITING, do.answer),
             e.OFFER_TAKEN: Cell(s.WAITING, do.taken, "offer_taken"),
-            e.WITHDRAWN: Cell(s.OVER, no, "withdrawn"),
-            e.WAITED_TOO_LONG: Cell(s.OVER, do.nobody, "waited_too_long"),
+            e.WITHDRAWN: Cell(s.OVER, nothing, "withdrawn"),
+            e.WAITED_TOO_LONG: Cell(s.OVER, do.expired, "waited_too_long"),
         },
         s.COLLECTING: {
             e.OFFER: Cell(s.BOUND, do.bind),
-            e.OFFER_UNFIT: Cell(s.COLLECTING, no, "offer_unfit"),
+            e.OFFER_UNFIT: Cell(s.COLLECTING, nothing, "offer_unfit"),
             e.ENDED: Cell(s.HELD, do.hold),
-            e.ENDED_TOO_MANY: Cell(s.OVER, no, "not_held"),
-            e.ABORTED: Cell(s.OVER, no),
-            e.UNWANTED: Cell(s.OVER, no, "unwanted"),
+            e.ENDED_TOO_MANY: Cell(s.OVER, nothing, "not_held"),
+            e.ABORTED: Cell(s.OVER, nothing),
+            e.UNWANTED: Cell(s.OVER, nothing, "unwanted"),
         },
         s.HELD: {
             e.OFFER: Cell(s.OVER, do.bind_held),
-            e.OFFER_UNFIT: Cell(s.HELD, no, "offer_unfit"),
+            e.OFFER_UNFIT: Cell(s.HELD, nothing, "offer_unfit"),
             e.HELD_TOO_LONG: Cell(s.OVER, do.release, "held_too_long"),
             e.UNWANTED: Cell(s.OVER, do.release, "unwanted"),
         },
@@ -467,7 +467,7 @@ def _table(do: type[Meetings]) -> Table[MeetingState, MeetingEvent]:
             e.OFFER_TAKEN: Cell(s.BOUND, do.taken, "offer_taken"),
             e.ENDED: Cell(s.OVER, do.end),
             e.ABORTED: Cell(s.OVER, do.abort),
-            e.WITHDRAWN: Cell(s.BOUND, no, "withdrawn"),
+            e.WITHDRAWN: Cell(s.BOUND, nothing, "withdrawn"),
         },
     }
 

@@ -55,7 +55,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SlotShare:
     """A push's part of a staging slot: its writes, as offsets into the slot, and its checksums if they are wanted."""
 
     slot: StagingSlot
@@ -68,8 +68,8 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DirectPart:
-    """What one unit pushes of P's cache directly to a D worker, for its checksums."""
+class DirectWrites:
+    """Bytes of P's cache that one unit writes directly to a D worker; for its checksums."""
 
     push: str
     worker: int
@@ -88,14 +88,14 @@ class Table:
     known: int = 0
 
     @property
-    def told(self) -> NDArray[np.int32]:
+    def known_ids(self) -> NDArray[np.int32]:
         return self.ids[: self.known]
 
     def extend(self, more: NDArray[np.int32]) -> None:
         end = self.known + len(more)
         if end > len(self.ids):
             grown = np.empty(2 * end, dtype=np.int32)
-            grown[: self.known] = self.told
+            grown[: self.known] = self.known_ids
             self.ids = grown
         self.ids[self.known : end] = more
         self.known = end
@@ -121,7 +121,7 @@ class Push:
     final_step: int | None = None  # the last one that computes tokens of it; unknown until then, and after a restart
     pairs: Mapping[int, Pair] = field(default_factory=dict)  # by D worker; the protocol's own records
     plans: dict[tuple[int, int], JobPlan] = field(default_factory=dict)  # of direct pushes, by step and pairing
-    pieces: dict[tuple[int, Unit], Piece] = field(default_factory=dict)  # staged, by D worker and unit
+    slot_shares: dict[tuple[int, Unit], SlotShare] = field(default_factory=dict)  # staged, by D worker and unit
     owed: set[Share] = field(default_factory=set)  # shares of exchanges that have not brought everything yet
     held: bool = False  # nothing of it is submitted: its blocks are about to be overwritten
     sealing: bool = False  # the last layer was announced, but exchanges are still owed
@@ -162,9 +162,9 @@ class Push:
         )
 
     def __repr__(self) -> str:
-        """<Push p-1 of decode-1/7/uuid-7: 12 blocks, 2 pieces, owes 1, held; D rank 0 push 3 out>"""
+        """<Push p-1 of decode-1/7/uuid-7: 12 blocks, 2 slot shares, owes 1, held; D rank 0 push 3 out>"""
         words = [f"{' + '.join(str(table.known) for table in self.tables)} blocks"]
-        words += [f"{len(self.pieces)} pieces"] if self.pieces else []
+        words += [f"{len(self.slot_shares)} slot shares"] if self.slot_shares else []
         words += [f"owes {len(self.owed)}"] if self.owed else []
         words += [word for word in ("held", "sealing", "closed", "over") if getattr(self, word)]
         pairs = [
@@ -211,13 +211,13 @@ class Push:
     def endpoint(self, worker: int) -> Endpoint:
         return self.reservation.endpoints[worker]
 
-    def extend(self, step: int, piece: PushSlice) -> None:
+    def extend(self, step: int, push_slice: PushSlice) -> None:
         """Add a step's new blocks. Those from before a preemption were forgotten (`Pushes.draining`)."""
-        if piece.restart and any(table.known for table in self.tables):
-            raise LocalProtocolError(f"push {self.name} starts over, but nobody was told that it had lost its blocks")
-        for table, more in zip(self.tables, piece.new_blocks, strict=True):
+        if push_slice.restart and any(table.known for table in self.tables):
+            raise LocalProtocolError(f"push {self.name} starts over, without a message that it had lost its blocks")
+        for table, more in zip(self.tables, push_slice.new_blocks, strict=True):
             table.extend(more)
-        if piece.final:
+        if push_slice.final:
             self.final_step = step
 
     def plan(self, step: int, layer: int) -> JobPlan | None:
@@ -228,8 +228,11 @@ class Push:
         """Return the kind of an own layer on D."""
         return self.pairings[self.pairing_of[layer]].d
 
-    def direct_parts(self) -> Iterator[DirectPart]:
-        """Return all that was offered directly so far, to workers of D that still take it."""
+    def direct_writes(self) -> Iterator[DirectWrites]:
+        """Return all that was offered directly so far, by D worker.
+
+        The tables are not copied. A push that starts over changes them, and then these sums are not used.
+        """
         for worker, pair in self.pairs.items():
             rank, known = self.rank_of(worker), pair.coverage
             for unit in (*known.covered, *known.out, *known.pending):
@@ -238,9 +241,10 @@ class Push:
                 plan, d = self.plan(unit.step, unit.layer), self.d_kind(unit.layer)
                 if plan is None:
                     raise LocalProtocolError(f"step {unit.step} of push {self.name} was forgotten")
-                part = plan.parts[rank]
-                heads, tokens, peer = range(*part.heads), range(part.lo, part.hi), (d.dealt, d.ranks.part(rank))
-                yield DirectPart(self.name, worker, unit.layer, heads, tokens, self.table(unit.layer).copy(), peer)
+                delivery = plan.deliveries[rank]
+                heads, tokens = range(*delivery.heads), range(delivery.lo, delivery.hi)
+                table, peer = self.table(unit.layer), (d.dealt, d.ranks.part(rank))
+                yield DirectWrites(self.name, worker, unit.layer, heads, tokens, table, peer)
 
     def forget(self) -> None:
         """Forget the blocks, which are lost, and the plans that would read them."""
@@ -252,7 +256,7 @@ class Push:
 
     def table(self, layer: int) -> NDArray[np.int32]:
         """Return the blocks of an own layer."""
-        return self.tables[self.pairings[self.pairing_of[layer]].p.group].told
+        return self.tables[self.pairings[self.pairing_of[layer]].p.group].known_ids
 
     def lost(self, pairing: int, lo: int, hi: int) -> bool:
         """Return whether P keeps no block for some of tokens [lo, hi), or for the state."""
@@ -260,7 +264,7 @@ class Push:
         if not p.own.partial:
             return False
         begin, stop = lo // p.covers, -(-hi // p.covers)
-        kept = self.tables[p.group].told[begin:stop]
+        kept = self.tables[p.group].known_ids[begin:stop]
         return len(kept) < stop - begin or not kept.all()
 
     def job(self, pairing: int, lo: int, hi: int, instance: int = 0) -> Job:
@@ -271,7 +275,7 @@ class Push:
             first=self.firsts[pairing],
             lo=lo,
             hi=hi,
-            p_blocks=self.tables[pair.p.group].told,
+            p_blocks=self.tables[pair.p.group].known_ids,
             d_blocks=self.d_blocks[pair.d.group],
             instance=instance,
         )

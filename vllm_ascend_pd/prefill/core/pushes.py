@@ -21,9 +21,9 @@ from vllm_ascend_pd.geometry.plan import Job, StepPlanner, push_range
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.metadata import Exchanged, PrefillStep, PushSlice, PushStart
 from vllm_ascend_pd.prefill.core.batches import Bases, Batch, Triples, grouped, joined, spans_of, staged, unit_of
-from vllm_ascend_pd.prefill.core.exchanges import Exchanges, Run, Staged, SubStep
+from vllm_ascend_pd.prefill.core.exchanges import Exchanges, PlannedExchange, Run, Staged
 from vllm_ascend_pd.prefill.core.orders import OrderBook
-from vllm_ascend_pd.prefill.core.push import DirectPart, Piece, Push, Unit
+from vllm_ascend_pd.prefill.core.push import DirectWrites, Push, SlotShare, Unit
 from vllm_ascend_pd.protocol import actions as act
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Contributor, Endpoint
@@ -38,8 +38,6 @@ IN_FLIGHT = 2  # batches per destination: one on the wire, one behind it
 MAX_CHARACTERS = 200  # characters of another library's error that are sent to D
 
 Sums = Mapping[int, tuple[int, ...]]  # checksums of each component, by member of an exchange
-# Returns the checksums, by component, of a direct part in the cache.
-Digest = Callable[[DirectPart], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +76,7 @@ class StepPlan:
 
     number: int
     direct: bool = False
-    parts: list[SubStep] = field(default_factory=list)
+    exchanges: list[PlannedExchange] = field(default_factory=list)
     pushes: list[Push] = field(default_factory=list)  # of which this step computes tokens
     final: list[Push] = field(default_factory=list)  # those of which it computes the last tokens
     again: list[Run] = field(default_factory=list)
@@ -131,8 +129,8 @@ class Pushes:
 
     def begin(self, now: float, step: PrefillStep) -> StepPlan:
         """Take in a step's metadata and plan what its layers will push."""
-        if self._sender is None and step.engine is not None:
-            self._open_engine(step.engine)
+        if self._sender is None and step.geometry is not None:
+            self._set_geometry(step.geometry)
         for abort in step.aborts:
             self.abort(now, abort.push, abort.code, abort.detail)
         for start in step.starts:
@@ -237,10 +235,10 @@ class Pushes:
         for push in plan.pushes:
             self.abort(now, push.name, "PD-GEO-004", layer)
 
-    def staged(self, now: float, item: Staged, strangers: Sequence[list[int]], sums: Sequence[Sums]) -> None:
+    def staged(self, now: float, item: Staged, absent: Sequence[list[int]], sums: Sequence[Sums]) -> None:
         """Offer what an exchange has brought; drop bytes of pushes that have ended or started over meanwhile.
 
-        By slot: `strangers` are the ranks that did not send their part, `sums` the checksums of what came, if wanted.
+        By slot: `absent` are the ranks that did not send their part, `sums` the checksums of what came, if wanted.
         """
         if self.exchanges is None:
             return
@@ -248,11 +246,11 @@ class Pushes:
         if self._site.leads:
             self._effects.append(MetricValue("regroup_time_seconds", item.waited))
         if item.error is not None:
-            self._fail_exchanged(now, run.part.members, str(item.error)[:MAX_CHARACTERS])
-        for index, (slot, ranks) in enumerate(zip(item.slots, strangers, strict=True)):
+            self._fail_exchanged(now, run.exchange.members, str(item.error)[:MAX_CHARACTERS])
+        for index, (slot, ranks) in enumerate(zip(item.slots, absent, strict=True)):
             if slot is None:
                 continue
-            share = run.part.shares[index]
+            share = run.exchange.shares[index]
             if ranks:
                 why = f"prefill ranks {', '.join(map(str, ranks))} did not give their part"
                 self._fail_exchanged(now, list(share.pushes), why)
@@ -261,13 +259,13 @@ class Pushes:
             if not slot.users:
                 self.exchanges.staging.release(slot)
             self.exchanges.arrived(share, run.unit.layer)
-        self._seal(now, run.part.members)
+        self._seal(now, run.exchange.members)
         self._note("staged", item.facts)
 
-    def direct_parts(self, step: int, names: Iterable[str]) -> list[DirectPart]:
+    def direct_writes(self, step: int, names: Iterable[str]) -> list[DirectWrites]:
         """Return what was pushed directly of the pushes whose last step this was: all of it is computed now."""
         ending = (push for push in self._open(names) if push.final_step == step and push.live)
-        return [part for push in ending for part in push.direct_parts()]
+        return [written for push in ending for written in push.direct_writes()]
 
     def sealed(
         self,
@@ -275,7 +273,7 @@ class Pushes:
         step: int,
         names: Iterable[str],
         announced_at: float,
-        sums: Iterable[tuple[DirectPart, tuple[int, ...]]] = (),
+        sums: Iterable[tuple[DirectWrites, tuple[int, ...]]] = (),
     ) -> None:
         """End a step whose direct layers were all offered. It was the last of these pushes: seal them once complete.
 
@@ -334,7 +332,7 @@ class Pushes:
         self._note("layer_pushed", lambda: {"ok": landed, "took": now - batch.submitted_at, **batch.facts()})
         if landed:
             self._effects.append(MetricValue("bytes_transferred", sum(batch.size)))
-            if batch.direct and self.exchanges is not None:
+            if batch.direct:
                 self._effects.append(MetricValue("bytes_direct", batch.direct))
             self._effects.append(MetricValue("num_descriptors", len(batch.size)))
         for claim in batch.claims:
@@ -384,23 +382,28 @@ class Pushes:
     # -- starting and planning
 
     @property
+    def counters(self) -> Mapping[str, int]:
+        """Irregular events of the protocol, by name."""
+        return self._sender.counters if self._sender is not None else {}
+
+    @property
     def _machine(self) -> Sender:
         if self._sender is None:
             raise LocalProtocolError("the machine is asked before its first step")
         return self._sender
 
-    def _open_engine(self, engine: CacheGeometry) -> None:
+    def _set_geometry(self, geometry: CacheGeometry) -> None:
         me = self._site.contributor
-        self._first_layer = engine.first_layer(me.stage)
-        self._orders = self.orders_type(engine, self._own, me, self._config.regroup, self._room)
-        self._planners = [self.planner_type(kind, me.rank) for kind in engine.kinds]
+        self._first_layer = geometry.first_layer(me.stage)
+        self._orders = self.orders_type(geometry, self._own, me, self._config.regroup, self._room)
+        self._planners = [self.planner_type(kind, me.rank) for kind in geometry.kinds]
         if self._staging is not None and self._room is not None:
-            self.exchanges = Exchanges.of(engine, self._own, me.rank, self._staging, self._room)
+            self.exchanges = Exchanges.of(geometry, self._own, me.rank, self._staging, self._room)
         self._sender = self.sender_type(
             incarnation=self._site.incarnation,
             contributor=me,
             model=self._site.model,
-            geometry=engine,
+            geometry=geometry,
             timers=self._config.timers,
             quiet_s=self._config.quiet_s,
         )
@@ -426,17 +429,17 @@ class Pushes:
         direct: dict[int, list[tuple[Push, int, Job]]] = {}  # by P's kind of layer
         exchanged: dict[int, list[tuple[Push, Job]]] = {}
         instances: dict[tuple[Endpoint, ...], int] = {}
-        for piece in slices:
-            push = self._pushes.get(piece.push)
+        for push_slice in slices:
+            push = self._pushes.get(push_slice.push)
             if push is None or not self._takes_part(push):
                 continue
-            push.extend(number, piece)
+            push.extend(number, push_slice)
             planned.pushes.append(push)
-            if piece.final:
+            if push_slice.final:
                 planned.final.append(push)
             tokens = 0
             for index, pair in enumerate(push.pairings):
-                lo, hi = self._leaving(push, index, piece)
+                lo, hi = self._leaving(push, index, push_slice)
                 tokens = max(tokens, hi - lo)
                 if hi == lo:
                     continue
@@ -451,7 +454,7 @@ class Pushes:
                     exchanged.setdefault(pair.kind, []).append((push, job))
                 elif not self.dead:  # else nothing would use the plan
                     direct.setdefault(pair.kind, []).append((push, index, job))
-            facts = {"step": number, "before": piece.before, "after": piece.after, "tokens": tokens}
+            facts = {"step": number, "before": push_slice.before, "after": push_slice.after, "tokens": tokens}
             self._effects.append(act.Note("step", {"transfer": push.transfer, **facts}))
         for kind, work in sorted(direct.items()):
             plans = self._planners[kind].plan([job for _, _, job in work], number)
@@ -462,15 +465,15 @@ class Pushes:
             self._direct[number] = list(dict.fromkeys(pushes))
             planned.direct = True
         if exchanged and self.exchanges is not None:
-            planned.parts = self.exchanges.plan(number, exchanged)
+            planned.exchanges = self.exchanges.plan(number, exchanged)
         return planned
 
-    def _leaving(self, push: Push, pairing: int, piece: PushSlice) -> tuple[int, int]:
+    def _leaving(self, push: Push, pairing: int, push_slice: PushSlice) -> tuple[int, int]:
         """Return the tokens [lo, hi) of one pairing's layers that leave in a step. A state leaves once, at the end."""
         if push.pairings[pairing].d.own.stateful:
-            return 0, int(piece.final)
+            return 0, int(push_slice.final)
         size = push.pairings[pairing].d.covers
-        return push_range(push.firsts[pairing], push.reservation.end, piece.before, piece.after, size)
+        return push_range(push.firsts[pairing], push.reservation.end, push_slice.before, push_slice.after, size)
 
     def _takes_part(self, push: Push) -> bool:
         """Return whether the push is planned.
@@ -487,14 +490,14 @@ class Pushes:
     # -- offering and sealing
 
     def _offer_staged(self, now: float, run: Run, index: int, slot: StagingSlot, sums: Sums) -> None:
-        planned, share = run.part.plan.slots[index], run.part.shares[index]
+        planned, share = run.exchange.plan.slots[index], run.exchange.shares[index]
         for member, writes in planned.writes.items():
-            push, piece = run.part.members[member], Piece(slot, writes, sums.get(member))
-            if piece.nbytes and share in push.owed:
+            push, slot_share = run.exchange.members[member], SlotShare(slot, writes, sums.get(member))
+            if slot_share.nbytes and share in push.owed:
                 slot.users += 1
                 worker = push.worker(run.unit.layer, planned.d_rank)
-                push.pieces[worker, run.unit] = piece
-                self._do(now, self._machine.offer(now, push.name, worker, run.unit, piece.nbytes))
+                push.slot_shares[worker, run.unit] = slot_share
+                self._do(now, self._machine.offer(now, push.name, worker, run.unit, slot_share.nbytes))
 
     def _fail_exchanged(self, now: float, pushes: Iterable[Push], why: str) -> None:
         for push in pushes:
@@ -536,7 +539,8 @@ class Pushes:
             parts += spans
             session = theirs.session
             taken.append(claim)
-            direct += 0 if unit_of(claim).part else sum(int(part.size.sum()) for part in spans)
+            if self.exchanges is not None and not unit_of(claim).part:
+                direct += sum(int(part.size.sum()) for part in spans)
         if not taken:
             return None
         triples = joined(parts)
@@ -556,20 +560,20 @@ class Pushes:
         self._do(now, self._machine.returned(now, claim))
         self.abort(now, claim.push, code, why)
 
-    # -- staging slots: one goes back when the last of its pieces is written or dropped
+    # -- staging slots: one goes back when the last share of it is written or dropped
 
     def _drop(self, push: Push, worker: int, unit: Unit) -> None:
-        piece = push.pieces.pop((worker, unit), None)
-        if piece is not None and self._staging is not None:
-            piece.slot.users -= 1
-            if not piece.slot.users:
-                self._staging.release(piece.slot)
+        slot_share = push.slot_shares.pop((worker, unit), None)
+        if slot_share is not None and self._staging is not None:
+            slot_share.slot.users -= 1
+            if not slot_share.slot.users:
+                self._staging.release(slot_share.slot)
 
     def _let_go(self, push: Push) -> None:
         """Stop exchanges for a push, and drop what is staged for it, except what is being written."""
         if self.exchanges is not None:
             self.exchanges.forget(push)
-        for worker, unit in list(push.pieces):
+        for worker, unit in list(push.slot_shares):
             if unit not in push.pairs[worker].coverage.out:
                 self._drop(push, worker, unit)
 

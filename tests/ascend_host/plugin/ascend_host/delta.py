@@ -9,6 +9,7 @@ over many tokens is an operator of this plug-in, so that it is one task of its s
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -234,7 +235,7 @@ def chunk_gated_delta_rule(
     return out.unsqueeze(0), after.transpose(-1, -2)
 
 
-IN_PLACE_OF = {
+IN_PLACE_OF: dict[str, Any] = {
     "vllm_ascend.ops.gdn": {
         "chunk_gated_delta_rule": chunk_gated_delta_rule,
         "clear_ssm_states": clear_ssm_states,

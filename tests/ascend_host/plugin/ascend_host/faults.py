@@ -56,7 +56,7 @@ def _events() -> None:
 
     for fault, kind in (("computed", Computed), ("staged", Staged)):
 
-        def forgetful(put: Any, writer: Writer, item: Any, kind: type = kind) -> None:
+        def forgetful(put: Any, writer: Writer, item: Any, kind: Any = kind) -> None:
             put(writer, dataclasses.replace(item, event=_Past()) if isinstance(item, kind) else item)
 
         _instead(Writer, "put", fault, forgetful)
@@ -94,19 +94,19 @@ def _order() -> None:
     """Reverse what the collective sends and receives: torch itself sorts the ranks of a group."""
     import torch
 
-    from vllm_ascend_pd.regroup.exchange import Exchange
+    from vllm_ascend_pd.regroup.exchange import GroupExchange
 
     def turn(buffer: torch.Tensor, sizes: list[int]) -> None:
         used = buffer[: sum(sizes)]
         used.copy_(torch.cat(used.split(sizes)[::-1]))
 
-    def reversed_order(all_to_all: Any, exchange: Exchange, rows: Any) -> None:
+    def reversed_order(all_to_all: Any, exchange: GroupExchange, rows: Any) -> None:
         turn(exchange._send, rows.send_splits)
         send, receive = rows.send_splits[::-1], rows.receive_splits[::-1]
         all_to_all(exchange, dataclasses.replace(rows, send_splits=send, receive_splits=receive))
         turn(exchange._receive, receive)
 
-    _instead(Exchange, "_all_to_all", "order", reversed_order)
+    _instead(GroupExchange, "_all_to_all", "order", reversed_order)
 
 
 def _hook() -> None:

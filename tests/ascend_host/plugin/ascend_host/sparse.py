@@ -85,7 +85,7 @@ def lightning_indexer(
         scores = torch.zeros(rows.stop - rows.start, count, dtype=torch.float64)
         for head in range(query.shape[1]):
             scores += weights[rows, head : head + 1].double() * (query[rows, head].double() @ keys.t()).relu()
-        hidden = ~visible(*scores.shape, sparse_mode, 0, 0)
+        hidden = ~visible(rows.stop - rows.start, count, sparse_mode, 0, 0)
         order = scores.masked_fill(hidden, -torch.inf).sort(descending=True, stable=True).indices[:, :sparse_count]
         chosen = order.masked_fill(hidden.gather(1, order), NOBODY).int()
         best[rows, 0, : chosen.shape[1]] = chosen

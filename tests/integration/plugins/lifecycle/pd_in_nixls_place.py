@@ -8,11 +8,13 @@ in place of NIXL's fields, whose metaserver never answers. Scheduler and connect
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 from typing import Any
 
 import msgspec
 from unit.geometry.reference import geometry
+from unit.vllm_configs import cache_config, vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -26,7 +28,7 @@ from vllm_ascend_pd.protocol.identity import Endpoint
 METASERVER = "http://127.0.0.1:9"
 ROLES: dict[str, dict[str, Any]] = {
     "kv_producer": {"hold_sources": 64, "hold_share": 1.0},
-    "kv_consumer": {"metaserver_urls": [METASERVER]},
+    "kv_consumer": {"metaserver_urls": [METASERVER], "first_token": "off"},  # none would come
 }
 ROLE = os.environ["PD_ROLE"]
 
@@ -59,6 +61,55 @@ class InNixlsPlace(AscendPushConnector):
 
 def _never_answered(self: MetaserverClient, *_: object, **__: object) -> None:
     """Send nothing."""
+
+
+class InTheMocksPlace(InNixlsPlace):
+    """This connector for the scheduler's tests. Where their mock has tokens for every request, each gets a ticket."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+        self._tickets = bool(vllm_config.kv_transfer_config.get_from_extra_config("matched_tokens", 0))
+        super().__init__(vllm_config, role, kv_cache_config)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._tickets and ROLE == "kv_consumer" and request.kv_transfer_params is None:
+            request.kv_transfer_params = {"do_remote_prefill": True}
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
+class ByStage(InNixlsPlace):
+    """This connector for the handshake's test, which makes its connector without arguments and asks what it got."""
+
+    def __init__(self) -> None:
+        super().__init__(vllm_config(ROLE), KVConnectorRole.SCHEDULER, cache_config())
+        self.legacy_metadata: Any = None
+        self.pp_aware_metadata: Any = None
+
+    def set_xfer_handshake_metadata(self, metadata: Any) -> None:
+        self.legacy_metadata = metadata
+        super().set_xfer_handshake_metadata(metadata)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
+        super().set_xfer_handshake_metadata_pp_aware(metadata)
+        self.pp_aware_metadata = metadata
+
+
+_numbers = itertools.count()
+
+
+def _of_the_next_stage() -> Handshake:
+    """Return the facts of a worker with a layer of its own, in the place of a test's empty metadata."""
+    layers = msgspec.structs.replace(geometry("token", heads=1, tp=1, block=16), stages=((f"l.{next(_numbers)}",),))
+    return Handshake(WorkerFacts(Endpoint("127.0.0.1", 9), layers))
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Put this connector in the place of the connectors that the tests define or register themselves."""
+    for module in {item.module for item in items}:
+        if module.__name__.startswith("tests.v1.core."):
+            for name in ("MockKVConnector", "ExampleConnector"):
+                KVConnectorFactory._registry[name] = lambda: InTheMocksPlace
+        if hasattr(module, "_PPAwareConnector"):
+            module._PPAwareConnector, module._Metadata = ByStage, _of_the_next_stage
 
 
 MetaserverClient.reserve = _never_answered  # type: ignore[method-assign]

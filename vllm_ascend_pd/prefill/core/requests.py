@@ -21,7 +21,7 @@ from vllm_ascend_pd.protocol.versions import WHOLE
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class NewRequest:
     """A request that vLLM schedules for the first time."""
 
     request_id: str
@@ -35,7 +35,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class RequestEnding:
     """End of a request, for its answer."""
 
     held: bool  # whether its blocks are
@@ -56,16 +56,16 @@ def opened(offer: Offer, unseal: Callable[[bytes], Reservation]) -> Reservation 
     return reservation
 
 
-class Desk:
+class PushRequests:
     """Requests of P's scheduler."""
 
     def __init__(self, book: PushBook, meetings: Meetings, computing: Computing) -> None:
         self.book, self.meetings, self.computing = book, meetings, computing
 
     @property
-    def engine(self) -> CacheGeometry | None:
+    def geometry(self) -> CacheGeometry | None:
         """Geometry of this engine's cache, once its workers have reported it."""
-        return self.meetings.engine
+        return self.meetings.geometry
 
     # -- requests
 
@@ -73,19 +73,19 @@ class Desk:
         """Return whether the request was taken or refused: vLLM announces it again when it resumes."""
         return self.book.knows(request_id) or self.meetings.knows(request_id)
 
-    def take(self, now: float, asked: Asked) -> PdError | None:
+    def take(self, now: float, asked: NewRequest) -> PdError | None:
         """Take a request, once. A refusal is returned, and the request is prefilled all the same."""
-        engine = self.engine
+        geometry = self.geometry
         if asked.reservation is not None:
             if WHOLE in asked.reservation.needs and asked.tells != asked.reservation.seed:
                 why = "other sampling" if asked.tells is not None else "none of this request's"
                 return self.book.refuse(asked.request_id, PdError("PD-META-033", why=why))
-            return self.book.admit(asked.request_id, asked.reservation, *asked.prompt, asked.push, engine)
-        why = not_held(engine) if engine is not None else "no worker has told its cache"
-        if why or engine is None:
+            return self.book.admit(asked.request_id, asked.reservation, *asked.prompt, asked.push, geometry)
+        why = not_held(geometry) if geometry is not None else "no worker has reported its cache"
+        if why or geometry is None:
             return self.book.refuse(asked.request_id, PdError("PD-META-031", why=why))
         facts = asked.request_id, asked.push, asked.meets, asked.uuid, asked.prompt
-        self.meetings.source(now, *facts, len(engine.tables))
+        self.meetings.source(now, *facts, len(geometry.tables))
         return None
 
     def cuts(self, request_id: str) -> bool:
@@ -97,7 +97,7 @@ class Desk:
 
     def ends(self, request_id: str) -> bool:
         """Return whether nothing may be computed behind the prompt: a state would be overwritten in place."""
-        return self.engine is not None and self.engine.leaves_last and self.book.tracks(request_id)
+        return self.geometry is not None and self.geometry.leaves_last and self.book.tracks(request_id)
 
     def step(
         self,
@@ -119,7 +119,7 @@ class Desk:
         collects = self.meetings.collects(request_id)
         if not collects and not self.book.tracks(request_id):
             return
-        groups = self.engine.tables if self.engine is not None else ()
+        groups = self.geometry.tables if self.geometry is not None else ()
         blocks = new or ((),) * max(1, len(groups))
         if any(group.stateful for group in groups):
             exact = zip(groups, tables(request_id), blocks, strict=True)
@@ -143,7 +143,7 @@ class Desk:
         well: bool,
         why: str,
         sampled: Callable[[], Sample | None] = lambda: None,
-    ) -> Ending:
+    ) -> RequestEnding:
         """Handle a request's end. `well`: its prompt was computed. `sampled` is called if D may want the token."""
         refusal, pushed = self.book.refusal(request_id), self.book.tracks(request_id)
         met, collected, well = (
@@ -156,10 +156,10 @@ class Desk:
         waits = self.meetings.finished(now, request_id, well=well, sample=sample)
         held = self.book.finished(request_id, holds_blocks=holds_blocks, why=why) or waits
         if waits:
-            return Ending(held, self.meetings.told(request_id))
+            return RequestEnding(held, self.meetings.held_record(request_id))
         if collected and well:
             refusal = PdError("PD-META-028", count=self.meetings.counts()["held"])
-        return Ending(held, pushed=pushed, refusal=refusal, first=first)
+        return RequestEnding(held, pushed=pushed, refusal=refusal, first=first)
 
     # -- messages of D's schedulers
 

@@ -38,7 +38,7 @@ class Ended:
     open: TransferId | None = None  # its load, which is cancelled now
 
 
-class Desk:
+class LoadRequests:
     def __init__(self, book: LoadBook, seeds: SeedBook) -> None:
         self.book, self.seeds = book, seeds
         self._ways: dict[str, Way | None] = {}  # by request; looked up in every step that it waits
@@ -88,7 +88,7 @@ class Desk:
 
     def token(self, transfer: TransferId, first: First | None, code: str = "", why: str = "") -> None:
         """Record the first token that has come with the end of the call, or why none will come."""
-        self.seeds.told(transfer, first if not code else None, "prefill failed" if code else why)
+        self.seeds.received(transfer, first if not code else None, "prefill failed" if code else why)
 
     def received(self, now: float, request_id: str, *, starts: bool) -> Received | None:
         """Record that all workers have reported a request. None if it is no load of ours (any more).

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Three groups of unequal block sizes over the same pages, as DeepSeek-V4 has them: every byte of D's memory.
+
+Layers with a window keep many numbers of few tokens in a block, layers with a latent few numbers of many tokens, and an
+indexer's layers lie between. A page is as long as the largest block; the others are padded. The reference is the cache
+as slicing would fill it, so that padding, other blocks and blocks before a window must be as they were.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from unit.runtime.caches import TokenMajorDevice
+from vllm_ascend_pd.device.caches import CacheBytes, CacheShape, LayerShape, describe
+from vllm_ascend_pd.engine import WorkerFacts, merge_geometries
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Group
+from vllm_ascend_pd.geometry.match import mismatches
+from vllm_ascend_pd.geometry.pairing import pairings
+from vllm_ascend_pd.geometry.plan import Job, StepPlanner, push_range
+
+POOL = 40  # pages
+
+
+@dataclass(frozen=True)
+class Sort:
+    """Layers of one group: their heads in the whole model, the numbers of a head, and the window or 0."""
+
+    heads: int
+    dim: int
+    window: int
+
+
+SORTS = (Sort(4, 8, 20), Sort(1, 6, 0), Sort(1, 10, 0))
+LAYERS = {f"l.{i}": i % 3 for i in range(6)}  # two layers of each group: l.0, l.1 and l.2 share an address
+P_SIZES, D_SIZES = (16, 96, 32), (8, 64, 48)  # tokens in a block of each group
+
+
+def number(name: str, token: int, head: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    sort = SORTS[LAYERS[name]]
+    return np.arange(sort.dim, dtype=np.float32) + 16 * (head + 4 * (token + 1024 * int(name[2:])))
+
+
+class Side:
+    """One rank's memory: a storage for each third of the layers, cut into pages."""
+
+    def __init__(self, sizes: tuple[int, ...], tp: int, rank: int) -> None:
+        self.sizes, self.rank = sizes, rank
+        self.local = [max(1, sort.heads // tp) for sort in SORTS]
+        self.first = [rank * sort.heads // tp if sort.heads > 1 else 0 for sort in SORTS]
+        held = [size * heads * sort.dim for size, heads, sort in zip(sizes, self.local, SORTS, strict=True)]
+        page = max(held) + 5
+        self.storages = [torch.full((POOL * page,), -1.0) for _ in range(2)]
+        self.made = {name: self._view(name, page) for name in LAYERS}
+        groups = tuple(
+            Group(size, "window", sort.window) if sort.window else Group(size)
+            for size, sort in zip(sizes, SORTS, strict=True)
+        )
+        shapes = [LayerShape(local, sort.heads, sort.dim) for local, sort in zip(self.local, SORTS, strict=True)]
+        first, *_ = shapes
+        shape = CacheShape(
+            sizes[0], first.local_heads, first.total_heads, first.head_size, tp,
+            unlike={name: shapes[group] for name, group in LAYERS.items()}, groups=groups, group_of=LAYERS,
+        )  # fmt: skip
+        self.caches = describe(self.made, shape, TokenMajorDevice())
+
+    def _view(self, name: str, page: int) -> torch.Tensor:
+        group = LAYERS[name]
+        size, heads, dim = self.sizes[group], self.local[group], SORTS[group].dim
+        storage = self.storages[int(name[2:]) // 3]
+        return storage.as_strided((POOL, size, heads, dim), (page, heads * dim, dim, 1))
+
+    def fill(self, tables: list[list[int]], first: list[int], end: int) -> Side:
+        """Fill the blocks of one request: of each group the tokens from `first` on."""
+        for name, group in LAYERS.items():
+            for token in range(first[group], end):
+                block, at = tables[group][token // self.sizes[group]], token % self.sizes[group]
+                for head in range(self.local[group]):
+                    values = number(name, token, head + self.first[group])
+                    self.made[name][block, at, head] = torch.from_numpy(values)
+        return self
+
+    def bytes(self, layer: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+        return CacheBytes(self.caches, TokenMajorDevice()).region(layer, 0)
+
+
+def whole(sides: list[Side]) -> CacheGeometry:
+    return merge_geometries({(0, side.rank): WorkerFacts(None, side.caches.geometry) for side in sides})
+
+
+def tables(sizes: tuple[int, ...], first: list[int], end: int, step: int) -> list[list[int]]:
+    """Return block tables whose blocks are all of one pool, null (0) before `first`."""
+    free = [1 + (step * i) % (POOL - 1) for i in range(POOL - 1)]
+    return [
+        [0 if (i + 1) * size <= begin else free.pop() for i in range(-(-end // size))]
+        for size, begin in zip(sizes, first, strict=True)
+    ]
+
+
+def begins(geometry: CacheGeometry, end: int) -> list[int]:
+    return [group.begins(0, end) for group in geometry.tables]
+
+
+@pytest.mark.parametrize("tps", [(1, 1), (2, 1), (1, 2), (4, 2)], ids=lambda tps: f"{tps[0]}→{tps[1]}")
+@pytest.mark.parametrize("chunk", [48, 1000])
+@pytest.mark.parametrize("end", [7, 63, 64, 145])
+def test_each_group_arrives_in_its_own_blocks_and_nothing_else_changes(
+    tps: tuple[int, int], chunk: int, end: int
+) -> None:
+    p, d, wanted = (
+        [Side(sizes, tp, rank) for rank in range(tp)]
+        for sizes, tp in ((P_SIZES, tps[0]), (D_SIZES, tps[1]), (D_SIZES, tps[1]))
+    )
+    ours, theirs = whole(p), whole(d)
+    assert not mismatches(ours, theirs) and len({group.block_size for group in theirs.tables}) == 3
+    of_p, of_d = begins(ours, end), begins(theirs, end)
+    p_tables, d_tables = tables(P_SIZES, of_p, end, 7), tables(D_SIZES, of_d, end, 11)
+    for side in p:
+        side.fill(p_tables, of_p, end)
+    moved = 0
+    pairs = pairings(ours, theirs)
+    assert {name for pair in pairs for name in pair.layers} == set(LAYERS)
+    for step, before in enumerate(range(0, end, chunk)):
+        for pair in pairs:
+            first, size = of_d[pair.d.group], pair.d.covers
+            lo, hi = push_range(first, end, before, min(before + chunk, end), size)
+            if lo == hi:
+                continue
+            p_table, d_table = p_tables[pair.p.group], d_tables[pair.d.group][first // size :]
+            job = Job(pair.d, first, lo, hi, np.array(p_table, np.int32), np.array(d_table, np.int32))
+            for source in p:
+                (plan,) = StepPlanner(pair.p, source.rank).plan([job], step)
+                for name in sorted(pair.layers):
+                    here, there = ours.layers.index(name), theirs.layers.index(name)
+                    for d_rank, (spans,) in plan.by_rank.items():
+                        for src, dst, length in zip(spans.src, spans.dst, spans.size, strict=True):
+                            d[d_rank].bytes(there)[dst : dst + length] = source.bytes(here)[src : src + length]
+                            moved += int(length)
+    for got, reference in zip(d, wanted, strict=True):
+        reference.fill(d_tables, of_d, end)
+        assert all(torch.equal(*both) for both in zip(got.storages, reference.storages, strict=True))
+    cells = [(end - of_d[group]) * wanted[0].local[group] * SORTS[group].dim for group in LAYERS.values()]
+    assert moved == 4 * sum(cells) * tps[1], "each byte once"
+
+
+def test_a_block_of_p_that_is_no_multiple_of_d_s_is_refused_for_a_window() -> None:
+    ours = whole([Side(P_SIZES, 1, 0)])
+    found = mismatches(ours, whole([Side((12, 64, 48), 1, 0)]))
+    assert any("block_size of l.0" in str(one) for one in found), found

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The previous release of this package reads what this one writes, and this one reads its answer: no engine needed.
+
+A pair of engines of both is `tests/integration/test_rollout.py`.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tools.support import previous
+from unit.protocol import test_versions as words
+from unit.releases.previous_reads import READ
+from vllm_ascend_pd.protocol.versions import fingerprint, may_pair
+
+PROGRAM = Path(__file__).parent / "previous_reads.py"
+NEW: frozenset[str] = frozenset()  # names of messages that the previous state cannot know yet
+WRITTEN: dict[str, tuple[str, bytes]] = {name: (how, made) for name, how, made in words.written() if name not in NEW}
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the previous package makes of today's words."""
+    name, folder = previous.commit(), tmp_path_factory.mktemp("previous")
+    try:
+        previous.package(folder, name)
+    except previous.NotThere as why:
+        pytest.skip(f"{why}: it needs the history (fetch-depth: 0)")
+    told = {key: (how, base64.b64encode(made).decode()) for key, (how, made) in WRITTEN.items()}
+    given = json.dumps({"words": told, "model": "m", "fingerprint": fingerprint("m")})
+    env = {"PYTHONPATH": str(folder), "PATH": os.defpath}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM)], input=given, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, f"{name} cannot read what this state writes: {done.stderr[-2000:]}"
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert Path(found["package"]).is_relative_to(folder), "the previous package has read, not this one"
+    return found
+
+
+def test_the_previous_release_reads_what_this_one_writes_and_the_reverse(answer: dict[str, Any]) -> None:
+    assert answer["words"].keys() == WRITTEN.keys()
+    for name, (how, made) in WRITTEN.items():
+        back = base64.b64decode(answer["words"][name])
+        READ[how](back)  # this release reads it
+        kept(plain(how, back), plain(how, made), name)
+
+
+def test_a_metaserver_pairs_the_two(answer: dict[str, Any]) -> None:
+    assert answer["pairs"] is True and may_pair(answer["own"], fingerprint("m"))
+
+
+def plain(how: str, made: bytes) -> Any:
+    if how in ("posted", "answer"):
+        return msgspec.json.decode(made)
+    return msgspec.msgpack.decode(made[4:] if how in ("reservation", "source", "first") else made)
+
+
+def kept(found: Any, wanted: Any, where: str) -> None:
+    """Check that nothing has changed its meaning on the way. What only this release knows may be missing."""
+    if isinstance(found, dict):
+        for key, value in found.items():
+            if key in wanted:
+                kept(value, wanted[key], f"{where}.{key}")
+            else:
+                assert value in (None, "", 0, False, [], b""), f"{where}.{key} came from nowhere: {value}"
+    elif isinstance(found, list):
+        for index, value in enumerate(found):
+            if index < len(wanted):
+                kept(value, wanted[index], f"{where}[{index}]")
+            else:
+                assert value in (None, "", 0, False, [], b""), f"{where}[{index}] came from nowhere: {value}"
+    else:
+        assert found == wanted, f"{where}: {found} instead of {wanted}"

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tools/compare_ascend.py: the table has a column for each connector that ran, and a line for whatever one of them told."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools import compare_ascend
+from tools.compare_ascend import CONTENDERS, MARKS, PAGE, Column, table
+
+OURS, LAYERWISE, PULL = (contender.connector for contender in CONTENDERS)
+
+
+def test_a_line_for_each_result_in_the_order_of_the_run() -> None:
+    found = {
+        PULL: {
+            "TP 1 → 1: answers right": "8 of 8",
+            "P killed": "an error",
+            "TP 2 → 1: answers right": "refused: ranks",
+        },
+        OURS: {
+            "TP 1 → 1: answers right": "8 of 8",
+            "P killed": "right after 61 s",
+            "TP 2 → 1: answers right": "8 of 8",
+            "TP 2 → 1: median": "0.20 s",
+        },
+    }
+    assert table(found) == [
+        f"| | {OURS} | {PULL} |",
+        "|---|---|---|",
+        "| TP 1 → 1: answers right | 8 of 8 | 8 of 8 |",
+        "| P killed | right after 61 s | an error |",
+        "| TP 2 → 1: answers right | 8 of 8 | refused: ranks |",
+        "| TP 2 → 1: median | 0.20 s | – |",
+    ]
+
+
+def test_each_result_is_kept_at_once() -> None:
+    cells, kept = dict[str, str](), list[dict[str, str]]()
+    column = Column(cells, lambda: kept.append(dict(cells)))
+    column.tell("P killed", "right")
+    column.tell("then D", "free")
+    assert kept == [{"P killed": "right"}, {"P killed": "right", "then D": "free"}]
+
+
+def test_the_page_gets_the_table_between_its_marks() -> None:
+    page = f"before\n{MARKS.begin}\n| an older one |\n{MARKS.end}\nafter\n"
+    made = MARKS.filled(page, ["| a |", "|---|"])
+    assert made == f"before\n{MARKS.begin}\n| a |\n|---|\n{MARKS.end}\nafter\n"
+    assert MARKS.filled(made, ["| a |", "|---|"]) == made
+    for lost in MARKS:
+        with pytest.raises(ValueError, match="lacks a line"):
+            MARKS.filled(page.replace(lost, ""), [])
+
+
+def test_the_page_has_a_column_for_each_connector() -> None:
+    between = PAGE.read_text().split(f"{MARKS.begin}\n")[1].split(MARKS.end)[0].splitlines()
+    assert between[:2] == table({name: {} for name in (OURS, LAYERWISE, PULL)})
+    assert {line.count("|") for line in between} == {len(compare_ascend.CONTENDERS) + 2}
