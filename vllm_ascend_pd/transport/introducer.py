@@ -34,7 +34,7 @@ class Introduction(enum.Enum):
 @dataclass(slots=True, eq=False)
 class _Asked:
     address: str
-    since: float
+    cut_at: float  # when its connections are shut down next
     answered: float = 0.0
     answer: Introduction = Introduction.ASKING
     thread: threading.Thread = field(init=False)
@@ -68,7 +68,8 @@ class Introducer:
             if len(self._asked) + len(self._forgotten) >= MAX_AT_ONCE:
                 return Introduction.NO
             self._start(session)
-        elif self._clock() - asked.since > self._patience_s:
+        elif (now := self._clock()) > asked.cut_at:
+            asked.cut_at = now + AGAIN_S  # a look at all descriptors takes the writer's time
             hang_up(asked.address)  # the thread then ends, with NO
         return Introduction.ASKING
 
@@ -95,7 +96,7 @@ class Introducer:
 
     def _start(self, session: str) -> None:
         address = session.partition("/")[0]
-        asked = _Asked(address, self._clock())
+        asked = _Asked(address, self._clock() + self._patience_s)
         asked.thread = threading.Thread(target=self._run, args=(asked,), name=f"pd-introduce-{address}", daemon=True)
         self._asked[session] = asked
         asked.thread.start()
