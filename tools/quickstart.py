@@ -153,7 +153,7 @@ def _compare(case: Case, prefill: Engine) -> list[str]:
         return [f"{case.name}: no answer"]
     try:
         tally = Tally()
-        tally.check(case.name, expected.prompt, expected.tokens, answer.tokens, prefill.url, {"cache_salt": "gap"})
+        tally.check(case.name, expected.prompt, expected.tokens, answer.tokens, prefill.url, body={"cache_salt": "gap"})
         case.facts["tokens"] = "equal" if not tally.excused else "tie"
     except TokensDiffer as difference:
         case.facts["tokens"] = "DIFFER"

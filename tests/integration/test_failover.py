@@ -113,7 +113,7 @@ def test_no_request_is_lost_when_one_of_two_ps_is_killed_under_load(
     assert retried, "nobody was hit"
     for prompt, want, got in zip(prompts, reference_answers(door.prefill, prompts, 32), answers, strict=True):
         assert isinstance(got, Answer)
-        tally.check("a stream", prompt, want.tokens, got.tokens, door.prefill.url, {"cache_salt": "failover"})
+        tally.check("a stream", prompt, want.tokens, got.tokens, door.prefill.url, body={"cache_salt": "failover"})
     served = door.instances()[gone]["served"]
     answers = attempt(door.url, [body_of(fresh_prompt(180), 4) for _ in range(20)])
     assert all(isinstance(a, Answer) for a in answers)

@@ -62,7 +62,7 @@ def test_forged_parameters_are_a_plain_prefill_or_a_4xx(faulty: Site) -> None:
                 assert 400 <= got.status < 500, f"{engine.name}, {name}: {got}"
             else:
                 assert isinstance(got, Answer), f"{engine.name}, {name}: {got}"
-                faulty.tally.check(f"{engine.name}, {name}", prompt, want.tokens, got.tokens, faulty.prefill.url, {})
+                faulty.tally.check(f"{engine.name}, {name}", prompt, want.tokens, got.tokens, faulty.prefill.url)
         for name, got in zip(WRONG, attempt(engine.url, [_wrong(value) for value in WRONG.values()]), strict=True):
             assert isinstance(got, RequestFailed) and 400 <= got.status < 500, f"{engine.name}, {name}: {got}"
         # vLLM's own way to pass what its schema does not allow. It ends in vLLM's API server, or in a plain prefill.

@@ -126,7 +126,9 @@ def test_priorities(cluster: Cluster, allowed: list[str], make_pair: PairMaker, 
             answers = [*first.result(240.0), urgent]
         assert pair.failed_transfers() == failed
         for prompt, want, got in zip(prompts, expected, answers, strict=True):
-            pair.tally.check("priorities", prompt, want.tokens, got.tokens, p.url, {"cache_salt": fresh_salt("gap")})
+            pair.tally.check(
+                "priorities", prompt, want.tokens, got.tokens, p.url, body={"cache_salt": fresh_salt("gap")}
+            )
         assert pair.loaded_tokens() - tokens == sum(map(len, prompts)), "each prompt is loaded once"
         ends = sorted(one.started + one.seconds for one in answers)
         assert urgent.started + urgent.seconds < ends[-2], "what came last is not served last"

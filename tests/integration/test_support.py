@@ -27,7 +27,7 @@ from vllm_ascend_pd.observe.timeline import Trace, picture
 
 @contextmanager
 def reference(gap: float) -> Iterator[str]:
-    """A single engine whose two best logits are always `gap` apart."""
+    """A single engine whose two best tokens, 5 and 6, are always `gap` apart."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -60,26 +60,36 @@ def test_a_missing_token_is_a_difference() -> None:
 
 
 def test_a_token_that_differs_without_a_tie_fails_and_names_the_gap() -> None:
-    with reference(gap=0.01) as url, pytest.raises(TokensDiffer, match=r"1\.000e-02 apart"):
-        Tally().check("answer", [7], [1, 2], [1, 3], url)
+    with reference(gap=0.01) as url, pytest.raises(TokensDiffer, match=r"1\.000e-02 worse"):
+        Tally().check("answer", [7], [1, 5], [1, 6], url)
 
 
 def test_a_tie_is_excused_once_in_a_run_of_less_than_a_thousand() -> None:
     tally = Tally()
     with reference(gap=5e-5) as url:
-        tally.check("first", [7], [1, 2], [1, 3], url)
+        tally.check("first", [7], [1, 5], [1, 6], url)
         assert tally.summary().endswith("1 excused")
         with pytest.raises(TokensDiffer, match="too many"):
-            tally.check("second", [7], [1, 2], [1, 3], url)
+            tally.check("second", [7], [1, 5], [1, 6], url)
 
 
 def test_what_counts_as_a_tie_and_how_often_depends_on_the_type() -> None:
     tally = Tally(tie=0.1, excused_per=2)
     with reference(gap=0.05) as url:
         tally.check("equal", [7], [1, 2], [1, 2], url)
-        tally.check("excused", [7], [1, 2], [1, 3], url)
+        tally.check("excused", [7], [1, 5], [1, 6], url)
         with pytest.raises(TokensDiffer, match="too many"):
-            tally.check("once too often", [7], [1, 2], [1, 3], url)
+            tally.check("once too often", [7], [1, 5], [1, 6], url)
+
+
+def test_a_token_beside_a_tie_is_not_excused() -> None:
+    with reference(gap=0.0) as url, pytest.raises(TokensDiffer, match="inf worse"):
+        Tally().check("answer", [7], [1, 5], [1, 7], url)
+
+
+def test_a_token_that_one_of_two_engines_chooses_is_excused() -> None:
+    with reference(gap=0.01) as one, reference(gap=0.0) as other:
+        Tally().check("answer", [7], [1, 5], [1, 6], one, other)
 
 
 def test_a_shorter_answer_is_never_excused() -> None:

@@ -460,7 +460,7 @@ class Run:
                 raise Broken(f"{self.cell}: expected {want.tokens}, got {got.tokens}")
             return
         gap = {"cache_salt": fresh_salt("gap")}
-        self.site.tally.check(str(self.cell), p, want.tokens, got.tokens, reference.url, gap)
+        self.site.tally.check(str(self.cell), p, want.tokens, got.tokens, reference.url, body=gap)
 
     def _clear(self, problem: BaseException | None) -> str:
         if isinstance(problem, RequestFailed) and problem.status >= 400:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of answers token by token, which allows for ties between the reference's two best logits.
+"""Comparison of answers token by token, which allows for ties between the best tokens.
 
-Up to the first difference both sides have seen the same tokens, so the reference's logits at that place tell how close
-its two best tokens were. Below `tie` (1e-4, for float32) the order of additions can decide: such an answer is counted
-and excused, at most one in a thousand (or one in a smaller run). Any other difference is treated as wrong KV.
+Up to the first difference both sides have seen the same tokens, so an engine's logits at that place tell how much worse
+the other token is. Below `tie` (1e-4, for float32) the order of additions can decide: such an answer is counted and
+excused, at most one in a thousand (or one in a smaller run). Any other difference is treated as wrong KV.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from tools.support.client import post
 
 TIE = 1e-4
+LOOKED_AT = 20  # best tokens: as many as vLLM reports
 EXCUSED_PER = 1000
 
 
@@ -30,13 +32,13 @@ def first_difference(expected: Sequence[int], actual: Sequence[int]) -> int | No
     return None if len(expected) == len(actual) else min(len(expected), len(actual))
 
 
-def top_two_gap(reference: str, prompt: Sequence[int], body: Mapping[str, Any] | None = None) -> float:
-    """Return the gap between the reference's two best logits after `prompt` (log-probabilities differ as logits do)."""
-    asked = {"model": "model", **(body or {}), "prompt": list(prompt), "max_tokens": 1, "temperature": 0, "logprobs": 2}
-    answer = post(reference, {**asked, "ignore_eos": True, "return_tokens_as_token_ids": True})
+def shortfall(engine: str, prompt: Sequence[int], token: int, body: Mapping[str, Any] | None = None) -> float:
+    """Return how far the engine, alone, puts `token` below its best one after `prompt` (log-probabilities differ as
+    logits do)."""
+    asked = {"model": "model", **(body or {}), "prompt": list(prompt), "max_tokens": 1, "temperature": 0}
+    answer = post(engine, {**asked, "logprobs": LOOKED_AT, "ignore_eos": True, "return_tokens_as_token_ids": True})
     top = answer["choices"][0]["logprobs"]["top_logprobs"][0]
-    best = sorted(top.values(), reverse=True)
-    return float(best[0] - best[1])
+    return float(max(top.values()) - top.get(f"token_id:{token}", -math.inf))
 
 
 @dataclass
@@ -55,12 +57,13 @@ class Tally:
         prompt: Sequence[int],
         expected: Sequence[int],
         actual: Sequence[int],
-        reference: str,
+        *engines: str,
         body: Mapping[str, Any] | None = None,
     ) -> None:
         """Raise TokensDiffer unless equal or excused.
 
-        `reference` is the URL of a single engine that is still running.
+        `engines`: URLs of single engines that are still running; a token that is good for one of them is good. A pair
+        of unequal TP adds up as P in the prompt and as D after it, so both are asked there, each without the other.
         """
         self.answers += 1
         self.tokens += len(actual)
@@ -70,9 +73,9 @@ class Tally:
         told = f"{name}: token {where} of {len(expected)} differs: expected {list(expected)}, got {list(actual)}"
         if where >= min(len(expected), len(actual)):
             raise TokensDiffer(f"{told} (one is shorter)")
-        gap = top_two_gap(reference, [*prompt, *expected[:where]], body)
-        told += f"; the reference's two best logits there are {gap:.3e} apart"
-        if gap >= self.tie:
+        gaps = [shortfall(engine, [*prompt, *expected[:where]], actual[where], body) for engine in engines]
+        told += f"; the token is {' and '.join(f'{gap:.3e}' for gap in gaps)} worse than the best of one engine"
+        if min(gaps) >= self.tie:
             raise TokensDiffer(told)
         print(f"excused: {told}", flush=True)
         self.excused.append(told)

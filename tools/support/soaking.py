@@ -219,7 +219,7 @@ class Soak:
                 self._asked(client, self.front_url, body),
                 self._asked(client, self.reference.url, {**body, **salt}),
             )
-            self.tally.check(f"prompt {ask.index}", ask.prompt, want.tokens, got.tokens, self.reference.url, salt)
+            self.tally.check(f"prompt {ask.index}", ask.prompt, want.tokens, got.tokens, self.reference.url, body=salt)
             self.ended["right"] += 1
         except (RequestFailed, httpx.HTTPError, AssertionError) as wrong:
             self.ended["WRONG"] += 1

@@ -33,9 +33,9 @@ class OrderBook:
     """Orders of one worker. `room` is the capacity of slots and buffers, None without them."""
 
     def __init__(
-        self, engine: CacheGeometry, own: CacheGeometry, me: Contributor, config: RegroupConfig, room: Room | None
+        self, of_engine: CacheGeometry, own: CacheGeometry, me: Contributor, config: RegroupConfig, room: Room | None
     ) -> None:
-        self.engine = engine
+        self._all = of_engine
         self._own, self._me, self._config, self._room = own, me, config, room
         self._modes: dict[CacheGeometry, str] = {}
 
@@ -46,11 +46,11 @@ class OrderBook:
         """
         reservation = start.reservation
         d = reservation.geometry
-        found = mismatches(self.engine, d)
+        found = mismatches(self._all, d)
         mode = DIRECT if found else self._mode(d)
         workers = () if found else self._destinations(d)
-        some = () if found else pairings(self.engine, d)
-        apart = exchanged(self.engine, d) if mode != DIRECT else ()
+        some = () if found else pairings(self._all, d)
+        apart = exchanged(self._all, d) if mode != DIRECT else ()
         push = Push.of(now, start, self._own, some, apart)
         order = PushOrder(
             push=start.push,
@@ -62,7 +62,7 @@ class OrderBook:
         return push, order, found
 
     def _destinations(self, d: CacheGeometry) -> tuple[int, ...]:
-        return destinations(self.engine, d, self._me.stage, self._me.rank)
+        return destinations(self._all, d, self._me.stage, self._me.rank)
 
     def _destination(self, reservation: Reservation, worker: int, mode: str) -> Destination:
         d = reservation.geometry
@@ -71,8 +71,8 @@ class OrderBook:
         return Destination(
             d_rank=worker,
             peer=reservation.endpoints[worker],
-            contributors=contributor_pairs(self.engine, d, worker),
-            plan_digest=plan_digest(self.engine, d, reservation.first, reservation.end, mode),
+            contributors=contributor_pairs(self._all, d, worker),
+            plan_digest=plan_digest(self._all, d, reservation.first, reservation.end, mode),
             regions=tuple(len(kind.regions) for kind in d.by_layer[first : first + len(d.stages[stage])]),
             groups=len(d.tables),
         )
@@ -88,10 +88,10 @@ class OrderBook:
     def _decide(self, d: CacheGeometry) -> str:
         if self._room is None:
             return DIRECT
-        decision = decide(self.engine, d, self._config.regroup, self._config.regroup_min_span)
+        decision = decide(self._all, d, self._config.regroup, self._config.regroup_min_span)
         if not decision.regroup:
             return DIRECT
-        needs = [room_for_a_block(pair.p, pair.d) for pair in exchanged(self.engine, d)]
+        needs = [room_for_a_block(pair.p, pair.d) for pair in exchanged(self._all, d)]
         if any(need.slot > self._room.slot or max(need.send, need.receive) > self._room.send for need in needs):
             log.warning("one block of this decode engine does not fit a staging slot: it is pushed directly")
             return DIRECT
