@@ -151,9 +151,10 @@ class Tree:
 def installed(tmp_path_factory):
     """One cold set-up, shared: its tests leave it working."""
     tree = Tree(tmp_path_factory.mktemp("installed"))
+    began = time.monotonic()
     code, said = tree.setup()
     assert code == 0, said
-    tree.first = said
+    tree.first, tree.first_s = said, time.monotonic() - began
     return tree
 
 
@@ -184,7 +185,7 @@ def test_the_second_set_up_does_nothing_and_is_quick(installed):
     assert code == 0, said
     assert " … " not in said
     assert installed.builds() == before
-    assert took < 5, "it takes 0.2 s on a quiet machine"
+    assert took < installed.first_s / 2, "it takes 0.2 s, and the first one several"
 
 
 def test_a_higher_level_adds_its_tools_and_only_them(installed):
