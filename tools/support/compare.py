@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tools.support.client import post
+from tools.support.spec import LOGPROBS
 
 TIE = 1e-4
-LOOKED_AT = 20  # best tokens: as many as vLLM reports
 EXCUSED_PER = 1000
 
 
@@ -36,7 +36,7 @@ def shortfall(engine: str, prompt: Sequence[int], token: int, body: Mapping[str,
     """Return how far the engine, alone, puts `token` below its best one after `prompt` (log-probabilities differ as
     logits do)."""
     asked = {"model": "model", **(body or {}), "prompt": list(prompt), "max_tokens": 1, "temperature": 0}
-    answer = post(engine, {**asked, "logprobs": LOOKED_AT, "ignore_eos": True, "return_tokens_as_token_ids": True})
+    answer = post(engine, {**asked, "logprobs": LOGPROBS, "ignore_eos": True, "return_tokens_as_token_ids": True})
     top = answer["choices"][0]["logprobs"]["top_logprobs"][0]
     return float(max(top.values()) - top.get(f"token_id:{token}", -math.inf))
 

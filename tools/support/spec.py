@@ -19,6 +19,7 @@ from tools.support import on_cpu
 from tools.support.models import ROOT, recipe_of
 
 CONNECTOR = "AscendPushConnector"
+LOGPROBS = 20  # best tokens that an answer may tell, as many as vLLM's default
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both", "plain": "single"}
 
 CPU_ENVIRONMENT = {
@@ -91,7 +92,7 @@ class EngineSpec:
         words += ["--model", str(self.model), "--served-model-name", self.served_name]
         words += ["--max-model-len", str(self.max_len), "--seed", "0"]
         words += ["--max-num-batched-tokens", str(self.chunk), "--max-num-seqs", str(self.max_seqs)]
-        words += ["--max-logprobs", "5", "--uvicorn-log-level", "warning"]
+        words += ["--max-logprobs", str(LOGPROBS), "--uvicorn-log-level", "warning"]
         words += ["--dtype", "float16"] if self.npu else self._cpu_shape()
         if self.tp > 1:
             words += ["--tensor-parallel-size", str(self.tp)]
