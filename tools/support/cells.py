@@ -359,7 +359,7 @@ class Run:
             self._survive([engines[role] for role in others if role in engines], free)
         finally:
             for server in self.site.servers.values():
-                faults.wake(server.process)  # after any outcome, no process stays stopped
+                server.process.resume()  # after any outcome, no process stays stopped
             for orders in self.site.orders.values():
                 orders.comply()
             if self._clients is not None and not self._clients.wait(time.monotonic() + LIMIT_S):
@@ -392,7 +392,7 @@ class Run:
             if stuck:
                 raise Broken(str(stuck))
         elif cell.fault == STOP:
-            faults.stop(victim.process)
+            victim.process.pause()
         elif cell.stops and cell.refusal == "prefilled":
             site.orders[cell.role].wait_refused(REACH_S)
             time.sleep(0.2)  # until D's scheduler has received it
@@ -415,7 +415,7 @@ class Run:
             if cell.role == "P":  # D must not wait for a stopped P
                 self._all_answered(clients, until)
             self._clean(engines, free, until)
-            faults.wake(self.site.servers[cell.role].process)
+            self.site.servers[cell.role].process.resume()
             if cell.role != "P":  # it is on the path of the answer
                 self._fault_at = time.monotonic()
                 until = self._fault_at + LIMIT_S

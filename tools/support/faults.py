@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders to the fault plug-in (tests/integration/plugins/faults), and signals to whole servers."""
+"""Orders to the fault plug-in (tests/integration/plugins/faults)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
 
 from tools.support.models import ROOT
-from tools.support.process import Child
 
 PLUGIN = ROOT / "tests" / "integration" / "plugins" / "faults"
 VARIABLE = "PD_TEST_FAULTS"
@@ -77,21 +76,6 @@ class Orders:
             time.sleep(LOOK_S)
 
 
-def stop(process: Child) -> None:
-    """Send SIGSTOP to every process of a server."""
-    _signal(process.members(), signal.SIGSTOP)
-
-
-def wake(process: Child) -> None:
-    _signal(process.members(), signal.SIGCONT)
-
-
 def wake_pid(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
-
-
-def _signal(processes: Sequence[psutil.Process], number: int) -> None:
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(number)

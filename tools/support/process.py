@@ -20,11 +20,34 @@ import psutil
 
 _given: set[int] = set()
 TERM = signal.SIGTERM
+FROZEN_S = 60.0
 ONE_GROUP = "PD_ONE_GROUP"  # "1": children stay in this process's session, so that one signal to its group reaches all
 
 
 class ProcessDied(RuntimeError):
     """A child ended before it was ready, or while it was needed."""
+
+
+def freeze(pid: int) -> None:
+    """Stop a process (SIGSTOP), and wait until each of its threads stands still.
+
+    The signal stops it only once one of its threads gets a processor and takes it; until then the others go on, and on
+    a busy machine they still answer.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    until = time.monotonic() + FROZEN_S
+    while not _stands_still(pid):
+        if time.monotonic() > until:
+            raise TimeoutError(f"process {pid} did not stop within {FROZEN_S:.0f} s")
+        time.sleep(0.001)
+
+
+def _stands_still(pid: int) -> bool:
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            if stat.read_text().rpartition(")")[2].split()[0] not in "TtZX":
+                return False
+    return True
 
 
 def free_port(base: int | None = None) -> int:
@@ -114,16 +137,15 @@ class Child:
             os.kill(self.pid, number)
 
     def pause(self) -> None:
-        """Send SIGSTOP to every process."""
-        self._to_all(signal.SIGSTOP)
+        """Stop every process, each with all its threads."""
+        for process in self.members():
+            with contextlib.suppress(ProcessLookupError):
+                freeze(process.pid)
 
     def resume(self) -> None:
-        self._to_all(signal.SIGCONT)
-
-    def _to_all(self, number: int) -> None:
         for process in self.members():
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
+                process.send_signal(signal.SIGCONT)
 
     def stop(self, grace_s: float = 30.0, number: int = TERM) -> list[str]:
         """End the tree. Never raises.

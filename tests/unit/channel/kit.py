@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
 
+from tools.support.process import freeze
 from vllm_ascend_pd.channel.connection import Connection, Ending
 from vllm_ascend_pd.channel.dialer import Dialer
 from vllm_ascend_pd.channel.limits import ChannelLimits
@@ -184,7 +185,7 @@ class Speaker:
             self.process.stdout.close()
 
     def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        freeze(self.process.pid)
 
     def wake(self) -> None:
         self.process.send_signal(signal.SIGCONT)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import ssl
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from tools.support.process import freeze
 from unit.metaserver.cluster import free_port, streamed, texts, until
 from unit.metaserver.command import COMMAND, ROOT, Running, place, ports, running
 from unit.metaserver.fake_engine import words
@@ -151,7 +151,7 @@ def _is_ready(url: str) -> bool:
 def test_workers_end_when_their_supervisor_is_killed() -> None:
     with running(workers=2) as r:
         workers = r.workers()
-        r.process.send_signal(signal.SIGSTOP)
+        freeze(r.process.pid)
         time.sleep(1.0)  # unread reports collect, so that its death resets the connection instead of ending it
         r.process.kill()
         until(lambda: not [w for w in workers if w.is_running() and w.status() != psutil.STATUS_ZOMBIE])

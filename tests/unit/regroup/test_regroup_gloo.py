@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tools.support.process import freeze
 from unit.regroup.engines import WORK, Engines
 from unit.regroup.kit import Cache, DecodeSite, config
 from unit.regroup.prefill import Share
@@ -153,7 +154,7 @@ def test_a_rank_that_was_stopped_for_a_while_holds_up_and_breaks_nothing(fleet: 
         prompt = d.reserve(64)
         d.step()
         p.admit(prompt)
-        os.kill(stopped, signal.SIGSTOP)
+        freeze(stopped)
         waker = threading.Timer(1.0, os.kill, (stopped, signal.SIGCONT))
         waker.start()
         try:
@@ -180,7 +181,7 @@ def test_a_rank_that_dies_leaves_nobody_in_the_collective(tmp_path: Path) -> Non
         p.admit(prompt)
         p.compute((prompt, 40))
         victim = fleet.members[1]
-        os.kill(victim.pid, signal.SIGSTOP)
+        freeze(victim.pid)
         new = p.pool.take(7)
         p.book.scheduled(p.name_of(prompt), 40, 50, new, replaces=False)
         step, table = p.book.take_step(p.geometry), [*prompt.p_blocks, *new]

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tools.support.process import freeze
 from unit.runtime.caches import Model
 from unit.runtime.pair import LOOPBACK, DecodeSite, PrefillSite, Request, config
 from vllm_ascend_pd.config import PushConfig, WireConfig
@@ -120,7 +121,7 @@ class SiteChild:
             time.sleep(0.002)
 
     def stop(self) -> None:
-        os.kill(self.process.pid, signal.SIGSTOP)
+        freeze(self.process.pid)
 
     def wake(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)

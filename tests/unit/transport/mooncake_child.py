@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from tools.support.process import freeze
 from vllm_ascend_pd.config import WireConfig
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.transport.base import Wire, WriteState
@@ -77,7 +78,7 @@ class Receiver:
         return int(self.ask("sum"))
 
     def stop(self) -> None:
-        os.kill(self.process.pid, signal.SIGSTOP)
+        freeze(self.process.pid)
 
     def wake(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)
