@@ -30,6 +30,7 @@ from tools.support.spec import EngineSpec
 from vllm_ascend_pd.plugin import CONNECTOR
 
 KINDS = Path(__file__).parent / "plugins" / "kinds"
+DELTA = Path(__file__).parent / "plugins" / "delta"  # Gated DeltaNet in float32
 BLOCK, CHUNK = 32, 96
 Make = Callable[[str, dict[str, Any]], EngineSpec]  # (role, kv_connector_extra_config)
 DECLARED: list[tuple[int, int]] = []  # TP of P and D, as the running test says them by its mark

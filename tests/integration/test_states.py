@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 from kind_pairs import (
+    DELTA,
+    KINDS,
     check_choices,
     check_computed_again,
     check_cut,
@@ -208,3 +210,18 @@ class TestPlantedFaults:
         with running(cluster, make_pair, *specs) as pair:
             wrong = wrong_answers(pair, (96, 160, 193, 352))
         assert wrong == 4, f"{4 - wrong} of 4 answers do not depend on what was left out"
+
+    @pytest.mark.parametrize(("what", "p_tp", "d_tp"), [("values", 1, 2), ("keys", 1, 2), ("values", 2, 1)])
+    def test_a_section_of_gated_deltanet_left_out_at_unequal_sizes_makes_other_answers(
+        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, what: str, p_tp: int, d_tp: int
+    ) -> None:
+        """In float32, in which the order of additions makes no other tokens."""
+        more: dict[str, Any] = {"plugins": (KINDS, DELTA)}
+        less = leaving(f"section {what}", tp=p_tp, **more)
+        specs = (
+            spec("leaving-p", "qwen3next", "kv_producer", cluster.push_config(verify="off"), **less),
+            spec("leaving-d", "qwen3next", "kv_consumer", cluster.push_config(*allowed, verify="off"), tp=d_tp, **more),
+        )
+        with running(cluster, make_pair, *specs) as pair:
+            wrong = wrong_answers(pair, (97, 160, 385, 500))
+        assert wrong == 4, f"{4 - wrong} of 4 answers do not depend on the {what}"
