@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tools.support.client import lines_of
-from tools.support.compare import Tally, TokensDiffer, first_difference
+from tools.support.compare import Tally, TokensDiffer, apart, first_difference
 from tools.support.on_cpu import no_fp8
 from tools.support.process import Child, free_port
 from vllm_ascend_pd.observe.timeline import Trace, picture
@@ -90,6 +90,12 @@ def test_a_token_beside_a_tie_is_not_excused() -> None:
 def test_a_token_that_one_of_two_engines_chooses_is_excused() -> None:
     with reference(gap=0.01) as one, reference(gap=0.0) as other:
         Tally().check("answer", [7], [1, 5], [1, 6], one, other)
+
+
+def test_how_far_two_engines_put_the_same_tokens_apart() -> None:
+    with reference(gap=0.01) as one, reference(gap=0.04) as other:
+        assert apart(one, other, [[7], [8]]) == pytest.approx(0.03)
+        assert apart(one, one, [[7]]) == 0
 
 
 def test_a_shorter_answer_is_never_excused() -> None:
