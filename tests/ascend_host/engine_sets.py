@@ -163,9 +163,10 @@ class Engines:
         """Return the tally, with a tolerance where bfloat16 rounds differently.
 
         Attention merged from parts of the keys rounds differently from attention over all, and two tokens at a time
-        differently from one.
+        differently from one. Two ranks each round their half of a sum.
         """
         otherwise = not self.one_way and (self.p.dcp * self.d.dcp > 1 or self.draft)
+        otherwise = otherwise or (self.dtype == "bfloat16" and self.p.tp != self.d.tp)
         return rounded() if otherwise else Tally()
 
     def _keys(self, machine: Machine, side: Side) -> dict[str, Any]:

@@ -202,7 +202,7 @@ def preempted(engines: Engines, pair: Pair) -> None:
     answers = gather(pair.front.url, [body_of(p, 2 * BLOCK) for p in prompts])
     for p, want, got in zip(prompts, expected, answers, strict=True):
         salt = {"cache_salt": fresh_salt("gap")}
-        pair.tally.check(f"{engines}, {len(p)} tokens", p, want.tokens, got.tokens, pair.reference.url, body=salt)
+        pair.tally.check(f"{engines}, {len(p)} tokens", p, want.tokens, got.tokens, *pair.judges, body=salt)
     assert counter(d, "vllm:num_preemptions_total") > before, "D took no block back: the test shows nothing"
     assert not pair.failed_transfers()
 
@@ -231,7 +231,7 @@ def dropped(engines: Engines, pair: Pair) -> None:
             assert "PD-META-022" in got.text, got
             continue
         salt = {"cache_salt": fresh_salt("gap")}
-        pair.tally.check(f"{engines}, {len(p)} tokens", p, want.tokens, got, pair.reference.url, body=salt)
+        pair.tally.check(f"{engines}, {len(p)} tokens", p, want.tokens, got, *pair.judges, body=salt)
         whole += 1
     drops = set(re.findall(r"Recompute triggered for request (\w+-\w+)-", d.log.read_text(errors="replace")))
     assert len(drops) > len(prompts) - whole, "nobody was dropped and answered after all: the test shows nothing"
@@ -251,7 +251,7 @@ def dropped_streams(engines: Engines, pair: Pair) -> None:
             continue
         assert not isinstance(got, BaseException), got
         salt = {"cache_salt": fresh_salt("gap")}
-        pair.tally.check(f"{engines}, stream of {len(p)}", p, want.tokens, got.tokens, pair.reference.url, body=salt)
+        pair.tally.check(f"{engines}, stream of {len(p)}", p, want.tokens, got.tokens, *pair.judges, body=salt)
     whole = sum(not isinstance(got, RequestFailed) for got in answers)
     resumed = front_counter(pair.front.url, "resumes", 'cause="dropped"')
     assert whole and resumed > len(prompts) - whole, "no stream was dropped and went on: the test shows nothing"
@@ -315,6 +315,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         (*FEWER, blocks, drafts, replayed),
     ),
     (Engines("dsa 1to1", "dsv32", p=Side(late_us=LATE), dtype="bfloat16", max_len=LONG), (*ALL, chosen)),
+    (Engines("dsa 2to1", "dsv32", p=Side(2, late_us=LATE), dtype="bfloat16", max_len=LONG), (*ALL, chosen)),
     (
         Engines("dsa 1to1 mtp", "dsv32-mtp", dtype="bfloat16", flags=ROOM, draft=MTP3, max_len=LONG),
         (*FEWER, chosen, drafts),
