@@ -13,9 +13,10 @@ MooncakeConnectorV1, P and D with TP 1 → 1, 2 → 1 and 1 → 2. Of each: righ
 what a client gets when P is killed before, during and after its prefill, and when D is, and whether the other engine's blocks are free
 again. Prints one table.
 
-usage: scripts/compare_ascend.sh [--only NAME,…] [--rounds N] [--again] [--write]
+usage: scripts/compare_ascend.sh [--only NAME,…] [--shape SHAPE,…] [--rounds N] [--again] [--write]
 
   --only    these connectors
+  --shape   these sizes: 1to1, 2to1, 1to2
   --rounds  requests of each length
   --again   forget what earlier runs found (out/compare-ascend.json)
   --write   put the table into docs/migration.md

@@ -8,10 +8,12 @@ found is kept in out/compare-ascend.json, so that an interrupted run continues.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import re
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,14 +27,14 @@ sys.path[:0] = [str(ROOT / "tests/ascend_host")]
 
 from host_build import INTERPRETER, HostBuild  # noqa: E402
 
-from tools.compare_kinds import package, refusal, told  # noqa: E402
+from tools.compare_kinds import package, refusal, told, within  # noqa: E402
 from tools.field import PINNED  # noqa: E402
 from tools.support import sdist  # noqa: E402
-from tools.support.cells import Clients  # noqa: E402
-from tools.support.checks import fresh_prompt, reference_answers, settled_free_blocks  # noqa: E402
-from tools.support.client import Answer, body_of, complete  # noqa: E402
+from tools.support.checks import fresh_prompt, loaded_tokens, reference_answers, settled_free_blocks  # noqa: E402
+from tools.support.client import TIMEOUT, Answer, RequestFailed, body_of, complete, stream  # noqa: E402
 from tools.support.cluster import Cluster, fresh_directory, say  # noqa: E402
 from tools.support.engine import Engine  # noqa: E402
+from tools.support.in_tree import POLITE  # noqa: E402
 from tools.support.models import ensure  # noqa: E402
 from tools.support.pages import Marks  # noqa: E402
 from tools.support.process import Child, ProcessDied  # noqa: E402
@@ -45,6 +47,7 @@ LENGTHS = (20, 129, 700, 1500)
 TOKENS = 12
 LONG, STREAMED = 1500, 200  # the request during a fault: its prompt, and its tokens if it is struck while it streams
 ANSWER_S = 90.0  # after that a client gives up
+RIGHT, NOTHING = "right", f"nothing for {ANSWER_S:.0f} s"
 CLEAN_S = 60.0
 ROUTER_S = 60.0
 EXAMPLES = "examples/disaggregated_prefill_v1"
@@ -60,6 +63,10 @@ class Shape:
 
     def __str__(self) -> str:
         return f"TP {self.p} → {self.d}"
+
+    @property
+    def word(self) -> str:
+        return f"{self.p}to{self.d}"
 
 
 SHAPES = (Shape(1, 1, faults=True), Shape(2, 1), Shape(1, 2))
@@ -112,7 +119,7 @@ class Site:
             transfer=contender.p if role == "kv_producer" else contender.d,
             python=str(INTERPRETER),
             npu=True,
-            plugins=self.build.plugins,
+            plugins=self.build.plugins if mine else (*self.build.plugins, POLITE),
             arguments=("--enforce-eager", "--dtype", "float32", "--kv-cache-memory-bytes", str(32 << 20)),
             environment={**self.build.variables(), "ASCEND_HOST_WIRE": "tcp", "STAND_IN_DEVICES": "8"},
         )
@@ -167,31 +174,55 @@ class Column:
 def judged(site: Site, column: Column, rounds: int) -> float:
     """Measure without a fault: right tokens, and the time to the first one. Return that of the longest prompt."""
     right, wrong, ttft = 0, list[str](), {length: list[float]() for length in LENGTHS}
-    for _ in range(rounds):
-        for length in LENGTHS:
-            prompt = fresh_prompt(length)
-            (want,) = reference_answers(site.p, [prompt], TOKENS)
-            got = asked(site, prompt)
-            if isinstance(got, str):
-                wrong.append(f"{length} tokens: {got}")
-                continue
+    for length in LENGTHS * rounds:
+        said, got = asked(site, length)
+        if said == RIGHT:
+            right += 1
+        else:
+            wrong.append(f"{length} tokens: {said}")
+        if got:
             ttft[length].append(got.ttft)
-            right += got.tokens == want.tokens
-            if got.tokens != want.tokens:
-                wrong.append(f"{length} tokens: other tokens")
-    of = f"{right} of {right + len(wrong)}"
-    column.tell(f"{site.shape}: answers right", "; ".join([of, *wrong[:1]]))
+        if said == NOTHING:
+            break
+    column.tell(f"{site.shape}: answers right", "; ".join([f"{right} of {right + len(wrong)}", *wrong[:1]]))
     for length, times in ttft.items():
         words = f"{statistics.median(times):.2f} s" if times else "–"
         column.tell(f"{site.shape}: median time to the first token, {length} tokens", words)
     return statistics.median(ttft[LONG] or [2.0])
 
 
-def asked(site: Site, prompt: list[int]) -> Answer | str:
-    try:
-        return complete(site.url, body_of(prompt, TOKENS))
-    except Exception as error:  # noqa: BLE001 (the table shows it)
-        return told(f"{type(error).__name__}: {error}")
+def asked(site: Site, length: int) -> tuple[str, Answer | None]:
+    """Return the words for one request, and its answer."""
+    (want,) = reference_answers(site.p, [prompt := fresh_prompt(length)], TOKENS)
+    before = loaded_tokens(site.d)
+    got = within(ANSWER_S, lambda: complete(site.url, body_of(prompt, TOKENS)))
+    if isinstance(got, str):
+        return told(got), None
+    if got.tokens != want.tokens:
+        return "other tokens", got
+    return (RIGHT if loaded_tokens(site.d) > before else "right, but D computed the prompt"), got
+
+
+class Request:
+    """A request in progress. Its client closes the connection after `limit_s`."""
+
+    def __init__(self, url: str, body: dict[str, Any], limit_s: float) -> None:
+        self.result: Answer | BaseException | None = None
+        self.ended = 0.0
+        self._url, self._body, self._limit_s = f"{url}/v1/completions", body, limit_s
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._send()), name="client")
+        self._thread.start()
+
+    def wait(self) -> None:
+        self._thread.join()
+
+    async def _send(self) -> None:
+        async with httpx.AsyncClient(timeout=TIMEOUT, trust_env=False) as client:
+            try:
+                self.result = await asyncio.wait_for(stream(client, self._url, self._body), self._limit_s)
+            except (RequestFailed, httpx.HTTPError, asyncio.TimeoutError) as problem:
+                self.result = problem
+        self.ended = time.monotonic()
 
 
 def struck(site: Site, victim: Engine, after_s: float | None, tokens: int) -> str:
@@ -200,24 +231,23 @@ def struck(site: Site, victim: Engine, after_s: float | None, tokens: int) -> st
     (want,) = reference_answers(site.p, [prompt], tokens)
     if after_s is None:
         killed(victim)
-        at, early = time.monotonic(), False
-        clients = Clients(site.url, [body_of(prompt, tokens)])
-    else:
-        clients = Clients(site.url, [body_of(prompt, tokens)])
-        time.sleep(after_s)
-        early, at = clients.results[0] is not None, time.monotonic()
+    request = Request(site.url, body_of(prompt, tokens), ANSWER_S + (after_s or 0.0))
+    time.sleep(after_s or 0.0)
+    early, at = request.result is not None, time.monotonic()
+    if after_s is not None:
         killed(victim)
-    if not clients.wait(at + ANSWER_S):
-        return f"nothing for {ANSWER_S:.0f} s"
-    if early:
+    request.wait()
+    got, seconds = request.result, request.ended - at
+    if early and after_s is not None:
         return "the answer was there before the fault"
-    got, seconds = clients.results[0], clients.ended[0] - at
+    if isinstance(got, asyncio.TimeoutError):
+        return NOTHING
     if isinstance(got, Answer):
         same = got.tokens == want.tokens
         short = f"cut at {len(got.tokens)} of {tokens} tokens, as if complete" if len(got.tokens) < tokens else "wrong"
         return f"{'right' if same else short} after {seconds:.0f} s"
     code = re.search(r"PD-[A-Z]+-\d+", str(got))  # in a stream: its last event
-    said = f"an error, {code[0]}," if code else str(got)[:60] or type(got).__name__
+    said = f"an error, {code[0]}," if code else told(str(got))[:60] or type(got).__name__
     return f"{said} after {seconds:.0f} s"
 
 
@@ -252,10 +282,7 @@ def killed_at_each_stage(site: Site, column: Column, usual: float) -> None:
         column.tell(f"P killed {stage}", struck(site, site.p, after_s, tokens))
         column.tell(f"P killed {stage}: then D", cleaned(site.d, free))
         site.p = site.again(site.p)
-        (want,) = reference_answers(site.p, [prompt := fresh_prompt(LONG)], TOKENS)
-        got = asked(site, prompt)
-        words = got if isinstance(got, str) else "right" if got.tokens == want.tokens else "wrong"
-        column.tell(f"P killed {stage}: the next request, P is back", words)
+        column.tell(f"P killed {stage}: the next request, P is back", asked(site, LONG)[0])
     free = settled_free_blocks(site.p)
     column.tell("D killed while it streams", struck(site, site.d, 2 * usual + 1, STREAMED))
     column.tell("D killed while it streams: then P", cleaned(site.p, free))
@@ -287,6 +314,7 @@ def table(found: dict[str, dict[str, str]]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="NAME,…", help="only these connectors")
+    parser.add_argument("--shape", default="", metavar="SHAPE,…", help="only these: 1to1, 2to1, 1to2")
     parser.add_argument("--rounds", type=int, default=3, help="requests of each length (default: 3)")
     parser.add_argument("--again", action="store_true", help="discard the results of earlier runs")
     parser.add_argument("--write", action="store_true", help="put the table into docs/migration.md")
@@ -300,7 +328,8 @@ def main() -> int:
         FOUND.write_text(json.dumps(told, indent=1, ensure_ascii=False))
 
     wanted = [c for c in CONTENDERS if not args.only or c.connector in args.only.split(",")]
-    pending = [(c, shape) for shape in SHAPES for c in wanted if f"{c.connector} {shape}" not in done]
+    shapes = [shape for shape in SHAPES if not args.shape or shape.word in args.shape.split(",")]
+    pending = [(c, shape) for shape in shapes for c in wanted if f"{c.connector} {shape}" not in done]
     build = HostBuild(INTERPRETER).ensure() if pending else None
     failed = []
     for contender, shape in pending:
