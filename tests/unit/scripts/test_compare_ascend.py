@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import threading
+
 import pytest
 
 from tools import compare_ascend
-from tools.compare_ascend import CONTENDERS, MARKS, PAGE, Column, table
+from tools.compare_ascend import CONTENDERS, MARKS, PAGE, Column, Request, table
 
 OURS, LAYERWISE, PULL = (contender.connector for contender in CONTENDERS)
 
@@ -57,3 +61,23 @@ def test_the_page_has_a_column_for_each_connector() -> None:
     between = PAGE.read_text().split(f"{MARKS.begin}\n")[1].split(MARKS.end)[0].splitlines()
     assert between[:2] == table({name: {} for name in (OURS, LAYERWISE, PULL)})
     assert {line.count("|") for line in between} == {len(compare_ascend.CONTENDERS) + 2}
+
+
+def test_a_client_that_gives_up_closes_its_connection() -> None:
+    """What an engine still holds afterwards is not held for this client."""
+    closed = threading.Event()
+
+    def silent(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            while connection.recv(1 << 16):
+                pass
+            closed.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = threading.Thread(target=silent, args=(listening,))
+        server.start()
+        request = Request(f"http://127.0.0.1:{listening.getsockname()[1]}", {}, limit_s=0.2)
+        request.wait()
+        server.join(20.0)
+    assert isinstance(request.result, asyncio.TimeoutError) and closed.is_set()
