@@ -92,7 +92,7 @@ def test_no_request_is_lost_when_one_of_two_ps_is_killed_under_load(
         page = stack.enter_context(browser.browser(tmp_path / "chromium")) if browser.found() else None
         if page is not None:
             page.open(door.url)
-            page.until(shown(gone, "ready"))
+            page.until(browser.shows(gone, "ready"))
         pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="clients"))
         asking = pool.submit(attempt, door.url, bodies)
         eventually(lambda: door.instances()[gone]["requests"] >= 5, "the P that is to be killed has work", 60)
@@ -100,14 +100,14 @@ def test_no_request_is_lost_when_one_of_two_ps_is_killed_under_load(
         eventually(lambda: door.instances()[gone]["state"] == "down", "it is seen to be down", 60)
         assert door.operator.get("/readiness").status_code == 200, "one P and D are proven, and up"
         if page is not None:
-            page.until(shown(gone, "down"))
+            page.until(browser.shows(gone, "down"))
             page.picture(cluster.directory / "status.png")
         answers = asking.result(240)
         assert [a for a in answers if not isinstance(a, Answer)] == []
         (door.spare,) = cluster.start(restarted(cluster, door.spare))
         eventually(lambda: door.instances()[gone]["state"] == "ready", "it comes back", 60)
         if page is not None:
-            page.until(shown(gone, "ready"))
+            page.until(browser.shows(gone, "ready"))
             assert not page.complaints
     retried = [r for r in door.operator.get("/status").json()["last"] if r["attempts"] > 1]
     assert retried, "nobody was hit"
@@ -124,9 +124,3 @@ def restarted(cluster: Cluster, killed: Engine) -> EngineSpec:
     """Return the command of the killed engine with its port, and remove the engine from the cluster."""
     cluster.stop(killed)
     return killed.spec
-
-
-def shown(name: str, state: str) -> str:
-    """Return an expression that is true when the status page shows the instance in this state."""
-    rows = f"[...document.querySelectorAll('#instances tr')].find(r => r.cells[0].innerText === '{name}')"
-    return f"{rows}?.cells[2]?.innerText === '{state}'"

@@ -22,6 +22,7 @@ import pytest
 from fake_metaserver import Answer, fake_metaserver
 from pairs import Pair, PairMaker, fresh_prompt, settled_free_blocks, transfer_request, wait_for_free_blocks
 
+from tools.support import browser
 from tools.support.checks import eventually, reference_answers
 from tools.support.client import body_of, gather, leave_after, post
 from tools.support.cluster import Cluster
@@ -102,6 +103,19 @@ def test_many_requests_use_all_ranks_and_leave_nothing(pair: Pair) -> None:
         ranks = engine.by_rank(name)
         assert len(ranks) == engine.ranks and all(ranks.values()), f"{name} of {engine.name} by rank: {ranks}"
     assert pair.free_counts() == before
+
+
+@pytest.mark.skipif(not browser.found(), reason=browser.MISSING)
+def test_the_status_page_has_a_row_for_each_address(pair: Pair, tmp_path: Path) -> None:
+    """Ranks with servers of their own have a row each, those behind one address one together."""
+    addresses = [engine.url.removeprefix("http://") for engine in (*pair.all_prefill, *pair.decode)]
+    with browser.browser(tmp_path) as page:
+        page.open(pair.front.url)
+        for address in addresses:
+            page.until(browser.shows(address, "ready"))
+        assert page.ask("document.querySelectorAll('#instances tr').length") == len(addresses)
+        page.picture(pair.cluster.directory / "status.png")
+        assert not page.complaints
 
 
 @pytest.mark.slow

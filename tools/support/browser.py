@@ -29,6 +29,14 @@ def found() -> str:
     return next((path for name in NAMES if (path := shutil.which(name))), "")
 
 
+def shows(instance: str, wanted: str, column: int = 2) -> str:
+    """Return an expression that is true when the status page shows the instance in this state, or with this fingerprint
+    (column 4).
+    """
+    rows = f"[...document.querySelectorAll('#instances tr')].find(r => r.cells[0].innerText === '{instance}')"
+    return f"{rows}?.cells[{column}]?.innerText === '{wanted}'"
+
+
 class Tab:
     def __init__(self, line: ClientConnection, group: int) -> None:
         self._line = line

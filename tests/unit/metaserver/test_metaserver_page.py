@@ -93,12 +93,6 @@ def test_the_timeline_tells_the_way_of_each_layer_or_why_it_cannot(tmp_path: Pat
         assert c.http.get("/timeline", params={"transfer": transfer}).json() == {"picture": told}
 
 
-def state(name: str, wanted: str, column: int = 2) -> str:
-    """Expression that is true in the page when it shows the instance in this state, or with this fingerprint (4)."""
-    rows = f"[...document.querySelectorAll('#instances tr')].find(r => r.cells[0].innerText === '{name}')"
-    return f"{rows}?.cells[{column}]?.innerText === '{wanted}'"
-
-
 @needs_browser
 def test_the_browser_leaves_no_process_behind(tmp_path: Path) -> None:
     with browser.browser(tmp_path) as tab:
@@ -111,14 +105,14 @@ def test_a_browser_shows_an_instance_going_down_and_coming_back(tab: browser.Tab
     with cluster(prefill=2) as c:
         gone = c.prefill[1]
         tab.open(str(c.http.base_url))
-        tab.until(state(gone.address, "ready"))
+        tab.until(browser.shows(gone.address, "ready"))
         gone.served.kill()
-        tab.until(state(gone.address, "down"))
+        tab.until(browser.shows(gone.address, "down"))
         tab.until("document.querySelector('#errors').innerText.includes('PD-META-011')")
         gone.served.start()
-        tab.until(state(gone.address, "ready"))
+        tab.until(browser.shows(gone.address, "ready"))
         c.complete()
-        tab.until(state(c.decode[0].address, c.decode[0].fingerprint, column=4))
+        tab.until(browser.shows(c.decode[0].address, c.decode[0].fingerprint, column=4))
         assert tab.text("#ready") == "ready" and not tab.complaints
 
 
@@ -170,7 +164,7 @@ def test_a_browser_asks_for_the_token_and_says_when_the_metaserver_is_gone(tab: 
         tab.until("document.querySelector('#login')?.classList.contains('on')")
         assert c.decode[0].address not in tab.text()
         tab.ask(f"document.querySelector('#token').value = '{TOKEN}'; document.querySelector('#login').requestSubmit()")
-        tab.until(state(c.decode[0].address, "ready"))
+        tab.until(browser.shows(c.decode[0].address, "ready"))
         until(lambda: "admin token" not in tab.text("#notice"))
     tab.until("document.querySelector('#notice').innerText.includes('old')")
 
