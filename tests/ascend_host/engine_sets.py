@@ -21,7 +21,7 @@ from pairs import Pair
 from tools.support.cluster import STRICT, Cluster
 from tools.support.compare import Tally
 from tools.support.models import ensure
-from tools.support.spec import EngineSpec
+from tools.support.spec import CONNECTOR, EngineSpec
 
 CHUNK = 512
 BLOCK = 128  # vllm-ascend ignores other values
@@ -114,6 +114,7 @@ class Engines:
     draft: Mapping[str, Any] = field(
         default_factory=dict
     )  # --speculative-config of both; its model by the recipe's name
+    beside: tuple[Mapping[str, Any], ...] = ()  # other connectors of both, behind ours in vllm-ascend's MultiConnector
 
     def __str__(self) -> str:
         return self.title
@@ -128,8 +129,10 @@ class Engines:
 
     @property
     def seeded(self) -> bool:
-        """Return whether requests start with P's token: D's scheduler is vLLM's own, and drafts nothing."""
-        return "recompute" not in self.title and not self.draft
+        """Return whether requests start with P's token: D's scheduler is vLLM's own, drafts nothing, and our connector
+        is in no other.
+        """
+        return "recompute" not in self.title and not self.draft and not self.beside
 
     @property
     def devices(self) -> int:
@@ -182,6 +185,11 @@ class Engines:
             draft["num_speculative_tokens"] = side.drafts
         # An NPU's attention takes no float32.
         dtype = "float16" if self.dtype == "float32" and not machine.stands_in else self.dtype
+        connector = CONNECTOR
+        if self.beside:
+            ours = {"kv_connector": CONNECTOR, "kv_load_failure_policy": "fail", "kv_connector_extra_config": extra}
+            extra = {"connectors": [{"kv_role": role, **one} for one in (ours, *self.beside)]}
+            connector = "MultiConnector"
         common = ("--dtype", dtype, "--kv-cache-memory-bytes", str(32 << 20))
         return EngineSpec(
             f"{self.title}-{name}".replace(" ", "-"),
@@ -197,6 +205,7 @@ class Engines:
             chunk=CHUNK,
             policy="fail",
             extra=extra,
+            connector=connector,
             python=machine.python,
             npu=True,
             plugins=machine.plugins,

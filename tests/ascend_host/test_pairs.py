@@ -39,6 +39,11 @@ FULL = "FULL_DECODE_ONLY"
 LONG = 4096  # an indexer picks 2,048 tokens, whatever the model's index_topk: its keys affect answers to longer prompts
 ROOM = ("--kv-cache-memory-bytes", str(64 << 20))
 C8 = ("--additional-config", '{"enable_sparse_sfa_c8": true, "enable_sparse_li_c8": true}')
+# vllm-ascend's own: with its recompute scheduler D keeps in the host's memory what it preempts.
+OFFLOAD = {
+    "kv_connector": "RecomputeCPUOffloadConnectorV1",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
+}
 FEW_STATES = ("--max-num-seqs", "16")  # with graphs each must have blocks for its states
 # In bfloat16 vllm-ascend looks for norms to fuse with a quantisation, by operators that have no definition here.
 NOT_FUSED = ("--additional-config", '{"ascend_compilation_config": {"fuse_norm_quant": false}}')
@@ -207,6 +212,16 @@ def preempted(engines: Engines, pair: Pair) -> None:
     assert not pair.failed_transfers()
 
 
+def offloaded(engines: Engines, pair: Pair) -> None:
+    """What D preempts, the other connector keeps and loads again; ours is not asked for it a second time."""
+    preempted(engines, pair)
+    log = pair.decode[0].log.read_text(errors="replace")
+    kept = set(re.findall(r"Recompute preemption offload enabled for request (\S+),", log))
+    again = set(re.findall(r"Prepared recompute offload H2D load for request (\S+):", log))
+    assert kept and kept == again, (kept, again)
+    assert "Recompute triggered for request" not in log, "nothing is dropped"
+
+
 def dropped(engines: Engines, pair: Pair) -> None:
     """vllm-ascend's recompute scheduler ends a request without blocks as if it were complete.
 
@@ -327,6 +342,11 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     # GLM-5: layers with an indexer of their own beside one that uses another's choice, and another rotation of keys.
     (Engines("dsa 1to1 glm", "glm5", p=Side(late_us=LATE), dtype="bfloat16", max_len=LONG), (*ALL, chosen)),
     (Engines("mqa pcp 2 to dcp 2", "mqa", p=Side(pcp=2), d=Side(2, dcp=2)), FEWER),
+    # vllm-ascend's MultiConnector with ours and one of its own in it, on both sides.
+    (
+        Engines("gqa 2to1 multi", p=Side(2, late_us=LATE), d=Side(flags=(*FEW, *RECOMPUTES)), beside=(OFFLOAD,)),
+        (edges, chunks, offloaded),
+    ),
     (Engines("gqa 1to1 recompute scheduler", d=Side(flags=(*FEW, *RECOMPUTES))), (edges, dropped, dropped_streams)),
 ]
 
