@@ -58,7 +58,7 @@ ROWS = (
     Row("releases", "schedulers and hooks of vLLM 0.23, 0.26, 0.29, 0.31, 0.33, without a model", ("tests/unit/releases/test_releases.py",), "scenarios", "0.23.0–0.33.0", "none"),
     Row("groups-0.23", "sliding windows and recurrent states under vLLM 0.23", _file("releases_groups"), f"{ONE}; by gap in bfloat16", "0.23.0", "none"),
     Row("lifecycle", "vLLM's own tests of a connector's life cycle, with this one in NIXL's place", _file("vllm_lifecycle"), "their assertions", "0.32.0, 0.33.0", "none"),
-    Row("around", "vLLM's own tests of the handshake across stages, of MultiConnector, and of the scheduler beside a connector, with this one in them", _file("vllm_around"), "their assertions", ci="none"),
+    Row("around", "vLLM's own tests of the handshake across stages, of MultiConnector, and of the scheduler beside a connector, with this one in them", _file("vllm_around"), "their assertions", "0.32.0, 0.33.0", "none"),
     Row("rollout", "an earlier state of this package on P or on D", _file("rollout"), ci="none"),
     Row("previous", "the same without engines: each reads what the other writes", ("tests/unit/releases/test_previous.py",), "every message", "–", "all"),
     Row("vllm-ascend", "vllm-ascend 0.23.0.post1 on a CANN in host memory", ("tests/ascend_host/test_pairs.py", "-k", "not dcp and not pcp and not dsa and not multi"), ASCEND, "0.23.0"),
