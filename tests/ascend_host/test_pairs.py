@@ -41,7 +41,7 @@ ROOM = ("--kv-cache-memory-bytes", str(64 << 20))
 C8 = ("--additional-config", '{"enable_sparse_sfa_c8": true, "enable_sparse_li_c8": true}')
 # vllm-ascend's own: with its recompute scheduler D keeps in the host's memory what it preempts.
 OFFLOAD = {
-    "kv_connector": "RecomputeCPUOffloadConnectorV1",
+    "kv_connector": "RecomputeCPUOffloadConnector",
     "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
 }
 FEW_STATES = ("--max-num-seqs", "16")  # with graphs each must have blocks for its states
