@@ -88,8 +88,6 @@ REFUSED = {
     "vLLM 0.34 and later": "not run",
     "OffloadingConnector's own copies": 'vLLM stops the start on a CPU: "CPU Offloading is currently only supported on CUDA-alike and XPU GPUs". '
     "Beside ours its scheduler and its worker ran with copies of the tests' own (`spec_module_path`), in the row of other connectors",
-    "AscendMultiConnector": "no pair was run. That it gives block ids to the chosen connector only (P's does not need them), and that the two hooks "
-    "which it adds are optional, is checked in its environment (`tests/ascend_host/beliefs.py`)",
     "AscendStoreConnector beside ours": 'not run: its Mooncake backend takes the protocol of NPUs alone ("MooncakeBackend does not support protocol '
     "'tcp'.\"), its others want servers of memcache or Yuanrong. In its source it sends no handshake and no transfer parameters, and has no hook that a "
     "MultiConnector would ask of ours",
