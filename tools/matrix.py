@@ -26,7 +26,7 @@ MARKS = Marks.of("scripts/matrix.sh")
 IN_ENGLISH, IN_CHINESE = ("combination", "direct", "regrouped"), ("组合", "直接推送", "重组后推送")
 HEAD = ("mode", "vLLM", "how", "result", "answers, tokens compared (at least)", "minutes", "in CI", "commit")
 DEADLINE_S = 7200.0
-_TOKENS = re.compile(r"(?:tokens|figure: .*): (\d+) answers, (\d+) tokens compared")
+_TOKENS = re.compile(r": (\d+) answers, (\d+) tokens compared")
 
 
 @dataclass(frozen=True)

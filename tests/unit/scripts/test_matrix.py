@@ -41,6 +41,7 @@ def test_the_readmes_tables_are_of_the_same_source() -> None:
     [
         (RAN, 0, "1 passed", (10, 120)),
         ("figure: bf16: 14 answers, 168 tokens compared, 0 excused\n2 failed, 3 passed in 9.1s", 1, "2 failed, 3 passed", (14, 168)),
+        ("...gqa 2to1 multi: 15 answers, 1644 tokens compared, 0 excused; all blocks free\n3 passed in 9s", 0, "3 passed", (15, 1644)),
         (".s\n3 skipped in 0.15s\n", 0, "3 skipped", (0, 0)),
         ("Traceback", 124, "exit code 124", (0, 0)),
     ],
