@@ -188,9 +188,11 @@ def settle(wire: Wire, handle: int, limit_s: float = 40.0) -> WriteState:
 
 def _listen_on(port: int, size: int) -> tuple[MooncakeTarget, np.ndarray]:
     """Listen on this port. The kernel reserves a port for a minute after its last connection, and Mooncake cannot
-    reuse it sooner."""
+    reuse it sooner: until then no engine is opened, which would take the ports beside it."""
     memory = np.zeros(size, dtype=np.uint8)
-    deadline = time.monotonic() + (PORT_WAIT_S if port else 0.0)
+    deadline, taken = time.monotonic() + (PORT_WAIT_S if port else 0.0), list[str]()
+    while port and (taken := _sockets_of(port)) and time.monotonic() < deadline:
+        time.sleep(0.1)
     while True:
         target = target_of(memory)
         with contextlib.suppress(PdError):
@@ -198,7 +200,14 @@ def _listen_on(port: int, size: int) -> tuple[MooncakeTarget, np.ndarray]:
                 return target, memory
         target.close()
         if time.monotonic() > deadline:
-            raise SystemExit(f"port {port} was not to be had")
+            raise SystemExit(f"port {port} was not to be had; sockets there: {taken}, now {_sockets_of(port)}")
+
+
+def _sockets_of(port: int) -> list[str]:
+    """Return the lines of the kernel's tables about TCP sockets of this host with this local port."""
+    tables = (Path("/proc/net") / name for name in ("tcp", "tcp6"))
+    lines = (line for table in tables for line in table.read_text().splitlines()[1:])
+    return [line for line in lines if int(line.split()[1].rpartition(":")[2], 16) == port]
 
 
 def _push(wire: MooncakeWire, memory: np.ndarray, session: str, *numbers: str) -> int:
