@@ -62,7 +62,7 @@ ROWS = (
     Row("rollout", "an earlier state of this package on P or on D", _file("rollout"), ci="none"),
     Row("previous", "the same without engines: each reads what the other writes", ("tests/unit/releases/test_previous.py",), "every message", "–", "all"),
     Row("vllm-ascend", "vllm-ascend 0.23.0.post1 on a CANN in host memory", ("tests/ascend_host/test_pairs.py", "-k", "not dcp and not pcp and not dsa and not multi"), ASCEND, "0.23.0"),
-    Row("vllm-ascend-dsa", "the same with a sparse indexer: DeepSeek-V3.2 1→1, with MTP, in int8; GLM-5", ("tests/ascend_host/test_pairs.py", "-k", "dsa"), ASCEND, "0.23.0", "none"),
+    Row("vllm-ascend-dsa", "the same with a sparse indexer: DeepSeek-V3.2 1→1, 2→1, with MTP, in int8; GLM-5", ("tests/ascend_host/test_pairs.py", "-k", "dsa"), ASCEND, "0.23.0", "none"),
     Row("vllm-ascend-dcp", "the same with context parallelism: DCP 1→2, 2→1, 4→2, PCP 2→DCP 2", ("tests/ascend_host/test_pairs.py", "-k", "dcp or pcp"), ASCEND, "0.23.0", "none"),
     Row("vllm-ascend-multi", "the same behind AscendMultiConnector, beside RecomputeCPUOffloadConnector, which keeps on the host what D preempts: GQA 2→1", ("tests/ascend_host/test_pairs.py", "-k", "multi"), ASCEND, "0.23.0", "none"),
 )  # fmt: skip
