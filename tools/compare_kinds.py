@@ -32,7 +32,6 @@ from tools.support.spec import EngineSpec
 
 PLUGINS = ROOT / "tests" / "integration" / "plugins"
 KINDS = PLUGINS / "kinds"
-DELTA = PLUGINS / "delta"  # Gated DeltaNet in float32, in which answers do not depend on the order of additions
 FORKED = PLUGINS / "forked"  # engines of all connectors start in a third of the processor's time
 FOUND = ROOT / "out" / "compare-kinds.json"
 PAGE = ROOT / "docs" / "kinds.md"
@@ -53,7 +52,6 @@ class Case:
     arguments: tuple[str, ...] = ()
     block: int = 32
     chunk: int = 96
-    plugins: tuple[Path, ...] = (KINDS,)
 
     def spec(self, name: str, role: str, **more: Any) -> EngineSpec:
         draft = {**self.draft, **({"model": str(ensure(self.draft["model"]))} if "model" in self.draft else {})}
@@ -73,9 +71,6 @@ CASES = {
     "window": Case("windows and full attention 1→1 (gpt-oss)", "gptoss"),
     "windows": Case("six groups 1→1 (Gemma-3)", "gemma3"),
     "state": Case("Mamba-2 before attention 1→1 (Nemotron-H)", "nemotronh"),
-    "state-unequal": Case("Mamba-2 before attention 2→1 (Nemotron-H)", "nemotronh", p_tp=2),
-    "delta": Case("Gated DeltaNet 1→1 (Qwen3-Next in float32, by the tests' plug-in)", "qwen3next", plugins=(DELTA,)),
-    "mtp": Case("MTP beside MLA 1→1", "mtp", draft={"method": "mtp", "num_speculative_tokens": 1}, chunk=2048),
     "drafts": Case(
         "Eagle3 with other heads 1→1",
         "spec",
@@ -87,7 +82,7 @@ CASES = {
 def ours(case: Case, cluster: Cluster) -> tuple[Engine, Engine, Ask]:
     port = cluster.port()
     config = cluster.push_config(verify="off")
-    common = {"plugins": case.plugins, "arguments": case.arguments}
+    common = {"plugins": (KINDS,), "arguments": case.arguments}
     p, d = cluster.start(
         case.spec("ours-p", "kv_producer", extra=config, **common),
         case.spec("ours-d", "kv_consumer", extra={**config, "metaserver_urls": [f"http://127.0.0.1:{port}"]}, **common),
@@ -102,7 +97,7 @@ def in_tree(
     def make(name: str, role: str, **more: Any) -> EngineSpec:
         return case.spec(name, role, arguments=case.arguments, **more)
 
-    return start(cluster, make, tokens_of(case), case.plugins)
+    return start(cluster, make, tokens_of(case), (KINDS,))
 
 
 Start = Callable[[Case, Cluster], tuple[Engine, Engine, Ask]]
