@@ -206,8 +206,7 @@ def preempted(engines: Engines, pair: Pair) -> None:
     before = counter(d, "vllm:num_preemptions_total")
     answers = gather(pair.front.url, [body_of(p, 2 * BLOCK) for p in prompts])
     for p, want, got in zip(prompts, expected, answers, strict=True):
-        salt = {"cache_salt": fresh_salt("gap")}
-        pair.tally.check(f"{engines}, {len(p)} tokens", p, want.tokens, got.tokens, *pair.judges, body=salt)
+        pair.judge(f"{engines}, {len(p)} tokens", p, want.tokens, got.tokens)
     assert counter(d, "vllm:num_preemptions_total") > before, "D took no block back: the test shows nothing"
     assert not pair.failed_transfers()
 
@@ -245,8 +244,7 @@ def dropped(engines: Engines, pair: Pair) -> None:
         if isinstance(got, RequestFailed):
             assert "PD-META-022" in got.text, got
             continue
-        salt = {"cache_salt": fresh_salt("gap")}
-        pair.tally.check(f"{engines}, {len(p)} tokens", p, want.tokens, got, *pair.judges, body=salt)
+        pair.judge(f"{engines}, {len(p)} tokens", p, want.tokens, got)
         whole += 1
     drops = set(re.findall(r"Recompute triggered for request (\w+-\w+)-", d.log.read_text(errors="replace")))
     assert len(drops) > len(prompts) - whole, "nobody was dropped and answered after all: the test shows nothing"
@@ -265,8 +263,7 @@ def dropped_streams(engines: Engines, pair: Pair) -> None:
             assert "PD-META-" in got.text, got
             continue
         assert not isinstance(got, BaseException), got
-        salt = {"cache_salt": fresh_salt("gap")}
-        pair.tally.check(f"{engines}, stream of {len(p)}", p, want.tokens, got.tokens, *pair.judges, body=salt)
+        pair.judge(f"{engines}, stream of {len(p)}", p, want.tokens, got.tokens)
     whole = sum(not isinstance(got, RequestFailed) for got in answers)
     resumed = front_counter(pair.front.url, "resumes", 'cause="dropped"')
     assert whole and resumed > len(prompts) - whole, "no stream was dropped and went on: the test shows nothing"

@@ -65,11 +65,6 @@ class Pair:
         return self.alone or self.prefill
 
     @property
-    def judges(self) -> tuple[str, ...]:
-        """Return the engines that a token which differs must be good for: the reference, or D by itself."""
-        return (self.reference.url, *(d.url for d in self.decode))
-
-    @property
     def all_prefill(self) -> tuple[Served, ...]:
         return (self.prefill, *self.more_prefill)
 
@@ -100,16 +95,21 @@ class Pair:
         assert not more, f"a transfer failed and D computed by itself: {more}"
         for index, (p, want, got) in enumerate(zip(prompts, expected, answers, strict=True)):
             title = f"{name or 'prompt'} {index} of {len(p)} tokens"
-            self.tally.check(title, p, want.tokens, got.tokens, *self.judges, body={"cache_salt": fresh_salt("gap")})
+            self.judge(title, p, want.tokens, got.tokens)
         wanted = sum(len(p) - self.left for p in prompts if len(p) > 1)
         assert loaded == wanted, f"D loaded {loaded} tokens from P, {wanted} were wanted"
         return answers
+
+    def judge(self, name: str, prompt: Sequence[int], expected: Sequence[int], actual: Sequence[int]) -> None:
+        """Compare one answer. A token that differs must be good for the reference, or for D by itself."""
+        alone = (self.reference.url, *(d.url for d in self.decode))
+        self.tally.check(name, prompt, expected, actual, *alone, body={"cache_salt": fresh_salt("gap")})
 
     def compare(self, prompts: Sequence[Sequence[int]], answers: Sequence[Answer], name: str) -> None:
         """Compare answers that were obtained in another way with the reference's."""
         expected = reference_answers(self.reference, prompts, len(answers[0].tokens))
         for p, want, got in zip(prompts, expected, answers, strict=True):
-            self.tally.check(name, p, want.tokens, got.tokens, *self.judges, body={"cache_salt": fresh_salt("gap")})
+            self.judge(name, p, want.tokens, got.tokens)
 
     def check_prefix_on_decode(self, block: int) -> None:
         """Check that D loads only what it does not have: none of the full blocks in its cache."""
