@@ -32,6 +32,7 @@ from tools.support.spec import EngineSpec
 
 PLUGINS = ROOT / "tests" / "integration" / "plugins"
 KINDS = PLUGINS / "kinds"
+DELTA = PLUGINS / "delta"  # Gated DeltaNet in float32
 FORKED = PLUGINS / "forked"  # engines of all connectors start in a third of the processor's time
 FOUND = ROOT / "out" / "compare-kinds.json"
 PAGE = ROOT / "docs" / "kinds.md"
@@ -50,6 +51,7 @@ class Case:
     p_tp: int = 1
     draft: dict[str, Any] = field(default_factory=dict)  # --speculative-config, its model by the recipe's name
     arguments: tuple[str, ...] = ()
+    plugins: tuple[Path, ...] = (KINDS,)
     block: int = 32
     chunk: int = 96
 
@@ -71,6 +73,9 @@ CASES = {
     "window": Case("windows and full attention 1→1 (gpt-oss)", "gptoss"),
     "windows": Case("six groups 1→1 (Gemma-3)", "gemma3"),
     "state": Case("Mamba-2 before attention 1→1 (Nemotron-H)", "nemotronh"),
+    "state-unequal": Case("Mamba-2 before attention 2→1 (Nemotron-H)", "nemotronh", p_tp=2),
+    "delta": Case("Gated DeltaNet 1→1 (Qwen3-Next, the tests' operators)", "qwen3next", plugins=(KINDS, DELTA)),
+    "mtp": Case("MTP 1→1 (DeepSeek-V3)", "mtp", draft={"method": "mtp", "num_speculative_tokens": 1}, chunk=2048),
     "drafts": Case(
         "Eagle3 with other heads 1→1",
         "spec",
@@ -82,7 +87,7 @@ CASES = {
 def ours(case: Case, cluster: Cluster) -> tuple[Engine, Engine, Ask]:
     port = cluster.port()
     config = cluster.push_config(verify="off")
-    common = {"plugins": (KINDS,), "arguments": case.arguments}
+    common = {"plugins": case.plugins, "arguments": case.arguments}
     p, d = cluster.start(
         case.spec("ours-p", "kv_producer", extra=config, **common),
         case.spec("ours-d", "kv_consumer", extra={**config, "metaserver_urls": [f"http://127.0.0.1:{port}"]}, **common),
@@ -97,7 +102,7 @@ def in_tree(
     def make(name: str, role: str, **more: Any) -> EngineSpec:
         return case.spec(name, role, arguments=case.arguments, **more)
 
-    return start(cluster, make, tokens_of(case), (KINDS,))
+    return start(cluster, make, tokens_of(case), case.plugins)
 
 
 Start = Callable[[Case, Cluster], tuple[Engine, Engine, Ask]]

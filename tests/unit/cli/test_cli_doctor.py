@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import io
 import json
 import os
 import socket
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,16 +38,27 @@ needs_mooncake = pytest.mark.skipif(importlib.util.find_spec("mooncake") is None
 MODEL = {"num_attention_heads": 32, "num_key_value_heads": 4, "hidden_size": 2048, "num_hidden_layers": 3}
 
 
-def doctor(*words: str) -> tuple[int, dict[str, list[dict[str, str]]]]:
-    """Run the doctor; return its exit code and the checks by name."""
-    done = subprocess.run([*DOCTOR, *words, "--json"], cwd=ROOT, check=False, capture_output=True, timeout=120)
-    assert b"Traceback" not in done.stderr, done.stderr.decode()
-    told = json.loads(done.stdout)
-    assert told["good"] is (done.returncode == 0)
+def doctor(*words: str, process: bool = False) -> tuple[int, dict[str, list[dict[str, str]]]]:
+    """Run the doctor; return its exit code and the checks by name.
+
+    A process of its own takes seconds to import vLLM, so it is for the tests that need one.
+    """
+    if process:
+        done = subprocess.run(
+            [*DOCTOR, *words, "--json"], cwd=ROOT, check=False, capture_output=True, text=True, timeout=120
+        )
+        code, out, err = done.returncode, done.stdout, done.stderr
+    else:
+        with redirect_stdout(io.StringIO()) as stdout, redirect_stderr(io.StringIO()) as stderr:
+            code = main(["doctor", *words, "--json"])
+        out, err = stdout.getvalue(), stderr.getvalue()
+    assert "Traceback" not in err, err
+    told = json.loads(out)
+    assert told["good"] is (code == 0)
     by_name: dict[str, list[dict[str, str]]] = {}
     for check in told["checks"]:
         by_name.setdefault(check["name"], []).append(check)
-    return done.returncode, by_name
+    return code, by_name
 
 
 @contextmanager
@@ -103,7 +115,7 @@ def test_the_engines_configuration_is_read_as_the_engine_would(
     }
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
-    code, found = doctor("--kv-transfer-config", f"@{file}")
+    code, found = doctor("--kv-transfer-config", f"@{file}", process=True)
     assert code == 0 and found["secret file"][0]["level"] == GOOD
     said = [check["says"] for check in found["configuration"]]
     assert any("kv_port" in words for words in said) and any("metaserver_urls" in words for words in said)
