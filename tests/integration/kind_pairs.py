@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from pairs import (
     wait_for_free_blocks,
 )
 
-from tools.support.checks import eventually, first_tokens
+from tools.support.checks import eventually, first_tokens, fresh_salt
 from tools.support.client import RequestFailed, attempt, body_of, complete, gather, leave_after, post
 from tools.support.cluster import Cluster
-from tools.support.compare import TIE
+from tools.support.compare import TIE, Tally, TokensDiffer, apart
 from tools.support.engine import Engine
 from tools.support.models import ensure, recipe_of
 from tools.support.spec import EngineSpec
@@ -122,16 +123,31 @@ def exercise(pair: Pair, name: str, lengths: Sequence[int]) -> None:
     pair.check([fresh_prompt(25 + 40 * i) for i in range(8)], name=f"{name}, 8 at once")
 
 
-def wrong_answers(pair: Pair, lengths: Sequence[int]) -> int:
-    """Count the answers that differ from a single engine's although D has loaded all, with a planted fault."""
+def rounding_limit(p: Engine, d: Engine, lengths: Sequence[int]) -> float:
+    """Return how much worse than the best token one may be with a cache that rounds, P and D being of unequal TP.
+
+    Such a cache makes a step of some values out of the last bit of a sum, which another TP adds up in another order.
+    How far that moves a token's logit, P and D show by computing the same prompts alone. Of two tokens one may go up as
+    far as the other goes down.
+    """
+    moved = apart(p.url, d.url, [fresh_prompt(length) for length in lengths], {"cache_salt": fresh_salt("apart")})
+    return max(TIE, 2 * moved)
+
+
+def wrong_answers(pair: Pair, lengths: Sequence[int], tie: float = TIE) -> int:
+    """Count the wrong answers although D has loaded all, with a planted fault. What is within `tie` is not counted."""
     wrong = 0
+    judged = replace(pair, tally=Tally(tie=tie, excused_per=1))
     for length in lengths:
         prompt = fresh_prompt(length)
         (expected,) = reference_answers(pair.prefill, [prompt], 12)
         before = pair.loaded_tokens()
         got = complete(pair.front.url, body_of(prompt, 12))
         assert pair.loaded_tokens() - before in (length - 1, length)
-        wrong += got.tokens != expected.tokens
+        try:
+            judged.judge("planted fault", prompt, expected.tokens, got.tokens)
+        except TokensDiffer:
+            wrong += 1
     return wrong
 
 

@@ -22,6 +22,7 @@ from kind_pairs import (
     check_preempted,
     exercise,
     learn_of_first_tokens,
+    rounding_limit,
     shows,
     spec,
 )
@@ -29,10 +30,9 @@ from pairs import Pair, fresh_prompt
 from test_drafts import own
 from test_kinds import tuples
 
-from tools.support.checks import fresh_salt
 from tools.support.client import body_of, complete
 from tools.support.cluster import STRICT, Cluster
-from tools.support.compare import TIE, Tally, apart
+from tools.support.compare import Tally
 from tools.support.engine import Engine
 from tools.support.models import RECIPES
 from tools.support.on_cpu import no_fp8
@@ -157,17 +157,12 @@ def shelf(cluster: Cluster) -> Iterator[Shelf]:
 
 
 def judged(kind: Kind, p: Engine, d: Engine, tally: Tally, told: Callable[[str], None]) -> Tally:
-    """Return the measure of answers of this pair.
-
-    A cache that rounds makes a step of some values out of the last bit of a sum, which another TP adds up in another
-    order. How far that moves a token's logit, P and D show by computing the same prompts alone. Of two tokens one may
-    go up as far as the other goes down.
-    """
+    """Return the measure of answers of this pair."""
     if not kind.rounds or p.spec.tp == d.spec.tp:
         return tally
-    moved = apart(p.url, d.url, [fresh_prompt(length) for length in 8 * LENGTHS], {"cache_salt": fresh_salt("apart")})
-    told(f"figure: {kind.title or kind.model}: P and D alone put a token up to {moved:.2e} apart")
-    return Tally(tie=max(TIE, 2 * moved), excused_per=10)
+    limit = rounding_limit(p, d, 8 * LENGTHS)
+    told(f"figure: {kind.title or kind.model}: a token may be {limit:.2e} worse than the best")
+    return Tally(tie=limit, excused_per=10)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ The reference is an engine with such a cache: values rounded on P must arrive as
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from kind_pairs import (
     exercise,
     leaving,
     of,
+    rounding_limit,
     running,
     shows,
     spec,
@@ -155,6 +156,18 @@ class TestPlantedFaults:
         with running(cluster, make_pair, p, beside=[unchecked]) as pair:
             wrong = wrong_answers(pair, (96, 160, 193, 352))
         assert wrong == 4, f"{4 - wrong} of 4 answers do not depend on the scales ({what})"
+
+    def test_such_scales_are_seen_at_unequal_sizes_too(
+        self, cluster: Cluster, unchecked: Engine, make_pair: PairMaker, told: Callable[[str], None]
+    ) -> None:
+        """There an answer may differ by as much as P and D, each alone, do."""
+        config = cluster.push_config(verify="off", regroup="always")
+        p = spec("scales-p2", "indexed-int8", "kv_producer", config, tp=2, **scales("of the block before"))
+        with running(cluster, make_pair, p, beside=[unchecked]) as pair:
+            limit = rounding_limit(pair.prefill, unchecked, (20, 97, 159, 333) * 8)
+            wrong = wrong_answers(pair, (96, 160, 193, 352), tie=limit)
+            told(f"figure: int8 2→1: {wrong} of 4 answers are more than {limit:.2e} off with a wrong scale")
+        assert wrong == 4, f"{4 - wrong} of 4 answers are within {limit}"
 
     def test_scales_of_another_block_are_found_by_verify(
         self, cluster: Cluster, allowed: list[str], make_pair: PairMaker
