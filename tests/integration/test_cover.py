@@ -66,6 +66,7 @@ class Kind:
     features: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: FEATURES)
     title: str = ""  # in tools/kind_sizes.py, where it is not the model's name
     tokens: int = 200  # of answers that D has too few blocks for
+    without: Mapping[str, str] | None = None  # levels that no cell may have together
     rounds: bool = False  # the cache keeps fewer bits than are computed with: see `judged`
 
 
@@ -73,7 +74,9 @@ EAGLE = {"method": "eagle3", "draft": "spec-eagle3", "num_speculative_tokens": 1
 OF_KINDS = {
     "fp8": Kind("gqa", 60, ("--kv-cache-dtype", "fp8"), title="fp8", rounds=True),
     "windows": Kind("gptoss", 110),
-    "states": Kind("nemotronh", 38),
+    # With states cached at the ends of blocks, vLLM's CPU kernel fails in a step that goes over one: "IndexError: index 2
+    # is out of bounds for dimension 0 with size 1", without a connector too.
+    "states": Kind("nemotronh", 38, without={"chunks": "whole", "prefixes": "on"}),
     "indexer": Kind("indexed", 60),
     "drafts": Kind("spec", 60, draft=EAGLE, title="spec-eagle3"),
     "int8": Kind("indexed-int8", 60, more=tuples(), rounds=True),
@@ -120,7 +123,11 @@ def cells() -> list[tuple[str, Cell]]:
         of_both = (cell.get(name, "") for name in ("prefixes", "drafted", "chunks"))
         return *of_both, cell["shape"][2:3], cell["blocks"], cell["policy"], cell["shape"]
 
-    return [(name, cell) for name, kind in OF_KINDS.items() for cell in sorted(cover(kind.features), key=order)]
+    return [
+        (name, cell)
+        for name, kind in OF_KINDS.items()
+        for cell in sorted(cover(kind.features, kind.without), key=order)
+    ]
 
 
 def marks(name: str, cell: Cell) -> list[pytest.MarkDecorator]:

@@ -41,15 +41,18 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
+KEPT = 3  # directories of runs that have ended
+
+
 def fresh_directory(name: str) -> Path:
     """Return out/<name>/<pid>, empty, so that two runs of one clone do not disturb each other.
 
-    Directories of runs that have ended are removed.
+    Of the runs that have ended the last KEPT keep theirs: a failure is looked into after the next run has begun.
     """
     parent = ROOT / "out" / name
-    for old in parent.glob("*"):
-        if not (old.name.isdigit() and psutil.pid_exists(int(old.name))):
-            shutil.rmtree(old, ignore_errors=True)
+    ended = [old for old in parent.glob("*") if not (old.name.isdigit() and psutil.pid_exists(int(old.name)))]
+    for old in sorted(ended, key=lambda path: path.stat().st_mtime)[:-KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
     directory = parent / str(os.getpid())
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)

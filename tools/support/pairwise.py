@@ -14,12 +14,14 @@ def pairs(cell: Mapping[str, str]) -> set[frozenset[tuple[str, str]]]:
     return set(map(frozenset, itertools.combinations(cell.items(), 2)))
 
 
-def cover(factors: Mapping[str, Sequence[str]]) -> list[Cell]:
-    """Return cells that cover all pairs; the same factors always give the same cells.
+def cover(factors: Mapping[str, Sequence[str]], without: Mapping[str, str] | None = None) -> list[Cell]:
+    """Return cells that cover all pairs, no cell with all levels of `without`; the same factors give the same cells.
 
     Greedy: each cell is the one with the most pairs not covered yet, the first of equals.
     """
     product = [dict(zip(factors, levels, strict=True)) for levels in itertools.product(*factors.values())]
+    if without:
+        product = [cell for cell in product if not without.items() <= cell.items()]
     open_pairs = set[frozenset[tuple[str, str]]]().union(*map(pairs, product))
     found: list[Cell] = []
     while open_pairs:

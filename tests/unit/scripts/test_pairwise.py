@@ -28,3 +28,12 @@ def test_every_pair_of_levels_is_in_a_cell(factors: dict[str, tuple[str, ...]]) 
     )
     assert cells == cover(factors)
     assert len({tuple(cell.items()) for cell in cells}) == len(cells)
+
+
+def test_every_pair_but_the_impossible_one_is_in_a_cell() -> None:
+    factors = FACTORS[1]
+    cells = cover(factors, {"b": "y", "c": "x"})
+    for (one, levels), (other, more) in itertools.combinations(factors.items(), 2):
+        for pair in itertools.product(levels, more):
+            there = any((cell[one], cell[other]) == pair for cell in cells)
+            assert there is ((one, other, *pair) != ("b", "c", "y", "x")), (one, other, pair)
