@@ -177,8 +177,13 @@ def refusal(problem: Exception) -> str:
     text = str(problem)
     found = re.search(r"the end of (\S+?):\n", text)
     log = Path(found[1]).read_text(errors="replace") if found else text
-    lines = re.findall(r"(?:\w+\.)*(\w*(?:Error|Exception|Refused)): (.+)", log)
-    return told(f"{lines[0][0]}: {lines[0][1]}") if lines else told(text)
+    raised = re.search(
+        r"^(?:\(.+?\) )?(?:\w+\.)*(\w*(?:Error|Exception|Refused)): (.+(?:\n.*Assertion failed.+)?)", log, re.M
+    )
+    if not raised:
+        return told(text)
+    _, failed, sentence = raised[2].partition("Assertion failed, ")  # of a configuration; the head only counts errors
+    return told(f"{raised[1]}: {sentence.partition(' [type=')[0] if failed else raised[2]}")
 
 
 def cell(case: Case, start: Start) -> str:

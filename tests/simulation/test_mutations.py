@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 
 from simulation.mutations import MORE, WANTED, Mutation
@@ -10,40 +12,33 @@ from simulation.run import run_seed
 
 # Seeds by mutation. A change of the machines may invalidate one; then a search from 0 finds another.
 KNOWN = {
-    "free before fence": 2,
-    "DONE counted twice": 3,
-    "no incarnation check": 66,
-    "success in spite of one FAILED": 1,
-    "cancel not acknowledged": 2,
+    "DONE counted twice": 11,
+    "no incarnation check": 32,
+    "lease not checked before a write": 52,
+    "cancel not acknowledged": 6,
     "quarantine skipped": 11,
     "cancel answered at once": 5,
-    "DONE from a lost source": 75,
-    "sealed push restarted": 41,
-    "hold runs while D is stopped": 5,
-    "answer believed right after a stop": 143,
+    "DONE from a lost source": 192,
+    "sealed push restarted": 107,
+    "hold runs while D is stopped": 58,
+    "answer believed right after a stop": 121,
     "gone is quiet": 6,
     "time alone frees": 4,
     "preempted blocks not drained": 62,
-    "reported before it is closed": 2,
-    "reported though no blocks are held": 6,
-    "every answer is good": 1,
+    "reported though no blocks are held": 9,
     "ranks plan what they know": 76,
     "revocation keeps the session": 6,
-    "one batch, two sessions": 20,
+    "one batch, two sessions": 10,
     "absent ranks believed": 3,
     "sealed before the catch-up": 3,
     "slots reused at once": 5,
     "a rank stays away from a catch-up": 37,
-    "a write that was never issued has landed": 1,
-    "a first token is taken twice": 2,
-    "a first token for a request that has one": 11,
-    "an aborted request stays held": 4,
+    "a first token for a request that has one": 10,
     "a wake-up is lost": 83,
-    "source bound twice": 1,
     "source of a dead incarnation taken": 5,
     "lost blocks are pushed": 10,
 }
-SEEDS = 400
+SEEDS, FEW = 400, 10
 
 
 @pytest.mark.parametrize("mutation", [*WANTED, *MORE], ids=lambda m: m.name)
@@ -54,6 +49,8 @@ def test_a_removed_rule_is_found(mutation: Mutation) -> None:
             assert "promise" in result.violation or "LocalProtocolError" in result.violation
             itself = Mutation(world=mutation.world)
             assert not run_seed(seed, itself).violation, "the protocol itself holds in this world"
+            if seed > FEW and seed != KNOWN.get(mutation.name):
+                warnings.warn(f"set KNOWN[{mutation.name!r}] to {seed}: the search takes its time", stacklevel=1)
             return
     pytest.fail(f"{SEEDS} seeds did not notice: {mutation.name}")
 

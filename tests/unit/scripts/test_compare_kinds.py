@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from tools import compare_kinds
-from tools.compare_kinds import CASES, CONNECTORS, MARKS, table, told
+from tools.compare_kinds import CASES, CONNECTORS, MARKS, refusal, table, told
+from tools.support.process import ProcessDied
 
 ONE, OTHER, THIRD = list(CASES)[:3]
 
@@ -35,3 +37,16 @@ def test_the_page_has_a_line_for_each_kind_and_a_commit_in_each() -> None:
 
 def test_an_error_does_not_break_the_table() -> None:
     assert told("one | two\n  three") == "one / two three"
+
+
+def test_the_reason_of_a_refused_start_is_the_first_exception_of_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "d.log"
+    warned = "(APIServer pid=1) WARNING 11-25 [x.py:2] this can cause errors like `OSError: [Errno 24] Too many open files`.\n"
+    log.write_text(f"{warned}(APIServer pid=1) builtins.RuntimeError: first | one\nValueError: its consequence\n")
+    assert refusal(ProcessDied(f"d died; the end of {log}:\n...")) == "RuntimeError: first / one"
+    invalid = "(APIServer pid=1) pydantic_core._core.ValidationError: 1 validation error for VllmConfig\n"
+    invalid += "(APIServer pid=1)   Assertion failed, P's TP must be larger. [type=assertion_error, input_value=ArgsKwargs()]\n"
+    log.write_text(warned + invalid)
+    assert refusal(ProcessDied(f"d died; the end of {log}:\n...")) == "ValidationError: P's TP must be larger."
+    log.write_text(warned)
+    assert refusal(ProcessDied(f"d died; the end of {log}:\nnothing else")).startswith("d died; the end of")
