@@ -216,7 +216,7 @@ class Engines:
 
 def rounded() -> Tally:
     """Return a tally that excuses close tokens: sums in another order round differently."""
-    return Tally(tie=0.125, excused_per=2)
+    return Tally(tie=0.125, excused_per=2, judged_from=8)
 
 
 def few_blocks(count: int) -> tuple[str, ...]:

@@ -82,6 +82,21 @@ def test_what_counts_as_a_tie_and_how_often_depends_on_the_type() -> None:
             tally.check("once too often", [7], [1, 5], [1, 6], url)
 
 
+def test_the_share_of_ties_is_judged_from_a_number_of_answers_on() -> None:
+    with reference(gap=0.05) as url:
+        for good in (True, False):
+            tally = Tally(tie=0.1, excused_per=2, judged_from=4)
+            for number in range(3):
+                tally.check("chance", [7], [1, 5], [1, 6 if number < 2 + (not good) else 5], url)
+            if good:
+                tally.check("half of them", [7], [1, 5], [1, 5], url)
+                with pytest.raises(TokensDiffer, match="3 excused answers of 5 are too many"):
+                    tally.check("once too often", [7], [1, 5], [1, 6], url)
+            else:
+                with pytest.raises(TokensDiffer, match="3 excused answers of 4 are too many"):
+                    tally.check("equal", [7], [1, 5], [1, 5], url)
+
+
 def test_a_token_beside_a_tie_is_not_excused() -> None:
     with reference(gap=0.0) as url, pytest.raises(TokensDiffer, match="inf worse"):
         Tally().check("answer", [7], [1, 5], [1, 7], url)
