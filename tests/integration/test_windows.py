@@ -151,22 +151,22 @@ class TestLayersThatShareACache:
     """Gemma-3n: the last two of six layers read the cache of the two before them. Each byte is pushed once."""
 
     @pytest.mark.parametrize(
-        "windows",
+        ("windows", "p_tp", "d_tp"),
         [
-            pytest.param(True, id="several groups", marks=shows("gemma3n", 1, 1)),
-            pytest.param(False, id="one group", marks=shows("gemma3n", 2, 1)),
+            pytest.param(windows, p_tp, d_tp, marks=shows("gemma3n", p_tp, d_tp))
+            for windows, p_tp, d_tp in ((True, 1, 1), (False, 2, 1), (True, 1, 2), (True, 4, 2))
         ],
     )
     def test_nothing_is_pushed_twice(
-        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, windows: bool
+        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, windows: bool, p_tp: int, d_tp: int
     ) -> None:
         """Without windows in the cache's manager there is one group, and P at TP 2 regroups its layers."""
         recipe = RECIPES["gemma3n"]
         p_extra: dict[str, Any] = {} if windows else {"regroup": "always"}
         more: dict[str, Any] = {} if windows else {"arguments": ("--disable-hybrid-kv-cache-manager",)}
         specs = (
-            spec("shared-p", "gemma3n", "kv_producer", cluster.push_config(**p_extra), tp=1 if windows else 2, **more),
-            spec("shared-d", "gemma3n", "kv_consumer", cluster.push_config(*allowed), **more),
+            spec("shared-p", "gemma3n", "kv_producer", cluster.push_config(**p_extra), tp=p_tp, **more),
+            spec("shared-d", "gemma3n", "kv_consumer", cluster.push_config(*allowed), tp=d_tp, **more),
         )
         with running(cluster, make_pair, *specs) as pair:
             exercise(pair, f"gemma3n, {'several groups' if windows else 'one group'}", LENGTHS)
