@@ -53,7 +53,7 @@ HYBRID_BLOCK = 2 * BLOCK  # beside states, vllm-ascend makes a group's block of 
 
 @contextmanager
 def started(engines: Engines, machine: Machine, told: Callable[[str], None]) -> Iterator[Pair]:
-    """Start a set; at its end all blocks of both engines must be free."""
+    """Start a set; at its end all blocks of both engines must be free, and not too many answers excused."""
     with Cluster(fresh_directory("ascend_host"), progress=told) as cluster:
         pair = engines.start(machine, cluster)
         if RECIPES[engines.model].leaves_last:
@@ -65,6 +65,7 @@ def started(engines: Engines, machine: Machine, told: Callable[[str], None]) -> 
         every = (pair.prefill, *pair.decode)
         assert pair.free_counts() == {engine.name: engine.ranks * engine.blocks() for engine in every}
         told(f"{engines}: {pair.tally.summary()}; all blocks free")
+        pair.tally.check_share()
     assert not cluster.leaks, cluster.leaks
 
 

@@ -65,7 +65,7 @@ class Tally:
     excused: list[str] = field(default_factory=list)
     tie: float = TIE
     excused_per: int = EXCUSED_PER
-    judged_from: int = 0  # of fewer answers the share of excused ones is not judged: two of two may be chance
+    judged_from: int = 0  # the share of fewer answers is checked by `check_share` alone: two of two may be chance
 
     def check(
         self,
@@ -84,23 +84,8 @@ class Tally:
         self.answers += 1
         self.tokens += len(actual)
         where = first_difference(expected, actual)
-        if where is not None:
-            self._excuse(name, prompt, expected, actual, where, engines, body)
-        many = len(self.excused) * self.excused_per > max(self.answers, self.excused_per)
-        if many and (self.answers == self.judged_from or (where is not None and self.answers > self.judged_from)):
-            last = self.excused[-1]
-            raise TokensDiffer(f"{len(self.excused)} excused answers of {self.answers} are too many; the last: {last}")
-
-    def _excuse(
-        self,
-        name: str,
-        prompt: Sequence[int],
-        expected: Sequence[int],
-        actual: Sequence[int],
-        where: int,
-        engines: Sequence[str],
-        body: Mapping[str, Any] | None,
-    ) -> None:
+        if where is None:
+            return
         told = f"{name}: token {where} of {len(expected)} differs: expected {list(expected)}, got {list(actual)}"
         if where >= min(len(expected), len(actual)):
             raise TokensDiffer(f"{told} (one is shorter)")
@@ -110,6 +95,14 @@ class Tally:
             raise TokensDiffer(told)
         print(f"excused: {told}", flush=True)
         self.excused.append(told)
+        if self.answers >= self.judged_from:
+            self.check_share()
+
+    def check_share(self) -> None:
+        """Raise TokensDiffer if more answers are excused than may be."""
+        if len(self.excused) * self.excused_per > max(self.answers, self.excused_per):
+            last = self.excused[-1]
+            raise TokensDiffer(f"{len(self.excused)} excused answers of {self.answers} are too many; the last: {last}")
 
     def summary(self) -> str:
         return f"{self.answers} answers, {self.tokens} tokens compared, {len(self.excused)} excused"
