@@ -9,6 +9,7 @@ from tools.support.environments import NEWEST, RELEASES
 
 INTEGRATION = "tests/integration/test_"
 ONE = "tokens of one engine"
+PAIRS = "tests/ascend_host/test_pairs.py"
 ASCEND = "tokens of one vllm-ascend engine; bytes"
 
 
@@ -61,10 +62,12 @@ ROWS = (
     Row("around", "vLLM's own tests of the handshake across stages, of MultiConnector, and of the scheduler beside a connector, with this one in them", _file("vllm_around"), "their assertions", "0.32.0, 0.33.0", "none"),
     Row("rollout", "an earlier state of this package on P or on D", _file("rollout"), ci="none"),
     Row("previous", "the same without engines: each reads what the other writes", ("tests/unit/releases/test_previous.py",), "every message", "–", "all"),
-    Row("vllm-ascend", "vllm-ascend 0.23.0.post1 on a CANN in host memory", ("tests/ascend_host/test_pairs.py", "-k", "not dcp and not pcp and not dsa and not multi"), ASCEND, "0.23.0"),
-    Row("vllm-ascend-dsa", "the same with a sparse indexer: DeepSeek-V3.2 1→1, 2→1, with MTP, in int8; GLM-5", ("tests/ascend_host/test_pairs.py", "-k", "dsa"), ASCEND, "0.23.0", "none"),
-    Row("vllm-ascend-dcp", "the same with context parallelism: DCP 1→2, 2→1, 4→2, PCP 2→DCP 2", ("tests/ascend_host/test_pairs.py", "-k", "dcp or pcp"), ASCEND, "0.23.0", "none"),
-    Row("vllm-ascend-multi", "the same behind AscendMultiConnector, beside RecomputeCPUOffloadConnector, which keeps on the host what D preempts: GQA 2→1", ("tests/ascend_host/test_pairs.py", "-k", "multi"), ASCEND, "0.23.0", "none"),
+    Row("vllm-ascend", "vllm-ascend 0.23.0.post1 on a CANN in host memory: GQA, MHA, MQA, MLA; pipelines, graphs, the recompute scheduler", (PAIRS, "-k", "(gqa or mha or mqa or mla) and not dcp and not pcp and not multi"), ASCEND, "0.23.0"),
+    Row("vllm-ascend-experts", "the same with experts apart, data parallelism, MTP, Eagle3", (PAIRS, "-k", "(moe or mtp or eagle3) and not qwen3next and not dsa"), ASCEND, "0.23.0", "none"),
+    Row("vllm-ascend-deltanet", "the same with recurrent states: Qwen3-Next 1→1, 2→1, with MTP, with prefix caching", (PAIRS, "-k", "qwen3next"), ASCEND, "0.23.0", "none"),
+    Row("vllm-ascend-dsa", "the same with a sparse indexer: DeepSeek-V3.2 1→1, 2→1, with MTP, in int8; GLM-5", (PAIRS, "-k", "dsa"), ASCEND, "0.23.0", "none"),
+    Row("vllm-ascend-dcp", "the same with context parallelism: DCP 1→2, 2→1, 4→2, PCP 2→DCP 2", (PAIRS, "-k", "dcp or pcp"), ASCEND, "0.23.0", "none"),
+    Row("vllm-ascend-multi", "the same behind AscendMultiConnector, beside RecomputeCPUOffloadConnector, which keeps on the host what D preempts: GQA 2→1", (PAIRS, "-k", "multi"), ASCEND, "0.23.0", "none"),
 )  # fmt: skip
 
 REFUSED = {

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from tools import matrix
 from tools.matrix import MARKS, Result, read, written
-from tools.support.matrix import COMBINATIONS, REFUSED, ROWS
+from tools.support.matrix import COMBINATIONS, PAIRS, REFUSED, ROWS
 
 PAGE = f"before\n{MARKS.begin}\nan older table\n{MARKS.end}\nafter\n"
 RAN = """.tokens: 10 answers, 120 tokens compared, 0 excused
@@ -27,6 +28,19 @@ def test_each_row_names_tests_that_are_there_and_the_page_has_each() -> None:
     assert len({row.name for row in ROWS}) == len({row.mode for row in ROWS}) == len(ROWS)
     assert all(f"| {mode} |" in page for mode in REFUSED)
     assert {row.ci for row in ROWS} <= {"all", "one", "none"}
+
+
+def test_each_set_of_engines_under_vllm_ascend_is_in_one_row() -> None:
+    titles = re.findall(r'\bEngines\(\s*"([^"]+)"', (matrix.ROOT / PAIRS).read_text())
+    rows = [row.tests[2] for row in ROWS if row.tests[0] == PAIRS]
+    assert len(titles) > 40
+
+    def selected(words: str, title: str) -> bool:
+        known = re.sub(r"\w+", lambda word: word[0] if word[0] in ("and", "or", "not") else str(word[0] in title), words)
+        return bool(eval(known))
+
+    for title in titles:
+        assert sum(selected(words, title) for words in rows) == 1, title
 
 
 def test_the_readmes_tables_are_of_the_same_source() -> None:
