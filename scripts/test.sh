@@ -30,6 +30,21 @@ with --ci, --all, or when these tests are named, on x86-64 with 20 GB free (docs
 TEXT
 }
 
+# Compiles what stands in for CANN, for the torch_npu of both environments at once: takes a minute or two, once.
+stand_ins() {
+  local jobs=() job failed=0
+  if [[ " ${paths[*]} " == *" tests/native"* ]]; then
+    "$PD_PYTHON" tests/native/npu_build.py &
+    jobs+=("$!")
+  fi
+  if [[ " ${paths[*]} " == *" tests/ascend_host"* ]] && [ -e .venv-ascend-host/.stamp ]; then
+    .venv-ascend-host/bin/python tests/ascend_host/host_build.py &
+    jobs+=("$!")
+  fi
+  for job in "${jobs[@]}"; do wait "$job" || failed=1; done
+  return "$failed"
+}
+
 tier=
 install=1
 all=
@@ -84,6 +99,9 @@ if [ -n "$install" ]; then
   pd_setup test
   pd_test_tools "$all"
   if [[ " ${paths[*]} " == *" tests/ascend_host"* ]]; then tests/ascend_host/environment.sh --where-possible >/dev/null; fi
+  if [[ " ${paths[*]} " =~ " tests/"(native|ascend_host) ]]; then
+    pd_step "stand-ins for CANN, and the NPU binding over them" stand_ins
+  fi
 else
   pd_choose_interpreter
 fi

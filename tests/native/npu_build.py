@@ -8,6 +8,8 @@
     _C_npu.so                 csrc/npu/binding.cpp, as on a machine with CANN
 
 Symbols that torch_npu needs and no library provides become functions that stop the process with their name.
+
+python tests/native/npu_build.py        makes the environment and builds if needed; scripts/test.sh does it in its set-up
 """
 
 from __future__ import annotations
@@ -235,3 +237,15 @@ if __name__ == "__main__":
     if found is None:
         sys.exit("another torch is installed than torch_npu belongs to")
     print(Build(found).ensure().folder)
+
+
+def main() -> None:
+    python = interpreter()
+    if python is None:
+        print("not built: this environment's torch is not the one that the tests' torch_npu belongs to")
+        return
+    print(Build(python).ensure().folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenarios to run with torch_npu: each function is one, named on the command line.
+"""Scenarios to run with torch_npu: each function is one, named on the command line; a line "name: ok" for each.
 
+An import of torch_npu takes longer than most scenarios, so one process runs several, and forks ranks from one import.
 The NPU's result is always compared with the CPU ops' on the same bytes. test_npu_binding.py starts it over the
 stand-ins for CANN (STAND_INS=1), test_npu_hardware.py on NPUs, with the scenarios that apply there.
 """
@@ -13,7 +14,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +46,7 @@ from vllm_ascend_pd.regroup.exchange import hang_up
 
 FILL = 0xA5
 STAND_INS = "STAND_INS" in os.environ
+at_the_end = ExitStack()
 
 
 def to_npu(tensor: torch.Tensor) -> torch.Tensor:
@@ -86,7 +90,7 @@ def refuses(words: str, call: Callable[[], object]) -> None:
 # ---- scenarios
 
 
-def equal_to_cpu() -> None:
+def equal_to_cpu() -> str:
     """Compare every layout with the CPU, rows from the host and programs on the device: gather, scatter, assemble."""
     ops.use_kernels(True)
     for kind in ("token", "head", "opaque", "head>token"):
@@ -111,7 +115,7 @@ def equal_to_cpu() -> None:
     assemble_both(long, torch.randint(0, 256, (1 << 22,), dtype=torch.uint8), 1 << 22)
     overlapping = np.array([[64, 3, 100, 0, 9000, 16, 0, 6400, 64]])  # no single copy can step through such a source
     assemble_both(overlapping, torch.randint(0, 256, (40_000,), dtype=torch.uint8), 20_000)
-    print("ok")
+    return "ok"
 
 
 class CountedPages:
@@ -159,7 +163,7 @@ class PagesOnHost:
             out.copy_(torch.cat(found))
 
 
-def copies() -> None:
+def copies() -> str:
     """Run the default on an NPU, without our own kernels: torch_npu's gather of pages where it applies, then copies."""
     pages = PagesOnHost() if STAND_INS else CountedPages()
     paged = 0
@@ -186,7 +190,7 @@ def copies() -> None:
     bad = np.array([[0, 10**6, 0, 0, 1, 1, 0, 0, 0]])
     refuses("gather: rows[0]: block = 1000000", lambda: ops.Gather(bad, device, out))
     refuses("PD-OPS-004", lambda: gather(device, out[:128]))
-    print("ok" if paged else "the gather of pages was never used")
+    return "ok" if paged else "the gather of pages was never used"
 
 
 def scatter_both(cache: ReferenceCache, rows: torch.Tensor, buffer: torch.Tensor, zeros: list[torch.Tensor]) -> None:
@@ -218,7 +222,7 @@ def assemble_both(rows: np.ndarray, received: torch.Tensor, size: int) -> None:
     expect("assemble by program", second, wanted)
 
 
-def dtypes() -> None:
+def dtypes() -> str:
     """Run any dtype, also those that no NPU op knows: elements are bytes to the ops."""
     raw = torch.randint(0, 256, (6, 2, 16, 64), dtype=torch.uint8)
     rows = np.array([[0, 4, 0, 3, 2, 9, 32, 64, 128]])
@@ -229,7 +233,7 @@ def dtypes() -> None:
         out = filled(4096, "npu")
         ops.gather([on_device.view(dtype)], torch.from_numpy(rows), out)
         expect(str(dtype), out, wanted)
-    print("ok")
+    return "ok"
 
 
 REFUSED = (  # column, value, part of the error
@@ -239,7 +243,7 @@ REFUSED = (  # column, value, part of the error
 )
 
 
-def refusals() -> None:
+def refusals() -> str:
     ops.use_kernels(True)
     cache, out = to_npu(torch.zeros(3, 4, 8, 16, dtype=torch.uint8)), filled(256, "npu")
     good = torch.tensor([[0, 2, 1, 3, 2, 4, 32, 16, 32]])
@@ -269,14 +273,14 @@ def refusals() -> None:
     moving = ops.Assemble(np.array([[8, 1, 1, 0, 0, 0, 0, 0, 0]]), out, out)
     refuses("PD-OPS-004", lambda: moving(out, out[:128]))
     refuses("block = 3", lambda: ops.Gather(bad.numpy(), [cache], out))
-    print("ok")
+    return "ok"
 
 
 def on_second_device(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="npu:1")
 
 
-def no_silent_fallback() -> None:
+def no_silent_fallback() -> str:
     """Run without the NPU library: torch_npu would run the CPU's kernel on copies; the package must refuse."""
     cache, out = to_npu(torch.zeros(3, 4, 8, 16, dtype=torch.uint8)), filled(256, "npu")
     rows = torch.tensor([[0, 2, 1, 3, 2, 4, 32, 16, 32]])
@@ -285,10 +289,10 @@ def no_silent_fallback() -> None:
     refuses("PD-OPS-002", lambda: ops.scatter(out, rows, [cache]))
     refuses("PD-OPS-001", lambda: ops.use_kernels(True))
     ops.Gather(rows.numpy(), [cache], out)([cache], out)  # the default needs no kernels
-    print("ok")
+    return "ok"
 
 
-def streams() -> None:
+def streams() -> str:
     """Check that the stand-in's streams are real: work of another stream is visible after a wait, and not before."""
     ops.use_kernels(True)
     raw = torch.randint(0, 256, (6, 2, 16, 64), dtype=torch.uint8)
@@ -315,14 +319,16 @@ def streams() -> None:
         if not done.query():
             raise SystemExit("the event of a finished stream is not done")
         early += not torch.equal(hasty.cpu(), wanted)
-    print("ok" if early else "a copy without a wait never came too early: the stand-in hides races")
+    return "ok" if early else "a copy without a wait never came too early: the stand-in hides races"
 
 
-def exchange(world: int, *, kernels: bool) -> None:
+def exchange(world: int, *, kernels: bool) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_exchange_rank, (world, folder, kernels), nprocs=world)
+        # A process that has used an NPU cannot be forked; the stand-in's server has imported everything and used none.
+        how = "forkserver" if STAND_INS else "spawn"
+        mp.start_processes(_exchange_rank, (world, folder, kernels), nprocs=world, start_method=how)
         done = sorted(path.name for path in Path(folder).glob("rank*"))
-    print("ok" if done == [f"rank{rank}" for rank in range(world)] else f"only {done} came to an end")
+    return "ok" if done == [f"rank{rank}" for rank in range(world)] else f"only {done} came to an end"
 
 
 def _exchange_rank(rank: int, world: int, folder: str, kernels: bool) -> None:
@@ -383,12 +389,20 @@ def _wanted(cluster: Cluster, plans: list[RegroupPlan], rank: int) -> list[torch
     return found
 
 
-def production(world: int, ds: tuple[tuple[int, int], ...], **keys: str) -> None:
+@functools.cache
+def fleet_of(world: int) -> npu_engine.NpuFleet:
+    """Return the workers of engines of this size; they serve all scenarios and end with this process."""
+    fleet = npu_engine.NpuFleet(world)
+    at_the_end.callback(fleet.close)
+    return fleet
+
+
+def production(world: int, ds: tuple[tuple[int, int], ...], **keys: str) -> str:
     """Run a prefill engine of `world` devices with D's of other sizes, and compare D's memory byte by byte.
 
     Layer hooks launch the exchanges on a stream of their own; HCCL, staging and writes follow.
     """
-    fleet = npu_engine.NpuFleet(world)
+    fleet = fleet_of(world)
     with tempfile.TemporaryDirectory() as folder:
         for packed, dtype in ((False, "bfloat16"), (True, "float8_e4m3fn")):
             p = Cache("token", world, 8, 8, packed, dtype)
@@ -402,11 +416,10 @@ def production(world: int, ds: tuple[tuple[int, int], ...], **keys: str) -> None
                 exchanges = engines.exchanges()
                 if [(layer, part) for _, layer, part in exchanges] != [(0, 1), (1, 1)] * 6:
                     raise SystemExit(f"not one exchange for each layer and step: {exchanges}")
-    fleet.close()
-    print("ok")
+    return "ok"
 
 
-def decode() -> None:
+def decode() -> str:
     """Run P and D with TP 1 on NPUs: D's gates are its device's events, and both sides checksum device memory."""
     p, d = Cache("token", 1, 4, 8), Cache("token", 1, 4, 16)
     site = npu_engine.NpuDecodeSite(d, push=config(verify="full"))
@@ -421,10 +434,10 @@ def decode() -> None:
             raise SystemExit(f"not loaded: {site.reports}")
         site.check(*prompts)
         engine.finished(*prompts)
-    print("ok")
+    return "ok"
 
 
-def threads() -> None:
+def threads() -> str:
     """Check that a thread that reads device memory does not wait for the model's enqueued work.
 
     The model's thread keeps its stream.
@@ -462,10 +475,10 @@ def threads() -> None:
     if not behind.done():
         raise SystemExit("the event of a finished stream is not done")
     refuses("aclrtMemcpy of 64 bytes", lambda: device.view(0, 64))
-    print("ok")
+    return "ok"
 
 
-def formats() -> None:
+def formats() -> str:
     """Check fractal formats, which cannot be cut at tokens, whatever their shape is.
 
     The device is vLLM's platform's.
@@ -477,10 +490,10 @@ def formats() -> None:
     plain.append(torch.empty((2, *shape), dtype=torch.float16, device="npu")[0])
     fractal = torch_npu.empty_with_format(shape, dtype=torch.float16, device="npu", acl_format=29)
     found = [device.packing(cache, 16, 64) for cache in (*plain, fractal)]
-    print("ok" if found == [("plain", False)] * 4 + [("npu-format-29", True)] else found)
+    return "ok" if found == [("plain", False)] * 4 + [("npu-format-29", True)] else str(found)
 
 
-def speed() -> None:
+def speed() -> str:
     """Print GB/s of one layer of Llama-70B 8 -> 2 on one rank, 8,192 tokens, by each path.
 
     Beside them a plain copy of as many bytes.
@@ -507,15 +520,15 @@ def speed() -> None:
             torch.npu.synchronize()
             seconds.append(time.perf_counter() - begun)
         print(f"figure: {name}: {nbytes / min(seconds) / 1e9:.1f} GB/s, {min(seconds) * 1e6:.0f} us")
-    print("ok")
+    return "ok"
 
 
-def schemas() -> None:
+def schemas() -> str:
     """Check the declarations of torch_npu's ops that the default path on the NPU calls."""
-    print(torch.ops.npu.npu_gather_pa_kv_cache.default._schema)
+    return str(torch.ops.npu.npu_gather_pa_kv_cache.default._schema)
 
 
-SCENARIOS: dict[str, Callable[[], None]] = {
+SCENARIOS: dict[str, Callable[[], str]] = {
     "equal_to_cpu": equal_to_cpu,
     "dtypes": dtypes,
     "refusals": refusals,
@@ -537,5 +550,20 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "formats": formats,
 }
 
+
+def main(names: Sequence[str]) -> int:
+    failed = 0
+    with at_the_end:
+        for name in names:
+            try:
+                result = SCENARIOS[name]()
+            except (Exception, SystemExit) as error:  # noqa: BLE001  its scenario has failed, others go on
+                traceback.print_exc()
+                result = f"failed: {error}"
+                failed += 1
+            print(f"{name}: {result}", flush=True)
+    return 1 if failed else 0
+
+
 if __name__ == "__main__":
-    SCENARIOS[sys.argv[1]]()
+    sys.exit(main(sys.argv[1:]))

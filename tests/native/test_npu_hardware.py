@@ -41,7 +41,7 @@ def scenario(capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
         lines = done.stdout.strip().splitlines()
         with capsys.disabled():  # the self-check collects these lines
             print(*(f"\n{line}" for line in lines if line.startswith("figure: ")), sep="", end="\n")
-        return lines[-1]
+        return lines[-1].removeprefix(f"{name}: ")
 
     return run
 

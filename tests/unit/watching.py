@@ -9,13 +9,15 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.config import PushConfig
-from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.metadata import Bind, DecodeStep
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol.identity import TransferId
+
+if TYPE_CHECKING:  # it imports vLLM, which takes longer than what processes without engines do here
+    from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 
 LOOPBACK = "127.0.0.1"
 Events = list[tuple[str, Mapping[str, Any]]]
