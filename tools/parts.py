@@ -125,6 +125,7 @@ def pytest_run(words: Sequence[str], log: Path, deadline_s: float) -> int:
             stderr=subprocess.STDOUT,
             cwd=ROOT,
             start_new_session=True,
+            preexec_fn=_heed_interrupts,  # noqa: PLW1509  this program has one thread
         )
         try:
             return process.wait(deadline_s)
@@ -133,6 +134,11 @@ def pytest_run(words: Sequence[str], log: Path, deadline_s: float) -> int:
             if isinstance(cut, KeyboardInterrupt):
                 raise
             return code
+
+
+def _heed_interrupts() -> None:
+    """Undo what a shell does to its background jobs: they ignore SIGINT, and so would pytest."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,9 +29,39 @@ def tests(tmp_path: Path) -> Path:
     return folder
 
 
+HANGING = """
+import time
+from pathlib import Path
+
+import pytest
+
+ENGINES = Path(__file__).with_name("engines")
+
+
+@pytest.fixture
+def engines():
+    ENGINES.write_text("run")
+    yield
+    ENGINES.write_text("stopped")
+
+
+def test_a(engines):
+    time.sleep(1000)
+"""
+
+
 def start(tests: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as a shell's background job, which ignores SIGINT."""
     command = [sys.executable, "-m", "tools.parts", "--tests", str(tests), "--out", str(tests.parent / "out"), *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
 
 
 def ran(said: str) -> list[str]:
@@ -84,9 +115,11 @@ def test_what_failed_runs_again_and_what_was_good_does_not(tests: Path) -> None:
 
 
 def test_a_part_past_its_deadline_is_ended_and_has_failed(tests: Path) -> None:
-    (tests / "unit/test_a.py").write_text("import time\n\ndef test_a() -> None:\n    time.sleep(1000)\n")
-    said = start(tests, "--minutes", "0.1", "unit")
+    (tests / "unit/test_a.py").write_text(HANGING)
+    said = start(tests, "--minutes", "0.5", "unit")
     assert said.returncode == 1 and "FAILED (124)" in said.stdout, said.stdout + said.stderr
+    engines = tests / "unit/engines"  # absent if the deadline came before the test
+    assert not engines.exists() or engines.read_text() == "stopped", "its fixtures have ended their engines"
 
 
 def test_the_list_runs_nothing_and_an_unknown_part_is_refused(tests: Path) -> None:
