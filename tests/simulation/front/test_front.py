@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -15,18 +16,31 @@ from simulation.front.run import Total, run_seeds
 SEEDS = {"few": 75, "ci": 250, "all": 750}  # of 150 requests, most of which have clients
 AT_LEAST = {75: (9_000, 50), 250: (33_000, 300), 750: (100_000, 1_000)}  # seeds → requests, streams that go on
 SEARCHED = 60
-# Seeds by mutation; after a change of the service a search finds new ones.
+# Seeds by mutation, where 0 does not find it. A change of the service may invalidate one; a search finds another.
 KNOWN = {
-    "P's good answer proves a pair": 1,
-    "D is blamed for P's failure": 3,
-    "what D has is thrown away when P's answer breaks": 3,
+    "P's good answer proves a pair": 3,
+    "D is blamed for P's failure": 17,
+    "what D has is thrown away when P's answer breaks": 6,
+    "a dropped answer is passed on": 2,
+    "clients' overload stops canaries": 1,
+    "a slow probe is another life": 5,
+    "an engine that has restarted keeps its proof": 3,
+    "canaries fly one at a time": 1,
+    "an answer that its engine ended is passed on": 2,
     "what may have been read counts as never sent": 1505,
-    "D's word is not waited for": 9,
+    "D's word is not waited for": 17,
+    "a stream goes on after its end": 4,
     "half events go out": 3,
-    "a trial never ends": 9,
-    "a stream goes on with the D that died": 3,
-    "the least is not lowered": 13,
-    "one break is survived, not two": 1,
+    "a trial never ends": 3,
+    "an engine serves every model": 4,
+    "who was not asked yet serves every model": 6,
+    "text is said again": 1,
+    "tokens before the break are not counted": 2,
+    "a stream goes on with the D that died": 1,
+    "the least is not lowered": 4,
+    "it goes on where text was held back": 1,
+    "log-probabilities begin anew": 7,
+    "one break is survived, not two": 5,
 }
 
 
@@ -88,6 +102,8 @@ def test_a_removed_rule_is_found(mutation: Mutation) -> None:
             if found:
                 assert found.startswith("promise"), found
                 assert not mutation.run(seed, taken_out=False).violation, "the service itself holds"
+                if seed != KNOWN.get(mutation.name, 0):
+                    warnings.warn(f"set KNOWN[{mutation.name!r}] to {seed}: the search takes its time", stacklevel=1)
                 return
     finally:
         logging.disable(logging.NOTSET)
