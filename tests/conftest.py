@@ -21,6 +21,7 @@ if str(ROOT) not in sys.path:
 
 
 settings.register_profile("any machine", deadline=None)  # the speed of an example depends on the machine
+settings.register_profile("few", deadline=None, max_examples=25)
 settings.load_profile("any machine")
 
 
@@ -30,6 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--seeds") == "few":
+        settings.load_profile("few")
     if (seed := config.getoption("--stagger")) is not None:
         stagger.start(seed)
 

@@ -345,6 +345,7 @@ class TestFromTp2:
             wait_for_free_blocks((pair.prefill, *pair.decode), free)
             pair.check([fresh_prompt(700)], name="after clients left")
 
+    @pytest.mark.ci
     def test_a_mixed_load_of_300_prompts_is_right_and_leaves_nothing(
         self, two: tuple[Pair, Pair], told: Callable[[str], None]
     ) -> None:
@@ -368,6 +369,7 @@ class TestFromTp2:
         assert not soak.growth(memory=False)
 
 
+@pytest.mark.ci
 class TestFromPipeline:
     def test_every_length_to_tp_1(self, pipeline: tuple[Pair, Pair, Pair]) -> None:
         for length in LENGTHS:

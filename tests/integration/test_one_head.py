@@ -59,6 +59,7 @@ def mla_down(cluster: Cluster, mla: tuple[Pair, Pair], make_pair: PairMaker) -> 
     cluster.stop(pair.front, p)
 
 
+@pytest.mark.ci
 class TestMqa2To1:
     def test_every_length(self, mqa_down: Pair) -> None:
         for length in MQA_LENGTHS:
@@ -68,6 +69,7 @@ class TestMqa2To1:
         mqa_down.check([fresh_prompt(25 + 40 * i) for i in range(8)], name="MQA 2→1, 8 at once")
 
 
+@pytest.mark.ci
 class TestMqa1To2:
     def test_every_length(self, mqa_up: Pair) -> None:
         for length in MQA_LENGTHS:

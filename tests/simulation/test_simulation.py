@@ -213,6 +213,7 @@ def test_runs_are_summed(capsys: pytest.CaptureFixture[str]) -> None:
     assert twice == Counter({what: 2 * count for what, count in faults.items()})
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("faults", [False, True], ids=["all well", "faults"])
 def test_two_prefill_ranks_push_to_thirty_two_decode_ranks(faults: bool) -> None:
     """A D with 32 data-parallel ranks, each an engine of its own, with staging sized for four destinations."""
@@ -232,6 +233,7 @@ def test_two_prefill_ranks_push_to_thirty_two_decode_ranks(faults: bool) -> None
     assert faults or total.stats["transfers ok"] == total.transfers
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("faults", [False, True], ids=["all well", "faults"])
 def test_groups_of_unequal_block_sizes_share_one_pool(faults: bool) -> None:
     """As in DeepSeek-V4: two windows, layers that need all tokens, and states, over pages of one size."""
@@ -253,7 +255,9 @@ def test_groups_of_unequal_block_sizes_share_one_pool(faults: bool) -> None:
     assert faults or total.stats["transfers ok"] == total.transfers
 
 
-@pytest.mark.parametrize("faults", [False, True], ids=["all well", "faults"])
+@pytest.mark.parametrize(
+    "faults", [pytest.param(False, id="all well", marks=pytest.mark.ci), pytest.param(True, id="faults")]
+)
 def test_prompts_of_a_million_tokens_are_pushed_in_chunks(faults: bool) -> None:
     """The longest prompt that vllm-ascend's configurations allow."""
     total = Sum()

@@ -24,7 +24,7 @@ from vllm_ascend_pd.geometry.plan import Job, JobPlan, StepPlanner, push_range
 from vllm_ascend_pd.geometry.shard import Shares
 
 Parts = tuple[int, int, int, int]
-SETTINGS = settings(max_examples=1100, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=11 * settings.default.max_examples, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True, scope="module")

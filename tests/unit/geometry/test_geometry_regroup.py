@@ -19,7 +19,7 @@ from vllm_ascend_pd.geometry.plan import Job
 from vllm_ascend_pd.geometry.regroup import RegroupPlan, RegroupPlanner, Slot
 from vllm_ascend_pd.geometry.shard import contributors
 
-SETTINGS = settings(max_examples=900, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=9 * settings.default.max_examples, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True, scope="module")

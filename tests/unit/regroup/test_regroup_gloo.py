@@ -201,6 +201,7 @@ def test_a_rank_that_dies_leaves_nobody_in_the_collective(tmp_path: Path) -> Non
         d.close()
 
 
+@pytest.mark.ci
 def test_a_rank_whose_collective_raises_leaves_nobody_in_it(tmp_path: Path) -> None:
     """No process dies, so no connection ends by itself: the rank must close its own, or the others wait for ten
     minutes."""

@@ -49,9 +49,9 @@ def warm(p: PrefillSite, d: DecodeSite, child: SiteChild) -> None:
 @pytest.mark.parametrize(
     ("fault", "met"),
     [
-        ("stopped in a write", True),
+        pytest.param("stopped in a write", True, marks=pytest.mark.ci),
         ("killed in a write", True),
-        ("stopped before first contact", False),
+        pytest.param("stopped before first contact", False, marks=pytest.mark.ci),
         ("stopped between its answer and first contact", False),  # the case that a probe cannot prevent
     ],
 )

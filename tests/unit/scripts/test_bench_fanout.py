@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(importlib.util.find_spec("mooncake") is None, reason="Mooncake is not installed")
 def test_it_measures_each_number_of_destinations() -> None:
     flags = ["--destinations", "1", "6", "--rounds", "1", "--steps", "2", "--tokens", "40", "--layers", "2"]

@@ -21,6 +21,7 @@ def printed(*words: str) -> list[list[str]]:
     return [line.strip("|").split(" | ") for line in done.stdout.splitlines() if re.match(r"\| *\w", line)]
 
 
+@pytest.mark.ci
 def test_the_speed_of_each_system_is_printed_and_what_it_adds_over_the_engine() -> None:
     words = ["--streams", "2", "--rounds", "1", "--seconds", "0.3", "--skip", "memory", "saturation"]
     head, *rows = printed("tools/bench_metaserver.py", *words, "--systems", "metaserver", "example", "engine alone")

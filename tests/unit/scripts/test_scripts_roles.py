@@ -78,6 +78,7 @@ def test_help_names_every_flag_with_its_variable_and_default(role):
         assert not value or re.fullmatch(r"PD_[A-Z_]+, default: \S.*", described), name
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("role", ROLES)
 def test_every_variable_that_help_names_does_what_its_flag_does(role):
     text = run(role, "--help").stdout
