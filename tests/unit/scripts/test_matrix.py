@@ -36,7 +36,9 @@ def test_each_set_of_engines_under_vllm_ascend_is_in_one_row() -> None:
     assert len(titles) > 40
 
     def selected(words: str, title: str) -> bool:
-        known = re.sub(r"\w+", lambda word: word[0] if word[0] in ("and", "or", "not") else str(word[0] in title), words)
+        known = re.sub(
+            r"\w+", lambda word: word[0] if word[0] in ("and", "or", "not") else str(word[0] in title), words
+        )
         return bool(eval(known))
 
     for title in titles:
