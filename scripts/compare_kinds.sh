@@ -17,7 +17,7 @@ usage: scripts/compare_kinds.sh [--only NAME,…] [--connector NAME,…] [--writ
   --write      put the table into docs/kinds.md
   --again      forget what earlier runs found (out/compare-kinds.json)
 
-NIXL is installed into out/nixl when it is not there, beside the environment. What cannot be installed is told as such.
+NIXL is installed into out/nixl when it is not there, beside the environment. What cannot be installed is named as such.
 About 80 s for a pair on two cores, 40 minutes for all. Pairs that ran with the same package do not run again. A kind
 whose pairs have not all run keeps its line in docs/kinds.md.
 TEXT

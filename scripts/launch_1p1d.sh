@@ -214,7 +214,7 @@ check_children() {
 }
 
 wait_answers() { # role… : until the /health of each says 200
-  local waiting=("$@") still role told=$SECONDS
+  local waiting=("$@") still role shown=$SECONDS
   while [ ${#waiting[@]} -gt 0 ]; do
     check_children
     still=()
@@ -227,8 +227,8 @@ wait_answers() { # role… : until the /health of each says 200
       for role in "${waiting[@]}"; do tail -n 20 "${LOGS[$role]}" | sed "s/^/  $role | /"; done
       give_up "not ready after ${OPT[timeout]} s: ${waiting[*]}"
     fi
-    if [ $((SECONDS - told)) -ge 5 ]; then
-      told=$SECONDS
+    if [ $((SECONDS - shown)) -ge 5 ]; then
+      shown=$SECONDS
       say "waiting for ${waiting[*]}"
     fi
     pause 0.5
@@ -237,14 +237,14 @@ wait_answers() { # role… : until the /health of each says 200
 
 # An engine that answers may still not reach the other one: ready means that a block has been moved.
 wait_ready() {
-  local told=$SECONDS why
+  local shown=$SECONDS why
   until answers "$METASERVER_PORT" /readiness; do
     check_children
     why=${ANSWER#*'"last_error":"'}
     why=${why%%'"'*}
     if [ "$SECONDS" -ge "$END" ]; then give_up "no KV has come from prefill to decode after ${OPT[timeout]} s: $why"; fi
-    if [ $((SECONDS - told)) -ge 5 ]; then
-      told=$SECONDS
+    if [ $((SECONDS - shown)) -ge 5 ]; then
+      shown=$SECONDS
       say "waiting for the first block to move: $why"
     fi
     pause 0.5

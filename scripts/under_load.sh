@@ -49,7 +49,7 @@ end_run() {
 }
 
 one() { # number log: fills CODE
-  local begun=$SECONDS told=$SECONDS late=''
+  local begun=$SECONDS shown=$SECONDS late=''
   setsid "${REST[@]}" >"$2" 2>&1 </dev/null &
   run=$!
   while kill -0 "$run" 2>/dev/null; do
@@ -58,8 +58,8 @@ one() { # number log: fills CODE
       end_run
       break
     fi
-    if [ $((SECONDS - told)) -ge 10 ]; then
-      told=$SECONDS
+    if [ $((SECONDS - shown)) -ge 10 ]; then
+      shown=$SECONDS
       printf '  run %s: %s s, %s\n' "$1" "$((SECONDS - begun))" "$(last_line "$2")"
     fi
     sleep 0.1

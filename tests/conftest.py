@@ -65,7 +65,7 @@ def heard() -> None:
 
 
 @pytest.fixture(scope="session")
-def told(request: pytest.FixtureRequest) -> Callable[[str], None]:
+def progress(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Return a function that prints progress lines although pytest captures output.
 
     A worker of a run on several cores has no reporter: its lines go to the standard error that it shares with the run.
@@ -73,7 +73,7 @@ def told(request: pytest.FixtureRequest) -> Callable[[str], None]:
     plugins = request.config.pluginmanager
     reporter, capture = plugins.getplugin("terminalreporter"), plugins.getplugin("capturemanager")
 
-    def tell(line: str) -> None:
+    def show(line: str) -> None:
         if capture is None:
             return
         with capture.global_and_fixture_disabled():
@@ -83,7 +83,7 @@ def told(request: pytest.FixtureRequest) -> Callable[[str], None]:
             else:
                 print(f"\n{line}", end="", file=sys.stderr, flush=True)
 
-    return tell
+    return show
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -132,8 +132,8 @@ def cpu(process: psutil.Process) -> float:
 def load(port: int, **flags: float) -> dict[str, float]:
     words = [f"--{name.replace('_', '-')}={value:g}" for name, value in flags.items()]
     command = pinned(1, [sys.executable, str(PARTS / "load.py"), str(port), *words])
-    told: dict[str, float] = json.loads(subprocess.check_output(command, cwd=PARTS))
-    return told
+    result: dict[str, float] = json.loads(subprocess.check_output(command, cwd=PARTS))
+    return result
 
 
 def measured(system: System, process: psutil.Process | None, **flags: float) -> dict[str, float]:

@@ -130,10 +130,10 @@ def beside_commit(commit: str, args: argparse.Namespace) -> None:
         for _ in range(TURNS):
             for which, place in enumerate((Path(folder), ROOT)):  # `-m` puts this folder before all others
                 done = subprocess.run(command, cwd=place, env=environment, check=True, stdout=subprocess.PIPE)
-                told = json.loads(done.stdout)
-                if not Path(told["package"]).is_relative_to(place):
-                    raise RuntimeError(f"{told['package']} was measured, which is not in {place}")
-                for name, seconds in told["times"].items():
+                result = json.loads(done.stdout)
+                if not Path(result["package"]).is_relative_to(place):
+                    raise RuntimeError(f"{result['package']} was measured, which is not in {place}")
+                for name, seconds in result["times"].items():
                     least = found.setdefault(name, [float("inf")] * 2)
                     least[which] = min(least[which], seconds)
     for name, (before, now) in found.items():

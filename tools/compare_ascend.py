@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT / "tests/ascend_host")]
 
 from host_build import INTERPRETER, HostBuild  # noqa: E402
 
-from tools.compare_kinds import package, refusal, told, within  # noqa: E402
+from tools.compare_kinds import one_line, package, refusal, within  # noqa: E402
 from tools.field import PINNED  # noqa: E402
 from tools.support import sdist  # noqa: E402
 from tools.support.checks import fresh_prompt, loaded_tokens, reference_answers, settled_free_blocks  # noqa: E402
@@ -197,7 +197,7 @@ def asked(site: Site, length: int) -> tuple[str, Answer | None]:
     before = loaded_tokens(site.d)
     got = within(ANSWER_S, lambda: complete(site.url, body_of(prompt, TOKENS)))
     if isinstance(got, str):
-        return told(got), None
+        return one_line(got), None
     if got.tokens != want.tokens:
         return "other tokens", got
     return (RIGHT if loaded_tokens(site.d) > before else "right, but D computed the prompt"), got
@@ -247,7 +247,7 @@ def struck(site: Site, victim: Engine, after_s: float | None, tokens: int) -> st
         short = f"cut at {len(got.tokens)} of {tokens} tokens, as if complete" if len(got.tokens) < tokens else "wrong"
         return f"{'right' if same else short} after {seconds:.0f} s"
     code = re.search(r"PD-[A-Z]+-\d+", str(got))  # in a stream: its last event
-    said = f"an error, {code[0]}," if code else told(str(got))[:60] or type(got).__name__
+    said = f"an error, {code[0]}," if code else one_line(str(got))[:60] or type(got).__name__
     return f"{said} after {seconds:.0f} s"
 
 
@@ -324,8 +324,8 @@ def main() -> int:
     done: list[str] = kept.get("done", []) if found else []
 
     def keep() -> None:
-        told = {"package": package(), "done": done, "found": found}
-        FOUND.write_text(json.dumps(told, indent=1, ensure_ascii=False))
+        content = {"package": package(), "done": done, "found": found}
+        FOUND.write_text(json.dumps(content, indent=1, ensure_ascii=False))
 
     wanted = [c for c in CONTENDERS if not args.only or c.connector in args.only.split(",")]
     shapes = [shape for shape in SHAPES if not args.shape or shape.word in args.shape.split(",")]

@@ -159,13 +159,13 @@ def verdict(case: Case, p: Engine, d: Engine, ask: Ask) -> str:
     words = [f"right, {right} of {len(LENGTHS)}"] if right else []
     words += [f"**wrong** at {', '.join(map(str, wrong))} tokens"] if wrong else []
     words += [f"computed by D itself: {len(apart)}"] if apart else []
-    words += [f"failed: {len(failed)} ({told(failed[0])})"] if failed else []
+    words += [f"failed: {len(failed)} ({one_line(failed[0])})"] if failed else []
     if case.draft and not failed:
         words.append(f"{paired().accepted} drafts accepted, {alone().accepted} by D alone")
     return "; ".join(words)
 
 
-def told(text: str) -> str:
+def one_line(text: str) -> str:
     return re.sub(r"\s+", " ", text).replace("|", "/")[:160]
 
 
@@ -181,9 +181,9 @@ def refusal(problem: Exception) -> str:
         r"^(?:\(.+?\) )?(?:\w+\.)*(\w*(?:Error|Exception|Refused)): (.+(?:\n.*Assertion failed.+)?)", log, re.M
     )
     if not raised:
-        return told(text)
+        return one_line(text)
     _, failed, sentence = raised[2].partition("Assertion failed, ")  # of a configuration; the head only counts errors
-    return told(f"{raised[1]}: {sentence.partition(' [type=')[0] if failed else raised[2]}")
+    return one_line(f"{raised[1]}: {sentence.partition(' [type=')[0] if failed else raised[2]}")
 
 
 def cell(case: Case, start: Start) -> str:

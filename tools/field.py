@@ -72,7 +72,7 @@ def _cell(refusals: Iterable[PdError]) -> str:
     by_code: dict[str, list[str]] = {}
     for refused in refusals:
         by_code.setdefault(refused.code, []).append(_what(refused))
-    return "; ".join(f"{code} {'; '.join(told)}" for code, told in by_code.items())
+    return "; ".join(f"{code} {'; '.join(details)}" for code, details in by_code.items())
 
 
 def _reasons(found: Sequence[Verdict]) -> str:
@@ -86,9 +86,9 @@ def _reasons(found: Sequence[Verdict]) -> str:
     for each in found:
         reasons = set()
         for side in ("P", "D"):
-            told = [words(refused) for refused in each.refusals(side)]
-            first[side].update(told[:1])
-            reasons.update(told)
+            texts = [words(refused) for refused in each.refusals(side)]
+            first[side].update(texts[:1])
+            reasons.update(texts)
         if each.starts("P") and each.starts("D") and not each.both:
             reasons.add(each.pair)
         anywhere.update(reasons)
@@ -112,8 +112,8 @@ def _configurations(found: Iterable[Verdict]) -> str:
         for side, engines in (("P", each.p), ("D", each.d)):
             cells.append(", ".join(dict.fromkeys(f"{engine.tp} × {engine.dp}" for engine in engines)))
             beside = {f"beside {name}, which is not judged" for engine in engines for name in engine.beside}
-            told = _cell(each.refusals(side)) or (STARTS if engines else "none")
-            cells.append("; ".join([told, *sorted(beside)]))
+            stated = _cell(each.refusals(side)) or (STARTS if engines else "none")
+            cells.append("; ".join([stated, *sorted(beside)]))
         cells += [each.pair or "–", small.stands(each.needs, sets) if each.both else "–"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -123,9 +123,9 @@ def _unknown(found: Iterable[Verdict]) -> str:
     count: Counter[str] = Counter()
     for each in found:
         count.update({flag for engine in (*each.p, *each.d) for flag in engine.unknown})
-    told = ", ".join(f"`{flag}` ({number})" for flag, number in sorted(count.items()))
+    left = ", ".join(f"`{flag}` ({number})" for flag, number in sorted(count.items()))
     return (
-        f"Flags that vLLM's parser here does not know or take, left out (in how many configurations): {told or 'none'}."
+        f"Flags that vLLM's parser here does not know or take, left out (in how many configurations): {left or 'none'}."
     )
 
 

@@ -79,11 +79,11 @@ def recorded(row: Row, folder: Path, at: str) -> Result | None:
 
 def cells(row: Row, result: Result | None) -> list[str]:
     """Return one line of the page."""
-    told = ["has not run", "–", "–", "–"]
+    shown = ["has not run", "–", "–", "–"]
     if result is not None:
         compared = f"{result.answers}, {result.tokens}" if result.answers else "–"
-        told = [result.words if result.good else f"**{result.words}**", compared, f"{result.minutes:g}", result.commit]
-    return [row.mode, row.vllm, row.how, told[0], told[1], told[2], row.ci, told[3]]
+        shown = [result.words if result.good else f"**{result.words}**", compared, f"{result.minutes:g}", result.commit]
+    return [row.mode, row.vllm, row.how, shown[0], shown[1], shown[2], row.ci, shown[3]]
 
 
 def known(page: str) -> dict[str, list[str]]:

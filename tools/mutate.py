@@ -314,8 +314,8 @@ def main(argv: list[str] | None = None) -> int:
         for number, kind, line in _judged(chosen, Path(directory), args):
             counts[kind] += 1
             print(f"{number:4} {kind:10} {line}", flush=True)
-    told = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-    print(f"{len(chosen)} changes, seed {args.seed}: {told}")
+    summary = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    print(f"{len(chosen)} changes, seed {args.seed}: {summary}")
     return 1 if counts["SURVIVED"] else 0
 
 

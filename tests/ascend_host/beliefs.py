@@ -389,7 +389,7 @@ def what_patience_changes_is_there() -> None:
 
 
 @asked
-def failed_loads_are_told_by_blocks() -> None:
+def failed_loads_are_reported_by_blocks() -> None:
     """vLLM 0.23 has no result per request; it asks the connector for failed blocks instead."""
     assert not compat.HAS_TRANSFER_RESULTS
     from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
@@ -399,7 +399,7 @@ def failed_loads_are_told_by_blocks() -> None:
 
 
 @asked
-def preemptions_are_told_before_blocks_are_overwritten() -> None:
+def preemptions_are_announced_before_blocks_are_overwritten() -> None:
     from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
     source = inspect.getsource(NPUModelRunner.execute_model)

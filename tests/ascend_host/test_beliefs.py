@@ -23,7 +23,7 @@ NAMES = [node.name for node in FUNCTIONS if node.decorator_list]
 
 
 @pytest.fixture(scope="module")
-def told(build: HostBuild) -> dict[str, str]:
+def wrong(build: HostBuild) -> dict[str, str]:
     """Return the failed assumptions by name, with the reason."""
     env = child_environment(build.plugins, npu=True) | build.variables()
     command = [str(INTERPRETER), "-W", "ignore", str(PROGRAM)]
@@ -34,5 +34,5 @@ def told(build: HostBuild) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_so(name: str, told: dict[str, str]) -> None:
-    assert told[name] == ""
+def test_it_is_so(name: str, wrong: dict[str, str]) -> None:
+    assert wrong[name] == ""

@@ -118,11 +118,11 @@ blocks = torch.tensor([[1], [2]], dtype=torch.int32).npu()
 fixed = {"block_table": blocks, "input_layout": "TND", "block_size": 128, "num_heads": 4, "num_key_value_heads": 4, "sparse_mode": 0}
 attend = torch.ops.npu.npu_fused_infer_attention_score
 other = torch.npu.Stream()
-graph, told = torch.npu.NPUGraph(), torch.npu.ExternalEvent()
+graph, updated = torch.npu.NPUGraph(), torch.npu.ExternalEvent()
 with torch.inference_mode(), torch.npu.graph(graph):
     stream = torch.npu.current_stream()
-    told.wait(stream)
-    told.reset(stream)
+    updated.wait(stream)
+    updated.reset(stream)
     torch.npu.graph_task_group_begin(stream)
     attend.out(q, keys, keys, actual_seq_lengths=[1, 2], actual_seq_lengths_kv=[1, 1], out=[out, lse], **fixed)
     group = torch.npu.graph_task_group_end(stream)
@@ -132,7 +132,7 @@ for lengths in ([3, 99], [128, 1]):
         torch.npu.graph_task_update_begin(other, group)
         attend.out(q, keys, keys, actual_seq_lengths=[1, 2], actual_seq_lengths_kv=lengths, out=[out, lse], **fixed)
         torch.npu.graph_task_update_end(other)
-        told.record(other)
+        updated.record(other)
     replayed = out.cpu()
     again, _ = attend(q, keys, keys, actual_seq_lengths=[1, 2], actual_seq_lengths_kv=lengths, **fixed)
     assert torch.equal(replayed, again.cpu())
@@ -167,16 +167,16 @@ def test_how_the_model_runner_calls_a_connector(
     on_kv_cache_written, which has the layer's name only with MLA, then save_kv_layer with the registered tensors.
     """
     program, model = str(HERE / "hooks.py"), str(ensure(name))
-    told = json.loads(said(run(build, program, model, dtype, VLLM_HOST_IP="127.0.0.1")))
-    layers = list(told["caches"])
+    output = json.loads(said(run(build, program, model, dtype, VLLM_HOST_IP="127.0.0.1")))
+    layers = list(output["caches"])
     assert len(layers) == RECIPES[name].layers
-    for parts in told["caches"].values():
+    for parts in output["caches"].values():
         assert [part["shape"][1:] for part in parts] == shapes
         assert all(part["contiguous"] and part["format"] in (0, 2, 30) and part["device"] == 0 for part in parts)
     step = [call for layer in layers for call in (["written", layer if written else ""], ["saved", layer])]
     steps = 4  # 600 tokens in chunks of 512, then two tokens
-    assert [call for call in told["calls"] if call[0] != "over"] == step * steps
-    assert told["calls"].count(["over", ""]) >= steps
+    assert [call for call in output["calls"] if call[0] != "over"] == step * steps
+    assert output["calls"].count(["over", ""]) >= steps
 
 
 @pytest.mark.engines

@@ -30,8 +30,8 @@ OF_STAND_INS = ("STAND_IN_", "ASCEND_HOST_", "LD_LIBRARY_PATH", "VLLM_ASCEND_PD_
 
 
 @pytest.fixture(scope="module")
-def running(told: Callable[[str], None]) -> Iterator[Running]:
-    with Running(NPUS, told) as running:
+def running(progress: Callable[[str], None]) -> Iterator[Running]:
+    with Running(NPUS, progress) as running:
         yield running
 
 

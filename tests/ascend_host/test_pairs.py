@@ -52,9 +52,9 @@ HYBRID_BLOCK = 2 * BLOCK  # beside states, vllm-ascend makes a group's block of 
 
 
 @contextmanager
-def started(engines: Engines, machine: Machine, told: Callable[[str], None]) -> Iterator[Pair]:
+def started(engines: Engines, machine: Machine, progress: Callable[[str], None]) -> Iterator[Pair]:
     """Start a set; at its end all blocks of both engines must be free, and not too many answers excused."""
-    with Cluster(fresh_directory("ascend_host"), progress=told) as cluster:
+    with Cluster(fresh_directory("ascend_host"), progress=progress) as cluster:
         pair = engines.start(machine, cluster)
         if RECIPES[engines.model].leaves_last:
             if engines.seeded:
@@ -64,7 +64,7 @@ def started(engines: Engines, machine: Machine, told: Callable[[str], None]) -> 
         yield pair
         every = (pair.prefill, *pair.decode)
         assert pair.free_counts() == {engine.name: engine.ranks * engine.blocks() for engine in every}
-        told(f"{engines}: {pair.tally.summary()}; all blocks free")
+        progress(f"{engines}: {pair.tally.summary()}; all blocks free")
         pair.tally.check_share()
     assert not cluster.leaks, cluster.leaks
 
@@ -72,22 +72,22 @@ def started(engines: Engines, machine: Machine, told: Callable[[str], None]) -> 
 class Running(ExitStack):
     """The engines of one set at a time. Not a parametrized fixture, because pytest would reorder the cells."""
 
-    def __init__(self, machine: Machine, told: Callable[[str], None]) -> None:
+    def __init__(self, machine: Machine, progress: Callable[[str], None]) -> None:
         super().__init__()
-        self._machine, self._told = machine, told
+        self._machine, self._progress = machine, progress
         self._pairs: dict[str, Pair] = {}
 
     def pair(self, engines: Engines) -> Pair:
         if engines.title not in self._pairs:
             self._pairs.clear()
             self.close()
-            self._pairs[engines.title] = self.enter_context(started(engines, self._machine, self._told))
+            self._pairs[engines.title] = self.enter_context(started(engines, self._machine, self._progress))
         return self._pairs[engines.title]
 
 
 @pytest.fixture(scope="module")
-def running(build: HostBuild, told: Callable[[str], None]) -> Iterator[Running]:
-    with Running(Machine.host(build), told) as running:
+def running(build: HostBuild, progress: Callable[[str], None]) -> Iterator[Running]:
+    with Running(Machine.host(build), progress) as running:
         yield running
 
 

@@ -89,11 +89,11 @@ def said(url: str, prompt: list[int], **more: Any) -> tuple[list[int], list[floa
 
 
 @contextmanager
-def started(name: str, verify: str, build: HostBuild, told: Callable[[str], None], file: Path) -> Iterator[Planted]:
+def started(name: str, verify: str, build: HostBuild, progress: Callable[[str], None], file: Path) -> Iterator[Planted]:
     """Start a pair that is right without a fault; at its end it is so again, and all blocks are free."""
     p, _ = SETS[name]
     engines = Engines(f"planted {name} {verify}", p=dataclasses.replace(p, faults=str(file)), verify=verify)
-    with Cluster(fresh_directory("ascend_host"), progress=told) as cluster:
+    with Cluster(fresh_directory("ascend_host"), progress=progress) as cluster:
         planted = Planted(engines.start(Machine.host(build), cluster), file)
         assert not planted.wrong()
         yield planted
@@ -104,7 +104,9 @@ def started(name: str, verify: str, build: HostBuild, told: Callable[[str], None
 
 
 @pytest.fixture(scope="module")
-def planted(build: HostBuild, told: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def planted(
+    build: HostBuild, progress: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
     """Return a function that returns a pair: one at a time, until another is asked for."""
     file, running = tmp_path_factory.mktemp("planted") / "fault", dict[tuple[str, str], Planted]()
     with ExitStack() as stack:
@@ -113,7 +115,7 @@ def planted(build: HostBuild, told: Callable[[str], None], tmp_path_factory: pyt
             if (name, verify) not in running:
                 running.clear()
                 stack.close()
-                running[name, verify] = stack.enter_context(started(name, verify, build, told, file))
+                running[name, verify] = stack.enter_context(started(name, verify, build, progress, file))
             return running[name, verify]
 
         yield pair
@@ -124,9 +126,9 @@ ROWS = [(name, verify, fault) for name, (_, faults) in SETS.items() for verify i
 
 @pytest.mark.parametrize(("name", "verify", "fault"), ROWS)
 def test_a_planted_fault_is_seen(
-    planted: Callable[[str, str], Planted], name: str, verify: str, fault: str, told: Callable[[str], None]
+    planted: Callable[[str, str], Planted], name: str, verify: str, fault: str, progress: Callable[[str], None]
 ) -> None:
     found = planted(name, verify).wrong(fault)
-    told(f"figure: {name}, verify {verify}, {fault}: seen by {', '.join(sorted(found)) or 'nothing'}: {found}")
+    progress(f"figure: {name}, verify {verify}, {fault}: seen by {', '.join(sorted(found)) or 'nothing'}: {found}")
     able = SETS[name][1][fault] - (set() if verify == "full" else {"checksums"})
     assert found and set(found) <= able, found

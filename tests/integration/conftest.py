@@ -27,18 +27,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def tally(told: Callable[[str], None]) -> Iterator[Tally]:
+def tally(progress: Callable[[str], None]) -> Iterator[Tally]:
     tally = Tally()
     yield tally
-    told(f"tokens: {tally.summary()}")
+    progress(f"tokens: {tally.summary()}")
 
 
 @pytest.fixture(scope="session")
-def cluster(told: Callable[[str], None]) -> Iterator[Cluster]:
+def cluster(progress: Callable[[str], None]) -> Iterator[Cluster]:
     begun = time.monotonic()
-    with Cluster(fresh_directory("integration"), progress=told, plugins=FORKED) as cluster:
+    with Cluster(fresh_directory("integration"), progress=progress, plugins=FORKED) as cluster:
         yield cluster
-    told(f"engines: {cluster.starts} servers started, {time.monotonic() - begun:.0f} s in all")
+    progress(f"engines: {cluster.starts} servers started, {time.monotonic() - begun:.0f} s in all")
     assert not cluster.leaks, cluster.leaks
 
 

@@ -200,8 +200,8 @@ def check_first_token_lost(pair: Pair, port: int, length: int, *, fails: bool) -
     with fake_metaserver(port, loses) as seen:
         (answer,) = attempt(pair.decode[0].url, [transfer_request(url, "l", prompt, 12, first_token=True)])
         eventually(lambda: any("recomputed" in body for body in seen), "the metaserver hears that it was of no use")
-    (told,) = [body for body in seen if "reservation" not in body]
-    assert told["code"] == "PD-XFER-008" and told["recomputed"] == length and "received" not in told
+    (report,) = [body for body in seen if "reservation" not in body]
+    assert report["code"] == "PD-XFER-008" and report["recomputed"] == length and "received" not in report
     eventually(lambda: counter(pair.decode[0], ours) == before[0] + 1, "it is counted")
     assert first_tokens(pair.decode[0]) == before[1]
     if fails:

@@ -22,7 +22,7 @@ from tools.support.spec import child_environment
 
 EXAMPLES = ROOT / "examples"
 READY_S, STOP_S = 500.0, 90.0
-TOLD_S = 8.0
+PROGRESS_S = 8.0
 Script = tuple[str | Path, ...]  # a file below examples/, and its arguments
 
 
@@ -50,7 +50,7 @@ def launched(
 
 
 def _wait_ready(cluster: Cluster, url: str, children: Sequence[Child]) -> None:
-    begun = told = time.monotonic()
+    begun = shown = time.monotonic()
     while True:
         for child in children:
             if not child.alive:
@@ -64,8 +64,8 @@ def _wait_ready(cluster: Cluster, url: str, children: Sequence[Child]) -> None:
             pass
         now = time.monotonic()
         assert now - begun < READY_S, "\n".join(child.tail() for child in children)
-        if now - told > TOLD_S:
-            told = now
+        if now - shown > PROGRESS_S:
+            shown = now
             cluster.progress(f"  [{now - begun:4.0f} s] {url} is not ready yet")
         time.sleep(0.3)
     cluster.progress(f"  [{time.monotonic() - begun:4.0f} s] {url} is ready")

@@ -92,7 +92,7 @@ def test_each_connectors_requests_end_and_all_blocks_go_back(engines: Any) -> No
     run_until(both, lambda: [engine.free_blocks() for engine in both] == free)
     run_until(both, lambda: not (prefill.scheduler.requests or decode.scheduler.requests))
     assert sorted(prefill.finished.sent) == ["plain-p", "pushed-p", "sibling-p"], (
-        "each is told once, when all are done with it"
+        "each is reported once, when all are done with it"
     )
     assert not decode.finished.failed
 

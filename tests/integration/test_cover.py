@@ -163,12 +163,12 @@ def shelf(cluster: Cluster) -> Iterator[Shelf]:
     shelf.clear()
 
 
-def judged(kind: Kind, p: Engine, d: Engine, tally: Tally, told: Callable[[str], None]) -> Tally:
+def judged(kind: Kind, p: Engine, d: Engine, tally: Tally, progress: Callable[[str], None]) -> Tally:
     """Return the measure of answers of this pair."""
     if not kind.rounds or p.spec.tp == d.spec.tp:
         return tally
     limit = rounding_limit(p, d, 8 * LENGTHS)
-    told(f"figure: {kind.title or kind.model}: a token may be {limit:.2e} worse than the best")
+    progress(f"figure: {kind.title or kind.model}: a token may be {limit:.2e} worse than the best")
     return Tally(tie=limit, excused_per=10)
 
 
@@ -185,14 +185,14 @@ def test_a_cell(
     allowed: list[str],
     ports: list[int],
     tally: Tally,
-    told: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> None:
     kind = OF_KINDS[name]
     specs = p_spec(kind, cell, cluster.push_config()), d_spec(kind, cell, cluster.push_config(*allowed))
     p, d = shelf.get(*specs)
     check_declared(p, d)
     front = cluster.metaserver([p], [d], ports[-3], STRICT)
-    pair = Pair(cluster, front, p, (d,), judged(kind, p, d, tally, told))
+    pair = Pair(cluster, front, p, (d,), judged(kind, p, d, tally, progress))
     try:
         if RECIPES[kind.model].leaves_last:
             learn_of_first_tokens(pair)

@@ -62,7 +62,9 @@ def padded(alone: Drafted, prompts: Sequence[Sequence[int]]) -> Drafted:
     return Drafted(alone.steps + loaded, alone.tokens + loaded * alone.tokens // alone.steps, alone.accepted)
 
 
-def check(pair: Pair, lengths: Sequence[int], name: str, told: Callable[[str], None], *, chunked: bool = False) -> None:
+def check(
+    pair: Pair, lengths: Sequence[int], name: str, progress: Callable[[str], None], *, chunked: bool = False
+) -> None:
     """Check for a single engine's tokens, and for drafts as good as those of a D that has computed the prompt itself.
 
     `chunked`: at the ends of P's chunks vLLM's drafter takes a prompt's last token for the next one, which differs in
@@ -75,7 +77,7 @@ def check(pair: Pair, lengths: Sequence[int], name: str, told: Callable[[str], N
         for prompt in prompts:
             pair.check([prompt], TOKENS, name=name)
     pushed = found()
-    told(
+    progress(
         f"figure: {name}: {pushed.accepted} of {pushed.tokens} drafted tokens accepted, {alone.accepted} of {alone.tokens} alone"
     )
     assert alone.tokens > ENOUGH and alone.rate > 0.2, f"drafts that are never right prove nothing: {alone}"
@@ -89,7 +91,7 @@ def check(pair: Pair, lengths: Sequence[int], name: str, told: Callable[[str], N
     pair.check(batch, TOKENS, name=f"{name}, 8 at once")
 
 
-def check_left_out(pair: Pair, name: str, told: Callable[[str], None]) -> None:
+def check_left_out(pair: Pair, name: str, progress: Callable[[str], None]) -> None:
     """Check a pair in which only D has the draft model, so that its layers are not pushed: drafts must be worse."""
     (d,) = pair.decode
     prompts = [fresh_prompt(length) for length in (100, 333, 700)]
@@ -98,7 +100,7 @@ def check_left_out(pair: Pair, name: str, told: Callable[[str], None]) -> None:
         for prompt in prompts:
             pair.check([prompt], TOKENS, name="no drafts on P")
     pushed = found()
-    told(
+    progress(
         f"figure: {name} on D alone: {pushed.accepted} of {pushed.tokens} accepted, {alone.accepted} of {alone.tokens} alone"
     )
     assert pushed.rate < alone.rate / 2, f"with the prompt's KV from P {pushed}, alone {alone}"
@@ -121,8 +123,8 @@ decode, pair = engines(small)
 
 @shows("mtp", 1, 1)
 class TestMtp:
-    def test_text_and_accepted_drafts_are_a_single_engines(self, pair: Pair, told: Callable[[str], None]) -> None:
-        check(pair, LENGTHS, "MTP 1→1, 1 token drafted on P and 3 on D", told)
+    def test_text_and_accepted_drafts_are_a_single_engines(self, pair: Pair, progress: Callable[[str], None]) -> None:
+        check(pair, LENGTHS, "MTP 1→1, 1 token drafted on P and 3 on D", progress)
 
     def test_what_p_drafts_behind_its_own_first_token_is_not_used(self, pair: Pair, ports: list[int]) -> None:
         """The draft layer's KV at the last prompt position depends on the first token.
@@ -163,11 +165,11 @@ class TestMtp:
 class TestMtpShapes:
     @shows("mtp", 2, 1)
     def test_from_tp_2(
-        self, cluster: Cluster, decode: Engine, make_pair: PairMaker, told: Callable[[str], None]
+        self, cluster: Cluster, decode: Engine, make_pair: PairMaker, progress: Callable[[str], None]
     ) -> None:
         spec = mtp("mtp-p2", 3, role="kv_producer", tp=2, extra=cluster.push_config())
         with running(cluster, make_pair, spec, beside=[decode]) as pair:
-            check(pair, LENGTHS, "MTP 2→1, 3 tokens on both", told)
+            check(pair, LENGTHS, "MTP 2→1, 3 tokens on both", progress)
 
     @pytest.mark.parametrize(("model", "p_tp", "d_tp"), [sized("mtp", 1, 2), sized("mtp", 4, 2)])
     def test_other_sizes(
@@ -178,7 +180,7 @@ class TestMtpShapes:
         cluster: Cluster,
         allowed: list[str],
         make_pair: PairMaker,
-        told: Callable[[str], None],
+        progress: Callable[[str], None],
     ) -> None:
         config = cluster.push_config(*allowed)
         specs = (
@@ -186,14 +188,14 @@ class TestMtpShapes:
             mtp(f"{model}-d{d_tp}", 3, role="kv_consumer", tp=d_tp, policy="fail", extra=config),
         )
         with running(cluster, make_pair, *specs) as pair:
-            check(pair, LENGTHS, f"MTP {p_tp}→{d_tp}, 3 tokens on both", told)
+            check(pair, LENGTHS, f"MTP {p_tp}→{d_tp}, 3 tokens on both", progress)
 
     def test_without_a_draft_model_on_p_the_text_is_right_and_the_drafts_are_not(
-        self, cluster: Cluster, decode: Engine, make_pair: PairMaker, told: Callable[[str], None]
+        self, cluster: Cluster, decode: Engine, make_pair: PairMaker, progress: Callable[[str], None]
     ) -> None:
         spec = EngineSpec("mtp-p0", ensure("mtp"), role="kv_producer", extra=cluster.push_config())
         with running(cluster, make_pair, spec, beside=[decode]) as pair:
-            check_left_out(pair, "MTP", told)
+            check_left_out(pair, "MTP", progress)
 
     def test_a_draft_model_on_p_alone_is_not_pushed(
         self, cluster: Cluster, allowed: list[str], make_pair: PairMaker
@@ -223,7 +225,7 @@ def test_a_draft_model_of_another_shape(
     cluster: Cluster,
     allowed: list[str],
     make_pair: PairMaker,
-    told: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> None:
     """Eagle3 with twice as many KV heads as its target.
 
@@ -239,7 +241,7 @@ def test_a_draft_model_of_another_shape(
         EngineSpec("own-d", target, role="kv_consumer", tp=d_tp, policy="fail", draft=draft, extra=d_config, **common),
     )
     with running(cluster, make_pair, *specs) as pair:
-        check(pair, LENGTHS, f"Eagle3 {p_tp}→{d_tp}", told, chunked=p_tp > 1)
+        check(pair, LENGTHS, f"Eagle3 {p_tp}→{d_tp}", progress, chunked=p_tp > 1)
 
 
 @pytest.mark.slow
@@ -260,7 +262,7 @@ def test_other_draft_models(
     cluster: Cluster,
     allowed: list[str],
     make_pair: PairMaker,
-    told: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> None:
     """Eagle, a whole separate model, and DFlash.
 
@@ -283,7 +285,7 @@ def test_other_draft_models(
         ),
     )
     with running(cluster, make_pair, *specs) as pair:
-        check(pair, LENGTHS, f"{method} {p_tp}→1", told)
+        check(pair, LENGTHS, f"{method} {p_tp}→1", progress)
 
 
 @pytest.mark.slow
@@ -299,7 +301,7 @@ def test_drafts_without_the_prompts_cache_are_worse(
     cluster: Cluster,
     allowed: list[str],
     make_pair: PairMaker,
-    told: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> None:
     """A draft layer that is left out changes no token."""
     target, of = ensure(model), own(method, draft, num_speculative_tokens=tokens)
@@ -309,7 +311,7 @@ def test_drafts_without_the_prompts_cache_are_worse(
         EngineSpec("drafting-d", target, role="kv_consumer", policy="fail", draft=of, extra=config),
     )
     with running(cluster, make_pair, *specs) as pair:
-        check_left_out(pair, method, told)
+        check_left_out(pair, method, progress)
 
 
 @pytest.mark.slow
@@ -350,7 +352,7 @@ def test_mtp_beside_states(
     cluster: Cluster,
     allowed: list[str],
     make_pair: PairMaker,
-    told: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> None:
     """Gated DeltaNet in three layers of four, without prefix caches.
 
@@ -374,5 +376,5 @@ def test_mtp_beside_states(
         # In bfloat16 sums depend on the number of ranks, and a prompt's kernel is not a token's.
         pair.tally = Tally(tie=0.25, excused_per=1)
         name = f"Qwen3-Next's MTP {p_tp}→1, {p_drafts} and {d_drafts} tokens"
-        check(pair, (1, 2, 95, 96, 97, 333, 700), name, told, chunked=True)
-        told(f"figure: {name}: {pair.tally.summary()}")
+        check(pair, (1, 2, 95, 96, 97, 333, 700), name, progress, chunked=True)
+        progress(f"figure: {name}: {pair.tally.summary()}")

@@ -75,8 +75,8 @@ def test_vllms_serve_benchmark_runs_unmodified(door: Door, tmp_path: Path, backe
         [sys.executable, "-c", code, *words], check=False, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads((tmp_path / "result.json").read_text())
-    assert told["completed"] == 24 and told["total_output_tokens"] == 24 * 8
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["completed"] == 24 and result["total_output_tokens"] == 24 * 8
     # The benchmark sends one more request, to test the server.
     eventually(lambda: prefilled(door.url) >= before + 24, "24 loads")
 

@@ -52,7 +52,9 @@ def with_grace(site: Site, role: str, grace: bool) -> None:
 
 
 @pytest.mark.parametrize(("role", "grace"), [("P", True), ("P", False), ("D", True), ("D", False), ("M", True)])
-def test_it_ends_by_itself_and_leaves_nothing(site: Site, role: str, grace: bool, told: Callable[[str], None]) -> None:
+def test_it_ends_by_itself_and_leaves_nothing(
+    site: Site, role: str, grace: bool, progress: Callable[[str], None]
+) -> None:
     if role != "M":
         with_grace(site, role, grace)
     victim = site.servers[role]
@@ -89,7 +91,7 @@ def test_it_ends_by_itself_and_leaves_nothing(site: Site, role: str, grace: bool
             right += 1
         else:
             assert isinstance(got, Answer) or (isinstance(got, RequestFailed) and got.status >= 400), repr(got)
-    told(
+    progress(
         f"SIGTERM to {role}, grace {grace}: ended in {took:.1f} s, last answer {last:.1f} s, {right} of {len(prompts)} right"
     )
     if grace or role == "P":

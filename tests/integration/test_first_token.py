@@ -156,17 +156,17 @@ def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
     choices: dict[int, dict[str, Any]] = {}
     for event in events:
         for part in event["choices"]:
-            told = choices.setdefault(
+            choice = choices.setdefault(
                 part["index"], {"ids": [], "text": "", "logprobs": [], "end": None, "reason": None}
             )
-            told["ids"] += part.get("token_ids") or []
-            told["text"] += part.get("text") or (part.get("delta") or {}).get("content") or ""
+            choice["ids"] += part.get("token_ids") or []
+            choice["text"] += part.get("text") or (part.get("delta") or {}).get("content") or ""
             logprobs = part.get("logprobs") or {}
-            told["logprobs"] += logprobs.get("token_logprobs") or [
+            choice["logprobs"] += logprobs.get("token_logprobs") or [
                 one["logprob"] for one in logprobs.get("content") or ()
             ]
-            told["end"] = part.get("finish_reason") or told["end"]
-            told["reason"] = part.get("stop_reason") or told["reason"]
+            choice["end"] = part.get("finish_reason") or choice["end"]
+            choice["reason"] = part.get("stop_reason") or choice["reason"]
     usage = {key: events[-1]["usage"][key] for key in ("prompt_tokens", "completion_tokens")}
     return {"choices": choices, "usage": usage}
 
@@ -178,9 +178,9 @@ def readable(pair: Pair) -> tuple[list[int], tuple[int, str]]:
     """
     for _ in range(50):
         prompt = fresh_prompt(70)
-        told = post(pair.prefill.url, body_of(prompt, 1))["choices"][0]
-        if told["text"].strip("\ufffd"):
-            return prompt, (told["token_ids"][0], told["text"])
+        choice = post(pair.prefill.url, body_of(prompt, 1))["choices"][0]
+        if choice["text"].strip("\ufffd"):
+            return prompt, (choice["token_ids"][0], choice["text"])
     raise AssertionError("no answer begins with a text")
 
 

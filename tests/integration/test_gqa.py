@@ -300,8 +300,8 @@ class TestFromTp2:
             before = {engine.name: counted(engine) for engine in engines}
             pair.check([fresh_prompt(length) for length in lengths], name="counted")
             (decode,) = pair.decode
-            told = before[decode.name].get(posts, 0.0) + len(lengths)
-            eventually(lambda decode=decode, told=told: counted(decode)[posts] >= told, "the ends of the POSTs")
+            wanted = before[decode.name].get(posts, 0.0) + len(lengths)
+            eventually(lambda decode=decode, wanted=wanted: counted(decode)[posts] >= wanted, "the ends of the POSTs")
             p, d = ({k: v - before[e.name].get(k, 0.0) for k, v in counted(e).items()} for e in engines)
             assert p["xfer_time_seconds_count"] == p["exposed_time_seconds_count"] == len(lengths)
             assert p["bytes_transferred_total"] == sum(lengths) * recipe_of(ensure("gqa")).kv_bytes_per_token()  # type: ignore[union-attr]
@@ -347,7 +347,7 @@ class TestFromTp2:
 
     @pytest.mark.ci
     def test_a_mixed_load_of_300_prompts_is_right_and_leaves_nothing(
-        self, two: tuple[Pair, Pair], told: Callable[[str], None]
+        self, two: tuple[Pair, Pair], progress: Callable[[str], None]
     ) -> None:
         """A short version of scripts/soak.sh: lengths, prefixes, repetitions, clients that disconnect."""
         pair = two[0]
@@ -357,14 +357,14 @@ class TestFromTp2:
             pair.prefill,
             lambda: servers,
             pair.tally,
-            told,
+            progress,
             salted=True,
             at_once=8,
             longest=900,
             rests=3,
         )
         soak.run(300)
-        told(soak.report()[-1])
+        progress(soak.report()[-1])
         assert not soak.errors, soak.errors[:5]
         assert not soak.growth(memory=False)
 

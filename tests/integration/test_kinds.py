@@ -70,7 +70,7 @@ class TestAnIndexerBesideMla:
 class TestIndexerShapes:
     @shows("indexed", 2, 1)
     def test_from_tp_2_each_rank_pushes_its_share(
-        self, cluster: Cluster, decode: Engine, make_pair: PairMaker, told: Callable[[str], None]
+        self, cluster: Cluster, decode: Engine, make_pair: PairMaker, progress: Callable[[str], None]
     ) -> None:
         """Both ranks hold all of it: MLA and indexer are replicated."""
         traces = cluster.directory / "traces-indexed"
@@ -87,7 +87,7 @@ class TestIndexerShapes:
             if event.stage == "layer_pushed":
                 pushed[event.source] += event.facts["bytes"]
                 layers.setdefault(event.source, set()).update(event.facts["layers"])
-        told(f"indexer 2→1: {sorted(pushed.values())} bytes by rank")
+        progress(f"indexer 2→1: {sorted(pushed.values())} bytes by rank")
         assert [len(of) for of in layers.values()] == [7, 7], "four attentions and three indexers, from each rank"
         assert max(pushed.values()) < 1.2 * min(pushed.values())
 
@@ -133,7 +133,7 @@ class TestIndexerShapes:
 
     @shows("indexed-eagle3", 2, 1)
     def test_a_draft_model_with_heads_beside_mla_and_indexers(
-        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, told: Callable[[str], None]
+        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, progress: Callable[[str], None]
     ) -> None:
         """Three kinds of layers in one group: Eagle3's eight KV heads beside latents and index keys.
 
@@ -150,11 +150,11 @@ class TestIndexerShapes:
             spec("three-d", "spec-indexed", "kv_consumer", d_config, **whole),
         )
         with running(cluster, make_pair, *specs) as pair:
-            check_drafts(pair, LENGTHS, "Eagle3 beside MLA and indexers 2→1", told)
+            check_drafts(pair, LENGTHS, "Eagle3 beside MLA and indexers 2→1", progress)
 
     @shows("indexed-drafts", 1, 1)
     def test_a_draft_model_that_has_indexers(
-        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, told: Callable[[str], None]
+        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, progress: Callable[[str], None]
     ) -> None:
         """As in DeepSeek-V3.2's MTP layer.
 
@@ -166,7 +166,7 @@ class TestIndexerShapes:
             spec("drafting-d", "indexed", "kv_consumer", cluster.push_config(*allowed), draft=draft),
         )
         with running(cluster, make_pair, *specs) as pair:
-            check_drafts(pair, LENGTHS, "a draft model with indexers 1→1", told)
+            check_drafts(pair, LENGTHS, "a draft model with indexers 1→1", progress)
 
 
 @pytest.mark.slow

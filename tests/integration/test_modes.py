@@ -80,7 +80,7 @@ def exercise(pair: Pair, name: str) -> None:
 
 @pytest.mark.parametrize("name", MODES)
 def test_a_mode(
-    name: str, cluster: Cluster, allowed: list[str], make_pair: PairMaker, told: Callable[[str], None]
+    name: str, cluster: Cluster, allowed: list[str], make_pair: PairMaker, progress: Callable[[str], None]
 ) -> None:
     pair = start(cluster, allowed, make_pair, MODES[name])
     try:
@@ -94,12 +94,14 @@ def test_a_mode(
             assert hits is (words != NO_PREFIXES), "prefixes are cached, or not"
             in_one = MODES[name].environment == UNIPROC
             assert ("(Worker" in engine.log.read_text(errors="replace")) is not in_one, "workers are processes, or not"
-        told(f"figure: {name}: {pair.tally.summary()}")
+        progress(f"figure: {name}: {pair.tally.summary()}")
     finally:
         cluster.stop(pair.front, *pair.decode, pair.prefill)
 
 
-def test_priorities(cluster: Cluster, allowed: list[str], make_pair: PairMaker, told: Callable[[str], None]) -> None:
+def test_priorities(
+    cluster: Cluster, allowed: list[str], make_pair: PairMaker, progress: Callable[[str], None]
+) -> None:
     """P and D schedule by priority: an urgent request that comes last overtakes requests that wait, loads and all.
 
     D has room for two requests, and blocks for less than two that have grown. So it preempts what is least urgent.
@@ -134,7 +136,7 @@ def test_priorities(cluster: Cluster, allowed: list[str], make_pair: PairMaker, 
         assert urgent.started + urgent.seconds < ends[-2], "what came last is not served last"
         assert counter(d, "vllm:num_preemptions_total") > 0, "D had blocks for all: the test shows nothing"
         wait_for_free_blocks((p, d), free)
-        told(f"figure: priorities: {pair.tally.summary()}")
+        progress(f"figure: priorities: {pair.tally.summary()}")
     finally:
         cluster.stop(pair.front, d, p)
 
@@ -152,8 +154,8 @@ def adapter(folder: Path) -> Path:
             weights[f"{at}.lora_B.weight"] = torch.randn(size, rank, generator=dice) * 0.1
     folder.mkdir()
     save_file(weights, folder / "adapter_model.safetensors")
-    told = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": sorted(out), "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps({**told, "base_model_name_or_path": "model"}))
+    adapter_config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": sorted(out), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps({**adapter_config, "base_model_name_or_path": "model"}))
     return folder
 
 

@@ -88,11 +88,11 @@ def pair(request: pytest.FixtureRequest, cluster: Cluster, allowed: list[str], m
 
 def message(choice: dict[str, Any]) -> dict[str, Any]:
     """Return a complete answer's message without what is made up per request."""
-    told = choice["message"]
-    calls = [call["function"] for call in told.get("tool_calls") or ()]
+    chat_message = choice["message"]
+    calls = [call["function"] for call in chat_message.get("tool_calls") or ()]
     return {
-        "content": told["content"] or "",
-        "reasoning": told.get("reasoning") or "",
+        "content": chat_message["content"] or "",
+        "reasoning": chat_message.get("reasoning") or "",
         "tool_calls": [(call["name"], call["arguments"]) for call in calls],
         "end": choice["finish_reason"],
     }

@@ -131,8 +131,8 @@ class TestFp8Shapes:
             prompt = fresh_prompt(200)
             (alone,) = reference_answers(d, [prompt], 12)
             assert complete(pair.front.url, body_of(prompt, 12)).tokens == alone.tokens
-            told = d.log.read_text(errors="replace")
-        assert "PD-GEO-001" in told and "dtype" in told and "fp8_e5m2" in told and "fp8_e4m3" in told
+            log_text = d.log.read_text(errors="replace")
+        assert "PD-GEO-001" in log_text and "dtype" in log_text and "fp8_e5m2" in log_text and "fp8_e4m3" in log_text
 
 
 @pytest.fixture(scope="class")
@@ -158,7 +158,7 @@ class TestPlantedFaults:
         assert wrong == 4, f"{4 - wrong} of 4 answers do not depend on the scales ({what})"
 
     def test_such_scales_are_seen_at_unequal_sizes_too(
-        self, cluster: Cluster, unchecked: Engine, make_pair: PairMaker, told: Callable[[str], None]
+        self, cluster: Cluster, unchecked: Engine, make_pair: PairMaker, progress: Callable[[str], None]
     ) -> None:
         """There an answer may differ by as much as P and D, each alone, do."""
         config = cluster.push_config(verify="off", regroup="always")
@@ -166,7 +166,7 @@ class TestPlantedFaults:
         with running(cluster, make_pair, p, beside=[unchecked]) as pair:
             limit = rounding_limit(pair.prefill, unchecked, (20, 97, 159, 333) * 8)
             wrong = wrong_answers(pair, (96, 160, 193, 352), tie=limit)
-            told(f"figure: int8 2→1: {wrong} of 4 answers are more than {limit:.2e} off with a wrong scale")
+            progress(f"figure: int8 2→1: {wrong} of 4 answers are more than {limit:.2e} off with a wrong scale")
         assert wrong == 4, f"{4 - wrong} of 4 answers are within {limit}"
 
     def test_scales_of_another_block_are_found_by_verify(

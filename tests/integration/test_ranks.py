@@ -132,7 +132,7 @@ def test_a_load_keeps_the_wave_and_ranks_without_work_serve_their_peers(
         ),
     )
     pair = make_pair(p, d)
-    free, told, url = pair.free_counts(), threading.Event(), f"http://127.0.0.1:{ports[-1]}"
+    free, go_on, url = pair.free_counts(), threading.Event(), f"http://127.0.0.1:{ports[-1]}"
     second = {"X-data-parallel-rank": "1"}
     prompts = [fresh_prompt(300) for _ in range(3)]
     waits, leaves, held = prompts
@@ -140,7 +140,7 @@ def test_a_load_keeps_the_wave_and_ranks_without_work_serve_their_peers(
 
     def asks_late(body: dict[str, Any]) -> Answer:
         if "reservation" in body:
-            assert told.wait(30.0)
+            assert go_on.wait(30.0)
             params = {"do_remote_decode": True, "reservation": body["reservation"]}
             post(p.url, body_of(waits, 1, kv_transfer_params=params), headers=second)
         return 200, [{"event": "accepted", "prefill": "here"}, {"event": "prefilled"}]
@@ -151,19 +151,19 @@ def test_a_load_keeps_the_wave_and_ranks_without_work_serve_their_peers(
         eventually(lambda: seen, "a reservation")
         time.sleep(HELD_S)
         assert waves(d) == before, "the ranks came to rest although a request waits for its KV"
-        told.set()
+        go_on.set()
         assert tuple(answer.result(30.0)["choices"][0]["token_ids"]) == expected[0].tokens
         eventually(lambda: waves(d) > before, "the ranks come to rest behind the request")
 
-    told.clear()
+    go_on.clear()
 
     def asks_nobody(body: dict[str, Any]) -> Answer:
-        assert told.wait(30.0) or "reservation" not in body
+        assert go_on.wait(30.0) or "reservation" not in body
         return 200, [{"event": "accepted", "prefill": "here"}]
 
     with fake_metaserver(ports[-1], asks_nobody) as seen:
         leave_after(d.url, transfer_request(url, "left", leaves, 12), 1.0)
-        told.set()
+        go_on.set()
         (reserved,) = [body["reservation"] for body in seen if "reservation" in body]
         before = rest(d)
         params = {"do_remote_decode": True, "reservation": reserved}

@@ -49,7 +49,7 @@ def test_regrouped_tokens_are_the_single_engines_and_writes_are_fewer(
     cluster: Cluster,
     allowed: list[str],
     make_pair: PairMaker,
-    told: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> None:
     model, found = ensure("gqa"), {}
     extra = cluster.push_config(*allowed)
@@ -77,10 +77,10 @@ def test_regrouped_tokens_are_the_single_engines_and_writes_are_fewer(
         exercise(pair, f"{p_tp}→{d_tp} {mode}")
         cluster.stop(pair.front, p)
         found[mode] = pushed(traces)
-        told(f"{p_tp}→{d_tp} {mode}: {time.monotonic() - begun:.0f} s")
+        progress(f"{p_tp}→{d_tp} {mode}: {time.monotonic() - begun:.0f} s")
     cluster.stop(d)
     (direct, nbytes, none), (regrouped, as_many, exchanges) = found["never"], found["always"]
-    told(
+    progress(
         f"{p_tp}→{d_tp}, descriptors per layer: {direct / LAYERS:.0f} with never, {regrouped / LAYERS:.0f} with always "
         f"({exchanges} exchanges, {nbytes >> 20} and {as_many >> 20} MiB)"
     )

@@ -31,7 +31,7 @@ def spec(release: str, name: str, role: str, cluster: Cluster, urls: list[str]) 
     ids=lambda release: f"{release}",
 )
 def test_a_pair_of_two_releases(
-    p: str, d: str, cluster: Cluster, allowed: list[str], make_pair: PairMaker, told: Callable[[str], None]
+    p: str, d: str, cluster: Cluster, allowed: list[str], make_pair: PairMaker, progress: Callable[[str], None]
 ) -> None:
     started = cluster.start(spec(p, "p", "kv_producer", cluster, []), spec(d, "d", "kv_consumer", cluster, allowed))
     pair = None
@@ -39,7 +39,7 @@ def test_a_pair_of_two_releases(
         pair = make_pair(*started)
         pair.check_lengths(f"P {p}, D {d}")
         versions = (httpx.get(f"{one.url}/version", trust_env=False).json()["version"] for one in started)
-        told(
+        progress(
             f"figure: P {p} ({next(versions)}), D {d} ({next(versions)}): {first_tokens(started[1])} of 11 answers begin with P's token"
         )
         assert first_tokens(started[1]) == 11

@@ -17,14 +17,14 @@ pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1800)]
 ROUNDS, STREAMS, TOKENS = 2, 32, 64
 
 
-def test_streams_outlive_their_d(cluster: Cluster, told: Callable[[str], None]) -> None:
-    run = Resuming(cluster, 7, told)
+def test_streams_outlive_their_d(cluster: Cluster, progress: Callable[[str], None]) -> None:
+    run = Resuming(cluster, 7, progress)
     try:
         for _ in range(ROUNDS):
             run.round(STREAMS, TOKENS)
     finally:
         run.close()
-    told(f"resume: {run.report}")
+    progress(f"resume: {run.report}")
     assert run.report.kills == ROUNDS and run.report.resumed, "nobody was hit"
     assert not run.report.wrong, run.report.wrong[0]
     assert not run.report.broken, run.report.broken[0]

@@ -47,7 +47,7 @@ def test_an_earlier_package_beside_todays(
     cluster: Cluster,
     allowed: list[str],
     make_pair: PairMaker,
-    told: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> None:
     shape = {"block_size": 32, "chunk": 256}
     started = cluster.start(
@@ -73,6 +73,6 @@ def test_an_earlier_package_beside_todays(
             assert package_of(engine) == (earlier if side == older else ROOT), engine.name
         name = previous.commit()
         commit = previous.git("rev-parse", "--short", f"{name}^{{commit}}").stdout.decode().strip()
-        told(f"figure: {older} of {commit} ({name}): 11 answers")
+        progress(f"figure: {older} of {commit} ({name}): 11 answers")
     finally:
         cluster.stop(*((pair.front,) if pair is not None else ()), *started)

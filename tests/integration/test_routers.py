@@ -78,13 +78,13 @@ def site(request: pytest.FixtureRequest, cluster: Cluster, tally: Tally) -> Iter
     held = {"hold_sources": HELD, "hold_share": 0.5, "hold_s": HOLD_S}
     held |= {"side_channel_port": listener, "bootstrap_port": bootstrap}
     relays = [cluster.port() for _ in range(2)]
-    told = {
+    d_extra = {
         "prefill_listeners": [f"127.0.0.1:{listener}"],
         "metaserver_urls": [f"http://127.0.0.1:{port}" for port in relays],
     }
     p, d = cluster.start(
         EngineSpec(f"routers-p{tp}", model, role="kv_producer", tp=tp, chunk=256, extra=cluster.push_config(**held)),
-        EngineSpec(f"routers-d{tp}", model, role="kv_consumer", policy="fail", extra=cluster.push_config(**told)),
+        EngineSpec(f"routers-d{tp}", model, role="kv_consumer", policy="fail", extra=cluster.push_config(**d_extra)),
     )
     yield Site(cluster, tally, p, d, listener, bootstrap, relays)
     cluster.stop(d, p)
@@ -96,7 +96,7 @@ def site(request: pytest.FixtureRequest, cluster: Cluster, tally: Tally) -> Iter
     ids=["toy proxy", "push demo", "Mooncake's proxy", "layerwise proxy"],
 )
 def test_every_answer_is_the_single_engines_and_no_block_is_lost(
-    site: Site, make: Callable[[Site, int, Path], Router], told: Callable[[str], None]
+    site: Site, make: Callable[[Site, int, Path], Router], progress: Callable[[str], None]
 ) -> None:
     router, pair = site.behind(make)
     try:

@@ -162,7 +162,7 @@ class TestGatedDeltaNet:
 
     @pytest.mark.parametrize("what", ["", "section values"], ids=["all", "no values"])
     def test_tokens_are_as_good_as_the_single_engines_and_only_with_the_state(
-        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, told: Callable[[str], None], what: str
+        self, cluster: Cluster, allowed: list[str], make_pair: PairMaker, progress: Callable[[str], None], what: str
     ) -> None:
         verify = "off" if what else "full"
         more: dict[str, Any] = {"arguments": ("--dtype", "bfloat16")}
@@ -185,7 +185,7 @@ class TestGatedDeltaNet:
                     judge.check(f"{length} tokens", prompt, expected.tokens, got.tokens, pair.prefill.url)
                 except TokensDiffer:
                     wrong += 1
-        told(f"figure: qwen3next{' without ' + what if what else ''}: {judge.summary()}, {wrong} wrong")
+        progress(f"figure: qwen3next{' without ' + what if what else ''}: {judge.summary()}, {wrong} wrong")
         if what:  # by chance the first different token may be nearly as good
             assert others == len(self.LENGTHS) and wrong
         else:

@@ -156,8 +156,8 @@ def test_a_process_that_does_not_end_is_killed_and_named_with_its_descendants(tm
     while not child.log.read_text().strip() and time.monotonic() < until:
         time.sleep(0.05)
     grandchild = int(child.log.read_text())
-    told = child.stop(grace_s=0.5)
-    assert any(str(child.pid) in line for line in told)
+    leaks = child.stop(grace_s=0.5)
+    assert any(str(child.pid) in line for line in leaks)
     assert not child.alive
     assert not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
 
@@ -172,8 +172,8 @@ def test_a_grandchild_that_survives_its_parent_is_named(tmp_path: Path) -> None:
     until = time.monotonic() + 20.0
     while child.alive and time.monotonic() < until:
         time.sleep(0.05)
-    told = child.stop()
-    assert len(told) == 1, told
+    leaks = child.stop()
+    assert len(leaks) == 1, leaks
 
 
 def test_ports_are_given_once() -> None:

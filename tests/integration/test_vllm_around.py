@@ -45,9 +45,9 @@ WITHOUT_NIXL = {
 def test_multi_connector(release: str, tmp_path: Path) -> None:
     files = [f"{CONNECTORS}/test_multi_connector.py"]
     extract(release, tmp_path, files)
-    told = run(release, tmp_path, "kv_consumer", files)
-    compare(told, WITHOUT_NIXL, {"0.32.0": 25, "0.33.0": 27}[release])
-    assert told.skipped == 1, "it wants a GPU"
+    outcome = run(release, tmp_path, "kv_consumer", files)
+    compare(outcome, WITHOUT_NIXL, {"0.32.0": 25, "0.33.0": 27}[release])
+    assert outcome.skipped == 1, "it wants a GPU"
 
 
 OF_CONNECTORS = "(connector or kv or external or remote or recving) and not ec_connector"

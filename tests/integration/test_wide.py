@@ -29,7 +29,7 @@ def test_tokens_are_the_single_engines(
     cluster: Cluster,
     allowed: list[str],
     make_pair: PairMaker,
-    told: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> None:
     path, name = ensure(model), f"{model}-{p_tp}-{d_tp}"
     config = cluster.push_config(*allowed)
@@ -38,7 +38,7 @@ def test_tokens_are_the_single_engines(
         EngineSpec(f"{name}-p", path, role="kv_producer", tp=p_tp, extra=cluster.push_config()),
         EngineSpec(f"{name}-d", path, role="kv_consumer", tp=d_tp, policy="fail", extra=config),
     )
-    told(f"{model} {p_tp}→{d_tp}: started in {time.monotonic() - begun:.0f} s")
+    progress(f"{model} {p_tp}→{d_tp}: started in {time.monotonic() - begun:.0f} s")
     pair = make_pair(p, d)
     for length in (1, 20, 32, 33, 300, 1200):
         pair.check([fresh_prompt(length)], name=f"{model} {p_tp}→{d_tp}")

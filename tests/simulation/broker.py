@@ -223,19 +223,19 @@ class Broker:
     def _carry(self, call: Call, first: First, delay: float) -> None:
         """Carry P's first token to D, with a random stream of its own, so that other worlds stay unchanged."""
         world, faults, dice = self.cluster.world, self.cluster.settings.first_faults, self._dice
-        transfer, told, last = call.reservation.transfer, first, self._last
+        transfer, carried, last = call.reservation.transfer, first, self._last
         self._last = first
         chances = {name: dice.random() < getattr(faults, name) for name in FirstFaults.__dataclass_fields__}
         for name in (name for name, happens in chances.items() if happens):
             world.fault(f"first token {name}")
         if chances["mixed_up"] and last is not None:
-            told = last
+            carried = last
         if chances["forged"]:
-            told = msgspec.structs.replace(told, token=dice.choice((VOCABULARY, 1 << 61)))
+            carried = msgspec.structs.replace(carried, token=dice.choice((VOCABULARY, 1 << 61)))
         if chances["late"]:
             delay += dice.choice((0.1, 0.5, 5.0))
         post, outcome = call.decode.scheduler.post, call.decode.outcome
-        post(delay, outcome, transfer, "prefilled", None if chances["lost"] else told)
+        post(delay, outcome, transfer, "prefilled", None if chances["lost"] else carried)
         if chances["twice"]:
             post(delay + dice.choice((0.0, 0.01, 1.0)), outcome, transfer, "again", first)
 

@@ -58,7 +58,7 @@ class Cluster:
 
     def to_decode(self, sender: PrefillRank, endpoint: Endpoint, message: Message) -> None:
         engine = self.decode[int(endpoint.host[1:])]
-        self.world.log(sender.process.name, f"-> {endpoint.host}.{endpoint.port - 1}", _told(self.world, message))
+        self.world.log(sender.process.name, f"-> {endpoint.host}.{endpoint.port - 1}", _as_text(self.world, message))
         if not engine.alive and self.world.rng.random() < 0.5:
             sender.process.post(0.001, sender.unreachable, endpoint)
         peer = (sender.engine.index, sender.index)
@@ -74,7 +74,7 @@ class Cluster:
     def to_prefill(self, sender: Process, peer: object, message: Message) -> None:
         index, worker = peer if isinstance(peer, tuple) else (0, 0)
         engine = self.prefill[index]
-        self.world.log(sender.name, f"-> P{index}/{worker}", _told(self.world, message))
+        self.world.log(sender.name, f"-> P{index}/{worker}", _as_text(self.world, message))
         endpoint = Endpoint(sender.name.split(".")[0], 1 + message.d_rank)
 
         def receiver() -> Process | None:
@@ -418,7 +418,7 @@ def _nothing(who: str, left: dict[str, int]) -> None:
         raise Violation(f"promise 5: {who} has left {found}")
 
 
-def _told(world: World, message: Message) -> str:
+def _as_text(world: World, message: Message) -> str:
     if not world.tracing:
         return ""
     facts = {"transfer": message.transfer.n, "push": message.push, "by": str(message.contributor), "seq": message.seq}

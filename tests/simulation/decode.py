@@ -162,13 +162,13 @@ class DecodeRank:
     def __exit__(self, *failed: object) -> None:
         if failed[0] is not None:
             return
-        told = 0
+        reported = 0
         while effects := self.core.take_effects():
             for effect in effects:
-                told += isinstance(effect, Report)
+                reported += isinstance(effect, Report)
                 self._act(effect)
         reports = self.core.take_reports()
-        if len(reports) != told:
+        if len(reports) != reported:
             raise Violation(f"{self.process.name} does not tell its scheduler what it has reported")
         for loaded in reports:
             delay = self.engine.cluster.world.rng.uniform(0.0002, 0.02)

@@ -99,11 +99,11 @@ class Stream:
 
     exchanges_inline = True
 
-    def __init__(self, group: Group, rank: int, memory: Memory, told: Callable[[], None]) -> None:
+    def __init__(self, group: Group, rank: int, memory: Memory, moved: Callable[[], None]) -> None:
         self.collectives = 0
         self.fails: Callable[[], bool] = lambda: False  # whether this rank's next part fails
         self.queue: deque[Launched] = deque()
-        self._group, self._rank, self._memory, self._told = group, rank, memory, told
+        self._group, self._rank, self._memory, self._moved = group, rank, memory, moved
         self._tags: dict[int, dict[int, int]] = {}
         self._after: Event | None = None  # during a launch: the event of the compute stream that it follows
         self._last = Event(reached=True)
@@ -176,7 +176,7 @@ class Stream:
     def finish(self) -> None:
         launched = self.queue.popleft()
         launched.event.reached = True
-        self._told()
+        self._moved()
 
 
 class Group:

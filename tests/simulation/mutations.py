@@ -204,11 +204,11 @@ class CancelNotAcknowledged(Sender):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._told: set[str] = set()
+        self._cancelled: set[str] = set()
 
     def message(self, now: float, peer: Any, message: Message) -> list[Action]:
         if isinstance(message, Cancel):
-            self._told.add(message.push)
+            self._cancelled.add(message.push)
         return [action for action in super().message(now, peer, message) if not self._silenced(action)]
 
     def tick(self, now: float) -> list[Action]:
@@ -219,7 +219,9 @@ class CancelNotAcknowledged(Sender):
 
     def _silenced(self, action: Action) -> bool:
         return (
-            isinstance(action, Send) and isinstance(action.message, Done | Failed) and action.message.push in self._told
+            isinstance(action, Send)
+            and isinstance(action.message, Done | Failed)
+            and action.message.push in self._cancelled
         )
 
 
@@ -629,7 +631,7 @@ class StateOfEveryStep(Pushes):
         return lo, hi
 
 
-class ToldWithEveryStep(PushBook):
+class StateWithEveryStep(PushBook):
     """P's scheduler reports the place of the state with every step."""
 
     def scheduled(
@@ -640,11 +642,11 @@ class ToldWithEveryStep(PushBook):
         if tracked is None or piece is None:
             return piece
         at = [(piece.after - 1) // group.block_size for group in tracked.groups]
-        told = [
+        new_blocks = [
             np.asarray(ids[i : i + 1], dtype=np.int32) if group.stateful else new
             for group, ids, i, new in zip(tracked.groups, blocks, at, piece.new_blocks, strict=True)
         ]
-        self._pending.slices[-1] = replace(piece, new_blocks=tuple(told))
+        self._pending.slices[-1] = replace(piece, new_blocks=tuple(new_blocks))
         return piece
 
 
@@ -764,8 +766,8 @@ class TokenOfAnother(Meetings):
     _last: Any = None
 
     def finished(self, now: float, request_id: str, *, well: bool, sample: Any = None) -> bool:
-        told, self._last = self._last or sample, sample
-        return super().finished(now, request_id, well=well, sample=told)
+        previous, self._last = self._last or sample, sample
+        return super().finished(now, request_id, well=well, sample=previous)
 
 
 class AttachedWithoutItsPast(PushBook):
@@ -1151,7 +1153,7 @@ MORE = (
     Mutation("P computes the last token", prefill_requests=Uncut, world=_windows_in_need),
     Mutation("a state pushed before it was computed", steps=StateTooEarly, world=_states),
     Mutation("a state one token early", book=StateOfOneTokenLess, world=_states_alone),
-    Mutation("an older state over a newer one", book=ToldWithEveryStep, core=StateOfEveryStep, world=_states_in_need),
+    Mutation("an older state over a newer one", book=StateWithEveryStep, core=StateOfEveryStep, world=_states_in_need),
     Mutation("a state into another group's blocks", core=WrongGroup, world=_states),
     Mutation("P computes the last token of a state", prefill_requests=Uncut, world=_states),
     Mutation("any first token is taken", seeds=AnyToken, world=_first),
@@ -1168,7 +1170,7 @@ MORE = (
     Mutation("source bound twice", meetings=BoundTwice, world=_met_astray),
     Mutation("a block of this step taken for cached", computing=HotTakenForCached, world=_kind),
     Mutation("what another connector loads taken for cached", computing=LoadingTakenForCached, world=_kind),
-    Mutation("a source's token told of the next", meetings=TokenOfAnother, world=_met_first),
+    Mutation("a source's token reported with the next", meetings=TokenOfAnother, world=_met_first),
     Mutation("source of a dead incarnation taken", meetings=SourceOfTheDead, world=_met_after_restarts),
     Mutation("what was computed before is not pushed", book=AttachedWithoutItsPast, world=_kindly_met),
     Mutation("lost blocks are pushed", book=LostBlocksPushed, world=_met_astray),

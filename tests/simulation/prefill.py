@@ -542,7 +542,7 @@ class PrefillRank:
             "flights": sum(flight.target.process.alive for flight in self.flights),
             "steps pushed directly": len(self.core._direct) if not self._writer_died else 0,
             "timers": int(self.core.next_wake() is not None),
-            "requests not told as finished": len(self.core._reported_to),
+            "requests not reported as finished": len(self.core._reported_to),
         }
         parts, made = self.exchanging, self.core.exchanges
         if parts is not None and made is not None:

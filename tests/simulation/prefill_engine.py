@@ -22,7 +22,7 @@ from vllm_ascend_pd.geometry.pairing import exchanged
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.geometry.substeps import room_for_a_block
 from vllm_ascend_pd.metadata import Exchanged
-from vllm_ascend_pd.prefill.core.computing import Chunk as Told
+from vllm_ascend_pd.prefill.core.computing import Chunk as Computed
 from vllm_ascend_pd.prefill.core.meetings import Holding
 from vllm_ascend_pd.prefill.core.requests import NewRequest, opened
 from vllm_ascend_pd.protocol.auth import unseal
@@ -314,10 +314,10 @@ class PrefillEngine:
 
         Another request computes them, or another connector loads them.
         """
-        told, tables = [], {chunk.prompt.name: chunk.ids for chunk in chunks}
+        computed, tables = [], {chunk.prompt.name: chunk.ids for chunk in chunks}
         beside, self._beside = self._beside, []
         for chunk in chunks:
-            own = Told(chunk.prompt.name, chunk.computed, chunk.count, chunk.new, replaces=chunk.fresh)
+            own = Computed(chunk.prompt.name, chunk.computed, chunk.count, chunk.new, replaces=chunk.fresh)
             size = max(group.block_size for group in self.geometry.tables)
             if chunk.fresh and chunk.computed and self._dice.random() < 0.3:
                 self.cluster.world.stats["blocks found hot"] += 1
@@ -325,14 +325,14 @@ class PrefillEngine:
                 if self._others.random() < 0.5:
                     # Another connector loads them in this step, before each layer is computed.
                     self.cluster.world.stats["blocks loaded by another"] += 1
-                    told.append(replace(own, found=chunk.hot))
+                    computed.append(replace(own, found=chunk.hot))
                     continue
                 groups = zip(chunk.new, self.geometry.tables, strict=True)
                 ids = [table[: chunk.computed // group.block_size] for table, group in groups]
                 self._beside.append(f"beside {chunk.prompt.name}")
-                told.append(Told(self._beside[-1], chunk.hot, chunk.computed - chunk.hot, ids, replaces=True))
-            told.append(own)
-        self.requests.step(told, beside, tables.__getitem__)
+                computed.append(Computed(self._beside[-1], chunk.hot, chunk.computed - chunk.hot, ids, replaces=True))
+            computed.append(own)
+        self.requests.step(computed, beside, tables.__getitem__)
 
     def _fill(self, chunk: Chunk) -> Fill:
         """Return what is filled: earlier steps computed the cached tokens, except the hot ones."""
@@ -449,11 +449,11 @@ class PrefillEngine:
 
     def sent(self, request: str, rank: int) -> None:
         """Handle one worker's finished_sending; vLLM acts when all workers have reported."""
-        told = self.reports.setdefault(request, set())
-        if rank in told:
+        reported = self.reports.setdefault(request, set())
+        if rank in reported:
             raise Violation(f"promise 5: P{self.index}: rank {rank} reported {request} twice")
-        told.add(rank)
-        if len(told) < len(self.ranks):
+        reported.add(rank)
+        if len(reported) < len(self.ranks):
             return
         del self.reports[request]
         prompt = self.holding.pop(request, None)

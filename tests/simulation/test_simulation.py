@@ -92,10 +92,10 @@ def seeds(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module")
-def twenty_thousand(seeds: int, told: Callable[[str], None]) -> Sum:
+def twenty_thousand(seeds: int, progress: Callable[[str], None]) -> Sum:
     """Run consecutive seeds on two cores: so many transfers with all seeds."""
     total = run_seeds(1000, seeds, jobs=2, progress_s=1e9)
-    told(f"simulator: {total.seeds} of {SEEDS} seeds, {total.transfers} transfers")
+    progress(f"simulator: {total.seeds} of {SEEDS} seeds, {total.transfers} transfers")
     return total
 
 

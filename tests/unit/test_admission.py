@@ -132,10 +132,10 @@ def speculation(method: str = "mtp", modules: int = 1, architecture: str = "Draf
     return SimpleNamespace(method=method, draft_model_config=model, **flags)
 
 
-def with_drafts(**told: Any) -> Callable[[str], Any]:
+def with_drafts(**facts: Any) -> Callable[[str], Any]:
     def made(role: str) -> Any:
         config = vllm_config(role)
-        config.speculative_config = speculation(**told)
+        config.speculative_config = speculation(**facts)
         return config
 
     return made
@@ -471,9 +471,9 @@ def test_states_are_taken(specs: tuple[Any, ...]) -> None:
     admission.check_groups(grouped(*specs))
     shape = admission.cache_shape(vllm_config(tensor_parallel_size=2), grouped(*specs))
     assert shape.groups[-1] == Group(32, "state") and len(shape.groups) == len(specs)
-    (told,) = shape.states.values()
-    assert (told.recurrence, told.sizes, told.dtypes) == ("mamba2", (2, 4), ("bfloat16", "float32"))
-    assert not told.dim_first and told.nbytes == (168, 384)
+    (recurrent,) = shape.states.values()
+    assert (recurrent.recurrence, recurrent.sizes, recurrent.dtypes) == ("mamba2", (2, 4), ("bfloat16", "float32"))
+    assert not recurrent.dim_first and recurrent.nbytes == (168, 384)
 
 
 MTP = SimpleNamespace(
@@ -498,7 +498,7 @@ def test_mtp_beside_gated_delta_net_is_taken() -> None:
     groups = grouped(attention(), delta_net(), delta_net())
     admission.check_groups(groups)
     shape = admission.cache_shape(drafting(MTP), groups)
-    assert [told.drafted for told in shape.states.values()] == [2, 2]
+    assert [recurrent.drafted for recurrent in shape.states.values()] == [2, 2]
     assert [piece.name for piece in shape.states["model.layers.1.self_attn.attn"].sections("l", 1)[0].pieces] == [
         f"conv.{part}.{row}" for part in "qk" for row in range(3)
     ]
@@ -574,10 +574,10 @@ def test_what_windows_and_states_were_not_shown_with_stops_the_start(more: dict[
         admission.cache_shape(vllm_config(**more), grouped(*specs))
 
 
-@pytest.mark.parametrize("told", [{"enable_kv_transfer": False}, {"host_resident": True}], ids=str)
-def test_a_group_that_vllm_does_not_transfer_stops_the_start(told: dict[str, bool]) -> None:
+@pytest.mark.parametrize("flags", [{"enable_kv_transfer": False}, {"host_resident": True}], ids=str)
+def test_a_group_that_vllm_does_not_transfer_stops_the_start(flags: dict[str, bool]) -> None:
     groups = grouped(attention(), attention())
-    vars(groups.kv_cache_groups[1]).update(told)
+    vars(groups.kv_cache_groups[1]).update(flags)
     with pytest.raises(ConfigError, match="does not transfer"):
         admission.check_groups(groups)
 
@@ -762,11 +762,11 @@ def test_all_refusals_are_told_where_somebody_asks_and_the_first_stops_the_start
     config.cache_config.cache_dtype = "int8_per_token_head"
     push = PushConfig.parse(config.kv_transfer_config.kv_connector_extra_config)
     found = list(admission.engine_refusals(config, push))
-    assert [told.code for told in found] == ["PD-CONF-005", "PD-CONF-005", "PD-CONF-006", "PD-CONF-003"]
+    assert [each.code for each in found] == ["PD-CONF-005", "PD-CONF-005", "PD-CONF-006", "PD-CONF-003"]
     assert refusal(config).sentence == found[0].sentence
     specs = (attention(dtype=torch.int8), ChunkedLocalAttentionSpec(**BASE, attention_chunk_size=16))
-    told = [refused.values["feature"] for refused in admission.group_refusals(cache_config(*specs))]
-    assert [words.split(" (")[0] for words in told] == [
+    features = [refused.values["feature"] for refused in admission.group_refusals(cache_config(*specs))]
+    assert [words.split(" (")[0] for words in features] == [
         "A quantised KV cache", "A KV cache of kind ChunkedLocalAttentionSpec",
     ]  # fmt: skip
 

@@ -75,9 +75,9 @@ class Node:
         self.worker.clear_connector_metadata()
         news = self.worker.build_connector_worker_meta()
         sent, received = set(found.finished_sending), set(found.finished_recving)
-        told = KVConnectorOutput(sent, received, kv_connector_worker_meta=news)
-        self.scheduler.update_connector_output(told)
-        assert told.finished_recving == received, "nothing is kept from vLLM: P's first token is not used"
+        connector_output = KVConnectorOutput(sent, received, kv_connector_worker_meta=news)
+        self.scheduler.update_connector_output(connector_output)
+        assert connector_output.finished_recving == received, "nothing is kept from vLLM: P's first token is not used"
         self.reported["sent"] |= sent
         self.reported["received"] |= received
         self.reported["failed"] |= set(found.failed_recving)
@@ -178,7 +178,7 @@ def test_its_own_source_may_come_back_to_it(nodes: tuple[Node, Node]) -> None:
 # -- the composition
 
 
-class Told(SchedulerRole, WorkerRole):
+class Fake(SchedulerRole, WorkerRole):
     """A role with given answers, which records its calls."""
 
     def __init__(self, **answers: Any) -> None:
@@ -237,7 +237,7 @@ class Told(SchedulerRole, WorkerRole):
 
 
 def test_what_concerns_the_engine_reaches_both() -> None:
-    roles = Told(), Told()
+    roles = Fake(), Fake()
     worker, scheduler, step = BothWorker(*roles), BothScheduler(*roles), StepMetadata()
     scheduler.attach_workers({})
     scheduler.heard(WorkerNews())
@@ -253,26 +253,26 @@ def test_what_concerns_the_engine_reaches_both() -> None:
 
 @pytest.mark.parametrize(("prefill", "decode", "wanted"), [(0, 0, 0), (0, 3, 3), (-1, 3, -1), (-1, 0, -1)], ids=str)
 def test_nobody_sleeps_who_has_a_push_to_tell_of(prefill: int, decode: int, wanted: int) -> None:
-    assert BothScheduler(Told(open_loads=prefill), Told(open_loads=decode)).open_loads() == wanted
+    assert BothScheduler(Fake(open_loads=prefill), Fake(open_loads=decode)).open_loads() == wanted
 
 
 def test_it_looks_when_either_has_to() -> None:
-    assert BothScheduler(Told(due_s=0.05), Told()).due_s() == BothScheduler(Told(), Told(due_s=0.05)).due_s() == 0.05
+    assert BothScheduler(Fake(due_s=0.05), Fake()).due_s() == BothScheduler(Fake(), Fake(due_s=0.05)).due_s() == 0.05
 
 
 def test_a_step_brings_both_and_either_may_ask_for_one() -> None:
     parts = {"prefill": PrefillStep(1)}, {"decode": DecodeStep()}
-    both = BothScheduler(Told(metadata=parts[0]), Told(metadata=parts[1]))
+    both = BothScheduler(Fake(metadata=parts[0]), Fake(metadata=parts[1]))
     assert both.metadata(None) == StepMetadata(**parts[0], **parts[1]) and not both.must_step()
-    assert BothScheduler(Told(must_step=True), Told()).must_step()
-    assert BothScheduler(Told(), Told(must_step=True)).must_step()
+    assert BothScheduler(Fake(must_step=True), Fake()).must_step()
+    assert BothScheduler(Fake(), Fake(must_step=True)).must_step()
 
 
 def test_what_the_workers_tell_is_of_both() -> None:
     missed, failures = frozenset({(1, 2, 3)}), frozenset({("t", "PD-XFER-001")})
     end = LoadEnd("d", "", "push")
-    asked = Told(ended=EndedRequests(frozenset({"p"})), news=WorkerNews(missed, failures))  # type: ignore[arg-type]
-    other = Told(
+    asked = Fake(ended=EndedRequests(frozenset({"p"})), news=WorkerNews(missed, failures))  # type: ignore[arg-type]
+    other = Fake(
         ended=EndedRequests(frozenset(), frozenset({"d"}), frozenset({"d"}), frozenset({3})),
         news=WorkerNews(ends=frozenset({end})),
     )
@@ -286,7 +286,7 @@ def test_what_the_workers_tell_is_of_both() -> None:
 
 @pytest.mark.parametrize("kind", [BothScheduler, BothWorker])
 def test_numbers_of_both_are_added_and_one_may_have_none(kind: Any) -> None:
-    prefill, decode = Told(), Told()
+    prefill, decode = Fake(), Fake()
     both = kind(prefill, decode)
     assert both.stats() is None
     prefill.tally.level("blocks_held", 3)
@@ -302,9 +302,9 @@ def test_numbers_of_both_are_added_and_one_may_have_none(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [BothScheduler, BothWorker])
 def test_both_are_closed_even_if_one_breaks(kind: Any) -> None:
-    decode = Told()
+    decode = Fake()
     with pytest.raises(OSError, match="it broke"):
-        kind(Told(breaks=True), decode).close()
+        kind(Fake(breaks=True), decode).close()
     assert decode.asked == ["closed"]
 
 
@@ -322,7 +322,7 @@ PARAMS: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("params", "role"), PARAMS, ids=lambda value: str(value)[:50])
 def test_a_request_has_one_role_whatever_its_parameters_are(params: Any, role: str) -> None:
-    both = BothScheduler(Told(name="P", holds=True), Told(name="D"))
+    both = BothScheduler(Fake(name="P", holds=True), Fake(name="D"))
     assert is_prefill(params) is (role == "P")
     assert both.request_finished(request("r", params), True) == (role == "P", {"of": role})
 

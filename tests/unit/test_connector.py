@@ -202,10 +202,10 @@ def test_ranks_of_prefills_context_parallelism_are_counted_before_those_of_tenso
         assert worker._worker._contributor == Contributor(0, rank)  # type: ignore[union-attr]
         shakes[0, rank // 2, rank % 2] = worker.get_handshake_metadata()
         workers.append(worker)
-    scheduler, told = made(KVConnectorRole.SCHEDULER), []
-    monkeypatch.setattr(scheduler._scheduler, "attach_workers", told.append)
+    scheduler, calls = made(KVConnectorRole.SCHEDULER), []
+    monkeypatch.setattr(scheduler._scheduler, "attach_workers", calls.append)
     scheduler.set_xfer_handshake_metadata_pp_aware(shakes)
-    (attached,) = told
+    (attached,) = calls
     assert list(attached) == [(0, rank) for rank in range(6)]
     geometry = merge_geometries(attached)
     assert len(geometry.ranks) == 6 and geometry.covers == 3 * BLOCK
@@ -395,9 +395,9 @@ def test_a_request_crosses_whenever_start_load_kv_is_called(pair: Pair, order: s
         mine, theirs = (cache[name] for cache in pair.caches)
         assert torch.equal(theirs[[3, 5]], mine[[1, 6]])
         assert not theirs[[0, 1, 2, 4, 6, 7]].any()
-    told = KVConnectorOutput(finished_recving={"r"}, kv_connector_worker_meta=pair.news())
-    pair.decode.update_connector_output(told)
-    assert told.finished_recving == {"r"}
+    connector_output = KVConnectorOutput(finished_recving={"r"}, kv_connector_worker_meta=pair.news())
+    pair.decode.update_connector_output(connector_output)
+    assert connector_output.finished_recving == {"r"}
     assert pair.decode.get_num_new_matched_tokens(request("r", None), 0) == (0, False)
     held, answer = pair.prefill.request_finished_all_groups(asked, ([1, 6],))
     assert held and answer is not None
@@ -454,12 +454,12 @@ def test_a_failed_load_is_named_by_request(pair: Pair) -> None:
 
 def test_the_worker_of_an_older_vllm_has_always_something_to_tell(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 0.31 vLLM reads its scheduler connector's statistics only in steps in which a worker has some."""
-    told = pair.decode_worker.get_kv_connector_stats()
-    assert told is None or not told.is_empty()
+    stats = pair.decode_worker.get_kv_connector_stats()
+    assert stats is None or not stats.is_empty()
     monkeypatch.setattr(compat, "HAS_TRANSFER_RESULTS", False)
     pair.decode_worker.get_kv_connector_stats()
-    told = pair.decode_worker.get_kv_connector_stats()
-    assert told is not None and told.is_empty() and told.aggregate(told).is_empty() and not told.reduce()
+    stats = pair.decode_worker.get_kv_connector_stats()
+    assert stats is not None and stats.is_empty() and stats.aggregate(stats).is_empty() and not stats.reduce()
     pair.decode.get_kv_connector_stats()
     assert pair.decode.get_kv_connector_stats() is None
 

@@ -131,7 +131,7 @@ def _still_serves(pair: Pair) -> None:
 def test_nonsense_is_a_plain_prefill_on_either_engine(pair: Pair, params: Any) -> None:
     answer = _at_prefill(pair, params)
     meant = isinstance(params, dict) and params.get("do_remote_decode") is True
-    assert (answer is not None) == meant, "a refused push is told, to whoever asked for one"
+    assert (answer is not None) == meant, "a refused push is reported, to whoever asked for one"
     assert pair.decode.get_num_new_matched_tokens(request("forged", params), 0) == (0, False)
     pair.decode.request_finished(request("forged", params), [0])
     assert _forged_posts(pair) == 0

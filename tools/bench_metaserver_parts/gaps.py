@@ -92,15 +92,15 @@ async def measure(port: int, engine: int, line: Connection, names: list[str]) ->
         line.send(name)
         await asyncio.to_thread(line.recv)
         line.send("go")
-        told = asyncio.create_task(asyncio.to_thread(line.recv))
+        received = asyncio.create_task(asyncio.to_thread(line.recv))
         gaps, before = [0.0], time.thread_time()
-        while not told.done():
+        while not received.done():
             await asyncio.sleep(0)
             now = time.thread_time()
             gaps.append(now - before)
             before = now
         long = sorted(gap for gap in gaps if gap > 0.002) or [0.0]
-        print(f"{name:15} {max(gaps) * 1e3:15.1f} {long[len(long) // 2] * 1e3:25.1f}  {told.result()}", flush=True)
+        print(f"{name:15} {max(gaps) * 1e3:15.1f} {long[len(long) // 2] * 1e3:25.1f}  {received.result()}", flush=True)
     server.should_exit = True
     await serving
 

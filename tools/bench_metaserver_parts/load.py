@@ -28,8 +28,8 @@ async def client(port: int, request: bytes, until: float, total: list[int], out:
 
 async def main(args: argparse.Namespace) -> None:
     body = {"model": "m", "prompt": "word " * args.words, "max_tokens": args.pieces, "stream": True, "temperature": 0}
-    told = json.dumps({**body, "user": f"{args.gap_ms:g}"}).encode()  # a field that every metaserver accepts
-    request = post("/v1/completions", f"127.0.0.1:{args.port}", told)
+    content = json.dumps({**body, "user": f"{args.gap_ms:g}"}).encode()  # a field that every metaserver accepts
+    request = post("/v1/completions", f"127.0.0.1:{args.port}", content)
     loop = asyncio.get_running_loop()
     out: list[tuple[float, float]] = []
     total = [args.requests or 1 << 60]

@@ -206,7 +206,7 @@ class Cluster:
 
     def _wait(self, waiting: Sequence[Engine | Metaserver], begun: float, deadline_s: float = START_DEADLINE_S) -> None:
         pending = list(waiting)
-        told = looked = begun
+        shown = looked = begun
         waited = 0.0  # without the time in which this whole process group may have been stopped
         while pending:
             for server in list(pending):
@@ -226,8 +226,8 @@ class Cluster:
                     f"{slow.name} was not ready after {deadline_s:.0f} s; the end of {slow.process.log}:\n"
                     f"{slow.process.tail()}"
                 )
-            if pending and now - told > 8.0:
-                told = now
+            if pending and now - shown > 8.0:
+                shown = now
                 states = ", ".join(f"{server.name}: {server.stage()}" for server in pending)
                 self.progress(f"  [{now - begun:4.0f} s] {states}")
             if pending:

@@ -86,15 +86,15 @@ class Tally:
         where = first_difference(expected, actual)
         if where is None:
             return
-        told = f"{name}: token {where} of {len(expected)} differs: expected {list(expected)}, got {list(actual)}"
+        difference = f"{name}: token {where} of {len(expected)} differs: expected {list(expected)}, got {list(actual)}"
         if where >= min(len(expected), len(actual)):
-            raise TokensDiffer(f"{told} (one is shorter)")
+            raise TokensDiffer(f"{difference} (one is shorter)")
         gaps = [shortfall(engine, [*prompt, *expected[:where]], actual[where], body) for engine in engines]
-        told += f"; the token is {' and '.join(f'{gap:.3e}' for gap in gaps)} worse than the best of one engine"
+        difference += f"; the token is {' and '.join(f'{gap:.3e}' for gap in gaps)} worse than the best of one engine"
         if min(gaps) >= self.tie:
-            raise TokensDiffer(told)
-        print(f"excused: {told}", flush=True)
-        self.excused.append(told)
+            raise TokensDiffer(difference)
+        print(f"excused: {difference}", flush=True)
+        self.excused.append(difference)
         if self.answers >= self.judged_from:
             self.check_share()
 

@@ -68,10 +68,10 @@ class Command:
 
 def commands(text: str) -> list[Command]:
     """Return all engines of a configuration file; of the ranks on one node only the first."""
-    told = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    by_node = {entry["node_index"]: entry for entry in told.get("config", [])}
+    content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    by_node = {entry["node_index"]: entry for entry in content.get("config", [])}
     found = []
-    for entry in told.get("deployment") or told.get("templates") or []:
+    for entry in content.get("deployment") or content.get("templates") or []:
         node = by_node.get(entry.get("node_index"), {})
         values = {"LOCAL_IP": ADDRESS, "MASTER_IP": ADDRESS, "PORT": str(node.get("port_start", 8000))}
         values |= {key.upper(): str(value) for key, value in node.items()}
@@ -79,7 +79,7 @@ def commands(text: str) -> list[Command]:
         environment = {key: _filled(str(value), values) for key, value in (entry.get("envs") or {}).items()}
         words = entry.get("server_cmd_template") or shlex.split(entry.get("server_cmd") or "")
         words = [_filled(str(word), {**environment, **values}) for word in words]
-        model = str(told["model"])
+        model = str(content["model"])
         if words[:2] == ["vllm", "serve"]:
             model, words = words[2], words[3:]
         found.append(Command(model, tuple(words), environment))
@@ -274,10 +274,10 @@ class Model:
         self, kind: str, parts: tuple[int, ...], block_size: int, dtype: torch.dtype, c8: Collection[str]
     ) -> Any:
         spec = AscendMLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=sum(parts), dtype=dtype)
-        told: dict[str, Any] = {"parts": parts}
+        attributes: dict[str, Any] = {"parts": parts}
         if kind == "indexer":
-            told |= {"sparse_head_dim": parts, **{f"cache_sparse_{one}_c8": True for one in c8}}
-        for name, value in told.items():
+            attributes |= {"sparse_head_dim": parts, **{f"cache_sparse_{one}_c8": True for one in c8}}
+        for name, value in attributes.items():
             object.__setattr__(spec, name, value)
         return spec
 
@@ -295,13 +295,13 @@ class Known:
 
     @classmethod
     def read(cls, text: str) -> Known:
-        told = json.loads(text)
-        families = told["families"]
+        content = json.loads(text)
+        families = content["families"]
         models = {
             name: Model(entry["family"], families[entry["family"]], entry.get("c8", ""))
-            for name, entry in told["models"].items()
+            for name, entry in content["models"].items()
         }
-        return cls(models, told["drafts"])
+        return cls(models, content["drafts"])
 
 
 @lru_cache(maxsize=1)
@@ -391,13 +391,13 @@ def as_configured(parsed: Any, model: Model, draft: Mapping[str, Any] = MappingP
     )
 
 
-def _drafting(told: Mapping[str, Any] | None, model: Model, draft: Mapping[str, Any]) -> Any:
+def _drafting(configured: Mapping[str, Any] | None, model: Model, draft: Mapping[str, Any]) -> Any:
     """Return vLLM's speculative configuration, with the parts of the draft model's that admission reads."""
-    if told is None:
+    if configured is None:
         return None
-    speculative = drafts.described({**draft, **told})
+    speculative = drafts.described({**draft, **configured})
     config = SimpleNamespace(num_nextn_predict_layers=model.facts["mtp"])
-    speculative.num_speculative_tokens = int(told.get("num_speculative_tokens", 1))
+    speculative.num_speculative_tokens = int(configured.get("num_speculative_tokens", 1))
     speculative.draft_model_config = SimpleNamespace(
         hf_config=config,
         quantization=None,
@@ -417,8 +417,8 @@ def _graphs(parsed: Any) -> Any:
     levels: Any = OPTIMIZATION_LEVEL_TO_CONFIG
     eager = levels[0]["compilation_config"]["cudagraph_mode"]
     default = levels[int(parsed.optimization_level)]["compilation_config"]["cudagraph_mode"]
-    told = parsed.compilation_config.cudagraph_mode
-    mode = eager if parsed.enforce_eager else default if told is None else told
+    configured = parsed.compilation_config.cudagraph_mode
+    mode = eager if parsed.enforce_eager else default if configured is None else configured
     extra = parsed.kv_transfer_config.kv_connector_extra_config
     piecewise = AscendPushConnector.requires_piecewise_for_cudagraph(extra)
     return type(mode).PIECEWISE if mode.has_full_cudagraphs() and piecewise else mode
@@ -525,8 +525,8 @@ class Verdict:
     @property
     def needs(self) -> Needs:
         """Return what a set of engines in small has to have to stand for this configuration."""
-        told = [engine.needs for engine in (*self.p, *self.d)]
-        return reduce(Needs.__or__, told, Needs(modes=frozenset({EXCHANGE} if self.pair == "regroup" else ())))
+        each = [engine.needs for engine in (*self.p, *self.d)]
+        return reduce(Needs.__or__, each, Needs(modes=frozenset({EXCHANGE} if self.pair == "regroup" else ())))
 
     @property
     def both(self) -> bool:

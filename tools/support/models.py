@@ -222,8 +222,8 @@ def _make_latent(recipe: Recipe, directory: Path) -> None:
             weights[f"model.layers.{layer}.self_attn.indexer.{name}.weight"] = weight
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     more = {"indexers": list(range(recipe.indexers)), "index_dim": INDEX_DIM, "int8": recipe.int8}
-    told = {**json.loads(config.read_text()), **more, "architectures": ["PdTestLatentForCausalLM"]}
-    config.write_text(json.dumps(told, indent=1))
+    content = {**json.loads(config.read_text()), **more, "architectures": ["PdTestLatentForCausalLM"]}
+    config.write_text(json.dumps(content, indent=1))
 
 
 def _deepseek(recipe: Recipe) -> Any:

@@ -221,8 +221,8 @@ class Field:
     def _simulated(self, seeds: int, deadline: float) -> str:
         if not seeds:
             return ""
-        told = self._forked(lambda: _simulate(seeds), deadline)
-        return "the clock" if told is None else told
+        result = self._forked(lambda: _simulate(seeds), deadline)
+        return "the clock" if result is None else result
 
     def watched(self, patterns: tuple[str, ...]) -> dict[str, Reach]:
         """Return the recorded results by file of tests; files that have changed are watched again."""
@@ -243,12 +243,12 @@ class Field:
             _pytest(["--timeout=600", str(path)], watch)
             return json.dumps([watch.reach.seconds, watch.reach.lines, watch.reach.always])
 
-        told = self._forked(run, time.monotonic() + 1800)
-        if told is None:
+        result = self._forked(run, time.monotonic() + 1800)
+        if result is None:
             raise TimeoutError(f"{path.name} does not end")
         package = sorted((self.root / "vllm_ascend_pd").rglob("*.py"))
         sources = {str(p.relative_to(self.root)): _digest([p]) for p in package}
-        reach = Reach(state, sources, *json.loads(told))
+        reach = Reach(state, sources, *json.loads(result))
         if not reach.seconds:
             raise RuntimeError(f"no test of {path.name} runs: {(self.root / 'output').read_text()[-2000:]}")
         book.write_text(json.dumps({name: getattr(reach, name) for name in Reach.__slots__}))
@@ -264,12 +264,12 @@ class Field:
             code = _pytest([*sorted({str(self.root / test.split("::")[0]) for test in seconds})], chosen)
             return chosen.failed or ("" if code == 0 else "the tests")
 
-        told = self._forked(run, deadline)
-        return "the clock" if told is None else told
+        result = self._forked(run, deadline)
+        return "the clock" if result is None else result
 
     def _forked(self, run: Callable[[], str], deadline: float) -> str | None:
         """Return the result of `run` from a forked process, or None if it does not end in time."""
-        out = self.root / "told"
+        out = self.root / "result"
         out.unlink(missing_ok=True)
         child = os.fork()
         if child == 0:

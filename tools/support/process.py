@@ -160,8 +160,8 @@ class Child:
         # Workers end by themselves when their parent has ended, a moment later.
         psutil.wait_procs([p for p in known if p.pid != self.pid], timeout=10.0)
         left = {p.pid: p for p in (*known, *self.members()) if _runs(p)}
-        told = [f"{self.name}: pid {pid} ({_title(p)}) did not end by itself" for pid, p in left.items()]
-        return told + self._kill(list(left.values()))
+        lines = [f"{self.name}: pid {pid} ({_title(p)}) did not end by itself" for pid, p in left.items()]
+        return lines + self._kill(list(left.values()))
 
     def kill(self) -> list[str]:
         """Send SIGKILL to every process at once, as in a crash. Return a line for each that is still there."""

@@ -52,7 +52,7 @@ class Stream:
     problem: str = ""
     answer: bytes = b""
 
-    def told(self) -> tuple[object, ...]:
+    def invariant(self) -> tuple[object, ...]:
         """Return what must not depend on which D answers."""
         counts = [self.usage.get(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
         return self.text, self.tokens, self.finish, counts, sorted(form for _, form in self.heads)
@@ -85,8 +85,8 @@ class Report:
 class Resuming:
     """A P, several D's and a metaserver. P, asked directly, is the single engine of the comparison."""
 
-    def __init__(self, cluster: Cluster, seed: int, tell: Callable[[str], None], decodes: int = 2) -> None:
-        self.cluster, self.tell, self.dice = cluster, tell, random.Random(seed)
+    def __init__(self, cluster: Cluster, seed: int, progress: Callable[[str], None], decodes: int = 2) -> None:
+        self.cluster, self.progress, self.dice = cluster, progress, random.Random(seed)
         model, port = ensure("gqa"), cluster.port()
         shape: dict[str, Any] = {"kv_bytes": 256 << 20, "max_seqs": 128}
         quiet: dict[str, Any] = {"verify": "off", "trace_dir": ""}
@@ -115,7 +115,7 @@ class Resuming:
             self._ask(self.front.url, asked, self.dice.randrange(count * tokens // 8, count * tokens // 2))
         )
         self._judge(asked, right)
-        self.tell(str(self.report))
+        self.progress(str(self.report))
         if victim is not None:
             self.decodes.remove(victim)
             self._dead.append(victim)
@@ -178,7 +178,7 @@ class Resuming:
         for process in members[victim.name]:
             process.kill()
         self.report.kills += 1
-        self.tell(f"  killed {victim.name}")
+        self.progress(f"  killed {victim.name}")
         return victim
 
     def _judge(self, asked: list[Stream], right: list[Stream]) -> None:
@@ -190,15 +190,15 @@ class Resuming:
                 raise RuntimeError(f"the single engine failed: {want.problem}")
             if one.problem:
                 self.report.broken.append(f"{one.path} {one.problem}")
-            elif one.told() != want.told() or len(one.heads) != 1:
-                self.report.wrong.append(f"{one.path} {one.heads}: {one.told()} for {want.told()}")
+            elif one.invariant() != want.invariant() or len(one.heads) != 1:
+                self.report.wrong.append(f"{one.path} {one.heads}: {one.invariant()} for {want.invariant()}")
             if one.id in resumed and not one.problem:
                 self.report.resumed.append(one.gap)
 
     def _resumed(self) -> set[str]:
         """Return the ids of the latest requests that were resumed, from the metaserver's status page."""
         last = httpx.get(f"{self.front.url}/status", timeout=30.0, trust_env=False).json()["last"]
-        return {told["id"] for told in last if any(stage["stage"] == "resume" for stage in told["stages"])}
+        return {request["id"] for request in last if any(stage["stage"] == "resume" for stage in request["stages"])}
 
     def _restart(self, victim: Engine) -> Engine:
         stuck = victim.process.kill()
@@ -209,8 +209,8 @@ class Resuming:
         return started
 
     def _instances(self) -> list[dict[str, Any]]:
-        told: list[dict[str, Any]] = httpx.get(f"{self.front.url}/instances", trust_env=False).json()["instances"]
-        return told
+        instances: list[dict[str, Any]] = httpx.get(f"{self.front.url}/instances", trust_env=False).json()["instances"]
+        return instances
 
 
 async def _follow(url: str, one: Stream) -> None:

@@ -88,8 +88,8 @@ def sets() -> dict[str, Needs]:
 
 def shown(engines: Any) -> Needs:
     kinds = KINDS[RECIPES[engines.model].family]
-    told = " ".join((*engines.flags, *engines.p.flags, *engines.d.flags))
-    if "_c8" in told:
+    flags = " ".join((*engines.flags, *engines.p.flags, *engines.d.flags))
+    if "_c8" in flags:
         kinds = {kind + INT8 for kind in kinds}
     draft = str(engines.draft.get("method", ""))
     each = [

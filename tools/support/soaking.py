@@ -163,7 +163,7 @@ class Soak:
     errors: list[str] = field(default_factory=list)
     came_back: int = 0  # repetitions after a 503
     seconds: float = 0.0
-    _told: float = 0.0
+    _shown: float = 0.0
 
     def run(self, prompts: int) -> None:
         begun = time.monotonic()
@@ -195,8 +195,8 @@ class Soak:
             for ask in waiting:
                 await self._one(client, ask)
                 now, done = time.monotonic(), sum(self.ended.values())
-                if now - self._told > PROGRESS_S:
-                    self._told = now
+                if now - self._shown > PROGRESS_S:
+                    self._shown = now
                     rate = done / (now - begun)
                     self.say(
                         f"  [{now - begun:5.0f} s] {done} of {prompts} prompts, {rate:.1f}/s, {len(self.errors)} wrong"

@@ -178,8 +178,8 @@ def _after(**changes: Any) -> Callable[..., Any]:
     return next_request
 
 
-def _as_it_came(self: StreamState, told: dict[str, Any], choice: Any, text: str, tokens: list[int], again: int) -> Any:
-    return {**told, "text": text, "prompt_token_ids": None, "token_ids": tokens if self.terms.asked_ids else None}
+def _as_it_came(self: StreamState, event: dict[str, Any], choice: Any, text: str, tokens: list[int], again: int) -> Any:
+    return {**event, "text": text, "prompt_token_ids": None, "token_ids": tokens if self.terms.asked_ids else None}
 
 
 def _own_head(self: StreamState, read: Any, choice: Any) -> None:

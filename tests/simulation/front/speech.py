@@ -138,7 +138,7 @@ def understood(stream: bytes) -> dict[str, Any]:
     *events, last = [line.removeprefix("data: ") for line in stream.decode().split("\n\n")[:-1]] or [""]
     if last != "[DONE]":
         raise ValueError("no end")
-    told: dict[str, Any] = {
+    answer: dict[str, Any] = {
         "text": "",
         "ids": [],
         "offsets": [],
@@ -155,29 +155,29 @@ def understood(stream: bytes) -> dict[str, Any]:
             error = event["error"]
             continue
         heads.add((event["id"], event["object"], event["created"], event["model"]))
-        told["prompts"] += bool(event.get("prompt_token_ids"))
+        answer["prompts"] += bool(event.get("prompt_token_ids"))
         if not event["choices"]:
-            told["usage"] = event["usage"]
+            answer["usage"] = event["usage"]
         for choice in event["choices"]:
-            if told["finish"] is not None:
+            if answer["finish"] is not None:
                 raise ValueError("it goes on after its end")
-            _take(told, choice, event.get("usage"))
+            _take(answer, choice, event.get("usage"))
     if len(heads) > 1:
         raise ValueError(f"events of several answers: {heads}")
-    return told | ({"error": error} if error is not None else {})
+    return answer | ({"error": error} if error is not None else {})
 
 
-def _take(told: dict[str, Any], choice: dict[str, Any], usage: dict[str, int] | None) -> None:
-    told["text"] += choice["text"] if "text" in choice else choice["delta"]["content"]
-    told["ids"] += choice.get("token_ids") or []
-    told["prompts"] += bool(choice.get("prompt_token_ids"))
-    told["forms"].add("|".join(sorted(choice.keys() - {"stop_reason"})))
+def _take(answer: dict[str, Any], choice: dict[str, Any], usage: dict[str, int] | None) -> None:
+    answer["text"] += choice["text"] if "text" in choice else choice["delta"]["content"]
+    answer["ids"] += choice.get("token_ids") or []
+    answer["prompts"] += bool(choice.get("prompt_token_ids"))
+    answer["forms"].add("|".join(sorted(choice.keys() - {"stop_reason"})))
     if choice["finish_reason"] is not None:
-        told["finish"] = choice["finish_reason"], choice.get("stop_reason")
+        answer["finish"] = choice["finish_reason"], choice.get("stop_reason")
     if choice["logprobs"]:
-        told["offsets"] += choice["logprobs"]["text_offset"]
-        told["chances"] += choice["logprobs"]["token_logprobs"]
-    if usage and choice.get("token_ids") and usage["completion_tokens"] != len(told["ids"]):
+        answer["offsets"] += choice["logprobs"]["text_offset"]
+        answer["chances"] += choice["logprobs"]["token_logprobs"]
+    if usage and choice.get("token_ids") and usage["completion_tokens"] != len(answer["ids"]):
         raise ValueError("its usage is of another moment")
 
 

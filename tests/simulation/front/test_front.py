@@ -50,10 +50,10 @@ def seeds(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module")
-def many(seeds: int, told: Callable[[str], None]) -> Total:
+def many(seeds: int, progress: Callable[[str], None]) -> Total:
     """Run the seeds on two cores."""
     total = run_seeds(1000, seeds, jobs=2, progress_s=1e9)
-    told(f"front door: {total.seeds} of {SEEDS['all']} seeds, {total.requests} requests")
+    progress(f"front door: {total.seeds} of {SEEDS['all']} seeds, {total.requests} requests")
     return total
 
 

@@ -53,10 +53,10 @@ def doctor(*words: str, process: bool = False) -> tuple[int, dict[str, list[dict
             code = main(["doctor", *words, "--json"])
         out, err = stdout.getvalue(), stderr.getvalue()
     assert "Traceback" not in err, err
-    told = json.loads(out)
-    assert told["good"] is (code == 0)
+    report = json.loads(out)
+    assert report["good"] is (code == 0)
     by_name: dict[str, list[dict[str, str]]] = {}
-    for check in told["checks"]:
+    for check in report["checks"]:
         by_name.setdefault(check["name"], []).append(check)
     return code, by_name
 

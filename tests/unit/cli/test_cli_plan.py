@@ -311,8 +311,8 @@ STATEFUL = [
 def test_a_state_is_planned_once_and_whole(mode, tps, more, attends, kept, state, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({**FULL, **more}))
     words = ["plan", "--p-tp", tps[0], "--d-tp", tps[1], "--model", str(tmp_path), "--regroup", mode]
-    told = f"4 layers ({attends} with attention, {kept} with a state of {state} B)"
-    assert main(words) == 0 and told in capsys.readouterr().out
+    line = f"4 layers ({attends} with attention, {kept} with a state of {state} B)"
+    assert main(words) == 0 and line in capsys.readouterr().out
     assert main([*words, "--json"]) == 0
     again = (
         3 * 2 * 32 * 2 * kept * (int(tps[1]) - 1) if more.get("n_groups") == 1 else 0

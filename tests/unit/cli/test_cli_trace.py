@@ -61,12 +61,12 @@ LATE = "The transfer missed its deadline (metaserver)."
 def no_answer(directory: Path) -> None:
     """Records of D's scheduler and the metaserver for a transfer that no prefill engine answered within 30 s."""
     opened = {"t": 0.0, "stage": "clock", "wall": 1000.0}
-    told = {"code": "", "detail": "", "prefill": "p"}
+    well = {"code": "", "detail": "", "prefill": "p"}
     late = {"code": "PD-XFER-001", "detail": LATE, "prefill": ""}
     decode = [
         {"t": 1.0, "stage": "reserved", "transfer": LOST, "request": "cmpl-7", "ticket": "t", "first": 0, "end": 99},
         {"t": 1.001, "stage": "posted", "transfer": LOST, "attempt": 1},
-        {"t": 1.004, "stage": "accepted", "transfer": LOST, **told},
+        {"t": 1.004, "stage": "accepted", "transfer": LOST, **well},
         {"t": 31.0, "stage": "metaserver_failed", "transfer": LOST, **late},
         {"t": 31.25, "stage": "reported", "transfer": LOST, "request": "cmpl-7"},
     ]
@@ -91,8 +91,8 @@ def test_the_way_of_the_recorded_transfer() -> None:
     assert way.failure == "" and way.failed_writes == 0
     assert way.moments[RESERVED] < way.moments["P worker begin"] < way.moments["D worker ready"] < way.moments[REPORTED]
     assert len(way.computed) == 2 * 2 * 4  # workers, steps, layers
-    told = [e.facts["bytes"] for e in trace.events if e.stage == "done"]
-    assert way.nbytes >= sum(told) > 0
+    sizes = [e.facts["bytes"] for e in trace.events if e.stage == "done"]
+    assert way.nbytes >= sum(sizes) > 0
     assert 0.0 < way.hidden() < 1.0
 
 
@@ -121,7 +121,7 @@ WORKER = {"stage": "closed", "transfer": LOST}
 
 
 @pytest.mark.parametrize(
-    ("told", "failure"),
+    ("records", "failure"),
     [
         ([], f"PD-XFER-001 {LATE}"),  # no file of a worker
         ([{"t": 31.2, **WORKER, "ok": False, "code": "PD-XFER-004", "detail": "P is gone"}], "PD-XFER-004 P is gone"),
@@ -133,10 +133,10 @@ WORKER = {"stage": "closed", "transfer": LOST}
     ],
 )
 def test_a_transfer_failed_as_the_decode_worker_says_or_else_with_the_first_code(
-    tmp_path: Path, told: list[dict[str, Any]], failure: str
+    tmp_path: Path, records: list[dict[str, Any]], failure: str
 ) -> None:
     no_answer(tmp_path)
-    write(tmp_path / "decode-worker-3.jsonl", [{"t": 0.0, "stage": "clock", "wall": 1000.0}, *told])
+    write(tmp_path / "decode-worker-3.jsonl", [{"t": 0.0, "stage": "clock", "wall": 1000.0}, *records])
     assert Trace(tmp_path).timeline_of(LOST).failure == failure
 
 
@@ -229,9 +229,9 @@ def test_a_transfer_that_failed_before_any_layer_has_its_moments_and_its_code(
 
 def test_the_status_pages_click_shows_the_same(tmp_path: Path) -> None:
     no_answer(tmp_path)
-    told = page.timeline(str(tmp_path), LOST)["picture"]
-    assert told == "\n".join(picture(Trace(tmp_path).timeline_of(LOST)))
-    assert "D scheduler metaserver_failed" in told and f"failed: PD-XFER-001 {LATE}" in told
+    shown = page.timeline(str(tmp_path), LOST)["picture"]
+    assert shown == "\n".join(picture(Trace(tmp_path).timeline_of(LOST)))
+    assert "D scheduler metaserver_failed" in shown and f"failed: PD-XFER-001 {LATE}" in shown
 
 
 def test_layers_that_were_computed_are_shown_though_no_byte_left(tmp_path: Path) -> None:

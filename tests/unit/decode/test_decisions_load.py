@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoadBook and the ticket: requests that load remote KV, and what D's workers are told of them, for any sequence of
+"""LoadBook and the ticket: requests that load remote KV, and what D's workers are sent of them, for any sequence of
 events."""
 
 from __future__ import annotations

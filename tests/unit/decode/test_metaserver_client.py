@@ -86,7 +86,7 @@ def status(code: int, body: bytes = b"", *headers: tuple[bytes, bytes]) -> Calla
 WELL = lines({"event": "accepted", "prefill": "p:1"}, {"event": "heartbeat"}, {"event": "prefilled"})
 
 
-class Told:
+class Collected:
     """Collect outcomes, and the names of the threads that report them."""
 
     def __init__(self) -> None:
@@ -130,61 +130,61 @@ def scripted() -> Iterator[Callable[..., Scripted]]:
         server.served.stop()
 
 
-def client(loop: LoopThread, told: Told, *urls: str, **config: Any) -> MetaserverClient:
-    return MetaserverClient(MetaserverConfig(metaserver_urls=urls, **config), loop, told)
+def client(loop: LoopThread, collected: Collected, *urls: str, **config: Any) -> MetaserverClient:
+    return MetaserverClient(MetaserverConfig(metaserver_urls=urls, **config), loop, collected)
 
 
 def test_accepted_then_prefilled_comes_on_the_loop_thread(loop: LoopThread, scripted: Callable[..., Scripted]) -> None:
-    server, told = scripted(WELL), Told()
-    mine = client(loop, told, server.served.url)
+    server, collected = scripted(WELL), Collected()
+    mine = client(loop, collected, server.served.url)
     mine.reserve("k", server.served.url, {"ticket": "t"}, 10)
-    assert told.final("k").kind == "prefilled"
-    assert [o.kind for _, o in told.outcomes] == ["accepted", "prefilled"]
-    assert told.outcomes[0][1].prefill == "p:1"
-    assert told.threads == {"client-loop"}
+    assert collected.final("k").kind == "prefilled"
+    assert [o.kind for _, o in collected.outcomes] == ["accepted", "prefilled"]
+    assert collected.outcomes[0][1].prefill == "p:1"
+    assert collected.threads == {"client-loop"}
     assert server.posts == [{"ticket": "t"}] and mine.open_count() == 0
 
 
 def test_each_post_is_a_stage_of_its_transfer(loop: LoopThread, scripted: Callable[..., Scripted]) -> None:
-    server, told = scripted(status(503), WELL), Told()
+    server, collected = scripted(status(503), WELL), Collected()
     stages: list[tuple[str, Any]] = []
     unsubscribe = trace.subscribe(lambda stage, facts: stages.append((stage, dict(facts))))
     try:
-        client(loop, told, server.served.url).reserve("t/1", server.served.url, {}, 10)
-        assert told.final("t/1").kind == "prefilled"
+        client(loop, collected, server.served.url).reserve("t/1", server.served.url, {}, 10)
+        assert collected.final("t/1").kind == "prefilled"
     finally:
         unsubscribe()
     assert stages == [("posted", {"transfer": "t/1", "attempt": n}) for n in (1, 2)]
 
 
 def test_a_failure_carries_the_servers_code_and_words(loop: LoopThread, scripted: Callable[..., Scripted]) -> None:
-    server, told = scripted(lines({"event": "failed", "code": "PD-META-006", "detail": "P is gone"})), Told()
-    client(loop, told, server.served.url).reserve("k", server.served.url, {}, 10)
-    outcome = told.final("k")
+    server, collected = scripted(lines({"event": "failed", "code": "PD-META-006", "detail": "P is gone"})), Collected()
+    client(loop, collected, server.served.url).reserve("k", server.served.url, {}, 10)
+    outcome = collected.final("k")
     assert (outcome.kind, outcome.code, outcome.detail) == ("failed", "PD-META-006", "P is gone")
 
 
 @pytest.mark.parametrize("body", [b"", b"null", b'{"message": "prefilled"}'])
 def test_a_plain_answer_at_the_end_is_accepted(loop: LoopThread, scripted: Any, body: bytes) -> None:
-    server, told = scripted(status(200, body)), Told()
-    client(loop, told, server.served.url).reserve("k", server.served.url, {}, 10)
-    assert told.final("k").kind == "prefilled"
+    server, collected = scripted(status(200, body)), Collected()
+    client(loop, collected, server.served.url).reserve("k", server.served.url, {}, 10)
+    assert collected.final("k").kind == "prefilled"
 
 
 @pytest.mark.parametrize("code", [429, 503])
 def test_what_was_refused_is_posted_again(loop: LoopThread, scripted: Any, code: int) -> None:
-    server, told = scripted(status(code, b"", (b"retry-after", b"0")), status(code), WELL), Told()
-    mine = client(loop, told, server.served.url)
+    server, collected = scripted(status(code, b"", (b"retry-after", b"0")), status(code), WELL), Collected()
+    mine = client(loop, collected, server.served.url)
     mine.reserve("k", server.served.url, {}, 20)
-    assert told.final("k").kind == "prefilled"
+    assert collected.final("k").kind == "prefilled"
     assert len(server.posts) == 3 and mine.counters["reservation_repeated"] == 2
 
 
 @pytest.mark.parametrize("code", [400, 404, 409, 500, 502, 504])
 def test_what_may_have_been_executed_is_not_posted_again(loop: LoopThread, scripted: Any, code: int) -> None:
-    server, told = scripted(status(code, b'{"error": {"message": "why"}}')), Told()
-    client(loop, told, server.served.url).reserve("k", server.served.url, {}, 20)
-    outcome = told.final("k")
+    server, collected = scripted(status(code, b'{"error": {"message": "why"}}')), Collected()
+    client(loop, collected, server.served.url).reserve("k", server.served.url, {}, 20)
+    outcome = collected.final("k")
     assert outcome.code == "PD-META-003" and "why" in outcome.detail and str(code) in outcome.detail
     assert len(server.posts) == 1
 
@@ -201,55 +201,55 @@ def test_what_may_have_been_executed_is_not_posted_again(loop: LoopThread, scrip
 def test_an_answer_that_breaks_off_fails_once_and_is_not_posted_again(
     loop: LoopThread, scripted: Any, step: Any
 ) -> None:
-    server, told = scripted(step), Told()
-    client(loop, told, server.served.url).reserve("k", server.served.url, {}, 20)
-    assert told.final("k").code == "PD-META-002"
+    server, collected = scripted(step), Collected()
+    client(loop, collected, server.served.url).reserve("k", server.served.url, {}, 20)
+    assert collected.final("k").code == "PD-META-002"
     assert len(server.posts) == 1
 
 
 def test_a_metaserver_that_comes_up_late_is_still_reached(loop: LoopThread, scripted: Any) -> None:
-    server, told = scripted(WELL), Told()
+    server, collected = scripted(WELL), Collected()
     server.served.kill()
-    mine = client(loop, told, server.served.url)
+    mine = client(loop, collected, server.served.url)
     mine.reserve("k", server.served.url, {}, 20)
     while not mine.counters["reservation_repeated"]:
         time.sleep(0.01)
     server.served.start()
-    assert told.final("k").kind == "prefilled"
+    assert collected.final("k").kind == "prefilled"
 
 
 def test_nobody_there_fails_within_the_deadline(loop: LoopThread, scripted: Any) -> None:
-    server, told = scripted(WELL), Told()
+    server, collected = scripted(WELL), Collected()
     server.served.kill()
-    client(loop, told, server.served.url).reserve("k", server.served.url, {}, 0.5)
-    assert told.final("k", 5).code in ("PD-META-002", "PD-XFER-001")
+    client(loop, collected, server.served.url).reserve("k", server.served.url, {}, 0.5)
+    assert collected.final("k", 5).code in ("PD-META-002", "PD-XFER-001")
 
 
 def test_silence_of_three_heartbeats_fails(loop: LoopThread, scripted: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("vllm_ascend_pd.decode.metaserver.HEARTBEAT_S", 0.1)
     heard = lines({"event": "heartbeat"}, 0.15, {"event": "heartbeat"}, 0.15, {"event": "heartbeat"}, 30)
-    server, told = scripted(heard), Told()
-    client(loop, told, server.served.url).reserve("k", server.served.url, {}, 60)
-    assert "ReadTimeout" in told.final("k", 10).detail
+    server, collected = scripted(heard), Collected()
+    client(loop, collected, server.served.url).reserve("k", server.served.url, {}, 60)
+    assert "ReadTimeout" in collected.final("k", 10).detail
 
 
 def test_the_deadline_ends_a_call_that_beats_for_ever(loop: LoopThread, scripted: Any) -> None:
-    server, told = scripted(lines(*([{"event": "heartbeat"}, 0.05] * 1000))), Told()
-    client(loop, told, server.served.url).reserve("k", server.served.url, {}, 0.4)
-    assert told.final("k", 10).code == "PD-XFER-001"
+    server, collected = scripted(lines(*([{"event": "heartbeat"}, 0.05] * 1000))), Collected()
+    client(loop, collected, server.served.url).reserve("k", server.served.url, {}, 0.4)
+    assert collected.final("k", 10).code == "PD-XFER-001"
 
 
 def test_forget_closes_the_call_and_tells_nothing_more(loop: LoopThread, scripted: Any) -> None:
-    server, told = scripted(lines({"event": "accepted"}, 30)), Told()
-    mine = client(loop, told, server.served.url)
+    server, collected = scripted(lines({"event": "accepted"}, 30)), Collected()
+    mine = client(loop, collected, server.served.url)
     mine.reserve("k", server.served.url, {}, 60)
-    while not told.outcomes:
+    while not collected.outcomes:
         time.sleep(0.01)
     mine.forget("k")
     mine.forget("k")
     while not server.closed_by_client:
         time.sleep(0.01)
-    assert mine.open_count() == 0 and [o.kind for _, o in told.outcomes] == ["accepted"]
+    assert mine.open_count() == 0 and [o.kind for _, o in collected.outcomes] == ["accepted"]
 
 
 @pytest.mark.parametrize(
@@ -261,17 +261,17 @@ def test_forget_closes_the_call_and_tells_nothing_more(loop: LoopThread, scripte
     ],
 )  # fmt: skip
 def test_only_the_allow_list_is_called(loop: LoopThread, scripted: Any, url: str) -> None:
-    server, told = scripted(WELL), Told()
-    mine = client(loop, told, server.served.url)
+    server, collected = scripted(WELL), Collected()
+    mine = client(loop, collected, server.served.url)
     mine.reserve("k", url.format(port=server.served.port), {}, 5)
-    assert told.final("k").code == "PD-META-001"
+    assert collected.final("k").code == "PD-META-001"
     assert not server.posts
 
 
 def test_an_empty_allow_list_allows_nothing(loop: LoopThread, scripted: Any) -> None:
-    server, told = scripted(WELL), Told()
-    client(loop, told).reserve("k", server.served.url, {}, 5)
-    assert told.final("k").code == "PD-META-001"
+    server, collected = scripted(WELL), Collected()
+    client(loop, collected).reserve("k", server.served.url, {}, 5)
+    assert collected.final("k").code == "PD-META-001"
 
 
 def test_origin_knows_default_ports() -> None:
@@ -279,41 +279,41 @@ def test_origin_knows_default_ports() -> None:
 
 
 def test_more_than_connections_and_queue_fails_at_once(loop: LoopThread, scripted: Any) -> None:
-    server, told = scripted(lines({"event": "accepted"}, 30)), Told()
-    mine = client(loop, told, server.served.url, metaserver_max_connections=2, metaserver_max_queue=3)
+    server, collected = scripted(lines({"event": "accepted"}, 30)), Collected()
+    mine = client(loop, collected, server.served.url, metaserver_max_connections=2, metaserver_max_queue=3)
     for key in range(6):
         mine.reserve(key, server.served.url, {}, 60)
-    assert told.final(5).code == "PD-META-004"
+    assert collected.final(5).code == "PD-META-004"
     while server.open < 2:
         time.sleep(0.01)
     assert mine.open_count() == 5 and server.open == 2
 
 
 def test_a_forgotten_call_makes_room_for_one_that_waits(loop: LoopThread, scripted: Any) -> None:
-    server, told = scripted(lines({"event": "accepted"}, 30), WELL), Told()
-    mine = client(loop, told, server.served.url, metaserver_max_connections=1)
+    server, collected = scripted(lines({"event": "accepted"}, 30), WELL), Collected()
+    mine = client(loop, collected, server.served.url, metaserver_max_connections=1)
     mine.reserve("first", server.served.url, {}, 60)
     while not server.open:
         time.sleep(0.01)
     mine.reserve("second", server.served.url, {}, 60)
     mine.forget("first")
-    assert told.final("second").kind == "prefilled"
+    assert collected.final("second").kind == "prefilled"
 
 
 def test_closing_ends_every_open_call(loop: LoopThread, scripted: Any) -> None:
-    server, told = scripted(lines({"event": "accepted"}, 30)), Told()
-    mine = client(loop, told, server.served.url)
+    server, collected = scripted(lines({"event": "accepted"}, 30)), Collected()
+    mine = client(loop, collected, server.served.url)
     for key in range(5):
         mine.reserve(key, server.served.url, {}, 60)
     loop.call(mine.close(), 10)
     mine.reserve("late", server.served.url, {}, 60)
-    assert {told.final(key).code for key in (*range(5), "late")} == {"PD-XFER-002"}
+    assert {collected.final(key).code for key in (*range(5), "late")} == {"PD-XFER-002"}
     assert mine.open_count() == 0
 
 
 def test_a_key_that_is_open_cannot_be_reserved_again(loop: LoopThread, scripted: Any) -> None:
     server = scripted(lines({"event": "accepted"}, 30))
-    mine = client(loop, Told(), server.served.url)
+    mine = client(loop, Collected(), server.served.url)
     mine.reserve("k", server.served.url, {}, 60)
     with pytest.raises(ValueError, match="already open"):
         mine.reserve("k", server.served.url, {}, 60)
@@ -333,7 +333,7 @@ def until_reported(mine: MetaserverClient) -> None:
 @pytest.mark.parametrize(("code", "lost"), [(204, 0), (404, 0), (500, 1)])
 def test_a_report_is_posted_once_whatever_is_answered(loop: LoopThread, scripted: Any, code: int, lost: int) -> None:
     server = scripted(status(code))
-    mine = client(loop, Told(), server.served.url)
+    mine = client(loop, Collected(), server.served.url)
     mine.report(server.served.url, REPORT)
     until_reported(mine)
     assert server.posts == [json.loads(msgspec.json.encode(REPORT))]
@@ -345,7 +345,7 @@ def test_a_report_goes_only_where_reservations_may_and_only_while_the_engine_run
     loop: LoopThread, scripted: Any
 ) -> None:
     server, other = scripted(status(204)), scripted(status(204))
-    mine = client(loop, Told(), server.served.url)
+    mine = client(loop, Collected(), server.served.url)
     mine.report(other.served.url, REPORT)
     mine.report(server.served.url, REPORT)
     until_reported(mine)
@@ -357,7 +357,7 @@ def test_a_report_goes_only_where_reservations_may_and_only_while_the_engine_run
 def test_reports_that_nobody_takes_are_bounded_and_counted(loop: LoopThread, scripted: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(client_module, "_MAX_REPORTS", 20)
     server = scripted(lines(30))
-    mine = client(loop, Told(), server.served.url)
+    mine = client(loop, Collected(), server.served.url)
     for _ in range(50):
         mine.report(server.served.url, REPORT)
     assert mine.counters["report_lost"] == 30

@@ -72,12 +72,12 @@ def test_an_address_that_refuses_is_the_end_of_what_was_offered_there() -> None:
     assert isinstance(answer, Answered) and "connection refused" in answer.detail
 
 
-@pytest.mark.parametrize(("code", "told"), [("PD-META-027", "PD-META-027"), ("PD-WHAT-999", "PD-META-006")])
-def test_gone_is_final_and_its_code_is_one_that_we_know(code: str, told: str) -> None:
+@pytest.mark.parametrize(("code", "reported"), [("PD-META-027", "PD-META-027"), ("PD-WHAT-999", "PD-META-006")])
+def test_gone_is_final_and_its_code_is_one_that_we_know(code: str, reported: str) -> None:
     offers = opened()
     offers.heard(1.0, P, Gone(TRANSFER, Failure(code, "why")))
     (answer,) = offers.take_effects()
-    assert isinstance(answer, Answered) and (answer.kind, answer.code, answer.detail) == ("failed", told, "why")
+    assert isinstance(answer, Answered) and (answer.kind, answer.code, answer.detail) == ("failed", reported, "why")
     offers.heard(1.0, P, Bound(TRANSFER, "push", ended=True))
     assert kinds(offers) == []
 

@@ -131,9 +131,9 @@ def test_p_samples_as_d_would_have_whatever_its_own_defaults_are(asked: dict[str
     sent = sampling.sent(ours)
     assert set(sent) <= SENT
     request = bodies.parse(bodies.CHAT if chat else route, msgspec.json.encode({"model": "m", **prompt, **asked}))
-    told = msgspec.json.decode(msgspec.json.encode(sent), type=dict[str, msgspec.Raw])
+    fields = msgspec.json.decode(msgspec.json.encode(sent), type=dict[str, msgspec.Raw])
     ids = msgspec.Raw(b"[1,2]") if route == "token ids" else None
-    to, body = bodies.for_prefill(request, {}, ids, told)
+    to, body = bodies.for_prefill(request, {}, ids, fields)
     kind = ChatCompletionRequest if to == bodies.CHAT else CompletionRequest
     theirs = first_token.given(resolved(kind(**msgspec.json.decode(bytes(body))), {"temperature": 0.9, "top_p": 0.5}))
     assert sampling.refusal(theirs) == ""
@@ -230,8 +230,8 @@ OWN, RESOLVED = {"regex": "b"}, {"regex": "a"}
 def test_p_is_told_a_grammar_once(beside: dict[str, Any], grammar: dict[str, str] | None) -> None:
     """A tool's grammar is made from the tools and what the client asked for: from the result it would be another."""
     body = msgspec.json.encode({"model": "m", "messages": [], **beside})
-    told = {"structured_outputs": msgspec.Raw(msgspec.json.encode(RESOLVED))}
-    _, sent = bodies.for_prefill(bodies.parse(bodies.CHAT, body), {}, None, told)
+    fields = {"structured_outputs": msgspec.Raw(msgspec.json.encode(RESOLVED))}
+    _, sent = bodies.for_prefill(bodies.parse(bodies.CHAT, body), {}, None, fields)
     assert msgspec.json.decode(bytes(sent)).get("structured_outputs") == grammar
 
 
@@ -338,10 +338,10 @@ def test_a_request_that_can_begin_with_nothing_else_waits_longer_and_then_has_fa
     assert seeds.whole("r") and seeds.take(15.9) == []
     (late,) = seeds.take(16.0)
     assert late == Start("r", None, "late", whole=True) and late.fails
-    for told, why in ((None, "not told"), (msgspec.structs.replace(FIRST, push="q.1"), "another push")):
+    for first, why in ((None, "not told"), (msgspec.structs.replace(FIRST, push="q.1"), "another push")):
         seeds = book(WHOLE_WANTED)
         seeds.complete("r", PUSH, 1.0)
-        seeds.received(TRANSFER, told)
+        seeds.received(TRANSFER, first)
         (start,) = seeds.take(1.0)
         assert start.fails and start.why == why
     seeds = book(WHOLE_WANTED)

@@ -24,8 +24,8 @@ def test_each_test_that_is_named_is_there() -> None:
 
 
 def test_each_planted_fault_that_is_named_is_one_of_the_simulators() -> None:
-    told = " ".join(PAGE.partition("Faults planted in the simulator")[2].partition("\n\n")[0].split())
-    faults = told.partition(": ")[2].rstrip(".").split("; ")
+    text = " ".join(PAGE.partition("Faults planted in the simulator")[2].partition("\n\n")[0].split())
+    faults = text.partition(": ")[2].rstrip(".").split("; ")
     names = {mutation.name for mutation in MORE}
     assert len(faults) > 10
     for fault in faults:

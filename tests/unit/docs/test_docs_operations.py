@@ -26,16 +26,16 @@ def rows(text: str, heading: str) -> list[list[str]]:
 
 
 def test_every_metric_is_explained_and_no_other() -> None:
-    told = [
+    names = [
         name for cells in rows(OPERATIONS, "What each metric means")[2:] for name in re.findall(r"`(\w+)`", cells[0])
     ]
-    assert sorted(told) == sorted(METRICS)
+    assert sorted(names) == sorted(METRICS)
 
 
 @pytest.mark.parametrize("code", CATALOGUE)
 def test_every_error_has_its_line(code: str) -> None:
-    told = " ".join(cells[0] for cells in rows(OPERATIONS, "What to do when an error comes"))
-    assert code in told or code.rpartition("-")[0] + "-…" in told
+    codes = " ".join(cells[0] for cells in rows(OPERATIONS, "What to do when an error comes"))
+    assert code in codes or code.rpartition("-")[0] + "-…" in codes
 
 
 def test_codes_that_are_named_exist() -> None:

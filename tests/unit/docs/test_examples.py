@@ -52,9 +52,9 @@ TAKEN = range(20000, 36000)  # by Mooncake's ascend transport
 IMAGE = "quay.io/ascend/vllm-ascend:v0.23.0"
 
 
-def dry(script: str, words: list[str], **told: str) -> list[list[str]]:
+def dry(script: str, words: list[str], **variables: str) -> list[list[str]]:
     """Return the command lines that a script would run."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PD_")} | HOSTS | told
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PD_")} | HOSTS | variables
     made = subprocess.run(
         [EXAMPLES / script, *words, "--dry-run"],
         env=environment,
@@ -376,8 +376,8 @@ def test_decode_engines_of_the_manifests_allow_the_address_that_requests_carry()
     commands = dict(commands_of_containers())
     (front,) = (command for where, command in commands.items() if "/metaserver.yaml" in where)
     words = shlex.split(front[front.index("metaserver --") :])
-    told = settings_of(parser().parse_args([w for w in words if "/run/secrets" not in w and "token" not in w]))
-    carried = f"http://{told.advertise_host}:{told.worker_port or told.port}"
+    given = settings_of(parser().parse_args([w for w in words if "/run/secrets" not in w and "token" not in w]))
+    carried = f"http://{given.advertise_host}:{given.worker_port or given.port}"
     decodes = [command for where, command in commands.items() if "/decode.yaml" in where and "gateway/" not in where]
     assert len(decodes) == 2 and all(f'"metaserver_urls": ["{carried}"]' in decode for decode in decodes)
 
@@ -419,13 +419,13 @@ def of_a_pod(role: str, index: int) -> Any:
     return understood_by_vllm(words[3:])
 
 
-@pytest.mark.parametrize("told", [of_a_script, of_a_pod], ids=["scripts", "manifests"])
+@pytest.mark.parametrize("node_of", [of_a_script, of_a_pod], ids=["scripts", "manifests"])
 @pytest.mark.parametrize(("role", "dp", "tp"), [("prefill", 4, 8), ("decode", 32, 1)])
 def test_the_hosts_of_a_large_engine_have_all_its_ranks_once_and_meet_at_its_first(
-    told: Callable[[str, int], Any], role: str, dp: int, tp: int
+    node_of: Callable[[str, int], Any], role: str, dp: int, tp: int
 ) -> None:
-    scripts = told is of_a_script
-    nodes = [told(role, node) for node in range(4 if scripts and role == "prefill" else 2)]
+    scripts = node_of is of_a_script
+    nodes = [node_of(role, node) for node in range(4 if scripts and role == "prefill" else 2)]
     for first, second in zip(nodes[::2], nodes[1::2], strict=True):
         ranks = [
             rank
@@ -448,9 +448,9 @@ def test_the_hosts_of_a_large_engine_have_all_its_ranks_once_and_meet_at_its_fir
 
 def test_the_metaserver_of_the_large_engines_names_the_server_of_each_host() -> None:
     (words,) = dry("large-ep/metaserver.sh", [])
-    told = settings_of(parser().parse_args(words[words.index("metaserver") :]))
+    given = settings_of(parser().parse_args(words[words.index("metaserver") :]))
     for role, hosts in (("prefill", PREFILL_HOSTS), ("decode", DECODE_HOSTS)):
-        named = told.prefill if role == "prefill" else told.decode
+        named = given.prefill if role == "prefill" else given.decode
         assert list(named) == [f"http://{host}:{of_a_script(role, n).port}" for n, host in enumerate(hosts)]
     (instances,) = documents(EXAMPLES / "large-ep" / "instances.yaml")
     listed = yaml.safe_load(instances["data"]["instances.yaml"])

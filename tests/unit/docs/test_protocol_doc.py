@@ -35,7 +35,7 @@ def test_every_refusal_is_described() -> None:
 
 
 def test_the_timers_of_the_protocol_are_described_with_their_defaults() -> None:
-    told = {
+    defaults = {
         "lease_s": "15 s",
         "margin_s": "5 s",
         "ready_timeout_s": "30 s",
@@ -44,11 +44,11 @@ def test_the_timers_of_the_protocol_are_described_with_their_defaults() -> None:
         "hold_s": "120 s",
         "meet_s": "30 s",
     }
-    for name, default in told.items():
+    for name, default in defaults.items():
         assert f"{getattr(Timers(), name):g} s" == default
         rows = [line for line in TEXT.splitlines() if line.startswith("|") and name.removesuffix("_s") in line]
         assert any(default in row for row in rows), name
-    assert {field.name for field in dataclasses.fields(Timers)} >= set(told)
+    assert {field.name for field in dataclasses.fields(Timers)} >= set(defaults)
 
 
 def test_numbers_in_the_text_are_those_of_the_code() -> None:

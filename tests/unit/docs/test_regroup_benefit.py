@@ -64,6 +64,6 @@ def test_what_is_written_without_an_exchange_is_counted(mode: str, d_tp: int) ->
         assert p.ended(prompt)
         d.check(prompt)
         p.finished(prompt)
-        told = [(rank.runtime.tally.take() or {"sums": {}})["sums"] for rank in p.ranks]
-    written, without = (sum(one.get(name, 0) for one in told) for name in ("bytes_transferred", "bytes_direct"))
+        sums = [(rank.runtime.tally.take() or {"sums": {}})["sums"] for rank in p.ranks]
+    written, without = (sum(one.get(name, 0) for one in sums) for name in ("bytes_transferred", "bytes_direct"))
     assert written and without == (written if mode == "auto" else 0)

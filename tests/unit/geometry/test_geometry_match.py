@@ -179,13 +179,13 @@ def test_both_sides_name_the_same_pairs_of_workers_and_no_layer_is_forgotten(
 ) -> None:
     p, d = (staged(tp, cuts) for tp, cuts in ((p_tp, p_cuts), (d_tp, d_cuts)))
     heard = {(by, worker) for worker in range(d.workers) for by in pairing.contributors(p, d, worker)}
-    told = {
+    addressed = {
         ((stage, rank), worker)
         for stage in range(len(p.stages))
         for rank in range(p.tp_size)
         for worker in pairing.destinations(p, d, stage, rank)
     }
-    assert heard == told
+    assert heard == addressed
     for layer in p.layers:
         ours, theirs = (next(i for i, names in enumerate(g.stages) if layer in names) for g in (p, d))
         for rank in range(d_tp):

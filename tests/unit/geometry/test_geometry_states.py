@@ -191,11 +191,11 @@ def test_a_layer_becomes_its_sections() -> None:
 
 def test_of_one_group_on_each_rank_the_model_says_whether_it_is_for_all() -> None:
     shapes = ((ROWS, 2 * HEAD + 2 * STATE), (2, HEAD, STATE))
-    told = Recurrent(MAMBA2, shapes, ("float32", "float32"), (4, 4), dim_first=False, groups=2)
-    assert [section.heads for section in told.sections("l", 2)] == [4, 2]
-    assert [section.heads for section in msgspec.structs.replace(told, groups=1).sections("l", 2)] == [4, 1]
+    state = Recurrent(MAMBA2, shapes, ("float32", "float32"), (4, 4), dim_first=False, groups=2)
+    assert [section.heads for section in state.sections("l", 2)] == [4, 2]
+    assert [section.heads for section in msgspec.structs.replace(state, groups=1).sections("l", 2)] == [4, 1]
     with pytest.raises(ConfigError, match=r"PD-GEO-003.*an unknown number in the model"):
-        msgspec.structs.replace(told, groups=0).sections("l", 2)
+        msgspec.structs.replace(state, groups=0).sections("l", 2)
 
 
 @pytest.mark.parametrize(
@@ -203,17 +203,17 @@ def test_of_one_group_on_each_rank_the_model_says_whether_it_is_for_all() -> Non
     [((3, 40),), ((3, 40), (4, 8)), ((3, 32), (4, 8, 6)), ((3, 47), (4, 8, 6)), ((3, 45), (4, 8, 6))],
 )
 def test_shapes_that_do_not_add_up_stop_the_start(shapes: tuple[tuple[int, ...], ...]) -> None:
-    told = Recurrent(MAMBA2, shapes, ("float32", "float32"), (4, 4), dim_first=False)
+    state = Recurrent(MAMBA2, shapes, ("float32", "float32"), (4, 4), dim_first=False)
     with pytest.raises(ConfigError, match="PD-GEO-003"):
-        told.sections("l", 1)
+        state.sections("l", 1)
 
 
 @pytest.mark.parametrize("shape", [(BLOCKS, 1, 1, 100), (BLOCKS, 8, 8)], ids=str)
 def test_tensors_that_hold_no_such_state_stop_the_start(shape: tuple[int, ...]) -> None:
     recurrent = Recurrent(MAMBA2, ((3, 44), (4, 8, 6)), ("float32", "float32"), (4, 4), dim_first=False)
-    told = CacheShape(96, 1, 1, 1, 1, groups=(Group(96, "state"),), group_of={"l": 0}, states={"l": recurrent})
+    cache = CacheShape(96, 1, 1, 1, 1, groups=(Group(96, "state"),), group_of={"l": 0}, states={"l": recurrent})
     with pytest.raises(ConfigError, match="for states of"):
-        describe({"l": torch.zeros(shape, dtype=torch.int8)}, told, TokenMajorDevice())
+        describe({"l": torch.zeros(shape, dtype=torch.int8)}, cache, TokenMajorDevice())
 
 
 # -- two caches
@@ -307,11 +307,11 @@ def test_of_a_state_that_is_further_no_block_is_told() -> None:
     assert piece is not None and piece.final and [ids.tolist() for ids in piece.new_blocks] == [[]]
 
 
-@pytest.mark.parametrize(("told", "lost"), [([], True), ([0], True), ([5], False)], ids=str)
-def test_a_push_whose_state_has_no_block_is_lost_on_every_rank(told: list[int], lost: bool) -> None:
+@pytest.mark.parametrize(("blocks", "lost"), [([], True), ([0], True), ([5], False)], ids=str)
+def test_a_push_whose_state_has_no_block_is_lost_on_every_rank(blocks: list[int], lost: bool) -> None:
     g, _ = sides()
     push = Push.of(0.0, PushStart("r", "push", wanted(g)), g, pairings(g, g), ())
-    piece = PushSlice("push", 96, 100, (np.array(told, np.int32),), restart=False, final=True)
+    piece = PushSlice("push", 96, 100, (np.array(blocks, np.int32),), restart=False, final=True)
     push.extend(1, piece)
     assert [push.lost(index, 0, 1) for index in range(len(push.pairings))] == [lost, lost]
 
@@ -381,7 +381,7 @@ def test_behind_a_shorter_prompt_a_drafter_gets_the_token_that_was_taken_off(dra
 def test_a_state_is_announced_when_the_step_is_over() -> None:
     said: list[Any] = []
     plan = SimpleNamespace(number=1, before=None, direct=True, exchanges=(), again=(), pushes=(), final=())
-    core = SimpleNamespace(begin=lambda now, step: plan, uncomputed=lambda *told: said.append(told))
+    core = SimpleNamespace(begin=lambda now, step: plan, uncomputed=lambda *facts: said.append(facts))
     deciding: Any = lambda: _Held(core)  # noqa: E731
     names = ("l.0/heads", "l.0.attn", "l.1/heads")
     steps = Steps(names, deciding, object, said.append, lambda: 0.0, None, states=("l.0/heads", "l.1/heads"))  # type: ignore[arg-type,return-value]

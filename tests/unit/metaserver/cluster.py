@@ -55,8 +55,8 @@ def free_port() -> int:
 def cluster(prefill: int = 1, decode: int = 1, fingerprints: Sequence[str] = (), **settings: Any) -> Iterator[Cluster]:
     """Start a cluster. `fingerprints`: of the P's and the D's; if empty, all are of one version."""
     engines = [FakeEngine(f"fake-{i}") for i in range(prefill + decode)]
-    for engine, told in zip(engines, fingerprints, strict=False):
-        engine.fingerprint = told
+    for engine, fingerprint in zip(engines, fingerprints, strict=False):
+        engine.fingerprint = fingerprint
     port = free_port()  # after the engines, which might get the same port
     url = f"http://127.0.0.1:{port}"
     for engine in engines:

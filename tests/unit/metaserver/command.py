@@ -41,10 +41,10 @@ class Running:
     def urls(self) -> list[str]:
         """URLs of the workers, as soon as all are listed in /status."""
         count = len(self.workers()) or 1
-        until(lambda: len(self._told()) == count)
-        return [worker["url"] for worker in sorted(self._told(), key=lambda worker: int(worker["worker"]))]
+        until(lambda: len(self._listed()) == count)
+        return [worker["url"] for worker in sorted(self._listed(), key=lambda worker: int(worker["worker"]))]
 
-    def _told(self) -> list[dict[str, Any]]:
+    def _listed(self) -> list[dict[str, Any]]:
         return self.http.get("/status").json()["workers"]
 
 

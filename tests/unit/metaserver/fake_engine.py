@@ -269,7 +269,7 @@ class FakeEngine:
         if self.manner.wedged and seen.route != "/v1/models":
             await _answer(send, 500, _error(500, "wedged"))
         elif self.manner.status != 200:
-            await _answer(send, self.manner.status, _error(self.manner.status, "as told"))
+            await _answer(send, self.manner.status, _error(self.manner.status, "as set"))
         elif self.manner.empty:
             await _answer(send, 200, b"")
         elif self.manner.moved:
@@ -308,10 +308,10 @@ class FakeEngine:
                     role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
                     await _piece(send, b"data: " + json.dumps({"id": "fake", "choices": [role]}).encode() + b"\n\n")
                     await asyncio.sleep(0.1)
-                told = b"" if self.manner.ends_unsaid else b"data: " + said + b"\n\n"
+                events = b"" if self.manner.ends_unsaid else b"data: " + said + b"\n\n"
                 if (seen.body.get("stream_options") or {}).get("include_usage"):
-                    told += b'data: {"id": "fake", "choices": [], "usage": {"completion_tokens": 0}}\n\n'
-                await _piece(send, told + b"data: [DONE]\n\n", last=True)
+                    events += b'data: {"id": "fake", "choices": [], "usage": {"completion_tokens": 0}}\n\n'
+                await _piece(send, events + b"data: [DONE]\n\n", last=True)
             else:
                 await _answer(send, 200, said)
             return
@@ -325,10 +325,10 @@ class FakeEngine:
             while self.manner.hold_after_push:
                 await asyncio.sleep(0.01)
             if self.manner.refuses_after_push:
-                await _answer(send, 503, _error(503, "as told"))
+                await _answer(send, 503, _error(503, "as set"))
                 return
             if self.manner.breaks_after_push:
-                raise ConnectionAbortedError("as told")
+                raise ConnectionAbortedError("as set")
         elif params.get("do_remote_prefill") and not await self._prefilled(seen.body, params):
             if seen.body.get("stream"):
                 await _head(send, 200, b"text/event-stream")
@@ -433,7 +433,7 @@ class FakeEngine:
         if self.manner.half:
             await _head(send, 200, b"application/json", len(said))
             await _piece(send, said[: len(said) // 2])
-            raise ConnectionAbortedError("as told")
+            raise ConnectionAbortedError("as set")
         await _answer(send, 200, said)
 
     async def _speech(self, seen: Seen, send: Send) -> None:
@@ -443,7 +443,7 @@ class FakeEngine:
         await _head(send, 200, b"text/event-stream; charset=utf-8")
         for i, said in enumerate(speak(ids, Wish.of(seen.body))):
             if i == self.manner.break_after:
-                raise ConnectionAbortedError("as told")
+                raise ConnectionAbortedError("as set")
             await _piece(send, speaker.event([said]))
             await asyncio.sleep(self.manner.gap_s)
         await self._finish(send, speaker.end())
@@ -457,7 +457,7 @@ class FakeEngine:
         await _head(send, 200, b"text/event-stream; charset=utf-8")
         for i, word in enumerate(words(_prompts(seen.body)[0], count)):
             if i == self.manner.break_after:
-                raise ConnectionAbortedError("as told")
+                raise ConnectionAbortedError("as set")
             if i == self.manner.drops_after:
                 last = {"index": 0, "text": "", "finish_reason": "stop", "stop_reason": "recomputed"}
                 dropped = b"data: " + json.dumps({"id": "fake", "choices": [last]}).encode() + b"\n\ndata: [DONE]\n\n"
@@ -478,7 +478,7 @@ class FakeEngine:
         await _piece(send, said, last=not self.manner.torn_at_end)
         if self.manner.torn_at_end:
             await asyncio.sleep(0.05)
-            raise ConnectionAbortedError("as told")
+            raise ConnectionAbortedError("as set")
 
 
 def reservation_of(params: dict[str, Any]) -> dict[str, Any]:

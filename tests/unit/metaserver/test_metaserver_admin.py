@@ -350,9 +350,9 @@ def test_what_one_is_told_makes_its_members_the_same() -> None:
     admin.apply(known, {"op": "add", "name": "h:4", "role": "decode", "url": "h:4", "weight": 5.0})
     admin.apply(known, {"op": "drain", "name": "h:2"})
     known.file_problem = "a typo"
-    told = json.loads(json.dumps(known.snapshot()))
+    snapshot = json.loads(json.dumps(known.snapshot()))
     for fleet in (new, late):
-        admin.apply(fleet, told)
+        admin.apply(fleet, snapshot)
         assert [i.facts() for i in sorted(fleet, key=by_name)] == [i.facts() for i in sorted(known, key=by_name)]
         assert fleet.file_problem == "a typo"
     assert late.get("h:2") is stays

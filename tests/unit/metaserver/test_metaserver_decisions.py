@@ -292,9 +292,9 @@ TELLING = (
 )
 
 
-def codes_told() -> dict[str, str]:
+def codes_reported() -> dict[str, str]:
     """Map each code in the text of the modules that can put one into a report to one of these modules."""
-    told: dict[str, str] = {}
+    found: dict[str, str] = {}
     for path in sorted(path for pattern in TELLING for path in PACKAGE.glob(pattern)):
         tree = ast.parse(path.read_text())
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -302,15 +302,15 @@ def codes_told() -> dict[str, str]:
         of_starts = {id(node) for call in starts for node in ast.walk(call)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in of_starts:
-                told.update(
+                found.update(
                     dict.fromkeys(re.findall(r"PD-[A-Z]+-[0-9]{3}", node.value), str(path.relative_to(PACKAGE)))
                 )
-    return told
+    return found
 
 
 def test_every_code_that_a_report_can_carry_has_its_verdict() -> None:
-    told = codes_told()
-    assert {"PD-WIRE-005", "PD-XFER-001", "PD-META-006"} <= told.keys(), "the search finds what is known to be there"
-    missing = {code: where for code, where in told.items() if code not in decisions.VERDICTS}
+    codes = codes_reported()
+    assert {"PD-WIRE-005", "PD-XFER-001", "PD-META-006"} <= codes.keys(), "the search finds what is known to be there"
+    missing = {code: where for code, where in codes.items() if code not in decisions.VERDICTS}
     assert not missing, f"say in VERDICTS against whom they speak: {missing}"
     assert set(decisions.VERDICTS) <= set(CATALOGUE)

@@ -72,7 +72,7 @@ def test_the_last_no_is_passed_on_with_its_status_and_words() -> None:
         for status in (429, 500, 503):
             c.decode[0].manner.status = status
             answer = c.complete("x")
-            assert answer.status_code == status and answer.json()["error"]["message"] == "as told"
+            assert answer.status_code == status and answer.json()["error"]["message"] == "as set"
             assert len(answer.headers["x-request-id"]) == 32
 
 

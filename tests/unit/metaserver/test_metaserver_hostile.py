@@ -280,8 +280,8 @@ def test_an_answer_nested_without_end_is_a_bad_answer(answer: bytes) -> None:
 def test_what_an_answer_says_can_be_logged_and_sent_on() -> None:
     """JSON can hold half of a surrogate pair; UTF-8 and msgpack cannot, and CANCEL carries this text."""
     line = b'{"event": "failed", "code": "PD-META-006", "detail": "bad \\ud800 words"}'
-    told = answers.outcome(line)
-    assert told is not None and msgspec.msgpack.encode(told.detail) and "bad" in told.detail
+    outcome = answers.outcome(line)
+    assert outcome is not None and msgspec.msgpack.encode(outcome.detail) and "bad" in outcome.detail
     accepted = answers.outcome(b'{"event": "accepted", "prefill": "\\udfff"}')
     assert accepted is not None and accepted.prefill.encode()
     assert answers.reason(b'{"error": {"message": "\\udfff"}}').encode()
@@ -289,8 +289,8 @@ def test_what_an_answer_says_can_be_logged_and_sent_on() -> None:
 
 @pytest.mark.parametrize("code", ["PD-XXX-999", "x" * 10_000, 7, None, [], {}, ["PD-META-006"], True])
 def test_a_code_of_nobodys_catalogue_does_not_become_the_label_of_a_metric(code: object) -> None:
-    told = answers.outcome(json.dumps({"event": "failed", "code": code}).encode())
-    assert told is not None and told.code == "PD-META-006"
+    outcome = answers.outcome(json.dumps({"event": "failed", "code": code}).encode())
+    assert outcome is not None and outcome.code == "PD-META-006"
 
 
 # -- what clients send

@@ -356,18 +356,18 @@ def test_what_is_known_of_a_life_does_not_depend_on_the_order_in_which_it_is_hea
         lambda life: life.heard("one", 1.0),
         lambda life: life.refuses(2.0),
         lambda life: life.heard("two", 3.0),
-        lambda life: life.merged(told("one", 1.5, 1.7)),
+        lambda life: life.merged(life_of("one", 1.5, 1.7)),
     ]
     life = Life()
     for word in order:
         life = said[word](life)
-    assert life == told("two", 3.0, 2.0)
+    assert life == life_of("two", 3.0, 2.0)
     assert not life.may_be("one", 2.5) and not life.may_be("two", 1.9), "of before it was gone"
     assert life.may_be("two", 2.1) and life.may_be("three", 3.5), "the first that is heard of a new one"
 
 
 def test_a_proof_holds_in_the_lives_that_it_is_of() -> None:
-    proof, p, d = PairProof("p", "p1", "d", "d1", 5.0), told("p1", 4.0), told("d1", 6.0)
+    proof, p, d = PairProof("p", "p1", "d", "d1", 5.0), life_of("p1", 4.0), life_of("d1", 6.0)
     assert proof.holds(p, d) and proof.holds(Life(), Life())
     assert not proof.holds(p.heard("p2", 7.0), d) and not proof.holds(p, d.heard("d2", 7.0))
     assert not proof.holds(p, d.refuses(5.5)) and proof.holds(p, d.refuses(4.5))
@@ -375,7 +375,7 @@ def test_a_proof_holds_in_the_lives_that_it_is_of() -> None:
 
 def test_a_word_of_one_data_parallel_rank_says_nothing_about_the_others() -> None:
     """Requests to one address may reach different ranks."""
-    d = told("d", 4.0).heard("e-dp1", 6.0).heard("d", 7.0)
+    d = life_of("d", 4.0).heard("e-dp1", 6.0).heard("d", 7.0)
     one, other = (PairProof("p", "p1", "d", life, 5.0) for life in ("d", "e-dp1"))
     assert one.holds(Life(), d) and other.holds(Life(), d)
     again = d.heard("f", 9.0)
@@ -391,7 +391,7 @@ def test_an_engine_that_invents_ranks_fills_no_memory() -> None:
     assert len(life.statements) == MAX_RANKS and min(word.at for word in life.statements) == 10.0
 
 
-def told(incarnation: str, at: float, refused: float = 0.0) -> Life:
+def life_of(incarnation: str, at: float, refused: float = 0.0) -> Life:
     return Life.of([(incarnation, at)], refused)
 
 
@@ -425,8 +425,8 @@ OLD, NEW = fingerprint("a model"), fingerprint("a model of another shape")
 
 def versions(prefill: str, decode: str, **settings: Any) -> AbstractContextManager[Cluster]:
     """A cluster of engines of the old (o) and the new (n) version."""
-    told = [{"o": OLD, "n": NEW}[letter] for letter in prefill + decode]
-    return cluster(len(prefill), len(decode), told, **settings)
+    fingerprints = [{"o": OLD, "n": NEW}[letter] for letter in prefill + decode]
+    return cluster(len(prefill), len(decode), fingerprints, **settings)
 
 
 def shown(c: Cluster, engine: FakeEngine) -> str:
@@ -473,7 +473,7 @@ def test_a_p_that_refuses_another_version_is_not_blamed_and_another_is_asked() -
         c.prefill[1].manner.health = 500
         until(lambda: instance(c, c.prefill[1].address).condition() is Condition.DOWN)
         broke = blame(c)
-        assert c.complete().status_code == 200 and mixed(c) == 1, "only asking shows what has not been told"
+        assert c.complete().status_code == 200 and mixed(c) == 1, "only asking shows what has not been reported"
         c.prefill[1].manner.health = 200
         until(lambda: instance(c, c.prefill[1].address).condition() is Condition.READY)
         for n in range(8):

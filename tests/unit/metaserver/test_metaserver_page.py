@@ -57,7 +57,7 @@ def test_errors_are_kept_with_code_and_remedy_and_without_an_engines_words() -> 
             engine.manner.status = 500
         c.prefill[0].manner.status = 400
         answer = c.complete("a secret prompt")
-        assert answer.status_code == 500 and "as told" in answer.text  # the engine's error is passed on
+        assert answer.status_code == 500 and "as set" in answer.text  # the engine's error is passed on
         for engine in c.decode:
             engine.manner.status = 200
         assert c.complete("a secret prompt").status_code == 200  # D computed it by itself
@@ -67,7 +67,7 @@ def test_errors_are_kept_with_code_and_remedy_and_without_an_engines_words() -> 
         assert "decode engine's log" in found["PD-META-007"]["remedy"]
         assert found["PD-META-006"]["what"] == f"{c.prefill[0].address} answered 400 (Fake)"
         assert found["PD-META-006"]["request"] == status["last"][-1]["id"]
-        assert "as told" not in json.dumps(status) and "secret" not in json.dumps(status)
+        assert "as set" not in json.dumps(status) and "secret" not in json.dumps(status)
 
 
 def test_an_engines_refusal_is_told_by_its_kind_alone() -> None:
@@ -87,10 +87,10 @@ def test_the_timeline_tells_the_way_of_each_layer_or_why_it_cannot(tmp_path: Pat
     assert str(tmp_path) in page.timeline(str(tmp_path), "x")["why"]
     reserved = (TRACES / "decode-scheduler-25261.jsonl").read_text().splitlines()
     transfer = next(e["transfer"] for e in map(json.loads, reserved) if e["stage"] == "reserved")
-    told = page.timeline(str(TRACES), transfer)["picture"]
-    assert "layer  0 |" in told and "D scheduler reserved" in told
+    shown = page.timeline(str(TRACES), transfer)["picture"]
+    assert "layer  0 |" in shown and "D scheduler reserved" in shown
     with cluster(trace_dir=str(TRACES)) as c:
-        assert c.http.get("/timeline", params={"transfer": transfer}).json() == {"picture": told}
+        assert c.http.get("/timeline", params={"transfer": transfer}).json() == {"picture": shown}
 
 
 @needs_browser

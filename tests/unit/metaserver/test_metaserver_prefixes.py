@@ -19,8 +19,8 @@ from vllm_ascend_pd.protocol.identity import incarnation
 HEAD = "a common beginning of many prompts; " * 100  # 3,500 bytes: three marks
 
 
-def marks(prompt: bytes, *told: bytes) -> Marks:
-    return at_once(marks_of(told, prompt, len(prompt) // 4))
+def marks(prompt: bytes, *parts: bytes) -> Marks:
+    return at_once(marks_of(parts, prompt, len(prompt) // 4))
 
 
 # ---- marks

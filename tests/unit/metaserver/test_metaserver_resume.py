@@ -175,8 +175,8 @@ def test_text_that_looks_like_ids_is_left_alone() -> None:
     kept, _ = kept_of({}, 3)
     text = 'x "token_ids":[1,2] \\"token_ids\\":[3]'
     event = {"id": "d1", "choices": [{"index": 0, "text": text, "token_ids": [5, 6]}]}
-    (told,) = sense_choices(kept.take(b"data: " + json.dumps(event).encode() + b"\n\n"))
-    assert told["text"] == text and told["token_ids"] is None
+    (choice,) = sense_choices(kept.take(b"data: " + json.dumps(event).encode() + b"\n\n"))
+    assert choice["text"] == text and choice["token_ids"] is None
 
 
 def sense_choices(stream: bytes) -> list[dict[str, Any]]:
@@ -220,8 +220,8 @@ def test_an_answer_that_is_parsed_is_not_continued(delta: dict[str, Any]) -> Non
     }
     event = {"id": "x", "choices": [{"index": 0, "delta": delta, "token_ids": [5]}]}
     for said in (first, event):
-        told = kept.take(b"data: " + json.dumps(said).encode() + b"\n\n")
-    assert bool(told) is bool(delta), "what the parser swallows is no event for who asked no ids"
+        passed = kept.take(b"data: " + json.dumps(said).encode() + b"\n\n")
+    assert bool(passed) is bool(delta), "what the parser swallows is no event for who asked no ids"
     with pytest.raises(NotContinued, match="state"):
         kept.point()
 
@@ -237,8 +237,8 @@ def test_an_answer_that_is_parsed_is_not_continued(delta: dict[str, Any]) -> Non
 )
 def test_how_d_ends_a_stream_is_told_apart(said: dict[str, Any], cut: Cut | None) -> None:
     kept, _ = kept_of({}, 3)
-    told = kept.take(b"data: " + json.dumps(said).encode() + b"\n\ndata: [DONE]\n\n")
-    assert kept.cut is cut and (told == b"") is (cut is not None)
+    passed = kept.take(b"data: " + json.dumps(said).encode() + b"\n\ndata: [DONE]\n\n")
+    assert kept.cut is cut and (passed == b"") is (cut is not None)
 
 
 def test_text_held_back_for_long_is_not_computed_again_for_ever() -> None:

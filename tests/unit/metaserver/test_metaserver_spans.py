@@ -67,8 +67,8 @@ def test_each_leg_has_a_span_below_the_requests_and_its_engine_is_told(collector
         assert request.trace_id.hex() == PARENT.split("-")[1] and request.parent_span_id.hex() == PARENT.split("-")[2]
         for leg, engine in ((prefill, c.prefill[0]), (decode, c.decode[0])):
             assert leg.parent_span_id == request.span_id and leg.trace_id == request.trace_id
-            told = engine.generations()[-1].headers["traceparent"].split("-")
-            assert (told[1], told[2]) == (leg.trace_id.hex(), leg.span_id.hex())
+            parent = engine.generations()[-1].headers["traceparent"].split("-")
+            assert (parent[1], parent[2]) == (leg.trace_id.hex(), leg.span_id.hex())
             assert decode.start_time_unix_nano <= leg.start_time_unix_nano <= leg.end_time_unix_nano
         names = [event.name for event in request.events]
         # P's answer and D's report may come at any time.

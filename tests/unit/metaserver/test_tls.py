@@ -89,17 +89,17 @@ def loop() -> Iterator[LoopThread]:
 
 def _asked(loop: LoopThread, port: int, **config: object) -> Outcome:
     """Return the outcome of one reservation."""
-    url, told, ended = f"https://{LOOPBACK}:{port}", [], threading.Event()
+    url, outcomes, ended = f"https://{LOOPBACK}:{port}", [], threading.Event()
 
     def outcome(_: object, said: Outcome) -> None:
-        told.append(said)
+        outcomes.append(said)
         ended.set()
 
     client = MetaserverClient(MetaserverConfig(metaserver_urls=(url,), **config), loop, outcome)  # type: ignore[arg-type]
     client.reserve("k", url, {}, 20.0)
     assert ended.wait(20)
     loop.call(client.close(), 5.0)
-    return told[0]
+    return outcomes[0]
 
 
 def test_d_trusts_a_metaserver_of_its_own_authority(loop: LoopThread, mine: tuple[Path, Path]) -> None:

@@ -27,7 +27,7 @@ from vllm_ascend_pd.patience import Patience
 from vllm_ascend_pd.protocol.identity import TransferId
 
 
-def told(tally: Tally) -> PushStats:
+def stats_of(tally: Tally) -> PushStats:
     """Return what vLLM gets from one worker or scheduler, after its serialiser."""
     data = tally.take()
     assert data is not None
@@ -97,9 +97,9 @@ def test_a_level_is_told_while_it_is_not_zero_and_once_when_it_is_again() -> Non
     assert tally.take() is None
     tally.level("reservations_open", 2)
     for _ in range(2):
-        assert list(told(tally).data["levels"]["reservations_open"].values()) == [2]
+        assert list(stats_of(tally).data["levels"]["reservations_open"].values()) == [2]
     tally.level("reservations_open", 0)
-    assert list(told(tally).data["levels"]["reservations_open"].values()) == [0]
+    assert list(stats_of(tally).data["levels"]["reservations_open"].values()) == [0]
     assert tally.take() is None
 
 
@@ -107,7 +107,7 @@ def test_times_between_two_collections_are_bounded() -> None:
     tally = Tally()
     for _ in range(MAX_TIMES + 10):
         tally.time("ready_wait_seconds", 0.001)
-    assert len(told(tally).data["times"]["ready_wait_seconds"]) == MAX_TIMES
+    assert len(stats_of(tally).data["times"]["ready_wait_seconds"]) == MAX_TIMES
 
 
 def test_threads_that_add_at_once_lose_nothing() -> None:
@@ -139,7 +139,7 @@ def test_workers_and_steps_add_up_and_nothing_is_multiplied() -> None:
         first.time("xfer_time_seconds", 0.1)
         first.add("bytes_transferred", 600)
         second.add("bytes_transferred", 400)
-        steps.append(added(told(first), told(second)))
+        steps.append(added(stats_of(first), stats_of(second)))
     total = added(*steps)
     assert total.data["sums"] == {"bytes_transferred": 2000}
     assert total.data["times"] == {"xfer_time_seconds": [0.1, 0.1]}
@@ -151,7 +151,7 @@ def test_adding_up_leaves_what_was_added_as_it_was() -> None:
         tally.time("ready_wait_seconds", 0.1)
         tally.count("num_failed_recvs", "PD-XFER-004")
         tally.level("writers_dead", 1)
-    a, b = told(one), told(other)
+    a, b = stats_of(one), stats_of(other)
     added(a, b)
     assert a.data["times"] == b.data["times"] == {"ready_wait_seconds": [0.1]}
     assert a.data["counts"] == b.data["counts"] == {"num_failed_recvs": {"PD-XFER-004": 1}}
@@ -162,7 +162,7 @@ def test_reasons_stay_apart() -> None:
     tally = Tally()
     for reason in ("PD-XFER-001", "PD-XFER-004", "PD-XFER-001"):
         tally.count("num_failed_transfers", reason)
-    assert told(tally).data["counts"]["num_failed_transfers"] == {"PD-XFER-001": 2, "PD-XFER-004": 1}
+    assert stats_of(tally).data["counts"]["num_failed_transfers"] == {"PD-XFER-001": 2, "PD-XFER-004": 1}
 
 
 def test_stats_are_empty_until_something_is_told() -> None:
@@ -170,7 +170,7 @@ def test_stats_are_empty_until_something_is_told() -> None:
     assert AscendPushConnector.build_kv_connector_stats().is_empty()  # type: ignore[union-attr]
     tally = Tally()
     tally.level("reservations_open", 1)
-    assert not told(tally).is_empty()
+    assert not stats_of(tally).is_empty()
 
 
 # -- vLLM's log line
@@ -185,7 +185,7 @@ def test_the_log_line_says_the_same_in_words() -> None:
     tally.count("num_failed_transfers", "PD-XFER-001")
     tally.count("num_failed_transfers", "PD-XFER-004")
     tally.level("writers_dead", 2)
-    assert told(tally).reduce() == {
+    assert stats_of(tally).reduce() == {
         "xfer time, median ms": 20.0,
         "xfer time, worst ms": 30.0,
         "MiB pushed": 3.0,
@@ -202,7 +202,7 @@ def test_vllms_own_logger_prints_it_once_per_interval() -> None:
     for amount in (2**20, 2**21):
         tally = Tally()
         tally.add("bytes_transferred", amount)
-        logging.observe(told(tally).data)
+        logging.observe(stats_of(tally).data)
     logging.log(lambda text, *values: lines.append(text % values))
     logging.log(lambda text, *values: lines.append(text % values))
     assert lines == ["KV Transfer metrics: MiB pushed=3.0"]
@@ -260,7 +260,7 @@ def test_prometheus_gets_sums_times_reasons_and_levels() -> None:
         tally.time("xfer_time_seconds", 0.02)
         tally.count("num_failed_recvs", "PD-XFER-004")
         tally.level("reservations_open", 3)
-        scrape.metrics.observe(told(tally).data)
+        scrape.metrics.observe(stats_of(tally).data)
         tally.level("reservations_open", 1)
     assert scrape.value("bytes_transferred_total") == 200
     assert scrape.value("xfer_time_seconds_count") == 2
@@ -274,7 +274,7 @@ def test_prometheus_gets_sums_times_reasons_and_levels() -> None:
 def test_engines_are_told_apart() -> None:
     scrape, tally = Scrape(), Tally()
     tally.add("bytes_transferred", 7)
-    scrape.metrics.observe(told(tally).data, engine_idx=1)
+    scrape.metrics.observe(stats_of(tally).data, engine_idx=1)
     assert (scrape.value("bytes_transferred_total", 0), scrape.value("bytes_transferred_total", 1)) == (0, 7)
 
 
@@ -282,12 +282,12 @@ def test_a_level_is_the_sum_over_the_workers_though_one_tells_nothing() -> None:
     scrape, first, second = Scrape(), Tally(), Tally()
     first.level("writers_dead", 2)
     second.level("writers_dead", 1)
-    both = added(told(first), told(second))
+    both = added(stats_of(first), stats_of(second))
     assert both.reduce()["writers dead"] == 3
     scrape.metrics.observe(both.data)
     assert scrape.value("writers_dead") == 3
     first.level("writers_dead", 0)
-    scrape.metrics.observe(told(first).data)
+    scrape.metrics.observe(stats_of(first).data)
     assert scrape.value("writers_dead") == 1
 
 

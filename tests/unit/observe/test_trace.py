@@ -112,8 +112,8 @@ def test_the_schedulers_go_on_when_their_trace_fails() -> None:
             asked = pair.load()
             pair.prefilled(asked)
             until(pair.results, "the load")
-            told = KVConnectorOutput(finished_recving={"r"}, kv_connector_worker_meta=pair.news())
-            pair.decode.update_connector_output(told)
+            connector_output = KVConnectorOutput(finished_recving={"r"}, kv_connector_worker_meta=pair.news())
+            pair.decode.update_connector_output(connector_output)
             pair.metaserver.end = b'{"event":"prefilled"}\n'
             held, _ = pair.prefill.request_finished_all_groups(asked, ([1, 6],))
             pair.decode.request_finished_all_groups(asked, ([3, 5],))
@@ -121,7 +121,7 @@ def test_the_schedulers_go_on_when_their_trace_fails() -> None:
             finished = frozenset({"r-p"})
             until(lambda: sent.extend(pair.prefill_step(output(), finished=finished).finished_sending) or sent, "sent")
             pair.prefill.update_connector_output(KVConnectorOutput(finished_sending=set(sent)))
-            assert held and told.finished_recving == {"r"} and sent == ["r-p"]
+            assert held and connector_output.finished_recving == {"r"} and sent == ["r-p"]
     finally:
         remove()
     assert {"posted", "attached", "reported", "released"} <= set(raised)

@@ -53,9 +53,9 @@ def site() -> Iterator[Site]:
 
 def mooncake(site: Site, transfer: str = "xfer-1") -> dict[str, Any]:
     """Parameters as vLLM's proxy writes them, with what P has answered."""
-    told = site.ask().json()
+    ranks = site.ask().json()
     address = f"http://127.0.0.1:{site.port}"
-    both = {"transfer_id": transfer, "remote_engine_id": told["0"]["engine_id"], "remote_bootstrap_addr": address}
+    both = {"transfer_id": transfer, "remote_engine_id": ranks["0"]["engine_id"], "remote_bootstrap_addr": address}
     return {"do_remote_decode": False, "do_remote_prefill": True, **both}
 
 
@@ -91,10 +91,10 @@ def test_what_is_no_question_is_answered_shortly(site: Site, sent: bytes, status
 @pytest.mark.parametrize(("port", "ranks"), [(5600, 3), (0, 1)], ids=["ports by rank", "ports that the kernel chose"])
 def test_the_ranks_behind_one_address_are_told_where_their_ports_are_known(port: int, ranks: int) -> None:
     of_three = dataclasses.replace(engine(SECRETS, side_channel_port=port), ranks_here=3)
-    told = json.loads(
+    found = json.loads(
         bootstrap.answer(b"GET /query HTTP/1.1\r\n\r\n", of_three.listeners(5600)).partition(b"\r\n\r\n")[2]
     )
-    assert told == {str(n): {"engine_id": f"127.0.0.1:{5600 + n}"} for n in range(ranks)}
+    assert found == {str(n): {"engine_id": f"127.0.0.1:{5600 + n}"} for n in range(ranks)}
 
 
 def test_an_endless_or_silent_caller_is_let_go(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_a_port_that_is_taken_stops_the_start() -> None:
 
 # -- what D reads of it
 
-TOLD = {"remote_bootstrap_addr": "http://10.0.0.1:8998", "remote_engine_id": "10.0.0.1:5600", "transfer_id": "x"}
+PARAMS = {"remote_bootstrap_addr": "http://10.0.0.1:8998", "remote_engine_id": "10.0.0.1:5600", "transfer_id": "x"}
 
 
 def read(params: dict[str, Any], listeners: Any = ("10.0.0.1",), request_id: str = D_ID) -> Any:
@@ -142,16 +142,16 @@ def read(params: dict[str, Any], listeners: Any = ("10.0.0.1",), request_id: str
 
 
 def test_the_name_has_the_place_of_the_prompt_on_both_sides() -> None:
-    found = read(TOLD)
-    assert (found.listener, found.name) == (LISTENER, "x-0") and meets_under(TOLD, P_ID) == "x-0"
-    assert read(TOLD, request_id="cmpl-y-7-bbbbbbbb").name == meets_under(TOLD, "cmpl-z-7-aaaaaaaa") == "x-7"
-    assert read(TOLD, request_id="chatcmpl-y-bbbbbbbb").name == meets_under(TOLD, "chatcmpl-z-aaaaaaaa") == "x"
+    found = read(PARAMS)
+    assert (found.listener, found.name) == (LISTENER, "x-0") and meets_under(PARAMS, P_ID) == "x-0"
+    assert read(PARAMS, request_id="cmpl-y-7-bbbbbbbb").name == meets_under(PARAMS, "cmpl-z-7-aaaaaaaa") == "x-7"
+    assert read(PARAMS, request_id="chatcmpl-y-bbbbbbbb").name == meets_under(PARAMS, "chatcmpl-z-aaaaaaaa") == "x"
 
 
 @pytest.mark.parametrize("garbage", [None, "", 7, True, [], {}, "x" * 256, "ü"], ids=lambda value: repr(value)[:20])
 def test_a_name_that_is_none_is_refused_by_d_and_not_taken_by_p(garbage: Any) -> None:
-    assert read({**TOLD, "transfer_id": garbage}) == "PD-META-029"
-    assert meets_under({**TOLD, "transfer_id": garbage}, P_ID) == "router-1-0"
+    assert read({**PARAMS, "transfer_id": garbage}) == "PD-META-029"
+    assert meets_under({**PARAMS, "transfer_id": garbage}, P_ID) == "router-1-0"
 
 
 @pytest.mark.parametrize(
@@ -160,9 +160,9 @@ def test_a_name_that_is_none_is_refused_by_d_and_not_taken_by_p(garbage: Any) ->
     ids=lambda value: repr(value)[:20],
 )  # fmt: skip
 def test_an_id_that_is_no_address_is_refused(garbage: Any) -> None:
-    assert read({**TOLD, "remote_engine_id": garbage}) == "PD-META-029"
+    assert read({**PARAMS, "remote_engine_id": garbage}) == "PD-META-029"
 
 
 def test_an_address_that_is_not_allowed_is_not_dialled_and_the_bootstrap_s_never_is() -> None:
-    assert read(TOLD, ("10.0.0.2",)) == read(TOLD, ()) == "PD-META-030"
-    assert read({**TOLD, "remote_bootstrap_addr": {"any": "thing"}}).listener == LISTENER
+    assert read(PARAMS, ("10.0.0.2",)) == read(PARAMS, ()) == "PD-META-030"
+    assert read({**PARAMS, "remote_bootstrap_addr": {"any": "thing"}}).listener == LISTENER

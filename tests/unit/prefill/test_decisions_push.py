@@ -47,8 +47,8 @@ def step(book: PushBook) -> PrefillStep:
 def test_a_first_token_is_told_with_as_many_log_probabilities_as_d_asks_for(count: int) -> None:
     book = admitted(10, seed=Seed("how", 2))
     book.scheduled("r", 0, 10, [1, 2, 3], replaces=True)
-    told = book.first("r", (7, "how", [(7 + n, -1.0, 1) for n in range(count)]))
-    assert (told is not None) == (count == 3), "two, and the token's own"
+    first = book.first("r", (7, "how", [(7 + n, -1.0, 1) for n in range(count)]))
+    assert (first is not None) == (count == 3), "two, and the token's own"
 
 
 # -- the ways of one request
@@ -57,7 +57,7 @@ def test_a_first_token_is_told_with_as_many_log_probabilities_as_d_asks_for(coun
 def test_each_step_tells_new_blocks_and_a_token_range_only() -> None:
     book = admitted(1000)
     table = list(range(250))
-    told = 0
+    total = 0
     for begin in range(0, 1000, 100):
         new = table[begin // BLOCK : (begin + 100) // BLOCK]
         book.scheduled("r", begin, 100, new, replaces=begin == 0)
@@ -66,8 +66,8 @@ def test_each_step_tells_new_blocks_and_a_token_range_only() -> None:
         assert (piece.before, piece.after, piece.final) == (begin, begin + 100, begin == 900)
         assert piece.new_blocks[0].tolist() == new and piece.new_blocks[0].dtype == np.int32
         assert len(meta.starts) == (begin == 0) and (meta.geometry is None) == (begin > 0)
-        told += len(piece.new_blocks[0])
-    assert told == len(table)
+        total += len(piece.new_blocks[0])
+    assert total == len(table)
 
 
 def test_a_prefix_hit_on_prefill_is_part_of_the_first_slice() -> None:
@@ -89,8 +89,8 @@ def test_what_earlier_steps_have_computed_leaves_with_the_beginning_of_the_step(
     made = step(book)
     (piece,) = made.slices
     assert (piece.before, piece.after, piece.final) == (early, 10, True)
-    told = [p.new_blocks[0].tolist() for p in (*made.computed, piece)]
-    assert told == ([[5, 6, 7], []] if early else [[5, 6, 7]]), "the workers hear of each block once"
+    blocks = [p.new_blocks[0].tolist() for p in (*made.computed, piece)]
+    assert blocks == ([[5, 6, 7], []] if early else [[5, 6, 7]]), "the workers hear of each block once"
     assert [(p.before, p.after, p.final, p.restart) for p in made.computed] == [(0, early, False, False)] * bool(early)
     assert (made.before, made.number) == ((1, 2) if early else (0, 1)) and made.starts[0].cached == 8
 

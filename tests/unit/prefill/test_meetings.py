@@ -249,18 +249,18 @@ def test_no_more_targets_wait_than_there_is_room_for(monkeypatch: pytest.MonkeyP
 # -- ends of either side
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_a_request_that_is_aborted_takes_its_push_with_it(told: bool) -> None:
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_request_that_is_aborted_takes_its_push_with_it(stepped: bool) -> None:
     house = House()
     house.source()
     house.compute(count=4)
     house.offer(meets="name")
-    if told:
+    if stepped:
         house.step()
-    assert house.end(well=False) is told, "blocks that no worker reads are free at once"
+    assert house.end(well=False) is stepped, "blocks that no worker reads are free at once"
     assert code(house.said()[0]) == "PD-XFER-002"
     step = house.step()
-    assert not step.starts and not step.computed and len(step.aborts) == told
+    assert not step.starts and not step.computed and len(step.aborts) == stepped
 
 
 def test_blocks_lost_before_a_step_told_of_the_push_are_not_read() -> None:
@@ -391,7 +391,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def reported(self, data: st.DataObject) -> None:
-        """Report the end from the workers for everything that they were told has ended."""
+        """Report the end from the workers for everything that their steps named as ended."""
         self._step()
         found = [r for r in sorted(self.held) if self.house.book.open_count() and r in self.house.book._holding]
         if found:

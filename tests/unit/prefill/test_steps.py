@@ -19,7 +19,7 @@ LAYERS = ("layers.0.attn", "layers.1.attn", "layers.2.attn")
 def events(calls: Callable[[Steps], None], *, direct: bool = True) -> tuple[dict[int, int], int]:
     """Return each layer's event, by number in the order of their recording, and how many were recorded."""
     plan = SimpleNamespace(number=1, before=None, direct=direct, exchanges=(), again=(), pushes=(), final=())
-    core = SimpleNamespace(begin=lambda now, step: plan, uncomputed=lambda *told: None)
+    core = SimpleNamespace(begin=lambda now, step: plan, uncomputed=lambda *_: None)
     said: list[Any] = []
     numbers = count(1)
     record: Any = lambda: next(numbers)  # noqa: E731

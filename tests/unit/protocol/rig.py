@@ -209,7 +209,7 @@ def run_until(machine: Receiver | Sender, start: float, end: float, step: float 
     return actions
 
 
-def told(actions: Iterable[Action]) -> str:
+def as_text(actions: Iterable[Action]) -> str:
     """Return the actions as text, without the trace's notes."""
     return " ".join(word for action in actions if (word := _word(action)))
 

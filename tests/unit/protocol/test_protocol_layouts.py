@@ -33,8 +33,8 @@ from vllm_ascend_pd.protocol.layouts import (
 from vllm_ascend_pd.protocol.messages import Reservation
 
 ENDPOINTS = (Endpoint("10.0.0.1", 1), Endpoint("10.0.0.2", 2))
-TOLD = EngineLayout("model/1", P, ENDPOINTS)
-LAYOUT = layout_of(TOLD)
+ENGINE = EngineLayout("model/1", P, ENDPOINTS)
+LAYOUT = layout_of(ENGINE)
 STAGES = (("a", "b"), (), ("c",))
 UNLIKE = Unlike(1, "int8/float32", "", (Region("k", 1, 0, 3, 4), Region("scale", 5, 0, 6, 8)), ("a", "c"))
 GROUPED = geometry(
@@ -64,9 +64,9 @@ def component(**changes: Any) -> tuple[Kind, ...]:
 
 
 @pytest.mark.parametrize(
-    "told",
+    "layout",
     [
-        TOLD,
+        ENGINE,
         EngineLayout("", geometry(1), ()),
         EngineLayout("m", geometry(3, stages=STAGES, kv_heads=1)),
         EngineLayout("m", geometry(2, regions=(Region("k", 1, 2, 3, 4), Region("v", 5, 6, 0, 8)))),
@@ -85,9 +85,9 @@ def component(**changes: Any) -> tuple[Kind, ...]:
         EngineLayout("m", geometry(4, kv_heads=2, dcp=2, interleave=4, stages=STAGES, others=(UNLIKE,))),
     ],
 )
-def test_what_is_read_is_what_was_written(told: EngineLayout) -> None:
-    assert read(written(told)) == told
-    assert layout_hash(written(told)) == layout_hash(encoded(layout_of(told)))
+def test_what_is_read_is_what_was_written(layout: EngineLayout) -> None:
+    assert read(written(layout)) == layout
+    assert layout_hash(written(layout)) == layout_hash(encoded(layout_of(layout)))
 
 
 def test_a_reservation_comes_back_as_it_was_made() -> None:

@@ -16,6 +16,7 @@ from unit.protocol.rig import (
     TWO,
     T,
     ack,
+    as_text,
     cancel,
     claim_of,
     messages,
@@ -24,7 +25,6 @@ from unit.protocol.rig import (
     refused,
     run_until,
     sender,
-    told,
 )
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.protocol.actions import Closed
@@ -92,19 +92,19 @@ def test_begin_is_repeated_with_doubling_gaps_and_a_new_seq() -> None:
 
 def test_no_answer_within_the_ready_timeout_fails_the_push() -> None:
     s = asking()
-    assert "closed" not in told(run_until(s, 0.0, TIMERS.ready_timeout_s - 0.01))
-    assert told(run_until(s, TIMERS.ready_timeout_s - 0.01, TIMERS.ready_timeout_s)) == "failed:quiet closed:failed"
+    assert "closed" not in as_text(run_until(s, 0.0, TIMERS.ready_timeout_s - 0.01))
+    assert as_text(run_until(s, TIMERS.ready_timeout_s - 0.01, TIMERS.ready_timeout_s)) == "failed:quiet closed:failed"
 
 
 def test_a_peer_that_cannot_be_reached_fails_a_push_that_asks_and_not_one_that_writes() -> None:
-    assert told(asking().unreachable(1.0, "d0", "refused")) == "failed:quiet closed:failed"
-    assert told(asking().unreachable(1.0, "d7", "refused")) == ""
-    assert told(pushing().unreachable(1.0, "d0", "refused")) == ""
+    assert as_text(asking().unreachable(1.0, "d0", "refused")) == "failed:quiet closed:failed"
+    assert as_text(asking().unreachable(1.0, "d7", "refused")) == ""
+    assert as_text(pushing().unreachable(1.0, "d0", "refused")) == ""
 
 
 def test_a_push_with_nowhere_to_go_closes_at_once() -> None:
     s = sender()
-    assert told(s.open(0.0, order(()))) == "closed:ok"
+    assert as_text(s.open(0.0, order(()))) == "closed:ok"
     assert s.record_count() == 0
 
 
@@ -170,9 +170,9 @@ def test_a_late_answer_never_shortens_authority() -> None:
 def test_when_authority_is_over_the_push_fails_and_no_write_starts() -> None:
     s = pushing()
     s.offer(0.0, PUSH, 0, "unit", 10)
-    assert told(run_until(s, 0.0, AUTHORITY - 0.01)).split()[-1] == "renew"
+    assert as_text(run_until(s, 0.0, AUTHORITY - 0.01)).split()[-1] == "renew"
     s.offer(AUTHORITY - 0.01, PUSH, 0, "another", 10)
-    assert told(s.tick(AUTHORITY + 0.001)) == "failed:quiet closed:failed"
+    assert as_text(s.tick(AUTHORITY + 0.001)) == "failed:quiet closed:failed"
     assert s.claim(AUTHORITY + 0.002) == []
 
 
@@ -180,8 +180,8 @@ def test_a_submission_that_outlived_its_authority_fails_the_push() -> None:
     s = pushing()
     s.offer(0.0, PUSH, 0, "unit", 10)
     claim = claim_of(s, 1.0)
-    assert told(s.submitted(AUTHORITY - 0.001, claim)) == ""
-    assert told(s.submitted(AUTHORITY, claim)) == "failed:loud"
+    assert as_text(s.submitted(AUTHORITY - 0.001, claim)) == ""
+    assert as_text(s.submitted(AUTHORITY, claim)) == "failed:loud"
 
 
 def test_a_peer_that_is_held_back_keeps_its_units() -> None:
@@ -222,7 +222,7 @@ def test_addresses_that_change_during_a_push_fail_it() -> None:
     s = pushing()
     s.tick(5.0)
     changed = ready(seq=2, addresses=NEW_ADDRESSES, memory=memory_hash(NEW_ADDRESSES))
-    assert "closed:failed" in told(s.message(5.1, "d0", changed))
+    assert "closed:failed" in as_text(s.message(5.1, "d0", changed))
 
 
 # ---- ending well
@@ -235,10 +235,10 @@ def test_done_leaves_when_everything_is_covered_and_sealed() -> None:
     s.checksum(PUSH, 0, 4, (2**64 - 1, 5))
     s.checksum(PUSH, 0, 4, (3, 6))
     a, b = s.claim(0.2)
-    assert told(s.wrote(0.3, a, True)) == ""
-    assert told(s.seal(0.4, PUSH)) == ""
+    assert as_text(s.wrote(0.3, a, True)) == ""
+    assert as_text(s.seal(0.4, PUSH)) == ""
     actions = s.wrote(0.5, b, True)
-    assert told(actions) == "done closed:ok"
+    assert as_text(actions) == "done closed:ok"
     (word,) = messages(actions, Done)
     assert (word.bytes, word.plan_digest) == ((20,), DIGEST)
     assert word.checksums == ((4, 0, 2), (4, 1, 11))
@@ -246,8 +246,8 @@ def test_done_leaves_when_everything_is_covered_and_sealed() -> None:
 
 def test_a_contributor_that_owns_nothing_says_begin_and_done() -> None:
     s = asking()
-    assert told(s.seal(0.0, PUSH)) == ""
-    assert told(s.message(0.1, "d0", ready())) == "done closed:ok"
+    assert as_text(s.seal(0.0, PUSH)) == ""
+    assert as_text(s.message(0.1, "d0", ready())) == "done closed:ok"
 
 
 def test_done_is_repeated_until_it_is_acknowledged_and_closes_before() -> None:
@@ -282,8 +282,8 @@ def test_a_push_to_two_ranks_closes_when_both_pairs_have() -> None:
         s.offer(0.0, PUSH, rank, "unit", 10)
     a, b = s.claim(0.1)
     s.seal(0.2, PUSH)
-    assert told(s.wrote(0.3, a, True)) == "done"
-    assert told(s.wrote(0.4, b, True)) == "done closed:ok"
+    assert as_text(s.wrote(0.3, a, True)) == "done"
+    assert as_text(s.wrote(0.4, b, True)) == "done closed:ok"
 
 
 # ---- ending badly
@@ -293,11 +293,11 @@ def test_a_lost_write_is_quiet_only_after_the_quiet_time() -> None:
     s = pushing()
     s.offer(0.0, PUSH, 0, "unit", 10)
     claim = claim_of(s, 0.1)
-    assert told(s.wrote(1.0, claim, False)) == "failed:loud"
+    assert as_text(s.wrote(1.0, claim, False)) == "failed:loud"
     quiet_at = 1.0 + settled_s(QUIET)
-    assert "closed" not in told(run_until(s, 1.0, quiet_at - 0.01))
+    assert "closed" not in as_text(run_until(s, 1.0, quiet_at - 0.01))
     actions = run_until(s, quiet_at - 0.01, quiet_at + 0.01)
-    assert told(actions) == "failed:quiet closed:failed"
+    assert as_text(actions) == "failed:quiet closed:failed"
     (closed,) = [a for a in actions if isinstance(a, Closed)]
     assert closed.failure.code == "PD-XFER-003"
 
@@ -307,9 +307,9 @@ def test_a_stopped_prefill_does_not_count_the_time_it_was_stopped() -> None:
     s.offer(0.0, PUSH, 0, "unit", 10)
     s.wrote(1.0, claim_of(s, 0.1), False)
     run_until(s, 1.0, 2.0)
-    assert "closed" not in told(s.tick(500.0)), "what it had sent may leave only when it goes on"
-    assert "closed" not in told(run_until(s, 500.0, 500.0 + QUIET - 3))
-    assert "closed" in told(run_until(s, 500.0 + QUIET - 3, 500.0 + QUIET))
+    assert "closed" not in as_text(s.tick(500.0)), "what it had sent may leave only when it goes on"
+    assert "closed" not in as_text(run_until(s, 500.0, 500.0 + QUIET - 3))
+    assert "closed" in as_text(run_until(s, 500.0 + QUIET - 3, 500.0 + QUIET))
 
 
 def test_a_push_fails_as_one_on_all_its_pairs() -> None:
@@ -317,9 +317,9 @@ def test_a_push_fails_as_one_on_all_its_pairs() -> None:
     for rank in (0, 1):
         s.offer(0.0, PUSH, rank, "unit", 10)
     a, b = s.claim(0.1)
-    assert told(s.wrote(1.0, a, False)) == "failed:loud failed:loud"
-    assert told(s.wrote(2.0, b, True)) == "failed:quiet"
-    assert told(run_until(s, 2.0, 1.0 + settled_s(QUIET) + 0.1)).endswith("failed:quiet closed:failed")
+    assert as_text(s.wrote(1.0, a, False)) == "failed:loud failed:loud"
+    assert as_text(s.wrote(2.0, b, True)) == "failed:quiet"
+    assert as_text(run_until(s, 2.0, 1.0 + settled_s(QUIET) + 0.1)).endswith("failed:quiet closed:failed")
 
 
 @pytest.mark.parametrize(
@@ -330,10 +330,10 @@ def test_decode_can_stop_a_push(message: object) -> None:
     s.offer(0.0, PUSH, 0, "unit", 10)
     claim = claim_of(s, 0.1)
     s.offer(0.2, PUSH, 0, "later", 10)
-    assert told(s.message(0.3, "d0", message)) == "failed:loud"  # type: ignore[arg-type]
+    assert as_text(s.message(0.3, "d0", message)) == "failed:loud"  # type: ignore[arg-type]
     assert s.claim(0.4) == []
     actions = s.wrote(0.5, claim, True)
-    assert told(actions) == "failed:quiet closed:failed"
+    assert as_text(actions) == "failed:quiet closed:failed"
     (closed,) = [a for a in actions if isinstance(a, Closed)]
     if not isinstance(message, type(cancel())):
         assert (closed.failure.code, "dtype" in closed.failure.detail) == ("PD-GEO-001", True)
@@ -345,7 +345,7 @@ def test_cancel_of_a_push_that_is_covered_is_answered_with_done() -> None:
     claim = claim_of(s, 0.1)
     s.seal(0.2, PUSH)
     s.message(0.3, "d0", cancel())
-    assert told(s.wrote(0.4, claim, True)) == "done closed:ok"
+    assert as_text(s.wrote(0.4, claim, True)) == "done closed:ok"
 
 
 def test_done_is_not_said_for_what_was_offered_after_the_failure() -> None:
@@ -356,7 +356,7 @@ def test_done_is_not_said_for_what_was_offered_after_the_failure() -> None:
     s.submitted(AUTHORITY + 4.0, claim)
     s.offer(AUTHORITY + 4.1, PUSH, 0, "the last layer", 10)
     s.seal(AUTHORITY + 4.2, PUSH)
-    assert told(s.wrote(AUTHORITY + 4.3, claim, True)) == "failed:quiet closed:failed"
+    assert as_text(s.wrote(AUTHORITY + 4.3, claim, True)) == "failed:quiet closed:failed"
 
 
 def test_done_is_not_said_when_the_blocks_may_have_gone() -> None:
@@ -366,7 +366,7 @@ def test_done_is_not_said_when_the_blocks_may_have_gone() -> None:
     claim = claim_of(s, 0.1)
     s.seal(0.2, PUSH)
     s.abort(0.3, PUSH, "PD-XFER-001", "writes did not return before preemption")
-    assert told(s.wrote(0.4, claim, True)) == "failed:quiet closed:failed"
+    assert as_text(s.wrote(0.4, claim, True)) == "failed:quiet closed:failed"
 
 
 def test_done_is_not_said_when_a_failing_push_is_preempted() -> None:
@@ -376,13 +376,13 @@ def test_done_is_not_said_when_a_failing_push_is_preempted() -> None:
     s.seal(0.2, PUSH)
     s.message(0.3, "d0", cancel())
     s.restart(0.4, PUSH)
-    assert told(s.wrote(0.5, claim, True)) == "failed:quiet closed:failed"
+    assert as_text(s.wrote(0.5, claim, True)) == "failed:quiet closed:failed"
 
 
 def test_cancel_of_a_closed_push_repeats_its_last_word() -> None:
     s = pushing()
     s.seal(0.0, PUSH)
-    assert told(s.message(0.1, "d0", cancel())) == "done"
+    assert as_text(s.message(0.1, "d0", cancel())) == "done"
 
 
 def test_cancel_of_an_unknown_push_is_answered_quiet() -> None:
@@ -405,17 +405,17 @@ def test_the_local_deadline_fails_the_push() -> None:
     s = sender()
     s.open(0.0, order(deadline_s=12.0))
     s.message(0.0, "d0", ready())
-    assert "closed" not in told(run_until(s, 0.0, 11.99))
-    assert "closed:failed" in told(run_until(s, 11.99, 12.0))
+    assert "closed" not in as_text(run_until(s, 0.0, 11.99))
+    assert "closed:failed" in as_text(run_until(s, 11.99, 12.0))
 
 
 def test_a_push_without_progress_stalls() -> None:
     s = pushing(timers=type(TIMERS)(stall_timeout_s=7.0))
     s.offer(1.0, PUSH, 0, "unit", 10)
     claim = claim_of(s, 2.0)
-    assert "failed" not in told(run_until(s, 2.0, 7.99))
-    assert "failed:loud" in told(run_until(s, 7.99, 8.0))
-    assert told(s.wrote(8.1, claim, True)) == "failed:quiet closed:failed"
+    assert "failed" not in as_text(run_until(s, 2.0, 7.99))
+    assert "failed:loud" in as_text(run_until(s, 7.99, 8.0))
+    assert as_text(s.wrote(8.1, claim, True)) == "failed:quiet closed:failed"
 
 
 def test_every_write_that_comes_home_is_progress() -> None:
@@ -423,8 +423,8 @@ def test_every_write_that_comes_home_is_progress() -> None:
     s.offer(1.0, PUSH, 0, "unit", 10)
     claim = claim_of(s, 2.0)
     s.wrote(6.0, claim, True)
-    assert "closed" not in told(run_until(s, 6.0, 12.99))
-    assert "closed:failed" in told(run_until(s, 12.99, 13.0))
+    assert "closed" not in as_text(run_until(s, 6.0, 12.99))
+    assert "closed:failed" in as_text(run_until(s, 12.99, 13.0))
 
 
 # ---- preemption
@@ -436,7 +436,7 @@ def test_after_a_restart_everything_is_owed_again() -> None:
     s.checksum(PUSH, 0, 0, (5,))
     s.wrote(0.2, claim_of(s, 0.1), True)
     s.offer(0.3, PUSH, 0, "pending", 10)
-    assert told(s.restart(0.4, PUSH)) == ""
+    assert as_text(s.restart(0.4, PUSH)) == ""
     assert s.claim(0.5) == []
     s.offer(0.6, PUSH, 0, "unit", 10)
     claim = claim_of(s, 0.7)
@@ -471,7 +471,7 @@ def test_a_sealed_push_does_not_start_over() -> None:
     s = pushing()
     s.offer(0.0, PUSH, 0, "unit", 10)
     s.seal(0.1, PUSH)
-    assert told(s.restart(0.2, PUSH)) == "failed:quiet closed:failed"
+    assert as_text(s.restart(0.2, PUSH)) == "failed:quiet closed:failed"
 
 
 # ---- faults of the runtime, and what only looks like one

@@ -24,6 +24,7 @@ from unit.protocol.rig import (
     D,
     P,
     T,
+    as_text,
     begin,
     done,
     failed,
@@ -34,7 +35,6 @@ from unit.protocol.rig import (
     receiver,
     renew,
     run_until,
-    told,
 )
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.layout import Region
@@ -79,8 +79,8 @@ def reports(actions: list[Action]) -> list[Report]:
 
 def test_a_begin_before_the_bind_waits_and_is_answered_when_the_gate_opens() -> None:
     r = receiver()
-    assert told(r.message(0.0, "p1", begin())) == ""
-    assert told(r.bind(0.1, T, FIRST, END, 300.0)) == ""
+    assert as_text(r.message(0.0, "p1", begin())) == ""
+    assert as_text(r.bind(0.1, T, FIRST, END, 300.0)) == ""
     assert r.gated() == (T,)
     (granted,) = messages(r.gate_open(0.2, T))
     assert isinstance(granted, Ready)
@@ -134,7 +134,7 @@ def test_who_is_parked_is_refused_when_the_transfer_is_cancelled_behind_its_gate
     r.message(0.0, "p1", begin(ONE))
     r.bind(0.1, T, FIRST, END, 300.0)
     r.message(0.2, "p2", begin(TWO))
-    assert told(r.cancel(0.3, T, "PD-XFER-002", "left")) == "refused:cancelled refused:cancelled report:failed"
+    assert as_text(r.cancel(0.3, T, "PD-XFER-002", "left")) == "refused:cancelled refused:cancelled report:failed"
     assert r.parked_count() == 0
 
 
@@ -149,8 +149,8 @@ def test_a_transfer_that_the_scheduler_skipped_is_refused_when_a_later_one_is_bo
 
 def test_a_failure_before_the_bind_ends_the_transfer_at_its_bind() -> None:
     r = receiver()
-    assert told(r.message(0.0, "p1", failed())) == "ack:failed"
-    assert told(r.bind(0.1, T, FIRST, END, 300.0)) == "ack:failed ack:failed report:failed"
+    assert as_text(r.message(0.0, "p1", failed())) == "ack:failed"
+    assert as_text(r.bind(0.1, T, FIRST, END, 300.0)) == "ack:failed ack:failed report:failed"
 
 
 def test_binding_at_or_below_the_watermark_is_our_own_error() -> None:
@@ -165,9 +165,9 @@ def test_without_an_incarnation_the_first_bind_tells_it() -> None:
     r = receiver(incarnation="")
     r.message(0.0, "p1", begin())
     r.message(0.0, "p1", begin(transfer=TransferId("decode-0", 99, "old"), d_incarnation="decode-0"))
-    assert told(r.bind(0.1, T, FIRST, END, 300.0)) == "refused:over"
-    assert told(r.gate_open(0.1, T)) == "ready"
-    assert told(r.message(0.2, "p1", begin(d_incarnation="decode-0"))) == "refused:stale"
+    assert as_text(r.bind(0.1, T, FIRST, END, 300.0)) == "refused:over"
+    assert as_text(r.gate_open(0.1, T)) == "ready"
+    assert as_text(r.message(0.2, "p1", begin(d_incarnation="decode-0"))) == "refused:stale"
 
 
 def test_addresses_are_told_once() -> None:
@@ -184,14 +184,14 @@ def test_addresses_are_told_once() -> None:
 
 def test_a_layout_that_is_not_known_is_asked_for_and_then_known_by_its_name() -> None:
     r = opened()
-    assert told(r.message(0.1, "p1", begin(told=b""))) == "which"
+    assert as_text(r.message(0.1, "p1", begin(told=b""))) == "which"
     assert r.counters["begin_unknown_layout"] == 1 and r.state(T) is ReservationState.OPEN
-    assert told(r.message(0.2, "p1", begin(seq=2))) == "ready"
-    assert told(r.message(0.3, "p2", begin(TWO, told=b""))) == "ready", "the other worker of this P need not tell it"
+    assert as_text(r.message(0.2, "p1", begin(seq=2))) == "ready"
+    assert as_text(r.message(0.3, "p2", begin(TWO, told=b""))) == "ready", "the other worker of this P need not tell it"
     again = T.__class__(D_INCARNATION, 8, "u")
     r.bind(0.4, again, FIRST, END, 300.0)
     r.gate_open(0.4, again)
-    assert told(r.message(0.5, "p1", begin(told=b"", transfer=again, push="push-2"))) == "ready"
+    assert as_text(r.message(0.5, "p1", begin(told=b"", transfer=again, push="push-2"))) == "ready"
 
 
 def test_what_was_told_before_the_gate_opened_is_known_behind_it() -> None:
@@ -199,21 +199,21 @@ def test_what_was_told_before_the_gate_opened_is_known_behind_it() -> None:
     r.message(0.0, "p1", begin(ONE))
     r.message(0.0, "p2", begin(TWO, told=b""))
     r.bind(0.1, T, FIRST, END, 300.0)
-    assert told(r.gate_open(0.2, T)) == "ready ready"
+    assert as_text(r.gate_open(0.2, T)) == "ready ready"
 
 
 def test_layouts_are_remembered_in_a_bounded_number() -> None:
     r = opened()
     for n in range(Layouts.most + 1):
         r.message(0.1, "p1", begin(model=f"another/{n}"))
-    assert told(r.message(0.2, "p1", begin(model="another/0", told=b""))) == "which"
-    assert told(r.message(0.2, "p1", begin(model="another/1", told=b""))) == "refused:mismatch"
+    assert as_text(r.message(0.2, "p1", begin(model="another/0", told=b""))) == "which"
+    assert as_text(r.message(0.2, "p1", begin(model="another/1", told=b""))) == "refused:mismatch"
 
 
 def test_a_layout_that_cannot_be_read_is_refused_with_the_reason() -> None:
     r = opened()
-    for told_layout, says in ((b"?", "PD-CTRL-002"), (msgspec.msgpack.encode({"model": "m"}), "PD-CTRL-002")):
-        unread = begin(layout=layout_hash(told_layout), told=told_layout)
+    for layout, says in ((b"?", "PD-CTRL-002"), (msgspec.msgpack.encode({"model": "m"}), "PD-CTRL-002")):
+        unread = begin(layout=layout_hash(layout), told=layout)
         (answer,) = messages(r.message(0.1, "p1", unread), Refused)
         assert answer.failure.code == "PD-GEO-001" and "not valid: layout: " in answer.failure.detail, says
 
@@ -252,7 +252,7 @@ def test_a_difference_is_refused_field_by_field_with_both_values(changes: dict[s
     assert answer.failure.code == "PD-GEO-001"
     assert all(words in answer.failure.detail for words in named), answer.failure.detail
     assert r.state(T) is ReservationState.OPEN
-    assert told(r.message(0.2, "p1", begin())) == "ready", "a refusal binds nothing"
+    assert as_text(r.message(0.2, "p1", begin())) == "ready", "a refusal binds nothing"
 
 
 def test_opaque_blocks_must_be_of_equal_size() -> None:
@@ -281,18 +281,18 @@ def test_the_first_push_binds_and_another_is_refused() -> None:
     (answer,) = messages(r.message(0.1, "p9", begin(TWO, push="push-2")))
     assert answer.failure.code == "PD-XFER-005" and answer.failure.detail.startswith("bound: ")
     assert "push-2" in answer.failure.detail and PUSH in answer.failure.detail
-    assert told(r.message(0.2, "p2", begin(TWO))) == "ready"
+    assert as_text(r.message(0.2, "p2", begin(TWO))) == "ready"
 
 
 def test_a_process_that_took_the_place_of_a_leased_one_is_refused() -> None:
     r = leased()
-    assert told(r.message(0.1, "p1", begin(ONE, seq=5, p_incarnation="newer"))) == "refused:bound"
+    assert as_text(r.message(0.1, "p1", begin(ONE, seq=5, p_incarnation="newer"))) == "refused:bound"
 
 
 def test_a_renewal_with_another_set_or_digest_is_refused() -> None:
     r = leased()
-    assert told(r.message(0.1, "p1", begin(ONE, seq=2, plan_digest="0" * 64))) == "refused:mismatch"
-    assert told(r.message(0.1, "p1", begin(ONE, seq=3, contributors=SET[:1]))) == "refused:mismatch"
+    assert as_text(r.message(0.1, "p1", begin(ONE, seq=2, plan_digest="0" * 64))) == "refused:mismatch"
+    assert as_text(r.message(0.1, "p1", begin(ONE, seq=3, contributors=SET[:1]))) == "refused:mismatch"
 
 
 # ---- leases
@@ -302,9 +302,9 @@ def test_the_same_seq_repeats_the_answer_and_extends_nothing() -> None:
     r = opened()
     r.message(0.0, "p1", begin(seq=1))
     run_until(r, 0.0, 10.0)
-    assert told(r.message(10.0, "p1", begin(seq=1))) == "ready"
+    assert as_text(r.message(10.0, "p1", begin(seq=1))) == "ready"
     actions = run_until(r, 10.0, LAPSE + 0.01)
-    assert told(actions).startswith("cancel")
+    assert as_text(actions).startswith("cancel")
 
 
 def test_a_new_seq_extends() -> None:
@@ -312,21 +312,21 @@ def test_a_new_seq_extends() -> None:
     r.message(0.0, "p1", begin(seq=1))
     run_until(r, 0.0, 10.0)
     r.message(10.0, "p1", begin(seq=2))
-    assert told(run_until(r, 10.0, 10.0 + LAPSE - 0.01)) == ""
-    assert told(run_until(r, 10.0 + LAPSE - 0.01, 10.0 + LAPSE + 0.01)) == "cancel"
+    assert as_text(run_until(r, 10.0, 10.0 + LAPSE - 0.01)) == ""
+    assert as_text(run_until(r, 10.0 + LAPSE - 0.01, 10.0 + LAPSE + 0.01)) == "cancel"
 
 
 def test_an_old_seq_is_not_answered() -> None:
     r = opened()
     r.message(0.0, "p1", begin(seq=5))
-    assert told(r.message(0.1, "p1", begin(seq=4))) == ""
+    assert as_text(r.message(0.1, "p1", begin(seq=4))) == ""
 
 
 def test_a_begin_after_done_does_not_lease_again() -> None:
     r = leased()
     r.message(0.1, "p1", done(ONE))
-    assert told(r.message(0.2, "p1", begin(ONE, seq=2))) == ""
-    assert told(r.message(0.3, "p2", done(TWO))) == "ack:done report:ok"
+    assert as_text(r.message(0.2, "p1", begin(ONE, seq=2))) == ""
+    assert as_text(r.message(0.3, "p2", done(TWO))) == "ack:done report:ok"
 
 
 def test_a_lapsed_lease_fails_the_transfer_and_names_the_contributor() -> None:
@@ -347,8 +347,8 @@ def test_a_lapsed_lease_fails_the_transfer_and_names_the_contributor() -> None:
 
 def test_it_ends_well_when_every_contributor_is_done() -> None:
     r = leased()
-    assert told(r.message(0.1, "p1", done(ONE))) == "ack:done"
-    assert told(r.message(0.2, "p2", done(TWO))) == "ack:done report:ok"
+    assert as_text(r.message(0.1, "p1", done(ONE))) == "ack:done"
+    assert as_text(r.message(0.2, "p2", done(TWO))) == "ack:done report:ok"
     assert r.open_count() == 0
     assert r.record_count() == 1
     r.over(0.3, T)
@@ -359,16 +359,16 @@ def test_it_ends_well_when_every_contributor_is_done() -> None:
 def test_done_twice_counts_once_and_is_acknowledged_twice() -> None:
     r = leased()
     for _ in range(2):
-        assert told(r.message(0.1, "p1", done(ONE))) == "ack:done"
+        assert as_text(r.message(0.1, "p1", done(ONE))) == "ack:done"
     assert r.state(T) is ReservationState.OPEN
 
 
 def test_done_before_any_authority_is_acknowledged_and_does_not_count() -> None:
     r = opened()
     r.message(0.0, "p1", begin(ONE))
-    assert told(r.message(0.1, "p2", done(TWO))) == "ack:done"
+    assert as_text(r.message(0.1, "p2", done(TWO))) == "ack:done"
     assert r.counters["unexpected_done"] == 1
-    assert told(r.message(0.2, "p1", done(ONE))) == "ack:done"
+    assert as_text(r.message(0.2, "p1", done(ONE))) == "ack:done"
     assert r.state(T) is ReservationState.OPEN
 
 
@@ -380,14 +380,14 @@ def test_done_before_any_authority_is_acknowledged_and_does_not_count() -> None:
 def test_done_of_somebody_else_does_not_count(changes: dict[str, object]) -> None:
     r = leased()
     r.message(0.1, "p2", done(TWO))
-    assert told(r.message(0.2, "p1", done(**{"contributor": ONE, **changes}))) == "ack:done"
+    assert as_text(r.message(0.2, "p1", done(**{"contributor": ONE, **changes}))) == "ack:done"
     assert r.state(T) is ReservationState.OPEN
 
 
 def test_done_under_another_plan_fails_the_transfer() -> None:
     r = leased()
     actions = r.message(0.1, "p1", done(ONE, plan_digest="0" * 64))
-    assert told(actions) == "ack:done cancel"
+    assert as_text(actions) == "ack:done cancel"
     assert messages(actions, Cancel)[0].contributor == TWO
 
 
@@ -405,7 +405,7 @@ def test_checksums_of_all_contributors_are_summed_before_it_ends_well() -> None:
     (asked,) = [action for action in actions if isinstance(action, Verify)]
     assert dict(asked.sums) == {(0, 0): 2, (1, 0): 2**63 + 6}
     assert not reports(actions)
-    assert told(r.verified(0.3, T, None)) == "report:ok"
+    assert as_text(r.verified(0.3, T, None)) == "report:ok"
 
 
 def test_a_wrong_checksum_fails_the_transfer() -> None:
@@ -420,10 +420,10 @@ def test_a_verdict_that_comes_after_a_cancel_changes_nothing() -> None:
     r = leased(verify=True)
     r.message(0.1, "p1", done(ONE))
     r.message(0.2, "p2", done(TWO))
-    assert told(r.cancel(0.3, T, "PD-XFER-002", "left")) == "report:failed"
-    assert told(r.verified(0.4, T, None)) == ""
+    assert as_text(r.cancel(0.3, T, "PD-XFER-002", "left")) == "report:failed"
+    assert as_text(r.verified(0.4, T, None)) == ""
     r.over(0.5, T)
-    assert told(r.verified(0.6, T, None)) == ""
+    assert as_text(r.verified(0.6, T, None)) == ""
 
 
 # ---- ending badly
@@ -432,7 +432,7 @@ def test_a_verdict_that_comes_after_a_cancel_changes_nothing() -> None:
 def test_one_failed_contributor_fails_the_transfer_and_the_others_are_fenced() -> None:
     r = leased()
     actions = r.message(0.1, "p1", failed(ONE))
-    assert told(actions) == "ack:failed cancel"
+    assert as_text(actions) == "ack:failed cancel"
     assert messages(actions, Cancel)[0].contributor == TWO
     (report,) = reports(r.message(0.2, "p2", done(TWO)))
     assert (report.ok, report.failure.code) == (False, "PD-XFER-003")
@@ -440,23 +440,23 @@ def test_one_failed_contributor_fails_the_transfer_and_the_others_are_fenced() -
 
 def test_a_loud_failure_is_not_a_quiet_one() -> None:
     r = leased()
-    assert told(r.message(0.1, "p1", failed(ONE, quiescent=False))) == "ack:failed cancel cancel"
-    assert told(r.message(0.2, "p2", failed(TWO))) == "ack:failed"
-    assert told(r.message(0.3, "p1", failed(ONE, quiescent=False))) == "ack:failed"
+    assert as_text(r.message(0.1, "p1", failed(ONE, quiescent=False))) == "ack:failed cancel cancel"
+    assert as_text(r.message(0.2, "p2", failed(TWO))) == "ack:failed"
+    assert as_text(r.message(0.3, "p1", failed(ONE, quiescent=False))) == "ack:failed"
     assert r.state(T) is ReservationState.FENCING
-    assert told(r.message(0.4, "p1", failed(ONE))) == "ack:failed report:failed"
+    assert as_text(r.message(0.4, "p1", failed(ONE))) == "ack:failed report:failed"
 
 
 def test_a_failure_of_a_contributor_that_was_never_granted_anything_ends_it() -> None:
     r = opened()
-    assert told(r.message(0.1, "p1", failed(ONE))) == "ack:failed report:failed"
+    assert as_text(r.message(0.1, "p1", failed(ONE))) == "ack:failed report:failed"
 
 
 def test_the_deadline_counts_from_the_bind() -> None:
     r = receiver()
     r.bind(5.0, T, FIRST, END, 10.0)
     assert r.next_wake() == 15.0
-    assert told(r.tick(14.99)) == ""
+    assert as_text(r.tick(14.99)) == ""
     (report,) = reports(r.tick(15.0))
     assert report.failure == Failure("PD-XFER-001", "gated")
 
@@ -464,12 +464,12 @@ def test_the_deadline_counts_from_the_bind() -> None:
 def test_settle_shortens_the_deadline_to_a_lease_and_never_lengthens_it() -> None:
     r = opened()
     r.settle(10.0, T)
-    assert told(r.tick(10.0 + TIMERS.lease_s - 0.01)) == ""
-    assert told(r.tick(10.0 + TIMERS.lease_s)) == "report:failed"
+    assert as_text(r.tick(10.0 + TIMERS.lease_s - 0.01)) == ""
+    assert as_text(r.tick(10.0 + TIMERS.lease_s)) == "report:failed"
     short = receiver()
     short.bind(0.0, T, FIRST, END, 5.0)
     short.settle(1.0, T)
-    assert told(short.tick(5.0)) == "report:failed"
+    assert as_text(short.tick(5.0)) == "report:failed"
 
 
 def test_a_push_that_goes_on_after_prefill_has_ended_keeps_its_deadline() -> None:
@@ -481,10 +481,10 @@ def test_a_push_that_goes_on_after_prefill_has_ended_keeps_its_deadline() -> Non
     seq, at = 1, 0.2
     while at < DEADLINE - TIMERS.lease_s:
         seq, at = seq + 1, at + TIMERS.lease_s / 3
-        assert told(r.message(at, "p1", renew(ONE, seq))) == "ready"
-        assert told(r.message(at, "p2", renew(TWO, seq))) == "ready"
-    assert told(r.tick(DEADLINE - 0.01)) == ""
-    assert told(r.tick(DEADLINE)) == "cancel cancel"
+        assert as_text(r.message(at, "p1", renew(ONE, seq))) == "ready"
+        assert as_text(r.message(at, "p2", renew(TWO, seq))) == "ready"
+    assert as_text(r.tick(DEADLINE - 0.01)) == ""
+    assert as_text(r.tick(DEADLINE)) == "cancel cancel"
 
 
 def test_a_rank_that_does_not_begin_after_prefill_has_ended_is_given_up() -> None:
@@ -492,8 +492,8 @@ def test_a_rank_that_does_not_begin_after_prefill_has_ended_is_given_up() -> Non
     r.message(0.0, "p1", begin(ONE))
     r.settle(1.0, T)
     r.message(TIMERS.lease_s / 2, "p1", renew(ONE, 2))
-    assert told(r.tick(1.0 + TIMERS.lease_s - 0.01)) == ""
-    assert told(r.tick(1.0 + TIMERS.lease_s)) == "cancel"
+    assert as_text(r.tick(1.0 + TIMERS.lease_s - 0.01)) == ""
+    assert as_text(r.tick(1.0 + TIMERS.lease_s)) == "cancel"
 
 
 def test_cancel_is_repeated_with_doubling_gaps_until_it_is_answered() -> None:
@@ -508,7 +508,7 @@ def test_cancel_is_repeated_with_doubling_gaps_until_it_is_answered() -> None:
             sent.append(round(at, 3))
     assert sent[:6] == [0.2, 0.6, 1.4, 3.0, 5.0, 7.0]
     r.message(8.0, "p1", failed(ONE))
-    assert told(run_until(r, 8.0, 12.0)) == ""
+    assert as_text(run_until(r, 8.0, 12.0)) == ""
 
 
 def test_cancel_goes_where_the_contributor_was_last_heard() -> None:
@@ -531,15 +531,15 @@ def fencing() -> Receiver:
 
 def test_an_answer_of_another_incarnation_proves_nothing() -> None:
     r = fencing()
-    assert told(r.message(0.1, "p1", failed(ONE, p_incarnation="newer"))) == "ack:failed"
-    assert told(r.message(0.1, "p1", done(ONE, push="push-0"))) == "ack:done"
+    assert as_text(r.message(0.1, "p1", failed(ONE, p_incarnation="newer"))) == "ack:failed"
+    assert as_text(r.message(0.1, "p1", done(ONE, push="push-0"))) == "ack:done"
     assert r.state(T) is ReservationState.FENCING
 
 
 def test_time_alone_frees_nothing_it_only_starts_a_revocation() -> None:
     r = fencing()
     actions = run_until(r, 0.0, HOLD + 100)
-    assert told([a for a in actions if not messages([a], Cancel)]) == "revoke"
+    assert as_text([a for a in actions if not messages([a], Cancel)]) == "revoke"
     assert r.state(T) is ReservationState.FENCING
 
 
@@ -559,7 +559,7 @@ def test_a_process_that_ended_late_gets_the_time_for_what_it_wrote_at_the_end() 
     quiet_at = HOLD - 1.0 + settled_s(QUIET)
     actions = run_until(r, HOLD - 1.0, quiet_at - 0.01)
     assert not reports(actions)
-    assert "revoke" not in told(actions), "its end is known: nothing has to be cut off"
+    assert "revoke" not in as_text(actions), "its end is known: nothing has to be cut off"
     assert reports(run_until(r, quiet_at - 0.01, quiet_at + 0.01))
 
 
@@ -569,7 +569,7 @@ def test_a_connection_that_comes_back_proves_nothing() -> None:
     r.peer_back(2.0, p_incarnation(ONE))
     actions = run_until(r, 2.0, HOLD + 1)
     assert not reports(actions)
-    assert "revoke" in told(actions)
+    assert "revoke" in as_text(actions)
 
 
 def test_what_a_process_asked_for_before_it_ended_is_not_granted() -> None:
@@ -579,9 +579,9 @@ def test_what_a_process_asked_for_before_it_ended_is_not_granted() -> None:
     r.bind(0.0, T, FIRST, END, 300.0)
     r.peer_gone(0.1, p_incarnation(ONE))
     assert [m.contributor for m in messages(r.gate_open(0.2, T))] == [TWO]
-    assert told(r.message(0.3, "p1", begin(ONE, seq=2))) == "", "it was on its way when the process ended"
+    assert as_text(r.message(0.3, "p1", begin(ONE, seq=2))) == "", "it was on its way when the process ended"
     r.peer_back(0.4, p_incarnation(ONE))
-    assert told(r.message(0.5, "p1", begin(ONE, seq=3))) == "ready"
+    assert as_text(r.message(0.5, "p1", begin(ONE, seq=3))) == "ready"
 
 
 def test_the_larger_quiet_time_of_both_sides_counts() -> None:
@@ -608,9 +608,9 @@ def test_an_answer_right_after_a_stop_is_believed_only_when_what_waited_has_been
     bytes."""
     r = fencing()
     run_until(r, 0.0, 1.0)
-    assert told(r.message(50.0, "p1", failed(ONE))) == "ack:failed"
+    assert as_text(r.message(50.0, "p1", failed(ONE))) == "ack:failed"
     assert r.state(T) is ReservationState.FENCING
-    assert told(run_until(r, 50.0, 50.0 + TIMERS.margin_s - 0.01)) == "", "it has answered: CANCEL is not repeated"
+    assert as_text(run_until(r, 50.0, 50.0 + TIMERS.margin_s - 0.01)) == "", "it has answered: CANCEL is not repeated"
     assert reports(run_until(r, 50.0 + TIMERS.margin_s - 0.01, 50.0 + TIMERS.margin_s + 0.01))
 
 
@@ -618,7 +618,7 @@ def test_stops_after_an_answer_do_not_put_off_that_it_is_believed() -> None:
     """Found on a machine that stopped for a second repeatedly: the margin began again each time, without end."""
     r = fencing()
     run_until(r, 0.0, 1.0)
-    assert told(r.message(50.0, "p1", failed(ONE))) == "ack:failed"
+    assert as_text(r.message(50.0, "p1", failed(ONE))) == "ack:failed"
     now, ran = 50.0, 0.0
     while ran + 1.5 < TIMERS.margin_s:
         assert not reports(run_until(r, now, now + 1.5)), "only what it ran counts"
@@ -633,7 +633,7 @@ def test_done_right_after_a_stop_is_believed_at_once() -> None:
     """Every write was acknowledged by our own transport: nothing is left in buffers."""
     r = fencing()
     run_until(r, 0.0, 1.0)
-    assert told(r.message(50.0, "p1", done(ONE))) == "ack:done report:failed"
+    assert as_text(r.message(50.0, "p1", done(ONE))) == "ack:done report:failed"
 
 
 def test_decode_asks_to_be_woken_often_enough_to_know_that_it_runs() -> None:
@@ -656,21 +656,21 @@ def test_revocation_frees_what_is_fenced_and_fails_what_it_cuts() -> None:
         r.bind(at, transfer, FIRST, END, 300.0)
         r.gate_open(at, transfer)
     r.message(at, "p2", begin(TWO, transfer=other, push="push-2"))
-    assert "revoke" in told(run_until(r, at, HOLD + 0.5))
+    assert "revoke" in as_text(run_until(r, at, HOLD + 0.5))
     actions = r.revoked(HOLD + 1.0, NEW_ADDRESSES)
     assert {(report.transfer, report.ok) for report in reports(actions)} == {(T, False), (other, False)}
-    assert [m.contributor for m in messages(actions, Cancel)] == [TWO], "the cut one is told, once"
+    assert [m.contributor for m in messages(actions, Cancel)] == [TWO], "CANCEL goes to the cut one, once"
     assert r.state(untouched) is ReservationState.OPEN
 
 
 def test_a_begin_during_a_revocation_gets_the_new_addresses() -> None:
     r = fencing()
-    assert "revoke" in told(run_until(r, 0.0, HOLD + 0.5))
+    assert "revoke" in as_text(run_until(r, 0.0, HOLD + 0.5))
     other = TransferId(D_INCARNATION, 8, "uuid-8")
     r.bind(HOLD + 0.5, other, FIRST, END, 300.0)
     r.gate_open(HOLD + 0.5, other)
     asked = begin(TWO, transfer=other, push="push-2", known_memory=memory_hash(ADDRESSES))
-    assert told(r.message(HOLD + 0.6, "p2", asked)) == ""
+    assert as_text(r.message(HOLD + 0.6, "p2", asked)) == ""
     (granted,) = messages(r.revoked(HOLD + 1.0, NEW_ADDRESSES), Ready)
     assert granted.addresses == NEW_ADDRESSES
     assert granted.memory == memory_hash(NEW_ADDRESSES)
@@ -679,7 +679,7 @@ def test_a_begin_during_a_revocation_gets_the_new_addresses() -> None:
 def test_only_one_revocation_at_a_time() -> None:
     r = leased()
     r.cancel(0.0, T, "PD-XFER-002", "left")
-    assert told(run_until(r, 0.0, HOLD + 50)).count("revoke") == 1
+    assert as_text(run_until(r, 0.0, HOLD + 50)).count("revoke") == 1
 
 
 def test_revoked_without_having_been_asked_is_our_own_error() -> None:

@@ -25,6 +25,7 @@ from unit.protocol.rig import (
     TWO,
     T,
     ack,
+    as_text,
     begin,
     cancel,
     claim_of,
@@ -37,7 +38,6 @@ from unit.protocol.rig import (
     refused,
     renew,
     sender,
-    told,
     which,
 )
 from vllm_ascend_pd.errors import LocalProtocolError
@@ -315,7 +315,7 @@ def test_decode_does_what_is_decided(
         assert r.state(T) is state and entered == []
     else:
         actions = fire(r, state, event)
-        assert (r.state(T), told(actions)) == expected
+        assert (r.state(T), as_text(actions)) == expected
         assert (state, event) in entered and led(RESERVATION_TABLE, entered) is expected[0]
 
 
@@ -349,7 +349,7 @@ def test_another_incarnation_of_decode_is_answered_and_changes_nothing(
     state: ReservationState, message: object
 ) -> None:
     r = decode_in(state)
-    answer = told(r.message(0.1, "p1", message))  # type: ignore[arg-type]
+    answer = as_text(r.message(0.1, "p1", message))  # type: ignore[arg-type]
     assert answer in ("refused:stale", "ack:done", "ack:failed")
     assert r.state(T) is state
 
@@ -541,7 +541,7 @@ def test_prefill_does_what_is_decided(state: PairState, event: PairEvent, monkey
         assert s.state(PUSH, 0) is state and entered == []
     else:
         actions = fire_pair(s, claim, event)
-        assert (s.state(PUSH, 0), told(actions)) == expected
+        assert (s.state(PUSH, 0), as_text(actions)) == expected
         assert (state, event) in entered
         assert led(PAIR_TABLE, entered) is (PS.CLOSED if (state, event) == (PS.CLOSED, PE.ACK) else expected[0])
 
@@ -577,7 +577,7 @@ def test_no_message_is_illegal_for_prefill(state: PairState) -> None:
 def test_a_message_for_an_earlier_process_is_counted_and_not_answered(state: PairState, message: object) -> None:
     s, _ = prefill_in(state)
     stale = type(message)(**{f: getattr(message, f) for f in message.__struct_fields__} | {"p_incarnation": "older"})  # type: ignore[attr-defined]
-    assert told(s.message(0.1, "d0", stale)) == ""
+    assert as_text(s.message(0.1, "d0", stale)) == ""
     assert s.state(PUSH, 0) is state
     assert sum(s.counters.values()) == 1
 

@@ -108,10 +108,10 @@ def written() -> list[tuple[str, str, bytes]]:
         (name, "reservation", seal(one, None)) for name, one in (("reservation", RESERVATION), ("seeded", SEEDED))
     ]
     sealed += [("first", "first", seal_first(FIRST, None)), ("source", "source", seal_source(SOURCE, None))]
-    told = [("load", "posted", msgspec.json.encode(LOAD))]
+    reports = [("load", "posted", msgspec.json.encode(LOAD))]
     for name, report in (("load in an answer", LOAD), ("push in an answer", PUSH)):
-        told.append((name, "answer", msgspec.json.encode({"kv_transfer_params": params_of(report)})))
-    return [*guarded, *clear, *sealed, *told]
+        reports.append((name, "answer", msgspec.json.encode({"kv_transfer_params": params_of(report)})))
+    return [*guarded, *clear, *sealed, *reports]
 
 
 def test_every_message_has_an_example() -> None:
@@ -149,8 +149,8 @@ async def test_two_releases_pair_if_there_is_a_version_that_both_speak(
             await until(lambda mouth=mouth: mouth.answers or mouth.unreachable)
             assert bool(mouth.answers) is pair
             if not pair:
-                told = f"Protocol version {mouths} of the peer is not {ears}. Install the same version on both engines."
-                assert mouth.unreachable[0] == f"PD-CTRL-003: {told}"
+                why = f"Protocol version {mouths} of the peer is not {ears}. Install the same version on both engines."
+                assert mouth.unreachable[0] == f"PD-CTRL-003: {why}"
                 assert not ear.heard and not ear.events
 
 
@@ -239,7 +239,7 @@ def test_what_is_recorded_is_all_that_there_is() -> None:
 def test_to_go_on_costs_a_small_message_however_many_layers_there_are() -> None:
     stages = (tuple(f"model.layers.{n}.self_attn.attn" for n in range(61)),)
     geometry = msgspec.structs.replace(GEOMETRY, stages=stages)
-    whole, by_name = (len(encode(begin(geometry=geometry, **told))) for told in ({}, {"told": b""}))
+    whole, by_name = (len(encode(begin(geometry=geometry, **changes))) for changes in ({}, {"told": b""}))
     assert len(encode(renew())) < 250 < by_name < 500 < 2000 < whole
 
 
@@ -253,7 +253,7 @@ def test_to_go_on_costs_a_small_message_however_many_layers_there_are() -> None:
         (fingerprint("m", OURS), "", True),
         (fingerprint("m", OURS), "another release's words", True),
     ],
-    ids=["equal", "the next release", "too far apart", "another model", "not told", "not understood"],
+    ids=["equal", "the next release", "too far apart", "another model", "not given", "not understood"],
 )
 def test_a_fingerprint_says_who_can_be_a_pair(one: str, other: str, wanted: bool) -> None:
     assert may_pair(one, other) is may_pair(other, one) is wanted

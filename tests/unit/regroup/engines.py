@@ -63,9 +63,9 @@ class Engines:
 
         def alike() -> bool:
             """Wait for ranks that received nothing, which may report later."""
-            told = [worker.exchanges()[0] for worker in workers]
+            by_rank = [worker.exchanges()[0] for worker in workers]
             counts = [stats["exchanges"] for stats in self.p.stats()]
-            return all(exchanges == told[0] for exchanges in told) and counts == [len(told[0])] * len(told)
+            return all(exchanges == by_rank[0] for exchanges in by_rank) and counts == [len(by_rank[0])] * len(by_rank)
 
         until(alike, "the ranks are not of one mind")
         made = [worker.exchanges() for worker in workers]

@@ -246,8 +246,8 @@ class PrefillSite:
             prompt.p_blocks += new
             whole = name not in self._known
             self._known.add(name)
-            told = prompt.p_blocks if whole else new
-            self.book.scheduled(name, prompt.computed, count, told, replaces=whole)
+            blocks = prompt.p_blocks if whole else new
+            self.book.scheduled(name, prompt.computed, count, blocks, replaces=whole)
             table = list(prompt.p_blocks)
             shares.append(Share(prompt.seed, prompt.tokens, table, prompt.computed, prompt.computed + count))
             prompt.computed += count
@@ -305,11 +305,11 @@ class PrefillSite:
             found = [prompt.site.ended(prompt) for prompt in prompts]
             return all(found)
 
-        def told() -> Any:
+        def by_prompt() -> Any:
             return {prompt.name: prompt.site.reports.get(prompt.name) for prompt in prompts}
 
-        until(all_reported, f"reports of {told()}", seconds)
-        return all(report.ok for reports in told().values() for report in reports)
+        until(all_reported, f"reports of {by_prompt()}", seconds)
+        return all(report.ok for reports in by_prompt().values() for report in reports)
 
     def finished(self, *prompts: Prompt, seconds: float = 30.0) -> None:
         """End these requests and step until every worker has released their blocks."""

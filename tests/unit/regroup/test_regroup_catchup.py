@@ -96,8 +96,8 @@ def test_thirty_two_destinations_share_what_was_sized_for_four(p_tp: int, d_tp: 
 
 def repeated(p: PrefillSite) -> list[int]:
     """Return how many repeated exchanges each worker reports."""
-    told = [rank.runtime.tally.take() or {"sums": {}} for rank in p.ranks]
-    return [data["sums"].get("exchanges_repeated", 0) for data in told]
+    taken = [rank.runtime.tally.take() or {"sums": {}} for rank in p.ranks]
+    return [data["sums"].get("exchanges_repeated", 0) for data in taken]
 
 
 def closed(events: Events) -> list[int]:
@@ -314,9 +314,9 @@ def test_a_stage_makes_only_its_own_layers_again() -> None:
         d.check(prompt)
         p.finished(prompt)
         p.holds_nothing()
-        told = repeated(p)
-        assert told[0] + told[2] == p.catch_ups and told[1] == told[3] == 0, "each stage tells of its own, once"
-        assert told[2], "nothing was made again there: the test shows nothing"
+        counts = repeated(p)
+        assert counts[0] + counts[2] == p.catch_ups and counts[1] == counts[3] == 0, "each stage tells of its own, once"
+        assert counts[2], "nothing was made again there: the test shows nothing"
     again = [facts for stage, facts in events if stage == "exchanged" and facts["again"]]
     assert len(again) == p.catch_ups * 2, "a catch-up was made by more than the two ranks of its stage"
 

@@ -26,7 +26,7 @@ def reports(prompt: Prompt) -> list[tuple[bool, str]]:
     return [(report.ok, report.code) for report in prompt.site.reports[prompt.name]]
 
 
-def told(prompt: Prompt) -> list[tuple[str, str]]:
+def reasons(prompt: Prompt) -> list[tuple[str, str]]:
     return [(report.code, report.detail) for report in prompt.site.reports[prompt.name]]
 
 
@@ -89,7 +89,7 @@ def test_a_rank_plans_what_it_has_given_up_like_the_others() -> None:
     p, one, two = engine(Cache(tp=2), timeout_s=5.0), DecodeSite(Cache()), DecodeSite(Cache())
     with running(p, one, two):
         lost, other = one.reserve(64), two.reserve(64)
-        p.admit(lost)  # D's workers do not have it, so rank 0 is not told
+        p.admit(lost)  # D's workers do not have it, so rank 0 gets no message
         started(p, other)
         p.compute((lost, 32), (other, 32))
         runtime = p.ranks[1].runtime
@@ -229,7 +229,7 @@ def test_a_group_in_another_order_gives_nobody_the_bytes_of_another_rank() -> No
         started(p, prompt)
         p.compute((prompt, 64))
         assert not p.ended(prompt)
-        assert any("did not give their part" in detail for _, detail in told(prompt))
+        assert any("did not give their part" in detail for _, detail in reasons(prompt))
         p.finished(prompt)
         p.holds_nothing()
 
@@ -246,7 +246,7 @@ def test_a_collective_that_raises_on_one_rank_keeps_nobody_else_in_it() -> None:
         assert not p.ended(first)
         until(lambda: exchanged(p) == [2] * 4, "every rank is out of it", seconds=20)
         p.finished(first)
-        assert any("PD-XFER-006" in (code, detail.split()[0]) for code, detail in told(first))
+        assert any("PD-XFER-006" in (code, detail.split()[0]) for code, detail in reasons(first))
         started(p, later, other)
         p.compute((later, 64), (other, 64))
         assert not p.ended(later), "exchanges are over for good"

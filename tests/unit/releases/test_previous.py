@@ -35,8 +35,8 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         previous.package(folder, name)
     except previous.NotThere as why:
         pytest.skip(f"{why}: it needs the history (fetch-depth: 0)")
-    told = {key: (how, base64.b64encode(made).decode()) for key, (how, made) in WRITTEN.items()}
-    given = json.dumps({"words": told, "model": "m", "fingerprint": fingerprint("m")})
+    encoded = {key: (how, base64.b64encode(made).decode()) for key, (how, made) in WRITTEN.items()}
+    given = json.dumps({"words": encoded, "model": "m", "fingerprint": fingerprint("m")})
     env = {"PYTHONPATH": str(folder), "PATH": os.defpath}
     done = subprocess.run(
         [sys.executable, str(PROGRAM)], input=given, env=env, capture_output=True, text=True, timeout=60, check=False

@@ -58,10 +58,10 @@ def test_the_connector_on_another_vllm(release: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    results = {line["name"]: line["error"] for line in map(json.loads, filter(_is_told, done.stdout.splitlines()))}
+    results = {line["name"]: line["error"] for line in map(json.loads, filter(_is_result, done.stdout.splitlines()))}
     assert results.keys() == {"version", *SCENARIOS}
     assert not any(results.values()), "\n".join(f"{name}: {error}" for name, error in results.items() if error)
 
 
-def _is_told(line: str) -> bool:
+def _is_result(line: str) -> bool:
     return line.startswith("{")

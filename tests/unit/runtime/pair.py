@@ -330,8 +330,8 @@ class PrefillSite:
             request.p_blocks += new
             whole = request.p_name not in self.known
             self.known.add(request.p_name)
-            told = request.p_blocks if whole else new
-            self.book.scheduled(request.p_name, request.computed, count, told, replaces=whole, ready=ready)
+            blocks = request.p_blocks if whole else new
+            self.book.scheduled(request.p_name, request.computed, count, blocks, replaces=whole, ready=ready)
             ranges.append((request, request.computed, request.computed + count))
             request.computed += count
         return self._deliver(ranges, hook)

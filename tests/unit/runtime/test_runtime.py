@@ -73,9 +73,9 @@ def test_one_worker_tells_the_times_of_a_push_for_all() -> None:
             assert p.finish(request)
         d.received(*requests)
         p.released_blocks_of(*requests)
-        told = {place: (worker.stats() or {"times": {}})["times"] for place, worker in p.workers.items()}
-    first = told.pop((0, 0))
-    assert not [times for times in told.values() if {"xfer_time_seconds", "exposed_time_seconds"} & set(times)]
+        by_place = {place: (worker.stats() or {"times": {}})["times"] for place, worker in p.workers.items()}
+    first = by_place.pop((0, 0))
+    assert not [times for times in by_place.values() if {"xfer_time_seconds", "exposed_time_seconds"} & set(times)]
     spans = list(zip(first["exposed_time_seconds"], first["xfer_time_seconds"], strict=True))
     assert len(spans) == len(requests) and all(0 < exposed < whole for exposed, whole in spans)
 
@@ -101,8 +101,8 @@ def test_the_trace_tells_which_tokens_are_bound() -> None:
     with traced() as events, sites(d):
         request = d.reserve("tail", 37, first=24)
         d.step()
-        told = {"transfer": str(request.reservation.transfer), "first": 24, "end": 37}
-        until(lambda: told in [facts for stage, facts in list(events) if stage == "bound"])
+        wanted = {"transfer": str(request.reservation.transfer), "first": 24, "end": 37}
+        until(lambda: wanted in [facts for stage, facts in list(events) if stage == "bound"])
 
 
 STAGES = [

@@ -666,7 +666,7 @@ def test_a_push_that_failed_on_one_rank_does_not_change_who_writes_the_others() 
         for request in (failed, fine):
             assert p.admit(request) is None
         p.compute((failed, 8), (fine, 8))
-        until(lambda: sum(stage == "ready" for stage, _ in events) >= 8, "READY of two ranks, told by both sides")
+        until(lambda: sum(stage == "ready" for stage, _ in events) >= 8, "READY of two ranks, reported by both sides")
         knows, ignorant = (worker._runtime for worker in p.workers.values())
         assert knows is not None and ignorant is not None
         deaf = threading.Event()

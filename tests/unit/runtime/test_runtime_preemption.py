@@ -40,7 +40,9 @@ def test_a_preempted_request_starts_over_on_other_blocks(lost_after: int, held: 
         for count in (11, 10)[:lost_after]:
             p.compute((request, count))
         if held:
-            until(lambda: sum(stage == "ready" for stage, _ in events) >= 4, "READY of two ranks, told by both sides")
+            until(
+                lambda: sum(stage == "ready" for stage, _ in events) >= 4, "READY of two ranks, reported by both sides"
+            )
         else:
             until(lambda: sum(stage == "layer_pushed" for stage, _ in events) >= 2)
         lost = list(request.p_blocks)
@@ -177,7 +179,7 @@ def test_the_end_of_a_step_that_comes_after_a_preemption_does_not_end_the_push()
         request = d.reserve("r", 30)
         d.step()
         p.prefill(request)
-        until(lambda: sum(stage == "ready" for stage, _ in events) >= 2, "READY, told by both sides")
+        until(lambda: sum(stage == "ready" for stage, _ in events) >= 2, "READY, reported by both sides")
         p.book.preempted(request.p_name)
         step = p.book.take_step(p.geometry)
         (worker,) = p.workers.values()

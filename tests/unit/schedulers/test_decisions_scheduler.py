@@ -299,9 +299,9 @@ def test_a_reservation_reaches_the_metaserver_and_its_word_the_workers(answer: s
         assert step.settles == ((bind.transfer,) if server.answers else ())
         until(lambda: server.bodies, "the POST")
         (body,) = server.bodies
-        told = unseal(base64.b64decode(body["reservation"]), SECRETS)
-        assert (told.transfer, told.first, told.end) == (bind.transfer, 4, 10)
-        assert told.endpoints == ENDPOINTS and told.prompt_hash == request_hash(asked)
+        unsealed = unseal(base64.b64decode(body["reservation"]), SECRETS)
+        assert (unsealed.transfer, unsealed.first, unsealed.end) == (bind.transfer, 4, 10)
+        assert unsealed.endpoints == ENDPOINTS and unsealed.prompt_hash == request_hash(asked)
         assert body["ticket"] == "t" and body["prompt_token_ids"] == TOKENS
         assert body["decode"] == scheduler._engine.incarnation
         assert body["fingerprint"] == scheduler._engine.fingerprint != ""
@@ -350,8 +350,8 @@ def test_d_reports_how_the_kv_came_in_its_answer_and_to_the_metaserver(
         cached = 4 if "code" in counts else 3
         assert asked.prefill_stats.num_cached_tokens == cached, "what came from P was computed there, or in its cache"
         engine = scheduler._engine
-        told = {"decode": engine.incarnation, "fingerprint": engine.fingerprint}
-        report = {"transfer": str(bind.transfer), "ticket": "t", **told, **counts}
+        own = {"decode": engine.incarnation, "fingerprint": engine.fingerprint}
+        report = {"transfer": str(bind.transfer), "ticket": "t", **own, **counts}
         assert scheduler.finished(asked.request_id) == {"pd_load": report}
         assert scheduler.finished(asked.request_id) is None
         until(lambda: server.reports, "the report")
@@ -582,10 +582,10 @@ def test_a_d_of_which_one_worker_cannot_go_on_behind_p_s_token_asks_for_none(cap
 
 
 def test_a_request_whose_first_token_d_computes_is_posted_as_it_always_was() -> None:
-    body, told = posted(0)
-    assert set(body) == {"ticket", "transfer", "decode", "fingerprint", "reservation"} and told.seed is None
-    asks, told = posted(128)
-    assert set(asks) - set(body) == {"first_token"} and told.seed is not None and told.seed.logprobs is None
+    body, unsealed = posted(0)
+    assert set(body) == {"ticket", "transfer", "decode", "fingerprint", "reservation"} and unsealed.seed is None
+    asks, unsealed = posted(128)
+    assert set(asks) - set(body) == {"first_token"} and unsealed.seed is not None and unsealed.seed.logprobs is None
     assert asks["first_token"] == {
         "temperature": 1.0,
         "repetition_penalty": 1.0,
@@ -623,9 +623,9 @@ def answered(
 def test_prefill_tells_its_token_to_who_asks_for_it_only() -> None:
     from vllm_ascend_pd.protocol.auth import unseal_first
 
-    told = unseal_first(base64.b64decode(answered()), SECRETS)
-    assert (told.transfer, told.position, told.token) == (TransferId("d", 1, "u"), len(TOKENS), 7)
-    assert pushed_by(told.push) == "i" * 16
+    first = unseal_first(base64.b64decode(answered()), SECRETS)
+    assert (first.transfer, first.position, first.token) == (TransferId("d", 1, "u"), len(TOKENS), 7)
+    assert pushed_by(first.push) == "i" * 16
     assert answered(tells=False) == ""
     assert answered(digest="another") == ""
     assert answered(temperature=0.5) == "", "it sampled in another way"

@@ -265,7 +265,7 @@ PROMPT = (10, "h")
 LISTENS = Endpoint("10.0.0.1", 5600)
 
 
-def told(secrets: Secrets | None = None, **changes: Any) -> str:
+def sealed(secrets: Secrets | None = None, **changes: Any) -> str:
     facts = {"version": PROTOCOL_VERSION, "source": SourceId("p", 1, "u"), "listens": LISTENS, "hold_s": 1.0}
     prompt = {"prompt_length": PROMPT[0], "prompt_hash": PROMPT[1]}
     return base64.b64encode(seal_source(Source(**{**facts, **prompt, **changes}), secrets)).decode()
@@ -277,11 +277,11 @@ def read(params: dict[str, Any], listeners: Any = (), secrets: Secrets | None = 
 
 
 def test_a_signed_source_may_be_dialled_and_an_unsigned_one_only_where_it_is_allowed() -> None:
-    assert read({"source": told(SECRETS)}, secrets=SECRETS).listener == LISTENS
-    assert read({"source": told()}) == "PD-META-030"
-    assert read({"source": told()}, ["10.0.0.1:5601", "10.0.0.2"]) == "PD-META-030"
+    assert read({"source": sealed(SECRETS)}, secrets=SECRETS).listener == LISTENS
+    assert read({"source": sealed()}) == "PD-META-030"
+    assert read({"source": sealed()}, ["10.0.0.1:5601", "10.0.0.2"]) == "PD-META-030"
     for allowed in ("10.0.0.1", "10.0.0.1:5600"):
-        assert read({"source": told()}, [allowed]).source == SourceId("p", 1, "u")
+        assert read({"source": sealed()}, [allowed]).source == SourceId("p", 1, "u")
 
 
 @pytest.mark.parametrize("garbage", [7, True, [], {}, "", "not base64!", "\ud800", "AAAA", "A" * 10_000], ids=repr)
@@ -290,11 +290,11 @@ def test_a_source_that_is_none_is_refused_with_a_code(garbage: Any) -> None:
 
 
 def test_a_source_of_another_prompt_version_or_secret_is_refused() -> None:
-    assert read({"source": told(SECRETS, prompt_hash="another")}, secrets=SECRETS) == "PD-META-005"
-    assert read({"source": told(SECRETS, version=9)}, secrets=SECRETS) == "PD-CTRL-003"
-    assert read({"source": told(SECRETS, needs=("magic",))}, secrets=SECRETS) == "PD-CTRL-004"
-    assert read({"source": told()}, secrets=SECRETS) == "PD-SEC-003"
-    assert read({"source": told(SECRETS)}) == "PD-SEC-003"
+    assert read({"source": sealed(SECRETS, prompt_hash="another")}, secrets=SECRETS) == "PD-META-005"
+    assert read({"source": sealed(SECRETS, version=9)}, secrets=SECRETS) == "PD-CTRL-003"
+    assert read({"source": sealed(SECRETS, needs=("magic",))}, secrets=SECRETS) == "PD-CTRL-004"
+    assert read({"source": sealed()}, secrets=SECRETS) == "PD-SEC-003"
+    assert read({"source": sealed(SECRETS)}) == "PD-SEC-003"
 
 
 def test_a_source_is_no_reservation_and_no_reservation_a_source() -> None:
@@ -302,8 +302,8 @@ def test_a_source_is_no_reservation_and_no_reservation_a_source() -> None:
     from vllm_ascend_pd.protocol.auth import unseal
 
     with pytest.raises(RemoteProtocolError, match="PD-SEC-003"):
-        unseal(base64.b64decode(told(SECRETS)), SECRETS)
-    assert unseal_source(base64.b64decode(told(SECRETS)), SECRETS).listens == LISTENS
+        unseal(base64.b64decode(sealed(SECRETS)), SECRETS)
+    assert unseal_source(base64.b64decode(sealed(SECRETS)), SECRETS).listens == LISTENS
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def test_names_are_those_of_the_router_with_the_place_of_the_prompt() -> None:
 def test_a_forged_request_is_prefilled_locally_and_calls_nobody(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     with pair() as both:
-        asked = request(D_ID, {"do_remote_prefill": True, "source": told()})
+        asked = request(D_ID, {"do_remote_prefill": True, "source": sealed()})
         assert both.d.wanted(asked, 4) == both.d.wanted(asked, 4) == 0
         assert caplog.text.count("PD-META-030") == 1, "said once, however long it waits"
         assert both.d.finished(D_ID) is None

@@ -94,8 +94,8 @@ SERIAL = (
 each_serial = pytest.mark.parametrize("shape", SERIAL, ids=lambda shape: shape.router)
 
 
-def as_json(told: Any) -> Any:
-    return json.loads(json.dumps(told))
+def as_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
 
 
 def prefilled(both: Pair, params: Any, name: str) -> tuple[bool, Answer | None]:
@@ -161,8 +161,8 @@ def site() -> Any:
 @pytest.mark.parametrize("first", ["P", "D"])
 def test_llm_d_s_sidecar_sends_both_at_once_under_a_name_of_its_own(site: Bootstrapped, first: str) -> None:
     """It takes every rank of the bootstrap's answer that has an id; a client's X-Request-Id is not its transfer id."""
-    told = site.ask().json()
-    ids = {rank: entry["engine_id"] for rank, entry in told.items() if isinstance(entry.get("engine_id"), str)}
+    answer = site.ask().json()
+    ids = {rank: entry["engine_id"] for rank, entry in answer.items() if isinstance(entry.get("engine_id"), str)}
     assert list(ids) == ["0"], "the rank that it asks for by X-data-parallel-rank"
     to_p, to_d = legs(site, ids["0"])
     of_p, of_d = "chatcmpl-b7f2-aaaaaaaa", "chatcmpl-19ce-bbbbbbbb"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/compare_ascend.py: the table has a column for each connector that ran, and a line for whatever one of them told."""
+"""tools/compare_ascend.py: the table has a column for each connector that ran, and a line for what one of them gave."""
 
 from __future__ import annotations
 

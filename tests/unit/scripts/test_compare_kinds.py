@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from tools import compare_kinds
-from tools.compare_kinds import CASES, CONNECTORS, MARKS, refusal, table, told
+from tools.compare_kinds import CASES, CONNECTORS, MARKS, one_line, refusal, table
 from tools.support.process import ProcessDied
 
 ONE, OTHER, THIRD = list(CASES)[:3]
@@ -36,7 +36,7 @@ def test_the_page_has_a_line_for_each_kind_and_a_commit_in_each() -> None:
 
 
 def test_an_error_does_not_break_the_table() -> None:
-    assert told("one | two\n  three") == "one / two three"
+    assert one_line("one | two\n  three") == "one / two three"
 
 
 def test_the_reason_of_a_refused_start_is_the_first_exception_of_its_log(tmp_path: Path) -> None:

@@ -64,9 +64,9 @@ SHARED = transfer(P, metaserver_urls=["http://127.0.0.1:8000"])  # P's, and equa
 
 
 def line(role: str, *flags: str, connector: dict[str, Any] | None = None, eager: bool = True) -> list[str]:
-    told = json.dumps(connector or transfer(role))
+    config = json.dumps(connector or transfer(role))
     graphs = ["--enforce-eager"] if eager and role == P else []
-    return ["--port", "$SERVER_PORT", *graphs, *flags, "--kv-transfer-config", told]
+    return ["--port", "$SERVER_PORT", *graphs, *flags, "--kv-transfer-config", config]
 
 
 def written(p: list[str], d: list[str], model: str = "me/gqa") -> str:
@@ -83,7 +83,7 @@ def judged(p: list[str] | None = None, d: list[str] | None = None, model: str = 
     return field.verdict("nightly/x", written(p or line(P), d or line(D), model), KNOWN)
 
 
-def told(verdict: field.Verdict, side: str) -> list[str]:
+def reasons(verdict: field.Verdict, side: str) -> list[str]:
     return [field_page.words(refused) for refused in verdict.refusals(side)]
 
 
@@ -143,7 +143,7 @@ def test_what_admission_reads_is_what_vllms_own_configuration_says() -> None:
         (["--compilation_config", '{"cudagraph_mode": "FULL_DECODE_ONLY"}'], "PIECEWISE"),
         (["--compilation-config", '{"cudagraph_capture_sizes": [1]}', "-O1"], "PIECEWISE"),
     ],
-    ids=["nothing told", "eager", "told", "another level"],
+    ids=["nothing configured", "eager", "configured", "another level"],
 )
 def test_the_graph_mode_is_the_one_that_vllm_settles_on(flags: list[str], mode: str) -> None:
     words = ["--kv-transfer-config", json.dumps(field.replaced(transfer(P), "/s")[0]), *flags]
@@ -270,7 +270,7 @@ def test_all_that_is_refused_is_told_and_first_what_an_engine_says(
     given: dict[str, Any], p: list[str], d: list[str]
 ) -> None:
     verdict = judged(**given)
-    assert (told(verdict, "P"), told(verdict, "D")) == (p, d)
+    assert (reasons(verdict, "P"), reasons(verdict, "D")) == (p, d)
     assert (verdict.starts("P"), verdict.starts("D"), verdict.both) == (not p, not d, not (p or d))
 
 
@@ -295,7 +295,7 @@ def test_the_environment_of_who_runs_it_does_not_count(monkeypatch: pytest.Monke
     assert judged().both
     text = written(line(P), line(D)).replace("SERVER_PORT: 8080", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION: '1'", 1)
     verdict = field.verdict("x", text.replace("$SERVER_PORT", "1"), KNOWN)
-    assert told(verdict, "P") == ["PD-CONF-005 VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"] and verdict.starts("D")
+    assert reasons(verdict, "P") == ["PD-CONF-005 VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"] and verdict.starts("D")
 
 
 def test_a_model_or_a_draft_without_an_entry_is_an_error_and_not_a_start() -> None:

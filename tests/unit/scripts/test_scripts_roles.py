@@ -318,9 +318,9 @@ def test_the_metaserver_scripts_defaults_are_those_that_its_settings_declare():
     settings = settings_of(parser().parse_args(dry("metaserver").words))
     assert settings == Settings(prefill=("http://127.0.0.1:8001",), decode=("http://127.0.0.1:8002",))
     flags = {flag.name: flag for flag in FLAGS.values()}
-    told = {name: default for name, default in defaults_of("metaserver") if f"--{name}" in flags}
-    assert told.keys() == {"host", "port", "prefill", "decode"}
-    assert told["host"] == flags["--host"].default and told["port"] == str(flags["--port"].default)
+    defaults = {name: default for name, default in defaults_of("metaserver") if f"--{name}" in flags}
+    assert defaults.keys() == {"host", "port", "prefill", "decode"}
+    assert defaults["host"] == flags["--host"].default and defaults["port"] == str(flags["--port"].default)
 
 
 def defaults_of(role):

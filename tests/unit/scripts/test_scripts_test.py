@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/test.sh: which tests each of its tiers selects, told by an interpreter that prints its arguments."""
+"""scripts/test.sh: which tests each of its tiers selects, shown by an interpreter that prints its arguments."""
 
 from __future__ import annotations
 

@@ -61,10 +61,10 @@ def test_a_run_past_its_deadline_is_ended_and_counts_as_failed(tmp_path: Path) -
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_run_and_the_busy_processes(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    told = tmp_path / "pid"
-    os.mkfifo(told)
-    run = start(tmp_path / "out", "--runs", "1", "--busy", "2", "--", "sh", "-c", f"echo $$ >{told}; exec sleep 1000")
-    pid = told.read_text().strip()  # the run has begun
+    pipe = tmp_path / "pid"
+    os.mkfifo(pipe)
+    run = start(tmp_path / "out", "--runs", "1", "--busy", "2", "--", "sh", "-c", f"echo $$ >{pipe}; exec sleep 1000")
+    pid = pipe.read_text().strip()  # the run has begun
     run.send_signal(number)
     said, _ = run.communicate(timeout=DEADLINE)
     assert run.returncode == code, said

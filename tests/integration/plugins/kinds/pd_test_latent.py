@@ -64,9 +64,11 @@ class Builder(AttentionMetadataBuilder[Batch]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Batch:
-        told = common_attn_metadata
-        starts = told.query_start_loc.tolist()
-        return Batch(told.slot_mapping[: starts[-1]].long(), told.block_table_tensor, starts, told.seq_lens.tolist())
+        common = common_attn_metadata
+        starts = common.query_start_loc.tolist()
+        return Batch(
+            common.slot_mapping[: starts[-1]].long(), common.block_table_tensor, starts, common.seq_lens.tolist()
+        )
 
 
 class Backend(AttentionBackend):

@@ -31,8 +31,8 @@ class AscendMLAAttentionSpec(MLAAttentionSpec):
 
 class TupleConnector(AscendPushConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
-        told = None if kv_cache_config is None else as_on_npu(kv_cache_config)
-        super().__init__(vllm_config, role, told)
+        config = None if kv_cache_config is None else as_on_npu(kv_cache_config)
+        super().__init__(vllm_config, role, config)
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         (group,) = self._kv_cache_config.kv_cache_groups
