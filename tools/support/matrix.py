@@ -86,6 +86,11 @@ REFUSED = {
     "both roles in one engine (`kv_both`) behind our metaserver": "refused (PD-CONF-005): two engines full of each other's reservations would wait "
     "for each other's prefills ([routers.md](routers.md#both-roles-in-one-engine))",
     "both roles in one engine beside vllm-ascend, vLLM before 0.32, the ascend transport, pipelines, data or context parallelism, drafts, windows, states, or a MultiConnector": "refused (PD-CONF-005): not tried",
+    "a layer's cache on one rank alone (KVPP of a later vllm-ascend)": "plans know such layers; what workers would report of memory that they do not "
+    "have is not built, because no engine here has it ([decisions.md](decisions.md#context-parallelism-ranks-that-divide-the-tokens))",
+    "vLLM's `test_kv_load_failure_recovery`, `test_invalid_blocks_correctness`, `test_error_propagation` and `test_output_aggregator`": "they show "
+    "nothing of a connector: the first three put a mock in its place, the last has vLLM's aggregator alone. Failed loads with this connector are in the "
+    "first row, its workers' reports through that aggregator in the row MLA, TP 4→2",
     "vLLM's second model runner": 'vLLM 0.32 does not start with it on a CPU: "Model Runner V2 requires Triton"',
     "sound (multimodal)": "its hash is part of a prompt's identity, as a picture's; no model was run",
     "vLLM 0.34 and later": "not run",
