@@ -19,7 +19,7 @@ from tools.support.engine import Engine
 from tools.support.models import ROOT, ensure
 from tools.support.spec import EngineSpec
 
-pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,9 @@ def package_of(engine: Engine) -> Path:
     return Path(done.stdout.split()[-1]).parents[1]
 
 
-@pytest.mark.parametrize("older", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    "older", [pytest.param("prefill", marks=pytest.mark.ci), pytest.param("decode", marks=pytest.mark.slow)]
+)
 def test_an_earlier_package_beside_todays(
     older: str,
     earlier: Path,

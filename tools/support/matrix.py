@@ -60,7 +60,7 @@ ROWS = (
     Row("groups-0.23", "sliding windows and recurrent states under vLLM 0.23", _file("releases_groups"), f"{ONE}; by gap in bfloat16", "0.23.0", "none"),
     Row("lifecycle", "vLLM's own tests of a connector's life cycle, with this one in NIXL's place", _file("vllm_lifecycle"), "their assertions", "0.32.0, 0.33.0", "none"),
     Row("around", "vLLM's own tests of the handshake across stages, of MultiConnector, and of the scheduler beside a connector, with this one in them", _file("vllm_around"), "their assertions", "0.32.0, 0.33.0", "none"),
-    Row("rollout", "an earlier state of this package on P or on D", _file("rollout"), ci="none"),
+    Row("rollout", "an earlier state of this package on P or on D", _file("rollout")),
     Row("previous", "the same without engines: each reads what the other writes", ("tests/unit/releases/test_previous.py",), "every message", "–", "all"),
     Row("vllm-ascend", "vllm-ascend 0.23.0.post1 on a CANN in host memory: GQA, MHA, MQA, MLA; pipelines, graphs, the recompute scheduler", (PAIRS, "-k", "(gqa or mha or mqa or mla) and not dcp and not pcp and not multi"), ASCEND, "0.23.0"),
     Row("vllm-ascend-experts", "the same with experts apart, data parallelism, MTP, Eagle3", (PAIRS, "-k", "(moe or mtp or eagle3) and not qwen3next and not dsa"), ASCEND, "0.23.0", "none"),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -167,3 +168,12 @@ def collected() -> Callable[[], set[str]]:
         return {str(path.relative_to(ROOT)) for path in files if path.name != Path(__file__).name}
 
     return find
+
+
+def test_the_workflow_waits_for_all_steps() -> None:
+    from tools import npu_selfcheck
+
+    workflow = (ROOT / ".github" / "workflows" / "npu.yml").read_text()
+    (minutes,) = re.findall(r"timeout-minutes: (\d+)", workflow)
+    steps = npu_selfcheck.steps("python", Path("out"), given=False)
+    assert 60 * int(minutes) > sum(step.timeout_s for step in steps)
