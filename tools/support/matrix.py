@@ -39,6 +39,7 @@ ROWS = (
     Row("one-head", "MQA TP 2→1, 1→2; MLA 1→1, 1→2, 2→1", _file("one_head"), ci="all"),
     Row("pp", "pipelines on P, on D, on both, cut unequally; TP beside them", _file("stages")),
     Row("dp-ep", "data parallelism with expert parallelism, internal, hybrid and external", _file("ranks")),
+    Row("hosts", "a D whose ranks are on two hosts: network namespaces of one machine, each with a loopback of its own", _file("hosts"), ci="none"),
     Row("drafts", "draft models: MTP, also beside states, Eagle, Eagle3, DFlash, a model, ngram", _file("drafts")),
     Row("indexer", "sparse indexers, unlike layers, int8 with scales", _file("kinds")),
     Row("windows", "sliding windows, several groups", _file("windows")),
