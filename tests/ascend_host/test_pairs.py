@@ -165,7 +165,7 @@ def drafts(engines: Engines, pair: Pair) -> None:
     and a padded step of one token in the other. Where P's drafter does not get the prompt's last token, half differ.
     """
     (d,) = pair.decode
-    prompts = [fresh_prompt(20 + 17 * i, RECIPES[engines.model].vocab) for i in range(24)]
+    prompts = [fresh_prompt(20 + 9 * i, RECIPES[engines.model].vocab) for i in range(48)]
     found: list[list[Drafted]] = []
     for url in (d.url, pair.front.url):
         found.append([])
@@ -292,7 +292,10 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("moe 1to1 dp 2to2", "moe", p=Side(dp=2), d=Side(dp=2), flags=EXPERTS), FEWER),
     (Engines("moe 2to1 dp 1to2", "moe", p=Side(2), d=Side(dp=2), flags=EXPERTS), FEWER),
     (Engines("moe 1to1 dp 1to2 a server each", "moe", d=Side(dp=2, servers=2), flags=EXPERTS), FEWER),
-    (Engines("mtp 1to1", "mtp", dtype="bfloat16", draft={"method": "mtp", "num_speculative_tokens": 1}), FEWER),
+    (Engines("mla 2to1", "mla", p=Side(2, late_us=LATE), dtype="bfloat16"), FEWER),
+    (Engines("mla 1to2", "mla", d=Side(2), dtype="bfloat16"), FEWER),
+    (Engines("mtp 1to1", "mtp", p=Side(drafts=1, late_us=LATE), dtype="bfloat16", draft=MTP3), (*FEWER, drafts)),
+    (Engines("mtp 2to1", "mtp", p=Side(2), d=Side(drafts=1), dtype="bfloat16", draft=MTP3), (*FEWER, drafts)),
     (Engines("eagle3 2to1", "spec", p=Side(2), draft=EAGLE3), FEWER),
     (Engines("mqa dcp 2to1", "mqa", p=Side(2, dcp=2)), FEWER),
     (Engines("mqa 1to2 dcp", "mqa", d=Side(2, dcp=2)), FEWER),
@@ -304,6 +307,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("qwen3next 1to1", "qwen3next", p=Side(late_us=LATE), dtype="bfloat16"), (one_token, *FEWER, blocks)),
     # In bfloat16 sums over two ranks change which experts a token gets, and with them the tokens.
     (Engines("qwen3next 2to1", "qwen3next", p=Side(2)), (*FEWER, blocks)),
+    (Engines("qwen3next 1to2", "qwen3next", d=Side(2)), (*FEWER, blocks)),
     (Engines("qwen3next 1to1 cached", "qwen3next", dtype="bfloat16", flags=CACHED), (*FEWER, blocks, state_prefixes)),
     (
         Engines("qwen3next 1to1 mtp", "qwen3next-mtp", p=Side(drafts=1, late_us=LATE), draft=MTP3),
@@ -329,6 +333,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     ),
     (Engines("dsa 1to1", "dsv32", p=Side(late_us=LATE), dtype="bfloat16", max_len=LONG), (*ALL, chosen)),
     (Engines("dsa 2to1", "dsv32", p=Side(2, late_us=LATE), dtype="bfloat16", max_len=LONG), (*ALL, chosen)),
+    (Engines("dsa 1to2", "dsv32", d=Side(2), dtype="bfloat16", max_len=LONG), (*FEWER, chosen)),
     (
         Engines("dsa 1to1 mtp", "dsv32-mtp", dtype="bfloat16", flags=ROOM, draft=MTP3, max_len=LONG),
         (*FEWER, chosen, drafts),
@@ -336,6 +341,10 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (
         Engines("dsa 1to1 int8", "dsv32", p=Side(late_us=LATE), dtype="bfloat16", flags=C8, max_len=LONG),
         (*FEWER, chosen),
+    ),
+    (
+        Engines("dsa 1to1 int8 mtp", "dsv32-mtp", dtype="bfloat16", flags=(*C8, *ROOM), draft=MTP3, max_len=LONG),
+        (*FEWER, chosen, drafts),
     ),
     # GLM-5: layers with an indexer of their own beside one that uses another's choice, and another rotation of keys.
     (Engines("dsa 1to1 glm", "glm5", p=Side(late_us=LATE), dtype="bfloat16", max_len=LONG), (*ALL, chosen)),
