@@ -3,7 +3,7 @@
 
 Each row is a pytest run of its own with a record in out/matrix, so that an interrupted run can continue: without names
 all rows run that have no good record of this commit. A row without a record of this commit keeps its result on the
-page.
+page. The minutes of what CI runs of a row have records of their own (--in-ci).
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from tools.support.pages import Marks
 PAGE = ROOT / "docs" / "matrix.md"
 MARKS = Marks.of("scripts/matrix.sh")
 IN_ENGLISH, IN_CHINESE = ("combination", "direct", "regrouped"), ("组合", "直接推送", "重组后推送")
-HEAD = ("mode", "vLLM", "how", "result", "answers, tokens compared (at least)", "minutes", "in CI", "commit")
+HEAD = ("mode", "vLLM", "how", "result", "answers, tokens compared (at least)", "minutes", "in CI, minutes there", "commit")
 DEADLINE_S = 7200.0
+ALL, IN_CI = "", "not slow"  # marks of tests
 _TOKENS = re.compile(r": (\d+) answers, (\d+) tokens compared")
 
 
@@ -56,22 +57,27 @@ def read(row: Row, output: str, code: int, seconds: float, at: str) -> Result:
     return Result(row.name, words, good, answers, tokens, round(seconds / 60, 1), at)
 
 
-def run(row: Row, folder: Path, at: str) -> Result:
-    """Run one row to its end; its output is kept beside its record."""
+def run(row: Row, folder: Path, at: str, marked: str = ALL) -> Result:
+    """Run one row to its end, or what CI runs of it; its output is kept beside its record."""
     begun = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    log = folder / f"{row.name}.log"
-    code = pytest_run(("-m", "", *row.tests), log, DEADLINE_S)
+    record = _record(row, folder, marked)
+    log = record.with_suffix(".log")
+    code = pytest_run(("-m", marked, *row.tests), log, DEADLINE_S)
     output = log.read_text(errors="replace")
     result = read(row, output, code, time.monotonic() - begun, at)
-    (folder / f"{row.name}.json").write_text(json.dumps(asdict(result), indent=1))
+    record.write_text(json.dumps(asdict(result), indent=1))
     return result
 
 
-def recorded(row: Row, folder: Path, at: str) -> Result | None:
+def _record(row: Row, folder: Path, marked: str) -> Path:
+    return folder / (f"{row.name}.json" if marked == ALL else f"{row.name}-ci.json")
+
+
+def recorded(row: Row, folder: Path, at: str, marked: str = ALL) -> Result | None:
     """Return the row's recorded result on this commit."""
     try:
-        result = Result(**json.loads((folder / f"{row.name}.json").read_text()))
+        result = Result(**json.loads(_record(row, folder, marked).read_text()))
     except (OSError, ValueError, TypeError):
         return None
     return result if result.commit == at else None
@@ -86,6 +92,16 @@ def cells(row: Row, result: Result | None) -> list[str]:
     return [row.mode, row.vllm, row.how, shown[0], shown[1], shown[2], row.ci, shown[3]]
 
 
+def share(row: Row, folder: Path, at: str, before: list[str]) -> str:
+    """Return which of a row's tests CI runs, and their minutes where they are not all."""
+    if row.ci != "one":
+        return row.ci
+    result = recorded(row, folder, at, IN_CI)
+    if result is not None and result.good:
+        return f"one, {result.minutes:g}"
+    return before[6] if before and before[6].startswith("one") else "one"
+
+
 def known(page: str) -> dict[str, list[str]]:
     """Return the page's lines by mode."""
     lines = (line.strip().strip("|").split(" | ") for line in page.splitlines() if line.startswith("| "))
@@ -98,9 +114,10 @@ def table(page: str, folder: Path, at: str) -> str:
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     for row in ROWS:
         result = recorded(row, folder, at)
-        line = cells(row, result)
-        if result is None and row.mode in before:
-            line = [row.mode, row.vllm, row.how, *before[row.mode][3:6], row.ci, before[row.mode][7]]
+        line, old = cells(row, result), before.get(row.mode, [])
+        if result is None and old:
+            line[3:] = old[3:]
+        line[6] = share(row, folder, at, old)
         lines.append("| " + " | ".join(line) + " |")
     lines += ["", "| not run, or refused | why |", "|---|---|"]
     lines += [f"| {mode} | {why} |" for mode, why in REFUSED.items()]
@@ -131,6 +148,9 @@ def main() -> int:
         prog="scripts/matrix.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("row", nargs="*", help="run only these, even if they were good; default: all")
+    parser.add_argument(
+        "--in-ci", action="store_true", help="run what CI runs of the rows of which it runs one test or some"
+    )
     parser.add_argument("--list", action="store_true", help="print the rows and their records on this commit")
     parser.add_argument(
         "--write",
@@ -152,13 +172,15 @@ def main() -> int:
             result = recorded(row, args.out, at)
             print(f"{row.name:24} {row.mode[:60]:60} {result.words if result is not None else 'has not run here'}")
         return 0
-    bad = 0
+    bad, marked = 0, IN_CI if args.in_ci else ALL
     for row in [by_name[name] for name in args.row] or ROWS:
-        result = recorded(row, args.out, at)
+        if args.in_ci and row.ci != "one":
+            continue
+        result = recorded(row, args.out, at, marked)
         if not args.row and result is not None and result.good:
             continue
         print(f"{row.name} … ", end="", flush=True)
-        result = run(row, args.out, at)
+        result = run(row, args.out, at, marked)
         bad += not result.good
         print(f"{result.words}, {result.minutes:g} min", flush=True)
     return 1 if bad else 0
