@@ -24,7 +24,16 @@ from tools.support.pages import Marks
 PAGE = ROOT / "docs" / "matrix.md"
 MARKS = Marks.of("scripts/matrix.sh")
 IN_ENGLISH, IN_CHINESE = ("combination", "direct", "regrouped"), ("组合", "直接推送", "重组后推送")
-HEAD = ("mode", "vLLM", "how", "result", "answers, tokens compared (at least)", "minutes", "in CI, minutes there", "commit")
+HEAD = (
+    "mode",
+    "vLLM",
+    "how",
+    "result",
+    "answers, tokens compared (at least)",
+    "minutes",
+    "in CI, minutes there",
+    "commit",
+)
 DEADLINE_S = 7200.0
 ALL, IN_CI = "", "not slow"  # marks of tests
 _TOKENS = re.compile(r": (\d+) answers, (\d+) tokens compared")

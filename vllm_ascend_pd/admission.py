@@ -106,7 +106,7 @@ def _both_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
         yield _refused(f"{BOTH} behind the metaserver", _ONE_ROLE)
     if not push.meet.hold_sources:
         yield _refused(
-            f"{BOTH} without hold_sources", "Set hold_sources: how many prompts P holds for who fetches them."
+            f"{BOTH} without hold_sources", "Set hold_sources: how many prompts P holds until a D has fetched them."
         )
 
 

@@ -258,7 +258,7 @@ _FAMILIES = {
     "GEO": "Geometry: the two engines' caches do not fit each other",
     "WIRE": "Wire: the transfer engine and what it is given",
     "CTRL": "Control: the side channel between P and D",
-    "SEC": "Security: secrets, tokens and who gets in",
+    "SEC": "Security: secrets, tokens and access",
     "META": "Metaserver: reservations and the two HTTP legs",
     "OPS": "Ops: the compiled extension",
     "XFER": "Transfers: one request's KV did not come",

@@ -290,6 +290,15 @@ def fractal_caches_of_decode_look_plain() -> None:
 
 
 @asked
+def a_worker_has_its_ranks_device_before_the_connector_comes() -> None:
+    """Our threads get the device that is current where the caches are registered (device/npu.py)."""
+    source = inspect.getsource(NPUWorker._init_device)
+    device = source.index('torch.device(f"npu:{self.local_rank}")')
+    assert device < source.index("torch.npu.set_device(device)")
+    assert "set_device" not in inspect.getsource(NPUWorker.initialize_from_config)
+
+
+@asked
 def layers_without_a_name() -> None:
     """GDN layers call `save_kv_layer` without name and tensor.
 

@@ -33,6 +33,7 @@ EXPERTS = ("--enable-expert-parallel",)
 ONE_AT_A_TIME = ("--no-async-scheduling",)
 RECOMPUTES = ("--additional-config", '{"recompute_scheduler_enable": true}')
 EAGLE3 = {"method": "eagle3", "model": "spec-eagle3", "num_speculative_tokens": 2}
+DFLASH = {"method": "dflash", "model": "mla-dflash", "num_speculative_tokens": 3}
 MTP3 = {"method": "mtp", "num_speculative_tokens": 3}
 CACHED = ("--enable-prefix-caching",)  # states are kept at the ends of blocks then
 FULL = "FULL_DECODE_ONLY"
@@ -297,6 +298,22 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("mtp 1to1", "mtp", p=Side(drafts=1, late_us=LATE), dtype="bfloat16", draft=MTP3), (*FEWER, drafts)),
     (Engines("mtp 2to1", "mtp", p=Side(2), d=Side(drafts=1), dtype="bfloat16", draft=MTP3), (*FEWER, drafts)),
     (Engines("eagle3 2to1", "spec", p=Side(2), draft=EAGLE3), FEWER),
+    # Kimi: heads beside a latent. The draft's attention is random, so a right draft would say nothing.
+    (
+        Engines(
+            "eagle3 beside latents 2to1",
+            "mla",
+            p=Side(2, drafts=1),
+            dtype="bfloat16",
+            draft={**EAGLE3, "model": "mla-eagle3"},
+        ),
+        FEWER,
+    ),
+    (
+        Engines("dflash 1to1", "spec-flash", p=Side(drafts=1), draft={**DFLASH, "model": "spec-flash-dflash"}),
+        (*FEWER, drafts),
+    ),
+    (Engines("dflash beside latents 2to1", "mla", p=Side(2), dtype="bfloat16", draft=DFLASH), FEWER),
     (Engines("mqa dcp 2to1", "mqa", p=Side(2, dcp=2)), FEWER),
     (Engines("mqa 1to2 dcp", "mqa", d=Side(2, dcp=2)), FEWER),
     (Engines("mqa dcp 4to2", "mqa", p=Side(4, dcp=4), d=Side(2, dcp=2)), FEWER),

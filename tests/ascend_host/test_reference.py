@@ -10,6 +10,7 @@ import importlib
 import math
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -736,6 +737,51 @@ def test_batch_memcpy() -> None:
     at = [torch.tensor([rows[i].data_ptr() for i in each]) for each in ((3, 4), (0, 2))]
     kernels.batch_memcpy((2,), *at, torch.tensor([7 * 4, 2 * 4]), BLOCK_SIZE=8192)
     assert torch.equal(rows, wanted)
+
+
+@MANY
+@given(seeds, st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=3))
+def test_copy_and_expand_dflash_inputs(seed: int, requests: list[tuple[int, int, int]]) -> None:
+    """Each query is at the position behind the accepted tokens, and in the slot of that position.
+
+    A request has tokens before the step, tokens in it, and those of them that were rejected.
+    """
+    size, drafts, mask, room = 4, 3, 500, 40
+    table = torch.randperm(100, generator=torch.Generator().manual_seed(seed))[: 10 * len(requests)]
+    table = table.view(len(requests), 10).to(torch.int32)
+    rejected = [min(less, count - 1) for _, count, less in requests]
+    at = [list(range(before, before + count)) for before, count, _ in requests]
+
+    def slots(row: int, positions: list[int]) -> list[int]:
+        return [int(table[row, place // size]) * size + place % size for place in positions]
+
+    given = {
+        "next_token_ids_ptr": [100 + row for row in range(len(requests))],
+        "target_positions_ptr": list(chain(*at)),
+        "context_slot_mapping_ptr": [place for row, each in enumerate(at) for place in slots(row, each)],
+        "query_start_loc_ptr": [sum(map(len, at[:row])) for row in range(len(requests) + 1)],
+        "seq_lens_ptr": [each[-1] + 1 for each in at],
+        "num_rejected_tokens_ptr": rejected,
+    }
+    names = ("input_ids", "context_positions", "query_positions", "context_slot_mapping", "query_slot_mapping")
+    outs = {f"out_{name}_ptr": torch.full((room,), -1, dtype=torch.int32) for name in (*names, "token_indices")}
+    kernels.lay_out_queries(
+        (1,), **{name: torch.tensor(value, dtype=torch.int32) for name, value in given.items()}, **outs,
+        block_table_ptr=table, block_table_stride=10, parallel_drafting_token_id=mask, block_size=size,
+        num_query_per_req=drafts + 1, num_speculative_tokens=drafts, total_input_tokens=sum(map(len, at)),
+        batch_size=len(requests), HAS_NUM_REJECTED=any(rejected),
+    )  # fmt: skip
+    wanted = [[each[-1] + 1 - rejected[row] + ahead for ahead in range(drafts + 1)] for row, each in enumerate(at)]
+    expected = {
+        "input_ids": [mask if n else 100 + row for row in range(len(requests)) for n in range(drafts + 1)],
+        "context_positions": list(chain(*at)),
+        "query_positions": list(chain(*wanted)),
+        "context_slot_mapping": given["context_slot_mapping_ptr"],
+        "query_slot_mapping": [place for row, each in enumerate(wanted) for place in slots(row, each)],
+        "token_indices": [row * (drafts + 1) + 1 + n for row in range(len(requests)) for n in range(drafts)],
+    }
+    for name, values in expected.items():
+        assert outs[f"out_{name}_ptr"].tolist() == values + [-1] * (room - len(values)), name
 
 
 BLOCK_END = st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 3))

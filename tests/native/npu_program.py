@@ -479,6 +479,24 @@ def threads() -> str:
     return "ok"
 
 
+def devices() -> str:
+    """Check that a new thread gets the device of the model's thread: a rank's is the first one only for rank 0."""
+    seen = []
+    torch.npu.set_device(1)
+    device = NpuDevice()
+
+    def attach() -> None:
+        seen.append(torch.npu.current_device())
+        device.attach_thread()
+        seen.append(torch.npu.current_device())
+        seen.append(filled(8, "npu").device.index)
+
+    thread = threading.Thread(target=attach, name="writer")
+    thread.start()
+    thread.join(60)
+    return "ok" if seen == [0, 1, 1] else str(seen)
+
+
 def formats() -> str:
     """Check fractal formats, which cannot be cut at tokens, whatever their shape is.
 
@@ -548,6 +566,7 @@ SCENARIOS: dict[str, Callable[[], str]] = {
     "production 4 with own kernels": lambda: production(4, ((1, 16), (2, 4)), regroup_kernels="own", verify="full"),
     "decode": decode,
     "threads": threads,
+    "devices": devices,
     "formats": formats,
 }
 

@@ -3,7 +3,8 @@
 
 That layer decides nearly everything in the target. The draft sees the next token's embedding as its target does,
 attends over its own cache as the target's last layer does, and so mostly proposes the target's token. With a wrong or
-missing cache of the prompt it does not, which is what tests detect.
+missing cache of the prompt it does not, which is what tests detect. A draft with heads for a target with MLA is the
+exception: its attention is random, so that its drafts say nothing about its cache, whose bytes are compared instead.
 
 DFlash drafts all tokens in one pass, from their future positions: it sees none of the tokens before, only those in its
 cache. So its target's last layer has the same query for every token, and only the position differs.
@@ -20,6 +21,22 @@ EMBEDDING = 0.08  # root mean square of an embedding; a norm with this weight le
 OUTPUTS = ("o_proj", "out_proj", "down_proj")
 OTHER_LAYERS, LAST_LAYER = 0.0005, 4.0  # factors of what a layer adds to the residual stream
 MASK, SHARPLY = 3, 4.0  # DFlash's token for a position to draft; the factor of its target's queries
+LATENT = "self_attn.kv_a_proj_with_mqa.weight"  # of MLA
+OF_LLAMA = (
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "hidden_act",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "rms_norm_eps",
+    "rope_parameters",
+    "tie_word_embeddings",
+    "vocab_size",
+)
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
@@ -94,6 +111,8 @@ def write(family: str, kv_heads: int, target: Path, directory: Path) -> None:
     weights, config = _read(target)
     last = f"model.layers.{config['num_hidden_layers'] - 1}."
     layer = {name.removeprefix(last): weight for name, weight in weights.items() if name.startswith(last)}
+    if LATENT in layer:
+        layer, config = _with_heads(layer, config)
     for name in ("k_proj", "v_proj"):
         weight = layer[f"self_attn.{name}.weight"].unflatten(0, (config["num_key_value_heads"], -1))
         more = weight.repeat_interleave(kv_heads // config["num_key_value_heads"], dim=0)
@@ -101,6 +120,19 @@ def write(family: str, kv_heads: int, target: Path, directory: Path) -> None:
     config = {**config, "num_key_value_heads": kv_heads}
     made = {"eagle": _eagle, "eagle3": _eagle3, "dflash": _dflash}[family](layer, weights, config)
     _store(directory, *made)
+
+
+def _with_heads(layer: dict[str, Any], config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Put attention with heads, at random, in place of a layer's MLA: the one cannot be made from the other."""
+    import torch
+
+    heads, hidden, random = config["num_attention_heads"], config["hidden_size"], torch.Generator().manual_seed(0)
+    own = {name: weight for name, weight in layer.items() if not name.startswith("self_attn.")}
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        own[f"self_attn.{name}.weight"] = EMBEDDING * torch.randn(hidden, hidden, generator=random)
+    kept = {name: config[name] for name in OF_LLAMA if name in config}
+    sizes = {"model_type": "llama", "num_key_value_heads": heads, "head_dim": hidden // heads}
+    return own, {**kept, **sizes}
 
 
 def _eagle(
@@ -152,7 +184,8 @@ def _dflash(
     import torch
 
     hidden, size = config["hidden_size"], config["head_dim"]
-    own = {f"layers.0.{name}": weight for name, weight in layer.items()}
+    norms = {f"self_attn.{name}.weight": torch.ones(size) for name in ("q_norm", "k_norm")}  # which llama has not
+    own = {f"layers.0.{name}": weight for name, weight in (norms | layer).items()}
     own["hidden_norm.weight"] = layer["input_layernorm.weight"]
     own["norm.weight"] = weights["model.norm.weight"]
     own["fc.weight"] = torch.eye(hidden)
@@ -166,6 +199,7 @@ def _dflash(
     own["lm_head.weight"] = weights["lm_head.weight"]
     flash = {"mask_token_id": MASK, "target_layer_ids": [config["num_hidden_layers"] - 2], "causal": True}
     more = {
+        "model_type": "qwen3",
         "num_hidden_layers": 1,
         "architectures": ["DFlashDraftModel"],
         "dflash_config": flash,

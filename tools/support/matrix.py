@@ -10,6 +10,7 @@ from tools.support.environments import NEWEST, RELEASES
 INTEGRATION = "tests/integration/test_"
 ONE = "tokens of one engine"
 PAIRS = "tests/ascend_host/test_pairs.py"
+FOUR_SETS = "no: four sets of engines are, in the row vllm-ascend"
 ASCEND = "tokens of one vllm-ascend engine; bytes"
 
 
@@ -19,7 +20,7 @@ class Row(NamedTuple):
     tests: tuple[str, ...]  # arguments of pytest
     how: str = ONE
     vllm: str = NEWEST
-    ci: str = "one"  # which of its tests: all, one (a representative), none
+    ci: str = "one"  # which of its tests: all, one (a representative), or none and the reason
 
 
 def _file(name: str, *words: str) -> tuple[str, ...]:
@@ -29,46 +30,52 @@ def _file(name: str, *words: str) -> tuple[str, ...]:
 def _release(release: str) -> Row:
     over = f" (its Python over {NEWEST}'s compiled parts)" if release > NEWEST else ""
     mode = f"vLLM {release}{over}: P and D, and either beside {NEWEST}"
-    return Row(f"vllm-{release}", mode, _file("releases_real", "-k", release), vllm=release, ci="none")
+    return Row(
+        f"vllm-{release}",
+        mode,
+        _file("releases_real", "-k", release),
+        vllm=release,
+        ci="no: an environment for each release",
+    )
 
 
 ROWS = (
     Row("tp", "GQA, TP 1→1 and 2→1: chunks, prefixes, preemption, aborts, failed loads", _file("gqa"), ci="all"),
-    Row("tp-wide", "GQA, TP 4→2, 2→4, 3→2, 2→3", _file("wide"), ci="none"),
-    Row("regroup", "the exchange between P's ranks, forced", _file("regroup"), ci="none"),
+    Row("tp-wide", "GQA, TP 4→2, 2→4, 3→2, 2→3", _file("wide"), ci="no: TP 2→1 is in the first row, plans of all sizes are in unit tests"),
+    Row("regroup", "the exchange between P's ranks, forced", _file("regroup"), ci="no: `gqa 2to1 regrouped` of the row vllm-ascend is"),
     Row("one-head", "MQA TP 2→1, 1→2; MLA 1→1, 1→2, 2→1", _file("one_head"), ci="all"),
     Row("pp", "pipelines on P, on D, on both, cut unequally; TP beside them", _file("stages")),
     Row("dp-ep", "data parallelism with expert parallelism, internal, hybrid and external", _file("ranks")),
-    Row("hosts", "a D whose ranks are on two hosts: network namespaces of one machine, each with a loopback of its own", _file("hosts"), ci="none"),
+    Row("hosts", "a D whose ranks are on two hosts: network namespaces of one machine, each with a loopback of its own", _file("hosts"), ci="no: not each machine allows network namespaces; addresses of ranks are in the row above"),
     Row("drafts", "draft models: MTP, also beside states, Eagle, Eagle3, DFlash, a model, ngram", _file("drafts")),
     Row("indexer", "sparse indexers, unlike layers, int8 with scales", _file("kinds")),
     Row("windows", "sliding windows, several groups", _file("windows")),
     Row("states", "recurrent states: Mamba-2, Gated DeltaNet", _file("states"), f"{ONE}; by gap in bfloat16"),
     Row("fp8", "fp8 caches", _file("quantised")),
-    Row("modes", "async scheduling, prefix caches, chunks that cut blocks, bfloat16, LoRA", _file("modes", "-k", "not UniProc and not priorities"), ci="none"),
-    Row("uniproc", "the one worker in the scheduler's process: UniProc, which vLLM chooses for TP 1 × PP 1 (on a CPU only with `VLLM_ENABLE_V1_MULTIPROCESSING=0`)", _file("modes", "-k", "UniProc"), ci="none"),
-    Row("priorities", "priority scheduling on P and D (`--scheduling-policy priority`): D preempts, and an urgent request overtakes loads", _file("modes", "-k", "priorities"), ci="none"),
-    Row("pictures", "pictures in a prompt (a small PaliGemma)", _file("pictures"), ci="none"),
-    Row("hot-blocks", "prefixes on P that the very step computes; a planted fault", _file("hot_blocks"), ci="none"),
+    Row("modes", "async scheduling, prefix caches, chunks that cut blocks, bfloat16, LoRA", _file("modes", "-k", "not UniProc and not priorities"), ci="no: chunks and prefixes are in the first row, both kinds of scheduling in the row vllm-ascend"),
+    Row("uniproc", "the one worker in the scheduler's process: UniProc, which vLLM chooses for TP 1 × PP 1 (on a CPU only with `VLLM_ENABLE_V1_MULTIPROCESSING=0`)", _file("modes", "-k", "UniProc"), ci="no: that worker's code is the same, vLLM calls it from another place"),
+    Row("priorities", "priority scheduling on P and D (`--scheduling-policy priority`): D preempts, and an urgent request overtakes loads", _file("modes", "-k", "priorities"), ci="no: D's preemption is in the first row"),
+    Row("pictures", "pictures in a prompt (a small PaliGemma)", _file("pictures"), ci="no: a picture's hash in a prompt's identity is in unit tests"),
+    Row("hot-blocks", "prefixes on P that the very step computes; a planted fault", _file("hot_blocks"), ci="no: the simulator has this rule and its fault"),
     Row("first-token", "P's first token: sampling, log-probabilities, penalties, grammars, stops, n", _file("first_token")),
     Row("orders", "P first, both at once: routers of others", _file("routers")),
     Row("both", "both roles in one engine", _file("both")),
     Row("multi", "behind a MultiConnector, beside other connectors", _file("beside")),
     Row("aggregator", "MLA, TP 4→2: vLLM's aggregator of four workers' reports, without a model", _file("aggregator"), "requests, blocks", ci="all"),
-    Row("ray", "workers of a Ray cluster (`--distributed-executor-backend ray`), TP 2→1", _file("ray"), ci="none"),
+    Row("ray", "workers of a Ray cluster (`--distributed-executor-backend ray`), TP 2→1", _file("ray"), ci="no: an environment of its own"),
     *map(_release, RELEASES),
-    Row("releases", "schedulers and hooks of vLLM 0.23, 0.26, 0.29, 0.31, 0.33, without a model", ("tests/unit/releases/test_releases.py",), "scenarios", "0.23.0–0.33.0", "none"),
-    Row("groups-0.23", "sliding windows and recurrent states under vLLM 0.23", _file("releases_groups"), f"{ONE}; by gap in bfloat16", "0.23.0", "none"),
-    Row("lifecycle", "vLLM's own tests of a connector's life cycle, with this one in NIXL's place", _file("vllm_lifecycle"), "their assertions", "0.32.0, 0.33.0", "none"),
-    Row("around", "vLLM's own tests of the handshake across stages, of MultiConnector, and of the scheduler beside a connector, with this one in them", _file("vllm_around"), "their assertions", "0.32.0, 0.33.0", "none"),
+    Row("releases", "schedulers and hooks of vLLM 0.23, 0.26, 0.29, 0.31, 0.33, without a model", ("tests/unit/releases/test_releases.py",), "scenarios", "0.23.0–0.33.0", "no: an environment for each release"),
+    Row("groups-0.23", "sliding windows and recurrent states under vLLM 0.23", _file("releases_groups"), f"{ONE}; by gap in bfloat16", "0.23.0", "no: an environment of its own; the row vllm-ascend is vLLM 0.23 too"),
+    Row("lifecycle", "vLLM's own tests of a connector's life cycle, with this one in NIXL's place", _file("vllm_lifecycle"), "their assertions", "0.32.0, 0.33.0", "no: vLLM's source distributions, and an environment for 0.33"),
+    Row("around", "vLLM's own tests of the handshake across stages, of MultiConnector, and of the scheduler beside a connector, with this one in them", _file("vllm_around"), "their assertions", "0.32.0, 0.33.0", "no: vLLM's source distributions, and an environment for 0.33"),
     Row("rollout", "an earlier state of this package on P or on D", _file("rollout")),
     Row("previous", "the same without engines: each reads what the other writes", ("tests/unit/releases/test_previous.py",), "every message", "–", "all"),
     Row("vllm-ascend", "vllm-ascend 0.23.0.post1 on a CANN in host memory: GQA, MHA, MQA, MLA; pipelines, graphs, the recompute scheduler", (PAIRS, "-k", "(gqa or mha or mqa or mla) and not dcp and not pcp and not multi"), ASCEND, "0.23.0"),
-    Row("vllm-ascend-experts", "the same with experts apart, data parallelism, MTP (P and D with other numbers of drafts), Eagle3", (PAIRS, "-k", "(moe or mtp or eagle3) and not qwen3next and not dsa"), ASCEND, "0.23.0", "none"),
-    Row("vllm-ascend-deltanet", "the same with recurrent states: Qwen3-Next 1→1, 2→1, 1→2, with MTP, with prefix caching", (PAIRS, "-k", "qwen3next"), ASCEND, "0.23.0", "none"),
-    Row("vllm-ascend-dsa", "the same with a sparse indexer: DeepSeek-V3.2 1→1, 2→1, 1→2, with MTP, in int8, both; GLM-5", (PAIRS, "-k", "dsa"), ASCEND, "0.23.0", "none"),
-    Row("vllm-ascend-dcp", "the same with context parallelism: DCP 1→2, 2→1, 4→2, PCP 2→DCP 2", (PAIRS, "-k", "dcp or pcp"), ASCEND, "0.23.0", "none"),
-    Row("vllm-ascend-multi", "the same behind AscendMultiConnector, beside RecomputeCPUOffloadConnector, which keeps on the host what D preempts: GQA 2→1", (PAIRS, "-k", "multi"), ASCEND, "0.23.0", "none"),
+    Row("vllm-ascend-experts", "the same with experts apart, data parallelism, MTP (P and D with other numbers of drafts), Eagle3 and DFlash, with MLA too", (PAIRS, "-k", "(moe or mtp or eagle3 or dflash) and not qwen3next and not dsa"), ASCEND, "0.23.0", FOUR_SETS),
+    Row("vllm-ascend-deltanet", "the same with recurrent states: Qwen3-Next 1→1, 2→1, 1→2, with MTP, with prefix caching", (PAIRS, "-k", "qwen3next"), ASCEND, "0.23.0", FOUR_SETS),
+    Row("vllm-ascend-dsa", "the same with a sparse indexer: DeepSeek-V3.2 1→1, 2→1, 1→2, with MTP, in int8, both; GLM-5", (PAIRS, "-k", "dsa"), ASCEND, "0.23.0", FOUR_SETS),
+    Row("vllm-ascend-dcp", "the same with context parallelism: DCP 1→2, 2→1, 4→2, PCP 2→DCP 2", (PAIRS, "-k", "dcp or pcp"), ASCEND, "0.23.0", FOUR_SETS),
+    Row("vllm-ascend-multi", "the same behind AscendMultiConnector, beside RecomputeCPUOffloadConnector, which keeps on the host what D preempts: GQA 2→1", (PAIRS, "-k", "multi"), ASCEND, "0.23.0", FOUR_SETS),
 )  # fmt: skip
 
 REFUSED = {
@@ -80,13 +87,15 @@ REFUSED = {
     "full graphs on P": "refused (PD-CONF-005): they would skip the layers' hooks. On D they stay",
     "ranks that come and go in a running engine (`--enable-elastic-ep`, `--enable-fault-tolerance`)": "refused (PD-CONF-005): a reservation has the "
     "addresses of the ranks, and an exchange the process groups, that there were at the start",
-    "drafts (except MTP beside Gated DeltaNet), pipelines or MLA beside windows or states": "refused (PD-CONF-005): no pair of them was tried; "
+    "drafts (except MTP beside Gated DeltaNet), pipelines or MLA beside windows or states": "refused (PD-CONF-005): of vllm-ascend's configurations "
+    "only DeepSeek-V4's have them, and that model has no kernels on a CPU: what a drafter reads, and which stage has which group, only a pair can show. "
     "[kinds.md](kinds.md) has for each kind of cache what is refused beside it",
     "`enable_kv_nz` of vllm-ascend": "refused (PD-CONF-005): D's MLA would read its cache as fractals, which P does not write",
     "request ids without a random part (`VLLM_DISABLE_REQUEST_ID_RANDOMIZATION`)": "refused (PD-CONF-005): two requests with one id would share blocks",
     "both roles in one engine (`kv_both`) behind our metaserver": "refused (PD-CONF-005): two engines full of each other's reservations would wait "
     "for each other's prefills ([routers.md](routers.md#both-roles-in-one-engine))",
-    "both roles in one engine beside vllm-ascend, vLLM before 0.32, the ascend transport, pipelines, data or context parallelism, drafts, windows, states, or a MultiConnector": "refused (PD-CONF-005): not tried",
+    "both roles in one engine beside vllm-ascend, vLLM before 0.32, the ascend transport, pipelines, data or context parallelism, drafts, windows, states, or a MultiConnector": "refused (PD-CONF-005): routers ask for it in plain engines "
+    "([routers.md](routers.md#both-roles-in-one-engine)); each of these changes what a scheduler holds for a peer, and needs a pair that shows it in both directions",
     "a layer's cache on one rank alone (KVPP of a later vllm-ascend)": "plans know such layers; what workers would report of memory that they do not "
     "have is not built, because no engine here has it ([decisions.md](decisions.md#context-parallelism-ranks-that-divide-the-tokens))",
     "vLLM's `test_kv_load_failure_recovery`, `test_invalid_blocks_correctness`, `test_error_propagation` and `test_output_aggregator`": "they show "
@@ -94,7 +103,7 @@ REFUSED = {
     "first row, its workers' reports through that aggregator in the row MLA, TP 4→2",
     "vLLM's second model runner": 'vLLM 0.32 does not start with it on a CPU: "Model Runner V2 requires Triton"',
     "sound (multimodal)": "its hash is part of a prompt's identity, as a picture's; no model was run",
-    "vLLM 0.34 and later": "not run",
+    "vLLM 0.34 and later": "the package index has none yet; `.github/workflows/newest.yml` runs the newest each week",
     "OffloadingConnector's own copies": 'vLLM stops the start on a CPU: "CPU Offloading is currently only supported on CUDA-alike and XPU GPUs". '
     "Beside ours its scheduler and its worker ran with copies of the tests' own (`spec_module_path`), in the row of other connectors",
     "AscendStoreConnector beside ours": 'not run: its Mooncake backend takes the protocol of NPUs alone ("MooncakeBackend does not support protocol '

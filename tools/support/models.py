@@ -75,6 +75,8 @@ RECIPES = {
     "mla": Recipe("deepseek_v2", layers=4, heads=8, kv_heads=8, head_dim=128, hidden=256, intermediate=512),
     "moe": Recipe("qwen3_moe", layers=4, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512),
     # targets and their drafts; `mtp` contains its draft layer
+    "mla-eagle3": Recipe("eagle3", 1, 8, 8, head_dim=32, hidden=256, intermediate=512, target="mla"),
+    "mla-dflash": Recipe("dflash", 1, 8, 8, head_dim=32, hidden=256, intermediate=512, target="mla"),
     "mtp": Recipe("deepseek_v3", 3, 8, 8, head_dim=128, hidden=256, intermediate=512, one_layer_decides=True),
     # MLA with a sparse indexer; GLM-5.2's third layer uses the choice of the second
     "dsv32": Recipe("deepseek_v32", 3, 4, 4, head_dim=128, hidden=256, intermediate=512),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-ascend-pd plan`: who sends what to whom for two engines of any sizes, before anything is started.
+"""`vllm-ascend-pd plan`: what each rank of P sends to each rank of D, for two engines that need not be started.
 
 Runs the production planners on one prompt and prints the mode and why, descriptors and bytes per link, the staging
 memory, and a rough time for a given link. `--svg FILE` draws it.
@@ -101,7 +101,7 @@ class PairWrites:
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
-        help="who sends what to whom between two engines",
+        help="what each rank of P sends to each rank of D",
         description=__doc__.split("\n\n", 1)[0],
         epilog="With data parallelism each rank is an engine of its own here: a request goes from one rank to one rank.",
     )
@@ -146,7 +146,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--descriptor-us", type=float, default=4.0, help="cost of one descriptor (default: %(default)s)"
     )
-    parser.add_argument("--svg", metavar="FILE", help="draw who sends what to whom")
+    parser.add_argument("--svg", metavar="FILE", help="draw what each rank sends")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     return parser
 

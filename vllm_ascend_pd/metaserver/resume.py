@@ -41,7 +41,7 @@ class Cut(Enum):
 
 
 class Point(NamedTuple):
-    """Place from which another D can go on: after `tokens` tokens of the answer no text was held back.
+    """A count of tokens after which another D can continue: behind `tokens` tokens no text was held back.
 
     The text of those tokens has `text` characters; their log-probabilities cover `offset` characters.
     """

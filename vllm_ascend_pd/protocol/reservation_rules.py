@@ -202,8 +202,8 @@ class ReservationMachine:
     def fail_cut(self, now: float, record: Transfer, came: None) -> None:
         """Fail because access was revoked: every contributor that could write before is quiet now."""
         cut = record.leased()
-        who = ", ".join(str(writer.contributor) for writer in cut)
-        failure = Failure("PD-XFER-004", f"access of {who} was revoked")
+        ranks = ", ".join(str(writer.contributor) for writer in cut)
+        failure = Failure("PD-XFER-004", f"access of {ranks} was revoked")
         for writer in cut:
             self.cancel(writer, failure)
             writer.on(WriterEvent.REVOKED)

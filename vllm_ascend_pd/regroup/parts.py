@@ -28,7 +28,7 @@ ALIGNMENT = 4096
 
 @dataclass(frozen=True, slots=True)
 class EngineWorld:
-    """Place of this worker in its engine, and the most tokens that a step computes."""
+    """A worker's rank and its engine's sizes, and the most tokens that a step computes."""
 
     rank: int  # of the world: all stages of all data-parallel ranks that compute together
     tp_size: int

@@ -36,7 +36,7 @@ _OVERTIME_S = 10.0  # beyond the grace, before a worker that does not end is kil
 
 @dataclass(slots=True)
 class Seat:
-    """Place of a worker: its number and its own socket outlive the process."""
+    """A worker's number and its own socket, which outlive the process."""
 
     worker: int
     own: socket.socket

@@ -12,6 +12,7 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -27,10 +28,13 @@ class OnHost:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def start(*arguments: Any, **constants: Any) -> None:
             torch.npu.current_stream().synchronize()
-            seen = [torch.ops.ascend_host.host_view(a) if isinstance(a, torch.Tensor) else a for a in arguments]
-            self._function(grid, *seen, **constants)
+            self._function(grid, *map(_seen, arguments), **{name: _seen(one) for name, one in constants.items()})
 
         return start
+
+
+def _seen(argument: Any) -> Any:
+    return torch.ops.ascend_host.host_view(argument) if isinstance(argument, torch.Tensor) else argument
 
 
 def slot_mapping(
@@ -55,6 +59,28 @@ def slot_mapping(
     blocks = table[request, at // block_size].long()
     slots[: len(request)] = (blocks * block_size + at % block_size).to(slots.dtype)
     slots[tokens:room] = PAD_ID
+
+
+def lay_out_queries(_grid: tuple[int, ...], *, HAS_NUM_REJECTED: bool = False, **given: Any) -> None:  # noqa: N803
+    """Lay out what DFlash asks in its one pass: for each request its next token and a mask for each token to draft.
+
+    Their positions and slots are behind the request's accepted tokens. The context's are copied.
+    """
+    starts, size, queries = given["query_start_loc_ptr"].tolist(), given["block_size"], given["num_query_per_req"]
+    ahead = torch.arange(queries)
+    for request, (begin, end) in enumerate(pairwise(starts[: given["batch_size"] + 1])):
+        context, asked = slice(begin, end), slice(request * queries, (request + 1) * queries)
+        given["out_context_positions_ptr"][context] = given["target_positions_ptr"][context]
+        given["out_context_slot_mapping_ptr"][context] = given["context_slot_mapping_ptr"][context]
+        rejected = int(given["num_rejected_tokens_ptr"][request]) if HAS_NUM_REJECTED else 0
+        given["out_query_positions_ptr"][asked] = given["target_positions_ptr"][end - rejected - 1] + 1 + ahead
+        at = given["seq_lens_ptr"][request] - rejected + ahead
+        blocks = given["block_table_ptr"][request, (at // size).long()]
+        given["out_query_slot_mapping_ptr"][asked] = blocks * size + at % size
+        given["out_input_ids_ptr"][asked] = given["parallel_drafting_token_id"]
+        given["out_input_ids_ptr"][asked.start] = given["next_token_ids_ptr"][request]
+        drafts = given["num_speculative_tokens"]
+        given["out_token_indices_ptr"][request * drafts : (request + 1) * drafts] = asked.start + ahead[1:]
 
 
 def batch_memcpy(
@@ -126,6 +152,9 @@ IN_PLACE_OF: dict[str, dict[str, Any]] = {
     # The compiled library is missing. Where torch.compile traces the question, the import that fails would stop it.
     "vllm_ascend.utils": {"_CUSTOM_OP_ENABLED": False},
     "vllm_ascend.patch.worker.patch_mamba_utils": {"batch_memcpy_kernel": OnHost(batch_memcpy)},
+    "vllm_ascend.ops.triton.spec_decode.utils": {
+        "copy_and_expand_dflash_inputs_kernel_single_grid": OnHost(lay_out_queries)
+    },
     "vllm_ascend.ops.triton.mamba.postprocess": {"postprocess_mamba_fused_kernel": OnHost(keep_block_ends)},
 }
 
