@@ -27,10 +27,9 @@ KIB, MIB = 1 << 10, 1 << 20
 class Model:
     name: str
     heads: int  # KV heads; 1 for MLA
-    layers: int
 
 
-LLAMA, QWEN, DEEPSEEK = Model("Llama-70B", 8, 80), Model("Qwen3-235B", 4, 94), Model("DeepSeek-V3", 1, 61)
+LLAMA, QWEN, DEEPSEEK = Model("Llama-70B", 8), Model("Qwen3-235B", 4), Model("DeepSeek-V3", 1)
 CASES = (
     (LLAMA, 2, 1),
     (LLAMA, 4, 2),
@@ -83,7 +82,7 @@ def regrouped(p: CacheGeometry, job: Job) -> Iterator[Load]:
 
 
 def scattered(tokens: int, block: int, seed: int) -> np.ndarray:
-    """Return a block table without two neighbours."""
+    """Return a block table in which no two ids are neighbours."""
     count = -(-tokens // block)
     return (2 * np.random.default_rng(seed).permutation(count)).astype(np.int32)
 

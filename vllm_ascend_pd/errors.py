@@ -52,7 +52,7 @@ CATALOGUE: dict[str, Entry] = {
         "--cp-kv-cache-interleave-size of which one divides the other.",
     ),
     "PD-GEO-002": Entry(
-        "Block sizes differ ({prefill} and {decode}) and the token axis of this layout is opaque.",
+        "Block sizes differ ({prefill} and {decode}), and this layout or a sliding window does not allow it.",
         "Give both engines the same --block-size.",
     ),
     "PD-GEO-003": Entry(
@@ -174,7 +174,7 @@ CATALOGUE: dict[str, Entry] = {
         "Give the sidecar its host, host:port or network in --prefill-allowed.",
     ),
     "PD-META-033": Entry(
-        "Decode can begin with nothing but this prefill's first token, which is not told as it asks: {why}.",
+        "Decode can begin with nothing but this prefill's first token, which P does not report as it asks: {why}.",
         "Nothing to do for one request. If it happens often, give all prefill engines the same first_token and sampling defaults.",
     ),
     # -- ops: the compiled extension and what it is given

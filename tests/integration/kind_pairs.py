@@ -63,10 +63,10 @@ def of(model: str, **more: Any) -> Make:
 
 
 def leaving(what: str, **more: Any) -> dict[str, Any]:
-    """Return the settings of a P that does not push `what` (plugins/kinds/pd_test_groups.py)."""
+    """Return the settings of a P that does not push `what` (plugins/kinds/pd_test_leaves_out.py)."""
     return {
         "connector": "LeavingConnector",
-        "transfer": {"kv_connector_module_path": "pd_test_groups"},
+        "transfer": {"kv_connector_module_path": "pd_test_leaves_out"},
         "environment": {"PD_TEST_LEAVES_OUT": what},
         **more,
     }

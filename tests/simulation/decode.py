@@ -305,7 +305,7 @@ class DecodeEngine:
         """End the request, and notify the connector as vLLM does."""
         self._way(request)
         ended = self.requests.finished(request.name)
-        self._spare(ended.unwanted)
+        self._send_unwanted(ended.unwanted)
         if ended.open is not None:
             self._hang_up(ended.open)
 
@@ -327,9 +327,9 @@ class DecodeEngine:
 
         return self.requests.way(request.name, read)
 
-    def _spare(self, meet: Meet | None) -> None:
+    def _send_unwanted(self, meet: Meet | None) -> None:
         if meet is not None:
-            self.offers.spare(meet.listener, Unwanted(self.incarnation, meet.source, meet.name))
+            self.offers.send_unwanted(meet.listener, Unwanted(self.incarnation, meet.source, meet.name))
             self._offered()
 
     def heard(self, endpoint: Endpoint, message: Meeting) -> None:
@@ -409,7 +409,7 @@ class DecodeEngine:
         request.started = world.now
         request.stopped_before = self.stopped_s()
         if count <= 0:
-            self._spare(self.requests.spare(request.name))
+            self._send_unwanted(self.requests.take_unwanted(request.name))
             self._decode(request)
             return True
         deadline = self.cluster.settings.timers.recv_deadline_s

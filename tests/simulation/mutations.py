@@ -36,6 +36,7 @@ from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.prefill.steps import Steps
 from vllm_ascend_pd.prefill.writer import Computed
 from vllm_ascend_pd.protocol.actions import Action, Send
+from vllm_ascend_pd.protocol.compose import ready
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.fence import Fence
 from vllm_ascend_pd.protocol.first import First
@@ -52,7 +53,6 @@ from vllm_ascend_pd.protocol.states import Cell, Heard, ReservationEvent, Reserv
 from vllm_ascend_pd.protocol.tables import PAIR_TABLE, RESERVATION_TABLE
 from vllm_ascend_pd.protocol.timing import OBSERVED_GAP_S, RunningClock
 from vllm_ascend_pd.protocol.transfer import Transfer, WriterRecord
-from vllm_ascend_pd.protocol.words import ready
 from vllm_ascend_pd.transport.base import WriteState
 
 MEETING_TABLE = Meetings.table
@@ -161,7 +161,7 @@ class AnyIncarnationSender(Sender):
     """P answers for earlier incarnations at its address."""
 
     def message(self, now: float, peer: Any, message: Message) -> list[Action]:
-        mine = msgspec.structs.replace(message, p_incarnation=self._words.incarnation)
+        mine = msgspec.structs.replace(message, p_incarnation=self._messages.incarnation)
         return super().message(now, peer, mine)
 
 
@@ -230,8 +230,8 @@ class CancelAnsweredAtOnce(Sender):
 
     def message(self, now: float, peer: Any, message: Message) -> list[Action]:
         actions = super().message(now, peer, message)
-        if isinstance(message, Cancel) and message.p_incarnation == self._words.incarnation:
-            actions.append(Send(peer, self._words.gone(message)))
+        if isinstance(message, Cancel) and message.p_incarnation == self._messages.incarnation:
+            actions.append(Send(peer, self._messages.over(message)))
         return actions
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulated clock, the one source of randomness, and processes that can be killed, stopped and restarted."""
+"""Simulated clock and events, randomness by seed, and processes that can be stopped and killed, with their timers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-# Numbers (except those of codes) and names.
-_REASON = re.compile(r"(?<![-\w])[0-9.]+( s)?|\b[PD][0-9]+[.:/@]\S*|\bpush[0-9]+|\[.*")
+# What varies in a reason: numbers (except those of codes), names, and details in brackets.
+_VARIABLE = re.compile(r"(?<![-\w])[0-9.]+( s)?|\b[PD][0-9]+[.:/@]\S*|\bpush[0-9]+|\[.*")
 MAX_DRIFT = 0.001
 
 
 class Violation(Exception):
-    """A promise was broken."""
+    """A promise of the protocol was broken."""
 
 
 class World:
-    """Events in the order of their time. All randomness comes from `rng`, so a seed replays exactly."""
+    """Events in the order of their time. All randomness follows from the seed, so a run can be repeated exactly."""
 
     def __init__(self, seed: int, *, tracing: bool = False) -> None:
         self.now = 0.0
@@ -78,14 +78,14 @@ class World:
 
     def gave_up(self, side: str, why: str) -> None:
         """Count a reason in the protocol's words, without its numbers and names."""
-        self.reasons[f"{side}: {_REASON.sub('', why)[:60].strip(' :')}"] += 1
+        self.reasons[f"{side}: {_VARIABLE.sub('', why)[:60].strip(' :')}"] += 1
 
     def chance(self, p: float) -> bool:
         return p > 0 and self.rng.random() < p
 
-    def log(self, who: str, what: str, *facts: object) -> None:
+    def log(self, name: str, event: str, *facts: object) -> None:
         if self.tracing:
-            self.trace.append(f"{self.now:12.6f}  {who:<10} {what} {' '.join(map(str, facts))}".rstrip())
+            self.trace.append(f"{self.now:12.6f}  {name:<10} {event} {' '.join(map(str, facts))}".rstrip())
 
 
 class Process:
@@ -97,8 +97,8 @@ class Process:
         self.incarnation = world.name(f"{name}#")
         self.alive = True
         self.paused = False
-        self.partitioned_until = -1.0  # its side channel is cut off
-        self.disturbed = -1e9  # the time of its last stop, kill or cut: an excuse for not answering
+        self.partitioned_until = -1.0  # until then its side channel is cut off
+        self.disturbed = -1e9  # time of its last stop, kill or cut: the checks excuse silence around it
         self.stopped_s = 0.0  # total time for which it was stopped
         self._paused_at = 0.0
         drift = world.rng.choice((-MAX_DRIFT, MAX_DRIFT, world.rng.uniform(-MAX_DRIFT, MAX_DRIFT)))

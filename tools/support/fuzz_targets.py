@@ -157,7 +157,7 @@ def _begin() -> Begin:
     return Begin(
         **_said(),
         layout=layout_hash(LAYOUT),
-        told=LAYOUT,
+        layout_bytes=LAYOUT,
         contributors=contributors_digest(contributor_pairs(P, D, 0)),
         plan_digest=plan_digest(P, D, 0, 40, "direct"),
         quiet_s=QUIET_S,

@@ -54,7 +54,7 @@ def write_text(flag: str, path: str, text: str) -> None:
 
 
 def read_text(flag: str, value: str, path: Path, remedy: str) -> str:
-    """Read a file that a flag names. `told` is the flag's value."""
+    """Read a file that a flag names. `value` is the flag's."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as problem:

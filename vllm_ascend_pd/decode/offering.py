@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's scheduler on the side channel: it dials P's schedulers, and core/offers.py decides what is sent to them."""
+"""D's scheduler on the side channel: connections to P's schedulers, and the timer and outcomes of core/offers.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_ascend_pd.shared.loop import LoopThread
 
 
 class Offering:
-    """Offers of one scheduler. `offer`, `forget` and `spare` may be called from any thread.
+    """Offers of one scheduler. `offer`, `forget` and `send_unwanted` may be called from any thread.
 
     Outcomes come on the loop thread, like those of a metaserver.
     """
@@ -34,7 +34,7 @@ class Offering:
     ) -> None:
         self._loop, self._on_outcome = loop, on_outcome
         self._offers = Offers(timers)
-        self._began: dict[TransferId, float] = {}
+        self._began: dict[TransferId, float] = {}  # for an outcome's duration
         self._timer: asyncio.TimerHandle | None = None
         self._dialer = Dialer(
             incarnation=incarnation,
@@ -47,14 +47,16 @@ class Offering:
         )
 
     def offer(self, listener: Endpoint, offer: Offer) -> None:
+        """Offer a reservation to a P, until an outcome ends the offer."""
         self._loop.post(self._offer, listener, offer)
 
     def forget(self, transfer: TransferId) -> None:
         """Drop an offer. Nothing is reported of it any more, except an outcome already under way."""
         self._loop.post(self._forget, transfer)
 
-    def spare(self, listener: Endpoint, unwanted: Unwanted) -> None:
-        self._loop.post(self._spare, listener, unwanted)
+    def send_unwanted(self, listener: Endpoint, unwanted: Unwanted) -> None:
+        """Notify a P that no offer will follow."""
+        self._loop.post(self._send_unwanted, listener, unwanted)
 
     # -- the loop thread
 
@@ -76,8 +78,8 @@ class Offering:
         self._offers.forget(transfer)
         self._act()
 
-    def _spare(self, listener: Endpoint, unwanted: Unwanted) -> None:
-        self._offers.spare(listener, unwanted)
+    def _send_unwanted(self, listener: Endpoint, unwanted: Unwanted) -> None:
+        self._offers.send_unwanted(listener, unwanted)
         self._act()
 
     def _heard(self, listener: Endpoint, message: Meeting) -> None:

@@ -158,7 +158,7 @@ class DecodeScheduler(SchedulerRole):
         """Reserve the blocks that vLLM allocated for `count` tokens; ask the metaserver, router or P for a prefill."""
         online, way = self._online, self._way(request)
         if count <= 0:
-            self._spare(self._requests.spare(request.request_id))
+            self._send_unwanted(self._requests.take_unwanted(request.request_id))
         if count <= 0 or online is None or way is None:
             return
         deadline = self._engine.config.timers.recv_deadline_s
@@ -238,11 +238,11 @@ class DecodeScheduler(SchedulerRole):
         else:
             online.offering.offer(meet.listener, Offer(transfer, sealed, meet.source, meet.name))
 
-    def _spare(self, meet: Meet | None) -> None:
+    def _send_unwanted(self, meet: Meet | None) -> None:
         """Notify a P that may compute or hold what D will not fetch."""
         if meet is not None and self._online is not None:
             unwanted = Unwanted(self._engine.incarnation, meet.source, meet.name)
-            self._online.offering.spare(meet.listener, unwanted)
+            self._online.offering.send_unwanted(meet.listener, unwanted)
 
     def _hang_up(self, transfer: TransferId, way: Way) -> None:
         """Drop the call or offer for a transfer: nothing more is wanted of it."""
@@ -373,7 +373,7 @@ class DecodeScheduler(SchedulerRole):
     def finished(self, request_id: str) -> dict[str, Any] | None:
         """Handle the end of a request. Return the load's part of its answer."""
         ended = self._requests.finished(request_id)
-        self._spare(ended.unwanted)
+        self._send_unwanted(ended.unwanted)
         if ended.open is not None:
             self._hang_up(ended.open, self._asked[request_id].way)
             self._asked[request_id].request_over = True

@@ -2,7 +2,8 @@
 """Comparison of two engines' caches, field by field, and the check of a reservation's token range.
 
 Sizes that may differ are not compared: tensor parallel size, strides, and the block size where tokens can be addressed
-one by one. What a cell contains must be equal: dtype, packing, the regions' names and their cells.
+one by one (with a window, D's must divide P's). What must be equal: the layers, their number of KV heads, which tokens
+matter, and what a cell contains (dtype, packing, the regions' names and cells); the draft model, if both have one.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def mismatches(p: CacheGeometry, d: CacheGeometry) -> tuple[Mismatch, ...]:
 
 
 def _fields(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
-    """Return the mismatches of one kind on either side."""
+    """Return the mismatches of one kind of layers."""
     found = [
         Mismatch(field, str(ours), str(theirs))
         for field, ours, theirs in (
@@ -68,15 +69,14 @@ def _fields(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
     if divided and (p.opaque or d.opaque or p.own.partial or d.own.partial or runs(p.dealt, d.dealt) > MAX_RUNS):
         found.append(Mismatch("tokens of a block", _divided(p), _divided(d)))
     regions = _regions(p, d)
-    if (
-        p.own.stateful and regions and regions[0].field == "regions"
-    ):  # dtype and packing have a word per region, so they differ by the number alone
+    # dtype and packing have a word for each region: where the number of regions differs, they say nothing more.
+    if p.own.stateful and regions and regions[0].field == "regions":
         found = [one for one in found if one.field not in ("dtype", "packing")]
     return [*found, *regions]
 
 
 def require_match(p: CacheGeometry, d: CacheGeometry) -> None:
-    """Raise the first mismatch of one kind on either side, as an error of the catalogue. Layers are not compared."""
+    """Raise the first mismatch of two caches of one kind, as an error of the catalogue. Layers are not compared."""
     found = _fields(p, d)
     if found:
         raise found[0].error()
@@ -121,7 +121,7 @@ def _regions(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
 
 
 def _divided(side: CacheGeometry) -> str:
-    detail = "not to be told apart" if side.opaque else f"in runs of {side.dealt.run}"
+    detail = "not addressable one by one" if side.opaque else f"in runs of {side.dealt.run}"
     return f"{side.block_size} on each of {side.ranks.world} parts, {detail}"
 
 

@@ -101,7 +101,8 @@ class Begin(_Head, frozen=True, tag="begin", kw_only=True):
 
     version: int = PROTOCOL_VERSION
     layout: Token  # hash of P's layout
-    told: Annotated[bytes, msgspec.Meta(max_length=MAX_LAYOUT_BYTES)] = b""  # that layout, if D may not know it
+    # That layout, if D may not know it. Its name on the wire is older.
+    layout_bytes: Annotated[bytes, msgspec.Meta(max_length=MAX_LAYOUT_BYTES)] = msgspec.field(default=b"", name="told")
     contributors: Token  # hash of the contributors to this D rank
     plan_digest: Token
     quiet_s: Seconds  # how long a failed write of P may still land

@@ -99,4 +99,4 @@ class Parking:
 def _size(message: Begin | Failed) -> int:
     """Return roughly the bytes that a kept message takes: a peer may send messages of 4 MiB."""
     size = len(message.transfer.incarnation) + len(message.transfer.uuid) + 1024
-    return size + (len(message.told) if isinstance(message, Begin) else 0)
+    return size + (len(message.layout_bytes) if isinstance(message, Begin) else 0)

@@ -14,6 +14,7 @@ from vllm_ascend_pd.config import Timers
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.protocol.actions import Action
+from vllm_ascend_pd.protocol.compose import PrefillMessages
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.guards import TO_PREFILL, PairGuards
 from vllm_ascend_pd.protocol.identity import Contributor
@@ -24,7 +25,6 @@ from vllm_ascend_pd.protocol.push_rules import MAX_MEMORIES, PairMachine
 from vllm_ascend_pd.protocol.states import Heard, PairEvent, PairState
 from vllm_ascend_pd.protocol.tables import PAIR_TABLE
 from vllm_ascend_pd.protocol.timing import Agenda, Repetition, RunningClock, earliest
-from vllm_ascend_pd.protocol.words import PrefillWords
 
 __all__ = ["Claim", "Destination", "PushOrder", "Sender"]
 
@@ -98,9 +98,9 @@ class Sender:
         self._timers = timers
         self._clock = RunningClock()
         layout = written(EngineLayout(model, geometry))
-        self._words = PrefillWords(incarnation, contributor, layout, layout_hash(layout), quiet_s)
+        self._messages = PrefillMessages(incarnation, contributor, layout, layout_hash(layout), quiet_s)
         guards = self.guards(self._clock, OrderedDict())
-        self._machine = self.machine(self.table, guards, self._words, timers)
+        self._machine = self.machine(self.table, guards, self._messages, timers)
         self._agenda = PushAgenda(self._clock, timers.stall_timeout_s)
         self._pushes, self.counters = self._machine.pushes, self._machine.counters
         self._finished: OrderedDict[str, None] = OrderedDict()  # to distinguish late local events from wrong ones
@@ -221,7 +221,7 @@ class Sender:
         if event is None:
             self.counters["unexpected_" + type(message).__name__.lower()] += 1
             return self._taken()
-        if message.p_incarnation != self._words.incarnation or message.contributor != self._words.contributor:
+        if message.p_incarnation != self._messages.incarnation or message.contributor != self._messages.contributor:
             self.counters["stale_" + event.value] += 1
             return self._taken()
         pair = self._pair(message.push, message.d_rank)

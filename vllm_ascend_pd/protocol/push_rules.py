@@ -12,6 +12,7 @@ from collections import Counter
 from vllm_ascend_pd.config import Timers
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.protocol.actions import Action, Closed, Note, Send
+from vllm_ascend_pd.protocol.compose import PrefillMessages, failure_of
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.guards import PairGuards, addresses_of
 from vllm_ascend_pd.protocol.messages import (
@@ -30,7 +31,6 @@ from vllm_ascend_pd.protocol.messages import (
 from vllm_ascend_pd.protocol.pair import Claim, ComputedUnit, Coverage, Pair, SenderPush
 from vllm_ascend_pd.protocol.states import Heard, PairEvent, PairState, Table, look_up
 from vllm_ascend_pd.protocol.timing import Repetition, authority_until, hold_s, settled_s
-from vllm_ascend_pd.protocol.words import PrefillWords, failure_of
 
 MAX_MEMORIES = 4096
 
@@ -39,14 +39,14 @@ class PairMachine:
     """The pushes of one P worker, driven by a table."""
 
     def __init__(
-        self, table: Table[PairState, PairEvent], guards: PairGuards, words: PrefillWords, timers: Timers
+        self, table: Table[PairState, PairEvent], guards: PairGuards, messages: PrefillMessages, timers: Timers
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.actions: list[Action] = []
         self.pushes: dict[str, SenderPush] = {}
         self.claimable: dict[tuple[str, int], Pair] = {}
         self.guards = guards
-        self.words = words
+        self.messages = messages
         self._table = table
         self._timers = timers
         self._clock, self._memories = guards.clock, guards.memories
@@ -69,7 +69,7 @@ class PairMachine:
 
     def _note(self, stage: str, pair: Pair, **facts: object) -> None:
         about = {"transfer": str(pair.push.order.transfer), "push": pair.push.order.push}
-        about["contributor"] = str(self.words.contributor)
+        about["contributor"] = str(self.messages.contributor)
         self.actions.append(Note(stage, {**about, "d_rank": pair.destination.d_rank, **facts}))
 
     def ignore(self, now: float, pair: Pair | None, came: object) -> None:
@@ -79,7 +79,7 @@ class PairMachine:
 
     def ask(self, now: float, pair: Pair, came: None) -> None:
         known = self._memories.get(pair.destination.peer)
-        self._asked(now, pair, self.words.begin(pair, known[0] if known else ""))
+        self._asked(now, pair, self.messages.begin(pair, known[0] if known else ""))
 
     def ask_again(self, now: float, pair: Pair, came: None) -> None:
         pair.begin.again(now)
@@ -93,7 +93,7 @@ class PairMachine:
     def renew(self, now: float, pair: Pair, came: None) -> None:
         """Ask for more time. What was agreed stays agreed."""
         pair.begin.again(now)
-        self._asked(now, pair, self.words.renew(pair))
+        self._asked(now, pair, self.messages.renew(pair))
 
     def _asked(self, now: float, pair: Pair, asks: Begin | Renew) -> None:
         pair.seq = asks.seq
@@ -203,7 +203,7 @@ class PairMachine:
 
     def lose(self, now: float, pair: Pair, claim: Claim) -> None:
         pair.coverage.owe(claim.unit)  # it stays pending, so this pair cannot send DONE
-        pair.quiet_at = self._clock.seconds + settled_s(self.words.quiet_s)
+        pair.quiet_at = self._clock.seconds + settled_s(self.messages.quiet_s)
 
     def drain(self, now: float, pair: Pair, came: None) -> None:
         pair.owing = pair.owing or not pair.push.sealed  # further offers are ignored
@@ -211,7 +211,7 @@ class PairMachine:
         self._note("drain", pair, why=str(pair.push.cause), out=len(pair.coverage.out))
         self.end(now, pair, None)
         if pair.state is PairState.DRAIN:
-            self._say(now, pair, self.words.failed(pair, quiescent=False))
+            self._say(now, pair, self.messages.failed(pair, quiescent=False))
 
     # -- closing
 
@@ -222,10 +222,10 @@ class PairMachine:
             self.fire(event, now, pair)
 
     def close_done(self, now: float, pair: Pair, came: None) -> None:
-        self._close(now, pair, self.words.done(pair))
+        self._close(now, pair, self.messages.done(pair))
 
     def close_failed(self, now: float, pair: Pair, came: None) -> None:
-        self._close(now, pair, self.words.failed(pair, quiescent=True))
+        self._close(now, pair, self.messages.failed(pair, quiescent=True))
 
     def _close(self, now: float, pair: Pair, word: Done | Failed) -> None:
         self.claimable.pop(pair.key, None)
@@ -243,7 +243,7 @@ class PairMachine:
         """Send DONE or FAILED, and repeat it until it is acknowledged or D must have given up."""
         pair.seq, pair.said, pair.acknowledged = word.seq, word, False
         pair.speak = Repetition(now, self._timers.resend_first_s, self._timers.resend_max_s)
-        pair.speak_until = now + hold_s(self._timers.lease_s, self.words.quiet_s, self._timers.margin_s)
+        pair.speak_until = now + hold_s(self._timers.lease_s, self.messages.quiet_s, self._timers.margin_s)
         self.repeat(now, pair, None)
 
     def repeat(self, now: float, pair: Pair, came: object) -> None:
@@ -254,4 +254,4 @@ class PairMachine:
         pair.acknowledged = True
 
     def answer_gone(self, now: float, pair: None, heard: Heard[Ready | Cancel]) -> None:
-        self.actions.append(Send(heard.peer, self.words.gone(heard.message)))
+        self.actions.append(Send(heard.peer, self.messages.over(heard.message)))

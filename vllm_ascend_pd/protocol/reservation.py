@@ -148,8 +148,8 @@ class Receiver:
         if not isinstance(message, Begin | Renew | Done | Failed):
             self.counters["unexpected_" + type(message).__name__.lower()] += 1
             return self._taken()
-        if isinstance(message, Begin) and message.told:
-            self._layouts.learn(message.told)
+        if isinstance(message, Begin) and message.layout_bytes:
+            self._layouts.learn(message.layout_bytes)
         machine, heard = self._machine, Heard(peer, message)
         record = machine.lookup(message.transfer)
         ours = machine.incarnation

@@ -12,6 +12,7 @@ from collections import Counter
 from vllm_ascend_pd.config import Timers
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.protocol.actions import Action, Note, Report, Send, Verify
+from vllm_ascend_pd.protocol.compose import ack, cancel, failure_of, ready, refused, which
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.fence import Fence
 from vllm_ascend_pd.protocol.guards import Refusal, ReservationGuards
@@ -29,7 +30,6 @@ from vllm_ascend_pd.protocol.states import (
 )
 from vllm_ascend_pd.protocol.timing import Repetition
 from vllm_ascend_pd.protocol.transfer import Transfer, WriterRecord
-from vllm_ascend_pd.protocol.words import ack, cancel, failure_of, ready, refused, which
 
 
 class ReservationMachine:

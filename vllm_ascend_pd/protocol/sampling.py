@@ -26,7 +26,7 @@ class ParameterRole(Enum):
     """Role of a parameter for the first token."""
 
     CHOOSES = "it chooses the first token: P is sent it, and both sides hash it"
-    REPORTS = "what is told of the first token: P is sent it"
+    REPORTS = "what is reported of the first token: P is sent it"
     AFTER = "what is done with a token that is there: D does it, as without a seed"
     BARS = "its state is not the tokens alone, or it was not tried: such a request is not seeded"
 

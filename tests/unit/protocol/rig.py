@@ -109,7 +109,7 @@ def begin(
     layout = written(EngineLayout(model, geometry))
     own: dict[str, Any] = {
         "layout": layout_hash(layout),
-        "told": layout,
+        "layout_bytes": layout,
         "contributors": contributors_digest(tuple(contributors)),
         "plan_digest": DIGEST,
         "quiet_s": QUIET,

@@ -184,20 +184,22 @@ def test_addresses_are_told_once() -> None:
 
 def test_a_layout_that_is_not_known_is_asked_for_and_then_known_by_its_name() -> None:
     r = opened()
-    assert as_text(r.message(0.1, "p1", begin(told=b""))) == "which"
+    assert as_text(r.message(0.1, "p1", begin(layout_bytes=b""))) == "which"
     assert r.counters["begin_unknown_layout"] == 1 and r.state(T) is ReservationState.OPEN
     assert as_text(r.message(0.2, "p1", begin(seq=2))) == "ready"
-    assert as_text(r.message(0.3, "p2", begin(TWO, told=b""))) == "ready", "the other worker of this P need not tell it"
+    assert as_text(r.message(0.3, "p2", begin(TWO, layout_bytes=b""))) == "ready", (
+        "the other worker of this P need not tell it"
+    )
     again = T.__class__(D_INCARNATION, 8, "u")
     r.bind(0.4, again, FIRST, END, 300.0)
     r.gate_open(0.4, again)
-    assert as_text(r.message(0.5, "p1", begin(told=b"", transfer=again, push="push-2"))) == "ready"
+    assert as_text(r.message(0.5, "p1", begin(layout_bytes=b"", transfer=again, push="push-2"))) == "ready"
 
 
 def test_what_was_told_before_the_gate_opened_is_known_behind_it() -> None:
     r = receiver()
     r.message(0.0, "p1", begin(ONE))
-    r.message(0.0, "p2", begin(TWO, told=b""))
+    r.message(0.0, "p2", begin(TWO, layout_bytes=b""))
     r.bind(0.1, T, FIRST, END, 300.0)
     assert as_text(r.gate_open(0.2, T)) == "ready ready"
 
@@ -206,14 +208,14 @@ def test_layouts_are_remembered_in_a_bounded_number() -> None:
     r = opened()
     for n in range(Layouts.most + 1):
         r.message(0.1, "p1", begin(model=f"another/{n}"))
-    assert as_text(r.message(0.2, "p1", begin(model="another/0", told=b""))) == "which"
-    assert as_text(r.message(0.2, "p1", begin(model="another/1", told=b""))) == "refused:mismatch"
+    assert as_text(r.message(0.2, "p1", begin(model="another/0", layout_bytes=b""))) == "which"
+    assert as_text(r.message(0.2, "p1", begin(model="another/1", layout_bytes=b""))) == "refused:mismatch"
 
 
 def test_a_layout_that_cannot_be_read_is_refused_with_the_reason() -> None:
     r = opened()
     for layout, says in ((b"?", "PD-CTRL-002"), (msgspec.msgpack.encode({"model": "m"}), "PD-CTRL-002")):
-        unread = begin(layout=layout_hash(layout), told=layout)
+        unread = begin(layout=layout_hash(layout), layout_bytes=layout)
         (answer,) = messages(r.message(0.1, "p1", unread), Refused)
         assert answer.failure.code == "PD-GEO-001" and "not valid: layout: " in answer.failure.detail, says
 

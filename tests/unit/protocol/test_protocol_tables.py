@@ -255,7 +255,7 @@ def calls_of(r: Receiver, state: ReservationState) -> dict[ReservationEvent, Cal
         E.BEGIN_OF_GONE: lambda: r.message(0.1, "p1", begin(ONE, seq=2)),
         E.BEGIN_OF_ANOTHER: lambda: r.message(0.1, "p2", begin(TWO, push="push-2")),
         E.BEGIN_UNFIT: lambda: r.message(0.1, "p2", begin(TWO, model="another")),
-        E.BEGIN_UNKNOWN_LAYOUT: lambda: r.message(0.1, "p2", begin(TWO, model="another", told=b"")),
+        E.BEGIN_UNKNOWN_LAYOUT: lambda: r.message(0.1, "p2", begin(TWO, model="another", layout_bytes=b"")),
         E.BEGIN_IN_REVOCATION: lambda: r.message(0.1, "p2", begin(TWO)),
         E.DONE: lambda: r.message(0.1, "p1", done(ONE)),
         E.LAST_DONE: lambda: r.message(0.1, "p1", done(ONE)),

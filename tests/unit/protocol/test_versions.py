@@ -239,7 +239,7 @@ def test_what_is_recorded_is_all_that_there_is() -> None:
 def test_to_go_on_costs_a_small_message_however_many_layers_there_are() -> None:
     stages = (tuple(f"model.layers.{n}.self_attn.attn" for n in range(61)),)
     geometry = msgspec.structs.replace(GEOMETRY, stages=stages)
-    whole, by_name = (len(encode(begin(geometry=geometry, **changes))) for changes in ({}, {"told": b""}))
+    whole, by_name = (len(encode(begin(geometry=geometry, **changes))) for changes in ({}, {"layout_bytes": b""}))
     assert len(encode(renew())) < 250 < by_name < 500 < 2000 < whole
 
 

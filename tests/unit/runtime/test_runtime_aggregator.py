@@ -39,6 +39,8 @@ class Prefill(PrefillSite):
 
 
 class Decode(DecodeSite):
+    """D whose workers' reports pass through the aggregator, with the requests that it reports as received or failed."""
+
     def __init__(self) -> None:
         self.aggregator = KVOutputAggregator(2)
         self.completed: list[str] = []
@@ -71,7 +73,7 @@ def test_each_id_is_completed_once_and_prefills_blocks_are_freed() -> None:
         names = [request.name for request in requests]
         until(lambda: d.step() and len(d.completed) >= len(names), "all loads")
         until(lambda: p.idle() and len(p.completed) >= len(names), "all pushes")
-        for _ in range(20):
+        for _ in range(20):  # a second completion of an id would show
             d.step()
             p.idle()
         assert sorted(d.completed) == sorted(names) and not d.failed
@@ -80,7 +82,7 @@ def test_each_id_is_completed_once_and_prefills_blocks_are_freed() -> None:
         d.check(*requests)
 
 
-def test_a_failure_on_one_of_four_workers_fails_the_request_on_all() -> None:
+def test_a_failure_on_one_of_four_workers_of_prefill_fails_the_request() -> None:
     made: list[MemoryTransport] = []
 
     class OneBadWorker(MemoryTransport):

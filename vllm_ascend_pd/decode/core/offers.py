@@ -89,7 +89,7 @@ class Offers:
             over = Failure("PD-XFER-002", "the request ended on decode")
             self._effects.append(Say(found.listener, Gone(transfer, over)))
 
-    def spare(self, listener: Endpoint, unwanted: Unwanted) -> None:
+    def send_unwanted(self, listener: Endpoint, unwanted: Unwanted) -> None:
         """Notify a P that no offer will follow: it need not hold anything."""
         self._effects.append(Say(listener, unwanted))
 

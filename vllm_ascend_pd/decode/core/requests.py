@@ -55,7 +55,7 @@ class LoadRequests:
             return 0
         return self.book.wanted(request_id, length, computed, leaves_last=leaves_last)
 
-    def spare(self, request_id: str) -> Meet | None:
+    def take_unwanted(self, request_id: str) -> Meet | None:
         """Return, once, the P to notify that no offer comes: all of the request's KV is here, or it has ended."""
         way = self._ways.get(request_id)
         if not isinstance(way, Meet) or self.book.has_loaded(request_id):
@@ -110,7 +110,7 @@ class LoadRequests:
 
     def finished(self, request_id: str) -> Ended:
         """Handle the end of a request."""
-        unwanted = self.spare(request_id)
+        unwanted = self.take_unwanted(request_id)
         self._ways.pop(request_id, None)
         self.seeds.forget(request_id)
         return Ended(unwanted, self.book.request_finished(request_id))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's that requests name in a header: the sidecar of one D has no list of its own, a picker elsewhere chooses.
+"""P's that requests name in a header, for the sidecar of a D, which has no list of P's.
 
-The header is llm-d's. Only its picker should set it, but every client that reaches the sidecar can. So it is believed
-for allowed addresses only.
+llm-d's picker sets the header, but every client that reaches the sidecar can set it too: only allowed addresses are
+accepted. A P is added to the fleet when a request names it, and removed when none has named it for a while.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from vllm_ascend_pd.metaserver.service.fleet import Fleet, Spec, parse_spec
 from vllm_ascend_pd.metaserver.service.intake import NotTaken
 
 HEADER = b"x-prefiller-host-port"
-SOURCE = "header"  # of these instances
-MAX_OF_ONE = 16  # P's that a request may name
+SOURCE = "header"  # of these instances, in the fleet
+MAX_OF_ONE = 16  # P's of one request; further ones are ignored
 MAX_PREFILLS = 1024  # P's that are kept at a time
 KEPT_S = 600.0  # after the last request that named a P; a P that is kept is probed
 _LOOK_EVERY_S = 10.0
@@ -37,7 +37,7 @@ class Allowed:
 
     network: Network | None
     host: str
-    port: int  # 0: every one
+    port: int  # 0: any
 
     @classmethod
     def parse(cls, text: str) -> Allowed:
@@ -80,7 +80,7 @@ class Named:
         self._last: OrderedDict[str, float] = OrderedDict()  # when each was named last
 
     def of(self, headers: Headers) -> frozenset[str]:
-        """Return the P's that a request names; none: its D prefills by itself. Raise Refused."""
+        """Return the P's that a request names, now in the fleet; if none, its D prefills by itself. Raise NotTaken."""
         texts = [one.strip() for name, value in headers if name == HEADER for one in value.decode("latin-1").split(",")]
         return frozenset(self._known(text) for text in texts[:MAX_OF_ONE] if text)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's book of sources and targets.
+"""Sources and targets of P's scheduler, and the limits for holding them.
 
 A source is a request that is computed before D has sent a reservation for it. A target is a reservation that comes
 before its request. Each is bound to at most one of the other, once; from then on it is a push like any other.
@@ -39,10 +39,10 @@ class MeetingState(IdentityEnum):
 
 
 class MeetingEvent(IdentityEnum):
-    # an OFFER, by what it names and what fits
+    # an OFFER, by the record that it names, and whether it fits
     OFFER = "offer"  # fits the source, or names a request that may still come
     OFFER_AGAIN = "offer_again"  # of the transfer that is waiting or bound here
-    OFFER_TAKEN = "offer_taken"  # of another transfer than that
+    OFFER_TAKEN = "offer_taken"  # of another transfer, while one is waiting or bound here
     OFFER_UNFIT = "offer_unfit"  # another prompt, model or cache, or a transfer that was pushed before
     OFFER_UNKNOWN = "offer_unknown"  # of a source that is over, or of another incarnation
     OFFER_TOO_MANY = "offer_too_many"
@@ -212,7 +212,7 @@ class Meetings:
     def finished(self, now: float, request_id: str, *, well: bool, sample: Sample | None = None) -> bool:
         """Handle the end of a request. Return whether its blocks are held here for a target that may still come.
 
-        `well`: it ended with blocks whose KV may be of use.
+        `well`: its prompt was computed, and it still has its blocks.
         """
         record = self._requests.get(request_id)
         if record is None:
@@ -238,7 +238,7 @@ class Meetings:
     # -- from D
 
     def offer(self, now: float, peer: Hashable, offer: Offer, reservation: Reservation) -> None:
-        """Handle an offer. `reservation` is what it has sealed."""
+        """Handle an offer. `reservation` is what its sealed field contains."""
         bound = self._ended.get(offer.transfer)
         if bound is not None:
             self._outbox.append((peer, bound))
@@ -358,8 +358,8 @@ class Meetings:
         return None
 
     def collect(self, now: float, record: Record) -> None:
-        """Note the request's blocks from now on."""
-        if record.target is not None:  # it did not fit, and D was answered so
+        """Collect the request's blocks from now on, without a target that did not fit."""
+        if record.target is not None:
             self._targets.pop(record.target.transfer, None)
             record.target = None
 
@@ -395,7 +395,7 @@ class Meetings:
         self._set_deadline(record, record.source, now + self._holding.hold_s)
 
     def release(self, now: float, record: Record) -> None:
-        """Free the blocks that no target came for."""
+        """Free the blocks of a held request to which no target was bound."""
         self._book.free(record.request_id)
 
     def end(self, now: float, record: Record) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plug-ins that run torch_npu without an NPU, in every process with this folder and `entry` in front of its PYTHONPATH.
 
-torch loads `take_over` (entry point `torch.backends`), vLLM loads `in_vllm` (`vllm.general_plugins`). torch_npu, vLLM
-and vllm-ascend are unchanged. They use the libraries of host_build.py.
+torch loads `take_over` (entry point `torch.backends`), vLLM loads `in_vllm` (`vllm.general_plugins`). The code of
+torch_npu, vLLM and vllm-ascend is unchanged; the libraries that they load are those of host_build.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 
 # torch_npu's own kernels for memory, sizes, views and streams work with the stand-ins as they are.
-OF_MEMORY = {
+KEPT = {
     "aten::_copy_from",
     "aten::_copy_from_and_resize",
     "aten::_pin_memory",
@@ -36,7 +36,7 @@ OF_MEMORY = {
     "npu::set_op_timeout_ms",
 }
 CANN = "9.1.0"  # of vllm-ascend's images
-TAKEN = ("aten", "npu", "atb")
+NAMESPACES = ("aten", "npu", "atb")  # of operators that are taken over
 
 
 def take_over() -> None:
@@ -54,7 +54,7 @@ def take_over() -> None:
     torch.ops.load_library(os.environ["ASCEND_HOST_OPERATORS"])
     for name, overload, is_view in torch.ops.ascend_host.operators():
         full = f"{name}.{overload}" if overload else name
-        if name.split("::")[0] in TAKEN and not is_view and full not in OF_MEMORY:
+        if name.split("::")[0] in NAMESPACES and not is_view and full not in KEPT:
             torch.ops.ascend_host.take(name, overload)
     for name in declared:
         torch.ops.ascend_host.take(name, "")
@@ -62,6 +62,7 @@ def take_over() -> None:
 
 
 def in_vllm() -> None:
+    """Replace kernels that need Triton. Install the TCP transport and the planted faults, where a test asks for them."""
     from ascend_host import delta, faults, kernels, wire
 
     kernels.replace()

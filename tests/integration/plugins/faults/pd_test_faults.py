@@ -117,10 +117,10 @@ async def _say(send: Send, status: int) -> None:
 def _patch_engine() -> None:
     from vllm_ascend_pd.decode.runtime import ReceiveRuntime
     from vllm_ascend_pd.protocol.actions import Send as SendAction
+    from vllm_ascend_pd.protocol.compose import refused
     from vllm_ascend_pd.protocol.messages import Begin, RefusalCode, Renew
     from vllm_ascend_pd.protocol.push import Sender
     from vllm_ascend_pd.protocol.reservation import Receiver
-    from vllm_ascend_pd.protocol.words import refused
 
     listen, complete, start = Receiver.message, Sender.seal, ReceiveRuntime.__init__
 

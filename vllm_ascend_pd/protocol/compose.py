@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of each side, with the identity that every message carries filled in."""
+"""Construction of the messages of P and D workers, and the failure in a received one."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _HEAD = ("transfer", "push", "p_incarnation", "d_incarnation", "contributor", "d
 
 
 def _head(of: Message) -> dict[str, Any]:
-    """Return the fields of a message that identify transfer, push and ranks, for its answer."""
+    """Return the fields of a message that identify transfer, push and ranks, for a message about the same push."""
     return {field: getattr(of, field) for field in _HEAD}
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillWords:
+class PrefillMessages:
     """Messages of one P worker. Each has the next `seq` of its pair."""
 
     incarnation: str
@@ -57,14 +57,14 @@ class PrefillWords:
         }
 
     def begin(self, pair: Pair, known_memory: str) -> Begin:
-        """Return a BEGIN, with our layout if D may not know it.
+        """Return a BEGIN, with P's layout if D may not know it.
 
-        A D that has sent us its memory has received our layout before.
+        If P knows D's memory, D has received P's layout before.
         """
         return Begin(
             **self._next(pair),
             layout=self.layout_name,
-            told=self.layout if pair.asked_which or not known_memory else b"",
+            layout_bytes=self.layout if pair.asked_which or not known_memory else b"",
             contributors=contributors_digest(pair.destination.contributors),
             plan_digest=pair.destination.plan_digest,
             quiet_s=self.quiet_s,
@@ -86,15 +86,15 @@ class PrefillWords:
     def failed(self, pair: Pair, *, quiescent: bool) -> Failed:
         return Failed(**self._next(pair), quiescent=quiescent, failure=_bounded(pair.push.cause))
 
-    def gone(self, message: Message) -> Failed:
-        """Return the answer for a push that is not known here, or not any more: no write of it is out."""
+    def over(self, message: Message) -> Failed:
+        """Return a FAILED for a push that is unknown or over here: no write of it is in progress."""
         mine = {"p_incarnation": self.incarnation, "contributor": self.contributor}
-        over = Failure("PD-XFER-002", "the push is over")
-        return Failed(**{**_head(message), **mine}, quiescent=True, failure=over)
+        failure = Failure("PD-XFER-002", "the push is over")
+        return Failed(**{**_head(message), **mine}, quiescent=True, failure=failure)
 
 
 def ready(asked: Begin | Renew, lease_s: float, memory: str, addresses: Memory) -> Ready:
-    """Return a READY, with the addresses only for a P that does not know them. A P that renews does."""
+    """Return a READY. It has the addresses only for a BEGIN of a P that does not know them; a P that renews does."""
     now = addresses if isinstance(asked, Begin) and asked.known_memory != memory else None
     return Ready(**_head(asked), lease_s=lease_s, memory=memory, addresses=now)
 
@@ -104,8 +104,8 @@ def which(begin: Begin) -> Which:
 
 
 def refused(message: Message, code: RefusalCode, detail: str = "") -> Refused:
-    said = "PD-GEO-001" if code is RefusalCode.MISMATCH else "PD-XFER-005"
-    return Refused(**_head(message), failure=_bounded(Failure(said, f"{code.value}: {detail}")))
+    catalogued = "PD-GEO-001" if code is RefusalCode.MISMATCH else "PD-XFER-005"
+    return Refused(**_head(message), failure=_bounded(Failure(catalogued, f"{code.value}: {detail}")))
 
 
 def ack(message: Done | Failed) -> Ack:
@@ -113,7 +113,7 @@ def ack(message: Done | Failed) -> Ack:
 
 
 def cancel(begin: Begin, seq: int, failure: Failure) -> Cancel:
-    """Return a CANCEL. `begin` is the one that the contributor was granted."""
+    """Return a CANCEL. `begin` is the contributor's BEGIN that was granted."""
     return Cancel(**{**_head(begin), "seq": seq}, failure=_bounded(failure))
 
 
@@ -124,8 +124,8 @@ def _bounded(failure: Failure) -> Failure:
 def failure_of(message: Refused | Failed | Cancel) -> Failure:
     """Return the failure in a message as this side records it.
 
-    A side that was cancelled has not failed itself, so its code is another one. A code that is not in the catalogue is
-    replaced.
+    For a CANCEL the code is PD-XFER-002: this side was cancelled, it did not fail. A code that is not in the catalogue
+    is replaced by PD-META-006.
     """
     failure = message.failure
     if isinstance(message, Cancel):
