@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,19 @@ def test_the_changelog_names_what_the_release_has() -> None:
     for name in (*wanted, "AscendPushConnector", "Regroup", "status page", "grafana.json", "simulate.sh", "NPU"):
         assert name in text, name
     assert "--notes-file CHANGELOG.md" in (ROOT / ".github" / "workflows" / "release.yml").read_text()
+
+
+def test_the_drawing_of_the_folders_has_each_folder() -> None:
+    """CONTRIBUTING.md, "Where things are": a line starts with a folder, or with two; inner ones are indented."""
+    drawn, outer = set[str](), ""
+    text = (ROOT / "CONTRIBUTING.md").read_text().split("## Where things are")[1].split("```")[1]
+    for line in text.splitlines():
+        names = re.findall(r"([\w.]+)/(?=[, ]|$)", line[:22])
+        if names and not line.startswith(" "):
+            outer = names[0]
+        drawn |= {f"{outer}/{name}" if line.startswith(" ") else name for name in names}
+    files = subprocess.run(("git", "-C", str(ROOT), "ls-files"), check=True, capture_output=True, text=True).stdout
+    folders = [path.split("/") for path in files.split()]
+    wanted = {parts[0] for parts in folders if len(parts) > 1 and not parts[0].startswith(".")}
+    wanted |= {"/".join(parts[:2]) for parts in folders if len(parts) > 2 and parts[0] in ("vllm_ascend_pd", "tests")}
+    assert wanted == drawn
