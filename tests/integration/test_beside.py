@@ -98,7 +98,7 @@ def test_each_connectors_requests_end_and_all_blocks_go_back(engines: Any) -> No
 
 
 @pytest.mark.timeout(180)
-def test_what_ended_before_its_push_had_blocks_is_told_by_nobody_but_its_sibling(engines: Any) -> None:
+def test_what_ended_before_its_push_had_blocks_is_reported_by_its_sibling_alone(engines: Any) -> None:
     """After an abort, a push holds its blocks until its writes are over, and the sibling holds them, too."""
     prefill, decode, url, reservations = engines
     free = prefill.free_blocks()

@@ -64,7 +64,7 @@ def test_the_kernels_refuse_what_the_cpu_refuses(scenario: Callable[[str], str])
     assert scenario("refusals") == "ok"
 
 
-def test_the_speed_of_the_ops_is_told(scenario: Callable[[str], str]) -> None:
+def test_the_speed_of_the_ops_is_reported(scenario: Callable[[str], str]) -> None:
     assert scenario("speed") == "ok"
 
 

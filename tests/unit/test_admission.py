@@ -351,7 +351,7 @@ def test_the_size_of_experts_is_checked() -> None:
     assert refused.code == "PD-CONF-006" and "decode.dp_size = 8" in refused.sentence and "4" in refused.sentence
 
 
-def test_other_keys_of_the_predecessor_are_told_to_be_ignored(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_keys_of_the_predecessor_are_reported_as_ignored(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="vllm_ascend_pd"):
         logging.getLogger("vllm_ascend_pd.engine").addHandler(caplog.handler)
         try:
@@ -756,7 +756,7 @@ def test_a_cache_that_is_quantised_in_some_layers_only_stops_the_start() -> None
         admission.cache_shape(scaled(*[("fp8", 1.0, 1.0)] * 3, names=groups.kv_cache_groups[0].layer_names), groups)
 
 
-def test_all_refusals_are_told_where_somebody_asks_and_the_first_stops_the_start() -> None:
+def test_all_refusals_are_named_on_request_and_the_first_stops_the_start() -> None:
     config = vllm_config("kv_consumer", {"side_channel_port": 65535, "decode": {"tp_size": 4}}, tensor_parallel_size=2)
     config.parallel_config.enable_dbo = True
     config.cache_config.cache_dtype = "int8_per_token_head"
@@ -812,7 +812,7 @@ def test_an_address_that_others_reach_needs_a_secret(monkeypatch: pytest.MonkeyP
     assert "s" * 40 not in repr(engine)
 
 
-def test_peers_are_told_one_address(tmp_path: Path) -> None:
+def test_peers_are_sent_one_address(tmp_path: Path) -> None:
     keys = {"secret_file": write(tmp_path / "secret", b"s" * 40)}
     for every in ("0.0.0.0", "::"):
         refused = refusal(vllm_config(extra={**keys, "side_channel_host": every}))

@@ -116,7 +116,7 @@ def test_a_valid_value_is_taken(key: str) -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, (_, wrong, _) in KEYS.items() for value in wrong])
-def test_a_wrong_type_is_told_with_the_key_the_value_and_the_default(key: str, value: Any) -> None:
+def test_a_wrong_type_is_named_with_the_key_the_value_and_the_default(key: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         PushConfig.parse({key: value, **NEEDS.get(key, {})})
     error = caught.value
@@ -125,7 +125,7 @@ def test_a_wrong_type_is_told_with_the_key_the_value_and_the_default(key: str, v
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, (_, _, wrong) in KEYS.items() for value in wrong])
-def test_an_impossible_value_is_told_with_what_is_possible(key: str, value: Any) -> None:
+def test_an_impossible_value_is_named_with_what_is_possible(key: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         PushConfig.parse({key: value})
     error = caught.value

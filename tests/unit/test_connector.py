@@ -106,7 +106,7 @@ def test_registering_twice_is_fine_and_vllm_finds_the_class(monkeypatch: pytest.
     assert found is AscendPushConnector
 
 
-def test_a_vllm_without_connectors_is_told_about_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_without_connectors_is_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer.kv_connector.factory", None)
     plugin.register()
 

@@ -84,7 +84,7 @@ DEFECTS: dict[int, Defect] = {
         "different layouts on P and D are written silently when the sizes are not configured",
         (
             f"{UNIT}/schedulers/test_decisions_scheduler.py::"
-            "test_a_cache_that_does_not_fit_is_told_with_both_values_before_anything_is_pushed",
+            "test_a_cache_that_does_not_fit_is_named_with_both_values_before_anything_is_pushed",
             f"{UNIT}/protocol/test_protocol_reservation.py::test_a_difference_is_refused_field_by_field_with_both_values",
             f"{UNIT}/geometry/test_geometry_match.py::test_each_difference_is_named_with_both_values",
         ),
@@ -121,7 +121,7 @@ DEFECTS: dict[int, Defect] = {
         (
             f"{UNIT}/runtime/test_runtime_faults.py::test_an_abort_on_prefill_fails_the_load_at_once_and_releases_the_blocks",
             f"{UNIT}/runtime/test_runtime_faults.py::test_a_cancel_on_decode_stops_the_push_and_fences_the_blocks",
-            f"{UNIT}/metaserver/test_metaserver_service.py::test_d_is_told_at_once_when_p_fails_and_computes_by_itself",
+            f"{UNIT}/metaserver/test_metaserver_service.py::test_d_is_notified_at_once_when_p_fails_and_computes_by_itself",
             f"{UNIT}/channel/test_channel_fence.py::test_a_killed_process_is_gone_exactly_once",
             f"{UNIT}/protocol/test_protocol_reservation.py::test_a_lapsed_lease_fails_the_transfer_and_names_the_contributor",
         ),
@@ -211,7 +211,7 @@ DEFECTS: dict[int, Defect] = {
     21: Defect(
         "staging of whole layers, and a queue of copies without a bound",
         (
-            f"{UNIT}/regroup/test_regroup_staging.py::test_sizes_are_fixed_and_told_at_start",
+            f"{UNIT}/regroup/test_regroup_staging.py::test_sizes_are_fixed_and_logged_at_start",
             f"{UNIT}/regroup/test_regroup_failures.py::test_a_stalled_destination_stops_no_other",
         ),
         "What is pushed directly is read from the paged cache and never copied; what waits is a reference to a step.",

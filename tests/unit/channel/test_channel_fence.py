@@ -42,7 +42,7 @@ async def test_a_stopped_process_is_not_gone_until_it_is_killed() -> None:
             await until(lambda: ear.events == [("gone", "p-1")])
 
 
-async def test_only_the_last_connection_counts_and_a_return_is_told() -> None:
+async def test_only_the_last_connection_counts_and_a_return_is_reported() -> None:
     async with Ear() as ear, Mouth("p-1") as first, Mouth("p-1") as second:
         first.say(ear.endpoint, 1)
         second.say(ear.endpoint, 2)

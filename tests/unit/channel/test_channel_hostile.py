@@ -275,7 +275,7 @@ async def test_a_listener_that_is_something_else_is_unreachable(answer) -> None:
         server.close()
 
 
-async def test_a_listener_without_the_secret_is_told_nothing() -> None:
+async def test_a_listener_without_the_secret_gets_nothing() -> None:
     """It may forward our greeting, but cannot authenticate, so no message is sent."""
     received = bytearray()
 

@@ -263,7 +263,7 @@ def test_releases_that_do_not_belong_together_are_told_apart(found: Mapping[str,
         assert "torch 2.10.0" in check.remedy and "torch_npu 2.10.0.post4" in check.remedy
 
 
-def test_a_decode_engine_that_peers_cannot_reach_is_told_so() -> None:
+def test_a_decode_engine_that_peers_cannot_reach_is_warned() -> None:
     push = PushConfig(metaserver=MetaserverConfig(metaserver_urls=("http://10.0.0.9:8000",)))
     (check,) = host.settings(host.HostOptions(push, role="kv_consumer"))
     assert check.level == WARNING and "cannot reach 127.0.0.1" in check.says and "VLLM_HOST_IP" in check.remedy

@@ -227,7 +227,7 @@ OWN, RESOLVED = {"regex": "b"}, {"regex": "a"}
     ],
     ids=str,
 )
-def test_p_is_told_a_grammar_once(beside: dict[str, Any], grammar: dict[str, str] | None) -> None:
+def test_p_is_sent_a_grammar_once(beside: dict[str, Any], grammar: dict[str, str] | None) -> None:
     """A tool's grammar is made from the tools and what the client asked for: from the result it would be another."""
     body = msgspec.json.encode({"model": "m", "messages": [], **beside})
     fields = {"structured_outputs": msgspec.Raw(msgspec.json.encode(RESOLVED))}

@@ -338,7 +338,7 @@ def test_layers_of_one_table_have_as_many_blocks() -> None:
     assert "'second'" in error.sentence and "first" in error.sentence
 
 
-def test_parts_of_different_dtypes_are_told_to_the_peer() -> None:
+def test_parts_of_different_dtypes_are_sent_to_the_peer() -> None:
     parts = (GOOD, torch.empty(BLOCKS, BLOCK, HEADS, SIZE, dtype=torch.int8))
     assert describe({"l0": parts}, SHAPE, NPU_LIKE).geometry.dtype == "float32/int8"
 

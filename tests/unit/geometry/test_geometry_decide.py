@@ -170,7 +170,7 @@ def test_the_room_for_a_block_is_that_of_the_worst_rotation() -> None:
     assert room_for_a_block(*caches("opaque", 5, 3, 1, cells=(4,), block=10)).receive == 4 * 4 * 10
 
 
-def test_a_slot_that_cannot_hold_a_block_is_told() -> None:
+def test_a_slot_that_cannot_hold_a_block_is_refused() -> None:
     p, d = caches("token", 4, 4, 1, cells=(4, 4), block=8)
     table = np.arange(8, dtype=np.int32)
     with pytest.raises(LocalProtocolError, match="does not fit"):

@@ -74,7 +74,7 @@ def test_components_that_have_numbers_are_named_for_people(
     assert mismatches(kind, other)[0].field == f"cell bytes of {names.rsplit(', ', 1)[-1]}"  # type: ignore[arg-type]
 
 
-def test_all_differences_are_told_at_once() -> None:
+def test_all_differences_are_named_at_once() -> None:
     found = mismatches(BASE, changed(dtype="bfloat16", packing="amx"))
     assert [each.field for each in found] == ["dtype", "packing"]
 

@@ -219,7 +219,7 @@ def test_tensors_that_hold_no_such_state_stop_the_start(shape: tuple[int, ...]) 
 # -- two caches
 
 
-def test_the_layout_and_a_reservation_come_back_as_they_were_told() -> None:
+def test_the_layout_and_a_reservation_come_back_as_they_were_sent() -> None:
     g, _ = sides(2)
     assert read(written(EngineLayout("m", g))).geometry == g
     r = wanted(g, endpoints=(Endpoint("a", 1), Endpoint("a", 2)))
@@ -301,7 +301,7 @@ def test_workers_hear_of_a_states_block_once_after_the_last_chunk() -> None:
     assert [[ids.tolist() for ids in piece.new_blocks] for piece in (first, last, at_once)] == [[[]], [[5]], [[5]]]
 
 
-def test_of_a_state_that_is_further_no_block_is_told() -> None:
+def test_of_a_state_that_is_further_no_block_is_reported() -> None:
     """P has computed the last token of the prompt too: the state that D wants is gone."""
     (piece,) = pieces((0, 101, [0, 5]))
     assert piece is not None and piece.final and [ids.tolist() for ids in piece.new_blocks] == [[]]

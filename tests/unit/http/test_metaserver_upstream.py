@@ -159,7 +159,7 @@ async def test_what_is_no_answer_is_broken(raw: tuple[bytes, ...], close: bool) 
         await until(lambda: server.closed == server.connections)
 
 
-async def test_a_body_that_breaks_off_is_told_after_what_came() -> None:
+async def test_a_body_that_breaks_off_is_reported_after_what_came() -> None:
     for cut in (b"content-length: 9\r\n\r\nhello", b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n"):
         async with talking(says(b"HTTP/1.1 200 OK\r\n" + cut, close=True)) as (_, origin, upstream):
             reply = await ask(upstream, origin)

@@ -338,7 +338,7 @@ def test_state_is_the_sum_over_workers_and_the_worst_of_them() -> None:
     assert instance["last_error"] == "of 1" and (summed["running"], summed["waiting"]) == (5, 2)
 
 
-def test_what_one_is_told_makes_its_members_the_same() -> None:
+def test_what_one_is_sent_makes_its_members_the_same() -> None:
     known, new, late = (Members(CircuitPolicy()) for _ in range(3))
     for fleet in (known, late):
         fleet.add(parse_spec(Role.PREFILL, "https://[::1]:1", 2.0), "file")

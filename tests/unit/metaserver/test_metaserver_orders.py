@@ -238,7 +238,7 @@ def test_ds_own_failure_is_ds_although_ps_answer_broke_after_the_kv_came() -> No
         assert all(blame(c)[d.address] == len(d.generations()) for d in c.decode), "each of its failures is a D's own"
 
 
-def test_a_p_that_is_tried_again_is_tried_until_d_has_told_and_not_until_its_own_answer() -> None:
+def test_a_p_that_is_tried_again_is_tried_until_d_has_reported_and_not_until_its_own_answer() -> None:
     with cluster(prefill=2, circuit=CircuitPolicy(wedged=Backoff(0.1, LONG_S, floor=0.8))) as c:
         bad = instance(c, c.prefill[0].address)
         c.prefill[0].manner.push = False
@@ -529,7 +529,7 @@ def test_canaries_prove_each_version_over_its_own_pair() -> None:
 
 
 @pytest.mark.parametrize("order", list(permutations(range(5))), ids=str)
-def test_a_version_is_known_of_who_told_it_in_whatever_order_it_is_heard(order: tuple[int, ...]) -> None:
+def test_a_version_is_known_of_the_engine_that_sent_it_in_whatever_order_it_comes(order: tuple[int, ...]) -> None:
     said: list[Callable[[Life], Life]] = [
         lambda life: life.heard("one", 1.0, OLD),
         lambda life: life.refuses(2.0),

@@ -70,7 +70,7 @@ def test_errors_are_kept_with_code_and_remedy_and_without_an_engines_words() -> 
         assert "as set" not in json.dumps(status) and "secret" not in json.dumps(status)
 
 
-def test_an_engines_refusal_is_told_by_its_kind_alone() -> None:
+def test_an_engines_refusal_is_reported_by_its_kind_alone() -> None:
     assert brief(400, b'{"error": {"message": "your prompt was: secret", "type": "BadRequestError"}}').endswith(
         "400 (BadRequestError)"
     )

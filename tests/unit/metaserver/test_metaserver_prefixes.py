@@ -39,7 +39,7 @@ def test_prompts_have_the_marks_in_common_that_their_common_beginning_has(
         assert not {m.digest for m in first[apart:]} & {m.digest for m in second[apart:]}
 
 
-def test_what_is_told_beside_the_prompt_cannot_be_mistaken_for_another_part() -> None:
+def test_what_is_sent_beside_the_prompt_cannot_be_mistaken_for_another_part() -> None:
     prompt = b"x" * NEAR
     assert marks(prompt, b"ab", b"c")[0].digest != marks(prompt, b"a", b"bc")[0].digest
 
@@ -188,7 +188,7 @@ def test_a_p_that_was_started_anew_has_nothing() -> None:
         assert instance.has(at_once(marks_of((), HEAD.encode(), 900))) == 0 and instance.prompts.tokens == 0
 
 
-def test_engines_that_are_told_to_forget_are_thought_to_have_forgotten() -> None:
+def test_engines_that_are_asked_to_forget_count_as_having_forgotten() -> None:
     with cluster() as c:
         c.complete(HEAD)
         assert all(instance.prompts.tokens for instance in c.worker.fleet)

@@ -36,7 +36,7 @@ def test_the_command_serves_and_ends_well_on_a_signal() -> None:
         assert r.process.wait(10) == 0
 
 
-def test_one_worker_too_takes_its_engines_at_a_port_of_their_own_when_told() -> None:
+def test_one_worker_too_takes_its_engines_at_a_port_of_their_own_when_configured() -> None:
     own = ports(1)
     with running("--worker-port", str(own)) as r:
         r.decode.metaservers(f"http://127.0.0.1:{own}")  # the only allowed URL

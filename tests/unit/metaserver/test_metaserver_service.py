@@ -135,7 +135,7 @@ def test_load_spreads_over_all_instances() -> None:
         assert all(engine.generations() for engine in (*c.prefill, *c.decode))
 
 
-def test_d_is_told_at_once_when_p_fails_and_computes_by_itself() -> None:
+def test_d_is_notified_at_once_when_p_fails_and_computes_by_itself() -> None:
     with cluster() as c:
         c.prefill[0].manner.status = 500
         answer = c.complete("alone")
@@ -194,7 +194,7 @@ def test_an_empty_200_is_no_answer() -> None:
             assert answer.status_code == 502 and answer.json()["error"]["message"]
 
 
-def test_without_any_p_d_prefills_or_the_client_is_told_when_to_come_back() -> None:
+def test_without_any_p_d_prefills_or_the_client_learns_when_to_come_back() -> None:
     with cluster(prefill=0) as c:
         until(lambda: c.complete("alone").status_code == 200)
         assert "kv_transfer_params" not in c.decode[0].generations()[-1].body
@@ -257,7 +257,7 @@ def test_d_hears_that_a_first_token_will_come_where_each_p_tells_its_own() -> No
         until(lambda: c.complete("x") and "first_token" not in c.decode[0].generations()[-1].body["kv_transfer_params"])
 
 
-def test_after_a_push_that_was_refused_d_is_not_told_of_a_first_token() -> None:
+def test_after_a_push_that_was_refused_d_is_not_sent_a_first_token() -> None:
     with cluster() as c:
         (p,), (d,) = c.prefill, c.decode
         p.tells, d.manner.policy = True, "fail"

@@ -59,7 +59,7 @@ def test_without_an_endpoint_the_clients_context_goes_to_both_legs_as_it_came() 
             assert engine.generations()[-1].headers["traceparent"] == PARENT
 
 
-def test_each_leg_has_a_span_below_the_requests_and_its_engine_is_told(collector: Collector) -> None:
+def test_each_leg_has_a_span_below_the_requests_and_its_engine_gets_it(collector: Collector) -> None:
     with cluster(otlp_traces_endpoint=collector.served.url + "/v1/traces") as c:
         assert ask(c) == 200
         until(lambda: len(collector.spans) == 3)

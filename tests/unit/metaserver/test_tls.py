@@ -108,7 +108,7 @@ def test_d_trusts_a_metaserver_of_its_own_authority(loop: LoopThread, mine: tupl
     server.stop()
 
 
-def test_d_verifies_unless_it_is_told_not_to(
+def test_d_verifies_unless_it_is_configured_not_to(
     loop: LoopThread, mine: tuple[Path, Path], elsewhere: tuple[Path, Path]
 ) -> None:
     server = _Server(mine)

@@ -62,7 +62,7 @@ def _called(node: ast.Call) -> str:
     return node.func.attr if isinstance(node.func, ast.Attribute) and name.endswith("tally") else ""
 
 
-def test_each_metric_is_told_somewhere_and_by_what_fits_its_kind() -> None:
+def test_each_metric_is_reported_somewhere_and_by_what_fits_its_kind() -> None:
     """An unknown name would end P's writer thread at its first use."""
     package, seen = Path(tally_module.__file__).parents[1], set[str]()
     for path in [*package.glob("prefill/**/*.py"), *package.glob("decode/**/*.py"), *package.glob("*.py")]:
@@ -78,7 +78,7 @@ def test_each_metric_is_told_somewhere_and_by_what_fits_its_kind() -> None:
     assert seen == set(METRICS)
 
 
-def test_a_collection_is_told_once() -> None:
+def test_a_collection_is_reported_once() -> None:
     tally = Tally()
     assert tally.take() is None
     tally.add("bytes_transferred", 5)
@@ -91,7 +91,7 @@ def test_a_collection_is_told_once() -> None:
     assert tally.take() is None
 
 
-def test_a_level_is_told_while_it_is_not_zero_and_once_when_it_is_again() -> None:
+def test_a_level_is_reported_while_it_is_not_zero_and_once_when_it_is_again() -> None:
     tally = Tally()
     tally.level("reservations_open", 0)
     assert tally.take() is None
@@ -165,7 +165,7 @@ def test_reasons_stay_apart() -> None:
     assert stats_of(tally).data["counts"]["num_failed_transfers"] == {"PD-XFER-001": 2, "PD-XFER-004": 1}
 
 
-def test_stats_are_empty_until_something_is_told() -> None:
+def test_stats_are_empty_until_something_is_reported() -> None:
     assert PushStats().is_empty()
     assert AscendPushConnector.build_kv_connector_stats().is_empty()  # type: ignore[union-attr]
     tally = Tally()

@@ -59,7 +59,7 @@ def mooncake(site: Site, transfer: str = "xfer-1") -> dict[str, Any]:
     return {"do_remote_decode": False, "do_remote_prefill": True, **both}
 
 
-def test_both_meet_by_what_p_has_told_whatever_the_request_is_called(site: Site) -> None:
+def test_both_meet_by_what_p_has_sent_whatever_the_request_is_called(site: Site) -> None:
     """Under the dialect's transfer_id: a router need not send one X-Request-Id to both."""
     bind = site.load(mooncake(site), "cmpl-one-0-bbbbbbbb")
     asked = request("cmpl-another-0-aaaaaaaa", {**TOY, "transfer_id": "xfer-1"})
@@ -69,7 +69,7 @@ def test_both_meet_by_what_p_has_told_whatever_the_request_is_called(site: Site)
     assert site.p._requests.meetings.counts()["waiting"] == 0
 
 
-def test_nothing_else_is_told_and_nothing_changes(site: Site) -> None:
+def test_nothing_else_is_reported_and_nothing_changes(site: Site) -> None:
     assert site.p._reception is not None
     where = {"0": {"engine_id": str(site.p._reception.endpoint)}}
     found = site.ask()
@@ -89,7 +89,7 @@ def test_what_is_no_question_is_answered_shortly(site: Site, sent: bytes, status
 
 
 @pytest.mark.parametrize(("port", "ranks"), [(5600, 3), (0, 1)], ids=["ports by rank", "ports that the kernel chose"])
-def test_the_ranks_behind_one_address_are_told_where_their_ports_are_known(port: int, ranks: int) -> None:
+def test_the_ranks_behind_one_address_are_named_where_their_ports_are_known(port: int, ranks: int) -> None:
     of_three = dataclasses.replace(engine(SECRETS, side_channel_port=port), ranks_here=3)
     found = json.loads(
         bootstrap.answer(b"GET /query HTTP/1.1\r\n\r\n", of_three.listeners(5600)).partition(b"\r\n\r\n")[2]

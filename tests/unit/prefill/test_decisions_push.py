@@ -44,7 +44,7 @@ def step(book: PushBook) -> PrefillStep:
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_a_first_token_is_told_with_as_many_log_probabilities_as_d_asks_for(count: int) -> None:
+def test_a_first_token_is_sent_with_as_many_log_probabilities_as_d_asks_for(count: int) -> None:
     book = admitted(10, seed=Seed("how", 2))
     book.scheduled("r", 0, 10, [1, 2, 3], replaces=True)
     first = book.first("r", (7, "how", [(7 + n, -1.0, 1) for n in range(count)]))

@@ -177,7 +177,7 @@ def test_what_is_bound_is_wanted() -> None:
     assert len(house.step().starts) == 1
 
 
-def test_a_target_that_nobody_meets_is_told_so() -> None:
+def test_a_target_that_meets_no_source_gets_that_answer() -> None:
     house = House()
     house.offer(now=1.0, meets="name")
     house.meetings.tick(31.0)
@@ -194,7 +194,7 @@ def test_a_source_that_does_not_fit_is_kept_for_one_that_does() -> None:
     assert house.end() and house.meetings.counts()["held"] == 1
 
 
-def test_a_target_that_waited_for_another_prompt_is_told_and_the_source_kept() -> None:
+def test_a_target_that_waited_for_another_prompt_is_answered_and_the_source_kept() -> None:
     house = House()
     house.offer(meets="name")
     house.source(prompt=(11, "h"))
@@ -263,7 +263,7 @@ def test_a_request_that_is_aborted_takes_its_push_with_it(stepped: bool) -> None
     assert not step.starts and not step.computed and len(step.aborts) == stepped
 
 
-def test_blocks_lost_before_a_step_told_of_the_push_are_not_read() -> None:
+def test_blocks_lost_before_a_step_announced_the_push_are_not_read() -> None:
     house = House()
     house.source()
     house.compute(count=4, blocks=(1,))

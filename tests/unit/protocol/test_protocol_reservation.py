@@ -170,7 +170,7 @@ def test_without_an_incarnation_the_first_bind_tells_it() -> None:
     assert as_text(r.message(0.2, "p1", begin(d_incarnation="decode-0"))) == "refused:stale"
 
 
-def test_addresses_are_told_once() -> None:
+def test_addresses_are_sent_once() -> None:
     r = opened()
     (first,) = messages(r.message(0.0, "p1", begin()))
     (second,) = messages(r.message(0.1, "p1", begin(seq=2, known_memory=first.memory)))
@@ -196,7 +196,7 @@ def test_a_layout_that_is_not_known_is_asked_for_and_then_known_by_its_name() ->
     assert as_text(r.message(0.5, "p1", begin(layout_bytes=b"", transfer=again, push="push-2"))) == "ready"
 
 
-def test_what_was_told_before_the_gate_opened_is_known_behind_it() -> None:
+def test_what_was_reported_before_the_gate_opened_is_known_behind_it() -> None:
     r = receiver()
     r.message(0.0, "p1", begin(ONE))
     r.message(0.0, "p2", begin(TWO, layout_bytes=b""))

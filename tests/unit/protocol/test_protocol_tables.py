@@ -321,7 +321,7 @@ def test_decode_does_what_is_decided(
 
 @pytest.mark.parametrize("event", [E.BIND, E.GATE_OPEN, E.SETTLE, E.VERIFIED, E.OVER], ids=lambda e: e.value)
 @pytest.mark.parametrize("state", S, ids=lambda s: s.value)
-def test_decode_is_not_told_what_cannot_be(state: ReservationState, event: ReservationEvent) -> None:
+def test_decode_refuses_an_event_that_cannot_be(state: ReservationState, event: ReservationEvent) -> None:
     if event in RESERVATION_TABLE[state]:
         return
     r = decode_in(state)
@@ -548,7 +548,7 @@ def test_prefill_does_what_is_decided(state: PairState, event: PairEvent, monkey
 
 @pytest.mark.parametrize("event", [PE.OPEN, PE.OFFER, PE.RETURN, PE.SUBMITTED, PE.LANDED, PE.LOST])
 @pytest.mark.parametrize("state", PS, ids=lambda s: s.value)
-def test_prefill_is_not_told_what_cannot_be(state: PairState, event: PairEvent) -> None:
+def test_prefill_refuses_an_event_that_cannot_be(state: PairState, event: PairEvent) -> None:
     if event in PAIR_TABLE[state]:
         return
     s, claim = prefill_in(state)

@@ -181,7 +181,7 @@ def test_a_slot_that_comes_back_ends_the_wait_and_leaves_what_is_left_of_it() ->
     assert made.patience(1.0, "slow") == pytest.approx(PATIENCE_S / 2)
 
 
-def test_sizes_are_fixed_and_told_at_start(caplog: pytest.LogCaptureFixture) -> None:
+def test_sizes_are_fixed_and_logged_at_start(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     p = engine(Cache(tp=2), push=config(staging_slots=3, staging_destinations=2))
     with running(p):

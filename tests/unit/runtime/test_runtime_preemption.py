@@ -217,7 +217,7 @@ def test_writes_that_do_not_return_before_preemption_fail_the_push_first() -> No
         p.released_blocks_of(request)
 
 
-def test_a_push_that_starts_over_without_having_been_told_of_its_loss_is_a_bug_and_says_so() -> None:
+def test_a_push_that_starts_over_without_a_reported_loss_is_a_bug_and_says_so() -> None:
     """Otherwise its new blocks would be appended to the lost ones."""
     blocks, nothing = np.zeros(8, dtype=np.int32), cast("Any", None)
     push = Push("push", "r", nothing, (), frozenset(), (), (), (), (0,), (blocks,), (Table(blocks, 3),), 0.0)

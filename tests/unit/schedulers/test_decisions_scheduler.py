@@ -210,7 +210,7 @@ def test_a_prompt_of_embeddings_is_not_pushed() -> None:
     assert scheduler.finished(asked, True)[1] is not None
 
 
-def test_a_cache_that_does_not_fit_is_told_with_both_values_before_anything_is_pushed() -> None:
+def test_a_cache_that_does_not_fit_is_named_with_both_values_before_anything_is_pushed() -> None:
     scheduler, asked = prefill(), request()
     theirs = geometry("token", heads=4, tp=2, block=4)
     asked.kv_transfer_params = remote_decode(seal(reservation(asked, geometry=theirs), None))

@@ -266,7 +266,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize(("given", "p", "d"), CASES.values(), ids=list(CASES))
-def test_all_that_is_refused_is_told_and_first_what_an_engine_says(
+def test_all_that_is_refused_is_named_and_first_what_an_engine_says(
     given: dict[str, Any], p: list[str], d: list[str]
 ) -> None:
     verdict = judged(**given)
@@ -490,7 +490,7 @@ def test_other_contents_by_the_same_name_are_refused(tmp_path: Path, monkeypatch
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_without_an_index_the_remedy_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_index_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_index(monkeypatch, tmp_path)
     with pytest.raises(sdist.Unreachable) as caught:
         sdist.ensure(sdist.Pin("some-thing", "1.0", ""), tmp_path / "cache")

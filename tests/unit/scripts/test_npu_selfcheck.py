@@ -95,7 +95,7 @@ def test_all_steps_pass_and_the_report_has_their_figures(host: Host) -> None:
     assert "* transfer: 12.3 GB/s" in host.report and "910B3" in host.report
 
 
-def test_a_failed_step_is_told_and_the_others_run(host: Host) -> None:
+def test_a_failed_step_is_reported_and_the_others_run(host: Host) -> None:
     done = host.run(ops="fail", exchange="skip")
     assert done.returncode == 1
     expected = {**dict.fromkeys(STEPS, "passed"), "ops": "FAILED", "exchange": "skipped"}
@@ -145,7 +145,7 @@ def test_a_dry_run_runs_nothing(host: Host) -> None:
     assert "-m pytest -m npu" in done.stdout
 
 
-def test_a_host_without_npu_software_is_refused_and_told_why(tmp_path: Path) -> None:
+def test_a_host_without_npu_software_is_refused_with_the_reason(tmp_path: Path) -> None:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PD_", "SOC_", "ASCEND", "VLLM_ASCEND"))}
     done = subprocess.run([str(SCRIPT)], env=clean, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2

@@ -317,7 +317,7 @@ def test_what_tests_use_besides_is_installed_by_root_and_named_to_everybody_else
     assert tools("") == ("", "")
 
 
-def test_a_host_without_python_3_11_is_told_so(tree):
+def test_a_host_without_python_3_11_is_refused_with_the_reason(tree):
     for name in ("python3", "python", "python3.10", "python3.11", "python3.12"):
         tree.tool(name, "exit 127")
     done = tree.bash("pd_missing_packages ''")
