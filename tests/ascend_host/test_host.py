@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from host_build import INTERPRETER, HostBuild
@@ -150,13 +151,26 @@ def test_collectives_between_two_processes(build: HostBuild) -> None:
     assert said(run(build, str(HERE / "collectives.py"), **delays)) == "as worked out by hand"
 
 
+def hooked(build: HostBuild, name: str, dtype: str) -> tuple[dict[str, Any], list[list[str]]]:
+    """Return the caches that a P registers, and its hooks of one step as [hook, layer]. All steps are alike."""
+    output = json.loads(said(run(build, str(HERE / "hooks.py"), str(ensure(name)), dtype, VLLM_HOST_IP="127.0.0.1")))
+    for parts in output["caches"].values():
+        assert all(part["contiguous"] and part["format"] in (0, 2, 30) and part["device"] == 0 for part in parts)
+    calls, steps = [call for call in output["calls"] if call[0] != "over"], 4  # 600 tokens in chunks of 512, two tokens
+    assert output["calls"].count(["over", ""]) >= steps
+    step = calls[: len(calls) // steps]
+    assert calls == step * steps
+    return output["caches"], step
+
+
 @pytest.mark.engines
 @pytest.mark.parametrize(
     ("name", "dtype", "shapes", "written"),
     [
-        # K and V are separate tensors, token before head; MLA's are the latent and the rotary part.
+        # K and V are separate tensors, token before head; MLA's are the latent and the rotary part, and an index key.
         ("gqa", "float32", [[128, 4, 32], [128, 4, 32]], False),
         ("mla", "bfloat16", [[128, 1, 512], [128, 1, 64]], True),
+        ("dsv32", "bfloat16", [[128, 1, 512], [128, 1, 64], [128, 1, 128]], True),
     ],
 )
 def test_how_the_model_runner_calls_a_connector(
@@ -166,17 +180,21 @@ def test_how_the_model_runner_calls_a_connector(
 
     on_kv_cache_written, which has the layer's name only with MLA, then save_kv_layer with the registered tensors.
     """
-    program, model = str(HERE / "hooks.py"), str(ensure(name))
-    output = json.loads(said(run(build, program, model, dtype, VLLM_HOST_IP="127.0.0.1")))
-    layers = list(output["caches"])
-    assert len(layers) == RECIPES[name].layers
-    for parts in output["caches"].values():
-        assert [part["shape"][1:] for part in parts] == shapes
-        assert all(part["contiguous"] and part["format"] in (0, 2, 30) and part["device"] == 0 for part in parts)
-    step = [call for layer in layers for call in (["written", layer if written else ""], ["saved", layer])]
-    steps = 4  # 600 tokens in chunks of 512, then two tokens
-    assert [call for call in output["calls"] if call[0] != "over"] == step * steps
-    assert output["calls"].count(["over", ""]) >= steps
+    caches, step = hooked(build, name, dtype)
+    assert len(caches) == RECIPES[name].layers
+    assert all([part["shape"][1:] for part in parts] == shapes for parts in caches.values())
+    assert step == [call for layer in caches for call in (["written", layer if written else ""], ["saved", layer])]
+
+
+@pytest.mark.engines
+def test_a_recurrent_layer_calls_a_connector_without_name_and_tensors(build: HostBuild) -> None:
+    caches, step = hooked(build, "qwen3next", "bfloat16")
+    attention = "model.layers.3.self_attn.attn"
+    assert caches.keys() == {attention, *(f"model.layers.{n}.linear_attn" for n in range(3))}
+    shapes = {name: [part["shape"][1:] for part in parts] for name, parts in caches.items()}
+    assert shapes.pop(attention) == [[128, 2, 64], [128, 2, 64]]
+    assert all(states == [[3, 1024], [8, 64, 64]] for states in shapes.values())
+    assert step == [*[["saved", ""]] * 3, ["written", ""], ["saved", attention]]
 
 
 @pytest.mark.engines

@@ -29,7 +29,7 @@ class Recorder(AscendPushConnector):
         super().on_kv_cache_written(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        same = [tensor.data_ptr() for tensor in kv_layer] == [facts["address"] for facts in CACHES[layer_name]]
+        same = [tensor.data_ptr() for tensor in kv_layer] == [facts["address"] for facts in CACHES.get(layer_name, ())]
         CALLS.append(("saved" if same else "saved others", layer_name))
         super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
 
