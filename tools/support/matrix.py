@@ -44,7 +44,7 @@ ROWS = (
     Row("tp-wide", "GQA, TP 4→2, 2→4, 3→2, 2→3", _file("wide"), ci="no: TP 2→1 is in the first row, plans of all sizes are in unit tests"),
     Row("regroup", "the exchange between P's ranks, forced", _file("regroup"), ci="no: `gqa 2to1 regrouped` of the row vllm-ascend is"),
     Row("one-head", "MQA TP 2→1, 1→2; MLA 1→1, 1→2, 2→1", _file("one_head"), ci="all"),
-    Row("pp", "pipelines on P, on D, on both, cut unequally; TP beside them", _file("stages")),
+    Row("pp", "pipelines on P, on D, on both, cut unequally; TP beside them", _file("stages"), ci="no: a pipeline on both sides is in the first row"),
     Row("dp-ep", "data parallelism with expert parallelism, internal, hybrid and external", _file("ranks")),
     Row("hosts", "a D whose ranks are on two hosts: network namespaces of one machine, each with a loopback of its own", _file("hosts"), ci="no: not each machine allows network namespaces; addresses of ranks are in the row above"),
     Row("drafts", "draft models: MTP, also beside states, Eagle, Eagle3, DFlash, a model, ngram", _file("drafts")),

@@ -28,6 +28,9 @@ def test_each_row_names_tests_that_are_there_and_the_page_has_each() -> None:
     assert len({row.name for row in ROWS}) == len({row.mode for row in ROWS}) == len(ROWS)
     assert all(f"| {mode} |" in page for mode in REFUSED)
     assert all(row.ci in ("all", "one") or row.ci.startswith("no: ") for row in ROWS), "what CI leaves out has a reason"
+    slow = re.compile(r"^pytestmark = .*mark\.slow", re.MULTILINE)
+    shown = [row for row in ROWS if not row.ci.startswith("no: ")]
+    assert not [row.name for row in shown if slow.search((matrix.ROOT / row.tests[0]).read_text())]
 
 
 def test_each_set_of_engines_under_vllm_ascend_is_in_one_row() -> None:
