@@ -92,13 +92,13 @@ def recorded(row: Row, folder: Path, at: str, marked: str = ALL) -> Result | Non
     return result if result.commit == at else None
 
 
-def cells(row: Row, result: Result | None) -> list[str]:
+def cells(row: Row, result: Result | None, in_ci: str) -> list[str]:
     """Return one line of the page."""
     shown = ["has not run", "–", "–", "–"]
     if result is not None:
         compared = f"{result.answers}, {result.tokens}" if result.answers else "–"
         shown = [result.words if result.good else f"**{result.words}**", compared, f"{result.minutes:g}", result.commit]
-    return [row.mode, row.vllm, row.how, shown[0], shown[1], shown[2], row.ci, shown[3]]
+    return [row.mode, row.vllm, row.how, *shown[:3], in_ci, shown[3]]
 
 
 def share(row: Row, folder: Path, at: str, before: list[str]) -> str:
@@ -123,10 +123,10 @@ def table(page: str, folder: Path, at: str) -> str:
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     for row in ROWS:
         result = recorded(row, folder, at)
-        line, old = cells(row, result), before.get(row.mode, [])
+        old = before.get(row.mode, [])
+        line = cells(row, result, share(row, folder, at, old))
         if result is None and old:
-            line[3:] = old[3:]
-        line[6] = share(row, folder, at, old)
+            line[3:6], line[7] = old[3:6], old[7]
         lines.append("| " + " | ".join(line) + " |")
     lines += ["", "| not run, or refused | why |", "|---|---|"]
     lines += [f"| {mode} | {why} |" for mode, why in REFUSED.items()]
