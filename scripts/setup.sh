@@ -159,10 +159,13 @@ sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").is_file())'
   if pd_library_missing libcurl.so.4; then printf 'libcurl4\n'; fi
 }
 
+# A fresh machine often upgrades itself just then, and holds dpkg's lock.
+pd_apt() { apt-get -q -o "DPkg::Lock::Timeout=$PD_SETUP_LOCK_TIMEOUT" "$@"; }
+
 pd_apt_install() {
   export DEBIAN_FRONTEND=noninteractive
-  apt-get install -y -q --no-install-recommends "$@" && return 0
-  apt-get update -q && apt-get install -y -q --no-install-recommends "$@"
+  pd_apt install -y --no-install-recommends "$@" && return 0
+  pd_apt update && pd_apt install -y --no-install-recommends "$@"
 }
 
 pd_debian() {

@@ -83,19 +83,19 @@ KINDS = {
 }
 
 
-SEEDS, FEW = 800, 200
+SEEDS = {"few": 200, "ci": 400, "all": 800}
 
 
 @pytest.fixture(scope="module")
 def seeds(request: pytest.FixtureRequest) -> int:
-    return FEW if request.config.getoption("--seeds") == "few" else SEEDS
+    return SEEDS[request.config.getoption("--seeds")]
 
 
 @pytest.fixture(scope="module")
 def twenty_thousand(seeds: int, progress: Callable[[str], None]) -> Sum:
-    """Run consecutive seeds on two cores: so many transfers with all seeds."""
+    """Run consecutive seeds on two cores: twenty thousand transfers with all seeds."""
     total = run_seeds(1000, seeds, jobs=2, progress_s=1e9)
-    progress(f"simulator: {total.seeds} of {SEEDS} seeds, {total.transfers} transfers")
+    progress(f"simulator: {total.seeds} of {SEEDS['all']} seeds, {total.transfers} transfers")
     return total
 
 
@@ -103,27 +103,27 @@ def twenty_thousand(seeds: int, progress: Callable[[str], None]) -> Sum:
 def test_no_promise_is_broken_in_twenty_thousand_transfers(twenty_thousand: Sum, seeds: int) -> None:
     total = twenty_thousand
     assert not total.violations, f"scripts/simulate.sh --seed {total.violations[0].seed} --trace"
-    assert total.seeds == seeds and total.transfers > 20_000 * seeds / SEEDS
+    assert total.seeds == seeds and total.transfers > 20_000 * seeds / SEEDS["all"]
     assert total.stats["transfers ok"] > total.transfers / 2
 
 
-@pytest.mark.ci  # it takes all seeds
-def test_every_kind_of_fault_is_injected(twenty_thousand: Sum) -> None:
+@pytest.mark.ci  # few seeds are too few
+def test_every_kind_of_fault_is_injected(twenty_thousand: Sum, seeds: int) -> None:
     assert set(twenty_thousand.faults) == KINDS
-    assert min(twenty_thousand.faults.values()) >= 10, "often enough to be found with others"
+    assert min(twenty_thousand.faults.values()) >= seeds / 80, "often enough to be found with others"
 
 
 @pytest.mark.ci
-def test_sources_and_targets_meet_and_miss_each_other(twenty_thousand: Sum) -> None:
+def test_sources_and_targets_meet_and_miss_each_other(twenty_thousand: Sum, seeds: int) -> None:
     stats = twenty_thousand.stats
-    assert min(stats["P first"], stats["at once"], stats["offers prefilled"]) > 1_000
-    assert stats["offers failed"] > 500
+    assert min(stats["P first"], stats["at once"], stats["offers prefilled"]) > 1.25 * seeds
+    assert stats["offers failed"] > 0.625 * seeds
 
 
 @pytest.mark.ci
-def test_exchanges_are_made_and_missed(twenty_thousand: Sum) -> None:
-    assert twenty_thousand.stats["exchanges"] > 5_000
-    assert twenty_thousand.stats["catch-ups"] > 1_000
+def test_exchanges_are_made_and_missed(twenty_thousand: Sum, seeds: int) -> None:
+    assert twenty_thousand.stats["exchanges"] > 6.25 * seeds
+    assert twenty_thousand.stats["catch-ups"] > 1.25 * seeds
 
 
 @pytest.mark.ci

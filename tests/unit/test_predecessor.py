@@ -51,7 +51,7 @@ DEFECTS: dict[int, Defect] = {
     3: Defect(
         "a chunk that fails on one rank while another sends the last one ends as success",
         (
-            f"{UNIT}/runtime/test_runtime_aggregator.py::test_a_failure_on_one_of_four_workers_fails_the_request_on_all",
+            f"{UNIT}/runtime/test_runtime_aggregator.py::test_a_failure_on_one_of_four_workers_of_prefill_fails_the_request",
             f"{UNIT}/protocol/test_protocol_reservation.py::"
             "test_one_failed_contributor_fails_the_transfer_and_the_others_are_fenced",
             f"{INTEGRATION}/test_aggregator.py::test_a_failure_on_one_of_four_workers_fails_the_request_on_all",
