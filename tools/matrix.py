@@ -3,7 +3,7 @@
 
 Each row is a pytest run of its own with a record in out/matrix, so that an interrupted run can continue: without names
 all rows run that have no good record of this commit. A row without a record of this commit keeps its result on the
-page. The minutes of what CI runs of a row have records of their own (--in-ci).
+page. What CI's share of the rows takes is read from a report of a run of CI (--in-ci).
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
 import sys
 import time
-from collections.abc import Iterable
+import xml.etree.ElementTree
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from tools.parts import ROOT, commit, pytest_run
 from tools.support.matrix import COMBINATIONS, REFUSED, ROWS, Row
@@ -35,7 +38,6 @@ HEAD = (
     "commit",
 )
 DEADLINE_S = 7200.0
-ALL, IN_CI = "", "not slow"  # marks of tests
 _TOKENS = re.compile(r": (\d+) answers, (\d+) tokens compared")
 
 
@@ -66,30 +68,55 @@ def read(row: Row, output: str, code: int, seconds: float, at: str) -> Result:
     return Result(row.name, words, good, answers, tokens, round(seconds / 60, 1), at)
 
 
-def run(row: Row, folder: Path, at: str, marked: str = ALL) -> Result:
-    """Run one row to its end, or what CI runs of it; its output is kept beside its record."""
+def run(row: Row, folder: Path, at: str) -> Result:
+    """Run one row to its end; its output is kept beside its record."""
     begun = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    record = _record(row, folder, marked)
-    log = record.with_suffix(".log")
-    code = pytest_run(("-m", marked, *row.tests), log, DEADLINE_S)
+    log = folder / f"{row.name}.log"
+    code = pytest_run(("-m", "", *row.tests), log, DEADLINE_S)
     output = log.read_text(errors="replace")
     result = read(row, output, code, time.monotonic() - begun, at)
-    record.write_text(json.dumps(asdict(result), indent=1))
+    (folder / f"{row.name}.json").write_text(json.dumps(asdict(result), indent=1))
     return result
 
 
-def _record(row: Row, folder: Path, marked: str) -> Path:
-    return folder / (f"{row.name}.json" if marked == ALL else f"{row.name}-ci.json")
-
-
-def recorded(row: Row, folder: Path, at: str, marked: str = ALL) -> Result | None:
+def recorded(row: Row, folder: Path, at: str) -> Result | None:
     """Return the row's recorded result on this commit."""
     try:
-        result = Result(**json.loads(_record(row, folder, marked).read_text()))
+        result = Result(**json.loads((folder / f"{row.name}.json").read_text()))
     except (OSError, ValueError, TypeError):
         return None
     return result if result.commit == at else None
+
+
+def in_ci(report: Path) -> dict[str, float]:
+    """Return the minutes of CI's tests of each row from pytest's report (--junitxml) of a run of CI.
+
+    A row has none if one of these tests did not pass there.
+    """
+    found: dict[str, float] = {}
+    cases = {
+        (case.get("classname"), case.get("name")): case for case in xml.etree.ElementTree.parse(report).iter("testcase")
+    }
+    for row in ROWS:
+        if row.ci in ("all", "one"):
+            of_row = [cases.get(name) for name in _selected_by_ci(row)]
+            if of_row and all(case is not None and not len(case) for case in of_row):
+                found[row.name] = round(sum(float(case.get("time", 0)) for case in of_row if case is not None) / 60, 1)
+    return found
+
+
+def _selected_by_ci(row: Row) -> list[tuple[str, str]]:
+    """Return which of a row's tests CI selects, each as the class and name of a report."""
+    command = (sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not slow", *row.tests)
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
+    names = []
+    for line in listed.splitlines():
+        path, *classes = line.partition("[")[0].split("::")
+        if classes:
+            scope = ".".join((path.removesuffix(".py").replace("/", "."), *classes[:-1]))
+            names.append((scope, line[line.partition("[")[0].rindex("::") + 2 :]))
+    return names
 
 
 def cells(row: Row, result: Result | None, in_ci: str) -> list[str]:
@@ -101,14 +128,11 @@ def cells(row: Row, result: Result | None, in_ci: str) -> list[str]:
     return [row.mode, row.vllm, row.how, *shown[:3], in_ci, shown[3]]
 
 
-def share(row: Row, folder: Path, at: str, before: list[str]) -> str:
-    """Return which of a row's tests CI runs, and their minutes where they are not all."""
-    if row.ci != "one":
-        return row.ci
-    result = recorded(row, folder, at, IN_CI)
-    if result is not None and result.good:
-        return f"one, {result.minutes:g}"
-    return before[6] if before and before[6].startswith("one") else "one"
+def share(row: Row, minutes: Mapping[str, float], before: list[str]) -> str:
+    """Return which of a row's tests CI runs, and their minutes there."""
+    if row.name in minutes:
+        return f"{row.ci}, {minutes[row.name]:g}"
+    return before[6] if before and before[6].startswith(f"{row.ci}, ") else row.ci
 
 
 def known(page: str) -> dict[str, list[str]]:
@@ -117,14 +141,14 @@ def known(page: str) -> dict[str, list[str]]:
     return {line[0].strip(): [cell.strip() for cell in line] for line in lines if len(line) == len(HEAD)}
 
 
-def table(page: str, folder: Path, at: str) -> str:
+def table(page: str, folder: Path, at: str, minutes: Mapping[str, float]) -> str:
     """Return both tables as they belong between the page's marks."""
     before = known(page)
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     for row in ROWS:
         result = recorded(row, folder, at)
         old = before.get(row.mode, [])
-        line = cells(row, result, share(row, folder, at, old))
+        line = cells(row, result, share(row, minutes, old))
         if result is None and old:
             line[3:6], line[7] = old[3:6], old[7]
         lines.append("| " + " | ".join(line) + " |")
@@ -133,8 +157,9 @@ def table(page: str, folder: Path, at: str) -> str:
     return "\n".join(lines)
 
 
-def written(page: str, folder: Path, at: str) -> str:
-    return MARKS.filled(page, [table(page, folder, at)])
+def written(page: str, folder: Path, at: str, minutes: Mapping[str, float] = MappingProxyType({})) -> str:
+    """Return the page with what is recorded of this commit, and with the minutes of CI's tests by row."""
+    return MARKS.filled(page, [table(page, folder, at, minutes)])
 
 
 def combinations(head: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
@@ -157,22 +182,28 @@ def main() -> int:
         prog="scripts/matrix.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("row", nargs="*", help="run only these, even if they were good; default: all")
-    parser.add_argument(
-        "--in-ci", action="store_true", help="run what CI runs of the rows of which it runs one test or some"
-    )
     parser.add_argument("--list", action="store_true", help="print the rows and their records on this commit")
     parser.add_argument(
         "--write",
         action="store_true",
         help="write docs/matrix.md from the records, and the READMEs' tables, and run nothing",
     )
+    parser.add_argument(
+        "--in-ci",
+        type=Path,
+        metavar="REPORT",
+        help="as --write, with the minutes of CI's tests from a report of scripts/test.sh --ci --junitxml REPORT",
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "matrix", help=argparse.SUPPRESS)
     args = parser.parse_args()
     by_name, at = {row.name: row for row in ROWS}, commit(ROOT)
     if strange := [name for name in args.row if name not in by_name]:
         parser.error(f"no such row: {', '.join(strange)}; --list names them")
-    if args.write:
-        PAGE.write_text(written(PAGE.read_text(), args.out, at))
+    if args.in_ci is not None and not args.in_ci.is_file():
+        parser.error(f"there is no {args.in_ci}: scripts/test.sh --ci --junitxml {args.in_ci} makes it")
+    if args.write or args.in_ci is not None:
+        minutes = {} if args.in_ci is None else in_ci(args.in_ci)
+        PAGE.write_text(written(PAGE.read_text(), args.out, at, minutes))
         for path, text in readmes().items():
             path.write_text(text)
         return 0
@@ -181,15 +212,13 @@ def main() -> int:
             result = recorded(row, args.out, at)
             print(f"{row.name:24} {row.mode[:60]:60} {result.words if result is not None else 'has not run here'}")
         return 0
-    bad, marked = 0, IN_CI if args.in_ci else ALL
+    bad = 0
     for row in [by_name[name] for name in args.row] or ROWS:
-        if args.in_ci and row.ci != "one":
-            continue
-        result = recorded(row, args.out, at, marked)
+        result = recorded(row, args.out, at)
         if not args.row and result is not None and result.good:
             continue
         print(f"{row.name} … ", end="", flush=True)
-        result = run(row, args.out, at, marked)
+        result = run(row, args.out, at)
         bad += not result.good
         print(f"{result.words}, {result.minutes:g} min", flush=True)
     return 1 if bad else 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -97,9 +99,35 @@ def test_the_page_has_the_minutes_of_what_ci_runs_of_a_row(tmp_path: Path) -> No
         return matrix.known(page)[row.mode][6]
 
     assert cell(written(PAGE, tmp_path, "abc")) == "one"
-    record = Result(row.name, "2 passed", True, 10, 120, 1.4, "abc")
-    (tmp_path / f"{row.name}-ci.json").write_text(json.dumps(asdict(record)))
-    page = written(PAGE, tmp_path, "abc")
+    page = written(PAGE, tmp_path, "abc", {row.name: 1.4})
     assert cell(page) == "one, 1.4"
     assert matrix.known(page)[row.mode][3] == "has not run", "a part of a row is no result of the row"
     assert written(page, tmp_path, "def") == page, "kept from the page, as a result is"
+
+
+def test_minutes_in_ci_are_of_a_report_in_which_all_of_a_rows_tests_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    (tests / "test_small.py").write_text(
+        "import pytest\n"
+        "class TestOne:\n"
+        "    @pytest.mark.parametrize('x', ['a::b', 'c'])\n"
+        "    def test_it(self, x): pass\n"
+        "@pytest.mark.slow\n"
+        "def test_slow(): pass\n"
+        "def test_skipped(): pytest.skip('no')\n"
+    )
+    made, skipped = (
+        ROWS[0]._replace(name=words, tests=("tests/test_small.py", "-k", words), ci="one")
+        for words in ("test_it", "test_skipped")
+    )
+    monkeypatch.setattr(matrix, "ROOT", tmp_path)
+    monkeypatch.setattr(matrix, "ROWS", (made, skipped))
+    report = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "--junitxml", str(report), "tests"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    text = report.read_text()
+    report.write_text(re.sub(r' time="[^"]*"', ' time="45.0"', text))
+    assert matrix.in_ci(report) == {"test_it": 1.5}, "two tests, no row without a result"
