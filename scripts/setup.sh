@@ -160,7 +160,7 @@ sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").is_file())'
 }
 
 # A fresh machine often upgrades itself just then, and holds dpkg's lock.
-pd_apt() { apt-get -q -o "DPkg::Lock::Timeout=$PD_SETUP_LOCK_TIMEOUT" "$@"; }
+pd_apt() { apt-get "$1" -q -o "DPkg::Lock::Timeout=$PD_SETUP_LOCK_TIMEOUT" "${@:2}"; }
 
 pd_apt_install() {
   export DEBIAN_FRONTEND=noninteractive

@@ -16,7 +16,7 @@ from vllm_ascend_pd.compat import is_vllm_ascend
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.device.caches import CacheShape, LayerShape
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.geometry.layout import STATE, WINDOW, Group, attention_of
+from vllm_ascend_pd.geometry.layout import COMPRESSED, STATE, WINDOW, Group, attention_of, is_index
 from vllm_ascend_pd.geometry.states import DELTA_NET, MAMBA2, Recurrent
 from vllm_ascend_pd.transport.create import protocol_of
 
@@ -34,6 +34,8 @@ _PROVEN_BESIDE = (
     "SlidingWindowSpec",
     _STATE_SPEC,
 )  # in one of several groups, or in a group that does not keep all tokens
+_WINDOW_SPECS = ("SlidingWindowSpec", "AscendSlidingWindowMLASpec")
+_COMPRESSING = ("AscendMLAAttentionSpec", "AscendSlidingWindowMLASpec")  # DeepSeek-V4's caches, all of one model
 _RECURRENCES = {"MAMBA2": MAMBA2, "GDN_ATTN": DELTA_NET}
 _PROVEN_FP8 = ("FullAttentionSpec", "SlidingWindowSpec")
 _PLAIN_DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
@@ -272,12 +274,16 @@ def _recurrent(config: Any, spec: Any) -> Recurrent:
 def _groups(made: Sequence[Any]) -> tuple[Group, ...]:
     """Return the groups if there are several, or if one does not keep all tokens; else an empty tuple."""
 
-    def group(spec: Any) -> Group:
+    def group(made: Any) -> Group:
+        spec = _specs(made)[0]  # the layers of a group have one block size, window and ratio
         if _is_state(spec):
             return Group(spec.block_size, STATE)
-        return Group(spec.block_size, WINDOW, spec.sliding_window) if _is_window(spec) else Group(spec.block_size)
+        if _is_window(spec):
+            return Group(spec.block_size, WINDOW, spec.sliding_window)
+        ratio = _tokens_per_entry(spec)
+        return Group(spec.block_size, COMPRESSED, ratio) if ratio > 1 else Group(spec.block_size)
 
-    groups = tuple(group(one.kv_cache_spec) for one in made)
+    groups = tuple(map(group, made))
     return groups if len(groups) > 1 or any(group.partial for group in groups) else ()
 
 
@@ -287,8 +293,13 @@ def is_grouped(kv_cache_config: KVCacheConfig) -> bool:
 
 
 def _drafts_beside(made: Sequence[Any]) -> bool:
-    """Return whether drafts are proven beside these groups: states of Gated DeltaNet, and one group of attention."""
-    specs = [group.kv_cache_spec for group in made]
+    """Return whether drafts are proven beside these groups.
+
+    They are beside states of Gated DeltaNet and one group of attention, and beside compressed latents.
+    """
+    specs = [spec for group in made for spec in _specs(group)]
+    if _is_compressing(specs):
+        return True
     attention = [spec for spec in specs if not _is_state(spec)]
     divided = all(_takes_drafts(spec) for spec in specs if _is_state(spec))
     return divided and len(attention) == 1 and not _is_window(attention[0])
@@ -301,7 +312,7 @@ def _takes_drafts(spec: Any) -> bool:
 
 def _is_window(spec: Any) -> bool:
     """Return whether vLLM frees blocks outside a window. Full attention may name a window, but keeps all its blocks."""
-    return type(spec).__name__ == "SlidingWindowSpec"
+    return type(spec).__name__ in _WINDOW_SPECS
 
 
 def _is_state(spec: Any) -> bool:
@@ -324,7 +335,7 @@ def _unlike(
     if latent.intersection(drafts) and not latent.intersection(own):
         yield _refused("A draft model with MLA for a target without", "Use another draft model.")
     for name in specs:
-        if (attention := attention_of(name)) and attention not in latent:
+        if is_index(name) and attention_of(name) not in latent:
             # Its own write has no hook: nothing would report when it is computed.
             yield _refused(f"An indexer's cache without MLA in the same layer ({name})", "Use another model.")
 
@@ -339,11 +350,32 @@ def _by_layer(spec: Any) -> dict[str, Any]:
     return dict(getattr(spec, "kv_cache_specs", {}))
 
 
+def _specs(group: Any) -> list[Any]:
+    """Return the specs of a group: one for each layer, or one for all."""
+    return list(_by_layer(group.kv_cache_spec).values()) or [group.kv_cache_spec]
+
+
+def _tokens_per_entry(spec: Any) -> int:
+    return int(getattr(spec, "compress_ratio", 1) or 1)
+
+
+def _has_scales(spec: Any) -> bool:
+    """Return whether an int8 cache has its scales beside it, in the same layer."""
+    return str(spec.dtype) == "torch.int8" and getattr(spec, "scale_dim", 0) > 0
+
+
+def _is_compressing(specs: Collection[Any]) -> bool:
+    """Return whether these are the specs of a model that compresses latents, with all that belongs to it."""
+    return all(type(spec).__name__ in _COMPRESSING for spec in specs) and any(
+        _tokens_per_entry(spec) > 1 for spec in specs
+    )
+
+
 def _is_latent(spec: Any) -> bool:
-    """Return whether a layer has one vector per token, which all ranks hold: MLA's, or an indexer's keys."""
+    """Return whether a layer has one vector per entry, which all ranks hold: MLA's, an indexer's or a compressor's."""
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-    return isinstance(spec, MLAAttentionSpec)
+    return isinstance(spec, MLAAttentionSpec) or type(spec).__name__ in _COMPRESSING
 
 
 def model_fingerprint(config: Any, version: str = "") -> str:
@@ -408,9 +440,11 @@ def older_scheduler(config: Any, kv_cache_config: KVCacheConfig) -> bool:
 def group_refusals(kv_cache_config: KVCacheConfig) -> Iterator[ConfigError]:
     """Yield all that is not proven in a model's cache; the first stops the start."""
     groups = kv_cache_config.kv_cache_groups
-    beside = len(groups) > 1 or any(_is_window(g.kv_cache_spec) or _is_state(g.kv_cache_spec) for g in groups)
-    if beside and is_vllm_ascend() and not _proven_under_vllm_ascend([group.kv_cache_spec for group in groups]):
-        remedy = "Use a model with one group of full attention, alone or beside Gated DeltaNet."
+    all_specs = [spec for group in groups for spec in _specs(group)]
+    compressing = is_vllm_ascend() and _is_compressing(all_specs)
+    beside = len(groups) > 1 or any(_is_window(spec) or _is_state(spec) for spec in all_specs)
+    if beside and is_vllm_ascend() and not compressing and not _proven_under_vllm_ascend(all_specs):
+        remedy = "Use a model with one group of full attention, alone or beside Gated DeltaNet, or DeepSeek-V4."
         yield _refused(f"{_BESIDE} under vllm-ascend", remedy)
     elif beside and older_groups.unproven():
         yield _refused(_BESIDE, "Use vLLM 0.23 or 0.32.0 and later for it.")
@@ -418,9 +452,9 @@ def group_refusals(kv_cache_config: KVCacheConfig) -> Iterator[ConfigError]:
         not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False) for group in groups
     ):
         yield _refused("A KV cache group that vLLM does not transfer", "Use another model.")
-    proven = _PROVEN_BESIDE if beside else _PROVEN_SPECS
+    proven = _COMPRESSING if compressing else _PROVEN_BESIDE if beside else _PROVEN_SPECS
     for group in groups:
-        specs = [group.kv_cache_spec] if beside else _by_layer(group.kv_cache_spec).values() or [group.kv_cache_spec]
+        specs = _specs(group) if compressing or not beside else [group.kv_cache_spec]
         yield from {str(error): error for spec in specs for error in _spec_refusals(spec, proven)}.values()
 
 
@@ -442,10 +476,12 @@ def _spec_refusals(spec: Any, proven: Collection[str]) -> Iterator[ConfigError]:
         yield from _state_refusals(spec)
     elif getattr(spec, "extra_retained_tokens", 0):
         yield _refused("A sliding window with retained tokens before it", "Start without a draft model.")
-    elif str(spec.dtype) not in _PLAIN_DTYPES and not (quantised.is_fp8(spec) and kind in _PROVEN_FP8):
+    elif str(spec.dtype) not in _PLAIN_DTYPES and not (
+        (quantised.is_fp8(spec) and kind in _PROVEN_FP8) or (proven is _COMPRESSING and _has_scales(spec))
+    ):
         # A checkpoint may quantise its cache although the command line does not.
         yield _refused(f"A quantised KV cache ({spec.dtype})", "Use another model.")
-    elif getattr(spec, "tokens_per_state", 1) != 1 or getattr(spec, "compress_ratio", 1) != 1:
+    elif getattr(spec, "tokens_per_state", 1) != 1 or (_tokens_per_entry(spec) > 1 and proven is not _COMPRESSING):
         yield _refused("A compressed KV cache (one entry for several tokens)", "Use another model.")
 
 

@@ -22,14 +22,14 @@ from simulation.settings import (
     Shape,
     stage_geometry,
 )
-from simulation.tables import Tables, pool
+from simulation.tables import Tables, needed, pool
 from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.decode.core.loads import Loaded, Loads
 from vllm_ascend_pd.decode.core.offers import Offers, Say
 from vllm_ascend_pd.decode.core.requests import LoadRequests, Way
 from vllm_ascend_pd.decode.core.seeds import Start, Wanted
 from vllm_ascend_pd.decode.decisions import Ticket, read_ticket
-from vllm_ascend_pd.geometry.layout import ALL, Group
+from vllm_ascend_pd.geometry.layout import WINDOW, Group
 from vllm_ascend_pd.metadata import Bind, DecodeStep
 from vllm_ascend_pd.protocol.actions import Action, Note, Report, Revoke, Send, Verify
 from vllm_ascend_pd.protocol.auth import seal
@@ -393,9 +393,9 @@ class DecodeEngine:
     def _start(self, request: Request) -> bool:
         """Allocate and reserve, as update_state_after_alloc does."""
         world, groups = self.cluster.world, self.geometry.tables
-        size = max(group.block_size for group in groups)
+        size = max(group.covers for group in groups)
         need = -(-request.tokens // size)
-        if sum(-(-request.tokens // group.block_size) for group in groups) > len(self.free):
+        if sum(needed(group, request.tokens) for group in groups) > len(self.free):
             return False
         request.tables = Tables(groups)
         request.tables.grow(0, request.tokens, self.free, world.rng)
@@ -533,7 +533,7 @@ class DecodeEngine:
 
         The whole block counts because it is cached as a whole.
         """
-        if group.matters == ALL or group.stateful:
+        if group.matters != WINDOW:
             return request.first
         seen = [token for token in range(request.first, request.end) if token > request.end - group.n]
         return max(request.first, min(seen, default=request.end) // group.block_size * group.block_size)

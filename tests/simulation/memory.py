@@ -88,10 +88,11 @@ class Planes:
         ]
 
     def cell_range(self, first: int, last: int) -> tuple[int, int]:
-        """Return the cells of tokens."""
+        """Return the cells of tokens [first, last)."""
         size = self.kind.block_size
         if self.kind.own.stateful:
             return last, last + 1  # the state after the last token
+        first, last = first // self.kind.own.per_entry, last // self.kind.own.per_entry
         return (first // size, -(-last // size)) if self.kind.opaque else (first, last)
 
     def cells(self, content: Content, blocks: NDArray[np.int64], first: int, last: int, computed: int) -> Cells:

@@ -530,12 +530,14 @@ class DraftsWithoutHook(Steps):
 class IndexersTooEarly(Steps):
     """P takes the hook of one attention for the indexer of the next, whose keys are not written yet."""
 
-    def _companions(self) -> dict[int, list[int]]:
-        found = super()._companions()
-        attentions, moved = sorted(found), dict[int, list[int]]()
-        before = dict(zip(attentions[1:], attentions, strict=False))
-        for attention, indexers in found.items():
-            moved.setdefault(before.get(attention, attention), []).extend(indexers)
+    def _by_hook(self) -> dict[str, list[int]]:
+        found = super()._by_hook()
+        hooks, moved = sorted(found), dict[str, list[int]]()
+        before = dict(zip(hooks[1:], hooks, strict=False))
+        for hook, complete in found.items():
+            for index in complete:
+                own = self._names[index] == hook
+                moved.setdefault(hook if own else before.get(hook, hook), []).append(index)
         return moved
 
 
@@ -546,6 +548,31 @@ class WindowTooShort(Pushes):
         lo, hi = super()._leaving(push, pairing, piece)
         own = push.pairings[pairing].d.own
         return (min(hi, max(lo, push.firsts[pairing] + own.block_size)) if own.partial else lo), hi
+
+
+class EntryTooEarly(Pushes):
+    """P pushes an entry of several tokens with the first of them."""
+
+    def _leaving(self, push: Push, pairing: int, piece: PushSlice) -> tuple[int, int]:
+        lo, hi = super()._leaving(push, pairing, piece)
+        d, end = push.pairings[pairing].d, push.reservation.end
+        if d.own.per_entry == 1 or hi == lo:
+            return lo, hi
+        return lo, min(end // d.own.per_entry, max(hi, -(-piece.after // d.own.per_entry)))
+
+
+class EntriesTakenForTokens(Pushes):
+    """P counts the blocks of compressed layers by tokens."""
+
+    def _start(self, now: float, start: PushStart) -> None:
+        super()._start(now, start)
+        push = self._pushes[start.push]
+        push.firsts = tuple(
+            min(push.reservation.first, pair.d.places(0, push.reservation.end)[1])
+            if pair.d.own.per_entry > 1
+            else first
+            for pair, first in zip(push.pairings, push.firsts, strict=True)
+        )
 
 
 class _PartOfAnother(StepPlanner):
@@ -1002,6 +1029,12 @@ def _states_in_need(settings: Settings) -> Settings:
     return replace(settings, prefill=tuple(replace(shape, blocks=3 * need + 1) for shape in settings.prefill))
 
 
+def _compressed(settings: Settings) -> Settings:
+    """Layers with an entry for 3 tokens, or for 5, beside a window, in steps that end inside of one."""
+    settings = replace(settings.undivided(), opaque=False, p_first=0.0, at_once=0.0)
+    return replace(_kept(settings, (-3, 9, -5), (0, 1, 2)), chunk=4, burst=8)
+
+
 def _kept(settings: Settings, windows: tuple[int, ...], group_of: tuple[int, ...]) -> Settings:
     prefill = tuple(replace(shape, pp=1) for shape in settings.prefill)
     settings = replace(
@@ -1147,6 +1180,8 @@ MORE = (
     Mutation("an indexer's keys pushed before they were written", steps=IndexersTooEarly, world=_indexed),
     Mutation("scales of another block", core=ScaleOfAnotherBlock, world=_quantised),
     Mutation("a window one block short", core=WindowTooShort, world=_windows),
+    Mutation("an entry before its last token", core=EntryTooEarly, world=_compressed),
+    Mutation("entries taken for tokens", core=EntriesTakenForTokens, world=_compressed),
     Mutation("a layer found by its address", core=FoundByAddress, world=_windows),
     Mutation("another group's blocks", core=WrongGroup, world=_windows),
     Mutation("the last token is loaded too", loads=LastTokenLoaded, world=_windows),

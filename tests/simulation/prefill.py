@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from simulation.exchange import STAGING, Event, Flat, Group, Stream
 from simulation.memory import BASE, Cells, Content, Memory, Planes, shade
 from simulation.settings import DRAFT, MODEL, stage_geometry
-from simulation.tables import NULL
+from simulation.tables import NULL, needed
 from simulation.wire import Flight
 from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.errors import PdError
@@ -356,15 +356,15 @@ class PrefillRank:
     def _fill(self, fill: Fill, layer: int) -> None:
         memory, planes = self.memory, self.memory.of[layer]
         if planes not in fill.cells:
-            table, size = fill.tables[planes.kind.group], planes.kind.own.block_size
-            begin = fill.first
-            if planes.kind.own.stateful:
+            table, group = fill.tables[planes.kind.group], planes.kind.own
+            begin, size = fill.first, group.block_size
+            if group.stateful:
                 begin = fill.last - 1
-            elif planes.kind.own.partial:  # layers with a window have only the cached tokens in it
+            elif group.partial:  # layers with a window have only the cached tokens in it
                 begin = max(begin, next((i for i, block in enumerate(table) if block != NULL), len(table)) * size)
             first, last = planes.cell_range(begin, fill.last)
             fill.cells[planes] = planes.cells(fill.content, table, first, last, fill.last)
-            fill.touched |= frozenset(table[begin // size : -(-fill.last // size)].tolist())
+            fill.touched |= frozenset(table[begin // group.covers : needed(group, fill.last)].tolist())
         if self.flights:
             self._check_overwrite(fill)
         for region, (places, cells) in enumerate(fill.cells[planes]):

@@ -15,7 +15,7 @@ from simulation.exchange import Group
 from simulation.memory import Content
 from simulation.prefill import Fill, PrefillRank, Step
 from simulation.settings import DIGEST, MODEL, Faults, Shape
-from simulation.tables import Tables, pool
+from simulation.tables import Tables, needed, pool
 from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.geometry.pairing import exchanged
@@ -120,7 +120,7 @@ class PrefillEngine:
 
     def _spare(self) -> int:
         """Return how many blocks sources without a D may hold: one prompt must always fit beside them."""
-        need = sum(-(-self.cluster.settings.tokens // group.block_size) for group in self.geometry.tables)
+        need = sum(needed(group, self.cluster.settings.tokens) for group in self.geometry.tables)
         return max(0, len(self.free) - need - 1)
 
     def _room(self) -> Room | None:
@@ -283,7 +283,7 @@ class PrefillEngine:
         rests = self.cluster.world.now < self._resting_until
         while budget > 0 and self.waiting and not self._preempted and not rests:
             prompt = self.waiting[0]
-            size = max(group.block_size for group in self.geometry.tables)
+            size = max(group.covers for group in self.geometry.tables)
             hit = self.cluster.world.rng.choice((0, 0, 1, 2)) * size
             prompt.computed = min(hit, (prompt.tokens - 1) // size * size)
             count = min(budget, prompt.tokens - prompt.computed)
@@ -318,7 +318,7 @@ class PrefillEngine:
         beside, self._beside = self._beside, []
         for chunk in chunks:
             own = Computed(chunk.prompt.name, chunk.computed, chunk.count, chunk.new, replaces=chunk.fresh)
-            size = max(group.block_size for group in self.geometry.tables)
+            size = max(group.covers for group in self.geometry.tables)
             if chunk.fresh and chunk.computed and self._dice.random() < 0.3:
                 self.cluster.world.stats["blocks found hot"] += 1
                 chunk.hot = size * self._dice.randrange(chunk.computed // size)
@@ -328,7 +328,7 @@ class PrefillEngine:
                     computed.append(replace(own, found=chunk.hot))
                     continue
                 groups = zip(chunk.new, self.geometry.tables, strict=True)
-                ids = [table[: chunk.computed // group.block_size] for table, group in groups]
+                ids = [table[: chunk.computed // group.covers] for table, group in groups]
                 self._beside.append(f"beside {chunk.prompt.name}")
                 computed.append(Computed(self._beside[-1], chunk.hot, chunk.computed - chunk.hot, ids, replaces=True))
             computed.append(own)

@@ -11,7 +11,17 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.config import PushConfig, RegroupConfig, Timers, WireConfig
-from vllm_ascend_pd.geometry.layout import ALL, STATE, WINDOW, CacheGeometry, Group, LayerKind, Region, section_of
+from vllm_ascend_pd.geometry.layout import (
+    ALL,
+    COMPRESSED,
+    STATE,
+    WINDOW,
+    CacheGeometry,
+    Group,
+    LayerKind,
+    Region,
+    section_of,
+)
 
 MODEL = "model"
 DRAFT = "draft.0"
@@ -118,7 +128,7 @@ class Settings:
     quantised: int = 0  # bytes of the scale beside each cell of an attention; 0: none
     windows: tuple[
         int, ...
-    ] = ()  # of each group of layers, or STATES; 0: all tokens matter. Without groups there is one such
+    ] = ()  # of each group of layers, or STATES; 0: all tokens matter; -n: and n of them have one entry
     group_of: tuple[int, ...] = ()  # of each attention
     scales: tuple[int, ...] = ()  # of each group: its block size in the engine's blocks
     faults: Faults = field(default_factory=Faults)
@@ -212,7 +222,10 @@ class Settings:
         size = shape.covers
         grouped = zip(self.windows, self.scales, strict=True)
         rules = {0: ALL, STATES: STATE}
-        return tuple(Group(size * k, rules.get(n, WINDOW), max(n, 0)) for n, k in grouped) or (Group(size),)
+        return tuple(
+            Group(size * k, rules.get(n, WINDOW if n > 0 else COMPRESSED), 0 if n in rules else abs(n))
+            for n, k in grouped
+        ) or (Group(size),)
 
     def _group(self, name: str) -> int:
         if name == DRAFT:  # an attention
@@ -336,6 +349,7 @@ def draw(seed: int, requests: int | None = None) -> Settings:
         room=rng.choice((1, 2, 8)),
     )
     drawn = _states(random.Random(f"states/{seed}"), _groups(random.Random(f"groups/{seed}"), drawn))
+    drawn = _compressed(random.Random(f"compressed/{seed}"), drawn)
     drawn = _parts(random.Random(f"parts/{seed}"), drawn)
     drawn = _orders(random.Random(f"orders/{seed}"), drawn)
     return replace(drawn, **_first(random.Random(f"first/{seed}")))
@@ -370,6 +384,14 @@ def _states(rng: random.Random, drawn: Settings) -> Settings:
     group_of = [0, 1, *(rng.randrange(2) for _ in range(layers - 2))]
     rng.shuffle(group_of)
     return drawn.grouped((STATES, 0), tuple(group_of), (1, 1))
+
+
+def _compressed(rng: random.Random, drawn: Settings) -> Settings:
+    """Draw layers with one entry for several tokens, in the place of others."""
+    if rng.random() < 0.7 or drawn.opaque or not drawn.windows:
+        return drawn
+    some = [-rng.randint(2, 5) if n != STATES and rng.random() < 0.6 else n for n in drawn.windows]
+    return replace(drawn, windows=tuple(some))
 
 
 def _parts(rng: random.Random, drawn: Settings) -> Settings:

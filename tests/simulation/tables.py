@@ -22,6 +22,11 @@ def pool(geometry: CacheGeometry, blocks: int) -> list[int]:
     return list(range(1 if geometry.groups else 0, blocks))
 
 
+def needed(group: Group, tokens: int) -> int:
+    """Return how many blocks of a group the first `tokens` tokens have, if none is behind a window."""
+    return -(-(tokens // group.per_entry) // group.block_size)
+
+
 class Tables:
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = tuple(groups)
@@ -35,7 +40,7 @@ class Tables:
         Returns False if there are not enough.
         """
         begins = [max(len(ids), _behind(group, computed)) for ids, group in zip(self.ids, self.groups, strict=True)]
-        stops = [-(-tokens // group.block_size) for group in self.groups]
+        stops = [needed(group, tokens) for group in self.groups]
         if sum(max(0, stop - begin) for begin, stop in zip(begins, stops, strict=True)) > len(free):
             return False
         for ids, begin, stop in zip(self.ids, begins, stops, strict=True):
@@ -70,4 +75,4 @@ def _behind(group: Group, computed: int) -> int:
     """
     if group.matters == STATE:
         return max(0, computed - 1) // group.block_size
-    return 0 if group.matters == ALL else max(0, computed - group.n + 1) // group.block_size
+    return max(0, computed - group.n + 1) // group.block_size if group.partial else 0

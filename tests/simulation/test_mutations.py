@@ -14,7 +14,7 @@ from simulation.run import run_seed
 KNOWN = {
     "DONE counted twice": 11,
     "no incarnation check": 32,
-    "lease not checked before a write": 52,
+    "lease not checked before a write": 58,
     "cancel not acknowledged": 6,
     "quarantine skipped": 11,
     "cancel answered at once": 5,
@@ -25,7 +25,7 @@ KNOWN = {
     "gone is quiet": 6,
     "time alone frees": 4,
     "preempted blocks not drained": 62,
-    "reported though no blocks are held": 9,
+    "reported though no blocks are held": 12,
     "ranks plan what they know": 76,
     "revocation keeps the session": 6,
     "one batch, two sessions": 10,

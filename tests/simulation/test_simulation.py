@@ -122,7 +122,7 @@ def test_sources_and_targets_meet_and_miss_each_other(twenty_thousand: Sum, seed
 
 @pytest.mark.ci
 def test_exchanges_are_made_and_missed(twenty_thousand: Sum, seeds: int) -> None:
-    assert twenty_thousand.stats["exchanges"] > 6.25 * seeds
+    assert twenty_thousand.stats["exchanges"] > 5 * seeds
     assert twenty_thousand.stats["catch-ups"] > 1.25 * seeds
 
 
@@ -186,6 +186,7 @@ def test_shapes_of_all_sorts_are_drawn() -> None:
     assert {
         (STATES in settings.windows, 0 in settings.windows, max(settings.windows, default=0) > 0) for settings in drawn
     } >= {(True, False, False), (True, True, False), (True, False, True), (True, True, True)}
+    assert {-n for settings in drawn for n in settings.windows if n < STATES} == {2, 3, 4, 5}
     assert {settings.quantised for settings in drawn} == {0, 1, 2, 4}
     assert {(settings.quantised > 0, settings.opaque, len(settings.windows) > 1) for settings in drawn} == set(
         itertools.product((True, False), repeat=3)
@@ -236,7 +237,7 @@ def test_two_prefill_ranks_push_to_thirty_two_decode_ranks(faults: bool) -> None
 @pytest.mark.ci
 @pytest.mark.parametrize("faults", [False, True], ids=["all well", "faults"])
 def test_groups_of_unequal_block_sizes_share_one_pool(faults: bool) -> None:
-    """As in DeepSeek-V4: two windows, layers that need all tokens, and states, over pages of one size."""
+    """As in DeepSeek-V4 and beyond: two windows, entries for 4 and for 7 tokens, states, over pages of one size."""
     total = Sum()
     for seed in range(8000, 8012):
         drawn = replace(draw(seed).undivided(), opaque=False, windows=(), group_of=(), scales=(), indexed=(0, 3))
@@ -245,8 +246,8 @@ def test_groups_of_unequal_block_sizes_share_one_pool(faults: bool) -> None:
             for side in (drawn.prefill, drawn.decode)
         )
         drawn = replace(drawn, prefill=prefill, decode=decode, tokens=24, p_first=0.0, at_once=0.0)
-        settings = drawn.grouped((5, 0, 0, 9, STATES), (0, 1, 3, 2, 4, 0), (1, 4, 2, 3, 5))
-        assert len({group.block_size for group in settings.tables(settings.prefill[0])}) == 5
+        settings = drawn.grouped((5, 0, -4, 9, STATES, -7), (0, 1, 3, 2, 4, 5), (1, 4, 2, 3, 5, 1))
+        assert len({group.covers for group in settings.tables(settings.prefill[0])}) == 6
         result = run_seed(seed, settings=settings if faults else settings.without_faults())
         assert not result.violation, f"seed {seed}: {result.violation}"
         total.transfers += result.transfers

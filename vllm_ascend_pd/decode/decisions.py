@@ -119,12 +119,13 @@ class LoadBook:
         self._n += 1
         end = first + count
         begins = [group.begins(first, end) for group in groups]
+        places = [group.blocks(first, end) for group in groups]
         wanted = tuple(
-            np.asarray(table[begin // group.block_size : -(-end // group.block_size)], dtype=np.int32)
-            for table, group, begin in zip(blocks, groups, begins, strict=True)
+            np.asarray(table[some.start : some.stop], dtype=np.int32)
+            for table, some in zip(blocks, places, strict=True)
         )
-        for ids, group, begin in zip(wanted, groups, begins, strict=True):
-            if group.partial and (not ids.all() or len(ids) < -(-end // group.block_size) - begin // group.block_size):
+        for ids, group, begin, some in zip(wanted, groups, begins, places, strict=True):
+            if group.partial and (not ids.all() or len(ids) < len(some)):
                 raise LocalProtocolError(
                     f"vLLM keeps no block for some of [{begin}, {end}), of {group}: {ids.tolist()}"
                 )

@@ -14,6 +14,9 @@ address.
 A recurrent layer keeps one state of all tokens so far. Parts of it that ranks hold differently are layers of their own
 here (states.py); their blocks have one entry.
 
+A compressed layer keeps one entry for several tokens, made of them when the last of them is computed. Plans count its
+entries.
+
 Layers of one group need not be alike: a draft model has heads of its own, an indexer keeps one key per token beside
 the attention's cache. Layers that are alike are a *kind*. Each kind can be seen as a cache of its own.
 """
@@ -54,14 +57,15 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
 MAX_KINDS = 256
 MAX_GROUPS = 64
-ALL, WINDOW, STATE = "all", "window", "state"  # values of `Group.matters` that are supported
+# Values of `Group.matters` that are supported.
+ALL, WINDOW, STATE, COMPRESSED = "all", "window", "state", "compressed"
 
 
 class Group(msgspec.Struct, frozen=True, array_like=True):
     """Layers with one block table, and the tokens that matter once a prompt is computed.
 
     Those are all; or the last `n`, counting the next one; or the state after the last token, which is in the block that
-    covers that token.
+    covers that token; or all, of which every `n` have one entry (compressed).
     """
 
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -69,12 +73,13 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     n: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
 
     def __str__(self) -> str:
-        return f"{self.matters} of {self.n} tokens" if self.matters == WINDOW else self.matters
+        words = {WINDOW: f"{self.matters} of {self.n} tokens", COMPRESSED: f"one entry for {self.n} tokens"}
+        return words.get(self.matters, self.matters)
 
     @property
     def partial(self) -> bool:
         """True if not all tokens matter."""
-        return self.matters != ALL
+        return self.matters in (WINDOW, STATE)
 
     @property
     def stateful(self) -> bool:
@@ -82,8 +87,23 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def entries(self) -> int:
-        """Entries of a block: one for each token, or one state."""
+        """Entries of a block: one for each token or for several, or one state."""
         return 1 if self.stateful else self.block_size
+
+    @property
+    def per_entry(self) -> int:
+        """Tokens of an entry. (A state is of all tokens so far, and is not counted by this.)"""
+        return self.n if self.matters == COMPRESSED else 1
+
+    @property
+    def covers(self) -> int:
+        """Tokens that a block of the table stands for."""
+        return self.block_size * self.per_entry
+
+    def blocks(self, first: int, end: int) -> range:
+        """Return the places in the table of the blocks that hold what is wanted of [first, end)."""
+        per = self.per_entry
+        return range(self.begins(first, end) // per // self.block_size, -(-(end // per) // self.block_size))
 
     def begins(self, first: int, end: int) -> int:
         """Return the first wanted token of [first, end), where `end` is the next token to be computed.
@@ -182,7 +202,7 @@ class CacheGeometry(msgspec.Struct, frozen=True):
 
     @property
     def covers(self) -> int:
-        """Number of tokens in a block of the table, as plans count them (a state is one)."""
+        """Number of tokens in a block of the table, as plans count them (a state, or a compressed entry, is one)."""
         return self.block_size * self.dcp * self.pcp
 
     @property
@@ -204,8 +224,9 @@ class CacheGeometry(msgspec.Struct, frozen=True):
         return any(group.partial for group in self.groups)
 
     def places(self, first: int, end: int) -> tuple[int, int]:
-        """Return the wanted tokens of [first, end), as plans count them: (0, 1) for a state. Only for one kind."""
-        return (0, 1) if self.own.stateful else (self.own.begins(first, end), end)
+        """Return the wanted part of tokens [first, end), as plans count: in entries. Only for one kind."""
+        per = self.own.per_entry
+        return (0, 1) if self.own.stateful else (self.own.begins(first, end) // per, end // per)
 
     @property
     def kinds(self) -> tuple[CacheGeometry, ...]:
@@ -280,7 +301,7 @@ _INDEX = ("index key", "scale of the index key")
 
 def _meant(kind: CacheGeometry) -> tuple[str, ...]:
     """Return what a layer's tensors are, as far as their number and sizes show it."""
-    if any(map(attention_of, kind.layers)):
+    if any(map(is_index, kind.layers)):
         return _INDEX
     if len(kind.regions) == 1:
         return ()
@@ -337,10 +358,22 @@ def executed(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
 
 
+_BESIDE_ATTENTION = re.compile(r"\.(indexer\..*|compressor\..*|swa_cache)$")
+
+
 def attention_of(name: str) -> str:
-    """Return the attention layer that follows an indexer's layer and whose hook serves both; else ""."""
-    attention, indexer, _ = name.partition(".indexer.")
-    return f"{attention}.attn" if indexer else ""
+    """Return the attention layer whose hook serves a layer that has none; else "".
+
+    Such a layer is an indexer's, a compressor's, or the window beside compressed latents. The attention itself may have
+    no cache.
+    """
+    attention, beside = _BESIDE_ATTENTION.subn("", name)
+    return f"{attention}.attn" if beside else ""
+
+
+def is_index(name: str) -> bool:
+    """Return whether a layer has an indexer's keys."""
+    return name.endswith(".indexer.k_cache")
 
 
 def in_one_word(words: Sequence[str]) -> str:

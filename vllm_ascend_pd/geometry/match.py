@@ -12,7 +12,7 @@ import msgspec
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.context import MAX_RUNS, runs
-from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
+from vllm_ascend_pd.geometry.layout import ALL, CacheGeometry, Region
 from vllm_ascend_pd.geometry.pairing import pairings
 
 
@@ -66,7 +66,9 @@ def _fields(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
     if unlike and p.block_size != d.block_size:
         found.append(Mismatch("block_size", str(p.block_size), str(d.block_size)))
     divided = max(p.ranks.world, d.ranks.world) > 1
-    if divided and (p.opaque or d.opaque or p.own.partial or d.own.partial or runs(p.dealt, d.dealt) > MAX_RUNS):
+    if divided and (
+        p.opaque or d.opaque or p.own.matters != ALL or d.own.matters != ALL or runs(p.dealt, d.dealt) > MAX_RUNS
+    ):
         found.append(Mismatch("tokens of a block", _divided(p), _divided(d)))
     regions = _regions(p, d)
     # dtype and packing have a word for each region: where the number of regions differs, they say nothing more.
@@ -97,10 +99,9 @@ def range_fault(d: CacheGeometry, first: int, end: int, *blocks: int) -> str:
     if len(blocks) != len(d.tables):
         return f"blocks of {len(blocks)} groups are named where there are {len(d.tables)}"
     for group, count in zip(d.tables, blocks, strict=True):
-        begin = group.begins(first, end)
-        if d.opaque and not group.stateful and begin % group.block_size:
-            return f"token {begin} is inside a block of {group.block_size}, and the token axis is opaque"
-        wanted = -(-end // group.block_size) - begin // group.block_size
+        begin, wanted = group.begins(first, end), len(group.blocks(first, end))
+        if d.opaque and not group.stateful and begin % group.covers:
+            return f"token {begin} is inside a block of {group.covers}, and the token axis is opaque"
         if count != wanted:
             return f"{count} blocks are named where [{begin}, {end}) needs {wanted}"
     return ""

@@ -9,7 +9,8 @@ When a layer is complete depends on its kind:
   was written (vllm-ascend does, before the attention): what leaves then does not wait for the attention.
 * A layer of a draft model: when the step is over. The draft model runs after the target, once for each token that it
   drafts. The first call of a layer's hook covers the prompt's part, the others write behind it.
-* An indexer's keys: when the hook of the attention in the same layer fires. They are written before it, without a hook.
+* An indexer's keys, a compressor's entries, a window beside compressed latents: when the hook of the attention in the
+  same layer fires. They are written before it, without a hook. That attention need not have a cache of its own.
 * A recurrent layer: when the step is over. It has no hook.
 Any other layer whose hook did not fire was not computed: nothing of the step is pushed then.
 """
@@ -66,7 +67,7 @@ class Steps:
         self._layers = {name: index for index, name in enumerate(layers)}
         self._drafts = {self._layers[name] for name in drafts}
         self._states = {self._layers[name] for name in states}
-        self._with = self._companions()
+        self._hooks = self._by_hook()
         self._deciding, self._record, self._put, self._clock = deciding, record, put, clock
         self._exchanging = exchanging
         self._current: _Layers | None = None
@@ -97,17 +98,16 @@ class Steps:
 
     def computed(self, name: str) -> None:
         """Record that a layer's hook fired. Unknown names are ignored."""
-        current, index = self._current, self._layers.get(name)
+        current, complete = self._current, self._hooks.get(name, ())
         (written, event), self._written = self._written or (name, None), None
         if written not in ("", name):
             event = None
-        if current is None or index is None or index not in current.missing:
+        if current is None or not current.missing.issuperset(complete):
             return
-        said = [index, *self._with.get(index, ())]
-        if index in self._drafts:
-            current.drafted.update(said)
+        if self._drafts.intersection(complete):
+            current.drafted.update(complete)
             return
-        for each in said:
+        for each in complete:
             self._mark(current, each, event)
         if not current.missing:  # nothing is pushed after this layer: D need not wait for the rest of the forward
             self.end()
@@ -136,12 +136,11 @@ class Steps:
         final = tuple(push.name for push in current.plan.final)
         self._put(Sealed(current.plan.number, final, self._clock()))
 
-    def _companions(self) -> dict[int, list[int]]:
-        """Return, by layer, the layers without a hook that are complete when its hook fires."""
-        found: dict[int, list[int]] = {}
+    def _by_hook(self) -> dict[str, list[int]]:
+        """Return, by the name with which a hook fires, the layers that are complete then."""
+        found: dict[str, list[int]] = {}
         for name, index in self._layers.items():
-            if (of := self._layers.get(attention_of(name))) is not None:
-                found.setdefault(of, []).append(index)
+            found.setdefault(attention_of(name) or name, []).append(index)
         return found
 
     def _mark(self, current: _Layers, index: int, event: Event | None = None) -> None:

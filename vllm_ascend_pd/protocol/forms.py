@@ -45,10 +45,9 @@ class Form(msgspec.Struct, frozen=True):
 def form_of(reservation: Reservation) -> Form:
     r = reservation
     layout = written(EngineLayout(r.model, r.geometry, r.endpoints))
-    begins = [group.begins(r.first, r.end) for group in r.geometry.tables]
     slices = tuple(
-        Slice(begin, r.end, begin // group.block_size, ids)
-        for group, begin, ids in zip(r.geometry.tables, begins, r.blocks, strict=True)
+        Slice(group.begins(r.first, r.end), r.end, group.blocks(r.first, r.end).start, ids)
+        for group, ids in zip(r.geometry.tables, r.blocks, strict=True)
     )
     return Form(r.version, r.transfer, layout, slices, r.deadline_s, r.prompt_length, r.prompt_hash, r.needs, r.seed)
 
@@ -89,6 +88,6 @@ def _contradiction(slices: Sequence[Slice], groups: Sequence[Group]) -> str:
             return f"slices that end at {end} and at {one.end}"
         if one.first != group.begins(first, end):
             return f"a slice that begins at {one.first} where {group} of [{first}, {end}) are to come"
-        if one.index != one.first // group.block_size:
+        if one.index != group.blocks(first, end).start:
             return f"token {one.first} is not in the block of index {one.index}"
     return ""

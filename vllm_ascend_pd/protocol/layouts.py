@@ -19,6 +19,7 @@ import msgspec
 from vllm_ascend_pd.errors import PdError, RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import (
     ALL,
+    COMPRESSED,
     MAX_GROUPS,
     MAX_KINDS,
     MAX_LAYERS,
@@ -176,7 +177,7 @@ def read(layout: bytes) -> EngineLayout:
         stages[layer.stage].append(layer.name)
         of_kind[layer.kind].append(layer.name)
         group_of[layer.kind] = layer.group
-    plain = len(found.groups) == 1 and not found.groups[0].partial
+    plain = len(found.groups) == 1 and found.groups[0].matters == ALL
     heads, dtype, packing, regions = _planned(found.kinds[0])
     held = found.kinds[0].components[0].held
     geometry = CacheGeometry(
@@ -222,11 +223,11 @@ def _unsupported(layout: Layout) -> str:
     filled = {
         "sections": any(component.sections for component in components),
         "world": len({(h.world, h.interleave) for h in held}) > 1
-        or (any(h.world > 1 for h in held) and (len(layout.groups) != 1 or layout.groups[0].partial)),
+        or (any(h.world > 1 for h in held) and (len(layout.groups) != 1 or layout.groups[0].matters != ALL)),
         "only": any(h.only >= 0 and h.world > 1 for h in held),
         "replicated": not all(h.heads for h in held),
         "components": any(len({c.held for c in kind.components}) > 1 for kind in layout.kinds),
-        "matters": any(group.matters not in (ALL, WINDOW, STATE) for group in layout.groups),
+        "matters": any(group.matters not in (ALL, WINDOW, STATE, COMPRESSED) for group in layout.groups),
     }
     return next((word for word, is_filled in filled.items() if is_filled), "")
 
@@ -259,8 +260,8 @@ def _contradiction(layout: Layout) -> str:
     groups = len(layout.groups)
     if any(layer.kind >= len(counts) or layer.group >= groups or layer.stage > last.stage for layer in layout.layers):
         return "a layer is of a kind, group or stage that is not there"
-    if any(group.n < 2 if group.matters == WINDOW else group.n for group in layout.groups):
-        return "a window of no tokens before the next, or the length of one where there is none"
+    if any(group.n < 2 if group.matters in (WINDOW, COMPRESSED) else group.n for group in layout.groups):
+        return "a window of no tokens before the next, an entry for one token, or a number where there is neither"
     if len({(layer.kind, layer.group) for layer in layout.layers}) > len({layer.kind for layer in layout.layers}):
         return "layers of one kind are of several groups"
     if len(counts) > 1 and {layer.kind for layer in layout.layers} != set(range(len(counts))):

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three groups of unequal block sizes over the same pages, as DeepSeek-V4 has them: every byte of D's memory.
+"""Five groups of unequal block sizes over the same pages, as DeepSeek-V4 has them: every byte of D's memory.
 
 Layers with a window keep many numbers of few tokens in a block, layers with a latent few numbers of many tokens, and an
-indexer's layers lie between. A page is as long as the largest block; the others are padded. The reference is the cache
-as slicing would fill it, so that padding, other blocks and blocks before a window must be as they were.
+indexer's layers lie between. Compressed layers have an entry for 4 tokens, or for 9. A page is as long as the largest
+block; the others are padded. The reference is the cache as slicing would fill it, so that padding, other blocks, blocks
+before a window and entries of tokens still to come must be as they were.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -27,25 +29,30 @@ POOL = 40  # pages
 
 @dataclass(frozen=True)
 class Sort:
-    """Layers of one group: their heads in the whole model, the numbers of a head, and the window or 0."""
+    """Layers of one group: their heads in the whole model, the numbers of a head, and which tokens matter."""
 
     heads: int
     dim: int
-    window: int
+    window: int = 0
+    per_entry: int = 1
+
+    def group(self, size: int) -> Group:
+        matters = ("window", self.window) if self.window else ("compressed", self.per_entry)
+        return Group(size, *matters) if max(self.window, self.per_entry) > 1 else Group(size)
 
 
-SORTS = (Sort(4, 8, 20), Sort(1, 6, 0), Sort(1, 10, 0))
-LAYERS = {f"l.{i}": i % 3 for i in range(6)}  # two layers of each group: l.0, l.1 and l.2 share an address
-P_SIZES, D_SIZES = (16, 96, 32), (8, 64, 48)  # tokens in a block of each group
+SORTS = (Sort(4, 8, 20), Sort(1, 6), Sort(1, 10), Sort(1, 12, per_entry=4), Sort(1, 5, per_entry=9))
+LAYERS = {f"l.{i}": i % 5 for i in range(10)}  # two layers of each group: l.0 to l.4 share an address
+P_SIZES, D_SIZES = (16, 96, 32, 6, 2), (8, 64, 48, 4, 3)  # entries in a block of each group
 
 
-def number(name: str, token: int, head: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+def number(name: str, entry: int, head: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     sort = SORTS[LAYERS[name]]
-    return np.arange(sort.dim, dtype=np.float32) + 16 * (head + 4 * (token + 1024 * int(name[2:])))
+    return np.arange(sort.dim, dtype=np.float32) + 16 * (head + 4 * (entry + 1024 * int(name[2:])))
 
 
 class Side:
-    """One rank's memory: a storage for each third of the layers, cut into pages."""
+    """One rank's memory: a storage for each layer of a group, cut into pages."""
 
     def __init__(self, sizes: tuple[int, ...], tp: int, rank: int) -> None:
         self.sizes, self.rank = sizes, rank
@@ -55,10 +62,7 @@ class Side:
         page = max(held) + 5
         self.storages = [torch.full((POOL * page,), -1.0) for _ in range(2)]
         self.made = {name: self._view(name, page) for name in LAYERS}
-        groups = tuple(
-            Group(size, "window", sort.window) if sort.window else Group(size)
-            for size, sort in zip(sizes, SORTS, strict=True)
-        )
+        groups = tuple(sort.group(size) for size, sort in zip(sizes, SORTS, strict=True))
         shapes = [LayerShape(local, sort.heads, sort.dim) for local, sort in zip(self.local, SORTS, strict=True)]
         first, *_ = shapes
         shape = CacheShape(
@@ -70,16 +74,17 @@ class Side:
     def _view(self, name: str, page: int) -> torch.Tensor:
         group = LAYERS[name]
         size, heads, dim = self.sizes[group], self.local[group], SORTS[group].dim
-        storage = self.storages[int(name[2:]) // 3]
+        storage = self.storages[int(name[2:]) // len(SORTS)]
         return storage.as_strided((POOL, size, heads, dim), (page, heads * dim, dim, 1))
 
     def fill(self, tables: list[list[int]], first: list[int], end: int) -> Side:
         """Fill the blocks of one request: of each group the tokens from `first` on."""
         for name, group in LAYERS.items():
-            for token in range(first[group], end):
-                block, at = tables[group][token // self.sizes[group]], token % self.sizes[group]
+            per = SORTS[group].per_entry
+            for entry in range(first[group] // per, end // per):
+                block, at = tables[group][entry // self.sizes[group]], entry % self.sizes[group]
                 for head in range(self.local[group]):
-                    values = number(name, token, head + self.first[group])
+                    values = number(name, entry, head + self.first[group])
                     self.made[name][block, at, head] = torch.from_numpy(values)
         return self
 
@@ -95,8 +100,8 @@ def tables(sizes: tuple[int, ...], first: list[int], end: int, step: int) -> lis
     """Return block tables whose blocks are all of one pool, null (0) before `first`."""
     free = [1 + (step * i) % (POOL - 1) for i in range(POOL - 1)]
     return [
-        [0 if (i + 1) * size <= begin else free.pop() for i in range(-(-end // size))]
-        for size, begin in zip(sizes, first, strict=True)
+        [0 if (i + 1) * size <= begin else free.pop() for i in range(-(-(end // sort.per_entry) // size))]
+        for size, begin, sort in zip(sizes, first, SORTS, strict=True)
     ]
 
 
@@ -106,7 +111,7 @@ def begins(geometry: CacheGeometry, end: int) -> list[int]:
 
 @pytest.mark.parametrize("tps", [(1, 1), (2, 1), (1, 2), (4, 2)], ids=lambda tps: f"{tps[0]}→{tps[1]}")
 @pytest.mark.parametrize("chunk", [48, 1000])
-@pytest.mark.parametrize("end", [7, 63, 64, 145])
+@pytest.mark.parametrize("end", [3, 7, 63, 64, 145])
 def test_each_group_arrives_in_its_own_blocks_and_nothing_else_changes(
     tps: tuple[int, int], chunk: int, end: int
 ) -> None:
@@ -115,7 +120,7 @@ def test_each_group_arrives_in_its_own_blocks_and_nothing_else_changes(
         for sizes, tp in ((P_SIZES, tps[0]), (D_SIZES, tps[1]), (D_SIZES, tps[1]))
     )
     ours, theirs = whole(p), whole(d)
-    assert not mismatches(ours, theirs) and len({group.block_size for group in theirs.tables}) == 3
+    assert not mismatches(ours, theirs) and len({group.block_size for group in theirs.tables}) == 5
     of_p, of_d = begins(ours, end), begins(theirs, end)
     p_tables, d_tables = tables(P_SIZES, of_p, end, 7), tables(D_SIZES, of_d, end, 11)
     for side in p:
@@ -125,8 +130,8 @@ def test_each_group_arrives_in_its_own_blocks_and_nothing_else_changes(
     assert {name for pair in pairs for name in pair.layers} == set(LAYERS)
     for step, before in enumerate(range(0, end, chunk)):
         for pair in pairs:
-            first, size = of_d[pair.d.group], pair.d.covers
-            lo, hi = push_range(first, end, before, min(before + chunk, end), size)
+            (first, stop), size, per = pair.d.places(0, end), pair.d.covers, pair.d.own.per_entry
+            lo, hi = push_range(first, stop, before // per, min(before + chunk, end) // per, size)
             if lo == hi:
                 continue
             p_table, d_table = p_tables[pair.p.group], d_tables[pair.d.group][first // size :]
@@ -142,11 +147,22 @@ def test_each_group_arrives_in_its_own_blocks_and_nothing_else_changes(
     for got, reference in zip(d, wanted, strict=True):
         reference.fill(d_tables, of_d, end)
         assert all(torch.equal(*both) for both in zip(got.storages, reference.storages, strict=True))
-    cells = [(end - of_d[group]) * wanted[0].local[group] * SORTS[group].dim for group in LAYERS.values()]
+    cells = [
+        (end // SORTS[group].per_entry - of_d[group] // SORTS[group].per_entry)
+        * (wanted[0].local[group] * SORTS[group].dim)
+        for group in LAYERS.values()
+    ]
     assert moved == 4 * sum(cells) * tps[1], "each byte once"
+
+
+def test_entries_of_other_numbers_of_tokens_are_refused() -> None:
+    ours = whole([Side(P_SIZES, 1, 0)])
+    others = [msgspec.structs.replace(group, n=5) if group.per_entry == 4 else group for group in ours.groups]
+    found = mismatches(ours, msgspec.structs.replace(ours, groups=tuple(others)))
+    assert [str(one) for one in found] == ["tokens that matter of l.3: prefill compressed 4, decode compressed 5"]
 
 
 def test_a_block_of_p_that_is_no_multiple_of_d_s_is_refused_for_a_window() -> None:
     ours = whole([Side(P_SIZES, 1, 0)])
-    found = mismatches(ours, whole([Side((12, 64, 48), 1, 0)]))
+    found = mismatches(ours, whole([Side((12, *D_SIZES[1:]), 1, 0)]))
     assert any("block_size of l.0" in str(one) for one in found), found

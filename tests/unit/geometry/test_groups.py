@@ -35,7 +35,7 @@ from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.protocol.versions import WHOLE
 
-WINDOW, ALL = Group(16, "window", 20), Group(16)
+WINDOW, ALL, COMPRESSED = Group(16, "window", 20), Group(16), Group(8, "compressed", 4)
 PLAIN = geometry(1)
 FIRST_LAYER, *LAYERS = PLAIN.layers
 
@@ -124,6 +124,19 @@ def test_the_plans_digest_tells_groups_apart_and_does_not_know_them_in_a_plain_c
     assert len(digests) == 4
 
 
+@pytest.mark.parametrize(
+    ("first", "end", "blocks"),
+    [(0, 3, []), (0, 4, [0]), (0, 35, [0]), (0, 36, [0, 1]), (32, 100, [1, 2, 3]), (30, 100, [0, 1, 2, 3]), (96, 99, [])],
+)  # fmt: skip
+def test_of_compressed_layers_the_blocks_of_complete_entries_are_wanted(
+    first: int, end: int, blocks: list[int]
+) -> None:
+    """A block of 8 entries stands for 32 tokens. An entry that begins before `first` is wanted whole."""
+    assert list(COMPRESSED.blocks(first, end)) == blocks and COMPRESSED.covers == 32
+    kind = grouped(WINDOW, COMPRESSED).kinds[1]
+    assert kind.places(first, end) == (first // 4, end // 4) and kind.block_size == kind.covers == 8
+
+
 # -- on the wire
 
 
@@ -132,6 +145,17 @@ def test_a_reservation_of_several_groups_comes_back_as_it_was_made() -> None:
     form = form_of(made)
     assert [(one.first, one.end, one.index) for one in form.groups] == [(80, 100, 5), (0, 100, 0)]
     assert decode_reservation(msgspec.msgpack.encode(form)) == made
+
+
+def test_a_prompt_that_fills_no_entry_has_no_block_of_compressed_layers() -> None:
+    d = grouped(WINDOW, COMPRESSED)
+    assert not range_fault(d, 0, 3, 1, 0) and "needs 0" in range_fault(d, 0, 3, 1, 1)
+    made = reservation(d, 3, blocks=(ids(8), b""), prompt_length=4, endpoints=(Endpoint("a", 1),))
+    assert decode_reservation(msgspec.msgpack.encode(form_of(made))) == made
+    book = LoadBook(D_INCARNATION)
+    assert book.wanted("r", 4, 0, leaves_last=True) == 3
+    bind = book.reserve("r", 3, [[8], []], d.tables, 30.0, "u")
+    assert [one.tolist() for one in bind.blocks] == [[8], []]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from unit.schedulers.test_decisions_scheduler import CACHE, engine, output, remote_decode, request, reservation
 from vllm_ascend_pd.engine import WorkerFacts
-from vllm_ascend_pd.geometry.layout import STATE, Group
+from vllm_ascend_pd.geometry.layout import COMPRESSED, STATE, Group
 from vllm_ascend_pd.prefill.core.computing import Chunk, Computing
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import seal
@@ -69,6 +69,13 @@ def test_the_group_that_lacks_most_decides_and_states_do_not() -> None:
     assert ready(beside, chunk("b", 16, 1, [1, 2, 8, 4, 10], [11, 14, 12], states), groups=groups) == 12
     assert ready(beside, chunk("b", 16, 1, [1, 2, 8, 4, 10], [11, 6, 12], states), groups=groups) == 8
     assert ready(beside, chunk("b", 16, 1, [1, 2, 8, 9, 10], [11, 13, 12], states), groups=groups) == 16
+
+
+def test_blocks_of_compressed_layers_stand_for_more_tokens() -> None:
+    groups = (Group(SIZE), Group(2, COMPRESSED, 3))  # a block of 2 entries: 6 tokens
+    beside = chunk("a", 8, 8, [1, 2, 3, 4], [5, 6])
+    assert ready(beside, chunk("b", 12, 1, [1, 2, 8, 9], [5, 11, 12]), groups=groups) == 12
+    assert ready(beside, chunk("b", 12, 1, [1, 2, 8, 9], [5, 6, 12]), groups=groups) == 6
 
 
 @pytest.mark.parametrize(("found", "there"), [(0, 0), (4, 4), (8, 8), (12, 8), (None, 8)], ids=str)

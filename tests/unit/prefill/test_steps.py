@@ -16,14 +16,16 @@ from vllm_ascend_pd.prefill.steps import Steps
 LAYERS = ("layers.0.attn", "layers.1.attn", "layers.2.attn")
 
 
-def events(calls: Callable[[Steps], None], *, direct: bool = True) -> tuple[dict[int, int], int]:
+def events(
+    calls: Callable[[Steps], None], *, direct: bool = True, layers: tuple[str, ...] = LAYERS
+) -> tuple[dict[int, int], int]:
     """Return each layer's event, by number in the order of their recording, and how many were recorded."""
     plan = SimpleNamespace(number=1, before=None, direct=direct, exchanges=(), again=(), pushes=(), final=())
     core = SimpleNamespace(begin=lambda now, step: plan, uncomputed=lambda *_: None)
     said: list[Any] = []
     numbers = count(1)
     record: Any = lambda: next(numbers)  # noqa: E731
-    steps = Steps(LAYERS, lambda: nullcontext(core), record, said.append, lambda: 0.0, None)  # type: ignore[arg-type,return-value]
+    steps = Steps(layers, lambda: nullcontext(core), record, said.append, lambda: 0.0, None)  # type: ignore[arg-type,return-value]
     steps.written("")  # of a forward without requests
     steps.begin(SimpleNamespace(empty=False, slices=(1,)))  # type: ignore[arg-type]
     calls(steps)
@@ -96,3 +98,17 @@ def test_nothing_is_recorded_where_nothing_leaves() -> None:
             steps.computed(name)
 
     assert events(calls, direct=False) == ({}, 0)
+
+
+def test_one_hook_completes_all_caches_of_its_attention_which_may_have_none_itself() -> None:
+    """DeepSeek-V4: a window alone, and compressed latents with all that belongs to them."""
+    whole = ("swa_cache", "attn", "compressor.state_cache", "indexer.k_cache", "indexer.compressor.state_cache")
+    layers = ("layers.0.self_attn.swa_cache", *(f"layers.1.self_attn.{name}" for name in whole))
+
+    def calls(steps: Steps) -> None:
+        for number in (0, 1):
+            steps.written(f"layers.{number}.self_attn.attn")
+            steps.written(f"layers.{number}.self_attn.attn")  # once for prefills, once for decodes
+            steps.computed(f"layers.{number}.self_attn.attn")
+
+    assert events(calls, layers=layers) == ({0: 2, **dict.fromkeys(range(1, 6), 4)}, 4)

@@ -289,6 +289,7 @@ def test_root_gets_the_missing_packages_installed_after_an_update_of_the_lists(t
     assert update.startswith("update")
     assert first == second
     assert first.endswith("libibverbs1 libcurl4")
+    assert all("DPkg::Lock::Timeout=900" in line for line in (first, update)), "as long as for another set-up"
 
 
 def test_what_tests_use_besides_is_installed_by_root_and_named_to_everybody_else(tree):

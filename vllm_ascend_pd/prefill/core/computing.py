@@ -63,7 +63,7 @@ class Computing:
         for index, (group, ids) in enumerate(zip(groups, table, strict=False)):
             if group.stateful:
                 continue
-            hot, size = self._written(index, group.block_size), group.block_size
+            hot, size = self._written(index, group.covers), group.covers
             first = next((place for place, block in enumerate(ids[: -(-computed // size)]) if block in hot), None)
             if first is not None:
                 computed = min(computed, first * size)

@@ -469,11 +469,17 @@ class Pushes:
         return planned
 
     def _leaving(self, push: Push, pairing: int, push_slice: PushSlice) -> tuple[int, int]:
-        """Return the tokens [lo, hi) of one pairing's layers that leave in a step. A state leaves once, at the end."""
-        if push.pairings[pairing].d.own.stateful:
+        """Return what leaves of one pairing's layers in a step: tokens or entries [lo, hi).
+
+        A state leaves once, at the end.
+        """
+        d = push.pairings[pairing].d
+        if d.own.stateful:
             return 0, int(push_slice.final)
-        size = push.pairings[pairing].d.covers
-        return push_range(push.firsts[pairing], push.reservation.end, push_slice.before, push_slice.after, size)
+        end, before, after = (
+            token // d.own.per_entry for token in (push.reservation.end, push_slice.before, push_slice.after)
+        )
+        return push_range(push.firsts[pairing], end, before, after, d.covers)
 
     def _takes_part(self, push: Push) -> bool:
         """Return whether the push is planned.
