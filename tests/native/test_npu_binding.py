@@ -94,7 +94,9 @@ def test_streams_are_ordered_by_events_only(scenario: Scenario) -> None:
     assert scenario("streams") == "ok"
 
 
-@pytest.mark.parametrize("name", ["exchange2", pytest.param("exchange4", marks=pytest.mark.slow), "exchange2 by copies"])
+@pytest.mark.parametrize(
+    "name", ["exchange2", pytest.param("exchange4", marks=pytest.mark.slow), "exchange2 by copies"]
+)
 def test_gather_exchange_over_hccl_assemble(scenario: Scenario, name: str) -> None:
     assert scenario(name) == "ok"
 
