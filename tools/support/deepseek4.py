@@ -17,10 +17,6 @@ HASHED = 2  # so many layers choose experts by the token itself
 CHOSEN = 16  # entries that an indexer chooses
 # Weights that engines keep in float32. The others are rounded, so that every engine has the same.
 WIDE = (".ape", "attn_sink", "gate.bias", "_fn", "_base", "_scale", "tid2eid")
-NAMES = {
-    "model.hc_head.hc_": "model.hc_head_",
-    ".attn.norm.": ".attn.kv_norm.",
-}
 # Without a factor, so that a layer without entries rotates the same whether an engine scales its rotation or not.
 ROTATION = {"type": "yarn", "factor": 1, "beta_fast": 32, "beta_slow": 1}
 
@@ -89,9 +85,8 @@ def as_deepseek(directory: Path) -> None:
     path, config = directory / "model.safetensors", directory / "config.json"
     weights = {}
     for name, weight in load_file(path).items():
-        for theirs, ours in NAMES.items():
-            name = name.replace(theirs, ours)
-        weights[name] = weight if name.endswith(WIDE) else weight.to(torch.bfloat16)
+        ours = name.replace(".attn.norm.", ".attn.kv_norm.").replace("model.hc_head.hc_", "model.hc_head_")
+        weights[ours] = weight if ours.endswith(WIDE) else weight.to(torch.bfloat16)
     save_file(weights, path, metadata={"format": "pt"})
     facts = json.loads(config.read_text())
     for key in ("compress_rates", "layer_types", "mlp_layer_types", "partial_rotary_factor", "rope_parameters"):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascend_host.reference import RIGHT_DOWN, attend, of, read_tokens, refuse, rms, rotate
+from ascend_host.reference import RIGHT_DOWN, attend, of, read_tokens, refuse, rms, rotate_planes
 from ascend_host.sparse import EVERYWHERE, NOBODY
 
 _ENDS = "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None"
@@ -110,7 +110,9 @@ def compressor(
         pooled = _pool(known, first, start // cmp_ratio, cmp_ratio, coff)
         here = slice(done, done + len(pooled))
         normed = rms(pooled, norm_weight, norm_eps)[0]
-        normed[:, -rope_head_dim:] = rotate(normed[:, -rope_head_dim:], rope_cos[here], rope_sin[here], pairs=True)
+        normed[:, -rope_head_dim:] = rotate_planes(
+            normed[:, -rope_head_dim:], rope_cos[here], rope_sin[here], pairs=True
+        )
         out[here] = normed.to(x.dtype)
         done = here.stop
     return out
@@ -190,7 +192,7 @@ def inplace_partial_rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: s
     if rotary_mode != "interleave":
         raise NotImplementedError(f"inplace_partial_rotary_mul of mode {rotary_mode}")
     part = x[..., partial_slice[0] : partial_slice[1]]
-    part.copy_(rotate(part.float(), r1.float(), r2.float(), pairs=True))
+    part.copy_(rotate_planes(part.float(), r1.float(), r2.float(), pairs=True))
 
 
 # ---- which entries, and attention
