@@ -6,6 +6,7 @@ As in test_reference.py, which looks in here for the tests of these operators.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterator
 from itertools import accumulate
@@ -375,3 +376,139 @@ def test_moe_gating_top_k_hash(seed: int, tokens: int, experts: int, by_token: b
         assert chosen[row].tolist() == wanted
         total = sum(scores[expert] for expert in wanted)
         close(weights[row], torch.tensor([1.5 * scores[expert] / total for expert in wanted]))
+
+
+# ---- all of a layer's attention, as vllm-ascend puts it together, against transformers' own
+
+
+class Attention:
+    """A layer of transformers, and its attention by the operators: chunk by chunk, over paged caches."""
+
+    def __init__(self, layer: Any, ratio: int, tokens: int) -> None:
+        self.layer, self.ratio, self.config = layer, ratio, layer.config
+        self.window, self.window_table = paged_from_one(1, [tokens], 32)
+        self.entries, self.table = paged_from_one(2, [max(1, tokens // ratio)] if ratio else [1], 32)
+        wide = self.config.rope_parameters["compress" if ratio else "main"]["rope_theta"]
+        angles = torch.outer(torch.arange(400.0), wide ** (-torch.arange(0, 8, 2) / 8)).repeat_interleave(2, -1)
+        self.cos, self.sin = angles.cos(), angles.sin()
+        coff = 2 if ratio == 4 else 1
+        self.states, self.state_table = paged_from_one(3, [tokens], 2 * coff * 32)
+        self.keys, self.key_table = paged_from_one(4, [max(1, tokens // ratio)] if ratio else [1], 16)
+        self.key_states, self.key_state_table = paged_from_one(5, [tokens], 4 * 16)
+
+    def run(self, hidden: Tensor, start: int) -> Tensor:
+        layer, count = self.layer, start + len(hidden)
+        at = slice(start, count)
+        self.turning = [part[at].view(-1, 1, 1, 8) for part in (self.cos, self.sin)]
+        asked = layer.q_a_norm(layer.q_a_proj(hidden))
+        q = layer.q_b_norm(layer.q_b_proj(asked).unflatten(-1, (-1, 32)))
+        kv = layer.kv_norm(layer.kv_proj(hidden)).unsqueeze(1)
+        for x in (q, kv):
+            self.turn(x, 32)
+        tokens = torch.arange(start, count)
+        slots = torch.stack((self.window_table[0, tokens // 4], (tokens % 4).int()), -1)
+        compressed.scatter_nd_update_v2(self.window, slots, kv)
+        named: dict[str, Any] = {}
+        if self.ratio:
+            made = (self.entries, self.table, self.states, self.state_table)
+            self.compress(layer.compressor, hidden, start, *made)
+            named = {"cmp_kv": self.entries, "cmp_block_table": self.table}
+        if self.ratio == 4:
+            named["cmp_sparse_indices"] = self.choose(layer.compressor.indexer, hidden, asked, start)
+        out, _ = compressed.sparse_attn_sharedkv(
+            q,
+            ori_kv=self.window,
+            ori_block_table=self.window_table,
+            cu_seqlens_q=torch.tensor([0, len(hidden)]),
+            seqused_kv=torch.tensor([count]),
+            sinks=layer.sinks,
+            softmax_scale=32**-0.5,
+            cmp_ratio=max(1, self.ratio),
+            ori_win_left=self.config.sliding_window - 1,
+            layout_q="TND",
+            **named,
+        )
+        self.turning[1] = -self.turning[1]
+        self.turn(out, 32)
+        return layer.o_b_proj(layer.o_a_proj(out.flatten(1).unflatten(1, (2, -1))).flatten(1))
+
+    def turn(self, x: Tensor, width: int) -> None:
+        compressed.inplace_partial_rotary_mul(x.unsqueeze(1), *self.turning, "interleave", [width - 8, width])
+
+    def compress(
+        self, part: Any, hidden: Tensor, start: int, cache: Tensor, table: Tensor, states: Tensor, state_table: Tensor
+    ) -> None:
+        ends, begun = torch.tensor([0, len(hidden)]), torch.tensor([start])
+        rows = min(len(hidden), len(hidden) // self.ratio + 1)
+        cos, sin, slots = compressed.compressor_metadata(
+            self.cos, self.sin, ends, begun, table, 4, compressed.BLOCK_AND_OFFSET, self.ratio, rows, 1
+        )
+        weights = (part.kv_proj.weight, part.gate_proj.weight)
+        rest = (part.position_bias, part.kv_norm.weight, sin.view(rows, -1), cos.view(rows, -1))
+        coff = 2 if self.ratio == 4 else 1
+        view = states.squeeze(-2)
+        how = (8, self.ratio, coff, 1e-6, compressed.INTERLEAVED, compressed.PAGED)
+        made = compressed.compressor(hidden, *weights, view, *rest, state_table, ends, None, begun, *how)
+        compressed.scatter_nd_update_v2(cache, slots, made)
+
+    def choose(self, indexer: Any, hidden: Tensor, asked: Tensor, start: int) -> Tensor:
+        """Return the indexer's choice, with keys and queries in full instead of int8."""
+        self.compress(indexer, hidden, start, self.keys, self.key_table, self.key_states, self.key_state_table)
+        query = indexer.q_b_proj(asked).unflatten(-1, (-1, 16))
+        self.turn(query, 16)
+        scorer = indexer.scorer
+        weights = scorer.weights_proj(hidden) * (scorer.softmax_scale * scorer.weights_scaling)
+        return compressed.vllm_quant_lightning_indexer(
+            query,
+            self.keys,
+            weights,
+            torch.ones(query.shape[:2]),
+            torch.ones(self.keys.shape[:3]),
+            actual_seq_lengths_query=torch.tensor([len(hidden)]),
+            actual_seq_lengths_key=torch.tensor([start + len(hidden)]),
+            block_table=self.key_table,
+            layout_query="TND",
+            layout_key="PA_BSND",
+            sparse_count=self.config.index_topk,
+            cmp_ratio=4,
+        )[0]
+
+
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+@pytest.mark.parametrize("chunks", [[300], [127, 1, 1, 2, 126, 43], [5, 3, 4, 1, 100, 15, 128, 44]])
+def test_a_whole_layer_attends_as_transformers_does(ratio: int, chunks: list[int]) -> None:
+    library: Any = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    config = importlib.import_module("transformers").DeepseekV4Config(
+        hidden_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        head_dim=32,
+        q_lora_rank=12,
+        o_groups=2,
+        o_lora_rank=8,
+        index_n_heads=24,  # so many that no entry is at zero for all, where the choice would be arbitrary
+        index_head_dim=16,
+        index_topk=9,
+        sliding_window=20,
+        compress_ratios=[ratio],
+        qk_rope_head_dim=8,
+        max_position_embeddings=400,
+    )
+    config.rope_parameters["compress"]["partial_rotary_factor"] = 0.25
+    config._attn_implementation = "eager"
+    torch.manual_seed(ratio)
+    layer, tokens = library.DeepseekV4Attention(config, 0).eval(), sum(chunks)
+    for name, weight in layer.named_parameters():
+        weight.data = 1 + 0.1 * torch.randn(weight.shape) if "norm" in name else 0.4 * torch.randn(weight.shape)
+    hidden, positions = torch.randn(tokens, 24), torch.arange(tokens).unsqueeze(0)
+    ahead = torch.arange(tokens) - torch.arange(tokens).unsqueeze(1)
+    mask = torch.zeros(tokens, tokens).masked_fill((ahead > 0) | (ahead <= -20), -math.inf).view(1, 1, tokens, tokens)
+    rotary = library.DeepseekV4RotaryEmbedding(config)
+    turning = {kind: rotary(hidden, positions, kind) for kind in ("main", "compress")}
+    with torch.no_grad():
+        wanted, _ = layer(hidden.unsqueeze(0), turning, positions, mask)
+        ours, start, got = Attention(layer, ratio, tokens), 0, []
+        for length in chunks:
+            got.append(ours.run(hidden[start : start + length], start))
+            start += length
+    torch.testing.assert_close(torch.cat(got), wanted[0], rtol=1e-4, atol=1e-4)

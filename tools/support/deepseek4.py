@@ -42,7 +42,7 @@ def model(sizes: dict[str, Any], head_dim: int, window: int) -> Any:
             num_experts_per_tok=2,
             compress_ratios=list(RATIOS),
             num_hash_layers=HASHED,
-            index_n_heads=4,
+            index_n_heads=16,  # so many that few entries have no score at all, among which the choice would be arbitrary
             index_topk=CHOSEN,
             sliding_window=window,
         )
@@ -85,7 +85,7 @@ def as_deepseek(directory: Path) -> None:
     path, config = directory / "model.safetensors", directory / "config.json"
     weights = {}
     for name, weight in load_file(path).items():
-        ours = name.replace(".attn.norm.", ".attn.kv_norm.").replace("model.hc_head.hc_", "model.hc_head_")
+        ours = name.replace(".attn.norm.", ".attn.kv_norm.").replace("model.hc_head.hc_", "hc_head_")
         weights[ours] = weight if ours.endswith(WIDE) else weight.to(torch.bfloat16)
     save_file(weights, path, metadata={"format": "pt"})
     facts = json.loads(config.read_text())
