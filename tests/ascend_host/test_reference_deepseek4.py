@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from ascend_host import compressed, hyper
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_reference import MANY, batch, close, each_query, few, paged, random, seeds, sizes, turned
 from torch import Tensor
@@ -107,7 +107,7 @@ def in_turn(lengths: list[list[int]]) -> Iterator[list[tuple[int, int, int]]]:
         yield [(seq, sum(each[:step]), each[step]) for seq, each in enumerate(lengths) if step < len(each)]
 
 
-@MANY
+@settings(MANY, deadline=None)  # some of its sequences have hundreds of tokens
 @given(seeds, st.lists(cuts, min_size=1, max_size=3), st.sampled_from([OVERLAP, APART, (2, 1), (3, 2)]))
 def test_compressor(seed: int, lengths: list[list[int]], kind: tuple[int, int]) -> None:
     """Chunk by chunk, some sequences side by side, as all at once."""
@@ -195,7 +195,7 @@ def test_inplace_partial_rotary_mul(seed: int, tokens: int, heads: int, planes: 
 # ---- which entries, and attention
 
 
-@MANY
+@settings(MANY, deadline=None)
 @given(seeds, few, st.lists(st.integers(0, 30), min_size=3, max_size=3), st.integers(1, 6), st.integers(1, 4))
 def test_vllm_quant_lightning_indexer(seed: int, new: list[int], before: list[int], most: int, ratio: int) -> None:
     before = before[: len(new)]
@@ -241,7 +241,7 @@ def attended(query: Tensor, rows: list[Tensor], sink: float, scale: float) -> Te
     return torch.stack([row * (weight / total) for row, weight in zip(rows, weights, strict=True)]).sum(0)
 
 
-@MANY
+@settings(MANY, deadline=None)
 @given(seeds, few, st.lists(st.integers(0, 30), min_size=3, max_size=3), st.sampled_from(["window", "all", "chosen"]))
 def test_sparse_attn_sharedkv(seed: int, new: list[int], before: list[int], kind: str) -> None:
     before = before[: len(new)]
