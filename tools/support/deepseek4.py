@@ -13,6 +13,7 @@ from typing import Any
 
 FAMILY = "deepseek_v4"
 RATIOS = (0, 4, 128, 4)  # tokens of a layer's compressed entries; 0: none
+DRAFTED_RATIOS = (4, 128, 4, 0)  # of a model whose draft layer is made from its last one: that has a window alone
 HASHED = 2  # so many layers choose experts by the token itself
 CHOSEN = 16  # entries that an indexer chooses
 # Weights that engines keep in float32. The others are rounded, so that every engine has the same.
@@ -21,7 +22,7 @@ WIDE = (".ape", "attn_sink", "gate.bias", "_fn", "_base", "_scale", "tid2eid")
 ROTATION = {"type": "yarn", "factor": 1, "beta_fast": 32, "beta_slow": 1}
 
 
-def model(sizes: dict[str, Any], head_dim: int, window: int) -> Any:
+def model(sizes: dict[str, Any], head_dim: int, window: int, ratios: tuple[int, ...]) -> Any:
     """Return the model with random weights, in float32."""
     import torch
     import transformers
@@ -40,11 +41,12 @@ def model(sizes: dict[str, Any], head_dim: int, window: int) -> Any:
             n_routed_experts=8,
             n_shared_experts=1,
             num_experts_per_tok=2,
-            compress_ratios=list(RATIOS),
+            compress_ratios=list(ratios),
             num_hash_layers=HASHED,
             index_n_heads=16,  # so many that few entries have no score at all, among which the choice would be arbitrary
             index_topk=CHOSEN,
             sliding_window=window,
+            swiglu_limit=2.0,  # so low that it matters
         )
     ).float()
     with torch.no_grad():
@@ -77,8 +79,8 @@ def _stays_wide(name: str) -> bool:
     return name.endswith(wide)
 
 
-def as_deepseek(directory: Path) -> None:
-    """Give a checkpoint of transformers DeepSeek's names and configuration."""
+def as_deepseek(directory: Path, ratios: tuple[int, ...], drafts: bool) -> None:
+    """Give a checkpoint of transformers DeepSeek's names and configuration, and a draft layer if it is to have one."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -87,14 +89,38 @@ def as_deepseek(directory: Path) -> None:
     for name, weight in load_file(path).items():
         ours = name.replace(".attn.norm.", ".attn.kv_norm.").replace("model.hc_head.hc_", "hc_head_")
         weights[ours] = weight if ours.endswith(WIDE) else weight.to(torch.bfloat16)
+    if drafts:
+        weights |= _draft(weights, len(ratios) - 1)
     save_file(weights, path, metadata={"format": "pt"})
     facts = json.loads(config.read_text())
     for key in ("compress_rates", "layer_types", "mlp_layer_types", "partial_rotary_factor", "rope_parameters"):
         facts.pop(key)
     more = {
-        "compress_ratios": [*RATIOS, 0],  # the last is of a draft layer
+        "compress_ratios": [*ratios, 0],  # the last is of a draft layer
         "num_hash_layers": HASHED,
         "rope_scaling": {**ROTATION, "original_max_position_embeddings": facts["max_position_embeddings"]},
         "dtype": "bfloat16",
     }
     config.write_text(json.dumps(facts | more, indent=1))
+
+
+def _draft(weights: dict[str, Any], last: int) -> dict[str, Any]:
+    """Return the draft layer, which is the model's last layer over embeddings alone: see tools/support/drafts.py."""
+    import torch
+
+    from tools.support.drafts import EMBEDDING
+
+    hidden = weights["model.norm.weight"].shape[0]
+    own = {name.split(f"layers.{last}.")[1]: weight for name, weight in weights.items() if f"layers.{last}." in name}
+    own |= {f"hc_head_{part}": weights[f"hc_head_{part}"] for part in ("fn", "base", "scale")}
+    more = {
+        "e_proj.weight": torch.eye(hidden),
+        "h_proj.weight": torch.zeros(hidden, hidden),
+        "enorm.weight": torch.full((hidden,), EMBEDDING),
+        "hnorm.weight": torch.ones(hidden),
+        "norm.weight": weights["model.norm.weight"],
+        "head.weight": weights["head.weight"],
+        "emb.tok_emb.weight": weights["model.embed_tokens.weight"],
+    }
+    own |= {name: weight.to(torch.bfloat16) for name, weight in more.items()}
+    return {f"mtp.0.{name}": weight.clone() for name, weight in own.items()}

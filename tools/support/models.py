@@ -83,6 +83,7 @@ RECIPES = {
     "dsv32-mtp": Recipe("deepseek_v32", 3, 4, 4, 128, hidden=256, intermediate=512, one_layer_decides=True),
     # the engines' sizes are literal; `intermediate` is an expert's
     "dsv4": Recipe("deepseek_v4", 4, 4, 1, head_dim=512, hidden=256, intermediate=64, window=128),
+    "dsv4-mtp": Recipe("deepseek_v4", 4, 4, 1, 512, 256, intermediate=64, window=128, one_layer_decides=True),
     "glm5": Recipe("glm_moe_dsa", 4, 4, 4, head_dim=128, hidden=256, intermediate=512),
     # one KV head, kept like MLA's latent; in plain torch (tests/integration/plugins/kinds)
     "indexed": Recipe("latent", 4, 8, 1, head_dim=32, hidden=256, intermediate=512, indexers=3),
@@ -185,7 +186,7 @@ def _write(recipe: Recipe, directory: Path) -> None:
     if recipe.family == "latent":
         _make_latent(recipe, directory)
     if recipe.family == deepseek4.FAMILY:
-        deepseek4.as_deepseek(directory)
+        deepseek4.as_deepseek(directory, _ratios(recipe), drafts=recipe.one_layer_decides)
 
 
 def _sizes(recipe: Recipe) -> dict[str, Any]:
@@ -267,7 +268,13 @@ def _deepseek(recipe: Recipe) -> Any:
 def _deepseek4(recipe: Recipe) -> Any:
     from tools.support import deepseek4
 
-    return deepseek4.model(_sizes(recipe), recipe.head_dim, recipe.window)
+    return deepseek4.model(_sizes(recipe), recipe.head_dim, recipe.window, _ratios(recipe))
+
+
+def _ratios(recipe: Recipe) -> tuple[int, ...]:
+    from tools.support import deepseek4
+
+    return deepseek4.DRAFTED_RATIOS if recipe.one_layer_decides else deepseek4.RATIOS
 
 
 def _qwen3(recipe: Recipe) -> Any:
