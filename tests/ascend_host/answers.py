@@ -3,8 +3,9 @@
 
     python tests/ascend_host/answers.py MODEL_DIRECTORY '{"more": "arguments of vllm.LLM"}' QUESTIONS.json
 
-QUESTIONS.json is a list of batches; a batch is a list of [prompt, tokens], which are asked at once. An answer is a list
-of steps: [token, {token: log-probability} of the best].
+QUESTIONS.json is a list of batches; a batch is a list of [prompt, tokens, again], which are asked at once. Afterwards
+the prompt with the first n tokens of its answer is asked alone, for each n of `again`. An answer is a list of steps,
+[token, {token: log-probability} of the best]: those of the answer, then one for each of `again`.
 """
 
 from __future__ import annotations
@@ -25,13 +26,27 @@ def main() -> None:
     model, more, path = sys.argv[1:]
     common = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": 16, "enforce_eager": True}
     engine = LLM(model, **(common | {"kv_cache_memory_bytes": 128 << 20} | json.loads(more)))
+
+    def ask(prompts: list[Any], tokens: list[int]) -> list[Any]:
+        given: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+        wanted = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=BEST) for n in tokens]
+        done = [one.outputs[0] for one in engine.generate(given, wanted, use_tqdm=False)]
+        return [
+            [
+                [token, {str(other): each.logprob for other, each in best.items()}]
+                for token, best in zip(one.token_ids, one.logprobs or (), strict=True)
+            ]
+            for one in done
+        ]
+
     answers = []
     for batch in json.loads(Path(path).read_text()):
-        prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt, _ in batch]
-        wanted = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=BEST) for _, n in batch]
-        for done in engine.generate(prompts, wanted, use_tqdm=False):
-            steps = zip(done.outputs[0].token_ids, done.outputs[0].logprobs or (), strict=True)
-            answers.append([[token, {t: each.logprob for t, each in best.items()}] for token, best in steps])
+        prompts, tokens, again = zip(*batch, strict=True)
+        for prompt, steps, counts in zip(prompts, ask(list(prompts), list(tokens)), again, strict=True):
+            answer = [token for token, _ in steps]
+            for count in counts:
+                steps += ask([prompt + answer[:count]], [1])[0]
+            answers.append(steps)
     print(json.dumps(answers))
 
 

@@ -14,7 +14,8 @@ from typing import Any
 FAMILY = "deepseek_v4"
 RATIOS = (0, 4, 128, 4)  # tokens of a layer's compressed entries; 0: none
 DRAFTED_RATIOS = (4, 128, 4, 0)  # of a model whose draft layer is made from its last one: that has a window alone
-HASHED = 2  # so many layers choose experts by the token itself
+HASHED = 3  # so many layers choose experts by the token itself, as in the checkpoints
+FEW = 3.0  # factor of entries for 128 tokens, of which a prompt here has one or two beside a window of tokens
 CHOSEN = 16  # entries that an indexer chooses
 # Weights that engines keep in float32. The others are rounded, so that every engine has the same.
 WIDE = (".ape", "attn_sink", "gate.bias", "_fn", "_base", "_scale", "tid2eid")
@@ -52,6 +53,8 @@ def model(sizes: dict[str, Any], head_dim: int, window: int, ratios: tuple[int, 
     with torch.no_grad():
         for name, weight in (*made.named_parameters(), *made.named_buffers()):
             _fill(name, weight, made.config.n_routed_experts)
+            if name.endswith(".compressor.kv_norm.weight") and ratios[int(name.split(".")[2])] == 128:
+                weight.mul_(FEW)
             if not _stays_wide(name):
                 weight.copy_(weight.bfloat16())
     return made

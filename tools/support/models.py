@@ -82,8 +82,8 @@ RECIPES = {
     "dsv32": Recipe("deepseek_v32", 3, 4, 4, head_dim=128, hidden=256, intermediate=512),
     "dsv32-mtp": Recipe("deepseek_v32", 3, 4, 4, 128, hidden=256, intermediate=512, one_layer_decides=True),
     # the engines' sizes are literal; `intermediate` is an expert's
-    "dsv4": Recipe("deepseek_v4", 4, 4, 1, head_dim=512, hidden=256, intermediate=64, window=128),
-    "dsv4-mtp": Recipe("deepseek_v4", 4, 4, 1, 512, 256, intermediate=64, window=128, one_layer_decides=True),
+    "dsv4": Recipe("deepseek_v4", 4, 4, 1, head_dim=512, hidden=256, intermediate=64, max_len=8192, window=128),
+    "dsv4-mtp": Recipe("deepseek_v4", 4, 4, 1, 512, 256, 64, max_len=8192, window=128, one_layer_decides=True),
     "glm5": Recipe("glm_moe_dsa", 4, 4, 4, head_dim=128, hidden=256, intermediate=512),
     # one KV head, kept like MLA's latent; in plain torch (tests/integration/plugins/kinds)
     "indexed": Recipe("latent", 4, 8, 1, head_dim=32, hidden=256, intermediate=512, indexers=3),
