@@ -45,7 +45,7 @@ def main() -> None:
         for prompt, steps, counts in zip(prompts, ask(list(prompts), list(tokens)), again, strict=True):
             answer = [token for token, _ in steps]
             for count in counts:
-                steps += ask([prompt + answer[:count]], [1])[0]
+                steps.extend(ask([prompt + answer[:count]], [1])[0])
             answers.append(steps)
     print(json.dumps(answers))
 
