@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine in this process answers prompts; the last line is each answer's tokens and log-probabilities as JSON.
+"""One engine in this process answers prompts, and writes each answer's tokens and log-probabilities.
 
-    python tests/ascend_host/answers.py MODEL_DIRECTORY '{"more": "arguments of vllm.LLM"}' QUESTIONS.json
+    python tests/ascend_host/answers.py MODEL_DIRECTORY '{"more": "arguments of vllm.LLM"}' QUESTIONS.json ANSWERS.json
 
 QUESTIONS.json is a list of batches; a batch is a list of [prompt, tokens, again], which are asked at once. Afterwards
 the prompt with the first n tokens of its answer is asked alone, for each n of `again`. An answer is a list of steps,
@@ -23,7 +23,7 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
-    model, more, path = sys.argv[1:]
+    model, more, questions, written = sys.argv[1:]
     common = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": 16, "enforce_eager": True}
     engine = LLM(model, **(common | {"kv_cache_memory_bytes": 128 << 20} | json.loads(more)))
 
@@ -40,14 +40,14 @@ def main() -> None:
         ]
 
     answers = []
-    for batch in json.loads(Path(path).read_text()):
+    for batch in json.loads(Path(questions).read_text()):
         prompts, tokens, again = zip(*batch, strict=True)
         for prompt, steps, counts in zip(prompts, ask(list(prompts), list(tokens)), again, strict=True):
             answer = [token for token, _ in steps]
             for count in counts:
                 steps.extend(ask([prompt + answer[:count]], [1])[0])
             answers.append(steps)
-    print(json.dumps(answers))
+    Path(written).write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":

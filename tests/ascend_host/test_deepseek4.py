@@ -44,15 +44,15 @@ def each_length() -> Iterator[Question]:
 
 @pytest.fixture(scope="module")
 def ask(build: HostBuild, tmp_path_factory: pytest.TempPathFactory) -> Ask:
-    file = tmp_path_factory.mktemp("questions") / "questions.json"
+    folder = tmp_path_factory.mktemp("questions")
+    asks, answers = folder / "asks.json", folder / "answers.json"
 
     def asked(batches: list[list[Question]], name: str = "dsv4", **more: Any) -> list[Steps]:
         """Return an engine's answers. `more`: arguments of vllm.LLM."""
-        file.write_text(json.dumps(batches))
-        answers: list[Steps] = json.loads(
-            said(run(build, str(HERE / "answers.py"), str(ensure(name)), json.dumps(more), str(file)))
-        )
-        return answers
+        asks.write_text(json.dumps(batches))
+        said(run(build, str(HERE / "answers.py"), str(ensure(name)), json.dumps(more), str(asks), str(answers)))
+        found: list[Steps] = json.loads(answers.read_text())
+        return found
 
     return asked
 
