@@ -303,10 +303,12 @@ class Call {
       if (!given_[i].isTensor() || !on_npu(given_[i].toTensor())) continue;
       const c10::Storage& storage = given_[i].toTensor().storage();
       // Not every operator that fills a cache declares that it writes: npu_kv_rmsnorm_rope_cache does not, nor does
-      // npu_causal_conv1d_custom. An indexer's keys come by npu_scatter_nd_update_, which fills nothing else.
-      const bool fills = (ends_in("cache", op_.operator_name().name) && ends_in("cache", argument.name())) ||
-                         (ends_in("scatter_nd_update_", op_.operator_name().name) && is_written(argument)) ||
-                         ends_in("state", argument.name());
+      // npu_causal_conv1d_custom. An indexer's keys come by npu_scatter_nd_update_, and all of DeepSeek-V4's entries by
+      // npu_scatter_nd_update_v2, which fill nothing else.
+      const std::string& name = op_.operator_name().name;
+      const bool scatters = ends_in("scatter_nd_update_", name) || ends_in("scatter_nd_update_v2", name);
+      const bool named = ends_in("cache", argument.name()) && (ends_in("cache", name) || is_written(argument));
+      const bool fills = named || (scatters && is_written(argument)) || ends_in("state", argument.name());
       if (!fills && !is_written(argument)) continue;
       LateCache* cache = fills ? late_caches().make(storage, stream) : late_caches().find(storage);
       if (cache != nullptr && cache->stream == stream) written_caches_.push_back(cache);

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 EMBEDDING = 0.08  # root mean square of an embedding; a norm with this weight leaves an embedding as it was
-OUTPUTS = ("o_proj", "out_proj", "down_proj")
+OUTPUTS = ("o_proj", "o_b_proj", "out_proj", "down_proj")
 OTHER_LAYERS, LAST_LAYER = 0.0005, 4.0  # factors of what a layer adds to the residual stream
 MASK, SHARPLY = 3, 4.0  # DFlash's token for a position to draft; the factor of its target's queries
 LATENT = "self_attn.kv_a_proj_with_mqa.weight"  # of MLA

@@ -81,6 +81,9 @@ RECIPES = {
     # MLA with a sparse indexer; GLM-5.2's third layer uses the choice of the second
     "dsv32": Recipe("deepseek_v32", 3, 4, 4, head_dim=128, hidden=256, intermediate=512),
     "dsv32-mtp": Recipe("deepseek_v32", 3, 4, 4, 128, hidden=256, intermediate=512, one_layer_decides=True),
+    # the engines' sizes are literal; `intermediate` is an expert's
+    "dsv4": Recipe("deepseek_v4", 4, 4, 1, head_dim=512, hidden=256, intermediate=64, max_len=8192, window=128),
+    "dsv4-mtp": Recipe("deepseek_v4", 4, 4, 1, 512, 256, 64, max_len=8192, window=128, one_layer_decides=True),
     "glm5": Recipe("glm_moe_dsa", 4, 4, 4, head_dim=128, hidden=256, intermediate=512),
     # one KV head, kept like MLA's latent; in plain torch (tests/integration/plugins/kinds)
     "indexed": Recipe("latent", 4, 8, 1, head_dim=32, hidden=256, intermediate=512, indexers=3),
@@ -144,7 +147,7 @@ def _write(recipe: Recipe, directory: Path) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
 
-    from tools.support import drafts, states, vision
+    from tools.support import deepseek4, drafts, states, vision
 
     torch.manual_seed(recipe.seed)
     if recipe.family == "paligemma":
@@ -160,6 +163,7 @@ def _write(recipe: Recipe, directory: Path) -> None:
             "deepseek_v2": _deepseek,
             "deepseek_v3": _deepseek,
             **dict.fromkeys(SPARSE, _deepseek),
+            deepseek4.FAMILY: _deepseek4,
             "qwen3": _qwen3,
             "qwen3_moe": _qwen3_moe,
             "gemma3": _windowed,
@@ -181,6 +185,8 @@ def _write(recipe: Recipe, directory: Path) -> None:
         drafts.add_next_mtp_layer(directory)
     if recipe.family == "latent":
         _make_latent(recipe, directory)
+    if recipe.family == deepseek4.FAMILY:
+        deepseek4.as_deepseek(directory, _ratios(recipe), drafts=recipe.one_layer_decides)
 
 
 def _sizes(recipe: Recipe) -> dict[str, Any]:
@@ -257,6 +263,18 @@ def _deepseek(recipe: Recipe) -> Any:
             **more,
         )
     )
+
+
+def _deepseek4(recipe: Recipe) -> Any:
+    from tools.support import deepseek4
+
+    return deepseek4.model(_sizes(recipe), recipe.head_dim, recipe.window, _ratios(recipe))
+
+
+def _ratios(recipe: Recipe) -> tuple[int, ...]:
+    from tools.support import deepseek4
+
+    return deepseek4.DRAFTED_RATIOS if recipe.one_layer_decides else deepseek4.RATIOS
 
 
 def _qwen3(recipe: Recipe) -> Any:

@@ -45,11 +45,11 @@ def take_over() -> None:
     import torch_npu  # noqa: F401
     from torch_npu.op_plugin.atb._atb_ops import _register_atb_extensions
 
-    from ascend_host import delta, moe, reference, sparse
+    from ascend_host import compressed, delta, hyper, moe, reference, sparse
 
     torch.version.cann = CANN  # torch_npu looks for it in the toolkit's folder, which is missing here
     _register_atb_extensions()
-    declared = {**moe.SCHEMAS, **delta.SCHEMAS, **sparse.SCHEMAS}
+    declared = {**moe.SCHEMAS, **delta.SCHEMAS, **sparse.SCHEMAS, **compressed.SCHEMAS, **hyper.SCHEMAS}
     reference.declare(declared)
     torch.ops.load_library(os.environ["ASCEND_HOST_OPERATORS"])
     for name, overload, is_view in torch.ops.ascend_host.operators():

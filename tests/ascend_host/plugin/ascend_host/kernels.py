@@ -51,13 +51,18 @@ def slot_mapping(
     PAD_ID: int,  # noqa: N803
     **_constants: Any,
 ) -> None:
-    """Set each token's slot in the paged cache; tokens of request i begin at `starts[i]`. The last program pads."""
+    """Set each token's slot in the paged cache; tokens of request i begin at `starts[i]`. The last program pads.
+
+    A group with entries for several tokens has a shorter table, and never asks for a token's slot: so it has none.
+    """
     requests = grid[0] - 1
     counts = starts[: requests + 1].diff().long()
     request = torch.arange(requests).repeat_interleave(counts)
     at = positions[: len(request)].long()
-    blocks = table[request, at // block_size].long()
-    slots[: len(request)] = (blocks * block_size + at % block_size).to(slots.dtype)
+    column = at // block_size
+    blocks = table[request, column.clamp(max=table.shape[1] - 1)].long()
+    found = torch.where(column < table.shape[1], blocks * block_size + at % block_size, PAD_ID)
+    slots[: len(request)] = found.to(slots.dtype)
     slots[tokens:room] = PAD_ID
 
 

@@ -134,7 +134,7 @@ def format_cast(x: Tensor, acl_format: int, **kinds: Any) -> Tensor:
 # ---- rotary embeddings
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: bool) -> Tensor:
+def rotate_planes(x: Tensor, cos: Tensor, sin: Tensor, pairs: bool) -> Tensor:
     """Rotate planes by cos and sin, which are as wide as x.
 
     The two channels of a plane are neighbours (`pairs`) or half of the width apart.
@@ -150,13 +150,13 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: bool) -> Tensor:
 @of("npu::npu_rotary_mul")
 def rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None) -> Tensor:
     refuse("npu_rotary_mul", rotate=rotate)
-    return _rotate(x, r1, r2, rotary_mode == "interleave")
+    return rotate_planes(x, r1, r2, rotary_mode == "interleave")
 
 
 @of("npu::npu_interleave_rope")
 def interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Reorder neighbours into two halves, then rotate."""
-    return _rotate(torch.cat((x[..., ::2], x[..., 1::2]), -1), cos, sin, pairs=False)
+    return rotate_planes(torch.cat((x[..., ::2], x[..., 1::2]), -1), cos, sin, pairs=False)
 
 
 @of("atb::_npu_rotary_embedding")
@@ -172,7 +172,7 @@ def rotary_embedding(
         cos, sin = (part.repeat_interleave(2, -1) for part in parts)
     for x in (query, key):
         heads = x.view(x.shape[0], -1, head_size)[..., :width]
-        heads.copy_(_rotate(heads, cos, sin, pairs=not is_neox_style))
+        heads.copy_(rotate_planes(heads, cos, sin, pairs=not is_neox_style))
 
 
 # ---- the paged cache: [block, token of the block, head, channel]; a slot is a token's place in it
