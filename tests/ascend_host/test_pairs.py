@@ -45,6 +45,8 @@ OFFLOAD = {
     "kv_connector": "RecomputeCPUOffloadConnector",
     "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
 }
+# DeepSeek-V4: blocks of 32 entries, the shortest. Those of a compressor's entries have 2 tokens, so many are needed.
+SHORT_BLOCKS = ("--block-size", "32", "--kv-cache-memory-bytes", str(192 << 20))
 FEW_STATES = ("--max-num-seqs", "16")  # with graphs each must have blocks for its states
 # In bfloat16 vllm-ascend looks for norms to fuse with a quantisation, by operators that have no definition here.
 NOT_FUSED = ("--additional-config", '{"ascend_compilation_config": {"fuse_norm_quant": false}}')
@@ -372,6 +374,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     ),
     # GLM-5: layers with an indexer of their own beside one that uses another's choice, and another rotation of keys.
     (Engines("dsa 1to1 glm", "glm5", p=Side(late_us=LATE), dtype="bfloat16", max_len=LONG), (*ALL, chosen)),
+    (Engines("dsv4 1to1", "dsv4", p=Side(late_us=LATE), dtype="bfloat16", flags=SHORT_BLOCKS), ALL[:-1]),
     (Engines("mqa pcp 2 to dcp 2", "mqa", p=Side(pcp=2), d=Side(2, dcp=2)), FEWER),
     # vllm-ascend's MultiConnector with ours and one of its own in it, on both sides.
     (
