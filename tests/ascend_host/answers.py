@@ -4,8 +4,10 @@
     python tests/ascend_host/answers.py MODEL_DIRECTORY '{"more": "arguments of vllm.LLM"}' QUESTIONS.json ANSWERS.json
 
 QUESTIONS.json is a list of batches; a batch is a list of [prompt, tokens, again], which are asked at once. Afterwards
-the prompt with the first n tokens of its answer is asked alone, for each n of `again`. An answer is a list of steps,
-[token, {token: log-probability} of the best]: those of the answer, then one for each of `again`.
+the prompt with the first n tokens of its answer is asked alone, for each n of `again`.
+
+ANSWERS.json has the `answers`, how many `cached` tokens each found, and of how many `drafted` tokens were `accepted`. An
+answer is a list of steps, [token, {token: log-probability} of the best]: its own, then one for each of `again`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 BEST = 20
+DRAFTS = "vllm:spec_decode_num"
 
 
 def main() -> None:
@@ -25,29 +28,36 @@ def main() -> None:
 
     model, more, questions, written = sys.argv[1:]
     common = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": 16, "enforce_eager": True}
-    engine = LLM(model, **(common | {"kv_cache_memory_bytes": 128 << 20} | json.loads(more)))
+    memory = {"kv_cache_memory_bytes": 128 << 20, "disable_log_stats": False}
+    engine = LLM(model, **(common | memory | json.loads(more)))
 
-    def ask(prompts: list[Any], tokens: list[int]) -> list[Any]:
+    def ask(prompts: list[Any], tokens: list[int]) -> list[tuple[Any, int]]:
         given: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
         wanted = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=BEST) for n in tokens]
-        done = [one.outputs[0] for one in engine.generate(given, wanted, use_tqdm=False)]
-        return [
-            [
-                [token, {str(other): each.logprob for other, each in best.items()}]
-                for token, best in zip(one.token_ids, one.logprobs or (), strict=True)
-            ]
-            for one in done
-        ]
+        return [_steps(one) for one in engine.generate(given, wanted, use_tqdm=False)]
 
-    answers = []
+    answers, cached = [], []
     for batch in json.loads(Path(questions).read_text()):
         prompts, tokens, again = zip(*batch, strict=True)
-        for prompt, steps, counts in zip(prompts, ask(list(prompts), list(tokens)), again, strict=True):
+        for prompt, (steps, found), counts in zip(prompts, ask(list(prompts), list(tokens)), again, strict=True):
             answer = [token for token, _ in steps]
             for count in counts:
-                steps.extend(ask([prompt + answer[:count]], [1])[0])
+                steps.extend(ask([prompt + answer[:count]], [1])[0][0])
             answers.append(steps)
-    Path(written).write_text(json.dumps(answers))
+            cached.append(found)
+    counted = {metric.name: getattr(metric, "value", 0) for metric in engine.get_metrics()}
+    drafts = {
+        "drafted": counted.get(f"{DRAFTS}_draft_tokens", 0),
+        "accepted": counted.get(f"{DRAFTS}_accepted_tokens", 0),
+    }
+    Path(written).write_text(json.dumps({"answers": answers, "cached": cached, **drafts}))
+
+
+def _steps(done: Any) -> tuple[Any, int]:
+    """Return an answer's steps, and how many of its prompt's tokens were in the cache."""
+    one = done.outputs[0]
+    best = [{str(token): each.logprob for token, each in step.items()} for step in one.logprobs]
+    return [list(step) for step in zip(one.token_ids, best, strict=True)], done.num_cached_tokens
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import importlib
 import json
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -30,7 +31,19 @@ BEGUN, LONG, AGAIN = 100, 180, (0, 1, 2, 3, 4, 27, 28, 29, 60, 100, 155, 156, 15
 CLOSE, SHARE = 0.2, 0.93
 Steps = list[tuple[int, dict[str, float]]]  # token, and the best tokens' log-probabilities
 Question = tuple[list[int], int, list[int]]
-Ask = Callable[..., list[Steps]]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What tests/ascend_host/answers.py writes."""
+
+    answers: list[Steps]
+    cached: list[int]
+    drafted: int
+    accepted: int
+
+
+Ask = Callable[..., Answers]
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -47,12 +60,11 @@ def ask(build: HostBuild, tmp_path_factory: pytest.TempPathFactory) -> Ask:
     folder = tmp_path_factory.mktemp("questions")
     asks, answers = folder / "asks.json", folder / "answers.json"
 
-    def asked(batches: list[list[Question]], name: str = "dsv4", **more: Any) -> list[Steps]:
+    def asked(batches: list[list[Question]], name: str = "dsv4", **more: Any) -> Answers:
         """Return an engine's answers. `more`: arguments of vllm.LLM."""
         asks.write_text(json.dumps(batches))
         said(run(build, str(HERE / "answers.py"), str(ensure(name)), json.dumps(more), str(asks), str(answers)))
-        found: list[Steps] = json.loads(answers.read_text())
-        return found
+        return Answers(**json.loads(answers.read_text()))
 
     return asked
 
@@ -60,7 +72,7 @@ def ask(build: HostBuild, tmp_path_factory: pytest.TempPathFactory) -> Ask:
 @pytest.fixture(scope="module")
 def alone(ask: Ask) -> list[Steps]:
     """Return the answers to a prompt of each length, each asked alone, and one long answer."""
-    return ask([*([one] for one in each_length()), [(prompt(BEGUN), LONG, list(AGAIN))]])
+    return ask([*([one] for one in each_length()), [(prompt(BEGUN), LONG, list(AGAIN))]]).answers
 
 
 @pytest.fixture(scope="module")
@@ -109,16 +121,42 @@ def test_decoding_continues_as_a_fresh_prompt_would(alone: list[Steps]) -> None:
     assert max(differences) < 0.01
 
 
-@pytest.mark.parametrize("chunk", [16, 50])
-def test_chunks_and_neighbours_change_nothing(ask: Ask, alone: list[Steps], chunk: int) -> None:
-    together = ask([list(each_length())], max_num_batched_tokens=chunk)
-    for steps, others in zip(together, alone, strict=False):
-        assert [token for token, _ in steps] == [token for token, _ in others]
-        assert max(off(steps, others)) < 0.01
+def assert_equal(found: list[Steps], others: list[Steps]) -> None:
+    for steps, same in zip(found, others, strict=True):
+        assert [token for token, _ in steps] == [token for token, _ in same]
+        assert max(off(steps, same)) < 0.01
+
+
+@pytest.mark.parametrize(("chunk", "block"), [(16, 32), (50, 64), (130, 128)])
+def test_chunks_neighbours_and_block_sizes_change_nothing(ask: Ask, alone: list[Steps], chunk: int, block: int) -> None:
+    together = ask([list(each_length())], max_num_batched_tokens=chunk, block_size=block)
+    assert_equal(together.answers, alone[: len(LENGTHS)])
 
 
 def test_two_ranks_answer_as_one(ask: Ask, alone: list[Steps], transformers: Any) -> None:
-    found = ask([[one] for one in each_length()], tensor_parallel_size=2)
+    found = ask([[one] for one in each_length()], tensor_parallel_size=2).answers
     assert_close(
         [each for n, steps in zip(LENGTHS, found, strict=True) for each in off_from(transformers, prompt(n), steps)]
     )
+
+
+def test_drafts_change_no_answer_and_most_are_accepted(ask: Ask) -> None:
+    """The draft layer has a window of its own; the model's last layer, which it is made from, decides nearly all."""
+    without = ask([[one] for one in each_length()], "dsv4-mtp")
+    drafts = {"method": "mtp", "num_speculative_tokens": 1}
+    found = ask([[one] for one in each_length()], "dsv4-mtp", speculative_config=drafts)
+    assert_equal(found.answers, without.answers)
+    print(f"{found.accepted} of {found.drafted} accepted")
+    assert found.accepted > found.drafted / 2
+
+
+def test_a_cached_prefix_changes_nothing(ask: Ask) -> None:
+    """Prefixes are found in multiples of what a block of the 128-token entries covers: 32 · 128 tokens."""
+    whole = (prompt(4300), TOKENS, [])
+    other = (prompt(4300)[:4150] + prompt(60), TOKENS, [])
+    sizes = {"max_model_len": 8192, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 256 << 20, "block_size": 32}
+    found = ask([[other], [whole], [whole], [other]], **sizes)
+    assert found.cached == [0, 4096, 4096, 4096]
+    afresh = ask([[whole]], **sizes, enable_prefix_caching=False)
+    assert_equal(found.answers[:2], [found.answers[3], found.answers[2]])
+    assert_equal(afresh.answers, found.answers[2:3])
