@@ -135,6 +135,12 @@ def chosen(engines: Engines, pair: Pair) -> None:
         check(engines, pair, [length])
 
 
+def entries(engines: Engines, pair: Pair) -> None:
+    """Prompts that end about the end of an entry for 4 tokens, for 128, and of a window."""
+    for length in (3, 4, 5, 31, 33, 255, 256, 258):
+        check(engines, pair, [length])
+
+
 def blocks(engines: Engines, pair: Pair) -> None:
     """Prompts that end about the end of a block beside states, which has several of the kernels' blocks."""
     for length in (2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 4 * BLOCK, 6 * BLOCK + 1):
@@ -284,6 +290,7 @@ def dropped_streams(engines: Engines, pair: Pair) -> None:
 
 ALL = (one_token, edges, chunks, many, prefixes)
 FEWER = (edges, chunks, many)
+ENTRIES = (*FEWER, entries)
 EVERY_COMMIT: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("gqa 1to1", p=Side(late_us=LATE), d=Side(flags=FEW)), (*ALL, penalised, preempted)),
     (Engines("gqa 2to1 regrouped", p=Side(2, keys=REGROUPED, late_us=LATE), flags=ONE_AT_A_TIME), ALL),
@@ -374,7 +381,13 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     ),
     # GLM-5: layers with an indexer of their own beside one that uses another's choice, and another rotation of keys.
     (Engines("dsa 1to1 glm", "glm5", p=Side(late_us=LATE), dtype="bfloat16", max_len=LONG), (*ALL, chosen)),
-    (Engines("dsv4 1to1", "dsv4", p=Side(late_us=LATE), dtype="bfloat16", flags=SHORT_BLOCKS), ALL[:-1]),
+    (Engines("dsv4 1to1", "dsv4", p=Side(late_us=LATE), dtype="bfloat16", flags=SHORT_BLOCKS), (one_token, *ENTRIES)),
+    (Engines("dsv4 2to1", "dsv4", p=Side(2, late_us=LATE), dtype="bfloat16", flags=SHORT_BLOCKS), ENTRIES),
+    (Engines("dsv4 1to2", "dsv4", d=Side(2), dtype="bfloat16", flags=SHORT_BLOCKS), ENTRIES),
+    (
+        Engines("dsv4 1to1 mtp", "dsv4-mtp", p=Side(drafts=1), dtype="bfloat16", flags=SHORT_BLOCKS, draft=MTP3),
+        (*ENTRIES, drafts),
+    ),
     (Engines("mqa pcp 2 to dcp 2", "mqa", p=Side(pcp=2), d=Side(2, dcp=2)), FEWER),
     # vllm-ascend's MultiConnector with ours and one of its own in it, on both sides.
     (

@@ -31,7 +31,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
-from tools.support.small import EXCHANGE, INT8, Needs, needs
+from tools.support import compressed
+from tools.support.small import COMPRESSED, EXCHANGE, INT8, Needs, needs
 from vllm_ascend_pd import admission, drafts
 from vllm_ascend_pd.cli.checkup.engine import our_connector
 from vllm_ascend_pd.config import PushConfig
@@ -50,6 +51,7 @@ MULTI = "MultiConnector"
 PEER_CONNECTORS = re.compile(r"Mooncake|Llmdatadist|Nixl|P2p")
 ADDRESS = "10.0.0.1"  # for every address that a configuration takes from its environment
 BLOCK_SIZE = 128  # vllm-ascend's default
+BLOCKS = 2  # of the described tensors
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _ROLES = {"kv_producer": "P", "kv_consumer": "D"}
 
@@ -183,13 +185,6 @@ class AscendMLAAttentionSpec(MLAAttentionSpec):
     cache_sparse_li_c8: bool = False
 
 
-# Specs that admission knows by class name only.
-_BY_NAME = {
-    "window": "AscendSlidingWindowMLASpec",
-    "state": "AscendSlidingWindowMLASpec",
-}
-
-
 class PlainDevice:
     """An NPU's answers about the layout of a plain cache."""
 
@@ -206,10 +201,10 @@ def _full(total: int, size: int, tp: int, block_size: int, dtype: torch.dtype = 
 
 
 def tensors(spec: Any) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that vllm-ascend registers for a layer, with two blocks."""
+    """Return the tensors that vllm-ascend registers for a layer."""
     if isinstance(spec, MambaSpec):
         return tuple(
-            torch.empty((2, *shape), dtype=dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+            torch.empty((BLOCKS, *shape), dtype=dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
         )
     if type(spec).__name__ not in ("FullAttentionSpec", "AscendMLAAttentionSpec"):
         raise NotImplementedError(f"{type(spec).__name__}: admission takes it, and its tensors are not described here")
@@ -219,7 +214,7 @@ def tensors(spec: Any) -> tuple[torch.Tensor, ...]:
     if getattr(spec, "cache_sparse_sfa_c8", False):
         latent, rope, *_ = spec.parts  # one tensor: int8, the rope in bfloat16, a scale for each 128
         parts[:2] = [(latent + 2 * rope + 4 * latent // 128, torch.int8)]
-    return tuple(torch.empty((2, spec.block_size, spec.num_kv_heads, size), dtype=dtype) for size, dtype in parts)
+    return tuple(torch.empty((BLOCKS, spec.block_size, spec.num_kv_heads, size), dtype=dtype) for size, dtype in parts)
 
 
 @dataclass(frozen=True)
@@ -238,16 +233,18 @@ class Model:
     def head_size(self) -> int:
         return int(self.facts["head_dim"]) if "head_dim" in self.facts else sum(self.facts.get("mla", ()))
 
+    @property
+    def ratios(self) -> list[int]:
+        """Tokens of an entry in each layer of a model that compresses them: first layers with a window alone."""
+        alone = self.facts["windows"]
+        return [0] * alone + [4 if n % 2 == 0 else 128 for n in range(self.facts["layers"] - alone)]
+
     def spec(self, kind: str, tp: int, block_size: int, role: str, c8: Collection[str] = ()) -> Any:
         dtype = torch.int8 if self.c8 == role else torch.bfloat16
         if kind == "full":
             return _full(self.kv_heads, self.head_size, tp, block_size, dtype)
         if kind == "gdn":
             return self._delta_net(tp, block_size)
-        if kind in _BY_NAME:
-            return type(_BY_NAME[kind], (), {})()
-        if kind == "compressed":
-            return type("AscendMLAAttentionSpec", (), {"dtype": dtype, "compress_ratio": 4})()
         return self._latent(kind, tuple(self.facts["mla"]), block_size, dtype, c8)
 
     def _delta_net(self, tp: int, block_size: int) -> MambaSpec:
@@ -442,6 +439,9 @@ def _groups(config: Any, model: Model, draft: Mapping[str, Any], c8: Collection[
     Layers that differ but need equally many blocks are one group with a spec for each layer.
     """
     tp, size = config.parallel_config.tensor_parallel_size, config.cache_config.block_size
+    if model.facts["caches"] == [COMPRESSED]:
+        drafted = model.facts["mtp"] if config.speculative_config is not None else 0
+        return list(compressed.made(compressed.groups(model.ratios, size, drafted), BLOCKS).kv_cache_groups)
     names = model.layers(drafts=config.speculative_config is not None and not draft)
     groups: list[SimpleNamespace] = []
     kinds = model.facts["caches"]
@@ -471,17 +471,27 @@ def _refusals(config: Any, groups: Any) -> tuple[tuple[PdError, ...], CacheGeome
         Engine.of(config)
         admission.check_groups(groups)
         shape: CacheShape = admission.cache_shape(config, groups)
-        specs: dict[str, Any] = {}
-        for group in groups.kv_cache_groups:
-            of = group.kv_cache_spec
-            specs |= getattr(of, "kv_cache_specs", dict.fromkeys(group.layer_names, of))
-        made = {id(spec): tensors(spec) for spec in specs.values()}  # equal layers share them
-        caches = {name: made[id(spec)] for name, spec in specs.items()}
+        caches = _caches([specs_of(group) for group in groups.kv_cache_groups], config.cache_config.block_size)
         geometry = describe(caches, shape, PlainDevice()).geometry  # type: ignore[arg-type]
     except ConfigError as refused:
         rest = [other for other in found if str(other) != str(refused)]
         return (refused, *rest), None
     return tuple(found), geometry
+
+
+def specs_of(group: Any) -> dict[str, Any]:
+    """Return the specs of a group's layers."""
+    of = group.kv_cache_spec
+    return dict(getattr(of, "kv_cache_specs", dict.fromkeys(group.layer_names, of)))
+
+
+def _caches(groups: Sequence[dict[str, Any]], size: int) -> dict[str, Any]:
+    """Return the tensors of all layers; those that are equal share them."""
+    specs = {name: spec for group in groups for name, spec in group.items()}
+    if any(isinstance(spec, compressed.AscendSlidingWindowMLASpec) for spec in specs.values()):
+        return dict(compressed.tensors(groups, size, BLOCKS))
+    made = {id(spec): tensors(spec) for spec in specs.values()}
+    return {name: made[id(spec)] for name, spec in specs.items()}
 
 
 @contextmanager

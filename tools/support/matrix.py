@@ -71,9 +71,10 @@ ROWS = (
     Row("rollout", "an earlier state of this package on P or on D", _file("rollout")),
     Row("previous", "the same without engines: each reads what the other writes", ("tests/unit/releases/test_previous.py",), "every message", "–", "all"),
     Row("vllm-ascend", "vllm-ascend 0.23.0.post1 on a CANN in host memory: GQA, MHA, MQA, MLA; pipelines, graphs, the recompute scheduler", (PAIRS, "-k", "(gqa or mha or mqa or mla) and not dcp and not pcp and not multi"), ASCEND, "0.23.0"),
-    Row("vllm-ascend-experts", "the same with experts apart, data parallelism, MTP (P and D with other numbers of drafts), Eagle3 and DFlash, with MLA too", (PAIRS, "-k", "(moe or mtp or eagle3 or dflash) and not qwen3next and not dsa"), ASCEND, "0.23.0", FOUR_SETS),
+    Row("vllm-ascend-experts", "the same with experts apart, data parallelism, MTP (P and D with other numbers of drafts), Eagle3 and DFlash, with MLA too", (PAIRS, "-k", "(moe or mtp or eagle3 or dflash) and not qwen3next and not dsa and not dsv4"), ASCEND, "0.23.0", FOUR_SETS),
     Row("vllm-ascend-deltanet", "the same with recurrent states: Qwen3-Next 1→1, 2→1, 1→2, with MTP, with prefix caching", (PAIRS, "-k", "qwen3next"), ASCEND, "0.23.0", FOUR_SETS),
     Row("vllm-ascend-dsa", "the same with a sparse indexer: DeepSeek-V3.2 1→1, 2→1, 1→2, with MTP, in int8, both; GLM-5", (PAIRS, "-k", "dsa"), ASCEND, "0.23.0", FOUR_SETS),
+    Row("vllm-ascend-compressed", "the same with compressed latents: DeepSeek-V4 1→1, 2→1, 1→2, with MTP (1 token on P, 3 on D)", (PAIRS, "-k", "dsv4"), ASCEND, "0.23.0", FOUR_SETS),
     Row("vllm-ascend-dcp", "the same with context parallelism: DCP 1→2, 2→1, 4→2, PCP 2→DCP 2", (PAIRS, "-k", "dcp or pcp"), ASCEND, "0.23.0", FOUR_SETS),
     Row("vllm-ascend-multi", "the same behind AscendMultiConnector, beside RecomputeCPUOffloadConnector, which keeps on the host what D preempts: GQA 2→1", (PAIRS, "-k", "multi"), ASCEND, "0.23.0", FOUR_SETS),
 )  # fmt: skip
@@ -87,8 +88,8 @@ REFUSED = {
     "full graphs on P": "refused (PD-CONF-005): they would skip the layers' hooks. On D they stay",
     "ranks that come and go in a running engine (`--enable-elastic-ep`, `--enable-fault-tolerance`)": "refused (PD-CONF-005): a reservation has the "
     "addresses of the ranks, and an exchange the process groups, that there were at the start",
-    "drafts (except MTP beside Gated DeltaNet), pipelines or MLA beside windows or states": "refused (PD-CONF-005): of vllm-ascend's configurations "
-    "only DeepSeek-V4's have them, and that model has no kernels on a CPU: what a drafter reads, and which stage has which group, only a pair can show. "
+    "drafts, pipelines or MLA beside windows or states, except MTP beside Gated DeltaNet and all of DeepSeek-V4 but a pipeline": "refused (PD-CONF-005): "
+    "none of vllm-ascend's configurations has them, and what a drafter reads, and which stage has which group, only a pair can show. "
     "[kinds.md](kinds.md) has for each kind of cache what is refused beside it",
     "`enable_kv_nz` of vllm-ascend": "refused (PD-CONF-005): D's MLA would read its cache as fractals, which P does not write",
     "request ids without a random part (`VLLM_DISABLE_REQUEST_ID_RANDOMIZATION`)": "refused (PD-CONF-005): two requests with one id would share blocks",
@@ -183,6 +184,19 @@ COMBINATIONS = (
             "real pair (Eagle3's layer)",
         ),
         ("带稀疏索引器的 MLA 1→1、2→1、1→2；int8 2→1；外加 Eagle3 2→1", "真实的引擎对", "真实的引擎对（Eagle3 的层）"),
+    ),
+    Combination(
+        ("vllm-ascend-compressed",),
+        (
+            "DeepSeek-V4: compressed latents, windows, an indexer, 1→1, 2→1, 1→2; with MTP 1→1; under vllm-ascend",
+            "vllm-ascend's engines on a CANN in host memory",
+            "not needed",
+        ),
+        (
+            "DeepSeek-V4：压缩的 latent、滑动窗口、索引器，1→1、2→1、1→2；MTP 1→1；需 vllm-ascend",
+            "主机内存 CANN 上的 vllm-ascend 引擎",
+            "不需要",
+        ),
     ),
     Combination(
         ("fp8",),

@@ -15,11 +15,13 @@ from typing import Any
 
 from tools.support.models import RECIPES, ROOT
 
+COMPRESSED = "compressed"
 # By the family of a recipe, as field_models.json names them.
 KINDS = {
     "deepseek_v2": {"mla"},
     "deepseek_v3": {"mla"},
     "deepseek_v32": {"indexer"},
+    "deepseek_v4": {COMPRESSED},
     "glm_moe_dsa": {"indexer"},
     "llama": {"full"},
     "qwen3": {"full"},
