@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from engine_sets import BLOCK, CHUNK, Engines, Machine, Side, few_blocks
+from engine_sets import BLOCK, CHUNK, SHORT_BLOCKS, Engines, Machine, Side, few_blocks
 from host_build import HostBuild
 from kind_pairs import learn_of_first_tokens
 from pairs import Pair, counter, fresh_prompt, reference_answers
@@ -45,8 +45,6 @@ OFFLOAD = {
     "kv_connector": "RecomputeCPUOffloadConnector",
     "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
 }
-# DeepSeek-V4: blocks of 32 entries, the shortest. Those of a compressor's entries have 2 tokens, so many are needed.
-SHORT_BLOCKS = ("--block-size", "32", "--kv-cache-memory-bytes", str(192 << 20))
 FEW_STATES = ("--max-num-seqs", "16")  # with graphs each must have blocks for its states
 # In bfloat16 vllm-ascend looks for norms to fuse with a quantisation, by operators that have no definition here.
 NOT_FUSED = ("--additional-config", '{"ascend_compilation_config": {"fuse_norm_quant": false}}')

@@ -1,31 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults planted in a P one by one (plugin/ascend_host/faults.py), and what detects each.
 
-Four pairs: pushed directly or through an exchange, without and with `verify: full`. Each is right without a fault,
-before the first and after the last. What an exchange brings is summed in its staging slot. So `verify: full` cannot see
+Six pairs: pushed directly, through an exchange, or with DeepSeek-V4's caches, without and with `verify: full`. Each is
+right without a fault, before the first and after the last. What an exchange brings is summed in its staging slot. So `verify: full` cannot see
 a gather that was too early: it shows in the answers alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_sets import BLOCK, Engines, Machine, Side
+from ascend_host.faults import ELSEWHERE
+from engine_sets import BLOCK, SHORT_BLOCKS, Engines, Machine, Side
 from host_build import HostBuild
 from pairs import Pair, fresh_prompt
 
 from tools.support.checks import fresh_salt
 from tools.support.client import RequestFailed, body_of, post
 from tools.support.cluster import Cluster, fresh_directory
+from tools.support.models import RECIPES
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-LENGTH = 2 * BLOCK  # a block for each of two ranks
 OWN_KERNELS = {"regroup": "always", "regroup_kernels": "own"}
 LATE, DELAY = 200_000, 1000
 EQUAL = 1e-4  # between two log-probabilities
@@ -40,9 +41,31 @@ DIRECT = {
     "hook": {"hooks"},
 }
 EXCHANGED = {"written": {TOKENS}, "hold": {TOKENS}, "staged": {TOKENS, "tags"}, "order": {"tags"}, "hook": {"hooks"}}
+COMPRESSED = {
+    "written": {TOKENS, "checksums"},
+    "hook": {"hooks"},
+    **{fault: {TOKENS, "checksums"} for fault in ELSEWHERE},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Set:
+    """A pair without its faults, those that can be planted in it, and the length of its prompts."""
+
+    engines: Engines
+    faults: Mapping[str, set[str]]
+    length: int = 2 * BLOCK  # a block for each of two ranks
+
+
 SETS = {
-    "direct": (Side(late_us=LATE), DIRECT),
-    "exchange": (Side(2, keys=OWN_KERNELS, late_us=LATE, delay_us=DELAY), EXCHANGED),
+    "direct": Set(Engines("planted direct", p=Side(late_us=LATE)), DIRECT),
+    "exchange": Set(Engines("planted exchange", p=Side(2, keys=OWN_KERNELS, late_us=LATE, delay_us=DELAY)), EXCHANGED),
+    # D's first step completes an entry for 4 tokens and one for 128, of what a compressor had of the others.
+    "compressed": Set(
+        Engines("planted compressed", "dsv4", p=Side(late_us=LATE), dtype="bfloat16", flags=SHORT_BLOCKS),
+        COMPRESSED,
+        3 * BLOCK - 1,
+    ),
 }
 
 
@@ -52,13 +75,15 @@ class Planted:
 
     pair: Pair
     file: Path
+    of: Set
 
     def wrong(self, fault: str = "") -> dict[str, str]:
         """Return what was wrong with up to three prompts while the fault was there, by what saw it.
 
         The first request that fails is the last. Each ends at its second token, which is not known before.
         """
-        prompts = [fresh_prompt(LENGTH) for _ in range(3)]
+        vocab = RECIPES[self.of.engines.model].vocab
+        prompts = [fresh_prompt(self.of.length, vocab) for _ in range(3)]
         expected = [said(self.pair.prefill.url, prompt, cache_salt=fresh_salt("reference")) for prompt in prompts]
         before, found = self.pair.failed_transfers(), dict[str, str]()
         self.file.write_text(fault)
@@ -91,10 +116,11 @@ def said(url: str, prompt: list[int], **more: Any) -> tuple[list[int], list[floa
 @contextmanager
 def started(name: str, verify: str, build: HostBuild, progress: Callable[[str], None], file: Path) -> Iterator[Planted]:
     """Start a pair that is right without a fault; at its end it is so again, and all blocks are free."""
-    p, _ = SETS[name]
-    engines = Engines(f"planted {name} {verify}", p=dataclasses.replace(p, faults=str(file)), verify=verify)
+    plain = SETS[name].engines
+    p = dataclasses.replace(plain.p, faults=str(file))
+    engines = dataclasses.replace(plain, title=f"{plain.title} {verify}", p=p, verify=verify)
     with Cluster(fresh_directory("ascend_host"), progress=progress) as cluster:
-        planted = Planted(engines.start(Machine.host(build), cluster), file)
+        planted = Planted(engines.start(Machine.host(build), cluster), file, SETS[name])
         assert not planted.wrong()
         yield planted
         assert not planted.wrong()
@@ -121,7 +147,7 @@ def planted(
         yield pair
 
 
-ROWS = [(name, verify, fault) for name, (_, faults) in SETS.items() for verify in ("off", "full") for fault in faults]
+ROWS = [(name, verify, fault) for name, one in SETS.items() for verify in ("off", "full") for fault in one.faults]
 
 
 @pytest.mark.parametrize(("name", "verify", "fault"), ROWS)
@@ -130,5 +156,5 @@ def test_a_planted_fault_is_seen(
 ) -> None:
     found = planted(name, verify).wrong(fault)
     progress(f"figure: {name}, verify {verify}, {fault}: seen by {', '.join(sorted(found)) or 'nothing'}: {found}")
-    able = SETS[name][1][fault] - (set() if verify == "full" else {"checksums"})
+    able = SETS[name].faults[fault] - (set() if verify == "full" else {"checksums"})
     assert found and set(found) <= able, found

@@ -10,15 +10,27 @@ staged      exchange: the writer does not wait for the event after the exchange
 layers      direct: the first two layers are read from each other's memory
 order       exchange: the process group has its ranks in the reverse order
 hook        the second layer's hook is never called
+elsewhere … direct: caches with this name are read from the block behind the right one
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+# Caches of DeepSeek-V4: the compressed latents, the index keys, what both are made of, the window.
+CACHES = (
+    "self_attn.attn",
+    "indexer.k_cache",
+    "self_attn.compressor.state_cache",
+    "indexer.compressor.state_cache",
+    "swa_cache",
+)
+ELSEWHERE = tuple(f"elsewhere {name}" for name in CACHES)
 
 
 class _Past:
@@ -31,7 +43,7 @@ class _Past:
 def install() -> None:
     """Make each fault possible in this process, if it is given such a file."""
     if "ASCEND_HOST_FAULTS" in os.environ:
-        for replace in (_events, _written, _hold, _layers, _order, _hook):
+        for replace in (_events, _written, _hold, _layers, _elsewhere, _order, _hook):
             replace()
 
 
@@ -88,6 +100,23 @@ def _layers() -> None:
         return spans_of(push, claim, (own[1], own[0], *own[2:]), theirs)
 
     _instead(pushes, "spans_of", "layers", swapped)
+
+
+def _elsewhere() -> None:
+    from vllm_ascend_pd.prefill.core import pushes
+
+    def behind(spans_of: Any, push: Any, claim: Any, own: Any, theirs: Any, name: str) -> Any:
+        layers, of = push.reservation.geometry.layers, push.layer_index
+        moved = tuple(
+            tuple(base + region.block_stride for base, region in zip(bases, push.d_kind(layer).regions, strict=True))
+            if of[layer] is not None and layers[of[layer]].endswith(name)
+            else bases
+            for layer, bases in enumerate(own)
+        )
+        return spans_of(push, claim, moved, theirs)
+
+    for fault, name in zip(ELSEWHERE, CACHES, strict=True):
+        _instead(pushes, "spans_of", fault, functools.partial(behind, name=name))
 
 
 def _order() -> None:
