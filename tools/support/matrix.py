@@ -71,7 +71,7 @@ ROWS = (
     Row("rollout", "an earlier state of this package on P or on D", _file("rollout")),
     Row("previous", "the same without engines: each reads what the other writes", ("tests/unit/releases/test_previous.py",), "every message", "–", "all"),
     Row("vllm-ascend", "vllm-ascend 0.23.0.post1 on a CANN in host memory: GQA, MHA, MQA, MLA; pipelines, graphs, the recompute scheduler", (PAIRS, "-k", "(gqa or mha or mqa or mla) and not dcp and not pcp and not multi"), ASCEND, "0.23.0"),
-    Row("vllm-ascend-experts", "the same with experts apart, data parallelism, MTP (P and D with other numbers of drafts), Eagle3 and DFlash, with MLA too", (PAIRS, "-k", "(moe or mtp or eagle3 or dflash) and not qwen3next and not dsa and not dsv4"), ASCEND, "0.23.0", FOUR_SETS),
+    Row("vllm-ascend-experts", "the same with experts apart, data parallelism, MTP (P and D with other numbers of drafts), Eagle3 and DFlash, with MLA too", (PAIRS, "-k", "(moe or mtp or eagle3 or dflash) and not qwen3next and not dsa and not dsv4 and not dcp"), ASCEND, "0.23.0", FOUR_SETS),
     Row("vllm-ascend-deltanet", "the same with recurrent states: Qwen3-Next 1→1, 2→1, 1→2, with MTP, with prefix caching", (PAIRS, "-k", "qwen3next"), ASCEND, "0.23.0", FOUR_SETS),
     Row("vllm-ascend-dsa", "the same with a sparse indexer: DeepSeek-V3.2 1→1, 2→1, 1→2, with MTP, in int8, both; GLM-5", (PAIRS, "-k", "dsa"), ASCEND, "0.23.0", FOUR_SETS),
     Row("vllm-ascend-compressed", "the same with compressed latents: DeepSeek-V4 1→1, 2→1, 1→2, with MTP (1 token on P, 3 on D)", (PAIRS, "-k", "dsv4"), ASCEND, "0.23.0", FOUR_SETS),
