@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -160,3 +161,19 @@ def test_a_cached_prefix_changes_nothing(ask: Ask) -> None:
     afresh = ask([[whole]], **sizes, enable_prefix_caching=False)
     assert_equal(found.answers[:2], [found.answers[3], found.answers[2]])
     assert_equal(afresh.answers, found.answers[2:3])
+
+
+@pytest.mark.parametrize("block", [32, 128])
+def test_these_entries_are_needed_to_continue_and_no_others(build: HostBuild, block: int) -> None:
+    """A request with just the entries of docs/kinds.md, among caches full of NaN, answers as one that computed its prompt.
+
+    Without the first of them in one kind of cache it does not: at a length from which all are used within the answer.
+    """
+    lengths, all_used = [2, 3, 4, 5, 8, 9, 33, 64, 121, 127, 128, 129, 130, 132, 250, 257], [250]
+    words = (str(ensure("dsv4")), str(block), json.dumps(lengths), json.dumps(all_used))
+    found = json.loads(said(run(build, str(HERE / "carried.py"), *words)))
+    assert [(length, behind) for length, behind, _ in found] == [(n, m) for n in lengths for m in (n - 1, n)]
+    for length, _, off in found:
+        assert off.pop("") == 0
+        assert len(off) == (7 if length in all_used else 0)
+        assert all(each == math.inf for each in off.values()), (length, off)
