@@ -28,9 +28,6 @@ CHUNK = 512
 BLOCK = 128  # vllm-ascend ignores other values
 # DeepSeek-V4: blocks of 32 entries, the shortest. Those of a compressor's entries have 2 tokens, so many are needed.
 SHORT_BLOCKS = ("--block-size", "32", "--kv-cache-memory-bytes", str(192 << 20))
-# Of two tokens' log-probabilities. Where rounding makes a router or an indexer choose otherwise, it changes more: one
-# DeepSeek-V4 in bfloat16 is within 0.2 of its own in float32 in 97 % of steps (test_deepseek4.py).
-TIE, CHOSEN = 0.125, 0.5
 NOTHING: Mapping[str, str] = {}
 
 
@@ -136,11 +133,6 @@ class Engines:
         return self.model not in ("mla", "mtp", "qwen3next", "qwen3next-mtp")
 
     @property
-    def chooses(self) -> bool:
-        """Return whether a router and an indexer choose by rounded numbers: DeepSeek-V4 takes no float32."""
-        return self.model.startswith("dsv4")
-
-    @property
     def seeded(self) -> bool:
         """Return whether requests start with P's token: D's scheduler is vLLM's own, drafts nothing, and our connector
         is in no other.
@@ -183,7 +175,7 @@ class Engines:
         """
         otherwise = not self.one_way and (self.p.dcp * self.d.dcp > 1 or self.draft)
         otherwise = otherwise or (self.dtype == "bfloat16" and self.p.tp != self.d.tp)
-        return rounded(CHOSEN if self.chooses else TIE) if otherwise else Tally()
+        return rounded() if otherwise else Tally()
 
     def _keys(self, machine: Machine, side: Side) -> dict[str, Any]:
         return {"verify": self.verify, "first_token_wait_s": 10.0, **machine.keys, **side.keys}
@@ -227,9 +219,9 @@ class Engines:
         )
 
 
-def rounded(tie: float = TIE) -> Tally:
+def rounded() -> Tally:
     """Return a tally that excuses close tokens: sums in another order round differently."""
-    return Tally(tie=tie, excused_per=2, judged_from=8)
+    return Tally(tie=0.125, excused_per=2, judged_from=8)
 
 
 def few_blocks(count: int) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ LATE, DELAY = 200_000, 1000
 EQUAL = 1e-4  # between two log-probabilities
 
 TOKENS = "answers"
+NO_NUMBER = "Out of range float values"  # vLLM's answer if a log-probability is not a number
 CODES = {"checksums": "PD-WIRE-004", "tags": "did not give their part", "hooks": "PD-GEO-004"}
 
 DIRECT = {
@@ -42,7 +43,6 @@ DIRECT = {
 }
 EXCHANGED = {"written": {TOKENS}, "hold": {TOKENS}, "staged": {TOKENS, "tags"}, "order": {"tags"}, "hook": {"hooks"}}
 COMPRESSED = {
-    "written": {TOKENS, "checksums"},
     "hook": {"hooks"},
     **{fault: {TOKENS, "checksums"} for fault in ELSEWHERE},
 }
@@ -62,7 +62,7 @@ SETS = {
     "exchange": Set(Engines("planted exchange", p=Side(2, keys=OWN_KERNELS, late_us=LATE, delay_us=DELAY)), EXCHANGED),
     # D's first step completes an entry for 4 tokens and one for 128, of what a compressor had of the others.
     "compressed": Set(
-        Engines("planted compressed", "dsv4", p=Side(late_us=LATE), dtype="bfloat16", flags=SHORT_BLOCKS),
+        Engines("planted compressed", "dsv4", dtype="bfloat16", flags=SHORT_BLOCKS),
         COMPRESSED,
         3 * BLOCK - 1,
     ),
@@ -92,6 +92,9 @@ class Planted:
                 try:
                     got, sure = said(self.pair.front.url, prompt, stop_token_ids=[tokens[1]])
                 except RequestFailed as failed:
+                    if NO_NUMBER in failed.text:
+                        found[TOKENS] = f"expected {chances}, got what is not a number"
+                        break
                     new = [line for line in self.pair.failed_transfers() if line not in before]
                     seen = {name: line for name, code in CODES.items() for line in new if code in line}
                     if not seen:

@@ -16,15 +16,15 @@ RATIOS = (0, 4, 128, 4)  # tokens of a layer's compressed entries; 0: none
 DRAFTED_RATIOS = (4, 128, 4, 0)  # of a model whose draft layer is made from its last one: that has a window alone
 HASHED = 3  # so many layers choose experts by the token itself, as in the checkpoints
 FEW = 3.0  # factor of entries for 128 tokens, of which a prompt here has one or two beside a window of tokens
-CHOSEN = 16  # entries that an indexer chooses
+CHOSEN, EVERY = 16, 512  # entries that an indexer chooses; so many that prompts of 2,048 tokens have no more
 # Weights that engines keep in float32. The others are rounded, so that every engine has the same.
 WIDE = (".ape", "attn_sink", "gate.bias", "_fn", "_base", "_scale", "tid2eid")
 # Without a factor, so that a layer without entries rotates the same whether an engine scales its rotation or not.
 ROTATION = {"type": "yarn", "factor": 1, "beta_fast": 32, "beta_slow": 1}
 
 
-def model(sizes: dict[str, Any], head_dim: int, window: int, ratios: tuple[int, ...]) -> Any:
-    """Return the model with random weights, in float32."""
+def model(sizes: dict[str, Any], head_dim: int, window: int, ratios: tuple[int, ...], *, steady: bool) -> Any:
+    """Return the model with random weights, in float32. `steady`: nothing in it chooses by rounded numbers."""
     import torch
     import transformers
 
@@ -43,9 +43,9 @@ def model(sizes: dict[str, Any], head_dim: int, window: int, ratios: tuple[int, 
             n_shared_experts=1,
             num_experts_per_tok=2,
             compress_ratios=list(ratios),
-            num_hash_layers=HASHED,
+            num_hash_layers=len(ratios) if steady else HASHED,
             index_n_heads=16,  # so many that few entries have no score at all, among which the choice would be arbitrary
-            index_topk=CHOSEN,
+            index_topk=EVERY if steady else CHOSEN,
             sliding_window=window,
             swiglu_limit=2.0,  # so low that it matters
         )
@@ -82,7 +82,7 @@ def _stays_wide(name: str) -> bool:
     return name.endswith(wide)
 
 
-def as_deepseek(directory: Path, ratios: tuple[int, ...], drafts: bool) -> None:
+def as_deepseek(directory: Path, ratios: tuple[int, ...], *, drafts: bool, steady: bool) -> None:
     """Give a checkpoint of transformers DeepSeek's names and configuration, and a draft layer if it is to have one."""
     import torch
     from safetensors.torch import load_file, save_file
@@ -100,7 +100,7 @@ def as_deepseek(directory: Path, ratios: tuple[int, ...], drafts: bool) -> None:
         facts.pop(key)
     more = {
         "compress_ratios": [*ratios, 0],  # the last is of a draft layer
-        "num_hash_layers": HASHED,
+        "num_hash_layers": len(ratios) if steady else HASHED,
         "rope_scaling": {**ROTATION, "original_max_position_embeddings": facts["max_position_embeddings"]},
         "dtype": "bfloat16",
     }

@@ -46,6 +46,7 @@ class Recipe:
     indexers: int = 0  # the first so many layers have one; `latent` only
     int8: bool = False  # of the cache; `latent` only
     window: int = 0  # tokens that a layer attends to, in all layers or some, depending on the family
+    steady: bool = False  # no router and no indexer chooses by rounded numbers; DeepSeek-V4 only
 
     @property
     def mla(self) -> bool:
@@ -83,6 +84,7 @@ RECIPES = {
     "dsv32-mtp": Recipe("deepseek_v32", 3, 4, 4, 128, hidden=256, intermediate=512, one_layer_decides=True),
     # the engines' sizes are literal; `intermediate` is an expert's
     "dsv4": Recipe("deepseek_v4", 4, 4, 1, head_dim=512, hidden=256, intermediate=64, max_len=8192, window=128),
+    "dsv4-steady": Recipe("deepseek_v4", 4, 4, 1, 512, 256, 64, max_len=8192, window=128, steady=True),
     "dsv4-mtp": Recipe("deepseek_v4", 4, 4, 1, 512, 256, 64, max_len=8192, window=128, one_layer_decides=True),
     "glm5": Recipe("glm_moe_dsa", 4, 4, 4, head_dim=128, hidden=256, intermediate=512),
     # one KV head, kept like MLA's latent; in plain torch (tests/integration/plugins/kinds)
@@ -186,7 +188,7 @@ def _write(recipe: Recipe, directory: Path) -> None:
     if recipe.family == "latent":
         _make_latent(recipe, directory)
     if recipe.family == deepseek4.FAMILY:
-        deepseek4.as_deepseek(directory, _ratios(recipe), drafts=recipe.one_layer_decides)
+        deepseek4.as_deepseek(directory, _ratios(recipe), drafts=recipe.one_layer_decides, steady=recipe.steady)
 
 
 def _sizes(recipe: Recipe) -> dict[str, Any]:
@@ -268,7 +270,7 @@ def _deepseek(recipe: Recipe) -> Any:
 def _deepseek4(recipe: Recipe) -> Any:
     from tools.support import deepseek4
 
-    return deepseek4.model(_sizes(recipe), recipe.head_dim, recipe.window, _ratios(recipe))
+    return deepseek4.model(_sizes(recipe), recipe.head_dim, recipe.window, _ratios(recipe), steady=recipe.steady)
 
 
 def _ratios(recipe: Recipe) -> tuple[int, ...]:
