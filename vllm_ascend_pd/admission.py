@@ -134,10 +134,8 @@ def _context_refusals(config: Any, role: str) -> Iterator[ConfigError]:
         yield _refused("Context parallelism with pipeline parallelism", "Start with -pp 1.")
     if str(config.cache_config.cache_dtype) not in quantised.PLAIN:
         yield _refused("Context parallelism with a quantised KV cache", without)
-    drafting = config.speculative_config
-    if drafting is not None and drafting.method not in (None, "mtp"):
-        feature = f"Speculative decoding with {drafting.method} with context parallelism"
-        yield _refused(feature, "Use MTP, or no draft model.")
+    if config.speculative_config is not None:
+        yield _refused("Speculative decoding with context parallelism", "Start without a draft model.")
 
 
 class TokenDivision(NamedTuple):

@@ -333,8 +333,6 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("mqa dcp 4to2", "mqa", p=Side(4, dcp=4), d=Side(2, dcp=2)), FEWER),
     (Engines("mla dcp 2to1", "mla", p=Side(2, dcp=2), dtype="bfloat16"), FEWER),
     (Engines("mla 1to2 dcp", "mla", d=Side(2, dcp=2), dtype="bfloat16"), FEWER),
-    (Engines("mtp dcp 2to1", "mtp", p=Side(2, dcp=2, drafts=1), dtype="bfloat16", draft=MTP3), (*FEWER, drafts)),
-    (Engines("mtp 1to2 dcp", "mtp", d=Side(2, dcp=2), dtype="bfloat16", draft=MTP3), (*FEWER, drafts)),
     # Two ranks of P hold the same head, and divide its tokens.
     (Engines("gqa dcp 4to2", "gqa2", p=Side(4, dcp=2), d=Side(2)), FEWER),
     (Engines("qwen3next 1to1", "qwen3next", p=Side(late_us=LATE), dtype="bfloat16"), (one_token, *FEWER, blocks)),
