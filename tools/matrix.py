@@ -102,7 +102,8 @@ def in_ci(report: Path) -> dict[str, float]:
         if row.ci in ("all", "one"):
             of_row = [cases.get(name) for name in _selected_by_ci(row)]
             if of_row and all(case is not None and not len(case) for case in of_row):
-                found[row.name] = round(sum(float(case.get("time", 0)) for case in of_row if case is not None) / 60, 1)
+                seconds = sum(float(case.get("time", 0)) for case in of_row if case is not None)
+                found[row.name] = max(0.1, round(seconds / 60, 1))
     return found
 
 
