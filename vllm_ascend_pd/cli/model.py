@@ -82,6 +82,11 @@ def read_model(model: str) -> Model:
         config = {"quantization_config": config.get("quantization_config"), **config["text_config"]}
     if isinstance(kinds := config.get("layers_block_type"), list):  # which says how many there are
         config = {"num_hidden_layers": len(kinds), **config}
+    if config.get("compress_ratios"):
+        why = (
+            "it compresses its latents, and such caches are not described here, though engines of vllm-ascend take them"
+        )
+        refuse("--model", model, why, "Trace an engine: vllm-ascend-pd trace names its layers and groups.")
     found = refused(config)
     if found:
         raise ConfigError(
@@ -149,8 +154,6 @@ def refused(config: Mapping[str, Any]) -> str:
         return f"A model with layers of kind {', '.join(others)[:200]}"
     if config.get("kv_lora_rank") and windows(config, 1):
         return "A model with sliding windows beside MLA"
-    if config.get("compress_ratios"):
-        return "A model with compressed KV caches"
     if config.get("index_topk") and not config.get("kv_lora_rank"):
         return "A model with a sparse indexer's cache, and without MLA"
     named = [name for name in _STATES if config.get(name)]

@@ -234,7 +234,6 @@ REFUSED = {
     },
     "chunks": {"layer_types": ["chunked_attention", "full_attention"]},
     "an indexer beside heads": {"index_topk": 2048, "index_head_dim": 128},
-    "compressed caches": {"compress_ratios": [4, 128], "index_topk": 512, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
     "linear attention of unknown sizes": {"layer_types": ["linear_attention", "full_attention"]},
     "states of unknown sizes": {"mamba_d_state": 128},
     "states beside MLA": {**MAMBA, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
@@ -262,6 +261,13 @@ def test_there_is_no_plan_for_a_model_that_an_engine_refuses(more, inside, tmp_p
     (tmp_path / "config.json").write_text(json.dumps({"text_config": config} if inside else config))
     assert main(["plan", "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("PD-CONF-005: A ")
+
+
+def test_compressed_latents_have_no_plan_but_are_not_called_refused(tmp_path, capsys):
+    more = {"compress_ratios": [0, 4, 128, 4], "index_topk": 512, "sliding_window": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**FULL, **more}))
+    assert main(["plan", "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("PD-CONF-003: --model")
 
 
 @pytest.mark.parametrize("more", TAKEN.values(), ids=TAKEN)
