@@ -141,6 +141,7 @@ def test_a_field_that_nothing_fills_yet_is_refused_by_its_name(changes: dict[str
         ({"layers": (Layer("a", 0, 0, 0), Layer("b", 0, 1, 0)), "groups": LAYOUT.groups * 2}, "of several groups"),
         ({"groups": (Group(16, "window", 1),)}, "a window of no tokens"),
         ({"groups": (Group(16, "all", 3),)}, "a window of no tokens"),
+        ({"groups": (Group(16, "compressed", 1),)}, "an entry for one token"),
         ({"layers": (Layer("a", 0, 0, 1),)}, "a layer is of a kind"),
         ({"layers": tuple(Layer(str(n), 0, 0, 0) for n in range(4096)), "kinds": (Kind(component()[0].components * 5),)}, "4096 layers of 5"),
         ({"kinds": LAYOUT.kinds * 2}, "of one of its kinds"),
