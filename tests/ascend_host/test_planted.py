@@ -2,8 +2,8 @@
 """Faults planted in a P one by one (plugin/ascend_host/faults.py), and what detects each.
 
 Six pairs: pushed directly, through an exchange, or with DeepSeek-V4's caches, without and with `verify: full`. Each is
-right without a fault, before the first and after the last. What an exchange brings is summed in its staging slot. So `verify: full` cannot see
-a gather that was too early: it shows in the answers alone.
+right without a fault, before the first and after the last. What an exchange brings is summed in its staging slot. So
+`verify: full` cannot see a gather that was too early: it shows in the answers alone.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ascend_host.reference import RIGHT_DOWN, attend, of, read_tokens, refuse, rms, rotate_planes
-from ascend_host.sparse import EVERYWHERE, NOBODY
+from ascend_host.sparse import EVERYWHERE, NOBODY, chosen
 
 _ENDS = "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None"
 _CHOICE = (
@@ -231,7 +231,7 @@ def vllm_quant_lightning_indexer(
 ) -> tuple[Tensor, Tensor]:
     """Return for each query the complete entries with the best scores, best first, then -1; and no scores.
 
-    Lengths are of tokens. An entry's score is the sum over the heads of weight · max(0, query · key).
+    Lengths are of tokens. Scores are those of the indexer over tokens.
     """
     if (query_quant_mode, key_quant_mode, sparse_mode, return_value) != (0, 0, RIGHT_DOWN, False):
         raise NotImplementedError("npu_vllm_quant_lightning_indexer with other scales, masks or results")
@@ -245,12 +245,9 @@ def vllm_quant_lightning_indexer(
         table, entries = block_table[sequence], count // cmp_ratio
         keys = read_tokens(key, table, 0, entries)[:, 0].double()
         keys = keys * read_tokens(key_dequant_scale, table, 0, entries).double()
-        scores = torch.zeros(len(at), entries, dtype=torch.float64)
-        for head in range(query.shape[1]):
-            scores += weights[rows, head : head + 1].double() * (whole[rows, head] @ keys.t()).relu()
         hidden = _hidden(at, entries, cmp_ratio)
-        order = scores.masked_fill(hidden, -torch.inf).sort(descending=True, stable=True).indices[:, :sparse_count]
-        best[rows, 0, : order.shape[1]] = order.masked_fill(hidden.gather(1, order), NOBODY).int()
+        found = chosen(whole[rows], keys, weights[rows].double(), hidden, sparse_count)
+        best[rows, 0, : found.shape[1]] = found
     return best, torch.zeros(0)
 
 

@@ -82,14 +82,22 @@ def lightning_indexer(
     best = torch.full((len(query), key.shape[2], sparse_count), NOBODY, dtype=torch.int32)
     for rows, table, count in _sequences(actual_seq_lengths_query, actual_seq_lengths_key, block_table):
         keys = read_tokens(key, table, 0, count)[:, 0].double()
-        scores = torch.zeros(rows.stop - rows.start, count, dtype=torch.float64)
-        for head in range(query.shape[1]):
-            scores += weights[rows, head : head + 1].double() * (query[rows, head].double() @ keys.t()).relu()
         hidden = ~visible(rows.stop - rows.start, count, sparse_mode, 0, 0)
-        order = scores.masked_fill(hidden, -torch.inf).sort(descending=True, stable=True).indices[:, :sparse_count]
-        chosen = order.masked_fill(hidden.gather(1, order), NOBODY).int()
-        best[rows, 0, : chosen.shape[1]] = chosen
+        found = chosen(query[rows].double(), keys, weights[rows].double(), hidden, sparse_count)
+        best[rows, 0, : found.shape[1]] = found
     return best, torch.zeros(0, dtype=query.dtype)
+
+
+def chosen(query: Tensor, keys: Tensor, weights: Tensor, hidden: Tensor, count: int) -> Tensor:
+    """Return for each query the best of the keys that it sees, best first, then NOBODY.
+
+    A key's score is the sum over the heads of weight · max(0, query · key).
+    """
+    scores = torch.zeros(hidden.shape, dtype=torch.float64)
+    for head in range(query.shape[1]):
+        scores += weights[:, head : head + 1] * (query[:, head] @ keys.t()).relu()
+    order = scores.masked_fill(hidden, -torch.inf).sort(descending=True, stable=True).indices[:, :count]
+    return order.masked_fill(hidden.gather(1, order), NOBODY).int()
 
 
 @of("_C_ascend::npu_lightning_indexer_quant")
