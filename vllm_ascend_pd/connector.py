@@ -98,7 +98,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
 
         vLLM does not pass the role. A configuration with one of D's allow-lists is D's, and keeps its full graphs,
         unless it has hold_sources, as an engine with both roles has. A P that has such a list too, and full graphs, is
-        refused (admission.py).
+        refused (admission).
         """
         return "hold_sources" in extra_config or not {"metaserver_urls", "prefill_listeners"} & set(extra_config)
 

@@ -245,6 +245,10 @@ class ConfigError(PdError, ValueError):
     """Error that stops the start of an engine."""
 
 
+def not_proven(feature: str, remedy: str) -> ConfigError:
+    return ConfigError("PD-CONF-005", feature=feature, remedy=remedy)
+
+
 class LocalProtocolError(RuntimeError):
     """This side did something that the protocol forbids: a bug here, never the peer's."""
 

@@ -35,7 +35,8 @@ from vllm_ascend.distributed.kv_transfer import register_connector as register_t
 from vllm_ascend.worker.worker import NPUWorker
 
 from tools.support.models import ensure
-from vllm_ascend_pd import admission, compat, first_token, older_groups, patience, plugin
+from vllm_ascend_pd import compat, first_token, older_groups, patience, plugin
+from vllm_ascend_pd.admission import kinds
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import ConfigError
 
@@ -201,8 +202,8 @@ def the_name_of_a_release_may_be_given_to_vllm_ascend_alone() -> None:
 
 @asked
 def the_kinds_of_cache_are_where_they_are_looked_for() -> None:
-    """admission.py knows the kinds by name: vllm-ascend's own stand beside vLLM's."""
-    for name in admission._PROVEN_SPECS:
+    """admission/kinds.py knows the kinds by name: vllm-ascend's own stand beside vLLM's."""
+    for name in kinds.PROVEN:
         spec = getattr(ascend_specs, name, None) or getattr(vllm_specs, name)
         assert issubclass(spec, vllm_specs.AttentionSpec), spec
     mla = ascend_specs.AscendMLAAttentionSpec

@@ -29,7 +29,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from unit.vllm_configs import LAYERS, attention, cache_config, latent, model_dir, vllm_config
-from vllm_ascend_pd import admission, drafts
+from vllm_ascend_pd import admission, compat
+from vllm_ascend_pd.admission import drafts
 from vllm_ascend_pd.config import ChannelConfig, PushConfig
 from vllm_ascend_pd.device.caches import CacheShape, LayerShape
 from vllm_ascend_pd.engine import Engine
@@ -198,7 +199,7 @@ def divided(role: str, **more: Any) -> Any:
 
 @pytest.fixture
 def under_vllm_ascend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "is_vllm_ascend", lambda: True)
+    monkeypatch.setattr(compat, "is_vllm_ascend", lambda: True)
 
 
 def with_pcp(role: str, **more: Any) -> Any:

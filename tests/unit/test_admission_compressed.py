@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
 from tools.support.compressed import Specs, groups, keys, latent, layer, made, tensors
 from unit.runtime.caches import TokenMajorDevice
 from unit.test_admission import vllm_config
-from vllm_ascend_pd import admission
+from vllm_ascend_pd import admission, compat
 from vllm_ascend_pd.device.caches import describe
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.geometry.layout import Group
@@ -38,7 +38,7 @@ EXPECTED = (
 
 @pytest.fixture(autouse=True)
 def under_vllm_ascend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "is_vllm_ascend", lambda: True)
+    monkeypatch.setattr(compat, "is_vllm_ascend", lambda: True)
 
 
 def refused(groups: Sequence[Specs], **engine: Any) -> str:
@@ -96,5 +96,5 @@ def test_it_is_refused_with_a_pipeline_and_beside_other_kinds() -> None:
 
 
 def test_it_is_refused_without_vllm_ascend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "is_vllm_ascend", lambda: False)
+    monkeypatch.setattr(compat, "is_vllm_ascend", lambda: False)
     assert "A KV cache of kind" in refused(GROUPS)

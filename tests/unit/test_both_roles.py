@@ -388,7 +388,7 @@ def test_what_only_the_engine_knows_is_refused_too(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match="this vLLM"):
         start()
     monkeypatch.undo()
-    monkeypatch.setattr(admission, "is_vllm_ascend", lambda: True)
+    monkeypatch.setattr(compat, "is_vllm_ascend", lambda: True)
     with pytest.raises(ConfigError, match="under vllm-ascend"):
         start()
 

@@ -31,7 +31,7 @@ from vllm.v1.request import Request
 from unit.metaserver.fake_engine import Served
 from unit.vllm_configs import LAYERS, attention, cache_config, vllm_config
 from unit.watching import until
-from vllm_ascend_pd import admission, compat, plugin
+from vllm_ascend_pd import compat, plugin
 from vllm_ascend_pd.connector import AscendPushConnector, StepMetadata
 from vllm_ascend_pd.engine import merge_geometries
 from vllm_ascend_pd.errors import PdError
@@ -186,7 +186,7 @@ def test_ranks_of_prefills_context_parallelism_are_counted_before_those_of_tenso
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vllm-ascend has their rank between stage and tensor-parallel rank."""
-    monkeypatch.setattr(admission, "is_vllm_ascend", lambda: True)
+    monkeypatch.setattr(compat, "is_vllm_ascend", lambda: True)
 
     def made(role: KVConnectorRole, rank: int = 0) -> AscendPushConnector:
         config = vllm_config("kv_producer", QUIET, tensor_parallel_size=2)

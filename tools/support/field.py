@@ -33,7 +33,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentio
 
 from tools.support import compressed
 from tools.support.small import COMPRESSED, EXCHANGE, INT8, Needs, needs
-from vllm_ascend_pd import admission, drafts
+from vllm_ascend_pd import admission, compat
+from vllm_ascend_pd.admission import drafts
 from vllm_ascend_pd.cli.checkup.engine import our_connector
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.connector import AscendPushConnector
@@ -458,7 +459,7 @@ def _groups(config: Any, model: Model, draft: Mapping[str, Any], c8: Collection[
     return groups
 
 
-@patch.object(admission, "is_vllm_ascend", lambda: True)
+@patch.object(compat, "is_vllm_ascend", lambda: True)
 def _refusals(config: Any, groups: Any) -> tuple[tuple[PdError, ...], CacheGeometry | None]:
     """Return an engine's refusals in its order (configuration, the cache's groups, tensors), and the geometry."""
     try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reader of a model's config.json: sizes of its KV cache, and what of it an engine with this connector would refuse.
 
-The engine itself decides by the layers that vLLM has made (admission.py), after a minute of starting. This reader
+The engine itself decides by the layers that vLLM has made (admission/cache.py), after a minute of starting. This reader
 needs no start.
 """
 

@@ -21,6 +21,7 @@ from tools.support import field, sdist, small
 from tools.support.small import Needs, needs, stands
 from unit.vllm_configs import model_dir, vllm_config
 from vllm_ascend_pd import admission
+from vllm_ascend_pd.admission import kinds
 from vllm_ascend_pd.config import PushConfig
 
 LLAMA = {"architecture": "A", "layers": 4, "mtp": 1, "hidden": 64, "vocab": 128}
@@ -419,7 +420,7 @@ def test_a_page_that_is_not_what_is_printed_is_wrong_and_a_lost_start_is_named()
 
 def test_a_rule_that_becomes_stricter_loses_starts_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     before = field_page.tables(three())
-    monkeypatch.setattr(admission, "_PROVEN_SPECS", ())
+    monkeypatch.setattr(kinds, "PROVEN", ())
     assert field_page.compare(before, field_page.tables(three())) == [
         "nightly/one would start, says the page, and no longer does"
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of an engine's --kv-transfer-config, by the engine's own rules (admission.py).
+"""Checks of an engine's --kv-transfer-config, by the engine's own rules (admission/).
 
 These need torch, which is imported only if a configuration was given.
 """
@@ -75,7 +75,7 @@ def _engine(asked: HostOptions) -> SimpleNamespace:
 
 
 def _speculative(value: str) -> Any:
-    from vllm_ascend_pd import drafts
+    from vllm_ascend_pd.admission import drafts
 
     try:
         speculative = json.loads(value or "null")

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.errors import ConfigError, not_proven
 
 PLAIN = ("auto", "float16", "bfloat16")
 _FP8 = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
@@ -22,30 +22,30 @@ _REMEDY = 'Use --kv-cache-dtype "auto".'
 Scales = tuple[float, float]  # of a layer's keys, and of its values
 
 
-def not_proven(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield features that are not proven, and remedies, by the engine's configuration alone."""
+def refusals(config: Any) -> Iterator[ConfigError]:
+    """Yield what is not proven of a quantised cache, by the engine's configuration alone."""
     cache, dtype = config.cache_config, str(config.cache_config.cache_dtype)
     if dtype in PLAIN:
         yield from _another_plain(dtype, config)
         return
     if dtype not in _FP8:
-        yield f"A quantised KV cache ({dtype})", 'Use --kv-cache-dtype "auto", "fp8_e4m3" or "fp8_e5m2".'
+        yield not_proven(f"A quantised KV cache ({dtype})", 'Use --kv-cache-dtype "auto", "fp8_e4m3" or "fp8_e5m2".')
     elif getattr(cache, "calculate_kv_scales", False):
         # Each engine would take them from the first prompts that it happens to see.
         feature = "A quantised KV cache with scales that an engine computes by itself"
-        yield feature, "Start without --calculate-kv-scales."
+        yield not_proven(feature, "Start without --calculate-kv-scales.")
     elif config.parallel_config.pipeline_parallel_size > 1:
-        yield "A quantised KV cache with pipeline parallelism", "Start with -pp 1."
+        yield not_proven("A quantised KV cache with pipeline parallelism", "Start with -pp 1.")
     elif config.speculative_config is not None:
-        yield "A quantised KV cache with speculative decoding", "Start without a draft model."
+        yield not_proven("A quantised KV cache with speculative decoding", "Start without a draft model.")
 
 
-def _another_plain(dtype: str, config: Any) -> Iterator[tuple[str, str]]:
+def _another_plain(dtype: str, config: Any) -> Iterator[ConfigError]:
     """Yield a plain dtype that is not the model's: vLLM's kernels on a CPU write the model's values into such a cache,
     and so over the next block.
     """
     if dtype != "auto" and (model := str(config.model_config.dtype).removeprefix("torch.")) != dtype:
-        yield f"A KV cache in {dtype} under a model in {model}", _REMEDY
+        yield not_proven(f"A KV cache in {dtype} under a model in {model}", _REMEDY)
 
 
 def is_fp8(spec: Any) -> bool:
@@ -60,12 +60,12 @@ def words(config: Any, specs: Mapping[str, Any]) -> dict[str, str]:
     if not names:
         return {}
     if len(names) < len(specs):
-        raise _refused(f"A cache that is quantised in some layers only ({names[0]})")
+        raise not_proven(f"A cache that is quantised in some layers only ({names[0]})", _REMEDY)
     layers = config.compilation_config.static_forward_context
     formats = {_FP8.get(str(getattr(layers.get(name), "kv_cache_dtype", None)), "") for name in names}
     word = formats.pop()
     if formats or not word:
-        raise _refused(f"A quantised KV cache whose layers do not say one format ({names[0]})")
+        raise not_proven(f"A quantised KV cache whose layers do not say one format ({names[0]})", _REMEDY)
     return dict.fromkeys(names, word + _told([_scales(name, layers[name]) for name in names]))
 
 
@@ -73,7 +73,9 @@ def _scales(name: str, layer: Any) -> Scales:
     whole = all(getattr(getattr(layer, which, None), "numel", int)() == 1 for which in ("_k_scale", "_v_scale"))
     k, v = (getattr(layer, which, None) for which in ("_k_scale_float", "_v_scale_float"))
     if not whole or not isinstance(k, float) or not isinstance(v, float):
-        raise _refused(f"A quantised KV cache with more than one scale for a layer's keys or values ({name})")
+        raise not_proven(
+            f"A quantised KV cache with more than one scale for a layer's keys or values ({name})", _REMEDY
+        )
     return k, v
 
 
@@ -83,7 +85,3 @@ def _told(scales: list[Scales]) -> str:
         return ""
     text = " ".join(f"{k.hex()} {v.hex()}" for k, v in scales)
     return f" with scales {hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-
-def _refused(feature: str) -> ConfigError:
-    return ConfigError("PD-CONF-005", feature=feature, remedy=_REMEDY)

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from vllm_ascend_pd.errors import ConfigError, not_proven
+
 _WITH_LAYERS = ("mtp", "eagle3", "eagle", "dflash", "draft_model")
 _PROVEN = (*_WITH_LAYERS, "ngram")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -29,27 +31,27 @@ def described(speculative: Mapping[str, Any]) -> Any:
     return SimpleNamespace(method=kind, draft_model_config=None, **given)
 
 
-def not_proven(speculative: Any, parallel: Any) -> Iterator[tuple[str, str]]:
-    """Yield what an engine does not start with, and the remedy."""
+def refusals(speculative: Any, parallel: Any) -> Iterator[ConfigError]:
+    """Yield what is not proven of a draft model."""
     if speculative is None or speculative.method is None:
         return
     if speculative.method not in _PROVEN:
-        yield f"Speculative decoding with {speculative.method}", f"Use {', '.join(_PROVEN)}, or none."
+        yield not_proven(f"Speculative decoding with {speculative.method}", f"Use {', '.join(_PROVEN)}, or none.")
         return
     model = speculative.draft_model_config
     modules = (model and getattr(model.hf_config, "num_nextn_predict_layers", None)) or 1
     if speculative.method == "mtp" and modules > 1:
         # vLLM runs the second and later layers on drafted tokens only: their cache of the prompt is never computed.
-        yield f"A draft model of {modules} MTP layers", "Start without it."
+        yield not_proven(f"A draft model of {modules} MTP layers", "Start without it.")
     if getattr(speculative, "disable_padded_drafter_batch", False):
-        yield "disable_padded_drafter_batch", "Leave it out."
+        yield not_proven("disable_padded_drafter_batch", "Leave it out.")
     if speculative.method != "dflash" and getattr(speculative, "parallel_drafting", False):
-        yield "parallel_drafting", "Leave it out."
+        yield not_proven("parallel_drafting", "Leave it out.")
     if getattr(speculative, "num_speculative_tokens_per_batch_size", None):
         # For batch sizes with 0 tokens the draft model does not run, and a prompt prefilled then lacks its layers' KV.
-        yield "num_speculative_tokens_per_batch_size", "Use one num_speculative_tokens."
+        yield not_proven("num_speculative_tokens_per_batch_size", "Use one num_speculative_tokens.")
     if parallel.pipeline_parallel_size > 1:
-        yield "A draft model with pipeline parallelism", "Start with -pp 1, or without a draft model."
+        yield not_proven("A draft model with pipeline parallelism", "Start with -pp 1, or without a draft model.")
 
 
 def drafter(speculative: Any) -> str:

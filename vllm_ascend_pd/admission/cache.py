@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Admission of a model's cache as its layers have made it, and the cache's sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm_ascend_pd import compat, older_groups
+from vllm_ascend_pd.admission import drafts, kinds, quantised, sizes
+from vllm_ascend_pd.device.caches import CacheShape, LayerShape
+from vllm_ascend_pd.errors import ConfigError, not_proven
+from vllm_ascend_pd.geometry.layout import COMPRESSED, STATE, WINDOW, Group, attention_of, is_index
+from vllm_ascend_pd.geometry.states import Recurrent
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+GROUPED = "A model with sliding windows, states or several KV cache groups"
+
+
+def check_groups(kv_cache_config: KVCacheConfig) -> None:
+    """Raise ConfigError for a model whose cache, as its layers have made it, is not proven."""
+    for refusal in group_refusals(kv_cache_config):
+        raise refusal
+
+
+def group_refusals(kv_cache_config: KVCacheConfig) -> Iterator[ConfigError]:
+    """Yield all that is not proven in a model's cache; the first stops the start."""
+    groups = kv_cache_config.kv_cache_groups
+    specs = [spec for group in groups for spec in kinds.of_group(group)]
+    grouped = len(groups) > 1 or any(kinds.is_window(spec) or kinds.is_state(spec) for spec in specs)
+    compressing = compat.is_vllm_ascend() and kinds.is_compressing(specs)
+    if grouped and compat.is_vllm_ascend() and not compressing and not _proven_under_vllm_ascend(specs):
+        remedy = "Use a model with one group of full attention, alone or beside Gated DeltaNet, or DeepSeek-V4."
+        yield not_proven(f"{GROUPED} under vllm-ascend", remedy)
+    elif grouped and older_groups.unproven():
+        yield not_proven(GROUPED, "Use vLLM 0.23 or 0.32.0 and later for it.")
+    if any(
+        not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False) for group in groups
+    ):
+        yield not_proven("A KV cache group that vLLM does not transfer", "Use another model.")
+    proven = kinds.COMPRESSING if compressing else kinds.PROVEN_GROUPED if grouped else kinds.PROVEN
+    if proven is kinds.PROVEN_GROUPED:
+        specs = [group.kv_cache_spec for group in groups]  # layers that differ within their group are not proven
+    yield from {str(error): error for spec in specs for error in _spec_refusals(spec, proven)}.values()
+
+
+def _proven_under_vllm_ascend(specs: Sequence[Any]) -> bool:
+    """Return whether these groups, several or not all of attention, are some that were tried with vllm-ascend."""
+    attention = [spec for spec in specs if not kinds.is_state(spec)]
+    if len(attention) != 1 or type(attention[0]).__name__ != "FullAttentionSpec" or attention[0].sliding_window:
+        return False
+    return all(kinds.takes_drafts(spec) for spec in specs if kinds.is_state(spec))
+
+
+def _spec_refusals(spec: Any, proven: Collection[str]) -> Iterator[ConfigError]:
+    kind, compressing = type(spec).__name__, proven is kinds.COMPRESSING
+    if kind not in proven:
+        beside = "" if kind not in kinds.PROVEN else " in one of several groups"
+        remedy = "Use a model with full attention, sliding windows, MLA, Mamba-2 or Gated DeltaNet."
+        yield not_proven(f"A KV cache of kind {kind}{beside}", remedy)
+    elif kinds.is_state(spec):
+        yield from _state_refusals(spec)
+    elif getattr(spec, "extra_retained_tokens", 0):
+        yield not_proven("A sliding window with retained tokens before it", "Start without a draft model.")
+    elif str(spec.dtype) not in kinds.PLAIN_DTYPES and not (
+        (quantised.is_fp8(spec) and kind in kinds.PROVEN_FP8) or (compressing and kinds.has_scales(spec))
+    ):
+        # A checkpoint may quantise its cache although the command line does not.
+        yield not_proven(f"A quantised KV cache ({spec.dtype})", "Use another model.")
+    elif getattr(spec, "tokens_per_state", 1) != 1 or (kinds.tokens_per_entry(spec) > 1 and not compressing):
+        yield not_proven("A compressed KV cache (one entry for several tokens)", "Use another model.")
+
+
+def _state_refusals(spec: Any) -> Iterator[ConfigError]:
+    name = getattr(spec.mamba_type, "name", str(spec.mamba_type))
+    if name not in kinds.RECURRENCES or len(spec.shapes) != 2:
+        feature = f"A recurrent state of kind {name} with {len(spec.shapes)} parts"
+        yield not_proven(feature, "Use a model with Mamba-2 or Gated DeltaNet.")
+    if (mode := getattr(spec, "mamba_cache_mode", "none")) not in ("none", "align"):
+        yield not_proven(f"mamba_cache_mode {mode}", "Use none or align.")
+    if getattr(spec, "num_speculative_blocks", 0):
+        if not kinds.takes_drafts(spec):
+            yield not_proven(f"A recurrent state of kind {name} with drafts", "Start without a draft model.")
+        elif mode != "none" and not compat.is_vllm_ascend():
+            # vLLM moves such states by a kernel that CPUs lack, so this was not shown without vllm-ascend.
+            feature = f"A recurrent state with drafts in mamba_cache_mode {mode}"
+            yield not_proven(feature, "Start with --no-enable-prefix-caching, or without a draft model.")
+    if getattr(spec, "tp_replicated", False):
+        yield not_proven("A recurrent state that every rank has whole", "Use another model.")
+
+
+def is_grouped(kv_cache_config: KVCacheConfig) -> bool:
+    """Return whether there are several groups, or one that does not keep all tokens."""
+    return bool(_groups(kv_cache_config.kv_cache_groups))
+
+
+def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
+    """Return the cache's sizes by the engine's own configuration; the tensors are compared with them.
+
+    Raise ConfigError for layers that are not proven together, or not with this configuration.
+    """
+    made = kv_cache_config.kv_cache_groups
+    spec: Any = made[0].kv_cache_spec
+    names = [name for group in made for name in group.layer_names]
+    tp = config.parallel_config.tensor_parallel_size
+    which, layers = drafts.drafter(config.speculative_config), drafts.layers(config, names)
+
+    def shape(name: str, of: Any) -> LayerShape:
+        model = config.speculative_config.draft_model_config if name in layers else config.model_config
+        total = 1 if kinds.is_latent(of) else int(model.get_total_num_kv_heads())
+        return LayerShape(max(1, total // tp), total, of.head_size)
+
+    specs: dict[str, Any] = {}
+    for group in made:
+        specs.update(kinds.by_layer(group.kv_cache_spec) or dict.fromkeys(group.layer_names, group.kv_cache_spec))
+    states = {name: _recurrent(config, of) for name, of in specs.items() if kinds.is_state(of)}
+    specs = {name: of for name, of in specs.items() if name not in states}
+    shapes = {name: shape(name, of) for name, of in specs.items()}
+    groups = _groups(made)
+    for refusal in _unlike(specs, shapes, layers):
+        raise refusal
+    for refusal in _together(config, made, specs, shapes):
+        raise refusal
+    if states and which and not which.startswith("method=mtp "):
+        raise not_proven("A draft model other than MTP beside states", "Use MTP, or none.")
+    words = quantised.words(config, specs)
+    first = next(iter(shapes.values()), None) or (LayerShape(1, 1, 1) if states else shape("", spec))
+    unlike = {name: one for name, one in shapes.items() if one != first}
+    heads = first.local_heads, first.total_heads, first.head_size
+    of = {name: index for index, group in enumerate(made) for name in group.layer_names}
+    divided = sizes.context(config.parallel_config)
+    return CacheShape(spec.block_size, *heads, tp, which, layers, unlike, groups, of, states, words, *divided)
+
+
+def _unlike(
+    specs: Mapping[str, Any], shapes: Mapping[str, LayerShape], drafts: Collection[str]
+) -> Iterator[ConfigError]:
+    """Yield layers of one group that differ in a way that is not proven.
+
+    Proven are latents of different sizes, an indexer's keys among them, and a draft model with heads of its own.
+    """
+    own = {name: shapes[name] for name in specs if name not in drafts}
+    latent = {name for name in specs if kinds.is_latent(specs[name])}
+    if len(latent.intersection(own)) not in (0, len(own)):
+        yield not_proven("A model with MLA in some layers only", "Use a model whose layers are alike.")
+    elif len(set(own.values())) > 1 and not latent.issuperset(own):
+        yield not_proven("A model whose layers have unlike heads", "Use a model whose layers are alike.")
+    if latent.intersection(drafts) and not latent.intersection(own):
+        yield not_proven("A draft model with MLA for a target without", "Use another draft model.")
+    for name in specs:
+        if is_index(name) and attention_of(name) not in latent:
+            # Its own write has no hook: nothing would report when it is computed.
+            yield not_proven(f"An indexer's cache without MLA in the same layer ({name})", "Use another model.")
+
+
+def _together(
+    config: Any, made: Sequence[Any], specs: Mapping[str, Any], shapes: Mapping[str, LayerShape]
+) -> Iterator[ConfigError]:
+    """Yield what of the cache is not proven with this engine's parallel sizes or its draft model."""
+    parallel, tp = config.parallel_config, config.parallel_config.tensor_parallel_size
+    divided, block = sizes.context(parallel), made[0].kv_cache_spec.block_size
+    groups, indexed = _groups(made), any(map(kinds.has_indexer, specs, specs.values()))
+    if divided.world > 1 and (groups or indexed):
+        # An indexer's keys are on every rank, windows and states are not divided.
+        feature = "Context parallelism with a sparse indexer, sliding windows, states or several groups"
+        yield not_proven(feature, "Start without it.")
+    if divided.world > 1 and block % divided.interleave:
+        feature = (
+            f"Context parallelism in runs of {divided.interleave} tokens, which do not end with a block of {block},"
+        )
+        yield not_proven(feature, "Set --cp-kv-cache-interleave-size to the block size.")
+    if divided.dcp > 1 and any(tp % (one.total_heads * divided.dcp) for one in shapes.values()):
+        feature = f"Decode context parallelism of {divided.dcp} among {tp} ranks that do not hold one head"
+        yield not_proven(feature, "Use a divisor of the ranks that hold the same head.")
+    if parallel.pipeline_parallel_size > 1 and indexed:
+        yield not_proven("A sparse indexer with pipeline parallelism", "Start with -pp 1.")
+    if parallel.pipeline_parallel_size > 1 and groups:
+        feature = "A cache with sliding windows, states or several groups, with pipeline parallelism"
+        yield not_proven(feature, "Start with -pp 1.")
+    if config.speculative_config is not None and groups and not _drafts_beside(made):
+        feature = "Speculative decoding with sliding windows, Mamba-2 or several groups of attention"
+        yield not_proven(feature, "Start without a draft model.")
+
+
+def _drafts_beside(made: Sequence[Any]) -> bool:
+    """Return whether drafts are proven beside these groups.
+
+    They are beside states of Gated DeltaNet and one group of attention, and beside compressed latents.
+    """
+    specs = [spec for group in made for spec in kinds.of_group(group)]
+    if kinds.is_compressing(specs):
+        return True
+    attention = [spec for spec in specs if not kinds.is_state(spec)]
+    divided = all(kinds.takes_drafts(spec) for spec in specs if kinds.is_state(spec))
+    return divided and len(attention) == 1 and not kinds.is_window(attention[0])
+
+
+def _groups(made: Sequence[Any]) -> tuple[Group, ...]:
+    """Return the groups if there are several, or if one does not keep all tokens; else an empty tuple."""
+
+    def group(made: Any) -> Group:
+        spec = kinds.of_group(made)[0]  # the layers of a group have one block size, window and ratio
+        if kinds.is_state(spec):
+            return Group(spec.block_size, STATE)
+        if kinds.is_window(spec):
+            return Group(spec.block_size, WINDOW, spec.sliding_window)
+        ratio = kinds.tokens_per_entry(spec)
+        return Group(spec.block_size, COMPRESSED, ratio) if ratio > 1 else Group(spec.block_size)
+
+    groups = tuple(map(group, made))
+    return groups if len(groups) > 1 or any(group.partial for group in groups) else ()
+
+
+def _recurrent(config: Any, spec: Any) -> Recurrent:
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    hf = config.model_config.hf_text_config
+    groups = [getattr(hf, name, None) for name in ("n_groups", "mamba_n_groups", "mamba_ngroups")]
+    return Recurrent(
+        recurrence=kinds.RECURRENCES[spec.mamba_type.name],
+        shapes=tuple(map(tuple, spec.shapes)),
+        dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in spec.dtypes),
+        sizes=tuple(dtype.itemsize for dtype in spec.dtypes),
+        dim_first=is_conv_state_dim_first(),
+        groups=next((one for one in groups if isinstance(one, int)), 0),
+        drafted=getattr(spec, "num_speculative_blocks", 0),
+    )

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Admission of an engine's configuration, before vLLM has made the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from vllm_ascend_pd import compat
+from vllm_ascend_pd.admission import drafts, quantised, sizes
+from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.errors import ConfigError, not_proven
+from vllm_ascend_pd.transport.create import protocol_of
+
+BOTH = "kv_both"
+ONE_ROLE = "Give each engine one role, kv_producer or kv_consumer."
+
+
+def check_engine(config: Any, push: PushConfig) -> None:
+    """Raise ConfigError for an engine configuration that is not proven."""
+    for refusal in engine_refusals(config, push):
+        raise refusal
+
+
+def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
+    """Yield all that is not proven in an engine's configuration; the first stops its start."""
+    role = config.kv_transfer_config.kv_role
+    if role not in ("kv_producer", "kv_consumer", BOTH):
+        yield ConfigError("PD-CONF-004", role=role)
+        return
+    parallel = config.parallel_config
+    if role == BOTH:
+        yield from _both_refusals(config, push)
+    yield from _context_refusals(config, role)
+    mode = getattr(getattr(config, "compilation_config", None), "cudagraph_mode", None)
+    if role != "kv_consumer" and mode is not None and mode.has_full_cudagraphs():
+        # Full graphs replay without the layer hooks: all layers would be pushed after the forward pass, none during it.
+        remedy = """Start prefill with --enforce-eager or --compilation-config '{"cudagraph_mode": "PIECEWISE"}'."""
+        yield not_proven(f"cudagraph_mode {mode.name} on prefill", remedy)
+    if getattr(parallel, "use_ubatching", False):
+        # With micro-batches a layer's hook fires before all of the step's tokens have passed the layer.
+        yield not_proven("Micro-batching (DBO)", "Start without --enable-dbo.")
+    if getattr(config.model_config, "enable_sleep_mode", False):
+        # Sleep mode frees the cache's memory, which transfers read and write, without asking a connector.
+        yield not_proven("Sleep mode", "Start without --enable-sleep-mode.")
+    more = getattr(config, "additional_config", None)
+    if isinstance(more, Mapping) and more.get("enable_kv_nz"):
+        # D's attention would read its plain cache as fractals, which P does not write.
+        yield not_proven("enable_kv_nz", "Leave it out of --additional-config.")
+    yield from drafts.refusals(config.speculative_config, parallel)
+    yield from quantised.refusals(config)
+    if os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "").lower() not in ("", "0", "false"):
+        yield not_proven(
+            "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "Unset it: two requests with one id would share blocks."
+        )
+    for name in ("enable_fault_tolerance", "enable_elastic_ep"):
+        if getattr(parallel, name, False):
+            # Ranks come and go then; reservations have the addresses, and exchanges the process groups, of the start.
+            yield not_proven(name, "Start without it.")
+    side = {"kv_producer": "prefill", "kv_consumer": "decode"}.get(role, "")
+    yield from _wrong_sizes(push, side, parallel, config.kv_transfer_config.engine_id)
+    port, last = push.channel.side_channel_port, sizes.listening_ports(parallel)[-1] + (role == BOTH)
+    if role != "kv_producer" and port and port + last > 65535:
+        why = f"the last worker would listen on {port + last}"
+        yield ConfigError("PD-CONF-003", key="side_channel_port", value=port, why=why, remedy="Choose a lower port.")
+
+
+def _both_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
+    """Yield what is not proven with both roles in one engine: all but the order P first in a plain engine."""
+    parallel = config.parallel_config
+    if push.wire.transport == "mooncake" and (protocol := protocol_of(push.wire)) != "tcp":
+        yield not_proven(f"{BOTH} over {protocol}", ONE_ROLE)
+    if parallel.pipeline_parallel_size > 1:
+        yield not_proven(f"{BOTH} with pipeline parallelism", ONE_ROLE)
+    if parallel.data_parallel_size > 1 or sizes.is_dense_rank(config.kv_transfer_config.engine_id):
+        yield not_proven(f"{BOTH} with data parallelism", ONE_ROLE)
+    if config.speculative_config is not None:
+        yield not_proven(f"{BOTH} with speculative decoding", ONE_ROLE)
+    if push.metaserver.metaserver_urls:
+        # Two engines whose caches are full of each other's reservations would wait for each other's prefills.
+        yield not_proven(f"{BOTH} behind the metaserver", ONE_ROLE)
+    if not push.meet.hold_sources:
+        yield not_proven(
+            f"{BOTH} without hold_sources", "Set hold_sources: how many prompts P holds until a D has fetched them."
+        )
+
+
+def _context_refusals(config: Any, role: str) -> Iterator[ConfigError]:
+    """Yield what is not proven with context parallelism.
+
+    Proven are decode context parallelism on either side, and prefill context parallelism on prefill, by the rule of
+    geometry/context.py.
+    """
+    parallel = config.parallel_config
+    divided = sizes.context(parallel)
+    if divided.world == 1:
+        return
+    if role == BOTH:
+        yield not_proven(f"{BOTH} with context parallelism", ONE_ROLE)
+    without = "Start without --decode-context-parallel-size and --prefill-context-parallel-size."
+    if not compat.is_vllm_ascend():
+        # It is vllm-ascend's rule which rank keeps which tokens; in vLLM it depends on the backend and the release.
+        yield not_proven("Context parallelism without vllm-ascend", without)
+    if divided.pcp > 1 and role != "kv_producer":
+        yield not_proven("Prefill context parallelism on decode", "Start with --prefill-context-parallel-size 1.")
+    if parallel.pipeline_parallel_size > 1:
+        yield not_proven("Context parallelism with pipeline parallelism", "Start with -pp 1.")
+    if str(config.cache_config.cache_dtype) not in quantised.PLAIN:
+        yield not_proven("Context parallelism with a quantised KV cache", without)
+    if config.speculative_config is not None:
+        yield not_proven("Speculative decoding with context parallelism", "Start without a draft model.")
+
+
+def _wrong_sizes(push: PushConfig, side: str, parallel: Any, engine_id: str | None) -> Iterator[ConfigError]:
+    # The predecessor's configurations name both engines' sizes; this engine's own must at least be right.
+    own = {"tp_size": parallel.tensor_parallel_size}
+    # A rank of a dense model knows its own number (in vLLM 0.23 only that on its host), but not the number of ranks.
+    if not sizes.is_dense_rank(engine_id) or parallel.data_parallel_size > 1:
+        own["dp_size"] = parallel.data_parallel_size
+    for name, configured in push.sizes.get(side, {}).items():
+        if name in own and configured != own[name]:
+            yield ConfigError("PD-CONF-006", key=f"{side}.{name}", configured=configured, actual=own[name])
+
+
+def model_fingerprint(config: Any, version: str = "") -> str:
+    """Return what must be the same on both sides, readable in an error message.
+
+    Weights of one shape look the same; `version`, a word of the operator, distinguishes them.
+    """
+    model = config.model_config
+    hf = model.hf_text_config
+    facts: dict[str, Any] = {
+        "architecture": ",".join(getattr(model.hf_config, "architectures", None) or ["?"]),
+        "layers": getattr(hf, "num_hidden_layers", "?"),
+        "hidden": getattr(hf, "hidden_size", "?"),
+        "vocab": getattr(hf, "vocab_size", "?"),
+        "kv_heads": model.get_total_num_kv_heads(),
+        "head": model.get_head_size(),
+        "quantization": model.quantization or "none",
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+    if version:
+        facts["version"] = version
+    return " ".join(f"{key}={value}" for key, value in facts.items())

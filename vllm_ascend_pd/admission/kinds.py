@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of cache, read from vLLM's specs: by class name, because vllm-ascend puts classes of its own in vLLM's place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from vllm_ascend_pd.geometry.layout import attention_of
+from vllm_ascend_pd.geometry.states import DELTA_NET, MAMBA2
+
+PROVEN: tuple[str, ...] = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "AscendMLAAttentionSpec")
+_STATE_SPEC = "MambaSpec"  # Gated DeltaNet's too
+# In one of several groups, or in a group that does not keep all tokens.
+PROVEN_GROUPED: tuple[str, ...] = ("FullAttentionSpec", "SlidingWindowSpec", _STATE_SPEC)
+_WINDOW_SPECS = ("SlidingWindowSpec", "AscendSlidingWindowMLASpec")
+COMPRESSING: tuple[str, ...] = (
+    "AscendMLAAttentionSpec",
+    "AscendSlidingWindowMLASpec",
+)  # DeepSeek-V4's caches, all of one model
+RECURRENCES = {"MAMBA2": MAMBA2, "GDN_ATTN": DELTA_NET}
+PROVEN_FP8 = ("FullAttentionSpec", "SlidingWindowSpec")
+PLAIN_DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
+
+
+def by_layer(spec: Any) -> dict[str, Any]:
+    """Return the specs by layer, if layers of one group differ; empty if one spec is for all."""
+    return dict(getattr(spec, "kv_cache_specs", {}))
+
+
+def of_group(group: Any) -> list[Any]:
+    """Return the specs of a group: one for each layer, or one for all."""
+    return list(by_layer(group.kv_cache_spec).values()) or [group.kv_cache_spec]
+
+
+def is_window(spec: Any) -> bool:
+    """Return whether vLLM frees blocks outside a window. Full attention may name a window, but keeps all its blocks."""
+    return type(spec).__name__ in _WINDOW_SPECS
+
+
+def is_state(spec: Any) -> bool:
+    return type(spec).__name__ == _STATE_SPEC
+
+
+def takes_drafts(spec: Any) -> bool:
+    """Return whether a state's rows for drafted tokens are known: its first rows are those of the prompt."""
+    return RECURRENCES.get(getattr(spec.mamba_type, "name", "")) == DELTA_NET
+
+
+def is_latent(spec: Any) -> bool:
+    """Return whether a layer has one vector per entry, which all ranks hold: MLA's, an indexer's or a compressor's."""
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    return isinstance(spec, MLAAttentionSpec) or type(spec).__name__ in COMPRESSING
+
+
+def has_indexer(name: str, spec: Any) -> bool:
+    """Return whether there is an indexer: as a layer of its own, or as a part of its layer's tuple."""
+    return bool(attention_of(name) or getattr(spec, "sparse_head_dim", None))
+
+
+def tokens_per_entry(spec: Any) -> int:
+    return int(getattr(spec, "compress_ratio", 1) or 1)
+
+
+def has_scales(spec: Any) -> bool:
+    """Return whether an int8 cache has its scales beside it, in the same layer."""
+    return str(spec.dtype) == "torch.int8" and getattr(spec, "scale_dim", 0) > 0
+
+
+def is_compressing(specs: Collection[Any]) -> bool:
+    """Return whether these are the specs of a model that compresses latents, with all that belongs to it."""
+    return all(type(spec).__name__ in COMPRESSING for spec in specs) and any(
+        tokens_per_entry(spec) > 1 for spec in specs
+    )
