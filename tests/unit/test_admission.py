@@ -417,6 +417,11 @@ CACHES: list[tuple[str, tuple[Any, ...]]] = [
     ("that every rank has whole", (attention(), state(tp_replicated=True))),
     ("MLAAttentionSpec in one of several groups", (latent(), state())),
     ("MLAAttentionSpec in one of several groups", (latent(), SlidingWindowSpec(**BASE, sliding_window=16))),
+    ("sliding windows beside recurrent states", (SlidingWindowSpec(**BASE, sliding_window=16), state())),
+    (
+        "sliding windows beside recurrent states",
+        (attention(), SlidingWindowSpec(**BASE, sliding_window=16), delta_net()),
+    ),
     ("retained tokens", (attention(), SlidingWindowSpec(**BASE, sliding_window=16, extra_retained_tokens=2))),
     ("ChunkedLocalAttentionSpec", (ChunkedLocalAttentionSpec(**BASE, attention_chunk_size=16),)),
     ("EncoderOnlyAttentionSpec", (EncoderOnlyAttentionSpec(**BASE),)),

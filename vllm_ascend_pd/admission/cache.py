@@ -29,13 +29,16 @@ def group_refusals(kv_cache_config: KVCacheConfig) -> Iterator[ConfigError]:
     """Yield all that is not proven in a model's cache; the first stops the start."""
     groups = kv_cache_config.kv_cache_groups
     specs = [spec for group in groups for spec in kinds.of_group(group)]
-    grouped = len(groups) > 1 or any(kinds.is_window(spec) or kinds.is_state(spec) for spec in specs)
+    windows, states = (any(map(found, specs)) for found in (kinds.is_window, kinds.is_state))
+    grouped = len(groups) > 1 or windows or states
     compressing = compat.is_vllm_ascend() and kinds.is_compressing(specs)
     if grouped and compat.is_vllm_ascend() and not compressing and not _proven_under_vllm_ascend(specs):
         remedy = "Use a model with one group of full attention, alone or beside Gated DeltaNet, or DeepSeek-V4."
         yield not_proven(f"{GROUPED} under vllm-ascend", remedy)
     elif grouped and older_groups.unproven():
         yield not_proven(GROUPED, "Use vLLM 0.23 or 0.32.0 and later for it.")
+    if windows and states:
+        yield not_proven("A model with sliding windows beside recurrent states", "Use a model with one of the two.")
     if any(
         not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False) for group in groups
     ):

@@ -17,8 +17,8 @@ from vllm_ascend_pd.cli.given import read_text, refuse
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.geometry.states import DELTA_NET, MAMBA2, Recurrent
 
-_KINDS = {"full_attention", "attention", "sliding_attention"}
-_STATES = ("mamba_d_state", "ssm_cfg", "mamba_num_heads", "linear_num_key_heads", "conv_L_cache")
+_ATTENTION = {"full_attention", "attention", "sliding_attention"}
+_RECURRENT_KEYS = ("mamba_d_state", "ssm_cfg", "mamba_num_heads", "linear_num_key_heads", "conv_L_cache")
 _RECURRENT = {"linear_attention", "mamba", "mamba2"}  # of `layer_types`
 # Names of the same sizes by family: heads, values of a head, groups of B and C, a state's width, convolution kernel.
 _MAMBA2 = (
@@ -36,14 +36,14 @@ _DELTA_NET = (
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Sizes of one model's cache, and whether it is MLA."""
+    """Sizes of one model's cache: attention, windows and recurrent states."""
 
     heads: int
     dim: int
     layers: int
     mla: bool
     window: int = 0  # tokens that some layers attend to; 0: all layers attend to all tokens
-    windowed: frozenset[int] = frozenset()  # layers that have it
+    windowed: frozenset[int] = frozenset()  # layers that attend to the window only
     states: States | None = None
 
 
@@ -53,12 +53,12 @@ class States:
 
     recurrence: str
     heads: int
-    head: int
-    groups: int  # of B and C, or heads of the keys
-    width: int  # of a group, or of a key
-    rows: int
+    head: int  # values of a head
+    groups: int  # of B and C (Mamba-2), or heads of the keys (Gated DeltaNet)
+    width: int  # of a group's state, or of a key
+    rows: int  # inputs that the convolution keeps: its kernel less one
     layers: frozenset[int]
-    attends: frozenset[int]
+    attention_layers: frozenset[int]
 
     def at(self, tp: int, item: int) -> Recurrent:
         """Return the state of one rank: the convolution with the cache's item size, the recurrence in float32."""
@@ -80,14 +80,14 @@ def read_model(model: str) -> Model:
         refuse("--model", model, "its config.json is not an object", remedy)
     if isinstance(config.get("text_config"), dict):  # a vision model: the cache is the language model's
         config = {"quantization_config": config.get("quantization_config"), **config["text_config"]}
-    if isinstance(kinds := config.get("layers_block_type"), list):  # which says how many there are
+    if isinstance(kinds := config.get("layers_block_type"), list):  # the kind of each layer, so their number too
         config = {"num_hidden_layers": len(kinds), **config}
     if config.get("compress_ratios"):
         why = (
             "it compresses its latents, and such caches are not described here, though engines of vllm-ascend take them"
         )
         refuse("--model", model, why, "Trace an engine: vllm-ascend-pd trace names its layers and groups.")
-    found = refused(config)
+    found = refused_feature(config)
     if found:
         raise ConfigError(
             "PD-CONF-005", feature=found, remedy="Use a model with attention, windows, states or MLA in plain numbers."
@@ -103,10 +103,10 @@ def read_model(model: str) -> Model:
     if config.get("kv_lora_rank"):
         # An indexer's key is counted as a part of its layer's cell, and as if all layers had one.
         index = size("index_head_dim") if config.get("index_topk") else 0
-        return Model(1, size("kv_lora_rank") + size("qk_rope_head_dim") + index, layers, True)
+        return Model(1, size("kv_lora_rank") + size("qk_rope_head_dim") + index, layers, mla=True)
     dim = size("head_dim") if config.get("head_dim") else size("hidden_size") // attention
     heads = size("num_key_value_heads") if config.get("num_key_value_heads") else attention
-    windowed = windows(config, layers)
+    windowed = windowed_layers(config, layers)
     window = size("sliding_window") if windowed else 0
     return Model(heads, dim, layers, False, window, windowed, states(config, layers))
 
@@ -136,7 +136,7 @@ def states(config: Mapping[str, Any], layers: int) -> States | None:
     return None
 
 
-def windows(config: Mapping[str, Any], layers: int) -> frozenset[int]:
+def windowed_layers(config: Mapping[str, Any], layers: int) -> frozenset[int]:
     """Return the layers that attend to a window only."""
     kinds, window, longest = (config.get(name) for name in ("layer_types", "sliding_window", "max_position_embeddings"))
     if isinstance(kinds, list):
@@ -145,21 +145,22 @@ def windows(config: Mapping[str, Any], layers: int) -> frozenset[int]:
     return frozenset(range(layers) if shorter and config.get("use_sliding_window", True) else ())
 
 
-def refused(config: Mapping[str, Any]) -> str:
+def refused_feature(config: Mapping[str, Any]) -> str:
     """Return the feature of this model's cache that an engine refuses; empty if there is none."""
     kinds, kept = config.get("layer_types"), states(config, 1)
-    known = _KINDS | _RECURRENT if kept else _KINDS
+    windows = windowed_layers(config, len(kinds) if isinstance(kinds, list) else 1)
+    known = _ATTENTION | _RECURRENT if kept else _ATTENTION
     others = sorted({str(kind) for kind in kinds} - known) if isinstance(kinds, list) else []
     if others:
         return f"A model with layers of kind {', '.join(others)[:200]}"
-    if config.get("kv_lora_rank") and windows(config, 1):
+    if config.get("kv_lora_rank") and windows:
         return "A model with sliding windows beside MLA"
     if config.get("index_topk") and not config.get("kv_lora_rank"):
         return "A model with a sparse indexer's cache, and without MLA"
-    named = [name for name in _STATES if config.get(name)]
+    named = [name for name in _RECURRENT_KEYS if config.get(name)]
     if named and not kept:
         return f"A model with recurrent states ({named[0]})"
-    if kept and (config.get("kv_lora_rank") or windows(config, 1)):
+    if kept and (config.get("kv_lora_rank") or windows):
         return "A model with recurrent states beside MLA or sliding windows"
     quantised = config.get("quantization_config")
     if isinstance(quantised, dict):

@@ -73,8 +73,8 @@ class PlanInput:
     scale: int = 0  # bytes of a scale for each token, head and component
 
     @property
-    def attends(self) -> frozenset[int]:
-        own = frozenset(range(self.layers)) if self.states is None else self.states.attends
+    def attention_layers(self) -> frozenset[int]:
+        own = frozenset(range(self.layers)) if self.states is None else self.states.attention_layers
         return own.union(range(self.layers, self.layers + self.drafts))
 
     @property
@@ -83,7 +83,7 @@ class PlanInput:
         token.
         """
         begin = Group(self.block_size, WINDOW, self.window).begins(0, self.tokens) if self.windowed else 0
-        whole = {f"layers.{index}" for index in self.attends - self.windowed}
+        whole = {f"layers.{index}" for index in self.attention_layers - self.windowed}
         some = {f"layers.{index}" for index in self.windowed}
         return [part for part in ((whole, 0, self.tokens), (some, begin, self.tokens)) if part[0]]
 
@@ -296,7 +296,7 @@ def _dealt(g: CacheGeometry, shape: PlanInput, flag: str, dcp: int, pcp: int, in
 
 
 def _names(shape: PlanInput, index: int) -> list[str]:
-    own = [f"layers.{index}"] if index in shape.attends else []
+    own = [f"layers.{index}"] if index in shape.attention_layers else []
     if shape.states is not None and index in shape.states.layers:
         own += [section_of(f"layers.{index}", section.name) for section in shape.states.at(1, 1).sections("", 1)]
     return own
@@ -374,7 +374,7 @@ def _table(
 ) -> list[str]:
     windows = f" ({len(shape.windowed)} with a window of {shape.window} tokens)" if shape.windowed else ""
     if shape.states is not None:
-        kept, attends = len(shape.states.layers), len(shape.states.attends)
+        kept, attends = len(shape.states.layers), len(shape.attention_layers)
         windows = f" ({attends} with attention, {kept} with a state of {sum(shape.states.at(1, shape.item).nbytes)} B)"
     windows += f" and {shape.drafts} of a draft model" if shape.drafts else ""
     lines = [

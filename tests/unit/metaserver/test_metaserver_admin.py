@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, Role
 from vllm_ascend_pd.metaserver.service import admin, instances_file
 from vllm_ascend_pd.metaserver.service.app import WorkerProcess
 from vllm_ascend_pd.metaserver.service.canary import Canary
-from vllm_ascend_pd.metaserver.service.fleet import Instance, parse_spec
+from vllm_ascend_pd.metaserver.service.fleet import Instance, parse_spec, parse_specs
 from vllm_ascend_pd.metaserver.service.hub import Hub
 from vllm_ascend_pd.metaserver.service.instances_file import Members
 from vllm_ascend_pd.metaserver.service.settings import Settings, read_token
@@ -204,6 +205,12 @@ def test_what_the_admin_removes_of_the_file_comes_back_when_it_is_read_again(
         assert "h3:3" not in instances(c)
         file.write_text("decode: [h3:3, h4:4]\n")
         until(lambda: {"h3:3", "h4:4"} <= set(instances(c)))
+
+
+@pytest.mark.parametrize("text", ["h:99999", "h:x", "http://[::1", "h:0", "h/path", "h:1+0", "h:65535+2", "a..b:1", ""])
+def test_an_address_that_cannot_be_used_is_named_in_its_error(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(repr(text))):
+        parse_specs(Role.PREFILL, text)
 
 
 def test_a_worker_outlives_an_operation_that_its_file_contradicts() -> None:

@@ -58,7 +58,7 @@ class Spec:
 
 
 def parse_specs(role: Role, text: object, weight: object = 1.0) -> list[Spec]:
-    """Parse what `parse_spec` takes, or `…:9100+16`: one endpoint on each of sixteen ports.
+    """Parse `host:port`, a URL, or either with `+16` behind its port: one endpoint on each of sixteen ports.
 
     Data-parallel ranks with their own servers are started like that. Raise ValueError with the text in it.
     """
@@ -77,7 +77,11 @@ def parse_spec(role: Role, text: object, weight: object = 1.0) -> Spec:
     """Parse `host:port` or a URL. Raise ValueError with the text in it."""
     if not isinstance(text, str):
         raise ValueError(f"{role.value} instance {text!r} is not a string")
-    parts = urlsplit(text if "://" in text else "http://" + text)
+    try:
+        parts = urlsplit(text if "://" in text else "http://" + text)
+        port = parts.port
+    except ValueError as problem:
+        raise ValueError(f"{role.value} instance {text!r}: {problem}") from None
     if (
         parts.scheme not in ("http", "https")
         or not parts.hostname
@@ -90,11 +94,11 @@ def parse_spec(role: Role, text: object, weight: object = 1.0) -> Spec:
         parts.hostname.encode("idna")
     except UnicodeError:
         raise ValueError(f"{role.value} instance {text!r} has a host that is no name") from None
-    if parts.port == 0:
+    if port == 0:
         raise ValueError(f"{role.value} instance {text!r} has port 0")
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= 1e6:
         raise ValueError(f"weight {weight!r} of {text} is not a positive number")
-    port = parts.port or (443 if parts.scheme == "https" else 80)
+    port = port or (443 if parts.scheme == "https" else 80)
     return Spec(role, Origin(parts.scheme, parts.hostname, port), float(weight))
 
 
