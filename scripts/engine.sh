@@ -39,7 +39,7 @@ engine_options() {
   if [ "$ROLE" = decode ]; then
     OPTIONS+=("metaserver*|PD_METASERVER_URLS|http://127.0.0.1:8000|metaservers that D may call")
     OPTIONS+=("policy|PD_POLICY|recompute|what happens to a request whose KV does not come: recompute or fail")
-    OPTIONS+=("side-channel-port|PD_D_SIDE_CHANNEL_PORT|0|0: a free port; N: N + data-parallel rank × TP + TP rank")
+    OPTIONS+=("side-channel-port|PD_D_SIDE_CHANNEL_PORT|0|0: a free port; N: N + worker, counted over data-parallel ranks, stages and TP ranks")
   fi
   OPTIONS+=(
     "devices|${own}_DEVICES||NPU: ASCEND_RT_VISIBLE_DEVICES; none: as it is"

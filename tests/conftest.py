@@ -56,7 +56,7 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
 
 
 @pytest.fixture(autouse=True)
-def heard() -> None:
+def logs_reach_pytest() -> None:
     """Let pytest receive the package's log messages.
 
     vLLM's plug-ins, if a test starts them, redirect those to vLLM's handlers alone.

@@ -53,9 +53,9 @@ class BothScheduler(SchedulerRole):
     def due_s(self) -> float:
         return min(self._prefill.due_s(), self._decode.due_s())
 
-    def heard(self, news: WorkerNews) -> None:
-        self._prefill.heard(news)
-        self._decode.heard(news)
+    def take_news(self, news: WorkerNews) -> None:
+        self._prefill.take_news(news)
+        self._decode.take_news(news)
 
     def released(self, request_id: str) -> bool:
         return self._prefill.released(request_id)

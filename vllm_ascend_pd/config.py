@@ -129,7 +129,7 @@ class RegroupConfig:
     regroup: str = _key(
         "auto",
         "P",
-        "all-to-all by block before writing: by span length, always, never",
+        "all-to-all by block before writing; auto: by span length (regroup_min_span)",
         choices=("auto", "always", "never"),
     )
     regroup_min_span: int = _key(16384, "P", "auto regroups when the mean span is shorter (bytes)", low=1)
@@ -160,7 +160,7 @@ class Timers:
         120.0, "P", "how long finished blocks wait for a reservation (P-first order)", low=0.5, high=3600
     )
     meet_s: float = _key(
-        30.0, "P", "how long a reservation waits for the request with its name (concurrent order)", low=0.2, high=3600
+        30.0, "P", "how long a reservation waits for the request with its name (both at once)", low=0.2, high=3600
     )
     first_token_wait_s: float = _key(
         0.2, "D", "how long a request with complete KV waits for P's first token", low=0.0, high=10

@@ -227,7 +227,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         news = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(news, WorkerNews):
-            self._scheduler.heard(news)
+            self._scheduler.take_news(news)
         # Behind a MultiConnector, reports of other connectors are among these: unknown here, they stay for vLLM.
         for request_id in sorted(connector_output.finished_sending or ()):
             self._scheduler.released(request_id)

@@ -105,14 +105,14 @@ CATALOGUE: dict[str, Entry] = {
     "PD-SEC-005": Entry("This needs the admin token.", "Send the header Authorization: Bearer with the word in the file of --admin-token-file."),
     "PD-SEC-006": Entry(
         "Without an admin token this is for callers on the metaserver's own host only.",
-        "Call it there under a loopback name, or start the metaserver with --admin-token-file.",
+        "Start the metaserver with --admin-token-file, or let it listen on loopback and call it there under a loopback name.",
     ),
     # -- metaserver and reservations
     "PD-META-001": Entry("Metaserver {url!r} is not in metaserver_urls.", "Add its exact scheme, host and port to metaserver_urls."),
     "PD-META-002": Entry("The metaserver could not be reached: {why}.", "Check that it runs and that the address is right."),
     "PD-META-003": Entry("The metaserver answered {status}: {why}.", "See the metaserver's log for the request id."),
     "PD-META-004": Entry("Too many reservations are waiting for the metaserver ({count}).", "Raise metaserver_max_queue or add capacity."),
-    "PD-META-005": Entry("The reservation does not fit the prompt: {why}.", "Send the same prompt to both engines; check the tokenizers."),
+    "PD-META-005": Entry("The reservation does not fit the prompt: {why}.", "Send the same prompt to both engines; check the tokenizers. If the router asks prefill first, set hold_sources there (docs/routers.md)."),
     "PD-META-006": Entry("Prefill failed: {why}.", "See the prefill engine's log."),
     "PD-META-007": Entry("The decode instance could not answer: {why}.", "See the decode engine's log; the metaserver tries another instance when there is one."),
     "PD-META-008": Entry("No {role} instance can take the request.", "The status page and /instances say why; start, add or undrain one."),
@@ -175,7 +175,7 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "PD-META-033": Entry(
         "Decode can begin with nothing but this prefill's first token, which P does not report as it asks: {why}.",
-        "Nothing to do for one request. If it happens often, give all prefill engines the same first_token and sampling defaults.",
+        "Nothing to do for one request. If it happens often, give all prefill engines the same first_token, log-probability mode and release.",
     ),
     # -- ops: the compiled extension and what it is given
     "PD-OPS-001": Entry("The compiled extension {library} cannot be loaded: {why}.", "Build it: pip install . (see docs/building.md)."),
@@ -204,7 +204,7 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "PD-XFER-008": Entry(
         "The KV came, and prefill's first token did not ({why}): behind a whole prompt of windows or states nothing else can begin.",
-        "Nothing to do for one request. If it happens often, raise first_token_wait_s, or set first_token to off on decode.",
+        "Nothing to do for one request. If it happens often, raise lease_s and first_token_wait_s, or set first_token to off on decode.",
     ),
 }  # fmt: skip
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's entry point (`vllm.general_plugins`). It runs in the API server, the engine core and every worker.
+"""vLLM's entry point (`vllm.general_plugins`), which it calls in the API server, the engine core and every worker.
 
-It is idempotent. An error here is logged instead of raised: a plug-in that raises stops engines that do not use it.
+A vLLM that has no place for connectors is logged and not raised: it would stop engines that do not use this one.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def register() -> None:
 
 
 def _log_as_vllm() -> None:
-    """Log this package's lines beside vLLM's, at its level.
+    """Give this package's logger vLLM's handlers and level.
 
-    The root logger would drop them where torch_npu has set its level to errors.
+    It would inherit the root logger's level, which torch_npu sets to ERROR.
     """
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("vllm_ascend_pd")
     if theirs.handlers and not ours.handlers:

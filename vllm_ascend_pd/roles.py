@@ -85,7 +85,7 @@ class SchedulerRole:
         """Time until the scheduler must look by itself: no news wakes it then."""
         return math.inf
 
-    def heard(self, news: WorkerNews) -> None:
+    def take_news(self, news: WorkerNews) -> None:
         """Handle the workers' news, before `released` and `received` are called."""
 
     def released(self, request_id: str) -> bool:

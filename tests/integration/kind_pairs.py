@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of tiny models, one for each kind of cache: starts, common checks, and planted faults."""
+"""Pairs of engines, P and D with one tiny model for each kind of cache: starts, common checks, planted faults."""
 
 from __future__ import annotations
 
@@ -123,22 +123,25 @@ def exercise(pair: Pair, name: str, lengths: Sequence[int]) -> None:
 
 
 def rounding_limit(p: Engine, d: Engine, lengths: Sequence[int]) -> float:
-    """Return how much worse than the best token one may be with a cache that rounds, P and D being of unequal TP.
+    """Return the difference of logits up to which two tokens count as tied, with a cache that rounds and unequal TP.
 
-    Such a cache makes a step of some values out of the last bit of a sum, which another TP adds up in another order.
-    How far that moves a token's logit, P and D show by computing the same prompts alone. Of two tokens one may go up as
-    far as the other goes down.
+    Another TP adds in another order, and rounding makes a whole step of the last bit. How far that moves a logit is
+    measured: P and D compute the same prompts alone. It counts twice, as one logit may rise while the other falls.
     """
     moved = apart(p.url, d.url, [fresh_prompt(length) for length in lengths], {"cache_salt": fresh_salt("apart")})
     return max(TIE, 2 * moved)
 
 
 def wrong_answers(pair: Pair, lengths: Sequence[int], tie: float = TIE) -> int:
-    """Count the wrong answers although D has loaded all, with a planted fault. What is within `tie` is not counted."""
-    wrong = 0
+    """Count the wrong answers, one for each length, although D has loaded all, with a planted fault.
+
+    A first difference within `tie` shows nothing, neither that the answer is wrong nor that it is right: another prompt
+    of that length is asked then, once.
+    """
     judged = replace(pair, tally=Tally(tie=tie, excused_per=1))
-    for length in lengths:
-        prompt = fresh_prompt(length)
+
+    def is_wrong(length: int) -> bool | None:
+        prompt, excused = fresh_prompt(length), len(judged.tally.excused)
         (expected,) = reference_answers(pair.prefill, [prompt], 12)
         before = pair.loaded_tokens()
         got = complete(pair.front.url, body_of(prompt, 12))
@@ -146,8 +149,11 @@ def wrong_answers(pair: Pair, lengths: Sequence[int], tie: float = TIE) -> int:
         try:
             judged.judge("planted fault", prompt, expected.tokens, got.tokens)
         except TokensDiffer:
-            wrong += 1
-    return wrong
+            return True
+        return None if len(judged.tally.excused) > excused else False
+
+    found = (is_wrong(length) for length in lengths)
+    return sum(bool(is_wrong(length) if one is None else one) for length, one in zip(lengths, found, strict=True))
 
 
 def check_left(pair: Pair, length: int, longest: int = 2048) -> None:
@@ -214,7 +220,7 @@ def check_first_token_lost(pair: Pair, port: int, length: int, *, fails: bool) -
 def check_cut(pair: Pair, lengths: Sequence[int]) -> None:
     """Check that the last prompt token is not loaded if D computes the first token.
 
-    P learns too late how a grammar lets an answer begin to promise its first token at the start.
+    With a grammar P cannot promise its first token in time: it learns too late which tokens may come first.
     """
     shaped = {"structured_outputs": {"regex": "[a-z]{2,40}"}, "ignore_eos": False}
     for length in lengths:
@@ -241,7 +247,7 @@ def check_choices(pair: Pair, length: int) -> None:
 
 
 def check_preempted(pair: Pair, lengths: Sequence[int], tokens: int) -> None:
-    """Check more requests at once than D has blocks for: it preempts some and computes them again."""
+    """Check the answers to more requests at once than D has blocks for: it preempts some and computes them again."""
     (d,) = pair.decode
     free, before = pair.free_counts(), counter(d, "vllm:num_preemptions_total")
     prompts = [fresh_prompt(length) for length in lengths]

@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 from fake_metaserver import Answer as Said
 from fake_metaserver import fake_metaserver
-from kind_pairs import KINDS, check_failed_load, engines, running, shows, sized, spec
+from kind_pairs import DELTA, check_failed_load, engines, running, shows, sized, spec
 from pairs import Pair, PairMaker, fresh_prompt, reference_answers, transfer_request
 
 from tools.support.checks import Drafted, drafted, eventually, first_tokens, fresh_salt
 from tools.support.client import body_of, complete, post
 from tools.support.cluster import Cluster
-from tools.support.compare import Tally
 from tools.support.engine import Engine
 from tools.support.models import ensure
 from tools.support.spec import EngineSpec
@@ -357,15 +356,14 @@ def test_mtp_beside_states(
     """Gated DeltaNet in three layers of four, without prefix caches.
 
     Each drafted token has a row more in the convolution's state, and a block of its own. With prefix caches vLLM moves
-    states by a kernel that CPUs lack.
+    states by a kernel that CPUs lack. In float32: in bfloat16 two single engines of TP 1 and 2 put some tokens up to 0.7
+    apart, without any connector.
     """
-    more: dict[str, Any] = {"arguments": ("--dtype", "bfloat16", "--no-enable-prefix-caching")}
+    more: dict[str, Any] = {"arguments": ("--no-enable-prefix-caching",)}
 
     def drafting(name: str, role: str, tokens: int, extra: dict[str, Any], **given: Any) -> EngineSpec:
         draft = {"method": "mtp", "num_speculative_tokens": tokens}
-        return spec(
-            name, "qwen3next-mtp", role, extra, draft=draft, plugins=(KINDS.parent / "states",), **more, **given
-        )
+        return spec(name, "qwen3next-mtp", role, extra, draft=draft, plugins=(DELTA,), **more, **given)
 
     config = cluster.push_config(*allowed)
     specs = (
@@ -373,8 +371,6 @@ def test_mtp_beside_states(
         drafting("next-mtp-d", "kv_consumer", d_drafts, config),
     )
     with running(cluster, make_pair, *specs) as pair:
-        # In bfloat16 sums depend on the number of ranks, and a prompt's kernel is not a token's.
-        pair.tally = Tally(tie=0.25, excused_per=1)
         name = f"Qwen3-Next's MTP {p_tp}→1, {p_drafts} and {d_drafts} tokens"
         check(pair, (1, 2, 95, 96, 97, 333, 700), name, progress, chunked=True)
         progress(f"figure: {name}: {pair.tally.summary()}")

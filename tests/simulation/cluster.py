@@ -97,7 +97,7 @@ class Cluster:
             return engine.scheduler if engine.alive else None
 
         def deliver(arrived: Meeting) -> None:
-            engine.heard(peer, arrived)
+            engine.message(peer, arrived)
 
         self.network.send(sender.scheduler, receiver, deliver, message)
 
@@ -112,7 +112,7 @@ class Cluster:
             return engine.scheduler if engine.alive and engine.incarnation == peer else None
 
         def deliver(arrived: Meeting) -> None:
-            engine.heard(endpoint, arrived)
+            engine.message(endpoint, arrived)
 
         self.network.send(sender.scheduler, receiver, deliver, message)
 

@@ -332,8 +332,8 @@ class DecodeEngine:
             self.offers.send_unwanted(meet.listener, Unwanted(self.incarnation, meet.source, meet.name))
             self._offered()
 
-    def heard(self, endpoint: Endpoint, message: Meeting) -> None:
-        self.offers.heard(self.scheduler.clock(), endpoint, message)
+    def message(self, endpoint: Endpoint, message: Meeting) -> None:
+        self.offers.message(self.scheduler.clock(), endpoint, message)
         self._offered()
 
     def unreachable(self, endpoint: Endpoint) -> None:
@@ -385,7 +385,7 @@ class DecodeEngine:
                 self.requests.token(transfer, first)
                 continue
             code = "" if kind == "prefilled" else "PD-META-006"
-            self.requests.heard(transfer, kind, code, kind)
+            self.requests.outcome(transfer, kind, code, kind)
             self.requests.token(transfer, first, code)
             if code and (request := self._by_transfer.get(transfer)) is not None:
                 request.hopeless = self.cluster.world.now

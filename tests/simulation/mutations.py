@@ -49,7 +49,7 @@ from vllm_ascend_pd.protocol.push import Sender
 from vllm_ascend_pd.protocol.push_rules import PairMachine
 from vllm_ascend_pd.protocol.reservation import Receiver
 from vllm_ascend_pd.protocol.reservation_rules import ReservationMachine
-from vllm_ascend_pd.protocol.states import Cell, Heard, ReservationEvent, ReservationState, WriterState
+from vllm_ascend_pd.protocol.states import Cell, Incoming, ReservationEvent, ReservationState, WriterState
 from vllm_ascend_pd.protocol.tables import PAIR_TABLE, RESERVATION_TABLE
 from vllm_ascend_pd.protocol.timing import OBSERVED_GAP_S, RunningClock
 from vllm_ascend_pd.protocol.transfer import Transfer, WriterRecord
@@ -115,11 +115,11 @@ class ReadyBeforeBind(Receiver):
     """D grants authority before the blocks' earlier use has ended."""
 
     class Machine(ReservationMachine):
-        def park(self, now: float, record: Transfer, heard: Heard[Any]) -> None:
-            if isinstance(heard.message, Begin):
-                granted = ready(heard.message, self._timers.lease_s, self.memory, self.addresses)
-                self.actions.append(Send(heard.peer, granted))
-            super().park(now, record, heard)
+        def park(self, now: float, record: Transfer, received: Incoming[Any]) -> None:
+            if isinstance(received.message, Begin):
+                granted = ready(received.message, self._timers.lease_s, self.memory, self.addresses)
+                self.actions.append(Send(received.peer, granted))
+            super().park(now, record, received)
 
     machine, table = Machine, _of(Machine, RESERVATION_TABLE)
 
@@ -138,9 +138,9 @@ class DoneCountedTwice(Receiver):
             super().__init__(*args)
             self._dones: Counter[Any] = Counter()
 
-        def hear(self, now: float, record: Transfer, heard: Heard[Any]) -> None:
-            self._dones[record.transfer] += record.state is ReservationState.OPEN and isinstance(heard.message, Done)
-            super().hear(now, record, heard)
+        def receive(self, now: float, record: Transfer, received: Incoming[Any]) -> None:
+            self._dones[record.transfer] += record.state is ReservationState.OPEN and isinstance(received.message, Done)
+            super().receive(now, record, received)
             if record.state is ReservationState.OPEN and self._dones[record.transfer] >= len(record.writers) > 0:
                 _conclude(self, now, record)
 
@@ -169,10 +169,10 @@ class SuccessInSpiteOfFailed(Receiver):
     """D treats FAILED like any other end."""
 
     class Machine(ReservationMachine):
-        def end(self, now: float, record: Transfer, heard: Heard[Failed]) -> None:
-            self.acknowledge(now, record, heard)
-            if record.bound and heard.message.quiescent:
-                record.author(heard.message).state = WriterState.DONE
+        def end(self, now: float, record: Transfer, received: Incoming[Failed]) -> None:
+            self.acknowledge(now, record, received)
+            if record.bound and received.message.quiescent:
+                record.author(received.message).state = WriterState.DONE
                 if all(writer.state is WriterState.DONE for writer in record.writers.values()):
                     _conclude(self, now, record)
 
@@ -192,8 +192,8 @@ class LeaseNotChecked(Sender):
     """P writes without a time limit once it was allowed to."""
 
     class Machine(PairMachine):
-        def extend(self, now: float, pair: Pair, heard: Heard[Any]) -> None:
-            super().extend(now, pair, heard)
+        def extend(self, now: float, pair: Pair, received: Incoming[Any]) -> None:
+            super().extend(now, pair, received)
             pair.authority = now + 1e6
 
     machine, table = Machine, _of(Machine, PAIR_TABLE)
@@ -388,22 +388,22 @@ class NotDrained(Pushes):
         for push in self._named(names):
             push.forget()
 
-    def draining(self, now: float) -> float:
+    def drain(self, now: float) -> float:
         return 0.0
 
 
 class DrainedAtOnce(Pushes):
     """P gives up pushes that still write at their preemption, although it may wait for them."""
 
-    def draining(self, now: float) -> float:
-        return super().draining(self._drained_by)
+    def drain(self, now: float) -> float:
+        return super().drain(self._drained_by)
 
 
 class DrainedForEver(Pushes):
     """P's forward waits for preempted blocks without a time limit."""
 
-    def draining(self, now: float) -> float:
-        return super().draining(min(now, self._drained_by - 1.0))
+    def drain(self, now: float) -> float:
+        return super().drain(min(now, self._drained_by - 1.0))
 
 
 class ReportedBeforeClosed(Pushes):
@@ -416,7 +416,7 @@ class ReportedBeforeClosed(Pushes):
 class ReportedWithoutBlocks(Pushes):
     """P's workers report requests that hold no blocks."""
 
-    def _untold(self, push: Push) -> None:
+    def _stop_reporting(self, push: Push) -> None:
         """Withdraw nothing."""
 
 
@@ -1156,7 +1156,7 @@ MORE = (
     Mutation("the forward waits for ever", core=DrainedForEver, world=_preempted_patiently),
     Mutation("reported before it is closed", core=ReportedBeforeClosed),
     Mutation("reported though no blocks are held", core=ReportedWithoutBlocks),
-    Mutation("a rank's failure is not heard", loads=EndsSwallowed),
+    Mutation("a rank's failure is not received", loads=EndsSwallowed),
     Mutation("every answer is good", loads=EveryAnswerGood),
     Mutation("no answer is good", loads=NoAnswerGood, world=_kind),
     Mutation("a token less is reserved", loads=ReservedTooLittle, world=_kind),

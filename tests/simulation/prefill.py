@@ -239,7 +239,7 @@ class PrefillRank:
         if self._step is not step:
             return
         with self.deciding() as core:
-            left = core.draining(self.process.clock())
+            left = core.drain(self.process.clock())
         if left > 0:
             self.process.post(left, self._drain, step)
         else:

@@ -180,12 +180,12 @@ class PrefillEngine:
 
     # -- what D's schedulers say
 
-    def heard(self, peer: str, message: Meeting) -> None:
+    def message(self, peer: str, message: Meeting) -> None:
         reservation = opened(message, lambda sealed: unseal(sealed, SECRETS)) if isinstance(message, Offer) else None
         if isinstance(reservation, Gone):
             raise Violation(f"P{self.index} cannot read {message}")
         self.cluster.world.stats["unwanted"] += isinstance(message, Unwanted)
-        self.requests.heard(self.scheduler.clock(), peer, message, reservation)
+        self.requests.message(self.scheduler.clock(), peer, message, reservation)
         self._met()
 
     def decode_gone(self, peer: str) -> None:

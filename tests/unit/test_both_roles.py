@@ -202,8 +202,8 @@ class Fake(SchedulerRole, WorkerRole):
     def attach_workers(self, workers: Any) -> None:
         self.asked.append(("attach_workers", workers))
 
-    def heard(self, news: WorkerNews) -> None:
-        self.asked.append(("heard", news))
+    def take_news(self, news: WorkerNews) -> None:
+        self.asked.append(("news", news))
 
     def register_kv_caches(self, tensors: Any) -> None:
         self.asked.append(("register_kv_caches", tensors))
@@ -240,13 +240,13 @@ def test_what_concerns_the_engine_reaches_both() -> None:
     roles = Fake(), Fake()
     worker, scheduler, step = BothWorker(*roles), BothScheduler(*roles), StepMetadata()
     scheduler.attach_workers({})
-    scheduler.heard(WorkerNews())
+    scheduler.take_news(WorkerNews())
     worker.register_kv_caches({})
     worker.preempt(step)
     worker.bind(step)
     worker.save_layer("a layer")
     worker.end_step()
-    wanted = [("attach_workers", {}), ("heard", WorkerNews()), ("register_kv_caches", {})]
+    wanted = [("attach_workers", {}), ("news", WorkerNews()), ("register_kv_caches", {})]
     wanted += [("preempt", step), ("bind", step), ("save_layer", "a layer"), ("end_step",)]
     assert roles[0].asked == roles[1].asked == wanted
 

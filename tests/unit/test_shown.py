@@ -70,7 +70,7 @@ def test_a_push_and_its_pairs_tell_how_far_they_are() -> None:
     s.abort(0.0, PUSH, "PD-XFER-002", "left")
     assert repr(push) == "<Push push-1 of decode-1/7/uuid-7, sealed, failed: PD-XFER-002 left; D0 drain, D1 closed>"
     s.wrote(0.0, claim, True)
-    assert repr(push.pairs[0]).endswith("0 out, 0 covered; says FAILED, not heard>")
+    assert repr(push.pairs[0]).endswith("0 out, 0 covered; sends FAILED, not acknowledged>")
 
 
 def test_a_staging_slot_tells_whose_it_is_and_who_reads_it() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One running vLLM server, and readings from it."""
+"""A vLLM server: its process, if this one starts it, and readings from it."""
 
 from __future__ import annotations
 
@@ -41,18 +41,21 @@ class Served:
         return found
 
     def _samples(self) -> Iterator[tuple[str, str, float]]:
-        for line in httpx.get(f"{self.url}/metrics", timeout=10.0, trust_env=False).text.splitlines():
+        for line in self._metrics_text().splitlines():
             match = _SAMPLE.match(line)
             if match:
                 yield match["name"], match["labels"] or "", float(match["value"])
 
+    def _metrics_text(self) -> str:
+        # Without TLS settings: loading the certificates costs 20 ms of processor time at every call.
+        return httpx.get(f"{self.url}/metrics", timeout=10.0, trust_env=False, verify=False).text
+
     def blocks(self) -> int:
         """Return the size of the block pool, without the null block."""
         if not self.total_blocks:
-            text = httpx.get(f"{self.url}/metrics", timeout=10.0, trust_env=False).text
-            match = re.search(r'vllm:cache_config_info\{[^}]*num_gpu_blocks="(\d+)"', text)
+            match = re.search(r'vllm:cache_config_info\{[^}]*num_gpu_blocks="(\d+)"', self._metrics_text())
             if match is None:
-                raise RuntimeError(f"{self.name}: /metrics does not tell num_gpu_blocks")
+                raise RuntimeError(f"{self.name}: /metrics has no num_gpu_blocks")
             self.total_blocks = int(match[1]) - 1
         return self.total_blocks
 
@@ -72,7 +75,6 @@ class Engine(Served):
 
     def ready(self) -> bool:
         try:
-            # Without TLS settings: loading the certificates costs 20 ms of processor time at every call.
             return httpx.get(f"{self.url}/health", timeout=2.0, trust_env=False, verify=False).status_code == 200
         except httpx.HTTPError:
             return False
@@ -86,8 +88,8 @@ class Engine(Served):
         return "importing"
 
 
-_SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?P<labels>\{.*\})? (?P<value>[-+0-9.eEinfNa]+)$")
-_STAGES = (
+_SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?P<labels>\{.*\})? (?P<value>[-+0-9.eEinfINa]+)$")
+_STAGES = (  # the latest first
     ("Application startup complete", "serving"),
     ("Starting vLLM", "opening its port"),
     ("init engine", "engine ready"),

@@ -510,7 +510,7 @@ def _schedulers() -> Run:
         elif isinstance(message, Gone):
             meetings.withdrawn(now, "d", message.transfer)
         if isinstance(message, Meeting):
-            offers.heard(now, SOURCE.listens, message)
+            offers.message(now, SOURCE.listens, message)
         meetings.tick(now)
         offers.tick(now)
         meetings.finished(now, f"request-{now}", well=False)

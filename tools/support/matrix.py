@@ -148,12 +148,12 @@ COMBINATIONS = (
     Combination(
         ("vllm-ascend-dcp",),
         (
-            "context parallelism: DCP on P, on D, on both, equal or not; PCP on P, under vllm-ascend",
+            "context parallelism, under vllm-ascend: DCP on P, on D, on both, equal or not; PCP on P",
             "byte-exact against a reference; vllm-ascend's engines on a CANN in host memory (GQA, MQA, MLA)",
             "not done",
         ),
         (
-            "上下文并行：P、D 或两侧的 DCP，大小相同或不同；P 侧的 PCP，需 vllm-ascend",
+            "上下文并行，需 vllm-ascend：P、D 或两侧的 DCP，大小相同或不同；P 侧的 PCP",
             "与参考结果逐字节一致；主机内存 CANN 上的 vllm-ascend 引擎（GQA、MQA、MLA）",
             "未做",
         ),
@@ -201,7 +201,7 @@ COMBINATIONS = (
     Combination(
         ("fp8",),
         ("caches in fp8 (e4m3, e5m2): GQA 1→1, 2→1, 1→2; with windows or states 1→2", "real pair", "real pair (2→1)"),
-        ("fp8 缓存（e4m3、e5m2）：GQA 1→1、2→1、1→2；带滑动窗口或循环状态 1→2", "真实引擎对", "真实引擎对（2→1）"),
+        ("fp8 缓存（e4m3、e5m2）：GQA 1→1、2→1、1→2；带滑动窗口或循环状态 1→2", "真实的引擎对", "真实的引擎对（2→1）"),
     ),
     Combination(
         ("windows",),
@@ -212,8 +212,8 @@ COMBINATIONS = (
         ),
         (
             "部分或全部层带滑动窗口（gpt-oss、Gemma-3、Mistral）1→1、2→1、1→2，需 vLLM 0.23，或 0.32 及更高版本",
-            "真实引擎对",
-            "真实引擎对（2→1）",
+            "真实的引擎对",
+            "真实的引擎对（2→1）",
         ),
     ),
     Combination(
@@ -225,7 +225,7 @@ COMBINATIONS = (
         ),
         (
             "循环状态，与注意力并存或单独使用（Nemotron-H、Falcon-H1、Mamba-2、Qwen3-Next）1→1、2→1、1→2，需 vLLM 0.23，或 0.32 及更高版本",
-            "真实引擎对",
+            "真实的引擎对",
             "不需要",
         ),
     ),

@@ -15,7 +15,7 @@ def pairs(cell: Mapping[str, str]) -> set[frozenset[tuple[str, str]]]:
 
 
 def cover(factors: Mapping[str, Sequence[str]], without: Mapping[str, str] | None = None) -> list[Cell]:
-    """Return cells that cover all pairs, no cell with all levels of `without`; the same factors give the same cells.
+    """Return cells that cover all pairs; none has all levels of `without`. Equal arguments give equal cells.
 
     Greedy: each cell is the one with the most pairs not covered yet, the first of equals.
     """

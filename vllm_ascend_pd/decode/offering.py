@@ -40,7 +40,7 @@ class Offering:
             incarnation=incarnation,
             name="decode scheduler",
             secrets=secrets,
-            on_message=self._heard,
+            on_message=self._on_message,
             on_unreachable=self._unreachable,
             count=count,
             hears=OF_SCHEDULERS,
@@ -82,8 +82,8 @@ class Offering:
         self._offers.send_unwanted(listener, unwanted)
         self._act()
 
-    def _heard(self, listener: Endpoint, message: Meeting) -> None:
-        self._offers.heard(self._now(), listener, message)
+    def _on_message(self, listener: Endpoint, message: Meeting) -> None:
+        self._offers.message(self._now(), listener, message)
         self._act()
 
     def _unreachable(self, listener: Endpoint, detail: str) -> None:

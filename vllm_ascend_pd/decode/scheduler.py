@@ -266,10 +266,10 @@ class DecodeScheduler(SchedulerRole):
         """Handle the outcomes that the loop thread has received."""
         while self._outcomes:
             transfer, outcome = self._outcomes.popleft()
-            self._requests.heard(transfer, outcome.kind, outcome.code, outcome.detail)
-            self.first_tokens.heard(transfer, outcome.first, outcome.code)
+            self._requests.outcome(transfer, outcome.kind, outcome.code, outcome.detail)
+            self.first_tokens.outcome(transfer, outcome.first, outcome.code)
 
-    def heard(self, news: WorkerNews) -> None:
+    def take_news(self, news: WorkerNews) -> None:
         self.ended(news.ends)
 
     def ended(self, ends: Iterable[LoadEnd]) -> None:

@@ -106,7 +106,7 @@ class Seeding(first_token.StepHooks):
             return None
         return Seed(sampling.digest(given), given.get("logprobs")), sampling.sent(given)
 
-    def heard(self, transfer: TransferId, answer: str | First | None, failed: str) -> None:
+    def outcome(self, transfer: TransferId, answer: str | First | None, failed: str) -> None:
         """Handle the last answer of the metaserver (with P's token sealed), or of P itself, or one without a token."""
         if not self._requests.seeds.asked(transfer):
             return

@@ -25,14 +25,14 @@ from vllm_ascend_pd.geometry.regroup import Slot, slot_segments
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint64]
-Memory = Callable[[int], Bytes]
+RegionView = Callable[[int], Bytes]
 
 MASK = (1 << 64) - 1
 _AT_ONCE = 4 << 20  # bytes copied at a time
 
 
 def cache_digest(
-    memory: Memory,
+    memory: RegionView,
     geometry: CacheGeometry,
     rank: int,
     heads: range,
@@ -43,9 +43,10 @@ def cache_digest(
 ) -> tuple[int, ...]:
     """Return the sums over `heads` x `tokens` in this rank's cache, by region.
 
-    With `peer` (the peer's division of tokens, and a part of it) only tokens of that part count. `memory(region)` is a
-    flat view from the region's base; `blocks[0]` holds block index `first_block` of the prompt. P passes a `Delivery` of
-    its plan and its table from token 0. D passes its own heads, the tokens that it wants, and the reservation's table.
+    `memory(region)` is a flat view from the region's base; `blocks[0]` holds block index `first_block` of the prompt. P
+    passes a delivery of its plan and its table from token 0; D its own heads, the tokens that it wants, and the
+    reservation's table with that table's first block. With `peer`, which is the peer's division of tokens and the index
+    of one part, only the tokens of that part count.
     """
     size, dealt, part = geometry.block_size, geometry.dealt, geometry.ranks.part(rank)
     index = np.arange(tokens.start // dealt.covers, -(-tokens.stop // dealt.covers), dtype=np.int64)
@@ -73,7 +74,7 @@ def cache_digest(
 
 
 def slot_digest(slot: Slot, d: CacheGeometry, jobs: Sequence[Job], staged: Bytes) -> dict[int, tuple[int, ...]]:
-    """Return the same sums over what an owner has staged in a slot, by job index."""
+    """Return the sums over what an owner has staged in a slot, by job index."""
     held = d.head_range(slot.d_rank)
     members, segments = slot_segments(slot, jobs)
     zero = np.zeros(len(members), dtype=np.int64)

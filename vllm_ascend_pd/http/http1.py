@@ -30,7 +30,7 @@ _IDLE_S = 4.0  # below the engines' own 5 s, so that a connection they are closi
 _SWEEP_S = 0.5
 _AHEAD_BYTES = 256 << 10  # read ahead of the client at most
 _HEAD_BYTES = 64 << 10
-_UNREAD_BYTES = 1 << 20  # given to the parser, which keeps them, without a header or a piece of body coming out
+_UNREAD_BYTES = 1 << 20  # most that the parser may keep before it returns a header or a piece of the body
 
 
 class Origin(NamedTuple):
@@ -49,7 +49,7 @@ class Origin(NamedTuple):
 _OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 
 
-def _perhaps_read(problem: UpstreamError) -> UpstreamError:
+def _broken_and_not_replaced(problem: UpstreamError) -> UpstreamError:
     """Return the error for a request whose connection closed without an answer and could not be replaced.
 
     This does not count as a failure to connect: the engine may have read the request, and begun.
@@ -174,7 +174,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pool: _Pool, idle_s: float) -> None:
         self.loop = loop
-        self._due, self._soon_by = 0.0, math.inf
+        self._due, self._suspect_by = 0.0, math.inf
         self.idle_since = 0.0
         self._pool = pool
         self._idle_s = self._silence_s = idle_s
@@ -198,7 +198,7 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._headers, self._head_size = [], 0
         self._bodiless, self._heard, self._until_close, self._unread = bodiless, False, False, 0
-        self._due, self._soon_by = self.loop.time() + timeout_s, math.inf
+        self._due, self._suspect_by = self.loop.time() + timeout_s, math.inf
         self._head = self.loop.create_future()
         self._pool.busy[self] = None
         self._unsent.extend(data)
@@ -220,20 +220,20 @@ class _Connection(asyncio.Protocol):
 
     @property
     def deadline(self) -> float:
-        """Time at which the connection fails: never while reading is paused, as the engine cannot be heard then."""
-        return math.inf if self._paused else min(self._due, self._soon_by)
+        """Time at which the connection fails: never while reading is paused, as nothing of the engine is read then."""
+        return math.inf if self._paused else min(self._due, self._suspect_by)
 
-    def expect_soon(self, silence_s: float) -> None:
-        """Fail after a silence of this length, until something arrives or `expect_no_more` is called."""
-        self._soon_by = min(self._soon_by, self.loop.time() + silence_s)
+    def suspect(self, silence_s: float) -> None:
+        """Fail after a silence of this length, until something arrives or `trust_again` is called."""
+        self._suspect_by = min(self._suspect_by, self.loop.time() + silence_s)
 
-    def expect_no_more(self) -> None:
-        self._soon_by = math.inf
+    def trust_again(self) -> None:
+        self._suspect_by = math.inf
 
     def resume(self) -> None:
         if self._paused and self._transport is not None:
             self._paused, self._due = False, self.loop.time() + self._silence_s
-            self._soon_by = math.inf  # nothing was read meanwhile, so it was not silent
+            self._suspect_by = math.inf  # nothing was read meanwhile, so it was not silent
             self._transport.resume_reading()
 
     def abort(self) -> None:
@@ -264,7 +264,7 @@ class _Connection(asyncio.Protocol):
             self.abort()  # nothing was asked: these bytes must not be taken for the next answer
             return
         self._heard = True
-        self._soon_by = math.inf
+        self._suspect_by = math.inf
         if self._reply is not None:
             self._due = self.loop.time() + self._silence_s
         self._unread += len(data)
@@ -387,7 +387,7 @@ class _Pool:
 class Upstream:
     """All connections of this process to engines.
 
-    `max_connecting`: largest number of connections that are being made at once; more wait, so a burst does not time out.
+    `max_connecting`: most connections that are being made at once; others wait, so that a burst does not time out.
     """
 
     def __init__(
@@ -429,7 +429,7 @@ class Upstream:
             try:
                 connection = connection or await self._connect(origin, pool)
             except UpstreamError as problem:
-                raise (_perhaps_read(problem) if sent else problem) from problem.__cause__
+                raise (_broken_and_not_replaced(problem) if sent else problem) from problem.__cause__
             try:
                 return await self._exchange(connection, data, method == "HEAD", timeout_s)
             except _Stale:
@@ -437,17 +437,17 @@ class Upstream:
                 if fresh or not repeatable:
                     raise UpstreamError(LegFailure.BROKEN, "it closed the connection") from None
 
-    def expect_soon(self, origin: Origin, silence_s: float) -> None:
+    def suspect(self, origin: Origin, silence_s: float) -> None:
         """Fail requests to an engine that seems to be gone, each after a silence of this length."""
         pool = self._pools.get(origin)
         for connection in pool.busy if pool is not None else ():
-            connection.expect_soon(silence_s)
+            connection.suspect(silence_s)
 
-    def expect_no_more(self, origin: Origin) -> None:
-        """Undo `expect_soon`: the engine is there after all."""
+    def trust_again(self, origin: Origin) -> None:
+        """Undo `suspect`: the engine is there after all."""
         pool = self._pools.get(origin)
         for connection in pool.busy if pool is not None else ():
-            connection.expect_no_more()
+            connection.trust_again()
 
     async def _exchange(
         self, connection: _Connection, data: list[bytes | memoryview], bodiless: bool, timeout_s: float

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading of a client's request, and the two bodies that are made from it: D's and P's.
 
-Only the outermost level of the JSON is parsed; prompts and messages stay raw bytes, however long.
-A client's own `kv_transfer_params` is removed here.
+Of a request only the outermost level and short values are decoded; prompts and messages stay raw bytes. `stripping`
+removes a client's own `kv_transfer_params` from any other body.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm_ascend_pd.metaserver.prefixes import Marks, marks_of
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-FORBIDDEN = "kv_transfer_params"
+TRANSFER_PARAMS = "kv_transfer_params"  # a client may not set it
 _XARGS = "vllm_xargs"  # vLLM copies its entries to where the forbidden field goes, so the field may be in it too
 
 # Errors of msgspec for bytes that it cannot decode. It decodes UTF-8 and recurses, so two of them are Python's own.
@@ -43,11 +43,9 @@ class Use(Enum):
 
     PROMPT = "makes the prompt, or what of it is the same KV: P gets it"
     TOKENS = "the same for a prompt of token ids: P gets it also beside those"
-    FIRST = (
-        "chooses or reports the first token: P gets it as D has it, if its token is D's first; else it is thrown away"
-    )
-    ANSWER = "chooses, ends or shapes what comes after the prompt: P would only pay for it, or die of it"
-    OURS = "set anew for P"
+    FIRST = "chooses or reports the first token: P gets it as D has it, if D starts with P's token; else it is left out"
+    ANSWER = "applies after the first token: not for P, which would compute it for nothing, or crash"
+    ROUTING = "set, or left out, by the metaserver"
 
 
 # Every field of vLLM's completions and chat requests. A field that is not here is of a later release and goes to P
@@ -80,16 +78,12 @@ FIELDS: dict[str, Use] = {
     **dict.fromkeys(
         ("include_reasoning", "parallel_tool_calls", "stream_options", "stream_interval", "echo"), Use.ANSWER
     ),
-    **dict.fromkeys(("stream", "n", "max_tokens", "max_completion_tokens", "request_id", FORBIDDEN), Use.OURS),
+    **dict.fromkeys(("stream", "n", "max_tokens", "max_completion_tokens", "request_id", TRANSFER_PARAMS), Use.ROUTING),
 }
 # A letter of the forbidden field's name, written as an escape. A request does this only to hide the field.
-_ESCAPED = re.compile(rb"\\u00(?:%s)" % b"|".join(sorted({b"%02x" % ord(c) for c in FORBIDDEN})), re.IGNORECASE)
+_ESCAPED = re.compile(rb"\\u00(?:%s)" % b"|".join(sorted({b"%02x" % ord(c) for c in TRANSFER_PARAMS})), re.IGNORECASE)
 MEDIA = re.compile(rb'"(?:image_url|image_embeds|image_pil|input_audio|audio_url|audio_embeds|video_url)"')
-_ONE_TOKEN = {
-    "temperature": 0.0,
-    "n": 1,
-    "stream": False,
-}  # greedy: the way to choose the token that needs no other field
+_ONE_TOKEN = {"temperature": 0.0, "n": 1, "stream": False}  # greedy sampling needs no other field
 
 
 class BodyError(ValueError):
@@ -126,7 +120,7 @@ def parse(route: str, body: Buffer) -> Request:
 def parsing(route: str, body: Buffer) -> Steps[Request]:
     """Parse a request. Raise BodyError if it is no JSON object, or its `vllm_xargs` cannot be searched."""
     fields = yield from fields_of(body)
-    fields.pop(FORBIDDEN, None)
+    fields.pop(TRANSFER_PARAMS, None)
     if _XARGS in fields:
         fields[_XARGS] = msgspec.Raw((yield from stripping(_view(fields, _XARGS))))
     prompt = _view(fields, "messages" if route == CHAT else "prompt", b"")
@@ -170,12 +164,12 @@ def fields_of(body: Buffer) -> Steps[dict[str, msgspec.Raw]]:
 
 
 def for_decode(request: Request, params: Mapping[str, Any] | None) -> Payload:
-    """Return D's body: the client's, with `params` on where to ask for a prefill (None: D prefills by itself)."""
-    return object_of(request.fields if params is None else {**request.fields, FORBIDDEN: params}, request.size)
+    """Return D's body: the client's, with `params`, which say where to ask for a prefill (None: D prefills by itself)."""
+    return object_of(request.fields if params is None else {**request.fields, TRANSFER_PARAMS: params}, request.size)
 
 
-_SHAPES = ("response_format", "tool_choice")  # they may ask for structured output
-_SHAPELESS = (None, {"type": "text"}, "auto", "none")
+_GRAMMAR_FIELDS = ("response_format", "tool_choice")  # they may ask for structured output
+_NO_GRAMMAR = (None, {"type": "text"}, "auto", "none")
 
 
 def for_prefill(
@@ -191,27 +185,30 @@ def for_prefill(
     chosen = {key: value for key, value in (first or {}).items() if FIELDS.get(key) is Use.FIRST}
     if token_ids is not None:
         beside = {key: value for key, value in request.fields.items() if FIELDS.get(key) is Use.TOKENS}
-        fields = {**beside, "prompt": token_ids, "max_tokens": 1, **_ONE_TOKEN, **chosen, FORBIDDEN: params}
+        fields = {**beside, "prompt": token_ids, "max_tokens": 1, **_ONE_TOKEN, **chosen, TRANSFER_PARAMS: params}
         return COMPLETIONS, object_of(fields, max(request.size, len(memoryview(token_ids))) + _size(chosen))
     limit = "max_completion_tokens" if request.route == CHAT else "max_tokens"
     if request.route == CHAT and "logprobs" in chosen:
         chosen |= {"top_logprobs": chosen["logprobs"], "logprobs": msgspec.Raw(b"true")}
-    if "structured_outputs" in chosen and _asks_for_shape(request):
-        # P derives it as D did: from the client's own, and from the tools and `_SHAPES`, which stay for the prompt.
+    if "structured_outputs" in chosen and _asks_for_grammar(request):
+        # P derives it as D did: from the client's own, and from the tools and `_GRAMMAR_FIELDS`, which stay for the prompt.
         del chosen["structured_outputs"]
         if "structured_outputs" in request.fields:
             chosen["structured_outputs"] = request.fields["structured_outputs"]
-    unwanted = (Use.FIRST, Use.ANSWER, Use.OURS)
+    unwanted = (Use.FIRST, Use.ANSWER, Use.ROUTING)
     kept = {key: value for key, value in request.fields.items() if FIELDS.get(key) not in unwanted}
-    body = {**kept, limit: 1, **_ONE_TOKEN, **chosen, FORBIDDEN: params}
+    body = {**kept, limit: 1, **_ONE_TOKEN, **chosen, TRANSFER_PARAMS: params}
     return request.route, object_of(body, request.size + _size(chosen))
 
 
-def _asks_for_shape(request: Request) -> bool:
-    """Return whether vLLM derives a grammar from more than `structured_outputs`. Tools may have one without a choice."""
-    asked = {name: msgspec.json.decode(request.fields[name]) for name in _SHAPES if name in request.fields}
+def _asks_for_grammar(request: Request) -> bool:
+    """Return whether vLLM may derive a grammar from fields beside `structured_outputs`.
+
+    Tools may imply one without `tool_choice`.
+    """
+    asked = {name: msgspec.json.decode(request.fields[name]) for name in _GRAMMAR_FIELDS if name in request.fields}
     offered = bytes(request.fields.get("tools", b"null")) not in (b"null", b"[]")
-    return (offered and asked.get("tool_choice") != "none") or any(value not in _SHAPELESS for value in asked.values())
+    return (offered and asked.get("tool_choice") != "none") or any(value not in _NO_GRAMMAR for value in asked.values())
 
 
 def _size(fields: Mapping[str, msgspec.Raw]) -> int:
@@ -260,10 +257,10 @@ def stripping(body: Buffer) -> Steps[Buffer]:
         raise BodyError("it is nested too deeply") from problem
     requests = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, dict)]
     places = requests + [r[_XARGS] for r in requests if isinstance(r.get(_XARGS), dict)]
-    if not any(FORBIDDEN in place for place in places):
+    if not any(TRANSFER_PARAMS in place for place in places):
         return body
     for place in places:
-        place.pop(FORBIDDEN, None)
+        place.pop(TRANSFER_PARAMS, None)
     return json.dumps(value).encode()
 
 
@@ -274,11 +271,13 @@ def _look_through(body: Buffer) -> Steps[None]:
     except NotJson as problem:
         raise BodyError(f"it is long, and no strict JSON: {problem}") from problem
     if (yield from outline.holds(body, _names_forbidden)):
-        raise BodyError(f"it names {FORBIDDEN}, which only a router sets, and is too long to be read: leave it out")
+        raise BodyError(
+            f"it names {TRANSFER_PARAMS}, which only a router sets, and is too long to be read: leave it out"
+        )
 
 
 def _names_forbidden(text: bytes) -> bool:
-    return FORBIDDEN.encode() in text or (b"\\u00" in text and _ESCAPED.search(text) is not None)
+    return TRANSFER_PARAMS.encode() in text or (b"\\u00" in text and _ESCAPED.search(text) is not None)
 
 
 def _value(body: bytes) -> Any:

@@ -83,7 +83,7 @@ FATES: dict[str, Rule] = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), _COUNTED),
     **dict.fromkeys(("n", "best_of"), _refused("it has several choices", 1)),
     # What is reported of the answer.
-    **dict.fromkeys(("stream", "request_id", "return_token_ids", bodies.FORBIDDEN), _OURS),
+    **dict.fromkeys(("stream", "request_id", "return_token_ids", bodies.TRANSFER_PARAMS), _OURS),
     **dict.fromkeys(("stream_options", "stream_interval", "skip_special_tokens"), _KEPT),
     "spaces_between_special_tokens": _refused("how it writes special tokens depends on those before", True),
     **dict.fromkeys(("logprobs", "logprob_token_ids", "return_tokens_as_token_ids"), _KEPT),

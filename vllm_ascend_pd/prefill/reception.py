@@ -54,7 +54,7 @@ class Reception:
             port=engine.listening_port,
             incarnation=engine.incarnation,
             secrets=engine.secrets,
-            on_message=self._heard,
+            on_message=self._on_message,
             on_gone=self._gone,
             on_back=lambda incarnation: None,
             count=count,
@@ -113,7 +113,7 @@ class Reception:
 
     # -- the loop thread
 
-    def _heard(self, peer: Hashable, message: Meeting) -> None:
+    def _on_message(self, peer: Hashable, message: Meeting) -> None:
         reservation = None
         if isinstance(message, Offer):
             found = opened(message, lambda sealed: unseal(sealed, self._engine.secrets))
@@ -122,7 +122,7 @@ class Reception:
                 return
             reservation = found
         with self.deciding() as now:
-            self._requests.heard(now, peer, message, reservation)
+            self._requests.message(now, peer, message, reservation)
 
     def _gone(self, incarnation: str) -> None:
         with self.deciding() as now:

@@ -85,7 +85,7 @@ class PushRuntime:
             count=lambda reason: self.tally.count("num_side_channel_faults", reason),
         )
         self._writer = Writer(self.deciding, wire, time.monotonic, summer)
-        wire.listen(self._heard)
+        wire.listen(self._last_message_at)
         self._writing = WriterThread(f"pd-writer-{site.contributor}", self._writer, device)
         self._exchanger: Exchanger | None = None
         if regroup is not None:
@@ -118,7 +118,7 @@ class PushRuntime:
         """Wait a bounded time for writes that read preempted blocks; then the pushes start over or fail."""
         with self.deciding() as core:
             core.preempt(time.monotonic(), pushes)
-            while (left := core.draining(time.monotonic())) > 0:
+            while (left := core.drain(time.monotonic())) > 0:
                 self._changed.wait(left)
 
     def missed_exchanges(self) -> list[Exchanged]:
@@ -236,10 +236,10 @@ class PushRuntime:
 
     # -- the writer's thread
 
-    def _heard(self, session: str) -> float | None:
+    def _last_message_at(self, session: str) -> float | None:
         """Return, for the transport, when the D rank behind a session last sent anything."""
         peer = next((batch.peer for batch in self._writer.in_flight if batch.session == session), None)
         if peer is None:
             return None
         with self.lock:
-            return self.core.heard(peer)
+            return self.core.last_message_at(peer)

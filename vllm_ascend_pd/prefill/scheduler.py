@@ -249,7 +249,7 @@ class PrefillScheduler(SchedulerRole):
             trace.emit("released", request=request_id)
         return free
 
-    def heard(self, news: WorkerNews) -> None:
+    def take_news(self, news: WorkerNews) -> None:
         with self._deciding():
             self._requests.book.missed(news.missed)
         self.failed(news.failures)

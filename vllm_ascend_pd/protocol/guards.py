@@ -31,7 +31,7 @@ from vllm_ascend_pd.protocol.messages import (
 )
 from vllm_ascend_pd.protocol.pair import OPEN, Pair
 from vllm_ascend_pd.protocol.states import (
-    Heard,
+    Incoming,
     PairEvent,
     PairState,
     ReservationEvent,
@@ -63,7 +63,7 @@ Asked = TypeVar("Asked", Begin, Renew, covariant=True)
 class Refusal:
     """BEGIN or RENEW that D refuses, and the reason."""
 
-    heard: Heard[Begin | Renew]
+    received: Incoming[Begin | Renew]
     code: RefusalCode
     detail: str
 
@@ -79,61 +79,63 @@ class ReservationGuards:
     fence: Fence
     layouts: Layouts  # of P engines
 
-    def event(self, record: Transfer, heard: Heard[Message]) -> tuple[ReservationEvent, Heard[Message] | Refusal]:
-        message = heard.message
+    def event(
+        self, record: Transfer, received: Incoming[Message]
+    ) -> tuple[ReservationEvent, Incoming[Message] | Refusal]:
+        message = received.message
         if record.state is ReservationState.OPEN:
             if isinstance(message, Begin):
-                return self._begin(record, Heard(heard.peer, message))
+                return self._begin(record, Incoming(received.peer, message))
             if isinstance(message, Renew):
-                return self._renew(record, Heard(heard.peer, message))
+                return self._renew(record, Incoming(received.peer, message))
             if isinstance(message, Failed) and not record.bound:
-                return ReservationEvent.EARLY_FAILED, heard
+                return ReservationEvent.EARLY_FAILED, received
         if record.state in (ReservationState.OPEN, ReservationState.FENCING) and isinstance(message, Done | Failed):
             known = self._while_open if record.state is ReservationState.OPEN else self._while_fencing
-            return self._unauthorised_event(record, message) or known(record, message), heard
-        return TO_DECODE[type(message)], heard
+            return self._unauthorised_event(record, message) or known(record, message), received
+        return TO_DECODE[type(message)], received
 
-    def _begin(self, record: Transfer, heard: Heard[Begin]) -> tuple[ReservationEvent, Heard[Begin] | Refusal]:
-        e, begin = ReservationEvent, heard.message
+    def _begin(self, record: Transfer, received: Incoming[Begin]) -> tuple[ReservationEvent, Incoming[Begin] | Refusal]:
+        e, begin = ReservationEvent, received.message
         if self.fence.is_gone(begin.p_incarnation):
-            return e.BEGIN_OF_GONE, heard
+            return e.BEGIN_OF_GONE, received
         if self.fence.revoking:
-            return e.BEGIN_IN_REVOCATION, heard
+            return e.BEGIN_IN_REVOCATION, received
         if record.bound and begin.push != record.push:
             detail = f"push: prefill {begin.push}, decode {record.push}"
-            return e.BEGIN_OF_ANOTHER, Refusal(heard, RefusalCode.BOUND, detail)
+            return e.BEGIN_OF_ANOTHER, Refusal(received, RefusalCode.BOUND, detail)
         writer = record.writers.get(begin.contributor)
         found = self._differences(record, writer, begin)
         if found is None:
-            return e.BEGIN_UNKNOWN_LAYOUT, heard
+            return e.BEGIN_UNKNOWN_LAYOUT, received
         if found:
-            return e.BEGIN_UNFIT, Refusal(heard, RefusalCode.MISMATCH, "; ".join(found))
+            return e.BEGIN_UNFIT, Refusal(received, RefusalCode.MISMATCH, "; ".join(found))
         if writer is None:
-            return e.FIRST_BEGIN, heard
+            return e.FIRST_BEGIN, received
         if writer.state is WriterState.AWAITED:
-            return e.BEGIN, heard
-        return self._of_granted(e.BEGIN, writer, heard)
+            return e.BEGIN, received
+        return self._of_granted(e.BEGIN, writer, received)
 
-    def _renew(self, record: Transfer, heard: Heard[Renew]) -> tuple[ReservationEvent, Heard[Renew] | Refusal]:
-        e, renew = ReservationEvent, heard.message
+    def _renew(self, record: Transfer, received: Incoming[Renew]) -> tuple[ReservationEvent, Incoming[Renew] | Refusal]:
+        e, renew = ReservationEvent, received.message
         writer = record.writers.get(renew.contributor)
         if self.fence.is_gone(renew.p_incarnation):
-            return e.BEGIN_OF_GONE, heard
+            return e.BEGIN_OF_GONE, received
         if writer is None or renew.push != record.push:
-            return e.BEGIN_OF_ANOTHER, Refusal(heard, RefusalCode.BOUND, f"push: decode {record.push or 'none'}")
+            return e.BEGIN_OF_ANOTHER, Refusal(received, RefusalCode.BOUND, f"push: decode {record.push or 'none'}")
         if self.fence.revoking:
-            return e.LATE_BEGIN, heard  # its access is about to be revoked
-        return self._of_granted(e.RENEW, writer, heard)
+            return e.LATE_BEGIN, received  # its access is about to be revoked
+        return self._of_granted(e.RENEW, writer, received)
 
     def _of_granted(
-        self, event: ReservationEvent, writer: WriterRecord, heard: Heard[Asked]
-    ) -> tuple[ReservationEvent, Heard[Asked] | Refusal]:
-        e, asked = ReservationEvent, heard.message
+        self, event: ReservationEvent, writer: WriterRecord, received: Incoming[Asked]
+    ) -> tuple[ReservationEvent, Incoming[Asked] | Refusal]:
+        e, asked = ReservationEvent, received.message
         if writer.state is not WriterState.LEASED or asked.seq < writer.seq:
-            return e.LATE_BEGIN, heard
+            return e.LATE_BEGIN, received
         if asked.p_incarnation != writer.p_incarnation:
-            return e.BEGIN_OF_ANOTHER, Refusal(heard, RefusalCode.BOUND, f"{asked.contributor} was another process")
-        return (event if asked.seq > writer.seq else e.BEGIN_AGAIN), heard
+            return e.BEGIN_OF_ANOTHER, Refusal(received, RefusalCode.BOUND, f"{asked.contributor} was another process")
+        return (event if asked.seq > writer.seq else e.BEGIN_AGAIN), received
 
     def _differences(self, record: Transfer, writer: WriterRecord | None, begin: Begin) -> list[str] | None:
         """Return how a BEGIN differs from what is expected; None if its layout is not known.
@@ -237,8 +239,8 @@ class PairGuards:
             return self._ready(now, pair, message)
         if pair is not None and isinstance(message, Which) and pair.state is PairState.ASK and pair.asked_which:
             return PairEvent.WHICH_AGAIN
-        if pair is not None and isinstance(message, Ack) and pair.said is not None:
-            ours = message.seq == pair.said.seq and message.kind == type(pair.said).__name__.lower()
+        if pair is not None and isinstance(message, Ack) and pair.final is not None:
+            ours = message.seq == pair.final.seq and message.kind == type(pair.final).__name__.lower()
             return PairEvent.ACK if ours else PairEvent.ACK_OF_ANOTHER
         return TO_PREFILL[type(message)]
 

@@ -97,23 +97,23 @@ class Pair:
     coverage: Coverage = field(default_factory=Coverage)
     owing: bool = False  # units may have been ignored, or their source overwritten: DONE would be wrong
     quiet_at: float = 0.0  # on the running clock: when the last lost write has settled
-    said: Done | Failed | None = None  # repeated until acknowledged or `speak_until`
+    final: Done | Failed | None = None  # repeated until acknowledged or `resend_until`
     acknowledged: bool = False
-    speak: Repetition | None = None
-    speak_until: float = 0.0
+    resend: Repetition | None = None
+    resend_until: float = 0.0
     key: tuple[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.key = (self.push.order.push, self.destination.d_rank)
 
     def __repr__(self) -> str:
-        """<Pair push-1 to D0 at d0: push until 14.97, units: 2 pending, 1 out, 5 covered; says DONE, not heard>"""
+        """<Pair push-1 to D0 at d0: push until 14.97, units: 2 pending, 1 out, 5 covered; sends DONE, not acknowledged>"""
         push, units = self.push.order.push, self.coverage
         until = "" if self.authority is None else f" until {self.authority:.2f}"
         words = f"{push} to D{self.destination.d_rank} at {self.destination.peer}: {self.state.value}{until}"
         words += f", units: {len(units.pending)} pending, {len(units.out)} out, {len(units.covered)} covered"
-        if self.said is not None:
-            words += f"; says {type(self.said).__name__.upper()}, {'' if self.acknowledged else 'not '}heard"
+        if self.final is not None:
+            words += f"; sends {type(self.final).__name__.upper()}, {'' if self.acknowledged else 'not '}acknowledged"
         return f"<Pair {words}>"
 
     @property
@@ -122,13 +122,13 @@ class Pair:
         at = None
         if self.state in OPEN:
             at = min(self.begin.at, self.ready_by if self.authority is None else self.authority)
-        if self.speak is not None and self.speaking:
-            at = self.speak.at if at is None else min(at, self.speak.at)
+        if self.resend is not None and self.resending:
+            at = self.resend.at if at is None else min(at, self.resend.at)
         return at
 
     @property
-    def speaking(self) -> bool:
-        return self.said is not None and not self.acknowledged
+    def resending(self) -> bool:
+        return self.final is not None and not self.acknowledged
 
     @property
     def complete(self) -> bool:
@@ -171,4 +171,4 @@ class SenderPush:
 
     @property
     def delivered(self) -> bool:
-        return all(isinstance(pair.said, Done) for pair in self.pairs.values())
+        return all(isinstance(pair.final, Done) for pair in self.pairs.values())

@@ -22,7 +22,7 @@ from vllm_ascend_pd.protocol.layouts import EngineLayout, layout_hash, written
 from vllm_ascend_pd.protocol.messages import Memory, Message
 from vllm_ascend_pd.protocol.pair import OPEN, Claim, ComputedUnit, Destination, Pair, PushOrder, SenderPush
 from vllm_ascend_pd.protocol.push_rules import MAX_MEMORIES, PairMachine
-from vllm_ascend_pd.protocol.states import Heard, PairEvent, PairState
+from vllm_ascend_pd.protocol.states import Incoming, PairEvent, PairState
 from vllm_ascend_pd.protocol.tables import PAIR_TABLE
 from vllm_ascend_pd.protocol.timing import Agenda, Repetition, RunningClock, earliest
 
@@ -104,7 +104,7 @@ class Sender:
         self._agenda = PushAgenda(self._clock, timers.stall_timeout_s)
         self._pushes, self.counters = self._machine.pushes, self._machine.counters
         self._finished: OrderedDict[str, None] = OrderedDict()  # to distinguish late local events from wrong ones
-        self._heard: OrderedDict[Hashable, float] = OrderedDict()
+        self._last_message: OrderedDict[Hashable, float] = OrderedDict()
 
     # -- input from the runtime
 
@@ -199,24 +199,24 @@ class Sender:
 
     def returned(self, now: float, claim: Claim) -> list[Action]:
         """Take back a claim that was not submitted; it may be claimed again."""
-        return self._tell(PairEvent.RETURN, now, self._claimed(claim, "returned"), claim)
+        return self._fire(PairEvent.RETURN, now, self._claimed(claim, "returned"), claim)
 
     def submitted(self, now: float, claim: Claim) -> list[Action]:
         """Record that the submission of a claim returned at `now`."""
         pair = self._claimed(claim, "submitted")
-        return self._tell(self._machine.guards.submission(now, pair), now, pair, claim)
+        return self._fire(self._machine.guards.submission(now, pair), now, pair, claim)
 
     def wrote(self, now: float, claim: Claim, ok: bool) -> list[Action]:
         """Record that the transport has acknowledged the write, or has given it up (then it may still land)."""
         event = PairEvent.LANDED if ok else PairEvent.LOST
-        return self._tell(event, now, self._claimed(claim, event.value), claim)
+        return self._fire(event, now, self._claimed(claim, event.value), claim)
 
     def message(self, now: float, peer: Hashable, message: Message) -> list[Action]:
         self._clock.observe(now)
-        self._heard[peer] = now
-        self._heard.move_to_end(peer)
-        if len(self._heard) > MAX_MEMORIES:
-            self._heard.popitem(last=False)
+        self._last_message[peer] = now
+        self._last_message.move_to_end(peer)
+        if len(self._last_message) > MAX_MEMORIES:
+            self._last_message.popitem(last=False)
         event = TO_PREFILL.get(type(message))
         if event is None:
             self.counters["unexpected_" + type(message).__name__.lower()] += 1
@@ -226,13 +226,13 @@ class Sender:
             return self._taken()
         pair = self._pair(message.push, message.d_rank)
         if pair is None:
-            self._machine.hear(now, None, Heard(peer, message))
+            self._machine.receive(now, None, Incoming(peer, message))
         elif message.transfer != pair.push.order.transfer or message.d_incarnation != message.transfer.incarnation:
             self.counters["wrong_transfer"] += 1
         elif peer != pair.destination.peer:
             self.counters["wrong_peer"] += 1  # another D, which has no part in this push
         else:
-            self._machine.hear(now, pair, Heard(peer, message))
+            self._machine.receive(now, pair, Incoming(peer, message))
             self._schedule(pair.push)
         return self._taken()
 
@@ -271,7 +271,7 @@ class Sender:
             self._schedule(push)
         for name, d_rank in self._agenda.settled():
             push = self._pushes[name]
-            self._machine.end(now, push.pairs[d_rank], None)
+            self._machine.close_if_finished(now, push.pairs[d_rank], None)
             self._schedule(push)
         return self._taken()
 
@@ -296,9 +296,9 @@ class Sender:
         theirs = self.addresses(claim.push, claim.d_rank)
         return theirs.session if theirs is not None else None
 
-    def heard(self, peer: Hashable) -> float | None:
+    def last_message_at(self, peer: Hashable) -> float | None:
         """Return when the last message of `peer` arrived; None if that is not known."""
-        return self._heard.get(peer)
+        return self._last_message.get(peer)
 
     def authority(self, push: str, d_rank: int) -> float | None:
         pair = self._pair(push, d_rank)
@@ -318,7 +318,7 @@ class Sender:
 
     # -- look-up and events
 
-    def _local(self, event: PairEvent, now: float, push: str, d_rank: int, came: object) -> list[Action]:
+    def _local(self, event: PairEvent, now: float, push: str, d_rank: int, cause: object) -> list[Action]:
         record = self._record(push)
         if record is None:
             self._clock.observe(now)
@@ -326,11 +326,11 @@ class Sender:
         pair = record.pairs.get(d_rank)
         if pair is None:
             raise LocalProtocolError(f"push {push} has no D rank {d_rank}")
-        return self._tell(event, now, pair, came)
+        return self._fire(event, now, pair, cause)
 
-    def _tell(self, event: PairEvent, now: float, pair: Pair, came: object) -> list[Action]:
+    def _fire(self, event: PairEvent, now: float, pair: Pair, cause: object) -> list[Action]:
         self._clock.observe(now)
-        self._machine.fire(event, now, pair, came)
+        self._machine.fire(event, now, pair, cause)
         self._schedule(pair.push)
         return self._taken()
 
@@ -377,18 +377,18 @@ class Sender:
             self._machine.fire(PairEvent.READY_TIMEOUT, now, pair, failure)
         elif pair.state in OPEN and now >= pair.begin.at:
             self._machine.fire(PairEvent.RENEW, now, pair)
-        if pair.speaking and pair.speak is not None and now >= pair.speak.at:
-            if now >= pair.speak_until:
+        if pair.resending and pair.resend is not None and now >= pair.resend.at:
+            if now >= pair.resend_until:
                 pair.acknowledged = True  # D must have given up by now
                 self.counters["unacknowledged"] += 1
             else:
-                pair.speak.again(now)
+                pair.resend.again(now)
                 self._machine.repeat(now, pair, None)
 
     def _schedule(self, push: SenderPush) -> None:
         """Update the timers of a push, or forget it if it is over."""
         name = push.order.push
-        if push.closed and not any(pair.speaking for pair in push.pairs.values()):
+        if push.closed and not any(pair.resending for pair in push.pairs.values()):
             self._pushes.pop(name, None)
             self._finished[name] = None
             if len(self._finished) > MAX_FINISHED:

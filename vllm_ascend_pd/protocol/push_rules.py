@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P rank: the records, and the effects of events on them.
+"""Effects of events on P's records of a push (pair.py).
 
 The table in `tables.py` defines which effect an event has, and the state that the pair is in by then. `push.py` is the
 interface for the runtime.
@@ -29,14 +29,17 @@ from vllm_ascend_pd.protocol.messages import (
     Which,
 )
 from vllm_ascend_pd.protocol.pair import Claim, ComputedUnit, Coverage, Pair, SenderPush
-from vllm_ascend_pd.protocol.states import Heard, PairEvent, PairState, Table, look_up
+from vllm_ascend_pd.protocol.states import Incoming, PairEvent, PairState, Table, look_up
 from vllm_ascend_pd.protocol.timing import Repetition, authority_until, hold_s, settled_s
 
 MAX_MEMORIES = 4096
 
 
 class PairMachine:
-    """The pushes of one P worker, driven by a table."""
+    """The pushes of one P worker, driven by a table: its cells name the effects below.
+
+    Each effect takes the time, the pair, and the event's cause: a received message, an offer, a claim, or nothing.
+    """
 
     def __init__(
         self, table: Table[PairState, PairEvent], guards: PairGuards, messages: PrefillMessages, timers: Timers
@@ -53,65 +56,66 @@ class PairMachine:
 
     # -- the machine
 
-    def fire(self, event: PairEvent, now: float, pair: Pair, came: object = None) -> None:
+    def fire(self, event: PairEvent, now: float, pair: Pair, cause: object = None) -> None:
         cell = look_up(self._table, pair.state, event, self.counters, pair)
         pair.state = cell.into
-        cell.effect(self, now, pair, came)
+        cell.effect(self, now, pair, cause)
 
-    def hear(self, now: float, pair: Pair | None, heard: Heard[Message]) -> None:
+    def receive(self, now: float, pair: Pair | None, received: Incoming[Message]) -> None:
         """Handle a message. Without a pair the row UNATTACHED is used: the push is unknown, so no write is out."""
-        event = self.guards.event(now, pair, heard.message)
+        event = self.guards.event(now, pair, received.message)
         if pair is not None:
-            self.fire(event, now, pair, heard)
+            self.fire(event, now, pair, received)
         else:
-            cell = look_up(self._table, PairState.UNATTACHED, event, self.counters, heard.message.push)
-            cell.effect(self, now, None, heard)
+            cell = look_up(self._table, PairState.UNATTACHED, event, self.counters, received.message.push)
+            cell.effect(self, now, None, received)
 
     def _note(self, stage: str, pair: Pair, **facts: object) -> None:
         about = {"transfer": str(pair.push.order.transfer), "push": pair.push.order.push}
         about["contributor"] = str(self.messages.contributor)
         self.actions.append(Note(stage, {**about, "d_rank": pair.destination.d_rank, **facts}))
 
-    def ignore(self, now: float, pair: Pair | None, came: object) -> None:
+    def ignore(self, now: float, pair: Pair | None, cause: object) -> None:
         """Do nothing."""
 
     # -- asking
 
-    def ask(self, now: float, pair: Pair, came: None) -> None:
+    def ask(self, now: float, pair: Pair, cause: None) -> None:
         known = self._memories.get(pair.destination.peer)
-        self._asked(now, pair, self.messages.begin(pair, known[0] if known else ""))
+        self._send_request(now, pair, self.messages.begin(pair, known[0] if known else ""))
 
-    def ask_again(self, now: float, pair: Pair, came: None) -> None:
+    def ask_again(self, now: float, pair: Pair, cause: None) -> None:
         pair.begin.again(now)
-        self.ask(now, pair, came)
+        self.ask(now, pair, cause)
 
-    def tell(self, now: float, pair: Pair, heard: Heard[Which]) -> None:
+    def ask_with_layout(self, now: float, pair: Pair, received: Incoming[Which]) -> None:
         """Send BEGIN again, with our layout in full."""
         pair.asked_which = True
         self.ask_again(now, pair, None)
 
-    def renew(self, now: float, pair: Pair, came: None) -> None:
+    def renew(self, now: float, pair: Pair, cause: None) -> None:
         """Ask for more time. What was agreed stays agreed."""
         pair.begin.again(now)
-        self._asked(now, pair, self.messages.renew(pair))
+        self._send_request(now, pair, self.messages.renew(pair))
 
-    def _asked(self, now: float, pair: Pair, asks: Begin | Renew) -> None:
+    def _send_request(self, now: float, pair: Pair, asks: Begin | Renew) -> None:
         pair.seq = asks.seq
         pair.sent_begin(asks.seq, now)
         self.actions.append(Send(pair.destination.peer, asks))
         self._note("begin", pair, seq=asks.seq)
 
-    def start(self, now: float, pair: Pair, heard: Heard[Ready]) -> None:
+    def start(self, now: float, pair: Pair, received: Incoming[Ready]) -> None:
         """Take authority for the first time."""
-        self.extend(now, pair, heard)
+        self.extend(now, pair, received)
         pair.push.progress = now
-        self._note("ready", pair, seq=heard.message.seq, waited=now - pair.sent[heard.message.seq])
+        self._note("ready", pair, seq=received.message.seq, waited=now - pair.sent[received.message.seq])
         if pair.coverage.pending:
             self.claimable[pair.key] = pair
-        self.end(now, pair, None)
+        self.close_if_finished(now, pair, None)
 
-    def extend(self, now: float, pair: Pair, heard: Heard[Ready]) -> None:
-        ready, sent = heard.message, pair.sent[heard.message.seq]
+    def extend(self, now: float, pair: Pair, received: Incoming[Ready]) -> None:
+        """Set authority to the end of the lease, and the next RENEW to a third of it."""
+        ready, sent = received.message, pair.sent[received.message.seq]
         pair.memory, pair.addresses = self._learn(pair, ready)
         pair.authority = authority_until(sent, ready.lease_s)
         pair.begin.rest(max(now + self._timers.resend_first_s, sent + ready.lease_s / 3))
@@ -140,26 +144,26 @@ class PairMachine:
         self.take(now, pair, offer)
         self.claimable[pair.key] = pair
 
-    def hand_out(self, now: float, pair: Pair, came: None) -> None:
+    def hand_out(self, now: float, pair: Pair, cause: None) -> None:
         pair.coverage.out.update(pair.coverage.pending)
         pair.coverage.pending.clear()
         self.claimable.pop(pair.key, None)
 
-    def take_back(self, now: float, pair: Pair, claim: Claim) -> None:
+    def return_claim(self, now: float, pair: Pair, claim: Claim) -> None:
         pair.coverage.owe(claim.unit)
         self.claimable[pair.key] = pair
 
-    def return_unit(self, now: float, pair: Pair, claim: Claim) -> None:
+    def return_claim_draining(self, now: float, pair: Pair, claim: Claim) -> None:
         pair.coverage.owe(claim.unit)
-        self.end(now, pair, None)
+        self.close_if_finished(now, pair, None)
 
     def cover(self, now: float, pair: Pair, claim: Claim) -> None:
         pair.coverage.nbytes += pair.coverage.out.pop(claim.unit)
         pair.coverage.covered.add(claim.unit)
         pair.push.progress = now
-        self.end(now, pair, None)
+        self.close_if_finished(now, pair, None)
 
-    def restart(self, now: float, pair: Pair, came: None) -> None:
+    def restart(self, now: float, pair: Pair, cause: None) -> None:
         pair.coverage = Coverage()
         self.claimable.pop(pair.key, None)
 
@@ -175,17 +179,17 @@ class PairMachine:
     def fail_for(self, now: float, pair: Pair, failure: Failure) -> None:
         self.fail(now, pair.push, failure)
 
-    def fail_told(self, now: float, pair: Pair, heard: Heard[Refused | Cancel]) -> None:
-        self.fail(now, pair.push, failure_of(heard.message))
+    def fail_refused(self, now: float, pair: Pair, received: Incoming[Refused | Cancel]) -> None:
+        self.fail(now, pair.push, failure_of(received.message))
 
-    def fail_moved(self, now: float, pair: Pair, heard: Heard[Ready]) -> None:
+    def fail_moved(self, now: float, pair: Pair, received: Incoming[Ready]) -> None:
         """Fail the push: what was written to the old addresses may be lost."""
-        self._learn(pair, heard.message)
+        self._learn(pair, received.message)
         self.fail(now, pair.push, Failure("PD-XFER-005", "the addresses changed during the transfer"))
 
-    def fail_unfit(self, now: float, pair: Pair, heard: Heard[Ready]) -> None:
+    def fail_unfit(self, now: float, pair: Pair, received: Incoming[Ready]) -> None:
         to = pair.destination
-        addresses = self._learn(pair, heard.message)[1]
+        addresses = self._learn(pair, received.message)[1]
         del self._memories[to.peer]
         found, planned = (
             f"{len(counts)} layers, regions {sorted(set(counts))}" for counts in (addresses.counts, to.regions)
@@ -205,32 +209,32 @@ class PairMachine:
         pair.coverage.owe(claim.unit)  # it stays pending, so this pair cannot send DONE
         pair.quiet_at = self._clock.seconds + settled_s(self.messages.quiet_s)
 
-    def drain(self, now: float, pair: Pair, came: None) -> None:
+    def drain(self, now: float, pair: Pair, cause: None) -> None:
         pair.owing = pair.owing or not pair.push.sealed  # further offers are ignored
         self.claimable.pop(pair.key, None)
         self._note("drain", pair, why=str(pair.push.cause), out=len(pair.coverage.out))
-        self.end(now, pair, None)
+        self.close_if_finished(now, pair, None)
         if pair.state is PairState.DRAIN:
-            self._say(now, pair, self.messages.failed(pair, quiescent=False))
+            self._send_final(now, pair, self.messages.failed(pair, quiescent=False))
 
     # -- closing
 
-    def end(self, now: float, pair: Pair, came: None) -> None:
+    def close_if_finished(self, now: float, pair: Pair, cause: None) -> None:
         """Close the pair, if it may close now."""
         event = self.guards.end(pair)
         if event is not None:
             self.fire(event, now, pair)
 
-    def close_done(self, now: float, pair: Pair, came: None) -> None:
+    def close_done(self, now: float, pair: Pair, cause: None) -> None:
         self._close(now, pair, self.messages.done(pair))
 
-    def close_failed(self, now: float, pair: Pair, came: None) -> None:
+    def close_failed(self, now: float, pair: Pair, cause: None) -> None:
         self._close(now, pair, self.messages.failed(pair, quiescent=True))
 
-    def _close(self, now: float, pair: Pair, word: Done | Failed) -> None:
+    def _close(self, now: float, pair: Pair, final: Done | Failed) -> None:
         self.claimable.pop(pair.key, None)
-        self._say(now, pair, word)
-        self._note("closed", pair, done=isinstance(word, Done), bytes=pair.coverage.nbytes)
+        self._send_final(now, pair, final)
+        self._note("closed", pair, done=isinstance(final, Done), bytes=pair.coverage.nbytes)
         pair.coverage = Coverage(nbytes=pair.coverage.nbytes)
         self.close_push(pair.push)
 
@@ -239,19 +243,19 @@ class PairMachine:
             push.closed = True
             self.actions.append(Closed(push.order.push, None if push.delivered else push.cause))
 
-    def _say(self, now: float, pair: Pair, word: Done | Failed) -> None:
+    def _send_final(self, now: float, pair: Pair, final: Done | Failed) -> None:
         """Send DONE or FAILED, and repeat it until it is acknowledged or D must have given up."""
-        pair.seq, pair.said, pair.acknowledged = word.seq, word, False
-        pair.speak = Repetition(now, self._timers.resend_first_s, self._timers.resend_max_s)
-        pair.speak_until = now + hold_s(self._timers.lease_s, self.messages.quiet_s, self._timers.margin_s)
+        pair.seq, pair.final, pair.acknowledged = final.seq, final, False
+        pair.resend = Repetition(now, self._timers.resend_first_s, self._timers.resend_max_s)
+        pair.resend_until = now + hold_s(self._timers.lease_s, self.messages.quiet_s, self._timers.margin_s)
         self.repeat(now, pair, None)
 
-    def repeat(self, now: float, pair: Pair, came: object) -> None:
-        if pair.said is not None:
-            self.actions.append(Send(pair.destination.peer, pair.said))
+    def repeat(self, now: float, pair: Pair, cause: object) -> None:
+        if pair.final is not None:
+            self.actions.append(Send(pair.destination.peer, pair.final))
 
-    def rest(self, now: float, pair: Pair, heard: Heard[Ack]) -> None:
+    def stop_resending(self, now: float, pair: Pair, received: Incoming[Ack]) -> None:
         pair.acknowledged = True
 
-    def answer_gone(self, now: float, pair: None, heard: Heard[Ready | Cancel]) -> None:
-        self.actions.append(Send(heard.peer, self.messages.over(heard.message)))
+    def answer_gone(self, now: float, pair: None, received: Incoming[Ready | Cancel]) -> None:
+        self.actions.append(Send(received.peer, self.messages.over(received.message)))

@@ -20,7 +20,7 @@ from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.layouts import Layouts
 from vllm_ascend_pd.protocol.messages import Begin, Done, Failed, Memory, Message, RefusalCode, Renew
 from vllm_ascend_pd.protocol.reservation_rules import ReservationMachine
-from vllm_ascend_pd.protocol.states import Heard, ReservationEvent, ReservationState
+from vllm_ascend_pd.protocol.states import Incoming, ReservationEvent, ReservationState
 from vllm_ascend_pd.protocol.tables import RESERVATION_TABLE
 from vllm_ascend_pd.protocol.timing import Agenda, earliest
 from vllm_ascend_pd.protocol.transfer import Transfer, WriterRecord
@@ -150,16 +150,16 @@ class Receiver:
             return self._taken()
         if isinstance(message, Begin) and message.layout_bytes:
             self._layouts.learn(message.layout_bytes)
-        machine, heard = self._machine, Heard(peer, message)
+        machine, received = self._machine, Incoming(peer, message)
         record = machine.lookup(message.transfer)
         ours = machine.incarnation
         if ours and not message.d_incarnation == message.transfer.incarnation == ours:
-            self._turn_away(now, record, heard, RefusalCode.STALE, f"incarnation: decode {ours}")
+            self._turn_away(now, record, received, RefusalCode.STALE, f"incarnation: decode {ours}")
         elif message.d_rank != self._rank:
             why = f"d_rank: prefill {message.d_rank}, decode {self._rank}"
-            self._turn_away(now, record, heard, RefusalCode.MISMATCH, why)
+            self._turn_away(now, record, received, RefusalCode.MISMATCH, why)
         else:
-            machine.hear(now, record, heard)
+            machine.receive(now, record, received)
         return self._taken(record)
 
     def peer_gone(self, now: float, p_incarnation: str) -> list[Action]:
@@ -229,20 +229,25 @@ class Receiver:
     def parked_count(self) -> int:
         return self._parking.count
 
-    def _local(self, event: ReservationEvent, now: float, transfer: TransferId, came: object = None) -> list[Action]:
+    def _local(self, event: ReservationEvent, now: float, transfer: TransferId, cause: object = None) -> list[Action]:
         self._fence_of.observe(now)
         record = self._machine.lookup(transfer)
-        self._machine.fire(event, now, record, came)
+        self._machine.fire(event, now, record, cause)
         return self._taken(record)
 
     def _turn_away(
-        self, now: float, record: Transfer, heard: Heard[Begin | Renew | Done | Failed], code: RefusalCode, detail: str
+        self,
+        now: float,
+        record: Transfer,
+        received: Incoming[Begin | Renew | Done | Failed],
+        code: RefusalCode,
+        detail: str,
     ) -> None:
         """Answer a message that is not for this rank, whatever the state of its transfer."""
-        if isinstance(heard.message, Begin | Renew):
-            self._machine.send_refused(Heard(heard.peer, heard.message), code, detail)
+        if isinstance(received.message, Begin | Renew):
+            self._machine.send_refused(Incoming(received.peer, received.message), code, detail)
         else:
-            self._machine.acknowledge(now, record, Heard(heard.peer, heard.message))
+            self._machine.acknowledge(now, record, Incoming(received.peer, received.message))
 
     def _taken(self, *records: Transfer) -> list[Action]:
         for record in records:

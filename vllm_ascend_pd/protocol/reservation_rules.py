@@ -20,7 +20,7 @@ from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Begin, Done, Failed, Memory, RefusalCode, Renew, memory_hash
 from vllm_ascend_pd.protocol.parking import Parking
 from vllm_ascend_pd.protocol.states import (
-    Heard,
+    Incoming,
     ReservationEvent,
     ReservationState,
     Table,
@@ -70,43 +70,43 @@ class ReservationMachine:
 
     # -- the machine
 
-    def fire(self, event: ReservationEvent, now: float, record: Transfer, came: object = None) -> None:
+    def fire(self, event: ReservationEvent, now: float, record: Transfer, cause: object = None) -> None:
         cell = look_up(self._table, record.state, event, self.counters, record.transfer)
         record.state = cell.into
-        cell.effect(self, now, record, came)
+        cell.effect(self, now, record, cause)
 
-    def hear(self, now: float, record: Transfer, heard: Heard[Begin | Renew | Done | Failed]) -> None:
-        event, came = self.guards.event(record, heard)
-        self.fire(event, now, record, came)
+    def receive(self, now: float, record: Transfer, received: Incoming[Begin | Renew | Done | Failed]) -> None:
+        event, cause = self.guards.event(record, received)
+        self.fire(event, now, record, cause)
 
     def note(self, stage: str, record: Transfer, **facts: object) -> None:
         about = {"transfer": str(record.transfer), "push": record.push, "d_rank": self.guards.rank}
         self.actions.append(Note(stage, {**about, **facts}))
 
-    def ignore(self, now: float, record: Transfer, came: object) -> None:
+    def ignore(self, now: float, record: Transfer, cause: object) -> None:
         """Do nothing."""
 
     # -- parking
 
-    def park(self, now: float, record: Transfer, heard: Heard[Begin | Failed]) -> None:
+    def park(self, now: float, record: Transfer, received: Incoming[Begin | Failed]) -> None:
         """Keep the latest message of each contributor until the transfer is bound and its gate is open."""
-        reason = self.parking.keep(now, heard.peer, heard.message)
+        reason = self.parking.keep(now, received.peer, received.message)
         if reason:
             self.counters[reason] += 1
 
-    def park_failure(self, now: float, record: Transfer, heard: Heard[Failed]) -> None:
+    def park_failure(self, now: float, record: Transfer, received: Incoming[Failed]) -> None:
         """Acknowledge and keep a FAILED that came before the bind, so that D need not wait for its deadline."""
-        self.acknowledge(now, record, heard)
-        self.park(now, record, heard)
+        self.acknowledge(now, record, received)
+        self.park(now, record, received)
 
     def unpark(self, now: float, record: Transfer) -> None:
         """Handle the parked messages as if they came now, in the state that the record has now."""
         for parked in self.parking.take(record.transfer):
-            self.hear(now, record, Heard(parked.peer, parked.message))
+            self.receive(now, record, Incoming(parked.peer, parked.message))
 
     # -- binding and opening
 
-    def bind(self, now: float, record: Transfer, came: None) -> None:
+    def bind(self, now: float, record: Transfer, cause: None) -> None:
         self.watermark = record.transfer.n
         self.note("bound", record)
         for transfer in self.parking.transfers():
@@ -114,62 +114,62 @@ class ReservationMachine:
                 self.unpark(now, Transfer(transfer, ReservationState.OVER))  # skipped by the scheduler: over
         failed = self.parking.failed(record.transfer)
         if failed is not None:
-            self.hear(now, record, Heard(failed.peer, failed.message))
+            self.receive(now, record, Incoming(failed.peer, failed.message))
 
-    def open(self, now: float, record: Transfer, came: None) -> None:
+    def open(self, now: float, record: Transfer, cause: None) -> None:
         self.note("gate", record)
         self.unpark(now, record)
 
-    def settle(self, now: float, record: Transfer, came: None) -> None:
+    def settle(self, now: float, record: Transfer, cause: None) -> None:
         record.settle_at = now + self._timers.lease_s
 
     # -- granting
 
-    def grant_first(self, now: float, record: Transfer, heard: Heard[Begin]) -> None:
+    def grant_first(self, now: float, record: Transfer, received: Incoming[Begin]) -> None:
         """Bind the transfer to a push, its plan and its contributors, and grant."""
-        begin = heard.message
+        begin = received.message
         record.push, record.plan_digest, record.contributors = begin.push, begin.plan_digest, begin.contributors
         record.writers = {contributor: WriterRecord(contributor) for contributor in self.guards.contributors(begin)}
         record.pushed = self.guards.pushed(begin)
         missing = len(self.guards.layers) - len(record.pushed)
         if missing:
             self.note("undrafted", record, layers=missing, prefill=begin.p_incarnation)
-        self.grant(now, record, heard)
+        self.grant(now, record, received)
 
-    def grant(self, now: float, record: Transfer, heard: Heard[Begin | Renew]) -> None:
+    def grant(self, now: float, record: Transfer, received: Incoming[Begin | Renew]) -> None:
         """Start lease and hold anew, and send READY."""
-        self._fence_of.lease(record.author(heard.message), heard.message)
-        self.grant_again(now, record, heard)
+        self._fence_of.lease(record.author(received.message), received.message)
+        self.grant_again(now, record, received)
 
-    def ask_which(self, now: float, record: Transfer, heard: Heard[Begin]) -> None:
-        self.actions.append(Send(heard.peer, which(heard.message)))
+    def ask_which(self, now: float, record: Transfer, received: Incoming[Begin]) -> None:
+        self.actions.append(Send(received.peer, which(received.message)))
 
-    def grant_again(self, now: float, record: Transfer, heard: Heard[Begin | Renew]) -> None:
-        asked = heard.message
-        record.author(asked).peer = heard.peer
-        self.actions.append(Send(heard.peer, ready(asked, self._timers.lease_s, self.memory, self.addresses)))
+    def grant_again(self, now: float, record: Transfer, received: Incoming[Begin | Renew]) -> None:
+        asked = received.message
+        record.author(asked).peer = received.peer
+        self.actions.append(Send(received.peer, ready(asked, self._timers.lease_s, self.memory, self.addresses)))
         self.note("ready", record, contributor=str(asked.contributor), seq=asked.seq)
 
     # -- ending well
 
-    def finish(self, now: float, record: Transfer, heard: Heard[Done]) -> None:
-        done = heard.message
-        self.acknowledge(now, record, heard)
+    def finish(self, now: float, record: Transfer, received: Incoming[Done]) -> None:
+        done = received.message
+        self.acknowledge(now, record, received)
         writer = record.author(done)
         writer.on(WriterEvent.DONE)
         writer.checksums = done.checksums
         record.cached = done.cached
         self.note("done", record, contributor=str(done.contributor), bytes=done.bytes)
 
-    def finish_last(self, now: float, record: Transfer, heard: Heard[Done]) -> None:
-        self.finish(now, record, heard)
+    def finish_last(self, now: float, record: Transfer, received: Incoming[Done]) -> None:
+        self.finish(now, record, received)
         self.report(now, record, None)
 
-    def finish_and_verify(self, now: float, record: Transfer, heard: Heard[Done]) -> None:
-        self.finish(now, record, heard)
+    def finish_and_verify(self, now: float, record: Transfer, received: Incoming[Done]) -> None:
+        self.finish(now, record, received)
         self.compare(now, record, None)
 
-    def compare(self, now: float, record: Transfer, came: None) -> None:
+    def compare(self, now: float, record: Transfer, cause: None) -> None:
         """Ask for the comparison of the memory with the sum of all checksums.
 
         DONE numbers layers by their place in the layout, `Verify` by their place in this worker's stage.
@@ -184,22 +184,22 @@ class ReservationMachine:
 
     # -- ending badly
 
-    def fail(self, now: float, record: Transfer, heard: Heard[Failed]) -> None:
-        self.acknowledge(now, record, heard)
-        self.fence(now, record, failure_of(heard.message))
+    def fail(self, now: float, record: Transfer, received: Incoming[Failed]) -> None:
+        self.acknowledge(now, record, received)
+        self.fence(now, record, failure_of(received.message))
 
-    def fail_quietly(self, now: float, record: Transfer, heard: Heard[Failed]) -> None:
-        self._fence_of.answered(record.author(heard.message))
-        self.fail(now, record, heard)
+    def fail_quietly(self, now: float, record: Transfer, received: Incoming[Failed]) -> None:
+        self._fence_of.answered(record.author(received.message))
+        self.fail(now, record, received)
 
-    def fail_other_plan(self, now: float, record: Transfer, heard: Heard[Done]) -> None:
-        done = heard.message
-        self.acknowledge(now, record, heard)
+    def fail_other_plan(self, now: float, record: Transfer, received: Incoming[Done]) -> None:
+        done = received.message
+        self.acknowledge(now, record, received)
         record.author(done).on(WriterEvent.DONE)
         detail = f"plan of {done.contributor}: prefill {done.plan_digest}, decode {record.plan_digest}"
         self.fence(now, record, Failure("PD-XFER-005", detail))
 
-    def fail_cut(self, now: float, record: Transfer, came: None) -> None:
+    def fail_cut(self, now: float, record: Transfer, cause: None) -> None:
         """Fail because access was revoked: every contributor that could write before is quiet now."""
         cut = record.leased()
         ranks = ", ".join(str(writer.contributor) for writer in cut)
@@ -225,23 +225,23 @@ class ReservationMachine:
         record.failure = failure
         self.report(now, record, None)
 
-    def hear_done(self, now: float, record: Transfer, heard: Heard[Done]) -> None:
+    def receive_done(self, now: float, record: Transfer, received: Incoming[Done]) -> None:
         """Take a DONE as proof that its writer is quiet: every write was acknowledged, so none is in flight."""
-        self.acknowledge(now, record, heard)
-        self._quiet(now, record, record.author(heard.message), WriterEvent.DONE, "done")
+        self.acknowledge(now, record, received)
+        self._quiet(now, record, record.author(received.message), WriterEvent.DONE, "done")
 
-    def hear_quiet(self, now: float, record: Transfer, heard: Heard[Failed]) -> None:
-        self.acknowledge(now, record, heard)
-        self._fence_of.answered(record.author(heard.message))
+    def receive_quiet(self, now: float, record: Transfer, received: Incoming[Failed]) -> None:
+        self.acknowledge(now, record, received)
+        self._fence_of.answered(record.author(received.message))
         self.prove(now, record, None)
 
-    def prove(self, now: float, record: Transfer, came: None) -> None:
+    def prove(self, now: float, record: Transfer, cause: None) -> None:
         for writer in record.leased():
             if self._fence_of.proven(writer):
                 proof = "answer" if writer.state is WriterState.ANSWERED else "gone"
                 self._quiet(now, record, writer, WriterEvent.PROVEN, proof)
 
-    def revoke(self, now: float, record: Transfer, came: None) -> None:
+    def revoke(self, now: float, record: Transfer, cause: None) -> None:
         for writer in record.leased():
             self._quiet(now, record, writer, WriterEvent.REVOKED, "revoked")
 
@@ -254,32 +254,32 @@ class ReservationMachine:
         if record.state is ReservationState.FENCING and not record.leased():
             self.fire(ReservationEvent.ALL_QUIET, now, record)
 
-    def report(self, now: float, record: Transfer, came: None) -> None:
+    def report(self, now: float, record: Transfer, cause: None) -> None:
         record.deadline = None
         failure = record.failure
         self.note("reported", record, ok=failure is None, code=failure.code if failure else "")
         self.actions.append(Report(record.transfer, failure, record.push, record.cached))
 
-    def drop(self, now: float, record: Transfer, came: None) -> None:
+    def drop(self, now: float, record: Transfer, cause: None) -> None:
         del self.transfers[record.transfer]
 
     # -- answers
 
-    def acknowledge(self, now: float, record: Transfer, heard: Heard[Done | Failed]) -> None:
-        self.actions.append(Send(heard.peer, ack(heard.message)))
+    def acknowledge(self, now: float, record: Transfer, received: Incoming[Done | Failed]) -> None:
+        self.actions.append(Send(received.peer, ack(received.message)))
 
     def refuse(self, now: float, record: Transfer, refusal: Refusal) -> None:
-        self.send_refused(refusal.heard, refusal.code, refusal.detail)
+        self.send_refused(refusal.received, refusal.code, refusal.detail)
 
-    def refuse_over(self, now: float, record: Transfer, heard: Heard[Begin | Renew]) -> None:
-        self.send_refused(heard, RefusalCode.OVER)
+    def refuse_over(self, now: float, record: Transfer, received: Incoming[Begin | Renew]) -> None:
+        self.send_refused(received, RefusalCode.OVER)
 
-    def refuse_cancelled(self, now: float, record: Transfer, heard: Heard[Begin | Renew]) -> None:
-        self.send_refused(heard, RefusalCode.CANCELLED, str(record.failure or "").strip())
+    def refuse_cancelled(self, now: float, record: Transfer, received: Incoming[Begin | Renew]) -> None:
+        self.send_refused(received, RefusalCode.CANCELLED, str(record.failure or "").strip())
 
-    def send_refused(self, heard: Heard[Begin | Renew], code: RefusalCode, detail: str = "") -> None:
+    def send_refused(self, received: Incoming[Begin | Renew], code: RefusalCode, detail: str = "") -> None:
         self.counters["refused_" + code.value] += 1
-        self.actions.append(Send(heard.peer, refused(heard.message, code, detail)))
+        self.actions.append(Send(received.peer, refused(received.message, code, detail)))
 
     def cancel(self, writer: WriterRecord, failure: Failure | None) -> None:
         """Send CANCEL, for the first time or again."""

@@ -153,7 +153,7 @@ class PairEvent(IdentityEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Heard(Generic[M]):
+class Incoming(Generic[M]):
     """A message and its sender. `peer` is the channel's name for the sender."""
 
     peer: Hashable
@@ -165,7 +165,7 @@ class Cell(Generic[S]):
     """Outcome of an event in a state: the next state is set first, then the effect runs in it."""
 
     into: S
-    effect: Callable[..., None]  # takes the machine, the time, the record, and what came with the event
+    effect: Callable[..., None]  # takes the machine, the time, the record, and the event's cause
     counted: str = ""
 
 

@@ -47,12 +47,12 @@ class Contacts:
     def __init__(self, probe: Callable[[str], bool], can_ask: bool, clock: Callable[[], float]) -> None:
         self._can_ask, self._clock = can_ask, clock
         self._introducer = Introducer(probe, FIRST_CONTACT_S, clock)
-        self._heard: Callable[[str], float | None] | None = None
+        self._last_message_at: Callable[[str], float | None] | None = None
         self._engine: OpenEngine | None = None  # the engine that knows `_peers`
         self._peers: dict[str, _Peer] = {}  # by address
 
-    def listen(self, heard: Callable[[str], float | None]) -> None:
-        self._heard = heard
+    def listen(self, last_message_at: Callable[[str], float | None]) -> None:
+        self._last_message_at = last_message_at
 
     def known(self, engine: OpenEngine | None, session: str) -> bool:
         """Return whether this engine may write to the session without a probe."""
@@ -106,9 +106,9 @@ class Contacts:
         """Return whether the peer's answer can be trusted.
 
         An engine without a probe can only connect, and the kernel accepts connections even for a stopped process. So
-        there the peer must have sent a message lately, if `heard` is known.
+        there the peer must have sent a message lately, if `last_message_at` is known.
         """
-        if self._can_ask or self._heard is None:
+        if self._can_ask or self._last_message_at is None:
             return True
-        heard = self._heard(session)
-        return heard is not None and self._clock() - heard <= HEARD_S
+        at = self._last_message_at(session)
+        return at is not None and self._clock() - at <= HEARD_S

@@ -54,7 +54,7 @@ class MemoryTransport:
             self._regions = merge_regions([*self._regions, *regions])
             self._bounds = Bounds(self._regions, "source")
 
-    def listen(self, heard: Callable[[str], float | None]) -> None:
+    def listen(self, last_message_at: Callable[[str], float | None]) -> None:
         """Do nothing: there is no first contact here."""
 
     def submit(self, session: str, src: Sequence[int], dst: Sequence[int], size: Sequence[int]) -> int:

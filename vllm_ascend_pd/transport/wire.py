@@ -96,8 +96,8 @@ class MooncakeWire:
         self._regions += merged
         self._bounds = Bounds(self._regions, "source")
 
-    def listen(self, heard: Callable[[str], float | None]) -> None:
-        self._contacts.listen(heard)
+    def listen(self, last_message_at: Callable[[str], float | None]) -> None:
+        self._contacts.listen(last_message_at)
 
     def submit(self, session: str, src: Sequence[int], dst: Sequence[int], size: Sequence[int]) -> int:
         handle = next(self._handles)

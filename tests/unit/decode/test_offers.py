@@ -34,19 +34,19 @@ def test_an_offer_is_repeated_until_it_is_answered_and_then_asked_again_by_the_l
     assert offers.next_wake() == 0.2
     offers.tick(0.2)
     assert kinds(offers) == [Say(P, OFFER)]
-    offers.heard(0.3, P, Waits(TRANSFER))
+    offers.message(0.3, P, Waits(TRANSFER))
     assert offers.next_wake() == pytest.approx(5.3) and kinds(offers) == []
-    offers.heard(5.3, P, Bound(TRANSFER, "push", ended=False))
+    offers.message(5.3, P, Bound(TRANSFER, "push", ended=False))
     assert kinds(offers) == ["accepted"]
     offers.tick(10.3)
     assert kinds(offers) == [Say(P, OFFER)]
-    offers.heard(10.4, P, Bound(TRANSFER, "push", ended=True))
+    offers.message(10.4, P, Bound(TRANSFER, "push", ended=True))
     assert kinds(offers) == ["prefilled"] and offers.open_count() == 0 and offers.next_wake() is None
 
 
 def test_a_source_that_is_complete_is_accepted_and_prefilled_at_once() -> None:
     offers = opened()
-    offers.heard(0.1, P, Bound(TRANSFER, "push", ended=True))
+    offers.message(0.1, P, Bound(TRANSFER, "push", ended=True))
     assert kinds(offers) == ["accepted", "prefilled"]
 
 
@@ -54,7 +54,7 @@ def test_a_source_that_is_complete_is_accepted_and_prefilled_at_once() -> None:
 def test_a_p_that_says_nothing_for_a_lease_is_gone(bound: bool) -> None:
     offers = opened()
     if bound:
-        offers.heard(1.0, P, Bound(TRANSFER, "push", ended=False))
+        offers.message(1.0, P, Bound(TRANSFER, "push", ended=False))
         offers.take_effects()
     offers.tick(14.9)
     assert all(isinstance(effect, Say) for effect in offers.take_effects())
@@ -75,18 +75,18 @@ def test_an_address_that_refuses_is_the_end_of_what_was_offered_there() -> None:
 @pytest.mark.parametrize(("code", "reported"), [("PD-META-027", "PD-META-027"), ("PD-WHAT-999", "PD-META-006")])
 def test_gone_is_final_and_its_code_is_one_that_we_know(code: str, reported: str) -> None:
     offers = opened()
-    offers.heard(1.0, P, Gone(TRANSFER, Failure(code, "why")))
+    offers.message(1.0, P, Gone(TRANSFER, Failure(code, "why")))
     (answer,) = offers.take_effects()
     assert isinstance(answer, Answered) and (answer.kind, answer.code, answer.detail) == ("failed", reported, "why")
-    offers.heard(1.0, P, Bound(TRANSFER, "push", ended=True))
+    offers.message(1.0, P, Bound(TRANSFER, "push", ended=True))
     assert kinds(offers) == []
 
 
 def test_only_the_p_that_was_asked_is_heard() -> None:
     offers = opened()
     for message in (Bound(TRANSFER, "push", ended=True), Gone(TRANSFER, Failure("PD-META-027"))):
-        offers.heard(1.0, OTHER, message)
-    offers.heard(1.0, P, OFFER)
+        offers.message(1.0, OTHER, message)
+    offers.message(1.0, P, OFFER)
     assert kinds(offers) == [] and offers.open_count() == 1
 
 

@@ -191,7 +191,7 @@ async def test_a_slow_reader_is_no_silence() -> None:
         (pool,) = upstream._pools.values()
         while got < size - (1 << 20):  # the last of it may come without a pause
             await until(lambda: all(connection._paused for connection in pool.busy))
-            upstream.expect_soon(origin, -1.0)  # the limit has passed when reading goes on
+            upstream.suspect(origin, -1.0)  # the limit has passed when reading goes on
             pool.sweep(asyncio.get_running_loop().time() + 3600.0)
             got += len(await reply.read())
             pool.sweep(asyncio.get_running_loop().time())

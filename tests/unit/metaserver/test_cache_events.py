@@ -240,7 +240,7 @@ def test_the_caches_of_an_instances_ranks_are_one() -> None:
         rank.socket.close()
 
 
-@pytest.mark.usefixtures("heard")
+@pytest.mark.usefixtures("logs_reach_pytest")
 def test_an_address_that_cannot_be_subscribed_to_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with cluster(prefill=1, kv_events=("1",)) as c, caplog.at_level(logging.WARNING):
         c.worker.fleet.add(parse_spec(Role.PREFILL, "a+b:1"), "here")
@@ -252,7 +252,7 @@ def counted(c: Cluster) -> float:
     return front_counter(str(c.http.base_url), "cache_events")
 
 
-@pytest.mark.usefixtures("heard")
+@pytest.mark.usefixtures("logs_reach_pytest")
 def test_a_publisher_of_something_else_is_not_listened_to(
     publisher: Publisher, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -274,7 +274,7 @@ def test_without_a_publisher_nothing_is_lost() -> None:
 # ---- a task of each instance
 
 
-@pytest.mark.usefixtures("heard")
+@pytest.mark.usefixtures("logs_reach_pytest")
 async def test_one_that_fails_is_begun_again_and_ends_no_other(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

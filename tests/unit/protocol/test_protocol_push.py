@@ -519,6 +519,6 @@ def test_a_message_about_another_transfer_of_the_push_is_counted() -> None:
 
 def test_prefill_knows_when_it_last_heard_of_a_peer() -> None:
     s = asking()
-    assert s.heard("d0") is None
+    assert s.last_message_at("d0") is None
     s.message(3.0, "d0", ready(contributor=ONE))
-    assert s.heard("d0") == 3.0
+    assert s.last_message_at("d0") == 3.0

@@ -492,8 +492,8 @@ def straight_pair(s: Sender, event: PairEvent) -> list[Action]:
 
 def fire_pair(s: Sender, claim: Claim, event: PairEvent) -> list[Action]:
     pair = s._pair(PUSH, 0)
-    asked = pair.seq if pair is not None and pair.said is None else 1
-    said = pair.said if pair is not None else None
+    asked = pair.seq if pair is not None and pair.final is None else 1
+    said = pair.final if pair is not None else None
     moved, less = memory_hash(NEW_ADDRESSES), memory_hash(ADDRESSES)
     calls: dict[PairEvent, Callable[[], list[Action]]] = {
         PE.READY: lambda: s.message(0.2, "d0", ready(asked)),
@@ -563,7 +563,7 @@ def test_nothing_starts_over_or_ends_while_a_unit_is_out() -> None:
         s.restart(0.1, PUSH)
     assert s.state(PUSH, 0) is PS.PUSH
     s, _ = prefill_in(PS.DRAIN)
-    s._machine.end(0.1, s._pair(PUSH, 0), None)
+    s._machine.close_if_finished(0.1, s._pair(PUSH, 0), None)
     assert s.state(PUSH, 0) is PS.DRAIN
 
 

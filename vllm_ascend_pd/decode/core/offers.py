@@ -93,7 +93,7 @@ class Offers:
         """Notify a P that no offer will follow: it need not hold anything."""
         self._effects.append(Say(listener, unwanted))
 
-    def heard(self, now: float, listener: Endpoint, message: Meeting) -> None:
+    def message(self, now: float, listener: Endpoint, message: Meeting) -> None:
         """Handle P's answer. It counts only from the address that the offer went to."""
         if isinstance(message, Offer | Unwanted):
             return

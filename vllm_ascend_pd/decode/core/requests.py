@@ -82,7 +82,7 @@ class LoadRequests:
             return found
         return "" if self.seeds.ask(request_id, found, produced) else "preempted"
 
-    def heard(self, transfer: TransferId, kind: str, code: str = "", detail: str = "") -> None:
+    def outcome(self, transfer: TransferId, kind: str, code: str = "", detail: str = "") -> None:
         """Record how the call for a prefill, and with it P's request, has ended."""
         self.book.answered(transfer, kind, code, detail)
 

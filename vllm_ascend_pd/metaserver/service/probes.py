@@ -61,12 +61,12 @@ class Prober:
                 instance.life = instance.life.refuses(time.monotonic())
             if isinstance(problem.__cause__, ConnectionRefusedError):
                 # An engine that shuts down may keep the connection of a request that it will never answer.
-                self._upstream.expect_soon(instance.origin, self._settings.refusing_s)
+                self._upstream.suspect(instance.origin, self._settings.refusing_s)
             elif instance.circuit.state is CircuitState.UNREACHABLE:
                 # The engine or its host is frozen: its connections would never be closed.
-                self._upstream.expect_soon(instance.origin, self._settings.unreachable_s)
+                self._upstream.suspect(instance.origin, self._settings.unreachable_s)
             return
-        self._upstream.expect_no_more(instance.origin)
+        self._upstream.trust_again(instance.origin)
         if any(name == OWN_MARK for name, _ in reply.headers):
             self._fleet.seen(instance, Evidence.PROBE_FAILED, "a metaserver answers there, no engine")
         elif reply.status == 200:

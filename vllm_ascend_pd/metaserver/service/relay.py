@@ -157,16 +157,16 @@ def _stripping(shared: Shared, answer: Buffer) -> Steps[Payload]:
         fields = yield from bodies.fields_of(answer)
     except bodies.BodyError:
         return answer  # no object, so it has no such field
-    said = fields.get(bodies.FORBIDDEN, msgspec.Raw(b"null"))
+    said = fields.get(bodies.TRANSFER_PARAMS, msgspec.Raw(b"null"))
     if bytes(memoryview(said)[:5]) == b"null":
         return answer  # as vLLM writes it without a connector
     try:
-        load, _ = read_answer(msgspec.json.encode({bodies.FORBIDDEN: said}))
+        load, _ = read_answer(msgspec.json.encode({bodies.TRANSFER_PARAMS: said}))
         if load is not None:
             shared.loaded(load)
     except bodies.UNREADABLE as problem:  # another version's: ignored, and not for the client
         log.warning("a decode engine's report is not understood: %s", problem)
-    fields[bodies.FORBIDDEN] = msgspec.Raw(b"null")
+    fields[bodies.TRANSFER_PARAMS] = msgspec.Raw(b"null")
     return bodies.object_of(fields, len(answer))
 
 

@@ -112,7 +112,7 @@ class Push:
     exchanged: frozenset[int]  # indexes of pairings that P's ranks regroup before they write; equal on all ranks
     layer_index: tuple[int | None, ...]  # own layer → index in D's layer list; None: D has no such layer
     pairing_of: tuple[int, ...]  # own layer → index in `pairings`; -1: D has no such layer
-    place_of: tuple[tuple[int, int], ...]  # own layer → D's stage, and index there; (-1, -1): D has no such layer
+    d_position: tuple[tuple[int, int], ...]  # own layer → D's stage, and index there; (-1, -1): D has no such layer
     firsts: tuple[int, ...]  # by pairing: the first token, or entry of a state, that D wants of its layers
     d_blocks: tuple[NDArray[np.int32], ...]  # by group of D
     tables: tuple[Table, ...]  # by group of P
@@ -134,11 +134,11 @@ class Push:
         now: float,
         start: PushStart,
         own: CacheGeometry,
-        some: tuple[Pairing, ...],
+        pairings: tuple[Pairing, ...],
         exchanged: tuple[Pairing, ...],
     ) -> Push:
         reservation = start.reservation
-        place = {name: index for index, pair in enumerate(some) for name in pair.layers}
+        pairing_of = {name: index for index, pairing in enumerate(pairings) for name in pairing.layers}
         d_layers = {name: index for index, name in enumerate(reservation.geometry.layers)}
         first, end, length = reservation.first, reservation.end, reservation.prompt_length
         stages = {
@@ -150,12 +150,12 @@ class Push:
             name=start.push,
             request_id=start.request_id,
             reservation=reservation,
-            pairings=some,
-            exchanged=frozenset(index for index, pair in enumerate(some) if pair in exchanged),
-            layer_index=tuple(d_layers.get(name) for name in own.layers) if some else (),
-            pairing_of=tuple(place.get(name, -1) for name in own.layers),
-            place_of=tuple(stages.get(name, (-1, -1)) for name in own.layers),
-            firsts=tuple(pair.d.places(first, end)[0] for pair in some),
+            pairings=pairings,
+            exchanged=frozenset(index for index, pairing in enumerate(pairings) if pairing in exchanged),
+            layer_index=tuple(d_layers.get(name) for name in own.layers) if pairings else (),
+            pairing_of=tuple(pairing_of.get(name, -1) for name in own.layers),
+            d_position=tuple(stages.get(name, (-1, -1)) for name in own.layers),
+            firsts=tuple(pairing.d.places(first, end)[0] for pairing in pairings),
             d_blocks=tuple(np.frombuffer(ids, dtype="<i4") for ids in reservation.blocks),
             tables=tuple(Table(np.empty(length // group.block_size + 2, dtype=np.int32)) for group in own.tables),
             opened=now,
@@ -186,7 +186,7 @@ class Push:
 
     @property
     def live(self) -> bool:
-        """True while what is computed or exchanged for it is of use here."""
+        """True until the push has closed or failed: what is computed or exchanged for it is needed."""
         return not self.closed and all(pair.push.failure is None for pair in self.pairs.values())
 
     def wants(self, layer: int) -> bool:
@@ -201,18 +201,18 @@ class Push:
         return index
 
     def worker(self, layer: int, rank: int) -> int:
-        """Return D's worker that has an own layer and this rank in its stage."""
-        return self.reservation.geometry.worker(self.place_of[layer][0], rank)
+        """Return the D worker that holds this worker's layer `layer` and has rank `rank` in its stage."""
+        return self.reservation.geometry.worker(self.d_position[layer][0], rank)
 
     def rank_of(self, worker: int) -> int:
-        """Return the rank of D's worker in its stage; plans are made by that rank."""
+        """Return the rank of D's worker in its stage: the key of a plan's deliveries."""
         return self.reservation.geometry.place_of(worker)[1]
 
     def endpoint(self, worker: int) -> Endpoint:
         return self.reservation.endpoints[worker]
 
     def extend(self, step: int, push_slice: PushSlice) -> None:
-        """Add a step's new blocks. Those from before a preemption were forgotten (`Pushes.draining`)."""
+        """Add a step's new blocks. Those from before a preemption were forgotten (`Pushes.drain`)."""
         if push_slice.restart and any(table.known for table in self.tables):
             raise LocalProtocolError(f"push {self.name} starts over, without a message that it had lost its blocks")
         for table, more in zip(self.tables, push_slice.new_blocks, strict=True):
@@ -225,13 +225,13 @@ class Push:
         return self.plans.get((step, self.pairing_of[layer]))
 
     def d_kind(self, layer: int) -> CacheGeometry:
-        """Return the kind of an own layer on D."""
+        """Return D's kind of this worker's layer."""
         return self.pairings[self.pairing_of[layer]].d
 
     def direct_writes(self) -> Iterator[DirectWrites]:
-        """Return all that was offered directly so far, by D worker.
+        """Yield what was offered directly so far, by D worker.
 
-        The tables are not copied. A push that starts over changes them, and then these sums are not used.
+        The tables are not copied. A push that starts over changes them; checksums computed of them are dropped then.
         """
         for worker, pair in self.pairs.items():
             rank, known = self.rank_of(worker), pair.coverage
@@ -269,13 +269,13 @@ class Push:
 
     def job(self, pairing: int, lo: int, hi: int, instance: int = 0) -> Job:
         """Return the job of one pairing's layers. `instance` distinguishes D engines of equal geometry in a step."""
-        pair = self.pairings[pairing]
+        own, peer = self.pairings[pairing].p, self.pairings[pairing].d
         return Job(
-            d=pair.d,
+            d=peer,
             first=self.firsts[pairing],
             lo=lo,
             hi=hi,
-            p_blocks=self.tables[pair.p.group].known_ids,
-            d_blocks=self.d_blocks[pair.d.group],
+            p_blocks=self.tables[own.group].known_ids,
+            d_blocks=self.d_blocks[peer.group],
             instance=instance,
         )

@@ -142,7 +142,7 @@ class Pushes:
         over = self._named(step.ended)
         for push in over:
             push.over = True
-            self._untold(push)
+            self._stop_reporting(push)
             self._forget_if_done(push)
         if self.exchanges is not None:
             self.exchanges.over(over)
@@ -159,10 +159,10 @@ class Pushes:
         for push in self._open(self._preempted):
             push.held = True
 
-    def draining(self, now: float) -> float:
-        """Return for how many seconds at most to wait for writes that read preempted blocks; then call again.
+    def drain(self, now: float) -> float:
+        """Return for how many seconds to wait, at most, for writes that read preempted blocks; then call again.
 
-        0: the pushes have started over or failed, and their blocks may be overwritten.
+        At 0 the pushes have been restarted or failed, and their blocks may be overwritten.
         """
         left = self._drained_by - now
         if left > 0 and any(push.out for push in self._open(self._preempted)):
@@ -172,7 +172,7 @@ class Pushes:
         return 0.0
 
     def _start_over(self, now: float, names: Iterable[str]) -> None:
-        """Push again what was pushed from blocks that are lost now. A push with writes in flight fails instead."""
+        """Restart pushes whose blocks are lost now. A push with writes in flight fails instead."""
         for push in self._named(names):
             push.held = False
             self._let_go(push)
@@ -370,9 +370,9 @@ class Pushes:
         """Return when `tick` must be called at the latest."""
         return self._sender.next_wake() if self._sender is not None else None
 
-    def heard(self, peer: Endpoint) -> float | None:
+    def last_message_at(self, peer: Endpoint) -> float | None:
         """Return when `peer` last sent anything."""
-        return self._machine.heard(peer)
+        return self._machine.last_message_at(peer)
 
     # -- what is held
 
@@ -480,6 +480,8 @@ class Pushes:
             token // d.own.per_entry for token in (push.reservation.end, push_slice.before, push_slice.after)
         )
         return push_range(push.firsts[pairing], end, before, after, d.covers)
+
+    # `_takes_part`, `_due` and `_owes` are rules of their own because the simulator's mutations leave each of them out.
 
     def _takes_part(self, push: Push) -> bool:
         """Return whether the push is planned.
@@ -600,11 +602,11 @@ class Pushes:
         for action in actions:
             self._effects.append(action)
             if isinstance(action, act.Note):
-                self._noted(action)
+                self._apply_note(action)
             elif isinstance(action, act.Closed):
                 self._close(now, action)
 
-    def _noted(self, note: act.Note) -> None:
+    def _apply_note(self, note: act.Note) -> None:
         if note.stage == "drain":
             self._let_go(self._pushes[str(note.facts["push"])])
         elif note.stage == "ready" and self._site.leads:
@@ -630,7 +632,7 @@ class Pushes:
             self._effects.append(MetricValue("xfer_time_seconds", now - push.opened))
             self._effects.append(MetricValue("exposed_time_seconds", exposed))
 
-    def _untold(self, push: Push) -> None:
+    def _stop_reporting(self, push: Push) -> None:
         """Do not report a push whose request holds no blocks (any more): vLLM would stop the engine over it."""
         self._reported_to.pop(push.request_id, None)
         self._ended.discard(push.request_id)

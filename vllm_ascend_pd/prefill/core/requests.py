@@ -163,7 +163,7 @@ class PushRequests:
 
     # -- messages of D's schedulers
 
-    def heard(self, now: float, peer: Hashable, message: Meeting, reservation: Reservation | None = None) -> None:
+    def message(self, now: float, peer: Hashable, message: Meeting, reservation: Reservation | None = None) -> None:
         """Handle a message of D. `reservation` is what an offer has sealed."""
         if isinstance(message, Gone):
             self.meetings.withdrawn(now, peer, message.transfer)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plug-in of pytest (`-p pd_in_nixls_place`): vLLM's connector tests get this package's connector instead of NIXL's.
 
-PD_ROLE names its role. Imitated is only what engines and routers would do before: one worker's cache, and on D a ticket
-in place of NIXL's fields, whose metaserver never answers. Scheduler and connector are unchanged.
+The variable PD_ROLE has its kv_role. It also stands in for the mock connectors of the scheduler's tests and of the
+handshake's test. Imitated is only what comes before a connector: one worker's cache, and on D, instead of NIXL's fields,
+a ticket whose metaserver never answers. Scheduler and connector are unchanged.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.geometry.layout import ALL, STATE, CacheGeometry, Group
 from vllm_ascend_pd.protocol.identity import Endpoint
 
-METASERVER = "http://127.0.0.1:9"
+METASERVER = "http://127.0.0.1:9"  # nothing listens there
 ROLES: dict[str, dict[str, Any]] = {
     "kv_producer": {"hold_sources": 64, "hold_share": 1.0},
-    "kv_consumer": {"metaserver_urls": [METASERVER], "first_token": "off"},  # none would come
+    "kv_consumer": {"metaserver_urls": [METASERVER], "first_token": "off"},  # none would come without a metaserver
 }
 ROLE = os.environ["PD_ROLE"]
 
@@ -59,12 +60,12 @@ class InNixlsPlace(AscendPushConnector):
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
 
-def _never_answered(self: MetaserverClient, *_: object, **__: object) -> None:
-    """Send nothing."""
+def _send_nothing(self: MetaserverClient, *_: object, **__: object) -> None:
+    """Take the place of the reservation's request, so that no answer comes."""
 
 
 class InTheMocksPlace(InNixlsPlace):
-    """This connector for the scheduler's tests. Where their mock has tokens for every request, each gets a ticket."""
+    """This connector for the scheduler's tests. If the test's mock has tokens for every request, each gets a ticket."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         self._tickets = bool(vllm_config.kv_transfer_config.get_from_extra_config("matched_tokens", 0))
@@ -77,7 +78,7 @@ class InTheMocksPlace(InNixlsPlace):
 
 
 class ByStage(InNixlsPlace):
-    """This connector for the handshake's test, which makes its connector without arguments and asks what it got."""
+    """This connector for the handshake's test, which makes its connector without arguments and reads the metadata that it was given."""
 
     def __init__(self) -> None:
         super().__init__(vllm_config(ROLE), KVConnectorRole.SCHEDULER, cache_config())
@@ -112,5 +113,5 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
             module._PPAwareConnector, module._Metadata = ByStage, _of_the_next_stage
 
 
-MetaserverClient.reserve = _never_answered  # type: ignore[method-assign]
+MetaserverClient.reserve = _send_nothing  # type: ignore[method-assign]
 KVConnectorFactory._registry["NixlConnector"] = lambda: InNixlsPlace
