@@ -57,7 +57,7 @@ def started(engines: Engines, machine: Machine, progress: Callable[[str], None])
     """Start a set; at its end all blocks of both engines must be free, and not too many answers excused."""
     with Cluster(fresh_directory("ascend_host"), progress=progress) as cluster:
         pair = engines.start(machine, cluster)
-        if RECIPES[engines.model].leaves_last:
+        if RECIPES[engines.model].recomputes_last:
             if engines.seeded:
                 learn_of_first_tokens(pair)
             else:

@@ -92,7 +92,7 @@ def running(
     pair = make_pair(*started, *beside)
     recipe = recipe_of(specs[0].model)
     try:
-        if recipe is not None and recipe.leaves_last:
+        if recipe is not None and recipe.recomputes_last:
             learn_of_first_tokens(pair)
         yield pair
     finally:

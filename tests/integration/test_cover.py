@@ -194,7 +194,7 @@ def test_a_cell(
     front = cluster.metaserver([p], [d], ports[-3], STRICT)
     pair = Pair(cluster, front, p, (d,), judged(kind, p, d, tally, progress))
     try:
-        if RECIPES[kind.model].leaves_last:
+        if RECIPES[kind.model].recomputes_last:
             learn_of_first_tokens(pair)
         check_all(pair, kind, cell, ports[-1], f"{name}, {', '.join(cell.values())}")
     finally:

@@ -261,7 +261,9 @@ class DecodeEngine:
         self.outcomes: deque[tuple[TransferId, str, First | None]] = deque()
         self._by_transfer: dict[TransferId, Request] = {}
         self._stepping = False
-        self.ranks = [DecodeRank(self, *self.geometry.place_of(worker)) for worker in range(self.geometry.workers)]
+        self.ranks = [
+            DecodeRank(self, *self.geometry.stage_and_rank(worker)) for worker in range(self.geometry.workers)
+        ]
         self._bound_at = [0.0] * len(self.ranks)
 
     def kill(self) -> None:
@@ -401,10 +403,10 @@ class DecodeEngine:
         request.tables.grow(0, request.tokens, self.free, world.rng)
         hit = world.rng.choice((0, 0, 0, 1, need)) * size
         computed = min(hit, (request.tokens - 1) // size * size)
-        way, leaves, first = self._way(request), self.geometry.leaves_last, self.cluster.settings.first
+        way, leaves, first = self._way(request), self.geometry.recomputes_last, self.cluster.settings.first
         request.whole = leaves and first and self.requests.tells(request.name) and not request.outputs
         leaves = leaves and not request.whole
-        count = self.requests.wanted(request.name, request.tokens, computed, leaves_last=leaves)
+        count = self.requests.wanted(request.name, request.tokens, computed, recomputes_last=leaves)
         self.free.extend(request.tables.let_go(computed + count))
         request.started = world.now
         request.stopped_before = self.stopped_s()
@@ -423,7 +425,7 @@ class DecodeEngine:
         reservation = bind.reservation(MODEL, self.geometry, endpoints, request.tokens, str(request.seed))
         if first and self.requests.seeds_come(request.name):
             wanted = Wanted(bind.transfer, request.tokens, DIGEST, None, VOCABULARY, request.whole)
-            if not self.requests.ask(request.name, lambda: wanted, len(request.outputs), leaves_last=leaves):
+            if not self.requests.ask(request.name, lambda: wanted, len(request.outputs), recomputes_last=leaves):
                 needs = (WHOLE,) if request.whole else ()
                 reservation = msgspec.structs.replace(reservation, seed=Seed(DIGEST), needs=needs)
         if isinstance(way, Meet):

@@ -680,7 +680,7 @@ class StateWithEveryStep(PushBook):
 class LastTokenLoaded(LoadBook):
     """D loads the prompt's last token, too, and computes it again without what its window needs."""
 
-    def wanted(self, request_id: str, prompt_length: int, computed: int, *, leaves_last: bool = False) -> int:
+    def wanted(self, request_id: str, prompt_length: int, computed: int, *, recomputes_last: bool = False) -> int:
         return super().wanted(request_id, prompt_length, computed)
 
 

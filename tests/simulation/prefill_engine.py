@@ -156,7 +156,7 @@ class PrefillEngine:
         prompt = Prompt(
             world.name("prompt"), world.name("push"), reservation, content, tokens, Tables(groups), [0] * len(groups)
         )
-        if self.geometry.leaves_last:
+        if self.geometry.recomputes_last:
             self._take(prompt)
             prompt.tokens -= self.requests.cuts(prompt.name)
         self.waiting.append(prompt)

@@ -641,7 +641,7 @@ def test_an_indexer_is_a_layer_of_one_key_per_token_for_all_ranks() -> None:
     config, groups = vllm_config(tensor_parallel_size=2), with_indexers(latent(32, 64))
     admission.check_groups(groups)
     shape = admission.cache_shape(config, groups)
-    assert shape.unlike == {"model.layers.0.self_attn.indexer.k_cache": LayerShape(1, 1, 24)}
+    assert shape.other_shapes == {"model.layers.0.self_attn.indexer.k_cache": LayerShape(1, 1, 24)}
     assert shape.of(LAYERS[1]) == LayerShape(1, 1, 64)
 
 
@@ -729,7 +729,7 @@ def scaled(*layers: tuple[str, float | None, float | None], names: Sequence[str]
 def word(*layers: tuple[str, float | None, float | None]) -> str:
     groups = cache_config(fp8(attention()))
     admission.check_groups(groups)
-    (found,) = set(admission.cache_shape(scaled(*layers), groups).words.values())
+    (found,) = set(admission.cache_shape(scaled(*layers), groups).dtype_names.values())
     return found
 
 
@@ -740,7 +740,7 @@ def test_the_word_of_an_fp8_cache_says_its_format_and_its_scales() -> None:
     assert word(("fp8_e5m2", 1.0, 1.0), ("fp8_e5m2", 1.0, 1.0)) == "fp8_e5m2"
     assert word(one, one) == word(one, one) != word(one, other) != word(other, one)
     assert word(one, one).startswith("fp8_e4m3 with scales ")
-    assert admission.cache_shape(vllm_config(), cache_config(attention())).words == {}
+    assert admission.cache_shape(vllm_config(), cache_config(attention())).dtype_names == {}
 
 
 @pytest.mark.parametrize(

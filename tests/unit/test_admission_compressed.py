@@ -63,12 +63,12 @@ def test_what_is_registered_is_described_and_read_by_the_other_side() -> None:
     caches = describe(tensors(GROUPS, SIZE, BLOCKS), shape, TokenMajorDevice())
     geometry = caches.geometry
     assert caches.num_blocks == BLOCKS and geometry.groups == EXPECTED
-    assert geometry.leaves_last and not geometry.opaque
+    assert geometry.recomputes_last and not geometry.opaque
     by_name = dict(zip(geometry.layers, geometry.by_layer, strict=True))
     assert set(by_name) == {name for specs in GROUPS for name in specs}
     keys = by_name[layer(1, "indexer.k_cache")]
     assert [(region.block_stride, region.cell_bytes) for region in keys.regions] == [(KEY_PAGE, 128), (KEY_PAGE, 2)]
-    assert keys.dtype == "int8/float16" and [keys.called(i) for i in range(2)] == [
+    assert keys.dtype == "int8/float16" and [keys.region_label(i) for i in range(2)] == [
         "kv0: index key",
         "kv1: scale of the index key",
     ]

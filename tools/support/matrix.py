@@ -88,7 +88,7 @@ REFUSED = {
     "full graphs on P": "refused (PD-CONF-005): they would skip the layers' hooks. On D they stay",
     "ranks that come and go in a running engine (`--enable-elastic-ep`, `--enable-fault-tolerance`)": "refused (PD-CONF-005): a reservation has the "
     "addresses of the ranks, and an exchange the process groups, that there were at the start",
-    "drafts, pipelines or MLA beside windows or states, except MTP beside Gated DeltaNet and all of DeepSeek-V4 but a pipeline": "refused (PD-CONF-005): "
+    "drafts, pipelines or MLA beside windows or states, except MTP beside Gated DeltaNet and all of DeepSeek-V4 but a pipeline; windows beside states": "refused (PD-CONF-005): "
     "none of vllm-ascend's configurations has them, and what a drafter reads, and which stage has which group, only a pair can show. "
     "[kinds.md](kinds.md) has for each kind of cache what is refused beside it",
     "`enable_kv_nz` of vllm-ascend": "refused (PD-CONF-005): D's MLA would read its cache as fractals, which P does not write",

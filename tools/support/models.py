@@ -53,7 +53,7 @@ class Recipe:
         return self.family in ("deepseek_v2", "deepseek_v3", *SPARSE)
 
     @property
-    def leaves_last(self) -> bool:
+    def recomputes_last(self) -> bool:
         """Return whether D can load a prompt's last token only if it begins with P's first token."""
         from tools.support.states import FAMILIES
 

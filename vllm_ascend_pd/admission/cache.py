@@ -128,13 +128,13 @@ def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
         raise refusal
     if states and which and not which.startswith("method=mtp "):
         raise not_proven("A draft model other than MTP beside states", "Use MTP, or none.")
-    words = quantised.words(config, specs)
+    dtype_names = quantised.dtype_names(config, specs)
     first = next(iter(shapes.values()), None) or (LayerShape(1, 1, 1) if states else shape("", spec))
     unlike = {name: one for name, one in shapes.items() if one != first}
     heads = first.local_heads, first.total_heads, first.head_size
     of = {name: index for index, group in enumerate(made) for name in group.layer_names}
     divided = sizes.context(config.parallel_config)
-    return CacheShape(spec.block_size, *heads, tp, which, layers, unlike, groups, of, states, words, *divided)
+    return CacheShape(spec.block_size, *heads, tp, which, layers, unlike, groups, of, states, dtype_names, *divided)
 
 
 def _unlike(

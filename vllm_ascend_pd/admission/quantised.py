@@ -54,7 +54,7 @@ def is_fp8(spec: Any) -> bool:
     return mode == "FP8_PER_TENSOR" and str(getattr(spec, "dtype", "")) in _STORED
 
 
-def words(config: Any, specs: Mapping[str, Any]) -> dict[str, str]:
+def dtype_names(config: Any, specs: Mapping[str, Any]) -> dict[str, str]:
     """Return the dtype name of each layer with such a cache. Raise PD-CONF-005 for what cannot be compared."""
     names = [name for name in specs if is_fp8(specs[name])]
     if not names:
@@ -66,7 +66,7 @@ def words(config: Any, specs: Mapping[str, Any]) -> dict[str, str]:
     word = formats.pop()
     if formats or not word:
         raise not_proven(f"A quantised KV cache whose layers do not say one format ({names[0]})", _REMEDY)
-    return dict.fromkeys(names, word + _told([_scales(name, layers[name]) for name in names]))
+    return dict.fromkeys(names, word + _digest([_scales(name, layers[name]) for name in names]))
 
 
 def _scales(name: str, layer: Any) -> Scales:
@@ -79,7 +79,7 @@ def _scales(name: str, layer: Any) -> Scales:
     return k, v
 
 
-def _told(scales: list[Scales]) -> str:
+def _digest(scales: list[Scales]) -> str:
     """Return one short text for the scales of all layers; empty if all are 1."""
     if all(scale == (1.0, 1.0) for scale in scales):
         return ""

@@ -154,7 +154,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     shape = _shape(args)
     p, d = (
-        _dealt(_geometry(shape, f"--{side}", tp, pp), shape, f"--{side}", dcp, pcp, interleave)
+        _with_context(_geometry(shape, f"--{side}", tp, pp), shape, f"--{side}", dcp, pcp, interleave)
         for side, tp, pp, dcp, pcp, interleave in (
             ("p", args.p_tp, args.p_pp, args.p_dcp, args.p_pcp, args.p_interleave),
             ("d", args.d_tp, args.d_pp, args.d_dcp, 1, args.d_interleave),
@@ -197,7 +197,7 @@ def geometry_of_model(
     found = read_model(model)
     layout = "mla" if found.mla else "token-major"
     shape = PlanInput(found.heads, found.dim, found.layers, block_size, ITEM[dtype], layout, 1, states=found.states)
-    return _dealt(_geometry(shape, "-", tp, 1), shape, "-", *divided)
+    return _with_context(_geometry(shape, "-", tp, 1), shape, "-", *divided)
 
 
 def _shape(args: argparse.Namespace) -> PlanInput:
@@ -273,7 +273,9 @@ def _geometry(shape: PlanInput, flag: str, tp: int, pp: int) -> CacheGeometry:
     )
 
 
-def _dealt(g: CacheGeometry, shape: PlanInput, flag: str, dcp: int, pcp: int, interleave: int | None) -> CacheGeometry:
+def _with_context(
+    g: CacheGeometry, shape: PlanInput, flag: str, dcp: int, pcp: int, interleave: int | None
+) -> CacheGeometry:
     """Return a geometry with its tokens divided among ranks. Raise ConfigError for sizes that no engine has."""
     if dcp * pcp == 1:
         if interleave is not None:
@@ -404,7 +406,7 @@ def sizes_of(g: CacheGeometry) -> str:
 
 def _named(g: CacheGeometry, worker: int) -> str:
     """Return a worker's name: its rank; in a pipeline its stage and rank."""
-    stage, rank = g.place_of(worker)
+    stage, rank = g.stage_and_rank(worker)
     return f"{stage}.{rank}" if len(g.stages) > 1 else str(rank)
 
 
@@ -431,7 +433,7 @@ def _svg(p: CacheGeometry, d: CacheGeometry, links: list[PairWrites], decision: 
         )
     for side, x0, engine in (("P", 30, p), ("D", width - 130, d)):
         for worker in range(engine.workers):
-            stage, rank = engine.place_of(worker)
+            stage, rank = engine.stage_and_rank(worker)
             y, held, first = place(worker, engine.workers), engine.head_range(rank), engine.first_layer(stage)
             layers = f"layers {first}–{first + len(engine.stages[stage]) - 1}, " if len(engine.stages) > 1 else ""
             parts.append(

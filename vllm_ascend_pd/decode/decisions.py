@@ -93,15 +93,15 @@ class LoadBook:
         self._consumed: set[str] = set()
         self._pending = _Pending()
 
-    def wanted(self, request_id: str, prompt_length: int, computed: int, *, leaves_last: bool = False) -> int:
+    def wanted(self, request_id: str, prompt_length: int, computed: int, *, recomputes_last: bool = False) -> int:
         """Return how many tokens to load remotely. Repeatable.
 
-        A single token is not worth it: D computes the last one anyway. With `leaves_last` that one is never loaded.
+        A single token is not worth it: D computes the last one anyway. With `recomputes_last` that one is never loaded.
         """
         if request_id in self._consumed or prompt_length - computed <= 1:
             return 0
         self._candidates[request_id] = computed
-        return prompt_length - computed - leaves_last
+        return prompt_length - computed - recomputes_last
 
     def reserve(
         self,

@@ -151,8 +151,8 @@ class DecodeScheduler(SchedulerRole):
         if self._online is None or request.prompt_token_ids is None:
             return 0
         self._way(request)
-        leaves = self._online.geometry.leaves_last and not self.first_tokens.begins(request)
-        return self._requests.wanted(request.request_id, request.num_prompt_tokens, computed, leaves_last=leaves)
+        leaves = self._online.geometry.recomputes_last and not self.first_tokens.begins(request)
+        return self._requests.wanted(request.request_id, request.num_prompt_tokens, computed, recomputes_last=leaves)
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], count: int) -> None:
         """Reserve the blocks that vLLM allocated for `count` tokens; ask the metaserver, router or P for a prefill."""
@@ -167,9 +167,9 @@ class DecodeScheduler(SchedulerRole):
         prompt = request.num_prompt_tokens, request_hash(request)
         reservation = bind.reservation(self._engine.model, online.geometry, online.endpoints, *prompt)
         self._asked[request.request_id] = _Asked(way, count, request, bind.first, bind.transfer)
-        whole = online.geometry.leaves_last and bind.end == request.num_prompt_tokens
-        leaves = online.geometry.leaves_last and not whole
-        asks = self.first_tokens.ask(request, bind.transfer, leaves_last=leaves, whole=whole)
+        whole = online.geometry.recomputes_last and bind.end == request.num_prompt_tokens
+        leaves = online.geometry.recomputes_last and not whole
+        asks = self.first_tokens.ask(request, bind.transfer, recomputes_last=leaves, whole=whole)
         if asks is not None:
             reservation = msgspec.structs.replace(reservation, seed=asks[0], needs=(WHOLE,) if whole else ())
         elif whole:

@@ -82,7 +82,7 @@ class Seeding(first_token.StepHooks):
         return request.structured_output_request is None and not sampling.refusal(first_token.chosen(request))
 
     def ask(
-        self, request: Any, transfer: TransferId, *, leaves_last: bool, whole: bool = False
+        self, request: Any, transfer: TransferId, *, recomputes_last: bool, whole: bool = False
     ) -> tuple[Seed, dict[str, Any]] | None:
         """Return what the reservation asks for, and what P must receive to choose the same token; None: no token.
 
@@ -100,7 +100,7 @@ class Seeding(first_token.StepHooks):
 
         produced = _produced(request)
         asked = request.request_id, wanted, produced
-        why = self.seed_refusal(request) or self._requests.ask(*asked, leaves_last=leaves_last)
+        why = self.seed_refusal(request) or self._requests.ask(*asked, recomputes_last=recomputes_last)
         if why:
             self.unseeded(request.request_id, why)
             return None

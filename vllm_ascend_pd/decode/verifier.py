@@ -43,7 +43,7 @@ class MemoryVerifier:
                 # If tokens are divided among ranks, a rank may have none, and receives nothing.
                 if sums.get((index, number), 0) != value:
                     component = (
-                        kind.called(number) if sums else "prefill sent no checksums: set verify to full there too"
+                        kind.region_label(number) if sums else "prefill sent no checksums: set verify to full there too"
                     )
                     return f"{name} ({component})"
         return None

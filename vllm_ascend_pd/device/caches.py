@@ -6,9 +6,9 @@ each `[block, head, token, dim]`, `[block, token, head, dim]`, `[block, token, d
 stacked). A recurrent layer has one tensor of pages in which its states lie one behind the other, or one tensor for each
 state. It becomes a layer for each of its sections (geometry/states.py).
 
-Layers of several groups may share memory. vllm-ascend has all blocks of one state there, then all of the other; K and V
-lie over them, in blocks of the kernels' size, of which several are one of the group's. Whatever the layout, a block of
-one group must not reach into a block of another group that has another number: both are in use at the same time.
+Layers of several groups may share memory. vllm-ascend places all blocks of one state there, then all of the other. K and
+V use the same bytes, in blocks of the kernels' size, of which several make one block of the group. Whatever the layout,
+a block of one group must not reach into a block of another group that has another number: both are in use at one time.
 """
 
 from __future__ import annotations
@@ -17,13 +17,22 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.geometry.layout import CacheGeometry, Group, LayerKind, Region, executed, in_one_word, section_of
+from vllm_ascend_pd.geometry.layout import (
+    CacheGeometry,
+    Group,
+    LayerKind,
+    Region,
+    in_execution_order,
+    joined_names,
+    section_of,
+)
 from vllm_ascend_pd.geometry.states import PACKING, Recurrent
 
 
@@ -47,17 +56,19 @@ class CacheShape:
     tp_size: int
     drafter: str = ""  # name of the draft model; empty without one, or if it has no cache
     drafts: frozenset[str] = frozenset()  # layers of the draft model
-    unlike: Mapping[str, LayerShape] = field(default_factory=dict)  # sizes of layers that differ
+    other_shapes: Mapping[str, LayerShape] = field(default_factory=dict)  # sizes of layers that differ
     groups: tuple[Group, ...] = ()  # empty: one group, in which all tokens matter
     group_of: Mapping[str, int] = field(default_factory=dict)  # index of a layer's group; empty: not known
     states: Mapping[str, Recurrent] = field(default_factory=dict)  # by recurrent layer
-    words: Mapping[str, str] = field(default_factory=dict)  # name of a layer's dtype, if its tensor does not show it
+    dtype_names: Mapping[str, str] = field(
+        default_factory=dict
+    )  # name of a layer's dtype, if its tensor does not show it
     dcp: int = 1
     pcp: int = 1
     interleave: int = 1
 
     def of(self, name: str) -> LayerShape:
-        return self.unlike.get(name) or LayerShape(self.local_heads, self.total_heads, self.head_size)
+        return self.other_shapes.get(name) or LayerShape(self.local_heads, self.total_heads, self.head_size)
 
     def group(self, name: str) -> tuple[int, Group]:
         """Return index and group of a layer. Raise PD-GEO-003 for a layer without a group."""
@@ -77,7 +88,7 @@ class Caches:
     num_blocks: int
     bases: tuple[tuple[int, ...], ...]  # by layer, by region
     storages: tuple[tuple[int, int], ...]  # (address, length) to register
-    tensors: tuple[tuple[torch.Tensor, ...], ...]  # by layer, by region; empty for parts of states
+    tensors: tuple[tuple[torch.Tensor, ...], ...]  # by layer, by region; empty for sections of states
 
 
 class CacheBytes:
@@ -96,8 +107,8 @@ class CacheBytes:
 
 def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape: CacheShape, device: Device) -> Caches:
     """Return the layout of registered tensors. Raise PD-GEO-003 for a layout that is not supported."""
-    tensors = _own(tensors, shape)
-    names = executed(tensors) if shape.groups else list(tensors)
+    tensors = _without_shared(tensors, shape)
+    names = in_execution_order(tensors) if shape.groups else list(tensors)
     layers: dict[str, _Layer] = {}
     for name in names:
         if name in shape.states:
@@ -115,9 +126,9 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
         _check_blocks_apart(
             {name: (shape.group(name)[0], _parts(name, tensors[name], shape, device)) for name in names}
         )
-    kinds: dict[tuple[int, str, str, tuple[Region, ...], int], list[str]] = {}
+    kinds: dict[LayerKind, list[str]] = {}
     for name, layer in layers.items():
-        kinds.setdefault((layer.heads, layer.dtype, layer.packing, layer.regions, layer.group), []).append(name)
+        kinds.setdefault(layer.kind, []).append(name)
     geometry = CacheGeometry(
         block_size=shape.groups[first.group].entries if shape.groups else shape.block_size,
         kv_heads=first.heads,
@@ -129,8 +140,8 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
         drafter=shape.drafter,
         drafts=tuple(name for name in layers if name in shape.drafts),
         others=tuple(
-            LayerKind(heads, dtype, packing, regions, tuple(names), group)
-            for (heads, dtype, packing, regions, group), names in list(kinds.items())[1:]
+            msgspec.structs.replace(kind, layers=tuple(names))
+            for kind, names in itertools.islice(kinds.items(), 1, None)
         ),
         groups=shape.groups,
         group=first.group,
@@ -139,8 +150,8 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
         interleave=shape.interleave,
     )
     storages = {address: length for layer in layers.values() for address, length in layer.storages}
-    bases, parts = tuple(layer.bases for layer in layers.values()), tuple(layer.parts for layer in layers.values())
-    return Caches(geometry, first.blocks, bases, tuple(storages.items()), parts)
+    bases, found = tuple(layer.bases for layer in layers.values()), tuple(layer.tensors for layer in layers.values())
+    return Caches(geometry, first.blocks, bases, tuple(storages.items()), found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +162,14 @@ class _Layer:
     regions: tuple[Region, ...]
     bases: tuple[int, ...]
     blocks: int
-    parts: tuple[torch.Tensor, ...]
+    tensors: tuple[torch.Tensor, ...]
     storages: tuple[tuple[int, int], ...]
     group: int
+
+    @property
+    def kind(self) -> LayerKind:
+        """What layers of one kind have in common."""
+        return LayerKind(self.heads, self.dtype, self.packing, self.regions, (), self.group)
 
 
 def _layer(name: str, value: torch.Tensor | Sequence[torch.Tensor], shape: CacheShape, device: Device) -> _Layer:
@@ -165,8 +181,8 @@ def _layer(name: str, value: torch.Tensor | Sequence[torch.Tensor], shape: Cache
         if part.dim() not in (3, 4):
             raise ConfigError("PD-GEO-003", layer=name, why=f"shape {tuple(part.shape)}")
         packing, opaque = device.packing(part, block_size, own.head_size)
-        word = f"kv{index}" if len(parts) > 1 else "kv"
-        regions.append(_region(name, word, part, block_size, own, opaque, device.token_major))
+        region = f"kv{index}" if len(parts) > 1 else "kv"
+        regions.append(_region(name, region, part, block_size, own, opaque, device.token_major))
         packings.append(packing)
     blocks = {part.shape[0] for part in parts}
     if len(blocks) != 1:
@@ -174,21 +190,21 @@ def _layer(name: str, value: torch.Tensor | Sequence[torch.Tensor], shape: Cache
     storages = [part.untyped_storage() for part in parts]
     return _Layer(
         heads=own.total_heads,
-        dtype=shape.words.get(name) or in_one_word([str(part.dtype).removeprefix("torch.") for part in parts]),
-        packing=in_one_word(packings),
+        dtype=shape.dtype_names.get(name) or joined_names([str(part.dtype).removeprefix("torch.") for part in parts]),
+        packing=joined_names(packings),
         regions=tuple(regions),
         bases=tuple(part.data_ptr() for part in parts),
         blocks=blocks.pop(),
-        parts=tuple(parts),
+        tensors=tuple(parts),
         storages=tuple((storage.data_ptr(), storage.nbytes()) for storage in storages),
         group=group,
     )
 
 
-def _own(
+def _without_shared(
     tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape: CacheShape
 ) -> dict[str, torch.Tensor | Sequence[torch.Tensor]]:
-    """Leave out layers that only read the cache of another layer, which pushes it.
+    """Leave out layers that only read the cache of another layer, under whose name it is pushed.
 
     vLLM registers that cache under both names. Only the name of the layer that writes it is in a group of the engine's
     cache. An address alone does not show it: layers of several groups share addresses too.
@@ -205,28 +221,28 @@ def _sections(name: str, tensors: list[torch.Tensor], shape: CacheShape) -> dict
     """Return the sections of a recurrent layer, as layers by their names."""
     recurrent, (group, _) = shape.states[name], shape.group(name)
     sizes, blocks = recurrent.nbytes, tensors[0].shape[0]
-    rows = [tensor.stride(0) * tensor.element_size() for tensor in tensors]
-    held = [tensor[0].numel() * tensor.element_size() for tensor in tensors]
+    strides = [tensor.stride(0) * tensor.element_size() for tensor in tensors]
+    block_bytes = [tensor[0].numel() * tensor.element_size() for tensor in tensors]
     apart = len(tensors) == len(sizes) > 1
-    fits = held == list(sizes) if apart else len(tensors) == 1 and held[0] >= sum(sizes)
+    fits = block_bytes == list(sizes) if apart else len(tensors) == 1 and block_bytes[0] >= sum(sizes)
     if not fits or any(len(tensor) != blocks or not tensor[0].is_contiguous() for tensor in tensors):
         shapes = [tuple(tensor.shape) for tensor in tensors]
         raise ConfigError("PD-GEO-003", layer=name, why=f"shapes {shapes} for states of {list(sizes)} bytes")
     storages = tuple((one.data_ptr(), one.nbytes()) for one in (tensor.untyped_storage() for tensor in tensors))
     begins = [tensor.data_ptr() for tensor in tensors] if apart else [tensors[0].data_ptr()] * len(sizes)
     if not apart:
-        rows, begins = rows * len(sizes), [begin + sum(sizes[:i]) for i, begin in enumerate(begins)]
+        strides, begins = strides * len(sizes), [begin + sum(sizes[:i]) for i, begin in enumerate(begins)]
     found: dict[str, _Layer] = {}
     for section in recurrent.sections(name, shape.tp_size):
         pieces = section.pieces
         found[section_of(name, section.name)] = _Layer(
             heads=section.heads,
-            dtype=in_one_word([piece.dtype for piece in pieces]),
+            dtype=joined_names([piece.dtype for piece in pieces]),
             packing=PACKING,
             regions=tuple(
                 Region(
                     piece.name,
-                    rows[piece.state],
+                    strides[piece.state],
                     piece.cell_bytes if section.heads > shape.tp_size else 0,
                     0,
                     piece.cell_bytes,
@@ -235,7 +251,7 @@ def _sections(name: str, tensors: list[torch.Tensor], shape: CacheShape) -> dict
             ),
             bases=tuple(begins[piece.state] + piece.offset for piece in pieces),
             blocks=blocks,
-            parts=(),
+            tensors=(),
             storages=storages,
             group=group,
         )
@@ -284,7 +300,7 @@ def _check_blocks_apart(layers: Mapping[str, tuple[int, Sequence[torch.Tensor]]]
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Offsets of the blocks of a tensor, and the bytes of each."""
+    """Addresses of a tensor's blocks, and the bytes of each."""
 
     begin: int
     stride: int
@@ -325,6 +341,7 @@ def _region(
     dims, strides = tuple(tensor.shape), tuple(stride * size for stride in tensor.stride())
     if len(dims) == 3 and dims[1] == block_size and shape.local_heads == 1:
         head_stride, token_stride, dim, dim_stride = 0, strides[1], dims[2], strides[2]
+    # With as many heads as tokens in a block the shape fits both orders: then the device's own decides.
     elif len(dims) == 4 and dims[1:3] == (shape.local_heads, block_size) and not (dims[1] == dims[2] and token_major):
         _, head_stride, token_stride, dim_stride = strides
         dim = dims[3]

@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.int64]
 MAX_RUNS = 1 << 14  # in one period; no engine is configured with more
 
 
-class Dealt(msgspec.Struct, frozen=True):
+class TokenSplit(msgspec.Struct, frozen=True):
     """Division of an engine's tokens among the ranks of a world."""
 
     block_size: int  # tokens of a block of the table that one rank holds
@@ -75,7 +75,7 @@ class SharedRuns(msgspec.Struct, frozen=True, eq=False):
     d_token: Ints
 
 
-def shared(p: Dealt, p_rank: int, d: Dealt, d_rank: int, first: int, end: int) -> SharedRuns:
+def shared(p: TokenSplit, p_rank: int, d: TokenSplit, d_rank: int, first: int, end: int) -> SharedRuns:
     """Return the tokens of [first, end) that both ranks hold.
 
     The work is proportional to the runs that are found, not to the prompt's length times the worlds.
@@ -93,7 +93,7 @@ def shared(p: Dealt, p_rank: int, d: Dealt, d_rank: int, first: int, end: int) -
     return SharedRuns(hi - lo, *p.places(lo), *d.places(lo))
 
 
-def contributors(p: Dealt, d: Dealt, d_rank: int) -> tuple[int, ...]:
+def contributors(p: TokenSplit, d: TokenSplit, d_rank: int) -> tuple[int, ...]:
     """Return the ranks of P's world that hold any token that this rank of D's world holds."""
     if p.world == d.world == 1:
         return (0,)
@@ -101,19 +101,19 @@ def contributors(p: Dealt, d: Dealt, d_rank: int) -> tuple[int, ...]:
     return tuple(np.unique(p.holder(start[d.holder(start) == d_rank])).tolist())
 
 
-def runs(p: Dealt, d: Dealt) -> int:
+def runs(p: TokenSplit, d: TokenSplit) -> int:
     """Return the number of pieces in one common period: the work of comparing P and D."""
     return math.lcm(p.covers, d.covers) // math.gcd(p.run, d.run)
 
 
 @lru_cache(maxsize=256)
-def _period(p: Dealt, p_rank: int, d: Dealt, d_rank: int) -> tuple[Ints, Ints]:
+def _period(p: TokenSplit, p_rank: int, d: TokenSplit, d_rank: int) -> tuple[Ints, Ints]:
     """Return starts and lengths of the runs that both ranks hold, in one common period."""
     start, step = _cut(p, d)
     return _joined(start[(p.holder(start) == p_rank) & (d.holder(start) == d_rank)], step, p, d)
 
 
-def _cut(p: Dealt, d: Dealt) -> tuple[Ints, int]:
+def _cut(p: TokenSplit, d: TokenSplit) -> tuple[Ints, int]:
     """Return where one common period is cut, and the pieces' length. None crosses a border of a run or block."""
     if runs(p, d) > MAX_RUNS:
         raise LocalProtocolError(f"{p} and {d} have no common period of fewer than {MAX_RUNS} runs")
@@ -121,7 +121,7 @@ def _cut(p: Dealt, d: Dealt) -> tuple[Ints, int]:
     return np.arange(0, math.lcm(p.covers, d.covers), step, dtype=np.int64), step
 
 
-def _joined(start: Ints, step: int, p: Dealt, d: Dealt) -> tuple[Ints, Ints]:
+def _joined(start: Ints, step: int, p: TokenSplit, d: TokenSplit) -> tuple[Ints, Ints]:
     """Join pieces that are neighbours in the prompt and inside one block on both sides. Return starts and lengths."""
     if not len(start):
         return start, start

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_ascend_pd.errors import LocalProtocolError
-from vllm_ascend_pd.geometry.context import Dealt
+from vllm_ascend_pd.geometry.context import TokenSplit
 from vllm_ascend_pd.geometry.images import starts, token_outer
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.geometry.plan import Job
@@ -39,7 +39,7 @@ def cache_digest(
     tokens: range,
     blocks: npt.NDArray[np.int32],
     first_block: int = 0,
-    peer: tuple[Dealt, int] | None = None,
+    peer: tuple[TokenSplit, int] | None = None,
 ) -> tuple[int, ...]:
     """Return the sums over `heads` x `tokens` in this rank's cache, by region.
 
@@ -48,8 +48,8 @@ def cache_digest(
     reservation's table with that table's first block. With `peer`, which is the peer's division of tokens and the index
     of one part, only the tokens of that part count.
     """
-    size, dealt, part = geometry.block_size, geometry.dealt, geometry.ranks.part(rank)
-    index = np.arange(tokens.start // dealt.covers, -(-tokens.stop // dealt.covers), dtype=np.int64)
+    size, split, part = geometry.block_size, geometry.token_split, geometry.ranks.part(rank)
+    index = np.arange(tokens.start // split.covers, -(-tokens.stop // split.covers), dtype=np.int64)
     ids = blocks[index[0] - first_block : index[-1] + 1 - first_block] if len(index) else blocks[:0]
     if len(ids) != len(index):
         raise LocalProtocolError(f"{len(blocks)} blocks do not cover tokens {tokens}")
@@ -62,7 +62,7 @@ def cache_digest(
         for at in range(0, len(ids), step):
             some = index[at : at + step]
             cells = view[ids[at : at + step]]
-            places = some[:, None] if region.opaque else dealt.tokens(part, some)
+            places = some[:, None] if region.opaque else split.tokens(part, some)
             wanted = np.ones_like(places, dtype=bool)
             if not region.opaque:
                 wanted = (places >= tokens.start) & (places < tokens.stop)

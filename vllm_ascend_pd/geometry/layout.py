@@ -30,7 +30,7 @@ from typing import Annotated
 
 import msgspec
 
-from vllm_ascend_pd.geometry.context import Dealt
+from vllm_ascend_pd.geometry.context import TokenSplit
 
 MAX_LAYERS = 4096
 MAX_REGIONS = 64
@@ -64,8 +64,8 @@ ALL, WINDOW, STATE, COMPRESSED = "all", "window", "state", "compressed"
 class Group(msgspec.Struct, frozen=True, array_like=True):
     """Layers with one block table, and the tokens that matter once a prompt is computed.
 
-    Those are all; or the last `n`, counting the next one; or the state after the last token, which is in the block that
-    covers that token; or all, of which every `n` have one entry (compressed).
+    all: every token. window: the last `n`, counting the next one. state: the state after the last token, in the block
+    that covers that token. compressed: every token, with one entry for each `n`.
     """
 
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -196,9 +196,9 @@ class CacheGeometry(msgspec.Struct, frozen=True):
         return Ranks(self.kv_heads, self.tp_size, self.dcp, self.pcp, self.only)
 
     @property
-    def dealt(self) -> Dealt:
+    def token_split(self) -> TokenSplit:
         """Division of the tokens among the ranks."""
-        return Dealt(self.block_size, self.dcp * self.pcp, self.interleave)
+        return TokenSplit(self.block_size, self.dcp * self.pcp, self.interleave)
 
     @property
     def covers(self) -> int:
@@ -216,10 +216,10 @@ class CacheGeometry(msgspec.Struct, frozen=True):
         return self.tables[self.group]
 
     @property
-    def leaves_last(self) -> bool:
-        """True if the last token of a prompt must not be loaded, unless D begins with P's first token.
+    def recomputes_last(self) -> bool:
+        """True if D must compute a prompt's last token itself, unless it begins with P's first token.
 
-        D computes that token again. It needs the cache as it was before the token, which P would no longer have.
+        It needs the cache as it was before that token, to which windows and states cannot go back.
         """
         return any(group.partial for group in self.groups)
 
@@ -243,17 +243,17 @@ class CacheGeometry(msgspec.Struct, frozen=True):
         """True if single tokens of a block cannot be addressed. States do not count: their blocks have one entry."""
         return any(region.opaque for kind in self.kinds if not kind.own.stateful for region in kind.regions)
 
-    def called(self, region: int) -> str:
-        """Return a component's name for people: engines only number a layer's tensors. Only for one kind."""
-        name, meant = self.regions[region].name, _meant(self)
-        return f"{name}: {meant[region]}" if name.startswith("kv") and region < len(meant) else name
+    def region_label(self, region: int) -> str:
+        """Return a component's name for logs: engines only number a layer's tensors. Only for one kind."""
+        name, roles = self.regions[region].name, _region_roles(self)
+        return f"{name}: {roles[region]}" if name.startswith("kv") and region < len(roles) else name
 
     @property
-    def titles(self) -> tuple[str, ...]:
-        """Words for people about each layer: its name, its components, and its group if there are several."""
+    def layer_labels(self) -> tuple[str, ...]:
+        """Label of each layer for logs and timelines: its name, its components, and its group if there are several."""
 
         def title(name: str, kind: CacheGeometry) -> str:
-            words = [f"{name} ({', '.join(map(kind.called, range(len(kind.regions))))})"]
+            words = [f"{name} ({', '.join(map(kind.region_label, range(len(kind.regions))))})"]
             words += ["of the draft model"] if name in self.drafts else []
             words += [f"group {kind.group}: {kind.own}"] if self.groups else []
             return ", ".join([*words, "leaves at the end of the prompt"] if kind.own.stateful else words)
@@ -283,7 +283,7 @@ class CacheGeometry(msgspec.Struct, frozen=True):
     def worker(self, stage: int, rank: int) -> int:
         return stage * len(self.ranks) + rank
 
-    def place_of(self, worker: int) -> tuple[int, int]:
+    def stage_and_rank(self, worker: int) -> tuple[int, int]:
         """Return the worker's stage, and its rank there."""
         return divmod(worker, len(self.ranks))
 
@@ -299,7 +299,7 @@ class CacheGeometry(msgspec.Struct, frozen=True):
 _INDEX = ("index key", "scale of the index key")
 
 
-def _meant(kind: CacheGeometry) -> tuple[str, ...]:
+def _region_roles(kind: CacheGeometry) -> tuple[str, ...]:
     """Return what a layer's tensors are, as far as their number and sizes show it."""
     if any(map(is_index, kind.layers)):
         return _INDEX
@@ -350,7 +350,7 @@ def section_of(layer: str, section: str) -> str:
     return f"{layer}/{section}"
 
 
-def executed(names: Iterable[str]) -> list[str]:
+def in_execution_order(names: Iterable[str]) -> list[str]:
     """Return names of layers in the order of execution: by the numbers in them, and by their given order if equal.
 
     vLLM registers caches in another order: group by group.
@@ -376,12 +376,12 @@ def is_index(name: str) -> bool:
     return name.endswith(".indexer.k_cache")
 
 
-def in_one_word(words: Sequence[str]) -> str:
+def joined_names(words: Sequence[str]) -> str:
     """Join the words of all regions to one; equal words are written once."""
     return "/".join(words) if len(set(words)) > 1 else words[0]
 
 
-def word_by_word(word: str, count: int) -> tuple[str, ...]:
+def split_names(word: str, count: int) -> tuple[str, ...]:
     """Split a joined word into `count` words; a single word holds for all regions."""
     words = tuple(word.split("/"))
     return words if len(words) == count else (word,) * count

@@ -67,7 +67,11 @@ def _fields(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
         found.append(Mismatch("block_size", str(p.block_size), str(d.block_size)))
     divided = max(p.ranks.world, d.ranks.world) > 1
     if divided and (
-        p.opaque or d.opaque or p.own.matters != ALL or d.own.matters != ALL or runs(p.dealt, d.dealt) > MAX_RUNS
+        p.opaque
+        or d.opaque
+        or p.own.matters != ALL
+        or d.own.matters != ALL
+        or runs(p.token_split, d.token_split) > MAX_RUNS
     ):
         found.append(Mismatch("tokens of a block", _divided(p), _divided(d)))
     regions = _regions(p, d)
@@ -110,19 +114,19 @@ def range_fault(d: CacheGeometry, first: int, end: int, *blocks: int) -> str:
 def _regions(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
     ours, theirs = ([region.name for region in side.regions] for side in (p, d))
     if ours != theirs:
-        detail = [", ".join(map(side.called, range(len(side.regions)))) for side in (p, d)]
+        detail = [", ".join(map(side.region_label, range(len(side.regions)))) for side in (p, d)]
         return [Mismatch("regions", *detail)]
     found = []
     for index, (a, b) in enumerate(zip(p.regions, d.regions, strict=True)):
         if a.opaque != b.opaque:
-            found.append(Mismatch(f"token axis of {p.called(index)}", _axis(a), _axis(b)))
+            found.append(Mismatch(f"token axis of {p.region_label(index)}", _axis(a), _axis(b)))
         elif a.cell_bytes != b.cell_bytes and not (a.opaque and p.block_size != d.block_size):
-            found.append(Mismatch(f"cell bytes of {p.called(index)}", str(a.cell_bytes), str(b.cell_bytes)))
+            found.append(Mismatch(f"cell bytes of {p.region_label(index)}", str(a.cell_bytes), str(b.cell_bytes)))
     return found
 
 
 def _divided(side: CacheGeometry) -> str:
-    detail = "not addressable one by one" if side.opaque else f"in runs of {side.dealt.run}"
+    detail = "not addressable one by one" if side.opaque else f"in runs of {side.token_split.run}"
     return f"{side.block_size} on each of {side.ranks.world} parts, {detail}"
 
 

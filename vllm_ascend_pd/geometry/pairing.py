@@ -58,7 +58,7 @@ def contributors(p: CacheGeometry, d: CacheGeometry, worker: int) -> tuple[tuple
     They are of every stage of P with a layer for the worker's stage, and of every kind among those layers. A worker
     that would receive nothing waits for P's leader, (0, 0), so that it learns of the transfer.
     """
-    d_stage, d_rank = d.place_of(worker)
+    d_stage, d_rank = d.stage_and_rank(worker)
     found = {
         (stage, rank)
         for stage in range(len(p.stages))

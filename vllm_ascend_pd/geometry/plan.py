@@ -174,7 +174,7 @@ class StepPlanner:
         Jobs are given by index.
         """
         ours, theirs = p_tables(jobs, self._p.covers), d_tables(jobs)
-        p, d = self._p.dealt, jobs[0].d.dealt
+        p, d = self._p.token_split, jobs[0].d.token_split
         if p.world == d.world == 1:
             return np.arange(len(jobs)), grid(lo, hi, ours, theirs)
         part = self._p.ranks.part(self._rank)

@@ -82,12 +82,14 @@ def _owner_shares(p: Ranks, d: Ranks, d_rank: int) -> Shares:
 
 def contributors(p: CacheGeometry, d: CacheGeometry, d_rank: int) -> tuple[int, ...]:
     """Return the P ranks (of one pipeline stage) that `d_rank` waits for."""
-    return _contributors(p.ranks, p.dealt, d.ranks, d.dealt, d_rank)
+    return _contributors(p.ranks, p.token_split, d.ranks, d.token_split, d_rank)
 
 
 @lru_cache(maxsize=65536)
-def _contributors(p: Ranks, p_dealt: context.Dealt, d: Ranks, d_dealt: context.Dealt, d_rank: int) -> tuple[int, ...]:
-    parts = context.contributors(p_dealt, d_dealt, d.part(d_rank))
+def _contributors(
+    p: Ranks, p_split: context.TokenSplit, d: Ranks, d_split: context.TokenSplit, d_rank: int
+) -> tuple[int, ...]:
+    parts = context.contributors(p_split, d_split, d.part(d_rank))
     found = (_head_shares(p, part, d, d_rank, head).ranks for part in parts for head in d.head_range(d_rank))
     return tuple(sorted(set(chain.from_iterable(found))))
 

@@ -343,7 +343,7 @@ def _malformed(reservation: Reservation) -> str:
         return f"tokens [{reservation.first}, {reservation.end}) of {reservation.prompt_length}"
     if len(reservation.endpoints) != d.workers:
         return f"{len(reservation.endpoints)} endpoints for {d.workers} workers"
-    if d.leaves_last and reservation.end >= reservation.prompt_length and WHOLE not in reservation.needs:
+    if d.recomputes_last and reservation.end >= reservation.prompt_length and WHOLE not in reservation.needs:
         return f"{reservation.end} tokens of {reservation.prompt_length}, of a cache of which the last is not pushed"
     if WHOLE in reservation.needs and reservation.end < reservation.prompt_length:
         return f"{reservation.end} tokens of {reservation.prompt_length}, which is said to be all of them"

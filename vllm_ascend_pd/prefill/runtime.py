@@ -94,7 +94,7 @@ class PushRuntime:
             self._exchanger = Exchanger(name, *waits, regroup.exchange, regroup.staging, device, self._writing.put)
         g, put = caches.geometry, self._writing.put
         asked = self.deciding, device.record, put, time.monotonic
-        self._steps = Steps(g.layers, *asked, self._exchanger, drafts=g.drafts, states=g.states, titles=g.titles)
+        self._steps = Steps(g.layers, *asked, self._exchanger, drafts=g.drafts, states=g.states, titles=g.layer_labels)
 
     # -- the engine's thread
 

@@ -102,7 +102,7 @@ class PrefillScheduler(SchedulerRole):
         token, unless D begins with P's first token. In either case nothing may be computed behind the prompt.
         """
         geometry = self._requests.geometry
-        if geometry is None or not geometry.leaves_last:
+        if geometry is None or not geometry.recomputes_last:
             return
         self.allocated(request)
         if self._requests.ends(request.request_id):

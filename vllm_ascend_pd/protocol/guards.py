@@ -165,7 +165,7 @@ class ReservationGuards:
 
     @property
     def stage(self) -> int:
-        return self.geometry.place_of(self.rank)[0]
+        return self.geometry.stage_and_rank(self.rank)[0]
 
     @property
     def layers(self) -> tuple[str, ...]:

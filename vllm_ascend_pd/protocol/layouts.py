@@ -31,8 +31,8 @@ from vllm_ascend_pd.geometry.layout import (
     Ranks,
     Region,
     Stride,
-    in_one_word,
-    word_by_word,
+    joined_names,
+    split_names,
 )
 from vllm_ascend_pd.geometry.layout import LayerKind as Unlike
 from vllm_ascend_pd.protocol.failure import Text
@@ -138,9 +138,7 @@ def _components(g: CacheGeometry) -> tuple[Component, ...]:
     held, count = Sharding(g.kv_heads, g.ranks.world, g.interleave if g.ranks.world > 1 else 1, g.only), len(g.regions)
     return tuple(
         Component(r.name, dtype, r.block_stride, r.head_stride, r.token_stride, r.cell_bytes, packing, held)
-        for r, dtype, packing in zip(
-            g.regions, word_by_word(g.dtype, count), word_by_word(g.packing, count), strict=True
-        )
+        for r, dtype, packing in zip(g.regions, split_names(g.dtype, count), split_names(g.packing, count), strict=True)
     )
 
 
@@ -213,7 +211,7 @@ def _again(layout: Layout) -> int:
 def _planned(kind: Kind) -> tuple[int, str, str, tuple[Region, ...]]:
     some = kind.components
     regions = tuple(Region(c.name, c.block_stride, c.head_stride, c.token_stride, c.cell_bytes) for c in some)
-    return some[0].held.heads, in_one_word([c.dtype for c in some]), in_one_word([c.packing for c in some]), regions
+    return some[0].held.heads, joined_names([c.dtype for c in some]), joined_names([c.packing for c in some]), regions
 
 
 def _unsupported(layout: Layout) -> str:

@@ -65,7 +65,7 @@ def test_bytes_of_fp8_are_called_what_the_engine_says_and_their_planes_what_this
     """The tensor's dtype is uint8 for both formats, and does not show the dtype in which kernels compute."""
     word = {"l0": "fp8_e5m2 with scales 0123"}
     caches = describe(
-        {"l0": torch.empty(BLOCKS, HEADS, BLOCK, 2 * SIZE, dtype=torch.uint8)}, replace(SHAPE, words=word), CPU
+        {"l0": torch.empty(BLOCKS, HEADS, BLOCK, 2 * SIZE, dtype=torch.uint8)}, replace(SHAPE, dtype_names=word), CPU
     )
     assert caches.geometry.dtype == word["l0"] and caches.geometry.regions[0].cell_bytes == BLOCK * 2 * SIZE
     forms = dict.fromkeys(_get_attn_isa(dtype, BLOCK, SIZE) for dtype in (torch.float32, torch.bfloat16))
@@ -138,7 +138,7 @@ def test_an_indexers_key_is_a_third_tensor_and_its_scale_a_fourth(dtypes: tuple[
         torch.empty(BLOCKS, 16, 1, dim, dtype=getattr(torch, dtype))
         for dim, dtype in zip((512, 64, 128, 1), dtypes, strict=False)
     ]
-    shape = replace(LATENT, head_size=704, unlike={"l1": LayerShape(1, 1, 576)})
+    shape = replace(LATENT, head_size=704, other_shapes={"l1": LayerShape(1, 1, 576)})
     caches = describe({"l0": parts, "l1": parts[:2], "l2": parts}, shape, NPU_LIKE)
     with_keys, without = caches.geometry.kinds
     assert with_keys.layers == ("l0", "l2") and without.layers == ("l1",)
@@ -325,7 +325,7 @@ def test_layers_that_differ_are_each_what_they_are_alone(value: Any) -> None:
 
 def test_layers_may_have_heads_of_their_own() -> None:
     """A draft model with fewer heads, an indexer with one key per token for all ranks."""
-    shape = replace(SHAPE, unlike={"draft": LayerShape(1, 2, SIZE), "indexer": LayerShape(1, 1, 24)})
+    shape = replace(SHAPE, other_shapes={"draft": LayerShape(1, 2, SIZE), "indexer": LayerShape(1, 1, 24)})
     tensors = {"layer": GOOD, "draft": torch.empty(BLOCKS, BLOCK, 1, SIZE), "indexer": torch.empty(BLOCKS, BLOCK, 24)}
     geometry = describe(tensors, shape, NPU_LIKE).geometry
     assert [kind.kv_heads for kind in geometry.kinds] == [2 * HEADS, 2, 1]

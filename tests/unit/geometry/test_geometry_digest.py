@@ -42,7 +42,7 @@ def push_directly(cluster: Cluster, rank: int, jobs: list[Job], plans: list[JobP
     memory = cluster.ranks[rank].memory.__getitem__
     for number, (job, plan) in enumerate(zip(jobs, plans, strict=True)):
         for d_rank, part in plan.deliveries.items():
-            peer = job.d.dealt, job.d.ranks.part(d_rank)
+            peer = job.d.token_split, job.d.ranks.part(d_rank)
             tokens = range(part.lo, part.hi)
             value = cache_digest(memory, cluster.p, rank, range(*part.heads), tokens, job.p_blocks, peer=peer)
             add(total, number, d_rank, value)

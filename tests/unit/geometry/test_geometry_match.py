@@ -69,7 +69,7 @@ def test_components_that_have_numbers_are_named_for_people(
     words = ["kv"] if len(cells) == 1 else [f"kv{i}" for i in range(len(cells))]
     regions = tuple(Region(word, 1 << 16, 0, cell, cell) for word, cell in zip(words, cells, strict=True))
     kind = changed(kv_heads=heads, dtype=dtype, regions=regions, stages=((layer,),))
-    assert ", ".join(map(kind.called, range(len(cells)))) == names  # type: ignore[attr-defined]
+    assert ", ".join(map(kind.region_label, range(len(cells)))) == names  # type: ignore[attr-defined]
     other = msgspec.structs.replace(kind, regions=(*regions[:-1], msgspec.structs.replace(regions[-1], cell_bytes=99)))
     assert mismatches(kind, other)[0].field == f"cell bytes of {names.rsplit(', ', 1)[-1]}"  # type: ignore[arg-type]
 
@@ -192,7 +192,9 @@ def test_both_sides_name_the_same_pairs_of_workers_and_no_layer_is_forgotten(
             sources = {by for by, worker in heard if by[0] == ours and worker == d.worker(theirs, rank)}
             assert sources == {(ours, by) for by in contributors(p, d, rank)}, f"{layer} for rank {rank}"
     for (stage, _), worker in heard:
-        assert set(p.stages[stage]) & set(d.stages[d.place_of(worker)[0]]), "nobody waits for who has nothing for it"
+        assert set(p.stages[stage]) & set(d.stages[d.stage_and_rank(worker)[0]]), (
+            "nobody waits for who has nothing for it"
+        )
 
 
 def staged(tp: int, cuts: tuple[int, ...]) -> CacheGeometry:

@@ -180,7 +180,7 @@ def sides(p_tp: int = 1, d_tp: int = 1, groups: int = 1, **more: Any) -> tuple[C
 def test_a_layer_becomes_its_sections() -> None:
     (g, _), (two, _) = sides(), sides(2)
     names = ("l.0.mixer/heads", "l.0.mixer/groups", "l.1.mixer/heads", "l.1.mixer/groups")
-    assert g.layers == names and set(g.states) == set(names) and g.leaves_last and not g.opaque
+    assert g.layers == names and set(g.states) == set(names) and g.recomputes_last and not g.opaque
     heads, groups = g.kinds
     assert [region.name for region in heads.regions] == ["conv.x.0", "conv.x.1", "conv.x.2", "recurrence"]
     assert [region.name for region in groups.regions] == [f"conv.{part}.{i}" for part in "BC" for i in range(ROWS)]
@@ -270,7 +270,7 @@ def test_d_reserves_the_block_of_the_last_token_that_it_counts_as_computed(
     end: int, table: list[int], block: int
 ) -> None:
     book = LoadBook(D_INCARNATION)
-    book.wanted("r", end + 1, 0, leaves_last=True)
+    book.wanted("r", end + 1, 0, recomputes_last=True)
     bind = book.reserve("r", end, [table], (Group(96, "state"),), 30.0, "u")
     assert [one.tolist() for one in bind.blocks] == [[block]] and (bind.first, bind.end) == (end - 1, end)
 
@@ -278,7 +278,7 @@ def test_d_reserves_the_block_of_the_last_token_that_it_counts_as_computed(
 @pytest.mark.parametrize("table", [[7, 0], [7]], ids=["null", "too short"])
 def test_a_vllm_that_keeps_no_block_for_the_state_is_found_out(table: list[int]) -> None:
     book = LoadBook(D_INCARNATION)
-    book.wanted("r", 101, 0, leaves_last=True)
+    book.wanted("r", 101, 0, recomputes_last=True)
     with pytest.raises(LocalProtocolError, match=r"keeps no block for some of \[99, 100\), of state"):
         book.reserve("r", 100, [table], (Group(96, "state"),), 30.0, "u")
 

@@ -67,7 +67,7 @@ class Side:
         first, *_ = shapes
         shape = CacheShape(
             sizes[0], first.local_heads, first.total_heads, first.head_size, tp,
-            unlike={name: shapes[group] for name, group in LAYERS.items()}, groups=groups, group_of=LAYERS,
+            other_shapes={name: shapes[group] for name, group in LAYERS.items()}, groups=groups, group_of=LAYERS,
         )  # fmt: skip
         self.caches = describe(self.made, shape, TokenMajorDevice())
 

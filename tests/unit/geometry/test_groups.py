@@ -21,7 +21,7 @@ from vllm_ascend_pd.decode.decisions import LoadBook
 from vllm_ascend_pd.device.caches import CacheShape, describe
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
 from vllm_ascend_pd.errors import ConfigError, LocalProtocolError, RemoteProtocolError
-from vllm_ascend_pd.geometry.layout import CacheGeometry, Group, LayerKind, executed
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Group, LayerKind, in_execution_order
 from vllm_ascend_pd.geometry.match import mismatches, range_fault
 from vllm_ascend_pd.geometry.pairing import pairings, pushed
 from vllm_ascend_pd.geometry.plan import plan_digest
@@ -76,14 +76,14 @@ def test_of_a_window_the_blocks_of_what_the_next_token_looks_at_are_wanted(first
 
 
 def test_a_cache_with_windows_leaves_the_last_token_to_d() -> None:
-    assert TWO.leaves_last and not grouped(ALL, ALL).leaves_last and not PLAIN.leaves_last
+    assert TWO.recomputes_last and not grouped(ALL, ALL).recomputes_last and not PLAIN.recomputes_last
     assert PLAIN.tables == (ALL,) and [kind.group for kind in TWO.kinds] == [0, 1]
 
 
 def test_layers_are_in_the_order_of_their_numbers() -> None:
     came = ["model.layers.0.attn", "model.layers.2.attn", "model.layers.1.attn", "model.layers.10.attn"]
-    assert executed(came) == [came[0], came[2], came[1], came[3]]
-    assert executed(["l.3.mixer", "l.3.attn"]) == ["l.3.mixer", "l.3.attn"], "of one number: as they come"
+    assert in_execution_order(came) == [came[0], came[2], came[1], came[3]]
+    assert in_execution_order(["l.3.mixer", "l.3.attn"]) == ["l.3.mixer", "l.3.attn"], "of one number: as they come"
 
 
 # -- two caches
@@ -153,7 +153,7 @@ def test_a_prompt_that_fills_no_entry_has_no_block_of_compressed_layers() -> Non
     made = reservation(d, 3, blocks=(ids(8), b""), prompt_length=4, endpoints=(Endpoint("a", 1),))
     assert decode_reservation(msgspec.msgpack.encode(form_of(made))) == made
     book = LoadBook(D_INCARNATION)
-    assert book.wanted("r", 4, 0, leaves_last=True) == 3
+    assert book.wanted("r", 4, 0, recomputes_last=True) == 3
     bind = book.reserve("r", 3, [[8], []], d.tables, 30.0, "u")
     assert [one.tolist() for one in bind.blocks] == [[8], []]
 
@@ -189,7 +189,7 @@ def test_each_group_has_the_blocks_that_it_needs(blocks: tuple[int, ...], says: 
 
 def test_d_reserves_of_each_group_what_is_not_null() -> None:
     book = LoadBook(D_INCARNATION)
-    assert book.wanted("r", 101, 0, leaves_last=True) == 100
+    assert book.wanted("r", 101, 0, recomputes_last=True) == 100
     tables = [[0, 0, 0, 0, 0, 8, 9], [1, 2, 3, 4, 5, 6, 7, 10]]
     bind = book.reserve("r", 100, tables, TWO.tables, 30.0, "u")
     assert [one.tolist() for one in bind.blocks] == [[8, 9], [1, 2, 3, 4, 5, 6, 7]]
@@ -200,7 +200,7 @@ def test_d_reserves_of_each_group_what_is_not_null() -> None:
 
 def test_where_all_layers_have_windows_the_transfer_begins_with_the_longest() -> None:
     book = LoadBook(D_INCARNATION)
-    book.wanted("r", 101, 0, leaves_last=True)
+    book.wanted("r", 101, 0, recomputes_last=True)
     bind = book.reserve("r", 100, [[0, 0, 0, 0, 0, 8, 9]], grouped(WINDOW).tables, 30.0, "u")
     assert (bind.first, bind.end) == (80, 100)
 
@@ -208,14 +208,16 @@ def test_where_all_layers_have_windows_the_transfer_begins_with_the_longest() ->
 @pytest.mark.parametrize("table", [[0, 0, 0, 0, 0, 0, 9], [0, 0, 0, 0, 0, 8]], ids=["null", "too short"])
 def test_a_vllm_that_keeps_less_than_a_window_is_found_out(table: list[int]) -> None:
     book = LoadBook(D_INCARNATION)
-    book.wanted("r", 101, 0, leaves_last=True)
+    book.wanted("r", 101, 0, recomputes_last=True)
     with pytest.raises(LocalProtocolError, match=r"keeps no block for some of \[80, 100\), of window of 20 tokens"):
         book.reserve("r", 100, [table], grouped(WINDOW).tables, 30.0, "u")
 
 
 def test_a_prompt_of_which_only_the_last_token_is_missing_is_not_loaded() -> None:
     book = LoadBook(D_INCARNATION)
-    assert book.wanted("r", 101, 100, leaves_last=True) == 0 and book.wanted("r", 101, 99, leaves_last=True) == 1
+    assert (
+        book.wanted("r", 101, 100, recomputes_last=True) == 0 and book.wanted("r", 101, 99, recomputes_last=True) == 1
+    )
 
 
 # -- P
@@ -338,8 +340,10 @@ def test_a_layer_that_reads_the_cache_of_another_is_not_a_layer(groups: tuple[Gr
 
 def test_the_title_of_a_layer_says_its_components_and_its_group() -> None:
     states = msgspec.structs.replace(TWO, groups=(ALL, Group(16, "state")))
-    assert states.titles == (
+    assert states.layer_labels == (
         "layer.0 (kv), group 0: all",
         "layer.1 (kv), group 1: state, leaves at the end of the prompt",
     )
-    assert TWO.titles[0] == "layer.0 (kv), group 0: window of 20 tokens" and PLAIN.titles[0] == "layer.0 (kv)"
+    assert (
+        TWO.layer_labels[0] == "layer.0 (kv), group 0: window of 20 tokens" and PLAIN.layer_labels[0] == "layer.0 (kv)"
+    )

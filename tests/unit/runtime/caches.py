@@ -119,7 +119,7 @@ class Model:
         unlike = {name: of(name) for name in self.names if of(name) != first}
         more: dict[str, Any] = {**self.drafted, **divided._asdict()}
         sizes = first.total_heads, first.head_size
-        return CacheShape(block, first.local_heads, *sizes, tp, unlike=unlike, **more)
+        return CacheShape(block, first.local_heads, *sizes, tp, other_shapes=unlike, **more)
 
     @property
     def regions(self) -> int:

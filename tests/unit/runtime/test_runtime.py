@@ -327,7 +327,7 @@ def test_a_draft_models_layers_are_pushed_when_the_step_is_over(tokens: int, tp:
         computed = [facts["layer"] for stage, facts in events if stage == "layer_computed"]
         assert computed == [0, 1, 2] * 2 * tp
         titles = [facts["title"] for stage, facts in events if stage == "layer_computed"]
-        assert titles == list(p.geometry.titles) * 2 * tp and titles[2].endswith(", of the draft model")
+        assert titles == list(p.geometry.layer_labels) * 2 * tp and titles[2].endswith(", of the draft model")
         assert ended == [step * tp + rank for step in range(2) for rank in range(tp) for _ in range(3)], (
             "while the draft model runs its layer is not announced"
         )

@@ -11,7 +11,7 @@ import pytest
 
 from unit.runtime.caches import Divided, Model, TokenMajorDevice
 from unit.runtime.pair import DecodeSite, PrefillSite, config, sites
-from vllm_ascend_pd.geometry.context import Dealt
+from vllm_ascend_pd.geometry.context import TokenSplit
 
 ONE = Divided()
 # Heads, then TP and division of prefill and of decode.
@@ -89,9 +89,9 @@ def test_beside_pipeline_stages(p_pp: int, d_cuts: tuple[int, ...]) -> None:
 
 def test_what_another_rank_holds_is_found_by_the_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: prefill deals its tokens in another order than it reports."""
-    places = Dealt.places
+    places = TokenSplit.places
 
-    def turned(self: Dealt, tokens):  # type: ignore[no-untyped-def]
+    def turned(self: TokenSplit, tokens):  # type: ignore[no-untyped-def]
         block, place = places(self, tokens)
         return block, (place + (self.block_size == 8)) % self.block_size
 
@@ -101,7 +101,7 @@ def test_what_another_rank_holds_is_found_by_the_checksums(monkeypatch: pytest.M
     with sites(p, d):
         made = d.reserve("one", 32)
         d.step()
-        monkeypatch.setattr(Dealt, "places", turned)
+        monkeypatch.setattr(TokenSplit, "places", turned)
         p.prefill(made)
         assert {report.code for report in d.received(made)} == {"PD-WIRE-004"}
         p.finish(made)

@@ -49,11 +49,11 @@ class LoadRequests:
             self._ways[request_id] = read()
         return self._ways[request_id]
 
-    def wanted(self, request_id: str, length: int, computed: int, *, leaves_last: bool) -> int:
+    def wanted(self, request_id: str, length: int, computed: int, *, recomputes_last: bool) -> int:
         """Return how many tokens to load of a prompt of `length`, of which `computed` are here. Repeatable."""
         if self._ways.get(request_id) is None:
             return 0
-        return self.book.wanted(request_id, length, computed, leaves_last=leaves_last)
+        return self.book.wanted(request_id, length, computed, recomputes_last=recomputes_last)
 
     def take_unwanted(self, request_id: str) -> Meet | None:
         """Return, once, the P to notify that no offer comes: all of the request's KV is here, or it has ended."""
@@ -72,12 +72,12 @@ class LoadRequests:
         way = self._ways.get(request_id)
         return isinstance(way, Ticket) and way.first_token
 
-    def ask(self, request_id: str, wanted: Callable[[], Wanted | str], produced: int, *, leaves_last: bool) -> str:
+    def ask(self, request_id: str, wanted: Callable[[], Wanted | str], produced: int, *, recomputes_last: bool) -> str:
         """Record that the reservation asks for P's first token. Return why it does not; empty: it does.
 
         `wanted` returns what to ask for, or why not to ask.
         """
-        found = "window" if leaves_last else wanted()
+        found = "window" if recomputes_last else wanted()
         if isinstance(found, str):
             return found
         return "" if self.seeds.ask(request_id, found, produced) else "preempted"

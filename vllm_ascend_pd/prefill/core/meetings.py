@@ -131,7 +131,9 @@ def not_held(geometry: CacheGeometry) -> str:
     """
     if geometry.drafts:
         return "its cache has layers of a draft model"
-    return "its cache does not keep every token (sliding windows, or recurrent states)" if geometry.leaves_last else ""
+    return (
+        "its cache does not keep every token (sliding windows, or recurrent states)" if geometry.recomputes_last else ""
+    )
 
 
 def failure_of(error: PdError) -> Failure:

@@ -66,7 +66,7 @@ class OrderBook:
 
     def _destination(self, reservation: Reservation, worker: int, mode: str) -> Destination:
         d = reservation.geometry
-        stage, _ = d.place_of(worker)
+        stage, _ = d.stage_and_rank(worker)
         first = d.first_layer(stage)
         return Destination(
             d_rank=worker,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.coalesce import Spans
-from vllm_ascend_pd.geometry.context import Dealt
+from vllm_ascend_pd.geometry.context import TokenSplit
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.pairing import Pairing
 from vllm_ascend_pd.geometry.plan import Job, JobPlan
@@ -77,7 +77,7 @@ class DirectWrites:
     heads: range
     tokens: range
     blocks: NDArray[np.int32]  # from token 0
-    peer: tuple[Dealt, int]  # D's division of tokens, and that worker's part
+    peer: tuple[TokenSplit, int]  # D's division of tokens, and that worker's part
 
 
 @dataclass(slots=True, eq=False)
@@ -206,7 +206,7 @@ class Push:
 
     def rank_of(self, worker: int) -> int:
         """Return the rank of D's worker in its stage: the key of a plan's deliveries."""
-        return self.reservation.geometry.place_of(worker)[1]
+        return self.reservation.geometry.stage_and_rank(worker)[1]
 
     def endpoint(self, worker: int) -> Endpoint:
         return self.reservation.endpoints[worker]
@@ -243,7 +243,7 @@ class Push:
                     raise LocalProtocolError(f"step {unit.step} of push {self.name} was forgotten")
                 delivery = plan.deliveries[rank]
                 heads, tokens = range(*delivery.heads), range(delivery.lo, delivery.hi)
-                table, peer = self.table(unit.layer), (d.dealt, d.ranks.part(rank))
+                table, peer = self.table(unit.layer), (d.token_split, d.ranks.part(rank))
                 yield DirectWrites(self.name, worker, unit.layer, heads, tokens, table, peer)
 
     def forget(self) -> None:

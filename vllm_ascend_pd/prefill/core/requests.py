@@ -97,7 +97,7 @@ class PushRequests:
 
     def ends(self, request_id: str) -> bool:
         """Return whether nothing may be computed behind the prompt: a state would be overwritten in place."""
-        return self.geometry is not None and self.geometry.leaves_last and self.book.tracks(request_id)
+        return self.geometry is not None and self.geometry.recomputes_last and self.book.tracks(request_id)
 
     def step(
         self,
