@@ -251,7 +251,7 @@ def _scheduler(
     transfer, vocabulary = vllm_config.kv_transfer_config, _first_tokens(engine, vllm_config)
     prefill = None
     if transfer.is_kv_producer:
-        prefill = PrefillScheduler(engine, waiting.news, blocks, tells=vocabulary > 0)
+        prefill = PrefillScheduler(engine, waiting.news, blocks, sends_first=vocabulary > 0)
     if prefill is not None and not transfer.is_kv_consumer:
         return prefill
     facts = {

@@ -404,7 +404,7 @@ class DecodeEngine:
         hit = world.rng.choice((0, 0, 0, 1, need)) * size
         computed = min(hit, (request.tokens - 1) // size * size)
         way, leaves, first = self._way(request), self.geometry.recomputes_last, self.cluster.settings.first
-        request.whole = leaves and first and self.requests.tells(request.name) and not request.outputs
+        request.whole = leaves and first and self.requests.each_p_sends_first(request.name) and not request.outputs
         leaves = leaves and not request.whole
         count = self.requests.wanted(request.name, request.tokens, computed, recomputes_last=leaves)
         self.free.extend(request.tables.let_go(computed + count))

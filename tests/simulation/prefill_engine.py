@@ -346,8 +346,8 @@ class PrefillEngine:
         if (r := prompt.reservation) is not None:
             # settings that differ from D's
             odd = self.cluster.settings.faults != Faults() and self._telling.random() < 0.05
-            tells = None if odd else Seed(DIGEST)
-            asked = NewRequest(prompt.name, (r.prompt_length, r.prompt_hash), prompt.push, r, tells=tells)
+            seed = None if odd else Seed(DIGEST)
+            asked = NewRequest(prompt.name, (r.prompt_length, r.prompt_hash), prompt.push, r, seed=seed)
         else:
             name, text = (prompt.leg.name, str(prompt.leg.seed)) if prompt.leg is not None else ("", "")
             uuid = self.cluster.world.name("uuid")

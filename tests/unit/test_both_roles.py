@@ -31,7 +31,7 @@ from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metadata import DecodeStep, LoadEnd, PrefillStep
 from vllm_ascend_pd.observe.tally import Tally
-from vllm_ascend_pd.prefill.telling import FirstTokenSource
+from vllm_ascend_pd.prefill.first_tokens import FirstTokenSource
 from vllm_ascend_pd.protocol.dialects import is_prefill
 from vllm_ascend_pd.roles import EndedRequests, SchedulerRole, StepMetadata, WorkerNews, WorkerRole
 

@@ -425,10 +425,10 @@ def _doctor() -> Run:
             pass
         try:
             calling.greet_as_dialer(None)
-            for check in differences(ours, calling.hear(Facts, 1.0)):
+            for check in differences(ours, calling.receive(Facts, 1.0)):
                 check.says.encode()
             for kind in (doctors.ScratchMemory, Wrote, Read):
-                calling.hear(kind, 1.0)
+                calling.receive(kind, 1.0)
         except LineBroken:
             return REFUSED
         return READ

@@ -43,7 +43,7 @@ class Dialer:
         limits: ChannelLimits | None = None,
         jitter: Callable[[], float] = random.random,
         release: Release = OURS,
-        hears: tuple[type, ...] = OF_WORKERS,
+        accepts: tuple[type, ...] = OF_WORKERS,
     ) -> None:
         self._limits = limits or ChannelLimits()
         self._context = Context(
@@ -55,7 +55,7 @@ class Dialer:
             limits=self._limits,
             jitter=jitter,
             release=release,
-            hears=hears,
+            accepts=accepts,
             count=count,
         )
         self._links: dict[Endpoint, Link] = {}

@@ -48,7 +48,7 @@ class Context:
     limits: ChannelLimits
     jitter: Callable[[], float]
     release: Release
-    hears: tuple[type, ...]
+    accepts: tuple[type, ...]
     count: Callable[[str], None]  # a fault, by reason
     warn: LimitedWarnings | None = None
 
@@ -214,7 +214,7 @@ class Link:
                 return
             if self._state is not LinkState.UP:
                 raise RemoteProtocolError("PD-CTRL-002", why="a message before the proof")
-            if not isinstance(message, self._context.hears):
+            if not isinstance(message, self._context.accepts):
                 self._context.count("dropped_not_for_us")
                 return
             self._context.on_message(self._endpoint, message)

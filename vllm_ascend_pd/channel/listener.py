@@ -74,10 +74,10 @@ class Listener:
         count: Callable[[str], None],
         limits: ChannelLimits | None = None,
         release: Release = OURS,
-        hears: tuple[type, ...] = OF_WORKERS,
+        accepts: tuple[type, ...] = OF_WORKERS,
     ) -> None:
         self._host, self._port = host, port
-        self._hears = hears
+        self._accepts = accepts
         self._release = release
         self._incarnation = incarnation
         self._secrets = secrets
@@ -215,7 +215,7 @@ class Listener:
             caller.leaving = not message.quiet
         elif isinstance(message, Proof):
             raise RemoteProtocolError("PD-CTRL-002", why="a second proof")
-        elif not isinstance(message, self._hears):
+        elif not isinstance(message, self._accepts):
             self._count("dropped_not_for_us")
         elif dialer_of(message) != hello.incarnation:
             # A process may speak for itself only: the end of its connection is evidence about no other process.

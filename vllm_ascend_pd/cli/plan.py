@@ -394,7 +394,7 @@ def _table(
         )
     for worker in range(d.workers):
         names = ", ".join(f"P{_named(p, p.worker(*source))}" for source in contributors(p, d, worker))
-        lines.append(f"D{_named(d, worker)} is complete when it has heard from {names}")
+        lines.append(f"D{_named(d, worker)} is complete after a DONE of {names}")
     lines.append(f"busiest prefill rank: about {seconds * 1e3:.2f} ms on the wire, most of it behind the computation")
     return lines
 

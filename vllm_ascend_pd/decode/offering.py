@@ -43,7 +43,7 @@ class Offering:
             on_message=self._on_message,
             on_unreachable=self._unreachable,
             count=count,
-            hears=OF_SCHEDULERS,
+            accepts=OF_SCHEDULERS,
         )
 
     def offer(self, listener: Endpoint, offer: Offer) -> None:

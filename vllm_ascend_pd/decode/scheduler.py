@@ -81,7 +81,7 @@ def pace(longest: int, deadline_s: float) -> str:
     )
 
 
-def tell_cached(request: Any, tokens: int) -> None:
+def report_cached(request: Any, tokens: int) -> None:
     """Set the number of prompt tokens that vLLM reports to the client as cached.
 
     By itself vLLM counts all that came from P, most of which P has computed for the request.
@@ -116,7 +116,7 @@ class DecodeScheduler(SchedulerRole):
         if longest:
             log.info("%s", pace(longest, engine.config.timers.recv_deadline_s))
         self._recomputes, self._fails = recomputes, fails
-        self._failing: set[str] = set()  # failed loads that vLLM has not heard of
+        self._failing: set[str] = set()  # failed loads that are not reported to vLLM yet
         self._asked: dict[str, _Asked] = {}  # by request id, until request and load are over
         self.tally = Tally()
         self._allowed = frozenset(url.rstrip("/") for url in engine.config.metaserver.metaserver_urls)
@@ -292,7 +292,7 @@ class DecodeScheduler(SchedulerRole):
         if asked.request_over:
             del self._asked[request_id]
             return True
-        tell_cached(asked.request, asked.there if code else verdict.cached)
+        report_cached(asked.request, asked.there if code else verdict.cached)
         if received.unseeded:
             self.first_tokens.unseeded(request_id, received.unseeded)
         asked.report = LoadReport(
@@ -344,7 +344,7 @@ class DecodeScheduler(SchedulerRole):
         self._failed(error.code)
         if asked is not None:
             self._hang_up(asked.transfer, asked.way)
-            tell_cached(asked.request, asked.there)
+            report_cached(asked.request, asked.there)
             if asked.report is not None:
                 asked.report = msgspec.structs.replace(
                     asked.report, received=0, recomputed=asked.tokens, code=error.code, cached=0

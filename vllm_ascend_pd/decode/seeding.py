@@ -29,7 +29,7 @@ class LoadRecords(Protocol):
     """The scheduler's records of loads, by request."""
 
     def listen(self) -> None:
-        """Take in what the loop thread has heard."""
+        """Take in what the loop thread has received."""
 
     def first_token_from(self, request_id: str, source: str) -> None:
         """The request starts with P's token (TAKEN), or with D's for the reason given."""
@@ -74,7 +74,9 @@ class Seeding(first_token.StepHooks):
 
         Only P's token can begin there; without it the load has failed. Repeatable.
         """
-        if not (self._whole and self._vocabulary and self._proven and self._requests.tells(request.request_id)):
+        if not (
+            self._whole and self._vocabulary and self._proven and self._requests.each_p_sends_first(request.request_id)
+        ):
             return False
         if self.seed_refusal(request) or _produced(request):
             return False

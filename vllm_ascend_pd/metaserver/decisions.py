@@ -129,7 +129,7 @@ class Statement(NamedTuple):
     incarnation: str
     at: float
     fingerprint: str = ""  # decides which engines it can pair with
-    tells: bool = False  # as P it sends its first token to a D that asks
+    sends_first: bool = False  # as P it sends its first token to a D that asks
 
 
 def _newest(words: Sequence[Statement]) -> tuple[Statement, ...]:
@@ -170,23 +170,25 @@ class Life:
         return self.printed.fingerprint if self.printed is not None and now < self.printed.at + PRINT_S else ""
 
     @property
-    def tells(self) -> bool:
+    def sends_first(self) -> bool:
         """True if it is a P that sends its first tokens, by its last statement.
 
         A P that was restarted with another setting refuses a request for its first token, which shows the change.
         """
-        return self.printed is not None and self.printed.tells
+        return self.printed is not None and self.printed.sends_first
 
     @classmethod
     def of(cls, statements: Iterable[Sequence[Any]], refused: float) -> Life:
         """Return what another worker of this metaserver sent (`as_sent`)."""
         return cls(tuple(Statement(*word) for word in statements), refused)
 
-    def heard(self, incarnation: str, at: float, fingerprint: str = "", tells: bool = False) -> Life:
+    def reported(self, incarnation: str, at: float, fingerprint: str = "", sends_first: bool = False) -> Life:
         """Return it with a statement of a process that was asked at `at`, from an answer, a reservation or a report."""
         if not incarnation:
             return self
-        return replace(self, statements=_newest((*self.statements, Statement(incarnation, at, fingerprint, tells))))
+        return replace(
+            self, statements=_newest((*self.statements, Statement(incarnation, at, fingerprint, sends_first)))
+        )
 
     def refuses(self, at: float) -> Life:
         """Return it with a refused connection: the process has ended, or is about to."""

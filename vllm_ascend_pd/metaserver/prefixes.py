@@ -69,7 +69,7 @@ class _Held(NamedTuple):
 class Prompts:
     """The prompts that were sent to one engine last: as many as its cache is thought to hold.
 
-    If the engine publishes KV events (`tell`), as many as its cache does hold.
+    If the engine publishes KV events (`update`), as many as its cache does hold.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -101,7 +101,7 @@ class Prompts:
         while self.tokens > most:
             self._drop(next(iter(self._held)))
 
-    def tell(self, came: int, there: int, *, lost: bool) -> None:
+    def update(self, came: int, there: int, *, lost: bool) -> None:
         """Take in the engine's KV events.
 
         `came`: tokens that came into its cache, from any sender; `there`: tokens in it now; `lost`: whether any left.

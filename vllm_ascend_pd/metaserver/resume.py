@@ -129,7 +129,7 @@ class StreamState:
     @property
     def unfit(self) -> str:
         """Reason that the stream cannot be continued; empty if it can."""
-        return self._unfit or ("" if self._prompt else "its D tells no token ids")
+        return self._unfit or ("" if self._prompt else "its D returns no token ids")
 
     @property
     def first(self) -> bool:
@@ -256,7 +256,7 @@ class StreamState:
                 self.give_up("what parses its answer has a state")
                 return
         if choice.token_ids is None and text:
-            self.give_up("its D tells no token ids")
+            self.give_up("its D returns no token ids")
             return
         tokens = choice.token_ids or []
         self._count(tokens, text, choice, bool(text) and len(tokens) == 1)
@@ -311,7 +311,7 @@ class StreamState:
             return _written(said)
         tokens = choice.token_ids
         if tokens is None or len(said["choices"]) != 1:
-            raise NotContinued("the other D tells no token ids")
+            raise NotContinued("the other D returns no token ids")
         again = min(len(tokens), len(self._again))
         if tokens[:again] != self._again[:again]:
             raise NotContinued("the other D computes other tokens")

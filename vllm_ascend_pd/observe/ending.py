@@ -12,13 +12,13 @@ from typing import Any
 
 
 class TransferEnding:
-    """End of one transfer. `tell` takes all its events, in order of time."""
+    """End of one transfer. `add` takes all its events, in order of time."""
 
     def __init__(self) -> None:
         self._loaded = False
         self._closed = self._code = self._why = ""
 
-    def tell(self, stage: str, facts: Mapping[str, Any]) -> None:
+    def add(self, stage: str, facts: Mapping[str, Any]) -> None:
         words = f"{facts.get('code', '')} {facts.get('detail', '')}".strip()
         if stage == "closed" and facts.get("ok") is False:
             self._closed = words

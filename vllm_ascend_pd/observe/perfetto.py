@@ -57,7 +57,7 @@ def _endings(events: Iterable[TraceEvent]) -> dict[str, TransferEnding]:
     endings: dict[str, TransferEnding] = {}
     for event in events:
         if "transfer" in event.facts:
-            endings.setdefault(str(event.facts["transfer"]), TransferEnding()).tell(event.stage, event.facts)
+            endings.setdefault(str(event.facts["transfer"]), TransferEnding()).add(event.stage, event.facts)
     return endings
 
 

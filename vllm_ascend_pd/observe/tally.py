@@ -77,7 +77,7 @@ class Tally:
         self._levels: dict[str, int] = {}  # to be reported: all that are not 0, and those that have just become 0
         self._teller = uuid.uuid4().hex[:8]
 
-    def tell(self, name: str, value: float) -> None:
+    def record(self, name: str, value: float) -> None:
         """Record a value by the metric's kind, if that needs no reason."""
         match METRICS[name].kind:
             case "time":

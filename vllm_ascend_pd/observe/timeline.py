@@ -212,7 +212,7 @@ class Trace:
             elif event.stage == "layer_pushed":
                 self._pushed(timeline, event, submitted)
             elif event.stage != "step":
-                ending.tell(event.stage, event.facts)
+                ending.add(event.stage, event.facts)
                 name = f"{event.side} {event.stage.removeprefix('meta.')}"
                 if name not in timeline.moments or event.stage in _ENDINGS:
                     timeline.moments[name] = event.t

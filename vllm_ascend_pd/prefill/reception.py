@@ -58,7 +58,7 @@ class Reception:
             on_gone=self._gone,
             on_back=lambda incarnation: None,
             count=count,
-            hears=OF_SCHEDULERS,
+            accepts=OF_SCHEDULERS,
         )
         try:
             self.endpoint = self._loop.call(self._start(), START_S)

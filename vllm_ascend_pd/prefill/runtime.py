@@ -186,7 +186,7 @@ class PushRuntime:
         """Trace and count effects under the lock: a push's end must be visible before its blocks are reported free."""
         for effect in effects:
             if isinstance(effect, MetricValue):
-                self.tally.tell(effect.metric, effect.value)
+                self.tally.record(effect.metric, effect.value)
             elif isinstance(effect, act.Note) and effect.stage == CLOSED:
                 trace.emit(CLOSED, **effect.facts)
                 if not effect.facts["ok"]:

@@ -21,8 +21,8 @@ from vllm_ascend_pd.prefill.core.computing import Chunk, Computing
 from vllm_ascend_pd.prefill.core.meetings import Holding, Meetings, Record
 from vllm_ascend_pd.prefill.core.requests import NewRequest, PushRequests
 from vllm_ascend_pd.prefill.decisions import PushBook
+from vllm_ascend_pd.prefill.first_tokens import FirstTokenSource
 from vllm_ascend_pd.prefill.reception import Reception
-from vllm_ascend_pd.prefill.telling import FirstTokenSource
 from vllm_ascend_pd.protocol.auth import seal_source, unseal
 from vllm_ascend_pd.protocol.dialects import is_prefill, meets_under
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, push_id
@@ -67,9 +67,9 @@ class PrefillScheduler(SchedulerRole):
         news: Callable[[], None] = lambda: None,
         blocks: int = 0,
         *,
-        tells: bool = False,
+        sends_first: bool = False,
     ) -> None:
-        """`tells`: P's first tokens are sent to D."""
+        """`sends_first`: P's first tokens are sent to D."""
         self._engine, self._news = engine, news
         book = PushBook(model=engine.model)
         meet, timers = engine.config.meet, engine.config.timers
@@ -79,7 +79,7 @@ class PrefillScheduler(SchedulerRole):
         self._failed_transfers: dict[str, None] = {}  # failed transfers, oldest first
         self._prefix_hits: dict[str, int] = {}  # tokens in the prefix cache, of requests that wait for their first step
         self.tally = Tally()
-        self.first_tokens = FirstTokenSource(engine.secrets) if tells else None
+        self.first_tokens = FirstTokenSource(engine.secrets) if sends_first else None
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         self._requests.meetings.geometry = merge_geometries(workers)
@@ -235,8 +235,8 @@ class PrefillScheduler(SchedulerRole):
         return {**params, **params_of(self._report())}
 
     def _report(self, code: str = "", detail: str = "", first: str = "") -> PushReport:
-        tells = self.first_tokens is not None
-        return PushReport(self._engine.incarnation, code, detail, self._engine.fingerprint, first, tells)
+        sends_first = self.first_tokens is not None
+        return PushReport(self._engine.incarnation, code, detail, self._engine.fingerprint, first, sends_first)
 
     def around(self) -> tuple[FirstTokenSource, ...]:
         return (self.first_tokens,) if self.first_tokens is not None else ()
@@ -307,5 +307,5 @@ class PrefillScheduler(SchedulerRole):
             reservation=reservation,
             meets=meets_under(params, request.request_id),
             uuid=uuid.uuid4().hex,
-            tells=self.first_tokens.would(request) if whole and self.first_tokens is not None else None,
+            seed=self.first_tokens.seed_of(request) if whole and self.first_tokens is not None else None,
         )

@@ -284,7 +284,7 @@ class Layouts:
     def __init__(self) -> None:
         self._known: dict[str, EngineLayout | PdError] = {}
 
-    def learn(self, layout: bytes) -> None:
+    def add(self, layout: bytes) -> None:
         """Store a layout, or the error why it cannot be used: the next P with this layout gets the same answer."""
         name = layout_hash(layout)
         if name in self._known:

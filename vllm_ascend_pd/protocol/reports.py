@@ -51,7 +51,8 @@ class PushReport(msgspec.Struct, frozen=True, omit_defaults=True):
     detail: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     fingerprint: Fingerprint = ""  # P's
     first: Annotated[str, msgspec.Meta(max_length=MAX_FIRST)] = ""  # the token that P sampled, sealed for D
-    tells: bool = False  # this engine sends its first token to a D that asks for it
+    # This engine sends its first token to a D that asks for it. Its name on the wire is older.
+    sends_first: bool = msgspec.field(default=False, name="tells")
 
 
 class _Params(msgspec.Struct, frozen=True):

@@ -149,7 +149,7 @@ class Receiver:
             self.counters["unexpected_" + type(message).__name__.lower()] += 1
             return self._taken()
         if isinstance(message, Begin) and message.layout_bytes:
-            self._layouts.learn(message.layout_bytes)
+            self._layouts.add(message.layout_bytes)
         machine, received = self._machine, Incoming(peer, message)
         record = machine.lookup(message.transfer)
         ours = machine.incarnation

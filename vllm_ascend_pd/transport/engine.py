@@ -121,7 +121,7 @@ def _opened(kind: type[RawEngine], host: str, protocol: str) -> RawEngine:
         except RuntimeError as problem:
             _half_open.append(raw)
             why = str(problem)
-            log.warning("a transfer engine lost its port to somebody else (%s): another one is opened", why)
+            log.warning("a transfer engine lost its port to another process (%s): another one is opened", why)
             continue
         if rc != 0:
             raise PdError("PD-WIRE-001", why=f"the engine's initialize({host!r}, {protocol!r}) returned {rc}")

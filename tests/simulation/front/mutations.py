@@ -228,7 +228,9 @@ ALL = {
         Mutation("a trial never ends", ((Circuit, "returned", _nothing),)),
         Mutation("a body is never let go", ((Body, "release", _nothing),)),
         Mutation(
-            "an engine serves every model", ((fleet.Fleet, "serving", lambda self, model: fleet.anybody),), _two_models
+            "an engine serves every model",
+            ((fleet.Fleet, "serving", lambda self, model: fleet.any_instance),),
+            _two_models,
         ),
         Mutation(
             "who was not asked yet serves every model", ((fleet.Fleet, "serving", _serving_unasked),), _two_models

@@ -497,10 +497,10 @@ def test_a_forged_frame_ends_the_conversation() -> None:
     one.greet_as_dialer(secrets)
     greeting.join()
     one.say(pair.Read("fine"))
-    assert other.hear(pair.Read, 5.0).digest == "fine"
+    assert other.receive(pair.Read, 5.0).digest == "fine"
     ours.sendall((44).to_bytes(4, "big") + bytes([2]) + os.urandom(43))
     with pytest.raises(Broken):
-        other.hear(pair.Read, 5.0)
+        other.receive(pair.Read, 5.0)
     one.close()
     other.close()
 

@@ -112,7 +112,7 @@ def test_the_table_names_mode_reason_links_and_who_is_waited_for(capsys: pytest.
     text = capsys.readouterr().out
     assert "prefill TP 4 → decode TP 2, 8 KV heads × 128, 61 layers" in text
     assert "mode: " in text and "P3 → D1" in text and "P0 → D1" not in text
-    assert "D1 is complete when it has heard from P2, P3" in text
+    assert "D1 is complete after a DONE of P2, P3" in text
 
 
 def test_a_model_is_read_from_its_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from vllm_ascend_pd.geometry.match import mismatches, range_fault
 from vllm_ascend_pd.geometry.pairing import pairings, pushed
 from vllm_ascend_pd.geometry.plan import plan_digest
 from vllm_ascend_pd.prefill.decisions import PushBook
+from vllm_ascend_pd.prefill.first_tokens import FirstTokenSource
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
-from vllm_ascend_pd.prefill.telling import FirstTokenSource
 from vllm_ascend_pd.protocol.auth import decode_reservation, seal
 from vllm_ascend_pd.protocol.first import Seed
 from vllm_ascend_pd.protocol.forms import Slice, form_of
@@ -248,11 +248,11 @@ def test_p_refuses_what_its_windows_cannot_give(changes: dict[str, Any], says: s
 
 
 def arrived(
-    cache: CacheGeometry, seed: Seed | None = None, *, tells: bool = True, **changes: Any
+    cache: CacheGeometry, seed: Seed | None = None, *, sends_first: bool = True, **changes: Any
 ) -> tuple[PrefillScheduler, Request]:
     """A request that P's scheduler has, with a reservation; of the whole prompt if D begins with P's first token."""
     engine = Engine(PushConfig.parse({}), "i" * 16, "engine", "m", "127.0.0.1", None)
-    scheduler = PrefillScheduler(engine, tells=tells)
+    scheduler = PrefillScheduler(engine, sends_first=sends_first)
     scheduler.attach_workers({(0, 0): WorkerFacts(None, cache)})
     tokens = list(range(101))
     request = Request("r", tokens, SamplingParams(max_tokens=1), None)
@@ -284,12 +284,12 @@ def test_p_computes_all_of_what_it_does_not_push_and_of_a_plain_cache() -> None:
 
 def test_p_computes_all_of_a_prompt_whose_d_begins_with_its_token() -> None:
     _, other = arrived(PLAIN)
-    seed = FirstTokenSource(None).would(other)
+    seed = FirstTokenSource(None).seed_of(other)
     scheduler, request = arrived(TWO, seed)
     assert request.num_prompt_tokens == 101 and request.max_tokens == 1
     assert scheduler._requests.book.tracks("r") and scheduler._requests.ends("r") and not scheduler._requests.cuts("r")
-    for asked, tells, why in ((Seed("else"), True, "other sampling"), (seed, False, "none of this request's")):
-        scheduler, request = arrived(TWO, asked, tells=tells)
+    for asked, sends_first, why in ((Seed("else"), True, "other sampling"), (seed, False, "none of this request's")):
+        scheduler, request = arrived(TWO, asked, sends_first=sends_first)
         refusal = scheduler._requests.book.refusal("r")
         assert refusal is not None and refusal.code == "PD-META-033" and why in refusal.sentence
         assert request.num_prompt_tokens == 101 and not scheduler._requests.book.tracks("r")

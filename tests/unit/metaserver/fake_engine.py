@@ -195,7 +195,7 @@ class FakeEngine:
         self.incarnation = uuid.uuid4().hex[:16]
         self.fingerprint = fingerprint("fake")
         self.models: tuple[str, ...] = ("fake",)
-        self.tells = False  # as P: reports its first tokens
+        self.sends_first = False  # as P: reports its first tokens
         self._loads: dict[str, LoadReport] = {}  # the last report by ticket
         self._waiting: dict[str, asyncio.Future[Outcome]] = {}
         self.served = Served(self._app, name, port)
@@ -423,7 +423,7 @@ class FakeEngine:
             refused = self._refusal(params)
             detail = "not mine" if refused else ""
             answer["kv_transfer_params"] = params_of(
-                PushReport(self.incarnation, refused, detail, self.fingerprint, tells=self.tells)
+                PushReport(self.incarnation, refused, detail, self.fingerprint, sends_first=self.sends_first)
             )
         elif (report := self._loads.get(params.get("ticket", ""))) is not None:
             answer["kv_transfer_params"] = {"pd_load": {"odd": 1}} if self.manner.odd_report else params_of(report)

@@ -47,53 +47,53 @@ def array(*events: list[Any]) -> bytes:
 
 def test_tokens_that_came_and_left_are_counted() -> None:
     cache = Cache()
-    assert cache.heard(0, batch(stored(1, 2, 3))) == (48, False) and cache.tokens == 48
-    assert cache.heard(1, batch(stored(3, 4), removed(1))) == (16, True) and cache.tokens == 48
-    assert cache.heard(2, batch(removed(1, 9))) == (0, False), "neither is there"
-    assert cache.heard(3, batch(removed(2, 3, 4))) == (0, True) and cache.tokens == 0
+    assert cache.apply(0, batch(stored(1, 2, 3))) == (48, False) and cache.tokens == 48
+    assert cache.apply(1, batch(stored(3, 4), removed(1))) == (16, True) and cache.tokens == 48
+    assert cache.apply(2, batch(removed(1, 9))) == (0, False), "neither is there"
+    assert cache.apply(3, batch(removed(2, 3, 4))) == (0, True) and cache.tokens == 0
 
 
 def test_a_number_other_than_0_is_a_beginning_too() -> None:
-    assert Cache().heard(700, batch(stored(1))) == (16, False)
+    assert Cache().apply(700, batch(stored(1))) == (16, False)
 
 
 @pytest.mark.parametrize("number", [0, 4, 6, 2])
 def test_after_missed_and_new_beginnings_only_what_comes_is_known(number: int) -> None:
     cache = Cache()
-    assert cache.heard(4, batch(stored(1))) == (16, False)
-    assert cache.heard(number, batch(stored(2))) == (16, True) and cache.tokens == 16
-    assert cache.heard(number + 1, batch(removed(1), stored(3))) == (16, False) and cache.tokens == 32
+    assert cache.apply(4, batch(stored(1))) == (16, False)
+    assert cache.apply(number, batch(stored(2))) == (16, True) and cache.tokens == 16
+    assert cache.apply(number + 1, batch(removed(1), stored(3))) == (16, False) and cache.tokens == 32
 
 
 def test_a_cleared_cache_has_what_comes_after() -> None:
     cache = Cache()
-    assert cache.heard(0, batch(stored(1, 2))) == (32, False)
-    assert cache.heard(1, batch(AllBlocksCleared(), stored(7))) == (16, True) and cache.tokens == 16
-    assert cache.heard(2, batch(removed(1), stored(1))) == (16, False)
+    assert cache.apply(0, batch(stored(1, 2))) == (32, False)
+    assert cache.apply(1, batch(AllBlocksCleared(), stored(7))) == (16, True) and cache.tokens == 16
+    assert cache.apply(2, batch(removed(1), stored(1))) == (16, False)
 
 
 def test_the_largest_group_counts() -> None:
     cache = Cache()
-    assert cache.heard(0, batch(stored(1, 2, group_idx=0), stored(1, 2, group_idx=1))) == (32, False)
-    assert cache.heard(1, batch(removed(1, group_idx=0))) == (0, False), "a window has gone on"
-    assert cache.heard(2, batch(removed(1, 2, group_idx=1))) == (0, True) and cache.tokens == 16
+    assert cache.apply(0, batch(stored(1, 2, group_idx=0), stored(1, 2, group_idx=1))) == (32, False)
+    assert cache.apply(1, batch(removed(1, group_idx=0))) == (0, False), "a window has gone on"
+    assert cache.apply(2, batch(removed(1, 2, group_idx=1))) == (0, True) and cache.tokens == 16
 
 
 def test_what_is_not_in_the_engines_own_cache_does_not_count() -> None:
     cache = Cache()
-    assert cache.heard(0, batch(stored(1, medium="CPU"), removed(2, medium="STORAGE"))) == (0, False)
-    assert cache.heard(1, batch(stored(), removed())) == (0, False), "of a step whose blocks are all null"
-    assert cache.heard(2, msgspec.msgpack.encode([1.0, [{"type": "Another", "block_hashes": [1]}]])) == (0, False)
+    assert cache.apply(0, batch(stored(1, medium="CPU"), removed(2, medium="STORAGE"))) == (0, False)
+    assert cache.apply(1, batch(stored(), removed())) == (0, False), "of a step whose blocks are all null"
+    assert cache.apply(2, msgspec.msgpack.encode([1.0, [{"type": "Another", "block_hashes": [1]}]])) == (0, False)
 
 
 def test_arrays_as_vllm_0_23_sends_them() -> None:
     cache = Cache()
     both = [["BlockStored", [b"a", b"b"], None, [0] * 32, 16, None, "GPU", None, None, group] for group in (0, 1)]
-    assert cache.heard(0, array(*both)) == (32, False)
-    assert cache.heard(1, array(["BlockRemoved", [b"a"], "GPU", 0])) == (0, False)
-    assert cache.heard(2, array(["BlockRemoved", [b"a"], "GPU", 1])) == (0, True)
-    assert cache.heard(3, array(["AllBlocksCleared"])) == (0, True) and cache.tokens == 0
-    assert cache.heard(4, array(["BlockStored", [b"a"], None, [], 16, None, "GPU"])) == (16, False), "shorter ones too"
+    assert cache.apply(0, array(*both)) == (32, False)
+    assert cache.apply(1, array(["BlockRemoved", [b"a"], "GPU", 0])) == (0, False)
+    assert cache.apply(2, array(["BlockRemoved", [b"a"], "GPU", 1])) == (0, True)
+    assert cache.apply(3, array(["AllBlocksCleared"])) == (0, True) and cache.tokens == 0
+    assert cache.apply(4, array(["BlockStored", [b"a"], None, [], 16, None, "GPU"])) == (16, False), "shorter ones too"
 
 
 @pytest.mark.parametrize(
@@ -117,20 +117,20 @@ def test_arrays_as_vllm_0_23_sends_them() -> None:
 )
 def test_after_what_is_no_batch_nothing_is_known(payload: bytes) -> None:
     cache = Cache()
-    cache.heard(0, batch(stored(1)))
+    cache.apply(0, batch(stored(1)))
     with pytest.raises(ValueError):
-        cache.heard(1, payload)
+        cache.apply(1, payload)
     assert cache.tokens == 0
-    assert cache.heard(2, batch(stored(1))) == (16, False)
+    assert cache.apply(2, batch(stored(1))) == (16, False)
 
 
 def test_no_more_blocks_are_known_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_events, "MAX_BLOCKS", 3)
     cache = Cache()
-    assert cache.heard(0, batch(stored(1, 2))) == (32, False)
-    assert cache.heard(1, batch(stored(3)))[1] and cache.tokens == 0
-    assert cache.heard(2, batch(stored(4))) == (16, False)
-    assert cache.heard(3, batch(*(stored(group_idx=group) for group in range(4))))[1], "groups count as well"
+    assert cache.apply(0, batch(stored(1, 2))) == (32, False)
+    assert cache.apply(1, batch(stored(3)))[1] and cache.tokens == 0
+    assert cache.apply(2, batch(stored(4))) == (16, False)
+    assert cache.apply(3, batch(*(stored(group_idx=group) for group in range(4))))[1], "groups count as well"
 
 
 # ---- ports
@@ -244,7 +244,7 @@ def test_the_caches_of_an_instances_ranks_are_one() -> None:
 def test_an_address_that_cannot_be_subscribed_to_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with cluster(prefill=1, kv_events=("1",)) as c, caplog.at_level(logging.WARNING):
         c.worker.fleet.add(parse_spec(Role.PREFILL, "a+b:1"), "here")
-        until(lambda: "no KV events can be heard at tcp://a+b:1" in caplog.text)
+        until(lambda: "no KV events can be received from tcp://a+b:1" in caplog.text)
         assert c.complete(HEAD).status_code == 200
 
 

@@ -31,7 +31,7 @@ from vllm_ascend_pd.metaserver.service import app, instances_file, intake, passi
 from vllm_ascend_pd.metaserver.service.exchange import Interrupt
 from vllm_ascend_pd.metaserver.service.fleet import Fleet
 from vllm_ascend_pd.metaserver.service.front import Front
-from vllm_ascend_pd.metaserver.service.relay import tell
+from vllm_ascend_pd.metaserver.service.relay import send_answer
 from vllm_ascend_pd.metaserver.service.reserve import Heart, Reservations
 from vllm_ascend_pd.metaserver.service.settings import Settings, read_token
 
@@ -63,7 +63,7 @@ async def door(
                 cut.append(scope["path"])
                 return
             except intake.NotTaken as refused:
-                await tell(send, refused.answer)
+                await send_answer(send, refused.answer)
                 return
             trailers.extend(name for name, _ in scope["headers"] if name == b"x-trailer")
             while hold:

@@ -93,7 +93,7 @@ def test_with_what_the_engine_tells_it_is_known_what_is_there(asked: list[tuple[
         gone = list(engine)[: max(0, len(engine) - most)]
         for last in gone:
             del engine[last]
-        prompts.tell(block * came, block * len(engine), lost=bool(gone))
+        prompts.update(block * came, block * len(engine), lost=bool(gone))
         for known, its in longest.items():
             there, kinds = block * sum(held == known for held, _ in engine), [kind for kind, _ in asked[: turn + 1]]
             if -1 not in kinds:
@@ -108,7 +108,7 @@ def test_an_engine_that_forgets_is_heard_as_before() -> None:
     prompts, block = Prompts(1000), NEAR // 4
     for turn in range(20):
         prompts.add(marks(bytes([turn]) * 4 * NEAR))
-        prompts.tell(4 * block, min(10, 4 * turn + 4) * block, lost=turn > 1)
+        prompts.update(4 * block, min(10, 4 * turn + 4) * block, lost=turn > 1)
         if turn == 10:
             prompts.forget()
             assert not prompts.tokens
@@ -126,14 +126,14 @@ def test_what_was_sent_last_stays() -> None:
 @pytest.mark.parametrize(
     ("later", "gone"),
     [
-        (Life().heard("b", 2.0), True),
-        (Life().heard("a", 2.0), False),
-        (Life().heard("a", 1.0).refuses(3.0), True),
-        (Life().heard("a", 1.0).heard(incarnation("r", 1), 2.0), False),
+        (Life().reported("b", 2.0), True),
+        (Life().reported("a", 2.0), False),
+        (Life().reported("a", 1.0).refuses(3.0), True),
+        (Life().reported("a", 1.0).reported(incarnation("r", 1), 2.0), False),
     ],
 )
 def test_a_life_that_ended_took_its_cache_along(later: Life, gone: bool) -> None:
-    assert later.outlived(Life().heard("a", 1.0)) is gone
+    assert later.outlived(Life().reported("a", 1.0)) is gone
 
 
 # ---- in the service

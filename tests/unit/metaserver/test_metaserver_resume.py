@@ -204,7 +204,7 @@ def test_a_d_that_tells_no_ids_cannot_be_left() -> None:
     kept = StreamState(terms(), MOST)
     event = b'data: {"id":"x","choices":[{"index":0,"text":" a"}]}\n\n'
     assert kept.take(event) == event
-    with pytest.raises(NotContinued, match="tells no token ids"):
+    with pytest.raises(NotContinued, match="returns no token ids"):
         kept.point()
 
 

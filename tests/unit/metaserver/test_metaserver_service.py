@@ -248,11 +248,11 @@ def test_d_hears_that_a_first_token_will_come_where_each_p_tells_its_own() -> No
     with cluster(prefill=2) as c:
         for engines, expected in (((0,), False), ((0, 1), True)):
             for index in engines:
-                c.prefill[index].tells = True
+                c.prefill[index].sends_first = True
             for _ in range(40):  # enough that each P has answered
                 assert c.complete("x").status_code == 200
             assert c.decode[0].generations()[-1].body["kv_transfer_params"].get("first_token", False) is expected
-        c.prefill[1].tells = False
+        c.prefill[1].sends_first = False
         c.prefill[1].incarnation = "another life"
         until(lambda: c.complete("x") and "first_token" not in c.decode[0].generations()[-1].body["kv_transfer_params"])
 
@@ -260,7 +260,7 @@ def test_d_hears_that_a_first_token_will_come_where_each_p_tells_its_own() -> No
 def test_after_a_push_that_was_refused_d_is_not_sent_a_first_token() -> None:
     with cluster() as c:
         (p,), (d,) = c.prefill, c.decode
-        p.tells, d.manner.policy = True, "fail"
+        p.sends_first, d.manner.policy = True, "fail"
         until(lambda: c.complete("x") and "first_token" in d.generations()[-1].body["kv_transfer_params"])
         p.manner.refuses_push, before = "PD-META-033", len(d.generations())
         c.complete("y")

@@ -97,7 +97,7 @@ SOURCE = Source(2, SOURCE_ID, Endpoint(LOOPBACK, 9), 20, "h", 30.0)
 LOAD = LoadReport(
     "decode-1/7/u-7", "t", "decode-1", 16, 4, "PD-XFER-001", "prefill-1", "0123456789ab.v2-2", "prefill", 8
 )
-PUSH = PushReport("prefill-1", "PD-META-005", "not mine", "0123456789ab.v2-2", "c2VhbGVk", tells=True)
+PUSH = PushReport("prefill-1", "PD-META-005", "not mine", "0123456789ab.v2-2", "c2VhbGVk", sends_first=True)
 
 
 def written() -> list[tuple[str, str, bytes]]:

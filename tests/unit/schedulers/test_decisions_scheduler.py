@@ -596,7 +596,7 @@ def test_a_request_whose_first_token_d_computes_is_posted_as_it_always_was() -> 
 
 
 def answered(
-    *, digest: str = "", tells: bool = True, chunks: int = 1, sampled: tuple[int, ...] = (7,), **sampling: Any
+    *, digest: str = "", sends_first: bool = True, chunks: int = 1, sampled: tuple[int, ...] = (7,), **sampling: Any
 ) -> str:
     """Return P's report of its first token."""
     from vllm.v1.request import RequestStatus
@@ -605,7 +605,7 @@ def answered(
     from vllm_ascend_pd.protocol import sampling as rules
     from vllm_ascend_pd.protocol.first import Seed
 
-    scheduler = PrefillScheduler(engine(SECRETS), tells=tells)
+    scheduler = PrefillScheduler(engine(SECRETS), sends_first=sends_first)
     scheduler.attach_workers({(0, rank): WorkerFacts(None, CACHE) for rank in range(2)})
     asked = request()
     asked.sampling_params = SamplingParams(max_tokens=1, **sampling)
@@ -626,7 +626,7 @@ def test_prefill_tells_its_token_to_who_asks_for_it_only() -> None:
     first = unseal_first(base64.b64decode(answered()), SECRETS)
     assert (first.transfer, first.position, first.token) == (TransferId("d", 1, "u"), len(TOKENS), 7)
     assert pushed_by(first.push) == "i" * 16
-    assert answered(tells=False) == ""
+    assert answered(sends_first=False) == ""
     assert answered(digest="another") == ""
     assert answered(temperature=0.5) == "", "it sampled in another way"
     assert answered(presence_penalty=0.5), "there is no token yet that it would count"

@@ -44,7 +44,7 @@ class Pair:
     def __init__(self, secrets: Secrets | None, p_keys: dict[str, Any], d_keys: dict[str, Any]) -> None:
         self.news = 0
         keys = {"hold_sources": 4, "hold_s": 60.0, **p_keys}
-        self.p = PrefillScheduler(engine(secrets, **keys), self._rung, blocks=100, tells=True)
+        self.p = PrefillScheduler(engine(secrets, **keys), self._rung, blocks=100, sends_first=True)
         self.p.attach_workers({(0, rank): WorkerFacts(None, CACHE) for rank in range(2)})
         made = engine(secrets, **({"prefill_listeners": ["127.0.0.1"]} if secrets is None else {}), **d_keys)
         self.d = DecodeScheduler(made, Patience(lambda: 0), vocabulary=100)

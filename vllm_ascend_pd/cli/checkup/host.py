@@ -264,7 +264,7 @@ def secret(asked: HostOptions) -> Check:
         return note("secret file", "none, and none needed on loopback", "Set secret_file beyond this host.")
     if channel.allow_unauthenticated:
         return warning(
-            "secret file", "none: allow_unauthenticated lets everybody on this network in", "Set secret_file."
+            "secret file", "none: allow_unauthenticated lets every host on this network in", "Set secret_file."
         )
     error = ConfigError("PD-SEC-002", address=asked.host)
     return failure("secret file", f"{error.code}: {error.sentence}", error.remedy)

@@ -106,7 +106,7 @@ class Line:
         body = bytes((GUARDED,)) + self._guard.protect(msgspec.msgpack.encode(message))
         self._sock.sendall(len(body).to_bytes(4, "big") + body)
 
-    def hear(self, kind: type[M], within_s: float) -> M:
+    def receive(self, kind: type[M], within_s: float) -> M:
         """Return the next message. Raise Broken if none comes in time, or it is of another kind."""
         _, payload = self._frame(within_s)
         try:

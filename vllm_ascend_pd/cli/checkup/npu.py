@@ -61,7 +61,7 @@ def cann(environ: Mapping[str, str], root: Path = ROOT) -> Check:
         if found:
             return _cann_of(found[1])
     return warning(
-        "cann", f"{home} does not tell its version", "Compare it with vllm-ascend's page of releases by hand."
+        "cann", f"{home} does not say its version", "Compare it with vllm-ascend's page of releases by hand."
     )
 
 

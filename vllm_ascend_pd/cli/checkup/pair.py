@@ -230,7 +230,7 @@ def _conversation(side: DoctorSide, line: Line, name: str) -> Iterator[Check]:
     ours = side.facts()
     asked_at = time.time()
     line.say(ours)
-    theirs = line.hear(Facts, ANSWER_S)
+    theirs = line.receive(Facts, ANSWER_S)
     yield from differences(ours, theirs)
     yield _clocks(asked_at, theirs.wall, time.time())
     if ours.protocol == theirs.protocol and ours.byte_order == theirs.byte_order:
@@ -254,12 +254,12 @@ def _writes(side: DoctorSide, line: Line) -> Iterator[Check]:
         return
     try:
         line.say(wire.offer())
-        offer = line.hear(ScratchMemory, ANSWER_S)
+        offer = line.receive(ScratchMemory, ANSWER_S)
         wrote = wire.write(offer)
         line.say(wrote)
-        found = line.hear(Read, ANSWER_S)
+        found = line.receive(Read, ANSWER_S)
         yield _judged("write there", wrote, found.digest)
-        wrote = line.hear(Wrote, ANSWER_S)
+        wrote = line.receive(Wrote, ANSWER_S)
         digest = wire.scratch.received()
         line.say(Read(digest))
         yield _judged("write back", wrote, digest)
@@ -281,18 +281,18 @@ def _judged(name: str, wrote: Wrote, found: str) -> Check:
 # ---- the listener
 
 
-def serve(side: DoctorSide, listening: socket.socket, tell: Callable[[str], None], calls: int = 0) -> None:
+def serve(side: DoctorSide, listening: socket.socket, report: Callable[[str], None], calls: int = 0) -> None:
     """Answer callers one after another; `calls`: so many, 0: until interrupted."""
     answered = 0
     while not calls or answered < calls:
         sock, address = listening.accept()
         line = Line(sock)
         try:
-            tell(f"{address[0]}: {_answer(side, line)}")
+            report(f"{address[0]}: {_answer(side, line)}")
         except (Broken, PdError) as problem:
-            tell(f"{address[0]}: {problem}")
+            report(f"{address[0]}: {problem}")
         except OSError as problem:
-            tell(f"{address[0]}: the connection broke: {problem.strerror}")
+            report(f"{address[0]}: the connection broke: {problem.strerror}")
         finally:
             line.close()
         answered += 1
@@ -301,21 +301,21 @@ def serve(side: DoctorSide, listening: socket.socket, tell: Callable[[str], None
 def _answer(side: DoctorSide, line: Line) -> str:
     """Answer one caller, and return how it went. Raise Broken if the conversation ends early."""
     line.greet_as_listener(side.secrets)
-    theirs = line.hear(Facts, ANSWER_S)
+    theirs = line.receive(Facts, ANSWER_S)
     ours = side.facts()
     line.say(ours)
     if (ours.protocol, ours.byte_order) != (theirs.protocol, theirs.byte_order):
         return "it has another transfer engine; nothing was written"
-    offer = line.hear(ScratchMemory, ANSWER_S)
+    offer = line.receive(ScratchMemory, ANSWER_S)
     wire = ScratchWire(side, line.own_host)
     try:
         line.say(wire.offer())
-        theirs_wrote = line.hear(Wrote, ANSWER_S)
+        theirs_wrote = line.receive(Wrote, ANSWER_S)
         digest = wire.scratch.received()
         line.say(Read(digest))
         wrote = wire.write(offer)
         line.say(wrote)
-        found = line.hear(Read, ANSWER_S)
+        found = line.receive(Read, ANSWER_S)
     finally:
         wire.close()
     ways = (_judged("from there", theirs_wrote, digest), _judged("to there", wrote, found.digest))

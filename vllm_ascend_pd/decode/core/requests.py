@@ -67,7 +67,7 @@ class LoadRequests:
         """Return whether P's first token can come the same way as the KV: by a `Relay` it cannot."""
         return isinstance(self._ways.get(request_id), Ticket | Meet)
 
-    def tells(self, request_id: str) -> bool:
+    def each_p_sends_first(self, request_id: str) -> bool:
         """Return whether the metaserver says that each P which it may ask sends its first token."""
         way = self._ways.get(request_id)
         return isinstance(way, Ticket) and way.first_token

@@ -39,7 +39,7 @@ from vllm_ascend_pd.metaserver.service.intake import CONNECTION, Body, CallerLef
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.named import Named
 from vllm_ascend_pd.metaserver.service.probes import Prober
-from vllm_ascend_pd.metaserver.service.relay import OWN_MARK, tell
+from vllm_ascend_pd.metaserver.service.relay import OWN_MARK, send_answer
 from vllm_ascend_pd.metaserver.service.reserve import Heart, Reservations
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.protocol.reports import MAX_REPORT_BYTES
@@ -251,7 +251,7 @@ async def _unusable(send: Send, route: str, request_id: str, problem: bodies.Bod
     METRICS.requests.labels(route, 400).inc()
     answer = known(400, "PD-META-012", why=problem)
     answer.headers.append((b"x-request-id", request_id.encode("latin-1")))
-    await tell(send, answer)
+    await send_answer(send, answer)
 
 
 async def _only_posts(scope: Scope, receive: Receive, send: Send) -> None:
@@ -305,7 +305,7 @@ class AsgiEndpoint:
             return  # the caller is gone
         except NotTaken as refused:
             refused.answer.headers.append((b"x-request-id", id_of(Request(scope)).encode("latin-1")))
-            await tell(send, refused.answer)
+            await send_answer(send, refused.answer)
 
 
 async def while_connected(scope: Scope, interrupt: Interrupt, work: Coroutine[Any, Any, None]) -> None:

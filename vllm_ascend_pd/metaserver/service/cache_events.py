@@ -110,7 +110,7 @@ class Cache:
         """Tokens of the largest group: a sliding-window group keeps only its last blocks."""
         return max(self._tokens.values(), default=0)
 
-    def heard(self, number: int, payload: bytes) -> tuple[int, bool]:
+    def apply(self, number: int, payload: bytes) -> tuple[int, bool]:
         """Take in a batch; return the tokens that came, and whether any left.
 
         If a batch is missing or the numbers start anew, everything before counts as gone. Raise ValueError if it is no
@@ -191,7 +191,7 @@ class CacheEvents:
         try:
             socket = self._context.socket(zmq.SUB)
         except zmq.ZMQError as problem:
-            log.warning("%s: its KV events are not heard: %s", instance.name, problem)
+            log.warning("%s: its KV events are not received: %s", instance.name, problem)
             return
         with socket:
             try:
@@ -200,14 +200,14 @@ class CacheEvents:
                 socket.subscribe(b"")
                 socket.connect(address)
             except zmq.ZMQError as problem:
-                log.warning("%s: no KV events can be heard at %s: %s", instance.name, address, problem)
+                log.warning("%s: no KV events can be received from %s: %s", instance.name, address, problem)
                 return
             warned = False
             while True:
                 frames = await socket.recv_multipart()
                 try:
                     _, number, payload = frames
-                    came, lost = cache.heard(int.from_bytes(number, "big", signed=True), payload)
+                    came, lost = cache.apply(int.from_bytes(number, "big", signed=True), payload)
                 except ValueError as problem:
                     came, lost = 0, True
                     if not warned:
@@ -216,5 +216,5 @@ class CacheEvents:
                         )
                     warned = True
                 METRICS.cache_events.labels(instance.role.value, instance.name).inc()
-                instance.prompts.tell(came, sum(one.tokens for one in caches), lost=lost)
+                instance.prompts.update(came, sum(one.tokens for one in caches), lost=lost)
                 await asyncio.sleep(0)  # messages that wait already are received without a pause

@@ -220,20 +220,20 @@ class Trial:
 Fits = Callable[[Instance], bool]
 
 
-def anybody(instance: Instance) -> bool:
+def any_instance(instance: Instance) -> bool:
     return True
 
 
 def among(names: frozenset[str] | None) -> Fits:
     """Return a test for instances with one of these names; None: all."""
-    return anybody if names is None else lambda instance: instance.name in names
+    return any_instance if names is None else lambda instance: instance.name in names
 
 
 def both(one: Fits, other: Fits) -> Fits:
     """Return a test for instances that pass both tests."""
-    if one is anybody:
+    if one is any_instance:
         return other
-    return one if other is anybody else lambda instance: one(instance) and other(instance)
+    return one if other is any_instance else lambda instance: one(instance) and other(instance)
 
 
 def pairing(*fingerprints: str) -> Fits:
@@ -350,22 +350,22 @@ class Fleet:
         If no instance lists it, all pass: one may have loaded the model since; any other refuses the request itself.
         """
         if not any(i.cards and model in i.cards for i in self._instances.values()):
-            return anybody
+            return any_instance
         return lambda instance: instance.cards is not None and (model in instance.cards or not instance.cards)
 
     # -- choice
 
-    def usable(self, role: Role, fits: Fits = anybody) -> bool:
+    def usable(self, role: Role, fits: Fits = any_instance) -> bool:
         now = time.monotonic()
         return any(i.role is role and i.usable(now) and fits(i) for i in self._instances.values())
 
-    def tell(self, fits: Fits) -> bool:
+    def all_send_first(self, fits: Fits) -> bool:
         """Return whether all P's that fit and take requests send their first tokens."""
         now = time.monotonic()
         usable = [i for i in self.of(Role.PREFILL) if i.usable(now) and fits(i)]
-        return bool(usable) and all(i.life.tells for i in usable)
+        return bool(usable) and all(i.life.sends_first for i in usable)
 
-    def has_prefill(self, avoid: frozenset[str] = frozenset(), serves: Fits = anybody) -> Fits:
+    def has_prefill(self, avoid: frozenset[str] = frozenset(), serves: Fits = any_instance) -> Fits:
         """Return a test for D's that can pair with a P that serves and takes requests, other than those in `avoid`."""
         now = time.monotonic()
         usable = (i for i in self.of(Role.PREFILL) if i.name not in avoid and i.usable(now) and serves(i))
@@ -376,7 +376,7 @@ class Fleet:
         role: Role,
         cost: float,
         avoid: frozenset[str] = frozenset(),
-        fits: Fits = anybody,
+        fits: Fits = any_instance,
         marks: Marks = (),
     ) -> Instance | None:
         """Return the instance for `cost` more tokens, of those that fit; one in `avoid` only if there is no other.
@@ -414,7 +414,7 @@ class Fleet:
         if known is None or known.at < proof.at:
             self._proofs[key] = proof
 
-    def learn(self, lives: Mapping[str, Life], proofs: Iterable[PairProof]) -> None:
+    def merge(self, lives: Mapping[str, Life], proofs: Iterable[PairProof]) -> None:
         """Take in what another worker knows, so that all come to know the same."""
         for name, life in lives.items():
             instance = self._instances.get(name)

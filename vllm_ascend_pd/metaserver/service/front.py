@@ -197,7 +197,7 @@ class Front(Shared):
             except UpstreamError as problem:
                 self.fleet.failed(decode, problem.failure, problem.why)
                 exchange.tried.add(decode.name)
-        raise NotContinued("it names no limit of tokens, and no D tells the model's")
+        raise NotContinued("it names no limit of tokens, and no D reports the model's")
 
     def again(
         self, exchange: HttpExchange, decode: Instance, failure: LegFailure, repeatable: bool = True
@@ -279,7 +279,7 @@ class Front(Shared):
         if request.send_tokens:
             params["send_tokens"] = True
         # An earlier prefill may have failed because of the first token; without it D can use any P.
-        if not exchange.bad_prefills and self.fleet.tell(
+        if not exchange.bad_prefills and self.fleet.all_send_first(
             fits if exchange.pinned is None else among(frozenset((exchange.pinned[0].name,)))
         ):
             params["first_token"] = True

@@ -111,7 +111,7 @@ class Hub:
             report = self._others[message["worker"]] = message["report"]
             self._count()
             lives = {name: Life.of(*life) for name, life in report["lives"].items()}
-            self._fleet.learn(lives, (PairProof(*proof) for proof in report["proofs"]))
+            self._fleet.merge(lives, (PairProof(*proof) for proof in report["proofs"]))
 
     def _count(self) -> None:
         """Take in the others' load."""

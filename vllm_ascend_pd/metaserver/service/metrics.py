@@ -51,7 +51,9 @@ class Metrics:
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens sent to P's, about")
         self.prompt_tokens_there = self._counter("prompt_tokens_there", "Of these, what P is thought to have cached")
-        self.cache_events = self._counter("cache_events", "Batches of KV events heard of an engine", "role", "engine")
+        self.cache_events = self._counter(
+            "cache_events", "Batches of KV events received from an engine", "role", "engine"
+        )
         self.broken_streams = self._counter("broken_streams", "Streams that ended with an error frame")
         self.resumes = self._counter("resumes", "Streams that another D was to go on with, by what ended them", "cause")
         self.resume_seconds = self._histogram(

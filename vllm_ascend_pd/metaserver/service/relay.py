@@ -329,5 +329,5 @@ async def refuse(exchange: HttpExchange, answer: Answer) -> None:
     await send_whole(exchange.send, answer.status, [*head, *answer.headers], answer.body)
 
 
-async def tell(send: Send, answer: Answer) -> None:
+async def send_answer(send: Send, answer: Answer) -> None:
     await send_whole(send, answer.status, [(b"content-type", answer.content_type), *answer.headers], answer.body)

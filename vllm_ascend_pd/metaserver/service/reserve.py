@@ -25,7 +25,7 @@ from vllm_ascend_pd.metaserver.service.faults import Answer, brief, fault
 from vllm_ascend_pd.metaserver.service.fleet import Instance, both, pairing
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
-from vllm_ascend_pd.metaserver.service.relay import aborted, tell
+from vllm_ascend_pd.metaserver.service.relay import aborted, send_answer
 from vllm_ascend_pd.metaserver.service.shared import DECLINED
 from vllm_ascend_pd.observe.trace import emit
 from vllm_ascend_pd.protocol.reports import MAX_REPORT_BYTES, Fingerprint, read_answer, read_posted
@@ -104,16 +104,16 @@ class Reservations:
         try:
             posted = await self._front.turns.run(reading(body, self._front.journal.tickets))
         except (*bodies.UNREADABLE, bodies.BodyError) as problem:
-            await tell(send, fault(400, f"Not a reservation: {problem}", "PD-META-003"))
+            await send_answer(send, fault(400, f"Not a reservation: {problem}", "PD-META-003"))
             return
         attempt = self._front.journal.tickets.get(posted.ticket)
         refusal = _refusal(attempt, posted)
         if attempt is None or refusal is not None:
-            await tell(send, refusal or fault(404, "Unknown ticket.", "PD-XFER-002"))
+            await send_answer(send, refusal or fault(404, "Unknown ticket.", "PD-XFER-002"))
             return
         attempt.seen.add(posted.transfer)
         if posted.decode:
-            attempt.decode.life = attempt.decode.life.heard(posted.decode, attempt.began, posted.fingerprint)
+            attempt.decode.life = attempt.decode.life.reported(posted.decode, attempt.began, posted.fingerprint)
         attempt.legs[posted.transfer] = interrupt
         emit("meta.reserved", ticket=posted.ticket, transfer=posted.transfer)
         attempt.exchange.stage("reserved", posted.transfer)
@@ -133,13 +133,13 @@ class Reservations:
                 raise msgspec.DecodeError(f"longer than {MAX_REPORT_BYTES} bytes")
             report = read_posted(bytes(body))
         except bodies.UNREADABLE as problem:
-            await tell(send, fault(400, f"Not a report: {problem}", "PD-META-003"))
+            await send_answer(send, fault(400, f"Not a report: {problem}", "PD-META-003"))
             return
         if self._front.loaded(report):
             await send({"type": "http.response.start", "status": 204, "headers": []})
             await send({"type": "http.response.body", "body": b""})
         else:
-            await tell(send, fault(404, "No request known here has this ticket and transfer.", "PD-XFER-002"))
+            await send_answer(send, fault(404, "No request known here has this ticket and transfer.", "PD-XFER-002"))
 
     async def _prefilled(
         self, attempt: Attempt, posted: ReservationPost, interrupt: Interrupt, send: Send
@@ -318,7 +318,7 @@ def _check_push(prefill: Instance, text: bytes, asked: float) -> str:
         ) from problem
     if push is None:
         return ""
-    prefill.life = prefill.life.heard(push.prefill, asked, push.fingerprint, push.tells)
+    prefill.life = prefill.life.reported(push.prefill, asked, push.fingerprint, push.sends_first)
     if push.code:
         raise PrefillFailed(LegFailure.PREFILL, f"{prefill.name}: {push.detail}", push.code)
     return push.first

@@ -147,7 +147,7 @@ async def room(shared: Shared, exchange: HttpExchange, decode: Instance) -> int:
     try:
         return min(model.max_model_len for model in msgspec.json.decode(said, type=_Models).data)
     except (*bodies.UNREADABLE, ValueError) as problem:
-        raise NotContinued("it names no limit of tokens, and no D tells the model's") from problem
+        raise NotContinued("it names no limit of tokens, and no D reports the model's") from problem
 
 
 async def finish(exchange: HttpExchange, kept: StreamState) -> None:

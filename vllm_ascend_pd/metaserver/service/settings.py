@@ -209,7 +209,7 @@ class Settings:
         "--resume-tokens",
         "behaviour",
         131_072,
-        "a greedy stream of so many tokens, prompt and answer, goes on with another decode engine when its own dies; "
+        "a greedy stream of so many tokens, prompt and answer, goes on with another decode engine when its own fails; "
         "0: none does",
         low=0,
     )

@@ -61,9 +61,9 @@ class Shared:
             return True
         attempt.reports[report.transfer] = report
         decode, (prefill, asked) = attempt.decode, attempt.sources.get(report.transfer, (None, 0.0))
-        decode.life = decode.life.heard(report.decode, attempt.began, report.fingerprint)
+        decode.life = decode.life.reported(report.decode, attempt.began, report.fingerprint)
         if prefill is not None:
-            prefill.life = prefill.life.heard(report.prefill, asked)
+            prefill.life = prefill.life.reported(report.prefill, asked)
         self._judge(attempt, report, prefill)
         if (trial := attempt.trials.pop(report.transfer, None)) is not None:
             trial.returned()

@@ -31,7 +31,7 @@ class NewRequest:
     meets: str = ""
     uuid: str = ""
     # For a D that can begin only with P's first token: how that token is chosen here. None: it is not sent.
-    tells: Seed | None = None
+    seed: Seed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ class PushRequests:
         """Take a request, once. A refusal is returned, and the request is prefilled all the same."""
         geometry = self.geometry
         if asked.reservation is not None:
-            if WHOLE in asked.reservation.needs and asked.tells != asked.reservation.seed:
-                why = "other sampling" if asked.tells is not None else "none of this request's"
+            if WHOLE in asked.reservation.needs and asked.seed != asked.reservation.seed:
+                why = "other sampling" if asked.seed is not None else "none of this request's"
                 return self.book.refuse(asked.request_id, PdError("PD-META-033", why=why))
             return self.book.admit(asked.request_id, asked.reservation, *asked.prompt, asked.push, geometry)
         why = not_held(geometry) if geometry is not None else "no worker has reported its cache"

@@ -32,7 +32,7 @@ class FirstTokenSource(first_token.StepHooks):
             if logprobs := first_token.reported(output, request_id, count):
                 self._logprobs[request_id] = logprobs
 
-    def would(self, request: Any) -> Seed | None:
+    def seed_of(self, request: Any) -> Seed | None:
         """Return how the first token of a request is chosen and reported; None if it is not sent to D."""
         if self.seed_refusal(request):
             return None
@@ -43,7 +43,7 @@ class FirstTokenSource(first_token.StepHooks):
         """Return the first token of a request that has ended, if D may start with it."""
         if len(request.output_token_ids) != 1 or request.get_finished_reason() not in first_token.well_finished():
             return None
-        seed = self.would(request)
+        seed = self.seed_of(request)
         if seed is None:
             return None
         return int(request.output_token_ids[0]), seed.digest, self._logprobs.get(request.request_id, ())
