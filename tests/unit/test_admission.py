@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +22,12 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVQuantMode,
     MambaSpec,
-    MLAAttentionSpec,
     RSWASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
+from tools.support import ascend_specs
 from unit.vllm_configs import LAYERS, attention, cache_config, latent, model_dir, vllm_config
 from vllm_ascend_pd import admission, compat
 from vllm_ascend_pd.admission import drafts
@@ -671,22 +671,8 @@ def test_an_indexer_whose_write_nothing_announces_is_refused(attention: Any, mor
 
 
 def ascend_spec(sparse_head_dim: tuple[int, ...] | None, **more: Any) -> Any:
-    """A stand-in for vllm-ascend's own spec, which all MLA layers have, with or without an indexer."""
-
-    @dataclass(frozen=True, kw_only=True)
-    class AscendMLAAttentionSpec(MLAAttentionSpec):
-        sparse_head_dim: tuple[int, ...] | None = None
-        cache_sparse_sfa_c8: bool = False
-        cache_sparse_li_c8: bool = False
-
-    return AscendMLAAttentionSpec(
-        block_size=16,
-        num_kv_heads=1,
-        head_size=sum(sparse_head_dim or (512, 64)),
-        dtype=torch.bfloat16,
-        sparse_head_dim=sparse_head_dim,
-        **more,
-    )
+    """vllm-ascend's own spec, which all MLA layers have, with or without an indexer."""
+    return ascend_specs.latent(16, sparse_head_dim or (512, 64), sparse_head_dim=sparse_head_dim, **more)
 
 
 @pytest.mark.parametrize("second", [(512, 64, 128), (512, 64, 0)], ids=["in all layers", "in some"])

@@ -8,17 +8,16 @@ and groups are those that vllm-ascend 0.23.0.post1 makes of `--block-size`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
     UniformTypeKVCacheSpecs,
 )
+
+from tools.support import ascend_specs
 
 LATENT, KEY, WINDOW = 512, 128, 128
 # By --block-size: entries of a block of a compressor for 4 tokens and for 128; bytes of a page of index keys, of others.
@@ -26,31 +25,16 @@ SIZES = {32: (2, 8, 4160, 32768), 64: (4, 16, 8320, 65536), 128: (8, 32, 16640, 
 Specs = dict[str, Any]  # by layer
 
 
-@dataclass(frozen=True, kw_only=True)
-class AscendMLAAttentionSpec(MLAAttentionSpec):
-    compress_ratio: int = 1
-    scale_dim: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class AscendSlidingWindowMLASpec(SlidingWindowMLASpec):
-    compress_ratio: int = 1
-
-
 def latent(size: int, ratio: int) -> Any:
-    return AscendMLAAttentionSpec(
-        block_size=size, num_kv_heads=1, head_size=LATENT, dtype=torch.bfloat16, compress_ratio=ratio
-    )
+    return ascend_specs.latent(size, (LATENT,), compress_ratio=ratio)
 
 
 def keys(size: int) -> Any:
-    return AscendMLAAttentionSpec(
-        block_size=size, num_kv_heads=1, head_size=KEY, dtype=torch.int8, compress_ratio=4, scale_dim=1
-    )
+    return ascend_specs.latent(size, (KEY,), torch.int8, compress_ratio=4, scale_dim=1)
 
 
 def window(size: int, head: int, tokens: int, dtype: torch.dtype = torch.float32) -> Any:
-    return AscendSlidingWindowMLASpec(
+    return ascend_specs.AscendSlidingWindowMLASpec(
         block_size=size, num_kv_heads=1, head_size=head, dtype=dtype, sliding_window=tokens
     )
 

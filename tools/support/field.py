@@ -29,9 +29,9 @@ from vllm.config.vllm import OPTIMIZATION_LEVEL_TO_CONFIG
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
-from tools.support import compressed
+from tools.support import ascend_specs, compressed
 from tools.support.small import COMPRESSED, EXCHANGE, INT8, Needs, needs
 from vllm_ascend_pd import admission, compat
 from vllm_ascend_pd.admission import drafts
@@ -177,15 +177,6 @@ def replaced(transfer: Mapping[str, Any], secret: str) -> tuple[dict[str, Any], 
 # ---- the model's cache
 
 
-class AscendMLAAttentionSpec(MLAAttentionSpec):
-    """vllm-ascend's spec of all MLA layers, which admission knows by its class name."""
-
-    parts: tuple[int, ...] = ()  # sizes of latent, rope, index key
-    sparse_head_dim: tuple[int, ...] | None = None
-    cache_sparse_sfa_c8: bool = False
-    cache_sparse_li_c8: bool = False
-
-
 class PlainDevice:
     """An NPU's answers about the layout of a plain cache."""
 
@@ -271,13 +262,8 @@ class Model:
     def _latent(
         self, kind: str, parts: tuple[int, ...], block_size: int, dtype: torch.dtype, c8: Collection[str]
     ) -> Any:
-        spec = AscendMLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=sum(parts), dtype=dtype)
-        attributes: dict[str, Any] = {"parts": parts}
-        if kind == "indexer":
-            attributes |= {"sparse_head_dim": parts, **{f"cache_sparse_{one}_c8": True for one in c8}}
-        for name, value in attributes.items():
-            object.__setattr__(spec, name, value)
-        return spec
+        indexer: dict[str, Any] = {"sparse_head_dim": parts, **{f"cache_sparse_{one}_c8": True for one in c8}}
+        return ascend_specs.latent(block_size, parts, dtype, **(indexer if kind == "indexer" else {}))
 
     def layers(self, *, drafts: bool) -> list[str]:
         count = self.facts["layers"] + (self.facts["mtp"] if drafts else 0)
@@ -489,7 +475,7 @@ def specs_of(group: Any) -> dict[str, Any]:
 def _caches(groups: Sequence[dict[str, Any]], size: int) -> dict[str, Any]:
     """Return the tensors of all layers; those that are equal share them."""
     specs = {name: spec for group in groups for name, spec in group.items()}
-    if any(isinstance(spec, compressed.AscendSlidingWindowMLASpec) for spec in specs.values()):
+    if any(isinstance(spec, ascend_specs.AscendSlidingWindowMLASpec) for spec in specs.values()):
         return dict(compressed.tensors(groups, size, BLOCKS))
     made = {id(spec): tensors(spec) for spec in specs.values()}
     return {name: made[id(spec)] for name, spec in specs.items()}
