@@ -49,6 +49,7 @@ from vllm_ascend_pd.http.gathered import Payload
 from vllm_ascend_pd.metadata import PushStart
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, Role
+from vllm_ascend_pd.metaserver.outline import at_once
 from vllm_ascend_pd.metaserver.service import reserve
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, parse_spec
 from vllm_ascend_pd.metaserver.service.front import Front
@@ -618,7 +619,7 @@ def _clients() -> Run:
 
     def run(data: bytes) -> str:
         try:
-            _free_of_parameters(bodies.strip(data))
+            _free_of_parameters(at_once(bodies.stripping(data)))
             request = bodies.parse(bodies.COMPLETIONS, data)
         except bodies.BodyError:
             return REFUSED

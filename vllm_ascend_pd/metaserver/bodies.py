@@ -231,11 +231,6 @@ def object_of(fields: Mapping[str, Any], longest: int) -> Payload:
     return [*pieces, b"}"]
 
 
-def strip(body: bytes | memoryview) -> bytes | memoryview:
-    """Run `stripping` without pauses."""
-    return at_once(stripping(body))
-
-
 def stripping(body: Buffer) -> Steps[Buffer]:
     """Return any JSON body without the forbidden field, also in a list of requests; unchanged if it has none.
 

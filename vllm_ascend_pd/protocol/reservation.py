@@ -211,10 +211,6 @@ class Receiver:
 
     # -- queries of the runtime
 
-    def gated(self) -> tuple[TransferId, ...]:
-        """Return the transfers that wait for `gate_open`."""
-        return tuple(t for t, record in self._transfers.items() if record.state is ReservationState.GATED)
-
     def state(self, transfer: TransferId) -> ReservationState:
         return self._machine.lookup(transfer).state
 

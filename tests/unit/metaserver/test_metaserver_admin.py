@@ -20,7 +20,6 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, Role
 from vllm_ascend_pd.metaserver.service import admin, instances_file
 from vllm_ascend_pd.metaserver.service.app import WorkerProcess
-from vllm_ascend_pd.metaserver.service.canary import Canary
 from vllm_ascend_pd.metaserver.service.fleet import Instance, parse_spec, parse_specs
 from vllm_ascend_pd.metaserver.service.hub import Hub
 from vllm_ascend_pd.metaserver.service.instances_file import Members
@@ -217,7 +216,7 @@ def test_a_worker_outlives_an_operation_that_its_file_contradicts() -> None:
     fleet = Members(CircuitPolicy())
     fleet.add(parse_spec(Role.DECODE, "h:1"), "file")
     hub = Hub(0)
-    hub.attach(fleet, Canary.__new__(Canary), lambda details: {})
+    hub.attach(fleet, lambda details: {})
     hub._heard({"operation": {"op": "add", "name": "h:1", "role": "prefill", "url": "h:1", "weight": 1.0}})
     assert [(i.name, i.role) for i in fleet] == [("h:1", Role.DECODE)]
 

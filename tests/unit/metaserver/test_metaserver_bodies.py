@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.bodies import CHAT, COMPLETIONS, Shape, Use
+from vllm_ascend_pd.metaserver.outline import at_once
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -42,9 +43,11 @@ def test_a_clients_transfer_parameters_never_get_through(body: dict[str, Any], f
 
 @given(JSON, JSON)
 def test_other_routes_lose_the_forbidden_field_and_nothing_else(body: Any, forged: object) -> None:
-    assert json.loads(bodies.strip(json.dumps(body).encode())) == body or "kv_transfer_params" in json.dumps(body)
+    assert json.loads(
+        at_once(bodies.stripping(json.dumps(body).encode()))
+    ) == body or "kv_transfer_params" in json.dumps(body)
     if isinstance(body, dict):
-        stripped = json.loads(bodies.strip(json.dumps({**body, "kv_transfer_params": forged}).encode()))
+        stripped = json.loads(at_once(bodies.stripping(json.dumps({**body, "kv_transfer_params": forged}).encode())))
         assert "kv_transfer_params" not in stripped
 
 
@@ -58,19 +61,19 @@ def test_the_field_is_found_however_it_is_written() -> None:
         '{"kv_transfer_params": {"x": 1}}'.encode("utf-16"),
         b'{"text": "\\ud800", "kv_transfer_params": {"x": 1}}',
     ):
-        assert b"params" not in bodies.strip(raw)
+        assert b"params" not in at_once(bodies.stripping(raw))
 
 
 def test_a_body_nested_without_end_is_refused() -> None:
     with pytest.raises(bodies.BodyError):
-        bodies.strip(b'{"a":' * 100_000 + b"1" + b"}" * 100_000)
+        at_once(bodies.stripping(b'{"a":' * 100_000 + b"1" + b"}" * 100_000))
     with pytest.raises(bodies.BodyError):
-        bodies.strip(b'{"a":' * 15_000 + b"1" + b"}" * 15_000)
+        at_once(bodies.stripping(b'{"a":' * 15_000 + b"1" + b"}" * 15_000))
 
 
 def test_what_is_no_json_is_passed_on_untouched() -> None:
-    assert bodies.strip(b"--boundary\r\nkv_transfer_params") == b"--boundary\r\nkv_transfer_params"
-    assert bodies.strip(b"") == b""
+    assert at_once(bodies.stripping(b"--boundary\r\nkv_transfer_params")) == b"--boundary\r\nkv_transfer_params"
+    assert at_once(bodies.stripping(b"")) == b""
 
 
 @pytest.mark.parametrize("body", [b"", b"null", b"[]", b"{", b'"x"', b"\xff", b'{"a": }', b"[" * 100_000])

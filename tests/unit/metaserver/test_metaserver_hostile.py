@@ -27,6 +27,7 @@ from vllm_ascend_pd.http import http1
 from vllm_ascend_pd.http.decisions import LegFailure
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy
+from vllm_ascend_pd.metaserver.outline import at_once
 from vllm_ascend_pd.metaserver.service import app, instances_file, intake, passing, server
 from vllm_ascend_pd.metaserver.service.exchange import Interrupt
 from vllm_ascend_pd.metaserver.service.fleet import Fleet
@@ -304,8 +305,13 @@ def test_parameters_do_not_come_in_by_the_side_door(forged: object) -> None:
     for made in (bodies.for_decode(request, None), bodies.for_prefill(request, {"m": 1}, None)[1],
                  bodies.for_prefill(request, {"m": 1}, msgspec.Raw(b"[1,2]"))[1]):  # fmt: skip
         assert json.loads(made)["vllm_xargs"] == {"mine": 1}
-    assert json.loads(bodies.strip(json.dumps(body).encode())) == {"prompt": "p", "vllm_xargs": {"mine": 1}}
-    assert json.loads(bodies.strip(json.dumps([body]).encode())) == [{"prompt": "p", "vllm_xargs": {"mine": 1}}]
+    assert json.loads(at_once(bodies.stripping(json.dumps(body).encode()))) == {
+        "prompt": "p",
+        "vllm_xargs": {"mine": 1},
+    }
+    assert json.loads(at_once(bodies.stripping(json.dumps([body]).encode()))) == [
+        {"prompt": "p", "vllm_xargs": {"mine": 1}}
+    ]
 
 
 @pytest.mark.parametrize("xargs", [None, 1, "x", [], [1], {}, {"a": "b"}])
@@ -349,18 +355,18 @@ def test_a_long_body_is_never_read_whole(monkeypatch: pytest.MonkeyPatch) -> Non
     names = (b'"kv_transfer_params"', b'"kv_transfer\\u005fparams"', b'"\\u006Bv_transfer_params"')
     for values in (b"[]," * 3_000_000 + b"1", b'"caf\\u00e9",' * 1_000_000 + b"1"):
         plain = b'{"a": [' + values + b"]}"
-        assert bodies.strip(plain) is plain
+        assert at_once(bodies.stripping(plain)) is plain
         for name in names:
             with pytest.raises(bodies.BodyError, match="leave it out"):
-                bodies.strip(b'{"a": [' + values + b"], " + name + b": 1}")
+                at_once(bodies.stripping(b'{"a": [' + values + b"], " + name + b": 1}"))
     utf16 = ('{"kv_transfer_params": 1, "a": "' + "x" * 200_000 + '"}').encode("utf-16")
     for odd in (b'{"a": [' + b"NaN," * 3_000_000 + b"1]}", utf16):
         with pytest.raises(bodies.BodyError, match="no strict JSON"):
-            bodies.strip(odd)
+            at_once(bodies.stripping(odd))
     with pytest.raises(bodies.BodyError, match="too deeply"):
-        bodies.strip(b"[" * 3_000_000)
+        at_once(bodies.stripping(b"[" * 3_000_000))
     audio = b"--boundary\r\nkv_transfer_params" + b",[{" * 3_000_000
-    assert bodies.strip(audio) is audio
+    assert at_once(bodies.stripping(audio)) is audio
 
 
 async def test_a_prompt_is_not_read_before_its_ticket_is_known() -> None:

@@ -81,7 +81,7 @@ def test_a_begin_before_the_bind_waits_and_is_answered_when_the_gate_opens() -> 
     r = receiver()
     assert as_text(r.message(0.0, "p1", begin())) == ""
     assert as_text(r.bind(0.1, T, FIRST, END, 300.0)) == ""
-    assert r.gated() == (T,)
+    assert r.state(T) is ReservationState.GATED
     (granted,) = messages(r.gate_open(0.2, T))
     assert isinstance(granted, Ready)
     assert (granted.seq, granted.lease_s, granted.addresses) == (1, TIMERS.lease_s, ADDRESSES)

@@ -91,7 +91,7 @@ class WorkerProcess:
         self._named = Named(self.fleet, settings.prefill_allowed) if settings.sidecar else None
         self._intake = Intake()
         self.hub = hub or Hub(0)
-        self.hub.attach(self.fleet, self.canary, self.report)
+        self.hub.attach(self.fleet, self.report)
         self._prober = Prober(settings, self.fleet, self.upstream)
         self._heart = Heart(settings.heartbeat_s)
         self._reservations = Reservations(self.front, self._heart)

@@ -22,7 +22,6 @@ import msgspec
 
 from vllm_ascend_pd.metaserver.decisions import Life, PairProof
 from vllm_ascend_pd.metaserver.service import admin
-from vllm_ascend_pd.metaserver.service.canary import Canary
 from vllm_ascend_pd.metaserver.service.instances_file import Members
 
 log = logging.getLogger(__name__)
@@ -42,9 +41,9 @@ class Hub:
         self._writer: asyncio.StreamWriter | None = None
         self._watched_until = 0.0
 
-    def attach(self, fleet: Members, canary: Canary, report: Callable[[bool], dict[str, Any]]) -> None:
+    def attach(self, fleet: Members, report: Callable[[bool], dict[str, Any]]) -> None:
         """Connect the hub to its worker. `report(details)` returns the worker's own report."""
-        self._fleet, self._canary, self._report = fleet, canary, report
+        self._fleet, self._report = fleet, report
 
     def others(self) -> list[dict[str, Any]]:
         """Return the others' last reports, and ask the others to report details for a while."""
