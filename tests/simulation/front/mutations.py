@@ -117,12 +117,12 @@ async def _answer_proves(self: reserve.Reservations, attempt: Attempt, posted: A
     self._front.fleet.prove(PairProof(prefill.name, life, attempt.decode.name, posted.decode, attempt.began))
 
 
-def _keeps_its_load(self: fleet.Trial, *failed: object) -> None:
+def _keeps_its_load(self: fleet.LegInFlight, *failed: object) -> None:
     if failed[0] is None:
         _EXIT(self, *failed)
 
 
-_EXIT = fleet.Trial.__exit__
+_EXIT = fleet.LegInFlight.__exit__
 
 
 def _not_stripped(shared_: Any, answer: Any) -> Any:
@@ -219,7 +219,7 @@ ALL = {
         Mutation("D's word is not waited for", ((Attempt, "explained", _nothing_awaited),)),
         Mutation("every failed load speaks against P", ((shared, "against_prefill", lambda code: "it failed"),)),
         Mutation("a place is never given back", ((front.AdmissionQueue, "leave", _nothing),)),
-        Mutation("a leg that failed keeps its load", ((fleet.Trial, "__exit__", _keeps_its_load),)),
+        Mutation("a leg that failed keeps its load", ((fleet.LegInFlight, "__exit__", _keeps_its_load),)),
         Mutation("a stream goes on after its end", ((relay, "_said_all", _never),)),
         Mutation("half events go out", ((relay, "_whole_events", lambda stream: (stream, b"")),)),
         Mutation("what engines say to each other goes out", ((relay, "_stripping", _not_stripped),)),

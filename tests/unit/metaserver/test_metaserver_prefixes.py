@@ -185,7 +185,7 @@ def test_a_p_that_was_started_anew_has_nothing() -> None:
         c.prefill[0].incarnation = "another"
         c.complete("short")
         until(lambda: any(word.incarnation == "another" for word in instance.life.statements))
-        assert instance.has(at_once(marks_of((), HEAD.encode(), 900))) == 0 and instance.prompts.tokens == 0
+        assert instance.cached_tokens(at_once(marks_of((), HEAD.encode(), 900))) == 0 and instance.prompts.tokens == 0
 
 
 def test_engines_that_are_asked_to_forget_count_as_having_forgotten() -> None:

@@ -25,7 +25,7 @@ from vllm_ascend_pd.http.within import within
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.resume import StreamState
 from vllm_ascend_pd.metaserver.service.faults import Answer, remedy
-from vllm_ascend_pd.metaserver.service.fleet import Instance, Trial
+from vllm_ascend_pd.metaserver.service.fleet import Instance, LegInFlight
 from vllm_ascend_pd.protocol.reports import LoadReport
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -202,7 +202,7 @@ class Attempt:
     reports: dict[str, LoadReport] = field(default_factory=dict)  # D's, by transfer
     blamed: set[str] = field(default_factory=set)  # transfers whose failure was counted against their P: only once
     failed: set[str] = field(default_factory=set)  # transfers whose prefill leg failed
-    trials: dict[str, Trial] = field(default_factory=dict)  # of P's, by transfer: D's report ends them
+    trials: dict[str, LegInFlight] = field(default_factory=dict)  # of P's, by transfer: D's report ends them
     began: float = field(default_factory=_now)
     restart: bool = True  # whether another attempt may follow
     news: asyncio.Event = field(default_factory=asyncio.Event)  # a report came, or a prefill leg failed

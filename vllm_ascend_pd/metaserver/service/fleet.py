@@ -119,12 +119,12 @@ class Instance:
     life: Life = field(default_factory=Life)
     draining: bool = False
     load: float = 0.0  # tokens in flight from this process
-    load_elsewhere: float = 0.0  # and from the other workers, as last reported
+    load_elsewhere: float = 0.0  # and from the metaserver's other processes, as last reported
     requests: int = 0  # legs in flight
     served: int = 0
     broke: int = 0
     last_error: str = ""
-    last_error_at: float = field(default=0.0)  # wall clock, for the operator
+    last_error_at: float = 0.0  # wall clock, for the operator
     _life_of_prompts: Life = field(default_factory=Life)
 
     def __repr__(self) -> str:
@@ -140,7 +140,7 @@ class Instance:
         """Fingerprint, which decides the engines that it can pair with; empty if it is not known now."""
         return self.life.fingerprint(time.monotonic())
 
-    def has(self, marks: Marks) -> int:
+    def cached_tokens(self, marks: Marks) -> int:
         """Return how many of a prompt's tokens are in its prefix cache, as far as is known."""
         if self._life_of_prompts is not self.life:
             if self.life.outlived(self._life_of_prompts):
@@ -150,7 +150,7 @@ class Instance:
 
     def sent(self, marks: Marks) -> int:
         """Note that the prompt is sent to it; return how many of its tokens were there before."""
-        there = self.has(marks)
+        there = self.cached_tokens(marks)
         self.prompts.add(marks)
         return there
 
@@ -192,15 +192,15 @@ class Instance:
 
 
 @dataclass(slots=True)
-class Trial:
-    """A request at an instance, in its load while entered. `number`: of the circuit's trial, 0 if it is none."""
+class LegInFlight:
+    """A request at an instance, in its load while entered."""
 
     instance: Instance
-    number: int
+    trial: int  # the number of the circuit's trial that it is; 0: it is none
     cost: float
-    kept: bool = False  # its answer says too little: the trial goes on until D reports the load
+    kept: bool = False  # its answer shows too little: the trial goes on until D reports the load
 
-    def __enter__(self) -> Trial:
+    def __enter__(self) -> LegInFlight:
         self.instance.load += self.cost
         self.instance.requests += 1
         return self
@@ -214,7 +214,7 @@ class Trial:
 
     def returned(self) -> None:
         """End the trial: the request shows no more about its instance."""
-        self.instance.circuit.returned(time.monotonic(), self.number)
+        self.instance.circuit.returned(time.monotonic(), self.trial)
 
 
 Fits = Callable[[Instance], bool]
@@ -332,7 +332,7 @@ class Fleet:
 
     # -- models
 
-    def lists(self, instance: Instance, cards: dict[str, msgspec.Raw]) -> None:
+    def set_models(self, instance: Instance, cards: dict[str, msgspec.Raw]) -> None:
         """Take in an engine's model list; it is empty if the engine has none or shows none."""
         instance.cards = cards
         self._compare_models()
@@ -341,7 +341,7 @@ class Fleet:
         self.several_models = len({frozenset(i.cards) for i in self._instances.values() if i.cards}) > 1
 
     def prefilling(self, model: str, names: frozenset[str] | None) -> Fits:
-        """Return a test for P's that serve a request: those in `names`, or if that is None those of its model."""
+        """Return a test for P instances that serve a request: those in `names`, or if that is None those of its model."""
         return self.serving(model) if names is None else among(names)
 
     def serving(self, model: str) -> Fits:
@@ -360,13 +360,13 @@ class Fleet:
         return any(i.role is role and i.usable(now) and fits(i) for i in self._instances.values())
 
     def all_send_first(self, fits: Fits) -> bool:
-        """Return whether all P's that fit and take requests send their first tokens."""
+        """Return whether all P instances that fit and take requests send their first tokens."""
         now = time.monotonic()
         usable = [i for i in self.of(Role.PREFILL) if i.usable(now) and fits(i)]
         return bool(usable) and all(i.life.sends_first for i in usable)
 
     def has_prefill(self, avoid: frozenset[str] = frozenset(), serves: Fits = any_instance) -> Fits:
-        """Return a test for D's that can pair with a P that serves and takes requests, other than those in `avoid`."""
+        """Return a test for D instances that can pair with a P that serves and takes requests, other than those in `avoid`."""
         now = time.monotonic()
         usable = (i for i in self.of(Role.PREFILL) if i.name not in avoid and i.usable(now) and serves(i))
         return pairing(*(i.fingerprint for i in usable))
@@ -390,7 +390,7 @@ class Fleet:
         if len(usable) == 1:
             return usable[0]
         usable = [i for i in usable if i.answered] or usable
-        candidates = [Candidate(i.name, i.load + i.load_elsewhere, i.weight, i.has(marks)) for i in usable]
+        candidates = [Candidate(i.name, i.load + i.load_elsewhere, i.weight, i.cached_tokens(marks)) for i in usable]
         name = choose(candidates, cost, random.random())
         return self._instances[name] if name is not None else None
 
@@ -425,9 +425,9 @@ class Fleet:
 
     # -- load and evidence
 
-    def leg(self, instance: Instance, cost: float) -> Trial:
+    def leg(self, instance: Instance, cost: float) -> LegInFlight:
         """Return the context of a request to the instance: the request counts while the context is entered."""
-        return Trial(instance, instance.circuit.sent(time.monotonic()), cost)
+        return LegInFlight(instance, instance.circuit.sent(time.monotonic()), cost)
 
     def failed(self, instance: Instance, failure: LegFailure, why: str) -> None:
         """Note a failed request to an instance. What went wrong on our side says nothing about it."""

@@ -88,7 +88,7 @@ class Prober:
         except UpstreamError as failed:
             return f"{models.ROUTE}: {failed.why}"
         cards = models.cards_of(body) if reply.status == 200 else {}
-        self._fleet.lists(instance, cards or instance.cards or {})
+        self._fleet.set_models(instance, cards or instance.cards or {})
         return ""
 
 

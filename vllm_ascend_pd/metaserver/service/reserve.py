@@ -211,11 +211,11 @@ class Reservations:
             attempt.sources[posted.transfer] = prefill, time.monotonic()
             await _line(send, {"event": "accepted", "prefill": prefill.name})
             try:
-                with front.fleet.leg(prefill, max(1.0, cost - there)) as trial:
+                with front.fleet.leg(prefill, max(1.0, cost - there)) as leg:
                     first = await self._ask(attempt, posted, prefill)
                     awaited = front.journal.tickets.get(posted.ticket) is attempt
-                    if trial.number and awaited and posted.transfer not in attempt.reports:
-                        attempt.trials[posted.transfer], trial.kept = trial, True
+                    if leg.trial and awaited and posted.transfer not in attempt.reports:
+                        attempt.trials[posted.transfer], leg.kept = leg, True
                 return first
             except PrefillFailed as failed:
                 exchange.bad_prefills.add(prefill.name)
