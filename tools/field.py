@@ -42,7 +42,7 @@ def verdicts(texts: Mapping[str, str], known: Known) -> list[Verdict]:
 
 
 def tables(found: Sequence[Verdict]) -> str:
-    parts = [_summary(found), _reasons(found), _configurations(found), _unknown(found)]
+    parts = [_summary(found), _reasons(found), _configurations(found), _unknown(found), _switches(found)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -126,6 +126,21 @@ def _unknown(found: Iterable[Verdict]) -> str:
     left = ", ".join(f"`{flag}` ({number})" for flag, number in sorted(count.items()))
     return (
         f"Flags that vLLM's parser here does not know or take, left out (in how many configurations): {left or 'none'}."
+    )
+
+
+def _switches(found: Iterable[Verdict]) -> str:
+    count: Counter[str] = Counter()
+    for each in found:
+        count.update({switch for engine in (*each.p, *each.d) for switch in engine.switches - small.ran()})
+    return "\n".join(
+        [
+            "Switches of vllm-ascend that admission does not look at, and with which no set of engines has run:",
+            "",
+            "| switch | configurations in which it is on |",
+            "|---|--:|",
+            *(f"| `{one}` | {number} |" for one, number in sorted(count.items(), key=lambda one: (-one[1], one[0]))),
+        ]
     )
 
 

@@ -360,7 +360,7 @@ def _checked(key: str, value: Any, declared: dataclasses.Field[Any], group: type
 
 def _checked_sizes(key: str, value: Any) -> Mapping[str, int]:
     if not isinstance(value, Mapping) or not all(
-        isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in value.values()
+        isinstance(v, int) and not isinstance(v, bool) and v >= (k != "dp_rank") for k, v in value.items()
     ):
         raise ConfigError("PD-CONF-002", key=key, value=value, expected='a mapping such as {"tp_size": 2}', default={})
     return dict(value)

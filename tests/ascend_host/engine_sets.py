@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sets of engines under vllm-ascend itself, on a CANN in host memory or on NPUs.
 
-In host memory vllm-ascend, vLLM, torch_npu and Mooncake are the pinned ones, unmodified; `csrc/npu` is built against that
-torch_npu, its kernels run on the emulated cores. Where a P's caches are late, an operator's results get there only after some
+In host memory vllm-ascend, vLLM, torch_npu and Mooncake are the pinned ones, unmodified. Sets with `regroup_kernels: own`
+use `csrc/npu`, built against that torch_npu, whose kernels run on the emulated cores; the others torch_npu's operators. Where a P's caches are late, an operator's results get there only after some
 time, so that code that does not wait for the event pushes old bytes. docs/building.md describes the environment.
 """
 
@@ -222,6 +222,11 @@ class Engines:
 def rounded() -> Tally:
     """Return a tally that excuses close tokens: sums in another order round differently."""
     return Tally(tie=0.125, excused_per=2, judged_from=8)
+
+
+def additional(**settings: Any) -> tuple[str, ...]:
+    """Return vllm-ascend's own settings as arguments. vLLM takes the last --additional-config only."""
+    return ("--additional-config", json.dumps(settings))
 
 
 def few_blocks(count: int) -> tuple[str, ...]:

@@ -304,7 +304,14 @@ def test_sizes_of_the_predecessor_must_be_true_of_this_engine(role: str, side: s
     true = {"tp_size": 2, "dp_size": 1}
     other = {"prefill": "decode", "decode": "prefill"}[side]
     Engine.of(vllm_config(role, {side: true, other: {"tp_size": 64, "dp_size": 8}}, tensor_parallel_size=2))
-    for name, wrong in (("tp_size", 4), ("dp_size", 2)):
+    for name, wrong in (
+        ("tp_size", 4),
+        ("dp_size", 2),
+        ("pp_size", 2),
+        ("dcp_size", 2),
+        ("pcp_size", 2),
+        ("dp_rank", 1),
+    ):
         refused = refusal(vllm_config(role, {side: {**true, name: wrong}}, tensor_parallel_size=2))
         assert refused.code == "PD-CONF-006"
         assert f"{side}.{name}" in refused.sentence and str(wrong) in refused.sentence and "Remove" in refused.remedy
@@ -350,6 +357,15 @@ def test_the_size_of_experts_is_checked() -> None:
     config = vllm_config("kv_consumer", {"decode": {"dp_size": 8}}, data_parallel_size=4)
     refused = refusal(as_rank(config, 1, dense=False))
     assert refused.code == "PD-CONF-006" and "decode.dp_size = 8" in refused.sentence and "4" in refused.sentence
+
+
+def test_a_rank_that_the_predecessors_configuration_names_must_be_the_engines_own() -> None:
+    Engine.of(as_rank(vllm_config("kv_consumer", {"decode": {"dp_rank": 0}}, data_parallel_size=4), 0, dense=False))
+    Engine.of(as_rank(vllm_config("kv_consumer", {"decode": {"dp_rank": 3}}, data_parallel_size=4), 3, dense=False))
+    refused = refusal(
+        as_rank(vllm_config("kv_consumer", {"decode": {"dp_rank": 0}}, data_parallel_size=4), 1, dense=False)
+    )
+    assert refused.code == "PD-CONF-006" and "decode.dp_rank = 0" in refused.sentence
 
 
 def test_other_keys_of_the_predecessor_are_reported_as_ignored(caplog: pytest.LogCaptureFixture) -> None:

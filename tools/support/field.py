@@ -31,7 +31,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
-from tools.support import ascend_specs, compressed
+from tools.support import ascend_specs, compressed, small
 from tools.support.small import COMPRESSED, EXCHANGE, INT8, Needs, needs
 from vllm_ascend_pd import admission, compat
 from vllm_ascend_pd.admission import drafts
@@ -50,6 +50,7 @@ MODELS = Path(__file__).with_name("field_models.json")
 MULTI = "MultiConnector"
 # children of a MultiConnector that this package's connector replaces
 PEER_CONNECTORS = re.compile(r"Mooncake|Llmdatadist|Nixl|P2p")
+ITS = "VLLM_ASCEND_"  # the beginning of its variables' names
 ADDRESS = "10.0.0.1"  # for every address that a configuration takes from its environment
 BLOCK_SIZE = 128  # vllm-ascend's default
 BLOCKS = 2  # of the described tensors
@@ -308,6 +309,7 @@ class Judged:
     beside: tuple[str, ...] = ()
     geometry: CacheGeometry | None = field(default=None, compare=False)
     needs: Needs = field(default_factory=Needs, compare=False)
+    switches: frozenset[str] = field(default=frozenset(), compare=False)  # of vllm-ascend, that are on
 
 
 def judge(command: Command, known: Known) -> Judged:
@@ -325,11 +327,13 @@ def judge(command: Command, known: Known) -> Judged:
     parallel = config.parallel_config
     role = _ROLES.get(config.kv_transfer_config.kv_role, "?")
     size, ranks = parallel.tensor_parallel_size, parallel.data_parallel_size
-    wanted = _needs(config, model, _c8(line.parsed))
-    return Judged(role, size, ranks, refusals, line.unknown, beside, geometry, wanted)
+    switches = small.switched(line.parsed.additional_config or {})
+    wanted = _needs(config, model, _c8(line.parsed), switches)
+    switches |= {name for name, value in command.environment.items() if name.startswith(ITS) and value not in ("", "0")}
+    return Judged(role, size, ranks, refusals, line.unknown, beside, geometry, wanted, frozenset(switches))
 
 
-def _needs(config: Any, model: Model, c8: Collection[str]) -> Needs:
+def _needs(config: Any, model: Model, c8: Collection[str], switches: Collection[str]) -> Needs:
     """Return what a set of engines in small has to have. GDN's states stand for one kind, however many groups."""
     parallel, drafting = config.parallel_config, config.speculative_config
     return needs(
@@ -338,6 +342,7 @@ def _needs(config: Any, model: Model, c8: Collection[str]) -> Needs:
         ranks=parallel.data_parallel_size,
         divided=parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size,
         graphs=config.compilation_config.cudagraph_mode.name,
+        switches=switches,
     )
 
 

@@ -52,7 +52,7 @@ ROWS = (
     Row("windows", "sliding windows, several groups", _file("windows")),
     Row("states", "recurrent states: Mamba-2, Gated DeltaNet", _file("states"), f"{ONE}; by gap in bfloat16"),
     Row("fp8", "fp8 caches", _file("quantised")),
-    Row("modes", "async scheduling, prefix caches, chunks that cut blocks, bfloat16, LoRA", _file("modes", "-k", "not UniProc and not priorities"), ci="no: chunks and prefixes are in the first row, both kinds of scheduling in the row vllm-ascend"),
+    Row("modes", "async scheduling, prefix caches, chunks that cut blocks, bfloat16, LoRA", _file("modes", "-k", "not UniProc and not priorities"), ci="no: chunks and prefixes are in the first row, both kinds of scheduling and bfloat16 in the row vllm-ascend; LoRA is a part of a prompt's identity in unit tests"),
     Row("uniproc", "the one worker in the scheduler's process: UniProc, which vLLM chooses for TP 1 × PP 1 (on a CPU only with `VLLM_ENABLE_V1_MULTIPROCESSING=0`)", _file("modes", "-k", "UniProc"), ci="no: that worker's code is the same, vLLM calls it from another place"),
     Row("priorities", "priority scheduling on P and D (`--scheduling-policy priority`): D preempts, and an urgent request overtakes loads", _file("modes", "-k", "priorities"), ci="no: D's preemption is in the first row"),
     Row("pictures", "pictures in a prompt (a small PaliGemma)", _file("pictures"), ci="no: a picture's hash in a prompt's identity is in unit tests"),
@@ -75,7 +75,7 @@ ROWS = (
     Row("vllm-ascend-deltanet", "the same with recurrent states: Qwen3-Next 1→1, 2→1, 1→2, with MTP, with prefix caching", (PAIRS, "-k", "qwen3next"), ASCEND, "0.23.0", FOUR_SETS),
     Row("vllm-ascend-dsa", "the same with a sparse indexer: DeepSeek-V3.2 1→1, 2→1, 1→2, with MTP, in int8, both; GLM-5", (PAIRS, "-k", "dsa"), ASCEND, "0.23.0", FOUR_SETS),
     Row("vllm-ascend-compressed", "the same with compressed latents: DeepSeek-V4 1→1, 2→1, 1→2, with MTP (1 token on P, 3 on D)", (PAIRS, "-k", "dsv4"), ASCEND, "0.23.0", FOUR_SETS),
-    Row("vllm-ascend-dcp", "the same with context parallelism: DCP 1→2, 2→1, 4→2, PCP 2→DCP 2", (PAIRS, "-k", "dcp or pcp"), ASCEND, "0.23.0", FOUR_SETS),
+    Row("vllm-ascend-dcp", "the same with context parallelism: DCP 1→2, 2→1, 4→2, PCP 2→DCP 2", (PAIRS, "-k", "dcp or pcp"), ASCEND, "0.23.0", "no: bytes are, with the workers of both sides (`tests/unit/runtime/test_runtime_context.py`); a set of engines takes 2.5 minutes"),
     Row("vllm-ascend-multi", "the same behind AscendMultiConnector, beside RecomputeCPUOffloadConnector, which keeps on the host what D preempts: GQA 2→1", (PAIRS, "-k", "multi"), ASCEND, "0.23.0", FOUR_SETS),
 )  # fmt: skip
 
@@ -142,19 +142,27 @@ COMBINATIONS = (
     ),
     Combination(
         ("dp-ep",),
-        ("experts, P (TP × DP) → D (TP × DP): 2×1→1×2, 1×2→1×2, 1×2→2×1, 2×2→1×2", "real pair", "–"),
-        ("专家模型，P（TP × DP）→ D（TP × DP）：2×1→1×2、1×2→1×2、1×2→2×1、2×2→1×2", "真实的引擎对", "–"),
+        (
+            "experts, P (TP × DP) → D (TP × DP): 2×1→1×2, 1×2→1×2, 1×2→2×1, 2×2→1×2",
+            "real pair",
+            "real pair (P of TP 2)",
+        ),
+        (
+            "专家模型，P（TP × DP）→ D（TP × DP）：2×1→1×2、1×2→1×2、1×2→2×1、2×2→1×2",
+            "真实的引擎对",
+            "真实的引擎对（P 侧 TP 2）",
+        ),
     ),
     Combination(
         ("vllm-ascend-dcp",),
         (
-            "context parallelism, under vllm-ascend: DCP on P, on D, on both, equal or not; PCP on P",
-            "byte-exact against a reference; vllm-ascend's engines on a CANN in host memory (GQA, MQA, MLA)",
+            "context parallelism, under vllm-ascend: DCP on P, on D, on both; PCP on P",
+            "byte-exact against a reference; vllm-ascend's engines on a CANN in host memory (DCP: MQA 2→1, 1→2, 4→2, MLA 2→1, 1→2, GQA on P 2→1; PCP: MQA)",
             "not done",
         ),
         (
-            "上下文并行，需 vllm-ascend：P、D 或两侧的 DCP，大小相同或不同；P 侧的 PCP",
-            "与参考结果逐字节一致；主机内存 CANN 上的 vllm-ascend 引擎（GQA、MQA、MLA）",
+            "上下文并行，需 vllm-ascend：P、D 或两侧的 DCP；P 侧的 PCP",
+            "与参考结果逐字节一致；主机内存 CANN 上的 vllm-ascend 引擎（DCP：MQA 2→1、1→2、4→2，MLA 2→1、1→2，P 侧 GQA 2→1；PCP：MQA）",
             "未做",
         ),
     ),

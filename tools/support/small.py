@@ -7,8 +7,10 @@ A set stands for the kinds of cache and the draft of a configuration. For its mo
 from __future__ import annotations
 
 import importlib
+import itertools
+import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -28,7 +30,7 @@ KINDS = {
     "qwen3_moe": {"full"},
     "qwen3_next": {"full", "gdn"},
 }
-INT8, EXCHANGE = " in int8", "exchange"
+INT8, EXCHANGE, RECOMPUTES = " in int8", "exchange", "recompute_scheduler_enable"
 
 
 @dataclass(frozen=True)
@@ -44,17 +46,31 @@ class Needs:
 
 
 def needs(
-    kinds: set[str], draft: str, *, ranks: int = 1, divided: int = 1, graphs: str = "", exchange: bool = False
+    kinds: set[str],
+    draft: str,
+    *,
+    ranks: int = 1,
+    divided: int = 1,
+    graphs: str = "",
+    exchange: bool = False,
+    switches: Collection[str] = (),
 ) -> Needs:
-    """Return the needs of an engine: data-parallel ranks, ranks that divide the tokens, and its graph mode."""
+    """Return the needs of an engine: data-parallel ranks, ranks that divide the tokens, its graph mode, its switches."""
     modes = {
         "data parallelism": ranks > 1,
         "context parallelism": divided > 1,
         "full graphs": "FULL" in graphs,
         "piecewise graphs": graphs == "PIECEWISE",
         EXCHANGE: exchange,
+        "recompute scheduler": RECOMPUTES in switches,
     }
     return Needs(frozenset(kinds), draft, frozenset(name for name, there in modes.items() if there))
+
+
+def switched(additional: Mapping[str, Any]) -> set[str]:
+    """Return the switches that are on in vllm-ascend's --additional-config, with those of its parts."""
+    inner = {f"{name}.{key}" for name, part in additional.items() if isinstance(part, dict) for key in switched(part)}
+    return inner | {name for name, value in additional.items() if value and not isinstance(value, dict)}
 
 
 def stands(wanted: Needs, sets: Mapping[str, Needs]) -> str:
@@ -79,13 +95,19 @@ def stands(wanted: Needs, sets: Mapping[str, Needs]) -> str:
 
 
 @lru_cache(maxsize=1)
-def sets() -> dict[str, Needs]:
-    """Return the sets of tests/ascend_host/test_pairs.py by title."""
+def _listed() -> list[Any]:
+    """Return the sets of tests/ascend_host/test_pairs.py, with their cells."""
     for folder in ("native", "integration", "ascend_host"):
         if (path := str(ROOT / "tests" / folder)) not in sys.path:
             sys.path.append(path)
-    listed: Any = importlib.import_module("test_pairs")
-    return {str(engines): shown(engines) for engines, _ in (*listed.EVERY_COMMIT, *listed.MORE)}
+    pairs: Any = importlib.import_module("test_pairs")
+    return [*pairs.EVERY_COMMIT, *pairs.MORE]
+
+
+@lru_cache(maxsize=1)
+def sets() -> dict[str, Needs]:
+    """Return what the sets show, by title."""
+    return {str(engines): shown(engines) for engines, _ in _listed()}
 
 
 def shown(engines: Any) -> Needs:
@@ -102,7 +124,24 @@ def shown(engines: Any) -> Needs:
             divided=side.dcp * side.pcp,
             graphs=side.graphs,
             exchange=side.keys.get("regroup") == "always",
+            switches=_switches((*engines.flags, *side.flags)),
         )
         for side in (engines.p, engines.d)
     ]
     return each[0] | each[1]
+
+
+def _switches(flags: Sequence[str]) -> set[str]:
+    """Return the switches of the last --additional-config among an engine's arguments, which is the one that counts."""
+    given = [json.loads(value) for flag, value in itertools.pairwise(flags) if flag == "--additional-config"]
+    return switched(given[-1]) if given else set()
+
+
+def ran() -> set[str]:
+    """Return the switches that some set of engines has."""
+    return {
+        name
+        for engines, _ in _listed()
+        for side in (engines.p, engines.d)
+        for name in _switches((*engines.flags, *side.flags))
+    }

@@ -114,7 +114,9 @@ def _context_refusals(config: Any, role: str) -> Iterator[ConfigError]:
 
 def _wrong_sizes(push: PushConfig, side: str, parallel: Any, engine_id: str | None) -> Iterator[ConfigError]:
     # The predecessor's configurations name both engines' sizes; this engine's own must at least be right.
-    own = {"tp_size": parallel.tensor_parallel_size}
+    divided = sizes.context(parallel)
+    own = {"tp_size": parallel.tensor_parallel_size, "pp_size": parallel.pipeline_parallel_size}
+    own |= {"dcp_size": divided.dcp, "pcp_size": divided.pcp, "dp_rank": sizes.dp_rank(parallel)}
     # A rank of a dense model knows its own number (in vLLM 0.23 only that on its host), but not the number of ranks.
     if not sizes.is_dense_rank(engine_id) or parallel.data_parallel_size > 1:
         own["dp_size"] = parallel.data_parallel_size

@@ -76,7 +76,8 @@ def written(p: list[str], d: list[str], model: str = "me/gqa") -> str:
     def quoted(words: list[str]) -> str:
         return " ".join(["vllm", "serve", model, *(f"'{word}'" if " " in word else word for word in words)])
 
-    nodes = [{"envs": {"SERVER_PORT": 8080}, "server_cmd": quoted(words)} for words in (p, d)]
+    envs = {"SERVER_PORT": 8080, "VLLM_ASCEND_ENABLE_THIS": 1, "VLLM_ASCEND_ENABLE_THAT": 0, "OTHER": 1}
+    nodes = [{"envs": dict(envs), "server_cmd": quoted(words)} for words in (p, d)]
     return yaml.safe_dump({"model": model, "deployment": nodes})
 
 
@@ -336,7 +337,8 @@ def three() -> list[field.Verdict]:
         "nightly/a/one.yaml": written(line(P), line(D)),
         "nightly/a/two.yaml": written(line(P, "--speculative-config", UNPROVEN), line(D)),
         "weekly/one.yaml": written(
-            line(P, "--speculative-config", UNPROVEN, eager=False, connector=SHARED), line(D, "--theirs", "1")
+            line(P, "--speculative-config", UNPROVEN, eager=False, connector=SHARED),
+            line(D, "--theirs", "1", "--additional-config", '{"outer": {"inner": true}, "off": false}'),
         ),
         "weekly/alone.yaml": "model: me/gqa",
     }
@@ -352,7 +354,9 @@ def test_the_tables_count_what_starts_and_what_stands_in_the_way() -> None:
     assert "| nightly/one | me/gqa | 1 × 1 | would start | 1 × 1 | would start | direct | `" in printed
     both = f"{MODE}; {SPECULATION.removeprefix('PD-CONF-005 ')}"
     assert f"| weekly/one | me/gqa | 1 × 1 | {both} | 1 × 1 | would start | – | – |" in printed
-    assert printed.endswith("left out (in how many configurations): `--theirs` (1).")
+    assert "left out (in how many configurations): `--theirs` (1)." in printed
+    switches = printed[printed.index("| switch |") :].splitlines()[2:]
+    assert switches == ["| `VLLM_ASCEND_ENABLE_THIS` | 3 |", "| `outer.inner` | 1 |"]
     assert field_page.starting(printed) == {"nightly/one"}
 
 
@@ -363,6 +367,7 @@ SMALL = {
     "drafts": needs({"mla"}, "mtp"),
     "other graphs": needs({"gdn"}, "", graphs="PIECEWISE"),
     "latent graphs": needs({"mla"}, "", graphs="FULL_DECODE_ONLY"),
+    "dropped": needs({"full"}, "", graphs="PIECEWISE", switches={"recompute_scheduler_enable"}),
 }
 
 
@@ -375,6 +380,7 @@ SMALL = {
         (needs({"mla"}, "mtp", graphs="FULL_DECODE_ONLY"), "`drafts`; full graphs `latent graphs`"),
         (needs({"mla"}, "mtp", graphs="PIECEWISE"), "`drafts`; piecewise graphs `other graphs`"),
         (needs({"mla"}, "mtp", divided=2), "`drafts`; –: context parallelism"),
+        (needs({"mla"}, "mtp", switches={"recompute_scheduler_enable"}), "`drafts`; recompute scheduler `dropped`"),
         (needs({"full"}, "mtp"), "–: full with mtp"),
         (needs({"full", "gdn"}, ""), "–: full and gdn"),
     ],
@@ -385,6 +391,7 @@ SMALL = {
         "a draft and full graphs",
         "a draft and piecewise graphs",
         "a draft, divided",
+        "a draft and the recompute scheduler",
         "a draft that no set has",
         "a kind that no set has",
     ],
@@ -405,7 +412,8 @@ def test_a_set_is_known_by_its_models_kinds_and_its_modes() -> None:
 
 def test_every_set_that_the_page_names_exists() -> None:
     _, between, _ = field_page.MARKS.split(field_page.PAGE.read_text())
-    named = {name for line in between.splitlines() if line.startswith("| ") for name in re.findall("`([^`]+)`", line)}
+    lines = between[: between.index("| switch |")].splitlines()
+    named = {name for line in lines if line.startswith("| ") for name in re.findall("`([^`]+)`", line)}
     assert named and named <= small.sets().keys()
 
 
