@@ -287,12 +287,7 @@ def _worker(engine: Engine, vllm_config: Any, kv_cache_config: Any) -> WorkerRol
     from vllm_ascend_pd.protocol.identity import Contributor
     from vllm_ascend_pd.regroup.parts import EngineWorld
 
-    world = EngineWorld(
-        rank=parallel.data_parallel_rank * parallel.world_size + parallel.rank,
-        tp_size=parallel.tensor_parallel_size,
-        groups=parallel.pipeline_parallel_size * parallel.data_parallel_size * shape.pcp,
-        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-    )
+    world = EngineWorld.of(parallel, shape.pcp, vllm_config.scheduler_config.max_num_batched_tokens)
     prefill = PrefillWorker(engine, shape, current(), Contributor(stage, rank), world)
     return BothWorker(prefill, decode) if decode is not None else prefill
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,16 @@ class EngineWorld:
     tp_size: int
     groups: int  # number of groups of tp_size ranks in the world
     step_tokens: int
+
+    @classmethod
+    def of(cls, parallel: Any, pcp: int, step_tokens: int) -> EngineWorld:
+        """Return a worker's world by vLLM's parallel configuration, whose `rank` counts within one data-parallel rank."""
+        return cls(
+            rank=parallel.data_parallel_rank * parallel.world_size + parallel.rank,
+            tp_size=parallel.tensor_parallel_size,
+            groups=parallel.pipeline_parallel_size * parallel.data_parallel_size * pcp,
+            step_tokens=step_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)
