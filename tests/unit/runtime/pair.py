@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 import numpy as np
@@ -99,7 +99,7 @@ class Request:
 
 class DecodeSite:
     """One decode engine: its book and its workers, stage by stage. `cuts`: numbers of layers after which a stage
-    ends; `hosts`: hosts of the stages, in turns."""
+    ends; `hosts`: hosts of the workers, in turns."""
 
     def __init__(
         self,
@@ -130,10 +130,10 @@ class DecodeSite:
             RankCache(model, self.stages[stage], tp, rank, blocks, block, divided) for stage, rank in self.places
         ]
         self.workers = []
-        for (stage, rank), cache in zip(self.places, self.ranks, strict=True):
+        for (stage, rank), cache, host in zip(self.places, self.ranks, cycle(hosts), strict=False):
             cache.fill(UNTOUCHED)
             shape = model.shape(block, tp, rank, divided)
-            there = replace(engine_of(self.config, make_transport, secrets), host=hosts[stage % len(hosts)])
+            there = replace(engine_of(self.config, make_transport, secrets), host=host)
             worker = DecodeWorker(there, shape, device, stage, rank)
             worker.register_kv_caches(cache.tensors)
             self.workers.append(worker)
