@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the C++ extension `vllm_ascend_pd._C` against the torch that is installed; everything else is in pyproject.toml.
+"""Builds the C++ extension `vllm_ascend_pd._C` against the installed torch; everything else is in pyproject.toml.
 
 torch's stable ABI and Python's limited API make one wheel (cp310-abi3) that runs with torch 2.10 and later. torch is no
 build requirement: pip's build isolation would download its newest CUDA build. It hides the installed torch from
@@ -91,7 +91,7 @@ class NpuToolchain(NamedTuple):
 
     @classmethod
     def find(cls) -> NpuToolchain | None:
-        """The toolchain, or None where there is none or none is wanted. VLLM_ASCEND_PD_NPU=1 turns None into an error."""
+        """Return the toolchain; None if none is there, or wanted. VLLM_ASCEND_PD_NPU=1 turns None into an error."""
         wanted = os.environ.get("VLLM_ASCEND_PD_NPU", "auto")
         if wanted not in ("auto", "0", "1"):
             missing(f"VLLM_ASCEND_PD_NPU={wanted} is not understood.", "Set it to auto, 0 or 1.")

@@ -6,8 +6,8 @@
 QUESTIONS.json is a list of batches; a batch is a list of [prompt, tokens, again], which are asked at once. Afterwards
 the prompt with the first n tokens of its answer is asked alone, for each n of `again`.
 
-ANSWERS.json has the `answers`, how many `cached` tokens each found, and of how many `drafted` tokens were `accepted`. An
-answer is a list of steps, [token, {token: log-probability} of the best]: its own, then one for each of `again`.
+ANSWERS.json has the `answers`, how many `cached` tokens each found, and of how many `drafted` tokens were `accepted`.
+An answer is a list of steps, [token, {token: log-probability} of the best]: its own, then one for each of `again`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sets of engines under vllm-ascend itself, on a CANN in host memory or on NPUs.
 
-In host memory vllm-ascend, vLLM, torch_npu and Mooncake are the pinned ones, unmodified. Sets with `regroup_kernels: own`
-use `csrc/npu`, built against that torch_npu, whose kernels run on the emulated cores; the others torch_npu's operators. Where a P's caches are late, an operator's results get there only after some
-time, so that code that does not wait for the event pushes old bytes. docs/building.md describes the environment.
+In host memory vllm-ascend, vLLM, torch_npu and Mooncake are the pinned ones, unmodified. Sets with `regroup_kernels:
+own` use `csrc/npu`, built against that torch_npu, whose kernels run on the emulated cores; the others torch_npu's
+operators. Where a P's caches are late, an operator's results get there only after some time, so that code that does not
+wait for the event pushes old bytes. docs/building.md describes the environment.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def test_a_cached_prefix_changes_nothing(ask: Ask) -> None:
 
 @pytest.mark.parametrize("block", [32, 128])
 def test_these_entries_are_needed_to_continue_and_no_others(build: HostBuild, block: int) -> None:
-    """A request with just the entries of docs/kinds.md, among caches full of NaN, answers as one that computed its prompt.
+    """A request with just the entries of docs/kinds.md, among caches of NaN, answers as one that computed its prompt.
 
     Without the first of them in one kind of cache it does not: at a length from which all are used within the answer.
     """

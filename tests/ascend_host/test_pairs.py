@@ -105,8 +105,8 @@ def check(engines: Engines, pair: Pair, lengths: list[int]) -> None:
     """Compare answers, each of which starts with P's token and continues with D's."""
     vocab = RECIPES[engines.model].vocab
     taken = sum(map(first_tokens, pair.decode))
-    # MLA in bfloat16 has two ways. At unequal sizes each token may be a tie, at which a comparison ends: of twelve tokens
-    # in 40 % of answers.
+    # MLA in bfloat16 has two ways. At unequal sizes each token may be a tie, at which a comparison ends: of twelve
+    # tokens in 40 % of answers.
     ties = engines.dtype == "bfloat16" and not engines.one_way and engines.p.tp != engines.d.tp
     tokens = TOKENS // 2 if ties else TOKENS
     pair.check([fresh_prompt(length, vocab) for length in lengths], tokens, str(engines))
@@ -385,8 +385,8 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     # GLM-5: layers with an indexer of their own beside one that uses another's choice, and another rotation of keys.
     (Engines("dsa 1to1 glm", "glm5", p=Side(late_us=LATE), dtype="bfloat16", max_len=LONG), (*ALL, chosen)),
     (Engines("dsv4 1to1", "dsv4", p=Side(late_us=LATE), dtype="bfloat16", flags=SHORT_BLOCKS), (one_token, *ENTRIES)),
-    # It takes no float32. In bfloat16 sums over two ranks change what routers and indexers choose, and with it a token's
-    # log-probability by up to 1.2, so here neither has a choice.
+    # It takes no float32. In bfloat16 sums over two ranks change what routers and indexers choose, and with it a
+    # token's log-probability by up to 1.2, so here neither has a choice.
     (Engines("dsv4 2to1", "dsv4-steady", p=Side(2, late_us=LATE), dtype="bfloat16", flags=SHORT_BLOCKS), ENTRIES),
     (Engines("dsv4 1to2", "dsv4-steady", d=Side(2), dtype="bfloat16", flags=SHORT_BLOCKS), ENTRIES),
     (

@@ -74,8 +74,8 @@ EAGLE = {"method": "eagle3", "draft": "spec-eagle3", "num_speculative_tokens": 1
 OF_KINDS = {
     "fp8": Kind("gqa", 60, ("--kv-cache-dtype", "fp8"), title="fp8", rounds=True),
     "windows": Kind("gptoss", 110),
-    # With states cached at the ends of blocks, vLLM's CPU kernel fails in a step that goes over one: "IndexError: index 2
-    # is out of bounds for dimension 0 with size 1", without a connector too.
+    # With states cached at the ends of blocks, vLLM's CPU kernel fails in a step that goes over one: "IndexError: index
+    # 2 is out of bounds for dimension 0 with size 1", without a connector too.
     "states": Kind("nemotronh", 38, without={"chunks": "whole", "prefixes": "on"}),
     "indexer": Kind("indexed", 60),
     "drafts": Kind("spec", 60, draft=EAGLE, title="spec-eagle3"),

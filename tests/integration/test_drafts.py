@@ -356,8 +356,8 @@ def test_mtp_beside_states(
     """Gated DeltaNet in three layers of four, without prefix caches.
 
     Each drafted token has a row more in the convolution's state, and a block of its own. With prefix caches vLLM moves
-    states by a kernel that CPUs lack. In float32: in bfloat16 two single engines of TP 1 and 2 put some tokens up to 0.7
-    apart, without any connector.
+    states by a kernel that CPUs lack. In float32: in bfloat16 two single engines of TP 1 and 2 put some tokens up to
+    0.7 apart, without any connector.
     """
     more: dict[str, Any] = {"arguments": ("--no-enable-prefix-caching",)}
 

@@ -9,7 +9,7 @@
 
 Symbols that torch_npu needs and no library provides become functions that stop the process with their name.
 
-python tests/native/npu_build.py        makes the environment and builds if needed; scripts/test.sh does it in its set-up
+python tests/native/npu_build.py        makes the environment and builds if needed, as scripts/test.sh does
 """
 
 from __future__ import annotations

@@ -324,7 +324,8 @@ def streams() -> str:
 
 def exchange(world: int, *, kernels: bool) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        # A process that has used an NPU cannot be forked; the server of these ranks has imported everything and used none.
+        # A process that has used an NPU cannot be forked; the server of these ranks has imported everything and used
+        # none.
         mp.set_forkserver_preload(["torch_npu", "npu_engine"])
         how = "forkserver" if STAND_INS else "spawn"
         mp.start_processes(_exchange_rank, (world, folder, kernels), nprocs=world, start_method=how)

@@ -25,7 +25,7 @@ from simulation.settings import (
 from simulation.tables import Tables, needed, pool
 from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.decode.core.loads import Loaded, Loads
-from vllm_ascend_pd.decode.core.offers import Offers, Say
+from vllm_ascend_pd.decode.core.offers import Offers, SendMessage
 from vllm_ascend_pd.decode.core.requests import LoadRequests, Way
 from vllm_ascend_pd.decode.core.seeds import Start, Wanted
 from vllm_ascend_pd.decode.decisions import Ticket, read_ticket
@@ -348,7 +348,7 @@ class DecodeEngine:
 
     def _offered(self) -> None:
         for effect in self.offers.take_effects():
-            if isinstance(effect, Say):
+            if isinstance(effect, SendMessage):
                 self.cluster.to_listener(self, effect.to, effect.message)
             elif effect.final:
                 self.cluster.world.stats[f"offers {effect.kind}"] += 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSeek-V4's caches as vllm-ascend makes them, without an engine: specs by layer and group, and registered tensors.
 
-Sizes are the checkpoints': latents of 512 channels, index keys of 128, a window of 128 tokens. Block sizes, padded pages
-and groups are those that vllm-ascend 0.23.0.post1 makes of `--block-size`.
+Sizes are the checkpoints': latents of 512 channels, index keys of 128, a window of 128 tokens. Block sizes, padded
+pages and groups are those that vllm-ascend 0.23.0.post1 makes of `--block-size`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from vllm.v1.kv_cache_interface import (
 from tools.support import ascend_specs
 
 LATENT, KEY, WINDOW = 512, 128, 128
-# By --block-size: entries of a block of a compressor for 4 tokens and for 128; bytes of a page of index keys, of others.
+# By --block-size: entries of a block of a compressor for 4 tokens and for 128; bytes of a page of index keys, of
+# others.
 SIZES = {32: (2, 8, 4160, 32768), 64: (4, 16, 8320, 65536), 128: (8, 32, 16640, 131072)}
 Specs = dict[str, Any]  # by layer
 

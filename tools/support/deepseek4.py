@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small random DeepSeek-V4: layers with a window alone, with an entry for 4 tokens and an indexer, and for 128 tokens.
+"""A small random DeepSeek-V4: layers with a window alone, with an entry for 4 tokens and an indexer, and for 128.
 
 Sizes that engines compare literally are the real ones: heads of 512 channels, 64 of them rotated, index keys of 128,
 four streams. transformers makes the model; its checkpoint then gets the names and the configuration of DeepSeek's own.

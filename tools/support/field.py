@@ -241,7 +241,7 @@ class Model:
         return self._latent(kind, tuple(self.facts["mla"]), block_size, dtype, c8)
 
     def _delta_net(self, tp: int, block_size: int) -> MambaSpec:
-        """Return the states of Gated DeltaNet: the convolution's rows over q, k and v, and a matrix for each head of v."""
+        """Return Gated DeltaNet's states: the convolution's rows over q, k and v, and a matrix for each head of v."""
         keys, values, size, width = self.facts["gdn"]
         rows = (width - 1, (2 * keys + values) * size // tp)
         return MambaSpec(

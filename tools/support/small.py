@@ -35,7 +35,7 @@ INT8, EXCHANGE, RECOMPUTES = " in int8", "exchange", "recompute_scheduler_enable
 
 @dataclass(frozen=True)
 class Needs:
-    """What a configuration has, or what a set of engines shows."""
+    """Features of a configuration, or of a set of engines that shows them."""
 
     kinds: frozenset[str] = frozenset()
     draft: str = ""  # its method
@@ -55,7 +55,7 @@ def needs(
     exchange: bool = False,
     switches: Collection[str] = (),
 ) -> Needs:
-    """Return the needs of an engine: data-parallel ranks, ranks that divide the tokens, its graph mode, its switches."""
+    """Return an engine's needs: data-parallel ranks, ranks that divide the tokens, a graph mode, switches."""
     modes = {
         "data parallelism": ranks > 1,
         "context parallelism": divided > 1,

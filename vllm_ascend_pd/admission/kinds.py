@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of cache, read from vLLM's specs: by class name, because vllm-ascend puts classes of its own in vLLM's place."""
+"""Kinds of cache by the class names of vLLM's specs, because vllm-ascend puts classes of its own in their place."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-ascend-pd sidecar`: the metaserver beside one D, for a router that chooses P and D itself and names P in a header."""
+"""`vllm-ascend-pd sidecar`: the metaserver beside one D, for a router that chooses P and names it in a header."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from vllm_ascend_pd.channel.dialer import Dialer
 from vllm_ascend_pd.channel.frames import OF_SCHEDULERS
 from vllm_ascend_pd.config import Timers
 from vllm_ascend_pd.decode.answers import Outcome
-from vllm_ascend_pd.decode.core.offers import Offers, Say
+from vllm_ascend_pd.decode.core.offers import Offers, SendMessage
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, pushed_by
 from vllm_ascend_pd.protocol.meeting import Meeting, Offer, Unwanted
@@ -96,7 +96,7 @@ class Offering:
 
     def _act(self) -> None:
         for effect in self._offers.take_effects():
-            if isinstance(effect, Say):
+            if isinstance(effect, SendMessage):
                 self._dialer.send(effect.to, effect.message)
                 continue
             began = self._began.get(effect.transfer, self._now())

@@ -45,8 +45,10 @@ class LoadRecords(Protocol):
 
 
 class Seeding(first_token.StepHooks):
-    """First tokens on D. With a vocabulary of 0 none is taken from P. `whole`: requests that begin with P's token may load all of
-    the prompt into any cache."""
+    """First tokens on D. With a vocabulary of 0 none is taken from P.
+
+    `whole`: requests that begin with P's token may load all of the prompt into any cache.
+    """
 
     def __init__(
         self,

@@ -6,9 +6,10 @@ each `[block, head, token, dim]`, `[block, token, head, dim]`, `[block, token, d
 stacked). A recurrent layer has one tensor of pages in which its states lie one behind the other, or one tensor for each
 state. It becomes a layer for each of its sections (geometry/states.py).
 
-Layers of several groups may share memory. vllm-ascend places all blocks of one state there, then all of the other. K and
-V use the same bytes, in blocks of the kernels' size, of which several make one block of the group. Whatever the layout,
-a block of one group must not reach into a block of another group that has another number: both are in use at one time.
+Layers of several groups may share memory. vllm-ascend places all blocks of one state there, then all of the other. K
+and V use the same bytes, in blocks of the kernels' size, of which several make one block of the group. Whatever the
+layout, a block of one group must not reach into a block of another group that has another number: both are in use at
+one time.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ class _Layer:
 
     @property
     def kind(self) -> LayerKind:
-        """What layers of one kind have in common."""
+        """Properties that layers of one kind share."""
         return LayerKind(self.heads, self.dtype, self.packing, self.regions, (), self.group)
 
 

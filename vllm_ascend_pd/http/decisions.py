@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an HTTP exchange failed, and whether what it asked for may be asked again. Pure."""
+"""Failures of an HTTP exchange, and which of its requests may be sent again. Pure."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._head: asyncio.Future[Reply] | None = None
         self._reply: Reply | None = None
-        self._heard = False
+        self._answer_began = False
         self._unread = 0
         self._used = False
         self._paused = False
@@ -197,7 +197,7 @@ class _Connection(asyncio.Protocol):
             raise _Stale
         self._parser = httptools.HttpResponseParser(self)
         self._headers, self._head_size = [], 0
-        self._bodiless, self._heard, self._until_close, self._unread = bodiless, False, False, 0
+        self._bodiless, self._answer_began, self._until_close, self._unread = bodiless, False, False, 0
         self._due, self._suspect_by = self.loop.time() + timeout_s, math.inf
         self._head = self.loop.create_future()
         self._pool.busy[self] = None
@@ -263,7 +263,7 @@ class _Connection(asyncio.Protocol):
         if self._head is None:
             self.abort()  # nothing was asked: these bytes must not be taken for the next answer
             return
-        self._heard = True
+        self._answer_began = True
         self._suspect_by = math.inf
         if self._reply is not None:
             self._due = self.loop.time() + self._silence_s
@@ -344,7 +344,7 @@ class _Connection(asyncio.Protocol):
         if reply is not None:
             reply.end(error)
         elif head is not None and not head.done():
-            stale = self._used and not self._heard and error.failure is LegFailure.BROKEN
+            stale = self._used and not self._answer_began and error.failure is LegFailure.BROKEN
             head.set_exception(_Stale() if stale else error)
         self.abort()
 

@@ -164,7 +164,7 @@ def fields_of(body: Buffer) -> Steps[dict[str, msgspec.Raw]]:
 
 
 def for_decode(request: Request, params: Mapping[str, Any] | None) -> Payload:
-    """Return D's body: the client's, with `params`, which say where to ask for a prefill (None: D prefills by itself)."""
+    """Return D's body: the client's, with `params`: where to ask for a prefill (None: D prefills by itself)."""
     return object_of(request.fields if params is None else {**request.fields, TRANSFER_PARAMS: params}, request.size)
 
 
@@ -191,7 +191,8 @@ def for_prefill(
     if request.route == CHAT and "logprobs" in chosen:
         chosen |= {"top_logprobs": chosen["logprobs"], "logprobs": msgspec.Raw(b"true")}
     if "structured_outputs" in chosen and _asks_for_grammar(request):
-        # P derives it as D did: from the client's own, and from the tools and `_GRAMMAR_FIELDS`, which stay for the prompt.
+        # P derives it as D did: from the client's own, and from the tools and `_GRAMMAR_FIELDS`, which stay for the
+        # prompt.
         del chosen["structured_outputs"]
         if "structured_outputs" in request.fields:
             chosen["structured_outputs"] = request.fields["structured_outputs"]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of a stream that lets another D continue it, and the way to make that D's answer the rest of this one.
 
-Pure: bytes of whole events in, bytes for the client out. `StreamState.take` works in two ways. Events of the first D pass as
-they came, except for token ids that the client did not ask for. Of a later D only what the client has not seen passes,
-in the form and with the counts of the first D: a later D's prompt contains a part of the answer. It generates from a
-`Point` that may lie before the last token, because text may have been held back there.
+Pure: bytes of whole events in, bytes for the client out. `StreamState.take` works in two ways. Events of the first D
+pass as they came, except for token ids that the client did not ask for. Of a later D only what the client has not seen
+passes, in the form and with the counts of the first D: a later D's prompt contains a part of the answer. It generates
+from a `Point` that may lie before the last token, because text may have been held back there.
 """
 
 from __future__ import annotations

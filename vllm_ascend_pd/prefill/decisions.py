@@ -256,7 +256,7 @@ class PushBook:
         tracked = self._tracked.get(request_id)
         if tracked is None or not tracked.started or tracked.aborted:
             return
-        if self._untold(tracked):
+        if self._withdraw_start(tracked):
             tracked.started, tracked.sealed, tracked.watermark = False, False, 0
             return
         self._pending.preempted.append(tracked.push)
@@ -271,7 +271,7 @@ class PushBook:
         if tracked is None or not tracked.started:
             return False  # no worker has received it: D learns of it from the end of the HTTP call, or a message
         if not tracked.sealed or not holds_blocks:
-            if self._untold(tracked):
+            if self._withdraw_start(tracked):
                 return False
             self._abort(tracked, why)
         if holds_blocks:
@@ -320,7 +320,7 @@ class PushBook:
             freed=tuple(pending.freed),
         )
 
-    def _untold(self, tracked: _Tracked) -> bool:
+    def _withdraw_start(self, tracked: _Tracked) -> bool:
         """Take back the start of a push that no step has sent. Return whether there was one."""
         pending, push = self._pending, tracked.push
         kept = [start for start in pending.starts if start.push != push]

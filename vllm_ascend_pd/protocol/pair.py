@@ -107,7 +107,7 @@ class Pair:
         self.key = (self.push.order.push, self.destination.d_rank)
 
     def __repr__(self) -> str:
-        """<Pair push-1 to D0 at d0: push until 14.97, units: 2 pending, 1 out, 5 covered; sends DONE, not acknowledged>"""
+        """<Pair push-1 to D0 at d0: push until 14.97, units: 2 pending, 1 out, 5 covered; sends DONE, …>"""
         push, units = self.push.order.push, self.coverage
         until = "" if self.authority is None else f" until {self.authority:.2f}"
         words = f"{push} to D{self.destination.d_rank} at {self.destination.peer}: {self.state.value}{until}"

@@ -38,7 +38,7 @@ class EngineWorld:
 
     @classmethod
     def of(cls, parallel: Any, pcp: int, step_tokens: int) -> EngineWorld:
-        """Return a worker's world by vLLM's parallel configuration, whose `rank` counts within one data-parallel rank."""
+        """Return a worker's world by vLLM's parallel configuration, whose `rank` is within a data-parallel rank."""
         return cls(
             rank=parallel.data_parallel_rank * parallel.world_size + parallel.rank,
             tp_size=parallel.tensor_parallel_size,

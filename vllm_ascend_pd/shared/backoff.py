@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The delay between repetitions: doubling, bounded, and shortened at random, so that a fleet does not return in step."""
+"""Delay between repetitions: doubling, bounded, and shortened at random, so that a fleet does not return in step."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Wire(Protocol):
         """Register (address, length) regions to write from, once; neighbours in memory are merged."""
 
     def listen(self, last_message_at: Callable[[str], float | None]) -> None:
-        """Set `last_message_at`, which returns when the process behind a session last sent a message, by time.monotonic().
+        """Set `last_message_at`, which returns when a session's process last sent a message, by time.monotonic().
 
         `poll` calls it before first contact if the engine cannot probe a peer. Without it a connection has to suffice.
         """

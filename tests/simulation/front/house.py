@@ -57,7 +57,7 @@ class LinkedHub(Hub):
             await asyncio.sleep(REPORT_EVERY_S)
             report = json.dumps(self._report(False))
             for hub in self.hubs:
-                hub._heard({"worker": self.worker, "report": json.loads(report)})
+                hub._receive({"worker": self.worker, "report": json.loads(report)})
 
     async def perform(self, operation: admin.Operation) -> None:
         for hub in self.hubs:

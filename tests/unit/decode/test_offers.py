@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_ascend_pd.config import Timers
-from vllm_ascend_pd.decode.core.offers import Answered, Offers, Say
+from vllm_ascend_pd.decode.core.offers import Answered, Offers, SendMessage
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.meeting import Bound, Gone, Offer, Waits
@@ -21,7 +21,7 @@ OFFER = Offer(TRANSFER, b"", meets="name")
 def opened() -> Offers:
     offers = Offers(Timers())
     offers.offer(0.0, P, OFFER)
-    assert offers.take_effects() == [Say(P, OFFER)]
+    assert offers.take_effects() == [SendMessage(P, OFFER)]
     return offers
 
 
@@ -33,13 +33,13 @@ def test_an_offer_is_repeated_until_it_is_answered_and_then_asked_again_by_the_l
     offers = opened()
     assert offers.next_wake() == 0.2
     offers.tick(0.2)
-    assert kinds(offers) == [Say(P, OFFER)]
+    assert kinds(offers) == [SendMessage(P, OFFER)]
     offers.message(0.3, P, Waits(TRANSFER))
     assert offers.next_wake() == pytest.approx(5.3) and kinds(offers) == []
     offers.message(5.3, P, Bound(TRANSFER, "push", ended=False))
     assert kinds(offers) == ["accepted"]
     offers.tick(10.3)
-    assert kinds(offers) == [Say(P, OFFER)]
+    assert kinds(offers) == [SendMessage(P, OFFER)]
     offers.message(10.4, P, Bound(TRANSFER, "push", ended=True))
     assert kinds(offers) == ["prefilled"] and offers.open_count() == 0 and offers.next_wake() is None
 
@@ -57,7 +57,7 @@ def test_a_p_that_says_nothing_for_a_lease_is_gone(bound: bool) -> None:
         offers.message(1.0, P, Bound(TRANSFER, "push", ended=False))
         offers.take_effects()
     offers.tick(14.9)
-    assert all(isinstance(effect, Say) for effect in offers.take_effects())
+    assert all(isinstance(effect, SendMessage) for effect in offers.take_effects())
     offers.tick(16.0)
     (answer,) = [effect for effect in offers.take_effects() if isinstance(effect, Answered)]
     assert (answer.kind, answer.code, answer.push) == ("failed", "PD-XFER-004", "push" if bound else "")
@@ -95,4 +95,4 @@ def test_what_is_not_wanted_any_more_is_withdrawn_once() -> None:
     offers.forget(TRANSFER)
     offers.forget(TRANSFER)
     (said,) = offers.take_effects()
-    assert isinstance(said, Say) and isinstance(said.message, Gone)
+    assert isinstance(said, SendMessage) and isinstance(said.message, Gone)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands in the pages' blocks of code: each program exists and knows the flags, or a reason says why none is checked."""
+"""Commands in the pages' blocks of code: each program exists and knows its flags, or there is a reason for no check."""
 
 from __future__ import annotations
 

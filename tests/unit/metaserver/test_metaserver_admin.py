@@ -217,7 +217,7 @@ def test_a_worker_outlives_an_operation_that_its_file_contradicts() -> None:
     fleet.add(parse_spec(Role.DECODE, "h:1"), "file")
     hub = Hub(0)
     hub.attach(fleet, lambda details: {})
-    hub._heard({"operation": {"op": "add", "name": "h:1", "role": "prefill", "url": "h:1", "weight": 1.0}})
+    hub._receive({"operation": {"op": "add", "name": "h:1", "role": "prefill", "url": "h:1", "weight": 1.0}})
     assert [(i.name, i.role) for i in fleet] == [("h:1", Role.DECODE)]
 
 

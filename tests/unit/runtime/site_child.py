@@ -2,7 +2,8 @@
 """One side of a pair in a process of its own, with the real Mooncake, so that it can be stopped and killed.
 
     python -m unit.runtime.site_child decode      executes: reserve NAME TOKENS · step · check NAME · halt-at STAGE
-    python -m unit.runtime.site_child prefill     executes: prefill NAME TOKENS SEED RESERVATION · blocks · halt-in-write COUNT
+    python -m unit.runtime.site_child prefill     executes: prefill NAME TOKENS SEED RESERVATION · blocks ·
+    halt-in-write COUNT
 
 The process stops itself (SIGSTOP): `halt-at` at that stage event, `halt-in-write` with so many of a write's
 descriptors in the transfer engine, before the others. Each command is answered by a line.

@@ -21,7 +21,7 @@ from vllm_ascend_pd.protocol.timing import Agenda, Repetition
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class SendMessage:
     """A message to hand to the channel, which may lose it."""
 
     to: Endpoint
@@ -44,7 +44,7 @@ class Answered:
         return self.kind != "accepted"
 
 
-Effect: TypeAlias = Say | Answered
+Effect: TypeAlias = SendMessage | Answered
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class Offers:
         backoff = Repetition(now, t.resend_first_s, t.resend_max_s)
         found = self._open[offer.transfer] = _Open(offer, listener, backoff, now + t.lease_s)
         self._agenda.set(offer.transfer, found.wakes_at)
-        self._effects.append(Say(listener, offer))
+        self._effects.append(SendMessage(listener, offer))
 
     def forget(self, transfer: TransferId) -> None:
         """Drop the offer of a load that is over, or not wanted any more.
@@ -87,11 +87,11 @@ class Offers:
         found = self._close(transfer)
         if found is not None:
             over = Failure("PD-XFER-002", "the request ended on decode")
-            self._effects.append(Say(found.listener, Gone(transfer, over)))
+            self._effects.append(SendMessage(found.listener, Gone(transfer, over)))
 
     def send_unwanted(self, listener: Endpoint, unwanted: Unwanted) -> None:
         """Notify a P that no offer will follow: it need not hold anything."""
-        self._effects.append(Say(listener, unwanted))
+        self._effects.append(SendMessage(listener, unwanted))
 
     def message(self, now: float, listener: Endpoint, message: Meeting) -> None:
         """Handle P's answer. It counts only from the address that the offer went to."""
@@ -121,7 +121,7 @@ class Offers:
             else:
                 found.resend.again(now)
                 self._agenda.set(transfer, found.wakes_at)
-                self._effects.append(Say(found.listener, found.offer))
+                self._effects.append(SendMessage(found.listener, found.offer))
 
     def next_wake(self) -> float | None:
         return self._agenda.next()

@@ -341,7 +341,7 @@ class Fleet:
         self.several_models = len({frozenset(i.cards) for i in self._instances.values() if i.cards}) > 1
 
     def prefilling(self, model: str, names: frozenset[str] | None) -> Fits:
-        """Return a test for P instances that serve a request: those in `names`, or if that is None those of its model."""
+        """Return a test for P instances that serve a request: those in `names`; if that is None, those of its model."""
         return self.serving(model) if names is None else among(names)
 
     def serving(self, model: str) -> Fits:
@@ -366,7 +366,7 @@ class Fleet:
         return bool(usable) and all(i.life.sends_first for i in usable)
 
     def has_prefill(self, avoid: frozenset[str] = frozenset(), serves: Fits = any_instance) -> Fits:
-        """Return a test for D instances that can pair with a P that serves and takes requests, other than those in `avoid`."""
+        """Return a test for D instances that can pair with a P that serves and takes requests and is not in `avoid`."""
         now = time.monotonic()
         usable = (i for i in self.of(Role.PREFILL) if i.name not in avoid and i.usable(now) and serves(i))
         return pairing(*(i.fingerprint for i in usable))

@@ -73,7 +73,7 @@ class Hub:
         try:
             with contextlib.suppress(ConnectionError):  # a supervisor killed with unread data: a reset, no end of file
                 while line := await reader.readline():
-                    self._heard(msgspec.json.decode(line))
+                    self._receive(msgspec.json.decode(line))
             log.error("the supervisor is gone: this worker ends")
             os.kill(os.getpid(), signal.SIGTERM)
         finally:
@@ -91,7 +91,7 @@ class Hub:
         if self._writer is not None:
             self._writer.write(msgspec.json.encode({"worker": self.worker, **message}) + b"\n")
 
-    def _heard(self, message: dict[str, Any]) -> None:
+    def _receive(self, message: dict[str, Any]) -> None:
         if "operation" in message:
             operation = message["operation"]
             try:

@@ -62,7 +62,7 @@ def take_over() -> None:
 
 
 def in_vllm() -> None:
-    """Replace kernels that need Triton. Install the TCP transport and the planted faults, where a test asks for them."""
+    """Replace kernels that need Triton. Install the TCP transport and the planted faults, if a test asks for them."""
     from ascend_host import delta, faults, kernels, wire
 
     kernels.replace()

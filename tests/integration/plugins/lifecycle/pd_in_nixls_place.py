@@ -2,8 +2,8 @@
 """Plug-in of pytest (`-p pd_in_nixls_place`): vLLM's connector tests get this package's connector instead of NIXL's.
 
 The variable PD_ROLE has its kv_role. It also stands in for the mock connectors of the scheduler's tests and of the
-handshake's test. Imitated is only what comes before a connector: one worker's cache, and on D, instead of NIXL's fields,
-a ticket whose metaserver never answers. Scheduler and connector are unchanged.
+handshake's test. Imitated is only what comes before a connector: one worker's cache, and on D, instead of NIXL's
+fields, a ticket whose metaserver never answers. Scheduler and connector are unchanged.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class InTheMocksPlace(InNixlsPlace):
 
 
 class ByStage(InNixlsPlace):
-    """This connector for the handshake's test, which makes its connector without arguments and reads the metadata that it was given."""
+    """This connector for the handshake's test, which makes one without arguments and reads the metadata that it got."""
 
     def __init__(self) -> None:
         super().__init__(vllm_config(ROLE), KVConnectorRole.SCHEDULER, cache_config())

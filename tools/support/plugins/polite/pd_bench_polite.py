@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plug-in of vLLM for benchmarks: an engine without our connector waits as one with it does, so that they compare alike."""
+"""Plug-in of vLLM for benchmarks: an engine without our connector waits as one with it does."""
 
 from __future__ import annotations
 
