@@ -71,7 +71,7 @@ def ran(said: str) -> list[str]:
 def test_the_parts_of_this_project() -> None:
     names = list(parts(ROOT / "tests"))
     assert names[:3] == ["unit", "native", "simulation"]
-    assert {"integration/gqa", "integration/drafts", "ascend_host/planted"} <= set(names)
+    assert {"integration/gqa", "integration/drafts", "ascend_host/planted-1"} <= set(names)
     assert {name for share in SHARES for name in (share, f"{share}-1", f"{share}-2")} & set(names) == {
         f"{share}-{number}" for share in SHARES for number in (1, 2)
     }
