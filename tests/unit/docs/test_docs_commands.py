@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands in the pages' blocks of code: each program exists and knows its flags, or there is a reason for no check."""
+"""Commands in the pages, in blocks and in sentences: each program exists and knows its flags, or there is a reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ UNCHECKED = {
     "kubectl": "needs a cluster",
     "curl": "needs a running metaserver; test_metaserver_admin.py calls the same routes",
 }
-OURS = re.compile(r"(\./)?((scripts|tests|examples)/\S+\.sh|\.ci/run)|vllm-ascend-pd|python")
+ELSEWHERE = {  # flags that a script passes on, and the file that knows them; empty: another project's
+    "--junitxml": "",
+    "--stagger": "tests/conftest.py",
+    "--mutation": "tests/simulation/run.py",
+}
+OURS = re.compile(r"(\./)?((scripts|tests|examples)/\S+\.sh|\.ci/run)|vllm-ascend-pd|(\.venv/bin/)?python")
 ASSIGNED = re.compile(r"[A-Z_]+=\S*")
 FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 
@@ -52,6 +57,20 @@ def commands() -> list[Command]:
     return found
 
 
+def inline() -> list[Command]:
+    """Return the commands with arguments that stand between backquotes in sentences, also over the end of a line."""
+    found = []
+    for page in PAGES:
+        prose = re.sub(r"^ *```.*?^ *```", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+        for quoted in re.findall(r"`([^`]+)`", prose):
+            words = split(" ".join(quoted.split()))
+            while words and ASSIGNED.fullmatch(words[0]):
+                words = words[1:]
+            if len(words) > 1 and OURS.fullmatch(words[0]):
+                found.append(Command(f"{page}: {' '.join(words)[:60]}", tuple(words)))
+    return found
+
+
 def split(line: str) -> list[str]:
     """Return the words of a command without its comment; a quotation that goes on in the next line stays as it is."""
     try:
@@ -69,9 +88,14 @@ def wrong(words: tuple[str, ...]) -> str:
         if words[1] not in group.choices:
             return f"no command {words[1]}"
         known = " ".join(group.choices[words[1]]._option_string_actions)
-    elif program == "python":
+    elif program in ("python", ".venv/bin/python"):
+        if words[1].endswith(".py"):
+            known = (ROOT / words[1]).read_text() if (ROOT / words[1]).is_file() else ""
+            return "" if known else f"no file {words[1]}"
         if words[1] != "-m":
             return "it is no module"
+        if words[2] == "build":  # a tool of others that makes wheels
+            return ""
         if words[2].startswith("vllm."):  # an engine: its flags are vLLM's, which test_examples.py gives to its parser
             return ""
         file = next((at / f"{words[2].replace('.', '/')}.py" for at in (ROOT, ROOT / "tests")
@@ -87,6 +111,11 @@ def wrong(words: tuple[str, ...]) -> str:
         called = re.findall(r"[\w-]+\.sh", file.read_text())
         sources += [ROOT / "scripts" / name for name in called]
         known = "\n".join(source.read_text() for source in sources if source.is_file())
+    for flag in [flag for flag in flags if flag in ELSEWHERE]:
+        if ELSEWHERE[flag]:
+            known += (ROOT / ELSEWHERE[flag]).read_text()
+        else:
+            flags.remove(flag)
     return ", ".join(f"{flag} is not known" for flag in flags if not re.search(rf"(?<![\w-]){flag}(?![\w-])", known))
 
 
@@ -94,6 +123,11 @@ def wrong(words: tuple[str, ...]) -> str:
 def test_the_program_of_a_command_exists_and_knows_its_flags(command: Command) -> None:
     if command.words[0] not in UNCHECKED:
         assert not wrong(command.words), " ".join(command.words)
+
+
+@pytest.mark.parametrize("command", inline(), ids=lambda command: command.where)
+def test_a_command_in_a_sentence_exists_and_knows_its_flags(command: Command) -> None:
+    assert not wrong(command.words), " ".join(command.words)
 
 
 def test_every_reason_is_still_needed() -> None:
