@@ -285,7 +285,7 @@ def _worker(engine: Engine, vllm_config: Any, kv_cache_config: Any) -> WorkerRol
             return decode
     from vllm_ascend_pd.prefill.worker import PrefillWorker
     from vllm_ascend_pd.protocol.identity import Contributor
-    from vllm_ascend_pd.regroup.parts import EngineWorld
+    from vllm_ascend_pd.regroup.resources import EngineWorld
 
     world = EngineWorld.of(parallel, shape.pcp, vllm_config.scheduler_config.max_num_batched_tokens)
     prefill = PrefillWorker(engine, shape, current(), Contributor(stage, rank), world)

@@ -27,7 +27,7 @@ from unit.regroup.worker import ANSWER_S, KEY, Fleet, Member, Worker, World
 
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.regroup.parts import allocate
+from vllm_ascend_pd.regroup.resources import allocate
 
 
 class NpuMemory(RankMemory):

@@ -106,7 +106,7 @@ class RankWire:
             if theirs is None or theirs.session != batch.session:
                 raise Violation(f"promise 1: {rank.process.name}: one batch, two sessions")
             push, unit, start = rank.core._pushes[claim.push], unit_of(claim), end
-            plan = None if unit.part else push.plan(unit.step, unit.layer)
+            plan = None if unit.sub_step else push.plan(unit.step, unit.layer)
             end += sum(
                 map(len, staged(push, claim).writes if plan is None else plan.by_rank[push.rank_of(claim.d_rank)])
             )
@@ -374,7 +374,7 @@ class PrefillRank:
         """Check promise 2: blocks that a live push may still read are not overwritten for another request."""
         for flight in self.flights:
             for claim, (push, _, spans) in zip(flight.claims, flight.pieces, strict=True):
-                staged = unit_of(claim).part > 0
+                staged = unit_of(claim).sub_step > 0
                 if staged or push == fill.push or self.core._machine.state(push, claim.d_rank) not in _LIVE:
                     continue
                 read = set(self.memory.block_of(spans.src - BASE).tolist())

@@ -521,7 +521,7 @@ def test_mtp_beside_gated_delta_net_is_taken() -> None:
     admission.check_groups(groups)
     shape = admission.cache_shape(drafting(MTP), groups)
     assert [recurrent.drafted for recurrent in shape.states.values()] == [2, 2]
-    assert [piece.name for piece in shape.states["model.layers.1.self_attn.attn"].sections("l", 1)[0].pieces] == [
+    assert [region.name for region in shape.states["model.layers.1.self_attn.attn"].sections("l", 1)[0].regions] == [
         f"conv.{part}.{row}" for part in "qk" for row in range(3)
     ]
 

@@ -313,7 +313,7 @@ def _sections(shape: PlanInput, tp: int) -> Iterator[LayerKind]:
         each = section.heads > tp
         regions = tuple(
             Region(one.name, found.nbytes[one.state], one.cell_bytes if each else 0, 0, one.cell_bytes)
-            for one in section.pieces
+            for one in section.regions
         )
         layers = tuple(section_of(f"layers.{index}", section.name) for index in sorted(shape.states.layers))
         yield LayerKind(section.heads, "-", PACKING, regions, layers, 1)
@@ -356,7 +356,7 @@ def _links(p: CacheGeometry, d: CacheGeometry, shape: PlanInput, decision: Decis
 
 def _staging(p: CacheGeometry, step_tokens: int) -> int:
     """Return the bytes that a P rank allocates at start by default: slots and the exchange's two buffers."""
-    from vllm_ascend_pd.regroup.parts import EngineWorld, slot_bytes  # needs torch, which only an engine's host has
+    from vllm_ascend_pd.regroup.resources import EngineWorld, slot_bytes  # needs torch, which only an engine's host has
 
     config = RegroupConfig()
     slot = slot_bytes(p, EngineWorld(0, p.tp_size, 1, step_tokens))

@@ -235,22 +235,22 @@ def _sections(name: str, tensors: list[torch.Tensor], shape: CacheShape) -> dict
         strides, begins = strides * len(sizes), [begin + sum(sizes[:i]) for i, begin in enumerate(begins)]
     found: dict[str, _Layer] = {}
     for section in recurrent.sections(name, shape.tp_size):
-        pieces = section.pieces
+        regions = section.regions
         found[section_of(name, section.name)] = _Layer(
             heads=section.heads,
-            dtype=joined_names([piece.dtype for piece in pieces]),
+            dtype=joined_names([region.dtype for region in regions]),
             packing=PACKING,
             regions=tuple(
                 Region(
-                    piece.name,
-                    strides[piece.state],
-                    piece.cell_bytes if section.heads > shape.tp_size else 0,
+                    region.name,
+                    strides[region.state],
+                    region.cell_bytes if section.heads > shape.tp_size else 0,
                     0,
-                    piece.cell_bytes,
+                    region.cell_bytes,
                 )
-                for piece in pieces
+                for region in regions
             ),
-            bases=tuple(begins[piece.state] + piece.offset for piece in pieces),
+            bases=tuple(begins[region.state] + region.offset for region in regions),
             blocks=blocks,
             tensors=(),
             storages=storages,

@@ -40,7 +40,7 @@ class StateSection(msgspec.Struct, frozen=True):
 
     name: str
     heads: int  # in the whole model; if there are fewer than ranks, each rank has one
-    pieces: tuple[StateRegion, ...]
+    regions: tuple[StateRegion, ...]
 
 
 class Recurrent(msgspec.Struct, frozen=True):

@@ -34,7 +34,7 @@ from vllm_ascend_pd.protocol import actions as act
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.messages import Message
-from vllm_ascend_pd.regroup.parts import RegroupParts
+from vllm_ascend_pd.regroup.resources import RegroupResources
 from vllm_ascend_pd.shared.loop import LoopThread
 from vllm_ascend_pd.transport.base import Wire
 
@@ -55,7 +55,7 @@ class PushRuntime:
         device: Device,
         wire: Wire,
         secrets: Secrets | None,
-        regroup: RegroupParts | None = None,
+        regroup: RegroupResources | None = None,
     ) -> None:
         self._config, self._wire = config, wire
         self.tally = Tally()

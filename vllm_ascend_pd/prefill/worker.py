@@ -14,7 +14,7 @@ from vllm_ascend_pd.engine import Engine, WorkerFacts
 from vllm_ascend_pd.prefill.core.pushes import PushSite
 from vllm_ascend_pd.prefill.runtime import PushRuntime
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.regroup.parts import EngineWorld, allocate
+from vllm_ascend_pd.regroup.resources import EngineWorld, allocate
 from vllm_ascend_pd.roles import EndedRequests, StepMetadata, WorkerNews, WorkerRole
 
 

@@ -28,12 +28,12 @@ from vllm_ascend_pd.prefill.core.pushes import PushSite
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.prefill.runtime import PushRuntime
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.regroup.parts import EngineWorld, RegroupParts, assembled
+from vllm_ascend_pd.regroup.resources import EngineWorld, RegroupResources, assembled
 from vllm_ascend_pd.transport.base import Wire as AnyWire
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
-Parts = Callable[[PushConfig, EngineWorld, Caches, Device], "RegroupParts | None"]
+Parts = Callable[[PushConfig, EngineWorld, Caches, Device], "RegroupResources | None"]
 Layer = Callable[[int], None]  # writes the KV of one of this worker's layers
 
 
@@ -84,7 +84,7 @@ class PrefillRank:
         self.transport = transport or MemoryTransport()
         caches = self.memory.described(self.device)
         self.geometry = caches.geometry
-        self.parts: RegroupParts | None = None
+        self.parts: RegroupResources | None = None
         self.runtime = self._start(caches, parts)
 
     def _start(self, caches: Caches, parts: Parts) -> PushRuntime:
@@ -392,7 +392,7 @@ def engine(
     blocks: int = 160,
     push: PushConfig | None = None,
     transports: Sequence[AnyWire] | None = None,
-    parts: Callable[[int, RegroupParts], RegroupParts] = lambda rank, made: made,
+    parts: Callable[[int, RegroupResources], RegroupResources] = lambda rank, made: made,
     timeout_s: float = 30.0,
     **keys: Any,
 ) -> PrefillSite:
@@ -411,7 +411,7 @@ def engine(
                 device: Device,
                 rank: int = rank,
                 groups: Any = groups,
-            ) -> RegroupParts | None:
+            ) -> RegroupResources | None:
                 if not groups or push.regroup.regroup == "never":
                     return None
                 return parts(rank, assembled(push.regroup, place, caches, device, groups[rank]))

@@ -20,7 +20,7 @@ from vllm_ascend_pd.prefill.core.push import Share, Unit
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.regroup.exchange import ExchangeOutcome, ExchangeRows, GroupExchange
-from vllm_ascend_pd.regroup.parts import RegroupParts
+from vllm_ascend_pd.regroup.resources import RegroupResources
 from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
 
 LAYERS = 6
@@ -142,7 +142,7 @@ class Short(Staging):
 def test_a_share_that_is_on_its_way_is_not_fetched_twice() -> None:
     """One rank asks for an exchange, and another one for the same a step later, before the first is done."""
 
-    def replaced(rank: int, made: RegroupParts) -> RegroupParts:
+    def replaced(rank: int, made: RegroupResources) -> RegroupResources:
         made.staging.__class__ = Short
         return made
 
@@ -156,7 +156,7 @@ def test_a_share_that_is_on_its_way_is_not_fetched_twice() -> None:
         until(lambda: missing(p) == 2 * LAYERS)
         for rank in p.ranks:
             rank.device.busy = True
-            assert isinstance(rank.parts, RegroupParts)
+            assert isinstance(rank.parts, RegroupResources)
             assert isinstance(rank.parts.staging, Short)
             rank.parts.staging.short = False
         for _ in range(3):
@@ -238,7 +238,7 @@ MAY_GATHER = threading.Event()
 def test_an_exchange_of_before_a_preemption_is_dropped() -> None:
     """It gathers contents of the blocks' next owner."""
 
-    def replaced(rank: int, made: RegroupParts) -> RegroupParts:
+    def replaced(rank: int, made: RegroupResources) -> RegroupResources:
         made.exchange.__class__ = Late
         return made
 

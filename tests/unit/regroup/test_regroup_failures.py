@@ -16,7 +16,7 @@ from unit.regroup.prefill import PrefillSite, Share, Wire, engine, running
 from unit.watching import traced, until
 from vllm_ascend_pd.prefill import runtime as prefill_runtime
 from vllm_ascend_pd.regroup.exchange import TAG_BYTES, ExchangeRows, GroupExchange
-from vllm_ascend_pd.regroup.parts import RegroupParts
+from vllm_ascend_pd.regroup.resources import RegroupResources
 from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
 
 SMALL = {"staging_slots": 1}
@@ -171,7 +171,7 @@ class PatientStaging(Staging):
 
 
 def faulty(rank: int, part: str, numbers: Sequence[int], error: type[Exception] = RuntimeError) -> Any:
-    def replaced(each: int, made: RegroupParts) -> RegroupParts:
+    def replaced(each: int, made: RegroupResources) -> RegroupResources:
         if each == rank:
             Faulty.instead_of(made.exchange, part, numbers, error)
         return made
@@ -216,7 +216,7 @@ def test_a_group_in_another_order_gives_nobody_the_bytes_of_another_rank() -> No
     """Each of two ranks has the other's place in the process group, so each gets its own bytes for the other's."""
     exchanges: list[GroupExchange] = []
 
-    def crossed(rank: int, made: RegroupParts) -> RegroupParts:
+    def crossed(rank: int, made: RegroupResources) -> RegroupResources:
         exchanges.append(made.exchange)
         if rank == 1:
             one, other = exchanges
@@ -257,7 +257,7 @@ def test_a_collective_that_raises_on_one_rank_keeps_nobody_else_in_it() -> None:
 
 
 def test_staging_that_breaks_on_one_rank_leaves_nobody_alone() -> None:
-    def replaced(rank: int, made: RegroupParts) -> RegroupParts:
+    def replaced(rank: int, made: RegroupResources) -> RegroupResources:
         if rank == 0:
             made.staging.__class__ = FullStaging
         return made
@@ -281,7 +281,7 @@ def test_a_source_that_is_done_with_a_push_still_cannot_spoil_it(part: str) -> N
     layers = 4
     spoiled = faulty(0, part, range(layers, 99))
 
-    def parts(rank: int, made: RegroupParts) -> RegroupParts:
+    def parts(rank: int, made: RegroupResources) -> RegroupResources:
         if rank == 0:
             made.staging.__class__ = PatientStaging
         return spoiled(rank, made)  # type: ignore[no-any-return]
@@ -422,7 +422,7 @@ def test_events_tell_what_was_exchanged_and_staged() -> None:
         assert p.ended(prompt)
     transfer = str(prompt.transfer)
     made = [facts for stage, facts in events if stage == "exchanged"]
-    assert sorted((f["step"], f["layer"], f["part"]) for f in made) == [(1, 0, 1), (1, 0, 1), (1, 1, 1), (1, 1, 1)]
+    assert sorted((f["step"], f["layer"], f["sub_step"]) for f in made) == [(1, 0, 1), (1, 0, 1), (1, 1, 1), (1, 1, 1)]
     assert all(facts["bytes"] > 0 and facts["waited"] >= 0 and facts["ok"] and not facts["again"] for facts in made)
     staged = [facts for stage, facts in events if stage == "staged"]
     assert [facts["transfers"] for facts in staged] == [[transfer]] * 4

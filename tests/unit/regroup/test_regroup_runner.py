@@ -14,7 +14,7 @@ from unit.regroup.runner import RUNS, AscendRank
 from unit.regroup.worker import Fleet
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.regroup.parts import allocate
+from vllm_ascend_pd.regroup.resources import allocate
 
 MODES = {"direct": "never", "regrouped": "always"}
 

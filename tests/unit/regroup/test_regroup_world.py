@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from unit.vllm_configs import vllm_config
-from vllm_ascend_pd.regroup.parts import EngineWorld
+from vllm_ascend_pd.regroup.resources import EngineWorld
 
 PROGRAM = """
 import json, sys

@@ -30,7 +30,7 @@ from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.regroup.parts import allocate
+from vllm_ascend_pd.regroup.resources import allocate
 
 KEY = b"the fleet of the tests"
 ANSWER_S = 60.0
@@ -113,7 +113,7 @@ class Worker:
 
     def seen(self, stage: str, facts: Any) -> None:
         if stage == "exchanged":
-            self._exchanges.append((facts["step"], facts["layer"], facts["part"]))
+            self._exchanges.append((facts["step"], facts["layer"], facts["sub_step"]))
 
     def serve(self, connection: Connection) -> None:
         trace.subscribe(self.seen)

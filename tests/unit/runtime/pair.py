@@ -34,7 +34,7 @@ from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, Endpoint
 from vllm_ascend_pd.protocol.messages import Reservation
-from vllm_ascend_pd.regroup.parts import EngineWorld
+from vllm_ascend_pd.regroup.resources import EngineWorld
 from vllm_ascend_pd.roles import StepMetadata
 from vllm_ascend_pd.transport.base import Target, Wire
 from vllm_ascend_pd.transport.memory import MemoryTransport

@@ -93,7 +93,7 @@ def grouped(
 def spans_of(push: Push, claim: Claim, own: Bases, theirs: Memory) -> list[Triples]:
     """Return the absolute spans of a claim, by component: from the cache, or from a staging slot."""
     unit = unit_of(claim)
-    if unit.part:
+    if unit.sub_step:
         slot_share = staged(push, claim)
         return aimed(slot_share.writes, [slot_share.slot.address] * len(slot_share.writes), push, unit, theirs)
     plan = push.plan(unit.step, unit.layer)

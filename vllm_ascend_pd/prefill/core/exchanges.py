@@ -121,13 +121,13 @@ class Exchanges:
         self._steps[step] = _Step(planned, {push for some in work.values() for push, _ in some})
         return planned
 
-    def _share(self, step: int, part: int, kind: int, slot: Slot, members: Sequence[Push]) -> Share:
+    def _share(self, step: int, sub_step: int, kind: int, slot: Slot, members: Sequence[Push]) -> Share:
         theirs = [members[member] for member in slot.writes]
         wanting = [push for push in theirs if push.live]
         one = theirs[0]  # all go to one D engine and want the same layers
         layers = {layer: False for layer in self.layers[kind] if one.wants(layer)}
         destinations = {layer: one.endpoint(one.worker(layer, slot.d_rank)) for layer in layers}
-        share = Share(step, part, wanting, destinations, layers)
+        share = Share(step, sub_step, wanting, destinations, layers)
         for push in wanting:
             push.owed.add(share)
         return share
@@ -137,8 +137,8 @@ class Exchanges:
         runs: list[Run] = []
         for unit in units:
             step = self._steps.get(unit.step)
-            if step is not None and 0 < unit.part <= len(step.exchanges):
-                exchange = step.exchanges[unit.part - 1]
+            if step is not None and 0 < unit.sub_step <= len(step.exchanges):
+                exchange = step.exchanges[unit.sub_step - 1]
                 if unit.layer in exchange.layers:
                     runs.append(Run(unit, exchange, first=not runs, again=True))
         return runs

@@ -27,11 +27,11 @@ from vllm_ascend_pd.regroup.staging import StagingSlot
 
 
 class Unit(NamedTuple):
-    """One layer (own index) of one step. `part` is the sub-step of an exchange, 0 for what is pushed directly."""
+    """One layer (own index) of one step. `sub_step` is that of an exchange, 0 for what is pushed directly."""
 
     step: int
     layer: int
-    part: int = 0
+    sub_step: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -42,13 +42,13 @@ class Share:
     """
 
     step: int
-    part: int
+    sub_step: int
     pushes: list[Push]  # that want it
     destinations: dict[int, Endpoint]  # by layer: the worker of D that has it
     layers: dict[int, bool]  # layers not here yet: whether an exchange has found a slot and is bringing them
 
     def unit(self, layer: int) -> Unit:
-        return Unit(self.step, layer, self.part)
+        return Unit(self.step, layer, self.sub_step)
 
     def wants(self, layer: int) -> bool:
         return bool(self.pushes) and self.layers.get(layer) is False
@@ -236,7 +236,7 @@ class Push:
         for worker, pair in self.pairs.items():
             rank, known = self.rank_of(worker), pair.coverage
             for unit in (*known.covered, *known.out, *known.pending):
-                if not isinstance(unit, Unit) or unit.part:
+                if not isinstance(unit, Unit) or unit.sub_step:
                     continue
                 plan, d = self.plan(unit.step, unit.layer), self.d_kind(unit.layer)
                 if plan is None:

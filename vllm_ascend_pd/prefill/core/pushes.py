@@ -147,7 +147,7 @@ class Pushes:
         if self.exchanges is not None:
             self.exchanges.over(over)
             # Layers are numbered through the whole engine here; a stage makes only its own exchanges again.
-            units = [Unit(number, layer - self._first_layer, part) for number, layer, part in step.catch_ups]
+            units = [Unit(number, layer - self._first_layer, sub_step) for number, layer, sub_step in step.catch_ups]
             plan.again = self.exchanges.again(self._due(units))
             if plan.again and self._site.contributor.rank == 0:  # one rank counts for its stage
                 self._effects.append(MetricValue("exchanges_repeated", len(plan.again)))
@@ -211,7 +211,7 @@ class Pushes:
     def take_missed(self) -> list[Exchanged]:
         """Return exchanges that this worker wants to be made again."""
         wanted = self.exchanges.wanted() if self.exchanges is not None else []
-        return [(unit.step, unit.layer + self._first_layer, unit.part) for unit in wanted]
+        return [(unit.step, unit.layer + self._first_layer, unit.sub_step) for unit in wanted]
 
     def check(self) -> None:
         """Raise PD-XFER-007 if the writer is dead and all pushes have closed: nothing can be pushed any more."""
@@ -547,7 +547,7 @@ class Pushes:
             parts += spans
             session = theirs.session
             taken.append(claim)
-            if self.exchanges is not None and not unit_of(claim).part:
+            if self.exchanges is not None and not unit_of(claim).sub_step:
                 direct += sum(int(part.size.sum()) for part in spans)
         if not taken:
             return None
@@ -559,7 +559,7 @@ class Pushes:
     def _add_checksum(self, push: Push, claim: Claim) -> None:
         """Add the checksums of what an exchange has brought; `sealed` adds those of what is pushed directly."""
         unit = unit_of(claim)
-        values = staged(push, claim).checksums if unit.part else None
+        values = staged(push, claim).checksums if unit.sub_step else None
         if values is not None:
             self._machine.checksum(claim.push, claim.d_rank, push.index(unit.layer), values)
 

@@ -48,7 +48,7 @@ class EngineWorld:
 
 
 @dataclass(frozen=True, slots=True)
-class RegroupParts:
+class RegroupResources:
     exchange: GroupExchange
     staging: Staging
 
@@ -58,7 +58,7 @@ class RegroupParts:
         return Room(self.staging.slot_bytes, buffer, buffer)
 
 
-def allocate(config: PushConfig, world: EngineWorld, caches: Caches, device: Device) -> RegroupParts | None:
+def allocate(config: PushConfig, world: EngineWorld, caches: Caches, device: Device) -> RegroupResources | None:
     """Allocate the parts, or return None if no exchange can ever be needed.
 
     Every rank of the world must call this: it makes process groups.
@@ -71,7 +71,7 @@ def allocate(config: PushConfig, world: EngineWorld, caches: Caches, device: Dev
 
 def assembled(
     config: RegroupConfig, world: EngineWorld, caches: Caches, device: Device, group: dist.ProcessGroup
-) -> RegroupParts:
+) -> RegroupResources:
     """Allocate buffers and slots for a group that exists. Nothing is allocated later."""
     if device.name == "npu":
         use_kernels(config.regroup_kernels == "own")
@@ -104,7 +104,7 @@ def assembled(
         stride=stride,
         waits=not device.exchanges_inline,
     )
-    return RegroupParts(GroupExchange(group, rank, views, 2 * slot, device.name), staging)
+    return RegroupResources(GroupExchange(group, rank, views, 2 * slot, device.name), staging)
 
 
 def slot_bytes(geometry: CacheGeometry, world: EngineWorld) -> int:
