@@ -151,7 +151,7 @@ ELSEWHERE: dict[str, set[str]] = {
         "break_off",
         "_hang_up_gloo",
     },
-    "regroup/resources.py": {"allocate"},
+    "regroup/resources.py": {"allocate", "of"},
     "regroup/staging.py": {"__repr__", "taken", "patience", "take"},
     "device/current.py": {"current"},
 }
