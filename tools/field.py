@@ -131,8 +131,9 @@ def _unknown(found: Iterable[Verdict]) -> str:
 
 def _switches(found: Iterable[Verdict]) -> str:
     count: Counter[str] = Counter()
+    ran = small.ran()
     for each in found:
-        count.update({switch for engine in (*each.p, *each.d) for switch in engine.switches - small.ran()})
+        count.update({switch for engine in (*each.p, *each.d) for switch in engine.switches - ran})
     return "\n".join(
         [
             "Switches of vllm-ascend that admission does not look at, and with which no set of engines has run:",

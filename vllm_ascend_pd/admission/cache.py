@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -122,9 +123,7 @@ def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
     specs = {name: of for name, of in specs.items() if name not in states}
     shapes = {name: shape(name, of) for name, of in specs.items()}
     groups = _groups(made)
-    for refusal in _unlike(specs, shapes, layers):
-        raise refusal
-    for refusal in _together(config, made, specs, shapes):
+    for refusal in itertools.chain(_unlike(specs, shapes, layers), _together(config, made, groups, specs, shapes)):
         raise refusal
     if states and which and not which.startswith("method=mtp "):
         raise not_proven("A draft model other than MTP beside states", "Use MTP, or none.")
@@ -159,12 +158,16 @@ def _unlike(
 
 
 def _together(
-    config: Any, made: Sequence[Any], specs: Mapping[str, Any], shapes: Mapping[str, LayerShape]
+    config: Any,
+    made: Sequence[Any],
+    groups: Sequence[Group],
+    specs: Mapping[str, Any],
+    shapes: Mapping[str, LayerShape],
 ) -> Iterator[ConfigError]:
     """Yield what of the cache is not proven with this engine's parallel sizes or its draft model."""
     parallel, tp = config.parallel_config, config.parallel_config.tensor_parallel_size
     divided, block = sizes.context(parallel), made[0].kv_cache_spec.block_size
-    groups, indexed = _groups(made), any(map(kinds.has_indexer, specs, specs.values()))
+    indexed = any(map(kinds.has_indexer, specs, specs.values()))
     if divided.world > 1 and (groups or indexed):
         # An indexer's keys are on every rank, windows and states are not divided.
         feature = "Context parallelism with a sparse indexer, sliding windows, states or several groups"
