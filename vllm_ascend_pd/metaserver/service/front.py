@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -13,7 +12,7 @@ from typing import Any
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.http.decisions import LegFailure
 from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
-from vllm_ascend_pd.metaserver.decisions import Admission, Gatekeeper, RetryBudget, Role
+from vllm_ascend_pd.metaserver.decisions import Admission, Gatekeeper, Role
 from vllm_ascend_pd.metaserver.resumable import NotContinued
 from vllm_ascend_pd.metaserver.resume import StreamState
 from vllm_ascend_pd.metaserver.service import relay, resuming
@@ -81,7 +80,6 @@ class Front(Shared):
         self, settings: Settings, fleet: Fleet, upstream: Upstream, own_url: str, spans: NoSpans | None = None
     ) -> None:
         super().__init__(settings, fleet, upstream, own_url, spans)
-        self.budget = RetryBudget()
         self.turnstile = AdmissionQueue(Gatekeeper(settings.max_running, settings.max_waiting))
         self.polls = AdmissionQueue(Gatekeeper(settings.max_running, 0))  # for cheap requests: they never wait
         self.canaries = AdmissionQueue(Gatekeeper(_MAX_CANARIES, 0))  # apart: many clients must not stop canaries
@@ -141,7 +139,7 @@ class Front(Shared):
             except AttemptFailed as failed:
                 if failed.failure is not LegFailure.PREFILL:  # a failed prefill was noted where it happened
                     self.journal.trouble(failed.code, failed.brief, decode.name, exchange.request_id)
-                delay = self.again(exchange, decode, failed.failure)
+                delay = self.on_another(exchange, decode, failed.failure)
                 if delay is None:
                     await self._refuse(exchange, failed.answer, failed.brief)
                     return
@@ -199,19 +197,13 @@ class Front(Shared):
                 exchange.tried.add(decode.name)
         raise NotContinued("it names no limit of tokens, and no D reports the model's")
 
-    def again(
+    def on_another(
         self, exchange: HttpExchange, decode: Instance, failure: LegFailure, repeatable: bool = True
     ) -> float | None:
         """Return the delay before another attempt, on another D if D failed and there is one; None: it was the last."""
-        delay = self.settings.retry.again(
-            failure, exchange.number - exchange.before, repeatable, self.budget, random.random()
-        )
-        if delay is None or exchange.pinned is not None:
-            return None
-        if failure is not LegFailure.PREFILL:
+        delay = self.again(exchange, failure, exchange.number - exchange.before, repeatable)
+        if delay is not None and failure is not LegFailure.PREFILL:
             exchange.tried.add(decode.name)
-        exchange.stage("retry", failure.value)
-        METRICS.retries.labels(failure.value).inc()
         return delay
 
     def _decode(self, exchange: HttpExchange) -> Instance | None:

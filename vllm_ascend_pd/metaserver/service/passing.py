@@ -22,7 +22,6 @@ from vllm_ascend_pd.metaserver.service.exchange import HttpExchange, uncancel
 from vllm_ascend_pd.metaserver.service.faults import known
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
-from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.relay import client_head, refuse, send_whole
 from vllm_ascend_pd.metaserver.service.shared import DECLINED
 
@@ -125,7 +124,7 @@ async def _attempts(front: Front, exchange: HttpExchange, call: Call) -> None:
                 async with reply:
                     first = await _first(front, call, reply)
                     declined = reply.status in DECLINED
-                    delay = front.again(exchange, decode, LegFailure.REFUSED, call.reads) if declined else None
+                    delay = front.on_another(exchange, decode, LegFailure.REFUSED, call.reads) if declined else None
                     if delay is None and reply.status == 200 and call.lists and front.fleet.several_models:
                         await _all_models(front, exchange, decode)  # this D has accepted the caller's key
                         return
@@ -135,7 +134,7 @@ async def _attempts(front: Front, exchange: HttpExchange, call: Call) -> None:
                     front.leg_over(decode, "refused")
             except UpstreamError as problem:
                 front.leg_broke(decode, problem, exchange.request_id)
-                delay = front.again(exchange, decode, problem.failure, call.reads)
+                delay = front.on_another(exchange, decode, problem.failure, call.reads)
                 if delay is None:
                     status = 504 if problem.failure is LegFailure.TIMEOUT else 502
                     await refuse(exchange, known(status, "PD-META-007", why=problem.why))
@@ -177,16 +176,14 @@ async def _relay(
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             piece = await reply.read()
     except UpstreamError as problem:
-        METRICS.broken_streams.inc()
-        exchange.stage("broken", problem.why)
-        front.leg_broke(decode, problem, exchange.request_id)
+        front.leg_broke(decode, problem)
+        front.stream_broke(exchange, decode.name, problem.why)
         return
     except asyncio.CancelledError:
         if not exchange.interrupt.closing:
             raise
         uncancel(exchange.interrupt.task)
-        METRICS.broken_streams.inc()
-        exchange.stage("broken", "The metaserver is shutting down.")
+        front.stream_broke(exchange, decode.name, "The metaserver is shutting down.")
         return
     await send({"type": "http.response.body", "body": b""})
     exchange.stage("end")

@@ -262,9 +262,7 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
         problem = PdError("PD-META-024", problem=problem, why=attempt.exchange.unkept).sentence
         code = "PD-META-024" if code == "PD-META-007" else code
     if problem:
-        METRICS.broken_streams.inc()
-        attempt.exchange.stage("broken", problem)
-        shared.journal.trouble(code, problem, attempt.decode.name, attempt.exchange.request_id)
+        shared.stream_broke(attempt.exchange, attempt.decode.name, problem, code)
         await send({"type": "http.response.body", "body": error_frame(problem, code), "more_body": True})
     await send({"type": "http.response.body", "body": b""})
 

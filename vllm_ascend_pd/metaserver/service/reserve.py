@@ -8,7 +8,6 @@ closes the call, the prefill is cancelled: P sees its connection close and drain
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Container
 from typing import Any
@@ -221,13 +220,12 @@ class Reservations:
                 exchange.bad_prefills.add(prefill.name)
                 if failed.failure not in NOT_EXECUTED:
                     raise
-                delay = front.settings.retry.again(failed.failure, number, False, front.budget, random.random())
-                if delay is None or exchange.pinned is not None:
+                delay = front.again(exchange, failed.failure, number)
+                if delay is None:
                     raise
                 await asyncio.sleep(delay)
                 if not attempt.wants(posted.transfer):
                     raise
-                METRICS.retries.labels(failed.failure.value).inc()
 
     def _choose(self, attempt: Attempt, posted: ReservationPost, cost: float) -> Instance:
         exchange, front = attempt.exchange, self._front

@@ -161,9 +161,7 @@ async def break_off(shared: Shared, exchange: HttpExchange, problem: str, code: 
     if exchange.said_all:
         await _end(exchange)
         return
-    METRICS.broken_streams.inc()
-    exchange.stage("broken", problem)
-    shared.journal.trouble(code, problem, decode, exchange.request_id)
+    shared.stream_broke(exchange, decode, problem, code)
     exchange.streaming = False
     await exchange.send({"type": "http.response.body", "body": error_frame(problem, code), "more_body": True})
     await exchange.send({"type": "http.response.body", "body": b""})

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import random
+
 from vllm_ascend_pd.errors import CATALOGUE
+from vllm_ascend_pd.http.decisions import LegFailure
 from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
-from vllm_ascend_pd.metaserver.decisions import Evidence, PairProof, against_prefill
-from vllm_ascend_pd.metaserver.service.exchange import Attempt, Journal
+from vllm_ascend_pd.metaserver.decisions import Evidence, PairProof, RetryBudget, against_prefill
+from vllm_ascend_pd.metaserver.service.exchange import Attempt, HttpExchange, Journal
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.settings import Settings
@@ -30,6 +33,7 @@ class Shared:
         self.own_url = own_url
         self.journal = Journal()
         self.turns = Turns()
+        self.budget = RetryBudget()
         self.kept_bytes = 0  # of all streams that could be continued
 
     def leg_over(self, instance: Instance, end: str, evidence: Evidence | None = None, why: str = "") -> None:
@@ -47,6 +51,25 @@ class Shared:
         self.fleet.failed(instance, problem.failure, problem.why)
         if request:
             self.journal.trouble("PD-META-007", problem.why, instance.name, request)
+
+    def again(self, exchange: HttpExchange, failure: LegFailure, made: int, repeatable: bool = False) -> float | None:
+        """Return the delay before another leg in place of one that failed; None: it was the last. `made`: legs so far.
+
+        A canary's pair is fixed, so nothing can take its place.
+        """
+        if exchange.pinned is not None:
+            return None
+        delay = self.settings.retry.again(failure, made, repeatable, self.budget, random.random())
+        if delay is not None:
+            exchange.stage("retry", failure.value)
+            METRICS.retries.labels(failure.value).inc()
+        return delay
+
+    def stream_broke(self, exchange: HttpExchange, decode: str, problem: str, code: str = "PD-META-007") -> None:
+        """Note that a client has got a part of an answer only."""
+        METRICS.broken_streams.inc()
+        exchange.stage("broken", problem)
+        self.journal.trouble(code, problem, decode, exchange.request_id)
 
     def loaded(self, report: LoadReport) -> bool:
         """Take in D's report on how the KV of a transfer came. Return False if the request is not known.
