@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run rows of the matrix (a mode of P and D, tests that show it), or write their results into docs/matrix.md.
 
+The page's other tables, and the READMEs' table of combinations, are made of tools/support/matrix.py.
+
 Each row is a pytest run of its own with a record in out/matrix, so that an interrupted run can continue: without names
 all rows run that have no good record of this commit. A row without a record of this commit keeps its result on the
 page. What CI's share of the rows takes is read from a report of a run of CI (--in-ci).
@@ -21,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tools.parts import ROOT, commit, pytest_run
-from tools.support.matrix import COMBINATIONS, REFUSED, ROWS, Row
+from tools.support.matrix import COMBINATIONS, HOW, NOT_RUN, PAIRS, REFUSED, ROWS, Row, Shown
 from tools.support.pages import Marks
 
 PAGE = ROOT / "docs" / "matrix.md"
@@ -143,7 +145,7 @@ def known(page: str) -> dict[str, list[str]]:
 
 
 def table(page: str, folder: Path, at: str, minutes: Mapping[str, float]) -> str:
-    """Return both tables as they belong between the page's marks."""
+    """Return the table of runs as it belongs between the page's marks."""
     before = known(page)
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     for row in ROWS:
@@ -153,8 +155,6 @@ def table(page: str, folder: Path, at: str, minutes: Mapping[str, float]) -> str
         if result is None and old:
             line[3:6], line[7] = old[3:6], old[7]
         lines.append("| " + " | ".join(line) + " |")
-    lines += ["", "| not run, or refused | why |", "|---|---|"]
-    lines += [f"| {mode} | {why} |" for mode, why in REFUSED.items()]
     return "\n".join(lines)
 
 
@@ -163,18 +163,60 @@ def written(page: str, folder: Path, at: str, minutes: Mapping[str, float] = Map
     return MARKS.filled(page, [table(page, folder, at, minutes)])
 
 
-def combinations(head: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
-    """Return the README's table."""
+def lines_of(head: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
     first, *rest = ("| " + " | ".join(cells) + " |" for cells in (head, *lines))
     return "\n".join((first, "|" + "---|" * len(head), *rest))
 
 
+def engine_sets(row: Row) -> list[str]:
+    """Return the sets of engines under vllm-ascend that a row's words (pytest -k) select."""
+    titles = re.findall(r'\bEngines\(\s*"([^"]+)"', (ROOT / PAIRS).read_text())
+    words = row.tests[2]
+
+    def selected(title: str) -> bool:
+        said = re.sub(r"\w+", lambda word: word[0] if word[0] in ("and", "or", "not") else str(word[0] in title), words)
+        return bool(eval(said))  # True, False, and, or, not, brackets
+
+    return [title for title in titles if selected(title)]
+
+
+def with_sections(page: str) -> str:
+    """Return the page with its tables that follow from the source alone: combinations, sets of engines, refusals."""
+
+    def shown(one: Shown) -> str:
+        return f"{one.how}: {one.what}" if one.what else one.how
+
+    sets = [row for row in ROWS if row.tests[0] == PAIRS]
+    made = {
+        "combinations": lines_of(
+            (*IN_ENGLISH, "rows"),
+            [(one.english, shown(one.direct), shown(one.regrouped), _quoted(one.rows) or "–") for one in COMBINATIONS],
+        ),
+        "sets": lines_of(("row", "sets of engines"), [(f"`{row.name}`", _quoted(engine_sets(row))) for row in sets]),
+        "refused": lines_of(("refused", "why"), [(one.mode, one.why) for one in REFUSED]),
+        "not run": lines_of(("not run", "why"), NOT_RUN.items()),
+    }
+    for name, lines in made.items():
+        page = section(name).filled(page, [lines])
+    return page
+
+
+def section(name: str) -> Marks:
+    """Return the marks around a table that follows from the source alone."""
+    return Marks(
+        f"<!-- scripts/matrix.sh --write, {name}: begin -->", f"<!-- scripts/matrix.sh --write, {name}: end -->"
+    )
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
 def readmes() -> dict[Path, str]:
     """Return each README with its new table."""
-    made = {
-        ROOT / "README.md": combinations(IN_ENGLISH, [one.english for one in COMBINATIONS]),
-        ROOT / "README.zh-CN.md": combinations(IN_CHINESE, [one.chinese for one in COMBINATIONS]),
-    }
+    english = [(one.english, one.direct.how, one.regrouped.how) for one in COMBINATIONS]
+    chinese = [(one.chinese, HOW[one.direct.how], HOW[one.regrouped.how]) for one in COMBINATIONS]
+    made = {ROOT / "README.md": lines_of(IN_ENGLISH, english), ROOT / "README.zh-CN.md": lines_of(IN_CHINESE, chinese)}
     return {path: MARKS.filled(path.read_text(), [lines]) for path, lines in made.items()}
 
 
@@ -204,7 +246,7 @@ def main() -> int:
         parser.error(f"there is no {args.in_ci}: scripts/test.sh --ci --junitxml {args.in_ci} makes it")
     if args.write or args.in_ci is not None:
         minutes = {} if args.in_ci is None else in_ci(args.in_ci)
-        PAGE.write_text(written(PAGE.read_text(), args.out, at, minutes))
+        PAGE.write_text(with_sections(written(PAGE.read_text(), args.out, at, minutes)))
         for path, text in readmes().items():
             path.write_text(text)
         return 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of docs/matrix.md: each mode of engines, and the tests that show it with real engines or the reason for none."""
+"""What docs/matrix.md and the READMEs say of modes: the tests that show one, or why none does."""
 
 from __future__ import annotations
 
@@ -79,24 +79,55 @@ ROWS = (
     Row("vllm-ascend-multi", "the same behind AscendMultiConnector, beside RecomputeCPUOffloadConnector, which keeps on the host what D preempts: GQA 2→1", (PAIRS, "-k", "multi"), ASCEND, "0.23.0", FOUR_SETS),
 )  # fmt: skip
 
-REFUSED = {
-    "context parallelism under vLLM itself, PCP on D, and beside draft models or sparse indexers": "refused (PD-CONF-005). vLLM's CPU attention "
-    "has none of it; which rank keeps what is the backend's rule ([decisions.md](decisions.md#context-parallelism-ranks-that-divide-the-tokens))",
-    "micro-batching (DBO)": "refused (PD-CONF-005): a layer's hook fires before all of the step's tokens have passed the layer. No hook says "
-    "which micro-batch it is of, and vLLM turns DBO off on a CPU, so counting them could not be tried",
-    "sleep mode": "refused (PD-CONF-005): it takes the cache's memory away, into which or from which others write, and asks no connector",
-    "full graphs on P": "refused (PD-CONF-005): they would skip the layers' hooks. On D they stay",
-    "ranks that come and go in a running engine (`--enable-elastic-ep`, `--enable-fault-tolerance`)": "refused (PD-CONF-005): a reservation has the "
-    "addresses of the ranks, and an exchange the process groups, that there were at the start",
-    "drafts, pipelines or MLA beside windows or states, except MTP beside Gated DeltaNet and all of DeepSeek-V4 but a pipeline; windows beside states": "refused (PD-CONF-005): "
-    "none of vllm-ascend's configurations has them, and what a drafter reads, and which stage has which group, only a pair can show. "
-    "[kinds.md](kinds.md) has for each kind of cache what is refused beside it",
-    "`enable_kv_nz` of vllm-ascend": "refused (PD-CONF-005): D's MLA would read its cache as fractals, which P does not write",
-    "request ids without a random part (`VLLM_DISABLE_REQUEST_ID_RANDOMIZATION`)": "refused (PD-CONF-005): two requests with one id would share blocks",
-    "both roles in one engine (`kv_both`) behind our metaserver": "refused (PD-CONF-005): two engines full of each other's reservations would wait "
-    "for each other's prefills ([routers.md](routers.md#both-roles-in-one-engine))",
-    "both roles in one engine beside vllm-ascend, vLLM before 0.32, the ascend transport, pipelines, data or context parallelism, drafts, windows, states, or a MultiConnector": "refused (PD-CONF-005): routers ask for it in plain engines "
-    "([routers.md](routers.md#both-roles-in-one-engine)); each of these changes what a scheduler holds for a peer, and needs a pair that shows it in both directions",
+
+class Refusal(NamedTuple):
+    """What an engine does not start with (PD-CONF-005), the reason, and the features that errors.not_proven names."""
+
+    mode: str
+    why: str
+    features: tuple[str, ...]  # as in the code; … stands for what it inserts
+
+
+CONTEXT = "[decisions.md](decisions.md#context-parallelism-ranks-that-divide-the-tokens)"
+GROUPED = "A model with sliding windows, states or several KV cache groups"
+BOTH = "[routers.md](routers.md#both-roles-in-one-engine)"
+
+REFUSED = (
+    Refusal("context parallelism without vllm-ascend", f"which rank keeps which tokens is vllm-ascend's rule. In vLLM the backend and the release decide, and its CPU backends refuse DCP ({CONTEXT})", ("Context parallelism without vllm-ascend",)),
+    Refusal("context parallelism as PCP on D, or beside a pipeline, a quantised cache, a sparse indexer, windows, states or several groups", f"none of these was tried with engines. An indexer's keys are on every rank; windows and states are not divided ({CONTEXT})", ("Prefill context parallelism on decode", "Context parallelism with pipeline parallelism", "Context parallelism with a quantised KV cache", "Context parallelism with a sparse indexer, sliding windows, states or several groups")),
+    Refusal("context parallelism beside speculative decoding", f"it was tried: with more than one drafted token vllm-ascend 0.23.0.post1 ends by itself at its first prefill ({CONTEXT})", ("Speculative decoding with context parallelism",)),
+    Refusal("DCP among ranks that do not hold one head, or in runs of tokens that do not end with a block", f"the rule of who holds which token is that of ranks with one head, and vllm-ascend wants runs of whole blocks beside a connector ({CONTEXT})", ("Decode context parallelism of … among … ranks that do not hold one head", "Context parallelism in runs of … tokens, which do not end with a block of …,")),
+    Refusal("a pipeline beside a draft model or a sparse indexer", "no engine has shown that a draft model's hooks fire on the last stage alone, and once; with an indexer the simulator alone ran ([decisions.md](decisions.md#a-stage-of-d-is-a-row-of-destinations-not-an-engine))", ("A draft model with pipeline parallelism", "A sparse indexer with pipeline parallelism")),
+    Refusal("a pipeline beside windows, states, several groups or an fp8 cache", "no pair has shown it: which stage has which group, only a pair can show", ("A cache with sliding windows, states or several groups, with pipeline parallelism", "A quantised KV cache with pipeline parallelism")),
+    Refusal("windows, states or several groups with a vLLM before 0.32 other than 0.23; behind a MultiConnector with one before 0.32", "these releases do not give a connector what it must know of groups. For 0.23 that is added around its scheduler ([kinds.md](kinds.md#recurrent-states))", (GROUPED, f"{GROUPED} (…)", f"{GROUPED} behind a MultiConnector")),
+    Refusal("windows, states or several groups under vllm-ascend, except Gated DeltaNet beside one group of full attention, and DeepSeek-V4", "only these two were tried with vllm-ascend", (f"{GROUPED} under vllm-ascend",)),
+    Refusal("windows beside states", "no pair has shown it, and none of vllm-ascend's configurations has them", ("A model with sliding windows beside recurrent states",)),
+    Refusal("windows or states beside MLA (except DeepSeek-V4), chunked local attention whose blocks are freed, and every other kind of cache", "none has been shown. Of a chunk that was freed nothing may be wanted at all ([kinds.md](kinds.md#sliding-windows))", ("A KV cache of kind …",)),
+    Refusal("windows with retained tokens before them; groups that vLLM does not transfer", "no pair has shown it", ("A sliding window with retained tokens before it", "A KV cache group that vLLM does not transfer")),
+    Refusal("recurrences other than Mamba-2 and Gated DeltaNet; states that every rank has whole; a `mamba_cache_mode` other than `none` and `align`", "which rank holds which part, and which block has the state after the prompt, is known of these alone ([kinds.md](kinds.md#recurrent-states))", ("A recurrent state of kind … with … parts", "A recurrent state that every rank has whole", "mamba_cache_mode …")),
+    Refusal("speculative decoding beside windows, Mamba-2 or several groups of attention; beside Gated DeltaNet other drafts than MTP", "what a drafter reads there, only a pair can show, and none of vllm-ascend's configurations has it. DeepSeek-V4 with MTP starts", ("Speculative decoding with sliding windows, Mamba-2 or several groups of attention", "A recurrent state of kind … with drafts", "A draft model other than MTP beside states")),
+    Refusal("MTP with prefix caching beside Gated DeltaNet, without vllm-ascend", "vLLM moves such states by a kernel that CPUs lack, so it was not shown there", ("A recurrent state with drafts in mamba_cache_mode …",)),
+    Refusal("drafts other than MTP, Eagle, Eagle3, DFlash, a model of its own and ngram", "none has been shown ([kinds.md](kinds.md#draft-models))", ("Speculative decoding with …",)),
+    Refusal("several MTP layers; numbers of draft tokens by batch size", "vLLM computes the prompt for the first layer alone, and with 0 draft tokens for none: D would lack the KV of these layers", ("A draft model of … MTP layers", "num_speculative_tokens_per_batch_size")),
+    Refusal("`disable_padded_drafter_batch`; `parallel_drafting` without DFlash; a draft model with MLA for a target without", "none has been shown ([kinds.md](kinds.md#draft-models))", ("disable_padded_drafter_batch", "parallel_drafting", "A draft model with MLA for a target without")),
+    Refusal("quantised caches, except vLLM's fp8 without MLA, C8 beside a sparse indexer, and DeepSeek-V4's", "`int8_per_token_head` gives wrong answers on a CPU by itself, the others have no kernel there. Of vllm-ascend's int8 of heads P and D have no bytes in common ([kinds.md](kinds.md#quantised-caches))", ("A quantised KV cache (…)",)),
+    Refusal("fp8 beside speculative decoding", "no pair has shown it", ("A quantised KV cache with speculative decoding",)),
+    Refusal("fp8 with scales that an engine computes (`--calculate-kv-scales`), with several scales for a layer's keys or values, in some layers only, or in several formats", "P's and D's computed scales would differ; of the others P and D could not compare what a byte means ([kinds.md](kinds.md#quantised-caches))", ("A quantised KV cache with scales that an engine computes by itself", "A quantised KV cache with more than one scale for a layer's keys or values (…)", "A cache that is quantised in some layers only (…)", "A quantised KV cache whose layers do not say one format (…)")),
+    Refusal("a plain dtype of the cache that is not the model's", "vLLM's kernels for a CPU write values of the model's dtype into such a cache, over the next block", ("A KV cache in … under a model in …",)),
+    Refusal("layers with unlike heads, MLA in some layers only, entries for several tokens outside DeepSeek-V4", "of layers that differ, only latents of several sizes and a draft model's own heads have been shown ([kinds.md](kinds.md#kinds-of-caches-what-is-pushed-when))", ("A model whose layers have unlike heads", "A model with MLA in some layers only", "A compressed KV cache (one entry for several tokens)")),
+    Refusal("an indexer without MLA in its layer", "its own write has no hook: nothing would report when its keys are computed", ("An indexer's cache without MLA in the same layer (…)",)),
+    Refusal("micro-batching (DBO)", "a layer's hook fires before all of the step's tokens have passed the layer. No hook says which micro-batch it is of, and vLLM turns DBO off on a CPU, so counting them could not be tried", ("Micro-batching (DBO)",)),
+    Refusal("sleep mode", "it takes the cache's memory away, into which or from which others write, and asks no connector", ("Sleep mode",)),
+    Refusal("full graphs on P", "they would skip the layers' hooks. On D they stay", ("cudagraph_mode … on prefill",)),
+    Refusal("ranks that come and go in a running engine (`--enable-elastic-ep`, `--enable-fault-tolerance`)", "a reservation has the addresses of the ranks, and an exchange the process groups, that there were at the start", ("…",)),
+    Refusal("`enable_kv_nz` of vllm-ascend", "D's MLA would read its cache as fractals, which P does not write", ("enable_kv_nz",)),
+    Refusal("request ids without a random part (`VLLM_DISABLE_REQUEST_ID_RANDOMIZATION`)", "two requests with one id would share blocks", ("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",)),
+    Refusal("both roles in one engine (`kv_both`) behind our metaserver", f"two engines full of each other's reservations would wait for each other's prefills ({BOTH})", ("kv_both behind the metaserver",)),
+    Refusal("`kv_both` without `hold_sources`", f"its order is P first: P holds what it computed until a D has come for it ({BOTH})", ("kv_both without hold_sources",)),
+    Refusal("`kv_both` beside vllm-ascend, vLLM before 0.32, the ascend transport, pipelines, data or context parallelism, drafts, windows, states, several groups, or a MultiConnector", f"routers ask for it in plain engines ({BOTH}). Each of these changes what a scheduler holds for a peer, and needs a pair that shows it in both directions", ("kv_both under vllm-ascend", "kv_both with this vLLM", "kv_both for a cache with sliding windows, states or several groups", "kv_both over …", "kv_both with pipeline parallelism", "kv_both with data parallelism", "kv_both with context parallelism", "kv_both with speculative decoding", "kv_both behind a MultiConnector")),
+)  # fmt: skip
+
+NOT_RUN = {
     "a layer's cache on one rank alone (KVPP of a later vllm-ascend)": "plans know such layers; what workers would report of memory that they do not "
     "have is not built, because no engine here has it ([decisions.md](decisions.md#context-parallelism-ranks-that-divide-the-tokens))",
     "vLLM's `test_kv_load_failure_recovery`, `test_invalid_blocks_correctness`, `test_error_propagation` and `test_output_aggregator`": "they show "
@@ -113,141 +144,53 @@ REFUSED = {
 }
 
 
+class Shown(NamedTuple):
+    how: str  # a word of HOW
+    what: str = ""  # sizes and kinds, for docs/matrix.md
+
+
 class Combination(NamedTuple):
-    """A line of the README's table: its name, and what ran with direct pushes and with an exchange in P."""
+    """A line of the READMEs' table, and with its sizes of docs/matrix.md: direct pushes, and with an exchange in P."""
 
     rows: tuple[str, ...]  # rows of docs/matrix.md by name
-    english: tuple[str, str, str]
-    chinese: tuple[str, str, str]
+    english: str
+    chinese: str
+    direct: Shown
+    regrouped: Shown
 
+
+HOW = {  # English, Chinese
+    "real pair": "真实的引擎对",
+    "in host memory": "主机内存中",
+    "byte-exact": "逐字节一致",
+    "not needed": "不需要",
+    "not done": "未做",
+}
+NOT_NEEDED = Shown("not needed")
 
 COMBINATIONS = (
-    Combination(
-        ("tp", "tp-wide", "regroup"),
-        ("GQA, TP 1→1, 2→1, 1→2, 2→2, 4→2, 2→4", "real pair", "real pair (2→1, 4→2)"),
-        ("GQA，TP 1→1、2→1、1→2、2→2、4→2、2→4", "真实的引擎对", "真实的引擎对（2→1、4→2）"),
-    ),
-    Combination(
-        ("pp",),
-        (
-            "GQA, PP 2 → 1; any pipeline to any, cut alike or not: 1 → 2, 2 → 2, TP 2 → PP 2; MLA PP 1 → 2",
-            "real pair",
-            "real pair (TP 2 → PP 2)",
-        ),
-        (
-            "GQA，PP 2 → 1；任意流水线到任意流水线，切分相同或不同：1 → 2、2 → 2、TP 2 → PP 2；MLA PP 1 → 2",
-            "真实的引擎对",
-            "真实的引擎对（TP 2 → PP 2）",
-        ),
-    ),
-    Combination(
-        ("dp-ep",),
-        (
-            "experts, P (TP × DP) → D (TP × DP): 2×1→1×2, 1×2→1×2, 1×2→2×1, 2×2→1×2",
-            "real pair",
-            "real pair (P of TP 2)",
-        ),
-        (
-            "专家模型，P（TP × DP）→ D（TP × DP）：2×1→1×2、1×2→1×2、1×2→2×1、2×2→1×2",
-            "真实的引擎对",
-            "真实的引擎对（P 侧 TP 2）",
-        ),
-    ),
-    Combination(
-        ("vllm-ascend-dcp",),
-        (
-            "context parallelism, under vllm-ascend: DCP on P, on D, on both; PCP on P",
-            "byte-exact against a reference; vllm-ascend's engines on a CANN in host memory (DCP: MQA 2→1, 1→2, 4→2, MLA 2→1, 1→2, GQA on P 2→1; PCP: MQA)",
-            "not done",
-        ),
-        (
-            "上下文并行，需 vllm-ascend：P、D 或两侧的 DCP；P 侧的 PCP",
-            "与参考结果逐字节一致；主机内存 CANN 上的 vllm-ascend 引擎（DCP：MQA 2→1、1→2、4→2，MLA 2→1、1→2，P 侧 GQA 2→1；PCP：MQA）",
-            "未做",
-        ),
-    ),
-    Combination(
-        ("one-head",),
-        ("MQA 2→1, 1→2; MLA 1→1, 2→1, 1→2", "real pair", "not needed"),
-        ("MQA 2→1、1→2；MLA 1→1、2→1、1→2", "真实的引擎对", "不需要"),
-    ),
-    Combination(
-        ("drafts",),
-        (
-            "a draft model: MTP with MLA 1→1, 2→1, beside Gated DeltaNet 1→1, 2→1; Eagle3 with other heads than its target 1→1, 2→1; Eagle, a model of its own, ngram 1→1; DFlash 1→1, 2→1",
-            "real pair",
-            "real pair (Eagle3, DFlash 2→1)",
-        ),
-        (
-            "草稿模型：MLA 的 MTP，1→1、2→1，Gated DeltaNet 旁的 MTP，1→1、2→1；与目标模型头数不同的 Eagle3，1→1、2→1；Eagle、独立的草稿模型、ngram 1→1；DFlash 1→1、2→1",
-            "真实的引擎对",
-            "真实的引擎对（Eagle3、DFlash 2→1）",
-        ),
-    ),
-    Combination(
-        ("indexer",),
-        (
-            "MLA with a sparse indexer 1→1, 2→1, 1→2; in int8 2→1; with Eagle3 beside it 2→1",
-            "real pair",
-            "real pair (Eagle3's layer)",
-        ),
-        ("带稀疏索引器的 MLA 1→1、2→1、1→2；int8 2→1；外加 Eagle3 2→1", "真实的引擎对", "真实的引擎对（Eagle3 的层）"),
-    ),
-    Combination(
-        ("vllm-ascend-compressed",),
-        (
-            "DeepSeek-V4: compressed latents, windows, an indexer, 1→1, 2→1, 1→2; with MTP 1→1; under vllm-ascend",
-            "vllm-ascend's engines on a CANN in host memory",
-            "not needed",
-        ),
-        (
-            "DeepSeek-V4：压缩的 latent、滑动窗口、索引器，1→1、2→1、1→2；MTP 1→1；需 vllm-ascend",
-            "主机内存 CANN 上的 vllm-ascend 引擎",
-            "不需要",
-        ),
-    ),
-    Combination(
-        ("fp8",),
-        ("caches in fp8 (e4m3, e5m2): GQA 1→1, 2→1, 1→2; with windows or states 1→2", "real pair", "real pair (2→1)"),
-        ("fp8 缓存（e4m3、e5m2）：GQA 1→1、2→1、1→2；带滑动窗口或循环状态 1→2", "真实的引擎对", "真实的引擎对（2→1）"),
-    ),
-    Combination(
-        ("windows",),
-        (
-            "sliding windows in some layers or all (gpt-oss, Gemma-3, Mistral) 1→1, 2→1, 1→2, with vLLM 0.23, and 0.32 or later",
-            "real pair",
-            "real pair (2→1)",
-        ),
-        (
-            "部分或全部层带滑动窗口（gpt-oss、Gemma-3、Mistral）1→1、2→1、1→2，需 vLLM 0.23，或 0.32 及更高版本",
-            "真实的引擎对",
-            "真实的引擎对（2→1）",
-        ),
-    ),
-    Combination(
-        ("states",),
-        (
-            "recurrent states beside attention or alone (Nemotron-H, Falcon-H1, Mamba-2, Qwen3-Next) 1→1, 2→1, 1→2, with vLLM 0.23, and 0.32 or later",
-            "real pair",
-            "not needed",
-        ),
-        (
-            "循环状态，与注意力并存或单独使用（Nemotron-H、Falcon-H1、Mamba-2、Qwen3-Next）1→1、2→1、1→2，需 vLLM 0.23，或 0.32 及更高版本",
-            "真实的引擎对",
-            "不需要",
-        ),
-    ),
-    Combination(
-        (),
-        (
-            "any two TP sizes, 3→2, 6→4, 8→1, …; token-major and head-major; different block sizes",
-            "byte-exact against a reference",
-            "byte-exact over gloo",
-        ),
-        (
-            "任意两个 TP 大小，3→2、6→4、8→1……；token-major 和 head-major；不同的块大小",
-            "与参考结果逐字节一致",
-            "经 gloo 逐字节一致",
-        ),
-    ),
-)
+    Combination(("tp", "tp-wide", "regroup"), "GQA, TP sizes equal or not", "GQA，TP 相等或不等",
+        Shown("real pair", "TP 1→1, 2→1, 1→2, 2→2, 4→2, 2→4, 3→2, 2→3"), Shown("real pair", "2→1, 4→2")),
+    Combination(("pp",), "pipelines, cut alike or not", "流水线并行，切分相同或不同",
+        Shown("real pair", "PP 2→1, 1→2, 2→2, TP 2 → PP 2; MLA PP 1→2"), Shown("real pair", "TP 2 → PP 2")),
+    Combination(("dp-ep",), "experts, with data parallelism", "专家模型，含数据并行",
+        Shown("real pair", "2×1→1×2, 1×2→1×2, 1×2→2×1, 2×2→1×2 (TP × DP)"), Shown("real pair", "P of TP 2")),
+    Combination(("vllm-ascend-dcp",), "context parallelism, under vllm-ascend", "上下文并行，需 vllm-ascend",
+        Shown("in host memory", "DCP with MQA 2→1, 1→2, 4→2, MLA 2→1, 1→2, GQA on P alone 4→2; PCP 2 → DCP 2 with MQA. More sizes are byte-exact against a reference"), Shown("not done")),
+    Combination(("one-head", "tp-wide"), "MQA and MLA", "MQA 和 MLA",
+        Shown("real pair", "MQA 2→1, 1→2; MLA 1→1, 2→1, 1→2, 4→2"), NOT_NEEDED),
+    Combination(("drafts",), "draft models: MTP, Eagle, Eagle3, DFlash, a model of its own, ngram", "草稿模型：MTP、Eagle、Eagle3、DFlash、独立的草稿模型、ngram",
+        Shown("real pair", "MTP with MLA 1→1, 2→1, beside Gated DeltaNet 1→1, 2→1; Eagle3 with other heads than its target 1→1, 2→1; DFlash 1→1, 2→1; Eagle, a model of its own, ngram 1→1"), Shown("real pair", "Eagle3, DFlash 2→1")),
+    Combination(("indexer",), "MLA with a sparse indexer", "带稀疏索引器的 MLA",
+        Shown("real pair", "1→1, 2→1, 1→2; in int8 2→1; with Eagle3 beside it 2→1"), Shown("not needed", "MLA is whole on each rank. An Eagle3's layer beside it is exchanged, real pair 2→1")),
+    Combination(("vllm-ascend-compressed",), "DeepSeek-V4, under vllm-ascend", "DeepSeek-V4，需 vllm-ascend",
+        Shown("in host memory", "1→1, 2→1, 1→2, with compressed latents, windows and an indexer; with MTP 1→1"), NOT_NEEDED),
+    Combination(("fp8",), "caches in fp8", "fp8 缓存",
+        Shown("real pair", "GQA 1→1, 2→1, 1→2 (e4m3, e5m2); with windows or states 1→2"), Shown("real pair", "2→1")),
+    Combination(("windows", "groups-0.23"), "sliding windows in some layers or all", "部分或全部层带滑动窗口",
+        Shown("real pair", "1→1, 2→1, 1→2 (gpt-oss, Gemma-3, Mistral), with vLLM 0.23, and 0.32 or later"), Shown("real pair", "2→1")),
+    Combination(("states", "groups-0.23"), "recurrent states: Mamba-2, Gated DeltaNet", "循环状态：Mamba-2、Gated DeltaNet",
+        Shown("real pair", "1→1, 2→1, 1→2 (Nemotron-H, Falcon-H1, Mamba-2, Qwen3-Next), with vLLM 0.23, and 0.32 or later"), NOT_NEEDED),
+    Combination((), "any two TP sizes, layouts and block sizes", "任意两个 TP 大小、布局和块大小",
+        Shown("byte-exact", "against a reference: 3→2, 6→4, 8→1, …; token-major and head-major; different block sizes"), Shown("byte-exact", "over gloo")),
+)  # fmt: skip

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+
+from tools.matrix import MARKS
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted(
@@ -15,6 +19,7 @@ PAGES = sorted(
 )
 READMES = (Path("README.md"), Path("README.zh-CN.md"))
 SCREEN = 50  # lines
+LONGEST_CELL = 300
 
 
 def links(text: str) -> list[str]:
@@ -74,35 +79,109 @@ def test_both_readmes_lead_to_the_same_places() -> None:
     assert one - set(READMES) == other - set(READMES)
 
 
+def commands(text: str) -> list[str]:
+    """Return the commands in blocks of code, without their comments."""
+    blocks = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if re.match(r"(\./|scripts/|python|pip|vllm|curl|\")", line)]
+
+
 def test_commands_in_both_readmes_are_the_same() -> None:
-    def commands(page: Path) -> list[str]:
-        blocks = re.findall(r"^```\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
-        lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
-        return [line for line in lines if re.match(r"(\./|pip|vllm|\")", line)]
-
-    assert commands(READMES[0]) == commands(READMES[1])
+    one, other = (commands((ROOT / page).read_text()) for page in READMES)
+    assert one == other == ["./scripts/quickstart.sh", "./scripts/test.sh"]
 
 
-def structure(page: Path) -> list[tuple[str, object]]:
-    """Headings, rows of tables and blocks of code in order; of a row its numbers and how many cells it has."""
-    found: list[tuple[str, object]] = []
-    code = False
-    for line in (ROOT / page).read_text().splitlines():
-        if line.startswith("```"):
-            code = not code
-            found.append(("code", None))
-        elif not code and line.startswith("#"):
-            found.append(("heading", line.split(" ")[0]))
-        elif not code and line.startswith("|"):
-            cells = re.split(r"(?<!\\)\|", line.strip("|"))
-            found.append(("row", [tuple(re.findall(r"\d+(?:\.\w+)*", cell)) for cell in cells]))
+class Line(NamedTuple):
+    """A heading, a line of prose, a row of a table or a block of code, by what both languages share of it."""
+
+    kind: str
+    shared: object
+
+
+def structure(page: Path) -> list[Line]:
+    """Headings, paragraphs, rows of tables and blocks of code in order.
+
+    Shared are of a row each cell's numbers, links and names in backquotes, of a paragraph its links and names, of a
+    block of code its commands.
+    """
+    found: list[Line] = []
+    blocks = re.split(r"^(```\n.*?^```)$", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    for block in blocks:
+        if block.startswith("```"):
+            found.append(Line("code", commands(block)))
+            continue
+        for paragraph in filter(None, map(str.strip, block.split("\n\n"))):
+            lines = [line for line in paragraph.splitlines() if not line.startswith("<!--")]
+            if lines[0].startswith("#"):
+                found.append(Line("heading", lines[0].split(" ")[0]))
+            elif lines[0].startswith("|"):
+                found += [Line("row", [shared(cell) for cell in cells(line)]) for line in lines]
+            else:
+                found.append(Line("prose", shared(" ".join(lines))))
     return found
 
 
-def test_both_readmes_have_the_same_headings_and_tables() -> None:
-    one, other = (structure(page) for page in READMES)
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))]
+
+
+def shared(text: str) -> list[list[str]]:
+    """Return what does not depend on the language: links (with the other page's own headings as #), names, numbers."""
+    targets = [re.sub(r"^#.*", "#", target) for target in links(text) if not target.startswith("README")]
+    plain = re.sub(r"\]\([^)]*\)|`[^`]*`", "", text)
+    return [sorted(targets), sorted(re.findall(r"`([^`]+)`", text)), sorted(re.findall(r"\d+(?:\.\w+)*", plain))]
+
+
+def test_both_readmes_have_the_same_structure() -> None:
+    one, other = map(structure, READMES)
     assert one == other
-    assert sum(kind == "row" for kind, _ in one) > 20
+    assert sum(line.kind == "row" for line in one) > 35
+
+
+@pytest.mark.parametrize("readme", READMES, ids=str)
+def test_the_readme_is_three_sentences_a_picture_two_commands_what_ran_the_combinations_and_links(readme: Path) -> None:
+    text = (ROOT / readme).read_text()
+    parts = re.split(r"^#+ .*$", text, flags=re.MULTILINE)
+    kinds = [kind for kind, _ in itertools.groupby(line.kind for line in structure(readme))]
+    assert len(parts) == 6, "the title, then the picture, the commands, what ran where, the links"
+    _, beginning, picture, two, ran, listed = parts
+    wanted = "heading prose heading code heading code prose heading row prose row heading row prose"
+    assert kinds == wanted.split()
+    sentences = re.findall(r"[^.。]+(?:\.(?!\s|$)[^.。]*)*[.。](?=\s|$)", beginning.strip().partition("\n\n")[2])
+    assert len(sentences) == 3, sentences
+    assert "══6══▶" in picture and len(commands(two)) == 2
+    assert MARKS.begin in ran and MARKS.end in ran
+    assert len(links(listed)) > 20 and "docs/start.md" in links(listed)
+
+
+@pytest.mark.parametrize("readme", READMES, ids=str)
+def test_the_readme_is_short_and_so_is_each_cell(readme: Path) -> None:
+    lines = (ROOT / readme).read_text().splitlines()
+    assert len(lines) <= 110
+    assert not [cell for line in lines if line.startswith("|") for cell in cells(line) if len(cell) > LONGEST_CELL]
+
+
+NOT_SHOWN = {
+    "README.md": ("bisheng", "HCCL's and Mooncake's Ascend transports", "timing", "registration of device memory", "graph capture on a device"),
+    "README.zh-CN.md": ("bisheng", "HCCL 和 Mooncake 的昇腾传输", "时间性能", "设备内存的注册", "设备上的图捕获"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("readme", "in_host_memory", "silicon"),
+    [
+        ("README.md", "its own code on a CANN in host memory", "**nothing on silicon**"),
+        ("README.zh-CN.md", "它自己的代码，在主机内存中的 CANN 上", "**没有任何内容在芯片上运行过**"),
+    ],
+)
+def test_what_ran_on_a_cann_in_host_memory_says_what_it_does_not_show(
+    readme: str, in_host_memory: str, silicon: str
+) -> None:
+    rows = [cells(line) for line in (ROOT / readme).read_text().splitlines() if line.startswith("| 0.23.0 |")]
+    stand_in, npu = rows
+    assert stand_in[1] == "0.23.0.post1" and in_host_memory in stand_in[-1]
+    assert all(name in stand_in[-1].partition("**")[2] for name in NOT_SHOWN[readme])
+    assert npu[-1] == silicon
 
 
 def test_both_readmes_say_as_much_in_bold() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -14,7 +15,9 @@ import pytest
 
 from tools import matrix
 from tools.matrix import MARKS, Result, read, written
-from tools.support.matrix import COMBINATIONS, PAIRS, REFUSED, ROWS
+from tools.support.matrix import COMBINATIONS, HOW, PAIRS, REFUSED, ROWS
+from vllm_ascend_pd.admission.cache import GROUPED
+from vllm_ascend_pd.admission.configuration import BOTH
 
 PAGE = f"before\n{MARKS.begin}\nan older table\n{MARKS.end}\nafter\n"
 RAN = """.tokens: 10 answers, 120 tokens compared, 0 excused
@@ -28,7 +31,6 @@ def test_each_row_names_tests_that_are_there_and_the_page_has_each() -> None:
     for row in ROWS:
         assert (matrix.ROOT / row.tests[0]).is_file() and f"| {row.mode} |" in page, row
     assert len({row.name for row in ROWS}) == len({row.mode for row in ROWS}) == len(ROWS)
-    assert all(f"| {mode} |" in page for mode in REFUSED)
     assert all(row.ci in ("all", "one") or row.ci.startswith("no: ") for row in ROWS), "what CI leaves out has a reason"
     slow = re.compile(r"^pytestmark = .*mark\.slow", re.MULTILINE)
     shown = [row for row in ROWS if not row.ci.startswith("no: ")]
@@ -37,24 +39,61 @@ def test_each_row_names_tests_that_are_there_and_the_page_has_each() -> None:
 
 def test_each_set_of_engines_under_vllm_ascend_is_in_one_row() -> None:
     titles = re.findall(r'\bEngines\(\s*"([^"]+)"', (matrix.ROOT / PAIRS).read_text())
-    rows = [row.tests[2] for row in ROWS if row.tests[0] == PAIRS]
+    listed = [title for row in ROWS if row.tests[0] == PAIRS for title in matrix.engine_sets(row)]
     assert len(titles) > 40
+    assert sorted(listed) == sorted(titles)
 
-    def selected(words: str, title: str) -> bool:
-        known = re.sub(
-            r"\w+", lambda word: word[0] if word[0] in ("and", "or", "not") else str(word[0] in title), words
-        )
-        return bool(eval(known))
 
-    for title in titles:
-        assert sum(selected(words, title) for words in rows) == 1, title
+def test_the_pages_tables_of_the_source_are_as_it_says() -> None:
+    page = matrix.PAGE.read_text()
+    assert matrix.with_sections(page) == page, "scripts/matrix.sh --write"
 
 
 def test_the_readmes_tables_are_of_the_same_source() -> None:
     names = {row.name for row in ROWS}
     assert all(names.issuperset(one.rows) for one in COMBINATIONS)
+    assert {shown.how for one in COMBINATIONS for shown in (one.direct, one.regrouped)} == HOW.keys()
     for path, text in matrix.readmes().items():
         assert path.read_text() == text, f"{path.name}: scripts/matrix.sh --write"
+
+
+def features(file: Path) -> set[str]:
+    """Return what a file's calls of not_proven name; … stands for what they insert, unless it is a constant's name."""
+    constants = {"BOTH": BOTH, "GROUPED": GROUPED}
+    found = set()
+
+    def said(node: ast.expr, variables: dict[str, ast.expr]) -> str:
+        if isinstance(node, ast.Constant):
+            return str(node.value)
+        if isinstance(node, ast.JoinedStr):
+            return "".join(said(part, variables) for part in node.values)
+        inner = node.value if isinstance(node, ast.FormattedValue) else node
+        if isinstance(inner, ast.Name) and inner.id in constants:
+            return constants[inner.id]
+        if isinstance(node, ast.Name) and node.id in variables:
+            return said(variables[node.id], {})
+        return "…"
+
+    for function in ast.walk(ast.parse(file.read_text())):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        variables: dict[str, ast.expr] = {}
+        nodes = [node for node in ast.walk(function) if isinstance(node, (ast.Assign, ast.Call))]
+        for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset)):
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                variables[node.targets[0].id] = node.value
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "not_proven":
+                found.add(re.sub("…+", "…", said(node.args[0], variables)))
+    return found
+
+
+def test_each_refusal_in_the_code_has_its_reason_on_the_page_and_no_other() -> None:
+    package = matrix.ROOT / "vllm_ascend_pd"
+    in_code = set[str]().union(*map(features, package.rglob("*.py")))
+    on_page = [feature for one in REFUSED for feature in one.features]
+    assert len(in_code) > 40
+    assert sorted(on_page) == sorted(in_code)
+    assert all(one.why and one.features for one in REFUSED)
 
 
 @pytest.mark.parametrize(
