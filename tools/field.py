@@ -10,6 +10,7 @@ import argparse
 import logging
 import re
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -41,8 +42,9 @@ def verdicts(texts: Mapping[str, str], known: Known) -> list[Verdict]:
     return list(found.values())
 
 
-def tables(found: Sequence[Verdict]) -> str:
-    parts = [_summary(found), _reasons(found), _configurations(found), _unknown(found), _switches(found)]
+def tables(found: Sequence[Verdict], source: str = "") -> str:
+    """Return the page's tables. `source`: vllm-ascend's code, in which the switches must stand."""
+    parts = [_summary(found), _reasons(found), _configurations(found), _unknown(found), _switches(found, source)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -129,18 +131,24 @@ def _unknown(found: Iterable[Verdict]) -> str:
     )
 
 
-def _switches(found: Iterable[Verdict]) -> str:
+def _switches(found: Iterable[Verdict], source: str) -> str:
     count: Counter[str] = Counter()
     ran = small.ran()
     for each in found:
         count.update({switch for engine in (*each.p, *each.d) for switch in engine.switches - ran})
+    unread = {name for name in count if source and f'"{name.rpartition(".")[2]}"' not in source}
+    listed = sorted(count.items(), key=lambda one: (-one[1], one[0]))
+    nowhere = ", ".join(f"`{name}` ({number})" for name, number in listed if name in unread) or "none"
+    last = f"Switches that this vllm-ascend reads nowhere (in how many configurations): {nowhere}."
     return "\n".join(
         [
             "Switches of vllm-ascend that admission does not look at, and with which no set of engines has run:",
             "",
             "| switch | configurations in which it is on |",
             "|---|--:|",
-            *(f"| `{one}` | {number} |" for one, number in sorted(count.items(), key=lambda one: (-one[1], one[0]))),
+            *(f"| `{name}` | {number} |" for name, number in listed if name not in unread),
+            "",
+            textwrap.fill(last, 120, break_on_hyphens=False),
         ]
     )
 
@@ -184,7 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (sdist.Unreachable, sdist.NotThePinned, OSError) as problem:
         print(f"field: {problem}", file=sys.stderr)
         return 2
-    printed = tables(verdicts(sdist.read(path, FOLDER, ".yaml"), known_models())) + "\n"
+    source = "\n".join(sdist.read(path, "vllm_ascend", ".py").values())
+    printed = tables(verdicts(sdist.read(path, FOLDER, ".yaml"), known_models()), source) + "\n"
     if not args.write and not args.check:
         print(printed, end="")
         return 0

@@ -57,7 +57,7 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "PD-GEO-003": Entry(
         "The KV cache layout of layer {layer!r} is not understood: {why}.",
-        "Report the attention backend and the shapes; use a backend listed in the README meanwhile.",
+        "Report the attention backend and the shapes; use a kind of cache that docs/kinds.md lists meanwhile.",
     ),
     "PD-GEO-004": Entry(
         "Layer {layer} was not computed in a step whose tokens are to be pushed.",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -48,7 +49,11 @@ class Machine:
         keys = {"mooncake_protocol": "tcp", "patient_shm": "on"}
         # vLLM's own way, which its servers replace: cores and workers do not repeat imports of half a minute.
         forked = {} if os.environ.get("PD_TEST_FORK") == "0" else {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-        return cls(str(INTERPRETER), True, build.plugins, {**build.variables(), "MC_FORCE_TCP": "1", **forked}, keys)
+        # Delays differ from run to run; a set's first line says how to have the same again.
+        drawn = {"STAND_IN_SEED": os.environ.get("STAND_IN_SEED") or str(secrets.randbelow(1_000_000))}
+        return cls(
+            str(INTERPRETER), True, build.plugins, {**build.variables(), "MC_FORCE_TCP": "1", **forked, **drawn}, keys
+        )
 
 
 NPUS = Machine(sys.executable, stands_in=False)
@@ -71,6 +76,7 @@ class Side:
     late_us: int = 0  # longest delay of an operator's results on their way to the cache
     delay_us: int = 0  # longest delay of a task of its streams before it runs
     faults: str = ""  # file that plants faults in a P: plugin/ascend_host/faults.py
+    switches: Mapping[str, str] = field(default_factory=dict)  # of vllm-ascend, by environment variable
 
     @property
     def divided(self) -> tuple[str, ...]:
@@ -131,7 +137,7 @@ class Engines:
 
         vllm-ascend's MLA has two ways, which round differently; a recurrence rounds its state at the end of each step.
         """
-        return self.model not in ("mla", "mtp", "qwen3next", "qwen3next-mtp")
+        return self.model not in ("mla", "dsv3", "mtp", "qwen3next", "qwen3next-mtp")
 
     @property
     def seeded(self) -> bool:
@@ -216,7 +222,7 @@ class Engines:
             npu=True,
             plugins=machine.plugins,
             arguments=(*common, *side.graph_flags, *side.divided, *self.flags, *side.flags),
-            environment={**machine.environment, **(side.environment if machine.stands_in else {})},
+            environment={**machine.environment, **side.switches, **(side.environment if machine.stands_in else {})},
         )
 
 

@@ -40,6 +40,7 @@ FULL = "FULL_DECODE_ONLY"
 LONG = 4096  # an indexer picks 2,048 tokens, whatever the model's index_topk: its keys affect answers to longer prompts
 ROOM = ("--kv-cache-memory-bytes", str(64 << 20))
 C8 = additional(enable_sparse_sfa_c8=True, enable_sparse_li_c8=True)
+C8_IN_RUNS = additional(enable_sparse_sfa_c8=True, enable_sparse_li_c8=True, c8_enable_reshape_optim=True)
 # vllm-ascend's own: with its recompute scheduler D keeps in the host's memory what it preempts.
 OFFLOAD = {
     "kv_connector": "RecomputeCPUOffloadConnector",
@@ -49,6 +50,14 @@ FEW_STATES = ("--max-num-seqs", "16")  # with graphs each must have blocks for i
 # In bfloat16 vllm-ascend looks for norms to fuse with a quantisation, by operators that have no definition here.
 UNFUSED = {"ascend_compilation_config": {"fuse_norm_quant": False}}
 NOT_FUSED = additional(**UNFUSED)
+# Of vllm-ascend's own configurations, 38 have the first (hidden states divided by tokens between the layers), 37 the
+# second and 34 the third, which without the quantised weights that they need change nothing.
+DIVIDED = {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
+FUSED = {"VLLM_ASCEND_ENABLE_FUSED_MC2": "1", "VLLM_ASCEND_ENABLE_MLAPO": "1"}
+HEAD = {"finegrained_tp_config": {"lmhead_tensor_parallel_size": 2}}
+GRAPHS = {"ascend_compilation_config": {"enable_npugraph_ex": True}, "enable_cpu_binding": True}
+OFTEN = {"expert_heat_collection_interval": 8, "algorithm_execution_interval": 4, "eplb_policy_type": 1}
+BALANCED = additional(eplb_config={"dynamic_eplb": True, **OFTEN})
 FEW = few_blocks(16)  # room for two and a half requests
 HYBRID_BLOCK = 2 * BLOCK  # beside states, vllm-ascend makes a group's block of several of the kernels'
 
@@ -56,6 +65,8 @@ HYBRID_BLOCK = 2 * BLOCK  # beside states, vllm-ascend makes a group's block of 
 @contextmanager
 def started(engines: Engines, machine: Machine, progress: Callable[[str], None]) -> Iterator[Pair]:
     """Start a set; at its end all blocks of both engines must be free, and not too many answers excused."""
+    if machine.stands_in:
+        progress(f"{engines}: STAND_IN_SEED={machine.environment['STAND_IN_SEED']}")
     with Cluster(fresh_directory("ascend_host"), progress=progress) as cluster:
         pair = engines.start(machine, cluster)
         if RECIPES[engines.model].recomputes_last:
@@ -208,6 +219,22 @@ def replayed(engines: Engines, pair: Pair) -> None:
         assert ("Replaying aclgraph" in engine.log.read_text(errors="replace")) is bool(side.graphs), engine.name
 
 
+def switched(engines: Engines, pair: Pair) -> None:
+    """Each engine has read the switches that its environment sets."""
+    for side, engine in ((engines.p, pair.prefill), (engines.d, pair.decode[0])):
+        log = engine.log.read_text(errors="replace")
+        for name in side.switches:
+            assert re.search(rf"environment variable {name} with value (True|1)\b", log), (engine.name, name)
+
+
+def balanced(engines: Engines, pair: Pair) -> None:
+    """Each engine has found a better place for some experts while it answered."""
+    for engine in (pair.prefill, pair.decode[0]):
+        log = engine.log.read_text(errors="replace")
+        found = re.findall(r"Expert hotness imbalance, current: mean=(\S+) .*, updated: mean=(\S+) ", log)
+        assert any(current != updated for current, updated in found), (engine.name, found)
+
+
 def state_prefixes(engines: Engines, pair: Pair) -> None:
     """With a draft model vLLM does not use the last block of a cached prefix."""
     pair.check_prefix_of_states(HYBRID_BLOCK, dropped=HYBRID_BLOCK if engines.draft else 0)
@@ -305,13 +332,14 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("gqa 2to1 own kernels", p=Side(2, keys=OWN_KERNELS, late_us=LATE, delay_us=DELAY)), FEWER),
     (Engines("mqa 1to1", "mqa"), FEWER),
     (Engines("mha 2to1", "mha6", p=Side(2)), FEWER),
-    (Engines("gqa 1to2", d=Side(2)), FEWER),
+    (Engines("qwen3 1to2", "qwen3", d=Side(2)), FEWER),
     (Engines("gqa pp 2to1", p=Side(pp=2)), FEWER),
-    (Engines("gqa 2to2", p=Side(2, delay_us=DELAY), d=Side(2, delay_us=DELAY)), FEWER),
+    (Engines("qwen2 2to2", "qwen2", p=Side(2, delay_us=DELAY), d=Side(2, delay_us=DELAY)), FEWER),
     (Engines("gqa 4to2 regrouped", p=Side(4, keys=REGROUPED), d=Side(2)), FEWER),
     (Engines("moe 1to1 dp 2to2", "moe", p=Side(dp=2), d=Side(dp=2), flags=EXPERTS), FEWER),
     (Engines("moe 2to1 dp 1to2", "moe", p=Side(2), d=Side(dp=2), flags=EXPERTS), FEWER),
     (Engines("moe 1to1 dp 1to2 a server each", "moe", d=Side(dp=2, servers=2), flags=EXPERTS), FEWER),
+    (Engines("dsv3 1to1", "dsv3", p=Side(late_us=LATE), dtype="bfloat16"), (*FEWER, prefixes)),
     (Engines("mla 2to1", "mla", p=Side(2, late_us=LATE), dtype="bfloat16"), FEWER),
     (Engines("mla 1to2", "mla", d=Side(2), dtype="bfloat16"), FEWER),
     (Engines("mtp 1to1", "mtp", p=Side(drafts=1, late_us=LATE), dtype="bfloat16", draft=MTP3), (*FEWER, drafts)),
@@ -379,7 +407,17 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         (*FEWER, chosen),
     ),
     (
-        Engines("dsa 1to1 int8 mtp", "dsv32-mtp", dtype="bfloat16", flags=(*C8, *ROOM), draft=MTP3, max_len=LONG),
+        # P stores index keys in runs of tokens.
+        Engines(
+            "dsa 1to1 int8 mtp",
+            "dsv32-mtp",
+            dtype="bfloat16",
+            p=Side(flags=C8_IN_RUNS),
+            d=Side(flags=C8),
+            flags=ROOM,
+            draft=MTP3,
+            max_len=LONG,
+        ),
         (*FEWER, chosen, drafts),
     ),
     # GLM-5: layers with an indexer of their own beside one that uses another's choice, and another rotation of keys.
@@ -394,6 +432,71 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         (*ENTRIES, drafts),
     ),
     (Engines("mqa pcp 2 to dcp 2", "mqa", p=Side(pcp=2), d=Side(2, dcp=2)), FEWER),
+    # Switches of vllm-ascend's own configurations.
+    (
+        Engines(
+            "switches moe 2to2 flash communication",
+            "moe",
+            p=Side(2, switches=DIVIDED),
+            d=Side(2, switches=DIVIDED),
+            flags=EXPERTS,
+        ),
+        (*FEWER, prefixes, switched),
+    ),
+    (
+        Engines(
+            "switches dsv3 2to2 shared expert",
+            "dsv3",
+            p=Side(2, switches=DIVIDED, flags=additional(enable_shared_expert_dp=True)),
+            d=Side(2, flags=additional(multistream_overlap_shared_expert=True)),
+            flags=EXPERTS,
+            dtype="bfloat16",
+        ),
+        (*FEWER, switched),
+    ),
+    (
+        Engines(
+            "switches mtp 2to1 flash communication",
+            "mtp",
+            p=Side(2, drafts=1, switches={**DIVIDED, **FUSED}),
+            d=Side(switches=FUSED),
+            flags=EXPERTS,
+            dtype="bfloat16",
+            draft=MTP3,
+        ),
+        (*FEWER, drafts, switched),
+    ),
+    (
+        Engines(
+            "switches dsa 2to1 tokens divided on P",
+            "dsv32",
+            p=Side(2, switches=DIVIDED, flags=additional(enable_dsa_cp=True, layer_sharding=["q_b_proj"])),
+            flags=EXPERTS,
+            dtype="bfloat16",
+            max_len=LONG,
+        ),
+        (*FEWER, chosen, switched),
+    ),
+    (
+        Engines(
+            "switches moe 1to1 dp 2to2 head divided",
+            "moe",
+            p=Side(dp=2),
+            d=Side(dp=2, graphs=FULL, flags=additional(**HEAD, **GRAPHS)),
+            flags=EXPERTS,
+        ),
+        (*FEWER, replayed),
+    ),
+    (
+        Engines(
+            "switches moe 1to1 dp 2to2 experts balanced",
+            "moe",
+            p=Side(dp=2, switches={"DYNAMIC_EPLB": "true"}, flags=BALANCED),
+            d=Side(dp=2, switches={"DYNAMIC_EPLB": "true"}, flags=BALANCED),
+            flags=EXPERTS,
+        ),
+        (*FEWER, balanced),
+    ),
     # vllm-ascend's MultiConnector with ours and one of its own in it, on both sides.
     (
         Engines("gqa 2to1 multi", p=Side(2, late_us=LATE), d=Side(flags=(*FEW, *RECOMPUTES)), beside=(OFFLOAD,)),
@@ -411,6 +514,19 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
             draft=MTP3,
         ),
         (edges, chunks, drafts, replayed),
+    ),
+    # Drafts, data parallelism and full graphs: each in 50 of the field's configurations and more.
+    (
+        Engines(
+            "mtp 1to1 dp 2to2 full graphs",
+            "mtp",
+            p=Side(dp=2, drafts=1),
+            d=Side(dp=2, graphs=FULL, flags=NOT_FUSED),
+            flags=EXPERTS,
+            dtype="bfloat16",
+            draft=MTP3,
+        ),
+        (*FEWER, replayed),
     ),
     # The same where answers are exact, however long: in bfloat16 MLA's two ways round differently.
     (

@@ -7,6 +7,7 @@ So that an error here is not taken for one of vllm-ascend's. Runs wherever torch
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import sys
 from collections.abc import Iterator
@@ -1032,3 +1033,33 @@ def test_scatter_nd_update(seed: int, rows: int) -> None:
     for slot in range(20):
         at = slots.tolist().index(slot) if slot in slots.tolist() else None
         assert torch.equal(cache[slot], before[slot] if at is None else new[at])
+
+
+@MANY
+@given(seeds, st.lists(st.integers(-1, 15), min_size=1, max_size=12, unique=True))
+def test_store_kv_block(seed: int, slots: list[int]) -> None:
+    """As one token after the other, which the metadata's runs are made of: each as long as it can be."""
+    runs = [torch.full((12,), 7, dtype=torch.int32) for _ in range(3)]
+    sparse.store_kv_block_metadata(torch.tensor(slots, dtype=torch.int32), *runs, block_size=4)
+    keys, cache = random(seed, len(slots), 1, 3), random(seed + 1, 4, 4, 1, 3)
+    wanted = cache.clone()
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            wanted[slot // 4, slot % 4] = keys[token]
+    sparse.store_kv_block(keys, cache, *runs, block_size=4)
+    assert torch.equal(cache, wanted)
+
+
+@MANY
+@given(st.lists(st.integers(-1, 15), min_size=1, max_size=12, unique=True))
+def test_store_kv_block_metadata(slots: list[int]) -> None:
+    runs = [torch.full((12,), 7, dtype=torch.int32) for _ in range(3)]
+    sparse.store_kv_block_metadata(torch.tensor(slots, dtype=torch.int32), *runs, block_size=4)
+    found = [each for each in zip(*(run.tolist() for run in runs), strict=True) if each[0]]
+    assert [token + i for length, token, _ in found for i in range(length)] == [
+        t for t, s in enumerate(slots) if s >= 0
+    ]
+    assert [first + i for length, _, first in found for i in range(length)] == [s for s in slots if s >= 0]
+    for (length, token, first), (_, then, behind) in itertools.pairwise(found):
+        assert (token + length, first + length) != (then, behind) or behind % 4 == 0, "two runs that are one"
+    assert all(first % 4 + length <= 4 for length, _, first in found)

@@ -74,6 +74,10 @@ RECIPES = {
     # 576: vLLM divides the vocabulary by TP, and pads it to multiples of 64
     "mha6": Recipe("llama", layers=4, heads=6, kv_heads=6, head_dim=32, hidden=192, intermediate=384, vocab=576),
     "mla": Recipe("deepseek_v2", layers=4, heads=8, kv_heads=8, head_dim=128, hidden=256, intermediate=512),
+    "qwen2": Recipe("qwen2", layers=4, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512),
+    "qwen3": Recipe("qwen3", layers=4, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512),
+    # DeepSeek-V3 without its draft layer: one dense layer, then two of experts, one of them shared
+    "dsv3": Recipe("deepseek_v3", layers=3, heads=8, kv_heads=8, head_dim=128, hidden=256, intermediate=512),
     "moe": Recipe("qwen3_moe", layers=4, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512),
     # targets and their drafts; `mtp` contains its draft layer
     "mla-eagle3": Recipe("eagle3", 1, 8, 8, head_dim=32, hidden=256, intermediate=512, target="mla"),
@@ -166,7 +170,8 @@ def _write(recipe: Recipe, directory: Path) -> None:
             "deepseek_v3": _deepseek,
             **dict.fromkeys(SPARSE, _deepseek),
             deepseek4.FAMILY: _deepseek4,
-            "qwen3": _qwen3,
+            "qwen2": _qwen,
+            "qwen3": _qwen,
             "qwen3_moe": _qwen3_moe,
             "gemma3": _windowed,
             "gemma3n": _windowed,
@@ -177,7 +182,7 @@ def _write(recipe: Recipe, directory: Path) -> None:
         model = families[recipe.family](recipe).to(torch.float32)
         if recipe.one_layer_decides:
             drafts.let_one_layer_decide(model)
-        if recipe.family == "qwen3":
+        if recipe.family == "qwen3" and recipe.one_layer_decides:
             drafts.let_every_token_ask_alike(model)
     model.save_pretrained(directory, safe_serialization=True)
     _write_tokenizer(directory, recipe.vocab)
@@ -242,11 +247,16 @@ def _deepseek(recipe: Recipe) -> Any:
     library: Any = transformers
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v2": ("DeepseekV2", {"q_lora_rank": None}),
-        "deepseek_v3": ("DeepseekV3", {"q_lora_rank": 128}),
+        "deepseek_v3": (
+            "DeepseekV3",
+            {"q_lora_rank": 128, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+        ),
         "deepseek_v32": ("DeepseekV32", {"q_lora_rank": 128, "index_n_heads": 2}),
         "glm_moe_dsa": ("GlmMoeDsa", {"q_lora_rank": 128, "index_n_heads": 2, "index_topk_pattern": "FFSF"}),
     }
     name, more = kinds[recipe.family]
+    # Else dense layers only: experts add nothing to a test of the cache.
+    experts = recipe.family == "deepseek_v3" and not recipe.one_layer_decides
     model, config = getattr(library, f"{name}ForCausalLM"), getattr(library, f"{name}Config")
     return model(
         config(
@@ -254,8 +264,8 @@ def _deepseek(recipe: Recipe) -> Any:
             moe_intermediate_size=128,
             n_shared_experts=1,
             n_routed_experts=4,
-            num_experts_per_tok=2,
-            first_k_dense_replace=recipe.layers,  # dense layers only: experts add nothing to a test of the cache
+            num_experts_per_tok=4 if experts else 2,  # of four, so that rounding changes no choice
+            first_k_dense_replace=1 if experts else recipe.layers,
             n_group=1,
             topk_group=1,
             kv_lora_rank=512,
@@ -279,10 +289,12 @@ def _ratios(recipe: Recipe) -> tuple[int, ...]:
     return deepseek4.DRAFTED_RATIOS if recipe.one_layer_decides else deepseek4.RATIOS
 
 
-def _qwen3(recipe: Recipe) -> Any:
+def _qwen(recipe: Recipe) -> Any:
     import transformers
 
     library: Any = transformers
+    if recipe.family == "qwen2":  # its heads' size follows from the others; its projections have a bias
+        return library.Qwen2ForCausalLM(library.Qwen2Config(**_sizes(recipe)))
     return library.Qwen3ForCausalLM(library.Qwen3Config(**_sizes(recipe), head_dim=recipe.head_dim))
 
 

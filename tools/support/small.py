@@ -26,6 +26,7 @@ KINDS = {
     "deepseek_v4": {COMPRESSED},
     "glm_moe_dsa": {"indexer"},
     "llama": {"full"},
+    "qwen2": {"full"},
     "qwen3": {"full"},
     "qwen3_moe": {"full"},
     "qwen3_next": {"full", "gdn"},
@@ -143,5 +144,5 @@ def ran() -> set[str]:
         name
         for engines, _ in _listed()
         for side in (engines.p, engines.d)
-        for name in _switches((*engines.flags, *side.flags))
+        for name in (*_switches((*engines.flags, *side.flags)), *side.switches)
     }

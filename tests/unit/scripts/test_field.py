@@ -356,7 +356,10 @@ def test_the_tables_count_what_starts_and_what_stands_in_the_way() -> None:
     assert f"| weekly/one | me/gqa | 1 × 1 | {both} | 1 × 1 | would start | – | – |" in printed
     assert "left out (in how many configurations): `--theirs` (1)." in printed
     switches = printed[printed.index("| switch |") :].splitlines()[2:]
-    assert switches == ["| `VLLM_ASCEND_ENABLE_THIS` | 3 |", "| `outer.inner` | 1 |"]
+    assert switches[:2] == ["| `VLLM_ASCEND_ENABLE_THIS` | 3 |", "| `outer.inner` | 1 |"]
+    assert switches[-1] == "Switches that this vllm-ascend reads nowhere (in how many configurations): none."
+    printed = field_page.tables(three(), source='os.getenv("VLLM_ASCEND_ENABLE_THIS")')
+    assert printed.splitlines()[-1].endswith("configurations): `outer.inner` (1).") and "| `outer.inner`" not in printed
     assert field_page.starting(printed) == {"nightly/one"}
 
 

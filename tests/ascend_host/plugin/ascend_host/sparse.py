@@ -36,6 +36,10 @@ SCHEMAS = {
     f"Tensor? value_dequant_scale=None, int sparse_block_size=1, {_BAND}, int attention_mode=2, "
     "int quant_scale_repo_mode=1, int tile_size=128, int rope_head_dim=64, bool return_softmax_lse=False) "
     "-> (Tensor, Tensor, Tensor)",
+    "_C_ascend::store_kv_block_metadata": "(Tensor slot_mapping_npu, Tensor group_len, Tensor group_key_idx, "
+    "Tensor group_key_cache_idx, int block_size=0) -> ()",
+    "_C_ascend::store_kv_block": "(Tensor key_in, Tensor key_cache_in, Tensor group_len, Tensor group_key_idx, "
+    "Tensor group_key_cache_idx, int block_size=0) -> ()",
 }
 EVERYWHERE = 9223372036854775807
 ABSORBED = 2  # attention mode: the latent is both key and value
@@ -251,3 +255,39 @@ def dynamic_block_quant(
         raise NotImplementedError("npu_dynamic_block_quant with a least scale, other rounding, or over rows")
     tiles, scales = _scaled(x.unflatten(-1, (-1, col_block_size)))
     return tiles.flatten(-2), scales
+
+
+@of("_C_ascend::store_kv_block_metadata")
+def store_kv_block_metadata(
+    slots: Tensor, lengths: Tensor, tokens: Tensor, firsts: Tensor, block_size: int = 0
+) -> None:
+    """Write how tokens lie together: runs of tokens with slots one behind the other in one block.
+
+    Of each run: its length, its first token, and that token's slot. Tokens with a slot below 0 are in none; the rest of
+    the three tensors is zero.
+    """
+    runs: list[tuple[int, int, int]] = []
+    for token, slot in enumerate(slots.flatten().tolist()):
+        if slot < 0:
+            continue
+        if runs:
+            length, start, first = runs[-1]
+            if (token, slot) == (start + length, first + length) and slot // block_size == first // block_size:
+                runs[-1] = length + 1, start, first
+                continue
+        runs.append((1, token, slot))
+    found = torch.tensor(runs, dtype=lengths.dtype).reshape(-1, 3)
+    for place, column in zip((lengths, tokens, firsts), found.t(), strict=True):
+        place.zero_()
+        place[: len(column)] = column
+
+
+@of("_C_ascend::store_kv_block")
+def store_kv_block(
+    key: Tensor, cache: Tensor, lengths: Tensor, tokens: Tensor, firsts: Tensor, block_size: int = 0
+) -> None:
+    """Copy each run of `store_kv_block_metadata` into the cache."""
+    into, size = cache.flatten(), key[0].numel()
+    assert into.data_ptr() == cache.data_ptr(), "a cache with gaps"
+    for length, token, first in zip(lengths.tolist(), tokens.tolist(), firsts.tolist(), strict=True):
+        into[first * size : (first + length) * size] = key[token : token + length].flatten()
