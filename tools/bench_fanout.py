@@ -39,8 +39,8 @@ def child(destinations: int, steps: int, tokens: int, layers: int, keys: dict[st
     """
     sys.path.insert(0, str(ROOT / "tests"))
     import psutil
-    from unit.regroup.kit import Cache, DecodeSite, Prompt, RankMemory, config
-    from unit.regroup.prefill import engine, running
+    from unit.kits.regroup.common import Cache, DecodeSite, Prompt, RankMemory, config
+    from unit.kits.regroup.prefill import engine, running
 
     from vllm_ascend_pd.transport.create import create_target, create_wire
 

@@ -28,9 +28,9 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from unit.metaserver.fake_engine import Served
-from unit.vllm_configs import LAYERS, attention, cache_config, vllm_config
-from unit.watching import until
+from unit.kits.fake_engine import Served
+from unit.kits.vllm_configs import LAYERS, attention, cache_config, vllm_config
+from unit.kits.watching import until
 from vllm_ascend_pd import compat, plugin
 from vllm_ascend_pd.connector import AscendPushConnector, StepMetadata
 from vllm_ascend_pd.engine import merge_geometries

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unit.channel.kit import FAST, IMPATIENT, LOOPBACK, Ear, Mouth, message, until
+from unit.kits.channel import FAST, IMPATIENT, LOOPBACK, Ear, Mouth, message, until
 from vllm_ascend_pd.channel.frames import (
     CLEAR,
     FRAME_BYTES,

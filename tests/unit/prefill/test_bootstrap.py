@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from tools.support.process import free_port
+from unit.kits.watching import until
 from unit.schedulers.test_decisions_scheduler import CACHE, SECRETS, engine, request
 from unit.schedulers.test_rendezvous import D_ID, P_ID, TOY, Pair
-from unit.watching import until
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.prefill import bootstrap

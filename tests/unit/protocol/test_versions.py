@@ -11,9 +11,9 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from unit.channel.kit import LOOPBACK, Ear, Mouth, until
 from unit.channel.test_channel_hostile import Raw, still_works
-from unit.protocol.rig import ack, begin, cancel, done, failed, ready, refused, renew, reservation, which
+from unit.kits.channel import LOOPBACK, Ear, Mouth, until
+from unit.kits.protocol import ack, begin, cancel, done, failed, ready, refused, renew, reservation, which
 from vllm_ascend_pd.channel.frames import (
     Clear,
     Goodbye,

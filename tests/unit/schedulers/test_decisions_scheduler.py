@@ -18,10 +18,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
-from unit.geometry.reference import geometry
-from unit.metaserver.fake_engine import Served
-from unit.protocol import rig
-from unit.watching import Steps, until
+from unit.kits import protocol as rig
+from unit.kits.fake_engine import Served
+from unit.kits.geometry import geometry
+from unit.kits.watching import Steps, until
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import Engine, WorkerFacts, request_hash

@@ -14,8 +14,8 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
+from unit.kits.watching import Steps, until
 from unit.schedulers.test_decisions_scheduler import CACHE, ENDPOINTS, SECRETS, engine, output, request
-from unit.watching import Steps, until
 from vllm_ascend_pd import first_token
 from vllm_ascend_pd.decode.core.seeds import Start
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
+from unit.kits.watching import until
 from unit.prefill.test_bootstrap import Site as Bootstrapped
 from unit.schedulers.test_decisions_scheduler import CACHE, SECRETS, engine, output, request
 from unit.schedulers.test_relay import loading
 from unit.schedulers.test_rendezvous import Pair, pair
-from unit.watching import until
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 
