@@ -175,7 +175,7 @@ DEFECTS: dict[int, Defect] = {
             f"{UNIT}/decode/test_metaserver_client.py::test_the_deadline_ends_a_call_that_beats_for_ever",
             f"{UNIT}/decode/test_metaserver_client.py::test_more_than_connections_and_queue_fails_at_once",
             f"{UNIT}/decode/test_metaserver_client.py::test_what_was_refused_is_posted_again",
-            f"{UNIT}/metaserver/test_metaserver_decisions.py::test_backoff_grows_and_is_bounded",
+            f"{UNIT}/shared/test_backoff.py::test_backoff_grows_and_is_bounded",
         ),
     ),
     17: Defect(

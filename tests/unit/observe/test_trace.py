@@ -15,9 +15,9 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from unit.kits.caches import Model
 from unit.kits.cluster import cluster
+from unit.kits.connectors import connected_pair, output
 from unit.kits.runtimes import DecodeSite, PrefillSite, sites
 from unit.kits.watching import until
-from unit.test_connector import connected_pair, output
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.trace import TraceFile
 
