@@ -48,7 +48,7 @@ def child(destinations: int, steps: int, tokens: int, layers: int, keys: dict[st
     values: dict[str, Any] = {**usual, **keys}
     push = config(**values)
 
-    class Site(DecodeSite):
+    class FanoutSite(DecodeSite):
         def _memory(self, rank: int, blocks: int, folder: Path | None):  # type: ignore[no-untyped-def]
             return RankMemory(self.cache, self.cache.names, rank, blocks), create_target(push.wire, LOOPBACK)
 
@@ -59,7 +59,7 @@ def child(destinations: int, steps: int, tokens: int, layers: int, keys: dict[st
         cache, push=push, transports=wires, step_tokens=destinations * tokens, blocks=destinations * (blocks + 1)
     )
     sites = [
-        Site(Cache(heads=8, layers=layers, block=16, dim=128), blocks=2 * blocks, push=push)
+        FanoutSite(Cache(heads=8, layers=layers, block=16, dim=128), blocks=2 * blocks, push=push)
         for _ in range(destinations)
     ]
     me, times = psutil.Process(), []
