@@ -37,7 +37,6 @@ def child(destinations: int, steps: int, tokens: int, layers: int, keys: dict[st
 
     The imports are here because the parent does not need them.
     """
-    sys.path.insert(0, str(ROOT / "tests"))
     import psutil
     from unit.kits.regroup.common import Cache, DecodeSite, Prompt, RankMemory, config
     from unit.kits.regroup.prefill import engine, running

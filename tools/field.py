@@ -14,14 +14,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
+from tools.support import sdist, small
+from tools.support.field import FieldVerdict, Known, known_models, verdict
+from tools.support.pages import Marks
+from vllm_ascend_pd.errors import PdError
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.support import sdist, small  # noqa: E402
-from tools.support.field import FieldVerdict, Known, known_models, verdict  # noqa: E402
-from tools.support.pages import Marks  # noqa: E402
-from vllm_ascend_pd.errors import PdError  # noqa: E402
-
 PINNED = sdist.VLLM_ASCEND
 FOLDER = "tests/e2e"
 PAGE = ROOT / "docs" / "field.md"
