@@ -6,4 +6,4 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}
 [[ -x $python ]] || python=python3
 export OMP_NUM_THREADS=1
-PYTHONPATH=$root exec "$python" "$root/tools/bench_fanout.py" "$@"
+PYTHONPATH=$root:$root/tests exec "$python" "$root/tools/bench_fanout.py" "$@"

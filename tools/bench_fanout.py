@@ -37,10 +37,9 @@ def child(destinations: int, steps: int, tokens: int, layers: int, keys: dict[st
 
     The imports are here because the parent does not need them.
     """
-    sys.path.insert(0, str(ROOT / "tests"))
     import psutil
-    from unit.regroup.kit import Cache, DecodeSite, Prompt, RankMemory, config
-    from unit.regroup.prefill import engine, running
+    from unit.kits.regroup.common import Cache, DecodeSite, Prompt, RankMemory, config
+    from unit.kits.regroup.prefill import engine, running
 
     from vllm_ascend_pd.transport.create import create_target, create_wire
 
@@ -48,7 +47,7 @@ def child(destinations: int, steps: int, tokens: int, layers: int, keys: dict[st
     values: dict[str, Any] = {**usual, **keys}
     push = config(**values)
 
-    class Site(DecodeSite):
+    class FanoutSite(DecodeSite):
         def _memory(self, rank: int, blocks: int, folder: Path | None):  # type: ignore[no-untyped-def]
             return RankMemory(self.cache, self.cache.names, rank, blocks), create_target(push.wire, LOOPBACK)
 
@@ -59,7 +58,7 @@ def child(destinations: int, steps: int, tokens: int, layers: int, keys: dict[st
         cache, push=push, transports=wires, step_tokens=destinations * tokens, blocks=destinations * (blocks + 1)
     )
     sites = [
-        Site(Cache(heads=8, layers=layers, block=16, dim=128), blocks=2 * blocks, push=push)
+        FanoutSite(Cache(heads=8, layers=layers, block=16, dim=128), blocks=2 * blocks, push=push)
         for _ in range(destinations)
     ]
     me, times = psutil.Process(), []

@@ -39,7 +39,7 @@ INCARNATION = "0123456789abcdef"
 
 
 @dataclass(frozen=True)
-class Case:
+class LongCase:
     name: str
     block: int
     heads: int
@@ -56,9 +56,9 @@ class Case:
 
 
 CASES = (
-    Case("GQA, 8 heads, 8 -> 2", 128, 8, 8, 2),
-    Case("GQA, 8 heads, 8 -> 2", 16, 8, 8, 2),
-    Case("MLA, 8 -> 1", 128, 1, 8, 1),
+    LongCase("GQA, 8 heads, 8 -> 2", 128, 8, 8, 2),
+    LongCase("GQA, 8 heads, 8 -> 2", 16, 8, 8, 2),
+    LongCase("MLA, 8 -> 1", 128, 1, 8, 1),
 )
 
 
@@ -77,7 +77,7 @@ class Costs:
         self.times[name] = min(spent, self.times.get(name, spent))
 
 
-def walk(case: Case, length: int, costs: Costs) -> None:
+def walk(case: LongCase, length: int, costs: Costs) -> None:
     """Run one request, from D's blocks to P's last chunk."""
     p, d = case.cache(case.p_ranks), case.cache(case.d_ranks)
     secrets = Secrets(b"s" * 32)
@@ -116,7 +116,7 @@ def walk(case: Case, length: int, costs: Costs) -> None:
             planner.plan([Job(d, 0, first, first + CHUNK, have, wanted)], first // CHUNK)
 
 
-def peak(case: Case, length: int) -> int:
+def peak(case: LongCase, length: int) -> int:
     """Return the peak of Python's and NumPy's memory in bytes, with the prompt's own ids."""
     tracemalloc.start()
     walk(case, length, Costs())

@@ -50,7 +50,7 @@ http {{
 
 
 @dataclass
-class System:
+class MeasuredSystem:
     """A measured system; `way` says whether there is a prefill."""
 
     name: str
@@ -60,7 +60,7 @@ class System:
     root: Path = ROOT  # repository of the measured code
 
 
-def systems(wanted: list[str], directory: str, beside: Path | None) -> list[System]:
+def systems(wanted: list[str], directory: str, beside: Path | None) -> list[MeasuredSystem]:
     python, example = sys.executable, str(PARTS / "example_proxy.py")
     metaserver = [python, "-m", "vllm_ascend_pd.cli", "metaserver", "--no-canary", "--log-level", "warning"]
     engines = ["--decode", f"127.0.0.1:{DECODE}"]
@@ -71,22 +71,22 @@ def systems(wanted: list[str], directory: str, beside: Path | None) -> list[Syst
         prefill = ["--prefill", f"127.0.0.1:{PREFILL}"] if way == "full" else []
         for name, tree in trees.items():
             port = next(ports)
-            made.append(System(name, way, port, [*metaserver, "--port", str(port), *engines, *prefill], tree))
+            made.append(MeasuredSystem(name, way, port, [*metaserver, "--port", str(port), *engines, *prefill], tree))
         port = next(ports)
         nothing = [*metaserver, "--port", str(port), *engines, *prefill, "--resume-tokens", "0"]
-        made.append(System("metaserver, nothing kept", way, port, nothing))
+        made.append(MeasuredSystem("metaserver, nothing kept", way, port, nothing))
         port = next(ports)
-        made.append(System("example", way, port, [python, example, str(port), str(PREFILL), str(DECODE), way]))
+        made.append(MeasuredSystem("example", way, port, [python, example, str(port), str(PREFILL), str(DECODE), way]))
     for library in ("aiohttp", "httpx"):
         port = next(ports)
         command = [python, str(PARTS / "variant.py"), library, str(port), str(PREFILL), str(DECODE)]
-        made.append(System(f"metaserver on {library}", "full", port, command))
+        made.append(MeasuredSystem(f"metaserver on {library}", "full", port, command))
     if shutil.which("nginx"):
         port = next(ports)
         file = Path(directory) / "nginx.conf"
         file.write_text(NGINX.format(dir=directory, port=port, decode=DECODE))
-        made.append(System("nginx", "relay", port, ["nginx", "-c", str(file)]))
-    made.append(System("engine alone", "relay", DECODE, []))
+        made.append(MeasuredSystem("nginx", "relay", port, ["nginx", "-c", str(file)]))
+    made.append(MeasuredSystem("engine alone", "relay", DECODE, []))
     return [s for s in made if not wanted or s.name in wanted]
 
 
@@ -136,7 +136,7 @@ def load(port: int, **flags: float) -> dict[str, float]:
     return result
 
 
-def measured(system: System, process: psutil.Process | None, **flags: float) -> dict[str, float]:
+def measured(system: MeasuredSystem, process: psutil.Process | None, **flags: float) -> dict[str, float]:
     before = cpu(process) if process else 0.0
     result = load(system.port, **flags)
     if process:
@@ -145,7 +145,7 @@ def measured(system: System, process: psutil.Process | None, **flags: float) -> 
 
 
 Rows = dict[tuple[str, str], dict[str, float]]
-Running = tuple[System, psutil.Process | None]
+Running = tuple[MeasuredSystem, psutil.Process | None]
 Seen = dict[tuple[int, str], dict[tuple[str, str], list[dict[str, float]]]]  # by number of clients and kind of load
 
 
@@ -175,7 +175,7 @@ def show(title: str, rows: Rows, floor: dict[str, float] | None = None) -> None:
         print(f"| {way} | {name} | {' | '.join(cells)} |", flush=True)
 
 
-def memory(system: System, process: psutil.Process, requests: int) -> None:
+def memory(system: MeasuredSystem, process: psutil.Process, requests: int) -> None:
     print(f"\nMemory over {requests} requests ({system.way} way)\n\n| requests | MiB |\n|---:|---:|")
     step = max(1, requests // 10)
     for done in range(0, requests + 1, step):
@@ -214,7 +214,7 @@ def main() -> None:
             bench(args, systems(args.systems, directory, args.beside))
 
 
-def bench(args: argparse.Namespace, chosen: list[System]) -> None:
+def bench(args: argparse.Namespace, chosen: list[MeasuredSystem]) -> None:
     seen: Seen = {}
     for number in range(1, args.rounds + 1):
         print(f"round {number} of {args.rounds}", file=sys.stderr, flush=True)
@@ -228,7 +228,7 @@ def bench(args: argparse.Namespace, chosen: list[System]) -> None:
 
 
 @contextmanager
-def running(chosen: list[System]) -> Iterator[list[Running]]:
+def running(chosen: list[MeasuredSystem]) -> Iterator[list[Running]]:
     """Start all systems, and stop each of them whatever happens."""
     with ExitStack() as stack:
         processes: list[Running] = []

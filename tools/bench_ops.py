@@ -27,7 +27,7 @@ BLOCK = 128
 
 
 @dataclass(frozen=True)
-class Shape:
+class HeadShape:
     """Head counts of one P rank and one D rank; both sides are token-major."""
 
     name: str
@@ -57,20 +57,20 @@ class Shape:
 
 
 SHAPES = (
-    Shape("Llama-70B 8->2", held=1, wanted=4),
-    Shape("Llama-70B 8->4", held=1, wanted=2),
-    Shape("Llama-70B 4->8 (pack)", held=2, wanted=1),
-    Shape("Qwen3-235B 16->2", held=1, wanted=2),
-    Shape("Llama-70B 2->1", held=4, wanted=8),
-    Shape("MHA-64 8->2", held=8, wanted=32),
-    Shape("DeepSeek-V3 MLA 16->4", held=1, wanted=1, cell=1152, regions=1),
+    HeadShape("Llama-70B 8->2", held=1, wanted=4),
+    HeadShape("Llama-70B 8->4", held=1, wanted=2),
+    HeadShape("Llama-70B 4->8 (pack)", held=2, wanted=1),
+    HeadShape("Qwen3-235B 16->2", held=1, wanted=2),
+    HeadShape("Llama-70B 2->1", held=4, wanted=8),
+    HeadShape("MHA-64 8->2", held=8, wanted=32),
+    HeadShape("DeepSeek-V3 MLA 16->4", held=1, wanted=1, cell=1152, regions=1),
 )
 
 
-class Case:
+class OpsCase:
     """Tensors and rows of one shape, and the four compared functions."""
 
-    def __init__(self, shape: Shape, megabytes: int, seed: int) -> None:
+    def __init__(self, shape: HeadShape, megabytes: int, seed: int) -> None:
         self.shape = shape
         generator = torch.Generator().manual_seed(seed)
         per_block = BLOCK * shape.held * shape.cell
@@ -193,7 +193,7 @@ def measure(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, np.nd
     return {name: np.array(values) for name, values in seconds.items()}
 
 
-def describe(shape: Shape, size: int, seconds: dict[str, np.ndarray]) -> str:
+def describe(shape: HeadShape, size: int, seconds: dict[str, np.ndarray]) -> str:
     """Return a line: rates from the best round, ratios as the median of the rounds' own ratios."""
     best = {name: size / values.min() / 1e9 for name, values in seconds.items()}
     line = f"{shape.name:24} {best['memcpy']:7.1f}"
@@ -220,7 +220,7 @@ def main() -> None:
     )
     print(f"{'shape':24} {'memcpy':>7}{head}")
     for shape in SHAPES:
-        case = Case(shape, args.megabytes, seed=1)
+        case = OpsCase(shape, args.megabytes, seed=1)
         case.check()
         runs: dict[str, Callable[[], None]] = {
             "memcpy": functools.partial(memcpy, case.send, case.source),

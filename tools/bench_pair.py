@@ -31,10 +31,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.support.client import Answer, body_of, complete, prompt
+from tools.support.client import TimedAnswer, body_of, complete, prompt
 from tools.support.cluster import STRICT, Cluster, fresh_directory, say
-from tools.support.compare import Tally
-from tools.support.engine import Engine
+from tools.support.compare import AnswerTally
+from tools.support.engine import EngineProcess
 from tools.support.in_tree import POLITE, Ask, install_nixl, start_mooncake, start_nixl
 from tools.support.models import RECIPES, ensure
 from tools.support.spec import EngineSpec
@@ -46,7 +46,7 @@ NAMES = {"a": "(a) one engine", "b": "(b) in-tree Mooncake", "n": "(n) in-tree N
 
 
 @dataclass(frozen=True)
-class Case:
+class PairPrompts:
     """Prompts of one kind, and the wanted ratios: (c) / (a) by P's TP, and (c) / the better in-tree pair."""
 
     length: int
@@ -60,12 +60,12 @@ class Case:
 
 
 BLOCK = {False: 128, True: 32}  # smaller for warm prompts, so that 95 % are whole blocks
-COLD = (Case(512, (1.06, 1.20), 1.0), Case(2048, (1.03, 1.10), 1.0))
+COLD = (PairPrompts(512, (1.06, 1.20), 1.0), PairPrompts(2048, (1.03, 1.10), 1.0))
 WARM = (
-    Case(2048, (1.15, 1.15), 0.6, on_p=61 * 32),
-    Case(2048, (1.15, 1.15), 0.6, on_p=61 * 32, on_d=32 * 32),
+    PairPrompts(2048, (1.15, 1.15), 0.6, on_p=61 * 32),
+    PairPrompts(2048, (1.15, 1.15), 0.6, on_p=61 * 32, on_d=32 * 32),
     # Next to nothing has to be copied here, so the ratio cannot fall by better copying.
-    Case(2048, (math.inf, math.inf), math.inf, on_p=61 * 32, on_d=60 * 32),
+    PairPrompts(2048, (math.inf, math.inf), math.inf, on_p=61 * 32, on_d=60 * 32),
 )
 
 RESTING = 0.85  # idle share of two processors; a spinning process takes half, a napping one a hundredth
@@ -73,7 +73,7 @@ REST_LOOK_S, REST_LIMIT_S = 0.5, 90.0
 
 
 @dataclass(frozen=True)
-class System:
+class PairSystem:
     """Requests to one system, and its engines for prefill and decode.
 
     `paused` are stopped (SIGSTOP) while others are asked: after an unequal transfer the in-tree connector's P keeps a
@@ -81,11 +81,11 @@ class System:
     """
 
     ask: Ask
-    prefill: Engine
-    decode: Engine | None = None
-    paused: tuple[Engine, ...] = ()
+    prefill: EngineProcess
+    decode: EngineProcess | None = None
+    paused: tuple[EngineProcess, ...] = ()
 
-    def answer(self, tokens: list[int], case: Case) -> Answer:
+    def answer(self, tokens: list[int], case: PairPrompts) -> TimedAnswer:
         for engine, head in ((self.prefill, tokens[: case.on_p]), (self.decode, tokens[: case.on_d])):
             if engine is not None and head:  # into its cache: whole blocks, and one token to compute
                 with self.running():
@@ -106,9 +106,9 @@ class System:
 
 
 @dataclass(frozen=True)
-class Sample:
+class TimeSample:
     system: str
-    case: Case
+    case: PairPrompts
     ttft: float
     sent: float
 
@@ -119,18 +119,18 @@ def shape(warm: bool) -> dict[str, Any]:
 
 def start_all(
     cluster: Cluster, p_tp: int, polite: bool, wanted: str, warm: bool, beside: dict[str, list[str]]
-) -> dict[str, System]:
+) -> dict[str, PairSystem]:
     """Start the engines of the wanted systems, and our metaservers. Return how to ask each system."""
     model = ensure(MODEL)
     common = {**shape(warm), "plugins": (POLITE,) if polite else ()}
-    systems: dict[str, System] = {}
+    systems: dict[str, PairSystem] = {}
     if "a" in wanted:
         (single,) = cluster.start(EngineSpec(f"a{p_tp}-single", model, tp=p_tp, **common))
-        systems["a"] = System(lambda tokens: complete(single.url, body_of(tokens, 4)), single)
+        systems["a"] = PairSystem(lambda tokens: complete(single.url, body_of(tokens, 4)), single)
     for letter, start in (("b", start_mooncake), ("n", start_nixl)):
         if letter in wanted and (letter == "b" or install_nixl()):
             prefill, decode, ask = start(cluster, partial(pair_spec, model, p_tp, common), 4)
-            systems[letter] = System(ask, prefill, decode, (prefill, decode))
+            systems[letter] = PairSystem(ask, prefill, decode, (prefill, decode))
             for engine in (prefill, decode):
                 engine.process.pause()
     if "c" in wanted:
@@ -148,7 +148,7 @@ def start_ours(
     polite: bool,
     mark: str = "",
     settings: Sequence[str] = (),
-) -> System:
+) -> PairSystem:
     """Start a pair with this package behind its metaserver.
 
     `settings` are KEY=VALUE of the connector, or of the environment if in capitals.
@@ -167,7 +167,7 @@ def start_ours(
         pair_spec(model, p_tp, common, f"ours{mark}-d", "kv_consumer", extra=d_side, environment=environment),
     )
     front = cluster.metaserver([prefill], [decode], port, STRICT)
-    return System(lambda tokens: complete(front.url, body_of(tokens, 4)), prefill, decode)
+    return PairSystem(lambda tokens: complete(front.url, body_of(tokens, 4)), prefill, decode)
 
 
 def pair_spec(model: Path, p_tp: int, common: dict[str, Any], name: str, role: str, **more: Any) -> EngineSpec:
@@ -197,8 +197,10 @@ def processor_ticks() -> tuple[int, int]:
     return ticks[3] + ticks[4], sum(ticks)
 
 
-def measure(systems: dict[str, System], cases: Sequence[Case], rounds: int, seed: int) -> tuple[list[Sample], Tally]:
-    vocab, tally, samples = RECIPES[MODEL].vocab, Tally(), []
+def measure(
+    systems: dict[str, PairSystem], cases: Sequence[PairPrompts], rounds: int, seed: int
+) -> tuple[list[TimeSample], AnswerTally]:
+    vocab, tally, samples = RECIPES[MODEL].vocab, AnswerTally(), []
     names = list(systems)
     for warm in range(2):
         for place, case in enumerate(cases):
@@ -207,11 +209,11 @@ def measure(systems: dict[str, System], cases: Sequence[Case], rounds: int, seed
     for number in range(rounds):
         for place, case in enumerate(cases):
             tokens = prompt(case.length, seed + 100 * place + number, vocab)
-            first: Answer | None = None
+            first: TimedAnswer | None = None
             turn = number % len(names)
             for name in (*names[turn:], *names[:turn]):
                 answer = systems[name].answer(tokens, case)
-                samples.append(Sample(name, case, answer.ttft, answer.started))
+                samples.append(TimeSample(name, case, answer.ttft, answer.started))
                 tally.answers += 1
                 if first is not None and answer.tokens != first.tokens:
                     tally.excused.append(f"{name}, {case} tokens: {answer.tokens}, the first said {first.tokens}")
@@ -221,7 +223,7 @@ def measure(systems: dict[str, System], cases: Sequence[Case], rounds: int, seed
 
 
 def table(
-    samples: list[Sample], cases: Sequence[Case], p_tp: int, title: str, beside: dict[str, list[str]]
+    samples: list[TimeSample], cases: Sequence[PairPrompts], p_tp: int, title: str, beside: dict[str, list[str]]
 ) -> list[str]:
     titles = {**NAMES, **{name: f"{name} {' '.join(settings)}" for name, settings in beside.items()}}
     names = [name for name in titles if any(s.system == name for s in samples)]
@@ -246,9 +248,9 @@ def table(
     return rows
 
 
-def profile(samples: list[Sample], cases: Sequence[Case], trace: Trace) -> list[str]:
+def profile(samples: list[TimeSample], cases: Sequence[PairPrompts], trace: Trace) -> list[str]:
     """Return the median of each leg of (c) in ms, from the traces."""
-    legs: dict[Case, dict[str, list[float]]] = {case: {} for case in cases}
+    legs: dict[PairPrompts, dict[str, list[float]]] = {case: {} for case in cases}
     for sample in (s for s in samples if s.system == "c"):
         transfers = trace.transfers(sample.sent, sample.sent + sample.ttft)
         if not transfers:

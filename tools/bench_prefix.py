@@ -20,7 +20,7 @@ import httpx
 
 from tools.support.client import body_of, complete, prompt
 from tools.support.cluster import STRICT, Cluster, fresh_directory, say
-from tools.support.engine import Engine
+from tools.support.engine import EngineProcess
 from tools.support.models import ensure
 from tools.support.spec import EngineSpec
 
@@ -31,7 +31,7 @@ _COUNTS = re.compile(r"^vllm:prefix_cache_(queries|hits)_total\{.*\} (\S+)$", re
 
 
 @dataclass
-class System:
+class PrefixSystem:
     """Results of one metaserver."""
 
     name: str
@@ -47,7 +47,7 @@ class System:
         return f"| {self.name} | {self.hits / self.queries:.0%} | " + " | ".join(f"{t:.0f}" for t in times) + " |"
 
 
-def counted(prefills: list[Engine]) -> tuple[float, float]:
+def counted(prefills: list[EngineProcess]) -> tuple[float, float]:
     """Return the prompt tokens that the P's have looked up in their caches, and those found."""
     sums = {"queries": 0.0, "hits": 0.0}
     for engine in prefills:
@@ -56,7 +56,7 @@ def counted(prefills: list[Engine]) -> tuple[float, float]:
     return sums["queries"], sums["hits"]
 
 
-def converse(system: System, seed: int, turns: int) -> None:
+def converse(system: PrefixSystem, seed: int, turns: int) -> None:
     tokens = prompt(FIRST, seed)
     for turn in range(turns):
         answer = complete(system.url, body_of(tokens, ANSWER))
@@ -90,7 +90,9 @@ def main() -> int:
         )
         ways = {"by load alone": 0, "by prefix and load": KV_BYTES // KV_BYTES_PER_TOKEN}
         systems = [
-            System(name, cluster.metaserver(prefills, [decode], port, (*STRICT, "--prefix-tokens", str(tokens))).url)
+            PrefixSystem(
+                name, cluster.metaserver(prefills, [decode], port, (*STRICT, "--prefix-tokens", str(tokens))).url
+            )
             for port, (name, tokens) in zip(ports, ways.items(), strict=True)
         ]
         seed = 0

@@ -24,12 +24,12 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 @dataclass(frozen=True)
-class Model:
+class RegroupModel:
     name: str
     heads: int  # KV heads; 1 for MLA
 
 
-LLAMA, QWEN, DEEPSEEK = Model("Llama-70B", 8), Model("Qwen3-235B", 4), Model("DeepSeek-V3", 1)
+LLAMA, QWEN, DEEPSEEK = RegroupModel("Llama-70B", 8), RegroupModel("Qwen3-235B", 4), RegroupModel("DeepSeek-V3", 1)
 CASES = (
     (LLAMA, 2, 1),
     (LLAMA, 4, 2),
@@ -43,7 +43,7 @@ CASES = (
 )
 
 
-def cache(model: Model, tp: int, block: int, layout: str) -> CacheGeometry:
+def cache(model: RegroupModel, tp: int, block: int, layout: str) -> CacheGeometry:
     held = max(1, model.heads // tp)
     cells = {"k": HEAD_BYTES, "v": HEAD_BYTES} if model.heads > 1 else LATENT_BYTES
     regions = []

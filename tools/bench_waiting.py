@@ -22,7 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from tools.support.client import body_of, complete, leave_after, prompt
 from tools.support.cluster import STRICT, Cluster, Metaserver, fresh_directory
-from tools.support.engine import Engine
+from tools.support.engine import EngineProcess
 from tools.support.models import ensure
 from tools.support.spec import EngineSpec
 
@@ -75,7 +75,7 @@ def never(port: int) -> Iterator[str]:
         thread.join(5.0)
 
 
-def cores_while_waiting(engine: Engine, url: str, requests: int, seconds: float) -> tuple[float, float]:
+def cores_while_waiting(engine: EngineProcess, url: str, requests: int, seconds: float) -> tuple[float, float]:
     """Return the cores used by the engine's processes: idle, and with `requests` waiting."""
     idle = _cores(engine, min(seconds, 5.0))
     clients = []
@@ -91,7 +91,7 @@ def cores_while_waiting(engine: Engine, url: str, requests: int, seconds: float)
     return idle, waiting
 
 
-def _cores(engine: Engine, seconds: float) -> float:
+def _cores(engine: EngineProcess, seconds: float) -> float:
     begun, before = time.monotonic(), engine.process.cpu_seconds()
     time.sleep(seconds)
     return (engine.process.cpu_seconds() - before) / (time.monotonic() - begun)

@@ -31,9 +31,9 @@ from tools.compare_kinds import one_line, package, refusal, within  # noqa: E402
 from tools.field import PINNED  # noqa: E402
 from tools.support import sdist  # noqa: E402
 from tools.support.checks import fresh_prompt, loaded_tokens, reference_answers, settled_free_blocks  # noqa: E402
-from tools.support.client import TIMEOUT, Answer, RequestFailed, body_of, complete, stream  # noqa: E402
+from tools.support.client import TIMEOUT, RequestFailed, TimedAnswer, body_of, complete, stream  # noqa: E402
 from tools.support.cluster import Cluster, fresh_directory, say  # noqa: E402
-from tools.support.engine import Engine  # noqa: E402
+from tools.support.engine import EngineProcess  # noqa: E402
 from tools.support.in_tree import POLITE  # noqa: E402
 from tools.support.models import ensure  # noqa: E402
 from tools.support.pages import Marks  # noqa: E402
@@ -54,7 +54,7 @@ EXAMPLES = "examples/disaggregated_prefill_v1"
 
 
 @dataclass(frozen=True)
-class Shape:
+class PairShape:
     """Ranks of P and of D, and whether engines are killed."""
 
     p: int
@@ -69,7 +69,7 @@ class Shape:
         return f"{self.p}to{self.d}"
 
 
-SHAPES = (Shape(1, 1, faults=True), Shape(2, 1), Shape(1, 2))
+SHAPES = (PairShape(1, 1, faults=True), PairShape(2, 1), PairShape(1, 2))
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ CONTENDERS = (
 )
 
 
-class Site:
+class ContenderSite:
     """A connector's engines and its router."""
 
-    def __init__(self, contender: Contender, shape: Shape, cluster: Cluster, build: HostBuild) -> None:
+    def __init__(self, contender: Contender, shape: PairShape, cluster: Cluster, build: HostBuild) -> None:
         self.contender, self.shape, self.cluster, self.build = contender, shape, cluster, build
         port = cluster.port()
         url = f"http://127.0.0.1:{port}"
@@ -145,7 +145,7 @@ class Site:
         if self._router is not None:
             self._router.stop()
 
-    def again(self, engine: Engine) -> Engine:
+    def again(self, engine: EngineProcess) -> EngineProcess:
         """Start the killed engine anew with the same command."""
         self.cluster.stop(engine)
         (started,) = self.cluster.start(engine.spec)
@@ -171,7 +171,7 @@ class Column:
         self._keep()
 
 
-def judged(site: Site, column: Column, rounds: int) -> float:
+def judged(site: ContenderSite, column: Column, rounds: int) -> float:
     """Measure without a fault: right tokens, and the time to the first one. Return that of the longest prompt."""
     right, wrong, ttft = 0, list[str](), {length: list[float]() for length in LENGTHS}
     for length in LENGTHS * rounds:
@@ -191,7 +191,7 @@ def judged(site: Site, column: Column, rounds: int) -> float:
     return statistics.median(ttft[LONG] or [2.0])
 
 
-def asked(site: Site, length: int) -> tuple[str, Answer | None]:
+def asked(site: ContenderSite, length: int) -> tuple[str, TimedAnswer | None]:
     """Return the words for one request, and its answer."""
     (want,) = reference_answers(site.p, [prompt := fresh_prompt(length)], TOKENS)
     before = loaded_tokens(site.d)
@@ -203,11 +203,11 @@ def asked(site: Site, length: int) -> tuple[str, Answer | None]:
     return (RIGHT if loaded_tokens(site.d) > before else "right, but D computed the prompt"), got
 
 
-class Request:
+class OpenRequest:
     """A request in progress. Its client closes the connection after `limit_s`."""
 
     def __init__(self, url: str, body: dict[str, Any], limit_s: float) -> None:
-        self.result: Answer | BaseException | None = None
+        self.result: TimedAnswer | BaseException | None = None
         self.ended = 0.0
         self._url, self._body, self._limit_s = f"{url}/v1/completions", body, limit_s
         self._thread = threading.Thread(target=lambda: asyncio.run(self._send()), name="client")
@@ -225,13 +225,13 @@ class Request:
         self.ended = time.monotonic()
 
 
-def struck(site: Site, victim: Engine, after_s: float | None, tokens: int) -> str:
+def struck(site: ContenderSite, victim: EngineProcess, after_s: float | None, tokens: int) -> str:
     """Return the client's result of a request during which one engine is killed; None: just before it is sent."""
     prompt = fresh_prompt(LONG)
     (want,) = reference_answers(site.p, [prompt], tokens)
     if after_s is None:
         killed(victim)
-    request = Request(site.url, body_of(prompt, tokens), ANSWER_S + (after_s or 0.0))
+    request = OpenRequest(site.url, body_of(prompt, tokens), ANSWER_S + (after_s or 0.0))
     time.sleep(after_s or 0.0)
     early, at = request.result is not None, time.monotonic()
     if after_s is not None:
@@ -242,7 +242,7 @@ def struck(site: Site, victim: Engine, after_s: float | None, tokens: int) -> st
         return "the answer was there before the fault"
     if isinstance(got, asyncio.TimeoutError):
         return NOTHING
-    if isinstance(got, Answer):
+    if isinstance(got, TimedAnswer):
         same = got.tokens == want.tokens
         short = f"cut at {len(got.tokens)} of {tokens} tokens, as if complete" if len(got.tokens) < tokens else "wrong"
         return f"{'right' if same else short} after {seconds:.0f} s"
@@ -251,12 +251,12 @@ def struck(site: Site, victim: Engine, after_s: float | None, tokens: int) -> st
     return f"{said} after {seconds:.0f} s"
 
 
-def killed(victim: Engine) -> None:
+def killed(victim: EngineProcess) -> None:
     if stuck := victim.process.kill():
         raise RuntimeError(str(stuck))
 
 
-def cleaned(engine: Engine, before: int) -> str:
+def cleaned(engine: EngineProcess, before: int) -> str:
     """Return whether the survivor's blocks are free again, and when."""
     began = time.monotonic()
     while time.monotonic() - began < CLEAN_S:
@@ -270,7 +270,7 @@ def cleaned(engine: Engine, before: int) -> str:
     return f"{left} blocks held after {CLEAN_S:.0f} s"
 
 
-def killed_at_each_stage(site: Site, column: Column, usual: float) -> None:
+def killed_at_each_stage(site: ContenderSite, column: Column, usual: float) -> None:
     """Kill P at each stage of its request, starting it anew each time, then D. `usual`: time to the first token."""
     stages: dict[str, tuple[float | None, int]] = {
         "before its prefill": (None, TOKENS),
@@ -288,10 +288,10 @@ def killed_at_each_stage(site: Site, column: Column, usual: float) -> None:
     column.tell("D killed while it streams: then P", cleaned(site.p, free))
 
 
-def compare(contender: Contender, shape: Shape, column: Column, build: HostBuild, rounds: int) -> None:
+def compare(contender: Contender, shape: PairShape, column: Column, build: HostBuild, rounds: int) -> None:
     with Cluster(fresh_directory("compare-ascend")) as cluster:
         try:
-            site = Site(contender, shape, cluster, build)
+            site = ContenderSite(contender, shape, cluster, build)
         except (ProcessDied, TimeoutError) as problem:
             column.tell(f"{shape}: answers right", f"refused: {refusal(problem)}")
             return

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from tools.support.checks import drafted, fresh_prompt, fresh_salt, loaded_tokens, reference_answers
-from tools.support.client import Answer, body_of, complete
+from tools.support.client import TimedAnswer, body_of, complete
 from tools.support.cluster import STRICT, Cluster, fresh_directory, say
-from tools.support.engine import Engine
+from tools.support.engine import EngineProcess
 from tools.support.in_tree import Ask, install_nixl, start_mooncake, start_nixl
 from tools.support.models import ROOT, ensure
 from tools.support.pages import Marks
@@ -45,7 +45,7 @@ ANSWER_S = 60.0  # after that a client gives up
 
 
 @dataclass(frozen=True)
-class Case:
+class KindCase:
     title: str
     model: str
     p_tp: int = 1
@@ -64,19 +64,19 @@ class Case:
 
 
 CASES = {
-    "plain": Case("GQA 1→1", "gqa"),
-    "unequal": Case("GQA 2→1", "gqa", p_tp=2),
-    "fp8": Case("GQA in fp8 1→1", "gqa", arguments=("--kv-cache-dtype", "fp8")),
-    "fp8-unequal": Case("GQA in fp8 2→1", "gqa", p_tp=2, arguments=("--kv-cache-dtype", "fp8")),
-    "latent": Case("MLA 1→1", "mla", chunk=2048),
-    "indexed": Case("MLA with a sparse indexer 1→1 (the tests' model)", "indexed"),
-    "window": Case("windows and full attention 1→1 (gpt-oss)", "gptoss"),
-    "windows": Case("six groups 1→1 (Gemma-3)", "gemma3"),
-    "state": Case("Mamba-2 before attention 1→1 (Nemotron-H)", "nemotronh"),
-    "state-unequal": Case("Mamba-2 before attention 2→1 (Nemotron-H)", "nemotronh", p_tp=2),
-    "delta": Case("Gated DeltaNet 1→1 (Qwen3-Next, the tests' operators)", "qwen3next", plugins=(KINDS, DELTA)),
-    "mtp": Case("MTP 1→1 (DeepSeek-V3)", "mtp", draft={"method": "mtp", "num_speculative_tokens": 1}, chunk=2048),
-    "drafts": Case(
+    "plain": KindCase("GQA 1→1", "gqa"),
+    "unequal": KindCase("GQA 2→1", "gqa", p_tp=2),
+    "fp8": KindCase("GQA in fp8 1→1", "gqa", arguments=("--kv-cache-dtype", "fp8")),
+    "fp8-unequal": KindCase("GQA in fp8 2→1", "gqa", p_tp=2, arguments=("--kv-cache-dtype", "fp8")),
+    "latent": KindCase("MLA 1→1", "mla", chunk=2048),
+    "indexed": KindCase("MLA with a sparse indexer 1→1 (the tests' model)", "indexed"),
+    "window": KindCase("windows and full attention 1→1 (gpt-oss)", "gptoss"),
+    "windows": KindCase("six groups 1→1 (Gemma-3)", "gemma3"),
+    "state": KindCase("Mamba-2 before attention 1→1 (Nemotron-H)", "nemotronh"),
+    "state-unequal": KindCase("Mamba-2 before attention 2→1 (Nemotron-H)", "nemotronh", p_tp=2),
+    "delta": KindCase("Gated DeltaNet 1→1 (Qwen3-Next, the tests' operators)", "qwen3next", plugins=(KINDS, DELTA)),
+    "mtp": KindCase("MTP 1→1 (DeepSeek-V3)", "mtp", draft={"method": "mtp", "num_speculative_tokens": 1}, chunk=2048),
+    "drafts": KindCase(
         "Eagle3 with other heads 1→1",
         "spec",
         draft={"method": "eagle3", "model": "spec-eagle3", "num_speculative_tokens": 1},
@@ -84,7 +84,7 @@ CASES = {
 }
 
 
-def ours(case: Case, cluster: Cluster) -> tuple[Engine, Engine, Ask]:
+def ours(case: KindCase, cluster: Cluster) -> tuple[EngineProcess, EngineProcess, Ask]:
     port = cluster.port()
     config = cluster.push_config(verify="off")
     common = {"plugins": case.plugins, "arguments": case.arguments}
@@ -97,15 +97,15 @@ def ours(case: Case, cluster: Cluster) -> tuple[Engine, Engine, Ask]:
 
 
 def in_tree(
-    case: Case, cluster: Cluster, start: Callable[..., tuple[Engine, Engine, Ask]]
-) -> tuple[Engine, Engine, Ask]:
+    case: KindCase, cluster: Cluster, start: Callable[..., tuple[EngineProcess, EngineProcess, Ask]]
+) -> tuple[EngineProcess, EngineProcess, Ask]:
     def make(name: str, role: str, **more: Any) -> EngineSpec:
         return case.spec(name, role, arguments=case.arguments, **more)
 
     return start(cluster, make, tokens_of(case), case.plugins)
 
 
-Start = Callable[[Case, Cluster], tuple[Engine, Engine, Ask]]
+Start = Callable[[KindCase, Cluster], tuple[EngineProcess, EngineProcess, Ask]]
 CONNECTORS: dict[str, tuple[str, Start]] = {
     "ours": ("AscendPushConnector", ours),
     "nixl": ("NixlConnector", partial(in_tree, start=start_nixl)),
@@ -113,13 +113,13 @@ CONNECTORS: dict[str, tuple[str, Start]] = {
 }
 
 
-def tokens_of(case: Case) -> int:
+def tokens_of(case: KindCase) -> int:
     return DRAFTED if case.draft else TOKENS
 
 
-def within(seconds: float, ask: Callable[[], Answer]) -> Answer | str:
+def within(seconds: float, ask: Callable[[], TimedAnswer]) -> TimedAnswer | str:
     """Return an answer, or the reason for none."""
-    got: list[Answer | str] = []
+    got: list[TimedAnswer | str] = []
 
     def run() -> None:
         try:
@@ -133,7 +133,7 @@ def within(seconds: float, ask: Callable[[], Answer]) -> Answer | str:
     return got[0] if got else f"nothing for {seconds:.0f} s"
 
 
-def verdict(case: Case, p: Engine, d: Engine, ask: Ask) -> str:
+def verdict(case: KindCase, p: EngineProcess, d: EngineProcess, ask: Ask) -> str:
     right, wrong, apart, failed = 0, list[int](), list[int](), list[str]()
     prompts = {length: fresh_prompt(length) for length in LENGTHS}
     with drafted(d) as alone:
@@ -186,7 +186,7 @@ def refusal(problem: Exception) -> str:
     return one_line(f"{raised[1]}: {sentence.partition(' [type=')[0] if failed else raised[2]}")
 
 
-def cell(case: Case, start: Start) -> str:
+def cell(case: KindCase, start: Start) -> str:
     with Cluster(fresh_directory("compare-kinds"), plugins=(FORKED,)) as cluster:
         try:
             p, d, ask = start(case, cluster)

@@ -21,10 +21,10 @@ from tools.support.cells import (
     ORDERS,
     ROUTED,
     TIMERS,
-    Cell,
-    Row,
-    Run,
-    Site,
+    CellResult,
+    CellRun,
+    FaultCell,
+    FaultSite,
     exchanges,
     make_site,
     start_pair,
@@ -32,7 +32,7 @@ from tools.support.cells import (
     table,
 )
 from tools.support.cluster import Cluster, fresh_directory, say
-from tools.support.compare import Tally
+from tools.support.compare import AnswerTally
 
 
 def arguments() -> argparse.Namespace:
@@ -59,14 +59,14 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def chosen(args: argparse.Namespace) -> list[Cell]:
+def chosen(args: argparse.Namespace) -> list[FaultCell]:
     first, _, last = args.stages.partition("-")
     stages = range(int(first), int(last or first) + 1)
     cells = [cell for cell in (*CELLS, *ROUTED) if cell.order.name.replace(" ", "-") == args.order]
     return [cell for cell in cells if cell.stage in stages and (not args.cell or cell.name in args.cell)]
 
 
-def start(args: argparse.Namespace, cluster: Cluster, tally: Tally) -> Site:
+def start(args: argparse.Namespace, cluster: Cluster, tally: AnswerTally) -> FaultSite:
     order = next(order for order in ORDERS if order.name.replace(" ", "-") == args.order)
     if order.router is not None:
         return start_routed(cluster, "matrix", args.p_tp, order, tally, args.regroup)
@@ -83,9 +83,9 @@ def main() -> int:
             say(str(cell))
         return 0
     begun = time.monotonic()
-    rows: list[Row] = []
+    rows: list[CellResult] = []
     failed: list[str] = []
-    tally = Tally()
+    tally = AnswerTally()
     with Cluster(fresh_directory("fault-matrix")) as cluster:
         say(f"fault matrix: {len(cells)} cells; timers {TIMERS}; everything is over within {LIMIT_S:.0f} s of a fault")
         site = start(args, cluster, tally)
@@ -93,7 +93,7 @@ def main() -> int:
             for number, cell in enumerate(cells, 1):
                 say(f"[{time.monotonic() - begun:4.0f} s] {number} of {len(cells)}: {cell}")
                 try:
-                    rows.append(Run(site, cell)())
+                    rows.append(CellRun(site, cell)())
                     say(f"    good: {rows[-1].answers}; {rows[-1].total_s:.1f} s")
                     say(f"    {table(rows)[-1]}")  # results so far, in case the run is cut short
                 except (AssertionError, TimeoutError, RuntimeError, OSError) as broken:

@@ -15,14 +15,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
+from tools.support import sdist, small
+from tools.support.field import FieldVerdict, Known, known_models, verdict
+from tools.support.pages import Marks
+from vllm_ascend_pd.errors import PdError
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.support import sdist, small  # noqa: E402
-from tools.support.field import Known, Verdict, known_models, verdict  # noqa: E402
-from tools.support.pages import Marks  # noqa: E402
-from vllm_ascend_pd.errors import PdError  # noqa: E402
-
 PINNED = sdist.VLLM_ASCEND
 FOLDER = "tests/e2e"
 PAGE = ROOT / "docs" / "field.md"
@@ -30,7 +28,7 @@ MARKS = Marks.of("scripts/field.sh")
 STARTS = "would start"
 
 
-def verdicts(texts: Mapping[str, str], known: Known) -> list[Verdict]:
+def verdicts(texts: Mapping[str, str], known: Known) -> list[FieldVerdict]:
     """Return the verdicts of all files with a producer, sorted by name."""
     found = {}
     for path, text in sorted(texts.items()):
@@ -42,13 +40,13 @@ def verdicts(texts: Mapping[str, str], known: Known) -> list[Verdict]:
     return list(found.values())
 
 
-def tables(found: Sequence[Verdict], source: str = "") -> str:
+def tables(found: Sequence[FieldVerdict], source: str = "") -> str:
     """Return the page's tables. `source`: vllm-ascend's code, in which the switches must stand."""
     parts = [_summary(found), _reasons(found), _configurations(found), _unknown(found), _switches(found, source)]
     return "\n\n".join(part for part in parts if part)
 
 
-def _summary(found: Sequence[Verdict]) -> str:
+def _summary(found: Sequence[FieldVerdict]) -> str:
     both = sum(each.both for each in found)
     alone = {side: sum(each.starts(side) for each in found) for side in ("P", "D")}
     return "\n".join(
@@ -77,7 +75,7 @@ def _cell(refusals: Iterable[PdError]) -> str:
     return "; ".join(f"{code} {'; '.join(details)}" for code, details in by_code.items())
 
 
-def _reasons(found: Sequence[Verdict]) -> str:
+def _reasons(found: Sequence[FieldVerdict]) -> str:
     """Return the refusals' counts.
 
     The first is what an engine raises; lifting one helps only where it is the only one.
@@ -106,7 +104,7 @@ def _reasons(found: Sequence[Verdict]) -> str:
     )
 
 
-def _configurations(found: Iterable[Verdict]) -> str:
+def _configurations(found: Iterable[FieldVerdict]) -> str:
     names = ["configuration", "model", "P: TP × DP", "P", "D: TP × DP", "D", "the pair", "in small"]
     lines, sets = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"], small.sets()
     for each in found:
@@ -121,7 +119,7 @@ def _configurations(found: Iterable[Verdict]) -> str:
     return "\n".join(lines)
 
 
-def _unknown(found: Iterable[Verdict]) -> str:
+def _unknown(found: Iterable[FieldVerdict]) -> str:
     count: Counter[str] = Counter()
     for each in found:
         count.update({flag for engine in (*each.p, *each.d) for flag in engine.unknown})
@@ -131,7 +129,7 @@ def _unknown(found: Iterable[Verdict]) -> str:
     )
 
 
-def _switches(found: Iterable[Verdict], source: str) -> str:
+def _switches(found: Iterable[FieldVerdict], source: str) -> str:
     count: Counter[str] = Counter()
     ran = small.ran()
     for each in found:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tools.support.fuzz_targets import TARGETS, Shape, Target
+from tools.support.fuzz_targets import TARGETS, ExampleShape, FuzzTarget
 
 SLOW_S = 2.0  # for one input; slack for a busy machine
 GROWTH_BYTES = 300 << 20  # of the whole process, over all inputs of all targets
@@ -31,7 +31,7 @@ EXTREME: tuple[Any, ...] = (
 INTERESTING = (0, 1, 0x7F, 0x80, 0xC0, 0xC1, 0xC7, 0xDB, 0xDD, 0xDF, 0xFF, 10, 13, 34, 44, 58, 91, 92, 93, 123, 125)
 
 
-class Broken(Exception):
+class FuzzFinding(Exception):
     """An input broke a rule."""
 
 
@@ -40,7 +40,7 @@ class Mutator:
     """Mutations of examples. All randomness is from one generator, so that an input can be reproduced."""
 
     examples: list[bytes]
-    shape: Shape | None
+    shape: ExampleShape | None
     rng: random.Random
 
     def next(self) -> bytes:
@@ -51,7 +51,7 @@ class Mutator:
             self.rng.choice(_WAYS)(self, data)
         return bytes(data[:LONGEST])
 
-    def reshaped(self, shape: Shape, example: bytes) -> bytes:
+    def reshaped(self, shape: ExampleShape, example: bytes) -> bytes:
         """Return the example, well-formed, with another value somewhere, which a byte-level decoder accepts."""
         value = shape.read(example[shape.skip :])
         for _ in range(self.rng.choice((1, 1, 2, 3))):
@@ -123,8 +123,8 @@ _WAYS: tuple[Callable[[Mutator, bytearray], None], ...] = (
 )
 
 
-def fuzz(target: Target, inputs: int, seed: int, first: int = 0) -> Counter[str]:
-    """Feed `inputs` mutations, and count their results. Raise Broken for a broken rule."""
+def fuzz(target: FuzzTarget, inputs: int, seed: int, first: int = 0) -> Counter[str]:
+    """Feed `inputs` mutations, and count their results. Raise FuzzFinding for a broken rule."""
     found: Counter[str] = Counter()
     examples = target.examples()
     run = target.start()
@@ -135,9 +135,11 @@ def fuzz(target: Target, inputs: int, seed: int, first: int = 0) -> Counter[str]
             found[run(data)] += 1
         except Exception as error:
             where = f"--target {target.name} --seed {seed} --only {number}"
-            raise Broken(f"{type(error).__name__}: {error}\n{data[:200]!r}\nscripts/fuzz.sh {where}") from error
+            raise FuzzFinding(f"{type(error).__name__}: {error}\n{data[:200]!r}\nscripts/fuzz.sh {where}") from error
         if time.perf_counter() - began > SLOW_S:
-            raise Broken(f"{target.name}: input {number} of seed {seed} took more than {SLOW_S:g} s\n{data[:200]!r}")
+            raise FuzzFinding(
+                f"{target.name}: input {number} of seed {seed} took more than {SLOW_S:g} s\n{data[:200]!r}"
+            )
     return found
 
 
@@ -181,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
         run(args.target, 200, args.seed + 1)  # allocates what every decoder needs once, before memory is measured
         before, cpu = peak_bytes(), time.process_time()
         total = run(args.target, args.inputs, args.seed)
-    except Broken as broken:
+    except FuzzFinding as broken:
         print(f"BROKEN: {broken}")
         return 1
     grown = peak_bytes() - before

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tools.parts import ROOT, commit, pytest_run
-from tools.support.matrix import COMBINATIONS, HOW, NOT_RUN, PAIRS, REFUSED, ROWS, Row, Shown
+from tools.support.matrix import COMBINATIONS, HOW, NOT_RUN, PAIRS, REFUSED, ROWS, MatrixRow, Shown
 from tools.support.pages import Marks
 
 PAGE = ROOT / "docs" / "matrix.md"
@@ -44,7 +44,7 @@ _TOKENS = re.compile(r": (\d+) answers, (\d+) tokens compared")
 
 
 @dataclass(frozen=True)
-class Result:
+class RowResult:
     row: str
     words: str  # from pytest: "9 passed"
     good: bool
@@ -54,7 +54,7 @@ class Result:
     commit: str
 
 
-def read(row: Row, output: str, code: int, seconds: float, at: str) -> Result:
+def read(row: MatrixRow, output: str, code: int, seconds: float, at: str) -> RowResult:
     """Return the result of a row from pytest's output."""
     last = [
         line for line in output.splitlines() if " in " in line and re.search(r"\d+ (passed|failed|error|skipped)", line)
@@ -67,10 +67,10 @@ def read(row: Row, output: str, code: int, seconds: float, at: str) -> Result:
     counts = [(int(a), int(t)) for a, t in _TOKENS.findall(output)]
     answers, tokens = max(counts, default=(0, 0))
     good = code == 0 and "passed" in words  # a skipped test has shown nothing
-    return Result(row.name, words, good, answers, tokens, round(seconds / 60, 1), at)
+    return RowResult(row.name, words, good, answers, tokens, round(seconds / 60, 1), at)
 
 
-def run(row: Row, folder: Path, at: str) -> Result:
+def run(row: MatrixRow, folder: Path, at: str) -> RowResult:
     """Run one row to its end; its output is kept beside its record."""
     begun = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,10 +82,10 @@ def run(row: Row, folder: Path, at: str) -> Result:
     return result
 
 
-def recorded(row: Row, folder: Path, at: str) -> Result | None:
+def recorded(row: MatrixRow, folder: Path, at: str) -> RowResult | None:
     """Return the row's recorded result on this commit."""
     try:
-        result = Result(**json.loads((folder / f"{row.name}.json").read_text()))
+        result = RowResult(**json.loads((folder / f"{row.name}.json").read_text()))
     except (OSError, ValueError, TypeError):
         return None
     return result if result.commit == at else None
@@ -109,7 +109,7 @@ def in_ci(report: Path) -> dict[str, float]:
     return found
 
 
-def _selected_by_ci(row: Row) -> list[tuple[str, str]]:
+def _selected_by_ci(row: MatrixRow) -> list[tuple[str, str]]:
     """Return which of a row's tests CI selects, each as the class and name of a report."""
     command = (sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not slow", *row.tests)
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
@@ -122,7 +122,7 @@ def _selected_by_ci(row: Row) -> list[tuple[str, str]]:
     return names
 
 
-def cells(row: Row, result: Result | None, in_ci: str) -> list[str]:
+def cells(row: MatrixRow, result: RowResult | None, in_ci: str) -> list[str]:
     """Return one line of the page."""
     shown = ["has not run", "–", "–", "–"]
     if result is not None:
@@ -131,7 +131,7 @@ def cells(row: Row, result: Result | None, in_ci: str) -> list[str]:
     return [row.mode, row.vllm, row.how, *shown[:3], in_ci, shown[3]]
 
 
-def share(row: Row, minutes: Mapping[str, float], before: list[str]) -> str:
+def share(row: MatrixRow, minutes: Mapping[str, float], before: list[str]) -> str:
     """Return which of a row's tests CI runs, and their minutes there."""
     if row.name in minutes:
         return f"{row.ci}, {minutes[row.name]:g}"
@@ -168,7 +168,7 @@ def lines_of(head: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
     return "\n".join((first, "|" + "---|" * len(head), *rest))
 
 
-def engine_sets(row: Row) -> list[str]:
+def engine_sets(row: MatrixRow) -> list[str]:
     """Return the sets of engines under vllm-ascend that a row's words (pytest -k) select."""
     titles = re.findall(r'\bEngines\(\s*"([^"]+)"', (ROOT / PAIRS).read_text())
     words = row.tests[2]

@@ -54,7 +54,7 @@ class Step:
 
 
 @dataclass
-class Outcome:
+class StepOutcome:
     verdict: str  # passed, FAILED, skipped, not run
     seconds: float = 0.0
     why: str = ""
@@ -102,7 +102,7 @@ def environment(given: bool) -> dict[str, str]:
     return env
 
 
-def run(step: Step, out: Path, env: dict[str, str]) -> Outcome:
+def run(step: Step, out: Path, env: dict[str, str]) -> StepOutcome:
     """Run commands until one fails. Output goes to a log, progress to the terminal."""
     log, begun = out / f"{step.name}.log", time.monotonic()
     why = ""
@@ -114,7 +114,7 @@ def run(step: Step, out: Path, env: dict[str, str]) -> Outcome:
             if why:
                 break
     lines = log.read_text(errors="replace").splitlines()
-    outcome = Outcome("FAILED" if why else "passed", time.monotonic() - begun, why)
+    outcome = StepOutcome("FAILED" if why else "passed", time.monotonic() - begun, why)
     outcome.figures = [line.removeprefix("figure: ") for line in lines if line.startswith("figure: ")]
     if step.tests:
         _read_results(out / f"{step.name}.xml", outcome)
@@ -147,7 +147,7 @@ def _call(command: Sequence[str], output: int, env: dict[str, str], timeout_s: f
     return "" if code == 0 else f"exit code {code}"
 
 
-def _read_results(path: Path, outcome: Outcome) -> None:
+def _read_results(path: Path, outcome: StepOutcome) -> None:
     """Read pytest's results. A step in which no test ran has proven nothing, whatever the exit code is."""
     if not path.is_file():
         outcome.verdict, outcome.why = "FAILED", outcome.why or "pytest wrote no results"
@@ -167,14 +167,14 @@ def _read_results(path: Path, outcome: Outcome) -> None:
         outcome.why = f"{ran} tests" if ran else "no test could run"
 
 
-def check(chosen: Sequence[Step], wanted: set[str], out: Path, env: dict[str, str]) -> dict[str, Outcome]:
-    outcomes: dict[str, Outcome] = {}
+def check(chosen: Sequence[Step], wanted: set[str], out: Path, env: dict[str, str]) -> dict[str, StepOutcome]:
+    outcomes: dict[str, StepOutcome] = {}
     for step in chosen:
         lacking = outcomes.get(step.needs)
         if wanted and step.name not in wanted:
-            outcomes[step.name] = Outcome("not run", why="not asked for")
+            outcomes[step.name] = StepOutcome("not run", why="not asked for")
         elif lacking is not None and lacking.verdict == "FAILED":
-            outcomes[step.name] = Outcome("not run", why=f"{step.needs} failed")
+            outcomes[step.name] = StepOutcome("not run", why=f"{step.needs} failed")
         else:
             print(f"[self-check] {step.name}: {step.what} …", flush=True)
             outcomes[step.name] = run(step, out, env)
@@ -185,7 +185,7 @@ def check(chosen: Sequence[Step], wanted: set[str], out: Path, env: dict[str, st
     return outcomes
 
 
-def report(chosen: Sequence[Step], outcomes: dict[str, Outcome], out: Path) -> str:
+def report(chosen: Sequence[Step], outcomes: dict[str, StepOutcome], out: Path) -> str:
     """Return one page, ready to be attached to an issue."""
     unproven = [name for name, outcome in outcomes.items() if outcome.verdict != "passed"]
     lines = [

@@ -35,7 +35,7 @@ GRACE_S = 60.0  # for engines to end
 
 
 @dataclass(frozen=True)
-class Result:
+class PartResult:
     part: str
     exit_code: int
     seconds: float
@@ -84,7 +84,7 @@ def commit(root: Path) -> str:
     return f"{head}-{hashlib.sha256(changed).hexdigest()[:8]}" if changed else head
 
 
-class Record:
+class PartRecord:
     """Results by part, in a folder for the commit."""
 
     def __init__(self, folder: Path) -> None:
@@ -93,17 +93,17 @@ class Record:
     def log(self, part: str) -> Path:
         return self.folder / f"{part.replace('/', '-')}.log"
 
-    def of(self, part: str) -> Result | None:
+    def of(self, part: str) -> PartResult | None:
         try:
-            return Result(**json.loads(self.log(part).with_suffix(".json").read_text()))
+            return PartResult(**json.loads(self.log(part).with_suffix(".json").read_text()))
         except (OSError, ValueError, TypeError):
             return None
 
-    def add(self, result: Result) -> None:
+    def add(self, result: PartResult) -> None:
         self.log(result.part).with_suffix(".json").write_text(json.dumps(asdict(result), indent=1))
 
 
-def run(part: str, record: Record, words: Sequence[str], deadline_s: float) -> Result:
+def run(part: str, record: PartRecord, words: Sequence[str], deadline_s: float) -> PartResult:
     """Run one part to its end or its deadline; its output goes into the record."""
     log = record.log(part)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def run(part: str, record: Record, words: Sequence[str], deadline_s: float) -> R
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     said = lines[-1].strip("= ") if lines else "it said nothing"
     ended = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
-    result = Result(part, code, time.monotonic() - begun, said, ended)
+    result = PartResult(part, code, time.monotonic() - begun, said, ended)
     record.add(result)
     return result
 
@@ -153,7 +153,7 @@ def _end(process: subprocess.Popen[bytes]) -> int:
     return 124
 
 
-def line(part: str, result: Result | None) -> str:
+def line(part: str, result: PartResult | None) -> str:
     if result is None:
         return f"{part:28} has not run on this commit"
     state = "good" if result.good else f"FAILED ({result.exit_code})"
@@ -173,7 +173,7 @@ def main() -> int:
     known = parts(args.tests)
     if strange := [name for name in args.part if name not in known]:
         parser.error(f"no part {', '.join(strange)}; there are {', '.join(known)}")
-    record = Record(args.out / commit(ROOT))
+    record = PartRecord(args.out / commit(ROOT))
     chosen = args.part or [name for name in known if not ((one := record.of(name)) and one.good)]
     if not args.list:
         for number, name in enumerate(chosen, 1):

@@ -21,9 +21,9 @@ from tools.support.models import RECIPES, ROOT
 from tools.support.spec import EngineSpec, metaserver_command
 
 if TYPE_CHECKING:
-    from tools.support.client import Answer
+    from tools.support.client import TimedAnswer
     from tools.support.cluster import Cluster
-    from tools.support.engine import Engine
+    from tools.support.engine import EngineProcess
     from vllm_ascend_pd.observe.timeline import Trace
 
 OUT = ROOT / "out" / "quickstart"
@@ -34,31 +34,31 @@ TOKENS = 16
 
 
 @dataclass
-class Case:
+class ShownRequest:
     """One request, and its result."""
 
     name: str
     path: str
     body: dict[str, Any]
-    expected: Answer | None = None
-    answer: Answer | None = None
+    expected: TimedAnswer | None = None
+    answer: TimedAnswer | None = None
     sent: float = 0.0
     ended: float = 0.0
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def cases() -> list[Case]:
+def cases() -> list[ShownRequest]:
     from tools.support.client import body_of, chat_body_of, prompt
 
     completions, chat = "/v1/completions", "/v1/chat/completions"
     vocab = RECIPES[MODEL].vocab
     found = [
-        Case(f"completion, {length} tokens", completions, body_of(prompt(length, number, vocab), TOKENS))
+        ShownRequest(f"completion, {length} tokens", completions, body_of(prompt(length, number, vocab), TOKENS))
         for number, length in enumerate((24, 500, 1200, LONG, LONG, LONG), start=1)
     ]
     poem = "layer by layer the cache goes ahead of the words. "
-    found.append(Case("chat, short", chat, chat_body_of(poem, TOKENS)))
-    found.append(Case("chat, long", chat, chat_body_of(poem * 16, TOKENS)))
+    found.append(ShownRequest("chat, short", chat, chat_body_of(poem, TOKENS)))
+    found.append(ShownRequest("chat, long", chat, chat_body_of(poem * 16, TOKENS)))
     return found
 
 
@@ -90,7 +90,7 @@ def dry_run(args: argparse.Namespace) -> None:
         print("# without --port-base the ports are free ones, found when it runs")
 
 
-def tour(args: argparse.Namespace, cluster: Cluster, tried: list[Case]) -> tuple[list[str], str]:
+def tour(args: argparse.Namespace, cluster: Cluster, tried: list[ShownRequest]) -> tuple[list[str], str]:
     """Start, ask, compare. Return what is wrong, and the metaserver's address."""
     from tools.support.models import ensure
 
@@ -117,7 +117,7 @@ def tour(args: argparse.Namespace, cluster: Cluster, tried: list[Case]) -> tuple
     return wrong, front.url
 
 
-def _ask(url: str, case: Case) -> Answer:
+def _ask(url: str, case: ShownRequest) -> TimedAnswer:
     from tools.support.client import complete
 
     return complete(url, case.body, case.path)
@@ -144,15 +144,15 @@ def _close_traces(url: str) -> None:
     complete(url, body_of(prompt(40, 200), 1))
 
 
-def _compare(case: Case, prefill: Engine) -> list[str]:
+def _compare(case: ShownRequest, prefill: EngineProcess) -> list[str]:
     """Compare with the prefill engine, which, asked directly, is a single engine of P's TP and gives the logit gap."""
-    from tools.support.compare import Tally, TokensDiffer
+    from tools.support.compare import AnswerTally, TokensDiffer
 
     expected, answer = case.expected, case.answer
     if expected is None or answer is None:
         return [f"{case.name}: no answer"]
     try:
-        tally = Tally()
+        tally = AnswerTally()
         tally.check(case.name, expected.prompt, expected.tokens, answer.tokens, prefill.url, body={"cache_salt": "gap"})
         case.facts["tokens"] = "equal" if not tally.excused else "tie"
     except TokensDiffer as difference:
@@ -174,7 +174,7 @@ def _stay(url: str) -> None:
         print("stopping")
 
 
-def report(tried: list[Case], trace: Trace, layers: int) -> list[str]:
+def report(tried: list[ShownRequest], trace: Trace, layers: int) -> list[str]:
     """Print the table, the overlap, and the timeline of the last long request. Return the transfers that failed."""
     from vllm_ascend_pd.observe.timeline import picture
 

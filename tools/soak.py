@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 
 from tools.support.cluster import Cluster, fresh_directory, say
-from tools.support.compare import Tally
-from tools.support.engine import Engine
+from tools.support.compare import AnswerTally
+from tools.support.engine import EngineProcess
 from tools.support.in_tree import POLITE
 from tools.support.models import ensure
 from tools.support.soaking import Soak
@@ -74,7 +74,7 @@ class Place:
         say(f"  prefill is stopped, after {time.monotonic() - begun:.1f} s; it starts again on port {spec.port}")
         (self.prefill,) = self.cluster.start(spec)
 
-    def note(self, engine: Engine, name: str) -> None:
+    def note(self, engine: EngineProcess, name: str) -> None:
         metrics = engine.metrics()
         self.counts[name] = {count: metrics.get(count, 0.0) for count in COUNTS}
 
@@ -87,7 +87,7 @@ def main() -> int:
             place.front.url,
             place.single,
             lambda: (place.prefill, place.decode, place.front, place.single),
-            Tally(),
+            AnswerTally(),
             say,
             salted=False,
             half_way=None if args.no_restart else place.restart,

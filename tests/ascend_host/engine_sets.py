@@ -22,7 +22,7 @@ from host_build import INTERPRETER, HostBuild
 from pairs import Pair
 
 from tools.support.cluster import STRICT, Cluster
-from tools.support.compare import Tally
+from tools.support.compare import AnswerTally
 from tools.support.models import ensure
 from tools.support.spec import CONNECTOR, EngineSpec
 
@@ -174,7 +174,7 @@ class Engines:
         return [first, *ranks]
 
     @property
-    def tally(self) -> Tally:
+    def tally(self) -> AnswerTally:
         """Return the tally, with a tolerance where bfloat16 rounds differently.
 
         Attention merged from parts of the keys rounds differently from attention over all, and two tokens at a time
@@ -182,7 +182,7 @@ class Engines:
         """
         otherwise = not self.one_way and (self.p.dcp * self.d.dcp > 1 or self.draft)
         otherwise = otherwise or (self.dtype == "bfloat16" and self.p.tp != self.d.tp)
-        return rounded() if otherwise else Tally()
+        return rounded() if otherwise else AnswerTally()
 
     def _keys(self, machine: Machine, side: Side) -> dict[str, Any]:
         return {"verify": self.verify, "first_token_wait_s": 10.0, **machine.keys, **side.keys}
@@ -226,9 +226,9 @@ class Engines:
         )
 
 
-def rounded() -> Tally:
+def rounded() -> AnswerTally:
     """Return a tally that excuses close tokens: sums in another order round differently."""
-    return Tally(tie=0.125, excused_per=2, judged_from=8)
+    return AnswerTally(tie=0.125, excused_per=2, judged_from=8)
 
 
 def additional(**settings: Any) -> tuple[str, ...]:

@@ -14,10 +14,10 @@ import kind_pairs
 import pytest
 from pairs import FORKED, Pair, PairMaker
 
-from tools.support.cells import Site, make_site, start_pair
+from tools.support.cells import FaultSite, make_site, start_pair
 from tools.support.cluster import STRICT, Cluster, fresh_directory
-from tools.support.compare import Tally
-from tools.support.engine import Engine
+from tools.support.compare import AnswerTally
+from tools.support.engine import EngineProcess
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -27,8 +27,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def tally(progress: Callable[[str], None]) -> Iterator[Tally]:
-    tally = Tally()
+def tally(progress: Callable[[str], None]) -> Iterator[AnswerTally]:
+    tally = AnswerTally()
     yield tally
     progress(f"tokens: {tally.summary()}")
 
@@ -58,12 +58,15 @@ def allowed(ports: list[int]) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def make_pair(cluster: Cluster, ports: list[int], tally: Tally) -> PairMaker:
+def make_pair(cluster: Cluster, ports: list[int], tally: AnswerTally) -> PairMaker:
     """Return a function that starts a metaserver in front of running engines, on one of the allowed ports."""
     free = ports[:-3]
 
     def make(
-        prefill: Engine, *decode: Engine, options: tuple[str, ...] = (), more_prefill: Sequence[Engine] = ()
+        prefill: EngineProcess,
+        *decode: EngineProcess,
+        options: tuple[str, ...] = (),
+        more_prefill: Sequence[EngineProcess] = (),
     ) -> Pair:
         front = cluster.metaserver([prefill, *more_prefill], decode, free.pop(0), (*STRICT, *options))
         return Pair(cluster, front, prefill, decode, tally, more_prefill=tuple(more_prefill))
@@ -72,7 +75,7 @@ def make_pair(cluster: Cluster, ports: list[int], tally: Tally) -> PairMaker:
 
 
 @pytest.fixture(scope="session")
-def faulty(cluster: Cluster, allowed: list[str], ports: list[int], tally: Tally) -> Iterator[Site]:
+def faulty(cluster: Cluster, allowed: list[str], ports: list[int], tally: AnswerTally) -> Iterator[FaultSite]:
     """A pair with faults on order and short timers. Its D checks no blocks, so a wrong byte gives a wrong token."""
     prefill, decode, orders = start_pair(cluster, "faulty", 1, allowed, verify="off")
     site = make_site(cluster, prefill, decode, orders, ports[-2], tally)

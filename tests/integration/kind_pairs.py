@@ -24,8 +24,8 @@ from pairs import (
 from tools.support.checks import eventually, first_tokens, fresh_salt
 from tools.support.client import RequestFailed, attempt, body_of, complete, gather, leave_after, post
 from tools.support.cluster import Cluster
-from tools.support.compare import TIE, Tally, TokensDiffer, apart
-from tools.support.engine import Engine
+from tools.support.compare import TIE, AnswerTally, TokensDiffer, apart
+from tools.support.engine import EngineProcess
 from tools.support.models import ensure, recipe_of
 from tools.support.spec import EngineSpec
 
@@ -52,7 +52,7 @@ def sized(model: str, p_tp: int, d_tp: int) -> Any:
     return pytest.param(model, p_tp, d_tp, marks=shows(model, p_tp, d_tp))
 
 
-def check_declared(p: Engine, d: Engine) -> None:
+def check_declared(p: EngineProcess, d: EngineProcess) -> None:
     """Check that the running test has the sizes that its mark says."""
     assert not DECLARED or (p.spec.tp, d.spec.tp) == DECLARED[0], f"the mark says {DECLARED[0]}"
 
@@ -80,7 +80,7 @@ def learn_of_first_tokens(pair: Pair) -> None:
 
 @contextmanager
 def running(
-    cluster: Cluster, make_pair: PairMaker, *specs: EngineSpec, beside: Sequence[Engine] = ()
+    cluster: Cluster, make_pair: PairMaker, *specs: EngineSpec, beside: Sequence[EngineProcess] = ()
 ) -> Iterator[Pair]:
     """Start these engines, the first one P, and pair them with engines that run already.
 
@@ -103,13 +103,13 @@ def engines(make: Make) -> tuple[Any, Any]:
     """Return the fixtures `decode`, one engine for a module, and `pair`, which adds a P for each class."""
 
     @pytest.fixture(scope="module", name="decode")
-    def decode(cluster: Cluster, allowed: list[str]) -> Iterator[Engine]:
+    def decode(cluster: Cluster, allowed: list[str]) -> Iterator[EngineProcess]:
         (d,) = cluster.start(make("kv_consumer", cluster.push_config(*allowed)))
         yield d
         cluster.stop(d)
 
     @pytest.fixture(scope="class", name="pair")
-    def pair(cluster: Cluster, decode: Engine, make_pair: PairMaker) -> Iterator[Pair]:
+    def pair(cluster: Cluster, decode: EngineProcess, make_pair: PairMaker) -> Iterator[Pair]:
         with running(cluster, make_pair, make("kv_producer", cluster.push_config()), beside=[decode]) as made:
             yield made
 
@@ -122,7 +122,7 @@ def exercise(pair: Pair, name: str, lengths: Sequence[int]) -> None:
     pair.check([fresh_prompt(25 + 40 * i) for i in range(8)], name=f"{name}, 8 at once")
 
 
-def rounding_limit(p: Engine, d: Engine, lengths: Sequence[int]) -> float:
+def rounding_limit(p: EngineProcess, d: EngineProcess, lengths: Sequence[int]) -> float:
     """Return the difference of logits up to which two tokens count as tied, with a cache that rounds and unequal TP.
 
     Another TP adds in another order, and rounding makes a whole step of the last bit. How far that moves a logit is
@@ -138,7 +138,7 @@ def wrong_answers(pair: Pair, lengths: Sequence[int], tie: float = TIE) -> int:
     A first difference within `tie` shows nothing, neither that the answer is wrong nor that it is right: another prompt
     of that length is asked then, once.
     """
-    judged = replace(pair, tally=Tally(tie=tie, excused_per=1))
+    judged = replace(pair, tally=AnswerTally(tie=tie, excused_per=1))
 
     def is_wrong(length: int) -> bool | None:
         prompt, excused = fresh_prompt(length), len(judged.tally.excused)

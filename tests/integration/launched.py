@@ -14,8 +14,8 @@ import httpx
 from pairs import Pair
 
 from tools.support.cluster import Cluster
-from tools.support.compare import Tally
-from tools.support.engine import Served
+from tools.support.compare import AnswerTally
+from tools.support.engine import RunningServer
 from tools.support.models import ROOT
 from tools.support.process import Child, ProcessDied
 from tools.support.spec import child_environment
@@ -73,7 +73,7 @@ def _wait_ready(cluster: Cluster, url: str, children: Sequence[Child]) -> None:
 
 @contextmanager
 def launched_pair(
-    cluster: Cluster, tally: Tally, script: str, model: Path, p_tp: int, d_tp: int, plugins: tuple[Path, ...] = ()
+    cluster: Cluster, tally: AnswerTally, script: str, model: Path, p_tp: int, d_tp: int, plugins: tuple[Path, ...] = ()
 ) -> Iterator[Pair]:
     """Start a pair of these sizes by an example. Every pushed block is checked, and a failed load fails its request."""
     base, own = cluster.ports(3), cluster.logs / f"launched-{p_tp}-{d_tp}"
@@ -93,7 +93,7 @@ def launched_pair(
     with launched(cluster, url, (script, *map(str, words)), settings=settings) as (child,):
         cluster.starts += 2
         prefill, decode = (
-            Served(f"{child.name}-{role}", base + 1 + i, own / f"{role}.log")
+            RunningServer(f"{child.name}-{role}", base + 1 + i, own / f"{role}.log")
             for i, role in enumerate(("prefill", "decode"))
         )
-        yield Pair(cluster, Served("metaserver", base, own / "metaserver.log"), prefill, (decode,), tally)
+        yield Pair(cluster, RunningServer("metaserver", base, own / "metaserver.log"), prefill, (decode,), tally)

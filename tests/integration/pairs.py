@@ -22,10 +22,10 @@ from tools.support.checks import (
     settled_free_blocks,
     wait_for_free_blocks,
 )
-from tools.support.client import Answer, body_of, complete, gather
+from tools.support.client import TimedAnswer, body_of, complete, gather
 from tools.support.cluster import Cluster, Metaserver
-from tools.support.compare import Tally
-from tools.support.engine import Served
+from tools.support.compare import AnswerTally
+from tools.support.engine import RunningServer
 
 __all__ = [
     "FORKED",
@@ -52,20 +52,20 @@ class Pair:
     """One P, one or more D's, their metaserver."""
 
     cluster: Cluster
-    front: Metaserver | Served
-    prefill: Served
-    decode: tuple[Served, ...]
-    tally: Tally
-    alone: Served | None = None  # the reference for answers; None: P
-    more_prefill: tuple[Served, ...] = ()  # other servers of the same P: its ranks have an address each
+    front: Metaserver | RunningServer
+    prefill: RunningServer
+    decode: tuple[RunningServer, ...]
+    tally: AnswerTally
+    alone: RunningServer | None = None  # the reference for answers; None: P
+    more_prefill: tuple[RunningServer, ...] = ()  # other servers of the same P: its ranks have an address each
     left: int = 0  # last tokens of a prompt that P does not push, because D computes them for its first token
 
     @property
-    def reference(self) -> Served:
+    def reference(self) -> RunningServer:
         return self.alone or self.prefill
 
     @property
-    def all_prefill(self) -> tuple[Served, ...]:
+    def all_prefill(self) -> tuple[RunningServer, ...]:
         return (self.prefill, *self.more_prefill)
 
     def check_lengths(self, name: str) -> None:
@@ -79,8 +79,8 @@ class Pair:
         prompts: Sequence[Sequence[int]],
         max_tokens: int = 12,
         name: str = "",
-        expected: Sequence[Answer] | None = None,
-    ) -> list[Answer]:
+        expected: Sequence[TimedAnswer] | None = None,
+    ) -> list[TimedAnswer]:
         """Send all prompts at once; every answer must equal the single engine's, or `expected`.
 
         All prompts of more than one token must have been loaded from P: an answer that D computed by itself proves
@@ -105,7 +105,7 @@ class Pair:
         alone = (self.reference.url, *(d.url for d in self.decode))
         self.tally.check(name, prompt, expected, actual, *alone, body={"cache_salt": fresh_salt("gap")})
 
-    def compare(self, prompts: Sequence[Sequence[int]], answers: Sequence[Answer], name: str) -> None:
+    def compare(self, prompts: Sequence[Sequence[int]], answers: Sequence[TimedAnswer], name: str) -> None:
         """Compare answers that were obtained in another way with the reference's."""
         expected = reference_answers(self.reference, prompts, len(answers[0].tokens))
         for p, want, got in zip(prompts, expected, answers, strict=True):
@@ -181,7 +181,7 @@ class Pair:
 PairMaker = Callable[..., Pair]  # prefill, *decode, options of the metaserver
 
 
-def failures(engine: Served) -> list[str]:
+def failures(engine: RunningServer) -> list[str]:
     text = engine.log.read_text(errors="replace")
     return [line for line in text.splitlines() if _FAILED.search(line)]
 

@@ -30,7 +30,7 @@ from pairs import (
 from tools.support.checks import eventually
 from tools.support.client import body_of, gather, post
 from tools.support.cluster import Cluster
-from tools.support.engine import Served
+from tools.support.engine import RunningServer
 from tools.support.models import ensure
 from tools.support.process import free_port
 from tools.support.spec import EngineSpec
@@ -179,5 +179,5 @@ def check_what_another_has_kept(pair: Pair) -> None:
         assert counter(engine, HITS) - before == kept, f"{engine.name} took what another connector has kept"
 
 
-def reset(engine: Served) -> bool:
+def reset(engine: RunningServer) -> bool:
     return httpx.post(f"{engine.url}/reset_prefix_cache", timeout=10.0, trust_env=False).status_code == 200

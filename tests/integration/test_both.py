@@ -18,8 +18,8 @@ from tools.support import routers
 from tools.support.checks import counter, eventually, first_tokens, loaded_tokens
 from tools.support.client import body_of, complete, post
 from tools.support.cluster import Cluster
-from tools.support.compare import Tally
-from tools.support.engine import Engine
+from tools.support.compare import AnswerTally
+from tools.support.engine import EngineProcess
 from tools.support.models import ensure
 from tools.support.routers import Router
 from tools.support.sdist import Unreachable
@@ -36,8 +36,8 @@ class Site:
     """Two engines, and the port of each one's listener."""
 
     cluster: Cluster
-    tally: Tally
-    engines: tuple[Engine, Engine]
+    tally: AnswerTally
+    engines: tuple[EngineProcess, EngineProcess]
     listeners: tuple[int, int]
 
     def behind(self, make: Callable[..., Router], prefill: int, *more: object) -> tuple[Router, Pair]:
@@ -57,7 +57,7 @@ class Site:
     params=[("gqa", 1, {}), pytest.param(("gqa", 2, {"regroup": "always"}), marks=pytest.mark.slow)],
     ids=["1 and 1", "2 and 1, regrouped"],
 )
-def site(request: pytest.FixtureRequest, cluster: Cluster, tally: Tally) -> Iterator[Site]:
+def site(request: pytest.FixtureRequest, cluster: Cluster, tally: AnswerTally) -> Iterator[Site]:
     name, tp, keys = request.param
     model, first = ensure(name), cluster.ports(8)
     listeners = first, first + 4  # room after each port, on which D's workers listen

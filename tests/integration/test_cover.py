@@ -32,8 +32,8 @@ from test_kinds import tuples
 
 from tools.support.client import body_of, complete
 from tools.support.cluster import STRICT, Cluster
-from tools.support.compare import Tally
-from tools.support.engine import Engine
+from tools.support.compare import AnswerTally
+from tools.support.engine import EngineProcess
 from tools.support.models import RECIPES
 from tools.support.on_cpu import no_fp8
 from tools.support.pairwise import Cell, cover
@@ -140,9 +140,9 @@ class Shelf:
     """At most one P and one D: those of the last cell, until the next one needs others."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self._cluster, self._there = cluster, dict[str, tuple[EngineSpec, Engine]]()
+        self._cluster, self._there = cluster, dict[str, tuple[EngineSpec, EngineProcess]]()
 
-    def get(self, *specs: EngineSpec) -> list[Engine]:
+    def get(self, *specs: EngineSpec) -> list[EngineProcess]:
         for role, (had, engine) in list(self._there.items()):
             if had not in specs:
                 self._cluster.stop(engine)
@@ -163,13 +163,15 @@ def shelf(cluster: Cluster) -> Iterator[Shelf]:
     shelf.clear()
 
 
-def judged(kind: Kind, p: Engine, d: Engine, tally: Tally, progress: Callable[[str], None]) -> Tally:
+def judged(
+    kind: Kind, p: EngineProcess, d: EngineProcess, tally: AnswerTally, progress: Callable[[str], None]
+) -> AnswerTally:
     """Return the measure of answers of this pair."""
     if not kind.rounds or p.spec.tp == d.spec.tp:
         return tally
     limit = rounding_limit(p, d, 8 * LENGTHS)
     progress(f"figure: {kind.title or kind.model}: a token may be {limit:.2e} worse than the best")
-    return Tally(tie=limit, excused_per=10)
+    return AnswerTally(tie=limit, excused_per=10)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +186,7 @@ def test_a_cell(
     shelf: Shelf,
     allowed: list[str],
     ports: list[int],
-    tally: Tally,
+    tally: AnswerTally,
     progress: Callable[[str], None],
 ) -> None:
     kind = OF_KINDS[name]

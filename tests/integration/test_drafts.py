@@ -21,7 +21,7 @@ from pairs import Pair, PairMaker, fresh_prompt, reference_answers, transfer_req
 from tools.support.checks import Drafted, drafted, eventually, first_tokens, fresh_salt
 from tools.support.client import body_of, complete, post
 from tools.support.cluster import Cluster
-from tools.support.engine import Engine
+from tools.support.engine import EngineProcess
 from tools.support.models import ensure
 from tools.support.spec import EngineSpec
 
@@ -32,7 +32,9 @@ LENGTHS = (1, 15, 16, 17, 100, 333, 700)  # blocks of 16; drafts follow each pro
 ENOUGH = 100  # drafted tokens, enough for a rate
 
 
-def drafts_of(engine: Engine, url: str, prompts: Sequence[Sequence[int]], *, behind: int = 0, **more: Any) -> Drafted:
+def drafts_of(
+    engine: EngineProcess, url: str, prompts: Sequence[Sequence[int]], *, behind: int = 0, **more: Any
+) -> Drafted:
     """Return the engine's drafts for these prompts, sent to `url` one after the other: in a batch they would wait.
 
     The first `behind` tokens of each answer are a part of its prompt.
@@ -44,7 +46,7 @@ def drafts_of(engine: Engine, url: str, prompts: Sequence[Sequence[int]], *, beh
     return found()
 
 
-def started(d: Engine, prompts: Sequence[Sequence[int]]) -> Drafted:
+def started(d: EngineProcess, prompts: Sequence[Sequence[int]]) -> Drafted:
     """Return D's own drafts for requests that begin with P's token: none in the step that computes it."""
     firsts = [complete(d.url, body_of(prompt, 1, cache_salt=fresh_salt("first"))).tokens for prompt in prompts]
     begun = [[*prompt, *first] if len(prompt) > 1 else prompt for prompt, first in zip(prompts, firsts, strict=True)]
@@ -164,7 +166,7 @@ class TestMtp:
 class TestMtpShapes:
     @shows("mtp", 2, 1)
     def test_from_tp_2(
-        self, cluster: Cluster, decode: Engine, make_pair: PairMaker, progress: Callable[[str], None]
+        self, cluster: Cluster, decode: EngineProcess, make_pair: PairMaker, progress: Callable[[str], None]
     ) -> None:
         spec = mtp("mtp-p2", 3, role="kv_producer", tp=2, extra=cluster.push_config())
         with running(cluster, make_pair, spec, beside=[decode]) as pair:
@@ -190,7 +192,7 @@ class TestMtpShapes:
             check(pair, LENGTHS, f"MTP {p_tp}→{d_tp}, 3 tokens on both", progress)
 
     def test_without_a_draft_model_on_p_the_text_is_right_and_the_drafts_are_not(
-        self, cluster: Cluster, decode: Engine, make_pair: PairMaker, progress: Callable[[str], None]
+        self, cluster: Cluster, decode: EngineProcess, make_pair: PairMaker, progress: Callable[[str], None]
     ) -> None:
         spec = EngineSpec("mtp-p0", ensure("mtp"), role="kv_producer", extra=cluster.push_config())
         with running(cluster, make_pair, spec, beside=[decode]) as pair:

@@ -17,7 +17,7 @@ import pytest
 from launched import EXAMPLES, Script, launched
 from pairs import eventually, prefilled
 
-from tools.support.cells import Site
+from tools.support.cells import FaultSite
 from tools.support.cluster import Cluster
 from tools.support.models import ensure
 
@@ -33,7 +33,7 @@ def check(url: str, model: str, tries: int = 60) -> subprocess.CompletedProcess[
     )
 
 
-def test_check_sh_calls_a_pair_good_and_its_prompt_was_prefilled_elsewhere(faulty: Site) -> None:
+def test_check_sh_calls_a_pair_good_and_its_prompt_was_prefilled_elsewhere(faulty: FaultSite) -> None:
     before = prefilled(faulty.front.url)
     done = check(faulty.front.url, "model")
     assert done.returncode == 0, done.stderr
@@ -42,7 +42,7 @@ def test_check_sh_calls_a_pair_good_and_its_prompt_was_prefilled_elsewhere(fault
     eventually(lambda: prefilled(faulty.front.url) > before, "a load from P")
 
 
-def test_check_sh_fails_for_another_model_and_where_nobody_is(faulty: Site) -> None:
+def test_check_sh_fails_for_another_model_and_where_nobody_is(faulty: FaultSite) -> None:
     assert check(faulty.front.url, "another-model").returncode != 0
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))

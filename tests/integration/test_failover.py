@@ -21,10 +21,10 @@ import pytest
 from pairs import eventually, fresh_prompt, prefilled, reference_answers
 
 from tools.support import browser
-from tools.support.client import Answer, attempt, body_of
+from tools.support.client import TimedAnswer, attempt, body_of
 from tools.support.cluster import Cluster
-from tools.support.compare import Tally
-from tools.support.engine import Engine
+from tools.support.compare import AnswerTally
+from tools.support.engine import EngineProcess
 from tools.support.models import ensure
 from tools.support.spec import EngineSpec
 
@@ -34,9 +34,9 @@ pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 @dataclass
 class Door:
     url: str
-    prefill: Engine
-    spare: Engine  # the second P
-    decode: Engine
+    prefill: EngineProcess
+    spare: EngineProcess  # the second P
+    decode: EngineProcess
     operator: httpx.Client
 
     def instances(self) -> dict[str, dict[str, Any]]:
@@ -82,7 +82,7 @@ def test_vllms_serve_benchmark_runs_unmodified(door: Door, tmp_path: Path, backe
 
 
 def test_no_request_is_lost_when_one_of_two_ps_is_killed_under_load(
-    door: Door, cluster: Cluster, tally: Tally, tmp_path: Path
+    door: Door, cluster: Cluster, tally: AnswerTally, tmp_path: Path
 ) -> None:
     """50 streams: every answer is whole and right, the page shows what happened, the restarted P is used again."""
     gone = door.spare.url.removeprefix("http://")
@@ -103,7 +103,7 @@ def test_no_request_is_lost_when_one_of_two_ps_is_killed_under_load(
             page.until(browser.shows(gone, "down"))
             page.picture(cluster.directory / "status.png")
         answers = asking.result(240)
-        assert [a for a in answers if not isinstance(a, Answer)] == []
+        assert [a for a in answers if not isinstance(a, TimedAnswer)] == []
         (door.spare,) = cluster.start(restarted(cluster, door.spare))
         eventually(lambda: door.instances()[gone]["state"] == "ready", "it comes back", 60)
         if page is not None:
@@ -112,15 +112,15 @@ def test_no_request_is_lost_when_one_of_two_ps_is_killed_under_load(
     retried = [r for r in door.operator.get("/status").json()["last"] if r["attempts"] > 1]
     assert retried, "nobody was hit"
     for prompt, want, got in zip(prompts, reference_answers(door.prefill, prompts, 32), answers, strict=True):
-        assert isinstance(got, Answer)
+        assert isinstance(got, TimedAnswer)
         tally.check("a stream", prompt, want.tokens, got.tokens, door.prefill.url, body={"cache_salt": "failover"})
     served = door.instances()[gone]["served"]
     answers = attempt(door.url, [body_of(fresh_prompt(180), 4) for _ in range(20)])
-    assert all(isinstance(a, Answer) for a in answers)
+    assert all(isinstance(a, TimedAnswer) for a in answers)
     assert door.instances()[gone]["served"] > served, "the P that came back gets no work"
 
 
-def restarted(cluster: Cluster, killed: Engine) -> EngineSpec:
+def restarted(cluster: Cluster, killed: EngineProcess) -> EngineSpec:
     """Return the command of the killed engine with its port, and remove the engine from the cluster."""
     cluster.stop(killed)
     return killed.spec

@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 from pairs import counter
 
-from tools.support.cells import CELLS, KILL, REFUSE, STAGES, STOP, Cell, Run, Site
+from tools.support.cells import CELLS, KILL, REFUSE, STAGES, STOP, CellRun, FaultCell, FaultSite
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -20,7 +20,7 @@ EXPIRED = "vllm:ascend_pd_num_kv_expired_reqs_total"
 QUICK = {"4D", "5P", "6M"}  # a stopped process costs ten seconds, so CI has one for each role
 
 
-def _marked(cell: Cell) -> object:
+def _marked(cell: FaultCell) -> object:
     slow = cell.starts_an_engine or (cell.fault == STOP and cell.name not in QUICK)
     return pytest.param(cell, id=cell.name, marks=[pytest.mark.slow] if slow else [])
 
@@ -34,10 +34,10 @@ def test_every_stage_and_role_has_one_fault_and_each_fault_comes_nine_times() ->
 
 
 @pytest.mark.parametrize("cell", [_marked(cell) for cell in CELLS])
-def test_cell(cell: Cell, faulty: Site) -> None:
+def test_cell(cell: FaultCell, faulty: FaultSite) -> None:
     """Right tokens or a clear error in time; no other process dies; all blocks are freed; the pair keeps serving."""
     expired = {role: counter(faulty.servers[role], EXPIRED) for role in "PD"}
-    row = Run(faulty, cell)()
+    row = CellRun(faulty, cell)()
     if cell.name == "4D":  # without READY P gives up, and D learns of it once it continues
         assert counter(faulty.prefill, EXPIRED) > expired["P"]
     if cell.name == "5P":

@@ -11,16 +11,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tools.support.cells import AT_ONCE, KILL, P_FIRST, ROUTED, Cell, Run, Site, start_routed
+from tools.support.cells import AT_ONCE, KILL, P_FIRST, ROUTED, CellRun, FaultCell, FaultSite, start_routed
 from tools.support.cluster import Cluster
-from tools.support.compare import Tally
+from tools.support.compare import AnswerTally
 from tools.support.sdist import Unreachable
 
 pytestmark = [pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def site(request: pytest.FixtureRequest, cluster: Cluster, tally: Tally) -> Iterator[Site]:
+def site(request: pytest.FixtureRequest, cluster: Cluster, tally: AnswerTally) -> Iterator[FaultSite]:
     try:
         made = start_routed(cluster, f"routed-{request.param.mark}", 1, request.param, tally)
     except Unreachable as why:
@@ -44,6 +44,6 @@ def test_each_role_is_killed_at_each_stage_of_each_order() -> None:
 @pytest.mark.parametrize(
     ("site", "cell"), [(cell.order, cell) for cell in ROUTED], indirect=["site"], ids=[cell.name for cell in ROUTED]
 )
-def test_cell(site: Site, cell: Cell) -> None:
+def test_cell(site: FaultSite, cell: FaultCell) -> None:
     """Right tokens or a clear error in time; no other process dies; all blocks are freed; the pair keeps serving."""
-    Run(site, cell)()
+    CellRun(site, cell)()

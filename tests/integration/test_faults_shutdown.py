@@ -18,10 +18,10 @@ import pytest
 from pairs import fresh_prompt, reference_answers, settled_free_blocks, wait_for_free_blocks
 
 from tools.support import faults
-from tools.support.cells import GRACE, LIMIT_S, REACH_S, TOKENS, Clients, Site, exchanges, make_site, start_pair
-from tools.support.client import Answer, RequestFailed, body_of, complete
+from tools.support.cells import GRACE, LIMIT_S, REACH_S, TOKENS, Clients, FaultSite, exchanges, make_site, start_pair
+from tools.support.client import RequestFailed, TimedAnswer, body_of, complete
 from tools.support.cluster import Cluster
-from tools.support.compare import Tally
+from tools.support.compare import AnswerTally
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -33,7 +33,7 @@ BAD = re.compile(r"did not (end|close|return) within|writer thread died|ERROR.*s
 
 
 @pytest.fixture(scope="module")
-def site(cluster: Cluster, tally: Tally) -> Iterator[Site]:
+def site(cluster: Cluster, tally: AnswerTally) -> Iterator[FaultSite]:
     port = cluster.port()
     prefill, decode, orders = start_pair(cluster, "ending", 2, [f"http://127.0.0.1:{port}"], regroup="always")
     site = make_site(cluster, prefill, decode, orders, port, tally)
@@ -42,7 +42,7 @@ def site(cluster: Cluster, tally: Tally) -> Iterator[Site]:
     assert exchanges(cluster.traces), "the ranks of prefill have exchanged nothing"
 
 
-def with_grace(site: Site, role: str, grace: bool) -> None:
+def with_grace(site: FaultSite, role: str, grace: bool) -> None:
     """Restart the engine if its grace time is not as wanted."""
     engine = site.servers[role]
     arguments = tuple(word for word in engine.spec.arguments if word not in GRACE) + (GRACE if grace else ())
@@ -53,7 +53,7 @@ def with_grace(site: Site, role: str, grace: bool) -> None:
 
 @pytest.mark.parametrize(("role", "grace"), [("P", True), ("P", False), ("D", True), ("D", False), ("M", True)])
 def test_it_ends_by_itself_and_leaves_nothing(
-    site: Site, role: str, grace: bool, progress: Callable[[str], None]
+    site: FaultSite, role: str, grace: bool, progress: Callable[[str], None]
 ) -> None:
     if role != "M":
         with_grace(site, role, grace)
@@ -86,11 +86,11 @@ def test_it_ends_by_itself_and_leaves_nothing(
     site.replace(role)
     right = 0
     for p, want, got in zip(prompts, expected, clients.results, strict=True):
-        if isinstance(got, Answer) and got.finish != "abort":  # vLLM's word for an answer that it cut short
+        if isinstance(got, TimedAnswer) and got.finish != "abort":  # vLLM's word for an answer that it cut short
             site.tally.check(f"SIGTERM to {role}", p, want.tokens, got.tokens, site.prefill.url)
             right += 1
         else:
-            assert isinstance(got, Answer) or (isinstance(got, RequestFailed) and got.status >= 400), repr(got)
+            assert isinstance(got, TimedAnswer) or (isinstance(got, RequestFailed) and got.status >= 400), repr(got)
     progress(
         f"SIGTERM to {role}, grace {grace}: ended in {took:.1f} s, last answer {last:.1f} s, {right} of {len(prompts)} right"
     )

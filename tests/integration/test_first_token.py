@@ -18,7 +18,7 @@ from pairs import Pair, PairMaker, fresh_prompt, settled_free_blocks, wait_for_f
 from tools.support.checks import first_tokens
 from tools.support.client import TIMEOUT, body_of, chat_body_of, leave_after, post
 from tools.support.cluster import Cluster
-from tools.support.engine import Engine
+from tools.support.engine import EngineProcess
 from tools.support.models import ensure
 from tools.support.spec import EngineSpec, MetaserverSpec
 
@@ -88,7 +88,7 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def decode(cluster: Cluster, allowed: list[str]) -> Iterator[Engine]:
+def decode(cluster: Cluster, allowed: list[str]) -> Iterator[EngineProcess]:
     extra = cluster.push_config(*allowed)
     spec = EngineSpec("first-d", ensure("gqa"), role="kv_consumer", policy="fail", extra=extra)
     (d,) = cluster.start(dataclasses.replace(spec, arguments=("--enable-mfu-metrics",)))
@@ -97,7 +97,9 @@ def decode(cluster: Cluster, allowed: list[str]) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["one to one", "two to one"])
-def pair(request: pytest.FixtureRequest, cluster: Cluster, decode: Engine, make_pair: PairMaker) -> Iterator[Pair]:
+def pair(
+    request: pytest.FixtureRequest, cluster: Cluster, decode: EngineProcess, make_pair: PairMaker
+) -> Iterator[Pair]:
     tp = request.param
     (p,) = cluster.start(
         EngineSpec(f"first-p{tp}", ensure("gqa"), role="kv_producer", tp=tp, extra=cluster.push_config())

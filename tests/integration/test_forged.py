@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from pairs import Pair, settled_free_blocks, wait_for_free_blocks
 
-from tools.support.cells import Site
+from tools.support.cells import FaultSite
 from tools.support.checks import fresh_prompt, reference_answers
-from tools.support.client import Answer, RequestFailed, attempt, body_of
+from tools.support.client import RequestFailed, TimedAnswer, attempt, body_of
 
 pytestmark = [pytest.mark.engines, pytest.mark.ci, pytest.mark.timeout(900)]
 
@@ -23,7 +23,7 @@ TOKENS = 8
 HUGE = list(range(100_000))
 
 
-def _forged(site: Site) -> dict[str, Any]:
+def _forged(site: FaultSite) -> dict[str, Any]:
     envelope = base64.b64encode(b"PDR\x00" + bytes(range(200))).decode()
     decode = {"do_remote_decode": True}
     prefill = {"do_remote_prefill": True}
@@ -47,7 +47,7 @@ def _forged(site: Site) -> dict[str, Any]:
 WRONG: dict[str, Any] = {"text": "do_remote_decode", "number": 7, "list": HUGE, "true": True}
 
 
-def test_forged_parameters_are_a_plain_prefill_or_a_4xx(faulty: Site) -> None:
+def test_forged_parameters_are_a_plain_prefill_or_a_4xx(faulty: FaultSite) -> None:
     engines = (faulty.prefill, faulty.decode)
     before = {engine.name: settled_free_blocks(engine) for engine in engines}
     for engine in engines:
@@ -61,18 +61,18 @@ def test_forged_parameters_are_a_plain_prefill_or_a_4xx(faulty: Site) -> None:
             if isinstance(got, RequestFailed):
                 assert 400 <= got.status < 500, f"{engine.name}, {name}: {got}"
             else:
-                assert isinstance(got, Answer), f"{engine.name}, {name}: {got}"
+                assert isinstance(got, TimedAnswer), f"{engine.name}, {name}: {got}"
                 faulty.tally.check(f"{engine.name}, {name}", prompt, want.tokens, got.tokens, faulty.prefill.url)
         for name, got in zip(WRONG, attempt(engine.url, [_wrong(value) for value in WRONG.values()]), strict=True):
             assert isinstance(got, RequestFailed) and 400 <= got.status < 500, f"{engine.name}, {name}: {got}"
         # vLLM's own way to pass what its schema does not allow. It ends in vLLM's API server, or in a plain prefill.
         for got in attempt(engine.url, [_aside(value) for value in ("text", 7, [1, 2])]):
-            assert isinstance(got, Answer | RequestFailed), got
+            assert isinstance(got, TimedAnswer | RequestFailed), got
     wait_for_free_blocks(engines, before)
     pair = Pair(faulty.cluster, faulty.front, faulty.prefill, (faulty.decode,), faulty.tally)
     failed = len(pair.failed_transfers())
     through = attempt(faulty.front.url, [_aside("text"), _wrong({"do_remote_decode": True, "reservation": "x"})])
-    assert all(isinstance(got, Answer) for got in through), "the metaserver lets none of it through"
+    assert all(isinstance(got, TimedAnswer) for got in through), "the metaserver lets none of it through"
     assert len(pair.failed_transfers()) == failed
 
 

@@ -16,9 +16,9 @@ import openai
 import pytest
 from pairs import PairMaker, eventually, prefilled
 
-from tools.support.cells import Site
+from tools.support.cells import FaultSite
 from tools.support.client import body_of
-from tools.support.engine import Engine
+from tools.support.engine import EngineProcess
 from tools.support.spec import MetaserverSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.ci, pytest.mark.timeout(900)]
@@ -28,13 +28,13 @@ WORDS = {"model": "model", "temperature": 0, "max_tokens": 8, "extra_body": {"ig
 @dataclass
 class Door:
     url: str
-    decode: Engine
+    decode: EngineProcess
     client: openai.OpenAI
     single: openai.OpenAI  # the prefill engine, asked directly: one engine's answers
 
 
 @pytest.fixture(scope="module")
-def door(faulty: Site, make_pair: PairMaker) -> Iterator[Door]:
+def door(faulty: FaultSite, make_pair: PairMaker) -> Iterator[Door]:
     pair = make_pair(faulty.prefill, faulty.decode)
     urls = (pair.front.url, faulty.prefill.url)
     clients = [openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=120) for url in urls]
@@ -105,12 +105,12 @@ def test_a_client_that_leaves_ends_the_request_on_d(door: Door) -> None:
     eventually(lambda: not _running(door.decode), "the abort has arrived", 10)
 
 
-def _running(engine: Engine) -> float:
+def _running(engine: EngineProcess) -> float:
     page = httpx.get(engine.url + "/metrics", trust_env=False).text
     return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith("vllm:num_requests_running"))
 
 
-def test_a_sidecar_of_d_prefills_where_the_header_says(faulty: Site, ports: list[int]) -> None:
+def test_a_sidecar_of_d_prefills_where_the_header_says(faulty: FaultSite, ports: list[int]) -> None:
     p = faulty.prefill.url.removeprefix("http://")
     how = MetaserverSpec(("--prefill-allowed", f"127.0.0.0/8:{p.partition(':')[2]}"), sidecar=True)
     front = faulty.cluster.metaserver([], [faulty.decode], ports[-1], how)

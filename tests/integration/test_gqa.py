@@ -31,12 +31,12 @@ from pairs import (
     wait_for_free_blocks,
 )
 
-from tools.support.cells import Site
+from tools.support.cells import FaultSite
 from tools.support.checks import front_counter
 from tools.support.client import RequestFailed, attempt, body_of, complete, gather, leave_after, post
 from tools.support.cluster import Cluster
-from tools.support.compare import Tally
-from tools.support.engine import Engine
+from tools.support.compare import AnswerTally
+from tools.support.engine import EngineProcess
 from tools.support.faults import DROP_WRITES
 from tools.support.models import ensure, recipe_of
 from tools.support.soaking import Soak
@@ -52,7 +52,7 @@ LENGTHS = (1, 2, 20, BLOCK, BLOCK + 1, 4 * BLOCK, 333, 1500)
 
 
 @pytest.fixture(scope="module")
-def decodes(cluster: Cluster, allowed: list[str]) -> Iterator[tuple[Engine, Engine]]:
+def decodes(cluster: Cluster, allowed: list[str]) -> Iterator[tuple[EngineProcess, EngineProcess]]:
     model, config = ensure("gqa"), cluster.push_config(*allowed)
     details = ("--enable-prompt-tokens-details",)
     one, two = cluster.start(
@@ -64,7 +64,9 @@ def decodes(cluster: Cluster, allowed: list[str]) -> Iterator[tuple[Engine, Engi
 
 
 @pytest.fixture(scope="class")
-def one(cluster: Cluster, decodes: tuple[Engine, Engine], make_pair: PairMaker) -> Iterator[tuple[Pair, Pair, Pair]]:
+def one(
+    cluster: Cluster, decodes: tuple[EngineProcess, EngineProcess], make_pair: PairMaker
+) -> Iterator[tuple[Pair, Pair, Pair]]:
     """P with TP 1, in pairs with a D with TP 1, a D with TP 2, and both."""
     share = ("--long-prefill-token-threshold", "256")  # several long prompts share a step
     (p,) = cluster.start(
@@ -76,7 +78,9 @@ def one(cluster: Cluster, decodes: tuple[Engine, Engine], make_pair: PairMaker) 
 
 
 @pytest.fixture(scope="class")
-def two(cluster: Cluster, decodes: tuple[Engine, Engine], make_pair: PairMaker) -> Iterator[tuple[Pair, Pair]]:
+def two(
+    cluster: Cluster, decodes: tuple[EngineProcess, EngineProcess], make_pair: PairMaker
+) -> Iterator[tuple[Pair, Pair]]:
     """P with TP 2, small chunks, and a cache for little more than one longest prompt.
 
     It publishes its cache's events.
@@ -108,7 +112,7 @@ def two(cluster: Cluster, decodes: tuple[Engine, Engine], make_pair: PairMaker) 
 
 @pytest.fixture(scope="class")
 def pipeline(
-    cluster: Cluster, allowed: list[str], decodes: tuple[Engine, Engine], make_pair: PairMaker
+    cluster: Cluster, allowed: list[str], decodes: tuple[EngineProcess, EngineProcess], make_pair: PairMaker
 ) -> Iterator[tuple[Pair, Pair, Pair]]:
     """P with two stages of two layers, in pairs with D's: TP 1, TP 2, and stages of one and three layers."""
     model, config = ensure("gqa"), cluster.push_config(*allowed)
@@ -122,7 +126,7 @@ def pipeline(
     cluster.stop(*(pair.front for pair in pairs), d, p)
 
 
-def counted(engine: Engine) -> dict[str, float]:
+def counted(engine: EngineProcess) -> dict[str, float]:
     """Return our metrics of an engine, after a step that has collected everything."""
     settled_free_blocks(engine)
     prefix = "vllm:ascend_pd_"
@@ -157,7 +161,7 @@ def fusion(events: list[TraceEvent]) -> tuple[dict[tuple[str, int, int], set[flo
 
 
 @contextmanager
-def beside(prefill: Engine, bodies: list[dict[str, Any]], tokens: int) -> Iterator[None]:
+def beside(prefill: EngineProcess, bodies: list[dict[str, Any]], tokens: int) -> Iterator[None]:
     """Run the block while P answers these requests, once it has generated `tokens` tokens for them."""
     before = counter(prefill, "vllm:generation_tokens_total")
     load = threading.Thread(target=gather, args=(prefill.url, bodies), name="load")
@@ -183,7 +187,7 @@ def restarted(events: list[TraceEvent]) -> set[str]:
 
 class TestFromTp1:
     def test_the_prefill_engine_answers_as_a_stock_engine_does(
-        self, cluster: Cluster, one: tuple[Pair, Pair, Pair], tally: Tally
+        self, cluster: Cluster, one: tuple[Pair, Pair, Pair], tally: AnswerTally
     ) -> None:
         """P is the reference of this module, so its own answers are compared with vLLM without a connector once."""
         (stock,) = cluster.start(EngineSpec("gqa-stock", ensure("gqa")))
@@ -239,7 +243,7 @@ class TestFromTp1:
         assert not split, f"more than one batch for {split}"
 
     def test_a_failed_load_is_recomputed_or_fails_as_configured(
-        self, one: tuple[Pair, Pair, Pair], decodes: tuple[Engine, Engine], ports: list[int]
+        self, one: tuple[Pair, Pair, Pair], decodes: tuple[EngineProcess, EngineProcess], ports: list[int]
     ) -> None:
         fails, recomputes = decodes
         pair = one[1]
@@ -390,7 +394,7 @@ class TestFromPipeline:
 
 @pytest.fixture(scope="class")
 def dropped(
-    cluster: Cluster, decodes: tuple[Engine, Engine], faulty: Site, make_pair: PairMaker
+    cluster: Cluster, decodes: tuple[EngineProcess, EngineProcess], faulty: FaultSite, make_pair: PairMaker
 ) -> Iterator[tuple[Pair, Pair, Pair]]:
     """A P that drops its writes, in pairs with a D that checks nothing and two that do: one fails, one recomputes."""
     pairs = (

@@ -22,7 +22,7 @@ from pairs import Pair, fresh_prompt
 
 from tools.support.checks import eventually, loaded_tokens
 from tools.support.cluster import STRICT, Cluster
-from tools.support.compare import Tally
+from tools.support.compare import AnswerTally
 from tools.support.models import ensure
 from tools.support.spec import EngineSpec
 from vllm_ascend_pd.observe.timeline import Trace
@@ -89,7 +89,7 @@ def second_host() -> Iterator[tuple[str, ...]]:
         yield _entered(second)
 
 
-def test_ranks_of_one_d_on_two_hosts(cluster: Cluster, tally: Tally, second_host: tuple[str, ...]) -> None:
+def test_ranks_of_one_d_on_two_hosts(cluster: Cluster, tally: AnswerTally, second_host: tuple[str, ...]) -> None:
     model, port = ensure("moe"), cluster.port()
     moe: dict[str, Any] = {"plugins": (EXPERTS,), "max_seqs": 16, "environment": {"GLOO_SOCKET_IFNAME": WIRE}}
     ranks = {"dp": 2, "dp_rpc_port": cluster.port(), "dp_address": HERE, "role": "kv_consumer", "policy": "fail", **moe}

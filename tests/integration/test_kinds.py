@@ -30,7 +30,7 @@ from test_drafts import check as check_drafts
 from test_drafts import own
 
 from tools.support.cluster import Cluster
-from tools.support.engine import Engine
+from tools.support.engine import EngineProcess
 from vllm_ascend_pd.observe.timeline import Trace
 
 pytestmark = [pytest.mark.engines, pytest.mark.ci, pytest.mark.timeout(900)]
@@ -70,7 +70,7 @@ class TestAnIndexerBesideMla:
 class TestIndexerShapes:
     @shows("indexed", 2, 1)
     def test_from_tp_2_each_rank_pushes_its_share(
-        self, cluster: Cluster, decode: Engine, make_pair: PairMaker, progress: Callable[[str], None]
+        self, cluster: Cluster, decode: EngineProcess, make_pair: PairMaker, progress: Callable[[str], None]
     ) -> None:
         """Both ranks hold all of it: MLA and indexer are replicated."""
         traces = cluster.directory / "traces-indexed"
@@ -172,7 +172,7 @@ class TestIndexerShapes:
 @pytest.mark.slow
 class TestPlantedFault:
     def test_keys_that_are_written_after_the_hook_make_other_answers(
-        self, cluster: Cluster, decode: Engine, make_pair: PairMaker
+        self, cluster: Cluster, decode: EngineProcess, make_pair: PairMaker
     ) -> None:
         """P's answers are right, but its indexers' caches are stale when the hooks are called, and so on D.
 

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from tools.support.checks import eventually, fresh_salt
 from tools.support.client import body_of, complete, gather, post
 from tools.support.cluster import Cluster
-from tools.support.compare import Tally
+from tools.support.compare import AnswerTally
 from tools.support.models import ensure
 from tools.support.spec import EngineSpec
 
@@ -69,7 +69,7 @@ def start(cluster: Cluster, allowed: list[str], make_pair: PairMaker, mode: Mode
         )
     )
     pair = make_pair(*cluster.start(p, d))
-    return replace(pair, tally=Tally(tie=mode.tie, excused_per=4)) if mode.tie else pair
+    return replace(pair, tally=AnswerTally(tie=mode.tie, excused_per=4)) if mode.tie else pair
 
 
 def exercise(pair: Pair, name: str) -> None:

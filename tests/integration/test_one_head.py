@@ -14,7 +14,7 @@ from launched import launched_pair
 from pairs import FORKED, Pair, PairMaker, fresh_prompt
 
 from tools.support.cluster import Cluster
-from tools.support.compare import Tally
+from tools.support.compare import AnswerTally
 from tools.support.models import ensure
 from tools.support.spec import EngineSpec
 
@@ -25,13 +25,13 @@ MLA_LENGTHS = (1, 9, 16, 17, 128, 500)  # blocks of 16
 
 
 @pytest.fixture(scope="class")
-def mqa_down(cluster: Cluster, tally: Tally) -> Iterator[Pair]:
+def mqa_down(cluster: Cluster, tally: AnswerTally) -> Iterator[Pair]:
     with launched_pair(cluster, tally, "unequal-tp/gqa.sh", ensure("mqa"), p_tp=2, d_tp=1) as pair:
         yield pair
 
 
 @pytest.fixture(scope="class")
-def mqa_up(cluster: Cluster, tally: Tally) -> Iterator[Pair]:
+def mqa_up(cluster: Cluster, tally: AnswerTally) -> Iterator[Pair]:
     with launched_pair(cluster, tally, "1p1d/run.sh", ensure("mqa"), 1, 2, FORKED) as pair:
         yield pair
 

@@ -31,7 +31,7 @@ from test_kinds import tuples
 
 from tools.support.client import RequestFailed, attempt, body_of, complete
 from tools.support.cluster import Cluster
-from tools.support.engine import Engine
+from tools.support.engine import EngineProcess
 from tools.support.on_cpu import no_fp8
 
 pytestmark = [pytest.mark.engines, pytest.mark.ci, pytest.mark.timeout(900)]
@@ -82,7 +82,7 @@ class TestFp8:
 @needs_fp8
 class TestFp8Shapes:
     @shows("fp8", 2, 1)
-    def test_from_tp_2_regrouped(self, cluster: Cluster, decode: Engine, make_pair: PairMaker) -> None:
+    def test_from_tp_2_regrouped(self, cluster: Cluster, decode: EngineProcess, make_pair: PairMaker) -> None:
         p = spec("fp8-p2", "gqa", "kv_producer", cluster.push_config(regroup="always"), **stored("fp8_e4m3", tp=2))
         with running(cluster, make_pair, p, beside=[decode]) as pair:
             exercise(pair, "fp8 2→1 regrouped", LENGTHS)
@@ -136,7 +136,7 @@ class TestFp8Shapes:
 
 
 @pytest.fixture(scope="class")
-def unchecked(cluster: Cluster, allowed: list[str]) -> Iterator[Engine]:
+def unchecked(cluster: Cluster, allowed: list[str]) -> Iterator[EngineProcess]:
     """A D without checksums, so that a wrong byte gives a wrong token."""
     config = cluster.push_config(*allowed, verify="off")
     (d,) = cluster.start(spec("scales-d", "indexed-int8", "kv_consumer", config, **tuples()))
@@ -150,7 +150,7 @@ class TestPlantedFaults:
 
     @pytest.mark.parametrize("what", ["left out", "of the block before"])
     def test_scales_that_are_not_those_of_the_block_make_other_answers(
-        self, cluster: Cluster, unchecked: Engine, make_pair: PairMaker, what: str
+        self, cluster: Cluster, unchecked: EngineProcess, make_pair: PairMaker, what: str
     ) -> None:
         p = spec("scales-p", "indexed-int8", "kv_producer", cluster.push_config(verify="off"), **scales(what))
         with running(cluster, make_pair, p, beside=[unchecked]) as pair:
@@ -158,7 +158,7 @@ class TestPlantedFaults:
         assert wrong == 4, f"{4 - wrong} of 4 answers do not depend on the scales ({what})"
 
     def test_such_scales_are_seen_at_unequal_sizes_too(
-        self, cluster: Cluster, unchecked: Engine, make_pair: PairMaker, progress: Callable[[str], None]
+        self, cluster: Cluster, unchecked: EngineProcess, make_pair: PairMaker, progress: Callable[[str], None]
     ) -> None:
         """There an answer may differ by as much as P and D, each alone, do."""
         config = cluster.push_config(verify="off", regroup="always")

@@ -26,7 +26,7 @@ from tools.support import browser
 from tools.support.checks import eventually, reference_answers
 from tools.support.client import body_of, gather, leave_after, post
 from tools.support.cluster import Cluster
-from tools.support.engine import Engine
+from tools.support.engine import EngineProcess
 from tools.support.models import ensure
 from tools.support.spec import EngineSpec
 
@@ -181,11 +181,11 @@ def test_a_load_keeps_the_wave_and_ranks_without_work_serve_their_peers(
     cluster.stop(pair.front, d, p)
 
 
-def waves(engine: Engine) -> int:
+def waves(engine: EngineProcess) -> int:
     return len(WAVE.findall(engine.log.read_text(errors="replace")))
 
 
-def rest(engine: Engine) -> int:
+def rest(engine: EngineProcess) -> int:
     """Wait until the ranks have come to rest, and return how often they have."""
     for _ in range(2):  # the first request may end a wave that has begun before it
         before = waves(engine)

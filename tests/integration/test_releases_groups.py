@@ -18,7 +18,7 @@ from kind_pairs import (
 from pairs import PairMaker, fresh_prompt
 
 from tools.support.cluster import Cluster
-from tools.support.compare import Tally
+from tools.support.compare import AnswerTally
 from tools.support.environments import beside
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -65,7 +65,7 @@ def test_states(cluster: Cluster, allowed: list[str], ports: list[int], make_pai
         *(() if cached else ("--no-enable-prefix-caching",)),
     )
     with running(cluster, make_pair, *specs("qwen3next", cluster, allowed, arguments=arguments)) as pair:
-        pair.tally = Tally(tie=0.25, excused_per=1)
+        pair.tally = AnswerTally(tie=0.25, excused_per=1)
         exercise(pair, "qwen3next 0.23", LENGTHS)
         check_failed_load(pair, ports[-1], (97, 250))
         check_left(pair, 193)

@@ -15,7 +15,7 @@ from pairs import PairMaker
 
 from tools.support import previous
 from tools.support.cluster import Cluster
-from tools.support.engine import Engine
+from tools.support.engine import EngineProcess
 from tools.support.models import ROOT, ensure
 from tools.support.spec import EngineSpec
 
@@ -32,7 +32,7 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(str(why))
 
 
-def package_of(engine: Engine) -> Path:
+def package_of(engine: EngineProcess) -> Path:
     """Return the path of the package that an engine's interpreter imports."""
     command = [engine.spec.python, "-c", "import vllm_ascend_pd; print(vllm_ascend_pd.__file__)"]
     env = engine.spec.environ()

@@ -20,8 +20,8 @@ from tools.support import routers
 from tools.support.checks import eventually, first_tokens, fresh_salt, loaded_tokens
 from tools.support.client import RequestFailed, body_of, chat_body_of, post
 from tools.support.cluster import Cluster
-from tools.support.compare import Tally
-from tools.support.engine import Engine
+from tools.support.compare import AnswerTally
+from tools.support.engine import EngineProcess
 from tools.support.models import ensure
 from tools.support.routers import Router
 from tools.support.sdist import Unreachable
@@ -41,9 +41,9 @@ class Site:
     """A pair, and functions that start a router in front of it."""
 
     cluster: Cluster
-    tally: Tally
-    prefill: Engine
-    decode: Engine
+    tally: AnswerTally
+    prefill: EngineProcess
+    decode: EngineProcess
     listener: int
     bootstrap: int
     relays: list[int]  # ports of routers to which D may post
@@ -73,7 +73,7 @@ def layerwise(site: Site, port: int, where: Path) -> Router:
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["1 to 1", "2 to 1"])
-def site(request: pytest.FixtureRequest, cluster: Cluster, tally: Tally) -> Iterator[Site]:
+def site(request: pytest.FixtureRequest, cluster: Cluster, tally: AnswerTally) -> Iterator[Site]:
     model, tp, listener, bootstrap = ensure("gqa"), request.param, cluster.port(), cluster.port()
     held = {"hold_sources": HELD, "hold_share": 0.5, "hold_s": HOLD_S}
     held |= {"side_channel_port": listener, "bootstrap_port": bootstrap}
@@ -140,7 +140,7 @@ def test_what_nobody_fetches_is_held_to_its_bound_and_all_of_it_comes_back(site:
 
 
 @pytest.mark.slow
-def test_mooncakes_proxy_chooses_among_the_ranks_behind_one_address(cluster: Cluster, tally: Tally) -> None:
+def test_mooncakes_proxy_chooses_among_the_ranks_behind_one_address(cluster: Cluster, tally: AnswerTally) -> None:
     listener, bootstrap = cluster.ports(2), cluster.port()
     held = {"hold_sources": HELD, "hold_s": HOLD_S, "side_channel_port": listener, "bootstrap_port": bootstrap}
     allowed = {"prefill_listeners": [f"127.0.0.1:{listener + rank}" for rank in range(2)]}

@@ -35,8 +35,8 @@ from pairs import Pair, PairMaker, fresh_prompt, reference_answers
 
 from tools.support.client import body_of, complete
 from tools.support.cluster import Cluster
-from tools.support.compare import Tally, TokensDiffer
-from tools.support.engine import Engine
+from tools.support.compare import AnswerTally, TokensDiffer
+from tools.support.engine import EngineProcess
 
 pytestmark = [pytest.mark.engines, pytest.mark.ci, pytest.mark.timeout(900)]
 
@@ -89,14 +89,14 @@ class TestStateShapes:
             check_first_token_lost(pair, ports[-1], 193, fails=False)
             exercise(pair, "after loads that failed", (97, 250))
 
-    def test_without_prefix_caching_on_p(self, cluster: Cluster, decode: Engine, make_pair: PairMaker) -> None:
+    def test_without_prefix_caching_on_p(self, cluster: Cluster, decode: EngineProcess, make_pair: PairMaker) -> None:
         """Mode `none` on P: its one block stands for the whole prompt, each of D's for 96 tokens."""
         p = spec("nemotronh-none", "nemotronh", "kv_producer", cluster.push_config(), arguments=WHOLE)
         with running(cluster, make_pair, p, beside=[decode]) as pair:
             exercise(pair, "nemotronh none→align", LENGTHS)
 
     @shows("nemotronh", 2, 1)
-    def test_from_tp_2(self, cluster: Cluster, decode: Engine, make_pair: PairMaker) -> None:
+    def test_from_tp_2(self, cluster: Cluster, decode: EngineProcess, make_pair: PairMaker) -> None:
         """Each rank has half of the heads, and all of B and C. Attention is regrouped."""
         p = spec("nemotronh-p2", "nemotronh", "kv_producer", cluster.push_config(regroup="always"), tp=2)
         with running(cluster, make_pair, p, beside=[decode]) as pair:
@@ -172,7 +172,7 @@ class TestGatedDeltaNet:
             spec("qwen3next-d", "qwen3next", "kv_consumer", cluster.push_config(*allowed, verify=verify), **more),
         )
         with running(cluster, make_pair, *specs) as pair:
-            judge, wrong, others = Tally(tie=0.25, excused_per=1), 0, 0
+            judge, wrong, others = AnswerTally(tie=0.25, excused_per=1), 0, 0
             for length in self.LENGTHS:
                 prompt = fresh_prompt(length)
                 (expected,) = reference_answers(pair.prefill, [prompt], 8)

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tools.support.client import lines_of
-from tools.support.compare import Tally, TokensDiffer, apart, first_difference
+from tools.support.compare import AnswerTally, TokensDiffer, apart, first_difference
 from tools.support.on_cpu import no_fp8
 from tools.support.process import Child, free_port
 from vllm_ascend_pd.observe.timeline import Trace, picture
@@ -61,11 +61,11 @@ def test_a_missing_token_is_a_difference() -> None:
 
 def test_a_token_that_differs_without_a_tie_fails_and_names_the_gap() -> None:
     with reference(gap=0.01) as url, pytest.raises(TokensDiffer, match=r"1\.000e-02 worse"):
-        Tally().check("answer", [7], [1, 5], [1, 6], url)
+        AnswerTally().check("answer", [7], [1, 5], [1, 6], url)
 
 
 def test_a_tie_is_excused_once_in_a_run_of_less_than_a_thousand() -> None:
-    tally = Tally()
+    tally = AnswerTally()
     with reference(gap=5e-5) as url:
         tally.check("first", [7], [1, 5], [1, 6], url)
         assert tally.summary().endswith("1 excused")
@@ -74,7 +74,7 @@ def test_a_tie_is_excused_once_in_a_run_of_less_than_a_thousand() -> None:
 
 
 def test_what_counts_as_a_tie_and_how_often_depends_on_the_type() -> None:
-    tally = Tally(tie=0.1, excused_per=2)
+    tally = AnswerTally(tie=0.1, excused_per=2)
     with reference(gap=0.05) as url:
         tally.check("equal", [7], [1, 2], [1, 2], url)
         tally.check("excused", [7], [1, 5], [1, 6], url)
@@ -83,7 +83,7 @@ def test_what_counts_as_a_tie_and_how_often_depends_on_the_type() -> None:
 
 
 def test_the_share_of_ties_is_judged_from_a_number_of_answers_on_and_at_the_end() -> None:
-    tally = Tally(tie=0.1, excused_per=2, judged_from=4)
+    tally = AnswerTally(tie=0.1, excused_per=2, judged_from=4)
     with reference(gap=0.05) as url:
         for number in range(2):
             tally.check(f"chance {number}", [7], [1, 5], [1, 6], url)
@@ -98,12 +98,12 @@ def test_the_share_of_ties_is_judged_from_a_number_of_answers_on_and_at_the_end(
 
 def test_a_token_beside_a_tie_is_not_excused() -> None:
     with reference(gap=0.0) as url, pytest.raises(TokensDiffer, match="inf worse"):
-        Tally().check("answer", [7], [1, 5], [1, 7], url)
+        AnswerTally().check("answer", [7], [1, 5], [1, 7], url)
 
 
 def test_a_token_that_one_of_two_engines_chooses_is_excused() -> None:
     with reference(gap=0.01) as one, reference(gap=0.0) as other:
-        Tally().check("answer", [7], [1, 5], [1, 6], one, other)
+        AnswerTally().check("answer", [7], [1, 5], [1, 6], one, other)
 
 
 def test_how_far_two_engines_put_the_same_tokens_apart() -> None:
@@ -114,7 +114,7 @@ def test_how_far_two_engines_put_the_same_tokens_apart() -> None:
 
 def test_a_shorter_answer_is_never_excused() -> None:
     with reference(gap=0.0) as url, pytest.raises(TokensDiffer, match="shorter"):
-        Tally().check("answer", [7], [1, 2], [1], url)
+        AnswerTally().check("answer", [7], [1, 2], [1], url)
 
 
 STUBBORN = """

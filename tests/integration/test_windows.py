@@ -33,7 +33,7 @@ from pairs import Pair, PairMaker, counter, fresh_prompt
 from tools.support.checks import eventually
 from tools.support.client import body_of, complete
 from tools.support.cluster import Cluster
-from tools.support.engine import Engine
+from tools.support.engine import EngineProcess
 from tools.support.models import RECIPES
 
 pytestmark = [pytest.mark.engines, pytest.mark.ci, pytest.mark.timeout(900)]
@@ -93,7 +93,7 @@ class TestTwoGroups:
 @pytest.mark.slow
 class TestWindowShapes:
     @shows("gptoss", 2, 1)
-    def test_from_tp_2_regrouped(self, cluster: Cluster, decode: Engine, make_pair: PairMaker) -> None:
+    def test_from_tp_2_regrouped(self, cluster: Cluster, decode: EngineProcess, make_pair: PairMaker) -> None:
         p = spec("gptoss-p2", "gptoss", "kv_producer", cluster.push_config(regroup="always"), tp=2)
         with running(cluster, make_pair, p, beside=[decode]) as pair:
             exercise(pair, "gptoss 2→1 regrouped", LENGTHS)

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from unit.regroup.kit import LOOPBACK, Cache, DecodeSite, RankMemory, SharedTransport, config
-from unit.regroup.prefill import PrefillRank
-from unit.regroup.runner import AscendRank
-from unit.regroup.worker import ANSWER_S, KEY, Fleet, Member, Worker, World
+from unit.kits.regroup.common import LOOPBACK, Cache, DecodeSite, RankMemory, SharedTransport, config
+from unit.kits.regroup.prefill import PrefillRank
+from unit.kits.regroup.runner import AscendRank
+from unit.kits.regroup.worker import ANSWER_S, KEY, Fleet, Member, Worker, World
 
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.protocol.identity import Contributor

@@ -30,11 +30,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch_npu
 from native_cases import CELLS, pair, plans_of
-from unit.geometry.reference import Cache as ReferenceCache
-from unit.geometry.reference import Cluster, geometry
-from unit.regroup.engines import WORK, Engines
-from unit.regroup.kit import Cache, config
-from unit.regroup.prefill import Here, PrefillSite, running
+from unit.kits.geometry import Cache as ReferenceCache
+from unit.kits.geometry import Cluster, geometry
+from unit.kits.regroup.common import Cache, config
+from unit.kits.regroup.engines import WORK, Engines
+from unit.kits.regroup.prefill import Here, PrefillSite, running
 
 from vllm_ascend_pd.device.current import current
 from vllm_ascend_pd.device.npu import NpuDevice

@@ -12,45 +12,39 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
 
-from unit.metaserver.fake_engine import Served
-from unit.vllm_configs import LAYERS, attention, cache_config, vllm_config
-from unit.watching import until
+from unit.kits.connectors import (
+    BLOCK,
+    BLOCKS,
+    QUIET,
+    SIZE,
+    TOKENS,
+    Blocks,
+    Pair,
+    connected_pair,
+    connector,
+    output,
+    request,
+    tensors,
+)
+from unit.kits.vllm_configs import LAYERS, attention, cache_config, vllm_config
+from unit.kits.watching import until
 from vllm_ascend_pd import compat, plugin
 from vllm_ascend_pd.connector import AscendPushConnector, StepMetadata
 from vllm_ascend_pd.engine import merge_geometries
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.protocol.reports import ROUTE
 
 ROOT = Path(__file__).parents[2]
-BLOCK, BLOCKS, SIZE = 32, 8, 16
-TOKENS = list(range(40))
-QUIET: dict[str, Any] = {
-    "transport": "memory",
-    "patient": False,
-    "patient_shm": "off",
-    "verify": "full",
-    "regroup": "never",
-    "resend_first_s": 0.05,
-    "transfer_timeout_s": 5,
-    "quiet_extra_s": 0,
-}
 
 BLOCKED_IMPORT = """
 import sys
@@ -126,16 +120,6 @@ def test_full_graphs_would_skip_the_hooks_so_p_gets_piecewise_ones_and_d_keeps_i
 # -- roles
 
 
-def connector(
-    role: str, kind: KVConnectorRole, extra: dict[str, Any] | None = None, **arguments: Any
-) -> AscendPushConnector:
-    rank = arguments.pop("rank", 0)
-    config = vllm_config(role, {**QUIET, **(extra or {})}, **arguments)
-    config.parallel_config.rank = rank
-    heads = max(1, 2 // config.parallel_config.tensor_parallel_size)
-    return AscendPushConnector(config, kind, cache_config(attention(BLOCK, heads, SIZE), blocks=BLOCKS))
-
-
 def sockets() -> set[str]:
     links = (os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir())
     return {link for link in links if "socket:" in link}
@@ -156,11 +140,6 @@ def test_the_scheduler_role_opens_nothing_until_the_workers_are_known(role: str)
 def test_a_model_that_is_not_proven_stops_the_start() -> None:
     with pytest.raises(ValueError, match="PD-CONF-005"):
         AscendPushConnector(vllm_config(), KVConnectorRole.SCHEDULER, cache_config(attention(dtype=torch.int8)))
-
-
-def tensors(heads: int = 2, names: tuple[str, ...] = LAYERS) -> dict[str, torch.Tensor]:
-    storage = torch.zeros(len(names), BLOCKS, heads, BLOCK, 2 * SIZE)
-    return {name: storage[i] for i, name in enumerate(names)}
 
 
 def test_stages_and_ranks_tell_their_layers_by_pp_and_tp() -> None:
@@ -229,155 +208,6 @@ def test_a_worker_without_caches_shakes_no_hands_and_does_nothing() -> None:
 # -- a pair
 
 
-@dataclass
-class Blocks:
-    """Stand-in for the blocks that vLLM passes to update_state_after_alloc."""
-
-    ids: list[int]
-
-    def get_block_ids(self) -> tuple[list[int], ...]:
-        return (self.ids,)
-
-
-def request(name: str, params: dict[str, Any] | None, tokens: list[int] = TOKENS) -> Request:
-    return Request(name, tokens, SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params}), None)
-
-
-def output(name: str | None = None, tokens: int = 0, blocks: list[int] | None = None) -> SchedulerOutput:
-    made = SchedulerOutput.make_empty()
-    if name is not None:
-        made.num_scheduled_tokens = {name: tokens}
-        made.total_num_scheduled_tokens = tokens
-        made.scheduled_new_reqs = [NewRequestData(name, TOKENS, [], None, None, (blocks or [],), 0, None)]
-    made.scheduled_cached_reqs = CachedRequestData.make_empty()
-    return made
-
-
-class Metaserver:
-    """Metaserver that records what D posts, and keeps the answer open until the test sets its end."""
-
-    def __init__(self) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self.reports: list[dict[str, Any]] = []
-        self.end: bytes = b""
-        self.served = Served(self._app, "a metaserver")
-        self.url = f"http://{self.served.address}"
-
-    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
-        import asyncio
-
-        body = b""
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
-        if scope["path"] == ROUTE:
-            self.reports.append(msgspec.json.decode(body))
-            await send({"type": "http.response.start", "status": 204, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
-            return
-        self.bodies.append(msgspec.json.decode(body))
-        kind = [(b"content-type", b"application/x-ndjson")]
-        await send({"type": "http.response.start", "status": 200, "headers": kind})
-        left = asyncio.ensure_future(receive())
-        while not self.end and not left.done():
-            await send({"type": "http.response.body", "body": b'{"event":"heartbeat"}\n', "more_body": True})
-            await asyncio.wait({left}, timeout=0.02)
-        left.cancel()
-        await send({"type": "http.response.body", "body": self.end})
-
-
-@dataclass
-class Pair:
-    """Connectors of both engines, TP 1, without engines around them."""
-
-    metaserver: Metaserver
-    prefill: AscendPushConnector
-    prefill_worker: AscendPushConnector
-    decode: AscendPushConnector
-    decode_worker: AscendPushConnector
-    caches: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
-    reported: list[Any] = field(default_factory=list)
-
-    def load(self, name: str = "r", blocks: tuple[int, ...] = (3, 5)) -> Request:
-        """Allocate and post as D; return the request that P gets."""
-        params = {"do_remote_prefill": True, "metaserver": self.metaserver.url, "ticket": name}
-        asked = request(name, params)
-        assert self.decode.get_num_new_matched_tokens(asked, 0) == (len(TOKENS), True)
-        count = len(self.metaserver.bodies)
-        self.decode.update_state_after_alloc(asked, Blocks(list(blocks)), len(TOKENS))
-        self.decode_step()
-        until(lambda: len(self.metaserver.bodies) > count, "the POST")
-        sealed = self.metaserver.bodies[-1]["reservation"]
-        return request(f"{name}-p", {"do_remote_decode": True, "reservation": sealed})
-
-    def decode_step(self) -> Any:
-        meta = pickle.loads(pickle.dumps(self.decode.build_connector_meta(output())))
-        self.decode_worker.bind_connector_metadata(meta)
-        self.decode_worker.start_load_kv(None)
-        self.decode_worker.wait_for_save()
-        self.decode_worker.clear_connector_metadata()
-        return meta
-
-    def prefill_step(self, step: SchedulerOutput, order: str = "after", finished: frozenset[str] = frozenset()) -> Any:
-        meta = pickle.loads(pickle.dumps(self.prefill.build_connector_meta(step)))
-        worker, (mine, _) = self.prefill_worker, self.caches
-        worker.bind_connector_metadata(meta)
-        if "before" in order:
-            worker.start_load_kv(None)
-        if step.total_num_scheduled_tokens:
-            for name, tensor in mine.items():
-                worker.wait_for_layer_load(name)
-                worker.save_kv_layer(name, tensor, None)
-        if "after" in order:
-            worker.start_load_kv(None)
-        worker.wait_for_save()
-        results = worker.get_transfer_results(set(finished))
-        worker.clear_connector_metadata()
-        return results
-
-    def prefilled(self, asked: Request, order: str = "after") -> None:
-        self.prefill.update_state_after_alloc(asked, Blocks([1, 6]), 0)
-        self.prefill_step(output(asked.request_id, len(TOKENS), [1, 6]), order)
-
-    def news(self) -> Any:
-        """Report of D's worker to its scheduler after a step, through vLLM's pickle."""
-        return pickle.loads(pickle.dumps(self.decode_worker.build_connector_worker_meta()))
-
-    def results(self) -> Any:
-        self.decode_step()
-        found = self.decode_worker.get_transfer_results(set())
-        if found.finished_recving:
-            self.reported.append(found)
-        return found.finished_recving
-
-
-@contextmanager
-def connected_pair() -> Iterator[Pair]:
-    server = Metaserver()
-    extra = {"metaserver_urls": [server.url]}
-    made = {
-        (role, kind): connector(role, kind, extra)
-        for role in ("kv_producer", "kv_consumer")
-        for kind in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
-    }
-    caches = tensors(), tensors()
-    for tensor in caches[0].values():
-        tensor.copy_(torch.rand(tensor.shape, generator=torch.Generator().manual_seed(7)))
-    for role, mine in zip(("kv_producer", "kv_consumer"), caches, strict=True):
-        worker = made[role, KVConnectorRole.WORKER]
-        worker.register_kv_caches(mine)
-        shake = worker.get_handshake_metadata()
-        assert shake is not None
-        made[role, KVConnectorRole.SCHEDULER].set_xfer_handshake_metadata({0: shake})
-    yield Pair(server, *made.values(), caches)
-    server.end = b"{}"
-    for each in made.values():
-        each.shutdown()
-    server.served.stop()
-
-
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     with connected_pair() as made:
@@ -428,8 +258,8 @@ def test_reports_of_other_connectors_are_left_to_them(pair: Pair) -> None:
     pair.prefilled(asked)
     until(pair.results, "the load")
     all_of_them = KVConnectorOutput(finished_recving={"r", "another's"}, finished_sending={"r-p", "another's"})
-    for connector in (pair.decode, pair.prefill):
-        connector.update_connector_output(all_of_them)
+    for each in (pair.decode, pair.prefill):
+        each.update_connector_output(all_of_them)
         assert all_of_them.finished_recving == {"r", "another's"}
         assert all_of_them.finished_sending == {"r-p", "another's"}
     assert pair.decode._open_loads() == 0, "its own it has heard"

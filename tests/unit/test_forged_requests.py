@@ -21,8 +21,8 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
 
-from unit.test_connector import TOKENS, Blocks, Pair, connected_pair, connector, output, request, tensors
-from unit.watching import until
+from unit.kits.connectors import TOKENS, Blocks, Pair, connected_pair, connector, output, request, tensors
+from unit.kits.watching import until
 from vllm_ascend_pd.connector import AscendPushConnector
 from vllm_ascend_pd.protocol.auth import Secrets, seal, unseal
 from vllm_ascend_pd.protocol.forms import form_of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import rules: no import cycles, and pure modules import only pure ones."""
+"""Import rules: no import cycles, and pure modules import only pure ones. And a class has a name of its own."""
 
 from __future__ import annotations
 
@@ -80,10 +80,12 @@ def test_the_http_client_is_below_all_that_use_it_and_an_engine_needs_no_metaser
             assert not [module for module in ours if module.startswith("vllm_ascend_pd.metaserver")], name
 
 
-def test_a_public_class_name_is_that_of_one_class() -> None:
+def test_a_class_name_is_that_of_one_class() -> None:
+    """Private and nested ones too, and those of the tools: a name in a traceback or in a search is one thing."""
     where: dict[str, list[str]] = {}
-    for name, path in MODULES.items():
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                where.setdefault(node.name, []).append(name)
-    assert {name: modules for name, modules in where.items() if len(modules) > 1} == {}
+    for folder in (PACKAGE, PACKAGE.parent / "tools"):
+        for path in folder.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    where.setdefault(node.name, []).append(f"{path.relative_to(PACKAGE.parent)}:{node.lineno}")
+    assert {name: places for name, places in where.items() if len(places) > 1} == {}

@@ -175,7 +175,7 @@ DEFECTS: dict[int, Defect] = {
             f"{UNIT}/decode/test_metaserver_client.py::test_the_deadline_ends_a_call_that_beats_for_ever",
             f"{UNIT}/decode/test_metaserver_client.py::test_more_than_connections_and_queue_fails_at_once",
             f"{UNIT}/decode/test_metaserver_client.py::test_what_was_refused_is_posted_again",
-            f"{UNIT}/metaserver/test_metaserver_decisions.py::test_backoff_grows_and_is_bounded",
+            f"{UNIT}/shared/test_backoff.py::test_backoff_grows_and_is_bounded",
         ),
     ),
     17: Defect(
@@ -190,7 +190,7 @@ DEFECTS: dict[int, Defect] = {
     ),
     18: Defect(
         "context parallelism with a prefix hit on D computes the wrong number of senders and hangs",
-        (f"{UNIT}/test_admission.py::test_what_is_not_proven_stops_the_start_with_a_sentence",),
+        (f"{UNIT}/admission/test_admission.py::test_what_is_not_proven_stops_the_start_with_a_sentence",),
         "Context parallelism does not start with this connector.",
     ),
     # -- cost
@@ -230,7 +230,7 @@ DEFECTS: dict[int, Defect] = {
             f"{UNIT}/channel/test_channel_hostile.py::test_a_wrong_secret_gets_nothing_but_a_refusal",
             f"{UNIT}/channel/test_channel_hostile.py::test_a_recorded_conversation_is_worth_nothing",
             f"{UNIT}/runtime/test_runtime_isolation.py::test_engines_with_different_secrets_never_meet",
-            f"{UNIT}/test_admission.py::test_an_address_that_others_reach_needs_a_secret",
+            f"{UNIT}/admission/test_admission.py::test_an_address_that_others_reach_needs_a_secret",
             f"{UNIT}/protocol/test_protocol_reservation.py::test_done_before_any_authority_is_acknowledged_and_does_not_count",
         ),
     ),

@@ -33,7 +33,7 @@ def answer(body: bytes, status: bytes = b"200 OK") -> bytes:
     return b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body)
 
 
-class Engines:
+class BenchEngines:
     def __init__(self) -> None:
         self._pools: dict[str, ClientPool] = {}
         self._count = 0
@@ -68,7 +68,7 @@ class Engines:
 
 
 async def main(prefill_port: int, decode_port: int) -> None:
-    engines, loop = Engines(), asyncio.get_running_loop()
+    engines, loop = BenchEngines(), asyncio.get_running_loop()
     await loop.create_server(lambda: ServerProtocol(engines.prefill), "127.0.0.1", prefill_port, backlog=4096)
     await loop.create_server(lambda: ServerProtocol(engines.decode), "127.0.0.1", decode_port, backlog=4096)
     print("ready", flush=True)

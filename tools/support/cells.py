@@ -5,7 +5,7 @@ Behind our metaserver a role is killed, stopped or refuses; behind other routers
 at each stage.
 
 In a cell three requests go through a pair. When the first one reaches the stage, the process that is there stops
-itself; the fault is applied to the victim; the stopped process continues. Then all promises are checked (`Run`).
+itself; the fault is applied to the victim; the stopped process continues. Then all promises are checked (`CellRun`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from tools.support.checks import (
     wait_for_free_blocks,
 )
 from tools.support.checks import settled_free_blocks as free_now
-from tools.support.client import Answer, RequestFailed, body_of, stream
+from tools.support.client import RequestFailed, TimedAnswer, body_of, stream
 from tools.support.cluster import STRICT, Cluster, Metaserver
-from tools.support.compare import Tally
-from tools.support.engine import Engine
+from tools.support.compare import AnswerTally
+from tools.support.engine import EngineProcess
 from tools.support.faults import DOOR, MODULE, PLUGIN, Orders
 from tools.support.models import ensure
 from tools.support.spec import EngineSpec, MetaserverSpec
@@ -117,7 +117,7 @@ TOKENS = 12
 
 
 @dataclass(frozen=True)
-class Cell:
+class FaultCell:
     stage: int
     role: str
     fault: str
@@ -146,44 +146,47 @@ class Cell:
 
 
 CELLS = (
-    Cell(1, "P", STOP),
-    Cell(1, "D", KILL),
-    Cell(1, "M", REFUSE, "clients", stops=False),
-    Cell(2, "P", KILL),
-    Cell(2, "D", REFUSE, "503", stops=False),
-    Cell(2, "M", STOP),
-    Cell(3, "P", STOP),
-    Cell(3, "D", KILL),
-    Cell(3, "M", REFUSE, "reservations", stops=False),
-    Cell(4, "P", REFUSE, "503", stops=False),
-    Cell(4, "D", STOP),
-    Cell(4, "M", KILL),
-    Cell(5, "P", STOP),
-    Cell(5, "D", REFUSE, "begin", stops=False),
-    Cell(5, "M", KILL),
-    Cell(6, "P", KILL),
-    Cell(6, "D", REFUSE, "writes"),
-    Cell(6, "M", STOP),
-    Cell(7, "P", REFUSE, "done", stops=False),
-    Cell(7, "D", KILL),
-    Cell(7, "M", STOP),
-    Cell(8, "P", KILL),
-    Cell(8, "D", STOP),
-    Cell(8, "M", REFUSE, "prefilled"),
-    Cell(9, "P", REFUSE, "500 after all", stops=False),
-    Cell(9, "D", STOP),
-    Cell(9, "M", KILL),
+    FaultCell(1, "P", STOP),
+    FaultCell(1, "D", KILL),
+    FaultCell(1, "M", REFUSE, "clients", stops=False),
+    FaultCell(2, "P", KILL),
+    FaultCell(2, "D", REFUSE, "503", stops=False),
+    FaultCell(2, "M", STOP),
+    FaultCell(3, "P", STOP),
+    FaultCell(3, "D", KILL),
+    FaultCell(3, "M", REFUSE, "reservations", stops=False),
+    FaultCell(4, "P", REFUSE, "503", stops=False),
+    FaultCell(4, "D", STOP),
+    FaultCell(4, "M", KILL),
+    FaultCell(5, "P", STOP),
+    FaultCell(5, "D", REFUSE, "begin", stops=False),
+    FaultCell(5, "M", KILL),
+    FaultCell(6, "P", KILL),
+    FaultCell(6, "D", REFUSE, "writes"),
+    FaultCell(6, "M", STOP),
+    FaultCell(7, "P", REFUSE, "done", stops=False),
+    FaultCell(7, "D", KILL),
+    FaultCell(7, "M", STOP),
+    FaultCell(8, "P", KILL),
+    FaultCell(8, "D", STOP),
+    FaultCell(8, "M", REFUSE, "prefilled"),
+    FaultCell(9, "P", REFUSE, "500 after all", stops=False),
+    FaultCell(9, "D", STOP),
+    FaultCell(9, "M", KILL),
 )
 ROUTED = tuple(
-    Cell(stage, role, KILL, order=order) for order in (P_FIRST, AT_ONCE) for stage in order.stages for role in "PDM"
+    FaultCell(stage, role, KILL, order=order)
+    for order in (P_FIRST, AT_ONCE)
+    for stage in order.stages
+    for role in "PDM"
 )
 
 
 @dataclass
-class Row:
+class CellResult:
     """Result of a cell."""
 
-    cell: Cell
+    cell: FaultCell
     answers: str = ""
     slowest_s: float = 0.0  # last of the three answers, after the fault (SIGSTOP of D or M: after SIGCONT)
     clean_s: float = 0.0  # until the survivors' blocks are free, after the fault
@@ -191,28 +194,28 @@ class Row:
     total_s: float = 0.0
 
 
-class Broken(AssertionError):
+class PromiseBroken(AssertionError):
     """A promise was broken."""
 
 
 @dataclass
-class Site:
+class FaultSite:
     """A pair with the fault plug-in, behind a metaserver with it or behind another, unchanged router."""
 
     cluster: Cluster
     servers: dict[str, Any]
     orders: dict[str, Orders]
-    tally: Tally
-    make_front: Callable[[Engine, Engine], Metaserver | routers.Router]
+    tally: AnswerTally
+    make_front: Callable[[EngineProcess, EngineProcess], Metaserver | routers.Router]
 
     @property
-    def prefill(self) -> Engine:
-        engine: Engine = self.servers["P"]
+    def prefill(self) -> EngineProcess:
+        engine: EngineProcess = self.servers["P"]
         return engine
 
     @property
-    def decode(self) -> Engine:
-        engine: Engine = self.servers["D"]
+    def decode(self) -> EngineProcess:
+        engine: EngineProcess = self.servers["D"]
         return engine
 
     @property
@@ -246,7 +249,7 @@ def start_pair(
     timers: dict[str, float] = TIMERS,
     regroup: str = "auto",  # of P; on CPU "auto" exchanges nothing
     listener: int = 0,  # port of P's scheduler for other routers than ours; 0: none
-) -> tuple[Engine, Engine, dict[str, Orders]]:
+) -> tuple[EngineProcess, EngineProcess, dict[str, Orders]]:
     """Start P and D with the fault plug-in, on addresses that a restart keeps."""
     orders = {role: Orders(cluster.directory / "orders" / f"{name}-{role}") for role in ROLES}
     config = {**cluster.push_config(), **timers}
@@ -276,17 +279,24 @@ def start_pair(
 
 
 def make_site(
-    cluster: Cluster, prefill: Engine, decode: Engine, orders: dict[str, Orders], port: int, tally: Tally
-) -> Site:
+    cluster: Cluster,
+    prefill: EngineProcess,
+    decode: EngineProcess,
+    orders: dict[str, Orders],
+    port: int,
+    tally: AnswerTally,
+) -> FaultSite:
     spec = MetaserverSpec(STRICT, MODULE, (PLUGIN,), orders["M"].environment)
 
-    def front(p: Engine, d: Engine) -> Metaserver:
+    def front(p: EngineProcess, d: EngineProcess) -> Metaserver:
         return cluster.metaserver([p], [d], port, spec)
 
-    return Site(cluster, {"P": prefill, "D": decode, "M": front(prefill, decode)}, orders, tally, front)
+    return FaultSite(cluster, {"P": prefill, "D": decode, "M": front(prefill, decode)}, orders, tally, front)
 
 
-def start_routed(cluster: Cluster, name: str, p_tp: int, order: Order, tally: Tally, regroup: str = "auto") -> Site:
+def start_routed(
+    cluster: Cluster, name: str, p_tp: int, order: Order, tally: AnswerTally, regroup: str = "auto"
+) -> FaultSite:
     """Start a pair behind the router of that order. Raise sdist.Unreachable if its source is not available."""
     assert order.router is not None
     sdist.ensure(routers.VLLM)
@@ -294,17 +304,17 @@ def start_routed(cluster: Cluster, name: str, p_tp: int, order: Order, tally: Ta
     prefill, decode, orders = start_pair(cluster, name, p_tp, [], regroup=regroup, listener=listener)
     where = [listener] if order is AT_ONCE else []
 
-    def front(p: Engine, d: Engine) -> routers.Router:
+    def front(p: EngineProcess, d: EngineProcess) -> routers.Router:
         return order.router(p, d, *where, port, cluster.logs)  # type: ignore[misc]
 
-    return Site(cluster, {"P": prefill, "D": decode, "M": front(prefill, decode)}, orders, tally, front)
+    return FaultSite(cluster, {"P": prefill, "D": decode, "M": front(prefill, decode)}, orders, tally, front)
 
 
 class Clients:
     """Requests in progress, each on a connection of its own."""
 
     def __init__(self, url: str, bodies: Sequence[dict[str, Any]]) -> None:
-        self.results: list[Answer | BaseException | None] = [None] * len(bodies)
+        self.results: list[TimedAnswer | BaseException | None] = [None] * len(bodies)
         self.ended: list[float] = [0.0] * len(bodies)
         self._url, self._bodies = url, bodies
         self._thread = threading.Thread(target=lambda: asyncio.run(self._all()), name="clients")
@@ -330,21 +340,21 @@ class Clients:
 
 
 @dataclass
-class Run:
+class CellRun:
     """One cell on one site."""
 
-    site: Site
-    cell: Cell
-    row: Row = field(init=False)
+    site: FaultSite
+    cell: FaultCell
+    row: CellResult = field(init=False)
     prompts: list[list[int]] = field(init=False)
-    expected: list[Answer] = field(init=False)
+    expected: list[TimedAnswer] = field(init=False)
     _fault_at: float = 0.0
     _clients: Clients | None = None
 
     def __post_init__(self) -> None:
-        self.row = Row(self.cell)
+        self.row = CellResult(self.cell)
 
-    def __call__(self) -> Row:
+    def __call__(self) -> CellResult:
         begun = time.monotonic()
         for orders in self.site.orders.values():
             orders.clear()
@@ -363,13 +373,13 @@ class Run:
             for orders in self.site.orders.values():
                 orders.comply()
             if self._clients is not None and not self._clients.wait(time.monotonic() + LIMIT_S):
-                raise Broken(f"{self.cell}: a client waits without end")
+                raise PromiseBroken(f"{self.cell}: a client waits without end")
         self._judge()
         self._again(free)
         for role, server in others.items():
             gone = before[role] - _pids(server)
             if gone:
-                raise Broken(f"{self.cell}: {ROLES[role]} lost processes {sorted(gone)}")
+                raise PromiseBroken(f"{self.cell}: {ROLES[role]} lost processes {sorted(gone)}")
         self.row.total_s = time.monotonic() - begun
         return self.row
 
@@ -390,7 +400,7 @@ class Run:
         if cell.fault == KILL:
             stuck = victim.process.kill()
             if stuck:
-                raise Broken(str(stuck))
+                raise PromiseBroken(str(stuck))
         elif cell.fault == STOP:
             victim.process.pause()
         elif cell.stops and cell.refusal == "prefilled":
@@ -406,7 +416,7 @@ class Run:
 
     # -- while the fault lasts
 
-    def _survive(self, engines: list[Engine], free: dict[str, int]) -> None:
+    def _survive(self, engines: list[EngineProcess], free: dict[str, int]) -> None:
         cell, clients = self.cell, self._clients
         assert clients is not None
         until = self._fault_at + LIMIT_S
@@ -423,20 +433,20 @@ class Run:
         if cell.fault == REFUSE:
             self.site.orders[cell.role].comply()
             if not self.site.orders[cell.role].refused:
-                raise Broken(f"{cell}: nothing was refused")
+                raise PromiseBroken(f"{cell}: nothing was refused")
         if cell.fault != STOP:
             self._clean(engines, free, until)
 
     def _all_answered(self, clients: Clients, until: float) -> None:
         if not clients.wait(until):
-            raise Broken(f"{self.cell}: no answer within {LIMIT_S:.0f} s")
+            raise PromiseBroken(f"{self.cell}: no answer within {LIMIT_S:.0f} s")
         self.row.slowest_s = max(clients.ended) - self._fault_at
 
-    def _clean(self, engines: list[Engine], free: dict[str, int], until: float) -> None:
+    def _clean(self, engines: list[EngineProcess], free: dict[str, int], until: float) -> None:
         try:
             wait_for_free_blocks(engines, free, max(1.0, until - time.monotonic()))
         except AssertionError as late:
-            raise Broken(f"{self.cell}: survivors' {late}") from None
+            raise PromiseBroken(f"{self.cell}: survivors' {late}") from None
         self.row.clean_s = time.monotonic() - self._fault_at
 
     # -- afterwards
@@ -446,18 +456,18 @@ class Run:
         assert self._clients is not None
         seen: Counter[str] = Counter()
         for p, want, got in zip(self.prompts, self.expected, self._clients.results, strict=True):
-            if isinstance(got, Answer):
+            if isinstance(got, TimedAnswer):
                 self._compare(p, want, got)
                 seen["right"] += 1
             else:
                 seen[self._clear(got)] += 1
         self.row.answers = ", ".join(f"{count} {what}" for what, count in seen.items())
 
-    def _compare(self, p: list[int], want: Answer, got: Answer) -> None:
+    def _compare(self, p: list[int], want: TimedAnswer, got: TimedAnswer) -> None:
         reference = self.site.prefill
         if not reference.process.alive:  # no logits to look up: only equality counts
             if want.tokens != got.tokens:
-                raise Broken(f"{self.cell}: expected {want.tokens}, got {got.tokens}")
+                raise PromiseBroken(f"{self.cell}: expected {want.tokens}, got {got.tokens}")
             return
         gap = {"cache_salt": fresh_salt("gap")}
         self.site.tally.check(str(self.cell), p, want.tokens, got.tokens, reference.url, body=gap)
@@ -470,7 +480,7 @@ class Run:
             # A killed process's kernel closes its connections. Other routers close an answer that has begun when D is
             # killed; vLLM's push demo also when P is killed, whose response it awaits after D's last chunk.
             return "connection closed"
-        raise Broken(f"{self.cell}: no clear error: {problem!r}")
+        raise PromiseBroken(f"{self.cell}: no clear error: {problem!r}")
 
     def _again(self, free: dict[str, int]) -> None:
         """Check that with the victim back the pair serves new requests at once, and that nothing has leaked."""
@@ -484,7 +494,7 @@ class Run:
         try:
             wait_for_free_blocks([self.site.prefill, self.site.decode], free, LIMIT_S)
         except AssertionError as leaked:
-            raise Broken(f"{self.cell}: afterwards {leaked}") from None
+            raise PromiseBroken(f"{self.cell}: afterwards {leaked}") from None
 
     def _serve(self, until: float) -> None:
         """Send a new request that must get its KV from P.
@@ -497,20 +507,22 @@ class Run:
             before, failed = loaded_tokens(self.site.decode), counter(self.site.decode, FAILED)
             clients = Clients(self.site.front.url, [body_of(p, TOKENS)])
             if not clients.wait(until):
-                raise Broken(f"{self.cell}: afterwards a request was not answered")
+                raise PromiseBroken(f"{self.cell}: afterwards a request was not answered")
             (got,) = clients.results
-            if isinstance(got, Answer):
+            if isinstance(got, TimedAnswer):
                 break
             if not (isinstance(got, RequestFailed) and got.status == 503) or time.monotonic() > until:
-                raise Broken(f"{self.cell}: afterwards a request failed: {got!r}")
+                raise PromiseBroken(f"{self.cell}: afterwards a request failed: {got!r}")
             time.sleep(0.25)
         self._compare(p, want, got)
         free_now(self.site.decode)  # one more step updates the counters
         if counter(self.site.decode, FAILED) != failed:  # the counter of loads counts their beginnings
-            raise Broken(f"{self.cell}: afterwards a transfer failed and D computed the prompt itself")
+            raise PromiseBroken(f"{self.cell}: afterwards a transfer failed and D computed the prompt itself")
         loaded = loaded_tokens(self.site.decode) - before
         if loaded != len(p):
-            raise Broken(f"{self.cell}: afterwards D computed a prompt itself (loaded {loaded} of {len(p)} tokens)")
+            raise PromiseBroken(
+                f"{self.cell}: afterwards D computed a prompt itself (loaded {loaded} of {len(p)} tokens)"
+            )
 
 
 def _pids(server: Any) -> set[int]:
@@ -523,7 +535,7 @@ def exchanges(traces: Path) -> int:
     return sum(event.stage == "exchanged" and bool(event.facts["ok"]) for event in events)
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[CellResult]) -> list[str]:
     """Return the rows as a Markdown table."""
     lines = [
         "| cell | stage | victim | fault | answers | last answer | survivors clean | served again | cell took |",

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import httpx
 
-from tools.support.client import Answer, body_of, gather, post, prompt
-from tools.support.engine import Served
+from tools.support.client import TimedAnswer, body_of, gather, post, prompt
+from tools.support.engine import RunningServer
 
 _fresh = itertools.count(1)
 
@@ -39,22 +39,22 @@ def fresh_salt(word: str) -> str:
     return f"{word}-{next(_fresh)}"
 
 
-def reference_answers(engine: Served, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Answer]:
+def reference_answers(engine: RunningServer, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[TimedAnswer]:
     """Return a single engine's answers, computed without its prefix cache."""
     bodies = [body_of(p, max_tokens, cache_salt=fresh_salt("reference")) for p in prompts]
     return gather(engine.url, bodies)
 
 
-def counter(engine: Served, name: str) -> int:
+def counter(engine: RunningServer, name: str) -> int:
     return round(engine.metrics().get(name, 0.0))
 
 
-def first_tokens(engine: Served) -> int:
+def first_tokens(engine: RunningServer) -> int:
     """Return how many requests of a D engine have begun with P's first token."""
     return counter(engine, "vllm:ascend_pd_first_tokens_taken_total")
 
 
-def loaded_tokens(engine: Served) -> int:
+def loaded_tokens(engine: RunningServer) -> int:
     """Return how many tokens a D engine has loaded from P, by vLLM's own counter."""
     return counter(engine, "vllm:external_prefix_cache_hits_total")
 
@@ -85,7 +85,7 @@ class Drafted:
 
 
 @contextmanager
-def drafted(engine: Served) -> Iterator[Callable[[], Drafted]]:
+def drafted(engine: RunningServer) -> Iterator[Callable[[], Drafted]]:
     """Yield a function that returns, after the block, the engine's counts within the block."""
     names = [f"vllm:spec_decode_num_{what}_total" for what in ("drafts", "draft_tokens", "accepted_tokens")]
     before = [counter(engine, name) for name in names]
@@ -94,7 +94,7 @@ def drafted(engine: Served) -> Iterator[Callable[[], Drafted]]:
     after.extend(counter(engine, name) for name in names)
 
 
-def settled_free_blocks(engine: Served) -> int:
+def settled_free_blocks(engine: RunningServer) -> int:
     """Return the free blocks after one more step on each rank: the gauge only shows the scheduler's latest step."""
     for rank in range(engine.ranks):
         whose = {"X-data-parallel-rank": str(rank)} if engine.ranks > 1 else None
@@ -102,7 +102,7 @@ def settled_free_blocks(engine: Served) -> int:
     return engine.free_blocks()
 
 
-def wait_for_free_blocks(engines: Sequence[Served], wanted: Mapping[str, int], deadline_s: float = 60.0) -> None:
+def wait_for_free_blocks(engines: Sequence[RunningServer], wanted: Mapping[str, int], deadline_s: float = 60.0) -> None:
     """Wait until each engine has as many free blocks as before, or fail with the counts."""
     until = time.monotonic() + deadline_s
     while True:

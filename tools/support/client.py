@@ -26,7 +26,7 @@ class RequestFailed(RuntimeError):
 
 
 @dataclass
-class Answer:
+class TimedAnswer:
     """Contents and times of one answer."""
 
     prompt: tuple[int, ...] = ()  # as tokenised by the engine
@@ -67,9 +67,9 @@ def chat_body_of(text: str, max_tokens: int = 16, **more: Any) -> dict[str, Any]
     return {**body, "messages": [{"role": "user", "content": text}]}
 
 
-async def stream(client: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> Answer:
+async def stream(client: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> TimedAnswer:
     """Send a request with streaming on; `url` ends in /completions or /chat/completions."""
-    answer = Answer(started=time.monotonic())
+    answer = TimedAnswer(started=time.monotonic())
     tokens: list[int] = []
     async with client.stream("POST", url, json={**body, "stream": True}) as response:
         if response.status_code != 200:
@@ -95,7 +95,7 @@ async def lines_of(response: httpx.Response) -> AsyncIterator[bytes]:
         yield rest
 
 
-def _take(answer: Answer, tokens: list[int], chunk: dict[str, Any], at: float) -> None:
+def _take(answer: TimedAnswer, tokens: list[int], chunk: dict[str, Any], at: float) -> None:
     if "error" in chunk:
         code = chunk["error"].get("code")  # an HTTP status, or a code of the metaserver
         raise RequestFailed(int(code) if str(code).isdecimal() else 500, json.dumps(chunk["error"]))
@@ -111,26 +111,26 @@ def _take(answer: Answer, tokens: list[int], chunk: dict[str, Any], at: float) -
             tokens.extend(new)
 
 
-def complete(base: str, body: Mapping[str, Any], path: str = "/v1/completions") -> Answer:
+def complete(base: str, body: Mapping[str, Any], path: str = "/v1/completions") -> TimedAnswer:
     """Send one streamed request from synchronous code."""
     return gather(base, [body], path)[0]
 
 
-def gather(base: str, bodies: Sequence[Mapping[str, Any]], path: str = "/v1/completions") -> list[Answer]:
+def gather(base: str, bodies: Sequence[Mapping[str, Any]], path: str = "/v1/completions") -> list[TimedAnswer]:
     """Send all requests at once. Raise the first failure, after all have ended."""
     results = attempt(base, bodies, path)
     for result in results:
         if isinstance(result, BaseException):
             raise result
-    return [result for result in results if isinstance(result, Answer)]
+    return [result for result in results if isinstance(result, TimedAnswer)]
 
 
 def attempt(
     base: str, bodies: Sequence[Mapping[str, Any]], path: str = "/v1/completions"
-) -> list[Answer | BaseException]:
+) -> list[TimedAnswer | BaseException]:
     """Send all requests at once. Return an answer or an exception for each."""
 
-    async def run() -> list[Answer | BaseException]:
+    async def run() -> list[TimedAnswer | BaseException]:
         limits = httpx.Limits(max_connections=len(bodies), max_keepalive_connections=len(bodies))
         async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, trust_env=False) as client:
             return await asyncio.gather(*(stream(client, base + path, body) for body in bodies), return_exceptions=True)

@@ -26,7 +26,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tools.support.engine import Engine, Served
+from tools.support.engine import EngineProcess, RunningServer
 from tools.support.models import ROOT
 from tools.support.process import Child, ProcessDied, free_port
 from tools.support.spec import EngineSpec, MetaserverSpec, child_environment, metaserver_command
@@ -105,7 +105,7 @@ class Cluster:
         self._next_device = 0
         self._port_base = port_base
         self._plugins = plugins
-        self._running: list[Engine | Metaserver] = []
+        self._running: list[EngineProcess | Metaserver] = []
         self._before: Any = None  # the handler of SIGTERM before
 
     def __enter__(self) -> Cluster:
@@ -153,15 +153,15 @@ class Cluster:
             config["metaserver_urls"] = list(metaservers)
         return {**config, **more}
 
-    def start(self, *specs: EngineSpec) -> list[Engine]:
+    def start(self, *specs: EngineSpec) -> list[EngineProcess]:
         """Start engines side by side and wait until all answer.
 
         On failure stop them and raise with the end of the log.
         """
         begun = time.monotonic()
-        engines: list[Engine] = []
+        engines: list[EngineProcess] = []
         for spec in specs:
-            engine = Engine(self._placed(spec), self.logs)
+            engine = EngineProcess(self._placed(spec), self.logs)
             self.starts += 1
             self._running.append(engine)
             engines.append(engine)
@@ -186,8 +186,8 @@ class Cluster:
 
     def metaserver(
         self,
-        prefill: Sequence[Engine],
-        decode: Sequence[Engine],
+        prefill: Sequence[EngineProcess],
+        decode: Sequence[EngineProcess],
         port: int = 0,
         how: MetaserverSpec | tuple[str, ...] = (),
     ) -> Metaserver:
@@ -204,7 +204,9 @@ class Cluster:
             raise
         return server
 
-    def _wait(self, waiting: Sequence[Engine | Metaserver], begun: float, deadline_s: float = START_DEADLINE_S) -> None:
+    def _wait(
+        self, waiting: Sequence[EngineProcess | Metaserver], begun: float, deadline_s: float = START_DEADLINE_S
+    ) -> None:
         pending = list(waiting)
         shown = looked = begun
         waited = 0.0  # without the time in which this whole process group may have been stopped
@@ -233,10 +235,10 @@ class Cluster:
             if pending:
                 time.sleep(0.3)
 
-    def stop(self, *servers: Served | Metaserver) -> None:
+    def stop(self, *servers: RunningServer | Metaserver) -> None:
         """Stop those servers that were started here, and add what did not end by itself to `leaks`."""
         for server in servers:
-            if isinstance(server, Engine | Metaserver) and server in self._running:
+            if isinstance(server, EngineProcess | Metaserver) and server in self._running:
                 self._running.remove(server)
                 self.leaks += server.process.stop()
 

@@ -57,7 +57,7 @@ def apart(one: str, other: str, prompts: Sequence[Sequence[int]], body: Mapping[
 
 
 @dataclass
-class Tally:
+class AnswerTally:
     """Counter of answers and excuses in a whole run."""
 
     answers: int = 0

@@ -14,7 +14,7 @@ from tools.support.process import Child
 from tools.support.spec import EngineSpec
 
 
-class Served:
+class RunningServer:
     """A server that is reachable, whichever process started it."""
 
     def __init__(self, name: str, port: int, log: Path, host: str = "127.0.0.1") -> None:
@@ -65,7 +65,7 @@ class Served:
         return self.ranks * self.blocks() - round(used)
 
 
-class Engine(Served):
+class EngineProcess(RunningServer):
     """A server started by this process."""
 
     def __init__(self, spec: EngineSpec, logs: Path) -> None:

@@ -114,14 +114,14 @@ def _parser() -> _Parser:
 
 
 @dataclass(frozen=True)
-class Line:
+class ParsedLine:
     """Result of vLLM's parser for a command line, and the flags that it does not know or rejects."""
 
     parsed: Any
     unknown: tuple[str, ...]
 
 
-def parse(words: Sequence[str]) -> Line:
+def parse(words: Sequence[str]) -> ParsedLine:
     flags, unknown = _flags(words), []
     known = _parser()._option_string_actions
     for name in [name for name in flags if name.split(".")[0] not in known]:
@@ -130,7 +130,7 @@ def parse(words: Sequence[str]) -> Line:
     while True:
         try:
             parsed = _parser().parse_args([word for name, values in flags.items() for word in (name, *values)])
-            return Line(parsed, tuple(unknown))
+            return ParsedLine(parsed, tuple(unknown))
         except NotUnderstood as problem:
             named = re.match(r"argument (\S+?)(?:/\S+)?:", str(problem))
             if named is None or named[1] not in flags:
@@ -211,7 +211,7 @@ def tensors(spec: Any) -> tuple[torch.Tensor, ...]:
 
 
 @dataclass(frozen=True)
-class Model:
+class FieldModel:
     """An entry of field_models.json."""
 
     family: str
@@ -275,7 +275,7 @@ class Model:
 class Known:
     """Contents of field_models.json: models by name, and separate draft models."""
 
-    models: Mapping[str, Model]
+    models: Mapping[str, FieldModel]
     drafts: Mapping[str, Mapping[str, Any]]
 
     @classmethod
@@ -283,7 +283,7 @@ class Known:
         content = json.loads(text)
         families = content["families"]
         models = {
-            name: Model(entry["family"], families[entry["family"]], entry.get("c8", ""))
+            name: FieldModel(entry["family"], families[entry["family"]], entry.get("c8", ""))
             for name, entry in content["models"].items()
         }
         return cls(models, content["drafts"])
@@ -333,7 +333,7 @@ def judge(command: Command, known: Known) -> Judged:
     return Judged(role, size, ranks, refusals, line.unknown, beside, geometry, wanted, frozenset(switches))
 
 
-def _needs(config: Any, model: Model, c8: Collection[str], switches: Collection[str]) -> Needs:
+def _needs(config: Any, model: FieldModel, c8: Collection[str], switches: Collection[str]) -> Needs:
     """Return what a set of engines in small has to have. GDN's states stand for one kind, however many groups."""
     parallel, drafting = config.parallel_config, config.speculative_config
     return needs(
@@ -346,7 +346,7 @@ def _needs(config: Any, model: Model, c8: Collection[str], switches: Collection[
     )
 
 
-def as_configured(parsed: Any, model: Model, draft: Mapping[str, Any] = MappingProxyType({})) -> SimpleNamespace:
+def as_configured(parsed: Any, model: FieldModel, draft: Mapping[str, Any] = MappingProxyType({})) -> SimpleNamespace:
     """Return what admission reads of vLLM's configuration, made from the result of vLLM's parser."""
     rank = parsed.data_parallel_rank if parsed.data_parallel_rank is not None else parsed.data_parallel_start_rank or 0
     parallel = SimpleNamespace(
@@ -380,7 +380,7 @@ def as_configured(parsed: Any, model: Model, draft: Mapping[str, Any] = MappingP
     )
 
 
-def _drafting(configured: Mapping[str, Any] | None, model: Model, draft: Mapping[str, Any]) -> Any:
+def _drafting(configured: Mapping[str, Any] | None, model: FieldModel, draft: Mapping[str, Any]) -> Any:
     """Return vLLM's speculative configuration, with the parts of the draft model's that admission reads."""
     if configured is None:
         return None
@@ -425,7 +425,7 @@ def _with_drafts(spec: MambaSpec, tokens: int) -> MambaSpec:
     return dataclasses.replace(spec, shapes=((rows + tokens, dim), *rest), num_speculative_blocks=tokens)
 
 
-def _groups(config: Any, model: Model, draft: Mapping[str, Any], c8: Collection[str]) -> list[SimpleNamespace]:
+def _groups(config: Any, model: FieldModel, draft: Mapping[str, Any], c8: Collection[str]) -> list[SimpleNamespace]:
     """Return the groups as vLLM makes them.
 
     Layers that differ but need equally many blocks are one group with a spec for each layer.
@@ -507,7 +507,7 @@ def _surroundings(command: Command) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FieldVerdict:
     """One configuration: its P's, its D's, and whether their caches fit each other."""
 
     name: str
@@ -535,13 +535,13 @@ class Verdict:
         return self.starts("P") and self.starts("D") and not self.pair.startswith("PD-")
 
 
-def verdict(name: str, text: str, known: Known) -> Verdict:
+def verdict(name: str, text: str, known: Known) -> FieldVerdict:
     found = commands(text)
     engines = list(dict.fromkeys(judge(command, known) for command in found))
     p, d = (tuple(engine for engine in engines if engine.role == role) for role in ("P", "D"))
     strays = [engine for engine in engines if engine.role == "?"]  # with both roles: they count on both sides
     p, d = (*p, *strays), (*d, *strays)
-    return Verdict(name, found[0].model, p, d, _pair(p, d))
+    return FieldVerdict(name, found[0].model, p, d, _pair(p, d))
 
 
 def _pair(p: Sequence[Judged], d: Sequence[Judged]) -> str:

@@ -114,7 +114,7 @@ RESERVATION = Reservation(
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class FuzzTarget:
     """A decoder with its examples. `start` makes the function that takes inputs, anew for every few hundred of them."""
 
     name: str
@@ -122,11 +122,11 @@ class Target:
     weight: int
     examples: Callable[[], list[bytes]]
     start: Callable[[], Run]
-    shape: Shape | None = None
+    shape: ExampleShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ExampleShape:
     """Decomposition of an example: one value deep inside can be changed while the rest stays well-formed."""
 
     read: Callable[[bytes], Any]
@@ -134,9 +134,9 @@ class Shape:
     skip: int = 0  # bytes before the encoded value
 
 
-MSGPACK = Shape(msgspec.msgpack.decode, msgspec.msgpack.encode)
-ENVELOPE = Shape(msgspec.msgpack.decode, msgspec.msgpack.encode, skip=4)
-JSON = Shape(json.loads, lambda value: json.dumps(value).encode())
+MSGPACK = ExampleShape(msgspec.msgpack.decode, msgspec.msgpack.encode)
+ENVELOPE = ExampleShape(msgspec.msgpack.decode, msgspec.msgpack.encode, skip=4)
+JSON = ExampleShape(json.loads, lambda value: json.dumps(value).encode())
 
 
 # -- the side channel
@@ -824,23 +824,25 @@ def _bootstrap() -> Run:
 
 
 TARGETS = (
-    Target("frames", "cutting a stream into frames", 10, _frames, _splitter),
-    Target("greeting", "greeting and farewell", 8, _greetings, _greeting, MSGPACK),
-    Target(
+    FuzzTarget("frames", "cutting a stream into frames", 10, _frames, _splitter),
+    FuzzTarget("greeting", "greeting and farewell", 8, _greetings, _greeting, MSGPACK),
+    FuzzTarget(
         "messages", "messages, into both machines", 14, lambda: [encode(m) for m in _messages()], _machines, MSGPACK
     ),
-    Target("signed", "signed messages", 12, _signed, _verifier),
-    Target("listener", "a whole listener with a secret", 8, _frames, _listener),
-    Target("doctor", "the other doctor's words", 6, _consultation, _doctor),
-    Target("sealed", "sealed reservations", 10, _sealed, _unsealer),
-    Target("reservation", "unsigned reservations, into P's plan", 8, _unsigned, _admitted, ENVELOPE),
-    Target("sources", "sealed sources, as a client may send them", 6, _sources, _source_reader),
-    Target("schedulers", "what schedulers say to each other, into both books", 6, _rendezvous, _schedulers, MSGPACK),
-    Target("bootstrap", "what routers ask of P", 2, _queries, _bootstrap),
-    Target("http answers", "the client of engines and metaserver", 8, _responses, _http_client),
-    Target("http requests", "the metaserver's HTTP server", 4, _heads, _http_server),
-    Target("bodies", "clients' bodies", 6, _requests, _clients, JSON),
-    Target("posts", "D's posts and P's answers", 5, _posts, _posted, JSON),
-    Target("ndjson", "the metaserver's answer to D", 6, _lines, _ndjson),
-    Target("doorbell", "datagrams", 1, lambda: [b"\0", b""], _doorbell),
+    FuzzTarget("signed", "signed messages", 12, _signed, _verifier),
+    FuzzTarget("listener", "a whole listener with a secret", 8, _frames, _listener),
+    FuzzTarget("doctor", "the other doctor's words", 6, _consultation, _doctor),
+    FuzzTarget("sealed", "sealed reservations", 10, _sealed, _unsealer),
+    FuzzTarget("reservation", "unsigned reservations, into P's plan", 8, _unsigned, _admitted, ENVELOPE),
+    FuzzTarget("sources", "sealed sources, as a client may send them", 6, _sources, _source_reader),
+    FuzzTarget(
+        "schedulers", "what schedulers say to each other, into both books", 6, _rendezvous, _schedulers, MSGPACK
+    ),
+    FuzzTarget("bootstrap", "what routers ask of P", 2, _queries, _bootstrap),
+    FuzzTarget("http answers", "the client of engines and metaserver", 8, _responses, _http_client),
+    FuzzTarget("http requests", "the metaserver's HTTP server", 4, _heads, _http_server),
+    FuzzTarget("bodies", "clients' bodies", 6, _requests, _clients, JSON),
+    FuzzTarget("posts", "D's posts and P's answers", 5, _posts, _posted, JSON),
+    FuzzTarget("ndjson", "the metaserver's answer to D", 6, _lines, _ndjson),
+    FuzzTarget("doorbell", "datagrams", 1, lambda: [b"\0", b""], _doorbell),
 )

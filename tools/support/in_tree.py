@@ -15,9 +15,9 @@ from typing import Any
 
 import httpx
 
-from tools.support.client import Answer, body_of, complete, post
+from tools.support.client import TimedAnswer, body_of, complete, post
 from tools.support.cluster import Cluster
-from tools.support.engine import Engine
+from tools.support.engine import EngineProcess
 from tools.support.models import ROOT
 from tools.support.spec import EngineSpec
 
@@ -25,13 +25,13 @@ PLUGIN = ROOT / "tools" / "support" / "plugins" / "baseline"  # MooncakeConnecto
 POLITE = ROOT / "tools" / "support" / "plugins" / "polite"  # waits as engines with our connector do
 NIXL = ("nixl==1.5.0", "nixl-cu12==1.5.0")
 NIXL_PLACE = ROOT / "out" / "nixl"  # not in the environment, whose packages it would change
-Ask = Callable[[list[int]], Answer]
+Ask = Callable[[list[int]], TimedAnswer]
 Make = Callable[..., EngineSpec]  # an engine's name, its role, and fields of EngineSpec
 
 
 def start_mooncake(
     cluster: Cluster, make: Make, tokens: int, plugins: tuple[Path, ...] = ()
-) -> tuple[Engine, Engine, Ask]:
+) -> tuple[EngineProcess, EngineProcess, Ask]:
     """Start a pair over TCP whose answers have `tokens` tokens."""
     common: dict[str, Any] = {
         "connector": "MooncakeConnector",
@@ -46,7 +46,9 @@ def start_mooncake(
     return p, d, mooncake(p, d, bootstrap, tokens)
 
 
-def start_nixl(cluster: Cluster, make: Make, tokens: int, plugins: tuple[Path, ...] = ()) -> tuple[Engine, Engine, Ask]:
+def start_nixl(
+    cluster: Cluster, make: Make, tokens: int, plugins: tuple[Path, ...] = ()
+) -> tuple[EngineProcess, EngineProcess, Ask]:
     """Start a pair on the CPU. `install_nixl` must have returned True."""
     common: dict[str, Any] = {
         "connector": "NixlConnector",
@@ -71,13 +73,13 @@ def install_nixl() -> bool:
     return True
 
 
-def mooncake(prefill: Engine, decode: Engine, bootstrap: int, tokens: int) -> Ask:
+def mooncake(prefill: EngineProcess, decode: EngineProcess, bootstrap: int, tokens: int) -> Ask:
     """Return a function that sends a prompt to both at once, matched by a transfer id."""
     address = f"http://127.0.0.1:{bootstrap}"
     found = httpx.get(f"{address}/query", timeout=10.0, trust_env=False).json()
     engine_id = next(iter(found.values()))["engine_id"]
 
-    def ask(prompt: list[int]) -> Answer:
+    def ask(prompt: list[int]) -> TimedAnswer:
         transfer = uuid.uuid4().hex
         first = body_of(prompt, 1, kv_transfer_params={"do_remote_decode": True, "transfer_id": transfer})
         second = {
@@ -95,10 +97,10 @@ def mooncake(prefill: Engine, decode: Engine, bootstrap: int, tokens: int) -> As
     return ask
 
 
-def nixl(prefill: Engine, decode: Engine, tokens: int) -> Ask:
+def nixl(prefill: EngineProcess, decode: EngineProcess, tokens: int) -> Ask:
     """Return a function that sends a prompt to P, then with P's answer to D."""
 
-    def ask(prompt: list[int]) -> Answer:
+    def ask(prompt: list[int]) -> TimedAnswer:
         wanted: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
         began = time.monotonic()
         first = post(prefill.url, body_of(prompt, 1, kv_transfer_params=wanted))

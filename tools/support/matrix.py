@@ -14,7 +14,7 @@ FOUR_SETS = "no: four sets of engines are, in the row vllm-ascend"
 ASCEND = "tokens of one vllm-ascend engine; bytes"
 
 
-class Row(NamedTuple):
+class MatrixRow(NamedTuple):
     name: str
     mode: str
     tests: tuple[str, ...]  # arguments of pytest
@@ -27,10 +27,10 @@ def _file(name: str, *words: str) -> tuple[str, ...]:
     return f"{INTEGRATION}{name}.py", *words
 
 
-def _release(release: str) -> Row:
+def _release(release: str) -> MatrixRow:
     over = f" (its Python over {NEWEST}'s compiled parts)" if release > NEWEST else ""
     mode = f"vLLM {release}{over}: P and D, and either beside {NEWEST}"
-    return Row(
+    return MatrixRow(
         f"vllm-{release}",
         mode,
         _file("releases_real", "-k", release),
@@ -40,44 +40,44 @@ def _release(release: str) -> Row:
 
 
 ROWS = (
-    Row("tp", "GQA, TP 1→1 and 2→1: chunks, prefixes, preemption, aborts, failed loads", _file("gqa"), ci="all"),
-    Row("tp-wide", "GQA, TP 4→2, 2→4, 3→2, 2→3", _file("wide"), ci="no: TP 2→1 is in the first row, plans of all sizes are in unit tests"),
-    Row("regroup", "the exchange between P's ranks, forced", _file("regroup"), ci="no: `gqa 2to1 regrouped` of the row vllm-ascend is"),
-    Row("one-head", "MQA TP 2→1, 1→2; MLA 1→1, 1→2, 2→1", _file("one_head"), ci="all"),
-    Row("pp", "pipelines on P, on D, on both, cut unequally; TP beside them", _file("stages"), ci="no: a pipeline on both sides is in the first row"),
-    Row("dp-ep", "data parallelism with expert parallelism, internal, hybrid and external", _file("ranks")),
-    Row("hosts", "a D whose ranks are on two hosts: network namespaces of one machine, each with a loopback of its own", _file("hosts"), ci="no: not each machine allows network namespaces; addresses of ranks are in the row above"),
-    Row("drafts", "draft models: MTP, also beside states, Eagle, Eagle3, DFlash, a model, ngram", _file("drafts")),
-    Row("indexer", "sparse indexers, unlike layers, int8 with scales", _file("kinds")),
-    Row("windows", "sliding windows, several groups", _file("windows")),
-    Row("states", "recurrent states: Mamba-2, Gated DeltaNet", _file("states"), f"{ONE}; by gap in bfloat16"),
-    Row("fp8", "fp8 caches", _file("quantised")),
-    Row("modes", "async scheduling, prefix caches, chunks that cut blocks, bfloat16, LoRA", _file("modes", "-k", "not UniProc and not priorities"), ci="no: chunks and prefixes are in the first row, both kinds of scheduling and bfloat16 in the row vllm-ascend; LoRA is a part of a prompt's identity in unit tests"),
-    Row("uniproc", "the one worker in the scheduler's process: UniProc, which vLLM chooses for TP 1 × PP 1 (on a CPU only with `VLLM_ENABLE_V1_MULTIPROCESSING=0`)", _file("modes", "-k", "UniProc"), ci="no: that worker's code is the same, vLLM calls it from another place"),
-    Row("priorities", "priority scheduling on P and D (`--scheduling-policy priority`): D preempts, and an urgent request overtakes loads", _file("modes", "-k", "priorities"), ci="no: D's preemption is in the first row"),
-    Row("pictures", "pictures in a prompt (a small PaliGemma)", _file("pictures"), ci="no: a picture's hash in a prompt's identity is in unit tests"),
-    Row("hot-blocks", "prefixes on P that the very step computes; a planted fault", _file("hot_blocks"), ci="no: the simulator has this rule and its fault"),
-    Row("first-token", "P's first token: sampling, log-probabilities, penalties, grammars, stops, n", _file("first_token")),
-    Row("orders", "P first, both at once: routers of others", _file("routers")),
-    Row("both", "both roles in one engine", _file("both")),
-    Row("multi", "behind a MultiConnector, beside other connectors", _file("beside")),
-    Row("aggregator", "MLA, TP 4→2: vLLM's aggregator of four workers' reports, without a model", _file("aggregator"), "requests, blocks", ci="all"),
-    Row("ray", "workers of a Ray cluster (`--distributed-executor-backend ray`), TP 2→1", _file("ray"), ci="no: an environment of its own"),
+    MatrixRow("tp", "GQA, TP 1→1 and 2→1: chunks, prefixes, preemption, aborts, failed loads", _file("gqa"), ci="all"),
+    MatrixRow("tp-wide", "GQA, TP 4→2, 2→4, 3→2, 2→3", _file("wide"), ci="no: TP 2→1 is in the first row, plans of all sizes are in unit tests"),
+    MatrixRow("regroup", "the exchange between P's ranks, forced", _file("regroup"), ci="no: `gqa 2to1 regrouped` of the row vllm-ascend is"),
+    MatrixRow("one-head", "MQA TP 2→1, 1→2; MLA 1→1, 1→2, 2→1", _file("one_head"), ci="all"),
+    MatrixRow("pp", "pipelines on P, on D, on both, cut unequally; TP beside them", _file("stages"), ci="no: a pipeline on both sides is in the first row"),
+    MatrixRow("dp-ep", "data parallelism with expert parallelism, internal, hybrid and external", _file("ranks")),
+    MatrixRow("hosts", "a D whose ranks are on two hosts: network namespaces of one machine, each with a loopback of its own", _file("hosts"), ci="no: not each machine allows network namespaces; addresses of ranks are in the row above"),
+    MatrixRow("drafts", "draft models: MTP, also beside states, Eagle, Eagle3, DFlash, a model, ngram", _file("drafts")),
+    MatrixRow("indexer", "sparse indexers, unlike layers, int8 with scales", _file("kinds")),
+    MatrixRow("windows", "sliding windows, several groups", _file("windows")),
+    MatrixRow("states", "recurrent states: Mamba-2, Gated DeltaNet", _file("states"), f"{ONE}; by gap in bfloat16"),
+    MatrixRow("fp8", "fp8 caches", _file("quantised")),
+    MatrixRow("modes", "async scheduling, prefix caches, chunks that cut blocks, bfloat16, LoRA", _file("modes", "-k", "not UniProc and not priorities"), ci="no: chunks and prefixes are in the first row, both kinds of scheduling and bfloat16 in the row vllm-ascend; LoRA is a part of a prompt's identity in unit tests"),
+    MatrixRow("uniproc", "the one worker in the scheduler's process: UniProc, which vLLM chooses for TP 1 × PP 1 (on a CPU only with `VLLM_ENABLE_V1_MULTIPROCESSING=0`)", _file("modes", "-k", "UniProc"), ci="no: that worker's code is the same, vLLM calls it from another place"),
+    MatrixRow("priorities", "priority scheduling on P and D (`--scheduling-policy priority`): D preempts, and an urgent request overtakes loads", _file("modes", "-k", "priorities"), ci="no: D's preemption is in the first row"),
+    MatrixRow("pictures", "pictures in a prompt (a small PaliGemma)", _file("pictures"), ci="no: a picture's hash in a prompt's identity is in unit tests"),
+    MatrixRow("hot-blocks", "prefixes on P that the very step computes; a planted fault", _file("hot_blocks"), ci="no: the simulator has this rule and its fault"),
+    MatrixRow("first-token", "P's first token: sampling, log-probabilities, penalties, grammars, stops, n", _file("first_token")),
+    MatrixRow("orders", "P first, both at once: routers of others", _file("routers")),
+    MatrixRow("both", "both roles in one engine", _file("both")),
+    MatrixRow("multi", "behind a MultiConnector, beside other connectors", _file("beside")),
+    MatrixRow("aggregator", "MLA, TP 4→2: vLLM's aggregator of four workers' reports, without a model", _file("aggregator"), "requests, blocks", ci="all"),
+    MatrixRow("ray", "workers of a Ray cluster (`--distributed-executor-backend ray`), TP 2→1", _file("ray"), ci="no: an environment of its own"),
     *map(_release, RELEASES),
-    Row("releases", "schedulers and hooks of vLLM 0.23, 0.26, 0.29, 0.31, 0.33, without a model", ("tests/unit/releases/test_releases.py",), "scenarios", "0.23.0–0.33.0", "no: an environment for each release"),
-    Row("groups-0.23", "sliding windows and recurrent states under vLLM 0.23", _file("releases_groups"), f"{ONE}; by gap in bfloat16", "0.23.0", "no: an environment of its own; the row vllm-ascend is vLLM 0.23 too"),
-    Row("lifecycle", "vLLM's own tests of a connector's life cycle, with this one in NIXL's place", _file("vllm_lifecycle"), "their assertions", "0.32.0, 0.33.0", "no: vLLM's source distributions, and an environment for 0.33"),
-    Row("around", "vLLM's own tests of the handshake across stages, of MultiConnector, and of the scheduler beside a connector, with this one in them", _file("vllm_around"), "their assertions", "0.32.0, 0.33.0", "no: vLLM's source distributions, and an environment for 0.33"),
-    Row("rollout", "an earlier state of this package on P or on D", _file("rollout")),
-    Row("previous", "the same without engines: each reads what the other writes", ("tests/unit/releases/test_previous.py",), "every message", "–", "all"),
-    Row("vllm-ascend", "vllm-ascend 0.23.0.post1 on a CANN in host memory: GQA (Llama, Qwen2, Qwen3), MHA, MQA, MLA (DeepSeek-V2, V3); pipelines, graphs, the recompute scheduler", (PAIRS, "-k", "(gqa or qwen2 or qwen3 or mha or mqa or mla or dsv3) and not (qwen3next or dcp or pcp or multi or switches)"), ASCEND, "0.23.0"),
-    Row("vllm-ascend-experts", "the same with experts apart, data parallelism, MTP (P and D with other numbers of drafts), Eagle3 and DFlash, with MLA too", (PAIRS, "-k", "(moe or mtp or eagle3 or dflash) and not (qwen3next or dsa or dsv4 or dcp or switches)"), ASCEND, "0.23.0", FOUR_SETS),
-    Row("vllm-ascend-deltanet", "the same with recurrent states: Qwen3-Next 1→1, 2→1, 1→2, with MTP, with prefix caching", (PAIRS, "-k", "qwen3next"), ASCEND, "0.23.0", FOUR_SETS),
-    Row("vllm-ascend-dsa", "the same with a sparse indexer: DeepSeek-V3.2 1→1, 2→1, 1→2, with MTP, in int8, both; GLM-5", (PAIRS, "-k", "dsa and not switches"), ASCEND, "0.23.0", FOUR_SETS),
-    Row("vllm-ascend-compressed", "the same with compressed latents: DeepSeek-V4 1→1, 2→1, 1→2, with MTP (1 token on P, 3 on D)", (PAIRS, "-k", "dsv4"), ASCEND, "0.23.0", FOUR_SETS),
-    Row("vllm-ascend-dcp", "the same with context parallelism: DCP 1→2, 2→1, 4→2, PCP 2→DCP 2", (PAIRS, "-k", "dcp or pcp"), ASCEND, "0.23.0", "no: bytes are, with the workers of both sides (`tests/unit/runtime/test_runtime_context.py`); a set of engines takes 2.5 minutes"),
-    Row("vllm-ascend-switches", "the same with switches of vllm-ascend's own configurations: flash communication, tokens divided on P (DSA-CP), a shared expert apart, a divided output head, balanced experts", (PAIRS, "-k", "switches"), ASCEND, "0.23.0", FOUR_SETS),
-    Row("vllm-ascend-multi", "the same behind AscendMultiConnector, beside RecomputeCPUOffloadConnector, which keeps on the host what D preempts: GQA 2→1", (PAIRS, "-k", "multi"), ASCEND, "0.23.0", FOUR_SETS),
+    MatrixRow("releases", "schedulers and hooks of vLLM 0.23, 0.26, 0.29, 0.31, 0.33, without a model", ("tests/unit/releases/test_releases.py",), "scenarios", "0.23.0–0.33.0", "no: an environment for each release"),
+    MatrixRow("groups-0.23", "sliding windows and recurrent states under vLLM 0.23", _file("releases_groups"), f"{ONE}; by gap in bfloat16", "0.23.0", "no: an environment of its own; the row vllm-ascend is vLLM 0.23 too"),
+    MatrixRow("lifecycle", "vLLM's own tests of a connector's life cycle, with this one in NIXL's place", _file("vllm_lifecycle"), "their assertions", "0.32.0, 0.33.0", "no: vLLM's source distributions, and an environment for 0.33"),
+    MatrixRow("around", "vLLM's own tests of the handshake across stages, of MultiConnector, and of the scheduler beside a connector, with this one in them", _file("vllm_around"), "their assertions", "0.32.0, 0.33.0", "no: vLLM's source distributions, and an environment for 0.33"),
+    MatrixRow("rollout", "an earlier state of this package on P or on D", _file("rollout")),
+    MatrixRow("previous", "the same without engines: each reads what the other writes", ("tests/unit/releases/test_previous.py",), "every message", "–", "all"),
+    MatrixRow("vllm-ascend", "vllm-ascend 0.23.0.post1 on a CANN in host memory: GQA (Llama, Qwen2, Qwen3), MHA, MQA, MLA (DeepSeek-V2, V3); pipelines, graphs, the recompute scheduler", (PAIRS, "-k", "(gqa or qwen2 or qwen3 or mha or mqa or mla or dsv3) and not (qwen3next or dcp or pcp or multi or switches)"), ASCEND, "0.23.0"),
+    MatrixRow("vllm-ascend-experts", "the same with experts apart, data parallelism, MTP (P and D with other numbers of drafts), Eagle3 and DFlash, with MLA too", (PAIRS, "-k", "(moe or mtp or eagle3 or dflash) and not (qwen3next or dsa or dsv4 or dcp or switches)"), ASCEND, "0.23.0", FOUR_SETS),
+    MatrixRow("vllm-ascend-deltanet", "the same with recurrent states: Qwen3-Next 1→1, 2→1, 1→2, with MTP, with prefix caching", (PAIRS, "-k", "qwen3next"), ASCEND, "0.23.0", FOUR_SETS),
+    MatrixRow("vllm-ascend-dsa", "the same with a sparse indexer: DeepSeek-V3.2 1→1, 2→1, 1→2, with MTP, in int8, both; GLM-5", (PAIRS, "-k", "dsa and not switches"), ASCEND, "0.23.0", FOUR_SETS),
+    MatrixRow("vllm-ascend-compressed", "the same with compressed latents: DeepSeek-V4 1→1, 2→1, 1→2, with MTP (1 token on P, 3 on D)", (PAIRS, "-k", "dsv4"), ASCEND, "0.23.0", FOUR_SETS),
+    MatrixRow("vllm-ascend-dcp", "the same with context parallelism: DCP 1→2, 2→1, 4→2, PCP 2→DCP 2", (PAIRS, "-k", "dcp or pcp"), ASCEND, "0.23.0", "no: bytes are, with the workers of both sides (`tests/unit/runtime/test_runtime_context.py`); a set of engines takes 2.5 minutes"),
+    MatrixRow("vllm-ascend-switches", "the same with switches of vllm-ascend's own configurations: flash communication, tokens divided on P (DSA-CP), a shared expert apart, a divided output head, balanced experts", (PAIRS, "-k", "switches"), ASCEND, "0.23.0", FOUR_SETS),
+    MatrixRow("vllm-ascend-multi", "the same behind AscendMultiConnector, beside RecomputeCPUOffloadConnector, which keeps on the host what D preempts: GQA 2→1", (PAIRS, "-k", "multi"), ASCEND, "0.23.0", FOUR_SETS),
 )  # fmt: skip
 
 

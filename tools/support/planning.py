@@ -64,7 +64,7 @@ def descriptors(plan: list[JobPlan] | RegroupPlan) -> int:
     return sum(len(spans) for some in regions for spans in some)
 
 
-class Case(NamedTuple):
+class PlanCase(NamedTuple):
     name: str
     how: How
     heads: int
@@ -78,12 +78,12 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("8 -> 2, head-major, direct", direct, 8, "head", 8, 2, 0.1),
-    Case("8 -> 2, token-major, regroup", regroup, 8, "token", 8, 2, 0.1),
-    Case("4 -> 8, head-major, direct", direct, 8, "head", 4, 8, 0.25),
-    Case("4 -> 8, token-major, regroup", regroup, 8, "token", 4, 8, 0.25),
-    Case("8 -> 8, head-major, direct", direct, 8, "head", 8, 8, 0.1),
-    Case("MLA 16 -> 4, direct", direct, 1, "token", 16, 4, 0.1),
+    PlanCase("8 -> 2, head-major, direct", direct, 8, "head", 8, 2, 0.1),
+    PlanCase("8 -> 2, token-major, regroup", regroup, 8, "token", 8, 2, 0.1),
+    PlanCase("4 -> 8, head-major, direct", direct, 8, "head", 4, 8, 0.25),
+    PlanCase("4 -> 8, token-major, regroup", regroup, 8, "token", 4, 8, 0.25),
+    PlanCase("8 -> 8, head-major, direct", direct, 8, "head", 8, 8, 0.1),
+    PlanCase("MLA 16 -> 4, direct", direct, 1, "token", 16, 4, 0.1),
 )
 
 

@@ -26,7 +26,7 @@ import psutil
 
 from tools.support.client import body_of, chat_body_of
 from tools.support.cluster import Cluster, Metaserver
-from tools.support.engine import Engine
+from tools.support.engine import EngineProcess
 from tools.support.models import ensure
 from tools.support.spec import EngineSpec
 
@@ -64,7 +64,7 @@ class Stream:
 
 
 @dataclass
-class Report:
+class ResumeReport:
     streams: int = 0
     tokens: int = 0
     kills: int = 0
@@ -98,12 +98,12 @@ class Resuming:
                 for i in range(decodes)
             ),
         )
-        self._dead: list[Engine] = []
-        self._starting: dict[str, Future[Engine]] = {}
+        self._dead: list[EngineProcess] = []
+        self._starting: dict[str, Future[EngineProcess]] = {}
         self._starters = ThreadPoolExecutor(decodes, thread_name_prefix="starts a D")
         self.prefill, self.decodes = p, ds
         self.front: Metaserver = cluster.metaserver([p], ds, port)
-        self.report = Report()
+        self.report = ResumeReport()
 
     def round(self, count: int, tokens: int) -> None:
         """Run `count` streams of `tokens` tokens and kill one D. The next round starts it again."""
@@ -157,12 +157,12 @@ class Resuming:
             del body["return_token_ids"]  # then the text is compared alone
         return Stream(path, body)
 
-    async def _ask(self, url: str, streams: list[Stream], kill_after: int = 0) -> Engine | None:
+    async def _ask(self, url: str, streams: list[Stream], kill_after: int = 0) -> EngineProcess | None:
         """Send all requests at once. After `kill_after` tokens kill one D, and return it."""
         # found beforehand: the search takes time
         members = {engine.name: engine.process.members() for engine in self.ready}
         tasks = [asyncio.create_task(_follow(url, one)) for one in streams]
-        victim: Engine | None = None
+        victim: EngineProcess | None = None
         while kill_after and victim is None and not all(task.done() for task in tasks):
             await asyncio.sleep(0.01)
             if sum(len(one.times) for one in streams) >= kill_after:
@@ -172,7 +172,7 @@ class Resuming:
             _understand(one)
         return victim
 
-    def _kill(self, members: dict[str, list[psutil.Process]]) -> Engine:
+    def _kill(self, members: dict[str, list[psutil.Process]]) -> EngineProcess:
         """Kill one D without asking the engines first: their answer would be late."""
         victim = self.dice.choice(self.ready)
         for process in members[victim.name]:
@@ -200,7 +200,7 @@ class Resuming:
         last = httpx.get(f"{self.front.url}/status", timeout=30.0, trust_env=False).json()["last"]
         return {request["id"] for request in last if any(stage["stage"] == "resume" for stage in request["stages"])}
 
-    def _restart(self, victim: Engine) -> Engine:
+    def _restart(self, victim: EngineProcess) -> EngineProcess:
         stuck = victim.process.kill()
         if stuck:
             raise RuntimeError(str(stuck))

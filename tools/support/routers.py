@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 
 from tools.support import sdist
-from tools.support.engine import Engine
+from tools.support.engine import EngineProcess
 from tools.support.models import ROOT
 from tools.support.process import Child, ProcessDied
 from tools.support.spec import child_environment
@@ -67,23 +67,23 @@ class Router:
         self.process.stop()
 
 
-def toy(prefill: Engine, decode: Engine, port: int, where: Path) -> Router:
+def toy(prefill: EngineProcess, decode: EngineProcess, port: int, where: Path) -> Router:
     """Start vLLM's toy proxy: P first, then D with P's answer."""
     return Router(TOY, port, _hosts(prefill, decode, port), "/healthcheck", where)
 
 
-def layerwise(prefill: Engine, decode: Engine, port: int, where: Path) -> Router:
+def layerwise(prefill: EngineProcess, decode: EngineProcess, port: int, where: Path) -> Router:
     """Start vllm-ascend's proxy for its layerwise connector: D first, then P with D's message."""
     return Router(LAYERWISE, port, _hosts(prefill, decode, port), "/healthcheck", where, of=sdist.VLLM_ASCEND)
 
 
-def _hosts(prefill: Engine, decode: Engine, port: int) -> list[str]:
+def _hosts(prefill: EngineProcess, decode: EngineProcess, port: int) -> list[str]:
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--prefiller-hosts", "127.0.0.1"]
     arguments += ["--prefiller-ports", str(prefill.spec.port), "--decoder-hosts", "127.0.0.1"]
     return [*arguments, "--decoder-ports", str(decode.spec.port)]
 
 
-def push_demo(prefill: Engine, decode: Engine, listener: int, port: int, where: Path) -> Router:
+def push_demo(prefill: EngineProcess, decode: EngineProcess, listener: int, port: int, where: Path) -> Router:
     """Start vLLM's demo of NIXL's push: both at once, D with P's address.
 
     `listener` is the port of P's side channel.
@@ -94,7 +94,7 @@ def push_demo(prefill: Engine, decode: Engine, listener: int, port: int, where: 
     return Router(PUSH_DEMO, port, arguments, "/status", where)
 
 
-def mooncake(prefill: Engine, decode: Engine, bootstrap: int, port: int, where: Path) -> Router:
+def mooncake(prefill: EngineProcess, decode: EngineProcess, bootstrap: int, port: int, where: Path) -> Router:
     """Start vLLM's proxy for its Mooncake connector: both at once, D with P's engine id.
 
     `bootstrap` is the port on which P publishes that id.

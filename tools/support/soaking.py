@@ -2,7 +2,7 @@
 """A long mixed load on a pair: every answer compared with a single engine's, the servers checked for growth.
 
 The load is a function of a seed: fresh prompts of mixed lengths, common prefixes with fresh tails, repetitions; some
-clients disconnect. Ten times in a run the load pauses, and what each server holds is recorded (`Sample`).
+clients disconnect. Ten times in a run the load pauses, and what each server holds is recorded (`ResourceSample`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import httpx
 import psutil
 
 from tools.support.checks import fresh_salt, settled_free_blocks
-from tools.support.client import Answer, RequestFailed, body_of, stream
-from tools.support.compare import Tally
-from tools.support.engine import Engine
+from tools.support.client import RequestFailed, TimedAnswer, body_of, stream
+from tools.support.compare import AnswerTally
+from tools.support.engine import EngineProcess
 from tools.support.process import Child
 
 VOCAB = 512
@@ -36,7 +36,7 @@ WORKER = "VLLM::Worker"  # vLLM's title of its worker processes
 OPEN = "vllm:ascend_pd_reservations_open"
 
 
-class Server(Protocol):
+class SoakedServer(Protocol):
     """An engine or a metaserver."""
 
     @property
@@ -87,7 +87,7 @@ def _tokens(dice: random.Random, length: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ResourceSample:
     """Resources of one server during a pause of the load."""
 
     done: int  # number of prompts so far
@@ -102,7 +102,7 @@ class Sample:
     open_transfers: int | None
 
 
-def sample(server: Server, done: int) -> Sample:
+def sample(server: SoakedServer, done: int) -> ResourceSample:
     host = workers_own = workers = threads = sockets = 0
     for process in server.process.members():
         try:
@@ -116,17 +116,17 @@ def sample(server: Server, done: int) -> Sample:
             sockets += _sockets(process.pid)
         except (psutil.NoSuchProcess, FileNotFoundError):
             continue
-    free = settled_free_blocks(server) if isinstance(server, Engine) else None
+    free = settled_free_blocks(server) if isinstance(server, EngineProcess) else None
     mib = (host / 2**20, workers_own / 2**20, workers)
-    return Sample(done, server.name, server.process.pid, *mib, threads, sockets, free, _open_transfers(server))
+    return ResourceSample(done, server.name, server.process.pid, *mib, threads, sockets, free, _open_transfers(server))
 
 
-def _open_transfers(server: Server, *, settle: bool = False) -> int | None:
+def _open_transfers(server: SoakedServer, *, settle: bool = False) -> int | None:
     """Return the open transfers of a D, None for other servers.
 
     The gauge shows the latest step; `settle` runs one more.
     """
-    if isinstance(server, Engine) and server.spec.role == "kv_consumer":
+    if isinstance(server, EngineProcess) and server.spec.role == "kv_consumer":
         if settle:
             settled_free_blocks(server)
         return round(server.metrics().get(OPEN, 0.0))
@@ -148,9 +148,9 @@ class Soak:
     """One run. `servers` are sampled; `half_way` is called once in the middle, beside the load."""
 
     front_url: str
-    reference: Engine
-    servers: Callable[[], Sequence[Server]]
-    tally: Tally
+    reference: EngineProcess
+    servers: Callable[[], Sequence[SoakedServer]]
+    tally: AnswerTally
     say: Callable[[str], None]
     salted: bool  # the reference is a member of the pair, so it is asked with cache salts
     half_way: Callable[[], None] | None = None
@@ -158,7 +158,7 @@ class Soak:
     longest: int = 1200
     rests: int = 10
     seed: int = 1
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[ResourceSample] = field(default_factory=list)
     ended: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
     came_back: int = 0  # repetitions after a 503
@@ -226,7 +226,7 @@ class Soak:
             self.errors.append(f"prompt {ask.index} ({len(ask.prompt)} tokens): {wrong!r}")
             self.say(f"  {self.errors[-1]}")
 
-    async def _asked(self, client: httpx.AsyncClient, base: str, body: dict[str, object]) -> Answer:
+    async def _asked(self, client: httpx.AsyncClient, base: str, body: dict[str, object]) -> TimedAnswer:
         """Send a request, and repeat it after each 503."""
         for _ in range(MAX_503):
             try:

@@ -55,7 +55,7 @@ class _Load:
 
 
 @dataclass(slots=True)
-class _Pending:
+class _PendingLoads:
     binds: list[Bind] = field(default_factory=list)
     cancels: list[LoadCancel] = field(default_factory=list)
     settles: list[TransferId] = field(default_factory=list)
@@ -91,7 +91,7 @@ class LoadBook:
         self._loads: dict[str, _Load] = {}
         self._by_transfer: dict[TransferId, _Load] = {}
         self._consumed: set[str] = set()
-        self._pending = _Pending()
+        self._pending = _PendingLoads()
 
     def wanted(self, request_id: str, prompt_length: int, computed: int, *, recomputes_last: bool = False) -> int:
         """Return how many tokens to load remotely. Repeatable.
@@ -204,7 +204,7 @@ class LoadBook:
 
     def take_step(self, wake: tuple[str, int] | None, geometry: CacheGeometry | None) -> DecodeStep:
         """Return this step's metadata; the next call starts anew."""
-        pending, self._pending = self._pending, _Pending()
+        pending, self._pending = self._pending, _PendingLoads()
         return DecodeStep(
             binds=tuple(pending.binds),
             cancels=tuple(pending.cancels),

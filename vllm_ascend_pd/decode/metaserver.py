@@ -64,7 +64,7 @@ class _Call:
     attempts: int = 0
 
 
-class _Failed(Exception):
+class _FailedAttempt(Exception):
     """A failed attempt: how it failed, and the error to report."""
 
     def __init__(self, error: PdError, failure: LegFailure, retry_after_s: float | None = None) -> None:
@@ -198,7 +198,7 @@ class MetaserverClient:
             outcome = await asyncio.wait_for(self._attempts(call), call.deadline_s)
         except asyncio.TimeoutError:  # not the builtin one before Python 3.11
             outcome = _failed(PdError("PD-XFER-001", stage="metaserver"))
-        except _Failed as failed:
+        except _FailedAttempt as failed:
             outcome = _failed(failed.error)
         except OSError as problem:  # unreadable TLS files, too many open files
             outcome = _failed(PdError("PD-META-002", why=_why(problem)))
@@ -239,7 +239,7 @@ class MetaserverClient:
             try:
                 async with slots:
                     return await self._post(call)
-            except _Failed as failed:
+            except _FailedAttempt as failed:
                 left = min(call.deadline_s, _PATIENCE_S) - (self._loop.loop.time() - call.started)
                 delay = post_again(failed.failure, call.attempts, left, failed.retry_after_s, random.random(), _BACKOFF)
                 if delay is None:
@@ -261,7 +261,7 @@ class MetaserverClient:
         return self._http
 
     async def _post(self, call: _Call) -> Outcome:
-        """Make one attempt and return its outcome. Raise _Failed."""
+        """Make one attempt and return its outcome. Raise _FailedAttempt."""
         call.attempts += 1
         if trace.enabled():
             trace.emit("posted", transfer=str(call.key), attempt=call.attempts)
@@ -277,11 +277,11 @@ class MetaserverClient:
                 return answers.plain(await _bounded(answer))
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as problem:
             failure = LegFailure.BROKEN if _untrusted(problem) else LegFailure.CONNECT
-            raise _Failed(PdError("PD-META-002", why=_why(problem)), failure) from problem
+            raise _FailedAttempt(PdError("PD-META-002", why=_why(problem)), failure) from problem
         except httpx.TimeoutException as problem:
-            raise _Failed(PdError("PD-META-002", why=_why(problem)), LegFailure.TIMEOUT) from problem
+            raise _FailedAttempt(PdError("PD-META-002", why=_why(problem)), LegFailure.TIMEOUT) from problem
         except (httpx.HTTPError, answers.BadAnswer) as problem:
-            raise _Failed(PdError("PD-META-002", why=_why(problem)), LegFailure.BROKEN) from problem
+            raise _FailedAttempt(PdError("PD-META-002", why=_why(problem)), LegFailure.BROKEN) from problem
 
     async def _follow(self, call: _Call, answer: httpx.Response) -> Outcome:
         """Return the final outcome. Read on to the end of the stream, so that the connection can be used again."""
@@ -353,9 +353,9 @@ async def _bounded(answer: httpx.Response) -> bytes:
     return body
 
 
-async def _refusal(answer: httpx.Response) -> _Failed:
+async def _refusal(answer: httpx.Response) -> _FailedAttempt:
     body = await _bounded(answer)
     why = answers.reason(body) or answer.reason_phrase
     failure = LegFailure.REFUSED if answer.status_code in (429, 503) else LegFailure.SERVER
     error = PdError("PD-META-003", status=answer.status_code, why=why)
-    return _Failed(error, failure, answers.seconds(answer.headers.get("retry-after")))
+    return _FailedAttempt(error, failure, answers.seconds(answer.headers.get("retry-after")))

@@ -46,7 +46,7 @@ EXPIRED = "PD-XFER-001"  # the code of every missed deadline
 
 
 @dataclass(slots=True)
-class _Asked:
+class _AskedLoad:
     """A load, with what its report needs."""
 
     way: Way
@@ -117,7 +117,7 @@ class DecodeScheduler(SchedulerRole):
             log.info("%s", pace(longest, engine.config.timers.recv_deadline_s))
         self._recomputes, self._fails = recomputes, fails
         self._failing: set[str] = set()  # failed loads that are not reported to vLLM yet
-        self._asked: dict[str, _Asked] = {}  # by request id, until request and load are over
+        self._asked: dict[str, _AskedLoad] = {}  # by request id, until request and load are over
         self.tally = Tally()
         self._allowed = frozenset(url.rstrip("/") for url in engine.config.metaserver.metaserver_urls)
         self._outcomes: deque[tuple[TransferId, Outcome]] = deque()
@@ -166,7 +166,7 @@ class DecodeScheduler(SchedulerRole):
         bind = self._requests.book.reserve(request.request_id, count, blocks, groups, deadline, uuid.uuid4().hex)
         prompt = request.num_prompt_tokens, request_hash(request)
         reservation = bind.reservation(self._engine.model, online.geometry, online.endpoints, *prompt)
-        self._asked[request.request_id] = _Asked(way, count, request, bind.first, bind.transfer)
+        self._asked[request.request_id] = _AskedLoad(way, count, request, bind.first, bind.transfer)
         whole = online.geometry.recomputes_last and bind.end == request.num_prompt_tokens
         leaves = online.geometry.recomputes_last and not whole
         asks = self.first_tokens.ask(request, bind.transfer, recomputes_last=leaves, whole=whole)
@@ -312,7 +312,7 @@ class DecodeScheduler(SchedulerRole):
             self._report(asked)
         return True
 
-    def _report(self, asked: _Asked) -> None:
+    def _report(self, asked: _AskedLoad) -> None:
         """Report to the metaserver how a load ended, once."""
         if self._online is not None and asked.way.metaserver and asked.report is not None and asked.untold:
             self._online.client.report(asked.way.metaserver, asked.report)
@@ -357,7 +357,7 @@ class DecodeScheduler(SchedulerRole):
         if self._recomputes:
             self.tally.count("num_recomputed_reqs", code)
 
-    def _expects_nothing(self, asked: _Asked) -> None:
+    def _expects_nothing(self, asked: _AskedLoad) -> None:
         """Drop the offer to a P whose last answer would still have brought a first token."""
         if isinstance(asked.way, Meet):
             self._hang_up(asked.transfer, asked.way)

@@ -103,7 +103,7 @@ class Served(msgspec.Struct, frozen=True):
     patterns: tuple[Pattern, ...]
 
 
-class _Route(msgspec.Struct, frozen=True):
+class _DirectRoute(msgspec.Struct, frozen=True):
     """Facts about one D layout that depend on no job."""
 
     granule: int
@@ -124,7 +124,7 @@ class StepPlanner:
     def __init__(self, p: CacheGeometry, rank: int) -> None:
         self._p = p
         self._rank = rank
-        self._routes: dict[Layout, _Route] = {}
+        self._routes: dict[Layout, _DirectRoute] = {}
 
     def plan(self, jobs: Sequence[Job], step_number: int = 0) -> list[JobPlan]:
         """Return the plans in the order of `jobs`. `step_number` is the step's sequence number, equal on all ranks."""
@@ -146,14 +146,14 @@ class StepPlanner:
         _, chunks = self._chunks(line.lo, line.hi, [job], target)
         return tuple(merged(*pattern.spans(chunks))[0] for pattern in target.patterns)
 
-    def _route(self, layout: Layout, d: CacheGeometry) -> _Route:
+    def _route(self, layout: Layout, d: CacheGeometry) -> _DirectRoute:
         route = self._routes.get(layout)
         if route is None:
             require_match(self._p, d)
             if len(self._routes) >= _CACHED_ROUTES:
                 self._routes.clear()
             targets = tuple(self._target(d, d_rank) for d_rank in destinations(self._p, d, self._rank))
-            route = self._routes[layout] = _Route(granule(d), targets)
+            route = self._routes[layout] = _DirectRoute(granule(d), targets)
         return route
 
     def _target(self, d: CacheGeometry, d_rank: int) -> Served:

@@ -88,7 +88,7 @@ class Room(msgspec.Struct, frozen=True):
     receive: int
 
 
-class _Route(msgspec.Struct, frozen=True):
+class _ExchangeRoute(msgspec.Struct, frozen=True):
     """Facts about one D layout that depend on no job."""
 
     granule: int
@@ -112,7 +112,7 @@ class RegroupPlanner:
     def __init__(self, p: CacheGeometry, rank: int) -> None:
         self._p = p
         self._rank = rank
-        self._routes: dict[Layout, _Route] = {}
+        self._routes: dict[Layout, _ExchangeRoute] = {}
 
     def plan(self, jobs: Sequence[Job], step_number: int = 0) -> RegroupPlan:
         """Return the plan of one step or sub-step. `step_number` is its sequence number."""
@@ -159,14 +159,14 @@ class RegroupPlanner:
                 slot = max(slot, size * heads)
         return Room(slot, int(matrix.sum(axis=1).max()), int(matrix.sum(axis=0).max()))
 
-    def _route(self, layout: Layout, d: CacheGeometry) -> _Route:
+    def _route(self, layout: Layout, d: CacheGeometry) -> _ExchangeRoute:
         route = self._routes.get(layout)
         if route is None:
             require_match(self._p, d)
             if len(self._routes) >= _CACHED_ROUTES:
                 self._routes.clear()
             lanes = tuple(lane_of(self._p, d, d_rank) for d_rank in range(d.tp_size))
-            route = self._routes[layout] = _Route(granule(d), lanes)
+            route = self._routes[layout] = _ExchangeRoute(granule(d), lanes)
         return route
 
     def _flows(self, jobs: Sequence[Job], step_number: int) -> list[_Flow]:

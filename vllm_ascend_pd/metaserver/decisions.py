@@ -261,7 +261,7 @@ class CircuitPolicy:
     wedged: Backoff = _WEDGED  # from opening to the first trial, and while trials fail
 
 
-class _Step(Enum):
+class _CircuitStep(Enum):
     CALM = "forget all failures"
     REACHED = "forget that it was out of reach"
     COUNT_BROKE = "one more bad end; enough of them: wedged"
@@ -273,34 +273,34 @@ class _Step(Enum):
 
 
 # A wedged engine can still serve /health: a good probe does not close what requests have opened.
-_CIRCUIT: dict[CircuitState, dict[Evidence, _Step]] = {
+_CIRCUIT: dict[CircuitState, dict[Evidence, _CircuitStep]] = {
     CircuitState.CLOSED: {
-        Evidence.SERVED: _Step.CALM,
-        Evidence.BROKE: _Step.COUNT_BROKE,
-        Evidence.UNREACHED: _Step.COUNT_UNREACHED,
-        Evidence.PROBE_OK: _Step.REACHED,
-        Evidence.PROBE_FAILED: _Step.COUNT_UNREACHED,
+        Evidence.SERVED: _CircuitStep.CALM,
+        Evidence.BROKE: _CircuitStep.COUNT_BROKE,
+        Evidence.UNREACHED: _CircuitStep.COUNT_UNREACHED,
+        Evidence.PROBE_OK: _CircuitStep.REACHED,
+        Evidence.PROBE_FAILED: _CircuitStep.COUNT_UNREACHED,
     },
     CircuitState.UNREACHABLE: {
-        Evidence.SERVED: _Step.CLOSE,
-        Evidence.BROKE: _Step.STAY,
-        Evidence.UNREACHED: _Step.STAY,
-        Evidence.PROBE_OK: _Step.CLOSE,
-        Evidence.PROBE_FAILED: _Step.STAY,
+        Evidence.SERVED: _CircuitStep.CLOSE,
+        Evidence.BROKE: _CircuitStep.STAY,
+        Evidence.UNREACHED: _CircuitStep.STAY,
+        Evidence.PROBE_OK: _CircuitStep.CLOSE,
+        Evidence.PROBE_FAILED: _CircuitStep.STAY,
     },
     CircuitState.WEDGED: {
-        Evidence.SERVED: _Step.CLOSE,
-        Evidence.BROKE: _Step.STAY,
-        Evidence.UNREACHED: _Step.LOSE,
-        Evidence.PROBE_OK: _Step.STAY,
-        Evidence.PROBE_FAILED: _Step.LOSE,
+        Evidence.SERVED: _CircuitStep.CLOSE,
+        Evidence.BROKE: _CircuitStep.STAY,
+        Evidence.UNREACHED: _CircuitStep.LOSE,
+        Evidence.PROBE_OK: _CircuitStep.STAY,
+        Evidence.PROBE_FAILED: _CircuitStep.LOSE,
     },
     CircuitState.TRIAL: {
-        Evidence.SERVED: _Step.CLOSE,
-        Evidence.BROKE: _Step.WEDGE,
-        Evidence.UNREACHED: _Step.LOSE,
-        Evidence.PROBE_OK: _Step.STAY,
-        Evidence.PROBE_FAILED: _Step.LOSE,
+        Evidence.SERVED: _CircuitStep.CLOSE,
+        Evidence.BROKE: _CircuitStep.WEDGE,
+        Evidence.UNREACHED: _CircuitStep.LOSE,
+        Evidence.PROBE_OK: _CircuitStep.STAY,
+        Evidence.PROBE_FAILED: _CircuitStep.LOSE,
     },
 }
 
@@ -349,22 +349,22 @@ class Circuit:
 
     def seen(self, now: float, evidence: Evidence, rand: float) -> None:
         step = _CIRCUIT[self.state][evidence]
-        if step is _Step.REACHED:
+        if step is _CircuitStep.REACHED:
             self.unreached = 0
-        elif step in (_Step.CALM, _Step.CLOSE):
+        elif step in (_CircuitStep.CALM, _CircuitStep.CLOSE):
             self.state, self.broke, self.unreached = CircuitState.CLOSED, 0, 0
             self.trips = 0 if evidence is Evidence.SERVED else self.trips
-        elif step is _Step.COUNT_BROKE:
+        elif step is _CircuitStep.COUNT_BROKE:
             self.broke += 1
             if self.broke >= self.policy.threshold:
                 self._wedge(now, rand)
-        elif step is _Step.COUNT_UNREACHED:
+        elif step is _CircuitStep.COUNT_UNREACHED:
             self.unreached += 1
             if self.unreached >= self.policy.threshold:
                 self.state = CircuitState.UNREACHABLE
-        elif step is _Step.WEDGE:
+        elif step is _CircuitStep.WEDGE:
             self._wedge(now, rand)
-        elif step is _Step.LOSE:
+        elif step is _CircuitStep.LOSE:
             self.state = CircuitState.UNREACHABLE
 
     def _wedge(self, now: float, rand: float) -> None:

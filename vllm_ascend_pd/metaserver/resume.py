@@ -75,20 +75,20 @@ class _Choice(msgspec.Struct):
     stop_reason: int | str | None = None
 
 
-class _Error(msgspec.Struct):
+class _AnswerError(msgspec.Struct):
     code: int | str | None = None
 
 
-class _Event(msgspec.Struct):
+class _AnswerEvent(msgspec.Struct):
     id: str = ""
     created: int = 0
     model: str = ""
     choices: list[_Choice] = []
     prompt_token_ids: msgspec.Raw = _NULL
-    error: _Error | None = None
+    error: _AnswerError | None = None
 
 
-_EVENT = msgspec.json.Decoder(_Event)
+_EVENT = msgspec.json.Decoder(_AnswerEvent)
 _LOGPROBS = msgspec.json.Decoder(_Logprobs | None)
 
 
@@ -225,7 +225,7 @@ class StreamState:
             self._note(choice, len(read.choices))
         return self._as_asked(event, choice)
 
-    def _note_head(self, read: _Event, choice: _Choice | None) -> None:
+    def _note_head(self, read: _AnswerEvent, choice: _Choice | None) -> None:
         if not self._head:
             form = "chat.completion.chunk" if self.terms.chat else "text_completion"
             self._head = {"id": read.id, "object": form, "created": read.created, "model": read.model}

@@ -18,7 +18,7 @@ SAME_CLOCK_S = 0.05  # two clocks count as one if their offsets to the wall cloc
 _Key = tuple[Any, Any, Any, Any]
 
 
-class _Event(Protocol):
+class _StageEvent(Protocol):
     @property
     def t(self) -> float: ...
 
@@ -51,7 +51,7 @@ class _Sample:
     error: float
 
 
-def related(pieces: Mapping[str, Sequence[_Event]]) -> list[Clock]:
+def related(pieces: Mapping[str, Sequence[_StageEvent]]) -> list[Clock]:
     """Return the clocks of these files. The first one is the reference."""
     clocks = _told_apart(pieces)
     for clock in clocks:
@@ -79,7 +79,7 @@ def related(pieces: Mapping[str, Sequence[_Event]]) -> list[Clock]:
     return clocks
 
 
-def _told_apart(pieces: Mapping[str, Sequence[_Event]]) -> list[Clock]:
+def _told_apart(pieces: Mapping[str, Sequence[_StageEvent]]) -> list[Clock]:
     clocks: list[Clock] = []
     for source, events in pieces.items():
         opened = next((e for e in events if e.stage == "clock" and "wall" in e.facts), None)
@@ -93,7 +93,7 @@ def _told_apart(pieces: Mapping[str, Sequence[_Event]]) -> list[Clock]:
     return clocks
 
 
-def _best(pieces: Mapping[str, Sequence[_Event]], clock_of: Mapping[str, int]) -> dict[tuple[int, int], _Sample]:
+def _best(pieces: Mapping[str, Sequence[_StageEvent]], clock_of: Mapping[str, int]) -> dict[tuple[int, int], _Sample]:
     """Return, for each pair of a P clock and a D clock, the measurement with the shortest round trip."""
     best: dict[tuple[int, int], _Sample] = {}
     for p_source, d_source, sample in _samples(pieces):
@@ -103,7 +103,7 @@ def _best(pieces: Mapping[str, Sequence[_Event]], clock_of: Mapping[str, int]) -
     return best
 
 
-def _samples(pieces: Mapping[str, Sequence[_Event]]) -> Iterator[tuple[str, str, _Sample]]:
+def _samples(pieces: Mapping[str, Sequence[_StageEvent]]) -> Iterator[tuple[str, str, _Sample]]:
     asked: dict[_Key, tuple[str, float]] = {}
     answered: dict[_Key, tuple[str, float]] = {}
     for source, events in pieces.items():

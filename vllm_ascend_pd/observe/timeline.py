@@ -31,7 +31,7 @@ class _Named(msgspec.Struct):
     transfer: str
 
 
-class _Step(_Named):
+class _StepFacts(_Named):
     step: int
 
 
@@ -41,14 +41,14 @@ class _Computed(msgspec.Struct):
     title: str = ""
 
 
-class _Batch(msgspec.Struct):
+class _BatchFacts(msgspec.Struct):
     peer: str
     layers: list[int]
     steps: Annotated[list[int], msgspec.Meta(min_length=1)]
     transfers: Annotated[list[str], msgspec.Meta(min_length=1)]
 
 
-class _Pushed(_Batch):
+class _Pushed(_BatchFacts):
     ok: bool
     bytes: float
     descriptors: float
@@ -64,9 +64,9 @@ _LINE = msgspec.json.Decoder(_Line)
 _FACTS: dict[str, Any] = {
     "clock": _Clock,
     "reserved": _Named,
-    "step": _Step,
+    "step": _StepFacts,
     "layer_computed": _Computed,
-    "layer_submitted": _Batch,
+    "layer_submitted": _BatchFacts,
     "layer_pushed": _Pushed,
 }
 _ENDINGS = ("done", "closed", "push_closed", "reported")  # every rank has one; the last counts

@@ -50,7 +50,7 @@ class _Tracked:
 
 
 @dataclass(slots=True)
-class _Pending:
+class _PendingPushes:
     starts: list[PushStart] = field(default_factory=list)
     slices: list[PushSlice] = field(default_factory=list)
     aborts: list[PushAbort] = field(default_factory=list)
@@ -71,7 +71,7 @@ class PushBook:
         self._holding: dict[str, str] = {}  # request id → push, blocks held until the workers report; "": no push
         self._seen: dict[TransferId, None] = {}  # oldest first, bounded
         self._remembered = remembered
-        self._pending = _Pending()
+        self._pending = _PendingPushes()
         self._number = 0
         self._looks = 0
 
@@ -303,7 +303,7 @@ class PushBook:
 
     def take_step(self, geometry: CacheGeometry | None) -> PrefillStep:
         """Return this step's metadata; the next call starts anew."""
-        pending, self._pending = self._pending, _Pending()
+        pending, self._pending = self._pending, _PendingPushes()
         self._number += 1 + bool(pending.computed)
         self._looks = FORCED_STEPS if pending.catch_ups else max(0, self._looks - 1)
         return PrefillStep(

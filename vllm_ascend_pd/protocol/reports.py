@@ -60,11 +60,11 @@ class _Params(msgspec.Struct, frozen=True):
     pd_push: PushReport | None = None
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class _AnswerBody(msgspec.Struct, frozen=True):
     kv_transfer_params: _Params | None = None
 
 
-_ANSWER = msgspec.json.Decoder(_Answer)
+_ANSWER = msgspec.json.Decoder(_AnswerBody)
 _LOAD = msgspec.json.Decoder(LoadReport)
 
 

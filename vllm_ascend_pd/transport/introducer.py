@@ -32,7 +32,7 @@ class Introduction(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class _AskedPeer:
     address: str
     cut_at: float  # when its connections are shut down next
     answered: float = 0.0
@@ -48,8 +48,8 @@ class Introducer:
 
     def __init__(self, probe: Callable[[str], bool], patience_s: float, clock: Callable[[], float]) -> None:
         self._probe, self._patience_s, self._clock = probe, patience_s, clock
-        self._asked: dict[str, _Asked] = {}  # by session
-        self._forgotten: list[_Asked] = []  # no write waits for these any more; their threads are about to end
+        self._asked: dict[str, _AskedPeer] = {}  # by session
+        self._forgotten: list[_AskedPeer] = []  # no write waits for these any more; their threads are about to end
 
     def ask(self, session: str) -> Introduction:
         """Return the answer, or ASKING. Start a probe unless one is running.
@@ -96,12 +96,12 @@ class Introducer:
 
     def _start(self, session: str) -> None:
         address = session.partition("/")[0]
-        asked = _Asked(address, self._clock() + self._patience_s)
+        asked = _AskedPeer(address, self._clock() + self._patience_s)
         asked.thread = threading.Thread(target=self._run, args=(asked,), name=f"pd-introduce-{address}", daemon=True)
         self._asked[session] = asked
         asked.thread.start()
 
-    def _run(self, asked: _Asked) -> None:
+    def _run(self, asked: _AskedPeer) -> None:
         answered = False
         try:
             answered = self._probe(asked.address)

@@ -7,13 +7,12 @@ import asyncio
 
 import pytest
 
-from unit.channel.kit import FAST, LOOPBACK, Ear, Mouth, message, until
+from unit.kits.channel import FAST, LOOPBACK, Ear, Mouth, message, until
 from vllm_ascend_pd.channel.exposure import check_exposure, is_loopback
 from vllm_ascend_pd.channel.limits import ChannelLimits
 from vllm_ascend_pd.errors import ConfigError, PdError
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
-from vllm_ascend_pd.shared.backoff import Backoff
 
 OLD, NEW = b"o" * 32, b"n" * 32
 SECRETS = [None, Secrets(NEW)]
@@ -210,13 +209,6 @@ async def test_secrets_can_be_rotated_in_any_order(ours, theirs) -> None:
 
 
 # -- pure
-
-
-def test_waits_double_up_to_the_limit_and_jitter_keeps_half() -> None:
-    waits = Backoff(1.0, 5.0, floor=0.5)
-    assert [waits.delay(failures, 0.0) for failures in range(1, 6)] == [0.5, 1.0, 2.0, 2.5, 2.5]
-    assert [round(waits.delay(failures, 0.999), 2) for failures in range(1, 6)] == [1.0, 2.0, 4.0, 5.0, 5.0]
-    assert waits.delay(5000, 0.999) <= 5.0
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "localhost", "::1"])

@@ -11,7 +11,7 @@ import struct
 
 import pytest
 
-from unit.channel.kit import Ear, Mouth, Speaker, until
+from unit.kits.channel import Ear, Mouth, Speaker, until
 from vllm_ascend_pd.channel.connection import Connection, Ending
 
 
@@ -167,7 +167,7 @@ def test_an_end_that_the_peer_began_stays_the_peers() -> None:
 async def test_what_is_remembered_about_the_gone_is_bounded() -> None:
     from dataclasses import replace
 
-    from unit.channel.kit import FAST
+    from unit.kits.channel import FAST
 
     async with Ear(limits=replace(FAST, remembered_gone=10)) as ear:
         for n in range(15):

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unit.channel.kit import FAST, IMPATIENT, LOOPBACK, Ear, Mouth, message, until
+from unit.kits.channel import FAST, IMPATIENT, LOOPBACK, Ear, Mouth, Raw, message, still_works, until
 from vllm_ascend_pd.channel.frames import (
     CLEAR,
     FRAME_BYTES,
@@ -40,50 +40,6 @@ from vllm_ascend_pd.protocol.versions import Release
 
 SECRET = Secrets(b"s" * 32)
 HELLO = Hello(PROTOCOL_VERSION, "p-x", b"n" * 32, False)
-
-
-class Raw:
-    """A bare TCP connection to a listener."""
-
-    def __init__(self, ear: Ear) -> None:
-        self.ear = ear
-
-    async def __aenter__(self) -> Raw:
-        self.reader, self.writer = await asyncio.open_connection(LOOPBACK, self.ear.endpoint.port)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.writer.close()
-
-    def send(self, data: bytes) -> None:
-        self.writer.write(data)
-
-    async def frame(self) -> tuple[int, bytes]:
-        (length,) = struct.unpack(">I", await asyncio.wait_for(self.reader.readexactly(4), 2))
-        body = await self.reader.readexactly(length)
-        return body[0], body[1:]
-
-    async def goodbye(self) -> Goodbye:
-        """Read the refusal, whatever comes before it, and then the end."""
-        while True:
-            kind, payload = await self.frame()
-            said = decode_clear(memoryview(payload)) if kind == CLEAR else None
-            if isinstance(said, Goodbye):
-                await self.end()
-                return said
-
-    async def end(self) -> None:
-        try:
-            while await asyncio.wait_for(self.reader.read(65536), 2):
-                pass
-        except (ConnectionResetError, BrokenPipeError):
-            pass
-
-
-async def still_works(ear: Ear, secrets: Secrets | None = None) -> None:
-    async with Mouth("p-good", secrets) as mouth:
-        mouth.say(ear.endpoint, 99)
-        await until(lambda: mouth.answers == [99])
 
 
 async def test_another_version_is_refused_in_words_on_both_sides() -> None:

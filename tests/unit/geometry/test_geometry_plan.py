@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from unit.geometry.reference import Cluster, alone, covers, dealt, geometry, owner_share, range_of, ranks_of, share
+from unit.kits.geometry import Cluster, alone, covers, dealt, geometry, owner_share, range_of, ranks_of, share
 from vllm_ascend_pd.errors import LocalProtocolError, PdError
 from vllm_ascend_pd.geometry import ownership
 from vllm_ascend_pd.geometry.decide import decide

@@ -85,12 +85,6 @@ def test_what_was_tried_is_left_out_unless_nothing_else_is_there(names: set[str]
 # ---- trying again
 
 
-@given(st.integers(1, 100), RAND, st.floats(0.001, 1), st.floats(1, 60))
-def test_backoff_grows_and_is_bounded(attempt: int, rand: float, first: float, longest: float) -> None:
-    backoff = Backoff(first, longest)
-    assert 0 <= backoff.delay(attempt, rand) <= min(longest, first * 2 ** (attempt - 1))
-
-
 @given(st.sampled_from(LegFailure), st.integers(1, 50), st.floats(-1, 100), st.none() | st.floats(-10, 1e6), RAND)
 def test_d_repeats_only_what_was_surely_not_executed_and_only_in_time(
     failure: LegFailure, attempt: int, left: float, retry_after: float | None, rand: float

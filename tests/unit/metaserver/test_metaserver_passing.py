@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from unit.metaserver.cluster import Cluster, cluster, until
+from unit.kits.cluster import Cluster, cluster, until
 from vllm_ascend_pd.http.http1 import Upstream
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState

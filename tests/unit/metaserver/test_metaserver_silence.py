@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from unit.metaserver.cluster import Cluster, cluster, events, streamed, texts, until
-from unit.metaserver.fake_engine import FakeEngine, words
+from unit.kits.cluster import Cluster, cluster, events, streamed, texts, until
+from unit.kits.fake_engine import FakeEngine, words
 from vllm_ascend_pd.metaserver.decisions import CircuitState
 
 PROMPT = "a prompt"

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from unit.metaserver.cluster import Cluster, cluster, until
-from unit.metaserver.fake_engine import Served, _answer, _read
+from unit.kits.cluster import Cluster, cluster, until
+from unit.kits.fake_engine import Served, _answer, _read
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 pytestmark = pytest.mark.skipif(

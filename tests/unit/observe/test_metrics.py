@@ -14,10 +14,10 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
-from unit.schedulers.test_decisions_scheduler import engine, prefill, request
+from unit.kits.schedulers import engine, prefill, request
 from vllm_ascend_pd.connector import AscendPushConnector
 from vllm_ascend_pd.decode.decisions import Ticket
-from vllm_ascend_pd.decode.scheduler import DecodeScheduler, _Asked
+from vllm_ascend_pd.decode.scheduler import DecodeScheduler, _AskedLoad
 from vllm_ascend_pd.geometry.layout import Group
 from vllm_ascend_pd.metadata import LoadEnd
 from vllm_ascend_pd.observe import tally as tally_module
@@ -312,7 +312,7 @@ def loading(recomputes: bool) -> tuple[DecodeScheduler, TransferId]:
     assert scheduler._requests.book.wanted("r", asked.num_prompt_tokens, 0)
     bind = scheduler._requests.book.reserve("r", asked.num_prompt_tokens, [[1, 2, 3]], [Group(4)], 30.0, "u")
     ticket = Ticket("http://metaserver", "ticket", False)
-    scheduler._asked["r"] = _Asked(ticket, asked.num_prompt_tokens, asked, 0, bind.transfer)
+    scheduler._asked["r"] = _AskedLoad(ticket, asked.num_prompt_tokens, asked, 0, bind.transfer)
     return scheduler, bind.transfer
 
 

@@ -8,16 +8,15 @@ import dataclasses
 import json
 import socket
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import Any
 
 import httpx
 import pytest
 
-from tools.support.process import free_port
-from unit.schedulers.test_decisions_scheduler import CACHE, SECRETS, engine, request
-from unit.schedulers.test_rendezvous import D_ID, P_ID, TOY, Pair
-from unit.watching import until
+from unit.kits.rendezvous import D_ID, P_ID, TOY, BootstrapPair
+from unit.kits.schedulers import CACHE, SECRETS, engine, request
+from unit.kits.watching import until
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.prefill import bootstrap
@@ -28,30 +27,15 @@ from vllm_ascend_pd.protocol.identity import Endpoint
 LISTENER = Endpoint("10.0.0.1", 5600)
 
 
-class Site(Pair):
-    def __init__(self) -> None:
-        self.port = free_port()
-        super().__init__(None, {"bootstrap_port": self.port}, {})
-
-    def ask(self, path: str = "/query", method: str = "GET") -> httpx.Response:
-        return httpx.request(method, f"http://127.0.0.1:{self.port}{path}", trust_env=False, timeout=10)
-
-    def raw(self, sent: bytes) -> bytes:
-        with closing(socket.create_connection(("127.0.0.1", self.port), 10)) as caller:
-            caller.settimeout(20)
-            caller.sendall(sent)
-            return b"".join(iter(lambda: caller.recv(65536), b""))
-
-
 @pytest.fixture
-def site() -> Iterator[Site]:
-    made = Site()
+def site() -> Iterator[BootstrapPair]:
+    made = BootstrapPair()
     yield made
     made.p.close()
     made.d.close()
 
 
-def mooncake(site: Site, transfer: str = "xfer-1") -> dict[str, Any]:
+def mooncake(site: BootstrapPair, transfer: str = "xfer-1") -> dict[str, Any]:
     """Parameters as vLLM's proxy writes them, with what P has answered."""
     ranks = site.ask().json()
     address = f"http://127.0.0.1:{site.port}"
@@ -59,7 +43,7 @@ def mooncake(site: Site, transfer: str = "xfer-1") -> dict[str, Any]:
     return {"do_remote_decode": False, "do_remote_prefill": True, **both}
 
 
-def test_both_meet_by_what_p_has_sent_whatever_the_request_is_called(site: Site) -> None:
+def test_both_meet_by_what_p_has_sent_whatever_the_request_is_called(site: BootstrapPair) -> None:
     """Under the dialect's transfer_id: a router need not send one X-Request-Id to both."""
     bind = site.load(mooncake(site), "cmpl-one-0-bbbbbbbb")
     asked = request("cmpl-another-0-aaaaaaaa", {**TOY, "transfer_id": "xfer-1"})
@@ -69,7 +53,7 @@ def test_both_meet_by_what_p_has_sent_whatever_the_request_is_called(site: Site)
     assert site.p._requests.meetings.counts()["waiting"] == 0
 
 
-def test_nothing_else_is_reported_and_nothing_changes(site: Site) -> None:
+def test_nothing_else_is_reported_and_nothing_changes(site: BootstrapPair) -> None:
     assert site.p._reception is not None
     where = {"0": {"engine_id": str(site.p._reception.endpoint)}}
     found = site.ask()
@@ -83,7 +67,7 @@ def test_nothing_else_is_reported_and_nothing_changes(site: Site) -> None:
     ("sent", "status"),
     [(b"\r\n\r\n", 400), (b"GET\r\n\r\n", 400), (b"\xff\x00\r\n\r\n", 400), (b"GET /query HTTP/2\r\n\r\n", 400)],
 )
-def test_what_is_no_question_is_answered_shortly(site: Site, sent: bytes, status: int) -> None:
+def test_what_is_no_question_is_answered_shortly(site: BootstrapPair, sent: bytes, status: int) -> None:
     head, _, body = site.raw(sent).partition(b"\r\n\r\n")
     assert head.startswith(f"HTTP/1.1 {status}".encode()) and json.loads(body) == {}
 
@@ -97,7 +81,7 @@ def test_the_ranks_behind_one_address_are_named_where_their_ports_are_known(port
     assert found == {str(n): {"engine_id": f"127.0.0.1:{5600 + n}"} for n in range(ranks)}
 
 
-def test_an_endless_or_silent_caller_is_let_go(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_or_silent_caller_is_let_go(site: BootstrapPair, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(bootstrap, "PATIENCE_S", 0.3)
         with suppress(ConnectionError):  # closing with unread input resets the connection
@@ -106,7 +90,7 @@ def test_an_endless_or_silent_caller_is_let_go(site: Site, monkeypatch: pytest.M
     assert site.ask().status_code == 200
 
 
-def test_a_crowd_is_not_let_in(site: Site) -> None:
+def test_a_crowd_is_not_let_in(site: BootstrapPair) -> None:
     crowd = [socket.create_connection(("127.0.0.1", site.port), 10) for _ in range(bootstrap.MAX_OPEN)]
     try:
         until(lambda: len(site.p._reception._bootstrap._open) == bootstrap.MAX_OPEN)  # type: ignore[union-attr]

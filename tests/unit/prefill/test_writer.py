@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from unit.watching import until
+from unit.kits.watching import until
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.prefill import writer as writer_module
 from vllm_ascend_pd.prefill.core.batches import Batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from unit.protocol.rig import (
+from unit.kits.protocol import (
     ADDRESSES,
     DIGEST,
     NEW_ADDRESSES,

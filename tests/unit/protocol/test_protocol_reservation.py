@@ -7,7 +7,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from unit.protocol.rig import (
+from unit.kits.protocol import (
     ADDRESSES,
     D_INCARNATION,
     DIGEST,

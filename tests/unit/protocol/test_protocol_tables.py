@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 import pytest
 
-from unit.protocol.rig import (
+from unit.kits.protocol import (
     ADDRESSES,
     END,
     FIRST,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from unit.geometry.reference import Cache, Cluster, geometry
+from unit.kits.geometry import Cache, Cluster, geometry
 from vllm_ascend_pd.geometry.plan import Job, push_range
 from vllm_ascend_pd.geometry.regroup import RegroupPlan, RegroupPlanner
 from vllm_ascend_pd.regroup import ops

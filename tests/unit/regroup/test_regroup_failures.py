@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from unit.regroup.kit import Cache, DecodeSite, Prompt, config
-from unit.regroup.prefill import PrefillSite, Share, Wire, engine, running
-from unit.watching import traced, until
+from unit.kits.regroup.common import Cache, DecodeSite, Prompt, config
+from unit.kits.regroup.prefill import PrefillSite, Share, Wire, engine, running
+from unit.kits.watching import traced, until
 from vllm_ascend_pd.prefill import runtime as prefill_runtime
 from vllm_ascend_pd.regroup.exchange import TAG_BYTES, ExchangeRows, GroupExchange
 from vllm_ascend_pd.regroup.resources import RegroupResources

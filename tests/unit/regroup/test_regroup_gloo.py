@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from tools.support.process import freeze
-from unit.regroup.engines import WORK, Engines
-from unit.regroup.kit import Cache, DecodeSite, config
-from unit.regroup.prefill import Share
-from unit.regroup.worker import Fleet
-from unit.watching import until
+from unit.kits.regroup.common import Cache, DecodeSite, config
+from unit.kits.regroup.engines import WORK, Engines
+from unit.kits.regroup.prefill import Share
+from unit.kits.regroup.worker import Fleet
+from unit.kits.watching import until
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from unit.regroup.kit import Cache, DecodeSite, config
-from unit.regroup.prefill import Here, PrefillSite, Share, running
-from unit.regroup.runner import RUNS, AscendRank
-from unit.regroup.worker import Fleet
+from unit.kits.regroup.common import Cache, DecodeSite, config
+from unit.kits.regroup.prefill import Here, PrefillSite, Share, running
+from unit.kits.regroup.runner import RUNS, AscendRank
+from unit.kits.regroup.worker import Fleet
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup.resources import allocate

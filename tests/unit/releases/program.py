@@ -22,9 +22,9 @@ import vllm
 from fake_metaserver import fake_metaserver
 
 from tools.support.process import free_port
-from unit import worker_batch
+from unit.kits import worker_batch
+from unit.kits.vllm_configs import LAYERS
 from unit.releases.engine import BLOCK, WORKER_HOOKS, Engine
-from unit.vllm_configs import LAYERS
 from vllm_ascend_pd import compat
 
 SHORT_TIMES = {"transfer_timeout_s": 5.0, "quiet_extra_s": 2.0, "lease_s": 3.0, "margin_s": 0.5}

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from tools.support.process import freeze
-from unit.runtime.caches import Model
-from unit.runtime.pair import LOOPBACK, DecodeSite, PrefillSite, Request, config
+from unit.kits.caches import Model
+from unit.kits.runtimes import LOOPBACK, DecodeSite, PrefillSite, Request, config
 from vllm_ascend_pd.config import PushConfig, WireConfig
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol.auth import seal, unseal

@@ -13,10 +13,10 @@ import pytest
 if importlib.util.find_spec("mooncake") is None:  # not imported here: its environment must be set first
     pytest.skip("Mooncake is not installed", allow_module_level=True)
 
-from unit.runtime.pair import DecodeSite, PrefillSite, Request, sites
+from unit.kits.mooncake_child import Stalls
+from unit.kits.runtimes import DecodeSite, PrefillSite, Request, sites
+from unit.kits.watching import traced, until
 from unit.runtime.site_child import LEASE_S, SiteChild, decode_site, packed, prefill_site, unpacked
-from unit.transport.mooncake_child import Stalls
-from unit.watching import traced, until
 from vllm_ascend_pd.transport.wire import MooncakeWire
 
 TOKENS = 600

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from unit.metaserver.cluster import cluster
-from unit.runtime.caches import Model
-from unit.runtime.pair import DecodeSite, PrefillSite, config, sites
+from unit.kits.caches import Model
+from unit.kits.cluster import cluster
+from unit.kits.runtimes import DecodeSite, PrefillSite, config, sites
 from vllm_ascend_pd.decode.scheduler import pace
 
 LONGEST = 1 << 20

@@ -12,9 +12,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from unit.runtime.caches import HeldDevice, Model
-from unit.runtime.pair import LOOPBACK, UNTOUCHED, DecodeSite, Hook, PrefillSite, config, no_hook, sites, without_a_name
-from unit.watching import heard_ready, traced, until
+from unit.kits.caches import HeldDevice, Model
+from unit.kits.runtimes import (
+    LOOPBACK,
+    UNTOUCHED,
+    DecodeSite,
+    Hook,
+    PrefillSite,
+    config,
+    no_hook,
+    sites,
+    without_a_name,
+)
+from unit.kits.watching import heard_ready, traced, until
 from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.protocol.auth import Secrets

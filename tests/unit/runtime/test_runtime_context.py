@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pytest
 
-from unit.runtime.caches import Divided, Model, TokenMajorDevice
-from unit.runtime.pair import DecodeSite, PrefillSite, config, sites
+from unit.kits.caches import Divided, Model, TokenMajorDevice
+from unit.kits.runtimes import DecodeSite, PrefillSite, config, sites
 from vllm_ascend_pd.geometry.context import TokenSplit
 
 ONE = Divided()

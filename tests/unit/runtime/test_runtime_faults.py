@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from unit.runtime.caches import HeldDevice, Model
-from unit.runtime.pair import UNTOUCHED, DecodeSite, PrefillSite, config, free_port_is, own_threads, sites
+from unit.kits.caches import HeldDevice, Model
+from unit.kits.runtimes import UNTOUCHED, DecodeSite, PrefillSite, config, free_port_is, own_threads, sites
+from unit.kits.watching import heard_ready, traced, until
 from unit.runtime.wires import DyingWire, FlippingWire, LossyWire, SlowWire
-from unit.watching import heard_ready, traced, until
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.prefill.core import pushes as core

@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from unit.runtime.caches import Model
-from unit.runtime.pair import LOOPBACK, UNTOUCHED, DecodeSite, PrefillSite, config, sites
-from unit.watching import traced, until
+from unit.kits.caches import Model
+from unit.kits.runtimes import LOOPBACK, UNTOUCHED, DecodeSite, PrefillSite, config, sites
+from unit.kits.watching import traced, until
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.transport.base import WriteState

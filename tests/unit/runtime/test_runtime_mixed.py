@@ -11,9 +11,9 @@ import random
 
 import pytest
 
-from unit.runtime.caches import Model
-from unit.runtime.pair import DecodeSite, PrefillSite, Request, config, sites
-from unit.watching import until
+from unit.kits.caches import Model
+from unit.kits.runtimes import DecodeSite, PrefillSite, Request, config, sites
+from unit.kits.watching import until
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 

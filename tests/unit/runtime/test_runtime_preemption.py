@@ -10,10 +10,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from unit.runtime.caches import HeldDevice, Model
-from unit.runtime.pair import DecodeSite, PrefillSite, config, sites
+from unit.kits.caches import HeldDevice, Model
+from unit.kits.runtimes import DecodeSite, PrefillSite, config, sites
+from unit.kits.watching import traced, until
 from unit.runtime.wires import SlowWire
-from unit.watching import traced, until
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.metadata import PushSlice
 from vllm_ascend_pd.prefill.core.push import Push, Table

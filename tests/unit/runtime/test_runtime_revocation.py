@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import threading
 
-from unit.runtime.caches import Model
-from unit.runtime.pair import DecodeSite, PrefillSite, config, sites
-from unit.watching import traced, until
+from unit.kits.caches import Model
+from unit.kits.runtimes import DecodeSite, PrefillSite, config, sites
+from unit.kits.watching import traced, until
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write

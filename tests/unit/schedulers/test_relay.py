@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from unit.metaserver.fake_engine import Served
-from unit.schedulers.test_decisions_scheduler import CACHE, SECRETS, decode, engine, request
-from unit.schedulers.test_rendezvous import D_ID
-from unit.watching import Steps, until
+from unit.kits.fake_engine import Served
+from unit.kits.rendezvous import D_ID
+from unit.kits.schedulers import CACHE, SECRETS, decode, engine, request
+from unit.kits.watching import Steps, until
 from vllm_ascend_pd.decode import metaserver as client
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.metadata import Bind

@@ -6,18 +6,16 @@ from __future__ import annotations
 
 import base64
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from vllm.sampling_params import SamplingParams
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
-from unit.schedulers.test_decisions_scheduler import CACHE, ENDPOINTS, SECRETS, engine, output, request
-from unit.watching import Steps, until
+from unit.kits.rendezvous import D_ID, P_ID, TOKEN, TOY, pair
+from unit.kits.schedulers import CACHE, ENDPOINTS, SECRETS, engine, output, request
+from unit.kits.watching import until
 from vllm_ascend_pd import first_token
-from vllm_ascend_pd.decode.core.seeds import Start
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.metadata import LoadEnd
@@ -27,79 +25,6 @@ from vllm_ascend_pd.protocol.auth import Secrets, seal_source, unseal_source
 from vllm_ascend_pd.protocol.dialects import name_of, read_meet
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint
 from vllm_ascend_pd.protocol.meeting import Source, SourceId
-
-TOY = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-TOKEN = 7  # P's first token
-P_ID, D_ID = "cmpl-router-1-0-aaaaaaaa", "cmpl-router-1-0-bbbbbbbb"
-
-
-class Pair:
-    def __init__(self, secrets: Secrets | None, p_keys: dict[str, Any], d_keys: dict[str, Any]) -> None:
-        self.news = 0
-        keys = {"hold_sources": 4, "hold_s": 60.0, **p_keys}
-        self.p = PrefillScheduler(engine(secrets, **keys), self._rung, blocks=100, sends_first=True)
-        self.p.attach_workers({(0, rank): WorkerFacts(None, CACHE) for rank in range(2)})
-        made = engine(secrets, **({"prefill_listeners": ["127.0.0.1"]} if secrets is None else {}), **d_keys)
-        self.d = DecodeScheduler(made, Patience(lambda: 0), vocabulary=100)
-        self.d.attach_workers({(0, rank): WorkerFacts(where, CACHE) for rank, where in enumerate(ENDPOINTS)})
-        self.steps = Steps(self.d)
-
-    def _rung(self) -> None:
-        self.news += 1
-
-    def prefilled(
-        self, params: Any = TOY, name: str = P_ID, **sampling: Any
-    ) -> tuple[Request, bool, dict[str, Any] | None]:
-        asked = request(name, params)
-        asked.sampling_params = SamplingParams(max_tokens=1, **sampling)
-        self.p.allocated(asked)
-        self.p.build_step(output([(name, 0, 10, [1, 2, 3])]))
-        assert self.p.first_tokens is not None
-        self.p.first_tokens.before(None)  # as at the step's results
-        return (asked, *self.ended(asked))
-
-    def ended(self, asked: Request) -> tuple[bool, dict[str, Any] | None]:
-        asked.append_output_token_ids([TOKEN])
-        asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
-        return self.p.finished(asked, True)
-
-    def started(self) -> Start:
-        """Wait until it is decided how D's held request starts."""
-        found: list[Start] = []
-        until(
-            lambda: (self.steps.take() and found.extend(self.d._requests.seeds.take(0.0))) or found,
-            "the last word of P",
-        )
-        return found[0]
-
-    def load(self, params: Any, name: str = D_ID) -> Any:
-        asked = request(name, params)
-        assert self.d.wanted(asked, 4) == 6
-        self.d.allocated(asked, [[40, 41, 42, 43]], 6)
-        return self.steps.bound()
-
-    def address(self) -> dict[str, Any]:
-        assert self.p._reception is not None
-        where = self.p._reception.endpoint
-        return {"do_remote_prefill": True, "remote_host": where.host, "remote_port": where.port}
-
-
-@contextmanager
-def pair(secrets: Secrets | None = None, p: Any = None, d: Any = None) -> Iterator[Pair]:
-    made = Pair(secrets, p or {}, d or {})
-    try:
-        yield made
-    finally:
-        made.p.close()
-        made.d.close()
-        made.p.close()
 
 
 @pytest.mark.parametrize("secrets", [None, SECRETS], ids=["plain", "signed"])

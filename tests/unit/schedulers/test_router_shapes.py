@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from unit.prefill.test_bootstrap import Site as Bootstrapped
-from unit.schedulers.test_decisions_scheduler import CACHE, SECRETS, engine, output, request
+from unit.kits.rendezvous import BootstrapPair, Pair, pair
+from unit.kits.schedulers import CACHE, SECRETS, engine, output, request
+from unit.kits.watching import until
 from unit.schedulers.test_relay import loading
-from unit.schedulers.test_rendezvous import Pair, pair
-from unit.watching import until
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 
@@ -144,7 +143,7 @@ def test_who_asks_p_for_nothing_gets_two_plain_engines(params: Any) -> None:
 # pkg/sidecar/proxy/connector_mooncake.go, and SMG's (above)
 
 
-def legs(site: Bootstrapped, engine_id: str) -> tuple[Answer, Answer]:
+def legs(site: BootstrapPair, engine_id: str) -> tuple[Answer, Answer]:
     transfer = {"transfer_id": "xfer-0198c1f2-7e1c"}
     to_d = {"do_remote_decode": False, "do_remote_prefill": True, **transfer, "remote_engine_id": engine_id}
     return {**TWO, **transfer}, {**to_d, "remote_bootstrap_addr": f"http://127.0.0.1:{site.port}"}
@@ -152,14 +151,14 @@ def legs(site: Bootstrapped, engine_id: str) -> tuple[Answer, Answer]:
 
 @pytest.fixture
 def site() -> Any:
-    made = Bootstrapped()
+    made = BootstrapPair()
     yield made
     made.p.close()
     made.d.close()
 
 
 @pytest.mark.parametrize("first", ["P", "D"])
-def test_llm_d_s_sidecar_sends_both_at_once_under_a_name_of_its_own(site: Bootstrapped, first: str) -> None:
+def test_llm_d_s_sidecar_sends_both_at_once_under_a_name_of_its_own(site: BootstrapPair, first: str) -> None:
     """It takes every rank of the bootstrap's answer that has an id; a client's X-Request-Id is not its transfer id."""
     answer = site.ask().json()
     ids = {rank: entry["engine_id"] for rank, entry in answer.items() if isinstance(entry.get("engine_id"), str)}
@@ -174,7 +173,7 @@ def test_llm_d_s_sidecar_sends_both_at_once_under_a_name_of_its_own(site: Bootst
     until(lambda: site.p._requests.book.tracks(of_p), "the binding")
 
 
-def test_smg_is_mooncake_s_words_in_the_order_p_first(site: Bootstrapped) -> None:
+def test_smg_is_mooncake_s_words_in_the_order_p_first(site: BootstrapPair) -> None:
     """It waits for P, and then sends D the id that it gave P: D finds P's blocks by it."""
     to_p, to_d = legs(site, site.ask().json()["0"]["engine_id"])
     held, _ = prefilled(site, to_p, OTHER_FRONT_END[0])
@@ -183,7 +182,7 @@ def test_smg_is_mooncake_s_words_in_the_order_p_first(site: Bootstrapped) -> Non
 
 
 def test_smg_with_vllm_s_own_id_of_p_is_refused_with_a_code(
-    site: Bootstrapped, caplog: pytest.LogCaptureFixture
+    site: BootstrapPair, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If its worker sends `kv_engine_id`, it is vLLM's and no address: P's blocks are released after `hold_s`."""
     _, to_d = legs(site, "5f2c8d1e-0b1c-4e0c-9d59-6a7f1f0e7a51")

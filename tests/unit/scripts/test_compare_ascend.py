@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from tools import compare_ascend
-from tools.compare_ascend import CONTENDERS, MARKS, PAGE, Column, Request, table
+from tools.compare_ascend import CONTENDERS, MARKS, PAGE, Column, OpenRequest, table
 
 OURS, LAYERWISE, PULL = (contender.connector for contender in CONTENDERS)
 
@@ -77,7 +77,7 @@ def test_a_client_that_gives_up_closes_its_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = threading.Thread(target=silent, args=(listening,))
         server.start()
-        request = Request(f"http://127.0.0.1:{listening.getsockname()[1]}", {}, limit_s=0.2)
+        request = OpenRequest(f"http://127.0.0.1:{listening.getsockname()[1]}", {}, limit_s=0.2)
         request.wait()
         server.join(20.0)
     assert isinstance(request.result, asyncio.TimeoutError) and closed.is_set()

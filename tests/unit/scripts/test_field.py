@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 import tools.field as field_page
 from tools.support import field, sdist, small
 from tools.support.small import Needs, needs, stands
-from unit.vllm_configs import model_dir, vllm_config
+from unit.kits.vllm_configs import model_dir, vllm_config
 from vllm_ascend_pd import admission
 from vllm_ascend_pd.admission import kinds
 from vllm_ascend_pd.config import PushConfig
@@ -81,11 +81,11 @@ def written(p: list[str], d: list[str], model: str = "me/gqa") -> str:
     return yaml.safe_dump({"model": model, "deployment": nodes})
 
 
-def judged(p: list[str] | None = None, d: list[str] | None = None, model: str = "me/gqa") -> field.Verdict:
+def judged(p: list[str] | None = None, d: list[str] | None = None, model: str = "me/gqa") -> field.FieldVerdict:
     return field.verdict("nightly/x", written(p or line(P), d or line(D), model), KNOWN)
 
 
-def reasons(verdict: field.Verdict, side: str) -> list[str]:
+def reasons(verdict: field.FieldVerdict, side: str) -> list[str]:
     return [field_page.words(refused) for refused in verdict.refusals(side)]
 
 
@@ -287,7 +287,7 @@ def test_caches_that_do_not_fit_each_other_are_no_pair() -> None:
     other = field.judge(field.commands(d)[0], KNOWN)
     words = field._pair([p], [other])
     assert words.startswith("PD-GEO-001")
-    assert not field.Verdict("x", "me/gqa", (p,), (other,), words).both
+    assert not field.FieldVerdict("x", "me/gqa", (p,), (other,), words).both
     assert judged(p=line(P, "--additional-config", C8), model="me/sparse").pair.startswith("PD-GEO-001: dtype")
 
 
@@ -332,7 +332,7 @@ def test_a_layer_is_registered_as_vllm_ascend_does() -> None:
 # -- the page
 
 
-def three() -> list[field.Verdict]:
+def three() -> list[field.FieldVerdict]:
     texts = {
         "nightly/a/one.yaml": written(line(P), line(D)),
         "nightly/a/two.yaml": written(line(P, "--speculative-config", UNPROVEN), line(D)),

@@ -11,7 +11,7 @@ import pytest
 
 from tools import fuzz
 from tools.support import fuzz_targets
-from tools.support.fuzz_targets import ACCEPTED, READ, REFUSED, TARGETS, Target
+from tools.support.fuzz_targets import ACCEPTED, READ, REFUSED, TARGETS, FuzzTarget
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.protocol.auth import unseal
 from vllm_ascend_pd.protocol.messages import Message
@@ -49,21 +49,21 @@ def test_inputs_can_be_made_again() -> None:
     assert whole == sum(parts[1:], parts[0])
 
 
-def _target(run: Callable[[bytes], str]) -> Target:
-    return Target("broken", "a decoder with a mistake", 1, lambda: [b"example"], lambda: run)
+def _target(run: Callable[[bytes], str]) -> FuzzTarget:
+    return FuzzTarget("broken", "a decoder with a mistake", 1, lambda: [b"example"], lambda: run)
 
 
 def test_a_crash_is_noticed_with_what_it_takes_to_find_it_again() -> None:
     def run(data: bytes) -> str:
         raise KeyError(data[:1])
 
-    with pytest.raises(fuzz.Broken, match="--target broken --seed 5 --only 0"):
+    with pytest.raises(fuzz.FuzzFinding, match="--target broken --seed 5 --only 0"):
         fuzz.fuzz(_target(run), 3, seed=5)
 
 
 def test_an_input_that_takes_too_long_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuzz, "SLOW_S", -1.0)
-    with pytest.raises(fuzz.Broken, match="took more than"):
+    with pytest.raises(fuzz.FuzzFinding, match="took more than"):
         fuzz.fuzz(_target(lambda data: READ), 1, seed=5)
 
 

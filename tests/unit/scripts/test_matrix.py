@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tools import matrix
-from tools.matrix import MARKS, Result, read, written
+from tools.matrix import MARKS, RowResult, read, written
 from tools.support.matrix import COMBINATIONS, HOW, PAIRS, REFUSED, ROWS
 from vllm_ascend_pd.admission.cache import GROUPED
 from vllm_ascend_pd.admission.configuration import BOTH
@@ -118,7 +118,7 @@ def test_what_a_run_printed_is_read(output: str, code: int, words: str, counts: 
 
 def test_the_page_takes_what_ran_and_keeps_the_rest(tmp_path: Path) -> None:
     first, second = ROWS[:2]
-    record = Result(first.name, "9 passed", True, 10, 120, 2.5, "abc")
+    record = RowResult(first.name, "9 passed", True, 10, 120, 2.5, "abc")
     (tmp_path / f"{first.name}.json").write_text(json.dumps(asdict(record)))
     page = written(PAGE, tmp_path, "abc")
     assert page.startswith("before\n") and page.endswith("\nafter\n") and "an older table" not in page
@@ -126,7 +126,7 @@ def test_the_page_takes_what_ran_and_keeps_the_rest(tmp_path: Path) -> None:
     assert f"| {second.mode} | {second.vllm} | {second.how} | has not run |" in page
     (tmp_path / f"{first.name}.json").unlink()
     assert written(page, tmp_path, "def") == page, "it has not run here, and keeps what the page says"
-    failed = Result(first.name, "1 failed", False, 0, 0, 1.0, "def")
+    failed = RowResult(first.name, "1 failed", False, 0, 0, 1.0, "def")
     (tmp_path / f"{first.name}.json").write_text(json.dumps(asdict(failed)))
     assert "| **1 failed** | – | 1 |" in written(page, tmp_path, "def")
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unit.watching import listening, until
+from unit.kits.watching import listening, until
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.transport.ascend import AscendEngine
 from vllm_ascend_pd.transport.base import WriteState

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from unit.watching import address_of, listening, until
+from unit.kits.watching import address_of, listening, until
 from vllm_ascend_pd.transport.engine import OpenEngine
 from vllm_ascend_pd.transport.introducer import FRESH_S, MAX_AT_ONCE, Introducer, Introduction, watched
 from vllm_ascend_pd.transport.sockets import hang_up, shorten_accept

@@ -53,12 +53,12 @@ _IN_ORDER = {
 _MAPS = frozenset((*range(0x80, 0x90), 0xDE, 0xDF))  # first bytes of a map in MessagePack
 
 
-class _Batch(msgspec.Struct, array_like=True):
+class _EventBatch(msgspec.Struct, array_like=True):
     at: float
     events: list[msgspec.Raw]
 
 
-class _Event(msgspec.Struct):
+class _CacheEvent(msgspec.Struct):
     """The fields of an event that are used."""
 
     type: str
@@ -68,7 +68,7 @@ class _Event(msgspec.Struct):
     group_idx: int | None = None
 
 
-_BATCH, _EVENT = msgspec.msgpack.Decoder(_Batch), msgspec.msgpack.Decoder(_Event)
+_BATCH, _EVENT = msgspec.msgpack.Decoder(_EventBatch), msgspec.msgpack.Decoder(_CacheEvent)
 
 
 def parse_ports(texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
@@ -144,7 +144,7 @@ class Cache:
         self._blocks.clear()
         self._tokens.clear()
 
-    def _change(self, event: _Event) -> None:
+    def _change(self, event: _CacheEvent) -> None:
         group = event.group_idx
         blocks = self._blocks[group]
         for block in event.block_hashes:
@@ -155,12 +155,12 @@ class Cache:
                 self._tokens[group] -= blocks.pop(block, 0)
 
 
-def _read(raw: msgspec.Raw) -> _Event:
+def _read(raw: msgspec.Raw) -> _CacheEvent:
     if memoryview(raw)[0] in _MAPS:
         return _EVENT.decode(raw)
     fields: Any = msgspec.msgpack.decode(raw)
     names = _IN_ORDER.get(fields[0], ("type",))
-    return msgspec.convert(dict(zip(names, fields, strict=False)), _Event)
+    return msgspec.convert(dict(zip(names, fields, strict=False)), _CacheEvent)
 
 
 class CacheEvents:

@@ -46,7 +46,7 @@ Pair = tuple[str, str]
 Lives = tuple[tuple[tuple[str, ...], float], ...]  # of a P and a D: incarnations, last refused connection
 
 
-class _Failed(NamedTuple):
+class _FailedPair(NamedTuple):
     """Failures of a pair: in which lives, how often, until when it is not tried again, and why."""
 
     lives: Lives
@@ -59,7 +59,7 @@ class Canary:
     def __init__(self, front: Front) -> None:
         self._front = front
         self._flying: dict[asyncio.Task[None], Pair] = {}
-        self._failed: dict[Pair, _Failed] = {}
+        self._failed: dict[Pair, _FailedPair] = {}
         self.last_error = "no canary has been answered yet"
 
     # -- what is known
@@ -132,7 +132,7 @@ class Canary:
         before = self._failed.get(pair)
         times = before.times + 1 if before is not None and before.lives == lives else 1
         until = time.monotonic() + _BACKOFF.delay(times, 0.5 + random.random() / 2)
-        self._failed[pair] = _Failed(lives, times, until, problem)
+        self._failed[pair] = _FailedPair(lives, times, until, problem)
         message = f"{prefill.name} to {decode.name}: {problem}"
         if before is None or before.problem != problem:  # only a change, not each repetition
             log.warning("not proven: %s", message)
@@ -148,7 +148,7 @@ class Canary:
             return f"/v1/models answered {reply.status}, without a model"
         prompt = [random.choice(_TOKEN_IDS) for _ in range(_PROMPT_TOKENS)]
         body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0, "stream": False}
-        answer = _Answer()
+        answer = _CanaryAnswer()
         exchange = HttpExchange(
             bodies.parse(bodies.COMPLETIONS, msgspec.json.encode(body)),
             headers,
@@ -171,7 +171,7 @@ class Canary:
         return headers
 
 
-class _Answer:
+class _CanaryAnswer:
     """Receiver of what a client would get."""
 
     def __init__(self) -> None:

@@ -38,12 +38,12 @@ class Answer:
     content_type: bytes = b"application/json"
 
 
-class _Error(msgspec.Struct):
+class _RefusalError(msgspec.Struct):
     type: str = ""
 
 
 class _Refusal(msgspec.Struct):
-    error: _Error
+    error: _RefusalError
 
 
 _REFUSAL = msgspec.json.Decoder(_Refusal)

@@ -83,7 +83,7 @@ class Staged:
 
 
 @dataclass(slots=True)
-class _Step:
+class _StepExchanges:
     exchanges: list[PlannedExchange]
     pushes: set[Push]  # that are not over
 
@@ -98,7 +98,7 @@ class Exchanges:
     room: Room
     count: int = 0  # of exchanges made
     missed: Missed = field(default_factory=Missed)
-    _steps: dict[int, _Step] = field(default_factory=dict)
+    _steps: dict[int, _StepExchanges] = field(default_factory=dict)
 
     @classmethod
     def of(cls, geometry: CacheGeometry, own: CacheGeometry, rank: int, staging: Staging, room: Room) -> Exchanges:
@@ -118,7 +118,7 @@ class Exchanges:
                 members = [pushes[index] for index in cut.members]
                 shares = [self._share(step, number, kind, slot, members) for slot in plan.slots]
                 planned.append(PlannedExchange(number, self.layers[kind], plan, cut.jobs, members, shares))
-        self._steps[step] = _Step(planned, {push for some in work.values() for push, _ in some})
+        self._steps[step] = _StepExchanges(planned, {push for some in work.values() for push, _ in some})
         return planned
 
     def _share(self, step: int, sub_step: int, kind: int, slot: Slot, members: Sequence[Push]) -> Share:

@@ -14,8 +14,8 @@ import os
 from typing import Any
 
 import msgspec
-from unit.geometry.reference import geometry
-from unit.vllm_configs import cache_config, vllm_config
+from unit.kits.geometry import geometry
+from unit.kits.vllm_configs import cache_config, vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import MambaSpec

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from unit.runtime.caches import Divided, Model, Pool, RankCache
-from unit.watching import parsed, until
+from unit.kits.caches import Divided, Model, Pool, RankCache
+from unit.kits.watching import parsed, until
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.core.loads import Loaded
 from vllm_ascend_pd.decode.decisions import LoadBook

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill ranks in processes of their own, in one gloo group.
 
-`python -m unit.regroup.worker <port> <count>` imports everything once, forks and connects every child to the parent
-(the class `Fleet`), which opens worlds of any size among them and drives the workers step by step.
+`python -m unit.kits.regroup.worker <port> <count>` imports everything once, forks and connects every child to the
+parent (the class `Fleet`), which opens worlds of any size among them and drives the workers step by step.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unit.regroup.kit import LOOPBACK, Cache, SharedTransport, config
-from unit.regroup.prefill import Answer, PrefillRank, PrefillSite, Share
-from unit.regroup.runner import AscendRank
+from unit.kits.regroup.common import LOOPBACK, Cache, SharedTransport, config
+from unit.kits.regroup.prefill import Answer, PrefillRank, PrefillSite, Share
+from unit.kits.regroup.runner import AscendRank
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.observe import trace
@@ -180,11 +180,11 @@ class Fleet:
     """Children for all tests of a module. `enter` makes the first ones a gloo world."""
 
     def __init__(self, count: int) -> None:
-        root = Path(__file__).resolve().parents[3]
+        root = Path(__file__).resolve().parents[4]
         paths = [str(root), str(root / "tests"), os.environ.get("PYTHONPATH", "")]
         with Listener((LOOPBACK, 0), backlog=count, authkey=KEY) as listener:
             self._nursery = subprocess.Popen(
-                [sys.executable, "-m", "unit.regroup.worker", str(listener.address[1]), str(count)],
+                [sys.executable, "-m", "unit.kits.regroup.worker", str(listener.address[1]), str(count)],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
             )
             self.members = []

@@ -18,8 +18,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from unit.regroup.kit import NAME, Cache, DecodeSite, Device, Pool, Prompt, RankMemory, config, own_threads
-from unit.watching import until
+from unit.kits.regroup.common import NAME, Cache, DecodeSite, Device, Pool, Prompt, RankMemory, config, own_threads
+from unit.kits.watching import until
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.device.caches import Caches
 from vllm_ascend_pd.geometry.layout import CacheGeometry

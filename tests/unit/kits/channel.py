@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages, recording ends and a child process for the side channel's tests. Real sockets on loopback.
 
-    python -m unit.channel.kit PORT INCARNATION [SECRET]
+    python -m unit.kits.channel PORT INCARNATION [SECRET]
 
 dials PORT, sends a message every 20 ms, and prints `up` when the greeting is complete.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from pathlib import Path
 from tools.support.process import freeze
 from vllm_ascend_pd.channel.connection import Connection, Ending
 from vllm_ascend_pd.channel.dialer import Dialer
+from vllm_ascend_pd.channel.frames import CLEAR, Goodbye, decode_clear
 from vllm_ascend_pd.channel.limits import ChannelLimits
 from vllm_ascend_pd.channel.listener import Listener
 from vllm_ascend_pd.protocol.auth import Secrets
@@ -172,7 +174,7 @@ class Speaker:
     """A process of its own that dials and sends, to be stopped and killed."""
 
     def __init__(self, port: int, incarnation: str = "p-1") -> None:
-        command = [sys.executable, "-m", "unit.channel.kit", str(port), incarnation]
+        command = [sys.executable, "-m", "unit.kits.channel", str(port), incarnation]
         environ = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environ, cwd=ROOT)
 
@@ -193,6 +195,50 @@ class Speaker:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+class Raw:
+    """A bare TCP connection to a listener."""
+
+    def __init__(self, ear: Ear) -> None:
+        self.ear = ear
+
+    async def __aenter__(self) -> Raw:
+        self.reader, self.writer = await asyncio.open_connection(LOOPBACK, self.ear.endpoint.port)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.writer.close()
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def frame(self) -> tuple[int, bytes]:
+        (length,) = struct.unpack(">I", await asyncio.wait_for(self.reader.readexactly(4), 2))
+        body = await self.reader.readexactly(length)
+        return body[0], body[1:]
+
+    async def goodbye(self) -> Goodbye:
+        """Read the refusal, whatever comes before it, and then the end."""
+        while True:
+            kind, payload = await self.frame()
+            said = decode_clear(memoryview(payload)) if kind == CLEAR else None
+            if isinstance(said, Goodbye):
+                await self.end()
+                return said
+
+    async def end(self) -> None:
+        try:
+            while await asyncio.wait_for(self.reader.read(65536), 2):
+                pass
+        except (ConnectionResetError, BrokenPipeError):
+            pass
+
+
+async def still_works(ear: Ear, secrets: Secrets | None = None) -> None:
+    async with Mouth("p-good", secrets) as mouth:
+        mouth.say(ear.endpoint, 99)
+        await until(lambda: mouth.answers == [99])
 
 
 async def _speak(port: int, incarnation: str) -> None:

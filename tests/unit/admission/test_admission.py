@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tools.support import ascend_specs
-from unit.vllm_configs import LAYERS, attention, cache_config, latent, model_dir, vllm_config
+from unit.kits.vllm_configs import LAYERS, attention, cache_config, latent, model_dir, vllm_config
 from vllm_ascend_pd import admission, compat
 from vllm_ascend_pd.admission import drafts
 from vllm_ascend_pd.config import ChannelConfig, PushConfig

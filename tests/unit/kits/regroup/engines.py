@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unit.regroup.kit import Cache, DecodeSite, Prompt, config
-from unit.regroup.worker import Fleet, There
-from unit.watching import until
+from unit.kits.regroup.common import Cache, DecodeSite, Prompt, config
+from unit.kits.regroup.worker import Fleet, There
+from unit.kits.watching import until
 
 WORK = [
     (0, 0, 3, [3]),  # less than a block: one owner, the others own nothing

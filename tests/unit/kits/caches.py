@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV caches of a test model in the layouts that vLLM and vllm-ascend register, for `pair.py`: torch tensors,
+"""KV caches of a test model in the layouts that vLLM and vllm-ascend register, for `runtimes.py`: torch tensors,
 known contents, and views of them as [block, head, token, width]."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from unit.geometry.reference import range_of
+from unit.kits.geometry import range_of
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import CacheShape, LayerShape
 from vllm_ascend_pd.device.cpu import CpuDevice

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unit.regroup.kit import LOOPBACK, NAME
-from unit.regroup.prefill import HOOKS, Answer, Layer, Parts, PrefillRank, Share
+from unit.kits.regroup.common import LOOPBACK, NAME
+from unit.kits.regroup.prefill import HOOKS, Answer, Layer, Parts, PrefillRank, Share
 from vllm_ascend_pd.device.caches import Caches, CacheShape
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.metadata import PrefillStep

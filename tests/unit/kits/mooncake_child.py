@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Receiving process for the Mooncake tests, and its handle for the tests.
 
-    python -m unit.transport.mooncake_child SIZE [PORT]
+    python -m unit.kits.mooncake_child SIZE [PORT]
 
 listens (on PORT, if it is free), registers SIZE bytes of zeros, prints its session and address, and executes one
 command per line on stdin: `sum`, `clear`, `revoke`, `push SESSION BASE PIECES PIECE` (start to write ones there, in
@@ -48,7 +48,7 @@ class Receiver:
         environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "MC_LOG_LEVEL": "ERROR"}
         if port is not None:  # Mooncake chooses a port at random: restrict its range
             environ |= {"MC_MIN_RPC_PORT": str(port - 2), "MC_MAX_RPC_PORT": str(port + 2)}
-        command = [sys.executable, "-m", "unit.transport.mooncake_child", str(size), str(port or 0)]
+        command = [sys.executable, "-m", "unit.kits.mooncake_child", str(size), str(port or 0)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ, cwd=ROOT
         )
