@@ -247,17 +247,11 @@ engine_foresee() {
 }
 
 engine_main() {
-  local word
   engine_options
-  for word in "$@"; do
-    case $word in
-      --) break ;;
-      -h | --help)
-        engine_help
-        return 0
-        ;;
-    esac
-  done
+  if pd_wants_help "$@"; then
+    engine_help
+    return 0
+  fi
   options_parse "$@"
   engine_check
   if [ -n "${OPT[dry-run]}${OPT[no-setup]}" ]; then pd_choose_interpreter; else pd_setup run; fi

@@ -252,14 +252,11 @@ wait_ready() {
 }
 
 main() {
-  local word role
-  for word in "$@"; do
-    case $word in -h | --help)
-      help
-      return 0
-      ;;
-    esac
-  done
+  local role
+  if pd_wants_help "$@"; then
+    help
+    return 0
+  fi
   options_parse "$@"
   [ -n "${OPT[model]}" ] || options_refuse "--model is required"
   options_need_number p-tp p-pp p-dp d-tp d-pp d-dp port-base grace

@@ -27,16 +27,11 @@ TEXT
 }
 
 main() {
-  local command word flag values
-  for word in "$@"; do
-    case $word in
-      --) break ;;
-      -h | --help)
-        help
-        return 0
-        ;;
-    esac
-  done
+  local command flag values
+  if pd_wants_help "$@"; then
+    help
+    return 0
+  fi
   options_parse "$@"
   if [ -n "${OPT[port]}" ]; then options_need_number port; fi
   if [ -n "${OPT[dry-run]}${OPT[no-setup]}" ]; then pd_choose_interpreter; else pd_setup run; fi

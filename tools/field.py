@@ -13,14 +13,15 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from tools.support import sdist, small
+from tools.support.models import ROOT
+from tools.support.pages import Marks
+from vllm_ascend_pd.errors import PdError
 
-from tools.support import sdist, small  # noqa: E402
-from tools.support.field import Known, Verdict, known_models, verdict  # noqa: E402
-from tools.support.pages import Marks  # noqa: E402
-from vllm_ascend_pd.errors import PdError  # noqa: E402
+if TYPE_CHECKING:
+    from tools.support.field import Known, Verdict
 
 PINNED = sdist.VLLM_ASCEND
 FOLDER = "tests/e2e"
@@ -31,6 +32,8 @@ STARTS = "would start"
 
 def verdicts(texts: Mapping[str, str], known: Known) -> list[Verdict]:
     """Return the verdicts of all files with a producer, sorted by name."""
+    from tools.support.field import verdict  # imports vLLM, which takes seconds that --help need not wait for
+
     found = {}
     for path, text in sorted(texts.items()):
         if "kv_producer" in text:
@@ -184,6 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (sdist.Unreachable, sdist.NotThePinned, OSError) as problem:
         print(f"field: {problem}", file=sys.stderr)
         return 2
+    from tools.support.field import known_models
+
     printed = tables(verdicts(sdist.read(path, FOLDER, ".yaml"), known_models())) + "\n"
     if not args.write and not args.check:
         print(printed, end="")
