@@ -38,6 +38,10 @@ Starts a metaserver, one prefill engine and one decode engine on this host, wait
 address for clients, and stops all three on ctrl-C. Everything else of the engines (block size, dtype, …) is set by
 the environment variables that scripts/prefill.sh --help and scripts/decode.sh --help name.
 
+Each engine has one server, for all of its data-parallel ranks. Engines with several servers or hosts, and several
+engines, are started by scripts/prefill.sh, decode.sh and metaserver.sh, once for each server: docs/operations.md has
+the flags, examples/large-ep, two-hosts and 2p2d are written out.
+
 usage: scripts/launch_1p1d.sh --model MODEL [flags]
 
 TEXT
