@@ -304,7 +304,9 @@ class PushConfig:
         return self.wire.transfer_timeout_s + self.timers.quiet_extra_s
 
 
-_GROUPS: dict[str, type[Any]] = {f.name: type(f.default) for f in dataclasses.fields(PushConfig) if dataclasses.is_dataclass(f.default)}
+_GROUPS: dict[str, type[Any]] = {
+    f.name: type(f.default) for f in dataclasses.fields(PushConfig) if dataclasses.is_dataclass(f.default)
+}
 
 
 def _is_origin(url: str) -> bool:

@@ -47,6 +47,7 @@ ROWS = (
     Row("pp", "pipelines on P, on D, on both, cut unequally; TP beside them", _file("stages"), ci="no: a pipeline on both sides is in the first row"),
     Row("dp-ep", "data parallelism with expert parallelism, internal, hybrid and external", _file("ranks")),
     Row("hosts", "a D whose ranks are on two hosts: network namespaces of one machine, each with a loopback of its own", _file("hosts"), ci="no: not each machine allows network namespaces; addresses of ranks are in the row above"),
+    Row("headless", "P and D with one server each and a second rank on a host without one (`--headless`), started by the scripts", _file("headless"), ci="no: command lines are in unit tests, a server for two ranks is in the row of data parallelism"),
     Row("drafts", "draft models: MTP, also beside states, Eagle, Eagle3, DFlash, a model, ngram", _file("drafts")),
     Row("indexer", "sparse indexers, unlike layers, int8 with scales", _file("kinds")),
     Row("windows", "sliding windows, several groups", _file("windows")),
