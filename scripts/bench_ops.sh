@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/setup.sh
 . scripts/setup.sh
-pd_setup run
+pd_setup run "$@"
 
 # In virtual machines glibc often assumes a last-level cache of hundreds of MiB and then never uses streaming stores. A
 # realistic threshold makes memcpy as fast as it can be.

@@ -26,14 +26,10 @@ engine on two cores of a CPU, and say nothing about NPUs.
 TEXT
 }
 
-for word in "$@"; do
-  case $word in
-    -h | --help)
-      help
-      exit 0
-      ;;
-  esac
-done
+if pd_wants_help "$@"; then
+  help
+  exit 0
+fi
 pd_setup test
 tests/ascend_host/environment.sh >/dev/null
 exec "$PD_PYTHON" -m tools.compare_ascend "$@"

@@ -23,13 +23,9 @@ whose pairs have not all run keeps its line in docs/kinds.md.
 TEXT
 }
 
-for word in "$@"; do
-  case $word in
-    -h | --help)
-      help
-      exit 0
-      ;;
-  esac
-done
+if pd_wants_help "$@"; then
+  help
+  exit 0
+fi
 pd_setup test
 exec "$PD_PYTHON" -m tools.compare_kinds "$@"

@@ -37,9 +37,9 @@ engine_options() {
     "experts|PD_EXPERTS|off|on: experts are spread over all ranks (--enable-expert-parallel)"
   )
   if [ "$ROLE" = decode ]; then
-    OPTIONS+=("metaserver*|PD_METASERVER_URLS|http://127.0.0.1:8000|metaservers that D may call")
+    OPTIONS+=("metaserver*|PD_METASERVER_URLS|http://127.0.0.1:8000|=metaserver_urls")
     OPTIONS+=("policy|PD_POLICY|recompute|what happens to a request whose KV does not come: recompute or fail")
-    OPTIONS+=("side-channel-port|PD_D_SIDE_CHANNEL_PORT|0|0: a free port; N: N + worker, counted over data-parallel ranks, stages and TP ranks")
+    OPTIONS+=("side-channel-port|PD_D_SIDE_CHANNEL_PORT||=side_channel_port")
   fi
   OPTIONS+=(
     "devices|${own}_DEVICES||NPU: ASCEND_RT_VISIBLE_DEVICES; none: as it is"
@@ -52,11 +52,11 @@ engine_options() {
     "graph-mode|${own}_GRAPH_MODE||cudagraph_mode of vLLM's --compilation-config: ${GRAPH_MODES[$ROLE]}; none: vLLM's choice"
     "speculative|${own}_SPECULATIVE||JSON for vLLM's --speculative-config"
     "threads|PD_THREADS|1|CPU: OpenMP threads of a worker"
-    "secret-file|PD_SECRET_FILE||shared secret (mode 0600); needed when --host is not a loopback address"
-    "transport|PD_TRANSPORT|mooncake|transfer engine"
-    "mooncake-protocol|PD_MOONCAKE_PROTOCOL||tcp, ascend or rdma; none: ascend on NPU, else tcp"
-    "verify|PD_VERIFY|off|full: checksum every pushed block"
-    "trace-dir|PD_TRACE_DIR||directory for stage events; none: no trace"
+    "secret-file|PD_SECRET_FILE||=secret_file"
+    "transport|PD_TRANSPORT||=transport"
+    "mooncake-protocol|PD_MOONCAKE_PROTOCOL||=mooncake_protocol"
+    "verify|PD_VERIFY||=verify"
+    "trace-dir|PD_TRACE_DIR||=trace_dir"
     "set*|${own}_SET||KEY=VALUE: another key of kv_connector_extra_config (docs/configuration.md)"
     "no-setup!|||do not check the installation first"
     "dry-run!|||print the command and do nothing"
@@ -97,23 +97,29 @@ json_object() { # KEY JSON KEY JSON …
 }
 
 engine_kv_transfer_config() {
-  local extra=() url urls='' pair side=kv_producer policy=()
+  local extra=() side=kv_producer policy=() line name key value word
   if [ "$ROLE" = decode ]; then
     side=kv_consumer
-    for url in ${OPT[metaserver]}; do urls+="${urls:+, }$(json_string "$url")"; done
-    extra+=(metaserver_urls "[$urls]")
     policy=(kv_load_failure_policy "$(json_string "${OPT[policy]}")")
   fi
   extra+=(side_channel_host "$(json_string "${OPT[host]}")")
-  if [ "${OPT[side-channel-port]:-0}" != 0 ]; then extra+=(side_channel_port "${OPT[side-channel-port]}"); fi
-  if [ -n "${OPT[secret-file]}" ]; then extra+=(secret_file "$(json_string "$(realpath -m "${OPT[secret-file]}")")"); fi
-  if [ "${OPT[transport]}" != mooncake ]; then extra+=(transport "$(json_string "${OPT[transport]}")"); fi
-  if [ -n "${OPT[mooncake-protocol]}" ]; then extra+=(mooncake_protocol "$(json_string "${OPT[mooncake-protocol]}")"); fi
-  if [ "${OPT[verify]}" != off ]; then extra+=(verify "$(json_string "${OPT[verify]}")"); fi
-  if [ -n "${OPT[trace-dir]}" ]; then extra+=(trace_dir "$(json_string "$(realpath -m "${OPT[trace-dir]}")")"); fi
-  for pair in ${OPT[set]}; do
-    [[ $pair == ?*=* ]] || options_refuse "--set $pair: KEY=VALUE is wanted"
-    extra+=("${pair%%=*}" "$(json_value "${pair#*=}")")
+  for line in "${OPTIONS[@]}"; do
+    IFS='|' read -r name _ _ key <<<"$line"
+    if [[ $key != =* || -z ${OPT[${name%\*}]} ]]; then continue; fi
+    key=${key#=} value=${OPT[${name%\*}]}
+    case $key in
+      *_urls)
+        extra+=("$key" '')
+        for word in $value; do extra[-1]+="${extra[-1]:+, }$(json_string "$word")"; done
+        extra[-1]="[${extra[-1]}]"
+        ;;
+      *_file | *_dir) extra+=("$key" "$(json_string "$(realpath -m "$value")")") ;;
+      *) extra+=("$key" "$(json_value "$value")") ;;
+    esac
+  done
+  for word in ${OPT[set]}; do
+    [[ $word == ?*=* ]] || options_refuse "--set $word: KEY=VALUE is wanted"
+    extra+=("${word%%=*}" "$(json_value "${word#*=}")")
   done
   json_object kv_connector '"AscendPushConnector"' kv_role "\"$side\"" "${policy[@]}" \
     kv_connector_extra_config "$(json_object "${extra[@]}")"
@@ -189,7 +195,7 @@ engine_ranks() { # more ARGUMENTS: the data-parallel ranks
 engine_check() {
   [ -n "${OPT[model]}" ] || options_refuse "--model is required"
   options_need_number port tp pp dp threads
-  if [ "$ROLE" = decode ]; then options_need_number side-channel-port; fi
+  if [ -n "${OPT[side-channel-port]:-}" ]; then options_need_number side-channel-port; fi
   case ${OPT[eager]} in
     on | off | auto) ;;
     *) options_refuse "--eager ${OPT[eager]}: on, off or auto is wanted" ;;
@@ -241,17 +247,11 @@ engine_foresee() {
 }
 
 engine_main() {
-  local word
   engine_options
-  for word in "$@"; do
-    case $word in
-      --) break ;;
-      -h | --help)
-        engine_help
-        return 0
-        ;;
-    esac
-  done
+  if pd_wants_help "$@"; then
+    engine_help
+    return 0
+  fi
   options_parse "$@"
   engine_check
   if [ -n "${OPT[dry-run]}${OPT[no-setup]}" ]; then pd_choose_interpreter; else pd_setup run; fi

@@ -5,5 +5,5 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/setup.sh
 . scripts/setup.sh
-pd_setup run
+pd_setup run "$@"
 exec "$PD_PYTHON" -m tools.field "$@"

@@ -38,6 +38,10 @@ Starts a metaserver, one prefill engine and one decode engine on this host, wait
 address for clients, and stops all three on ctrl-C. Everything else of the engines (block size, dtype, …) is set by
 the environment variables that scripts/prefill.sh --help and scripts/decode.sh --help name.
 
+Each engine has one server, for all of its data-parallel ranks. Engines with several servers or hosts, and several
+engines, are started by scripts/prefill.sh, decode.sh and metaserver.sh, once for each server: docs/operations.md has
+the flags, examples/large-ep, two-hosts and 2p2d are written out.
+
 usage: scripts/launch_1p1d.sh --model MODEL [flags]
 
 TEXT
@@ -252,14 +256,11 @@ wait_ready() {
 }
 
 main() {
-  local word role
-  for word in "$@"; do
-    case $word in -h | --help)
-      help
-      return 0
-      ;;
-    esac
-  done
+  local role
+  if pd_wants_help "$@"; then
+    help
+    return 0
+  fi
   options_parse "$@"
   [ -n "${OPT[model]}" ] || options_refuse "--model is required"
   options_need_number p-tp p-pp p-dp d-tp d-pp d-dp port-base grace

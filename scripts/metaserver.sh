@@ -8,10 +8,10 @@ set -euo pipefail
 . "$(dirname "$0")/options.sh"
 
 OPTIONS=(
-  "host|PD_HOST|127.0.0.1|address that it binds; D engines must be able to reach it"
-  "port|PD_METASERVER_PORT|8000|port"
-  "prefill*|PD_PREFILL_URLS|http://127.0.0.1:8001|prefill engines"
-  "decode*|PD_DECODE_URLS|http://127.0.0.1:8002|decode engines"
+  "host|PD_HOST||=--host"
+  "port|PD_METASERVER_PORT||=--port"
+  "prefill*|PD_PREFILL_URLS|http://127.0.0.1:8001|=--prefill"
+  "decode*|PD_DECODE_URLS|http://127.0.0.1:8002|=--decode"
   "no-setup!|||do not check the installation first"
   "dry-run!|||print the command and do nothing"
 )
@@ -27,24 +27,20 @@ TEXT
 }
 
 main() {
-  local command word
-  for word in "$@"; do
-    case $word in
-      --) break ;;
-      -h | --help)
-        help
-        return 0
-        ;;
-    esac
-  done
+  local command flag values
+  if pd_wants_help "$@"; then
+    help
+    return 0
+  fi
   options_parse "$@"
-  options_need_number port
+  if [ -n "${OPT[port]}" ]; then options_need_number port; fi
   if [ -n "${OPT[dry-run]}${OPT[no-setup]}" ]; then pd_choose_interpreter; else pd_setup run; fi
-  command=("$PD_PYTHON" -m vllm_ascend_pd.cli metaserver --host "${OPT[host]}" --port "${OPT[port]}")
-  local prefill decode
-  read -ra prefill <<<"${OPT[prefill]}"
-  read -ra decode <<<"${OPT[decode]}"
-  command+=(--prefill "${prefill[@]}" --decode "${decode[@]}" "${REST[@]}")
+  command=("$PD_PYTHON" -m vllm_ascend_pd.cli metaserver)
+  for flag in host port prefill decode; do
+    read -ra values <<<"${OPT[$flag]}"
+    if [ ${#values[@]} -gt 0 ]; then command+=("--$flag" "${values[@]}"); fi
+  done
+  command+=("${REST[@]}")
   if [ -n "${OPT[dry-run]}" ]; then
     options_show "${command[@]}"
     return 0

@@ -4,15 +4,27 @@
 #
 # A table is the array OPTIONS of lines  name|ENVIRONMENT|default|meaning.  A name with * may be given again and
 # collects its values (in the environment: separated by blanks); a name with ! is a switch without a value.
+# A meaning =SETTING is a setting of the package (a key of the connector, or a flag of the metaserver with its --).
+# Its meaning, and its default unless the line has another, stand in the tables of docs/configuration.md, which the
+# declarations in Python print: only --help reads them, and what is not given is not passed on.
 # After options_parse, OPT[name] holds each value (a switch: 1 or empty) and REST what came after --.
 
 declare -A OPT=()
 REST=()
+OPTIONS_PAGE=$(dirname "${BASH_SOURCE[0]}")/../docs/configuration.md
 
 options_help() {
-  local line name variable default meaning shown
+  local line name variable default meaning shown _
+  local -A defaults=() meanings=()
+  while IFS='|' read -r _ name default _ meaning _; do
+    name=${name//[\` ]/} default=${default//[\`\" ]/}
+    defaults[$name]=${default#–}
+    meaning=${meaning# } meaning=${meaning% }
+    meanings[$name]=${meaning//\`/}
+  done < <(grep '^| `' "$OPTIONS_PAGE")
   for line in "${OPTIONS[@]}"; do
     IFS='|' read -r name variable default meaning <<<"$line"
+    if [[ $meaning == =* ]]; then default=${default:-${defaults[${meaning#=}]}} meaning=${meanings[${meaning#=}]}; fi
     case $name in
       *!) shown="--${name%!}" ;;
       *\*) shown="--${name%\*} VALUE (again for more)" ;;

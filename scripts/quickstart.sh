@@ -30,15 +30,11 @@ TEXT
 }
 
 main() {
-  local word python arguments
-  for word in "$@"; do
-    case $word in
-      -h | --help)
-        help
-        return 0
-        ;;
-    esac
-  done
+  local python arguments
+  if pd_wants_help "$@"; then
+    help
+    return 0
+  fi
   options_parse "$@"
   options_need_number p-tp d-tp
   arguments=(--p-tp "${OPT[p-tp]}" --d-tp "${OPT[d-tp]}")

@@ -3,7 +3,8 @@
 # Set-up shared by every script: which interpreter, Debian packages, pinned requirements, editable build.
 #
 #   scripts/setup.sh [run|test|dev]                as a command
-#   . scripts/setup.sh; pd_setup run|test|dev      as a library; sets PD_PYTHON and PD_DEVICE (cpu or npu)
+#   . scripts/setup.sh; pd_setup run|test|dev …    as a library; sets PD_PYTHON and PD_DEVICE (cpu or npu); … are the
+#                                                  script's arguments: with --help nothing is set up
 #
 # run: what engines need; test: and the test tools; dev: and the linters. A second run finds everything by its
 # stamps in well under a second. Only one set-up of a clone runs at a time; a second one waits for it.
@@ -318,12 +319,30 @@ pd_setup_locked() { # level
   "pd_${PD_DEVICE}_environment" "$1" && pd_build
 }
 
-pd_setup() {
+pd_wants_help() { # arguments
+  local word
+  for word in "$@"; do
+    case $word in
+      --) return 1 ;;
+      -h | --help) return 0 ;;
+    esac
+  done
+  return 1
+}
+
+pd_setup() { # level, arguments of the script
   local level=${1:-run} lock rc=0
   case $level in
     run | test | dev) ;;
     *) pd_fail "pd_setup $level: run, test or dev is wanted" || return 1 ;;
   esac
+  if pd_wants_help "${@:2}"; then
+    pd_choose_interpreter || return 1
+    if command -v "$PD_PYTHON" >/dev/null; then return 0; fi
+    sed -n '3,/^set /s/^# \{0,1\}//p' "$PD_ROOT/scripts/${0##*/}"
+    printf 'The flags are known once scripts/setup.sh %s has run.\n' "$level"
+    exit 0
+  fi
   mkdir -p "$PD_CACHE"
   pd_choose_interpreter || return 1
   if [ -n "$PD_GIVEN" ]; then
@@ -345,7 +364,7 @@ pd_setup() {
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
   set -euo pipefail
   case ${1:-} in
-    -h | --help) sed -n '3,16s/^# \{0,1\}//p' "$0" ;;
+    -h | --help) sed -n '3,17s/^# \{0,1\}//p' "$0" ;;
     *) pd_setup "${1:-run}" ;;
   esac
 fi

@@ -6,6 +6,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/setup.sh
 . scripts/setup.sh
-pd_setup run
+pd_setup run "$@"
 export PD_DEVICE
 exec "$PD_PYTHON" -m tools.soak "$@"

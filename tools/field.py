@@ -14,13 +14,16 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from tools.support import sdist, small
-from tools.support.field import FieldVerdict, Known, known_models, verdict
+from tools.support.models import ROOT
 from tools.support.pages import Marks
 from vllm_ascend_pd.errors import PdError
 
-ROOT = Path(__file__).resolve().parents[1]
+if TYPE_CHECKING:
+    from tools.support.field import FieldVerdict, Known
+
 PINNED = sdist.VLLM_ASCEND
 FOLDER = "tests/e2e"
 PAGE = ROOT / "docs" / "field.md"
@@ -30,6 +33,8 @@ STARTS = "would start"
 
 def verdicts(texts: Mapping[str, str], known: Known) -> list[FieldVerdict]:
     """Return the verdicts of all files with a producer, sorted by name."""
+    from tools.support.field import verdict  # imports vLLM, which takes seconds that --help need not wait for
+
     found = {}
     for path, text in sorted(texts.items()):
         if "kv_producer" in text:
@@ -190,6 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (sdist.Unreachable, sdist.NotThePinned, OSError) as problem:
         print(f"field: {problem}", file=sys.stderr)
         return 2
+    from tools.support.field import known_models
+
     source = "\n".join(sdist.read(path, "vllm_ascend", ".py").values())
     printed = tables(verdicts(sdist.read(path, FOLDER, ".yaml"), known_models()), source) + "\n"
     if not args.write and not args.check:

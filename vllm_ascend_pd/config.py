@@ -48,7 +48,9 @@ class ChannelConfig:
         high=65535,
     )
     advertise_host: str = _key("", "P, D", "address that peers use; empty: side_channel_host")
-    secret_file: str = _key("", "P, D", "file with the shared secret (mode 0600, at least 32 bytes)")
+    secret_file: str = _key(
+        "", "P, D", "file with the shared secret (mode 0600, at least 32 bytes); needed beyond loopback"
+    )
     secret_file_previous: str = _key("", "P, D", "second secret that is still accepted, for rotation")
     allow_unauthenticated: bool = _key(False, "P, D", "allow a non-loopback address without a secret")
 
@@ -197,16 +199,6 @@ class ObserveConfig:
 FIRST_CONTACT_S = 2.0  # a peer without an answer for this long fails the write to it; nothing of it was issued
 MAX_VERSION = 64  # characters of `model_version`, which each reservation carries
 
-_GROUPS = {
-    "channel": ChannelConfig,
-    "metaserver": MetaserverConfig,
-    "meet": MeetConfig,
-    "wire": WireConfig,
-    "regroup": RegroupConfig,
-    "timers": Timers,
-    "observe": ObserveConfig,
-}
-
 # Keys of vllm-ascend's connector, which operators may still have in their configurations.
 _CHECKED_SIZES = ("prefill", "decode")
 _IGNORED = ("use_ascend_direct", "ascend_local_comm_res_path", "tls_config", "send_type", "kv_port")
@@ -310,6 +302,11 @@ class PushConfig:
     def quiet_s(self) -> float:
         """T: how long a failed write of this engine may still land."""
         return self.wire.transfer_timeout_s + self.timers.quiet_extra_s
+
+
+_GROUPS: dict[str, type[Any]] = {
+    f.name: type(f.default) for f in dataclasses.fields(PushConfig) if dataclasses.is_dataclass(f.default)
+}
 
 
 def _is_origin(url: str) -> bool:

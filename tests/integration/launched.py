@@ -23,7 +23,7 @@ from tools.support.spec import child_environment
 EXAMPLES = ROOT / "examples"
 READY_S, STOP_S = 500.0, 90.0
 PROGRESS_S = 8.0
-Script = tuple[str | Path, ...]  # a file below examples/, and its arguments
+Script = tuple[str | Path, ...]  # a file, by its path from examples/, and its arguments
 
 
 @contextmanager
@@ -38,10 +38,10 @@ def launched(
     children: list[Child] = []
     try:
         for script, *words in scripts:
-            name = str(script).replace("/", "-")
+            name = f"{str(script).removeprefix('../').replace('/', '-')}-{len(children)}"
             command = ["env", "--default-signal=INT", str(EXAMPLES / script), *map(str, words)]
             children.append(Child(name, command, cluster.logs / f"{name}.log", environment, ROOT))
-            cluster.progress(f"  starting examples/{script}, log {children[-1].log}")
+            cluster.progress(f"  starting {script}, log {children[-1].log}")
         _wait_ready(cluster, url, children)
         yield children
     finally:

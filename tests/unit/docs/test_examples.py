@@ -104,9 +104,8 @@ def check(words: list[str], where: str) -> None:
         assert (config["kv_role"] == "kv_consumer") == bool(push.metaserver.metaserver_urls), where
     elif started := {"metaserver", "sidecar"}.intersection(words):
         start = words.index(started.pop())
-        assert settings_of(
-            parser().parse_args([w for w in words[start:] if "/run/secrets" not in w and "token" not in w])
-        )
+        own = [word for word in words[start:] if "/run/secrets" not in word and "token" not in word]
+        words = [*words, "--port", str(settings_of(parser().parse_args(own)).port)]
     else:
         raise AssertionError(f"{where}: {words}")
     ports = [int(words[i + 1]) for i, word in enumerate(words) if word.endswith("-port") or word == "--port"]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -16,8 +15,9 @@ import pytest
 
 from vllm_ascend_pd.cli.__main__ import parser
 from vllm_ascend_pd.cli.metaserver import settings_of
-from vllm_ascend_pd.config import ChannelConfig, MetaserverConfig, PushConfig
-from vllm_ascend_pd.metaserver.service.settings import FLAGS, Settings
+from vllm_ascend_pd.config import ChannelConfig, MetaserverConfig, PushConfig, reference
+from vllm_ascend_pd.metaserver.service.settings import Settings
+from vllm_ascend_pd.metaserver.service.settings import reference as flags_reference
 
 ROOT = Path(__file__).resolve().parents[3]
 ROLES = ("prefill", "decode", "metaserver")
@@ -299,36 +299,33 @@ def test_metaserver_knows_every_engine_it_is_given():
 
 
 @pytest.mark.parametrize("role", ENGINES)
-def test_the_scripts_defaults_are_the_defaults_that_the_configuration_declares(role):
-    """A script's table names a default for its help, and leaves the key out when it has that value."""
+def test_without_flags_an_engine_has_the_declared_defaults(role):
     address = ChannelConfig(side_channel_host="127.0.0.1")
     urls = MetaserverConfig(metaserver_urls=("http://127.0.0.1:8000",) if role == "decode" else ())
     assert dry(role, "--model", "m").push_config == PushConfig(channel=address, metaserver=urls)
-    keys = {f.name: f for group in dataclasses.fields(PushConfig) if dataclasses.is_dataclass(group.default)
-            for f in dataclasses.fields(group.default)}  # fmt: skip
-    compared = 0
-    for name, default in defaults_of(role):
-        if declared := keys.get(name.replace("-", "_")):
-            assert default == str(declared.default), name
-            compared += 1
-    assert compared == (6 if role == "decode" else 5)
 
 
-def test_the_metaserver_scripts_defaults_are_those_that_its_settings_declare():
+def test_without_flags_a_metaserver_has_the_declared_defaults():
     settings = settings_of(parser().parse_args(dry("metaserver").words))
     assert settings == Settings(prefill=("http://127.0.0.1:8001",), decode=("http://127.0.0.1:8002",))
-    flags = {flag.name: flag for flag in FLAGS.values()}
-    defaults = {name: default for name, default in defaults_of("metaserver") if f"--{name}" in flags}
-    assert defaults.keys() == {"host", "port", "prefill", "decode"}
-    assert defaults["host"] == flags["--host"].default and defaults["port"] == str(flags["--port"].default)
 
 
-def defaults_of(role):
-    """Return each flag's name and default as the script's help shows them."""
+@pytest.mark.parametrize(("role", "count"), [("prefill", 5), ("decode", 6), ("metaserver", 4)])
+def test_what_is_declared_in_the_package_is_not_said_again_in_a_table(role, count):
+    """--help has default and meaning of a setting from its declaration, through the tables of docs/configuration.md."""
+    table = flags_reference() if role == "metaserver" else reference()
+    cells = [[cell.strip().replace("`", "") for cell in line.split("|")] for line in table.splitlines()[2:]]
+    declared = {
+        name.removeprefix("--").replace("_", "-"): (meaning, default) for _, name, default, _, meaning, _ in cells
+    }
     shown = re.findall(
-        r"^  --([a-z-]+)[^\n]*\n +[^\n]*\n +\[PD_[A-Z_]+, default: ([^\]]*)\]", run(role, "--help").stdout, re.M
+        r"^  --([a-z-]+)[^\n]*\n +([^\n]*)\n +\[PD_[A-Z_]+, default: ([^\]]*)\]", run(role, "--help").stdout, re.M
     )
-    return [(name, "" if default == "none" else default) for name, default in shown]
+    found = {name: (meaning, default) for name, meaning, default in shown if name in declared}
+    assert len(found) == count
+    for name, (meaning, default) in found.items():
+        own = name in ("prefill", "decode")  # the script has addresses where the program has none
+        assert meaning == declared[name][0] and (own or default == (declared[name][1].strip('"') or "none")), name
 
 
 def test_the_metaservers_own_parser_accepts_what_the_script_makes():
