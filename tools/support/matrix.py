@@ -77,6 +77,7 @@ ROWS = (
     Row("vllm-ascend-compressed", "the same with compressed latents: DeepSeek-V4 1→1, 2→1, 1→2, with MTP (1 token on P, 3 on D)", (PAIRS, "-k", "dsv4"), ASCEND, "0.23.0", FOUR_SETS),
     Row("vllm-ascend-dcp", "the same with context parallelism: DCP 1→2, 2→1, 4→2, PCP 2→DCP 2", (PAIRS, "-k", "dcp or pcp"), ASCEND, "0.23.0", "no: bytes are, with the workers of both sides (`tests/unit/runtime/test_runtime_context.py`); a set of engines takes 2.5 minutes"),
     Row("vllm-ascend-multi", "the same behind AscendMultiConnector, beside RecomputeCPUOffloadConnector, which keeps on the host what D preempts: GQA 2→1", (PAIRS, "-k", "multi"), ASCEND, "0.23.0", FOUR_SETS),
+    Row("vllm-ascend-pool", "the same beside AscendStoreConnector, a pool of prefixes (its memcache backend, over a client of the tests' own): GQA 1→1; P pushes what the pool has, also from D", ("tests/ascend_host/test_pool.py",), ASCEND, "0.23.0", FOUR_SETS),
 )  # fmt: skip
 
 REFUSED = {
@@ -107,9 +108,9 @@ REFUSED = {
     "vLLM 0.34 and later": "the package index has none yet; `.github/workflows/newest.yml` runs the newest each week",
     "OffloadingConnector's own copies": 'vLLM stops the start on a CPU: "CPU Offloading is currently only supported on CUDA-alike and XPU GPUs". '
     "Beside ours its scheduler and its worker ran with copies of the tests' own (`spec_module_path`), in the row of other connectors",
-    "AscendStoreConnector beside ours": 'not run: its Mooncake backend takes the protocol of NPUs alone ("MooncakeBackend does not support protocol '
-    "'tcp'.\"), its others want servers of memcache or Yuanrong. In its source it sends no handshake and no transfer parameters, and has no hook that a "
-    "MultiConnector would ask of ours",
+    "AscendStoreConnector's other backends and its layerwise mode beside ours": 'not run: its Mooncake backend takes the protocol of NPUs alone ("MooncakeBackend does '
+    "not support protocol 'tcp'.\"), Yuanrong and memcache itself want servers. In its source it sends no handshake and no transfer parameters, and has no hook that a "
+    "MultiConnector would ask of ours. One pool for engines of unequal TP is its own limit: a block's name has the rank, and not how many heads that rank has",
 }
 
 
