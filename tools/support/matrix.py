@@ -75,7 +75,8 @@ ROWS = (
     Row("vllm-ascend-deltanet", "the same with recurrent states: Qwen3-Next 1→1, 2→1, 1→2, with MTP, with prefix caching", (PAIRS, "-k", "qwen3next"), ASCEND, "0.23.0", FOUR_SETS),
     Row("vllm-ascend-dsa", "the same with a sparse indexer: DeepSeek-V3.2 1→1, 2→1, 1→2, with MTP, in int8, both; GLM-5", (PAIRS, "-k", "dsa"), ASCEND, "0.23.0", FOUR_SETS),
     Row("vllm-ascend-compressed", "the same with compressed latents: DeepSeek-V4 1→1, 2→1, 1→2, with MTP (1 token on P, 3 on D)", (PAIRS, "-k", "dsv4"), ASCEND, "0.23.0", FOUR_SETS),
-    Row("vllm-ascend-dcp", "the same with context parallelism: DCP 1→2, 2→1, 4→2, PCP 2→DCP 2", (PAIRS, "-k", "dcp or pcp"), ASCEND, "0.23.0", "no: bytes are, with the workers of both sides (`tests/unit/runtime/test_runtime_context.py`); a set of engines takes 2.5 minutes"),
+    Row("vllm-ascend-dcp", "the same with context parallelism: DCP 1→2, 2→1, 4→2, PCP 2→DCP 2", (PAIRS, "-k", "(dcp or pcp) and not both"), ASCEND, "0.23.0", "no: bytes are, with the workers of both sides (`tests/unit/runtime/test_runtime_context.py`); a set of engines takes 2.5 minutes"),
+    Row("vllm-ascend-dcp-both", "the same with DCP on both sides alike: MLA 2→2, GQA 4→4", (PAIRS, "-k", "dcp and both"), ASCEND, "0.23.0", "no: as in the row above"),
     Row("vllm-ascend-multi", "the same behind AscendMultiConnector, beside RecomputeCPUOffloadConnector, which keeps on the host what D preempts: GQA 2→1", (PAIRS, "-k", "multi"), ASCEND, "0.23.0", FOUR_SETS),
     Row("vllm-ascend-pool", "the same beside AscendStoreConnector, a pool of prefixes (its memcache backend, over a client of the tests' own): GQA 1→1; P pushes what the pool has, also from D", ("tests/ascend_host/test_pool.py",), ASCEND, "0.23.0", FOUR_SETS),
 )  # fmt: skip
@@ -155,15 +156,15 @@ COMBINATIONS = (
         ),
     ),
     Combination(
-        ("vllm-ascend-dcp",),
+        ("vllm-ascend-dcp", "vllm-ascend-dcp-both"),
         (
             "context parallelism, under vllm-ascend: DCP on P, on D, on both; PCP on P",
-            "byte-exact against a reference; vllm-ascend's engines on a CANN in host memory (DCP: MQA 2→1, 1→2, 4→2, MLA 2→1, 1→2, GQA on P 2→1; PCP: MQA)",
+            "byte-exact against a reference; vllm-ascend's engines on a CANN in host memory (DCP: MQA 2→1, 1→2, 4→2, MLA 2→1, 1→2, 2→2, GQA 2→1, 2→2; PCP: MQA)",
             "not done",
         ),
         (
             "上下文并行，需 vllm-ascend：P、D 或两侧的 DCP；P 侧的 PCP",
-            "与参考结果逐字节一致；主机内存 CANN 上的 vllm-ascend 引擎（DCP：MQA 2→1、1→2、4→2，MLA 2→1、1→2，P 侧 GQA 2→1；PCP：MQA）",
+            "与参考结果逐字节一致；主机内存 CANN 上的 vllm-ascend 引擎（DCP：MQA 2→1、1→2、4→2，MLA 2→1、1→2、2→2，GQA 2→1、2→2；PCP：MQA）",
             "未做",
         ),
     ),
