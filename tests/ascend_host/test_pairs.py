@@ -368,6 +368,8 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("mla 1to2 dcp", "mla", d=Side(2, dcp=2), dtype="bfloat16"), FEWER),
     # Two ranks of P hold the same head, and divide its tokens.
     (Engines("gqa dcp 4to2", "gqa2", p=Side(4, dcp=2), d=Side(2)), FEWER),
+    (Engines("mla dcp both 2to2", "mla", p=Side(2, dcp=2), d=Side(2, dcp=2), dtype="bfloat16"), FEWER),
+    (Engines("gqa dcp both 4to4", "gqa2", p=Side(4, dcp=2), d=Side(4, dcp=2)), FEWER),
     (Engines("qwen3next 1to1", "qwen3next", p=Side(late_us=LATE), dtype="bfloat16"), (one_token, *FEWER, blocks)),
     # In bfloat16 sums over two ranks change which experts a token gets, and with them the tokens.
     (Engines("qwen3next 2to1", "qwen3next", p=Side(2)), (*FEWER, blocks)),

@@ -24,10 +24,10 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The earlier package, with today's C++ ops, which must not have changed since."""
+    """The earlier package with its C++ ops."""
     name, folder = previous.commit(), tmp_path_factory.mktemp("previous")
     try:
-        return previous.with_todays_ops(previous.package(folder, name), name)
+        return previous.with_ops(previous.package(folder, name), name)
     except previous.NotThere as why:
         pytest.skip(str(why))
 

@@ -76,9 +76,11 @@ ROWS = (
     MatrixRow("vllm-ascend-deltanet", "the same with recurrent states: Qwen3-Next 1→1, 2→1, 1→2, with MTP, with prefix caching", (PAIRS, "-k", "qwen3next"), ASCEND, "0.23.0", FOUR_SETS),
     MatrixRow("vllm-ascend-dsa", "the same with a sparse indexer: DeepSeek-V3.2 1→1, 2→1, 1→2, with MTP, in int8, both; GLM-5", (PAIRS, "-k", "dsa and not switches"), ASCEND, "0.23.0", FOUR_SETS),
     MatrixRow("vllm-ascend-compressed", "the same with compressed latents: DeepSeek-V4 1→1, 2→1, 1→2, with MTP (1 token on P, 3 on D)", (PAIRS, "-k", "dsv4"), ASCEND, "0.23.0", FOUR_SETS),
-    MatrixRow("vllm-ascend-dcp", "the same with context parallelism: DCP 1→2, 2→1, 4→2, PCP 2→DCP 2", (PAIRS, "-k", "dcp or pcp"), ASCEND, "0.23.0", "no: bytes are, with the workers of both sides (`tests/unit/runtime/test_runtime_context.py`); a set of engines takes 2.5 minutes"),
+    MatrixRow("vllm-ascend-dcp", "the same with context parallelism: DCP 1→2, 2→1, 4→2, PCP 2→DCP 2", (PAIRS, "-k", "(dcp or pcp) and not both"), ASCEND, "0.23.0", "no: bytes are, with the workers of both sides (`tests/unit/runtime/test_runtime_context.py`); a set of engines takes 2.5 minutes"),
+    MatrixRow("vllm-ascend-dcp-both", "the same with DCP on both sides alike: MLA 2→2, GQA 4→4", (PAIRS, "-k", "dcp and both"), ASCEND, "0.23.0", "no: as in the row above"),
     MatrixRow("vllm-ascend-switches", "the same with switches of vllm-ascend's own configurations: flash communication, tokens divided on P (DSA-CP), a shared expert apart, a divided output head, balanced experts", (PAIRS, "-k", "switches"), ASCEND, "0.23.0", FOUR_SETS),
     MatrixRow("vllm-ascend-multi", "the same behind AscendMultiConnector, beside RecomputeCPUOffloadConnector, which keeps on the host what D preempts: GQA 2→1", (PAIRS, "-k", "multi"), ASCEND, "0.23.0", FOUR_SETS),
+    MatrixRow("vllm-ascend-pool", "the same beside AscendStoreConnector, a pool of prefixes (its memcache backend, over a client of the tests' own): GQA 1→1; P pushes what the pool has, also from D", ("tests/ascend_host/test_pool.py",), ASCEND, "0.23.0", FOUR_SETS),
 )  # fmt: skip
 
 
@@ -140,9 +142,9 @@ NOT_RUN = {
     "vLLM 0.34 and later": "the package index has none yet; `.github/workflows/newest.yml` runs the newest each week",
     "OffloadingConnector's own copies": 'vLLM stops the start on a CPU: "CPU Offloading is currently only supported on CUDA-alike and XPU GPUs". '
     "Beside ours its scheduler and its worker ran with copies of the tests' own (`spec_module_path`), in the row of other connectors",
-    "AscendStoreConnector beside ours": 'not run: its Mooncake backend takes the protocol of NPUs alone ("MooncakeBackend does not support protocol '
-    "'tcp'.\"), its others want servers of memcache or Yuanrong. In its source it sends no handshake and no transfer parameters, and has no hook that a "
-    "MultiConnector would ask of ours",
+    "AscendStoreConnector's other backends and its layerwise mode beside ours": 'not run: its Mooncake backend takes the protocol of NPUs alone ("MooncakeBackend does '
+    "not support protocol 'tcp'.\"), Yuanrong and memcache itself want servers. In its source it sends no handshake and no transfer parameters, and has no hook that a "
+    "MultiConnector would ask of ours. One pool for engines of unequal TP is its own limit: a block's name has the rank, and not how many heads that rank has",
 }
 
 
@@ -177,8 +179,8 @@ COMBINATIONS = (
         Shown("real pair", "PP 2→1, 1→2, 2→2, TP 2 → PP 2; MLA PP 1→2"), Shown("real pair", "TP 2 → PP 2")),
     Combination(("dp-ep",), "experts, with data parallelism", "专家模型，含数据并行",
         Shown("real pair", "2×1→1×2, 1×2→1×2, 1×2→2×1, 2×2→1×2 (TP × DP)"), Shown("real pair", "P of TP 2")),
-    Combination(("vllm-ascend-dcp",), "context parallelism, under vllm-ascend", "上下文并行，需 vllm-ascend",
-        Shown("in host memory", "DCP with MQA 2→1, 1→2, 4→2, MLA 2→1, 1→2, GQA on P alone 4→2; PCP 2 → DCP 2 with MQA. More sizes are byte-exact against a reference"), Shown("not done")),
+    Combination(("vllm-ascend-dcp", "vllm-ascend-dcp-both"), "context parallelism, under vllm-ascend", "上下文并行，需 vllm-ascend",
+        Shown("in host memory", "DCP with MQA 2→1, 1→2, 4→2, MLA 2→1, 1→2, 2→2, GQA 4→4, on P alone 4→2; PCP 2 → DCP 2 with MQA. More sizes are byte-exact against a reference"), Shown("not done")),
     Combination(("one-head", "tp-wide"), "MQA and MLA", "MQA 和 MLA",
         Shown("real pair", "MQA 2→1, 1→2; MLA 1→1, 2→1, 1→2, 4→2"), NOT_NEEDED),
     Combination(("drafts",), "draft models: MTP, Eagle, Eagle3, DFlash, a model of its own, ngram", "草稿模型：MTP、Eagle、Eagle3、DFlash、独立的草稿模型、ngram",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from tools.support.models import ROOT
@@ -15,7 +16,7 @@ BEFORE_RELEASES = "HEAD~100"
 
 
 class NotThere(RuntimeError):
-    """The checkout is too shallow for the previous state."""
+    """This checkout is too shallow to have a previous state."""
 
 
 def git(*words: str) -> subprocess.CompletedProcess[bytes]:
@@ -32,18 +33,35 @@ def commit(root: Path = ROOT) -> str:
 
 
 def package(folder: Path, name: str) -> Path:
-    """Write the package of the previous state into a folder, without its compiled ops. Raise NotThere."""
+    """Write the package of the previous state into a folder, without its compiled ops.
+
+    Raise NotThere in a shallow checkout. One that was named or released, or is missing in a workflow, is an error:
+    nobody would see that tests were skipped there.
+    """
     if git("cat-file", "-e", f"{name}^{{commit}}").returncode:
-        raise NotThere(f"this checkout has no {name}")
-    files = git("archive", name, PACKAGE).stdout
-    subprocess.run(["tar", "-x", "-C", str(folder)], input=files, check=True, timeout=60)
+        if name != BEFORE_RELEASES or os.environ.get("GITHUB_ACTIONS"):
+            raise RuntimeError(f"this checkout has no {name}: fetch the history and its tags (fetch-depth: 0)")
+        raise NotThere(f"NOT SHOWN, no state before this one beside it: this checkout has no {name}")
+    _extract(folder, name, PACKAGE)
     return folder
 
 
-def with_todays_ops(folder: Path, name: str) -> Path:
-    """Give the previous package today's C++ ops. Raise NotThere if they have changed since."""
+def with_ops(folder: Path, name: str) -> Path:
+    """Give the previous package its C++ ops: today's, or built from its own source if that was another one."""
+    built = ROOT / PACKAGE
     if git("diff", "--quiet", name, "--", "csrc").returncode:
-        raise NotThere(f"the C++ ops have changed since {name}")
-    for built in (ROOT / PACKAGE).glob("_C*.so"):
-        shutil.copy(built, folder / PACKAGE)
+        source = folder / "source"
+        source.mkdir()
+        _extract(source, name)
+        env = {**os.environ, "VLLM_ASCEND_PD_NPU": "0"}
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        subprocess.run(command, cwd=source, env=env, check=True, timeout=600)
+        built = source / PACKAGE
+    for library in built.glob("_C*.so"):
+        shutil.copy(library, folder / PACKAGE)
     return folder
+
+
+def _extract(folder: Path, name: str, *paths: str) -> None:
+    files = git("archive", name, *paths).stdout
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=files, check=True, timeout=60)

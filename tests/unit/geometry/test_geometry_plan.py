@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from unit.kits.contexts import GRID, Context
 from unit.kits.geometry import Cluster, alone, covers, dealt, geometry, owner_share, range_of, ranks_of, share
 from vllm_ascend_pd.errors import LocalProtocolError, PdError
 from vllm_ascend_pd.geometry import ownership
@@ -186,6 +187,23 @@ def test_tokens_that_are_divided_among_ranks(
     )
     prompts = [(0, 0, 300), (1, 8 * 8, 201), (0, 16, 64), (1, 0, 1), (0, 37, 90)]
     run(Cluster(p, [d, d], prompts, seed=5), [[40, 90, 20, 0, 50], [130, 9, 20, 0, 7]])
+
+
+@pytest.mark.parametrize(("heads", "p_context", "d_context"), GRID, ids=str)
+@pytest.mark.parametrize(("blocks", "runs"), [((8, 8), (8, 8)), ((8, 8), (1, 2)), ((16, 8), (4, 8)), ((8, 16), (1, 1))])
+def test_every_division_of_prefill_meets_every_one_of_decode(
+    heads: int, p_context: Context, d_context: Context, blocks: tuple[int, int], runs: tuple[int, int]
+) -> None:
+    """Equal divisions too, with runs of whole blocks, as vllm-ascend has them beside a connector, and with others."""
+    p, d = (
+        dealt(
+            geometry("token", heads=heads, tp=context.tp(heads), block=block),
+            **context._asdict(),
+            interleave=length if context != Context() else 1,
+        )
+        for context, block, length in zip((p_context, d_context), blocks, runs, strict=True)
+    )
+    run(Cluster(p, [d], [(0, 0, 300), (0, 37, 90), (0, 64, 65)], seed=5), [[40, 90, 0], [261, 9, 70]])
 
 
 @pytest.mark.parametrize(("p_kind", "d_kind"), [("token", "head"), ("head", "token")])

@@ -34,7 +34,7 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     try:
         previous.package(folder, name)
     except previous.NotThere as why:
-        pytest.skip(f"{why}: it needs the history (fetch-depth: 0)")
+        pytest.skip(str(why))
     encoded = {key: (how, base64.b64encode(made).decode()) for key, (how, made) in WRITTEN.items()}
     given = json.dumps({"words": encoded, "model": "m", "fingerprint": fingerprint("m")})
     env = {"PYTHONPATH": str(folder), "PATH": os.defpath}
@@ -81,3 +81,19 @@ def kept(found: Any, wanted: Any, where: str) -> None:
                 assert value in (None, "", 0, False, [], b""), f"{where}[{index}] came from nowhere: {value}"
     else:
         assert found == wanted, f"{where}: {found} instead of {wanted}"
+
+
+@pytest.mark.parametrize(("named", "actions"), [("v0.0.0", ""), ("", "true"), ("", "")])
+def test_only_a_checkout_without_history_and_outside_of_a_workflow_skips_it(
+    named: str, actions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A release that is not there, and a workflow without history, fail."""
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True, timeout=60)
+    monkeypatch.setattr(previous, "ROOT", tmp_path)
+    for name, value in (("PD_PREVIOUS", named), ("GITHUB_ACTIONS", actions)):
+        monkeypatch.setenv(name, value)
+    name = previous.commit(tmp_path)
+    assert name == (named or previous.BEFORE_RELEASES)
+    with pytest.raises(RuntimeError) as caught:
+        previous.package(tmp_path, name)
+    assert isinstance(caught.value, previous.NotThere) is not bool(named or actions), caught.value

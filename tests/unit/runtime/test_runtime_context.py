@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 
 from unit.kits.caches import Divided, Model, TokenMajorDevice
+from unit.kits.contexts import GRID, Context
 from unit.kits.runtimes import DecodeSite, PrefillSite, config, sites
 from vllm_ascend_pd.geometry.context import TokenSplit
 
@@ -57,6 +58,23 @@ def test_every_byte_arrives_where_decode_has_its_token(
         for request in made:
             p.finish(request)
         p.released_blocks_of(*made)
+
+
+@pytest.mark.parametrize(("heads", "p_context", "d_context"), GRID, ids=str)
+@pytest.mark.parametrize(("blocks", "runs"), [((4, 4), (4, 4)), ((8, 4), (1, 2))])
+def test_every_division_of_prefill_meets_every_one_of_decode(
+    heads: int, p_context: Context, d_context: Context, blocks: tuple[int, int], runs: tuple[int, int]
+) -> None:
+    """MLA as vllm-ascend has it, a latent and a rope for each token, and GQA; runs of whole blocks, and others."""
+    one = Model("uneven" if heads == 1 else "token", heads=heads, layers=2)
+    p_parts, d_parts = (
+        Divided(*context, length if context != Context() else 1)
+        for context, length in zip((p_context, d_context), runs, strict=True)
+    )
+    (p_block, d_block), device = blocks, TokenMajorDevice()
+    p = PrefillSite(one, p_context.tp(heads), divided=p_parts, block=p_block, blocks=100, device=device)
+    d = DecodeSite(one, d_context.tp(heads), divided=d_parts, block=d_block, blocks=100, device=device)
+    arrives(p, d, 37, 60, 9, first=d.covers)
 
 
 def arrives(p: PrefillSite, d: DecodeSite, *chunks: int, first: int = 0) -> None:

@@ -96,6 +96,18 @@ def test_each_refusal_in_the_code_has_its_reason_on_the_page_and_no_other() -> N
     assert all(one.why and one.features for one in REFUSED)
 
 
+def test_what_the_readme_says_of_engines_has_rows_whose_recorded_result_is_good() -> None:
+    """Only comparisons with a reference have no row: unit tests, which every run of them repeats."""
+    modes, lines = {row.name: row.mode for row in ROWS}, matrix.known(matrix.PAGE.read_text())
+    for one in COMBINATIONS:
+        of_engines = any(shown.how in ("real pair", "in host memory") for shown in (one.direct, one.regrouped))
+        assert bool(one.rows) is of_engines, one.english
+        for name in one.rows:
+            result, commit = lines[modes[name]][3], lines[modes[name]][7]
+            assert re.fullmatch(r"\d+ passed(, \d+ skipped)?", result), f"{name}: {result}"
+            assert re.fullmatch(r"[0-9a-f]{12}", commit), f"{name}: {commit}"
+
+
 @pytest.mark.parametrize(
     ("output", "code", "words", "counts"),
     [
