@@ -77,7 +77,11 @@ class RunningClock:
 
 
 class Repetition:
-    """Times at which an unanswered message is repeated: doubling, bounded."""
+    """Times at which an unanswered message is repeated: doubling, bounded.
+
+    Without the chance of `shared/backoff.py`: two ends are no fleet that could return in step, and a run follows from
+    its times alone.
+    """
 
     __slots__ = ("_first", "_gap", "_most", "at")
 

@@ -9,18 +9,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
-from unit.kits.fake_engine import Served
+from unit.kits.recording_metaserver import Metaserver
 from unit.kits.vllm_configs import LAYERS, attention, cache_config, vllm_config
 from unit.kits.watching import until
 from vllm_ascend_pd.connector import AscendPushConnector
-from vllm_ascend_pd.protocol.reports import ROUTE
 
 BLOCK, BLOCKS, SIZE = 32, 8, 16
 TOKENS = list(range(40))
@@ -73,41 +71,6 @@ def output(name: str | None = None, tokens: int = 0, blocks: list[int] | None = 
         made.scheduled_new_reqs = [NewRequestData(name, TOKENS, [], None, None, (blocks or [],), 0, None)]
     made.scheduled_cached_reqs = CachedRequestData.make_empty()
     return made
-
-
-class Metaserver:
-    """Metaserver that records what D posts, and keeps the answer open until the test sets its end."""
-
-    def __init__(self) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self.reports: list[dict[str, Any]] = []
-        self.end: bytes = b""
-        self.served = Served(self._app, "a metaserver")
-        self.url = f"http://{self.served.address}"
-
-    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
-        import asyncio
-
-        body = b""
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
-        if scope["path"] == ROUTE:
-            self.reports.append(msgspec.json.decode(body))
-            await send({"type": "http.response.start", "status": 204, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
-            return
-        self.bodies.append(msgspec.json.decode(body))
-        kind = [(b"content-type", b"application/x-ndjson")]
-        await send({"type": "http.response.start", "status": 200, "headers": kind})
-        left = asyncio.ensure_future(receive())
-        while not self.end and not left.done():
-            await send({"type": "http.response.body", "body": b'{"event":"heartbeat"}\n', "more_body": True})
-            await asyncio.wait({left}, timeout=0.02)
-        left.cancel()
-        await send({"type": "http.response.body", "body": self.end})
 
 
 @dataclass

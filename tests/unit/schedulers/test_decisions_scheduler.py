@@ -4,7 +4,6 @@ survive."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import dataclasses
 import logging
@@ -17,8 +16,8 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from unit.kits.fake_engine import Served
 from unit.kits.geometry import geometry
+from unit.kits.recording_metaserver import PREFILLED, Metaserver
 from unit.kits.schedulers import (
     CACHE,
     ENDPOINTS,
@@ -41,7 +40,6 @@ from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import Secrets, seal, unseal
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, push_id, pushed_by
 from vllm_ascend_pd.protocol.messages import Reservation
-from vllm_ascend_pd.protocol.reports import ROUTE, LoadReport, read_posted
 
 # -- prefill
 
@@ -187,56 +185,24 @@ def test_what_makes_prompts_different_makes_their_hashes_different() -> None:
 # -- decode
 
 
-class Metaserver:
-    """Metaserver that records what D posts and answers `prefilled`, at once or when `answers` is set."""
-
-    def __init__(self, *, answers: bool = True) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self.reports: list[LoadReport] = []
-        self.answers = answers
-        self.served = Served(self._app, "a metaserver")
-        self.url = f"http://{self.served.address}"
-
-    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
-        body = b""
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
-        if scope["path"] == ROUTE:
-            self.reports.append(read_posted(body))
-            await send({"type": "http.response.start", "status": 204, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
-            return
-        self.bodies.append(msgspec.json.decode(body))
-        await send(
-            {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/x-ndjson")]}
-        )
-        while not self.answers:
-            await send({"type": "http.response.body", "body": b'{"event":"heartbeat"}\n', "more_body": True})
-            await asyncio.sleep(0.5)
-        await send({"type": "http.response.body", "body": b'{"event":"prefilled"}\n'})
-
-
 def ticket(url: str, **more: Any) -> dict[str, Any]:
     return {"do_remote_prefill": True, "metaserver": url, "ticket": "t", **more}
 
 
 @pytest.mark.parametrize("answer", ["before the step with the bind", "after it"])
 def test_a_reservation_reaches_the_metaserver_and_its_word_the_workers(answer: str) -> None:
-    server = Metaserver(answers=answer != "after it")
+    server = Metaserver(PREFILLED if answer != "after it" else b"")
     scheduler = decode(server.url, secrets=SECRETS)
     steps = Steps(scheduler)
     try:
         asked = request(params=ticket(server.url, send_tokens=True))
         assert scheduler.wanted(asked, 4) == 6
         scheduler.allocated(asked, [[40, 41, 42, 43]], 6)
-        if server.answers:
+        if server.end:
             until(lambda: scheduler._outcomes, "the answer")
         bind, step = steps.bound(), steps.taken[0]
         assert bind.blocks[0].tolist() == [41, 42] and step.wake is not None and scheduler.open_loads() == 1
-        assert step.settles == ((bind.transfer,) if server.answers else ())
+        assert step.settles == ((bind.transfer,) if server.end else ())
         until(lambda: server.bodies, "the POST")
         (body,) = server.bodies
         unsealed = unseal(base64.b64decode(body["reservation"]), SECRETS)
@@ -245,7 +211,7 @@ def test_a_reservation_reaches_the_metaserver_and_its_word_the_workers(answer: s
         assert body["ticket"] == "t" and body["prompt_token_ids"] == TOKENS
         assert body["decode"] == scheduler._engine.incarnation
         assert body["fingerprint"] == scheduler._engine.fingerprint != ""
-        server.answers = True
+        server.end = PREFILLED
         steps.settled(bind.transfer)
         assert scheduler.wanted(asked, 0) == 0
         assert scheduler.received("r") and not scheduler.received("r") and scheduler.open_loads() == 0
@@ -279,7 +245,7 @@ PUSH = push_id("p" * 16, "u" * 32)
 def test_d_reports_how_the_kv_came_in_its_answer_and_to_the_metaserver(
     codes: tuple[str, str], counts: dict[str, Any]
 ) -> None:
-    server = Metaserver(answers=False)  # the test does not wait for P's HTTP answer
+    server = Metaserver()  # the test does not wait for P's HTTP answer
     scheduler, asked, bind = loading(server)
     try:
         for code in codes:  # one step per rank
@@ -295,7 +261,7 @@ def test_d_reports_how_the_kv_came_in_its_answer_and_to_the_metaserver(
         assert scheduler.finished(asked.request_id) == {"pd_load": report}
         assert scheduler.finished(asked.request_id) is None
         until(lambda: server.reports, "the report")
-        assert [msgspec.to_builtins(each) for each in server.reports] == [report]
+        assert server.reports == [report]
         assert not scheduler._asked
     finally:
         scheduler.close()
@@ -303,7 +269,7 @@ def test_d_reports_how_the_kv_came_in_its_answer_and_to_the_metaserver(
 
 
 def test_a_load_that_nobody_pushed_names_no_prefill() -> None:
-    server = Metaserver()
+    server = Metaserver(PREFILLED)
     scheduler, asked, _ = loading(server)
     try:
         scheduler.ended([LoadEnd("r", "PD-XFER-001", "")])
@@ -316,7 +282,7 @@ def test_a_load_that_nobody_pushed_names_no_prefill() -> None:
 
 
 def test_a_request_that_ends_before_its_load_reports_nothing_and_leaves_nothing() -> None:
-    server = Metaserver()
+    server = Metaserver(PREFILLED)
     scheduler, asked, _ = loading(server)
     try:
         assert scheduler.finished(asked.request_id) is None
@@ -330,7 +296,7 @@ def test_a_request_that_ends_before_its_load_reports_nothing_and_leaves_nothing(
 
 def test_a_request_that_vllm_ascend_drops_in_a_step_leaves_nothing() -> None:
     """vllm-ascend's recompute scheduler does not report that such a request has finished."""
-    server = Metaserver()
+    server = Metaserver(PREFILLED)
     scheduler, asked, _ = loading(server)
     try:
         assert scheduler.received("r") and scheduler.wanted(asked, 4) == 0
@@ -387,7 +353,7 @@ def test_a_metaserver_that_is_down_cancels_the_load() -> None:
 
 def test_hundreds_of_loads_in_flight_take_no_thread_each() -> None:
     """The predecessor had 32 threads, each blocked for a whole prefill."""
-    server = Metaserver(answers=False)
+    server = Metaserver()
     scheduler = decode(server.url)
     try:
         threads = {thread.name for thread in threading.enumerate()}
@@ -400,16 +366,16 @@ def test_hundreds_of_loads_in_flight_take_no_thread_each() -> None:
         assert {thread.name for thread in threading.enumerate()} <= threads
         steps = Steps(scheduler)
         assert len(steps.take().binds) == count
-        server.answers = True
+        server.end = PREFILLED
         until(lambda: steps.take() and sum(len(step.settles) for step in steps.taken) == count, "all outcomes")
     finally:
-        server.answers = True
+        server.end = PREFILLED
         scheduler.close()
         server.served.stop()
 
 
 def test_forged_tickets_are_prefilled_locally_and_call_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    server = Metaserver()
+    server = Metaserver(PREFILLED)
     scheduler = decode("http://10.1.2.3:4")
     try:
         with caplog.at_level(logging.WARNING):
@@ -436,7 +402,7 @@ def test_before_the_handshake_nothing_is_loaded_and_no_thread_runs() -> None:
 
 def test_children_of_one_request_share_parameters_that_nobody_changes() -> None:
     """n > 1: several requests have the same dictionary; each is a load of its own under the one ticket."""
-    server = Metaserver()
+    server = Metaserver(PREFILLED)
     scheduler = decode(server.url)
     try:
         params = ticket(server.url)
@@ -489,7 +455,7 @@ def seeded(url: str, vocabulary: int = 128) -> DecodeScheduler:
 
 def posted(vocabulary: int, name: str = "r") -> tuple[dict[str, Any], Reservation]:
     """Return D's post for a request with these sampling parameters."""
-    server = Metaserver()
+    server = Metaserver(PREFILLED)
     scheduler = seeded(server.url, vocabulary)
     try:
         asked = request(name, params=ticket(server.url))
@@ -505,7 +471,7 @@ def posted(vocabulary: int, name: str = "r") -> tuple[dict[str, Any], Reservatio
 
 
 def test_a_d_of_which_one_worker_cannot_go_on_behind_p_s_token_asks_for_none(caplog: pytest.LogCaptureFixture) -> None:
-    server = Metaserver()
+    server = Metaserver(PREFILLED)
     made = DecodeScheduler(engine(SECRETS, metaserver_urls=[server.url]), Patience(lambda: 0), vocabulary=128)
     try:
         made.attach_workers(

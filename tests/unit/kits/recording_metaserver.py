@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A metaserver that records what D posts, and answers when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from unit.kits.fake_engine import Served
+from vllm_ascend_pd.protocol.reports import ROUTE
+
+PREFILLED = b'{"event":"prefilled"}\n'
+
+
+class Metaserver:
+    """Keeps the answer to a reservation open until `end` is set, which is its last line."""
+
+    def __init__(self, end: bytes = b"") -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.reports: list[dict[str, Any]] = []
+        self.end = end
+        self.served = Served(self._app, "a metaserver")
+        self.url = f"http://{self.served.address}"
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        if scope["path"] == ROUTE:
+            self.reports.append(msgspec.json.decode(body))
+            await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        self.bodies.append(msgspec.json.decode(body))
+        kind = [(b"content-type", b"application/x-ndjson")]
+        await send({"type": "http.response.start", "status": 200, "headers": kind})
+        left = asyncio.ensure_future(receive())
+        while not self.end and not left.done():
+            await send({"type": "http.response.body", "body": b'{"event":"heartbeat"}\n', "more_body": True})
+            await asyncio.wait({left}, timeout=0.02)
+        left.cancel()
+        await send({"type": "http.response.body", "body": self.end})
