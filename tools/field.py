@@ -134,15 +134,24 @@ def _unknown(found: Iterable[FieldVerdict]) -> str:
     )
 
 
+def is_read(switch: str, source: str) -> bool:
+    """Return whether vllm-ascend's code reads a switch where it stands, in the environment or --additional-config."""
+    if switch.startswith(small.ITS):
+        return f'"{switch}"' in source
+    first, *inner = switch.split(".")
+    read = rf'additional_config(\.get\(|\[|,)\s*"{first}"|"{first}" in additional_config'
+    return re.search(read, source) is not None and all(f'"{name}"' in source for name in inner)
+
+
 def _switches(found: Iterable[FieldVerdict], source: str) -> str:
     count: Counter[str] = Counter()
     ran = small.ran()
     for each in found:
         count.update({switch for engine in (*each.p, *each.d) for switch in engine.switches - ran})
-    unread = {name for name in count if source and f'"{name.rpartition(".")[2]}"' not in source}
+    unread = {name for name in count if source and not is_read(name, source)}
     listed = sorted(count.items(), key=lambda one: (-one[1], one[0]))
     nowhere = ", ".join(f"`{name}` ({number})" for name, number in listed if name in unread) or "none"
-    last = f"Switches that this vllm-ascend reads nowhere (in how many configurations): {nowhere}."
+    last = f"Switches that this vllm-ascend does not read where they stand (in how many configurations): {nowhere}."
     return "\n".join(
         [
             "Switches of vllm-ascend that admission does not look at, and with which no set of engines has run:",

@@ -22,7 +22,7 @@ from test_pairs import LATE, chunks, edges, many, started
 from tools.support.checks import eventually, loaded_tokens
 from tools.support.client import body_of, gather
 from tools.support.cluster import Cluster
-from tools.support.engine import Served
+from tools.support.engine import RunningServer
 from tools.support.spec import EngineSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -69,7 +69,7 @@ def test_tokens_are_one_engines(pair: Pair, cell: Callable[[Engines, Pair], None
 def forget(pair: Pair) -> None:
     """Clear the prefix caches of the engines themselves, which needs all blocks to be free."""
 
-    def reset(engine: Served) -> bool:
+    def reset(engine: RunningServer) -> bool:
         return httpx.post(f"{engine.url}/reset_prefix_cache", timeout=10.0, trust_env=False).status_code == 200
 
     for engine in (pair.prefill, *pair.decode):

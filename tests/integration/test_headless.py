@@ -15,8 +15,8 @@ from launched import launched
 from pairs import Pair, fresh_prompt
 
 from tools.support.cluster import STRICT, Cluster
-from tools.support.compare import Tally
-from tools.support.engine import Served
+from tools.support.compare import AnswerTally
+from tools.support.engine import RunningServer
 from tools.support.models import ensure
 from tools.support.spec import child_environment
 
@@ -48,7 +48,7 @@ def settings(cluster: Cluster, tmp_path: Path) -> dict[str, str]:
 
 
 def test_a_host_without_a_server_computes_and_receives(
-    cluster: Cluster, tally: Tally, settings: dict[str, str]
+    cluster: Cluster, tally: AnswerTally, settings: dict[str, str]
 ) -> None:
     ports = {role: cluster.port() for role in ("metaserver", *READ)}
     urls = {role: f"http://127.0.0.1:{port}" for role, port in ports.items()}
@@ -66,10 +66,10 @@ def test_a_host_without_a_server_computes_and_receives(
     with launched(cluster, urls["metaserver"], *scripts, settings=settings) as children:
         cluster.starts += 4
         prefill, decode = (
-            Served(f"headless-{role}", ports[role], child.log) for role, child in zip(READ, children[::2], strict=False)
+            RunningServer(f"headless-{role}", ports[role], child.log) for role, child in zip(READ, children[::2], strict=False)
         )
         prefill.ranks = decode.ranks = 2
-        pair = Pair(cluster, Served("metaserver", ports["metaserver"], children[-1].log), prefill, (decode,), tally)
+        pair = Pair(cluster, RunningServer("metaserver", ports["metaserver"], children[-1].log), prefill, (decode,), tally)
         free = pair.free_counts()
         for length in (1, 20, 32, 33, 300, 700):
             pair.check([fresh_prompt(length)], name="headless")

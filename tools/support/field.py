@@ -32,7 +32,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from tools.support import ascend_specs, compressed, small
-from tools.support.small import COMPRESSED, EXCHANGE, INT8, Needs, needs
+from tools.support.small import COMPRESSED, EXCHANGE, INT8, ITS, Needs, needs
 from vllm_ascend_pd import admission, compat
 from vllm_ascend_pd.admission import drafts
 from vllm_ascend_pd.cli.checkup.engine import our_connector
@@ -50,7 +50,6 @@ MODELS = Path(__file__).with_name("field_models.json")
 MULTI = "MultiConnector"
 # children of a MultiConnector that this package's connector replaces
 PEER_CONNECTORS = re.compile(r"Mooncake|Llmdatadist|Nixl|P2p")
-ITS = "VLLM_ASCEND_"  # the beginning of its variables' names
 ADDRESS = "10.0.0.1"  # for every address that a configuration takes from its environment
 BLOCK_SIZE = 128  # vllm-ascend's default
 BLOCKS = 2  # of the described tensors

@@ -31,6 +31,7 @@ KINDS = {
     "qwen3_moe": {"full"},
     "qwen3_next": {"full", "gdn"},
 }
+ITS = "VLLM_ASCEND_"  # the beginning of its variables' names
 INT8, EXCHANGE, RECOMPUTES = " in int8", "exchange", "recompute_scheduler_enable"
 
 

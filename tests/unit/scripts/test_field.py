@@ -345,6 +345,25 @@ def three() -> list[field.FieldVerdict]:
     return field_page.verdicts(texts, KNOWN)
 
 
+@pytest.mark.parametrize(
+    ("switch", "source", "read"),
+    [
+        ("VLLM_ASCEND_X", 'os.getenv("VLLM_ASCEND_X")', True),
+        ("VLLM_ASCEND_X", 'additional_config.get("x")', False),
+        ("x", 'additional_config.get("x", False)', True),
+        ("x", 'additional_config.get(\n    "x")', True),
+        ("x", 'value_of(additional_config, "x")', True),
+        ("x", 'if "x" in additional_config:', True),
+        ("x", 'part.get("x")', False),
+        ("part.x", 'additional_config.get("part").get("x")', True),
+        ("part.x", 'additional_config.get("part")', False),
+        ("part.x", 'additional_config.get("x")', False),
+    ],
+)
+def test_a_switch_counts_as_read_where_it_stands(switch: str, source: str, read: bool) -> None:
+    assert field_page.is_read(switch, source) is read
+
+
 def test_the_tables_count_what_starts_and_what_stands_in_the_way() -> None:
     printed = field_page.tables(three())
     assert "**P and D would start in 1 of 3 configurations.**" in printed
@@ -357,7 +376,7 @@ def test_the_tables_count_what_starts_and_what_stands_in_the_way() -> None:
     assert "left out (in how many configurations): `--theirs` (1)." in printed
     switches = printed[printed.index("| switch |") :].splitlines()[2:]
     assert switches[:2] == ["| `VLLM_ASCEND_ENABLE_THIS` | 3 |", "| `outer.inner` | 1 |"]
-    assert switches[-1] == "Switches that this vllm-ascend reads nowhere (in how many configurations): none."
+    assert switches[-1].endswith("does not read where they stand (in how many configurations): none.")
     printed = field_page.tables(three(), source='os.getenv("VLLM_ASCEND_ENABLE_THIS")')
     assert printed.splitlines()[-1].endswith("configurations): `outer.inner` (1).") and "| `outer.inner`" not in printed
     assert field_page.starting(printed) == {"nightly/one"}
