@@ -145,16 +145,16 @@ def is_read(switch: str, source: str) -> bool:
 
 def _switches(found: Iterable[FieldVerdict], source: str) -> str:
     count: Counter[str] = Counter()
-    ran = small.ran()
+    covered = small.covered()
     for each in found:
-        count.update({switch for engine in (*each.p, *each.d) for switch in engine.switches - ran})
+        count.update({switch for engine in (*each.p, *each.d) for switch in engine.switches - covered})
     unread = {name for name in count if source and not is_read(name, source)}
     listed = sorted(count.items(), key=lambda one: (-one[1], one[0]))
     nowhere = ", ".join(f"`{name}` ({number})" for name, number in listed if name in unread) or "none"
     last = f"Switches that this vllm-ascend does not read where they stand (in how many configurations): {nowhere}."
     return "\n".join(
         [
-            "Switches of vllm-ascend that admission does not look at, and with which no set of engines has run:",
+            "Switches of vllm-ascend that admission does not look at, and that no set of engines has:",
             "",
             "| switch | configurations in which it is on |",
             "|---|--:|",

@@ -30,6 +30,7 @@ PAGE = ROOT / "docs" / "matrix.md"
 MARKS = Marks.of("scripts/matrix.sh")
 IN_ENGLISH, IN_CHINESE = ("combination", "direct", "regrouped"), ("组合", "直接推送", "重组后推送")
 HEAD = (
+    "row",
     "mode",
     "vLLM",
     "how",
@@ -128,20 +129,20 @@ def cells(row: MatrixRow, result: RowResult | None, in_ci: str) -> list[str]:
     if result is not None:
         compared = f"{result.answers}, {result.tokens}" if result.answers else "–"
         shown = [result.words if result.good else f"**{result.words}**", compared, f"{result.minutes:g}", result.commit]
-    return [row.mode, row.vllm, row.how, *shown[:3], in_ci, shown[3]]
+    return [f"`{row.name}`", row.mode, row.vllm, row.how, *shown[:3], in_ci, shown[3]]
 
 
 def share(row: MatrixRow, minutes: Mapping[str, float], before: list[str]) -> str:
     """Return which of a row's tests CI runs, and their minutes there."""
     if row.name in minutes:
         return f"{row.ci}, {minutes[row.name]:g}"
-    return before[6] if before and before[6].startswith(f"{row.ci}, ") else row.ci
+    return before[7] if before and before[7].startswith(f"{row.ci}, ") else row.ci
 
 
 def known(page: str) -> dict[str, list[str]]:
-    """Return the page's lines by mode."""
+    """Return the page's lines by row."""
     lines = (line.strip().strip("|").split(" | ") for line in page.splitlines() if line.startswith("| "))
-    return {line[0].strip(): [cell.strip() for cell in line] for line in lines if len(line) == len(HEAD)}
+    return {line[0].strip("` "): [cell.strip() for cell in line] for line in lines if len(line) == len(HEAD)}
 
 
 def table(page: str, folder: Path, at: str, minutes: Mapping[str, float]) -> str:
@@ -150,10 +151,10 @@ def table(page: str, folder: Path, at: str, minutes: Mapping[str, float]) -> str
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     for row in ROWS:
         result = recorded(row, folder, at)
-        old = before.get(row.mode, [])
+        old = before.get(row.name, [])
         line = cells(row, result, share(row, minutes, old))
         if result is None and old:
-            line[3:6], line[7] = old[3:6], old[7]
+            line[4:7], line[8] = old[4:7], old[8]
         lines.append("| " + " | ".join(line) + " |")
     return "\n".join(lines)
 

@@ -165,7 +165,7 @@ class Combination(NamedTuple):
 
 HOW = {  # English, Chinese
     "real pair": "真实的引擎对",
-    "in host memory": "主机内存中",
+    "CANN stand-in": "CANN 替身",
     "byte-exact": "逐字节一致",
     "not needed": "不需要",
     "not done": "未做",
@@ -180,7 +180,7 @@ COMBINATIONS = (
     Combination(("dp-ep",), "experts, with data parallelism", "专家模型，含数据并行",
         Shown("real pair", "2×1→1×2, 1×2→1×2, 1×2→2×1, 2×2→1×2 (TP × DP)"), Shown("real pair", "P of TP 2")),
     Combination(("vllm-ascend-dcp", "vllm-ascend-dcp-both"), "context parallelism, under vllm-ascend", "上下文并行，需 vllm-ascend",
-        Shown("in host memory", "DCP with MQA 2→1, 1→2, 4→2, MLA 2→1, 1→2, 2→2, GQA 4→4, on P alone 4→2; PCP 2 → DCP 2 with MQA. More sizes are byte-exact against a reference"), Shown("not done")),
+        Shown("CANN stand-in", "DCP with MQA 2→1, 1→2, 4→2, MLA 2→1, 1→2, 2→2, GQA 4→4, on P alone 4→2; PCP 2 → DCP 2 with MQA. More sizes are byte-exact against a reference"), Shown("not done")),
     Combination(("one-head", "tp-wide"), "MQA and MLA", "MQA 和 MLA",
         Shown("real pair", "MQA 2→1, 1→2; MLA 1→1, 2→1, 1→2, 4→2"), NOT_NEEDED),
     Combination(("drafts",), "draft models: MTP, Eagle, Eagle3, DFlash, a model of its own, ngram", "草稿模型：MTP、Eagle、Eagle3、DFlash、独立的草稿模型、ngram",
@@ -188,7 +188,7 @@ COMBINATIONS = (
     Combination(("indexer",), "MLA with a sparse indexer", "带稀疏索引器的 MLA",
         Shown("real pair", "1→1, 2→1, 1→2; in int8 2→1; with Eagle3 beside it 2→1"), Shown("not needed", "MLA is whole on each rank. An Eagle3's layer beside it is exchanged, real pair 2→1")),
     Combination(("vllm-ascend-compressed",), "DeepSeek-V4, under vllm-ascend", "DeepSeek-V4，需 vllm-ascend",
-        Shown("in host memory", "1→1, 2→1, 1→2, with compressed latents, windows and an indexer; with MTP 1→1"), NOT_NEEDED),
+        Shown("CANN stand-in", "1→1, 2→1, 1→2, with compressed latents, windows and an indexer; with MTP 1→1"), NOT_NEEDED),
     Combination(("fp8",), "caches in fp8", "fp8 缓存",
         Shown("real pair", "GQA 1→1, 2→1, 1→2 (e4m3, e5m2); with windows or states 1→2"), Shown("real pair", "2→1")),
     Combination(("windows", "groups-0.23"), "sliding windows in some layers or all", "部分或全部层带滑动窗口",

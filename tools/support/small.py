@@ -139,7 +139,7 @@ def _switches(flags: Sequence[str]) -> set[str]:
     return switched(given[-1]) if given else set()
 
 
-def ran() -> set[str]:
+def covered() -> set[str]:
     """Return the switches that some set of engines has."""
     return {
         name

@@ -170,8 +170,8 @@ NOT_SHOWN = {
 @pytest.mark.parametrize(
     ("readme", "in_host_memory", "silicon"),
     [
-        ("README.md", "its own code on a CANN in host memory", "**nothing on silicon**"),
-        ("README.zh-CN.md", "它自己的代码，在主机内存中的 CANN 上", "**没有任何内容在芯片上运行过**"),
+        ("README.md", "vllm-ascend's own code on a CANN in host memory", "**nothing on silicon**"),
+        ("README.zh-CN.md", "自己的代码，在主机内存中的 CANN 上", "**没有任何内容在芯片上运行过**"),
     ],
 )
 def test_what_ran_on_a_cann_in_host_memory_says_what_it_does_not_show(

@@ -29,7 +29,7 @@ engines: 2 servers started, 73 s in all
 def test_each_row_names_tests_that_are_there_and_the_page_has_each() -> None:
     page = matrix.PAGE.read_text()
     for row in ROWS:
-        assert (matrix.ROOT / row.tests[0]).is_file() and f"| {row.mode} |" in page, row
+        assert (matrix.ROOT / row.tests[0]).is_file() and f"| `{row.name}` | {row.mode} |" in page, row
     assert len({row.name for row in ROWS}) == len({row.mode for row in ROWS}) == len(ROWS)
     assert all(row.ci in ("all", "one") or row.ci.startswith("no: ") for row in ROWS), "what CI leaves out has a reason"
     slow = re.compile(r"^pytestmark = .*mark\.slow", re.MULTILINE)
@@ -98,12 +98,12 @@ def test_each_refusal_in_the_code_has_its_reason_on_the_page_and_no_other() -> N
 
 def test_what_the_readme_says_of_engines_has_rows_whose_recorded_result_is_good() -> None:
     """Only comparisons with a reference have no row: unit tests, which every run of them repeats."""
-    modes, lines = {row.name: row.mode for row in ROWS}, matrix.known(matrix.PAGE.read_text())
+    lines = matrix.known(matrix.PAGE.read_text())
     for one in COMBINATIONS:
-        of_engines = any(shown.how in ("real pair", "in host memory") for shown in (one.direct, one.regrouped))
+        of_engines = any(shown.how in ("real pair", "CANN stand-in") for shown in (one.direct, one.regrouped))
         assert bool(one.rows) is of_engines, one.english
         for name in one.rows:
-            result, commit = lines[modes[name]][3], lines[modes[name]][7]
+            result, commit = lines[name][4], lines[name][8]
             assert re.fullmatch(r"\d+ passed(, \d+ skipped)?", result), f"{name}: {result}"
             assert re.fullmatch(r"[0-9a-f]{12}", commit), f"{name}: {commit}"
 
@@ -134,8 +134,11 @@ def test_the_page_takes_what_ran_and_keeps_the_rest(tmp_path: Path) -> None:
     (tmp_path / f"{first.name}.json").write_text(json.dumps(asdict(record)))
     page = written(PAGE, tmp_path, "abc")
     assert page.startswith("before\n") and page.endswith("\nafter\n") and "an older table" not in page
-    assert f"| {first.mode} | {first.vllm} | {first.how} | 9 passed | 10, 120 | 2.5 | {first.ci} | abc |" in page
-    assert f"| {second.mode} | {second.vllm} | {second.how} | has not run |" in page
+    assert (
+        f"| `{first.name}` | {first.mode} | {first.vllm} | {first.how} | 9 passed | 10, 120 | 2.5 | {first.ci} | abc |"
+        in page
+    )
+    assert f"| `{second.name}` | {second.mode} | {second.vllm} | {second.how} | has not run |" in page
     (tmp_path / f"{first.name}.json").unlink()
     assert written(page, tmp_path, "def") == page, "it has not run here, and keeps what the page says"
     failed = RowResult(first.name, "1 failed", False, 0, 0, 1.0, "def")
@@ -147,12 +150,12 @@ def test_the_page_has_the_minutes_of_what_ci_runs_of_a_row(tmp_path: Path) -> No
     row = next(row for row in ROWS if row.ci == "one")
 
     def cell(page: str) -> str:
-        return matrix.known(page)[row.mode][6]
+        return matrix.known(page)[row.name][7]
 
     assert cell(written(PAGE, tmp_path, "abc")) == "one"
     page = written(PAGE, tmp_path, "abc", {row.name: 1.4})
     assert cell(page) == "one, 1.4"
-    assert matrix.known(page)[row.mode][3] == "has not run", "a part of a row is no result of the row"
+    assert matrix.known(page)[row.name][4] == "has not run", "a part of a row is no result of the row"
     assert written(page, tmp_path, "def") == page, "kept from the page, as a result is"
 
 

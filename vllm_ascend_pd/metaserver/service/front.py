@@ -202,8 +202,11 @@ class Front(Shared):
     ) -> float | None:
         """Return the delay before another attempt, on another D if D failed and there is one; None: it was the last."""
         delay = self.again(exchange, failure, exchange.number - exchange.before, repeatable)
-        if delay is not None and failure is not LegFailure.PREFILL:
+        if delay is None:
+            return None
+        if failure is not LegFailure.PREFILL:
             exchange.tried.add(decode.name)
+        self.repeated(exchange, failure)
         return delay
 
     def _decode(self, exchange: HttpExchange) -> Instance | None:

@@ -38,7 +38,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "Requests of clients, by route and status", "route", "status")
         self.legs = self._counter("legs", "Requests sent to engines, by how they ended", "role", "engine", "end")
-        self.retries = self._counter("retries", "Attempts repeated, by what failed", "failure")
+        self.retries = self._counter("retries", "Legs repeated, by what failed", "failure")
         self.reservations = self._counter("reservations", "Reservations posted by D, by how they ended", "end")
         self.loads = self._counter(
             "loads", "Loads as D reported them: received, or the code", "prefill", "decode", "end"
@@ -54,7 +54,7 @@ class Metrics:
         self.cache_events = self._counter(
             "cache_events", "Batches of KV events received from an engine", "role", "engine"
         )
-        self.broken_streams = self._counter("broken_streams", "Streams that ended with an error frame")
+        self.broken_streams = self._counter("broken_streams", "Answers of which the client got a part only")
         self.resumes = self._counter("resumes", "Streams that another D was to go on with, by what ended them", "cause")
         self.resume_seconds = self._histogram(
             "resume_seconds", "From a stream's break to the next that its client gets"

@@ -183,7 +183,7 @@ async def _relay(
         if not exchange.interrupt.closing:
             raise
         uncancel(exchange.interrupt.task)
-        front.stream_broke(exchange, decode.name, "The metaserver is shutting down.")
+        front.stream_broke(exchange, "", "The metaserver is shutting down.", "PD-META-010")
         return
     await send({"type": "http.response.body", "body": b""})
     exchange.stage("end")

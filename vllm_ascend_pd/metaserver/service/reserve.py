@@ -226,6 +226,7 @@ class Reservations:
                 await asyncio.sleep(delay)
                 if not attempt.wants(posted.transfer):
                     raise
+                front.repeated(exchange, failed.failure)
 
     def _choose(self, attempt: Attempt, posted: ReservationPost, cost: float) -> Instance:
         exchange, front = attempt.exchange, self._front

@@ -59,11 +59,12 @@ class Shared:
         """
         if exchange.pinned is not None:
             return None
-        delay = self.settings.retry.again(failure, made, repeatable, self.budget, random.random())
-        if delay is not None:
-            exchange.stage("retry", failure.value)
-            METRICS.retries.labels(failure.value).inc()
-        return delay
+        return self.settings.retry.again(failure, made, repeatable, self.budget, random.random())
+
+    def repeated(self, exchange: HttpExchange, failure: LegFailure) -> None:
+        """Note that another leg takes the place of one that failed."""
+        exchange.stage("retry", failure.value)
+        METRICS.retries.labels(failure.value).inc()
 
     def stream_broke(self, exchange: HttpExchange, decode: str, problem: str, code: str = "PD-META-007") -> None:
         """Note that a client has got a part of an answer only."""
