@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A time limit: its timeout, its cancellations and its results do not affect each other."""
+"""within(): timeout, cancellation and result are never mistaken for one another."""
 
 from __future__ import annotations
 
