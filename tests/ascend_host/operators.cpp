@@ -85,7 +85,7 @@ class LateCache {
       const std::lock_guard<std::mutex> hold(lock_);
       tail_.push_back(changes);
     }
-    stream->submit_late([this, storage = storage_] {
+    stream->submit_to_tail([this, storage = storage_] {
       const std::lock_guard<std::mutex> hold(lock_);
       put(*tail_.front(), truth());
       tail_.pop_front();
@@ -203,7 +203,7 @@ class Call {
     if (!device_) return call_on_host();
     auto& stream = current_stream(device_->index());
     if (!stream.updating.empty()) return update(stream);
-    stream.settle();
+    stream.wait_without_tail();
     make_caches_late();
     call_on_host();
     const size_t results = stack_->size() - schema_.returns().size();

@@ -77,7 +77,7 @@ DEFECTS: dict[int, Defect] = {
             "test_blocks_are_used_again_after_a_cancel_without_a_trace_of_the_old_request",
             f"{UNIT}/runtime/test_runtime_isolation.py::"
             "test_a_writer_that_stands_still_inside_a_write_is_shut_out_and_writes_nothing_when_it_wakes",
-            f"{UNIT}/runtime/test_runtime_mixed.py::test_everything_ends_and_what_ends_well_is_right",
+            f"{UNIT}/runtime/test_runtime_random.py::test_everything_ends_and_what_ends_well_is_right",
         ),
     ),
     6: Defect(

@@ -80,7 +80,7 @@ ROWS = (
     MatrixRow("vllm-ascend-dcp-both", "the same with DCP on both sides alike: MLA 2→2, GQA 4→4", (PAIRS, "-k", "dcp and both"), ASCEND, "0.23.0", "no: as in the row above"),
     MatrixRow("vllm-ascend-switches", "the same with switches of vllm-ascend's own configurations: flash communication, tokens divided on P (DSA-CP), a shared expert apart, a divided output head, balanced experts", (PAIRS, "-k", "switches"), ASCEND, "0.23.0", FOUR_SETS),
     MatrixRow("vllm-ascend-multi", "the same behind AscendMultiConnector, beside RecomputeCPUOffloadConnector, which keeps on the host what D preempts: GQA 2→1", (PAIRS, "-k", "multi"), ASCEND, "0.23.0", FOUR_SETS),
-    MatrixRow("vllm-ascend-pool", "the same beside AscendStoreConnector, a pool of prefixes (its memcache backend, over a client of the tests' own): GQA 1→1; P pushes what the pool has, also from D", ("tests/ascend_host/test_pool.py",), ASCEND, "0.23.0", FOUR_SETS),
+    MatrixRow("vllm-ascend-pool", "the same beside AscendStoreConnector, a pool of prefixes (its memcache backend, over a client of the tests' own): GQA 1→1; P pushes what the pool has, also from D", ("tests/ascend_host/test_ascend_store.py",), ASCEND, "0.23.0", FOUR_SETS),
 )  # fmt: skip
 
 

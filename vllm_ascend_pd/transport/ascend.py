@@ -19,7 +19,7 @@ from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.engine import OpenEngine
 from vllm_ascend_pd.transport.introducer import AGAIN_S
 from vllm_ascend_pd.transport.lanes import BlockingWrites
-from vllm_ascend_pd.transport.sockets import hang_up
+from vllm_ascend_pd.transport.mooncake_sockets import hang_up
 from vllm_ascend_pd.transport.spans import Spans
 from vllm_ascend_pd.transport.target import MooncakeTarget
 

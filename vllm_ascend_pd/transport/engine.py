@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from vllm_ascend_pd.errors import LocalProtocolError, PdError
-from vllm_ascend_pd.transport.sockets import parted, shorten_accept
+from vllm_ascend_pd.transport.mooncake_sockets import host_and_port, shorten_accept
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class OpenEngine:
         if can_ask(type(raw)):
             return raw.send_probe(address) == 0
         try:
-            socket.create_connection(parted(address), CONNECT_S).close()
+            socket.create_connection(host_and_port(address), CONNECT_S).close()
         except OSError:
             return False
         return True

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from vllm_ascend_pd.transport.sockets import hang_up
+from vllm_ascend_pd.transport.mooncake_sockets import hang_up
 
 log = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client of memcache, as far as vllm-ascend's AscendStoreConnector calls it, over a folder of files.
+"""Stand-in for the module memcache_hybrid, as far as vllm-ascend's AscendStoreConnector calls it: a folder of files.
 
 Each value is a file: the bytes of the addresses in a row. The folder (STAND_IN_POOL) is shared by all processes that
 name it. An address outside of the registered buffers, or a value of another length, is an error as it is there.

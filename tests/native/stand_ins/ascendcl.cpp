@@ -485,7 +485,7 @@ aclError aclrtStreamWaitEvent(aclrtStream handle_of_stream, aclrtEvent handle) {
 // ---- words in memory that streams write and wait for: torch_npu's external events
 
 aclError aclrtValueWrite(void* at, uint64_t value, uint32_t, aclrtStream stream) {
-  stream_of(stream).submit_later([=] {
+  stream_of(stream).submit_at_replay([=] {
     const std::lock_guard<std::mutex> hold(state().words);
     *static_cast<uint64_t*>(at) = value;
     state().written.notify_all();
@@ -496,7 +496,7 @@ aclError aclrtValueWrite(void* at, uint64_t value, uint32_t, aclrtStream stream)
 aclError aclrtValueWait(void* at, uint64_t value, uint32_t mode, aclrtStream stream) {
   constexpr uint32_t kAtLeast = 0, kEqual = 1;
   if (mode != kAtLeast && mode != kEqual) return kBadParameter;
-  stream_of(stream).submit_later([=] {
+  stream_of(stream).submit_at_replay([=] {
     const auto* word = static_cast<const volatile uint64_t*>(at);
     std::unique_lock<std::mutex> hold(state().words);
     state().written.wait(hold, [&] { return mode == kEqual ? *word == value : *word >= value; });

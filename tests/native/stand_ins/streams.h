@@ -31,19 +31,20 @@ void PyEval_RestoreThread(void*) __attribute__((weak));
 
 namespace stand_in {
 
-class WithoutPython {
+// Releases the interpreter's lock while it exists, if this thread holds it.
+class GilReleased {
  public:
-  WithoutPython() : held_(PyGILState_Check && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
-  ~WithoutPython() {
+  GilReleased() : held_(PyGILState_Check && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~GilReleased() {
     if (held_) PyEval_RestoreThread(held_);
   }
-  WithoutPython(const WithoutPython&) = delete;
+  GilReleased(const GilReleased&) = delete;
 
  private:
   void* const held_;
 };
 
-// Something that becomes true once.
+// A flag that is set once and can be waited for.
 class Mark {
  public:
   void set() {
@@ -56,7 +57,7 @@ class Mark {
     return done_;
   }
   void wait() {
-    const WithoutPython free;
+    const GilReleased released;
     std::unique_lock<std::mutex> hold(lock_);
     changed_.wait(hold, [&] { return done_; });
   }
@@ -172,8 +173,8 @@ class Stream {
     enqueue(std::move(task));
   }
 
-  // Runs like this, but in a capture only when it is replayed.
-  void submit_later(std::function<void()> task) {
+  // As submit, but during a capture the task is recorded only: it runs at each replay.
+  void submit_at_replay(std::function<void()> task) {
     if (recording) {
       recording->steps.push_back(std::make_shared<Task>(std::move(task)));
     } else {
@@ -193,7 +194,7 @@ class Stream {
   }
 
   // Appends to the tail: it runs after everything submitted before, and only marks and later tasks wait for it.
-  void submit_late(std::function<void()> task) {
+  void submit_to_tail(std::function<void()> task) {
     const auto before = tasks_.mark();
     const std::lock_guard<std::mutex> hold(lock_);
     if (!tail_) tail_ = std::make_unique<Queue>(number_of("STAND_IN_LATE_US", 0), seed_ + 500);
@@ -219,7 +220,7 @@ class Stream {
   void synchronize() { mark()->wait(); }
 
   // For an operator of this stream: everything submitted has run; the tail may not have.
-  void settle() {
+  void wait_without_tail() {
     if (!tasks_.idle()) tasks_.mark()->wait();
   }
 

@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tools.support import ascend_specs
-from unit.kits.contexts import HEADS, ON_DECODE, ON_PREFILL, Context
+from unit.kits.context_parallel import HEADS, ON_DECODE, ON_PREFILL, ContextParallel
 from unit.kits.vllm_configs import LAYERS, attention, cache_config, latent, model_dir, vllm_config
 from vllm_ascend_pd import admission, compat
 from vllm_ascend_pd.admission import drafts
@@ -224,7 +224,7 @@ def test_ranks_that_divide_the_tokens_start() -> None:
     assert (shape.dcp, shape.pcp, shape.interleave) == (2, 3, 16)
 
 
-def in_context(role: str, heads: int, context: Context) -> Any:
+def in_context(role: str, heads: int, context: ContextParallel) -> Any:
     model = model_dir(heads, num_attention_heads=16)
     sizes = {"tensor_parallel_size": context.tp(heads), "decode_context_parallel_size": context.dcp}
     config = vllm_config(role, model=model, **sizes)
@@ -235,12 +235,12 @@ def in_context(role: str, heads: int, context: Context) -> Any:
 @pytest.mark.parametrize("context", ON_PREFILL, ids=str)
 @pytest.mark.parametrize("heads", HEADS)
 def test_engines_start_with_the_divisions_that_the_workers_tests_compare_and_under_vllm_ascend_alone(
-    heads: int, context: Context, monkeypatch: pytest.MonkeyPatch
+    heads: int, context: ContextParallel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for under_vllm_ascend, role in ((False, BOTH[0]), (False, BOTH[1]), (True, BOTH[0]), (True, BOTH[1])):
         monkeypatch.setattr(compat, "is_vllm_ascend", lambda under=under_vllm_ascend: under)
         config = in_context(role, heads, context)
-        if context == Context() or (under_vllm_ascend and (role == "kv_producer" or context in ON_DECODE)):
+        if context == ContextParallel() or (under_vllm_ascend and (role == "kv_producer" or context in ON_DECODE)):
             Engine.of(config)
             spec = latent() if heads == 1 else attention(heads=max(1, heads // context.tp(heads)))
             shape = admission.cache_shape(config, grouped(spec))

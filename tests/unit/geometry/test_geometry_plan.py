@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from unit.kits.contexts import GRID, Context
+from unit.kits.context_parallel import GRID, ContextParallel
 from unit.kits.geometry import Cluster, alone, covers, dealt, geometry, owner_share, range_of, ranks_of, share
 from vllm_ascend_pd.errors import LocalProtocolError, PdError
 from vllm_ascend_pd.geometry import ownership
@@ -192,14 +192,14 @@ def test_tokens_that_are_divided_among_ranks(
 @pytest.mark.parametrize(("heads", "p_context", "d_context"), GRID, ids=str)
 @pytest.mark.parametrize(("blocks", "runs"), [((8, 8), (8, 8)), ((8, 8), (1, 2)), ((16, 8), (4, 8)), ((8, 16), (1, 1))])
 def test_every_division_of_prefill_meets_every_one_of_decode(
-    heads: int, p_context: Context, d_context: Context, blocks: tuple[int, int], runs: tuple[int, int]
+    heads: int, p_context: ContextParallel, d_context: ContextParallel, blocks: tuple[int, int], runs: tuple[int, int]
 ) -> None:
     """Equal divisions too, with runs of whole blocks, as vllm-ascend has them beside a connector, and with others."""
     p, d = (
         dealt(
             geometry("token", heads=heads, tp=context.tp(heads), block=block),
             **context._asdict(),
-            interleave=length if context != Context() else 1,
+            interleave=length if context != ContextParallel() else 1,
         )
         for context, block, length in zip((p_context, d_context), blocks, runs, strict=True)
     )

@@ -132,6 +132,7 @@ class Engine:
         config.parallel_config = copy.copy(config.parallel_config)
         config.parallel_config.rank = rank
         worker = Traced(config, KVConnectorRole.WORKER, self._caches)
+        kv_transfer_state._KV_CONNECTOR_AGENT = worker  # as in a process of its own
         worker.register_kv_caches(self.tensors[rank])
         return worker
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 
 from unit.kits.caches import Divided, Model, TokenMajorDevice
-from unit.kits.contexts import GRID, Context
+from unit.kits.context_parallel import GRID, ContextParallel
 from unit.kits.runtimes import DecodeSite, PrefillSite, config, sites
 from vllm_ascend_pd.geometry.context import TokenSplit
 
@@ -63,12 +63,12 @@ def test_every_byte_arrives_where_decode_has_its_token(
 @pytest.mark.parametrize(("heads", "p_context", "d_context"), GRID, ids=str)
 @pytest.mark.parametrize(("blocks", "runs"), [((4, 4), (4, 4)), ((8, 4), (1, 2))])
 def test_every_division_of_prefill_meets_every_one_of_decode(
-    heads: int, p_context: Context, d_context: Context, blocks: tuple[int, int], runs: tuple[int, int]
+    heads: int, p_context: ContextParallel, d_context: ContextParallel, blocks: tuple[int, int], runs: tuple[int, int]
 ) -> None:
     """MLA as vllm-ascend has it, a latent and a rope for each token, and GQA; runs of whole blocks, and others."""
     one = Model("uneven" if heads == 1 else "token", heads=heads, layers=2)
     p_parts, d_parts = (
-        Divided(*context, length if context != Context() else 1)
+        Divided(*context, length if context != ContextParallel() else 1)
         for context, length in zip((p_context, d_context), runs, strict=True)
     )
     (p_block, d_block), device = blocks, TokenMajorDevice()

@@ -13,7 +13,7 @@ import pytest
 from unit.kits.watching import address_of, listening, until
 from vllm_ascend_pd.transport.engine import OpenEngine
 from vllm_ascend_pd.transport.introducer import FRESH_S, MAX_AT_ONCE, Introducer, Introduction, watched
-from vllm_ascend_pd.transport.sockets import hang_up, shorten_accept
+from vllm_ascend_pd.transport.mooncake_sockets import hang_up, shorten_accept
 
 LOOPBACK = "127.0.0.1"
 

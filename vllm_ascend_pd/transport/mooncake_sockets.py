@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access to the sockets that Mooncake opens in this process, through Linux' /proc, to shorten two waits.
+"""Access to the sockets that Mooncake opens in this process, through Linux's /proc, to shorten two waits.
 
 Closing an engine waits for its control thread, which is in accept() for up to a second, and holds the GIL meanwhile.
 First contact reads from a silent peer for up to 60 s. Mooncake has no call to end either wait. A shorter timeout of
@@ -31,7 +31,7 @@ def shorten_accept(port: int, seconds: float) -> bool:
     return found
 
 
-def parted(address: str) -> tuple[str, int]:
+def host_and_port(address: str) -> tuple[str, int]:
     """Return host and port of "host:port".
 
     The text comes from a peer: if it is no address, raise OSError, as for an address that cannot be reached.
@@ -49,7 +49,7 @@ def parted(address: str) -> tuple[str, int]:
 def hang_up(address: str) -> int:
     """Shut down this process's connections to host:port, so that reads from them end. Return how many there were."""
     try:
-        host, port = parted(address)
+        host, port = host_and_port(address)
         wanted = {str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     except OSError:
         return 0

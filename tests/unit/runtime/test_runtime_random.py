@@ -20,7 +20,7 @@ from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 SEEDS = [int(seed) for seed in os.environ.get("PD_TEST_SEEDS", "1 2 3").split()]
 
 
-class Whimsical(MemoryTransport):
+class FlakyTransport(MemoryTransport):
     """Transport whose writes land after a while; some are reported as failed, and still land."""
 
     def __init__(self, dice: random.Random, lossy: float) -> None:
@@ -34,18 +34,18 @@ class Whimsical(MemoryTransport):
         return WriteState.FAILED if self._dice.random() < self._lossy else state
 
 
-class Mixture:
+class RandomRun:
     """Drive both sides at random, as two schedulers and their clients would."""
 
     def __init__(self, seed: int, layout: str, p_size: tuple[int, int], d_tps: tuple[int, int], lossy: float) -> None:
         self.dice = random.Random(seed)
         model = Model(layout, heads=1 if layout == "latent" else 2, layers=2)
-        self.patient = self.dice.random() < 0.5
+        self.drains = self.dice.random() < 0.5
         verify = self.dice.choice(("full", "off"))  # "off" too, as a checksum would turn wrong bytes into a failure
-        push = config(quiet_s=0.15, preempt_drain_s=5.0 if self.patient else 0.0, verify=verify)
+        push = config(quiet_s=0.15, preempt_drain_s=5.0 if self.drains else 0.0, verify=verify)
         tp, pp = p_size
         self.p = PrefillSite(
-            model, tp, pp=pp, blocks=60, push=push, make_transport=lambda: Whimsical(random.Random(seed), lossy)
+            model, tp, pp=pp, blocks=60, push=push, make_transport=lambda: FlakyTransport(random.Random(seed), lossy)
         )
         self.ds = tuple(DecodeSite(model, tp, blocks=80, push=push, seed=tp + 5) for tp in d_tps)
         self.site_of: dict[str, DecodeSite] = {}
@@ -123,9 +123,9 @@ class Mixture:
         self.dice.choices(
             (self.arrive, self.compute, self.preempt, self.abort_on_p, self.abort_on_d), weights=(30, 60, 4, 3, 3)
         )[0]()
-        self.free()
+        self.release_ended()
 
-    def free(self) -> None:
+    def release_ended(self) -> None:
         for site in self.ds:
             site.step()
             for request in list(site.requests.values()):
@@ -143,7 +143,7 @@ class Mixture:
         if self.active:
             self.compute()
         self.p.idle()
-        self.free()
+        self.release_ended()
         loads = all(name in site.done for name, site in self.site_of.items())
         return loads and not self.active and self.p.book.open_count() == 0
 
@@ -162,17 +162,17 @@ class Mixture:
 def test_everything_ends_and_what_ends_well_is_right(
     layout: str, p_size: tuple[int, int], d_tps: tuple[int, int], lossy: float, seed: int
 ) -> None:
-    mixture = Mixture(seed, layout, p_size, d_tps, lossy)
-    with sites(*mixture.sites):
+    run = RandomRun(seed, layout, p_size, d_tps, lossy)
+    with sites(*run.sites):
         for _ in range(300):
-            mixture.step()
-        until(mixture.settled, "the end of all", 30.0)
-        for site in mixture.ds:
+            run.step()
+        until(run.settled, "the end of all", 30.0)
+        for site in run.ds:
             left = [request for request in site.requests.values() if all(r.ok for r in site.done[request.name])]
             site.check(*left)
-            mixture.good += len(left)
+            run.good += len(left)
             failed = {name for name, reports in site.done.items() if not all(report.ok for report in reports)}
-            if mixture.patient and not lossy:
-                assert failed <= mixture.aborted_on_d | mixture.aborted_on_p
-        assert mixture.good > mixture.count // 3, "too few went well: this shows little"
-        assert mixture.p.pool.free == 60 and not mixture.p.ended, "P has all its blocks back"
+            if run.drains and not lossy:
+                assert failed <= run.aborted_on_d | run.aborted_on_p
+        assert run.good > run.count // 3, "too few went well: this shows little"
+        assert run.p.pool.free == 60 and not run.p.ended, "P has all its blocks back"

@@ -36,16 +36,16 @@ POOL = {
 @dataclass(frozen=True)
 class BesidePool(Engines):
     def specs(self, machine: Machine, cluster: Cluster, url: str) -> list[EngineSpec]:
-        """Return P and D with one pool, in which both name a block alike; /reset_prefix_cache needs the third."""
+        """Return P and D with one pool, in which both name a block alike."""
         shared = {
             "STAND_IN_POOL": str(cluster.directory / "pool"),
             "PYTHONHASHSEED": "0",
-            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
         }
         made = []
         for spec in super().specs(machine, cluster, url):
             ours, pool = spec.extra["connectors"]
-            # A worker answers its scheduler at a name that has this number.
+            # lookup_rpc_port is part of the IPC socket's name, where the worker answers its scheduler.
             keys = {**pool["kv_connector_extra_config"], "lookup_rpc_port": cluster.port()}
             children = [ours, {**pool, "kv_connector_extra_config": keys}]
             made.append(replace(spec, extra={"connectors": children}, environment={**spec.environment, **shared}))
@@ -66,7 +66,7 @@ def test_tokens_are_one_engines(pair: Pair, cell: Callable[[Engines, Pair], None
     cell(ENGINES, pair)
 
 
-def forget(pair: Pair) -> None:
+def clear_prefix_caches(pair: Pair) -> None:
     """Clear the prefix caches of the engines themselves, which needs all blocks to be free."""
 
     def reset(engine: RunningServer) -> bool:
@@ -78,7 +78,7 @@ def forget(pair: Pair) -> None:
 
 def pushed_from_the_pool(pair: Pair, prompts: list[list[int]], name: str) -> None:
     """P loads each whole block of the prompts from the pool, and D gets all of their tokens from P."""
-    forget(pair)
+    clear_prefix_caches(pair)
     before = loaded_tokens(pair.prefill)
     pair.check(prompts, name=name, expected=reference_answers(pair.reference, prompts, 12))
     kept = sum(len(prompt) // BLOCK * BLOCK for prompt in prompts)
@@ -95,10 +95,13 @@ def test_p_pushes_what_d_has_put_into_the_pool(pair: Pair) -> None:
     """Prompts that D alone has computed: P has them from the pool only."""
     prompts = [fresh_prompt(length) for length in (BLOCK + 1, 300)]
     gather(pair.decode[0].url, [body_of(prompt, 1) for prompt in prompts])
-    pushed_from_the_pool(pair, prompts, "of D from the pool")
+    pushed_from_the_pool(pair, prompts, "put there by D")
 
 
 def test_nothing_went_wrong_in_the_pool(pair: Pair) -> None:
+    pair.check([fresh_prompt(BLOCK + 1)], name="one more into the pool")
+    pool = pair.cluster.directory / "pool"
+    eventually(lambda: any(file.suffix != ".new" for file in pool.iterdir()), "a block in the pool")
     for engine in (pair.prefill, *pair.decode):
         log = engine.log.read_text(errors="replace")
         assert not re.findall(r"Failed to (?:put|get|store) .*", log), engine.name

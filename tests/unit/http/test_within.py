@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A time limit: its timeout, its cancellations and its results do not affect each other."""
+"""within(): timeout, cancellation and result are never mistaken for one another."""
 
 from __future__ import annotations
 
@@ -34,6 +34,24 @@ async def test_work_that_takes_too_long_is_cancelled() -> None:
     with pytest.raises(asyncio.TimeoutError):
         await within(0.01, long())
     await asyncio.wait_for(ended.wait(), 5)
+
+
+async def test_a_result_that_comes_in_spite_of_the_cancellation_goes_to_abandoned() -> None:
+    abandoned: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    late = asyncio.Event()
+
+    async def goes_on() -> str:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            await late.wait()
+        return "made"
+
+    with pytest.raises(asyncio.TimeoutError):
+        await within(0.01, goes_on(), abandoned.set_result)
+    assert not abandoned.done()
+    late.set()
+    assert await asyncio.wait_for(abandoned, 5) == "made"
 
 
 @pytest.mark.parametrize("steps", range(8))
