@@ -66,10 +66,13 @@ def test_a_host_without_a_server_computes_and_receives(
     with launched(cluster, urls["metaserver"], *scripts, settings=settings) as children:
         cluster.starts += 4
         prefill, decode = (
-            RunningServer(f"headless-{role}", ports[role], child.log) for role, child in zip(READ, children[::2], strict=False)
+            RunningServer(f"headless-{role}", ports[role], child.log)
+            for role, child in zip(READ, children[::2], strict=False)
         )
         prefill.ranks = decode.ranks = 2
-        pair = Pair(cluster, RunningServer("metaserver", ports["metaserver"], children[-1].log), prefill, (decode,), tally)
+        pair = Pair(
+            cluster, RunningServer("metaserver", ports["metaserver"], children[-1].log), prefill, (decode,), tally
+        )
         free = pair.free_counts()
         for length in (1, 20, 32, 33, 300, 700):
             pair.check([fresh_prompt(length)], name="headless")
