@@ -22,18 +22,18 @@ engine_options() {
   esac
   OPTIONS=(
     "model|PD_MODEL||model directory or Hugging Face name (required)"
-    "served-name|PD_SERVED_NAME||name that clients use; none: vLLM's own rule (the model as given)"
+    "served-name|PD_SERVED_NAME||name that clients use; not set: vLLM's own rule (the model as given)"
     "host|PD_HOST|127.0.0.1|address that the HTTP server and the side channel bind"
     "port|${own}_PORT|$port|port of the HTTP server"
     "tp|${own}_TP|1|tensor parallel size"
     "dp|${own}_DP|1|data parallel size, over all hosts"
     "pp|${own}_PP|1|pipeline parallel size"
-    "dp-size-local|${own}_DP_SIZE_LOCAL||ranks on this host; none: all of them"
-    "dp-start-rank|${own}_DP_START_RANK||the first rank on this host, whose server balances between this host's ranks; none: 0, and the server balances between all ranks"
+    "dp-size-local|${own}_DP_SIZE_LOCAL||ranks on this host; not set: all of them"
+    "dp-start-rank|${own}_DP_START_RANK||the first rank on this host, whose server balances between this host's ranks; not set: 0, and the server balances between all ranks"
     "headless!|||with --dp-start-rank: no server on this host, that of rank 0's host balances between these ranks too"
-    "dp-rank|${own}_DP_RANK||this server's only rank: each rank has a server of its own; none: one server for the ranks of a host"
+    "dp-rank|${own}_DP_RANK||this server's only rank: each rank has a server of its own; not set: one server for the ranks of a host"
     "dp-address|${own}_DP_ADDRESS||address of rank 0; needed where ranks are on several hosts"
-    "dp-rpc-port|${own}_DP_RPC_PORT||port over which ranks find each other; none: vLLM's choice"
+    "dp-rpc-port|${own}_DP_RPC_PORT||port over which ranks find each other; not set: vLLM's choice"
     "experts|PD_EXPERTS|off|on: experts are spread over all ranks (--enable-expert-parallel)"
   )
   if [ "$ROLE" = decode ]; then
@@ -42,14 +42,14 @@ engine_options() {
     OPTIONS+=("side-channel-port|PD_D_SIDE_CHANNEL_PORT||=side_channel_port")
   fi
   OPTIONS+=(
-    "devices|${own}_DEVICES||NPU: ASCEND_RT_VISIBLE_DEVICES; none: as it is"
+    "devices|${own}_DEVICES||NPU: ASCEND_RT_VISIBLE_DEVICES; not set: as it is"
     "dtype|PD_DTYPE|auto|vLLM's --dtype; auto: float32 on CPU (vLLM's kernels for bfloat16 die of SIGILL on some with AMX), vLLM's choice on NPU"
-    "block-size|PD_BLOCK_SIZE||vLLM's --block-size; none: vLLM's choice"
-    "max-model-len|PD_MAX_MODEL_LEN||vLLM's --max-model-len; none: the model's"
-    "chunk|${own}_CHUNK||tokens in one step (--max-num-batched-tokens); none: vLLM's choice"
+    "block-size|PD_BLOCK_SIZE||vLLM's --block-size; not set: vLLM's choice"
+    "max-model-len|PD_MAX_MODEL_LEN||vLLM's --max-model-len; not set: the model's"
+    "chunk|${own}_CHUNK||tokens in one step (--max-num-batched-tokens); not set: vLLM's choice"
     "kv-bytes|${own}_KV_BYTES|auto|bytes of KV cache per worker; auto: 512 MiB on CPU, vLLM's choice on NPU"
     "eager|PD_EAGER|auto|on, off, or auto: on for CPU (with pipeline stages: the eager compilation backend)"
-    "graph-mode|${own}_GRAPH_MODE||cudagraph_mode of vLLM's --compilation-config: ${GRAPH_MODES[$ROLE]}; none: vLLM's choice"
+    "graph-mode|${own}_GRAPH_MODE||cudagraph_mode of vLLM's --compilation-config: ${GRAPH_MODES[$ROLE]}; not set: vLLM's choice"
     "speculative|${own}_SPECULATIVE||JSON for vLLM's --speculative-config"
     "threads|PD_THREADS|1|CPU: OpenMP threads of a worker"
     "secret-file|PD_SECRET_FILE||=secret_file"

@@ -6,7 +6,8 @@
 # collects its values (in the environment: separated by blanks); a name with ! is a switch without a value.
 # A meaning =SETTING is a setting of the package (a key of the connector, or a flag of the metaserver with its --).
 # Its meaning, and its default unless the line has another, stand in the tables of docs/configuration.md, which the
-# declarations in Python print: only --help reads them, and what is not given is not passed on.
+# declarations in Python print; only --help reads them. So a line without a default passes on only what is given, and
+# the setting's own default applies; a line with one passes that on.
 # After options_parse, OPT[name] holds each value (a switch: 1 or empty) and REST what came after --.
 
 declare -A OPT=()
@@ -25,13 +26,14 @@ options_help() {
   for line in "${OPTIONS[@]}"; do
     IFS='|' read -r name variable default meaning <<<"$line"
     if [[ $meaning == =* ]]; then default=${default:-${defaults[${meaning#=}]}} meaning=${meanings[${meaning#=}]}; fi
+    meaning=${meaning% (metaserver only)}
     case $name in
       *!) shown="--${name%!}" ;;
       *\*) shown="--${name%\*} VALUE (again for more)" ;;
       *) shown="--$name VALUE" ;;
     esac
     printf '  %s\n        %s\n' "$shown" "$meaning"
-    if [ "${name: -1}" != '!' ]; then printf '        [%s, default: %s]\n' "$variable" "${default:-none}"; fi
+    if [ "${name: -1}" != '!' ]; then printf '        [%s, default: %s]\n' "$variable" "${default:-not set}"; fi
   done
 }
 

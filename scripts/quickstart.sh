@@ -11,8 +11,8 @@ set -euo pipefail
 OPTIONS=(
   "p-tp|PD_P_TP|2|tensor parallel size of the prefill engine (and of the reference)"
   "d-tp|PD_D_TP|1|tensor parallel size of the decode engine"
-  "model|PD_MODEL||model directory; none: a random 16-layer one, made once in models/"
-  "port-base|PD_PORT_BASE||first port; none: free ones"
+  "model|PD_MODEL||model directory; not set: a random 16-layer one, made once in models/"
+  "port-base|PD_PORT_BASE||first port; not set: free ones"
   "keep!|||leave pair and metaserver running after the report, until ctrl-C"
   "dry-run!|||print what would be installed and started, and do nothing"
 )

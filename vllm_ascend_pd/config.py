@@ -37,7 +37,7 @@ def _key(
 @dataclass(frozen=True, slots=True)
 class ChannelConfig:
     side_channel_host: str = _key(
-        "", "P, D", "address the side channel binds; empty: the engine's own address (VLLM_HOST_IP, else loopback)"
+        "", "P, D", "address the side channel binds; not set: the engine's own address (VLLM_HOST_IP, else loopback)"
     )
     side_channel_port: int = _key(
         0,
@@ -47,7 +47,7 @@ class ChannelConfig:
         low=0,
         high=65535,
     )
-    advertise_host: str = _key("", "P, D", "address that peers use; empty: side_channel_host")
+    advertise_host: str = _key("", "P, D", "address that peers use; not set: side_channel_host")
     secret_file: str = _key(
         "", "P, D", "file with the shared secret (mode 0600, at least 32 bytes); needed beyond loopback"
     )
@@ -65,7 +65,7 @@ class MetaserverConfig:
         4096, "D", "largest number of reservations that wait for a connection; more fail at once", low=1, high=1_000_000
     )
     metaserver_connect_timeout_s: float = _key(5.0, "D", "time to connect to the metaserver", low=0.05, high=120)
-    tls_ca_file: str = _key("", "D", "CA certificates for an https metaserver; empty: the system's")
+    tls_ca_file: str = _key("", "D", "CA certificates for an https metaserver; not set: the system's")
     tls_cert_file: str = _key("", "D", "client certificate")
     tls_key_file: str = _key("", "D", "client key")
     tls_verify: bool = _key(True, "D", "verify the metaserver's certificate")
@@ -103,7 +103,7 @@ class MeetConfig:
 class WireConfig:
     transport: str = _key("mooncake", "P, D", "transfer engine", choices=("mooncake", "memory"))
     mooncake_protocol: str = _key(
-        "", "P, D", "empty: ascend where an NPU is present, else tcp", choices=("", "ascend", "tcp", "rdma")
+        "", "P, D", "not set: ascend where an NPU is present, else tcp", choices=("", "ascend", "tcp", "rdma")
     )
     model_version: str = _key(
         "",
@@ -181,7 +181,7 @@ class Timers:
 
 @dataclass(frozen=True, slots=True)
 class ObserveConfig:
-    trace_dir: str = _key("", "P, D", "directory for stage events, one file per process; empty: off")
+    trace_dir: str = _key("", "P, D", "directory for stage events, one file per process; not set: off")
     patient: bool = _key(
         True,
         "D",

@@ -106,7 +106,9 @@ def _flag(name: str, group: str, default: Any, meaning: str, **facts: Any) -> An
 @dataclass(frozen=True, slots=True)
 class Settings:
     workers: int = _flag("--workers", "listening", 1, "processes on the port for clients", low=1, only="metaserver")
-    host: str = _flag("--host", "listening", "127.0.0.1", "address to listen on")
+    host: str = _flag(
+        "--host", "listening", "127.0.0.1", "address to listen on, which decode engines must be able to reach"
+    )
     port: int = _flag(
         "--port", "listening", 8000, "port for clients; 0: a free one (one worker only)", low=0, high=LAST_PORT
     )
@@ -120,7 +122,7 @@ class Settings:
         high=LAST_PORT,
     )
     advertise_host: str = _flag(
-        "--advertise-host", "listening", "", "host that decode engines call back; empty: made from --host"
+        "--advertise-host", "listening", "", "host that decode engines call back; not set: made from --host"
     )
     grace_s: float = _flag("--grace", "listening", 30.0, "seconds that running requests get at shutdown", above=0)
 
@@ -251,7 +253,7 @@ class Settings:
     )
     tls_cert: str = _flag("--tls-cert", "security", "", "certificate chain: serve https")
     tls_key: str = _flag("--tls-key", "security", "", "its key")
-    engine_ca: str = _flag("--engine-ca", "security", "", "CA certificates of https engines; empty: the system's")
+    engine_ca: str = _flag("--engine-ca", "security", "", "CA certificates of https engines; not set: the system's")
 
     trace_dir: str = _flag(
         "--trace-dir", "observation", "", "write stage events here, one file per worker", metavar="DIR"
