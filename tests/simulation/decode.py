@@ -12,7 +12,7 @@ import numpy as np
 
 from simulation.broker import SECRETS, URL
 from simulation.exchange import Event
-from simulation.memory import Content, Memory, shade
+from simulation.memory import Content, RankMemory, shade
 from simulation.settings import (
     DIGEST,
     DRAFT,
@@ -84,7 +84,7 @@ class DecodeRank:
         self.engine = engine
         self.index = engine.geometry.worker(stage, rank)
         self.process = Process(cluster.world, f"D{engine.index}.{self.index}")
-        self.memory = Memory(settings, engine.shape, engine.geometry, rank, stage)
+        self.memory = RankMemory(settings, engine.shape, engine.geometry, rank, stage)
         self.session = cluster.world.name("session")
         # the serial of the transfer that may write each block now
         self.owner = np.zeros(engine.shape.blocks, dtype=np.int64)

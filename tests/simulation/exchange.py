@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from simulation.memory import Memory, Planes
+from simulation.memory import Planes, RankMemory
 from simulation.world import Violation, World
 from vllm_ascend_pd.geometry.images import Rows
 from vllm_ascend_pd.geometry.regroup import RegroupPlan
@@ -99,7 +99,7 @@ class Stream:
 
     exchanges_inline = True
 
-    def __init__(self, group: Group, rank: int, memory: Memory, moved: Callable[[], None]) -> None:
+    def __init__(self, group: Group, rank: int, memory: RankMemory, moved: Callable[[], None]) -> None:
         self.collectives = 0
         self.fails: Callable[[], bool] = lambda: False  # whether this rank's next part fails
         self.queue: deque[Launched] = deque()

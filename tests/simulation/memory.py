@@ -47,7 +47,10 @@ class Content:
 
 
 def shade(layer: int, region: int) -> int:
-    """Return the difference of layer `layer` (index in the whole model) and region to layer 0, region 0."""
+    """Return the number added (mod 256) to every byte of a layer's region: bytes in a wrong one are found.
+
+    `layer` is the index in the whole model.
+    """
     return (37 * layer + 101 * region) % 256
 
 
@@ -132,11 +135,11 @@ class Planes:
         return found
 
 
-class Memory:
+class RankMemory:
     """All layers and regions of one rank, kind by kind.
 
-    Kinds that differ only in their groups are at the same addresses, the first layer of each at the first, as in vLLM:
-    in all of them a block belongs to one group at a time.
+    Kinds that differ only in their groups share addresses, as in vLLM: their first layers are at one place, their
+    second layers at the next. A block belongs to one group at a time.
     """
 
     def __init__(self, settings: Settings, shape: Shape, geometry: CacheGeometry, rank: int, stage: int | None) -> None:

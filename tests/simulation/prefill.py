@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulation.exchange import STAGING, Event, Flat, Group, Stream
-from simulation.memory import BASE, Cells, Content, Memory, Planes, shade
+from simulation.memory import BASE, Cells, Content, Planes, RankMemory, shade
 from simulation.settings import DRAFT, MODEL, stage_geometry
 from simulation.tables import NULL, needed
 from simulation.wire import Flight
@@ -167,7 +167,7 @@ class PrefillRank:
         self.index = engine.geometry.worker(stage, rank)
         self.stage = stage
         self.process: Process = Process(cluster.world, f"P{engine.index}.{stage}.{rank}")
-        self.memory: Memory = Memory(settings, engine.shape, engine.geometry, rank, stage)
+        self.memory: RankMemory = RankMemory(settings, engine.shape, engine.geometry, rank, stage)
         self.contributor: Contributor = Contributor(stage, rank)
         self.flights: dict[Flight, None] = {}
         self.trouble = -1e9  # the time when a write last failed or was slow

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_ascend_pd.channel.frames import OF_WORKERS, Spoken
-from vllm_ascend_pd.channel.limits import ChannelLimits, LimitedWarnings
+from vllm_ascend_pd.channel.limits import ChannelLimits, RateLimitedWarnings
 from vllm_ascend_pd.channel.link import Context, Link
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
@@ -96,7 +96,7 @@ class Dialer:
     def _new_link(self, endpoint: Endpoint) -> Link:
         if self._sweeper is None:
             loop = asyncio.get_running_loop()
-            self._context.warn = LimitedWarnings(loop.time)
+            self._context.warn = RateLimitedWarnings(loop.time)
             self._sweeper = loop.call_later(self._limits.sweep_s, self._sweep)
         return Link(endpoint, self._context)
 

@@ -20,11 +20,11 @@ class ChannelLimits:
 
     max_connections: int = 4096  # a listener's, over all peers
     max_unproven: int = 512  # of these, connections whose peer has not proven itself
-    max_per_incarnation: int = 8  # older ones are half-open leftovers of reconnects
+    max_per_incarnation: int = 8  # connections; beyond it the oldest, left half open by a reconnect, is closed
     greeting_s: float = 5.0  # to connect, and again to complete the greeting
     frame_s: float = 30.0  # from a frame's first byte to its last
     linger_s: float = 1.0  # for a peer to read a farewell
-    sweep_s: float = 0.25  # interval at which the above are checked
+    sweep_s: float = 0.25  # interval at which these times are checked
     send_buffer_bytes: int = 8 << 20  # not read by the peer yet, per connection
     remembered_gone: int = 4096  # incarnations whose end was reported
     max_links: int = 4096  # a dialer's endpoints
@@ -35,7 +35,7 @@ class ChannelLimits:
     backoff_max_s: float = 2.0
 
 
-class LimitedWarnings:
+class RateLimitedWarnings:
     """Warnings about peers, at most one per kind and `WARN_EVERY_S`: a peer must not be able to fill the log."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

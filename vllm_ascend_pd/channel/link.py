@@ -28,7 +28,7 @@ from vllm_ascend_pd.channel.frames import (
     guarded_frame,
 )
 from vllm_ascend_pd.channel.guards import candidates, check_greeting, greeting
-from vllm_ascend_pd.channel.limits import ChannelLimits, LimitedWarnings
+from vllm_ascend_pd.channel.limits import ChannelLimits, RateLimitedWarnings
 from vllm_ascend_pd.errors import RemoteProtocolError, one_line
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
@@ -50,7 +50,7 @@ class Context:
     release: Release
     accepts: tuple[type, ...]
     count: Callable[[str], None]  # a fault, by reason
-    warn: LimitedWarnings | None = None
+    warn: RateLimitedWarnings | None = None
 
 
 class LinkState(enum.Enum):

@@ -36,7 +36,7 @@ from vllm_ascend_pd.channel.frames import (
     guarded_frame,
 )
 from vllm_ascend_pd.channel.guards import candidates, check_greeting, greeting
-from vllm_ascend_pd.channel.limits import ChannelLimits, LimitedWarnings
+from vllm_ascend_pd.channel.limits import ChannelLimits, RateLimitedWarnings
 from vllm_ascend_pd.errors import PdError, RemoteProtocolError, one_line
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
@@ -94,7 +94,7 @@ class Listener:
     async def start(self) -> Endpoint:
         """Bind and listen. Return the endpoint, with the port that was chosen. Raise PD-CTRL-001 if that fails."""
         self._loop = asyncio.get_running_loop()
-        self._warn = LimitedWarnings(self._loop.time)
+        self._warn = RateLimitedWarnings(self._loop.time)
         try:
             self._server = await self._loop.create_server(self._accept, self._host, self._port, backlog=1024)
         except OSError as error:

@@ -11,7 +11,7 @@ import torch
 from vllm_ascend_pd.shared.event import Event
 
 
-class _Done:
+class _DoneEvent:
     def done(self) -> bool:
         return True
 
@@ -21,9 +21,9 @@ class CpuDevice:
     collectives = "gloo"
     exchanges_inline = False
     token_major = False
-    _done = _Done()
+    _done = _DoneEvent()
 
-    def record(self) -> _Done:
+    def record(self) -> _DoneEvent:
         return self._done
 
     def side_stream(self, after: Event) -> AbstractContextManager[None]:

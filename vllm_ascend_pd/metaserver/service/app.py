@@ -179,16 +179,16 @@ class WorkerProcess:
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, request_id = forwarded(scope, self.settings.engine_token)
-        if not passing.plain(scope["path"]):
+        if not passing.is_canonical(scope["path"]):
             raise NotTaken(known(404, "PD-META-016", path=one_line(scope["path"], 128)))
-        route = passing.call(scope).route
+        route = passing.call_of(scope).route
         with self._intake.body() as body:
             try:
                 stripped = await self.front.turns.run(bodies.stripping(await self._read(body, receive, route)))
                 model = ""
                 if self.fleet.several_models:
                     model = await self.front.turns.run(passing.model_of(scope["path"], stripped))
-                call = passing.call(scope, stripped, model)
+                call = passing.call_of(scope, stripped, model)
             except bodies.BodyError as problem:
                 await _unusable(send, route, request_id, problem)
                 return

@@ -139,7 +139,7 @@ class Front(Shared):
             except AttemptFailed as failed:
                 if failed.failure is not LegFailure.PREFILL:  # a failed prefill was noted where it happened
                     self.journal.trouble(failed.code, failed.brief, decode.name, exchange.request_id)
-                delay = self.on_another(exchange, decode, failed.failure)
+                delay = self.delay_before_another(exchange, decode, failed.failure)
                 if delay is None:
                     await self._refuse(exchange, failed.answer, failed.brief)
                     return
@@ -197,7 +197,7 @@ class Front(Shared):
                 exchange.tried.add(decode.name)
         raise NotContinued("it names no limit of tokens, and no D reports the model's")
 
-    def on_another(
+    def delay_before_another(
         self, exchange: HttpExchange, decode: Instance, failure: LegFailure, repeatable: bool = True
     ) -> float | None:
         """Return the delay before another attempt, on another D if D failed and there is one; None: it was the last."""

@@ -51,14 +51,14 @@ class Call:
         return self.path if self.path in _NAMED else OTHER
 
     @property
-    def reads(self) -> bool:
+    def repeatable(self) -> bool:
         """True if it may be repeated on another D. Any other may be only if it surely was not executed."""
         return self.method in ("GET", "HEAD", "OPTIONS")
 
     @property
     def cheap(self) -> bool:
         """True if it costs D nothing and is polled: it does not wait and is not kept among the last requests."""
-        return self.method == "OPTIONS" or (self.reads and (self.path + "/").startswith(models.ROUTE + "/"))
+        return self.method == "OPTIONS" or (self.repeatable and (self.path + "/").startswith(models.ROUTE + "/"))
 
     @property
     def lists(self) -> bool:
@@ -77,12 +77,12 @@ class Call:
         return bodies.Request(self.route, {}, 0, False, bodies.Shape.ONE, 1, 0, 1, False, False, self.model, ())
 
 
-def plain(path: str) -> bool:
-    """Return whether nothing on the way to the engine's routes can take it for another path."""
+def is_canonical(path: str) -> bool:
+    """Return whether it has no backslash, no empty segment, no "." and no "..": an engine could take another route."""
     return "\\" not in path and not {"", ".", ".."} & set(path.removesuffix("/").split("/")[1:])
 
 
-def call(scope: Mapping[str, Any], stripped: bytes | memoryview = b"", model: str = "") -> Call:
+def call_of(scope: Mapping[str, Any], stripped: bytes | memoryview = b"", model: str = "") -> Call:
     query = scope.get("query_string", b"")
     target = scope["raw_path"] + (b"?" + query if query else b"")
     return Call(scope["method"], scope["path"], target, stripped, model)
@@ -119,12 +119,16 @@ async def _attempts(front: Front, exchange: HttpExchange, call: Call) -> None:
             try:
                 reply = await front.upstream.send(
                     *(decode.origin, call.method, call.target, exchange.headers, call.body),
-                    *(front.settings.first_byte_timeout_s, call.reads),
+                    *(front.settings.first_byte_timeout_s, call.repeatable),
                 )
                 async with reply:
                     first = await _first(front, call, reply)
                     declined = reply.status in DECLINED
-                    delay = front.on_another(exchange, decode, LegFailure.REFUSED, call.reads) if declined else None
+                    delay = (
+                        front.delay_before_another(exchange, decode, LegFailure.REFUSED, call.repeatable)
+                        if declined
+                        else None
+                    )
                     if delay is None and reply.status == 200 and call.lists and front.fleet.several_models:
                         await _all_models(front, exchange, decode)  # this D has accepted the caller's key
                         return
@@ -134,7 +138,7 @@ async def _attempts(front: Front, exchange: HttpExchange, call: Call) -> None:
                     front.leg_over(decode, "refused")
             except UpstreamError as problem:
                 front.leg_broke(decode, problem, exchange.request_id)
-                delay = front.on_another(exchange, decode, problem.failure, call.reads)
+                delay = front.delay_before_another(exchange, decode, problem.failure, call.repeatable)
                 if delay is None:
                     status = 504 if problem.failure is LegFailure.TIMEOUT else 502
                     await refuse(exchange, known(status, "PD-META-007", why=problem.why))
