@@ -319,6 +319,8 @@ pd_setup_locked() { # level
   "pd_${PD_DEVICE}_environment" "$1" && pd_build
 }
 
+PD_PARSERS_NEED='all(map(u.find_spec, ("httpx", "msgspec", "pytest", "torch", "vllm")))'
+
 pd_wants_help() { # arguments
   local word
   for word in "$@"; do
@@ -337,8 +339,7 @@ pd_setup() { # level, arguments of the script
     *) pd_fail "pd_setup $level: run, test or dev is wanted" || return 1 ;;
   esac
   if pd_wants_help "${@:2}"; then
-    pd_choose_interpreter || return 1
-    if command -v "$PD_PYTHON" >/dev/null; then return 0; fi
+    if pd_choose_interpreter 2>/dev/null && pd_python_if "$PD_PYTHON" "$PD_PARSERS_NEED" >/dev/null; then return 0; fi
     sed -n '3,/^set /s/^# \{0,1\}//p' "$PD_ROOT/scripts/${0##*/}"
     printf 'The flags are known once scripts/setup.sh %s has run.\n' "$level"
     exit 0

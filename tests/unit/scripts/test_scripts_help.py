@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 TYPED = {path.stem: path.read_text() for path in sorted(ROOT.glob("scripts/*.sh")) if os.access(path, os.X_OK)}
-TABLES = re.compile(r"(setup|options|engine)\.sh")  # what answers without Python
+TABLES = re.compile(r"(setup|options|engine)\.sh")  # scripts that answer without an environment
 OTHER = {"test": ["--parts"], "simulate": ["--front"]}  # a first word with which a script has another parser
 NOT_OF = {"prefill": {"--metaserver", "--policy", "--side-channel-port"}}  # lines of engine.sh's table for D
 CALLED = ("apt-get", "flock", "nginx", "pip", "python", "python3", "python3.11", "setsid")
@@ -35,16 +35,23 @@ def clone(tmp_path: Path) -> Path:
     return root
 
 
+def state(clone: Path) -> dict[Path, int]:
+    """Return when each file was written that a script could write: of the clone, and where its links lead."""
+    roots = (clone, *(ROOT / name for name in ("docs", "tools", "vllm_ascend_pd")), Path(sys.prefix) / ".stamps")
+    found = (path for root in roots for path in root.rglob("*") if "__pycache__" not in path.parts)
+    return {path: path.lstat().st_mtime_ns for path in found}
+
+
 def shown(clone: Path, name: str, *words: str) -> str:
     """Return what --help prints, and check that nothing else has happened."""
-    before = sorted(clone.rglob("*"))
+    before = state(clone)
     quiet = ("PD_", "VLLM_ASCEND_PD_", "ASCEND_", "PYTHON")
     env = {key: value for key, value in os.environ.items() if not key.startswith(quiet)}
     env |= {"PATH": f"{clone.parent / 'bin'}:{env['PATH']}", "PYTHONDONTWRITEBYTECODE": "1", "VLLM_ASCEND_PD_NPU": "0"}
     command = [clone / "scripts" / f"{name}.sh", *words, "--help"]
     done = subprocess.run(command, env=env, cwd=clone.parent, check=False, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(clone.rglob("*")) == before
+    assert state(clone) == before
     assert not (called := clone.parent / "called").exists(), called.read_text()
     return done.stdout
 
@@ -90,3 +97,11 @@ def test_help_in_a_new_clone_says_what_is_known_without_an_environment(name: str
     text = shown(clone, name)
     assert len(text.splitlines()) > 1
     assert "The flags are known once scripts/setup.sh" in text or not missing(name, text)
+
+
+def test_help_in_half_an_environment_says_so(clone: Path) -> None:
+    """A set-up was interrupted: its interpreter is there, and nothing that a parser imports."""
+    (clone / ".venv/bin").mkdir(parents=True)
+    (clone / ".venv/bin/python").symlink_to(sys.executable)
+    (clone / ".venv/pyvenv.cfg").write_text(f"home = {Path(sys.base_prefix) / 'bin'}\n")
+    assert "The flags are known once scripts/setup.sh test has run." in shown(clone, "matrix")
