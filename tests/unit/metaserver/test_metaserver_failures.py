@@ -351,8 +351,11 @@ def test_shutdown_cuts_what_takes_too_long_with_an_error_frame_or_503() -> None:
             until(lambda: any(exchange.committed for exchange in c.worker.front.journal.exchanges))
             c.served.loop.call(c.worker.front.drain(), 10)
             *_, error, done = events(streams.result())
-            assert "shutting down" in json.loads(error)["error"]["message"] and done == "[DONE]"
+            said = json.loads(error)["error"]
+            assert ("shutting down" in said["message"], said["code"], done) == (True, "PD-META-010", "[DONE]")
             assert waits.result().status_code == 503
+            troubles = [each for each in c.worker.front.journal.troubles if each["code"] == "PD-META-010"]
+            assert troubles and not any(each["instance"] for each in troubles), "no D is to blame"
         until(lambda: all(s.aborted for s in c.decode[0].generations()))
 
 

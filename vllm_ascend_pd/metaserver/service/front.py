@@ -21,7 +21,7 @@ from vllm_ascend_pd.metaserver.service.faults import Answer, known
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, among, both, pairing
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.settings import Settings
-from vllm_ascend_pd.metaserver.service.shared import Shared
+from vllm_ascend_pd.metaserver.service.shared import CLOSING, Shared
 from vllm_ascend_pd.metaserver.service.spans import NoSpans
 from vllm_ascend_pd.observe.trace import emit
 
@@ -29,7 +29,7 @@ _LATE_PREFILL_S = 10.0  # after D has ended well, for P to finish by itself
 _COME_BACK_S = 2.0
 _LATE_REPORT_S = 2.0  # after the end of a request, for D's report on its KV
 _MAX_CANARIES = 64
-_CLOSING = known(503, "PD-META-010", _COME_BACK_S)
+_CLOSING = known(503, CLOSING, _COME_BACK_S)
 _CLOSING.headers.append((b"connection", b"close"))
 
 
@@ -108,7 +108,7 @@ class Front(Shared):
                     raise
                 uncancel(exchange.interrupt.task)
                 if exchange.streaming:
-                    await resuming.break_off(self, exchange, "The metaserver is shutting down.", "PD-META-007")
+                    await resuming.break_off(self, exchange, "The metaserver is shutting down.", CLOSING)
                 else:
                     await relay.refuse(exchange, _CLOSING)
             finally:

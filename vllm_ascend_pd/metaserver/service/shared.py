@@ -17,6 +17,7 @@ from vllm_ascend_pd.metaserver.service.spans import NoSpans
 from vllm_ascend_pd.metaserver.service.turns import Turns
 from vllm_ascend_pd.protocol.reports import LoadReport
 
+CLOSING = "PD-META-010"  # the metaserver shuts down
 DECLINED = (429, 503)  # answers by which an engine says that it did not execute the request
 
 
@@ -67,10 +68,10 @@ class Shared:
         METRICS.retries.labels(failure.value).inc()
 
     def stream_broke(self, exchange: HttpExchange, decode: str, problem: str, code: str = "PD-META-007") -> None:
-        """Note that a client has got a part of an answer only."""
+        """Note that a client has got a part of an answer only. A shutdown is no trouble of D."""
         METRICS.broken_streams.inc()
         exchange.stage("broken", problem)
-        self.journal.trouble(code, problem, decode, exchange.request_id)
+        self.journal.trouble(code, problem, "" if code == CLOSING else decode, exchange.request_id)
 
     def loaded(self, report: LoadReport) -> bool:
         """Take in D's report on how the KV of a transfer came. Return False if the request is not known.
