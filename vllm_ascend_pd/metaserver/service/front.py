@@ -21,7 +21,7 @@ from vllm_ascend_pd.metaserver.service.faults import Answer, known
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, among, both, pairing
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.settings import Settings
-from vllm_ascend_pd.metaserver.service.shared import CLOSING, Shared
+from vllm_ascend_pd.metaserver.service.shared import CLOSING, SHUTDOWN, Shared
 from vllm_ascend_pd.metaserver.service.spans import NoSpans
 from vllm_ascend_pd.observe.trace import emit
 
@@ -108,7 +108,7 @@ class Front(Shared):
                     raise
                 uncancel(exchange.interrupt.task)
                 if exchange.streaming:
-                    await resuming.break_off(self, exchange, "The metaserver is shutting down.", CLOSING)
+                    await resuming.break_off(self, exchange, SHUTDOWN, CLOSING)
                 else:
                     await relay.refuse(exchange, _CLOSING)
             finally:

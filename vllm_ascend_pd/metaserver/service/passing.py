@@ -23,7 +23,7 @@ from vllm_ascend_pd.metaserver.service.faults import known
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.relay import client_head, refuse, send_whole
-from vllm_ascend_pd.metaserver.service.shared import CLOSING, DECLINED
+from vllm_ascend_pd.metaserver.service.shared import CLOSING, DECLINED, SHUTDOWN
 
 OTHER = "/v1/*"  # one name for all paths that are not known here: a client must not make new label values
 _COMPUTED = frozenset(
@@ -187,7 +187,7 @@ async def _relay(
         if not exchange.interrupt.closing:
             raise
         uncancel(exchange.interrupt.task)
-        front.stream_broke(exchange, decode.name, "The metaserver is shutting down.", CLOSING)
+        front.stream_broke(exchange, decode.name, SHUTDOWN, CLOSING)
         return
     await send({"type": "http.response.body", "body": b""})
     exchange.stage("end")

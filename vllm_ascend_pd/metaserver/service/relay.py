@@ -28,7 +28,7 @@ from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, H
 from vllm_ascend_pd.metaserver.service.faults import Answer, brief, error_frame, fault, known
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
-from vllm_ascend_pd.metaserver.service.shared import CLOSING, DECLINED, Shared
+from vllm_ascend_pd.metaserver.service.shared import CLOSING, DECLINED, SHUTDOWN, Shared
 from vllm_ascend_pd.observe.trace import emit
 from vllm_ascend_pd.protocol.reports import read_answer
 
@@ -255,7 +255,8 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
         if not interrupt.closing:
             raise
         uncancel(interrupt.task)
-        problem, code = "" if over else "The metaserver is shutting down.", CLOSING
+        problem = "" if over else SHUTDOWN
+        code = CLOSING
     if held and not problem:  # the stream ended without the empty line; after a break half an event would confuse
         await send({"type": "http.response.body", "body": held, "more_body": True})
     if problem and not interrupt.closing and attempt.exchange.unkept:

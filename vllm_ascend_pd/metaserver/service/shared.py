@@ -17,7 +17,8 @@ from vllm_ascend_pd.metaserver.service.spans import NoSpans
 from vllm_ascend_pd.metaserver.service.turns import Turns
 from vllm_ascend_pd.protocol.reports import LoadReport
 
-CLOSING = "PD-META-010"  # the metaserver shuts down
+CLOSING = "PD-META-010"
+SHUTDOWN = CATALOGUE[CLOSING].sentence
 DECLINED = (429, 503)  # answers by which an engine says that it did not execute the request
 
 
