@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -25,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.support.process import freeze
+from unit.kits.child import ANSWER_S, Child
 from vllm_ascend_pd.config import WireConfig
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.transport.base import Wire, WriteState
@@ -41,57 +39,23 @@ PORT_WAIT_S = 120.0
 TICK_S = 0.002
 
 
-class Receiver:
-    """Handle of the child process for the test. A context manager, which ends the process."""
+class Receiver(Child):
+    """The child process that Mooncake writes into."""
 
     def __init__(self, size: int, port: int | None = None) -> None:
-        environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "MC_LOG_LEVEL": "ERROR"}
-        if port is not None:  # Mooncake chooses a port at random: restrict its range
-            environ |= {"MC_MIN_RPC_PORT": str(port - 2), "MC_MAX_RPC_PORT": str(port + 2)}
-        command = [sys.executable, "-m", "unit.kits.mooncake_child", str(size), str(port or 0)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ, cwd=ROOT
-        )
-        self.session, base = self._line().split()
+        # Mooncake chooses a port at random: restrict its range
+        ports = {"MC_MIN_RPC_PORT": str(port - 2), "MC_MAX_RPC_PORT": str(port + 2)} if port is not None else {}
+        words = ("unit.kits.mooncake_child", str(size), str(port or 0))
+        super().__init__(*words, environment=ports, answer_s=PORT_WAIT_S + ANSWER_S)
+        self.session, base = self.line().split()
         self.base = int(base)
-
-    def __enter__(self) -> Receiver:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
 
     @property
     def port(self) -> int:
         return int(self.session.partition("/")[0].rpartition(":")[2])
 
-    def ask(self, word: str) -> str:
-        assert self.process.stdin is not None
-        self.process.stdin.write(word + "\n")
-        self.process.stdin.flush()
-        return self._line()
-
     def sum(self) -> int:
         return int(self.ask("sum"))
-
-    def stop(self) -> None:
-        freeze(self.process.pid)
-
-    def wake(self) -> None:
-        os.kill(self.process.pid, signal.SIGCONT)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline().strip()
-        assert line, "the receiving process ended"
-        return line
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,15 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
-import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.support.process import freeze
 from unit.kits.caches import Model
+from unit.kits.child import ANSWER_S, Child
 from unit.kits.runtimes import LOOPBACK, DecodeSite, PrefillSite, Request, config
 from vllm_ascend_pd.config import PushConfig, WireConfig
 from vllm_ascend_pd.observe import trace
@@ -39,7 +37,6 @@ BLOCK, BLOCKS = 16, 256
 WIRE = WireConfig(transfer_timeout_s=5, mooncake_protocol="tcp")
 LEASE_S = 5.0
 ROOT = Path(__file__).parents[3]
-ANSWER_S = 120.0  # it imports torch first, perhaps on a loaded machine
 
 
 def push_config() -> PushConfig:
@@ -73,45 +70,12 @@ def unpacked(name: str, tokens: int, seed: int, text: str) -> Request:
     return Request(name, tokens, 0, MODEL.content(tokens, seed), reservation, [])
 
 
-class SiteChild:
+class SiteChild(Child):
     """Handle of the child process for the test. A context manager, which ends the process."""
 
     def __init__(self, side: str) -> None:
-        environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "MC_LOG_LEVEL": "ERROR"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "unit.runtime.site_child", side],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environ,
-            cwd=ROOT,
-        )
+        super().__init__("unit.runtime.site_child", side)
         assert self.line() == "ready"
-
-    def __enter__(self) -> SiteChild:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-    def say(self, *words: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(" ".join(map(str, words)) + "\n")
-        self.process.stdin.flush()
-
-    def ask(self, *words: object) -> str:
-        self.say(*words)
-        return self.line()
-
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        assert select.select([self.process.stdout], [], [], ANSWER_S)[0], "the child says nothing"
-        line = self.process.stdout.readline().strip()
-        assert line, "the child ended"
-        return line
 
     def halted(self) -> None:
         """Wait until the process has stopped itself."""
@@ -120,16 +84,6 @@ class SiteChild:
         while stat.read_text().rpartition(")")[2].split()[0] != "T":
             assert time.monotonic() < until, "it never reached the stage"
             time.sleep(0.002)
-
-    def stop(self) -> None:
-        freeze(self.process.pid)
-
-    def wake(self) -> None:
-        os.kill(self.process.pid, signal.SIGCONT)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 class Halt:
