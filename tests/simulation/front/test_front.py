@@ -14,7 +14,8 @@ from simulation.front.mutations import ALL, Mutation
 from simulation.front.run import Total, run_seeds
 
 SEEDS = {"few": 75, "ci": 250, "all": 750}  # of 150 requests, most of which have clients
-AT_LEAST = {75: (9_000, 50), 250: (33_000, 300), 750: (100_000, 1_000)}  # seeds → requests, streams that go on
+# Few seeds draw few breaks of streams: with the same seeds, releases that draw in another order have 50 and 72.
+AT_LEAST = {75: (9_000, 35), 250: (33_000, 300), 750: (100_000, 1_000)}  # seeds → requests, streams that go on
 SEARCHED = 60
 # Seeds by mutation, where 0 does not find it. A change of the service may invalidate one; a search finds another.
 KNOWN = {
@@ -30,8 +31,8 @@ KNOWN = {
     "what may have been read counts as never sent": 1505,
     "D's word is not waited for": 17,
     "a stream goes on after its end": 4,
-    "half events go out": 3,
-    "a trial never ends": 3,
+    "half events go out": 2,
+    "a trial never ends": 22,
     "an engine serves every model": 4,
     "who was not asked yet serves every model": 6,
     "text is said again": 1,
@@ -40,7 +41,7 @@ KNOWN = {
     "the least is not lowered": 4,
     "it goes on where text was held back": 1,
     "log-probabilities begin anew": 7,
-    "one break is survived, not two": 5,
+    "one break is survived, not two": 6,
 }
 
 
