@@ -165,7 +165,17 @@ def merge_geometries(workers: Mapping[tuple[int, int], WorkerFacts]) -> CacheGeo
         stages=tuple(own.layers for own in stages.values()),
         drafts=drafts,
         others=tuple(
-            LayerKind(k.kv_heads, k.dtype, k.packing, k.regions, tuple(names), k.group, k.only) for k, names in others
+            LayerKind(
+                k.kv_heads,
+                k.dtype,
+                k.packing,
+                k.regions,
+                tuple(names),
+                k.group,
+                k.only,
+                k.ranks.world < first.ranks.world,
+            )
+            for k, names in others
         ),
     )
 

@@ -366,6 +366,14 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("mqa dcp 4to2", "mqa", p=Side(4, dcp=4), d=Side(2, dcp=2)), FEWER),
     (Engines("mla dcp 2to1", "mla", p=Side(2, dcp=2), dtype="bfloat16"), FEWER),
     (Engines("mla 1to2 dcp", "mla", d=Side(2, dcp=2), dtype="bfloat16"), FEWER),
+    # DeepSeek-V3.2: each rank has its part of the latents, and all of the indexers' keys.
+    (Engines("dsa dcp 2to1", "dsv32", p=Side(2, dcp=2), dtype="bfloat16", max_len=LONG), (*FEWER, chosen)),
+    (Engines("dsa 1to2 dcp", "dsv32", d=Side(2, dcp=2), dtype="bfloat16", max_len=LONG), (*FEWER, chosen)),
+    (
+        Engines("dsa dcp 2to1 int8", "dsv32", p=Side(2, dcp=2), dtype="bfloat16", flags=C8, max_len=LONG),
+        (*FEWER, chosen),
+    ),
+    (Engines("dsa dcp 4to2", "dsv32", p=Side(4, dcp=4), d=Side(2, dcp=2), dtype="bfloat16", max_len=LONG), FEWER),
     # Two ranks of P hold the same head, and divide its tokens.
     (Engines("gqa dcp 4to2", "gqa2", p=Side(4, dcp=2), d=Side(2)), FEWER),
     (Engines("mla dcp both 2to2", "mla", p=Side(2, dcp=2), d=Side(2, dcp=2), dtype="bfloat16"), FEWER),

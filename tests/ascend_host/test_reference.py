@@ -928,12 +928,14 @@ def test_sparse_flash_attention(seed: int, new: list[int], before: int, most: in
     for row, _, seen in each_query(new, [before] * len(new)):
         chosen = torch.randperm(seen, generator=chance)[:most]
         indices[row, 0, : len(chosen)] = chosen
-    out, _, _ = sparse.sparse_flash_attention(
+    indices[0] = -1 if seed % 4 == 0 else indices[0]  # with DCP a rank may have none of a query's tokens
+    out, largest, total = sparse.sparse_flash_attention(
         query,
         latents,
         latents,
         indices,
         0.3,
+        return_softmax_lse=True,
         block_table=table,
         actual_seq_lengths_kv=torch.tensor(counts),
         query_rope=rope,
@@ -943,10 +945,36 @@ def test_sparse_flash_attention(seed: int, new: list[int], before: int, most: in
     )
     for row, sequence, _ in each_query(new, [before] * len(new)):
         tokens = [t for t in indices[row, 0].tolist() if t >= 0]
+        if not tokens:
+            assert not out[row].any() and not total[0, row].any() and (largest[0, row] == -torch.inf).all()
+            continue
         k, turned = (torch.stack([c[table[sequence, t // 4], t % 4, 0] for t in tokens]) for c in (latents, ropes))
         for head in range(3):
-            chances = (0.3 * (k @ query[row, head] + turned @ rope[row, head])).softmax(0)
-            close(out[row, head], chances @ k)
+            scores = 0.3 * (k @ query[row, head] + turned @ rope[row, head])
+            close(out[row, head], scores.softmax(0) @ k)
+            close(largest[0, row, head], scores.max())
+            close(total[0, row, head], (scores - scores.max()).exp().sum())
+
+
+def test_a_rank_without_tokens_has_no_weight_where_results_are_merged() -> None:
+    latents, table = paged(1, [2], 8)
+    out, largest, total = sparse.sparse_flash_attention(
+        random(2, 1, 3, 8),
+        latents,
+        latents,
+        torch.full((1, 1, 4), -1),
+        1.0,
+        block_table=table,
+        actual_seq_lengths_query=torch.tensor([1]),
+        actual_seq_lengths_kv=torch.tensor([0]),
+        query_rope=random(3, 1, 3, 4),
+        key_rope=latents[..., :4],
+        layout_query="TND",
+        layout_kv="PA_BSND",
+        sparse_mode=0,
+        return_softmax_lse=True,
+    )
+    assert not out.any() and not total.any() and (largest == -torch.inf).all()
 
 
 def test_a_query_does_not_see_a_later_token_though_it_is_chosen() -> None:

@@ -146,7 +146,7 @@ def unchecked(cluster: Cluster, allowed: list[str]) -> Iterator[EngineProcess]:
 
 @pytest.mark.slow
 class TestPlantedFaults:
-    """int8 with scales: an indexer's scale is a component of its own, the third in the tuple."""
+    """int8 with scales: an indexer's scale is a component of its own, the last in the tuple."""
 
     @pytest.mark.parametrize("what", ["left out", "of the block before"])
     def test_scales_that_are_not_those_of_the_block_make_other_answers(
@@ -180,5 +180,5 @@ class TestPlantedFaults:
             (refused,) = attempt(pair.front.url, [body_of(fresh_prompt(160), 12)])
             assert isinstance(refused, RequestFailed)
             assert re.search(
-                r"PD-WIRE-004.*\(kv2: scale of the index key\)", pair.decode[0].log.read_text(errors="replace")
+                r"PD-WIRE-004.*\(kv1: scale of the index key\)", pair.decode[0].log.read_text(errors="replace")
             )

@@ -587,6 +587,23 @@ class PartOfAnother(Pushes):
     planner_type = _PartOfAnother
 
 
+class KeysAsLatents(Pushes):
+    """P takes an indexer's keys to be divided among D's ranks as the latents are."""
+
+    def _start(self, now: float, start: PushStart) -> None:
+        super()._start(now, start)
+        push, d = self._pushes[start.push], start.reservation.geometry
+        push.pairings = tuple(
+            msgspec.structs.replace(
+                pairing,
+                d=msgspec.structs.replace(
+                    pairing.d, dcp=d.dcp, interleave=d.interleave, block_size=pairing.d.covers // d.dcp
+                ),
+            )
+            for pairing in push.pairings
+        )
+
+
 class FoundByAddress(Pushes):
     """P takes all layers at one address for the first of them."""
 
@@ -988,6 +1005,11 @@ def _parts(settings: Settings) -> Settings:
     return replace(settings.undivided(), decode=decode)
 
 
+def _indexed_parts(settings: Settings) -> Settings:
+    """Indexers beside latents that D's ranks divide."""
+    return replace(_parts(_indexed(settings)), indexed=(0, 1, 2))
+
+
 def _windows(settings: Settings) -> Settings:
     """Groups that share addresses: two windows, and layers that need all tokens; no deadline is near."""
     prefill = tuple(replace(shape, pp=1) for shape in settings.prefill)
@@ -1163,6 +1185,7 @@ MORE = (
     Mutation("ranks plan what they know", core=PrivatePlans),
     Mutation("a stage of P is not waited for", receiver=StageNotAwaited, world=_stages),
     Mutation("tokens of another part of D", core=PartOfAnother, world=_parts, divided=True),
+    Mutation("an indexer's keys divided as latents", core=KeysAsLatents, world=_indexed_parts, divided=True),
     Mutation("a stage of D is not served", core=FirstStageServed, world=_kind_stages),
     Mutation("blocks released before closed", hasty_release=True),
     Mutation("revocation keeps the session", blunt_revocation=True),

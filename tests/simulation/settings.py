@@ -178,7 +178,8 @@ class Settings:
         page = max(group.block_size for group in tables) // world
         cuts = [0, *self._cuts(shape), self.layers]
         stages = [tuple(name for i in range(a, b) for name in self._layer(i)) for a, b in itertools.pairwise(cuts)]
-        keys = Region("key", page * self.index_cell, 0, self.index_cell, self.index_cell)
+        # With DCP every rank has all keys.
+        keys = Region("key", page * shape.dcp * self.index_cell, 0, self.index_cell, self.index_cell)
         if shape.drafts:
             stages[-1] = (*stages[-1], DRAFT)
         packing = "kv" if self.regions == 1 else "k,v"
@@ -196,9 +197,12 @@ class Settings:
                 (sections[GROUPS], 1, "bf16", "state", self._states(shape, 1, 1)),
             )
             kinds += [
-                LayerKind(heads, word, pack, regions, some, index) for some, heads, word, pack, regions in of if some
+                LayerKind(heads, word, pack, regions, some, index, whole=shape.dcp > 1 and some is indexers)
+                for some, heads, word, pack, regions in of
+                if some
             ]
-        first = next(kind for kind in kinds if self.names()[0] in kind.layers)
+        own = [kind for kind in kinds if not kind.whole]
+        first = own[0] if len(own) < len(kinds) else next(kind for kind in kinds if self.names()[0] in kind.layers)
         others = [kind for kind in kinds if kind is not first]
         return CacheGeometry(
             block_size=tables[first.group].entries // world,
@@ -395,8 +399,11 @@ def _compressed(rng: random.Random, drawn: Settings) -> Settings:
 
 
 def _parts(rng: random.Random, drawn: Settings) -> Settings:
-    """Draw engines whose ranks divide the tokens: a tenth of the worlds where that is possible."""
-    if rng.random() < 0.9 or drawn.windows or drawn.indexed or drawn.opaque:
+    """Draw engines whose ranks divide the tokens: a tenth of the worlds where that is possible.
+
+    Beside an indexer, whose keys each rank has whole, there is no PCP.
+    """
+    if rng.random() < 0.9 or drawn.windows or drawn.opaque:
         return drawn
 
     def divided(shape: Shape, pcps: tuple[int, ...]) -> Shape:
@@ -405,7 +412,7 @@ def _parts(rng: random.Random, drawn: Settings) -> Settings:
         pcp, interleave = rng.choice(pcps), rng.choice(runs)
         return replace(shape, dcp=dcp, pcp=pcp, interleave=interleave if dcp * pcp > 1 else 1)
 
-    prefill = tuple(divided(shape, (1, 1, 2)) for shape in drawn.prefill)
+    prefill = tuple(divided(shape, (1,) if drawn.indexed else (1, 1, 2)) for shape in drawn.prefill)
     decode = tuple(divided(shape, (1,)) for shape in drawn.decode)
     if all(shape.covers == shape.block_size for shape in (*prefill, *decode)) and drawn.kv_heads > 1:
         drawn = replace(drawn, kv_heads=1)

@@ -18,6 +18,7 @@ class AscendMLAAttentionSpec(MLAAttentionSpec):
     sparse_head_dim: tuple[int, ...] | None = None
     cache_sparse_sfa_c8: bool = False
     cache_sparse_li_c8: bool = False
+    sfa_dcp_replicated_indexer_size: int = 1  # copies of an indexer's keys in a rank's cache: one for each rank of DCP
     compress_ratio: int = 1
     scale_dim: int = 0
 

@@ -133,7 +133,10 @@ def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
     heads = first.local_heads, first.total_heads, first.head_size
     of = {name: index for index, group in enumerate(made) for name in group.layer_names}
     divided = sizes.context(config.parallel_config)
-    return CacheShape(spec.block_size, *heads, tp, which, layers, unlike, groups, of, states, dtype_names, *divided)
+    indexes = {name: count for name, one in specs.items() if (count := kinds.index_tensors(one))}
+    return CacheShape(
+        spec.block_size, *heads, tp, which, layers, unlike, groups, of, states, indexes, dtype_names, *divided
+    )
 
 
 def _unlike(
@@ -168,9 +171,14 @@ def _together(
     parallel, tp = config.parallel_config, config.parallel_config.tensor_parallel_size
     divided, block = sizes.context(parallel), made[0].kv_cache_spec.block_size
     indexed = any(map(kinds.has_indexer, specs, specs.values()))
-    if divided.world > 1 and (groups or indexed):
-        # An indexer's keys are on every rank, windows and states are not divided.
-        feature = "Context parallelism with a sparse indexer, sliding windows, states or several groups"
+    if divided.world > 1 and (groups or any(map(attention_of, specs))):
+        # Windows and states are not divided.
+        feature = "Context parallelism with sliding windows, states, several groups or an indexer's layers"
+        yield not_proven(feature, "Start without it.")
+    if divided.pcp > 1 and indexed:
+        yield not_proven("Prefill context parallelism with a sparse indexer", "Start without it, or with DCP.")
+    elif divided.world > 1 and not all(kinds.has_whole_index(one, divided.dcp) for one in specs.values()):
+        feature = f"A sparse indexer whose keys are not whole on each of {divided.dcp} ranks of DCP"
         yield not_proven(feature, "Start without it.")
     if divided.world > 1 and block % divided.interleave:
         feature = (

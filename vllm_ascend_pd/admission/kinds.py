@@ -59,6 +59,17 @@ def has_indexer(name: str, spec: Any) -> bool:
     return bool(attention_of(name) or getattr(spec, "sparse_head_dim", None))
 
 
+def index_tensors(spec: Any) -> int:
+    """Return how many tensors of a layer's tuple are its indexer's: keys, and with int8 their scales."""
+    parts = getattr(spec, "sparse_head_dim", None)
+    return 1 + bool(getattr(spec, "cache_sparse_li_c8", False)) if parts and parts[-1] else 0
+
+
+def has_whole_index(spec: Any, dcp: int) -> bool:
+    """Return whether every rank of DCP has all keys of a layer's indexer, if the layer has one."""
+    return not index_tensors(spec) or getattr(spec, "sfa_dcp_replicated_indexer_size", 1) == dcp
+
+
 def tokens_per_entry(spec: Any) -> int:
     return int(getattr(spec, "compress_ratio", 1) or 1)
 

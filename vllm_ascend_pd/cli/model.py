@@ -45,6 +45,7 @@ class Model:
     window: int = 0  # tokens that some layers attend to; 0: all layers attend to all tokens
     windowed: frozenset[int] = frozenset()  # layers that attend to the window only
     states: States | None = None
+    index: int = 0  # elements of an indexer's key; 0: without
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +102,8 @@ def read_model(model: str) -> Model:
 
     attention, layers = size("num_attention_heads"), size("num_hidden_layers")
     if config.get("kv_lora_rank"):
-        # An indexer's key is counted as a part of its layer's cell, and as if all layers had one.
-        index = size("index_head_dim") if config.get("index_topk") else 0
-        return Model(1, size("kv_lora_rank") + size("qk_rope_head_dim") + index, layers, mla=True)
+        index = size("index_head_dim") if config.get("index_topk") else 0  # as if all layers had an indexer
+        return Model(1, size("kv_lora_rank") + size("qk_rope_head_dim"), layers, mla=True, index=index)
     dim = size("head_dim") if config.get("head_dim") else size("hidden_size") // attention
     heads = size("num_key_value_heads") if config.get("num_key_value_heads") else attention
     windowed = windowed_layers(config, layers)

@@ -23,7 +23,7 @@ from vllm_ascend_pd.cli.given import at_least, at_most, positive, refuse, write_
 from vllm_ascend_pd.cli.model import States, read_model
 from vllm_ascend_pd.config import RegroupConfig
 from vllm_ascend_pd.geometry.decide import MIN_SPAN, Decision, decide
-from vllm_ascend_pd.geometry.layout import STATE, WINDOW, CacheGeometry, Group, LayerKind, Region, section_of
+from vllm_ascend_pd.geometry.layout import STATE, WINDOW, CacheGeometry, Group, LayerKind, Region, index_of, section_of
 from vllm_ascend_pd.geometry.pairing import Pairing, contributors, pairings
 from vllm_ascend_pd.geometry.plan import Job, StepPlanner
 from vllm_ascend_pd.geometry.regroup import RegroupPlanner
@@ -71,11 +71,17 @@ class PlanInput:
     states: States | None = None
     drafts: int = 0  # layers of a draft model, behind the model's own
     scale: int = 0  # bytes of a scale for each token, head and component
+    index: int = 0  # elements of an indexer's key in each layer
 
     @property
     def attention_layers(self) -> frozenset[int]:
         own = frozenset(range(self.layers)) if self.states is None else self.states.attention_layers
         return own.union(range(self.layers, self.layers + self.drafts))
+
+    def names(self, index: int) -> tuple[str, ...]:
+        """Return the caches of an attention layer: its own, and its indexer's."""
+        name = f"layers.{index}.attn"
+        return (name, index_of(name)) if self.index else (name,)
 
     @property
     def parts(self) -> list[tuple[set[str], int, int]]:
@@ -83,8 +89,8 @@ class PlanInput:
         token.
         """
         begin = Group(self.block_size, WINDOW, self.window).begins(0, self.tokens) if self.windowed else 0
-        whole = {f"layers.{index}" for index in self.attention_layers - self.windowed}
-        some = {f"layers.{index}" for index in self.windowed}
+        whole = {name for index in self.attention_layers - self.windowed for name in self.names(index)}
+        some = {name for index in self.windowed for name in self.names(index)}
         return [part for part in ((whole, 0, self.tokens), (some, begin, self.tokens)) if part[0]]
 
 
@@ -196,7 +202,8 @@ def geometry_of_model(
     """
     found = read_model(model)
     layout = "mla" if found.mla else "token-major"
-    shape = PlanInput(found.heads, found.dim, found.layers, block_size, ITEM[dtype], layout, 1, states=found.states)
+    sizes = found.heads, found.dim, found.layers, block_size, ITEM[dtype]
+    shape = PlanInput(*sizes, layout, 1, states=found.states, index=found.index)
     return _with_context(_geometry(shape, "-", tp, 1), shape, "-", *divided)
 
 
@@ -209,13 +216,13 @@ def _shape(args: argparse.Namespace) -> PlanInput:
     if not (args.descriptor_us >= 0 and math.isfinite(args.descriptor_us)):
         refuse("--descriptor-us", args.descriptor_us, "it must be at least 0", "Give microseconds.")
     heads, dim, layers, layout = args.kv_heads, args.head_dim, args.layers, args.layout
-    window, windowed, states = 0, frozenset[int](), None
+    window, windowed, states, index = 0, frozenset[int](), None, 0
     if args.model:
         found = read_model(args.model)
         heads, dim, layers = heads or found.heads, dim or found.dim, layers or found.layers
         window, windowed, states = found.window, found.windowed, found.states
         if found.mla:
-            layout, dim = "mla", found.dim
+            layout, dim, index = "mla", found.dim, found.index
     for name, value in (("--kv-heads", heads), ("--head-dim", dim), ("--layers", layers)):
         if not value and not (layout == "mla" and name == "--kv-heads"):
             refuse(name, value, "it is needed", "Give it, or --model.")
@@ -225,7 +232,7 @@ def _shape(args: argparse.Namespace) -> PlanInput:
         refuse("--draft-layers", drafts, "the model has windows", "Leave it out: an engine does not start with both.")
     if drafts and max(args.p_pp, args.d_pp) > 1:
         refuse("--draft-layers", drafts, "an engine with a pipeline does not start with it", "Leave it out.")
-    return PlanInput(*sizes, layout, args.tokens, window, windowed, states, drafts, scale)
+    return PlanInput(*sizes, layout, args.tokens, window, windowed, states, drafts, scale, index)
 
 
 def _geometry(shape: PlanInput, flag: str, tp: int, pp: int) -> CacheGeometry:
@@ -253,7 +260,7 @@ def _geometry(shape: PlanInput, flag: str, tp: int, pp: int) -> CacheGeometry:
     names = ("kv",) if shape.layout == "mla" else ("k", "v")
     cells = [(name, shape.head_dim * shape.item) for name in names]
     cells += [(f"{name}_scale", shape.scale) for name in names if shape.scale]
-    drafts = tuple(f"layers.{shape.layers + index}" for index in range(shape.drafts))
+    drafts = tuple(name for index in range(shape.drafts) for name in shape.names(shape.layers + index))
     cuts = list(pairwise(_cuts(shape.layers, pp)))
     return CacheGeometry(
         block_size=size,
@@ -268,7 +275,7 @@ def _geometry(shape: PlanInput, flag: str, tp: int, pp: int) -> CacheGeometry:
         ),
         drafter="a draft model" if drafts else "",
         drafts=drafts,
-        others=tuple(_sections(shape, tp)),
+        others=(*_indexers(shape, 1), *_sections(shape, tp)),
         groups=(Group(size), Group(size, STATE)) if shape.states is not None else (),
     )
 
@@ -294,14 +301,28 @@ def _with_context(
         refuse(f"{flag}-interleave", interleave, f"a block has {g.block_size} tokens", "Give a divisor of them.")
     if g.tp_size * pcp > MAX_WORKERS:
         refuse(given, value, f"an engine has at most {MAX_WORKERS} workers", "Give less.")
-    return msgspec.structs.replace(g, dcp=dcp, pcp=pcp, interleave=interleave)
+    if shape.index and pcp > 1:
+        refuse(given, value, "an engine with a sparse indexer does not start with PCP", f"Give {flag}-pcp 1.")
+    return msgspec.structs.replace(
+        g, others=tuple(_indexers(shape, dcp)) or g.others, dcp=dcp, pcp=pcp, interleave=interleave
+    )
 
 
 def _names(shape: PlanInput, index: int) -> list[str]:
-    own = [f"layers.{index}"] if index in shape.attention_layers else []
+    own = [*shape.names(index)] if index in shape.attention_layers else []
     if shape.states is not None and index in shape.states.layers:
         own += [section_of(f"layers.{index}", section.name) for section in shape.states.at(1, 1).sections("", 1)]
     return own
+
+
+def _indexers(shape: PlanInput, dcp: int) -> Iterator[LayerKind]:
+    """Yield the kind of indexers' keys, of which each rank of DCP has all."""
+    if shape.index:
+        cell, size = shape.index * shape.item, shape.block_size * dcp
+        cells = (("kv", cell), *((("kv_scale", shape.scale),) if shape.scale else ()))
+        regions = tuple(Region(name, size * cell, 0, cell, cell) for name, cell in cells)
+        layers = tuple(index_of(f"layers.{index}.attn") for index in sorted(shape.attention_layers))
+        yield LayerKind(1, f"{shape.item}-byte", "plain", regions, layers, whole=dcp > 1)
 
 
 def _sections(shape: PlanInput, tp: int) -> Iterator[LayerKind]:
@@ -379,8 +400,9 @@ def _table(
         kept, attends = len(shape.states.layers), len(shape.attention_layers)
         windows = f" ({attends} with attention, {kept} with a state of {sum(shape.states.at(1, shape.item).nbytes)} B)"
     windows += f" and {shape.drafts} of a draft model" if shape.drafts else ""
+    keys = f" and index keys of {shape.index}" if shape.index else ""
     lines = [
-        f"prefill {sizes_of(p)} → decode {sizes_of(d)}, {shape.kv_heads} KV heads × {shape.head_dim}, "
+        f"prefill {sizes_of(p)} → decode {sizes_of(d)}, {shape.kv_heads} KV heads × {shape.head_dim}{keys}, "
         f"{shape.layers} layers{windows}, block {shape.block_size}, {shape.layout}, {shape.tokens} tokens",
         f"mode: {decision.mode} ({decision.why}; spans {decision.direct_span} B direct, "
         f"{decision.regroup_span} B regrouped)",

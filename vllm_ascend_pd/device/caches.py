@@ -4,7 +4,8 @@
 Layouts are read off shapes, strides and storages, never assumed. A layer may have one tensor or a tuple of tensors,
 each `[block, head, token, dim]`, `[block, token, head, dim]`, `[block, token, dim]` or `[2, block, ...]` (K and V
 stacked). A recurrent layer has one tensor of pages in which its states lie one behind the other, or one tensor for each
-state. It becomes a layer for each of its sections (geometry/states.py).
+state. It becomes a layer for each of its sections (geometry/states.py). An indexer's keys in the tuple of a layer
+become a layer of their own, as vLLM has them.
 
 Layers of several groups may share memory. vllm-ascend places all blocks of one state there, then all of the other. K
 and V use the same bytes, in blocks of the kernels' size, of which several make one block of the group. Whatever the
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -30,7 +31,9 @@ from vllm_ascend_pd.geometry.layout import (
     Group,
     LayerKind,
     Region,
+    attention_of,
     in_execution_order,
+    index_of,
     joined_names,
     section_of,
 )
@@ -61,6 +64,7 @@ class CacheShape:
     groups: tuple[Group, ...] = ()  # empty: one group, in which all tokens matter
     group_of: Mapping[str, int] = field(default_factory=dict)  # index of a layer's group; empty: not known
     states: Mapping[str, Recurrent] = field(default_factory=dict)  # by recurrent layer
+    indexes: Mapping[str, int] = field(default_factory=dict)  # last tensors of a layer's tuple that are its indexer's
     dtype_names: Mapping[str, str] = field(
         default_factory=dict
     )  # name of a layer's dtype, if its tensor does not show it
@@ -115,7 +119,10 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
         if name in shape.states:
             layers.update(_sections(name, _tensors(tensors[name]), shape))
         else:
-            layers[name] = _layer(name, tensors[name], shape, device)
+            parts, count = _parts(name, tensors[name], shape, device), shape.indexes.get(name, 0)
+            layers[name] = _layer(name, parts[: len(parts) - count], shape, device)
+            if count:
+                layers[index_of(name)] = _index(name, parts[-count:], shape, device)
     if not layers:
         raise ConfigError("PD-GEO-003", layer="(none)", why="the engine registered no KV cache")
     first_name, first = next(iter(layers.items()))
@@ -139,7 +146,7 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
         regions=first.regions,
         stages=(tuple(layers),),
         drafter=shape.drafter,
-        drafts=tuple(name for name in layers if name in shape.drafts),
+        drafts=tuple(name for name in layers if not shape.drafts.isdisjoint((name, attention_of(name)))),
         others=tuple(
             msgspec.structs.replace(kind, layers=tuple(names))
             for kind, names in itertools.islice(kinds.items(), 1, None)
@@ -166,17 +173,43 @@ class _Layer:
     tensors: tuple[torch.Tensor, ...]
     storages: tuple[tuple[int, int], ...]
     group: int
+    whole: bool = False
 
     @property
     def kind(self) -> LayerKind:
         """Properties that layers of one kind share."""
-        return LayerKind(self.heads, self.dtype, self.packing, self.regions, (), self.group)
+        return LayerKind(self.heads, self.dtype, self.packing, self.regions, (), self.group, whole=self.whole)
 
 
-def _layer(name: str, value: torch.Tensor | Sequence[torch.Tensor], shape: CacheShape, device: Device) -> _Layer:
-    own, (group, table) = shape.of(name), shape.group(name)
-    block_size = table.block_size
-    parts = _parts(name, value, shape, device)
+def _layer(name: str, parts: Sequence[torch.Tensor], shape: CacheShape, device: Device) -> _Layer:
+    group, table = shape.group(name)
+    return _of_tensors(name, parts, shape.of(name), table.block_size, group, device, shape.dtype_names.get(name, ""))
+
+
+def _index(name: str, parts: Sequence[torch.Tensor], shape: CacheShape, device: Device) -> _Layer:
+    """Return the keys of a layer's indexer as a layer of its own.
+
+    Where ranks of DCP divide the tokens of latents, each has all keys, for a block of the table in as many blocks as
+    there are ranks.
+    """
+    group, table = shape.group(name)
+    size, whole = table.block_size, shape.dcp > 1 and shape.pcp == 1
+    if whole:
+        size *= shape.dcp
+        parts = [_in_blocks(part, size, 1) for part in parts]
+    own = LayerShape(1, 1, parts[0].shape[-1])
+    return replace(_of_tensors(index_of(name), parts, own, size, group, device), whole=whole)
+
+
+def _of_tensors(
+    name: str,
+    parts: Sequence[torch.Tensor],
+    own: LayerShape,
+    block_size: int,
+    group: int,
+    device: Device,
+    dtype: str = "",
+) -> _Layer:
     regions, packings = [], []
     for index, part in enumerate(parts):
         if part.dim() not in (3, 4):
@@ -191,7 +224,7 @@ def _layer(name: str, value: torch.Tensor | Sequence[torch.Tensor], shape: Cache
     storages = [part.untyped_storage() for part in parts]
     return _Layer(
         heads=own.total_heads,
-        dtype=shape.dtype_names.get(name) or joined_names([str(part.dtype).removeprefix("torch.") for part in parts]),
+        dtype=dtype or joined_names([str(part.dtype).removeprefix("torch.") for part in parts]),
         packing=joined_names(packings),
         regions=tuple(regions),
         bases=tuple(part.data_ptr() for part in parts),

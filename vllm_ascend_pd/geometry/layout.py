@@ -128,6 +128,7 @@ class LayerKind(msgspec.Struct, frozen=True, array_like=True):
     layers: Stage
     group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)] = 0
     only: int = -1  # >= 0: the only rank that holds them
+    whole: bool = False  # with context parallelism: every rank holds all tokens (an indexer's keys)
 
 
 class Ranks(msgspec.Struct, frozen=True):
@@ -170,7 +171,8 @@ class CacheGeometry(msgspec.Struct, frozen=True):
     The fields describe the first kind of layers; `others` describes the other kinds. Regions are one rank's tensors,
     alike on all ranks. `kv_heads` counts heads of the whole model (1 for MLA and MQA); rank r of tp_size holds heads
     `head_range(r)`. `block_size` is the number of entries of a block on one rank. Without `groups` there is one group,
-    in which all tokens matter. With context parallelism a block covers `block_size` x `dcp` x `pcp` tokens.
+    in which all tokens matter. With context parallelism a block covers `block_size` x `dcp` x `pcp` tokens. Layers of a
+    `whole` kind have all of these in each block.
     """
 
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -307,8 +309,7 @@ def _region_roles(kind: CacheGeometry) -> tuple[str, ...]:
         return ()
     if kind.kv_heads > 1 or len({region.cell_bytes for region in kind.regions}) == 1:
         return "k", "v"
-    # MLA in one tuple, perhaps with an indexer's; in int8 the latent and its rope are one tensor
-    return ("latent and rope", *_INDEX) if kind.dtype.startswith("int8") else ("latent", "rope", *_INDEX)
+    return "latent", "rope"
 
 
 @lru_cache(maxsize=256)
@@ -326,17 +327,24 @@ def _kinds(geometry: CacheGeometry) -> tuple[CacheGeometry, ...]:
         *(
             only(
                 set(k.layers),
-                block_size=geometry.groups[k.group].entries if geometry.groups else geometry.block_size,
                 kv_heads=k.kv_heads,
                 dtype=k.dtype,
                 packing=k.packing,
                 regions=k.regions,
                 group=k.group,
                 only=k.only,
+                **_division(geometry, k),
             )
             for k in geometry.others
         ),
     )
+
+
+def _division(geometry: CacheGeometry, kind: LayerKind) -> dict[str, int]:
+    """Return the entries of a kind's blocks, and what of the division of tokens differs from the first kind's."""
+    if kind.whole:
+        return {"block_size": geometry.covers, "dcp": 1, "interleave": 1}
+    return {"block_size": geometry.groups[kind.group].entries if geometry.groups else geometry.block_size}
 
 
 @lru_cache(maxsize=256)
@@ -371,9 +379,17 @@ def attention_of(name: str) -> str:
     return f"{attention}.attn" if beside else ""
 
 
+_INDEX_CACHE = ".indexer.k_cache"
+
+
 def is_index(name: str) -> bool:
     """Return whether a layer has an indexer's keys."""
-    return name.endswith(".indexer.k_cache")
+    return name.endswith(_INDEX_CACHE)
+
+
+def index_of(attention: str) -> str:
+    """Return the name of the layer that has the keys of this attention's indexer."""
+    return attention.removesuffix(".attn") + _INDEX_CACHE
 
 
 def joined_names(words: Sequence[str]) -> str:

@@ -189,7 +189,7 @@ def read(layout: bytes) -> EngineLayout:
         drafter=found.drafter,
         drafts=tuple(found.layers[index].name for index in found.drafts),
         others=tuple(
-            Unlike(*_planned(kind), tuple(names), group, kind.components[0].held.only)
+            Unlike(*_planned(kind), tuple(names), group, kind.components[0].held.only, _is_whole(kind, held))
             for kind, names, group in list(zip(found.kinds, of_kind, group_of, strict=True))[1:]
         ),
         groups=() if plain else found.groups,
@@ -214,15 +214,23 @@ def _planned(kind: Kind) -> tuple[int, str, str, tuple[Region, ...]]:
     return some[0].held.heads, joined_names([c.dtype for c in some]), joined_names([c.packing for c in some]), regions
 
 
+def _is_whole(kind: Kind, first: Sharding) -> bool:
+    """Return whether all ranks have all tokens of a kind, unlike the first one."""
+    return kind.components[0].held.world == 1 < first.world
+
+
 def _unsupported(layout: Layout) -> str:
     """Return a word for something that this release does not support; empty if there is nothing."""
     components = [component for kind in layout.kinds for component in kind.components]
     held = [component.held for component in components]
+    divided = {(h.world, h.interleave) for h in held}
+    if layout.workers and _again(layout) == 1 and held and held[0].world > 1:
+        divided -= {(1, 1)}  # of such a kind every rank has all tokens
     filled = {
         "sections": any(component.sections for component in components),
-        "world": len({(h.world, h.interleave) for h in held}) > 1
+        "world": len(divided) > 1
         or (any(h.world > 1 for h in held) and (len(layout.groups) != 1 or layout.groups[0].matters != ALL)),
-        "only": any(h.only >= 0 and h.world > 1 for h in held),
+        "only": any(h.only >= 0 for h in held) and any(h.world > 1 for h in held),
         "replicated": not all(h.heads for h in held),
         "components": any(len({c.held for c in kind.components}) > 1 for kind in layout.kinds),
         "matters": any(group.matters not in (ALL, WINDOW, STATE, COMPRESSED) for group in layout.groups),
@@ -242,7 +250,7 @@ def _contradiction(layout: Layout) -> str:
     if (last.stage + 1) * (last.tp + 1) * again != len(layout.workers):
         return "its workers are not those of every stage and rank, in order"
     if held.world % again or any(
-        (last.tp + 1) % (c.held.heads * held.world // again)
+        (last.tp + 1) % (c.held.heads * c.held.world // again)
         for k in layout.kinds
         for c in k.components
         if held.world > again

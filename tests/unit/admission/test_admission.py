@@ -728,6 +728,34 @@ def test_a_sparse_indexer_may_be_a_part_of_its_layer(second: tuple[int, ...]) ->
     assert [shape.of(name) for name in LAYERS] == [LayerShape(1, 1, 704), LayerShape(1, 1, sum(second))]
 
 
+def indexed_in_context(dcp: int = 1, pcp: int = 1, copies: int = 1) -> CacheShape:
+    config = divided("kv_producer")
+    parallel = config.parallel_config
+    parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size = dcp, pcp
+    parallel.cp_kv_cache_interleave_size = 16
+    groups = cache_config(ascend_spec((512, 64, 128), sfa_dcp_replicated_indexer_size=copies))
+    return admission.cache_shape(config, groups)
+
+
+@pytest.mark.usefixtures("under_vllm_ascend")
+def test_an_indexer_with_dcp_has_all_its_keys_on_every_rank() -> None:
+    """vllm-ascend counts their copies in the spec; with PCP it divides the keys, which no pair has shown."""
+    shape = indexed_in_context(dcp=2, copies=2)
+    assert shape.dcp == 2 and shape.indexes == dict.fromkeys(LAYERS, 1)
+    with pytest.raises(ConfigError, match="A sparse indexer whose keys are not whole on each of 2 ranks of DCP"):
+        indexed_in_context(dcp=2)
+    with pytest.raises(ConfigError, match="Prefill context parallelism with a sparse indexer"):
+        indexed_in_context(dcp=2, pcp=2, copies=2)
+
+
+@pytest.mark.usefixtures("under_vllm_ascend")
+def test_an_indexers_layers_of_their_own_are_not_divided() -> None:
+    config = divided("kv_producer")
+    config.parallel_config.cp_kv_cache_interleave_size = 16
+    with pytest.raises(ConfigError, match="an indexer's layers"):
+        admission.cache_shape(config, with_indexers(latent(32, 64)))
+
+
 def test_an_indexer_with_a_pipeline_is_refused() -> None:
     staged = vllm_config(pipeline_parallel_size=2)
     for groups in (with_indexers(latent(32, 64)), cache_config(ascend_spec((512, 64, 128)))):

@@ -301,12 +301,37 @@ def test_of_a_window_the_last_blocks_are_planned(mode, more, layers, tokens, tmp
     assert sum(link["bytes"] for link in json.loads(capsys.readouterr().out)["links"]) == tokens * 2 * 2 * 64 * 2
 
 
-@pytest.mark.parametrize(("more", "cell"), [({}, 576), ({"index_topk": 2048, "index_head_dim": 128}, 704)])
+@pytest.mark.parametrize(
+    ("more", "cell"), [({}, "576"), ({"index_topk": 2048, "index_head_dim": 128}, "576 and index keys of 128")]
+)
 def test_an_indexers_key_is_planned_with_its_layer(more, cell, tmp_path, capsys):
     config = {**FULL, "kv_lora_rank": 512, "qk_rope_head_dim": 64, **more}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["plan", "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path)]) == 0
     assert f"{cell}, 4 layers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("sizes", "copies"),
+    [(("2", "1", "2", "1"), 1), (("1", "2", "1", "2"), 2), (("4", "2", "4", "2"), 2), (("2", "2", "2", "1"), 2)],
+    ids=["2→1", "1→2", "4→2", "on prefill alone"],
+)
+def test_each_rank_of_decode_gets_all_index_keys_and_its_part_of_the_latents(sizes, copies, tmp_path, capsys):
+    """`copies` of the keys; of the latents there are as many only without DCP on decode."""
+    keys = {"index_topk": 2048, "index_head_dim": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**FULL, **keys}))
+    flags = zip(("--p-tp", "--d-tp", "--p-dcp", "--d-dcp"), sizes, strict=True)
+    assert main(["plan", *sum(flags, ()), "--model", str(tmp_path), "--json"]) == 0
+    links = json.loads(capsys.readouterr().out)["links"]
+    latents = int(sizes[1]) // int(sizes[3])
+    assert sum(link["bytes"] for link in links) == 4 * 4096 * 2 * (latents * 576 + copies * 128)
+
+
+def test_an_indexer_with_pcp_is_refused(tmp_path, capsys):
+    keys = {"index_topk": 2048, "index_head_dim": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**FULL, **keys}))
+    assert main(["plan", "--p-tp", "1", "--p-pcp", "2", "--d-tp", "1", "--model", str(tmp_path)]) == 2
+    assert "sparse indexer" in capsys.readouterr().err
 
 
 # Rows of the convolution in bf16, matrices in float32: x, B and C of Mamba-2, q, k and v of Gated DeltaNet.

@@ -36,7 +36,7 @@ def refused(tensors: dict[str, Any], shape: CacheShape = SHAPE, device: Device =
 
 
 def cell_address(caches: Caches, layer: int, region: int, block: int, head: int, token: int) -> int:
-    r = caches.geometry.regions[region]
+    r = caches.geometry.by_layer[layer].regions[region]
     return caches.bases[layer][region] + block * r.block_stride + head * r.head_stride + token * r.token_stride
 
 
@@ -133,21 +133,37 @@ def test_latent_and_rope_apart_have_cells_of_their_own() -> None:
 )
 def test_an_indexers_key_is_a_third_tensor_and_its_scale_a_fourth(dtypes: tuple[str, ...]) -> None:
     """vllm-ascend: (latent, rope, index key[, scale]); layers that reuse another's selection have the first two
-    alone."""
+    alone. The keys are layers of their own, as in vLLM."""
     parts = [
         torch.empty(BLOCKS, 16, 1, dim, dtype=getattr(torch, dtype))
         for dim, dtype in zip((512, 64, 128, 1), dtypes, strict=False)
     ]
-    shape = replace(LATENT, head_size=704, other_shapes={"l1": LayerShape(1, 1, 576)})
-    caches = describe({"l0": parts, "l1": parts[:2], "l2": parts}, shape, NPU_LIKE)
-    with_keys, without = caches.geometry.kinds
-    assert with_keys.layers == ("l0", "l2") and without.layers == ("l1",)
-    sizes = [(region.name, region.cell_bytes) for region in with_keys.regions]
-    expected = [(f"kv{i}", part.shape[-1] * part.element_size()) for i, part in enumerate(parts)]
-    assert sizes == expected and [(r.name, r.cell_bytes) for r in without.regions] == expected[:2]
-    assert with_keys.dtype == ("bfloat16" if len(set(dtypes)) == 1 else "/".join(dtypes))
-    assert caches.bases[2] == tuple(part.data_ptr() for part in parts)
+    unlike, keys = {"l1.attn": LayerShape(1, 1, 576)}, dict.fromkeys(("l0.attn", "l2.attn"), len(dtypes) - 2)
+    shape = replace(LATENT, head_size=704, other_shapes=unlike, indexes=keys)
+    caches = describe({"l0.attn": parts, "l1.attn": parts[:2], "l2.attn": parts}, shape, NPU_LIKE)
+    latents, indexes = caches.geometry.kinds
+    assert latents.layers == ("l0.attn", "l1.attn", "l2.attn")
+    assert indexes.layers == ("l0.indexer.k_cache", "l2.indexer.k_cache") and indexes.kv_heads == 1
+    sizes = [part.shape[-1] * part.element_size() for part in parts]
+    assert [region.cell_bytes for region in latents.regions] == sizes[:2]
+    assert [region.cell_bytes for region in indexes.regions] == sizes[2:]
+    assert latents.dtype == "bfloat16" and indexes.dtype == "/".join(dtypes[2:])
+    assert caches.geometry.layers == ("l0.attn", "l0.indexer.k_cache", "l1.attn", "l2.attn", "l2.indexer.k_cache")
+    assert caches.bases[3] + caches.bases[4] == tuple(part.data_ptr() for part in parts)
     assert len(caches.storages) == len(parts)
+
+
+def test_each_rank_of_dcp_has_all_keys_of_an_indexer() -> None:
+    """vllm-ascend: in as many blocks for one of the table as there are ranks, one behind the other."""
+    parts = [torch.empty(BLOCKS, 16, 1, 512), torch.empty(BLOCKS, 16, 1, 64), torch.empty(4 * BLOCKS, 16, 1, 128)]
+    shape = replace(LATENT, tp_size=8, dcp=4, interleave=16, indexes={"l0.attn": 1})
+    caches = describe({"l0.attn": parts}, shape, NPU_LIKE)
+    latents, keys = caches.geometry.kinds
+    assert (latents.block_size, latents.ranks.world, latents.covers) == (16, 4, 64)
+    assert (keys.block_size, keys.ranks.world, keys.covers) == (64, 1, 64)
+    assert cell_address(caches, 1, 0, 3, 0, 37) == parts[2][3 * 4 + 2, 5].data_ptr()
+    with pytest.raises(ConfigError, match="blocks"):
+        describe({"l0.attn": [*parts[:2], parts[2][:BLOCKS]]}, shape, NPU_LIKE)
 
 
 def test_k_and_v_stacked_in_one_tensor() -> None:

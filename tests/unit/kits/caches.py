@@ -65,7 +65,7 @@ class Model:
     `opaque`: the CPU backend's planes, all layers in one storage. `latent`: MLA. `token`: tuples of K and V as
     vllm-ascend has them; `uneven`: with a V half as wide as K. `stacked`: K and V in one tensor. `indexed`: tuples
     of latent, rope and index key, in the last layer of latent and rope alone, as vllm-ascend has MLA with an
-    indexer.
+    indexer. With DCP each rank has all keys, in as many blocks for one of the table as there are ranks.
     """
 
     layout: str = "opaque"
@@ -117,7 +117,8 @@ class Model:
 
         first = of(self.names[0])
         unlike = {name: of(name) for name in self.names if of(name) != first}
-        more: dict[str, Any] = {**self.drafted, **divided._asdict()}
+        keys = {name: 1 for name in self.names if len(self.widths_of(name)) == 3}
+        more: dict[str, Any] = {**self.drafted, **divided._asdict(), "indexes": keys}
         sizes = first.total_heads, first.head_size
         return CacheShape(block, first.local_heads, *sizes, tp, other_shapes=unlike, **more)
 
@@ -167,6 +168,7 @@ class RankCache:
         self.part = rank // tp * divided.dcp + rank % tp % divided.dcp
         self.tensors: dict[str, Any] = {}
         self.views: list[list[np.ndarray]] = []
+        self.whole: set[tuple[int, ...]] = set()  # layer and region of which a rank of DCP has all tokens
         alike = len({(model.heads_of(name), model.widths_of(name)) for name in names}) == 1
         storage = torch.empty(len(names), blocks, len(self.heads[0]), block, model.width)
         for index, name in enumerate(names):
@@ -181,20 +183,28 @@ class RankCache:
                 tensor = torch.empty(blocks, 1, block, *widths)
                 self.tensors[name], parts = tensor, [tensor]
             elif model.layout in ("token", "uneven", "indexed"):
-                some = tuple(torch.empty(blocks, block, n, width) for width in widths)
-                self.tensors[name], parts = some, [tensor.permute(0, 2, 1, 3) for tensor in some]
+                ranks = [1, 1, divided.dcp][: len(widths)]
+                self.whole.update((index, region) for region, count in enumerate(ranks) if count > 1)
+                some = tuple(
+                    torch.empty(blocks * count, block, n, width) for count, width in zip(ranks, widths, strict=True)
+                )
+                self.tensors[name] = some
+                parts = [tensor.view(blocks, -1, *tensor.shape[2:]).permute(0, 2, 1, 3) for tensor in some]
             else:
                 stack = torch.empty(2, blocks, block, n, widths[0])
                 self.tensors[name], parts = stack, [stack[i].permute(0, 2, 1, 3) for i in range(2)]
             self.views.append([part.view(torch.int32).numpy() for part in parts])
 
-    def own(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """This rank's tokens of [begin, end): their numbers, the place of each one's block in the table, and its
-        place in the block. A rank's tokens of a prompt lie one after the other."""
-        tokens = np.arange(end)
-        held = np.flatnonzero(tokens // self.divided.interleave % self.divided.world == self.part)
+    def own(self, begin: int, end: int, *of: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """This rank's tokens of [begin, end), `of` a layer and region: their numbers, the place of each one's block in
+        the table, and its place in the block. A rank's tokens of a prompt lie one after the other."""
+        tokens, block = np.arange(end), self.block
+        if of in self.whole:
+            held, block = tokens, block * self.divided.dcp
+        else:
+            held = np.flatnonzero(tokens // self.divided.interleave % self.divided.world == self.part)
         places = np.arange(len(held))[held >= begin]
-        return held[held >= begin], places // self.block, places % self.block
+        return held[held >= begin], places // block, places % block
 
     def fill(self, value: int) -> None:
         for layer in self.views:

@@ -235,7 +235,7 @@ class DecodeSite:
             if request not in requests:
                 free[request.d_blocks] = True
                 continue
-            tokens, at, row = cache.own(request.first, request.tokens)
+            tokens, at, row = cache.own(request.first, request.tokens, own, region)
             if self.used.intersection(request.d_blocks):  # used blocks may hold anything elsewhere
                 free[request.d_blocks] = True
             ids = np.asarray(request.d_blocks)[at - request.first // self.covers]
@@ -398,11 +398,11 @@ class PrefillSite:
         return step
 
     def _write(self, cache: RankCache, layer: int, own: int, request: Request, begin: int, end: int) -> None:
-        tokens, at, row = cache.own(begin, end)
-        ids = np.asarray(request.p_blocks)[at]
         if layer >= len(request.content):
             return  # layer of a draft model that D lacks
         for region, view in enumerate(cache.views[own]):
+            tokens, at, row = cache.own(begin, end, own, region)
+            ids = np.asarray(request.p_blocks)[at]
             content = request.content[layer, region][tokens][:, cache.heads[own], : view.shape[-1]]
             view[ids, :, row] = content
 

@@ -66,14 +66,28 @@ def test_every_division_of_prefill_meets_every_one_of_decode(
     heads: int, p_context: ContextParallel, d_context: ContextParallel, blocks: tuple[int, int], runs: tuple[int, int]
 ) -> None:
     """MLA as vllm-ascend has it, a latent and a rope for each token, and GQA; runs of whole blocks, and others."""
-    one = Model("uneven" if heads == 1 else "token", heads=heads, layers=2)
+    meet(Model("uneven" if heads == 1 else "token", heads=heads, layers=2), p_context, d_context, blocks, runs)
+
+
+@pytest.mark.parametrize(("p_context", "d_context"), [(p, d) for heads, p, d in GRID if heads == 1 and p.pcp == 1])
+@pytest.mark.parametrize(("blocks", "runs"), [((4, 4), (4, 4)), ((8, 4), (1, 2)), ((4, 8), (4, 8))])
+def test_an_indexers_keys_are_on_every_rank_that_divides_the_latents(
+    p_context: ContextParallel, d_context: ContextParallel, blocks: tuple[int, int], runs: tuple[int, int]
+) -> None:
+    """DeepSeek-V3.2 as vllm-ascend has it with DCP: a rank has its part of latents and ropes, and all keys."""
+    meet(Model("indexed", heads=1), p_context, d_context, blocks, runs)
+
+
+def meet(
+    one: Model, p_context: ContextParallel, d_context: ContextParallel, blocks: tuple[int, int], runs: tuple[int, int]
+) -> None:
     p_parts, d_parts = (
         Divided(*context, length if context != ContextParallel() else 1)
         for context, length in zip((p_context, d_context), runs, strict=True)
     )
     (p_block, d_block), device = blocks, TokenMajorDevice()
-    p = PrefillSite(one, p_context.tp(heads), divided=p_parts, block=p_block, blocks=100, device=device)
-    d = DecodeSite(one, d_context.tp(heads), divided=d_parts, block=d_block, blocks=100, device=device)
+    p = PrefillSite(one, p_context.tp(one.heads), divided=p_parts, block=p_block, blocks=100, device=device)
+    d = DecodeSite(one, d_context.tp(one.heads), divided=d_parts, block=d_block, blocks=100, device=device)
     arrives(p, d, 37, 60, 9, first=d.covers)
 
 

@@ -305,14 +305,32 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor
 
     A query that sees no key has the result 0, and no weight where results are merged.
     """
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.double().repeat_interleave(groups, 1) for x in (key, value))
-    scores = torch.einsum("qhc,khc->hqk", query.double(), key) * scale
-    scores = scores.masked_fill(~seen, -math.inf)
+    scores = _scores(query, key, scale, seen)
     sums = scores.logsumexp(-1, keepdim=True)
     weights = torch.exp(scores - sums).nan_to_num(0.0)
-    result = torch.einsum("hqk,khc->qhc", weights, value)
+    result = torch.einsum("hqk,khc->qhc", weights, _for_heads(value, query))
     return result.to(query.dtype), sums.transpose(0, 1).float()
+
+
+def softmax_parts(query: Tensor, key: Tensor, scale: float, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each row's largest score, and the sum of exponentials over it, as [tokens, heads].
+
+    For a query that sees no key these are -inf and 0.
+    """
+    scores = torch.nn.functional.pad(_scores(query, key, scale, seen), (0, 1), value=-math.inf)
+    largest = scores.amax(-1, keepdim=True)
+    total = torch.exp(scores - largest).nan_to_num(0.0).sum(-1)
+    return largest.squeeze(-1).t().float(), total.t().float()
+
+
+def _scores(query: Tensor, key: Tensor, scale: float, seen: Tensor) -> Tensor:
+    """Return the scores [heads, queries, keys]; -inf for a key that a query does not see."""
+    scores = torch.einsum("qhc,khc->hqk", query.double(), _for_heads(key, query)) * scale
+    return scores.masked_fill(~seen, -math.inf)
+
+
+def _for_heads(x: Tensor, query: Tensor) -> Tensor:
+    return x.double().repeat_interleave(query.shape[1] // x.shape[1], 1)
 
 
 def _paged(cache: Tensor, table: Tensor, count: int, heads: int) -> Tensor:

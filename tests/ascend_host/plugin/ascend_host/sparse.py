@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascend_host.reference import FULL, RIGHT_DOWN, attend, of, read_tokens, refuse, visible
+from ascend_host.reference import FULL, RIGHT_DOWN, attend, of, read_tokens, refuse, softmax_parts, visible
 
 _PAGED = (
     "Tensor? block_table=None, Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_{keys}=None, "
@@ -144,22 +144,30 @@ def sparse_flash_attention(
     layout_kv: str = "BSND",
     sparse_mode: int = RIGHT_DOWN,
     attention_mode: int = ABSORBED,
+    return_softmax_lse: bool = False,
     **more: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return attention over the chosen tokens that a query may see; rows behind the last sequence are zero."""
+    """Return attention over the chosen tokens that a query may see; rows behind the last sequence are zero.
+
+    If asked, also each row's largest score, and the sum of exponentials over it, both [1, tokens, heads].
+    """
     _as_here("npu_sparse_flash_attention", (layout_query, layout_kv), sparse_mode, more)
     if sparse_block_size != 1 or attention_mode != ABSORBED:
         raise NotImplementedError("npu_sparse_flash_attention over blocks of tokens, or not absorbed")
     out = torch.zeros(*query.shape[:2], value.shape[-1], dtype=query.dtype)
+    largest = torch.full((1, *query.shape[:2]) if return_softmax_lse else (0,), -torch.inf)
+    total = torch.zeros(largest.shape)
     for rows, table, count in _sequences(actual_seq_lengths_query, actual_seq_lengths_kv, block_table):
         k, rope, v = (read_tokens(cache, table, 0, count) for cache in (key, key_rope, value))
         indices = sparse_indices[rows, 0].long()
         chosen = torch.zeros(len(indices), count + 1, dtype=torch.bool)  # the last column takes the -1
         chosen.scatter_(1, indices.masked_fill(indices == NOBODY, count), True)
         seen = chosen[:, :count] & visible(len(indices), count, sparse_mode, 0, 0)
-        asked = torch.cat((query[rows], query_rope[rows]), -1)
-        out[rows], _ = attend(asked, torch.cat((k, rope), -1), v, scale_value, seen)
-    return out, torch.zeros(0), torch.zeros(0)
+        asked, keys = torch.cat((query[rows], query_rope[rows]), -1), torch.cat((k, rope), -1)
+        out[rows], _ = attend(asked, keys, v, scale_value, seen)
+        if return_softmax_lse:
+            largest[0, rows], total[0, rows] = softmax_parts(asked, keys, scale_value, seen)
+    return out, largest, total
 
 
 @of("_C_ascend::npu_kv_quant_sparse_flash_attention")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planted faults in the scales of an indexer's int8 keys, which are a component of their own in the layer's tuple.
+"""Planted faults in the scales of an indexer's int8 keys, which are a component of their own, beside these keys.
 
 PD_TEST_SCALES names one: `left out`, or `of the block before`. Keys and latents beside them are pushed correctly.
 """
@@ -13,11 +13,12 @@ from typing import Any
 from pd_test_tuples import TupleConnector
 
 from vllm_ascend_pd.geometry.coalesce import Spans
+from vllm_ascend_pd.geometry.layout import is_index
 from vllm_ascend_pd.metadata import PushSlice
 from vllm_ascend_pd.prefill.core.pushes import Pushes
 
 _WHAT = os.environ.get("PD_TEST_SCALES", "")
-_SCALE = 2  # index in (latent, key, scale)
+_SCALE = 1  # index in (key, scale)
 _plan = Pushes._plan
 
 
@@ -32,7 +33,7 @@ def _planned(self: Any, now: float, number: int, slices: Iterable[PushSlice]) ->
     for push in self._direct.get(number, ()):
         for index, pair in enumerate(push.pairings):
             plan = push.plans.get((number, index))
-            if plan is None or len(pair.p.regions) <= _SCALE:
+            if plan is None or not any(map(is_index, pair.layers)):
                 continue
             stride = pair.p.regions[_SCALE].block_stride
             for rank, spans in plan.by_rank.items():
