@@ -25,7 +25,7 @@ from tools.support.compare import AnswerTally
 from tools.support.models import ensure
 from tools.support.spec import EngineSpec
 
-pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 BLOCK, LENGTHS = 32, (20, 31, 32, 33, 300, 700)
 # vLLM's choice for one worker, which is then in the scheduler's process. On a CPU it makes it a process of its own, for
@@ -78,6 +78,7 @@ def exercise(pair: Pair, name: str) -> None:
     pair.check([fresh_prompt(25 + 40 * i) for i in range(8)], name=f"{name}, 8 at once")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODES)
 def test_a_mode(
     name: str, cluster: Cluster, allowed: list[str], make_pair: PairMaker, progress: Callable[[str], None]
@@ -99,6 +100,7 @@ def test_a_mode(
         cluster.stop(pair.front, *pair.decode, pair.prefill)
 
 
+@pytest.mark.slow
 def test_priorities(
     cluster: Cluster, allowed: list[str], make_pair: PairMaker, progress: Callable[[str], None]
 ) -> None:
@@ -159,6 +161,7 @@ def adapter(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.ci
 def test_lora(cluster: Cluster, allowed: list[str], make_pair: PairMaker, tmp_path: Path) -> None:
     """A base model and an adapter side by side: an adapter has KV of its own, also for the same prompt."""
     words = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"tuned={adapter(tmp_path / 'tuned')}")

@@ -23,7 +23,7 @@ from tools.support.models import RECIPES, ensure
 from tools.support.spec import EngineSpec
 from tools.support.vision import FIRST_WORD, PICTURE_TOKENS, SIDE
 
-pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.engines, pytest.mark.ci, pytest.mark.timeout(1200)]
 
 PLUGIN = Path(__file__).parent / "plugins" / "vision"
 CHAT = "/v1/chat/completions"

@@ -10,7 +10,7 @@ from tools.support.environments import NEWEST, RELEASES
 INTEGRATION = "tests/integration/test_"
 ONE = "tokens of one engine"
 PAIRS = "tests/ascend_host/test_pairs.py"
-FOUR_SETS = "no: four sets of engines are, in the row vllm-ascend"
+FIVE_SETS = "no: five sets of engines are, in the rows vllm-ascend and vllm-ascend-dcp"
 ASCEND = "tokens of one vllm-ascend engine; bytes"
 
 
@@ -53,10 +53,10 @@ ROWS = (
     MatrixRow("windows", "sliding windows, several groups", _file("windows")),
     MatrixRow("states", "recurrent states: Mamba-2, Gated DeltaNet", _file("states"), f"{ONE}; by gap in bfloat16"),
     MatrixRow("fp8", "fp8 caches", _file("quantised")),
-    MatrixRow("modes", "async scheduling, prefix caches, chunks that cut blocks, bfloat16, LoRA", _file("modes", "-k", "not UniProc and not priorities"), ci="no: chunks and prefixes are in the first row, both kinds of scheduling and bfloat16 in the row vllm-ascend; LoRA is a part of a prompt's identity in unit tests"),
+    MatrixRow("modes", "async scheduling, prefix caches, chunks that cut blocks, bfloat16, LoRA", _file("modes", "-k", "not UniProc and not priorities")),
     MatrixRow("uniproc", "the one worker in the scheduler's process: UniProc, which vLLM chooses for TP 1 × PP 1 (on a CPU only with `VLLM_ENABLE_V1_MULTIPROCESSING=0`)", _file("modes", "-k", "UniProc"), ci="no: that worker's code is the same, vLLM calls it from another place"),
     MatrixRow("priorities", "priority scheduling on P and D (`--scheduling-policy priority`): D preempts, and an urgent request overtakes loads", _file("modes", "-k", "priorities"), ci="no: D's preemption is in the first row"),
-    MatrixRow("pictures", "pictures in a prompt (a small PaliGemma)", _file("pictures"), ci="no: a picture's hash in a prompt's identity is in unit tests"),
+    MatrixRow("pictures", "pictures in a prompt (a small PaliGemma)", _file("pictures"), ci="all"),
     MatrixRow("hot-blocks", "prefixes on P that the very step computes; a planted fault", _file("hot_blocks"), ci="no: the simulator has this rule and its fault"),
     MatrixRow("first-token", "P's first token: sampling, log-probabilities, penalties, grammars, stops, n", _file("first_token")),
     MatrixRow("orders", "P first, both at once: routers of others", _file("routers")),
@@ -72,16 +72,16 @@ ROWS = (
     MatrixRow("rollout", "an earlier state of this package on P or on D", _file("rollout")),
     MatrixRow("previous", "the same without engines: each reads what the other writes", ("tests/unit/releases/test_previous.py",), "every message", "–", "all"),
     MatrixRow("vllm-ascend", "vllm-ascend 0.23.0.post1 on a CANN in host memory: GQA (Llama, Qwen2, Qwen3), MHA, MQA, MLA (DeepSeek-V2, V3); pipelines, graphs, the recompute scheduler", (PAIRS, "-k", "(gqa or qwen2 or qwen3 or mha or mqa or mla or dsv3) and not (qwen3next or dcp or pcp or multi or switches)"), ASCEND, "0.23.0"),
-    MatrixRow("vllm-ascend-experts", "the same with experts apart, data parallelism, MTP (P and D with other numbers of drafts), Eagle3 and DFlash, with MLA too", (PAIRS, "-k", "(moe or mtp or eagle3 or dflash) and not (qwen3next or dsa or dsv4 or dcp or switches)"), ASCEND, "0.23.0", FOUR_SETS),
-    MatrixRow("vllm-ascend-deltanet", "the same with recurrent states: Qwen3-Next 1→1, 2→1, 1→2, with MTP, with prefix caching", (PAIRS, "-k", "qwen3next"), ASCEND, "0.23.0", FOUR_SETS),
-    MatrixRow("vllm-ascend-dsa", "the same with a sparse indexer: DeepSeek-V3.2 1→1, 2→1, 1→2, with MTP, in int8, both; GLM-5", (PAIRS, "-k", "dsa and not (switches or dcp)"), ASCEND, "0.23.0", FOUR_SETS),
-    MatrixRow("vllm-ascend-compressed", "the same with compressed latents: DeepSeek-V4 1→1, 2→1, 1→2, with MTP (1 token on P, 3 on D)", (PAIRS, "-k", "dsv4"), ASCEND, "0.23.0", FOUR_SETS),
-    MatrixRow("vllm-ascend-dcp", "the same with context parallelism: DCP 1→2, 2→1, 4→2, PCP 2→DCP 2", (PAIRS, "-k", "(dcp or pcp) and not (both or dsa)"), ASCEND, "0.23.0", "no: bytes are, with the workers of both sides (`tests/unit/runtime/test_runtime_context.py`); a set of engines takes 2.5 minutes"),
-    MatrixRow("vllm-ascend-dcp-both", "the same with DCP on both sides alike: MLA 2→2, GQA 4→4", (PAIRS, "-k", "dcp and both"), ASCEND, "0.23.0", "no: as in the row above"),
+    MatrixRow("vllm-ascend-experts", "the same with experts apart, data parallelism, MTP (P and D with other numbers of drafts), Eagle3 and DFlash, with MLA too", (PAIRS, "-k", "(moe or mtp or eagle3 or dflash) and not (qwen3next or dsa or dsv4 or dcp or switches)"), ASCEND, "0.23.0", FIVE_SETS),
+    MatrixRow("vllm-ascend-deltanet", "the same with recurrent states: Qwen3-Next 1→1, 2→1, 1→2, with MTP, with prefix caching", (PAIRS, "-k", "qwen3next"), ASCEND, "0.23.0", FIVE_SETS),
+    MatrixRow("vllm-ascend-dsa", "the same with a sparse indexer: DeepSeek-V3.2 1→1, 2→1, 1→2, with MTP, in int8, both; GLM-5", (PAIRS, "-k", "dsa and not (switches or dcp)"), ASCEND, "0.23.0", FIVE_SETS),
+    MatrixRow("vllm-ascend-compressed", "the same with compressed latents: DeepSeek-V4 1→1, 2→1, 1→2, with MTP (1 token on P, 3 on D)", (PAIRS, "-k", "dsv4"), ASCEND, "0.23.0", FIVE_SETS),
+    MatrixRow("vllm-ascend-dcp", "the same with context parallelism: DCP 1→2, 2→1, 4→2, PCP 2→DCP 2", (PAIRS, "-k", "(dcp or pcp) and not (both or dsa)"), ASCEND, "0.23.0"),
+    MatrixRow("vllm-ascend-dcp-both", "the same with DCP on both sides alike: MLA 2→2, GQA 4→4", (PAIRS, "-k", "dcp and both"), ASCEND, "0.23.0", "no: one set is, in the row vllm-ascend-dcp; bytes of all sizes are, with the workers of both sides (`tests/unit/runtime/test_runtime_context.py`)"),
     MatrixRow("vllm-ascend-dcp-dsa", "the same with a sparse indexer, whose keys each rank has whole: DeepSeek-V3.2, DCP 2→1, also in int8, 1→2, 4→2", (PAIRS, "-k", "dcp and dsa"), ASCEND, "0.23.0", "no: as in the row above"),
-    MatrixRow("vllm-ascend-switches", "the same with switches of vllm-ascend's own configurations: flash communication, tokens divided on P (DSA-CP), a shared expert apart, a divided output head, balanced experts", (PAIRS, "-k", "switches"), ASCEND, "0.23.0", FOUR_SETS),
-    MatrixRow("vllm-ascend-multi", "the same behind AscendMultiConnector, beside RecomputeCPUOffloadConnector, which keeps on the host what D preempts: GQA 2→1", (PAIRS, "-k", "multi"), ASCEND, "0.23.0", FOUR_SETS),
-    MatrixRow("vllm-ascend-pool", "the same beside AscendStoreConnector, a pool of prefixes (its memcache backend, over a client of the tests' own): GQA 1→1; P pushes what the pool has, also from D", ("tests/ascend_host/test_ascend_store.py",), ASCEND, "0.23.0", FOUR_SETS),
+    MatrixRow("vllm-ascend-switches", "the same with switches of vllm-ascend's own configurations: flash communication, tokens divided on P (DSA-CP), a shared expert apart, a divided output head, balanced experts", (PAIRS, "-k", "switches"), ASCEND, "0.23.0", FIVE_SETS),
+    MatrixRow("vllm-ascend-multi", "the same behind AscendMultiConnector, beside RecomputeCPUOffloadConnector, which keeps on the host what D preempts: GQA 2→1", (PAIRS, "-k", "multi"), ASCEND, "0.23.0", FIVE_SETS),
+    MatrixRow("vllm-ascend-pool", "the same beside AscendStoreConnector, a pool of prefixes (its memcache backend, over a client of the tests' own): GQA 1→1; P pushes what the pool has, also from D", ("tests/ascend_host/test_ascend_store.py",), ASCEND, "0.23.0", FIVE_SETS),
 )  # fmt: skip
 
 
