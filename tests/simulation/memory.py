@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
-from simulation.settings import Settings, Shape
+from simulation.settings import EngineShape, SimulationSettings
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.protocol import messages
 
@@ -142,7 +142,9 @@ class RankMemory:
     second layers at the next. A block belongs to one group at a time.
     """
 
-    def __init__(self, settings: Settings, shape: Shape, geometry: CacheGeometry, rank: int, stage: int | None) -> None:
+    def __init__(
+        self, settings: SimulationSettings, shape: EngineShape, geometry: CacheGeometry, rank: int, stage: int | None
+    ) -> None:
         numbers, names = settings.names(), geometry.layers if stage is None else geometry.stages[stage]
         self.layers = [numbers.index(name) for name in names]
         self.blocks = shape.blocks

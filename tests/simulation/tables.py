@@ -27,7 +27,7 @@ def needed(group: Group, tokens: int) -> int:
     return -(-(tokens // group.per_entry) // group.block_size)
 
 
-class Tables:
+class BlockTables:
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = tuple(groups)
         # whether block 0 is the null block

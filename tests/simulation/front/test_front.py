@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from simulation.front.house import run_seed
-from simulation.front.mutations import ALL, Mutation
+from simulation.front.mutations import ALL, FrontMutation
 from simulation.front.run import Total, run_seeds
 
 SEEDS = {"few": 75, "ci": 250, "all": 750}  # of 150 requests, most of which have clients
@@ -94,7 +94,7 @@ def test_a_seed_replays() -> None:
 
 
 @pytest.mark.parametrize("mutation", ALL.values(), ids=lambda mutation: mutation.name)
-def test_a_removed_rule_is_found(mutation: Mutation) -> None:
+def test_a_removed_rule_is_found(mutation: FrontMutation) -> None:
     logging.disable(logging.CRITICAL)
     try:
         for seed in (KNOWN.get(mutation.name, 0), *range(SEARCHED)):

@@ -11,13 +11,13 @@ import struct
 
 import pytest
 
-from unit.kits.channel import Ear, Mouth, Speaker, until
+from unit.kits.channel import DialingChild, Ear, Mouth, until
 from vllm_ascend_pd.channel.connection import Connection, Ending
 
 
 async def test_a_killed_process_is_gone_exactly_once() -> None:
     async with Ear() as ear:
-        with Speaker(ear.endpoint.port) as speaker:
+        with DialingChild(ear.endpoint.port) as speaker:
             await until(lambda: len(ear.heard) > 3, 20)
             assert not ear.events
             speaker.kill()
@@ -29,7 +29,7 @@ async def test_a_killed_process_is_gone_exactly_once() -> None:
 
 async def test_a_stopped_process_is_not_gone_until_it_is_killed() -> None:
     async with Ear() as ear:
-        with Speaker(ear.endpoint.port) as speaker:
+        with DialingChild(ear.endpoint.port) as speaker:
             await until(lambda: ear.heard, 20)
             speaker.stop()
             await asyncio.sleep(1.0)  # longer than all limits of this listener

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unit.kits.channel import FAST, IMPATIENT, LOOPBACK, Ear, Mouth, Raw, message, still_works, until
+from unit.kits.channel import FAST, IMPATIENT, LOOPBACK, Ear, Mouth, RawConnection, message, still_works, until
 from vllm_ascend_pd.channel.frames import (
     CLEAR,
     FRAME_BYTES,
@@ -44,7 +44,7 @@ HELLO = Hello(PROTOCOL_VERSION, "p-x", b"n" * 32, False)
 
 async def test_another_version_is_refused_in_words_on_both_sides() -> None:
     async with Ear() as ear:
-        async with Raw(ear) as raw:
+        async with RawConnection(ear) as raw:
             future = msgspec.msgpack.encode(
                 {"type": "hello", "version": 7, "incarnation": "p", "nonce": b"n" * 32, "guarded": False, "more": [1]}
             )
@@ -79,7 +79,7 @@ async def test_who_only_claims_an_incarnation_cannot_end_it() -> None:
         mouth.say(ear.endpoint, 1)
         await until(lambda: mouth.answers)
         for _ in range(3):
-            async with Raw(ear) as raw:
+            async with RawConnection(ear) as raw:
                 raw.send(clear_frame(replace_hello(incarnation="p-1", guarded=True)))
                 await raw.frame()
                 raw.send(guarded_frame(Unguarded(), Proof()))
@@ -120,7 +120,7 @@ async def test_garbage_ends_its_own_connection_and_no_other(data) -> None:
     async with Ear() as ear, Mouth() as mouth:
         mouth.say(ear.endpoint, 1)
         await until(lambda: mouth.answers)
-        async with Raw(ear) as raw:
+        async with RawConnection(ear) as raw:
             raw.send(data)
             assert (await raw.goodbye()).code == "PD-CTRL-002"
         mouth.say(ear.endpoint, 2)
@@ -153,7 +153,7 @@ async def test_a_recorded_conversation_is_worth_nothing() -> None:
         server.close()
         await until(lambda: not ear.connected_to("p-1"))
         heard, events = list(ear.heard), list(ear.events)
-        async with Raw(ear) as raw:
+        async with RawConnection(ear) as raw:
             raw.send(bytes(recorded))
             assert (await raw.goodbye()).code == "PD-SEC-003"
         assert (ear.heard, ear.events) == (heard, events)
@@ -179,7 +179,7 @@ async def test_every_flipped_bit_of_a_guarded_frame_is_noticed(secrets) -> None:
 
 
 async def test_who_greets_too_slowly_is_dropped() -> None:
-    async with Ear(limits=IMPATIENT) as ear, Raw(ear) as silent, Raw(ear) as slow:
+    async with Ear(limits=IMPATIENT) as ear, RawConnection(ear) as silent, RawConnection(ear) as slow:
         for byte in clear_frame(HELLO)[:20]:
             slow.send(bytes([byte]))
             await asyncio.sleep(0.03)
@@ -191,7 +191,7 @@ async def test_who_greets_too_slowly_is_dropped() -> None:
 
 
 async def test_a_frame_that_never_ends_is_dropped_even_if_it_trickles() -> None:
-    async with Ear() as ear, Raw(ear) as raw:
+    async with Ear() as ear, RawConnection(ear) as raw:
         raw.send(clear_frame(HELLO) + guarded_frame(Unguarded(), Proof()))
         await until(lambda: ear.connected_to("p-x"))
         raw.send(struct.pack(">IB", 1000, GUARDED))
@@ -287,7 +287,7 @@ async def test_a_crowd_at_the_door_does_not_keep_a_peer_out() -> None:
 
 async def test_one_incarnation_cannot_hold_many_connections() -> None:
     async with Ear() as ear:
-        raws = [Raw(ear) for _ in range(FAST.max_per_incarnation + 4)]
+        raws = [RawConnection(ear) for _ in range(FAST.max_per_incarnation + 4)]
         for raw in raws:
             await raw.__aenter__()
             raw.send(clear_frame(HELLO) + guarded_frame(Unguarded(), Proof()))
@@ -302,7 +302,7 @@ async def test_one_incarnation_cannot_hold_many_connections() -> None:
 async def test_strangers_cannot_fill_the_log(caplog) -> None:
     async with Ear() as ear:
         for _ in range(30):
-            async with Raw(ear) as raw:
+            async with RawConnection(ear) as raw:
                 raw.send(b"garbage!" * 10)
                 await raw.end()
         assert ear.stats()["PD-CTRL-002"] == 30
@@ -390,7 +390,7 @@ FORGED = "x\nWARNING 11-21 05:00:00 all secrets are wrong\r\x1b[31m"
 )
 async def test_no_stranger_writes_lines_into_our_log(frame: bytes, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
-    async with Ear(limits=FAST) as ear, Raw(ear) as raw:
+    async with Ear(limits=FAST) as ear, RawConnection(ear) as raw:
         raw.send(frame)
         await until(lambda: any(r.name.startswith("vllm_ascend_pd.channel") for r in caplog.records))
     for record in caplog.records:

@@ -59,7 +59,7 @@ class HeldDevice(TokenMajorDevice):
 
 
 @dataclass(frozen=True)
-class Model:
+class CacheModel:
     """Model with a cache layout.
 
     `opaque`: the CPU backend's planes, all layers in one storage. `latent`: MLA. `token`: tuples of K and V as
@@ -154,7 +154,7 @@ class RankCache:
 
     def __init__(
         self,
-        model: Model,
+        model: CacheModel,
         names: Sequence[str],
         tp: int,
         rank: int,

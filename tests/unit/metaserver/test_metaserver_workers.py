@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from unit.kits.cluster import free_port, texts, until
 from unit.kits.fake_engine import FakeEngine, words
-from unit.metaserver.command import Running, metaserver, place, ports, running
+from unit.metaserver.command import RunningMetaserver, metaserver, place, ports, running
 
 GOOD = "decode: ['{spare}']\n"
 
@@ -33,7 +33,7 @@ def members(url: str) -> dict[str, tuple[str, str, float, bool]]:
     return {i["name"]: (i["role"], i["source"], i["weight"], i["state"] == "draining") for i in facts}
 
 
-def kill(r: Running, worker: int) -> psutil.Process:
+def kill(r: RunningMetaserver, worker: int) -> psutil.Process:
     """Kill the worker in this place; return its successor."""
     first = next(w for w in r.workers() if place(w) == worker)
     first.kill()
@@ -172,6 +172,6 @@ def test_two_metaservers_share_their_engines_and_nothing_else() -> None:
         decode.stop()
 
 
-def _broken_off(r: Running) -> None:
+def _broken_off(r: RunningMetaserver) -> None:
     with pytest.raises(httpx.TransportError):
         r.complete("lost")

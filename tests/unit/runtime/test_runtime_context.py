@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from unit.kits.caches import Divided, Model, TokenMajorDevice
+from unit.kits.caches import CacheModel, Divided, TokenMajorDevice
 from unit.kits.context_parallel import GRID, ContextParallel
 from unit.kits.runtimes import DecodeSite, PrefillSite, config, sites
 from vllm_ascend_pd.geometry.context import TokenSplit
@@ -29,8 +29,8 @@ SHAPES = [
 ]
 
 
-def model(heads: int, *, layers: int = 2) -> Model:
-    return Model("latent" if heads == 1 else "token", heads=heads, layers=layers)
+def model(heads: int, *, layers: int = 2) -> CacheModel:
+    return CacheModel("latent" if heads == 1 else "token", heads=heads, layers=layers)
 
 
 @pytest.mark.parametrize(("heads", "p_size", "d_size"), SHAPES)
@@ -66,7 +66,7 @@ def test_every_division_of_prefill_meets_every_one_of_decode(
     heads: int, p_context: ContextParallel, d_context: ContextParallel, blocks: tuple[int, int], runs: tuple[int, int]
 ) -> None:
     """MLA as vllm-ascend has it, a latent and a rope for each token, and GQA; runs of whole blocks, and others."""
-    one = Model("uneven" if heads == 1 else "token", heads=heads, layers=2)
+    one = CacheModel("uneven" if heads == 1 else "token", heads=heads, layers=2)
     p_parts, d_parts = (
         Divided(*context, length if context != ContextParallel() else 1)
         for context, length in zip((p_context, d_context), runs, strict=True)
@@ -91,7 +91,7 @@ def arrives(p: PrefillSite, d: DecodeSite, *chunks: int, first: int = 0) -> None
 
 def test_layers_that_are_unlike() -> None:
     """One more layer with other cells, whose tokens are divided alike."""
-    one = Model("token", heads=1, layers=2, drafts=1, draft_dim=8)
+    one = CacheModel("token", heads=1, layers=2, drafts=1, draft_dim=8)
     p = PrefillSite(one, 4, divided=Divided(4, 1, 4), blocks=60, device=TokenMajorDevice())
     d = DecodeSite(one, 2, divided=Divided(2, 1, 2), blocks=60, device=TokenMajorDevice())
     arrives(p, d, 30, 40, first=d.covers)

@@ -33,7 +33,7 @@ def run(script, *flags, device="cpu", **environment):
     return subprocess.run(words, env=env, check=False, capture_output=True, text=True, timeout=240)
 
 
-class Command:
+class DryRun:
     """Parse what --dry-run printed: environment, interpreter, arguments."""
 
     def __init__(self, line):
@@ -65,7 +65,7 @@ def dry(script, *flags, **environment):
     done = run(script, "--dry-run", *flags, **environment)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
-    return Command(line)
+    return DryRun(line)
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -17,7 +17,7 @@ import pytest
 if importlib.util.find_spec("mooncake") is None:  # not imported here: its environment must be set first
     pytest.skip("Mooncake is not installed", allow_module_level=True)
 
-from unit.kits.mooncake_child import LOOPBACK, Receiver, settle, target_of, wire_from
+from unit.kits.mooncake_child import LOOPBACK, ReceivingChild, settle, target_of, wire_from
 from unit.kits.watching import until
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.transport.base import WriteState
@@ -28,8 +28,8 @@ TASKS = Path("/proc/self/task")
 
 
 @pytest.fixture(scope="module")
-def receiver() -> Iterator[Receiver]:
-    with Receiver(SIZE) as child:
+def receiver() -> Iterator[ReceivingChild]:
+    with ReceivingChild(SIZE) as child:
         yield child
 
 

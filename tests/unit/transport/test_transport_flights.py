@@ -23,7 +23,7 @@ class Clock:
         return self.now
 
 
-class FakeEngine:
+class FakeTransferEngine:
     """Engine with given answers (`ends`); polling an id that has ended or was never given is a crash, as in
     Mooncake."""
 
@@ -54,11 +54,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
+def engine() -> FakeTransferEngine:
+    return FakeTransferEngine()
 
 
-def submit(flights: Flights, engine: FakeEngine, ids: range, address: str = "peer") -> int:
+def submit(flights: Flights, engine: FakeTransferEngine, ids: range, address: str = "peer") -> int:
     numbers = np.array(ids, dtype=np.int64)
     return flights.submit(engine, address, numbers, numbers, np.ones(len(numbers), dtype=np.int64))
 

@@ -17,7 +17,7 @@ from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 SIZE = 1 << 16
 
 
-class Side:
+class MemorySide:
     def __init__(self, transport: MemoryTransport) -> None:
         self.transport = transport
         self.bytes = np.zeros(SIZE, dtype=np.uint8)
@@ -26,8 +26,8 @@ class Side:
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Side, Side]]:
-    p, d = Side(create_target(WireConfig(transport="memory"), "ignored")), Side(MemoryTransport())
+def pair() -> Iterator[tuple[MemorySide, MemorySide]]:
+    p, d = MemorySide(create_target(WireConfig(transport="memory"), "ignored")), MemorySide(MemoryTransport())
     p.bytes[:] = 7
     yield p, d
     p.transport.close()
@@ -83,7 +83,7 @@ def test_a_closed_side_neither_sends_nor_receives(pair) -> None:
     assert p.transport.poll(pending) is WriteState.FAILED
     session = d.transport.session
     d.transport.close()
-    other = Side(MemoryTransport())
+    other = MemorySide(MemoryTransport())
     assert other.transport.poll(other.transport.submit(session, [other.at], [d.at], [1])) is WriteState.FAILED
     other.transport.close()
     assert not d.bytes.any()
@@ -93,11 +93,11 @@ def test_a_subclass_decides_when_and_whether_a_write_lands(pair) -> None:
     _, d = pair
     fates = [WriteState.PENDING, WriteState.FAILED]
 
-    class Late(MemoryTransport):
+    class LateTransport(MemoryTransport):
         def land(self, write: Write) -> WriteState:
             return fates.pop(0) if fates else super().land(write)
 
-    p = Side(Late())
+    p = MemorySide(LateTransport())
     p.bytes[:] = 1
     handle = p.transport.submit(d.transport.session, [p.at], [d.at], [5])
     assert p.transport.poll(handle) is WriteState.PENDING
