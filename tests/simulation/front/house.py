@@ -26,6 +26,7 @@ from simulation.front.clock import Deadlock, VirtualLoop, simulated
 from simulation.front.engines import ROOM, UNNAMED, EngineFaults, FrontDecode, FrontEngine, FrontPrefill, ids_of, words
 from simulation.front.speech import right_stream, understood
 from simulation.front.wire import ClientCall, FrontNetwork
+from simulation.world import Violation
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState, Role
 from vllm_ascend_pd.metaserver.service import admin
 from vllm_ascend_pd.metaserver.service.app import WorkerProcess
@@ -39,10 +40,6 @@ BOUND_S = 400.0  # for a client: attempts, each with its timeouts
 READY_S = 50.0  # for a working pair, once no faults happen any more
 HONEST = frozenset({429, 500, 502, 503, 504})
 P_PORT, D_PORT, OWN_PORT = 9000, 9100, 8000
-
-
-class Violation(AssertionError):
-    pass
 
 
 class LinkedHub(Hub):

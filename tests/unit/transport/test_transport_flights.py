@@ -10,17 +10,11 @@ from collections import deque
 import numpy as np
 import pytest
 
+from unit.kits.clock import ManualClock
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.flights import LINGER_S, Flights
 
 TIMEOUT_S = 5.0
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class FakeTransferEngine:
@@ -49,8 +43,8 @@ class FakeTransferEngine:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> ManualClock:
+    return ManualClock(100.0)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from unit.kits.clock import ManualClock
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.lanes import CALLS, DRAGS_S, THREADS, BlockingWrites
 
@@ -56,14 +57,6 @@ def lanes(engine) -> Iterator[BlockingWrites]:
     for gate in engine.gates.values():
         gate.set()
     opened.close()
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def submit(
@@ -116,7 +109,7 @@ def test_a_decode_engine_that_stands_still_delays_nobody_however_many_ranks_it_h
 
 def test_calls_that_do_not_drag_are_few_at_a_time(engine) -> None:
     """A blocked call spins: it uses a core."""
-    clock = Clock()
+    clock = ManualClock()
     lanes = BlockingWrites(10, 5.0, lambda: None, clock)
     names = [f"peer-{n}" for n in range(CALLS + 2)]
     for name in names:
@@ -145,7 +138,7 @@ def test_a_thread_that_is_free_makes_the_next_call(lanes, engine) -> None:
 
 
 def test_threads_are_bounded_and_what_finds_none_in_time_is_never_issued(engine) -> None:
-    clock = Clock()
+    clock = ManualClock()
     lanes = BlockingWrites(10, 1000.0, lambda: None, clock)
     names = [f"stalled-{n}" for n in range(THREADS)]
     for name in names:
@@ -172,7 +165,7 @@ def test_threads_are_bounded_and_what_finds_none_in_time_is_never_issued(engine)
 
 
 def test_a_write_that_is_out_fails_only_when_its_call_has_returned(engine) -> None:
-    clock = Clock()
+    clock = ManualClock()
     lanes = BlockingWrites(10, 5.0, lambda: None, clock)
     gate = engine.gates["a"] = threading.Event()
     out, behind = submit(lanes, engine, "a"), submit(lanes, engine, "a", issue_by=6.0)
@@ -187,7 +180,7 @@ def test_a_write_that_is_out_fails_only_when_its_call_has_returned(engine) -> No
 
 
 def test_the_time_of_a_write_runs_from_when_it_is_issued(engine) -> None:
-    clock = Clock()
+    clock = ManualClock()
     lanes = BlockingWrites(10, 5.0, lambda: None, clock)
     gate = engine.gates["a"] = threading.Event()
     first, second = submit(lanes, engine, "a"), submit(lanes, engine, "a")
@@ -219,7 +212,7 @@ def test_what_waits_behind_a_call_that_dragged_and_failed_is_never_issued(lanes,
 
 def test_a_process_that_was_stopped_issues_nothing_late_when_it_wakes(engine) -> None:
     """No poll happened meanwhile: the thread that takes a write must check the clock itself."""
-    clock = Clock()
+    clock = ManualClock()
     lanes = BlockingWrites(10, 5.0, lambda: None, clock)
     gate = engine.gates["a"] = threading.Event()
     out, behind = submit(lanes, engine, "a"), submit(lanes, engine, "a", issue_by=10.0)

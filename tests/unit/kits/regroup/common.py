@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from unit.kits.caches import Pool
 from unit.kits.geometry import range_of
 from unit.kits.watching import parsed
 from vllm_ascend_pd.config import PushConfig
@@ -173,21 +174,6 @@ class RegisteredMemory:
         cache = self.cache
         shape = CacheShape(cache.block, len(self.heads), cache.heads, cache.dim, cache.tp)
         return describe(self.tensors, shape, device)
-
-
-class Pool:
-    """Free blocks in a random order."""
-
-    def __init__(self, blocks: int, seed: int) -> None:
-        self._free = list(np.random.default_rng(seed).permutation(blocks).tolist())
-
-    def take(self, count: int) -> list[int]:
-        taken, self._free = self._free[:count], self._free[count:]
-        assert len(taken) == count, "the pool is empty"
-        return taken
-
-    def give(self, blocks: Sequence[int]) -> None:
-        self._free += blocks
 
 
 # ---- a transfer engine between processes of one machine

@@ -18,11 +18,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from unit.kits.caches import Pool
 from unit.kits.regroup.common import (
     NAME,
     EngineCache,
     LayoutDevice,
-    Pool,
     RegisteredMemory,
     RegroupDecodeSite,
     RegroupPrompt,
