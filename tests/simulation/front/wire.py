@@ -191,7 +191,6 @@ class ClientCall:
             "server": ("127.0.0.1", 1), "extensions": {CONNECTION: self},
         }  # fmt: skip
         self.status, self.body, self.done = 0, b"", False
-        self.answer_headers: Headers = []
         self.heard = asyncio.Event()  # set by any news
         self.left = False
         self._when_gone: Callable[[], None] | None = None
@@ -219,7 +218,7 @@ class ClientCall:
         if self.left:
             return
         if message["type"] == "http.response.start":
-            self.status, self.answer_headers = message["status"], list(message["headers"])
+            self.status = message["status"]
         else:
             self.body += bytes(message.get("body", b""))
             self.done = not message.get("more_body", False)

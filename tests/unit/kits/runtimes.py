@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import cycle, pairwise
@@ -52,7 +52,6 @@ FAST = {
     "transfer_timeout_s": 5,
 }
 
-Tensors = Mapping[str, Any]
 MakeTransport = Callable[[], MemoryTransport | Target | Wire]
 Hook = Callable[[PrefillWorker, str, Any], None]
 
