@@ -28,6 +28,7 @@ from unit.kits.watching import parsed
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.core.loads import Loaded
 from vllm_ascend_pd.decode.runtime import ReceiveRuntime, Site
+from vllm_ascend_pd.device.base import PLAIN, Packing
 from vllm_ascend_pd.device.caches import Caches, CacheShape, describe
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.geometry.layout import CacheGeometry
@@ -120,8 +121,8 @@ class LayoutDevice(CpuDevice):
 
         return Recorded()
 
-    def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> tuple[str, bool]:
-        return ("planes", True) if self._opaque else ("plain", False)
+    def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> Packing:
+        return Packing("planes", opaque=True) if self._opaque else PLAIN
 
 
 class RegisteredMemory:
