@@ -554,7 +554,7 @@ class DecodeEngine:
         for index, layer in enumerate(memory.layers):
             if names[layer] == DRAFT and request.transfer in rank.undrafted:
                 continue
-            for region, (places, right) in enumerate(cells[memory.of[index]]):
+            for region, (places, right) in enumerate(cells[memory.planes[index]]):
                 found = memory.plane(index, region)[places]
                 if not np.array_equal(found, right + np.uint8(shade(layer, region))):
                     return names[layer]

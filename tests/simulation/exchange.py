@@ -129,7 +129,7 @@ class RankStream:
 
     def prepare(self, plan: RegroupPlan, slot: Any, layer: int) -> ExchangeMoves:
         del slot
-        planes = self._memory.of[layer]
+        planes = self._memory.planes[layer]
         borders = np.cumsum(plan.receive_splits)
         slots = []
         for planned in plan.slots:
@@ -253,7 +253,7 @@ def cache_moves(planes: Planes, rows: Rows) -> Moves:
     """Return the bytes moved by a table of cache rows, within one layer."""
     if not len(rows):
         return _NOWHERE
-    at = np.array(planes.at)
+    at = np.array(planes.offsets)
     strides = np.array([(r.block_stride, r.head_stride, r.token_stride, r.cell_bytes) for r in planes.regions])
     of, block, head, token, heads, tokens, offset, head_stride, token_stride = rows.T
     row, h, t = _cells(heads, tokens)

@@ -356,7 +356,7 @@ class PrefillRank:
             self._look_again()
 
     def _fill(self, fill: Fill, layer: int) -> None:
-        memory, planes = self.memory, self.memory.of[layer]
+        memory, planes = self.memory, self.memory.planes[layer]
         if planes not in fill.cells:
             table, group = fill.tables[planes.kind.group], planes.kind.own
             begin, size = fill.first, group.block_size
