@@ -14,7 +14,7 @@ from unittest import mock
 from msgspec import structs
 
 from simulation.front.engines import EngineFaults
-from simulation.front.house import FrontResult, SeedPlan, draw, run_seed
+from simulation.front.world import FrontResult, SeedPlan, draw, run_seed
 from vllm_ascend_pd.http import http1
 from vllm_ascend_pd.metaserver import bodies, resumable, resume
 from vllm_ascend_pd.metaserver.bodies import Use

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from simulation.front.house import run_seed
+from simulation.front.world import run_seed
 from simulation.front.mutations import ALL, FrontMutation
 from simulation.front.run import Total, run_seeds
 
