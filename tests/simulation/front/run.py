@@ -14,8 +14,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 
-from simulation.front.world import FrontResult, run_seed
 from simulation.front.mutations import ALL
+from simulation.front.world import FrontResult, run_seed
 
 CHUNK = 4  # seeds that one process runs before it reports
 

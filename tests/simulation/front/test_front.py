@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metaserver's promises hold in simulated houses, and the lack of each removed rule is found."""
+"""The metaserver's promises hold in simulated worlds, and the lack of each removed rule is found."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from simulation.front.world import run_seed
 from simulation.front.mutations import ALL, FrontMutation
 from simulation.front.run import Total, run_seeds
+from simulation.front.world import run_seed
 
 SEEDS = {"few": 75, "ci": 250, "all": 750}  # of 150 requests, most of which have clients
 AT_LEAST = {75: (9_000, 50), 250: (33_000, 300), 750: (100_000, 1_000)}  # seeds → requests, streams that go on

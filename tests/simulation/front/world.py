@@ -127,7 +127,7 @@ def draw(rng: random.Random, requests: int = 150) -> SeedPlan:
     )
 
 
-class House:
+class FrontWorld:
     def __init__(self, seed: int, plan: SeedPlan, loop: VirtualLoop) -> None:
         self.seed, self.plan, self.loop = seed, plan, loop
         self.rng = random.Random(f"front/{seed}")
@@ -424,17 +424,17 @@ def run_seed(seed: int, requests: int = 150, plan: SeedPlan | None = None) -> Fr
     result = FrontResult(seed)
     before = _resumed()
     with simulated(seed) as loop:
-        house = House(seed, plan, loop)
+        world = FrontWorld(seed, plan, loop)
         try:
-            loop.run_until_complete(house.run())
+            loop.run_until_complete(world.run())
         except Violation as found:
             result.violation = str(found)
         except Deadlock:
             result.violation = "promise 4: everything waits, and nothing is to happen"
-        result.said, result.seconds = house.said, loop.now
-        result.blamed = sum(i.broke > 0 for worker in house.workers for i in worker.fleet)
+        result.said, result.seconds = world.said, loop.now
+        result.blamed = sum(i.broke > 0 for worker in world.workers for i in worker.fleet)
         result.resumed = _resumed() - before
-        for engine in house.engines:
+        for engine in world.engines:
             result.faults.update(engine.counts)
     return result
 

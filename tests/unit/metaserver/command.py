@@ -48,7 +48,7 @@ class RunningMetaserver:
         return self.http.get("/status").json()["workers"]
 
 
-def place(worker: psutil.Process) -> int:
+def worker_number(worker: psutil.Process) -> int:
     """Return a worker's number, or -1 if the process has none, or has ended."""
     try:
         words: list[str] = worker.cmdline()

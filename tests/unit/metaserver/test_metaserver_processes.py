@@ -18,7 +18,7 @@ import pytest
 from tools.support.process import freeze
 from unit.kits.cluster import free_port, streamed, texts, until
 from unit.kits.fake_engine import words
-from unit.metaserver.command import COMMAND, ROOT, RunningMetaserver, place, ports, running
+from unit.metaserver.command import COMMAND, ROOT, RunningMetaserver, ports, running, worker_number
 from vllm_ascend_pd.cli.__main__ import main, parser
 from vllm_ascend_pd.cli.metaserver import settings_of
 from vllm_ascend_pd.errors import ConfigError
@@ -130,7 +130,7 @@ def test_readiness_outlives_the_worker_that_sends_the_canaries() -> None:
         urls = r.urls()  # /status lists the answering worker first, so it is read once
         for url in urls:
             until(lambda url=url: _is_ready(url))
-        first, second = sorted(r.workers(), key=place)
+        first, second = sorted(r.workers(), key=worker_number)
         first.kill()
         seen = []
         while (

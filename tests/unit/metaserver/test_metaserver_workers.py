@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from unit.kits.cluster import free_port, texts, until
 from unit.kits.fake_engine import FakeEngine, words
-from unit.metaserver.command import RunningMetaserver, metaserver, place, ports, running
+from unit.metaserver.command import RunningMetaserver, metaserver, ports, running, worker_number
 
 GOOD = "decode: ['{spare}']\n"
 
@@ -35,10 +35,10 @@ def members(url: str) -> dict[str, tuple[str, str, float, bool]]:
 
 def kill(r: RunningMetaserver, worker: int) -> psutil.Process:
     """Kill the worker in this place; return its successor."""
-    first = next(w for w in r.workers() if place(w) == worker)
+    first = next(w for w in r.workers() if worker_number(w) == worker)
     first.kill()
-    until(lambda: [w for w in r.workers() if w != first and place(w) == worker])
-    return next(w for w in r.workers() if w != first and place(w) == worker)
+    until(lambda: [w for w in r.workers() if w != first and worker_number(w) == worker])
+    return next(w for w in r.workers() if w != first and worker_number(w) == worker)
 
 
 def test_a_worker_that_comes_later_knows_what_the_others_know(tmp_path: Path) -> None:
