@@ -48,7 +48,7 @@ def child(destinations: int, steps: int, tokens: int, layers: int, keys: dict[st
     push = config(**values)
 
     class FanoutSite(RegroupDecodeSite):
-        def _memory(self, rank: int, blocks: int, folder: Path | None):  # type: ignore[no-untyped-def]
+        def _memory(self, rank: int, blocks: int, folder: Path | None) -> tuple[RegisteredMemory, Any]:
             return RegisteredMemory(self.cache, self.cache.names, rank, blocks), create_target(push.wire, LOOPBACK)
 
     wires = [create_wire(push.wire, LOOPBACK, quiet_s=32.0) for _ in range(TP)]

@@ -13,6 +13,7 @@ import pytest
 
 from unit.kits.channel import DialingChild, Ear, Mouth, until
 from vllm_ascend_pd.channel.connection import Connection, Ending
+from vllm_ascend_pd.errors import RemoteProtocolError
 
 
 async def test_a_killed_process_is_gone_exactly_once() -> None:
@@ -122,11 +123,11 @@ class Bystander:
     def __init__(self) -> None:
         self.endings: list[Ending] = []
 
-    def connected(self, connection) -> None: ...
-    def frame(self, connection, kind, payload) -> None: ...
-    def offended(self, connection, error) -> None: ...
+    def connected(self, connection: Connection) -> None: ...
+    def frame(self, connection: Connection, kind: int, payload: memoryview) -> None: ...
+    def offended(self, connection: Connection, error: RemoteProtocolError) -> None: ...
 
-    def ended(self, connection, ending, detail) -> None:
+    def ended(self, connection: Connection, ending: Ending, detail: str) -> None:
         self.endings.append(ending)
 
 
@@ -140,7 +141,7 @@ class Bystander:
         (None, Ending.LOST),
     ],
 )
-def test_only_the_peers_kernel_can_say_that_it_is_gone(error, ending) -> None:
+def test_only_the_peers_kernel_can_say_that_it_is_gone(error: Exception | None, ending: Ending) -> None:
     owner = Bystander()
     connection = Connection(owner, lambda: 0.0, 100)
     connection.connection_lost(error)

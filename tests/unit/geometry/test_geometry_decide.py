@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -15,13 +15,16 @@ from unit.geometry.test_geometry_regroup import exchange
 from unit.kits.geometry import PlannedCluster, geometry
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.decide import _direct_span, _regroup_span, decide
+from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.plan import Job, StepPlanner
 from vllm_ascend_pd.geometry.regroup import RegroupPlanner, Room
 from vllm_ascend_pd.geometry.shard import contributors
 from vllm_ascend_pd.geometry.substeps import room_for_a_block, sub_steps
 
 
-def caches(kind: str, heads: int, p_tp: int, d_tp: int, cells: tuple[int, ...] = (256, 256), block: int = 128):
+def caches(
+    kind: str, heads: int, p_tp: int, d_tp: int, cells: tuple[int, ...] = (256, 256), block: int = 128
+) -> Iterator[CacheGeometry]:
     return (geometry(kind, heads=heads, tp=tp, block=block, cells=cells) for tp in (p_tp, d_tp))
 
 

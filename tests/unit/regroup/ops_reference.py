@@ -32,7 +32,7 @@ class LayerCaches:
 
     def __init__(
         self, layout: LayerLayout, blocks: int, heads: int, block: int, dim: int, dtype: torch.dtype, seed: int
-    ):
+    ) -> None:
         self.layout, self.heads, self.block = layout, heads, block
         self.tokens = 1 if layout.opaque else block
         self.item = dtype.itemsize

@@ -23,7 +23,15 @@ class Pages:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, key_cache, value_cache, table, length, keys, values) -> None:  # type: ignore[no-untyped-def]
+    def __call__(
+        self,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        table: torch.Tensor,
+        length: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
         self.calls += 1
         for cache, out in ((key_cache, keys), (value_cache, values)):
             out.copy_(cache[table[0].long()].flatten(0, 1)[: int(length[0])])

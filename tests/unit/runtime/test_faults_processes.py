@@ -15,7 +15,7 @@ if importlib.util.find_spec("mooncake") is None:  # not imported here: its envir
 
 from unit.kits.mooncake_child import Stalls
 from unit.kits.runtimes import DecodeSite, PrefillSite, SitePrompt, sites
-from unit.kits.watching import traced, until
+from unit.kits.watching import Events, traced, until
 from unit.runtime.site_child import LEASE_S, SiteChild, decode_site, packed, prefill_site, unpacked
 from vllm_ascend_pd.transport.wire import MooncakeWire
 
@@ -132,7 +132,7 @@ def _transfer(p: PrefillSite, d: DecodeSite, request: SitePrompt) -> tuple[tuple
     return (begun, time.monotonic()), ahead
 
 
-def _submitted(events, request: SitePrompt) -> bool:
+def _submitted(events: Events, request: SitePrompt) -> bool:
     transfer = str(request.reservation.transfer)
     return any(stage == "layer_submitted" and transfer in facts["transfers"] for stage, facts in list(events))
 
@@ -188,7 +188,7 @@ def test_a_prefill_engine_stopped_in_a_write_is_shut_out_and_others_are_tried_ag
         d.check(later)
 
 
-def _revoked(events) -> bool:
+def _revoked(events: Events) -> bool:
     return any(stage == "quiet" and facts["proof"] == "revoked" for stage, facts in list(events))
 
 

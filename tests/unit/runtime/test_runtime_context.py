@@ -7,6 +7,8 @@ detected.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from unit.kits.caches import CacheModel, Divided, TokenMajorDevice
@@ -109,7 +111,7 @@ def test_what_another_rank_holds_is_found_by_the_checksums(monkeypatch: pytest.M
     """Planted: prefill deals its tokens in another order than it reports."""
     places = TokenSplit.places
 
-    def turned(self: TokenSplit, tokens):  # type: ignore[no-untyped-def]
+    def turned(self: TokenSplit, tokens: Any) -> Any:
         block, place = places(self, tokens)
         return block, (place + (self.block_size == 8)) % self.block_size
 

@@ -49,7 +49,7 @@ def many(wire: MooncakeWire, receiver: ReceivingChild, memory: np.ndarray) -> in
     return wire.submit(receiver.session, memory.ctypes.data + n, receiver.base + n, np.full(PIECES, PIECE))
 
 
-def test_a_receiver_killed_in_the_middle_fails_the_write_soon(wire, memory) -> None:
+def test_a_receiver_killed_in_the_middle_fails_the_write_soon(wire: MooncakeWire, memory: np.ndarray) -> None:
     with ReceivingChild(SIZE) as receiver, ReceivingChild(SIZE) as other:
         assert one(wire, receiver, memory) is one(wire, other, memory) is WriteState.LANDED
         handle = many(wire, receiver, memory)
@@ -60,7 +60,7 @@ def test_a_receiver_killed_in_the_middle_fails_the_write_soon(wire, memory) -> N
         assert one(wire, receiver, memory) is WriteState.UNISSUED
 
 
-def test_a_failed_write_is_over_when_it_says_so(wire, memory) -> None:
+def test_a_failed_write_is_over_when_it_says_so(wire: MooncakeWire, memory: np.ndarray) -> None:
     """A stopped receiver: after FAILED only what its kernel already holds arrives."""
     with ReceivingChild(SIZE) as receiver, ReceivingChild(1024) as other, Stalls() as stalls:
         assert one(wire, receiver, memory) is one(wire, other, memory) is WriteState.LANDED
@@ -90,7 +90,7 @@ def test_a_failed_write_is_over_when_it_says_so(wire, memory) -> None:
         assert one(wire, receiver, memory) is WriteState.LANDED, "the peer is used again once it answers"
 
 
-def test_after_a_revocation_nothing_of_the_old_session_lands(wire, memory) -> None:
+def test_after_a_revocation_nothing_of_the_old_session_lands(wire: MooncakeWire, memory: np.ndarray) -> None:
     with ReceivingChild(SIZE) as receiver:
         assert one(wire, receiver, memory) is WriteState.LANDED
         old = receiver.session
@@ -107,7 +107,7 @@ def test_after_a_revocation_nothing_of_the_old_session_lands(wire, memory) -> No
         assert receiver.sum() == 1
 
 
-def test_a_sender_that_is_stopped_over_the_revocation_lands_nothing_when_it_wakes(memory) -> None:
+def test_a_sender_that_is_stopped_over_the_revocation_lands_nothing_when_it_wakes(memory: np.ndarray) -> None:
     """The case that the fence exists for: the *sender* sleeps in the middle of a write, wakes up later, and must
     write nothing."""
     target = np.zeros(SIZE, dtype=np.uint8)
@@ -134,7 +134,9 @@ def test_a_sender_that_is_stopped_over_the_revocation_lands_nothing_when_it_wake
     receiving.close()
 
 
-def test_another_process_at_a_known_address_gets_an_engine_that_does_not_know_it(wire, memory) -> None:
+def test_another_process_at_a_known_address_gets_an_engine_that_does_not_know_it(
+    wire: MooncakeWire, memory: np.ndarray
+) -> None:
     with ReceivingChild(1024) as receiver:
         assert one(wire, receiver, memory) is WriteState.LANDED
         before = wire._engines.current
@@ -148,7 +150,9 @@ def test_another_process_at_a_known_address_gets_an_engine_that_does_not_know_it
 
 
 @pytest.mark.slow
-def test_a_receiver_restarted_on_the_same_port_is_reached_without_our_restart(wire, memory) -> None:
+def test_a_receiver_restarted_on_the_same_port_is_reached_without_our_restart(
+    wire: MooncakeWire, memory: np.ndarray
+) -> None:
     with ReceivingChild(1024) as receiver:
         assert one(wire, receiver, memory) is WriteState.LANDED
         port = receiver.port
@@ -158,7 +162,7 @@ def test_a_receiver_restarted_on_the_same_port_is_reached_without_our_restart(wi
         assert successor.sum() == 1
 
 
-def test_a_silent_peer_delays_nobody(wire, memory) -> None:
+def test_a_silent_peer_delays_nobody(wire: MooncakeWire, memory: np.ndarray) -> None:
     """A peer that accepts connections and never answers: Mooncake alone blocks for 60 s."""
     with ReceivingChild(1024) as receiver, socket.socket() as silent, Stalls() as stalls:
         silent.bind((LOOPBACK, 0))
@@ -215,7 +219,7 @@ def test_peers_that_fall_silent_between_answer_and_opening_cost_others_less_than
         assert worst.seconds < 1.0
 
 
-def test_an_answer_is_not_kept_for_a_later_write(wire, memory) -> None:
+def test_an_answer_is_not_kept_for_a_later_write(wire: MooncakeWire, memory: np.ndarray) -> None:
     with ReceivingChild(1024) as receiver:
         receiver.stop()
         assert one(wire, receiver, memory) is WriteState.UNISSUED
@@ -223,7 +227,9 @@ def test_an_answer_is_not_kept_for_a_later_write(wire, memory) -> None:
         assert one(wire, receiver, memory) is WriteState.LANDED, "it is asked again"
 
 
-def test_where_the_engine_cannot_ask_first_contact_needs_a_word_on_the_side_channel(memory, monkeypatch) -> None:
+def test_where_the_engine_cannot_ask_first_contact_needs_a_word_on_the_side_channel(
+    memory: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A connection proves nothing: the kernel of a stopped process accepts it."""
     monkeypatch.setattr("vllm_ascend_pd.transport.engine.can_ask", lambda kind: False)
     heard: dict[str, float] = {}

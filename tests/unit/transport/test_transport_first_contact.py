@@ -35,7 +35,7 @@ def answer(introducer: Introducer, address: str, limit_s: float = 5.0) -> Introd
 
 
 @pytest.mark.parametrize("reply, expected", [(b"y", Introduction.YES), (b"n", Introduction.NO)])
-def test_the_answer_is_the_peers(reply, expected) -> None:
+def test_the_answer_is_the_peers(reply: bytes, expected: Introduction) -> None:
     with listening() as listener:
         introducer = Introducer(reads_forever, 5.0, time.monotonic)
         assert introducer.ask(address_of(listener)) is Introduction.ASKING

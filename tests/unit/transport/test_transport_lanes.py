@@ -51,7 +51,7 @@ def engine() -> BlockingEngine:
 
 
 @pytest.fixture
-def lanes(engine) -> Iterator[BlockingWrites]:
+def lanes(engine: BlockingEngine) -> Iterator[BlockingWrites]:
     opened = BlockingWrites(10, 5.0, lambda: None, time.monotonic)
     yield opened
     for gate in engine.gates.values():
@@ -85,7 +85,7 @@ def own_threads() -> int:
     return sum(thread.name.startswith("pd-wire-") for thread in threading.enumerate())
 
 
-def test_batches_are_cut_at_the_cap_and_all_calls_must_succeed(lanes, engine) -> None:
+def test_batches_are_cut_at_the_cap_and_all_calls_must_succeed(lanes: BlockingWrites, engine: BlockingEngine) -> None:
     assert settle(lanes, submit(lanes, engine, "a", 25)) is WriteState.LANDED
     assert engine.calls == [("a", 10), ("a", 10), ("a", 5)]
     engine.bad.add("a")
@@ -95,7 +95,9 @@ def test_batches_are_cut_at_the_cap_and_all_calls_must_succeed(lanes, engine) ->
     assert settle(lanes, submit(lanes, engine, "b", 0)) is WriteState.LANDED
 
 
-def test_a_decode_engine_that_stands_still_delays_nobody_however_many_ranks_it_has(lanes, engine) -> None:
+def test_a_decode_engine_that_stands_still_delays_nobody_however_many_ranks_it_has(
+    lanes: BlockingWrites, engine: BlockingEngine
+) -> None:
     stalled = [f"stalled-{n}" for n in range(CALLS * 4)]
     for name in stalled:
         engine.gates[name] = threading.Event()
@@ -107,7 +109,7 @@ def test_a_decode_engine_that_stands_still_delays_nobody_however_many_ranks_it_h
     assert {settle(lanes, handle) for handle in waiting} == {WriteState.LANDED}
 
 
-def test_calls_that_do_not_drag_are_few_at_a_time(engine) -> None:
+def test_calls_that_do_not_drag_are_few_at_a_time(engine: BlockingEngine) -> None:
     """A blocked call spins: it uses a core."""
     clock = ManualClock()
     lanes = BlockingWrites(10, 5.0, lambda: None, clock)
@@ -131,13 +133,13 @@ def test_calls_that_do_not_drag_are_few_at_a_time(engine) -> None:
     lanes.close()
 
 
-def test_a_thread_that_is_free_makes_the_next_call(lanes, engine) -> None:
+def test_a_thread_that_is_free_makes_the_next_call(lanes: BlockingWrites, engine: BlockingEngine) -> None:
     for address in "abc":
         assert settle(lanes, submit(lanes, engine, address)) is WriteState.LANDED
         assert own_threads() == 1
 
 
-def test_threads_are_bounded_and_what_finds_none_in_time_is_never_issued(engine) -> None:
+def test_threads_are_bounded_and_what_finds_none_in_time_is_never_issued(engine: BlockingEngine) -> None:
     clock = ManualClock()
     lanes = BlockingWrites(10, 1000.0, lambda: None, clock)
     names = [f"stalled-{n}" for n in range(THREADS)]
@@ -164,7 +166,7 @@ def test_threads_are_bounded_and_what_finds_none_in_time_is_never_issued(engine)
     lanes.close()
 
 
-def test_a_write_that_is_out_fails_only_when_its_call_has_returned(engine) -> None:
+def test_a_write_that_is_out_fails_only_when_its_call_has_returned(engine: BlockingEngine) -> None:
     clock = ManualClock()
     lanes = BlockingWrites(10, 5.0, lambda: None, clock)
     gate = engine.gates["a"] = threading.Event()
@@ -179,7 +181,7 @@ def test_a_write_that_is_out_fails_only_when_its_call_has_returned(engine) -> No
     lanes.close()
 
 
-def test_the_time_of_a_write_runs_from_when_it_is_issued(engine) -> None:
+def test_the_time_of_a_write_runs_from_when_it_is_issued(engine: BlockingEngine) -> None:
     clock = ManualClock()
     lanes = BlockingWrites(10, 5.0, lambda: None, clock)
     gate = engine.gates["a"] = threading.Event()
@@ -197,7 +199,9 @@ def test_the_time_of_a_write_runs_from_when_it_is_issued(engine) -> None:
     lanes.close()
 
 
-def test_what_waits_behind_a_call_that_dragged_and_failed_is_never_issued(lanes, engine) -> None:
+def test_what_waits_behind_a_call_that_dragged_and_failed_is_never_issued(
+    lanes: BlockingWrites, engine: BlockingEngine
+) -> None:
     gate = engine.gates["a"] = threading.Event()
     engine.bad.add("a")
     handles = [submit(lanes, engine, "a") for _ in range(3)]
@@ -210,7 +214,7 @@ def test_what_waits_behind_a_call_that_dragged_and_failed_is_never_issued(lanes,
     assert settle(lanes, submit(lanes, engine, "a")) is WriteState.LANDED
 
 
-def test_a_process_that_was_stopped_issues_nothing_late_when_it_wakes(engine) -> None:
+def test_a_process_that_was_stopped_issues_nothing_late_when_it_wakes(engine: BlockingEngine) -> None:
     """No poll happened meanwhile: the thread that takes a write must check the clock itself."""
     clock = ManualClock()
     lanes = BlockingWrites(10, 5.0, lambda: None, clock)
@@ -238,7 +242,7 @@ class OpeningEngine:
             return bool(sock.recv(1))
 
 
-def test_first_contact_is_hung_up_on_in_the_thread_that_makes_it(lanes) -> None:
+def test_first_contact_is_hung_up_on_in_the_thread_that_makes_it(lanes: BlockingWrites) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -250,7 +254,7 @@ def test_first_contact_is_hung_up_on_in_the_thread_that_makes_it(lanes) -> None:
         assert time.monotonic() - begun >= 1.0 and not lanes.meeting()
 
 
-def test_close_waits_for_calls_and_ends_the_threads(lanes, engine) -> None:
+def test_close_waits_for_calls_and_ends_the_threads(lanes: BlockingWrites, engine: BlockingEngine) -> None:
     gate = engine.gates["a"] = threading.Event()
     handle, waits = submit(lanes, engine, "a", 25), submit(lanes, engine, "a")
     until(lambda: engine.inside)
@@ -261,7 +265,7 @@ def test_close_waits_for_calls_and_ends_the_threads(lanes, engine) -> None:
     assert not own_threads()
 
 
-def test_a_device_that_takes_no_thread_starts_no_crowd_and_what_waits_was_never_issued(engine) -> None:
+def test_a_device_that_takes_no_thread_starts_no_crowd_and_what_waits_was_never_issued(engine: BlockingEngine) -> None:
     asked: list[int] = []
 
     def attach() -> None:
@@ -276,7 +280,7 @@ def test_a_device_that_takes_no_thread_starts_no_crowd_and_what_waits_was_never_
     lanes.close()
 
 
-def test_a_device_that_takes_some_threads_works_with_those(engine) -> None:
+def test_a_device_that_takes_some_threads_works_with_those(engine: BlockingEngine) -> None:
     slots = threading.Semaphore(1)
 
     def attach() -> None:
