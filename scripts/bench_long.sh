@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # Cost of a prompt of 1,048,576 tokens beside one of 131,072: reservation, metaserver, plans, memory.
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=${PYTHON:-$root/.venv/bin/python}
-[[ -x $python ]] || python=python3
-export OMP_NUM_THREADS=1
-PYTHONPATH=$root exec "$python" "$root/tools/bench_long.py" "$@"
+cd "$(dirname "$0")/.."
+# shellcheck source=scripts/setup.sh
+. scripts/setup.sh
+pd_setup unbuilt "$@"
+export OMP_NUM_THREADS=1 PYTHONPATH=$PWD
+exec "$PD_PYTHON" -m tools.bench_long "$@"

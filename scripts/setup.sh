@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # Set-up shared by every script: which interpreter, Debian packages, pinned requirements, editable build.
 #
-#   scripts/setup.sh [run|test|dev]                as a command
-#   . scripts/setup.sh; pd_setup run|test|dev …    as a library; sets PD_PYTHON and PD_DEVICE (cpu or npu); … are the
-#                                                  script's arguments: with --help nothing is set up
+#   scripts/setup.sh [run|test|dev|unbuilt]    as a command
+#   . scripts/setup.sh; pd_setup LEVEL …       as a library; sets PD_PYTHON and PD_DEVICE (cpu or npu); … are the
+#                                              script's arguments: with --help nothing is set up
 #
-# run: what engines need; test: and the test tools; dev: and the linters. A second run finds everything by its
-# stamps in well under a second. Only one set-up of a clone runs at a time; a second one waits for it.
+# run: what engines need; test: and the test tools; dev: and the linters; unbuilt: as test, without this package's
+# build, for tools that import it from the clone. A second run finds everything by its stamps in well under a second.
+# Only one set-up of a clone runs at a time; a second one waits for it.
 # Lines go to stderr, so that the output of the calling script stays its own.
 #
 # Environment: PD_PYTHON           use this interpreter as it is and install nothing
@@ -235,7 +236,7 @@ pd_install_requirements() { # level
   fi
   case $level in
     run) set -- cpu-py311 ;;
-    test) set -- cpu-py311 test ;;
+    test | unbuilt) set -- cpu-py311 test ;;
     dev) set -- cpu-py311 test dev ;;
   esac
   for file in "$@"; do
@@ -316,7 +317,8 @@ pd_build() {
 
 pd_setup_locked() { # level
   : >"$PD_SETUP_LOG"
-  "pd_${PD_DEVICE}_environment" "$1" && pd_build
+  "pd_${PD_DEVICE}_environment" "$1" || return 1
+  if [ "$1" != unbuilt ]; then pd_build; fi
 }
 
 PD_PARSERS_NEED='all(map(u.find_spec, ("httpx", "msgspec", "pytest", "torch", "vllm")))'
@@ -335,8 +337,8 @@ pd_wants_help() { # arguments
 pd_setup() { # level, arguments of the script
   local level=${1:-run} lock rc=0
   case $level in
-    run | test | dev) ;;
-    *) pd_fail "pd_setup $level: run, test or dev is wanted" || return 1 ;;
+    run | test | dev | unbuilt) ;;
+    *) pd_fail "pd_setup $level: run, test, dev or unbuilt is wanted" || return 1 ;;
   esac
   if pd_wants_help "${@:2}"; then
     if pd_choose_interpreter 2>/dev/null && pd_python_if "$PD_PYTHON" "$PD_PARSERS_NEED" >/dev/null; then return 0; fi
@@ -365,7 +367,7 @@ pd_setup() { # level, arguments of the script
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
   set -euo pipefail
   case ${1:-} in
-    -h | --help) sed -n '3,17s/^# \{0,1\}//p' "$0" ;;
+    -h | --help) sed -n '3,/^$/s/^# \{0,1\}//p' "$0" ;;
     *) pd_setup "${1:-run}" ;;
   esac
 fi

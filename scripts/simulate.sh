@@ -5,10 +5,14 @@
 #   scripts/simulate.sh --front --seeds N --from S        the metaserver's service instead: its clients, its engines
 #   scripts/simulate.sh --seed X --trace                  one seed again, event by event
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=${PYTHON:-$root/.venv/bin/python}
-[[ -x $python ]] || python=python3
-export OMP_NUM_THREADS=1
+cd "$(dirname "$0")/.."
+# shellcheck source=scripts/setup.sh
+. scripts/setup.sh
+pd_setup unbuilt "$@"
+export OMP_NUM_THREADS=1 PYTHONPATH=$PWD:$PWD/tests
 module=simulation.run
-[[ ${1:-} == --front ]] && { module=simulation.front.run; shift; }
-PYTHONPATH=$root:$root/tests exec "$python" -m "$module" "$@"
+if [ "${1:-}" = --front ]; then
+  module=simulation.front.run
+  shift
+fi
+exec "$PD_PYTHON" -m "$module" "$@"

@@ -38,7 +38,7 @@ def child(destinations: int, steps: int, tokens: int, layers: int, keys: dict[st
     The imports are here because the parent does not need them.
     """
     import psutil
-    from unit.kits.regroup.common import Cache, DecodeSite, Prompt, RankMemory, config
+    from unit.kits.regroup.common import EngineCache, RegisteredMemory, RegroupDecodeSite, RegroupPrompt, config
     from unit.kits.regroup.prefill import engine, running
 
     from vllm_ascend_pd.transport.create import create_target, create_wire
@@ -47,18 +47,18 @@ def child(destinations: int, steps: int, tokens: int, layers: int, keys: dict[st
     values: dict[str, Any] = {**usual, **keys}
     push = config(**values)
 
-    class FanoutSite(DecodeSite):
-        def _memory(self, rank: int, blocks: int, folder: Path | None):  # type: ignore[no-untyped-def]
-            return RankMemory(self.cache, self.cache.names, rank, blocks), create_target(push.wire, LOOPBACK)
+    class FanoutSite(RegroupDecodeSite):
+        def _memory(self, rank: int, blocks: int, folder: Path | None) -> tuple[RegisteredMemory, Any]:
+            return RegisteredMemory(self.cache, self.cache.names, rank, blocks), create_target(push.wire, LOOPBACK)
 
     wires = [create_wire(push.wire, LOOPBACK, quiet_s=32.0) for _ in range(TP)]
-    cache = Cache(tp=TP, heads=8, layers=layers, block=16, dim=128)
+    cache = EngineCache(tp=TP, heads=8, layers=layers, block=16, dim=128)
     blocks = -(-tokens // cache.block)
     p = engine(
         cache, push=push, transports=wires, step_tokens=destinations * tokens, blocks=destinations * (blocks + 1)
     )
     sites = [
-        FanoutSite(Cache(heads=8, layers=layers, block=16, dim=128), blocks=2 * blocks, push=push)
+        FanoutSite(EngineCache(heads=8, layers=layers, block=16, dim=128), blocks=2 * blocks, push=push)
         for _ in range(destinations)
     ]
     me, times = psutil.Process(), []
@@ -66,7 +66,7 @@ def child(destinations: int, steps: int, tokens: int, layers: int, keys: dict[st
     def used() -> tuple[int, int, int]:
         return me.memory_info().rss, me.num_threads(), len(me.net_connections("tcp"))
 
-    def step() -> list[Prompt]:
+    def step() -> list[RegroupPrompt]:
         prompts = [d.reserve(tokens, deadline_s=120.0) for d in sites]
         for d in sites:
             d.step()

@@ -54,7 +54,7 @@ def cache(model: RegroupModel, tp: int, block: int, layout: str) -> CacheGeometr
 
 
 @dataclass(frozen=True)
-class Load:
+class LayerWrites:
     """Writes of one rank and one layer."""
 
     descriptors: int
@@ -66,19 +66,19 @@ class Load:
         return self.nbytes // max(1, self.descriptors)
 
 
-def direct(p: CacheGeometry, job: Job) -> Iterator[Load]:
+def direct(p: CacheGeometry, job: Job) -> Iterator[LayerWrites]:
     for rank in range(p.tp_size):
         [plan] = StepPlanner(p, rank).plan([job])
         spans = [each for regions in plan.by_rank.values() for each in regions]
-        yield Load(sum(len(each) for each in spans), sum(each.nbytes for each in spans))
+        yield LayerWrites(sum(len(each) for each in spans), sum(each.nbytes for each in spans))
 
 
-def regrouped(p: CacheGeometry, job: Job) -> Iterator[Load]:
+def regrouped(p: CacheGeometry, job: Job) -> Iterator[LayerWrites]:
     for rank in range(p.tp_size):
         plan = RegroupPlanner(p, rank).plan([job])
         spans = [each for slot in plan.slots for regions in slot.writes.values() for each in regions]
         sent = int(plan.matrix[rank].sum() - plan.matrix[rank, rank])
-        yield Load(sum(len(each) for each in spans), sum(each.nbytes for each in spans), sent)
+        yield LayerWrites(sum(len(each) for each in spans), sum(each.nbytes for each in spans), sent)
 
 
 def scattered(tokens: int, block: int, seed: int) -> np.ndarray:
@@ -87,7 +87,7 @@ def scattered(tokens: int, block: int, seed: int) -> np.ndarray:
     return (2 * np.random.default_rng(seed).permutation(count)).astype(np.int32)
 
 
-def words(load: Load) -> str:
+def words(load: LayerWrites) -> str:
     span = f"{load.span / KIB:.4g} KiB" if load.span >= KIB else f"{load.span} B"
     return f"{load.descriptors:>9,} x {span:<9}"
 

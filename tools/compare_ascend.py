@@ -17,28 +17,26 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests/ascend_host")]
+from tools.compare_kinds import one_line, package, refusal, within
+from tools.field import PINNED
+from tools.support import sdist
+from tools.support.checks import fresh_prompt, loaded_tokens, reference_answers, settled_free_blocks
+from tools.support.client import TIMEOUT, RequestFailed, TimedAnswer, body_of, complete, stream
+from tools.support.cluster import Cluster, fresh_directory, say
+from tools.support.engine import EngineProcess
+from tools.support.from_tests import host_build
+from tools.support.in_tree import POLITE
+from tools.support.models import ROOT, ensure
+from tools.support.pages import Marks
+from tools.support.process import Child, ProcessDied
+from tools.support.spec import EngineSpec, child_environment
 
-from host_build import INTERPRETER, HostBuild  # noqa: E402
-
-from tools.compare_kinds import one_line, package, refusal, within  # noqa: E402
-from tools.field import PINNED  # noqa: E402
-from tools.support import sdist  # noqa: E402
-from tools.support.checks import fresh_prompt, loaded_tokens, reference_answers, settled_free_blocks  # noqa: E402
-from tools.support.client import TIMEOUT, RequestFailed, TimedAnswer, body_of, complete, stream  # noqa: E402
-from tools.support.cluster import Cluster, fresh_directory, say  # noqa: E402
-from tools.support.engine import EngineProcess  # noqa: E402
-from tools.support.in_tree import POLITE  # noqa: E402
-from tools.support.models import ensure  # noqa: E402
-from tools.support.pages import Marks  # noqa: E402
-from tools.support.process import Child, ProcessDied  # noqa: E402
-from tools.support.spec import EngineSpec, child_environment  # noqa: E402
+if TYPE_CHECKING:
+    from host_build import HostBuild
 
 FOUND = ROOT / "out" / "compare-ascend.json"
 PAGE = ROOT / "docs" / "migration.md"
@@ -117,7 +115,7 @@ class ContenderSite:
             connector=contender.connector,
             extra=ours if mine else theirs,
             transfer=contender.p if role == "kv_producer" else contender.d,
-            python=str(INTERPRETER),
+            python=str(self.build.python),
             npu=True,
             plugins=self.build.plugins if mine else (*self.build.plugins, POLITE),
             arguments=("--enforce-eager", "--dtype", "float32", "--kv-cache-memory-bytes", str(32 << 20)),
@@ -330,7 +328,7 @@ def main() -> int:
     wanted = [c for c in CONTENDERS if not args.only or c.connector in args.only.split(",")]
     shapes = [shape for shape in SHAPES if not args.shape or shape.word in args.shape.split(",")]
     pending = [(c, shape) for shape in shapes for c in wanted if f"{c.connector} {shape}" not in done]
-    build = HostBuild(INTERPRETER).ensure() if pending else None
+    build = host_build() if pending else None
     failed = []
     for contender, shape in pending:
         assert build is not None

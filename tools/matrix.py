@@ -29,17 +29,10 @@ from tools.support.pages import Marks
 PAGE = ROOT / "docs" / "matrix.md"
 MARKS = Marks.of("scripts/matrix.sh")
 IN_ENGLISH, IN_CHINESE = ("combination", "direct", "regrouped"), ("组合", "直接推送", "重组后推送")
-HEAD = (
-    "row",
-    "mode",
-    "vLLM",
-    "how",
-    "result",
-    "answers, tokens compared (at least)",
-    "minutes",
-    "in CI, minutes there",
-    "commit",
-)
+# The columns of the page's table of runs, by their names there.
+RESULT, COMPARED, MINUTES, IN_CI = "result", "answers, tokens compared (at least)", "minutes", "in CI, minutes there"
+COMMIT = "commit"
+HEAD = ("row", "mode", "vLLM", "how", RESULT, COMPARED, MINUTES, IN_CI, COMMIT)
 DEADLINE_S = 7200.0
 _TOKENS = re.compile(r": (\d+) answers, (\d+) tokens compared")
 
@@ -123,40 +116,46 @@ def _selected_by_ci(row: MatrixRow) -> list[tuple[str, str]]:
     return names
 
 
-def cells(row: MatrixRow, result: RowResult | None, in_ci: str) -> list[str]:
-    """Return one line of the page."""
-    shown = ["has not run", "–", "–", "–"]
-    if result is not None:
-        compared = f"{result.answers}, {result.tokens}" if result.answers else "–"
-        shown = [result.words if result.good else f"**{result.words}**", compared, f"{result.minutes:g}", result.commit]
-    return [f"`{row.name}`", row.mode, row.vllm, row.how, *shown[:3], in_ci, shown[3]]
+def cells(result: RowResult | None) -> dict[str, str]:
+    """Return what a result has in its columns."""
+    if result is None:
+        return {RESULT: "has not run", COMPARED: "–", MINUTES: "–", COMMIT: "–"}
+    return {
+        RESULT: result.words if result.good else f"**{result.words}**",
+        COMPARED: f"{result.answers}, {result.tokens}" if result.answers else "–",
+        MINUTES: f"{result.minutes:g}",
+        COMMIT: result.commit,
+    }
 
 
-def share(row: MatrixRow, minutes: Mapping[str, float], before: list[str]) -> str:
-    """Return which of a row's tests CI runs, and their minutes there."""
+def share(row: MatrixRow, minutes: Mapping[str, float], before: str) -> str:
+    """Return which of a row's tests CI runs, and their minutes there: `before` is what the page has."""
     if row.name in minutes:
         return f"{row.ci}, {minutes[row.name]:g}"
-    return before[7] if before and before[7].startswith(f"{row.ci}, ") else row.ci
+    return before if before.startswith(f"{row.ci}, ") else row.ci
 
 
-def known(page: str) -> dict[str, list[str]]:
-    """Return the page's lines by row."""
-    lines = (line.strip().strip("|").split(" | ") for line in page.splitlines() if line.startswith("| "))
-    return {line[0].strip("` "): [cell.strip() for cell in line] for line in lines if len(line) == len(HEAD)}
+def known(page: str) -> dict[str, dict[str, str]]:
+    """Return the cells of the page's rows, by row and by column."""
+    found: dict[str, dict[str, str]] = {}
+    for line in page.splitlines():
+        if line.startswith("| ") and len(words := line.strip().strip("|").split(" | ")) == len(HEAD):
+            name, *_ = words = [word.strip() for word in words]
+            found[name.strip("`")] = dict(zip(HEAD, words, strict=True))
+    return found
 
 
 def table(page: str, folder: Path, at: str, minutes: Mapping[str, float]) -> str:
     """Return the table of runs as it belongs between the page's marks."""
     before = known(page)
-    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+    lines = []
     for row in ROWS:
-        result = recorded(row, folder, at)
-        old = before.get(row.name, [])
-        line = cells(row, result, share(row, minutes, old))
-        if result is None and old:
-            line[4:7], line[8] = old[4:7], old[8]
-        lines.append("| " + " | ".join(line) + " |")
-    return "\n".join(lines)
+        result, old = recorded(row, folder, at), before.get(row.name, {})
+        ran = {name: old[name] for name in (RESULT, COMPARED, MINUTES, COMMIT)} if old and not result else cells(result)
+        line = {"row": f"`{row.name}`", "mode": row.mode, "vLLM": row.vllm, "how": row.how, **ran}
+        line[IN_CI] = share(row, minutes, old.get(IN_CI, ""))
+        lines.append(tuple(line[name] for name in HEAD))
+    return lines_of(HEAD, lines)
 
 
 def written(page: str, folder: Path, at: str, minutes: Mapping[str, float] = MappingProxyType({})) -> str:

@@ -189,7 +189,7 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "PD-OPS-004": Entry("A table of work was made for {expected}, but is used with {actual}.", "This is a bug: report it with the engine's log."),
     # -- transfers
-    "PD-XFER-001": Entry("The transfer missed its deadline ({stage}).", "See the timeline of the request; raise the timer named there if the work is merely slow."),
+    "PD-XFER-001": Entry("The transfer missed its deadline ({why}).", "See the timeline of the request; raise the timer named there if the work is merely slow."),
     "PD-XFER-002": Entry("The transfer was cancelled ({why}).", "Nothing to do."),
     "PD-XFER-003": Entry("A write to {peer} failed.", "Check the peer and the network; its blocks are quarantined until they are quiet."),
     "PD-XFER-004": Entry("The peer {peer} is gone.", "Restart it; nothing else must be restarted."),

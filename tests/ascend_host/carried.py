@@ -59,7 +59,7 @@ def main() -> None:
 
     def continued(prompt: list[int], behind: int, tokens: int, without: str = "") -> Answer:
         carrier.wipe()
-        carrier.plan = carrier.Plan(load=behind, without=without)
+        carrier.plan = carrier.NextRequest(load=behind, without=without)
         return ask(prompt, tokens)
 
     found = []
@@ -69,7 +69,7 @@ def main() -> None:
         tokens, best = ask(prompt, TOKENS)
         for behind in (length - 1, length):
             carrier.kept.clear()
-            carrier.plan = carrier.Plan(keep=behind, of=length)
+            carrier.plan = carrier.NextRequest(keep=behind, of=length)
             ask(prompt, 1)
             more = behind + 1 - length  # tokens of the answer that the request begins with
             whole, wanted = prompt + tokens[:more], (tokens[more:], best[more:])

@@ -28,7 +28,7 @@ cuts = st.lists(st.integers(1, 9), min_size=1, max_size=9)  # lengths of a seque
 # ---- compressed entries
 
 
-class Layer:
+class ReferenceLayer:
     """A layer's weights, and what its entries are by definition: from all tokens of a sequence at once."""
 
     def __init__(self, seed: int, ratio: int, coff: int) -> None:
@@ -111,7 +111,7 @@ def in_turn(lengths: list[list[int]]) -> Iterator[list[tuple[int, int, int]]]:
 @given(seeds, st.lists(cuts, min_size=1, max_size=3), st.sampled_from([OVERLAP, APART, (2, 1), (3, 2)]))
 def test_compressor(seed: int, lengths: list[list[int]], kind: tuple[int, int]) -> None:
     """Chunk by chunk, some sequences side by side, as all at once."""
-    layer, factor = Layer(seed, *kind), 7 if kind == APART else 1
+    layer, factor = ReferenceLayer(seed, *kind), 7 if kind == APART else 1
     lengths = [[factor * n for n in each] for each in lengths]
     counts = [sum(each) for each in lengths]
     hidden = [random(seed + 9 + i, n, HIDDEN) for i, n in enumerate(counts)]
@@ -136,7 +136,7 @@ def test_compressor(seed: int, lengths: list[list[int]], kind: tuple[int, int]) 
 
 def test_a_state_is_not_written_into_the_null_block_and_only_the_last_entries_states_are_read() -> None:
     """Blocks behind the window are null: with overlap the entry before the token's, and its own, are enough."""
-    layer, hidden = Layer(1, *OVERLAP), random(2, 15, HIDDEN)
+    layer, hidden = ReferenceLayer(1, *OVERLAP), random(2, 15, HIDDEN)
     states, table = paged_from_one(3, [15], 4 * WIDTH)
     entries, places = paged_from_one(4, [3], WIDTH)
     states = states.squeeze(-2)

@@ -17,7 +17,7 @@ Script = Callable[[dict[str, Any]], Answer]
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = 30.0  # for a connection without data
-    server: _Server
+    server: FakeServer
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -36,7 +36,7 @@ class _Handler(BaseHTTPRequestHandler):
         return
 
 
-class _Server(ThreadingHTTPServer):
+class FakeServer(ThreadingHTTPServer):
     daemon_threads = False  # closing the server waits for answers in progress
     allow_reuse_address = True
 
@@ -49,7 +49,7 @@ class _Server(ThreadingHTTPServer):
 @contextmanager
 def fake_metaserver(port: int, script: Script) -> Iterator[list[dict[str, Any]]]:
     """Serve inside the block, and finish open answers at its end. Yields the bodies received."""
-    server = _Server(port, script)
+    server = FakeServer(port, script)
     thread = threading.Thread(target=server.serve_forever, name="fake-metaserver", kwargs={"poll_interval": 0.05})
     thread.start()
     try:

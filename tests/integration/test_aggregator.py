@@ -31,7 +31,7 @@ TOKENS = 5 * BLOCK + 3
 SHORT_TIMES = {"transfer_timeout_s": 5.0, "quiet_extra_s": 2.0, "lease_s": 3.0, "margin_s": 0.5}
 
 
-class Site:
+class AggregatedEngines:
     """P with TP 4 and D with TP 2 behind a metaserver that only passes reservations on."""
 
     def __init__(self, port: int, reservations: queue.SimpleQueue[dict[str, Any]], times: dict[str, float]) -> None:
@@ -58,7 +58,7 @@ class Site:
 
 
 @pytest.fixture
-def make_site() -> Iterator[Callable[..., Site]]:
+def make_site() -> Iterator[Callable[..., AggregatedEngines]]:
     reservations: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 
     def script(body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
@@ -67,8 +67,8 @@ def make_site() -> Iterator[Callable[..., Site]]:
 
     port, sites = free_port(), []
 
-    def make(**times: float) -> Site:
-        sites.append(Site(port, reservations, {**SHORT_TIMES, **times}))
+    def make(**times: float) -> AggregatedEngines:
+        sites.append(AggregatedEngines(port, reservations, {**SHORT_TIMES, **times}))
         return sites[-1]
 
     with fake_metaserver(port, script):
@@ -78,7 +78,7 @@ def make_site() -> Iterator[Callable[..., Site]]:
                 engine.close()
 
 
-def test_mla_4_to_2_completes_each_id_once_and_frees_both_pools(make_site: Callable[[], Site]) -> None:
+def test_mla_4_to_2_completes_each_id_once_and_frees_both_pools(make_site: Callable[[], AggregatedEngines]) -> None:
     site = make_site()
     free = [engine.free_blocks() for engine in site.engines]
     ids = [site.send(f"r{i}") for i in range(3)]
@@ -119,7 +119,7 @@ def test_mla_4_to_2_completes_each_id_once_and_frees_both_pools(make_site: Calla
 
 
 def test_a_failure_on_one_of_four_workers_fails_the_request_on_all(
-    make_site: Callable[[], Site], monkeypatch: pytest.MonkeyPatch
+    make_site: Callable[[], AggregatedEngines], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[MemoryTransport] = []
 
@@ -164,7 +164,7 @@ def landing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return allowed
 
 
-def computed(site: Site, name: str) -> tuple[str, str]:
+def computed(site: AggregatedEngines, name: str) -> tuple[str, str]:
     """Send one request, and step both engines until P has computed it. From there on P's scheduler has no work."""
     p_id, d_id = site.send(name)
     p, _ = site.engines
@@ -172,7 +172,9 @@ def computed(site: Site, name: str) -> tuple[str, str]:
     return p_id, d_id
 
 
-def test_leases_are_renewed_by_a_p_that_takes_no_step(make_site: Callable[..., Site], landing: threading.Event) -> None:
+def test_leases_are_renewed_by_a_p_that_takes_no_step(
+    make_site: Callable[..., AggregatedEngines], landing: threading.Event
+) -> None:
     site = make_site()
     decode = site.decode
     _, d_id = computed(site, "slow")

@@ -32,7 +32,7 @@ LENGTHS = (1, 2, 20, BLOCK, BLOCK + 1, 4 * BLOCK, 333, 1500)
 
 
 @dataclass
-class Site:
+class EnginesOfBothRoles:
     """Two engines, and the port of each one's listener."""
 
     cluster: Cluster
@@ -57,7 +57,7 @@ class Site:
     params=[("gqa", 1, {}), pytest.param(("gqa", 2, {"regroup": "always"}), marks=pytest.mark.slow)],
     ids=["1 and 1", "2 and 1, regrouped"],
 )
-def site(request: pytest.FixtureRequest, cluster: Cluster, tally: AnswerTally) -> Iterator[Site]:
+def site(request: pytest.FixtureRequest, cluster: Cluster, tally: AnswerTally) -> Iterator[EnginesOfBothRoles]:
     name, tp, keys = request.param
     model, first = ensure(name), cluster.ports(8)
     listeners = first, first + 4  # room after each port, on which D's workers listen
@@ -69,11 +69,11 @@ def site(request: pytest.FixtureRequest, cluster: Cluster, tally: AnswerTally) -
         return EngineSpec(name, model, role="kv_both", tp=size, chunk=256, policy="fail", extra=extra)
 
     engines = cluster.start(spec(0, tp), spec(1, 1))
-    yield Site(cluster, tally, (engines[0], engines[1]), listeners)
+    yield EnginesOfBothRoles(cluster, tally, (engines[0], engines[1]), listeners)
     cluster.stop(*engines)
 
 
-def test_each_is_p_for_one_request_and_d_for_the_next(site: Site) -> None:
+def test_each_is_p_for_one_request_and_d_for_the_next(site: EnginesOfBothRoles) -> None:
     """Send one after the other, then in both directions at once, with prefixes cached on the other engine."""
     fronts = [site.behind(routers.toy, prefill) for prefill in (0, 1)]
     pairs = [pair for _, pair in fronts]
@@ -101,7 +101,7 @@ def test_each_is_p_for_one_request_and_d_for_the_next(site: Site) -> None:
             router.stop()
 
 
-def test_what_was_loaded_is_pushed_on(site: Site) -> None:
+def test_what_was_loaded_is_pushed_on(site: EnginesOfBothRoles) -> None:
     """A prefix that an engine loaded as D is pushed by it as P."""
     (there, first), (back, second) = (site.behind(routers.toy, prefill) for prefill in (0, 1))
     head = fresh_prompt(8 * BLOCK)
@@ -118,7 +118,7 @@ def test_what_was_loaded_is_pushed_on(site: Site) -> None:
         back.stop()
 
 
-def test_both_at_once_work_too(site: Site) -> None:
+def test_both_at_once_work_too(site: EnginesOfBothRoles) -> None:
     fronts = [site.behind(routers.push_demo, prefill, site.listeners[prefill]) for prefill in (0, 1)]
     try:
         free = fronts[0][1].free_counts()
@@ -131,7 +131,7 @@ def test_both_at_once_work_too(site: Site) -> None:
             router.stop()
 
 
-def test_an_engine_may_fetch_from_itself(site: Site) -> None:
+def test_an_engine_may_fetch_from_itself(site: EnginesOfBothRoles) -> None:
     """A router that knows only one engine sends both requests there.
 
     D has the full blocks in its cache and loads the rest.
@@ -148,7 +148,7 @@ def test_an_engine_may_fetch_from_itself(site: Site) -> None:
         router.stop()
 
 
-def test_plain_requests_are_neither(site: Site) -> None:
+def test_plain_requests_are_neither(site: EnginesOfBothRoles) -> None:
     one, before = site.engines[0], loaded_tokens(site.engines[0])
     lines = len(failures(one))
     assert post(one.url, body_of(fresh_prompt(40), 4))["choices"]

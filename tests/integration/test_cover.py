@@ -57,7 +57,7 @@ OF_MTP = {
 
 
 @dataclass(frozen=True)
-class Kind:
+class CoveredKind:
     model: str
     few: int  # blocks for the prompts of eight requests, but not for their whole answers
     arguments: tuple[str, ...] = ()
@@ -72,35 +72,41 @@ class Kind:
 
 EAGLE = {"method": "eagle3", "draft": "spec-eagle3", "num_speculative_tokens": 1}
 OF_KINDS = {
-    "fp8": Kind("gqa", 60, ("--kv-cache-dtype", "fp8"), title="fp8", rounds=True),
-    "windows": Kind("gptoss", 110),
+    "fp8": CoveredKind("gqa", 60, ("--kv-cache-dtype", "fp8"), title="fp8", rounds=True),
+    "windows": CoveredKind("gptoss", 110),
     # With states cached at the ends of blocks, vLLM's CPU kernel fails in a step that goes over one: "IndexError: index
     # 2 is out of bounds for dimension 0 with size 1", without a connector too.
-    "states": Kind("nemotronh", 38, without={"chunks": "whole", "prefixes": "on"}),
-    "indexer": Kind("indexed", 60),
-    "drafts": Kind("spec", 60, draft=EAGLE, title="spec-eagle3"),
-    "int8": Kind("indexed-int8", 60, more=tuples(), rounds=True),
-    "deltanet": Kind("qwen3next", 38, more={"plugins": (DELTA,)}, tokens=400),  # float32; blocks of 384
-    "mtp": Kind("mtp", 200, draft={"method": "mtp"}, features=OF_MTP),
+    "states": CoveredKind("nemotronh", 38, without={"chunks": "whole", "prefixes": "on"}),
+    "indexer": CoveredKind("indexed", 60),
+    "drafts": CoveredKind("spec", 60, draft=EAGLE, title="spec-eagle3"),
+    "int8": CoveredKind("indexed-int8", 60, more=tuples(), rounds=True),
+    "deltanet": CoveredKind("qwen3next", 38, more={"plugins": (DELTA,)}, tokens=400),  # float32; blocks of 384
+    "mtp": CoveredKind("mtp", 200, draft={"method": "mtp"}, features=OF_MTP),
 }
 LENGTHS = (20, 97, 159, 333)
 LONGEST = 1024
 
 
-def p_spec(kind: Kind, cell: Cell, extra: dict[str, Any]) -> EngineSpec:
+def p_spec(kind: CoveredKind, cell: Cell, extra: dict[str, Any]) -> EngineSpec:
     regrouped = "regrouped" in cell["shape"]
     return _spec(
         kind, cell, "kv_producer", {**extra, **({"regroup": "always"} if regrouped else {})}, int(cell["shape"][0])
     )
 
 
-def d_spec(kind: Kind, cell: Cell, extra: dict[str, Any]) -> EngineSpec:
+def d_spec(kind: CoveredKind, cell: Cell, extra: dict[str, Any]) -> EngineSpec:
     few = ("--num-gpu-blocks-override", str(kind.few)) if cell["blocks"] == "few" else ()
     return _spec(kind, cell, "kv_consumer", extra, int(cell["shape"][2]), few, policy=cell["policy"])
 
 
 def _spec(
-    kind: Kind, cell: Cell, role: str, extra: dict[str, Any], tp: int, arguments: tuple[str, ...] = (), **more: Any
+    kind: CoveredKind,
+    cell: Cell,
+    role: str,
+    extra: dict[str, Any],
+    tp: int,
+    arguments: tuple[str, ...] = (),
+    **more: Any,
 ) -> EngineSpec:
     draft = dict(kind.draft)
     off = () if cell.get("prefixes") != "off" else ("--no-enable-prefix-caching",)
@@ -164,7 +170,7 @@ def shelf(cluster: Cluster) -> Iterator[Shelf]:
 
 
 def judged(
-    kind: Kind, p: EngineProcess, d: EngineProcess, tally: AnswerTally, progress: Callable[[str], None]
+    kind: CoveredKind, p: EngineProcess, d: EngineProcess, tally: AnswerTally, progress: Callable[[str], None]
 ) -> AnswerTally:
     """Return the measure of answers of this pair."""
     if not kind.rounds or p.spec.tp == d.spec.tp:
@@ -203,7 +209,7 @@ def test_a_cell(
         cluster.stop(front)
 
 
-def check_all(pair: Pair, kind: Kind, cell: Cell, port: int, title: str) -> None:
+def check_all(pair: Pair, kind: CoveredKind, cell: Cell, port: int, title: str) -> None:
     exercise(pair, title, LENGTHS)
     if not kind.draft:  # on a CPU vLLM's sampler fails with top_k and drafts; greedy sampling makes one choice
         check_choices(pair, 97)

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @dataclass
-class Door:
+class FailoverEngines:
     url: str
     prefill: EngineProcess
     spare: EngineProcess  # the second P
@@ -44,7 +44,7 @@ class Door:
 
 
 @pytest.fixture(scope="module")
-def door(cluster: Cluster) -> Iterator[Door]:
+def door(cluster: Cluster) -> Iterator[FailoverEngines]:
     model, port = ensure("gqa"), cluster.port()
     url = f"http://127.0.0.1:{port}"
     prefill, spare, decode = cluster.start(
@@ -55,13 +55,13 @@ def door(cluster: Cluster) -> Iterator[Door]:
     # Readiness means that the canary has moved a block.
     front = cluster.metaserver([prefill, spare], [decode], port, ("--trace-dir", str(cluster.traces)))
     with httpx.Client(base_url=url, trust_env=False) as operator:
-        door = Door(url, prefill, spare, decode, operator)
+        door = FailoverEngines(url, prefill, spare, decode, operator)
         yield door
     cluster.stop(front, door.prefill, door.spare, door.decode)
 
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
-def test_vllms_serve_benchmark_runs_unmodified(door: Door, tmp_path: Path, backend: str) -> None:
+def test_vllms_serve_benchmark_runs_unmodified(door: FailoverEngines, tmp_path: Path, backend: str) -> None:
     """Run it as a script: the `vllm` command does not start with the CPU wheel."""
     path = "/v1/chat/completions" if backend == "openai-chat" else "/v1/completions"
     words = ["--backend", backend, "--base-url", door.url, "--endpoint", path, "--model", "model"]
@@ -82,7 +82,7 @@ def test_vllms_serve_benchmark_runs_unmodified(door: Door, tmp_path: Path, backe
 
 
 def test_no_request_is_lost_when_one_of_two_ps_is_killed_under_load(
-    door: Door, cluster: Cluster, tally: AnswerTally, tmp_path: Path
+    door: FailoverEngines, cluster: Cluster, tally: AnswerTally, tmp_path: Path
 ) -> None:
     """50 streams: every answer is whole and right, the page shows what happened, the restarted P is used again."""
     gone = door.spare.url.removeprefix("http://")

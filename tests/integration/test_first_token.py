@@ -30,7 +30,7 @@ _REASON = re.compile(r'vllm:ascend_pd_num_first_tokens_computed_total\{.*reason=
 
 
 @dataclass(frozen=True)
-class Case:
+class FirstTokenCase:
     """A request, and the origin of its first token: P, or D for a reason."""
 
     name: str
@@ -55,35 +55,39 @@ class Case:
 
 LIKELIEST = {"temperature": 0.8, "top_k": 1}  # sampled, but always the same
 CASES = [
-    Case("greedy"),
-    Case("a chat", chat=True),
-    Case("one token", tokens=1),
-    Case("one token with logprobs", {"logprobs": 3}, tokens=1),
-    Case("two tokens", tokens=2),
-    Case("logprobs", {"logprobs": 5}),
-    Case("logprobs of the sampled token alone", {"logprobs": 0}),
-    Case("logprobs of a chat", {"logprobs": True, "top_logprobs": 4}, chat=True),
-    Case("sampled", LIKELIEST),
-    Case("two choices", {**LIKELIEST, "n": 2}, choices=2),
-    Case("ended by the first token's id", ends="id"),
-    Case("ended by the first token's id, with logprobs", {"logprobs": 2}, ends="id"),
-    Case("ended by the first token's text", ends="text"),
-    Case("may not end before four tokens", {"min_tokens": 4}, ends="id"),
-    Case("repetition penalty", {"repetition_penalty": 1.7}, tokens=16),
-    Case("biased", {"logit_bias": {"77": 100, "78": 99.5}}),
-    Case("allowed tokens", {"allowed_token_ids": [11, 12, 13, 14]}),
-    Case("filters", {"temperature": 0.6, "top_k": 1, "top_p": 0.9, "min_p": 0.05, "logprobs": 1}),
-    Case("greedy with a seed", {"seed": 7}),
-    Case("sampled at will", {"temperature": 1.0}, same=False),
-    Case("sampled with a seed", {"temperature": 1.0, "seed": 7}, "seed"),
-    Case("presence penalty", {"presence_penalty": 1.5}, tokens=24),
-    Case("frequency penalty", {"frequency_penalty": 1.5}, tokens=24),
-    Case("all penalties", {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.3}, tokens=24),
-    Case("bad words", {"bad_words": ["a", "b c"]}, tokens=16),
-    Case("structured output", {"structured_outputs": {"choice": ["yes", "no"]}, "ignore_eos": False}),
-    Case("a grammar", {"structured_outputs": {"regex": "[a-z]{3}[0-9]{3}"}, "ignore_eos": False, "logprobs": 2}),
-    Case("JSON in a chat", {"response_format": {"type": "json_object"}, "ignore_eos": False}, chat=True),
-    Case("loops end", {"repetition_detection": {"max_pattern_size": 2, "min_count": 3}}, tokens=24),
+    FirstTokenCase("greedy"),
+    FirstTokenCase("a chat", chat=True),
+    FirstTokenCase("one token", tokens=1),
+    FirstTokenCase("one token with logprobs", {"logprobs": 3}, tokens=1),
+    FirstTokenCase("two tokens", tokens=2),
+    FirstTokenCase("logprobs", {"logprobs": 5}),
+    FirstTokenCase("logprobs of the sampled token alone", {"logprobs": 0}),
+    FirstTokenCase("logprobs of a chat", {"logprobs": True, "top_logprobs": 4}, chat=True),
+    FirstTokenCase("sampled", LIKELIEST),
+    FirstTokenCase("two choices", {**LIKELIEST, "n": 2}, choices=2),
+    FirstTokenCase("ended by the first token's id", ends="id"),
+    FirstTokenCase("ended by the first token's id, with logprobs", {"logprobs": 2}, ends="id"),
+    FirstTokenCase("ended by the first token's text", ends="text"),
+    FirstTokenCase("may not end before four tokens", {"min_tokens": 4}, ends="id"),
+    FirstTokenCase("repetition penalty", {"repetition_penalty": 1.7}, tokens=16),
+    FirstTokenCase("biased", {"logit_bias": {"77": 100, "78": 99.5}}),
+    FirstTokenCase("allowed tokens", {"allowed_token_ids": [11, 12, 13, 14]}),
+    FirstTokenCase("filters", {"temperature": 0.6, "top_k": 1, "top_p": 0.9, "min_p": 0.05, "logprobs": 1}),
+    FirstTokenCase("greedy with a seed", {"seed": 7}),
+    FirstTokenCase("sampled at will", {"temperature": 1.0}, same=False),
+    FirstTokenCase("sampled with a seed", {"temperature": 1.0, "seed": 7}, "seed"),
+    FirstTokenCase("presence penalty", {"presence_penalty": 1.5}, tokens=24),
+    FirstTokenCase("frequency penalty", {"frequency_penalty": 1.5}, tokens=24),
+    FirstTokenCase(
+        "all penalties", {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.3}, tokens=24
+    ),
+    FirstTokenCase("bad words", {"bad_words": ["a", "b c"]}, tokens=16),
+    FirstTokenCase("structured output", {"structured_outputs": {"choice": ["yes", "no"]}, "ignore_eos": False}),
+    FirstTokenCase(
+        "a grammar", {"structured_outputs": {"regex": "[a-z]{3}[0-9]{3}"}, "ignore_eos": False, "logprobs": 2}
+    ),
+    FirstTokenCase("JSON in a chat", {"response_format": {"type": "json_object"}, "ignore_eos": False}, chat=True),
+    FirstTokenCase("loops end", {"repetition_detection": {"max_pattern_size": 2, "min_count": 3}}, tokens=24),
 ]
 
 
@@ -187,7 +191,7 @@ def readable(pair: Pair) -> tuple[list[int], tuple[int, str]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_request_is_answered_as_by_one_engine(pair: Pair, case: Case) -> None:
+def test_a_request_is_answered_as_by_one_engine(pair: Pair, case: FirstTokenCase) -> None:
     path, (prompt, first) = CHAT if case.chat else COMPLETIONS, readable(pair)
     body = case.body(prompt, first)
     one, events = post(pair.prefill.url, body, path), streamed(pair.prefill.url, path, body)

@@ -26,7 +26,7 @@ WORDS = {"model": "model", "temperature": 0, "max_tokens": 8, "extra_body": {"ig
 
 
 @dataclass
-class Door:
+class FaultyFrontDoor:
     url: str
     decode: EngineProcess
     client: openai.OpenAI
@@ -34,11 +34,11 @@ class Door:
 
 
 @pytest.fixture(scope="module")
-def door(faulty: FaultSite, make_pair: PairMaker) -> Iterator[Door]:
+def door(faulty: FaultSite, make_pair: PairMaker) -> Iterator[FaultyFrontDoor]:
     pair = make_pair(faulty.prefill, faulty.decode)
     urls = (pair.front.url, faulty.prefill.url)
     clients = [openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=120) for url in urls]
-    yield Door(pair.front.url, faulty.decode, *clients)
+    yield FaultyFrontDoor(pair.front.url, faulty.decode, *clients)
     for client in clients:
         client.close()
     pair.cluster.stop(pair.front)
@@ -53,14 +53,14 @@ def prefilled_by_p(url: str, count: int) -> Iterator[None]:
     assert prefilled(url) == wanted
 
 
-def both(door: Door, ask: Callable[[openai.OpenAI], Any], loads: int = 1) -> None:
+def both(door: FaultyFrontDoor, ask: Callable[[openai.OpenAI], Any], loads: int = 1) -> None:
     """Require the answer of one engine from the pair, prefilled by P."""
     with prefilled_by_p(door.url, loads):
         through = ask(door.client)
     assert through == ask(door.single)
 
 
-def test_completions_and_chat_say_what_one_engine_says(door: Door) -> None:
+def test_completions_and_chat_say_what_one_engine_says(door: FaultyFrontDoor) -> None:
     prompt, messages = "one two three " * 30, [{"role": "user", "content": "how are you " * 20}]
     both(door, lambda c: c.completions.create(prompt=prompt, **WORDS).choices[0].text)
     both(door, lambda c: c.chat.completions.create(messages=messages, **WORDS).choices[0].message.content)
@@ -73,7 +73,7 @@ def test_completions_and_chat_say_what_one_engine_says(door: Door) -> None:
     assert pieces == door.single.chat.completions.create(messages=messages, **WORDS).choices[0].message.content
 
 
-def test_list_prompts_and_several_choices(door: Door) -> None:
+def test_list_prompts_and_several_choices(door: FaultyFrontDoor) -> None:
     prompts = ["the first prompt " * 20, "the second prompt " * 20]
     both(door, lambda c: [x.text for x in c.completions.create(prompt=prompts, **WORDS).choices], loads=2)
     asked = {**WORDS, "temperature": 1.0, "n": 2}  # no seed: with one, vLLM on a CPU fails in a chunked prefill
@@ -81,7 +81,7 @@ def test_list_prompts_and_several_choices(door: Door) -> None:
         assert len(door.client.completions.create(prompt="two answers " * 20, **asked).choices) == 2
 
 
-def test_several_choices_of_a_chat_and_of_a_stream(door: Door) -> None:
+def test_several_choices_of_a_chat_and_of_a_stream(door: FaultyFrontDoor) -> None:
     asked = {**WORDS, "temperature": 1.0, "n": 2}  # no seed: with one, vLLM on a CPU fails in a chunked prefill
     messages = [{"role": "user", "content": "two answers to this, please " * 20}]
     with prefilled_by_p(door.url, 2):
@@ -91,14 +91,14 @@ def test_several_choices_of_a_chat_and_of_a_stream(door: Door) -> None:
         assert {choice.index for piece in pieces for choice in piece.choices} == {0, 1}
 
 
-def test_an_engines_errors_reach_the_client_as_they_are(door: Door) -> None:
+def test_an_engines_errors_reach_the_client_as_they_are(door: FaultyFrontDoor) -> None:
     with pytest.raises(openai.NotFoundError):
         door.client.completions.create(prompt="x", **{**WORDS, "model": "another"})
     with pytest.raises(openai.BadRequestError):
         door.client.completions.create(prompt=[5] * 5000, **WORDS)
 
 
-def test_a_client_that_leaves_ends_the_request_on_d(door: Door) -> None:
+def test_a_client_that_leaves_ends_the_request_on_d(door: FaultyFrontDoor) -> None:
     stream = door.client.completions.create(prompt="leave this one " * 20, **{**WORDS, "max_tokens": 1500}, stream=True)
     next(iter(stream))
     stream.close()

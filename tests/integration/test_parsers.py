@@ -44,7 +44,7 @@ CHOICE = {"structured_outputs": {"choice": ["yes", "no"]}, "ignore_eos": False}
 
 
 @dataclass(frozen=True)
-class Case:
+class ParserCase:
     """A chat, which part of the answer must not be empty, and D's reason where P's token does not begin it."""
 
     name: str
@@ -54,16 +54,16 @@ class Case:
 
 
 WITH_TOOLS = [
-    Case("tools that are not called", "content", {"tools": [TOOL], "tool_choice": "auto"}),
-    Case("tools that are not called, or a choice", "content", {"tools": [TOOL], "tool_choice": "auto", **CHOICE}),
-    Case("no tool allowed", "content", {"tools": [TOOL], "tool_choice": "none"}),
-    Case("a named tool", "tool_calls", {"tools": [TOOL], "tool_choice": NAMED, **CALLS}),
-    Case("some tool", "tool_calls", {"tools": [TOOL], "tool_choice": "required", **CALLS}),
+    ParserCase("tools that are not called", "content", {"tools": [TOOL], "tool_choice": "auto"}),
+    ParserCase("tools that are not called, or a choice", "content", {"tools": [TOOL], "tool_choice": "auto", **CHOICE}),
+    ParserCase("no tool allowed", "content", {"tools": [TOOL], "tool_choice": "none"}),
+    ParserCase("a named tool", "tool_calls", {"tools": [TOOL], "tool_choice": NAMED, **CALLS}),
+    ParserCase("some tool", "tool_calls", {"tools": [TOOL], "tool_choice": "required", **CALLS}),
 ]
 WITH_REASONING = [
-    Case("a chat", "content"),
-    Case("a chat with log-probabilities", "content", {"logprobs": True, "top_logprobs": 2}),
-    Case("a choice", "content", CHOICE, "reasoning"),
+    ParserCase("a chat", "content"),
+    ParserCase("a chat with log-probabilities", "content", {"logprobs": True, "top_logprobs": 2}),
+    ParserCase("a choice", "content", CHOICE, "reasoning"),
 ]
 
 
@@ -114,7 +114,7 @@ def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
     return {**found, "tool_calls": [calls[index] for index in sorted(calls)]}
 
 
-def check(pair: Pair, case: Case) -> None:
+def check(pair: Pair, case: ParserCase) -> None:
     body = chat_body_of(f"please answer this: {case.name} " * 8, 80, **case.more)
     one, events = post(pair.prefill.url, body, CHAT), streamed(pair.prefill.url, CHAT, body)
     before, reasons = taken(pair), computed(pair)
@@ -134,11 +134,11 @@ def check(pair: Pair, case: Case) -> None:
 
 @pytest.mark.parametrize("pair", [TOOLS], indirect=True, ids=["tools"])
 @pytest.mark.parametrize("case", WITH_TOOLS, ids=lambda case: case.name)
-def test_tool_calls_are_as_one_engines(pair: Pair, case: Case) -> None:
+def test_tool_calls_are_as_one_engines(pair: Pair, case: ParserCase) -> None:
     check(pair, case)
 
 
 @pytest.mark.parametrize("pair", [REASONING], indirect=True, ids=["reasoning"])
 @pytest.mark.parametrize("case", WITH_REASONING, ids=lambda case: case.name)
-def test_reasoning_is_as_one_engines(pair: Pair, case: Case) -> None:
+def test_reasoning_is_as_one_engines(pair: Pair, case: ParserCase) -> None:
     check(pair, case)

@@ -145,7 +145,7 @@ def unchecked(cluster: Cluster, allowed: list[str]) -> Iterator[EngineProcess]:
 
 
 @pytest.mark.slow
-class TestPlantedFaults:
+class TestPlantedFaultsOfScales:
     """int8 with scales: an indexer's scale is a component of its own, the last in the tuple."""
 
     @pytest.mark.parametrize("what", ["left out", "of the block before"])

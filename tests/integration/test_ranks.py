@@ -40,7 +40,7 @@ HELD_S = 3.0  # many such agreements: a small model's ranks step more than a hun
 
 
 @dataclass(frozen=True)
-class Shape:
+class RankCounts:
     tp: int
     dp: int
     servers: int = 1  # one for all ranks, one for each rank, or one for each host
@@ -61,16 +61,16 @@ class Shape:
 
 @pytest.fixture(
     params=[
-        (Shape(1, 2), Shape(1, 2, servers=2)),
-        pytest.param((Shape(2, 1), Shape(1, 2)), marks=pytest.mark.slow),
-        pytest.param((Shape(1, 2), Shape(2, 1)), marks=pytest.mark.slow),
-        pytest.param((Shape(2, 2), Shape(1, 2)), marks=pytest.mark.slow),
+        (RankCounts(1, 2), RankCounts(1, 2, servers=2)),
+        pytest.param((RankCounts(2, 1), RankCounts(1, 2)), marks=pytest.mark.slow),
+        pytest.param((RankCounts(1, 2), RankCounts(2, 1)), marks=pytest.mark.slow),
+        pytest.param((RankCounts(2, 2), RankCounts(1, 2)), marks=pytest.mark.slow),
         # The servers of two hosts, each of which balances between its own ranks. (With one rank each vLLM treats it
         # like the first case.)
-        pytest.param((Shape(1, 1), Shape(1, 4, servers=2)), marks=pytest.mark.slow),
+        pytest.param((RankCounts(1, 1), RankCounts(1, 4, servers=2)), marks=pytest.mark.slow),
         # P's ranks too have addresses of their own, or share one with those of their host.
-        pytest.param((Shape(2, 2, servers=2), Shape(1, 2, servers=2)), marks=pytest.mark.slow),
-        pytest.param((Shape(1, 4, servers=2), Shape(2, 1)), marks=pytest.mark.slow),
+        pytest.param((RankCounts(2, 2, servers=2), RankCounts(1, 2, servers=2)), marks=pytest.mark.slow),
+        pytest.param((RankCounts(1, 4, servers=2), RankCounts(2, 1)), marks=pytest.mark.slow),
     ],
     ids=lambda shapes: f"{shapes[0]}-to-{shapes[1]}",
     scope="module",
@@ -126,8 +126,8 @@ def test_a_load_keeps_the_wave_and_ranks_without_work_serve_their_peers(
     # P does not give up by itself while a D that is silent is waited for.
     p_config = cluster.push_config(hold_sources=8, hold_s=300.0, ready_timeout_s=300.0, lease_s=2.0)
     p, d = cluster.start(
-        *Shape(1, 2).specs(cluster, "p-idle", role="kv_producer", extra=p_config, **shown),
-        *Shape(1, 2).specs(
+        *RankCounts(1, 2).specs(cluster, "p-idle", role="kv_producer", extra=p_config, **shown),
+        *RankCounts(1, 2).specs(
             cluster, "d-idle", role="kv_consumer", policy="fail", extra=cluster.push_config(*allowed), **shown
         ),
     )
@@ -200,11 +200,11 @@ def test_a_rank_that_dies_ends_its_engine_and_another_goes_on(
 ) -> None:
     """vLLM ends an engine when a rank dies. The other D takes over its requests, and P keeps no blocks."""
     p, *ds = cluster.start(
-        *Shape(2, 1).specs(cluster, "p-alone", role="kv_producer", extra=cluster.push_config()),
+        *RankCounts(2, 1).specs(cluster, "p-alone", role="kv_producer", extra=cluster.push_config()),
         *(
             spec
             for name in ("d-dying", "d-staying")
-            for spec in Shape(1, 2).specs(cluster, name, role="kv_consumer", extra=cluster.push_config(*allowed))
+            for spec in RankCounts(1, 2).specs(cluster, name, role="kv_consumer", extra=cluster.push_config(*allowed))
         ),
     )
     pair = make_pair(p, *ds)

@@ -37,7 +37,7 @@ EXPERTS = Path(__file__).parent / "plugins" / "experts"
 
 
 @dataclass
-class Site:
+class RoutedPair:
     """A pair, and functions that start a router in front of it."""
 
     cluster: Cluster
@@ -48,7 +48,7 @@ class Site:
     bootstrap: int
     relays: list[int]  # ports of routers to which D may post
 
-    def behind(self, make: Callable[[Site, int, Path], Router]) -> tuple[Router, Pair]:
+    def behind(self, make: Callable[[RoutedPair, int, Path], Router]) -> tuple[Router, Pair]:
         try:
             router = make(self, self.relays.pop() if make is layerwise else self.cluster.port(), self.cluster.logs)
         except Unreachable as why:
@@ -56,24 +56,24 @@ class Site:
         return router, Pair(self.cluster, router, self.prefill, (self.decode,), self.tally)  # type: ignore[arg-type]
 
 
-def toy(site: Site, port: int, where: Path) -> Router:
+def toy(site: RoutedPair, port: int, where: Path) -> Router:
     return routers.toy(site.prefill, site.decode, port, where)
 
 
-def push_demo(site: Site, port: int, where: Path) -> Router:
+def push_demo(site: RoutedPair, port: int, where: Path) -> Router:
     return routers.push_demo(site.prefill, site.decode, site.listener, port, where)
 
 
-def mooncake(site: Site, port: int, where: Path) -> Router:
+def mooncake(site: RoutedPair, port: int, where: Path) -> Router:
     return routers.mooncake(site.prefill, site.decode, site.bootstrap, port, where)
 
 
-def layerwise(site: Site, port: int, where: Path) -> Router:
+def layerwise(site: RoutedPair, port: int, where: Path) -> Router:
     return routers.layerwise(site.prefill, site.decode, port, where)
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["1 to 1", "2 to 1"])
-def site(request: pytest.FixtureRequest, cluster: Cluster, tally: AnswerTally) -> Iterator[Site]:
+def site(request: pytest.FixtureRequest, cluster: Cluster, tally: AnswerTally) -> Iterator[RoutedPair]:
     model, tp, listener, bootstrap = ensure("gqa"), request.param, cluster.port(), cluster.port()
     held = {"hold_sources": HELD, "hold_share": 0.5, "hold_s": HOLD_S}
     held |= {"side_channel_port": listener, "bootstrap_port": bootstrap}
@@ -86,7 +86,7 @@ def site(request: pytest.FixtureRequest, cluster: Cluster, tally: AnswerTally) -
         EngineSpec(f"routers-p{tp}", model, role="kv_producer", tp=tp, chunk=256, extra=cluster.push_config(**held)),
         EngineSpec(f"routers-d{tp}", model, role="kv_consumer", policy="fail", extra=cluster.push_config(**d_extra)),
     )
-    yield Site(cluster, tally, p, d, listener, bootstrap, relays)
+    yield RoutedPair(cluster, tally, p, d, listener, bootstrap, relays)
     cluster.stop(d, p)
 
 
@@ -96,7 +96,7 @@ def site(request: pytest.FixtureRequest, cluster: Cluster, tally: AnswerTally) -
     ids=["toy proxy", "push demo", "Mooncake's proxy", "layerwise proxy"],
 )
 def test_every_answer_is_the_single_engines_and_no_block_is_lost(
-    site: Site, make: Callable[[Site, int, Path], Router], progress: Callable[[str], None]
+    site: RoutedPair, make: Callable[[RoutedPair, int, Path], Router], progress: Callable[[str], None]
 ) -> None:
     router, pair = site.behind(make)
     try:
@@ -120,7 +120,7 @@ def test_every_answer_is_the_single_engines_and_no_block_is_lost(
         router.stop()
 
 
-def test_what_nobody_fetches_is_held_to_its_bound_and_all_of_it_comes_back(site: Site) -> None:
+def test_what_nobody_fetches_is_held_to_its_bound_and_all_of_it_comes_back(site: RoutedPair) -> None:
     """Flood P with requests that no D loads: it keeps serving, and reports the others as not held."""
     free = settled_free_blocks(site.prefill)
     params = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -151,7 +151,7 @@ def test_mooncakes_proxy_chooses_among_the_ranks_behind_one_address(cluster: Clu
             "ranks-d", ensure("moe"), role="kv_consumer", policy="fail", extra=cluster.push_config(**allowed), **experts
         ),
     )
-    site = Site(cluster, tally, p, d, listener, bootstrap, [])
+    site = RoutedPair(cluster, tally, p, d, listener, bootstrap, [])
     router, pair = site.behind(mooncake)
     try:
         free = pair.free_counts()
@@ -166,7 +166,7 @@ def test_mooncakes_proxy_chooses_among_the_ranks_behind_one_address(cluster: Clu
 
 
 @pytest.mark.slow
-def test_a_p_that_dies_with_what_it_holds_fails_the_load_and_costs_d_nothing(site: Site) -> None:
+def test_a_p_that_dies_with_what_it_holds_fails_the_load_and_costs_d_nothing(site: RoutedPair) -> None:
     """Runs last in this file, because it kills P."""
     tokens, free = fresh_prompt(300), settled_free_blocks(site.decode)
     params = {"do_remote_decode": True, "do_remote_prefill": False}

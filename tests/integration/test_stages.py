@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @dataclass(frozen=True)
-class Shape:
+class StageShape:
     tp: int
     cut: tuple[int, ...]  # layers of each stage
 
@@ -36,12 +36,12 @@ class Shape:
 
 
 SHAPES = [
-    ("gqa5", Shape(1, (5,)), Shape(1, (2, 3))),
-    ("gqa5", Shape(1, (3, 2)), Shape(1, (1, 4))),
-    ("gqa5", Shape(2, (5,)), Shape(1, (2, 3))),
-    ("gqa5", Shape(1, (2, 3)), Shape(1, (5,))),
-    ("gqa5", Shape(2, (3, 2)), Shape(2, (1, 4))),
-    ("mla", Shape(1, (4,)), Shape(1, (1, 3))),
+    ("gqa5", StageShape(1, (5,)), StageShape(1, (2, 3))),
+    ("gqa5", StageShape(1, (3, 2)), StageShape(1, (1, 4))),
+    ("gqa5", StageShape(2, (5,)), StageShape(1, (2, 3))),
+    ("gqa5", StageShape(1, (2, 3)), StageShape(1, (5,))),
+    ("gqa5", StageShape(2, (3, 2)), StageShape(2, (1, 4))),
+    ("mla", StageShape(1, (4,)), StageShape(1, (1, 3))),
 ]
 
 

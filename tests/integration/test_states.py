@@ -192,7 +192,7 @@ class TestGatedDeltaNet:
 
 
 @pytest.mark.slow
-class TestPlantedFaults:
+class TestPlantedFaultsOfStates:
     def test_what_is_left_out_makes_other_answers(
         self, cluster: Cluster, allowed: list[str], make_pair: PairMaker
     ) -> None:

@@ -29,7 +29,7 @@ from vllm_ascend_pd.observe.timeline import Trace, picture
 def reference(gap: float) -> Iterator[str]:
     """A single engine whose two best tokens, 5 and 6, are always `gap` apart."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class SilentHandler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
             top = {"token_id:5": -1.0, "token_id:6": -1.0 - gap}
@@ -42,7 +42,7 @@ def reference(gap: float) -> Iterator[str]:
         def log_message(self, *args: object) -> None:
             return
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), SilentHandler)
     thread = threading.Thread(target=server.serve_forever, name="reference", kwargs={"poll_interval": 0.05})
     thread.start()
     try:

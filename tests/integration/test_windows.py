@@ -180,7 +180,7 @@ class TestLayersThatShareACache:
 
 
 @pytest.mark.slow
-class TestPlantedFaults:
+class TestPlantedFaultsOfWindows:
     @pytest.mark.parametrize(
         ("model", "what"), [("gptoss", "group 0"), ("gptoss", "group 1"), ("gptoss", "block"), ("gemma3", "group 3")]
     )

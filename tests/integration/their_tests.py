@@ -28,7 +28,7 @@ SECONDS = 900
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """Outcomes of a run: how many passed and were skipped, and the failures by name."""
 
     passed: int
@@ -59,7 +59,7 @@ def extract(release: str, where: Path, files: Sequence[str]) -> None:
 
 def run(
     release: str, where: Path, role: str, files: Sequence[str], chosen: str = "", variables: Mapping[str, str] = {}
-) -> Outcome:
+) -> RunOutcome:
     """Run the chosen tests of these files with the connector in this role."""
     report = where / f"{role}.xml"
     report.unlink(missing_ok=True)
@@ -84,10 +84,10 @@ def run(
         skipped += end is not None and end.tag == "skipped"
         if end is not None and end.tag != "skipped":
             failed[case.get("name", "")] = f"{end.get('message')}\n{end.text}"
-    return Outcome(passed, skipped, failed, done.stdout)
+    return RunOutcome(passed, skipped, failed, done.stdout)
 
 
-def compare(outcome: Outcome, cannot: Mapping[str, tuple[str, str]], passes: int) -> None:
+def compare(outcome: RunOutcome, cannot: Mapping[str, tuple[str, str]], passes: int) -> None:
     """Check that what failed is what cannot pass, each with the words of its reason, and that the rest has passed.
 
     `cannot`: by the test's name a part of its failure, and the reason.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from unit.kits.geometry import Cache, Cluster, geometry
+from unit.kits.geometry import CountedMemory, PlannedCluster, geometry
 
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.plan import Job, push_range
@@ -18,7 +18,7 @@ GATHER, ASSEMBLE, SCATTER = 0, 1, 2
 UNTOUCHED = 0xA5
 
 
-class Case(NamedTuple):
+class OpCase(NamedTuple):
     name: str
     kind: int
     views: Sequence[tuple[int, ...]]  # blocks, heads, tokens, cell, strides of block, head, token
@@ -44,7 +44,7 @@ def _box(offset: int, heads: int, head: int, tokens: int, token: int, cell: int)
     return starts[:, :, None] + np.arange(cell)
 
 
-def cache_case(name: str, cache: Cache, rows: np.ndarray, size: int, kind: int = GATHER) -> Case:
+def cache_case(name: str, cache: CountedMemory, rows: np.ndarray, size: int, kind: int = GATHER) -> OpCase:
     """Return a case that gathers from `cache`, or scatters random bytes into it."""
     facts = cache.geometry
     tokens = [1 if region.opaque else facts.block_size for region in facts.regions]
@@ -67,20 +67,20 @@ def cache_case(name: str, cache: Cache, rows: np.ndarray, size: int, kind: int =
             expected[-1][places] = before[region][cells]
         else:
             expected[region][cells] = before[-1][places]
-    return Case(name, kind, views, rows, before, expected)
+    return OpCase(name, kind, views, rows, before, expected)
 
 
-def assemble_case(name: str, received: np.ndarray, rows: np.ndarray, size: int) -> Case:
+def assemble_case(name: str, received: np.ndarray, rows: np.ndarray, size: int) -> OpCase:
     before = [received, np.full(size, UNTOUCHED, dtype=np.uint8)]
     expected = [tensor.copy() for tensor in before]
     for cell, heads, tokens, source, head_a, token_a, target, head_b, token_b in rows.tolist():
         expected[1][_box(target, heads, head_b, tokens, token_b, cell)] = received[
             _box(source, heads, head_a, tokens, token_a, cell)
         ]
-    return Case(name, ASSEMBLE, [], rows, before, expected)
+    return OpCase(name, ASSEMBLE, [], rows, before, expected)
 
 
-def plans_of(cluster: Cluster, step_number: int = 0) -> list[RegroupPlan]:
+def plans_of(cluster: PlannedCluster, step_number: int = 0) -> list[RegroupPlan]:
     """Return the plans of all prompts in one step."""
     jobs = []
     for request in cluster.requests:
@@ -91,7 +91,7 @@ def plans_of(cluster: Cluster, step_number: int = 0) -> list[RegroupPlan]:
     return [RegroupPlanner(cluster.p, rank).plan(jobs, step_number) for rank in range(cluster.p.tp_size)]
 
 
-def regroup_cases(name: str, cluster: Cluster, ranks: Sequence[int]) -> Iterator[Case]:
+def regroup_cases(name: str, cluster: PlannedCluster, ranks: Sequence[int]) -> Iterator[OpCase]:
     """Yield the cases of `ranks` in one step of the real regroup plan."""
     noise = np.random.default_rng(3)
     plans = plans_of(cluster)
@@ -120,7 +120,7 @@ CELLS = {
 }
 
 
-def pair(kind: str, heads: int, p_tp: int, d_tp: int, cells: tuple[int, ...], tokens: int = 700) -> Cluster:
+def pair(kind: str, heads: int, p_tp: int, d_tp: int, cells: tuple[int, ...], tokens: int = 700) -> PlannedCluster:
     """Return a cluster with two D's of different TP, cached prefixes, and partial last blocks.
 
     `kind` is the layout; "head>token" names P's and D's.
@@ -132,4 +132,4 @@ def pair(kind: str, heads: int, p_tp: int, d_tp: int, cells: tuple[int, ...], to
 
     prompts = [(0, 0, tokens), (1, 32, 109), (0, 64, 65 + tokens // 3), (1, 0, 1)]
     ds = [side(d_kind or p_kind, d_tp, 32), side(d_kind or p_kind, p_tp, 0)]
-    return Cluster(side(p_kind, p_tp, 0), ds, prompts, seed=4)
+    return PlannedCluster(side(p_kind, p_tp, 0), ds, prompts, seed=4)

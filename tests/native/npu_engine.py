@@ -20,17 +20,17 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from unit.kits.regroup.common import LOOPBACK, Cache, DecodeSite, RankMemory, SharedTransport, config
-from unit.kits.regroup.prefill import PrefillRank
+from unit.kits.regroup.common import LOOPBACK, EngineCache, RegisteredMemory, RegroupDecodeSite, SharedTransport, config
+from unit.kits.regroup.prefill import RegroupPrefillRank
 from unit.kits.regroup.runner import AscendRank
-from unit.kits.regroup.worker import ANSWER_S, KEY, Fleet, Member, Worker, World
+from unit.kits.regroup.worker import ANSWER_S, KEY, ChildProcesses, GlooWorld, Member, WorkerCommands
 
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup.resources import allocate
 
 
-class NpuMemory(RankMemory):
+class NpuMemory(RegisteredMemory):
     """Tensors on the device.
 
     `views` are the host's copies, from which writes are made and into which results are read.
@@ -84,12 +84,12 @@ class NpuRank(AscendRank):
     make_device = staticmethod(npu_device)
 
 
-class NpuPrefillRank(PrefillRank):
+class NpuPrefillRank(RegroupPrefillRank):
     make_memory = NpuMemory
     make_device = staticmethod(npu_device)
 
 
-class NpuDecodeSite(DecodeSite):
+class NpuDecodeSite(RegroupDecodeSite):
     """A D in this process, on its current device."""
 
     make_memory = NpuMemory
@@ -101,16 +101,16 @@ class NpuDecodeSite(DecodeSite):
         super().check(*prompts)
 
 
-class NpuWorker(Worker):
+class NpuWorker(WorkerCommands):
     """A worker, in the child process."""
 
-    def enter(self, world: World) -> None:
+    def enter(self, world: GlooWorld) -> None:
         torch.npu.set_device(world.rank)
         dist.init_process_group(
             "hccl", init_method=f"tcp://{LOOPBACK}:{world.port}", world_size=world.size, rank=world.rank
         )
 
-    def open(self, cache: Cache, blocks: int, kind: str, keys: dict[str, Any]) -> CacheGeometry:
+    def open(self, cache: EngineCache, blocks: int, kind: str, keys: dict[str, Any]) -> CacheGeometry:
         self._exchanges.clear()
         self._called = 0
         place = Contributor(0, dist.get_rank())
@@ -122,7 +122,7 @@ class NpuWorker(Worker):
         torch.npu.synchronize()
 
 
-class NpuFleet(Fleet):
+class NpuFleet(ChildProcesses):
     """A process for each device, spawned, because a process that has used an NPU cannot be forked."""
 
     def __init__(self, count: int) -> None:

@@ -30,11 +30,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch_npu
 from native_cases import CELLS, pair, plans_of
-from unit.kits.geometry import Cache as ReferenceCache
-from unit.kits.geometry import Cluster, geometry
-from unit.kits.regroup.common import Cache, config
-from unit.kits.regroup.engines import WORK, Engines
-from unit.kits.regroup.prefill import Here, PrefillSite, running
+from unit.kits.geometry import CountedMemory, PlannedCluster, geometry
+from unit.kits.regroup.common import EngineCache, config
+from unit.kits.regroup.engines import WORK, ProcessEngines
+from unit.kits.regroup.prefill import Here, RegroupPrefillSite, running
 
 from vllm_ascend_pd.device.current import current
 from vllm_ascend_pd.device.npu import NpuDevice
@@ -60,7 +59,7 @@ def filled(size: int, device: str) -> torch.Tensor:
     return host if device == "cpu" else to_npu(host)
 
 
-def views(cache: ReferenceCache, device: str) -> list[torch.Tensor]:
+def views(cache: CountedMemory, device: str) -> list[torch.Tensor]:
     facts = cache.geometry
     found = []
     for region, memory in zip(facts.regions, cache.memory, strict=True):
@@ -193,7 +192,7 @@ def copies() -> str:
     return "ok" if paged else "the gather of pages was never used"
 
 
-def scatter_both(cache: ReferenceCache, rows: torch.Tensor, buffer: torch.Tensor, zeros: list[torch.Tensor]) -> None:
+def scatter_both(cache: CountedMemory, rows: torch.Tensor, buffer: torch.Tensor, zeros: list[torch.Tensor]) -> None:
     facts = cache.geometry
     on_host = [zero.clone() for zero in zeros]
     on_device = [to_npu(zero) for zero in zeros]
@@ -352,7 +351,7 @@ def _exchange_rank(rank: int, world: int, folder: str, kernels: bool) -> None:
     Path(folder, f"rank{rank}").touch()
 
 
-def _exchange_step(cluster: Cluster, plans: list[RegroupPlan], rank: int, side: torch.npu.Stream) -> None:
+def _exchange_step(cluster: PlannedCluster, plans: list[RegroupPlan], rank: int, side: torch.npu.Stream) -> None:
     plan, caches = plans[rank], views(cluster.ranks[rank], "npu")
     sent = filled(sum(plan.send_splits), "npu")
     received = filled(sum(plan.receive_splits), "npu")
@@ -375,7 +374,7 @@ def _exchange_step(cluster: Cluster, plans: list[RegroupPlan], rank: int, side: 
         expect(f"slot of rank {rank}", out, wanted)
 
 
-def _wanted(cluster: Cluster, plans: list[RegroupPlan], rank: int) -> list[torch.Tensor]:
+def _wanted(cluster: PlannedCluster, plans: list[RegroupPlan], rank: int) -> list[torch.Tensor]:
     """Return the same step's result on the CPU, with all ranks in this process."""
     incoming = []
     for plan in plans:
@@ -407,9 +406,9 @@ def production(world: int, ds: tuple[tuple[int, int], ...], **keys: str) -> str:
     fleet = fleet_of(world)
     with tempfile.TemporaryDirectory() as folder:
         for packed, dtype in ((False, "bfloat16"), (True, "float8_e4m3fn")):
-            p = Cache("token", world, 8, 8, packed, dtype)
-            sites = [Cache("token", tp, 8, block, packed, dtype) for tp, block in ds]
-            with Engines(fleet, p, *sites, folder=Path(folder), kind="npu", **keys) as engines:
+            p = EngineCache("token", world, 8, 8, packed, dtype)
+            sites = [EngineCache("token", tp, 8, block, packed, dtype) for tp, block in ds]
+            with ProcessEngines(fleet, p, *sites, folder=Path(folder), kind="npu", **keys) as engines:
                 for hook in ("by name", "twice"):
                     work = [
                         (site, first, tokens, chunks) for site in range(len(ds)) for _, first, tokens, chunks in WORK
@@ -423,10 +422,10 @@ def production(world: int, ds: tuple[tuple[int, int], ...], **keys: str) -> str:
 
 def decode() -> str:
     """Run P and D with TP 1 on NPUs: D's gates are its device's events, and both sides checksum device memory."""
-    p, d = Cache("token", 1, 4, 8), Cache("token", 1, 4, 16)
+    p, d = EngineCache("token", 1, 4, 8), EngineCache("token", 1, 4, 16)
     site = npu_engine.NpuDecodeSite(d, push=config(verify="full"))
     rank = npu_engine.NpuPrefillRank(p, Contributor(0, 0), lambda *_: None, push=config(verify="full"))
-    engine = PrefillSite(p, [Here(rank)])
+    engine = RegroupPrefillSite(p, [Here(rank)])
     with running(engine, site):
         prompts = [site.reserve(tokens) for tokens in (3, 40, 97)]
         site.step()
@@ -519,7 +518,9 @@ def speed() -> str:
     Beside them a plain copy of as many bytes.
     """
     facts = geometry("token", heads=8, tp=8, block=128, cells=(256, 256))
-    cluster = Cluster(facts, [geometry("token", heads=8, tp=2, block=128, cells=(256, 256))], [(0, 0, 8192)], seed=4)
+    cluster = PlannedCluster(
+        facts, [geometry("token", heads=8, tp=2, block=128, cells=(256, 256))], [(0, 0, 8192)], seed=4
+    )
     plan, caches = plans_of(cluster)[1], [view.view(torch.bfloat16) for view in views(cluster.ranks[1], "npu")]
     sent, received = (filled(sum(splits), "npu") for splits in (plan.send_splits, plan.receive_splits))
     slot, other = filled(plan.slots[0].nbytes, "npu"), torch.empty_like(sent)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from npu_transfer import Memory, write
+from npu_transfer import DeviceMemory, write
 
 PIECE = 4 << 10
 ATTEMPTS = 10
@@ -29,7 +29,7 @@ SETTLE_S = 2.0  # work that the stopped process has given to its device continue
 LIMIT_S = 60.0
 
 
-class Writer:
+class WritingProcess:
     """The child process, from the parent's side."""
 
     def __init__(self, size: int, protocol: str, devices: Sequence[int]) -> None:
@@ -58,7 +58,7 @@ class Writer:
 
 def serve(size: int, protocol: str, device: int) -> None:
     """Write ones wherever the parent says."""
-    memory = Memory(size, protocol, device)
+    memory = DeviceMemory(size, protocol, device)
     memory.bytes.fill_(1)
     print("ready", flush=True)
     for line in sys.stdin:
@@ -66,11 +66,11 @@ def serve(size: int, protocol: str, device: int) -> None:
         print(write(memory, session, int(base), PIECE)[1], flush=True)
 
 
-def landed(memory: Memory) -> int:
+def landed(memory: DeviceMemory) -> int:
     return int(torch.count_nonzero(memory.bytes))
 
 
-def catch(memory: Memory, writer: Writer) -> bool:
+def catch(memory: DeviceMemory, writer: WritingProcess) -> bool:
     """Stop the writer with a part of its write landed. It writes the last piece last."""
     for _ in range(ATTEMPTS):
         memory.fill(None)
@@ -88,9 +88,9 @@ def catch(memory: Memory, writer: Writer) -> bool:
 
 
 def run(size: int, protocol: str, devices: Sequence[int], *, keep: bool) -> bool:
-    memory = Memory(size, protocol, devices[1])
+    memory = DeviceMemory(size, protocol, devices[1])
     memory.fill(None)
-    writer = Writer(size, protocol, devices)
+    writer = WritingProcess(size, protocol, devices)
     try:
         base, old = memory.bytes.data_ptr(), memory.target.session
         writer.say(old, base)

@@ -31,7 +31,7 @@ PIECES = (4 << 10, 16 << 10, 128 << 10, 1 << 20)
 DEADLINE_S = 120.0
 
 
-class Memory:
+class DeviceMemory:
     """Aligned bytes on a device, registered with a target and a wire."""
 
     def __init__(self, size: int, protocol: str, device: int) -> None:
@@ -64,7 +64,7 @@ class Memory:
 
 def receive(size: int, protocol: str, device: int) -> None:
     """Print the session and the address, then run commands: clear, sum, end."""
-    memory = Memory(size, protocol, device)
+    memory = DeviceMemory(size, protocol, device)
     memory.fill(None)
     print(memory.target.session, memory.bytes.data_ptr(), flush=True)
     for line in sys.stdin:
@@ -77,7 +77,7 @@ def receive(size: int, protocol: str, device: int) -> None:
     memory.close()
 
 
-def write(memory: Memory, session: str, base: int, piece: int) -> tuple[float, str]:
+def write(memory: DeviceMemory, session: str, base: int, piece: int) -> tuple[float, str]:
     """Write every piece to its place, in an order in which no two neighbours can be merged.
 
     Return the seconds and an error.
@@ -107,7 +107,7 @@ def run(size: int, protocol: str, devices: Sequence[int]) -> int:
         return child.stdout.readline().strip()
 
     try:
-        memory = Memory(size, protocol, devices[0])
+        memory = DeviceMemory(size, protocol, devices[0])
         session, base = child.stdout.readline().split()
         wrong = 0
         write(memory, session, int(base), PIECES[-1])  # the first contact is not measured

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from native_build import built
-from native_cases import CELLS, RATIOS, Case, assemble_case, pair, regroup_cases
-from unit.kits.geometry import Cluster, geometry
+from native_cases import CELLS, RATIOS, OpCase, assemble_case, pair, regroup_cases
+from unit.kits.geometry import PlannedCluster, geometry
 
 Result = dict[str, object]
 KINDS = ["token", "head", "opaque", "token>head", "head>token"]  # P>D where they differ
@@ -33,7 +33,7 @@ def run(paths: Sequence[Path], *, cores: str, seeds: int = 4, flavour: str = "pl
     return results
 
 
-def written(cases: Sequence[Case], folder: Path) -> list[Path]:
+def written(cases: Sequence[OpCase], folder: Path) -> list[Path]:
     return [case.write(folder) for case in cases]
 
 
@@ -112,7 +112,7 @@ def llama_70b(tp: int) -> object:
 
 def test_copies_are_long_and_shared_evenly(tmp_path: Path) -> None:
     """Llama-70B 8 -> 2, 8,192 tokens: a rank sends whole blocks, and assembles with 4 heads interleaved."""
-    cluster = Cluster(llama_70b(8), [llama_70b(2)], [(0, 0, 8192)], seed=4)
+    cluster = PlannedCluster(llama_70b(8), [llama_70b(2)], [(0, 0, 8192)], seed=4)
     cases = {case.name.split("-")[-1]: case for case in regroup_cases("llama", cluster, [1])}
     for name in ("send", "slot0"):
         [result] = run([cases[name].write(tmp_path)], cores="40", seeds=1)
@@ -127,7 +127,7 @@ def test_copies_are_long_and_shared_evenly(tmp_path: Path) -> None:
 
 def test_long_steps_move_whole_tiles(tmp_path: Path) -> None:
     """With enough work for each core a copy is as long as UB allows, or as a source's part if heads interleave."""
-    cluster = Cluster(llama_70b(8), [llama_70b(2)], [(0, 0, 8192)], seed=4)
+    cluster = PlannedCluster(llama_70b(8), [llama_70b(2)], [(0, 0, 8192)], seed=4)
     for case in regroup_cases("long", cluster, [1]):
         if case.name.endswith(("send", "slot0")):
             [result] = run([case.write(tmp_path)], cores="6", seeds=1)

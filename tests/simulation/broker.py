@@ -23,8 +23,8 @@ from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.shared.backoff import Backoff
 
 if TYPE_CHECKING:
-    from simulation.cluster import Cluster
-    from simulation.decode import DecodeEngine, Request
+    from simulation.cluster import SimulatedCluster
+    from simulation.decode import DecodeEngine, DecodeRequest
     from simulation.prefill_engine import PrefillEngine
 
 URL = "http://metaserver:8000"
@@ -36,12 +36,12 @@ OLDER = Secrets(b"the secret that it had a while before")  # of a D that has not
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class OpenPost:
     """One POST of a D engine, open until its outcome."""
 
     decode: DecodeEngine
     incarnation: str
-    request: Request
+    request: DecodeRequest
     reservation: Reservation
     sealed: bytes
     started: float
@@ -54,10 +54,10 @@ class Call:
 
 
 class Broker:
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SimulatedCluster) -> None:
         self.cluster = cluster
         self.process = Process(cluster.world, "M")
-        self.calls: dict[TransferId, Call] = {}
+        self.calls: dict[TransferId, OpenPost] = {}
         self.retry = RetryPolicy()
         self.budget = RetryBudget()
         self._dice = cluster.world.dice("first tokens")
@@ -66,11 +66,11 @@ class Broker:
 
     # -- D's client
 
-    def reserve(self, decode: DecodeEngine, request: Request, reservation: Reservation) -> None:
+    def reserve(self, decode: DecodeEngine, request: DecodeRequest, reservation: Reservation) -> None:
         """Post a reservation as D's client. Exactly one outcome is returned, unless it hangs up."""
         world = self.cluster.world
         sealed = seal(reservation, world.rng.choice((SECRETS, OLDER)))
-        call = Call(decode, decode.incarnation, request, reservation, sealed, world.now)
+        call = OpenPost(decode, decode.incarnation, request, reservation, sealed, world.now)
         self.calls[reservation.transfer] = call
         self._post(reservation.transfer)
 
@@ -188,7 +188,7 @@ class Broker:
             world.fault("dispatched twice")  # by another router
             world.after(world.rng.choice((0.0, 0.01, 2.0)), self._dispatch, transfer)
 
-    def _try_another(self, call: Call, engine: PrefillEngine, failure: LegFailure) -> None:
+    def _try_another(self, call: OpenPost, engine: PrefillEngine, failure: LegFailure) -> None:
         world, transfer = self.cluster.world, call.reservation.transfer
         call.bad.add(engine.index)
         delay = self.retry.again(failure, call.tried, False, self.budget, world.rng.random())
@@ -220,7 +220,7 @@ class Broker:
             else:
                 call.decode.scheduler.post(delay, call.decode.outcome, transfer, kind)
 
-    def _carry(self, call: Call, first: First, delay: float) -> None:
+    def _carry(self, call: OpenPost, first: First, delay: float) -> None:
         """Carry P's first token to D, with a random stream of its own, so that other worlds stay unchanged."""
         world, faults, dice = self.cluster.world, self.cluster.settings.first_faults, self._dice
         transfer, carried, last = call.reservation.transfer, first, self._last
@@ -239,7 +239,7 @@ class Broker:
         if chances["twice"]:
             post(delay + dice.choice((0.0, 0.01, 1.0)), outcome, transfer, "again", first)
 
-    def _cancel_leg(self, call: Call) -> None:
+    def _cancel_leg(self, call: OpenPost) -> None:
         engine = call.prefill
         if engine is not None and engine.scheduler.incarnation == call.prefill_incarnation:
             delay = self.cluster.world.rng.choice((0.001, 0.05, 2.0))

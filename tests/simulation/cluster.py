@@ -6,15 +6,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from simulation.broker import URL, Broker
-from simulation.decode import DecodeEngine, DecodeRank, Request
+from simulation.decode import DecodeEngine, DecodeRank, DecodeRequest
 from simulation.memory import Content
 from simulation.mutations import Mutation
 from simulation.network import Network
 from simulation.prefill_engine import PrefillEngine, Prompt
-from simulation.router import Router
-from simulation.settings import FIRST_WAIT_S, Settings
+from simulation.router import SimulatedRouter
+from simulation.settings import FIRST_WAIT_S, SimulationSettings
 from simulation.tables import pool
-from simulation.wire import Wire
+from simulation.wire import SimulatedWire
 from simulation.world import Process, Violation, World
 from vllm_ascend_pd.decode.core.seeds import Start
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
@@ -29,25 +29,25 @@ IDLE_S = 1.0  # within which a load ends that failed before any P began to push
 SLACK_S = 10.0  # for times outside the protocol: steps, delivery, one revocation
 
 
-class Cluster:
-    def __init__(self, seed: int, settings: Settings, mutation: Mutation, *, tracing: bool = False) -> None:
+class SimulatedCluster:
+    def __init__(self, seed: int, settings: SimulationSettings, mutation: Mutation, *, tracing: bool = False) -> None:
         self.settings = settings
         self.mutation = mutation
         self.world = World(seed, tracing=tracing)
         faults, timers = settings.faults, settings.timers
         self.network = Network(self.world, faults)
-        self.wire = Wire(
+        self.wire = SimulatedWire(
             self.world, faults, settings.transfer_timeout_s, settings.quiet_s, timers.margin_s, self._stop_inside
         )
         self.hold_s = hold_s(timers.lease_s, settings.quiet_s, timers.margin_s)
         self.transfers = 0
         self._telling = self.world.dice("telling")
         self._sampled: list[str] = []  # by number: the push of each first token
-        self.requests: list[Request] = []
+        self.requests: list[DecodeRequest] = []
         self._serials: dict[TransferId, int] = {}
         self._bound: dict[object, object] = {}  # source by target, and target by source
         self.broker = Broker(self)
-        self.router = Router(self)
+        self.router = SimulatedRouter(self)
         self.prefill = [PrefillEngine(self, i, shape) for i, shape in enumerate(settings.prefill)]
         self.decode = [DecodeEngine(self, i, shape) for i, shape in enumerate(settings.decode)]
 
@@ -154,7 +154,7 @@ class Cluster:
         if not engine.alive:
             self.world.stats["requests refused"] += 1
             return
-        request = Request(self.world.name("request"), number, rng.randint(1, s.tokens), Content(number))
+        request = DecodeRequest(self.world.name("request"), number, rng.randint(1, s.tokens), Content(number))
         request.arrived = self.world.now
         if self.router.takes(request):
             self.router.send(engine, request)
@@ -166,7 +166,7 @@ class Cluster:
             request.params["metaserver"] = rng.choice(("http://metaserver:8001", "https://metaserver:8000", 7))
         self.arrive(engine, request)
 
-    def arrive(self, engine: DecodeEngine, request: Request) -> None:
+    def arrive(self, engine: DecodeEngine, request: DecodeRequest) -> None:
         """Add a request to D, as its API server does."""
         rng, s = self.world.rng, self.settings
         self.requests.append(request)
@@ -314,7 +314,7 @@ class Cluster:
 
     # -- promises
 
-    def check_duration(self, engine: DecodeEngine, request: Request) -> None:
+    def check_duration(self, engine: DecodeEngine, request: DecodeRequest) -> None:
         """Check promise 4 on D: X + H, plus T if a writer died late.
 
         The time during which D itself was stopped does not count.
@@ -336,7 +336,7 @@ class Cluster:
         self._sampled.append(prompt.push)
         return len(self._sampled)
 
-    def check_first(self, engine: DecodeEngine, request: Request, start: Start) -> None:
+    def check_first(self, engine: DecodeEngine, request: DecodeRequest, start: Start) -> None:
         """Check promise 6: a held request continues in time; with a token of P's only if its KV is of the same push."""
         waited = self.world.now - request.held - (engine.stopped_s() - request.stopped_before)
         if waited > (self.settings.timers.lease_s if request.whole else FIRST_WAIT_S) + 0.1:

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from simulation.broker import SECRETS, URL
-from simulation.exchange import Event
+from simulation.exchange import StreamEvent
 from simulation.memory import Content, RankMemory, shade
 from simulation.settings import (
     DIGEST,
@@ -19,10 +19,10 @@ from simulation.settings import (
     FIRST_WAIT_S,
     MODEL,
     VOCABULARY,
-    Shape,
+    EngineShape,
     stage_geometry,
 )
-from simulation.tables import Tables, needed, pool
+from simulation.tables import BlockTables, needed, pool
 from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.decode.core.loads import Loaded, Loads
 from vllm_ascend_pd.decode.core.offers import Offers, SendMessage
@@ -42,19 +42,19 @@ from vllm_ascend_pd.protocol.states import ReservationState
 from vllm_ascend_pd.protocol.versions import WHOLE
 
 if TYPE_CHECKING:
-    from simulation.cluster import Cluster
+    from simulation.cluster import SimulatedCluster
     from simulation.router import Leg
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class DecodeRequest:
     """One request at one D engine."""
 
     name: str
     seed: int
     tokens: int
     content: Content
-    tables: Tables = field(default_factory=lambda: Tables(()))
+    tables: BlockTables = field(default_factory=lambda: BlockTables(()))
     transfer: TransferId | None = None
     serial: int = 0
     arrived: float = 0.0
@@ -88,7 +88,7 @@ class DecodeRank:
         self.session = cluster.world.name("session")
         # the serial of the transfer that may write each block now
         self.owner = np.zeros(engine.shape.blocks, dtype=np.int64)
-        self.requests: dict[TransferId, Request] = {}
+        self.requests: dict[TransferId, DecodeRequest] = {}
         self.connected: set[str] = set()
         self.reported: set[TransferId] = set()
         self.undrafted: set[TransferId] = set()  # from a P without the draft model
@@ -106,10 +106,10 @@ class DecodeRank:
 
     # -- what the engine and the world tell it
 
-    def apply(self, step: DecodeStep, requests: dict[TransferId, Request]) -> None:
+    def apply(self, step: DecodeStep, requests: dict[TransferId, DecodeRequest]) -> None:
         """Bind a step's metadata."""
         self.requests.update(requests)
-        gate = Event()
+        gate = StreamEvent()
         with self._deciding():
             self.core.step(self.process.clock(), step, gate)
         for transfer in step.overs:
@@ -119,7 +119,7 @@ class DecodeRank:
         if step.binds:
             self.process.post(self.engine.cluster.world.rng.expovariate(1 / 0.004), self._gate, step.binds, gate)
 
-    def _gate(self, binds: tuple[Bind, ...], gate: Event) -> None:
+    def _gate(self, binds: tuple[Bind, ...], gate: StreamEvent) -> None:
         """Open the gate: the device has finished the blocks' earlier use and their zeroing."""
         for bind in binds:
             request = self.requests.get(bind.transfer)
@@ -235,7 +235,7 @@ class DecodeRank:
 class DecodeEngine:
     """One slot for a D engine, whose incarnations follow each other."""
 
-    def __init__(self, cluster: Cluster, index: int, shape: Shape) -> None:
+    def __init__(self, cluster: SimulatedCluster, index: int, shape: EngineShape) -> None:
         self.cluster = cluster
         self.index = index
         self.shape = shape
@@ -254,12 +254,12 @@ class DecodeEngine:
         self.offers = Offers(self.cluster.settings.timers)
         self._alarm = Alarm(self.scheduler, self.offers.next_wake, self._tick)
         self.free = pool(self.geometry, self.shape.blocks)
-        self.waiting: deque[Request] = deque()
-        self.loading: dict[str, Request] = {}
-        self.decoding: dict[str, Request] = {}
-        self.held: dict[str, Request] = {}  # by request id, as in the book of first tokens
+        self.waiting: deque[DecodeRequest] = deque()
+        self.loading: dict[str, DecodeRequest] = {}
+        self.decoding: dict[str, DecodeRequest] = {}
+        self.held: dict[str, DecodeRequest] = {}  # by request id, as in the book of first tokens
         self.outcomes: deque[tuple[TransferId, str, First | None]] = deque()
-        self._by_transfer: dict[TransferId, Request] = {}
+        self._by_transfer: dict[TransferId, DecodeRequest] = {}
         self._stepping = False
         self.ranks = [
             DecodeRank(self, *self.geometry.stage_and_rank(worker)) for worker in range(self.geometry.workers)
@@ -283,7 +283,7 @@ class DecodeEngine:
 
     # -- the scheduler
 
-    def arrive(self, request: Request) -> None:
+    def arrive(self, request: DecodeRequest) -> None:
         self.waiting.append(request)
         self._poke()
 
@@ -292,7 +292,7 @@ class DecodeEngine:
         self.outcomes.append((transfer, kind, first))
         self._poke()
 
-    def leave(self, request: Request) -> None:
+    def leave(self, request: DecodeRequest) -> None:
         """Handle a client's disconnection."""
         request.left = True
         if request in self.waiting:
@@ -303,7 +303,7 @@ class DecodeEngine:
             self._finish(request)
             self._poke()
 
-    def _finish(self, request: Request) -> None:
+    def _finish(self, request: DecodeRequest) -> None:
         """End the request, and notify the connector as vLLM does."""
         self._way(request)
         ended = self.requests.finished(request.name)
@@ -318,7 +318,7 @@ class DecodeEngine:
 
     # -- offers
 
-    def _way(self, request: Request) -> Way | None:
+    def _way(self, request: DecodeRequest) -> Way | None:
         """Return the source of its KV: from the router's message, or a ticket of the metaserver."""
 
         def read() -> Way | None:
@@ -392,14 +392,14 @@ class DecodeEngine:
             if code and (request := self._by_transfer.get(transfer)) is not None:
                 request.hopeless = self.cluster.world.now
 
-    def _start(self, request: Request) -> bool:
+    def _start(self, request: DecodeRequest) -> bool:
         """Allocate and reserve, as update_state_after_alloc does."""
         world, groups = self.cluster.world, self.geometry.tables
         size = max(group.covers for group in groups)
         need = -(-request.tokens // size)
         if sum(needed(group, request.tokens) for group in groups) > len(self.free):
             return False
-        request.tables = Tables(groups)
+        request.tables = BlockTables(groups)
         request.tables.grow(0, request.tokens, self.free, world.rng)
         hit = world.rng.choice((0, 0, 0, 1, need)) * size
         computed = min(hit, (request.tokens - 1) // size * size)
@@ -493,14 +493,14 @@ class DecodeEngine:
             self.cluster.world.stats[f"first tokens computed: {start.why}"] += 1
         self._decode(request)
 
-    def _decode(self, request: Request) -> None:
+    def _decode(self, request: DecodeRequest) -> None:
         if not request.outputs:  # otherwise it was preempted, and the client has its token
             request.outputs.append(0)
         self.decoding[request.name] = request
         request.state = "decoding"
         self.scheduler.post(self.cluster.world.rng.expovariate(1 / 0.2), self._decoded, request)
 
-    def _decoded(self, request: Request) -> None:
+    def _decoded(self, request: DecodeRequest) -> None:
         del self.decoding[request.name]
         if self.cluster.world.chance(self.cluster.settings.faults.preempt / 2):
             # Its blocks are freed at once; when it is scheduled again D computes the KV instead of loading it.
@@ -515,14 +515,14 @@ class DecodeEngine:
             raise Violation(f"promise 6: the client of {request.name} got {len(request.outputs)} first tokens")
         self._end(request, "ended")
 
-    def _end(self, request: Request, state: str) -> None:
+    def _end(self, request: DecodeRequest, state: str) -> None:
         request.state = state
         self.free.extend(request.tables.clear())
         self._poke()
 
     # -- promise 3
 
-    def _check_content(self, request: Request) -> None:
+    def _check_content(self, request: DecodeRequest) -> None:
         if request.serial in self.cluster.wire.spoiled:
             raise Violation(f"promise 3: {request.name} ended well, but bytes of others have landed in it")
         for rank in self.ranks:
@@ -530,7 +530,7 @@ class DecodeEngine:
             if wrong is not None:
                 raise Violation(f"promise 3: {request.name} ended well on {rank.process.name} with wrong KV in {wrong}")
 
-    def _looked_at(self, group: Group, request: Request) -> int:
+    def _looked_at(self, group: Group, request: DecodeRequest) -> int:
         """Return the first token that must be present: one that the next token sees, or one of the same block.
 
         The whole block counts because it is cached as a whole.
@@ -540,7 +540,7 @@ class DecodeEngine:
         seen = [token for token in range(request.first, request.end) if token > request.end - group.n]
         return max(request.first, min(seen, default=request.end) // group.block_size * group.block_size)
 
-    def first_difference(self, rank: DecodeRank, request: Request) -> str | None:
+    def first_difference(self, rank: DecodeRank, request: DecodeRequest) -> str | None:
         """Return the first layer whose bytes differ from those that prefill computed.
 
         A P without the draft model has none of its layers.
@@ -554,7 +554,7 @@ class DecodeEngine:
         for index, layer in enumerate(memory.layers):
             if names[layer] == DRAFT and request.transfer in rank.undrafted:
                 continue
-            for region, (places, right) in enumerate(cells[memory.of[index]]):
+            for region, (places, right) in enumerate(cells[memory.planes[index]]):
                 found = memory.plane(index, region)[places]
                 if not np.array_equal(found, right + np.uint8(shade(layer, region))):
                     return names[layer]

@@ -46,7 +46,7 @@ class Flat:
         return Flat(self.bytes[part], self._address + (part.start or 0))
 
 
-class Event:
+class StreamEvent:
     """A point on a rank's side stream."""
 
     def __init__(self, reached: bool = False) -> None:
@@ -71,7 +71,7 @@ class SlotMoves:
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
+class ExchangeMoves:
     """A plan as byte moves, made once for all layers of one shape."""
 
     plan: RegroupPlan
@@ -83,36 +83,36 @@ class Tables:
 class Launched:
     """One exchange on one rank's stream."""
 
-    tables: Tables
+    tables: ExchangeMoves
     layer: int
     slots: Sequence[StagingSlot | None]
     number: int
     tag: int
-    after: Event
-    event: Event = field(default_factory=Event)
+    after: StreamEvent
+    event: StreamEvent = field(default_factory=StreamEvent)
     sent: Bytes | None = None
     moving: bool = False
 
 
-class Stream:
+class RankStream:
     """The device of one rank, and its part in the group's collectives: replaces Device and Exchange."""
 
     exchanges_inline = True
 
-    def __init__(self, group: Group, rank: int, memory: RankMemory, moved: Callable[[], None]) -> None:
+    def __init__(self, group: RankGroup, rank: int, memory: RankMemory, moved: Callable[[], None]) -> None:
         self.collectives = 0
         self.fails: Callable[[], bool] = lambda: False  # whether this rank's next part fails
         self.queue: deque[Launched] = deque()
         self._group, self._rank, self._memory, self._moved = group, rank, memory, moved
         self._tags: dict[int, dict[int, int]] = {}
-        self._after: Event | None = None  # during a launch: the event of the compute stream that it follows
-        self._last = Event(reached=True)
+        self._after: StreamEvent | None = None  # during a launch: the event of the compute stream that it follows
+        self._last = StreamEvent(reached=True)
         group.streams.append(self)
 
     # -- Device
 
-    def record(self) -> Event:
-        return self._last if self._after is not None else Event(reached=True)
+    def record(self) -> StreamEvent:
+        return self._last if self._after is not None else StreamEvent(reached=True)
 
     @contextmanager
     def side_stream(self, after: Any) -> Iterator[None]:
@@ -127,9 +127,9 @@ class Stream:
 
     # -- Exchange
 
-    def prepare(self, plan: RegroupPlan, slot: Any, layer: int) -> Tables:
+    def prepare(self, plan: RegroupPlan, slot: Any, layer: int) -> ExchangeMoves:
         del slot
-        planes = self._memory.of[layer]
+        planes = self._memory.planes[layer]
         borders = np.cumsum(plan.receive_splits)
         slots = []
         for planned in plan.slots:
@@ -137,14 +137,14 @@ class Stream:
             sources = tuple(int(rank) for rank in np.unique(np.searchsorted(borders, starts, side="right")))
             received = buffer_moves(planned.received)
             slots.append(SlotMoves(cache_moves(planes, planned.own), received, sources, self._tags))
-        return Tables(plan, cache_moves(planes, plan.send), tuple(slots))
+        return ExchangeMoves(plan, cache_moves(planes, plan.send), tuple(slots))
 
-    def run(self, tables: Tables, layer: int, slots: Sequence[StagingSlot | None]) -> ExchangeOutcome:
+    def run(self, tables: ExchangeMoves, layer: int, slots: Sequence[StagingSlot | None]) -> ExchangeOutcome:
         """Enqueue the exchange without running it."""
         number = tag_after(self.collectives)
         self.collectives += tables.plan.exchanges
         failed = self.fails()
-        after = self._after or Event(reached=True)
+        after = self._after or StreamEvent(reached=True)
         launched = Launched(tables, layer, slots, number, 0 if failed else number, after)
         self._last = launched.event
         self.queue.append(launched)
@@ -179,11 +179,11 @@ class Stream:
         self._moved()
 
 
-class Group:
+class RankGroup:
     """The ranks of one stage: their streams meet in each collective."""
 
     def __init__(self, world: World, name: str) -> None:
-        self.streams: list[Stream] = []
+        self.streams: list[RankStream] = []
         self._world, self._name = world, name
         self._looking = False
 
@@ -219,7 +219,7 @@ class Group:
                 head.moving = True
             self._world.after(self._world.rng.expovariate(1 / 0.002), self._exchanged)
 
-    def _packed(self, stream: Stream) -> None:
+    def _packed(self, stream: RankStream) -> None:
         head = stream.queue[0]
         stream.assemble(head, np.empty(0, dtype=np.uint8), {})
         stream.finish()
@@ -253,7 +253,7 @@ def cache_moves(planes: Planes, rows: Rows) -> Moves:
     """Return the bytes moved by a table of cache rows, within one layer."""
     if not len(rows):
         return _NOWHERE
-    at = np.array(planes.at)
+    at = np.array(planes.offsets)
     strides = np.array([(r.block_stride, r.head_stride, r.token_stride, r.cell_bytes) for r in planes.regions])
     of, block, head, token, heads, tokens, offset, head_stride, token_stride = rows.T
     row, h, t = _cells(heads, tokens)

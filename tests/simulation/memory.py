@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
-from simulation.settings import Settings, Shape
+from simulation.settings import EngineShape, SimulationSettings
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.protocol import messages
 
@@ -67,14 +67,14 @@ class Planes:
         self.world, self.part = kind.dcp * kind.pcp, again * kind.dcp + place % kind.dcp
         self.start, self.layers, self._blocks = start, layers, blocks
         self.sizes = [region.block_stride * blocks for region in self.regions]  # bytes of each region of one layer
-        self.at = [0, *itertools.accumulate(self.sizes)]  # offsets in the layer
-        self.layer = self.at[-1]
-        self.end = start + layers * self.layer
-        self._begins, self._borders = np.array(self.at[:-1]), np.array(self.at[1:-1])
+        self.offsets = [0, *itertools.accumulate(self.sizes)]  # of its regions
+        self.layer_bytes = self.offsets[-1]
+        self.end = start + layers * self.layer_bytes
+        self._begins, self._borders = np.array(self.offsets[:-1]), np.array(self.offsets[1:-1])
         self._strides = np.array([region.block_stride for region in self.regions])
 
     def block_of(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
-        block: NDArray[np.int64] = (addresses - self.start) % self.layer
+        block: NDArray[np.int64] = (addresses - self.start) % self.layer_bytes
         if len(self.regions) == 1:
             block //= self.regions[0].block_stride
         else:
@@ -85,9 +85,10 @@ class Planes:
 
     def by_block(self, memory: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
         """Return for each region the bytes of all layers: by layer, by block."""
-        layers = memory[self.start : self.end].reshape(self.layers, self.layer)
+        layers = memory[self.start : self.end].reshape(self.layers, self.layer_bytes)
         return [
-            layers[:, begin:end].reshape(self.layers, self._blocks, -1) for begin, end in itertools.pairwise(self.at)
+            layers[:, begin:end].reshape(self.layers, self._blocks, -1)
+            for begin, end in itertools.pairwise(self.offsets)
         ]
 
     def cell_range(self, first: int, last: int) -> tuple[int, int]:
@@ -142,33 +143,35 @@ class RankMemory:
     second layers at the next. A block belongs to one group at a time.
     """
 
-    def __init__(self, settings: Settings, shape: Shape, geometry: CacheGeometry, rank: int, stage: int | None) -> None:
+    def __init__(
+        self, settings: SimulationSettings, shape: EngineShape, geometry: CacheGeometry, rank: int, stage: int | None
+    ) -> None:
         numbers, names = settings.names(), geometry.layers if stage is None else geometry.stages[stage]
         self.layers = [numbers.index(name) for name in names]
         self.blocks = shape.blocks
         self.kinds: list[Planes] = []
-        of: dict[str, tuple[Planes, int]] = {}
-        owns = [[name for name in names if name in kind.layers] for kind in geometry.kinds]
+        place_of: dict[str, tuple[Planes, int]] = {}
+        layers_of = [[name for name in names if name in kind.layers] for kind in geometry.kinds]
         most, starts, end = dict[tuple[str, ...], int](), dict[tuple[str, ...], int](), 0
-        for kind, own in zip(geometry.kinds, owns, strict=True):
+        for kind, own in zip(geometry.kinds, layers_of, strict=True):
             most[_alike(kind)] = max(len(own), most.get(_alike(kind), 0))
-        for kind, own in zip(geometry.kinds, owns, strict=True):
+        for kind, own in zip(geometry.kinds, layers_of, strict=True):
             start = starts.setdefault(_alike(kind), end)
             planes = Planes(kind, most[_alike(kind)], shape.blocks, rank, start)
             end = max(end, planes.end)
             self.kinds.append(planes)
-            of.update({name: (planes, i) for i, name in enumerate(own)})
-        self.of = [of[name][0] for name in names]  # the planes of each layer
-        self._starts = [planes.start + i * planes.layer for planes, i in (of[name] for name in names)]
+            place_of.update({name: (planes, i) for i, name in enumerate(own)})
+        self.planes = [place_of[name][0] for name in names]  # by layer
+        self._starts = [planes.start + i * planes.layer_bytes for planes, i in (place_of[name] for name in names)]
         self.bytes = np.zeros(end, dtype=np.uint8)
-        some = [planes for planes in self.kinds if planes.end > planes.start]  # other stages have the rest
-        self._apart = list({planes.start: planes for planes in some}.values())
-        self._ends = np.array([planes.end for planes in self._apart])
-        self._by_block = [view for planes in self._apart for view in planes.by_block(self.bytes)]
+        # Kinds without layers are other stages'; those that share addresses count once.
+        self._distinct = list({planes.start: planes for planes in self.kinds if planes.end > planes.start}.values())
+        self._ends = np.array([planes.end for planes in self._distinct])
+        self._by_block = [view for planes in self._distinct for view in planes.by_block(self.bytes)]
         self._groups = len(geometry.tables)
         self.bases = tuple(
-            tuple(BASE + start + begin for begin in planes.at[:-1])
-            for planes, start in zip(self.of, self._starts, strict=True)
+            tuple(BASE + start + begin for begin in planes.offsets[:-1])
+            for planes, start in zip(self.planes, self._starts, strict=True)
         )
 
     def addresses(self, session: str) -> messages.Memory:
@@ -180,19 +183,19 @@ class RankMemory:
 
     def block_of(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the block of each byte."""
-        if len(self._apart) == 1:
-            return self._apart[0].block_of(addresses)
+        if len(self._distinct) == 1:
+            return self._distinct[0].block_of(addresses)
         which = self._ends.searchsorted(addresses, side="right")
-        return which.choose([planes.block_of(addresses) for planes in self._apart])
+        return which.choose([planes.block_of(addresses) for planes in self._distinct])
 
     def layer(self, index: int) -> NDArray[np.uint8]:
         """Return all regions of one layer."""
-        start, planes = self._starts[index], self.of[index]
-        return self.bytes[start : start + planes.layer]
+        start, planes = self._starts[index], self.planes[index]
+        return self.bytes[start : start + planes.layer_bytes]
 
     def plane(self, index: int, region: int) -> NDArray[np.uint8]:
-        at = self.of[index].at
-        return self.layer(index)[at[region] : at[region + 1]]
+        offsets = self.planes[index].offsets
+        return self.layer(index)[offsets[region] : offsets[region + 1]]
 
 
 def _alike(kind: CacheGeometry) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from simulation.prefill import SimulatedWriter
-from simulation.settings import STATES, Faults, FirstFaults, Settings, draw
+from simulation.settings import STATES, Faults, FirstFaults, SimulationSettings, draw
 from vllm_ascend_pd.config import RegroupConfig, Timers
 from vllm_ascend_pd.decode.core.seeds import SeedBook, Start, Wanted
 from vllm_ascend_pd.decode.decisions import LoadBook
@@ -44,7 +44,7 @@ from vllm_ascend_pd.protocol.guards import PairGuards, ReservationGuards
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
 from vllm_ascend_pd.protocol.meeting import Bound, Offer
 from vllm_ascend_pd.protocol.messages import Begin, Cancel, Done, Failed, Message
-from vllm_ascend_pd.protocol.pair import Claim, Pair
+from vllm_ascend_pd.protocol.pair import Claim, PairRecord
 from vllm_ascend_pd.protocol.push import Sender
 from vllm_ascend_pd.protocol.push_rules import PairMachine
 from vllm_ascend_pd.protocol.reservation import Receiver
@@ -76,10 +76,11 @@ class Mutation:
     core: Callable[..., Pushes] = Pushes
     writer: Callable[..., SimulatedWriter] = SimulatedWriter
     steps: Callable[..., Steps] = Steps
-    world: Callable[[Settings], Settings] = lambda settings: settings  # a world that needs the rule often enough
+    # a world that needs the rule often enough
+    world: Callable[[SimulationSettings], SimulationSettings] = lambda settings: settings
     divided: bool = False  # a world with context parallelism, which the others remove
 
-    def settings(self, seed: int) -> Settings:
+    def settings(self, seed: int) -> SimulationSettings:
         drawn = draw(seed)
         return self.world(drawn if self.divided or not self.name else drawn.undivided())
 
@@ -102,26 +103,26 @@ class Uncut(PushRequests):
 class FreeBeforeFence(Receiver):
     """D reports a failure without waiting for any writer."""
 
-    class Machine(ReservationMachine):
+    class UnfencedReservations(ReservationMachine):
         def fence(self, now: float, record: Transfer, failure: Failure) -> None:
             for writer in record.leased():
                 writer.state = WriterState.QUIET
             super().fence(now, record, failure)
 
-    machine, table = Machine, _of(Machine, RESERVATION_TABLE)
+    machine, table = UnfencedReservations, _of(UnfencedReservations, RESERVATION_TABLE)
 
 
 class ReadyBeforeBind(Receiver):
     """D grants authority before the blocks' earlier use has ended."""
 
-    class Machine(ReservationMachine):
+    class EagerReservations(ReservationMachine):
         def park(self, now: float, record: Transfer, received: Incoming[Any]) -> None:
             if isinstance(received.message, Begin):
                 granted = ready(received.message, self._timers.lease_s, self.memory, self.addresses)
                 self.actions.append(Send(received.peer, granted))
             super().park(now, record, received)
 
-    machine, table = Machine, _of(Machine, RESERVATION_TABLE)
+    machine, table = EagerReservations, _of(EagerReservations, RESERVATION_TABLE)
 
 
 def _conclude(machine: Any, now: float, record: Transfer) -> None:
@@ -133,7 +134,7 @@ def _conclude(machine: Any, now: float, record: Transfer) -> None:
 class DoneCountedTwice(Receiver):
     """D counts messages instead of contributors."""
 
-    class Machine(ReservationMachine):
+    class CountingReservations(ReservationMachine):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self._dones: Counter[Any] = Counter()
@@ -144,17 +145,17 @@ class DoneCountedTwice(Receiver):
             if record.state is ReservationState.OPEN and self._dones[record.transfer] >= len(record.writers) > 0:
                 _conclude(self, now, record)
 
-    machine = Machine  # type: ignore[assignment]
+    machine = CountingReservations  # type: ignore[assignment]
 
 
 class AnyIncarnationReceiver(Receiver):
     """D accepts messages of any incarnation at the address."""
 
-    class Guards(ReservationGuards):
+    class AnyProcess(ReservationGuards):
         def same_process(self, writer: WriterRecord, p_incarnation: str) -> bool:
             return True
 
-    guards = Guards
+    guards = AnyProcess
 
 
 class AnyIncarnationSender(Sender):
@@ -168,7 +169,7 @@ class AnyIncarnationSender(Sender):
 class SuccessInSpiteOfFailed(Receiver):
     """D treats FAILED like any other end."""
 
-    class Machine(ReservationMachine):
+    class ForgivingReservations(ReservationMachine):
         def end(self, now: float, record: Transfer, received: Incoming[Failed]) -> None:
             self.acknowledge(now, record, received)
             if record.bound and received.message.quiescent:
@@ -176,14 +177,14 @@ class SuccessInSpiteOfFailed(Receiver):
                 if all(writer.state is WriterState.DONE for writer in record.writers.values()):
                     _conclude(self, now, record)
 
-    machine = Machine
+    machine = ForgivingReservations
     table = {  # noqa: RUF012 - like its base
         **RESERVATION_TABLE,
         ReservationState.OPEN: {
             **RESERVATION_TABLE[ReservationState.OPEN],
-            ReservationEvent.FAILED: Cell(ReservationState.OPEN, Machine.end),
-            ReservationEvent.FAILED_IN_FLIGHT: Cell(ReservationState.OPEN, Machine.end),
-            ReservationEvent.EARLY_FAILED: Cell(ReservationState.OPEN, Machine.end),
+            ReservationEvent.FAILED: Cell(ReservationState.OPEN, ForgivingReservations.end),
+            ReservationEvent.FAILED_IN_FLIGHT: Cell(ReservationState.OPEN, ForgivingReservations.end),
+            ReservationEvent.EARLY_FAILED: Cell(ReservationState.OPEN, ForgivingReservations.end),
         },
     }
 
@@ -191,12 +192,12 @@ class SuccessInSpiteOfFailed(Receiver):
 class LeaseNotChecked(Sender):
     """P writes without a time limit once it was allowed to."""
 
-    class Machine(PairMachine):
-        def extend(self, now: float, pair: Pair, received: Incoming[Any]) -> None:
+    class UnlimitedPairs(PairMachine):
+        def extend(self, now: float, pair: PairRecord, received: Incoming[Any]) -> None:
             super().extend(now, pair, received)
             pair.authority = now + 1e6
 
-    machine, table = Machine, _of(Machine, PAIR_TABLE)
+    machine, table = UnlimitedPairs, _of(UnlimitedPairs, PAIR_TABLE)
 
 
 class CancelNotAcknowledged(Sender):
@@ -238,33 +239,33 @@ class CancelAnsweredAtOnce(Sender):
 class QuarantineSkipped(Sender):
     """P counts as quiet as soon as the transport has given up."""
 
-    class Guards(PairGuards):
-        def settled(self, pair: Pair) -> bool:
+    class GivenUpIsSettled(PairGuards):
+        def settled(self, pair: PairRecord) -> bool:
             return not pair.coverage.out
 
-    guards = Guards
+    guards = GivenUpIsSettled
 
 
 class LostForgiven(Sender):
     """P counts a failed write as landed, and says DONE."""
 
-    class Machine(PairMachine):
-        def fail_lost(self, now: float, pair: Pair, claim: Claim) -> None:
+    class ForgivingPairs(PairMachine):
+        def fail_lost(self, now: float, pair: PairRecord, claim: Claim) -> None:
             self.cover(now, pair, claim)
 
         lose = fail_lost
 
-    machine, table = Machine, _of(Machine, PAIR_TABLE)
+    machine, table = ForgivingPairs, _of(ForgivingPairs, PAIR_TABLE)
 
 
 class DoneFromLostSource(Sender):
     """P says DONE although its blocks were overwritten during the writes, or a unit was never offered."""
 
-    class Guards(PairGuards):
-        def delivered(self, pair: Pair) -> bool:
+    class CompleteIsDelivered(PairGuards):
+        def delivered(self, pair: PairRecord) -> bool:
             return pair.complete and pair.authority is not None
 
-    guards = Guards
+    guards = CompleteIsDelivered
 
 
 class SealedPushRestarted(Sender):
@@ -299,11 +300,11 @@ class SealedPushOrderedAgain(PushBook):
 class StageNotAwaited(Receiver):
     """D waits for one stage of P, although others have layers for it, too."""
 
-    class Guards(ReservationGuards):
+    class OneStage(ReservationGuards):
         def contributors(self, begin: Begin) -> tuple[Contributor, ...]:
             return tuple(one for one in super().contributors(begin) if one.stage == begin.contributor.stage)
 
-    guards = Guards
+    guards = OneStage
 
 
 class OneStageForAll(OrderBook):
@@ -839,7 +840,7 @@ class EndedBeforeItsPush(PushBook):
         return replace(step, starts=tuple(replace(start, ended=False) for start in step.starts))
 
 
-def _met(settings: Settings) -> Settings:
+def _met(settings: SimulationSettings) -> SimulationSettings:
     """Every router sends to P first, or to both at once; no engine has the draft model."""
     settings = replace(settings, windows=(), group_of=(), scales=(), p_first=0.5, at_once=1.0)
     prefill, decode = (
@@ -849,22 +850,22 @@ def _met(settings: Settings) -> Settings:
     return replace(_roomy(replace(settings, prefill=prefill, decode=decode)), faults=faults)
 
 
-def _kindly_met(settings: Settings) -> Settings:
+def _kindly_met(settings: SimulationSettings) -> SimulationSettings:
     return _met(_kind(settings))
 
 
-def _met_astray(settings: Settings) -> Settings:
+def _met_astray(settings: SimulationSettings) -> SimulationSettings:
     """Sides come late, twice or never, and P is short of blocks."""
     settings = _met(replace(settings, burst=8, faults=Faults(astray=0.3, preempt=0.2, leave=0.1)))
     return replace(settings, timers=replace(settings.timers, hold_s=20.0, meet_s=10.0))
 
 
-def _met_first(settings: Settings) -> Settings:
+def _met_first(settings: SimulationSettings) -> SimulationSettings:
     """D asks for P's first tokens."""
     return replace(_met_astray(settings), first=True)
 
 
-def _met_after_restarts(settings: Settings) -> Settings:
+def _met_after_restarts(settings: SimulationSettings) -> SimulationSettings:
     """P is restarted all the time, and D comes late for its sources."""
     settings = _met(
         replace(settings, burst=8, prefill=settings.prefill[:1], faults=Faults(kill_prefill=0.05, astray=0.5))
@@ -872,34 +873,34 @@ def _met_after_restarts(settings: Settings) -> Settings:
     return replace(settings, p_first=1.0, timers=replace(settings.timers, hold_s=20.0))
 
 
-def _cut_off(settings: Settings) -> Settings:
+def _cut_off(settings: SimulationSettings) -> SimulationSettings:
     """The side channels of writers are cut in the middle of a prompt, while their data path works."""
     return replace(settings, chunk=4, faults=Faults(partition=0.2))
 
 
-def _stopped_and_killed(settings: Settings) -> Settings:
+def _stopped_and_killed(settings: SimulationSettings) -> SimulationSettings:
     """Writers die while a stopped D has their writes in its buffers."""
     return replace(settings, faults=Faults(stop_decode=0.1, kill_prefill=0.1, write_slow=0.1))
 
 
-def _killed_after_a_stop(settings: Settings) -> Settings:
+def _killed_after_a_stop(settings: SimulationSettings) -> SimulationSettings:
     """Writers that were stopped write once more before they die."""
     return replace(settings, faults=Faults(submit_stall=0.02, write_stop=0.02, kill_prefill=0.05))
 
 
-def _scarce_slots(settings: Settings) -> Settings:
+def _scarce_slots(settings: SimulationSettings) -> SimulationSettings:
     """Exchanges are missed and repeated all the time, and parts of them fail."""
     faults = Faults(exchange_error=0.1, late=0.05, write_slow=0.02)
     always = RegroupConfig(regroup="always")
     return replace(settings, regroup=always, slots=1, slot_destinations=1, room=1, faults=faults)
 
 
-def _slots_read_late(settings: Settings) -> Settings:
+def _slots_read_late(settings: SimulationSettings) -> SimulationSettings:
     """Writes fail, and continue to read the only slot of their destination while others use it."""
     return replace(_scarce_slots(settings), faults=Faults(write_error=0.2))
 
 
-def _preempted(settings: Settings) -> Settings:
+def _preempted(settings: SimulationSettings) -> SimulationSettings:
     """Many requests at once are preempted all the time, writes that read their blocks are slow, messages are lost."""
     need = -(-settings.tokens // min(shape.block_size for shape in settings.prefill)) + 1
     return replace(
@@ -914,12 +915,12 @@ def _preempted(settings: Settings) -> Settings:
     )
 
 
-def _preempted_patiently(settings: Settings) -> Settings:
+def _preempted_patiently(settings: SimulationSettings) -> SimulationSettings:
     """The same, and P waits for readers."""
     return replace(_preempted(settings), timers=replace(settings.timers, preempt_drain_s=1.0))
 
 
-def _kind(settings: Settings) -> Settings:
+def _kind(settings: SimulationSettings) -> SimulationSettings:
     """Nothing fails, and no deadline is near."""
     timers = replace(
         settings.timers,
@@ -933,12 +934,12 @@ def _kind(settings: Settings) -> Settings:
     return replace(settings, timers=timers, faults=Faults())
 
 
-def _broken_writers(settings: Settings) -> Settings:
+def _broken_writers(settings: SimulationSettings) -> SimulationSettings:
     """Transfer engines break, or accept nothing, while writes are slow."""
     return replace(settings, faults=Faults(unissued=0.05, writer_dies=0.01, write_slow=0.1))
 
 
-def _decode_comes_back(settings: Settings) -> Settings:
+def _decode_comes_back(settings: SimulationSettings) -> SimulationSettings:
     """A D returns on its address with another session, while writes for its predecessor wait behind slow ones."""
     need = -(-settings.tokens // settings.prefill[0].block_size) + 1
     timers = Timers(stall_timeout_s=20.0, recv_deadline_s=40.0)
@@ -965,7 +966,7 @@ def _decode_comes_back(settings: Settings) -> Settings:
     )
 
 
-def _drafting(settings: Settings) -> Settings:
+def _drafting(settings: SimulationSettings) -> SimulationSettings:
     """Every engine has the draft model, which sometimes does not run."""
     prefill, decode = (
         tuple(replace(shape, drafts=True) for shape in side) for side in (settings.prefill, settings.decode)
@@ -973,7 +974,7 @@ def _drafting(settings: Settings) -> Settings:
     return replace(settings, prefill=prefill, decode=decode, faults=replace(settings.faults, undrafted=0.2))
 
 
-def _stages(settings: Settings) -> Settings:
+def _stages(settings: SimulationSettings) -> SimulationSettings:
     """Both sides are pipelines, cut differently."""
     prefill, decode = (
         tuple(replace(shape, pp=pp, late=late) for shape in side)
@@ -982,35 +983,35 @@ def _stages(settings: Settings) -> Settings:
     return replace(settings, prefill=prefill, decode=decode, layers=4, windows=(), group_of=(), scales=())
 
 
-def _kind_stages(settings: Settings) -> Settings:
+def _kind_stages(settings: SimulationSettings) -> SimulationSettings:
     return _stages(_kind(settings))
 
 
-def _indexed(settings: Settings) -> Settings:
+def _indexed(settings: SimulationSettings) -> SimulationSettings:
     """Indexers beside all attentions, of which there are several in a stage."""
     prefill = tuple(replace(shape, pp=1) for shape in settings.prefill)
     return replace(settings, prefill=prefill, layers=3, indexed=(0, 1, 2), windows=(), group_of=(), scales=())
 
 
-def _quantised(settings: Settings) -> Settings:
+def _quantised(settings: SimulationSettings) -> SimulationSettings:
     """Scales beside keys and values, which are pushed without an exchange."""
     regroup = replace(settings.regroup, regroup="never")
     return replace(_kind(settings), quantised=2, regroup=regroup)
 
 
-def _parts(settings: Settings) -> Settings:
+def _parts(settings: SimulationSettings) -> SimulationSettings:
     """D's ranks divide the tokens; no deadline is near."""
     settings = replace(_kind(settings), windows=(), group_of=(), scales=(), indexed=(), opaque=False, kv_heads=1)
     decode = tuple(replace(shape, tp=2, dcp=2, pcp=1, interleave=1) for shape in settings.decode)
     return replace(settings.undivided(), decode=decode)
 
 
-def _indexed_parts(settings: Settings) -> Settings:
+def _indexed_parts(settings: SimulationSettings) -> SimulationSettings:
     """Indexers beside latents that D's ranks divide."""
     return replace(_parts(_indexed(settings)), indexed=(0, 1, 2))
 
 
-def _windows(settings: Settings) -> Settings:
+def _windows(settings: SimulationSettings) -> SimulationSettings:
     """Groups that share addresses: two windows, and layers that need all tokens; no deadline is near."""
     prefill = tuple(replace(shape, pp=1) for shape in settings.prefill)
     settings = replace(
@@ -1019,7 +1020,7 @@ def _windows(settings: Settings) -> Settings:
     return _roomy(settings).grouped((5, 0, 9), (0, 1, 2, 0, 2), (1, 1, 1))
 
 
-def _roomy(settings: Settings) -> Settings:
+def _roomy(settings: SimulationSettings) -> SimulationSettings:
     need = -(-settings.tokens // min(shape.block_size for shape in (*settings.prefill, *settings.decode))) + 1
     prefill, decode = (
         tuple(replace(shape, blocks=3 * need) for shape in side) for side in (settings.prefill, settings.decode)
@@ -1027,37 +1028,37 @@ def _roomy(settings: Settings) -> Settings:
     return replace(settings, prefill=prefill, decode=decode)
 
 
-def _windows_in_need(settings: Settings) -> Settings:
+def _windows_in_need(settings: SimulationSettings) -> SimulationSettings:
     """The same with few blocks on P, which are reused as soon as they are behind a window, and slow writes."""
     settings = replace(_windows(settings), chunk=16, burst=8, faults=Faults(write_slow=0.3))
     need = -(-settings.tokens // settings.prefill[0].block_size) + 1
     return replace(settings, prefill=tuple(replace(shape, blocks=4 * need + 1) for shape in settings.prefill))
 
 
-def _states(settings: Settings) -> Settings:
+def _states(settings: SimulationSettings) -> SimulationSettings:
     """States of two groups beside layers that need all tokens, and layers with a window; no deadline is near."""
     return _kept(settings, (STATES, 0, STATES, 5), (0, 1, 2, 0, 3))
 
 
-def _states_alone(settings: Settings) -> Settings:
+def _states_alone(settings: SimulationSettings) -> SimulationSettings:
     """Nothing but states, and a token in each step."""
     return replace(_kept(settings, (STATES,), (0, 0)), chunk=1)
 
 
-def _states_in_need(settings: Settings) -> Settings:
+def _states_in_need(settings: SimulationSettings) -> SimulationSettings:
     """Few tokens in each step, few blocks on P, and slow writes."""
     settings = replace(_kept(settings, (STATES, 0), (0, 1, 0)), chunk=3, burst=8, faults=Faults(write_slow=0.3))
     need = -(-settings.tokens // settings.prefill[0].block_size) + 1
     return replace(settings, prefill=tuple(replace(shape, blocks=3 * need + 1) for shape in settings.prefill))
 
 
-def _compressed(settings: Settings) -> Settings:
+def _compressed(settings: SimulationSettings) -> SimulationSettings:
     """Layers with an entry for 3 tokens, or for 5, beside a window, in steps that end inside of one."""
     settings = replace(settings.undivided(), opaque=False, p_first=0.0, at_once=0.0)
     return replace(_kept(settings, (-3, 9, -5), (0, 1, 2)), chunk=4, burst=8)
 
 
-def _kept(settings: Settings, windows: tuple[int, ...], group_of: tuple[int, ...]) -> Settings:
+def _kept(settings: SimulationSettings, windows: tuple[int, ...], group_of: tuple[int, ...]) -> SimulationSettings:
     prefill = tuple(replace(shape, pp=1) for shape in settings.prefill)
     settings = replace(
         _kind(settings), prefill=prefill, tokens=max(settings.tokens, 24), windows=(), group_of=(), scales=()
@@ -1132,12 +1133,12 @@ class BegunWithoutToken(SeedBook):
         return [replace(start, whole=False) for start in super().take(now)]
 
 
-def _whole(settings: Settings) -> Settings:
+def _whole(settings: SimulationSettings) -> SimulationSettings:
     """Windows and first tokens, some of which are lost or late."""
     return replace(_windows(settings), p_first=0.0, at_once=0.0, first=True, first_faults=FirstFaults(0.1, 0.3))
 
 
-def _first(settings: Settings) -> Settings:
+def _first(settings: SimulationSettings) -> SimulationSettings:
     """First tokens are lost, late, doubled and mixed up, prefills are dispatched twice, and clients disconnect."""
     faults = Faults(leave=0.3, preempt=0.2, double_dispatch=0.3, kill_prefill=0.02, kill_metaserver=0.02, http=0.05)
     return replace(

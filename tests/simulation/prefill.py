@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from simulation.exchange import STAGING, Event, Flat, Group, Stream
+from simulation.exchange import STAGING, Flat, RankGroup, RankStream, StreamEvent
 from simulation.memory import BASE, Cells, Content, Planes, RankMemory, shade
 from simulation.settings import DRAFT, MODEL, stage_geometry
 from simulation.tables import NULL, needed
@@ -58,7 +58,7 @@ class Fill:
 
 
 @dataclass(slots=True)
-class Step:
+class EngineStep:
     """Work of an engine's ranks in a step, and the metadata for their connectors."""
 
     meta: PrefillStep
@@ -68,7 +68,7 @@ class Step:
     begun: float = 0.0  # preempted requests are drained from then on
     computing: int = 0  # layers that the device has not reached
     ended: bool = False  # every hook has been called
-    behind: list[Event] = field(default_factory=list)  # reached when the device has finished the step
+    behind: list[StreamEvent] = field(default_factory=list)  # reached when the device has finished the step
     found: list[Fill] = field(default_factory=list)  # cached blocks, by requests of the next step
 
 
@@ -138,15 +138,15 @@ class RankWire:
         return self._flights.pop(handle).outcome
 
 
-class Exchanging:
+class RankExchanges:
     """Slots, and a stream for exchanges, of a rank in an engine that regroups."""
 
-    def __init__(self, rank: PrefillRank, group: Group, room: Room) -> None:
+    def __init__(self, rank: PrefillRank, group: RankGroup, room: Room) -> None:
         settings = rank.engine.cluster.settings
         count = settings.slots * settings.slot_destinations
         self.bytes = np.zeros(room.slot * count, dtype=np.uint8)
         self.staging = Staging(Flat(self.bytes), room.slot, settings.slots, waits=False)
-        self.stream = Stream(group, rank.contributor.rank, rank.memory, rank.stream_moved)
+        self.stream = RankStream(group, rank.contributor.rank, rank.memory, rank.stream_moved)
         self.stream.fails = lambda: _fails(rank)
 
 
@@ -161,7 +161,9 @@ def _fails(rank: PrefillRank) -> bool:
 class PrefillRank:
     """One worker of one stage."""
 
-    def __init__(self, engine: PrefillEngine, stage: int, rank: int, group: Group | None, room: Room | None) -> None:
+    def __init__(
+        self, engine: PrefillEngine, stage: int, rank: int, group: RankGroup | None, room: Room | None
+    ) -> None:
         cluster, settings = engine.cluster, engine.cluster.settings
         self.engine = engine
         self.index = engine.geometry.worker(stage, rank)
@@ -172,11 +174,11 @@ class PrefillRank:
         self.flights: dict[Flight, None] = {}
         self.trouble = -1e9  # the time when a write last failed or was slow
         self.serials: dict[str, int] = {}
-        self._step: Step | None = None
-        self._hooked: Event | None = None
+        self._step: EngineStep | None = None
+        self._hooked: StreamEvent | None = None
         self._waking = self._turning = False
         self._writer_died = False
-        self.exchanging = Exchanging(self, group, room) if group is not None and room is not None else None
+        self.exchanging = RankExchanges(self, group, room) if group is not None and room is not None else None
         own, parts = stage_geometry(engine.geometry, stage), self.exchanging
         self.core: Pushes = cluster.mutation.core(
             settings.push(),
@@ -206,17 +208,17 @@ class PrefillRank:
             drafts=own.drafts,
             states=own.states,
         )
-        self._ending: Step | None = None
+        self._ending: EngineStep | None = None
         self._alarm = Alarm(self.process, self.core.next_wake, self._tick)
 
     # -- a step
 
-    def run_step(self, step: Step) -> None:
+    def run_step(self, step: EngineStep) -> None:
         """Run a step. Preempted pushes are drained before anything is overwritten."""
         if self._ended():
             return
         fills = [Fill(f.push, f.content, f.tables, f.first, f.last, f.before) for f in step.fills]
-        step = Step(step.meta, fills, step.layer_s, step.finished)
+        step = EngineStep(step.meta, fills, step.layer_s, step.finished)
         if not step.meta.preempted:
             self._compute(step)
             return
@@ -234,7 +236,7 @@ class PrefillRank:
             return True
         return False
 
-    def _drain(self, step: Step) -> None:
+    def _drain(self, step: EngineStep) -> None:
         """Block the engine's thread until the writes that read preempted blocks have ended, or for a bounded time."""
         if self._step is not step:
             return
@@ -247,7 +249,7 @@ class PrefillRank:
             self._check_drained(step)
             self._compute(step)
 
-    def _check_drained(self, step: Step) -> None:
+    def _check_drained(self, step: EngineStep) -> None:
         """Check that P's forward waits for writes that read what it will overwrite, within the bound."""
         patience, waited = self.engine.cluster.settings.timers.preempt_drain_s, self.process.world.now - step.begun
         if waited > patience + 0.01 and self.process.disturbed < step.begun:
@@ -258,7 +260,7 @@ class PrefillRank:
         if waited < patience - 0.01 and not self._writer_died and not reads.isdisjoint(step.meta.preempted):
             raise Violation(f"promise 2: {self.process.name} does not wait for writes that read preempted blocks")
 
-    def _compute(self, step: Step) -> None:
+    def _compute(self, step: EngineStep) -> None:
         """Call the hooks layer by layer; the device follows."""
         meta, world = step.meta, self.process.world
         for start in meta.starts:
@@ -298,10 +300,10 @@ class PrefillRank:
                 if name not in self.engine.geometry.states:
                     self._fill(fill, layer)
 
-    def _unhooked(self, step: Step, layer: int) -> None:
+    def _unhooked(self, step: EngineStep, layer: int) -> None:
         self._call(step, layer)
 
-    def _hook(self, step: Step, layer: int) -> None:
+    def _hook(self, step: EngineStep, layer: int) -> None:
         """Return from the model's call of a layer, and call its hook."""
         self._hooked = self._call(step, layer)
         if layer % 2 == 0:  # not every layer says when its cache is written
@@ -309,9 +311,9 @@ class PrefillRank:
         self._steps.computed(self.engine.geometry.stages[self.stage][layer])
         self._hooked = None
 
-    def _call(self, step: Step, layer: int) -> Event:
+    def _call(self, step: EngineStep, layer: int) -> StreamEvent:
         """Return from the model's call of a layer; the device computes it later."""
-        world, event = self.process.world, Event()
+        world, event = self.process.world, StreamEvent()
         behind = world.rng.uniform(0.0, step.layer_s)
         if world.chance(self.engine.cluster.settings.faults.late_event):
             world.fault("layer computed late")
@@ -319,15 +321,15 @@ class PrefillRank:
         self.process.post(behind, self._reached, step, layer, event)
         return event
 
-    def _record(self) -> Event:
+    def _record(self) -> StreamEvent:
         if self._hooked is not None:
             return self._hooked
-        event = Event(reached=self._ending is None or not self._ending.computing)
+        event = StreamEvent(reached=self._ending is None or not self._ending.computing)
         if self._ending is not None:
             self._ending.behind.append(event)
         return event
 
-    def _reached(self, step: Step, layer: int, event: Event) -> None:
+    def _reached(self, step: EngineStep, layer: int, event: StreamEvent) -> None:
         """Put a layer's KV into the cache."""
         names = self.engine.geometry.stages[self.stage]
         for fill in step.fills:
@@ -342,7 +344,7 @@ class PrefillRank:
         self._pass(step)
         self._end_perhaps(step)
 
-    def _pass(self, step: Step) -> None:
+    def _pass(self, step: EngineStep) -> None:
         """Reach the events recorded after the last layer."""
         if not step.computing:
             found, step.found = step.found, []
@@ -354,7 +356,7 @@ class PrefillRank:
             self._look_again()
 
     def _fill(self, fill: Fill, layer: int) -> None:
-        memory, planes = self.memory, self.memory.of[layer]
+        memory, planes = self.memory, self.memory.planes[layer]
         if planes not in fill.cells:
             table, group = fill.tables[planes.kind.group], planes.kind.own
             begin, size = fill.first, group.block_size
@@ -381,7 +383,7 @@ class PrefillRank:
                 if not fill.touched.isdisjoint(read):
                     raise Violation(f"promise 2: {self.process.name} overwrites blocks that push {push} still reads")
 
-    def _end(self, step: Step) -> None:
+    def _end(self, step: EngineStep) -> None:
         self._ending = step
         self._steps.end()
         self._ending = None
@@ -391,7 +393,7 @@ class PrefillRank:
             self.engine.cluster.cut_off_perhaps(self)
         self._end_perhaps(step)
 
-    def _end_perhaps(self, step: Step) -> None:
+    def _end_perhaps(self, step: EngineStep) -> None:
         """End the step when its sampled tokens are there, after the device has finished."""
         if step.ended and not step.computing:
             step.ended = False

@@ -11,18 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulation.broker import SECRETS
-from simulation.exchange import Group
+from simulation.exchange import RankGroup
 from simulation.memory import Content
-from simulation.prefill import Fill, PrefillRank, Step
-from simulation.settings import DIGEST, MODEL, Faults, Shape
-from simulation.tables import Tables, needed, pool
+from simulation.prefill import EngineStep, Fill, PrefillRank
+from simulation.settings import DIGEST, MODEL, EngineShape, Faults
+from simulation.tables import BlockTables, needed, pool
 from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.geometry.pairing import exchanged
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.geometry.substeps import room_for_a_block
 from vllm_ascend_pd.metadata import Exchanged
-from vllm_ascend_pd.prefill.core.computing import Chunk as Computed
+from vllm_ascend_pd.prefill.core.computing import Chunk
 from vllm_ascend_pd.prefill.core.meetings import Holding
 from vllm_ascend_pd.prefill.core.requests import NewRequest, opened
 from vllm_ascend_pd.protocol.auth import unseal
@@ -33,7 +33,7 @@ from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.regroup.staging import exchanges_possible
 
 if TYPE_CHECKING:
-    from simulation.cluster import Cluster
+    from simulation.cluster import SimulatedCluster
     from simulation.router import Leg
 
 
@@ -46,7 +46,7 @@ class Prompt:
     reservation: Reservation | None  # None for a source
     content: Content
     tokens: int
-    tables: Tables
+    tables: BlockTables
     known: list[int]  # blocks of each group, as reported to the workers
     computed: int = 0
     fresh: bool = True  # nothing was scheduled since its (re)start
@@ -57,7 +57,7 @@ class Prompt:
 
 
 @dataclass(slots=True)
-class Chunk:
+class PromptChunk:
     """The part of a prompt that a step computes, as vLLM's scheduler decides it."""
 
     prompt: Prompt
@@ -73,7 +73,7 @@ class Chunk:
 class PrefillEngine:
     """One slot for a P engine, whose incarnations follow each other."""
 
-    def __init__(self, cluster: Cluster, index: int, shape: Shape) -> None:
+    def __init__(self, cluster: SimulatedCluster, index: int, shape: EngineShape) -> None:
         self.cluster = cluster
         self.index = index
         self.shape = shape
@@ -115,7 +115,7 @@ class PrefillEngine:
         self.ranks: list[PrefillRank] = []
         room = self._room()
         for stage in range(self.shape.pp):
-            group = Group(self.cluster.world, f"P{self.index}.{stage}") if room is not None else None
+            group = RankGroup(self.cluster.world, f"P{self.index}.{stage}") if room is not None else None
             self.ranks += [PrefillRank(self, stage, rank, group, room) for rank in range(len(self.geometry.ranks))]
 
     def _spare(self) -> int:
@@ -154,7 +154,13 @@ class PrefillEngine:
         """Accept an HTTP request with a reservation."""
         world, groups, tokens = self.cluster.world, self.geometry.tables, reservation.prompt_length
         prompt = Prompt(
-            world.name("prompt"), world.name("push"), reservation, content, tokens, Tables(groups), [0] * len(groups)
+            world.name("prompt"),
+            world.name("push"),
+            reservation,
+            content,
+            tokens,
+            BlockTables(groups),
+            [0] * len(groups),
         )
         if self.geometry.recomputes_last:
             self._take(prompt)
@@ -166,7 +172,7 @@ class PrefillEngine:
     def collect(self, leg: Leg) -> None:
         """Accept a request without a reservation."""
         world, groups = self.cluster.world, self.geometry.tables
-        nothing = Tables(groups), [0] * len(groups)
+        nothing = BlockTables(groups), [0] * len(groups)
         prompt = Prompt(world.name("prompt"), world.name("push"), None, leg.content, leg.tokens, *nothing, leg=leg)
         self.waiting.append(prompt)
         if world.chance(self.cluster.settings.faults.leave):
@@ -236,7 +242,7 @@ class PrefillEngine:
         else:
             self._build(chunks)
 
-    def _build(self, chunks: list[Chunk]) -> None:
+    def _build(self, chunks: list[PromptChunk]) -> None:
         """Build the step's metadata, at the end of vLLM's `schedule`."""
         lost, self._lost = self._lost, []
         for name in lost:
@@ -255,13 +261,13 @@ class PrefillEngine:
         self._left = set(range(len(self.ranks)))
         world = self.cluster.world
         finished, self._finished = tuple(self._finished), []
-        step = Step(meta, fills, world.rng.choice((0.0005, 0.002, 0.02)), finished)
+        step = EngineStep(meta, fills, world.rng.choice((0.0005, 0.002, 0.02)), finished)
         world.log(self.scheduler.name, "STEP", meta.number, f"fills={len(fills)} preempted={meta.preempted}")
         for rank in self.ranks:
             delay = rank.stage * step.layer_s + world.rng.uniform(0.0001, 0.002)
             rank.process.post(delay, rank.run_step, step)
 
-    def _schedule(self) -> list[Chunk]:
+    def _schedule(self) -> list[PromptChunk]:
         """Schedule running requests, then waiting ones, as long as there are tokens and blocks."""
         budget, chunks = self.cluster.settings.chunk, []
         self._scheduled = []
@@ -299,17 +305,17 @@ class PrefillEngine:
         self.free.extend(prompt.tables.let_go(prompt.computed))
         return prompt.tables.grow(prompt.computed, tokens, self.free, self.cluster.world.rng)
 
-    def _chunk(self, prompt: Prompt, count: int) -> Chunk:
+    def _chunk(self, prompt: Prompt, count: int) -> PromptChunk:
         if prompt.fresh:  # vLLM reports a request when it leaves the queue
             self._take(prompt)
         ids = [list(table) for table in prompt.tables.ids]
         new = [table if prompt.fresh else table[known:] for table, known in zip(ids, prompt.known, strict=True)]
-        chunk = Chunk(prompt, prompt.computed, count, new, ids, prompt.tables.arrays(), prompt.fresh)
+        chunk = PromptChunk(prompt, prompt.computed, count, new, ids, prompt.tables.arrays(), prompt.fresh)
         prompt.known, prompt.fresh = [len(table) for table in ids], False
         self._scheduled.append((prompt, count))
         return chunk
 
-    def _tell(self, chunks: list[Chunk]) -> None:
+    def _tell(self, chunks: list[PromptChunk]) -> None:
         """Choose hot blocks: a new prompt's last cached blocks may be filled in the same step.
 
         Another request computes them, or another connector loads them.
@@ -317,7 +323,7 @@ class PrefillEngine:
         computed, tables = [], {chunk.prompt.name: chunk.ids for chunk in chunks}
         beside, self._beside = self._beside, []
         for chunk in chunks:
-            own = Computed(chunk.prompt.name, chunk.computed, chunk.count, chunk.new, replaces=chunk.fresh)
+            own = Chunk(chunk.prompt.name, chunk.computed, chunk.count, chunk.new, replaces=chunk.fresh)
             size = max(group.covers for group in self.geometry.tables)
             if chunk.fresh and chunk.computed and self._dice.random() < 0.3:
                 self.cluster.world.stats["blocks found hot"] += 1
@@ -330,11 +336,11 @@ class PrefillEngine:
                 groups = zip(chunk.new, self.geometry.tables, strict=True)
                 ids = [table[: chunk.computed // group.covers] for table, group in groups]
                 self._beside.append(f"beside {chunk.prompt.name}")
-                computed.append(Computed(self._beside[-1], chunk.hot, chunk.computed - chunk.hot, ids, replaces=True))
+                computed.append(Chunk(self._beside[-1], chunk.hot, chunk.computed - chunk.hot, ids, replaces=True))
             computed.append(own)
         self.requests.step(computed, beside, tables.__getitem__)
 
-    def _fill(self, chunk: Chunk) -> Fill:
+    def _fill(self, chunk: PromptChunk) -> Fill:
         """Return what is filled: earlier steps computed the cached tokens, except the hot ones."""
         first = chunk.computed if chunk.hot is None else chunk.hot
         before = first if chunk.fresh else 0

@@ -15,8 +15,8 @@ from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.meeting import SourceId
 
 if TYPE_CHECKING:
-    from simulation.cluster import Cluster
-    from simulation.decode import DecodeEngine, Request
+    from simulation.cluster import SimulatedCluster
+    from simulation.decode import DecodeEngine, DecodeRequest
     from simulation.prefill_engine import PrefillEngine
 
 
@@ -30,19 +30,19 @@ class Leg:
     content: Content
     listener: Endpoint
     decode: DecodeEngine | None = None  # the D that gets it after P; None: it has it already, or never will
-    request: Request | None = None
+    request: DecodeRequest | None = None
 
 
-class Router:
-    def __init__(self, cluster: Cluster) -> None:
+class SimulatedRouter:
+    def __init__(self, cluster: SimulatedCluster) -> None:
         self.cluster = cluster
         self.legs: dict[Leg, PrefillEngine] = {}  # not answered by P yet
 
-    def takes(self, request: Request) -> bool:
+    def takes(self, request: DecodeRequest) -> bool:
         s, rng = self.cluster.settings, self.cluster.world.rng
         return bool(s.p_first or s.at_once) and rng.random() < s.p_first + (1 - s.p_first) * s.at_once
 
-    def send(self, decode: DecodeEngine, request: Request) -> None:
+    def send(self, decode: DecodeEngine, request: DecodeRequest) -> None:
         s, world = self.cluster.settings, self.cluster.world
         prefill = world.rng.choice(self.cluster.prefill)
         leg = Leg(request.name, request.seed, request.tokens, request.content, Endpoint(f"P{prefill.index}", 1))
@@ -77,7 +77,7 @@ class Router:
         self.legs[leg] = engine
         engine.scheduler.post(self.cluster.world.rng.uniform(0.0005, 0.01), engine.collect, leg)
 
-    def _to_decode(self, engine: DecodeEngine, request: Request) -> None:
+    def _to_decode(self, engine: DecodeEngine, request: DecodeRequest) -> None:
         request.arrived = self.cluster.world.now
         if engine.alive:
             self.cluster.arrive(engine, request)
@@ -118,7 +118,7 @@ class Router:
         if how != "target never":
             world.after(delay, self._to_decode, leg.decode, request)
 
-    def _copy(self, request: Request) -> Request:
+    def _copy(self, request: DecodeRequest) -> DecodeRequest:
         again = type(request)(self.cluster.world.name("request"), request.seed, request.tokens, request.content)
         again.leg, again.source = request.leg, request.source
         return again

@@ -14,9 +14,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 
-from simulation.cluster import Cluster
+from simulation.cluster import SimulatedCluster
 from simulation.mutations import ALL, Mutation
-from simulation.settings import Settings, draw
+from simulation.settings import SimulationSettings, draw
 from simulation.world import Violation
 from vllm_ascend_pd.errors import LocalProtocolError
 
@@ -24,7 +24,7 @@ CHUNK = 8  # seeds that one process runs before it reports
 
 
 @dataclass(slots=True)
-class Result:
+class SeedResult:
     seed: int
     transfers: int
     violation: str = ""
@@ -35,11 +35,11 @@ class Result:
 
 
 def run_seed(
-    seed: int, mutation: Mutation | None = None, settings: Settings | None = None, *, tracing: bool = False
-) -> Result:
+    seed: int, mutation: Mutation | None = None, settings: SimulationSettings | None = None, *, tracing: bool = False
+) -> SeedResult:
     """Run one cluster from its start until nothing happens any more."""
     mutation = mutation or Mutation()
-    cluster = Cluster(seed, settings or mutation.settings(seed), mutation, tracing=tracing)
+    cluster = SimulatedCluster(seed, settings or mutation.settings(seed), mutation, tracing=tracing)
     world = cluster.world
     violation = ""
     try:
@@ -52,7 +52,7 @@ def run_seed(
     except (Violation, LocalProtocolError) as found:
         violation = f"{type(found).__name__}: {found}"
         world.log("", "VIOLATION", violation)
-    return Result(seed, cluster.transfers, violation, world.faults, world.stats, world.reasons, world.trace)
+    return SeedResult(seed, cluster.transfers, violation, world.faults, world.stats, world.reasons, world.trace)
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Sum:
 
     seeds: int = 0
     transfers: int = 0
-    violations: list[Result] = field(default_factory=list)
+    violations: list[SeedResult] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
     stats: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -164,7 +164,7 @@ def tell(total: Sum, cpu_s: float, wall_s: float) -> None:
     print(f"violations: {len(total.violations)}")
 
 
-def replay(seed: int, mutation: Mutation, lines: int) -> Result:
+def replay(seed: int, mutation: Mutation, lines: int) -> SeedResult:
     """Run one seed again, with its trace; `lines` 0 prints all of it."""
     result = run_seed(seed, mutation, tracing=True)
     print("\n".join(result.trace[-lines:]))

@@ -77,7 +77,7 @@ class Faults:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class EngineShape:
     """Shape of one engine."""
 
     tp: int
@@ -98,11 +98,11 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SimulationSettings:
     """One seed's world."""
 
-    prefill: tuple[Shape, ...]
-    decode: tuple[Shape, ...]
+    prefill: tuple[EngineShape, ...]
+    decode: tuple[EngineShape, ...]
     layers: int  # of the model itself
     kv_heads: int
     cell: int
@@ -166,12 +166,12 @@ class Settings:
         attention = f"layer.{i}.attn"
         return (f"layer.{i}.indexer.k", attention) if i in self.indexed else (attention,)
 
-    def _cuts(self, shape: Shape) -> list[int]:
+    def _cuts(self, shape: EngineShape) -> list[int]:
         """Return the ends of the stages: even, or as late as possible."""
         rest = self.layers - shape.pp if shape.late else 0
         return [self.layers * i // shape.pp if not rest else rest + i for i in range(1, shape.pp)]
 
-    def geometry(self, shape: Shape) -> CacheGeometry:
+    def geometry(self, shape: EngineShape) -> CacheGeometry:
         """Return the engine's cache as a reservation describes it."""
         tables, world = self.tables(shape), shape.dcp * shape.pcp
         # shorter blocks are padded, because the groups share memory
@@ -222,7 +222,7 @@ class Settings:
             interleave=shape.interleave,
         )
 
-    def tables(self, shape: Shape) -> tuple[Group, ...]:
+    def tables(self, shape: EngineShape) -> tuple[Group, ...]:
         size = shape.covers
         grouped = zip(self.windows, self.scales, strict=True)
         rules = {0: ALL, STATES: STATE}
@@ -236,11 +236,11 @@ class Settings:
             return next((index for index, n in enumerate(self.windows) if n != STATES), 0)
         return self.group_of[int(name.split(".")[1])] if self.group_of else 0
 
-    def _states(self, shape: Shape, kv_heads: int, regions: int) -> tuple[Region, ...]:
+    def _states(self, shape: EngineShape, kv_heads: int, regions: int) -> tuple[Region, ...]:
         heads, cell = max(1, -(-kv_heads // shape.tp)), 2 + regions
         return tuple(Region(f"state{regions}.{i}", heads * cell, cell, 0, cell) for i in range(regions))
 
-    def _regions(self, shape: Shape, size: int, page: int) -> tuple[Region, ...]:
+    def _regions(self, shape: EngineShape, size: int, page: int) -> tuple[Region, ...]:
         """Return the regions of attentions with blocks of `size` tokens, which take the space of `page` tokens."""
         heads, found = max(1, -(-self.kv_heads // shape.tp)), []
         for name in "kv"[: self.regions]:
@@ -256,7 +256,9 @@ class Settings:
                     found.append(Region(word, heads * page * width, head, token, cell))
         return tuple(found)
 
-    def grouped(self, windows: tuple[int, ...], group_of: tuple[int, ...], scales: tuple[int, ...]) -> Settings:
+    def grouped(
+        self, windows: tuple[int, ...], group_of: tuple[int, ...], scales: tuple[int, ...]
+    ) -> SimulationSettings:
         """Return this world with these groups. Windows are pushed where P's blocks begin at borders of D's."""
         size = min(shape.block_size for shape in (*self.prefill, *self.decode))
         prefill, decode = (
@@ -269,22 +271,22 @@ class Settings:
         numbers = {"windows": windows, "group_of": group_of, "scales": scales}
         return replace(self, prefill=prefill, decode=decode, layers=len(group_of), **numbers)  # type: ignore[arg-type]
 
-    def undivided(self) -> Settings:
+    def undivided(self) -> SimulationSettings:
         """Return this world without context parallelism."""
         prefill, decode = (
             tuple(replace(shape, dcp=1, pcp=1, interleave=1) for shape in side) for side in (self.prefill, self.decode)
         )
         return replace(self, prefill=prefill, decode=decode)
 
-    def without_faults(self) -> Settings:
+    def without_faults(self) -> SimulationSettings:
         """Return this world without faults, and with no deadline near."""
         patient = replace(self.timers, recv_deadline_s=600.0, stall_timeout_s=600.0, ready_timeout_s=600.0)
         return replace(self, faults=Faults(), timers=patient)
 
-    def lengthened(self, tokens: int, chunk: int) -> Settings:
+    def lengthened(self, tokens: int, chunk: int) -> SimulationSettings:
         """Return this world with one engine a side, few layers, and prompts of up to `tokens` tokens."""
 
-        def long(shape: Shape) -> Shape:
+        def long(shape: EngineShape) -> EngineShape:
             return replace(shape, block_size=128, blocks=2 * (tokens // 128 + 1))
 
         prefill, decode = tuple(map(long, self.prefill[:1])), tuple(map(long, self.decode[:1]))
@@ -302,7 +304,7 @@ class Settings:
         return replace(self, prefill=prefill, decode=decode, tokens=tokens, chunk=chunk, requests=4, room=64, **small)  # type: ignore[arg-type]
 
 
-def draw(seed: int, requests: int | None = None) -> Settings:
+def draw(seed: int, requests: int | None = None) -> SimulationSettings:
     """Return the settings of a seed."""
     rng = random.Random(f"settings/{seed}")
     timers, timeout = _timers(rng)
@@ -322,7 +324,7 @@ def draw(seed: int, requests: int | None = None) -> Settings:
         replace(shape, pp=min(layers, of_stages.choice((1, 1, 1, 2, 3))), late=of_stages.random() < 0.5)
         for shape in decode
     )
-    drawn = Settings(
+    drawn = SimulationSettings(
         prefill=prefill,
         decode=decode,
         layers=layers,
@@ -359,7 +361,7 @@ def draw(seed: int, requests: int | None = None) -> Settings:
     return replace(drawn, **_first(random.Random(f"first/{seed}")))
 
 
-def _orders(rng: random.Random, drawn: Settings) -> Settings:
+def _orders(rng: random.Random, drawn: SimulationSettings) -> SimulationSettings:
     """Draw routers that do not send to D first, for some clusters or for part of one."""
     if rng.random() < 0.6 or drawn.windows or any(shape.drafts for shape in drawn.prefill):
         return drawn
@@ -373,7 +375,7 @@ def _orders(rng: random.Random, drawn: Settings) -> Settings:
     )
 
 
-def _states(rng: random.Random, drawn: Settings) -> Settings:
+def _states(rng: random.Random, drawn: SimulationSettings) -> SimulationSettings:
     """Draw layers that keep a state, beside the other attentions or alone."""
     if rng.random() < 0.88:
         return drawn
@@ -390,7 +392,7 @@ def _states(rng: random.Random, drawn: Settings) -> Settings:
     return drawn.grouped((STATES, 0), tuple(group_of), (1, 1))
 
 
-def _compressed(rng: random.Random, drawn: Settings) -> Settings:
+def _compressed(rng: random.Random, drawn: SimulationSettings) -> SimulationSettings:
     """Draw layers with one entry for several tokens, in the place of others."""
     if rng.random() < 0.7 or drawn.opaque or not drawn.windows:
         return drawn
@@ -398,7 +400,7 @@ def _compressed(rng: random.Random, drawn: Settings) -> Settings:
     return replace(drawn, windows=tuple(some))
 
 
-def _parts(rng: random.Random, drawn: Settings) -> Settings:
+def _parts(rng: random.Random, drawn: SimulationSettings) -> SimulationSettings:
     """Draw engines whose ranks divide the tokens: a tenth of the worlds where that is possible.
 
     Beside an indexer, whose keys each rank has whole, there is no PCP.
@@ -406,7 +408,7 @@ def _parts(rng: random.Random, drawn: Settings) -> Settings:
     if rng.random() < 0.9 or drawn.windows or drawn.opaque:
         return drawn
 
-    def divided(shape: Shape, pcps: tuple[int, ...]) -> Shape:
+    def divided(shape: EngineShape, pcps: tuple[int, ...]) -> EngineShape:
         dcp = rng.choice([n for n in (1, 2, 3, 4) if n == 1 or shape.tp % (drawn.kv_heads * n) == 0])
         runs = [n for n in (1, 2, 4, 8) if shape.block_size % n == 0]
         pcp, interleave = rng.choice(pcps), rng.choice(runs)
@@ -430,7 +432,7 @@ def _first(rng: random.Random) -> dict[str, Any]:
     return {"first": True, "first_faults": FirstFaults(*faults)}
 
 
-def _groups(rng: random.Random, drawn: Settings) -> Settings:
+def _groups(rng: random.Random, drawn: SimulationSettings) -> SimulationSettings:
     """Draw layers with windows, of one length or of several, beside layers that need all tokens or alone."""
     if rng.random() < 0.7:
         return drawn
@@ -459,14 +461,14 @@ def _indexers(rng: random.Random, layers: int) -> dict[str, Any]:
 
 def _engines(
     rng: random.Random, counts: tuple[int, ...], opaque: bool, size: int, tokens: int, *, prefill: bool
-) -> tuple[Shape, ...]:
+) -> tuple[EngineShape, ...]:
     shapes = []
     for _ in range(rng.choice(counts)):
         tp = rng.choice((1, 2, 2, 2, 3, 4) if prefill else (1, 2, 2, 2, 4))
         pp = rng.choice((1, 1, 1, 2)) if prefill else 1  # decode's is drawn later, so that seeds keep their other draws
         block = size if opaque else rng.choice((size, size, 2 * size))
         need = -(-tokens // block) + 1
-        shapes.append(Shape(tp, pp, block, rng.choice((need + 1, 2 * need, 4 * need)), rng.random() < 0.5))
+        shapes.append(EngineShape(tp, pp, block, rng.choice((need + 1, 2 * need, 4 * need)), rng.random() < 0.5))
     return tuple(shapes)
 
 

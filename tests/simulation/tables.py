@@ -27,11 +27,11 @@ def needed(group: Group, tokens: int) -> int:
     return -(-(tokens // group.per_entry) // group.block_size)
 
 
-class Tables:
+class BlockTables:
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = tuple(groups)
-        # whether block 0 is the null block
-        self._nobody = len(self.groups) > 1 or any(group.matters != ALL for group in self.groups)
+        # block 0 is the null block
+        self._has_null = len(self.groups) > 1 or any(group.matters != ALL for group in self.groups)
         self.ids: list[list[int]] = [[] for _ in groups]
 
     def grow(self, computed: int, tokens: int, free: list[int], rng: random.Random) -> bool:
@@ -60,7 +60,7 @@ class Tables:
 
     def clear(self) -> list[int]:
         """Return and remove all blocks."""
-        gone = [block for ids in self.ids for block in ids if block != NULL or not self._nobody]
+        gone = [block for ids in self.ids for block in ids if block != NULL or not self._has_null]
         self.ids = [[] for _ in self.groups]
         return gone
 

@@ -196,7 +196,7 @@ def test_shapes_of_all_sorts_are_drawn() -> None:
 
 def test_a_violation_ends_the_command_with_its_seed_and_trace() -> None:
     command = [str(ROOT / "scripts" / "simulate.sh"), "--seeds", "60", "--mutation", "READY before bind"]
-    env = {**os.environ, "PYTHON": sys.executable}
+    env = {**os.environ, "PD_PYTHON": sys.executable}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert "promise" in done.stdout

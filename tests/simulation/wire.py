@@ -55,7 +55,7 @@ class Flight:
         )
 
 
-class Wire:
+class SimulatedWire:
     """The data path of the whole cluster."""
 
     def __init__(

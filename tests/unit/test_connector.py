@@ -29,7 +29,7 @@ from unit.kits.connectors import (
     SIZE,
     TOKENS,
     Blocks,
-    Pair,
+    ConnectorPair,
     connected_pair,
     connector,
     output,
@@ -209,13 +209,13 @@ def test_a_worker_without_caches_shakes_no_hands_and_does_nothing() -> None:
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
+def pair() -> Iterator[ConnectorPair]:
     with connected_pair() as made:
         yield made
 
 
 @pytest.mark.parametrize("order", ["after", "before", "before and after"])
-def test_a_request_crosses_whenever_start_load_kv_is_called(pair: Pair, order: str) -> None:
+def test_a_request_crosses_whenever_start_load_kv_is_called(pair: ConnectorPair, order: str) -> None:
     asked = pair.load()
     pair.prefilled(asked, order)
     until(pair.results, "the load")
@@ -243,7 +243,7 @@ def test_a_request_crosses_whenever_start_load_kv_is_called(pair: Pair, order: s
     assert sent == ["r-p"]
 
 
-def test_a_prefill_engine_that_cannot_push_any_more_ends_at_its_next_step(pair: Pair) -> None:
+def test_a_prefill_engine_that_cannot_push_any_more_ends_at_its_next_step(pair: ConnectorPair) -> None:
     """An error out of a worker's hook ends the engine: vLLM has no other way to make /health fail."""
     runtime = pair.prefill_worker._worker
     assert runtime is not None and runtime._runtime is not None
@@ -252,7 +252,7 @@ def test_a_prefill_engine_that_cannot_push_any_more_ends_at_its_next_step(pair: 
         pair.prefill_step(output())
 
 
-def test_reports_of_other_connectors_are_left_to_them(pair: Pair) -> None:
+def test_reports_of_other_connectors_are_left_to_them(pair: ConnectorPair) -> None:
     """Behind a MultiConnector each connector gets the reports of all."""
     asked = pair.load()
     pair.prefilled(asked)
@@ -268,7 +268,7 @@ def test_reports_of_other_connectors_are_left_to_them(pair: Pair) -> None:
         pair.decode.update_connector_output(empty)
 
 
-def test_a_failed_load_is_named_by_request(pair: Pair) -> None:
+def test_a_failed_load_is_named_by_request(pair: ConnectorPair) -> None:
     pair.load()
     pair.metaserver.end = b'{"event":"failed","code":"PD-META-006","detail":"no"}\n'
     until(pair.results, "the failed load")
@@ -282,7 +282,9 @@ def test_a_failed_load_is_named_by_request(pair: Pair) -> None:
     assert "prefill" not in report and "received" not in report
 
 
-def test_the_worker_of_an_older_vllm_has_always_something_to_tell(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worker_of_an_older_vllm_has_always_something_to_tell(
+    pair: ConnectorPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Up to 0.31 vLLM reads its scheduler connector's statistics only in steps in which a worker has some."""
     stats = pair.decode_worker.get_kv_connector_stats()
     assert stats is None or not stats.is_empty()
@@ -294,7 +296,9 @@ def test_the_worker_of_an_older_vllm_has_always_something_to_tell(pair: Pair, mo
     assert pair.decode.get_kv_connector_stats() is None
 
 
-def test_a_failed_load_is_named_by_blocks_for_an_older_vllm(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_load_is_named_by_blocks_for_an_older_vllm(
+    pair: ConnectorPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Up to 0.31 vLLM calls get_finished and get_block_ids_with_load_errors, in this order, in one step."""
     monkeypatch.setattr(compat, "HAS_TRANSFER_RESULTS", False)
     pair.load(blocks=(3, 5))
@@ -316,7 +320,7 @@ def test_a_failed_load_is_named_by_blocks_for_an_older_vllm(pair: Pair, monkeypa
     assert pair.decode_worker.get_block_ids_with_load_errors() == set()
 
 
-def test_the_older_way_to_report_a_prefill_is_the_same(pair: Pair) -> None:
+def test_the_older_way_to_report_a_prefill_is_the_same(pair: ConnectorPair) -> None:
     asked = pair.load()
     pair.prefilled(asked)
     until(pair.results, "the load")
@@ -335,7 +339,7 @@ def test_the_older_way_to_report_a_prefill_is_the_same(pair: Pair) -> None:
     assert reported == ["r-p"]
 
 
-def test_metadata_that_is_not_ours_is_ignored(pair: Pair) -> None:
+def test_metadata_that_is_not_ours_is_ignored(pair: ConnectorPair) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
     for worker in (pair.prefill_worker, pair.decode_worker):
@@ -344,7 +348,7 @@ def test_metadata_that_is_not_ours_is_ignored(pair: Pair) -> None:
         worker.clear_connector_metadata()
 
 
-def test_the_hooks_of_a_layer_do_no_more_than_note_it(pair: Pair) -> None:
+def test_the_hooks_of_a_layer_do_no_more_than_note_it(pair: ConnectorPair) -> None:
     """No handshake, no transfer, no waiting: no call of a hook blocks, whatever D does."""
     asked = pair.load()
     pair.prefill.update_state_after_alloc(asked, Blocks([1, 6]), 0)

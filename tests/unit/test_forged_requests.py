@@ -21,7 +21,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
 
-from unit.kits.connectors import TOKENS, Blocks, Pair, connected_pair, connector, output, request, tensors
+from unit.kits.connectors import TOKENS, Blocks, ConnectorPair, connected_pair, connector, output, request, tensors
 from unit.kits.watching import until
 from vllm_ascend_pd.connector import AscendPushConnector
 from vllm_ascend_pd.protocol.auth import Secrets, seal, unseal
@@ -37,7 +37,7 @@ _names = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
+def pair() -> Iterator[ConnectorPair]:
     """One pair for all tests: side effects of a forgery would show in the next one."""
     with pytest.MonkeyPatch.context() as environment, connected_pair() as made:
         environment.delenv("VLLM_HOST_IP", raising=False)
@@ -45,7 +45,7 @@ def pair() -> Iterator[Pair]:
 
 
 @pytest.fixture(scope="module")
-def honest(pair: Pair) -> Reservation:
+def honest(pair: ConnectorPair) -> Reservation:
     """A real reservation of D."""
     asked = pair.load("honest")
     return unseal(base64.b64decode(asked.kv_transfer_params["reservation"]), None)  # type: ignore[index]
@@ -96,7 +96,7 @@ TICKETS: dict[str, Any] = {
 BAD_TICKETS: dict[str, Any] = {"none": None, "number": 7, "empty": "", "long": "t" * 257, "half a pair": "\ud800"}
 
 
-def _at_prefill(pair: Pair, params: Any) -> dict[str, Any] | None:
+def _at_prefill(pair: ConnectorPair, params: Any) -> dict[str, Any] | None:
     """Run a request with these parameters on P from start to end; return its answer's report of the push."""
     name = f"forged-{next(_names)}"
     asked = request(name, params)
@@ -109,12 +109,12 @@ def _at_prefill(pair: Pair, params: Any) -> dict[str, Any] | None:
     return answer
 
 
-def _forged_posts(pair: Pair) -> int:
+def _forged_posts(pair: ConnectorPair) -> int:
     """D's posts to its metaserver for requests that are not ours."""
     return sum(not body["ticket"].startswith(("honest", "served-")) for body in pair.metaserver.bodies)
 
 
-def _still_serves(pair: Pair) -> None:
+def _still_serves(pair: ConnectorPair) -> None:
     """Check that a valid request still transfers, and writes nothing but its blocks."""
     mine, theirs = pair.caches
     for cache in theirs.values():
@@ -128,7 +128,7 @@ def _still_serves(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("params", NONSENSE.values(), ids=NONSENSE)
-def test_nonsense_is_a_plain_prefill_on_either_engine(pair: Pair, params: Any) -> None:
+def test_nonsense_is_a_plain_prefill_on_either_engine(pair: ConnectorPair, params: Any) -> None:
     answer = _at_prefill(pair, params)
     meant = isinstance(params, dict) and params.get("do_remote_decode") is True
     assert (answer is not None) == meant, "a refused push is reported, to whoever asked for one"
@@ -139,7 +139,7 @@ def test_nonsense_is_a_plain_prefill_on_either_engine(pair: Pair, params: Any) -
 
 
 @pytest.mark.parametrize("reservation", RESERVATIONS.values(), ids=RESERVATIONS)
-def test_what_is_no_reservation_is_refused_in_words(pair: Pair, reservation: Any) -> None:
+def test_what_is_no_reservation_is_refused_in_words(pair: ConnectorPair, reservation: Any) -> None:
     answer = _at_prefill(pair, {"do_remote_decode": True, "reservation": reservation})
     assert answer is not None and answer["pd_push"]["code"] in ("PD-META-005", "PD-CTRL-002")
     msgspec.json.encode(answer)
@@ -147,7 +147,7 @@ def test_what_is_no_reservation_is_refused_in_words(pair: Pair, reservation: Any
 
 
 @pytest.mark.parametrize("params", [*TICKETS.values()], ids=TICKETS)
-def test_a_metaserver_of_the_clients_choice_is_not_called(pair: Pair, params: dict[str, Any]) -> None:
+def test_a_metaserver_of_the_clients_choice_is_not_called(pair: ConnectorPair, params: dict[str, Any]) -> None:
     forged = request("forged", {"do_remote_prefill": True, **params})
     for _ in range(3):
         assert pair.decode.get_num_new_matched_tokens(forged, 0) == (0, False)
@@ -156,7 +156,7 @@ def test_a_metaserver_of_the_clients_choice_is_not_called(pair: Pair, params: di
 
 
 @pytest.mark.parametrize("ticket", BAD_TICKETS.values(), ids=BAD_TICKETS)
-def test_what_is_no_ticket_is_a_local_prefill(pair: Pair, ticket: Any) -> None:
+def test_what_is_no_ticket_is_a_local_prefill(pair: ConnectorPair, ticket: Any) -> None:
     params = {"do_remote_prefill": True, "metaserver": pair.metaserver.url, "ticket": ticket}
     assert pair.decode.get_num_new_matched_tokens(request("forged", params), 0) == (0, False)
     assert _forged_posts(pair) == 0
@@ -206,7 +206,7 @@ CACHES: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("changes", FORGERIES.values(), ids=FORGERIES)
 def test_a_made_up_reservation_is_refused_before_any_worker_hears_of_it(
-    pair: Pair, honest: Reservation, changes: dict[str, Any]
+    pair: ConnectorPair, honest: Reservation, changes: dict[str, Any]
 ) -> None:
     changed = {key: value for key, value in changes.items() if key != "layout"}
     geometry = msgspec.structs.replace(honest.geometry, **changes.get("layout", {}))
@@ -214,7 +214,7 @@ def test_a_made_up_reservation_is_refused_before_any_worker_hears_of_it(
     assert answer is not None and answer["pd_push"]["code"].startswith("PD-"), answer
 
 
-def _refused_layout(pair: Pair, honest: Reservation, forge: Callable[[dict[str, Any]], object]) -> None:
+def _refused_layout(pair: ConnectorPair, honest: Reservation, forge: Callable[[dict[str, Any]], object]) -> None:
     form = form_of(honest)
     layout = msgspec.msgpack.decode(form.layout)
     forge(layout)
@@ -226,19 +226,21 @@ def _refused_layout(pair: Pair, honest: Reservation, forge: Callable[[dict[str, 
 
 @pytest.mark.parametrize("forge", CACHES.values(), ids=CACHES)
 def test_a_made_up_cache_is_refused_before_any_arithmetic(
-    pair: Pair, honest: Reservation, forge: Callable[[dict[str, Any]], object]
+    pair: ConnectorPair, honest: Reservation, forge: Callable[[dict[str, Any]], object]
 ) -> None:
     _refused_layout(pair, honest, forge)
 
 
 @pytest.mark.parametrize("field", range(2, 6), ids=("block_stride", "head_stride", "token_stride", "cell_bytes"))
 @pytest.mark.parametrize("value", [-1, 1 << 62, 1 << 40])
-def test_a_made_up_layout_is_refused_too(pair: Pair, honest: Reservation, field: int, value: int) -> None:
+def test_a_made_up_layout_is_refused_too(pair: ConnectorPair, honest: Reservation, field: int, value: int) -> None:
     _refused_layout(pair, honest, lambda layout: layout["kinds"][0]["components"][0].__setitem__(field, value))
 
 
 @pytest.mark.parametrize("blocks", [[0, 1], [6, 7], [100, 200], [-1, -2], [2**31 - 1, 2**31 - 1]], ids=str)
-def test_blocks_that_nobody_reserved_are_never_written(pair: Pair, honest: Reservation, blocks: list[int]) -> None:
+def test_blocks_that_nobody_reserved_are_never_written(
+    pair: ConnectorPair, honest: Reservation, blocks: list[int]
+) -> None:
     """The transfer does not exist: D grants no authority for what its scheduler has not bound."""
     name = f"forged-{next(_names)}"
     transfer = msgspec.structs.replace(honest.transfer, uuid=name)
@@ -257,7 +259,7 @@ def test_blocks_that_nobody_reserved_are_never_written(pair: Pair, honest: Reser
         assert torch.equal(cache, before[each])
 
 
-def test_a_reservation_is_good_for_one_push(pair: Pair) -> None:
+def test_a_reservation_is_good_for_one_push(pair: ConnectorPair) -> None:
     asked = pair.load(f"served-{next(_names)}")
     pair.prefilled(asked)
     until(pair.results, "the load")

@@ -31,6 +31,8 @@ DECLARES = {
     "vllm_ascend_pd.shared.backoff",
     "vllm_ascend_pd.shared.event",
 }
+# Stand-ins by vllm-ascend's name, by which admission knows the class: for the tools, and in engines, which have none.
+OF_VLLM_ASCEND = {"AscendMLAAttentionSpec"}
 ALLOWED = sys.stdlib_module_names - {"threading", "socket", "time", "random", "asyncio", "uuid"} | {"numpy", "msgspec"}
 
 
@@ -81,11 +83,11 @@ def test_the_http_client_is_below_all_that_use_it_and_an_engine_needs_no_metaser
 
 
 def test_a_class_name_is_that_of_one_class() -> None:
-    """Private and nested ones too, and those of the tools: a name in a traceback or in a search is one thing."""
+    """Private and nested ones too, and those of tools and tests: a name in a traceback or in a search is one thing."""
     where: dict[str, list[str]] = {}
-    for folder in (PACKAGE, PACKAGE.parent / "tools"):
-        for path in folder.rglob("*.py"):
+    for folder in ("vllm_ascend_pd", "tools", "tests", "examples"):
+        for path in (PACKAGE.parent / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ClassDef):
                     where.setdefault(node.name, []).append(f"{path.relative_to(PACKAGE.parent)}:{node.lineno}")
-    assert {name: places for name, places in where.items() if len(places) > 1} == {}
+    assert {name: places for name, places in where.items() if len(places) > 1}.keys() == OF_VLLM_ASCEND

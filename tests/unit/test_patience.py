@@ -111,7 +111,7 @@ def test_a_nap_has_an_end_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- inside vLLM's engine core
 
 
-class Scheduler:
+class NappingScheduler:
     """The parts of a scheduler that the nap uses."""
 
     def __init__(self, connector: object, counts: tuple[int, int], requests: bool = True) -> None:
@@ -127,15 +127,15 @@ class Scheduler:
         return self._requests
 
 
-class Connector:
+class PoliteConnector:
     def __init__(self, polite: object) -> None:
         self.patience = polite
 
 
-class Core(EngineCoreProc):
+class IdleCore(EngineCoreProc):
     """An engine core without an engine."""
 
-    def __init__(self, scheduler: Scheduler, executed: bool = False, batch_queue: Any = None) -> None:
+    def __init__(self, scheduler: NappingScheduler, executed: bool = False, batch_queue: Any = None) -> None:
         self.scheduler: Any = scheduler
         self.executed, self.batch_queue = executed, batch_queue
         self.input_queue: Any = queue.Queue()
@@ -147,11 +147,11 @@ def batch(tokens: int) -> Any:
 
 
 @pytest.fixture
-def step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Core], threading.Thread]:
+def step(monkeypatch: pytest.MonkeyPatch) -> Callable[[IdleCore], threading.Thread]:
     monkeypatch.setattr(EngineCoreProc, "_process_engine_step", lambda self: self.executed)
     assert patience.install_nap() and patience.install_nap()
 
-    def run(core: Core) -> threading.Thread:
+    def run(core: IdleCore) -> threading.Thread:
         thread = threading.Thread(target=core._process_engine_step, name="core", daemon=True)
         thread.start()
         return thread
@@ -161,10 +161,10 @@ def step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Core], threading.Thread]:
 
 @pytest.mark.parametrize("in_flight", [None, [], [batch(0)]], ids=["one step at a time", "none", "an empty one"])
 def test_a_core_that_only_waits_for_remote_loads_naps_until_there_is_news(
-    in_flight: Any, step: Callable[[Core], threading.Thread]
+    in_flight: Any, step: Callable[[IdleCore], threading.Thread]
 ) -> None:
     polite = Patience(lambda: 2)
-    core = Core(Scheduler(Connector(polite), (0, 2)), batch_queue=in_flight)
+    core = IdleCore(NappingScheduler(PoliteConnector(polite), (0, 2)), batch_queue=in_flight)
     thread = step(core)
     assert asleep(thread)
     core.input_queue.put("request")
@@ -172,24 +172,27 @@ def test_a_core_that_only_waits_for_remote_loads_naps_until_there_is_news(
     assert core._process_engine_step() is False
 
 
-BUSY: list[tuple[str, Callable[[Patience], Core]]] = [
-    ("tokens were computed", lambda polite: Core(Scheduler(Connector(polite), (0, 1)), executed=True)),
+BUSY: list[tuple[str, Callable[[Patience], IdleCore]]] = [
+    ("tokens were computed", lambda polite: IdleCore(NappingScheduler(PoliteConnector(polite), (0, 1)), executed=True)),
     (
         "a batch is in flight",
-        lambda polite: Core(Scheduler(Connector(polite), (0, 1)), batch_queue=[batch(0), batch(3)]),
+        lambda polite: IdleCore(NappingScheduler(PoliteConnector(polite), (0, 1)), batch_queue=[batch(0), batch(3)]),
     ),
-    ("requests run", lambda polite: Core(Scheduler(Connector(polite), (1, 1)))),
-    ("a request waits for blocks", lambda polite: Core(Scheduler(Connector(polite), (0, 2)))),
-    ("nothing is there to do", lambda polite: Core(Scheduler(Connector(polite), (0, 0), requests=False))),
-    ("another connector", lambda polite: Core(Scheduler(object(), (0, 1)))),
-    ("another connector's patience", lambda polite: Core(Scheduler(Connector("of its own"), (0, 1)))),
-    ("no connector", lambda polite: Core(Scheduler(None, (0, 1)))),
+    ("requests run", lambda polite: IdleCore(NappingScheduler(PoliteConnector(polite), (1, 1)))),
+    ("a request waits for blocks", lambda polite: IdleCore(NappingScheduler(PoliteConnector(polite), (0, 2)))),
+    (
+        "nothing is there to do",
+        lambda polite: IdleCore(NappingScheduler(PoliteConnector(polite), (0, 0), requests=False)),
+    ),
+    ("another connector", lambda polite: IdleCore(NappingScheduler(object(), (0, 1)))),
+    ("another connector's patience", lambda polite: IdleCore(NappingScheduler(PoliteConnector("of its own"), (0, 1)))),
+    ("no connector", lambda polite: IdleCore(NappingScheduler(None, (0, 1)))),
 ]
 
 
 @pytest.mark.parametrize("make", [make for _, make in BUSY], ids=[name for name, _ in BUSY])
 def test_a_core_that_has_something_else_to_do_does_not_nap(
-    make: Callable[[Patience], Core], step: Callable[[Core], threading.Thread]
+    make: Callable[[Patience], IdleCore], step: Callable[[IdleCore], threading.Thread]
 ) -> None:
     assert ends(step(make(Patience(lambda: 1))))
 

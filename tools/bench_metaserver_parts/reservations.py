@@ -51,8 +51,8 @@ def serve(port: int, hold_s: float) -> None:
     asyncio.run(run())
 
 
-class Scheduler:
-    """Steps, and how late they were."""
+class StepLoop:
+    """The steps of a scheduler, and how late they were."""
 
     def __init__(self, client: MetaserverClient, url: str) -> None:
         self._client, self._url = client, url
@@ -95,7 +95,7 @@ def main() -> None:
             [outcome.kind if not isinstance(outcome, Outcome) or not outcome.code else outcome.code]
         ),
     )
-    scheduler = Scheduler(client, url)
+    scheduler = StepLoop(client, url)
     scheduler.run(1.0, reserve=1)
     while not kinds:  # until the server has started
         time.sleep(0.01)

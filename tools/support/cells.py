@@ -547,6 +547,3 @@ def table(rows: Sequence[CellResult]) -> list[str]:
         head = f"{cell.name} | {cell.title} | {cell.victim} | {cell.fault}"
         lines.append(f"| {head} | {row.answers} | {times} |")
     return lines
-
-
-Tell = Callable[[str], None]

@@ -38,6 +38,7 @@ from vllm_ascend_pd.admission import drafts
 from vllm_ascend_pd.cli.checkup.engine import our_connector
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.connector import AscendPushConnector
+from vllm_ascend_pd.device.base import PLAIN, Packing
 from vllm_ascend_pd.device.caches import CacheShape, describe
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import ConfigError, PdError
@@ -182,8 +183,8 @@ class PlainDevice:
 
     token_major = True
 
-    def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> tuple[str, bool]:
-        return "plain", False
+    def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> Packing:
+        return PLAIN
 
 
 def _full(total: int, size: int, tp: int, block_size: int, dtype: torch.dtype = torch.bfloat16) -> FullAttentionSpec:

@@ -322,9 +322,6 @@ class _Wire(asyncio.Transport):
     def write(self, data: Any) -> None:
         pass
 
-    def writelines(self, list_of_data: Any) -> None:
-        pass
-
     def pause_reading(self) -> None:
         self.paused = True
 

@@ -6,16 +6,18 @@ A set stands for the kinds of cache and the draft of a configuration. For its mo
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tools.support.models import RECIPES, ROOT
+from tools.support.from_tests import engine_sets
+from tools.support.models import RECIPES
+
+if TYPE_CHECKING:
+    from engine_sets import Engines
 
 COMPRESSED = "compressed"
 # By the family of a recipe, as field_models.json names them.
@@ -97,22 +99,12 @@ def stands(wanted: Needs, sets: Mapping[str, Needs]) -> str:
 
 
 @lru_cache(maxsize=1)
-def _listed() -> list[Any]:
-    """Return the sets of tests/ascend_host/test_pairs.py, with their cells."""
-    for folder in ("native", "integration", "ascend_host"):
-        if (path := str(ROOT / "tests" / folder)) not in sys.path:
-            sys.path.append(path)
-    pairs: Any = importlib.import_module("test_pairs")
-    return [*pairs.EVERY_COMMIT, *pairs.MORE]
-
-
-@lru_cache(maxsize=1)
 def sets() -> dict[str, Needs]:
     """Return what the sets show, by title."""
-    return {str(engines): shown(engines) for engines, _ in _listed()}
+    return {str(engines): shown(engines) for engines in engine_sets()}
 
 
-def shown(engines: Any) -> Needs:
+def shown(engines: Engines) -> Needs:
     kinds = KINDS[RECIPES[engines.model].family]
     flags = " ".join((*engines.flags, *engines.p.flags, *engines.d.flags))
     if "_c8" in flags:
@@ -143,7 +135,7 @@ def covered() -> set[str]:
     """Return the switches that some set of engines has."""
     return {
         name
-        for engines, _ in _listed()
+        for engines in engine_sets()
         for side in (engines.p, engines.d)
         for name in (*_switches((*engines.flags, *side.flags)), *side.switches)
     }

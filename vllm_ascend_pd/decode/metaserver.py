@@ -197,7 +197,7 @@ class MetaserverClient:
         try:
             outcome = await asyncio.wait_for(self._attempts(call), call.deadline_s)
         except asyncio.TimeoutError:  # not the builtin one before Python 3.11
-            outcome = _failed(PdError("PD-XFER-001", stage="metaserver"))
+            outcome = _failed(PdError("PD-XFER-001", why="metaserver"))
         except _FailedAttempt as failed:
             outcome = _failed(failed.error)
         except OSError as problem:  # unreadable TLS files, too many open files

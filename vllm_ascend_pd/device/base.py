@@ -4,11 +4,21 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from vllm_ascend_pd.shared.event import Event
+
+
+class Packing(NamedTuple):
+    """How bytes are arranged inside a (block, head) plane."""
+
+    name: str  # the same on P and D
+    opaque: bool  # the plane is moved whole: a token's bytes are not one range in it
+
+
+PLAIN = Packing("plain", opaque=False)  # token by token
 
 
 class Device(Protocol):
@@ -29,8 +39,8 @@ class Device(Protocol):
     def attach_thread(self) -> None:
         """Bind the calling thread to the device, before it touches device memory or the transfer engine."""
 
-    def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> tuple[str, bool]:
-        """Return how bytes are arranged inside a (block, head) plane: packing id, and if the token axis is opaque."""
+    def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> Packing:
+        """Return how this device's kernels arrange the bytes of a tensor of the cache."""
 
     def view(self, address: int, length: int) -> memoryview:
         """Return the bytes at an address, readable by the host (for checksums of `verify: full`)."""

@@ -214,10 +214,10 @@ def _of_tensors(
     for index, part in enumerate(parts):
         if part.dim() not in (3, 4):
             raise ConfigError("PD-GEO-003", layer=name, why=f"shape {tuple(part.shape)}")
-        packing, opaque = device.packing(part, block_size, own.head_size)
+        packing = device.packing(part, block_size, own.head_size)
         region = f"kv{index}" if len(parts) > 1 else "kv"
-        regions.append(_region(name, region, part, block_size, own, opaque, device.token_major))
-        packings.append(packing)
+        regions.append(_region(name, region, part, block_size, own, packing.opaque, device.token_major))
+        packings.append(packing.name)
     blocks = {part.shape[0] for part in parts}
     if len(blocks) != 1:
         raise ConfigError("PD-GEO-003", layer=name, why=f"its tensors have different numbers of blocks: {blocks}")
@@ -304,7 +304,7 @@ def _parts(
 
 
 def _is_plain(part: torch.Tensor, block_size: int, own: LayerShape, device: Device) -> bool:
-    return not device.packing(part, block_size, own.head_size)[1]
+    return not device.packing(part, block_size, own.head_size).opaque
 
 
 def _in_blocks(part: torch.Tensor, block_size: int, heads: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from vllm_ascend_pd.device.base import PLAIN, Packing
 from vllm_ascend_pd.shared.event import Event
 
 
@@ -35,9 +36,9 @@ class CpuDevice:
     def attach_thread(self) -> None:
         return None
 
-    def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> tuple[str, bool]:
+    def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> Packing:
         if cache.dim() == 3 or (cache.shape[1] == 1 and cache.shape[-1] != 2 * head_size):
-            return "plain", False  # MLA: one latent per token, in token order
+            return PLAIN  # MLA: one latent per token, in token order
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
         # The attention kernels keep K transposed inside the plane. The form depends on the instruction set and on the
@@ -45,7 +46,7 @@ class CpuDevice:
         # possible dtypes are named.
         dtypes = (torch.float32, torch.bfloat16) if cache.element_size() == 1 else (cache.dtype,)
         forms = {_get_attn_isa(dtype, block_size, head_size): None for dtype in dtypes}
-        return f"cpu-{'+'.join(forms)}", True
+        return Packing(f"cpu-{'+'.join(forms)}", opaque=True)
 
     def view(self, address: int, length: int) -> memoryview:
         return memoryview((ctypes.c_uint8 * length).from_address(address)).cast("B")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 import torch_npu
 
+from vllm_ascend_pd.device.base import PLAIN, Packing
 from vllm_ascend_pd.shared.event import Event
 
 # aclFormat: NCHW, ND, NCDHW. torch_npu names a plain tensor by its number of dimensions; all of them are row-major.
@@ -73,10 +74,10 @@ class NpuDevice:
         self._own.stream = torch_npu.npu.Stream()
         torch_npu.npu.set_stream(self._own.stream)
 
-    def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> tuple[str, bool]:
+    def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> Packing:
         layout = int(torch_npu.get_npu_format(cache))
         # Fractal formats interleave tokens and channels: whole planes can be moved, single tokens cannot.
-        return ("plain", False) if layout in PLAIN_FORMATS else (f"npu-format-{layout}", True)
+        return PLAIN if layout in PLAIN_FORMATS else Packing(f"npu-format-{layout}", opaque=True)
 
     def view(self, address: int, length: int) -> memoryview:
         """Return a copy: the host cannot read device memory. It waits for no stream, so the bytes must be complete."""

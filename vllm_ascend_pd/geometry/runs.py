@@ -103,7 +103,7 @@ def _blocks(side: Tables, lo: Ints, hi: Ints) -> npt.NDArray[np.int32]:
     return blocks
 
 
-class Side(msgspec.Struct, frozen=True):
+class RegionSide(msgspec.Struct, frozen=True):
     """One region of one side as seen from the first head of a pattern."""
 
     block_stride: int
@@ -115,8 +115,8 @@ class Side(msgspec.Struct, frozen=True):
 class Pattern(msgspec.Struct, frozen=True):
     """Spans of one chunk of n tokens: one for each of `heads`, or n x `heads` if tokens lie apart too."""
 
-    src: Side
-    dst: Side
+    src: RegionSide
+    dst: RegionSide
     cell: int
     heads: int  # heads that need a span each; 1 where they lie together
     width: int  # bytes of one token, or of one plane, in one span
@@ -133,8 +133,8 @@ class Pattern(msgspec.Struct, frozen=True):
         (a, a_head), (b, b_head) = src, dst
         cell = a.cell_bytes
         sides = (
-            Side(a.block_stride, a.head_stride, a.token_stride, a_head * a.head_stride),
-            Side(b.block_stride, b.head_stride, b.token_stride, b_head * b.head_stride),
+            RegionSide(a.block_stride, a.head_stride, a.token_stride, a_head * a.head_stride),
+            RegionSide(b.block_stride, b.head_stride, b.token_stride, b_head * b.head_stride),
         )
         row = heads == 1 or (a.head_stride == cell and b.head_stride == cell)
         outer, width = (1, heads * cell) if row else (heads, cell)
@@ -182,7 +182,7 @@ class Pattern(msgspec.Struct, frozen=True):
             counts[tokens == self.whole] = 1
         return counts
 
-    def _starts(self, side: Side, block: npt.NDArray[np.int32], token: Ints) -> Ints:
+    def _starts(self, side: RegionSide, block: npt.NDArray[np.int32], token: Ints) -> Ints:
         start = np.multiply(block, side.block_stride, dtype=np.int64)
         start += side.base
         if not self.plane:

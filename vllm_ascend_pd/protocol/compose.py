@@ -24,7 +24,7 @@ from vllm_ascend_pd.protocol.messages import (
     Renew,
     Which,
 )
-from vllm_ascend_pd.protocol.pair import Pair
+from vllm_ascend_pd.protocol.pair import PairRecord
 
 _HEAD = ("transfer", "push", "p_incarnation", "d_incarnation", "contributor", "d_rank", "seq")
 
@@ -44,7 +44,7 @@ class PrefillMessages:
     layout_name: str
     quiet_s: float
 
-    def _next(self, pair: Pair) -> dict[str, Any]:
+    def _next(self, pair: PairRecord) -> dict[str, Any]:
         order = pair.push.order
         return {
             "transfer": order.transfer,
@@ -56,7 +56,7 @@ class PrefillMessages:
             "seq": pair.seq + 1,
         }
 
-    def begin(self, pair: Pair, known_memory: str) -> Begin:
+    def begin(self, pair: PairRecord, known_memory: str) -> Begin:
         """Return a BEGIN, with P's layout if D may not know it.
 
         If P knows D's memory, D has received P's layout before.
@@ -71,10 +71,10 @@ class PrefillMessages:
             known_memory=known_memory,
         )
 
-    def renew(self, pair: Pair) -> Renew:
+    def renew(self, pair: PairRecord) -> Renew:
         return Renew(**self._next(pair))
 
-    def done(self, pair: Pair) -> Done:
+    def done(self, pair: PairRecord) -> Done:
         return Done(
             **self._next(pair),
             bytes=(pair.coverage.nbytes,),
@@ -83,7 +83,7 @@ class PrefillMessages:
             cached=pair.push.order.cached,
         )
 
-    def failed(self, pair: Pair, *, quiescent: bool) -> Failed:
+    def failed(self, pair: PairRecord, *, quiescent: bool) -> Failed:
         return Failed(**self._next(pair), quiescent=quiescent, failure=_bounded(pair.push.cause))
 
     def over(self, message: Message) -> Failed:

@@ -29,7 +29,7 @@ from vllm_ascend_pd.protocol.messages import (
     Renew,
     Which,
 )
-from vllm_ascend_pd.protocol.pair import OPEN, Pair
+from vllm_ascend_pd.protocol.pair import OPEN, PairRecord
 from vllm_ascend_pd.protocol.states import (
     Incoming,
     PairEvent,
@@ -219,7 +219,7 @@ class ReservationGuards:
 Memories = OrderedDict[Hashable, tuple[str, Memory]]  # by peer: the name of its addresses, and the addresses
 
 
-def addresses_of(ready: Ready, pair: Pair, memories: Memories) -> tuple[str, Memory | None]:
+def addresses_of(ready: Ready, pair: PairRecord, memories: Memories) -> tuple[str, Memory | None]:
     """Return the name and the addresses of a READY: those it carries, or those known of the peer, or of the pair."""
     if ready.addresses is not None:
         return ready.memory, ready.addresses
@@ -234,7 +234,7 @@ class PairGuards:
     clock: RunningClock
     memories: Memories
 
-    def event(self, now: float, pair: Pair | None, message: Message) -> PairEvent:
+    def event(self, now: float, pair: PairRecord | None, message: Message) -> PairEvent:
         if pair is not None and isinstance(message, Ready) and pair.state in OPEN:
             return self._ready(now, pair, message)
         if pair is not None and isinstance(message, Which) and pair.state is PairState.ASK and pair.asked_which:
@@ -244,7 +244,7 @@ class PairGuards:
             return PairEvent.ACK if ours else PairEvent.ACK_OF_ANOTHER
         return TO_PREFILL[type(message)]
 
-    def _ready(self, now: float, pair: Pair, ready: Ready) -> PairEvent:
+    def _ready(self, now: float, pair: PairRecord, ready: Ready) -> PairEvent:
         sent = pair.sent.get(ready.seq)
         if sent is None:
             return PairEvent.READY_UNASKED
@@ -258,11 +258,11 @@ class PairGuards:
             return PairEvent.READY_MOVED
         return PairEvent.READY if pair.destination.fits(addresses) else PairEvent.READY_UNFIT
 
-    def submission(self, now: float, pair: Pair) -> PairEvent:
+    def submission(self, now: float, pair: PairRecord) -> PairEvent:
         late = pair.state is PairState.PUSH and not pair.authorised(now)
         return PairEvent.SUBMITTED_LATE if late else PairEvent.SUBMITTED
 
-    def end(self, pair: Pair) -> PairEvent | None:
+    def end(self, pair: PairRecord) -> PairEvent | None:
         """Return the event that closes the pair; None if it may not close yet."""
         if pair.state is PairState.PUSH:
             return PairEvent.COMPLETE if pair.complete else None
@@ -270,9 +270,9 @@ class PairGuards:
             return None
         return PairEvent.COMPLETE if self.delivered(pair) else PairEvent.QUIET
 
-    def settled(self, pair: Pair) -> bool:
+    def settled(self, pair: PairRecord) -> bool:
         return not pair.coverage.out and self.clock.seconds >= pair.quiet_at
 
-    def delivered(self, pair: Pair) -> bool:
+    def delivered(self, pair: PairRecord) -> bool:
         """Return whether everything has arrived in spite of the failure."""
         return pair.complete and pair.authority is not None and not pair.owing

@@ -80,7 +80,7 @@ class Coverage:
 
 
 @dataclass(slots=True, repr=False)
-class Pair:
+class PairRecord:
     """One push towards one D rank."""
 
     push: SenderPush
@@ -149,7 +149,7 @@ class SenderPush:
     order: PushOrder
     deadline: float
     progress: float  # when it last made progress
-    pairs: dict[int, Pair] = field(default_factory=dict)
+    pairs: dict[int, PairRecord] = field(default_factory=dict)
     epoch: int = 0
     sealed: bool = False
     failure: Failure | None = None

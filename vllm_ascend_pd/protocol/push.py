@@ -20,7 +20,7 @@ from vllm_ascend_pd.protocol.guards import TO_PREFILL, PairGuards
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.protocol.layouts import EngineLayout, layout_hash, written
 from vllm_ascend_pd.protocol.messages import Memory, Message
-from vllm_ascend_pd.protocol.pair import OPEN, Claim, ComputedUnit, Destination, Pair, PushOrder, SenderPush
+from vllm_ascend_pd.protocol.pair import OPEN, Claim, ComputedUnit, Destination, PairRecord, PushOrder, SenderPush
 from vllm_ascend_pd.protocol.push_rules import MAX_MEMORIES, PairMachine
 from vllm_ascend_pd.protocol.states import Incoming, PairEvent, PairState
 from vllm_ascend_pd.protocol.tables import PAIR_TABLE
@@ -119,7 +119,7 @@ class Sender:
             if destination.d_rank in push.pairs:
                 raise LocalProtocolError(f"push {order.push} names D rank {destination.d_rank} twice")
             begin = Repetition(now, self._timers.resend_first_s, self._timers.resend_max_s)
-            pair = Pair(push, destination, begin, ready_by=now + self._timers.ready_timeout_s)
+            pair = PairRecord(push, destination, begin, ready_by=now + self._timers.ready_timeout_s)
             push.pairs[destination.d_rank] = pair
             self._machine.fire(PairEvent.OPEN, now, pair)
         self._machine.close_push(push)
@@ -281,7 +281,7 @@ class Sender:
 
     # -- queries of the runtime
 
-    def pairs(self, push: str) -> Mapping[int, Pair]:
+    def pairs(self, push: str) -> Mapping[int, PairRecord]:
         """Return the pairs of a push by D rank. They are the live records: callers only read them."""
         record = self._pushes.get(push)
         return record.pairs if record else {}
@@ -328,13 +328,13 @@ class Sender:
             raise LocalProtocolError(f"push {push} has no D rank {d_rank}")
         return self._fire(event, now, pair, cause)
 
-    def _fire(self, event: PairEvent, now: float, pair: Pair, cause: object) -> list[Action]:
+    def _fire(self, event: PairEvent, now: float, pair: PairRecord, cause: object) -> list[Action]:
         self._clock.observe(now)
         self._machine.fire(event, now, pair, cause)
         self._schedule(pair.push)
         return self._taken()
 
-    def _claimed(self, claim: Claim, what: str) -> Pair:
+    def _claimed(self, claim: Claim, what: str) -> PairRecord:
         pair = self._pair(claim.push, claim.d_rank)
         if pair is None or claim.epoch != pair.push.epoch or claim.unit not in pair.coverage.out:
             raise LocalProtocolError(f"{what}: {claim} is not out")
@@ -351,7 +351,7 @@ class Sender:
             raise LocalProtocolError(f"push {push} was never opened")
         return record
 
-    def _pair(self, push: str, d_rank: int) -> Pair | None:
+    def _pair(self, push: str, d_rank: int) -> PairRecord | None:
         record = self._pushes.get(push)
         return record.pairs.get(d_rank) if record else None
 
@@ -368,7 +368,7 @@ class Sender:
             why = f"no progress for {self._timers.stall_timeout_s:g} s"
             self._machine.fail(now, push, Failure("PD-XFER-001", why))
 
-    def _pair_due(self, now: float, pair: Pair) -> None:
+    def _pair_due(self, now: float, pair: PairRecord) -> None:
         if pair.state is PairState.PUSH and not pair.authorised(now):
             failure = Failure("PD-XFER-001", "authority ran out: D did not renew it")
             self._machine.fire(PairEvent.AUTHORITY_OVER, now, pair, failure)

@@ -50,13 +50,15 @@ def create_wire(
     from vllm_ascend_pd.transport.lanes import BlockingWrites
     from vllm_ascend_pd.transport.target import MooncakeTarget
     from vllm_ascend_pd.transport.tcp import PolledEngines
-    from vllm_ascend_pd.transport.wire import Engines, MooncakeWire
+    from vllm_ascend_pd.transport.wire import MooncakeWire, TransferEngines
 
     protocol, timeout_s, clock = protocol_of(config), config.transfer_timeout_s, time.monotonic
     kind = _load_engine_class(config, protocol)
     if protocol == "ascend":
         shared = target if isinstance(target, MooncakeTarget) else MooncakeTarget(kind, host, protocol, attach_thread)
-        engines: Engines = AscendEngine(shared, BlockingWrites(config.max_descriptors, timeout_s, attach_thread, clock))
+        engines: TransferEngines = AscendEngine(
+            shared, BlockingWrites(config.max_descriptors, timeout_s, attach_thread, clock)
+        )
     else:
         flights = Flights(config.max_descriptors, timeout_s, clock)
         engines = PolledEngines(

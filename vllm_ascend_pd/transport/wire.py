@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 OPEN_S = 0.8  # then a first contact of the writer is cut off, because other writes wait for it
 
 
-class Engines(Protocol):
+class TransferEngines(Protocol):
     """The part that depends on the link: the engine that writes, and the state of writes in flight."""
 
     @property
@@ -75,7 +75,7 @@ class _Waiting:
 
 class MooncakeWire:
     def __init__(
-        self, engines: Engines, *, can_ask: bool, wait_s: float, clock: Callable[[], float] = time.monotonic
+        self, engines: TransferEngines, *, can_ask: bool, wait_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`wait_s`: how long after `submit` a write may still be issued; at least FIRST_CONTACT_S (config.py).
 

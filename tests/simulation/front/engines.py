@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from simulation.front.speech import Speaker, Wish, speak
-from simulation.front.wire import Call, Connection, Network, Request
+from simulation.front.wire import ClientCall, EngineConnection, EngineRequest, FrontNetwork
 from vllm_ascend_pd.http.decisions import LegFailure, post_again
 from vllm_ascend_pd.metaserver.service.named import HEADER
 from vllm_ascend_pd.protocol.reports import LoadReport, PushReport, params_of
@@ -44,7 +44,7 @@ def ids_of(prompt: object) -> list[int]:
 
 
 @dataclass
-class Kind:
+class EngineFaults:
     """Faults of an engine. A sound engine is only slow."""
 
     sound: bool = True
@@ -72,18 +72,18 @@ class Load:
     failed: str = ""
 
 
-class Engine:
+class FrontEngine:
     """An engine. `apps` are the metaserver's workers by the address sent to D."""
 
     faults: tuple[str, ...] = ()
 
     def __init__(
-        self, name: str, port: int, kind: Kind, rng: random.Random, network: Network, apps: dict[str, Any]
+        self, name: str, port: int, kind: EngineFaults, rng: random.Random, network: FrontNetwork, apps: dict[str, Any]
     ) -> None:
         self.name, self.port, self.kind, self.rng, self.network, self.apps = name, port, kind, rng, network, apps
         self.alive = True
         self.lives = 0
-        self.connections: dict[Connection, None] = {}  # in order, so that a seed replays
+        self.connections: dict[EngineConnection, None] = {}  # in order, so that a seed replays
         self.tasks: dict[asyncio.Task[Any], None] = {}
         self.counts: dict[str, int] = {}
         network.servers[port] = self
@@ -107,7 +107,7 @@ class Engine:
     async def accept(self) -> bool:
         return self.alive
 
-    def connected(self, connection: Connection) -> None:
+    def connected(self, connection: EngineConnection) -> None:
         if not self.alive:
             connection.transport.abort()
             return
@@ -136,7 +136,7 @@ class Engine:
 
     # -- requests
 
-    async def handle(self, request: Request) -> None:
+    async def handle(self, request: EngineRequest) -> None:
         if request.path == "/health":
             await asyncio.sleep(self.rng.random() * self.kind.probe_s)
             request.whole(200, b"")
@@ -153,10 +153,10 @@ class Engine:
                 return
             await self.generate(request, body, fault)
 
-    async def generate(self, request: Request, body: dict[str, Any], fault: str) -> None:
+    async def generate(self, request: EngineRequest, body: dict[str, Any], fault: str) -> None:
         raise NotImplementedError
 
-    async def stumble(self, request: Request, body: dict[str, Any], fault: str) -> bool:
+    async def stumble(self, request: EngineRequest, body: dict[str, Any], fault: str) -> bool:
         """Fail before any work is done."""
         if fault == "hangs":
             await asyncio.Event().wait()
@@ -179,14 +179,14 @@ class Engine:
         return True
 
 
-class Prefill(Engine):
+class FrontPrefill(FrontEngine):
     faults = P_FAULTS
 
-    def __init__(self, *args: Any, decodes: dict[str, Decode], **keys: Any) -> None:
+    def __init__(self, *args: Any, decodes: dict[str, FrontDecode], **keys: Any) -> None:
         super().__init__(*args, **keys)
         self._decodes = decodes
 
-    async def generate(self, request: Request, body: dict[str, Any], fault: str) -> None:
+    async def generate(self, request: EngineRequest, body: dict[str, Any], fault: str) -> None:
         if "seed" in body:  # like a sampler that failed at it
             self.kill()
             self.restart()
@@ -227,7 +227,7 @@ class Prefill(Engine):
             raise
 
 
-class Decode(Engine):
+class FrontDecode(FrontEngine):
     faults = D_FAULTS + LATER[2:]
 
     def __init__(self, *args: Any, **keys: Any) -> None:
@@ -254,7 +254,7 @@ class Decode(Engine):
 
     # -- requests
 
-    async def generate(self, request: Request, body: dict[str, Any], fault: str) -> None:
+    async def generate(self, request: EngineRequest, body: dict[str, Any], fault: str) -> None:
         request_id = request.headers["x-request-id"]
         self.asked.append(request_id)
         await asyncio.sleep(self.speed())
@@ -278,7 +278,7 @@ class Decode(Engine):
         if whole and not any(load.failed for load in loads):
             self.finished.append(request_id)
 
-    def _speak_and_fail(self, request: Request, body: dict[str, Any]) -> None:
+    def _speak_and_fail(self, request: EngineRequest, body: dict[str, Any]) -> None:
         """Fail after vLLM's status 200 and the opening of the stream."""
         request.begin()
         if "messages" in body:
@@ -288,7 +288,13 @@ class Decode(Engine):
         request.end()
 
     async def _answer(
-        self, request: Request, body: dict[str, Any], prompts: list[object], loads: list[Load], right: bool, fault: str
+        self,
+        request: EngineRequest,
+        body: dict[str, Any],
+        prompts: list[object],
+        loads: list[Load],
+        right: bool,
+        fault: str,
     ) -> bool:
         """Answer, and return whether all of it has left."""
         chat, stream = "messages" in body, body.get("stream")
@@ -313,7 +319,7 @@ class Decode(Engine):
             return fault not in ("drops", "drops later")
         return await self._speak(request, body, prompts[0] if right else "WRONG", fault)
 
-    async def _speak(self, request: Request, body: dict[str, Any], prompt: object, fault: str) -> bool:
+    async def _speak(self, request: EngineRequest, body: dict[str, Any], prompt: object, fault: str) -> bool:
         """Stream the answer, and return whether all of it has left."""
         request.begin()
         ids = prompt if isinstance(prompt, list) and isinstance(prompt[0], int) else ids_of(prompt)
@@ -345,7 +351,7 @@ class Decode(Engine):
             request.end()
         return True
 
-    async def _stumble_in_stream(self, request: Request, speaker: Speaker, fault: str) -> None:
+    async def _stumble_in_stream(self, request: EngineRequest, speaker: Speaker, fault: str) -> None:
         if fault == "hangs later":
             await asyncio.Event().wait()
         if fault in ("half", "breaks later"):
@@ -400,7 +406,7 @@ class Decode(Engine):
         end, attempt = loop.time() + RESERVE_S, 0
         while not load.failed and not load.received_from:
             attempt += 1
-            call = Call(app, "/v1/metaserver", body, [(b"content-type", b"application/json")]).start()
+            call = ClientCall(app, "/v1/metaserver", body, [(b"content-type", b"application/json")]).start()
             try:
                 outcome = await self._follow(call, load)
             finally:
@@ -414,7 +420,7 @@ class Decode(Engine):
                 return
             await asyncio.sleep(delay)
 
-    async def _follow(self, call: Call, load: Load) -> str:
+    async def _follow(self, call: ClientCall, load: Load) -> str:
         """Return `prefilled`, or the code of the failure. A complete load ends it too, while P still finishes."""
         while True:
             lines = call.body.split(b"\n")
@@ -439,7 +445,7 @@ class Decode(Engine):
     async def _tell(self, app: Any, report: LoadReport) -> None:
         await asyncio.sleep(self.rng.choice((0.0, self.rng.random())))  # it may be overtaken by the answer
         for _ in range(self.rng.choice((1, 1, 2))):
-            call = Call(app, "/v1/metaserver/loads", msgspec.json.encode(report), []).start()
+            call = ClientCall(app, "/v1/metaserver/loads", msgspec.json.encode(report), []).start()
             while not call.done:
                 await call.more()
 

@@ -13,8 +13,8 @@ from unittest import mock
 
 from msgspec import structs
 
-from simulation.front.engines import Kind
-from simulation.front.house import Plan, Result, draw, run_seed
+from simulation.front.engines import EngineFaults
+from simulation.front.world import FrontResult, SeedPlan, draw, run_seed
 from vllm_ascend_pd.http import http1
 from vllm_ascend_pd.metaserver import bodies, resumable, resume
 from vllm_ascend_pd.metaserver.bodies import Use
@@ -26,43 +26,49 @@ from vllm_ascend_pd.metaserver.service.intake import Body
 from vllm_ascend_pd.metaserver.service.probes import Prober
 
 
-def _any_world(plan: Plan) -> Plan:
+def _any_world(plan: SeedPlan) -> SeedPlan:
     return plan
 
 
-def _two_models(plan: Plan) -> Plan:
+def _two_models(plan: SeedPlan) -> SeedPlan:
     prefills, decodes = (
         [replace(kind, model="mn"[i % 2]) for i, kind in enumerate(kinds)] for kinds in (plan.prefills, plan.decodes)
     )
     return replace(plan, prefills=prefills, decodes=decodes)
 
 
-def _beside_one(plan: Plan) -> Plan:
+def _beside_one(plan: SeedPlan) -> SeedPlan:
     """A sidecar with its D, and several P's."""
     return replace(
         plan,
-        prefills=[Kind(), Kind(), Kind()],
-        decodes=[Kind()],
+        prefills=[EngineFaults(), EngineFaults(), EngineFaults()],
+        decodes=[EngineFaults()],
         workers=1,
         settings={**plan.settings, "sidecar": True},
     )
 
 
-def _hanging_and_idle(plan: Plan) -> Plan:
+def _hanging_and_idle(plan: SeedPlan) -> SeedPlan:
     """A sound pair beside engines that fail every request; only canaries send any."""
-    bad = Kind(sound=False, fault=1.0)
+    bad = EngineFaults(sound=False, fault=1.0)
     return replace(
-        plan, prefills=[Kind()], decodes=[Kind(), bad, bad, bad], requests=0, restarts_s=0.0, admin_s=0.0, workers=1
+        plan,
+        prefills=[EngineFaults()],
+        decodes=[EngineFaults(), bad, bad, bad],
+        requests=0,
+        restarts_s=0.0,
+        admin_s=0.0,
+        workers=1,
     )
 
 
 @dataclass(frozen=True)
-class Mutation:
+class FrontMutation:
     """A removed rule. `changes` are (where, name, replacement); with these `worlds` as seeds its lack shows."""
 
     name: str
     changes: tuple[tuple[Any, str, Any], ...]
-    worlds: Callable[[Plan], Plan] = _any_world
+    worlds: Callable[[SeedPlan], SeedPlan] = _any_world
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -71,7 +77,7 @@ class Mutation:
                 stack.enter_context(mock.patch.object(where, name, instead))
             yield
 
-    def run(self, seed: int, *, taken_out: bool) -> Result:
+    def run(self, seed: int, *, taken_out: bool) -> FrontResult:
         """Run a seed in this mutation's world, with or without the rule."""
         plan = self.worlds(draw(random.Random(f"plan/{seed}")))
         with self.applied() if taken_out else nullcontext():
@@ -134,11 +140,17 @@ def _ticket_kept(self: Journal, attempt: Attempt) -> None:
     """Never invalidate a ticket."""
 
 
-def _breaking(plan: Plan) -> Plan:
+def _breaking(plan: SeedPlan) -> SeedPlan:
     """One sound D among others that break, drop and die."""
-    bad = Kind(sound=False, fault=0.7)
+    bad = EngineFaults(sound=False, fault=0.7)
     return replace(
-        plan, prefills=[Kind()], decodes=[Kind(), bad, bad], requests=100, restarts_s=20.0, admin_s=0.0, workers=1
+        plan,
+        prefills=[EngineFaults()],
+        decodes=[EngineFaults(), bad, bad],
+        requests=100,
+        restarts_s=20.0,
+        admin_s=0.0,
+        workers=1,
     )
 
 
@@ -199,68 +211,68 @@ def _ending(self: StreamState) -> bytes:
 ALL = {
     mutation.name: mutation
     for mutation in (
-        Mutation("P's good answer proves a pair", ((reserve.Reservations, "_ask", _answer_proves),)),
-        Mutation("D is blamed for P's failure", ((Attempt, "load_failed", False),)),
-        Mutation("what D has is thrown away when P's answer breaks", ((Attempt, "received", _never),)),
-        Mutation("P gets what chooses the token", ((bodies, "FIELDS", dict.fromkeys(bodies.FIELDS, Use.PROMPT)),)),
-        Mutation("a dropped answer is passed on", ((relay, "dropped", _never), (relay, "_cut_short", _never))),
-        Mutation("clients' overload stops canaries", ((front, "_MAX_CANARIES", 0),)),
-        Mutation("a slow probe is another life", ((Prober, "probe", _slow_is_another),)),
-        Mutation("an engine that has restarted keeps its proof", ((Life, "may_be", _always),)),
-        Mutation("canaries fly one at a time", ((canary, "_AT_ONCE", 1),), _hanging_and_idle),
-        Mutation(
+        FrontMutation("P's good answer proves a pair", ((reserve.Reservations, "_ask", _answer_proves),)),
+        FrontMutation("D is blamed for P's failure", ((Attempt, "load_failed", False),)),
+        FrontMutation("what D has is thrown away when P's answer breaks", ((Attempt, "received", _never),)),
+        FrontMutation("P gets what chooses the token", ((bodies, "FIELDS", dict.fromkeys(bodies.FIELDS, Use.PROMPT)),)),
+        FrontMutation("a dropped answer is passed on", ((relay, "dropped", _never), (relay, "_cut_short", _never))),
+        FrontMutation("clients' overload stops canaries", ((front, "_MAX_CANARIES", 0),)),
+        FrontMutation("a slow probe is another life", ((Prober, "probe", _slow_is_another),)),
+        FrontMutation("an engine that has restarted keeps its proof", ((Life, "may_be", _always),)),
+        FrontMutation("canaries fly one at a time", ((canary, "_AT_ONCE", 1),), _hanging_and_idle),
+        FrontMutation(
             "an answer that its engine ended is passed on",
             ((relay, "_cut_short", relay.dropped), (relay, "_NOTHING", relay._DROPPED)),
         ),
-        Mutation(
+        FrontMutation(
             "what may have been read counts as never sent",
             ((http1, "_broken_and_not_replaced", lambda problem: problem),),
         ),
-        Mutation("D's word is not waited for", ((Attempt, "explained", _nothing_awaited),)),
-        Mutation("every failed load speaks against P", ((shared, "against_prefill", lambda code: "it failed"),)),
-        Mutation("a place is never given back", ((front.AdmissionQueue, "leave", _nothing),)),
-        Mutation("a leg that failed keeps its load", ((fleet.LegInFlight, "__exit__", _keeps_its_load),)),
-        Mutation("a stream goes on after its end", ((relay, "_said_all", _never),)),
-        Mutation("half events go out", ((relay, "_whole_events", lambda stream: (stream, b"")),)),
-        Mutation("what engines say to each other goes out", ((relay, "_stripping", _not_stripped),)),
-        Mutation("heartbeats never end", ((reserve.Heart, "remove", _nothing),)),
-        Mutation("tickets are never void", ((Journal, "close", _ticket_kept),)),
-        Mutation("a trial never ends", ((Circuit, "returned", _nothing),)),
-        Mutation("a body is never let go", ((Body, "release", _nothing),)),
-        Mutation(
+        FrontMutation("D's word is not waited for", ((Attempt, "explained", _nothing_awaited),)),
+        FrontMutation("every failed load speaks against P", ((shared, "against_prefill", lambda code: "it failed"),)),
+        FrontMutation("a place is never given back", ((front.AdmissionQueue, "leave", _nothing),)),
+        FrontMutation("a leg that failed keeps its load", ((fleet.LegInFlight, "__exit__", _keeps_its_load),)),
+        FrontMutation("a stream goes on after its end", ((relay, "_said_all", _never),)),
+        FrontMutation("half events go out", ((relay, "_whole_events", lambda stream: (stream, b"")),)),
+        FrontMutation("what engines say to each other goes out", ((relay, "_stripping", _not_stripped),)),
+        FrontMutation("heartbeats never end", ((reserve.Heart, "remove", _nothing),)),
+        FrontMutation("tickets are never void", ((Journal, "close", _ticket_kept),)),
+        FrontMutation("a trial never ends", ((Circuit, "returned", _nothing),)),
+        FrontMutation("a body is never let go", ((Body, "release", _nothing),)),
+        FrontMutation(
             "an engine serves every model",
             ((fleet.Fleet, "serving", lambda self, model: fleet.any_instance),),
             _two_models,
         ),
-        Mutation(
+        FrontMutation(
             "who was not asked yet serves every model", ((fleet.Fleet, "serving", _serving_unasked),), _two_models
         ),
-        Mutation(
+        FrontMutation(
             "P's that are not named are asked",
             ((fleet.Fleet, "prefilling", lambda self, model, names: self.serving(model)),),
             _beside_one,
         ),
         # Streams that outlive their D.
-        Mutation("a token is said twice", ((resume, "continued", _one_less),), _breaking),
-        Mutation(
+        FrontMutation("a token is said twice", ((resume, "continued", _one_less),), _breaking),
+        FrontMutation(
             "text of the next token is lost", ((StreamState, "next_request", _after(_skip=lambda n: n + 1)),), _breaking
         ),
-        Mutation("text is said again", ((StreamState, "next_request", _after(_skip=lambda n: 0)),), _breaking),
-        Mutation("tokens before the break are not counted", ((StreamState, "_correct", _nothing),), _breaking),
-        Mutation("a stream goes on with the D that died", ((front.Front, "_decode", _the_dead_one),), _breaking),
-        Mutation("the limit is not lowered", ((resume, "continued", _limit_kept),), _breaking),
-        Mutation("the least is not lowered", ((resume, "continued", _least_kept),), _breaking),
-        Mutation("ids go to who did not ask", ((resume, "_without", lambda event: event),), _breaking),
-        Mutation("a chat goes on as a completion", ((StreamState, "_framed", _as_it_came),), _breaking),
-        Mutation("the rest is another answer's", ((StreamState, "_note_head", _own_head),), _breaking),
-        Mutation("it goes on where text was held back", ((StreamState, "point", _last_point),), _breaking),
-        Mutation(
+        FrontMutation("text is said again", ((StreamState, "next_request", _after(_skip=lambda n: 0)),), _breaking),
+        FrontMutation("tokens before the break are not counted", ((StreamState, "_correct", _nothing),), _breaking),
+        FrontMutation("a stream goes on with the D that died", ((front.Front, "_decode", _the_dead_one),), _breaking),
+        FrontMutation("the limit is not lowered", ((resume, "continued", _limit_kept),), _breaking),
+        FrontMutation("the least is not lowered", ((resume, "continued", _least_kept),), _breaking),
+        FrontMutation("ids go to who did not ask", ((resume, "_without", lambda event: event),), _breaking),
+        FrontMutation("a chat goes on as a completion", ((StreamState, "_framed", _as_it_came),), _breaking),
+        FrontMutation("the rest is another answer's", ((StreamState, "_note_head", _own_head),), _breaking),
+        FrontMutation("it goes on where text was held back", ((StreamState, "point", _last_point),), _breaking),
+        FrontMutation(
             "log-probabilities begin anew",
             ((StreamState, "next_request", _after(_from=lambda point: point._replace(offset=0))),),
             _breaking,
         ),
-        Mutation("the end of a stream has no usage", ((StreamState, "ending", _ending),), _breaking),
-        Mutation("what is kept is never let go", ((resuming, "let_go", _nothing),), _breaking),
-        Mutation("one break is survived, not two", ((resuming, "MAX_TIMES", 1),), _breaking),
+        FrontMutation("the end of a stream has no usage", ((StreamState, "ending", _ending),), _breaking),
+        FrontMutation("what is kept is never let go", ((resuming, "let_go", _nothing),), _breaking),
+        FrontMutation("one break is survived, not two", ((resuming, "MAX_TIMES", 1),), _breaking),
     )
 }

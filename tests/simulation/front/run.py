@@ -14,8 +14,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 
-from simulation.front.house import Result, run_seed
 from simulation.front.mutations import ALL
+from simulation.front.world import FrontResult, run_seed
 
 CHUNK = 4  # seeds that one process runs before it reports
 
@@ -25,7 +25,7 @@ class Total:
     seeds: int = 0
     said: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
-    violations: list[Result] = field(default_factory=list)
+    violations: list[FrontResult] = field(default_factory=list)
     resumed: int = 0
     cpu_s: float = 0.0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metaserver's promises hold in simulated houses, and the lack of each removed rule is found."""
+"""The metaserver's promises hold in simulated worlds, and the lack of each removed rule is found."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from simulation.front.house import run_seed
-from simulation.front.mutations import ALL, Mutation
+from simulation.front.mutations import ALL, FrontMutation
 from simulation.front.run import Total, run_seeds
+from simulation.front.world import run_seed
 
 SEEDS = {"few": 75, "ci": 250, "all": 750}  # of 150 requests, most of which have clients
 # Few seeds draw few breaks of streams: with the same seeds, releases that draw in another order have 50 and 72.
@@ -95,7 +95,7 @@ def test_a_seed_replays() -> None:
 
 
 @pytest.mark.parametrize("mutation", ALL.values(), ids=lambda mutation: mutation.name)
-def test_a_removed_rule_is_found(mutation: Mutation) -> None:
+def test_a_removed_rule_is_found(mutation: FrontMutation) -> None:
     logging.disable(logging.CRITICAL)
     try:
         for seed in (KNOWN.get(mutation.name, 0), *range(SEARCHED)):

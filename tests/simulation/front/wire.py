@@ -17,23 +17,23 @@ from vllm_ascend_pd.metaserver.service.intake import CONNECTION
 Headers = list[tuple[bytes, bytes]]
 
 
-class Server(Protocol):
+class FrontListener(Protocol):
     """A listener at an address."""
 
     async def accept(self) -> bool:
         """Return whether it accepts a connection, perhaps after a delay."""
 
-    def connected(self, connection: Connection) -> None: ...
+    def connected(self, connection: EngineConnection) -> None: ...
 
 
-class Transport(asyncio.Transport):
+class SimulatedTransport(asyncio.Transport):
     """One end. Written bytes arrive at the other end in order, later."""
 
     def __init__(self, loop: VirtualLoop, delay: Callable[[], float]) -> None:
         super().__init__()
         self.loop, self._delay = loop, delay
         self.protocol: Any = None
-        self.other: Transport | None = None
+        self.other: SimulatedTransport | None = None
         self.closed = self._paused = False
         self._waiting: list[bytes] = []
         self._last = 0.0
@@ -84,36 +84,36 @@ class Transport(asyncio.Transport):
         return self.closed
 
 
-class Network:
+class FrontNetwork:
     """Listeners by address. A new connection takes a round trip."""
 
     def __init__(self, loop: VirtualLoop, rng: random.Random, slowest_s: float) -> None:
         self.loop, self._rng, self._slowest = loop, rng, slowest_s
-        self.servers: dict[int, Server] = {}
+        self.servers: dict[int, FrontListener] = {}
         loop.connect = self.connect
 
     def delay(self) -> float:
         return self._rng.random() * self._slowest
 
-    async def connect(self, factory: Callable[[], Any], host: str, port: int) -> tuple[Transport, Any]:
+    async def connect(self, factory: Callable[[], Any], host: str, port: int) -> tuple[SimulatedTransport, Any]:
         await asyncio.sleep(self.delay())
         server = self.servers[port]
         if not await server.accept():
             raise ConnectionRefusedError(111, "Connection refused")
         await asyncio.sleep(self.delay())
-        near, far = Transport(self.loop, self.delay), Transport(self.loop, self.delay)
+        near, far = SimulatedTransport(self.loop, self.delay), SimulatedTransport(self.loop, self.delay)
         near.other, far.other = far, near
         near.protocol = protocol = factory()
-        far.protocol = connection = Connection(far)
+        far.protocol = connection = EngineConnection(far)
         protocol.connection_made(near)
         server.connected(connection)
         return near, protocol
 
 
-class Request:
+class EngineRequest:
     """A request to an engine, and its answer."""
 
-    def __init__(self, connection: Connection, path: str, headers: dict[str, str], body: bytes) -> None:
+    def __init__(self, connection: EngineConnection, path: str, headers: dict[str, str], body: bytes) -> None:
         self.connection = connection
         self.path, self.headers, self.body = path, headers, body
 
@@ -139,14 +139,14 @@ def _head(status: int, kind: bytes, length: bytes) -> bytes:
     return b"HTTP/1.1 %d X\r\ncontent-type: %b\r\n%b\r\n\r\n" % (status, kind, length)
 
 
-class Connection(asyncio.Protocol):
+class EngineConnection(asyncio.Protocol):
     """An engine's end of a connection: parses requests and runs a task for each, until the caller disconnects."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: SimulatedTransport) -> None:
         self.transport = transport
-        self.handle: Callable[[Request], Any] | None = None
+        self.handle: Callable[[EngineRequest], Any] | None = None
         self.task: asyncio.Task[None] | None = None
-        self.gone: Callable[[Connection], object] = lambda connection: None
+        self.gone: Callable[[EngineConnection], object] = lambda connection: None
         self._parser = httptools.HttpRequestParser(self)
         self._url, self._headers, self._body = b"", {}, b""  # type: bytes, dict[str, str], bytes
 
@@ -171,7 +171,7 @@ class Connection(asyncio.Protocol):
         self._body += piece
 
     def on_message_complete(self) -> None:
-        request = Request(self, self._url.decode(), self._headers, self._body)
+        request = EngineRequest(self, self._url.decode(), self._headers, self._body)
         self._url, self._headers, self._body = b"", {}, b""
         if self.handle is not None:
             self.task = self.transport.loop.create_task(self.handle(request), name="engine's request")
@@ -180,7 +180,7 @@ class Connection(asyncio.Protocol):
 # ---- callers of the metaserver
 
 
-class Call:
+class ClientCall:
     """A caller's request to the ASGI entry. `leave` closes its connection."""
 
     def __init__(self, app: Any, path: str, body: bytes, headers: Headers, method: str = "POST") -> None:
@@ -191,7 +191,6 @@ class Call:
             "server": ("127.0.0.1", 1), "extensions": {CONNECTION: self},
         }  # fmt: skip
         self.status, self.body, self.done = 0, b"", False
-        self.answer_headers: Headers = []
         self.heard = asyncio.Event()  # set by any news
         self.left = False
         self._when_gone: Callable[[], None] | None = None
@@ -219,13 +218,13 @@ class Call:
         if self.left:
             return
         if message["type"] == "http.response.start":
-            self.status, self.answer_headers = message["status"], list(message["headers"])
+            self.status = message["status"]
         else:
             self.body += bytes(message.get("body", b""))
             self.done = not message.get("more_body", False)
         self.heard.set()
 
-    def start(self) -> Call:
+    def start(self) -> ClientCall:
         self.task = asyncio.get_running_loop().create_task(self._run(), name="caller's request")
         return self
 

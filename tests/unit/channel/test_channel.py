@@ -19,7 +19,7 @@ SECRETS = [None, Secrets(NEW)]
 
 
 @pytest.mark.parametrize("secrets", SECRETS, ids=["plain", "signed"])
-async def test_messages_and_answers_arrive_in_order(secrets) -> None:
+async def test_messages_and_answers_arrive_in_order(secrets: Secrets | None) -> None:
     async with Ear(secrets) as ear, Mouth(secrets=secrets) as mouth:
         for seq in range(200):
             assert mouth.say(ear.endpoint, seq)
@@ -39,7 +39,7 @@ async def test_one_connection_per_endpoint_is_made_and_reused() -> None:
 
 
 @pytest.mark.parametrize("secrets", SECRETS, ids=["plain", "signed"])
-async def test_large_messages_pass_once_the_peer_is_proven(secrets) -> None:
+async def test_large_messages_pass_once_the_peer_is_proven(secrets: Secrets | None) -> None:
     from vllm_ascend_pd.protocol.messages import Memory, Ready
 
     addresses = Memory("s", (1,), tuple(tuple(2**40 + n + at for at in range(10)) for n in range(4096)))
@@ -170,7 +170,7 @@ async def test_small_frames_leave_at_once() -> None:
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
-async def test_closing_leaves_no_task_and_no_timer(caplog) -> None:
+async def test_closing_leaves_no_task_and_no_timer(caplog: pytest.LogCaptureFixture) -> None:
     async with Ear() as ear:
         mouth = Mouth()
         mouth.say(ear.endpoint)
@@ -198,7 +198,7 @@ async def test_closing_leaves_no_task_and_no_timer(caplog) -> None:
     ],
     ids=["listener-not-yet", "both-half-way", "dialer-not-yet", "dialer-done"],
 )
-async def test_secrets_can_be_rotated_in_any_order(ours, theirs) -> None:
+async def test_secrets_can_be_rotated_in_any_order(ours: Secrets, theirs: Secrets) -> None:
     async with Ear(theirs) as ear, Mouth(secrets=ours) as mouth:
         for seq in range(500):
             mouth.say(ear.endpoint, seq)
@@ -212,13 +212,13 @@ async def test_secrets_can_be_rotated_in_any_order(ours, theirs) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "localhost", "::1"])
-def test_loopback_needs_no_secret(host) -> None:
+def test_loopback_needs_no_secret(host: str) -> None:
     assert is_loopback(host)
     check_exposure(host, secured=False, allow_unauthenticated=False)
 
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "10.0.0.1", "no.such.host.invalid"])
-def test_other_addresses_need_a_secret_or_permission(host) -> None:
+def test_other_addresses_need_a_secret_or_permission(host: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_exposure(host, secured=False, allow_unauthenticated=False)
     assert caught.value.code == "PD-SEC-002"

@@ -11,13 +11,14 @@ import struct
 
 import pytest
 
-from unit.kits.channel import Ear, Mouth, Speaker, until
+from unit.kits.channel import DialingChild, Ear, Mouth, until
 from vllm_ascend_pd.channel.connection import Connection, Ending
+from vllm_ascend_pd.errors import RemoteProtocolError
 
 
 async def test_a_killed_process_is_gone_exactly_once() -> None:
     async with Ear() as ear:
-        with Speaker(ear.endpoint.port) as speaker:
+        with DialingChild(ear.endpoint.port) as speaker:
             await until(lambda: len(ear.heard) > 3, 20)
             assert not ear.events
             speaker.kill()
@@ -29,7 +30,7 @@ async def test_a_killed_process_is_gone_exactly_once() -> None:
 
 async def test_a_stopped_process_is_not_gone_until_it_is_killed() -> None:
     async with Ear() as ear:
-        with Speaker(ear.endpoint.port) as speaker:
+        with DialingChild(ear.endpoint.port) as speaker:
             await until(lambda: ear.heard, 20)
             speaker.stop()
             await asyncio.sleep(1.0)  # longer than all limits of this listener
@@ -122,11 +123,11 @@ class Bystander:
     def __init__(self) -> None:
         self.endings: list[Ending] = []
 
-    def connected(self, connection) -> None: ...
-    def frame(self, connection, kind, payload) -> None: ...
-    def offended(self, connection, error) -> None: ...
+    def connected(self, connection: Connection) -> None: ...
+    def frame(self, connection: Connection, kind: int, payload: memoryview) -> None: ...
+    def offended(self, connection: Connection, error: RemoteProtocolError) -> None: ...
 
-    def ended(self, connection, ending, detail) -> None:
+    def ended(self, connection: Connection, ending: Ending, detail: str) -> None:
         self.endings.append(ending)
 
 
@@ -140,7 +141,7 @@ class Bystander:
         (None, Ending.LOST),
     ],
 )
-def test_only_the_peers_kernel_can_say_that_it_is_gone(error, ending) -> None:
+def test_only_the_peers_kernel_can_say_that_it_is_gone(error: Exception | None, ending: Ending) -> None:
     owner = Bystander()
     connection = Connection(owner, lambda: 0.0, 100)
     connection.connection_lost(error)

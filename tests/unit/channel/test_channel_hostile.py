@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unit.kits.channel import FAST, IMPATIENT, LOOPBACK, Ear, Mouth, Raw, message, still_works, until
+from unit.kits.channel import FAST, IMPATIENT, LOOPBACK, Ear, Mouth, RawConnection, message, still_works, until
 from vllm_ascend_pd.channel.frames import (
     CLEAR,
     FRAME_BYTES,
@@ -44,7 +44,7 @@ HELLO = Hello(PROTOCOL_VERSION, "p-x", b"n" * 32, False)
 
 async def test_another_version_is_refused_in_words_on_both_sides() -> None:
     async with Ear() as ear:
-        async with Raw(ear) as raw:
+        async with RawConnection(ear) as raw:
             future = msgspec.msgpack.encode(
                 {"type": "hello", "version": 7, "incarnation": "p", "nonce": b"n" * 32, "guarded": False, "more": [1]}
             )
@@ -63,7 +63,7 @@ async def test_another_version_is_refused_in_words_on_both_sides() -> None:
 @pytest.mark.parametrize(
     "ours, theirs", [(Secrets(b"w" * 32), SECRET), (None, SECRET), (SECRET, None)], ids=["wrong", "none", "needless"]
 )
-async def test_a_wrong_secret_gets_nothing_but_a_refusal(ours, theirs) -> None:
+async def test_a_wrong_secret_gets_nothing_but_a_refusal(ours: Secrets | None, theirs: Secrets | None) -> None:
     async with Ear(theirs) as ear, Mouth("p-bad", ours) as mouth:
         mouth.say(ear.endpoint)
         await until(lambda: mouth.unreachable)
@@ -79,7 +79,7 @@ async def test_who_only_claims_an_incarnation_cannot_end_it() -> None:
         mouth.say(ear.endpoint, 1)
         await until(lambda: mouth.answers)
         for _ in range(3):
-            async with Raw(ear) as raw:
+            async with RawConnection(ear) as raw:
                 raw.send(clear_frame(replace_hello(incarnation="p-1", guarded=True)))
                 await raw.frame()
                 raw.send(guarded_frame(Unguarded(), Proof()))
@@ -116,11 +116,11 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
-async def test_garbage_ends_its_own_connection_and_no_other(data) -> None:
+async def test_garbage_ends_its_own_connection_and_no_other(data: bytes) -> None:
     async with Ear() as ear, Mouth() as mouth:
         mouth.say(ear.endpoint, 1)
         await until(lambda: mouth.answers)
-        async with Raw(ear) as raw:
+        async with RawConnection(ear) as raw:
             raw.send(data)
             assert (await raw.goodbye()).code == "PD-CTRL-002"
         mouth.say(ear.endpoint, 2)
@@ -137,7 +137,7 @@ async def test_a_recorded_conversation_is_worth_nothing() -> None:
         async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             up_reader, up_writer = await asyncio.open_connection(LOOPBACK, ear.endpoint.port)
 
-            async def pump(source, sink, tape) -> None:
+            async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter, tape: bytearray) -> None:
                 while data := await source.read(65536):
                     tape.extend(data)
                     sink.write(data)
@@ -153,14 +153,14 @@ async def test_a_recorded_conversation_is_worth_nothing() -> None:
         server.close()
         await until(lambda: not ear.connected_to("p-1"))
         heard, events = list(ear.heard), list(ear.events)
-        async with Raw(ear) as raw:
+        async with RawConnection(ear) as raw:
             raw.send(bytes(recorded))
             assert (await raw.goodbye()).code == "PD-SEC-003"
         assert (ear.heard, ear.events) == (heard, events)
 
 
 @pytest.mark.parametrize("secrets", [SECRET])
-async def test_every_flipped_bit_of_a_guarded_frame_is_noticed(secrets) -> None:
+async def test_every_flipped_bit_of_a_guarded_frame_is_noticed(secrets: Secrets) -> None:
     rng = random.Random(1)
     for _ in range(25):
         async with Ear(secrets) as ear, Mouth(secrets=secrets) as mouth:
@@ -179,7 +179,7 @@ async def test_every_flipped_bit_of_a_guarded_frame_is_noticed(secrets) -> None:
 
 
 async def test_who_greets_too_slowly_is_dropped() -> None:
-    async with Ear(limits=IMPATIENT) as ear, Raw(ear) as silent, Raw(ear) as slow:
+    async with Ear(limits=IMPATIENT) as ear, RawConnection(ear) as silent, RawConnection(ear) as slow:
         for byte in clear_frame(HELLO)[:20]:
             slow.send(bytes([byte]))
             await asyncio.sleep(0.03)
@@ -191,7 +191,7 @@ async def test_who_greets_too_slowly_is_dropped() -> None:
 
 
 async def test_a_frame_that_never_ends_is_dropped_even_if_it_trickles() -> None:
-    async with Ear() as ear, Raw(ear) as raw:
+    async with Ear() as ear, RawConnection(ear) as raw:
         raw.send(clear_frame(HELLO) + guarded_frame(Unguarded(), Proof()))
         await until(lambda: ear.connected_to("p-x"))
         raw.send(struct.pack(">IB", 1000, GUARDED))
@@ -216,8 +216,8 @@ async def test_a_listener_that_does_not_answer_is_unreachable() -> None:
 @pytest.mark.parametrize(
     "answer", [b"SSH-2.0-OpenSSH_9.2\r\n", clear_frame(HELLO) * 2, struct.pack(">IB", 2, GUARDED) + b"x", b""]
 )
-async def test_a_listener_that_is_something_else_is_unreachable(answer) -> None:
-    async def serve(reader, writer) -> None:
+async def test_a_listener_that_is_something_else_is_unreachable(answer: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(10)
         writer.write(answer)
         await writer.drain()
@@ -235,7 +235,7 @@ async def test_a_listener_without_the_secret_gets_nothing() -> None:
     """It may forward our greeting, but cannot authenticate, so no message is sent."""
     received = bytearray()
 
-    async def pretend(reader, writer) -> None:
+    async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         received.extend(await reader.read(65536))
         writer.write(clear_frame(replace_hello(incarnation="d-1", guarded=True)))
         while data := await reader.read(65536):
@@ -287,7 +287,7 @@ async def test_a_crowd_at_the_door_does_not_keep_a_peer_out() -> None:
 
 async def test_one_incarnation_cannot_hold_many_connections() -> None:
     async with Ear() as ear:
-        raws = [Raw(ear) for _ in range(FAST.max_per_incarnation + 4)]
+        raws = [RawConnection(ear) for _ in range(FAST.max_per_incarnation + 4)]
         for raw in raws:
             await raw.__aenter__()
             raw.send(clear_frame(HELLO) + guarded_frame(Unguarded(), Proof()))
@@ -299,17 +299,17 @@ async def test_one_incarnation_cannot_hold_many_connections() -> None:
         await until(lambda: ear.events == [("gone", "p-x")])
 
 
-async def test_strangers_cannot_fill_the_log(caplog) -> None:
+async def test_strangers_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async with Ear() as ear:
         for _ in range(30):
-            async with Raw(ear) as raw:
+            async with RawConnection(ear) as raw:
                 raw.send(b"garbage!" * 10)
                 await raw.end()
         assert ear.stats()["PD-CTRL-002"] == 30
     assert len(caplog.records) == 1
 
 
-async def test_secrets_are_not_in_what_is_logged_or_shown(caplog) -> None:
+async def test_secrets_are_not_in_what_is_logged_or_shown(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     async with Ear(SECRET) as ear, Mouth("p-1", Secrets(b"q" * 32)) as mouth:
         mouth.say(ear.endpoint)
@@ -322,7 +322,7 @@ async def test_secrets_are_not_in_what_is_logged_or_shown(caplog) -> None:
 
 
 @given(st.lists(st.binary(min_size=1, max_size=300), max_size=8), st.randoms())
-def test_frames_are_cut_the_same_however_they_arrive(bodies, rng) -> None:
+def test_frames_are_cut_the_same_however_they_arrive(bodies: list[bytes], rng: random.Random) -> None:
     stream = b"".join(struct.pack(">I", len(body)) + body for body in bodies)
     splitter, got, at = Splitter(300), [], 0
     while at < len(stream):
@@ -334,7 +334,7 @@ def test_frames_are_cut_the_same_however_they_arrive(bodies, rng) -> None:
 
 @settings(max_examples=2000)
 @given(st.binary(max_size=200))
-def test_no_bytes_crash_a_decoder(data) -> None:
+def test_no_bytes_crash_a_decoder(data: bytes) -> None:
     for decode in (decode_clear, decode_guarded):
         try:
             decode(memoryview(data))
@@ -390,7 +390,7 @@ FORGED = "x\nWARNING 11-21 05:00:00 all secrets are wrong\r\x1b[31m"
 )
 async def test_no_stranger_writes_lines_into_our_log(frame: bytes, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
-    async with Ear(limits=FAST) as ear, Raw(ear) as raw:
+    async with Ear(limits=FAST) as ear, RawConnection(ear) as raw:
         raw.send(frame)
         await until(lambda: any(r.name.startswith("vllm_ascend_pd.channel") for r in caplog.records))
     for record in caplog.records:

@@ -205,7 +205,9 @@ def test_a_models_configuration_that_cannot_be_used_is_named(
     assert said.startswith(f"PD-CONF-003: --model = '{tmp_path}'") and named in said and said.count("\n") == 1
 
 
-def test_a_vision_models_text_part_is_read_and_a_nested_file_is_refused(tmp_path, capsys):
+def test_a_vision_models_text_part_is_read_and_a_nested_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 36}
     words = ["plan", "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path)]
     (tmp_path / "config.json").write_text(json.dumps({"vision_config": {}, "text_config": text}))
@@ -263,14 +265,18 @@ TAKEN = {
 
 @pytest.mark.parametrize("inside", [False, True], ids=["a text model", "a vision model"])
 @pytest.mark.parametrize("more", REFUSED.values(), ids=REFUSED)
-def test_there_is_no_plan_for_a_model_that_an_engine_refuses(more, inside, tmp_path, capsys):
+def test_there_is_no_plan_for_a_model_that_an_engine_refuses(
+    more: dict[str, Any], inside: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = {**FULL, **more}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": config} if inside else config))
     assert main(["plan", "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("PD-CONF-005: A ")
 
 
-def test_compressed_latents_have_no_plan_but_are_not_called_refused(tmp_path, capsys):
+def test_compressed_latents_have_no_plan_but_are_not_called_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     more = {"compress_ratios": [0, 4, 128, 4], "index_topk": 512, "sliding_window": 128}
     (tmp_path / "config.json").write_text(json.dumps({**FULL, **more}))
     assert main(["plan", "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path)]) == 2
@@ -278,7 +284,9 @@ def test_compressed_latents_have_no_plan_but_are_not_called_refused(tmp_path, ca
 
 
 @pytest.mark.parametrize("more", TAKEN.values(), ids=TAKEN)
-def test_a_model_with_full_attention_is_planned(more, tmp_path, capsys):
+def test_a_model_with_full_attention_is_planned(
+    more: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**FULL, **more}))
     assert main(["plan", "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path)]) == 0
     assert "2 KV heads × 64, 4 layers" in capsys.readouterr().out
@@ -292,7 +300,9 @@ WINDOWED = [
 
 @pytest.mark.parametrize(("more", "layers", "tokens"), WINDOWED, ids=["in some layers", "in all"])
 @pytest.mark.parametrize("mode", ["always", "never"])
-def test_of_a_window_the_last_blocks_are_planned(mode, more, layers, tokens, tmp_path, capsys):
+def test_of_a_window_the_last_blocks_are_planned(
+    mode: str, more: dict[str, Any], layers: int, tokens: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Behind 4,096 tokens the next one looks at 3,969 and later: the last block."""
     (tmp_path / "config.json").write_text(json.dumps({**FULL, **more, "sliding_window": 128}))
     words = ["plan", "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path), "--regroup", mode]
@@ -304,7 +314,9 @@ def test_of_a_window_the_last_blocks_are_planned(mode, more, layers, tokens, tmp
 @pytest.mark.parametrize(
     ("more", "cell"), [({}, "576"), ({"index_topk": 2048, "index_head_dim": 128}, "576 and index keys of 128")]
 )
-def test_an_indexers_key_is_planned_with_its_layer(more, cell, tmp_path, capsys):
+def test_an_indexers_key_is_planned_with_its_layer(
+    more: dict[str, Any], cell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = {**FULL, "kv_lora_rank": 512, "qk_rope_head_dim": 64, **more}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["plan", "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path)]) == 0
@@ -316,7 +328,9 @@ def test_an_indexers_key_is_planned_with_its_layer(more, cell, tmp_path, capsys)
     [(("2", "1", "2", "1"), 1), (("1", "2", "1", "2"), 2), (("4", "2", "4", "2"), 2), (("2", "2", "2", "1"), 2)],
     ids=["2→1", "1→2", "4→2", "on prefill alone"],
 )
-def test_each_rank_of_decode_gets_all_index_keys_and_its_part_of_the_latents(sizes, copies, tmp_path, capsys):
+def test_each_rank_of_decode_gets_all_index_keys_and_its_part_of_the_latents(
+    sizes: tuple[str, ...], copies: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`copies` of the keys; of the latents there are as many only without DCP on decode."""
     keys = {"index_topk": 2048, "index_head_dim": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     (tmp_path / "config.json").write_text(json.dumps({**FULL, **keys}))
@@ -327,7 +341,7 @@ def test_each_rank_of_decode_gets_all_index_keys_and_its_part_of_the_latents(siz
     assert sum(link["bytes"] for link in links) == 4 * 4096 * 2 * (latents * 576 + copies * 128)
 
 
-def test_an_indexer_with_pcp_is_refused(tmp_path, capsys):
+def test_an_indexer_with_pcp_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = {"index_topk": 2048, "index_head_dim": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     (tmp_path / "config.json").write_text(json.dumps({**FULL, **keys}))
     assert main(["plan", "--p-tp", "1", "--p-pcp", "2", "--d-tp", "1", "--model", str(tmp_path)]) == 2
@@ -346,7 +360,16 @@ STATEFUL = [
 @pytest.mark.parametrize(("more", "attends", "kept", "state"), STATEFUL, ids=["side by side", "delta net", "pattern"])
 @pytest.mark.parametrize("mode", ["always", "never"])
 @pytest.mark.parametrize("tps", [("2", "1"), ("1", "2"), ("2", "2")], ids="→".join)
-def test_a_state_is_planned_once_and_whole(mode, tps, more, attends, kept, state, tmp_path, capsys):
+def test_a_state_is_planned_once_and_whole(
+    mode: str,
+    tps: tuple[str, str],
+    more: dict[str, Any],
+    attends: int,
+    kept: int,
+    state: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**FULL, **more}))
     words = ["plan", "--p-tp", tps[0], "--d-tp", tps[1], "--model", str(tmp_path), "--regroup", mode]
     line = f"4 layers ({attends} with attention, {kept} with a state of {state} B)"
@@ -373,7 +396,9 @@ def test_draft_layers_and_scales_are_planned_too(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(("words", "named"), [(("--d-pp", "2"), "--d-pp = 2"), (("--p-tp", "16"), "--p-tp = 16")])
-def test_states_that_no_engine_starts_with_have_no_plan(words, named, tmp_path, capsys):
+def test_states_that_no_engine_starts_with_have_no_plan(
+    words: tuple[str, str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**FULL, **MAMBA}))
     assert main(["plan", "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path), *words]) == 2
     assert named in capsys.readouterr().err

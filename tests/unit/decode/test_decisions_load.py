@@ -185,7 +185,7 @@ def test_reports_about_unknown_requests_are_swallowed() -> None:
 # -- any sequence
 
 
-class AnySequence(RuleBasedStateMachine):
+class AnyLoads(RuleBasedStateMachine):
     """Each transfer is bound once, cancelled or settled at most once, ended once, and always in this order."""
 
     @initialize()
@@ -292,5 +292,5 @@ class AnySequence(RuleBasedStateMachine):
             assert self.book.open_count() == len(self.loads)
 
 
-AnySequence.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
-TestAnySequence = AnySequence.TestCase
+AnyLoads.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
+TestAnySequence = AnyLoads.TestCase

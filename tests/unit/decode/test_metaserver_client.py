@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from unit.kits.fake_engine import Served
+from unit.kits.fake_engine import ServedApp
 from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.decode import metaserver as client_module
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, Outcome, origin
@@ -30,7 +30,7 @@ class Scripted:
         self.posts: list[dict[str, Any]] = []
         self.open = 0
         self.closed_by_client = 0
-        self.served = Served(self._app, "scripted")
+        self.served = ServedApp(self._app, "scripted")
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         body = b""
@@ -86,7 +86,7 @@ def status(code: int, body: bytes = b"", *headers: tuple[bytes, bytes]) -> Calla
 WELL = lines({"event": "accepted", "prefill": "p:1"}, {"event": "heartbeat"}, {"event": "prefilled"})
 
 
-class Collected:
+class CollectedOutcomes:
     """Collect outcomes, and the names of the threads that report them."""
 
     def __init__(self) -> None:
@@ -130,12 +130,12 @@ def scripted() -> Iterator[Callable[..., Scripted]]:
         server.served.stop()
 
 
-def client(loop: LoopThread, collected: Collected, *urls: str, **config: Any) -> MetaserverClient:
+def client(loop: LoopThread, collected: CollectedOutcomes, *urls: str, **config: Any) -> MetaserverClient:
     return MetaserverClient(MetaserverConfig(metaserver_urls=urls, **config), loop, collected)
 
 
 def test_accepted_then_prefilled_comes_on_the_loop_thread(loop: LoopThread, scripted: Callable[..., Scripted]) -> None:
-    server, collected = scripted(WELL), Collected()
+    server, collected = scripted(WELL), CollectedOutcomes()
     mine = client(loop, collected, server.served.url)
     mine.reserve("k", server.served.url, {"ticket": "t"}, 10)
     assert collected.final("k").kind == "prefilled"
@@ -146,7 +146,7 @@ def test_accepted_then_prefilled_comes_on_the_loop_thread(loop: LoopThread, scri
 
 
 def test_each_post_is_a_stage_of_its_transfer(loop: LoopThread, scripted: Callable[..., Scripted]) -> None:
-    server, collected = scripted(status(503), WELL), Collected()
+    server, collected = scripted(status(503), WELL), CollectedOutcomes()
     stages: list[tuple[str, Any]] = []
     unsubscribe = trace.subscribe(lambda stage, facts: stages.append((stage, dict(facts))))
     try:
@@ -158,7 +158,10 @@ def test_each_post_is_a_stage_of_its_transfer(loop: LoopThread, scripted: Callab
 
 
 def test_a_failure_carries_the_servers_code_and_words(loop: LoopThread, scripted: Callable[..., Scripted]) -> None:
-    server, collected = scripted(lines({"event": "failed", "code": "PD-META-006", "detail": "P is gone"})), Collected()
+    server, collected = (
+        scripted(lines({"event": "failed", "code": "PD-META-006", "detail": "P is gone"})),
+        CollectedOutcomes(),
+    )
     client(loop, collected, server.served.url).reserve("k", server.served.url, {}, 10)
     outcome = collected.final("k")
     assert (outcome.kind, outcome.code, outcome.detail) == ("failed", "PD-META-006", "P is gone")
@@ -166,14 +169,14 @@ def test_a_failure_carries_the_servers_code_and_words(loop: LoopThread, scripted
 
 @pytest.mark.parametrize("body", [b"", b"null", b'{"message": "prefilled"}'])
 def test_a_plain_answer_at_the_end_is_accepted(loop: LoopThread, scripted: Any, body: bytes) -> None:
-    server, collected = scripted(status(200, body)), Collected()
+    server, collected = scripted(status(200, body)), CollectedOutcomes()
     client(loop, collected, server.served.url).reserve("k", server.served.url, {}, 10)
     assert collected.final("k").kind == "prefilled"
 
 
 @pytest.mark.parametrize("code", [429, 503])
 def test_what_was_refused_is_posted_again(loop: LoopThread, scripted: Any, code: int) -> None:
-    server, collected = scripted(status(code, b"", (b"retry-after", b"0")), status(code), WELL), Collected()
+    server, collected = scripted(status(code, b"", (b"retry-after", b"0")), status(code), WELL), CollectedOutcomes()
     mine = client(loop, collected, server.served.url)
     mine.reserve("k", server.served.url, {}, 20)
     assert collected.final("k").kind == "prefilled"
@@ -182,7 +185,7 @@ def test_what_was_refused_is_posted_again(loop: LoopThread, scripted: Any, code:
 
 @pytest.mark.parametrize("code", [400, 404, 409, 500, 502, 504])
 def test_what_may_have_been_executed_is_not_posted_again(loop: LoopThread, scripted: Any, code: int) -> None:
-    server, collected = scripted(status(code, b'{"error": {"message": "why"}}')), Collected()
+    server, collected = scripted(status(code, b'{"error": {"message": "why"}}')), CollectedOutcomes()
     client(loop, collected, server.served.url).reserve("k", server.served.url, {}, 20)
     outcome = collected.final("k")
     assert outcome.code == "PD-META-003" and "why" in outcome.detail and str(code) in outcome.detail
@@ -201,14 +204,14 @@ def test_what_may_have_been_executed_is_not_posted_again(loop: LoopThread, scrip
 def test_an_answer_that_breaks_off_fails_once_and_is_not_posted_again(
     loop: LoopThread, scripted: Any, step: Any
 ) -> None:
-    server, collected = scripted(step), Collected()
+    server, collected = scripted(step), CollectedOutcomes()
     client(loop, collected, server.served.url).reserve("k", server.served.url, {}, 20)
     assert collected.final("k").code == "PD-META-002"
     assert len(server.posts) == 1
 
 
 def test_a_metaserver_that_comes_up_late_is_still_reached(loop: LoopThread, scripted: Any) -> None:
-    server, collected = scripted(WELL), Collected()
+    server, collected = scripted(WELL), CollectedOutcomes()
     server.served.kill()
     mine = client(loop, collected, server.served.url)
     mine.reserve("k", server.served.url, {}, 20)
@@ -219,7 +222,7 @@ def test_a_metaserver_that_comes_up_late_is_still_reached(loop: LoopThread, scri
 
 
 def test_nobody_there_fails_within_the_deadline(loop: LoopThread, scripted: Any) -> None:
-    server, collected = scripted(WELL), Collected()
+    server, collected = scripted(WELL), CollectedOutcomes()
     server.served.kill()
     client(loop, collected, server.served.url).reserve("k", server.served.url, {}, 0.5)
     assert collected.final("k", 5).code in ("PD-META-002", "PD-XFER-001")
@@ -228,19 +231,19 @@ def test_nobody_there_fails_within_the_deadline(loop: LoopThread, scripted: Any)
 def test_silence_of_three_heartbeats_fails(loop: LoopThread, scripted: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("vllm_ascend_pd.decode.metaserver.HEARTBEAT_S", 0.1)
     heard = lines({"event": "heartbeat"}, 0.15, {"event": "heartbeat"}, 0.15, {"event": "heartbeat"}, 30)
-    server, collected = scripted(heard), Collected()
+    server, collected = scripted(heard), CollectedOutcomes()
     client(loop, collected, server.served.url).reserve("k", server.served.url, {}, 60)
     assert "ReadTimeout" in collected.final("k", 10).detail
 
 
 def test_the_deadline_ends_a_call_that_beats_for_ever(loop: LoopThread, scripted: Any) -> None:
-    server, collected = scripted(lines(*([{"event": "heartbeat"}, 0.05] * 1000))), Collected()
+    server, collected = scripted(lines(*([{"event": "heartbeat"}, 0.05] * 1000))), CollectedOutcomes()
     client(loop, collected, server.served.url).reserve("k", server.served.url, {}, 0.4)
     assert collected.final("k", 10).code == "PD-XFER-001"
 
 
 def test_forget_closes_the_call_and_tells_nothing_more(loop: LoopThread, scripted: Any) -> None:
-    server, collected = scripted(lines({"event": "accepted"}, 30)), Collected()
+    server, collected = scripted(lines({"event": "accepted"}, 30)), CollectedOutcomes()
     mine = client(loop, collected, server.served.url)
     mine.reserve("k", server.served.url, {}, 60)
     while not collected.outcomes:
@@ -261,7 +264,7 @@ def test_forget_closes_the_call_and_tells_nothing_more(loop: LoopThread, scripte
     ],
 )  # fmt: skip
 def test_only_the_allow_list_is_called(loop: LoopThread, scripted: Any, url: str) -> None:
-    server, collected = scripted(WELL), Collected()
+    server, collected = scripted(WELL), CollectedOutcomes()
     mine = client(loop, collected, server.served.url)
     mine.reserve("k", url.format(port=server.served.port), {}, 5)
     assert collected.final("k").code == "PD-META-001"
@@ -269,7 +272,7 @@ def test_only_the_allow_list_is_called(loop: LoopThread, scripted: Any, url: str
 
 
 def test_an_empty_allow_list_allows_nothing(loop: LoopThread, scripted: Any) -> None:
-    server, collected = scripted(WELL), Collected()
+    server, collected = scripted(WELL), CollectedOutcomes()
     client(loop, collected).reserve("k", server.served.url, {}, 5)
     assert collected.final("k").code == "PD-META-001"
 
@@ -279,7 +282,7 @@ def test_origin_knows_default_ports() -> None:
 
 
 def test_more_than_connections_and_queue_fails_at_once(loop: LoopThread, scripted: Any) -> None:
-    server, collected = scripted(lines({"event": "accepted"}, 30)), Collected()
+    server, collected = scripted(lines({"event": "accepted"}, 30)), CollectedOutcomes()
     mine = client(loop, collected, server.served.url, metaserver_max_connections=2, metaserver_max_queue=3)
     for key in range(6):
         mine.reserve(key, server.served.url, {}, 60)
@@ -290,7 +293,7 @@ def test_more_than_connections_and_queue_fails_at_once(loop: LoopThread, scripte
 
 
 def test_a_forgotten_call_makes_room_for_one_that_waits(loop: LoopThread, scripted: Any) -> None:
-    server, collected = scripted(lines({"event": "accepted"}, 30), WELL), Collected()
+    server, collected = scripted(lines({"event": "accepted"}, 30), WELL), CollectedOutcomes()
     mine = client(loop, collected, server.served.url, metaserver_max_connections=1)
     mine.reserve("first", server.served.url, {}, 60)
     while not server.open:
@@ -301,7 +304,7 @@ def test_a_forgotten_call_makes_room_for_one_that_waits(loop: LoopThread, script
 
 
 def test_closing_ends_every_open_call(loop: LoopThread, scripted: Any) -> None:
-    server, collected = scripted(lines({"event": "accepted"}, 30)), Collected()
+    server, collected = scripted(lines({"event": "accepted"}, 30)), CollectedOutcomes()
     mine = client(loop, collected, server.served.url)
     for key in range(5):
         mine.reserve(key, server.served.url, {}, 60)
@@ -313,7 +316,7 @@ def test_closing_ends_every_open_call(loop: LoopThread, scripted: Any) -> None:
 
 def test_a_key_that_is_open_cannot_be_reserved_again(loop: LoopThread, scripted: Any) -> None:
     server = scripted(lines({"event": "accepted"}, 30))
-    mine = client(loop, Collected(), server.served.url)
+    mine = client(loop, CollectedOutcomes(), server.served.url)
     mine.reserve("k", server.served.url, {}, 60)
     with pytest.raises(ValueError, match="already open"):
         mine.reserve("k", server.served.url, {}, 60)
@@ -333,7 +336,7 @@ def until_reported(mine: MetaserverClient) -> None:
 @pytest.mark.parametrize(("code", "lost"), [(204, 0), (404, 0), (500, 1)])
 def test_a_report_is_posted_once_whatever_is_answered(loop: LoopThread, scripted: Any, code: int, lost: int) -> None:
     server = scripted(status(code))
-    mine = client(loop, Collected(), server.served.url)
+    mine = client(loop, CollectedOutcomes(), server.served.url)
     mine.report(server.served.url, REPORT)
     until_reported(mine)
     assert server.posts == [json.loads(msgspec.json.encode(REPORT))]
@@ -345,7 +348,7 @@ def test_a_report_goes_only_where_reservations_may_and_only_while_the_engine_run
     loop: LoopThread, scripted: Any
 ) -> None:
     server, other = scripted(status(204)), scripted(status(204))
-    mine = client(loop, Collected(), server.served.url)
+    mine = client(loop, CollectedOutcomes(), server.served.url)
     mine.report(other.served.url, REPORT)
     mine.report(server.served.url, REPORT)
     until_reported(mine)
@@ -357,7 +360,7 @@ def test_a_report_goes_only_where_reservations_may_and_only_while_the_engine_run
 def test_reports_that_nobody_takes_are_bounded_and_counted(loop: LoopThread, scripted: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(client_module, "_MAX_REPORTS", 20)
     server = scripted(lines(30))
-    mine = client(loop, Collected(), server.served.url)
+    mine = client(loop, CollectedOutcomes(), server.served.url)
     for _ in range(50):
         mine.report(server.served.url, REPORT)
     assert mine.counters["report_lost"] == 30

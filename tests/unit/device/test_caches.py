@@ -14,7 +14,7 @@ import torch
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from unit.kits.caches import TokenMajorDevice
-from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.device.base import Device, Packing
 from vllm_ascend_pd.device.caches import Caches, CacheShape, LayerShape, describe
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.device.current import current
@@ -287,8 +287,8 @@ def test_kernels_blocks_that_cannot_be_joined_are_refused(change: Callable[[torc
 
 def test_kernels_blocks_of_a_format_without_an_order_of_tokens_are_refused() -> None:
     class Fractal(TokenMajorDevice):
-        def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> tuple[str, bool]:
-            return "fractal", True
+        def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> Packing:
+            return Packing("fractal", opaque=True)
 
     tensors, shape = shared(), replace(SHARED, local_heads=1, total_heads=1)
     tensors["l0.attn"] = [part.view(-1, KERNEL, 1, SIZE) for part in tensors["l0.attn"]]

@@ -35,12 +35,12 @@ ASSIGNED = re.compile(r"[A-Z_]+=\S*")
 FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 
 
-class Command(NamedTuple):
+class ShownCommand(NamedTuple):
     where: str
     words: tuple[str, ...]
 
 
-def commands() -> list[Command]:
+def commands() -> list[ShownCommand]:
     """Return the lines of the blocks that begin with a program, without variables in front of it."""
     found = []
     for page in PAGES:
@@ -53,11 +53,11 @@ def commands() -> list[Command]:
             while words and ASSIGNED.fullmatch(words[0]):
                 words = words[1:]
             if fenced and words and (words[0] in UNCHECKED or OURS.fullmatch(words[0])):
-                found.append(Command(f"{page}:{number}", tuple(split(" ".join(words)))))
+                found.append(ShownCommand(f"{page}:{number}", tuple(split(" ".join(words)))))
     return found
 
 
-def inline() -> list[Command]:
+def inline() -> list[ShownCommand]:
     """Return the commands with arguments that stand between backquotes in sentences, also over the end of a line."""
     found = []
     for page in PAGES:
@@ -67,7 +67,7 @@ def inline() -> list[Command]:
             while words and ASSIGNED.fullmatch(words[0]):
                 words = words[1:]
             if len(words) > 1 and OURS.fullmatch(words[0]):
-                found.append(Command(f"{page}: {' '.join(words)[:60]}", tuple(words)))
+                found.append(ShownCommand(f"{page}: {' '.join(words)[:60]}", tuple(words)))
     return found
 
 
@@ -120,13 +120,13 @@ def wrong(words: tuple[str, ...]) -> str:
 
 
 @pytest.mark.parametrize("command", commands(), ids=lambda command: command.where)
-def test_the_program_of_a_command_exists_and_knows_its_flags(command: Command) -> None:
+def test_the_program_of_a_command_exists_and_knows_its_flags(command: ShownCommand) -> None:
     if command.words[0] not in UNCHECKED:
         assert not wrong(command.words), " ".join(command.words)
 
 
 @pytest.mark.parametrize("command", inline(), ids=lambda command: command.where)
-def test_a_command_in_a_sentence_exists_and_knows_its_flags(command: Command) -> None:
+def test_a_command_in_a_sentence_exists_and_knows_its_flags(command: ShownCommand) -> None:
     assert not wrong(command.words), " ".join(command.words)
 
 

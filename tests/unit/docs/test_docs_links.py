@@ -91,33 +91,33 @@ def test_commands_in_both_readmes_are_the_same() -> None:
     assert one == other == ["./scripts/quickstart.sh", "./scripts/test.sh"]
 
 
-class Line(NamedTuple):
+class ComparedLine(NamedTuple):
     """A heading, a line of prose, a row of a table or a block of code, by what both languages share of it."""
 
     kind: str
     shared: object
 
 
-def structure(page: Path) -> list[Line]:
+def structure(page: Path) -> list[ComparedLine]:
     """Headings, paragraphs, rows of tables and blocks of code in order.
 
     Shared are of a row each cell's numbers, links and names in backquotes, of a paragraph its links and names, of a
     block of code its commands.
     """
-    found: list[Line] = []
+    found: list[ComparedLine] = []
     blocks = re.split(r"^(```\n.*?^```)$", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
     for block in blocks:
         if block.startswith("```"):
-            found.append(Line("code", commands(block)))
+            found.append(ComparedLine("code", commands(block)))
             continue
         for paragraph in filter(None, map(str.strip, block.split("\n\n"))):
             lines = [line for line in paragraph.splitlines() if not line.startswith("<!--")]
             if lines[0].startswith("#"):
-                found.append(Line("heading", lines[0].split(" ")[0]))
+                found.append(ComparedLine("heading", lines[0].split(" ")[0]))
             elif lines[0].startswith("|"):
-                found += [Line("row", [shared(cell) for cell in cells(line)]) for line in lines]
+                found += [ComparedLine("row", [shared(cell) for cell in cells(line)]) for line in lines]
             else:
-                found.append(Line("prose", shared(" ".join(lines))))
+                found.append(ComparedLine("prose", shared(" ".join(lines))))
     return found
 
 

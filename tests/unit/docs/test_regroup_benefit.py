@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench_regroup import CASES, HEAD_BYTES, KIB, MIB, Load, cache, direct, regrouped, scattered
-from unit.kits.regroup.common import Cache, DecodeSite, config
+from tools.bench_regroup import CASES, HEAD_BYTES, KIB, MIB, LayerWrites, cache, direct, regrouped, scattered
+from unit.kits.regroup.common import EngineCache, RegroupDecodeSite, config
 from unit.kits.regroup.prefill import engine, running
 from vllm_ascend_pd.geometry.decide import decide
 from vllm_ascend_pd.geometry.plan import Job
@@ -25,7 +25,7 @@ def shown() -> dict[tuple[str, int, int], tuple[str, str, str, str]]:
     return {(name, int(p), int(d)): (never, always, sent, auto) for name, p, d, never, always, sent, auto in found}
 
 
-def words(load: Load) -> str:
+def words(load: LayerWrites) -> str:
     span = f"{load.span // KIB} KiB" if load.span >= KIB else f"{load.span} B"
     return f"{load.descriptors:,} × {span}"
 
@@ -55,7 +55,10 @@ def test_every_byte_is_written_once_by_somebody(how: object) -> None:
 
 @pytest.mark.parametrize(("mode", "d_tp"), [("always", 1), ("auto", 2)], ids=["exchanged", "an exchange gains nothing"])
 def test_what_is_written_without_an_exchange_is_counted(mode: str, d_tp: int) -> None:
-    p, d = engine(Cache(tp=2, heads=8), push=config(regroup=mode)), DecodeSite(Cache(tp=d_tp, heads=8), push=config())
+    p, d = (
+        engine(EngineCache(tp=2, heads=8), push=config(regroup=mode)),
+        RegroupDecodeSite(EngineCache(tp=d_tp, heads=8), push=config()),
+    )
     with running(p, d):
         prompt = d.reserve(40)
         d.step()

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -12,16 +12,19 @@ from hypothesis import strategies as st
 
 from unit.geometry.test_geometry_plan import clusters, jobs_of
 from unit.geometry.test_geometry_regroup import exchange
-from unit.kits.geometry import Cluster, geometry
+from unit.kits.geometry import PlannedCluster, geometry
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.decide import _direct_span, _regroup_span, decide
+from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.plan import Job, StepPlanner
 from vllm_ascend_pd.geometry.regroup import RegroupPlanner, Room
 from vllm_ascend_pd.geometry.shard import contributors
 from vllm_ascend_pd.geometry.substeps import room_for_a_block, sub_steps
 
 
-def caches(kind: str, heads: int, p_tp: int, d_tp: int, cells: tuple[int, ...] = (256, 256), block: int = 128):
+def caches(
+    kind: str, heads: int, p_tp: int, d_tp: int, cells: tuple[int, ...] = (256, 256), block: int = 128
+) -> Iterator[CacheGeometry]:
     return (geometry(kind, heads=heads, tp=tp, block=block, cells=cells) for tp in (p_tp, d_tp))
 
 
@@ -106,7 +109,7 @@ def test_the_configuration_overrides_the_rule() -> None:
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(clusters(), st.integers(0, 3), st.integers(0, 300), st.integers(0, 600))
 def test_sub_steps_fit_and_together_are_the_step(
-    drawn: tuple[Cluster, list[list[int]]], step_number: int, slot: int, buffer: int
+    drawn: tuple[PlannedCluster, list[list[int]]], step_number: int, slot: int, buffer: int
 ) -> None:
     cluster, _ = drawn
     jobs = jobs_of(cluster, [10**6] * len(cluster.requests))

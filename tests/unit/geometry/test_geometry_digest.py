@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from unit.geometry.test_geometry_plan import PARTS, Parts, clusters, execute, jobs_of
 from unit.geometry.test_geometry_regroup import staged
-from unit.kits.geometry import Cache, Cluster, covers, dealt, geometry, ranks_of
+from unit.kits.geometry import CountedMemory, PlannedCluster, covers, dealt, geometry, ranks_of
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.digest import MASK, cache_digest, slot_digest
 from vllm_ascend_pd.geometry.plan import Job, JobPlan, StepPlanner
@@ -19,7 +19,7 @@ from vllm_ascend_pd.geometry.regroup import RegroupPlanner
 Sums = dict[tuple[int, int], tuple[int, ...]]  # (request, d rank) → sum of each region
 
 
-def sums_on_d(cluster: Cluster) -> Sums:
+def sums_on_d(cluster: PlannedCluster) -> Sums:
     """Sums that each D rank finds in its memory for each request."""
     found: Sums = {}
     for number, request in enumerate(cluster.requests):
@@ -37,7 +37,7 @@ def add(total: Sums, number: int, d_rank: int, values: tuple[int, ...]) -> None:
     total[number, d_rank] = tuple((a + b) & MASK for a, b in zip(known, values, strict=True))
 
 
-def push_directly(cluster: Cluster, rank: int, jobs: list[Job], plans: list[JobPlan], total: Sums) -> None:
+def push_directly(cluster: PlannedCluster, rank: int, jobs: list[Job], plans: list[JobPlan], total: Sums) -> None:
     execute(cluster, rank, jobs, plans)
     memory = cluster.ranks[rank].memory.__getitem__
     for number, (job, plan) in enumerate(zip(jobs, plans, strict=True)):
@@ -50,7 +50,9 @@ def push_directly(cluster: Cluster, rank: int, jobs: list[Job], plans: list[JobP
 
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(clusters(), st.booleans())
-def test_the_sums_of_all_contributors_are_the_sum_of_d(drawn: tuple[Cluster, list[list[int]]], regroup: bool) -> None:
+def test_the_sums_of_all_contributors_are_the_sum_of_d(
+    drawn: tuple[PlannedCluster, list[list[int]]], regroup: bool
+) -> None:
     cluster, steps = drawn
     total: Sums = {}
     ranks = ranks_of(cluster.p)
@@ -75,7 +77,7 @@ def test_the_sums_of_all_parts_are_the_sum_of_d(p_parts: Parts, d_parts: Parts) 
         dealt(geometry("token", heads=1, tp=tp, block=8, cells=(4,)), dcp=dcp, pcp=pcp, interleave=run)
         for tp, dcp, pcp, run in (p_parts, d_parts)
     )
-    cluster, total = Cluster(p, [d], [(0, 0, 150), (0, 64, 201), (0, 0, 3)], seed=4), Sums()
+    cluster, total = PlannedCluster(p, [d], [(0, 0, 150), (0, 64, 201), (0, 0, 3)], seed=4), Sums()
     for advances in ([40, 90, 0], [10**6] * 3):
         jobs = jobs_of(cluster, advances)
         for rank in ranks_of(p):
@@ -84,11 +86,13 @@ def test_the_sums_of_all_parts_are_the_sum_of_d(p_parts: Parts, d_parts: Parts) 
     assert total == {place: sums for place, sums in sums_on_d(cluster).items() if any(sums)}
 
 
-def one_cache(kind: str) -> tuple[Cache, np.ndarray]:
-    return Cache(geometry(kind, heads=2, tp=1, block=4, cells=(3, 9)), 0, 5), np.array([3, 0, 2], dtype=np.int32)
+def one_cache(kind: str) -> tuple[CountedMemory, np.ndarray]:
+    return CountedMemory(geometry(kind, heads=2, tp=1, block=4, cells=(3, 9)), 0, 5), np.array(
+        [3, 0, 2], dtype=np.int32
+    )
 
 
-def digest(cache: Cache, table: np.ndarray, first: int = 0, end: int = 10) -> tuple[int, ...]:
+def digest(cache: CountedMemory, table: np.ndarray, first: int = 0, end: int = 10) -> tuple[int, ...]:
     return cache_digest(cache.memory.__getitem__, cache.geometry, 0, range(2), range(first, end), table)
 
 
@@ -112,7 +116,10 @@ def test_every_wanted_byte_counts_and_no_other_does(kind: str) -> None:
 @pytest.mark.parametrize(("region", "head", "token"), [(0, 1, 5), (0, 0, 4), (1, 1, 4)])
 def test_equal_bytes_in_another_place_are_a_difference(region: int, head: int, token: int) -> None:
     """The same cell moved by one token, one head, one region."""
-    cache, table = Cache(geometry("token", heads=2, tp=1, block=4, cells=(3, 3)), 0, 5), np.array([3, 0, 2], np.int32)
+    cache, table = (
+        CountedMemory(geometry("token", heads=2, tp=1, block=4, cells=(3, 3)), 0, 5),
+        np.array([3, 0, 2], np.int32),
+    )
     for memory in cache.memory:
         memory[:] = 7
     first, second = cache.places(0, table, 0, 1, 4, 5), cache.places(region, table, 0, head, token, token + 1)

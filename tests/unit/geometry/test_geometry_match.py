@@ -42,7 +42,7 @@ def test_equal_caches_fit_whatever_their_ranks_strides_and_block_sizes() -> None
         (geometry("token", heads=4, tp=2, block=16, layers=2), "layers", "3 with layer.2 at 2", "2 with nothing at 2"),
     ],
 )
-def test_each_difference_is_named_with_both_values(other, field: str, ours: str, theirs: str) -> None:
+def test_each_difference_is_named_with_both_values(other: CacheGeometry, field: str, ours: str, theirs: str) -> None:
     [found] = mismatches(BASE, other)
     assert (found.field, found.prefill, found.decode) == (field, ours, theirs)
     error = found.error()

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unit.kits.context_parallel import GRID, ContextParallel
-from unit.kits.geometry import Cluster, alone, covers, dealt, geometry, owner_share, range_of, ranks_of, share
+from unit.kits.geometry import PlannedCluster, alone, covers, dealt, geometry, owner_share, range_of, ranks_of, share
 from vllm_ascend_pd.errors import LocalProtocolError, PdError
 from vllm_ascend_pd.geometry import ownership
 from vllm_ascend_pd.geometry.decide import decide
@@ -36,7 +36,7 @@ def small_granules() -> Iterator[None]:
         yield
 
 
-def jobs_of(cluster: Cluster, advances: list[int]) -> list[Job]:
+def jobs_of(cluster: PlannedCluster, advances: list[int]) -> list[Job]:
     """Jobs of one step: request i computes `advances[i]` more tokens."""
     jobs = []
     for request, advance in zip(cluster.requests, advances, strict=True):
@@ -48,7 +48,7 @@ def jobs_of(cluster: Cluster, advances: list[int]) -> list[Job]:
     return jobs
 
 
-def execute(cluster: Cluster, rank: int, jobs: list[Job], plans: list[JobPlan]) -> None:
+def execute(cluster: PlannedCluster, rank: int, jobs: list[Job], plans: list[JobPlan]) -> None:
     for job, plan in zip(jobs, plans, strict=True):
         for d_rank, regions in plan.by_rank.items():
             for region, spans in enumerate(regions):
@@ -57,7 +57,7 @@ def execute(cluster: Cluster, rank: int, jobs: list[Job], plans: list[JobPlan]) 
                     cluster.write(job.instance, d_rank, region, source, src, dst, size)
 
 
-def run(cluster: Cluster, steps: list[list[int]], step_number: int = 0) -> None:
+def run(cluster: PlannedCluster, steps: list[list[int]], step_number: int = 0) -> None:
     planners = [StepPlanner(cluster.p, rank) for rank in ranks_of(cluster.p)]
     for number, advances in enumerate([*steps, [10**6] * len(cluster.requests)]):
         jobs = jobs_of(cluster, advances)
@@ -69,7 +69,7 @@ def run(cluster: Cluster, steps: list[list[int]], step_number: int = 0) -> None:
     cluster.check()
 
 
-def check_balance(cluster: Cluster, jobs: list[Job], plans: list[list[JobPlan]]) -> None:
+def check_balance(cluster: PlannedCluster, jobs: list[Job], plans: list[list[JobPlan]]) -> None:
     """Check per line and D rank that the tokens of each P rank are within one granule of its share; bytes follow the
     tokens."""
     p = cluster.p
@@ -93,7 +93,7 @@ def check_balance(cluster: Cluster, jobs: list[Job], plans: list[list[JobPlan]])
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> tuple[Cluster, list[list[int]]]:
+def clusters(draw: st.DrawFn) -> tuple[PlannedCluster, list[list[int]]]:
     heads = draw(st.sampled_from([1, 1, 2, 3, 4, 6, 8]))
     cells = draw(st.sampled_from([(4,), (2, 2), (5, 1)]))
     opaque = draw(st.sampled_from([False, False, True]))
@@ -118,13 +118,13 @@ def clusters(draw: st.DrawFn) -> tuple[Cluster, list[list[int]]]:
             first -= first % block
         prompts.append((instance, first, end))
     steps = draw(st.lists(st.lists(st.integers(0, 20), min_size=len(prompts), max_size=len(prompts)), max_size=4))
-    return Cluster(p, ds, prompts, draw(st.integers(0, 2**20))), steps
+    return PlannedCluster(p, ds, prompts, draw(st.integers(0, 2**20))), steps
 
 
 @SETTINGS
 @given(clusters(), st.integers(0, 100))
 def test_each_wanted_byte_is_written_once_and_nothing_else(
-    drawn: tuple[Cluster, list[list[int]]], step_number: int
+    drawn: tuple[PlannedCluster, list[list[int]]], step_number: int
 ) -> None:
     run(*drawn, step_number=step_number)
 
@@ -150,7 +150,10 @@ def test_each_wanted_byte_is_written_once_and_nothing_else(
 def test_every_ratio_of_ranks_on_every_layout(kind: str, heads: int, p_tp: int, d_tp: int) -> None:
     p = geometry(kind, heads=heads, tp=p_tp, block=8)
     d = geometry(kind, heads=heads, tp=d_tp, block=8)
-    run(Cluster(p, [d, d], [(0, 0, 30), (1, 8, 17), (0, 16, 64), (1, 0, 1)], seed=5), [[8, 9, 20, 0], [3, 9, 20, 0]])
+    run(
+        PlannedCluster(p, [d, d], [(0, 0, 30), (1, 8, 17), (0, 16, 64), (1, 0, 1)], seed=5),
+        [[8, 9, 20, 0], [3, 9, 20, 0]],
+    )
 
 
 # TP, DCP, PCP and interleave of P and of D
@@ -186,7 +189,7 @@ def test_tokens_that_are_divided_among_ranks(
         for kind, block, (tp, dcp, pcp, run) in zip((p_kind, d_kind), blocks, (p_parts, d_parts), strict=True)
     )
     prompts = [(0, 0, 300), (1, 8 * 8, 201), (0, 16, 64), (1, 0, 1), (0, 37, 90)]
-    run(Cluster(p, [d, d], prompts, seed=5), [[40, 90, 20, 0, 50], [130, 9, 20, 0, 7]])
+    run(PlannedCluster(p, [d, d], prompts, seed=5), [[40, 90, 20, 0, 50], [130, 9, 20, 0, 7]])
 
 
 @pytest.mark.parametrize(("heads", "p_context", "d_context"), GRID, ids=str)
@@ -203,7 +206,7 @@ def test_every_division_of_prefill_meets_every_one_of_decode(
         )
         for context, block, length in zip((p_context, d_context), blocks, runs, strict=True)
     )
-    run(Cluster(p, [d], [(0, 0, 300), (0, 37, 90), (0, 64, 65)], seed=5), [[40, 90, 0], [261, 9, 70]])
+    run(PlannedCluster(p, [d], [(0, 0, 300), (0, 37, 90), (0, 64, 65)], seed=5), [[40, 90, 0], [261, 9, 70]])
 
 
 @pytest.mark.parametrize(("p_kind", "d_kind"), [("token", "head"), ("head", "token")])
@@ -211,7 +214,7 @@ def test_every_division_of_prefill_meets_every_one_of_decode(
 def test_layouts_and_block_sizes_may_differ(p_kind: str, d_kind: str, p_block: int, d_block: int) -> None:
     p = geometry(p_kind, heads=4, tp=2, block=p_block, cells=(4, 4), pad=8)
     d = geometry(d_kind, heads=4, tp=4, block=d_block, cells=(4, 4))
-    run(Cluster(p, [d], [(0, 3, 50), (0, 0, 16)], seed=7), [[17, 5], [17, 5]])
+    run(PlannedCluster(p, [d], [(0, 3, 50), (0, 0, 16)], seed=7), [[17, 5], [17, 5]])
 
 
 @pytest.mark.parametrize("kind", ["token", "head", "opaque"])
@@ -228,7 +231,7 @@ def test_a_layer_of_one_rank_alone(kind: str, heads: int, p_ranks: tuple[int, in
         for tp, only in (p_ranks, d_ranks)
     )
     ds = [d, alone(d, tp=4, only=3) if d_ranks[1] >= 0 else d]  # two layouts that differ in nothing else
-    run(Cluster(p, ds, [(0, 0, 30), (1, 8, 17), (0, 16, 64), (1, 0, 1)], seed=5), [[8, 9, 20, 0], [3, 9, 20, 0]])
+    run(PlannedCluster(p, ds, [(0, 0, 30), (1, 8, 17), (0, 16, 64), (1, 0, 1)], seed=5), [[8, 9, 20, 0], [3, 9, 20, 0]])
 
 
 def test_layers_of_several_ranks_alone_are_planned_for_each() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from unit.geometry.test_geometry_plan import clusters, jobs_of
-from unit.kits.geometry import Cluster, geometry, owner_share, range_of
+from unit.kits.geometry import PlannedCluster, geometry, owner_share, range_of
 from vllm_ascend_pd.geometry import ownership
 from vllm_ascend_pd.geometry.ownership import granule
 from vllm_ascend_pd.geometry.plan import Job
@@ -35,7 +35,7 @@ def box(offset: int, heads: int, head: int, tokens: int, token: int, cell: int) 
     return starts[:, :, None] + np.arange(cell)
 
 
-def gather(cluster: Cluster, rank: int, rows: np.ndarray, out: np.ndarray, filled: np.ndarray) -> None:
+def gather(cluster: PlannedCluster, rank: int, rows: np.ndarray, out: np.ndarray, filled: np.ndarray) -> None:
     """Execute the gather op with a table of cache rows."""
     cache = cluster.ranks[rank]
     for region, block, head, token, heads, tokens, offset, head_stride, token_stride in rows.tolist():
@@ -60,7 +60,7 @@ def assemble(received: np.ndarray, rows: np.ndarray, out: np.ndarray, filled: np
         np.add.at(filled, image, 1)
 
 
-def staged(cluster: Cluster, jobs: list[Job], plans: list[RegroupPlan]) -> Iterator[tuple[Slot, np.ndarray]]:
+def staged(cluster: PlannedCluster, jobs: list[Job], plans: list[RegroupPlan]) -> Iterator[tuple[Slot, np.ndarray]]:
     """Run one step of all ranks: gather, all-to-all, assemble, write. Every buffer byte is used exactly once."""
     outgoing = []
     for plan in plans:
@@ -82,7 +82,7 @@ def staged(cluster: Cluster, jobs: list[Job], plans: list[RegroupPlan]) -> Itera
         assert (used == 1).all()
 
 
-def write(cluster: Cluster, slot: Slot, jobs: list[Job], memory: np.ndarray) -> None:
+def write(cluster: PlannedCluster, slot: Slot, jobs: list[Job], memory: np.ndarray) -> None:
     written = np.zeros(slot.nbytes, int)
     for member, regions in slot.writes.items():
         assert jobs[member].instance == slot.instance
@@ -93,12 +93,12 @@ def write(cluster: Cluster, slot: Slot, jobs: list[Job], memory: np.ndarray) -> 
     assert (written == 1).all()
 
 
-def exchange(cluster: Cluster, jobs: list[Job], plans: list[RegroupPlan]) -> None:
+def exchange(cluster: PlannedCluster, jobs: list[Job], plans: list[RegroupPlan]) -> None:
     for _ in staged(cluster, jobs, plans):
         pass
 
 
-def check_shares(cluster: Cluster, jobs: list[Job], plans: list[RegroupPlan]) -> None:
+def check_shares(cluster: PlannedCluster, jobs: list[Job], plans: list[RegroupPlan]) -> None:
     p = cluster.p
     owned: Counter[tuple[object, ...]] = Counter()
     for plan in plans:
@@ -122,7 +122,7 @@ def check_shares(cluster: Cluster, jobs: list[Job], plans: list[RegroupPlan]) ->
                     assert rank in contributors(p, d, d_rank)
 
 
-def run(cluster: Cluster, steps: list[list[int]], step_number: int = 0) -> None:
+def run(cluster: PlannedCluster, steps: list[list[int]], step_number: int = 0) -> None:
     planners = [RegroupPlanner(cluster.p, rank) for rank in range(cluster.p.tp_size)]
     for number, advances in enumerate([*steps, [10**6] * len(cluster.requests)]):
         jobs = jobs_of(cluster, advances)
@@ -135,7 +135,7 @@ def run(cluster: Cluster, steps: list[list[int]], step_number: int = 0) -> None:
 
 @SETTINGS
 @given(clusters())
-def test_each_wanted_byte_is_written_once_and_nothing_else(drawn: tuple[Cluster, list[list[int]]]) -> None:
+def test_each_wanted_byte_is_written_once_and_nothing_else(drawn: tuple[PlannedCluster, list[list[int]]]) -> None:
     run(*drawn)
 
 
@@ -161,7 +161,7 @@ def test_every_ratio_of_ranks(kind: str, heads: int, p_tp: int, d_tp: int) -> No
     d = geometry(kind, heads=heads, tp=d_tp, block=8)
     other = geometry(kind, heads=heads, tp=p_tp, block=8)
     prompts = [(0, 0, 30), (1, 8, 17), (0, 16, 64), (2, 0, 1), (2, 0, 64)]
-    run(Cluster(p, [d, d, other], prompts, seed=5), [[8, 9, 20, 0, 7], [3, 9, 20, 0, 33]])
+    run(PlannedCluster(p, [d, d, other], prompts, seed=5), [[8, 9, 20, 0, 7], [3, 9, 20, 0, 33]])
 
 
 def test_nothing_is_exchanged_where_ranks_hold_all_that_they_own() -> None:
@@ -231,4 +231,4 @@ def test_instances_have_slots_of_their_own() -> None:
 @pytest.mark.parametrize("kind", ["token", "head", "opaque"])
 def test_jobs_of_two_instances_may_alternate(kind: str) -> None:
     p, d = geometry(kind, heads=4, tp=2, block=8), geometry(kind, heads=4, tp=1, block=8)
-    run(Cluster(p, [d, d], [(0, 0, 5), (1, 0, 4), (0, 0, 7), (1, 8, 40), (0, 0, 9)], seed=2), [])
+    run(PlannedCluster(p, [d, d], [(0, 0, 5), (1, 0, 4), (0, 0, 7), (1, 8, 40), (0, 0, 9)], seed=2), [])

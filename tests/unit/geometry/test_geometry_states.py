@@ -71,7 +71,7 @@ def shard(recurrence: str, groups: int, layer: int, rank: int, tp: int, dim_firs
     return [(rows.T if dim_first else rows).contiguous(), held(matrices, 0, rank, tp).contiguous()]
 
 
-class Side:
+class RankStates:
     """One rank's caches, empty or with its part of the model's state in one block."""
 
     def __init__(self, recurrence: str, groups: int, tp: int, rank: int, *, dim_first: bool, apart: bool) -> None:
@@ -98,7 +98,7 @@ class Side:
             name: pages.clone()[:, :size].unflatten(1, (1, 1, size)) for name, size in zip(LAYERS, nbytes, strict=True)
         }
 
-    def fill(self, block: int) -> Side:
+    def fill(self, block: int) -> RankStates:
         for name, shards in zip(LAYERS, self.shards, strict=True):
             made = self.made[name]
             if isinstance(made, list):
@@ -116,11 +116,11 @@ class Side:
         return CacheBytes(self.caches, TokenMajorDevice()).region(layer, region)
 
 
-def engine(sides: list[Side]) -> CacheGeometry:
+def engine(sides: list[RankStates]) -> CacheGeometry:
     return merge_geometries({(0, side.rank): WorkerFacts(None, side.caches.geometry) for side in sides})
 
 
-def move(p: list[Side], d: list[Side], p_block: int, d_block: int, step_number: int) -> int:
+def move(p: list[RankStates], d: list[RankStates], p_block: int, d_block: int, step_number: int) -> int:
     """Execute the plans of P's ranks; return how many bytes were moved."""
     ours, theirs, moved = engine(p), engine(d), 0
     for pair in pairings(ours, theirs):
@@ -158,11 +158,11 @@ def test_every_rank_of_d_gets_its_part_of_the_state_and_nothing_else_is_written(
 ) -> None:  # fmt: skip
     groups = 1 if few and recurrence == MAMBA2 else 4
     sides = [
-        [Side(recurrence, groups, tp, rank, dim_first=dim_first, apart=one) for rank in range(tp)]
+        [RankStates(recurrence, groups, tp, rank, dim_first=dim_first, apart=one) for rank in range(tp)]
         for tp, one in zip(tps, apart, strict=True)
     ]
     p, d = [[side.fill(blocks[0]) for side in sides[0]], sides[1]]
-    wanted = [Side(recurrence, groups, tps[1], r, dim_first=dim_first, apart=apart[1]) for r in range(tps[1])]
+    wanted = [RankStates(recurrence, groups, tps[1], r, dim_first=dim_first, apart=apart[1]) for r in range(tps[1])]
     moved = move(p, d, *blocks, step_number)
     assert [side.memory() for side in d] == [side.fill(blocks[1]).memory() for side in wanted]
     assert moved == sum(one.nbytes for side in d for shards in side.shards for one in shards), "each byte once"
@@ -171,7 +171,7 @@ def test_every_rank_of_d_gets_its_part_of_the_state_and_nothing_else_is_written(
 def sides(p_tp: int = 1, d_tp: int = 1, groups: int = 1, **more: Any) -> tuple[CacheGeometry, CacheGeometry]:
     given = {"dim_first": False, "apart": False, **more}
     p, d = (
-        engine([Side(MAMBA2, groups, tp, rank, **given) for rank in range(tp)])  # type: ignore[arg-type]
+        engine([RankStates(MAMBA2, groups, tp, rank, **given) for rank in range(tp)])  # type: ignore[arg-type]
         for tp in (p_tp, d_tp)
     )
     return p, d
@@ -382,7 +382,7 @@ def test_a_state_is_announced_when_the_step_is_over() -> None:
     said: list[Any] = []
     plan = SimpleNamespace(number=1, before=None, direct=True, exchanges=(), again=(), pushes=(), final=())
     core = SimpleNamespace(begin=lambda now, step: plan, uncomputed=lambda *facts: said.append(facts))
-    deciding: Any = lambda: _Held(core)  # noqa: E731
+    deciding: Any = lambda: HeldCore(core)  # noqa: E731
     names = ("l.0/heads", "l.0.attn", "l.1/heads")
     steps = Steps(names, deciding, object, said.append, lambda: 0.0, None, states=("l.0/heads", "l.1/heads"))  # type: ignore[arg-type,return-value]
     steps.begin(SimpleNamespace(empty=False, slices=(1,)))  # type: ignore[arg-type]
@@ -392,7 +392,7 @@ def test_a_state_is_announced_when_the_step_is_over() -> None:
     assert [one.layer for one in said[1:-1]] == [0, 2] and said[-1].step == 1
 
 
-class _Held:
+class HeldCore:
     def __init__(self, core: Any) -> None:
         self.core = core
 
@@ -407,7 +407,7 @@ class _Held:
 
 @pytest.mark.parametrize("tps", [(1, 1), (2, 1), (1, 2)], ids=str)
 def test_the_sums_of_what_p_reads_are_those_of_what_d_has(tps: tuple[int, int]) -> None:
-    p, d = ([Side(MAMBA2, 1, tp, rank, dim_first=False, apart=False) for rank in range(tp)] for tp in tps)
+    p, d = ([RankStates(MAMBA2, 1, tp, rank, dim_first=False, apart=False) for rank in range(tp)] for tp in tps)
     for side in p:
         side.fill(4)
     move(p, d, 4, 2, 1)

@@ -51,7 +51,7 @@ def number(name: str, entry: int, head: int) -> np.ndarray[tuple[int, ...], np.d
     return np.arange(sort.dim, dtype=np.float32) + 16 * (head + 4 * (entry + 1024 * int(name[2:])))
 
 
-class Side:
+class PagedMemory:
     """One rank's memory: a storage for each layer of a group, cut into pages."""
 
     def __init__(self, sizes: tuple[int, ...], tp: int, rank: int) -> None:
@@ -77,7 +77,7 @@ class Side:
         storage = self.storages[int(name[2:]) // len(SORTS)]
         return storage.as_strided((POOL, size, heads, dim), (page, heads * dim, dim, 1))
 
-    def fill(self, tables: list[list[int]], first: list[int], end: int) -> Side:
+    def fill(self, tables: list[list[int]], first: list[int], end: int) -> PagedMemory:
         """Fill the blocks of one request: of each group the tokens from `first` on."""
         for name, group in LAYERS.items():
             per = SORTS[group].per_entry
@@ -92,7 +92,7 @@ class Side:
         return CacheBytes(self.caches, TokenMajorDevice()).region(layer, 0)
 
 
-def whole(sides: list[Side]) -> CacheGeometry:
+def whole(sides: list[PagedMemory]) -> CacheGeometry:
     return merge_geometries({(0, side.rank): WorkerFacts(None, side.caches.geometry) for side in sides})
 
 
@@ -116,7 +116,7 @@ def test_each_group_arrives_in_its_own_blocks_and_nothing_else_changes(
     tps: tuple[int, int], chunk: int, end: int
 ) -> None:
     p, d, wanted = (
-        [Side(sizes, tp, rank) for rank in range(tp)]
+        [PagedMemory(sizes, tp, rank) for rank in range(tp)]
         for sizes, tp in ((P_SIZES, tps[0]), (D_SIZES, tps[1]), (D_SIZES, tps[1]))
     )
     ours, theirs = whole(p), whole(d)
@@ -156,13 +156,13 @@ def test_each_group_arrives_in_its_own_blocks_and_nothing_else_changes(
 
 
 def test_entries_of_other_numbers_of_tokens_are_refused() -> None:
-    ours = whole([Side(P_SIZES, 1, 0)])
+    ours = whole([PagedMemory(P_SIZES, 1, 0)])
     others = [msgspec.structs.replace(group, n=5) if group.per_entry == 4 else group for group in ours.groups]
     found = mismatches(ours, msgspec.structs.replace(ours, groups=tuple(others)))
     assert [str(one) for one in found] == ["tokens that matter of l.3: prefill compressed 4, decode compressed 5"]
 
 
 def test_a_block_of_p_that_is_no_multiple_of_d_s_is_refused_for_a_window() -> None:
-    ours = whole([Side(P_SIZES, 1, 0)])
-    found = mismatches(ours, whole([Side((12, *D_SIZES[1:]), 1, 0)]))
+    ours = whole([PagedMemory(P_SIZES, 1, 0)])
+    found = mismatches(ours, whole([PagedMemory((12, *D_SIZES[1:]), 1, 0)]))
     assert any("block_size of l.0" in str(one) for one in found), found

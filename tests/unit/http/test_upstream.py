@@ -18,7 +18,7 @@ from vllm_ascend_pd.http.http1 import Origin, Reply, Upstream, UpstreamError
 Handle = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-class Raw:
+class RawServer:
     """Read a request and call `handle`, which writes the answer. Count connections and requests."""
 
     def __init__(self, handle: Handle) -> None:
@@ -51,8 +51,8 @@ class Raw:
 
 
 @asynccontextmanager
-async def talking(handle: Handle, idle_s: float = 10.0) -> AsyncIterator[tuple[Raw, Origin, Upstream]]:
-    server, upstream = Raw(handle), Upstream(2.0, idle_s)
+async def talking(handle: Handle, idle_s: float = 10.0) -> AsyncIterator[tuple[RawServer, Origin, Upstream]]:
+    server, upstream = RawServer(handle), Upstream(2.0, idle_s)
     origin = await server.start()
     try:
         yield server, origin, upstream

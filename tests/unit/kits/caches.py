@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from unit.kits.geometry import range_of
-from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.device.base import PLAIN, Device, Packing
 from vllm_ascend_pd.device.caches import CacheShape, LayerShape
 from vllm_ascend_pd.device.cpu import CpuDevice
 
@@ -24,8 +24,8 @@ class TokenMajorDevice(CpuDevice):
 
     token_major = True
 
-    def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> tuple[str, bool]:
-        return "plain", False
+    def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> Packing:
+        return PLAIN
 
 
 class Divided(NamedTuple):
@@ -59,7 +59,7 @@ class HeldDevice(TokenMajorDevice):
 
 
 @dataclass(frozen=True)
-class Model:
+class CacheModel:
     """Model with a cache layout.
 
     `opaque`: the CPU backend's planes, all layers in one storage. `latent`: MLA. `token`: tuples of K and V as
@@ -155,7 +155,7 @@ class RankCache:
 
     def __init__(
         self,
-        model: Model,
+        model: CacheModel,
         names: Sequence[str],
         tp: int,
         rank: int,

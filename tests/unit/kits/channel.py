@@ -170,7 +170,7 @@ async def until(condition: Callable[[], object], limit_s: float = 5.0) -> None:
         await asyncio.sleep(0.002)
 
 
-class Speaker:
+class DialingChild:
     """A process of its own that dials and sends, to be stopped and killed."""
 
     def __init__(self, port: int, incarnation: str = "p-1") -> None:
@@ -178,7 +178,7 @@ class Speaker:
         environ = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environ, cwd=ROOT)
 
-    def __enter__(self) -> Speaker:
+    def __enter__(self) -> DialingChild:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -197,13 +197,13 @@ class Speaker:
         self.process.wait()
 
 
-class Raw:
+class RawConnection:
     """A bare TCP connection to a listener."""
 
     def __init__(self, ear: Ear) -> None:
         self.ear = ear
 
-    async def __aenter__(self) -> Raw:
+    async def __aenter__(self) -> RawConnection:
         self.reader, self.writer = await asyncio.open_connection(LOOPBACK, self.ear.endpoint.port)
         return self
 

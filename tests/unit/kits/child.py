@@ -16,10 +16,10 @@ from tools.support.process import freeze
 
 ROOT = Path(__file__).parents[3]
 ANSWER_S = 120.0  # it imports torch first, perhaps on a loaded machine
-Self = TypeVar("Self", bound="Child")
+Self = TypeVar("Self", bound="AnsweringChild")
 
 
-class Child:
+class AnsweringChild:
     """Handle for the test. A context manager, which ends the process."""
 
     def __init__(self, *words: str, environment: Mapping[str, str] | None = None, answer_s: float = ANSWER_S) -> None:

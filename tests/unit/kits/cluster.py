@@ -15,16 +15,16 @@ from typing import Any
 
 import httpx
 
-from unit.kits.fake_engine import FakeEngine, Served, words
+from unit.kits.fake_engine import FakeEngine, ServedApp, words
 from vllm_ascend_pd.metaserver.service.app import WorkerProcess
 from vllm_ascend_pd.metaserver.service.intake import Protocol
 from vllm_ascend_pd.metaserver.service.settings import Settings
 
 
 @dataclass
-class Cluster:
+class FakeCluster:
     worker: WorkerProcess
-    served: Served
+    served: ServedApp
     prefill: list[FakeEngine]
     decode: list[FakeEngine]
     http: httpx.Client
@@ -52,7 +52,9 @@ def free_port() -> int:
 
 
 @contextmanager
-def cluster(prefill: int = 1, decode: int = 1, fingerprints: Sequence[str] = (), **settings: Any) -> Iterator[Cluster]:
+def cluster(
+    prefill: int = 1, decode: int = 1, fingerprints: Sequence[str] = (), **settings: Any
+) -> Iterator[FakeCluster]:
     """Start a cluster. `fingerprints`: of the P's and the D's; if empty, all are of one version."""
     engines = [FakeEngine(f"fake-{i}") for i in range(prefill + decode)]
     for engine, fingerprint in zip(engines, fingerprints, strict=False):
@@ -77,13 +79,13 @@ def cluster(prefill: int = 1, decode: int = 1, fingerprints: Sequence[str] = (),
         ),
         url,
     )
-    served = Served(worker.app(), "metaserver", port, lifespan="on", protocol=Protocol)
+    served = ServedApp(worker.app(), "metaserver", port, lifespan="on", protocol=Protocol)
     http = httpx.Client(base_url=url, timeout=30, trust_env=False)
     try:
         until(lambda: http.get("/readiness").status_code == 200 or prefill == 0 or decode == 0)
         names = {engine.address for engine in engines}  # a silent engine is not chosen while others have answered
         until(lambda: all(instance.answered for instance in worker.fleet if instance.name in names))
-        yield Cluster(worker, served, ps, ds, http)
+        yield FakeCluster(worker, served, ps, ds, http)
     finally:
         http.close()
         served.stop()
@@ -91,7 +93,7 @@ def cluster(prefill: int = 1, decode: int = 1, fingerprints: Sequence[str] = (),
             engine.stop()
 
 
-def asked_until(c: Cluster, reached: Callable[[], Any], least: int = 1) -> int:
+def asked_until(c: FakeCluster, reached: Callable[[], Any], least: int = 1) -> int:
     """Send requests until the condition holds, at least `least`, and check each answer; return how many. The choice
     of an engine is random."""
     for count in itertools.count(1):

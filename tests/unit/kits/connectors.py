@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
-from unit.kits.recording_metaserver import Metaserver
+from unit.kits.recording_metaserver import RecordingMetaserver
 from unit.kits.vllm_configs import LAYERS, attention, cache_config, vllm_config
 from unit.kits.watching import until
 from vllm_ascend_pd.connector import AscendPushConnector
@@ -74,10 +74,10 @@ def output(name: str | None = None, tokens: int = 0, blocks: list[int] | None = 
 
 
 @dataclass
-class Pair:
+class ConnectorPair:
     """Connectors of both engines, TP 1, without engines around them."""
 
-    metaserver: Metaserver
+    metaserver: RecordingMetaserver
     prefill: AscendPushConnector
     prefill_worker: AscendPushConnector
     decode: AscendPushConnector
@@ -139,8 +139,8 @@ class Pair:
 
 
 @contextmanager
-def connected_pair() -> Iterator[Pair]:
-    server = Metaserver()
+def connected_pair() -> Iterator[ConnectorPair]:
+    server = RecordingMetaserver()
     extra = {"metaserver_urls": [server.url]}
     made = {
         (role, kind): connector(role, kind, extra)
@@ -157,7 +157,7 @@ def connected_pair() -> Iterator[Pair]:
         assert shake is not None
         made[role, KVConnectorRole.SCHEDULER].set_xfer_handshake_metadata({0: shake})
     prefill, prefill_worker, decode, decode_worker = made.values()
-    yield Pair(server, prefill, prefill_worker, decode, decode_worker, caches)
+    yield ConnectorPair(server, prefill, prefill_worker, decode, decode_worker, caches)
     server.end = b"{}"
     for each in made.values():
         each.shutdown()

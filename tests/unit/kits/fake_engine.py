@@ -3,7 +3,7 @@
 
 As a D it asks the metaserver for its prefill with the package's own client, one reservation per prompt and choice.
 As a P it "pushes" what the reservation names, which D then finds. Its output depends on the prompt alone, so a test
-can tell a right answer from a wrong one. `Served` runs any ASGI application on a thread of its own and can kill it.
+can tell a right answer from a wrong one. `ServedApp` runs any ASGI application on a thread of its own and can kill it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
-class Served:
+class ServedApp:
     """An ASGI application on a port of 127.0.0.1, on its own loop thread."""
 
     def __init__(
@@ -118,7 +118,7 @@ class Served:
 
 
 @dataclass
-class Seen:
+class SeenRequest:
     """One request that reached the engine."""
 
     route: str
@@ -188,7 +188,7 @@ class FakeEngine:
     def __init__(self, name: str = "engine", port: int = 0, metaservers: tuple[str, ...] = ()) -> None:
         self.usual = Manner()
         self.mood: Callable[[], Manner] | None = None  # draws the behaviour of each request; `usual` without it
-        self.seen: list[Seen] = []
+        self.seen: list[SeenRequest] = []
         self.running = 0
         self.outcomes: list[Outcome] = []
         self.local_prefills = 0
@@ -198,7 +198,7 @@ class FakeEngine:
         self.sends_first = False  # as P: reports its first tokens
         self._loads: dict[str, LoadReport] = {}  # the last report by ticket
         self._waiting: dict[str, asyncio.Future[Outcome]] = {}
-        self.served = Served(self._app, name, port)
+        self.served = ServedApp(self._app, name, port)
         self.metaservers(*metaservers)
 
     def metaservers(self, *urls: str, **more: Any) -> None:
@@ -215,7 +215,7 @@ class FakeEngine:
     def address(self) -> str:
         return self.served.address
 
-    def generations(self) -> list[Seen]:
+    def generations(self) -> list[SeenRequest]:
         return [s for s in self.seen if s.route.endswith("completions")]
 
     def stop(self) -> None:
@@ -232,7 +232,7 @@ class FakeEngine:
         body = await _read(receive)
         parsed = json.loads(body) if body[:1] in (b"{", b"[") else None
         headers = {k.decode(): v.decode() for k, v in scope["headers"]}
-        seen = Seen(scope["path"], headers, parsed)
+        seen = SeenRequest(scope["path"], headers, parsed)
         while self.manner.frozen:
             await asyncio.sleep(0.01)
         if scope["path"] == "/health":
@@ -263,7 +263,7 @@ class FakeEngine:
             work.cancel()
             await asyncio.gather(work, left, return_exceptions=True)
 
-    async def _serve(self, seen: Seen, send: Send) -> None:
+    async def _serve(self, seen: SeenRequest, send: Send) -> None:
         if self.manner.hang:
             await asyncio.Event().wait()
         if self.manner.wedged and seen.route != "/v1/models":
@@ -299,7 +299,7 @@ class FakeEngine:
         while self.manner.hold:
             await asyncio.sleep(0.01)
 
-    async def _generate(self, seen: Seen, send: Send) -> None:
+    async def _generate(self, seen: SeenRequest, send: Send) -> None:
         if self.manner.ends:
             said = json.dumps({"id": "fake", "choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}).encode()
             if seen.body.get("stream"):
@@ -408,7 +408,7 @@ class FakeEngine:
             loop = asyncio.get_running_loop()
             loop.call_later(self.manner.report_s, self._client.report, params["metaserver"], report)
 
-    async def _whole(self, seen: Seen, send: Send) -> None:
+    async def _whole(self, seen: SeenRequest, send: Send) -> None:
         chat = "chat" in seen.route
         count = seen.body.get("max_completion_tokens" if chat else "max_tokens") or self.manner.tokens
         texts = ["".join(words(p, count)) for p in _prompts(seen.body) for _ in range(seen.body.get("n") or 1)]
@@ -436,7 +436,7 @@ class FakeEngine:
             raise ConnectionAbortedError("as set")
         await _answer(send, 200, said)
 
-    async def _speech(self, seen: Seen, send: Send) -> None:
+    async def _speech(self, seen: SeenRequest, send: Send) -> None:
         prompt = _prompts(seen.body)[0]
         ids = prompt if isinstance(prompt, list) else list(json.dumps(prompt).encode())
         speaker = Speaker(seen.body, ids, "fake")
@@ -448,7 +448,7 @@ class FakeEngine:
             await asyncio.sleep(self.manner.gap_s)
         await self._finish(send, speaker.end())
 
-    async def _stream(self, seen: Seen, send: Send) -> None:
+    async def _stream(self, seen: SeenRequest, send: Send) -> None:
         if self.manner.speaks:
             await self._speech(seen, send)
             return

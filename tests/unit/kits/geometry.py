@@ -101,7 +101,7 @@ def owner_share(p: CacheGeometry, d: CacheGeometry, p_rank: int, d_rank: int) ->
 
 
 @dataclass
-class Cache:
+class CountedMemory:
     """One rank's memory, one flat array per region, and how often each byte was written by a plan."""
 
     geometry: CacheGeometry
@@ -137,7 +137,7 @@ class Cache:
 
 
 @dataclass
-class Request:
+class PlannedRequest:
     """Tokens [first, end) of a prompt go to one D instance; contents[region] is (token, head, byte)."""
 
     instance: int
@@ -149,7 +149,7 @@ class Request:
     done: int = 0
 
 
-class Cluster:
+class PlannedCluster:
     """One P engine and several D engines, with a pool of blocks on each."""
 
     def __init__(
@@ -168,8 +168,10 @@ class Cluster:
             pool_p, free = np.sort(pool_p), [np.sort(pool) for pool in free]
         elif seed % 3 == 1:  # pool that was filled backwards
             pool_p, free = np.sort(pool_p)[::-1].copy(), [np.sort(pool)[::-1].copy() for pool in free]
-        self.ranks = [Cache(p, rank, len(pool_p), seed + 1) for rank in ranks_of(p)]
-        self.engines = [[Cache(d, rank, pools[i] + 1, seed + 2 + i) for rank in ranks_of(d)] for i, d in enumerate(ds)]
+        self.ranks = [CountedMemory(p, rank, len(pool_p), seed + 1) for rank in ranks_of(p)]
+        self.engines = [
+            [CountedMemory(d, rank, pools[i] + 1, seed + 2 + i) for rank in ranks_of(d)] for i, d in enumerate(ds)
+        ]
         self.before = [[[m.copy() for m in cache.memory] for cache in engine] for engine in self.engines]
         self.requests = []
         for (instance, first, end), count in zip(prompts, wanted_p, strict=True):
@@ -179,9 +181,9 @@ class Cluster:
             table, free[instance] = free[instance][:theirs], free[instance][theirs:]
             cells = [r.cell_bytes // (p.block_size if r.opaque else 1) for r in p.regions]
             contents = [noise.integers(0, 256, (end, p.kv_heads, cell), dtype=np.uint8) for cell in cells]
-            self.requests.append(Request(instance, first, end, mine, table, contents))
+            self.requests.append(PlannedRequest(instance, first, end, mine, table, contents))
 
-    def compute(self, request: Request, after: int) -> None:
+    def compute(self, request: PlannedRequest, after: int) -> None:
         """P computes a request's tokens up to `after`, on every rank that holds the head."""
         for cache in self.ranks:
             own = [token for token in held_by(self.p, cache.rank, after) if token >= request.done]
@@ -208,7 +210,7 @@ class Cluster:
                     cache, self.before[instance][cache.rank], [r for r in self.requests if r.instance == instance]
                 )
 
-    def _check(self, cache: Cache, before: list[np.ndarray], requests: list[Request]) -> None:
+    def _check(self, cache: CountedMemory, before: list[np.ndarray], requests: list[PlannedRequest]) -> None:
         size = cache.geometry.block_size
         for region, shape in enumerate(cache.geometry.regions):
             wanted = np.zeros(len(cache.memory[region]), dtype=np.int16)

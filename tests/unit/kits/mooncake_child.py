@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from unit.kits.child import ANSWER_S, Child
+from unit.kits.child import ANSWER_S, AnsweringChild
 from vllm_ascend_pd.config import WireConfig
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.transport.base import Wire, WriteState
@@ -39,7 +39,7 @@ PORT_WAIT_S = 120.0
 TICK_S = 0.002
 
 
-class Receiver(Child):
+class ReceivingChild(AnsweringChild):
     """The child process that Mooncake writes into."""
 
     def __init__(self, size: int, port: int | None = None) -> None:

@@ -8,20 +8,20 @@ from typing import Any
 
 import msgspec
 
-from unit.kits.fake_engine import Served
+from unit.kits.fake_engine import ServedApp
 from vllm_ascend_pd.protocol.reports import ROUTE
 
 PREFILLED = b'{"event":"prefilled"}\n'
 
 
-class Metaserver:
+class RecordingMetaserver:
     """Keeps the answer to a reservation open until `end` is set, which is its last line."""
 
     def __init__(self, end: bytes = b"") -> None:
         self.bodies: list[dict[str, Any]] = []
         self.reports: list[dict[str, Any]] = []
         self.end = end
-        self.served = Served(self._app, "a metaserver")
+        self.served = ServedApp(self._app, "a metaserver")
         self.url = f"http://{self.served.address}"
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:

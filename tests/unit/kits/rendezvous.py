@@ -14,7 +14,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tools.support.process import free_port
 from unit.kits.schedulers import CACHE, ENDPOINTS, engine, output, request
-from unit.kits.watching import Steps, until
+from unit.kits.watching import WatchedSteps, until
 from vllm_ascend_pd.decode.core.seeds import Start
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import WorkerFacts
@@ -34,7 +34,7 @@ TOKEN = 7  # P's first token
 P_ID, D_ID = "cmpl-router-1-0-aaaaaaaa", "cmpl-router-1-0-bbbbbbbb"
 
 
-class Pair:
+class SchedulerPair:
     def __init__(self, secrets: Secrets | None, p_keys: dict[str, Any], d_keys: dict[str, Any]) -> None:
         self.news = 0
         keys = {"hold_sources": 4, "hold_s": 60.0, **p_keys}
@@ -43,7 +43,7 @@ class Pair:
         made = engine(secrets, **({"prefill_listeners": ["127.0.0.1"]} if secrets is None else {}), **d_keys)
         self.d = DecodeScheduler(made, Patience(lambda: 0), vocabulary=100)
         self.d.attach_workers({(0, rank): WorkerFacts(where, CACHE) for rank, where in enumerate(ENDPOINTS)})
-        self.steps = Steps(self.d)
+        self.steps = WatchedSteps(self.d)
 
     def _rung(self) -> None:
         self.news += 1
@@ -89,8 +89,8 @@ class Pair:
 
 
 @contextmanager
-def pair(secrets: Secrets | None = None, p: Any = None, d: Any = None) -> Iterator[Pair]:
-    made = Pair(secrets, p or {}, d or {})
+def pair(secrets: Secrets | None = None, p: Any = None, d: Any = None) -> Iterator[SchedulerPair]:
+    made = SchedulerPair(secrets, p or {}, d or {})
     try:
         yield made
     finally:
@@ -99,7 +99,7 @@ def pair(secrets: Secrets | None = None, p: Any = None, d: Any = None) -> Iterat
         made.p.close()
 
 
-class BootstrapPair(Pair):
+class BootstrapPair(SchedulerPair):
     def __init__(self) -> None:
         self.port = free_port()
         super().__init__(None, {"bootstrap_port": self.port}, {})

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import cycle, pairwise
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from unit.kits.caches import Divided, Model, Pool, RankCache
+from unit.kits.caches import CacheModel, Divided, Pool, RankCache
 from unit.kits.watching import parsed, until
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.core.loads import Loaded
@@ -52,7 +52,6 @@ FAST = {
     "transfer_timeout_s": 5,
 }
 
-Tensors = Mapping[str, Any]
 MakeTransport = Callable[[], MemoryTransport | Target | Wire]
 Hook = Callable[[PrefillWorker, str, Any], None]
 
@@ -80,7 +79,7 @@ def engine_of(config: PushConfig, make_transport: MakeTransport, secrets: Secret
 
 
 @dataclass(eq=False)
-class Request:
+class SitePrompt:
     """One prompt on both sides."""
 
     name: str
@@ -103,7 +102,7 @@ class DecodeSite:
 
     def __init__(
         self,
-        model: Model,
+        model: CacheModel,
         tp: int,
         *,
         cuts: Sequence[int] = (),
@@ -140,7 +139,7 @@ class DecodeSite:
         facts = {place: worker.handshake() for place, worker in zip(self.places, self.workers, strict=True)}
         self.geometry = merge_geometries(facts)  # type: ignore[arg-type]
         self.endpoints = tuple(f.endpoint for f in facts.values() if f is not None and f.endpoint is not None)
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, SitePrompt] = {}
         self.used: set[int] = set()  # blocks of requests that have ended
         self.seen: list[Counter[str]] = [Counter() for _ in self.workers]
         self.outcomes: dict[str, list[Loaded]] = {}
@@ -148,7 +147,7 @@ class DecodeSite:
 
     def reserve(
         self, name: str, tokens: int, *, first: int = 0, deadline_s: float = 30.0, seed: int | None = None
-    ) -> Request:
+    ) -> SitePrompt:
         """Allocate blocks for [first, tokens) like D's scheduler; the workers get it in the next step."""
         content = self.model.content(tokens, len(self.requests) if seed is None else seed)
         before = first // self.covers
@@ -168,7 +167,7 @@ class DecodeSite:
             prompt_length=tokens,
             prompt_hash="the hash",
         )
-        self.requests[name] = Request(name, tokens, first, content, reservation, blocks[before:])
+        self.requests[name] = SitePrompt(name, tokens, first, content, reservation, blocks[before:])
         return self.requests[name]
 
     def step(self) -> DecodeStep:
@@ -191,7 +190,7 @@ class DecodeSite:
                 if self.book.received(name) is not None:
                     self.done[name] = reports
 
-    def received(self, *requests: Request, seconds: float = DEADLINE_S) -> list[Loaded]:
+    def received(self, *requests: SitePrompt, seconds: float = DEADLINE_S) -> list[Loaded]:
         """Step until every worker has reported these requests."""
         names = [request.name for request in requests]
 
@@ -203,13 +202,13 @@ class DecodeSite:
         self.step()  # nothing may be reported twice
         return [report for name in names for report in self.done[name]]
 
-    def release(self, request: Request) -> None:
+    def release(self, request: SitePrompt) -> None:
         """End the request: its blocks return to the pool with their contents."""
         del self.requests[request.name]
         self.pool.give(request.d_blocks)
         self.used.update(request.d_blocks)
 
-    def check(self, *requests: Request, layers: int | None = None) -> None:
+    def check(self, *requests: SitePrompt, layers: int | None = None) -> None:
         """Check that these requests' KV is complete, and that nothing else changed but blocks of requests not named.
         `layers`: only so many, from the first."""
         for (stage, rank), cache in zip(self.places, self.ranks, strict=True):
@@ -220,7 +219,7 @@ class DecodeSite:
 
     def _check(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[SitePrompt],
         where: str,
         view: np.ndarray,
         layer: int,
@@ -276,7 +275,7 @@ class PrefillSite:
 
     def __init__(
         self,
-        model: Model,
+        model: CacheModel,
         tp: int,
         *,
         pp: int = 1,
@@ -317,12 +316,12 @@ class PrefillSite:
         self.sent: set[str] = set()
         self.released: set[str] = set()
 
-    def admit(self, request: Request, **changes: Any) -> Any:
+    def admit(self, request: SitePrompt, **changes: Any) -> Any:
         """Take the request's reservation like P's scheduler."""
         reservation = request.reservation
         return self.book.admit(request.p_name, reservation, request.tokens, reservation.prompt_hash, uuid.uuid4().hex)
 
-    def compute(self, *work: tuple[Request, int], hook: Hook = by_name, ready: int = 0) -> PrefillStep:
+    def compute(self, *work: tuple[SitePrompt, int], hook: Hook = by_name, ready: int = 0) -> PrefillStep:
         """Run one engine step that computes so many tokens of each request, of which the first `ready` are cached."""
         ranges = []
         for request, count in work:
@@ -336,18 +335,18 @@ class PrefillSite:
             request.computed += count
         return self._deliver(ranges, hook)
 
-    def prefill(self, request: Request, *chunks: int, hook: Hook = by_name) -> None:
+    def prefill(self, request: SitePrompt, *chunks: int, hook: Hook = by_name) -> None:
         """Compute a whole prompt, in chunks; one chunk if none are named."""
         assert self.admit(request) is None
         for chunk in chunks or (request.tokens,):
             self.compute((request, chunk), hook=hook)
 
-    def cached_prefix(self, request: Request, tokens: int) -> None:
+    def cached_prefix(self, request: SitePrompt, tokens: int) -> None:
         """Put the first tokens into P's cache beforehand, as an earlier request would."""
         request.p_blocks, request.computed = self.pool.take(-(-tokens // self.covers)), tokens
         self.fill(request, tokens)
 
-    def fill(self, request: Request, tokens: int) -> None:
+    def fill(self, request: SitePrompt, tokens: int) -> None:
         """Write the request's first tokens into its blocks."""
         for (stage, _), cache in self.caches.items():
             for index, name in enumerate(self.stages[stage]):
@@ -357,7 +356,7 @@ class PrefillSite:
         """Run a step without tokens."""
         return self._deliver([], by_name)
 
-    def preempt(self, request: Request) -> PrefillStep:
+    def preempt(self, request: SitePrompt) -> PrefillStep:
         """Take the request's blocks away in a step of others."""
         self.book.preempted(request.p_name)
         self.pool.give(request.p_blocks)
@@ -365,11 +364,11 @@ class PrefillSite:
         request.p_blocks, request.computed = [], 0
         return self.idle()
 
-    def finish(self, request: Request, *, holds_blocks: bool = True) -> bool:
+    def finish(self, request: SitePrompt, *, holds_blocks: bool = True) -> bool:
         self.ended.append(request.p_name)
         return self.book.finished(request.p_name, holds_blocks=holds_blocks, why="the test ended it")
 
-    def released_blocks_of(self, *requests: Request, seconds: float = DEADLINE_S) -> None:
+    def released_blocks_of(self, *requests: SitePrompt, seconds: float = DEADLINE_S) -> None:
         """Step until every worker has reported these requests, so that their blocks are free."""
         names = [request.p_name for request in requests]
 
@@ -380,7 +379,7 @@ class PrefillSite:
         until(all_out, f"{names} sent, seen {self.seen}", seconds)
         self.idle()  # nothing may be reported twice
 
-    def _deliver(self, ranges: list[tuple[Request, int, int]], hook: Hook) -> PrefillStep:
+    def _deliver(self, ranges: list[tuple[SitePrompt, int, int]], hook: Hook) -> PrefillStep:
         step = self.book.take_step(self.geometry)
         for worker in self.workers.values():
             worker.preempt(StepMetadata(prefill=step))
@@ -397,7 +396,7 @@ class PrefillSite:
         self.collect()
         return step
 
-    def _write(self, cache: RankCache, layer: int, own: int, request: Request, begin: int, end: int) -> None:
+    def _write(self, cache: RankCache, layer: int, own: int, request: SitePrompt, begin: int, end: int) -> None:
         if layer >= len(request.content):
             return  # layer of a draft model that D lacks
         for region, view in enumerate(cache.views[own]):

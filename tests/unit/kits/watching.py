@@ -39,7 +39,7 @@ def heard_ready(events: Events) -> set[tuple[str, int]]:
     }
 
 
-class Steps:
+class WatchedSteps:
     """Steps of D's scheduler, all kept: an outcome may be in any of them, even in the one with its bind."""
 
     def __init__(self, scheduler: DecodeScheduler) -> None:

@@ -26,7 +26,7 @@ COMMAND = [sys.executable, "-m", "vllm_ascend_pd.cli", "metaserver"]
 
 
 @dataclass
-class Running:
+class RunningMetaserver:
     process: subprocess.Popen[bytes]
     http: httpx.Client
     prefill: FakeEngine
@@ -48,7 +48,7 @@ class Running:
         return self.http.get("/status").json()["workers"]
 
 
-def place(worker: psutil.Process) -> int:
+def worker_number(worker: psutil.Process) -> int:
     """Return a worker's number, or -1 if the process has none, or has ended."""
     try:
         words: list[str] = worker.cmdline()
@@ -74,7 +74,7 @@ def ports(count: int) -> int:
 @contextmanager
 def running(
     *flags: str, workers: int = 1, canary: bool = False, scheme: str = "http", verify: ssl.SSLContext | bool = False
-) -> Iterator[Running]:
+) -> Iterator[RunningMetaserver]:
     port = ports(workers + 1)
     urls = tuple(f"{scheme}://127.0.0.1:{port + i}" for i in range(workers + 1))
     with ExitStack() as stack:
@@ -88,7 +88,7 @@ def running(
 @contextmanager
 def metaserver(
     url: str, prefill: FakeEngine, decode: FakeEngine, *flags: str, verify: ssl.SSLContext | bool = False
-) -> Iterator[Running]:
+) -> Iterator[RunningMetaserver]:
     """Start the command, with its workers if any; yield when it is ready, and end it."""
     engines = ["--prefill", prefill.served.url, "--decode", decode.served.url, "--probe-every", "0.2"]
     listening = ["--port", str(httpx.URL(url).port)]
@@ -100,7 +100,7 @@ def metaserver(
         until(lambda: process.poll() is not None or _ready(http))
         assert process.poll() is None, "it ended before it was ready"
         family = psutil.Process(process.pid).children()
-        yield Running(process, http, prefill, decode)
+        yield RunningMetaserver(process, http, prefill, decode)
     finally:
         http.close()
         for worker in family if process.poll() is not None else ():

@@ -14,7 +14,7 @@ import zmq
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 from tools.support.checks import front_counter
-from unit.kits.cluster import Cluster, cluster, until
+from unit.kits.cluster import FakeCluster, cluster, until
 from unit.metaserver.test_metaserver_prefixes import HEAD
 from vllm_ascend_pd.cli.__main__ import parser
 from vllm_ascend_pd.cli.metaserver import settings_of
@@ -248,7 +248,7 @@ def test_an_address_that_cannot_be_subscribed_to_is_said(caplog: pytest.LogCaptu
         assert c.complete(HEAD).status_code == 200
 
 
-def counted(c: Cluster) -> float:
+def counted(c: FakeCluster) -> float:
     return front_counter(str(c.http.base_url), "cache_events")
 
 

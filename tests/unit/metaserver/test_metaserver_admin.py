@@ -14,7 +14,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from unit.kits.cluster import Cluster, cluster, texts, until
+from unit.kits.cluster import FakeCluster, cluster, texts, until
 from unit.kits.fake_engine import words
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, Role
@@ -30,7 +30,7 @@ TOKEN = "a-token-of-enough-length"
 BEARER = {"authorization": f"Bearer {TOKEN}"}
 
 
-def instances(c: Cluster) -> dict[str, dict[str, Any]]:
+def instances(c: FakeCluster) -> dict[str, dict[str, Any]]:
     return {i["name"]: i for i in c.http.get("/instances").json()["instances"]}
 
 
@@ -93,7 +93,7 @@ def test_a_draining_instance_finishes_and_takes_nothing_new() -> None:
         ([], 400),
     ],
 )
-def test_what_cannot_be_an_instance_is_refused(one: Cluster, body: Any, status: int) -> None:
+def test_what_cannot_be_an_instance_is_refused(one: FakeCluster, body: Any, status: int) -> None:
     answer = one.http.post("/instances", json=body)
     assert answer.status_code == status and answer.json()["error"]["message"]
 
@@ -104,24 +104,24 @@ def one() -> Any:
         yield c
 
 
-def test_an_unknown_key_of_an_instance_is_named(one: Cluster) -> None:
+def test_an_unknown_key_of_an_instance_is_named(one: FakeCluster) -> None:
     answer = one.http.post("/instances", json={"role": "prefill", "url": "h:1", "weigth": 3, "port": 1})
     assert answer.status_code == 400 and "'port'" in answer.json()["error"]["message"]
     assert "h:1" not in instances(one)
 
 
-def test_one_name_has_one_role(one: Cluster) -> None:
+def test_one_name_has_one_role(one: FakeCluster) -> None:
     body = {"role": "decode", "url": one.prefill[0].address}
     assert one.http.post("/instances", json=body).status_code == 409
 
 
-def test_unknown_names_and_operations_are_404(one: Cluster) -> None:
+def test_unknown_names_and_operations_are_404(one: FakeCluster) -> None:
     assert one.http.delete("/instances/h:1").status_code == 404
     assert one.http.post("/instances/h:1/drain", json={}).status_code == 404
     assert one.http.post(f"/instances/{one.prefill[0].address}/explode", json={}).status_code == 404
 
 
-def test_a_web_page_cannot_change_anything(one: Cluster) -> None:
+def test_a_web_page_cannot_change_anything(one: FakeCluster) -> None:
     form = one.http.post(
         "/instances", content=b'{"role":"prefill","url":"h:1"}', headers={"content-type": "text/plain"}
     )
@@ -140,7 +140,7 @@ def test_with_a_token_everybody_must_bear_it(path: str) -> None:
         assert c.http.get("/health").status_code == c.http.get("/metrics").status_code == 200
 
 
-def test_status_shows_stages_and_no_prompts(one: Cluster) -> None:
+def test_status_shows_stages_and_no_prompts(one: FakeCluster) -> None:
     one.complete("a secret prompt")
     until(lambda: one.http.get("/status").json()["last"])
     status = one.http.get("/status").json()
@@ -261,7 +261,7 @@ def _samples(page: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
 
 
-def test_the_predecessors_health_page_is_there(one: Cluster) -> None:
+def test_the_predecessors_health_page_is_there(one: FakeCluster) -> None:
     assert one.http.get("/healthcheck").json() == {"status": "ok", "prefill_instances": 1, "decode_instances": 1}
 
 
@@ -275,7 +275,7 @@ def test_resetting_the_prefix_cache_reaches_every_engine() -> None:
 
 
 @pytest.mark.parametrize("role", ["do_remote_prefill", "do_remote_decode"])
-def test_a_virtual_request_warms_up_the_whole_way(one: Cluster, role: str) -> None:
+def test_a_virtual_request_warms_up_the_whole_way(one: FakeCluster, role: str) -> None:
     """MindIE's warm-up: whatever its transfer parameters are, it is served like any other request, by a P and a D."""
     before = len(one.legs())
     answer = one.complete("warm up", kv_transfer_params={"do_virtual": True, role: True, "remote_host": "10.0.0.1"})
@@ -293,7 +293,7 @@ def test_engines_with_a_key_get_ours_when_the_client_brings_none() -> None:
         assert c.decode[0].generations()[-1].headers["authorization"] == "Bearer own"
 
 
-def test_headers_of_the_connection_stay_on_the_connection(one: Cluster) -> None:
+def test_headers_of_the_connection_stay_on_the_connection(one: FakeCluster) -> None:
     headers = {
         "connection": "keep-alive, x-hop",
         "x-hop": "1",
@@ -308,7 +308,7 @@ def test_headers_of_the_connection_stay_on_the_connection(one: Cluster) -> None:
     assert answer.headers["x-request-id"] == seen["x-request-id"]
 
 
-def test_a_data_parallel_rank_is_one_of_ds_and_the_metaserver_names_none_itself(one: Cluster) -> None:
+def test_a_data_parallel_rank_is_one_of_ds_and_the_metaserver_names_none_itself(one: FakeCluster) -> None:
     """vLLM answers 400 for a rank that an engine does not have, and P's ranks are not D's."""
     legs = len(one.legs())
     for given, wanted in (({"X-Data-Parallel-Rank": "7", "x-end": "2"}, "7"), ({}, None)):

@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from unit.kits.cluster import Cluster, asked_until, cluster, events, streamed, texts, until
+from unit.kits.cluster import FakeCluster, asked_until, cluster, events, streamed, texts, until
 from unit.kits.fake_engine import words
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState, Condition, Gatekeeper, RetryPolicy, Role
 from vllm_ascend_pd.metaserver.service.front import AdmissionQueue
 from vllm_ascend_pd.shared.backoff import Backoff
 
 
-def condition(c: Cluster, name: str) -> Condition:
+def condition(c: FakeCluster, name: str) -> Condition:
     instance = c.worker.fleet.get(name)
     assert instance is not None
     return instance.condition()

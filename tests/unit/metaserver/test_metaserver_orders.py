@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from unit.kits.cluster import Cluster, asked_until, cluster, data, events, texts, until
+from unit.kits.cluster import FakeCluster, asked_until, cluster, data, events, texts, until
 from unit.kits.fake_engine import FakeEngine, reservation_of, words
 from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.http import http1
@@ -47,21 +47,21 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reserve, "_REPORT_S", 30.0)
 
 
-def instance(c: Cluster, name: str) -> Instance:
+def instance(c: FakeCluster, name: str) -> Instance:
     found = c.worker.fleet.get(name)
     assert found is not None
     return found
 
 
-def blame(c: Cluster) -> dict[str, int]:
+def blame(c: FakeCluster) -> dict[str, int]:
     return {i.name: i.broke for i in c.worker.fleet}
 
 
-def readiness(c: Cluster) -> httpx.Response:
+def readiness(c: FakeCluster) -> httpx.Response:
     return c.http.get("/readiness")
 
 
-def chat(c: Cluster, stream: bool) -> httpx.Response:
+def chat(c: FakeCluster, stream: bool) -> httpx.Response:
     body = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "stream": stream}
     return c.http.post("/v1/chat/completions", json=body)
 
@@ -93,7 +93,7 @@ def test_a_pair_over_which_no_kv_came_is_never_proven_whoever_answers_first(post
         assert readiness(c).status_code == 503
 
 
-def restart(c: Cluster, change: Any) -> None:
+def restart(c: FakeCluster, change: Any) -> None:
     p = c.prefill[0]
     p.served.kill()
     until(lambda: readiness(c).status_code == 503)
@@ -423,18 +423,18 @@ def test_workers_come_to_know_the_same_whoever_was_refused() -> None:
 OLD, NEW = fingerprint("a model"), fingerprint("a model of another shape")
 
 
-def versions(prefill: str, decode: str, **settings: Any) -> AbstractContextManager[Cluster]:
+def versions(prefill: str, decode: str, **settings: Any) -> AbstractContextManager[FakeCluster]:
     """A cluster of engines of the old (o) and the new (n) version."""
     fingerprints = [{"o": OLD, "n": NEW}[letter] for letter in prefill + decode]
     return cluster(len(prefill), len(decode), fingerprints, **settings)
 
 
-def shown(c: Cluster, engine: FakeEngine) -> str:
+def shown(c: FakeCluster, engine: FakeEngine) -> str:
     (facts,) = (i for i in c.http.get("/status").json()["instances"] if i["name"] == engine.address)
     return str(facts["fingerprint"])
 
 
-def learn(c: Cluster, engines: Iterable[FakeEngine]) -> None:
+def learn(c: FakeCluster, engines: Iterable[FakeEngine]) -> None:
     """Send requests until the versions of these are known. All are answered, whichever pair was tried."""
 
     def all_known() -> bool:
@@ -445,7 +445,7 @@ def learn(c: Cluster, engines: Iterable[FakeEngine]) -> None:
     until(all_known)
 
 
-def mixed(c: Cluster) -> int:
+def mixed(c: FakeCluster) -> int:
     """Count the prefills that went to a P of another version than their D's."""
     asked = [(p, seen.body["kv_transfer_params"]) for p in c.prefill for seen in p.generations()]
     return sum(reservation_of(params)["fingerprint"] != p.fingerprint for p, params in asked)

@@ -142,7 +142,7 @@ def test_a_long_prompt_is_served_whole() -> None:
         assert c.decode[0].local_prefills == 0
 
 
-class Engine(asyncio.Protocol):
+class CountingServer(asyncio.Protocol):
     """Server that counts what it receives, and answers when all of it has come, with as many bytes."""
 
     came = 0
@@ -165,7 +165,7 @@ async def test_others_have_turns_while_a_long_body_comes_goes_and_is_answered() 
     """From a body's last piece to the client's whole answer; one turn reads as much as the system's buffers hold."""
     body = HOSTILE["prompts"]
     loop = asyncio.get_running_loop()
-    engine = await loop.create_server(lambda: Engine(len(body)), "127.0.0.1", 0)
+    engine = await loop.create_server(lambda: CountingServer(len(body)), "127.0.0.1", 0)
     port = engine.sockets[0].getsockname()[1]
     configured = Settings(decode=(f"127.0.0.1:{port}",), canary=False)
     worker = WorkerProcess(configured, "http://127.0.0.1:1")

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from unit.kits.cluster import Cluster, cluster, until
+from unit.kits.cluster import FakeCluster, cluster, until
 from vllm_ascend_pd.http.http1 import Upstream
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState
@@ -22,7 +22,7 @@ from vllm_ascend_pd.metaserver.service.metrics import METRICS, PREFIX
 from vllm_ascend_pd.metaserver.service.settings import Settings
 
 
-def instance(c: Cluster) -> Instance:
+def instance(c: FakeCluster) -> Instance:
     found = c.worker.fleet.get(c.decode[0].address)
     assert found is not None
     return found
@@ -55,7 +55,7 @@ class Asking:
         return self.answer.status_code if self.answer is not None else None
 
 
-def embed(c: Cluster, **more: Any) -> httpx.Response:
+def embed(c: FakeCluster, **more: Any) -> httpx.Response:
     return c.http.post("/v1/embeddings", json={"input": "x", **more})
 
 
@@ -101,7 +101,7 @@ def test_what_an_engine_declines_says_nothing_about_it(status: int) -> None:
 
 @pytest.mark.parametrize("status", [429, 503])
 @pytest.mark.parametrize("ask", [embed, lambda c: c.http.get("/v1/models")], ids=["embed", "models"])
-def test_what_one_d_declines_another_one_does(status: int, ask: Callable[[Cluster], httpx.Response]) -> None:
+def test_what_one_d_declines_another_one_does(status: int, ask: Callable[[FakeCluster], httpx.Response]) -> None:
     with cluster(decode=2) as c:
         c.decode[0].manner.status = status
         count = 0
@@ -202,7 +202,7 @@ def test_each_is_counted_and_a_client_cannot_make_new_labels() -> None:
 # -- the end of the metaserver
 
 
-def drain(c: Cluster) -> Any:
+def drain(c: FakeCluster) -> Any:
     return c.served.loop.submit(c.worker.front.drain())
 
 
@@ -293,11 +293,11 @@ def test_the_clients_id_stays_whatever_its_connection_header_names() -> None:
             assert seen.headers["x-request-id"] == "abc", seen.route
 
 
-def embed_with(c: Cluster, headers: dict[str, str]) -> httpx.Response:
+def embed_with(c: FakeCluster, headers: dict[str, str]) -> httpx.Response:
     return c.http.post("/v1/embeddings", json={"input": "x"}, headers=headers)
 
 
-def complete_with(c: Cluster, headers: dict[str, str]) -> httpx.Response:
+def complete_with(c: FakeCluster, headers: dict[str, str]) -> httpx.Response:
     return c.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers=headers)
 
 

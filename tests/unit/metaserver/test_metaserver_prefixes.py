@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.support.checks import front_counter
-from unit.kits.cluster import Cluster, cluster, until
+from unit.kits.cluster import FakeCluster, cluster, until
 from vllm_ascend_pd.metaserver.decisions import Life
 from vllm_ascend_pd.metaserver.outline import at_once
 from vllm_ascend_pd.metaserver.prefixes import FAR, FINE, MAX_BYTES, NEAR, Marks, Prompts, marks_of
@@ -139,7 +139,7 @@ def test_a_life_that_ended_took_its_cache_along(later: Life, gone: bool) -> None
 # ---- in the service
 
 
-def generations(c: Cluster) -> list[int]:
+def generations(c: FakeCluster) -> list[int]:
     return [len(p.generations()) for p in c.prefill]
 
 
@@ -206,14 +206,14 @@ def test_d_computes_what_is_short_or_in_its_cache_alone_where_that_is_wanted() -
         assert (counted(c, "short"), counted(c, "cached")) == (before[0] + 1, before[1] + 1)
 
 
-def counted(c: Cluster, why: str) -> float:
+def counted(c: FakeCluster, why: str) -> float:
     return front_counter(str(c.http.base_url), "decode_alone", f'why="{why}"')
 
 
 # ---- models
 
 
-def two_models(c: Cluster) -> None:
+def two_models(c: FakeCluster) -> None:
     """A cluster in which half of the engines serve another model, and the metaserver knows it."""
     for engine in (c.prefill[1], c.decode[1]):
         engine.models, engine.fingerprint = ("other",), "0123456789ab.v2-2"

@@ -18,7 +18,7 @@ import pytest
 from tools.support.process import freeze
 from unit.kits.cluster import free_port, streamed, texts, until
 from unit.kits.fake_engine import words
-from unit.metaserver.command import COMMAND, ROOT, Running, place, ports, running
+from unit.metaserver.command import COMMAND, ROOT, RunningMetaserver, ports, running, worker_number
 from vllm_ascend_pd.cli.__main__ import main, parser
 from vllm_ascend_pd.cli.metaserver import settings_of
 from vllm_ascend_pd.errors import ConfigError
@@ -87,14 +87,14 @@ def test_several_workers_serve_on_one_port_and_die_alone() -> None:
         assert not [w for w in workers if w.is_running() and w.status() != psutil.STATUS_ZOMBIE]
 
 
-def _ask_anew(r: Running, prompt: str) -> int:
+def _ask_anew(r: RunningMetaserver, prompt: str) -> int:
     """Send a request on a connection of its own; return how many workers have served by then."""
     with httpx.Client(base_url=r.http.base_url, trust_env=False) as fresh:
         assert fresh.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}).status_code == 200
     return len({s.body["kv_transfer_params"]["metaserver"] for s in r.decode.generations()})
 
 
-def _served(r: Running) -> int:
+def _served(r: RunningMetaserver) -> int:
     return sum(i["served"] for i in r.http.get("/status").json()["instances"] if i["role"] == "decode")
 
 
@@ -130,7 +130,7 @@ def test_readiness_outlives_the_worker_that_sends_the_canaries() -> None:
         urls = r.urls()  # /status lists the answering worker first, so it is read once
         for url in urls:
             until(lambda url=url: _is_ready(url))
-        first, second = sorted(r.workers(), key=place)
+        first, second = sorted(r.workers(), key=worker_number)
         first.kill()
         seen = []
         while (

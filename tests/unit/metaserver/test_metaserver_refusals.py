@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from unit.kits.cluster import Cluster, cluster, until
+from unit.kits.cluster import FakeCluster, cluster, until
 from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.metaserver.service.intake import Intake
 
@@ -21,13 +21,13 @@ JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="module")
-def one() -> Iterator[Cluster]:
+def one() -> Iterator[FakeCluster]:
     with cluster(max_body_bytes=1 << 16) as c:
         yield c
 
 
 @pytest.fixture(scope="module")
-def locked() -> Iterator[Cluster]:
+def locked() -> Iterator[FakeCluster]:
     with cluster(admin_token="a" * 16) as c:
         yield c
 
@@ -68,7 +68,7 @@ def refused(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
     ],
 )
 def test_a_refusal_has_openais_shape_and_a_code(
-    one: Cluster, method: str, path: str, content: bytes, status: int, code: str
+    one: FakeCluster, method: str, path: str, content: bytes, status: int, code: str
 ) -> None:
     answer = one.http.request(method, path, content=content, headers={**JSON, "x-request-id": "mine"})
     refused(answer, status, code)
@@ -93,7 +93,7 @@ def test_a_refusal_has_openais_shape_and_a_code(
         ("/v1/completions", {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}),
     ],
 )
-def test_allow_names_what_the_path_takes_and_nothing_else(one: Cluster, path: str, takes: set[str]) -> None:
+def test_allow_names_what_the_path_takes_and_nothing_else(one: FakeCluster, path: str, takes: set[str]) -> None:
     methods = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
     answers = {method: one.http.request(method, path, content=b"", headers=JSON) for method in methods}
     assert {method for method, answer in answers.items() if answer.status_code != 405} == takes
@@ -119,7 +119,7 @@ def test_a_body_that_is_not_waited_for_is_answered_with_the_clients_id(
         assert json.loads(came.read())["error"]["code"] == code
 
 
-def test_the_admin_api_refuses_with_codes(one: Cluster, locked: Cluster) -> None:
+def test_the_admin_api_refuses_with_codes(one: FakeCluster, locked: FakeCluster) -> None:
     d = one.decode[0].address
     refused(one.http.post(f"/instances/{d}/sing", json={}), 404, "PD-META-016")
     refused(one.http.post("/instances", json={"role": "prefill", "url": d}), 409, "PD-META-019")
@@ -131,13 +131,13 @@ def test_the_admin_api_refuses_with_codes(one: Cluster, locked: Cluster) -> None
     assert answer.headers["www-authenticate"] == "Bearer"
 
 
-def test_a_refused_body_comes_back_with_the_clients_id(one: Cluster) -> None:
+def test_a_refused_body_comes_back_with_the_clients_id(one: FakeCluster) -> None:
     for path in ("/v1/completions", "/v1/embeddings"):
         answer = one.http.post(path, content=b"[" * 60_000, headers={"x-request-id": "mine"})
         assert (answer.status_code, answer.headers["x-request-id"]) == (400, "mine")
 
 
-def test_a_browsers_question_goes_to_a_d(one: Cluster) -> None:
+def test_a_browsers_question_goes_to_a_d(one: FakeCluster) -> None:
     """Access for pages of another origin is the engine's decision (vLLM's --allowed-origins)."""
     asked = {"origin": "http://page", "access-control-request-method": "POST"}
     for path in ("/v1/chat/completions", "/v1/embeddings"):

@@ -10,17 +10,17 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from unit.kits.cluster import Cluster, asked_until, cluster, events, streamed, texts, until
+from unit.kits.cluster import FakeCluster, asked_until, cluster, events, streamed, texts, until
 from unit.kits.fake_engine import words
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Cluster]:
+def pair() -> Iterator[FakeCluster]:
     with cluster() as c:
         yield c
 
 
-def test_a_completion_comes_back_right_and_went_over_p(pair: Cluster) -> None:
+def test_a_completion_comes_back_right_and_went_over_p(pair: FakeCluster) -> None:
     before = len(pair.legs())
     answer = pair.complete("one")
     assert answer.status_code == 200
@@ -30,14 +30,14 @@ def test_a_completion_comes_back_right_and_went_over_p(pair: Cluster) -> None:
     assert leg["kv_transfer_params"]["do_remote_decode"] is True
 
 
-def test_a_stream_comes_back_right_and_in_pieces(pair: Cluster) -> None:
+def test_a_stream_comes_back_right_and_in_pieces(pair: FakeCluster) -> None:
     answer = pair.complete("two", stream=True, stream_options={"include_usage": True}, min_tokens=3)
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert streamed(answer) == "".join(words("two", 3))
     assert not {"stream_options", "min_tokens"} & set(pair.legs()[-1])
 
 
-def test_chat_is_served_with_and_without_a_stream(pair: Cluster) -> None:
+def test_chat_is_served_with_and_without_a_stream(pair: FakeCluster) -> None:
     messages = [{"role": "user", "content": "hello"}]
     body = {"model": "fake", "messages": messages, "max_completion_tokens": 3}
     whole = pair.http.post("/v1/chat/completions", json=body)
@@ -48,7 +48,7 @@ def test_chat_is_served_with_and_without_a_stream(pair: Cluster) -> None:
     assert pair.legs()[-1]["max_completion_tokens"] == 1
 
 
-def test_a_clients_own_transfer_parameters_reach_no_engine(pair: Cluster) -> None:
+def test_a_clients_own_transfer_parameters_reach_no_engine(pair: FakeCluster) -> None:
     forged = {"do_remote_prefill": True, "metaserver": "http://127.0.0.1:1", "ticket": "x", "remote_host": "evil"}
     assert pair.complete("three", kv_transfer_params=forged).status_code == 200
     pair.http.post("/v1/embeddings", json={"input": "x", "kv_transfer_params": forged})
@@ -57,26 +57,26 @@ def test_a_clients_own_transfer_parameters_reach_no_engine(pair: Cluster) -> Non
         assert "evil" not in json.dumps([s.body for s in engine.seen])
 
 
-def test_other_routes_go_to_a_d(pair: Cluster) -> None:
+def test_other_routes_go_to_a_d(pair: FakeCluster) -> None:
     assert pair.http.get("/v1/models").json()["data"][0]["id"] == "fake"
     answer = pair.http.post("/v1/embeddings", json={"input": "x"})
     assert answer.json() == {"route": "/v1/embeddings", "body": {"input": "x"}}
 
 
-def test_an_engines_no_to_the_client_is_passed_on(pair: Cluster) -> None:
+def test_an_engines_no_to_the_client_is_passed_on(pair: FakeCluster) -> None:
     answer = pair.complete(model="another")
     assert answer.status_code == 404
     assert answer.json()["error"]["message"] == "The model does not exist."
 
 
-def test_what_is_not_json_is_refused_in_the_openai_shape(pair: Cluster) -> None:
+def test_what_is_not_json_is_refused_in_the_openai_shape(pair: FakeCluster) -> None:
     for body in (b"{", b"[1]", b"", b"\xff"):
         answer = pair.http.post("/v1/completions", content=body)
         assert answer.status_code == 400
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_a_request_id_is_made_or_kept_and_both_legs_carry_it(pair: Cluster) -> None:
+def test_a_request_id_is_made_or_kept_and_both_legs_carry_it(pair: FakeCluster) -> None:
     pair.http.post(
         "/v1/completions",
         json={"prompt": "x", "max_tokens": 1},
@@ -91,7 +91,7 @@ def test_a_request_id_is_made_or_kept_and_both_legs_carry_it(pair: Cluster) -> N
         )
 
 
-def test_an_unknown_ticket_is_refused(pair: Cluster) -> None:
+def test_an_unknown_ticket_is_refused(pair: FakeCluster) -> None:
     body = {"ticket": "nobody's", "transfer": "t", "reservation": ""}
     assert pair.http.post("/v1/metaserver", json=body).status_code == 404
     assert pair.http.post("/v1/metaserver", content=b"{}").status_code == 400

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from unit.kits.cluster import Cluster, cluster, events, streamed, texts, until
+from unit.kits.cluster import FakeCluster, cluster, events, streamed, texts, until
 from unit.kits.fake_engine import FakeEngine, words
 from vllm_ascend_pd.metaserver.decisions import CircuitState
 
@@ -21,7 +21,7 @@ PROMPT = "a prompt"
 FROZEN = {"unreachable_s": 0.5, "probe_timeout_s": 0.3}
 
 
-def state(c: Cluster, engine: FakeEngine) -> CircuitState:
+def state(c: FakeCluster, engine: FakeEngine) -> CircuitState:
     found = c.worker.fleet.get(engine.address)
     assert found is not None
     return found.circuit.state

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from unit.kits.cluster import Cluster, cluster, until
-from unit.kits.fake_engine import Served, _answer, _read
+from unit.kits.cluster import FakeCluster, cluster, until
+from unit.kits.fake_engine import ServedApp, _answer, _read
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 pytestmark = pytest.mark.skipif(
@@ -23,7 +23,7 @@ class Collector:
 
     def __init__(self) -> None:
         self.spans: list[object] = []
-        self.served = Served(self._app, "collector")
+        self.served = ServedApp(self._app, "collector")
 
     async def _app(self, scope: dict, receive: object, send: object) -> None:
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -46,7 +46,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     collector.served.stop()
 
 
-def ask(c: Cluster, **more: object) -> int:
+def ask(c: FakeCluster, **more: object) -> int:
     body = {"model": "fake", "prompt": "a secret prompt", "max_tokens": 2, **more}
     headers = {"traceparent": PARENT, "x-request-id": "mine"}
     return c.http.post("/v1/completions", json=body, headers=headers).status_code

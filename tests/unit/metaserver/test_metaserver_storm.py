@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from unit.kits.cluster import Cluster, cluster, until
+from unit.kits.cluster import FakeCluster, cluster, until
 from unit.kits.fake_engine import FakeEngine, Manner, words
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState
 from vllm_ascend_pd.metaserver.service import exchange, relay
@@ -158,7 +158,7 @@ async def restarts(engines: list[FakeEngine], rng: random.Random) -> None:
         await asyncio.to_thread(engine.served.start)
 
 
-def nothing_left(c: Cluster) -> bool:
+def nothing_left(c: FakeCluster) -> bool:
     front = c.worker.front
     return not (
         front.journal.exchanges

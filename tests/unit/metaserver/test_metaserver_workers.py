@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from unit.kits.cluster import free_port, texts, until
 from unit.kits.fake_engine import FakeEngine, words
-from unit.metaserver.command import Running, metaserver, place, ports, running
+from unit.metaserver.command import RunningMetaserver, metaserver, ports, running, worker_number
 
 GOOD = "decode: ['{spare}']\n"
 
@@ -33,12 +33,12 @@ def members(url: str) -> dict[str, tuple[str, str, float, bool]]:
     return {i["name"]: (i["role"], i["source"], i["weight"], i["state"] == "draining") for i in facts}
 
 
-def kill(r: Running, worker: int) -> psutil.Process:
+def kill(r: RunningMetaserver, worker: int) -> psutil.Process:
     """Kill the worker in this place; return its successor."""
-    first = next(w for w in r.workers() if place(w) == worker)
+    first = next(w for w in r.workers() if worker_number(w) == worker)
     first.kill()
-    until(lambda: [w for w in r.workers() if w != first and place(w) == worker])
-    return next(w for w in r.workers() if w != first and place(w) == worker)
+    until(lambda: [w for w in r.workers() if w != first and worker_number(w) == worker])
+    return next(w for w in r.workers() if w != first and worker_number(w) == worker)
 
 
 def test_a_worker_that_comes_later_knows_what_the_others_know(tmp_path: Path) -> None:
@@ -172,6 +172,6 @@ def test_two_metaservers_share_their_engines_and_nothing_else() -> None:
         decode.stop()
 
 
-def _broken_off(r: Running) -> None:
+def _broken_off(r: RunningMetaserver) -> None:
     with pytest.raises(httpx.TransportError):
         r.complete("lost")

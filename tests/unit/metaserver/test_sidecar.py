@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unit.kits.cluster import Cluster, cluster, until
+from unit.kits.cluster import FakeCluster, cluster, until
 from unit.kits.fake_engine import FakeEngine
 from vllm_ascend_pd.cli.__main__ import parser
 from vllm_ascend_pd.cli.metaserver import settings_of
@@ -113,7 +113,7 @@ def test_who_is_not_named_any_more_is_forgotten(monkeypatch: pytest.MonkeyPatch)
 @contextmanager
 def sidecar(
     prefill: int = 2, allowed: str = "127.0.0.0/8", **settings: Any
-) -> Iterator[tuple[Cluster, list[FakeEngine]]]:
+) -> Iterator[tuple[FakeCluster, list[FakeEngine]]]:
     prefills = [FakeEngine(f"named-{i}") for i in range(prefill)]
     try:
         with cluster(prefill=0, sidecar=True, prefill_allowed=(allowed,), **settings) as c:
@@ -124,7 +124,7 @@ def sidecar(
             engine.stop()
 
 
-def ask(c: Cluster, *prefills: FakeEngine, **more: Any) -> httpx.Response:
+def ask(c: FakeCluster, *prefills: FakeEngine, **more: Any) -> httpx.Response:
     body = {"model": "fake", "prompt": "a prompt", "max_tokens": 3, **more}
     header = {HEADER.decode(): ", ".join(engine.address for engine in prefills)} if prefills else {}
     return c.http.post("/v1/completions", json=body, headers=header)

@@ -47,11 +47,11 @@ def elsewhere(folder: Path) -> tuple[Path, Path]:
     return _certificate(folder, "elsewhere", "127.0.0.9")
 
 
-class _Server:
+class TlsServer:
     """Answer every POST with 200; with `ca`, only to clients with a certificate of it."""
 
     def __init__(self, certificate: tuple[Path, Path], ca: Path | None = None) -> None:
-        class Handler(http.server.BaseHTTPRequestHandler):
+        class AgreeingHandler(http.server.BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["content-length"]))
                 self.send_response(200)
@@ -67,7 +67,7 @@ class _Server:
         if ca is not None:
             context.load_verify_locations(ca)
             context.verify_mode = ssl.CERT_REQUIRED
-        self._http = http.server.ThreadingHTTPServer((LOOPBACK, 0), Handler)
+        self._http = http.server.ThreadingHTTPServer((LOOPBACK, 0), AgreeingHandler)
         self._http.daemon_threads = True
         self._http.socket = context.wrap_socket(self._http.socket, server_side=True)
         self.port = self._http.server_address[1]
@@ -103,7 +103,7 @@ def _asked(loop: LoopThread, port: int, **config: object) -> Outcome:
 
 
 def test_d_trusts_a_metaserver_of_its_own_authority(loop: LoopThread, mine: tuple[Path, Path]) -> None:
-    server = _Server(mine)
+    server = TlsServer(mine)
     assert _asked(loop, server.port, tls_ca_file=str(mine[0])).kind == "prefilled"
     server.stop()
 
@@ -111,12 +111,12 @@ def test_d_trusts_a_metaserver_of_its_own_authority(loop: LoopThread, mine: tupl
 def test_d_verifies_unless_it_is_configured_not_to(
     loop: LoopThread, mine: tuple[Path, Path], elsewhere: tuple[Path, Path]
 ) -> None:
-    server = _Server(mine)
+    server = TlsServer(mine)
     unknown = _asked(loop, server.port)
     assert (unknown.kind, unknown.code) == ("failed", "PD-META-002")
     assert _asked(loop, server.port, tls_verify=False).kind == "prefilled"
     server.stop()
-    stranger = _Server(elsewhere)
+    stranger = TlsServer(elsewhere)
     named = _asked(loop, stranger.port, tls_ca_file=str(elsewhere[0]))
     assert (named.kind, named.code) == ("failed", "PD-META-002"), "a known authority, for another address"
     stranger.stop()
@@ -124,7 +124,7 @@ def test_d_verifies_unless_it_is_configured_not_to(
 
 def test_d_shows_a_certificate_where_one_is_wanted(loop: LoopThread, mine: tuple[Path, Path], folder: Path) -> None:
     cert, key = _certificate(folder, "engine", LOOPBACK)
-    server = _Server(mine, ca=cert)
+    server = TlsServer(mine, ca=cert)
     shown = {"tls_cert_file": str(cert), "tls_key_file": str(key)}
     assert _asked(loop, server.port, tls_ca_file=str(mine[0]), **shown).kind == "prefilled"
     assert _asked(loop, server.port, tls_ca_file=str(mine[0])).kind == "failed"
@@ -134,7 +134,7 @@ def test_d_shows_a_certificate_where_one_is_wanted(loop: LoopThread, mine: tuple
 async def test_the_metaserver_verifies_its_engines(mine: tuple[Path, Path], elsewhere: tuple[Path, Path]) -> None:
     """It cannot be switched off; without --engine-ca the system's authorities count."""
     for certificate, ca, good in ((mine, mine[0], True), (mine, None, False), (elsewhere, elsewhere[0], False)):
-        server = _Server(certificate)
+        server = TlsServer(certificate)
         upstream = http1.Upstream(5.0, 5.0, Settings(engine_ca=str(ca) if ca else "").engine_tls())
         asked = upstream.send(http1.Origin("https", LOOPBACK, server.port), "POST", b"/", [], b"{}", 5.0)
         if good:

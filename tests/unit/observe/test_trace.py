@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
-from unit.kits.caches import Model
+from unit.kits.caches import CacheModel
 from unit.kits.cluster import cluster
 from unit.kits.connectors import connected_pair, output
 from unit.kits.runtimes import DecodeSite, PrefillSite, sites
@@ -67,7 +67,7 @@ def test_a_subscriber_that_raises_at_any_stage_loses_no_transfer(stage: str) -> 
             raise OSError(28, "No space left on device")
 
     unsubscribe = trace.subscribe(broken)
-    model = Model("opaque")
+    model = CacheModel("opaque")
     p, d = PrefillSite(model, 1), DecodeSite(model, 1)
     try:
         with sites(p, d):

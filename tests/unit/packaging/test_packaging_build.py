@@ -26,7 +26,7 @@ sys.path[:] = [folder for folder in sys.path if folder not in hidden]
 
 
 @pytest.fixture(scope="module")
-def isolated(tmp_path_factory):
+def isolated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Environment that pip's build isolation sets: setuptools, without the interpreter's own packages."""
     folder = tmp_path_factory.mktemp("isolated")
     (folder / "sitecustomize.py").write_text(HIDE_SITE_PACKAGES)
@@ -37,14 +37,14 @@ def isolated(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def bare_python(tmp_path_factory):
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An interpreter in which nothing is installed."""
     folder = tmp_path_factory.mktemp("bare")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
     return folder / "bin/python"
 
 
-def copy_of_tree(folder):
+def copy_of_tree(folder: Path) -> Path:
     """Copy the files that a build reads to a folder, so that nothing is written into the repository."""
     copy = folder / "tree"
     copy.mkdir()
@@ -57,11 +57,11 @@ def copy_of_tree(folder):
 
 
 @pytest.fixture
-def tree(tmp_path):
+def tree(tmp_path: Path) -> Path:
     return copy_of_tree(tmp_path)
 
 
-def build(python, isolated, tree, *command, **environment):
+def build(python: str | Path, isolated: Path, tree: Path, *command: str, **environment: str) -> tuple[int, str]:
     env = {k: v for k, v in os.environ.items() if k not in BUILD_ENVIRONMENT} | environment
     done = subprocess.run(
         [python, "setup.py", *command],
@@ -76,7 +76,7 @@ def build(python, isolated, tree, *command, **environment):
     return done.returncode, done.stdout
 
 
-def test_build_isolation_really_hides_torch(isolated):
+def test_build_isolation_really_hides_torch(isolated: Path) -> None:
     """Otherwise the tests below would prove nothing."""
     done = subprocess.run(
         [sys.executable, "-c", "import torch"],
@@ -89,7 +89,9 @@ def test_build_isolation_really_hides_torch(isolated):
     assert "No module named 'torch'" in done.stderr
 
 
-def test_without_torch_the_build_says_that_torch_is_missing_and_what_to_do(bare_python, isolated, tree):
+def test_without_torch_the_build_says_that_torch_is_missing_and_what_to_do(
+    bare_python: Path, isolated: Path, tree: Path
+) -> None:
     code, output = build(bare_python, isolated, tree, "build_ext", "--inplace")
     assert code != 0
     assert "torch is missing" in output
@@ -98,13 +100,13 @@ def test_without_torch_the_build_says_that_torch_is_missing_and_what_to_do(bare_
     assert "Traceback" not in output
 
 
-def test_metadata_needs_no_torch(bare_python, isolated, tree):
+def test_metadata_needs_no_torch(bare_python: Path, isolated: Path, tree: Path) -> None:
     code, output = build(bare_python, isolated, tree, "--version")
     assert code == 0, output
     assert re.fullmatch(r"\d+\.\d+\.\d+\S*", output.split()[-1])
 
 
-def test_an_old_torch_is_named_with_its_version(isolated, tree, tmp_path):
+def test_an_old_torch_is_named_with_its_version(isolated: Path, tree: Path, tmp_path: Path) -> None:
     old = tmp_path / "torch"
     old.mkdir()
     (old / "version.py").write_text("__version__ = '2.9.1+cpu'\n")
@@ -114,13 +116,15 @@ def test_an_old_torch_is_named_with_its_version(isolated, tree, tmp_path):
     assert "too old" in output
 
 
-def test_a_missing_compiler_is_named(isolated, tree):
+def test_a_missing_compiler_is_named(isolated: Path, tree: Path) -> None:
     code, output = build(sys.executable, isolated, tree, "build_ext", CXX="no-such-compiler")
     assert code != 0
     assert "'no-such-compiler' is missing" in output
 
 
-def test_npu_kernels_that_are_demanded_fail_loudly_and_name_everything_that_is_missing(isolated, tree):
+def test_npu_kernels_that_are_demanded_fail_loudly_and_name_everything_that_is_missing(
+    isolated: Path, tree: Path
+) -> None:
     code, output = build(sys.executable, isolated, tree, "build_ext", VLLM_ASCEND_PD_NPU="1")
     assert code != 0
     assert "ASCEND_HOME_PATH" in output
@@ -128,14 +132,14 @@ def test_npu_kernels_that_are_demanded_fail_loudly_and_name_everything_that_is_m
     assert "torch_npu" in output
 
 
-def test_a_misspelt_npu_choice_is_refused(isolated, tree):
+def test_a_misspelt_npu_choice_is_refused(isolated: Path, tree: Path) -> None:
     code, output = build(sys.executable, isolated, tree, "build_ext", VLLM_ASCEND_PD_NPU="yes")
     assert code != 0
     assert "auto, 0 or 1" in output
 
 
 @pytest.fixture(scope="module")
-def wheel(isolated, tmp_path_factory):
+def wheel(isolated: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     code, output = build(sys.executable, isolated, copy_of_tree(folder), "bdist_wheel", "--dist-dir", str(folder))
     assert code == 0, output
@@ -143,11 +147,11 @@ def wheel(isolated, tmp_path_factory):
     return made
 
 
-def test_one_wheel_serves_every_python_from_3_10(wheel):
+def test_one_wheel_serves_every_python_from_3_10(wheel: Path) -> None:
     assert re.search(r"-cp310-abi3-linux_\w+\.whl$", wheel.name)
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "vllm_ascend_pd/_C.abi3.so" in names
     assert "vllm_ascend_pd/py.typed" in names
@@ -157,7 +161,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert "ascend_pd = vllm_ascend_pd.plugin:register" in zipfile.ZipFile(wheel).read(entry_points).decode()
 
 
-def test_the_extension_asks_torch_for_nothing_but_its_stable_c_functions(wheel, tmp_path):
+def test_the_extension_asks_torch_for_nothing_but_its_stable_c_functions(wheel: Path, tmp_path: Path) -> None:
     if shutil.which("nm") is None:
         pytest.skip("nm is not installed")
     library = zipfile.ZipFile(wheel).extract("vllm_ascend_pd/_C.abi3.so", tmp_path)

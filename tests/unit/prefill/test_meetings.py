@@ -23,7 +23,7 @@ HOLDING = Holding(sources=2, blocks=10, hold_s=120.0, meet_s=30.0)
 PROMPT = (10, "h")
 
 
-class House:
+class PrefillBooks:
     """A book, and one D that sends offers."""
 
     def __init__(self, holding: Holding = HOLDING) -> None:
@@ -69,40 +69,40 @@ def pushed(step: PrefillStep) -> list[tuple[int, int, bool, list[int]]]:
 
 
 def test_a_source_that_has_ended_is_pushed_whole_and_its_blocks_go_back_once() -> None:
-    house = House()
-    source = house.source()
-    house.compute()
-    assert house.end() and house.meetings.held_record("r").source == source  # type: ignore[union-attr]
-    assert house.step().empty
-    assert house.offer(source=source) == [Bound(TransferId("d", 1, "u1"), "push-r", ended=True)]
-    step = house.step()
+    p = PrefillBooks()
+    source = p.source()
+    p.compute()
+    assert p.end() and p.meetings.held_record("r").source == source  # type: ignore[union-attr]
+    assert p.step().empty
+    assert p.offer(source=source) == [Bound(TransferId("d", 1, "u1"), "push-r", ended=True)]
+    step = p.step()
     assert [(start.request_id, start.ended) for start in step.starts] == [("r", True)]
     assert pushed(step) == [(0, 10, True, [1, 2, 3])] and step.before == step.number - 1 > 0
-    assert house.book.released("r") and not house.book.released("r")
-    assert house.step().ended == ("push-r",) and not any(house.meetings.counts().values())
+    assert p.book.released("r") and not p.book.released("r")
+    assert p.step().ended == ("push-r",) and not any(p.meetings.counts().values())
 
 
 def test_a_source_that_runs_is_pushed_as_far_as_it_is_and_then_layer_by_layer() -> None:
-    house = House()
-    house.source()
-    house.compute(count=4, blocks=(1,))
-    assert house.offer(meets="name") == [Bound(TransferId("d", 1, "u1"), "push-r", ended=False)]
-    house.compute(begin=4, count=6, blocks=(2, 3))
-    step = house.step()
+    p = PrefillBooks()
+    p.source()
+    p.compute(count=4, blocks=(1,))
+    assert p.offer(meets="name") == [Bound(TransferId("d", 1, "u1"), "push-r", ended=False)]
+    p.compute(begin=4, count=6, blocks=(2, 3))
+    step = p.step()
     assert pushed(step) == [(0, 4, False, [1]), (4, 10, True, [2, 3])]
     assert len(step.starts) == 1 and not step.starts[0].ended
-    assert house.end() and house.said() == [Bound(TransferId("d", 1, "u1"), "push-r", ended=True)]
-    assert house.book.released("r")
+    assert p.end() and p.said() == [Bound(TransferId("d", 1, "u1"), "push-r", ended=True)]
+    assert p.book.released("r")
 
 
 def test_a_target_waits_for_its_source_and_nothing_is_computed_without_it() -> None:
-    house = House()
-    assert house.offer(meets="name") == [Waits(TransferId("d", 1, "u1"))]
-    assert house.offer(meets="name") == [Waits(TransferId("d", 1, "u1"))]
-    house.source()
-    assert house.said() == [Bound(TransferId("d", 1, "u1"), "push-r", ended=False)]
-    house.compute()
-    step = house.step()
+    p = PrefillBooks()
+    assert p.offer(meets="name") == [Waits(TransferId("d", 1, "u1"))]
+    assert p.offer(meets="name") == [Waits(TransferId("d", 1, "u1"))]
+    p.source()
+    assert p.said() == [Bound(TransferId("d", 1, "u1"), "push-r", ended=False)]
+    p.compute()
+    step = p.step()
     assert pushed(step) == [(0, 10, True, [1, 2, 3])] and not step.computed and len(step.starts) == 1
 
 
@@ -110,138 +110,138 @@ def test_a_target_waits_for_its_source_and_nothing_is_computed_without_it() -> N
 
 
 def test_who_asks_again_hears_the_same_also_when_all_is_over() -> None:
-    house = House()
-    source = house.source()
-    house.compute()
-    house.end()
-    first = house.offer(source=source)
-    house.step()
-    house.book.released("r")
-    assert house.offer(source=source) == first
+    p = PrefillBooks()
+    source = p.source()
+    p.compute()
+    p.end()
+    first = p.offer(source=source)
+    p.step()
+    p.book.released("r")
+    assert p.offer(source=source) == first
 
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_a_source_is_bound_once(ended: bool) -> None:
-    house = House()
-    source = house.source()
-    house.compute()
+    p = PrefillBooks()
+    source = p.source()
+    p.compute()
     if ended:
-        house.end()
-    house.offer(source=source)
-    (answer,) = house.offer(n=2, source=source)
+        p.end()
+    p.offer(source=source)
+    (answer,) = p.offer(n=2, source=source)
     assert code(answer) == "PD-META-027"
-    assert len(house.step().starts) == 1
+    assert len(p.step().starts) == 1
 
 
 def test_a_source_of_another_incarnation_is_gone() -> None:
-    house = House()
-    house.source()
-    (answer,) = house.offer(source=SourceId("p of before", 1, "u"))
-    assert code(answer) == "PD-META-027" and house.step().empty
+    p = PrefillBooks()
+    p.source()
+    (answer,) = p.offer(source=SourceId("p of before", 1, "u"))
+    assert code(answer) == "PD-META-027" and p.step().empty
 
 
 def test_what_nobody_fetches_goes_back_by_itself() -> None:
-    house = House()
-    source = house.source()
-    house.compute()
-    house.end(now=5.0)
-    house.meetings.tick(124.9)
-    assert house.step().empty and house.meetings.next_wake() == 125.0
-    house.meetings.tick(125.0)
-    assert house.step().freed == ("r",) and house.book.released("r") and not house.book.released("r")
-    (answer,) = house.offer(source=source)
+    p = PrefillBooks()
+    source = p.source()
+    p.compute()
+    p.end(now=5.0)
+    p.meetings.tick(124.9)
+    assert p.step().empty and p.meetings.next_wake() == 125.0
+    p.meetings.tick(125.0)
+    assert p.step().freed == ("r",) and p.book.released("r") and not p.book.released("r")
+    (answer,) = p.offer(source=source)
     assert code(answer) == "PD-META-027"
 
 
 @pytest.mark.parametrize("by", ["source", "name"])
 @pytest.mark.parametrize("ended", [False, True])
 def test_what_d_does_not_want_is_not_held(by: str, ended: bool) -> None:
-    house = House()
-    source = house.source()
-    house.compute()
-    held = ended and house.end()
-    house.meetings.unwanted(1.0, source if by == "source" else None, "name")
+    p = PrefillBooks()
+    source = p.source()
+    p.compute()
+    held = ended and p.end()
+    p.meetings.unwanted(1.0, source if by == "source" else None, "name")
     if not ended:
-        assert not house.end(), "nothing is held then"
-    assert house.step().freed == (("r",) if held else ())
-    house.meetings.unwanted(2.0, source, "")
-    assert not any(house.meetings.counts().values()) and house.book.released("r") is held
+        assert not p.end(), "nothing is held then"
+    assert p.step().freed == (("r",) if held else ())
+    p.meetings.unwanted(2.0, source, "")
+    assert not any(p.meetings.counts().values()) and p.book.released("r") is held
 
 
 def test_what_is_bound_is_wanted() -> None:
-    house = House()
-    source = house.source()
-    house.compute()
-    house.offer(source=source)
-    house.meetings.unwanted(1.0, source, "")
-    assert len(house.step().starts) == 1
+    p = PrefillBooks()
+    source = p.source()
+    p.compute()
+    p.offer(source=source)
+    p.meetings.unwanted(1.0, source, "")
+    assert len(p.step().starts) == 1
 
 
 def test_a_target_that_meets_no_source_gets_that_answer() -> None:
-    house = House()
-    house.offer(now=1.0, meets="name")
-    house.meetings.tick(31.0)
-    (answer,) = house.said()
-    assert code(answer) == "PD-META-026" and not any(house.meetings.counts().values())
+    p = PrefillBooks()
+    p.offer(now=1.0, meets="name")
+    p.meetings.tick(31.0)
+    (answer,) = p.said()
+    assert code(answer) == "PD-META-026" and not any(p.meetings.counts().values())
 
 
 def test_a_source_that_does_not_fit_is_kept_for_one_that_does() -> None:
-    house = House()
-    house.source(prompt=(10, "another"))
-    house.compute()
-    (answer,) = house.offer(meets="name")
+    p = PrefillBooks()
+    p.source(prompt=(10, "another"))
+    p.compute()
+    (answer,) = p.offer(meets="name")
     assert code(answer) == "PD-META-005"
-    assert house.end() and house.meetings.counts()["held"] == 1
+    assert p.end() and p.meetings.counts()["held"] == 1
 
 
 def test_a_target_that_waited_for_another_prompt_is_answered_and_the_source_kept() -> None:
-    house = House()
-    house.offer(meets="name")
-    house.source(prompt=(11, "h"))
-    (answer,) = house.said()
-    assert code(answer) == "PD-META-005" and house.meetings.counts()["targets"] == 0
-    house.compute(count=11)
-    assert house.end()
+    p = PrefillBooks()
+    p.offer(meets="name")
+    p.source(prompt=(11, "h"))
+    (answer,) = p.said()
+    assert code(answer) == "PD-META-005" and p.meetings.counts()["targets"] == 0
+    p.compute(count=11)
+    assert p.end()
 
 
 def test_a_name_is_used_once() -> None:
-    house = House()
-    first, second = house.source("r"), house.source("s")
-    house.compute("r")
-    house.compute("s")
-    house.offer(meets="name")
-    assert [start.request_id for start in house.step().starts] == ["r"]
-    house.end("s")
-    assert isinstance(house.offer(n=2, source=second)[0], Bound) and first != second
+    p = PrefillBooks()
+    first, second = p.source("r"), p.source("s")
+    p.compute("r")
+    p.compute("s")
+    p.offer(meets="name")
+    assert [start.request_id for start in p.step().starts] == ["r"]
+    p.end("s")
+    assert isinstance(p.offer(n=2, source=second)[0], Bound) and first != second
 
 
 # -- bounds
 
 
 def test_no_more_is_held_than_is_allowed_and_all_of_it_comes_back() -> None:
-    house = House()
+    p = PrefillBooks()
     for request in "abc":
-        house.source(request, meets="")
-        house.compute(request)
-    assert [house.end(request) for request in "abc"] == [True, True, False]
-    assert house.meetings.held_record("c") is None
-    house.meetings.tick(120.0)
-    assert house.step().freed == ("a", "b")
-    assert house.book.released("a") and house.book.released("b") and house.book.open_count() == 0
+        p.source(request, meets="")
+        p.compute(request)
+    assert [p.end(request) for request in "abc"] == [True, True, False]
+    assert p.meetings.held_record("c") is None
+    p.meetings.tick(120.0)
+    assert p.step().freed == ("a", "b")
+    assert p.book.released("a") and p.book.released("b") and p.book.open_count() == 0
 
 
 def test_blocks_are_bounded_too() -> None:
-    house = House(Holding(sources=100, blocks=5))
+    p = PrefillBooks(Holding(sources=100, blocks=5))
     for request in "ab":
-        house.source(request, meets="")
-        house.compute(request)
-    assert [house.end(request) for request in "ab"] == [True, False]
+        p.source(request, meets="")
+        p.compute(request)
+    assert [p.end(request) for request in "ab"] == [True, False]
 
 
 def test_no_more_targets_wait_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_ascend_pd.prefill.core.meetings.MAX_WAITING", 2)
-    house = House()
-    answers = [house.offer(n=n, meets=f"name-{n}")[0] for n in (1, 2, 3)]
+    p = PrefillBooks()
+    answers = [p.offer(n=n, meets=f"name-{n}")[0] for n in (1, 2, 3)]
     assert [type(answer) for answer in answers] == [Waits, Waits, Gone]
     assert code(answers[2]) == "PD-META-028"
 
@@ -251,66 +251,66 @@ def test_no_more_targets_wait_than_there_is_room_for(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("stepped", [False, True])
 def test_a_request_that_is_aborted_takes_its_push_with_it(stepped: bool) -> None:
-    house = House()
-    house.source()
-    house.compute(count=4)
-    house.offer(meets="name")
+    p = PrefillBooks()
+    p.source()
+    p.compute(count=4)
+    p.offer(meets="name")
     if stepped:
-        house.step()
-    assert house.end(well=False) is stepped, "blocks that no worker reads are free at once"
-    assert code(house.said()[0]) == "PD-XFER-002"
-    step = house.step()
+        p.step()
+    assert p.end(well=False) is stepped, "blocks that no worker reads are free at once"
+    assert code(p.said()[0]) == "PD-XFER-002"
+    step = p.step()
     assert not step.starts and not step.computed and len(step.aborts) == stepped
 
 
 def test_blocks_lost_before_a_step_announced_the_push_are_not_read() -> None:
-    house = House()
-    house.source()
-    house.compute(count=4, blocks=(1,))
-    house.offer(meets="name")
-    house.book.preempted("r")
-    step = house.step()
+    p = PrefillBooks()
+    p.source()
+    p.compute(count=4, blocks=(1,))
+    p.offer(meets="name")
+    p.book.preempted("r")
+    step = p.step()
     assert step.empty
-    house.compute(blocks=(7, 8, 9))
-    step = house.step()
+    p.compute(blocks=(7, 8, 9))
+    step = p.step()
     assert pushed(step) == [(0, 10, True, [7, 8, 9])] and len(step.starts) == 1 and not step.preempted
 
 
 def test_a_source_that_was_preempted_forgets_its_blocks() -> None:
-    house = House()
-    house.source()
-    house.compute(count=4, blocks=(1,))
-    house.meetings.preempted("r")
-    house.compute(blocks=(7, 8, 9))
-    house.offer(meets="name")
-    assert pushed(house.step()) == [(0, 10, True, [7, 8, 9])]
+    p = PrefillBooks()
+    p.source()
+    p.compute(count=4, blocks=(1,))
+    p.meetings.preempted("r")
+    p.compute(blocks=(7, 8, 9))
+    p.offer(meets="name")
+    assert pushed(p.step()) == [(0, 10, True, [7, 8, 9])]
 
 
 def test_a_source_that_is_met_while_it_is_preempted_has_nothing_to_push() -> None:
-    house = House()
-    house.source()
-    house.compute(count=4, blocks=(1,))
-    house.meetings.preempted("r")
-    house.offer(meets="name")
-    assert house.step().empty
-    house.compute(blocks=(7, 8, 9))
-    assert pushed(house.step()) == [(0, 10, True, [7, 8, 9])]
+    p = PrefillBooks()
+    p.source()
+    p.compute(count=4, blocks=(1,))
+    p.meetings.preempted("r")
+    p.offer(meets="name")
+    assert p.step().empty
+    p.compute(blocks=(7, 8, 9))
+    assert pushed(p.step()) == [(0, 10, True, [7, 8, 9])]
 
 
 @pytest.mark.parametrize("how", ["withdrawn", "dead"])
 def test_a_target_whose_d_is_gone_waits_no_longer(how: str) -> None:
-    house = House()
-    house.offer(meets="name")
+    p = PrefillBooks()
+    p.offer(meets="name")
     if how == "dead":
-        house.meetings.gone(1.0, "d")
+        p.meetings.gone(1.0, "d")
     else:
-        house.meetings.withdrawn(1.0, "another d", TransferId("d", 1, "u1"))
-        assert house.meetings.counts()["waiting"] == 1, "only who offered may withdraw"
-        house.meetings.withdrawn(1.0, "d", TransferId("d", 1, "u1"))
-    assert not any(house.meetings.counts().values())
-    house.source()
-    house.compute()
-    assert house.step().empty
+        p.meetings.withdrawn(1.0, "another d", TransferId("d", 1, "u1"))
+        assert p.meetings.counts()["waiting"] == 1, "only who offered may withdraw"
+        p.meetings.withdrawn(1.0, "d", TransferId("d", 1, "u1"))
+    assert not any(p.meetings.counts().values())
+    p.source()
+    p.compute()
+    assert p.step().empty
 
 
 def test_every_state_but_over_has_a_cell_for_every_offer() -> None:
@@ -328,7 +328,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.house = House()
+        self.p = PrefillBooks()
         self.now = 0.0
         self.sources: dict[str, SourceId] = {}
         self.running: set[str] = set()
@@ -339,7 +339,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(name=st.sampled_from(["x", "y", ""]))
     def scheduled(self, name: str) -> None:
         request = f"r{len(self.sources)}"
-        self.sources[request] = self.house.source(request, self.now, name)
+        self.sources[request] = self.p.source(request, self.now, name)
         self.running.add(request)
         self._heard()
 
@@ -347,22 +347,22 @@ class AnyOrder(RuleBasedStateMachine):
     def computed(self, data: st.DataObject) -> None:
         if self.running:
             request = data.draw(st.sampled_from(sorted(self.running)))
-            self.house.compute(request)
+            self.p.compute(request)
             self._step()
 
     @rule(data=st.data())
     def preempted(self, data: st.DataObject) -> None:
         if self.running:
             request = data.draw(st.sampled_from(sorted(self.running)))
-            self.house.meetings.preempted(request)
-            self.house.book.preempted(request)
+            self.p.meetings.preempted(request)
+            self.p.book.preempted(request)
 
     @rule(data=st.data(), well=st.booleans())
     def ended(self, data: st.DataObject, well: bool) -> None:
         if self.running:
             request = data.draw(st.sampled_from(sorted(self.running)))
             self.running.discard(request)
-            if self.house.end(request, self.now, well):
+            if self.p.end(request, self.now, well):
                 self.held.add(request)
             self._heard()
 
@@ -373,19 +373,19 @@ class AnyOrder(RuleBasedStateMachine):
         names += [{"source": source} for source in self.sources.values()]
         made = reservation(10, n=max(1, self.n))
         offer = Offer(made.transfer, b"", **data.draw(st.sampled_from(names)))
-        self.house.meetings.offer(self.now, "d", offer, made)
+        self.p.meetings.offer(self.now, "d", offer, made)
         self._heard()
 
     @rule(data=st.data())
     def unwanted(self, data: st.DataObject) -> None:
         if self.sources:
-            self.house.meetings.unwanted(self.now, data.draw(st.sampled_from(list(self.sources.values()))), "")
+            self.p.meetings.unwanted(self.now, data.draw(st.sampled_from(list(self.sources.values()))), "")
             self._step()
 
     @rule(seconds=st.sampled_from([1.0, 31.0, 130.0]))
     def time(self, seconds: float) -> None:
         self.now += seconds
-        self.house.meetings.tick(self.now)
+        self.p.meetings.tick(self.now)
         self._heard()
         self._step()
 
@@ -393,14 +393,14 @@ class AnyOrder(RuleBasedStateMachine):
     def reported(self, data: st.DataObject) -> None:
         """Report the end from the workers for everything that their steps named as ended."""
         self._step()
-        found = [r for r in sorted(self.held) if self.house.book.open_count() and r in self.house.book._holding]
+        found = [r for r in sorted(self.held) if self.p.book.open_count() and r in self.p.book._holding]
         if found:
             request = data.draw(st.sampled_from(found))
-            assert self.house.book.released(request) and not self.house.book.released(request)
+            assert self.p.book.released(request) and not self.p.book.released(request)
             self.held.discard(request)
 
     def _heard(self) -> None:
-        for message in self.house.said():
+        for message in self.p.said():
             if isinstance(message, Bound):
                 transfer = str(message.transfer)
                 assert self.bound.setdefault(message.push, transfer) == transfer, "a source is bound once"
@@ -408,7 +408,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert len(pushes) == len(set(pushes)), "and so is a target"
 
     def _step(self) -> None:
-        step = self.house.step()
+        step = self.p.step()
         for request in step.freed:
             assert request in self.held
         for start in step.starts:
@@ -416,18 +416,18 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def bounded(self) -> None:
-        counts = self.house.meetings.counts()
+        counts = self.p.meetings.counts()
         assert counts["held"] <= HOLDING.sources and counts["held_blocks"] <= HOLDING.blocks
 
     def teardown(self) -> None:
         for request in sorted(self.running):
-            if self.house.end(request, self.now, well=False):
+            if self.p.end(request, self.now, well=False):
                 self.held.add(request)
-        self.house.meetings.tick(self.now + 1000.0)
+        self.p.meetings.tick(self.now + 1000.0)
         self._step()
         for request in sorted(self.held):
-            assert self.house.book.released(request), "every block comes back"
-        assert not any(self.house.meetings.counts().values()) and not self.house.book.open_count()
+            assert self.p.book.released(request), "every block comes back"
+        assert not any(self.p.meetings.counts().values()) and not self.p.book.open_count()
 
 
 AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

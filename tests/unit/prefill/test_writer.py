@@ -23,7 +23,7 @@ from vllm_ascend_pd.transport.base import WriteState
 PEER = Endpoint("127.0.0.1", 1)
 
 
-class Wire:
+class LandingWire:
     """Wire whose writes land when the test sets `landing`, all in one poll of the loop."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Wire:
         return WriteState.LANDED if self.landing.is_set() else WriteState.PENDING
 
 
-class Core:
+class ClaimableCore:
     """`claimable` batches, of which a peer takes no more at once than with the real core."""
 
     def __init__(self, claimable: int) -> None:
@@ -72,7 +72,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("claimable", [IN_FLIGHT + 1, 5 * IN_FLIGHT, 5 * IN_FLIGHT + 1])
 def test_what_was_held_back_goes_when_all_that_was_out_lands_in_one_look(patient: None, claimable: int) -> None:
-    wire, core = Wire(), Core(claimable)
+    wire, core = LandingWire(), ClaimableCore(claimable)
     thread = WriterThread("pd-writer-test", Writer(core.deciding, wire, lambda: 0.0), CpuDevice())
     try:
         thread.nudge()

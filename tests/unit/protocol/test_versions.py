@@ -11,7 +11,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from unit.kits.channel import Ear, Mouth, Raw, still_works, until
+from unit.kits.channel import Ear, Mouth, RawConnection, still_works, until
 from unit.kits.protocol import begin, renew
 from unit.kits.wire_examples import (
     BESIDE,
@@ -91,7 +91,7 @@ async def test_two_releases_pair_if_there_is_a_version_that_both_speak(
 
 async def test_version_1_is_refused_in_a_sentence_where_it_calls_and_where_it_reserves() -> None:
     async with Ear() as ear:
-        async with Raw(ear) as raw:
+        async with RawConnection(ear) as raw:
             raw.send(recorded(1, "hello"))
             refusal = await raw.goodbye()
         assert (refusal.code, refusal.detail) == (

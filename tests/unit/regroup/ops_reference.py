@@ -12,7 +12,7 @@ from vllm_ascend_pd.geometry.layout import Region
 
 
 @dataclass(frozen=True)
-class Layout:
+class LayerLayout:
     """Layout of one engine's KV: names as in the tests' parameters."""
 
     head_major: bool = False
@@ -27,10 +27,12 @@ class Layout:
         return tuple(n * block for n in per_token) if self.opaque else per_token
 
 
-class Cache:
+class LayerCaches:
     """One rank's caches of one layer, with known bytes."""
 
-    def __init__(self, layout: Layout, blocks: int, heads: int, block: int, dim: int, dtype: torch.dtype, seed: int):
+    def __init__(
+        self, layout: LayerLayout, blocks: int, heads: int, block: int, dim: int, dtype: torch.dtype, seed: int
+    ) -> None:
         self.layout, self.heads, self.block = layout, heads, block
         self.tokens = 1 if layout.opaque else block
         self.item = dtype.itemsize
@@ -71,7 +73,7 @@ class Cache:
         return slice(start, start + facts.cell_bytes)
 
 
-def gather(cache: Cache, rows: np.ndarray, out: np.ndarray) -> None:
+def gather(cache: LayerCaches, rows: np.ndarray, out: np.ndarray) -> None:
     for region, block, head, token, heads, tokens, offset, head_stride, token_stride in rows.tolist():
         size = cache.regions[region].cell_bytes
         for h in range(heads):

@@ -10,31 +10,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unit.regroup import ops_reference as reference
-from unit.regroup.ops_reference import Cache, Layout
+from unit.regroup.ops_reference import LayerCaches, LayerLayout
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.images import BUFFER_ROW, CACHE_ROW
 from vllm_ascend_pd.geometry.layout import Region
 from vllm_ascend_pd.regroup import ops
 
 LAYOUTS = {
-    "apart, token-major": Layout(),
-    "apart, head-major": Layout(head_major=True),
-    "packed, token-major": Layout(packed=True),
-    "packed, head-major, padded blocks": Layout(packed=True, head_major=True, padding=24),
-    "MLA": Layout(mla=True),
-    "opaque plane": Layout(packed=True, head_major=True, opaque=True),
+    "apart, token-major": LayerLayout(),
+    "apart, head-major": LayerLayout(head_major=True),
+    "packed, token-major": LayerLayout(packed=True),
+    "packed, head-major, padded blocks": LayerLayout(packed=True, head_major=True, padding=24),
+    "MLA": LayerLayout(mla=True),
+    "opaque plane": LayerLayout(packed=True, head_major=True, opaque=True),
 }
 DTYPES = [torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, torch.float32]
 
 
-def views(cache: Cache) -> list[torch.Tensor]:
+def views(cache: LayerCaches) -> list[torch.Tensor]:
     return [
         ops.cell_view(tensor, region, cache.heads, cache.tokens)
         for tensor, region in zip(cache.tensors, cache.regions, strict=True)
     ]
 
 
-def random_rows(cache: Cache, blocks: int, count: int, random: np.random.Generator) -> tuple[np.ndarray, int]:
+def random_rows(cache: LayerCaches, blocks: int, count: int, random: np.random.Generator) -> tuple[np.ndarray, int]:
     """Boxes of all kinds, written one after the other, with gaps, in either order of the axes."""
     rows, offset = [], 0
     for _ in range(count):
@@ -61,11 +61,11 @@ def random_rows(cache: Cache, blocks: int, count: int, random: np.random.Generat
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_gather_copies_exactly_the_named_cells(layout: Layout, dtype: torch.dtype) -> None:
+def test_gather_copies_exactly_the_named_cells(layout: LayerLayout, dtype: torch.dtype) -> None:
     for seed in range(4):
         random = np.random.default_rng(seed)
         heads = 1 if layout.mla else 3
-        cache = Cache(layout, blocks=7, heads=heads, block=16, dim=20, dtype=dtype, seed=seed)
+        cache = LayerCaches(layout, blocks=7, heads=heads, block=16, dim=20, dtype=dtype, seed=seed)
         rows, size = random_rows(cache, 7, 25, random)
         want = np.full(size, 0xA5, dtype=np.uint8)
         got = torch.from_numpy(want.copy())
@@ -75,10 +75,10 @@ def test_gather_copies_exactly_the_named_cells(layout: Layout, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_scatter_is_the_inverse_of_gather_and_touches_nothing_else(layout: Layout) -> None:
+def test_scatter_is_the_inverse_of_gather_and_touches_nothing_else(layout: LayerLayout) -> None:
     heads = 1 if layout.mla else 2
-    source = Cache(layout, blocks=5, heads=heads, block=8, dim=16, dtype=torch.bfloat16, seed=1)
-    target = Cache(layout, blocks=5, heads=heads, block=8, dim=16, dtype=torch.bfloat16, seed=2)
+    source = LayerCaches(layout, blocks=5, heads=heads, block=8, dim=16, dtype=torch.bfloat16, seed=1)
+    target = LayerCaches(layout, blocks=5, heads=heads, block=8, dim=16, dtype=torch.bfloat16, seed=2)
     rows, size = random_rows(source, 5, 12, np.random.default_rng(3))
     buffer = torch.zeros(size, dtype=torch.uint8)
     ops.gather(views(source), torch.from_numpy(rows), buffer)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unit.kits.geometry import Cache, Cluster, geometry
+from unit.kits.geometry import CountedMemory, PlannedCluster, geometry
 from unit.regroup.test_ops_regroup import views
 from vllm_ascend_pd.geometry.plan import Job, push_range
 from vllm_ascend_pd.geometry.regroup import RegroupPlan, RegroupPlanner
@@ -23,7 +23,15 @@ class Pages:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, key_cache, value_cache, table, length, keys, values) -> None:  # type: ignore[no-untyped-def]
+    def __call__(
+        self,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        table: torch.Tensor,
+        length: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
         self.calls += 1
         for cache, out in ((key_cache, keys), (value_cache, values)):
             out.copy_(cache[table[0].long()].flatten(0, 1)[: int(length[0])])
@@ -35,7 +43,7 @@ def view_numbers(tensors: list[torch.Tensor]) -> list[tuple[int, ...]]:
     ]
 
 
-def plans(cluster: Cluster) -> list[RegroupPlan]:
+def plans(cluster: PlannedCluster) -> list[RegroupPlan]:
     jobs = []
     for request in cluster.requests:
         d = cluster.ds[request.instance]
@@ -45,7 +53,7 @@ def plans(cluster: Cluster) -> list[RegroupPlan]:
     return [RegroupPlanner(cluster.p, rank).plan(jobs) for rank in range(cluster.p.tp_size)]
 
 
-def same_gather(cache: Cache, rows: np.ndarray, size: int, pages: Pages | None) -> None:
+def same_gather(cache: CountedMemory, rows: np.ndarray, size: int, pages: Pages | None) -> None:
     tensors = [view.view(torch.int8) for view in views(cache)]
     wanted, got = torch.full((size,), 9, dtype=torch.uint8), torch.full((size,), 9, dtype=torch.uint8)
     ops.gather(tensors, torch.from_numpy(rows), wanted)
@@ -70,7 +78,7 @@ def test_copies_do_what_the_ops_do(p_kind: str, d_kind: str, cells: tuple[int, .
     for heads, p_tp, d_tp in [(8, 4, 2), (6, 3, 2), (8, 4, 8), (8, 8, 1)]:
         p = geometry(p_kind, heads=heads, tp=p_tp, block=16, cells=cells)
         d = geometry(d_kind, heads=heads, tp=d_tp, block=16, cells=cells, pad=32)
-        cluster = Cluster(p, [d], [(0, 0, 150), (0, 16, 77)], seed=3)
+        cluster = PlannedCluster(p, [d], [(0, 0, 150), (0, 16, 77)], seed=3)
         for plan in plans(cluster)[:2]:
             cache = cluster.ranks[plan.rank]
             same_gather(cache, plan.send, sum(plan.send_splits), pages)
@@ -102,7 +110,7 @@ def test_boxes_of_any_place_and_width_are_copied(data: st.DataObject) -> None:
 def test_what_a_rank_sends_of_a_long_prompt_is_a_handful_of_copies() -> None:
     """Llama-70B 8 -> 2, 4,096 tokens on scattered blocks: three owners, K and V."""
     p, d = (geometry("token", heads=8, tp=tp, block=128, cells=(256, 256)) for tp in (8, 2))
-    cluster = Cluster(p, [d], [(0, 0, 4096)], seed=4)
+    cluster = PlannedCluster(p, [d], [(0, 0, 4096)], seed=4)
     plan, pages = plans(cluster)[1], Pages()
     tensors = [view.view(torch.int8) for view in views(cluster.ranks[1])]
     gather = GatherCopies(plan.send, view_numbers(tensors), tensors, pages)

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from unit.kits.geometry import Cache, Cluster, geometry
+from unit.kits.geometry import CountedMemory, PlannedCluster, geometry
 from vllm_ascend_pd.geometry.plan import Job, push_range
 from vllm_ascend_pd.geometry.regroup import RegroupPlan, RegroupPlanner
 from vllm_ascend_pd.regroup import ops
 
 
-def views(cache: Cache) -> list[torch.Tensor]:
+def views(cache: CountedMemory) -> list[torch.Tensor]:
     facts = cache.geometry
     found = []
     for region, memory in zip(facts.regions, cache.memory, strict=True):
@@ -22,12 +22,12 @@ def views(cache: Cache) -> list[torch.Tensor]:
     return found
 
 
-def gathered(cache: Cache, rows: np.ndarray, out: torch.Tensor) -> None:
+def gathered(cache: CountedMemory, rows: np.ndarray, out: torch.Tensor) -> None:
     if len(rows):
         ops.gather(views(cache), torch.from_numpy(rows), out)
 
 
-def exchange(cluster: Cluster, plans: list[RegroupPlan]) -> None:
+def exchange(cluster: PlannedCluster, plans: list[RegroupPlan]) -> None:
     outgoing = []
     for plan in plans:
         send = torch.zeros(sum(plan.send_splits), dtype=torch.uint8)
@@ -45,7 +45,7 @@ def exchange(cluster: Cluster, plans: list[RegroupPlan]) -> None:
                         cluster.write(slot.instance, slot.d_rank, region, staged.numpy(), *span)
 
 
-def run(cluster: Cluster, steps: list[list[int]]) -> None:
+def run(cluster: PlannedCluster, steps: list[list[int]]) -> None:
     planners = [RegroupPlanner(cluster.p, rank) for rank in range(cluster.p.tp_size)]
     for number, advances in enumerate([*steps, [10**6] * len(cluster.requests)]):
         jobs = []
@@ -84,7 +84,7 @@ def test_every_ratio_arrives_byte_for_byte(heads: int, p_tp: int, d_tp: int, kin
     d = geometry(kind, heads=heads, tp=d_tp, block=16, cells=cells, pad=32)
     same = geometry(kind, heads=heads, tp=p_tp, block=16, cells=cells)
     prompts = [(0, 0, 50), (1, 16, 39), (0, 32, 100), (1, 0, 1)]
-    run(Cluster(p, [d, same], prompts, seed=4), [[17, 39, 20, 0], [3, 0, 40, 1]])
+    run(PlannedCluster(p, [d, same], prompts, seed=4), [[17, 39, 20, 0], [3, 0, 40, 1]])
 
 
 @pytest.mark.parametrize(("p_kind", "d_kind"), [("token", "head"), ("head", "token")])
@@ -92,9 +92,9 @@ def test_every_ratio_arrives_byte_for_byte(heads: int, p_tp: int, d_tp: int, kin
 def test_layouts_and_block_sizes_may_differ(p_kind: str, d_kind: str, p_block: int, d_block: int) -> None:
     p = geometry(p_kind, heads=8, tp=4, block=p_block, cells=(128, 64))
     d = geometry(d_kind, heads=8, tp=2, block=d_block, cells=(128, 64))
-    run(Cluster(p, [d], [(0, 0, 100), (0, 7, 65)], seed=2), [[33, 20]])
+    run(PlannedCluster(p, [d], [(0, 0, 100), (0, 7, 65)], seed=2), [[33, 20]])
 
 
 def test_mla_latent_and_rope_apart() -> None:
     p, d = (geometry("token", heads=1, tp=tp, block=16, cells=(1024, 128)) for tp in (4, 2))
-    run(Cluster(p, [d], [(0, 0, 77), (0, 16, 40)], seed=1), [[30, 5]])
+    run(PlannedCluster(p, [d], [(0, 0, 77), (0, 16, 40)], seed=1), [[30, 5]])

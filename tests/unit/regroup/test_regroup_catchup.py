@@ -12,8 +12,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from unit.kits.regroup.common import Cache, DecodeSite, config
-from unit.kits.regroup.prefill import PrefillSite, Wire, engine, running
+from unit.kits.regroup.common import EngineCache, RegroupDecodeSite, config
+from unit.kits.regroup.prefill import FailingTransport, RegroupPrefillSite, engine, running
 from unit.kits.watching import Events, traced, until
 from vllm_ascend_pd.prefill.core.exchanges import Exchanges, Run
 from vllm_ascend_pd.prefill.core.push import Share, Unit
@@ -27,26 +27,26 @@ LAYERS = 6
 SMALL = config(staging_slots=1, staging_destinations=1, verify="full")
 
 
-def slotless(cache: Cache, **keys: object) -> tuple[PrefillSite, list[Wire]]:
+def slotless(cache: EngineCache, **keys: object) -> tuple[RegroupPrefillSite, list[FailingTransport]]:
     """P with one slot for each rank; its writes complete when the test releases them."""
-    wires = [Wire() for _ in range(cache.tp * cache.pp)]
+    wires = [FailingTransport() for _ in range(cache.tp * cache.pp)]
     return engine(cache, push=SMALL, transports=wires, **keys), wires  # type: ignore[arg-type]
 
 
-def hold(wires: list[Wire], *sites: DecodeSite) -> None:
+def hold(wires: list[FailingTransport], *sites: RegroupDecodeSite) -> None:
     for wire in wires:
         wire.held = set().union(*(site.sessions for site in sites))
 
 
-def missing(p: PrefillSite) -> int:
+def missing(p: RegroupPrefillSite) -> int:
     return int(sum(stats["missing"] for stats in p.stats()))
 
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (4, 2), (2, 4)])
 def test_what_was_missed_comes_later_and_is_right(p_tp: int, d_tp: int) -> None:
-    cache = Cache(tp=p_tp, heads=8, layers=LAYERS)
+    cache = EngineCache(tp=p_tp, heads=8, layers=LAYERS)
     p, wires = slotless(cache)
-    d = DecodeSite(Cache(tp=d_tp, heads=8, layers=LAYERS), push=config(verify="full"))
+    d = RegroupDecodeSite(EngineCache(tp=d_tp, heads=8, layers=LAYERS), push=config(verify="full"))
     with traced() as events, running(p, d):
         hold(wires, d)
         prompts = [d.reserve(60), d.reserve(90, first=8), d.reserve(33)]
@@ -69,10 +69,10 @@ def test_what_was_missed_comes_later_and_is_right(p_tp: int, d_tp: int) -> None:
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (4, 2)])
 def test_thirty_two_destinations_share_what_was_sized_for_four(p_tp: int, d_tp: int) -> None:
     """All want a slot in every layer at once; metrics show how many exchanges were repeated."""
-    layers, tokens, wires = 3, 32, [Wire() for _ in range(p_tp)]
+    layers, tokens, wires = 3, 32, [FailingTransport() for _ in range(p_tp)]
     push = config(verify="full", staging_slots=1)
-    p = engine(Cache(tp=p_tp, layers=layers), push=push, transports=wires, step_tokens=32 * tokens)
-    sites = [DecodeSite(Cache(tp=d_tp, layers=layers), blocks=6, push=push) for _ in range(32)]
+    p = engine(EngineCache(tp=p_tp, layers=layers), push=push, transports=wires, step_tokens=32 * tokens)
+    sites = [RegroupDecodeSite(EngineCache(tp=d_tp, layers=layers), blocks=6, push=push) for _ in range(32)]
     with running(p, *sites):
         hold(wires, *sites)
         prompts = [d.reserve(tokens) for d in sites]
@@ -94,7 +94,7 @@ def test_thirty_two_destinations_share_what_was_sized_for_four(p_tp: int, d_tp: 
         assert p.catch_ups >= missed / 4
 
 
-def repeated(p: PrefillSite) -> list[int]:
+def repeated(p: RegroupPrefillSite) -> list[int]:
     """Return how many repeated exchanges each worker reports."""
     taken = [rank.runtime.tally.take() or {"sums": {}} for rank in p.ranks]
     return [data["sums"].get("exchanges_repeated", 0) for data in taken]
@@ -110,9 +110,9 @@ def test_the_owners_are_those_of_the_first_time() -> None:
     totals = []
     for slots in (1, LAYERS):
         push = config(staging_slots=slots, staging_destinations=1)
-        wires = [Wire(), Wire()]
-        p = engine(Cache(tp=2, layers=LAYERS), push=push, transports=wires)
-        d = DecodeSite(Cache(layers=LAYERS))
+        wires = [FailingTransport(), FailingTransport()]
+        p = engine(EngineCache(tp=2, layers=LAYERS), push=push, transports=wires)
+        d = RegroupDecodeSite(EngineCache(layers=LAYERS))
         with traced() as events, running(p, d):
             hold(wires, d)
             prompt = d.reserve(51)
@@ -146,8 +146,8 @@ def test_a_share_that_is_on_its_way_is_not_fetched_twice() -> None:
         made.staging.__class__ = Short
         return made
 
-    p = engine(Cache(tp=2, layers=LAYERS), push=config(staging_slots=3 * LAYERS), parts=replaced)
-    d = DecodeSite(Cache(layers=LAYERS))
+    p = engine(EngineCache(tp=2, layers=LAYERS), push=config(staging_slots=3 * LAYERS), parts=replaced)
+    d = RegroupDecodeSite(EngineCache(layers=LAYERS))
     with traced() as events, running(p, d):
         prompt = d.reserve(64)
         d.step()
@@ -176,8 +176,8 @@ def test_a_share_that_is_on_its_way_is_not_fetched_twice() -> None:
 
 @pytest.mark.parametrize("when", ["before anything is exchanged again", "while it is exchanged again"])
 def test_a_preemption_forgets_what_was_missed(when: str) -> None:
-    p, _ = slotless(Cache(tp=2, layers=LAYERS))
-    d = DecodeSite(Cache(layers=LAYERS), push=config(verify="full"))
+    p, _ = slotless(EngineCache(tp=2, layers=LAYERS))
+    d = RegroupDecodeSite(EngineCache(layers=LAYERS), push=config(verify="full"))
     with running(p, d):
         prompt, other = d.reserve(64), d.reserve(64)
         p.admit(prompt, other)
@@ -199,8 +199,8 @@ def test_a_preemption_forgets_what_was_missed(when: str) -> None:
 
 def test_a_preemption_while_some_ranks_still_miss_the_last_chunk_does_not_mix_two_divisions() -> None:
     """Rank 0 has said DONE; what rank 1 misses is lost, and a second run would be divided otherwise."""
-    p, wires = slotless(Cache(tp=2, layers=LAYERS))
-    d = DecodeSite(Cache(layers=LAYERS))
+    p, wires = slotless(EngineCache(tp=2, layers=LAYERS))
+    d = RegroupDecodeSite(EngineCache(layers=LAYERS))
     with running(p, d):
         wires[1].held = d.sessions
         prompt = d.reserve(51)
@@ -224,7 +224,7 @@ def test_a_preemption_while_some_ranks_still_miss_the_last_chunk_does_not_mix_tw
             d.check(prompt)
 
 
-class Late(GroupExchange):
+class LateExchange(GroupExchange):
     """Exchange that gathers only when the test allows it, so that it lags behind the engine."""
 
     def run(self, rows: ExchangeRows, layer: int, slots: Sequence[StagingSlot | None]) -> ExchangeOutcome:
@@ -239,12 +239,12 @@ def test_an_exchange_of_before_a_preemption_is_dropped() -> None:
     """It gathers contents of the blocks' next owner."""
 
     def replaced(rank: int, made: RegroupResources) -> RegroupResources:
-        made.exchange.__class__ = Late
+        made.exchange.__class__ = LateExchange
         return made
 
     MAY_GATHER.clear()
-    p = engine(Cache(tp=2, layers=LAYERS), push=config(verify="full"), parts=replaced)
-    d = DecodeSite(Cache(layers=LAYERS), push=config(verify="full"))
+    p = engine(EngineCache(tp=2, layers=LAYERS), push=config(verify="full"), parts=replaced)
+    d = RegroupDecodeSite(EngineCache(layers=LAYERS), push=config(verify="full"))
     with traced() as events, running(p, d):
         prompt = d.reserve(64)
         d.step()
@@ -262,8 +262,8 @@ def test_an_exchange_of_before_a_preemption_is_dropped() -> None:
 
 @pytest.mark.parametrize("how", ["preempted", "aborted"])
 def test_what_was_missed_is_forgotten_with_its_push_at_once(how: str) -> None:
-    p, _ = slotless(Cache(tp=2, layers=LAYERS))
-    d = DecodeSite(Cache(layers=LAYERS))
+    p, _ = slotless(EngineCache(tp=2, layers=LAYERS))
+    d = RegroupDecodeSite(EngineCache(layers=LAYERS))
     with running(p, d):
         prompt = d.reserve(64)
         p.admit(prompt)
@@ -280,8 +280,8 @@ def test_what_was_missed_is_forgotten_with_its_push_at_once(how: str) -> None:
 
 
 def test_nothing_is_exchanged_again_for_pushes_that_have_ended() -> None:
-    p, _ = slotless(Cache(tp=2, layers=LAYERS))
-    d = DecodeSite(Cache(layers=LAYERS))
+    p, _ = slotless(EngineCache(tp=2, layers=LAYERS))
+    d = RegroupDecodeSite(EngineCache(layers=LAYERS))
     with running(p, d):
         prompt = d.reserve(64)
         p.admit(prompt)
@@ -299,8 +299,8 @@ def test_nothing_is_exchanged_again_for_pushes_that_have_ended() -> None:
 
 def test_a_stage_makes_only_its_own_layers_again() -> None:
     """Two stages of 3 and 2 layers: an exchange is named by its layer in the whole engine."""
-    p, wires = slotless(Cache(tp=2, pp=2, layers=5))
-    d = DecodeSite(Cache(layers=5))
+    p, wires = slotless(EngineCache(tp=2, pp=2, layers=5))
+    d = RegroupDecodeSite(EngineCache(layers=5))
     with traced() as events, running(p, d):
         hold(wires, d)
         prompt = d.reserve(64)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from unit.kits.regroup.common import Cache, DecodeSite, Prompt, config
-from unit.kits.regroup.prefill import PrefillSite, Share, Wire, engine, running
+from unit.kits.regroup.common import EngineCache, RegroupDecodeSite, RegroupPrompt, config
+from unit.kits.regroup.prefill import ComputedTokens, FailingTransport, RegroupPrefillSite, engine, running
 from unit.kits.watching import traced, until
 from vllm_ascend_pd.prefill import runtime as prefill_runtime
 from vllm_ascend_pd.regroup.exchange import TAG_BYTES, ExchangeRows, GroupExchange
@@ -22,21 +22,21 @@ from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
 SMALL = {"staging_slots": 1}
 
 
-def reports(prompt: Prompt) -> list[tuple[bool, str]]:
+def reports(prompt: RegroupPrompt) -> list[tuple[bool, str]]:
     return [(report.ok, report.code) for report in prompt.site.reports[prompt.name]]
 
 
-def reasons(prompt: Prompt) -> list[tuple[str, str]]:
+def reasons(prompt: RegroupPrompt) -> list[tuple[str, str]]:
     return [(report.code, report.detail) for report in prompt.site.reports[prompt.name]]
 
 
-def started(p: PrefillSite, *prompts: Prompt) -> None:
+def started(p: RegroupPrefillSite, *prompts: RegroupPrompt) -> None:
     for site in {id(prompt.site): prompt.site for prompt in prompts}.values():
         site.step()
     p.admit(*prompts)
 
 
-def exchanged(p: PrefillSite) -> list[int]:
+def exchanged(p: RegroupPrefillSite) -> list[int]:
     return [int(stats["exchanges"]) for stats in p.stats()]
 
 
@@ -44,7 +44,11 @@ def exchanged(p: PrefillSite) -> list[int]:
 
 
 def test_a_cancelled_transfer_does_not_keep_its_ranks_out_of_the_exchange() -> None:
-    p, one, two = engine(Cache(tp=4, heads=8)), DecodeSite(Cache(heads=8)), DecodeSite(Cache(tp=2, heads=8))
+    p, one, two = (
+        engine(EngineCache(tp=4, heads=8)),
+        RegroupDecodeSite(EngineCache(heads=8)),
+        RegroupDecodeSite(EngineCache(tp=2, heads=8)),
+    )
     with running(p, one, two):
         gone, stays, other = one.reserve(90), one.reserve(90), two.reserve(90)
         started(p, gone, stays, other)
@@ -63,11 +67,11 @@ def test_a_cancelled_transfer_does_not_keep_its_ranks_out_of_the_exchange() -> N
 
 def test_a_push_that_failed_on_one_rank_alone_does_not_keep_it_out() -> None:
     """Rank 1 cannot write to one of two D's."""
-    wires = [Wire(), Wire()]
+    wires = [FailingTransport(), FailingTransport()]
     p, one, two = (
-        engine(Cache(tp=2), push=config(quiet_s=0.2), transports=wires),
-        DecodeSite(Cache()),
-        DecodeSite(Cache()),
+        engine(EngineCache(tp=2), push=config(quiet_s=0.2), transports=wires),
+        RegroupDecodeSite(EngineCache()),
+        RegroupDecodeSite(EngineCache()),
     )
     with running(p, one, two):
         wires[1].broken = one.sessions
@@ -86,7 +90,11 @@ def test_a_push_that_failed_on_one_rank_alone_does_not_keep_it_out() -> None:
 
 def test_a_rank_plans_what_it_has_given_up_like_the_others() -> None:
     """Rank 1 has closed a push that is still open on rank 0 when the next step begins."""
-    p, one, two = engine(Cache(tp=2), timeout_s=5.0), DecodeSite(Cache()), DecodeSite(Cache())
+    p, one, two = (
+        engine(EngineCache(tp=2), timeout_s=5.0),
+        RegroupDecodeSite(EngineCache()),
+        RegroupDecodeSite(EngineCache()),
+    )
     with running(p, one, two):
         lost, other = one.reserve(64), two.reserve(64)
         p.admit(lost)  # D's workers do not have it, so rank 0 gets no message
@@ -102,7 +110,7 @@ def test_a_rank_plans_what_it_has_given_up_like_the_others() -> None:
 
 
 def test_an_aborted_request_is_exchanged_by_nobody_alone() -> None:
-    p, d = engine(Cache(tp=2)), DecodeSite(Cache())
+    p, d = engine(EngineCache(tp=2)), RegroupDecodeSite(EngineCache())
     with running(p, d):
         gone, stays = d.reserve(64), d.reserve(64)
         started(p, gone, stays)
@@ -184,8 +192,8 @@ def faulty(rank: int, part: str, numbers: Sequence[int], error: type[Exception] 
 )
 def test_an_error_in_one_ranks_part_fails_what_it_touches_and_nothing_else(part: str, error: type[Exception]) -> None:
     """Rank 1 of 4 fails in the second layer of the first step. Later steps succeed."""
-    p = engine(Cache(tp=4, heads=8), parts=faulty(1, part, [1], error))
-    d = DecodeSite(Cache(tp=2, heads=8))
+    p = engine(EngineCache(tp=4, heads=8), parts=faulty(1, part, [1], error))
+    d = RegroupDecodeSite(EngineCache(tp=2, heads=8))
     with running(p, d):
         first, second = d.reserve(64), d.reserve(64)
         started(p, first)
@@ -203,7 +211,7 @@ def test_an_error_in_one_ranks_part_fails_what_it_touches_and_nothing_else(part:
 
 def test_an_error_where_nothing_crosses_fails_the_push_as_well() -> None:
     """P of TP 2 to D of TP 4: no tag carries the error, only the rank itself knows it."""
-    p, d = engine(Cache(tp=2), parts=faulty(1, "assemble", [0])), DecodeSite(Cache(tp=4))
+    p, d = engine(EngineCache(tp=2), parts=faulty(1, "assemble", [0])), RegroupDecodeSite(EngineCache(tp=4))
     with running(p, d):
         prompt = d.reserve(64)
         started(p, prompt)
@@ -223,7 +231,7 @@ def test_a_group_in_another_order_gives_nobody_the_bytes_of_another_rank() -> No
             one._group, other._group = other._group, one._group
         return made
 
-    p, d = engine(Cache(tp=2), parts=crossed), DecodeSite(Cache())
+    p, d = engine(EngineCache(tp=2), parts=crossed), RegroupDecodeSite(EngineCache())
     with running(p, d):
         prompt = d.reserve(64)
         started(p, prompt)
@@ -237,8 +245,8 @@ def test_a_group_in_another_order_gives_nobody_the_bytes_of_another_rank() -> No
 def test_a_collective_that_raises_on_one_rank_keeps_nobody_else_in_it() -> None:
     """Rank 1 of 4 cannot call the second one. The others are inside, and their group would wait for minutes."""
     parts = faulty(1, "collective", [1])
-    p = engine(Cache(tp=4, heads=8), push=config(regroup="auto", quiet_s=0.2), parts=parts, timeout_s=600.0)
-    d, direct = DecodeSite(Cache(tp=2, heads=8)), DecodeSite(Cache(tp=4, heads=8))
+    p = engine(EngineCache(tp=4, heads=8), push=config(regroup="auto", quiet_s=0.2), parts=parts, timeout_s=600.0)
+    d, direct = RegroupDecodeSite(EngineCache(tp=2, heads=8)), RegroupDecodeSite(EngineCache(tp=4, heads=8))
     with running(p, d, direct):
         first, later, other = d.reserve(64), d.reserve(64), direct.reserve(64)
         started(p, first)
@@ -262,7 +270,7 @@ def test_staging_that_breaks_on_one_rank_leaves_nobody_alone() -> None:
             made.staging.__class__ = FullStaging
         return made
 
-    p, d = engine(Cache(tp=2), parts=replaced), DecodeSite(Cache())
+    p, d = engine(EngineCache(tp=2), parts=replaced), RegroupDecodeSite(EngineCache())
     with running(p, d):
         prompt = d.reserve(64)
         started(p, prompt)
@@ -277,7 +285,7 @@ def test_staging_that_breaks_on_one_rank_leaves_nobody_alone() -> None:
 def test_a_source_that_is_done_with_a_push_still_cannot_spoil_it(part: str) -> None:
     """Rank 1 has no slot for most layers and gets them later. By then rank 0 has closed the push, and its gather
     fails: only the owner can still fail the transfer, and it must not deliver the old contents of the buffer."""
-    wires = [Wire(), Wire()]
+    wires = [FailingTransport(), FailingTransport()]
     layers = 4
     spoiled = faulty(0, part, range(layers, 99))
 
@@ -286,8 +294,8 @@ def test_a_source_that_is_done_with_a_push_still_cannot_spoil_it(part: str) -> N
             made.staging.__class__ = PatientStaging
         return spoiled(rank, made)  # type: ignore[no-any-return]
 
-    p = engine(Cache(tp=2, layers=layers), push=config(**SMALL), transports=wires, parts=parts)
-    d = DecodeSite(Cache(layers=layers))
+    p = engine(EngineCache(tp=2, layers=layers), push=config(**SMALL), transports=wires, parts=parts)
+    d = RegroupDecodeSite(EngineCache(layers=layers))
     with running(p, d):
         wires[1].held = d.sessions
         prompt = d.reserve(64)
@@ -308,11 +316,14 @@ def test_a_source_that_is_done_with_a_push_still_cannot_spoil_it(part: str) -> N
 
 @pytest.mark.parametrize("stall", ["never ready", "writes do not return"])
 def test_a_stalled_destination_stops_no_other(stall: str) -> None:
-    wires = [Wire(), Wire()]
+    wires = [FailingTransport(), FailingTransport()]
     layers = 6
-    cache = Cache(tp=2, layers=layers)
+    cache = EngineCache(tp=2, layers=layers)
     push = config(staging_slots=2, staging_destinations=2)
-    p, one, two = engine(cache, push=push, transports=wires), *(DecodeSite(Cache(layers=layers)) for _ in "12")
+    p, one, two = (
+        engine(cache, push=push, transports=wires),
+        *(RegroupDecodeSite(EngineCache(layers=layers)) for _ in "12"),
+    )
     with running(p, one, two):
         stuck = one.reserve(64)
         if stall == "never ready":
@@ -342,7 +353,11 @@ def test_a_stalled_destination_stops_no_other(stall: str) -> None:
 
 def test_a_destination_that_stalls_for_good_gives_its_slots_back() -> None:
     push = config(ready_timeout_s=4.0, **SMALL)
-    p, one, two = engine(Cache(tp=2), push=push), DecodeSite(Cache()), DecodeSite(Cache())
+    p, one, two = (
+        engine(EngineCache(tp=2), push=push),
+        RegroupDecodeSite(EngineCache()),
+        RegroupDecodeSite(EngineCache()),
+    )
     with running(p, one, two):
         stuck, other = one.reserve(64), two.reserve(64)
         p.admit(stuck)
@@ -358,11 +373,11 @@ def test_a_destination_that_stalls_for_good_gives_its_slots_back() -> None:
 
 def test_what_one_destination_missed_does_not_wait_for_another() -> None:
     """Two D's share an exchange and both find no slot. One has room again, the other is stalled for good."""
-    wires = [Wire(), Wire()]
+    wires = [FailingTransport(), FailingTransport()]
     layers = 4
     push = config(staging_slots=1, staging_destinations=2)
-    p = engine(Cache(tp=2, layers=layers), push=push, transports=wires)
-    one, two = DecodeSite(Cache(layers=layers)), DecodeSite(Cache(layers=layers))
+    p = engine(EngineCache(tp=2, layers=layers), push=push, transports=wires)
+    one, two = RegroupDecodeSite(EngineCache(layers=layers)), RegroupDecodeSite(EngineCache(layers=layers))
     with running(p, one, two):
         for wire in wires:
             wire.held = one.sessions | two.sessions
@@ -381,7 +396,7 @@ def test_what_one_destination_missed_does_not_wait_for_another() -> None:
 
 
 def test_close_makes_what_is_due_first() -> None:
-    p, d = engine(Cache(tp=2, layers=8)), DecodeSite(Cache(layers=8))
+    p, d = engine(EngineCache(tp=2, layers=8)), RegroupDecodeSite(EngineCache(layers=8))
     with running(d):
         prompt = d.reserve(64)
         started(p, prompt)
@@ -399,13 +414,13 @@ def test_close_does_not_wait_for_ever_inside_a_collective(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 does not come. Rank 0's worker still ends, and its thread as soon as gloo times out."""
-    p, d = engine(Cache(tp=2), timeout_s=4.0), DecodeSite(Cache())
+    p, d = engine(EngineCache(tp=2), timeout_s=4.0), RegroupDecodeSite(EngineCache())
     with running(p, d):
         prompt = d.reserve(64)
         started(p, prompt)
         table = p.pool.take(8)
         p.book.scheduled(p.name_of(prompt), 0, 64, table, replaces=True)
-        p.ranks[0].run(p.book.take_step(p.geometry), [Share(prompt.seed, 64, table, 0, 64)], "name", [])
+        p.ranks[0].run(p.book.take_step(p.geometry), [ComputedTokens(prompt.seed, 64, table, 0, 64)], "name", [])
         with monkeypatch.context() as patch:
             patch.setattr(prefill_runtime, "CLOSE_GRACE_S", 0.3)
             p.ranks[0].close()
@@ -414,7 +429,7 @@ def test_close_does_not_wait_for_ever_inside_a_collective(
 
 
 def test_events_tell_what_was_exchanged_and_staged() -> None:
-    p, d = engine(Cache(tp=2)), DecodeSite(Cache())
+    p, d = engine(EngineCache(tp=2)), RegroupDecodeSite(EngineCache())
     with traced() as events, running(p, d):
         prompt = d.reserve(64)
         started(p, prompt)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from unit.kits.regroup.common import Cache, DecodeSite, config
-from unit.kits.regroup.prefill import Here, PrefillSite, Share, running
+from unit.kits.regroup.common import EngineCache, RegroupDecodeSite, config
+from unit.kits.regroup.prefill import ComputedTokens, Here, RegroupPrefillSite, running
 from unit.kits.regroup.runner import RUNS, AscendRank
-from unit.kits.regroup.worker import Fleet
+from unit.kits.regroup.worker import ChildProcesses
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup.resources import allocate
@@ -20,8 +20,8 @@ MODES = {"direct": "never", "regrouped": "always"}
 
 
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    fleet = Fleet(2)
+def fleet() -> Iterator[ChildProcesses]:
+    fleet = ChildProcesses(2)
     try:
         yield fleet
     finally:
@@ -31,12 +31,12 @@ def fleet() -> Iterator[Fleet]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("hook", RUNS)
 def test_pushes_are_complete_and_right_however_the_hooks_are_called(
-    fleet: Fleet, tmp_path: Path, hook: str, mode: str
+    fleet: ChildProcesses, tmp_path: Path, hook: str, mode: str
 ) -> None:
     """K and V apart in `[block, token, head, dim]`, two chunked prompts, one of them with a prefix hit on D."""
     push = {"regroup": MODES[mode], "verify": "full"}
-    d = DecodeSite(Cache(layers=3), folder=tmp_path, push=config(**push))
-    p = fleet.engine(Cache(tp=2, layers=3), kind="ascend", **push)
+    d = RegroupDecodeSite(EngineCache(layers=3), folder=tmp_path, push=config(**push))
+    p = fleet.engine(EngineCache(tp=2, layers=3), kind="ascend", **push)
     try:
         prompts = [d.reserve(45), d.reserve(70, first=16)]
         d.step()
@@ -56,13 +56,13 @@ def test_pushes_are_complete_and_right_however_the_hooks_are_called(
 
 @pytest.mark.parametrize("hook", ["by name", "with strangers", "twice"])
 def test_a_layer_is_pushed_when_its_hook_fires_and_not_at_the_end_of_the_step(hook: str) -> None:
-    cache = Cache(tp=1, layers=3)
+    cache = EngineCache(tp=1, layers=3)
     rank = AscendRank(cache, Contributor(0, 0), allocate, push=config(regroup="never"))
-    p, d = PrefillSite(cache, [Here(rank)]), DecodeSite(cache)
+    p, d = RegroupPrefillSite(cache, [Here(rank)]), RegroupDecodeSite(cache)
     written: list[int] = []
     original = rank.write
 
-    def noting(own: int, shares: Sequence[Share]) -> None:
+    def noting(own: int, shares: Sequence[ComputedTokens]) -> None:
         written.append(own)
         original(own, shares)
 
@@ -83,11 +83,11 @@ def test_a_layer_is_pushed_when_its_hook_fires_and_not_at_the_end_of_the_step(ho
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_dummy_runs_push_nothing(fleet: Fleet, tmp_path: Path, mode: str) -> None:
+def test_dummy_runs_push_nothing(fleet: ChildProcesses, tmp_path: Path, mode: str) -> None:
     """Hooks with no metadata bound: before there are caches, before the first step, and between two steps."""
     push = {"regroup": MODES[mode]}
-    d = DecodeSite(Cache(layers=3), folder=tmp_path, push=config(**push))
-    p = fleet.engine(Cache(tp=2, layers=3), kind="ascend", **push)
+    d = RegroupDecodeSite(EngineCache(layers=3), folder=tmp_path, push=config(**push))
+    p = fleet.engine(EngineCache(tp=2, layers=3), kind="ascend", **push)
     members = fleet.members[:2]
     try:
         prompt = d.reserve(64)

@@ -15,8 +15,8 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from unit.kits.regroup.common import Cache, DecodeSite, config
-from unit.kits.regroup.prefill import Wire, engine, running
+from unit.kits.regroup.common import EngineCache, RegroupDecodeSite, config
+from unit.kits.regroup.prefill import FailingTransport, engine, running
 from unit.kits.watching import until
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.coalesce import Spans
@@ -183,7 +183,7 @@ def test_a_slot_that_comes_back_ends_the_wait_and_leaves_what_is_left_of_it() ->
 
 def test_sizes_are_fixed_and_logged_at_start(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    p = engine(Cache(tp=2), push=config(staging_slots=3, staging_destinations=2))
+    p = engine(EngineCache(tp=2), push=config(staging_slots=3, staging_destinations=2))
     with running(p):
         [line, _] = [record.getMessage() for record in caplog.records if record.getMessage().startswith("regroup:")]
         assert line.startswith("regroup: 6 staging slots of ")
@@ -191,7 +191,7 @@ def test_sizes_are_fixed_and_logged_at_start(caplog: pytest.LogCaptureFixture) -
         assert "(3 for each of 2 destinations), 2 buffers of" in line
 
 
-class LateWire(Wire):
+class LateWire(FailingTransport):
     """Wire whose failed writes go on: their bytes are read and land when the test releases them."""
 
     def __init__(self) -> None:
@@ -213,7 +213,7 @@ def test_a_slot_of_a_failed_write_is_used_at_once_and_what_is_read_late_harms_no
     """It lands in blocks that D keeps for the failed transfer, and nowhere else."""
     wires = [LateWire(), LateWire()]
     push = config(quiet_s=60.0, staging_slots=1, staging_destinations=1)
-    p, d = engine(Cache(tp=2), push=push, transports=wires), DecodeSite(Cache())
+    p, d = engine(EngineCache(tp=2), push=push, transports=wires), RegroupDecodeSite(EngineCache())
     with running(p, d):
         for wire in wires:
             wire.broken = d.sessions

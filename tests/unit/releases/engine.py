@@ -30,7 +30,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 import vllm_ascend_pd.device.current
-from unit.kits.regroup.common import Device
+from unit.kits.regroup.common import LayoutDevice
 from unit.kits.vllm_configs import LAYERS, model_dir, vllm_config
 from vllm_ascend_pd.connector import AscendPushConnector
 
@@ -38,7 +38,7 @@ BLOCK, BLOCKS, HEADS, DIM = 32, 64, 4, 16
 UNTOUCHED = 7.0
 
 # Host memory with an NPU's layout. Everything else is as for an engine on a CPU.
-vllm_ascend_pd.device.current.current = lambda: Device("token")
+vllm_ascend_pd.device.current.current = lambda: LayoutDevice("token")
 
 
 def content(request: str, layer: int, part: int, tokens: int) -> torch.Tensor:
@@ -83,7 +83,7 @@ for _name in WORKER_HOOKS:
     setattr(Traced, _name, _tracing(_name))
 
 
-class Engine:
+class ReleaseEngine:
     """`tp` workers in this process, over the memory transport. `names`: request ids → names of their prompts."""
 
     def __init__(self, role: str, tp: int, extra: dict[str, Any], policy: str = "fail", chunk: int = 128) -> None:

@@ -24,7 +24,7 @@ from fake_metaserver import fake_metaserver
 from tools.support.process import free_port
 from unit.kits import worker_batch
 from unit.kits.vllm_configs import LAYERS
-from unit.releases.engine import BLOCK, WORKER_HOOKS, Engine
+from unit.releases.engine import BLOCK, WORKER_HOOKS, ReleaseEngine
 from vllm_ascend_pd import compat
 
 SHORT_TIMES = {"transfer_timeout_s": 5.0, "quiet_extra_s": 2.0, "lease_s": 3.0, "margin_s": 0.5}
@@ -34,7 +34,7 @@ LINES = {
 }
 
 
-class Site:
+class ReleasePair:
     """A P and a D. `outcome`: end of the metaserver's answer."""
 
     def __init__(self, url: str, p_tp: int, d_tp: int, policy: str) -> None:
@@ -42,8 +42,8 @@ class Site:
         self.reservations: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.outcome = "prefilled"
         self.firsts: queue.SimpleQueue[str] = queue.SimpleQueue()  # P's first tokens, sealed, for "seeded"
-        self.prefill = Engine("kv_producer", p_tp, SHORT_TIMES, chunk=96)
-        self.decode = Engine("kv_consumer", d_tp, {"metaserver_urls": [url], **SHORT_TIMES}, policy)
+        self.prefill = ReleaseEngine("kv_producer", p_tp, SHORT_TIMES, chunk=96)
+        self.decode = ReleaseEngine("kv_consumer", d_tp, {"metaserver_urls": [url], **SHORT_TIMES}, policy)
         self.blocks: dict[str, list[int]] = {}
 
     def answer(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
@@ -80,9 +80,9 @@ class Site:
 
 
 @contextmanager
-def site(p_tp: int = 2, d_tp: int = 1, policy: str = "fail") -> Iterator[Site]:
+def site(p_tp: int = 2, d_tp: int = 1, policy: str = "fail") -> Iterator[ReleasePair]:
     port = free_port()
-    made = Site(f"http://127.0.0.1:{port}", p_tp, d_tp, policy)
+    made = ReleasePair(f"http://127.0.0.1:{port}", p_tp, d_tp, policy)
     with fake_metaserver(port, made.answer):
         free = made.prefill.free_blocks, made.decode.free_blocks
         yield made

@@ -52,7 +52,7 @@ def config(scheduler: type) -> Any:
     return SimpleNamespace(scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: scheduler))
 
 
-class Connector(AscendPushConnector):
+class SteppingConnector(AscendPushConnector):
     """The connector, as far as a step asks it; `steps` makes the metadata of the output that its roles would see."""
 
     def __init__(self, steps: Callable[[Any], Any]) -> None:
@@ -60,7 +60,7 @@ class Connector(AscendPushConnector):
 
 
 def scheduled(scheduler: type, steps: Callable[[Any], Any], cleared: list[int] | None = None) -> Any:
-    return scheduler(kv_cache_manager="tables", cleared=cleared, connector=Connector(steps)).schedule()
+    return scheduler(kv_cache_manager="tables", cleared=cleared, connector=SteppingConnector(steps)).schedule()
 
 
 def test_a_steps_tables_are_the_schedulers_own_and_do_not_go_to_the_workers() -> None:
@@ -72,7 +72,7 @@ def test_a_steps_tables_are_the_schedulers_own_and_do_not_go_to_the_workers() ->
 
 def test_a_newer_vllms_own_tables_are_left_as_they_are() -> None:
     output = SimpleNamespace(kv_connector_block_state="vLLM's")
-    assert Connector(lambda given: given.kv_connector_block_state).build_connector_meta(output) == "vLLM's"  # type: ignore[comparison-overlap]
+    assert SteppingConnector(lambda given: given.kv_connector_block_state).build_connector_meta(output) == "vLLM's"  # type: ignore[comparison-overlap]
     assert output.kv_connector_block_state == "vLLM's"
 
 

@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unit.kits.caches import Model
-from unit.kits.child import ANSWER_S, Child
-from unit.kits.runtimes import LOOPBACK, DecodeSite, PrefillSite, Request, config
+from unit.kits.caches import CacheModel
+from unit.kits.child import ANSWER_S, AnsweringChild
+from unit.kits.runtimes import LOOPBACK, DecodeSite, PrefillSite, SitePrompt, config
 from vllm_ascend_pd.config import PushConfig, WireConfig
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol.auth import seal, unseal
@@ -32,7 +32,7 @@ from vllm_ascend_pd.transport.base import Target, Wire
 from vllm_ascend_pd.transport.create import create_target, create_wire
 from vllm_ascend_pd.transport.engine import OpenEngine
 
-MODEL = Model("token", layers=4, dim=64)
+MODEL = CacheModel("token", layers=4, dim=64)
 BLOCK, BLOCKS = 16, 256
 WIRE = WireConfig(transfer_timeout_s=5, mooncake_protocol="tcp")
 LEASE_S = 5.0
@@ -64,13 +64,13 @@ def packed(reservation: Reservation) -> str:
     return base64.b64encode(seal(reservation, None)).decode()
 
 
-def unpacked(name: str, tokens: int, seed: int, text: str) -> Request:
+def unpacked(name: str, tokens: int, seed: int, text: str) -> SitePrompt:
     """The request as P knows it: its content follows from the seed."""
     reservation = unseal(base64.b64decode(text), None)
-    return Request(name, tokens, 0, MODEL.content(tokens, seed), reservation, [])
+    return SitePrompt(name, tokens, 0, MODEL.content(tokens, seed), reservation, [])
 
 
-class SiteChild(Child):
+class SiteChild(AnsweringChild):
     """Handle of the child process for the test. A context manager, which ends the process."""
 
     def __init__(self, side: str) -> None:
@@ -119,7 +119,7 @@ class HaltInWrite:
 
 def serve_decode(halt: Halt) -> None:
     site = decode_site(seed=4)
-    requests: dict[str, Request] = {}
+    requests: dict[str, SitePrompt] = {}
     print("ready", flush=True)
     for line in sys.stdin:
         command, *words = line.split()
@@ -140,7 +140,7 @@ def serve_decode(halt: Halt) -> None:
 def serve_prefill(_: Halt) -> None:
     halt = HaltInWrite()
     site = prefill_site(seed=5)
-    open_requests: list[Request] = []
+    open_requests: list[SitePrompt] = []
     print("ready", flush=True)
     for line in sys.stdin:
         command, *words = line.split()

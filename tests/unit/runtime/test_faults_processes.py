@@ -14,8 +14,8 @@ if importlib.util.find_spec("mooncake") is None:  # not imported here: its envir
     pytest.skip("Mooncake is not installed", allow_module_level=True)
 
 from unit.kits.mooncake_child import Stalls
-from unit.kits.runtimes import DecodeSite, PrefillSite, Request, sites
-from unit.kits.watching import traced, until
+from unit.kits.runtimes import DecodeSite, PrefillSite, SitePrompt, sites
+from unit.kits.watching import Events, traced, until
 from unit.runtime.site_child import LEASE_S, SiteChild, decode_site, packed, prefill_site, unpacked
 from vllm_ascend_pd.transport.wire import MooncakeWire
 
@@ -123,7 +123,7 @@ def _timed(step: Callable[[], object]) -> tuple[float, float]:
     return begun, time.monotonic()
 
 
-def _transfer(p: PrefillSite, d: DecodeSite, request: Request) -> tuple[tuple[float, float], tuple[float, float]]:
+def _transfer(p: PrefillSite, d: DecodeSite, request: SitePrompt) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return begin and end of the transfer, and of P's prefill in it."""
     begun = time.monotonic()
     d.step()
@@ -132,7 +132,7 @@ def _transfer(p: PrefillSite, d: DecodeSite, request: Request) -> tuple[tuple[fl
     return (begun, time.monotonic()), ahead
 
 
-def _submitted(events, request: Request) -> bool:
+def _submitted(events: Events, request: SitePrompt) -> bool:
     transfer = str(request.reservation.transfer)
     return any(stage == "layer_submitted" and transfer in facts["transfers"] for stage, facts in list(events))
 
@@ -188,7 +188,7 @@ def test_a_prefill_engine_stopped_in_a_write_is_shut_out_and_others_are_tried_ag
         d.check(later)
 
 
-def _revoked(events) -> bool:
+def _revoked(events: Events) -> bool:
     return any(stage == "quiet" and facts["proof"] == "revoked" for stage, facts in list(events))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from unit.kits.caches import Model
+from unit.kits.caches import CacheModel
 from unit.kits.cluster import cluster
 from unit.kits.runtimes import DecodeSite, PrefillSite, config, sites
 from vllm_ascend_pd.decode.scheduler import pace
@@ -15,7 +15,7 @@ LONGEST = 1 << 20
 
 @pytest.mark.parametrize("block", [16, 128])
 def test_the_longest_prompt_comes_whole_in_chunks(block: int) -> None:
-    model = Model("latent", heads=1, layers=2, dim=1)
+    model = CacheModel("latent", heads=1, layers=2, dim=1)
     blocks = LONGEST // block + 1
     p = PrefillSite(model, 1, block=block, blocks=blocks, push=config(verify="off"))
     d = DecodeSite(model, 1, block=block, blocks=blocks, push=config(verify="off"))

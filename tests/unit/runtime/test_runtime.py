@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from unit.kits.caches import HeldDevice, Model
+from unit.kits.caches import CacheModel, HeldDevice
 from unit.kits.runtimes import (
     LOOPBACK,
     UNTOUCHED,
@@ -49,7 +49,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(("layout", "heads", "p_tp", "p_pp", "d_tp"), SHAPES)
 def test_every_byte_arrives_and_no_other_is_touched(layout: str, heads: int, p_tp: int, p_pp: int, d_tp: int) -> None:
-    model = Model(layout, heads)
+    model = CacheModel(layout, heads)
     p, d = PrefillSite(model, p_tp, pp=p_pp), DecodeSite(model, d_tp)
     with sites(p, d):
         requests = [
@@ -73,7 +73,7 @@ def test_every_byte_arrives_and_no_other_is_touched(layout: str, heads: int, p_t
 
 
 def test_one_worker_tells_the_times_of_a_push_for_all() -> None:
-    model = Model("opaque", 2)
+    model = CacheModel("opaque", 2)
     p, d = PrefillSite(model, 2, pp=2), DecodeSite(model, 1)
     with sites(p, d):
         requests = [d.reserve(f"r{n}", 20) for n in range(2)]
@@ -91,7 +91,7 @@ def test_one_worker_tells_the_times_of_a_push_for_all() -> None:
 
 
 def test_a_transfer_that_is_cancelled_before_its_gate_opens_leaves_no_gate() -> None:
-    d = DecodeSite(Model("opaque"), 1, device=HeldDevice())
+    d = DecodeSite(CacheModel("opaque"), 1, device=HeldDevice())
     runtime = d.workers[0]._runtime
     assert runtime is not None
     with sites(d):
@@ -107,7 +107,7 @@ def test_a_transfer_that_is_cancelled_before_its_gate_opens_leaves_no_gate() -> 
 
 
 def test_the_trace_tells_which_tokens_are_bound() -> None:
-    d = DecodeSite(Model("opaque"), 1)
+    d = DecodeSite(CacheModel("opaque"), 1)
     with traced() as events, sites(d):
         request = d.reserve("tail", 37, first=24)
         d.step()
@@ -133,7 +133,7 @@ def test_every_byte_arrives_where_decode_has_stages(
 
     Neighbouring workers of decode are on separate hosts, those of one stage too.
     """
-    model, hosts = Model(layout, heads, layers=5), (LOOPBACK, "127.0.0.2", "127.0.0.3")
+    model, hosts = CacheModel(layout, heads, layers=5), (LOOPBACK, "127.0.0.2", "127.0.0.3")
     p = PrefillSite(model, prefill[0], cuts=prefill[1])
     d = DecodeSite(model, decode[0], cuts=decode[1], hosts=hosts)
     with sites(p, d):
@@ -152,7 +152,7 @@ def test_every_byte_arrives_where_decode_has_stages(
 
 def test_a_stage_of_decode_that_gets_other_bytes_says_so() -> None:
     """The layers of a stage are compared with their own sums, wherever the stage begins."""
-    model = Model("token", 2, layers=5)
+    model = CacheModel("token", 2, layers=5)
     p, d = PrefillSite(model, 1), DecodeSite(model, 1, cuts=(2, 3))
     with sites(p, d):
         request = d.reserve("r", 21)
@@ -170,7 +170,7 @@ def test_a_stage_of_decode_that_gets_other_bytes_says_so() -> None:
 
 def test_a_worker_whose_stage_the_scheduler_does_not_know_loads_nothing() -> None:
     """As when an engine's handshake does not distinguish the stages."""
-    p, d = PrefillSite(Model(), 1), DecodeSite(Model(), 1, cuts=(1,))
+    p, d = PrefillSite(CacheModel(), 1), DecodeSite(CacheModel(), 1, cuts=(1,))
     with sites(p, d):
         request = d.reserve("r", 9)
         d.geometry = msgspec.structs.replace(d.geometry, stages=d.geometry.stages[1:])
@@ -180,7 +180,7 @@ def test_a_worker_whose_stage_the_scheduler_does_not_know_loads_nothing() -> Non
 
 
 def test_chunks_that_end_inside_blocks_leave_no_gap() -> None:
-    p, d = PrefillSite(Model("token"), 1, block=8), DecodeSite(Model("token"), 2, block=16)
+    p, d = PrefillSite(CacheModel("token"), 1, block=8), DecodeSite(CacheModel("token"), 2, block=16)
     with sites(p, d):
         request = d.reserve("r", 61)
         d.step()
@@ -190,7 +190,7 @@ def test_chunks_that_end_inside_blocks_leave_no_gap() -> None:
 
 
 def test_blocks_may_be_smaller_on_decode_where_tokens_lie_apart() -> None:
-    p, d = PrefillSite(Model("stacked"), 1, block=16), DecodeSite(Model("stacked"), 1, block=4)
+    p, d = PrefillSite(CacheModel("stacked"), 1, block=16), DecodeSite(CacheModel("stacked"), 1, block=4)
     with sites(p, d):
         requests = [d.reserve("r", 61), d.reserve("s", 39, first=8)]
         d.step()
@@ -201,7 +201,7 @@ def test_blocks_may_be_smaller_on_decode_where_tokens_lie_apart() -> None:
 
 
 def test_the_prefix_that_prefill_did_not_compute_is_pushed_too() -> None:
-    p, d = PrefillSite(Model(), 1), DecodeSite(Model(), 1)
+    p, d = PrefillSite(CacheModel(), 1), DecodeSite(CacheModel(), 1)
     with sites(p, d):
         request = d.reserve("r", 30)
         d.step()
@@ -216,7 +216,7 @@ def test_the_prefix_that_prefill_did_not_compute_is_pushed_too() -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_prefix_that_left_before_it_was_computed_has_another_checksum(tp: int, verify: str) -> None:
     """vLLM calls blocks cached that the same step only computes. Without checksums D has other bytes and no error."""
-    model, push = Model(), config(verify=verify, regroup="never")
+    model, push = CacheModel(), config(verify=verify, regroup="never")
     p, d = PrefillSite(model, tp, push=push), DecodeSite(model, 1, push=push)
     computed: list[str] = []
 
@@ -248,7 +248,7 @@ def test_a_prefix_that_left_before_it_was_computed_has_another_checksum(tp: int,
 
 def test_a_signed_pair_works_as_an_open_one() -> None:
     secrets = Secrets(b"s" * 32)
-    p, d = PrefillSite(Model(), 1, secrets=secrets), DecodeSite(Model(), 1, secrets=secrets)
+    p, d = PrefillSite(CacheModel(), 1, secrets=secrets), DecodeSite(CacheModel(), 1, secrets=secrets)
     with sites(p, d):
         request = d.reserve("r", 9)
         d.step()
@@ -258,7 +258,7 @@ def test_a_signed_pair_works_as_an_open_one() -> None:
 
 
 def all_but_one(worker: PrefillWorker, name: str, tensor: Any) -> None:
-    if name != Model().names[1]:
+    if name != CacheModel().names[1]:
         worker.save_layer(name)
 
 
@@ -268,19 +268,19 @@ def all_but_one(worker: PrefillWorker, name: str, tensor: Any) -> None:
 )
 def test_what_no_hook_said_was_computed_is_not_pushed(hook: Hook, tp: int) -> None:
     """A layer is known by its name, never by its address: a hook without one marks none."""
-    p, d = PrefillSite(Model(), tp), DecodeSite(Model(), 1)
+    p, d = PrefillSite(CacheModel(), tp), DecodeSite(CacheModel(), 1)
     with sites(p, d):
         request = d.reserve("r", 23)
         d.step()
         p.prefill(request, 10, 13, hook=hook)
         (ended,) = d.received(request)
-        layer = Model().names[1 if hook is all_but_one else 0]
+        layer = CacheModel().names[1 if hook is all_but_one else 0]
         assert (ended.ok, ended.code, ended.detail) == (False, "PD-GEO-004", layer)
 
 
 def test_a_step_without_a_layer_spoils_what_a_later_one_would_push() -> None:
     """Tokens of a block that is not full yet leave with a later step, which has no error of its own."""
-    p, d = PrefillSite(Model(), 1), DecodeSite(Model(), 1)
+    p, d = PrefillSite(CacheModel(), 1), DecodeSite(CacheModel(), 1)
     with sites(p, d):
         request = d.reserve("r", 9)
         d.step()
@@ -291,7 +291,7 @@ def test_a_step_without_a_layer_spoils_what_a_later_one_would_push() -> None:
 
 
 def test_decode_does_not_wait_for_what_prefill_computes_after_the_last_layers_hook() -> None:
-    model = Model()
+    model = CacheModel()
     p, d = PrefillSite(model, 1), DecodeSite(model, 1)
     with sites(p, d):
         request = d.reserve("r", 23)
@@ -308,7 +308,7 @@ def test_decode_does_not_wait_for_what_prefill_computes_after_the_last_layers_ho
         d.check(request)
 
 
-DRAFTED = Model(layers=2, drafts=1)
+DRAFTED = CacheModel(layers=2, drafts=1)
 
 
 def drafting(tokens: int) -> Hook:
@@ -360,7 +360,7 @@ def test_a_draft_model_that_did_not_run_spoils_its_step() -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_draft_model_on_prefill_alone_is_not_pushed(tp: int) -> None:
-    p, d = PrefillSite(DRAFTED, tp), DecodeSite(Model(layers=2), 1)
+    p, d = PrefillSite(DRAFTED, tp), DecodeSite(CacheModel(layers=2), 1)
     with sites(p, d):
         request = d.reserve("r", 23)
         d.step()
@@ -371,7 +371,7 @@ def test_a_draft_model_on_prefill_alone_is_not_pushed(tp: int) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_draft_model_on_decode_alone_begins_without_the_prompts_kv(tp: int) -> None:
-    p, d = PrefillSite(Model(layers=2), tp), DecodeSite(DRAFTED, 1)
+    p, d = PrefillSite(CacheModel(layers=2), tp), DecodeSite(DRAFTED, 1)
     with traced() as events, sites(p, d):
         request = d.reserve("r", 23)
         d.step()
@@ -384,20 +384,20 @@ def test_a_draft_model_on_decode_alone_begins_without_the_prompts_kv(tp: int) ->
 
 
 UNLIKE = {
-    "fewer heads": Model("token", heads=4, layers=2, drafts=1, draft_heads=2),
-    "more heads": Model("token", heads=2, layers=2, drafts=1, draft_heads=8, draft_dim=8),
-    "planes, another size": Model("opaque", heads=2, layers=2, drafts=1, draft_dim=32),
-    "a latent cache, a draft model of one head": Model("token", heads=1, layers=2, drafts=1, draft_heads=4),
-    "an indexer": Model("token", heads=2, layers=2, indexers=True),
-    "tuples, an indexer's key in some": Model("indexed", heads=1),
-    "tuples, an indexer's key in the draft model too": Model("indexed", heads=1, layers=2, drafts=1),
-    "an indexer, and a draft model": Model("token", heads=4, layers=2, drafts=1, draft_heads=2, indexers=True),
+    "fewer heads": CacheModel("token", heads=4, layers=2, drafts=1, draft_heads=2),
+    "more heads": CacheModel("token", heads=2, layers=2, drafts=1, draft_heads=8, draft_dim=8),
+    "planes, another size": CacheModel("opaque", heads=2, layers=2, drafts=1, draft_dim=32),
+    "a latent cache, a draft model of one head": CacheModel("token", heads=1, layers=2, drafts=1, draft_heads=4),
+    "an indexer": CacheModel("token", heads=2, layers=2, indexers=True),
+    "tuples, an indexer's key in some": CacheModel("indexed", heads=1),
+    "tuples, an indexer's key in the draft model too": CacheModel("indexed", heads=1, layers=2, drafts=1),
+    "an indexer, and a draft model": CacheModel("token", heads=4, layers=2, drafts=1, draft_heads=2, indexers=True),
 }
 
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4)])
 @pytest.mark.parametrize("model", UNLIKE.values(), ids=list(UNLIKE))
-def test_layers_need_not_be_alike(model: Model, p_tp: int, d_tp: int) -> None:
+def test_layers_need_not_be_alike(model: CacheModel, p_tp: int, d_tp: int) -> None:
     """Each layer has its own heads, so different ranks hold and share them. Hooks have names, except an indexer's."""
     p, d = PrefillSite(model, p_tp), DecodeSite(model, d_tp)
     with sites(p, d):
@@ -417,7 +417,7 @@ def test_layers_need_not_be_alike(model: Model, p_tp: int, d_tp: int) -> None:
 
 
 def test_a_layer_that_differs_is_named_with_both_values() -> None:
-    ours, theirs = UNLIKE["fewer heads"], Model("token", heads=4, layers=2, drafts=1, draft_heads=4)
+    ours, theirs = UNLIKE["fewer heads"], CacheModel("token", heads=4, layers=2, drafts=1, draft_heads=4)
     p, d = PrefillSite(ours, 1), DecodeSite(theirs, 1)
     with sites(p, d):
         found = mismatches(p.geometry, d.geometry)
@@ -425,7 +425,7 @@ def test_a_layer_that_differs_is_named_with_both_values() -> None:
 
 
 def test_another_draft_model_is_refused_with_both_names() -> None:
-    other = Model(layers=2, drafts=1, drafter="another draft model")
+    other = CacheModel(layers=2, drafts=1, drafter="another draft model")
     p, d = PrefillSite(DRAFTED, 1), DecodeSite(other, 1)
     with sites(p, d):
         request = d.reserve("r", 23)
@@ -436,7 +436,7 @@ def test_another_draft_model_is_refused_with_both_names() -> None:
 
 
 def test_hooks_outside_a_step_and_of_unknown_layers_change_nothing() -> None:
-    p, d = PrefillSite(Model(), 1), DecodeSite(Model(), 1)
+    p, d = PrefillSite(CacheModel(), 1), DecodeSite(CacheModel(), 1)
     with sites(p, d):
         (worker,), (cache,) = p.workers.values(), p.caches.values()
 
@@ -462,7 +462,7 @@ def test_hooks_outside_a_step_and_of_unknown_layers_change_nothing() -> None:
 
 
 def test_32_requests_to_two_decode_engines_make_one_batch_per_destination_and_layer() -> None:
-    model, device = Model("token"), HeldDevice()
+    model, device = CacheModel("token"), HeldDevice()
     p = PrefillSite(model, 1, blocks=256, device=device)
     one, two = DecodeSite(model, 1, blocks=256), DecodeSite(model, 2, blocks=256, seed=3)
     with traced() as events, sites(p, one, two):
@@ -493,7 +493,7 @@ def test_32_requests_to_two_decode_engines_make_one_batch_per_destination_and_la
 def test_a_pair_over_the_real_transfer_engine() -> None:
     push = config(transport="mooncake", quiet_extra_s=2.0, mooncake_protocol="tcp")
 
-    model = Model("token", heads=4)
+    model = CacheModel("token", heads=4)
     p = PrefillSite(model, 2, push=push, make_transport=lambda: create_wire(push.wire, LOOPBACK, quiet_s=7.0))
     d = DecodeSite(model, 1, push=push, make_transport=lambda: create_target(push.wire, LOOPBACK))
     with sites(p, d):
@@ -510,7 +510,7 @@ def test_a_pair_over_the_real_transfer_engine() -> None:
 
 def test_an_open_reservation_costs_its_loop_nothing_between_two_timers() -> None:
     """Distant timers must not make the loop spin: it once used half a core, and every test passed."""
-    d = DecodeSite(Model("opaque"), 1)
+    d = DecodeSite(CacheModel("opaque"), 1)
     with sites(d):
         d.reserve("r", 30)
         d.step()
@@ -539,7 +539,7 @@ def test_an_open_reservation_costs_its_loop_nothing_between_two_timers() -> None
 
 def test_each_rank_listens_on_its_own_of_the_configured_ports() -> None:
     base = free_ports(3)
-    d = DecodeSite(Model("opaque"), 3, push=config(side_channel_port=base))
+    d = DecodeSite(CacheModel("opaque"), 3, push=config(side_channel_port=base))
     with sites(d):
         assert [endpoint.port for endpoint in d.endpoints] == [base, base + 1, base + 2]
 

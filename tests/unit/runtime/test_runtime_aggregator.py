@@ -6,20 +6,20 @@ from __future__ import annotations
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from unit.kits.caches import Model
+from unit.kits.caches import CacheModel
 from unit.kits.runtimes import DecodeSite, MakeTransport, PrefillSite, config, sites
 from unit.kits.watching import until
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
-MLA = Model("latent", heads=1)
+MLA = CacheModel("latent", heads=1)
 
 
 def output(kv: KVConnectorOutput) -> ModelRunnerOutput:
     return ModelRunnerOutput(req_ids=[], req_id_to_index={}, sampled_token_ids=[], kv_connector_output=kv)
 
 
-class Prefill(PrefillSite):
+class AggregatedPrefill(PrefillSite):
     """Pass reports through the aggregator, and collect the requests that it reports as sent."""
 
     def __init__(self, make_transport: MakeTransport = MemoryTransport) -> None:
@@ -38,7 +38,7 @@ class Prefill(PrefillSite):
                 self.released.add(name)
 
 
-class Decode(DecodeSite):
+class AggregatedDecode(DecodeSite):
     """D whose workers' reports pass through the aggregator, with the requests that it reports as received or failed."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Decode(DecodeSite):
 
 
 def test_each_id_is_completed_once_and_prefills_blocks_are_freed() -> None:
-    p, d = Prefill(), Decode()
+    p, d = AggregatedPrefill(), AggregatedDecode()
     with sites(p, d):
         requests = [d.reserve(f"r{i}", 10 + 7 * i) for i in range(4)]
         for request in requests:
@@ -85,15 +85,15 @@ def test_each_id_is_completed_once_and_prefills_blocks_are_freed() -> None:
 def test_a_failure_on_one_of_four_workers_of_prefill_fails_the_request() -> None:
     made: list[MemoryTransport] = []
 
-    class OneBadWorker(MemoryTransport):
+    class BadThirdWorker(MemoryTransport):
         def land(self, write: Write) -> WriteState:
             return WriteState.FAILED if self is made[2] else super().land(write)
 
     def make() -> MemoryTransport:
-        made.append(OneBadWorker())
+        made.append(BadThirdWorker())
         return made[-1]
 
-    p, d = Prefill(make), Decode()
+    p, d = AggregatedPrefill(make), AggregatedDecode()
     with sites(p, d):
         request = d.reserve("r", 31)
         d.step()

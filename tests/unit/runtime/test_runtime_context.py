@@ -7,9 +7,11 @@ detected.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from unit.kits.caches import Divided, Model, TokenMajorDevice
+from unit.kits.caches import CacheModel, Divided, TokenMajorDevice
 from unit.kits.context_parallel import GRID, ContextParallel
 from unit.kits.runtimes import DecodeSite, PrefillSite, config, sites
 from vllm_ascend_pd.geometry.context import TokenSplit
@@ -29,8 +31,8 @@ SHAPES = [
 ]
 
 
-def model(heads: int, *, layers: int = 2) -> Model:
-    return Model("latent" if heads == 1 else "token", heads=heads, layers=layers)
+def model(heads: int, *, layers: int = 2) -> CacheModel:
+    return CacheModel("latent" if heads == 1 else "token", heads=heads, layers=layers)
 
 
 @pytest.mark.parametrize(("heads", "p_size", "d_size"), SHAPES)
@@ -66,7 +68,7 @@ def test_every_division_of_prefill_meets_every_one_of_decode(
     heads: int, p_context: ContextParallel, d_context: ContextParallel, blocks: tuple[int, int], runs: tuple[int, int]
 ) -> None:
     """MLA as vllm-ascend has it, a latent and a rope for each token, and GQA; runs of whole blocks, and others."""
-    meet(Model("uneven" if heads == 1 else "token", heads=heads, layers=2), p_context, d_context, blocks, runs)
+    meet(CacheModel("uneven" if heads == 1 else "token", heads=heads, layers=2), p_context, d_context, blocks, runs)
 
 
 @pytest.mark.parametrize(("p_context", "d_context"), [(p, d) for heads, p, d in GRID if heads == 1 and p.pcp == 1])
@@ -75,11 +77,15 @@ def test_an_indexers_keys_are_on_every_rank_that_divides_the_latents(
     p_context: ContextParallel, d_context: ContextParallel, blocks: tuple[int, int], runs: tuple[int, int]
 ) -> None:
     """DeepSeek-V3.2 as vllm-ascend has it with DCP: a rank has its part of latents and ropes, and all keys."""
-    meet(Model("indexed", heads=1), p_context, d_context, blocks, runs)
+    meet(CacheModel("indexed", heads=1), p_context, d_context, blocks, runs)
 
 
 def meet(
-    one: Model, p_context: ContextParallel, d_context: ContextParallel, blocks: tuple[int, int], runs: tuple[int, int]
+    one: CacheModel,
+    p_context: ContextParallel,
+    d_context: ContextParallel,
+    blocks: tuple[int, int],
+    runs: tuple[int, int],
 ) -> None:
     p_parts, d_parts = (
         Divided(*context, length if context != ContextParallel() else 1)
@@ -105,7 +111,7 @@ def arrives(p: PrefillSite, d: DecodeSite, *chunks: int, first: int = 0) -> None
 
 def test_layers_that_are_unlike() -> None:
     """One more layer with other cells, whose tokens are divided alike."""
-    one = Model("token", heads=1, layers=2, drafts=1, draft_dim=8)
+    one = CacheModel("token", heads=1, layers=2, drafts=1, draft_dim=8)
     p = PrefillSite(one, 4, divided=Divided(4, 1, 4), blocks=60, device=TokenMajorDevice())
     d = DecodeSite(one, 2, divided=Divided(2, 1, 2), blocks=60, device=TokenMajorDevice())
     arrives(p, d, 30, 40, first=d.covers)
@@ -123,7 +129,7 @@ def test_what_another_rank_holds_is_found_by_the_checksums(monkeypatch: pytest.M
     """Planted: prefill deals its tokens in another order than it reports."""
     places = TokenSplit.places
 
-    def turned(self: TokenSplit, tokens):  # type: ignore[no-untyped-def]
+    def turned(self: TokenSplit, tokens: Any) -> Any:
         block, place = places(self, tokens)
         return block, (place + (self.block_size == 8)) % self.block_size
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from unit.kits.caches import HeldDevice, Model
+from unit.kits.caches import CacheModel, HeldDevice
 from unit.kits.runtimes import UNTOUCHED, DecodeSite, PrefillSite, config, free_port_is, own_threads, sites
 from unit.kits.watching import heard_ready, traced, until
 from unit.runtime.wires import DyingWire, FlippingWire, LossyWire, SlowWire
@@ -30,8 +30,8 @@ from vllm_ascend_pd.shared.loop import LoopThread
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
-PLANES = Model("opaque")
-TUPLES = Model("token")
+PLANES = CacheModel("opaque")
+TUPLES = CacheModel("token")
 
 
 # -- late
@@ -658,7 +658,7 @@ def test_every_thread_that_may_touch_the_device_is_bound_to_it() -> None:
 def test_a_push_that_failed_on_one_rank_does_not_change_who_writes_the_others() -> None:
     """Ranks that hold the same head divide a step's tokens among them. Each rank's part must follow from the step
     alone: if a rank left out a request that failed on it, there would be holes in the others."""
-    model = Model("latent", heads=1)
+    model = CacheModel("latent", heads=1)
     p, d = PrefillSite(model, 2), DecodeSite(model, 1)
     with traced() as events, sites(p, d):
         failed, fine = d.reserve("failed", 64), d.reserve("fine", 64)

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from unit.kits.caches import Model
+from unit.kits.caches import CacheModel
 from unit.kits.runtimes import LOOPBACK, UNTOUCHED, DecodeSite, PrefillSite, config, sites
 from unit.kits.watching import traced, until
 from vllm_ascend_pd.protocol.auth import Secrets
@@ -19,7 +19,7 @@ from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
-TUPLES = Model("token")
+TUPLES = CacheModel("token")
 
 
 def closed(events: list[Any], ok: bool | None = None) -> list[Any]:
@@ -197,11 +197,11 @@ def test_a_writer_that_stands_still_inside_a_write_is_shut_out_and_writes_nothin
     push = config(lease_s=2.0, margin_s=0.5, quiet_s=0.3)
     release = threading.Event()
 
-    class Stopped(MemoryTransport):
+    class StoppedTransport(MemoryTransport):
         def land(self, write: Write) -> WriteState:
             return super().land(write) if release.is_set() else WriteState.PENDING
 
-    p = PrefillSite(TUPLES, 1, push=push, make_transport=Stopped)
+    p = PrefillSite(TUPLES, 1, push=push, make_transport=StoppedTransport)
     other = PrefillSite(TUPLES, 1, push=push, seed=8)
     d = DecodeSite(TUPLES, 1, push=push)
     with traced() as events, sites(p, other, d):

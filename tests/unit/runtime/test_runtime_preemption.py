@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from unit.kits.caches import HeldDevice, Model
+from unit.kits.caches import CacheModel, HeldDevice
 from unit.kits.runtimes import DecodeSite, PrefillSite, config, sites
 from unit.kits.watching import traced, until
 from unit.runtime.wires import SlowWire
@@ -23,7 +23,7 @@ from vllm_ascend_pd.roles import StepMetadata
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
-TUPLES = Model("token")
+TUPLES = CacheModel("token")
 
 
 @pytest.mark.parametrize("lost_after", [1, 2], ids=["one chunk", "two chunks"])
@@ -93,7 +93,7 @@ def test_a_request_preempted_after_its_last_chunk_is_right_or_fails(held: bool) 
 def test_a_request_preempted_after_some_ranks_have_finished_with_it_is_not_half_pushed() -> None:
     """Owners of tokens differ from step to step. A rank that finished before the preemption reports nothing more, so
     what the others would push in new steps does not match the missing part."""
-    model, held = Model("latent", heads=1), HeldDevice()
+    model, held = CacheModel("latent", heads=1), HeldDevice()
     done = HeldDevice()
     done.open.set()
     p = PrefillSite(model, 2, push=config(verify="off"), device=lambda rank: (done, held)[rank])
@@ -132,7 +132,7 @@ def test_preemption_waits_for_writes_that_are_out_and_starts_no_other() -> None:
         def land(self, write: Write) -> WriteState:
             return super().land(write) if self.tickets.acquire(blocking=False) else WriteState.PENDING
 
-    wire, model = Turnstile(), Model("token", layers=6)
+    wire, model = Turnstile(), CacheModel("token", layers=6)
     push = config(preempt_drain_s=20.0, fuse_layers=1)
     p, d = PrefillSite(model, 1, push=push, make_transport=lambda: wire), DecodeSite(model, 1)
     with traced() as events, sites(p, d):

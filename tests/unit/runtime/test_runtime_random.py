@@ -11,8 +11,8 @@ import random
 
 import pytest
 
-from unit.kits.caches import Model
-from unit.kits.runtimes import DecodeSite, PrefillSite, Request, config, sites
+from unit.kits.caches import CacheModel
+from unit.kits.runtimes import DecodeSite, PrefillSite, SitePrompt, config, sites
 from unit.kits.watching import until
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
@@ -39,7 +39,7 @@ class RandomRun:
 
     def __init__(self, seed: int, layout: str, p_size: tuple[int, int], d_tps: tuple[int, int], lossy: float) -> None:
         self.dice = random.Random(seed)
-        model = Model(layout, heads=1 if layout == "latent" else 2, layers=2)
+        model = CacheModel(layout, heads=1 if layout == "latent" else 2, layers=2)
         self.drains = self.dice.random() < 0.5
         verify = self.dice.choice(("full", "off"))  # "off" too, as a checksum would turn wrong bytes into a failure
         push = config(quiet_s=0.15, preempt_drain_s=5.0 if self.drains else 0.0, verify=verify)
@@ -49,10 +49,10 @@ class RandomRun:
         )
         self.ds = tuple(DecodeSite(model, tp, blocks=80, push=push, seed=tp + 5) for tp in d_tps)
         self.site_of: dict[str, DecodeSite] = {}
-        self.active: list[Request] = []  # not ended on P
+        self.active: list[SitePrompt] = []  # not ended on P
         self.aborted_on_d: set[str] = set()
         self.aborted_on_p: set[str] = set()
-        self.ended: list[Request] = []
+        self.ended: list[SitePrompt] = []
         self.count = self.good = 0
 
     @property
@@ -98,7 +98,7 @@ class RandomRun:
             for cache in self.p.caches.values():
                 cache.scribble(lost, 99)
 
-    def end(self, request: Request) -> None:
+    def end(self, request: SitePrompt) -> None:
         self.active.remove(request)
         self.ended.append(request)
         if not self.p.finish(request, holds_blocks=bool(request.p_blocks)):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 
-from unit.kits.caches import Model
+from unit.kits.caches import CacheModel
 from unit.kits.runtimes import DecodeSite, PrefillSite, config, sites
 from unit.kits.watching import traced, until
 from vllm_ascend_pd.errors import PdError
@@ -18,7 +18,7 @@ def test_a_revocation_that_cannot_open_a_new_engine_is_tried_again() -> None:
     push = config(lease_s=2.0, margin_s=0.5, quiet_s=0.3)
     release = threading.Event()
 
-    class Stopped(MemoryTransport):
+    class HeldTransport(MemoryTransport):
         def land(self, write: Write) -> WriteState:
             return super().land(write) if release.is_set() else WriteState.PENDING
 
@@ -31,8 +31,8 @@ def test_a_revocation_that_cannot_open_a_new_engine_is_tried_again() -> None:
                 raise PdError("PD-WIRE-001", why="bind: Address already in use")
             return super().revoke()
 
-    model = Model("token")
-    p = PrefillSite(model, 1, push=push, make_transport=Stopped)
+    model = CacheModel("token")
+    p = PrefillSite(model, 1, push=push, make_transport=HeldTransport)
     d = DecodeSite(model, 1, push=push, make_transport=Unlucky)
     with traced() as events, sites(p, d):
         request = d.reserve("r", 40)

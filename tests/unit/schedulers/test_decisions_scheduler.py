@@ -17,7 +17,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from unit.kits.geometry import geometry
-from unit.kits.recording_metaserver import PREFILLED, Metaserver
+from unit.kits.recording_metaserver import PREFILLED, RecordingMetaserver
 from unit.kits.schedulers import (
     CACHE,
     ENDPOINTS,
@@ -31,7 +31,7 @@ from unit.kits.schedulers import (
     request,
     reservation,
 )
-from unit.kits.watching import Steps, until
+from unit.kits.watching import WatchedSteps, until
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import WorkerFacts, request_hash
 from vllm_ascend_pd.metadata import Bind, LoadEnd
@@ -191,9 +191,9 @@ def ticket(url: str, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("answer", ["before the step with the bind", "after it"])
 def test_a_reservation_reaches_the_metaserver_and_its_word_the_workers(answer: str) -> None:
-    server = Metaserver(PREFILLED if answer != "after it" else b"")
+    server = RecordingMetaserver(PREFILLED if answer != "after it" else b"")
     scheduler = decode(server.url, secrets=SECRETS)
-    steps = Steps(scheduler)
+    steps = WatchedSteps(scheduler)
     try:
         asked = request(params=ticket(server.url, send_tokens=True))
         assert scheduler.wanted(asked, 4) == 6
@@ -221,7 +221,7 @@ def test_a_reservation_reaches_the_metaserver_and_its_word_the_workers(answer: s
         server.served.stop()
 
 
-def loading(server: Metaserver) -> tuple[DecodeScheduler, Request, Bind]:
+def loading(server: RecordingMetaserver) -> tuple[DecodeScheduler, Request, Bind]:
     """A D scheduler that has asked for the tokens [4, 10) of request `r`."""
     scheduler, asked = decode(server.url), request(params=ticket(server.url))
     assert scheduler.wanted(asked, 4) == 6
@@ -245,7 +245,7 @@ PUSH = push_id("p" * 16, "u" * 32)
 def test_d_reports_how_the_kv_came_in_its_answer_and_to_the_metaserver(
     codes: tuple[str, str], counts: dict[str, Any]
 ) -> None:
-    server = Metaserver()  # the test does not wait for P's HTTP answer
+    server = RecordingMetaserver()  # the test does not wait for P's HTTP answer
     scheduler, asked, bind = loading(server)
     try:
         for code in codes:  # one step per rank
@@ -269,7 +269,7 @@ def test_d_reports_how_the_kv_came_in_its_answer_and_to_the_metaserver(
 
 
 def test_a_load_that_nobody_pushed_names_no_prefill() -> None:
-    server = Metaserver(PREFILLED)
+    server = RecordingMetaserver(PREFILLED)
     scheduler, asked, _ = loading(server)
     try:
         scheduler.ended([LoadEnd("r", "PD-XFER-001", "")])
@@ -282,7 +282,7 @@ def test_a_load_that_nobody_pushed_names_no_prefill() -> None:
 
 
 def test_a_request_that_ends_before_its_load_reports_nothing_and_leaves_nothing() -> None:
-    server = Metaserver(PREFILLED)
+    server = RecordingMetaserver(PREFILLED)
     scheduler, asked, _ = loading(server)
     try:
         assert scheduler.finished(asked.request_id) is None
@@ -296,7 +296,7 @@ def test_a_request_that_ends_before_its_load_reports_nothing_and_leaves_nothing(
 
 def test_a_request_that_vllm_ascend_drops_in_a_step_leaves_nothing() -> None:
     """vllm-ascend's recompute scheduler does not report that such a request has finished."""
-    server = Metaserver(PREFILLED)
+    server = RecordingMetaserver(PREFILLED)
     scheduler, asked, _ = loading(server)
     try:
         assert scheduler.received("r") and scheduler.wanted(asked, 4) == 0
@@ -345,7 +345,7 @@ def test_a_metaserver_that_is_down_cancels_the_load() -> None:
         asked = request(params=ticket(url))
         scheduler.wanted(asked, 0)
         scheduler.allocated(asked, [[1, 2, 3]], 10)
-        steps = Steps(scheduler)
+        steps = WatchedSteps(scheduler)
         assert steps.cancelled(steps.bound().transfer).startswith("PD-")
     finally:
         scheduler.close()
@@ -353,7 +353,7 @@ def test_a_metaserver_that_is_down_cancels_the_load() -> None:
 
 def test_hundreds_of_loads_in_flight_take_no_thread_each() -> None:
     """The predecessor had 32 threads, each blocked for a whole prefill."""
-    server = Metaserver()
+    server = RecordingMetaserver()
     scheduler = decode(server.url)
     try:
         threads = {thread.name for thread in threading.enumerate()}
@@ -364,7 +364,7 @@ def test_hundreds_of_loads_in_flight_take_no_thread_each() -> None:
             scheduler.allocated(asked, [[1, 2, 3]], len(TOKENS))
         until(lambda: len(server.bodies) == count, "all of them posted while none is answered")
         assert {thread.name for thread in threading.enumerate()} <= threads
-        steps = Steps(scheduler)
+        steps = WatchedSteps(scheduler)
         assert len(steps.take().binds) == count
         server.end = PREFILLED
         until(lambda: steps.take() and sum(len(step.settles) for step in steps.taken) == count, "all outcomes")
@@ -375,7 +375,7 @@ def test_hundreds_of_loads_in_flight_take_no_thread_each() -> None:
 
 
 def test_forged_tickets_are_prefilled_locally_and_call_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    server = Metaserver(PREFILLED)
+    server = RecordingMetaserver(PREFILLED)
     scheduler = decode("http://10.1.2.3:4")
     try:
         with caplog.at_level(logging.WARNING):
@@ -402,7 +402,7 @@ def test_before_the_handshake_nothing_is_loaded_and_no_thread_runs() -> None:
 
 def test_children_of_one_request_share_parameters_that_nobody_changes() -> None:
     """n > 1: several requests have the same dictionary; each is a load of its own under the one ticket."""
-    server = Metaserver(PREFILLED)
+    server = RecordingMetaserver(PREFILLED)
     scheduler = decode(server.url)
     try:
         params = ticket(server.url)
@@ -455,7 +455,7 @@ def seeded(url: str, vocabulary: int = 128) -> DecodeScheduler:
 
 def posted(vocabulary: int, name: str = "r") -> tuple[dict[str, Any], Reservation]:
     """Return D's post for a request with these sampling parameters."""
-    server = Metaserver(PREFILLED)
+    server = RecordingMetaserver(PREFILLED)
     scheduler = seeded(server.url, vocabulary)
     try:
         asked = request(name, params=ticket(server.url))
@@ -471,7 +471,7 @@ def posted(vocabulary: int, name: str = "r") -> tuple[dict[str, Any], Reservatio
 
 
 def test_a_d_of_which_one_worker_cannot_go_on_behind_p_s_token_asks_for_none(caplog: pytest.LogCaptureFixture) -> None:
-    server = Metaserver(PREFILLED)
+    server = RecordingMetaserver(PREFILLED)
     made = DecodeScheduler(engine(SECRETS, metaserver_urls=[server.url]), Patience(lambda: 0), vocabulary=128)
     try:
         made.attach_workers(

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from unit.kits.fake_engine import Served
+from unit.kits.fake_engine import ServedApp
 from unit.kits.rendezvous import D_ID
 from unit.kits.schedulers import CACHE, SECRETS, decode, engine, request
-from unit.kits.watching import Steps, until
+from unit.kits.watching import WatchedSteps, until
 from vllm_ascend_pd.decode import metaserver as client
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.metadata import Bind
@@ -29,14 +29,14 @@ ALLOWED = frozenset({"http://10.0.0.1:8000"})
 GIVEN = {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": "http://10.0.0.1:8000/v1/metaserver"}
 
 
-class Router:
+class RecordingRouter:
     """Router that records what D posts; answers only when P's request has ended, like vllm-ascend's."""
 
     def __init__(self, status: int = 200) -> None:
         self.posts: list[tuple[str, dict[str, Any]]] = []
         self.ended, self.left = False, False
         self.status = status
-        self.served = Served(self._app, "a router")
+        self.served = ServedApp(self._app, "a router")
         self.url = f"http://{self.served.address}"
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
@@ -54,14 +54,16 @@ class Router:
 
 
 @contextmanager
-def loading(status: int = 200, name: str = D_ID, query: str = "") -> Iterator[tuple[Router, Steps, Bind]]:
-    router = Router(status)
+def loading(
+    status: int = 200, name: str = D_ID, query: str = ""
+) -> Iterator[tuple[RecordingRouter, WatchedSteps, Bind]]:
+    router = RecordingRouter(status)
     scheduler = decode(router.url, secrets=SECRETS)
     try:
         asked = request(name, {**GIVEN, "metaserver": router.url + "/v1/metaserver" + query})
         assert scheduler.wanted(asked, 4) == 6
         scheduler.allocated(asked, [[40, 41, 42, 43]], 6)
-        steps = Steps(scheduler)
+        steps = WatchedSteps(scheduler)
         bind = steps.bound()
         until(lambda: router.posts, "the POST")
         yield router, steps, bind

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from unit.kits.rendezvous import BootstrapPair, Pair, pair
+from unit.kits.rendezvous import BootstrapPair, SchedulerPair, pair
 from unit.kits.schedulers import CACHE, SECRETS, engine, output, request
 from unit.kits.watching import until
 from unit.schedulers.test_relay import loading
@@ -97,7 +97,7 @@ def as_json(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def prefilled(both: Pair, params: Any, name: str) -> tuple[bool, Answer | None]:
+def prefilled(both: SchedulerPair, params: Any, name: str) -> tuple[bool, Answer | None]:
     _, held, answer = both.prefilled(as_json(params), name)
     return held, as_json(answer)
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_it_measures_each_number_of_destinations() -> None:
     flags = ["--destinations", "1", "6", "--rounds", "1", "--steps", "2", "--tokens", "40", "--layers", "2"]
     command = [str(ROOT / "scripts" / "bench_fanout.sh"), *flags]
-    env = {**os.environ, "PYTHON": sys.executable}
+    env = {**os.environ, "PD_PYTHON": sys.executable}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=True)
     rows = [[float(cell) for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()[2:]]
     assert [row[0] for row in rows] == [1, 6]

@@ -103,7 +103,7 @@ def test_what_the_readme_says_of_engines_has_rows_whose_recorded_result_is_good(
         of_engines = any(shown.how in ("real pair", "CANN stand-in") for shown in (one.direct, one.regrouped))
         assert bool(one.rows) is of_engines, one.english
         for name in one.rows:
-            result, commit = lines[name][4], lines[name][8]
+            result, commit = lines[name][matrix.RESULT], lines[name][matrix.COMMIT]
             assert re.fullmatch(r"\d+ passed(, \d+ skipped)?", result), f"{name}: {result}"
             assert re.fullmatch(r"[0-9a-f]{12}", commit), f"{name}: {commit}"
 
@@ -150,12 +150,12 @@ def test_the_page_has_the_minutes_of_what_ci_runs_of_a_row(tmp_path: Path) -> No
     row = next(row for row in ROWS if row.ci == "one")
 
     def cell(page: str) -> str:
-        return matrix.known(page)[row.name][7]
+        return matrix.known(page)[row.name][matrix.IN_CI]
 
     assert cell(written(PAGE, tmp_path, "abc")) == "one"
     page = written(PAGE, tmp_path, "abc", {row.name: 1.4})
     assert cell(page) == "one, 1.4"
-    assert matrix.known(page)[row.name][4] == "has not run", "a part of a row is no result of the row"
+    assert matrix.known(page)[row.name][matrix.RESULT] == "has not run", "a part of a row is no result of the row"
     assert written(page, tmp_path, "def") == page, "kept from the page, as a result is"
 
 

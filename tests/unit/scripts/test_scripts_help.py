@@ -15,7 +15,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 TYPED = {path.stem: path.read_text() for path in sorted(ROOT.glob("scripts/*.sh")) if os.access(path, os.X_OK)}
-TABLES = re.compile(r"(setup|options|engine)\.sh")  # scripts that answer without an environment
 OTHER = {"test": ["--parts"], "simulate": ["--front"]}  # a first word with which a script has another parser
 NOT_OF = {"prefill": {"--metaserver", "--policy", "--side-channel-port"}}  # lines of engine.sh's table for D
 CALLED = ("apt-get", "flock", "nginx", "pip", "python", "python3", "python3.11", "setsid")
@@ -92,7 +91,7 @@ def test_help_shows_every_flag_and_does_nothing_else(name: str, clone: Path) -> 
     assert missing(name, text) == set()
 
 
-@pytest.mark.parametrize("name", [name for name, text in TYPED.items() if TABLES.search(text) or name == "setup"])
+@pytest.mark.parametrize("name", TYPED)
 def test_help_in_a_new_clone_says_what_is_known_without_an_environment(name: str, clone: Path) -> None:
     text = shown(clone, name)
     assert len(text.splitlines()) > 1

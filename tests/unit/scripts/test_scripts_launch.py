@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -138,8 +139,11 @@ def free_ports() -> int:
     raise AssertionError("no free ports")
 
 
+Start = Callable[..., Launch]
+
+
 @pytest.fixture
-def launch(tmp_path):
+def launch(tmp_path: Path) -> Iterator[Start]:
     started: list[Launch] = []
 
     def start(*flags: str, **modes: str) -> Launch:
@@ -151,7 +155,9 @@ def launch(tmp_path):
         one.clear()
 
 
-def test_ctrl_c_stops_all_three_and_their_workers_and_nothing_else(launch, tmp_path_factory):
+def test_ctrl_c_stops_all_three_and_their_workers_and_nothing_else(
+    launch: Start, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     bystander_folder = str(tmp_path_factory.mktemp("bystander"))
     bystander = subprocess.Popen(
         [sys.executable, "-c", "import signal; signal.pause()", "vllm.entrypoints.openai.api_server", bystander_folder]
@@ -170,7 +176,7 @@ def test_ctrl_c_stops_all_three_and_their_workers_and_nothing_else(launch, tmp_p
         bystander.wait(DEADLINE)
 
 
-def test_the_address_is_printed_only_when_all_three_answer(launch):
+def test_the_address_is_printed_only_when_all_three_answer(launch: Start) -> None:
     run = launch("--timeout", "10", decode="never")
     assert run.end() == 1
     text = run.text()
@@ -180,7 +186,7 @@ def test_the_address_is_printed_only_when_all_three_answer(launch):
     assert run.left() == []
 
 
-def test_three_servers_that_answer_are_not_ready_before_a_block_has_moved(launch, tmp_path):
+def test_three_servers_that_answer_are_not_ready_before_a_block_has_moved(launch: Start, tmp_path: Path) -> None:
     still = tmp_path / "no-block-moves"
     still.touch()
     run = launch("--timeout", "60")
@@ -191,7 +197,7 @@ def test_three_servers_that_answer_are_not_ready_before_a_block_has_moved(launch
     run.interrupt()
 
 
-def test_a_pair_over_which_nothing_moves_ends_the_launch_with_the_reason(launch, tmp_path):
+def test_a_pair_over_which_nothing_moves_ends_the_launch_with_the_reason(launch: Start, tmp_path: Path) -> None:
     (tmp_path / "no-block-moves").touch()
     run = launch("--timeout", "10")
     assert run.end() == 1
@@ -199,7 +205,7 @@ def test_a_pair_over_which_nothing_moves_ends_the_launch_with_the_reason(launch,
     assert "all ready" not in run.text() and run.left() == []
 
 
-def test_the_secret_is_made_readable_by_its_owner_alone(launch):
+def test_the_secret_is_made_readable_by_its_owner_alone(launch: Start) -> None:
     run = launch()
     run.until("all ready")
     secret = run.log_dir / "secret"
@@ -209,7 +215,7 @@ def test_the_secret_is_made_readable_by_its_owner_alone(launch):
     run.interrupt()
 
 
-def test_a_secret_that_others_can_read_is_refused_before_anything_starts(launch, tmp_path):
+def test_a_secret_that_others_can_read_is_refused_before_anything_starts(launch: Start, tmp_path: Path) -> None:
     loose = tmp_path / "loose"
     loose.write_text("x" * 64)
     loose.chmod(0o644)
@@ -219,7 +225,7 @@ def test_a_secret_that_others_can_read_is_refused_before_anything_starts(launch,
     assert "started" not in run.text()
 
 
-def test_an_engine_that_dies_at_the_start_ends_the_launch_with_its_last_words(launch):
+def test_an_engine_that_dies_at_the_start_ends_the_launch_with_its_last_words(launch: Start) -> None:
     run = launch(prefill="dies")
     assert run.end() == 1
     assert "no such model" in run.text()
@@ -227,7 +233,7 @@ def test_an_engine_that_dies_at_the_start_ends_the_launch_with_its_last_words(la
     assert run.left() == []
 
 
-def test_a_process_that_ignores_the_stop_is_killed_after_the_grace_time_and_named(launch):
+def test_a_process_that_ignores_the_stop_is_killed_after_the_grace_time_and_named(launch: Start) -> None:
     run = launch("--grace", "1", prefill="stubborn")
     run.until("all ready")
     assert run.interrupt() != 0
@@ -235,7 +241,7 @@ def test_a_process_that_ignores_the_stop_is_killed_after_the_grace_time_and_name
     assert run.left() == []
 
 
-def test_a_port_that_is_in_use_is_named_and_nothing_starts(launch):
+def test_a_port_that_is_in_use_is_named_and_nothing_starts(launch: Start) -> None:
     first = launch()
     first.until("all ready")
     again = subprocess.run(
@@ -252,7 +258,7 @@ def test_a_port_that_is_in_use_is_named_and_nothing_starts(launch):
     first.interrupt()
 
 
-def test_dry_run_prints_three_commands_and_writes_nothing(tmp_path):
+def test_dry_run_prints_three_commands_and_writes_nothing(tmp_path: Path) -> None:
     done = subprocess.run(
         [SCRIPT, "--model", "m", "--p-tp", "2", "--log-dir", tmp_path / "logs", "--dry-run"],
         env=os.environ | {"PD_PYTHON": "/some/python", "PD_DEVICE": "cpu"},
@@ -269,7 +275,7 @@ def test_dry_run_prints_three_commands_and_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_npu_engines_get_devices_of_their_own():
+def test_npu_engines_get_devices_of_their_own() -> None:
     done = subprocess.run(
         [SCRIPT, "--model", "m", "--p-tp", "4", "--d-tp", "2", "--dry-run"],
         env=os.environ | {"PD_PYTHON": "/some/python", "PD_DEVICE": "npu"},
@@ -283,7 +289,7 @@ def test_npu_engines_get_devices_of_their_own():
     assert "ASCEND_RT_VISIBLE_DEVICES=4,5 " in decode
 
 
-def test_graphs_and_drafts_reach_the_engine_that_they_are_for():
+def test_graphs_and_drafts_reach_the_engine_that_they_are_for() -> None:
     draft = '{"method": "mtp", "num_speculative_tokens": 2}'
     flags = [
         "--model",

@@ -9,7 +9,9 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +26,7 @@ ROLES = ("prefill", "decode", "metaserver")
 ENGINES = ("prefill", "decode")
 
 
-def run(script, *flags, device="cpu", **environment):
+def run(script: str, *flags: str, device: str = "cpu", **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PD_")}
     # `python3` is this one: a shim that looks for one first takes most of a dry run's time.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -33,10 +35,10 @@ def run(script, *flags, device="cpu", **environment):
     return subprocess.run(words, env=env, check=False, capture_output=True, text=True, timeout=240)
 
 
-class Command:
+class DryRun:
     """Parse what --dry-run printed: environment, interpreter, arguments."""
 
-    def __init__(self, line):
+    def __init__(self, line: str) -> None:
         words = shlex.split(line)
         self.environment = {}
         if words[0] == "env":
@@ -49,27 +51,27 @@ class Command:
         if self.module == "vllm.entrypoints.cli.main":
             assert self.words.pop(0) == "serve"
 
-    def value(self, flag):
+    def value(self, flag: str) -> str | None:
         return self.words[self.words.index(flag) + 1] if flag in self.words else None
 
     @property
-    def kv_transfer_config(self):
+    def kv_transfer_config(self) -> Any:
         return json.loads(self.value("--kv-transfer-config"))
 
     @property
-    def push_config(self):
+    def push_config(self) -> PushConfig:
         return PushConfig.parse(self.kv_transfer_config["kv_connector_extra_config"])
 
 
-def dry(script, *flags, **environment):
+def dry(script: str, *flags: str, **environment: str) -> DryRun:
     done = run(script, "--dry-run", *flags, **environment)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
-    return Command(line)
+    return DryRun(line)
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_help_names_every_flag_with_its_variable_and_default(role):
+def test_help_names_every_flag_with_its_variable_and_default(role: str) -> None:
     done = run(role, "--help")
     assert done.returncode == 0
     flags = re.findall(r"^  --([a-z-]+)(.*)\n +\S.*\n(?: +\[(.*)\]\n)?", done.stdout, re.MULTILINE)
@@ -80,7 +82,7 @@ def test_help_names_every_flag_with_its_variable_and_default(role):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("role", ROLES)
-def test_every_variable_that_help_names_does_what_its_flag_does(role):
+def test_every_variable_that_help_names_does_what_its_flag_does(role: str) -> None:
     text = run(role, "--help").stdout
     settings = re.findall(r"^  --([a-z-]+) VALUE.*\n.*\n +\[(PD_[A-Z_]+), default", text, re.MULTILINE)
     special = {
@@ -106,7 +108,7 @@ def test_every_variable_that_help_names_does_what_its_flag_does(role):
 
 
 @pytest.mark.parametrize("role", ENGINES)
-def test_a_flag_wins_over_the_environment(role):
+def test_a_flag_wins_over_the_environment(role: str) -> None:
     own = {"prefill": "PD_P_TP", "decode": "PD_D_TP"}[role]
     assert dry(role, "--model", "m", "--tp", "4", **{own: "2"}).value("--tensor-parallel-size") == "4"
 
@@ -132,14 +134,14 @@ def test_a_flag_wins_over_the_environment(role):
         ("metaserver", ["--port", "http"], "--port http"),
     ],
 )
-def test_a_wrong_flag_is_named_and_nothing_starts(role, flags, complaint):
+def test_a_wrong_flag_is_named_and_nothing_starts(role: str, flags: Sequence[str], complaint: str) -> None:
     done = run(role, *flags)
     assert done.returncode == 2
     assert complaint in done.stderr
     assert not done.stdout
 
 
-def test_prefill_is_a_producer_and_decode_a_consumer_with_its_metaservers():
+def test_prefill_is_a_producer_and_decode_a_consumer_with_its_metaservers() -> None:
     prefill = dry("prefill", "--model", "m").kv_transfer_config
     assert prefill["kv_connector"] == "AscendPushConnector"
     assert prefill["kv_role"] == "kv_producer"
@@ -150,7 +152,7 @@ def test_prefill_is_a_producer_and_decode_a_consumer_with_its_metaservers():
 
 
 @pytest.mark.parametrize("role", ENGINES)
-def test_the_connector_accepts_the_configuration_that_the_flags_make(role, tmp_path):
+def test_the_connector_accepts_the_configuration_that_the_flags_make(role: str, tmp_path: Path) -> None:
     own = ("--side-channel-port", "7000") if role == "decode" else ()
     config = dry(
         role, "--model", "m", "--secret-file", str(tmp_path / 'odd "name"'), "--verify", "full", "--trace-dir", "relative",
@@ -167,13 +169,13 @@ def test_the_connector_accepts_the_configuration_that_the_flags_make(role, tmp_p
 
 
 @pytest.mark.parametrize("role", ENGINES)
-def test_what_follows_two_dashes_goes_to_vllm_as_it_is(role):
+def test_what_follows_two_dashes_goes_to_vllm_as_it_is(role: str) -> None:
     command = dry(role, "--model", "m", "--", "--max-num-seqs", "4", "--dry-run", "--help", "two words")
     assert command.words[-5:] == ["--max-num-seqs", "4", "--dry-run", "--help", "two words"]
 
 
 @pytest.mark.parametrize("role", ENGINES)
-def test_cpu_engines_get_the_settings_without_which_they_fail(role):
+def test_cpu_engines_get_the_settings_without_which_they_fail(role: str) -> None:
     command = dry(role, "--model", "m")
     assert command.module == "vllm.entrypoints.openai.api_server"
     assert command.environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
@@ -185,7 +187,7 @@ def test_cpu_engines_get_the_settings_without_which_they_fail(role):
 
 
 @pytest.mark.parametrize("role", ENGINES)
-def test_npu_engines_keep_vllm_ascends_own_choices(role):
+def test_npu_engines_keep_vllm_ascends_own_choices(role: str) -> None:
     command = dry(role, "--model", "m", "--devices", "2,3", device="npu")
     assert command.environment == {"VLLM_HOST_IP": "127.0.0.1", "ASCEND_RT_VISIBLE_DEVICES": "2,3"}
     assert "--enforce-eager" not in command.words
@@ -193,7 +195,7 @@ def test_npu_engines_keep_vllm_ascends_own_choices(role):
     assert command.value("--compilation-config") is None
 
 
-def test_cpu_pipeline_stages_use_the_eager_compilation_backend_instead_of_enforce_eager():
+def test_cpu_pipeline_stages_use_the_eager_compilation_backend_instead_of_enforce_eager() -> None:
     command = dry("prefill", "--model", "m", "--pp", "2")
     assert "--enforce-eager" not in command.words
     assert json.loads(command.value("--compilation-config")) == {"mode": 2, "backend": "eager"}
@@ -228,7 +230,7 @@ RANKS = [
 ]  # fmt: skip
 
 
-def understood_by_vllm(command):
+def understood_by_vllm(command: DryRun) -> Any:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -247,12 +249,12 @@ def understood_by_vllm(command):
     ],
 )
 @pytest.mark.parametrize("role", ENGINES)
-def test_vllms_own_parser_understands_the_ranks(role, flags, wanted):
+def test_vllms_own_parser_understands_the_ranks(role: str, flags: str, wanted: dict[str, Any]) -> None:
     parsed = understood_by_vllm(dry(role, "--model", "m", *flags.split()))
     assert {name: getattr(parsed, name) for name in wanted} == wanted
 
 
-def test_a_host_without_a_server_is_started_by_the_command_that_knows_what_headless_means():
+def test_a_host_without_a_server_is_started_by_the_command_that_knows_what_headless_means() -> None:
     """The API server's own module accepts the flag too, but still starts a server."""
     flags = ["--dp", "4", "--dp-size-local", "2", "--dp-start-rank", "2", "--dp-address", "10.0.0.1"]
     assert dry("decode", "--model", "m", *flags, "--headless").module == "vllm.entrypoints.cli.main"
@@ -261,7 +263,7 @@ def test_a_host_without_a_server_is_started_by_the_command_that_knows_what_headl
 
 @pytest.mark.parametrize("device", ["cpu", "npu"])
 @pytest.mark.parametrize(("role", "mode"), [("prefill", "PIECEWISE"), ("decode", "FULL_DECODE_ONLY")])
-def test_vllms_own_parser_understands_draft_and_graphs(role, mode, device):
+def test_vllms_own_parser_understands_draft_and_graphs(role: str, mode: str, device: str) -> None:
     draft = '{"method": "deepseek_mtp", "num_speculative_tokens": 2}'
     command = dry(role, "--model", "m", "--speculative", draft, "--graph-mode", mode, device=device)
     parsed = understood_by_vllm(command)
@@ -269,7 +271,7 @@ def test_vllms_own_parser_understands_draft_and_graphs(role, mode, device):
     assert parsed.compilation_config.cudagraph_mode.name == mode
 
 
-def test_graphs_and_what_a_cpu_needs_are_one_compilation_config(tmp_path):
+def test_graphs_and_what_a_cpu_needs_are_one_compilation_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"kv_lora_rank": 512}))
     command = dry("prefill", "--model", str(tmp_path), "--pp", "2", "--graph-mode", "NONE")
     compilation = understood_by_vllm(command).compilation_config
@@ -278,7 +280,7 @@ def test_graphs_and_what_a_cpu_needs_are_one_compilation_config(tmp_path):
     assert compilation.custom_ops == ["-rotary_embedding"]
 
 
-def test_mla_models_on_cpu_run_without_the_rotary_kernel_that_is_wrong_for_them(tmp_path):
+def test_mla_models_on_cpu_run_without_the_rotary_kernel_that_is_wrong_for_them(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"kv_lora_rank": 512}, indent=2))
     command = dry("prefill", "--model", str(tmp_path))
     assert json.loads(command.value("--compilation-config")) == {"custom_ops": ["-rotary_embedding"]}
@@ -290,7 +292,7 @@ def test_mla_models_on_cpu_run_without_the_rotary_kernel_that_is_wrong_for_them(
     assert dry("prefill", "--model", str(tmp_path)).value("--compilation-config") is None
 
 
-def test_metaserver_knows_every_engine_it_is_given():
+def test_metaserver_knows_every_engine_it_is_given() -> None:
     command = dry("metaserver", "--prefill", "http://a:1", "--prefill", "http://b:2", "--decode", "http://c:3")
     assert command.module == "vllm_ascend_pd.cli"
     assert command.words[command.words.index("--prefill") :] == [
@@ -299,19 +301,19 @@ def test_metaserver_knows_every_engine_it_is_given():
 
 
 @pytest.mark.parametrize("role", ENGINES)
-def test_without_flags_an_engine_has_the_declared_defaults(role):
+def test_without_flags_an_engine_has_the_declared_defaults(role: str) -> None:
     address = ChannelConfig(side_channel_host="127.0.0.1")
     urls = MetaserverConfig(metaserver_urls=("http://127.0.0.1:8000",) if role == "decode" else ())
     assert dry(role, "--model", "m").push_config == PushConfig(channel=address, metaserver=urls)
 
 
-def test_without_flags_a_metaserver_has_the_declared_defaults():
+def test_without_flags_a_metaserver_has_the_declared_defaults() -> None:
     settings = settings_of(parser().parse_args(dry("metaserver").words))
     assert settings == Settings(prefill=("http://127.0.0.1:8001",), decode=("http://127.0.0.1:8002",))
 
 
 @pytest.mark.parametrize(("role", "count"), [("prefill", 5), ("decode", 6), ("metaserver", 4)])
-def test_what_is_declared_in_the_package_is_not_said_again_in_a_table(role, count):
+def test_what_is_declared_in_the_package_is_not_said_again_in_a_table(role: str, count: int) -> None:
     """--help has default and meaning of a setting from its declaration, through the tables of docs/configuration.md."""
     table = flags_reference() if role == "metaserver" else reference()
     cells = [[cell.strip().replace("`", "") for cell in line.split("|")] for line in table.splitlines()[2:]]
@@ -330,7 +332,7 @@ def test_what_is_declared_in_the_package_is_not_said_again_in_a_table(role, coun
         ), name
 
 
-def test_the_metaservers_own_parser_accepts_what_the_script_makes():
+def test_the_metaservers_own_parser_accepts_what_the_script_makes() -> None:
     command = dry("metaserver", "--prefill", "http://a:1", "--prefill", "http://b:2", "--port", "9000")
     parsed = parser().parse_args(command.words)
     assert (parsed.prefill, parsed.decode) == (["http://a:1", "http://b:2"], ["http://127.0.0.1:8002"])
@@ -346,7 +348,9 @@ def test_the_metaservers_own_parser_accepts_what_the_script_makes():
     ],
     ids=["a typo in a key", "a model that is refused"],
 )
-def test_what_an_engine_would_refuse_is_the_last_line_before_anything_starts(role, flags, config, reason, tmp_path):
+def test_what_an_engine_would_refuse_is_the_last_line_before_anything_starts(
+    role: str, flags: Sequence[str], config: dict[str, int], reason: str, tmp_path: Path
+) -> None:
     full = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "num_hidden_layers": 4}
     (tmp_path / "config.json").write_text(json.dumps({**full, **config}))
     done = run(role, "--no-setup", "--model", str(tmp_path), *flags, PD_PYTHON=sys.executable)
@@ -362,7 +366,7 @@ def test_what_an_engine_would_refuse_is_the_last_line_before_anything_starts(rol
         ("prefill", ("--speculative", '{"method": "medusa"}'), "Speculative decoding with medusa"),
     ],
 )
-def test_unproven_drafts_are_refused_before_anything_starts(role, flags, feature):
+def test_unproven_drafts_are_refused_before_anything_starts(role: str, flags: Sequence[str], feature: str) -> None:
     done = run(role, "--no-setup", "--model", "m", *flags, PD_PYTHON=sys.executable)
     assert done.returncode == 1 and not done.stdout
     assert f"PD-CONF-005: {feature}" in done.stderr.splitlines()[-1], done.stderr

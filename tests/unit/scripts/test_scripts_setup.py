@@ -70,6 +70,9 @@ def make_wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> 
 class Tree:
     """A small clone with its own wheels and its own tools of the host."""
 
+    first, first_s = "", 0.0  # output of the first set-up, and its seconds
+    packages: Path  # of a python3 of the host, if it has any
+
     def __init__(self, folder: Path) -> None:
         self.root = folder / "clone"
         self.wheels = folder / "wheels"
@@ -148,7 +151,7 @@ class Tree:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory):
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Tree:
     """One cold set-up, shared: its tests leave it working."""
     tree = Tree(tmp_path_factory.mktemp("installed"))
     began = time.monotonic()
@@ -159,11 +162,11 @@ def installed(tmp_path_factory):
 
 
 @pytest.fixture
-def tree(tmp_path):
+def tree(tmp_path: Path) -> Tree:
     return Tree(tmp_path)
 
 
-def test_a_cold_set_up_says_each_step_with_its_time_and_nothing_else(installed):
+def test_a_cold_set_up_says_each_step_with_its_time_and_nothing_else(installed: Tree) -> None:
     lines = installed.first.splitlines()
     assert all(line.startswith("[set-up] ") for line in lines), installed.first
     steps = [line for line in lines if " … " in line]
@@ -172,12 +175,12 @@ def test_a_cold_set_up_says_each_step_with_its_time_and_nothing_else(installed):
     assert installed.builds() >= 1
 
 
-def test_torch_comes_from_its_own_index_when_pip_does_not_find_it(installed):
+def test_torch_comes_from_its_own_index_when_pip_does_not_find_it(installed: Tree) -> None:
     assert installed.has("torch")
     assert not list(installed.wheels.glob("torch*"))
 
 
-def test_the_second_set_up_does_nothing_and_is_quick(installed):
+def test_the_second_set_up_does_nothing_and_is_quick(installed: Tree) -> None:
     before = installed.builds()
     began = time.monotonic()
     code, said = installed.setup()
@@ -188,7 +191,7 @@ def test_the_second_set_up_does_nothing_and_is_quick(installed):
     assert took < installed.first_s / 2, "it takes 0.2 s, and the first one several"
 
 
-def test_a_higher_level_adds_its_tools_and_only_them(installed):
+def test_a_higher_level_adds_its_tools_and_only_them(installed: Tree) -> None:
     assert not installed.has("some_linter")
     code, said = installed.setup("dev")
     assert code == 0, said
@@ -198,7 +201,7 @@ def test_a_higher_level_adds_its_tools_and_only_them(installed):
     assert installed.setup("test")[1].count(" … ") == 0
 
 
-def test_changed_cpp_is_built_again_and_changed_python_is_not(installed):
+def test_changed_cpp_is_built_again_and_changed_python_is_not(installed: Tree) -> None:
     before = installed.builds()
     installed.write("vllm_ascend_pd/__init__.py", "x = 1\n")
     installed.setup()
@@ -208,14 +211,14 @@ def test_changed_cpp_is_built_again_and_changed_python_is_not(installed):
     assert installed.builds() == before + 1
 
 
-def test_a_lost_extension_is_built_again(installed):
+def test_a_lost_extension_is_built_again(installed: Tree) -> None:
     before = installed.builds()
     (installed.root / "vllm_ascend_pd/_C.abi3.so").unlink()
     installed.setup()
     assert installed.builds() == before + 1
 
 
-def test_changed_pins_are_installed(installed):
+def test_changed_pins_are_installed(installed: Tree) -> None:
     make_wheel(installed.wheels, "mooncake", "1.1", {"mooncake/__init__.py": "", "mooncake/engine.py": ""})
     installed.write("requirements/cpu-py311.txt", "torch==1.0\nmooncake==1.1\n")
     assert installed.setup()[0] == 0
@@ -223,7 +226,7 @@ def test_changed_pins_are_installed(installed):
     assert not installed.has("mooncake-1.0")
 
 
-def test_a_failed_build_shows_its_end_fails_and_is_tried_again(installed):
+def test_a_failed_build_shows_its_end_fails_and_is_tried_again(installed: Tree) -> None:
     installed.write("csrc/schema.cpp", "broken\n")
     for _ in range(2):
         code, said = installed.setup()
@@ -234,7 +237,7 @@ def test_a_failed_build_shows_its_end_fails_and_is_tried_again(installed):
     assert installed.setup()[0] == 0
 
 
-def test_a_second_set_up_at_the_same_time_waits_and_builds_nothing_twice(installed):
+def test_a_second_set_up_at_the_same_time_waits_and_builds_nothing_twice(installed: Tree) -> None:
     installed.write("csrc/schema.cpp", f"// {time.monotonic_ns()}\n")
     before = installed.builds()
     running = [
@@ -253,7 +256,7 @@ def test_a_second_set_up_at_the_same_time_waits_and_builds_nothing_twice(install
     assert sum("waiting for it" in text for text in said) >= 1
 
 
-def test_an_interrupted_set_up_is_finished_by_the_next_one(installed, tree):
+def test_an_interrupted_set_up_is_finished_by_the_next_one(installed: Tree, tree: Tree) -> None:
     # Interrupted in the middle: the venv is there, no stamp is written, Mooncake is missing.
     shutil.copytree(installed.root / ".venv", tree.root / ".venv", symlinks=True)
     shutil.rmtree(tree.root / ".venv/.stamps")
@@ -268,7 +271,7 @@ def test_an_interrupted_set_up_is_finished_by_the_next_one(installed, tree):
 # ---- Debian packages
 
 
-def test_missing_libraries_are_named_to_those_who_cannot_install_them(tree):
+def test_missing_libraries_are_named_to_those_who_cannot_install_them(tree: Tree) -> None:
     tree.tool("ldconfig", "printf '\\tlibnuma.so.1 (libc6) => /x\\n'")
     tree.tool("id", "echo 1000")
     code, said = tree.setup()
@@ -277,7 +280,7 @@ def test_missing_libraries_are_named_to_those_who_cannot_install_them(tree):
     assert not (tree.root / ".venv").exists()
 
 
-def test_root_gets_the_missing_packages_installed_after_an_update_of_the_lists(tree):
+def test_root_gets_the_missing_packages_installed_after_an_update_of_the_lists(tree: Tree) -> None:
     tree.tool("ldconfig", "printf '\\tlibnuma.so.1 (libc6) => /x\\n'")
     tree.tool("id", "echo 0")
     # The package lists are out of date at first, as in a fresh container.
@@ -292,14 +295,14 @@ def test_root_gets_the_missing_packages_installed_after_an_update_of_the_lists(t
     assert all("DPkg::Lock::Timeout=900" in line for line in (first, update)), "as long as for another set-up"
 
 
-def test_what_tests_use_besides_is_installed_by_root_and_named_to_everybody_else(tree):
+def test_what_tests_use_besides_is_installed_by_root_and_named_to_everybody_else(tree: Tree) -> None:
     (tree.root / ".cache").mkdir()
     for name in ("dirname", "sed", "tail"):
         (tree.host / name).symlink_to(shutil.which(name))
     log = tree.host / "apt.log"
     tree.tool("apt-get", f'echo "$@" >> {log}')
 
-    def tools(which, given=""):
+    def tools(which: str, given: str = "") -> tuple[str, str]:
         log.write_text("")
         done = tree.bash(f"PD_GIVEN={given}; pd_test_tools {which}", PATH=str(tree.host))
         assert done.returncode == 0, done.stderr
@@ -318,7 +321,7 @@ def test_what_tests_use_besides_is_installed_by_root_and_named_to_everybody_else
     assert tools("") == ("", "")
 
 
-def test_a_host_without_python_3_11_is_refused_with_the_reason(tree):
+def test_a_host_without_python_3_11_is_refused_with_the_reason(tree: Tree) -> None:
     for name in ("python3", "python", "python3.10", "python3.11", "python3.12"):
         tree.tool(name, "exit 127")
     done = tree.bash("pd_missing_packages ''")
@@ -329,7 +332,7 @@ def test_a_host_without_python_3_11_is_refused_with_the_reason(tree):
 
 
 @pytest.fixture
-def container(tree, tmp_path):
+def container(tree: Tree, tmp_path: Path) -> Tree:
     """A python3 in which torch_npu and vllm_ascend can be found, as in vllm-ascend's images."""
     packages = tmp_path / "site"
     packages.mkdir()
@@ -339,21 +342,21 @@ def container(tree, tmp_path):
     return tree
 
 
-def choose(tree, **more):
+def choose(tree: Tree, **more: str) -> subprocess.CompletedProcess[str]:
     """Return the chosen device and interpreter, without PD_BASE_PYTHON."""
     return tree.bash(
         "unset PD_BASE_PYTHON; mkdir -p $PD_CACHE; pd_choose_interpreter && echo $PD_DEVICE $PD_PYTHON", **more
     )
 
 
-def test_the_interpreter_of_vllm_ascend_is_used_where_there_is_one(container):
+def test_the_interpreter_of_vllm_ascend_is_used_where_there_is_one(container: Tree) -> None:
     done = choose(container, PYTHONPATH=str(container.packages))
     device, python = done.stdout.split()
     assert device == "npu"
     assert not python.startswith(str(container.root)), "no venv over a CANN container"
 
 
-def test_an_npu_host_says_so_and_gets_no_venv(container):
+def test_an_npu_host_says_so_and_gets_no_venv(container: Tree) -> None:
     done = container.bash(
         'mkdir -p "$PD_CACHE"; pd_choose_interpreter; pd_npu_environment run', PYTHONPATH=str(container.packages)
     )
@@ -362,7 +365,7 @@ def test_an_npu_host_says_so_and_gets_no_venv(container):
     assert not (container.root / ".venv").exists()
 
 
-def test_vllm_ascend_that_does_not_import_stops_the_set_up_with_the_remedy(container):
+def test_vllm_ascend_that_does_not_import_stops_the_set_up_with_the_remedy(container: Tree) -> None:
     (container.packages / "torch_npu.py").write_text("raise ImportError('libhccl.so: cannot open shared object file')")
     code, said = container.setup(PYTHONPATH=str(container.packages))
     assert code == 1
@@ -371,20 +374,20 @@ def test_vllm_ascend_that_does_not_import_stops_the_set_up_with_the_remedy(conta
     assert not (container.root / ".venv").exists()
 
 
-def test_a_cpu_environment_can_be_demanded_in_a_container(container):
+def test_a_cpu_environment_can_be_demanded_in_a_container(container: Tree) -> None:
     done = choose(container, PYTHONPATH=str(container.packages), VLLM_ASCEND_PD_NPU="0")
     assert done.stdout.split() == ["cpu", str(container.root / ".venv/bin/python")]
 
 
 @pytest.mark.parametrize("host", [{"ASCEND_HOME_PATH": "/usr/local/Ascend"}, {"VLLM_ASCEND_PD_NPU": "1"}])
-def test_cann_without_vllm_ascend_is_refused_instead_of_covered_by_a_venv(tree, host):
+def test_cann_without_vllm_ascend_is_refused_instead_of_covered_by_a_venv(tree: Tree, host: dict[str, str]) -> None:
     code, said = tree.setup(**host)
     assert code == 1
     assert "no python3 here has torch_npu and vllm_ascend" in said
     assert not (tree.root / ".venv").exists()
 
 
-def test_an_interpreter_that_is_given_is_used_as_it_is(tree):
+def test_an_interpreter_that_is_given_is_used_as_it_is(tree: Tree) -> None:
     done = tree.bash("pd_setup dev && echo $PD_DEVICE $PD_PYTHON", PD_PYTHON=sys.executable)
     assert done.stdout.split() == ["cpu", sys.executable]
     assert not (tree.root / ".venv").exists()

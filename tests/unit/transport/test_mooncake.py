@@ -17,7 +17,7 @@ import pytest
 if importlib.util.find_spec("mooncake") is None:  # not imported here: its environment must be set first
     pytest.skip("Mooncake is not installed", allow_module_level=True)
 
-from unit.kits.mooncake_child import LOOPBACK, Receiver, settle, target_of, wire_from
+from unit.kits.mooncake_child import LOOPBACK, ReceivingChild, settle, target_of, wire_from
 from unit.kits.watching import until
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.transport.base import WriteState
@@ -28,8 +28,8 @@ TASKS = Path("/proc/self/task")
 
 
 @pytest.fixture(scope="module")
-def receiver() -> Iterator[Receiver]:
-    with Receiver(SIZE) as child:
+def receiver() -> Iterator[ReceivingChild]:
+    with ReceivingChild(SIZE) as child:
         yield child
 
 
@@ -45,14 +45,16 @@ def wire(memory: np.ndarray) -> Iterator[MooncakeWire]:
     opened.close()
 
 
-def test_bytes_land_where_they_were_sent(wire, receiver, memory) -> None:
+def test_bytes_land_where_they_were_sent(wire: MooncakeWire, receiver: ReceivingChild, memory: np.ndarray) -> None:
     receiver.ask("clear")
     handle = wire.submit(receiver.session, [memory.ctypes.data], [receiver.base + 100], [1000])
     assert settle(wire, handle) is WriteState.LANDED
     assert receiver.sum() == 1000
 
 
-def test_many_more_descriptors_than_the_window_all_land(wire, receiver, memory) -> None:
+def test_many_more_descriptors_than_the_window_all_land(
+    wire: MooncakeWire, receiver: ReceivingChild, memory: np.ndarray
+) -> None:
     receiver.ask("clear")
     n = np.arange(3000) * 512  # every other 256 bytes: nothing to merge
     handle = wire.submit(receiver.session, memory.ctypes.data + n, receiver.base + n, np.full(3000, 256))
@@ -60,7 +62,9 @@ def test_many_more_descriptors_than_the_window_all_land(wire, receiver, memory) 
     assert receiver.sum() == 3000 * 256
 
 
-def test_submissions_overtake_nothing_and_lose_nothing(wire, receiver, memory) -> None:
+def test_submissions_overtake_nothing_and_lose_nothing(
+    wire: MooncakeWire, receiver: ReceivingChild, memory: np.ndarray
+) -> None:
     receiver.ask("clear")
     handles = []
     for batch in range(20):
@@ -71,7 +75,7 @@ def test_submissions_overtake_nothing_and_lose_nothing(wire, receiver, memory) -
     assert receiver.sum() == 20 * 100 * 500
 
 
-def test_submit_does_not_wait_for_the_data(wire, receiver, memory) -> None:
+def test_submit_does_not_wait_for_the_data(wire: MooncakeWire, receiver: ReceivingChild, memory: np.ndarray) -> None:
     warm = wire.submit(receiver.session, [memory.ctypes.data], [receiver.base], [1])
     settle(wire, warm)
     receiver.stop()  # otherwise this process may be suspended until all has landed
@@ -83,7 +87,7 @@ def test_submit_does_not_wait_for_the_data(wire, receiver, memory) -> None:
     assert settle(wire, handle) is WriteState.LANDED
 
 
-def test_waiting_costs_little_cpu(wire, receiver, memory) -> None:
+def test_waiting_costs_little_cpu(wire: MooncakeWire, receiver: ReceivingChild, memory: np.ndarray) -> None:
     settle(wire, wire.submit(receiver.session, [memory.ctypes.data], [receiver.base], [1]))
     receiver.stop()
     try:
@@ -100,12 +104,14 @@ def test_waiting_costs_little_cpu(wire, receiver, memory) -> None:
     assert share < 0.3  # the engine's own blocking call takes 70 % and more
 
 
-def test_an_empty_submission_lands(wire, receiver) -> None:
+def test_an_empty_submission_lands(wire: MooncakeWire, receiver: ReceivingChild) -> None:
     assert settle(wire, wire.submit(receiver.session, [], [], [])) is WriteState.LANDED
 
 
 @pytest.mark.parametrize("offset, size", [(-1, 10), (SIZE - 5, 10), (0, 0), (0, -4), (SIZE, 1)])
-def test_a_source_outside_the_registered_memory_is_never_read(wire, receiver, memory, offset, size) -> None:
+def test_a_source_outside_the_registered_memory_is_never_read(
+    wire: MooncakeWire, receiver: ReceivingChild, memory: np.ndarray, offset: int, size: int
+) -> None:
     receiver.ask("clear")
     good, bad = memory.ctypes.data, memory.ctypes.data + offset
     handle = wire.submit(receiver.session, [good, bad], [receiver.base, receiver.base + 50], [20, size])
@@ -113,31 +119,33 @@ def test_a_source_outside_the_registered_memory_is_never_read(wire, receiver, me
     assert receiver.sum() == 0
 
 
-def test_a_destination_that_is_not_registered_is_refused_by_the_receiver(wire, receiver, memory) -> None:
+def test_a_destination_that_is_not_registered_is_refused_by_the_receiver(
+    wire: MooncakeWire, receiver: ReceivingChild, memory: np.ndarray
+) -> None:
     handle = wire.submit(receiver.session, [memory.ctypes.data], [receiver.base + SIZE], [4096])
     assert settle(wire, handle) is WriteState.FAILED
     handle = wire.submit(receiver.session, [memory.ctypes.data], [receiver.base], [10])
     assert settle(wire, handle) is WriteState.LANDED, "one refused write must not spoil the next"
 
 
-def test_a_peer_that_never_existed_fails_at_once(wire, memory) -> None:
+def test_a_peer_that_never_existed_fails_at_once(wire: MooncakeWire, memory: np.ndarray) -> None:
     handle = wire.submit(f"{LOOPBACK}:1/none", [memory.ctypes.data], [4096], [10])
     assert settle(wire, handle, limit_s=2.0) is WriteState.UNISSUED, "nothing of it can land"
 
 
-def test_who_only_writes_exposes_no_memory(wire, receiver, memory) -> None:
+def test_who_only_writes_exposes_no_memory(wire: MooncakeWire, receiver: ReceivingChild, memory: np.ndarray) -> None:
     settle(wire, wire.submit(receiver.session, [memory.ctypes.data], [receiver.base], [10]))
     engine = wire._engines.current
     assert engine is not None and engine.address not in receiver.session
 
 
-def test_registering_what_is_not_mapped_is_refused(wire) -> None:
+def test_registering_what_is_not_mapped_is_refused(wire: MooncakeWire) -> None:
     with pytest.raises(PdError, match="not mapped") as caught:
         wire.register([(4096, 4096)])
     assert caught.value.code == "PD-WIRE-002"
 
 
-def test_threads_end_with_wire_and_target(receiver, memory) -> None:
+def test_threads_end_with_wire_and_target(receiver: ReceivingChild, memory: np.ndarray) -> None:
     before = len(list(TASKS.iterdir()))
     names = {thread.name for thread in threading.enumerate()}
     target, opened = target_of(memory), wire_from(memory)
@@ -153,7 +161,7 @@ def test_threads_end_with_wire_and_target(receiver, memory) -> None:
     )
 
 
-def test_blocking_lanes_deliver_too(receiver, memory) -> None:
+def test_blocking_lanes_deliver_too(receiver: ReceivingChild, memory: np.ndarray) -> None:
     """The path for Ascend, over TCP: one blocking call per batch, on threads of the wire's own."""
     receiver.ask("clear")
     attached: list[str] = []

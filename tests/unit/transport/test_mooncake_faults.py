@@ -15,7 +15,7 @@ import pytest
 if importlib.util.find_spec("mooncake") is None:  # not imported here: its environment must be set first
     pytest.skip("Mooncake is not installed", allow_module_level=True)
 
-from unit.kits.mooncake_child import LOOPBACK, Receiver, Stalls, settle, target_of, wire_from
+from unit.kits.mooncake_child import LOOPBACK, ReceivingChild, Stalls, settle, target_of, wire_from
 from unit.kits.watching import address_of, listening
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.contact import HEARD_S
@@ -39,18 +39,18 @@ def wire(memory: np.ndarray) -> Iterator[MooncakeWire]:
     opened.close()
 
 
-def one(wire: MooncakeWire, receiver: Receiver, memory: np.ndarray) -> WriteState:
+def one(wire: MooncakeWire, receiver: ReceivingChild, memory: np.ndarray) -> WriteState:
     return settle(wire, wire.submit(receiver.session, [memory.ctypes.data], [receiver.base], [1]))
 
 
-def many(wire: MooncakeWire, receiver: Receiver, memory: np.ndarray) -> int:
+def many(wire: MooncakeWire, receiver: ReceivingChild, memory: np.ndarray) -> int:
     """A write of half the memory in pieces that cannot be merged, so that it takes long."""
     n = np.arange(PIECES) * 2 * PIECE
     return wire.submit(receiver.session, memory.ctypes.data + n, receiver.base + n, np.full(PIECES, PIECE))
 
 
-def test_a_receiver_killed_in_the_middle_fails_the_write_soon(wire, memory) -> None:
-    with Receiver(SIZE) as receiver, Receiver(SIZE) as other:
+def test_a_receiver_killed_in_the_middle_fails_the_write_soon(wire: MooncakeWire, memory: np.ndarray) -> None:
+    with ReceivingChild(SIZE) as receiver, ReceivingChild(SIZE) as other:
         assert one(wire, receiver, memory) is one(wire, other, memory) is WriteState.LANDED
         handle = many(wire, receiver, memory)
         wire.poll(handle)
@@ -60,9 +60,9 @@ def test_a_receiver_killed_in_the_middle_fails_the_write_soon(wire, memory) -> N
         assert one(wire, receiver, memory) is WriteState.UNISSUED
 
 
-def test_a_failed_write_is_over_when_it_says_so(wire, memory) -> None:
+def test_a_failed_write_is_over_when_it_says_so(wire: MooncakeWire, memory: np.ndarray) -> None:
     """A stopped receiver: after FAILED only what its kernel already holds arrives."""
-    with Receiver(SIZE) as receiver, Receiver(1024) as other, Stalls() as stalls:
+    with ReceivingChild(SIZE) as receiver, ReceivingChild(1024) as other, Stalls() as stalls:
         assert one(wire, receiver, memory) is one(wire, other, memory) is WriteState.LANDED
         receiver.ask("clear")
         handle = many(wire, receiver, memory)
@@ -90,8 +90,8 @@ def test_a_failed_write_is_over_when_it_says_so(wire, memory) -> None:
         assert one(wire, receiver, memory) is WriteState.LANDED, "the peer is used again once it answers"
 
 
-def test_after_a_revocation_nothing_of_the_old_session_lands(wire, memory) -> None:
-    with Receiver(SIZE) as receiver:
+def test_after_a_revocation_nothing_of_the_old_session_lands(wire: MooncakeWire, memory: np.ndarray) -> None:
+    with ReceivingChild(SIZE) as receiver:
         assert one(wire, receiver, memory) is WriteState.LANDED
         old = receiver.session
         handle = many(wire, receiver, memory)
@@ -107,12 +107,12 @@ def test_after_a_revocation_nothing_of_the_old_session_lands(wire, memory) -> No
         assert receiver.sum() == 1
 
 
-def test_a_sender_that_is_stopped_over_the_revocation_lands_nothing_when_it_wakes(memory) -> None:
+def test_a_sender_that_is_stopped_over_the_revocation_lands_nothing_when_it_wakes(memory: np.ndarray) -> None:
     """The case that the fence exists for: the *sender* sleeps in the middle of a write, wakes up later, and must
     write nothing."""
     target = np.zeros(SIZE, dtype=np.uint8)
     receiving = target_of(target)
-    with Receiver(SIZE) as sender:
+    with ReceivingChild(SIZE) as sender:
         for _ in range(10):
             sender.ask(f"push {receiving.session} {target.ctypes.data} 4 {SIZE // 8}")
             deadline = time.monotonic() + 10
@@ -134,8 +134,10 @@ def test_a_sender_that_is_stopped_over_the_revocation_lands_nothing_when_it_wake
     receiving.close()
 
 
-def test_another_process_at_a_known_address_gets_an_engine_that_does_not_know_it(wire, memory) -> None:
-    with Receiver(1024) as receiver:
+def test_another_process_at_a_known_address_gets_an_engine_that_does_not_know_it(
+    wire: MooncakeWire, memory: np.ndarray
+) -> None:
+    with ReceivingChild(1024) as receiver:
         assert one(wire, receiver, memory) is WriteState.LANDED
         before = wire._engines.current
         receiver.session = receiver.session.partition("/")[0] + "/another"
@@ -148,19 +150,21 @@ def test_another_process_at_a_known_address_gets_an_engine_that_does_not_know_it
 
 
 @pytest.mark.slow
-def test_a_receiver_restarted_on_the_same_port_is_reached_without_our_restart(wire, memory) -> None:
-    with Receiver(1024) as receiver:
+def test_a_receiver_restarted_on_the_same_port_is_reached_without_our_restart(
+    wire: MooncakeWire, memory: np.ndarray
+) -> None:
+    with ReceivingChild(1024) as receiver:
         assert one(wire, receiver, memory) is WriteState.LANDED
         port = receiver.port
-    with Receiver(1024, port) as successor:
+    with ReceivingChild(1024, port) as successor:
         assert successor.port == port
         assert one(wire, successor, memory) is WriteState.LANDED
         assert successor.sum() == 1
 
 
-def test_a_silent_peer_delays_nobody(wire, memory) -> None:
+def test_a_silent_peer_delays_nobody(wire: MooncakeWire, memory: np.ndarray) -> None:
     """A peer that accepts connections and never answers: Mooncake alone blocks for 60 s."""
-    with Receiver(1024) as receiver, socket.socket() as silent, Stalls() as stalls:
+    with ReceivingChild(1024) as receiver, socket.socket() as silent, Stalls() as stalls:
         silent.bind((LOOPBACK, 0))
         silent.listen()
         assert one(wire, receiver, memory) is WriteState.LANDED
@@ -185,7 +189,7 @@ def test_peers_that_fall_silent_between_answer_and_opening_cost_others_less_than
 ) -> None:
     """The window that a probe leaves open. Many ranks of one engine: their delays must not add up."""
     with opened(protocol, memory, monkeypatch) as wire, contextlib.ExitStack() as stack:
-        receiver, stalls = stack.enter_context(Receiver(1024)), stack.enter_context(Stalls())
+        receiver, stalls = stack.enter_context(ReceivingChild(1024)), stack.enter_context(Stalls())
         silent = [stack.enter_context(listening()) for _ in range(RANKS)]
         assert one(wire, receiver, memory) is WriteState.LANDED
         probe, once = wire._contacts._introducer._probe, {address_of(sock) for sock in silent}
@@ -215,19 +219,21 @@ def test_peers_that_fall_silent_between_answer_and_opening_cost_others_less_than
         assert worst.seconds < 1.0
 
 
-def test_an_answer_is_not_kept_for_a_later_write(wire, memory) -> None:
-    with Receiver(1024) as receiver:
+def test_an_answer_is_not_kept_for_a_later_write(wire: MooncakeWire, memory: np.ndarray) -> None:
+    with ReceivingChild(1024) as receiver:
         receiver.stop()
         assert one(wire, receiver, memory) is WriteState.UNISSUED
         receiver.wake()
         assert one(wire, receiver, memory) is WriteState.LANDED, "it is asked again"
 
 
-def test_where_the_engine_cannot_ask_first_contact_needs_a_word_on_the_side_channel(memory, monkeypatch) -> None:
+def test_where_the_engine_cannot_ask_first_contact_needs_a_word_on_the_side_channel(
+    memory: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A connection proves nothing: the kernel of a stopped process accepts it."""
     monkeypatch.setattr("vllm_ascend_pd.transport.engine.can_ask", lambda kind: False)
     heard: dict[str, float] = {}
-    with opened("tcp", memory, monkeypatch) as wire, Receiver(1024) as receiver, listening() as silent:
+    with opened("tcp", memory, monkeypatch) as wire, ReceivingChild(1024) as receiver, listening() as silent:
         wire.listen(heard.get)
         name = f"{address_of(silent)}/silent"
         heard[name] = time.monotonic() - HEARD_S  # a message came, but not recently

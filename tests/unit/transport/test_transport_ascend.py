@@ -25,24 +25,24 @@ SIZE = 4096
 
 
 @dataclass
-class Seen:
+class EngineCalls:
     """Calls of one engine, in an object apart, so that the engine itself can be collected."""
 
     registered: list[tuple[int, int]] = field(default_factory=list)
     writes: int = 0
 
 
-class Raw:
+class FakeAscendEngine:
     """Methods of a TransferEngine that the package uses. A write waits for `gate`; a probe for `answering`."""
 
-    opened: list[Seen]
+    opened: list[EngineCalls]
     gate: threading.Event
     answering: threading.Event
     probed: threading.Event
     written: threading.Event
 
     def __init__(self) -> None:
-        self.seen = Seen()
+        self.seen = EngineCalls()
         self.opened.append(self.seen)
 
     def initialize(self, *_: str) -> int:
@@ -70,10 +70,10 @@ class Raw:
 
 
 @pytest.fixture
-def kind() -> type[Raw]:
+def kind() -> type[FakeAscendEngine]:
     return type(
         "OneRaw",
-        (Raw,),
+        (FakeAscendEngine,),
         {"opened": [], **{name: threading.Event() for name in ("gate", "answering", "probed", "written")}},
     )
 

@@ -20,7 +20,7 @@ from vllm_ascend_pd.transport.engine import OPENINGS, OpenEngine
 def losing(times: int) -> type:
     """An engine that raises like Mooncake's, so many times."""
 
-    class Raw:
+    class PortLosingEngine:
         made = 0
 
         def __init__(self) -> None:
@@ -35,7 +35,7 @@ def losing(times: int) -> type:
         def get_rpc_port(self) -> int:
             return 1
 
-    return Raw
+    return PortLosingEngine
 
 
 def test_a_lost_port_costs_another_opening() -> None:

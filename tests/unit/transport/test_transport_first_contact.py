@@ -10,20 +10,13 @@ import time
 
 import pytest
 
+from unit.kits.clock import ManualClock
 from unit.kits.watching import address_of, listening, until
 from vllm_ascend_pd.transport.engine import OpenEngine
 from vllm_ascend_pd.transport.introducer import FRESH_S, MAX_AT_ONCE, Introducer, Introduction, watched
 from vllm_ascend_pd.transport.mooncake_sockets import hang_up, shorten_accept
 
 LOOPBACK = "127.0.0.1"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def reads_forever(address: str) -> bool:
@@ -42,7 +35,7 @@ def answer(introducer: Introducer, address: str, limit_s: float = 5.0) -> Introd
 
 
 @pytest.mark.parametrize("reply, expected", [(b"y", Introduction.YES), (b"n", Introduction.NO)])
-def test_the_answer_is_the_peers(reply, expected) -> None:
+def test_the_answer_is_the_peers(reply: bytes, expected: Introduction) -> None:
     with listening() as listener:
         introducer = Introducer(reads_forever, 5.0, time.monotonic)
         assert introducer.ask(address_of(listener)) is Introduction.ASKING
@@ -62,7 +55,7 @@ def test_a_silent_peer_is_hung_up_on_and_its_thread_ends() -> None:
 
 def test_a_peer_is_asked_once_at_a_time_and_again_later() -> None:
     asked: list[str] = []
-    introducer = Introducer(lambda address: bool(asked.append(address)) or True, 5.0, Clock())
+    introducer = Introducer(lambda address: bool(asked.append(address)) or True, 5.0, ManualClock())
     assert answer(introducer, "a:1") is Introduction.YES
     assert answer(introducer, "a:1") is Introduction.YES
     assert asked == ["a:1", "a:1"]
@@ -73,7 +66,7 @@ def finished(introducer: Introducer, session: str) -> None:
 
 
 def test_an_answer_grows_old_and_is_asked_for_again() -> None:
-    clock, says = Clock(), iter([True, False])
+    clock, says = ManualClock(), iter([True, False])
     introducer = Introducer(lambda _: next(says), 5.0, clock)
     assert introducer.ask("a:1") is Introduction.ASKING
     finished(introducer, "a:1")
@@ -85,7 +78,7 @@ def test_an_answer_grows_old_and_is_asked_for_again() -> None:
 
 def test_an_answer_is_no_answer_of_another_process_at_the_address() -> None:
     asked: list[str] = []
-    introducer = Introducer(lambda address: bool(asked.append(address)) or True, 5.0, Clock())
+    introducer = Introducer(lambda address: bool(asked.append(address)) or True, 5.0, ManualClock())
     assert introducer.ask("a:1/first") is Introduction.ASKING
     finished(introducer, "a:1/first")
     assert introducer.ask("a:1/second") is Introduction.ASKING

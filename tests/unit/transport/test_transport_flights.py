@@ -10,20 +10,14 @@ from collections import deque
 import numpy as np
 import pytest
 
+from unit.kits.clock import ManualClock
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.flights import LINGER_S, Flights
 
 TIMEOUT_S = 5.0
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class FakeEngine:
+class FakeTransferEngine:
     """Engine with given answers (`ends`); polling an id that has ended or was never given is a crash, as in
     Mooncake."""
 
@@ -49,21 +43,21 @@ class FakeEngine:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> ManualClock:
+    return ManualClock(100.0)
 
 
 @pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
+def engine() -> FakeTransferEngine:
+    return FakeTransferEngine()
 
 
-def submit(flights: Flights, engine: FakeEngine, ids: range, address: str = "peer") -> int:
+def submit(flights: Flights, engine: FakeTransferEngine, ids: range, address: str = "peer") -> int:
     numbers = np.array(ids, dtype=np.int64)
     return flights.submit(engine, address, numbers, numbers, np.ones(len(numbers), dtype=np.int64))
 
 
-def test_at_most_a_window_is_in_the_engine_and_it_is_kept_full(clock, engine) -> None:
+def test_at_most_a_window_is_in_the_engine_and_it_is_kept_full(clock: ManualClock, engine: FakeTransferEngine) -> None:
     flights = Flights(4, TIMEOUT_S, clock)
     handle = submit(flights, engine, range(1, 11))
     assert engine.order == [1, 2, 3, 4]
@@ -75,7 +69,7 @@ def test_at_most_a_window_is_in_the_engine_and_it_is_kept_full(clock, engine) ->
     assert not engine.live
 
 
-def test_the_window_is_per_peer_and_older_submissions_go_first(clock, engine) -> None:
+def test_the_window_is_per_peer_and_older_submissions_go_first(clock: ManualClock, engine: FakeTransferEngine) -> None:
     flights = Flights(2, TIMEOUT_S, clock)
     first, second = submit(flights, engine, range(1, 4)), submit(flights, engine, range(11, 13))
     submit(flights, engine, range(21, 23), "other")
@@ -86,7 +80,9 @@ def test_the_window_is_per_peer_and_older_submissions_go_first(clock, engine) ->
     assert engine.order == [1, 2, 21, 22, 3, 11]
 
 
-def test_failed_is_said_when_the_engine_has_let_go_of_everything(clock, engine) -> None:
+def test_failed_is_said_when_the_engine_has_let_go_of_everything(
+    clock: ManualClock, engine: FakeTransferEngine
+) -> None:
     flights = Flights(3, TIMEOUT_S, clock)
     handle = submit(flights, engine, range(1, 9))
     engine.ended[1] = -1
@@ -101,7 +97,9 @@ def test_failed_is_said_when_the_engine_has_let_go_of_everything(clock, engine) 
     assert engine.order == [1, 2, 3], "nothing more is issued after a failure"
 
 
-def test_a_write_that_does_not_return_fails_at_its_deadline_and_its_engine_counts_as_stuck(clock, engine) -> None:
+def test_a_write_that_does_not_return_fails_at_its_deadline_and_its_engine_counts_as_stuck(
+    clock: ManualClock, engine: FakeTransferEngine
+) -> None:
     flights = Flights(3, TIMEOUT_S, clock)
     handle, healthy = submit(flights, engine, range(1, 9)), submit(flights, engine, range(20, 22), "other")
     clock.now += TIMEOUT_S - 0.1
@@ -120,7 +118,9 @@ def test_a_write_that_does_not_return_fails_at_its_deadline_and_its_engine_count
     assert flights.poll(handle) is WriteState.FAILED
 
 
-def test_a_refused_descriptor_fails_the_write_after_what_was_issued(clock, engine) -> None:
+def test_a_refused_descriptor_fails_the_write_after_what_was_issued(
+    clock: ManualClock, engine: FakeTransferEngine
+) -> None:
     flights = Flights(10, TIMEOUT_S, clock)
     engine.refuse_from = 2
     handle, behind = submit(flights, engine, range(1, 6)), submit(flights, engine, range(11, 13))
@@ -130,7 +130,9 @@ def test_a_refused_descriptor_fails_the_write_after_what_was_issued(clock, engin
     assert flights.poll(handle) is WriteState.FAILED
 
 
-def test_an_id_that_timed_out_is_not_freed_and_is_asked_about_again(clock, engine) -> None:
+def test_an_id_that_timed_out_is_not_freed_and_is_asked_about_again(
+    clock: ManualClock, engine: FakeTransferEngine
+) -> None:
     flights = Flights(10, TIMEOUT_S, clock)
     handle = submit(flights, engine, range(1, 3))
     engine.ended[1] = -2
@@ -144,7 +146,7 @@ def test_an_id_that_timed_out_is_not_freed_and_is_asked_about_again(clock, engin
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_any_order_of_ends_leaves_nothing_behind(seed, clock, engine) -> None:
+def test_any_order_of_ends_leaves_nothing_behind(seed: int, clock: ManualClock, engine: FakeTransferEngine) -> None:
     rng = random.Random(seed)
     flights = Flights(rng.randint(1, 6), 1000.0, clock)
     open_writes: dict[int, range] = {}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from unit.kits.clock import ManualClock
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.lanes import CALLS, DRAGS_S, THREADS, BlockingWrites
 
@@ -50,20 +51,12 @@ def engine() -> BlockingEngine:
 
 
 @pytest.fixture
-def lanes(engine) -> Iterator[BlockingWrites]:
+def lanes(engine: BlockingEngine) -> Iterator[BlockingWrites]:
     opened = BlockingWrites(10, 5.0, lambda: None, time.monotonic)
     yield opened
     for gate in engine.gates.values():
         gate.set()
     opened.close()
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def submit(
@@ -92,7 +85,7 @@ def own_threads() -> int:
     return sum(thread.name.startswith("pd-wire-") for thread in threading.enumerate())
 
 
-def test_batches_are_cut_at_the_cap_and_all_calls_must_succeed(lanes, engine) -> None:
+def test_batches_are_cut_at_the_cap_and_all_calls_must_succeed(lanes: BlockingWrites, engine: BlockingEngine) -> None:
     assert settle(lanes, submit(lanes, engine, "a", 25)) is WriteState.LANDED
     assert engine.calls == [("a", 10), ("a", 10), ("a", 5)]
     engine.bad.add("a")
@@ -102,7 +95,9 @@ def test_batches_are_cut_at_the_cap_and_all_calls_must_succeed(lanes, engine) ->
     assert settle(lanes, submit(lanes, engine, "b", 0)) is WriteState.LANDED
 
 
-def test_a_decode_engine_that_stands_still_delays_nobody_however_many_ranks_it_has(lanes, engine) -> None:
+def test_a_decode_engine_that_stands_still_delays_nobody_however_many_ranks_it_has(
+    lanes: BlockingWrites, engine: BlockingEngine
+) -> None:
     stalled = [f"stalled-{n}" for n in range(CALLS * 4)]
     for name in stalled:
         engine.gates[name] = threading.Event()
@@ -114,9 +109,9 @@ def test_a_decode_engine_that_stands_still_delays_nobody_however_many_ranks_it_h
     assert {settle(lanes, handle) for handle in waiting} == {WriteState.LANDED}
 
 
-def test_calls_that_do_not_drag_are_few_at_a_time(engine) -> None:
+def test_calls_that_do_not_drag_are_few_at_a_time(engine: BlockingEngine) -> None:
     """A blocked call spins: it uses a core."""
-    clock = Clock()
+    clock = ManualClock()
     lanes = BlockingWrites(10, 5.0, lambda: None, clock)
     names = [f"peer-{n}" for n in range(CALLS + 2)]
     for name in names:
@@ -138,14 +133,14 @@ def test_calls_that_do_not_drag_are_few_at_a_time(engine) -> None:
     lanes.close()
 
 
-def test_a_thread_that_is_free_makes_the_next_call(lanes, engine) -> None:
+def test_a_thread_that_is_free_makes_the_next_call(lanes: BlockingWrites, engine: BlockingEngine) -> None:
     for address in "abc":
         assert settle(lanes, submit(lanes, engine, address)) is WriteState.LANDED
         assert own_threads() == 1
 
 
-def test_threads_are_bounded_and_what_finds_none_in_time_is_never_issued(engine) -> None:
-    clock = Clock()
+def test_threads_are_bounded_and_what_finds_none_in_time_is_never_issued(engine: BlockingEngine) -> None:
+    clock = ManualClock()
     lanes = BlockingWrites(10, 1000.0, lambda: None, clock)
     names = [f"stalled-{n}" for n in range(THREADS)]
     for name in names:
@@ -171,8 +166,8 @@ def test_threads_are_bounded_and_what_finds_none_in_time_is_never_issued(engine)
     lanes.close()
 
 
-def test_a_write_that_is_out_fails_only_when_its_call_has_returned(engine) -> None:
-    clock = Clock()
+def test_a_write_that_is_out_fails_only_when_its_call_has_returned(engine: BlockingEngine) -> None:
+    clock = ManualClock()
     lanes = BlockingWrites(10, 5.0, lambda: None, clock)
     gate = engine.gates["a"] = threading.Event()
     out, behind = submit(lanes, engine, "a"), submit(lanes, engine, "a", issue_by=6.0)
@@ -186,8 +181,8 @@ def test_a_write_that_is_out_fails_only_when_its_call_has_returned(engine) -> No
     lanes.close()
 
 
-def test_the_time_of_a_write_runs_from_when_it_is_issued(engine) -> None:
-    clock = Clock()
+def test_the_time_of_a_write_runs_from_when_it_is_issued(engine: BlockingEngine) -> None:
+    clock = ManualClock()
     lanes = BlockingWrites(10, 5.0, lambda: None, clock)
     gate = engine.gates["a"] = threading.Event()
     first, second = submit(lanes, engine, "a"), submit(lanes, engine, "a")
@@ -204,7 +199,9 @@ def test_the_time_of_a_write_runs_from_when_it_is_issued(engine) -> None:
     lanes.close()
 
 
-def test_what_waits_behind_a_call_that_dragged_and_failed_is_never_issued(lanes, engine) -> None:
+def test_what_waits_behind_a_call_that_dragged_and_failed_is_never_issued(
+    lanes: BlockingWrites, engine: BlockingEngine
+) -> None:
     gate = engine.gates["a"] = threading.Event()
     engine.bad.add("a")
     handles = [submit(lanes, engine, "a") for _ in range(3)]
@@ -217,9 +214,9 @@ def test_what_waits_behind_a_call_that_dragged_and_failed_is_never_issued(lanes,
     assert settle(lanes, submit(lanes, engine, "a")) is WriteState.LANDED
 
 
-def test_a_process_that_was_stopped_issues_nothing_late_when_it_wakes(engine) -> None:
+def test_a_process_that_was_stopped_issues_nothing_late_when_it_wakes(engine: BlockingEngine) -> None:
     """No poll happened meanwhile: the thread that takes a write must check the clock itself."""
-    clock = Clock()
+    clock = ManualClock()
     lanes = BlockingWrites(10, 5.0, lambda: None, clock)
     gate = engine.gates["a"] = threading.Event()
     out, behind = submit(lanes, engine, "a"), submit(lanes, engine, "a", issue_by=10.0)
@@ -245,7 +242,7 @@ class OpeningEngine:
             return bool(sock.recv(1))
 
 
-def test_first_contact_is_hung_up_on_in_the_thread_that_makes_it(lanes) -> None:
+def test_first_contact_is_hung_up_on_in_the_thread_that_makes_it(lanes: BlockingWrites) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -257,7 +254,7 @@ def test_first_contact_is_hung_up_on_in_the_thread_that_makes_it(lanes) -> None:
         assert time.monotonic() - begun >= 1.0 and not lanes.meeting()
 
 
-def test_close_waits_for_calls_and_ends_the_threads(lanes, engine) -> None:
+def test_close_waits_for_calls_and_ends_the_threads(lanes: BlockingWrites, engine: BlockingEngine) -> None:
     gate = engine.gates["a"] = threading.Event()
     handle, waits = submit(lanes, engine, "a", 25), submit(lanes, engine, "a")
     until(lambda: engine.inside)
@@ -268,7 +265,7 @@ def test_close_waits_for_calls_and_ends_the_threads(lanes, engine) -> None:
     assert not own_threads()
 
 
-def test_a_device_that_takes_no_thread_starts_no_crowd_and_what_waits_was_never_issued(engine) -> None:
+def test_a_device_that_takes_no_thread_starts_no_crowd_and_what_waits_was_never_issued(engine: BlockingEngine) -> None:
     asked: list[int] = []
 
     def attach() -> None:
@@ -283,7 +280,7 @@ def test_a_device_that_takes_no_thread_starts_no_crowd_and_what_waits_was_never_
     lanes.close()
 
 
-def test_a_device_that_takes_some_threads_works_with_those(engine) -> None:
+def test_a_device_that_takes_some_threads_works_with_those(engine: BlockingEngine) -> None:
     slots = threading.Semaphore(1)
 
     def attach() -> None:

@@ -33,7 +33,7 @@ def test_what_the_operator_set_is_kept_where_no_promise_depends_on_it() -> None:
     "protocol, name, value",
     [("tcp", "MC_TCP_PROTO", "1"), ("ascend", "MC_FORCE_TCP", "1"), ("rdma", "MC_FORCE_TCP", "yes")],
 )
-def test_settings_that_break_a_promise_stop_the_start(protocol, name, value) -> None:
+def test_settings_that_break_a_promise_stop_the_start(protocol: str, name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=name) as caught:
         package.prepare_environment({name: value}, protocol, 30)
     assert caught.value.code == "PD-CONF-003"
@@ -65,7 +65,7 @@ def test_versions_compare_by_their_numbers() -> None:
     assert sorted(ordered, key=package.version_key) == ordered
 
 
-def test_an_engine_that_is_too_old_for_tcp_is_named(monkeypatch) -> None:
+def test_an_engine_that_is_too_old_for_tcp_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mooncake")
     monkeypatch.setattr(package, "installed_version", lambda: ("mooncake-transfer-engine-npu", "0.3.11.post1"))
     with pytest.raises(PdError, match=r"0\.3\.11\.post1 is too old for tcp") as caught:
@@ -74,7 +74,7 @@ def test_an_engine_that_is_too_old_for_tcp_is_named(monkeypatch) -> None:
     package.load("ascend")
 
 
-def test_a_missing_engine_is_named(monkeypatch) -> None:
+def test_a_missing_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)
     with pytest.raises(PdError, match=r"mooncake\.engine") as caught:
         create_target(WireConfig(mooncake_protocol="tcp"), "127.0.0.1")

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -19,26 +21,28 @@ SPACE = 400
 ranges = st.lists(st.tuples(st.integers(1, SPACE), st.integers(1, 60)), max_size=12)
 
 
-def covered(pairs) -> set[int]:
+def covered(pairs: Sequence[tuple[int, int]]) -> set[int]:
     return {byte for address, length in pairs for byte in range(address, address + length)}
 
 
 @given(ranges)
-def test_merged_regions_cover_the_same_bytes_and_do_not_touch(pairs) -> None:
+def test_merged_regions_cover_the_same_bytes_and_do_not_touch(pairs: Sequence[tuple[int, int]]) -> None:
     merged = merge_regions(pairs)
     assert covered(merged) == covered(pairs)
     assert all(a + la < b for (a, la), (b, _) in itertools.pairwise(merged))
 
 
 @pytest.mark.parametrize("pair", [(0, 10), (-8, 10), (100, 0), (100, -1)])
-def test_an_impossible_region_is_named(pair) -> None:
+def test_an_impossible_region_is_named(pair: tuple[int, int]) -> None:
     with pytest.raises(PdError) as caught:
         merge_regions([(1000, 10), pair])
     assert caught.value.code == "PD-WIRE-002"
 
 
 @given(ranges, st.lists(st.tuples(st.integers(-20, SPACE + 100), st.integers(-5, 80)), min_size=1, max_size=8))
-def test_bounds_let_exactly_those_spans_through_that_lie_inside(pairs, spans) -> None:
+def test_bounds_let_exactly_those_spans_through_that_lie_inside(
+    pairs: Sequence[tuple[int, int]], spans: list[tuple[int, int]]
+) -> None:
     inside = covered(pairs)
     good = all(size > 0 and set(range(at, at + size)) <= inside for at, size in spans)
     at, size = (np.array(side) for side in zip(*spans, strict=True))
@@ -70,7 +74,7 @@ spans = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 
 
 
 @given(st.lists(st.integers(0, 40), unique=True, max_size=30), st.randoms())
-def test_merging_runs_keeps_every_byte_with_its_source(slots, random) -> None:
+def test_merging_runs_keeps_every_byte_with_its_source(slots: list[int], random: Random) -> None:
     """Cells of 8 bytes, destination slots distinct, sources anywhere."""
     sources = [random.choice([slot, slot + 100, random.randrange(50)]) for slot in slots]
     src, dst = np.array(sources, dtype=np.int64) * 8, np.array(slots, dtype=np.int64) * 8

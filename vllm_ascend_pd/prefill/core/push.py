@@ -22,7 +22,7 @@ from vllm_ascend_pd.geometry.plan import Job, JobPlan
 from vllm_ascend_pd.metadata import PushSlice, PushStart
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.messages import Reservation
-from vllm_ascend_pd.protocol.pair import Pair
+from vllm_ascend_pd.protocol.pair import PairRecord
 from vllm_ascend_pd.regroup.staging import StagingSlot
 
 
@@ -119,7 +119,7 @@ class Push:
     opened: float
     sealed_at: float = 0.0  # when the last layer was announced
     final_step: int | None = None  # the last one that computes tokens of it; unknown until then, and after a restart
-    pairs: Mapping[int, Pair] = field(default_factory=dict)  # by D worker; the protocol's own records
+    pairs: Mapping[int, PairRecord] = field(default_factory=dict)  # by D worker; the protocol's own records
     plans: dict[tuple[int, int], JobPlan] = field(default_factory=dict)  # of direct pushes, by step and pairing
     slot_shares: dict[tuple[int, Unit], SlotShare] = field(default_factory=dict)  # staged, by D worker and unit
     owed: set[Share] = field(default_factory=set)  # shares of exchanges that have not brought everything yet

@@ -18,7 +18,7 @@ WINDOW = 128
 
 
 @dataclass
-class Plan:
+class NextRequest:
     """What happens with the next request: with how many tokens it begins, or behind how many its entries are kept."""
 
     keep: int = 0  # keep what is needed behind so many tokens, once `of` tokens are computed
@@ -29,7 +29,7 @@ class Plan:
     computed: int = 0
 
 
-plan = Plan()
+plan = NextRequest()
 caches: dict[str, Sequence[torch.Tensor]] = {}
 specs: dict[str, tuple[int, Any]] = {}  # group and spec by layer
 kept: dict[tuple[str, int, int], torch.Tensor] = {}  # by layer, entry, and tensor of the layer

@@ -41,7 +41,7 @@ SCALE_BYTES = 4
 
 
 @dataclass
-class Batch:
+class StepPlaces:
     """Places of a step's tokens, and of each request's earlier ones."""
 
     slots: torch.Tensor
@@ -55,7 +55,7 @@ class Batch:
         return self.tables[request, tokens // size].long(), tokens % size
 
 
-class Builder(AttentionMetadataBuilder[Batch]):
+class Builder(AttentionMetadataBuilder[StepPlaces]):
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
@@ -63,10 +63,10 @@ class Builder(AttentionMetadataBuilder[Batch]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> Batch:
+    ) -> StepPlaces:
         common = common_attn_metadata
         starts = common.query_start_loc.tolist()
-        return Batch(
+        return StepPlaces(
             common.slot_mapping[: starts[-1]].long(), common.block_table_tensor, starts, common.seq_lens.tolist()
         )
 
@@ -123,11 +123,11 @@ class Vectors(nn.Module, AttentionLayerBase):
         """Return the cache by block and token."""
         return self.kv_cache.squeeze(1) if self.kv_cache.dim() == 4 else self.kv_cache
 
-    def write(self, batch: Batch, vectors: torch.Tensor) -> None:
+    def write(self, batch: StepPlaces, vectors: torch.Tensor) -> None:
         size, some = self.cells.shape[1], vectors[: len(batch.slots)]
         self.cells[batch.slots // size, batch.slots % size] = packed(some) if self.int8 else some.to(self.dtype)
 
-    def read(self, batch: Batch, request: int) -> torch.Tensor:
+    def read(self, batch: StepPlaces, request: int) -> torch.Tensor:
         blocks, tokens = batch.place(request, batch.lengths[request], self.cells.shape[1])
         found = self.cells[blocks, tokens]
         return unpacked(found) if self.int8 else found.float()
@@ -155,7 +155,7 @@ class Indexer(nn.Module):
         self.wk = ReplicatedLinear(hidden, width, bias=False, return_bias=False, prefix=f"{prefix}.wk")
         self.scaling = 2 * width**-0.5
         self.k_cache = Vectors(f"{prefix}.k_cache", width, dtype, SparseCacheRole.INDEXER, config.int8)
-        self.kept: list[tuple[Batch, torch.Tensor]] = []
+        self.kept: list[tuple[StepPlaces, torch.Tensor]] = []
 
     def forward(self, hidden: torch.Tensor) -> list[torch.Tensor]:
         """Return scores of each request's new tokens (rows) for all its tokens so far."""
@@ -226,11 +226,13 @@ def attend(
         output[first:end] = (weights @ value).flatten(1).to(output.dtype)
 
 
-class Layer(LlamaDecoderLayer):
+class LatentDecoderLayer(LlamaDecoderLayer):
     def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: Any = None) -> None:
         super().__init__(vllm_config, prefix, config, attn_layer_type=Latent)
 
 
 class PdTestLatentForCausalLM(LlamaForCausalLM):
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", layer_type: type[nn.Module] = Layer) -> None:
+    def __init__(
+        self, *, vllm_config: VllmConfig, prefix: str = "", layer_type: type[nn.Module] = LatentDecoderLayer
+    ) -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)

@@ -22,11 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from unit.kits.caches import Pool
 from unit.kits.geometry import range_of
 from unit.kits.watching import parsed
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.core.loads import Loaded
 from vllm_ascend_pd.decode.runtime import ReceiveRuntime, Site
+from vllm_ascend_pd.device.base import PLAIN, Packing
 from vllm_ascend_pd.device.caches import Caches, CacheShape, describe
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.geometry.layout import CacheGeometry
@@ -60,7 +62,7 @@ def config(*, quiet_s: float | None = None, **keys: Any) -> PushConfig:
 
 
 @dataclass(frozen=True)
-class Cache:
+class EngineCache:
     """One engine's cache. `layout`: token (as vllm-ascend's), head, or plane (the token axis is opaque)."""
 
     layout: str = "token"
@@ -100,7 +102,7 @@ def _content(seed: int, tokens: int, layers: int, heads: int, cells: tuple[int, 
     return [dice.integers(0, 256, (layers, tokens, heads, cell), dtype=np.uint8) for cell in cells]
 
 
-class Device(CpuDevice):
+class LayoutDevice(CpuDevice):
     """Host memory with a given layout. With `inline` exchanges run in the layer's hook, as on an NPU. Recorded work
     is done at once, except while the test keeps the device `busy`."""
 
@@ -119,14 +121,14 @@ class Device(CpuDevice):
 
         return Recorded()
 
-    def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> tuple[str, bool]:
-        return ("planes", True) if self._opaque else ("plain", False)
+    def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> Packing:
+        return Packing("planes", opaque=True) if self._opaque else PLAIN
 
 
-class RankMemory:
+class RegisteredMemory:
     """One worker's cache: the tensors that it registers, and each region as bytes [block, head, token, byte]."""
 
-    def __init__(self, cache: Cache, names: Sequence[str], rank: int, blocks: int, memory: Any = None) -> None:
+    def __init__(self, cache: EngineCache, names: Sequence[str], rank: int, blocks: int, memory: Any = None) -> None:
         self.cache, self.blocks = cache, blocks
         self.heads = range_of(cache.heads, cache.tp, rank)
         size = len(names) * sum(blocks * len(self.heads) * cache.block * cell for cell in cache.cells)
@@ -148,7 +150,7 @@ class RankMemory:
             self.views.append(views)
 
     @classmethod
-    def bytes_of(cls, cache: Cache, rank: int, blocks: int) -> int:
+    def bytes_of(cls, cache: EngineCache, rank: int, blocks: int) -> int:
         heads = len(range_of(cache.heads, cache.tp, rank))
         return cache.layers * sum(blocks * heads * cache.block * cell for cell in cache.cells)
 
@@ -169,25 +171,10 @@ class RankMemory:
             for view in views:
                 view[list(blocks)] = value
 
-    def described(self, device: Device) -> Caches:
+    def described(self, device: LayoutDevice) -> Caches:
         cache = self.cache
         shape = CacheShape(cache.block, len(self.heads), cache.heads, cache.dim, cache.tp)
         return describe(self.tensors, shape, device)
-
-
-class Pool:
-    """Free blocks in a random order."""
-
-    def __init__(self, blocks: int, seed: int) -> None:
-        self._free = list(np.random.default_rng(seed).permutation(blocks).tolist())
-
-    def take(self, count: int) -> list[int]:
-        taken, self._free = self._free[:count], self._free[count:]
-        assert len(taken) == count, "the pool is empty"
-        return taken
-
-    def give(self, blocks: Sequence[int]) -> None:
-        self._free += blocks
 
 
 # ---- a transfer engine between processes of one machine
@@ -241,14 +228,14 @@ def address_of(memory: mmap.mmap) -> int:
 
 
 @dataclass(eq=False)
-class Prompt:
+class RegroupPrompt:
     """One request on both sides."""
 
     name: str
     seed: int
     tokens: int
     first: int
-    site: DecodeSite
+    site: RegroupDecodeSite
     reservation: Reservation
     d_blocks: list[int]
     p_blocks: list[int] = field(default_factory=list)
@@ -259,18 +246,18 @@ class Prompt:
         return self.reservation.transfer
 
 
-class DecodeSite:
+class RegroupDecodeSite:
     """One decode engine: a receive runtime for each rank. With `folder`, its memory is shared with other processes."""
 
-    make_memory: Callable[..., RankMemory] = RankMemory
-    make_device: Callable[..., Any] = Device
+    make_memory: Callable[..., RegisteredMemory] = RegisteredMemory
+    make_device: Callable[..., Any] = LayoutDevice
 
     def __init__(
-        self, cache: Cache, *, blocks: int = 160, folder: Path | None = None, push: PushConfig | None = None
+        self, cache: EngineCache, *, blocks: int = 160, folder: Path | None = None, push: PushConfig | None = None
     ) -> None:
         self.cache, self.incarnation = cache, uuid.uuid4().hex[:16]
         self.pool, self._count = Pool(blocks, 2), 0
-        self.ranks: list[RankMemory] = []
+        self.ranks: list[RegisteredMemory] = []
         self.runtimes: list[ReceiveRuntime] = []
         self.transports: list[MemoryTransport] = []
         geometries: list[CacheGeometry] = []
@@ -285,21 +272,23 @@ class DecodeSite:
             self.transports.append(transport)
             geometries.append(caches.geometry)
         self.geometry = geometries[0]
-        self.prompts: list[Prompt] = []
+        self.prompts: list[RegroupPrompt] = []
         self._binds: list[Bind] = []
         self.reports: dict[str, list[Loaded]] = {}
 
-    def _memory(self, rank: int, blocks: int, folder: Path | None) -> tuple[RankMemory, MemoryTransport]:
+    def _memory(self, rank: int, blocks: int, folder: Path | None) -> tuple[RegisteredMemory, MemoryTransport]:
         if folder is None:
             return self.make_memory(self.cache, self.cache.names, rank, blocks), MemoryTransport()
         path = folder / f"{self.incarnation}-{rank}"
         with path.open("w+b") as file:
-            file.truncate(HEADER + RankMemory.bytes_of(self.cache, rank, blocks))
+            file.truncate(HEADER + RegisteredMemory.bytes_of(self.cache, rank, blocks))
             shared = mmap.mmap(file.fileno(), 0)
         view = memoryview(shared)[HEADER:]
-        return RankMemory(self.cache, self.cache.names, rank, blocks, view), SharedTransport(path, shared)
+        return RegisteredMemory(self.cache, self.cache.names, rank, blocks, view), SharedTransport(path, shared)
 
-    def reserve(self, tokens: int, *, first: int = 0, deadline_s: float = 30.0, seed: int | None = None) -> Prompt:
+    def reserve(
+        self, tokens: int, *, first: int = 0, deadline_s: float = 30.0, seed: int | None = None
+    ) -> RegroupPrompt:
         """Allocate blocks for [first, tokens); the workers get it in the next step."""
         self._count += 1
         name = f"request {self._count}"
@@ -321,7 +310,7 @@ class DecodeSite:
             prompt_length=tokens,
             prompt_hash="the hash",
         )
-        prompt = Prompt(
+        prompt = RegroupPrompt(
             name, hash(transfer) % 2**32 if seed is None else seed, tokens, first, self, reservation, blocks
         )
         self.prompts.append(prompt)
@@ -340,7 +329,7 @@ class DecodeSite:
         for runtime in self.runtimes:
             runtime.step(step)
 
-    def cancel(self, prompt: Prompt) -> None:
+    def cancel(self, prompt: RegroupPrompt) -> None:
         gone = LoadCancel(prompt.transfer, "PD-XFER-002", "the client left")
         self.tell(DecodeStep(cancels=(gone,), incarnation=self.incarnation))
 
@@ -349,14 +338,14 @@ class DecodeSite:
             for report in runtime.take_reports():
                 self.reports.setdefault(report.request_id, []).append(report)
 
-    def ended(self, prompt: Prompt) -> list[Loaded] | None:
+    def ended(self, prompt: RegroupPrompt) -> list[Loaded] | None:
         """Return the reports of all ranks, or None while some are missing."""
         self.collect()
         found = self.reports.get(prompt.name, [])
         assert len(found) <= self.cache.tp, f"{prompt.name} was reported twice: {found}"
         return found if len(found) == self.cache.tp else None
 
-    def check(self, *prompts: Prompt) -> None:
+    def check(self, *prompts: RegroupPrompt) -> None:
         """Check that the KV of these prompts is complete, and that nothing changed but blocks of prompts not named."""
         for rank, memory in enumerate(self.ranks):
             for layer, views in enumerate(memory.views):
@@ -364,7 +353,12 @@ class DecodeSite:
                     self._check(prompts, f"rank {rank}, layer {layer}, region {region}", view, (layer, region), memory)
 
     def _check(
-        self, prompts: Sequence[Prompt], where: str, view: np.ndarray, at: tuple[int, int], memory: RankMemory
+        self,
+        prompts: Sequence[RegroupPrompt],
+        where: str,
+        view: np.ndarray,
+        at: tuple[int, int],
+        memory: RegisteredMemory,
     ) -> None:
         expected, free = np.full_like(view, UNTOUCHED), np.zeros(view.shape[:1] + view.shape[2:3], dtype=bool)
         block, (layer, region) = self.cache.block, at

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unit.kits.regroup.common import Cache, DecodeSite, Prompt, config
-from unit.kits.regroup.worker import Fleet, There
+from unit.kits.regroup.common import EngineCache, RegroupDecodeSite, RegroupPrompt, config
+from unit.kits.regroup.worker import ChildProcesses, There
 from unit.kits.watching import until
 
 WORK = [
@@ -20,15 +20,17 @@ WORK = [
 ]
 
 
-class Engines:
+class ProcessEngines:
     """A prefill engine of processes and its decode engines."""
 
-    def __init__(self, fleet: Fleet, p: Cache, *ds: Cache, folder: Path, kind: str = "plain", **keys: Any) -> None:
+    def __init__(
+        self, fleet: ChildProcesses, p: EngineCache, *ds: EngineCache, folder: Path, kind: str = "plain", **keys: Any
+    ) -> None:
         self._fleet = fleet
-        self.d = [DecodeSite(d, folder=folder, push=config(**keys)) for d in ds]
+        self.d = [RegroupDecodeSite(d, folder=folder, push=config(**keys)) for d in ds]
         self.p = fleet.engine(p, kind=kind, **keys)
 
-    def __enter__(self) -> Engines:
+    def __enter__(self) -> ProcessEngines:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -36,7 +38,7 @@ class Engines:
         for site in self.d:
             site.close()
 
-    def push(self, work: Sequence[tuple[int, int, int, list[int]]], hook: str = "name") -> list[Prompt]:
+    def push(self, work: Sequence[tuple[int, int, int, list[int]]], hook: str = "name") -> list[RegroupPrompt]:
         """Push (decode engine, first token, tokens, chunks) of each prompt. Chunk by chunk, all prompts in the same
         steps."""
         prompts = [self.d[site].reserve(tokens, first=first) for site, first, tokens, _ in work]
@@ -50,7 +52,7 @@ class Engines:
         assert self.p.ended(*prompts)
         return prompts
 
-    def check(self, prompts: Sequence[Prompt]) -> None:
+    def check(self, prompts: Sequence[RegroupPrompt]) -> None:
         for site in self.d:
             site.check(*[prompt for prompt in prompts if prompt.site is site])
         self.p.finished(*prompts)

@@ -18,7 +18,17 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from unit.kits.regroup.common import NAME, Cache, DecodeSite, Device, Pool, Prompt, RankMemory, config, own_threads
+from unit.kits.caches import Pool
+from unit.kits.regroup.common import (
+    NAME,
+    EngineCache,
+    LayoutDevice,
+    RegisteredMemory,
+    RegroupDecodeSite,
+    RegroupPrompt,
+    config,
+    own_threads,
+)
 from unit.kits.watching import until
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.device.caches import Caches
@@ -29,16 +39,15 @@ from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.prefill.runtime import PushRuntime
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup.resources import EngineWorld, RegroupResources, assembled
-from vllm_ascend_pd.transport.base import Wire as AnyWire
-from vllm_ascend_pd.transport.base import WriteState
+from vllm_ascend_pd.transport.base import Wire, WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
-Parts = Callable[[PushConfig, EngineWorld, Caches, Device], "RegroupResources | None"]
+Parts = Callable[[PushConfig, EngineWorld, Caches, LayoutDevice], "RegroupResources | None"]
 Layer = Callable[[int], None]  # writes the KV of one of this worker's layers
 
 
 @dataclass(frozen=True)
-class Share:
+class ComputedTokens:
     """Part of a prompt that a step computes: its tokens [lo, hi)."""
 
     seed: int
@@ -49,28 +58,28 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Answer:
+class WorkerReport:
     """Report of a worker to its scheduler after a step."""
 
     finished: set[str]
     missed: list[Exchanged]
 
 
-class PrefillRank:
+class RegroupPrefillRank:
     """One worker of P."""
 
-    make_memory: Callable[..., RankMemory] = RankMemory
-    make_device: Callable[..., Any] = Device
+    make_memory: Callable[..., RegisteredMemory] = RegisteredMemory
+    make_device: Callable[..., Any] = LayoutDevice
 
     def __init__(
         self,
-        cache: Cache,
+        cache: EngineCache,
         contributor: Contributor,
         parts: Parts,
         *,
         blocks: int = 160,
         push: PushConfig | None = None,
-        transport: AnyWire | None = None,
+        transport: Wire | None = None,
         step_tokens: int = 256,
         inline: bool = False,
     ) -> None:
@@ -92,7 +101,7 @@ class PrefillRank:
         site = PushSite(uuid.uuid4().hex[:16], self.contributor, NAME)
         return PushRuntime(self.push, site, caches, self.device, self.transport, None, self.parts)
 
-    def run(self, step: PrefillStep, shares: Sequence[Share], hook: str, ended: Sequence[str]) -> Answer:
+    def run(self, step: PrefillStep, shares: Sequence[ComputedTokens], hook: str, ended: Sequence[str]) -> WorkerReport:
         """Run one engine step, with hooks in vLLM's order."""
         if step.preempted:
             self.runtime.preempt(step.preempted)
@@ -100,9 +109,9 @@ class PrefillRank:
         if shares:
             HOOKS[hook](self, lambda own: self.write(own, shares))
         self.runtime.end_step()
-        return Answer(self.runtime.take_finished(ended), self.runtime.missed_exchanges())
+        return WorkerReport(self.runtime.take_finished(ended), self.runtime.missed_exchanges())
 
-    def write(self, own: int, shares: Sequence[Share]) -> None:
+    def write(self, own: int, shares: Sequence[ComputedTokens]) -> None:
         layer = self.cache.names.index(self.names[own])
         for share in shares:
             content = self.cache.content(share.seed, share.tokens)
@@ -133,32 +142,32 @@ class PrefillRank:
         self.runtime.close()
 
 
-def by_name(rank: PrefillRank, write: Layer) -> None:
+def by_name(rank: RegroupPrefillRank, write: Layer) -> None:
     for own in range(len(rank.names)):
         write(own)
         rank.saved(own)
 
 
-def without_a_name(rank: PrefillRank, write: Layer) -> None:
+def without_a_name(rank: RegroupPrefillRank, write: Layer) -> None:
     for own in range(len(rank.names)):
         write(own)
         rank.saved(own, "")
 
 
-def without(rank: PrefillRank, write: Layer) -> None:
+def without(rank: RegroupPrefillRank, write: Layer) -> None:
     """Fire no hook, as in a captured graph."""
     for own in range(len(rank.names)):
         write(own)
 
 
-def all_but_one(rank: PrefillRank, write: Layer) -> None:
+def all_but_one(rank: RegroupPrefillRank, write: Layer) -> None:
     for own in range(len(rank.names)):
         write(own)
         if own != 0:
             rank.saved(own)
 
 
-def shuffled(rank: PrefillRank, write: Layer) -> None:
+def shuffled(rank: RegroupPrefillRank, write: Layer) -> None:
     """Fire the hooks of each rank in another order."""
     without(rank, write)
     own = list(range(len(rank.names)))
@@ -167,7 +176,7 @@ def shuffled(rank: PrefillRank, write: Layer) -> None:
         rank.saved(index)
 
 
-HOOKS: dict[str, Callable[[PrefillRank, Layer], None]] = {
+HOOKS: dict[str, Callable[[RegroupPrefillRank, Layer], None]] = {
     "name": by_name,
     "no name": without_a_name,
     "none": without,
@@ -181,8 +190,8 @@ class Handle(Protocol):
 
     geometry: CacheGeometry
 
-    def begin(self, step: PrefillStep, shares: Sequence[Share], hook: str, ended: Sequence[str]) -> None: ...
-    def answer(self) -> Answer: ...
+    def begin(self, step: PrefillStep, shares: Sequence[ComputedTokens], hook: str, ended: Sequence[str]) -> None: ...
+    def answer(self) -> WorkerReport: ...
     def stats(self) -> dict[str, int]: ...
     def close(self) -> None: ...
 
@@ -190,14 +199,14 @@ class Handle(Protocol):
 class Here:
     """A worker in this process."""
 
-    def __init__(self, rank: PrefillRank) -> None:
+    def __init__(self, rank: RegroupPrefillRank) -> None:
         self.rank, self.geometry = rank, rank.geometry
-        self._answer = Answer(set(), [])
+        self._answer = WorkerReport(set(), [])
 
-    def begin(self, step: PrefillStep, shares: Sequence[Share], hook: str, ended: Sequence[str]) -> None:
+    def begin(self, step: PrefillStep, shares: Sequence[ComputedTokens], hook: str, ended: Sequence[str]) -> None:
         self._answer = self.rank.run(step, shares, hook, ended)
 
-    def answer(self) -> Answer:
+    def answer(self) -> WorkerReport:
         return self._answer
 
     def stats(self) -> dict[str, int]:
@@ -207,10 +216,10 @@ class Here:
         self.rank.close()
 
 
-class PrefillSite:
+class RegroupPrefillSite:
     """One prefill engine: its book and its workers, stage by stage."""
 
-    def __init__(self, cache: Cache, workers: Sequence[Handle], *, blocks: int = 160) -> None:
+    def __init__(self, cache: EngineCache, workers: Sequence[Handle], *, blocks: int = 160) -> None:
         self.cache, self.workers = cache, list(workers)
         self.book, self.pool = PushBook(model=NAME), Pool(blocks, 1)
         stages = [self.workers[stage * cache.tp].geometry.layers for stage in range(cache.pp)]
@@ -222,11 +231,11 @@ class PrefillSite:
         self.catch_ups = 0
 
     @property
-    def ranks(self) -> list[PrefillRank]:
+    def ranks(self) -> list[RegroupPrefillRank]:
         """Ranks of an engine in this process."""
         return [worker.rank for worker in self.workers if isinstance(worker, Here)]
 
-    def admit(self, *prompts: Prompt) -> None:
+    def admit(self, *prompts: RegroupPrompt) -> None:
         for prompt in prompts:
             reservation = prompt.reservation
             prompted = (prompt.tokens, reservation.prompt_hash)
@@ -234,10 +243,10 @@ class PrefillSite:
             assert refused is None, refused
 
     @staticmethod
-    def name_of(prompt: Prompt) -> str:
+    def name_of(prompt: RegroupPrompt) -> str:
         return f"{prompt.name} of {prompt.site.incarnation}"
 
-    def compute(self, *work: tuple[Prompt, int], hook: str = "name") -> PrefillStep:
+    def compute(self, *work: tuple[RegroupPrompt, int], hook: str = "name") -> PrefillStep:
         """Run one engine step that computes so many tokens of each prompt."""
         shares = []
         for prompt, count in work:
@@ -249,21 +258,21 @@ class PrefillSite:
             blocks = prompt.p_blocks if whole else new
             self.book.scheduled(name, prompt.computed, count, blocks, replaces=whole)
             table = list(prompt.p_blocks)
-            shares.append(Share(prompt.seed, prompt.tokens, table, prompt.computed, prompt.computed + count))
+            shares.append(ComputedTokens(prompt.seed, prompt.tokens, table, prompt.computed, prompt.computed + count))
             prompt.computed += count
         return self.deliver(shares, hook)
 
-    def cached_prefix(self, prompt: Prompt, tokens: int) -> None:
+    def cached_prefix(self, prompt: RegroupPrompt, tokens: int) -> None:
         """Put the first tokens into P's cache beforehand. Only for an engine in this process."""
         prompt.p_blocks, prompt.computed = self.pool.take(-(-tokens // self.cache.block)), tokens
         for rank in self.ranks:
             for own in range(len(rank.names)):
-                rank.write(own, [Share(prompt.seed, prompt.tokens, prompt.p_blocks, 0, tokens)])
+                rank.write(own, [ComputedTokens(prompt.seed, prompt.tokens, prompt.p_blocks, 0, tokens)])
 
     def idle(self) -> PrefillStep:
         return self.deliver([], "none")
 
-    def preempt(self, prompt: Prompt) -> PrefillStep:
+    def preempt(self, prompt: RegroupPrompt) -> PrefillStep:
         """Take its blocks away in a step of others, and overwrite them at once."""
         name = self.name_of(prompt)
         self.book.preempted(name)
@@ -275,13 +284,13 @@ class PrefillSite:
             rank.memory.scribble(lost, 0x77)
         return step
 
-    def finish(self, prompt: Prompt, *, aborted: bool = False) -> None:
+    def finish(self, prompt: RegroupPrompt, *, aborted: bool = False) -> None:
         name = self.name_of(prompt)
         self._ended.append(name)
         held = self.book.finished(name, holds_blocks=True, why="the client left" if aborted else "")
         assert held, f"{name} was never started"
 
-    def deliver(self, shares: Sequence[Share], hook: str) -> PrefillStep:
+    def deliver(self, shares: Sequence[ComputedTokens], hook: str) -> PrefillStep:
         step = self.book.take_step(self.geometry)
         self.catch_ups += len(step.catch_ups)
         ended, self._ended = self._ended, []
@@ -297,7 +306,7 @@ class PrefillSite:
                     self.released.add(name)
         return step
 
-    def ended(self, *prompts: Prompt, seconds: float = 30.0) -> bool:
+    def ended(self, *prompts: RegroupPrompt, seconds: float = 30.0) -> bool:
         """Step until D has reported these; return True if all of them succeeded."""
 
         def all_reported() -> bool:
@@ -311,13 +320,13 @@ class PrefillSite:
         until(all_reported, f"reports of {by_prompt()}", seconds)
         return all(report.ok for reports in by_prompt().values() for report in reports)
 
-    def finished(self, *prompts: Prompt, seconds: float = 30.0) -> None:
+    def finished(self, *prompts: RegroupPrompt, seconds: float = 30.0) -> None:
         """End these requests and step until every worker has released their blocks."""
         for prompt in prompts:
             self.finish(prompt)
         self.let_go(*prompts, seconds=seconds)
 
-    def let_go(self, *prompts: Prompt, seconds: float = 30.0) -> None:
+    def let_go(self, *prompts: RegroupPrompt, seconds: float = 30.0) -> None:
         def all_out() -> bool:
             self.idle()
             return all(self.name_of(prompt) in self.released for prompt in prompts)
@@ -346,7 +355,7 @@ class PrefillSite:
             worker.close()
 
 
-class Wire(MemoryTransport):
+class FailingTransport(MemoryTransport):
     """Transport on which writes to chosen sessions never complete, or fail."""
 
     def __init__(self) -> None:
@@ -387,15 +396,15 @@ def gloo_groups(size: int, timeout_s: float = 30.0) -> list[dist.ProcessGroup]:
 
 
 def engine(
-    cache: Cache,
+    cache: EngineCache,
     *,
     blocks: int = 160,
     push: PushConfig | None = None,
-    transports: Sequence[AnyWire] | None = None,
+    transports: Sequence[Wire] | None = None,
     parts: Callable[[int, RegroupResources], RegroupResources] = lambda rank, made: made,
     timeout_s: float = 30.0,
     **keys: Any,
-) -> PrefillSite:
+) -> RegroupPrefillSite:
     """A prefill engine in this process. `parts` may replace a rank's parts of the exchange."""
     push = push or config()
     workers = []
@@ -408,7 +417,7 @@ def engine(
                 push: PushConfig,
                 place: EngineWorld,
                 caches: Caches,
-                device: Device,
+                device: LayoutDevice,
                 rank: int = rank,
                 groups: Any = groups,
             ) -> RegroupResources | None:
@@ -417,15 +426,15 @@ def engine(
                 return parts(rank, assembled(push.regroup, place, caches, device, groups[rank]))
 
             transport = transports[number] if transports is not None else None
-            worker = PrefillRank(
+            worker = RegroupPrefillRank(
                 cache, Contributor(stage, rank), make, blocks=blocks, push=push, transport=transport, **keys
             )
             workers.append(Here(worker))
-    return PrefillSite(cache, workers, blocks=blocks)
+    return RegroupPrefillSite(cache, workers, blocks=blocks)
 
 
 @contextmanager
-def running(*sites: PrefillSite | DecodeSite) -> Iterator[None]:
+def running(*sites: RegroupPrefillSite | RegroupDecodeSite) -> Iterator[None]:
     """Close every site; fail if a thread of theirs is left."""
     try:
         yield

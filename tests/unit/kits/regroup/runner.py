@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unit.kits.regroup.common import LOOPBACK, NAME
-from unit.kits.regroup.prefill import HOOKS, Answer, Layer, Parts, PrefillRank, Share
+from unit.kits.regroup.prefill import HOOKS, ComputedTokens, Layer, Parts, RegroupPrefillRank, WorkerReport
 from vllm_ascend_pd.device.caches import Caches, CacheShape
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.metadata import PrefillStep
@@ -34,7 +34,7 @@ class GivenEngine(Engine):
         return self.wire
 
 
-class AscendRank(PrefillRank):
+class AscendRank(RegroupPrefillRank):
     """One worker of P behind its real `PrefillWorker`."""
 
     worker: PrefillWorker
@@ -49,14 +49,14 @@ class AscendRank(PrefillRank):
         assert self.worker._runtime is not None
         return self.worker._runtime
 
-    def run(self, step: PrefillStep, shares: Sequence[Share], hook: str, ended: Sequence[str]) -> Answer:
+    def run(self, step: PrefillStep, shares: Sequence[ComputedTokens], hook: str, ended: Sequence[str]) -> WorkerReport:
         self.worker.preempt(StepMetadata(prefill=step))
         self.worker.bind(StepMetadata(prefill=step))
         if shares:
             RUNS.get(hook, HOOKS["none"])(self, lambda own: self.write(own, shares))
         if hook != "no end":
             self.worker.end_step()
-        return Answer(set(self.worker.ended(ended).sent), list(self.worker.news().missed))
+        return WorkerReport(set(self.worker.ended(ended).sent), list(self.worker.news().missed))
 
     def fire(self, own: int) -> None:
         self.worker.save_layer(self.names[own])

@@ -2,7 +2,7 @@
 """Prefill ranks in processes of their own, in one gloo group.
 
 `python -m unit.kits.regroup.worker <port> <count>` imports everything once, forks and connects every child to the
-parent (the class `Fleet`), which opens worlds of any size among them and drives the workers step by step.
+parent (the class `ChildProcesses`), which opens worlds of any size among them and drives the workers step by step.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unit.kits.regroup.common import LOOPBACK, Cache, SharedTransport, config
-from unit.kits.regroup.prefill import Answer, PrefillRank, PrefillSite, Share
+from unit.kits.regroup.common import LOOPBACK, EngineCache, SharedTransport, config
+from unit.kits.regroup.prefill import ComputedTokens, RegroupPrefillRank, RegroupPrefillSite, WorkerReport
 from unit.kits.regroup.runner import AscendRank
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.metadata import PrefillStep
@@ -37,7 +37,7 @@ ANSWER_S = 60.0
 
 
 @dataclass(frozen=True)
-class World:
+class GlooWorld:
     """One engine's gloo world."""
 
     port: int
@@ -45,11 +45,11 @@ class World:
     rank: int
 
 
-class Worker:
+class WorkerCommands:
     """Commands of a child process. Collectives are counted where they are really called."""
 
     def __init__(self) -> None:
-        self._rank: PrefillRank | None = None
+        self._rank: RegroupPrefillRank | None = None
         self._exchanges: list[tuple[int, int, int]] = []
         self._called = self._bad = 0
         original = dist.all_to_all_single
@@ -62,7 +62,7 @@ class Worker:
 
         dist.all_to_all_single = counting
 
-    def enter(self, world: World) -> None:
+    def enter(self, world: GlooWorld) -> None:
         dist.init_process_group(
             "gloo",
             init_method=f"tcp://{LOOPBACK}:{world.port}",
@@ -74,16 +74,18 @@ class Worker:
     def leave(self) -> None:
         dist.destroy_process_group()
 
-    def open(self, cache: Cache, blocks: int, kind: str, keys: dict[str, Any]) -> CacheGeometry:
+    def open(self, cache: EngineCache, blocks: int, kind: str, keys: dict[str, Any]) -> CacheGeometry:
         self._exchanges.clear()
         self._called = 0
         place = Contributor(dist.get_rank() // cache.tp, dist.get_rank() % cache.tp)
-        made = AscendRank if kind == "ascend" else PrefillRank
+        made = AscendRank if kind == "ascend" else RegroupPrefillRank
         facts: dict[str, Any] = {"blocks": blocks, "push": config(**keys), "inline": kind == "inline"}
         self._rank = made(cache, place, allocate, transport=SharedTransport(), **facts)
         return self._rank.geometry
 
-    def step(self, step: PrefillStep, shares: Sequence[Share], hook: str, ended: Sequence[str]) -> Answer:
+    def step(
+        self, step: PrefillStep, shares: Sequence[ComputedTokens], hook: str, ended: Sequence[str]
+    ) -> WorkerReport:
         return self._own.run(step, shares, hook, ended)
 
     def break_collective(self, number: int) -> None:
@@ -107,7 +109,7 @@ class Worker:
             rank.close()
 
     @property
-    def _own(self) -> PrefillRank:
+    def _own(self) -> RegroupPrefillRank:
         assert self._rank is not None, "no engine is open"
         return self._rank
 
@@ -157,11 +159,11 @@ class There:
     def __init__(self, member: Member, geometry: CacheGeometry) -> None:
         self.member, self.geometry = member, geometry
 
-    def begin(self, step: PrefillStep, shares: Sequence[Share], hook: str, ended: Sequence[str]) -> None:
+    def begin(self, step: PrefillStep, shares: Sequence[ComputedTokens], hook: str, ended: Sequence[str]) -> None:
         self.member.send("step", step, shares, hook, ended)
 
-    def answer(self) -> Answer:
-        answer: Answer = self.member.receive()
+    def answer(self) -> WorkerReport:
+        answer: WorkerReport = self.member.receive()
         return answer
 
     def stats(self) -> dict[str, int]:
@@ -176,7 +178,7 @@ class There:
         self.member.send("close")
 
 
-class Fleet:
+class ChildProcesses:
     """Children for all tests of a module. `enter` makes the first ones a gloo world."""
 
     def __init__(self, count: int) -> None:
@@ -201,7 +203,7 @@ class Fleet:
             probe.bind((LOOPBACK, 0))
             port = probe.getsockname()[1]
         for rank, member in enumerate(self.members[:size]):
-            member.send("enter", World(port, size, rank))
+            member.send("enter", GlooWorld(port, size, rank))
         for member in self.members[:size]:
             member.receive()
         self._size = size
@@ -213,16 +215,16 @@ class Fleet:
             member.receive()
         self._size = 0
 
-    def engine(self, cache: Cache, blocks: int = 160, kind: str = "plain", **keys: Any) -> PrefillSite:
+    def engine(self, cache: EngineCache, blocks: int = 160, kind: str = "plain", **keys: Any) -> RegroupPrefillSite:
         """Open an engine. `kind`: plain, inline (exchanges in the layer's hook) or ascend (driven as vllm-ascend
         drives it)."""
         self.enter(cache.tp * cache.pp)
         members = self.members[: cache.tp * cache.pp]
         for member in members:
             member.send("open", cache, blocks, kind, keys)
-        return PrefillSite(cache, [There(member, member.receive()) for member in members], blocks=blocks)
+        return RegroupPrefillSite(cache, [There(member, member.receive()) for member in members], blocks=blocks)
 
-    def shut(self, site: PrefillSite) -> None:
+    def shut(self, site: RegroupPrefillSite) -> None:
         """Close an engine's workers, all at once."""
         site.close()
         for worker in site.workers:
@@ -255,7 +257,7 @@ def main() -> None:
         if child == 0:
             with Client((LOOPBACK, port), authkey=KEY) as connection:
                 connection.send(os.getpid())
-                Worker().serve(connection)
+                WorkerCommands().serve(connection)
             os._exit(0)
         children.append(child)
 

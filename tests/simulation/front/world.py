@@ -23,9 +23,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from simulation.front.clock import Deadlock, VirtualLoop, simulated
-from simulation.front.engines import ROOM, UNNAMED, Decode, Engine, Kind, Prefill, ids_of, words
+from simulation.front.engines import ROOM, UNNAMED, EngineFaults, FrontDecode, FrontEngine, FrontPrefill, ids_of, words
 from simulation.front.speech import right_stream, understood
-from simulation.front.wire import Call, Network
+from simulation.front.wire import ClientCall, FrontNetwork
+from simulation.world import Violation
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState, Role
 from vllm_ascend_pd.metaserver.service import admin
 from vllm_ascend_pd.metaserver.service.app import WorkerProcess
@@ -39,10 +40,6 @@ BOUND_S = 400.0  # for a client: attempts, each with its timeouts
 READY_S = 50.0  # for a working pair, once no faults happen any more
 HONEST = frozenset({429, 500, 502, 503, 504})
 P_PORT, D_PORT, OWN_PORT = 9000, 9100, 8000
-
-
-class Violation(AssertionError):
-    pass
 
 
 class LinkedHub(Hub):
@@ -65,11 +62,11 @@ class LinkedHub(Hub):
 
 
 @dataclass
-class Plan:
+class SeedPlan:
     """The decisions of a seed before anything happens."""
 
-    prefills: list[Kind]
-    decodes: list[Kind]
+    prefills: list[EngineFaults]
+    decodes: list[EngineFaults]
     workers: int
     requests: int
     gap_s: float
@@ -86,16 +83,16 @@ class Plan:
         )
 
 
-def draw(rng: random.Random, requests: int = 150) -> Plan:
+def draw(rng: random.Random, requests: int = 150) -> SeedPlan:
     faulty = rng.random() < 0.8
     slow = rng.choice((0.01, 0.1, 1.0))
 
     models = rng.choice((("m",), ("m",), ("m",), ("m", "n")))
 
-    def kinds(role: str) -> Iterator[Kind]:
+    def kinds(role: str) -> Iterator[EngineFaults]:
         for i in range(rng.randint(1, 4)):
             sound = i == 0 or not faulty
-            yield Kind(
+            yield EngineFaults(
                 sound=sound,
                 mute=role == "prefill" and not sound and rng.random() < 0.15,
                 fault=0.0 if sound else rng.choice((0.05, 0.3, 0.6)),
@@ -107,7 +104,7 @@ def draw(rng: random.Random, requests: int = 150) -> Plan:
 
     prefills, decodes = list(kinds("prefill")), list(kinds("decode"))
     sidecar = rng.random() < 0.12
-    return Plan(
+    return SeedPlan(
         prefills=prefills,
         decodes=[rng.choice(decodes)] if sidecar else decodes,
         workers=1 if sidecar else rng.choice((1, 1, 2, 3)),
@@ -130,23 +127,25 @@ def draw(rng: random.Random, requests: int = 150) -> Plan:
     )
 
 
-class House:
-    def __init__(self, seed: int, plan: Plan, loop: VirtualLoop) -> None:
+class FrontWorld:
+    def __init__(self, seed: int, plan: SeedPlan, loop: VirtualLoop) -> None:
         self.seed, self.plan, self.loop = seed, plan, loop
         self.rng = random.Random(f"front/{seed}")
-        self.network = Network(loop, random.Random(f"network/{seed}"), plan.slowest_s)
+        self.network = FrontNetwork(loop, random.Random(f"network/{seed}"), plan.slowest_s)
         self.apps: dict[str, Any] = {}
         self.said: Counter[str] = Counter()
         self.problems: list[str] = []
-        self.decodes: dict[str, Decode] = {}
-        self.prefills: list[Prefill] = []
+        self.decodes: dict[str, FrontDecode] = {}
+        self.prefills: list[FrontPrefill] = []
         for i, kind in enumerate(plan.decodes):
             rng = random.Random(f"d{i}/{seed}")
-            self.decodes[f"d{i}"] = Decode(f"d{i}", D_PORT + i, kind, rng, self.network, self.apps)
+            self.decodes[f"d{i}"] = FrontDecode(f"d{i}", D_PORT + i, kind, rng, self.network, self.apps)
         for i, kind in enumerate(plan.prefills):
             rng = random.Random(f"p{i}/{seed}")
-            self.prefills.append(Prefill(f"p{i}", P_PORT + i, kind, rng, self.network, self.apps, decodes=self.decodes))
-        self.engines: list[Engine] = [*self.prefills, *self.decodes.values()]
+            self.prefills.append(
+                FrontPrefill(f"p{i}", P_PORT + i, kind, rng, self.network, self.apps, decodes=self.decodes)
+            )
+        self.engines: list[FrontEngine] = [*self.prefills, *self.decodes.values()]
         self._by_address = {engine.address: engine for engine in self.engines}
         hubs: list[LinkedHub] = []
         self.workers: list[WorkerProcess] = []
@@ -256,7 +255,7 @@ class House:
         if self.plan.settings["sidecar"]:
             named = [engine.address for engine in self.prefills if engine.kind.model == model]
             headers.append((HEADER, ", ".join(rng.sample(named, rng.randint(0, len(named)))).encode()))
-        call = Call(app, path, json.dumps(body).encode(), headers).start()
+        call = ClientCall(app, path, json.dumps(body).encode(), headers).start()
         patience = rng.expovariate(1.0) if rng.random() < 0.1 else BOUND_S
         end = self.loop.now + patience
         while not call.done and self.loop.now < end:
@@ -346,7 +345,7 @@ class House:
         return ""
 
     def _check_end(self, standing: set[Any]) -> None:
-        always = ("Prober._watch", "Engine.", "Upstream.", "Canary._", "create_connection", "VirtualLoop.", "Decode.", "Prefill.", "Call._run", "Call.more", "Event.wait")  # fmt: skip
+        always = ("Prober._watch", "FrontEngine.", "Upstream.", "Canary._", "create_connection", "VirtualLoop.", "FrontDecode.", "FrontPrefill.", "ClientCall._run", "ClientCall.more", "Event.wait")  # fmt: skip
         works = [getattr(t.get_coro(), "__qualname__", "") for t in asyncio.all_tasks() - standing]
         if left := [work for work in works if not work.startswith(always)]:
             raise Violation(f"promise 4: tasks are left: {left[:5]}")
@@ -360,7 +359,7 @@ class House:
             raise Violation(self.problems[0])
 
 
-def _of_whole(call: Call, right: list[str]) -> str:
+def _of_whole(call: ClientCall, right: list[str]) -> str:
     try:
         fields = json.loads(call.body)
     except ValueError:
@@ -394,7 +393,7 @@ def _draw_stream(body: dict[str, Any], rng: random.Random) -> None:
         body["logprobs"] = 1
 
 
-def _of_stream(call: Call, body: dict[str, Any], ids: list[int]) -> str:
+def _of_stream(call: ClientCall, body: dict[str, Any], ids: list[int]) -> str:
     want = understood(right_stream(body, ids, ROOM))
     try:
         got = understood(call.body)
@@ -409,7 +408,7 @@ def _of_stream(call: Call, body: dict[str, Any], ids: list[int]) -> str:
 
 
 @dataclass
-class Result:
+class FrontResult:
     seed: int
     violation: str = ""
     said: Counter[str] = field(default_factory=Counter)
@@ -419,23 +418,23 @@ class Result:
     seconds: float = 0.0
 
 
-def run_seed(seed: int, requests: int = 150, plan: Plan | None = None) -> Result:
+def run_seed(seed: int, requests: int = 150, plan: SeedPlan | None = None) -> FrontResult:
     """Run one metaserver from its start until nothing happens any more."""
     plan = plan or draw(random.Random(f"plan/{seed}"), requests)
-    result = Result(seed)
+    result = FrontResult(seed)
     before = _resumed()
     with simulated(seed) as loop:
-        house = House(seed, plan, loop)
+        world = FrontWorld(seed, plan, loop)
         try:
-            loop.run_until_complete(house.run())
+            loop.run_until_complete(world.run())
         except Violation as found:
             result.violation = str(found)
         except Deadlock:
             result.violation = "promise 4: everything waits, and nothing is to happen"
-        result.said, result.seconds = house.said, loop.now
-        result.blamed = sum(i.broke > 0 for worker in house.workers for i in worker.fleet)
+        result.said, result.seconds = world.said, loop.now
+        result.blamed = sum(i.broke > 0 for worker in world.workers for i in worker.fleet)
         result.resumed = _resumed() - before
-        for engine in house.engines:
+        for engine in world.engines:
             result.faults.update(engine.counts)
     return result
 
