@@ -26,7 +26,16 @@ BY_FILE = ("integration", "ascend_host")
 SHARES = {
     "integration/cover": ("[fp8 or [windows", "[states", "[int8 or [mtp", "[deltanet"),
     "integration/faults_routers": ("[p",),
-    "ascend_host/pairs": ("switches or dsv4", "qwen3next", "dsa and mtp", "dsa", "gqa", "mla or mqa"),
+    "ascend_host/pairs": (
+        "shapes and dsa",
+        "shapes",
+        "switches or dsv4",
+        "qwen3next",
+        "dsa and mtp",
+        "dsa",
+        "gqa",
+        "mla or mqa",
+    ),
     "ascend_host/planted": ("direct", "exchange"),
 }
 NOTHING = 5  # pytest's exit code where no test was selected

@@ -8,7 +8,8 @@ Three things are added around its scheduler, if the release was tried and its sc
 - A failed load by request: vLLM looks for the blocks of failed loads in a single table (first_token.fail).
 - D does not clear blocks that P will write. vLLM clears new blocks of models with states, on an NPU some time later.
 
-From 0.32 on vLLM has all three.
+From 0.32 on vLLM has all three. A fourth is vllm-ascend's own: its recompute scheduler counts a prefix as computed that
+D has without its state (`take_whole_prefixes`).
 """
 
 from __future__ import annotations
@@ -69,12 +70,24 @@ def _wrap_schedule(owner: Any) -> None:
     def schedule(self: Any, *given: Any, **named: Any) -> Any:
         if self.connector is not None:
             self.connector.tables = self.kv_cache_manager
+            take_whole_prefixes(self.kv_cache_manager)
         output = original(self, *given, **named)
         keep_loads(output, output.kv_connector_metadata)
         return output
 
     setattr(schedule, first_token.WRAPPED, True)
     setattr(owner, _SCHEDULE, schedule)
+
+
+def take_whole_prefixes(manager: Any) -> None:
+    """Let a D with vllm-ascend's recompute scheduler use a cached prefix only if its state is cached too.
+
+    It looks for attention's blocks alone, because a state comes with a load. But nothing is loaded where they cover all
+    but a prompt's last token, or where D computes a prompt itself: that token would be computed from an empty state.
+    """
+    coordinator: Any = getattr(manager, "coordinator", None)
+    if hasattr(coordinator, "find_longest_cache_hit_per_group"):
+        coordinator.find_longest_cache_hit_per_group = coordinator.find_longest_cache_hit
 
 
 @contextmanager

@@ -178,9 +178,12 @@ class Engines:
         """Return the tally, with a tolerance where bfloat16 rounds differently.
 
         Attention merged from parts of the keys rounds differently from attention over all, and two tokens at a time
-        differently from one. Two ranks each round their half of a sum, with tokens divided in another order.
+        differently from one. So does a D with few blocks, which computes again what it preempts. Two ranks each round
+        their half of a sum, with tokens divided in another order.
         """
-        otherwise = not self.one_way and (self.p.dcp * self.d.dcp > 1 or self.draft)
+        merges = self.p.dcp * self.p.pcp * self.d.dcp > 1
+        again = any("num-gpu-blocks" in flag for flag in self.d.flags)
+        otherwise = not self.one_way and (merges or again or self.draft)
         alike = (self.p.tp, self.p.switches) == (self.d.tp, self.d.switches)
         otherwise = otherwise or (self.dtype == "bfloat16" and not alike)
         return rounded() if otherwise else AnswerTally()

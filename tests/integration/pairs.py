@@ -111,8 +111,11 @@ class Pair:
         for p, want, got in zip(prompts, expected, answers, strict=True):
             self.judge(name, p, want.tokens, got.tokens)
 
-    def check_prefix_on_decode(self, block: int) -> None:
-        """Check that D loads only what it does not have: none of the full blocks in its cache."""
+    def check_prefix_on_decode(self, block: int, dropped: int = 0) -> None:
+        """Check that D loads only what it does not have: none of the full blocks in its cache.
+
+        `dropped`: tokens at the end of a cached prefix that vLLM does not use, as with a draft model.
+        """
         head = fresh_prompt(5 * block)
         first = [*head, *fresh_prompt(block + 8)]
         self.check([first], name="cold")
@@ -121,20 +124,21 @@ class Pair:
             (first, 8),  # all full blocks are cached
             (head, block),  # only whole blocks: D computes in the last one itself, so it loads that again
         )
-        for tokens, wanted in cases:
+        for tokens, beyond in cases:
+            wanted = beyond + dropped
             before = self.loaded_tokens()
             answer = complete(self.front.url, body_of(tokens, 12))
             loaded = self.loaded_tokens() - before
             assert loaded == wanted, f"D loaded {loaded} of {len(tokens)} tokens, {wanted} were wanted"
             self.compare([tokens], [answer], f"with {len(tokens) - wanted} tokens on D")
 
-    def check_prefix_on_prefill(self, block: int) -> None:
-        """Check that P also pushes a prefix that it did not compute for this request."""
+    def check_prefix_on_prefill(self, block: int, dropped: int = 0) -> None:
+        """Check that P also pushes a prefix that it did not compute for this request; `dropped` as above."""
         head = fresh_prompt(6 * block)
         complete(self.prefill.url, body_of([*head, 9], 1))  # to P only: D does not have it
         before = counter(self.prefill, "vllm:prefix_cache_hits_total")
         self.check([[*head, *fresh_prompt(50)]], name="prefix on P")
-        hits = before + len(head)
+        hits = before + len(head) - dropped
         eventually(lambda: counter(self.prefill, "vllm:prefix_cache_hits_total") >= hits, "P takes what it has cached")
         # Behind a long prompt the others wait, and then share blocks in the very step that computes them. How much of
         # them D loads depends on the order of arrival there too.

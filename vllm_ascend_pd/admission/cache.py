@@ -188,7 +188,8 @@ def _together(
     if divided.dcp > 1 and any(tp % (one.total_heads * divided.dcp) for one in shapes.values()):
         feature = f"Decode context parallelism of {divided.dcp} among {tp} ranks that do not hold one head"
         yield not_proven(feature, "Use a divisor of the ranks that hold the same head.")
-    if parallel.pipeline_parallel_size > 1 and indexed:
+    shown = config.kv_transfer_config.kv_role == "kv_producer" and compat.is_vllm_ascend()
+    if parallel.pipeline_parallel_size > 1 and indexed and not shown:
         yield not_proven("A sparse indexer with pipeline parallelism", "Start with -pp 1.")
     if parallel.pipeline_parallel_size > 1 and groups:
         feature = "A cache with sliding windows, states or several groups, with pipeline parallelism"

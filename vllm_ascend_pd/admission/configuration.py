@@ -48,7 +48,7 @@ def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
     if isinstance(more, Mapping) and more.get("enable_kv_nz"):
         # D's attention would read its plain cache as fractals, which P does not write.
         yield not_proven("enable_kv_nz", "Leave it out of --additional-config.")
-    yield from drafts.refusals(config.speculative_config, parallel)
+    yield from drafts.refusals(config.speculative_config, parallel, role)
     yield from quantised.refusals(config)
     if os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "").lower() not in ("", "0", "false"):
         yield not_proven(

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from vllm_ascend_pd import compat
 from vllm_ascend_pd.errors import ConfigError, not_proven
 
 _WITH_LAYERS = ("mtp", "eagle3", "eagle", "dflash", "draft_model")
@@ -31,7 +32,7 @@ def described(speculative: Mapping[str, Any]) -> Any:
     return SimpleNamespace(method=kind, draft_model_config=None, **given)
 
 
-def refusals(speculative: Any, parallel: Any) -> Iterator[ConfigError]:
+def refusals(speculative: Any, parallel: Any, role: str) -> Iterator[ConfigError]:
     """Yield what is not proven of a draft model."""
     if speculative is None or speculative.method is None:
         return
@@ -50,7 +51,9 @@ def refusals(speculative: Any, parallel: Any) -> Iterator[ConfigError]:
     if getattr(speculative, "num_speculative_tokens_per_batch_size", None):
         # For batch sizes with 0 tokens the draft model does not run, and a prompt prefilled then lacks its layers' KV.
         yield not_proven("num_speculative_tokens_per_batch_size", "Use one num_speculative_tokens.")
-    if parallel.pipeline_parallel_size > 1:
+    # vllm-ascend has MTP beside a pipeline, on P alone: the last stage runs it.
+    staged = speculative.method == "mtp" and role == "kv_producer" and compat.is_vllm_ascend()
+    if parallel.pipeline_parallel_size > 1 and not staged:
         yield not_proven("A draft model with pipeline parallelism", "Start with -pp 1, or without a draft model.")
 
 

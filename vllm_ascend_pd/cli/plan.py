@@ -230,8 +230,8 @@ def _shape(args: argparse.Namespace) -> PlanInput:
     drafts, scale = args.draft_layers or 0, args.scale_bytes or 0
     if drafts and windowed:
         refuse("--draft-layers", drafts, "the model has windows", "Leave it out: an engine does not start with both.")
-    if drafts and max(args.p_pp, args.d_pp) > 1:
-        refuse("--draft-layers", drafts, "an engine with a pipeline does not start with it", "Leave it out.")
+    if drafts and args.d_pp > 1:
+        refuse("--draft-layers", drafts, "a D with a pipeline does not start with it", "Leave it out.")
     return PlanInput(*sizes, layout, args.tokens, window, windowed, states, drafts, scale, index)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -153,10 +154,15 @@ def test_proven_drafts_start(role: str) -> None:
     Engine.of(vllm_config(role, speculative_config=NGRAM))
 
 
-def test_drafts_with_a_pipeline_are_refused() -> None:
-    config = vllm_config("kv_producer", pipeline_parallel_size=2)
-    config.speculative_config = speculation()
-    assert "A draft model with pipeline parallelism" in refusal(config).sentence
+def test_drafts_with_a_pipeline_are_refused_but_mtp_on_p_under_vllm_ascend(monkeypatch: pytest.MonkeyPatch) -> None:
+    for under_vllm_ascend, role, method in itertools.product((False, True), BOTH, ("mtp", "eagle3", "ngram")):
+        monkeypatch.setattr(compat, "is_vllm_ascend", lambda under=under_vllm_ascend: under)
+        config = vllm_config(role, pipeline_parallel_size=2)
+        config.speculative_config = speculation(method=method)
+        if under_vllm_ascend and (role, method) == ("kv_producer", "mtp"):
+            Engine.of(config)
+        else:
+            assert "A draft model with pipeline parallelism" in refusal(config).sentence
 
 
 def test_a_draft_models_layers_are_counted_on_from_the_models_or_have_a_prefix() -> None:
@@ -756,11 +762,16 @@ def test_an_indexers_layers_of_their_own_are_not_divided() -> None:
         admission.cache_shape(config, with_indexers(latent(32, 64)))
 
 
-def test_an_indexer_with_a_pipeline_is_refused() -> None:
-    staged = vllm_config(pipeline_parallel_size=2)
-    for groups in (with_indexers(latent(32, 64)), cache_config(ascend_spec((512, 64, 128)))):
-        with pytest.raises(ConfigError, match="A sparse indexer with pipeline parallelism"):
-            admission.cache_shape(staged, groups)
+def test_an_indexer_with_a_pipeline_is_refused_but_on_p_under_vllm_ascend(monkeypatch: pytest.MonkeyPatch) -> None:
+    for under_vllm_ascend, role in itertools.product((False, True), BOTH):
+        monkeypatch.setattr(compat, "is_vllm_ascend", lambda under=under_vllm_ascend: under)
+        staged = vllm_config(role, pipeline_parallel_size=2)
+        for groups in (with_indexers(latent(32, 64)), cache_config(ascend_spec((512, 64, 128)))):
+            if under_vllm_ascend and role == "kv_producer":
+                admission.cache_shape(staged, groups)
+                continue
+            with pytest.raises(ConfigError, match="A sparse indexer with pipeline parallelism"):
+                admission.cache_shape(staged, groups)
     assert admission.cache_shape(staged, cache_config(ascend_spec(None))).of(LAYERS[0]) == LayerShape(1, 1, 576)
 
 

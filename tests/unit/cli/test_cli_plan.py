@@ -391,7 +391,9 @@ def test_draft_layers_and_scales_are_planned_too(capsys: pytest.CaptureFixture[s
     assert sum(link["bytes"] for link in made["links"]) == whole(4096, 8, 128 + 4, 3 + 1, item=1)
     assert main(["plan", "--p-tp", "4", "--d-tp", "2", *words, *more]) == 0
     assert "3 layers and 1 of a draft model" in capsys.readouterr().out
-    assert main(["plan", "--p-tp", "4", "--p-pp", "2", "--d-tp", "2", *words, *more]) == 2
+    staged = plan(capsys, "--p-tp", "4", "--p-pp", "2", "--d-tp", "2", "--regroup", regroup, *words, *more)
+    assert sum(link["bytes"] for link in staged["links"]) == whole(4096, 8, 128 + 4, 3 + 1, item=1)
+    assert main(["plan", "--p-tp", "4", "--d-tp", "2", "--d-pp", "2", *words, *more]) == 2
     assert "--draft-layers" in capsys.readouterr().err
 
 

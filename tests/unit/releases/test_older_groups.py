@@ -85,6 +85,27 @@ def test_a_scheduler_is_wrapped_once_and_goes_on_without_a_connector() -> None:
     assert scheduler(kv_cache_manager="tables", cleared=[4]).schedule().new_block_ids_to_zero == [4]
 
 
+def test_a_prefix_counts_only_if_its_state_is_there_too() -> None:
+    scheduler = made()
+    older_groups.install(config(scheduler))
+
+    class Coordinator:
+        """As vllm-ascend's: its recompute scheduler asks for the prefix of attention alone."""
+
+        def find_longest_cache_hit(self, hashes: str, longest: int) -> str:
+            return "of all groups"
+
+        def find_longest_cache_hit_per_group(self, hashes: str, longest: int) -> str:
+            return "of attention"
+
+    mine, without = Coordinator(), Coordinator()
+    scheduler(kv_cache_manager=SimpleNamespace(coordinator=without), cleared=[]).schedule()
+    manager = SimpleNamespace(coordinator=mine)
+    scheduler(kv_cache_manager=manager, cleared=[], connector=SteppingConnector(lambda given: None)).schedule()
+    assert mine.find_longest_cache_hit_per_group("hashes", 7) == "of all groups"
+    assert without.find_longest_cache_hit_per_group("hashes", 7) == "of attention", "without a connector nothing loads"
+
+
 def test_a_connector_that_fails_leaves_no_tables_behind() -> None:
     scheduler, seen = made(), []
     older_groups.install(config(scheduler))
