@@ -27,7 +27,7 @@ SHARES = {
     "integration/cover": ("[fp8 or [windows", "[states", "[int8 or [mtp", "[deltanet"),
     "integration/faults_routers": ("[p",),
     "ascend_host/pairs": ("switches or dsv4", "qwen3next", "dsa and mtp", "dsa", "gqa", "mla or mqa"),
-    "ascend_host/planted": ("direct", "exchange"),
+    "ascend_host/planted": ("direct", "exchange", "gate"),
 }
 NOTHING = 5  # pytest's exit code where no test was selected
 DEADLINE_MIN = 120.0
