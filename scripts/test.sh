@@ -26,7 +26,10 @@ engines run in one of them.
 With paths (tests/unit, tests/unit/test_x.py::test_y) only those run, as with --ci, in one process, or with -n N in N.
 Other arguments go to pytest as they are.
 Tests marked npu say that they are skipped where there is no NPU. tests/ascend_host needs an environment of 8 GB, which is made
-with --ci, --all, or when these tests are named, on x86-64 with 20 GB free (docs/building.md); PD_ASCEND_HOST=0 leaves them out.
+with --ci, --all, or when these tests are named, on x86-64 with 20 GB free (docs/building.md). Where it cannot be made, --ci and
+the named tests fail at once; --all runs the others, and its last lines say what was left out, why, and what to do.
+PD_ASCEND_HOST=0 leaves these tests out on purpose, PD_ASCEND_HOST=where-possible where they cannot run: then --ci does not
+fail, and its last lines say so too.
 TEXT
 }
 
@@ -90,15 +93,44 @@ if [ ${#paths[@]} = 0 ]; then
   # The longest first, so that the processes end together: each process with a file that starts engines stays busy all
   # the time.
   for part in integration ascend_host simulation native unit; do
-    if [ "$part" = ascend_host ] && { [ -z "$tier" ] || [ "${PD_ASCEND_HOST:-1}" = 0 ]; }; then continue; fi
+    if [ "$part" = ascend_host ] && [ -z "$tier" ]; then continue; fi
     if [ -d "tests/$part" ]; then paths+=("tests/$part"); fi
   done
 fi
 
+# What is left out is the end of pytest's summary (tests/conftest.py): a run without these tests must not look whole.
+PD_LEFT_OUT=
+ascend_host=
+if [[ " ${paths[*]} " != *" tests/ascend_host"* ]]; then
+  :
+elif [ "${PD_ASCEND_HOST:-1}" = 0 ]; then
+  PD_LEFT_OUT="tests/ascend_host, on purpose: PD_ASCEND_HOST=0 is set. Unset it to run these tests."
+  rest=()
+  for path in "${paths[@]}"; do if [[ $path != tests/ascend_host* ]]; then rest+=("$path"); fi; done
+  paths=("${rest[@]}")
+  [ ${#paths[@]} -gt 0 ] || pd_fail "nothing is left to run: $PD_LEFT_OUT"
+else
+  if [ -n "$install" ]; then
+    why=$(tests/ascend_host/environment.sh --why-not)
+  else
+    why=
+    if [ ! -e .venv-ascend-host/.stamp ]; then
+      why="their environment is missing, and --no-setup makes none. Run tests/ascend_host/environment.sh"
+    fi
+  fi
+  if [ -z "$why" ]; then
+    ascend_host=1
+  else
+    PD_LEFT_OUT="tests/ascend_host: $why, or set PD_ASCEND_HOST=0 to leave these tests out on purpose."
+    if [ "$tier" = ci ] && [ "${PD_ASCEND_HOST:-1}" != where-possible ]; then pd_fail "these would be left out: $PD_LEFT_OUT"; fi
+  fi
+fi
+export PD_LEFT_OUT
+
 if [ -n "$install" ]; then
   pd_setup test
   pd_test_tools "$all"
-  if [[ " ${paths[*]} " == *" tests/ascend_host"* ]]; then tests/ascend_host/environment.sh --where-possible >/dev/null; fi
+  if [ -n "$ascend_host" ]; then tests/ascend_host/environment.sh >/dev/null; fi
   if [[ " ${paths[*]} " =~ " tests/"(native|ascend_host) ]]; then
     pd_step "stand-ins for CANN, and the NPU binding over them" stand_ins
   fi

@@ -37,6 +37,15 @@ def pytest_configure(config: pytest.Config) -> None:
         stagger.start(seed)
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
+    """End the summary with what scripts/test.sh leaves out, why, and what to do."""
+    yield
+    if left_out := os.environ.get("PD_LEFT_OUT"):
+        terminalreporter.section("LEFT OUT", bold=True, red=True)
+        terminalreporter.write_line(left_out)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Generator[None, object, object]:
     """Keep LD_PRELOAD from passing from one test to the next.

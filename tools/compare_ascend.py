@@ -24,7 +24,7 @@ import httpx
 from tools.compare_kinds import one_line, package, refusal, within
 from tools.field import PINNED
 from tools.support import sdist
-from tools.support.checks import fresh_prompt, loaded_tokens, reference_answers, settled_free_blocks
+from tools.support.checks import counter, fresh_prompt, loaded_tokens, reference_answers, settled_free_blocks
 from tools.support.client import TIMEOUT, RequestFailed, TimedAnswer, body_of, complete, stream
 from tools.support.cluster import Cluster, fresh_directory, say
 from tools.support.engine import EngineProcess
@@ -44,9 +44,11 @@ MARKS = Marks.of("scripts/compare_ascend.sh")
 LENGTHS = (20, 129, 700, 1500)
 TOKENS = 12
 LONG, STREAMED = 1500, 200  # the request during a fault: its prompt, and its tokens if it is struck while it streams
+STREAMING = 8  # chunks of an answer, after which D certainly streams
 ANSWER_S = 90.0  # after that a client gives up
 RIGHT, NOTHING = "right", f"nothing for {ANSWER_S:.0f} s"
 CLEAN_S = 60.0
+LOOK_S = 0.01  # between two looks at a request in progress
 ROUTER_S = 60.0
 EXAMPLES = "examples/disaggregated_prefill_v1"
 
@@ -169,8 +171,8 @@ class Column:
         self._keep()
 
 
-def judged(site: ContenderSite, column: Column, rounds: int) -> float:
-    """Measure without a fault: right tokens, and the time to the first one. Return that of the longest prompt."""
+def judged(site: ContenderSite, column: Column, rounds: int) -> None:
+    """Measure without a fault: right tokens, and the time to the first one."""
     right, wrong, ttft = 0, list[str](), {length: list[float]() for length in LENGTHS}
     for length in LENGTHS * rounds:
         said, got = asked(site, length)
@@ -186,7 +188,6 @@ def judged(site: ContenderSite, column: Column, rounds: int) -> float:
     for length, times in ttft.items():
         words = f"{statistics.median(times):.2f} s" if times else "–"
         column.tell(f"{site.shape}: median time to the first token, {length} tokens", words)
-    return statistics.median(ttft[LONG] or [2.0])
 
 
 def asked(site: ContenderSite, length: int) -> tuple[str, TimedAnswer | None]:
@@ -206,6 +207,7 @@ class OpenRequest:
 
     def __init__(self, url: str, body: dict[str, Any], limit_s: float) -> None:
         self.result: TimedAnswer | BaseException | None = None
+        self.answer = TimedAnswer()  # what has come of it
         self.ended = 0.0
         self._url, self._body, self._limit_s = f"{url}/v1/completions", body, limit_s
         self._thread = threading.Thread(target=lambda: asyncio.run(self._send()), name="client")
@@ -217,27 +219,44 @@ class OpenRequest:
     async def _send(self) -> None:
         async with httpx.AsyncClient(timeout=TIMEOUT, trust_env=False) as client:
             try:
-                self.result = await asyncio.wait_for(stream(client, self._url, self._body), self._limit_s)
+                self.result = await asyncio.wait_for(stream(client, self._url, self._body, self.answer), self._limit_s)
             except (RequestFailed, httpx.HTTPError, asyncio.TimeoutError) as problem:
                 self.result = problem
         self.ended = time.monotonic()
 
 
-def struck(site: ContenderSite, victim: EngineProcess, after_s: float | None, tokens: int) -> str:
-    """Return the client's result of a request during which one engine is killed; None: just before it is sent."""
+# When an engine is killed: once this is true of the request in progress. None: before it is sent.
+Moment = Callable[[ContenderSite, OpenRequest], bool] | None
+
+
+def computes(site: ContenderSite, request: OpenRequest) -> bool:
+    """Return whether P is in the middle of the prompt: it counts the request with the first of three chunks."""
+    return counter(site.p, "vllm:num_requests_running") > 0
+
+
+def streams(site: ContenderSite, request: OpenRequest) -> bool:
+    return len(request.answer.times) >= STREAMING
+
+
+def struck(site: ContenderSite, victim: EngineProcess, moment: Moment, tokens: int) -> str:
+    """Return the client's result of a request during which one engine is killed."""
     prompt = fresh_prompt(LONG)
     (want,) = reference_answers(site.p, [prompt], tokens)
-    if after_s is None:
+    if moment is None:
         killed(victim)
-    request = OpenRequest(site.url, body_of(prompt, tokens), ANSWER_S + (after_s or 0.0))
-    time.sleep(after_s or 0.0)
-    early, at = request.result is not None, time.monotonic()
-    if after_s is not None:
+    request, at = OpenRequest(site.url, body_of(prompt, tokens), ANSWER_S), time.monotonic()
+    if moment is not None:
+        while request.result is None and not moment(site, request):
+            time.sleep(LOOK_S)
+        if request.result is not None:
+            request.wait()
+            if not isinstance(request.result, TimedAnswer):
+                return f"ended before the fault: {one_line(str(request.result))[:60] or type(request.result).__name__}"
+            return f"does not occur: the answer was whole after {request.ended - at:.1f} s"
+        at = time.monotonic()
         killed(victim)
     request.wait()
     got, seconds = request.result, request.ended - at
-    if early and after_s is not None:
-        return "the answer was there before the fault"
     if isinstance(got, asyncio.TimeoutError):
         return NOTHING
     if isinstance(got, TimedAnswer):
@@ -268,21 +287,21 @@ def cleaned(engine: EngineProcess, before: int) -> str:
     return f"{left} blocks held after {CLEAN_S:.0f} s"
 
 
-def killed_at_each_stage(site: ContenderSite, column: Column, usual: float) -> None:
-    """Kill P at each stage of its request, starting it anew each time, then D. `usual`: time to the first token."""
-    stages: dict[str, tuple[float | None, int]] = {
+def killed_at_each_stage(site: ContenderSite, column: Column) -> None:
+    """Kill P at each stage of its request, starting it anew each time, then D."""
+    stages: dict[str, tuple[Moment, int]] = {
         "before its prefill": (None, TOKENS),
-        "during its prefill": (usual / 2, TOKENS),
-        "after its prefill, while D streams": (2 * usual + 1, STREAMED),
+        "during its prefill": (computes, TOKENS),
+        "after its prefill, while D streams": (streams, STREAMED),
     }
-    for stage, (after_s, tokens) in stages.items():
+    for stage, (moment, tokens) in stages.items():
         free = settled_free_blocks(site.d)
-        column.tell(f"P killed {stage}", struck(site, site.p, after_s, tokens))
+        column.tell(f"P killed {stage}", struck(site, site.p, moment, tokens))
         column.tell(f"P killed {stage}: then D", cleaned(site.d, free))
         site.p = site.again(site.p)
         column.tell(f"P killed {stage}: the next request, P is back", asked(site, LONG)[0])
     free = settled_free_blocks(site.p)
-    column.tell("D killed while it streams", struck(site, site.d, 2 * usual + 1, STREAMED))
+    column.tell("D killed while it streams", struck(site, site.d, streams, STREAMED))
     column.tell("D killed while it streams: then P", cleaned(site.p, free))
 
 
@@ -294,9 +313,9 @@ def compare(contender: Contender, shape: PairShape, column: Column, build: HostB
             column.tell(f"{shape}: answers right", f"refused: {refusal(problem)}")
             return
         try:
-            usual = judged(site, column, rounds)
+            judged(site, column, rounds)
             if shape.faults:
-                killed_at_each_stage(site, column, usual)
+                killed_at_each_stage(site, column)
         finally:
             site.stop_router()
 

@@ -9,6 +9,7 @@ wait for the event pushes old bytes. docs/building.md describes the environment.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import secrets
@@ -75,7 +76,7 @@ class Side:
     drafts: int = 0  # drafted tokens, if not as many as the set says
     late_us: int = 0  # longest delay of an operator's results on their way to the cache
     delay_us: int = 0  # longest delay of a task of its streams before it runs
-    faults: str = ""  # file that plants faults in a P: plugin/ascend_host/faults.py
+    faults: str = ""  # file that plants faults: plugin/ascend_host/faults.py
     switches: Mapping[str, str] = field(default_factory=dict)  # of vllm-ascend, by environment variable
 
     @property
@@ -162,6 +163,10 @@ class Engines:
 
     def specs(self, machine: Machine, cluster: Cluster, url: str) -> list[EngineSpec]:
         """Return P and all servers of D, for a metaserver at `url`."""
+        found = self._specs(machine, cluster, url)
+        return [_noted(spec, cluster) for spec in found] if machine.stands_in else found
+
+    def _specs(self, machine: Machine, cluster: Cluster, url: str) -> list[EngineSpec]:
         p, d = self.p, self.d
         extra = cluster.push_config(**self._keys(machine, p))
         first = self._engine(machine, "p", "kv_producer", p, extra)
@@ -228,6 +233,13 @@ class Engines:
             arguments=(*common, *side.graph_flags, *side.divided, *self.flags, *side.flags),
             environment={**machine.environment, **side.switches, **(side.environment if machine.stands_in else {})},
         )
+
+
+def _noted(spec: EngineSpec, cluster: Cluster) -> EngineSpec:
+    """Let the stand-ins note what the processes of an engine ask of them (seen.py)."""
+    folder = cluster.directory / "notes" / spec.name
+    folder.mkdir(parents=True, exist_ok=True)
+    return dataclasses.replace(spec, environment={**spec.environment, "STAND_IN_NOTES": str(folder)})
 
 
 def rounded() -> AnswerTally:

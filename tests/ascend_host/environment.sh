@@ -4,7 +4,7 @@
 #
 # An environment of its own, because torch_npu without CANN breaks `import torch` for everybody else, and because its torch
 # is another than .venv's. What stands in for CANN is built by host_build.py. The second run finds all by its stamp.
-# With --where-possible it prints nothing where the environment cannot be made, and says why.
+# With --why-not it makes nothing: it prints why the environment cannot be made here, or nothing.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 # shellcheck source=scripts/setup.sh
@@ -49,19 +49,21 @@ make_venv() {
   pd_say "ready after $(pd_elapsed "$began") s, $(du -sh "$venv" | cut -f1) in ${venv#"$PD_ROOT"/}"
 }
 
-not_possible() {
-  local free
+why_not() {
+  local free machine
   free=$(df --output=avail -BG . | tail -n 1 | tr -dc 0-9)
-  if [ "$(uname -m)" != x86_64 ]; then
-    pd_say "tests/ascend_host is left out: vllm-ascend's stand-ins are for x86-64"
+  machine=$(uname -m)
+  if [ "$machine" != x86_64 ]; then
+    printf '%s\n' "vllm-ascend's stand-ins are for x86-64, and this machine is $machine. Run them on x86-64"
   elif [ ! -d "$venv" ] && [ "$free" -lt 20 ]; then
-    pd_say "tests/ascend_host is left out: its environment needs 8 GB, and $free GB are free; 20 are asked for"
-  else
-    return 1
+    printf '%s\n' "their environment needs 8 GB, of 20 GB free, and $free GB are free. Make room and run again"
   fi
 }
 
-if [ "${1:-}" = --where-possible ] && not_possible; then exit 0; fi
+if [ "${1:-}" = --why-not ]; then
+  why_not
+  exit 0
+fi
 stamp=$(pd_hash "$REQUIREMENTS" tests/ascend_host/environment.sh)
 is_there() { [ -f "$venv/.stamp" ] && [ "$(<"$venv/.stamp")" = "$stamp" ]; }
 

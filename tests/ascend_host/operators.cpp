@@ -25,6 +25,7 @@
 #include <string_view>
 #include <vector>
 
+#include "notes.h"
 #include "streams.h"
 
 namespace {
@@ -193,6 +194,18 @@ std::string title(const c10::OperatorName& name) {
   return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
 }
 
+// Notes an operator and the stream that runs it: the process's first one is 0.
+void note_operator(const std::string& name, const stand_in::Stream& stream) {
+  static std::mutex lock;
+  static auto* const numbers = new std::map<const stand_in::Stream*, size_t>;
+  size_t number;
+  {
+    const std::lock_guard<std::mutex> hold(lock);
+    number = numbers->emplace(&stream, numbers->size()).first->second;
+  }
+  stand_in::note("operator " + name + " " + std::to_string(number));
+}
+
 class Call {
  public:
   Call(const c10::OperatorHandle& op, Stack* stack)
@@ -202,6 +215,7 @@ class Call {
     look_at_arguments();
     if (!device_) return call_on_host();
     auto& stream = current_stream(device_->index());
+    if (stand_in::notes_wanted()) note_operator(title(op_.operator_name()), stream);
     if (!stream.updating.empty()) return update(stream);
     stream.wait_without_tail();
     make_caches_late();

@@ -6,21 +6,26 @@ The cells of one set share its engines. Every commit runs the first five sets; r
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 from engine_sets import BLOCK, CHUNK, SHORT_BLOCKS, Engines, Machine, Side, additional, few_blocks
 from host_build import HostBuild
 from kind_pairs import learn_of_first_tokens
 from pairs import Pair, counter, fresh_prompt, reference_answers
+from seen import EFFECTS, processes
 
 from tools.support.checks import Drafted, drafted, eventually, first_tokens, fresh_salt, front_counter
 from tools.support.client import RequestFailed, attempt, body_of, complete, gather, post
 from tools.support.cluster import Cluster, fresh_directory
-from tools.support.models import RECIPES
+from tools.support.engine import EngineProcess
+from tools.support.models import RECIPES, ensure
+from tools.support.small import switches_of
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -221,11 +226,22 @@ def replayed(engines: Engines, pair: Pair) -> None:
 
 
 def switched(engines: Engines, pair: Pair) -> None:
-    """Each engine has read the switches that its environment sets."""
-    for side, engine in ((engines.p, pair.prefill), (engines.d, pair.decode[0])):
+    """Each engine has read the switches that its environment sets, and shows those with an effect that can be seen."""
+    config = json.loads((ensure(engines.model) / "config.json").read_text())
+    of = [switches_of((*engines.flags, *side.flags)) for side in (engines.p, engines.d)]
+    asked = EFFECTS.keys() & (of[0] | of[1])
+    for side, has, engine in zip((engines.p, engines.d), of, (pair.prefill, pair.decode[0]), strict=True):
         log = engine.log.read_text(errors="replace")
         for name in side.switches:
             assert re.search(rf"environment variable {name} with value (True|1)\b", log), (engine.name, name)
+        if not isinstance(engine, EngineProcess) or "STAND_IN_NOTES" not in engine.spec.environment:
+            continue  # NPUs make no notes
+        ranks = processes(Path(engine.spec.environment["STAND_IN_NOTES"]))
+        assert len(ranks) == side.devices, (engine.name, len(ranks))
+        # An effect that no side asks for is not looked for: others may have it too, and one rank has all of a weight.
+        for name in asked:
+            shown = [EFFECTS[name](rank, config) for rank in ranks]
+            assert shown == [name in has] * len(ranks), (engine.name, name, shown)
 
 
 def balanced(engines: Engines, pair: Pair) -> None:
@@ -443,7 +459,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
             draft=MTP3,
             max_len=LONG,
         ),
-        (*FEWER, chosen, drafts),
+        (*FEWER, chosen, drafts, switched),
     ),
     # GLM-5: layers with an indexer of their own beside one that uses another's choice, and another rotation of keys.
     (Engines("dsa 1to1 glm", "glm5", p=Side(late_us=LATE), dtype="bfloat16", max_len=LONG), (*ALL, chosen)),
@@ -472,7 +488,8 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         Engines(
             "switches dsv3 2to2 shared expert",
             "dsv3",
-            p=Side(2, switches=DIVIDED, flags=additional(enable_shared_expert_dp=True)),
+            # Without flash communication, which has the same effect on shared experts.
+            p=Side(2, flags=additional(enable_shared_expert_dp=True)),
             d=Side(2, flags=additional(multistream_overlap_shared_expert=True)),
             flags=EXPERTS,
             dtype="bfloat16",
@@ -510,7 +527,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
             d=Side(dp=2, graphs=FULL, flags=additional(**HEAD, **GRAPHS)),
             flags=EXPERTS,
         ),
-        (*FEWER, replayed),
+        (*FEWER, replayed, switched),
     ),
     (
         Engines(

@@ -1,26 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults planted in a P one by one (plugin/ascend_host/faults.py), and what detects each.
+"""Faults planted in a P or a D one by one (plugin/ascend_host/faults.py), and what detects each.
 
 Six pairs: pushed directly, through an exchange, or with DeepSeek-V4's caches, without and with `verify: full`. Each is
 right without a fault, before the first and after the last. What an exchange brings is summed in its staging slot. So
 `verify: full` cannot see a gather that was too early: it shows in the answers alone.
+
+In a seventh D is late. When a request stops, its next token is already being computed, and its blocks go to a request
+that has waited for them. D's gate keeps P from writing there before that token's keys and values are.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ascend_host.faults import ELSEWHERE
-from engine_sets import BLOCK, SHORT_BLOCKS, Engines, Machine, Side
+from engine_sets import BLOCK, SHORT_BLOCKS, Engines, Machine, Side, few_blocks
 from host_build import HostBuild
-from pairs import Pair, fresh_prompt
+from pairs import Pair, counter, fresh_prompt
 
-from tools.support.checks import fresh_salt
+from tools.support.checks import eventually, fresh_salt
 from tools.support.client import RequestFailed, body_of, post
 from tools.support.cluster import Cluster, fresh_directory
 from tools.support.models import RECIPES
@@ -29,6 +33,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 OWN_KERNELS = {"regroup": "always", "regroup_kernels": "own"}
 LATE, DELAY = 200_000, 1000
+BLOCKS_OF_D = 5  # with the null block: the second request needs all that the first one had
 EQUAL = 1e-4  # between two log-probabilities
 
 TOKENS = "answers"
@@ -42,6 +47,7 @@ DIRECT = {
     "hook": {"hooks"},
 }
 EXCHANGED = {"written": {TOKENS}, "hold": {TOKENS}, "staged": {TOKENS, "tags"}, "order": {"tags"}, "hook": {"hooks"}}
+GATE = {"gate": {TOKENS}}
 COMPRESSED = {
     "hook": {"hooks"},
     **{fault: {TOKENS, "checksums"} for fault in ELSEWHERE},
@@ -50,11 +56,16 @@ COMPRESSED = {
 
 @dataclasses.dataclass(frozen=True)
 class Set:
-    """A pair without its faults, those that can be planted in it, and the length of its prompts."""
+    """A pair without its faults, those that can be planted in it, and the length of its prompts.
+
+    `before`: the length of another prompt, whose request stops when its third token comes.
+    """
 
     engines: Engines
     faults: Mapping[str, set[str]]
     length: int = 2 * BLOCK  # a block for each of two ranks
+    before: int = 0
+    verify: tuple[str, ...] = ("off", "full")
 
 
 SETS = {
@@ -66,31 +77,39 @@ SETS = {
         COMPRESSED,
         3 * BLOCK - 1,
     ),
+    # What lands after the sums were compared is in none, so checksums see it by chance.
+    "gate": Set(
+        Engines("planted gate", d=Side(late_us=3 * LATE, flags=few_blocks(BLOCKS_OF_D)), max_len=4 * BLOCK),
+        GATE,
+        4 * BLOCK - 14,
+        before=BLOCK + 20,
+        verify=("off",),
+    ),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Planted:
-    """A pair, and the file that plants a fault in its P."""
+    """A pair, and the file that plants a fault in its engines."""
 
     pair: Pair
     file: Path
     of: Set
 
     def wrong(self, fault: str = "") -> dict[str, str]:
-        """Return what was wrong with up to three prompts while the fault was there, by what saw it.
+        """Return what was wrong with up to three prompts (two of a late D) while the fault was there, by what saw it.
 
         The first request that fails is the last. Each ends at its second token, which is not known before.
         """
         vocab = RECIPES[self.of.engines.model].vocab
-        prompts = [fresh_prompt(self.of.length, vocab) for _ in range(3)]
+        prompts = [fresh_prompt(self.of.length, vocab) for _ in range(2 if self.of.before else 3)]
         expected = [said(self.pair.prefill.url, prompt, cache_salt=fresh_salt("reference")) for prompt in prompts]
         before, found = self.pair.failed_transfers(), dict[str, str]()
         self.file.write_text(fault)
         try:
             for prompt, (tokens, chances) in zip(prompts, expected, strict=True):
                 try:
-                    got, sure = said(self.pair.front.url, prompt, stop_token_ids=[tokens[1]])
+                    got, sure = self._answer(prompt, tokens[1])
                 except RequestFailed as failed:
                     if NO_NUMBER in failed.text:
                         found[TOKENS] = f"expected {chances}, got what is not a number"
@@ -109,6 +128,23 @@ class Planted:
             self.file.write_text("")
         return found
 
+    def _answer(self, prompt: list[int], last: int) -> tuple[list[int], list[float]]:
+        """Return a pair's answer that stops at its token `last`, behind another request if the set says so."""
+        front, d = self.pair.front.url, self.pair.decode[0]
+        if not self.of.before:
+            return said(front, prompt, stop_token_ids=[last])
+        other = fresh_prompt(self.of.before, RECIPES[self.of.engines.model].vocab)
+        tokens, _ = said(self.pair.prefill.url, other, cache_salt=fresh_salt("reference"))
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(said, front, other, stop_token_ids=[tokens[2]])
+            eventually(lambda: counter(d, "vllm:num_requests_running"), "the first request has its blocks")
+            answer = said(front, prompt, stop_token_ids=[last])
+            first.result()
+        assert not counter(d, "vllm:num_preemptions_total"), (
+            "the second request did not wait for the first one's blocks"
+        )
+        return answer
+
 
 def said(url: str, prompt: list[int], **more: Any) -> tuple[list[int], list[float]]:
     """Return tokens and their log-probabilities, which change with any byte of the cache."""
@@ -120,8 +156,8 @@ def said(url: str, prompt: list[int], **more: Any) -> tuple[list[int], list[floa
 def started(name: str, verify: str, build: HostBuild, progress: Callable[[str], None], file: Path) -> Iterator[Planted]:
     """Start a pair that is right without a fault; at its end it is so again, and all blocks are free."""
     plain = SETS[name].engines
-    p = dataclasses.replace(plain.p, faults=str(file))
-    engines = dataclasses.replace(plain, title=f"{plain.title} {verify}", p=p, verify=verify)
+    p, d = (dataclasses.replace(side, faults=str(file)) for side in (plain.p, plain.d))
+    engines = dataclasses.replace(plain, title=f"{plain.title} {verify}", p=p, d=d, verify=verify)
     with Cluster(fresh_directory("ascend_host"), progress=progress) as cluster:
         planted = Planted(engines.start(Machine.host(build), cluster), file, SETS[name])
         assert not planted.wrong()
@@ -150,7 +186,7 @@ def planted(
         yield pair
 
 
-ROWS = [(name, verify, fault) for name, one in SETS.items() for verify in ("off", "full") for fault in one.faults]
+ROWS = [(name, verify, fault) for name, one in SETS.items() for verify in one.verify for fault in one.faults]
 
 
 @pytest.mark.parametrize(("name", "verify", "fault"), ROWS)

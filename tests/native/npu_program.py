@@ -479,6 +479,40 @@ def threads() -> str:
     return "ok"
 
 
+def let_go() -> str:
+    """Check that a call's table and buffers keep their memory until it has run, although nobody else keeps them.
+
+    The allocator may give what is free to whoever asks next, on the stream for which it was allocated.
+    """
+    device, pages = NpuDevice(), PagesOnHost() if STAND_INS else None
+    side = torch.npu.Stream()
+    raw = torch.randint(0, 256, (40, 16, 2, 64), dtype=torch.uint8)
+    caches = [to_npu(raw).view(torch.int8).permute(0, 2, 1, 3) for _ in range(2)]
+    rows = np.array([[n % 2, 2 * n, 0, 0, 2, 16, n * 4096, 64, 128] for n in range(20)])
+    wanted = filled(20 * 4096, "cpu")
+    ops.gather([raw.permute(0, 2, 1, 3)] * 2, torch.from_numpy(rows), wanted)
+    for kernels in (True, False):
+        ops.use_kernels(kernels)
+        out, busy = filled(20 * 4096, "npu"), filled(64, "npu")
+        with device.planning():
+            gather = ops.Gather(rows, caches, out)
+        torch.npu.synchronize()
+        with torch.npu.stream(side):
+            if kernels:
+                for _ in range(5):  # each waits for up to STAND_IN_DELAY_US
+                    busy.copy_(busy.clone(), non_blocking=True)
+            gather(caches, out)
+        del gather
+        with device.planning():
+            later = [filled(size, "npu") for size in (1 << np.arange(9, 19)).tolist() for _ in range(4)]
+        torch.npu.synchronize()
+        expect(f"gather, {'own kernels' if kernels else 'by copies'}", out, wanted)
+        del later
+    if pages is not None and not pages.calls:
+        raise SystemExit("no pages were gathered")
+    return "ok"
+
+
 def devices() -> str:
     """Check that a new thread gets the device of the model's thread: a rank's is the first one only for rank 0."""
     seen = []
@@ -568,6 +602,7 @@ SCENARIOS: dict[str, Callable[[], str]] = {
     "production 4 with own kernels": lambda: production(4, ((1, 16), (2, 4)), regroup_kernels="own", verify="full"),
     "decode": decode,
     "threads": threads,
+    "let_go": let_go,
     "devices": devices,
     "formats": formats,
 }

@@ -39,6 +39,7 @@ PROGRAMS: tuple[tuple[dict[str, str], tuple[str, ...]], ...] = (
     ({"VLLM_ASCEND_PD_NPU_LIBRARY": "/nowhere/_C_npu.so"}, ("no_silent_fallback",)),
     ({"STAND_IN_DELAY_US": "3000"}, ("streams",)),
     ({"STAND_IN_DELAY_US": "20000"}, ("threads",)),
+    ({"STAND_IN_DELAY_US": "10000"}, ("let_go",)),
     (FOUR, ("exchange2", "exchange2 by copies", "production 2", "decode", "devices")),
     (FOUR, ("exchange4", "production 4", "production 4 with own kernels")),
 )
@@ -115,6 +116,10 @@ def test_the_op_of_the_default_path_is_declared_as_expected(scenario: Scenario) 
 
 def test_a_thread_that_reads_the_device_does_not_wait_for_the_model(scenario: Scenario) -> None:
     assert scenario("threads") == "ok"
+
+
+def test_a_call_keeps_its_memory_until_it_has_run(scenario: Scenario) -> None:
+    assert scenario("let_go") == "ok"
 
 
 def test_a_thread_works_on_its_ranks_device(scenario: Scenario) -> None:

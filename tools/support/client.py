@@ -67,9 +67,15 @@ def chat_body_of(text: str, max_tokens: int = 16, **more: Any) -> dict[str, Any]
     return {**body, "messages": [{"role": "user", "content": text}]}
 
 
-async def stream(client: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> TimedAnswer:
-    """Send a request with streaming on; `url` ends in /completions or /chat/completions."""
-    answer = TimedAnswer(started=time.monotonic())
+async def stream(
+    client: httpx.AsyncClient, url: str, body: Mapping[str, Any], answer: TimedAnswer | None = None
+) -> TimedAnswer:
+    """Send a request with streaming on; `url` ends in /completions or /chat/completions.
+
+    `answer`: filled as the chunks come, so that another thread sees how far it is.
+    """
+    answer = answer or TimedAnswer()
+    answer.started = time.monotonic()
     tokens: list[int] = []
     async with client.stream("POST", url, json={**body, "stream": True}) as response:
         if response.status_code != 200:

@@ -118,14 +118,14 @@ def shown(engines: Engines) -> Needs:
             divided=side.dcp * side.pcp,
             graphs=side.graphs,
             exchange=side.keys.get("regroup") == "always",
-            switches=_switches((*engines.flags, *side.flags)),
+            switches=switches_of((*engines.flags, *side.flags)),
         )
         for side in (engines.p, engines.d)
     ]
     return each[0] | each[1]
 
 
-def _switches(flags: Sequence[str]) -> set[str]:
+def switches_of(flags: Sequence[str]) -> set[str]:
     """Return the switches of the last --additional-config among an engine's arguments, which is the one that counts."""
     given = [json.loads(value) for flag, value in itertools.pairwise(flags) if flag == "--additional-config"]
     return switched(given[-1]) if given else set()
@@ -137,5 +137,5 @@ def covered() -> set[str]:
         name
         for engines in engine_sets()
         for side in (engines.p, engines.d)
-        for name in (*_switches((*engines.flags, *side.flags)), *side.switches)
+        for name in (*switches_of((*engines.flags, *side.flags)), *side.switches)
     }

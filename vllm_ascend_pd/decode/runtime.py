@@ -115,7 +115,7 @@ class ReceiveRuntime:
         """Apply a step's metadata on the loop thread, in the order of the calls."""
         if step.empty:
             return
-        # No write that came before the device's pending work has been seen to harm, but nothing promises that order.
+        # A step that is still in flight may write into these blocks: the next token of a request that has stopped.
         gate = self._device.record() if step.binds else None
         self._loop.post(self._apply, step, gate)
 

@@ -84,6 +84,8 @@ class Steps:
             self._computed_before(plan.before)
         if self._exchanging is not None:
             self._exchanging.prepare(plan)
+            # Nothing depends on this event: exchanges run one after the other, and have waited for these layers when
+            # they were made first. It only spares a second way to make one.
             event = self._record() if plan.again else None
             for run in plan.again:
                 if event is not None:

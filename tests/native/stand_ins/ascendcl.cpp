@@ -8,6 +8,7 @@
 #include <acl/acl_rt.h>
 
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -16,6 +17,7 @@
 #include <new>
 #include <vector>
 
+#include "notes.h"
 #include "streams.h"
 
 namespace stand_in {
@@ -67,6 +69,14 @@ thread_local bool device_is_set = false;
 
 int device_count() {
   return number_of("STAND_IN_DEVICES", 2);
+}
+
+// Notes the device that is current in a thread which uses memory, a stream or an event; -1 if it has set none. The
+// device itself goes by its context: it takes the current one's, whichever device the thread means.
+void note_use(const char* call) {
+  if (!notes_wanted()) return;
+  const int index = device_is_set ? current_device : -1;
+  note("use " + std::to_string(syscall(SYS_gettid)) + " " + std::to_string(index) + " " + call);
 }
 
 Device& device(int index) {
@@ -303,24 +313,28 @@ aclError aclrtGetMemInfo(aclrtMemAttr, size_t* free, size_t* total) {
 }
 
 aclError aclrtMemcpy(void* dst, size_t room, const void* src, size_t size, aclrtMemcpyKind kind) {
+  note_use(__func__);
   if (size > room || (kind == ACL_MEMCPY_DEVICE_TO_HOST && !is_allocated(src, size))) return kBadParameter;
   std::memmove(dst, src, size);
   return ACL_SUCCESS;
 }
 
 aclError aclrtMemcpyAsync(void* dst, size_t room, const void* src, size_t size, aclrtMemcpyKind, aclrtStream stream) {
+  note_use(__func__);
   if (size > room) return kBadParameter;
   stream_of(stream).submit([=] { std::memmove(dst, src, size); });
   return ACL_SUCCESS;
 }
 
 aclError aclrtMemset(void* at, size_t room, int32_t value, size_t size) {
+  note_use(__func__);
   if (size > room) return kBadParameter;
   std::memset(at, value, size);
   return ACL_SUCCESS;
 }
 
 aclError aclrtMemsetAsync(void* at, size_t room, int32_t value, size_t size, aclrtStream stream) {
+  note_use(__func__);
   if (size > room) return kBadParameter;
   stream_of(stream).submit([=] { std::memset(at, value, size); });
   return ACL_SUCCESS;
@@ -395,6 +409,7 @@ aclError aclrtUnmapMem(void* at) {
 // ---- streams
 
 aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t) {
+  note_use(__func__);
   auto* made = new Stream;
   *stream = made;
   const std::lock_guard<std::mutex> hold(state().lock);
@@ -417,6 +432,7 @@ aclError aclrtDestroyStreamForce(aclrtStream stream) {
 }
 
 aclError aclrtSynchronizeStream(aclrtStream stream) {
+  note_use(__func__);
   stream_of(stream).synchronize();
   return ACL_SUCCESS;
 }
@@ -425,6 +441,7 @@ aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t) {
 }
 
 aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus* status) {
+  note_use(__func__);
   *status = stream_of(stream).idle() ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
   return ACL_SUCCESS;
 }
@@ -459,6 +476,7 @@ aclError aclrtDestroyEvent(aclrtEvent event) {
 }
 
 aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream handle_of_stream) {
+  note_use(__func__);
   auto* event = static_cast<Event*>(handle);
   auto& stream = stream_of(handle_of_stream);
   auto mark = stream.mark();
@@ -472,6 +490,7 @@ aclError aclrtResetEvent(aclrtEvent, aclrtStream) {
 }
 
 aclError aclrtStreamWaitEvent(aclrtStream handle_of_stream, aclrtEvent handle) {
+  note_use(__func__);
   auto* event = static_cast<Event*>(handle);
   const auto mark = event->last();
   if (!mark) return ACL_SUCCESS;
@@ -505,11 +524,13 @@ aclError aclrtValueWait(void* at, uint64_t value, uint32_t mode, aclrtStream str
 }
 
 aclError aclrtSynchronizeEvent(aclrtEvent event) {
+  note_use(__func__);
   if (auto mark = static_cast<Event*>(event)->last()) mark->wait();
   return ACL_SUCCESS;
 }
 
 aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus* status) {
+  note_use(__func__);
   const auto mark = static_cast<Event*>(event)->last();
   *status = !mark || mark->done() ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
   return ACL_SUCCESS;
@@ -525,6 +546,7 @@ aclError aclrtEventElapsedTime(float* milliseconds, aclrtEvent, aclrtEvent) {
 }
 
 aclError aclrtSynchronizeDevice() {
+  note_use(__func__);
   std::vector<std::shared_ptr<Mark>> marks{device(current_device).own_stream.mark()};
   {
     const std::lock_guard<std::mutex> hold(state().lock);

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,33 +17,138 @@ CI = ["-m", "not slow", "--seeds", "ci"]
 ONE = "tests/unit/test_config.py"
 
 
-def arguments(folder: Path, *words: str) -> list[str]:
-    """Return what pytest would get."""
-    python = folder / "python"
-    python.write_text("#!/usr/bin/env bash\nprintf '%s\\n' \"$@\"\n")
-    python.chmod(0o755)
-    environment = {**os.environ, "PD_PYTHON": str(python), "PD_DEVICE": "cpu"}
-    command = [str(ROOT / "scripts" / "test.sh"), "--no-setup", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment)
-    assert done.stdout.splitlines()[:2] == ["-m", "pytest"], done.stdout
+PYTHON = '#!/usr/bin/env bash\nprintf \'%s\\n\' "$@" "left out: $PD_LEFT_OUT"\n'
+NO_ROOM = {"uname": "echo x86_64", "df": "printf 'Avail\\n  19G\\n'"}
+ARM = {"uname": "echo aarch64", "df": "printf 'Avail\\n 100G\\n'"}
+NEITHER = ("19 GB are free", "this machine is aarch64")
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """Return a clone with an environment for tests/ascend_host, and an interpreter that prints its arguments."""
+    root = tmp_path / "clone"
+    shutil.copytree(ROOT / "scripts", root / "scripts")
+    (root / "tests/ascend_host").mkdir(parents=True)
+    shutil.copy(ROOT / "tests/ascend_host/environment.sh", root / "tests/ascend_host")
+    for name in ("integration", "simulation", "native", "unit"):
+        (root / "tests" / name).symlink_to(ROOT / "tests" / name)
+    (root / ".venv-ascend-host").mkdir()
+    (root / ".venv-ascend-host/.stamp").touch()
+    program(tmp_path / "python", PYTHON)
+    return root
+
+
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def run(clone: Path, *words: str, tools: dict[str, str] | None = None, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run the script; `tools`: programs of the host, in place of its own."""
+    for name, body in (tools or {}).items():
+        program(clone.parent / "bin" / name, f"#!/bin/sh\n{body}\n")
+    environment = {name: value for name, value in os.environ.items() if name not in ("PD_ASCEND_HOST", "PD_LEFT_OUT")}
+    environment |= {"PD_PYTHON": str(clone.parent / "python"), "PD_DEVICE": "cpu", **more}
+    environment["PATH"] = f"{clone.parent / 'bin'}:{environment['PATH']}"
+    command = [str(clone / "scripts/test.sh"), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
+
+
+def arguments(clone: Path, *words: str, **more: str) -> list[str]:
+    """Return what pytest would get, and what its summary would say is left out."""
+    done = run(clone, "--no-setup", *words, **more)
+    assert done.returncode == 0 and done.stdout.splitlines()[:2] == ["-m", "pytest"], done
     return done.stdout.splitlines()[2:]
 
 
 @pytest.mark.parametrize(
     ("flag", "selection", "ascend"), [("", WORKING, False), ("--ci", CI, True), ("--all", [], True)]
 )
-def test_each_tier_selects_more_than_the_one_before(
-    tmp_path: Path, flag: str, selection: list[str], ascend: bool
-) -> None:
-    found = arguments(tmp_path, *([flag] if flag else []))
+def test_each_tier_selects_more_than_the_one_before(clone: Path, flag: str, selection: list[str], ascend: bool) -> None:
+    found = arguments(clone, *([flag] if flag else []))
     assert found[: len(selection)] == selection and found[len(selection)] == "-n"
     assert ("tests/ascend_host" in found) is ascend
     assert {f"tests/{name}" for name in ("integration", "simulation", "native", "unit")} <= set(found)
 
 
-def test_what_is_named_runs_as_in_ci(tmp_path: Path) -> None:
-    assert arguments(tmp_path, ONE, "-x") == [*CI, "-x", ONE]
-    assert arguments(tmp_path, "--all", ONE) == [ONE]
+def test_what_is_named_runs_as_in_ci(clone: Path) -> None:
+    assert arguments(clone, ONE, "-x") == [*CI, "-x", ONE, "left out: "]
+    assert arguments(clone, "--all", ONE) == [ONE, "left out: "]
+
+
+@pytest.mark.parametrize(
+    ("tools", "why"), list(zip((NO_ROOM, ARM), NEITHER, strict=True)), ids=["no room", "another machine"]
+)
+@pytest.mark.parametrize("words", [("--ci",), ("tests/ascend_host",)], ids=" ".join)
+def test_ci_fails_where_the_tests_under_vllm_ascend_cannot_run(
+    clone: Path, words: tuple[str, ...], tools: dict[str, str], why: str
+) -> None:
+    shutil.rmtree(clone / ".venv-ascend-host")
+    done = run(clone, *words, tools=tools)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and not done.stdout, done
+    assert "tests/ascend_host" in last and why in last and "or set PD_ASCEND_HOST=0" in last, last
+
+
+def test_all_runs_the_others_and_its_summary_says_what_is_missing(clone: Path) -> None:
+    shutil.rmtree(clone / ".venv-ascend-host")
+    done = run(clone, "--all", "tests/ascend_host", ONE, tools=NO_ROOM)
+    assert done.returncode == 0, done.stderr
+    assert "19 GB are free. Make room and run again, or" in done.stdout.splitlines()[-1]
+    missing = arguments(clone, "--all")[-1]
+    assert "--no-setup makes none. Run tests/ascend_host/environment.sh, or set PD_ASCEND_HOST=0" in missing
+
+
+def test_where_possible_ci_runs_the_others_too(clone: Path) -> None:
+    """As .ci/run has it."""
+    assert arguments(clone, "--ci", PD_ASCEND_HOST="where-possible")[-1] == "left out: "
+    shutil.rmtree(clone / ".venv-ascend-host")
+    done = run(clone, "--ci", tools=NO_ROOM, PD_ASCEND_HOST="where-possible")
+    assert done.returncode == 0, done.stderr
+    assert "19 GB are free. Make room and run again, or" in done.stdout.splitlines()[-1]
+
+
+def test_left_out_on_purpose_is_no_failure_but_is_said(clone: Path) -> None:
+    shutil.rmtree(clone / ".venv-ascend-host")
+    for tools in ({}, NO_ROOM):
+        for words in (["--ci"], ["--all"]):
+            found = arguments(clone, *words, tools=tools, PD_ASCEND_HOST="0")
+            assert "tests/ascend_host" not in found and "tests/unit" in found
+            assert found[-1].startswith("left out: tests/ascend_host, on purpose")
+    assert arguments(clone, PD_ASCEND_HOST="0")[-1] == "left out: ", "the quick tier never runs them"
+    alone = run(clone, "tests/ascend_host", PD_ASCEND_HOST="0")
+    assert alone.returncode == 1 and "nothing is left to run" in alone.stderr
+
+
+def test_an_environment_that_is_there_needs_no_room(clone: Path) -> None:
+    assert arguments(clone, "--ci", tools=NO_ROOM)[-1] == "left out: "
+    done = subprocess.run(
+        [clone / "tests/ascend_host/environment.sh", "--why-not"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env={**os.environ, "PATH": f"{clone.parent / 'bin'}:{os.environ['PATH']}"},
+    )
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("left_out", ["", "tests/ascend_host: no room. Make room."])
+def test_the_summary_ends_with_what_is_left_out(tmp_path: Path, left_out: str) -> None:
+    (tmp_path / "test_one.py").write_text("import warnings\ndef test_one():\n    warnings.warn('w')\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "conftest", "-c", "/dev/null"]
+    done = subprocess.run(
+        [*command, "--rootdir", str(tmp_path), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), "PD_LEFT_OUT": left_out},
+    )
+    *_, title, words, last = done.stdout.splitlines()  # behind warnings, failures and durations
+    assert "1 passed" in last
+    assert (words == left_out and " LEFT OUT " in title) if left_out else "LEFT OUT" not in done.stdout
 
 
 def test_ci_runs_its_own_tier() -> None:

@@ -140,8 +140,7 @@ class Scratch:
             import torch_npu  # noqa: F401  registers the device
 
             self._memory = torch.empty(2 * SIZE, dtype=torch.uint8, device="npu")
-            self._memory[:SIZE].copy_(torch.from_numpy(content.copy()))
-            self._memory[0].item()  # waits for the copy
+            self._memory[:SIZE].copy_(torch.from_numpy(content.copy()))  # from pageable memory: it waits for its stream
             self.source = int(self._memory.data_ptr())
         else:
             self._memory = np.zeros(2 * SIZE, dtype=np.uint8)

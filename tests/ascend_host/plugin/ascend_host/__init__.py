@@ -62,10 +62,11 @@ def take_over() -> None:
 
 
 def in_vllm() -> None:
-    """Replace kernels that need Triton. Install the TCP transport and the planted faults, if a test asks for them."""
-    from ascend_host import delta, faults, kernels, wire
+    """Replace kernels that need Triton. Install a TCP transport, planted faults and notes, if a test asks for it."""
+    from ascend_host import delta, faults, kernels, notes, wire
 
     kernels.replace()
     kernels.replace_functions({**delta.IN_PLACE_OF, **kernels.IN_PLACE_OF})
     wire.install()
     faults.install()
+    notes.install()

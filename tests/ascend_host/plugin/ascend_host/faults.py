@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planted faults in a P, to show that they are seen.
+"""Planted faults in a P or a D, to show that they are seen.
 
 ASCEND_HOST_FAULTS names a file. While it holds one of these names, that fault is there:
 
 computed    direct: the writer does not wait for a layer's event before it writes
 written     a layer gets the event of the layer before it
+cached      direct: the writer does not wait before it writes what earlier steps have computed
 hold        exchange: the side stream does not wait for the model's stream
 staged      exchange: the writer does not wait for the event after the exchange
 layers      direct: the first two layers are read from each other's memory
 order       exchange: the process group has its ranks in the reverse order
 hook        the second layer's hook is never called
 elsewhere … direct: caches with this name are read from the block behind the right one
+gate        D: it opens a request's blocks for writes although its own work with them may not be over
+device      from the start: the package's threads do not set their device
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,7 +47,7 @@ class _Past:
 def install() -> None:
     """Make each fault possible in this process, if it is given such a file."""
     if "ASCEND_HOST_FAULTS" in os.environ:
-        for replace in (_events, _written, _hold, _layers, _elsewhere, _order, _hook):
+        for replace in (_events, _written, _cached, _hold, _layers, _elsewhere, _order, _hook, _gate, _device):
             replace()
 
 
@@ -87,6 +91,19 @@ def _written() -> None:
     _instead(Steps, "written", "written", before)
 
 
+def _cached() -> None:
+    from vllm_ascend_pd.prefill.steps import Steps
+
+    def at_once(computed_before: Any, steps: Steps, plan: Any) -> None:
+        record, steps._record = steps._record, _Past
+        try:
+            computed_before(steps, plan)
+        finally:
+            steps._record = record
+
+    _instead(Steps, "_computed_before", "cached", at_once)
+
+
 def _hold() -> None:
     from vllm_ascend_pd.device.npu import _StreamEvent
 
@@ -117,6 +134,25 @@ def _elsewhere() -> None:
 
     for fault, name in zip(ELSEWHERE, CACHES, strict=True):
         _instead(pushes, "spans_of", fault, functools.partial(behind, name=name))
+
+
+def _gate() -> None:
+    from vllm_ascend_pd.decode.core.loads import Loads
+
+    def open_at_once(step: Any, loads: Loads, now: float, metadata: Any, gate: Any) -> None:
+        step(loads, now, metadata, gate and _Past())
+
+    _instead(Loads, "step", "gate", open_at_once)
+
+
+def _device() -> None:
+    import torch_npu
+
+    def not_ours(set_device: Any, index: Any) -> None:
+        if not threading.current_thread().name.startswith("pd-"):
+            set_device(index)
+
+    _instead(torch_npu.npu, "set_device", "device", not_ours)
 
 
 def _order() -> None:
