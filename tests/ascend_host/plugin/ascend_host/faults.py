@@ -5,7 +5,6 @@ ASCEND_HOST_FAULTS names a file. While it holds one of these names, that fault i
 
 computed    direct: the writer does not wait for a layer's event before it writes
 written     a layer gets the event of the layer before it
-cached      direct: the writer does not wait before it writes what earlier steps have computed
 hold        exchange: the side stream does not wait for the model's stream
 staged      exchange: the writer does not wait for the event after the exchange
 layers      direct: the first two layers are read from each other's memory
@@ -47,7 +46,7 @@ class _Past:
 def install() -> None:
     """Make each fault possible in this process, if it is given such a file."""
     if "ASCEND_HOST_FAULTS" in os.environ:
-        for replace in (_events, _written, _cached, _hold, _layers, _elsewhere, _order, _hook, _gate, _device):
+        for replace in (_events, _written, _hold, _layers, _elsewhere, _order, _hook, _gate, _device):
             replace()
 
 
@@ -89,19 +88,6 @@ def _written() -> None:
         steps._written = last.pop(0) if len(last) > 1 else last[0]
 
     _instead(Steps, "written", "written", before)
-
-
-def _cached() -> None:
-    from vllm_ascend_pd.prefill.steps import Steps
-
-    def at_once(computed_before: Any, steps: Steps, plan: Any) -> None:
-        record, steps._record = steps._record, _Past
-        try:
-            computed_before(steps, plan)
-        finally:
-            steps._record = record
-
-    _instead(Steps, "_computed_before", "cached", at_once)
 
 
 def _hold() -> None:
