@@ -257,6 +257,17 @@ def state_prefixes(engines: Engines, pair: Pair) -> None:
     pair.check_prefix_of_states(HYBRID_BLOCK, dropped=HYBRID_BLOCK if engines.draft else 0)
 
 
+def long_prefixes(engines: Engines, pair: Pair) -> None:
+    """A prefix on P of a whole block of each group: vLLM uses no other length of several groups' prefixes."""
+    vocab = RECIPES[engines.model].vocab
+    head = fresh_prompt(32 * 128, vocab)
+    before = counter(pair.prefill, "vllm:prefix_cache_hits_total")
+    complete(pair.prefill.url, body_of(head, 1))  # to P only
+    pair.check([[*head, *fresh_prompt(50, vocab)]], TOKENS, "a prefix on P")
+    hits = before + len(head)
+    eventually(lambda: counter(pair.prefill, "vllm:prefix_cache_hits_total") >= hits, "P takes what it has cached")
+
+
 def prefixes(engines: Engines, pair: Pair) -> None:
     """With a draft model vLLM does not use the last block of a cached prefix."""
     dropped = BLOCK if engines.draft else 0
@@ -265,17 +276,12 @@ def prefixes(engines: Engines, pair: Pair) -> None:
 
 
 def preempted(engines: Engines, pair: Pair) -> None:
-    """More answers than D has blocks for. P has enough: vllm-ascend never preempts on a P."""
-    check_preempted(engines, pair, [BLOCK + 40 * i for i in range(6)])
+    """More answers than D has blocks for. P has enough: vllm-ascend never preempts on a P.
 
-
-def check_preempted(engines: Engines, pair: Pair, lengths: list[int]) -> None:
-    """Compare answers of which D preempts some.
-
-    It computes their tokens again as a prefill, which MLA rounds otherwise than a decode. So does D alone.
+    D computes again what it has preempted, as a prefill, which MLA rounds otherwise than a decode. So does D alone.
     """
     (d,) = pair.decode
-    prompts = [fresh_prompt(length, RECIPES[engines.model].vocab) for length in lengths]
+    prompts = [fresh_prompt(BLOCK + 40 * i, RECIPES[engines.model].vocab) for i in range(6)]
     expected = reference_answers(pair.reference, prompts, 2 * BLOCK)
     before = counter(d, "vllm:num_preemptions_total")
     answers = gather(pair.front.url, [body_of(p, 2 * BLOCK) for p in prompts])
@@ -606,6 +612,19 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     ),
     (
         Engines(
+            "shapes dsa mtp 2to1",
+            "dsv32-mtp",
+            p=Side(2, drafts=1),
+            dtype="bfloat16",
+            flags=ROOM,
+            draft=MTP3,
+            max_len=LONG,
+        ),
+        (*FEWER, chosen, drafts, prefixes),
+    ),
+    (Engines("shapes dsa 4to2", "dsv32", p=Side(4), d=Side(2), dtype="bfloat16", max_len=LONG), (*FEWER, chosen)),
+    (
+        Engines(
             "shapes mtp 2to2",
             "mtp",
             p=Side(2),
@@ -617,6 +636,13 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         (*FEWER, prefixes, drafts),
     ),
     (Engines("shapes mla 1to1 preempted", "mla", d=Side(flags=FEW), dtype="bfloat16"), (edges, preempted)),
+    (Engines("shapes dsa 1to1 preempted", "dsv32", d=Side(flags=FEW), dtype="bfloat16"), (edges, preempted)),
+    # A block of 32 entries for 128 tokens each is the longest. A D with fewer blocks than a request of max_len has
+    # without its windows' being freed does not start, so a few requests do not make it preempt.
+    (
+        Engines("shapes dsv4 1to1 prefixes", "dsv4", dtype="bfloat16", flags=SHORT_BLOCKS, max_len=4608),
+        (edges, long_prefixes),
+    ),
     # vllm-ascend's recompute scheduler would take D's cached attention without a state (older_groups.py).
     (
         Engines(
@@ -624,6 +650,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         ),
         (*FEWER, blocks, state_prefixes),
     ),
+    (Engines("shapes qwen3next 2to2", "qwen3next", p=Side(2), d=Side(2), flags=ONE_AT_A_TIME), (*FEWER, blocks)),
 ]
 
 
