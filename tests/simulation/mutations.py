@@ -1223,7 +1223,7 @@ MORE = (
     Mutation("an aborted request stays held", seeds=HeldForgotten, world=_first),
     Mutation("a whole prompt begins without its token", seeds=BegunWithoutToken, world=_whole),
     Mutation("a wake-up is lost", writer=LooksTooEarly),
-    Mutation("READY wakes nobody", core=ReadyUnheeded),
+    Mutation("READY wakes no push", core=ReadyUnheeded),
     Mutation("hold freed early", meetings=HoldFreedEarly, world=_met_astray),
     Mutation("hold for ever", meetings=HoldForEver, world=_met_astray),
     Mutation("source bound twice", meetings=BoundTwice, world=_met_astray),

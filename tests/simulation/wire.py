@@ -186,7 +186,7 @@ class SimulatedWire:
                 block = int(np.minimum(first + b, last)[int(wrong.argmax())])
                 raise Violation(
                     f"promise 1: a write of transfer {serial} by {flight.source.process.name} landed in block {block} of "
-                    f"{flight.target.process.name}, which is reserved for {int(owner[block]) or 'nobody'}"
+                    f"{flight.target.process.name}, which is reserved for {int(owner[block]) or 'no transfer'}"
                 )
 
     def _back(self, flight: Flight, ok: bool) -> None:

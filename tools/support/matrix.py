@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/matrix.md and the READMEs say of modes: the tests that show one, or why none does."""
+"""Modes in docs/matrix.md and the READMEs: the tests that show one, or why none does."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ ROWS = (
 
 
 class RefusedFeature(NamedTuple):
-    """What an engine does not start with (PD-CONF-005), the reason, and the features that errors.not_proven names."""
+    """Feature that an engine refuses to start with (PD-CONF-005), the reason, and the names in errors.not_proven."""
 
     mode: str
     why: str

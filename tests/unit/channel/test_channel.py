@@ -87,7 +87,7 @@ async def test_a_listener_that_comes_back_is_found_again() -> None:
             await until(lambda: len(mouth.answers) > 1)
 
 
-async def test_nobody_there_is_reported_for_every_attempt_and_attempts_become_rarer() -> None:
+async def test_a_refused_connection_is_reported_for_every_attempt_and_attempts_become_rarer() -> None:
     limits = ChannelLimits(backoff_first_s=0.1, backoff_max_s=50.0, message_ttl_s=1.5, sweep_s=0.02)
     async with Mouth(limits=limits) as mouth:
         endpoint = Endpoint(LOOPBACK, 1)
@@ -98,7 +98,7 @@ async def test_nobody_there_is_reported_for_every_attempt_and_attempts_become_ra
         assert "refused" in mouth.unreachable[0].lower()
         await asyncio.sleep(0.5)
         assert mouth.stats()["unreachable"] == len(mouth.unreachable) <= attempts + 1, (
-            "nothing to say: nobody is dialled"
+            "nothing to say: no address is dialled"
         )
 
 
@@ -146,7 +146,7 @@ async def test_a_peer_that_does_not_read_costs_a_bounded_buffer() -> None:
 
 async def test_an_unknown_peer_is_counted() -> None:
     async with Ear() as ear:
-        assert not ear.listener.send("nobody", message())
+        assert not ear.listener.send("unknown", message())
         assert ear.stats()["dropped_unknown_peer"] == 1
 
 

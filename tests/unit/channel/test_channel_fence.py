@@ -53,8 +53,8 @@ async def test_only_the_last_connection_counts_and_a_return_is_reported() -> Non
         assert not ear.events, "another connection of the process stands"
         drop(second, ear)
         await until(lambda: ear.events == [("gone", "p-1")])
-        async with Mouth("p-1") as third, Mouth("p-2") as stranger:
-            stranger.say(ear.endpoint, 3)
+        async with Mouth("p-1") as third, Mouth("p-2") as other:
+            other.say(ear.endpoint, 3)
             third.say(ear.endpoint, 4)
             await until(lambda: len(ear.heard) == 4)
             assert ear.events == [("gone", "p-1"), ("back", "p-1")]
@@ -102,7 +102,7 @@ async def test_a_peer_that_leaves_on_purpose_proves_nothing_unless_it_vouches_fo
             assert ear.events == events
 
 
-async def test_closing_the_listener_reports_nobody() -> None:
+async def test_closing_the_listener_reports_no_peer_as_gone() -> None:
     async with Ear() as ear, Mouth() as mouth:
         mouth.say(ear.endpoint)
         await until(lambda: mouth.answers)

@@ -73,7 +73,7 @@ async def test_a_wrong_secret_gets_nothing_but_a_refusal(ours: Secrets | None, t
         await still_works(ear, theirs)
 
 
-async def test_who_only_claims_an_incarnation_cannot_end_it() -> None:
+async def test_a_peer_that_only_claims_an_incarnation_cannot_end_it() -> None:
     """Only connections with the key count as evidence: neither "gone" nor "back" can be forged."""
     async with Ear(SECRET) as ear, Mouth("p-1", SECRET) as mouth:
         mouth.say(ear.endpoint, 1)
@@ -178,7 +178,7 @@ async def test_every_flipped_bit_of_a_guarded_frame_is_noticed(secrets: Secrets)
 # -- slowness
 
 
-async def test_who_greets_too_slowly_is_dropped() -> None:
+async def test_a_peer_that_greets_too_slowly_is_dropped() -> None:
     async with Ear(limits=IMPATIENT) as ear, RawConnection(ear) as silent, RawConnection(ear) as slow:
         for byte in clear_frame(HELLO)[:20]:
             slow.send(bytes([byte]))
@@ -299,7 +299,7 @@ async def test_one_incarnation_cannot_hold_many_connections() -> None:
         await until(lambda: ear.events == [("gone", "p-x")])
 
 
-async def test_strangers_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+async def test_unproven_peers_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async with Ear() as ear:
         for _ in range(30):
             async with RawConnection(ear) as raw:
@@ -388,7 +388,7 @@ FORGED = "x\nWARNING 11-21 05:00:00 all secrets are wrong\r\x1b[31m"
     ],
     ids=["another version", "signed", "goodbye", "no msgpack", "unknown type", "torn"],
 )
-async def test_no_stranger_writes_lines_into_our_log(frame: bytes, caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_unproven_peer_writes_lines_into_our_log(frame: bytes, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     async with Ear(limits=FAST) as ear, RawConnection(ear) as raw:
         raw.send(frame)

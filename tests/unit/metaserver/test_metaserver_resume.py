@@ -221,7 +221,7 @@ def test_an_answer_that_is_parsed_is_not_continued(delta: dict[str, Any]) -> Non
     event = {"id": "x", "choices": [{"index": 0, "delta": delta, "token_ids": [5]}]}
     for said in (first, event):
         passed = kept.take(b"data: " + json.dumps(said).encode() + b"\n\n")
-    assert bool(passed) is bool(delta), "what the parser swallows is no event for who asked no ids"
+    assert bool(passed) is bool(delta), "what the parser swallows is no event for a client that asked for no ids"
     with pytest.raises(NotContinued, match="state"):
         kept.point()
 
@@ -235,7 +235,7 @@ def test_an_answer_that_is_parsed_is_not_continued(delta: dict[str, Any]) -> Non
         ({"error": {"message": "yours", "code": 400}}, None),
     ],
 )
-def test_how_d_ends_a_stream_is_told_apart(said: dict[str, Any], cut: Cut | None) -> None:
+def test_the_ways_in_which_d_ends_a_stream_are_distinguished(said: dict[str, Any], cut: Cut | None) -> None:
     kept, _ = kept_of({}, 3)
     passed = kept.take(b"data: " + json.dumps(said).encode() + b"\n\ndata: [DONE]\n\n")
     assert kept.cut is cut and (passed == b"") is (cut is not None)

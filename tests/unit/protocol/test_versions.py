@@ -190,6 +190,6 @@ def test_to_go_on_costs_a_small_message_however_many_layers_there_are() -> None:
     ],
     ids=["equal", "the next release", "too far apart", "another model", "not given", "not understood"],
 )
-def test_a_fingerprint_says_who_can_be_a_pair(one: str, other: str, wanted: bool) -> None:
+def test_a_fingerprint_says_which_engines_can_be_a_pair(one: str, other: str, wanted: bool) -> None:
     assert may_pair(one, other) is may_pair(other, one) is wanted
     assert len(one) <= MAX_FINGERPRINT

@@ -162,7 +162,7 @@ def test_a_receiver_restarted_on_the_same_port_is_reached_without_our_restart(
         assert successor.sum() == 1
 
 
-def test_a_silent_peer_delays_nobody(wire: MooncakeWire, memory: np.ndarray) -> None:
+def test_a_silent_peer_delays_no_other(wire: MooncakeWire, memory: np.ndarray) -> None:
     """A peer that accepts connections and never answers: Mooncake alone blocks for 60 s."""
     with ReceivingChild(1024) as receiver, socket.socket() as silent, Stalls() as stalls:
         silent.bind((LOOPBACK, 0))
@@ -250,7 +250,7 @@ def test_where_the_engine_cannot_ask_first_contact_needs_a_word_on_the_side_chan
         heard[receiver.session] = time.monotonic()
         assert settle(wire, waits) is WriteState.LANDED
         heard.clear()
-        assert one(wire, receiver, memory) is WriteState.LANDED, "whom we know need not be heard"
+        assert one(wire, receiver, memory) is WriteState.LANDED, "a known peer need not be heard"
 
 
 @contextlib.contextmanager
