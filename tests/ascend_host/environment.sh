@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Prints the interpreter of .venv-ascend-host: the real vllm-ascend, vLLM and torch_npu of requirements/ascend-host.txt.
 #
-# An environment of its own, because torch_npu without CANN breaks `import torch` for all other code, and because its torch
+# An environment of its own, because torch_npu without CANN breaks `import torch` for everybody else, and because its torch
 # is another than .venv's. What stands in for CANN is built by host_build.py. The second run finds all by its stamp.
 # With --where-possible it prints nothing where the environment cannot be made, and says why.
 set -euo pipefail

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from unit.kits.channel import Ear
+from unit.kits.channel import AnsweringListener
 from unit.kits.cluster import cluster
 from vllm_ascend_pd.admission import listening_ports
 from vllm_ascend_pd.cli.__main__ import main
@@ -454,14 +454,14 @@ def test_another_secret_is_distinguished_from_none_and_from_no_listener(tmp_path
 
 def test_an_engines_side_channel_answers_the_doctors_greeting() -> None:
     """A listener as in a decode worker."""
-    loop, ear = LoopThread("ear"), Ear()
+    loop, answering = LoopThread("answering"), AnsweringListener()
     try:
-        endpoint = loop.call(ear.listener.start(), 10)
+        endpoint = loop.call(answering.listener.start(), 10)
         found = {
             check.name: check for check in pair.call(pair.DoctorSide(host.HostOptions(), None), LOOPBACK, endpoint.port)
         }
     finally:
-        loop.call(ear.listener.close(), 10)
+        loop.call(answering.listener.close(), 10)
         loop.stop()
     assert found["side channel"].level == GOOD
     assert found["write"].level == NOTE and "an engine answers" in found["write"].says
