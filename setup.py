@@ -43,7 +43,7 @@ def missing(what: str, remedy: str) -> NoReturn:
 
 
 def package_folder(name: str) -> Path | None:
-    """Where a package is installed for this interpreter, even if build isolation keeps it off sys.path."""
+    """Return where a package is installed for this interpreter, even if build isolation keeps it off sys.path."""
     folders = [sysconfig.get_path("platlib"), sysconfig.get_path("purelib"), site.getusersitepackages()]
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.origin:
@@ -134,7 +134,7 @@ class BuildExtension(build_ext):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        # Whether it must be rebuilt is decided by scripts/setup.sh, from contents; flags are not in anyone's mtime.
+        # scripts/setup.sh decides whether it must be rebuilt, from contents: no file's mtime shows the flags.
         self.force = True
 
     def run(self) -> None:

@@ -8,10 +8,10 @@ cd "$(dirname "$0")/.."
 
 help() {
   cat <<'TEXT'
-Starts three pairs one after the other, each behind the router that belongs to it: AscendPushConnector, MooncakeLayerwiseConnector and
-MooncakeConnectorV1, P and D with TP 1 → 1, 2 → 1 and 1 → 2. Of each: right and wrong answers, time to the first token, and at TP 1 → 1
-what a client gets when P is killed before, during and after its prefill, and when D is, and whether the other engine's blocks are free
-again. Prints one table.
+Starts three pairs one after the other, each behind the router that belongs to it: AscendPushConnector,
+MooncakeLayerwiseConnector and MooncakeConnectorV1, P and D with TP 1 → 1, 2 → 1 and 1 → 2. Of each: right and wrong
+answers, time to the first token, and at TP 1 → 1 what a client gets when P is killed before, during and after its
+prefill, and when D is, and whether the other engine's blocks are free again. Prints one table.
 
 usage: scripts/compare_ascend.sh [--only NAME,…] [--shape SHAPE,…] [--rounds N] [--again] [--write]
 
@@ -21,8 +21,8 @@ usage: scripts/compare_ascend.sh [--only NAME,…] [--shape SHAPE,…] [--rounds
   --again   forget what earlier runs found (out/compare-ascend.json)
   --write   put the table into docs/migration.md
 
-Makes .venv-ascend-host if it is missing (docs/building.md). 40 to 60 minutes on two cores; the times to the first token are those of an
-engine on two cores of a CPU, and say nothing about NPUs.
+Makes .venv-ascend-host if it is missing (docs/building.md). 40 to 60 minutes on two cores; the times to the first token
+are those of an engine on two cores of a CPU, and say nothing about NPUs.
 TEXT
 }
 

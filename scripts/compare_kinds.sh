@@ -8,7 +8,8 @@ cd "$(dirname "$0")/.."
 
 help() {
   cat <<'TEXT'
-Starts P and D of each model with each connector and asks them prompts whose right answers P says alone. Prints one table.
+Starts P and D of each model with each connector and asks them prompts whose right answers P says alone. Prints one
+table.
 
 usage: scripts/compare_kinds.sh [--only NAME,…] [--connector NAME,…] [--write] [--again]
 

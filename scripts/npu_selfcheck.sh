@@ -29,7 +29,7 @@ Exit code: 0 if nothing failed (what needs more NPUs than there are is skipped, 
 failed, 2 if this host cannot be checked at all.
 
 Environment: PD_BASE_PYTHON or PD_PYTHON name the interpreter (see scripts/setup.sh); SOC_VERSION names the chip where
-npu-smi does not tell it. Source CANN's set_env.sh first.
+npu-smi does not show it. Source CANN's set_env.sh first.
 TEXT
 }
 

@@ -8,7 +8,8 @@ cd "$(dirname "$0")/.."
 
 help() {
   cat <<'TEXT'
-Sets up if needed (scripts/setup.sh), then runs the tests: integration, ascend_host, simulation, native, unit, in this order.
+Sets up if needed (scripts/setup.sh), then runs the tests: integration, ascend_host, simulation, native, unit, in this
+order.
 
 usage: scripts/test.sh [--ci | --all] [--no-setup] [path or pytest argument …]
        scripts/test.sh --parts [--no-setup] [--list] [--minutes M] [part …]
@@ -18,18 +19,18 @@ usage: scripts/test.sh [--ci | --all] [--no-setup] [path or pytest argument …]
   --parts     all tests, slow ones too, part by part; what is good on this commit does not run again (--parts --help)
   --no-setup  do not check the installation first
 
-As root it installs with apt-get what some tests use and this host lacks: a browser for the status page; with --all, cross-
-compiler and emulator for aarch64, and CMake. Elsewhere these tests say what they lack.
+As root it installs with apt-get what some tests use and this host lacks: a browser for the status page; with --all,
+cross-compiler and emulator for aarch64, and CMake. Elsewhere these tests say what they lack.
 
-Without paths the tests run in one process more than there are cores, five at most: they often wait. Those of a folder that starts
-engines run in one of them.
+Without paths the tests run in one process more than there are cores, five at most: they often wait. Those of a folder
+that starts engines run in one of them.
 With paths (tests/unit, tests/unit/test_x.py::test_y) only those run, as with --ci, in one process, or with -n N in N.
 Other arguments go to pytest as they are.
-Tests marked npu say that they are skipped where there is no NPU. tests/ascend_host needs an environment of 8 GB, which is made
-with --ci, --all, or when these tests are named, on x86-64 with 20 GB free (docs/building.md). Where it cannot be made, --ci and
-the named tests fail at once; --all runs the others, and its last lines say what was left out, why, and what to do.
-PD_ASCEND_HOST=0 leaves these tests out on purpose, PD_ASCEND_HOST=where-possible where they cannot run: then --ci does not
-fail, and its last lines say so too.
+Tests marked npu say that they are skipped where there is no NPU. tests/ascend_host needs an environment of 8 GB, which
+is made with --ci, --all, or when these tests are named, on x86-64 with 20 GB free (docs/building.md). Where it cannot
+be made, --ci and the named tests fail at once; --all runs the others, and its last lines say what was left out, why,
+and what to do. PD_ASCEND_HOST=0 leaves these tests out on purpose, PD_ASCEND_HOST=where-possible where they cannot run:
+then --ci does not fail, and its last lines say so too.
 TEXT
 }
 

@@ -42,7 +42,7 @@ class _Never(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/x-ndjson")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        self._line({"event": "accepted", "prefill": "nobody"})
+        self._line({"event": "accepted", "prefill": "none"})
         stop: threading.Event = self.server.stop  # type: ignore[attr-defined]
         while not stop.wait(2.0):
             try:

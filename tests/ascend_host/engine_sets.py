@@ -36,7 +36,7 @@ NOTHING: Mapping[str, str] = {}
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the engines of a set run."""
+    """Interpreter, plug-ins and environment of the engines of a set."""
 
     python: str
     stands_in: bool  # a CANN in host memory, which computes in any dtype and rounds alike in every batch

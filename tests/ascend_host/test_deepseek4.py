@@ -36,7 +36,7 @@ Question = tuple[list[int], int, list[int]]
 
 @dataclass(frozen=True)
 class Answers:
-    """What tests/ascend_host/answers.py writes."""
+    """Output of tests/ascend_host/answers.py."""
 
     answers: list[Steps]
     cached: list[int]

@@ -83,7 +83,7 @@ print(early, after)
 """
 
 
-def test_who_reads_a_late_cache_without_waiting_finds_old_bytes(build: HostBuild) -> None:
+def test_a_read_of_a_late_cache_without_waiting_finds_old_bytes(build: HostBuild) -> None:
     assert said(run(build, "-c", LATE, STAND_IN_LATE_US="300000", STAND_IN_SEED="3")) == "0.0 16.0"
 
 

@@ -296,7 +296,7 @@ def preempted(engines: Engines, pair: Pair) -> None:
 
 
 def offloaded(engines: Engines, pair: Pair) -> None:
-    """What D preempts, the other connector keeps and loads again; ours is not asked for it a second time."""
+    """Check that the other connector keeps and loads what D preempts; ours is not asked for it a second time."""
     preempted(engines, pair)
     log = pair.decode[0].log.read_text(errors="replace")
     kept = set(re.findall(r"Recompute preemption offload enabled for request (\S+),", log))
@@ -331,7 +331,7 @@ def dropped(engines: Engines, pair: Pair) -> None:
         pair.judge(f"{engines}, {len(p)} tokens", p, want.tokens, got)
         whole += 1
     drops = set(re.findall(r"Recompute triggered for request (\w+-\w+)-", d.log.read_text(errors="replace")))
-    assert len(drops) > len(prompts) - whole, "nobody was dropped and answered after all: the test shows nothing"
+    assert len(drops) > len(prompts) - whole, "no request was dropped and answered after all: the test shows nothing"
 
 
 def dropped_streams(engines: Engines, pair: Pair) -> None:

@@ -42,11 +42,11 @@ def test_check_sh_calls_a_pair_good_and_its_prompt_was_prefilled_elsewhere(fault
     eventually(lambda: prefilled(faulty.front.url) > before, "a load from P")
 
 
-def test_check_sh_fails_for_another_model_and_where_nobody_is(faulty: FaultSite) -> None:
+def test_check_sh_fails_for_another_model_and_at_an_unused_address(faulty: FaultSite) -> None:
     assert check(faulty.front.url, "another-model").returncode != 0
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        done = check("http://{}:{}".format(*nobody.getsockname()), "model", tries=1)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        done = check("http://{}:{}".format(*unused.getsockname()), "model", tries=1)
     assert done.returncode == 1 and "not ready" in done.stderr
 
 

@@ -110,7 +110,7 @@ def test_no_request_is_lost_when_one_of_two_ps_is_killed_under_load(
             page.until(browser.shows(gone, "ready"))
             assert not page.complaints
     retried = [r for r in door.operator.get("/status").json()["last"] if r["attempts"] > 1]
-    assert retried, "nobody was hit"
+    assert retried, "no request was hit"
     for prompt, want, got in zip(prompts, reference_answers(door.prefill, prompts, 32), answers, strict=True):
         assert isinstance(got, TimedAnswer)
         tally.check("a stream", prompt, want.tokens, got.tokens, door.prefill.url, body={"cache_salt": "failover"})

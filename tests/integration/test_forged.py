@@ -32,15 +32,20 @@ def _forged(site: FaultSite) -> dict[str, Any]:
         "missing keys": decode | prefill,
         "wrong types": {"do_remote_decode": True, "reservation": {"a": HUGE}, "metaserver": HUGE, "ticket": 7},
         "a huge list": {"do_remote_decode": True, "do_remote_prefill": True, "remote_block_ids": [HUGE] * 4},
-        "an envelope of nobody": decode | {"reservation": envelope},
+        "an invented envelope": decode | {"reservation": envelope},
         "a long envelope": decode | {"reservation": "A" * (1 << 20)},
         "another metaserver": prefill | {"metaserver": "http://169.254.169.254", "ticket": "t"},
-        "a ticket of nobody": prefill | {"metaserver": site.front.url, "ticket": "t" * 32},
+        "an invented ticket": prefill | {"metaserver": site.front.url, "ticket": "t" * 32},
         "a warm-up that D is to pretend": prefill | {"do_virtual": True},
         "a warm-up that P is to pretend": decode | {"do_virtual": True},
         "another engine": decode
         | prefill
-        | {"remote_engine_id": "somebody", "remote_host": "127.0.0.1", "remote_port": 1, "remote_block_ids": [0, 1]},
+        | {
+            "remote_engine_id": "another-engine",
+            "remote_host": "127.0.0.1",
+            "remote_port": 1,
+            "remote_block_ids": [0, 1],
+        },
     }
 
 

@@ -211,7 +211,7 @@ class TestFromTp1:
     def test_prefill_pushes_the_prefix_that_it_did_not_compute(self, one: tuple[Pair, Pair, Pair]) -> None:
         one[0].check_prefix_on_prefill(BLOCK)
 
-    def test_usage_counts_as_cached_what_nobody_computed(self, one: tuple[Pair, Pair, Pair]) -> None:
+    def test_usage_counts_as_cached_what_was_not_computed(self, one: tuple[Pair, Pair, Pair]) -> None:
         """Tokens that P computed for D do not count as cached."""
         pair, head = one[0], fresh_prompt(6 * BLOCK)
         longer = [*head, *fresh_prompt(50)]

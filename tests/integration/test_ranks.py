@@ -157,11 +157,11 @@ def test_a_load_keeps_the_wave_and_ranks_without_work_serve_their_peers(
 
     go_on.clear()
 
-    def asks_nobody(body: dict[str, Any]) -> Answer:
+    def asks_no_engine(body: dict[str, Any]) -> Answer:
         assert go_on.wait(30.0) or "reservation" not in body
         return 200, [{"event": "accepted", "prefill": "here"}]
 
-    with fake_metaserver(ports[-1], asks_nobody) as seen:
+    with fake_metaserver(ports[-1], asks_no_engine) as seen:
         leave_after(d.url, transfer_request(url, "left", leaves, 12), 1.0)
         go_on.set()
         (reserved,) = [body["reservation"] for body in seen if "reservation" in body]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real pairs that regroup: GQA 2→1 and 4→2, chunked, 16 requests at once; and the descriptors that this saves.
 
-On a CPU the token axis is opaque, so short pieces are as long as a head's plane of a block; still, pieces of several
+On a CPU the token axis is opaque, so short spans are as long as a head's plane of a block; still, spans of several
 ranks for one D block are merged into one. Too many engines for every change.
 """
 

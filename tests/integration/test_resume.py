@@ -25,6 +25,6 @@ def test_streams_outlive_their_d(cluster: Cluster, progress: Callable[[str], Non
     finally:
         run.close()
     progress(f"resume: {run.report}")
-    assert run.report.kills == ROUNDS and run.report.resumed, "nobody was hit"
+    assert run.report.kills == ROUNDS and run.report.resumed, "no stream was hit"
     assert not run.report.wrong, run.report.wrong[0]
     assert not run.report.broken, run.report.broken[0]

@@ -120,7 +120,7 @@ def test_every_answer_is_the_single_engines_and_no_block_is_lost(
         router.stop()
 
 
-def test_what_nobody_fetches_is_held_to_its_bound_and_all_of_it_comes_back(site: RoutedPair) -> None:
+def test_what_is_not_fetched_is_held_to_its_bound_and_all_of_it_comes_back(site: RoutedPair) -> None:
     """Flood P with requests that no D loads: it keeps serving, and reports the others as not held."""
     free = settled_free_blocks(site.prefill)
     params = {"do_remote_decode": True, "do_remote_prefill": False}

@@ -129,7 +129,7 @@ inline const std::map<std::string, Kernel>& kernels() {
          Tensors t(in, out);
          copy_rounds(t, true, true, true);
        }},
-      {"wait for an event that nobody sets",
+      {"wait for an event that is never set",
        [](uint8_t* in, uint8_t* out) {
          Tensors t(in, out);
          WaitFlag<HardEvent::MTE2_MTE3>(EVENT_ID3);

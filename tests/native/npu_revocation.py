@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from npu_transfer import DeviceMemory, write
 
-PIECE = 4 << 10
+SPAN = 4 << 10
 ATTEMPTS = 10
 SETTLE_S = 2.0  # work that the stopped process has given to its device continues, which revocation does not prevent
 LIMIT_S = 60.0
@@ -63,7 +63,7 @@ def serve(size: int, protocol: str, device: int) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         session, base = line.split()
-        print(write(memory, session, int(base), PIECE)[1], flush=True)
+        print(write(memory, session, int(base), SPAN)[1], flush=True)
 
 
 def landed(memory: DeviceMemory) -> int:
@@ -71,7 +71,7 @@ def landed(memory: DeviceMemory) -> int:
 
 
 def catch(memory: DeviceMemory, writer: WritingProcess) -> bool:
-    """Stop the writer with a part of its write landed. It writes the last piece last."""
+    """Stop the writer with a part of its write landed. It writes the last span last."""
     for _ in range(ATTEMPTS):
         memory.fill(None)
         writer.say(memory.target.session, memory.bytes.data_ptr())

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mooncake writes from one device into another: each byte compared by checksum, GB/s for pieces of several sizes.
+"""Mooncake writes from one device into another: each byte compared by checksum, GB/s for spans of several sizes.
 
     python npu_transfer.py [--protocol ascend|tcp] [--megabytes N] [--devices 0,1]
 
 With `tcp` memory is the host's, which shows without an NPU that this program is right. The parent writes, a child
-of its own device receives. Prints a line "figure: …" per size of piece, then "ok".
+of its own device receives. Prints a line "figure: …" per size of span, then "ok".
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm_ascend_pd.transport.create import create_target, create_wire
 
 LOOPBACK = "127.0.0.1"
 ALIGNMENT = 2 << 20  # size of an NPU's pages
-PIECES = (4 << 10, 16 << 10, 128 << 10, 1 << 20)
+SPANS = (4 << 10, 16 << 10, 128 << 10, 1 << 20)
 DEADLINE_S = 120.0
 
 
@@ -77,16 +77,16 @@ def receive(size: int, protocol: str, device: int) -> None:
     memory.close()
 
 
-def write(memory: DeviceMemory, session: str, base: int, piece: int) -> tuple[float, str]:
-    """Write every piece to its place, in an order in which no two neighbours can be merged.
+def write(memory: DeviceMemory, session: str, base: int, span: int) -> tuple[float, str]:
+    """Write every span to its place, in an order in which no two neighbours can be merged.
 
     Return the seconds and an error.
     """
-    count = memory.bytes.numel() // piece
-    order = np.concatenate([np.arange(0, count, 2), np.arange(1, count, 2)]) * piece
+    count = memory.bytes.numel() // span
+    order = np.concatenate([np.arange(0, count, 2), np.arange(1, count, 2)]) * span
     here, there = (order + memory.bytes.data_ptr()).tolist(), (order + base).tolist()
     begun = time.perf_counter()
-    handle = memory.wire.submit(session, here, there, [piece] * count)
+    handle = memory.wire.submit(session, here, there, [span] * count)
     state = WriteState.PENDING
     while state is WriteState.PENDING and time.perf_counter() - begun < DEADLINE_S:
         state = memory.wire.poll(handle)
@@ -110,19 +110,17 @@ def run(size: int, protocol: str, devices: Sequence[int]) -> int:
         memory = DeviceMemory(size, protocol, devices[0])
         session, base = child.stdout.readline().split()
         wrong = 0
-        write(memory, session, int(base), PIECES[-1])  # the first contact is not measured
-        for seed, piece in enumerate(PIECES):
+        write(memory, session, int(base), SPANS[-1])  # the first contact is not measured
+        for seed, span in enumerate(SPANS):
             memory.fill(seed)
             empty = ask("clear")
-            seconds, state = write(memory, session, int(base), piece)
+            seconds, state = write(memory, session, int(base), span)
             right = state == "landed" and ask("sum") == memory.sum() != empty
             wrong += not right
             verdict = (
                 "checksums equal" if right else f"WRONG: the write is {state}, or what arrived is not what was sent"
             )
-            print(
-                f"figure: mooncake {protocol}, pieces of {piece >> 10} KiB: {size / seconds / 1e9:.2f} GB/s, {verdict}"
-            )
+            print(f"figure: mooncake {protocol}, spans of {span >> 10} KiB: {size / seconds / 1e9:.2f} GB/s, {verdict}")
         memory.close()
         child.stdin.write("end\n")
         child.stdin.flush()

@@ -151,7 +151,7 @@ FAULTY_KERNELS = {
     "load does not wait for the store before it": "UB race|event reused",
     "event raised twice": "event reused",
     "event left set at the end": "event left set",
-    "wait for an event that nobody sets": "event never set",
+    "wait for an event that is never set": "event never set",
     "more UB than there is": "UB capacity",
     "store of what was never loaded": "UB uninitialised",
     "copy of 33 bytes": "copy limits",

@@ -412,10 +412,10 @@ class SimulatedCluster:
                 raise Violation(f"promise 4: {request.name} never ended: {request.state}")
 
 
-def _nothing(who: str, left: dict[str, int]) -> None:
+def _nothing(owner: str, left: dict[str, int]) -> None:
     found = {what: count for what, count in left.items() if count}
     if found:
-        raise Violation(f"promise 5: {who} has left {found}")
+        raise Violation(f"promise 5: {owner} has left {found}")
 
 
 def _as_text(world: World, message: Message) -> str:

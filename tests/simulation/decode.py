@@ -488,7 +488,9 @@ class DecodeEngine:
         elif start.fails:
             self.cluster.world.stats["whole prompts computed again"] += 1
         elif request.whole:
-            raise Violation(f"promise 3: {request.name} goes on in a cache in which nobody can compute its last token")
+            raise Violation(
+                f"promise 3: {request.name} goes on in a cache in which no engine can compute its last token"
+            )
         else:
             self.cluster.world.stats[f"first tokens computed: {start.why}"] += 1
         self._decode(request)

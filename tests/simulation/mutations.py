@@ -545,8 +545,8 @@ class IndexersTooEarly(Steps):
 class WindowTooShort(Pushes):
     """P pushes a block less of each window."""
 
-    def _leaving(self, push: Push, pairing: int, piece: PushSlice) -> tuple[int, int]:
-        lo, hi = super()._leaving(push, pairing, piece)
+    def _leaving(self, push: Push, pairing: int, push_slice: PushSlice) -> tuple[int, int]:
+        lo, hi = super()._leaving(push, pairing, push_slice)
         own = push.pairings[pairing].d.own
         return (min(hi, max(lo, push.firsts[pairing] + own.block_size)) if own.partial else lo), hi
 
@@ -554,12 +554,12 @@ class WindowTooShort(Pushes):
 class EntryTooEarly(Pushes):
     """P pushes an entry of several tokens with the first of them."""
 
-    def _leaving(self, push: Push, pairing: int, piece: PushSlice) -> tuple[int, int]:
-        lo, hi = super()._leaving(push, pairing, piece)
+    def _leaving(self, push: Push, pairing: int, push_slice: PushSlice) -> tuple[int, int]:
+        lo, hi = super()._leaving(push, pairing, push_slice)
         d, end = push.pairings[pairing].d, push.reservation.end
         if d.own.per_entry == 1 or hi == lo:
             return lo, hi
-        return lo, min(end // d.own.per_entry, max(hi, -(-piece.after // d.own.per_entry)))
+        return lo, min(end // d.own.per_entry, max(hi, -(-push_slice.after // d.own.per_entry)))
 
 
 class EntriesTakenForTokens(Pushes):
@@ -666,9 +666,9 @@ class StateOfOneTokenLess(PushBook):
 class StateOfEveryStep(Pushes):
     """P pushes the state after every chunk, so that an older one may land after a newer."""
 
-    def _leaving(self, push: Push, pairing: int, piece: PushSlice) -> tuple[int, int]:
-        lo, hi = super()._leaving(push, pairing, piece)
-        if push.pairings[pairing].d.own.stateful and piece.after > push.reservation.first:
+    def _leaving(self, push: Push, pairing: int, push_slice: PushSlice) -> tuple[int, int]:
+        lo, hi = super()._leaving(push, pairing, push_slice)
+        if push.pairings[pairing].d.own.stateful and push_slice.after > push.reservation.first:
             table = push.tables[push.pairings[pairing].p.group]
             if len(table.known_ids):  # with cached tokens there is none
                 table.ids[0], table.known = table.known_ids[-1], 1  # the newest reported one
@@ -683,16 +683,16 @@ class StateWithEveryStep(PushBook):
         self, request_id: str, computed: int, count: int, *blocks: Sequence[int], replaces: bool, ready: int = 0
     ) -> PushSlice | None:
         tracked = self._tracked.get(request_id)
-        piece = super().scheduled(request_id, computed, count, *blocks, replaces=replaces, ready=ready)
-        if tracked is None or piece is None:
-            return piece
-        at = [(piece.after - 1) // group.block_size for group in tracked.groups]
+        push_slice = super().scheduled(request_id, computed, count, *blocks, replaces=replaces, ready=ready)
+        if tracked is None or push_slice is None:
+            return push_slice
+        at = [(push_slice.after - 1) // group.block_size for group in tracked.groups]
         new_blocks = [
             np.asarray(ids[i : i + 1], dtype=np.int32) if group.stateful else new
-            for group, ids, i, new in zip(tracked.groups, blocks, at, piece.new_blocks, strict=True)
+            for group, ids, i, new in zip(tracked.groups, blocks, at, push_slice.new_blocks, strict=True)
         ]
-        self._pending.slices[-1] = replace(piece, new_blocks=tuple(new_blocks))
-        return piece
+        self._pending.slices[-1] = replace(push_slice, new_blocks=tuple(new_blocks))
+        return push_slice
 
 
 class LastTokenLoaded(LoadBook):
@@ -820,7 +820,7 @@ class AttachedWithoutItsPast(PushBook):
 
     def attach(self, *facts: Any) -> None:
         super().attach(*facts)
-        self._pending.computed = [replace(piece, before=piece.after) for piece in self._pending.computed]
+        self._pending.computed = [replace(push_slice, before=push_slice.after) for push_slice in self._pending.computed]
 
 
 class LostBlocksPushed(PushBook):
@@ -1223,7 +1223,7 @@ MORE = (
     Mutation("an aborted request stays held", seeds=HeldForgotten, world=_first),
     Mutation("a whole prompt begins without its token", seeds=BegunWithoutToken, world=_whole),
     Mutation("a wake-up is lost", writer=LooksTooEarly),
-    Mutation("READY wakes nobody", core=ReadyUnheeded),
+    Mutation("READY wakes no push", core=ReadyUnheeded),
     Mutation("hold freed early", meetings=HoldFreedEarly, world=_met_astray),
     Mutation("hold for ever", meetings=HoldForEver, world=_met_astray),
     Mutation("source bound twice", meetings=BoundTwice, world=_met_astray),

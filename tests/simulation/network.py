@@ -70,7 +70,7 @@ class Network:
     def died(self, process: Process, ranks: list[DecodeRank]) -> None:
         """Close the connections of a process that died, as the kernel does; connected peers notice it."""
         if self._world.chance(self._faults.silent_death):
-            self._world.fault("death that nobody is told of")
+            self._world.fault("death that is not reported")
             return
         for rank in ranks:
             rank.process.post(self._world.rng.uniform(0.0005, 0.3), rank.connection_ended, process.incarnation)

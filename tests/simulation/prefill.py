@@ -112,7 +112,7 @@ class RankWire:
             )
             flight.claims.append(claim)
             spans = Triples(src[start:end], dst[start:end], size[start:end])
-            flight.pieces.append((claim.push, rank.serials[claim.push], spans))
+            flight.writes.append((claim.push, rank.serials[claim.push], spans))
         if end != len(batch.dst):
             raise Violation(f"{rank.process.name} writes something else than it has claimed")
         self._taken.append(flight)
@@ -255,7 +255,7 @@ class PrefillRank:
         if waited > patience + 0.01 and self.process.disturbed < step.begun:
             raise Violation(f"promise 4: {self.process.name} waited {waited:.2f} s for preempted blocks")
         reads = {
-            push for flight in self.flights if flight.outcome is WriteState.PENDING for push, _, _ in flight.pieces
+            push for flight in self.flights if flight.outcome is WriteState.PENDING for push, _, _ in flight.writes
         }
         if waited < patience - 0.01 and not self._writer_died and not reads.isdisjoint(step.meta.preempted):
             raise Violation(f"promise 2: {self.process.name} does not wait for writes that read preempted blocks")
@@ -375,7 +375,7 @@ class PrefillRank:
     def _check_overwrite(self, fill: Fill) -> None:
         """Check promise 2: blocks that a live push may still read are not overwritten for another request."""
         for flight in self.flights:
-            for claim, (push, _, spans) in zip(flight.claims, flight.pieces, strict=True):
+            for claim, (push, _, spans) in zip(flight.claims, flight.writes, strict=True):
                 staged = unit_of(claim).sub_step > 0
                 if staged or push == fill.push or self.core._machine.state(push, claim.d_rank) not in _LIVE:
                     continue
@@ -389,7 +389,7 @@ class PrefillRank:
         self._ending = None
         self._pass(step)
         step.ended = True
-        if any(not piece.final for piece in step.meta.slices):
+        if any(not push_slice.final for push_slice in step.meta.slices):
             self.engine.cluster.cut_off_perhaps(self)
         self._end_perhaps(step)
 
@@ -528,7 +528,7 @@ class PrefillRank:
 
     def _check_closed(self, closed: Closed) -> None:
         for flight in self.flights:
-            for push, _, _ in flight.pieces:
+            for push, _, _ in flight.writes:
                 if push == closed.push and flight.outcome is WriteState.PENDING:
                     raise Violation(f"promise 2: {self.process.name} closed push {closed.push} while it writes")
 

@@ -23,7 +23,7 @@ KINDS = {
     "client left",
     "clock drifts",
     "connection flapped",
-    "death that nobody is told of",
+    "death that is not reported",
     "failed write read its slot's next bytes",
     "decode killed",
     "decode preempted",

@@ -30,7 +30,7 @@ UNHURRIED_S = 0.5  # longest time in which a process that was stopped reads what
 class Flight:
     """One batch in flight. It reads its source when it lands."""
 
-    __slots__ = ("claims", "landed", "lost", "outcome", "peer", "pieces", "session", "source", "submitted", "target")
+    __slots__ = ("claims", "landed", "lost", "outcome", "peer", "session", "source", "submitted", "target", "writes")
 
     def __init__(self, source: PrefillRank, target: DecodeRank, peer: Endpoint, session: str) -> None:
         self.source = source
@@ -38,7 +38,7 @@ class Flight:
         self.peer = peer
         self.session = session
         self.claims: list[Claim] = []
-        self.pieces: list[tuple[str, int, Triples]] = []  # push, serial of the transfer, spans
+        self.writes: list[tuple[str, int, Triples]] = []  # push, serial of the transfer, spans
         self.submitted = source.process.ran_s()
         self.landed = False
         self.outcome = WriteState.PENDING
@@ -47,7 +47,7 @@ class Flight:
     def staged(self) -> bytes:
         """Return the present contents of its staging slots."""
         memory, base = self.source.readable(True)
-        slots = [spans for _, _, spans in self.pieces if int(spans.src[0]) >= STAGING]
+        slots = [spans for _, _, spans in self.writes if int(spans.src[0]) >= STAGING]
         return b"".join(
             memory[at : at + size].tobytes()
             for spans in slots
@@ -162,9 +162,9 @@ class SimulatedWire:
         flight.landed = True
         if flight.lost is not None and flight.lost != flight.staged():
             self._world.fault("failed write read its slot's next bytes")
-            self.spoiled |= {serial for _, serial, _ in flight.pieces}
+            self.spoiled |= {serial for _, serial, _ in flight.writes}
         self._world.log(target.process.name, "LANDED", f"from {flight.source.process.name} partly={partly}")
-        for _, serial, spans in flight.pieces:
+        for _, serial, spans in flight.writes:
             src, dst, size = spans.src, spans.dst - BASE, spans.size
             if partly:
                 some = max(1, len(src) // 2)
@@ -186,7 +186,7 @@ class SimulatedWire:
                 block = int(np.minimum(first + b, last)[int(wrong.argmax())])
                 raise Violation(
                     f"promise 1: a write of transfer {serial} by {flight.source.process.name} landed in block {block} of "
-                    f"{flight.target.process.name}, which is reserved for {int(owner[block]) or 'nobody'}"
+                    f"{flight.target.process.name}, which is reserved for {int(owner[block]) or 'no transfer'}"
                 )
 
     def _back(self, flight: Flight, ok: bool) -> None:

@@ -252,7 +252,7 @@ def test_what_concerns_the_engine_reaches_both() -> None:
 
 
 @pytest.mark.parametrize(("prefill", "decode", "wanted"), [(0, 0, 0), (0, 3, 3), (-1, 3, -1), (-1, 0, -1)], ids=str)
-def test_nobody_sleeps_who_has_a_push_to_tell_of(prefill: int, decode: int, wanted: int) -> None:
+def test_an_engine_with_a_push_to_report_does_not_sleep(prefill: int, decode: int, wanted: int) -> None:
     assert BothScheduler(Fake(open_loads=prefill), Fake(open_loads=decode)).open_loads() == wanted
 
 

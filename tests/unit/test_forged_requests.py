@@ -65,7 +65,7 @@ NONSENSE: dict[str, Any] = {
     "keys of another connector": {
         "do_remote_decode": True,
         "do_remote_prefill": True,
-        "remote_engine_id": "engine-of-somebody-else",
+        "remote_engine_id": "another-engine",
         "remote_block_ids": [[0, 1, 2, 3]],
         "remote_host": "127.0.0.1",
         "remote_port": 1,
@@ -238,7 +238,7 @@ def test_a_made_up_layout_is_refused_too(pair: ConnectorPair, honest: Reservatio
 
 
 @pytest.mark.parametrize("blocks", [[0, 1], [6, 7], [100, 200], [-1, -2], [2**31 - 1, 2**31 - 1]], ids=str)
-def test_blocks_that_nobody_reserved_are_never_written(
+def test_blocks_that_were_not_reserved_are_never_written(
     pair: ConnectorPair, honest: Reservation, blocks: list[int]
 ) -> None:
     """The transfer does not exist: D grants no authority for what its scheduler has not bound."""

@@ -110,14 +110,14 @@ DEFECTS: dict[int, Defect] = {
     9: Defect(
         "a metaserver that is down or says 4xx or 5xx is taken for success, and D waits for ever",
         (
-            f"{UNIT}/decode/test_metaserver_client.py::test_nobody_there_fails_within_the_deadline",
+            f"{UNIT}/decode/test_metaserver_client.py::test_a_metaserver_that_is_not_there_fails_within_the_deadline",
             f"{UNIT}/decode/test_metaserver_client.py::test_what_may_have_been_executed_is_not_posted_again",
             f"{UNIT}/schedulers/test_decisions_scheduler.py::test_a_metaserver_that_is_down_cancels_the_load",
             f"{INTEGRATION}/test_gqa.py::TestFromTp1::test_a_failed_load_is_recomputed_or_fails_as_configured",
         ),
     ),
     10: Defect(
-        "nobody tells D that P died or aborted; a late DONE frees blocks of a request that D aborted",
+        "D does not learn that P died or aborted; a late DONE frees blocks of a request that D aborted",
         (
             f"{UNIT}/runtime/test_runtime_faults.py::test_an_abort_on_prefill_fails_the_load_at_once_and_releases_the_blocks",
             f"{UNIT}/runtime/test_runtime_faults.py::test_a_cancel_on_decode_stops_the_push_and_fences_the_blocks",
@@ -141,7 +141,7 @@ DEFECTS: dict[int, Defect] = {
             "test_a_decode_engine_that_accepts_and_stays_silent_delays_neither_the_forward_nor_others",
             f"{UNIT}/runtime/test_runtime_isolation.py::test_a_destination_whose_writes_stall_delays_no_other",
             f"{UNIT}/test_connector.py::test_the_hooks_of_a_layer_do_no_more_than_note_it",
-            f"{UNIT}/transport/test_mooncake_faults.py::test_a_silent_peer_delays_nobody",
+            f"{UNIT}/transport/test_mooncake_faults.py::test_a_silent_peer_delays_no_other",
         ),
     ),
     13: Defect(
@@ -158,7 +158,7 @@ DEFECTS: dict[int, Defect] = {
         (
             f"{UNIT}/test_connector.py::test_stages_and_ranks_tell_their_layers_by_pp_and_tp",
             f"{UNIT}/runtime/test_runtime.py::test_every_byte_arrives_and_no_other_is_touched",
-            f"{UNIT}/schedulers/test_decisions_scheduler.py::test_children_of_one_request_share_parameters_that_nobody_changes",
+            f"{UNIT}/schedulers/test_decisions_scheduler.py::test_children_of_one_request_share_parameters_that_do_not_change",
             f"{UNIT}/metaserver/test_metaserver_service.py::test_n_choices_bring_n_transfers_on_one_ticket",
             f"{INTEGRATION}/test_gqa.py::TestFromPipeline::test_every_length_to_tp_1",
         ),
@@ -225,7 +225,7 @@ DEFECTS: dict[int, Defect] = {
     ),
     # -- access
     23: Defect(
-        "anybody gets device addresses, and forged DONE messages are accepted",
+        "any caller gets device addresses, and forged DONE messages are accepted",
         (
             f"{UNIT}/channel/test_channel_hostile.py::test_a_wrong_secret_gets_nothing_but_a_refusal",
             f"{UNIT}/channel/test_channel_hostile.py::test_a_recorded_conversation_is_worth_nothing",
@@ -238,7 +238,7 @@ DEFECTS: dict[int, Defect] = {
         "metaserver, host, port and blocks come from the client's request",
         (
             f"{UNIT}/decode/test_decisions_load.py::test_a_forged_ticket_is_prefilled_locally_with_the_reason",
-            f"{UNIT}/schedulers/test_decisions_scheduler.py::test_forged_tickets_are_prefilled_locally_and_call_nobody",
+            f"{UNIT}/schedulers/test_decisions_scheduler.py::test_forged_tickets_are_prefilled_locally_and_call_no_address",
             f"{UNIT}/schedulers/test_decisions_scheduler.py::test_a_signed_reservation_is_taken_with_the_right_secret_only",
             f"{UNIT}/decode/test_metaserver_client.py::test_only_the_allow_list_is_called",
             f"{UNIT}/metaserver/test_metaserver_bodies.py::test_a_clients_transfer_parameters_never_get_through",

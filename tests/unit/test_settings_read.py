@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A setting that nothing reads is a promise that nobody keeps: each declared one is read in the package."""
+"""Each declared setting is read in the package: one that nothing reads would promise what does not happen."""
 
 from __future__ import annotations
 

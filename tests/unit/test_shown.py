@@ -34,7 +34,7 @@ def test_a_failure_reads_as_its_code_and_what_is_known() -> None:
     assert str(Failure("PD-XFER-003", "a write failed")) == "PD-XFER-003 a write failed"
 
 
-def test_a_transfer_tells_its_state_its_tokens_and_who_writes() -> None:
+def test_a_transfer_shows_its_state_its_tokens_and_its_writers() -> None:
     r = receiver()
     r.bind(0.0, T, FIRST, END, 300.0)
     assert repr(r._transfers[T]) == "<Transfer decode-1/7/uuid-7 gated, tokens [0, 40)>"
@@ -73,7 +73,7 @@ def test_a_push_and_its_pairs_tell_how_far_they_are() -> None:
     assert repr(push.pairs[0]).endswith("0 out, 0 covered; sends FAILED, not acknowledged>")
 
 
-def test_a_staging_slot_tells_whose_it_is_and_who_reads_it() -> None:
+def test_a_staging_slot_shows_its_destination_and_its_readers() -> None:
     slot = StagingSlot(3, "d0:4711", torch.zeros(1024, dtype=torch.uint8), users=2)
     assert repr(slot) == f"<StagingSlot 3 for d0:4711, 1024 bytes at {slot.address:#x}, read by 2>"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tools take from tests/ascend_host, whose modules are in no package: they find each other on the import path."""
+"""Imports of tools from tests/ascend_host, whose modules are in no package: they find each other on the import path."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ def _machines() -> Run:
             receiver.tick(now)
             sender.tick(now)
             if receiver.parked_count() > 4096 or receiver.record_count() > 1 or sender.record_count() > 1:
-                raise AssertionError("a machine keeps what strangers say")
+                raise AssertionError("a machine keeps what unproven peers say")
         return READ
 
     return run

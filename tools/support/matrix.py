@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/matrix.md and the READMEs say of modes: the tests that show one, or why none does."""
+"""Modes in docs/matrix.md and the READMEs: the tests that show one, or why none does."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ ROWS = (
 
 
 class RefusedFeature(NamedTuple):
-    """What an engine does not start with (PD-CONF-005), the reason, and the features that errors.not_proven names."""
+    """Feature that an engine refuses to start with (PD-CONF-005), the reason, and the names in errors.not_proven."""
 
     mode: str
     why: str
@@ -103,7 +103,7 @@ REFUSED = (
     RefusedFeature("context parallelism without vllm-ascend", f"which rank keeps which tokens is vllm-ascend's rule. In vLLM the backend and the release decide, and its CPU backends refuse DCP ({CONTEXT})", ("Context parallelism without vllm-ascend",)),
     RefusedFeature("context parallelism as PCP on D, or beside a pipeline, vLLM's fp8, windows, states or several groups; PCP beside a sparse indexer", f"none of these was tried with engines. Windows and states are not divided; with PCP an indexer's keys are ({CONTEXT})", ("Prefill context parallelism on decode", "Context parallelism with pipeline parallelism", "Context parallelism with a quantised KV cache", "Context parallelism with sliding windows, states, several groups or an indexer's layers", "Prefill context parallelism with a sparse indexer", "A sparse indexer whose keys are not whole on each of … ranks of DCP")),
     RefusedFeature("context parallelism beside speculative decoding", f"it was tried: with more than one drafted token vllm-ascend 0.23.0.post1 ends by itself at its first prefill ({CONTEXT})", ("Speculative decoding with context parallelism",)),
-    RefusedFeature("DCP among ranks that do not hold one head, or in runs of tokens that do not end with a block", f"the rule of who holds which token is that of ranks with one head, and vllm-ascend wants runs of whole blocks beside a connector ({CONTEXT})", ("Decode context parallelism of … among … ranks that do not hold one head", "Context parallelism in runs of … tokens, which do not end with a block of …,")),
+    RefusedFeature("DCP among ranks that do not hold one head, or in runs of tokens that do not end with a block", f"the rule of which rank holds which token is that of ranks with one head, and vllm-ascend wants runs of whole blocks beside a connector ({CONTEXT})", ("Decode context parallelism of … among … ranks that do not hold one head", "Context parallelism in runs of … tokens, which do not end with a block of …,")),
     RefusedFeature("a pipeline beside a draft model or a sparse indexer, except on P under vllm-ascend with MTP or an indexer", "these two have run there (sets `shapes … pp`). vllm-ascend itself refuses MTP with a pipeline on D. Of other drafts no engine has shown that their hooks fire on the last stage alone, and once; of an indexer on D's stages, and without vllm-ascend, the simulator alone ran ([decisions.md](decisions.md#a-stage-of-d-is-a-row-of-destinations-not-an-engine))", ("A draft model with pipeline parallelism", "A sparse indexer with pipeline parallelism")),
     RefusedFeature("a pipeline beside windows, states, several groups or an fp8 cache", "no pair has shown it: which stage has which group, only a pair can show", ("A cache with sliding windows, states or several groups, with pipeline parallelism", "A quantised KV cache with pipeline parallelism")),
     RefusedFeature("windows, states or several groups with a vLLM before 0.32 other than 0.23; behind a MultiConnector with one before 0.32", "these releases do not give a connector what it must know of groups. For 0.23 that is added around its scheduler ([kinds.md](kinds.md#recurrent-states))", (GROUPED, f"{GROUPED} (…)", f"{GROUPED} behind a MultiConnector")),

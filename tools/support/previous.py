@@ -36,7 +36,7 @@ def package(folder: Path, name: str) -> Path:
     """Write the package of the previous state into a folder, without its compiled ops.
 
     Raise NotThere in a shallow checkout. One that was named or released, or is missing in a workflow, is an error:
-    nobody would see that tests were skipped there.
+    otherwise tests would be skipped there unseen.
     """
     if git("cat-file", "-e", f"{name}^{{commit}}").returncode:
         if name != BEFORE_RELEASES or os.environ.get("GITHUB_ACTIONS"):

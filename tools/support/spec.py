@@ -19,7 +19,7 @@ from tools.support import on_cpu
 from tools.support.models import ROOT, recipe_of
 
 CONNECTOR = "AscendPushConnector"
-LOGPROBS = 20  # best tokens that an answer may tell, as many as vLLM's default
+LOGPROBS = 20  # best tokens that an answer may list, as many as vLLM's default
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both", "plain": "single"}
 
 CPU_ENVIRONMENT = {

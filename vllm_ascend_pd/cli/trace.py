@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-ascend-pd trace DIR`: the pieces that P, D and the metaserver wrote (`trace_dir`), merged by transfer.
+"""`vllm-ascend-pd trace DIR`: the files that P, D and the metaserver wrote (`trace_dir`), merged by transfer.
 
 Prints a table of all transfers and the way of one as text; `--perfetto FILE` writes it for ui.perfetto.dev. Files of
 several hosts are copied into one directory, each host into a folder of its own.

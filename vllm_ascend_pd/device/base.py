@@ -12,7 +12,7 @@ from vllm_ascend_pd.shared.event import Event
 
 
 class Packing(NamedTuple):
-    """How bytes are arranged inside a (block, head) plane."""
+    """Arrangement of bytes inside a (block, head) plane."""
 
     name: str  # the same on P and D
     opaque: bool  # the plane is moved whole: a token's bytes are not one range in it

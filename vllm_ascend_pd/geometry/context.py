@@ -102,7 +102,7 @@ def contributors(p: TokenSplit, d: TokenSplit, d_rank: int) -> tuple[int, ...]:
 
 
 def runs(p: TokenSplit, d: TokenSplit) -> int:
-    """Return the number of pieces in one common period: the work of comparing P and D."""
+    """Return the number of stretches in one common period: the work of comparing P and D."""
     return math.lcm(p.covers, d.covers) // math.gcd(p.run, d.run)
 
 
@@ -114,7 +114,7 @@ def _period(p: TokenSplit, p_rank: int, d: TokenSplit, d_rank: int) -> tuple[Int
 
 
 def _cut(p: TokenSplit, d: TokenSplit) -> tuple[Ints, int]:
-    """Return where one common period is cut, and the pieces' length. None crosses a border of a run or block."""
+    """Return where one common period is cut, and the stretches' length. None crosses a border of a run or block."""
     if runs(p, d) > MAX_RUNS:
         raise LocalProtocolError(f"{p} and {d} have no common period of fewer than {MAX_RUNS} runs")
     step = math.gcd(p.run, d.run)
@@ -122,7 +122,7 @@ def _cut(p: TokenSplit, d: TokenSplit) -> tuple[Ints, int]:
 
 
 def _joined(start: Ints, step: int, p: TokenSplit, d: TokenSplit) -> tuple[Ints, Ints]:
-    """Join pieces that are neighbours in the prompt and inside one block on both sides. Return starts and lengths."""
+    """Join stretches that are neighbours in the prompt and in one block on both sides. Return starts and lengths."""
     if not len(start):
         return start, start
     (p_block, p_token), (d_block, d_token) = p.places(start), d.places(start)

@@ -161,7 +161,7 @@ def buffer_rows(
         begin, end = source[index], target[index]
         if not region.opaque and not token_outer(region, d_heads):
             tables.extend(
-                _boxes(begin, end, cell, image, *piece) for piece in _head_major(segments, d.block_size, cell)
+                _boxes(begin, end, cell, image, *whole) for whole in _head_major(segments, d.block_size, cell)
             )
             continue
         count = segments.measure(region, d.block_size)
@@ -190,9 +190,9 @@ def _boxes(source: Ints, target: Ints, cell: int, image: Image, done: Ints, leng
 
 
 def _head_major(segments: Segments, size: int, cell: int) -> list[tuple[Ints, Ints, Ints]]:
-    """Return three pieces of each segment: its first partial unit, its whole units, its last partial unit.
+    """Return three ranges of each segment: its first partial unit, its whole units, its last partial unit.
 
-    Each piece has the tokens before it, the bytes per head of a unit, and the number of units.
+    Each range has the tokens before it, the bytes per head of a unit, and the number of units.
     """
     lo, hi = segments.lo, segments.hi
     up, down = np.minimum(-(-lo // size) * size, hi), np.maximum(hi // size * size, lo)

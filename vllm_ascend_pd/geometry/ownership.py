@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines, pieces, cuts and granules: how P ranks divide the tokens of a step among them.
+"""Lines, stretches, cuts and granules: how P ranks divide the tokens of a step among them.
 
-The jobs of a step that go to equal layouts lie end to end on one line of T tokens, one piece per D block. The line is
-cut in the ratio of the ranks' weights; a cut inside a piece moves to the nearest multiple of the granule and never
-leaves its piece. Each rank owns what lies between two neighbouring cuts, so it owns at most one contiguous token range
-of each job.
+The jobs of a step that go to equal layouts lie end to end on one line of T tokens, one stretch per D block. The line
+is cut in the ratio of the ranks' weights; a cut inside a stretch moves to the nearest multiple of the granule and never
+leaves its stretch. Each rank owns what lies between two neighbouring cuts, so it owns at most one contiguous token
+range of each job.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TokenLine:
         low = np.maximum(block_start, self.lo[job])
         high = np.minimum(block_start + self._block, self.hi[job])
         clamped: Ints = np.clip(nearest, low, high) - line_to_token
-        # A place at the very end of the line belongs to no piece.
+        # A place at the very end of the line belongs to no stretch.
         return np.where(places >= self.tokens, self.tokens, clamped)
 
     def owned(self, shares: Shares, rank: int) -> tuple[Ints, Ints]:
@@ -90,10 +90,10 @@ class TokenLine:
         )
 
     def blocks_before(self, places: Ints) -> Ints:
-        """Return the number of pieces before each of the places, which must be borders of pieces."""
-        pieces = np.where(self.hi > self.lo, -(-self.hi // self._block) - self.lo // self._block, 0)
+        """Return the number of stretches before each of the places, which must be borders of stretches."""
+        stretches = np.where(self.hi > self.lo, -(-self.hi // self._block) - self.lo // self._block, 0)
         job = np.minimum(np.searchsorted(self._ends, places, side="right"), len(self.lo) - 1)
         token = places + self.hi[job] - self._ends[job]
-        inside = np.minimum(-(-token // self._block) - self.lo[job] // self._block, pieces[job])
-        found: Ints = np.cumsum(pieces)[job] - pieces[job] + inside
+        inside = np.minimum(-(-token // self._block) - self.lo[job] // self._block, stretches[job])
+        found: Ints = np.cumsum(stretches)[job] - stretches[job] + inside
         return found

@@ -39,7 +39,7 @@ _CACHED_ROUTES = 256
 
 
 class Slot(msgspec.Struct, frozen=True, eq=False):
-    """Data that this rank owns for one D rank of one instance, staged in one piece of `nbytes` bytes.
+    """Data that this rank owns for one D rank of one instance, staged in `nbytes` contiguous bytes.
 
     `own` gathers from this rank's cache, `received` assembles from the receive buffer; together they fill the slot.
     `writes` and `deliveries` are by job index. The writes of a job may be left out: no other job needs its bytes.

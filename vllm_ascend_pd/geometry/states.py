@@ -94,7 +94,7 @@ class Recurrent(msgspec.Struct, frozen=True):
         return self.groups
 
     def _rows(self, parts: Sequence[tuple[str, int, int]], dim: int) -> list[tuple[StateRegion, ...]]:
-        """Return the pieces of the convolution's state by part; a part has a name, heads, and values of a head."""
+        """Return the regions of the convolution's state by part; a part has a name, heads, and values of a head."""
         size, dtype, begin = self.sizes[0], self.dtypes[0], 0
         found: list[tuple[StateRegion, ...]] = []
         rows = self.shapes[0][1] if self.dim_first else self.shapes[0][0] - self.drafted

@@ -79,7 +79,7 @@ def members(text: Buffer) -> Steps[dict[str, memoryview]]:
 
 
 def well_formed(text: Buffer) -> Steps[None]:
-    """Raise NotJson unless `text` is one value, as far as strings and brackets tell."""
+    """Raise NotJson unless `text` is one value, by its strings and brackets only."""
     whole = memoryview(text)
     end = yield from value_end(whole, (yield from _past_space(whole, 0)))
     yield from _nothing_more(whole, end)

@@ -68,7 +68,7 @@ FATES: dict[str, Rule] = {
     "seed": _PROMPT,
     **dict.fromkeys(("top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids", "repetition_penalty"), _KEPT),
     **dict.fromkeys(
-        ("frequency_penalty", "presence_penalty"), _refused("its penalty tells the prompt from the answer", 0)
+        ("frequency_penalty", "presence_penalty"), _refused("its penalty distinguishes the prompt from the answer", 0)
     ),
     "bad_words": _refused("its bad words may begin before the break", []),
     **dict.fromkeys(("structured_outputs", "response_format"), _refused(_GRAMMAR, {"type": "text"})),

@@ -109,7 +109,7 @@ class StreamState:
         self._released = 0  # characters of text that the client has
         self._offset = 0
         self._marks = deque([Point()])  # where no text was held back: the last ones, that may be needed
-        self._usage_told = False
+        self._usage_sent = False
         # Of a later D: where it began, the tokens that it must repeat, and how much of its text the client has.
         self._from = Point()
         self._again: list[int] = []
@@ -166,7 +166,7 @@ class StreamState:
     def ending(self) -> bytes:
         """Return the rest of a stream whose last token is out: usage, if it was asked for, and the end."""
         said = b""
-        if self.terms.usage and not self._usage_told:
+        if self.terms.usage and not self._usage_sent:
             prompt, answer = self._prompt_tokens, self._answer
             usage = {"prompt_tokens": prompt, "total_tokens": prompt + answer, "completion_tokens": answer}
             said = _written({**self._head, "choices": [], "usage": usage})
@@ -216,7 +216,7 @@ class StreamState:
             if self.cut is not None:
                 return b""
         else:
-            self._usage_told = True
+            self._usage_sent = True
         if not self.first:
             return self._later(event, choice)
         if not self._unfit:

@@ -51,12 +51,12 @@ class _Sample:
     error: float
 
 
-def related(pieces: Mapping[str, Sequence[_StageEvent]]) -> list[Clock]:
+def related(files: Mapping[str, Sequence[_StageEvent]]) -> list[Clock]:
     """Return the clocks of these files. The first one is the reference."""
-    clocks = _told_apart(pieces)
+    clocks = _distinct(files)
     for clock in clocks:
         clock.shift = clock.ahead - clocks[0].ahead
-    samples = _best(pieces, {source: index for index, clock in enumerate(clocks) for source in clock.sources})
+    samples = _best(files, {source: index for index, clock in enumerate(clocks) for source in clock.sources})
     known, waiting = {0}, dict(samples)
     if clocks:
         clocks[0].error_s = 0.0
@@ -79,9 +79,9 @@ def related(pieces: Mapping[str, Sequence[_StageEvent]]) -> list[Clock]:
     return clocks
 
 
-def _told_apart(pieces: Mapping[str, Sequence[_StageEvent]]) -> list[Clock]:
+def _distinct(files: Mapping[str, Sequence[_StageEvent]]) -> list[Clock]:
     clocks: list[Clock] = []
-    for source, events in pieces.items():
+    for source, events in files.items():
         opened = next((e for e in events if e.stage == "clock" and "wall" in e.facts), None)
         # A file without a `clock` line is taken to have the reference's clock.
         ahead = opened.facts["wall"] - opened.t if opened is not None else clocks[0].ahead if clocks else 0.0
@@ -93,26 +93,26 @@ def _told_apart(pieces: Mapping[str, Sequence[_StageEvent]]) -> list[Clock]:
     return clocks
 
 
-def _best(pieces: Mapping[str, Sequence[_StageEvent]], clock_of: Mapping[str, int]) -> dict[tuple[int, int], _Sample]:
+def _best(files: Mapping[str, Sequence[_StageEvent]], clock_of: Mapping[str, int]) -> dict[tuple[int, int], _Sample]:
     """Return, for each pair of a P clock and a D clock, the measurement with the shortest round trip."""
     best: dict[tuple[int, int], _Sample] = {}
-    for p_source, d_source, sample in _samples(pieces):
+    for p_source, d_source, sample in _samples(files):
         pair = clock_of[p_source], clock_of[d_source]
         if pair[0] != pair[1] and (pair not in best or sample.error < best[pair].error):
             best[pair] = sample
     return best
 
 
-def _samples(pieces: Mapping[str, Sequence[_StageEvent]]) -> Iterator[tuple[str, str, _Sample]]:
+def _samples(files: Mapping[str, Sequence[_StageEvent]]) -> Iterator[tuple[str, str, _Sample]]:
     asked: dict[_Key, tuple[str, float]] = {}
     answered: dict[_Key, tuple[str, float]] = {}
-    for source, events in pieces.items():
+    for source, events in files.items():
         for event in events:
             if event.stage == "begin":
                 asked[_question(source, event.facts)] = source, event.t
             elif event.stage == "ready" and "waited" not in event.facts:  # D's event
                 answered[_answer(event.facts)] = source, event.t
-    for source, events in pieces.items():
+    for source, events in files.items():
         for event in events:
             if event.stage != "ready" or "waited" not in event.facts:
                 continue

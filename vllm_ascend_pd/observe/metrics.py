@@ -39,8 +39,8 @@ class PushStats(KVConnectorStats):
             mine["sums"][name] = mine["sums"].get(name, 0) + amount
         for name, reasons in theirs["counts"].items():
             mine["counts"][name] = dict(Counter(mine["counts"].get(name, {})) + Counter(reasons))
-        for name, by_teller in theirs["levels"].items():
-            mine["levels"][name] = {**mine["levels"].get(name, {}), **by_teller}
+        for name, by_reporter in theirs["levels"].items():
+            mine["levels"][name] = {**mine["levels"].get(name, {}), **by_reporter}
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -97,9 +97,9 @@ class PushPromMetrics(KVConnectorPromMetrics):
                 self._by_engine[name][engine_idx].observe(seconds)
         for name, amount in data["sums"].items():
             self._by_engine[name][engine_idx].inc(amount)
-        for name, by_teller in data["levels"].items():
+        for name, by_reporter in data["levels"].items():
             known = self._levels.setdefault((engine_idx, name), {})
-            known.update(by_teller)
+            known.update(by_reporter)
             self._by_engine[name][engine_idx].set(sum(known.values()))
         labels = self.per_engine_labelvalues[engine_idx]
         for name, reasons in data["counts"].items():

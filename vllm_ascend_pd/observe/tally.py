@@ -75,7 +75,7 @@ class Tally:
         self._data = empty()
         self._totals: dict[str, dict[str, int]] = {}  # as of the last call
         self._levels: dict[str, int] = {}  # to be reported: all that are not 0, and those that have just become 0
-        self._teller = uuid.uuid4().hex[:8]
+        self._reporter = uuid.uuid4().hex[:8]
 
     def record(self, name: str, value: float) -> None:
         """Record a value by the metric's kind, if that needs no reason."""
@@ -126,7 +126,7 @@ class Tally:
             if not any(self._data.values()) and not self._levels:
                 return None
             data, self._data = self._data, empty()
-            data["levels"] = {name: {self._teller: value} for name, value in self._levels.items()}
+            data["levels"] = {name: {self._reporter: value} for name, value in self._levels.items()}
             self._levels = {name: value for name, value in self._levels.items() if value}
             return data
 

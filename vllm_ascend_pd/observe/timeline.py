@@ -147,17 +147,17 @@ class Trace:
 
     def __init__(self, directory: Path) -> None:
         self.skipped: list[str] = []
-        pieces: dict[str, list[TraceEvent]] = {}
+        sources: dict[str, list[TraceEvent]] = {}
         for path in sorted(directory.rglob("*.jsonl")):  # the older file of a ring comes before the newer one
             source = path.relative_to(directory).with_suffix("").as_posix().removesuffix(OLDER)
             try:
-                pieces.setdefault(source, []).extend(self._events(source, path))
+                sources.setdefault(source, []).extend(self._events(source, path))
             except OSError as problem:
                 self.skipped.append(f"{path} ({problem.strerror})")
-        self.clocks: list[Clock] = related(pieces)
+        self.clocks: list[Clock] = related(sources)
         shifts = {source: clock.shift for clock in self.clocks for source in clock.sources}
         self.events: list[TraceEvent] = []
-        for source, events in pieces.items():
+        for source, events in sources.items():
             self.events += [TraceEvent(e.t + shifts[source], e.stage, source, e.facts) for e in events]
         self.events.sort(key=lambda event: event.t)
 

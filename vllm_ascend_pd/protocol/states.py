@@ -41,7 +41,7 @@ class ReservationState(IdentityEnum):
 
 
 class ReservationEvent(IdentityEnum):
-    # a BEGIN. guards.py tells these apart in the state OPEN; in any other state each BEGIN is BEGIN
+    # a BEGIN. guards.py distinguishes these in the state OPEN; in any other state each BEGIN is BEGIN
     BEGIN = "begin"  # in OPEN: it gets the lease that it asks for
     FIRST_BEGIN = "first_begin"  # it gets the lease, and binds the push, its plan and its contributors
     BEGIN_AGAIN = "begin_again"  # the seq that was granted last, once more
@@ -115,7 +115,7 @@ class PairState(IdentityEnum):
 
 
 class PairEvent(IdentityEnum):
-    # a READY. guards.py tells these apart in the states ASK and PUSH; in any other state each READY is READY
+    # a READY. guards.py distinguishes these in the states ASK and PUSH; in any other state each READY is READY
     READY = "ready"
     READY_UNASKED = "ready_unasked"  # answers no BEGIN or RENEW on record
     READY_LATE = "ready_late"  # its authority is over, or ends no later than the present one

@@ -45,7 +45,7 @@ class StagingSlot:
     number: int
     destination: Hashable
     memory: Any
-    users: int = 0  # pieces that lie in it
+    users: int = 0  # shares that lie in it
 
     def __repr__(self) -> str:
         """<StagingSlot 3 for d0:4711, 1024 bytes at 0x7f00, read by 2>"""

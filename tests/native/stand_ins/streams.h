@@ -22,7 +22,7 @@
 #include <utility>
 #include <vector>
 
-// In a process with Python: tasks of a stream may need the interpreter, so nobody may wait for them with its lock.
+// In a process with Python: tasks of a stream may need the interpreter, so no thread may wait for them with its lock.
 extern "C" {
 int PyGILState_Check() __attribute__((weak));
 void* PyEval_SaveThread() __attribute__((weak));

@@ -245,7 +245,9 @@ ALL = {
             _two_models,
         ),
         FrontMutation(
-            "who was not asked yet serves every model", ((fleet.Fleet, "serving", _serving_unasked),), _two_models
+            "an engine that was not asked yet serves every model",
+            ((fleet.Fleet, "serving", _serving_unasked),),
+            _two_models,
         ),
         FrontMutation(
             "P's that are not named are asked",
@@ -262,7 +264,7 @@ ALL = {
         FrontMutation("a stream goes on with the D that died", ((front.Front, "_decode", _the_dead_one),), _breaking),
         FrontMutation("the limit is not lowered", ((resume, "continued", _limit_kept),), _breaking),
         FrontMutation("the least is not lowered", ((resume, "continued", _least_kept),), _breaking),
-        FrontMutation("ids go to who did not ask", ((resume, "_without", lambda event: event),), _breaking),
+        FrontMutation("ids go to clients that did not ask", ((resume, "_without", lambda event: event),), _breaking),
         FrontMutation("a chat goes on as a completion", ((StreamState, "_framed", _as_it_came),), _breaking),
         FrontMutation("the rest is another answer's", ((StreamState, "_note_head", _own_head),), _breaking),
         FrontMutation("it goes on where text was held back", ((StreamState, "point", _last_point),), _breaking),

@@ -34,7 +34,7 @@ KNOWN = {
     "half events go out": 2,
     "a trial never ends": 22,
     "an engine serves every model": 4,
-    "who was not asked yet serves every model": 6,
+    "an engine that was not asked yet serves every model": 6,
     "text is said again": 1,
     "tokens before the break are not counted": 2,
     "a stream goes on with the D that died": 1,

@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from unit.kits.channel import FAST, LOOPBACK, Ear, Mouth, message, until
+from unit.kits.channel import FAST, LOOPBACK, AnsweringListener, RecordingDialer, message, until
 from vllm_ascend_pd.channel.exposure import check_exposure, is_loopback
 from vllm_ascend_pd.channel.limits import ChannelLimits
 from vllm_ascend_pd.errors import ConfigError, PdError
@@ -20,22 +20,22 @@ SECRETS = [None, Secrets(NEW)]
 
 @pytest.mark.parametrize("secrets", SECRETS, ids=["plain", "signed"])
 async def test_messages_and_answers_arrive_in_order(secrets: Secrets | None) -> None:
-    async with Ear(secrets) as ear, Mouth(secrets=secrets) as mouth:
+    async with AnsweringListener(secrets) as answering, RecordingDialer(secrets=secrets) as dialing:
         for seq in range(200):
-            assert mouth.say(ear.endpoint, seq)
-        await until(lambda: len(mouth.answers) == 200)
-        assert ear.heard == [("p-1", seq) for seq in range(200)]
-        assert mouth.answers == list(range(200))
+            assert dialing.say(answering.endpoint, seq)
+        await until(lambda: len(dialing.answers) == 200)
+        assert answering.heard == [("p-1", seq) for seq in range(200)]
+        assert dialing.answers == list(range(200))
 
 
 async def test_one_connection_per_endpoint_is_made_and_reused() -> None:
-    async with Ear() as one, Ear() as two, Mouth() as mouth:
+    async with AnsweringListener() as one, AnsweringListener() as two, RecordingDialer() as dialing:
         for seq in range(5):
-            for ear in (one, two):
-                mouth.say(ear.endpoint, seq)
-                await until(lambda ear=ear, seq=seq: ("p-1", seq) in ear.heard)
+            for answering in (one, two):
+                dialing.say(answering.endpoint, seq)
+                await until(lambda answering=answering, seq=seq: ("p-1", seq) in answering.heard)
         assert one.accepted == two.accepted == 1
-        assert mouth.dialer.up(one.endpoint) and mouth.stats()["links_up"] == 2
+        assert dialing.dialer.up(one.endpoint) and dialing.stats()["links_up"] == 2
 
 
 @pytest.mark.parametrize("secrets", SECRETS, ids=["plain", "signed"])
@@ -50,120 +50,120 @@ async def test_large_messages_pass_once_the_peer_is_proven(secrets: Secrets | No
         addresses=addresses,
     )
     got = []
-    async with Ear(secrets) as ear, Mouth(secrets=secrets) as mouth:
-        mouth.dialer._context.on_message = lambda _, m: got.append(m)
-        mouth.say(ear.endpoint)
+    async with AnsweringListener(secrets) as answering, RecordingDialer(secrets=secrets) as dialing:
+        dialing.dialer._context.on_message = lambda _, m: got.append(m)
+        dialing.say(answering.endpoint)
         await until(lambda: got)
-        assert ear.listener.send("p-1", ready)
+        assert answering.listener.send("p-1", ready)
         await until(lambda: len(got) == 2)
         assert got[1] == ready
 
 
 async def test_a_lost_connection_is_made_again_without_being_asked() -> None:
     """The fence observes the connection, so it is restored without a message to send."""
-    async with Ear() as ear, Mouth() as mouth:
-        mouth.say(ear.endpoint)
-        await until(lambda: mouth.answers)
-        for connection in list(ear.listener._callers):
+    async with AnsweringListener() as answering, RecordingDialer() as dialing:
+        dialing.say(answering.endpoint)
+        await until(lambda: dialing.answers)
+        for connection in list(answering.listener._callers):
             connection.abort()
-        await until(lambda: ear.accepted == 2 and ear.connected_to("p-1"))
-        assert not mouth.unreachable and not ear.events
-        assert ear.connected_to("p-1")
+        await until(lambda: answering.accepted == 2 and answering.connected_to("p-1"))
+        assert not dialing.unreachable and not answering.events
+        assert answering.connected_to("p-1")
 
 
 async def test_a_listener_that_comes_back_is_found_again() -> None:
-    async with Mouth() as mouth:
-        async with Ear() as ear:
-            mouth.say(ear.endpoint, 1)
-            await until(lambda: mouth.answers == [1])
-            endpoint = ear.endpoint
-        await until(lambda: mouth.unreachable)
-        async with Ear(port=endpoint.port) as again:
+    async with RecordingDialer() as dialing:
+        async with AnsweringListener() as answering:
+            dialing.say(answering.endpoint, 1)
+            await until(lambda: dialing.answers == [1])
+            endpoint = answering.endpoint
+        await until(lambda: dialing.unreachable)
+        async with AnsweringListener(port=endpoint.port) as again:
             for seq in range(2, 400):
-                mouth.say(endpoint, seq)
+                dialing.say(endpoint, seq)
                 await asyncio.sleep(0.005)
                 if again.heard:
                     break
-            await until(lambda: len(mouth.answers) > 1)
+            await until(lambda: len(dialing.answers) > 1)
 
 
-async def test_nobody_there_is_reported_for_every_attempt_and_attempts_become_rarer() -> None:
+async def test_a_refused_connection_is_reported_for_every_attempt_and_attempts_become_rarer() -> None:
     limits = ChannelLimits(backoff_first_s=0.1, backoff_max_s=50.0, message_ttl_s=1.5, sweep_s=0.02)
-    async with Mouth(limits=limits) as mouth:
+    async with RecordingDialer(limits=limits) as dialing:
         endpoint = Endpoint(LOOPBACK, 1)
-        mouth.say(endpoint)
-        await until(lambda: mouth.stats().get("dropped_expired") == 1)
-        attempts = mouth.stats()["unreachable"]
+        dialing.say(endpoint)
+        await until(lambda: dialing.stats().get("dropped_expired") == 1)
+        attempts = dialing.stats()["unreachable"]
         assert 3 <= attempts <= 7  # 75, 150, 300, 600, 1200 ms
-        assert "refused" in mouth.unreachable[0].lower()
+        assert "refused" in dialing.unreachable[0].lower()
         await asyncio.sleep(0.5)
-        assert mouth.stats()["unreachable"] == len(mouth.unreachable) <= attempts + 1, (
-            "nothing to say: nobody is dialled"
+        assert dialing.stats()["unreachable"] == len(dialing.unreachable) <= attempts + 1, (
+            "nothing to say: no address is dialled"
         )
 
 
 async def test_a_name_that_no_look_up_takes_is_unreachable() -> None:
-    async with Mouth() as mouth:
-        mouth.say(Endpoint("x" * 70 + ".d", 1))
-        await until(lambda: mouth.unreachable)
-        assert "label" in mouth.unreachable[0]
+    async with RecordingDialer() as dialing:
+        dialing.say(Endpoint("x" * 70 + ".d", 1))
+        await until(lambda: dialing.unreachable)
+        assert "label" in dialing.unreachable[0]
 
 
 async def test_what_waits_for_a_link_is_bounded_and_the_newest_survives() -> None:
-    async with Ear() as ear, Mouth() as mouth:
+    async with AnsweringListener() as answering, RecordingDialer() as dialing:
         for seq in range(FAST.max_queued + 50):
-            mouth.say(ear.endpoint, seq)
-        await until(lambda: len(ear.heard) == FAST.max_queued)
-        assert ear.heard[-1] == ("p-1", FAST.max_queued + 49)
-        assert mouth.stats()["dropped_queue_full"] == 50
+            dialing.say(answering.endpoint, seq)
+        await until(lambda: len(answering.heard) == FAST.max_queued)
+        assert answering.heard[-1] == ("p-1", FAST.max_queued + 49)
+        assert dialing.stats()["dropped_queue_full"] == 50
 
 
 async def test_links_are_bounded_and_forgotten() -> None:
     limits = ChannelLimits(max_links=3, idle_link_s=0.1, message_ttl_s=0.05, sweep_s=0.02, backoff_first_s=0.02)
-    async with Mouth(limits=limits) as mouth:
-        sent = [mouth.say(Endpoint(LOOPBACK, port)) for port in (1, 2, 3, 4)]
+    async with RecordingDialer(limits=limits) as dialing:
+        sent = [dialing.say(Endpoint(LOOPBACK, port)) for port in (1, 2, 3, 4)]
         assert sent == [True, True, True, False]
-        await until(lambda: mouth.stats()["links"] == 0)
-        assert mouth.stats()["dropped_too_many_links"] == 1
+        await until(lambda: dialing.stats()["links"] == 0)
+        assert dialing.stats()["dropped_too_many_links"] == 1
 
 
 async def test_a_peer_that_does_not_read_costs_a_bounded_buffer() -> None:
     limits = ChannelLimits(send_buffer_bytes=100_000)
-    async with Ear(limits=limits) as ear, Mouth() as mouth:
-        mouth.say(ear.endpoint)
-        await until(lambda: mouth.answers)
-        link = mouth.dialer._links[ear.endpoint]
+    async with AnsweringListener(limits=limits) as answering, RecordingDialer() as dialing:
+        dialing.say(answering.endpoint)
+        await until(lambda: dialing.answers)
+        link = dialing.dialer._links[answering.endpoint]
         link._connection._transport.pause_reading()
         sent = 0
-        while ear.listener.send("p-1", message(text="x" * 1000)):
+        while answering.listener.send("p-1", message(text="x" * 1000)):
             sent += 1
             assert sent < 100_000
             await asyncio.sleep(0)
-        assert ear.stats()["dropped_buffer_full"] == 1
+        assert answering.stats()["dropped_buffer_full"] == 1
         link._connection._transport.resume_reading()
-        await until(lambda: len(mouth.answers) == sent + 1)
+        await until(lambda: len(dialing.answers) == sent + 1)
 
 
 async def test_an_unknown_peer_is_counted() -> None:
-    async with Ear() as ear:
-        assert not ear.listener.send("nobody", message())
-        assert ear.stats()["dropped_unknown_peer"] == 1
+    async with AnsweringListener() as answering:
+        assert not answering.listener.send("unknown", message())
+        assert answering.stats()["dropped_unknown_peer"] == 1
 
 
 async def test_a_port_that_is_taken_is_named() -> None:
-    async with Ear() as ear:
-        with pytest.raises(PdError, match=str(ear.endpoint.port)) as caught:
-            await Ear(port=ear.endpoint.port).listener.start()
+    async with AnsweringListener() as answering:
+        with pytest.raises(PdError, match=str(answering.endpoint.port)) as caught:
+            await AnsweringListener(port=answering.endpoint.port).listener.start()
         assert caught.value.code == "PD-CTRL-001"
 
 
 async def test_small_frames_leave_at_once() -> None:
     import socket
 
-    async with Ear() as ear, Mouth() as mouth:
-        mouth.say(ear.endpoint)
-        await until(lambda: mouth.answers)
-        ends = [mouth.dialer._links[ear.endpoint]._connection, next(iter(ear.listener._callers))]
+    async with AnsweringListener() as answering, RecordingDialer() as dialing:
+        dialing.say(answering.endpoint)
+        await until(lambda: dialing.answers)
+        ends = [dialing.dialer._links[answering.endpoint]._connection, next(iter(answering.listener._callers))]
         for end in ends:
             sock = end._transport.get_extra_info("socket")
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -171,15 +171,15 @@ async def test_small_frames_leave_at_once() -> None:
 
 
 async def test_closing_leaves_no_task_and_no_timer(caplog: pytest.LogCaptureFixture) -> None:
-    async with Ear() as ear:
-        mouth = Mouth()
-        mouth.say(ear.endpoint)
-        mouth.say(Endpoint(LOOPBACK, 1))
-        await until(lambda: mouth.answers and mouth.unreachable)
-        await mouth.dialer.close()
-        await mouth.dialer.close()
-        assert not mouth.say(ear.endpoint)
-    await ear.listener.close()
+    async with AnsweringListener() as answering:
+        dialing = RecordingDialer()
+        dialing.say(answering.endpoint)
+        dialing.say(Endpoint(LOOPBACK, 1))
+        await until(lambda: dialing.answers and dialing.unreachable)
+        await dialing.dialer.close()
+        await dialing.dialer.close()
+        assert not dialing.say(answering.endpoint)
+    await answering.listener.close()
     await asyncio.sleep(0.05)
     assert asyncio.all_tasks() == {asyncio.current_task()}
     assert not caplog.records
@@ -199,13 +199,13 @@ async def test_closing_leaves_no_task_and_no_timer(caplog: pytest.LogCaptureFixt
     ids=["listener-not-yet", "both-half-way", "dialer-not-yet", "dialer-done"],
 )
 async def test_secrets_can_be_rotated_in_any_order(ours: Secrets, theirs: Secrets) -> None:
-    async with Ear(theirs) as ear, Mouth(secrets=ours) as mouth:
+    async with AnsweringListener(theirs) as answering, RecordingDialer(secrets=ours) as dialing:
         for seq in range(500):
-            mouth.say(ear.endpoint, seq)
+            dialing.say(answering.endpoint, seq)
             await asyncio.sleep(0.005)
-            if mouth.answers:
+            if dialing.answers:
                 break
-        assert mouth.answers
+        assert dialing.answers
 
 
 # -- pure

@@ -11,110 +11,110 @@ import struct
 
 import pytest
 
-from unit.kits.channel import DialingChild, Ear, Mouth, until
+from unit.kits.channel import AnsweringListener, DialingChild, RecordingDialer, until
 from vllm_ascend_pd.channel.connection import Connection, Ending
 from vllm_ascend_pd.errors import RemoteProtocolError
 
 
 async def test_a_killed_process_is_gone_exactly_once() -> None:
-    async with Ear() as ear:
-        with DialingChild(ear.endpoint.port) as speaker:
-            await until(lambda: len(ear.heard) > 3, 20)
-            assert not ear.events
+    async with AnsweringListener() as answering:
+        with DialingChild(answering.endpoint.port) as speaker:
+            await until(lambda: len(answering.heard) > 3, 20)
+            assert not answering.events
             speaker.kill()
-            await until(lambda: ear.events)
+            await until(lambda: answering.events)
         await asyncio.sleep(0.1)
-        assert ear.events == [("gone", "p-1")]
-        assert not ear.connected_to("p-1")
+        assert answering.events == [("gone", "p-1")]
+        assert not answering.connected_to("p-1")
 
 
 async def test_a_stopped_process_is_not_gone_until_it_is_killed() -> None:
-    async with Ear() as ear:
-        with DialingChild(ear.endpoint.port) as speaker:
-            await until(lambda: ear.heard, 20)
+    async with AnsweringListener() as answering:
+        with DialingChild(answering.endpoint.port) as speaker:
+            await until(lambda: answering.heard, 20)
             speaker.stop()
             await asyncio.sleep(1.0)  # longer than all limits of this listener
-            assert not ear.events and ear.connected_to("p-1")
+            assert not answering.events and answering.connected_to("p-1")
             speaker.wake()
-            count = len(ear.heard)
-            await until(lambda: len(ear.heard) > count)
+            count = len(answering.heard)
+            await until(lambda: len(answering.heard) > count)
             speaker.stop()
             speaker.kill()
-            await until(lambda: ear.events == [("gone", "p-1")])
+            await until(lambda: answering.events == [("gone", "p-1")])
 
 
 async def test_only_the_last_connection_counts_and_a_return_is_reported() -> None:
-    async with Ear() as ear, Mouth("p-1") as first, Mouth("p-1") as second:
-        first.say(ear.endpoint, 1)
-        second.say(ear.endpoint, 2)
-        await until(lambda: len(ear.heard) == 2)
-        drop(first, ear)
+    async with AnsweringListener() as answering, RecordingDialer("p-1") as first, RecordingDialer("p-1") as second:
+        first.say(answering.endpoint, 1)
+        second.say(answering.endpoint, 2)
+        await until(lambda: len(answering.heard) == 2)
+        drop(first, answering)
         await asyncio.sleep(0.05)
-        assert not ear.events, "another connection of the process stands"
-        drop(second, ear)
-        await until(lambda: ear.events == [("gone", "p-1")])
-        async with Mouth("p-1") as third, Mouth("p-2") as stranger:
-            stranger.say(ear.endpoint, 3)
-            third.say(ear.endpoint, 4)
-            await until(lambda: len(ear.heard) == 4)
-            assert ear.events == [("gone", "p-1"), ("back", "p-1")]
+        assert not answering.events, "another connection of the process stands"
+        drop(second, answering)
+        await until(lambda: answering.events == [("gone", "p-1")])
+        async with RecordingDialer("p-1") as third, RecordingDialer("p-2") as other:
+            other.say(answering.endpoint, 3)
+            third.say(answering.endpoint, 4)
+            await until(lambda: len(answering.heard) == 4)
+            assert answering.events == [("gone", "p-1"), ("back", "p-1")]
 
 
-def drop(mouth: Mouth, ear: Ear) -> None:
+def drop(dialing: RecordingDialer, answering: AnsweringListener) -> None:
     """Close like the kernel when a process dies: no message before, no reconnect after."""
-    link = mouth.dialer._links[ear.endpoint]
+    link = dialing.dialer._links[answering.endpoint]
     link._closed = True
     link._connection._transport.abort()
 
 
 async def test_a_reset_is_the_kernels_word_too() -> None:
-    async with Ear() as ear, Mouth() as mouth:
-        mouth.say(ear.endpoint)
-        await until(lambda: mouth.answers)
-        link = mouth.dialer._links[ear.endpoint]
+    async with AnsweringListener() as answering, RecordingDialer() as dialing:
+        dialing.say(answering.endpoint)
+        await until(lambda: dialing.answers)
+        link = dialing.dialer._links[answering.endpoint]
         link._closed = True
         sock = link._connection._transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         link._connection._transport.abort()
-        await until(lambda: ear.events == [("gone", "p-1")])
+        await until(lambda: answering.events == [("gone", "p-1")])
 
 
 async def test_what_the_listener_closes_itself_proves_nothing() -> None:
-    async with Ear() as ear, Mouth() as mouth:
-        mouth.say(ear.endpoint)
-        await until(lambda: mouth.answers)
-        mouth.dialer._links[ear.endpoint]._closed = True  # no reconnect
-        next(iter(ear.listener._callers)).close()
-        await until(lambda: not ear.connected_to("p-1"))
-        assert ear.endings == [Ending.OURS]
-    assert not ear.events
+    async with AnsweringListener() as answering, RecordingDialer() as dialing:
+        dialing.say(answering.endpoint)
+        await until(lambda: dialing.answers)
+        dialing.dialer._links[answering.endpoint]._closed = True  # no reconnect
+        next(iter(answering.listener._callers)).close()
+        await until(lambda: not answering.connected_to("p-1"))
+        assert answering.endings == [Ending.OURS]
+    assert not answering.events
 
 
 async def test_a_peer_that_leaves_on_purpose_proves_nothing_unless_it_vouches_for_quiet() -> None:
-    async with Ear() as ear:
+    async with AnsweringListener() as answering:
         for quiet, events in ((False, []), (True, [("gone", "p-1")])):
-            mouth = Mouth()
-            mouth.say(ear.endpoint)
-            await until(lambda mouth=mouth: mouth.answers)
-            await mouth.dialer.close(quiet=quiet)
-            await until(lambda: not ear.connected_to("p-1"))
+            dialing = RecordingDialer()
+            dialing.say(answering.endpoint)
+            await until(lambda dialing=dialing: dialing.answers)
+            await dialing.dialer.close(quiet=quiet)
+            await until(lambda: not answering.connected_to("p-1"))
             await asyncio.sleep(0.02)
-            assert ear.events == events
+            assert answering.events == events
 
 
-async def test_closing_the_listener_reports_nobody() -> None:
-    async with Ear() as ear, Mouth() as mouth:
-        mouth.say(ear.endpoint)
-        await until(lambda: mouth.answers)
-    assert not ear.events
+async def test_closing_the_listener_reports_no_peer_as_gone() -> None:
+    async with AnsweringListener() as answering, RecordingDialer() as dialing:
+        dialing.say(answering.endpoint)
+        await until(lambda: dialing.answers)
+    assert not answering.events
 
 
 async def test_a_process_speaks_for_itself_only() -> None:
-    async with Ear() as ear, Mouth("p-1") as mouth:
-        mouth.p = "p-2"
-        mouth.say(ear.endpoint)
-        await until(lambda: ear.stats().get("dropped_foreign_incarnation"))
-        assert not ear.heard
+    async with AnsweringListener() as answering, RecordingDialer("p-1") as dialing:
+        dialing.p = "p-2"
+        dialing.say(answering.endpoint)
+        await until(lambda: answering.stats().get("dropped_foreign_incarnation"))
+        assert not answering.heard
 
 
 class Bystander:
@@ -170,7 +170,7 @@ async def test_what_is_remembered_about_the_gone_is_bounded() -> None:
 
     from unit.kits.channel import FAST
 
-    async with Ear(limits=replace(FAST, remembered_gone=10)) as ear:
+    async with AnsweringListener(limits=replace(FAST, remembered_gone=10)) as answering:
         for n in range(15):
-            ear.listener._report_gone(f"p-{n}")
-        assert len(ear.listener._gone) == 10 and len(ear.events) == 15
+            answering.listener._report_gone(f"p-{n}")
+        assert len(answering.listener._gone) == 10 and len(answering.events) == 15

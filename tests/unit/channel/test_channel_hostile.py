@@ -16,7 +16,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unit.kits.channel import FAST, IMPATIENT, LOOPBACK, Ear, Mouth, RawConnection, message, still_works, until
+from unit.kits.channel import (
+    FAST,
+    IMPATIENT,
+    LOOPBACK,
+    AnsweringListener,
+    RawConnection,
+    RecordingDialer,
+    message,
+    still_works,
+    until,
+)
 from vllm_ascend_pd.channel.frames import (
     CLEAR,
     FRAME_BYTES,
@@ -43,8 +53,8 @@ HELLO = Hello(PROTOCOL_VERSION, "p-x", b"n" * 32, False)
 
 
 async def test_another_version_is_refused_in_words_on_both_sides() -> None:
-    async with Ear() as ear:
-        async with RawConnection(ear) as raw:
+    async with AnsweringListener() as answering:
+        async with RawConnection(answering) as raw:
             future = msgspec.msgpack.encode(
                 {"type": "hello", "version": 7, "incarnation": "p", "nonce": b"n" * 32, "guarded": False, "more": [1]}
             )
@@ -52,40 +62,40 @@ async def test_another_version_is_refused_in_words_on_both_sides() -> None:
             refusal = await raw.goodbye()
         assert refusal.code == "PD-CTRL-003"
         assert "Protocol version 7 of the peer is not 2" in refusal.detail and "Install" in refusal.detail
-        async with Mouth(release=Release(4, 3)) as mouth:
-            mouth.say(ear.endpoint)
-            await until(lambda: mouth.unreachable)
-            assert mouth.unreachable[0].startswith("PD-CTRL-003") and "version 3 to 4" in mouth.unreachable[0]
-        assert not ear.events and not ear.heard
-        await still_works(ear)
+        async with RecordingDialer(release=Release(4, 3)) as dialing:
+            dialing.say(answering.endpoint)
+            await until(lambda: dialing.unreachable)
+            assert dialing.unreachable[0].startswith("PD-CTRL-003") and "version 3 to 4" in dialing.unreachable[0]
+        assert not answering.events and not answering.heard
+        await still_works(answering)
 
 
 @pytest.mark.parametrize(
     "ours, theirs", [(Secrets(b"w" * 32), SECRET), (None, SECRET), (SECRET, None)], ids=["wrong", "none", "needless"]
 )
 async def test_a_wrong_secret_gets_nothing_but_a_refusal(ours: Secrets | None, theirs: Secrets | None) -> None:
-    async with Ear(theirs) as ear, Mouth("p-bad", ours) as mouth:
-        mouth.say(ear.endpoint)
-        await until(lambda: mouth.unreachable)
-        assert "PD-SEC-003" in mouth.unreachable[0] and "secret_file" in mouth.unreachable[0]
-        assert not ear.heard and not ear.events and not ear.connected_to("p-bad")
-        assert not mouth.dialer.up(ear.endpoint)
-        await still_works(ear, theirs)
+    async with AnsweringListener(theirs) as answering, RecordingDialer("p-bad", ours) as dialing:
+        dialing.say(answering.endpoint)
+        await until(lambda: dialing.unreachable)
+        assert "PD-SEC-003" in dialing.unreachable[0] and "secret_file" in dialing.unreachable[0]
+        assert not answering.heard and not answering.events and not answering.connected_to("p-bad")
+        assert not dialing.dialer.up(answering.endpoint)
+        await still_works(answering, theirs)
 
 
-async def test_who_only_claims_an_incarnation_cannot_end_it() -> None:
+async def test_a_peer_that_only_claims_an_incarnation_cannot_end_it() -> None:
     """Only connections with the key count as evidence: neither "gone" nor "back" can be forged."""
-    async with Ear(SECRET) as ear, Mouth("p-1", SECRET) as mouth:
-        mouth.say(ear.endpoint, 1)
-        await until(lambda: mouth.answers)
+    async with AnsweringListener(SECRET) as answering, RecordingDialer("p-1", SECRET) as dialing:
+        dialing.say(answering.endpoint, 1)
+        await until(lambda: dialing.answers)
         for _ in range(3):
-            async with RawConnection(ear) as raw:
+            async with RawConnection(answering) as raw:
                 raw.send(clear_frame(replace_hello(incarnation="p-1", guarded=True)))
                 await raw.frame()
                 raw.send(guarded_frame(Unguarded(), Proof()))
                 assert (await raw.goodbye()).code == "PD-SEC-003"
         await asyncio.sleep(0.05)
-        assert not ear.events and ear.connected_to("p-1")
+        assert not answering.events and answering.connected_to("p-1")
 
 
 def replace_hello(**changes: object) -> Hello:
@@ -117,25 +127,25 @@ GARBAGE = {
 
 @pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
 async def test_garbage_ends_its_own_connection_and_no_other(data: bytes) -> None:
-    async with Ear() as ear, Mouth() as mouth:
-        mouth.say(ear.endpoint, 1)
-        await until(lambda: mouth.answers)
-        async with RawConnection(ear) as raw:
+    async with AnsweringListener() as answering, RecordingDialer() as dialing:
+        dialing.say(answering.endpoint, 1)
+        await until(lambda: dialing.answers)
+        async with RawConnection(answering) as raw:
             raw.send(data)
             assert (await raw.goodbye()).code == "PD-CTRL-002"
-        mouth.say(ear.endpoint, 2)
-        await until(lambda: mouth.answers == [1, 2])
-        await until(lambda: ear.stats()["connections"] == 1)
-        assert ear.stats()["PD-CTRL-002"] == 1
+        dialing.say(answering.endpoint, 2)
+        await until(lambda: dialing.answers == [1, 2])
+        await until(lambda: answering.stats()["connections"] == 1)
+        assert answering.stats()["PD-CTRL-002"] == 1
 
 
 async def test_a_recorded_conversation_is_worth_nothing() -> None:
     """Everything a dialer sent, sent again to the same listener."""
     recorded = bytearray()
-    async with Ear(SECRET) as ear:
+    async with AnsweringListener(SECRET) as answering:
 
         async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            up_reader, up_writer = await asyncio.open_connection(LOOPBACK, ear.endpoint.port)
+            up_reader, up_writer = await asyncio.open_connection(LOOPBACK, answering.endpoint.port)
 
             async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter, tape: bytearray) -> None:
                 while data := await source.read(65536):
@@ -147,69 +157,73 @@ async def test_a_recorded_conversation_is_worth_nothing() -> None:
 
         server = await asyncio.start_server(relay, LOOPBACK, 0)
         between = Endpoint(LOOPBACK, server.sockets[0].getsockname()[1])
-        async with Mouth("p-1", SECRET) as mouth:
-            mouth.say(between, 1)
-            await until(lambda: mouth.answers == [1])
+        async with RecordingDialer("p-1", SECRET) as dialing:
+            dialing.say(between, 1)
+            await until(lambda: dialing.answers == [1])
         server.close()
-        await until(lambda: not ear.connected_to("p-1"))
-        heard, events = list(ear.heard), list(ear.events)
-        async with RawConnection(ear) as raw:
+        await until(lambda: not answering.connected_to("p-1"))
+        heard, events = list(answering.heard), list(answering.events)
+        async with RawConnection(answering) as raw:
             raw.send(bytes(recorded))
             assert (await raw.goodbye()).code == "PD-SEC-003"
-        assert (ear.heard, ear.events) == (heard, events)
+        assert (answering.heard, answering.events) == (heard, events)
 
 
 @pytest.mark.parametrize("secrets", [SECRET])
 async def test_every_flipped_bit_of_a_guarded_frame_is_noticed(secrets: Secrets) -> None:
     rng = random.Random(1)
     for _ in range(25):
-        async with Ear(secrets) as ear, Mouth(secrets=secrets) as mouth:
-            mouth.say(ear.endpoint, 1)
-            await until(lambda: mouth.answers)
-            link = mouth.dialer._links[ear.endpoint]
+        async with AnsweringListener(secrets) as answering, RecordingDialer(secrets=secrets) as dialing:
+            dialing.say(answering.endpoint, 1)
+            await until(lambda: dialing.answers)
+            link = dialing.dialer._links[answering.endpoint]
             frame = bytearray(guarded_frame(link._guard, message(2)))
             bit = rng.randrange(40, len(frame) * 8)  # after length and kind
             frame[bit // 8] ^= 1 << bit % 8
             link._connection.send(bytes(frame))
-            await until(lambda: ear.stats().get("PD-SEC-003"))
-            assert ear.heard == [("p-1", 1)]
+            await until(lambda: answering.stats().get("PD-SEC-003"))
+            assert answering.heard == [("p-1", 1)]
 
 
 # -- slowness
 
 
-async def test_who_greets_too_slowly_is_dropped() -> None:
-    async with Ear(limits=IMPATIENT) as ear, RawConnection(ear) as silent, RawConnection(ear) as slow:
+async def test_a_peer_that_greets_too_slowly_is_dropped() -> None:
+    async with (
+        AnsweringListener(limits=IMPATIENT) as answering,
+        RawConnection(answering) as silent,
+        RawConnection(answering) as slow,
+    ):
         for byte in clear_frame(HELLO)[:20]:
             slow.send(bytes([byte]))
             await asyncio.sleep(0.03)
         await silent.end()
         await slow.end()
-        assert ear.stats()["timeout_greeting"] == 2
-        assert ear.stats()["connections"] == 0
-        await still_works(ear)
+        assert answering.stats()["timeout_greeting"] == 2
+        assert answering.stats()["connections"] == 0
+        await still_works(answering)
 
 
 async def test_a_frame_that_never_ends_is_dropped_even_if_it_trickles() -> None:
-    async with Ear() as ear, RawConnection(ear) as raw:
+    async with AnsweringListener() as answering, RawConnection(answering) as raw:
         raw.send(clear_frame(HELLO) + guarded_frame(Unguarded(), Proof()))
-        await until(lambda: ear.connected_to("p-x"))
+        await until(lambda: answering.connected_to("p-x"))
         raw.send(struct.pack(">IB", 1000, GUARDED))
         for _ in range(200):
-            if ear.stats().get("timeout_frame"):
+            if answering.stats().get("timeout_frame"):
                 break
             raw.send(b"\x81")
             await asyncio.sleep(0.01)
         await raw.end()
-        assert ear.stats()["timeout_frame"] == 1 and not ear.events
+        assert answering.stats()["timeout_frame"] == 1 and not answering.events
 
 
 async def test_a_listener_that_does_not_answer_is_unreachable() -> None:
-    async with Mouth(limits=replace(FAST, greeting_s=1.0)) as mouth:
+    async with RecordingDialer(limits=replace(FAST, greeting_s=1.0)) as dialing:
         server = await asyncio.start_server(lambda r, w: asyncio.sleep(60), LOOPBACK, 0)
-        mouth.say(Endpoint(LOOPBACK, server.sockets[0].getsockname()[1]))
-        await until(lambda: mouth.unreachable)
-        assert "no answer to the greeting" in mouth.unreachable[0]
+        dialing.say(Endpoint(LOOPBACK, server.sockets[0].getsockname()[1]))
+        await until(lambda: dialing.unreachable)
+        assert "no answer to the greeting" in dialing.unreachable[0]
         server.close()
 
 
@@ -223,11 +237,11 @@ async def test_a_listener_that_is_something_else_is_unreachable(answer: bytes) -
         await writer.drain()
         writer.close()
 
-    async with Mouth() as mouth:
+    async with RecordingDialer() as dialing:
         server = await asyncio.start_server(serve, LOOPBACK, 0)
-        mouth.say(Endpoint(LOOPBACK, server.sockets[0].getsockname()[1]))
-        await until(lambda: mouth.unreachable)
-        assert not mouth.answers
+        dialing.say(Endpoint(LOOPBACK, server.sockets[0].getsockname()[1]))
+        await until(lambda: dialing.unreachable)
+        assert not dialing.answers
         server.close()
 
 
@@ -242,12 +256,12 @@ async def test_a_listener_without_the_secret_gets_nothing() -> None:
             received.extend(data)
             writer.write(guarded_frame(Unguarded(), Proof()))
 
-    async with Mouth(secrets=SECRET) as mouth:
+    async with RecordingDialer(secrets=SECRET) as dialing:
         server = await asyncio.start_server(pretend, LOOPBACK, 0)
         endpoint = Endpoint(LOOPBACK, server.sockets[0].getsockname()[1])
-        mouth.say(endpoint, 1, "confidential")
-        await until(lambda: mouth.unreachable)
-        assert "PD-SEC-003" in mouth.unreachable[0]
+        dialing.say(endpoint, 1, "confidential")
+        await until(lambda: dialing.unreachable)
+        assert "PD-SEC-003" in dialing.unreachable[0]
         assert b"confidential" not in received
         server.close()
 
@@ -257,64 +271,64 @@ async def test_a_listener_without_the_secret_gets_nothing() -> None:
 
 async def test_connections_are_bounded_and_the_peers_inside_do_not_notice() -> None:
     limits = replace(FAST, max_connections=60, max_unproven=40, greeting_s=60.0)
-    async with Ear(limits=limits) as ear, Mouth() as mouth:
-        mouth.say(ear.endpoint, 1)
-        await until(lambda: mouth.answers)
+    async with AnsweringListener(limits=limits) as answering, RecordingDialer() as dialing:
+        dialing.say(answering.endpoint, 1)
+        await until(lambda: dialing.answers)
         before = len(list(Path("/proc/self/fd").iterdir()))
-        flood = [await asyncio.open_connection(LOOPBACK, ear.endpoint.port) for _ in range(1000)]
-        await until(lambda: ear.stats().get("refused_full", 0) >= 960, 20)
-        assert ear.stats()["connections"] <= 41
+        flood = [await asyncio.open_connection(LOOPBACK, answering.endpoint.port) for _ in range(1000)]
+        await until(lambda: answering.stats().get("refused_full", 0) >= 960, 20)
+        assert answering.stats()["connections"] <= 41
         assert len(list(Path("/proc/self/fd").iterdir())) - before <= 1000 + 45
-        mouth.say(ear.endpoint, 2)
-        await until(lambda: mouth.answers == [1, 2])
+        dialing.say(answering.endpoint, 2)
+        await until(lambda: dialing.answers == [1, 2])
         for _, writer in flood:
             writer.close()
-        await until(lambda: ear.stats()["connections"] == 1)
-        await still_works(ear)
+        await until(lambda: answering.stats()["connections"] == 1)
+        await still_works(answering)
 
 
 async def test_a_crowd_at_the_door_does_not_keep_a_peer_out() -> None:
     """Silent connections take every place for new connections: a peer that connects and authenticates still gets in."""
     limits = replace(FAST, max_unproven=20, greeting_s=60.0)
-    async with Ear(limits=limits) as ear:
-        crowd = [await asyncio.open_connection(LOOPBACK, ear.endpoint.port) for _ in range(20)]
-        await until(lambda: ear.stats()["unproven"] == 20)
-        await still_works(ear)
-        assert ear.stats()["refused_full"] == 1 and ear.stats()["unproven"] == 19
+    async with AnsweringListener(limits=limits) as answering:
+        crowd = [await asyncio.open_connection(LOOPBACK, answering.endpoint.port) for _ in range(20)]
+        await until(lambda: answering.stats()["unproven"] == 20)
+        await still_works(answering)
+        assert answering.stats()["refused_full"] == 1 and answering.stats()["unproven"] == 19
         for _, writer in crowd:
             writer.close()
 
 
 async def test_one_incarnation_cannot_hold_many_connections() -> None:
-    async with Ear() as ear:
-        raws = [RawConnection(ear) for _ in range(FAST.max_per_incarnation + 4)]
+    async with AnsweringListener() as answering:
+        raws = [RawConnection(answering) for _ in range(FAST.max_per_incarnation + 4)]
         for raw in raws:
             await raw.__aenter__()
             raw.send(clear_frame(HELLO) + guarded_frame(Unguarded(), Proof()))
-        await until(lambda: ear.stats().get("closed_surplus") == 4)
-        await until(lambda: ear.stats()["connections"] == FAST.max_per_incarnation)
-        assert not ear.events
+        await until(lambda: answering.stats().get("closed_surplus") == 4)
+        await until(lambda: answering.stats()["connections"] == FAST.max_per_incarnation)
+        assert not answering.events
         for raw in raws:
             raw.writer.close()
-        await until(lambda: ear.events == [("gone", "p-x")])
+        await until(lambda: answering.events == [("gone", "p-x")])
 
 
-async def test_strangers_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    async with Ear() as ear:
+async def test_unproven_peers_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with AnsweringListener() as answering:
         for _ in range(30):
-            async with RawConnection(ear) as raw:
+            async with RawConnection(answering) as raw:
                 raw.send(b"garbage!" * 10)
                 await raw.end()
-        assert ear.stats()["PD-CTRL-002"] == 30
+        assert answering.stats()["PD-CTRL-002"] == 30
     assert len(caplog.records) == 1
 
 
 async def test_secrets_are_not_in_what_is_logged_or_shown(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
-    async with Ear(SECRET) as ear, Mouth("p-1", Secrets(b"q" * 32)) as mouth:
-        mouth.say(ear.endpoint)
-        await until(lambda: mouth.unreachable)
-    text = caplog.text + repr(mouth.unreachable) + repr(ear.stats())
+    async with AnsweringListener(SECRET) as answering, RecordingDialer("p-1", Secrets(b"q" * 32)) as dialing:
+        dialing.say(answering.endpoint)
+        await until(lambda: dialing.unreachable)
+    text = caplog.text + repr(dialing.unreachable) + repr(answering.stats())
     assert "ssss" not in text and "qqqq" not in text
 
 
@@ -388,9 +402,9 @@ FORGED = "x\nWARNING 11-21 05:00:00 all secrets are wrong\r\x1b[31m"
     ],
     ids=["another version", "signed", "goodbye", "no msgpack", "unknown type", "torn"],
 )
-async def test_no_stranger_writes_lines_into_our_log(frame: bytes, caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_unproven_peer_writes_lines_into_our_log(frame: bytes, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
-    async with Ear(limits=FAST) as ear, RawConnection(ear) as raw:
+    async with AnsweringListener(limits=FAST) as answering, RawConnection(answering) as raw:
         raw.send(frame)
         await until(lambda: any(r.name.startswith("vllm_ascend_pd.channel") for r in caplog.records))
     for record in caplog.records:

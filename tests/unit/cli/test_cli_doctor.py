@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from unit.kits.channel import Ear
+from unit.kits.channel import AnsweringListener
 from unit.kits.cluster import cluster
 from vllm_ascend_pd.admission import listening_ports
 from vllm_ascend_pd.cli.__main__ import main
@@ -256,7 +256,7 @@ def test_the_ports_of_a_hosts_data_parallel_ranks_are_those_that_its_engine_take
         ({"vllm": "", "torch": "2.13.0"}, FAILURE),
     ],
 )
-def test_releases_that_do_not_belong_together_are_told_apart(found: Mapping[str, str], level: str) -> None:
+def test_releases_that_do_not_belong_together_are_distinguished(found: Mapping[str, str], level: str) -> None:
     check = host.known_pair(found)
     assert check.level == level
     if found.get("torch_npu") == "2.13.0":
@@ -302,16 +302,16 @@ def test_no_secret_beyond_this_host_is_a_failure() -> None:
 
 
 def test_metaservers_of_the_allow_list_are_called() -> None:
-    with cluster(prefill=0, decode=0) as c, socket.socket() as nobody:
-        nobody.bind((LOOPBACK, 0))
-        urls = (str(c.http.base_url), "http://{}:{}".format(*nobody.getsockname()), "https://10.0.0.1:1")
+    with cluster(prefill=0, decode=0) as c, socket.socket() as unused:
+        unused.bind((LOOPBACK, 0))
+        urls = (str(c.http.base_url), "http://{}:{}".format(*unused.getsockname()), "https://10.0.0.1:1")
         push = PushConfig(metaserver=MetaserverConfig(metaserver_urls=urls))
         levels = [check.level for check in host.metaservers(host.HostOptions(push))]
     assert levels == [GOOD, WARNING, NOTE]
 
 
 @contextmanager
-def stranger(words: bytes) -> Iterator[int]:
+def foreign_server(words: bytes) -> Iterator[int]:
     """Yield a port on which the first caller gets these bytes, whatever it sends."""
     with socket.create_server((LOOPBACK, 0)) as server:
 
@@ -321,14 +321,14 @@ def stranger(words: bytes) -> Iterator[int]:
                 caller.recv(1000)
                 caller.sendall(words)
 
-        thread = threading.Thread(target=answer, name="stranger")
+        thread = threading.Thread(target=answer, name="foreign-server")
         thread.start()
         yield int(server.getsockname()[1])
         thread.join()
 
 
 def test_an_address_of_the_allow_list_that_speaks_no_http_is_a_warning() -> None:
-    with stranger(b"SSH-2.0-OpenSSH_9.2\r\n") as port:
+    with foreign_server(b"SSH-2.0-OpenSSH_9.2\r\n") as port:
         push = PushConfig(metaserver=MetaserverConfig(metaserver_urls=(f"http://{LOOPBACK}:{port}",)))
         (check,) = host.metaservers(host.HostOptions(push))
     assert check.level == WARNING and "SSH-2.0" in check.says
@@ -440,35 +440,35 @@ def test_caches_that_do_not_fit_are_shown_field_by_field(tmp_path: Path) -> None
     assert "PD-GEO-001" in said and "dtype" in said
 
 
-def test_another_secret_is_told_apart_from_none_and_from_nobody(tmp_path: Path) -> None:
+def test_another_secret_is_distinguished_from_none_and_from_no_listener(tmp_path: Path) -> None:
     with listening("--secret-file", secret_file(tmp_path), calls=3) as address:
         _, other = doctor("--peer", address, "--secret-file", secret_file(tmp_path, "other", "y"))
         _, none = doctor("--peer", address)
         assert "PD-SEC-003" in other["side channel"][0]["says"] and "PD-SEC-003" in none["side channel"][0]["says"]
     with socket.socket() as free:
         free.bind((LOOPBACK, 0))
-        code, nobody = doctor("--peer", "{}:{}".format(*free.getsockname()))
-    assert code == 1 and "cannot be reached" in nobody["side channel"][0]["says"]
-    assert "--listen" in nobody["side channel"][0]["remedy"]
+        code, none = doctor("--peer", "{}:{}".format(*free.getsockname()))
+    assert code == 1 and "cannot be reached" in none["side channel"][0]["says"]
+    assert "--listen" in none["side channel"][0]["remedy"]
 
 
 def test_an_engines_side_channel_answers_the_doctors_greeting() -> None:
     """A listener as in a decode worker."""
-    loop, ear = LoopThread("ear"), Ear()
+    loop, answering = LoopThread("answering"), AnsweringListener()
     try:
-        endpoint = loop.call(ear.listener.start(), 10)
+        endpoint = loop.call(answering.listener.start(), 10)
         found = {
             check.name: check for check in pair.call(pair.DoctorSide(host.HostOptions(), None), LOOPBACK, endpoint.port)
         }
     finally:
-        loop.call(ear.listener.close(), 10)
+        loop.call(answering.listener.close(), 10)
         loop.stop()
     assert found["side channel"].level == GOOD
     assert found["write"].level == NOTE and "an engine answers" in found["write"].says
 
 
 def test_a_port_that_is_no_side_channel_is_said_to_be_none() -> None:
-    with stranger(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
+    with foreign_server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
         (check,) = pair.call(pair.DoctorSide(host.HostOptions(), None), LOOPBACK, port)
     assert check.level == FAILURE and "side channel's port" in check.remedy
 

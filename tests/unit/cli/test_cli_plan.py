@@ -49,7 +49,7 @@ def test_stages_send_each_layer_once_to_the_stage_that_has_it(capsys: pytest.Cap
     assert {(link["p"] // 2, link["d"]) for link in made["links"]} == {(0, 0), (0, 1), (1, 1), (1, 2)}
 
 
-def test_tokens_that_ranks_divide_are_sent_once_to_who_holds_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens_that_ranks_divide_are_sent_once_to_the_rank_that_holds_them(capsys: pytest.CaptureFixture[str]) -> None:
     mla = ["--layout", "mla", "--head-dim", "576", "--layers", "2", "--tokens", "4096"]
     made = plan(capsys, "--p-tp", "8", "--p-dcp", "8", "--d-tp", "2", "--d-dcp", "2", *mla)
     assert made["mode"] == "direct" and "divided" in made["why"]
@@ -107,7 +107,7 @@ def test_a_faster_link_takes_less_time(capsys: pytest.CaptureFixture[str]) -> No
     assert fast["busiest_rank_s"] < slow["busiest_rank_s"]
 
 
-def test_the_table_names_mode_reason_links_and_who_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_names_mode_reason_links_and_ranks_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--p-tp", "4", "--d-tp", "2", "--layout", "head-major", *GQA]) == 0
     text = capsys.readouterr().out
     assert "prefill TP 4 → decode TP 2, 8 KV heads × 128, 61 layers" in text

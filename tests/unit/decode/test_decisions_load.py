@@ -179,7 +179,7 @@ def test_a_request_that_ends_before_it_was_allocated_leaves_nothing() -> None:
 
 
 def test_reports_about_unknown_requests_are_swallowed() -> None:
-    assert LoadBook("d").received("nobody") is None
+    assert LoadBook("d").received("unknown") is None
 
 
 # -- any sequence

@@ -221,7 +221,7 @@ def test_a_metaserver_that_comes_up_late_is_still_reached(loop: LoopThread, scri
     assert collected.final("k").kind == "prefilled"
 
 
-def test_nobody_there_fails_within_the_deadline(loop: LoopThread, scripted: Any) -> None:
+def test_a_metaserver_that_is_not_there_fails_within_the_deadline(loop: LoopThread, scripted: Any) -> None:
     server, collected = scripted(WELL), CollectedOutcomes()
     server.served.kill()
     client(loop, collected, server.served.url).reserve("k", server.served.url, {}, 0.5)
@@ -357,7 +357,7 @@ def test_a_report_goes_only_where_reservations_may_and_only_while_the_engine_run
     assert (len(other.posts), len(server.posts)) == (0, 1)
 
 
-def test_reports_that_nobody_takes_are_bounded_and_counted(loop: LoopThread, scripted: Any, monkeypatch: Any) -> None:
+def test_reports_that_are_not_taken_are_bounded_and_counted(loop: LoopThread, scripted: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(client_module, "_MAX_REPORTS", 20)
     server = scripted(lines(30))
     mine = client(loop, CollectedOutcomes(), server.served.url)

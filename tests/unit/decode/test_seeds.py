@@ -338,7 +338,7 @@ def test_a_request_that_can_begin_with_nothing_else_waits_longer_and_then_has_fa
     assert seeds.whole("r") and seeds.take(15.9) == []
     (late,) = seeds.take(16.0)
     assert late == Start("r", None, "late", whole=True) and late.fails
-    for first, why in ((None, "not told"), (msgspec.structs.replace(FIRST, push="q.1"), "another push")):
+    for first, why in ((None, "not sent"), (msgspec.structs.replace(FIRST, push="q.1"), "another push")):
         seeds = book(WHOLE_WANTED)
         seeds.complete("r", PUSH, 1.0)
         seeds.received(TRANSFER, first)
@@ -557,7 +557,9 @@ def test_a_worker_that_could_not_be_wrapped_says_so(monkeypatch: pytest.MonkeyPa
     assert not first_token._installed
 
 
-def test_the_wrapper_is_put_on_once_and_passes_by_who_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wrapper_is_put_on_once_and_passes_by_a_connector_with_nothing_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[str] = []
 
     def original(self: Any, scheduler_output: Any, model_runner_output: Any) -> str:
@@ -593,7 +595,7 @@ def test_what_a_step_reports_of_a_token() -> None:
     output = SimpleNamespace(req_id_to_index={"a": 0, "r": 1, "s": 2}, sampled_token_ids=[[3], [8], []], logprobs=rows)
     assert first_token.reported(output, "r", 2) == ((8, -2.0, 4), (9, -0.5, 1), (7, -0.75, 2))
     assert first_token.reported(output, "r", 0) == ((8, -2.0, 4),)
-    assert first_token.reported(output, "s", 2) == first_token.reported(output, "nobody", 2) == ()
+    assert first_token.reported(output, "s", 2) == first_token.reported(output, "unknown", 2) == ()
     output.logprobs = None
     assert first_token.reported(output, "r", 2) == ()
 

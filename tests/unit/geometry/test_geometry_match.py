@@ -99,7 +99,7 @@ def test_an_opaque_cache_does_not_fit_an_addressable_one() -> None:
         require_match(geometry("opaque", heads=4, tp=2, block=16, layers=3), BASE)
 
 
-def test_ranges_that_cannot_be_pushed_are_told_apart() -> None:
+def test_ranges_that_cannot_be_pushed_are_distinguished() -> None:
     opaque = geometry("opaque", heads=4, tp=1, block=16)
     assert range_fault(BASE, 5, 40, 3) == ""
     assert "needs 3" in range_fault(BASE, 5, 40, 2)
@@ -193,7 +193,7 @@ def test_both_sides_name_the_same_pairs_of_workers_and_no_layer_is_forgotten(
             assert sources == {(ours, by) for by in contributors(p, d, rank)}, f"{layer} for rank {rank}"
     for (stage, _), worker in heard:
         assert set(p.stages[stage]) & set(d.stages[d.stage_and_rank(worker)[0]]), (
-            "nobody waits for who has nothing for it"
+            "no rank waits for one that has nothing for it"
         )
 
 
@@ -226,6 +226,6 @@ def test_blocks_without_a_common_period_are_a_difference() -> None:
     assert not mismatches(p, p)
 
 
-def test_tokens_that_cannot_be_told_apart_cannot_be_divided() -> None:
+def test_tokens_that_cannot_be_distinguished_cannot_be_divided() -> None:
     p, d = geometry("opaque", heads=1, tp=2, block=16), dealt(geometry("opaque", heads=1, tp=2, block=16), dcp=2)
     assert [found.field for found in mismatches(p, d)] == ["tokens of a block"]

@@ -310,7 +310,7 @@ SHAPE = CacheShape(
 )
 
 
-def test_layers_at_one_address_are_told_apart_by_name() -> None:
+def test_layers_at_one_address_are_distinguished_by_name() -> None:
     """vLLM passes caches group by group: 0, 2, 1, 3."""
     storage = torch.zeros(2, 8, 32, 2, 16)
     caches = describe({f"l.{i}": storage[n] for i, n in ((0, 0), (2, 1), (1, 0), (3, 1))}, SHAPE, TokenMajorDevice())

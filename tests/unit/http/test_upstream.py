@@ -132,7 +132,7 @@ async def test_pieces_come_as_they_are_sent() -> None:
         assert [await reply.read(), await reply.read(), await reply.read()] == [b"ab", b"cd", b""]
 
 
-async def test_nobody_there_is_a_connect_failure() -> None:
+async def test_an_unused_port_is_a_connect_failure() -> None:
     async with talking(says()) as (server, origin, upstream):
         server.stop()
         await until(lambda: not server._server.is_serving())
@@ -244,7 +244,7 @@ async def test_an_idle_connection_is_not_kept_for_ever(monkeypatch: pytest.Monke
         await until(lambda: server.closed == 1)
 
 
-async def test_words_nobody_asked_for_end_the_connection() -> None:
+async def test_an_answer_without_a_request_ends_the_connection() -> None:
     async with talking(says(LENGTH + LENGTH)) as (server, origin, upstream):
         for _ in range(3):
             assert await (await ask(upstream, origin)).rest(100) == b"hello"

@@ -65,7 +65,7 @@ def answer(to: Message) -> Ack:
     return Ack(kind="cancel", **head)
 
 
-class Ear:
+class AnsweringListener:
     """A listener that answers every message and records what it received."""
 
     def __init__(
@@ -80,8 +80,8 @@ class Ear:
             incarnation="d-1",
             secrets=secrets,
             on_message=self._on_message,
-            on_gone=lambda who: self.events.append(("gone", who)),
-            on_back=lambda who: self.events.append(("back", who)),
+            on_gone=lambda peer: self.events.append(("gone", peer)),
+            on_back=lambda peer: self.events.append(("back", peer)),
             count=lambda reason: self.faults.update([reason]),
             limits=limits,
             release=release,
@@ -101,7 +101,7 @@ class Ear:
         self.endings.append(ending)
         self._lose(connection, ending, detail)
 
-    async def __aenter__(self) -> Ear:
+    async def __aenter__(self) -> AnsweringListener:
         self.endpoint = await self.listener.start()
         return self
 
@@ -121,7 +121,7 @@ class Ear:
         self.listener.send(peer, answer(got))
 
 
-class Mouth:
+class RecordingDialer:
     """A dialer that records what it received."""
 
     def __init__(
@@ -137,7 +137,7 @@ class Mouth:
         self.faults: Counter[str] = Counter()
         self.dialer = Dialer(
             incarnation=p,
-            name="mouth",
+            name="dialing",
             secrets=secrets,
             on_message=lambda _, got: self.answers.append(got.seq),
             on_unreachable=lambda _, detail: self.unreachable.append(detail),
@@ -147,7 +147,7 @@ class Mouth:
             jitter=lambda: 0.5,
         )
 
-    async def __aenter__(self) -> Mouth:
+    async def __aenter__(self) -> RecordingDialer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -200,11 +200,11 @@ class DialingChild:
 class RawConnection:
     """A bare TCP connection to a listener."""
 
-    def __init__(self, ear: Ear) -> None:
-        self.ear = ear
+    def __init__(self, answering: AnsweringListener) -> None:
+        self.answering = answering
 
     async def __aenter__(self) -> RawConnection:
-        self.reader, self.writer = await asyncio.open_connection(LOOPBACK, self.ear.endpoint.port)
+        self.reader, self.writer = await asyncio.open_connection(LOOPBACK, self.answering.endpoint.port)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -235,17 +235,17 @@ class RawConnection:
             pass
 
 
-async def still_works(ear: Ear, secrets: Secrets | None = None) -> None:
-    async with Mouth("p-good", secrets) as mouth:
-        mouth.say(ear.endpoint, 99)
-        await until(lambda: mouth.answers == [99])
+async def still_works(answering: AnsweringListener, secrets: Secrets | None = None) -> None:
+    async with RecordingDialer("p-good", secrets) as dialing:
+        dialing.say(answering.endpoint, 99)
+        await until(lambda: dialing.answers == [99])
 
 
 async def _speak(port: int, incarnation: str) -> None:
-    mouth = Mouth(incarnation)
+    dialing = RecordingDialer(incarnation)
     seq = 0
     while True:
-        mouth.say(Endpoint(LOOPBACK, port), seq)
+        dialing.say(Endpoint(LOOPBACK, port), seq)
         seq += 1
         await asyncio.sleep(0.02)
 

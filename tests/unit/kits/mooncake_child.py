@@ -4,8 +4,8 @@
     python -m unit.kits.mooncake_child SIZE [PORT]
 
 listens (on PORT, if it is free), registers SIZE bytes of zeros, prints its session and address, and executes one
-command per line on stdin: `sum`, `clear`, `revoke`, `push SESSION BASE PIECES PIECE` (start to write ones there, in
-pieces that cannot be merged) and `settle` (wait for that write).
+command per line on stdin: `sum`, `clear`, `revoke`, `push SESSION BASE COUNT SPAN` (start to write ones there, in
+spans that cannot be merged) and `settle` (wait for that write).
 """
 
 from __future__ import annotations
@@ -176,10 +176,10 @@ def _sockets_of(port: int) -> list[str]:
 
 def _push(wire: MooncakeWire, memory: np.ndarray, session: str, *numbers: str) -> int:
     """Start a write, and return while it is in progress: first contact is made, and nothing polls."""
-    base, pieces, piece = map(int, numbers)
+    base, count, span = map(int, numbers)
     memory[:] = 1
-    n = np.arange(pieces) * 2 * piece
-    handle = wire.submit(session, (memory.ctypes.data + n).tolist(), (base + n).tolist(), [piece] * pieces)
+    n = np.arange(count) * 2 * span
+    handle = wire.submit(session, (memory.ctypes.data + n).tolist(), (base + n).tolist(), [span] * count)
     while handle in wire._waiting:
         wire.poll(handle)
     return handle

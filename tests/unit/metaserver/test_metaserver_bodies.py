@@ -158,7 +158,7 @@ def test_wrong_values_are_the_engines_to_refuse(prompt: object, n: object, limit
         ({"prompt_embeds": "AAAA"}, False),
     ],
 )
-def test_who_needs_the_prompts_own_results_is_prefilled_by_d(more: dict[str, Any], remote: bool) -> None:
+def test_a_request_for_the_prompts_own_results_is_prefilled_by_d(more: dict[str, Any], remote: bool) -> None:
     assert parse(prompt="x", **more).remote is remote
 
 

@@ -62,7 +62,7 @@ def test_ties_spread_over_all(count: int) -> None:
     assert {chosen.count(c.name) for c in candidates} <= {240 // count, 240 // count + 1}
 
 
-def test_nobody_is_chosen_from_nobody_or_from_those_without_weight() -> None:
+def test_no_instance_is_chosen_from_none_or_from_those_without_weight() -> None:
     assert choose([], 1.0, 0.5) is None
     assert choose([Candidate("a", 0.0, 0.0)], 1.0, 0.5) is None
 
@@ -306,5 +306,5 @@ def test_every_code_that_a_report_can_carry_has_its_verdict() -> None:
     codes = codes_reported()
     assert {"PD-WIRE-005", "PD-XFER-001", "PD-META-006"} <= codes.keys(), "the search finds what is known to be there"
     missing = {code: where for code, where in codes.items() if code not in decisions.VERDICTS}
-    assert not missing, f"say in VERDICTS against whom they speak: {missing}"
+    assert not missing, f"say in VERDICTS against which side they speak: {missing}"
     assert set(decisions.VERDICTS) <= set(CATALOGUE)

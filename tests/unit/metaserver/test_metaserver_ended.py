@@ -26,7 +26,7 @@ def test_a_p_that_shuts_down_fails_the_load_at_once(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_d_that_shuts_down_gives_nobody_an_empty_answer(stream: bool) -> None:
+def test_a_d_that_shuts_down_gives_no_client_an_empty_answer(stream: bool) -> None:
     with cluster(decode=2) as c:
         c.decode[0].manner.ends = True
         for _ in range(6):

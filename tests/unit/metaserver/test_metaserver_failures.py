@@ -243,7 +243,7 @@ def test_overload_waits_then_says_when_to_come_back() -> None:
 
 
 @pytest.mark.parametrize("max_wait_s", [0.3, 600.0], ids=["waits too long", "leaves"])
-def test_who_waits_too_long_or_leaves_the_queue_keeps_no_place(max_wait_s: float) -> None:
+def test_a_request_that_waits_too_long_or_leaves_the_queue_keeps_no_place(max_wait_s: float) -> None:
     with cluster(max_running=1, max_waiting=5, max_wait_s=max_wait_s) as c:
         keeper = c.worker.front.turnstile.keeper
         c.decode[0].manner.hold = True

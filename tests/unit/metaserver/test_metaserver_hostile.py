@@ -155,7 +155,7 @@ async def test_a_head_without_an_end_is_cut_off(start: bytes) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"GET / HT"], ids=["silence", "half a head"])
-async def test_who_does_not_ask_is_not_waited_for(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_does_not_ask_is_not_waited_for(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "HEAD_S", 0.1)
     async with door() as port:
         assert await talk(port, data) == b""
@@ -206,7 +206,7 @@ async def test_all_bodies_together_are_bounded_and_what_is_read_is_given_back() 
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux only")
-async def test_who_reads_nothing_is_not_served_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reads_nothing_is_not_served_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_UNREAD_S", 0.5)
     ended = asyncio.Event()
 
@@ -289,7 +289,7 @@ def test_what_an_answer_says_can_be_logged_and_sent_on() -> None:
 
 
 @pytest.mark.parametrize("code", ["PD-XXX-999", "x" * 10_000, 7, None, [], {}, ["PD-META-006"], True])
-def test_a_code_of_nobodys_catalogue_does_not_become_the_label_of_a_metric(code: object) -> None:
+def test_a_code_outside_the_catalogue_does_not_become_the_label_of_a_metric(code: object) -> None:
     outcome = answers.outcome(json.dumps({"event": "failed", "code": code}).encode())
     assert outcome is not None and outcome.code == "PD-META-006"
 
@@ -377,7 +377,7 @@ async def test_a_prompt_is_not_read_before_its_ticket_is_known() -> None:
     async def send(message: Any) -> None:
         statuses.extend([message["status"]] if "status" in message else [])
 
-    posted = {"ticket": "nobody's", "transfer": "t", "reservation": "", "prompt_token_ids": ["no", "ids"]}
+    posted = {"ticket": "invented", "transfer": "t", "reservation": "", "prompt_token_ids": ["no", "ids"]}
     await handler.answer(json.dumps(posted).encode(), Interrupt(), send)
     assert statuses == [404]
 
@@ -410,7 +410,7 @@ CUT = {
 @pytest.mark.parametrize("how", ["closed", "half-closed", "reset"])
 @pytest.mark.parametrize("sent", CUT.values(), ids=CUT)
 @pytest.mark.parametrize("method", [b"POST", b"DELETE"])
-async def test_a_body_that_was_cut_off_is_nobodys_request(method: bytes, sent: bytes, how: str) -> None:
+async def test_a_body_that_was_cut_off_is_no_request(method: bytes, sent: bytes, how: str) -> None:
     taken, cut = intake.Intake(), list[str]()
     async with door(taken, cut=cut) as port:
         _reader, writer = await asyncio.open_connection(LOOPBACK, port)

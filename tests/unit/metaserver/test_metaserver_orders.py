@@ -124,7 +124,7 @@ def test_an_engine_that_came_back_between_two_probes_is_found_out_by_its_own_wor
         assert readiness(c).status_code == 503, "what was proven was proven of another process"
 
 
-def test_clients_who_fill_the_house_do_not_make_it_unready() -> None:
+def test_clients_that_take_every_turn_do_not_make_it_unready() -> None:
     with cluster(canary=True, max_running=1, max_waiting=0) as c, ThreadPoolExecutor(1) as clients:
         until(lambda: readiness(c).status_code == 200)
         c.decode[0].manner.hold = True
@@ -207,7 +207,7 @@ def test_what_d_has_finished_is_kept_when_ps_answer_breaks_after_the_kv_came() -
 
 
 @pytest.mark.parametrize("client", ["answered", "reading"])
-def test_nobody_else_is_asked_for_what_d_has(client: str) -> None:
+def test_no_other_p_is_asked_for_what_d_has(client: str) -> None:
     """P answers with an error after its push, and D has the KV: no other P needs to compute, and its prompt is no
     longer kept."""
     with cluster(prefill=2) as c:
@@ -379,7 +379,7 @@ def test_a_word_of_one_data_parallel_rank_says_nothing_about_the_others() -> Non
     one, other = (PairProof("p", "p1", "d", life, 5.0) for life in ("d", "e-dp1"))
     assert one.holds(Life(), d) and other.holds(Life(), d)
     again = d.reported("f", 9.0)
-    assert not one.holds(Life(), again) and other.holds(Life(), again), "until its address refused somebody"
+    assert not one.holds(Life(), again) and other.holds(Life(), again), "until its address refused a request"
     assert not other.holds(Life(), again.refuses(8.0))
     assert Life.of([["d", 7.0], ["e-dp1", 6.0]], 0.0) == d
 
@@ -465,7 +465,7 @@ def test_once_they_are_known_versions_pair_with_versions(stream: bool, after_pus
         assert all(answer.status_code == 200 for answer in answers)
         until(lambda: len(c.legs()) == asked + 16)
         assert mixed(c) == before
-        assert not any(blame(c).values()), "who was asked before anything was known is not to blame"
+        assert not any(blame(c).values()), "an engine that was asked before anything was known is not to blame"
 
 
 def test_a_p_that_refuses_another_version_is_not_blamed_and_another_is_asked() -> None:
@@ -545,7 +545,7 @@ def test_a_version_is_known_of_the_engine_that_sent_it_in_whatever_order_it_come
     assert life.refuses(5.0).fingerprint(6.0) == "" == life.reported("four", 4.5).refuses(4.2).fingerprint(5.0)
 
 
-def test_a_version_that_nobody_has_heard_of_for_long_is_not_believed_any_more() -> None:
+def test_a_version_that_was_not_reported_for_long_is_not_believed_any_more() -> None:
     """At an address that never refuses, another engine may have taken its place, and an engine that gets no requests
     reports nothing."""
     life = Life().reported("one", 1.0, OLD)

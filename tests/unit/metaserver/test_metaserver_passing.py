@@ -236,7 +236,7 @@ def test_what_is_left_when_the_grace_is_over_is_cut() -> None:
         until(lambda: c.decode[0].running == 0)
 
 
-def test_who_waits_for_a_turn_hears_of_the_end_at_once() -> None:
+def test_a_request_that_waits_for_a_turn_hears_of_the_end_at_once() -> None:
     with cluster(max_running=1, max_waiting=5) as c:
         c.decode[0].manner.hold = True
         running = Asking(lambda: c.complete("first"))

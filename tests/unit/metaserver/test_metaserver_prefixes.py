@@ -241,7 +241,7 @@ def test_a_request_goes_to_the_engines_of_its_model(monkeypatch: pytest.MonkeyPa
             assert served.seen[-1].route == f"/v1/models/{model}"
 
 
-def test_the_models_of_all_are_listed_to_who_may_see_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_models_of_all_are_listed_to_clients_that_may_see_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_ascend_pd.metaserver.service.probes.MODELS_EVERY_S", 0.05)
     with cluster(prefill=2, decode=2) as c:
         two_models(c)
@@ -253,7 +253,7 @@ def test_the_models_of_all_are_listed_to_who_may_see_them(monkeypatch: pytest.Mo
         assert c.http.get("/v1/models").status_code == 401, "the engines' keys are not ours to wave through"
 
 
-def test_a_d_whose_model_nobody_prefills_computes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_d_whose_model_no_p_has_computes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_ascend_pd.metaserver.service.probes.MODELS_EVERY_S", 0.05)
     with cluster(prefill=1, decode=2) as c:
         c.decode[1].models = ("other",)

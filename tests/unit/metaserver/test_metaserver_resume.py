@@ -16,7 +16,7 @@ from vllm_ascend_pd.metaserver.outline import at_once
 from vllm_ascend_pd.metaserver.resumable import FATES, Fate, NotContinued, Terms, terms_of
 from vllm_ascend_pd.metaserver.resume import MAX_AGAIN, Cut, StreamState
 
-MOST = 4096
+MAX_HELD = 4096
 PROMPT = [9, 8, 7]
 
 
@@ -136,7 +136,7 @@ def test_a_stream_of_several_ds_is_that_of_one(seed: int) -> None:
     body = drawn(dice)
     want = b"".join(written(body, PROMPT, random.Random(0)))
     request = bodies.parse(bodies.CHAT if "messages" in body else bodies.COMPLETIONS, json.dumps(body).encode())
-    kept = StreamState(at_once(terms_of(request, 0)), MOST)
+    kept = StreamState(at_once(terms_of(request, 0)), MAX_HELD)
     got, events = b"", written({**body, "return_token_ids": True}, PROMPT, dice)
     for number in range(2, 9):
         last = number == 8
@@ -157,7 +157,7 @@ def test_a_stream_of_several_ds_is_that_of_one(seed: int) -> None:
 
 def kept_of(body: dict[str, Any], seen: int, **more: Any) -> tuple[StreamState, bytes]:
     body = {"model": "m", "temperature": 0, "stream": True, "max_tokens": 40, "prompt": PROMPT, **body}
-    kept = StreamState(terms(**{k: v for k, v in body.items() if k != "prompt"}), more.get("most", MOST))
+    kept = StreamState(terms(**{k: v for k, v in body.items() if k != "prompt"}), more.get("most", MAX_HELD))
     events = written({**body, "return_token_ids": True}, PROMPT, random.Random(1))
     return kept, b"".join(map(kept.take, events[:seen]))
 
@@ -201,7 +201,7 @@ def test_a_stream_that_grows_too_long_is_given_up_and_costs_nothing_more() -> No
 
 
 def test_a_d_that_tells_no_ids_cannot_be_left() -> None:
-    kept = StreamState(terms(), MOST)
+    kept = StreamState(terms(), MAX_HELD)
     event = b'data: {"id":"x","choices":[{"index":0,"text":" a"}]}\n\n'
     assert kept.take(event) == event
     with pytest.raises(NotContinued, match="returns no token ids"):
@@ -212,7 +212,7 @@ def test_a_d_that_tells_no_ids_cannot_be_left() -> None:
     "delta", [{"reasoning": "hm"}, {"reasoning_content": "hm"}, {"tool_calls": [{}]}, {}], ids=lambda d: str(list(d))
 )
 def test_an_answer_that_is_parsed_is_not_continued(delta: dict[str, Any]) -> None:
-    kept = StreamState(terms(chat=True), MOST)
+    kept = StreamState(terms(chat=True), MAX_HELD)
     first = {
         "id": "x",
         "prompt_token_ids": [1, 2],
@@ -221,7 +221,7 @@ def test_an_answer_that_is_parsed_is_not_continued(delta: dict[str, Any]) -> Non
     event = {"id": "x", "choices": [{"index": 0, "delta": delta, "token_ids": [5]}]}
     for said in (first, event):
         passed = kept.take(b"data: " + json.dumps(said).encode() + b"\n\n")
-    assert bool(passed) is bool(delta), "what the parser swallows is no event for who asked no ids"
+    assert bool(passed) is bool(delta), "what the parser swallows is no event for a client that asked for no ids"
     with pytest.raises(NotContinued, match="state"):
         kept.point()
 
@@ -235,14 +235,14 @@ def test_an_answer_that_is_parsed_is_not_continued(delta: dict[str, Any]) -> Non
         ({"error": {"message": "yours", "code": 400}}, None),
     ],
 )
-def test_how_d_ends_a_stream_is_told_apart(said: dict[str, Any], cut: Cut | None) -> None:
+def test_the_ways_in_which_d_ends_a_stream_are_distinguished(said: dict[str, Any], cut: Cut | None) -> None:
     kept, _ = kept_of({}, 3)
     passed = kept.take(b"data: " + json.dumps(said).encode() + b"\n\ndata: [DONE]\n\n")
     assert kept.cut is cut and (passed == b"") is (cut is not None)
 
 
 def test_text_held_back_for_long_is_not_computed_again_for_ever() -> None:
-    kept = StreamState(terms(max_tokens=1000), MOST)
+    kept = StreamState(terms(max_tokens=1000), MAX_HELD)
     half = {"id": "x", "choices": [{"index": 0, "text": "", "token_ids": [250], "prompt_token_ids": [1]}]}
     for _ in range(MAX_AGAIN + 1):
         kept.take(b"data: " + json.dumps(half).encode() + b"\n\n")

@@ -92,7 +92,7 @@ def test_a_request_id_is_made_or_kept_and_both_legs_carry_it(pair: FakeCluster) 
 
 
 def test_an_unknown_ticket_is_refused(pair: FakeCluster) -> None:
-    body = {"ticket": "nobody's", "transfer": "t", "reservation": ""}
+    body = {"ticket": "invented", "transfer": "t", "reservation": ""}
     assert pair.http.post("/v1/metaserver", json=body).status_code == 404
     assert pair.http.post("/v1/metaserver", content=b"{}").status_code == 400
 
@@ -174,7 +174,7 @@ def test_a_stream_that_breaks_ends_with_an_error_frame() -> None:
             *pieces, error, done = events(answer)
             assert len(pieces) == 2 and done == "[DONE]"
             assert json.loads(error)["error"]["code"] == code
-            assert ("samples" in error) is (resume_tokens > 0), "why nobody goes on with it"
+            assert ("samples" in error) is (resume_tokens > 0), "why no D goes on with it"
 
 
 @pytest.mark.parametrize("speaks", [False, True], ids=["not kept", "kept"])

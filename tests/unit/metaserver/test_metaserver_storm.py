@@ -212,7 +212,7 @@ def storm(seed: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert crowd.said.total() == count and crowd.said["right"] > count / 2, where
         blamed = {i.name: (i.broke, i.last_error) for i in c.worker.fleet if i.broke}
         assert not {e.address for e in sound} & set(blamed), f"{where}: {blamed}"
-        assert blamed, f"{where}: the ailing ones failed, and nobody noticed"
+        assert blamed, f"{where}: the ailing ones failed unnoticed"
         for engine in ailing:
             engine.mood = None
             if engine.served._server is None:

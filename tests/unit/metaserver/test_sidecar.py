@@ -82,28 +82,28 @@ def test_whatever_the_header_says_it_is_an_address_or_refused(value: bytes) -> N
 def test_no_more_are_known_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(named, "MAX_PREFILLS", 3)
     fleet = Fleet(CircuitPolicy())
-    house = Named(fleet, ["127.0.0.0/8"])
+    known = Named(fleet, ["127.0.0.0/8"])
     for port in (1, 2, 3, 1, 4):
-        house.of([(HEADER, b"127.0.0.1:%d" % port)])
+        known.of([(HEADER, b"127.0.0.1:%d" % port)])
     assert sorted(instance.origin.port for instance in fleet) == [1, 3, 4], "2 was not named for longest"
-    assert len(house.of([(HEADER, b",".join(b"127.0.0.1:%d" % port for port in range(1, 40)))])) == named.MAX_OF_ONE
+    assert len(known.of([(HEADER, b",".join(b"127.0.0.1:%d" % port for port in range(1, 40)))])) == named.MAX_OF_ONE
 
 
-def test_who_is_not_named_any_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_p_that_is_not_named_any_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(named, "KEPT_S", 0.0)
     monkeypatch.setattr(named, "_LOOK_EVERY_S", 0.0)
     fleet = Fleet(CircuitPolicy())
-    house = Named(fleet, ["127.0.0.0/8"])
-    house.of([(HEADER, b"127.0.0.1:1")])
+    known = Named(fleet, ["127.0.0.0/8"])
+    known.of([(HEADER, b"127.0.0.1:1")])
 
     async def until_gone() -> None:
-        running = asyncio.create_task(house.run())
+        running = asyncio.create_task(known.run())
         while list(fleet):
             await asyncio.sleep(0)
         running.cancel()
 
     asyncio.run(asyncio.wait_for(until_gone(), 20))
-    house.of([(HEADER, b"127.0.0.1:1")])
+    known.of([(HEADER, b"127.0.0.1:1")])
     assert len(list(fleet)) == 1
 
 
@@ -169,4 +169,4 @@ def test_one_that_is_down_costs_the_request_nothing_but_the_overlap() -> None:
     with sidecar() as (c, (one, two)):
         one.served.kill()
         assert ask(c, one).status_code == 200
-        assert c.decode[0].local_prefills == 1 and legs([two]) == [0], "nobody is asked who was not named"
+        assert c.decode[0].local_prefills == 1 and legs([two]) == [0], "no P is asked that was not named"

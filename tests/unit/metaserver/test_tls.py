@@ -116,10 +116,10 @@ def test_d_verifies_unless_it_is_configured_not_to(
     assert (unknown.kind, unknown.code) == ("failed", "PD-META-002")
     assert _asked(loop, server.port, tls_verify=False).kind == "prefilled"
     server.stop()
-    stranger = TlsServer(elsewhere)
-    named = _asked(loop, stranger.port, tls_ca_file=str(elsewhere[0]))
+    untrusted = TlsServer(elsewhere)
+    named = _asked(loop, untrusted.port, tls_ca_file=str(elsewhere[0]))
     assert (named.kind, named.code) == ("failed", "PD-META-002"), "a known authority, for another address"
-    stranger.stop()
+    untrusted.stop()
 
 
 def test_d_shows_a_certificate_where_one_is_wanted(loop: LoopThread, mine: tuple[Path, Path], folder: Path) -> None:

@@ -271,7 +271,7 @@ def test_prometheus_gets_sums_times_reasons_and_levels() -> None:
     assert scrape.value("reservations_open") == 3
 
 
-def test_engines_are_told_apart() -> None:
+def test_engines_are_distinguished() -> None:
     scrape, tally = Scrape(), Tally()
     tally.add("bytes_transferred", 7)
     scrape.metrics.observe(stats_of(tally).data, engine_idx=1)

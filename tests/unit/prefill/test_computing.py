@@ -30,7 +30,7 @@ def ready(*chunks: Chunk, over: Sequence[str] = (), groups: Any = PLAIN, known: 
     return computing.ready(chunks[-1], groups)
 
 
-def test_what_nobody_computes_now_is_there() -> None:
+def test_what_no_step_computes_now_is_there() -> None:
     assert ready(chunk("a", 0, 8, [1, 2]), chunk("b", 8, 2, [3, 4, 5])) == 8
 
 
@@ -48,7 +48,7 @@ def test_a_block_that_becomes_full_in_this_step_was_allocated_in_an_earlier_one(
     assert ready(Chunk("a", 8, 1, ([9],), False), chunk("c", 8, 2, [1, 2, 4]), known=computing) == 8
 
 
-def test_blocks_of_requests_that_are_over_are_nobodys() -> None:
+def test_blocks_of_requests_that_are_over_belong_to_none() -> None:
     computing = Computing()
     computing.step([chunk("a", 0, 6, [1, 2])], ())
     assert ready(chunk("b", 8, 2, [1, 2, 3]), over=["a"], known=computing) == 8

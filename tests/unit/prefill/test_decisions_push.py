@@ -135,7 +135,7 @@ def test_a_preempted_request_starts_over_with_its_new_blocks() -> None:
     assert [*first.new_blocks[0], *second.new_blocks[0]] == [11, 12, 13]
 
 
-def test_a_resumption_that_nobody_announced_starts_over() -> None:
+def test_a_resumption_that_was_not_announced_starts_over() -> None:
     """Older versions name resumed requests only: all blocks for a request that is already known mean a new start."""
     book = admitted(10)
     book.scheduled("r", 0, 6, [1, 2], replaces=True)
@@ -229,7 +229,7 @@ def test_an_abort_before_the_first_step_tells_the_workers_nothing() -> None:
     assert step(book).empty
 
 
-def test_requests_without_a_reservation_are_nobodys_business() -> None:
+def test_requests_without_a_reservation_are_left_alone() -> None:
     book = PushBook(model="m")
     assert book.scheduled("x", 0, 5, [1], replaces=True) is None
     book.preempted("x")

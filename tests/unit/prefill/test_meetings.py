@@ -109,7 +109,7 @@ def test_a_target_waits_for_its_source_and_nothing_is_computed_without_it() -> N
 # -- asked again, taken, never
 
 
-def test_who_asks_again_hears_the_same_also_when_all_is_over() -> None:
+def test_a_d_that_asks_again_hears_the_same_also_when_all_is_over() -> None:
     p = PrefillBooks()
     source = p.source()
     p.compute()
@@ -140,7 +140,7 @@ def test_a_source_of_another_incarnation_is_gone() -> None:
     assert code(answer) == "PD-META-027" and p.step().empty
 
 
-def test_what_nobody_fetches_goes_back_by_itself() -> None:
+def test_what_is_not_fetched_goes_back_by_itself() -> None:
     p = PrefillBooks()
     source = p.source()
     p.compute()
@@ -305,7 +305,7 @@ def test_a_target_whose_d_is_gone_waits_no_longer(how: str) -> None:
         p.meetings.gone(1.0, "d")
     else:
         p.meetings.withdrawn(1.0, "another d", TransferId("d", 1, "u1"))
-        assert p.meetings.counts()["waiting"] == 1, "only who offered may withdraw"
+        assert p.meetings.counts()["waiting"] == 1, "only the D that offered may withdraw"
         p.meetings.withdrawn(1.0, "d", TransferId("d", 1, "u1"))
     assert not any(p.meetings.counts().values())
     p.source()

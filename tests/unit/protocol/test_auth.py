@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Authentication: nobody can pose as another peer, no message is accepted twice, no input breaks a decoder."""
+"""Authentication: no peer can pose as another, no message is accepted twice, no input breaks a decoder."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_neighbouring_steps_of_a_rotation_understand_each_other(one: Secrets, ot
         assert opened == 1
 
 
-def test_who_skips_the_first_step_is_refused_meanwhile() -> None:
+def test_a_peer_that_skips_the_first_step_is_refused_meanwhile() -> None:
     with pytest.raises(RemoteProtocolError, match="PD-SEC-003"):
         unseal(seal(RESERVED, Secrets(NEW, OLD)), Secrets(OLD))
     with pytest.raises(RemoteProtocolError, match="PD-SEC-003"):

@@ -266,7 +266,7 @@ def test_done_is_repeated_until_it_is_acknowledged_and_closes_before() -> None:
     assert s.next_wake() is None
 
 
-def test_a_word_that_nobody_acknowledges_is_given_up_after_a_hold() -> None:
+def test_a_message_that_is_not_acknowledged_is_given_up_after_a_hold() -> None:
     s = pushing()
     s.seal(0.0, PUSH)
     run_until(s, 0.0, H - 1)

@@ -129,7 +129,7 @@ def test_what_is_parked_is_bounded_in_bytes_too() -> None:
     assert r.parked_count() == 20
 
 
-def test_who_is_parked_is_refused_when_the_transfer_is_cancelled_behind_its_gate() -> None:
+def test_a_parked_begin_is_refused_when_the_transfer_is_cancelled_behind_its_gate() -> None:
     r = receiver()
     r.message(0.0, "p1", begin(ONE))
     r.bind(0.1, T, FIRST, END, 300.0)

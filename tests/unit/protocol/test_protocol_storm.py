@@ -50,13 +50,13 @@ transfers = st.sampled_from(
         TransferId("decode-0", 7, "u"),
     ]
 )
-who = st.sampled_from([ONE, TWO, Contributor(5, 5)])
+contributors = st.sampled_from([ONE, TWO, Contributor(5, 5)])
 heads = {
     "transfer": transfers,
     "push": st.sampled_from([PUSH, "push-2", ""]),
     "p_incarnation": st.sampled_from([p_incarnation(ONE), p_incarnation(TWO), "other"]),
     "d_incarnation": st.sampled_from([D_INCARNATION, "decode-0"]),
-    "contributor": who,
+    "contributor": contributors,
     "d_rank": st.sampled_from([0, 0, 0, 1]),
     "seq": st.integers(0, 6),
 }

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from unit.kits.channel import Ear, Mouth, RawConnection, still_works, until
+from unit.kits.channel import AnsweringListener, RawConnection, RecordingDialer, still_works, until
 from unit.kits.protocol import begin, renew
 from unit.kits.wire_examples import (
     BESIDE,
@@ -78,27 +78,27 @@ def admitted(reservation: Reservation) -> str:
 async def test_two_releases_pair_if_there_is_a_version_that_both_speak(
     one: Release, other: Release, pair: bool
 ) -> None:
-    for ears, mouths in ((one, other), (other, one)):
-        async with Ear(release=ears) as ear, Mouth(release=mouths) as mouth:
-            mouth.say(ear.endpoint)
-            await until(lambda mouth=mouth: mouth.answers or mouth.unreachable)
-            assert bool(mouth.answers) is pair
+    for listeners, dialers in ((one, other), (other, one)):
+        async with AnsweringListener(release=listeners) as answering, RecordingDialer(release=dialers) as dialing:
+            dialing.say(answering.endpoint)
+            await until(lambda dialing=dialing: dialing.answers or dialing.unreachable)
+            assert bool(dialing.answers) is pair
             if not pair:
-                why = f"Protocol version {mouths} of the peer is not {ears}. Install the same version on both engines."
-                assert mouth.unreachable[0] == f"PD-CTRL-003: {why}"
-                assert not ear.heard and not ear.events
+                why = f"Protocol version {dialers} of the peer is not {listeners}. Install the same version on both engines."
+                assert dialing.unreachable[0] == f"PD-CTRL-003: {why}"
+                assert not answering.heard and not answering.events
 
 
 async def test_version_1_is_refused_in_a_sentence_where_it_calls_and_where_it_reserves() -> None:
-    async with Ear() as ear:
-        async with RawConnection(ear) as raw:
+    async with AnsweringListener() as answering:
+        async with RawConnection(answering) as raw:
             raw.send(recorded(1, "hello"))
             refusal = await raw.goodbye()
         assert (refusal.code, refusal.detail) == (
             "PD-CTRL-003",
             "Protocol version 1 of the peer is not 2. Install the same version on both engines.",
         )
-        await still_works(ear)
+        await still_works(answering)
     with pytest.raises(RemoteProtocolError, match="PD-CTRL-003: Protocol version 1 of the peer is not 2"):
         unseal(recorded(1, "reservation"), None)
 
@@ -190,6 +190,6 @@ def test_to_go_on_costs_a_small_message_however_many_layers_there_are() -> None:
     ],
     ids=["equal", "the next release", "too far apart", "another model", "not given", "not understood"],
 )
-def test_a_fingerprint_says_who_can_be_a_pair(one: str, other: str, wanted: bool) -> None:
+def test_a_fingerprint_says_which_engines_can_be_a_pair(one: str, other: str, wanted: bool) -> None:
     assert may_pair(one, other) is may_pair(other, one) is wanted
     assert len(one) <= MAX_FINGERPRINT

@@ -387,7 +387,7 @@ class Ledger(RuleBasedStateMachine):
         slot = self.exchanges.slot(made, 0)
         self.exchanges.made(made)
         self.asked.discard(share.unit(layer))
-        assert (slot is not None) <= bool(self.owed[share]), "a slot for what nobody wants"
+        assert (slot is not None) <= bool(self.owed[share]), "a slot for what no push wants"
         at = share, layer
         if not self.owed[share] or at in self.here | self.coming:
             assert slot is None, "fetched twice"
@@ -430,7 +430,7 @@ class Ledger(RuleBasedStateMachine):
         for slot, units in waiting.items():
             if room[slot] > len(units) and most == 40:
                 left = units - self.asked - set(found)
-                assert not left or len(found) == most, "there was room, and nobody asked"
+                assert not left or len(found) == most, "there was room, and none was asked for"
         self.asked.update(found)
 
     @invariant()

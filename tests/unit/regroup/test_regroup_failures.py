@@ -109,7 +109,7 @@ def test_a_rank_plans_what_it_has_given_up_like_the_others() -> None:
         two.check(other)
 
 
-def test_an_aborted_request_is_exchanged_by_nobody_alone() -> None:
+def test_an_aborted_request_is_exchanged_by_no_rank_alone() -> None:
     p, d = engine(EngineCache(tp=2)), RegroupDecodeSite(EngineCache())
     with running(p, d):
         gone, stays = d.reserve(64), d.reserve(64)
@@ -220,7 +220,7 @@ def test_an_error_where_nothing_crosses_fails_the_push_as_well() -> None:
         assert (False, "PD-XFER-006") in reports(prompt)
 
 
-def test_a_group_in_another_order_gives_nobody_the_bytes_of_another_rank() -> None:
+def test_a_group_in_another_order_gives_no_rank_the_bytes_of_another() -> None:
     """Each of two ranks has the other's place in the process group, so each gets its own bytes for the other's."""
     exchanges: list[GroupExchange] = []
 
@@ -242,7 +242,7 @@ def test_a_group_in_another_order_gives_nobody_the_bytes_of_another_rank() -> No
         p.holds_nothing()
 
 
-def test_a_collective_that_raises_on_one_rank_keeps_nobody_else_in_it() -> None:
+def test_a_collective_that_raises_on_one_rank_keeps_no_other_in_it() -> None:
     """Rank 1 of 4 cannot call the second one. The others are inside, and their group would wait for minutes."""
     parts = faulty(1, "collective", [1])
     p = engine(EngineCache(tp=4, heads=8), push=config(regroup="auto", quiet_s=0.2), parts=parts, timeout_s=600.0)
@@ -264,7 +264,7 @@ def test_a_collective_that_raises_on_one_rank_keeps_nobody_else_in_it() -> None:
         p.holds_nothing()
 
 
-def test_staging_that_breaks_on_one_rank_leaves_nobody_alone() -> None:
+def test_staging_that_breaks_on_one_rank_leaves_no_other_waiting() -> None:
     def replaced(rank: int, made: RegroupResources) -> RegroupResources:
         if rank == 0:
             made.staging.__class__ = FullStaging
@@ -307,7 +307,7 @@ def test_a_source_that_is_done_with_a_push_still_cannot_spoil_it(part: str) -> N
         p.finish(prompt)
         until(lambda: p.ranks[0].runtime.take_finished([]) or p.idle(), "rank 0 lets its blocks go")
         wires[1].held = set()
-        assert not p.ended(prompt), "D was given what nobody had sent"
+        assert not p.ended(prompt), "D was given what had not been sent"
         assert reports(prompt) == [(False, "PD-XFER-006")]
 
 

@@ -173,7 +173,7 @@ def test_a_rank_that_was_stopped_for_a_while_holds_up_and_breaks_nothing(fleet: 
         pair.check([prompt])
 
 
-def test_a_rank_that_dies_leaves_nobody_in_the_collective(tmp_path: Path) -> None:
+def test_a_rank_that_dies_leaves_no_other_in_the_collective(tmp_path: Path) -> None:
     """The engine is lost; but the others fail their pushes at once, with a code, and go on answering."""
     fleet = ChildProcesses(3)
     timers: dict[str, Any] = {
@@ -212,7 +212,7 @@ def test_a_rank_that_dies_leaves_nobody_in_the_collective(tmp_path: Path) -> Non
 
 
 @pytest.mark.ci
-def test_a_rank_whose_collective_raises_leaves_nobody_in_it(tmp_path: Path) -> None:
+def test_a_rank_whose_collective_raises_leaves_no_other_in_it(tmp_path: Path) -> None:
     """No process dies, so no connection ends by itself: the rank must close its own, or the others wait for ten
     minutes."""
     fleet = ChildProcesses(3)

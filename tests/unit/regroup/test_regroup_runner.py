@@ -54,7 +54,7 @@ def test_pushes_are_complete_and_right_however_the_hooks_are_called(
         d.close()
 
 
-@pytest.mark.parametrize("hook", ["by name", "with strangers", "twice"])
+@pytest.mark.parametrize("hook", ["by name", "with unregistered", "twice"])
 def test_a_layer_is_pushed_when_its_hook_fires_and_not_at_the_end_of_the_step(hook: str) -> None:
     cache = EngineCache(tp=1, layers=3)
     rank = AscendRank(cache, Contributor(0, 0), allocate, push=config(regroup="never"))

@@ -209,7 +209,7 @@ class LateWire(FailingTransport):
         return [ctypes.string_at(src, size) for src, size in spans]
 
 
-def test_a_slot_of_a_failed_write_is_used_at_once_and_what_is_read_late_harms_nobody() -> None:
+def test_a_slot_of_a_failed_write_is_used_at_once_and_what_is_read_late_does_no_harm() -> None:
     """It lands in blocks that D keeps for the failed transfer, and nowhere else."""
     wires = [LateWire(), LateWire()]
     push = config(quiet_s=60.0, staging_slots=1, staging_destinations=1)

@@ -280,7 +280,7 @@ def first_tokens_that_do_not_come_are_computed() -> None:
             answers = pair.decode.answers[f"{name}-d"]
             check([token for one in answers for token in one.new_token_ids] == [5, 5, 5], f"{answers}")
             whose = answers[-1].kv_transfer_params["pd_load"]["first_token"]
-            check(whose == ("refused" if first else "not told"), whose)
+            check(whose == ("refused" if first else "not sent"), whose)
 
 
 def aborted_while_held_gives_the_blocks_back() -> None:

@@ -29,7 +29,7 @@ WRITTEN: dict[str, tuple[str, bytes]] = {name: (how, made) for name, how, made i
 
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the previous package makes of today's words."""
+    """Outcomes of the previous package with today's words."""
     name, folder = previous.commit(), tmp_path_factory.mktemp("previous")
     try:
         previous.package(folder, name)

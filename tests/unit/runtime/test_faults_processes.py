@@ -184,7 +184,7 @@ def test_a_prefill_engine_stopped_in_a_write_is_shut_out_and_others_are_tried_ag
         later = d.reserve("later", 100)
         d.step()
         sleeper.say("prefill", later.name, 100, len(d.requests) - 1, packed(later.reservation))
-        assert d.received(later)[0].ok, "the sleeper is used again, nobody was restarted"
+        assert d.received(later)[0].ok, "the sleeper is used again without a restart"
         d.check(later)
 
 

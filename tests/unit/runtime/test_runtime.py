@@ -380,7 +380,7 @@ def test_a_draft_model_on_decode_alone_begins_without_the_prompts_kv(tp: int) ->
         d.check(request, layers=2)
         assert [facts["layers"] for stage, facts in events if stage == "undrafted"] == [1]
         for view in d.ranks[0].views[2]:
-            assert (view == UNTOUCHED).all(), "nobody writes there"
+            assert (view == UNTOUCHED).all(), "nothing is written there"
 
 
 UNLIKE = {

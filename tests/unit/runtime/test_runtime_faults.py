@@ -169,8 +169,8 @@ def test_a_decode_engine_that_never_listens_fails_the_push_at_once() -> None:
     p, d = PrefillSite(PLANES, 1), DecodeSite(PLANES, 1)
     with traced() as events, sites(p, d):
         request = d.reserve("r", 30)
-        nobody = Endpoint("127.0.0.1", 1)
-        request.reservation = msgspec.structs.replace(request.reservation, endpoints=(nobody,))
+        unused = Endpoint("127.0.0.1", 1)
+        request.reservation = msgspec.structs.replace(request.reservation, endpoints=(unused,))
         p.prefill(request)
         p.finish(request)
         p.released_blocks_of(request)
@@ -545,7 +545,7 @@ class ListeningWire(MemoryTransport):
         self._ask = heard
 
     def land(self, write: Write) -> WriteState:
-        self.heard += [self._ask(write.session), self._ask("nobody's")]
+        self.heard += [self._ask(write.session), self._ask("unknown")]
         return super().land(write)
 
 
@@ -579,15 +579,15 @@ def test_a_dead_writer_gathers_nothing() -> None:
         before = len(events)
         for _ in range(10):
             p.compute((later, 3))
-            assert runtime._writing._inbox.empty(), "nobody takes it out any more"
+            assert runtime._writing._inbox.empty(), "nothing takes it out any more"
         assert "layer_computed" not in {stage for stage, _ in events[before:]}, "nothing would use a plan"
 
 
 # -- closing
 
 
-@pytest.mark.parametrize("who", ["p", "d", "both"])
-def test_closing_with_transfers_in_flight_joins_threads_and_frees_ports(who: str) -> None:
+@pytest.mark.parametrize("sides", ["p", "d", "both"])
+def test_closing_with_transfers_in_flight_joins_threads_and_frees_ports(sides: str) -> None:
     wire = SlowWire()
     p, d = PrefillSite(PLANES, 2, make_transport=lambda: wire), DecodeSite(PLANES, 2)
     with sites(p, d):
@@ -596,13 +596,13 @@ def test_closing_with_transfers_in_flight_joins_threads_and_frees_ports(who: str
         assert p.admit(request) is None
         p.compute((request, 20))
         until(wire.asked.is_set, "a write that is out")
-        for site in {"p": (p,), "d": (d,), "both": (d, p)}[who]:
+        for site in {"p": (p,), "d": (d,), "both": (d, p)}[sides]:
             site.close()
             site.close()
         left = own_threads()
-        if who != "d":
+        if sides != "d":
             assert not any("P0." in name for name in left), left
-        if who != "p":
+        if sides != "p":
             assert not any(name.startswith("pd-receive") for name in left), left
             assert all(free_port_is(endpoint) for endpoint in d.endpoints)
 
@@ -655,7 +655,7 @@ def test_every_thread_that_may_touch_the_device_is_bound_to_it() -> None:
 # -- one rank knows more than another
 
 
-def test_a_push_that_failed_on_one_rank_does_not_change_who_writes_the_others() -> None:
+def test_a_push_that_failed_on_one_rank_does_not_change_which_ranks_write_the_others() -> None:
     """Ranks that hold the same head divide a step's tokens among them. Each rank's part must follow from the step
     alone: if a rank left out a request that failed on it, there would be holes in the others."""
     model = CacheModel("latent", heads=1)

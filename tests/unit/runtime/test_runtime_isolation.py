@@ -32,14 +32,14 @@ def test_a_decode_engine_that_accepts_and_stays_silent_delays_neither_the_forwar
         d, mute = DecodeSite(TUPLES, 1), DecodeSite(TUPLES, 1, seed=3)
         with traced() as events, sites(p, d, mute):
             good, bad = d.reserve("good", 40), mute.reserve("bad", 40)
-            nobody = Endpoint(LOOPBACK, silent.getsockname()[1])
-            bad.reservation = msgspec.structs.replace(bad.reservation, endpoints=(nobody,))
+            unused = Endpoint(LOOPBACK, silent.getsockname()[1])
+            bad.reservation = msgspec.structs.replace(bad.reservation, endpoints=(unused,))
             d.step()
             for request in (bad, good):
                 assert p.admit(request) is None
             for _ in range(4):
                 p.compute((bad, 10), (good, 10))
-            assert not closed(events, ok=False), "the forward waited for somebody"
+            assert not closed(events, ok=False), "the forward waited"
             assert d.received(good)[0].ok
             assert not closed(events, ok=False), "the good one waited for the bad one's timeout"
             d.check(good)

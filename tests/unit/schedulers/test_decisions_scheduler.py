@@ -53,8 +53,8 @@ def admitted(secrets: Secrets | None = None) -> tuple[PrefillScheduler, Request]
 
 def test_chunks_of_a_request_become_slices() -> None:
     scheduler, asked = admitted()
-    first = scheduler.build_step(output([("r", 0, 4, [7]), ("stranger", 0, 5, [1, 2])]))
-    second = scheduler.build_step(output(cached=[("r", 4, 3, [8]), ("stranger", 5, 1, None)]))
+    first = scheduler.build_step(output([("r", 0, 4, [7]), ("unknown", 0, 5, [1, 2])]))
+    second = scheduler.build_step(output(cached=[("r", 4, 3, [8]), ("unknown", 5, 1, None)]))
     third = scheduler.build_step(output(cached=[("r", 7, 3, None)]))
     assert len(first.starts) == 1 and first.geometry is not None and first.geometry.tp_size == 2
     pieces = [step.slices for step in (first, second, third)]
@@ -249,7 +249,7 @@ def test_d_reports_how_the_kv_came_in_its_answer_and_to_the_metaserver(
     scheduler, asked, bind = loading(server)
     try:
         for code in codes:  # one step per rank
-            scheduler.ended(frozenset({LoadEnd("r", code, PUSH, cached=3), LoadEnd("of nobody", "PD-XFER-001", "")}))
+            scheduler.ended(frozenset({LoadEnd("r", code, PUSH, cached=3), LoadEnd("unknown", "PD-XFER-001", "")}))
         assert asked.prefill_stats is not None
         asked.prefill_stats.set(len(TOKENS), 4, 6)
         assert scheduler.received("r") and not scheduler.received("r")
@@ -268,7 +268,7 @@ def test_d_reports_how_the_kv_came_in_its_answer_and_to_the_metaserver(
         server.served.stop()
 
 
-def test_a_load_that_nobody_pushed_names_no_prefill() -> None:
+def test_a_load_that_was_not_pushed_names_no_prefill() -> None:
     server = RecordingMetaserver(PREFILLED)
     scheduler, asked, _ = loading(server)
     try:
@@ -374,7 +374,7 @@ def test_hundreds_of_loads_in_flight_take_no_thread_each() -> None:
         server.served.stop()
 
 
-def test_forged_tickets_are_prefilled_locally_and_call_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_forged_tickets_are_prefilled_locally_and_call_no_address(caplog: pytest.LogCaptureFixture) -> None:
     server = RecordingMetaserver(PREFILLED)
     scheduler = decode("http://10.1.2.3:4")
     try:
@@ -400,7 +400,7 @@ def test_before_the_handshake_nothing_is_loaded_and_no_thread_runs() -> None:
     scheduler.close()
 
 
-def test_children_of_one_request_share_parameters_that_nobody_changes() -> None:
+def test_children_of_one_request_share_parameters_that_do_not_change() -> None:
     """n > 1: several requests have the same dictionary; each is a load of its own under the one ticket."""
     server = RecordingMetaserver(PREFILLED)
     scheduler = decode(server.url)
@@ -526,7 +526,7 @@ def answered(
     return str(answer["pd_push"].get("first", ""))
 
 
-def test_prefill_tells_its_token_to_who_asks_for_it_only() -> None:
+def test_prefill_sends_its_token_only_to_a_d_that_asks_for_it() -> None:
     from vllm_ascend_pd.protocol.auth import unseal_first
 
     first = unseal_first(base64.b64decode(answered()), SECRETS)

@@ -92,7 +92,7 @@ def test_what_d_posts_is_what_p_reads(monkeypatch: pytest.MonkeyPatch) -> None:
         router.ended = True
         steps.settled(bind.transfer)
         assert steps.scheduler.received(D_ID) and not router.left
-        assert len(router.posts) == 1, "nothing is reported to who has not asked"
+        assert len(router.posts) == 1, "nothing is reported to a router that has not asked"
 
 
 def test_a_router_that_could_not_send_it_fails_the_load_at_once() -> None:
@@ -143,7 +143,7 @@ def test_the_request_has_the_name_that_the_front_end_gave_it() -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_who_is_not_allowed_is_not_called_and_who_would_not_know_it_neither(
+def test_a_router_is_called_if_its_address_is_allowed_and_it_knows_the_request(
     changes: dict[str, Any], name: str, found: str | None
 ) -> None:
     assert read({**GIVEN, **changes}, name) == found

@@ -94,7 +94,7 @@ def test_p_s_last_word_brings_its_first_token(first: str, kv: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "why"), [({"temperature": 0.5}, "not told"), ({"logprobs": 2}, "not told"), ({"seed": 5}, "not told")]
+    ("sampling", "why"), [({"temperature": 0.5}, "not sent"), ({"logprobs": 2}, "not sent"), ({"seed": 5}, "not sent")]
 )
 def test_a_p_that_was_asked_otherwise_tells_no_token(
     monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any], why: str
@@ -170,17 +170,17 @@ def test_without_hold_sources_p_listens_nowhere_and_says_what_it_always_said() -
     assert scheduler.finished(asked, True)[1]["pd_push"]["code"] == "PD-META-005"  # type: ignore[index]
 
 
-def test_who_does_not_know_the_secret_is_not_heard(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_p_without_the_secret_is_not_heard(caplog: pytest.LogCaptureFixture) -> None:
     """Neither its answer nor its offer is accepted."""
     with pair(SECRETS) as both:
         _, _, answer = both.prefilled()
-        stranger = DecodeScheduler(engine(Secrets(b"x" * 32)), Patience(lambda: 0))
-        stranger.attach_workers({(0, 0): WorkerFacts(ENDPOINTS[0], CACHE)})
+        foreign = DecodeScheduler(engine(Secrets(b"x" * 32)), Patience(lambda: 0))
+        foreign.attach_workers({(0, 0): WorkerFacts(ENDPOINTS[0], CACHE)})
         try:
-            assert stranger.wanted(request(D_ID, answer), 4) == 0
+            assert foreign.wanted(request(D_ID, answer), 4) == 0
             assert "PD-SEC-003" in caplog.text
         finally:
-            stranger.close()
+            foreign.close()
         assert both.p._requests.meetings.counts()["held"] == 1
 
 
@@ -264,7 +264,7 @@ def test_names_are_those_of_the_router_with_the_place_of_the_prompt() -> None:
     assert name_of("something else") == name_of("") == ""
 
 
-def test_a_forged_request_is_prefilled_locally_and_calls_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_forged_request_is_prefilled_locally_and_calls_no_address(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     with pair() as both:
         asked = request(D_ID, {"do_remote_prefill": True, "source": sealed()})

@@ -103,7 +103,7 @@ def prefilled(both: SchedulerPair, params: Any, name: str) -> tuple[bool, Answer
 
 
 @each_serial
-def test_who_goes_to_p_first_has_its_answer_fetched(shape: Serial) -> None:
+def test_a_router_that_goes_to_p_first_has_its_answer_fetched(shape: Serial) -> None:
     of_p, of_d = shape.ids
     with pair(SECRETS) as both:
         held, answer = prefilled(both, shape.prefill, of_p)
@@ -132,7 +132,7 @@ def test_what_p_does_not_hold_d_computes(shape: Serial) -> None:
 # transfer/nixl.go and mooncake.go beside shfs.go); that for `nixl` hands P's whole answer to D in a field of its own,
 # which vLLM does not give to a connector.
 @pytest.mark.parametrize("params", [None, {}], ids=["none", "empty"])
-def test_who_asks_p_for_nothing_gets_two_plain_engines(params: Any) -> None:
+def test_a_router_that_asks_p_for_nothing_gets_two_plain_engines(params: Any) -> None:
     with pair(SECRETS) as both:
         held, answer = prefilled(both, params, "cmpl-router-1-0-aaaaaaaa")
         assert not held and answer is None and not both.p._requests.meetings.counts()["held"]
@@ -184,7 +184,7 @@ def test_smg_is_mooncake_s_words_in_the_order_p_first(site: BootstrapPair) -> No
 def test_smg_with_vllm_s_own_id_of_p_is_refused_with_a_code(
     site: BootstrapPair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If its worker sends `kv_engine_id`, it is vLLM's and no address: P's blocks are released after `hold_s`."""
+    """A worker's `kv_engine_id` is vLLM's and no address: P's blocks are released after `hold_s`."""
     _, to_d = legs(site, "5f2c8d1e-0b1c-4e0c-9d59-6a7f1f0e7a51")
     assert site.d.wanted(request(OTHER_FRONT_END[1], to_d), 0) == 0
     assert "PD-META-029" in caplog.text and "bootstrap_port" in caplog.text

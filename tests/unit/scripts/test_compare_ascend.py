@@ -69,7 +69,7 @@ def test_the_page_has_a_column_for_each_connector() -> None:
 
 
 def test_a_client_that_gives_up_closes_its_connection() -> None:
-    """What an engine still holds afterwards is not held for this client."""
+    """An engine that holds blocks afterwards does not hold them for this client."""
     closed = threading.Event()
 
     def silent(listening: socket.socket) -> None:

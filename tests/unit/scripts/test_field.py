@@ -94,7 +94,7 @@ def reasons(verdict: field.FieldVerdict, side: str) -> list[str]:
 
 def test_a_template_is_filled_in_for_the_first_rank_of_each_node() -> None:
     template = ["--port", "$SERVER_PORT", "--data-parallel-size", "${DP_SIZE}", "--data-parallel-rank", "${DP_RANK}"]
-    template += ["--data-parallel-address", "${DP_ADDRESS}", "--tensor-parallel-size", "${TP_SIZE}", "--x", "$NOBODY"]
+    template += ["--data-parallel-address", "${DP_ADDRESS}", "--tensor-parallel-size", "${TP_SIZE}", "--x", "$UNKNOWN"]
     node = {"port_start": 7100, "dp_size": 32, "dp_rank_start": 16, "tp_size": 2, "dp_address": "${NODE_2_IP}"}
     text = yaml.safe_dump(
         {
@@ -107,7 +107,7 @@ def test_a_template_is_filled_in_for_the_first_rank_of_each_node() -> None:
     assert command.model == "me/gqa" and command.environment == {"SERVER_PORT": "7100"}
     assert command.words == (
         "--port", "7100", "--data-parallel-size", "32", "--data-parallel-rank", "16",
-        "--data-parallel-address", field.ADDRESS, "--tensor-parallel-size", "2", "--x", "$NOBODY",
+        "--data-parallel-address", field.ADDRESS, "--tensor-parallel-size", "2", "--x", "$UNKNOWN",
     )  # fmt: skip
 
 
@@ -182,7 +182,7 @@ def test_the_connector_is_replaced_as_the_migration_page_says() -> None:
     assert PushConfig.parse(ours["kv_connector_extra_config"]).ignored == ("use_ascend_direct", "tls_config")
 
 
-def test_a_key_that_nobody_knows_is_refused_as_an_engine_refuses_it() -> None:
+def test_an_unknown_key_is_refused_as_an_engine_refuses_it() -> None:
     verdict = judged(line(P, connector=transfer(P, their_key=1)))
     assert [refused.code for refused in verdict.refusals("P")] == ["PD-CONF-001"]
     assert "'their_key'" in verdict.refusals("P")[0].sentence and verdict.starts("D")
@@ -291,7 +291,7 @@ def test_caches_that_do_not_fit_each_other_are_no_pair() -> None:
     assert judged(p=line(P, "--additional-config", C8), model="me/sparse").pair.startswith("PD-GEO-001: dtype")
 
 
-def test_the_environment_of_who_runs_it_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_its_caller_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_HOST_IP", "0.0.0.0")
     monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
     assert judged().both
@@ -484,7 +484,7 @@ def packed(folder: Path) -> sdist.Pin:
     (root / "tests" / "a").mkdir(parents=True)
     (root / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: some-thing\nVersion: 1.0\n")
     (root / "pyproject.toml").write_text(
-        '[build-system]\nrequires = ["nobody"]\nbuild-backend = "setuptools.build_meta"\n'
+        '[build-system]\nrequires = ["unknown"]\nbuild-backend = "setuptools.build_meta"\n'
     )
     (root / "setup.py").write_text("raise SystemExit('this was run')\n")
     (root / "tests" / "a" / "x.yaml").write_text("kept")

@@ -93,7 +93,7 @@ for line, before, after in ((5, "n // 2", "n * 2"), (4, "return 0", "return 1"),
 """
 
 
-def test_who_sees_a_change_and_who_does_not(tmp_path: Path) -> None:
+def test_which_tests_see_a_change_and_which_do_not(tmp_path: Path) -> None:
     """A test detects a change if it executes it and fails twice; a test that fails only sometimes does not count."""
     for name, text in {
         "vllm_ascend_pd/x.py": CODE,

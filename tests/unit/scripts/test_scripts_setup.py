@@ -271,7 +271,7 @@ def test_an_interrupted_set_up_is_finished_by_the_next_one(installed: Tree, tree
 # ---- Debian packages
 
 
-def test_missing_libraries_are_named_to_those_who_cannot_install_them(tree: Tree) -> None:
+def test_missing_libraries_are_named_to_a_user_that_cannot_install_them(tree: Tree) -> None:
     tree.tool("ldconfig", "printf '\\tlibnuma.so.1 (libc6) => /x\\n'")
     tree.tool("id", "echo 1000")
     code, said = tree.setup()

@@ -133,7 +133,9 @@ def test_a_peer_that_never_existed_fails_at_once(wire: MooncakeWire, memory: np.
     assert settle(wire, handle, limit_s=2.0) is WriteState.UNISSUED, "nothing of it can land"
 
 
-def test_who_only_writes_exposes_no_memory(wire: MooncakeWire, receiver: ReceivingChild, memory: np.ndarray) -> None:
+def test_an_engine_that_only_writes_exposes_no_memory(
+    wire: MooncakeWire, receiver: ReceivingChild, memory: np.ndarray
+) -> None:
     settle(wire, wire.submit(receiver.session, [memory.ctypes.data], [receiver.base], [10]))
     engine = wire._engines.current
     assert engine is not None and engine.address not in receiver.session

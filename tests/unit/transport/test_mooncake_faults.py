@@ -22,9 +22,9 @@ from vllm_ascend_pd.transport.contact import HEARD_S
 from vllm_ascend_pd.transport.wire import MooncakeWire
 
 SIZE = 64 << 20
-PIECE = 64 << 10
+SPAN = 64 << 10
 RANKS = 12
-PIECES = SIZE // PIECE // 2
+SPANS = SIZE // SPAN // 2
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,9 @@ def one(wire: MooncakeWire, receiver: ReceivingChild, memory: np.ndarray) -> Wri
 
 
 def many(wire: MooncakeWire, receiver: ReceivingChild, memory: np.ndarray) -> int:
-    """A write of half the memory in pieces that cannot be merged, so that it takes long."""
-    n = np.arange(PIECES) * 2 * PIECE
-    return wire.submit(receiver.session, memory.ctypes.data + n, receiver.base + n, np.full(PIECES, PIECE))
+    """A write of half the memory in spans that cannot be merged, so that it takes long."""
+    n = np.arange(SPANS) * 2 * SPAN
+    return wire.submit(receiver.session, memory.ctypes.data + n, receiver.base + n, np.full(SPANS, SPAN))
 
 
 def test_a_receiver_killed_in_the_middle_fails_the_write_soon(wire: MooncakeWire, memory: np.ndarray) -> None:
@@ -84,7 +84,7 @@ def test_a_failed_write_is_over_when_it_says_so(wire: MooncakeWire, memory: np.n
             landed = receiver.sum()
             time.sleep(0.7)
             assert receiver.sum() == landed, "bytes went on landing after FAILED"
-            assert landed < PIECES * PIECE, "the whole write landed: the receiver was not stopped in time"
+            assert landed < SPANS * SPAN, "the whole write landed: the receiver was not stopped in time"
         finally:
             memory[:] = source
         assert one(wire, receiver, memory) is WriteState.LANDED, "the peer is used again once it answers"
@@ -100,7 +100,7 @@ def test_after_a_revocation_nothing_of_the_old_session_lands(wire: MooncakeWire,
         assert receiver.session != old
         receiver.ask("clear")  # the blocks have another owner now
         ended = settle(wire, handle)
-        again = settle(wire, wire.submit(old, [memory.ctypes.data], [receiver.base], [PIECE]))
+        again = settle(wire, wire.submit(old, [memory.ctypes.data], [receiver.base], [SPAN]))
         assert receiver.sum() == 0, "a write of the old session landed after revoke returned"
         assert (ended, again) == (WriteState.FAILED, WriteState.UNISSUED)
         assert one(wire, receiver, memory) is WriteState.LANDED
@@ -162,7 +162,7 @@ def test_a_receiver_restarted_on_the_same_port_is_reached_without_our_restart(
         assert successor.sum() == 1
 
 
-def test_a_silent_peer_delays_nobody(wire: MooncakeWire, memory: np.ndarray) -> None:
+def test_a_silent_peer_delays_no_other(wire: MooncakeWire, memory: np.ndarray) -> None:
     """A peer that accepts connections and never answers: Mooncake alone blocks for 60 s."""
     with ReceivingChild(1024) as receiver, socket.socket() as silent, Stalls() as stalls:
         silent.bind((LOOPBACK, 0))
@@ -250,7 +250,7 @@ def test_where_the_engine_cannot_ask_first_contact_needs_a_word_on_the_side_chan
         heard[receiver.session] = time.monotonic()
         assert settle(wire, waits) is WriteState.LANDED
         heard.clear()
-        assert one(wire, receiver, memory) is WriteState.LANDED, "whom we know need not be heard"
+        assert one(wire, receiver, memory) is WriteState.LANDED, "a known peer need not be heard"
 
 
 @contextlib.contextmanager

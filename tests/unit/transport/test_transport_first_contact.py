@@ -86,7 +86,7 @@ def test_an_answer_is_no_answer_of_another_process_at_the_address() -> None:
     assert asked == ["a:1", "a:1"]
 
 
-def test_who_is_forgotten_is_hung_up_on_and_asked_afresh() -> None:
+def test_a_peer_that_is_forgotten_is_hung_up_on_and_asked_afresh() -> None:
     with listening() as listener:
         introducer = Introducer(reads_forever, 5.0, time.monotonic)
         assert introducer.ask(address_of(listener)) is Introduction.ASKING
@@ -141,7 +141,7 @@ def test_an_engine_that_can_only_connect_gets_no_answer_from_what_is_no_address(
     assert not engine.answers(address)
 
 
-def test_nobody_is_hung_up_on_once_the_first_contact_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_peer_is_hung_up_on_once_the_first_contact_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next connection to the same peer belongs to another use."""
     inside, over = threading.Event(), threading.Event()
 

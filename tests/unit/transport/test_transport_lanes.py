@@ -95,7 +95,7 @@ def test_batches_are_cut_at_the_cap_and_all_calls_must_succeed(lanes: BlockingWr
     assert settle(lanes, submit(lanes, engine, "b", 0)) is WriteState.LANDED
 
 
-def test_a_decode_engine_that_stands_still_delays_nobody_however_many_ranks_it_has(
+def test_a_decode_engine_that_stands_still_delays_no_other_however_many_ranks_it_has(
     lanes: BlockingWrites, engine: BlockingEngine
 ) -> None:
     stalled = [f"stalled-{n}" for n in range(CALLS * 4)]

@@ -99,7 +99,7 @@ class SeedBook:
         record = self._by_transfer.get(transfer)
         if record is None or record.first is not None or record.none:
             return
-        why = fault(record.wanted, first) if first is not None else why or "not told"
+        why = fault(record.wanted, first) if first is not None else why or "not sent"
         if why:
             record.none = why
         else:

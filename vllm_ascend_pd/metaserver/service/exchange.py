@@ -98,7 +98,7 @@ def _nothing() -> None:
     """Do nothing: there is nothing to release."""
 
 
-async def _nobody(message: MutableMapping[str, Any]) -> None:
+async def _dropped(message: MutableMapping[str, Any]) -> None:
     """Drop a message: the client is gone."""
 
 
@@ -158,7 +158,7 @@ class HttpExchange:
     def over(self) -> None:
         """Free what an ended request holds: reports of its loads may still come, but need no connection and no body."""
         self.forget_prompt()
-        self.headers, self.send, self.release = [], _nobody, _nothing
+        self.headers, self.send, self.release = [], _dropped, _nothing
 
     def summary(self) -> RequestSummary:
         return RequestSummary(

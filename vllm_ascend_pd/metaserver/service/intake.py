@@ -195,7 +195,7 @@ class Protocol(HttpToolsProtocol):
             self._wait_for_head()
 
     def _make_room(self) -> None:
-        """Close the connection that is idle for longest; it could not be told from an attacker's."""
+        """Close the connection that is idle for longest; it could not be distinguished from an attacker's."""
         idle = [c for c in self.connections if isinstance(c, Protocol) and c.idle]
         if idle:
             min(idle, key=lambda c: c._idle_since).transport.abort()

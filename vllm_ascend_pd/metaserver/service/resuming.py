@@ -96,7 +96,7 @@ async def relay(shared: Shared, attempt: Attempt, kept: StreamState, reply: Repl
 async def _relay(shared: Shared, exchange: HttpExchange, kept: StreamState, reply: Reply, first: bytes) -> None:
     piece, held, send = first, b"", exchange.send
     while piece:
-        whole, held = _whole_events(held + piece if held else piece)
+        whole, held = _bounded_events(held + piece if held else piece)
         said = kept.take(whole) if whole else b""
         _count(shared, exchange, kept)
         if said and exchange.broke_at:
@@ -121,7 +121,7 @@ async def _end(exchange: HttpExchange, last: bytes = b"") -> None:
     await exchange.send({"type": "http.response.body", "body": last})
 
 
-def _whole_events(stream: bytes) -> tuple[bytes, bytes]:
+def _bounded_events(stream: bytes) -> tuple[bytes, bytes]:
     """Return the complete events, and the beginning of the next. Raise UpstreamError for one that does not end."""
     end = stream.rfind(b"\n\n") + 2
     if end > 1:

@@ -19,7 +19,7 @@ WINDOW = 128
 
 @dataclass
 class NextRequest:
-    """What happens with the next request: with how many tokens it begins, or behind how many its entries are kept."""
+    """Treatment of the next request: with how many tokens it begins, or behind how many its entries are kept."""
 
     keep: int = 0  # keep what is needed behind so many tokens, once `of` tokens are computed
     of: int = 0

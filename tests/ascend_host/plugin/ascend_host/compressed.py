@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ascend_host.reference import RIGHT_DOWN, attend, of, read_tokens, refuse, rms, rotate_planes
-from ascend_host.sparse import EVERYWHERE, NOBODY, chosen
+from ascend_host.sparse import EVERYWHERE, NO_TOKEN, chosen
 
 _ENDS = "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None"
 _CHOICE = (
@@ -238,7 +238,7 @@ def vllm_quant_lightning_indexer(
     if (layout_query, layout_key, pre_tokens, next_tokens) != ("TND", "PA_BSND", EVERYWHERE, EVERYWHERE):
         raise NotImplementedError(f"npu_vllm_quant_lightning_indexer of layouts {layout_query} and {layout_key}")
     assert actual_seq_lengths_query is not None and actual_seq_lengths_key is not None and block_table is not None
-    best = torch.full((len(query), 1, sparse_count), NOBODY, dtype=torch.int32)
+    best = torch.full((len(query), 1, sparse_count), NO_TOKEN, dtype=torch.int32)
     whole = query.double() * query_dequant_scale.double().unsqueeze(-1)
     bounds = [0, *actual_seq_lengths_query.tolist()]
     for sequence, rows, count, at in _sequences(bounds, actual_seq_lengths_key):
@@ -309,7 +309,7 @@ def sparse_attn_sharedkv(
 def _among(indices: Tensor, entries: int) -> Tensor:
     """Return which entries are among each row's indices; -1 stands for none."""
     chosen = torch.zeros(len(indices), entries + 1, dtype=torch.bool)  # the last column takes the -1
-    return chosen.scatter(1, indices.long().masked_fill(indices == NOBODY, entries), True)[:, :entries]
+    return chosen.scatter(1, indices.long().masked_fill(indices == NO_TOKEN, entries), True)[:, :entries]
 
 
 @of("_C_ascend::npu_sparse_attn_sharedkv_metadata", "_C_ascend::npu_vllm_quant_lightning_indexer_metadata")

@@ -44,7 +44,7 @@ SCHEMAS = {
 EVERYWHERE = 9223372036854775807
 ABSORBED = 2  # attention mode: the latent is both key and value
 PER_TILE, COMBINED = 2, 1  # a scale for each tile of a latent, stored behind it
-NOBODY = -1  # an index behind the last chosen token
+NO_TOKEN = -1  # an index behind the last chosen token
 
 
 def _as_here(operator: str, layouts: tuple[str, str], mode: int, more: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ def lightning_indexer(
     A token's score is the sum over the indexer's heads of weight · max(0, query · key).
     """
     _as_here("npu_lightning_indexer", (layout_query, layout_key), sparse_mode, more)
-    best = torch.full((len(query), key.shape[2], sparse_count), NOBODY, dtype=torch.int32)
+    best = torch.full((len(query), key.shape[2], sparse_count), NO_TOKEN, dtype=torch.int32)
     for rows, table, count in _sequences(actual_seq_lengths_query, actual_seq_lengths_key, block_table):
         keys = read_tokens(key, table, 0, count)[:, 0].double()
         hidden = ~visible(rows.stop - rows.start, count, sparse_mode, 0, 0)
@@ -93,7 +93,7 @@ def lightning_indexer(
 
 
 def chosen(query: Tensor, keys: Tensor, weights: Tensor, hidden: Tensor, count: int) -> Tensor:
-    """Return for each query the best of the keys that it sees, best first, then NOBODY.
+    """Return for each query the best of the keys that it sees, best first, then NO_TOKEN.
 
     A key's score is the sum over the heads of weight · max(0, query · key).
     """
@@ -101,7 +101,7 @@ def chosen(query: Tensor, keys: Tensor, weights: Tensor, hidden: Tensor, count: 
     for head in range(query.shape[1]):
         scores += weights[:, head : head + 1] * (query[:, head] @ keys.t()).relu()
     order = scores.masked_fill(hidden, -torch.inf).sort(descending=True, stable=True).indices[:, :count]
-    return order.masked_fill(hidden.gather(1, order), NOBODY).int()
+    return order.masked_fill(hidden.gather(1, order), NO_TOKEN).int()
 
 
 @of("_C_ascend::npu_lightning_indexer_quant")
@@ -161,7 +161,7 @@ def sparse_flash_attention(
         k, rope, v = (read_tokens(cache, table, 0, count) for cache in (key, key_rope, value))
         indices = sparse_indices[rows, 0].long()
         chosen = torch.zeros(len(indices), count + 1, dtype=torch.bool)  # the last column takes the -1
-        chosen.scatter_(1, indices.masked_fill(indices == NOBODY, count), True)
+        chosen.scatter_(1, indices.masked_fill(indices == NO_TOKEN, count), True)
         seen = chosen[:, :count] & visible(len(indices), count, sparse_mode, 0, 0)
         asked, keys = torch.cat((query[rows], query_rope[rows]), -1), torch.cat((k, rope), -1)
         out[rows], _ = attend(asked, keys, v, scale_value, seen)

@@ -137,7 +137,7 @@ def _run(
 
 
 class Operators:
-    """What vLLM's function takes from vllm._custom_ops."""
+    """Functions that vLLM's code takes from vllm._custom_ops."""
 
     fused_gdn_gating_cpu = staticmethod(gating)
     chunk_gated_delta_rule_cpu = staticmethod(of_prompts)

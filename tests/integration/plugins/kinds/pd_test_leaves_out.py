@@ -24,8 +24,8 @@ _leaving = Pushes._leaving
 _spans_of = pushes.spans_of
 
 
-def _leaving_less(self: Any, push: Push, pairing: int, piece: PushSlice) -> tuple[int, int]:
-    lo, hi = _leaving(self, push, pairing, piece)
+def _leaving_less(self: Any, push: Push, pairing: int, push_slice: PushSlice) -> tuple[int, int]:
+    lo, hi = _leaving(self, push, pairing, push_slice)
     pair = push.pairings[pairing]
     if _KIND == "group" and pair.p.group == int(_WHICH):
         return hi, hi

@@ -76,5 +76,5 @@ class ProcessEngines:
         assert [stats["collectives"] for stats in self.p.stats()] == [called] * len(made)
         assert called in (0, len(first)), "not one collective for each exchange"
         found = list(dict.fromkeys(first))
-        assert len(first) == len(found) + self.p.catch_ups, "an exchange was made twice, and nobody had ordered it"
+        assert len(first) == len(found) + self.p.catch_ups, "an exchange was made twice without an order"
         return found

@@ -83,7 +83,7 @@ def twice(rank: AscendRank, write: Layer) -> None:
         rank.fire(own)
 
 
-def with_strangers(rank: AscendRank, write: Layer) -> None:
+def with_unregistered(rank: AscendRank, write: Layer) -> None:
     """Fire hooks of unregistered layers too: a draft model's, and one without a name."""
     for own in range(len(rank.names)):
         write(own)
@@ -95,6 +95,6 @@ def with_strangers(rank: AscendRank, write: Layer) -> None:
 RUNS: dict[str, Callable[[AscendRank, Layer], None]] = {
     "by name": by_name,
     "twice": twice,
-    "with strangers": with_strangers,
+    "with unregistered": with_unregistered,
     "no end": by_name,
 }
