@@ -20,7 +20,7 @@ from tools.support.pages import Marks
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "kinds.md"
 MARKS = Marks.of("python -m tools.kind_sizes")
-FILES = ("windows", "kinds", "states", "drafts", "quantised", "cover")
+FILES = ("windows", "indexers", "states", "drafts", "quantised", "cover")
 COLUMNS = ((1, 1), (2, 1), (1, 2), (4, 2))
 TITLES = {
     "gptoss": "windows beside full attention (gpt-oss)",

@@ -28,7 +28,7 @@ from kind_pairs import (
 )
 from pairs import Pair, fresh_prompt
 from test_drafts import own
-from test_kinds import tuples
+from test_indexers import tuples
 
 from tools.support.client import body_of, complete
 from tools.support.cluster import STRICT, Cluster

@@ -27,7 +27,7 @@ from kind_pairs import (
     wrong_answers,
 )
 from pairs import Pair, PairMaker, fresh_prompt, reference_answers
-from test_kinds import tuples
+from test_indexers import tuples
 
 from tools.support.client import RequestFailed, attempt, body_of, complete
 from tools.support.cluster import Cluster

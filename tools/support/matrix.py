@@ -49,7 +49,7 @@ ROWS = (
     MatrixRow("hosts", "a D whose ranks are on two hosts: network namespaces of one machine, each with a loopback of its own", _file("hosts"), ci="no: not each machine allows network namespaces; addresses of ranks are in the row above"),
     MatrixRow("headless", "P and D with one server each and a second rank on a host without one (`--headless`), started by the scripts", _file("headless"), ci="no: command lines are in unit tests, a server for two ranks is in the row of data parallelism"),
     MatrixRow("drafts", "draft models: MTP, also beside states, Eagle, Eagle3, DFlash, a model, ngram", _file("drafts")),
-    MatrixRow("indexer", "sparse indexers, unlike layers, int8 with scales", _file("kinds")),
+    MatrixRow("indexer", "sparse indexers, unlike layers, int8 with scales", _file("indexers")),
     MatrixRow("windows", "sliding windows, several groups", _file("windows")),
     MatrixRow("states", "recurrent states: Mamba-2, Gated DeltaNet", _file("states"), f"{ONE}; by gap in bfloat16"),
     MatrixRow("fp8", "fp8 caches", _file("quantised")),

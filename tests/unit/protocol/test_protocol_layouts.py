@@ -37,6 +37,7 @@ ENGINE = EngineLayout("model/1", P, ENDPOINTS)
 LAYOUT = layout_of(ENGINE)
 STAGES = (("a", "b"), (), ("c",))
 UNLIKE = Unlike(1, "int8/float32", "", (Region("k", 1, 0, 3, 4), Region("scale", 5, 0, 6, 8)), ("a", "c"))
+WHOLE = msgspec.structs.replace(UNLIKE, whole=True)  # an indexer's keys, which each rank of DCP has
 GROUPED = geometry(
     2,
     stages=STAGES,
@@ -83,6 +84,7 @@ def component(**changes: Any) -> tuple[Kind, ...]:
         EngineLayout("m", geometry(4, only=3)),
         EngineLayout("m", geometry(4, stages=STAGES, others=(msgspec.structs.replace(UNLIKE, only=2),))),
         EngineLayout("m", geometry(4, kv_heads=2, dcp=2, interleave=4, stages=STAGES, others=(UNLIKE,))),
+        EngineLayout("m", geometry(4, kv_heads=1, dcp=4, interleave=4, stages=STAGES, others=(WHOLE,))),
     ],
 )
 def test_what_is_read_is_what_was_written(layout: EngineLayout) -> None:
@@ -167,6 +169,12 @@ def test_a_field_that_nothing_fills_yet_is_refused_by_its_name(changes: dict[str
 def test_a_cache_that_cannot_be_is_refused_before_anything_is_planned(changes: dict[str, Any], says: str) -> None:
     found = refusal(encoded(LAYOUT, **changes))
     assert found.code == "PD-CTRL-002" and "layout: " in found.sentence and says in found.sentence
+
+
+@pytest.mark.parametrize("changes", [{"pcp": 2}, {"others": (WHOLE,), "only": 1}], ids=str)
+def test_whole_layers_beside_pcp_or_a_layer_of_one_rank_are_refused(changes: dict[str, Any]) -> None:
+    sizes = {"kv_heads": 1, "dcp": 2, "interleave": 4, "stages": STAGES, "others": (WHOLE,), **changes}
+    assert refusal(written(EngineLayout("m", geometry(2, **sizes), ()))).code == "PD-CTRL-004"
 
 
 def test_layers_out_of_the_order_of_the_stages_are_refused() -> None:
