@@ -17,7 +17,7 @@ OURS = "pd-"  # names of this package's threads begin with it
 
 
 @dataclass(frozen=True)
-class Use:
+class DeviceUse:
     """A thread's call that takes the thread's current device; -1: it has set none."""
 
     thread: str
@@ -26,26 +26,26 @@ class Use:
 
 
 @dataclass
-class Process:
+class DeviceProcess:
     """Notes of one process."""
 
     operators: dict[str, set[int]] = field(default_factory=dict)  # and the streams that ran them; 0 is the first one
     weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    uses: list[Use] = field(default_factory=list)  # in the order in which each was first made
+    uses: list[DeviceUse] = field(default_factory=list)  # in the order in which each was first made
 
     def device(self) -> int:
         """Return the device on which the model runs: on the way there torch_npu uses the first one."""
         return [use.device for use in self.uses if use.thread == "MainThread"][-1]
 
 
-def processes(folder: Path) -> list[Process]:
+def processes(folder: Path) -> list[DeviceProcess]:
     """Return the processes that used the device."""
     found = [_read(path) for path in sorted(folder.iterdir())]
     return [process for process in found if process.operators]
 
 
-def _read(path: Path) -> Process:
-    process, threads = Process(), {path.name: "MainThread"}
+def _read(path: Path) -> DeviceProcess:
+    process, threads = DeviceProcess(), {path.name: "MainThread"}
     for line in path.read_text().splitlines():
         kind, name, *rest = line.split(" ", 2 if line.startswith("thread") else -1)
         if kind == "operator":
@@ -55,41 +55,41 @@ def _read(path: Path) -> Process:
         elif kind == "thread":
             threads[name] = rest[0]  # numbers return once a thread has ended
         elif kind == "use":
-            process.uses.append(Use(threads.get(name, "?"), int(rest[0]), rest[1]))
+            process.uses.append(DeviceUse(threads.get(name, "?"), int(rest[0]), rest[1]))
     return process
 
 
 # ---- switches
 
 
-Shown = Callable[[Process, Mapping[str, Any]], bool]  # by a rank's notes and its model's configuration
+Shown = Callable[[DeviceProcess, Mapping[str, Any]], bool]  # by a rank's notes and its model's configuration
 
 
-def _numbers(process: Process, name: str) -> list[int]:
+def _numbers(process: DeviceProcess, name: str) -> list[int]:
     """Return how many numbers each weight with this name has."""
     return [math.prod(shape) for layer, shape in process.weights.items() if layer.endswith(f"{name}.weight")]
 
 
-def _head_divided(process: Process, config: Mapping[str, Any]) -> bool:
+def _head_divided(process: DeviceProcess, config: Mapping[str, Any]) -> bool:
     return min(_numbers(process, "lm_head")) < min(_numbers(process, "embed_tokens"))
 
 
-def _shared_expert_whole(process: Process, config: Mapping[str, Any]) -> bool:
+def _shared_expert_whole(process: DeviceProcess, config: Mapping[str, Any]) -> bool:
     whole: int = config["hidden_size"] * config["moe_intermediate_size"] * config["n_shared_experts"]
     return min(_numbers(process, "shared_experts.down_proj")) == whole
 
 
-def _shared_expert_aside(process: Process, config: Mapping[str, Any]) -> bool:
+def _shared_expert_aside(process: DeviceProcess, config: Mapping[str, Any]) -> bool:
     """Its activation runs on another stream than the experts'."""
     return any(process.operators.get("npu::npu_swiglu", set()) - {0})
 
 
-def _layers_divided(process: Process, config: Mapping[str, Any]) -> bool:
+def _layers_divided(process: DeviceProcess, config: Mapping[str, Any]) -> bool:
     """A rank keeps no weights of other ranks' layers, except the next layers'."""
     return 1 in _numbers(process, "q_b_proj")
 
 
-def _keys_in_runs(process: Process, config: Mapping[str, Any]) -> bool:
+def _keys_in_runs(process: DeviceProcess, config: Mapping[str, Any]) -> bool:
     return "_C_ascend::store_kv_block" in process.operators
 
 

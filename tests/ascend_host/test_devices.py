@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from engine_sets import Engines, Machine, Side
 from host_build import HostBuild
-from seen import OURS, Process, Use, processes
+from seen import OURS, DeviceProcess, DeviceUse, processes
 
 from tools.support.checks import fresh_prompt
 from tools.support.cluster import Cluster, fresh_directory
@@ -34,14 +34,14 @@ def of(build: HostBuild) -> Machine:
     return dataclasses.replace(machine, environment=environment, keys={**machine.keys, **ASCEND})
 
 
-def ranks(engine: EngineProcess) -> list[Process]:
+def ranks(engine: EngineProcess) -> list[DeviceProcess]:
     """Return the notes of an engine's two ranks, by their device."""
-    found = sorted(processes(Path(engine.spec.environment["STAND_IN_NOTES"])), key=Process.device)
+    found = sorted(processes(Path(engine.spec.environment["STAND_IN_NOTES"])), key=DeviceProcess.device)
     assert [rank.device() for rank in found] == [0, 1]
     return found
 
 
-def ours(rank: Process) -> list[Use]:
+def ours(rank: DeviceProcess) -> list[DeviceUse]:
     return [use for use in rank.uses if use.thread.startswith(OURS)]
 
 

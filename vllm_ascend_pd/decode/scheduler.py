@@ -29,7 +29,7 @@ from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.patience import Patience
 from vllm_ascend_pd.protocol.auth import seal
-from vllm_ascend_pd.protocol.dialects import Meet, Relay, read_meet, read_relay
+from vllm_ascend_pd.protocol.dialects import Meet, PassingRouter, read_meet, read_passing_router
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, pushed_by
 from vllm_ascend_pd.protocol.meeting import OFFER_ROOM, Offer, Unwanted
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES
@@ -188,7 +188,7 @@ class DecodeScheduler(SchedulerRole):
             self._offer(online, way, bind.transfer, sealed)
             return
         encoded = base64.b64encode(sealed).decode()
-        if isinstance(way, Relay):
+        if isinstance(way, PassingRouter):
             asked_for = bind.transfer, way.router, way.body(encoded), deadline
             online.client.reserve(*asked_for, query=way.query, silent_s=deadline)
             return
@@ -222,9 +222,9 @@ class DecodeScheduler(SchedulerRole):
         ticket = read_ticket(params, self._allowed)
         if not isinstance(ticket, str):
             return ticket
-        found: Meet | Relay | PdError | None
+        found: Meet | PassingRouter | PdError | None
         if "metaserver" in params:
-            found = read_relay(params, request.request_id, self._allowed)
+            found = read_passing_router(params, request.request_id, self._allowed)
         else:
             prompt = request.num_prompt_tokens, request_hash(request)
             listeners = self._engine.config.meet.prefill_listeners

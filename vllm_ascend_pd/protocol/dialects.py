@@ -45,7 +45,7 @@ class Meet:
 
 
 @dataclass(frozen=True, slots=True)
-class Relay:
+class PassingRouter:
     """Router to which D posts its reservation, and which puts that JSON unchanged into P's request.
 
     It answers once P has answered. It finds its request by the `ticket`: its X-Request-Id as vLLM's front end wrote it.
@@ -99,7 +99,9 @@ def meets_under(params: Mapping[str, Any], request_id: str) -> str:
     return _placed(value, request_id) if _is_name(value) else name_of(request_id)
 
 
-def read_relay(params: Mapping[str, Any], request_id: str, allowed: Collection[str]) -> Relay | PdError | None:
+def read_passing_router(
+    params: Mapping[str, Any], request_id: str, allowed: Collection[str]
+) -> PassingRouter | PdError | None:
     """Return the router that passes on what D posts, as a request of D names it, or the error that refuses it.
 
     Return None if the request names none, or our metaserver, which gives a ticket.
@@ -117,7 +119,7 @@ def read_relay(params: Mapping[str, Any], request_id: str, allowed: Collection[s
         return PdError("PD-META-029", why="the query of its metaserver is none of a router's")
     if not name_of(request_id):
         return PdError("PD-META-029", why="its router would not know the request's id again")
-    return Relay(router, _as_sent(request_id), query)
+    return PassingRouter(router, _as_sent(request_id), query)
 
 
 def read_meet(

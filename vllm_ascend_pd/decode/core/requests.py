@@ -13,11 +13,11 @@ from typing import TypeAlias
 
 from vllm_ascend_pd.decode.core.seeds import SeedBook, Wanted
 from vllm_ascend_pd.decode.decisions import LoadBook, Ticket, Verdict
-from vllm_ascend_pd.protocol.dialects import Meet, Relay
+from vllm_ascend_pd.protocol.dialects import Meet, PassingRouter
 from vllm_ascend_pd.protocol.first import First
 from vllm_ascend_pd.protocol.identity import TransferId
 
-Way: TypeAlias = Ticket | Meet | Relay  # how a request's KV is to be had
+Way: TypeAlias = Ticket | Meet | PassingRouter  # how a request's KV is to be had
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class LoadRequests:
         return way
 
     def seeds_come(self, request_id: str) -> bool:
-        """Return whether P's first token can come the same way as the KV: by a `Relay` it cannot."""
+        """Return whether P's first token can come the same way as the KV: by a `PassingRouter` it cannot."""
         return isinstance(self._ways.get(request_id), Ticket | Meet)
 
     def each_p_sends_first(self, request_id: str) -> bool:

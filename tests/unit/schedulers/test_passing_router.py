@@ -23,7 +23,7 @@ from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.metadata import Bind
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import unseal
-from vllm_ascend_pd.protocol.dialects import Relay, is_prefill, read_relay
+from vllm_ascend_pd.protocol.dialects import PassingRouter, is_prefill, read_passing_router
 
 ALLOWED = frozenset({"http://10.0.0.1:8000"})
 GIVEN = {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": "http://10.0.0.1:8000/v1/metaserver"}
@@ -111,16 +111,16 @@ def test_it_is_hung_up_when_the_request_ends() -> None:
 
 
 def read(params: dict[str, Any], name: str = D_ID) -> Any:
-    found = read_relay(params, name, ALLOWED)
+    found = read_passing_router(params, name, ALLOWED)
     return getattr(found, "code", found)
 
 
 def test_the_request_has_the_name_that_the_front_end_gave_it() -> None:
-    assert read(GIVEN) == Relay("http://10.0.0.1:8000", "cmpl-router-1-0")
+    assert read(GIVEN) == PassingRouter("http://10.0.0.1:8000", "cmpl-router-1-0")
     assert read(GIVEN, "chatcmpl-x-bbbbbbbb").ticket == "chatcmpl-x"
     assert read(GIVEN).metaserver == ""
     asked = {**GIVEN, "metaserver": GIVEN["metaserver"] + "?attempt=3&x=a-b.c"}
-    assert read(asked) == Relay("http://10.0.0.1:8000", "cmpl-router-1-0", "attempt=3&x=a-b.c")
+    assert read(asked) == PassingRouter("http://10.0.0.1:8000", "cmpl-router-1-0", "attempt=3&x=a-b.c")
 
 
 @pytest.mark.parametrize(
