@@ -30,6 +30,62 @@ ELSEWHERE = {  # flags that a script passes on, and the file that knows them; em
     "--stagger": "tests/conftest.py",
     "--mutation": "tests/simulation/run.py",
 }
+# A program of ours in the pages, and the test that runs it, or what it calls. The others are run by hand: why.
+RUN_BY = {
+    ".venv/bin/python tests/native/npu_revocation.py": "tests/native/test_npu_revocation.py",
+    "examples/check.sh": "tests/integration/test_examples_check.py",
+    "examples/large-ep/decode.sh": "tests/unit/docs/test_examples.py",
+    "examples/large-ep/metaserver.sh": "tests/unit/docs/test_examples.py",
+    "examples/large-ep/prefill.sh": "tests/unit/docs/test_examples.py",
+    "examples/two-hosts/decode.sh": "tests/unit/docs/test_examples.py",
+    "examples/two-hosts/metaserver.sh": "tests/unit/docs/test_examples.py",
+    "examples/two-hosts/prefill.sh": "tests/unit/docs/test_examples.py",
+    "python -m build": "tests/unit/packaging/test_packaging_build.py",
+    "python -m simulation.sums": "tests/simulation/test_simulation.py",
+    "python -m tools.kind_sizes": "tests/unit/docs/test_docs_kinds.py",
+    "python -m vllm.entrypoints.openai.api_server": "tests/unit/docs/test_examples.py",
+    "python -m vllm_ascend_pd.config": "tests/unit/test_config.py",
+    "python -m vllm_ascend_pd.errors": "tests/unit/test_errors.py",
+    "python -m vllm_ascend_pd.metaserver.service.settings": "tests/unit/metaserver/test_metaserver_settings.py",
+    "scripts/bench_fanout.sh": "tests/unit/scripts/test_bench_fanout.py",
+    "scripts/bench_metaserver.sh": "tests/unit/scripts/test_bench_metaserver.py",
+    "scripts/bench_planning.sh": "tests/unit/test_predecessor.py",
+    "scripts/bench_regroup.sh": "tests/unit/docs/test_regroup_benefit.py",
+    "scripts/compare_ascend.sh": "tests/unit/scripts/test_compare_ascend.py",
+    "scripts/compare_kinds.sh": "tests/unit/scripts/test_compare_kinds.py",
+    "scripts/fault_matrix.sh": "tests/integration/test_faults.py",
+    "scripts/field.sh": "tests/unit/scripts/test_field.py",
+    "scripts/fuzz.sh": "tests/unit/scripts/test_fuzz.py",
+    "scripts/launch_1p1d.sh": "tests/unit/scripts/test_scripts_launch.py",
+    "scripts/matrix.sh": "tests/unit/scripts/test_matrix.py",
+    "scripts/mutate.sh": "tests/unit/scripts/test_mutate.py",
+    "scripts/npu_selfcheck.sh": "tests/unit/scripts/test_npu_selfcheck.py",
+    "scripts/prefill.sh": "tests/unit/scripts/test_scripts_roles.py",
+    "scripts/resume.sh": "tests/integration/test_resume.py",
+    "scripts/setup.sh": "tests/unit/scripts/test_scripts_setup.py",
+    "scripts/simulate.sh": "tests/simulation/test_simulation.py",
+    "scripts/soak.sh": "tests/integration/test_gqa.py",
+    "scripts/test.sh": "tests/unit/scripts/test_scripts_test.py",
+    "scripts/under_load.sh": "tests/unit/scripts/test_scripts_under_load.py",
+    "tests/ascend_host/environment.sh": "tests/unit/scripts/test_scripts_test.py",
+    "vllm-ascend-pd doctor": "tests/unit/cli/test_cli_doctor.py",
+    "vllm-ascend-pd metaserver": "tests/unit/metaserver/test_metaserver_settings.py",
+    "vllm-ascend-pd plan": "tests/unit/cli/test_cli_plan.py",
+    "vllm-ascend-pd sidecar": "tests/unit/metaserver/test_sidecar.py",
+    "vllm-ascend-pd trace": "tests/unit/cli/test_cli_trace.py",
+}
+BENCHMARK = "a benchmark of minutes: a page has what it printed"
+BY_HAND = {
+    ".ci/run": "it runs all tests",
+    ".venv/bin/python tools/bench_channel.py": BENCHMARK,
+    ".venv/bin/python tools/bench_metaserver_parts/reservations.py": BENCHMARK,
+    "python -m tools.bench_waiting": BENCHMARK,
+    "scripts/bench_long.sh": BENCHMARK,
+    "scripts/bench_ops.sh": BENCHMARK,
+    "scripts/bench_pair.sh": BENCHMARK,
+    "scripts/bench_prefix.sh": BENCHMARK,
+    "scripts/quickstart.sh": "it makes an environment; test_examples_check.py starts the same servers",
+}
 OURS = re.compile(r"(\./)?((scripts|tests|examples)/\S+\.sh|\.ci/run)|vllm-ascend-pd|(\.venv/bin/)?python")
 ASSIGNED = re.compile(r"[A-Z_]+=\S*")
 FLAG = re.compile(r"--[a-z][a-z0-9-]*")
@@ -80,6 +136,25 @@ def split(line: str) -> list[str]:
     return words[: words.index("--")] if "--" in words else words
 
 
+def program_of(words: tuple[str, ...]) -> str:
+    """Return which program of ours a command starts; "" if it is one of `UNCHECKED`."""
+    name = words[0].removeprefix("./")
+    if words[0] in UNCHECKED:
+        return ""
+    if name == "vllm-ascend-pd":
+        return f"{name} {words[1]}"
+    if name.endswith("python"):
+        return f"python -m {words[2]}" if words[1] == "-m" else f"{name} {words[1]}"
+    return name
+
+
+def named() -> set[str]:
+    """Return the programs of ours that the pages name, with arguments or alone."""
+    text = "".join((ROOT / page).read_text() for page in PAGES)
+    alone = {script.removeprefix("./") for script in re.findall(r"`((?:\./)?scripts/\w+\.sh)`", text)}
+    return {program for one in (*commands(), *inline()) if (program := program_of(one.words))} | alone
+
+
 def wrong(words: tuple[str, ...]) -> str:
     """Return what is wrong with a command of ours, or ""."""
     program, flags = words[0], [word.partition("=")[0] for word in words[1:] if FLAG.match(word)]
@@ -128,6 +203,13 @@ def test_the_program_of_a_command_exists_and_knows_its_flags(command: ShownComma
 @pytest.mark.parametrize("command", inline(), ids=lambda command: command.where)
 def test_a_command_in_a_sentence_exists_and_knows_its_flags(command: ShownCommand) -> None:
     assert not wrong(command.words), " ".join(command.words)
+
+
+def test_each_program_is_run_by_a_test_or_by_hand_for_a_reason() -> None:
+    assert named() == RUN_BY.keys() | BY_HAND.keys() and not RUN_BY.keys() & BY_HAND.keys()
+    for program, test in RUN_BY.items():
+        called = program.split()[-1].split("/")[-1].removesuffix(".sh").rsplit(".", 1)[-1]
+        assert called in (ROOT / test).read_text() or "unit/cli" in test, f"{test} does not run {program}"
 
 
 def test_every_reason_is_still_needed() -> None:
