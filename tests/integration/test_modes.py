@@ -58,11 +58,13 @@ MODES = {
 }
 
 
-def start(cluster: Cluster, allowed: list[str], make_pair: PairMaker, mode: Mode) -> Pair:
+def start(cluster: Cluster, allowed: list[str], make_pair: PairMaker, mode: Mode, name: str) -> Pair:
+    """Start the pair of a mode. Its engines have logs of their own: an engine of the same name would go on in one."""
+    word = "-".join(name.lower().split())
     same: dict[str, Any] = {"block_size": BLOCK, "chunk": mode.chunk, "max_seqs": 16}
     same["environment"] = dict(mode.environment)
     p, d = (
-        EngineSpec(f"mode-{side}", ensure("gqa"), role=role, extra=extra, arguments=words, **same)
+        EngineSpec(f"{word}-{side}", ensure("gqa"), role=role, extra=extra, arguments=words, **same)
         for side, role, words, extra in (
             ("p", "kv_producer", mode.p, cluster.push_config()),
             ("d", "kv_consumer", mode.d, cluster.push_config(*allowed)),
@@ -78,12 +80,16 @@ def exercise(pair: Pair, name: str) -> None:
     pair.check([fresh_prompt(25 + 40 * i) for i in range(8)], name=f"{name}, 8 at once")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODES)
+CI_MODES = ("no prefix cache on D", "UniProc executor")  # the others' code runs in CI in other tests
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.ci if name in CI_MODES else pytest.mark.slow) for name in MODES]
+)
 def test_a_mode(
     name: str, cluster: Cluster, allowed: list[str], make_pair: PairMaker, progress: Callable[[str], None]
 ) -> None:
-    pair = start(cluster, allowed, make_pair, MODES[name])
+    pair = start(cluster, allowed, make_pair, MODES[name], name)
     try:
         exercise(pair, name)
         for engine, words in ((pair.prefill, MODES[name].p), (pair.decode[0], MODES[name].d)):
@@ -100,7 +106,7 @@ def test_a_mode(
         cluster.stop(pair.front, *pair.decode, pair.prefill)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_priorities(
     cluster: Cluster, allowed: list[str], make_pair: PairMaker, progress: Callable[[str], None]
 ) -> None:
@@ -165,7 +171,7 @@ def adapter(folder: Path) -> Path:
 def test_lora(cluster: Cluster, allowed: list[str], make_pair: PairMaker, tmp_path: Path) -> None:
     """A base model and an adapter side by side: an adapter has KV of its own, also for the same prompt."""
     words = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"tuned={adapter(tmp_path / 'tuned')}")
-    pair = start(cluster, allowed, make_pair, Mode(words, words))
+    pair = start(cluster, allowed, make_pair, Mode(words, words), "lora")
     try:
         prompts = [fresh_prompt(length) for length in (20, 97, 300, 700)]
         answers: dict[str, list[tuple[int, ...]]] = {}
