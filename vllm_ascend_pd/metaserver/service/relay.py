@@ -2,7 +2,8 @@
 """D's leg: the request goes out, and D's answer goes to the client as it arrives.
 
 The head waits for the first byte of the body: until then the client has seen nothing and another attempt can be made.
-Later pieces are only searched for signs that D ended the request early.
+Later pieces are only searched for signs that D ended the request early. The metaserver's own answers are sent from here
+too (`refuse`, `send_answer`).
 """
 
 from __future__ import annotations
