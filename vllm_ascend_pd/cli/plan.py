@@ -303,13 +303,11 @@ def _with_context(
         refuse(given, value, f"an engine has at most {MAX_WORKERS} workers", "Give less.")
     if shape.index and pcp > 1:
         refuse(given, value, "an engine with a sparse indexer does not start with PCP", f"Give {flag}-pcp 1.")
-    return msgspec.structs.replace(
-        g, others=tuple(_indexers(shape, dcp)) or g.others, dcp=dcp, pcp=pcp, interleave=interleave
-    )
+    return msgspec.structs.replace(g, others=tuple(_indexers(shape, dcp)), dcp=dcp, pcp=pcp, interleave=interleave)
 
 
 def _names(shape: PlanInput, index: int) -> list[str]:
-    own = [*shape.names(index)] if index in shape.attention_layers else []
+    own = list(shape.names(index)) if index in shape.attention_layers else []
     if shape.states is not None and index in shape.states.layers:
         own += [section_of(f"layers.{index}", section.name) for section in shape.states.at(1, 1).sections("", 1)]
     return own
