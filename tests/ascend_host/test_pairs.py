@@ -624,6 +624,15 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     ),
     (Engines("shapes dsa 4to2", "dsv32", p=Side(4), d=Side(2), dtype="bfloat16", max_len=LONG), (*FEWER, chosen)),
     (
+        Engines("shapes dsa int8 2to1", "dsv32", p=Side(2, late_us=LATE), dtype="bfloat16", flags=C8, max_len=LONG),
+        (*FEWER, chosen, prefixes),
+    ),
+    (
+        Engines("shapes dsa glm 2to1", "glm5", p=Side(2, late_us=LATE), dtype="bfloat16", max_len=LONG),
+        (*FEWER, chosen),
+    ),
+    (Engines("shapes mtp 1to2", "mtp", p=Side(drafts=1), d=Side(2), dtype="bfloat16", draft=MTP3), (*FEWER, drafts)),
+    (
         Engines(
             "shapes mtp 2to2",
             "mtp",
@@ -635,6 +644,13 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         ),
         (*FEWER, prefixes, drafts),
     ),
+    (Engines("shapes mtp 4to2", "mtp", p=Side(4), d=Side(2, drafts=2), dtype="bfloat16", draft=MTP3), FEWER),
+    (Engines("shapes eagle3 1to2", "spec", p=Side(drafts=1), d=Side(2), draft=EAGLE3), FEWER),
+    (
+        Engines("shapes eagle3 2to2", "spec", p=Side(2), d=Side(2, drafts=1), flags=ONE_AT_A_TIME, draft=EAGLE3),
+        (*FEWER, prefixes, drafts),
+    ),
+    (Engines("shapes eagle3 4to2", "spec", p=Side(4), d=Side(2), draft=EAGLE3), FEWER),
     (Engines("shapes mla 1to1 preempted", "mla", d=Side(flags=FEW), dtype="bfloat16"), (edges, preempted)),
     (Engines("shapes dsa 1to1 preempted", "dsv32", d=Side(flags=FEW), dtype="bfloat16"), (edges, preempted)),
     # A block of 32 entries for 128 tokens each is the longest. A D with fewer blocks than a request of max_len has
@@ -642,6 +658,17 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (
         Engines("shapes dsv4 1to1 prefixes", "dsv4", dtype="bfloat16", flags=SHORT_BLOCKS, max_len=4608),
         (edges, long_prefixes),
+    ),
+    (
+        Engines(
+            "shapes dsv4 2to2",
+            "dsv4-steady",
+            p=Side(2, late_us=LATE),
+            d=Side(2),
+            dtype="bfloat16",
+            flags=(*SHORT_BLOCKS, *ONE_AT_A_TIME),
+        ),
+        ENTRIES,
     ),
     # vllm-ascend's recompute scheduler would take D's cached attention without a state (older_groups.py).
     (
@@ -651,6 +678,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         (*FEWER, blocks, state_prefixes),
     ),
     (Engines("shapes qwen3next 2to2", "qwen3next", p=Side(2), d=Side(2), flags=ONE_AT_A_TIME), (*FEWER, blocks)),
+    (Engines("shapes qwen3next 4to2", "qwen3next", p=Side(4), d=Side(2)), (*FEWER, blocks)),
 ]
 
 
