@@ -142,6 +142,8 @@ def model_fingerprint(config: Any, version: str = "") -> str:
         "quantization": model.quantization or "none",
         "dtype": str(model.dtype).removeprefix("torch."),
     }
+    if compat.is_vllm_ascend() and getattr(hf, "index_topk", None) and not getattr(hf, "compress_ratios", None):
+        facts["index"] = "layers"  # else engines that still have the keys in their layers' tuples would seem to fit
     if version:
         facts["version"] = version
     return " ".join(f"{key}={value}" for key, value in facts.items())

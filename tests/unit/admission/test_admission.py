@@ -40,6 +40,7 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.geometry.layout import Group
 from vllm_ascend_pd.protocol.auth import MIN_SECRET_BYTES
 from vllm_ascend_pd.protocol.identity import dp_rank_of
+from vllm_ascend_pd.protocol.versions import fingerprint, may_pair
 from vllm_ascend_pd.secret_files import MAX_SECRET_BYTES, load_secrets
 
 BOTH = ("kv_producer", "kv_consumer")
@@ -869,6 +870,22 @@ def test_the_fingerprint_tells_models_apart_and_can_be_read() -> None:
     assert one == admission.model_fingerprint(vllm_config("kv_consumer", tensor_parallel_size=2))
     assert "layers=2" in one and "kv_heads=2" in one and "dtype=float32" in one
     assert admission.model_fingerprint(vllm_config(), "r2") == f"{one} version=r2", "weights of one shape look the same"
+
+
+def test_under_vllm_ascend_a_sparse_indexers_engine_fits_none_whose_keys_are_no_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sparse = {"index_topk": 2048}
+    for more, differs in ((sparse, True), ({}, False), ({**sparse, "compress_ratios": [0, 4]}, False)):
+        config, prints = vllm_config(), []
+        config.model_config.hf_text_config.update(more)
+        for under_vllm_ascend in (False, True):
+            monkeypatch.setattr(compat, "is_vllm_ascend", lambda under=under_vllm_ascend: under)
+            prints.append(admission.model_fingerprint(config))
+        # Without vllm-ascend these keys are vLLM's own layers, in all versions: what was said of them stays.
+        before, now = prints
+        assert now == (f"{before} index=layers" if differs else before)
+        assert may_pair(fingerprint(before), fingerprint(now)) is not differs
 
 
 # -- reachability and secrets
