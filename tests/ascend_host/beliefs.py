@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from unit.kits.vllm_configs import vllm_config
+from unit.admission.vllm_configs import vllm_config
 from vllm.config import CUDAGraphMode, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.plugins import load_general_plugins

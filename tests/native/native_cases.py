@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from unit.kits.geometry import CountedMemory, PlannedCluster, geometry
+from unit.geometry.kit import CountedMemory, PlannedCluster, geometry
 
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.plan import Job, push_range

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from unit.kits.regroup.common import LOOPBACK, EngineCache, RegisteredMemory, RegroupDecodeSite, SharedTransport, config
-from unit.kits.regroup.prefill import RegroupPrefillRank
-from unit.kits.regroup.runner import AscendRank
-from unit.kits.regroup.worker import ANSWER_S, KEY, ChildProcesses, GlooWorld, Member, WorkerCommands
+from unit.regroup.common import LOOPBACK, EngineCache, RegisteredMemory, RegroupDecodeSite, SharedTransport, config
+from unit.regroup.prefill import RegroupPrefillRank
+from unit.regroup.runner import AscendRank
+from unit.regroup.worker import ANSWER_S, KEY, ChildProcesses, GlooWorld, Member, WorkerCommands
 
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.protocol.identity import Contributor

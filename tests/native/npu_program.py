@@ -30,10 +30,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch_npu
 from native_cases import CELLS, pair, plans_of
-from unit.kits.geometry import CountedMemory, PlannedCluster, geometry
-from unit.kits.regroup.common import EngineCache, config
-from unit.kits.regroup.engines import WORK, ProcessEngines
-from unit.kits.regroup.prefill import Here, RegroupPrefillSite, running
+from unit.geometry.kit import CountedMemory, PlannedCluster, geometry
+from unit.regroup.common import EngineCache, config
+from unit.regroup.engines import WORK, ProcessEngines
+from unit.regroup.prefill import Here, RegroupPrefillSite, running
 
 from vllm_ascend_pd.device.current import current
 from vllm_ascend_pd.device.npu import NpuDevice

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from native_build import built
 from native_cases import CELLS, RATIOS, OpCase, assemble_case, pair, regroup_cases
-from unit.kits.geometry import PlannedCluster, geometry
+from unit.geometry.kit import PlannedCluster, geometry
 
 Result = dict[str, object]
 KINDS = ["token", "head", "opaque", "token>head", "head>token"]  # P>D where they differ

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the package without engines, in folders that mirror it. Kits of several folders are in kits/."""
+"""Tests of the package without engines, in folders that mirror it, each with its own kit. kits/ is of no one folder."""

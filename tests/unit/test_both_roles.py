@@ -20,8 +20,8 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from unit.admission.vllm_configs import LAYERS, cache_config, vllm_config
 from unit.kits.connectors import TOKENS, Blocks, connector, output, request, tensors
-from unit.kits.vllm_configs import LAYERS, cache_config, vllm_config
 from unit.kits.watching import until
 from vllm_ascend_pd import admission, compat, first_token, older_groups
 from vllm_ascend_pd.both import BothScheduler, BothWorker

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, S
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.outputs import KVConnectorOutput
 
+from unit.admission.vllm_configs import LAYERS, attention, cache_config, vllm_config
 from unit.kits.connectors import (
     BLOCK,
     BLOCKS,
@@ -36,7 +37,6 @@ from unit.kits.connectors import (
     request,
     tensors,
 )
-from unit.kits.vllm_configs import LAYERS, attention, cache_config, vllm_config
 from unit.kits.watching import until
 from vllm_ascend_pd import compat, plugin
 from vllm_ascend_pd.connector import AscendPushConnector, StepMetadata

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from unit.kits.protocol import END, FIRST, ONE, PUSH, TWO, T, begin, claim_of, order, ready, receiver, sender
+from unit.protocol.kit import END, FIRST, ONE, PUSH, TWO, T, begin, claim_of, order, ready, receiver, sender
 from vllm_ascend_pd.http.http1 import Origin
 from vllm_ascend_pd.metaserver.decisions import Circuit, CircuitPolicy, Evidence, Role
 from vllm_ascend_pd.metaserver.prefixes import Prompts

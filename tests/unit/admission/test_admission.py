@@ -29,8 +29,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tools.support import ascend_specs
-from unit.kits.context_parallel import HEADS, ON_DECODE, ON_PREFILL, ContextParallel
-from unit.kits.vllm_configs import LAYERS, attention, cache_config, latent, model_dir, vllm_config
+from unit.admission.vllm_configs import LAYERS, attention, cache_config, latent, model_dir, vllm_config
+from unit.geometry.context_parallel import HEADS, ON_DECODE, ON_PREFILL, ContextParallel
 from vllm_ascend_pd import admission, compat
 from vllm_ascend_pd.admission import drafts
 from vllm_ascend_pd.config import ChannelConfig, PushConfig

@@ -15,8 +15,8 @@ import torch
 from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
 
 from tools.support.compressed import Specs, groups, keys, latent, layer, made, tensors
-from unit.kits.caches import TokenMajorDevice
-from unit.kits.vllm_configs import vllm_config
+from unit.admission.vllm_configs import vllm_config
+from unit.device.caches import TokenMajorDevice
 from vllm_ascend_pd import admission, compat
 from vllm_ascend_pd.device.caches import describe
 from vllm_ascend_pd.errors import ConfigError

@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from unit.kits.channel import FAST, LOOPBACK, AnsweringListener, RecordingDialer, message, until
+from unit.channel.kit import FAST, LOOPBACK, AnsweringListener, RecordingDialer, message, until
 from vllm_ascend_pd.channel.exposure import check_exposure, is_loopback
 from vllm_ascend_pd.channel.limits import ChannelLimits
 from vllm_ascend_pd.errors import ConfigError, PdError

@@ -11,7 +11,7 @@ import struct
 
 import pytest
 
-from unit.kits.channel import AnsweringListener, DialingChild, RecordingDialer, until
+from unit.channel.kit import AnsweringListener, DialingChild, RecordingDialer, until
 from vllm_ascend_pd.channel.connection import Connection, Ending
 from vllm_ascend_pd.errors import RemoteProtocolError
 
@@ -168,7 +168,7 @@ def test_an_end_that_the_peer_began_stays_the_peers() -> None:
 async def test_what_is_remembered_about_the_gone_is_bounded() -> None:
     from dataclasses import replace
 
-    from unit.kits.channel import FAST
+    from unit.channel.kit import FAST
 
     async with AnsweringListener(limits=replace(FAST, remembered_gone=10)) as answering:
         for n in range(15):

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unit.kits.channel import (
+from unit.channel.kit import (
     FAST,
     IMPATIENT,
     LOOPBACK,

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from unit.kits.channel import AnsweringListener
-from unit.kits.cluster import cluster
+from unit.channel.kit import AnsweringListener
+from unit.metaserver.cluster import cluster
 from vllm_ascend_pd.admission import listening_ports
 from vllm_ascend_pd.cli.__main__ import main
 from vllm_ascend_pd.cli.checkup import host, npu, pair

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from unit.kits.fake_engine import ServedApp
+from unit.metaserver.fake_engine import ServedApp
 from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.decode import metaserver as client_module
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, Outcome, origin

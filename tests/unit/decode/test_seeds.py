@@ -20,7 +20,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
-from unit.kits import worker_batch
+from unit.decode import worker_batch
 from vllm_ascend_pd import first_token
 from vllm_ascend_pd.decode import answers
 from vllm_ascend_pd.decode.core.seeds import SeedBook, Start, Wanted, fault

@@ -13,7 +13,7 @@ import pytest
 import torch
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from unit.kits.caches import TokenMajorDevice
+from unit.device.caches import TokenMajorDevice
 from vllm_ascend_pd.device.base import Device, Packing
 from vllm_ascend_pd.device.caches import Caches, CacheShape, LayerShape, describe
 from vllm_ascend_pd.device.cpu import CpuDevice

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tools.bench_regroup import CASES, HEAD_BYTES, KIB, MIB, LayerWrites, cache, direct, regrouped, scattered
-from unit.kits.regroup.common import EngineCache, RegroupDecodeSite, config
-from unit.kits.regroup.prefill import engine, running
+from unit.regroup.common import EngineCache, RegroupDecodeSite, config
+from unit.regroup.prefill import engine, running
 from vllm_ascend_pd.geometry.decide import decide
 from vllm_ascend_pd.geometry.plan import Job
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unit.kits.geometry import dealt, geometry, owner_share, range_of, share
+from unit.geometry.kit import dealt, geometry, owner_share, range_of, share
 from vllm_ascend_pd.geometry import pairing
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.geometry.match import mismatches, range_fault, require_match

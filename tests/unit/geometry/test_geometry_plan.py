@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from unit.kits.context_parallel import GRID, ContextParallel
-from unit.kits.geometry import PlannedCluster, alone, covers, dealt, geometry, owner_share, range_of, ranks_of, share
+from unit.geometry.context_parallel import GRID, ContextParallel
+from unit.geometry.kit import PlannedCluster, alone, covers, dealt, geometry, owner_share, range_of, ranks_of, share
 from vllm_ascend_pd.errors import LocalProtocolError, PdError
 from vllm_ascend_pd.geometry import ownership
 from vllm_ascend_pd.geometry.decide import decide

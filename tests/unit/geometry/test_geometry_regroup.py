@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from unit.geometry.kit import PlannedCluster, geometry, owner_share, range_of
 from unit.geometry.test_geometry_plan import clusters, jobs_of
-from unit.kits.geometry import PlannedCluster, geometry, owner_share, range_of
 from vllm_ascend_pd.geometry import ownership
 from vllm_ascend_pd.geometry.ownership import granule
 from vllm_ascend_pd.geometry.plan import Job

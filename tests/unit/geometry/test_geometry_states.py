@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.request import Request
 
-from unit.kits.caches import TokenMajorDevice
-from unit.kits.protocol import D_INCARNATION, reservation
+from unit.device.caches import TokenMajorDevice
+from unit.protocol.kit import D_INCARNATION, reservation
 from vllm_ascend_pd.config import PushConfig, RegroupConfig
 from vllm_ascend_pd.decode.decisions import LoadBook
 from vllm_ascend_pd.device.caches import CacheBytes, Caches, CacheShape, describe

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from unit.kits.caches import TokenMajorDevice
+from unit.device.caches import TokenMajorDevice
 from vllm_ascend_pd.device.caches import CacheBytes, CacheShape, LayerShape, describe
 from vllm_ascend_pd.engine import WorkerFacts, merge_geometries
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Group

@@ -14,8 +14,8 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from unit.kits.caches import TokenMajorDevice
-from unit.kits.protocol import D_INCARNATION, geometry, reservation
+from unit.device.caches import TokenMajorDevice
+from unit.protocol.kit import D_INCARNATION, geometry, reservation
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.decisions import LoadBook
 from vllm_ascend_pd.device.caches import CacheShape, describe

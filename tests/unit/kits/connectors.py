@@ -15,9 +15,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
-from unit.kits.recording_metaserver import RecordingMetaserver
-from unit.kits.vllm_configs import LAYERS, attention, cache_config, vllm_config
+from unit.admission.vllm_configs import LAYERS, attention, cache_config, vllm_config
 from unit.kits.watching import until
+from unit.schedulers.recording_metaserver import RecordingMetaserver
 from vllm_ascend_pd.connector import AscendPushConnector
 
 BLOCK, BLOCKS, SIZE = 32, 8, 16

@@ -18,8 +18,8 @@ from typing import Any
 import httpx
 import psutil
 
-from unit.kits.cluster import until
-from unit.kits.fake_engine import FakeEngine
+from unit.metaserver.cluster import until
+from unit.metaserver.fake_engine import FakeEngine
 
 ROOT = Path(__file__).parents[3]
 COMMAND = [sys.executable, "-m", "vllm_ascend_pd.cli", "metaserver"]

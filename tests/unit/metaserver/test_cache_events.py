@@ -14,7 +14,7 @@ import zmq
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 from tools.support.checks import front_counter
-from unit.kits.cluster import FakeCluster, cluster, until
+from unit.metaserver.cluster import FakeCluster, cluster, until
 from unit.metaserver.test_metaserver_prefixes import HEAD
 from vllm_ascend_pd.cli.__main__ import parser
 from vllm_ascend_pd.cli.metaserver import settings_of

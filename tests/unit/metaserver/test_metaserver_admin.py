@@ -14,8 +14,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from unit.kits.cluster import FakeCluster, cluster, texts, until
-from unit.kits.fake_engine import words
+from unit.metaserver.cluster import FakeCluster, cluster, texts, until
+from unit.metaserver.fake_engine import words
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, Role
 from vllm_ascend_pd.metaserver.service import admin, instances_file

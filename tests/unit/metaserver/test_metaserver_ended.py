@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pytest
 
-from unit.kits.cluster import cluster, streamed, texts
-from unit.kits.fake_engine import words
+from unit.metaserver.cluster import cluster, streamed, texts
+from unit.metaserver.fake_engine import words
 
 RIGHT = "".join(words("p", 3))
 

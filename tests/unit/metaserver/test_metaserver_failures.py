@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from unit.kits.cluster import FakeCluster, asked_until, cluster, events, streamed, texts, until
-from unit.kits.fake_engine import words
+from unit.metaserver.cluster import FakeCluster, asked_until, cluster, events, streamed, texts, until
+from unit.metaserver.fake_engine import words
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState, Condition, Gatekeeper, RetryPolicy, Role
 from vllm_ascend_pd.metaserver.service.front import AdmissionQueue
 from vllm_ascend_pd.shared.backoff import Backoff

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from unit.kits.cluster import FakeCluster, asked_until, cluster, data, events, texts, until
-from unit.kits.fake_engine import FakeEngine, reservation_of, words
+from unit.metaserver.cluster import FakeCluster, asked_until, cluster, data, events, texts, until
+from unit.metaserver.fake_engine import FakeEngine, reservation_of, words
 from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.http import http1
 from vllm_ascend_pd.http.decisions import LegFailure

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from unit.kits.cluster import cluster, texts
+from unit.metaserver.cluster import cluster, texts
 from vllm_ascend_pd.http import gathered
 from vllm_ascend_pd.metaserver import bodies, outline
 from vllm_ascend_pd.metaserver.service import app, reserve

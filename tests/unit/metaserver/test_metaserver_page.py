@@ -13,7 +13,7 @@ import pytest
 from simulation.front.speech import understood
 
 from tools.support import browser
-from unit.kits.cluster import cluster, until
+from unit.metaserver.cluster import cluster, until
 from vllm_ascend_pd.metaserver.service import page
 from vllm_ascend_pd.metaserver.service.faults import brief, remedy
 

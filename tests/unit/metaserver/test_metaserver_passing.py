@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from unit.kits.cluster import FakeCluster, cluster, until
+from unit.metaserver.cluster import FakeCluster, cluster, until
 from vllm_ascend_pd.http.http1 import Upstream
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.support.checks import front_counter
-from unit.kits.cluster import FakeCluster, cluster, until
+from unit.metaserver.cluster import FakeCluster, cluster, until
 from vllm_ascend_pd.metaserver.decisions import Life
 from vllm_ascend_pd.metaserver.outline import at_once
 from vllm_ascend_pd.metaserver.prefixes import FAR, FINE, MAX_BYTES, NEAR, Marks, Prompts, marks_of

@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from tools.support.process import freeze
-from unit.kits.cluster import free_port, streamed, texts, until
-from unit.kits.fake_engine import words
+from unit.metaserver.cluster import free_port, streamed, texts, until
 from unit.metaserver.command import COMMAND, ROOT, RunningMetaserver, ports, running, worker_number
+from unit.metaserver.fake_engine import words
 from vllm_ascend_pd.cli.__main__ import main, parser
 from vllm_ascend_pd.cli.metaserver import settings_of
 from vllm_ascend_pd.errors import ConfigError

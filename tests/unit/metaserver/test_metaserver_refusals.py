@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from unit.kits.cluster import FakeCluster, cluster, until
+from unit.metaserver.cluster import FakeCluster, cluster, until
 from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.metaserver.service.intake import Intake
 

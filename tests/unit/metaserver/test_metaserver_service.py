@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from unit.kits.cluster import FakeCluster, asked_until, cluster, events, streamed, texts, until
-from unit.kits.fake_engine import words
+from unit.metaserver.cluster import FakeCluster, asked_until, cluster, events, streamed, texts, until
+from unit.metaserver.fake_engine import words
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from unit.kits.cluster import FakeCluster, cluster, events, streamed, texts, until
-from unit.kits.fake_engine import FakeEngine, words
+from unit.metaserver.cluster import FakeCluster, cluster, events, streamed, texts, until
+from unit.metaserver.fake_engine import FakeEngine, words
 from vllm_ascend_pd.metaserver.decisions import CircuitState
 
 PROMPT = "a prompt"

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from unit.kits.cluster import FakeCluster, cluster, until
-from unit.kits.fake_engine import ServedApp, _answer, _read
+from unit.metaserver.cluster import FakeCluster, cluster, until
+from unit.metaserver.fake_engine import ServedApp, _answer, _read
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 pytestmark = pytest.mark.skipif(

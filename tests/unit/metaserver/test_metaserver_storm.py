@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
-from unit.kits.cluster import FakeCluster, cluster, until
-from unit.kits.fake_engine import FakeEngine, Manner, words
+from unit.metaserver.cluster import FakeCluster, cluster, until
+from unit.metaserver.fake_engine import FakeEngine, Manner, words
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState
 from vllm_ascend_pd.metaserver.service import exchange, relay
 from vllm_ascend_pd.shared.backoff import Backoff

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from unit.kits.cluster import free_port, texts, until
-from unit.kits.fake_engine import FakeEngine, words
+from unit.metaserver.cluster import free_port, texts, until
 from unit.metaserver.command import RunningMetaserver, metaserver, ports, running, worker_number
+from unit.metaserver.fake_engine import FakeEngine, words
 
 GOOD = "decode: ['{spare}']\n"
 

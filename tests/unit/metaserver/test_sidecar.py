@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unit.kits.cluster import FakeCluster, cluster, until
-from unit.kits.fake_engine import FakeEngine
+from unit.metaserver.cluster import FakeCluster, cluster, until
+from unit.metaserver.fake_engine import FakeEngine
 from vllm_ascend_pd.cli.__main__ import parser
 from vllm_ascend_pd.cli.metaserver import settings_of
 from vllm_ascend_pd.errors import ConfigError

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
-from unit.kits.schedulers import engine, prefill, request
+from unit.schedulers.kit import engine, prefill, request
 from vllm_ascend_pd.connector import AscendPushConnector
 from vllm_ascend_pd.decode.decisions import Ticket
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler, _AskedLoad

@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from unit.kits.rendezvous import D_ID, P_ID, TOY, BootstrapPair
-from unit.kits.schedulers import CACHE, SECRETS, engine, request
 from unit.kits.watching import until
+from unit.schedulers.kit import CACHE, SECRETS, engine, request
+from unit.schedulers.rendezvous import D_ID, P_ID, TOY, BootstrapPair
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.prefill import bootstrap

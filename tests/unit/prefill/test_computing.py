@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from unit.kits.schedulers import CACHE, engine, output, remote_decode, request, reservation
+from unit.schedulers.kit import CACHE, engine, output, remote_decode, request, reservation
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.geometry.layout import COMPRESSED, STATE, Group
 from vllm_ascend_pd.prefill.core.computing import Chunk, Computing

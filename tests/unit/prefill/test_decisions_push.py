@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from unit.kits import protocol as rig
-from unit.kits.geometry import geometry
+from unit.geometry.kit import geometry
+from unit.protocol import kit as rig
 from vllm_ascend_pd.errors import PdError, RemoteProtocolError
 from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.prefill.decisions import PushBook

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from unit.kits.geometry import geometry
+from unit.geometry.kit import geometry
 from unit.prefill.test_decisions_push import reservation
 from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.prefill.core.meetings import Holding, MeetingEvent, Meetings, MeetingState

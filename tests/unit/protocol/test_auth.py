@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unit.kits.protocol import ADDRESSES, D, ack, begin, cancel, done, failed, ready, refused, reservation, which
+from unit.protocol.kit import ADDRESSES, D, ack, begin, cancel, done, failed, ready, refused, reservation, which
 from vllm_ascend_pd.channel.frames import decode_guarded
 from vllm_ascend_pd.errors import ConfigError, RemoteProtocolError
 from vllm_ascend_pd.protocol.auth import (

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from unit.kits.protocol import P, geometry, reservation
+from unit.protocol.kit import P, geometry, reservation
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Group, Region
 from vllm_ascend_pd.geometry.layout import LayerKind as Unlike

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from unit.kits.protocol import (
+from unit.protocol.kit import (
     ADDRESSES,
     DIGEST,
     NEW_ADDRESSES,

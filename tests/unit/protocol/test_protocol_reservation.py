@@ -7,7 +7,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from unit.kits.protocol import (
+from unit.protocol.kit import (
     ADDRESSES,
     D_INCARNATION,
     DIGEST,

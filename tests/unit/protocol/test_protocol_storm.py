@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unit.kits.protocol import (
+from unit.protocol.kit import (
     ADDRESSES,
     D_INCARNATION,
     DIGEST,

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 import pytest
 
-from unit.kits.protocol import (
+from unit.protocol.kit import (
     ADDRESSES,
     END,
     FIRST,

@@ -11,9 +11,9 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from unit.kits.channel import AnsweringListener, RawConnection, RecordingDialer, still_works, until
-from unit.kits.protocol import begin, renew
-from unit.kits.wire_examples import (
+from unit.channel.kit import AnsweringListener, RawConnection, RecordingDialer, still_works, until
+from unit.protocol.kit import begin, renew
+from unit.protocol.wire_examples import (
     BESIDE,
     CLEAR,
     FIRST,

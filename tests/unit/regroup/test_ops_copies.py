@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unit.kits.geometry import CountedMemory, PlannedCluster, geometry
+from unit.geometry.kit import CountedMemory, PlannedCluster, geometry
 from unit.regroup.test_ops_regroup import views
 from vllm_ascend_pd.geometry.plan import Job, push_range
 from vllm_ascend_pd.geometry.regroup import RegroupPlan, RegroupPlanner

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from unit.kits.geometry import CountedMemory, PlannedCluster, geometry
+from unit.geometry.kit import CountedMemory, PlannedCluster, geometry
 from vllm_ascend_pd.geometry.plan import Job, push_range
 from vllm_ascend_pd.geometry.regroup import RegroupPlan, RegroupPlanner
 from vllm_ascend_pd.regroup import ops

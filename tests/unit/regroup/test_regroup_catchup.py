@@ -12,9 +12,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from unit.kits.regroup.common import EngineCache, RegroupDecodeSite, config
-from unit.kits.regroup.prefill import FailingTransport, RegroupPrefillSite, engine, running
 from unit.kits.watching import Events, traced, until
+from unit.regroup.common import EngineCache, RegroupDecodeSite, config
+from unit.regroup.prefill import FailingTransport, RegroupPrefillSite, engine, running
 from vllm_ascend_pd.prefill.core.exchanges import Exchanges, Run
 from vllm_ascend_pd.prefill.core.push import Share, Unit
 from vllm_ascend_pd.prefill.decisions import PushBook

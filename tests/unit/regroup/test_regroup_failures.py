@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from unit.kits.regroup.common import EngineCache, RegroupDecodeSite, RegroupPrompt, config
-from unit.kits.regroup.prefill import ComputedTokens, FailingTransport, RegroupPrefillSite, engine, running
 from unit.kits.watching import traced, until
+from unit.regroup.common import EngineCache, RegroupDecodeSite, RegroupPrompt, config
+from unit.regroup.prefill import ComputedTokens, FailingTransport, RegroupPrefillSite, engine, running
 from vllm_ascend_pd.prefill import runtime as prefill_runtime
 from vllm_ascend_pd.regroup.exchange import TAG_BYTES, ExchangeRows, GroupExchange
 from vllm_ascend_pd.regroup.resources import RegroupResources

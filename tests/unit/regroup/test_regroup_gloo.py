@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from tools.support.process import freeze
-from unit.kits.regroup.common import EngineCache, RegroupDecodeSite, config
-from unit.kits.regroup.engines import WORK, ProcessEngines
-from unit.kits.regroup.prefill import ComputedTokens
-from unit.kits.regroup.worker import ChildProcesses
 from unit.kits.watching import until
+from unit.regroup.common import EngineCache, RegroupDecodeSite, config
+from unit.regroup.engines import WORK, ProcessEngines
+from unit.regroup.prefill import ComputedTokens
+from unit.regroup.worker import ChildProcesses
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from unit.kits.regroup.common import EngineCache, RegroupDecodeSite, config
-from unit.kits.regroup.prefill import ComputedTokens, Here, RegroupPrefillSite, running
-from unit.kits.regroup.runner import RUNS, AscendRank
-from unit.kits.regroup.worker import ChildProcesses
+from unit.regroup.common import EngineCache, RegroupDecodeSite, config
+from unit.regroup.prefill import ComputedTokens, Here, RegroupPrefillSite, running
+from unit.regroup.runner import RUNS, AscendRank
+from unit.regroup.worker import ChildProcesses
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup.resources import allocate

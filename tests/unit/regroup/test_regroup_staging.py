@@ -15,9 +15,9 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from unit.kits.regroup.common import EngineCache, RegroupDecodeSite, config
-from unit.kits.regroup.prefill import FailingTransport, engine, running
 from unit.kits.watching import until
+from unit.regroup.common import EngineCache, RegroupDecodeSite, config
+from unit.regroup.prefill import FailingTransport, engine, running
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.coalesce import Spans
 from vllm_ascend_pd.prefill.core.push import SlotShare, Unit

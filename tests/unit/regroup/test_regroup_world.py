@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from unit.kits.vllm_configs import vllm_config
+from unit.admission.vllm_configs import vllm_config
 from vllm_ascend_pd.regroup.resources import EngineWorld
 
 PROGRAM = """

@@ -30,8 +30,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 import vllm_ascend_pd.device.current
-from unit.kits.regroup.common import LayoutDevice
-from unit.kits.vllm_configs import LAYERS, model_dir, vllm_config
+from unit.admission.vllm_configs import LAYERS, model_dir, vllm_config
+from unit.regroup.common import LayoutDevice
 from vllm_ascend_pd.connector import AscendPushConnector
 
 BLOCK, BLOCKS, HEADS, DIM = 32, 64, 4, 16

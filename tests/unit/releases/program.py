@@ -22,8 +22,8 @@ import vllm
 from fake_metaserver import fake_metaserver
 
 from tools.support.process import free_port
-from unit.kits import worker_batch
-from unit.kits.vllm_configs import LAYERS
+from unit.admission.vllm_configs import LAYERS
+from unit.decode import worker_batch
 from unit.releases.engine import BLOCK, WORKER_HOOKS, ReleaseEngine
 from vllm_ascend_pd import compat
 

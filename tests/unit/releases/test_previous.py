@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from tools.support import previous
-from unit.kits import wire_examples as words
+from unit.protocol import wire_examples as words
 from unit.releases.previous_reads import READ
 from vllm_ascend_pd.protocol.versions import fingerprint, may_pair
 

@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unit.kits.caches import CacheModel
+from unit.device.caches import CacheModel
 from unit.kits.child import ANSWER_S, AnsweringChild
-from unit.kits.runtimes import LOOPBACK, DecodeSite, PrefillSite, SitePrompt, config
+from unit.runtime.sites import LOOPBACK, DecodeSite, PrefillSite, SitePrompt, config
 from vllm_ascend_pd.config import PushConfig, WireConfig
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol.auth import seal, unseal

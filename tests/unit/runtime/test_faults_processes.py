@@ -13,10 +13,10 @@ import pytest
 if importlib.util.find_spec("mooncake") is None:  # not imported here: its environment must be set first
     pytest.skip("Mooncake is not installed", allow_module_level=True)
 
-from unit.kits.runtimes import DecodeSite, PrefillSite, SitePrompt, sites
 from unit.kits.stalls import Stalls
 from unit.kits.watching import Events, traced, until
 from unit.runtime.site_child import LEASE_S, SiteChild, decode_site, packed, prefill_site, unpacked
+from unit.runtime.sites import DecodeSite, PrefillSite, SitePrompt, sites
 from vllm_ascend_pd.transport.wire import MooncakeWire
 
 TOKENS = 600

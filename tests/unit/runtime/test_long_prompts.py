@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from unit.kits.caches import CacheModel
-from unit.kits.cluster import cluster
-from unit.kits.runtimes import DecodeSite, PrefillSite, config, sites
+from unit.device.caches import CacheModel
+from unit.metaserver.cluster import cluster
+from unit.runtime.sites import DecodeSite, PrefillSite, config, sites
 from vllm_ascend_pd.decode.scheduler import pace
 
 LONGEST = 1 << 20

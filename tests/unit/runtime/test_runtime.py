@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from unit.kits.caches import CacheModel, HeldDevice
-from unit.kits.runtimes import (
+from unit.device.caches import CacheModel, HeldDevice
+from unit.kits.watching import heard_ready, traced, until
+from unit.runtime.sites import (
     LOOPBACK,
     UNTOUCHED,
     DecodeSite,
@@ -24,7 +25,6 @@ from unit.kits.runtimes import (
     sites,
     without_a_name,
 )
-from unit.kits.watching import heard_ready, traced, until
 from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.protocol.auth import Secrets

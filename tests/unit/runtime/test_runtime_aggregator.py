@@ -6,9 +6,9 @@ from __future__ import annotations
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from unit.kits.caches import CacheModel
-from unit.kits.runtimes import DecodeSite, MakeTransport, PrefillSite, config, sites
+from unit.device.caches import CacheModel
 from unit.kits.watching import until
+from unit.runtime.sites import DecodeSite, MakeTransport, PrefillSite, config, sites
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from unit.kits.caches import CacheModel, Divided, TokenMajorDevice
-from unit.kits.context_parallel import GRID, ContextParallel
-from unit.kits.runtimes import DecodeSite, PrefillSite, config, sites
+from unit.device.caches import CacheModel, Divided, TokenMajorDevice
+from unit.geometry.context_parallel import GRID, ContextParallel
+from unit.runtime.sites import DecodeSite, PrefillSite, config, sites
 from vllm_ascend_pd.geometry.context import TokenSplit
 
 ONE = Divided()

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from unit.kits.caches import CacheModel, HeldDevice
-from unit.kits.runtimes import UNTOUCHED, DecodeSite, PrefillSite, config, free_port_is, own_threads, sites
+from unit.device.caches import CacheModel, HeldDevice
 from unit.kits.watching import heard_ready, traced, until
+from unit.runtime.sites import UNTOUCHED, DecodeSite, PrefillSite, config, free_port_is, own_threads, sites
 from unit.runtime.wires import DyingWire, FlippingWire, LossyWire, SlowWire
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.errors import PdError

@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from unit.kits.caches import CacheModel
-from unit.kits.runtimes import LOOPBACK, UNTOUCHED, DecodeSite, PrefillSite, config, sites
+from unit.device.caches import CacheModel
 from unit.kits.watching import traced, until
+from unit.runtime.sites import LOOPBACK, UNTOUCHED, DecodeSite, PrefillSite, config, sites
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.transport.base import WriteState

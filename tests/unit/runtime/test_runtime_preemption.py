@@ -10,9 +10,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from unit.kits.caches import CacheModel, HeldDevice
-from unit.kits.runtimes import DecodeSite, PrefillSite, config, sites
+from unit.device.caches import CacheModel, HeldDevice
 from unit.kits.watching import traced, until
+from unit.runtime.sites import DecodeSite, PrefillSite, config, sites
 from unit.runtime.wires import SlowWire
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.metadata import PushSlice

@@ -11,9 +11,9 @@ import random
 
 import pytest
 
-from unit.kits.caches import CacheModel
-from unit.kits.runtimes import DecodeSite, PrefillSite, SitePrompt, config, sites
+from unit.device.caches import CacheModel
 from unit.kits.watching import until
+from unit.runtime.sites import DecodeSite, PrefillSite, SitePrompt, config, sites
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 

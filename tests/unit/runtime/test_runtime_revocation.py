@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import threading
 
-from unit.kits.caches import CacheModel
-from unit.kits.runtimes import DecodeSite, PrefillSite, config, sites
+from unit.device.caches import CacheModel
 from unit.kits.watching import traced, until
+from unit.runtime.sites import DecodeSite, PrefillSite, config, sites
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write

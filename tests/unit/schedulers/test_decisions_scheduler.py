@@ -16,9 +16,9 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from unit.kits.geometry import geometry
-from unit.kits.recording_metaserver import PREFILLED, RecordingMetaserver
-from unit.kits.schedulers import (
+from unit.geometry.kit import geometry
+from unit.kits.watching import WatchedSteps, until
+from unit.schedulers.kit import (
     CACHE,
     ENDPOINTS,
     SECRETS,
@@ -31,7 +31,7 @@ from unit.kits.schedulers import (
     request,
     reservation,
 )
-from unit.kits.watching import WatchedSteps, until
+from unit.schedulers.recording_metaserver import PREFILLED, RecordingMetaserver
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import WorkerFacts, request_hash
 from vllm_ascend_pd.metadata import Bind, LoadEnd

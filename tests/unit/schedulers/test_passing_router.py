@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from unit.kits.fake_engine import ServedApp
-from unit.kits.rendezvous import D_ID
-from unit.kits.schedulers import CACHE, SECRETS, decode, engine, request
 from unit.kits.watching import WatchedSteps, until
+from unit.metaserver.fake_engine import ServedApp
+from unit.schedulers.kit import CACHE, SECRETS, decode, engine, request
+from unit.schedulers.rendezvous import D_ID
 from vllm_ascend_pd.decode import metaserver as client
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.metadata import Bind

@@ -12,9 +12,9 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import RequestStatus
 
-from unit.kits.rendezvous import D_ID, P_ID, TOKEN, TOY, pair
-from unit.kits.schedulers import CACHE, ENDPOINTS, SECRETS, engine, output, request
 from unit.kits.watching import until
+from unit.schedulers.kit import CACHE, ENDPOINTS, SECRETS, engine, output, request
+from unit.schedulers.rendezvous import D_ID, P_ID, TOKEN, TOY, pair
 from vllm_ascend_pd import first_token
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import WorkerFacts

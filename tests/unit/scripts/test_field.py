@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 import tools.field as field_page
 from tools.support import field, sdist, small
 from tools.support.small import Needs, needs, stands
-from unit.kits.vllm_configs import model_dir, vllm_config
+from unit.admission.vllm_configs import model_dir, vllm_config
 from vllm_ascend_pd import admission
 from vllm_ascend_pd.admission import kinds
 from vllm_ascend_pd.config import PushConfig

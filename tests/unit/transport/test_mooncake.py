@@ -17,8 +17,8 @@ import pytest
 if importlib.util.find_spec("mooncake") is None:  # not imported here: its environment must be set first
     pytest.skip("Mooncake is not installed", allow_module_level=True)
 
-from unit.kits.mooncake_child import LOOPBACK, ReceivingChild, settle, target_of, wire_from
 from unit.kits.watching import until
+from unit.transport.mooncake_child import LOOPBACK, ReceivingChild, settle, target_of, wire_from
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.wire import MooncakeWire

@@ -15,9 +15,9 @@ import pytest
 if importlib.util.find_spec("mooncake") is None:  # not imported here: its environment must be set first
     pytest.skip("Mooncake is not installed", allow_module_level=True)
 
-from unit.kits.mooncake_child import LOOPBACK, ReceivingChild, settle, target_of, wire_from
 from unit.kits.stalls import Stalls
 from unit.kits.watching import address_of, listening
+from unit.transport.mooncake_child import LOOPBACK, ReceivingChild, settle, target_of, wire_from
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.contact import HEARD_S
 from vllm_ascend_pd.transport.wire import MooncakeWire

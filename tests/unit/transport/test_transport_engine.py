@@ -54,7 +54,7 @@ def test_a_host_without_ports_is_an_error_with_a_code() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("mooncake") is None, reason="Mooncake is not installed")
 def test_a_writer_that_cannot_be_opened_fails_the_write_and_the_next_one_tries_again() -> None:
-    from unit.kits.mooncake_child import settle, target_of, wire_from
+    from unit.transport.mooncake_child import settle, target_of, wire_from
 
     source, target = np.ones(64, dtype=np.uint8), np.zeros(64, dtype=np.uint8)
     receiving, sending = target_of(target), wire_from(source)

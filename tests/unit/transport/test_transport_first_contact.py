@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from unit.kits.clock import ManualClock
 from unit.kits.watching import address_of, listening, until
+from unit.transport.clock import ManualClock
 from vllm_ascend_pd.transport.engine import OpenEngine
 from vllm_ascend_pd.transport.introducer import FRESH_S, MAX_AT_ONCE, Introducer, Introduction, watched
 from vllm_ascend_pd.transport.mooncake_sockets import hang_up, shorten_accept

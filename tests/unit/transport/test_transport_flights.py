@@ -10,7 +10,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from unit.kits.clock import ManualClock
+from unit.transport.clock import ManualClock
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.flights import LINGER_S, Flights
 

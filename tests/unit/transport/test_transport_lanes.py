@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from unit.kits.clock import ManualClock
+from unit.transport.clock import ManualClock
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.lanes import CALLS, DRAGS_S, THREADS, BlockingWrites
 

@@ -14,8 +14,8 @@ import os
 from typing import Any
 
 import msgspec
-from unit.kits.geometry import geometry
-from unit.kits.vllm_configs import cache_config, vllm_config
+from unit.admission.vllm_configs import cache_config, vllm_config
+from unit.geometry.kit import geometry
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import MambaSpec

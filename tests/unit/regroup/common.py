@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from unit.kits.caches import Pool
-from unit.kits.geometry import range_of
+from unit.device.caches import Pool
+from unit.geometry.kit import range_of
 from unit.kits.watching import parsed
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.core.loads import Loaded

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from unit.kits.fake_engine import FakeEngine, ServedApp, words
+from unit.metaserver.fake_engine import FakeEngine, ServedApp, words
 from vllm_ascend_pd.metaserver.service.app import WorkerProcess
 from vllm_ascend_pd.metaserver.service.intake import Protocol
 from vllm_ascend_pd.metaserver.service.settings import Settings

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unit.kits.regroup.common import EngineCache, RegroupDecodeSite, RegroupPrompt, config
-from unit.kits.regroup.worker import ChildProcesses, There
 from unit.kits.watching import until
+from unit.regroup.common import EngineCache, RegroupDecodeSite, RegroupPrompt, config
+from unit.regroup.worker import ChildProcesses, There
 
 WORK = [
     (0, 0, 3, [3]),  # less than a block: one owner, the others own nothing

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from unit.kits.geometry import range_of
+from unit.geometry.kit import range_of
 from vllm_ascend_pd.device.base import PLAIN, Device, Packing
 from vllm_ascend_pd.device.caches import CacheShape, LayerShape
 from vllm_ascend_pd.device.cpu import CpuDevice

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unit.kits.regroup.common import LOOPBACK, NAME
-from unit.kits.regroup.prefill import HOOKS, ComputedTokens, Layer, Parts, RegroupPrefillRank, WorkerReport
+from unit.regroup.common import LOOPBACK, NAME
+from unit.regroup.prefill import HOOKS, ComputedTokens, Layer, Parts, RegroupPrefillRank, WorkerReport
 from vllm_ascend_pd.device.caches import Caches, CacheShape
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.metadata import PrefillStep

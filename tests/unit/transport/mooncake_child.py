@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Receiving process for the Mooncake tests, and its handle for the tests.
 
-    python -m unit.kits.mooncake_child SIZE [PORT]
+    python -m unit.transport.mooncake_child SIZE [PORT]
 
 listens (on PORT, if it is free), registers SIZE bytes of zeros, prints its session and address, and executes one
 command per line on stdin: `sum`, `clear`, `revoke`, `push SESSION BASE COUNT SPAN` (start to write ones there, in
@@ -41,7 +41,7 @@ class ReceivingChild(AnsweringChild):
     def __init__(self, size: int, port: int | None = None) -> None:
         # Mooncake chooses a port at random: restrict its range
         ports = {"MC_MIN_RPC_PORT": str(port - 2), "MC_MAX_RPC_PORT": str(port + 2)} if port is not None else {}
-        words = ("unit.kits.mooncake_child", str(size), str(port or 0))
+        words = ("unit.transport.mooncake_child", str(size), str(port or 0))
         super().__init__(*words, environment=ports, answer_s=PORT_WAIT_S + ANSWER_S)
         self.session, base = self.line().split()
         self.base = int(base)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from unit.kits.caches import CacheModel, Divided, Pool, RankCache
+from unit.device.caches import CacheModel, Divided, Pool, RankCache
 from unit.kits.watching import parsed, until
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.core.loads import Loaded

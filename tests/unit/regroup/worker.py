@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill ranks in processes of their own, in one gloo group.
 
-`python -m unit.kits.regroup.worker <port> <count>` imports everything once, forks and connects every child to the
+`python -m unit.regroup.worker <port> <count>` imports everything once, forks and connects every child to the
 parent (the class `ChildProcesses`), which opens worlds of any size among them and drives the workers step by step.
 """
 
@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unit.kits.regroup.common import LOOPBACK, EngineCache, SharedTransport, config
-from unit.kits.regroup.prefill import ComputedTokens, RegroupPrefillRank, RegroupPrefillSite, WorkerReport
-from unit.kits.regroup.runner import AscendRank
+from unit.regroup.common import LOOPBACK, EngineCache, SharedTransport, config
+from unit.regroup.prefill import ComputedTokens, RegroupPrefillRank, RegroupPrefillSite, WorkerReport
+from unit.regroup.runner import AscendRank
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.observe import trace
@@ -182,11 +182,11 @@ class ChildProcesses:
     """Children for all tests of a module. `enter` makes the first ones a gloo world."""
 
     def __init__(self, count: int) -> None:
-        root = Path(__file__).resolve().parents[4]
+        root = Path(__file__).resolve().parents[3]
         paths = [str(root), str(root / "tests"), os.environ.get("PYTHONPATH", "")]
         with Listener((LOOPBACK, 0), backlog=count, authkey=KEY) as listener:
             self._nursery = subprocess.Popen(
-                [sys.executable, "-m", "unit.kits.regroup.worker", str(listener.address[1]), str(count)],
+                [sys.executable, "-m", "unit.regroup.worker", str(listener.address[1]), str(count)],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
             )
             self.members = []

@@ -10,8 +10,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
-from unit.kits import protocol as rig
-from unit.kits.geometry import geometry
+from unit.geometry.kit import geometry
+from unit.protocol import kit as rig
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import Engine, WorkerFacts, request_hash

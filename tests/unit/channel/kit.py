@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages, recording ends and a child process for the side channel's tests. Real sockets on loopback.
 
-    python -m unit.kits.channel PORT INCARNATION [SECRET]
+    python -m unit.channel.kit PORT INCARNATION [SECRET]
 
 dials PORT, sends a message every 20 ms, and prints `up` when the greeting is complete.
 """
@@ -174,7 +174,7 @@ class DialingChild:
     """A process of its own that dials and sends, to be stopped and killed."""
 
     def __init__(self, port: int, incarnation: str = "p-1") -> None:
-        command = [sys.executable, "-m", "unit.kits.channel", str(port), incarnation]
+        command = [sys.executable, "-m", "unit.channel.kit", str(port), incarnation]
         environ = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environ, cwd=ROOT)
 

@@ -18,8 +18,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from unit.kits.caches import Pool
-from unit.kits.regroup.common import (
+from unit.device.caches import Pool
+from unit.kits.watching import until
+from unit.regroup.common import (
     NAME,
     EngineCache,
     LayoutDevice,
@@ -29,7 +30,6 @@ from unit.kits.regroup.common import (
     config,
     own_threads,
 )
-from unit.kits.watching import until
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.device.caches import Caches
 from vllm_ascend_pd.geometry.layout import CacheGeometry

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import msgspec
 
-from unit.kits.channel import LOOPBACK
-from unit.kits.protocol import ack, begin, cancel, done, failed, ready, refused, renew, reservation, which
+from unit.channel.kit import LOOPBACK
+from unit.protocol.kit import ack, begin, cancel, done, failed, ready, refused, renew, reservation, which
 from vllm_ascend_pd.channel.frames import (
     Clear,
     Goodbye,

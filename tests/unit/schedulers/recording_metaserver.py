@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from unit.kits.fake_engine import ServedApp
+from unit.metaserver.fake_engine import ServedApp
 from vllm_ascend_pd.protocol.reports import ROUTE
 
 PREFILLED = b'{"event":"prefilled"}\n'

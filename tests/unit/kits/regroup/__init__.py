@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Engines without vLLM whose prefill ranks exchange, in one process or in several."""
