@@ -10,4 +10,4 @@ pd_setup run "$@"
 if ! pd_wants_help "$@" && ! command -v nginx >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   apt-get install -y --no-install-recommends nginx-light >/dev/null || echo "nginx cannot be installed: left out" >&2
 fi
-exec "$PD_PYTHON" tools/bench_metaserver.py "$@"
+exec "$PD_PYTHON" -m tools.bench_metaserver "$@"

@@ -11,4 +11,4 @@ pd_setup run "$@"
 # realistic threshold makes memcpy as fast as it can be.
 export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.cpu.x86_non_temporal_threshold=0x1000000}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-exec "$PD_PYTHON" tools/bench_ops.py "$@"
+exec "$PD_PYTHON" -m tools.bench_ops "$@"

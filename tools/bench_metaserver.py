@@ -30,7 +30,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ROOT / "tools" / "bench_metaserver_parts"
+PARTS = "tools.bench_metaserver_parts"
 PREFILL, DECODE = 19501, 19502
 WAYS = ("full", "relay")
 
@@ -61,7 +61,7 @@ class MeasuredSystem:
 
 
 def systems(wanted: list[str], directory: str, beside: Path | None) -> list[MeasuredSystem]:
-    python, example = sys.executable, str(PARTS / "example_proxy.py")
+    python, example = sys.executable, f"{PARTS}.example_proxy"
     metaserver = [python, "-m", "vllm_ascend_pd.cli", "metaserver", "--no-canary", "--log-level", "warning"]
     engines = ["--decode", f"127.0.0.1:{DECODE}"]
     ports = iter(range(19510, 19600))
@@ -76,10 +76,12 @@ def systems(wanted: list[str], directory: str, beside: Path | None) -> list[Meas
         nothing = [*metaserver, "--port", str(port), *engines, *prefill, "--resume-tokens", "0"]
         made.append(MeasuredSystem("metaserver, nothing kept", way, port, nothing))
         port = next(ports)
-        made.append(MeasuredSystem("example", way, port, [python, example, str(port), str(PREFILL), str(DECODE), way]))
+        made.append(
+            MeasuredSystem("example", way, port, [python, "-m", example, str(port), str(PREFILL), str(DECODE), way])
+        )
     for library in ("aiohttp", "httpx"):
         port = next(ports)
-        command = [python, str(PARTS / "variant.py"), library, str(port), str(PREFILL), str(DECODE)]
+        command = [python, "-m", f"{PARTS}.variant", library, str(port), str(PREFILL), str(DECODE)]
         made.append(MeasuredSystem(f"metaserver on {library}", "full", port, command))
     if shutil.which("nginx"):
         port = next(ports)
@@ -131,8 +133,8 @@ def cpu(process: psutil.Process) -> float:
 
 def load(port: int, **flags: float) -> dict[str, float]:
     words = [f"--{name.replace('_', '-')}={value:g}" for name, value in flags.items()]
-    command = pinned(1, [sys.executable, str(PARTS / "load.py"), str(port), *words])
-    result: dict[str, float] = json.loads(subprocess.check_output(command, cwd=PARTS))
+    command = pinned(1, [sys.executable, "-m", f"{PARTS}.load", str(port), *words])
+    result: dict[str, float] = json.loads(subprocess.check_output(command, cwd=ROOT))
     return result
 
 
@@ -209,7 +211,7 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the started processes are stopped
     with tempfile.TemporaryDirectory() as directory:
-        engines = [sys.executable, str(PARTS / "engines.py"), str(PREFILL), str(DECODE)]
+        engines = [sys.executable, "-m", f"{PARTS}.engines", str(PREFILL), str(DECODE)]
         with started(1, engines, DECODE):
             bench(args, systems(args.systems, directory, args.beside))
 

@@ -177,8 +177,11 @@ def test_a_grandchild_that_survives_its_parent_is_named(tmp_path: Path) -> None:
 
 
 def test_ports_are_given_once() -> None:
-    ports = [free_port() for _ in range(20)]
-    assert len(set(ports)) == 20
+    ports: list[int] = []
+    for count in (1, 3) * 10:
+        first = free_port(count=count)
+        ports.extend(range(first, first + count))
+    assert len(set(ports)) == 40
 
 
 def _trace(directory: Path, late: bool) -> Trace:

@@ -14,7 +14,8 @@ import os
 from urllib.parse import urlsplit
 
 import uvloop
-from wire import ClientPool, ServerProtocol, post
+
+from tools.bench_metaserver_parts.wire import ClientPool, ServerProtocol, post
 
 EVENT = b'data: {"id":"cmpl-1","object":"text_completion","model":"m","choices":[{"index":0,"text":" word"}]}\n\n'
 PROMPT_IDS = ",".join(str(1000 + i) for i in range(200)).encode()
@@ -60,6 +61,7 @@ class BenchEngines:
 
     async def _prefilled(self, params: dict[str, str]) -> bool:
         where = urlsplit(params["metaserver"])
+        assert where.hostname is not None and where.port is not None
         pool = self._pools.setdefault(where.netloc, ClientPool(where.hostname, where.port))
         self._count += 1
         posted = {"ticket": params["ticket"], "transfer": f"d/{self._count}", "reservation": ENVELOPE}

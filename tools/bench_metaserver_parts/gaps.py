@@ -11,15 +11,15 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import socket
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import httpx
 import uvicorn
-from wire import ServerProtocol
 
+from tools.bench_metaserver_parts.wire import ServerProtocol
+from tools.support.process import free_port
 from vllm_ascend_pd.metaserver.service.app import WorkerProcess
 from vllm_ascend_pd.metaserver.service.intake import Protocol
 from vllm_ascend_pd.metaserver.service.settings import Settings
@@ -103,12 +103,6 @@ async def measure(port: int, engine: int, line: Connection, names: list[str]) ->
         print(f"{name:15} {max(gaps) * 1e3:15.1f} {long[len(long) // 2] * 1e3:25.1f}  {received.result()}", flush=True)
     server.should_exit = True
     await serving
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def main() -> None:

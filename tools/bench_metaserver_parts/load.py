@@ -10,7 +10,8 @@ import resource
 import time
 
 import uvloop
-from wire import ClientProtocol, post
+
+from tools.bench_metaserver_parts.wire import ClientProtocol, post
 
 
 async def client(port: int, request: bytes, until: float, total: list[int], out: list[tuple[float, float]]) -> None:

@@ -17,8 +17,8 @@ import time
 from collections import Counter
 
 import psutil
-from wire import ServerProtocol
 
+from tools.bench_metaserver_parts.wire import ServerProtocol
 from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, Outcome
 from vllm_ascend_pd.shared.loop import LoopThread

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -50,26 +51,30 @@ def _stands_still(pid: int) -> bool:
     return True
 
 
-def free_port(base: int | None = None) -> int:
-    """Return a port that is free now: `base` or the next one above it.
+def free_port(base: int | None = None, count: int = 1) -> int:
+    """Return a port that is free now, as the `count` - 1 above it are: `base` or the next such one above it.
 
     Without `base` it lies below the kernel's ephemeral range and away from Mooncake's ports (15000 to 17000). No port
     is returned twice, because a returned one may not be bound yet.
     """
-    start = base if base is not None else 18000 + (os.getpid() * 97) % 9000
-    for offset in range(2000):
-        port = start + offset
-        if port in _given:
-            continue
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        _given.add(port)
-        return port
-    raise RuntimeError(f"no free port in {start}..{start + 2000}")
+    low, high = (18000, 32000) if base is None else (base, base + 2000)
+    start = low if base is not None else low + (os.getpid() * 97) % (high - low)
+    for first in chain(range(start, high), range(low, start)):
+        ports = range(first, first + count)
+        if _given.isdisjoint(ports) and all(map(_is_free, ports)):
+            _given.update(ports)
+            return first
+    raise RuntimeError(f"no {count} free ports in a row in {low}..{high}")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 class Child:

@@ -77,8 +77,8 @@ RUN_BY = {
 BENCHMARK = "a benchmark of minutes: a page has what it printed"
 BY_HAND = {
     ".ci/run": "it runs all tests",
-    ".venv/bin/python tools/bench_channel.py": BENCHMARK,
-    ".venv/bin/python tools/bench_metaserver_parts/reservations.py": BENCHMARK,
+    "python -m tools.bench_channel": BENCHMARK,
+    "python -m tools.bench_metaserver_parts.reservations": BENCHMARK,
     "python -m tools.bench_waiting": BENCHMARK,
     "scripts/bench_long.sh": BENCHMARK,
     "scripts/bench_ops.sh": BENCHMARK,

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from tools.support.process import free_port
 from unit.metaserver.fake_engine import FakeEngine, ServedApp, words
 from vllm_ascend_pd.metaserver.service.app import WorkerProcess
 from vllm_ascend_pd.metaserver.service.intake import Protocol
@@ -43,12 +44,6 @@ class FakeCluster:
 
     def legs(self) -> list[dict[str, Any]]:
         return [seen.body for p in self.prefill for seen in p.generations()]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @contextmanager

@@ -15,8 +15,8 @@ import httpx
 import psutil
 import pytest
 
-from tools.support.process import freeze
-from unit.metaserver.cluster import free_port, streamed, texts, until
+from tools.support.process import free_port, freeze
+from unit.metaserver.cluster import streamed, texts, until
 from unit.metaserver.command import COMMAND, ROOT, RunningMetaserver, ports, running, worker_number
 from unit.metaserver.fake_engine import words
 from vllm_ascend_pd.cli.__main__ import main, parser

@@ -12,7 +12,8 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from unit.metaserver.cluster import free_port, texts, until
+from tools.support.process import free_port
+from unit.metaserver.cluster import texts, until
 from unit.metaserver.command import RunningMetaserver, metaserver, ports, running, worker_number
 from unit.metaserver.fake_engine import FakeEngine, words
 

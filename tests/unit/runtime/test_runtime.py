@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections import Counter
-from contextlib import ExitStack
 from typing import Any
 
 import msgspec
 import pytest
 
+from tools.support.process import free_port
 from unit.device.caches import CacheModel, HeldDevice
 from unit.kits.watching import heard_ready, traced, until
 from unit.runtime.sites import (
@@ -538,21 +537,7 @@ def test_an_open_reservation_costs_its_loop_nothing_between_two_timers() -> None
 
 
 def test_each_rank_listens_on_its_own_of_the_configured_ports() -> None:
-    base = free_ports(3)
+    base = free_port(count=3)
     d = DecodeSite(CacheModel("opaque"), 3, push=config(side_channel_port=base))
     with sites(d):
         assert [endpoint.port for endpoint in d.endpoints] == [base, base + 1, base + 2]
-
-
-def free_ports(count: int) -> int:
-    """Return the first of so many consecutive ports that are free at this moment."""
-    for base in range(21000, 30000, 10):
-        with ExitStack() as stack:
-            try:
-                for port in range(base, base + count):
-                    taken = stack.enter_context(socket.socket())
-                    taken.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return base
-    raise AssertionError("no free ports")

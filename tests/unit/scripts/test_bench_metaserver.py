@@ -24,7 +24,7 @@ def printed(*words: str) -> list[list[str]]:
 @pytest.mark.ci
 def test_the_speed_of_each_system_is_printed_and_what_it_adds_over_the_engine() -> None:
     words = ["--streams", "2", "--rounds", "1", "--seconds", "0.3", "--skip", "memory", "saturation"]
-    head, *rows = printed("tools/bench_metaserver.py", *words, "--systems", "metaserver", "example", "engine alone")
+    head, *rows = printed("-m", "tools.bench_metaserver", *words, "--systems", "metaserver", "example", "engine alone")
     head = [cell.strip() for cell in head]
     found = {(row[0].strip(), row[1]): dict(zip(head, row, strict=True)) for row in rows}
     assert set(found) == {
@@ -38,6 +38,6 @@ def test_the_speed_of_each_system_is_printed_and_what_it_adds_over_the_engine() 
 
 
 def test_reservations_in_flight_are_counted_with_their_memory_and_their_stall() -> None:
-    _, row = printed("tools/bench_metaserver_parts/reservations.py", "--count", "40", "--waves", "1")
+    _, row = printed("-m", "tools.bench_metaserver_parts.reservations", "--count", "40", "--waves", "1")
     wave, accepted, prefilled, *figures = (float(cell) for cell in row)
     assert (wave, accepted) == (1, 40) and prefilled >= 40 and all(figure > 0 for figure in figures)

@@ -7,7 +7,6 @@ import contextlib
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tools.support.process import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "scripts/launch_1p1d.sh"
@@ -70,7 +71,7 @@ class Launch:
         python.chmod(0o755)
         env = {k: v for k, v in os.environ.items() if not k.startswith("PD_")}
         env |= {"PD_PYTHON": str(python), "PD_DEVICE": "cpu", "STAND_IN": str(folder)}
-        self.base = free_ports()
+        self.base = free_port(count=3)
         self.output = folder / "output"
         words = [
             # A shell cannot trap signals that are ignored when it starts, as SIGINT is in a background job.
@@ -127,16 +128,6 @@ def marked(mark: str) -> list[int]:
             if mark.encode() in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
     return found
-
-
-def free_ports() -> int:
-    """Three free ports in a row, outside the kernel's ephemeral range."""
-    for base in range(19000 + os.getpid() % 4000, 27000, 5):
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(base, base + 3):
-                stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            return base
-    raise AssertionError("no free ports")
 
 
 Start = Callable[..., Launch]
