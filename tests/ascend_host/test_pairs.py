@@ -44,8 +44,9 @@ CACHED = ("--enable-prefix-caching",)  # states are kept at the ends of blocks t
 FULL = "FULL_DECODE_ONLY"
 LONG = 4096  # an indexer picks 2,048 tokens, whatever the model's index_topk: its keys affect answers to longer prompts
 ROOM = ("--kv-cache-memory-bytes", str(64 << 20))
-C8 = additional(enable_sparse_sfa_c8=True, enable_sparse_li_c8=True)
-C8_IN_RUNS = additional(enable_sparse_sfa_c8=True, enable_sparse_li_c8=True, c8_enable_reshape_optim=True)
+IN_INT8 = {"enable_sparse_sfa_c8": True, "enable_sparse_li_c8": True}
+C8 = additional(**IN_INT8)
+C8_IN_RUNS = additional(**IN_INT8, c8_enable_reshape_optim=True)
 # vllm-ascend's own: with its recompute scheduler D keeps in the host's memory what it preempts.
 OFFLOAD = {
     "kv_connector": "RecomputeCPUOffloadConnector",
@@ -55,6 +56,7 @@ FEW_STATES = ("--max-num-seqs", "16")  # with graphs each must have blocks for i
 # In bfloat16 vllm-ascend looks for norms to fuse with a quantisation, by operators that have no definition here.
 UNFUSED = {"ascend_compilation_config": {"fuse_norm_quant": False}}
 NOT_FUSED = additional(**UNFUSED)
+RECOMPUTES_UNFUSED = additional(recompute_scheduler_enable=True, **UNFUSED)
 # Of vllm-ascend's own configurations, 38 have the first (hidden states divided by tokens between the layers), 37 the
 # second and 34 the third, which without the quantised weights that they need change nothing.
 DIVIDED = {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
@@ -557,24 +559,11 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
             "mtp 1to1 recompute scheduler full graphs",
             "mtp",
             p=Side(drafts=1, late_us=LATE),
-            d=Side(graphs=FULL, flags=(*FEW, *additional(recompute_scheduler_enable=True, **UNFUSED))),
+            d=Side(graphs=FULL, flags=(*FEW, *RECOMPUTES_UNFUSED)),
             dtype="bfloat16",
             draft=MTP3,
         ),
         (edges, chunks, drafts, replayed),
-    ),
-    # Drafts, data parallelism and full graphs: each in 50 of the field's configurations and more.
-    (
-        Engines(
-            "mtp 1to1 dp 2to2 full graphs",
-            "mtp",
-            p=Side(dp=2, drafts=1),
-            d=Side(dp=2, graphs=FULL, flags=NOT_FUSED),
-            flags=EXPERTS,
-            dtype="bfloat16",
-            draft=MTP3,
-        ),
-        (*FEWER, replayed),
     ),
     # The same where answers are exact, however long: in bfloat16 MLA's two ways round differently.
     (
@@ -586,6 +575,112 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
             draft=EAGLE3,
         ),
         (edges, chunks, dropped, dropped_streams, replayed),
+    ),
+    # vllm-ascend's own configurations in small: the kinds of cache, the draft and all modes in one pair.
+    (
+        Engines(
+            "field mtp dp 2to2",
+            "mtp",
+            p=Side(dp=2, drafts=1),
+            d=Side(dp=2, graphs=FULL, flags=RECOMPUTES_UNFUSED),
+            flags=EXPERTS,
+            dtype="bfloat16",
+            draft=MTP3,
+        ),
+        (*FEWER, replayed),
+    ),
+    (
+        Engines(
+            "field dsa mtp dp 2to2",
+            "dsv32-mtp",
+            p=Side(dp=2, drafts=1),
+            d=Side(dp=2, graphs=FULL, flags=RECOMPUTES_UNFUSED),
+            flags=(*EXPERTS, *ROOM),
+            dtype="bfloat16",
+            draft=MTP3,
+            max_len=LONG,
+        ),
+        (*FEWER, chosen, replayed),
+    ),
+    (
+        Engines(
+            "field dsa int8 mtp dp 2to2",
+            "dsv32-mtp",
+            p=Side(dp=2, drafts=1, flags=C8),
+            d=Side(dp=2, graphs=FULL, flags=additional(recompute_scheduler_enable=True, **IN_INT8, **UNFUSED)),
+            flags=(*EXPERTS, *ROOM),
+            dtype="bfloat16",
+            draft=MTP3,
+            max_len=LONG,
+        ),
+        (*FEWER, chosen, replayed),
+    ),
+    (
+        Engines(
+            "field dsv4 mtp dp 2to2",
+            "dsv4-mtp",
+            p=Side(dp=2, drafts=1),
+            d=Side(dp=2, graphs=FULL, flags=RECOMPUTES_UNFUSED),
+            flags=(*EXPERTS, *SHORT_BLOCKS),
+            dtype="bfloat16",
+            draft=MTP3,
+        ),
+        (*ENTRIES, replayed),
+    ),
+    (
+        Engines(
+            "field qwen3next mtp 2to1 dp 1to2 regrouped",
+            "qwen3next-mtp",
+            p=Side(2, keys=REGROUPED),
+            d=Side(dp=2, graphs=FULL, flags=(*FEW_STATES, *RECOMPUTES)),
+            flags=(*EXPERTS, *CACHED),
+            draft=MTP3,
+        ),
+        (*FEWER, blocks, state_prefixes, replayed),
+    ),
+    (
+        Engines(
+            "field moe 2to1 dp 1to2 regrouped",
+            "moe",
+            p=Side(2, keys=REGROUPED, graphs="PIECEWISE"),
+            d=Side(dp=2, graphs=FULL, flags=RECOMPUTES),
+            flags=EXPERTS,
+        ),
+        (*FEWER, prefixes, replayed),
+    ),
+    (
+        Engines(
+            "field eagle3 2to1 dp 1to2 regrouped",
+            "spec",
+            p=Side(2, keys=REGROUPED, drafts=1),
+            d=Side(dp=2, graphs=FULL, flags=RECOMPUTES),
+            draft=EAGLE3,
+        ),
+        (*FEWER, prefixes, replayed),
+    ),
+    (
+        Engines(
+            "field eagle3 beside latents 2to1 dp 1to2 regrouped",
+            "mla",
+            p=Side(2, keys=REGROUPED, drafts=1),
+            d=Side(dp=2, graphs=FULL, flags=RECOMPUTES_UNFUSED),
+            flags=EXPERTS,
+            dtype="bfloat16",
+            draft={**EAGLE3, "model": "mla-eagle3"},
+        ),
+        (*FEWER, replayed),
+    ),
+    (
+        Engines(
+            "field dflash beside latents 2to1 dp 1to2 regrouped",
+            "mla",
+            p=Side(2, keys=REGROUPED),
+            d=Side(dp=2, graphs=FULL, flags=RECOMPUTES_UNFUSED),
+            flags=EXPERTS,
+            dtype="bfloat16",
+            draft=DFLASH,
+        ),
+        (*FEWER, replayed),
     ),
     # The kinds' other shapes, one or two of them to each pair of engines.
     (Engines("shapes gqa pcp 2 to 1", "gqa2", p=Side(pcp=2)), (*FEWER, prefixes)),
