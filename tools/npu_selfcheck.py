@@ -91,7 +91,7 @@ def steps(python: str, out: Path, given: bool) -> list[Step]:
         tests("exchange", "HCCL among all local devices", hardware, "-k", "exchange", timeout_s=1800),
         tests("transfer", "Mooncake between two devices", "tests/native/test_npu_transfer.py", timeout_s=600),
         tests("revocation", "a sleeping writer is shut out", "tests/native/test_npu_revocation.py", timeout_s=600),
-        tests("pair", "real engines through vllm-ascend", "tests/ascend_host/test_npu_pairs.py", timeout_s=14400),
+        tests("pair", "real engines through vllm-ascend", "tests/ascend_host/test_npu_pairs.py", timeout_s=21600),
     ]
 
 

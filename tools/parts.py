@@ -28,6 +28,7 @@ SHARES = {
     "integration/faults_routers": ("[p",),
     "ascend_host/pairs": (
         "field",
+        "others",
         "shapes and dsa",
         "shapes",
         "switches or dsv4",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import inspect
+import itertools
 import json
 import os
 import re
@@ -331,6 +332,22 @@ def sparse_attention_alone_records_when_its_cache_is_written() -> None:
     after = inspect.getsource(sfa_v1).split(recorded)[1]
     assert after.split()[0].startswith("notify_kv_cache_written("), after[:80]
     assert "npu_scatter_nd_update_" not in after and "store_kv_block" not in after
+
+
+@asked
+def a_layers_cache_is_written_before_its_attention() -> None:
+    """`on_kv_cache_written` comes behind all writes of GQA's and MLA's layers and before their attention."""
+    from vllm_ascend.attention.attention_v1 import AscendAttentionBackendImpl as Heads
+    from vllm_ascend.attention.mla_v1 import AscendMLAImpl as Latents
+
+    for function, in_order in (
+        (Heads.reshape_and_cache, ("DeviceOperator.reshape_and_cache(", "notify_kv_cache_written(")),
+        (Heads.forward, ("self.reshape_and_cache(", "self.forward_impl(")),
+        (Latents._mla_preprocess, ("mla_preprocess_decode(", "mla_preprocess_prefill(", "notify_kv_cache_written(")),
+        (Latents.forward, ("self._mla_preprocess(", "self._forward_decode(", "self._forward_prefill(")),
+    ):
+        source = inspect.getsource(function)
+        assert all(source.rindex(one) < source.index(next_) for one, next_ in itertools.pairwise(in_order)), function
 
 
 @asked

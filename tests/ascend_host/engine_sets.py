@@ -145,7 +145,8 @@ class Engines:
         """Return whether requests start with P's token: D's scheduler is vLLM's own, drafts nothing, and our connector
         is in no other.
         """
-        return "recompute" not in self.title and not self.draft and not self.beside
+        recomputes = any("recompute_scheduler_enable" in flag for flag in self.d.flags)
+        return not recomputes and not self.draft and not self.beside
 
     @property
     def devices(self) -> int:

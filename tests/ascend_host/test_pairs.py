@@ -38,6 +38,8 @@ EXPERTS = ("--enable-expert-parallel",)
 ONE_AT_A_TIME = ("--no-async-scheduling",)
 RECOMPUTES = additional(recompute_scheduler_enable=True)
 EAGLE3 = {"method": "eagle3", "model": "spec-eagle3", "num_speculative_tokens": 2}
+EAGLE = {"method": "eagle", "model": "spec-eagle", "num_speculative_tokens": 2}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 DFLASH = {"method": "dflash", "model": "mla-dflash", "num_speculative_tokens": 3}
 MTP3 = {"method": "mtp", "num_speculative_tokens": 3}
 CACHED = ("--enable-prefix-caching",)  # states are kept at the ends of blocks then
@@ -682,6 +684,17 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         ),
         (*FEWER, replayed),
     ),
+    # What starts, and none of vllm-ascend's own configurations has.
+    (Engines("others gqa 2 to pp 2", p=Side(2), d=Side(pp=2)), FEWER),
+    (Engines("others gqa pp 2 to pp 2", p=Side(pp=2), d=Side(pp=2)), FEWER),
+    (Engines("others eagle 2to1", "spec", p=Side(2), draft=EAGLE), FEWER),
+    (
+        Engines(
+            "others draft model 2to1", "spec", p=Side(2), draft={**EAGLE, "method": "draft_model", "model": "spec"}
+        ),
+        FEWER,
+    ),
+    (Engines("others ngram 2to1", p=Side(2), draft=NGRAM), FEWER),
     # The kinds' other shapes, one or two of them to each pair of engines.
     (Engines("shapes gqa pcp 2 to 1", "gqa2", p=Side(pcp=2)), (*FEWER, prefixes)),
     (Engines("shapes mla pcp 2 to 1", "mla", p=Side(pcp=2), dtype="bfloat16"), FEWER),

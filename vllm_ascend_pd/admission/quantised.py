@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from vllm_ascend_pd import compat
 from vllm_ascend_pd.errors import ConfigError, not_proven
 
 PLAIN = ("auto", "float16", "bfloat16")
@@ -30,6 +31,8 @@ def refusals(config: Any) -> Iterator[ConfigError]:
         return
     if dtype not in _FP8:
         yield not_proven(f"A quantised KV cache ({dtype})", 'Use --kv-cache-dtype "auto", "fp8_e4m3" or "fp8_e5m2".')
+    elif compat.is_vllm_ascend():
+        yield not_proven(f"A quantised KV cache ({dtype}) under vllm-ascend", _REMEDY)
     elif getattr(cache, "calculate_kv_scales", False):
         # Each engine would take them from the first prompts that it happens to see.
         feature = "A quantised KV cache with scales that an engine computes by itself"

@@ -220,6 +220,12 @@ def with_pcp(role: str, **more: Any) -> Any:
 
 
 @pytest.mark.usefixtures("under_vllm_ascend")
+def test_vllms_own_fp8_has_not_run_under_vllm_ascend() -> None:
+    for role in BOTH:
+        assert "A quantised KV cache (fp8) under vllm-ascend" in refusal(stored("fp8")(role)).sentence
+
+
+@pytest.mark.usefixtures("under_vllm_ascend")
 def test_ranks_that_divide_the_tokens_start() -> None:
     for role in BOTH:
         config = divided(role)
