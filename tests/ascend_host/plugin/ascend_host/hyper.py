@@ -25,7 +25,7 @@ SCHEMAS = {
 SQRT_SOFTPLUS = 2  # norm type
 
 
-@of("_C_ascend::npu_hc_pre_v2")
+@of("_C_ascend::npu_hc_pre_v2", traced=True)
 def hc_pre_v2(
     x: Tensor,
     hc_fn: Tensor,
@@ -55,7 +55,7 @@ def hc_pre_v2(
     return mixed.to(torch.bfloat16), (2 * post.sigmoid()).float(), comb.float()
 
 
-@of("_C_ascend::npu_hc_post")
+@of("_C_ascend::npu_hc_post", traced=True)
 def hc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """Return the new streams: each its share of x, and a mixture of the old streams by its column of `comb`."""
     mixed = comb.double().transpose(-1, -2) @ residual.double()
