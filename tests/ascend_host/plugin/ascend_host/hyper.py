@@ -25,7 +25,12 @@ SCHEMAS = {
 SQRT_SOFTPLUS = 2  # norm type
 
 
-@of("_C_ascend::npu_hc_pre_v2", traced=True)
+def _hc_pre_shapes(x: Tensor, fn: Tensor, scale: Tensor, base: Tensor, mult: int, *more: object) -> tuple[Tensor, ...]:
+    post, comb = (x.new_empty((*x.shape[:-2], *sizes), dtype=torch.float32) for sizes in ((mult,), (mult, mult)))
+    return x.new_empty((*x.shape[:-2], x.shape[-1]), dtype=torch.bfloat16), post, comb
+
+
+@of("_C_ascend::npu_hc_pre_v2", shapes=_hc_pre_shapes)
 def hc_pre_v2(
     x: Tensor,
     hc_fn: Tensor,
@@ -55,7 +60,7 @@ def hc_pre_v2(
     return mixed.to(torch.bfloat16), (2 * post.sigmoid()).float(), comb.float()
 
 
-@of("_C_ascend::npu_hc_post", traced=True)
+@of("_C_ascend::npu_hc_post", shapes=lambda x, residual, post, comb: torch.empty_like(residual))
 def hc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """Return the new streams: each its share of x, and a mixture of the old streams by its column of `comb`."""
     mixed = comb.double().transpose(-1, -2) @ residual.double()

@@ -17,19 +17,25 @@ import torch
 from torch import Tensor
 
 MEANINGS: dict[str, Callable[..., Any]] = {}
-TRACED: set[str] = set()  # operators that no library here declares, in models that torch.compile traces
+TRACED: dict[
+    str, Callable[..., Any]
+] = {}  # by operators that no library here declares, in models that torch.compile traces
 _registered: list[torch.library.Library] = []
 
 
-def of(*operators: str, traced: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def of(
+    *operators: str, traced: bool = False, shapes: Callable[..., Any] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the definition of these operators.
 
-    `traced`: it does not look at values, so it gives a trace the shapes of its results as well.
+    `traced`: it does not look at values, so it gives a trace the shapes of its results as well. `shapes` gives these
+    where it cannot, because a trace does not know all sizes of the arguments.
     """
 
     def note(function: Callable[..., Any]) -> Callable[..., Any]:
         MEANINGS.update(dict.fromkeys(operators, function))
-        TRACED.update(operators if traced else ())
+        if traced or shapes is not None:
+            TRACED.update(dict.fromkeys(operators, shapes or function))
         return function
 
     return note
@@ -51,7 +57,7 @@ def register() -> None:
         library = torch.library.Library(space, "IMPL")
         library.impl(operator, function, "CPU")
         if name in TRACED:
-            library.impl(operator, function, "Meta")
+            library.impl(operator, TRACED[name], "Meta")
         _registered.append(library)
 
 
