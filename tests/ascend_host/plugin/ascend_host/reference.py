@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 MEANINGS: dict[str, Callable[..., Any]] = {}
-TRACED: dict[
-    str, Callable[..., Any]
-] = {}  # by operators that no library here declares, in models that torch.compile traces
+TRACED: dict[str, Callable[..., Any]] = {}  # of what torch.compile traces and no library declares
 _registered: list[torch.library.Library] = []
 
 
