@@ -117,13 +117,14 @@ def _always(*_: Any) -> bool:
 _ASK: Callable[..., Awaitable[object]] = reserve.Reservations._ask
 
 
-async def _answer_proves(self: reserve.Reservations, attempt: Attempt, posted: Any, prefill: Any) -> None:
-    await _ASK(self, attempt, posted, prefill)
+async def _answer_proves(self: reserve.Reservations, attempt: Attempt, posted: Any, leg: fleet.LegInFlight) -> None:
+    await _ASK(self, attempt, posted, leg)
+    prefill = leg.instance
     life = prefill.life.statements[-1].incarnation if prefill.life.statements else ""
     self._front.fleet.prove(PairProof(prefill.name, life, attempt.decode.name, posted.decode, attempt.began))
 
 
-def _keeps_its_load(self: fleet.LegInFlight, *failed: object) -> None:
+def _keeps_its_load(self: fleet.LegInFlight, *failed: Any) -> None:
     if failed[0] is None:
         _EXIT(self, *failed)
 

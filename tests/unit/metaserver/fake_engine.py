@@ -444,6 +444,9 @@ class FakeEngine:
         for i, said in enumerate(speak(ids, Wish.of(seen.body))):
             if i == self.manner.break_after:
                 raise ConnectionAbortedError("as set")
+            if i == self.manner.drops_after:
+                await self._drop(send)
+                return
             await _piece(send, speaker.event([said]))
             await asyncio.sleep(self.manner.gap_s)
         await self._finish(send, speaker.end())
@@ -459,11 +462,7 @@ class FakeEngine:
             if i == self.manner.break_after:
                 raise ConnectionAbortedError("as set")
             if i == self.manner.drops_after:
-                last = {"index": 0, "text": "", "finish_reason": "stop", "stop_reason": "recomputed"}
-                dropped = b"data: " + json.dumps({"id": "fake", "choices": [last]}).encode() + b"\n\ndata: [DONE]\n\n"
-                await _piece(send, dropped[:40])  # TCP may split data anywhere
-                await asyncio.sleep(self.manner.cut_s)
-                await _piece(send, dropped[40:], last=True)
+                await self._drop(send)
                 return
             choice = {"index": 0, **({"delta": {"content": word}} if chat else {"text": word})}
             await _piece(send, b"data: " + json.dumps({"id": "fake", "choices": [choice]}).encode() + b"\n\n")
@@ -473,6 +472,13 @@ class FakeEngine:
         if self.manner.late_choice and "ticket" in (seen.body.get("kv_transfer_params") or {}):
             await self._reserve(_prompts(seen.body)[-1], seen.body["kv_transfer_params"])
         await self._finish(send, b"data: [DONE]\n\n")
+
+    async def _drop(self, send: Send) -> None:
+        last = {"index": 0, "text": "", "finish_reason": "stop", "stop_reason": "recomputed"}
+        dropped = b"data: " + json.dumps({"id": "fake", "choices": [last]}).encode() + b"\n\ndata: [DONE]\n\n"
+        await _piece(send, dropped[:40])  # TCP may split data anywhere
+        await asyncio.sleep(self.manner.cut_s)
+        await _piece(send, dropped[40:], last=True)
 
     async def _finish(self, send: Send, said: bytes) -> None:
         await _piece(send, said, last=not self.manner.torn_at_end)

@@ -251,9 +251,52 @@ def test_metrics_count_what_happened() -> None:
         until(lambda: grown("legs_total", role="prefill", engine=c.prefill[0].address, end="served") == 2)
         assert grown("requests_total", route="/v1/completions", status="200") == 2
         assert grown("requests_total", route="/v1/completions", status="404") == 1
-        assert grown("legs_total", role="decode", engine=c.decode[0].address, end="served") == 3
+        until(lambda: grown("legs_total", role="decode", engine=c.decode[0].address, end="served") == 3)
         assert grown("reservations_total", end="prefilled") == 2
         assert grown("ttft_seconds_count", route="/v1/completions") == 3
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["not kept", "kept"])
+@pytest.mark.parametrize(
+    ("manner", "end"),
+    [({}, "served"), ({"torn_at_end": True}, "served"), ({"break_after": 1}, "broke"), ({"drops_after": 1}, "dropped"),
+     ({"status": 503}, "refused"), ({"empty": True}, "broke")],
+    ids=str,
+)  # fmt: skip
+def test_each_request_to_an_engine_is_counted_once_by_its_end(manner: dict[str, Any], end: str, kept: bool) -> None:
+    with cluster() as c:
+        (d,) = c.decode
+        for name, value in {"speaks": kept, **manner}.items():
+            setattr(d.manner, name, value)
+        before = _samples(c.http.get("/metrics").text)
+        c.complete([1, 2, 3], stream=True, **({"temperature": 0, "max_tokens": 5} if kept else {}))
+
+        def counted() -> dict[str, float]:
+            """Return by its end how often D was asked."""
+            legs = {
+                dict(labels)["end"]: value - before.get((name, labels), 0.0)
+                for (name, labels), value in _samples(c.http.get("/metrics").text).items()
+                if name == "ascend_pd_metaserver_legs_total" and dict(labels)["engine"] == d.address
+            }
+            return {end: count for end, count in legs.items() if count}
+
+        until(lambda: sum(counted().values()) == len(d.generations()))
+        assert counted().keys() == {end}
+
+
+def test_a_client_that_leaves_cuts_the_leg() -> None:
+    with cluster() as c:
+        (d,) = c.decode
+        d.manner.hold = True
+        before = _samples(c.http.get("/metrics").text)
+        with c.leaving("a prompt"):
+            until(d.generations)
+        key = (
+            "ascend_pd_metaserver_legs_total",
+            tuple(sorted({"role": "decode", "engine": d.address, "end": "cut"}.items())),
+        )
+        until(lambda: _samples(c.http.get("/metrics").text).get(key, 0.0) - before.get(key, 0.0) == 1)
+        d.manner.hold = False
 
 
 def _samples(page: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

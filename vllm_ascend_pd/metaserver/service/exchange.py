@@ -195,6 +195,7 @@ class Attempt:
 
     exchange: HttpExchange
     decode: Instance
+    leg: LegInFlight = field(init=False)  # at D
     ticket: str = field(default_factory=lambda: secrets.token_hex(16))
     legs: dict[str, Interrupt] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)

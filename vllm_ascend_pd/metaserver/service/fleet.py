@@ -7,6 +7,7 @@ instances removes none of another source's; the admin API removes any.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import re
@@ -193,22 +194,25 @@ class Instance:
 
 @dataclass(slots=True)
 class LegInFlight:
-    """A request at an instance, in its load while entered."""
+    """A request at an instance, in its load while entered, and counted under its end afterwards."""
 
     instance: Instance
     trial: int  # the number of the circuit's trial that it is; 0: it is none
     cost: float
     kept: bool = False  # its answer shows too little: the trial goes on until D reports the load
+    end: str = "cut"  # a label of the metric: cut from here, unless the instance has ended it
 
     def __enter__(self) -> LegInFlight:
         self.instance.load += self.cost
         self.instance.requests += 1
         return self
 
-    def __exit__(self, *failed: object) -> None:
+    def __exit__(self, failure: type[BaseException] | None = None, *failed: object) -> None:
         if not self.kept:
             self.returned()
         instance = self.instance
+        end = "cut" if failure is asyncio.CancelledError else self.end
+        METRICS.legs.labels(instance.role.value, instance.name, end).inc()
         instance.requests -= 1
         instance.load = instance.load - self.cost if instance.requests else 0.0  # no drift from rounding
 

@@ -183,7 +183,10 @@ class Front(Shared):
         return True
 
     async def _room(self, exchange: HttpExchange, kept: StreamState) -> int:
-        """Return the `room` that `StreamState.next_request` needs. Raise NotContinued."""
+        """Return the `room` that `StreamState.next_request` needs. Raise NotContinued.
+
+        No leg of the request, so neither counted nor out of its budget: a D that does not answer at once is left out.
+        """
         if kept.terms.limit is not None:
             return 0
         for _ in range(self.settings.retry.attempts):
@@ -233,7 +236,7 @@ class Front(Shared):
         well = False
         try:
             with (
-                self.fleet.leg(decode, exchange.request.decode_tokens),
+                self.fleet.leg(decode, exchange.request.decode_tokens) as attempt.leg,
                 self.spans.leg(exchange, "decode", decode.name, attempt=exchange.number) as headers,
             ):
                 await relay.decode(self, attempt, params, headers)

@@ -20,9 +20,9 @@ from vllm_ascend_pd.metaserver.outline import Buffer, Steps
 from vllm_ascend_pd.metaserver.service import models
 from vllm_ascend_pd.metaserver.service.exchange import HttpExchange, uncancel
 from vllm_ascend_pd.metaserver.service.faults import known
-from vllm_ascend_pd.metaserver.service.fleet import Instance
+from vllm_ascend_pd.metaserver.service.fleet import LegInFlight
 from vllm_ascend_pd.metaserver.service.front import Front
-from vllm_ascend_pd.metaserver.service.relay import client_head, refuse, send_whole
+from vllm_ascend_pd.metaserver.service.relay import client_head, no_answer, refuse, send_whole
 from vllm_ascend_pd.metaserver.service.shared import CLOSING, DECLINED, SHUTDOWN
 
 OTHER = "/v1/*"  # one name for all paths that are not known here: a client must not make new label values
@@ -115,7 +115,7 @@ async def _attempts(front: Front, exchange: HttpExchange, call: Call) -> None:
             await refuse(exchange, known(503, "PD-META-008", 2, role="decode"))
             return
         exchange.stage("decode", decode.name)
-        with front.fleet.leg(decode, 1):
+        with front.fleet.leg(decode, 1) as leg:
             try:
                 reply = await front.upstream.send(
                     *(decode.origin, call.method, call.target, exchange.headers, call.body),
@@ -130,29 +130,28 @@ async def _attempts(front: Front, exchange: HttpExchange, call: Call) -> None:
                         else None
                     )
                     if delay is None and reply.status == 200 and call.lists and front.fleet.several_models:
-                        await _all_models(front, exchange, decode)  # this D has accepted the caller's key
+                        await _all_models(front, exchange, leg)  # this D has accepted the caller's key
                         return
                     if delay is None:
-                        await _relay(front, exchange, decode, reply, first, call)
+                        await _relay(front, exchange, leg, reply, first, call)
                         return
-                    front.leg_over(decode, "refused")
+                    front.leg_over(leg, "refused")
             except UpstreamError as problem:
-                front.leg_broke(decode, problem, exchange.request_id)
+                front.leg_broke(leg, problem, exchange.request_id)
                 delay = front.delay_before_another(exchange, decode, problem.failure, call.repeatable)
                 if delay is None:
-                    status = 504 if problem.failure is LegFailure.TIMEOUT else 502
-                    await refuse(exchange, known(status, "PD-META-007", why=problem.why))
+                    await refuse(exchange, no_answer(problem))
                     return
         await asyncio.sleep(delay)
 
 
-async def _all_models(front: Front, exchange: HttpExchange, decode: Instance) -> None:
+async def _all_models(front: Front, exchange: HttpExchange, leg: LegInFlight) -> None:
     """Send one list of all models in place of this D's, which does not know what the others serve."""
     exchange.committed, exchange.status = True, 200
-    head = client_head([(b"content-type", b"application/json")], decode, exchange.request_id)
+    head = client_head([(b"content-type", b"application/json")], leg.instance, exchange.request_id)
     await send_whole(exchange.send, 200, head, models.listed(front.fleet.of(Role.DECODE)))
     exchange.stage("end")
-    front.leg_over(decode, "served")
+    front.leg_over(leg, "served")
 
 
 async def _first(front: Front, call: Call, reply: Reply) -> bytes:
@@ -164,10 +163,10 @@ async def _first(front: Front, call: Call, reply: Reply) -> bytes:
 
 
 async def _relay(
-    front: Front, exchange: HttpExchange, decode: Instance, reply: Reply, first: bytes, call: Call
+    front: Front, exchange: HttpExchange, leg: LegInFlight, reply: Reply, first: bytes, call: Call
 ) -> None:
     """Relay the answer. No error can be sent after the head: the server cuts an answer that has no end."""
-    seen = call.evidence(reply.status)
+    seen, decode = call.evidence(reply.status), leg.instance
     send, answered = exchange.send, f"{call.route} answered {reply.status}"
     exchange.committed, exchange.status = True, reply.status
     exchange.stage("first byte")
@@ -180,13 +179,14 @@ async def _relay(
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             piece = await reply.read()
     except UpstreamError as problem:
-        front.leg_broke(decode, problem)
+        front.leg_broke(leg, problem)
         front.stream_broke(exchange, decode.name, problem.why)
         return
     except asyncio.CancelledError:
         if not exchange.interrupt.closing:
             raise
         uncancel(exchange.interrupt.task)
+        front.leg_over(leg, "cut")
         front.stream_broke(exchange, decode.name, SHUTDOWN, CLOSING)
         return
     await send({"type": "http.response.body", "body": b""})
@@ -194,4 +194,4 @@ async def _relay(
     if reply.status >= 500:
         front.journal.trouble("PD-META-007", answered, decode.name, exchange.request_id)
     end = "refused" if reply.status in DECLINED else "broke" if reply.status >= 500 else "served"
-    front.leg_over(decode, end, seen, answered)
+    front.leg_over(leg, end, seen, answered)

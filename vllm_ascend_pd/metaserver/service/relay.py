@@ -67,6 +67,7 @@ async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None
         exchange.stage("first byte")
         kept, streams = exchange.kept, exchange.request.stream and reply.status == 200
         if exchange.streaming and not streams:
+            shared.leg_over(attempt.leg, "refused")
             answer = fault(502, f"The decode instance answered {reply.status}.", "PD-META-007")
             raise AttemptFailed(LegFailure.SERVER, answer, f"answered {reply.status}")
         if exchange.request.copies == 1:  # else D may still post for the other copies
@@ -101,17 +102,17 @@ async def _open(
             instance.origin, "POST", exchange.request.route.encode(), headers, body, timeout
         )
     except UpstreamError as problem:
-        raise _broken(shared, instance, problem) from problem
+        raise _broken(shared, attempt, problem) from problem
     opened = False
     try:
         first = await _first(shared, attempt, reply, timeout)
         opened = True
     except UpstreamError as problem:
-        raise _broken(shared, instance, problem) from problem
+        raise _broken(shared, attempt, problem) from problem
     finally:
         if not opened:
             reply.close()
-    shared.leg_over(instance, "served", Evidence.SERVED)
+    shared.leg_over(attempt.leg, "served", Evidence.SERVED)
     return reply, first
 
 
@@ -138,7 +139,7 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
         return first
     cut_short = await shared.turns.run(outline.holds(first, _cut_short))
     if cut_short and await shared.turns.run(outline.holds(first, dropped)):
-        shared.leg_over(attempt.decode, "dropped")
+        shared.leg_over(attempt.leg, "dropped")
         raise AttemptFailed(
             LegFailure.DROPPED, known(503, "PD-META-022", 2), "dropped for lack of blocks", "PD-META-022"
         )
@@ -206,25 +207,29 @@ async def _refused(shared: Shared, attempt: Attempt, status: int, body: bytes, h
     )
     said = brief(status, body)
     if status in DECLINED:
-        shared.leg_over(instance, "refused")
+        shared.leg_over(attempt.leg, "refused")
         return AttemptFailed(LegFailure.REFUSED, passed, said)
     await attempt.explained(_REPORT_S)
     if attempt.load_failed:  # with policy "fail" D must answer so: no evidence against D
-        shared.leg_over(instance, "no prefill")
+        shared.leg_over(attempt.leg, "no prefill")
         return AttemptFailed(LegFailure.PREFILL, passed, said)
-    shared.leg_over(instance, "broke", Evidence.BROKE, said)
+    shared.leg_over(attempt.leg, "broke", Evidence.BROKE, said)
     words = body[:200].decode(errors="replace")
     log.warning("request %s: %s answered %d: %s", attempt.exchange.request_id, instance.name, status, words)
     return AttemptFailed(LegFailure.SERVER, passed, said)
 
 
-def _broken(shared: Shared, instance: Instance, problem: UpstreamError) -> AttemptFailed:
-    shared.leg_broke(instance, problem)
+def _broken(shared: Shared, attempt: Attempt, problem: UpstreamError) -> AttemptFailed:
+    shared.leg_broke(attempt.leg, problem)
+    return AttemptFailed(problem.failure, no_answer(problem), problem.why)
+
+
+def no_answer(problem: UpstreamError) -> Answer:
+    """Return what the client gets if no D has answered."""
     status = {LegFailure.TIMEOUT: 504, LegFailure.CONNECT: 503, LegFailure.OURS: 503}.get(problem.failure, 502)
-    answer = fault(
+    return fault(
         status, f"The decode instance could not answer: {problem.why}.", "PD-META-007", 2 if status == 503 else None
     )
-    return AttemptFailed(problem.failure, answer, problem.why)
 
 
 async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers, first: bytes) -> None:
@@ -236,9 +241,11 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
         while piece and not problem:
             piece, held = _whole_events(held + piece if held else piece)
             if dropped(piece):
+                shared.leg_over(attempt.leg, "dropped")
                 code, problem = "PD-META-022", PdError("PD-META-022").sentence
                 piece, held = _before(_DROPPED, piece), b""
             elif b'"abort"' in piece and aborted(piece):
+                shared.leg_over(attempt.leg, "ended")
                 problem = "The decode instance broke off: it is shutting down."
                 piece, held = _before(_ABORTED, piece), b""
             last = reply.at_end and not (held or problem)
@@ -250,12 +257,13 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
             if not problem:
                 piece = await reply.read()
     except UpstreamError as broken:
-        shared.fleet.seen(attempt.decode, Evidence.BROKE, broken.why)
+        shared.leg_over(attempt.leg, "served" if over else "broke", Evidence.BROKE, broken.why)
         problem = "" if over else f"The decode instance broke off: {broken.why}."
     except asyncio.CancelledError:
         if not interrupt.closing:
             raise
         uncancel(interrupt.task)
+        shared.leg_over(attempt.leg, "served" if over else "cut")
         problem = "" if over else SHUTDOWN
         code = CLOSING
     if held and not problem:  # the stream ended without the empty line; after a break half an event would confuse

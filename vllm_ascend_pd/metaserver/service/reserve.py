@@ -21,7 +21,7 @@ from vllm_ascend_pd.metaserver.decisions import Evidence, Role
 from vllm_ascend_pd.metaserver.outline import Steps
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Interrupt, Send, uncancel
 from vllm_ascend_pd.metaserver.service.faults import Answer, brief, fault
-from vllm_ascend_pd.metaserver.service.fleet import Instance, both, pairing
+from vllm_ascend_pd.metaserver.service.fleet import Instance, LegInFlight, both, pairing
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.relay import aborted, send_answer
@@ -211,7 +211,7 @@ class Reservations:
             await _line(send, {"event": "accepted", "prefill": prefill.name})
             try:
                 with front.fleet.leg(prefill, max(1.0, cost - there)) as leg:
-                    first = await self._ask(attempt, posted, prefill)
+                    first = await self._ask(attempt, posted, leg)
                     awaited = front.journal.tickets.get(posted.ticket) is attempt
                     if leg.trial and awaited and posted.transfer not in attempt.reports:
                         attempt.trials[posted.transfer], leg.kept = leg, True
@@ -240,9 +240,9 @@ class Reservations:
             raise PrefillFailed(LegFailure.REFUSED, f"no prefill instance{other} is available")
         return prefill
 
-    async def _ask(self, attempt: Attempt, posted: ReservationPost, prefill: Instance) -> str:
+    async def _ask(self, attempt: Attempt, posted: ReservationPost, leg: LegInFlight) -> str:
         """Ask one P to prefill. Return its first token, sealed for D; empty if it sends none. Raise PrefillFailed."""
-        front, exchange = self._front, attempt.exchange
+        front, exchange, prefill = self._front, attempt.exchange, leg.instance
         params: dict[str, Any] = {"do_remote_decode": True, "reservation": posted.reservation}
         ids = posted.prompt_token_ids if posted.tokens else None
         route, body = bodies.for_prefill(exchange.request, params, ids, posted.first_token)
@@ -256,17 +256,17 @@ class Reservations:
                 async with reply:
                     text = await reply.rest(_PREFILL_ANSWER_BYTES, timeout)
         except UpstreamError as problem:
-            front.leg_broke(prefill, problem)
+            front.leg_broke(leg, problem)
             attempt.blamed.add(posted.transfer)
             raise PrefillFailed(problem.failure, f"{prefill.name}: {problem.why}") from problem
         METRICS.leg_seconds.labels("prefill").observe(time.monotonic() - sent)
         if reply.status == 200:
-            front.leg_over(prefill, "served")  # without evidence: D's report will say if the KV came
+            front.leg_over(leg, "served")  # without evidence: D's report will say if the KV came
             return _check_push(prefill, text, sent)
         why = f"{prefill.name} answered {reply.status}: {text[:300].decode(errors='replace')}"
         refused, said = reply.status in DECLINED, brief(reply.status, text)
         failed = reply.status >= 500 and not refused
-        front.leg_over(prefill, "refused" if refused else "broke", Evidence.BROKE if failed else None, said)
+        front.leg_over(leg, "refused" if refused else "broke", Evidence.BROKE if failed else None, said)
         if failed:
             attempt.blamed.add(posted.transfer)
         failure = LegFailure.REFUSED if refused else LegFailure.PREFILL

@@ -76,21 +76,24 @@ async def relay(shared: Shared, attempt: Attempt, kept: StreamState, reply: Repl
     try:
         await _relay(shared, exchange, kept, reply, first)
     except UpstreamError as broken:
-        shared.fleet.seen(attempt.decode, Evidence.BROKE, broken.why)
+        shared.leg_over(attempt.leg, "served" if kept.done else "broke", Evidence.BROKE, broken.why)
         if not kept.done:
             raise StreamBroke(f"The decode instance broke off: {broken.why}.", "broken") from broken
         await _end(exchange)  # its last event is out: nothing may follow it
     except NotContinued as why:
+        shared.leg_over(attempt.leg, "broke")
         raise StreamBroke("The decode instance broke off.", "differs", final=str(why)) from why
     if kept.done:
         return
     if kept.cut is Cut.DROPPED:
-        shared.leg_over(attempt.decode, "dropped")
+        shared.leg_over(attempt.leg, "dropped")
         raise StreamBroke(PdError("PD-META-022").sentence, "dropped", "PD-META-022")
     said = kept.cut.value if kept.cut is not None else "its answer has no end"
-    if kept.cut is not Cut.ABORTED:
-        shared.fleet.seen(attempt.decode, Evidence.BROKE, said)
-    raise StreamBroke(f"The decode instance broke off: {said}.", "broken" if kept.cut is not Cut.ABORTED else "ended")
+    cause = "ended" if kept.cut is Cut.ABORTED else "broken"
+    shared.leg_over(
+        attempt.leg, "ended" if cause == "ended" else "broke", None if cause == "ended" else Evidence.BROKE, said
+    )
+    raise StreamBroke(f"The decode instance broke off: {said}.", cause)
 
 
 async def _relay(shared: Shared, exchange: HttpExchange, kept: StreamState, reply: Reply, first: bytes) -> None:

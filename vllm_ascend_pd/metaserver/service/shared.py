@@ -10,7 +10,7 @@ from vllm_ascend_pd.http.decisions import LegFailure
 from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.decisions import Evidence, PairProof, RetryBudget, against_prefill
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, HttpExchange, Journal
-from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
+from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, LegInFlight
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.metaserver.service.spans import NoSpans
@@ -38,21 +38,24 @@ class Shared:
         self.budget = RetryBudget()
         self.kept_bytes = 0  # of all streams that could be continued
 
-    def leg_over(self, instance: Instance, end: str, evidence: Evidence | None = None, why: str = "") -> None:
-        """Count a leg under its end, and take in what that end says about the engine."""
-        METRICS.legs.labels(instance.role.value, instance.name, end).inc()
-        if evidence is not None:
-            self.fleet.seen(instance, evidence, why)
+    def leg_over(self, leg: LegInFlight, end: str, evidence: Evidence | None = None, why: str = "") -> None:
+        """Note how a leg ends, and take in what that says about the engine.
 
-    def leg_broke(self, instance: Instance, problem: UpstreamError, request: str = "") -> None:
-        """Count a leg that ended in an error, and take that as evidence. `request`: the journal notes it under this id.
+        A stream is served as soon as it has begun; if it breaks, that is its end.
+        """
+        leg.end = end
+        if evidence is not None:
+            self.fleet.seen(leg.instance, evidence, why)
+
+    def leg_broke(self, leg: LegInFlight, problem: UpstreamError, request: str = "") -> None:
+        """Note a leg that ends in an error, as evidence. `request`: the journal notes it under this id.
 
         Without `request` the journal notes the failure of the attempt, which the caller raises.
         """
-        METRICS.legs.labels(instance.role.value, instance.name, "broke").inc()
-        self.fleet.failed(instance, problem.failure, problem.why)
+        leg.end = "broke"
+        self.fleet.failed(leg.instance, problem.failure, problem.why)
         if request:
-            self.journal.trouble("PD-META-007", problem.why, instance.name, request)
+            self.journal.trouble("PD-META-007", problem.why, leg.instance.name, request)
 
     def again(self, exchange: HttpExchange, failure: LegFailure, made: int, repeatable: bool = False) -> float | None:
         """Return the delay before another leg in place of one that failed; None: it was the last. `made`: legs so far.
