@@ -17,8 +17,8 @@ from vllm.v1.request import RequestStatus
 
 from unit.kits.watching import until
 from unit.schedulers.kit import CACHE, SECRETS, engine, output, request
+from unit.schedulers.recording_router import loading
 from unit.schedulers.rendezvous import BootstrapPair, SchedulerPair, pair
-from unit.schedulers.test_passing_router import loading
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 
