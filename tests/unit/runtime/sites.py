@@ -32,7 +32,7 @@ from vllm_ascend_pd.metadata import DecodeStep, PrefillStep
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.protocol.auth import Secrets
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, Endpoint
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.regroup.resources import EngineWorld
 from vllm_ascend_pd.roles import StepMetadata
@@ -435,16 +435,3 @@ def sites(*made: PrefillSite | DecodeSite) -> Iterator[None]:
 
 def own_threads() -> list[str]:
     return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("pd-"))
-
-
-def free_port_is(endpoint: Endpoint) -> bool:
-    """Return whether this port can be bound again."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((endpoint.host, endpoint.port))
-        except OSError:
-            return False
-    return True
