@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import cycle, pairwise
@@ -193,13 +193,7 @@ class DecodeSite:
     def received(self, *requests: SitePrompt, seconds: float = DEADLINE_S) -> list[Loaded]:
         """Step until every worker has reported these requests."""
         names = [request.name for request in requests]
-
-        def all_done() -> bool:
-            self.step()
-            return all(name in self.done for name in names)
-
-        until(all_done, f"reports of {names}, so far {self.outcomes}", seconds)
-        self.step()  # nothing may be reported twice
+        step_until(self.step, names, self.done, lambda: f"reports of {names}, so far {self.outcomes}", seconds)
         return [report for name in names for report in self.done[name]]
 
     def release(self, request: SitePrompt) -> None:
@@ -371,13 +365,7 @@ class PrefillSite:
     def released_blocks_of(self, *requests: SitePrompt, seconds: float = DEADLINE_S) -> None:
         """Step until every worker has reported these requests, so that their blocks are free."""
         names = [request.p_name for request in requests]
-
-        def all_out() -> bool:
-            self.idle()
-            return all(name in self.sent for name in names)
-
-        until(all_out, f"{names} sent, seen {self.seen}", seconds)
-        self.idle()  # nothing may be reported twice
+        step_until(self.idle, names, self.sent, lambda: f"{names} sent, seen {self.seen}", seconds)
 
     def _deliver(self, ranges: list[tuple[SitePrompt, int, int]], hook: Hook) -> PrefillStep:
         step = self.book.take_step(self.geometry)
@@ -419,6 +407,19 @@ class PrefillSite:
     def close(self) -> None:
         for worker in self.workers.values():
             worker.close()
+
+
+def step_until(
+    step: Callable[[], object], names: Sequence[str], reported: Container[str], what: Callable[[], str], seconds: float
+) -> None:
+    """Run steps until all of these are reported, and one more: nothing may be reported twice."""
+
+    def all_reported() -> bool:
+        step()
+        return all(name in reported for name in names)
+
+    until(all_reported, what, seconds)
+    step()
 
 
 @contextmanager
