@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from unit.device.caches import CacheModel, Divided, Pool, RankCache
-from unit.kits.watching import parsed, until
+from unit.kits.watching import Events, parsed, until
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.core.loads import Loaded
 from vllm_ascend_pd.decode.decisions import LoadBook
@@ -420,6 +420,13 @@ def step_until(
 
     until(all_reported, what, seconds)
     step()
+
+
+def heard_ready(events: Events) -> set[tuple[str, int]]:
+    """Return transfers and D ranks whose first READY has come to P. D may repeat READY, as BEGINs are repeated."""
+    return {
+        (facts["transfer"], facts["d_rank"]) for stage, facts in list(events) if stage == "ready" and "waited" in facts
+    }
 
 
 @contextmanager

@@ -15,8 +15,8 @@ import pytest
 
 from tools.support.process import is_free
 from unit.device.caches import CacheModel, HeldDevice
-from unit.kits.watching import heard_ready, traced, until
-from unit.runtime.sites import UNTOUCHED, DecodeSite, PrefillSite, config, own_threads, sites
+from unit.kits.watching import traced, until
+from unit.runtime.sites import UNTOUCHED, DecodeSite, PrefillSite, config, heard_ready, own_threads, sites
 from unit.runtime.wires import DyingWire, FlippingWire, LossyWire, SlowWire
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.errors import PdError

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from unit.kits.watching import WatchedSteps, until
+from unit.kits.watching import until
 from unit.metaserver.fake_engine import ServedApp
-from unit.schedulers.kit import SECRETS, decode, request
+from unit.schedulers.kit import SECRETS, WatchedSteps, decode, request
 from unit.schedulers.rendezvous import D_ID
 from vllm_ascend_pd.metadata import Bind
 
