@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of an engine asked of the stand-ins, from their notes, and which switches these show.
+"""Notes of an engine's processes: what they asked of the stand-ins, and which switches these show.
 
 A switch of vllm-ascend that is misspelt, or has lost its meaning, changes nothing, and answers stay right. So each has
 an effect here that is looked for on the side that has it, and must be missing on the side that has not.

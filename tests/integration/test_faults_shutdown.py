@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from tools.support.cells import GRACE, LIMIT_S, REACH_S, TOKENS, Clients, FaultS
 from tools.support.client import RequestFailed, TimedAnswer, body_of, complete
 from tools.support.cluster import Cluster
 from tools.support.compare import AnswerTally
+from tools.support.process import is_free
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -79,7 +79,7 @@ def test_it_ends_by_itself_and_leaves_nothing(
     log = victim.process.log.read_text(errors="replace")[log_before:]
     assert not BAD.search(log), log
     for port in (victim.process.command[victim.process.command.index("--port") + 1], *_side_channel(victim)):
-        assert _free(int(port)), f"port {port} is still taken"
+        assert is_free(int(port)), f"port {port} is still taken"
     assert clients.wait(time.monotonic() + LIMIT_S), "a client waits without end"
     last = max(clients.ended) - begun
     wait_for_free_blocks(others, free, LIMIT_S)
@@ -109,13 +109,3 @@ def _side_channel(server: object) -> list[int]:
     spec = getattr(server, "spec", None)
     port = spec.extra.get("side_channel_port", 0) if spec is not None else 0
     return [port] if port else []
-
-
-def _free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True

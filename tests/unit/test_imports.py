@@ -82,6 +82,18 @@ def test_the_http_client_is_below_all_that_use_it_and_an_engine_needs_no_metaser
             assert not [module for module in ours if module.startswith("vllm_ascend_pd.metaserver")], name
 
 
+def test_what_tests_share_is_in_no_test_file() -> None:
+    """Such a file is collected and not checked for types; what others use of it stands in a kit beside it."""
+    shared = []
+    for path in Path(__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                words = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+                if any(part.startswith("test_") for word in words for part in word.split(".")):
+                    shared.append(f"{path.relative_to(PACKAGE.parent)}:{node.lineno}")
+    assert not shared
+
+
 def test_a_class_name_is_that_of_one_class() -> None:
     """Private and nested ones too, and those of tools and tests: a name in a traceback or in a search is one thing."""
     where: dict[str, list[str]] = {}

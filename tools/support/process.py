@@ -61,17 +61,18 @@ def free_port(base: int | None = None, count: int = 1) -> int:
     start = low if base is not None else low + (os.getpid() * 97) % (high - low)
     for first in chain(range(start, high), range(low, start)):
         ports = range(first, first + count)
-        if _given.isdisjoint(ports) and all(map(_is_free, ports)):
+        if _given.isdisjoint(ports) and all(map(is_free, ports)):
             _given.update(ports)
             return first
     raise RuntimeError(f"no {count} free ports in a row in {low}..{high}")
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Return whether a listener can be bound there now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError:
             return False
     return True

@@ -271,8 +271,8 @@ def test_a_decode_engine_that_peers_cannot_reach_is_warned() -> None:
 
 
 def test_ports_of_the_ascend_transport_are_refused_on_an_npu_host() -> None:
-    assert host.free_port(LOOPBACK, 20100, on_npu=True).level == FAILURE
-    assert host.free_port(LOOPBACK, 16000, on_npu=True).level == FAILURE
+    assert host.port_is_free(LOOPBACK, 20100, on_npu=True).level == FAILURE
+    assert host.port_is_free(LOOPBACK, 16000, on_npu=True).level == FAILURE
 
 
 @pytest.mark.parametrize(

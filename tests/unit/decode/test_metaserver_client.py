@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from unit.metaserver.fake_engine import ServedApp
+from unit.metaserver.fake_engine import ServedApp, read_body
 from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.decode import metaserver as client_module
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, Outcome, origin
@@ -33,13 +33,7 @@ class Scripted:
         self.served = ServedApp(self._app, "scripted")
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
-        body = b""
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
-        self.posts.append(json.loads(body))
+        self.posts.append(json.loads(await read_body(receive)))
         step = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         work, left = asyncio.ensure_future(step(send)), asyncio.ensure_future(receive())
         self.open += 1

@@ -7,6 +7,8 @@ import argparse
 import re
 import shlex
 import subprocess
+from collections.abc import Iterator
+from itertools import dropwhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +24,25 @@ UNCHECKED = {
     "pip": "installs from a package index",
     "python3.12": "an interpreter that this machine need not have",
     ".venv/bin/pip": "builds a wheel; test_packaging_build.py does that",
+    "/tmp/other/bin/pip": "installs from a package index, for an interpreter that this machine need not have",
+    "bin/python": "that interpreter",
     "kubectl": "needs a cluster",
     "curl": "needs a running metaserver; test_metaserver_admin.py calls the same routes",
+}
+OF_SHELLS, OF_SYSTEMS = "a word of every shell", "comes with the system"
+# What a block of commands may have besides; it does not make a block one of commands.
+PLAIN = {
+    "cd": OF_SHELLS,
+    "cp": OF_SYSTEMS,
+    "done": OF_SHELLS,
+    "export": OF_SHELLS,
+    "for": OF_SHELLS,
+    "head": OF_SYSTEMS,
+    "od": OF_SYSTEMS,
+    "rm": OF_SYSTEMS,
+    "tr": OF_SYSTEMS,
+    "umask": OF_SHELLS,
+    "xxd": "comes with vim",
 }
 ELSEWHERE = {  # flags that a script passes on, and the file that knows them; empty: another project's
     "--junitxml": "",
@@ -91,26 +110,92 @@ ASSIGNED = re.compile(r"[A-Z_]+=\S*")
 FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 
 
+BETWEEN = re.compile(r"[();|&]+")  # commands of one line
+PROMPT = "$ "
+
+
 class ShownCommand(NamedTuple):
     where: str
     words: tuple[str, ...]
 
 
 def commands() -> list[ShownCommand]:
-    """Return the lines of the blocks that begin with a program, without variables in front of it."""
-    found = []
-    for page in PAGES:
-        fenced = False
-        for number, line in enumerate((ROOT / page).read_text().splitlines(), 1):
-            if line.lstrip().startswith("```"):
-                fenced = not fenced
-                continue
-            words = line.strip().removeprefix("$ ").split()
-            while words and ASSIGNED.fullmatch(words[0]):
-                words = words[1:]
-            if fenced and words and (words[0] in UNCHECKED or OURS.fullmatch(words[0])):
-                found.append(ShownCommand(f"{page}:{number}", tuple(split(" ".join(words)))))
-    return found
+    """Return all commands in the pages' blocks, without variables in front of them."""
+    return [
+        ShownCommand(f"{page}:{number}", words)
+        for page in PAGES
+        for block in blocks((ROOT / page).read_text())
+        for number, line in lines(block)
+        for words in simple(line)
+    ]
+
+
+def blocks(text: str) -> Iterator[list[tuple[int, str]]]:
+    """Yield the numbered lines of each block."""
+    block: list[tuple[int, str]] | None = None
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            if block:
+                yield block
+            block = [] if block is None else None
+        elif block is not None:
+            block.append((number, line))
+
+
+def lines(block: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """Yield the whole lines of a block of commands, which may go on in the next ones: behind `PROMPT`, where a block
+    has that, because the others are output. A block is one of commands if one of its lines begins with a program that
+    is ours or in `UNCHECKED`."""
+    prompted = any(line.strip().startswith(PROMPT) for _, line in block)
+    if not prompted and not any(begins(line) for _, line in block):
+        return
+    begun, whole = 0, ""
+    for number, line in block:
+        if not whole and prompted and not line.strip().startswith(PROMPT):
+            continue
+        begun = begun if whole else number
+        whole += line if whole else line.strip().removeprefix(PROMPT)
+        if whole.endswith("\\"):
+            whole = whole[:-1]
+        elif not closed(whole):
+            whole += "\n"
+        else:
+            yield begun, whole
+            whole = ""
+    assert not whole, f"line {begun}: a quotation or a line does not end in its block"
+
+
+def begins(line: str) -> bool:
+    words = without_variables(line.split())
+    return bool(words) and (words[0] in UNCHECKED or OURS.fullmatch(words[0]) is not None)
+
+
+def closed(line: str) -> bool:
+    """Return whether all quotations of a line have ended."""
+    try:
+        shlex.split(line, comments=True)
+    except ValueError:
+        return False
+    return True
+
+
+def simple(line: str) -> Iterator[tuple[str, ...]]:
+    """Yield the commands of a line, each up to a `--`: those behind it belong to another program."""
+    reader = shlex.shlex(line, posix=True, punctuation_chars=True)
+    reader.whitespace_split = True
+    words: list[str] = []
+    for word in (*reader, ";"):
+        if not BETWEEN.fullmatch(word):
+            words.append(word)
+            continue
+        words = without_variables(words[1:] if words[:1] == ["do"] else words)
+        if words:
+            yield tuple(words[: words.index("--")] if "--" in words else words)
+        words = []
+
+
+def without_variables(words: list[str]) -> list[str]:
+    return list(dropwhile(ASSIGNED.fullmatch, words))
 
 
 def inline() -> list[ShownCommand]:
@@ -119,9 +204,7 @@ def inline() -> list[ShownCommand]:
     for page in PAGES:
         prose = re.sub(r"^ *```.*?^ *```", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
         for quoted in re.findall(r"`([^`]+)`", prose):
-            words = split(" ".join(quoted.split()))
-            while words and ASSIGNED.fullmatch(words[0]):
-                words = words[1:]
+            words = without_variables(split(" ".join(quoted.split())))
             if len(words) > 1 and OURS.fullmatch(words[0]):
                 found.append(ShownCommand(f"{page}: {' '.join(words)[:60]}", tuple(words)))
     return found
@@ -137,9 +220,9 @@ def split(line: str) -> list[str]:
 
 
 def program_of(words: tuple[str, ...]) -> str:
-    """Return which program of ours a command starts; "" if it is one of `UNCHECKED`."""
+    """Return which program of ours a command starts; "" if it is one of `UNCHECKED` or of `PLAIN`."""
     name = words[0].removeprefix("./")
-    if words[0] in UNCHECKED:
+    if words[0] in UNCHECKED or words[0] in PLAIN:
         return ""
     if name == "vllm-ascend-pd":
         return f"{name} {words[1]}"
@@ -158,6 +241,8 @@ def named() -> set[str]:
 def wrong(words: tuple[str, ...]) -> str:
     """Return what is wrong with a command of ours, or ""."""
     program, flags = words[0], [word.partition("=")[0] for word in words[1:] if FLAG.match(word)]
+    if not OURS.fullmatch(program):
+        return f"{program} is not ours, and neither UNCHECKED nor PLAIN says why it may be here"
     if program == "vllm-ascend-pd":
         [group] = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]
         if words[1] not in group.choices:
@@ -196,7 +281,7 @@ def wrong(words: tuple[str, ...]) -> str:
 
 @pytest.mark.parametrize("command", commands(), ids=lambda command: command.where)
 def test_the_program_of_a_command_exists_and_knows_its_flags(command: ShownCommand) -> None:
-    if command.words[0] not in UNCHECKED:
+    if command.words[0] not in UNCHECKED and command.words[0] not in PLAIN:
         assert not wrong(command.words), " ".join(command.words)
 
 
@@ -213,13 +298,46 @@ def test_each_program_is_run_by_a_test_or_by_hand_for_a_reason() -> None:
 
 
 def test_every_reason_is_still_needed() -> None:
-    assert {command.words[0] for command in commands()} >= UNCHECKED.keys()
+    assert {command.words[0] for command in commands()} >= UNCHECKED.keys() | PLAIN.keys()
     assert len(commands()) > 25
+
+
+def test_each_command_of_a_block_is_found_and_no_output() -> None:
+    text = """
+```
+A=1 make it   # and don't ask
+(umask 077 && for name in a b; do sort x | scripts/test.sh "the & of a quotation" > $name; done)
+curl 'over
+two lines' \\
+  --and three
+```
+```
+$ scripts/test.sh --parts -- make
+make no command
+```
+```
+a picture, whose apostrophe doesn't end
+```
+"""
+    found = [(number, words) for block in blocks(text) for number, line in lines(block) for words in simple(line)]
+    assert [(number, words[0]) for number, words in found] == [
+        (3, "make"),
+        (4, "umask"),
+        (4, "for"),
+        (4, "sort"),
+        (4, "scripts/test.sh"),
+        (4, "done"),
+        (5, "curl"),
+        (10, "scripts/test.sh"),
+    ]
+    assert found[-2][1][1:] == ("over\ntwo lines", "--and", "three") and found[-1][1][1:] == ("--parts",)
 
 
 @pytest.mark.parametrize(
     "line",
     [
+        "make all",
+        "/tmp/other/bin/python",
         "scripts/nothing.sh",
         "scripts/test.sh --everything",
         "vllm-ascend-pd nothing",

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from unit.geometry.executed import clusters, exchange, jobs_of
 from unit.geometry.kit import PlannedCluster, geometry
-from unit.geometry.test_geometry_plan import clusters, jobs_of
-from unit.geometry.test_geometry_regroup import exchange
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.decide import _direct_span, _regroup_span, decide
 from vllm_ascend_pd.geometry.layout import CacheGeometry

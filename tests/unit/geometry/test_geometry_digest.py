@@ -8,9 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from unit.geometry.executed import PARTS, Parts, clusters, execute, jobs_of, staged
 from unit.geometry.kit import CountedMemory, PlannedCluster, covers, dealt, geometry, ranks_of
-from unit.geometry.test_geometry_plan import PARTS, Parts, clusters, execute, jobs_of
-from unit.geometry.test_geometry_regroup import staged
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.digest import MASK, cache_digest, slot_digest
 from vllm_ascend_pd.geometry.plan import Job, JobPlan, StepPlanner

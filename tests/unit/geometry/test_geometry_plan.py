@@ -13,18 +13,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unit.geometry.context_parallel import GRID, ContextParallel
+from unit.geometry.executed import PARTS, Parts, clusters, execute, jobs_of
 from unit.geometry.kit import PlannedCluster, alone, covers, dealt, geometry, owner_share, range_of, ranks_of, share
 from vllm_ascend_pd.errors import LocalProtocolError, PdError
 from vllm_ascend_pd.geometry import ownership
 from vllm_ascend_pd.geometry.decide import decide
-from vllm_ascend_pd.geometry.layout import CacheGeometry, LayerKind
+from vllm_ascend_pd.geometry.layout import LayerKind
 from vllm_ascend_pd.geometry.ownership import TokenLine, granule
 from vllm_ascend_pd.geometry.pairing import contributors as pair_contributors
 from vllm_ascend_pd.geometry.pairing import pairings
-from vllm_ascend_pd.geometry.plan import Job, JobPlan, StepPlanner, push_range
+from vllm_ascend_pd.geometry.plan import Job, JobPlan, StepPlanner
 from vllm_ascend_pd.geometry.shard import Shares
 
-Parts = tuple[int, int, int, int]
 SETTINGS = settings(max_examples=11 * settings.default.max_examples, suppress_health_check=list(HealthCheck))
 
 
@@ -34,27 +34,6 @@ def small_granules() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ownership, "GRANULE_BYTES", 16)
         yield
-
-
-def jobs_of(cluster: PlannedCluster, advances: list[int]) -> list[Job]:
-    """Jobs of one step: request i computes `advances[i]` more tokens."""
-    jobs = []
-    for request, advance in zip(cluster.requests, advances, strict=True):
-        d = cluster.ds[request.instance]
-        before, after = request.done, min(request.end, request.done + advance)
-        cluster.compute(request, after)
-        lo, hi = push_range(request.first, request.end, before, after, covers(d))
-        jobs.append(Job(d, request.first, lo, hi, request.p_blocks, request.d_blocks, request.instance))
-    return jobs
-
-
-def execute(cluster: PlannedCluster, rank: int, jobs: list[Job], plans: list[JobPlan]) -> None:
-    for job, plan in zip(jobs, plans, strict=True):
-        for d_rank, regions in plan.by_rank.items():
-            for region, spans in enumerate(regions):
-                source = cluster.ranks[rank].memory[region]
-                for src, dst, size in zip(spans.src.tolist(), spans.dst.tolist(), spans.size.tolist(), strict=True):
-                    cluster.write(job.instance, d_rank, region, source, src, dst, size)
 
 
 def run(cluster: PlannedCluster, steps: list[list[int]], step_number: int = 0) -> None:
@@ -92,35 +71,6 @@ def check_balance(cluster: PlannedCluster, jobs: list[Job], plans: list[list[Job
                     assert sum(plans[rank][i].nbytes(d_rank) for i in members) == wanted
 
 
-@st.composite
-def clusters(draw: st.DrawFn) -> tuple[PlannedCluster, list[list[int]]]:
-    heads = draw(st.sampled_from([1, 1, 2, 3, 4, 6, 8]))
-    cells = draw(st.sampled_from([(4,), (2, 2), (5, 1)]))
-    opaque = draw(st.sampled_from([False, False, True]))
-    block = draw(st.sampled_from([2, 4, 6, 8]))
-
-    def side() -> CacheGeometry:
-        kind = "opaque" if opaque else draw(st.sampled_from(["token", "head"]))
-        size = block if opaque else draw(st.sampled_from([block, block, 2, 4, 6, 8, 16]))
-        tp = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
-        return geometry(kind, heads=heads, tp=tp, block=size, cells=cells, pad=draw(st.sampled_from([0, 0, 3])))
-
-    p = side()
-    ds = [side()]
-    for _ in range(draw(st.integers(0, 2))):
-        ds.append(ds[0] if draw(st.booleans()) else side())
-    prompts = []
-    for _ in range(draw(st.integers(1, 4))):
-        instance = draw(st.integers(0, len(ds) - 1))
-        end = draw(st.integers(1, 40))
-        first = draw(st.integers(0, end - 1))
-        if opaque:
-            first -= first % block
-        prompts.append((instance, first, end))
-    steps = draw(st.lists(st.lists(st.integers(0, 20), min_size=len(prompts), max_size=len(prompts)), max_size=4))
-    return PlannedCluster(p, ds, prompts, draw(st.integers(0, 2**20))), steps
-
-
 @SETTINGS
 @given(clusters(), st.integers(0, 100))
 def test_each_wanted_byte_is_written_once_and_nothing_else(
@@ -154,20 +104,6 @@ def test_every_ratio_of_ranks_on_every_layout(kind: str, heads: int, p_tp: int, 
         PlannedCluster(p, [d, d], [(0, 0, 30), (1, 8, 17), (0, 16, 64), (1, 0, 1)], seed=5),
         [[8, 9, 20, 0], [3, 9, 20, 0]],
     )
-
-
-# TP, DCP, PCP and interleave of P and of D
-PARTS = [
-    ((1, 1, 1, 1), (1, 1, 1, 1)),
-    ((8, 8, 1, 8), (2, 2, 1, 8)),
-    ((1, 1, 1, 1), (4, 4, 1, 4)),
-    ((4, 4, 1, 1), (4, 2, 1, 2)),
-    ((2, 1, 2, 8), (4, 2, 1, 8)),
-    ((4, 2, 2, 2), (8, 4, 1, 1)),
-    ((2, 2, 3, 4), (4, 4, 1, 8)),
-    ((8, 2, 1, 8), (1, 1, 1, 1)),
-    ((4, 1, 2, 8), (4, 1, 1, 1)),
-]
 
 
 @pytest.mark.parametrize(("p_kind", "d_kind"), [("token", "token"), ("head", "token"), ("token", "head")])

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from unit.geometry.executed import clusters, exchange, jobs_of
 from unit.geometry.kit import PlannedCluster, geometry, owner_share, range_of
-from unit.geometry.test_geometry_plan import clusters, jobs_of
 from vllm_ascend_pd.geometry import ownership
 from vllm_ascend_pd.geometry.ownership import granule
 from vllm_ascend_pd.geometry.plan import Job
-from vllm_ascend_pd.geometry.regroup import RegroupPlan, RegroupPlanner, Slot
+from vllm_ascend_pd.geometry.regroup import RegroupPlan, RegroupPlanner
 from vllm_ascend_pd.geometry.shard import contributors
 
 SETTINGS = settings(max_examples=9 * settings.default.max_examples, suppress_health_check=list(HealthCheck))
@@ -27,75 +27,6 @@ def small_granules() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ownership, "GRANULE_BYTES", 16)
         yield
-
-
-def box(offset: int, heads: int, head: int, tokens: int, token: int, cell: int) -> np.ndarray:
-    """Byte places of a box, (head, token, byte)."""
-    starts = offset + np.arange(heads)[:, None] * head + np.arange(tokens)[None, :] * token
-    return starts[:, :, None] + np.arange(cell)
-
-
-def gather(cluster: PlannedCluster, rank: int, rows: np.ndarray, out: np.ndarray, filled: np.ndarray) -> None:
-    """Execute the gather op with a table of cache rows."""
-    cache = cluster.ranks[rank]
-    for region, block, head, token, heads, tokens, offset, head_stride, token_stride in rows.tolist():
-        shape = cache.geometry.regions[region]
-        assert 0 <= block < cache.blocks
-        assert 0 <= head < head + heads <= len(cache.heads)
-        assert 0 <= token < token + tokens <= (1 if shape.opaque else cache.geometry.block_size)
-        source = block * shape.block_stride + head * shape.head_stride + token * shape.token_stride
-        places = box(source, heads, shape.head_stride, tokens, shape.token_stride, shape.cell_bytes)
-        target = box(offset, heads, head_stride, tokens, token_stride, shape.cell_bytes)
-        out[target] = cache.memory[region][places]
-        np.add.at(filled, target, 1)
-
-
-def assemble(received: np.ndarray, rows: np.ndarray, out: np.ndarray, filled: np.ndarray, used: np.ndarray) -> None:
-    """Execute the assemble op with a table of buffer rows."""
-    for cell, heads, tokens, source, source_head, source_token, target, target_head, target_token in rows.tolist():
-        places = box(source, heads, source_head, tokens, source_token, cell)
-        image = box(target, heads, target_head, tokens, target_token, cell)
-        out[image] = received[places]
-        np.add.at(used, places, 1)
-        np.add.at(filled, image, 1)
-
-
-def staged(cluster: PlannedCluster, jobs: list[Job], plans: list[RegroupPlan]) -> Iterator[tuple[Slot, np.ndarray]]:
-    """Run one step of all ranks: gather, all-to-all, assemble, write. Every buffer byte is used exactly once."""
-    outgoing = []
-    for plan in plans:
-        buffer, filled = np.zeros(sum(plan.send_splits), np.uint8), np.zeros(sum(plan.send_splits), int)
-        gather(cluster, plan.rank, plan.send, buffer, filled)
-        assert (filled == 1).all()
-        outgoing.append(np.split(buffer, np.cumsum(plan.send_splits)[:-1]))
-    for plan in plans:
-        received = np.concatenate([splits[plan.rank] for splits in outgoing])
-        assert [len(splits[plan.rank]) for splits in outgoing] == plan.receive_splits
-        used = np.zeros(len(received), int)
-        for slot in plan.slots:
-            memory, filled = np.zeros(slot.nbytes, np.uint8), np.zeros(slot.nbytes, int)
-            gather(cluster, plan.rank, slot.own, memory, filled)
-            assemble(received, slot.received, memory, filled, used)
-            assert (filled == 1).all()
-            write(cluster, slot, jobs, memory)
-            yield slot, memory
-        assert (used == 1).all()
-
-
-def write(cluster: PlannedCluster, slot: Slot, jobs: list[Job], memory: np.ndarray) -> None:
-    written = np.zeros(slot.nbytes, int)
-    for member, regions in slot.writes.items():
-        assert jobs[member].instance == slot.instance
-        for region, spans in enumerate(regions):
-            for src, dst, size in zip(spans.src.tolist(), spans.dst.tolist(), spans.size.tolist(), strict=True):
-                cluster.write(slot.instance, slot.d_rank, region, memory, src, dst, size)
-                written[src : src + size] += 1
-    assert (written == 1).all()
-
-
-def exchange(cluster: PlannedCluster, jobs: list[Job], plans: list[RegroupPlan]) -> None:
-    for _ in staged(cluster, jobs, plans):
-        pass
 
 
 def check_shares(cluster: PlannedCluster, jobs: list[Job], plans: list[RegroupPlan]) -> None:

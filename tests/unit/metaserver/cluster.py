@@ -21,6 +21,8 @@ from vllm_ascend_pd.metaserver.service.app import WorkerProcess
 from vllm_ascend_pd.metaserver.service.intake import Protocol
 from vllm_ascend_pd.metaserver.service.settings import Settings
 
+HEAD = "a common beginning of many prompts; " * 100  # 3,500 bytes: three marks
+
 
 @dataclass
 class FakeCluster:

@@ -229,7 +229,7 @@ class FakeEngine:
             waiting.set_result(outcome)
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await _read(receive)
+        body = await read_body(receive)
         parsed = json.loads(body) if body[:1] in (b"{", b"[") else None
         headers = {k.decode(): v.decode() for k, v in scope["headers"]}
         seen = SeenRequest(scope["path"], headers, parsed)
@@ -501,7 +501,8 @@ def _prompts(body: dict[str, Any]) -> list[object]:
     return [prompt]
 
 
-async def _read(receive: Receive) -> bytes:
+async def read_body(receive: Receive) -> bytes:
+    """Read a request's whole body, as an ASGI application."""
     body = b""
     while True:
         message = await receive()

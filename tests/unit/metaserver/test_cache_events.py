@@ -14,8 +14,7 @@ import zmq
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 from tools.support.checks import front_counter
-from unit.metaserver.cluster import FakeCluster, cluster, until
-from unit.metaserver.test_metaserver_prefixes import HEAD
+from unit.metaserver.cluster import HEAD, FakeCluster, cluster, until
 from vllm_ascend_pd.cli.__main__ import parser
 from vllm_ascend_pd.cli.metaserver import settings_of
 from vllm_ascend_pd.errors import ConfigError

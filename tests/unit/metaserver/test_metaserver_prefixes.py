@@ -9,14 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.support.checks import front_counter
-from unit.metaserver.cluster import FakeCluster, cluster, until
+from unit.metaserver.cluster import HEAD, FakeCluster, cluster, until
 from vllm_ascend_pd.metaserver.decisions import Life
 from vllm_ascend_pd.metaserver.outline import at_once
 from vllm_ascend_pd.metaserver.prefixes import FAR, FINE, MAX_BYTES, NEAR, Marks, Prompts, marks_of
 from vllm_ascend_pd.metaserver.service import models
 from vllm_ascend_pd.protocol.identity import incarnation
-
-HEAD = "a common beginning of many prompts; " * 100  # 3,500 bytes: three marks
 
 
 def marks(prompt: bytes, *parts: bytes) -> Marks:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from unit.metaserver.cluster import FakeCluster, cluster, until
-from unit.metaserver.fake_engine import ServedApp, _answer, _read
+from unit.metaserver.fake_engine import ServedApp, _answer, read_body
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 pytestmark = pytest.mark.skipif(
@@ -28,7 +28,7 @@ class Collector:
     async def _app(self, scope: dict, receive: object, send: object) -> None:
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-        request = ExportTraceServiceRequest.FromString(await _read(receive))
+        request = ExportTraceServiceRequest.FromString(await read_body(receive))
         self.spans += [s for r in request.resource_spans for scoped in r.scope_spans for s in scoped.spans]
         await _answer(send, 200, b"")
 

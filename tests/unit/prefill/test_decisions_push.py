@@ -14,23 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from unit.geometry.kit import geometry
-from unit.protocol import kit as rig
+from unit.prefill.kit import BLOCK, D, reservation
 from vllm_ascend_pd.errors import PdError, RemoteProtocolError
 from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.auth import seal, unseal
 from vllm_ascend_pd.protocol.first import Seed
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId
-from vllm_ascend_pd.protocol.messages import Reservation
 
-BLOCK = 4
-D = geometry("token", heads=2, tp=2, block=BLOCK)
 OPAQUE = geometry("opaque", heads=2, tp=2, block=BLOCK)
-
-
-def reservation(tokens: int = 10, first: int = 0, n: int = 1, **changes: Any) -> Reservation:
-    made = rig.reservation(D, tokens, first, transfer=TransferId("d", n, f"u{n}"), model="m")
-    return msgspec.structs.replace(made, **changes)
 
 
 def admitted(tokens: int = 10, **changes: Any) -> PushBook:

@@ -10,15 +10,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from unit.geometry.kit import geometry
-from unit.prefill.test_decisions_push import reservation
+from unit.prefill.kit import D, reservation
 from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.prefill.core.meetings import Holding, MeetingEvent, Meetings, MeetingState
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.meeting import Bound, Gone, Offer, SourceId, Waits
 
-D = geometry("token", heads=2, tp=2, block=4)
 HOLDING = Holding(sources=2, blocks=10, hold_s=120.0, meet_s=30.0)
 PROMPT = (10, "h")
 

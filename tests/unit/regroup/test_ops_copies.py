@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unit.geometry.kit import CountedMemory, PlannedCluster, geometry
-from unit.regroup.test_ops_regroup import views
+from unit.regroup.memory_views import views
 from vllm_ascend_pd.geometry.plan import Job, push_range
 from vllm_ascend_pd.geometry.regroup import RegroupPlan, RegroupPlanner
 from vllm_ascend_pd.regroup import ops

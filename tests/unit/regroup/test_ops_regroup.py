@@ -8,18 +8,10 @@ import pytest
 import torch
 
 from unit.geometry.kit import CountedMemory, PlannedCluster, geometry
+from unit.regroup.memory_views import views
 from vllm_ascend_pd.geometry.plan import Job, push_range
 from vllm_ascend_pd.geometry.regroup import RegroupPlan, RegroupPlanner
 from vllm_ascend_pd.regroup import ops
-
-
-def views(cache: CountedMemory) -> list[torch.Tensor]:
-    facts = cache.geometry
-    found = []
-    for region, memory in zip(facts.regions, cache.memory, strict=True):
-        blocks = torch.from_numpy(memory).view(cache.blocks, region.block_stride)
-        found.append(ops.cell_view(blocks, region, len(cache.heads), 1 if region.opaque else facts.block_size))
-    return found
 
 
 def gathered(cache: CountedMemory, rows: np.ndarray, out: torch.Tensor) -> None:

@@ -69,7 +69,7 @@ class Slots(RuleBasedStateMachine):
 
     @invariant()
     def others_keep_their_quota(self) -> None:
-        """Whatever two destinations do, the third one keeps its quota."""
+        """Check that the third destination keeps its quota, whatever two others do."""
         if set(self.taken.values()) <= {"a", "b"}:
             assert self.staging.room("c") == QUOTA
 

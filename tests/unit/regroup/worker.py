@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tools.support.process import free_port
 from unit.regroup.common import LOOPBACK, EngineCache, SharedTransport, config
 from unit.regroup.prefill import ComputedTokens, RegroupPrefillRank, RegroupPrefillSite, WorkerReport
 from unit.regroup.runner import AscendRank
@@ -199,9 +199,7 @@ class ChildProcesses:
         if size == self._size:
             return
         self.leave()
-        with socket.socket() as probe:
-            probe.bind((LOOPBACK, 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         for rank, member in enumerate(self.members[:size]):
             member.send("enter", GlooWorld(port, size, rank))
         for member in self.members[:size]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import cycle, pairwise
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from unit.device.caches import CacheModel, Divided, Pool, RankCache
-from unit.kits.watching import parsed, until
+from unit.kits.watching import Events, parsed, until
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.core.loads import Loaded
 from vllm_ascend_pd.decode.decisions import LoadBook
@@ -32,7 +32,7 @@ from vllm_ascend_pd.metadata import DecodeStep, PrefillStep
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.protocol.auth import Secrets
-from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, Endpoint
+from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.regroup.resources import EngineWorld
 from vllm_ascend_pd.roles import StepMetadata
@@ -193,13 +193,7 @@ class DecodeSite:
     def received(self, *requests: SitePrompt, seconds: float = DEADLINE_S) -> list[Loaded]:
         """Step until every worker has reported these requests."""
         names = [request.name for request in requests]
-
-        def all_done() -> bool:
-            self.step()
-            return all(name in self.done for name in names)
-
-        until(all_done, f"reports of {names}, so far {self.outcomes}", seconds)
-        self.step()  # nothing may be reported twice
+        step_until(self.step, names, self.done, lambda: f"reports of {names}, so far {self.outcomes}", seconds)
         return [report for name in names for report in self.done[name]]
 
     def release(self, request: SitePrompt) -> None:
@@ -371,13 +365,7 @@ class PrefillSite:
     def released_blocks_of(self, *requests: SitePrompt, seconds: float = DEADLINE_S) -> None:
         """Step until every worker has reported these requests, so that their blocks are free."""
         names = [request.p_name for request in requests]
-
-        def all_out() -> bool:
-            self.idle()
-            return all(name in self.sent for name in names)
-
-        until(all_out, f"{names} sent, seen {self.seen}", seconds)
-        self.idle()  # nothing may be reported twice
+        step_until(self.idle, names, self.sent, lambda: f"{names} sent, seen {self.seen}", seconds)
 
     def _deliver(self, ranges: list[tuple[SitePrompt, int, int]], hook: Hook) -> PrefillStep:
         step = self.book.take_step(self.geometry)
@@ -421,6 +409,26 @@ class PrefillSite:
             worker.close()
 
 
+def step_until(
+    step: Callable[[], object], names: Sequence[str], reported: Container[str], what: Callable[[], str], seconds: float
+) -> None:
+    """Run steps until all of these are reported, and one more: nothing may be reported twice."""
+
+    def all_reported() -> bool:
+        step()
+        return all(name in reported for name in names)
+
+    until(all_reported, what, seconds)
+    step()
+
+
+def heard_ready(events: Events) -> set[tuple[str, int]]:
+    """Return transfers and D ranks whose first READY has come to P. D may repeat READY, as BEGINs are repeated."""
+    return {
+        (facts["transfer"], facts["d_rank"]) for stage, facts in list(events) if stage == "ready" and "waited" in facts
+    }
+
+
 @contextmanager
 def sites(*made: PrefillSite | DecodeSite) -> Iterator[None]:
     """Close every site; fail if a thread of theirs is left."""
@@ -435,16 +443,3 @@ def sites(*made: PrefillSite | DecodeSite) -> Iterator[None]:
 
 def own_threads() -> list[str]:
     return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("pd-"))
-
-
-def free_port_is(endpoint: Endpoint) -> bool:
-    """Return whether this port can be bound again."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((endpoint.host, endpoint.port))
-        except OSError:
-            return False
-    return True

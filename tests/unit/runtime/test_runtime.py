@@ -12,7 +12,7 @@ import pytest
 
 from tools.support.process import free_port
 from unit.device.caches import CacheModel, HeldDevice
-from unit.kits.watching import heard_ready, traced, until
+from unit.kits.watching import traced, until
 from unit.runtime.sites import (
     LOOPBACK,
     UNTOUCHED,
@@ -20,6 +20,7 @@ from unit.runtime.sites import (
     Hook,
     PrefillSite,
     config,
+    heard_ready,
     no_hook,
     sites,
     without_a_name,

@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from tools.support.process import is_free
 from unit.device.caches import CacheModel, HeldDevice
-from unit.kits.watching import heard_ready, traced, until
-from unit.runtime.sites import UNTOUCHED, DecodeSite, PrefillSite, config, free_port_is, own_threads, sites
+from unit.kits.watching import traced, until
+from unit.runtime.sites import UNTOUCHED, DecodeSite, PrefillSite, config, heard_ready, own_threads, sites
 from unit.runtime.wires import DyingWire, FlippingWire, LossyWire, SlowWire
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.errors import PdError
@@ -604,7 +605,7 @@ def test_closing_with_transfers_in_flight_joins_threads_and_frees_ports(sides: s
             assert not any("P0." in name for name in left), left
         if sides != "p":
             assert not any(name.startswith("pd-receive") for name in left), left
-            assert all(free_port_is(endpoint) for endpoint in d.endpoints)
+            assert all(is_free(endpoint.port, endpoint.host) for endpoint in d.endpoints)
 
 
 def test_a_prefill_engine_that_closes_needs_no_revocation_on_decode() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both schedulers without workers, and vLLM's requests and scheduler outputs for them."""
+"""Both schedulers without workers, vLLM's requests and scheduler outputs for them, and D's steps."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.request import Request
 
 from unit.geometry.kit import geometry
+from unit.kits.watching import until
 from unit.protocol import kit as rig
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import Engine, WorkerFacts, request_hash
+from vllm_ascend_pd.metadata import Bind, DecodeStep
 from vllm_ascend_pd.patience import Patience
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import Secrets
@@ -89,3 +91,34 @@ def decode(*urls: str, secrets: Secrets | None = None, attach: bool = True) -> D
         facts = {(0, rank): WorkerFacts(endpoint, CACHE) for rank, endpoint in enumerate(ENDPOINTS)}
         scheduler.attach_workers(facts)
     return scheduler
+
+
+class WatchedSteps:
+    """Steps of D's scheduler, all kept: an outcome may be in any of them, even in the one with its bind."""
+
+    def __init__(self, scheduler: DecodeScheduler) -> None:
+        self.scheduler = scheduler
+        self.taken: list[DecodeStep] = []
+
+    def take(self) -> DecodeStep:
+        self.taken.append(self.scheduler.build_step())
+        return self.taken[-1]
+
+    def bound(self) -> Bind:
+        """Take a step, and return the one load that it begins."""
+        (bind,) = self.take().binds
+        return bind
+
+    def codes(self, transfer: TransferId) -> list[str]:
+        """Codes of its cancellations in the steps taken."""
+        return [cancel.code for step in self.taken for cancel in step.cancels if cancel.transfer == transfer]
+
+    def settled(self, transfer: TransferId) -> None:
+        """Step until P's request has ended well."""
+        until(lambda: self.take() and any(transfer in step.settles for step in self.taken), "the end of P's request")
+
+    def cancelled(self, transfer: TransferId) -> str:
+        """Step until the load is cancelled, and return the code."""
+        until(lambda: self.take() and self.codes(transfer), "the end of the load")
+        (code,) = self.codes(transfer)
+        return code

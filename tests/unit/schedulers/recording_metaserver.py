@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from unit.metaserver.fake_engine import ServedApp
+from unit.metaserver.fake_engine import ServedApp, read_body
 from vllm_ascend_pd.protocol.reports import ROUTE
 
 PREFILLED = b'{"event":"prefilled"}\n'
@@ -25,12 +25,7 @@ class RecordingMetaserver:
         self.url = f"http://{self.served.address}"
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
-        body = b""
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
+        body = await read_body(receive)
         if scope["path"] == ROUTE:
             self.reports.append(msgspec.json.decode(body))
             await send({"type": "http.response.start", "status": 204, "headers": []})

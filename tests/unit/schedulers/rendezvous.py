@@ -13,8 +13,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 from tools.support.process import free_port
-from unit.kits.watching import WatchedSteps, until
-from unit.schedulers.kit import CACHE, ENDPOINTS, engine, output, request
+from unit.kits.watching import until
+from unit.schedulers.kit import CACHE, ENDPOINTS, WatchedSteps, engine, output, request
 from vllm_ascend_pd.decode.core.seeds import Start
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import WorkerFacts

@@ -17,12 +17,13 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from unit.geometry.kit import geometry
-from unit.kits.watching import WatchedSteps, until
+from unit.kits.watching import until
 from unit.schedulers.kit import (
     CACHE,
     ENDPOINTS,
     SECRETS,
     TOKENS,
+    WatchedSteps,
     decode,
     engine,
     output,

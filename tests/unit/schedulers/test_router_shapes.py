@@ -17,8 +17,8 @@ from vllm.v1.request import RequestStatus
 
 from unit.kits.watching import until
 from unit.schedulers.kit import CACHE, SECRETS, engine, output, request
+from unit.schedulers.recording_router import loading
 from unit.schedulers.rendezvous import BootstrapPair, SchedulerPair, pair
-from unit.schedulers.test_passing_router import loading
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 
@@ -118,7 +118,7 @@ def test_a_router_that_goes_to_p_first_has_its_answer_fetched(shape: Serial) -> 
 
 @each_serial
 def test_what_p_does_not_hold_d_computes(shape: Serial) -> None:
-    """Whatever the router adds to P's answer, D opens no connection for it."""
+    """D opens no connection for it, whatever the router adds to P's answer."""
     of_p, of_d = shape.ids
     with pair(SECRETS, p={"hold_sources": 1}) as both:
         assert prefilled(both, shape.prefill, "cmpl-other-0-aaaaaaaa")[0]

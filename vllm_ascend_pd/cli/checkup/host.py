@@ -182,12 +182,12 @@ def ports(asked: HostOptions) -> Iterator[Check]:
     if not wanted:
         yield note("ports", "side_channel_port is 0: the kernel chooses a free one", "Name others with --ports.")
     for port in wanted:
-        yield free_port(asked.host, port, asked.on_npu)
+        yield port_is_free(asked.host, port, asked.on_npu)
     if asked.on_npu:
         yield ephemeral()
 
 
-def free_port(host: str, port: int, on_npu: bool) -> Check:
+def port_is_free(host: str, port: int, on_npu: bool) -> Check:
     taken = next((f"{low}-{high}" for low, high in ASCEND_PORTS if low <= port <= high), "")
     if taken and on_npu:
         return failure(
