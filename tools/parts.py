@@ -177,7 +177,12 @@ def main() -> int:
     )
     parser.add_argument("part", nargs="*", help="run only these, even if they were good; default: all")
     parser.add_argument("--list", action="store_true", help="print the parts and their records")
-    parser.add_argument("--minutes", type=float, default=DEADLINE_MIN, help="longest time of a part (%(default)g); a slow machine may need more")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=DEADLINE_MIN,
+        help="longest time of a part (%(default)g); a slow machine may need more",
+    )
     parser.add_argument("--tests", type=Path, default=ROOT / "tests", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "all", help=argparse.SUPPRESS)
     args = parser.parse_args()

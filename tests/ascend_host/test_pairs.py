@@ -617,13 +617,26 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         ),
         (*FEWER, chosen, replayed),
     ),
+    # With data parallelism and graphs a D alone, without any transfer, gives answers of token 0 (docs/kinds.md).
     (
         Engines(
             "field dsv4 mtp dp 2to2",
             "dsv4-mtp",
             p=Side(dp=2, drafts=1),
-            d=Side(dp=2, graphs=FULL, flags=RECOMPUTES_UNFUSED),
+            d=Side(dp=2, flags=RECOMPUTES),
             flags=(*EXPERTS, *SHORT_BLOCKS),
+            dtype="bfloat16",
+            draft=MTP3,
+        ),
+        ENTRIES,
+    ),
+    (
+        Engines(
+            "field dsv4 mtp full graphs",
+            "dsv4-mtp",
+            p=Side(drafts=1),
+            d=Side(graphs=FULL, flags=RECOMPUTES_UNFUSED),
+            flags=SHORT_BLOCKS,
             dtype="bfloat16",
             draft=MTP3,
         ),
