@@ -54,11 +54,13 @@ def tables(found: Sequence[FieldVerdict], source: str = "") -> str:
 def _summary(found: Sequence[FieldVerdict]) -> str:
     both = sum(each.both for each in found)
     alone = {side: sum(each.starts(side) for each in found) for side in ("P", "D")}
+    in_small = [small.stands(each.needs, small.sets()) for each in found if each.both]
+    shown = [sets for sets in in_small if sets.startswith("`")]
     return "\n".join(
         [
             f"vllm-ascend {PINNED.version}: **P and D would start in {both} of {len(found)} configurations.**",
             f"P would start in {alone['P']}, D in {alone['D']}. In small, sets of engines have the kinds of cache and the draft of "
-            f"{sum(each.both and small.stands(each.needs, small.sets()).startswith('`') for each in found)}.",
+            f"{len(shown)}; of {sum(';' not in sets for sets in shown)} one set has all modes too.",
         ]
     )
 
