@@ -57,7 +57,7 @@ from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.prefill.bootstrap import answer
 from vllm_ascend_pd.prefill.core.meetings import Holding, Meetings
 from vllm_ascend_pd.prefill.core.orders import OrderBook
-from vllm_ascend_pd.prefill.core.push import Table
+from vllm_ascend_pd.prefill.core.push import BlockTable
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.agreement import contributor_pairs
 from vllm_ascend_pd.protocol.auth import Greeting, Secrets, Session, SessionKey, encode, seal, seal_source, unseal
@@ -549,7 +549,7 @@ def _admitted() -> Run:
         push, order, found = orders.take(0.0, PushStart(name, f"push-{number}", r))
         if found:
             return REFUSED
-        push.tables = tuple(Table(blocks, len(blocks)) for _ in push.tables)
+        push.tables = tuple(BlockTable(blocks, len(blocks)) for _ in push.tables)
         planner.plan([push.job(index, r.first, r.end) for index in range(len(push.pairings))], number)
         if len(order.destinations) > r.geometry.tp_size:
             raise AssertionError("more destinations than ranks")

@@ -15,7 +15,7 @@ import msgspec
 
 from vllm_ascend_pd.metaserver import bodies, outline
 from vllm_ascend_pd.metaserver.bodies import CHAT, COMPLETIONS, UNREADABLE, Request, Shape
-from vllm_ascend_pd.metaserver.outline import Steps
+from vllm_ascend_pd.metaserver.outline import Scan
 from vllm_ascend_pd.metaserver.prefixes import Marks
 
 _GREEDY = 1e-5  # vLLM samples greedily at temperatures below this
@@ -125,7 +125,7 @@ class NotContinued(ValueError):
     """A stream that cannot be continued; the text says why."""
 
 
-def terms_of(request: Request, ceiling: int) -> Steps[Terms]:
+def terms_of(request: Request, ceiling: int) -> Scan[Terms]:
     """Return the terms under which the stream can be continued. Raise NotContinued.
 
     `ceiling`: most tokens of an answer that the engines allow, whatever is asked; 0: they have no such limit.
