@@ -37,7 +37,7 @@ from vllm_ascend_pd.channel.listener import Listener
 from vllm_ascend_pd.cli.checkup import pair as doctors
 from vllm_ascend_pd.cli.checkup.line import Broken as LineBroken
 from vllm_ascend_pd.cli.checkup.line import Line
-from vllm_ascend_pd.cli.checkup.pair import Facts, Read, Wrote, differences
+from vllm_ascend_pd.cli.checkup.pair import Facts, ReadResult, WriteResult, differences
 from vllm_ascend_pd.config import RegroupConfig, Timers
 from vllm_ascend_pd.decode import answers
 from vllm_ascend_pd.decode.core.offers import Offers
@@ -401,7 +401,13 @@ class _Socket:
 def _consultation() -> list[bytes]:
     hello = clear_frame(Hello(PROTOCOL_VERSION, "doctor-1", b"n" * 32, False, "vllm-ascend-pd doctor"))
     facts = Facts("0.1.0", "tcp", "mooncake 0.3", "0.32.0", "2.13.0", "little", "x86_64", 1.7e9, D)
-    said = (Proof(), facts, doctors.ScratchMemory("127.0.0.1:4711", 1 << 40), Wrote("", "0" * 64, 0.01), Read("0" * 64))
+    said = (
+        Proof(),
+        facts,
+        doctors.ScratchMemory("127.0.0.1:4711", 1 << 40),
+        WriteResult("", "0" * 64, 0.01),
+        ReadResult("0" * 64),
+    )
     bodies = [b"\x02" + msgspec.msgpack.encode(each) for each in said]
     stream = hello + b"".join(len(body).to_bytes(4, "big") + body for body in bodies)
     return [stream, clear_frame(Goodbye("PD-SEC-003", "no")), _frames()[0]]
@@ -425,7 +431,7 @@ def _doctor() -> Run:
             calling.greet_as_dialer(None)
             for check in differences(ours, calling.receive(Facts, 1.0)):
                 check.says.encode()
-            for kind in (doctors.ScratchMemory, Wrote, Read):
+            for kind in (doctors.ScratchMemory, WriteResult, ReadResult):
                 calling.receive(kind, 1.0)
         except LineBroken:
             return REFUSED
@@ -713,7 +719,7 @@ def _posts() -> list[bytes]:
 def _posted() -> Run:
     """Feed the metaserver D's posts and P's answers. No post has a valid ticket here."""
     front = Front(Settings(), Fleet(CircuitPolicy()), http1.Upstream(1.0, 1.0), "http://metaserver")
-    handler = reserve.Reservations(front, reserve.Heart(2.0))
+    handler = reserve.Reservations(front, reserve.Heartbeats(2.0))
     prefill = front.fleet.add(parse_spec(Role.PREFILL, "p:1"), "flag")
     statuses: list[int] = []
     interrupt: Any = None  # of a leg, which does not exist here

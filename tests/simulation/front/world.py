@@ -335,7 +335,7 @@ class FrontWorld:
                 "requests": sum(i.requests for i in worker.fleet),
                 "load": sum(i.load for i in worker.fleet),
                 "trials": sum(i.circuit.state is CircuitState.TRIAL for i in worker.fleet),
-                "heartbeats": len(worker._heart._open),
+                "heartbeats": len(worker._heartbeats._open),
                 "places": sum(g.keeper.running + g.keeper.waiting for g in (front.turnstile, front.canaries, front.polls)),
                 "bytes": worker._intake.held,
                 "kept": front.kept_bytes,

@@ -51,7 +51,7 @@ def test_an_added_instance_serves_and_a_removed_one_finishes_what_it_has() -> No
         until(lambda: instances(c)[spare.address]["state"] == "ready")  # else it is not chosen while others are ready
         c.complete("x")
         assert len(spare.generations()) == 1
-        spare.manner.prefill_s = 0.5
+        spare.behaviour.prefill_s = 0.5
         got: list[httpx.Response] = []
         asking = threading.Thread(target=lambda: got.append(c.complete("y")), name="client")
         asking.start()
@@ -65,14 +65,14 @@ def test_an_added_instance_serves_and_a_removed_one_finishes_what_it_has() -> No
 def test_a_draining_instance_finishes_and_takes_nothing_new() -> None:
     with cluster(decode=2) as c:
         for engine in c.decode:
-            engine.manner.paused = True
+            engine.behaviour.paused = True
         with c.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True, "max_tokens": 3}) as answer:
             until(lambda: any(d.generations() for d in c.decode))
             busy = next(d for d in c.decode if d.generations())
             operation = c.http.post(f"/instances/{busy.address}/drain", json={})
             assert operation.json()["state"] == "draining" and operation.json()["requests"] == 1
             for engine in c.decode:
-                engine.manner.paused = False
+                engine.behaviour.paused = False
             for i in range(5):
                 assert c.complete(f"p{i}").status_code == 200
             assert b"[DONE]" in answer.read()

@@ -33,7 +33,7 @@ from vllm_ascend_pd.metaserver.service.exchange import Interrupt
 from vllm_ascend_pd.metaserver.service.fleet import Fleet
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.relay import send_answer
-from vllm_ascend_pd.metaserver.service.reserve import Heart, Reservations
+from vllm_ascend_pd.metaserver.service.reserve import Heartbeats, Reservations
 from vllm_ascend_pd.metaserver.service.settings import Settings, read_token
 
 LOOPBACK = "127.0.0.1"
@@ -371,7 +371,7 @@ def test_a_long_body_is_never_read_whole(monkeypatch: pytest.MonkeyPatch) -> Non
 
 async def test_a_prompt_is_not_read_before_its_ticket_is_known() -> None:
     front = Front(Settings(), Fleet(CircuitPolicy()), http1.Upstream(1.0, 1.0), "http://metaserver")
-    handler = Reservations(front, Heart(2.0))
+    handler = Reservations(front, Heartbeats(2.0))
     statuses: list[int] = []
 
     async def send(message: Any) -> None:

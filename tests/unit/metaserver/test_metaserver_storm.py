@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from unit.metaserver.cluster import FakeCluster, cluster, until
-from unit.metaserver.fake_engine import FakeEngine, Manner, words
+from unit.metaserver.fake_engine import EngineBehaviour, FakeEngine, words
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState
 from vllm_ascend_pd.metaserver.service import exchange, relay
 from vllm_ascend_pd.shared.backoff import Backoff
@@ -45,13 +45,13 @@ D_FAULTS: tuple[dict[str, Any], ...] = (
 )
 
 
-def moods(rng: random.Random, faults: tuple[dict[str, Any], ...]) -> Callable[[], Manner]:
+def moods(rng: random.Random, faults: tuple[dict[str, Any], ...]) -> Callable[[], EngineBehaviour]:
     def speed(most: float) -> float:
         return rng.choice((0.0, 0.0, rng.random() * most))
 
-    def mood() -> Manner:
+    def mood() -> EngineBehaviour:
         fault = rng.choice(faults) if faults and rng.random() < FAULT else {}
-        return Manner(
+        return EngineBehaviour(
             prefill_s=speed(0.05),
             after_push_s=speed(0.2),
             before_post_s=speed(0.02),
@@ -68,14 +68,14 @@ def moods(rng: random.Random, faults: tuple[dict[str, Any], ...]) -> Callable[[]
     return mood
 
 
-class Crowd:
+class StormClients:
     """The clients. `said` counts their answers; `wrong` holds answers that no client may get."""
 
     def __init__(self, url: str, rng: random.Random) -> None:
         self.url, self.rng = url, rng
         self.said: Counter[str] = Counter()
         self.wrong: list[str] = []
-        self._seats = asyncio.Semaphore(CLIENTS)
+        self._at_once = asyncio.Semaphore(CLIENTS)
 
     async def come(self, count: int) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=CLIENTS)
@@ -83,7 +83,7 @@ class Crowd:
             await asyncio.gather(*(self._one(http) for _ in range(count)))
 
     async def _one(self, http: httpx.AsyncClient) -> None:
-        async with self._seats:
+        async with self._at_once:
             rng = self.rng
             chat, stream, leaves = rng.random() < 0.4, rng.random() < 0.5, rng.random() < 0.1
             prompt: Any = f"prompt {rng.random()} " + "x" * rng.choice((0, 10, 5000))
@@ -165,7 +165,7 @@ def nothing_left(c: FakeCluster) -> bool:
         or front.journal.tickets
         or any(i.requests or i.load or i.circuit.state is CircuitState.TRIAL for i in c.worker.fleet)
         or front.journal._past
-        or c.worker._heart._open
+        or c.worker._heartbeats._open
         or any(gate.keeper.running or gate.keeper.waiting for gate in (front.turnstile, front.canaries, front.polls))
         or c.served.loop.call(_tasks(), 10)
     )
@@ -196,20 +196,20 @@ def storm(seed: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         for engine in engines:
             faults = () if engine in sound else P_FAULTS if engine in c.prefill else D_FAULTS
             engine.mood = moods(random.Random(rng.random()), faults)
-        crowd = Crowd(c.served.url, rng)
+        clients = StormClients(c.served.url, rng)
 
         async def all_of_it() -> None:
             chaos = asyncio.create_task(restarts(ailing, random.Random(rng.random())))
             try:
-                await crowd.come(count)
+                await clients.come(count)
             finally:
                 chaos.cancel()
                 await asyncio.gather(chaos, return_exceptions=True)
 
         asyncio.run(all_of_it())
-        where = f"seed {seed}: {dict(crowd.said)}"
-        assert not crowd.wrong, f"{where}: {crowd.wrong[:3]}"
-        assert crowd.said.total() == count and crowd.said["right"] > count / 2, where
+        where = f"seed {seed}: {dict(clients.said)}"
+        assert not clients.wrong, f"{where}: {clients.wrong[:3]}"
+        assert clients.said.total() == count and clients.said["right"] > count / 2, where
         blamed = {i.name: (i.broke, i.last_error) for i in c.worker.fleet if i.broke}
         assert not {e.address for e in sound} & set(blamed), f"{where}: {blamed}"
         assert blamed, f"{where}: the ailing ones failed unnoticed"

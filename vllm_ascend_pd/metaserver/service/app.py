@@ -40,7 +40,7 @@ from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.named import Named
 from vllm_ascend_pd.metaserver.service.probes import Prober
 from vllm_ascend_pd.metaserver.service.relay import OWN_MARK, send_answer
-from vllm_ascend_pd.metaserver.service.reserve import Heart, Reservations
+from vllm_ascend_pd.metaserver.service.reserve import Heartbeats, Reservations
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.protocol.reports import MAX_REPORT_BYTES
 from vllm_ascend_pd.protocol.reports import ROUTE as LOADS
@@ -93,8 +93,8 @@ class WorkerProcess:
         self.hub = hub or Hub(0)
         self.hub.attach(self.fleet, self.report)
         self._prober = Prober(settings, self.fleet, self.upstream)
-        self._heart = Heart(settings.heartbeat_s)
-        self._reservations = Reservations(self.front, self._heart)
+        self._heartbeats = Heartbeats(settings.heartbeat_s)
+        self._reservations = Reservations(self.front, self._heartbeats)
         self._admin = Admin(
             self.fleet, self.upstream, settings.admin_token, self.hub.perform, self.total, settings.trace_dir
         )
@@ -137,7 +137,7 @@ class WorkerProcess:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        running = {"probes": self._prober.run(), "heart": self._heart.run(), "hub": self.hub.run()}
+        running = {"probes": self._prober.run(), "heartbeats": self._heartbeats.run(), "hub": self.hub.run()}
         if self.hub.worker == CANARY_WORKER:
             running["canary"] = self.canary.run()
         if self._file is not None:

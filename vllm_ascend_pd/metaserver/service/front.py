@@ -184,7 +184,7 @@ class Front(Shared):
 
     async def _room(self, exchange: HttpExchange, kept: StreamState) -> int:
         """Return the `room` that `StreamState.next_request` needs. Raise NotContinued."""
-        if kept.terms.limit is not None:
+        if kept.original.limit is not None:
             return 0
         for _ in range(self.settings.retry.attempts):
             decode = self._decode(exchange)

@@ -63,7 +63,7 @@ class PrefillFailed(Exception):
         self.brief = brief or why
 
 
-class Heart:
+class Heartbeats:
     """Sender of heartbeats to all open reservations at once, so that none of them needs a timer."""
 
     def __init__(self, every_s: float) -> None:
@@ -94,9 +94,9 @@ async def _beat(send: AsgiSend) -> None:
 class Reservations:
     """The handler of D's POSTs."""
 
-    def __init__(self, front: Front, heart: Heart) -> None:
+    def __init__(self, front: Front, heartbeats: Heartbeats) -> None:
         self._front = front
-        self._heart = heart
+        self._heartbeats = heartbeats
 
     async def answer(self, body: bytes | memoryview, interrupt: Interrupt, send: AsgiSend) -> None:
         """Answer one POST. It is interrupted when D closes it or the client's request ends."""
@@ -117,11 +117,11 @@ class Reservations:
         emit("meta.reserved", ticket=posted.ticket, transfer=posted.transfer)
         attempt.exchange.stage("reserved", posted.transfer)
         await send({"type": "http.response.start", "status": 200, "headers": _HEAD})
-        self._heart.add(send)
+        self._heartbeats.add(send)
         try:
             last = await self._prefilled(attempt, posted, interrupt, send)
         finally:
-            self._heart.remove(send)
+            self._heartbeats.remove(send)
             attempt.legs.pop(posted.transfer, None)
         await _line(send, last, more=False)
 
