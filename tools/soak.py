@@ -54,15 +54,15 @@ class SoakSite:
         port, model = cluster.port(), ensure("gqa")
         config = {**cluster.push_config(), "trace_dir": "", "recv_deadline_s": 3600.0, "stall_timeout_s": 3600.0}
         # A run may be stopped for minutes as a whole, so timeouts of waits are long.
-        patience = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "36000", "VLLM_ENGINE_READY_TIMEOUT_S": "36000"}
+        timeouts = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "36000", "VLLM_ENGINE_READY_TIMEOUT_S": "36000"}
         shape: dict[str, Any] = {"chunk": 512, "kv_bytes": 24 << 20, "arguments": GRACE}
         d_config = {**config, "metaserver_urls": [f"http://127.0.0.1:{port}"]}
         (self.single,) = cluster.start(
-            EngineSpec("single", model, tp=1, environment=patience, plugins=(POLITE,), **shape)
+            EngineSpec("single", model, tp=1, environment=timeouts, plugins=(POLITE,), **shape)
         )
         self.prefill, self.decode = cluster.start(
-            EngineSpec("prefill", model, role="kv_producer", tp=2, extra=config, environment=patience, **shape),
-            EngineSpec("decode", model, role="kv_consumer", tp=1, extra=d_config, environment=patience, **shape),
+            EngineSpec("prefill", model, role="kv_producer", tp=2, extra=config, environment=timeouts, **shape),
+            EngineSpec("decode", model, role="kv_consumer", tp=1, extra=d_config, environment=timeouts, **shape),
         )
         self.front = cluster.metaserver([self.prefill], [self.decode], port, AGES)
         self.counts: dict[str, dict[str, float]] = {}

@@ -256,8 +256,8 @@ class FrontWorld:
             named = [engine.address for engine in self.prefills if engine.kind.model == model]
             headers.append((HEADER, ", ".join(rng.sample(named, rng.randint(0, len(named)))).encode()))
         call = ClientCall(app, path, json.dumps(body).encode(), headers).start()
-        patience = rng.expovariate(1.0) if rng.random() < 0.1 else BOUND_S
-        end = self.loop.now + patience
+        timeout_s = rng.expovariate(1.0) if rng.random() < 0.1 else BOUND_S
+        end = self.loop.now + timeout_s
         while not call.done and self.loop.now < end:
             try:
                 await asyncio.wait_for(call.more(), end - self.loop.now)
@@ -266,7 +266,7 @@ class FrontWorld:
         if not call.done:
             call.leave()
             self.said["left"] += 1
-            if patience == BOUND_S:
+            if timeout_s == BOUND_S:
                 self.problems.append(f"promise 1: no answer within {BOUND_S:g} s")
             return
         prompts = prompt if isinstance(prompt, list) and not chat else [prompt]

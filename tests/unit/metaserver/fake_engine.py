@@ -187,9 +187,7 @@ def words(prompt: object, count: int) -> list[str]:
 class FakeEngine:
     def __init__(self, name: str = "engine", port: int = 0, metaservers: tuple[str, ...] = ()) -> None:
         self.usual = EngineBehaviour()
-        self.mood: Callable[[], EngineBehaviour] | None = (
-            None  # draws the behaviour of each request; `usual` without it
-        )
+        self.mood: Callable[[], EngineBehaviour] | None = None  # draws the behaviour of each request
         self.seen: list[SeenRequest] = []
         self.running = 0
         self.outcomes: list[Outcome] = []

@@ -94,12 +94,12 @@ async def door(
         assert not trailers, "a trailer is no header"
 
 
-async def talk(port: int, data: bytes, *, patience: float = 5.0) -> bytes:
+async def talk(port: int, data: bytes, *, timeout_s: float = 5.0) -> bytes:
     """Send bytes; return what comes back until the other side closes or answers."""
     reader, writer = await asyncio.open_connection(LOOPBACK, port)
     try:
         writer.write(data)
-        return await asyncio.wait_for(reader.read(65536), patience)
+        return await asyncio.wait_for(reader.read(65536), timeout_s)
     except ConnectionResetError:
         return b""
     finally:

@@ -25,7 +25,7 @@ from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState
 from vllm_ascend_pd.metaserver.service import exchange, relay
 from vllm_ascend_pd.shared.backoff import Backoff
 
-PATIENCE_S = 120.0  # of a client: a later answer counts as missing
+ANSWER_TIMEOUT_S = 120.0  # of a client: a later answer counts as missing
 CLIENTS = 24  # at a time
 FAULT = 0.25  # share of requests that fail on a faulty engine
 FROZEN = (
@@ -79,7 +79,9 @@ class StormClients:
 
     async def come(self, count: int) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=CLIENTS)
-        async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S, trust_env=False, limits=limits) as http:
+        async with httpx.AsyncClient(
+            base_url=self.url, timeout=ANSWER_TIMEOUT_S, trust_env=False, limits=limits
+        ) as http:
             await asyncio.gather(*(self._one(http) for _ in range(count)))
 
     async def _one(self, http: httpx.AsyncClient) -> None:
@@ -95,7 +97,7 @@ class StormClients:
             if not stream:
                 body["n"] = rng.choice((1, 1, 2))
             asking = asyncio.ensure_future(http.post(f"/v1/{'chat/' if chat else ''}completions", json=body))
-            done, _ = await asyncio.wait({asking}, timeout=rng.random() * 0.1 if leaves else PATIENCE_S)
+            done, _ = await asyncio.wait({asking}, timeout=rng.random() * 0.1 if leaves else ANSWER_TIMEOUT_S)
             if not done:
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)

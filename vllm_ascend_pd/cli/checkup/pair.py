@@ -161,7 +161,7 @@ class ScratchWire:
 
     def __init__(self, side: DoctorSide, host: str) -> None:
         asked = side.asked
-        self._patience_s = asked.push.wire.transfer_timeout_s + 5.0
+        self._timeout_s = asked.push.wire.transfer_timeout_s + 5.0
         self.scratch = Scratch(asked.on_npu and protocol_of(asked) == "ascend")
         self._target = create_target(asked.push.wire, host)
         self._wire = create_wire(asked.push.wire, host, quiet_s=asked.push.quiet_s, target=self._target)
@@ -176,7 +176,7 @@ class ScratchWire:
         began = time.monotonic()
         handle = self._wire.submit(offer.session, [self.scratch.source], [offer.address], [SIZE])
         state = WriteState.PENDING
-        while state is WriteState.PENDING and time.monotonic() - began < self._patience_s:
+        while state is WriteState.PENDING and time.monotonic() - began < self._timeout_s:
             state = self._wire.poll(handle)
             if state is WriteState.PENDING:
                 _nap()
