@@ -480,9 +480,9 @@ def threads() -> str:
 
 
 def let_go() -> str:
-    """Check that a call's table and buffers keep their memory until it has run, although nobody else keeps them.
+    """Check that a call's table and buffers keep their memory until it has run, although nothing else keeps them.
 
-    The allocator may give what is free to whoever asks next, on the stream for which it was allocated.
+    The allocator may give what is free to the next caller, on the stream for which it was allocated.
     """
     device, pages = NpuDevice(), PagesOnHost() if STAND_INS else None
     side = torch.npu.Stream()

@@ -289,7 +289,7 @@ def _signed() -> list[bytes]:
 
 
 def _verifier() -> Run:
-    honest = set(_signed())
+    valid = set(_signed())
     listener = _sessions()[1]
 
     def run(data: bytes) -> str:
@@ -297,7 +297,7 @@ def _verifier() -> Run:
             listener.open(data)
         except RemoteProtocolError:
             return REFUSED
-        return UNCHANGED if data in honest else ACCEPTED
+        return UNCHANGED if data in valid else ACCEPTED
 
     return run
 
@@ -448,14 +448,14 @@ def _sealed() -> list[bytes]:
 
 
 def _unsealer() -> Run:
-    honest = seal(RESERVATION, SECRETS)
+    valid = seal(RESERVATION, SECRETS)
 
     def run(data: bytes) -> str:
         try:
             unseal(data, SECRETS)
         except RemoteProtocolError:
             return REFUSED
-        return UNCHANGED if data == honest else ACCEPTED
+        return UNCHANGED if data == valid else ACCEPTED
 
     return run
 
@@ -469,15 +469,15 @@ def _sources() -> list[bytes]:
 
 def _source_reader() -> Run:
     """Feed a source as a client may send it: no address is dialled that is not allowed, with or without a secret."""
-    honest = _sources()
+    valid = _sources()
 
     def run(data: bytes) -> str:
         params = {"source": base64.b64encode(data).decode()}
         for secrets in (SECRETS, None):
             meet = read_meet(params, "cmpl-x-0-aaaaaaaa", (40, "hash"), ("10.0.0.1",), secrets)
-            if isinstance(meet, Meet) and not (secrets is not None and data == honest[0]):
+            if isinstance(meet, Meet) and not (secrets is not None and data == valid[0]):
                 return READ if meet.listener.host == "10.0.0.1" else ACCEPTED
-        return UNCHANGED if data in honest else REFUSED
+        return UNCHANGED if data in valid else REFUSED
 
     return run
 

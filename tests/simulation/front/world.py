@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One seed: workers of a metaserver, engines, clients, and the promises that must hold.
 
-1. A client gets one right answer or one honest error, within its bound.
+1. A client gets one right answer or one error that says why, within its bound.
 2. No engine is blamed for another's failure: one that is only slow never counts as broken.
 3. A working pair becomes ready within a bound, and its proof holds as long as both live; one without KV never does,
    and no proof outlives an engine once its next life has been heard of.
@@ -38,7 +38,7 @@ from vllm_ascend_pd.shared.backoff import Backoff
 
 BOUND_S = 400.0  # for a client: attempts, each with its timeouts
 READY_S = 50.0  # for a working pair, once no faults happen any more
-HONEST = frozenset({429, 500, 502, 503, 504})
+ERROR_STATUSES = frozenset({429, 500, 502, 503, 504})
 P_PORT, D_PORT, OWN_PORT = 9000, 9100, 8000
 
 
@@ -365,7 +365,7 @@ def _of_whole(call: ClientCall, right: list[str]) -> str:
     except ValueError:
         return "wrong"
     if call.status != 200:
-        return "error" if call.status in (*HONEST, 404) and fields["error"]["message"] else "wrong"
+        return "error" if call.status in (*ERROR_STATUSES, 404) and fields["error"]["message"] else "wrong"
     if fields.get("kv_transfer_params") is not None:
         return "wrong"
     got = [c["text"] if "text" in c else c["message"]["content"] for c in fields["choices"]]

@@ -84,7 +84,7 @@ def _spec(address: str) -> Any:
 
 
 @pytest.mark.parametrize("posted", [True, False], ids=["report posted", "report in the answer only"])
-def test_a_pair_over_which_no_kv_came_is_never_proven_whoever_answers_first(posted: bool) -> None:
+def test_a_pair_over_which_no_kv_came_is_never_proven_in_any_order_of_answers(posted: bool) -> None:
     with cluster(canary=True) as c:
         restart(c, lambda p: setattr(p.behaviour, "push", False))
         c.decode[0].behaviour.reports = posted
@@ -395,7 +395,7 @@ def life_of(incarnation: str, at: float, refused: float = 0.0) -> Life:
     return Life.of([(incarnation, at)], refused)
 
 
-def test_workers_come_to_know_the_same_whoever_was_refused() -> None:
+def test_workers_come_to_know_the_same_whichever_probe_was_refused() -> None:
     """One worker's probe was refused while the engine restarted, the other's was not."""
     fleets = [Fleet(CircuitPolicy()) for _ in range(2)]
     for fleet in fleets:

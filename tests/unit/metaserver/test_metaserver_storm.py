@@ -33,7 +33,7 @@ FROZEN = (
     0.3,
     60.0,
 )  # delays in s of a faulty engine's answers to probes
-HONEST = frozenset({429, 500, 502, 503, 504})
+ERROR_STATUSES = frozenset({429, 500, 502, 503, 504})
 P_FAULTS: tuple[dict[str, Any], ...] = (
     *({"push": False}, {"breaks_after_push": True}, {"refuses_push": "PD-META-005"}, {"half": True}, {"hang": True}),
     *({"status": 500}, {"status": 503}, {"ends": True}, {"push": False, "half": True}, {"empty": True}),
@@ -121,7 +121,7 @@ class StormClients:
 def of_whole(answer: httpx.Response, right: list[str]) -> str:
     fields = answer.json()
     if answer.status_code != 200:
-        return "error" if answer.status_code in HONEST and fields["error"]["message"] else "wrong"
+        return "error" if answer.status_code in ERROR_STATUSES and fields["error"]["message"] else "wrong"
     if fields.get("kv_transfer_params") is not None:
         return "wrong"
     choices = fields["choices"]

@@ -118,7 +118,7 @@ def load(url: str) -> list[tuple[float, float]]:
     return [(values[prefix + "running"], values[prefix + "waiting"]), (status["running"], status["waiting"])]
 
 
-def test_metrics_and_status_say_alike_what_runs_and_what_waits_whoever_is_asked() -> None:
+def test_metrics_and_status_of_each_worker_say_alike_what_runs_and_what_waits() -> None:
     with running("--max-running", "1", workers=2) as r:
         urls = r.urls()
         r.decode.behaviour.hold = True

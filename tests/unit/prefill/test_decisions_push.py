@@ -240,7 +240,7 @@ def test_requests_without_a_reservation_are_left_alone() -> None:
 # -- what is refused
 
 
-def test_a_transfer_is_pushed_once_whoever_asks_again() -> None:
+def test_a_transfer_is_pushed_once_even_if_another_request_asks_again() -> None:
     book = admitted(10)
     again = book.admit("s", reservation(10), 10, "h", "push-2")
     assert again is not None and again.code == "PD-META-005"
