@@ -117,7 +117,7 @@ UNIT = Unit(1, 0, 1)
 
 
 def holding(made: Staging, *names: str) -> Pushes:
-    """Make pushes that hold pieces of one slot."""
+    """Make pushes that hold shares of one slot."""
     slot, no_geometry = made.take("a", SIZE), cast("Any", None)
     assert slot is not None
     core = Pushes(config(), PushSite("p", Contributor(0, 0), "m"), no_geometry, (), made)
