@@ -72,13 +72,13 @@ from vllm_ascend_pd.protocol.messages import (
     Cancel,
     Done,
     Failed,
+    LayoutRequest,
     Memory,
     Message,
     Ready,
     Refused,
     Renew,
     Reservation,
-    Which,
 )
 from vllm_ascend_pd.protocol.push import Destination, PushOrder, Sender
 from vllm_ascend_pd.protocol.reservation import Receiver
@@ -172,7 +172,7 @@ def _messages() -> list[Message]:
         _begin(),
         Ready(**_said(), lease_s=15.0, memory="hash", addresses=addresses),
         Renew(**_said(seq=2)),
-        Which(**_said()),
+        LayoutRequest(**_said()),
         Refused(**_said(), failure=Failure("PD-XFER-005", "over: of what")),
         Done(**_said(seq=2), bytes=(4096,), plan_digest=digest, checksums=((0, 0, 1 << 63),)),
         Failed(**_said(seq=2), quiescent=True, failure=Failure("PD-XFER-003", "why")),
