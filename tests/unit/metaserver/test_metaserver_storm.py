@@ -174,7 +174,7 @@ def nothing_left(c: FakeCluster) -> bool:
 
 
 async def _tasks() -> list[str]:
-    """Return tasks of single requests; permanent tasks of a worker have names."""
+    """Return tasks of single requests. Permanent tasks of a worker have other names."""
     of_requests = ("restart of", "heartbeat")
     return [t.get_name() for t in asyncio.all_tasks() if t.get_name().startswith(of_requests)]
 

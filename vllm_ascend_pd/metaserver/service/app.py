@@ -137,7 +137,7 @@ class WorkerProcess:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        running = {"probes": self._prober.run(), "heartbeats": self._heartbeats.run(), "hub": self.hub.run()}
+        running = {"probes": self._prober.run(), "all heartbeats": self._heartbeats.run(), "hub": self.hub.run()}
         if self.hub.worker == CANARY_WORKER:
             running["canary"] = self.canary.run()
         if self._file is not None:
