@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mutated bytes for every decoder that reads from a socket.
 
-Each target takes honest examples, mutates them, and feeds them to its decoder. A rule is broken by any exception but
+Each target takes valid examples, mutates them, and feeds them to its decoder. A rule is broken by any exception but
 the decoder's own, by memory beyond the bound, by an input that takes longer than SLOW_S, or if something forged is
 accepted. Seed and number reproduce an input: `--seed S --target T --only N`.
 """

@@ -46,7 +46,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class Place:
+class SoakSite:
     """Three engines and a metaserver; prefill can be restarted on its address."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -54,15 +54,15 @@ class Place:
         port, model = cluster.port(), ensure("gqa")
         config = {**cluster.push_config(), "trace_dir": "", "recv_deadline_s": 3600.0, "stall_timeout_s": 3600.0}
         # A run may be stopped for minutes as a whole, so timeouts of waits are long.
-        patience = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "36000", "VLLM_ENGINE_READY_TIMEOUT_S": "36000"}
+        timeouts = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "36000", "VLLM_ENGINE_READY_TIMEOUT_S": "36000"}
         shape: dict[str, Any] = {"chunk": 512, "kv_bytes": 24 << 20, "arguments": GRACE}
         d_config = {**config, "metaserver_urls": [f"http://127.0.0.1:{port}"]}
         (self.single,) = cluster.start(
-            EngineSpec("single", model, tp=1, environment=patience, plugins=(POLITE,), **shape)
+            EngineSpec("single", model, tp=1, environment=timeouts, plugins=(POLITE,), **shape)
         )
         self.prefill, self.decode = cluster.start(
-            EngineSpec("prefill", model, role="kv_producer", tp=2, extra=config, environment=patience, **shape),
-            EngineSpec("decode", model, role="kv_consumer", tp=1, extra=d_config, environment=patience, **shape),
+            EngineSpec("prefill", model, role="kv_producer", tp=2, extra=config, environment=timeouts, **shape),
+            EngineSpec("decode", model, role="kv_consumer", tp=1, extra=d_config, environment=timeouts, **shape),
         )
         self.front = cluster.metaserver([self.prefill], [self.decode], port, AGES)
         self.counts: dict[str, dict[str, float]] = {}
@@ -82,25 +82,25 @@ class Place:
 def main() -> int:
     args = arguments()
     with Cluster(fresh_directory("soak")) as cluster:
-        place = Place(cluster)
+        site = SoakSite(cluster)
         soak = Soak(
-            place.front.url,
-            place.single,
-            lambda: (place.prefill, place.decode, place.front, place.single),
+            site.front.url,
+            site.single,
+            lambda: (site.prefill, site.decode, site.front, site.single),
             AnswerTally(),
             say,
             salted=False,
-            half_way=None if args.no_restart else place.restart,
+            half_way=None if args.no_restart else site.restart,
             at_once=args.at_once,
             rests=args.rests,
             seed=args.seed,
         )
         soak.run(args.prompts)
-        place.note(place.prefill, "prefill")
-        place.note(place.decode, "decode")
+        site.note(site.prefill, "prefill")
+        site.note(site.decode, "decode")
         reservations = [
             line
-            for line in httpx.get(place.front.url + "/metrics", trust_env=False).text.splitlines()
+            for line in httpx.get(site.front.url + "/metrics", trust_env=False).text.splitlines()
             if line.startswith("ascend_pd_metaserver_reservations_total")
         ]
         growth = soak.growth(memory=args.prompts >= 2000)
@@ -108,7 +108,7 @@ def main() -> int:
     for line in soak.report():
         say(line)
     say("")
-    for name, counts in place.counts.items():
+    for name, counts in site.counts.items():
         say(f"{name}: " + ", ".join(f"{key.partition(':')[2]} {value:.0f}" for key, value in counts.items() if value))
     for line in reservations:
         say(f"metaserver: {line}")

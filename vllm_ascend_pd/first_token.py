@@ -34,7 +34,7 @@ VERSIONS = ("0.23", "0.26", "0.29", "0.31", "0.32", "0.33")
 ASCEND_VERSIONS = ("0.23",)
 NEWEST = "0.32."  # the only release with which drafts and grammars were tried
 CONTAINED = "another connector contains ours"
-GIVEN = "pd_first_token"  # in a request's extra arguments, on its way to the workers
+FIRST_TOKEN_ARG = "pd_first_token"  # in a request's extra arguments, on its way to the workers
 _FAILING = "_handle_failed_recving"  # from 0.32 on
 _RETRYING = "_update_waiting_for_remote_kv"  # before: of a request without computed tokens the blocks are freed
 WRAPPED = "pd_wrapped"  # set on our wrappers: others wrap vLLM's methods too
@@ -54,7 +54,7 @@ _STATE = ("sampling_params", "output_token_ids")
 _installed: set[str] = set()
 
 
-class Given(int):
+class FirstTokenId(int):
     """A first token on its way to the workers. A client's extra arguments are JSON, so none is of this type."""
 
 
@@ -134,8 +134,8 @@ def install_on_worker(vllm_config: Any) -> str:
     @functools.wraps(original)
     def add_request(self: Any, request: Any) -> Any:
         extra = request.sampling_params.extra_args if request.sampling_params is not None else None
-        token = extra.get(GIVEN) if extra else None
-        if isinstance(token, Given) and not request.output_token_ids:
+        token = extra.get(FIRST_TOKEN_ARG) if extra else None
+        if isinstance(token, FirstTokenId) and not request.output_token_ids:
             request.output_token_ids.append(int(token))
         return original(self, request)
 
@@ -352,7 +352,10 @@ def start(scheduler: Any, request: Any, first: First, params: dict[str, Any] | N
         facts |= {"finish_reason": request.get_finished_reason(), "stop_reason": request.stop_reason}
         return EngineCoreOutput(request.request_id, [first.token], kv_transfer_params=params, **facts)
     request.sampling_params = copy.copy(request.sampling_params)
-    request.sampling_params.extra_args = {**(request.sampling_params.extra_args or {}), GIVEN: Given(first.token)}
+    request.sampling_params.extra_args = {
+        **(request.sampling_params.extra_args or {}),
+        FIRST_TOKEN_ARG: FirstTokenId(first.token),
+    }
     return EngineCoreOutput(request.request_id, [first.token], **facts)
 
 

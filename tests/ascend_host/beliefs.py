@@ -62,7 +62,7 @@ def refused(config: Any) -> str:
 
 
 @asked
-def the_connector_is_found_whoever_registers_first() -> None:
+def the_connector_is_found_in_either_order_of_registration() -> None:
     """vllm-ascend and this package register by plug-ins of one group, whose order is not defined."""
     registry = KVConnectorFactory._registry
     for order in ((plugin.register, register_theirs), (register_theirs, plugin.register)):

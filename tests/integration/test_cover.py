@@ -142,7 +142,7 @@ def marks(name: str, cell: Cell) -> list[pytest.MarkDecorator]:
     return [shows(kind.title or kind.model, int(shape[0]), int(shape[2])), *skip]
 
 
-class Shelf:
+class ReusedEngines:
     """At most one P and one D: those of the last cell, until the next one needs others."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -163,10 +163,10 @@ class Shelf:
 
 
 @pytest.fixture(scope="module")
-def shelf(cluster: Cluster) -> Iterator[Shelf]:
-    shelf = Shelf(cluster)
-    yield shelf
-    shelf.clear()
+def reused(cluster: Cluster) -> Iterator[ReusedEngines]:
+    reused = ReusedEngines(cluster)
+    yield reused
+    reused.clear()
 
 
 def judged(
@@ -189,7 +189,7 @@ def test_a_cell(
     name: str,
     cell: Cell,
     cluster: Cluster,
-    shelf: Shelf,
+    reused: ReusedEngines,
     allowed: list[str],
     ports: list[int],
     tally: AnswerTally,
@@ -197,7 +197,7 @@ def test_a_cell(
 ) -> None:
     kind = OF_KINDS[name]
     specs = p_spec(kind, cell, cluster.push_config()), d_spec(kind, cell, cluster.push_config(*allowed))
-    p, d = shelf.get(*specs)
+    p, d = reused.get(*specs)
     check_declared(p, d)
     front = cluster.metaserver([p], [d], ports[-3], STRICT)
     pair = Pair(cluster, front, p, (d,), judged(kind, p, d, tally, progress))

@@ -33,7 +33,7 @@ from native_cases import CELLS, pair, plans_of
 from unit.geometry.kit import CountedMemory, PlannedCluster, geometry
 from unit.regroup.common import EngineCache, config
 from unit.regroup.engines import WORK, ProcessEngines
-from unit.regroup.prefill import Here, RegroupPrefillSite, running
+from unit.regroup.prefill import InProcessWorker, RegroupPrefillSite, running
 
 from vllm_ascend_pd.device.current import current
 from vllm_ascend_pd.device.npu import NpuDevice
@@ -425,7 +425,7 @@ def decode() -> str:
     p, d = EngineCache("token", 1, 4, 8), EngineCache("token", 1, 4, 16)
     site = npu_engine.NpuDecodeSite(d, push=config(verify="full"))
     rank = npu_engine.NpuPrefillRank(p, Contributor(0, 0), lambda *_: None, push=config(verify="full"))
-    engine = RegroupPrefillSite(p, [Here(rank)])
+    engine = RegroupPrefillSite(p, [InProcessWorker(rank)])
     with running(engine, site):
         prompts = [site.reserve(tokens) for tokens in (3, 40, 97)]
         site.step()
@@ -480,9 +480,9 @@ def threads() -> str:
 
 
 def let_go() -> str:
-    """Check that a call's table and buffers keep their memory until it has run, although nobody else keeps them.
+    """Check that a call's table and buffers keep their memory until it has run, although nothing else keeps them.
 
-    The allocator may give what is free to whoever asks next, on the stream for which it was allocated.
+    The allocator may give what is free to the next caller, on the stream for which it was allocated.
     """
     device, pages = NpuDevice(), PagesOnHost() if STAND_INS else None
     side = torch.npu.Stream()

@@ -157,7 +157,7 @@ ELSEWHERE: dict[str, set[str]] = {
         "_hang_up_gloo",
     },
     "regroup/resources.py": {"allocate", "of"},
-    "regroup/staging.py": {"__repr__", "taken", "patience", "take"},
+    "regroup/staging.py": {"__repr__", "taken", "wait_left", "take"},
     "device/current.py": {"current"},
 }
 COMPLETE = (

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 URL = "http://metaserver:8000"
 READ_TIMEOUT_S = 6.0  # three heartbeats
-PATIENCE_S = 10.0  # of D's client with a metaserver that refuses
+RETRIES_TIMEOUT_S = 10.0  # of D's client with a metaserver that refuses
 BACKOFF = Backoff(first_s=0.1, longest_s=2.0)
 SECRETS = Secrets(b"the secret of the simulated cluster", b"the secret that it had a while before")
 OLDER = Secrets(b"the secret that it had a while before")  # of a D that has not been restarted since
@@ -110,7 +110,7 @@ class Broker:
         if call is None:
             return
         world = self.cluster.world
-        left = PATIENCE_S - (world.now - call.started)
+        left = RETRIES_TIMEOUT_S - (world.now - call.started)
         retry_after = world.rng.choice((None, 0.5, 30.0)) if failure is LegFailure.REFUSED else None
         delay = post_again(failure, call.posts, left, retry_after, world.rng.random(), BACKOFF)
         if delay is None:

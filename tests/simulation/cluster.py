@@ -19,7 +19,7 @@ from simulation.world import Process, Violation, World
 from vllm_ascend_pd.decode.core.seeds import Start
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.meeting import Bound, Meeting
-from vllm_ascend_pd.protocol.messages import Message
+from vllm_ascend_pd.protocol.messages import Message, message_name
 from vllm_ascend_pd.protocol.timing import hold_s
 
 if TYPE_CHECKING:
@@ -425,4 +425,4 @@ def _as_text(world: World, message: Message) -> str:
     for field in ("code", "detail", "cause", "quiescent", "kind"):
         if hasattr(message, field):
             facts[field] = getattr(message, field)
-    return type(message).__name__.upper() + " " + " ".join(f"{k}={v}" for k, v in facts.items())
+    return message_name(message).upper() + " " + " ".join(f"{k}={v}" for k, v in facts.items())

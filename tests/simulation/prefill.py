@@ -251,13 +251,13 @@ class PrefillRank:
 
     def _check_drained(self, step: EngineStep) -> None:
         """Check that P's forward waits for writes that read what it will overwrite, within the bound."""
-        patience, waited = self.engine.cluster.settings.timers.preempt_drain_s, self.process.world.now - step.begun
-        if waited > patience + 0.01 and self.process.disturbed < step.begun:
+        drain_s, waited = self.engine.cluster.settings.timers.preempt_drain_s, self.process.world.now - step.begun
+        if waited > drain_s + 0.01 and self.process.disturbed < step.begun:
             raise Violation(f"promise 4: {self.process.name} waited {waited:.2f} s for preempted blocks")
         reads = {
             push for flight in self.flights if flight.outcome is WriteState.PENDING for push, _, _ in flight.writes
         }
-        if waited < patience - 0.01 and not self._writer_died and not reads.isdisjoint(step.meta.preempted):
+        if waited < drain_s - 0.01 and not self._writer_died and not reads.isdisjoint(step.meta.preempted):
             raise Violation(f"promise 2: {self.process.name} does not wait for writes that read preempted blocks")
 
     def _compute(self, step: EngineStep) -> None:

@@ -45,9 +45,9 @@ def pair() -> Iterator[ConnectorPair]:
 
 
 @pytest.fixture(scope="module")
-def honest(pair: ConnectorPair) -> Reservation:
+def valid(pair: ConnectorPair) -> Reservation:
     """A real reservation of D."""
-    asked = pair.load("honest")
+    asked = pair.load("valid")
     return unseal(base64.b64decode(asked.kv_transfer_params["reservation"]), None)  # type: ignore[index]
 
 
@@ -111,7 +111,7 @@ def _at_prefill(pair: ConnectorPair, params: Any) -> dict[str, Any] | None:
 
 def _forged_posts(pair: ConnectorPair) -> int:
     """D's posts to its metaserver for requests that are not ours."""
-    return sum(not body["ticket"].startswith(("honest", "served-")) for body in pair.metaserver.bodies)
+    return sum(not body["ticket"].startswith(("valid", "served-")) for body in pair.metaserver.bodies)
 
 
 def _still_serves(pair: ConnectorPair) -> None:
@@ -121,7 +121,7 @@ def _still_serves(pair: ConnectorPair) -> None:
         cache.zero_()
     asked = pair.load(f"served-{next(_names)}")
     pair.prefilled(asked)
-    until(pair.results, "the honest load")
+    until(pair.results, "the valid load")
     for name in mine:
         assert torch.equal(theirs[name][[3, 5]], mine[name][[1, 6]])
         assert not theirs[name][[0, 1, 2, 4, 6, 7]].any()
@@ -131,7 +131,7 @@ def _still_serves(pair: ConnectorPair) -> None:
 def test_nonsense_is_a_plain_prefill_on_either_engine(pair: ConnectorPair, params: Any) -> None:
     answer = _at_prefill(pair, params)
     meant = isinstance(params, dict) and params.get("do_remote_decode") is True
-    assert (answer is not None) == meant, "a refused push is reported, to whoever asked for one"
+    assert (answer is not None) == meant, "a refused push is reported to the request that asked for one"
     assert pair.decode.get_num_new_matched_tokens(request("forged", params), 0) == (0, False)
     pair.decode.request_finished(request("forged", params), [0])
     assert _forged_posts(pair) == 0
@@ -206,16 +206,16 @@ CACHES: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("changes", FORGERIES.values(), ids=FORGERIES)
 def test_a_made_up_reservation_is_refused_before_any_worker_hears_of_it(
-    pair: ConnectorPair, honest: Reservation, changes: dict[str, Any]
+    pair: ConnectorPair, valid: Reservation, changes: dict[str, Any]
 ) -> None:
     changed = {key: value for key, value in changes.items() if key != "layout"}
-    geometry = msgspec.structs.replace(honest.geometry, **changes.get("layout", {}))
-    answer = _at_prefill(pair, _params(msgspec.structs.replace(honest, geometry=geometry, **changed)))
+    geometry = msgspec.structs.replace(valid.geometry, **changes.get("layout", {}))
+    answer = _at_prefill(pair, _params(msgspec.structs.replace(valid, geometry=geometry, **changed)))
     assert answer is not None and answer["pd_push"]["code"].startswith("PD-"), answer
 
 
-def _refused_layout(pair: ConnectorPair, honest: Reservation, forge: Callable[[dict[str, Any]], object]) -> None:
-    form = form_of(honest)
+def _refused_layout(pair: ConnectorPair, valid: Reservation, forge: Callable[[dict[str, Any]], object]) -> None:
+    form = form_of(valid)
     layout = msgspec.msgpack.decode(form.layout)
     forge(layout)
     forged = msgspec.structs.replace(form, layout=msgspec.msgpack.encode(layout))
@@ -226,27 +226,27 @@ def _refused_layout(pair: ConnectorPair, honest: Reservation, forge: Callable[[d
 
 @pytest.mark.parametrize("forge", CACHES.values(), ids=CACHES)
 def test_a_made_up_cache_is_refused_before_any_arithmetic(
-    pair: ConnectorPair, honest: Reservation, forge: Callable[[dict[str, Any]], object]
+    pair: ConnectorPair, valid: Reservation, forge: Callable[[dict[str, Any]], object]
 ) -> None:
-    _refused_layout(pair, honest, forge)
+    _refused_layout(pair, valid, forge)
 
 
 @pytest.mark.parametrize("field", range(2, 6), ids=("block_stride", "head_stride", "token_stride", "cell_bytes"))
 @pytest.mark.parametrize("value", [-1, 1 << 62, 1 << 40])
-def test_a_made_up_layout_is_refused_too(pair: ConnectorPair, honest: Reservation, field: int, value: int) -> None:
-    _refused_layout(pair, honest, lambda layout: layout["kinds"][0]["components"][0].__setitem__(field, value))
+def test_a_made_up_layout_is_refused_too(pair: ConnectorPair, valid: Reservation, field: int, value: int) -> None:
+    _refused_layout(pair, valid, lambda layout: layout["kinds"][0]["components"][0].__setitem__(field, value))
 
 
 @pytest.mark.parametrize("blocks", [[0, 1], [6, 7], [100, 200], [-1, -2], [2**31 - 1, 2**31 - 1]], ids=str)
 def test_blocks_that_were_not_reserved_are_never_written(
-    pair: ConnectorPair, honest: Reservation, blocks: list[int]
+    pair: ConnectorPair, valid: Reservation, blocks: list[int]
 ) -> None:
     """The transfer does not exist: D grants no authority for what its scheduler has not bound."""
     name = f"forged-{next(_names)}"
-    transfer = msgspec.structs.replace(honest.transfer, uuid=name)
+    transfer = msgspec.structs.replace(valid.transfer, uuid=name)
     ids = np.array(blocks, dtype="<i4").tobytes()
     before = {each: cache.clone() for each, cache in pair.caches[1].items()}
-    asked = request(name, _params(msgspec.structs.replace(honest, transfer=transfer, blocks=(ids,), deadline_s=1.0)))
+    asked = request(name, _params(msgspec.structs.replace(valid, transfer=transfer, blocks=(ids,), deadline_s=1.0)))
     pair.prefill.update_state_after_alloc(asked, Blocks([2, 4]), 0)
     pair.prefill_step(output(name, len(TOKENS), [2, 4]))
     held, _ = pair.prefill.request_finished(asked, [2, 4])
@@ -295,13 +295,13 @@ def _answer(prefill: AscendPushConnector, sealed: bytes, name: str) -> dict[str,
     return prefill.request_finished(asked, [])[1]
 
 
-def test_only_a_reservation_under_our_secret_is_taken(honest: Reservation, guarded: AscendPushConnector) -> None:
-    mine = seal(honest, SECRET)
+def test_only_a_reservation_under_our_secret_is_taken(valid: Reservation, guarded: AscendPushConnector) -> None:
+    mine = seal(valid, SECRET)
     flipped = bytearray(mine)
     flipped[-1] ^= 1
     forged = {
-        "unsigned": seal(honest, None),
-        "of another secret": seal(honest, replace(SECRET, current=b"x" * 32)),
+        "unsigned": seal(valid, None),
+        "of another secret": seal(valid, replace(SECRET, current=b"x" * 32)),
         "changed": bytes(flipped),
         "signed, its contents unsigned": mine[:4] + bytes(32) + mine[36:],
     }
@@ -309,5 +309,5 @@ def test_only_a_reservation_under_our_secret_is_taken(honest: Reservation, guard
         answer = _answer(guarded, sealed, name)
         assert answer is not None and answer["pd_push"]["code"] == "PD-SEC-003", name
         assert "kkkk" not in str(answer)
-    answer = _answer(guarded, mine, "honest")
+    answer = _answer(guarded, mine, "valid")
     assert answer is not None and "code" not in answer["pd_push"]

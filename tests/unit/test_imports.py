@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import rules: no import cycles, and pure modules import only pure ones. And a class has a name of its own."""
+"""Import rules: no import cycles; pure modules import only pure ones. And a class or type alias has its own name."""
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -103,3 +104,23 @@ def test_a_class_name_is_that_of_one_class() -> None:
                 if isinstance(node, ast.ClassDef):
                     where.setdefault(node.name, []).append(f"{path.relative_to(PACKAGE.parent)}:{node.lineno}")
     assert {name: places for name, places in where.items() if len(places) > 1}.keys() == OF_VLLM_ASCEND
+
+
+def aliases(path: Path) -> Iterator[tuple[str, str]]:
+    """Return name and definition of each type alias and class of a module: what a CamelCase name is given to there."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name, f"class of {path.relative_to(PACKAGE)}"
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Name) and re.fullmatch("[A-Z][a-z]\\w*", target.id):
+                    yield target.id, ast.unparse(node.value)
+
+
+def test_a_type_alias_is_the_name_of_one_type() -> None:
+    """Nor is it a class's name. Modules may define an alias once more, in the same words."""
+    where: dict[str, set[str]] = {}
+    for path in MODULES.values():
+        for name, definition in aliases(path):
+            where.setdefault(name, set()).add(definition)
+    assert not {name: meanings for name, meanings in where.items() if len(meanings) > 1}

@@ -71,7 +71,7 @@ DEFECTS: dict[int, Defect] = {
     5: Defect(
         "DONE of one attempt completes the next; late writes of an attempt are not fenced",
         (
-            f"{UNIT}/protocol/test_protocol_reservation.py::test_done_of_somebody_else_does_not_count",
+            f"{UNIT}/protocol/test_protocol_reservation.py::test_done_of_another_writer_does_not_count",
             f"{UNIT}/protocol/test_protocol_reservation.py::test_the_first_push_binds_and_another_is_refused",
             f"{UNIT}/runtime/test_runtime_faults.py::"
             "test_blocks_are_used_again_after_a_cancel_without_a_trace_of_the_old_request",

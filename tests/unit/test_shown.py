@@ -14,8 +14,8 @@ from vllm_ascend_pd.http.http1 import Origin
 from vllm_ascend_pd.metaserver.decisions import Circuit, CircuitPolicy, Evidence, Role
 from vllm_ascend_pd.metaserver.prefixes import Prompts
 from vllm_ascend_pd.metaserver.service.fleet import Instance
+from vllm_ascend_pd.prefill.core.push import BlockTable, Share
 from vllm_ascend_pd.prefill.core.push import Push as WorkersPush
-from vllm_ascend_pd.prefill.core.push import Share, Table
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.messages import Endpoint
 from vllm_ascend_pd.protocol.reservation import Receiver
@@ -81,7 +81,9 @@ def test_a_staging_slot_shows_its_destination_and_its_readers() -> None:
 def test_a_workers_push_tells_what_it_holds_and_how_its_pairs_are() -> None:
     blocks = np.zeros(4, dtype=np.int32)
     reservation = cast("Any", SimpleNamespace(transfer=T))
-    push = WorkersPush("p-1", "r", reservation, (), frozenset(), (), (), (0,), (), (blocks,), (Table(blocks, 3),), 0.0)
+    push = WorkersPush(
+        "p-1", "r", reservation, (), frozenset(), (), (), (0,), (), (blocks,), (BlockTable(blocks, 3),), 0.0
+    )
     assert repr(push) == "<Push p-1 of decode-1/7/uuid-7: 3 blocks; no D rank>"
     s = sender()
     s.open(0.0, order())

@@ -109,14 +109,14 @@ def browser(profile: Path) -> Iterator[Tab]:
         process.wait(10)
 
 
-def end(group: int, patience_s: float = 10.0) -> None:
-    """End every process of the group, with SIGKILL after `patience_s`. Return when none is left."""
+def end(group: int, timeout_s: float = 10.0) -> None:
+    """End every process of the group, with SIGKILL after `timeout_s`. Return when none is left."""
     begun = time.monotonic()
     number = signal.SIGTERM
     while members(group):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, number)
-        if time.monotonic() - begun > patience_s:
+        if time.monotonic() - begun > timeout_s:
             number = signal.SIGKILL
         time.sleep(0.05)
 

@@ -37,7 +37,7 @@ from vllm_ascend_pd.channel.listener import Listener
 from vllm_ascend_pd.cli.checkup import pair as doctors
 from vllm_ascend_pd.cli.checkup.line import Broken as LineBroken
 from vllm_ascend_pd.cli.checkup.line import Line
-from vllm_ascend_pd.cli.checkup.pair import Facts, Read, Wrote, differences
+from vllm_ascend_pd.cli.checkup.pair import Facts, ReadResult, WriteResult, differences
 from vllm_ascend_pd.config import RegroupConfig, Timers
 from vllm_ascend_pd.decode import answers
 from vllm_ascend_pd.decode.core.offers import Offers
@@ -57,7 +57,7 @@ from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.prefill.bootstrap import answer
 from vllm_ascend_pd.prefill.core.meetings import Holding, Meetings
 from vllm_ascend_pd.prefill.core.orders import OrderBook
-from vllm_ascend_pd.prefill.core.push import Table
+from vllm_ascend_pd.prefill.core.push import BlockTable
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.protocol.agreement import contributor_pairs
 from vllm_ascend_pd.protocol.auth import Greeting, Secrets, Session, SessionKey, encode, seal, seal_source, unseal
@@ -72,13 +72,13 @@ from vllm_ascend_pd.protocol.messages import (
     Cancel,
     Done,
     Failed,
+    LayoutRequest,
     Memory,
     Message,
     Ready,
     Refused,
     Renew,
     Reservation,
-    Which,
 )
 from vllm_ascend_pd.protocol.push import Destination, PushOrder, Sender
 from vllm_ascend_pd.protocol.reservation import Receiver
@@ -172,7 +172,7 @@ def _messages() -> list[Message]:
         _begin(),
         Ready(**_said(), lease_s=15.0, memory="hash", addresses=addresses),
         Renew(**_said(seq=2)),
-        Which(**_said()),
+        LayoutRequest(**_said()),
         Refused(**_said(), failure=Failure("PD-XFER-005", "over: of what")),
         Done(**_said(seq=2), bytes=(4096,), plan_digest=digest, checksums=((0, 0, 1 << 63),)),
         Failed(**_said(seq=2), quiescent=True, failure=Failure("PD-XFER-003", "why")),
@@ -289,7 +289,7 @@ def _signed() -> list[bytes]:
 
 
 def _verifier() -> Run:
-    honest = set(_signed())
+    valid = set(_signed())
     listener = _sessions()[1]
 
     def run(data: bytes) -> str:
@@ -297,7 +297,7 @@ def _verifier() -> Run:
             listener.open(data)
         except RemoteProtocolError:
             return REFUSED
-        return UNCHANGED if data in honest else ACCEPTED
+        return UNCHANGED if data in valid else ACCEPTED
 
     return run
 
@@ -401,7 +401,13 @@ class _Socket:
 def _consultation() -> list[bytes]:
     hello = clear_frame(Hello(PROTOCOL_VERSION, "doctor-1", b"n" * 32, False, "vllm-ascend-pd doctor"))
     facts = Facts("0.1.0", "tcp", "mooncake 0.3", "0.32.0", "2.13.0", "little", "x86_64", 1.7e9, D)
-    said = (Proof(), facts, doctors.ScratchMemory("127.0.0.1:4711", 1 << 40), Wrote("", "0" * 64, 0.01), Read("0" * 64))
+    said = (
+        Proof(),
+        facts,
+        doctors.ScratchMemory("127.0.0.1:4711", 1 << 40),
+        WriteResult("", "0" * 64, 0.01),
+        ReadResult("0" * 64),
+    )
     bodies = [b"\x02" + msgspec.msgpack.encode(each) for each in said]
     stream = hello + b"".join(len(body).to_bytes(4, "big") + body for body in bodies)
     return [stream, clear_frame(Goodbye("PD-SEC-003", "no")), _frames()[0]]
@@ -425,7 +431,7 @@ def _doctor() -> Run:
             calling.greet_as_dialer(None)
             for check in differences(ours, calling.receive(Facts, 1.0)):
                 check.says.encode()
-            for kind in (doctors.ScratchMemory, Wrote, Read):
+            for kind in (doctors.ScratchMemory, WriteResult, ReadResult):
                 calling.receive(kind, 1.0)
         except LineBroken:
             return REFUSED
@@ -442,14 +448,14 @@ def _sealed() -> list[bytes]:
 
 
 def _unsealer() -> Run:
-    honest = seal(RESERVATION, SECRETS)
+    valid = seal(RESERVATION, SECRETS)
 
     def run(data: bytes) -> str:
         try:
             unseal(data, SECRETS)
         except RemoteProtocolError:
             return REFUSED
-        return UNCHANGED if data == honest else ACCEPTED
+        return UNCHANGED if data == valid else ACCEPTED
 
     return run
 
@@ -463,15 +469,15 @@ def _sources() -> list[bytes]:
 
 def _source_reader() -> Run:
     """Feed a source as a client may send it: no address is dialled that is not allowed, with or without a secret."""
-    honest = _sources()
+    valid = _sources()
 
     def run(data: bytes) -> str:
         params = {"source": base64.b64encode(data).decode()}
         for secrets in (SECRETS, None):
             meet = read_meet(params, "cmpl-x-0-aaaaaaaa", (40, "hash"), ("10.0.0.1",), secrets)
-            if isinstance(meet, Meet) and not (secrets is not None and data == honest[0]):
+            if isinstance(meet, Meet) and not (secrets is not None and data == valid[0]):
                 return READ if meet.listener.host == "10.0.0.1" else ACCEPTED
-        return UNCHANGED if data in honest else REFUSED
+        return UNCHANGED if data in valid else REFUSED
 
     return run
 
@@ -549,7 +555,7 @@ def _admitted() -> Run:
         push, order, found = orders.take(0.0, PushStart(name, f"push-{number}", r))
         if found:
             return REFUSED
-        push.tables = tuple(Table(blocks, len(blocks)) for _ in push.tables)
+        push.tables = tuple(BlockTable(blocks, len(blocks)) for _ in push.tables)
         planner.plan([push.job(index, r.first, r.end) for index in range(len(push.pairings))], number)
         if len(order.destinations) > r.geometry.tp_size:
             raise AssertionError("more destinations than ranks")
@@ -713,7 +719,7 @@ def _posts() -> list[bytes]:
 def _posted() -> Run:
     """Feed the metaserver D's posts and P's answers. No post has a valid ticket here."""
     front = Front(Settings(), Fleet(CircuitPolicy()), http1.Upstream(1.0, 1.0), "http://metaserver")
-    handler = reserve.Reservations(front, reserve.Heart(2.0))
+    handler = reserve.Reservations(front, reserve.Heartbeats(2.0))
     prefill = front.fleet.add(parse_spec(Role.PREFILL, "p:1"), "flag")
     statuses: list[int] = []
     interrupt: Any = None  # of a leg, which does not exist here

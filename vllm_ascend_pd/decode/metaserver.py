@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
 MAX_LINE_BYTES = 64 << 10
-_PATIENCE_S = 10.0  # of retries: a metaserver that is away for longer has lost its memory, and the ticket with it
+_RETRIES_TIMEOUT_S = 10.0  # a metaserver that is away for longer has lost its memory, and the ticket with it
 _BACKOFF = Backoff(first_s=0.1, longest_s=2.0)
 _REPORT_S = 10.0
 _REPORTS_AT_ONCE = 16
@@ -240,7 +240,7 @@ class MetaserverClient:
                 async with slots:
                     return await self._post(call)
             except _FailedAttempt as failed:
-                left = min(call.deadline_s, _PATIENCE_S) - (self._loop.loop.time() - call.started)
+                left = min(call.deadline_s, _RETRIES_TIMEOUT_S) - (self._loop.loop.time() - call.started)
                 delay = post_again(failed.failure, call.attempts, left, failed.retry_after_s, random.random(), _BACKOFF)
                 if delay is None:
                     raise

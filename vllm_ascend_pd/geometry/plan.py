@@ -111,10 +111,10 @@ class _DirectRoute(msgspec.Struct, frozen=True):
     targets: tuple[Served, ...]
 
 
-Layout = tuple[Ranks, int, int, tuple[Region, ...]]
+LayoutKey = tuple[Ranks, int, int, tuple[Region, ...]]
 
 
-def layout_of(d: CacheGeometry) -> Layout:
+def layout_key(d: CacheGeometry) -> LayoutKey:
     """Return the layout of a D cache. Jobs with equal layouts share a line."""
     return d.ranks, d.block_size, d.interleave, d.regions
 
@@ -125,7 +125,7 @@ class StepPlanner:
     def __init__(self, p: CacheGeometry, rank: int) -> None:
         self._p = p
         self._rank = rank
-        self._routes: dict[Layout, _DirectRoute] = {}
+        self._routes: dict[LayoutKey, _DirectRoute] = {}
 
     def plan(self, jobs: Sequence[Job], step_number: int = 0) -> list[JobPlan]:
         """Return the plans in the order of `jobs`. `step_number` is the step's sequence number, equal on all ranks."""
@@ -142,12 +142,12 @@ class StepPlanner:
 
     def whole(self, job: Job, d_rank: int) -> tuple[Spans, ...]:
         """Return the spans of all of a job's tokens, as if no other rank shared this rank's heads for `d_rank`."""
-        [target] = (each for each in self._route(layout_of(job.d), job.d).targets if each.d_rank == d_rank)
+        [target] = (each for each in self._route(layout_key(job.d), job.d).targets if each.d_rank == d_rank)
         line = line_of([job], 1)
         _, chunks = self._chunks(line.lo, line.hi, [job], target)
         return tuple(merged(*pattern.spans(chunks))[0] for pattern in target.patterns)
 
-    def _route(self, layout: Layout, d: CacheGeometry) -> _DirectRoute:
+    def _route(self, layout: LayoutKey, d: CacheGeometry) -> _DirectRoute:
         route = self._routes.get(layout)
         if route is None:
             require_match(self._p, d)
@@ -207,14 +207,14 @@ class StepPlanner:
             plan.deliveries[target.d_rank] = Delivery(begin, end, heads)
 
 
-def by_layout(jobs: Sequence[Job]) -> dict[Layout, list[int]]:
+def by_layout(jobs: Sequence[Job]) -> dict[LayoutKey, list[int]]:
     """Return the indices of the jobs by layout. Both are in the order of the jobs, never in hash order."""
     layouts: dict[int, list[int]] = {}
-    found: dict[Layout, list[int]] = {}
+    found: dict[LayoutKey, list[int]] = {}
     for index, job in enumerate(jobs):
         members = layouts.get(id(job.d))
         if members is None:
-            members = layouts[id(job.d)] = found.setdefault(layout_of(job.d), [])
+            members = layouts[id(job.d)] = found.setdefault(layout_key(job.d), [])
         members.append(index)
     return found
 

@@ -33,7 +33,7 @@ from vllm_ascend_pd.geometry.lanes import Lane, lane_of
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.match import require_match
 from vllm_ascend_pd.geometry.ownership import TokenLine, granule
-from vllm_ascend_pd.geometry.plan import Delivery, Job, Layout, by_layout, line_of
+from vllm_ascend_pd.geometry.plan import Delivery, Job, LayoutKey, by_layout, line_of
 
 _CACHED_ROUTES = 256
 
@@ -112,7 +112,7 @@ class RegroupPlanner:
     def __init__(self, p: CacheGeometry, rank: int) -> None:
         self._p = p
         self._rank = rank
-        self._routes: dict[Layout, _ExchangeRoute] = {}
+        self._routes: dict[LayoutKey, _ExchangeRoute] = {}
 
     def plan(self, jobs: Sequence[Job], step_number: int = 0) -> RegroupPlan:
         """Return the plan of one step or sub-step. `step_number` is its sequence number."""
@@ -159,7 +159,7 @@ class RegroupPlanner:
                 slot = max(slot, size * heads)
         return Room(slot, int(matrix.sum(axis=1).max()), int(matrix.sum(axis=0).max()))
 
-    def _route(self, layout: Layout, d: CacheGeometry) -> _ExchangeRoute:
+    def _route(self, layout: LayoutKey, d: CacheGeometry) -> _ExchangeRoute:
         route = self._routes.get(layout)
         if route is None:
             require_match(self._p, d)

@@ -17,7 +17,7 @@ import msgspec
 
 from vllm_ascend_pd.http.gathered import Payload
 from vllm_ascend_pd.metaserver import outline
-from vllm_ascend_pd.metaserver.outline import SLICE, Buffer, NotJson, Steps, at_once
+from vllm_ascend_pd.metaserver.outline import SLICE, Buffer, NotJson, Scan, at_once
 from vllm_ascend_pd.metaserver.prefixes import Marks, marks_of
 
 COMPLETIONS = "/v1/completions"
@@ -117,7 +117,7 @@ def parse(route: str, body: Buffer) -> Request:
     return at_once(parsing(route, body))
 
 
-def parsing(route: str, body: Buffer) -> Steps[Request]:
+def parsing(route: str, body: Buffer) -> Scan[Request]:
     """Parse a request. Raise BodyError if it is no JSON object, or its `vllm_xargs` cannot be searched."""
     fields = yield from fields_of(body)
     fields.pop(TRANSFER_PARAMS, None)
@@ -149,7 +149,7 @@ def parsing(route: str, body: Buffer) -> Steps[Request]:
     )
 
 
-def fields_of(body: Buffer) -> Steps[dict[str, msgspec.Raw]]:
+def fields_of(body: Buffer) -> Scan[dict[str, msgspec.Raw]]:
     """Return the members of the outermost object, each as raw JSON. Raise BodyError."""
     try:
         if len(body) > SLICE:
@@ -232,7 +232,7 @@ def object_of(fields: Mapping[str, Any], longest: int) -> Payload:
     return [*pieces, b"}"]
 
 
-def stripping(body: Buffer) -> Steps[Buffer]:
+def stripping(body: Buffer) -> Scan[Buffer]:
     """Return any JSON body without the forbidden field, also in a list of requests; unchanged if it has none.
 
     Engines read bodies with the standard library, which accepts more than strict JSON (NaN, UTF-16). What the strict
@@ -260,7 +260,7 @@ def stripping(body: Buffer) -> Steps[Buffer]:
     return json.dumps(value).encode()
 
 
-def _look_through(body: Buffer) -> Steps[None]:
+def _look_through(body: Buffer) -> Scan[None]:
     """Search a long body. Raise BodyError if it may name the forbidden field, is malformed or too deeply nested."""
     try:
         yield from outline.well_formed(body)
@@ -283,7 +283,7 @@ def _value(body: bytes) -> Any:
         return json.loads(body)
 
 
-def _measure(raw: memoryview, chat: bool) -> Steps[tuple[int, int]]:
+def _measure(raw: memoryview, chat: bool) -> Scan[tuple[int, int]]:
     """Return the number of prompts and the estimated tokens of text, token ids, or a list of either."""
     if chat or bytes(raw[:1]) != b"[":
         return 1, len(raw) // _BYTES_PER_TOKEN + 1
@@ -373,6 +373,6 @@ def model_of(fields: Mapping[str, msgspec.Raw]) -> str:
         return ""
 
 
-def _marks(fields: Mapping[str, msgspec.Raw], prompt: memoryview, tokens: int) -> Steps[Marks]:
+def _marks(fields: Mapping[str, msgspec.Raw], prompt: memoryview, tokens: int) -> Scan[Marks]:
     """Return the prompt's marks. They cover tools and documents too, which a template puts before the messages."""
     return (yield from marks_of((_view(fields, name, b"") for name in _BEFORE_PROMPT), prompt, tokens))

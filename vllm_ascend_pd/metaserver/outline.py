@@ -33,7 +33,7 @@ _KIND[list(b"[{")] = 1
 _KIND[list(b"]}")] = -1
 
 T = TypeVar("T")
-Steps = Generator[int, None, T]
+Scan = Generator[int, None, T]
 Buffer = bytes | memoryview
 
 
@@ -41,7 +41,7 @@ class NotJson(ValueError):
     """A text that is not JSON; the message says why."""
 
 
-def at_once(steps: Steps[T]) -> T:
+def at_once(steps: Scan[T]) -> T:
     """Run all steps without pauses and return the result."""
     while True:
         try:
@@ -51,7 +51,7 @@ def at_once(steps: Steps[T]) -> T:
             return result
 
 
-def members(text: Buffer) -> Steps[dict[str, memoryview]]:
+def members(text: Buffer) -> Scan[dict[str, memoryview]]:
     """Return the raw values of an object by name; of equal names the last, as engines read it. Raise NotJson."""
     whole, found = memoryview(text), dict[str, memoryview]()
     at, count = (yield from _past_space(whole, 0)), 0
@@ -78,21 +78,21 @@ def members(text: Buffer) -> Steps[dict[str, memoryview]]:
     return found
 
 
-def well_formed(text: Buffer) -> Steps[None]:
+def well_formed(text: Buffer) -> Scan[None]:
     """Raise NotJson unless `text` is one value, by its strings and brackets only."""
     whole = memoryview(text)
     end = yield from value_end(whole, (yield from _past_space(whole, 0)))
     yield from _nothing_more(whole, end)
 
 
-def single(text: Buffer) -> Steps[bool]:
+def single(text: Buffer) -> Scan[bool]:
     """Return whether the list that `text` begins with has exactly one element."""
     whole = memoryview(text)
     end = yield from value_end(whole, (yield from _past_space(whole, 1)))
     return _is(whole, (yield from _past_space(whole, end)), b"]")
 
 
-def value_end(text: memoryview, at: int) -> Steps[int]:
+def value_end(text: memoryview, at: int) -> Scan[int]:
     """Return the end of the value that begins at `at`. Raise NotJson."""
     first = bytes(text[at : at + 1])
     if first == b'"':
@@ -105,7 +105,7 @@ def value_end(text: memoryview, at: int) -> Steps[int]:
     return found.end()
 
 
-def holds(text: Buffer, says: Callable[[bytes], object]) -> Steps[bool]:
+def holds(text: Buffer, says: Callable[[bytes], object]) -> Scan[bool]:
     """Return whether `says` is true of some part. It must look for less than the `_OVERLAP` bytes that parts share."""
     for at in range(0, len(text), SLICE):
         if says(bytes(text[at : at + SLICE + _OVERLAP])):
@@ -115,7 +115,7 @@ def holds(text: Buffer, says: Callable[[bytes], object]) -> Steps[bool]:
     return False
 
 
-def count(text: Buffer, byte: bytes) -> Steps[int]:
+def count(text: Buffer, byte: bytes) -> Scan[int]:
     found = 0
     for at in range(0, len(text), SLICE):
         found += bytes(text[at : at + SLICE]).count(byte)
@@ -124,7 +124,7 @@ def count(text: Buffer, byte: bytes) -> Steps[int]:
     return found
 
 
-def _string_end(text: memoryview, at: int) -> Steps[int]:
+def _string_end(text: memoryview, at: int) -> Scan[int]:
     size = _FIRST
     while at < len(text):
         piece = _piece(text, at, size)
@@ -136,7 +136,7 @@ def _string_end(text: memoryview, at: int) -> Steps[int]:
     raise NotJson("a string does not end")
 
 
-def _bracket_end(text: memoryview, at: int) -> Steps[int]:
+def _bracket_end(text: memoryview, at: int) -> Scan[int]:
     size, depth, inside = _FIRST, 0, False
     while at < len(text):
         piece = _piece(text, at, size)
@@ -170,7 +170,7 @@ def _piece(text: memoryview, at: int, size: int) -> bytes:
     return piece
 
 
-def _past_space(text: memoryview, at: int) -> Steps[int]:
+def _past_space(text: memoryview, at: int) -> Scan[int]:
     while True:
         found = _SPACE.match(text, at, at + SLICE)
         end = found.end() if found is not None else at
@@ -189,7 +189,7 @@ def _expect(text: memoryview, at: int, wanted: bytes) -> None:
         raise NotJson(f"{wanted.decode()} expected at byte {at}")
 
 
-def _nothing_more(text: memoryview, at: int) -> Steps[None]:
+def _nothing_more(text: memoryview, at: int) -> Scan[None]:
     if (yield from _past_space(text, at)) < len(text):
         raise NotJson("something comes after its end")
 

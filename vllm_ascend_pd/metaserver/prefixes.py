@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from vllm_ascend_pd.metaserver.outline import SLICE, Buffer, Steps
+from vllm_ascend_pd.metaserver.outline import SLICE, Buffer, Scan
 
 NEAR = 1 << 10  # bytes between two marks in the first FINE bytes
 FINE = 64 << 10
@@ -32,7 +32,7 @@ class Mark(NamedTuple):
 Marks = tuple[Mark, ...]
 
 
-def marks_of(context: Iterable[Buffer], prompt: Buffer, tokens: int) -> Steps[Marks]:
+def marks_of(context: Iterable[Buffer], prompt: Buffer, tokens: int) -> Scan[Marks]:
     """Return the marks of a prompt of about `tokens` tokens.
 
     `context`: what distinguishes it beside its own bytes, for example the model.

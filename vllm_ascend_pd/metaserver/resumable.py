@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for continuing a stream on another D with exactly the tokens that the first D would have generated.
 
-Pure. The other D gets a prompt of token ids: the prompt's and those generated so far. `FATES` says what becomes of each
-field of vLLM's requests then. A request with a field that it does not have is not continued.
+Pure. The other D gets a prompt of token ids: the prompt's and those generated so far. `FIELD_RULES` says what becomes
+of each field of vLLM's requests then. A request with a field that it does not have is not continued.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from vllm_ascend_pd.metaserver import bodies, outline
 from vllm_ascend_pd.metaserver.bodies import CHAT, COMPLETIONS, UNREADABLE, Request, Shape
-from vllm_ascend_pd.metaserver.outline import Steps
+from vllm_ascend_pd.metaserver.outline import Scan
 from vllm_ascend_pd.metaserver.prefixes import Marks
 
 _GREEDY = 1e-5  # vLLM samples greedily at temperatures below this
@@ -25,7 +25,7 @@ _FIELD_BYTES = 64 << 10  # of all that is kept of a request beside its prompt
 MAX_STOP = 256  # characters of a stop string; text of this length may have to be generated again
 
 
-class Fate(Enum):
+class FieldTreatment(Enum):
     """Treatment of a request's field when its generation is continued."""
 
     KEPT = "means the same for the tokens that are still to come"
@@ -36,22 +36,25 @@ class Fate(Enum):
 
 
 class Rule(NamedTuple):
-    fate: Fate
+    treatment: FieldTreatment
     why: str = ""  # why a stream with this field is not continued
     harmless: tuple[object, ...] = (None,)  # values with which it is continued all the same
 
 
 def _refused(why: str, *harmless: object) -> Rule:
-    return Rule(Fate.REFUSED, why, (None, *harmless))
+    return Rule(FieldTreatment.REFUSED, why, (None, *harmless))
 
 
-_KEPT, _PROMPT, _COUNTED, _OURS = (Rule(fate) for fate in (Fate.KEPT, Fate.PROMPT, Fate.COUNTED, Fate.OURS))
+_KEPT, _PROMPT, _COUNTED, _OURS = (
+    Rule(treatment)
+    for treatment in (FieldTreatment.KEPT, FieldTreatment.PROMPT, FieldTreatment.COUNTED, FieldTreatment.OURS)
+)
 _TOOLS = "what parses its tool calls has a state"
 _GRAMMAR = "its grammar has a state"
 _MEDIA = "its prompt is more than tokens"
 _SAMPLED = "it samples: its temperature is not 0"
 
-FATES: dict[str, Rule] = {
+FIELD_RULES: dict[str, Rule] = {
     **dict.fromkeys(("model", "cache_salt", "priority", "session_id", "user"), _KEPT),
     **dict.fromkeys(("prompt", "messages"), _PROMPT),
     **dict.fromkeys(("chat_template", "chat_template_kwargs", "add_generation_prompt"), _PROMPT),
@@ -98,10 +101,10 @@ FATES: dict[str, Rule] = {
     "parallel_tool_calls": _PROMPT,
     "include_reasoning": _refused("what hides its reasoning has a state", True),
 }
-_OF_CHAT = {"logprobs": _refused(FATES["top_logprobs"].why, False)}
+_OF_CHAT = {"logprobs": _refused(FIELD_RULES["top_logprobs"].why, False)}
 
 
-class Terms(msgspec.Struct, frozen=True):
+class ResumableRequest(msgspec.Struct, frozen=True):
     """The part of a request that is kept to continue it."""
 
     chat: bool
@@ -125,8 +128,8 @@ class NotContinued(ValueError):
     """A stream that cannot be continued; the text says why."""
 
 
-def terms_of(request: Request, ceiling: int) -> Steps[Terms]:
-    """Return the terms under which the stream can be continued. Raise NotContinued.
+def resumable_request(request: Request, ceiling: int) -> Scan[ResumableRequest]:
+    """Return what of a request is kept to continue its stream. Raise NotContinued.
 
     `ceiling`: most tokens of an answer that the engines allow, whatever is asked; 0: they have no such limit.
     """
@@ -134,15 +137,15 @@ def terms_of(request: Request, ceiling: int) -> Steps[Terms]:
     if not request.remote:
         raise NotContinued("D computes its prompt itself")
     if request.shape is not Shape.ONE or request.copies != 1:
-        raise NotContinued(FATES["n"].why)
+        raise NotContinued(FIELD_RULES["n"].why)
     kept: dict[str, msgspec.Raw] = {}
     for name, raw in fields.items():
-        rule = (_OF_CHAT.get(name) if chat else None) or FATES.get(name)
+        rule = (_OF_CHAT.get(name) if chat else None) or FIELD_RULES.get(name)
         if rule is None:
             raise NotContinued("it has a field that is not known here")
-        if rule.fate is Fate.REFUSED and not _is_one_of(raw, rule.harmless):
+        if rule.treatment is FieldTreatment.REFUSED and not _is_one_of(raw, rule.harmless):
             raise NotContinued(rule.why)
-        if rule.fate is Fate.KEPT:
+        if rule.treatment is FieldTreatment.KEPT:
             kept[name] = raw
     if not _greedy(fields):
         raise NotContinued(_SAMPLED)
@@ -152,7 +155,7 @@ def terms_of(request: Request, ceiling: int) -> Steps[Terms]:
     if size > _FIELD_BYTES:
         raise NotContinued("its fields beside the prompt are too long to be kept")
     longest = _longest_stop(fields)
-    return Terms(
+    return ResumableRequest(
         chat=chat,
         fields={name: msgspec.Raw(bytes(raw)) for name, raw in kept.items()},  # copied: a view keeps the whole body
         limit=_limit(fields, chat, ceiling),
@@ -167,24 +170,26 @@ def terms_of(request: Request, ceiling: int) -> Steps[Terms]:
     )
 
 
-def continued(terms: Terms, prompt: bytes, tokens: int, answer: Sequence[int], at: int, room: int) -> Request:
+def continued(
+    original: ResumableRequest, prompt: bytes, tokens: int, answer: Sequence[int], at: int, room: int
+) -> Request:
     """Return the request that goes on after the first `at` tokens of `answer`. Raise NotContinued.
 
     `prompt`: its `tokens` ids as they stand in a JSON list. `room`: tokens that the model takes in all, needed if the
     client set no limit.
     """
-    left = room - tokens - at if terms.limit is None else terms.limit - at
+    left = room - tokens - at if original.limit is None else original.limit - at
     if left < 1:
         raise NotContinued("no token is left of its limit")
     ids = b",".join([prompt, *(b"%d" % one for one in answer[:at])])
-    fields: dict[str, Any] = {**terms.fields, "prompt": msgspec.Raw(b"[" + ids + b"]"), "temperature": 0.0}
+    fields: dict[str, Any] = {**original.fields, "prompt": msgspec.Raw(b"[" + ids + b"]"), "temperature": 0.0}
     fields |= {"max_tokens": left, "stream": True, "return_token_ids": True}
-    if terms.least > at:
-        fields["min_tokens"] = terms.least - at
+    if original.least > at:
+        fields["min_tokens"] = original.least - at
     return Request(
         route=COMPLETIONS,
         fields=fields,
-        size=len(ids) + terms.size,
+        size=len(ids) + original.size,
         stream=True,
         shape=Shape.ONE,
         copies=1,
@@ -192,8 +197,8 @@ def continued(terms: Terms, prompt: bytes, tokens: int, answer: Sequence[int], a
         decode_tokens=tokens + at + min(left, 1 << 20),
         remote=True,
         send_tokens=False,
-        model=terms.model,
-        marks=terms.marks,
+        model=original.model,
+        marks=original.marks,
     )
 
 

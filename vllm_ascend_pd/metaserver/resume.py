@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from vllm_ascend_pd.metaserver.bodies import UNREADABLE, Request
-from vllm_ascend_pd.metaserver.resumable import NotContinued, Terms, continued
+from vllm_ascend_pd.metaserver.resumable import NotContinued, ResumableRequest, continued
 
 MAX_AGAIN = 256  # most tokens that are generated again, from a point where no text was held back
 _OVERHEAD = 2048  # bytes of a kept stream, beside its ids
@@ -95,8 +95,8 @@ _LOGPROBS = msgspec.json.Decoder(_Logprobs | None)
 class StreamState:
     """State of one stream that another D needs to continue it. `most`: limit of tokens of prompt and answer."""
 
-    def __init__(self, terms: Terms, most: int) -> None:
-        self.terms = terms
+    def __init__(self, original: ResumableRequest, most: int) -> None:
+        self.original = original
         self.times = 0  # continuations so far
         self.ids = array("I")
         self.finished = self.done = False
@@ -118,7 +118,7 @@ class StreamState:
     @property
     def size(self) -> int:
         """Estimated bytes of memory."""
-        return _OVERHEAD + self.terms.size + len(self._prompt) + 4 * len(self.ids) + 128 * len(self._marks)
+        return _OVERHEAD + self.original.size + len(self._prompt) + 4 * len(self.ids) + 128 * len(self._marks)
 
     def give_up(self, why: str) -> None:
         """Keep nothing of the stream any more: it cannot be continued. The client still gets it as it comes."""
@@ -144,7 +144,7 @@ class StreamState:
             raise NotContinued(self.unfit)
         # A stop string that is completed later begins at most `stop` characters before the end of the text so far,
         # which is what D has released and the `held` characters that it may hold back.
-        latest = self._released + self.terms.held - self.terms.stop
+        latest = self._released + self.original.held - self.original.stop
         found = next((mark for mark in reversed(self._marks) if mark.text <= latest or not mark.tokens), None)
         if found is None or len(self.ids) - found.tokens > MAX_AGAIN:
             raise NotContinued(f"D held text back over more than {MAX_AGAIN} tokens")
@@ -156,7 +156,7 @@ class StreamState:
         Raise NotContinued.
         """
         point = self.point()
-        request = continued(self.terms, self._prompt, self._prompt_tokens, self.ids, point.tokens, room)
+        request = continued(self.original, self._prompt, self._prompt_tokens, self.ids, point.tokens, room)
         self._from, self._again = point, list(self.ids[point.tokens :])
         self._skip = max(0, self._released - point.text)
         self.cut = None
@@ -166,7 +166,7 @@ class StreamState:
     def ending(self) -> bytes:
         """Return the rest of a stream whose last token is out: usage, if it was asked for, and the end."""
         said = b""
-        if self.terms.usage and not self._usage_sent:
+        if self.original.usage and not self._usage_sent:
             prompt, answer = self._prompt_tokens, self._answer
             usage = {"prompt_tokens": prompt, "total_tokens": prompt + answer, "completion_tokens": answer}
             said = _written({**self._head, "choices": [], "usage": usage})
@@ -227,7 +227,7 @@ class StreamState:
 
     def _note_head(self, read: _AnswerEvent, choice: _Choice | None) -> None:
         if not self._head:
-            form = "chat.completion.chunk" if self.terms.chat else "text_completion"
+            form = "chat.completion.chunk" if self.original.chat else "text_completion"
             self._head = {"id": read.id, "object": form, "created": read.created, "model": read.model}
         if not self._prompt:
             ids = memoryview(read.prompt_token_ids)
@@ -271,7 +271,7 @@ class StreamState:
             self.give_up(f"it has more than {self._most} tokens")
             return
         if (
-            self.terms.fields.get("logprobs") is not None
+            self.original.fields.get("logprobs") is not None
             and (logprobs := _LOGPROBS.decode(choice.logprobs))
             and logprobs.tokens
         ):
@@ -280,8 +280,8 @@ class StreamState:
             )
         if not single:
             return
-        self._marks.append(Point(len(self.ids), self._released + self.terms.held, self._offset))
-        latest = self._released + self.terms.held - self.terms.stop
+        self._marks.append(Point(len(self.ids), self._released + self.original.held, self._offset))
+        latest = self._released + self.original.held - self.original.stop
         while len(self._marks) > 1 and self._marks[1].text <= latest:
             self._marks.popleft()
 
@@ -290,7 +290,7 @@ class StreamState:
 
         A chat's parser that waits for more text sends events with nothing but ids: those are left out.
         """
-        if not self.terms.asked_ids:
+        if not self.original.asked_ids:
             if choice is not None and choice.token_ids:
                 if choice.delta == _Delta() and choice.finish_reason is None and bytes(choice.logprobs) == b"null":
                     return b""
@@ -334,8 +334,8 @@ class StreamState:
     def _framed(
         self, written: dict[str, Any], choice: _Choice, text: str, tokens: list[int], again: int
     ) -> dict[str, Any]:
-        ids = tokens if self.terms.asked_ids else None
-        if self.terms.chat:
+        ids = tokens if self.original.asked_ids else None
+        if self.original.chat:
             framed = {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": choice.finish_reason}
             return framed | ({"stop_reason": choice.stop_reason} if choice.finish_reason else {}) | {"token_ids": ids}
         written |= {"text": text, "prompt_token_ids": None, "token_ids": ids}

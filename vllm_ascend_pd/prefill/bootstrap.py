@@ -19,7 +19,7 @@ from vllm_ascend_pd.protocol.identity import Endpoint
 
 MAX_HEAD = 8192  # bytes
 MAX_OPEN = 64  # connections; further ones are closed unread
-PATIENCE_S = 5.0  # for one question and its answer
+QUESTION_TIMEOUT_S = 5.0  # for one question and its answer
 
 
 def answer(head: bytes, listeners: Sequence[Endpoint]) -> bytes:
@@ -69,7 +69,7 @@ class Bootstrap:
         self._open.add(writer)
         try:
             with contextlib.suppress(asyncio.TimeoutError, asyncio.IncompleteReadError, OSError):
-                await asyncio.wait_for(self._say(reader, writer), PATIENCE_S)
+                await asyncio.wait_for(self._say(reader, writer), QUESTION_TIMEOUT_S)
         finally:
             self._open.discard(writer)
             writer.close()

@@ -128,7 +128,7 @@ class Exchanger:
                     self._staging.new_step()
             for index in range(len(slots)):
                 with self._deciding() as core:
-                    while (left := core.patience(self._clock(), run, index)) > 0:
+                    while (left := core.wait_left(self._clock(), run, index)) > 0:
                         self._wait(left)
                     slots[index] = core.slot(run, index)
         except Exception as failed:

@@ -28,7 +28,7 @@ from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.prefill.core.pushes import Effect, MetricValue, Pushes, PushSite, Writable
 from vllm_ascend_pd.prefill.exchanger import Exchanger
 from vllm_ascend_pd.prefill.steps import Steps
-from vllm_ascend_pd.prefill.sums import Summer
+from vllm_ascend_pd.prefill.sums import PushSums
 from vllm_ascend_pd.prefill.writer import Writer, WriterThread
 from vllm_ascend_pd.protocol import actions as act
 from vllm_ascend_pd.protocol.auth import Secrets
@@ -65,7 +65,7 @@ class PushRuntime:
         self._armed = float("inf")
         staging = regroup.staging if regroup is not None else None
         wire.register([*caches.storages, *([staging.region] if staging is not None else [])])
-        summer = Summer(caches, device, site.contributor.rank) if config.wire.verify == "full" else None
+        push_sums = PushSums(caches, device, site.contributor.rank) if config.wire.verify == "full" else None
         self.core = Pushes(
             config,
             site,
@@ -84,7 +84,7 @@ class PushRuntime:
             on_unreachable=self._on_unreachable,
             count=lambda reason: self.tally.count("num_side_channel_faults", reason),
         )
-        self._writer = Writer(self.deciding, wire, time.monotonic, summer)
+        self._writer = Writer(self.deciding, wire, time.monotonic, push_sums)
         wire.listen(self._last_message_at)
         self._writing = WriterThread(f"pd-writer-{site.contributor}", self._writer, device)
         self._exchanger: Exchanger | None = None

@@ -17,7 +17,7 @@ from vllm_ascend_pd.prefill.core.push import DirectWrites
 from vllm_ascend_pd.prefill.core.pushes import Sums
 
 
-class Summer:
+class PushSums:
     """Checksums that DONE carries to D."""
 
     def __init__(self, caches: Caches, device: Device, rank: int) -> None:

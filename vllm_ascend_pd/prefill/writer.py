@@ -23,7 +23,7 @@ from vllm_ascend_pd.prefill.core.batches import Batch
 from vllm_ascend_pd.prefill.core.exchanges import Staged
 from vllm_ascend_pd.prefill.core.push import DirectWrites
 from vllm_ascend_pd.prefill.core.pushes import Pushes
-from vllm_ascend_pd.prefill.sums import Summer
+from vllm_ascend_pd.prefill.sums import PushSums
 from vllm_ascend_pd.shared.event import Event
 from vllm_ascend_pd.transport.base import Wire, WriteState
 
@@ -64,9 +64,9 @@ class Writer:
         deciding: Deciding,
         wire: Wire,
         clock: Callable[[], float],
-        summer: Summer | None = None,
+        push_sums: PushSums | None = None,
     ) -> None:
-        self._deciding, self._wire, self._clock, self._summer = deciding, wire, clock, summer
+        self._deciding, self._wire, self._clock, self._push_sums = deciding, wire, clock, push_sums
         # What is pushed directly does not wait for exchanges, which depend on other ranks.
         self._computed: deque[News] = deque()
         self._exchanged: deque[News] = deque()
@@ -118,7 +118,7 @@ class Writer:
     def _tell(self, item: News) -> None:
         if isinstance(item, Staged):
             absent = item.absent()
-            sums = self._summer.staged(item) if self._summer is not None else [{} for _ in item.slots]
+            sums = self._push_sums.staged(item) if self._push_sums is not None else [{} for _ in item.slots]
             with self._deciding() as core:
                 core.staged(self._clock(), item, absent, sums)
         elif isinstance(item, Computed):
@@ -131,14 +131,14 @@ class Writer:
 
     def _sum_direct(self, item: Sealed) -> list[tuple[DirectWrites, tuple[int, ...]]]:
         """Return the checksums of all that the ending pushes push directly, if wanted. Sums without the lock."""
-        if self._summer is None:
+        if self._push_sums is None:
             return []
         with self._deciding() as core:
             writes = core.direct_writes(item.step, item.pushes)
         sums = []
         for written in writes:
             try:
-                sums.append((written, self._summer.direct(written)))
+                sums.append((written, self._push_sums.direct(written)))
             except Exception as error:  # concerns one request's plan or memory: the others go on
                 log.exception("the bytes of push %s cannot be summed", written.push)
                 with self._deciding() as core:

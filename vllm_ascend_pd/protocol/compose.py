@@ -16,13 +16,14 @@ from vllm_ascend_pd.protocol.messages import (
     Cancel,
     Done,
     Failed,
+    LayoutRequest,
     Memory,
     Message,
     Ready,
     RefusalCode,
     Refused,
     Renew,
-    Which,
+    message_name,
 )
 from vllm_ascend_pd.protocol.pair import PairRecord
 
@@ -99,8 +100,8 @@ def ready(asked: Begin | Renew, lease_s: float, memory: str, addresses: Memory) 
     return Ready(**_head(asked), lease_s=lease_s, memory=memory, addresses=now)
 
 
-def which(begin: Begin) -> Which:
-    return Which(**_head(begin))
+def layout_request(begin: Begin) -> LayoutRequest:
+    return LayoutRequest(**_head(begin))
 
 
 def refused(message: Message, code: RefusalCode, detail: str = "") -> Refused:
@@ -109,7 +110,7 @@ def refused(message: Message, code: RefusalCode, detail: str = "") -> Refused:
 
 
 def ack(message: Done | Failed) -> Ack:
-    return Ack(**_head(message), kind=type(message).__name__.lower())
+    return Ack(**_head(message), kind=message_name(message))
 
 
 def cancel(begin: Begin, seq: int, failure: Failure) -> Cancel:

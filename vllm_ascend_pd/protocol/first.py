@@ -13,8 +13,8 @@ from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Count, Token, Tra
 MAX_LOGPROBS = 64
 MAX_FIRST_BYTES = 8192  # of a sealed `First`
 
-Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-LogProb = tuple[Count, float, Rank]  # token, its log-probability, its rank
+TokenRank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+LogProb = tuple[Count, float, TokenRank]  # token, its log-probability, its rank
 Sample: TypeAlias = tuple[int, str, Sequence[LogProb]]  # token, digest of its choice, log-probabilities to report
 
 

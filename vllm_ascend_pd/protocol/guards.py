@@ -21,13 +21,14 @@ from vllm_ascend_pd.protocol.messages import (
     Cancel,
     Done,
     Failed,
+    LayoutRequest,
     Memory,
     Message,
     Ready,
     RefusalCode,
     Refused,
     Renew,
-    Which,
+    message_name,
 )
 from vllm_ascend_pd.protocol.pair import OPEN, PairRecord
 from vllm_ascend_pd.protocol.states import (
@@ -51,7 +52,7 @@ TO_PREFILL: Mapping[type, PairEvent] = {
     Ready: PairEvent.READY,
     Refused: PairEvent.REFUSED,
     Cancel: PairEvent.CANCEL,
-    Which: PairEvent.WHICH,
+    LayoutRequest: PairEvent.WHICH,
     Ack: PairEvent.ACK,
 }
 
@@ -237,10 +238,10 @@ class PairGuards:
     def event(self, now: float, pair: PairRecord | None, message: Message) -> PairEvent:
         if pair is not None and isinstance(message, Ready) and pair.state in OPEN:
             return self._ready(now, pair, message)
-        if pair is not None and isinstance(message, Which) and pair.state is PairState.ASK and pair.asked_which:
+        if pair is not None and isinstance(message, LayoutRequest) and pair.state is PairState.ASK and pair.asked_which:
             return PairEvent.WHICH_AGAIN
         if pair is not None and isinstance(message, Ack) and pair.final is not None:
-            ours = message.seq == pair.final.seq and message.kind == type(pair.final).__name__.lower()
+            ours = message.seq == pair.final.seq and message.kind == message_name(pair.final)
             return PairEvent.ACK if ours else PairEvent.ACK_OF_ANOTHER
         return TO_PREFILL[type(message)]
 

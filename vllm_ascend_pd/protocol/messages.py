@@ -122,8 +122,8 @@ class Ready(_Head, frozen=True, tag="ready", kw_only=True):
     addresses: Memory | None = None  # that memory, if P does not know it
 
 
-class Which(_Head, frozen=True, tag="which", kw_only=True):
-    """D rank → P rank: request for the layout that the BEGIN names, which is not known here."""
+class LayoutRequest(_Head, frozen=True, tag="which", kw_only=True):
+    """D rank → P rank, WHICH on the wire: request for the layout that the BEGIN names, which is not known here."""
 
 
 class Refused(_Head, frozen=True, tag="refused", kw_only=True):
@@ -160,4 +160,9 @@ class Ack(_Head, frozen=True, tag="ack", kw_only=True):
     kind: Token
 
 
-Message: TypeAlias = Begin | Renew | Ready | Which | Refused | Done | Failed | Cancel | Ack
+Message: TypeAlias = Begin | Renew | Ready | LayoutRequest | Refused | Done | Failed | Cancel | Ack
+
+
+def message_name(message: Message) -> str:
+    """Return the message's name on the wire, by which counters and logs know it too."""
+    return str(message.__struct_config__.tag)

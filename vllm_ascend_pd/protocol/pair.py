@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
-from vllm_ascend_pd.protocol.messages import Done, Failed, Memory
+from vllm_ascend_pd.protocol.messages import Done, Failed, Memory, message_name
 from vllm_ascend_pd.protocol.states import PairState
 from vllm_ascend_pd.protocol.timing import Repetition
 
@@ -113,7 +113,7 @@ class PairRecord:
         words = f"{push} to D{self.destination.d_rank} at {self.destination.peer}: {self.state.value}{until}"
         words += f", units: {len(units.pending)} pending, {len(units.out)} out, {len(units.covered)} covered"
         if self.final is not None:
-            words += f"; sends {type(self.final).__name__.upper()}, {'' if self.acknowledged else 'not '}acknowledged"
+            words += f"; sends {message_name(self.final).upper()}, {'' if self.acknowledged else 'not '}acknowledged"
         return f"<Pair {words}>"
 
     @property

@@ -19,7 +19,7 @@ from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.guards import TO_PREFILL, PairGuards
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.protocol.layouts import EngineLayout, layout_hash, written
-from vllm_ascend_pd.protocol.messages import Memory, Message
+from vllm_ascend_pd.protocol.messages import Memory, Message, message_name
 from vllm_ascend_pd.protocol.pair import OPEN, Claim, ComputedUnit, Destination, PairRecord, PushOrder, SenderPush
 from vllm_ascend_pd.protocol.push_rules import MAX_MEMORIES, PairMachine
 from vllm_ascend_pd.protocol.states import Incoming, PairEvent, PairState
@@ -219,7 +219,7 @@ class Sender:
             self._last_message.popitem(last=False)
         event = TO_PREFILL.get(type(message))
         if event is None:
-            self.counters["unexpected_" + type(message).__name__.lower()] += 1
+            self.counters["unexpected_" + message_name(message)] += 1
             return self._taken()
         if message.p_incarnation != self._messages.incarnation or message.contributor != self._messages.contributor:
             self.counters["stale_" + event.value] += 1

@@ -21,12 +21,12 @@ from vllm_ascend_pd.protocol.messages import (
     Cancel,
     Done,
     Failed,
+    LayoutRequest,
     Memory,
     Message,
     Ready,
     Refused,
     Renew,
-    Which,
 )
 from vllm_ascend_pd.protocol.pair import Claim, ComputedUnit, Coverage, PairRecord, SenderPush
 from vllm_ascend_pd.protocol.states import Incoming, PairEvent, PairState, Table, look_up
@@ -88,7 +88,7 @@ class PairMachine:
         pair.begin.again(now)
         self.ask(now, pair, cause)
 
-    def ask_with_layout(self, now: float, pair: PairRecord, received: Incoming[Which]) -> None:
+    def ask_with_layout(self, now: float, pair: PairRecord, received: Incoming[LayoutRequest]) -> None:
         """Send BEGIN again, with our layout in full."""
         pair.asked_which = True
         self.ask_again(now, pair, None)

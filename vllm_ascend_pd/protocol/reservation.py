@@ -18,7 +18,7 @@ from vllm_ascend_pd.protocol.fence import Fence
 from vllm_ascend_pd.protocol.guards import ReservationGuards
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.layouts import Layouts
-from vllm_ascend_pd.protocol.messages import Begin, Done, Failed, Memory, Message, RefusalCode, Renew
+from vllm_ascend_pd.protocol.messages import Begin, Done, Failed, Memory, Message, RefusalCode, Renew, message_name
 from vllm_ascend_pd.protocol.reservation_rules import ReservationMachine
 from vllm_ascend_pd.protocol.states import Incoming, ReservationEvent, ReservationState
 from vllm_ascend_pd.protocol.tables import RESERVATION_TABLE
@@ -146,7 +146,7 @@ class Receiver:
     def message(self, now: float, peer: Hashable, message: Message) -> list[Action]:
         self._fence_of.observe(now)
         if not isinstance(message, Begin | Renew | Done | Failed):
-            self.counters["unexpected_" + type(message).__name__.lower()] += 1
+            self.counters["unexpected_" + message_name(message)] += 1
             return self._taken()
         if isinstance(message, Begin) and message.layout_bytes:
             self._layouts.add(message.layout_bytes)

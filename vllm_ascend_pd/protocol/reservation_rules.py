@@ -12,7 +12,7 @@ from collections import Counter
 from vllm_ascend_pd.config import Timers
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.protocol.actions import Action, Note, Report, Send, Verify
-from vllm_ascend_pd.protocol.compose import ack, cancel, failure_of, ready, refused, which
+from vllm_ascend_pd.protocol.compose import ack, cancel, failure_of, layout_request, ready, refused
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.fence import Fence
 from vllm_ascend_pd.protocol.guards import Refusal, ReservationGuards
@@ -142,7 +142,7 @@ class ReservationMachine:
         self.grant_again(now, record, received)
 
     def ask_which(self, now: float, record: Transfer, received: Incoming[Begin]) -> None:
-        self.actions.append(Send(received.peer, which(received.message)))
+        self.actions.append(Send(received.peer, layout_request(received.message)))
 
     def grant_again(self, now: float, record: Transfer, received: Incoming[Begin | Renew]) -> None:
         asked = received.message

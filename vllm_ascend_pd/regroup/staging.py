@@ -18,7 +18,7 @@ from vllm_ascend_pd.config import RegroupConfig
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 
-PATIENCE_S = 0.05  # the longest that one step's exchanges wait for slots of one destination, in all
+SLOT_TIMEOUT_S = 0.05  # the longest that one step's exchanges wait for slots of one destination, in all
 
 
 def exchanges_possible(config: RegroupConfig, geometry: CacheGeometry, tp_size: int) -> bool:
@@ -70,7 +70,7 @@ class Staging:
         self._memory, self._quota = memory, quota
         self._free = list(range(self.count))
         self._held: Counter[Hashable] = Counter()  # by destination
-        self._patience: dict[Hashable, float] = {}  # time left to wait in this step, by destination
+        self._wait_left: dict[Hashable, float] = {}  # time left to wait in this step, by destination
         self._until: dict[Hashable, float] = {}  # end of the wait, by destination that is being waited for
         self._stalled: set[Hashable] = set()  # waited for in vain, and no slot came back since
 
@@ -91,19 +91,19 @@ class Staging:
     def new_step(self) -> None:
         """Start a step: exchanges may wait for slots again, except for destinations that are stalled."""
         self._stalled = {destination for destination in self._stalled if self._held[destination]}
-        self._patience = dict.fromkeys(self._stalled, 0.0)
+        self._wait_left = dict.fromkeys(self._stalled, 0.0)
         self._until.clear()
 
-    def patience(self, now: float, destination: Hashable) -> float:
+    def wait_left(self, now: float, destination: Hashable) -> float:
         """Return how many seconds to wait for a slot before `take`. Call it again after each wait.
 
-        All exchanges of a step together wait for a destination at most PATIENCE_S.
+        All exchanges of a step together wait for a destination at most SLOT_TIMEOUT_S.
         """
         waited_until = self._until.pop(destination, None)
-        left = self._patience.get(destination, PATIENCE_S if self.waits else 0.0)
+        left = self._wait_left.get(destination, SLOT_TIMEOUT_S if self.waits else 0.0)
         room = self.room(destination) > 0
         if waited_until is not None:
-            left = self._patience[destination] = max(0.0, waited_until - now)
+            left = self._wait_left[destination] = max(0.0, waited_until - now)
             if not left and not room:
                 self._stalled.add(destination)
         if room or not left:

@@ -20,7 +20,7 @@ from vllm_ascend_pd.transport.engine import OpenEngine
 from vllm_ascend_pd.transport.introducer import AGAIN_S
 from vllm_ascend_pd.transport.lanes import BlockingWrites
 from vllm_ascend_pd.transport.mooncake_sockets import hang_up
-from vllm_ascend_pd.transport.spans import Spans
+from vllm_ascend_pd.transport.spans import SpanArrays
 from vllm_ascend_pd.transport.target import MooncakeTarget
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,9 @@ class AscendEngine:
                 self._probed.remove(address)
                 self._changed.notify_all()
 
-    def submit(self, engine: OpenEngine, address: str, spans: Spans, issue_by: float, first_s: float | None) -> int:
+    def submit(
+        self, engine: OpenEngine, address: str, spans: SpanArrays, issue_by: float, first_s: float | None
+    ) -> int:
         return self._lanes.submit(engine, address, *spans, issue_by=issue_by, first_s=first_s)
 
     def poll(self, handle: int) -> WriteState:

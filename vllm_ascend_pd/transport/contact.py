@@ -23,7 +23,7 @@ HEARD_S = 1.0  # largest age of a peer's last message on the side channel, where
 
 
 @dataclass(slots=True, eq=False)
-class Meeting:
+class FirstContact:
     """First contact that one write waits for: the answer of a peer that the engine does not know yet."""
 
     session: str
@@ -75,18 +75,18 @@ class Contacts:
         if address in self._peers:
             self._peers[address].answers = False
 
-    def ask(self, meeting: Meeting, another: bool) -> Introduction:
+    def ask(self, contact: FirstContact, another: bool) -> Introduction:
         """Probe the peer and return its answer, without waiting. `another`: the engine is in another first contact."""
         now = self._clock()
-        if now >= meeting.end:
+        if now >= contact.end:
             return Introduction.NO
-        if another or not self._vouched(meeting.session):
-            meeting.asked_until = None  # an answer would be too old by the time it is needed
+        if another or not self._vouched(contact.session):
+            contact.asked_until = None  # an answer would be too old by the time it is needed
             return Introduction.ASKING
-        if meeting.asked_until is None:
-            meeting.asked_until = now + FIRST_CONTACT_S
-        answer = self._introducer.ask(meeting.session)
-        return Introduction.NO if answer is Introduction.ASKING and now >= meeting.asked_until else answer
+        if contact.asked_until is None:
+            contact.asked_until = now + FIRST_CONTACT_S
+        answer = self._introducer.ask(contact.session)
+        return Introduction.NO if answer is Introduction.ASKING and now >= contact.asked_until else answer
 
     def forget(self, session: str) -> None:
         """Drop the probe of a session: no write waits for its answer any more."""

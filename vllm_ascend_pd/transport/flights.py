@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.engine import LANDED, PENDING, OpenEngine
 from vllm_ascend_pd.transport.introducer import watched
-from vllm_ascend_pd.transport.spans import Bytes
+from vllm_ascend_pd.transport.spans import Ints
 
 WINDOW = 128  # descriptors in the engine per peer
 LINGER_S = 2.0  # a killed peer's transfers end within 1 s of trying to reconnect; a stopped peer's do not
@@ -56,7 +56,7 @@ class Flights:
         self._in_engine: Counter[tuple[OpenEngine, str]] = Counter()
 
     def submit(
-        self, engine: OpenEngine, address: str, src: Bytes, dst: Bytes, size: Bytes, *, first_s: float | None = None
+        self, engine: OpenEngine, address: str, src: Ints, dst: Ints, size: Ints, *, first_s: float | None = None
     ) -> int:
         """Start a write. `first_s`: if it may be first contact, it is cut off after so many seconds."""
         handle = next(self._handles)

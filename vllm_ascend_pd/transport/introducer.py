@@ -46,8 +46,8 @@ class Introducer:
     A session is "address/tag". The answer of one process says nothing about another one at its address.
     """
 
-    def __init__(self, probe: Callable[[str], bool], patience_s: float, clock: Callable[[], float]) -> None:
-        self._probe, self._patience_s, self._clock = probe, patience_s, clock
+    def __init__(self, probe: Callable[[str], bool], timeout_s: float, clock: Callable[[], float]) -> None:
+        self._probe, self._timeout_s, self._clock = probe, timeout_s, clock
         self._asked: dict[str, _AskedPeer] = {}  # by session
         self._forgotten: list[_AskedPeer] = []  # no write waits for these any more; their threads are about to end
 
@@ -96,7 +96,7 @@ class Introducer:
 
     def _start(self, session: str) -> None:
         address = session.partition("/")[0]
-        asked = _AskedPeer(address, self._clock() + self._patience_s)
+        asked = _AskedPeer(address, self._clock() + self._timeout_s)
         asked.thread = threading.Thread(target=self._run, args=(asked,), name=f"pd-introduce-{address}", daemon=True)
         self._asked[session] = asked
         asked.thread.start()
@@ -118,18 +118,18 @@ class Introducer:
 
 
 @contextlib.contextmanager
-def watched(address: str, patience_s: float | None) -> Iterator[None]:
+def watched(address: str, timeout_s: float | None) -> Iterator[None]:
     """Limit a first contact, made inside this context on the same thread: other writes wait while it opens a segment.
 
-    After `patience_s` its connections are shut down, again and again until the call is over. None: no first contact.
+    After `timeout_s` its connections are shut down, again and again until the call is over. None: no first contact.
     """
-    if patience_s is None:
+    if timeout_s is None:
         yield
         return
     over = threading.Event()
 
     def watch() -> None:
-        left = patience_s
+        left = timeout_s
         while not over.wait(left):
             hang_up(address)
             left = AGAIN_S

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.engine import OpenEngine
 from vllm_ascend_pd.transport.introducer import watched
-from vllm_ascend_pd.transport.spans import Bytes
+from vllm_ascend_pd.transport.spans import Ints
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +76,9 @@ class BlockingWrites:
         self,
         engine: OpenEngine,
         address: str,
-        src: Bytes,
-        dst: Bytes,
-        size: Bytes,
+        src: Ints,
+        dst: Ints,
+        size: Ints,
         *,
         issue_by: float,
         first_s: float | None = None,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from vllm_ascend_pd.errors import PdError, one_line
 from vllm_ascend_pd.transport.base import WriteState
-from vllm_ascend_pd.transport.spans import Bounds, Bytes, as_spans, merge_regions, merge_runs
+from vllm_ascend_pd.transport.spans import Bounds, Ints, as_spans, merge_regions, merge_runs
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +29,9 @@ class Write:
     """One submission. The bounds of its source are checked, and its spans merged."""
 
     session: str
-    src: Bytes
-    dst: Bytes
-    size: Bytes
+    src: Ints
+    dst: Ints
+    size: Ints
 
 
 class MemoryTransport:

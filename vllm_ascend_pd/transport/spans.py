@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+import numpy.typing as npt
 
 from vllm_ascend_pd.errors import PdError
 
-Bytes: TypeAlias = NDArray[np.int64]
-Spans: TypeAlias = tuple[Bytes, Bytes, Bytes]  # source, destination, size
+Ints: TypeAlias = npt.NDArray[np.int64]
+SpanArrays: TypeAlias = tuple[Ints, Ints, Ints]  # source, destination, size
 
 
 def merge_regions(regions: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -38,7 +38,7 @@ class Bounds:
         self._ends = np.array([address + length for address, length in merged], dtype=np.int64)
         self._side = side
 
-    def check(self, address: ArrayLike, size: ArrayLike) -> None:
+    def check(self, address: npt.ArrayLike, size: npt.ArrayLike) -> None:
         """Raise PD-WIRE-003 for the first span that is empty or not wholly inside one region."""
         at, length = np.asarray(address, dtype=np.int64), np.asarray(size, dtype=np.int64)
         inside = self._inside(at, length)
@@ -46,16 +46,16 @@ class Bounds:
             worst = int(np.argmin(inside))
             raise PdError("PD-WIRE-003", length=int(length[worst]), address=int(at[worst]), side=self._side)
 
-    def _inside(self, at: Bytes, length: Bytes) -> NDArray[np.bool_]:
+    def _inside(self, at: Ints, length: Ints) -> npt.NDArray[np.bool_]:
         if not len(self._starts):
             return np.zeros(len(at), dtype=np.bool_)
         region = np.searchsorted(self._starts, at, side="right") - 1
         room = self._ends[np.maximum(region, 0)] - at  # cannot overflow: both are addresses
-        inside: NDArray[np.bool_] = (region >= 0) & (length > 0) & (length <= room)
+        inside: npt.NDArray[np.bool_] = (region >= 0) & (length > 0) & (length <= room)
         return inside
 
 
-def merge_runs(src: Bytes, dst: Bytes, size: Bytes) -> Spans:
+def merge_runs(src: Ints, dst: Ints, size: Ints) -> SpanArrays:
     """Return the same bytes in fewer spans: sorted by destination, merged where both sides continue."""
     if len(dst) > 1 and bool((np.diff(dst) < 0).any()):
         order = np.argsort(dst, kind="stable")
@@ -67,7 +67,7 @@ def merge_runs(src: Bytes, dst: Bytes, size: Bytes) -> Spans:
     return src[heads], dst[heads], np.add.reduceat(size, heads)
 
 
-def as_spans(src: ArrayLike, dst: ArrayLike, size: ArrayLike) -> Spans:
+def as_spans(src: npt.ArrayLike, dst: npt.ArrayLike, size: npt.ArrayLike) -> SpanArrays:
     """Return three int64 vectors of one length. Raise ValueError for anything else, which is the caller's bug."""
     one, two, three = (np.ascontiguousarray(side, dtype=np.int64) for side in (src, dst, size))
     if not one.ndim == two.ndim == three.ndim == 1 or not len(one) == len(two) == len(three):

@@ -16,7 +16,7 @@ from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.engine import OpenEngine
 from vllm_ascend_pd.transport.flights import Flights
 from vllm_ascend_pd.transport.maps import check_mapped
-from vllm_ascend_pd.transport.spans import Spans
+from vllm_ascend_pd.transport.spans import SpanArrays
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,9 @@ class PolledEngines:
             scout = self._scout
         return scout.answers(address)
 
-    def submit(self, engine: OpenEngine, address: str, spans: Spans, issue_by: float, first_s: float | None) -> int:
+    def submit(
+        self, engine: OpenEngine, address: str, spans: SpanArrays, issue_by: float, first_s: float | None
+    ) -> int:
         return self._flights.submit(engine, address, *spans, first_s=first_s)
 
     def poll(self, handle: int) -> WriteState:

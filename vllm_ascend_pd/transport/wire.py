@@ -15,10 +15,10 @@ from typing import Protocol
 
 from vllm_ascend_pd.errors import PdError, one_line
 from vllm_ascend_pd.transport.base import WriteState
-from vllm_ascend_pd.transport.contact import Contacts, Meeting, parted
+from vllm_ascend_pd.transport.contact import Contacts, FirstContact, parted
 from vllm_ascend_pd.transport.engine import OpenEngine
 from vllm_ascend_pd.transport.introducer import Introduction
-from vllm_ascend_pd.transport.spans import Bounds, Spans, as_spans, merge_regions, merge_runs
+from vllm_ascend_pd.transport.spans import Bounds, SpanArrays, as_spans, merge_regions, merge_runs
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,9 @@ class TransferEngines(Protocol):
     def probe(self, address: str) -> bool:
         """Return whether the engine at `address` answers. Called on any thread."""
 
-    def submit(self, engine: OpenEngine, address: str, spans: Spans, issue_by: float, first_s: float | None) -> int:
+    def submit(
+        self, engine: OpenEngine, address: str, spans: SpanArrays, issue_by: float, first_s: float | None
+    ) -> int:
         """Start a write. `first_s`: if it may be first contact, it is cut off after so many seconds."""
 
     def poll(self, handle: int) -> WriteState: ...
@@ -65,12 +67,12 @@ class TransferEngines(Protocol):
 class _Waiting:
     """A write to a peer that the engine does not know yet. Nothing of it is issued."""
 
-    meeting: Meeting
-    spans: Spans
+    contact: FirstContact
+    spans: SpanArrays
 
     @property
     def session(self) -> str:
-        return self.meeting.session
+        return self.contact.session
 
 
 class MooncakeWire:
@@ -114,7 +116,7 @@ class MooncakeWire:
             address, _ = parted(session)
             self._inner[handle] = self._engines.submit(engine, address, spans, issue_by, None), address
         else:
-            self._waiting[handle] = None if self._closed else _Waiting(Meeting(session, issue_by), spans)
+            self._waiting[handle] = None if self._closed else _Waiting(FirstContact(session, issue_by), spans)
         return handle
 
     def poll(self, handle: int) -> WriteState:
@@ -142,7 +144,7 @@ class MooncakeWire:
             del self._waiting[handle]
             return WriteState.FAILED
         known = self._contacts.known(self._engines.current, write.session)
-        answer = Introduction.YES if known else self._contacts.ask(write.meeting, self._engines.meeting())
+        answer = Introduction.YES if known else self._contacts.ask(write.contact, self._engines.meeting())
         if answer is Introduction.ASKING:
             return WriteState.PENDING
         del self._waiting[handle]
@@ -167,7 +169,7 @@ class MooncakeWire:
             log.error("nothing can be written: %s", error)
             return False
         address, _ = parted(write.session)
-        inner = self._engines.submit(engine, address, write.spans, write.meeting.end, None if known else OPEN_S)
+        inner = self._engines.submit(engine, address, write.spans, write.contact.end, None if known else OPEN_S)
         self._inner[handle] = inner, address
         self._contacts.met(engine, write.session, self._engines.alive(inner))
         return True

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from simulation.front.speech import Speaker, Wish, speak
+from simulation.front.speech import AnswerOptions, Speaker, speak
 from simulation.front.wire import ClientCall, EngineConnection, EngineRequest, FrontNetwork
 from vllm_ascend_pd.http.decisions import LegFailure, post_again
 from vllm_ascend_pd.metaserver.service.named import HEADER
@@ -327,7 +327,7 @@ class FrontDecode(FrontEngine):
         speaker = Speaker(body, ids, f"{self.incarnation}/{self._count}")
         if opening := speaker.opening():
             request.piece(opening)
-        tokens, number = list(speak(ids, Wish.of(body, ROOM - len(ids)))), 0
+        tokens, number = list(speak(ids, AnswerOptions.of(body, ROOM - len(ids)))), 0
         later = self.rng.randrange(1, len(tokens) + 1)
         while tokens:
             if (fault in ("drops", "half") and not number) or (fault in LATER and number >= later):

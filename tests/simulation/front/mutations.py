@@ -161,24 +161,26 @@ _POINT, _NEXT, _CONTINUED, _FRAMED, _NOTE_HEAD, _DECODE = (
 )
 
 
-def _one_less(terms: Any, prompt: bytes, tokens: int, answer: Any, at: int, room: int) -> Any:
-    return _CONTINUED(terms, prompt, tokens, answer, max(0, at - 1), room)
+def _one_less(original: Any, prompt: bytes, tokens: int, answer: Any, at: int, room: int) -> Any:
+    return _CONTINUED(original, prompt, tokens, answer, max(0, at - 1), room)
 
 
-def _limit_kept(terms: Any, prompt: bytes, tokens: int, answer: Any, at: int, room: int) -> Any:
-    asked = _CONTINUED(terms, prompt, tokens, answer, at, room)
+def _limit_kept(original: Any, prompt: bytes, tokens: int, answer: Any, at: int, room: int) -> Any:
+    asked = _CONTINUED(original, prompt, tokens, answer, at, room)
     fields: dict[str, Any] = {**asked.fields}
     return structs.replace(asked, fields={**fields, "max_tokens": fields["max_tokens"] + at})
 
 
-def _least_kept(terms: Any, prompt: bytes, tokens: int, answer: Any, at: int, room: int) -> Any:
-    asked = _CONTINUED(terms, prompt, tokens, answer, at, room)
-    return structs.replace(asked, fields={**asked.fields, "min_tokens": min(terms.least, asked.fields["max_tokens"])})
+def _least_kept(original: Any, prompt: bytes, tokens: int, answer: Any, at: int, room: int) -> Any:
+    asked = _CONTINUED(original, prompt, tokens, answer, at, room)
+    return structs.replace(
+        asked, fields={**asked.fields, "min_tokens": min(original.least, asked.fields["max_tokens"])}
+    )
 
 
 def _last_point(self: StreamState) -> Any:
     _POINT(self)
-    return resume.Point(len(self.ids), self._released + self.terms.held, self._offset)
+    return resume.Point(len(self.ids), self._released + self.original.held, self._offset)
 
 
 def _after(**changes: Any) -> Callable[..., Any]:
@@ -192,7 +194,7 @@ def _after(**changes: Any) -> Callable[..., Any]:
 
 
 def _as_it_came(self: StreamState, event: dict[str, Any], choice: Any, text: str, tokens: list[int], again: int) -> Any:
-    return {**event, "text": text, "prompt_token_ids": None, "token_ids": tokens if self.terms.asked_ids else None}
+    return {**event, "text": text, "prompt_token_ids": None, "token_ids": tokens if self.original.asked_ids else None}
 
 
 def _own_head(self: StreamState, read: Any, choice: Any) -> None:
@@ -236,7 +238,7 @@ ALL = {
         FrontMutation("a stream goes on after its end", ((relay, "_said_all", _never),)),
         FrontMutation("half events go out", ((relay, "_whole_events", lambda stream: (stream, b"")),)),
         FrontMutation("what engines say to each other goes out", ((relay, "_stripping", _not_stripped),)),
-        FrontMutation("heartbeats never end", ((reserve.Heart, "remove", _nothing),)),
+        FrontMutation("heartbeats never end", ((reserve.Heartbeats, "remove", _nothing),)),
         FrontMutation("tickets are never void", ((Journal, "close", _ticket_kept),)),
         FrontMutation("a trial never ends", ((Circuit, "returned", _nothing),)),
         FrontMutation("a body is never let go", ((Body, "release", _nothing),)),

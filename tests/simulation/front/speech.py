@@ -25,7 +25,7 @@ class Said(NamedTuple):
     stop_reason: str | None = None
 
 
-class Wish(NamedTuple):
+class AnswerOptions(NamedTuple):
     """A request's options for its answer."""
 
     limit: int
@@ -34,21 +34,21 @@ class Wish(NamedTuple):
     least: int = 0
 
     @classmethod
-    def of(cls, body: dict[str, Any], room: int = 64) -> Wish:
+    def of(cls, body: dict[str, Any], room: int = 64) -> AnswerOptions:
         limit = body.get("max_completion_tokens") or body.get("max_tokens") or (room if "messages" in body else 16)
         stop = body.get("stop") or ()
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         return cls(limit, stop, bool(body.get("include_stop_str_in_output")), body.get("min_tokens") or 0)
 
 
-def speak(ids: Sequence[int], wish: Wish) -> Iterator[Said]:
+def speak(ids: Sequence[int], options: AnswerOptions) -> Iterator[Said]:
     """Yield the answer to a prompt, token by token."""
     state = hashlib.sha256(bytes(ids))
     out, released, waiting, torn = "", 0, 0, ids[-1] >= HALF
-    longest = max(map(len, wish.stop), default=0)
-    for number in range(1, wish.limit + 1):
+    longest = max(map(len, options.stop), default=0)
+    for number in range(1, options.limit + 1):
         token = state.digest()[0]
-        token += token % 32 == LAST and number <= wish.least
+        token += token % 32 == LAST and number <= options.least
         state.update(bytes([token]))
         new = ""
         if token >= HALF:
@@ -58,12 +58,12 @@ def speak(ids: Sequence[int], wish: Wish) -> Iterator[Said]:
             waiting, torn = 0, False
         out += new
         found = None
-        if new and number > wish.least:
-            found = min(((at, s) for s in wish.stop if (at := out.find(s, max(0, len(out) - len(new) - len(s) + 1))) >= 0), default=None)  # fmt: skip
-        finish = "stop" if found or token % 32 == LAST else "length" if number == wish.limit else None
+        if new and number > options.least:
+            found = min(((at, s) for s in options.stop if (at := out.find(s, max(0, len(out) - len(new) - len(s) + 1))) >= 0), default=None)  # fmt: skip
+        finish = "stop" if found or token % 32 == LAST else "length" if number == options.limit else None
         if found:
-            out = out[: found[0] + (len(found[1]) if wish.include else 0)]
-        end = len(out) - (0 if finish or wish.include or not longest else longest - 1)
+            out = out[: found[0] + (len(found[1]) if options.include else 0)]
+        end = len(out) - (0 if finish or options.include or not longest else longest - 1)
         text, released = out[released:end] if end > released else "", max(released, end)
         yield Said(token, text, finish, found[1] if found else None)
         if finish:
@@ -184,5 +184,5 @@ def _take(answer: dict[str, Any], choice: dict[str, Any], usage: dict[str, int] 
 def right_stream(body: dict[str, Any], ids: Sequence[int], room: int) -> bytes:
     """Return the stream of a single engine."""
     speaker = Speaker(body, ids, "one")
-    events = [speaker.event([said]) for said in speak(ids, Wish.of(body, room - len(ids)))]
+    events = [speaker.event([said]) for said in speak(ids, AnswerOptions.of(body, room - len(ids)))]
     return b"".join((speaker.opening(), *events, speaker.end()))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One seed: workers of a metaserver, engines, clients, and the promises that must hold.
 
-1. A client gets one right answer or one honest error, within its bound.
+1. A client gets one right answer or one error that says why, within its bound.
 2. No engine is blamed for another's failure: one that is only slow never counts as broken.
 3. A working pair becomes ready within a bound, and its proof holds as long as both live; one without KV never does,
    and no proof outlives an engine once its next life has been heard of.
@@ -38,7 +38,7 @@ from vllm_ascend_pd.shared.backoff import Backoff
 
 BOUND_S = 400.0  # for a client: attempts, each with its timeouts
 READY_S = 50.0  # for a working pair, once no faults happen any more
-HONEST = frozenset({429, 500, 502, 503, 504})
+ERROR_STATUSES = frozenset({429, 500, 502, 503, 504})
 P_PORT, D_PORT, OWN_PORT = 9000, 9100, 8000
 
 
@@ -256,8 +256,8 @@ class FrontWorld:
             named = [engine.address for engine in self.prefills if engine.kind.model == model]
             headers.append((HEADER, ", ".join(rng.sample(named, rng.randint(0, len(named)))).encode()))
         call = ClientCall(app, path, json.dumps(body).encode(), headers).start()
-        patience = rng.expovariate(1.0) if rng.random() < 0.1 else BOUND_S
-        end = self.loop.now + patience
+        timeout_s = rng.expovariate(1.0) if rng.random() < 0.1 else BOUND_S
+        end = self.loop.now + timeout_s
         while not call.done and self.loop.now < end:
             try:
                 await asyncio.wait_for(call.more(), end - self.loop.now)
@@ -266,7 +266,7 @@ class FrontWorld:
         if not call.done:
             call.leave()
             self.said["left"] += 1
-            if patience == BOUND_S:
+            if timeout_s == BOUND_S:
                 self.problems.append(f"promise 1: no answer within {BOUND_S:g} s")
             return
         prompts = prompt if isinstance(prompt, list) and not chat else [prompt]
@@ -335,7 +335,7 @@ class FrontWorld:
                 "requests": sum(i.requests for i in worker.fleet),
                 "load": sum(i.load for i in worker.fleet),
                 "trials": sum(i.circuit.state is CircuitState.TRIAL for i in worker.fleet),
-                "heartbeats": len(worker._heart._open),
+                "heartbeats": len(worker._heartbeats._open),
                 "places": sum(g.keeper.running + g.keeper.waiting for g in (front.turnstile, front.canaries, front.polls)),
                 "bytes": worker._intake.held,
                 "kept": front.kept_bytes,
@@ -365,7 +365,7 @@ def _of_whole(call: ClientCall, right: list[str]) -> str:
     except ValueError:
         return "wrong"
     if call.status != 200:
-        return "error" if call.status in (*HONEST, 404) and fields["error"]["message"] else "wrong"
+        return "error" if call.status in (*ERROR_STATUSES, 404) and fields["error"]["message"] else "wrong"
     if fields.get("kv_transfer_params") is not None:
         return "wrong"
     got = [c["text"] if "text" in c else c["message"]["content"] for c in fields["choices"]]

@@ -436,7 +436,7 @@ def test_layers_with_a_window_that_keep_all_their_blocks_are_taken() -> None:
     admission.check_groups(cache_config(replace(attention(), sliding_window=16)))
 
 
-def test_a_model_without_a_cache_is_somebody_elses_problem() -> None:
+def test_a_model_without_a_cache_is_not_refused_here() -> None:
     admission.check_groups(cache_config(blocks=1).__class__(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[]))
 
 

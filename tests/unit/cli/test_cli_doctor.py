@@ -474,10 +474,10 @@ def test_a_port_that_is_no_side_channel_is_said_to_be_none() -> None:
 
 
 def test_a_wrong_checksum_and_a_failed_write_are_failures() -> None:
-    right = pair.Wrote("", "a", 0.01)
+    right = pair.WriteResult("", "a", 0.01)
     assert pair._judged("write", right, "a").level == GOOD
     assert pair._judged("write", right, "b").level == FAILURE
-    assert pair._judged("write", pair.Wrote("the write failed", "a", 1.0), "a").level == FAILURE
+    assert pair._judged("write", pair.WriteResult("the write failed", "a", 1.0), "a").level == FAILURE
 
 
 def test_what_differs_between_two_hosts_is_shown_with_both_values() -> None:
@@ -496,11 +496,11 @@ def test_a_forged_frame_ends_the_conversation() -> None:
     greeting.start()
     one.greet_as_dialer(secrets)
     greeting.join()
-    one.say(pair.Read("fine"))
-    assert other.receive(pair.Read, 5.0).digest == "fine"
+    one.say(pair.ReadResult("fine"))
+    assert other.receive(pair.ReadResult, 5.0).digest == "fine"
     ours.sendall((44).to_bytes(4, "big") + bytes([2]) + os.urandom(43))
     with pytest.raises(Broken):
-        other.receive(pair.Read, 5.0)
+        other.receive(pair.ReadResult, 5.0)
     one.close()
     other.close()
 

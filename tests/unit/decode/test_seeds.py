@@ -538,15 +538,18 @@ def test_no_client_gives_a_worker_a_token(monkeypatch: pytest.MonkeyPatch, forge
     monkeypatch.setattr(first_token, "_installed", set())
     assert first_token.install_on_worker(config()) == ""
     added = worker_batch.state(None, [])
-    added.sampling_params.extra_args[first_token.GIVEN] = forged  # type: ignore[index, union-attr]
+    added.sampling_params.extra_args[first_token.FIRST_TOKEN_ARG] = forged  # type: ignore[index, union-attr]
     worker_batch.batch().add_request(added)
     assert added.output_token_ids == []
 
 
 def test_a_token_reaches_the_workers_of_other_processes_as_what_it_is() -> None:
-    again = pickle.loads(pickle.dumps(SamplingParams(extra_args={first_token.GIVEN: first_token.Given(7)})))
+    again = pickle.loads(
+        pickle.dumps(SamplingParams(extra_args={first_token.FIRST_TOKEN_ARG: first_token.FirstTokenId(7)}))
+    )
     assert (
-        isinstance(again.extra_args[first_token.GIVEN], first_token.Given) and again.extra_args[first_token.GIVEN] == 7
+        isinstance(again.extra_args[first_token.FIRST_TOKEN_ARG], first_token.FirstTokenId)
+        and again.extra_args[first_token.FIRST_TOKEN_ARG] == 7
     )
 
 

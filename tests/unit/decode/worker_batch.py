@@ -10,7 +10,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
-from vllm_ascend_pd.first_token import GIVEN, Given
+from vllm_ascend_pd.first_token import FIRST_TOKEN_ARG, FirstTokenId
 
 PROMPT = [4, 5, 6]
 _FACTS = {
@@ -35,7 +35,7 @@ def batch() -> InputBatch:
 
 def state(token: int | None, outputs: list[int]) -> CachedRequestState:
     """State of a request that its scheduler has started with `token`, or without one."""
-    extra = {"kv_transfer_params": {}, **({} if token is None else {GIVEN: Given(token)})}
+    extra = {"kv_transfer_params": {}, **({} if token is None else {FIRST_TOKEN_ARG: FirstTokenId(token)})}
     params = SamplingParams(extra_args=extra, presence_penalty=1.0)
     facts: Any = {"mm_features": [], "block_ids": ([0],), "num_computed_tokens": len(PROMPT), "generator": None}
     return CachedRequestState("r", PROMPT, sampling_params=params, output_token_ids=outputs, **facts)

@@ -21,7 +21,7 @@ TEXT = (Path(__file__).resolve().parents[3] / "docs" / "protocol.md").read_text(
 
 @pytest.mark.parametrize("message", [*typing.get_args(Message), *typing.get_args(Meeting)], ids=lambda m: m.__name__)
 def test_every_message_is_described(message: type) -> None:
-    assert f"| {message.__name__.upper()} |" in TEXT
+    assert f"| {message.__struct_config__.tag.upper()} |" in TEXT
 
 
 def test_every_state_is_described() -> None:

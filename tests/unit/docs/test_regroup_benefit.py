@@ -44,7 +44,7 @@ def test_the_page_tells_what_the_planners_say(case: tuple) -> None:  # type: ign
 
 
 @pytest.mark.parametrize("how", [direct, regrouped])
-def test_every_byte_is_written_once_by_somebody(how: object) -> None:
+def test_every_byte_is_written_once(how: object) -> None:
     for model, p_tp, d_tp in CASES:
         if model.heads > 1:
             p, d = cache(model, p_tp, BLOCK, "token"), cache(model, d_tp, BLOCK, "token")

@@ -286,7 +286,7 @@ def test_a_vllm_that_keeps_no_block_for_the_state_is_found_out(table: list[int])
 # -- P
 
 
-def pieces(*steps: tuple[int, int, list[int]]) -> list[PushSlice | None]:
+def slices_of_steps(*steps: tuple[int, int, list[int]]) -> list[PushSlice | None]:
     g, _ = sides()
     book = PushBook(model="m")
     assert book.admit("r", wanted(g, model="m"), 101, "h", "push", g) is None
@@ -294,25 +294,25 @@ def pieces(*steps: tuple[int, int, list[int]]) -> list[PushSlice | None]:
 
 
 def test_workers_hear_of_a_states_block_once_after_the_last_chunk() -> None:
-    first, last = pieces((0, 96, [4]), (96, 4, [0, 5]))
+    first, last = slices_of_steps((0, 96, [4]), (96, 4, [0, 5]))
     assert first is not None and last is not None and last.final and not first.final
-    (at_once,) = pieces((0, 100, [0, 5, 6]))  # vLLM keeps a spare block behind it
+    (at_once,) = slices_of_steps((0, 100, [0, 5, 6]))  # vLLM keeps a spare block behind it
     assert at_once is not None
-    assert [[ids.tolist() for ids in piece.new_blocks] for piece in (first, last, at_once)] == [[[]], [[5]], [[5]]]
+    assert [[ids.tolist() for ids in slice_.new_blocks] for slice_ in (first, last, at_once)] == [[[]], [[5]], [[5]]]
 
 
 def test_of_a_state_that_is_further_no_block_is_reported() -> None:
     """P has computed the last token of the prompt too: the state that D wants is gone."""
-    (piece,) = pieces((0, 101, [0, 5]))
-    assert piece is not None and piece.final and [ids.tolist() for ids in piece.new_blocks] == [[]]
+    (slice_,) = slices_of_steps((0, 101, [0, 5]))
+    assert slice_ is not None and slice_.final and [ids.tolist() for ids in slice_.new_blocks] == [[]]
 
 
 @pytest.mark.parametrize(("blocks", "lost"), [([], True), ([0], True), ([5], False)], ids=str)
 def test_a_push_whose_state_has_no_block_is_lost_on_every_rank(blocks: list[int], lost: bool) -> None:
     g, _ = sides()
     push = Push.of(0.0, PushStart("r", "push", wanted(g)), g, pairings(g, g), ())
-    piece = PushSlice("push", 96, 100, (np.array(blocks, np.int32),), restart=False, final=True)
-    push.extend(1, piece)
+    slice_ = PushSlice("push", 96, 100, (np.array(blocks, np.int32),), restart=False, final=True)
+    push.extend(1, slice_)
     assert [push.lost(index, 0, 1) for index in range(len(push.pairings))] == [lost, lost]
 
 

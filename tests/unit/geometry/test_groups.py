@@ -226,10 +226,10 @@ def test_a_prompt_of_which_only_the_last_token_is_missing_is_not_loaded() -> Non
 def test_p_tells_its_workers_the_blocks_of_each_group() -> None:
     book = PushBook(model="m")
     assert book.admit("r", wanted(model="m"), 101, "h", "push", TWO) is None
-    piece = book.scheduled("r", 0, 60, [0, 2, 3, 4], [5, 6, 7, 8], replaces=True)
-    assert piece is not None and [one.tolist() for one in piece.new_blocks] == [[0, 2, 3, 4], [5, 6, 7, 8]]
-    piece = book.scheduled("r", 60, 40, [9], (), replaces=False)
-    assert piece is not None and [one.tolist() for one in piece.new_blocks] == [[9], []] and piece.final
+    slice_ = book.scheduled("r", 0, 60, [0, 2, 3, 4], [5, 6, 7, 8], replaces=True)
+    assert slice_ is not None and [one.tolist() for one in slice_.new_blocks] == [[0, 2, 3, 4], [5, 6, 7, 8]]
+    slice_ = book.scheduled("r", 60, 40, [9], (), replaces=False)
+    assert slice_ is not None and [one.tolist() for one in slice_.new_blocks] == [[9], []] and slice_.final
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
-from simulation.front.speech import Speaker, Wish, speak
+from simulation.front.speech import AnswerOptions, Speaker, speak
 from uvicorn.config import LifespanType
 
 from vllm_ascend_pd.config import MetaserverConfig
@@ -129,7 +129,7 @@ class SeenRequest:
 
 
 @dataclass
-class Manner:
+class EngineBehaviour:
     """Behaviour of the engine; a test may change it at any time."""
 
     tokens: int = 3
@@ -174,7 +174,7 @@ class Manner:
     )
 
 
-_MOOD: ContextVar[Manner | None] = ContextVar("mood", default=None)
+_MOOD: ContextVar[EngineBehaviour | None] = ContextVar("mood", default=None)
 PUSHED: dict[str, str] = {}  # engine that pushed, by transfer whose KV has arrived
 
 
@@ -186,8 +186,8 @@ def words(prompt: object, count: int) -> list[str]:
 
 class FakeEngine:
     def __init__(self, name: str = "engine", port: int = 0, metaservers: tuple[str, ...] = ()) -> None:
-        self.usual = Manner()
-        self.mood: Callable[[], Manner] | None = None  # draws the behaviour of each request; `usual` without it
+        self.usual = EngineBehaviour()
+        self.mood: Callable[[], EngineBehaviour] | None = None  # draws the behaviour of each request
         self.seen: list[SeenRequest] = []
         self.running = 0
         self.outcomes: list[Outcome] = []
@@ -207,7 +207,7 @@ class FakeEngine:
         self._client = MetaserverClient(config, self.served.loop, self._outcome)
 
     @property
-    def manner(self) -> Manner:
+    def behaviour(self) -> EngineBehaviour:
         """Behaviour for the current request; tests read and change the default."""
         return _MOOD.get() or self.usual
 
@@ -233,12 +233,12 @@ class FakeEngine:
         parsed = json.loads(body) if body[:1] in (b"{", b"[") else None
         headers = {k.decode(): v.decode() for k, v in scope["headers"]}
         seen = SeenRequest(scope["path"], headers, parsed)
-        while self.manner.frozen:
+        while self.behaviour.frozen:
             await asyncio.sleep(0.01)
         if scope["path"] == "/health":
-            manner = self.manner if self.mood is None else self.mood()
-            await asyncio.sleep(manner.health_s)
-            await _answer(send, manner.health, b"")
+            behaviour = self.behaviour if self.mood is None else self.mood()
+            await asyncio.sleep(behaviour.health_s)
+            await _answer(send, behaviour.health, b"")
             return
         if self.mood is not None:
             _MOOD.set(self.mood())
@@ -264,15 +264,15 @@ class FakeEngine:
             await asyncio.gather(work, left, return_exceptions=True)
 
     async def _serve(self, seen: SeenRequest, send: Send) -> None:
-        if self.manner.hang:
+        if self.behaviour.hang:
             await asyncio.Event().wait()
-        if self.manner.wedged and seen.route != "/v1/models":
+        if self.behaviour.wedged and seen.route != "/v1/models":
             await _answer(send, 500, _error(500, "wedged"))
-        elif self.manner.status != 200:
-            await _answer(send, self.manner.status, _error(self.manner.status, "as set"))
-        elif self.manner.empty:
+        elif self.behaviour.status != 200:
+            await _answer(send, self.behaviour.status, _error(self.behaviour.status, "as set"))
+        elif self.behaviour.empty:
             await _answer(send, 200, b"")
-        elif self.manner.moved:
+        elif self.behaviour.moved:
             where = [(b"location", f"{self.served.url}/v1/elsewhere?a=b".encode())]
             await send({"type": "http.response.start", "status": 307, "headers": where})
             await send({"type": "http.response.body", "body": b""})
@@ -293,14 +293,14 @@ class FakeEngine:
     def _refusal(self, params: dict[str, Any]) -> str:
         """As P: code for not pushing, for instance if the model is another one; empty if it pushes."""
         theirs = reservation_of(params).get("fingerprint", "")
-        return self.manner.refuses_push or ("" if may_pair(self.fingerprint, theirs) else "PD-GEO-001")
+        return self.behaviour.refuses_push or ("" if may_pair(self.fingerprint, theirs) else "PD-GEO-001")
 
     async def _held(self) -> None:
-        while self.manner.hold:
+        while self.behaviour.hold:
             await asyncio.sleep(0.01)
 
     async def _generate(self, seen: SeenRequest, send: Send) -> None:
-        if self.manner.ends:
+        if self.behaviour.ends:
             said = json.dumps({"id": "fake", "choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}).encode()
             if seen.body.get("stream"):
                 await _head(send, 200, b"text/event-stream")
@@ -308,7 +308,7 @@ class FakeEngine:
                     role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
                     await _piece(send, b"data: " + json.dumps({"id": "fake", "choices": [role]}).encode() + b"\n\n")
                     await asyncio.sleep(0.1)
-                events = b"" if self.manner.ends_unsaid else b"data: " + said + b"\n\n"
+                events = b"" if self.behaviour.ends_unsaid else b"data: " + said + b"\n\n"
                 if (seen.body.get("stream_options") or {}).get("include_usage"):
                     events += b'data: {"id": "fake", "choices": [], "usage": {"completion_tokens": 0}}\n\n'
                 await _piece(send, events + b"data: [DONE]\n\n", last=True)
@@ -317,17 +317,17 @@ class FakeEngine:
             return
         params = seen.body.get("kv_transfer_params") or {}
         if params.get("do_remote_decode"):
-            await asyncio.sleep(self.manner.prefill_s)
+            await asyncio.sleep(self.behaviour.prefill_s)
             await self._held()
-            if self.manner.push and not self._refusal(params):
+            if self.behaviour.push and not self._refusal(params):
                 PUSHED[reservation_of(params)["transfer"]] = self.incarnation
-            await asyncio.sleep(self.manner.after_push_s)
-            while self.manner.hold_after_push:
+            await asyncio.sleep(self.behaviour.after_push_s)
+            while self.behaviour.hold_after_push:
                 await asyncio.sleep(0.01)
-            if self.manner.refuses_after_push:
+            if self.behaviour.refuses_after_push:
                 await _answer(send, 503, _error(503, "as set"))
                 return
-            if self.manner.breaks_after_push:
+            if self.behaviour.breaks_after_push:
                 raise ConnectionAbortedError("as set")
         elif params.get("do_remote_prefill") and not await self._prefilled(seen.body, params):
             if seen.body.get("stream"):
@@ -341,9 +341,9 @@ class FakeEngine:
             else:
                 await _answer(send, 500, _error(500, "Internal server error"))
             return
-        await asyncio.sleep(self.manner.before_first_s)
+        await asyncio.sleep(self.behaviour.before_first_s)
         await self._held()
-        if params.get("do_remote_prefill") and self.manner.fails_after_load:
+        if params.get("do_remote_prefill") and self.behaviour.fails_after_load:
             await _answer(send, 500, _error(500, "out of memory"))
             return
         await (self._stream if seen.body.get("stream") else self._whole)(seen, send)
@@ -351,14 +351,14 @@ class FakeEngine:
     async def _prefilled(self, body: dict[str, Any], params: dict[str, Any]) -> bool:
         """As D: reserve for every prompt and choice, and wait for all. False: the request fails."""
         wanted = [prompt for prompt in _prompts(body) for _ in range(body.get("n") or 1)]
-        now = wanted[:-1] if self.manner.late_choice else wanted
+        now = wanted[:-1] if self.behaviour.late_choice else wanted
         outcomes = await asyncio.gather(*(self._reserve(prompt, params) for prompt in now))
         failed = [o for o in outcomes if o is not None and o.kind == "failed"]
         if not failed:
             return True
         self.local_prefills += 1
-        await asyncio.sleep(self.manner.recompute_s)
-        return self.manner.policy == "recompute"
+        await asyncio.sleep(self.behaviour.recompute_s)
+        return self.behaviour.policy == "recompute"
 
     async def _reserve(self, prompt: object, params: dict[str, Any]) -> Outcome:
         transfer = f"d/{uuid.uuid4().hex}"
@@ -369,14 +369,14 @@ class FakeEngine:
         if params.get("send_tokens"):
             body["prompt_token_ids"] = list(json.dumps(prompt).encode())
         self._waiting[transfer] = asyncio.get_running_loop().create_future()
-        await asyncio.sleep(self.manner.before_post_s)
+        await asyncio.sleep(self.behaviour.before_post_s)
         self._client.reserve(transfer, params["metaserver"], body, 60.0)
         well = False
         try:
             outcome = await self._loaded(transfer)
             well = outcome.kind != "failed"
         finally:
-            if not well and not self.manner.deaf:  # the call of a good load ends by itself when P finishes
+            if not well and not self.behaviour.deaf:  # the call of a good load ends by itself when P finishes
                 self._client.forget(transfer)
             del self._waiting[transfer]
         self._tell(transfer, params, outcome)
@@ -392,7 +392,7 @@ class FakeEngine:
                 return waiting.result()
             if waiting.done():
                 missing_since = missing_since or now
-                if now - missing_since > self.manner.settle_s:
+                if now - missing_since > self.behaviour.settle_s:
                     return Outcome("failed", "PD-XFER-001", "the KV did not arrive")
             await asyncio.sleep(0.002)
         return Outcome("prefilled")
@@ -404,19 +404,19 @@ class FakeEngine:
             *(outcome.code, PUSHED.get(transfer, ""), self.fingerprint),
         )
         self._loads[report.ticket] = report
-        if self.manner.reports:
+        if self.behaviour.reports:
             loop = asyncio.get_running_loop()
-            loop.call_later(self.manner.report_s, self._client.report, params["metaserver"], report)
+            loop.call_later(self.behaviour.report_s, self._client.report, params["metaserver"], report)
 
     async def _whole(self, seen: SeenRequest, send: Send) -> None:
         chat = "chat" in seen.route
-        count = seen.body.get("max_completion_tokens" if chat else "max_tokens") or self.manner.tokens
+        count = seen.body.get("max_completion_tokens" if chat else "max_tokens") or self.behaviour.tokens
         texts = ["".join(words(p, count)) for p in _prompts(seen.body) for _ in range(seen.body.get("n") or 1)]
         choices = [
             {"index": i, "finish_reason": "length", **({"message": {"content": t}} if chat else {"text": t})}
             for i, t in enumerate(texts)
         ]
-        await asyncio.sleep(self.manner.gap_s * count)
+        await asyncio.sleep(self.behaviour.gap_s * count)
         answer: dict[str, Any] = {"id": "fake", "model": "fake", "choices": choices}
         params = seen.body.get("kv_transfer_params") or {}
         if params.get("do_remote_decode"):
@@ -426,11 +426,11 @@ class FakeEngine:
                 PushReport(self.incarnation, refused, detail, self.fingerprint, sends_first=self.sends_first)
             )
         elif (report := self._loads.get(params.get("ticket", ""))) is not None:
-            answer["kv_transfer_params"] = {"pd_load": {"odd": 1}} if self.manner.odd_report else params_of(report)
-        if self.manner.drops_after is not None:
+            answer["kv_transfer_params"] = {"pd_load": {"odd": 1}} if self.behaviour.odd_report else params_of(report)
+        if self.behaviour.drops_after is not None:
             choices[0] |= {"finish_reason": "stop", "stop_reason": "recomputed"}
         said = json.dumps(answer).encode()
-        if self.manner.half:
+        if self.behaviour.half:
             await _head(send, 200, b"application/json", len(said))
             await _piece(send, said[: len(said) // 2])
             raise ConnectionAbortedError("as set")
@@ -441,35 +441,35 @@ class FakeEngine:
         ids = prompt if isinstance(prompt, list) else list(json.dumps(prompt).encode())
         speaker = Speaker(seen.body, ids, "fake")
         await _head(send, 200, b"text/event-stream; charset=utf-8")
-        for i, said in enumerate(speak(ids, Wish.of(seen.body))):
-            if i == self.manner.break_after:
+        for i, said in enumerate(speak(ids, AnswerOptions.of(seen.body))):
+            if i == self.behaviour.break_after:
                 raise ConnectionAbortedError("as set")
-            if i == self.manner.drops_after:
+            if i == self.behaviour.drops_after:
                 await self._drop(send)
                 return
             await _piece(send, speaker.event([said]))
-            await asyncio.sleep(self.manner.gap_s)
+            await asyncio.sleep(self.behaviour.gap_s)
         await self._finish(send, speaker.end())
 
     async def _stream(self, seen: SeenRequest, send: Send) -> None:
-        if self.manner.speaks:
+        if self.behaviour.speaks:
             await self._speech(seen, send)
             return
         chat = "chat" in seen.route
-        count = seen.body.get("max_completion_tokens" if chat else "max_tokens") or self.manner.tokens
+        count = seen.body.get("max_completion_tokens" if chat else "max_tokens") or self.behaviour.tokens
         await _head(send, 200, b"text/event-stream; charset=utf-8")
         for i, word in enumerate(words(_prompts(seen.body)[0], count)):
-            if i == self.manner.break_after:
+            if i == self.behaviour.break_after:
                 raise ConnectionAbortedError("as set")
-            if i == self.manner.drops_after:
+            if i == self.behaviour.drops_after:
                 await self._drop(send)
                 return
             choice = {"index": 0, **({"delta": {"content": word}} if chat else {"text": word})}
             await _piece(send, b"data: " + json.dumps({"id": "fake", "choices": [choice]}).encode() + b"\n\n")
-            await asyncio.sleep(self.manner.gap_s)
-            while self.manner.paused:
+            await asyncio.sleep(self.behaviour.gap_s)
+            while self.behaviour.paused:
                 await asyncio.sleep(0.01)
-        if self.manner.late_choice and "ticket" in (seen.body.get("kv_transfer_params") or {}):
+        if self.behaviour.late_choice and "ticket" in (seen.body.get("kv_transfer_params") or {}):
             await self._reserve(_prompts(seen.body)[-1], seen.body["kv_transfer_params"])
         await self._finish(send, b"data: [DONE]\n\n")
 
@@ -477,12 +477,12 @@ class FakeEngine:
         last = {"index": 0, "text": "", "finish_reason": "stop", "stop_reason": "recomputed"}
         dropped = b"data: " + json.dumps({"id": "fake", "choices": [last]}).encode() + b"\n\ndata: [DONE]\n\n"
         await _piece(send, dropped[:40])  # TCP may split data anywhere
-        await asyncio.sleep(self.manner.cut_s)
+        await asyncio.sleep(self.behaviour.cut_s)
         await _piece(send, dropped[40:], last=True)
 
     async def _finish(self, send: Send, said: bytes) -> None:
-        await _piece(send, said, last=not self.manner.torn_at_end)
-        if self.manner.torn_at_end:
+        await _piece(send, said, last=not self.behaviour.torn_at_end)
+        if self.behaviour.torn_at_end:
             await asyncio.sleep(0.05)
             raise ConnectionAbortedError("as set")
 

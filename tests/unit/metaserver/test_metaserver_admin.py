@@ -51,7 +51,7 @@ def test_an_added_instance_serves_and_a_removed_one_finishes_what_it_has() -> No
         until(lambda: instances(c)[spare.address]["state"] == "ready")  # else it is not chosen while others are ready
         c.complete("x")
         assert len(spare.generations()) == 1
-        spare.manner.prefill_s = 0.5
+        spare.behaviour.prefill_s = 0.5
         got: list[httpx.Response] = []
         asking = threading.Thread(target=lambda: got.append(c.complete("y")), name="client")
         asking.start()
@@ -65,14 +65,14 @@ def test_an_added_instance_serves_and_a_removed_one_finishes_what_it_has() -> No
 def test_a_draining_instance_finishes_and_takes_nothing_new() -> None:
     with cluster(decode=2) as c:
         for engine in c.decode:
-            engine.manner.paused = True
+            engine.behaviour.paused = True
         with c.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True, "max_tokens": 3}) as answer:
             until(lambda: any(d.generations() for d in c.decode))
             busy = next(d for d in c.decode if d.generations())
             operation = c.http.post(f"/instances/{busy.address}/drain", json={})
             assert operation.json()["state"] == "draining" and operation.json()["requests"] == 1
             for engine in c.decode:
-                engine.manner.paused = False
+                engine.behaviour.paused = False
             for i in range(5):
                 assert c.complete(f"p{i}").status_code == 200
             assert b"[DONE]" in answer.read()
@@ -258,16 +258,16 @@ def test_metrics_count_what_happened() -> None:
 
 @pytest.mark.parametrize("kept", [False, True], ids=["not kept", "kept"])
 @pytest.mark.parametrize(
-    ("manner", "end"),
+    ("behaviour", "end"),
     [({}, "served"), ({"torn_at_end": True}, "served"), ({"break_after": 1}, "broke"), ({"drops_after": 1}, "dropped"),
      ({"status": 503}, "refused"), ({"empty": True}, "broke")],
     ids=str,
 )  # fmt: skip
-def test_each_request_to_an_engine_is_counted_once_by_its_end(manner: dict[str, Any], end: str, kept: bool) -> None:
+def test_each_request_to_an_engine_is_counted_once_by_its_end(behaviour: dict[str, Any], end: str, kept: bool) -> None:
     with cluster() as c:
         (d,) = c.decode
-        for name, value in {"speaks": kept, **manner}.items():
-            setattr(d.manner, name, value)
+        for name, value in {"speaks": kept, **behaviour}.items():
+            setattr(d.behaviour, name, value)
         before = _samples(c.http.get("/metrics").text)
         c.complete([1, 2, 3], stream=True, **({"temperature": 0, "max_tokens": 5} if kept else {}))
 
@@ -287,7 +287,7 @@ def test_each_request_to_an_engine_is_counted_once_by_its_end(manner: dict[str, 
 def test_a_client_that_leaves_cuts_the_leg() -> None:
     with cluster() as c:
         (d,) = c.decode
-        d.manner.hold = True
+        d.behaviour.hold = True
         before = _samples(c.http.get("/metrics").text)
         with c.leaving("a prompt"):
             until(d.generations)
@@ -296,7 +296,7 @@ def test_a_client_that_leaves_cuts_the_leg() -> None:
             tuple(sorted({"role": "decode", "engine": d.address, "end": "cut"}.items())),
         )
         until(lambda: _samples(c.http.get("/metrics").text).get(key, 0.0) - before.get(key, 0.0) == 1)
-        d.manner.hold = False
+        d.behaviour.hold = False
 
 
 def _samples(page: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

@@ -18,7 +18,7 @@ RIGHT = "".join(words("p", 3))
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_p_that_shuts_down_fails_the_load_at_once(stream: bool) -> None:
     with cluster() as c:
-        c.prefill[0].manner.ends = True
+        c.prefill[0].behaviour.ends = True
         answer = c.complete("p", stream=stream)
         assert (streamed(answer) if stream else texts(answer)[0]) == RIGHT
         (outcome,) = [o for o in c.decode[0].outcomes if o.final]
@@ -28,12 +28,12 @@ def test_a_p_that_shuts_down_fails_the_load_at_once(stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_d_that_shuts_down_gives_no_client_an_empty_answer(stream: bool) -> None:
     with cluster(decode=2) as c:
-        c.decode[0].manner.ends = True
+        c.decode[0].behaviour.ends = True
         for _ in range(6):
             answer = c.complete("p", stream=stream)
             assert answer.status_code == 200
             assert (streamed(answer) if stream else texts(answer)[0]) == RIGHT, "the other D must answer"
-        c.decode[1].manner.ends = True
+        c.decode[1].behaviour.ends = True
         answer = c.complete("p", stream=stream)
         assert answer.status_code == 503 and "shutting down" in answer.text
 
@@ -42,7 +42,7 @@ def test_a_chats_opening_is_no_answer_yet() -> None:
     with cluster() as c:
         asked = {"model": "fake", "messages": [{"role": "user", "content": "p"}], "max_tokens": 3, "stream": True}
         assert c.http.post("/v1/chat/completions", json=asked).text.endswith("data: [DONE]\n\n")
-        c.decode[0].manner.ends = True
+        c.decode[0].behaviour.ends = True
         answer = c.http.post("/v1/chat/completions", json=asked)
         assert answer.status_code == 503 and "shutting down" in answer.text
 
@@ -58,7 +58,7 @@ def test_a_stream_that_is_only_its_end_is_no_answer(route: str, usage: bool) -> 
         if usage:
             asked["stream_options"] = {"include_usage": True}
         assert c.http.post(route, json=asked).text.endswith("data: [DONE]\n\n")
-        c.decode[0].manner.ends = c.decode[0].manner.ends_unsaid = True
+        c.decode[0].behaviour.ends = c.decode[0].behaviour.ends_unsaid = True
         answer = c.http.post(route, json=asked)
         assert answer.status_code == 503 and "shutting down" in answer.text
 

@@ -27,8 +27,8 @@ def condition(c: FakeCluster, name: str) -> Condition:
 def test_one_of_two_ps_killed_under_load_loses_no_request_and_comes_back() -> None:
     with cluster(prefill=2, probe_every_s=0.2) as c:
         for engine in c.prefill:
-            engine.manner.prefill_s = 0.3
-        c.decode[0].manner.gap_s = 0.01
+            engine.behaviour.prefill_s = 0.3
+        c.decode[0].behaviour.gap_s = 0.01
         with ThreadPoolExecutor(50) as clients:
             asked = [clients.submit(c.complete, f"p{i}", stream=True) for i in range(50)]
             until(lambda: len(c.prefill[0].generations()) > 10)
@@ -38,7 +38,7 @@ def test_one_of_two_ps_killed_under_load_loses_no_request_and_comes_back() -> No
         until(lambda: condition(c, c.prefill[0].address) is Condition.DOWN)
         before = len(c.prefill[0].generations())
         for engine in c.prefill:
-            engine.manner.prefill_s = 0.0
+            engine.behaviour.prefill_s = 0.0
         c.prefill[0].served.start()
         until(lambda: condition(c, c.prefill[0].address) is Condition.READY)
         for i in range(20):
@@ -49,19 +49,19 @@ def test_one_of_two_ps_killed_under_load_loses_no_request_and_comes_back() -> No
 def test_d_killed_under_load_loses_no_request_that_had_no_byte_yet() -> None:
     with cluster(decode=2) as c:
         for engine in c.decode:
-            engine.manner.hold = True
+            engine.behaviour.hold = True
         with ThreadPoolExecutor(20) as clients:
             asked = [clients.submit(c.complete, f"p{i}", stream=True) for i in range(20)]
             until(lambda: len(c.decode[0].generations()) > 5)
             c.decode[0].served.kill()
-            c.decode[1].manner.hold = False
+            c.decode[1].behaviour.hold = False
             for i, answer in enumerate(asked):
                 assert streamed(answer.result()) == "".join(words(f"p{i}", 3))
 
 
 def test_a_refusing_d_is_left_for_another_one() -> None:
     with cluster(decode=2) as c:
-        c.decode[0].manner.status = 503
+        c.decode[0].behaviour.status = 503
         for i in range(10):
             assert c.complete(f"p{i}").status_code == 200
         assert condition(c, c.decode[0].address) is Condition.READY  # a refusal is not a failure
@@ -70,7 +70,7 @@ def test_a_refusing_d_is_left_for_another_one() -> None:
 def test_the_last_no_is_passed_on_with_its_status_and_words() -> None:
     with cluster() as c:
         for status in (429, 500, 503):
-            c.decode[0].manner.status = status
+            c.decode[0].behaviour.status = status
             answer = c.complete("x")
             assert answer.status_code == status and answer.json()["error"]["message"] == "as set"
             assert len(answer.headers["x-request-id"]) == 32
@@ -78,8 +78,8 @@ def test_the_last_no_is_passed_on_with_its_status_and_words() -> None:
 
 def test_a_stream_that_fails_before_its_first_token_is_an_error_not_a_200() -> None:
     with cluster() as c:
-        c.decode[0].manner.policy = "fail"
-        c.prefill[0].manner.status = 500
+        c.decode[0].behaviour.policy = "fail"
+        c.prefill[0].behaviour.status = 500
         answer = c.complete("x", stream=True)
         assert answer.status_code in (500, 503) and "error" in answer.json()
         decode = c.worker.fleet.get(c.decode[0].address)
@@ -95,7 +95,7 @@ def test_a_client_error_is_no_evidence_and_is_not_repeated() -> None:
 
 def test_p_that_refuses_is_replaced_within_the_same_transfer() -> None:
     with cluster(prefill=2) as c:
-        c.prefill[0].manner.status = 503
+        c.prefill[0].behaviour.status = 503
         count = asked_until(c, c.prefill[0].generations, least=10)
         assert len(c.decode[0].generations()) == count  # no new attempt on D
         assert c.decode[0].local_prefills == 0
@@ -103,7 +103,7 @@ def test_p_that_refuses_is_replaced_within_the_same_transfer() -> None:
 
 def test_d_hears_when_p_answered_well_but_refused_to_push() -> None:
     with cluster() as c:
-        c.prefill[0].manner.refuses_push = "PD-META-005"
+        c.prefill[0].behaviour.refuses_push = "PD-META-005"
         assert c.complete("x").status_code == 200
         failed = c.decode[0].outcomes[-1]
         assert (failed.kind, failed.code) == ("failed", "PD-META-005") and "not mine" in failed.detail
@@ -112,14 +112,14 @@ def test_d_hears_when_p_answered_well_but_refused_to_push() -> None:
 
 def test_d_that_posts_a_transfer_twice_is_refused() -> None:
     with cluster() as c:
-        c.prefill[0].manner.hold = True
+        c.prefill[0].behaviour.hold = True
         asking = threading.Thread(target=c.complete, args=("x",), name="client")
         asking.start()
         until(c.legs)
         ticket = next(iter(c.worker.front.journal.tickets.values()))
         body = {"ticket": ticket.ticket, "transfer": next(iter(ticket.seen)), "reservation": ""}
         assert c.http.post("/v1/metaserver", json=body).status_code == 409
-        c.prefill[0].manner.hold = False
+        c.prefill[0].behaviour.hold = False
         asking.join()
 
 
@@ -127,27 +127,27 @@ def test_a_wedged_d_is_left_out_and_tried_again_by_one_request_at_a_time() -> No
     with cluster(decode=2, circuit=CircuitPolicy(threshold=3, wedged=Backoff(0.3, 30.0, floor=0.8))) as c:
         wedged = c.worker.fleet.get(c.decode[0].address)
         assert wedged is not None
-        c.decode[0].manner.status = 500
+        c.decode[0].behaviour.status = 500
         asked_until(c, lambda: wedged.circuit.open)  # although /health answers 200
         for i in range(12):
             assert c.complete(f"q{i}").status_code == 200
         assert len(c.decode[0].generations()) == 3 + wedged.circuit.trials
-        c.decode[0].manner.status = 200
+        c.decode[0].behaviour.status = 200
         until(lambda: c.complete("again").status_code == 200 and wedged.circuit.state is CircuitState.CLOSED)
 
 
 def test_one_poisonous_request_does_not_shut_the_door_for_all() -> None:
     with cluster() as c:
-        c.decode[0].manner.status = 500
+        c.decode[0].behaviour.status = 500
         for _ in range(4):
             c.complete("poison")
-        c.decode[0].manner.status = 200
+        c.decode[0].behaviour.status = 200
         assert c.complete("food").status_code == 200
 
 
 def test_an_engine_that_says_it_is_ill_gets_nothing() -> None:
     with cluster(decode=2) as c:
-        c.decode[0].manner.health = 503
+        c.decode[0].behaviour.health = 503
         until(lambda: condition(c, c.decode[0].address) is Condition.DOWN)
         for i in range(6):
             assert c.complete(f"p{i}").status_code == 200
@@ -156,7 +156,7 @@ def test_an_engine_that_says_it_is_ill_gets_nothing() -> None:
 
 def test_a_d_that_hangs_is_given_up_in_time() -> None:
     with cluster(first_byte_timeout_s=0.5, retry=RetryPolicy(attempts=1)) as c:
-        c.decode[0].manner.hang = True
+        c.decode[0].behaviour.hang = True
         while not c.decode[0].generations():  # unless it timed out before D had read it
             answer = c.complete("x")
             assert answer.status_code == 504 and answer.json()["error"]["code"] == "PD-META-007"
@@ -165,14 +165,14 @@ def test_a_d_that_hangs_is_given_up_in_time() -> None:
 
 def test_a_stream_that_falls_silent_ends_with_an_error_frame() -> None:
     with cluster(idle_timeout_s=0.5) as c:
-        c.decode[0].manner.gap_s = 30
+        c.decode[0].behaviour.gap_s = 30
         *_, error, done = events(c.complete("x", stream=True))
         assert "no data in time" in json.loads(error)["error"]["message"] and done == "[DONE]"
 
 
 def test_a_p_that_hangs_is_cancelled_when_d_gives_up() -> None:
     with cluster() as c:
-        c.prefill[0].manner.hang = True
+        c.prefill[0].behaviour.hang = True
         asking = threading.Thread(target=c.complete, args=("x",), name="client")
         asking.start()
         until(c.legs)
@@ -185,7 +185,7 @@ def test_a_p_that_hangs_is_cancelled_when_d_gives_up() -> None:
 
 def test_a_client_that_leaves_cancels_the_prefill_though_d_keeps_its_post_open() -> None:
     with cluster() as c:
-        c.decode[0].manner.deaf = c.prefill[0].manner.hang = True
+        c.decode[0].behaviour.deaf = c.prefill[0].behaviour.hang = True
         with c.leaving("x"):
             until(c.legs)
         until(lambda: c.prefill[0].generations()[0].aborted)
@@ -194,8 +194,8 @@ def test_a_client_that_leaves_cancels_the_prefill_though_d_keeps_its_post_open()
 
 def test_another_p_beats_ds_own_prefill() -> None:
     with cluster(prefill=2) as c:
-        c.prefill[0].manner.status = 500
-        c.decode[0].manner.recompute_s = 60
+        c.prefill[0].behaviour.status = 500
+        c.decode[0].behaviour.recompute_s = 60
 
         def a_bad_one_was_asked() -> bool:  # the choice of an engine is random
             assert texts(c.complete("p")) == ["".join(words("p", 3))]
@@ -219,7 +219,7 @@ async def test_a_turn_that_comes_in_the_moment_of_leaving_is_passed_on() -> None
 
 def test_a_d_that_dies_cancels_its_prefill() -> None:
     with cluster(retry=RetryPolicy(attempts=1)) as c:
-        c.prefill[0].manner.hang = True
+        c.prefill[0].behaviour.hang = True
         asking = threading.Thread(target=c.complete, args=("x",), name="client")
         asking.start()
         until(c.legs)
@@ -230,11 +230,11 @@ def test_a_d_that_dies_cancels_its_prefill() -> None:
 
 def test_overload_waits_then_says_when_to_come_back() -> None:
     with cluster(max_running=2, max_waiting=2, max_wait_s=20) as c:
-        c.decode[0].manner.hold = True
+        c.decode[0].behaviour.hold = True
         with ThreadPoolExecutor(6) as clients:
             asked = [clients.submit(c.complete, f"p{i}") for i in range(6)]
             until(lambda: sum(a.done() for a in asked) == 2)
-            c.decode[0].manner.hold = False
+            c.decode[0].behaviour.hold = False
         answers = [a.result() for a in asked]
         statuses = sorted(a.status_code for a in answers)
         assert statuses == [200, 200, 200, 200, 429, 429]
@@ -246,7 +246,7 @@ def test_overload_waits_then_says_when_to_come_back() -> None:
 def test_a_request_that_waits_too_long_or_leaves_the_queue_keeps_no_place(max_wait_s: float) -> None:
     with cluster(max_running=1, max_waiting=5, max_wait_s=max_wait_s) as c:
         keeper = c.worker.front.turnstile.keeper
-        c.decode[0].manner.hold = True
+        c.decode[0].behaviour.hold = True
         with ThreadPoolExecutor(2) as clients:
             first = clients.submit(c.complete, "first")
             until(c.decode[0].generations)
@@ -256,7 +256,7 @@ def test_a_request_that_waits_too_long_or_leaves_the_queue_keeps_no_place(max_wa
                 with c.leaving("leaves"):
                     until(lambda: keeper.waiting)
                 until(lambda: not keeper.waiting)
-            c.decode[0].manner.hold = False
+            c.decode[0].behaviour.hold = False
             assert first.result().status_code == 200
         until(lambda: (keeper.running, keeper.waiting) == (0, 0))
         assert c.complete("then").status_code == 200
@@ -264,15 +264,15 @@ def test_a_request_that_waits_too_long_or_leaves_the_queue_keeps_no_place(max_wa
 
 def test_nothing_is_left_after_all_sorts_of_ends() -> None:
     with cluster(prefill=2, decode=2) as c:
-        c.decode[0].manner.break_after = 1
-        c.prefill[0].manner.status = 500
+        c.decode[0].behaviour.break_after = 1
+        c.prefill[0].behaviour.status = 500
         with ThreadPoolExecutor(10) as clients:
             for i in range(40):
                 clients.submit(c.complete, f"p{i}", stream=bool(i % 2))
         front = c.worker.front
         until(lambda: not front.journal.tickets and not front.journal.exchanges)
         until(lambda: all(i.load == 0 and i.requests == 0 for i in c.worker.fleet))
-        until(lambda: not c.worker._heart._open)
+        until(lambda: not c.worker._heartbeats._open)
 
 
 def test_readiness_needs_a_block_that_moved_and_again_after_an_engine_came_back() -> None:
@@ -305,7 +305,7 @@ def test_an_engine_that_cannot_be_proven_keeps_no_other_from_it() -> None:
         until(lambda: len(c.http.get("/readiness").json()["proven_pairs"]) == 2)
         c.prefill[0].served.kill()
         until(lambda: condition(c, c.prefill[0].address) is Condition.DOWN)
-        c.prefill[0].manner.refuses_push = "PD-META-005"
+        c.prefill[0].behaviour.refuses_push = "PD-META-005"
         c.prefill[0].served.start()
         until(lambda: len(c.prefill[0].generations()) > 1)  # its canary, which fails
         c.prefill[1].served.kill()
@@ -318,8 +318,8 @@ def test_readiness_is_denied_when_no_kv_arrives() -> None:
     with cluster(canary=True) as c:
         c.prefill[0].served.kill()
         until(lambda: c.http.get("/readiness").status_code == 503)
-        c.prefill[0].manner.push = False
-        c.decode[0].manner.policy = "fail"
+        c.prefill[0].behaviour.push = False
+        c.decode[0].behaviour.policy = "fail"
         c.prefill[0].served.start()
         until(lambda: condition(c, c.prefill[0].address) is Condition.READY and len(c.legs()) > 1)
         until(lambda: c.http.get("/readiness").json()["last_error"])
@@ -328,7 +328,7 @@ def test_readiness_is_denied_when_no_kv_arrives() -> None:
 
 def test_shutdown_lets_requests_finish_and_takes_no_new_ones() -> None:
     with cluster(grace_s=10) as c:
-        c.decode[0].manner.hold = True
+        c.decode[0].behaviour.hold = True
         with ThreadPoolExecutor(1) as clients:
             running = clients.submit(c.complete, "x", stream=True)
             until(c.decode[0].generations)
@@ -336,14 +336,14 @@ def test_shutdown_lets_requests_finish_and_takes_no_new_ones() -> None:
             until(lambda: c.worker.front.closing)
             assert c.complete("late").status_code == 503
             assert c.http.get("/readiness").status_code == 503
-            c.decode[0].manner.hold = False
+            c.decode[0].behaviour.hold = False
             assert streamed(running.result()) == "".join(words("x", 3))
         drained.result(5)
 
 
 def test_shutdown_cuts_what_takes_too_long_with_an_error_frame_or_503() -> None:
     with cluster(grace_s=0.5) as c:
-        c.decode[0].manner.gap_s = 30
+        c.decode[0].behaviour.gap_s = 30
         with ThreadPoolExecutor(2) as clients:
             streams = clients.submit(c.complete, "x", stream=True)
             waits = clients.submit(c.complete, "y")
@@ -362,7 +362,7 @@ def test_shutdown_cuts_what_takes_too_long_with_an_error_frame_or_503() -> None:
 def test_load_is_counted_in_tokens_not_in_requests() -> None:
     with cluster(prefill=2) as c:
         for engine in c.prefill:
-            engine.manner.hold = True
+            engine.behaviour.hold = True
         with ThreadPoolExecutor(5) as clients:
             clients.submit(c.complete, "long " * 20_000)
             until(c.legs)
@@ -370,6 +370,6 @@ def test_load_is_counted_in_tokens_not_in_requests() -> None:
                 clients.submit(c.complete, f"short {i}")
             until(lambda: len(c.legs()) == 5)
             for engine in c.prefill:
-                engine.manner.hold = False
+                engine.behaviour.hold = False
         assert sorted(len(p.generations()) for p in c.prefill) == [1, 4]
         assert {i.role for i in c.worker.fleet} == set(Role)

@@ -33,7 +33,7 @@ from vllm_ascend_pd.metaserver.service.exchange import Interrupt
 from vllm_ascend_pd.metaserver.service.fleet import Fleet
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.relay import send_answer
-from vllm_ascend_pd.metaserver.service.reserve import Heart, Reservations
+from vllm_ascend_pd.metaserver.service.reserve import Heartbeats, Reservations
 from vllm_ascend_pd.metaserver.service.settings import Settings, read_token
 
 LOOPBACK = "127.0.0.1"
@@ -94,12 +94,12 @@ async def door(
         assert not trailers, "a trailer is no header"
 
 
-async def talk(port: int, data: bytes, *, patience: float = 5.0) -> bytes:
+async def talk(port: int, data: bytes, *, timeout_s: float = 5.0) -> bytes:
     """Send bytes; return what comes back until the other side closes or answers."""
     reader, writer = await asyncio.open_connection(LOOPBACK, port)
     try:
         writer.write(data)
-        return await asyncio.wait_for(reader.read(65536), patience)
+        return await asyncio.wait_for(reader.read(65536), timeout_s)
     except ConnectionResetError:
         return b""
     finally:
@@ -371,7 +371,7 @@ def test_a_long_body_is_never_read_whole(monkeypatch: pytest.MonkeyPatch) -> Non
 
 async def test_a_prompt_is_not_read_before_its_ticket_is_known() -> None:
     front = Front(Settings(), Fleet(CircuitPolicy()), http1.Upstream(1.0, 1.0), "http://metaserver")
-    handler = Reservations(front, Heart(2.0))
+    handler = Reservations(front, Heartbeats(2.0))
     statuses: list[int] = []
 
     async def send(message: Any) -> None:

@@ -73,7 +73,7 @@ def test_a_pair_is_proven_although_d_answers_long_before_p() -> None:
     with cluster(canary=True, prefill=0) as c, cluster(prefill=1, decode=0) as other:
         p = other.prefill[0]
         p.metaservers(c.served.url)
-        p.manner.after_push_s = LONG_S
+        p.behaviour.after_push_s = LONG_S
         c.worker.fleet.add(_spec(p.address), "a test")
         until(lambda: readiness(c).status_code == 200)
         assert readiness(c).json()["proven_pairs"] == [{"prefill": p.address, "decode": c.decode[0].address}]
@@ -84,10 +84,10 @@ def _spec(address: str) -> Any:
 
 
 @pytest.mark.parametrize("posted", [True, False], ids=["report posted", "report in the answer only"])
-def test_a_pair_over_which_no_kv_came_is_never_proven_whoever_answers_first(posted: bool) -> None:
+def test_a_pair_over_which_no_kv_came_is_never_proven_in_any_order_of_answers(posted: bool) -> None:
     with cluster(canary=True) as c:
-        restart(c, lambda p: setattr(p.manner, "push", False))
-        c.decode[0].manner.reports = posted
+        restart(c, lambda p: setattr(p.behaviour, "push", False))
+        c.decode[0].behaviour.reports = posted
         # A canary already sent to the previous P fails by another code, and is followed by one to this P.
         until(lambda: "computed the prompt by itself: PD-XFER-001" in readiness(c).json()["last_error"])
         assert readiness(c).status_code == 503
@@ -107,9 +107,9 @@ def test_a_slow_probe_is_no_new_life() -> None:
     with cluster(canary=True, probe_timeout_s=0.3) as c:
         until(lambda: readiness(c).status_code == 200)
         legs = len(c.legs())
-        c.prefill[0].manner.frozen = True
+        c.prefill[0].behaviour.frozen = True
         until(lambda: instance(c, c.prefill[0].address).condition() is Condition.DOWN)
-        c.prefill[0].manner.frozen = False
+        c.prefill[0].behaviour.frozen = False
         until(lambda: readiness(c).status_code == 200)
         assert len(c.legs()) == legs, "no canary was needed: it is the same process"
 
@@ -119,7 +119,7 @@ def test_an_engine_that_came_back_between_two_probes_is_found_out_by_its_own_wor
         c.http.get("/readiness")
         until(lambda: readiness(c).status_code == 200)
         c.decode[0].incarnation = "another one"
-        c.prefill[0].manner.push = False
+        c.prefill[0].behaviour.push = False
         assert c.complete().status_code == 200
         assert readiness(c).status_code == 503, "what was proven was proven of another process"
 
@@ -127,13 +127,13 @@ def test_an_engine_that_came_back_between_two_probes_is_found_out_by_its_own_wor
 def test_clients_that_take_every_turn_do_not_make_it_unready() -> None:
     with cluster(canary=True, max_running=1, max_waiting=0) as c, ThreadPoolExecutor(1) as clients:
         until(lambda: readiness(c).status_code == 200)
-        c.decode[0].manner.hold = True
+        c.decode[0].behaviour.hold = True
         running = clients.submit(c.complete)
         until(lambda: c.worker.front.journal.exchanges)
         restart(c, lambda p: None)
         until(lambda: len(c.legs()) >= 2)
         assert c.complete("another").status_code == 429
-        c.decode[0].manner.hold = False
+        c.decode[0].behaviour.hold = False
         until(lambda: readiness(c).status_code == 200)
         running.result()
 
@@ -145,7 +145,7 @@ def test_an_engine_that_hangs_keeps_no_other_from_being_proven() -> None:
             p.served.kill()
         until(lambda: readiness(c).status_code == 503)
         for p in c.prefill[:2]:
-            p.manner.hang = True
+            p.behaviour.hang = True
         for p in c.prefill:
             p.served.start()
         until(lambda: {p["prefill"] for p in readiness(c).json()["proven_pairs"]} == {c.prefill[2].address})
@@ -166,9 +166,9 @@ def test_what_p_failed_to_push_is_pushed_by_another_and_d_is_not_blamed(
     route: str, stream: bool, report_s: float
 ) -> None:
     with cluster(prefill=2) as c:
-        c.decode[0].manner.policy, c.decode[0].manner.report_s = "fail", report_s
+        c.decode[0].behaviour.policy, c.decode[0].behaviour.report_s = "fail", report_s
         bad = c.prefill[0]
-        bad.manner.push = False
+        bad.behaviour.push = False
         for n in range(6):
             answer = c.complete(f"p{n}", stream=stream) if route == "completions" else chat(c, stream)
             assert answer.status_code == 200 and "error" not in answer.text
@@ -179,7 +179,7 @@ def test_what_p_failed_to_push_is_pushed_by_another_and_d_is_not_blamed(
 def test_a_p_whose_pushes_never_arrive_is_left_alone_although_all_its_answers_are_good(stream: bool) -> None:
     with cluster(prefill=2) as c:
         bad = c.prefill[0]
-        bad.manner.push = False
+        bad.behaviour.push = False
         for n in range(40):
             assert c.complete(f"p{n}", stream=stream).status_code == 200
             if instance(c, bad.address).condition() is Condition.DOWN:
@@ -191,7 +191,7 @@ def test_a_p_whose_pushes_never_arrive_is_left_alone_although_all_its_answers_ar
 
 def test_a_d_that_fails_by_itself_is_blamed_as_before() -> None:
     with cluster(decode=2) as c:
-        c.decode[0].manner.wedged = True
+        c.decode[0].behaviour.wedged = True
         asked_until(c, lambda: blame(c)[c.decode[0].address] > 0, least=6)
         assert blame(c)[c.prefill[0].address] == 0
 
@@ -199,8 +199,8 @@ def test_a_d_that_fails_by_itself_is_blamed_as_before() -> None:
 def test_what_d_has_finished_is_kept_when_ps_answer_breaks_after_the_kv_came() -> None:
     with cluster(prefill=2) as c:
         for p in c.prefill:
-            p.manner.breaks_after_push = True
-        c.decode[0].manner.before_first_s = 0.3  # while D computes, P's answer breaks
+            p.behaviour.breaks_after_push = True
+        c.decode[0].behaviour.before_first_s = 0.3  # while D computes, P's answer breaks
         answer = c.complete()
         assert answer.status_code == 200
         assert len(c.decode[0].generations()) == 1 and len(c.legs()) == 1, "computed once"
@@ -212,28 +212,28 @@ def test_no_other_p_is_asked_for_what_d_has(client: str) -> None:
     longer kept."""
     with cluster(prefill=2) as c:
         for p in c.prefill:
-            p.manner.hold_after_push = p.manner.refuses_after_push = True
-        c.decode[0].manner.paused = client == "reading"
+            p.behaviour.hold_after_push = p.behaviour.refuses_after_push = True
+        c.decode[0].behaviour.paused = client == "reading"
         with c.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
             pieces = answer.iter_raw()
             next(pieces)
             if client == "answered":
                 list(pieces)
             for p in c.prefill:
-                p.manner.hold_after_push = False
-            until(lambda: not c.worker._heart._open)  # D's call has ended, and P's leg with it
-            c.decode[0].manner.paused = False
+                p.behaviour.hold_after_push = False
+            until(lambda: not c.worker._heartbeats._open)  # D's call has ended, and P's leg with it
+            c.decode[0].behaviour.paused = False
             list(pieces)
         assert len(c.legs()) == 1
 
 
 def test_ds_own_failure_is_ds_although_ps_answer_broke_after_the_kv_came() -> None:
     with cluster(decode=2) as c:
-        c.prefill[0].manner.breaks_after_push = True
+        c.prefill[0].behaviour.breaks_after_push = True
         for d in c.decode:
-            d.manner.report_s = 0.2  # P's leg breaks first, then the report comes, then D's failure
-            d.manner.before_first_s = 0.4
-            d.manner.fails_after_load = True
+            d.behaviour.report_s = 0.2  # P's leg breaks first, then the report comes, then D's failure
+            d.behaviour.before_first_s = 0.4
+            d.behaviour.fails_after_load = True
         assert c.complete().status_code == 500
         assert all(blame(c)[d.address] == len(d.generations()) for d in c.decode), "each of its failures is a D's own"
 
@@ -241,7 +241,7 @@ def test_ds_own_failure_is_ds_although_ps_answer_broke_after_the_kv_came() -> No
 def test_a_p_that_is_tried_again_is_tried_until_d_has_reported_and_not_until_its_own_answer() -> None:
     with cluster(prefill=2, circuit=CircuitPolicy(wedged=Backoff(0.1, LONG_S, floor=0.8))) as c:
         bad = instance(c, c.prefill[0].address)
-        c.prefill[0].manner.push = False
+        c.prefill[0].behaviour.push = False
         until(lambda: c.complete("again").status_code == 200 and bad.circuit.trials > 1, 60)
         until(lambda: bad.circuit.state is CircuitState.WEDGED)
         assert bad.circuit.trips == 1 + bad.circuit.trials, "each trial in vain makes the next pause longer"
@@ -254,7 +254,7 @@ def test_a_p_that_is_tried_again_is_tried_until_d_has_reported_and_not_until_its
 
 def test_a_whole_answer_that_d_dropped_is_asked_for_again() -> None:
     with cluster(decode=2) as c:
-        c.decode[0].manner.drops_after = 1
+        c.decode[0].behaviour.drops_after = 1
         answers = [c.complete(f"p{n}") for n in range(6)]
         assert all("recomputed" not in a.text and a.status_code == 200 for a in answers)
         assert [texts(a) for a in answers] == [texts(c.complete(f"p{n}")) for n in range(6)]
@@ -263,11 +263,11 @@ def test_a_whole_answer_that_d_dropped_is_asked_for_again() -> None:
 
 def test_a_stream_that_d_dropped_ends_in_an_error_and_never_looks_complete() -> None:
     with cluster() as c:
-        c.decode[0].manner.drops_after, c.decode[0].manner.paused = 2, True
+        c.decode[0].behaviour.drops_after, c.decode[0].behaviour.paused = 2, True
         with c.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
             pieces = answer.iter_raw()
             begun = next(pieces)
-            c.decode[0].manner.paused = False
+            c.decode[0].behaviour.paused = False
             *said, error, done = data(begun + b"".join(pieces))
         assert done == "[DONE]" and json.loads(error)["error"]["code"] == "PD-META-022"
         assert len(said) == 2 and not any("finish_reason" in piece for piece in said)
@@ -276,14 +276,14 @@ def test_a_stream_that_d_dropped_ends_in_an_error_and_never_looks_complete() -> 
 def test_a_stream_that_d_dropped_before_a_token_left_is_an_error_of_its_own() -> None:
     """All of D's output came in one read: the client's answer has not begun, so it gets an error status."""
     with cluster() as c:
-        c.decode[0].manner.drops_after = 0
+        c.decode[0].behaviour.drops_after = 0
         answer = c.complete(stream=True)
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "PD-META-022"
 
 
 def test_a_stream_that_d_dropped_before_its_first_token_is_tried_again() -> None:
     with cluster(decode=2) as c:
-        c.decode[0].manner.drops_after, c.decode[0].manner.cut_s = 0, 0.05
+        c.decode[0].behaviour.drops_after, c.decode[0].behaviour.cut_s = 0, 0.05
         for n in range(4):
             *said, done = events(c.complete(f"p{n}", stream=True))
             assert done == "[DONE]" and len(said) == 3 and "error" not in "".join(said)
@@ -301,7 +301,7 @@ def test_clients_see_nothing_of_what_engines_report() -> None:
 
 def test_clients_see_nothing_of_it_in_the_words_of_another_version_either() -> None:
     with cluster() as c:
-        c.decode[0].manner.odd_report = True
+        c.decode[0].behaviour.odd_report = True
         answer = c.complete()
         assert answer.json()["kv_transfer_params"] is None and texts(answer) == ["".join(words("a prompt", 3))]
 
@@ -395,7 +395,7 @@ def life_of(incarnation: str, at: float, refused: float = 0.0) -> Life:
     return Life.of([(incarnation, at)], refused)
 
 
-def test_workers_come_to_know_the_same_whoever_was_refused() -> None:
+def test_workers_come_to_know_the_same_whichever_probe_was_refused() -> None:
     """One worker's probe was refused while the engine restarted, the other's was not."""
     fleets = [Fleet(CircuitPolicy()) for _ in range(2)]
     for fleet in fleets:
@@ -457,7 +457,7 @@ def mixed(c: FakeCluster) -> int:
 def test_once_they_are_known_versions_pair_with_versions(stream: bool, after_push_s: float, report_s: float) -> None:
     with versions("onon", "no") as c:
         for engine in (*c.prefill, *c.decode):
-            engine.manner.after_push_s, engine.manner.report_s = after_push_s, report_s
+            engine.behaviour.after_push_s, engine.behaviour.report_s = after_push_s, report_s
         learn(c, (*c.prefill, *c.decode))
         before, asked = mixed(c), len(c.legs())
         with ThreadPoolExecutor(4) as clients:
@@ -470,11 +470,11 @@ def test_once_they_are_known_versions_pair_with_versions(stream: bool, after_pus
 
 def test_a_p_that_refuses_another_version_is_not_blamed_and_another_is_asked() -> None:
     with versions("on", "n") as c:
-        c.prefill[1].manner.health = 500
+        c.prefill[1].behaviour.health = 500
         until(lambda: instance(c, c.prefill[1].address).condition() is Condition.DOWN)
         broke = blame(c)
         assert c.complete().status_code == 200 and mixed(c) == 1, "only asking shows what has not been reported"
-        c.prefill[1].manner.health = 200
+        c.prefill[1].behaviour.health = 200
         until(lambda: instance(c, c.prefill[1].address).condition() is Condition.READY)
         for n in range(8):
             assert c.complete(f"p{n}").status_code == 200
@@ -490,7 +490,7 @@ def test_a_d_whose_version_has_no_p_is_left_alone_while_there_is_another() -> No
         for n in range(8):
             assert c.complete(f"p{n}").status_code == 200
         assert len(new.generations()) == before
-        old.manner.status = 503  # it refuses; the other one computes by itself
+        old.behaviour.status = 503  # it refuses; the other one computes by itself
         legs = len(c.legs())
         assert c.complete().status_code == 200
         assert len(new.generations()) == before + 1 and len(c.legs()) == legs

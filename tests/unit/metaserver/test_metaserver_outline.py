@@ -45,7 +45,7 @@ HOSTILE = {
 }
 
 
-def slices(steps: outline.Steps[Any]) -> tuple[object, list[int]]:
+def slices(steps: outline.Scan[Any]) -> tuple[object, list[int]]:
     """Run the steps; return the result, and the bytes between two turns."""
     spent: list[int] = []
     while True:
@@ -212,7 +212,7 @@ async def test_long_bodies_take_turns_with_each_other() -> None:
     """Many at once must not prolong a turn to the sum of their steps."""
     turns, under_way, most = Turns(), 0, 0
 
-    def steps() -> outline.Steps[int]:
+    def steps() -> outline.Scan[int]:
         nonlocal under_way, most
         yield 1
         for _ in range(5):

@@ -54,12 +54,12 @@ def test_with_a_token_the_page_tells_nothing_without_it() -> None:
 def test_errors_are_kept_with_code_and_remedy_and_without_an_engines_words() -> None:
     with cluster(decode=2) as c:
         for engine in c.decode:
-            engine.manner.status = 500
-        c.prefill[0].manner.status = 400
+            engine.behaviour.status = 500
+        c.prefill[0].behaviour.status = 400
         answer = c.complete("a secret prompt")
         assert answer.status_code == 500 and "as set" in answer.text  # the engine's error is passed on
         for engine in c.decode:
-            engine.manner.status = 200
+            engine.behaviour.status = 200
         assert c.complete("a secret prompt").status_code == 200  # D computed it by itself
         status = c.http.get("/status").json()
         found = {error["code"]: error for error in status["errors"]}
@@ -120,7 +120,7 @@ def test_a_browser_shows_an_instance_going_down_and_coming_back(tab: browser.Tab
 def test_a_browser_shows_requests_under_way_and_the_way_of_those_that_ended(tab: browser.Tab) -> None:
     with cluster() as c:
         tab.open(str(c.http.base_url))
-        c.prefill[0].manner.hold = True
+        c.prefill[0].behaviour.hold = True
         headers = {"x-request-id": "<b>mine</b>"}
         body = {"prompt": "a secret prompt", "max_tokens": 2}
         asking = threading.Thread(
@@ -129,7 +129,7 @@ def test_a_browser_shows_requests_under_way_and_the_way_of_those_that_ended(tab:
         asking.start()
         tab.until("document.querySelector('#flight').innerText.includes('P computes and pushes')")
         assert "<b>mine</b>" in tab.text("#flight")  # shown as text
-        c.prefill[0].manner.hold = False
+        c.prefill[0].behaviour.hold = False
         asking.join()
         tab.until("document.querySelector('#last tr.row') !== null")
         tab.ask("document.querySelector('#last tr.row').click()")
@@ -143,10 +143,10 @@ def test_a_browser_shows_a_stream_that_another_d_went_on_with(tab: browser.Tab) 
     body = {"prompt": [1, 2, 3], "max_tokens": 12, "min_tokens": 12, "stream": True, "temperature": 0}
     with cluster(decode=2) as c:
         for decode in c.decode:
-            decode.manner.speaks = True
+            decode.behaviour.speaks = True
         whole = understood(c.http.post("/v1/completions", json=body).content)
         for decode in c.decode:
-            decode.manner.break_after = 7
+            decode.behaviour.break_after = 7
         said = understood(c.http.post("/v1/completions", json=body).content)
         assert said == whole and len(whole["text"]) > 0
         tab.open(str(c.http.base_url))
@@ -176,12 +176,12 @@ def test_each_refusal_of_the_metaservers_own_has_a_code() -> None:
         c.http.delete(f"/instances/{c.decode[0].address}")
         assert c.complete().json()["error"]["code"] == c.http.get("/v1/models").json()["error"]["code"] == "PD-META-008"
     with cluster(max_running=1, max_waiting=0) as c:
-        c.decode[0].manner.hold = True
+        c.decode[0].behaviour.hold = True
         asking = threading.Thread(target=c.complete, name="client")
         asking.start()
         until(c.decode[0].generations)
         answer = c.complete()
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "PD-META-009")
         assert answer.headers["retry-after"]
-        c.decode[0].manner.hold = False
+        c.decode[0].behaviour.hold = False
         asking.join()

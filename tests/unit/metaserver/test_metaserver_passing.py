@@ -64,7 +64,7 @@ def embed(c: FakeCluster, **more: Any) -> httpx.Response:
 
 def test_a_wedged_d_that_lists_its_models_stays_out() -> None:
     with cluster() as c:
-        c.decode[0].manner.wedged = True
+        c.decode[0].behaviour.wedged = True
         until(lambda: c.complete().status_code == 500 and instance(c).circuit.open)
         for _ in range(5):
             assert c.http.get("/v1/models").status_code == 200
@@ -74,7 +74,7 @@ def test_a_wedged_d_that_lists_its_models_stays_out() -> None:
 def test_a_failed_computation_is_a_bad_end_and_no_service() -> None:
     with cluster() as c:
         before = instance(c).served
-        c.decode[0].manner.wedged = True
+        c.decode[0].behaviour.wedged = True
         assert embed(c).status_code == 500
         until(lambda: instance(c).broke == 1)
         assert instance(c).served == before and instance(c).circuit.broke == 1
@@ -82,9 +82,9 @@ def test_a_failed_computation_is_a_bad_end_and_no_service() -> None:
 
 def test_a_computed_answer_closes_the_circuit() -> None:
     with cluster() as c:
-        c.decode[0].manner.wedged = True
+        c.decode[0].behaviour.wedged = True
         until(lambda: embed(c).status_code == 500 and instance(c).circuit.open)
-        c.decode[0].manner.wedged = False
+        c.decode[0].behaviour.wedged = False
         until(lambda: embed(c).status_code == 200 and instance(c).circuit.state is CircuitState.CLOSED)
 
 
@@ -92,7 +92,7 @@ def test_a_computed_answer_closes_the_circuit() -> None:
 def test_what_an_engine_declines_says_nothing_about_it(status: int) -> None:
     with cluster() as c:
         served, broke = instance(c).served, instance(c).broke
-        c.decode[0].manner.status = status
+        c.decode[0].behaviour.status = status
         for _ in range(4):
             assert embed(c).status_code == status
         assert (instance(c).served, instance(c).broke) == (served, broke)
@@ -103,7 +103,7 @@ def test_what_an_engine_declines_says_nothing_about_it(status: int) -> None:
 @pytest.mark.parametrize("ask", [embed, lambda c: c.http.get("/v1/models")], ids=["embed", "models"])
 def test_what_one_d_declines_another_one_does(status: int, ask: Callable[[FakeCluster], httpx.Response]) -> None:
     with cluster(decode=2) as c:
-        c.decode[0].manner.status = status
+        c.decode[0].behaviour.status = status
         count = 0
         while count < 12 or not any(
             seen.route.startswith("/v1/") for seen in c.decode[0].seen
@@ -115,7 +115,7 @@ def test_what_one_d_declines_another_one_does(status: int, ask: Callable[[FakeCl
 def test_an_empty_answer_is_never_passed_on() -> None:
     patient = CircuitPolicy(threshold=100)
     with cluster(decode=2, circuit=patient) as c:
-        c.decode[0].manner.empty = True
+        c.decode[0].behaviour.empty = True
         for _ in range(12):
             listed = c.http.get("/v1/models")
             assert listed.status_code == 200 and listed.json()["data"]
@@ -128,7 +128,7 @@ def test_an_empty_answer_is_never_passed_on() -> None:
 
 def test_a_redirect_leads_back_to_the_metaserver() -> None:
     with cluster() as c:
-        c.decode[0].manner.moved = True
+        c.decode[0].behaviour.moved = True
         for answer in (embed(c), c.complete()):
             assert (answer.status_code, answer.headers["location"]) == (307, "/v1/elsewhere?a=b")
 
@@ -138,7 +138,7 @@ def test_a_redirect_leads_back_to_the_metaserver() -> None:
 
 def test_it_waits_for_its_turn_like_a_generation() -> None:
     with cluster(max_running=1, max_waiting=0) as c:
-        c.decode[0].manner.hold = True
+        c.decode[0].behaviour.hold = True
         first = Asking(lambda: embed(c))
         until(lambda: c.decode[0].seen[-1:] and c.decode[0].seen[-1].route == "/v1/embeddings")
         refused = embed(c)
@@ -147,24 +147,24 @@ def test_it_waits_for_its_turn_like_a_generation() -> None:
         assert c.complete().status_code == 429
         assert c.http.get("/v1/models").status_code == 200, "a poll costs nothing"
         assert len([s for s in c.decode[0].seen if s.route == "/v1/embeddings"]) == 1
-        c.decode[0].manner.hold = False
+        c.decode[0].behaviour.hold = False
         assert first.status() == 200
 
 
 def test_polls_are_bounded_too() -> None:
     with cluster(max_running=1) as c:
-        c.decode[0].manner.hang = True
+        c.decode[0].behaviour.hang = True
         first = Asking(lambda: c.http.get("/v1/models"))
         until(lambda: c.worker.front.polls.keeper.running)
         assert c.http.get("/v1/models").status_code == 429
-        c.decode[0].manner.hang = False
+        c.decode[0].behaviour.hang = False
         c.decode[0].served.kill()
         first.status()
 
 
 def test_it_is_seen_while_it_runs_and_after() -> None:
     with cluster() as c:
-        c.decode[0].manner.hold = True
+        c.decode[0].behaviour.hold = True
         asking = Asking(lambda: c.http.post("/v1/embeddings", json={"input": "x"}, headers={"x-request-id": "mine"}))
 
         def flight() -> dict[str, Any]:
@@ -172,7 +172,7 @@ def test_it_is_seen_while_it_runs_and_after() -> None:
 
         until(lambda: [s["stage"] for s in flight().get("mine", {"stages": []})["stages"]] == ["decode"])
         assert flight()["mine"]["route"] == "/v1/embeddings"
-        c.decode[0].manner.hold = False
+        c.decode[0].behaviour.hold = False
         assert asking.status() == 200
         until(lambda: "mine" in {e["id"] for e in c.http.get("/status").json()["last"]})
 
@@ -208,7 +208,7 @@ def drain(c: FakeCluster) -> Any:
 
 def test_at_the_end_it_is_waited_for_and_nothing_new_is_taken() -> None:
     with cluster() as c:
-        c.decode[0].manner.hold = True
+        c.decode[0].behaviour.hold = True
         asking = Asking(lambda: embed(c))
         until(lambda: any(s.route == "/v1/embeddings" for s in c.decode[0].seen))
         draining = drain(c)
@@ -216,17 +216,17 @@ def test_at_the_end_it_is_waited_for_and_nothing_new_is_taken() -> None:
         for refused in (embed(c), c.http.get("/v1/models"), c.complete()):
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "PD-META-010"
         assert not asking.ended() and not draining.done()
-        c.decode[0].manner.hold = False
+        c.decode[0].behaviour.hold = False
         assert asking.status() == 200
         draining.result(10)
 
 
 def test_what_is_left_when_the_grace_is_over_is_cut() -> None:
     with cluster(grace_s=0.3) as c:
-        c.decode[0].manner.gap_s = 30.0
+        c.decode[0].behaviour.gap_s = 30.0
         streaming = Asking(lambda: c.http.post("/v1/responses", json={"prompt": "x", "stream": True}))
         until(lambda: any(e.committed for e in c.worker.front.journal.exchanges))
-        c.decode[0].manner.hold = True
+        c.decode[0].behaviour.hold = True
         waiting = Asking(lambda: embed(c))
         until(lambda: any(s.route == "/v1/embeddings" for s in c.decode[0].seen))
         drain(c).result(10)
@@ -238,7 +238,7 @@ def test_what_is_left_when_the_grace_is_over_is_cut() -> None:
 
 def test_a_request_that_waits_for_a_turn_hears_of_the_end_at_once() -> None:
     with cluster(max_running=1, max_waiting=5) as c:
-        c.decode[0].manner.hold = True
+        c.decode[0].behaviour.hold = True
         running = Asking(lambda: c.complete("first"))
         until(c.decode[0].generations)
         keeper = c.worker.front.turnstile.keeper
@@ -249,7 +249,7 @@ def test_a_request_that_waits_for_a_turn_hears_of_the_end_at_once() -> None:
         assert not running.ended() and not draining.done(), "they did not wait for the turn"
         for asking in waiting:
             assert asking.answer is not None and asking.answer.json()["error"]["code"] == "PD-META-010"
-        c.decode[0].manner.hold = False
+        c.decode[0].behaviour.hold = False
         assert running.status() == 200
         draining.result(10)
         assert (keeper.waiting, keeper.running) == (0, 0)
@@ -303,7 +303,7 @@ def complete_with(c: FakeCluster, headers: dict[str, str]) -> httpx.Response:
 
 def test_a_stream_that_breaks_is_cut_short_for_the_client() -> None:
     with cluster() as c:
-        c.decode[0].manner.break_after = 1
+        c.decode[0].behaviour.break_after = 1
         with pytest.raises(httpx.RemoteProtocolError):
             c.http.post("/v1/responses", json={"prompt": "x", "stream": True})
         until(lambda: instance(c).broke == 1)

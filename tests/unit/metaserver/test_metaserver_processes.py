@@ -46,7 +46,7 @@ def test_one_worker_too_takes_its_engines_at_a_port_of_their_own_when_configured
 
 def test_a_signal_lets_requests_finish() -> None:
     with running("--grace", "10") as r:
-        r.decode.manner.before_post_s = 1.0  # its post comes after the signal, and must be served
+        r.decode.behaviour.before_post_s = 1.0  # its post comes after the signal, and must be served
         got: list[httpx.Response] = []
         asking = threading.Thread(target=lambda: got.append(r.complete("x", stream=True)), name="client")
         asking.start()

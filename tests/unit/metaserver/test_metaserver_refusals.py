@@ -148,17 +148,17 @@ def test_a_browsers_question_goes_to_a_d(one: FakeCluster) -> None:
 
 def test_a_stream_that_has_begun_holds_no_place_for_its_prompt() -> None:
     with cluster() as c:
-        c.decode[0].manner.paused = True
+        c.decode[0].behaviour.paused = True
         with c.http.stream("POST", "/v1/completions", json={"prompt": "x" * 50_000, "stream": True}) as answer:
             pieces = answer.iter_raw()  # kept, as a collected generator closes the connection
             next(pieces)
             until(lambda: not c.worker._intake.held)
             assert c.worker.front.journal.exchanges, "it goes on"
-            c.decode[0].manner.paused = False
-        c.decode[0].manner.hold = True
+            c.decode[0].behaviour.paused = False
+        c.decode[0].behaviour.hold = True
         with ThreadPoolExecutor(1) as clients:
             asking = clients.submit(c.complete, "y" * 50_000)
             until(lambda: c.worker._intake.held > 50_000)
-            c.decode[0].manner.hold = False
+            c.decode[0].behaviour.hold = False
             assert asking.result().status_code == 200
         until(lambda: not c.worker._intake.held)

@@ -9,28 +9,34 @@ import random
 from typing import Any
 
 import pytest
-from simulation.front.speech import HALF, Said, Speaker, Wish, speak, understood
+from simulation.front.speech import HALF, AnswerOptions, Said, Speaker, speak, understood
 
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.outline import at_once
-from vllm_ascend_pd.metaserver.resumable import FATES, Fate, NotContinued, Terms, terms_of
+from vllm_ascend_pd.metaserver.resumable import (
+    FIELD_RULES,
+    FieldTreatment,
+    NotContinued,
+    ResumableRequest,
+    resumable_request,
+)
 from vllm_ascend_pd.metaserver.resume import MAX_AGAIN, Cut, StreamState
 
 MAX_HELD = 4096
 PROMPT = [9, 8, 7]
 
 
-def terms(chat: bool = False, ceiling: int = 0, **fields: Any) -> Terms:
+def resumable(chat: bool = False, ceiling: int = 0, **fields: Any) -> ResumableRequest:
     body = {"model": "m", "temperature": 0, "stream": True, "max_tokens": 40, **fields}
     body |= {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "x"}
     body = {name: value for name, value in body.items() if value != "left out"}
     request = bodies.parse(bodies.CHAT if chat else bodies.COMPLETIONS, json.dumps(body).encode())
-    return at_once(terms_of(request, ceiling))
+    return at_once(resumable_request(request, ceiling))
 
 
 def test_every_field_of_vllms_requests_has_a_fate() -> None:
-    assert FATES.keys() == bodies.FIELDS.keys()
-    assert all(rule.why for rule in FATES.values() if rule.fate is Fate.REFUSED)
+    assert FIELD_RULES.keys() == bodies.FIELDS.keys()
+    assert all(rule.why for rule in FIELD_RULES.values() if rule.treatment is FieldTreatment.REFUSED)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +74,10 @@ def test_what_cannot_go_on_says_why(chat: bool, fields: dict[str, Any], why: str
         body = {"model": "m", "temperature": 0, "stream": True, **fields}
         request = bodies.parse(bodies.CHAT if chat else bodies.COMPLETIONS, json.dumps(body).encode())
         with pytest.raises(NotContinued, match=why):
-            at_once(terms_of(request, 0))
+            at_once(resumable_request(request, 0))
         return
     with pytest.raises(NotContinued, match=why):
-        terms(chat, **fields)
+        resumable(chat, **fields)
 
 
 @pytest.mark.parametrize(
@@ -83,17 +89,17 @@ def test_what_cannot_go_on_says_why(chat: bool, fields: dict[str, Any], why: str
     ],
 )
 def test_what_means_nothing_does_not_stand_in_the_way(fields: dict[str, Any]) -> None:
-    assert terms(**fields).limit == 40
-    assert terms(chat=True, **fields).limit == 40
+    assert resumable(**fields).limit == 40
+    assert resumable(chat=True, **fields).limit == 40
 
 
 def test_the_limit_is_the_clients_or_the_engines() -> None:
-    assert terms(max_tokens=None).limit == 16
-    assert terms(chat=True, max_tokens=None).limit is None
-    assert terms(chat=True, max_tokens=None, ceiling=50).limit == 50
-    assert terms(chat=True, max_completion_tokens=5).limit == 5
+    assert resumable(max_tokens=None).limit == 16
+    assert resumable(chat=True, max_tokens=None).limit is None
+    assert resumable(chat=True, max_tokens=None, ceiling=50).limit == 50
+    assert resumable(chat=True, max_completion_tokens=5).limit == 5
     with pytest.raises(NotContinued, match="engines' own"):
-        terms(max_tokens=51, ceiling=50)
+        resumable(max_tokens=51, ceiling=50)
 
 
 # ---- streams
@@ -104,7 +110,7 @@ def written(body: dict[str, Any], ids: list[int], dice: random.Random, name: str
     speaker = Speaker(body, ids, name)
     events = [speaker.opening()] if speaker.chat else []
     group: list[Said] = []
-    for said in speak(ids, Wish.of(body)):
+    for said in speak(ids, AnswerOptions.of(body)):
         group.append(said)
         if said.finish or dice.random() > 0.1:
             events.append(speaker.event(group))
@@ -136,7 +142,7 @@ def test_a_stream_of_several_ds_is_that_of_one(seed: int) -> None:
     body = drawn(dice)
     want = b"".join(written(body, PROMPT, random.Random(0)))
     request = bodies.parse(bodies.CHAT if "messages" in body else bodies.COMPLETIONS, json.dumps(body).encode())
-    kept = StreamState(at_once(terms_of(request, 0)), MAX_HELD)
+    kept = StreamState(at_once(resumable_request(request, 0)), MAX_HELD)
     got, events = b"", written({**body, "return_token_ids": True}, PROMPT, dice)
     for number in range(2, 9):
         last = number == 8
@@ -157,7 +163,7 @@ def test_a_stream_of_several_ds_is_that_of_one(seed: int) -> None:
 
 def kept_of(body: dict[str, Any], seen: int, **more: Any) -> tuple[StreamState, bytes]:
     body = {"model": "m", "temperature": 0, "stream": True, "max_tokens": 40, "prompt": PROMPT, **body}
-    kept = StreamState(terms(**{k: v for k, v in body.items() if k != "prompt"}), more.get("most", MAX_HELD))
+    kept = StreamState(resumable(**{k: v for k, v in body.items() if k != "prompt"}), more.get("most", MAX_HELD))
     events = written({**body, "return_token_ids": True}, PROMPT, random.Random(1))
     return kept, b"".join(map(kept.take, events[:seen]))
 
@@ -201,7 +207,7 @@ def test_a_stream_that_grows_too_long_is_given_up_and_costs_nothing_more() -> No
 
 
 def test_a_d_that_tells_no_ids_cannot_be_left() -> None:
-    kept = StreamState(terms(), MAX_HELD)
+    kept = StreamState(resumable(), MAX_HELD)
     event = b'data: {"id":"x","choices":[{"index":0,"text":" a"}]}\n\n'
     assert kept.take(event) == event
     with pytest.raises(NotContinued, match="returns no token ids"):
@@ -212,7 +218,7 @@ def test_a_d_that_tells_no_ids_cannot_be_left() -> None:
     "delta", [{"reasoning": "hm"}, {"reasoning_content": "hm"}, {"tool_calls": [{}]}, {}], ids=lambda d: str(list(d))
 )
 def test_an_answer_that_is_parsed_is_not_continued(delta: dict[str, Any]) -> None:
-    kept = StreamState(terms(chat=True), MAX_HELD)
+    kept = StreamState(resumable(chat=True), MAX_HELD)
     first = {
         "id": "x",
         "prompt_token_ids": [1, 2],
@@ -242,7 +248,7 @@ def test_the_ways_in_which_d_ends_a_stream_are_distinguished(said: dict[str, Any
 
 
 def test_text_held_back_for_long_is_not_computed_again_for_ever() -> None:
-    kept = StreamState(terms(max_tokens=1000), MAX_HELD)
+    kept = StreamState(resumable(max_tokens=1000), MAX_HELD)
     half = {"id": "x", "choices": [{"index": 0, "text": "", "token_ids": [250], "prompt_token_ids": [1]}]}
     for _ in range(MAX_AGAIN + 1):
         kept.take(b"data: " + json.dumps(half).encode() + b"\n\n")

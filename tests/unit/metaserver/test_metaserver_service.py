@@ -99,7 +99,7 @@ def test_an_unknown_ticket_is_refused(pair: FakeCluster) -> None:
 
 def test_a_client_that_leaves_cancels_both_legs() -> None:
     with cluster() as c:
-        c.prefill[0].manner.prefill_s = 60
+        c.prefill[0].behaviour.prefill_s = 60
         with c.leaving("x"):
             until(c.legs)
         until(lambda: c.prefill[0].generations()[0].aborted and c.decode[0].generations()[0].aborted)
@@ -109,7 +109,7 @@ def test_a_client_that_leaves_cancels_both_legs() -> None:
 
 def test_a_client_that_leaves_a_stream_cancels_d() -> None:
     with cluster() as c:
-        c.decode[0].manner.gap_s, c.decode[0].manner.tokens = 0.1, 1000
+        c.decode[0].behaviour.gap_s, c.decode[0].behaviour.tokens = 0.1, 1000
         with c.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
             next(answer.iter_bytes())
         until(lambda: c.decode[0].generations()[0].aborted)
@@ -137,7 +137,7 @@ def test_load_spreads_over_all_instances() -> None:
 
 def test_d_is_notified_at_once_when_p_fails_and_computes_by_itself() -> None:
     with cluster() as c:
-        c.prefill[0].manner.status = 500
+        c.prefill[0].behaviour.status = 500
         answer = c.complete("alone")
         assert texts(answer) == ["".join(words("alone", 3))]
         assert c.decode[0].outcomes[-1].code == "PD-META-006"
@@ -145,8 +145,8 @@ def test_d_is_notified_at_once_when_p_fails_and_computes_by_itself() -> None:
 
 def test_a_failed_prefill_is_repeated_on_another_p_under_a_new_ticket() -> None:
     with cluster(prefill=2) as c:
-        c.decode[0].manner.policy = "fail"
-        c.prefill[0].manner.status = 500
+        c.decode[0].behaviour.policy = "fail"
+        c.prefill[0].behaviour.status = 500
         count = asked_until(c, c.prefill[0].generations, least=8)
         failed = len(c.prefill[0].generations())
         tickets = [s.body["kv_transfer_params"]["ticket"] for s in c.decode[0].generations()]
@@ -156,7 +156,7 @@ def test_a_failed_prefill_is_repeated_on_another_p_under_a_new_ticket() -> None:
 def test_a_request_survives_the_death_of_its_d_before_the_first_byte() -> None:
     with cluster(decode=2) as c:
         for engine in c.decode:
-            engine.manner.before_first_s = 0.5
+            engine.behaviour.before_first_s = 0.5
         got: list[httpx.Response] = []
         asking = threading.Thread(target=lambda: got.append(c.complete("stay")), name="client")
         asking.start()
@@ -169,7 +169,7 @@ def test_a_request_survives_the_death_of_its_d_before_the_first_byte() -> None:
 def test_a_stream_that_breaks_ends_with_an_error_frame() -> None:
     for resume_tokens, code in ((0, "PD-META-007"), (1000, "PD-META-024")):
         with cluster(resume_tokens=resume_tokens) as c:
-            c.decode[0].manner.break_after = 2
+            c.decode[0].behaviour.break_after = 2
             answer = c.complete("x", stream=True)
             *pieces, error, done = events(answer)
             assert len(pieces) == 2 and done == "[DONE]"
@@ -180,7 +180,7 @@ def test_a_stream_that_breaks_ends_with_an_error_frame() -> None:
 @pytest.mark.parametrize("speaks", [False, True], ids=["not kept", "kept"])
 def test_nothing_follows_the_end_of_a_stream_whose_connection_breaks_then(speaks: bool) -> None:
     with cluster() as c:
-        c.decode[0].manner.torn_at_end, c.decode[0].manner.speaks = True, speaks
+        c.decode[0].behaviour.torn_at_end, c.decode[0].behaviour.speaks = True, speaks
         answer = c.complete([1, 2, 3], stream=True, **({"temperature": 0, "max_tokens": 5} if speaks else {}))
         *pieces, done = events(answer)
         assert done == "[DONE]" and pieces and not any(piece == "[DONE]" or "error" in piece for piece in pieces)
@@ -188,7 +188,7 @@ def test_nothing_follows_the_end_of_a_stream_whose_connection_breaks_then(speaks
 
 def test_an_empty_200_is_no_answer() -> None:
     with cluster() as c:
-        c.decode[0].manner.empty = True
+        c.decode[0].behaviour.empty = True
         for stream in (False, True):
             answer = c.complete("x", stream=stream)
             assert answer.status_code == 502 and answer.json()["error"]["message"]
@@ -212,13 +212,13 @@ def test_prompt_logprobs_are_computed_by_d_alone() -> None:
 
 def test_a_stream_does_not_hold_its_prompt() -> None:
     with cluster() as c:
-        c.decode[0].manner.paused = True
+        c.decode[0].behaviour.paused = True
         with c.http.stream("POST", "/v1/completions", json={"prompt": "x" * 1_000_000, "stream": True}) as answer:
             pieces = answer.iter_bytes()
             next(pieces)
             (exchange,) = c.worker.front.journal.exchanges
             assert not exchange.request.fields
-            c.decode[0].manner.paused = False
+            c.decode[0].behaviour.paused = False
             assert b"[DONE]" in b"".join(pieces)
         until(lambda: c.worker.front.journal.last)
         assert "xxxx" not in repr(c.worker.front.journal.last)
@@ -227,7 +227,7 @@ def test_a_stream_does_not_hold_its_prompt() -> None:
 def test_the_last_of_several_choices_still_finds_its_prompt() -> None:
     """With few running slots D posts for the second choice when the first one already streams."""
     with cluster() as c:
-        c.decode[0].manner.late_choice = True
+        c.decode[0].behaviour.late_choice = True
         answer = c.complete("two", n=2, stream=True)
         assert answer.status_code == 200
         until(lambda: len(c.legs()) == 2)
@@ -260,9 +260,9 @@ def test_d_hears_that_a_first_token_will_come_where_each_p_tells_its_own() -> No
 def test_after_a_push_that_was_refused_d_is_not_sent_a_first_token() -> None:
     with cluster() as c:
         (p,), (d,) = c.prefill, c.decode
-        p.sends_first, d.manner.policy = True, "fail"
+        p.sends_first, d.behaviour.policy = True, "fail"
         until(lambda: c.complete("x") and "first_token" in d.generations()[-1].body["kv_transfer_params"])
-        p.manner.refuses_push, before = "PD-META-033", len(d.generations())
+        p.behaviour.refuses_push, before = "PD-META-033", len(d.generations())
         c.complete("y")
         asked = ["first_token" in seen.body["kv_transfer_params"] for seen in d.generations()[before:]]
         assert asked[0] and len(asked) > 1 and not any(asked[1:])
@@ -271,7 +271,7 @@ def test_after_a_push_that_was_refused_d_is_not_sent_a_first_token() -> None:
 def test_a_greedy_stream_of_a_d_that_tells_no_ids_says_so_when_it_breaks() -> None:
     with cluster(decode=2) as c:
         for decode in c.decode:
-            decode.manner.break_after = 2
+            decode.behaviour.break_after = 2
         *pieces, error, done = events(c.complete("x", stream=True, temperature=0))
         assert len(pieces) == 2 and done == "[DONE]"
         assert json.loads(error)["error"]["code"] == "PD-META-024" and "no token ids" in error

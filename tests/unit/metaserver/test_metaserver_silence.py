@@ -30,7 +30,7 @@ def state(c: FakeCluster, engine: FakeEngine) -> CircuitState:
 def test_a_prefill_that_will_never_come_is_given_up() -> None:
     with cluster(refusing_s=0.3) as c, ThreadPoolExecutor(1) as client:
         p, d = c.prefill[0], c.decode[0]
-        p.manner.hang = True
+        p.behaviour.hang = True
         asking = client.submit(c.complete, PROMPT)
         until(p.generations)
         p.served.shut()
@@ -42,7 +42,7 @@ def test_a_prefill_that_will_never_come_is_given_up() -> None:
 def test_a_stream_that_will_never_go_on_ends_with_an_error() -> None:
     with cluster(refusing_s=0.3) as c, ThreadPoolExecutor(1) as client:
         d = c.decode[0]
-        d.manner.gap_s = 600.0
+        d.behaviour.gap_s = 600.0
         asking = client.submit(c.complete, PROMPT, stream=True)
         until(lambda: any(e.committed for e in c.worker.front.journal.exchanges))
         d.served.shut()
@@ -53,7 +53,7 @@ def test_a_stream_that_will_never_go_on_ends_with_an_error() -> None:
 def test_a_stream_that_goes_on_meanwhile_is_whole() -> None:
     with cluster(refusing_s=3.0) as c, ThreadPoolExecutor(1) as client:
         d = c.decode[0]
-        d.manner.gap_s = 0.25
+        d.behaviour.gap_s = 0.25
         asking = client.submit(c.complete, PROMPT, stream=True, max_tokens=16)
         until(lambda: any(e.committed for e in c.worker.front.journal.exchanges))
         d.served.shut()
@@ -65,33 +65,33 @@ def test_what_a_frozen_engine_has_is_done_by_another(role: str) -> None:
     with cluster(prefill=2, decode=2, **FROZEN) as c, ThreadPoolExecutor(1) as client:
         pair = c.prefill if role == "prefill" else c.decode
         for engine in c.decode:
-            engine.manner.recompute_s = 60.0  # exceeds the test's time: no D may compute by itself
+            engine.behaviour.recompute_s = 60.0  # exceeds the test's time: no D may compute by itself
         for engine in pair:
-            engine.manner.hold = True
+            engine.behaviour.hold = True
         asking = client.submit(c.complete, PROMPT)
         until(lambda: any(engine.generations() for engine in pair))
         frozen, other = sorted(pair, key=lambda engine: -len(engine.generations()))
-        frozen.manner.frozen, other.manner.hold = True, False
+        frozen.behaviour.frozen, other.behaviour.hold = True, False
         answer = asking.result(20)
         assert answer.status_code == 200 and texts(answer) == ["".join(words(PROMPT, 3))]
         assert state(c, frozen) is CircuitState.UNREACHABLE
         assert len(frozen.generations()) == 1 and other.generations()
-        frozen.manner.frozen = frozen.manner.hold = False
+        frozen.behaviour.frozen = frozen.behaviour.hold = False
 
 
 def test_an_engine_that_thaws_finishes_what_it_has() -> None:
     with cluster(unreachable_s=1.5, probe_timeout_s=0.3) as c, ThreadPoolExecutor(1) as client:
         d = c.decode[0]
-        d.manner.hold = True
+        d.behaviour.hold = True
         asking = client.submit(c.complete, PROMPT)
         until(d.generations)
-        d.manner.frozen = True
+        d.behaviour.frozen = True
         until(lambda: state(c, d) is CircuitState.UNREACHABLE)
-        d.manner.frozen = False
+        d.behaviour.frozen = False
         until(lambda: state(c, d) is CircuitState.CLOSED)
         end = time.monotonic() + 2.5  # longer than the limit for a vanished engine
         until(lambda: time.monotonic() > end)
-        d.manner.hold = False
+        d.behaviour.hold = False
         answer = asking.result(20)
         assert answer.status_code == 200 and texts(answer) == ["".join(words(PROMPT, 3))]
         assert len(d.generations()) == 1

@@ -82,7 +82,7 @@ def test_each_leg_has_a_span_below_the_requests_and_its_engine_gets_it(collector
 
 def test_a_leg_that_broke_is_an_error_and_the_next_attempt_a_span_of_its_own(collector: Collector) -> None:
     with cluster(decode=2, otlp_traces_endpoint=collector.served.url + "/v1/traces") as c:
-        c.decode[0].manner.status = c.decode[1].manner.status = 500
+        c.decode[0].behaviour.status = c.decode[1].behaviour.status = 500
         assert ask(c) == 500
         until(lambda: collector.named("/v1/completions"))
         assert len(collector.named("decode leg")) >= 2

@@ -20,12 +20,12 @@ import httpx
 import pytest
 
 from unit.metaserver.cluster import FakeCluster, cluster, until
-from unit.metaserver.fake_engine import FakeEngine, Manner, words
+from unit.metaserver.fake_engine import EngineBehaviour, FakeEngine, words
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState
 from vllm_ascend_pd.metaserver.service import exchange, relay
 from vllm_ascend_pd.shared.backoff import Backoff
 
-PATIENCE_S = 120.0  # of a client: a later answer counts as missing
+ANSWER_TIMEOUT_S = 120.0  # of a client: a later answer counts as missing
 CLIENTS = 24  # at a time
 FAULT = 0.25  # share of requests that fail on a faulty engine
 FROZEN = (
@@ -33,7 +33,7 @@ FROZEN = (
     0.3,
     60.0,
 )  # delays in s of a faulty engine's answers to probes
-HONEST = frozenset({429, 500, 502, 503, 504})
+ERROR_STATUSES = frozenset({429, 500, 502, 503, 504})
 P_FAULTS: tuple[dict[str, Any], ...] = (
     *({"push": False}, {"breaks_after_push": True}, {"refuses_push": "PD-META-005"}, {"half": True}, {"hang": True}),
     *({"status": 500}, {"status": 503}, {"ends": True}, {"push": False, "half": True}, {"empty": True}),
@@ -45,13 +45,13 @@ D_FAULTS: tuple[dict[str, Any], ...] = (
 )
 
 
-def moods(rng: random.Random, faults: tuple[dict[str, Any], ...]) -> Callable[[], Manner]:
+def moods(rng: random.Random, faults: tuple[dict[str, Any], ...]) -> Callable[[], EngineBehaviour]:
     def speed(most: float) -> float:
         return rng.choice((0.0, 0.0, rng.random() * most))
 
-    def mood() -> Manner:
+    def mood() -> EngineBehaviour:
         fault = rng.choice(faults) if faults and rng.random() < FAULT else {}
-        return Manner(
+        return EngineBehaviour(
             prefill_s=speed(0.05),
             after_push_s=speed(0.2),
             before_post_s=speed(0.02),
@@ -68,22 +68,24 @@ def moods(rng: random.Random, faults: tuple[dict[str, Any], ...]) -> Callable[[]
     return mood
 
 
-class Crowd:
+class StormClients:
     """The clients. `said` counts their answers; `wrong` holds answers that no client may get."""
 
     def __init__(self, url: str, rng: random.Random) -> None:
         self.url, self.rng = url, rng
         self.said: Counter[str] = Counter()
         self.wrong: list[str] = []
-        self._seats = asyncio.Semaphore(CLIENTS)
+        self._at_once = asyncio.Semaphore(CLIENTS)
 
     async def come(self, count: int) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=CLIENTS)
-        async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S, trust_env=False, limits=limits) as http:
+        async with httpx.AsyncClient(
+            base_url=self.url, timeout=ANSWER_TIMEOUT_S, trust_env=False, limits=limits
+        ) as http:
             await asyncio.gather(*(self._one(http) for _ in range(count)))
 
     async def _one(self, http: httpx.AsyncClient) -> None:
-        async with self._seats:
+        async with self._at_once:
             rng = self.rng
             chat, stream, leaves = rng.random() < 0.4, rng.random() < 0.5, rng.random() < 0.1
             prompt: Any = f"prompt {rng.random()} " + "x" * rng.choice((0, 10, 5000))
@@ -95,7 +97,7 @@ class Crowd:
             if not stream:
                 body["n"] = rng.choice((1, 1, 2))
             asking = asyncio.ensure_future(http.post(f"/v1/{'chat/' if chat else ''}completions", json=body))
-            done, _ = await asyncio.wait({asking}, timeout=rng.random() * 0.1 if leaves else PATIENCE_S)
+            done, _ = await asyncio.wait({asking}, timeout=rng.random() * 0.1 if leaves else ANSWER_TIMEOUT_S)
             if not done:
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
@@ -119,7 +121,7 @@ class Crowd:
 def of_whole(answer: httpx.Response, right: list[str]) -> str:
     fields = answer.json()
     if answer.status_code != 200:
-        return "error" if answer.status_code in HONEST and fields["error"]["message"] else "wrong"
+        return "error" if answer.status_code in ERROR_STATUSES and fields["error"]["message"] else "wrong"
     if fields.get("kv_transfer_params") is not None:
         return "wrong"
     choices = fields["choices"]
@@ -165,14 +167,14 @@ def nothing_left(c: FakeCluster) -> bool:
         or front.journal.tickets
         or any(i.requests or i.load or i.circuit.state is CircuitState.TRIAL for i in c.worker.fleet)
         or front.journal._past
-        or c.worker._heart._open
+        or c.worker._heartbeats._open
         or any(gate.keeper.running or gate.keeper.waiting for gate in (front.turnstile, front.canaries, front.polls))
         or c.served.loop.call(_tasks(), 10)
     )
 
 
 async def _tasks() -> list[str]:
-    """Return tasks of single requests; permanent tasks of a worker have names."""
+    """Return tasks of single requests. Permanent tasks of a worker have other names."""
     of_requests = ("restart of", "heartbeat")
     return [t.get_name() for t in asyncio.all_tasks() if t.get_name().startswith(of_requests)]
 
@@ -196,20 +198,20 @@ def storm(seed: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         for engine in engines:
             faults = () if engine in sound else P_FAULTS if engine in c.prefill else D_FAULTS
             engine.mood = moods(random.Random(rng.random()), faults)
-        crowd = Crowd(c.served.url, rng)
+        clients = StormClients(c.served.url, rng)
 
         async def all_of_it() -> None:
             chaos = asyncio.create_task(restarts(ailing, random.Random(rng.random())))
             try:
-                await crowd.come(count)
+                await clients.come(count)
             finally:
                 chaos.cancel()
                 await asyncio.gather(chaos, return_exceptions=True)
 
         asyncio.run(all_of_it())
-        where = f"seed {seed}: {dict(crowd.said)}"
-        assert not crowd.wrong, f"{where}: {crowd.wrong[:3]}"
-        assert crowd.said.total() == count and crowd.said["right"] > count / 2, where
+        where = f"seed {seed}: {dict(clients.said)}"
+        assert not clients.wrong, f"{where}: {clients.wrong[:3]}"
+        assert clients.said.total() == count and clients.said["right"] > count / 2, where
         blamed = {i.name: (i.broke, i.last_error) for i in c.worker.fleet if i.broke}
         assert not {e.address for e in sound} & set(blamed), f"{where}: {blamed}"
         assert blamed, f"{where}: the ailing ones failed unnoticed"

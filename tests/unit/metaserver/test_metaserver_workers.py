@@ -118,10 +118,10 @@ def load(url: str) -> list[tuple[float, float]]:
     return [(values[prefix + "running"], values[prefix + "waiting"]), (status["running"], status["waiting"])]
 
 
-def test_metrics_and_status_say_alike_what_runs_and_what_waits_whoever_is_asked() -> None:
+def test_metrics_and_status_of_each_worker_say_alike_what_runs_and_what_waits() -> None:
     with running("--max-running", "1", workers=2) as r:
         urls = r.urls()
-        r.decode.manner.hold = True
+        r.decode.behaviour.hold = True
         asking = [
             threading.Thread(target=httpx.post, args=(url + "/v1/completions",), kwargs={
                 "json": {"prompt": f"{i}", "max_tokens": 1}, "timeout": None, "trust_env": False,
@@ -132,7 +132,7 @@ def test_metrics_and_status_say_alike_what_runs_and_what_waits_whoever_is_asked(
             thread.start()
         for url in (*urls, *urls):  # read twice: no number is out of date
             until(lambda url=url: load(url) == [(2, 4), (2, 4)])
-        r.decode.manner.hold = False
+        r.decode.behaviour.hold = False
         for thread in asking:
             thread.join()
         for url in urls:
@@ -150,7 +150,7 @@ def test_two_metaservers_share_their_engines_and_nothing_else() -> None:
                 assert texts(r.complete("x")) == ["".join(words("x", 3))]
                 assert decode.generations()[-1].body["kv_transfer_params"]["metaserver"] == url
                 assert len(prefill.generations()) == proofs + 1
-            decode.manner.hold = True  # each has a request in progress when one of them dies
+            decode.behaviour.hold = True  # each has a request in progress when one of them dies
             got: list[httpx.Response] = []
             proofs = len(prefill.generations())
             left = threading.Thread(target=lambda: _broken_off(one), name="client of the one")
@@ -161,7 +161,7 @@ def test_two_metaservers_share_their_engines_and_nothing_else() -> None:
             assert decode.running == 2
             one.process.kill()
             until(lambda: decode.running == 1)  # D gets the request
-            decode.manner.hold = False
+            decode.behaviour.hold = False
             for thread in (left, stays):
                 thread.join()
             assert texts(got[0]) == ["".join(words("y", 3))]

@@ -83,7 +83,7 @@ def test_the_ranks_behind_one_address_are_named_where_their_ports_are_known(port
 
 def test_an_endless_or_silent_caller_is_let_go(site: BootstrapPair, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(bootstrap, "PATIENCE_S", 0.3)
+        patch.setattr(bootstrap, "QUESTION_TIMEOUT_S", 0.3)
         with suppress(ConnectionError):  # closing with unread input resets the connection
             assert b" 200 " not in site.raw(b"GET /query HTTP/1.1\r\nX: " + b"x" * 4 * bootstrap.MAX_HEAD)
         assert site.raw(b"GET /query HTTP/1.1\r\n") == b""

@@ -98,5 +98,5 @@ def test_a_prompt_that_p_has_cached_leaves_before_the_forward(found: int | None,
     asked.kv_transfer_params = remote_decode(seal(reservation(asked), None))
     scheduler.allocated(asked)
     step = scheduler.build_step(output([("beside", 0, 8, beside), ("r", 4, 6, [1, 2, 3])]))
-    assert [(piece.before, piece.after) for piece in step.computed] == [(0, early)] * bool(early)
-    assert [(piece.before, piece.after) for piece in step.slices] == [(early, 10)]
+    assert [(slice_.before, slice_.after) for slice_ in step.computed] == [(0, early)] * bool(early)
+    assert [(slice_.before, slice_.after) for slice_ in step.slices] == [(early, 10)]

@@ -54,20 +54,20 @@ def test_each_step_tells_new_blocks_and_a_token_range_only() -> None:
         new = table[begin // BLOCK : (begin + 100) // BLOCK]
         book.scheduled("r", begin, 100, new, replaces=begin == 0)
         meta = step(book)
-        (piece,) = meta.slices
-        assert (piece.before, piece.after, piece.final) == (begin, begin + 100, begin == 900)
-        assert piece.new_blocks[0].tolist() == new and piece.new_blocks[0].dtype == np.int32
+        (slice_,) = meta.slices
+        assert (slice_.before, slice_.after, slice_.final) == (begin, begin + 100, begin == 900)
+        assert slice_.new_blocks[0].tolist() == new and slice_.new_blocks[0].dtype == np.int32
         assert len(meta.starts) == (begin == 0) and (meta.geometry is None) == (begin > 0)
-        total += len(piece.new_blocks[0])
+        total += len(slice_.new_blocks[0])
     assert total == len(table)
 
 
 def test_a_prefix_hit_on_prefill_is_part_of_the_first_slice() -> None:
     book = admitted(10)
     book.scheduled("r", 8, 2, [5, 6, 7], replaces=True)
-    (piece,) = step(book).slices
-    assert (piece.before, piece.after, piece.final, piece.restart) == (0, 10, True, False)
-    assert piece.new_blocks[0].tolist() == [5, 6, 7]
+    (slice_,) = step(book).slices
+    assert (slice_.before, slice_.after, slice_.final, slice_.restart) == (0, 10, True, False)
+    assert slice_.new_blocks[0].tolist() == [5, 6, 7]
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_what_earlier_steps_have_computed_leaves_with_the_beginning_of_the_step(
     book = admitted(10, first=first)
     book.scheduled("r", 8, 2, [5, 6, 7], replaces=True, ready=ready)
     made = step(book)
-    (piece,) = made.slices
-    assert (piece.before, piece.after, piece.final) == (early, 10, True)
-    blocks = [p.new_blocks[0].tolist() for p in (*made.computed, piece)]
+    (slice_,) = made.slices
+    assert (slice_.before, slice_.after, slice_.final) == (early, 10, True)
+    blocks = [p.new_blocks[0].tolist() for p in (*made.computed, slice_)]
     assert blocks == ([[5, 6, 7], []] if early else [[5, 6, 7]]), "the workers hear of each block once"
     assert [(p.before, p.after, p.final, p.restart) for p in made.computed] == [(0, early, False, False)] * bool(early)
     assert (made.before, made.number) == ((1, 2) if early else (0, 1)) and made.starts[0].cached == 8
@@ -133,8 +133,8 @@ def test_a_resumption_that_was_not_announced_starts_over() -> None:
     book.scheduled("r", 0, 6, [1, 2], replaces=True)
     step(book)
     book.scheduled("r", 4, 6, [1, 12, 13], replaces=True)
-    (piece,) = step(book).slices
-    assert (piece.before, piece.after, piece.restart, piece.new_blocks[0].tolist()) == (0, 10, True, [1, 12, 13])
+    (slice_,) = step(book).slices
+    assert (slice_.before, slice_.after, slice_.restart, slice_.new_blocks[0].tolist()) == (0, 10, True, [1, 12, 13])
 
 
 @pytest.mark.parametrize("computed", [8, 10])
@@ -146,7 +146,7 @@ def test_new_blocks_mean_that_the_old_ones_were_lost(computed: int) -> None:
     book.scheduled("r", 0, 10, [4, 5, 6], replaces=True)
     meta = step(book)
     assert meta.preempted == ("push",)
-    assert [piece.before for piece in meta.slices] == ([0] if computed < 10 else [])
+    assert [slice_.before for slice_ in meta.slices] == ([0] if computed < 10 else [])
     assert len(meta.aborts) == (computed == 10)  # ranks that had finished would not push their part again
 
 
@@ -167,8 +167,8 @@ def test_resuming_onto_a_prefix_hit_pushes_from_the_start() -> None:
     step(book)
     book.preempted("r")
     book.scheduled("r", 4, 6, [1, 12, 13], replaces=True)
-    (piece,) = step(book).slices
-    assert (piece.before, piece.after, piece.restart) == (0, 10, True)
+    (slice_,) = step(book).slices
+    assert (slice_.before, slice_.after, slice_.restart) == (0, 10, True)
 
 
 def test_what_is_computed_beyond_the_reservation_is_not_pushed() -> None:
@@ -177,8 +177,8 @@ def test_what_is_computed_beyond_the_reservation_is_not_pushed() -> None:
     assert book.admit("r", some, 10, "h", "push") is None
     book.scheduled("r", 0, 8, [1, 2], replaces=True)
     assert book.scheduled("r", 8, 2, [3], replaces=False) is None
-    (piece,) = step(book).slices
-    assert piece.after == 7 and piece.final
+    (slice_,) = step(book).slices
+    assert slice_.after == 7 and slice_.final
 
 
 # -- how requests end
@@ -232,7 +232,7 @@ def test_requests_without_a_reservation_are_left_alone() -> None:
 # -- what is refused
 
 
-def test_a_transfer_is_pushed_once_whoever_asks_again() -> None:
+def test_a_transfer_is_pushed_once_even_if_another_request_asks_again() -> None:
     book = admitted(10)
     again = book.admit("s", reservation(10), 10, "h", "push-2")
     assert again is not None and again.code == "PD-META-005"
@@ -419,16 +419,16 @@ class AnySequence(RuleBasedStateMachine):
         for start in meta.starts:
             assert start.push not in self.heard, "a push starts once"
             self.heard[start.push] = Heard(start.reservation.end)
-        for piece in meta.slices:
-            heard = self.heard[piece.push]
-            if piece.restart:
+        for slice_ in meta.slices:
+            heard = self.heard[slice_.push]
+            if slice_.restart:
                 heard.blocks, heard.watermark, heard.final = [], 0, False
-            assert not heard.final and piece.before == heard.watermark < piece.after <= heard.end
-            assert piece.push not in self.must_abort, "an aborted push gets nothing more"
-            heard.blocks += piece.new_blocks[0].tolist()
-            heard.watermark, heard.final = piece.after, piece.final
-            assert piece.final == (piece.after == heard.end)
-            request = self.requests.get(piece.push.removeprefix("push-"))
+            assert not heard.final and slice_.before == heard.watermark < slice_.after <= heard.end
+            assert slice_.push not in self.must_abort, "an aborted push gets nothing more"
+            heard.blocks += slice_.new_blocks[0].tolist()
+            heard.watermark, heard.final = slice_.after, slice_.final
+            assert slice_.final == (slice_.after == heard.end)
+            request = self.requests.get(slice_.push.removeprefix("push-"))
             if request is not None and request.running:
                 assert heard.blocks == request.table, "the workers' table is the request's"
                 assert heard.watermark == request.computed

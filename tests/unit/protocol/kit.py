@@ -22,14 +22,15 @@ from vllm_ascend_pd.protocol.messages import (
     Cancel,
     Done,
     Failed,
+    LayoutRequest,
     Memory,
     Message,
     Ready,
     Refused,
     Renew,
     Reservation,
-    Which,
     memory_hash,
+    message_name,
 )
 from vllm_ascend_pd.protocol.push import Claim, Destination, PushOrder, Sender
 from vllm_ascend_pd.protocol.reservation import Receiver
@@ -140,8 +141,8 @@ def refused(seq: int = 1, contributor: Contributor = ONE, **changes: Any) -> Ref
     return Refused(**_head(contributor, seq, {"failure": Failure("PD-XFER-005", "over: "), **changes}))
 
 
-def which(seq: int = 1, contributor: Contributor = ONE, **changes: Any) -> Which:
-    return Which(**_head(contributor, seq, changes))
+def layout_request(seq: int = 1, contributor: Contributor = ONE, **changes: Any) -> LayoutRequest:
+    return LayoutRequest(**_head(contributor, seq, changes))
 
 
 def cancel(seq: int = 1, contributor: Contributor = ONE, **changes: Any) -> Cancel:
@@ -231,7 +232,7 @@ def _word(action: Action) -> str:
     if isinstance(action, Revoke):
         return "revoke"
     message = action.message
-    name = type(message).__name__.lower()
+    name = message_name(message)
     match message:
         case Refused():
             return f"{name}:{message.failure.detail.partition(':')[0]}"

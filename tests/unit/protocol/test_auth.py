@@ -11,7 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unit.protocol.kit import ADDRESSES, D, ack, begin, cancel, done, failed, ready, refused, reservation, which
+from unit.protocol.kit import (
+    ADDRESSES,
+    D,
+    ack,
+    begin,
+    cancel,
+    done,
+    failed,
+    layout_request,
+    ready,
+    refused,
+    reservation,
+)
 from vllm_ascend_pd.channel.frames import decode_guarded
 from vllm_ascend_pd.errors import ConfigError, RemoteProtocolError
 from vllm_ascend_pd.protocol.auth import (
@@ -43,7 +55,7 @@ MESSAGES = [
     refused(),
     done(checksums=((0, 0, 2**64 - 1),)),
     failed(),
-    which(),
+    layout_request(),
     cancel(),
     ack("done", 3),
 ]

@@ -379,7 +379,7 @@ def test_done_before_any_authority_is_acknowledged_and_does_not_count() -> None:
     [{"push": "push-0"}, {"p_incarnation": "older"}, {"contributor": Contributor(0, 7)}],
     ids=["push", "incarnation", "contributor"],
 )
-def test_done_of_somebody_else_does_not_count(changes: dict[str, object]) -> None:
+def test_done_of_another_writer_does_not_count(changes: dict[str, object]) -> None:
     r = leased()
     r.message(0.1, "p2", done(TWO))
     assert as_text(r.message(0.2, "p1", done(**{"contributor": ONE, **changes}))) == "ack:done"
@@ -689,7 +689,7 @@ def test_revoked_without_having_been_asked_is_our_own_error() -> None:
         leased().revoked(0.1, NEW_ADDRESSES)
 
 
-# ---- messages that an honest P never sends to D
+# ---- messages that P never sends to D
 
 
 def test_messages_of_the_wrong_direction_are_counted() -> None:

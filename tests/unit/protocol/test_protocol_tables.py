@@ -31,6 +31,7 @@ from unit.protocol.kit import (
     claim_of,
     done,
     failed,
+    layout_request,
     order,
     p_incarnation,
     ready,
@@ -38,7 +39,6 @@ from unit.protocol.kit import (
     refused,
     renew,
     sender,
-    which,
 )
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.protocol.actions import Action
@@ -462,7 +462,7 @@ def prefill_in(state: PairState, event: PairEvent | None = None) -> tuple[Sender
     s.offer(0.0, PUSH, 0, "unit", 10)
     if state is PS.ASK:
         if event is PE.WHICH_AGAIN:
-            s.message(0.0, "d0", which())
+            s.message(0.0, "d0", layout_request())
         return s, claim
     s.message(0.0, "d0", ready())
     claim = claim_of(s, 0.0)
@@ -503,8 +503,8 @@ def fire_pair(s: Sender, claim: Claim, event: PairEvent) -> list[Action]:
         PE.READY_MOVED: lambda: s.message(0.2, "d0", ready(asked, memory=moved, addresses=NEW_ADDRESSES)),
         PE.READY_UNFIT: lambda: s.message(0.2, "d0", ready(asked, memory=less, addresses=LESS)),
         PE.REFUSED: lambda: s.message(0.1, "d0", refused()),
-        PE.WHICH: lambda: s.message(0.1, "d0", which()),
-        PE.WHICH_AGAIN: lambda: s.message(0.1, "d0", which()),
+        PE.WHICH: lambda: s.message(0.1, "d0", layout_request()),
+        PE.WHICH_AGAIN: lambda: s.message(0.1, "d0", layout_request()),
         PE.CANCEL: lambda: s.message(0.1, "d0", cancel()),
         PE.ACK: lambda: s.message(0.1, "d0", ack("failed", said.seq) if said is not None else ack("done", 1)),
         PE.ACK_OF_ANOTHER: lambda: s.message(0.1, "d0", ack("done", 1)),

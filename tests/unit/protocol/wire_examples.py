@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 
 from unit.channel.kit import LOOPBACK
-from unit.protocol.kit import ack, begin, cancel, done, failed, ready, refused, renew, reservation, which
+from unit.protocol.kit import ack, begin, cancel, done, failed, layout_request, ready, refused, renew, reservation
 from vllm_ascend_pd.channel.frames import (
     Clear,
     Goodbye,
@@ -56,7 +56,7 @@ MESSAGES: dict[str, Message] = {
     "refused": refused(),
     "done": done(checksums=((0, 0, 2**64 - 1),)),
     "failed": failed(),
-    "which": which(),
+    "which": layout_request(),
     "cancel": cancel(),
     "ack": ack("done", 3),
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 from unit.kits.watching import until
 from unit.regroup.common import EngineCache, RegroupDecodeSite, RegroupPrompt, config
-from unit.regroup.worker import ChildProcesses, There
+from unit.regroup.worker import ChildProcesses, ChildProcessWorker
 
 WORK = [
     (0, 0, 3, [3]),  # less than a block: one owner, the others own nothing
@@ -61,7 +61,7 @@ class ProcessEngines:
     def exchanges(self) -> list[tuple[int, int, int]]:
         """Return (step, layer, sub-step) of all exchanges without repeated ones, after checking that all ranks
         agree."""
-        workers = [worker for worker in self.p.workers if isinstance(worker, There)]
+        workers = [worker for worker in self.p.workers if isinstance(worker, ChildProcessWorker)]
 
         def alike() -> bool:
             """Wait for ranks that received nothing, which may report later."""

@@ -196,7 +196,7 @@ class Handle(Protocol):
     def close(self) -> None: ...
 
 
-class Here:
+class InProcessWorker:
     """A worker in this process."""
 
     def __init__(self, rank: RegroupPrefillRank) -> None:
@@ -233,7 +233,7 @@ class RegroupPrefillSite:
     @property
     def ranks(self) -> list[RegroupPrefillRank]:
         """Ranks of an engine in this process."""
-        return [worker.rank for worker in self.workers if isinstance(worker, Here)]
+        return [worker.rank for worker in self.workers if isinstance(worker, InProcessWorker)]
 
     def admit(self, *prompts: RegroupPrompt) -> None:
         for prompt in prompts:
@@ -429,7 +429,7 @@ def engine(
             worker = RegroupPrefillRank(
                 cache, Contributor(stage, rank), make, blocks=blocks, push=push, transport=transport, **keys
             )
-            workers.append(Here(worker))
+            workers.append(InProcessWorker(worker))
     return RegroupPrefillSite(cache, workers, blocks=blocks)
 
 

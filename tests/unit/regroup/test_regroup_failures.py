@@ -174,7 +174,7 @@ class FullStaging(Staging):
 class PatientStaging(Staging):
     """Staging that waits long for a slot: this rank misses nothing, however loaded the machine is."""
 
-    def patience(self, now: float, destination: Any) -> float:
+    def wait_left(self, now: float, destination: Any) -> float:
         return 0.0 if self.room(destination) else 30.0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from unit.regroup.common import EngineCache, RegroupDecodeSite, config
-from unit.regroup.prefill import ComputedTokens, Here, RegroupPrefillSite, running
+from unit.regroup.prefill import ComputedTokens, InProcessWorker, RegroupPrefillSite, running
 from unit.regroup.runner import RUNS, AscendRank
 from unit.regroup.worker import ChildProcesses
 from vllm_ascend_pd.observe import trace
@@ -58,7 +58,7 @@ def test_pushes_are_complete_and_right_however_the_hooks_are_called(
 def test_a_layer_is_pushed_when_its_hook_fires_and_not_at_the_end_of_the_step(hook: str) -> None:
     cache = EngineCache(tp=1, layers=3)
     rank = AscendRank(cache, Contributor(0, 0), allocate, push=config(regroup="never"))
-    p, d = RegroupPrefillSite(cache, [Here(rank)]), RegroupDecodeSite(cache)
+    p, d = RegroupPrefillSite(cache, [InProcessWorker(rank)]), RegroupDecodeSite(cache)
     written: list[int] = []
     original = rank.write
 

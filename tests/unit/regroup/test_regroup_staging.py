@@ -23,7 +23,7 @@ from vllm_ascend_pd.geometry.coalesce import Spans
 from vllm_ascend_pd.prefill.core.push import SlotShare, Unit
 from vllm_ascend_pd.prefill.core.pushes import Pushes, PushSite
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.regroup.staging import PATIENCE_S, Staging, StagingSlot
+from vllm_ascend_pd.regroup.staging import SLOT_TIMEOUT_S, Staging, StagingSlot
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import Write
 
@@ -117,7 +117,7 @@ UNIT = Unit(1, 0, 1)
 
 
 def holding(made: Staging, *names: str) -> Pushes:
-    """Make pushes that hold pieces of one slot."""
+    """Make pushes that hold shares of one slot."""
     slot, no_geometry = made.take("a", SIZE), cast("Any", None)
     assert slot is not None
     core = Pushes(config(), PushSite("p", Contributor(0, 0), "m"), no_geometry, (), made)
@@ -148,7 +148,7 @@ def test_a_slot_goes_back_with_the_last_of_its_shares() -> None:
 
 def waited(made: Staging, now: float) -> float:
     """Take a slot for "slow" like the exchange's thread; return the time at which it was refused."""
-    while (left := made.patience(now, "slow")) > 0:
+    while (left := made.wait_left(now, "slow")) > 0:
         now += left
     assert made.take("slow", SIZE) is None
     return now
@@ -156,29 +156,29 @@ def waited(made: Staging, now: float) -> float:
 
 def test_a_step_waits_once_for_a_destination_and_not_again_before_it_returned_something() -> None:
     made = Staging(torch.zeros(SIZE * 3, dtype=torch.uint8), SIZE, 1)
-    assert made.patience(0.0, "slow") == 0.0, "there is one"
+    assert made.wait_left(0.0, "slow") == 0.0, "there is one"
     held = made.take("slow", SIZE)
     assert held is not None
-    assert waited(made, 0.0) == pytest.approx(PATIENCE_S)
+    assert waited(made, 0.0) == pytest.approx(SLOT_TIMEOUT_S)
     for _ in range(100):
         made.new_step()
         assert waited(made, 1.0) == 1.0, "a step waited again"
     made.release(held)
-    assert made.patience(2.0, "slow") == 0.0
+    assert made.wait_left(2.0, "slow") == 0.0
     assert made.take("slow", SIZE) is not None
     made.new_step()
-    assert waited(made, 2.0) == pytest.approx(2.0 + PATIENCE_S), "it deserves patience again"
+    assert waited(made, 2.0) == pytest.approx(2.0 + SLOT_TIMEOUT_S), "it is waited for again"
 
 
 def test_a_slot_that_comes_back_ends_the_wait_and_leaves_what_is_left_of_it() -> None:
     made = Staging(torch.zeros(SIZE * 3, dtype=torch.uint8), SIZE, 1)
     held = made.take("slow", SIZE)
     assert held is not None
-    assert made.patience(0.0, "slow") == PATIENCE_S
+    assert made.wait_left(0.0, "slow") == SLOT_TIMEOUT_S
     made.release(held)
-    assert made.patience(PATIENCE_S / 2, "slow") == 0.0
+    assert made.wait_left(SLOT_TIMEOUT_S / 2, "slow") == 0.0
     assert made.take("slow", SIZE) is not None
-    assert made.patience(1.0, "slow") == pytest.approx(PATIENCE_S / 2)
+    assert made.wait_left(1.0, "slow") == pytest.approx(SLOT_TIMEOUT_S / 2)
 
 
 def test_sizes_are_fixed_and_logged_at_start(caplog: pytest.LogCaptureFixture) -> None:

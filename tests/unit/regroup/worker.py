@@ -153,7 +153,7 @@ class Member:
         self._connection.close()
 
 
-class There:
+class ChildProcessWorker:
     """A worker of an engine in another process (see prefill.Handle)."""
 
     def __init__(self, member: Member, geometry: CacheGeometry) -> None:
@@ -220,13 +220,15 @@ class ChildProcesses:
         members = self.members[: cache.tp * cache.pp]
         for member in members:
             member.send("open", cache, blocks, kind, keys)
-        return RegroupPrefillSite(cache, [There(member, member.receive()) for member in members], blocks=blocks)
+        return RegroupPrefillSite(
+            cache, [ChildProcessWorker(member, member.receive()) for member in members], blocks=blocks
+        )
 
     def shut(self, site: RegroupPrefillSite) -> None:
         """Close an engine's workers, all at once."""
         site.close()
         for worker in site.workers:
-            assert isinstance(worker, There)
+            assert isinstance(worker, ChildProcessWorker)
             worker.member.receive()
 
     def abandon(self) -> None:

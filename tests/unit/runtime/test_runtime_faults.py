@@ -22,7 +22,7 @@ from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.prefill.core import pushes as core
 from vllm_ascend_pd.prefill.core.push import Push
-from vllm_ascend_pd.prefill.sums import Summer
+from vllm_ascend_pd.prefill.sums import PushSums
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.messages import Memory
 from vllm_ascend_pd.protocol.reservation import Receiver
@@ -317,7 +317,7 @@ def test_a_write_that_cannot_be_prepared_fails_its_own_push_only(at: str, monkey
     if at == "spans":
         monkeypatch.setattr(core, "spans_of", wrapped(core.spans_of))
     else:
-        monkeypatch.setattr(Summer, "direct", wrapped(Summer.direct))
+        monkeypatch.setattr(PushSums, "direct", wrapped(PushSums.direct))
     p, d, e = PrefillSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push)
     with sites(p, d, e):
         request, other = d.reserve("r", 30), e.reserve("other", 30)

@@ -16,7 +16,7 @@ from unit.runtime.sites import DecodeSite, PrefillSite, config, sites
 from unit.runtime.wires import SlowWire
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.metadata import PushSlice
-from vllm_ascend_pd.prefill.core.push import Push, Table
+from vllm_ascend_pd.prefill.core.push import BlockTable, Push
 from vllm_ascend_pd.prefill.core.pushes import IN_FLIGHT
 from vllm_ascend_pd.prefill.worker import PrefillWorker
 from vllm_ascend_pd.roles import StepMetadata
@@ -220,7 +220,7 @@ def test_writes_that_do_not_return_before_preemption_fail_the_push_first() -> No
 def test_a_push_that_starts_over_without_a_reported_loss_is_a_bug_and_says_so() -> None:
     """Otherwise its new blocks would be appended to the lost ones."""
     blocks, nothing = np.zeros(8, dtype=np.int32), cast("Any", None)
-    push = Push("push", "r", nothing, (), frozenset(), (), (), (), (0,), (blocks,), (Table(blocks, 3),), 0.0)
+    push = Push("push", "r", nothing, (), frozenset(), (), (), (), (0,), (blocks,), (BlockTable(blocks, 3),), 0.0)
     again = PushSlice("push", 0, 8, (np.array([5], dtype=np.int32),), restart=True, final=False)
     with pytest.raises(LocalProtocolError, match="push push starts over"):
         push.extend(2, again)

@@ -58,8 +58,8 @@ def test_chunks_of_a_request_become_slices() -> None:
     second = scheduler.build_step(output(cached=[("r", 4, 3, [8]), ("unknown", 5, 1, None)]))
     third = scheduler.build_step(output(cached=[("r", 7, 3, None)]))
     assert len(first.starts) == 1 and first.geometry is not None and first.geometry.tp_size == 2
-    pieces = [step.slices for step in (first, second, third)]
-    assert [(p.before, p.after, p.new_blocks[0].tolist(), p.final) for (p,) in pieces] == [
+    slices = [step.slices for step in (first, second, third)]
+    assert [(p.before, p.after, p.new_blocks[0].tolist(), p.final) for (p,) in slices] == [
         (0, 4, [7], False),
         (4, 7, [8], False),
         (7, 10, [], True),
@@ -80,8 +80,8 @@ def test_both_runners_ways_to_resume_a_request(runner: str) -> None:
     assert scheduler.build_step(output(preempted={"r"})).preempted
     back = ("r", 0, 10, [5, 6, 7])
     again = output(cached=[back], resumed={"r"}) if runner == "V1" else output([back])
-    (piece,) = scheduler.build_step(again).slices
-    assert piece.restart and piece.new_blocks[0].tolist() == [5, 6, 7] and (piece.before, piece.after) == (0, 10)
+    (slice_,) = scheduler.build_step(again).slices
+    assert slice_.restart and slice_.new_blocks[0].tolist() == [5, 6, 7] and (slice_.before, slice_.after) == (0, 10)
 
 
 def test_a_signed_reservation_is_taken_with_the_right_secret_only() -> None:

@@ -37,8 +37,8 @@ def test_p_first_its_answer_brings_d_to_it(secrets: Secrets | None) -> None:
         step = both.p.build_step(output())
         (start,) = step.starts
         assert start.ended and start.reservation.transfer == bind.transfer
-        ((piece,), slices) = step.computed, step.slices
-        assert (piece.before, piece.after, piece.final) == (0, 10, True) and not slices
+        ((slice_,), slices) = step.computed, step.slices
+        assert (slice_.before, slice_.after, slice_.final) == (0, 10, True) and not slices
         both.steps.settled(bind.transfer)
         assert both.p.released(P_ID) and not both.p.released(P_ID)
 
@@ -57,8 +57,8 @@ def test_both_at_once_meet_under_the_name_of_the_router(first: str) -> None:
             bind = both.load(params)
             until(both.p.must_step, "the offer")
         step = both.p.build_step(output(cached=[(P_ID, 4, 6, [2, 3])]))
-        pieces = [*step.computed, *step.slices]
-        assert [(piece.before, piece.after) for piece in pieces] == [(0, 4), (4, 10)][first == "D" :]
+        slices = [*step.computed, *step.slices]
+        assert [(slice_.before, slice_.after) for slice_ in slices] == [(0, 4), (4, 10)][first == "D" :]
         asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
         held, answer = both.p.finished(asked, True)
         assert held and answer is not None and "source" not in answer

@@ -18,7 +18,7 @@ TOOL = "usr/local/Ascend/driver/tools/hccn_tool"
 TOOL_S = 10.0
 _CANN_FILES = ("version.cfg", "version.info", "compiler/version.info", "runtime/version.info")
 
-Run = Callable[[list[str]], str]
+RunCommand = Callable[[list[str]], str]
 
 
 def present(root: Path = ROOT) -> bool:
@@ -98,7 +98,7 @@ def _run(words: list[str]) -> str:
     return done.stdout + done.stderr
 
 
-def links(root: Path, devices: list[int], run: Run = _run) -> Iterator[Check]:
+def links(root: Path, devices: list[int], run: RunCommand = _run) -> Iterator[Check]:
     tool = str(root / TOOL) if (root / TOOL).exists() else shutil.which("hccn_tool")
     if not tool:
         yield note("links", "hccn_tool is not here: link states are not looked at", "Mount /usr/local/Ascend/driver.")

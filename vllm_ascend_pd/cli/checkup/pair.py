@@ -61,13 +61,13 @@ class ScratchMemory(msgspec.Struct, frozen=True):
     address: int
 
 
-class Wrote(msgspec.Struct, frozen=True):
+class WriteResult(msgspec.Struct, frozen=True):
     problem: str
     digest: str
     seconds: float
 
 
-class Read(msgspec.Struct, frozen=True):
+class ReadResult(msgspec.Struct, frozen=True):
     """Checksum of the memory that was written."""
 
     digest: str
@@ -161,7 +161,7 @@ class ScratchWire:
 
     def __init__(self, side: DoctorSide, host: str) -> None:
         asked = side.asked
-        self._patience_s = asked.push.wire.transfer_timeout_s + 5.0
+        self._timeout_s = asked.push.wire.transfer_timeout_s + 5.0
         self.scratch = Scratch(asked.on_npu and protocol_of(asked) == "ascend")
         self._target = create_target(asked.push.wire, host)
         self._wire = create_wire(asked.push.wire, host, quiet_s=asked.push.quiet_s, target=self._target)
@@ -171,12 +171,12 @@ class ScratchWire:
     def offer(self) -> ScratchMemory:
         return ScratchMemory(self._target.session, self.scratch.target)
 
-    def write(self, offer: ScratchMemory) -> Wrote:
+    def write(self, offer: ScratchMemory) -> WriteResult:
         """Write the half to send into the other side's memory, and wait until the write has ended."""
         began = time.monotonic()
         handle = self._wire.submit(offer.session, [self.scratch.source], [offer.address], [SIZE])
         state = WriteState.PENDING
-        while state is WriteState.PENDING and time.monotonic() - began < self._patience_s:
+        while state is WriteState.PENDING and time.monotonic() - began < self._timeout_s:
             state = self._wire.poll(handle)
             if state is WriteState.PENDING:
                 _nap()
@@ -186,7 +186,7 @@ class ScratchWire:
             WriteState.UNISSUED: "the other transfer engine does not answer",
             WriteState.PENDING: f"no end after {took:.0f} s",
         }
-        return Wrote(problems.get(state, ""), self.scratch.sent, took)
+        return WriteResult(problems.get(state, ""), self.scratch.sent, took)
 
     def close(self) -> None:
         self._wire.close()
@@ -254,26 +254,27 @@ def _writes(side: DoctorSide, line: Line) -> Iterator[Check]:
     try:
         line.say(wire.offer())
         offer = line.receive(ScratchMemory, ANSWER_S)
-        wrote = wire.write(offer)
-        line.say(wrote)
-        found = line.receive(Read, ANSWER_S)
-        yield _judged("write there", wrote, found.digest)
-        wrote = line.receive(Wrote, ANSWER_S)
+        written = wire.write(offer)
+        line.say(written)
+        found = line.receive(ReadResult, ANSWER_S)
+        yield _judged("write there", written, found.digest)
+        written = line.receive(WriteResult, ANSWER_S)
         digest = wire.scratch.received()
-        line.say(Read(digest))
-        yield _judged("write back", wrote, digest)
+        line.say(ReadResult(digest))
+        yield _judged("write back", written, digest)
     finally:
         wire.close()
 
 
-def _judged(name: str, wrote: Wrote, found: str) -> Check:
-    if wrote.problem:
-        return failure(name, f"2 MiB: {wrote.problem}", LINK)
-    if wrote.digest != found:
+def _judged(name: str, written: WriteResult, found: str) -> Check:
+    if written.problem:
+        return failure(name, f"2 MiB: {written.problem}", LINK)
+    if written.digest != found:
         return failure(name, "2 MiB arrived with another checksum", "Take this pair out: check memory and fabric.")
-    rate = SIZE / max(wrote.seconds, 1e-9) / 1e9
+    rate = SIZE / max(written.seconds, 1e-9) / 1e9
     return good(
-        name, f"2 MiB with the right checksum in {wrote.seconds * 1e3:.1f} ms ({rate:.2f} GB/s, first contact included)"
+        name,
+        f"2 MiB with the right checksum in {written.seconds * 1e3:.1f} ms ({rate:.2f} GB/s, first contact included)",
     )
 
 
@@ -309,13 +310,13 @@ def _answer(side: DoctorSide, line: Line) -> str:
     wire = ScratchWire(side, line.own_host)
     try:
         line.say(wire.offer())
-        theirs_wrote = line.receive(Wrote, ANSWER_S)
+        theirs_written = line.receive(WriteResult, ANSWER_S)
         digest = wire.scratch.received()
-        line.say(Read(digest))
-        wrote = wire.write(offer)
-        line.say(wrote)
-        found = line.receive(Read, ANSWER_S)
+        line.say(ReadResult(digest))
+        written = wire.write(offer)
+        line.say(written)
+        found = line.receive(ReadResult, ANSWER_S)
     finally:
         wire.close()
-    ways = (_judged("from there", theirs_wrote, digest), _judged("to there", wrote, found.digest))
+    ways = (_judged("from there", theirs_written, digest), _judged("to there", written, found.digest))
     return "; ".join(f"{way.name} {way.says}" for way in ways)

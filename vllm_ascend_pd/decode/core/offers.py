@@ -44,7 +44,7 @@ class Answered:
         return self.kind != "accepted"
 
 
-Effect: TypeAlias = SendMessage | Answered
+OfferEffect: TypeAlias = SendMessage | Answered
 
 
 @dataclass(slots=True)
@@ -65,9 +65,9 @@ class Offers:
         self._timers = timers
         self._open: dict[TransferId, _Open] = {}
         self._agenda: Agenda[TransferId] = Agenda()
-        self._effects: list[Effect] = []
+        self._effects: list[OfferEffect] = []
 
-    def take_effects(self) -> list[Effect]:
+    def take_effects(self) -> list[OfferEffect]:
         """Return the effects, in order, each once."""
         effects, self._effects = self._effects, []
         return effects

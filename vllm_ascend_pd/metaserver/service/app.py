@@ -29,7 +29,7 @@ from vllm_ascend_pd.metaserver.service import passing, spans, state
 from vllm_ascend_pd.metaserver.service.admin import Admin, id_of
 from vllm_ascend_pd.metaserver.service.cache_events import CacheEvents, parse_ports
 from vllm_ascend_pd.metaserver.service.canary import Canary
-from vllm_ascend_pd.metaserver.service.exchange import HttpExchange, Interrupt, Send, uncancel
+from vllm_ascend_pd.metaserver.service.exchange import AsgiSend, HttpExchange, Interrupt, uncancel
 from vllm_ascend_pd.metaserver.service.faults import known
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
@@ -40,7 +40,7 @@ from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.named import Named
 from vllm_ascend_pd.metaserver.service.probes import Prober
 from vllm_ascend_pd.metaserver.service.relay import OWN_MARK, send_answer
-from vllm_ascend_pd.metaserver.service.reserve import Heart, Reservations
+from vllm_ascend_pd.metaserver.service.reserve import Heartbeats, Reservations
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.protocol.reports import MAX_REPORT_BYTES
 from vllm_ascend_pd.protocol.reports import ROUTE as LOADS
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Handle = Callable[[Scope, Receive, Send], Awaitable[None]]
+Handle = Callable[[Scope, Receive, AsgiSend], Awaitable[None]]
 # Headers that a proxy must not pass on. Accept-Encoding too: the relay reads the first bytes of an answer.
 _NOT_FORWARDED = frozenset(
     b"host content-length connection keep-alive transfer-encoding te trailer upgrade proxy-connection "
@@ -93,8 +93,8 @@ class WorkerProcess:
         self.hub = hub or Hub(0)
         self.hub.attach(self.fleet, self.report)
         self._prober = Prober(settings, self.fleet, self.upstream)
-        self._heart = Heart(settings.heartbeat_s)
-        self._reservations = Reservations(self.front, self._heart)
+        self._heartbeats = Heartbeats(settings.heartbeat_s)
+        self._reservations = Reservations(self.front, self._heartbeats)
         self._admin = Admin(
             self.fleet, self.upstream, settings.admin_token, self.hub.perform, self.total, settings.trace_dir
         )
@@ -137,7 +137,7 @@ class WorkerProcess:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        running = {"probes": self._prober.run(), "heart": self._heart.run(), "hub": self.hub.run()}
+        running = {"probes": self._prober.run(), "all heartbeats": self._heartbeats.run(), "hub": self.hub.run()}
         if self.hub.worker == CANARY_WORKER:
             running["canary"] = self.canary.run()
         if self._file is not None:
@@ -160,7 +160,7 @@ class WorkerProcess:
 
     # -- what clients and D's send
 
-    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _generate(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
         headers, request_id = forwarded(scope, self.settings.engine_token)
         prefills = self._named.of(headers) if self._named is not None else None
         with self._intake.body() as body:
@@ -177,7 +177,7 @@ class WorkerProcess:
             del request
             await self._attend(scope, exchange, self.front.serve(exchange))
 
-    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _pass_on(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
         headers, request_id = forwarded(scope, self.settings.engine_token)
         if not passing.is_canonical(scope["path"]):
             raise NotTaken(known(404, "PD-META-016", path=one_line(scope["path"], 128)))
@@ -216,13 +216,13 @@ class WorkerProcess:
                 METRICS.client_left.inc()
             METRICS.requests.labels(exchange.route, exchange.status if not interrupt.left else "left").inc()
 
-    async def _reserve(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _reserve(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
         with self._intake.body() as body:
             posted = await body.read(receive, _MAX_RESERVATION_BYTES)
             interrupt = Interrupt()
             await while_connected(scope, interrupt, self._reservations.answer(posted, interrupt, send))
 
-    async def _loaded(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _loaded(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
         with self._intake.body() as body:
             await self._reservations.report(await body.read(receive, MAX_REPORT_BYTES), send)
 
@@ -247,14 +247,14 @@ class WorkerProcess:
         return Response(METRICS.page(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
 
-async def _unusable(send: Send, route: str, request_id: str, problem: bodies.BodyError) -> None:
+async def _unusable(send: AsgiSend, route: str, request_id: str, problem: bodies.BodyError) -> None:
     METRICS.requests.labels(route, 400).inc()
     answer = known(400, "PD-META-012", why=problem)
     answer.headers.append((b"x-request-id", request_id.encode("latin-1")))
     await send_answer(send, answer)
 
 
-async def _only_posts(scope: Scope, receive: Receive, send: Send) -> None:
+async def _only_posts(scope: Scope, receive: Receive, send: AsgiSend) -> None:
     """Refuse any other method: `Dispatcher` handles POSTs to these routes."""
     raise HTTPException(405, headers={"Allow": "POST"})
 
@@ -287,7 +287,7 @@ class Dispatcher:
         self._busy = busy
         self._rest = rest
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
         endpoint = self._busy.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         await (endpoint or self._rest)(scope, receive, send)
 
@@ -298,7 +298,7 @@ class AsgiEndpoint:
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
         try:
             await self._handle(scope, receive, send)
         except CallerLeft:

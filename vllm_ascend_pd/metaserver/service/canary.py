@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 _PROMPT_TOKENS = 192  # more than one block of 128
 _TOKEN_IDS = range(3, 256)  # they are in every vocabulary
-_PATIENCE_S = 60.0
+_TRIAL_TIMEOUT_S = 60.0
 _LOOK_EVERY_S = 0.25
 _AT_ONCE = 8
 _UP = (Condition.READY, Condition.SUSPECT)
@@ -58,7 +58,7 @@ class _FailedPair(NamedTuple):
 class Canary:
     def __init__(self, front: Front) -> None:
         self._front = front
-        self._flying: dict[asyncio.Task[None], Pair] = {}
+        self._in_flight: dict[asyncio.Task[None], Pair] = {}
         self._failed: dict[Pair, _FailedPair] = {}
         self.last_error = "no canary has been answered yet"
 
@@ -96,13 +96,13 @@ class Canary:
                 if self._front.settings.canary and not self._front.closing:
                     self._send_out()
         finally:
-            for task in self._flying:
+            for task in self._in_flight:
                 task.cancel()
-            await asyncio.gather(*self._flying, return_exceptions=True)
+            await asyncio.gather(*self._in_flight, return_exceptions=True)
 
     def _send_out(self) -> None:
         """Send a canary for each engine that is in no proven pair and has none in flight."""
-        busy = {name for pair in (*self.proven(), *self._flying.values()) for name in pair}
+        busy = {name for pair in (*self.proven(), *self._in_flight.values()) for name in pair}
         now = time.monotonic()
         names = {instance.name for instance in self._front.fleet}
         self._failed = {pair: failed for pair, failed in self._failed.items() if names.issuperset(pair)}
@@ -110,19 +110,19 @@ class Canary:
             pair = (prefill.name, decode.name)
             failed = self._failed.get(pair)
             left_alone = failed is not None and now < failed.until and failed.lives == _lives(prefill, decode)
-            if len(self._flying) >= _AT_ONCE or left_alone or set(pair) <= busy:
+            if len(self._in_flight) >= _AT_ONCE or left_alone or set(pair) <= busy:
                 continue
             busy.update(pair)
             task = asyncio.create_task(self._fly(prefill, decode), name=f"canary {prefill.name} to {decode.name}")
-            self._flying[task] = pair
-            task.add_done_callback(self._flying.pop)
+            self._in_flight[task] = pair
+            task.add_done_callback(self._in_flight.pop)
 
     async def _fly(self, prefill: Instance, decode: Instance) -> None:
         pair, lives = (prefill.name, decode.name), _lives(prefill, decode)
         try:
-            problem = await within(_PATIENCE_S, self._try(prefill, decode))
+            problem = await within(_TRIAL_TIMEOUT_S, self._try(prefill, decode))
         except asyncio.TimeoutError:
-            problem = f"no answer within {_PATIENCE_S:g} s"
+            problem = f"no answer within {_TRIAL_TIMEOUT_S:g} s"
         except UpstreamError as failed:
             problem = failed.why
         if not problem:

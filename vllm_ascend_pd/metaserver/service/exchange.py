@@ -28,7 +28,7 @@ from vllm_ascend_pd.metaserver.service.faults import Answer, remedy
 from vllm_ascend_pd.metaserver.service.fleet import Instance, LegInFlight
 from vllm_ascend_pd.protocol.reports import LoadReport
 
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+AsgiSend = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _LAST_REQUESTS = 100
 _LAST_TROUBLES = 50
 _PAST_ATTEMPTS = 1024
@@ -119,7 +119,7 @@ class HttpExchange:
     headers: Headers
     request_id: str
     interrupt: Interrupt
-    send: Send
+    send: AsgiSend
     started: float = field(default_factory=_now)
     started_wall: float = field(default_factory=_wall)
     number: int = 0  # of the attempt

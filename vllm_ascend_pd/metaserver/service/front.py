@@ -187,7 +187,7 @@ class Front(Shared):
 
         No leg of the request, so neither counted nor out of its budget: a D that does not answer at once is left out.
         """
-        if kept.terms.limit is not None:
+        if kept.original.limit is not None:
             return 0
         for _ in range(self.settings.retry.attempts):
             decode = self._decode(exchange)

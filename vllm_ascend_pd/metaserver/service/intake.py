@@ -174,7 +174,7 @@ class Protocol(HttpToolsProtocol):
         self._unread = 0
         self._idle_since = self.loop.time()
         self._in_head = True
-        self._patience: asyncio.TimerHandle | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
         super().connection_made(transport)
         self.transport = HeadWithBody(transport)  # type: ignore[assignment]  # what uvicorn uses of one
         self._wait_for_head()
@@ -191,7 +191,7 @@ class Protocol(HttpToolsProtocol):
         super().data_received(data)
         if self._unread > HEAD_BYTES:  # trailers too
             self.transport.abort()
-        elif self._in_head and self._patience is None:
+        elif self._in_head and self._head_timer is None:
             self._wait_for_head()
 
     def _make_room(self) -> None:
@@ -225,9 +225,9 @@ class Protocol(HttpToolsProtocol):
         super().on_body(body)
 
     def _wait_for_head(self) -> None:
-        self._patience = self.loop.call_later(HEAD_S, self.transport.abort)
+        self._head_timer = self.loop.call_later(HEAD_S, self.transport.abort)
 
     def _stop_waiting(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None

@@ -16,7 +16,7 @@ from vllm_ascend_pd.http.decisions import LegFailure
 from vllm_ascend_pd.http.http1 import Reply, UpstreamError
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Evidence, Role
-from vllm_ascend_pd.metaserver.outline import Buffer, Steps
+from vllm_ascend_pd.metaserver.outline import Buffer, Scan
 from vllm_ascend_pd.metaserver.service import models
 from vllm_ascend_pd.metaserver.service.exchange import HttpExchange, uncancel
 from vllm_ascend_pd.metaserver.service.faults import known
@@ -88,7 +88,7 @@ def call_of(scope: Mapping[str, Any], stripped: bytes | memoryview = b"", model:
     return Call(scope["method"], scope["path"], target, stripped, model)
 
 
-def model_of(path: str, body: Buffer) -> Steps[str]:
+def model_of(path: str, body: Buffer) -> Scan[str]:
     """Return the model that a call is for; empty if neither path nor JSON names it (a form with audio does not)."""
     if path.startswith(models.ROUTE + "/"):
         return path.removeprefix(models.ROUTE + "/")

@@ -23,9 +23,9 @@ from vllm_ascend_pd.http.gathered import Payload, cut, length
 from vllm_ascend_pd.http.http1 import Headers, Reply, UpstreamError
 from vllm_ascend_pd.metaserver import bodies, outline
 from vllm_ascend_pd.metaserver.decisions import Evidence
-from vllm_ascend_pd.metaserver.outline import Buffer, Steps
+from vllm_ascend_pd.metaserver.outline import Buffer, Scan
 from vllm_ascend_pd.metaserver.service import resuming
-from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, HttpExchange, Send, uncancel
+from vllm_ascend_pd.metaserver.service.exchange import AsgiSend, Attempt, AttemptFailed, HttpExchange, uncancel
 from vllm_ascend_pd.metaserver.service.faults import Answer, brief, error_frame, fault, known
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
@@ -151,7 +151,7 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
     return first
 
 
-def _stripping(shared: Shared, answer: Buffer) -> Steps[Payload]:
+def _stripping(shared: Shared, answer: Buffer) -> Scan[Payload]:
     """Return a whole answer without `kv_transfer_params`, and take D's report from there."""
     if not (yield from outline.holds(answer, lambda part: _PARAMS in part)):
         return answer
@@ -319,7 +319,7 @@ def _from_here(location: bytes, engine: Instance) -> bytes:
     return b"/" + location.removeprefix(own) if location.startswith(own) else location
 
 
-async def send_whole(send: Send, status: int, head: Headers, body: Payload) -> None:
+async def send_whole(send: AsgiSend, status: int, head: Headers, body: Payload) -> None:
     head.append((b"content-length", b"%d" % length(body)))
     await send({"type": "http.response.start", "status": status, "headers": head})
     *before, last = cut(body)
@@ -337,5 +337,5 @@ async def refuse(exchange: HttpExchange, answer: Answer) -> None:
     await send_whole(exchange.send, answer.status, [*head, *answer.headers], answer.body)
 
 
-async def send_answer(send: Send, answer: Answer) -> None:
+async def send_answer(send: AsgiSend, answer: Answer) -> None:
     await send_whole(send, answer.status, [(b"content-type", answer.content_type), *answer.headers], answer.body)

@@ -18,8 +18,8 @@ from vllm_ascend_pd.http.decisions import NOT_EXECUTED, LegFailure
 from vllm_ascend_pd.http.http1 import UpstreamError
 from vllm_ascend_pd.metaserver import bodies, outline
 from vllm_ascend_pd.metaserver.decisions import Evidence, Role
-from vllm_ascend_pd.metaserver.outline import Steps
-from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, Interrupt, Send, uncancel
+from vllm_ascend_pd.metaserver.outline import Scan
+from vllm_ascend_pd.metaserver.service.exchange import AsgiSend, Attempt, AttemptFailed, Interrupt, uncancel
 from vllm_ascend_pd.metaserver.service.faults import Answer, brief, fault
 from vllm_ascend_pd.metaserver.service.fleet import Instance, LegInFlight, both, pairing
 from vllm_ascend_pd.metaserver.service.front import Front
@@ -63,17 +63,17 @@ class PrefillFailed(Exception):
         self.brief = brief or why
 
 
-class Heart:
+class Heartbeats:
     """Sender of heartbeats to all open reservations at once, so that none of them needs a timer."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
-        self._open: dict[Send, asyncio.Task[None] | None] = {}
+        self._open: dict[AsgiSend, asyncio.Task[None] | None] = {}
 
-    def add(self, send: Send) -> None:
+    def add(self, send: AsgiSend) -> None:
         self._open[send] = None
 
-    def remove(self, send: Send) -> None:
+    def remove(self, send: AsgiSend) -> None:
         beat = self._open.pop(send, None)
         if beat is not None and not beat.done():
             beat.cancel()
@@ -87,18 +87,18 @@ class Heart:
                     self._open[send] = loop.create_task(_beat(send), name="heartbeat")
 
 
-async def _beat(send: Send) -> None:
+async def _beat(send: AsgiSend) -> None:
     await send(dict(_HEARTBEAT))
 
 
 class Reservations:
     """The handler of D's POSTs."""
 
-    def __init__(self, front: Front, heart: Heart) -> None:
+    def __init__(self, front: Front, heartbeats: Heartbeats) -> None:
         self._front = front
-        self._heart = heart
+        self._heartbeats = heartbeats
 
-    async def answer(self, body: bytes | memoryview, interrupt: Interrupt, send: Send) -> None:
+    async def answer(self, body: bytes | memoryview, interrupt: Interrupt, send: AsgiSend) -> None:
         """Answer one POST. It is interrupted when D closes it or the client's request ends."""
         try:
             posted = await self._front.turns.run(reading(body, self._front.journal.tickets))
@@ -117,15 +117,15 @@ class Reservations:
         emit("meta.reserved", ticket=posted.ticket, transfer=posted.transfer)
         attempt.exchange.stage("reserved", posted.transfer)
         await send({"type": "http.response.start", "status": 200, "headers": _HEAD})
-        self._heart.add(send)
+        self._heartbeats.add(send)
         try:
             last = await self._prefilled(attempt, posted, interrupt, send)
         finally:
-            self._heart.remove(send)
+            self._heartbeats.remove(send)
             attempt.legs.pop(posted.transfer, None)
         await _line(send, last, more=False)
 
-    async def report(self, body: bytes | memoryview, send: Send) -> None:
+    async def report(self, body: bytes | memoryview, send: AsgiSend) -> None:
         """Take in D's report of a load that is over."""
         try:
             if len(body) > MAX_REPORT_BYTES:
@@ -141,7 +141,7 @@ class Reservations:
             await send_answer(send, fault(404, "No request known here has this ticket and transfer.", "PD-XFER-002"))
 
     async def _prefilled(
-        self, attempt: Attempt, posted: ReservationPost, interrupt: Interrupt, send: Send
+        self, attempt: Attempt, posted: ReservationPost, interrupt: Interrupt, send: AsgiSend
     ) -> dict[str, str]:
         """Run the prefill and return the last line of the answer."""
         code, why, reason, first = "PD-META-006", "", "", ""
@@ -193,7 +193,7 @@ class Reservations:
         if current and not attempt.exchange.committed and not attempt.received(transfer):
             attempt.exchange.interrupt.give_up(failed)
 
-    async def _prefill(self, attempt: Attempt, posted: ReservationPost, send: Send) -> str:
+    async def _prefill(self, attempt: Attempt, posted: ReservationPost, send: AsgiSend) -> str:
         """Run the prefill leg; return P's first token. Raise PrefillFailed.
 
         Try another P only if the last one surely did nothing.
@@ -273,7 +273,7 @@ class Reservations:
         raise PrefillFailed(failure, why, brief=f"{prefill.name} {said}")
 
 
-def reading(body: bytes | memoryview, tickets: Container[str]) -> Steps[ReservationPost]:
+def reading(body: bytes | memoryview, tickets: Container[str]) -> Scan[ReservationPost]:
     """Read a reservation. Raise BodyError or msgspec's errors.
 
     Every client can post, so the prompt is only examined if the ticket is known.
@@ -333,5 +333,5 @@ def _refusal(attempt: Attempt | None, posted: ReservationPost) -> Answer | None:
     return None
 
 
-async def _line(send: Send, event: dict[str, str], more: bool = True) -> None:
+async def _line(send: AsgiSend, event: dict[str, str], more: bool = True) -> None:
     await send({"type": "http.response.body", "body": msgspec.json.encode(event) + b"\n", "more_body": more})

@@ -16,7 +16,7 @@ from vllm_ascend_pd.http.decisions import LegFailure
 from vllm_ascend_pd.http.http1 import Reply, UpstreamError
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Evidence
-from vllm_ascend_pd.metaserver.resumable import NotContinued, terms_of
+from vllm_ascend_pd.metaserver.resumable import NotContinued, resumable_request
 from vllm_ascend_pd.metaserver.resume import Cut, StreamState
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, HttpExchange
 from vllm_ascend_pd.metaserver.service.faults import error_frame
@@ -47,11 +47,11 @@ async def keep(shared: Shared, exchange: HttpExchange) -> None:
     try:
         if request.prefill_tokens > settings.resume_tokens:
             raise NotContinued(f"its prompt has more than {settings.resume_tokens} tokens")
-        terms = await shared.turns.run(terms_of(request, settings.resume_ceiling))
+        original = await shared.turns.run(resumable_request(request, settings.resume_ceiling))
     except NotContinued as why:
         exchange.unkept = str(why)
         return
-    exchange.kept = StreamState(terms, settings.resume_tokens)
+    exchange.kept = StreamState(original, settings.resume_tokens)
     fields = {**request.fields, "return_token_ids": msgspec.Raw(b"true")}
     exchange.request = msgspec.structs.replace(request, fields=fields)
 

@@ -35,10 +35,10 @@ _OVERTIME_S = 10.0  # beyond the grace, before a worker that does not end is kil
 
 
 @dataclass(slots=True)
-class Seat:
+class SupervisedWorker:
     """A worker's number and its own socket, which outlive the process."""
 
-    worker: int
+    number: int
     own: socket.socket
     process: asyncio.subprocess.Process | None = None
     writer: asyncio.StreamWriter | None = None
@@ -52,7 +52,7 @@ class Supervisor:
         self._file = configured(settings, self._members)
         self._public = listen(settings.host, settings.port)
         first = settings.worker_port or self._public.getsockname()[1] + 1
-        self._seats = [Seat(i, listen(settings.host, first + i)) for i in range(settings.workers)]
+        self._workers = [SupervisedWorker(i, listen(settings.host, first + i)) for i in range(settings.workers)]
         self._ending = False
         self._metrics_dir = tempfile.mkdtemp(prefix="ascend-pd-metaserver-")
 
@@ -66,7 +66,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(sig, self._end, sig)
-        keeping = asyncio.gather(*(self._keep(seat) for seat in self._seats))
+        keeping = asyncio.gather(*(self._keep(worker) for worker in self._workers))
         under_way: set[asyncio.Future[Any]] = {keeping}
         if self._file is not None:
             under_way.add(asyncio.create_task(self._file.watch(self._tell_members), name="instances file"))
@@ -75,15 +75,15 @@ class Supervisor:
             one.result()  # watching the file ends by failure only
         return max(keeping.result())
 
-    async def _keep(self, seat: Seat) -> int:
-        """Run worker after worker on this seat, until the end. A first one without usable settings ends everything."""
+    async def _keep(self, worker: SupervisedWorker) -> int:
+        """Run one process of this worker after another, until the end. If the first has no usable settings, all end."""
         lives = 0
         while True:
-            code = await self._live(seat)
+            code = await self._live(worker)
             if self._ending:
                 return 0
             lives += 1
-            log.error("worker %d ended with %d and is started again", seat.worker, code)
+            log.error("worker %d ended with %d and is started again", worker.number, code)
             if code == 2 and lives == 1:
                 self._end(signal.SIGTERM)  # an unusable configuration: no second try makes it better
                 return code
@@ -91,29 +91,29 @@ class Supervisor:
             if self._ending:
                 return 0
 
-    async def _live(self, seat: Seat) -> int:
+    async def _live(self, worker: SupervisedWorker) -> int:
         mine, theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile(dir=self._metrics_dir) as members:
-            reader, seat.writer = await asyncio.open_connection(sock=mine, limit=MAX_LINE_BYTES)
+            reader, worker.writer = await asyncio.open_connection(sock=mine, limit=MAX_LINE_BYTES)
             members.write(msgspec.json.encode(self._members.snapshot()))  # later changes wait in the line
             members.seek(0)
-            fds = (self._public.fileno(), seat.own.fileno(), theirs.fileno(), members.fileno())
-            seat.process = await asyncio.create_subprocess_exec(
+            fds = (self._public.fileno(), worker.own.fileno(), theirs.fileno(), members.fileno())
+            worker.process = await asyncio.create_subprocess_exec(
                 *self._command,
                 "--as-worker",
-                ":".join(map(str, (seat.worker, *fds))),
+                ":".join(map(str, (worker.number, *fds))),
                 pass_fds=fds,
                 start_new_session=True,  # the supervisor passes ctrl-C on
                 env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._metrics_dir},
             )
-        listening = asyncio.create_task(self._listen(reader), name=f"news of worker {seat.worker}")
-        code = await seat.process.wait()
+        listening = asyncio.create_task(self._listen(reader), name=f"news of worker {worker.number}")
+        code = await worker.process.wait()
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
-        seat.writer.close()
-        seat.writer = None
-        multiprocess.mark_process_dead(seat.process.pid, self._metrics_dir)  # type: ignore[no-untyped-call]
-        self._tell_all({"gone": seat.worker})
+        worker.writer.close()
+        worker.writer = None
+        multiprocess.mark_process_dead(worker.process.pid, self._metrics_dir)  # type: ignore[no-untyped-call]
+        self._tell_all({"gone": worker.number})
         return code
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
@@ -129,28 +129,28 @@ class Supervisor:
         self._tell_all({"operation": self._members.snapshot()})
 
     def _tell_all(self, message: dict[str, Any]) -> None:
-        for seat in self._seats:
-            _write(seat, message)
+        for worker in self._workers:
+            _write(worker, message)
 
     def _end(self, sig: int) -> None:
         """Drain the workers at the first call. Kill them after the grace period, or at the second call."""
-        patience = 0.0 if self._ending else self._settings.grace_s + _OVERTIME_S
+        kill_in_s = 0.0 if self._ending else self._settings.grace_s + _OVERTIME_S
         if not self._ending:
             self._signal(signal.SIGTERM)
         self._ending = True
-        asyncio.get_running_loop().call_later(patience, self._signal, signal.SIGKILL)
+        asyncio.get_running_loop().call_later(kill_in_s, self._signal, signal.SIGKILL)
 
     def _signal(self, sig: int) -> None:
-        for seat in self._seats:
-            if seat.process is not None and seat.process.returncode is None:
+        for worker in self._workers:
+            if worker.process is not None and worker.process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
-                    seat.process.send_signal(sig)
+                    worker.process.send_signal(sig)
 
 
-def _write(seat: Seat, message: dict[str, Any]) -> None:
+def _write(worker: SupervisedWorker, message: dict[str, Any]) -> None:
     """Send a message to a worker, unless it has not read for long: then it is stuck or ending."""
-    if seat.writer is not None and seat.writer.transport.get_write_buffer_size() < 2 * MAX_LINE_BYTES:
-        seat.writer.write(msgspec.json.encode(message) + b"\n")
+    if worker.writer is not None and worker.writer.transport.get_write_buffer_size() < 2 * MAX_LINE_BYTES:
+        worker.writer.write(msgspec.json.encode(message) + b"\n")
 
 
 def worker_command(argv: Sequence[str]) -> list[str]:

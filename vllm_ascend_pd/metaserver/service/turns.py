@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from typing import TypeVar
 
-from vllm_ascend_pd.metaserver.outline import Steps
+from vllm_ascend_pd.metaserver.outline import Scan
 
 T = TypeVar("T")
 
@@ -17,7 +17,7 @@ class Turns:
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
-    async def run(self, steps: Steps[T]) -> T:
+    async def run(self, steps: Scan[T]) -> T:
         """Run `steps`; return their result and raise their errors."""
         try:
             next(steps)

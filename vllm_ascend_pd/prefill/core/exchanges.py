@@ -45,7 +45,7 @@ class Run:
 
     unit: Unit
     exchange: PlannedExchange
-    first: bool = False  # the first one of a step: the patience for slots starts anew
+    first: bool = False  # the first one of a step: the wait for slots starts anew
     again: bool = False  # for the trace: ordered again by a later step
 
 
@@ -171,10 +171,10 @@ class Exchanges:
         ahead = 2 if self.staging.waits else 1
         return self.missed.wanted(lambda destination: ahead * self.staging.room(destination), MAX_CATCH_UPS)
 
-    def patience(self, now: float, run: Run, index: int) -> float:
+    def wait_left(self, now: float, run: Run, index: int) -> float:
         """Return for how many seconds to wait before `slot` is called."""
         share, layer = run.exchange.shares[index], run.unit.layer
-        return self.staging.patience(now, share.destinations[layer]) if share.wants(layer) else 0.0
+        return self.staging.wait_left(now, share.destinations[layer]) if share.wants(layer) else 0.0
 
     def slot(self, run: Run, index: int) -> StagingSlot | None:
         """Take a slot for what this exchange will bring, if a push wants it. Without a slot it counts as missed."""

@@ -81,7 +81,7 @@ class DirectWrites:
 
 
 @dataclass(slots=True, eq=False)
-class Table:
+class BlockTable:
     """A request's blocks of one group, as far as steps have brought them to the workers."""
 
     ids: NDArray[np.int32]
@@ -115,7 +115,7 @@ class Push:
     d_position: tuple[tuple[int, int], ...]  # own layer → D's stage, and index there; (-1, -1): D has no such layer
     firsts: tuple[int, ...]  # by pairing: the first token, or entry of a state, that D wants of its layers
     d_blocks: tuple[NDArray[np.int32], ...]  # by group of D
-    tables: tuple[Table, ...]  # by group of P
+    tables: tuple[BlockTable, ...]  # by group of P
     opened: float
     sealed_at: float = 0.0  # when the last layer was announced
     final_step: int | None = None  # the last one that computes tokens of it; unknown until then, and after a restart
@@ -157,7 +157,7 @@ class Push:
             d_position=tuple(stages.get(name, (-1, -1)) for name in own.layers),
             firsts=tuple(pairing.d.places(first, end)[0] for pairing in pairings),
             d_blocks=tuple(np.frombuffer(ids, dtype="<i4") for ids in reservation.blocks),
-            tables=tuple(Table(np.empty(length // group.block_size + 2, dtype=np.int32)) for group in own.tables),
+            tables=tuple(BlockTable(np.empty(length // group.block_size + 2, dtype=np.int32)) for group in own.tables),
             opened=now,
         )
 

@@ -290,9 +290,9 @@ class Pushes:
 
     # -- exchanges, before they are made
 
-    def patience(self, now: float, run: Run, index: int) -> float:
+    def wait_left(self, now: float, run: Run, index: int) -> float:
         """Return for how many seconds to wait before `slot` is called."""
-        return self.exchanges.patience(now, run, index) if self.exchanges is not None else 0.0
+        return self.exchanges.wait_left(now, run, index) if self.exchanges is not None else 0.0
 
     def slot(self, run: Run, index: int) -> StagingSlot | None:
         return self.exchanges.slot(run, index) if self.exchanges is not None else None
