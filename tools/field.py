@@ -60,7 +60,8 @@ def _summary(found: Sequence[FieldVerdict]) -> str:
         [
             f"vllm-ascend {PINNED.version}: **P and D would start in {both} of {len(found)} configurations.**",
             f"P would start in {alone['P']}, D in {alone['D']}. In small, sets of engines have the kinds of cache and the draft of "
-            f"{len(shown)}; of {sum(';' not in sets for sets in shown)} one set has all modes too.",
+            f"{len(shown)};",
+            f"of {sum(';' not in sets for sets in shown)} one set has all modes too.",
         ]
     )
 
