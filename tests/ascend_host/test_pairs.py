@@ -665,10 +665,10 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     ),
     (
         Engines(
-            "field eagle3 2to1 dp 1to2 regrouped",
+            "field eagle3 2to1 regrouped",
             "spec",
             p=Side(2, keys=REGROUPED, drafts=1),
-            d=Side(dp=2, graphs=FULL, flags=RECOMPUTES),
+            d=Side(graphs=FULL, flags=RECOMPUTES),
             draft=EAGLE3,
         ),
         (*FEWER, prefixes, replayed),
