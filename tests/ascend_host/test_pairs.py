@@ -701,12 +701,6 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("others gqa 2 to pp 2", p=Side(2), d=Side(pp=2)), FEWER),
     (Engines("others gqa pp 2 to pp 2", p=Side(pp=2), d=Side(pp=2)), FEWER),
     (Engines("others eagle 2to1", "spec", p=Side(2), draft=EAGLE), FEWER),
-    (
-        Engines(
-            "others draft model 2to1", "spec", p=Side(2), draft={**EAGLE, "method": "draft_model", "model": "spec"}
-        ),
-        FEWER,
-    ),
     (Engines("others ngram 2to1", p=Side(2), draft=NGRAM), FEWER),
     # The kinds' other shapes, one or two of them to each pair of engines.
     (Engines("shapes gqa pcp 2 to 1", "gqa2", p=Side(pcp=2)), (*FEWER, prefixes)),

@@ -166,6 +166,18 @@ def test_drafts_with_a_pipeline_are_refused_but_mtp_on_p_under_vllm_ascend(monke
             assert "A draft model with pipeline parallelism" in refusal(config).sentence
 
 
+@pytest.mark.parametrize("under_vllm_ascend", [False, True])
+def test_a_draft_that_is_a_model_of_its_own_has_not_run_under_vllm_ascend(
+    under_vllm_ascend: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "is_vllm_ascend", lambda: under_vllm_ascend)
+    config = vllm_config()
+    why = [
+        str(each) for each in drafts.refusals(speculation(method="draft_model"), config.parallel_config, "kv_producer")
+    ]
+    assert len(why) == under_vllm_ascend and all("a model of its own under vllm-ascend" in each for each in why)
+
+
 def test_a_draft_models_layers_are_counted_on_from_the_models_or_have_a_prefix() -> None:
     """The model has two layers. Layers of a draft model may be missing on P, so no layer of the model may count as
     one."""
