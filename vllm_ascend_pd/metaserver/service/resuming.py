@@ -89,11 +89,12 @@ async def relay(shared: Shared, attempt: Attempt, kept: StreamState, reply: Repl
         shared.leg_over(attempt.leg, "dropped")
         raise StreamBroke(PdError("PD-META-022").sentence, "dropped", "PD-META-022")
     said = kept.cut.value if kept.cut is not None else "its answer has no end"
-    cause = "ended" if kept.cut is Cut.ABORTED else "broken"
-    shared.leg_over(
-        attempt.leg, "ended" if cause == "ended" else "broke", None if cause == "ended" else Evidence.BROKE, said
-    )
-    raise StreamBroke(f"The decode instance broke off: {said}.", cause)
+    problem = f"The decode instance broke off: {said}."
+    if kept.cut is Cut.ABORTED:  # it shuts down, which is no evidence against it
+        shared.leg_over(attempt.leg, "ended")
+        raise StreamBroke(problem, "ended")
+    shared.leg_over(attempt.leg, "broke", Evidence.BROKE, said)
+    raise StreamBroke(problem, "broken")
 
 
 async def _relay(shared: Shared, exchange: HttpExchange, kept: StreamState, reply: Reply, first: bytes) -> None:
