@@ -6,7 +6,7 @@ python tests/ascend_host/collectives.py         as a process of .venv-ascend-hos
 
 from __future__ import annotations
 
-import socket
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -57,9 +57,9 @@ def messages(rank: int) -> None:
     expect("both at once", got, of_rank(1 - rank, torch.int64).tolist())
 
 
-def worker(rank: int, port: int) -> None:
+def worker(rank: int, meeting: str) -> None:
     torch.npu.set_device(rank)
-    dist.init_process_group("hccl", init_method=f"tcp://127.0.0.1:{port}", world_size=SIZE, rank=rank)
+    dist.init_process_group("hccl", init_method=f"file://{meeting}", world_size=SIZE, rank=rank)
     reductions(rank)
     messages(rank)
     dist.barrier()
@@ -67,10 +67,8 @@ def worker(rank: int, port: int) -> None:
 
 
 def main() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(worker, (port,), nprocs=SIZE)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(worker, (f"{folder}/store",), nprocs=SIZE)
     print("as worked out by hand")
 
 

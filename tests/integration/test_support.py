@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import IO, cast
 
 import httpx
 import psutil
@@ -20,12 +22,13 @@ import pytest
 
 from tools.support.client import lines_of
 from tools.support.compare import AnswerTally, TokensDiffer, apart, first_difference
+from tools.support.models import ROOT
 from tools.support.on_cpu import no_fp8
 from tools.support.process import Child, free_port
 from vllm_ascend_pd.observe.timeline import Trace, picture
 
 
-@contextmanager
+@contextlib.contextmanager
 def reference(gap: float) -> Iterator[str]:
     """A single engine whose two best tokens, 5 and 6, are always `gap` apart."""
 
@@ -182,6 +185,29 @@ def test_ports_are_given_once() -> None:
         first = free_port(count=count)
         ports.extend(range(first, first + count))
     assert len(set(ports)) == 40
+
+
+TAKES_TEN = (
+    "from tools.support.process import free_port as f; print(*(f(24000) for _ in range(10)), flush=True); input()"
+)
+
+
+def test_two_processes_get_different_ports_and_what_they_had_is_free_again(tmp_path: Path) -> None:
+    def taken(count: int) -> list[str]:
+        """Start processes that run until all have taken their ports, and return these."""
+        with contextlib.ExitStack() as stack:
+            started = [stack.enter_context(_python(TAKES_TEN, tmp_path)) for _ in range(count)]
+            return [port for process in started for port in cast(IO[str], process.stdout).readline().split()]
+
+    ports = taken(2)
+    assert len(ports) == len(set(ports)) == 20
+    assert set(taken(1)) <= set(ports)
+
+
+def _python(code: str, temporary: Path) -> subprocess.Popen[str]:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, text=True, **pipes)
 
 
 def _trace(directory: Path, late: bool) -> Trace:

@@ -128,18 +128,14 @@ class Cluster:
         return path
 
     def port(self) -> int:
-        port = free_port(self._port_base)
-        if self._port_base is not None:
-            self._port_base = port + 1
-        return port
+        return self.ports(1)
 
     def ports(self, count: int) -> int:
         """Return the first of `count` consecutive free ports."""
-        row = [self.port()]
-        while len(row) < count:
-            port = self.port()
-            row = [*row, port] if port == row[-1] + 1 else [port]
-        return row[0]
+        first = free_port(self._port_base, count)
+        if self._port_base is not None:
+            self._port_base = first + count
+        return first
 
     def push_config(self, *metaservers: str, **more: Any) -> dict[str, Any]:
         """Return kv_connector_extra_config for an engine of this cluster: signed, traced, every block checked."""

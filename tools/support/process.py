@@ -8,10 +8,13 @@ before the signal, and those still in the session afterwards.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
 import os
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -54,17 +57,32 @@ def _stands_still(pid: int) -> bool:
 def free_port(base: int | None = None, count: int = 1) -> int:
     """Return a port that is free now, as the `count` - 1 above it are: `base` or the next such one above it.
 
-    Without `base` it lies below the kernel's ephemeral range and away from Mooncake's ports (15000 to 17000). No port
-    is returned twice, because a returned one may not be bound yet.
+    Without `base` it lies below the ephemeral range and away from Mooncake's ports (15000 to 17000). A returned
+    port may not be bound yet: none is returned twice, not here, and not elsewhere while this process runs.
     """
     low, high = (18000, 32000) if base is None else (base, base + 2000)
     start = low if base is not None else low + (os.getpid() * 97) % (high - low)
     for first in chain(range(start, high), range(low, start)):
         ports = range(first, first + count)
-        if _given.isdisjoint(ports) and all(map(is_free, ports)):
+        if _given.isdisjoint(ports) and all(map(is_free, ports)) and all(map(_reserve, ports)):
             _given.update(ports)
             return first
     raise RuntimeError(f"no {count} free ports in a row in {low}..{high}")
+
+
+def _reserve(port: int) -> bool:
+    """Take the port for this process, for as long as it runs; return whether no other process has it."""
+    with contextlib.suppress(BlockingIOError):
+        fcntl.lockf(_reservations(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+        return True
+    return False
+
+
+@functools.cache
+def _reservations() -> int:
+    """Open a file of which each byte is a port: the kernel drops a process's locks on it when the process ends."""
+    path = Path(tempfile.gettempdir()) / f"vllm_ascend_pd-ports-{os.getuid()}"
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:

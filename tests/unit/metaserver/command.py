@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import random
-import socket
 import ssl
 import subprocess
 import sys
@@ -18,6 +16,7 @@ from typing import Any
 import httpx
 import psutil
 
+from tools.support.process import free_port
 from unit.metaserver.cluster import until
 from unit.metaserver.fake_engine import FakeEngine
 
@@ -58,24 +57,11 @@ def worker_number(worker: psutil.Process) -> int:
     return int(value.split(":")[0]) if flag == "--as-worker" else -1
 
 
-def ports(count: int) -> int:
-    """Return the first of `count` consecutive free ports, outside the ephemeral range."""
-    while True:
-        first = random.randrange(20_000, 32_000)
-        with ExitStack() as stack:
-            try:
-                for port in range(first, first + count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return first
-
-
 @contextmanager
 def running(
     *flags: str, workers: int = 1, canary: bool = False, scheme: str = "http", verify: ssl.SSLContext | bool = False
 ) -> Iterator[RunningMetaserver]:
-    port = ports(workers + 1)
+    port = free_port(count=workers + 1)
     urls = tuple(f"{scheme}://127.0.0.1:{port + i}" for i in range(workers + 1))
     with ExitStack() as stack:
         prefill, decode = FakeEngine("p"), FakeEngine("d", metaservers=urls)

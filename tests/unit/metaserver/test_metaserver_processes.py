@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import random
 import ssl
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import pytest
 
 from tools.support.process import free_port, freeze
 from unit.metaserver.cluster import streamed, texts, until
-from unit.metaserver.command import COMMAND, ROOT, RunningMetaserver, ports, running, worker_number
+from unit.metaserver.command import COMMAND, ROOT, RunningMetaserver, running, worker_number
 from unit.metaserver.fake_engine import words
 from vllm_ascend_pd.cli.__main__ import main, parser
 from vllm_ascend_pd.cli.metaserver import settings_of
@@ -37,7 +36,7 @@ def test_the_command_serves_and_ends_well_on_a_signal() -> None:
 
 
 def test_one_worker_too_takes_its_engines_at_a_port_of_their_own_when_configured() -> None:
-    own = ports(1)
+    own = free_port()
     with running("--worker-port", str(own)) as r:
         r.decode.metaservers(f"http://127.0.0.1:{own}")  # the only allowed URL
         assert texts(r.complete("x")) == ["".join(words("x", 3))]
@@ -184,10 +183,7 @@ def test_tls_works_both_ways(tmp_path: Path) -> None:
         (["--prefiller-hosts", "a", "b", "--prefiller-ports", "1"], "--prefiller-hosts"),
         (["--tls-cert", "x"], "--tls-cert"),
         (["--instances", "/nowhere.yaml"], "/nowhere.yaml"),
-        (
-            ["--instances", "/nowhere.yaml", "--workers", "2", "--port", str(random.randrange(20_000, 32_000))],
-            "/nowhere",
-        ),
+        (["--instances", "/nowhere.yaml", "--workers", "2", "--port", str(free_port())], "/nowhere"),
         (["--admin-token-file", "/nowhere"], "/nowhere"),
         (["--tls-cert", "/nowhere", "--tls-key", "/nowhere"], "/nowhere"),
     ],

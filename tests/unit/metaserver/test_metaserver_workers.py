@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tools.support.process import free_port
 from unit.metaserver.cluster import texts, until
-from unit.metaserver.command import RunningMetaserver, metaserver, ports, running, worker_number
+from unit.metaserver.command import RunningMetaserver, metaserver, running, worker_number
 from unit.metaserver.fake_engine import FakeEngine, words
 
 GOOD = "decode: ['{spare}']\n"
@@ -140,7 +140,7 @@ def test_metrics_and_status_of_each_worker_say_alike_what_runs_and_what_waits() 
 
 
 def test_two_metaservers_share_their_engines_and_nothing_else() -> None:
-    first = ports(2)
+    first = free_port(count=2)
     urls = (f"http://127.0.0.1:{first}", f"http://127.0.0.1:{first + 1}")
     prefill, decode = FakeEngine("p"), FakeEngine("d", metaservers=urls)
     try:
