@@ -78,6 +78,7 @@ class Side:
     delay_us: int = 0  # longest delay of a task of its streams before it runs
     faults: str = ""  # file that plants faults: plugin/ascend_host/faults.py
     switches: Mapping[str, str] = field(default_factory=dict)  # of vllm-ascend, by environment variable
+    repaired: bool = False  # what vllm-ascend leaves undefined is defined: plugin/ascend_host/repairs.py
 
     @property
     def divided(self) -> tuple[str, ...]:
@@ -109,6 +110,7 @@ class Side:
             "STAND_IN_LATE_US": str(self.late_us),
             "STAND_IN_DELAY_US": str(self.delay_us),
             **({"ASCEND_HOST_FAULTS": self.faults} if self.faults else {}),
+            **({"ASCEND_HOST_PADDED_ROWS": "zeros"} if self.repaired else {}),
         }
 
 

@@ -617,7 +617,6 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         ),
         (*FEWER, chosen, replayed),
     ),
-    # With data parallelism and graphs a D alone, without any transfer, gives answers of token 0 (docs/kinds.md).
     (
         Engines(
             "field dsv4 mtp dp 2to2",
@@ -637,6 +636,18 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
             p=Side(drafts=1),
             d=Side(graphs=FULL, flags=RECOMPUTES_UNFUSED),
             flags=SHORT_BLOCKS,
+            dtype="bfloat16",
+            draft=MTP3,
+        ),
+        (*ENTRIES, replayed),
+    ),
+    (
+        Engines(
+            "field dsv4 mtp dp 2to2 full graphs, repaired",
+            "dsv4-mtp",
+            p=Side(dp=2, drafts=1),
+            d=Side(dp=2, graphs=FULL, flags=RECOMPUTES_UNFUSED, repaired=True),
+            flags=(*EXPERTS, *SHORT_BLOCKS),
             dtype="bfloat16",
             draft=MTP3,
         ),

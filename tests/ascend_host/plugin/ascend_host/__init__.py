@@ -63,10 +63,11 @@ def take_over() -> None:
 
 def in_vllm() -> None:
     """Replace kernels that need Triton. Install a TCP transport, planted faults and notes, if a test asks for it."""
-    from ascend_host import delta, faults, kernels, notes, wire
+    from ascend_host import delta, faults, kernels, notes, repairs, wire
 
     kernels.replace()
     kernels.replace_functions({**delta.IN_PLACE_OF, **kernels.IN_PLACE_OF})
     wire.install()
+    repairs.install()
     faults.install()
     notes.install()
