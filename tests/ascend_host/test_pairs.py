@@ -643,7 +643,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     ),
     (
         Engines(
-            "field dsv4 mtp dp 2to2 full graphs, repaired",
+            "field dsv4 mtp dp 2to2 full graphs repaired",
             "dsv4-mtp",
             p=Side(dp=2, drafts=1),
             d=Side(dp=2, graphs=FULL, flags=RECOMPUTES_UNFUSED, repaired=True),
