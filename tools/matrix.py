@@ -20,6 +20,7 @@ import xml.etree.ElementTree
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from string import ascii_lowercase
 from types import MappingProxyType
 
 from tools.parts import ROOT, commit, pytest_run
@@ -182,17 +183,23 @@ def engine_sets(row: MatrixRow) -> list[str]:
 
 def with_sections(page: str) -> str:
     """Return the page with its tables that follow from the source alone: combinations, sets of engines, refusals."""
+    from tools.support import from_tests, shapes  # import vLLM, which runs of rows do not need
 
     def shown(one: Shown) -> str:
         return f"{one.how}: {one.what}" if one.what else one.how
 
-    sets = [row for row in ROWS if row.tests[0] == PAIRS]
+    sets = dict(zip(ascii_lowercase, (row for row in ROWS if row.tests[0] == PAIRS), strict=False))
+    letters = {title: letter for letter, row in sets.items() for title in engine_sets(row)}
     made = {
         "combinations": lines_of(
             (*IN_ENGLISH, "rows"),
             [(one.english, shown(one.direct), shown(one.regrouped), _quoted(one.rows) or "–") for one in COMBINATIONS],
         ),
-        "sets": lines_of(("row", "sets of engines"), [(f"`{row.name}`", _quoted(engine_sets(row))) for row in sets]),
+        "sets": lines_of(
+            ("", "row", "sets of engines"),
+            [(letter, f"`{row.name}`", _quoted(engine_sets(row))) for letter, row in sets.items()],
+        ),
+        "shapes": lines_of(*shapes.grid(from_tests.engine_sets(), letters)),
         "refused": lines_of(("refused", "why"), [(one.mode, one.why) for one in REFUSED]),
         "not run": lines_of(("not run", "why"), NOT_RUN.items()),
     }

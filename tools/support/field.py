@@ -35,6 +35,7 @@ from tools.support import ascend_specs, compressed, small
 from tools.support.small import COMPRESSED, EXCHANGE, INT8, ITS, Needs, needs
 from vllm_ascend_pd import admission, compat
 from vllm_ascend_pd.admission import drafts
+from vllm_ascend_pd.admission.kinds import index_tensors
 from vllm_ascend_pd.cli.checkup.engine import our_connector
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.connector import AscendPushConnector
@@ -207,7 +208,12 @@ def tensors(spec: Any) -> tuple[torch.Tensor, ...]:
     if getattr(spec, "cache_sparse_sfa_c8", False):
         latent, rope, *_ = spec.parts  # one tensor: int8, the rope in bfloat16, a scale for each 128
         parts[:2] = [(latent + 2 * rope + 4 * latent // 128, torch.int8)]
-    return tuple(torch.empty((BLOCKS, spec.block_size, spec.num_kv_heads, size), dtype=dtype) for size, dtype in parts)
+    keys, copies = index_tensors(spec), getattr(spec, "sfa_dcp_replicated_indexer_size", 1)
+    blocks = [BLOCKS] * (len(parts) - keys) + [copies * BLOCKS] * keys
+    return tuple(
+        torch.empty((count, spec.block_size, spec.num_kv_heads, size), dtype=dtype)
+        for count, (size, dtype) in zip(blocks, parts, strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -430,7 +436,8 @@ def _groups(config: Any, model: FieldModel, draft: Mapping[str, Any], c8: Collec
 
     Layers that differ but need equally many blocks are one group with a spec for each layer.
     """
-    tp, size = config.parallel_config.tensor_parallel_size, config.cache_config.block_size
+    parallel, size = config.parallel_config, config.cache_config.block_size
+    tp, dcp = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
     if model.facts["caches"] == [COMPRESSED]:
         drafted = model.facts["mtp"] if config.speculative_config is not None else 0
         return list(compressed.made(compressed.groups(model.ratios, size, drafted), BLOCKS).kv_cache_groups)
@@ -441,6 +448,8 @@ def _groups(config: Any, model: FieldModel, draft: Mapping[str, Any], c8: Collec
         spec = model.spec(kind, tp, size, config.kv_transfer_config.kv_role, c8)
         if kind == "gdn" and config.speculative_config is not None:
             spec = _with_drafts(spec, config.speculative_config.num_speculative_tokens)
+        if kind == "indexer":
+            spec = dataclasses.replace(spec, sfa_dcp_replicated_indexer_size=dcp)
         specs = model.by_layer(names[index :: len(kinds)], spec, c8)
         if draft and not groups:
             specs[f"model.layers.{len(names)}.self_attn.attn"] = _full(draft["kv_heads"], draft["head_dim"], tp, size)
