@@ -619,6 +619,43 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     ),
     (
         Engines(
+            "field glm mtp 2to1 dp 1to2",
+            "glm5-mtp",
+            p=Side(2, drafts=1, flags=C8),
+            d=Side(dp=2, graphs=FULL, flags=additional(recompute_scheduler_enable=True, **IN_INT8, **UNFUSED)),
+            flags=(*EXPERTS, *ROOM),
+            dtype="bfloat16",
+            draft=MTP3,
+            max_len=LONG,
+        ),
+        (*FEWER, chosen, replayed),
+    ),
+    (
+        # Several ranks of TP in each rank of DP, as most of the configurations have them.
+        Engines(
+            "field mtp 2to1 dp 2to2",
+            "mtp",
+            p=Side(2, dp=2, drafts=1),
+            d=Side(dp=2, graphs=FULL, flags=RECOMPUTES_UNFUSED),
+            flags=EXPERTS,
+            dtype="bfloat16",
+            draft=MTP3,
+        ),
+        (*FEWER, replayed),
+    ),
+    (
+        Engines(
+            "field dsv4 mtp 2to1",
+            "dsv4-mtp",
+            p=Side(2, drafts=1),
+            dtype="bfloat16",
+            flags=SHORT_BLOCKS,
+            draft=MTP3,
+        ),
+        ENTRIES,
+    ),
+    (
+        Engines(
             "field dsv4 mtp dp 2to2",
             "dsv4-mtp",
             p=Side(dp=2, drafts=1),

@@ -91,6 +91,7 @@ RECIPES = {
     "dsv4-steady": Recipe("deepseek_v4", 4, 4, 1, 512, 256, 64, max_len=8192, window=128, steady=True),
     "dsv4-mtp": Recipe("deepseek_v4", 4, 4, 1, 512, 256, 64, max_len=8192, window=128, one_layer_decides=True),
     "glm5": Recipe("glm_moe_dsa", 4, 4, 4, head_dim=128, hidden=256, intermediate=512),
+    "glm5-mtp": Recipe("glm_moe_dsa", 4, 4, 4, head_dim=128, hidden=256, intermediate=512, one_layer_decides=True),
     # one KV head, kept like MLA's latent; in plain torch (tests/integration/plugins/kinds)
     "indexed": Recipe("latent", 4, 8, 1, head_dim=32, hidden=256, intermediate=512, indexers=3),
     "indexed-int8": Recipe("latent", 4, 8, 1, head_dim=32, hidden=256, intermediate=512, indexers=3, int8=True),
@@ -186,7 +187,7 @@ def _write(recipe: Recipe, directory: Path) -> None:
             drafts.let_every_token_ask_alike(model)
     model.save_pretrained(directory, safe_serialization=True)
     _write_tokenizer(directory, recipe.vocab)
-    if recipe.family in ("deepseek_v3", "deepseek_v32") and recipe.one_layer_decides:
+    if recipe.family in ("deepseek_v3", *SPARSE) and recipe.one_layer_decides:
         drafts.add_mtp_layer(directory)
     if recipe.family == "qwen3_next" and recipe.one_layer_decides:
         drafts.add_next_mtp_layer(directory)
