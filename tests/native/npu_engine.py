@@ -53,7 +53,7 @@ class NpuMemory(RegisteredMemory):
 
     def _send(self, own: int) -> None:
         for host, mirror in zip(self._hosts[own], self._mirrors[own], strict=True):
-            self._sent.append(host.clone())
+            self._sent.append(host.clone().pin_memory())  # a copy from other memory would wait for the stream
             mirror.copy_(self._sent[-1], non_blocking=True)
 
     def fill(self, value: int) -> None:

@@ -15,8 +15,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ import torch.multiprocessing as mp
 import torch_npu
 from native_cases import CELLS, pair, plans_of
 from unit.geometry.kit import CountedMemory, PlannedCluster, geometry
-from unit.regroup.common import EngineCache, config
+from unit.regroup.common import EngineCache, RegroupPrompt, config
 from unit.regroup.engines import WORK, ProcessEngines
 from unit.regroup.prefill import InProcessWorker, RegroupPrefillSite, running
 
@@ -39,6 +39,8 @@ from vllm_ascend_pd.device.current import current
 from vllm_ascend_pd.device.npu import NpuDevice
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.regroup import RegroupPlan
+from vllm_ascend_pd.prefill.core.pushes import StepPlan
+from vllm_ascend_pd.prefill.steps import Steps
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup import ops
 from vllm_ascend_pd.regroup.exchange import hang_up
@@ -420,22 +422,69 @@ def production(world: int, ds: tuple[tuple[int, int], ...], **keys: str) -> str:
     return "ok"
 
 
-def decode() -> str:
+@contextmanager
+def one_to_one() -> Iterator[tuple[RegroupPrefillSite, npu_engine.NpuDecodeSite]]:
     """Run P and D with TP 1 on NPUs: D's gates are its device's events, and both sides checksum device memory."""
     p, d = EngineCache("token", 1, 4, 8), EngineCache("token", 1, 4, 16)
     site = npu_engine.NpuDecodeSite(d, push=config(verify="full"))
     rank = npu_engine.NpuPrefillRank(p, Contributor(0, 0), lambda *_: None, push=config(verify="full"))
     engine = RegroupPrefillSite(p, [InProcessWorker(rank)])
     with running(engine, site):
+        yield engine, site
+
+
+def load(engine: RegroupPrefillSite, site: npu_engine.NpuDecodeSite, *prompts: RegroupPrompt) -> None:
+    """Compute what is left of the prompts in one step, and check what D has of them."""
+    engine.admit(*prompts)
+    engine.compute(*[(prompt, prompt.tokens - prompt.computed) for prompt in prompts])
+    if not engine.ended(*prompts):
+        raise SystemExit(f"not loaded: {site.reports}")
+    site.check(*prompts)
+    engine.finished(*prompts)
+
+
+def decode() -> str:
+    with one_to_one() as (engine, site):
         prompts = [site.reserve(tokens) for tokens in (3, 40, 97)]
         site.step()
-        engine.admit(*prompts)
-        engine.compute(*[(prompt, prompt.tokens) for prompt in prompts])
-        if not engine.ended(*prompts):
-            raise SystemExit(f"not loaded: {site.reports}")
-        site.check(*prompts)
-        engine.finished(*prompts)
+        load(engine, site, *prompts)
     return "ok"
+
+
+def in_flight() -> str:
+    """Push a prefix that P's stream is still computing when the step begins that announces it.
+
+    Without the wait for it (Steps._computed_before), D must get other bytes: otherwise this scenario shows nothing.
+    """
+    busy, other = filled(64, "npu"), filled(64, "npu")
+    announce, ended = Steps._computed_before, SimpleNamespace(done=lambda: True)
+
+    def without_a_wait(self: Steps, plan: StepPlan) -> None:
+        record, self._record = self._record, lambda: ended
+        announce(self, plan)
+        self._record = record
+
+    def push() -> None:
+        with one_to_one() as (engine, site):
+            prompt = site.reserve(97)
+            site.step()
+            torch.npu.synchronize()
+            for _ in range(100):  # each waits for up to STAND_IN_DELAY_US
+                busy.copy_(other, non_blocking=True)
+            engine.cached_prefix(prompt, 64)
+            load(engine, site, prompt)
+
+    push()
+    Steps._computed_before = without_a_wait  # type: ignore[method-assign]
+    try:
+        push()
+    except SystemExit as failed:
+        if "PD-WIRE-004" in str(failed):
+            return "ok"
+        raise
+    finally:
+        Steps._computed_before = announce  # type: ignore[method-assign]
+    return "without the wait D has the same bytes"
 
 
 def threads() -> str:
@@ -603,6 +652,7 @@ SCENARIOS: dict[str, Callable[[], str]] = {
     "decode": decode,
     "threads": threads,
     "let_go": let_go,
+    "in_flight": in_flight,
     "devices": devices,
     "formats": formats,
 }

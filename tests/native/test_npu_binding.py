@@ -39,7 +39,7 @@ PROGRAMS: tuple[tuple[dict[str, str], tuple[str, ...]], ...] = (
     ({"VLLM_ASCEND_PD_NPU_LIBRARY": "/nowhere/_C_npu.so"}, ("no_silent_fallback",)),
     ({"STAND_IN_DELAY_US": "3000"}, ("streams",)),
     ({"STAND_IN_DELAY_US": "20000"}, ("threads",)),
-    ({"STAND_IN_DELAY_US": "10000"}, ("let_go",)),
+    ({"STAND_IN_DELAY_US": "10000"}, ("let_go", "in_flight")),
     (FOUR, ("exchange2", "exchange2 by copies", "production 2", "decode", "devices")),
     (FOUR, ("exchange4", "production 4", "production 4 with own kernels")),
 )
@@ -141,6 +141,10 @@ def test_a_prefill_engine_on_npus_pushes_what_its_hooks_announce(scenario: Scena
 
 def test_a_decode_engine_on_an_npu_takes_and_checks_what_is_pushed(scenario: Scenario) -> None:
     assert scenario("decode") == "ok"
+
+
+def test_what_a_step_in_flight_computes_is_pushed_when_it_is_there(scenario: Scenario) -> None:
+    assert scenario("in_flight") == "ok"
 
 
 # Code that no scenario runs, by function, with the reasons in docs/ops.md. None of it is specific to the NPU.

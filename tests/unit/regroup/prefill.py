@@ -256,7 +256,8 @@ class RegroupPrefillSite:
             whole = name not in self._known
             self._known.add(name)
             blocks = prompt.p_blocks if whole else new
-            self.book.scheduled(name, prompt.computed, count, blocks, replaces=whole)
+            ready = prompt.computed if whole else 0
+            self.book.scheduled(name, prompt.computed, count, blocks, replaces=whole, ready=ready)
             table = list(prompt.p_blocks)
             shares.append(ComputedTokens(prompt.seed, prompt.tokens, table, prompt.computed, prompt.computed + count))
             prompt.computed += count
