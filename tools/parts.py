@@ -29,6 +29,7 @@ SHARES = {
     "ascend_host/pairs": (
         "field",
         "others",
+        "sizes",
         "shapes and dsa",
         "shapes",
         "switches or dsv4",

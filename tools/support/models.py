@@ -73,6 +73,7 @@ RECIPES = {
     "mqa": Recipe("llama", layers=4, heads=8, kv_heads=1, head_dim=32, hidden=256, intermediate=512),
     # 576: vLLM divides the vocabulary by TP, and pads it to multiples of 64
     "mha6": Recipe("llama", layers=4, heads=6, kv_heads=6, head_dim=32, hidden=192, intermediate=384, vocab=576),
+    "mha8": Recipe("llama", layers=4, heads=8, kv_heads=8, head_dim=32, hidden=256, intermediate=512),
     "mla": Recipe("deepseek_v2", layers=4, heads=8, kv_heads=8, head_dim=128, hidden=256, intermediate=512),
     "qwen2": Recipe("qwen2", layers=4, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512),
     "qwen3": Recipe("qwen3", layers=4, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512),
