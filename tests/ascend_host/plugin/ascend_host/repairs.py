@@ -2,10 +2,10 @@
 """A repair of vllm-ascend 0.23.0.post1, for tests that ask for it: ASCEND_HOST_PADDED_ROWS=zeros.
 
 DeepSeek-V4's attention (`dsa_v1.py`) takes uninitialised memory for its result and fills the rows of real tokens;
-vllm-ascend's other attentions begin with zeros. With data parallelism and graphs a rank that decodes beside another's
-prefill gets that one's number of rows. The rest is what was in memory before, and goes through the experts as well.
-There a token whose expert is on another rank gets the second row of the experts' results, times zero: not a number,
-where that row is none.
+vllm-ascend's other attentions begin with zeros. With data parallelism and graphs, a rank that decodes while another
+prefills gets that one's number of rows. The other rows hold what was in memory before, and go to the experts too. For a
+token whose expert is on another rank, vllm-ascend takes the second row of the experts' results, times zero: NaN, if
+that row is NaN.
 """
 
 from __future__ import annotations
