@@ -69,7 +69,7 @@ class BlockingWrites:
         self._out: dict[str, _Job] = {}  # jobs in a call, by peer
         self._stop = self._paused = False
         self._attached = 0
-        self._most = THREADS  # lowered once the device has refused one, as it would refuse others
+        self._max_threads = THREADS  # lowered once the device has refused one, as it would refuse others
         self._threads: list[threading.Thread] = []
 
     def submit(
@@ -89,7 +89,7 @@ class BlockingWrites:
         job = _Job(engine, address, calls, issue_by, first_s)
         with self._changed:
             self._jobs[handle] = job
-            if not self._most:
+            if not self._max_threads:
                 calls.clear()
                 job.failed = True
             if calls:
@@ -188,7 +188,7 @@ class BlockingWrites:
             return
         self._changed.notify()
         threads = sum(thread.is_alive() for thread in self._threads)
-        if threads - len(self._out) < 1 and threads < self._most:
+        if threads - len(self._out) < 1 and threads < self._max_threads:
             name = f"pd-wire-{len(self._threads)}"
             thread = threading.Thread(target=self._work, name=name, daemon=True)
             self._threads.append(thread)
@@ -205,7 +205,7 @@ class BlockingWrites:
             return
         with self._changed:
             self._attached += 1
-            self._most = max(self._most, self._attached)
+            self._max_threads = max(self._max_threads, self._attached)
         while (job := self._take()) is not None:
             landed = False
             try:
@@ -219,8 +219,8 @@ class BlockingWrites:
         Those that it accepted go on. If it accepted none, all writes fail without being issued.
         """
         with self._changed:
-            self._most = self._attached
-            for job in self._jobs.values() if not self._most else ():
+            self._max_threads = self._attached
+            for job in self._jobs.values() if not self._max_threads else ():
                 self._fail(job)
 
     def _take(self) -> _Job | None:

@@ -416,10 +416,10 @@ class Ledger(RuleBasedStateMachine):
         self.exchanges.missed.forget_step(step)
         self.asked = {unit for unit in self.asked if unit.step != step}
 
-    @rule(room=st.lists(st.integers(0, 3), min_size=2, max_size=2), most=st.integers(1, 40))
-    def wanted(self, room: list[int], most: int) -> None:
-        found = self.exchanges.missed.wanted(lambda endpoint: room[endpoint.port], most)  # type: ignore[attr-defined]
-        assert len(found) == len(set(found)) <= most
+    @rule(room=st.lists(st.integers(0, 3), min_size=2, max_size=2), max_units=st.integers(1, 40))
+    def wanted(self, room: list[int], max_units: int) -> None:
+        found = self.exchanges.missed.wanted(lambda endpoint: room[endpoint.port], max_units)  # type: ignore[attr-defined]
+        assert len(found) == len(set(found)) <= max_units
         waiting = {
             slot: {share.unit(layer) for share, layer in self.waiting if share.destinations[layer].port == slot}
             for slot in (0, 1)
@@ -428,9 +428,9 @@ class Ledger(RuleBasedStateMachine):
             assert unit not in self.asked, "asked for twice"
             assert any(unit in units and room[slot] for slot, units in waiting.items())
         for slot, units in waiting.items():
-            if room[slot] > len(units) and most == 40:
+            if room[slot] > len(units) and max_units == 40:
                 left = units - self.asked - set(found)
-                assert not left or len(found) == most, "there was room, and none was asked for"
+                assert not left or len(found) == max_units, "there was room, and none was asked for"
         self.asked.update(found)
 
     @invariant()
