@@ -39,7 +39,7 @@ _BOOKS = (
     ),
     *("test_both_roles", "test_groups", "test_geometry_states", "test_runtime", "test_runtime_*"),
 )
-_PUSHES = ("test_writer", "test_batches", *_BOOKS, "test_regroup_*")
+_PUSHES = ("test_writer", "test_batches", "test_missed", *_BOOKS, "test_regroup_*")
 # Tests by folder or file of the package.
 TESTS: dict[str, tuple[str, ...]] = {
     "prefill/core": (*_PUSHES, "test_trace", "test_metrics", "test_shown"),
