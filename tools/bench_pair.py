@@ -6,7 +6,7 @@ its metaserver, (n) a pair with NixlConnector.
 
 All run at once and get the same fresh prompt one after another, in rotating order, each on an idle machine (in-tree
 pairs are stopped while they are not asked). vLLM's shared-memory queue spins for a second after every message, which on
-two cores is the largest cost of all; so every table is made twice: `polite` replaces that spin in all systems, `as it
+two cores is the largest cost of all; so every table is made twice: `patient` replaces that spin in all systems, `as it
 is` in none (nor does our D nap then).
 
 With --beside, further pairs with this package have other settings (keys of the connector, or of the environment in
@@ -35,7 +35,7 @@ from tools.support.client import TimedAnswer, body_of, complete, prompt
 from tools.support.cluster import STRICT, Cluster, fresh_directory, say
 from tools.support.compare import AnswerTally
 from tools.support.engine import EngineProcess
-from tools.support.in_tree import POLITE, Ask, install_nixl, start_mooncake, start_nixl
+from tools.support.in_tree import PATIENT, Ask, install_nixl, start_mooncake, start_nixl
 from tools.support.models import RECIPES, ensure
 from tools.support.spec import EngineSpec
 from vllm_ascend_pd.observe.timeline import REPORTED, RESERVED, Trace
@@ -118,11 +118,11 @@ def shape(warm: bool) -> dict[str, Any]:
 
 
 def start_all(
-    cluster: Cluster, p_tp: int, polite: bool, wanted: str, warm: bool, beside: dict[str, list[str]]
+    cluster: Cluster, p_tp: int, patient: bool, wanted: str, warm: bool, beside: dict[str, list[str]]
 ) -> dict[str, PairSystem]:
     """Start the engines of the wanted systems, and our metaservers. Return how to ask each system."""
     model = ensure(MODEL)
-    common = {**shape(warm), "plugins": (POLITE,) if polite else ()}
+    common = {**shape(warm), "plugins": (PATIENT,) if patient else ()}
     systems: dict[str, PairSystem] = {}
     if "a" in wanted:
         (single,) = cluster.start(EngineSpec(f"a{p_tp}-single", model, tp=p_tp, **common))
@@ -134,9 +134,9 @@ def start_all(
             for engine in (prefill, decode):
                 engine.process.pause()
     if "c" in wanted:
-        systems["c"] = start_ours(cluster, model, p_tp, common, polite)
+        systems["c"] = start_ours(cluster, model, p_tp, common, patient)
     for name, settings in beside.items():
-        systems[name] = start_ours(cluster, model, p_tp, common, polite, f"-{name[1]}", settings)
+        systems[name] = start_ours(cluster, model, p_tp, common, patient, f"-{name[1]}", settings)
     return systems
 
 
@@ -145,7 +145,7 @@ def start_ours(
     model: Path,
     p_tp: int,
     common: dict[str, Any],
-    polite: bool,
+    patient: bool,
     mark: str = "",
     settings: Sequence[str] = (),
 ) -> PairSystem:
@@ -154,7 +154,7 @@ def start_ours(
     `settings` are KEY=VALUE of the connector, or of the environment if in capitals.
     """
     port = cluster.port()
-    config = cluster.push_config(verify="off", patient=polite, patient_shm="on" if polite else "off")
+    config = cluster.push_config(verify="off", patient=patient, patient_shm="on" if patient else "off")
     environment = {}
     for key, value in (setting.split("=", 1) for setting in settings):
         if key.isupper():
@@ -286,7 +286,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="prompts of each length and system (default 5)")
     parser.add_argument("--p-tp", type=int, nargs="+", default=[1, 2], help="TP sizes of prefill (default 1 2)")
-    parser.add_argument("--spin", choices=("both", "polite", "as-it-is"), default="both")
+    parser.add_argument("--spin", choices=("both", "patient", "as-it-is"), default="both")
     parser.add_argument("--systems", default="", help="which of a, b, c and n (default abc; abcn with --warm)")
     parser.add_argument("--warm", action="store_true", help="prompts of which P has 95 %% in its prefix cache")
     parser.add_argument(
@@ -302,16 +302,16 @@ def main() -> int:
     if len(args.beside) > len(beside) or any("=" not in setting for settings in args.beside for setting in settings):
         parser.error(f"--beside takes KEY=VALUE, at most {len('defghijk')} times")
     cases, systems = WARM if args.warm else COLD, args.systems or ("abcn" if args.warm else "abc")
-    modes = [("polite", True), ("as it is", False)]
+    modes = [("patient", True), ("as it is", False)]
     modes = [mode for mode in modes if args.spin in ("both", mode[0].replace(" ", "-"))]
     out = fresh_directory("bench_pair")
     rows: list[str] = []
     leaks: list[str] = []
-    for title, polite in modes:
+    for title, patient in modes:
         for p_tp in args.p_tp:
             directory: Path = out / f"{title.replace(' ', '-')}-{p_tp}"
             with Cluster(directory) as cluster:
-                started = start_all(cluster, p_tp, polite, systems, args.warm, beside)
+                started = start_all(cluster, p_tp, patient, systems, args.warm, beside)
                 samples, tally = measure(started, cases, args.rounds, seed=p_tp * 10_000)
             leaks += cluster.leaks
             made = [

@@ -28,7 +28,7 @@ from tools.support.spec import EngineSpec
 
 WANTED_CORES = 0.3
 WANTED_TTFT_MS = 5.0
-POLITE, STOCK = "polite", "as vLLM waits"
+PATIENT, STOCK = "patient", "as vLLM waits"
 
 
 class _Never(BaseHTTPRequestHandler):
@@ -122,18 +122,18 @@ def main() -> int:
         stock = {"patient": False, "patient_shm": "off"}
         config = cluster.push_config(*urls, verify="off")
         p_config = cluster.push_config(verify="off")
-        p, d_polite, d_stock = cluster.start(
+        p, d_patient, d_stock = cluster.start(
             EngineSpec("prefill", model, role="kv_producer", extra=p_config),
-            EngineSpec("decode-polite", model, role="kv_consumer", extra=config),
+            EngineSpec("decode-patient", model, role="kv_consumer", extra=config),
             EngineSpec("decode-stock", model, role="kv_consumer", extra={**config, **stock}),
         )
-        fronts = {POLITE: cluster.metaserver([p], [d_polite], ports[0], STRICT)}
+        fronts = {PATIENT: cluster.metaserver([p], [d_patient], ports[0], STRICT)}
         fronts[STOCK] = cluster.metaserver([p], [d_stock], ports[1], STRICT)
         ttfts = first_tokens(fronts, args.rounds, pause_s=1.3)
         with never(ports[2]) as url:
             used = {
                 name: cores_while_waiting(engine, url, args.requests, args.seconds)
-                for name, engine in ((POLITE, d_polite), (STOCK, d_stock))
+                for name, engine in ((PATIENT, d_patient), (STOCK, d_stock))
             }
     print(f"\n{args.requests} requests wait for remote KV; cores used by all of D's processes")
     for name, (idle, waiting) in used.items():
@@ -142,10 +142,10 @@ def main() -> int:
     print(f"TTFT of 64-token prompts in ms, medians of {args.rounds}")
     for name, values in ttfts.items():
         print(f"  {name:16} {medians[name]:6.1f}   ({min(values):.1f}–{max(values):.1f})")
-    lost = medians[POLITE] - medians[STOCK]
-    good = used[POLITE][1] < WANTED_CORES and lost <= WANTED_TTFT_MS
+    lost = medians[PATIENT] - medians[STOCK]
+    good = used[PATIENT][1] < WANTED_CORES and lost <= WANTED_TTFT_MS
     print(
-        f"polite waiting uses {used[POLITE][1]:.2f} of a core (wanted < {WANTED_CORES}) and costs {lost:+.1f} ms of TTFT "
+        f"patient waiting uses {used[PATIENT][1]:.2f} of a core (wanted < {WANTED_CORES}) and costs {lost:+.1f} ms of TTFT "
         f"(wanted <= {WANTED_TTFT_MS:.0f}): {'met' if good else 'NOT MET'}"
     )
     for line in cluster.leaks:

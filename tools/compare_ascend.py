@@ -29,7 +29,7 @@ from tools.support.client import TIMEOUT, RequestFailed, TimedAnswer, body_of, c
 from tools.support.cluster import Cluster, fresh_directory, say
 from tools.support.engine import EngineProcess
 from tools.support.from_tests import host_build
-from tools.support.in_tree import POLITE
+from tools.support.in_tree import PATIENT
 from tools.support.models import ROOT, ensure
 from tools.support.pages import Marks
 from tools.support.process import Child, ProcessDied
@@ -119,7 +119,7 @@ class ContenderSite:
             transfer=contender.p if role == "kv_producer" else contender.d,
             python=str(self.build.python),
             npu=True,
-            plugins=self.build.plugins if mine else (*self.build.plugins, POLITE),
+            plugins=self.build.plugins if mine else (*self.build.plugins, PATIENT),
             arguments=("--enforce-eager", "--dtype", "float32", "--kv-cache-memory-bytes", str(32 << 20)),
             environment={**self.build.variables(), "ASCEND_HOST_WIRE": "tcp", "STAND_IN_DEVICES": "8"},
         )

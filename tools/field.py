@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of docs/field.md: vllm-ascend's tested P/D configurations, and which of them start with this connector.
 
-Started by scripts/field.sh; tools/support/field.py contains the judgement.
+Started by scripts/field.sh; tools/support/field.py decides for each whether it starts.
 """
 
 from __future__ import annotations

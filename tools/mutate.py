@@ -29,10 +29,17 @@ from tools.support.mutant_tests import Field
 ROOT = Path(__file__).resolve().parents[1]
 EQUIVALENT = ROOT / "tools" / "mutants_equivalent.txt"
 _BOOKS = (
-    *("test_meetings", "test_seeds", "test_offers", "test_decisions_*", "test_connector", "test_rendezvous"),
+    *(
+        "test_meetings",
+        "test_first_tokens",
+        "test_offers",
+        "test_decisions_*",
+        "test_connector",
+        "test_rendezvous",
+    ),
     *("test_both_roles", "test_groups", "test_geometry_states", "test_runtime", "test_runtime_*"),
 )
-_PUSHES = ("test_writer", "test_batches", *_BOOKS, "test_regroup_*")
+_PUSHES = ("test_writer", "test_batches", "test_missed", *_BOOKS, "test_regroup_*")
 # Tests by folder or file of the package.
 TESTS: dict[str, tuple[str, ...]] = {
     "prefill/core": (*_PUSHES, "test_trace", "test_metrics", "test_shown"),
@@ -45,7 +52,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "test_versions",
         "test_auth",
         "test_forged_requests",
-        "test_seeds",
+        "test_first_tokens",
         "test_fuzz",
         "test_runtime_*",
     ),

@@ -86,7 +86,7 @@ CATALOGUE: dict[str, Entry] = {
         "Run the same release of this package on both sides; if it is the same, report it with both engines' start-up logs.",
     ),
     "PD-WIRE-006": Entry(
-        "The caches of this process are {count} separate regions of memory, and over Ascend's links a process can register {most}.",
+        "The caches of this process are {count} separate regions of memory, and over Ascend's links a process can register {max}.",
         "Use more pipeline stages, so that a process has fewer layers, or an engine that allocates the caches of several layers as one.",
     ),
     # -- control channel
@@ -120,7 +120,7 @@ CATALOGUE: dict[str, Entry] = {
     "PD-META-010": Entry("The metaserver is shutting down.", "Send the request again; another metaserver or the next one takes it."),
     "PD-META-011": Entry("The {role} instance {name} takes no requests: {why}.", "Look at that engine's log; it is probed, and taken back by itself."),
     "PD-META-012": Entry("The request body cannot be used: {why}.", "Send what the API describes, as JSON."),
-    "PD-META-013": Entry("The request body is larger than {most} bytes.", "Send less at once; for clients --max-body-mib is the limit."),
+    "PD-META-013": Entry("The request body is larger than {max} bytes.", "Send less at once; for clients --max-body-mib is the limit."),
     "PD-META-014": Entry("The request body did not come within {seconds} s.", "Look at the network between the client and the metaserver."),
     "PD-META-015": Entry("Too many large requests are coming in at once.", "Come back after Retry-After; send less at once, or raise --workers."),
     "PD-META-016": Entry("There is no route {path}.", "docs/metaserver.md names the routes; those of the OpenAI API begin with /v1/."),
@@ -212,11 +212,11 @@ CATALOGUE: dict[str, Entry] = {
 MAX_FOREIGN = 1000  # characters of a peer's or another library's text that are shown
 
 
-def one_line(text: object, most: int = MAX_FOREIGN) -> str:
+def one_line(text: object, max_chars: int = MAX_FOREIGN) -> str:
     """Return foreign text as one bounded, printable line: a line break in it must not look like a line of our log."""
     whole = str(text)
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in whole[:most])
-    return shown if len(whole) <= most else f"{shown} … ({len(whole)} characters)"
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in whole[:max_chars])
+    return shown if len(whole) <= max_chars else f"{shown} … ({len(whole)} characters)"
 
 
 class PdError(Exception):

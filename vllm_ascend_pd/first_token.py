@@ -72,9 +72,9 @@ class StepHooks:
         self.ungrammatical = ungrammatical(vllm_config)
         self.logits = vllm_config.model_config.logprobs_mode != "raw_logprobs"
 
-    def seed_refusal(self, request: Any) -> str:
-        """Return why a request is not seeded on this engine, its sampling parameters aside; empty: it may be."""
-        why = seed_refusal(request, self.ungrammatical)
+    def refusal(self, request: Any) -> str:
+        """Return why P's token cannot be the first on this engine, sampling parameters aside; empty if it can."""
+        why = refusal(request, self.ungrammatical)
         return why or ("logprobs" if self.logits and request.sampling_params.logprobs is not None else "")
 
     def before(self, output: Any) -> None:
@@ -230,8 +230,8 @@ def chosen(request: Any) -> dict[str, Any]:
     return found if shaped is None else {**found, GRAMMAR: type(shaped.grammar).__name__}
 
 
-def seed_refusal(request: Any, ungrammatical: str = "") -> str:
-    """Return why a request is not seeded (started with P's token), its sampling parameters aside; empty: it may be."""
+def refusal(request: Any, ungrammatical: str = "") -> str:
+    """Return why P's token cannot be a request's first, sampling parameters aside; empty if it can."""
     if request.sampling_params is None or request.prompt_token_ids is None:
         return "prompt"
     if request.resumable:

@@ -143,7 +143,7 @@ class Engines:
         return self.model not in ("mla", "dsv3", "mtp", "qwen3next", "qwen3next-mtp")
 
     @property
-    def seeded(self) -> bool:
+    def starts_with_p_token(self) -> bool:
         """Return whether requests start with P's token: D's scheduler is vLLM's own, drafts nothing, and our connector
         is in no other.
         """

@@ -79,7 +79,7 @@ def started(engines: Engines, machine: Machine, progress: Callable[[str], None])
     with Cluster(fresh_directory("ascend_host"), progress=progress) as cluster:
         pair = engines.start(machine, cluster)
         if RECIPES[engines.model].recomputes_last:
-            if engines.seeded:
+            if engines.starts_with_p_token:
                 learn_of_first_tokens(pair)
             else:
                 pair.left = 1
@@ -131,7 +131,7 @@ def check(engines: Engines, pair: Pair, lengths: list[int]) -> None:
     ties = engines.dtype == "bfloat16" and coarse and engines.p.tp != engines.d.tp
     tokens = TOKENS // 2 if ties else TOKENS
     pair.check([fresh_prompt(length, vocab) for length in lengths], tokens, str(engines))
-    wanted = len(lengths) if engines.seeded else 0
+    wanted = len(lengths) if engines.starts_with_p_token else 0
     eventually(lambda: sum(map(first_tokens, pair.decode)) - taken == wanted, f"{wanted} first tokens of P are D's")
 
 

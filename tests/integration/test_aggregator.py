@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from engine_without_model import BLOCK, LAYERS, EngineWithoutModel, run_until
 from fake_metaserver import fake_metaserver
-from miniature import BLOCK, LAYERS, MiniatureEngine, run_until
 
 from tools.support.process import free_port
 from vllm_ascend_pd.transport import create as factory
@@ -37,12 +37,12 @@ class AggregatedEngines:
     def __init__(self, port: int, reservations: queue.SimpleQueue[dict[str, Any]], times: dict[str, float]) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.reservations = reservations
-        self.prefill = MiniatureEngine("kv_producer", 4, {"verify": "full", **times})
-        self.decode = MiniatureEngine("kv_consumer", 2, {"verify": "full", "metaserver_urls": [self.url], **times})
+        self.prefill = EngineWithoutModel("kv_producer", 4, {"verify": "full", **times})
+        self.decode = EngineWithoutModel("kv_consumer", 2, {"verify": "full", "metaserver_urls": [self.url], **times})
         self.prefill.fill(seed=1)
 
     @property
-    def engines(self) -> tuple[MiniatureEngine, MiniatureEngine]:
+    def engines(self) -> tuple[EngineWithoutModel, EngineWithoutModel]:
         return self.prefill, self.decode
 
     def send(self, name: str) -> tuple[str, str]:

@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
+from engine_without_model import BLOCK, EngineWithoutModel, run_until
 from fake_metaserver import fake_metaserver
-from miniature import BLOCK, MiniatureEngine, run_until
 from pairs import (
     Pair,
     PairMaker,
@@ -43,7 +43,7 @@ MEMORY = {"transport": "memory", "patient": False, "patient_shm": "off", "verify
 
 
 @pytest.fixture(params=["ours first", "ours second"])
-def engines(request: pytest.FixtureRequest) -> Iterator[tuple[MiniatureEngine, MiniatureEngine, str, Any]]:
+def engines(request: pytest.FixtureRequest) -> Iterator[tuple[EngineWithoutModel, EngineWithoutModel, str, Any]]:
     """P with TP 2 and D with TP 2, each with a sibling; the metaserver's address, and the bodies it received."""
     sys.path.insert(0, str(PLUGIN))
     port, reservations = free_port(), queue.SimpleQueue[dict[str, Any]]()
@@ -53,9 +53,9 @@ def engines(request: pytest.FixtureRequest) -> Iterator[tuple[MiniatureEngine, M
         reservations.put(body)
         return 200, [{"event": "accepted", "prefill": "here"}, {"event": "prefilled"}]
 
-    def engine(role: str, **more: Any) -> MiniatureEngine:
+    def engine(role: str, **more: Any) -> EngineWithoutModel:
         children = [ours(role, {**MEMORY, **more}), SIBLING]
-        return MiniatureEngine(role, 2, {}, children=children if request.param == "ours first" else children[::-1])
+        return EngineWithoutModel(role, 2, {}, children=children if request.param == "ours first" else children[::-1])
 
     with fake_metaserver(port, script):
         made = engine("kv_producer"), engine("kv_consumer", metaserver_urls=[url])

@@ -16,7 +16,7 @@ from simulation.settings import FIRST_WAIT_S, SimulationSettings
 from simulation.tables import pool
 from simulation.wire import SimulatedWire
 from simulation.world import Process, Violation, World
-from vllm_ascend_pd.decode.core.seeds import Start
+from vllm_ascend_pd.decode.core.first_tokens import Start
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.meeting import Bound, Meeting
 from vllm_ascend_pd.protocol.messages import Message, message_name
@@ -382,7 +382,7 @@ class SimulatedCluster:
         for engine in self.decode:
             left = {
                 "waiting requests": len(engine.waiting),
-                "held requests": len(engine.held) + engine.seeds.open_count(),
+                "held requests": len(engine.held) + engine.first_tokens.open_count(),
                 "loads": len(engine.loading) + engine.book.open_count(),
                 "offers": engine.offers.open_count(),
                 "blocks": len(pool(engine.geometry, engine.shape.blocks)) - len(engine.free),

@@ -24,10 +24,10 @@ from simulation.settings import (
 )
 from simulation.tables import BlockTables, needed, pool
 from simulation.world import Alarm, Process, Violation
+from vllm_ascend_pd.decode.core.first_tokens import Start, Wanted
 from vllm_ascend_pd.decode.core.loads import Loaded, Loads
 from vllm_ascend_pd.decode.core.offers import Offers, SendMessage
 from vllm_ascend_pd.decode.core.requests import LoadRequests, Way
-from vllm_ascend_pd.decode.core.seeds import Start, Wanted
 from vllm_ascend_pd.decode.decisions import Ticket, read_ticket
 from vllm_ascend_pd.geometry.layout import WINDOW, Group
 from vllm_ascend_pd.metadata import Bind, DecodeStep
@@ -249,8 +249,10 @@ class DecodeEngine:
         self.scheduler = Process(self.cluster.world, f"D{self.index}.s")
         self.incarnation = self.cluster.world.name(f"D{self.index}@")
         waits = FIRST_WAIT_S, self.cluster.settings.timers.lease_s
-        self.requests = LoadRequests(self.cluster.mutation.loads(self.incarnation), self.cluster.mutation.seeds(*waits))
-        self.book, self.seeds = self.requests.book, self.requests.seeds
+        self.requests = LoadRequests(
+            self.cluster.mutation.loads(self.incarnation), self.cluster.mutation.first_tokens(*waits)
+        )
+        self.book, self.first_tokens = self.requests.book, self.requests.first_tokens
         self.offers = Offers(self.cluster.settings.timers)
         self._alarm = Alarm(self.scheduler, self.offers.next_wake, self._tick)
         self.free = pool(self.geometry, self.shape.blocks)
@@ -368,7 +370,7 @@ class DecodeEngine:
             self.waiting.popleft()
         self._listen()
         step = self.book.take_step(None, self.geometry)
-        for start in self.seeds.take(self.cluster.world.now):
+        for start in self.first_tokens.take(self.cluster.world.now):
             self._go_on(start)
         if step.empty:
             return
@@ -423,7 +425,7 @@ class DecodeEngine:
         request.serial = self.cluster.new_transfer(bind.transfer)
         endpoints = tuple(Endpoint(f"D{self.index}", 1 + rank) for rank in range(len(self.ranks)))
         reservation = bind.reservation(MODEL, self.geometry, endpoints, request.tokens, str(request.seed))
-        if first and self.requests.seeds_come(request.name):
+        if first and self.requests.first_tokens_come(request.name):
             wanted = Wanted(bind.transfer, request.tokens, DIGEST, None, VOCABULARY, request.whole)
             if not self.requests.ask(request.name, lambda: wanted, len(request.outputs), recomputes_last=leaves):
                 needs = (WHOLE,) if request.whole else ()
@@ -462,7 +464,7 @@ class DecodeEngine:
         else:
             self.cluster.world.stats["transfers failed"] += 1
         self._poke()
-        if self.seeds.holds(request.name):
+        if self.first_tokens.holds(request.name):
             request.push, request.held, request.state = verdict.push, self.cluster.world.now, "held"
             request.stopped_before = self.stopped_s()
             self.held[request.name] = request

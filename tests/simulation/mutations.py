@@ -17,7 +17,7 @@ import numpy as np
 from simulation.prefill import SimulatedWriter
 from simulation.settings import STATES, Faults, FirstFaults, SimulationSettings, draw
 from vllm_ascend_pd.config import RegroupConfig, Timers
-from vllm_ascend_pd.decode.core.seeds import SeedBook, Start, Wanted
+from vllm_ascend_pd.decode.core.first_tokens import FirstTokenBook, Start, Wanted
 from vllm_ascend_pd.decode.decisions import LoadBook
 from vllm_ascend_pd.geometry.coalesce import Ints, Spans
 from vllm_ascend_pd.geometry.layout import CacheGeometry
@@ -70,7 +70,7 @@ class Mutation:
     meetings: Callable[..., Meetings] = Meetings
     prefill_requests: Callable[..., PushRequests] = PushRequests
     computing: Callable[..., Computing] = Computing
-    seeds: Callable[..., SeedBook] = SeedBook
+    first_tokens: Callable[..., FirstTokenBook] = FirstTokenBook
     hasty_release: bool = False  # P frees a finished request's blocks at once
     blunt_revocation: bool = False  # D continues under the session that it has revoked
     core: Callable[..., Pushes] = Pushes
@@ -1066,7 +1066,7 @@ def _kept(settings: SimulationSettings, windows: tuple[int, ...], group_of: tupl
     return _roomy(settings).grouped(windows, group_of, (1,) * len(windows))
 
 
-class AnyToken(SeedBook):
+class AnyToken(FirstTokenBook):
     """D starts with any token that arrives."""
 
     def received(self, transfer: TransferId, first: First | None, why: str = "") -> None:
@@ -1077,7 +1077,7 @@ class AnyToken(SeedBook):
             super().received(transfer, first, why)
 
 
-class AnyPush(SeedBook):
+class AnyPush(FirstTokenBook):
     """D does not check the push of its KV."""
 
     def take(self, now: float) -> list[Start]:
@@ -1087,7 +1087,7 @@ class AnyPush(SeedBook):
         return super().take(now)
 
 
-class TokenTakenTwice(SeedBook):
+class TokenTakenTwice(FirstTokenBook):
     """A repeated token is output again."""
 
     def __init__(self, *waits: float) -> None:
@@ -1105,28 +1105,28 @@ class TokenTakenTwice(SeedBook):
         return ready
 
 
-class AskedAgain(SeedBook):
+class AskedAgain(FirstTokenBook):
     """A request with a first token asks for one again when it loads later."""
 
     def ask(self, request_id: str, wanted: Wanted, produced: int) -> bool:
         return super().ask(request_id, wanted, 0)
 
 
-class WaitsForEver(SeedBook):
+class WaitsForEver(FirstTokenBook):
     """D waits without a limit for a missing token."""
 
     def __init__(self, *waits: float) -> None:
         super().__init__(1e9, 1e9)
 
 
-class HeldForgotten(SeedBook):
+class HeldForgotten(FirstTokenBook):
     """vLLM does not learn that a held request was aborted."""
 
     def forget(self, request_id: str) -> bool:
         return self._remove(request_id) is not None
 
 
-class BegunWithoutToken(SeedBook):
+class BegunWithoutToken(FirstTokenBook):
     """D continues without P's token where it cannot compute the prompt's last token."""
 
     def take(self, now: float) -> list[Start]:
@@ -1215,13 +1215,13 @@ MORE = (
     Mutation("an older state over a newer one", book=StateWithEveryStep, core=StateOfEveryStep, world=_states_in_need),
     Mutation("a state into another group's blocks", core=WrongGroup, world=_states),
     Mutation("P computes the last token of a state", prefill_requests=Uncut, world=_states),
-    Mutation("any first token is taken", seeds=AnyToken, world=_first),
-    Mutation("another push's first token is taken", seeds=AnyPush, world=_first),
-    Mutation("a first token is taken twice", seeds=TokenTakenTwice, world=_first),
-    Mutation("a first token for a request that has one", seeds=AskedAgain, world=_first),
-    Mutation("a first token is waited for", seeds=WaitsForEver, world=_first),
-    Mutation("an aborted request stays held", seeds=HeldForgotten, world=_first),
-    Mutation("a whole prompt begins without its token", seeds=BegunWithoutToken, world=_whole),
+    Mutation("any first token is taken", first_tokens=AnyToken, world=_first),
+    Mutation("another push's first token is taken", first_tokens=AnyPush, world=_first),
+    Mutation("a first token is taken twice", first_tokens=TokenTakenTwice, world=_first),
+    Mutation("a first token for a request that has one", first_tokens=AskedAgain, world=_first),
+    Mutation("a first token is waited for", first_tokens=WaitsForEver, world=_first),
+    Mutation("an aborted request stays held", first_tokens=HeldForgotten, world=_first),
+    Mutation("a whole prompt begins without its token", first_tokens=BegunWithoutToken, world=_whole),
     Mutation("a wake-up is lost", writer=LooksTooEarly),
     Mutation("READY wakes no push", core=ReadyUnheeded),
     Mutation("hold freed early", meetings=HoldFreedEarly, world=_met_astray),

@@ -111,7 +111,7 @@ def run_seeds(
     """Run consecutive seeds on `jobs` cores. Prints its progress every `progress_s` seconds."""
     total = Sum()
     began = said = time.monotonic()
-    for part in _parts(first, count, mutation, jobs, stop_at, plain):
+    for part in _run_chunks(first, count, mutation, jobs, stop_at, plain):
         total.add(part)
         for result in part.violations:
             print(f"seed {result.seed}: {result.violation}", flush=True)
@@ -128,8 +128,8 @@ def run_seeds(
     return total
 
 
-def _parts(first: int, count: int, mutation: str, jobs: int, stop_at: int, plain: bool) -> Iterator[Sum]:
-    """Run a few seeds at a time."""
+def _run_chunks(first: int, count: int, mutation: str, jobs: int, stop_at: int, plain: bool) -> Iterator[Sum]:
+    """Run the seeds in chunks, and yield the total of each."""
     starts = range(first, first + count, CHUNK)
     chunks = [(at, min(CHUNK, first + count - at), mutation, stop_at, plain) for at in starts]
     if jobs == 1:
@@ -142,7 +142,7 @@ def _parts(first: int, count: int, mutation: str, jobs: int, stop_at: int, plain
             pool.shutdown(cancel_futures=True)
 
 
-def tell(total: Sum, cpu_s: float, wall_s: float) -> None:
+def print_total(total: Sum, cpu_s: float, wall_s: float) -> None:
     ended = {key: total.stats[key] for key in ("transfers ok", "transfers failed", "revocations", "writes landed")}
     died = total.transfers - ended["transfers ok"] - ended["transfers failed"]
     print(f"\n{total.seeds} seeds, {total.transfers} transfers, {total.stats['events']} events")
@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
     wall = time.monotonic()
     total = run_seeds(args.first, args.seeds, mutation.name, jobs=args.jobs, stop_at=args.violations, plain=args.plain)
     times = os.times()
-    tell(total, times.user + times.system + times.children_user + times.children_system, time.monotonic() - wall)
+    print_total(total, times.user + times.system + times.children_user + times.children_system, time.monotonic() - wall)
     for result in total.violations[:1]:
         print(
             f"\nseed {result.seed}: {result.violation}\nthe end of its trace (scripts/simulate.sh --seed {result.seed} --trace shows all):"

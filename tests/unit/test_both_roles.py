@@ -26,7 +26,7 @@ from unit.kits.watching import until
 from vllm_ascend_pd import admission, compat, first_token, older_groups
 from vllm_ascend_pd.both import BothScheduler, BothWorker
 from vllm_ascend_pd.connector import AscendPushConnector, Handshake
-from vllm_ascend_pd.decode.seeding import Seeding
+from vllm_ascend_pd.decode.first_tokens import FirstTokenReceiver
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metadata import DecodeStep, LoadEnd, PrefillStep
@@ -414,7 +414,7 @@ def test_behind_another_connector_d_takes_no_first_tokens(monkeypatch: pytest.Mo
     worker.register_kv_caches(tensors())
     handshake = worker.get_handshake_metadata()
     assert isinstance(handshake, Handshake)
-    assert handshake.facts.unseeded == (first_token.CONTAINED if contained else "")
+    assert handshake.facts.no_first_token == (first_token.CONTAINED if contained else "")
     worker.shutdown()
 
 
@@ -442,5 +442,5 @@ def test_p_listens_before_d_s_workers() -> None:
 
 def test_each_role_has_its_part_in_first_tokens() -> None:
     made = connector("kv_both", KVConnectorRole.SCHEDULER, KEYS)
-    assert [type(role) for role in made.first_tokens] == [FirstTokenSource, Seeding]
+    assert [type(role) for role in made.first_tokens] == [FirstTokenSource, FirstTokenReceiver]
     made.shutdown()

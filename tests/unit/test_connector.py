@@ -371,7 +371,7 @@ def test_the_hooks_of_a_layer_do_no_more_than_note_it(pair: ConnectorPair) -> No
     assert torch.equal(pair.caches[1][LAYERS[1]][[3, 5]], mine[LAYERS[1]][[1, 6]])
 
 
-def test_polite_waiting_can_be_switched_off_and_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patient_waiting_can_be_switched_off_and_on(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_ascend_pd import patience
 
     called: list[str] = []

@@ -25,9 +25,9 @@ from unit.kits.connectors import TOKENS, Blocks, ConnectorPair, connected_pair, 
 from unit.kits.watching import until
 from vllm_ascend_pd.connector import AscendPushConnector
 from vllm_ascend_pd.protocol.auth import Secrets, seal, unseal
-from vllm_ascend_pd.protocol.forms import form_of
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION
 from vllm_ascend_pd.protocol.messages import Reservation
+from vllm_ascend_pd.protocol.reservation_format import as_sent
 
 SECRET = Secrets(b"k" * 32)
 HUGE = list(range(200_000))
@@ -215,7 +215,7 @@ def test_a_made_up_reservation_is_refused_before_any_worker_hears_of_it(
 
 
 def _refused_layout(pair: ConnectorPair, valid: Reservation, forge: Callable[[dict[str, Any]], object]) -> None:
-    form = form_of(valid)
+    form = as_sent(valid)
     layout = msgspec.msgpack.decode(form.layout)
     forge(layout)
     forged = msgspec.structs.replace(form, layout=msgspec.msgpack.encode(layout))

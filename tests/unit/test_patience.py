@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Polite waiting: what ends a nap, when there is none, and that vLLM's own queues still deliver."""
+"""Patient waiting: what ends a nap, when there is none, and that vLLM's own queues still deliver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
 from vllm.v1.engine.core import EngineCoreProc
 
-from tools.support.in_tree import POLITE
+from tools.support.in_tree import PATIENT
 from vllm_ascend_pd import patience
 from vllm_ascend_pd.patience import Patience
 from vllm_ascend_pd.plugin import register
@@ -34,8 +34,8 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineCoreProc, "_process_engine_step", EngineCoreProc._process_engine_step)
 
 
-def napping(polite: Patience, inbox: queue.Queue[Any], waiting: int = 1) -> threading.Thread:
-    thread = threading.Thread(target=polite.nap, args=(inbox, waiting), name="napper", daemon=True)
+def napping(patient: Patience, inbox: queue.Queue[Any], waiting: int = 1) -> threading.Thread:
+    thread = threading.Thread(target=patient.nap, args=(inbox, waiting), name="napper", daemon=True)
     thread.start()
     return thread
 
@@ -51,51 +51,51 @@ def asleep(thread: threading.Thread) -> bool:
 
 
 WAKERS: list[tuple[str, Callable[[Patience, queue.Queue[Any]], None]]] = [
-    ("news of a transfer", lambda polite, inbox: polite.news()),
-    ("a new request or an abort", lambda polite, inbox: inbox.put("request")),
+    ("news of a transfer", lambda patient, inbox: patient.news()),
+    ("a new request or an abort", lambda patient, inbox: inbox.put("request")),
 ]
 
 
 @pytest.mark.parametrize("wake", [wake for _, wake in WAKERS], ids=[name for name, _ in WAKERS])
 def test_a_nap_is_ended_at_once(wake: Callable[[Patience, queue.Queue[Any]], None]) -> None:
-    polite, inbox = Patience(lambda: 1), queue.Queue[Any]()
-    thread = napping(polite, inbox)
+    patient, inbox = Patience(lambda: 1), queue.Queue[Any]()
+    thread = napping(patient, inbox)
     assert asleep(thread)
-    wake(polite, inbox)
+    wake(patient, inbox)
     assert ends(thread)
 
 
 def test_news_that_came_before_the_nap_is_not_slept_over() -> None:
-    polite, inbox = Patience(lambda: 1), queue.Queue[Any]()
-    polite.news()
-    assert ends(napping(polite, inbox))
-    thread = napping(polite, inbox)
+    patient, inbox = Patience(lambda: 1), queue.Queue[Any]()
+    patient.news()
+    assert ends(napping(patient, inbox))
+    thread = napping(patient, inbox)
     assert asleep(thread), "and counts once"
-    polite.news()
+    patient.news()
     assert ends(thread)
 
 
 def test_input_that_came_before_the_nap_is_not_slept_over() -> None:
-    polite, inbox = Patience(lambda: 1), queue.Queue[Any]()
+    patient, inbox = Patience(lambda: 1), queue.Queue[Any]()
     inbox.put("request")
-    assert ends(napping(polite, inbox))
+    assert ends(napping(patient, inbox))
 
 
 def test_there_is_no_nap_while_a_request_could_be_scheduled() -> None:
-    polite, inbox = Patience(lambda: 1), queue.Queue[Any]()
-    assert ends(napping(polite, inbox, waiting=2))
+    patient, inbox = Patience(lambda: 1), queue.Queue[Any]()
+    assert ends(napping(patient, inbox, waiting=2))
 
 
 def test_after_news_the_answers_in_flight_are_read_without_a_nap() -> None:
     """A step that was given to the workers before a message does not report on it."""
-    polite, inbox = Patience(lambda: 1), queue.Queue[Any]()
-    polite.news()
-    polite.nap(inbox, 1, in_flight=2)
+    patient, inbox = Patience(lambda: 1), queue.Queue[Any]()
+    patient.news()
+    patient.nap(inbox, 1, in_flight=2)
     for _ in range(2):
-        polite.nap(inbox, 1, in_flight=2)
-    thread = napping(polite, inbox)
+        patient.nap(inbox, 1, in_flight=2)
+    thread = napping(patient, inbox)
     assert asleep(thread), "what the news was about has been read"
-    polite.news()
+    patient.news()
     assert ends(thread)
 
 
@@ -127,9 +127,9 @@ class NappingScheduler:
         return self._requests
 
 
-class PoliteConnector:
-    def __init__(self, polite: object) -> None:
-        self.patience = polite
+class PatientConnector:
+    def __init__(self, patient: object) -> None:
+        self.patience = patient
 
 
 class IdleCore(EngineCoreProc):
@@ -163,8 +163,8 @@ def step(monkeypatch: pytest.MonkeyPatch) -> Callable[[IdleCore], threading.Thre
 def test_a_core_that_only_waits_for_remote_loads_naps_until_there_is_news(
     in_flight: Any, step: Callable[[IdleCore], threading.Thread]
 ) -> None:
-    polite = Patience(lambda: 2)
-    core = IdleCore(NappingScheduler(PoliteConnector(polite), (0, 2)), batch_queue=in_flight)
+    patient = Patience(lambda: 2)
+    core = IdleCore(NappingScheduler(PatientConnector(patient), (0, 2)), batch_queue=in_flight)
     thread = step(core)
     assert asleep(thread)
     core.input_queue.put("request")
@@ -173,20 +173,26 @@ def test_a_core_that_only_waits_for_remote_loads_naps_until_there_is_news(
 
 
 BUSY: list[tuple[str, Callable[[Patience], IdleCore]]] = [
-    ("tokens were computed", lambda polite: IdleCore(NappingScheduler(PoliteConnector(polite), (0, 1)), executed=True)),
+    (
+        "tokens were computed",
+        lambda patient: IdleCore(NappingScheduler(PatientConnector(patient), (0, 1)), executed=True),
+    ),
     (
         "a batch is in flight",
-        lambda polite: IdleCore(NappingScheduler(PoliteConnector(polite), (0, 1)), batch_queue=[batch(0), batch(3)]),
+        lambda patient: IdleCore(NappingScheduler(PatientConnector(patient), (0, 1)), batch_queue=[batch(0), batch(3)]),
     ),
-    ("requests run", lambda polite: IdleCore(NappingScheduler(PoliteConnector(polite), (1, 1)))),
-    ("a request waits for blocks", lambda polite: IdleCore(NappingScheduler(PoliteConnector(polite), (0, 2)))),
+    ("requests run", lambda patient: IdleCore(NappingScheduler(PatientConnector(patient), (1, 1)))),
+    ("a request waits for blocks", lambda patient: IdleCore(NappingScheduler(PatientConnector(patient), (0, 2)))),
     (
         "nothing is there to do",
-        lambda polite: IdleCore(NappingScheduler(PoliteConnector(polite), (0, 0), requests=False)),
+        lambda patient: IdleCore(NappingScheduler(PatientConnector(patient), (0, 0), requests=False)),
     ),
-    ("another connector", lambda polite: IdleCore(NappingScheduler(object(), (0, 1)))),
-    ("another connector's patience", lambda polite: IdleCore(NappingScheduler(PoliteConnector("of its own"), (0, 1)))),
-    ("no connector", lambda polite: IdleCore(NappingScheduler(None, (0, 1)))),
+    ("another connector", lambda patient: IdleCore(NappingScheduler(object(), (0, 1)))),
+    (
+        "another connector's patience",
+        lambda patient: IdleCore(NappingScheduler(PatientConnector("of its own"), (0, 1))),
+    ),
+    ("no connector", lambda patient: IdleCore(NappingScheduler(None, (0, 1)))),
 ]
 
 
@@ -264,8 +270,8 @@ def test_the_benchmarks_plugin_turns_it_on_for_any_engine(monkeypatch: pytest.Mo
     original = SpinCondition.wait
     register()
     assert SpinCondition.wait is original, "our own plug-in changes no engine that has another connector"
-    monkeypatch.syspath_prepend(POLITE)
-    (plugin,) = [one for one in entry_points(group="vllm.general_plugins") if one.name == "pd_bench_polite"]
+    monkeypatch.syspath_prepend(PATIENT)
+    (plugin,) = [one for one in entry_points(group="vllm.general_plugins") if one.name == "pd_bench_patient"]
     plugin.load()()
     assert SpinCondition.wait is not original
 

@@ -43,7 +43,7 @@ async def main(args: argparse.Namespace) -> None:
         await client(args.port, request, until, total, out)
 
     tasks = [asyncio.create_task(late(i)) for i in range(args.streams)]
-    done, late_ones = await asyncio.wait(tasks, timeout=args.seconds + args.patience_s)
+    done, late_ones = await asyncio.wait(tasks, timeout=args.seconds + args.timeout_s)
     took = time.perf_counter() - start
     for task in late_ones:
         task.cancel()
@@ -73,9 +73,9 @@ if __name__ == "__main__":
     parser.add_argument("--pieces", type=int, default=8)
     parser.add_argument("--gap-ms", type=float, default=0.0)
     parser.add_argument("--words", type=int, default=200)
-    parser.add_argument("--patience-s", type=float, default=3.0, help="for requests under way at the end")
+    parser.add_argument("--timeout-s", type=float, default=3.0, help="for requests under way at the end")
     parser.add_argument("--ramp-s", type=float, default=0.0)
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     uvloop.install()
     asyncio.run(main(parser.parse_args()))

@@ -81,8 +81,8 @@ def main() -> None:
     parser.add_argument("--hold-s", type=float, default=8.0)
     parser.add_argument("--port", type=int, default=19490)
     args = parser.parse_args()
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     server = multiprocessing.get_context("spawn").Process(target=serve, args=(args.port, args.hold_s), daemon=True)
     server.start()
     url = f"http://127.0.0.1:{args.port}"

@@ -35,7 +35,7 @@ class AiohttpReply:
     async def read(self, timeout_s: float | None = None) -> bytes:
         return await self._response.content.readany()
 
-    async def rest(self, most: int, timeout_s: float | None = None) -> bytes:
+    async def rest(self, max_bytes: int, timeout_s: float | None = None) -> bytes:
         return await self._response.read()
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class HttpxReply:
         await self._response.aclose()
         return b""
 
-    async def rest(self, most: int, timeout_s: float | None = None) -> bytes:
+    async def rest(self, max_bytes: int, timeout_s: float | None = None) -> bytes:
         body = b"".join([piece async for piece in self._pieces])
         await self._response.aclose()
         return body

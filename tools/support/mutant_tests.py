@@ -328,8 +328,8 @@ def _pytest(words: list[str], plugin: object) -> int:
 
 
 def _simulate(seeds: int) -> str:
-    most = seeds * SEED_S + int(time.process_time())  # processor time, so that other load does not matter
-    resource.setrlimit(resource.RLIMIT_CPU, (most, most + 1))
+    max_s = seeds * SEED_S + int(time.process_time())  # processor time, so that other load does not matter
+    resource.setrlimit(resource.RLIMIT_CPU, (max_s, max_s + 1))
     try:
         simulator: Any = importlib.import_module("simulation.run")
         return SIMULATOR if simulator.main(["--seeds", str(seeds), "--from", str(FIRST_SEED)]) else ""

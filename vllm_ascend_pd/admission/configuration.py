@@ -90,7 +90,7 @@ def _context_refusals(config: Any, role: str) -> Iterator[ConfigError]:
     """Yield what is not proven with context parallelism.
 
     Proven are decode context parallelism on either side, and prefill context parallelism on prefill, by the rule of
-    geometry/context.py.
+    geometry/context_parallel.py.
     """
     parallel = config.parallel_config
     divided = sizes.context(parallel)

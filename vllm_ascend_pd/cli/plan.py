@@ -208,10 +208,10 @@ def geometry_of_model(
 
 
 def _shape(args: argparse.Namespace) -> PlanInput:
-    for name, most in MAXIMA.items():
+    for name, maximum in MAXIMA.items():
         flag, given = "--" + name.replace("_", "-"), getattr(args, name)
         if given is not None:
-            at_most(flag, at_least(flag, given, 1), most)
+            at_most(flag, at_least(flag, given, 1), maximum)
     positive("--link-gbps", args.link_gbps, "GB/s")
     if not (args.descriptor_us >= 0 and math.isfinite(args.descriptor_us)):
         refuse("--descriptor-us", args.descriptor_us, "it must be at least 0", "Give microseconds.")
@@ -434,7 +434,7 @@ def _svg(p: CacheGeometry, d: CacheGeometry, links: list[PairWrites], decision: 
     """Draw two columns of ranks; a line's width grows with its bytes."""
     width, step = 640, 56
     height = step * (max(p.workers, d.workers) + 1)
-    most = max((link.nbytes for link in links), default=1)
+    largest = max((link.nbytes for link in links), default=1)
 
     def place(rank: int, size: int) -> float:
         return height / 2 + (rank - (size - 1) / 2) * step
@@ -445,7 +445,7 @@ def _svg(p: CacheGeometry, d: CacheGeometry, links: list[PairWrites], decision: 
     ]
     for x in links:
         a, b = place(x.p, p.workers), place(x.d, d.workers)
-        stroke = 1 + 7 * x.nbytes / most
+        stroke = 1 + 7 * x.nbytes / largest
         parts.append(
             f'<line x1="130" y1="{a}" x2="{width - 130}" y2="{b}" stroke="#3b6ea5" stroke-opacity="0.55" '
             f'stroke-width="{stroke:.1f}"><title>P{_named(p, x.p)} → D{_named(d, x.d)}: {x.descriptors} descriptors, '

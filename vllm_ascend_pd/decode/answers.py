@@ -32,16 +32,16 @@ class BadAnswer(ValueError):
 
 
 class Lines:
-    """Splitter of a stream into lines of at most `most` bytes."""
+    """Splitter of a stream into lines of at most `max_bytes`."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._rest = b""
 
     def feed(self, piece: bytes) -> list[bytes]:
         """Return the lines that are complete, without empty ones. Raise BadAnswer if a line is too long."""
         *whole, self._rest = (self._rest + piece).split(b"\n")
-        if len(self._rest) > self._most or any(len(line) > self._most for line in whole):
+        if len(self._rest) > self._max_bytes or any(len(line) > self._max_bytes for line in whole):
             raise BadAnswer("a line of its answer is too long")
         return [line for line in whole if line.strip()]
 

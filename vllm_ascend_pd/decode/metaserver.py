@@ -114,13 +114,13 @@ class MetaserverClient:
             if key in self._calls:
                 raise ValueError(f"reservation {key!r} is already open")
             self._calls[key] = call
-            most = self._config.metaserver_max_connections + self._config.metaserver_max_queue
+            max_calls = self._config.metaserver_max_connections + self._config.metaserver_max_queue
             if self._closed:
                 error = PdError("PD-XFER-002", why="the engine is closing")
             elif origin(url) not in self._allowed:
                 error = PdError("PD-META-001", url=url)
-            elif len(self._calls) > most:
-                error = PdError("PD-META-004", count=most)
+            elif len(self._calls) > max_calls:
+                error = PdError("PD-META-004", count=max_calls)
         if error is None:
             self._loop.post(self._start, call)
         else:

@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.channel.exposure import UNREACHABLE_REMEDY, unreachable_warning
+from vllm_ascend_pd.decode.core.first_tokens import FirstTokenBook
 from vllm_ascend_pd.decode.core.requests import LoadRequests, Way
-from vllm_ascend_pd.decode.core.seeds import SeedBook
 from vllm_ascend_pd.decode.decisions import LoadBook, read_ticket
+from vllm_ascend_pd.decode.first_tokens import TAKEN, FirstTokenReceiver
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, Outcome
 from vllm_ascend_pd.decode.offering import Offering
-from vllm_ascend_pd.decode.seeding import TAKEN, Seeding
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
 from vllm_ascend_pd.errors import LocalProtocolError, PdError, one_line
 from vllm_ascend_pd.geometry.layout import CacheGeometry
@@ -123,13 +123,15 @@ class DecodeScheduler(SchedulerRole):
         self._outcomes: deque[tuple[TransferId, Outcome]] = deque()
         self._online: _Online | None = None
         timers = engine.config.timers
-        self._requests = LoadRequests(LoadBook(engine.incarnation), SeedBook(timers.first_token_wait_s, timers.lease_s))
-        self.first_tokens = Seeding(engine, self.tally, vocabulary, self._requests, self, whole=whole)
+        self._requests = LoadRequests(
+            LoadBook(engine.incarnation), FirstTokenBook(timers.first_token_wait_s, timers.lease_s)
+        )
+        self.first_tokens = FirstTokenReceiver(engine, self.tally, vocabulary, self._requests, self, whole=whole)
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         geometry = merge_geometries(workers)
-        if unseeded := next((facts.unseeded for facts in workers.values() if facts.unseeded), ""):
-            self.first_tokens.off(unseeded)
+        if no_first_token := next((facts.no_first_token for facts in workers.values() if facts.no_first_token), ""):
+            self.first_tokens.off(no_first_token)
         endpoints = tuple(facts.endpoint for _, facts in sorted(workers.items()) if facts.endpoint is not None)
         allowed = sorted(self._allowed)
         if words := next((words for one in endpoints if (words := unreachable_warning(one.host, allowed))), ""):
@@ -293,8 +295,8 @@ class DecodeScheduler(SchedulerRole):
             del self._asked[request_id]
             return True
         report_cached(asked.request, asked.there if code else verdict.cached)
-        if received.unseeded:
-            self.first_tokens.unseeded(request_id, received.unseeded)
+        if received.no_first_token:
+            self.first_tokens.count_computed(request_id, received.no_first_token)
         asked.report = LoadReport(
             transfer=str(transfer),
             ticket=asked.way.ticket,
@@ -308,7 +310,7 @@ class DecodeScheduler(SchedulerRole):
             cached=verdict.cached,
         )
         asked.untold = True
-        if not self._requests.seeds.whole(request_id):
+        if not self._requests.first_tokens.whole(request_id):
             self._report(asked)
         return True
 
@@ -318,11 +320,11 @@ class DecodeScheduler(SchedulerRole):
             self._online.client.report(asked.way.metaserver, asked.report)
         asked.untold = False
 
-    def around(self) -> tuple[Seeding, ...]:
+    def around(self) -> tuple[FirstTokenReceiver, ...]:
         return (self.first_tokens,)
 
     def holds(self, request_id: str) -> bool:
-        return self._requests.seeds.holds(request_id) or request_id in self._failing
+        return self._requests.first_tokens.holds(request_id) or request_id in self._failing
 
     def take_failing(self) -> set[str]:
         failing, self._failing = self._failing, set()
@@ -392,10 +394,10 @@ class DecodeScheduler(SchedulerRole):
         return self.tally.take()
 
     def open_loads(self) -> int:
-        return self._requests.book.open_count() + self._requests.seeds.held_count()
+        return self._requests.book.open_count() + self._requests.first_tokens.held_count()
 
     def due_s(self) -> float:
-        return self._requests.seeds.due_s(time.monotonic())
+        return self._requests.first_tokens.due_s(time.monotonic())
 
     def close(self) -> None:
         """Cancel open calls, so that the metaserver and P learn of it at once. Idempotent."""

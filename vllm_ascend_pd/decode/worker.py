@@ -21,10 +21,10 @@ class DecodeWorker(WorkerRole):
     """D's role in a worker's process. The runtime starts when the KV caches are registered."""
 
     def __init__(
-        self, engine: Engine, shape: CacheShape, device: Device, stage: int, rank: int, unseeded: str = ""
+        self, engine: Engine, shape: CacheShape, device: Device, stage: int, rank: int, no_first_token: str = ""
     ) -> None:
-        """`unseeded`: why its batch cannot go on behind P's first token."""
-        self._engine, self._shape, self._device, self._unseeded = engine, shape, device, unseeded
+        """`no_first_token`: why its batch cannot go on behind P's first token."""
+        self._engine, self._shape, self._device, self._no_first_token = engine, shape, device, no_first_token
         self._stage, self._rank = stage, rank
         self._runtime: ReceiveRuntime | None = None
         self._facts: WorkerFacts | None = None
@@ -44,7 +44,7 @@ class DecodeWorker(WorkerRole):
         )
         target = engine.create_target(self._device.attach_thread)
         self._runtime = ReceiveRuntime(engine.config, site, caches, self._device, target, engine.secrets)
-        self._facts = WorkerFacts(self._runtime.endpoint, caches.geometry, self._unseeded)
+        self._facts = WorkerFacts(self._runtime.endpoint, caches.geometry, self._no_first_token)
 
     def handshake(self) -> WorkerFacts | None:
         return self._facts

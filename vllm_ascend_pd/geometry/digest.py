@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_ascend_pd.errors import LocalProtocolError
-from vllm_ascend_pd.geometry.context import TokenSplit
+from vllm_ascend_pd.geometry.context_parallel import TokenSplit
 from vllm_ascend_pd.geometry.images import starts, token_outer
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.geometry.plan import Job

@@ -30,7 +30,7 @@ from typing import Annotated
 
 import msgspec
 
-from vllm_ascend_pd.geometry.context import TokenSplit
+from vllm_ascend_pd.geometry.context_parallel import TokenSplit
 
 MAX_LAYERS = 4096
 MAX_REGIONS = 64

@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.geometry.context import MAX_RUNS, runs
+from vllm_ascend_pd.geometry.context_parallel import MAX_RUNS, runs
 from vllm_ascend_pd.geometry.layout import ALL, CacheGeometry, Region
 from vllm_ascend_pd.geometry.pairing import pairings
 

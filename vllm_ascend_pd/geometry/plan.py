@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.coalesce import Ints, Spans, merged
-from vllm_ascend_pd.geometry.context import shared
+from vllm_ascend_pd.geometry.context_parallel import shared
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Ranks, Region
 from vllm_ascend_pd.geometry.match import require_match
 from vllm_ascend_pd.geometry.ownership import TokenLine, granule

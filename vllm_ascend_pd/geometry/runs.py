@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.coalesce import Ints, Spans
-from vllm_ascend_pd.geometry.context import SharedRuns
+from vllm_ascend_pd.geometry.context_parallel import SharedRuns
 from vllm_ascend_pd.geometry.layout import Region
 
 

@@ -18,7 +18,7 @@ from itertools import chain
 
 import msgspec
 
-from vllm_ascend_pd.geometry import context
+from vllm_ascend_pd.geometry import context_parallel
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Ranks
 
 
@@ -87,9 +87,9 @@ def contributors(p: CacheGeometry, d: CacheGeometry, d_rank: int) -> tuple[int, 
 
 @lru_cache(maxsize=65536)
 def _contributors(
-    p: Ranks, p_split: context.TokenSplit, d: Ranks, d_split: context.TokenSplit, d_rank: int
+    p: Ranks, p_split: context_parallel.TokenSplit, d: Ranks, d_split: context_parallel.TokenSplit, d_rank: int
 ) -> tuple[int, ...]:
-    parts = context.contributors(p_split, d_split, d.part(d_rank))
+    parts = context_parallel.contributors(p_split, d_split, d.part(d_rank))
     found = (_head_shares(p, part, d, d_rank, head).ranks for part in parts for head in d.head_range(d_rank))
     return tuple(sorted(set(chain.from_iterable(found))))
 

@@ -17,24 +17,24 @@ Payload = bytes | memoryview | list[bytes | memoryview]
 
 
 class Gathered:
-    """A body of at most `most` bytes, gathered from pieces."""
+    """A body of at most `max_bytes`, gathered from pieces."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._pieces: list[bytes] = []
         self._place: mmap.mmap | None = None
         self.size = 0
 
     def add(self, piece: bytes) -> None:
-        """Take a piece. Raise OSError if there is no memory, ValueError beyond `most`."""
-        if self.size + len(piece) > self._most:
+        """Take a piece. Raise OSError if there is no memory, ValueError beyond `max_bytes`."""
+        if self.size + len(piece) > self._max_bytes:
             raise ValueError("more than was to come")
         self._pieces.append(piece)
         self.size += len(piece)
         if self.size <= _JOINED:
             return
         if self._place is None:
-            self._place = mmap.mmap(-1, self._most, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._place = mmap.mmap(-1, self._max_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for waiting in self._pieces:
             self._place.write(waiting)
         self._pieces = []

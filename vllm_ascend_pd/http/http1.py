@@ -128,13 +128,13 @@ class Reply:
         self._size = 0
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    async def rest(self, most: int, timeout_s: float | None = None) -> bytes:
-        """Return the rest of the body. Raise UpstreamError if it broke off or is longer than `most` bytes."""
-        return bytes(await self.whole(most, timeout_s))
+    async def rest(self, max_bytes: int, timeout_s: float | None = None) -> bytes:
+        """Return the rest of the body. Raise UpstreamError if it broke off or is longer than `max_bytes`."""
+        return bytes(await self.whole(max_bytes, timeout_s))
 
-    async def whole(self, most: int, timeout_s: float | None = None) -> bytes | memoryview:
+    async def whole(self, max_bytes: int, timeout_s: float | None = None) -> bytes | memoryview:
         """Return the rest of a body that may be long, without copying it as a whole. Raise as `rest` does."""
-        gathered = Gathered(most)
+        gathered = Gathered(max_bytes)
         while piece := await self.read(timeout_s):
             try:
                 gathered.add(piece)

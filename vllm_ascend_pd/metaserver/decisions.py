@@ -23,11 +23,11 @@ class RetryBudget:
     """Limit of repeated work over all requests: each request adds `share`, each repetition of executed work takes 1."""
 
     share: float = 0.2
-    most: float = 200.0
+    max_tokens: float = 200.0
     tokens: float = 200.0
 
     def request(self) -> None:
-        self.tokens = min(self.most, self.tokens + self.share)
+        self.tokens = min(self.max_tokens, self.tokens + self.share)
 
     def take(self) -> bool:
         if self.tokens < 1.0:
@@ -444,16 +444,16 @@ class Admission(Enum):
 class Gatekeeper:
     """Limits of requests that run at once and that may wait; any more are refused."""
 
-    most_running: int = 4096
-    most_waiting: int = 4096
+    max_running: int = 4096
+    max_waiting: int = 4096
     running: int = 0
     waiting: int = field(default=0)
 
     def ask(self) -> Admission:
-        if self.running < self.most_running:
+        if self.running < self.max_running:
             self.running += 1
             return Admission.NOW
-        if self.waiting < self.most_waiting:
+        if self.waiting < self.max_waiting:
             self.waiting += 1
             return Admission.QUEUE
         return Admission.OVERLOADED

@@ -73,7 +73,7 @@ class Prompts:
     """
 
     def __init__(self, max_tokens: int) -> None:
-        self._most = max_tokens
+        self._max_tokens = max_tokens
         self._held: OrderedDict[bytes, _Held] = OrderedDict()  # least recently used first
         self.tokens = 0
         self.reported = False
@@ -97,8 +97,10 @@ class Prompts:
             self.tokens += added if known is None else 0
             self._held[digest] = _Held(added, upto, born)
             self._held.move_to_end(digest)
-        most = max(self._most, 2 * self._there) if self.reported else self._most  # twice: lengths are estimates
-        while self.tokens > most:
+        max_tokens = (
+            max(self._max_tokens, 2 * self._there) if self.reported else self._max_tokens
+        )  # twice: lengths are estimates
+        while self.tokens > max_tokens:
             self._drop(next(iter(self._held)))
 
     def update(self, came: int, there: int, *, lost: bool) -> None:

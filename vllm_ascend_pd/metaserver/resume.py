@@ -93,15 +93,15 @@ _LOGPROBS = msgspec.json.Decoder(_Logprobs | None)
 
 
 class StreamState:
-    """State of one stream that another D needs to continue it. `most`: limit of tokens of prompt and answer."""
+    """State of one stream that another D needs to continue it. `max_length`: limit of tokens of prompt and answer."""
 
-    def __init__(self, original: ResumableRequest, most: int) -> None:
+    def __init__(self, original: ResumableRequest, max_length: int) -> None:
         self.original = original
         self.times = 0  # continuations so far
         self.ids = array("I")
         self.finished = self.done = False
         self.cut: Cut | None = None
-        self._most = most
+        self._max_length = max_length
         self._unfit = ""
         self._prompt, self._prompt_tokens = b"", 0
         self._head: dict[str, Any] = {}
@@ -267,8 +267,8 @@ class StreamState:
         self._answer += len(tokens)
         self._released += len(text)
         self.finished = self.finished or choice.finish_reason is not None
-        if self._prompt_tokens + self._answer > self._most:
-            self.give_up(f"it has more than {self._most} tokens")
+        if self._prompt_tokens + self._answer > self._max_length:
+            self.give_up(f"it has more than {self._max_length} tokens")
             return
         if (
             self.original.fields.get("logprobs") is not None

@@ -32,24 +32,24 @@ def chrome_trace(events: Iterable[TraceEvent]) -> dict[str, Any]:
     made: list[dict[str, Any]] = []
     for source, pid in sources.items():
         made.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": source}})
-    lanes: dict[tuple[int, str], int] = {}
+    tracks: dict[tuple[int, str], int] = {}
     open_: dict[tuple[str, str, str], TraceEvent] = {}
     for event in events:
         pid = sources[event.source]
-        for name, lane, begin, end in _spans(event, open_):
-            tid = lanes.setdefault((pid, lane), len(lanes) + 1)
+        for name, track, begin, end in _spans(event, open_):
+            tid = tracks.setdefault((pid, track), len(tracks) + 1)
             span = {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": _us(begin - zero), "dur": _us(end - begin)}
             args = dict(event.facts)
             if event.stage in _WHOLE and (failure := endings[name].failure):
                 span["name"], args["failure"] = f"{name} FAILED", failure
             made.append({**span, "cat": event.stage, "args": args})
         if event.stage not in _HIDDEN:
-            tid = lanes.setdefault((pid, "stages"), len(lanes) + 1)
+            tid = tracks.setdefault((pid, "stages"), len(tracks) + 1)
             mark = {"ph": "i", "s": "t", "name": event.stage, "pid": pid, "tid": tid, "ts": _us(event.t - zero)}
             made.append({**mark, "cat": "stage", "args": dict(event.facts)})
             made += _arrow(event, pid, tid, zero)
-    for (pid, lane), tid in lanes.items():
-        made.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}})
+    for (pid, track), tid in tracks.items():
+        made.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": track}})
     return {"displayTimeUnit": "ms", "traceEvents": made}
 
 
@@ -62,7 +62,7 @@ def _endings(events: Iterable[TraceEvent]) -> dict[str, TransferEnding]:
 
 
 def _spans(event: TraceEvent, open_: dict[tuple[str, str, str], TraceEvent]) -> Iterator[tuple[str, str, float, float]]:
-    """Yield the spans that this event ends: name, lane, begin, end."""
+    """Yield the spans that this event ends: name, track, begin, end."""
     facts, transfer = event.facts, str(event.facts.get("transfer", ""))
     if event.stage == "layer_pushed":
         layers = facts["layers"]

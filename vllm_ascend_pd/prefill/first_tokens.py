@@ -34,7 +34,7 @@ class FirstTokenSource(first_token.StepHooks):
 
     def seed_of(self, request: Any) -> Seed | None:
         """Return how the first token of a request is chosen and reported; None if it is not sent to D."""
-        if self.seed_refusal(request):
+        if self.refusal(request):
             return None
         given = first_token.chosen(request)
         return Seed(sampling.digest(given), given.get("logprobs")) if not sampling.refusal(given) else None

@@ -24,9 +24,9 @@ import numpy as np
 
 from vllm_ascend_pd.errors import ConfigError, RemoteProtocolError
 from vllm_ascend_pd.protocol.first import MAX_FIRST_BYTES, First
-from vllm_ascend_pd.protocol.forms import Form, form_of, reservation_of
 from vllm_ascend_pd.protocol.meeting import Source
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Message, Reservation, Versioned
+from vllm_ascend_pd.protocol.reservation_format import SentReservation, as_sent, reservation_of
 from vllm_ascend_pd.protocol.versions import OURS
 
 _T = TypeVar("_T")
@@ -47,7 +47,7 @@ _SESSION_CONTEXT = b"vllm-ascend-pd session 1"
 _encoder = msgspec.msgpack.Encoder()
 _version_decoder = msgspec.msgpack.Decoder(Versioned)
 _first_decoder = msgspec.msgpack.Decoder(First)
-_form_decoder: msgspec.msgpack.Decoder[Form] = msgspec.msgpack.Decoder(Form)
+_reservation_decoder: msgspec.msgpack.Decoder[SentReservation] = msgspec.msgpack.Decoder(SentReservation)
 _source_decoder: msgspec.msgpack.Decoder[Source] = msgspec.msgpack.Decoder(Source)
 
 
@@ -176,7 +176,7 @@ def sessions(secrets: Secrets, dialer: Greeting, listener: Greeting, *, as_diale
 
 def seal(reservation: Reservation, secrets: Secrets | None) -> bytes:
     """Return the envelope in which a reservation travels, signed if there is a secret."""
-    return _enveloped(_encoder.encode(form_of(reservation)), secrets, _SEAL_CONTEXT)
+    return _enveloped(_encoder.encode(as_sent(reservation)), secrets, _SEAL_CONTEXT)
 
 
 def unseal(sealed: bytes, secrets: Secrets | None) -> Reservation:
@@ -255,7 +255,7 @@ def decode_reservation(payload: bytes | memoryview) -> Reservation:
     The version is checked first: a reservation of another version need not have the same fields.
     """
     _check_version(payload)
-    return reservation_of(_decoded(_form_decoder, payload))
+    return reservation_of(_decoded(_reservation_decoder, payload))
 
 
 def _check_version(payload: bytes | memoryview) -> None:

@@ -19,7 +19,10 @@ Sample: TypeAlias = tuple[int, str, Sequence[LogProb]]  # token, digest of its c
 
 
 class Seed(msgspec.Struct, frozen=True):
-    """Part of a reservation: D will start with P's token if it was chosen and is reported as asked for here."""
+    """Part of a reservation: D will start with P's token if it was chosen and is reported as asked for here.
+
+    It is no random seed: P's token seeds D's answer.
+    """
 
     digest: Token  # of the parameters that choose it (sampling.py)
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None  # how many beside the sampled token's

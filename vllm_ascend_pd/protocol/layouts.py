@@ -287,7 +287,7 @@ def _contradiction(layout: Layout) -> str:
 class Layouts:
     """D: layouts that P engines have sent, by hash. At most 64 are kept; the oldest is dropped first."""
 
-    most = 64
+    max_kept = 64
 
     def __init__(self) -> None:
         self._known: dict[str, EngineLayout | PdError] = {}
@@ -301,7 +301,7 @@ class Layouts:
             self._known[name] = read(layout)
         except RemoteProtocolError as error:
             self._known[name] = error
-        while len(self._known) > self.most:
+        while len(self._known) > self.max_kept:
             del self._known[next(iter(self._known))]
 
     def get(self, name: str) -> EngineLayout | PdError | None:

@@ -69,7 +69,9 @@ class Versioned(msgspec.Struct, frozen=True):
 
 
 class Reservation(msgspec.Struct, frozen=True):
-    """Blocks of D that P may fill in one transfer, with a deadline. Sealed as a whole; forms.py has its wire format."""
+    """Blocks of D that P may fill in one transfer, with a deadline. Sealed as a whole; its format is in
+    reservation_format.py.
+    """
 
     version: int
     transfer: TransferId

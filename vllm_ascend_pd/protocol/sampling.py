@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that may start with P's first token (are seeded), and the parameters that P needs to sample the same token.
+"""Requests that may start with P's first token, and the parameters that P needs to sample the same token.
 
 One table has vLLM's sampling parameters. P's token becomes the first output of D's request, so all that counts or
 remembers generated tokens goes on as in one engine. A parameter that is not in the table is of a later release of vLLM:
-a request that sets it is not seeded.
+a request that sets it does not start with P's token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ParameterRole(Enum):
     CHOOSES = "it chooses the first token: P is sent it, and both sides hash it"
     REPORTS = "what is reported of the first token: P is sent it"
     AFTER = "what is done with a token that is there: D does it, as without a seed"
-    BARS = "its state is not the tokens alone, or it was not tried: such a request is not seeded"
+    BARS = "its state is not the tokens alone, or it was not tried: such a request starts with D's token"
 
 
 PARAMETERS: dict[str, tuple[ParameterRole, str]] = {
@@ -53,7 +53,7 @@ PARAMETERS: dict[str, tuple[ParameterRole, str]] = {
         ("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"), (ParameterRole.BARS, "prompt")
     ),
     "logprob_token_ids": (ParameterRole.BARS, "logprobs"),
-    # No request of an engine that makes watermarks is seeded. In any other engine these have no effect.
+    # In an engine that makes watermarks no request starts with P's token. In any other engine these have no effect.
     **dict.fromkeys(("watermarking", "_watermarking_skipped"), (ParameterRole.AFTER, "")),
     **dict.fromkeys(("routed_experts_prompt_start", "trace_decode_token_ids"), (ParameterRole.BARS, "tracing")),
     "extra_args": (ParameterRole.BARS, "extra arguments"),
@@ -65,7 +65,7 @@ _OURS = "kv_transfer_params"  # the only extra argument that is allowed: the rou
 
 
 def refusal(given: Mapping[str, Any]) -> str:
-    """Return why a request is not seeded; empty if it may be. `given` has what differs from vLLM's defaults."""
+    """Return why P's token cannot be the first; empty if it can. `given` has what differs from vLLM's defaults."""
     for name, value in given.items():
         part, why = PARAMETERS.get(name, (ParameterRole.BARS, OTHER))
         if part is not ParameterRole.BARS:

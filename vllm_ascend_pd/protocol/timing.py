@@ -83,18 +83,18 @@ class Repetition:
     its times alone.
     """
 
-    __slots__ = ("_first", "_gap", "_most", "at")
+    __slots__ = ("_first", "_gap", "_max", "at")
 
     def __init__(self, now: float, first_s: float, max_s: float) -> None:
         self._first = self._gap = first_s
-        self._most = max_s
+        self._max = max_s
         self.at = now
         self.again(now)
 
     def again(self, now: float) -> None:
         """Record that the message is sent now, for the first time or again."""
         self.at = now + self._gap
-        self._gap = min(self._gap * 2, self._most)
+        self._gap = min(self._gap * 2, self._max)
 
     def rest(self, until: float) -> None:
         """Record that the message was answered; the next is sent at `until`."""

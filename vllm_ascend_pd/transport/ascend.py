@@ -3,7 +3,7 @@
 
 A process has only one such engine. Peers write to it, and it reads only registered memory, so the wire uses the
 target's engine; a revocation replaces it while the wire is in use. One call carries a whole batch. Only the blocking
-form of that call has been proven there: see lanes.py.
+form of that call has been proven there: see blocking_writes.py.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.transport.base import WriteState
+from vllm_ascend_pd.transport.blocking_writes import BlockingWrites
 from vllm_ascend_pd.transport.engine import OpenEngine
 from vllm_ascend_pd.transport.introducer import AGAIN_S
-from vllm_ascend_pd.transport.lanes import BlockingWrites
 from vllm_ascend_pd.transport.mooncake_sockets import hang_up
 from vllm_ascend_pd.transport.spans import SpanArrays
 from vllm_ascend_pd.transport.target import MooncakeTarget
@@ -29,8 +29,8 @@ LEAVE_S = 5.0
 
 
 class AscendEngine:
-    def __init__(self, target: MooncakeTarget, lanes: BlockingWrites) -> None:
-        self._target, self._lanes = target, lanes
+    def __init__(self, target: MooncakeTarget, writes: BlockingWrites) -> None:
+        self._target, self._writes = target, writes
         self._probed: list[str] = []  # addresses that threads of the introducer are probing
         self._shut = False  # no probe may begin
         self._changed = threading.Condition()
@@ -64,22 +64,22 @@ class AscendEngine:
     def submit(
         self, engine: OpenEngine, address: str, spans: SpanArrays, issue_by: float, first_s: float | None
     ) -> int:
-        return self._lanes.submit(engine, address, *spans, issue_by=issue_by, first_s=first_s)
+        return self._writes.submit(engine, address, *spans, issue_by=issue_by, first_s=first_s)
 
     def poll(self, handle: int) -> WriteState:
-        return self._lanes.poll(handle)
+        return self._writes.poll(handle)
 
     def alive(self, handle: int) -> bool:
-        return self._lanes.alive(handle)
+        return self._writes.alive(handle)
 
-    def meeting(self) -> bool:
-        return self._lanes.meeting()
+    def in_first_contact(self) -> bool:
+        return self._writes.in_first_contact()
 
     def tend(self) -> None:
         """Do nothing: only a revocation opens and closes engines."""
 
     def close(self, *, probed: bool) -> None:
-        self._lanes.close()
+        self._writes.close()
         try:
             self._target.close()
         except LocalProtocolError as error:  # the engine ends with the process
@@ -96,7 +96,7 @@ class AscendEngine:
                     hang_up(address)
                 self._changed.wait(AGAIN_S)
         try:
-            with self._lanes.kept_out():
+            with self._writes.kept_out():
                 yield
         finally:
             with self._changed:

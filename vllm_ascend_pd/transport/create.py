@@ -45,9 +45,9 @@ def create_wire(
 
         return MemoryTransport()
     from vllm_ascend_pd.transport.ascend import AscendEngine
+    from vllm_ascend_pd.transport.blocking_writes import BlockingWrites
     from vllm_ascend_pd.transport.engine import OpenEngine, can_ask
     from vllm_ascend_pd.transport.flights import Flights
-    from vllm_ascend_pd.transport.lanes import BlockingWrites
     from vllm_ascend_pd.transport.target import MooncakeTarget
     from vllm_ascend_pd.transport.tcp import PolledEngines
     from vllm_ascend_pd.transport.wire import MooncakeWire, TransferEngines

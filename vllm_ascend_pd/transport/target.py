@@ -61,7 +61,7 @@ class MooncakeTarget:
         with self._lock:
             new = [region for region in merged if not self._registered(*region)]
             if self._at_once and (count := len(self._regions) + len(new)) > MAX_REGISTERED:
-                raise ConfigError("PD-WIRE-006", count=count, most=MAX_REGISTERED)
+                raise ConfigError("PD-WIRE-006", count=count, max=MAX_REGISTERED)
             if self._engine is not None:
                 self._engine.register(new)
             self._regions += new

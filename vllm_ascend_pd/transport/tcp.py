@@ -83,7 +83,7 @@ class PolledEngines:
     def alive(self, handle: int) -> bool:
         return self._flights.alive(handle)
 
-    def meeting(self) -> bool:
+    def in_first_contact(self) -> bool:
         """Return False: first contact is over when `submit` returns."""
         return False
 

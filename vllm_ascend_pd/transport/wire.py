@@ -53,7 +53,7 @@ class TransferEngines(Protocol):
     def alive(self, handle: int) -> bool:
         """Return whether the write has not failed."""
 
-    def meeting(self) -> bool:
+    def in_first_contact(self) -> bool:
         """Return whether a first contact is in progress or queued: another one would wait for it in the engine."""
 
     def tend(self) -> None:
@@ -144,7 +144,7 @@ class MooncakeWire:
             del self._waiting[handle]
             return WriteState.FAILED
         known = self._contacts.known(self._engines.current, write.session)
-        answer = Introduction.YES if known else self._contacts.ask(write.contact, self._engines.meeting())
+        answer = Introduction.YES if known else self._contacts.ask(write.contact, self._engines.in_first_contact())
         if answer is Introduction.ASKING:
             return WriteState.PENDING
         del self._waiting[handle]

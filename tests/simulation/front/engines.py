@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's and D's that answer, refuse, break, hang and restart, in any order and at any speed, by seed."""
+"""Simulated P's and D's behind the metaserver: by seed they answer, refuse, break, hang and restart, at any speed."""
 
 from __future__ import annotations
 

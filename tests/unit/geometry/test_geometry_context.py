@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vllm_ascend_pd.errors import LocalProtocolError
-from vllm_ascend_pd.geometry.context import TokenSplit, contributors, shared
+from vllm_ascend_pd.geometry.context_parallel import TokenSplit, contributors, shared
 
 UNTOUCHED = -1
 WORLDS = [(8, 2), (1, 4), (4, 1), (2, 2), (2, 8), (4, 3), (3, 2), (1, 1), (6, 4)]

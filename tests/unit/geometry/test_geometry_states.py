@@ -39,10 +39,10 @@ from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.prefill.steps import Steps
 from vllm_ascend_pd.protocol.auth import decode_reservation, seal
-from vllm_ascend_pd.protocol.forms import form_of
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.layouts import EngineLayout, read, written
 from vllm_ascend_pd.protocol.messages import Reservation
+from vllm_ascend_pd.protocol.reservation_format import as_sent
 from vllm_ascend_pd.regroup.staging import exchanges_possible
 
 LAYERS = ("l.0.mixer", "l.1.mixer")
@@ -223,7 +223,7 @@ def test_the_layout_and_a_reservation_come_back_as_they_were_sent() -> None:
     g, _ = sides(2)
     assert read(written(EngineLayout("m", g))).geometry == g
     r = wanted(g, endpoints=(Endpoint("a", 1), Endpoint("a", 2)))
-    form = form_of(r)
+    form = as_sent(r)
     assert [(one.first, one.end, one.index) for one in form.groups] == [(99, 100, 1)]
     assert decode_reservation(msgspec.msgpack.encode(form)) == r
 

@@ -30,9 +30,9 @@ from vllm_ascend_pd.prefill.first_tokens import FirstTokenSource
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import decode_reservation, seal
 from vllm_ascend_pd.protocol.first import Seed
-from vllm_ascend_pd.protocol.forms import Slice, form_of
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
+from vllm_ascend_pd.protocol.reservation_format import Slice, as_sent
 from vllm_ascend_pd.protocol.versions import WHOLE
 
 WINDOW, ALL, COMPRESSED = Group(16, "window", 20), Group(16), Group(8, "compressed", 4)
@@ -142,7 +142,7 @@ def test_of_compressed_layers_the_blocks_of_complete_entries_are_wanted(
 
 def test_a_reservation_of_several_groups_comes_back_as_it_was_made() -> None:
     made = wanted()
-    form = form_of(made)
+    form = as_sent(made)
     assert [(one.first, one.end, one.index) for one in form.groups] == [(80, 100, 5), (0, 100, 0)]
     assert decode_reservation(msgspec.msgpack.encode(form)) == made
 
@@ -151,7 +151,7 @@ def test_a_prompt_that_fills_no_entry_has_no_block_of_compressed_layers() -> Non
     d = grouped(WINDOW, COMPRESSED)
     assert not range_fault(d, 0, 3, 1, 0) and "needs 0" in range_fault(d, 0, 3, 1, 1)
     made = reservation(d, 3, blocks=(ids(8), b""), prompt_length=4, endpoints=(Endpoint("a", 1),))
-    assert decode_reservation(msgspec.msgpack.encode(form_of(made))) == made
+    assert decode_reservation(msgspec.msgpack.encode(as_sent(made))) == made
     book = LoadBook(D_INCARNATION)
     assert book.wanted("r", 4, 0, recomputes_last=True) == 3
     bind = book.reserve("r", 3, [[8], []], d.tables, 30.0, "u")
@@ -169,7 +169,7 @@ def test_a_prompt_that_fills_no_entry_has_no_block_of_compressed_layers() -> Non
     ],
 )
 def test_slices_that_contradict_each_other_are_refused(slices: list[tuple[int, int, int]], says: str) -> None:
-    form = msgspec.structs.replace(form_of(wanted()), groups=tuple(Slice(*numbers, b"") for numbers in slices))
+    form = msgspec.structs.replace(as_sent(wanted()), groups=tuple(Slice(*numbers, b"") for numbers in slices))
     with pytest.raises(RemoteProtocolError, match="PD-CTRL-002") as caught:
         decode_reservation(msgspec.msgpack.encode(form))
     assert says in caught.value.sentence
@@ -299,7 +299,7 @@ def test_all_of_a_prompt_is_all_of_it() -> None:
     short = msgspec.structs.replace(wanted(model="m"), needs=(WHOLE,))
     refused = PushBook(model="m").admit("r", short, 101, "h", "push", TWO)
     assert refused is not None and "said to be all of them" in refused.sentence
-    assert decode_reservation(msgspec.msgpack.encode(form_of(short))).needs == (WHOLE,)
+    assert decode_reservation(msgspec.msgpack.encode(as_sent(short))).needs == (WHOLE,)
 
 
 # -- the engine's tensors

@@ -19,7 +19,7 @@ from vllm_ascend_pd.cli.__main__ import parser
 from vllm_ascend_pd.cli.metaserver import settings_of
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, Role
-from vllm_ascend_pd.metaserver.service import cache_events, each
+from vllm_ascend_pd.metaserver.service import cache_events, instance_tasks
 from vllm_ascend_pd.metaserver.service.cache_events import Cache, parse_ports
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, parse_spec
 
@@ -277,7 +277,7 @@ def test_without_a_publisher_nothing_is_lost() -> None:
 async def test_one_that_fails_is_begun_again_and_ends_no_other(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(each, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(instance_tasks, "_AGAIN_S", 0.01)
     fleet, begun = Fleet(CircuitPolicy()), list[str]()
     for port in (1, 2):
         fleet.add(parse_spec(Role.PREFILL, f"h:{port}"), "here")
@@ -288,7 +288,7 @@ async def test_one_that_fails_is_begun_again_and_ends_no_other(
             raise RuntimeError("no")
         await asyncio.sleep(3600)
 
-    task = asyncio.create_task(each.attend_each(fleet, "test", attend))
+    task = asyncio.create_task(instance_tasks.attend_each(fleet, "test", attend))
     while begun.count("h:1") < 3:
         await asyncio.sleep(0.01)
     assert begun.count("h:2") == 1 and caplog.text.count("test h:1 failed, and is begun again") == 2

@@ -111,7 +111,7 @@ def test_attempts_end(failure: LegFailure, attempts: int, repeatable: bool, rand
 
 @given(st.integers(0, 5000))
 def test_repeated_work_is_a_bounded_share_of_all_work(requests: int) -> None:
-    budget, policy = RetryBudget(share=0.2, most=200, tokens=200), RetryPolicy(3)
+    budget, policy = RetryBudget(share=0.2, max_tokens=200, tokens=200), RetryPolicy(3)
     repeated = 0
     for _ in range(requests):
         budget.request()

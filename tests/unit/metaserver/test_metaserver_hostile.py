@@ -43,7 +43,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 @asynccontextmanager
 async def door(
     reader: intake.Intake | None = None,
-    most: int = 1 << 20,
+    max_bytes: int = 1 << 20,
     *,
     cut: list[str] | None = None,
     hold: list[int] | None = None,
@@ -59,7 +59,7 @@ async def door(
     async def app(scope: Any, receive: Any, send: Any) -> None:
         with taken.body() as counted:
             try:
-                body = await counted.read(receive, most)
+                body = await counted.read(receive, max_bytes)
             except intake.CallerLeft:
                 cut.append(scope["path"])
                 return
@@ -180,7 +180,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
 
 
 async def test_a_body_too_large_is_refused_while_it_comes() -> None:
-    async with door(most=1000) as port:
+    async with door(max_bytes=1000) as port:
         for size in (
             b"content-length: 5000\r\n\r\n" + b"a" * 5000,
             b"transfer-encoding: chunked\r\n\r\n7d0\r\n" + b"a" * 2000,
@@ -189,7 +189,7 @@ async def test_a_body_too_large_is_refused_while_it_comes() -> None:
 
 
 async def test_all_bodies_together_are_bounded_and_what_is_read_is_given_back() -> None:
-    taken = intake.Intake(most=100_000)
+    taken = intake.Intake(max_bytes=100_000)
     async with door(taken) as port:
         waiting = [await asyncio.open_connection(LOOPBACK, port) for _ in range(3)]
         for _, writer in waiting:
@@ -383,7 +383,7 @@ async def test_a_prompt_is_not_read_before_its_ticket_is_known() -> None:
 
 
 async def test_a_body_counts_until_its_exchange_ends() -> None:
-    taken, hold = intake.Intake(most=100_000), [1]
+    taken, hold = intake.Intake(max_bytes=100_000), [1]
     async with door(taken, hold=hold) as port:
         served = [asyncio.ensure_future(talk(port, HEAD + b"content-length: 60000\r\n\r\n" + b"a" * 60_000))]
         while taken.held < 60_000:

@@ -104,7 +104,7 @@ def test_allow_names_what_the_path_takes_and_nothing_else(one: FakeCluster, path
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
 @pytest.mark.parametrize(
     ("intake", "status", "code"),
-    [(Intake(body_s=0.2), 408, "PD-META-014"), (Intake(most=1000), 429, "PD-META-015")],
+    [(Intake(body_s=0.2), 408, "PD-META-014"), (Intake(max_bytes=1000), 429, "PD-META-015")],
 )
 def test_a_body_that_is_not_waited_for_is_answered_with_the_clients_id(
     path: str, intake: Intake, status: int, code: str

@@ -163,7 +163,7 @@ def test_a_stream_of_several_ds_is_that_of_one(seed: int) -> None:
 
 def kept_of(body: dict[str, Any], seen: int, **more: Any) -> tuple[StreamState, bytes]:
     body = {"model": "m", "temperature": 0, "stream": True, "max_tokens": 40, "prompt": PROMPT, **body}
-    kept = StreamState(resumable(**{k: v for k, v in body.items() if k != "prompt"}), more.get("most", MAX_HELD))
+    kept = StreamState(resumable(**{k: v for k, v in body.items() if k != "prompt"}), more.get("max_length", MAX_HELD))
     events = written({**body, "return_token_ids": True}, PROMPT, random.Random(1))
     return kept, b"".join(map(kept.take, events[:seen]))
 
@@ -200,7 +200,7 @@ def test_another_d_that_says_something_else_is_not_passed_on() -> None:
 
 
 def test_a_stream_that_grows_too_long_is_given_up_and_costs_nothing_more() -> None:
-    kept, _ = kept_of({}, 30, most=len(PROMPT) + 10)
+    kept, _ = kept_of({}, 30, max_length=len(PROMPT) + 10)
     assert "more than 13 tokens" in kept.unfit and not kept.ids
     with pytest.raises(NotContinued, match="more than 13"):
         kept.next_request(0)

@@ -137,13 +137,13 @@ def test_the_metaserver_goes_on_when_its_trace_fails() -> None:
     assert len(raised) == len(set(raised)) == 5, raised
 
 
-@pytest.mark.parametrize("most", [0, 100, 5000])
-def test_a_file_that_takes_no_more_stops_no_process(most: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_bytes", [0, 100, 5000])
+def test_a_file_that_takes_no_more_stops_no_process(max_bytes: int, tmp_path: Path) -> None:
     """A limit on the size of files, which the kernel enforces like a full disk; 0: full before the start."""
     program = (
         "import resource\n"
         "from vllm_ascend_pd.observe import trace\n"
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({most}, {most}))\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({max_bytes}, {max_bytes}))\n"
         f"file = trace.TraceFile({str(tmp_path)!r}, 'test')\n"
         "for n in range(3000):\n"
         "    trace.emit('bound', transfer='t' * 60)\n"
@@ -153,7 +153,7 @@ def test_a_file_that_takes_no_more_stops_no_process(most: int, tmp_path: Path) -
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
     assert done.stderr.count("the trace ends here") == 1
     (written,) = tmp_path.iterdir()
-    assert written.stat().st_size == most
+    assert written.stat().st_size == max_bytes
 
 
 def test_the_end_of_a_process_is_not_disturbed_by_a_full_disk() -> None:

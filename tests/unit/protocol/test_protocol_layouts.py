@@ -15,7 +15,6 @@ from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Group, Region
 from vllm_ascend_pd.geometry.layout import LayerKind as Unlike
 from vllm_ascend_pd.protocol.auth import decode_reservation
-from vllm_ascend_pd.protocol.forms import Form, Slice, form_of
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.layouts import (
     EngineLayout,
@@ -31,6 +30,7 @@ from vllm_ascend_pd.protocol.layouts import (
     written,
 )
 from vllm_ascend_pd.protocol.messages import Reservation
+from vllm_ascend_pd.protocol.reservation_format import SentReservation, Slice, as_sent
 
 ENDPOINTS = (Endpoint("10.0.0.1", 1), Endpoint("10.0.0.2", 2))
 ENGINE = EngineLayout("model/1", P, ENDPOINTS)
@@ -93,7 +93,7 @@ def test_what_is_read_is_what_was_written(layout: EngineLayout) -> None:
 
 
 def test_a_reservation_comes_back_as_it_was_made() -> None:
-    assert decode_reservation(msgspec.msgpack.encode(form_of(RESERVATION))) == RESERVATION
+    assert decode_reservation(msgspec.msgpack.encode(as_sent(RESERVATION))) == RESERVATION
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_layers_out_of_the_order_of_the_stages_are_refused() -> None:
 
 
 def forms(**changes: Any) -> bytes:
-    return msgspec.msgpack.encode(msgspec.structs.replace(form_of(RESERVATION), **changes))
+    return msgspec.msgpack.encode(msgspec.structs.replace(as_sent(RESERVATION), **changes))
 
 
 def slices(*found: Sequence[Any]) -> tuple[Slice, ...]:
@@ -230,4 +230,4 @@ def test_every_field_of_a_layout_has_its_place_in_the_geometry() -> None:
         "groups",
         "group",
     }
-    assert set(Form.__struct_fields__) - {"layout", "groups", "meets"} <= set(Reservation.__struct_fields__)
+    assert set(SentReservation.__struct_fields__) - {"layout", "groups", "meets"} <= set(Reservation.__struct_fields__)

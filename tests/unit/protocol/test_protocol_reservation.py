@@ -206,7 +206,7 @@ def test_what_was_reported_before_the_gate_opened_is_known_behind_it() -> None:
 
 def test_layouts_are_remembered_in_a_bounded_number() -> None:
     r = opened()
-    for n in range(Layouts.most + 1):
+    for n in range(Layouts.max_kept + 1):
         r.message(0.1, "p1", begin(model=f"another/{n}"))
     assert as_text(r.message(0.2, "p1", begin(model="another/0", layout_bytes=b""))) == "which"
     assert as_text(r.message(0.2, "p1", begin(model="another/1", layout_bytes=b""))) == "refused:mismatch"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines without vLLM whose prefill ranks exchange: real runtimes, real gloo, caches of every layout as plain bytes.
+"""D of a pair without vLLM, and what both sides use: caches of every layout as plain bytes, prompts, a transport.
 
 A prompt's KV is random bytes, known by (layer, region, token, head). P's ranks get their heads of it step by step,
 as a model would write it; D's memory is compared with it to the last byte, including bytes that must not change.

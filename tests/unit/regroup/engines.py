@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill engine of several processes and its decode engines, and prompts whose lengths meet every border."""
+"""Pairs whose prefill ranks are processes: a prompt is pushed through them, and their exchanges are compared."""
 
 from __future__ import annotations
 

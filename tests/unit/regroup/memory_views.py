@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference's memory as the tensors that the ops are given."""
+"""Views of a test's memory, as the tensors that the ops are given."""
 
 from __future__ import annotations
 

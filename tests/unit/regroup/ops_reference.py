@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reference for the ops, byte by byte in plain Python, and caches of every layout to compute on."""
+"""Reference for the ops gather and assemble, byte by byte in plain Python, and caches of every layout for them."""
 
 from __future__ import annotations
 

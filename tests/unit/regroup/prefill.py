@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill engine without vLLM: the real book, and a real push runtime for each rank, here or in a process of its own.
+"""P of a pair without vLLM: the real book, and a real push runtime for each rank, here or in a process of its own.
 
 Ranks in one process have real gloo groups too: the exchanges run on the runtimes' own threads.
 """

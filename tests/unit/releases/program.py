@@ -41,7 +41,7 @@ class ReleasePair:
         self.url = url
         self.reservations: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.outcome = "prefilled"
-        self.firsts: queue.SimpleQueue[str] = queue.SimpleQueue()  # P's first tokens, sealed, for "seeded"
+        self.firsts: queue.SimpleQueue[str] = queue.SimpleQueue()  # P's first tokens, sealed, for "first token"
         self.prefill = ReleaseEngine("kv_producer", p_tp, SHORT_TIMES, chunk=96)
         self.decode = ReleaseEngine("kv_consumer", d_tp, {"metaserver_urls": [url], **SHORT_TIMES}, policy)
         self.blocks: dict[str, list[int]] = {}
@@ -50,7 +50,7 @@ class ReleasePair:
         if "reservation" not in body:
             return 200, []  # a load report
         self.reservations.put(body)
-        if self.outcome == "seeded":
+        if self.outcome == "first token":
             first = self.firsts.get(timeout=10.0)
             return 200, [{"event": "accepted", "prefill": "here"}, {**LINES["prefilled"], "first": first}]
         return 200, [{"event": "accepted", "prefill": "here"}, LINES[self.outcome]]
@@ -247,7 +247,7 @@ def failed_loads_are_recomputed_as_configured() -> None:
 def first_tokens_are_p_s() -> None:
     """D computes one token less of each, and none if the first token ends the request."""
     with site() as pair:
-        pair.outcome, pair.prefill.token = "seeded", 9
+        pair.outcome, pair.prefill.token = "first token", 9
         for name, max_tokens in (("three", 3), ("one", 1)):
             pair.send(name, prompt(name, 100), max_tokens)
             before = pair.decode.steps
@@ -272,7 +272,7 @@ def a_worker_s_batch_takes_the_token_as_an_output() -> None:
 
 def first_tokens_that_do_not_come_are_computed() -> None:
     with site() as pair:
-        pair.outcome, pair.prefill.token = "seeded", 9
+        pair.outcome, pair.prefill.token = "first token", 9
         for name, first in (("mute", ""), ("false", "bm9uc2Vuc2U=")):
             pair.send(name, prompt(name, 100))
             pair.firsts.put(first)
@@ -288,10 +288,10 @@ def aborted_while_held_gives_the_blocks_back() -> None:
     from vllm.v1.request import RequestStatus
 
     with site() as pair:
-        pair.outcome = "seeded"
-        pair.decode.scheduler.connector.first_tokens[0]._requests.seeds._wait_s[False] = 60.0
+        pair.outcome = "first token"
+        pair.decode.scheduler.connector.first_tokens[0]._requests.first_tokens._wait_s[False] = 60.0
         pair.send("left", prompt("left", 100))
-        pair.until(pair.decode.scheduler.connector.first_tokens[0]._requests.seeds.held_count, "D holds it")
+        pair.until(pair.decode.scheduler.connector.first_tokens[0]._requests.first_tokens.held_count, "D holds it")
         check(pair.decode.request("left-d").status == RequestStatus.WAITING_FOR_REMOTE_KVS, "vLLM has heard of it")
         pair.decode.scheduler.finish_requests("left-d", RequestStatus.FINISHED_ABORTED)
         pair.until(lambda: pair.decode.request("left-d") is None, "D is done with it")

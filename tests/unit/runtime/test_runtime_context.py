@@ -14,7 +14,7 @@ import pytest
 from unit.device.caches import CacheModel, Divided, TokenMajorDevice
 from unit.geometry.context_parallel import GRID, ContextParallel
 from unit.runtime.sites import DecodeSite, PrefillSite, config, sites
-from vllm_ascend_pd.geometry.context import TokenSplit
+from vllm_ascend_pd.geometry.context_parallel import TokenSplit
 
 ONE = Divided()
 # Heads, then TP and division of prefill and of decode.

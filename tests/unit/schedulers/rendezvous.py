@@ -15,7 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 from tools.support.process import free_port
 from unit.kits.watching import until
 from unit.schedulers.kit import CACHE, ENDPOINTS, WatchedSteps, engine, output, request
-from vllm_ascend_pd.decode.core.seeds import Start
+from vllm_ascend_pd.decode.core.first_tokens import Start
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.patience import Patience
@@ -70,7 +70,7 @@ class SchedulerPair:
 
         def stepped() -> list[Start]:
             self.steps.take()
-            found.extend(self.d._requests.seeds.take(0.0))
+            found.extend(self.d._requests.first_tokens.take(0.0))
             return found
 
         until(stepped, "the last word of P")

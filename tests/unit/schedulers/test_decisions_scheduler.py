@@ -448,7 +448,7 @@ def test_engines_of_different_workers_are_one_geometry() -> None:
 # -- the first token
 
 
-def seeded(url: str, vocabulary: int = 128) -> DecodeScheduler:
+def taking_first_tokens(url: str, vocabulary: int = 128) -> DecodeScheduler:
     made = DecodeScheduler(engine(SECRETS, metaserver_urls=[url]), Patience(lambda: 0), vocabulary=vocabulary)
     made.attach_workers({(0, rank): WorkerFacts(endpoint, CACHE) for rank, endpoint in enumerate(ENDPOINTS)})
     return made
@@ -457,7 +457,7 @@ def seeded(url: str, vocabulary: int = 128) -> DecodeScheduler:
 def posted(vocabulary: int, name: str = "r") -> tuple[dict[str, Any], Reservation]:
     """Return D's post for a request with these sampling parameters."""
     server = RecordingMetaserver(PREFILLED)
-    scheduler = seeded(server.url, vocabulary)
+    scheduler = taking_first_tokens(server.url, vocabulary)
     try:
         asked = request(name, params=ticket(server.url))
         assert scheduler.wanted(asked, 4) == 6

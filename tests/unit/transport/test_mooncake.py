@@ -163,7 +163,7 @@ def test_threads_end_with_wire_and_target(receiver: ReceivingChild, memory: np.n
     )
 
 
-def test_blocking_lanes_deliver_too(receiver: ReceivingChild, memory: np.ndarray) -> None:
+def test_blocking_writes_deliver_too(receiver: ReceivingChild, memory: np.ndarray) -> None:
     """The path for Ascend, over TCP: one blocking call per batch, on threads of the wire's own."""
     receiver.ask("clear")
     attached: list[str] = []

@@ -16,8 +16,8 @@ from unit.kits.watching import listening, until
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.transport.ascend import AscendEngine
 from vllm_ascend_pd.transport.base import WriteState
+from vllm_ascend_pd.transport.blocking_writes import BlockingWrites
 from vllm_ascend_pd.transport.engine import can_ask
-from vllm_ascend_pd.transport.lanes import BlockingWrites
 from vllm_ascend_pd.transport.target import MAX_REGISTERED, MooncakeTarget
 from vllm_ascend_pd.transport.wire import MooncakeWire
 
@@ -149,7 +149,7 @@ def test_a_revocation_waits_for_the_call_that_is_out_and_peers_are_met_again(
     until(lambda: poll() is WriteState.PENDING and kind.written.is_set(), "the call")
     revoking = threading.Thread(target=target.revoke, name="revoke")
     revoking.start()
-    until(lambda: wire._engines._lanes._paused, "the revocation")
+    until(lambda: wire._engines._writes._paused, "the revocation")
     kind.gate.set()
     revoking.join(20)
     assert len(kind.opened) == 2 and kind.opened[0].writes == 1
@@ -164,7 +164,7 @@ def test_what_waited_for_the_engine_that_went_was_never_issued(kind: Any, both: 
     kind.answering.set()
     kind.gate.set()
     assert ended(poller(wire, memory)) is WriteState.LANDED
-    with wire._engines._lanes.kept_out():
+    with wire._engines._writes.kept_out():
         poll = poller(wire, memory)
         target._shut()
     assert ended(poll) is WriteState.UNISSUED

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One check: what was found, and what to do about it."""
+"""Result of one check of the doctor: what was found, and what to do about it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from vllm_ascend_pd.decode.core.seeds import SeedBook, Wanted
+from vllm_ascend_pd.decode.core.first_tokens import FirstTokenBook, Wanted
 from vllm_ascend_pd.decode.decisions import LoadBook, Ticket, Verdict
 from vllm_ascend_pd.protocol.dialects import Meet, PassingRouter
 from vllm_ascend_pd.protocol.first import First
@@ -27,7 +27,7 @@ class Received:
     transfer: TransferId
     verdict: Verdict
     hangs_up: bool  # the call or offer for it is of no use any more
-    unseeded: str  # why D computes the first token that it asked for; empty: it did not ask, or it may still come
+    no_first_token: str  # why D computes the first token that it asked for; empty: it did not ask, or it may still come
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class Ended:
 
 
 class LoadRequests:
-    def __init__(self, book: LoadBook, seeds: SeedBook) -> None:
-        self.book, self.seeds = book, seeds
+    def __init__(self, book: LoadBook, first_tokens: FirstTokenBook) -> None:
+        self.book, self.first_tokens = book, first_tokens
         self._ways: dict[str, Way | None] = {}  # by request; looked up in every step that it waits
 
     def way(self, request_id: str, read: Callable[[], Way | None]) -> Way | None:
@@ -63,7 +63,7 @@ class LoadRequests:
         self._ways[request_id] = None
         return way
 
-    def seeds_come(self, request_id: str) -> bool:
+    def first_tokens_come(self, request_id: str) -> bool:
         """Return whether P's first token can come the same way as the KV: by a `PassingRouter` it cannot."""
         return isinstance(self._ways.get(request_id), Ticket | Meet)
 
@@ -80,7 +80,7 @@ class LoadRequests:
         found = "window" if recomputes_last else wanted()
         if isinstance(found, str):
             return found
-        return "" if self.seeds.ask(request_id, found, produced) else "preempted"
+        return "" if self.first_tokens.ask(request_id, found, produced) else "preempted"
 
     def outcome(self, transfer: TransferId, kind: str, code: str = "", detail: str = "") -> None:
         """Record how the call for a prefill, and with it P's request, has ended."""
@@ -88,7 +88,7 @@ class LoadRequests:
 
     def token(self, transfer: TransferId, first: First | None, code: str = "", why: str = "") -> None:
         """Record the first token that has come with the end of the call, or why none will come."""
-        self.seeds.received(transfer, first if not code else None, "prefill failed" if code else why)
+        self.first_tokens.received(transfer, first if not code else None, "prefill failed" if code else why)
 
     def received(self, now: float, request_id: str, *, starts: bool) -> Received | None:
         """Record that all workers have reported a request. None if it is no load of ours (any more).
@@ -98,19 +98,19 @@ class LoadRequests:
         verdict, transfer = self.book.verdict(request_id), self.book.received(request_id)
         if transfer is None:
             return None
-        unseeded = ""
-        if (starts or self.seeds.whole(request_id)) and not verdict.code:
-            self.seeds.complete(request_id, verdict.push, now)
-        elif self.seeds.forget(request_id):
-            unseeded = "load failed" if verdict.code else "scheduler"
+        no_first_token = ""
+        if (starts or self.first_tokens.whole(request_id)) and not verdict.code:
+            self.first_tokens.complete(request_id, verdict.push, now)
+        elif self.first_tokens.forget(request_id):
+            no_first_token = "load failed" if verdict.code else "scheduler"
         # The offer to a P that still has to send the first token is kept.
-        met = isinstance(self._ways.get(request_id), Meet) and not self.seeds.holds(request_id)
+        met = isinstance(self._ways.get(request_id), Meet) and not self.first_tokens.holds(request_id)
         hangs_up = verdict.hangs_up or met
-        return Received(transfer, verdict, hangs_up, unseeded)
+        return Received(transfer, verdict, hangs_up, no_first_token)
 
     def finished(self, request_id: str) -> Ended:
         """Handle the end of a request."""
         unwanted = self.take_unwanted(request_id)
         self._ways.pop(request_id, None)
-        self.seeds.forget(request_id)
+        self.first_tokens.forget(request_id)
         return Ended(unwanted, self.book.request_finished(request_id))

@@ -207,7 +207,7 @@ async def _json(request: Request) -> dict[str, Any]:
     async for piece in request.stream():
         body += piece
         if len(body) > _MAX_BODY:
-            raise AdminRefusal(413, "PD-META-013", most=_MAX_BODY)
+            raise AdminRefusal(413, "PD-META-013", max=_MAX_BODY)
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
     except UNREADABLE as problem:

@@ -20,8 +20,8 @@ import zmq.asyncio
 
 from vllm_ascend_pd.errors import one_line
 from vllm_ascend_pd.metaserver.decisions import Role
-from vllm_ascend_pd.metaserver.service.each import attend_each
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, parse_specs
+from vllm_ascend_pd.metaserver.service.instance_tasks import attend_each
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.named import SOURCE as NAMED
 from vllm_ascend_pd.metaserver.service.settings import LAST_PORT

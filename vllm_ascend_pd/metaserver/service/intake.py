@@ -58,37 +58,37 @@ class Body:
         self._intake.held -= self._size
         self._size = 0
 
-    async def read(self, receive: Receive, most: int) -> bytes | memoryview:
+    async def read(self, receive: Receive, max_bytes: int) -> bytes | memoryview:
         """Return the whole body. Raise Refused or CallerLeft."""
-        first, more = self._take(await receive(), most)
+        first, more = self._take(await receive(), max_bytes)
         if not more:
             return first
         try:
-            return await within(self._intake.body_s, self._rest(first, receive, most))
+            return await within(self._intake.body_s, self._rest(first, receive, max_bytes))
         except asyncio.TimeoutError as problem:
             raise _refused(408, "PD-META-014", seconds=f"{self._intake.body_s:g}") from problem
 
-    async def _rest(self, first: bytes, receive: Receive, most: int) -> bytes | memoryview:
-        gathered, piece, more = Gathered(most), first, True
+    async def _rest(self, first: bytes, receive: Receive, max_bytes: int) -> bytes | memoryview:
+        gathered, piece, more = Gathered(max_bytes), first, True
         try:
             gathered.add(piece)
             while more:
-                piece, more = self._take(await receive(), most)
+                piece, more = self._take(await receive(), max_bytes)
                 gathered.add(piece)
         except OSError as problem:
             raise _refused(429, "PD-META-015", retry_after_s=2) from problem
         return gathered.whole()
 
-    def _take(self, message: MutableMapping[str, Any], most: int) -> tuple[bytes, bool]:
+    def _take(self, message: MutableMapping[str, Any], max_bytes: int) -> tuple[bytes, bool]:
         """Return a piece, and whether there are more. Raise Refused or CallerLeft."""
         if message["type"] == "http.disconnect":
             raise CallerLeft
         piece: bytes = message.get("body", b"")
         self._size += len(piece)
         self._intake.held += len(piece)
-        if self._size > most:
-            raise _refused(413, "PD-META-013", most=most)
-        if self._intake.held > self._intake.most:
+        if self._size > max_bytes:
+            raise _refused(413, "PD-META-013", max=max_bytes)
+        if self._intake.held > self._intake.max_bytes:
             raise _refused(429, "PD-META-015", retry_after_s=2)
         return piece, message.get("more_body", False)
 
@@ -96,8 +96,8 @@ class Body:
 class Intake:
     """The bodies of one worker."""
 
-    def __init__(self, body_s: float = BODY_S, most: int = BODIES_BYTES) -> None:
-        self.body_s, self.most = body_s, most
+    def __init__(self, body_s: float = BODY_S, max_bytes: int = BODIES_BYTES) -> None:
+        self.body_s, self.max_bytes = body_s, max_bytes
         self.held = 0  # bytes of all bodies that are read or in use
 
     def body(self) -> Body:

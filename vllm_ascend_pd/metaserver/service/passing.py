@@ -23,7 +23,7 @@ from vllm_ascend_pd.metaserver.service.faults import known
 from vllm_ascend_pd.metaserver.service.fleet import LegInFlight
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.relay import client_head, no_answer, refuse, send_whole
-from vllm_ascend_pd.metaserver.service.shared import CLOSING, DECLINED, SHUTDOWN
+from vllm_ascend_pd.metaserver.service.shared import CLOSING, SHUTDOWN, leg_end
 
 OTHER = "/v1/*"  # one name for all paths that are not known here: a client must not make new label values
 _COMPUTED = frozenset(
@@ -123,7 +123,7 @@ async def _attempts(front: Front, exchange: HttpExchange, call: Call) -> None:
                 )
                 async with reply:
                     first = await _first(front, call, reply)
-                    declined = reply.status in DECLINED
+                    declined = leg_end(reply.status) == "refused"
                     delay = (
                         front.delay_before_another(exchange, decode, LegFailure.REFUSED, call.repeatable)
                         if declined
@@ -193,5 +193,4 @@ async def _relay(
     exchange.stage("end")
     if reply.status >= 500:
         front.journal.trouble("PD-META-007", answered, decode.name, exchange.request_id)
-    end = "refused" if reply.status in DECLINED else "broke" if reply.status >= 500 else "served"
-    front.leg_over(leg, end, seen, answered)
+    front.leg_over(leg, leg_end(reply.status), seen, answered)

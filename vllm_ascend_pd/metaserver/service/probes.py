@@ -12,8 +12,8 @@ from vllm_ascend_pd.http.decisions import LegFailure
 from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.decisions import CircuitState, Condition, Evidence
 from vllm_ascend_pd.metaserver.service import models
-from vllm_ascend_pd.metaserver.service.each import attend_each
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
+from vllm_ascend_pd.metaserver.service.instance_tasks import attend_each
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.relay import OWN_MARK
 from vllm_ascend_pd.metaserver.service.settings import Settings

@@ -29,7 +29,7 @@ from vllm_ascend_pd.metaserver.service.exchange import AsgiSend, Attempt, Attemp
 from vllm_ascend_pd.metaserver.service.faults import Answer, brief, error_frame, fault, known
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
-from vllm_ascend_pd.metaserver.service.shared import CLOSING, DECLINED, SHUTDOWN, Shared
+from vllm_ascend_pd.metaserver.service.shared import CLOSING, SHUTDOWN, Shared, leg_end
 from vllm_ascend_pd.observe.trace import emit
 from vllm_ascend_pd.protocol.reports import read_answer
 
@@ -118,7 +118,7 @@ async def _open(
 
 async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: float) -> Payload:
     first: bytes | memoryview
-    if reply.status >= 500 or reply.status == 429:
+    if leg_end(reply.status) != "served":
         raise await _refused(shared, attempt, reply.status, await reply.rest(_ERROR_BYTES, timeout_s), reply.headers)
     said = b""
     if reply.status != 200 or not attempt.exchange.request.stream:
@@ -206,14 +206,15 @@ async def _refused(shared: Shared, attempt: Attempt, status: int, body: bytes, h
         else fault(status, "The decode instance gave no reason.", "PD-META-007")
     )
     said = brief(status, body)
-    if status in DECLINED:
-        shared.leg_over(attempt.leg, "refused")
+    end = leg_end(status)
+    if end == "refused":
+        shared.leg_over(attempt.leg, end)
         return AttemptFailed(LegFailure.REFUSED, passed, said)
     await attempt.explained(_REPORT_S)
     if attempt.load_failed:  # with policy "fail" D must answer so: no evidence against D
         shared.leg_over(attempt.leg, "no prefill")
         return AttemptFailed(LegFailure.PREFILL, passed, said)
-    shared.leg_over(attempt.leg, "broke", Evidence.BROKE, said)
+    shared.leg_over(attempt.leg, end, Evidence.BROKE, said)
     words = body[:200].decode(errors="replace")
     log.warning("request %s: %s answered %d: %s", attempt.exchange.request_id, instance.name, status, words)
     return AttemptFailed(LegFailure.SERVER, passed, said)

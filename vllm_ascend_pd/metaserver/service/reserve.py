@@ -25,7 +25,7 @@ from vllm_ascend_pd.metaserver.service.fleet import Instance, LegInFlight, both,
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.relay import aborted, send_answer
-from vllm_ascend_pd.metaserver.service.shared import DECLINED
+from vllm_ascend_pd.metaserver.service.shared import leg_end
 from vllm_ascend_pd.observe.trace import emit
 from vllm_ascend_pd.protocol.reports import MAX_REPORT_BYTES, Fingerprint, read_answer, read_posted
 
@@ -264,9 +264,10 @@ class Reservations:
             front.leg_over(leg, "served")  # without evidence: D's report will say if the KV came
             return _check_push(prefill, text, sent)
         why = f"{prefill.name} answered {reply.status}: {text[:300].decode(errors='replace')}"
-        refused, said = reply.status in DECLINED, brief(reply.status, text)
-        failed = reply.status >= 500 and not refused
-        front.leg_over(leg, "refused" if refused else "broke", Evidence.BROKE if failed else None, said)
+        end, said = leg_end(reply.status), brief(reply.status, text)
+        refused, failed = end == "refused", end == "broke"
+        # Whatever else P answers, the leg has not brought the KV; it is evidence against P only if P failed.
+        front.leg_over(leg, end if refused else "broke", Evidence.BROKE if failed else None, said)
         if failed:
             attempt.blamed.add(posted.transfer)
         failure = LegFailure.REFUSED if refused else LegFailure.PREFILL

@@ -19,7 +19,12 @@ from vllm_ascend_pd.protocol.reports import LoadReport
 
 CLOSING = "PD-META-010"
 SHUTDOWN = CATALOGUE[CLOSING].sentence
-DECLINED = (429, 503)  # answers by which an engine says that it did not execute the request
+_DECLINED = (429, 503)  # answers by which an engine says that it did not execute the request
+
+
+def leg_end(status: int) -> str:
+    """Return the end of a leg that was answered with `status`. An answer that blames the request is served too."""
+    return "refused" if status in _DECLINED else "broke" if status >= 500 else "served"
 
 
 class Shared:

@@ -32,14 +32,14 @@ class Missed:
             if not waiting:
                 del self._waiting[destination]
 
-    def wanted(self, room: Callable[[Hashable], int], most: int) -> list[Unit]:
-        """Return exchanges to ask for: the oldest of each destination that has room, `most` at a time, each once."""
+    def wanted(self, room: Callable[[Hashable], int], max_units: int) -> list[Unit]:
+        """Return exchanges to ask for: of each destination with room the oldest, up to `max_units`, each once."""
         found: dict[Unit, None] = {}
         for destination, waiting in self._waiting.items():
             left = room(destination)
-            oldest = (share.unit(layer) for (share, layer), _ in zip(waiting, range(2 * most), strict=False))
+            oldest = (share.unit(layer) for (share, layer), _ in zip(waiting, range(2 * max_units), strict=False))
             for unit in dict.fromkeys(oldest):
-                if left <= 0 or len(found) >= most:
+                if left <= 0 or len(found) >= max_units:
                     break
                 left -= 1
                 if unit not in self._asked:

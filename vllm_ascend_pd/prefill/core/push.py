@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.coalesce import Spans
-from vllm_ascend_pd.geometry.context import TokenSplit
+from vllm_ascend_pd.geometry.context_parallel import TokenSplit
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.pairing import Pairing
 from vllm_ascend_pd.geometry.plan import Job, JobPlan

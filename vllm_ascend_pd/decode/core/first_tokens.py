@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from vllm_ascend_pd.protocol.first import First
 from vllm_ascend_pd.protocol.identity import TransferId
 
-SEEDED = ""
-
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -34,7 +32,7 @@ class Start:
 
     request_id: str
     first: First | None
-    why: str = SEEDED
+    why: str = ""
     whole: bool = False
 
     @property
@@ -70,7 +68,7 @@ def fault(wanted: Wanted, first: First) -> str:
     return "" if well and all(value <= 0.0 for _, value, _ in first.logprobs) else "logprobs"  # no NaN passes
 
 
-class SeedBook:
+class FirstTokenBook:
     """First tokens by request, from its reservation until it goes on or ends."""
 
     def __init__(self, wait_s: float, whole_wait_s: float) -> None:

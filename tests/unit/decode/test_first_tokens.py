@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 from unit.decode import worker_batch
 from vllm_ascend_pd import first_token
 from vllm_ascend_pd.decode import answers
-from vllm_ascend_pd.decode.core.seeds import SeedBook, Start, Wanted, fault
+from vllm_ascend_pd.decode.core.first_tokens import FirstTokenBook, Start, Wanted, fault
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.protocol import reports, sampling
@@ -253,27 +253,27 @@ FIRST = First(transfer=TRANSFER, push=PUSH, position=10, token=7, digest="how")
 REPORTED = msgspec.structs.replace(FIRST, logprobs=((7, -0.5, 1), (7, -0.5, 1), (9, -1.0, 2)))
 
 
-def book(wanted: Wanted = WANTED) -> SeedBook:
-    made = SeedBook(0.2, 15.0)
+def book(wanted: Wanted = WANTED) -> FirstTokenBook:
+    made = FirstTokenBook(0.2, 15.0)
     assert made.ask("r", wanted, 0)
     return made
 
 
 @pytest.mark.parametrize("order", ["token first", "KV first"])
 def test_a_request_goes_on_once_token_and_kv_are_there(order: str) -> None:
-    seeds = book()
+    first_tokens = book()
     if order == "token first":
-        seeds.received(TRANSFER, FIRST)
-        assert seeds.take(1.0) == [] and not seeds.holds("r")
-        seeds.complete("r", PUSH, 1.0)
+        first_tokens.received(TRANSFER, FIRST)
+        assert first_tokens.take(1.0) == [] and not first_tokens.holds("r")
+        first_tokens.complete("r", PUSH, 1.0)
     else:
-        seeds.complete("r", PUSH, 1.0)
-        assert seeds.take(1.1) == [] and seeds.holds("r") and seeds.held_count() == 1
-        seeds.received(TRANSFER, FIRST)
-    assert seeds.take(1.1) == [Start("r", FIRST)]
-    seeds.received(TRANSFER, FIRST)
-    seeds.complete("r", PUSH, 1.1)
-    assert seeds.take(99.0) == [] and seeds.open_count() == 0
+        first_tokens.complete("r", PUSH, 1.0)
+        assert first_tokens.take(1.1) == [] and first_tokens.holds("r") and first_tokens.held_count() == 1
+        first_tokens.received(TRANSFER, FIRST)
+    assert first_tokens.take(1.1) == [Start("r", FIRST)]
+    first_tokens.received(TRANSFER, FIRST)
+    first_tokens.complete("r", PUSH, 1.1)
+    assert first_tokens.take(99.0) == [] and first_tokens.open_count() == 0
 
 
 CHANGED: list[tuple[dict[str, Any], str]] = [
@@ -290,11 +290,11 @@ CHANGED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "why"), CHANGED, ids=[f"{why} {i}" for i, (_, why) in enumerate(CHANGED)])
 def test_a_token_that_was_not_asked_for_is_not_taken(changes: dict[str, Any], why: str) -> None:
-    seeds = book()
-    seeds.received(TRANSFER, msgspec.structs.replace(FIRST, **changes))
-    seeds.received(TRANSFER, FIRST)  # the first one counts
-    seeds.complete("r", PUSH, 1.0)
-    assert seeds.take(1.0) == [Start("r", None, why)]
+    first_tokens = book()
+    first_tokens.received(TRANSFER, msgspec.structs.replace(FIRST, **changes))
+    first_tokens.received(TRANSFER, FIRST)  # the first one counts
+    first_tokens.complete("r", PUSH, 1.0)
+    assert first_tokens.take(1.0) == [Start("r", None, why)]
 
 
 @pytest.mark.parametrize(
@@ -317,68 +317,72 @@ def test_what_is_reported_of_a_token_must_be_what_was_asked(logprobs: Any) -> No
 
 
 def test_a_token_that_does_not_come_is_not_waited_for() -> None:
-    seeds = book()
-    seeds.complete("r", PUSH, 1.0)
-    assert seeds.take(1.19) == []
-    assert seeds.take(1.2) == [Start("r", None, "late")]
-    seeds.received(TRANSFER, FIRST)
-    assert seeds.take(1.3) == []
-    seeds = book()
-    seeds.complete("r", PUSH, 1.0)
-    seeds.received(TRANSFER, None, "prefill failed")
-    assert seeds.take(1.0) == [Start("r", None, "prefill failed")], "it is known that none will come"
+    first_tokens = book()
+    first_tokens.complete("r", PUSH, 1.0)
+    assert first_tokens.take(1.19) == []
+    assert first_tokens.take(1.2) == [Start("r", None, "late")]
+    first_tokens.received(TRANSFER, FIRST)
+    assert first_tokens.take(1.3) == []
+    first_tokens = book()
+    first_tokens.complete("r", PUSH, 1.0)
+    first_tokens.received(TRANSFER, None, "prefill failed")
+    assert first_tokens.take(1.0) == [Start("r", None, "prefill failed")], "it is known that none will come"
 
 
 WHOLE_WANTED = Wanted(TRANSFER, 10, "how", None, 100, whole=True)
 
 
 def test_a_request_that_can_begin_with_nothing_else_waits_longer_and_then_has_failed() -> None:
-    seeds = book(WHOLE_WANTED)
-    seeds.complete("r", PUSH, 1.0)
-    assert seeds.whole("r") and seeds.take(15.9) == []
-    (late,) = seeds.take(16.0)
+    first_tokens = book(WHOLE_WANTED)
+    first_tokens.complete("r", PUSH, 1.0)
+    assert first_tokens.whole("r") and first_tokens.take(15.9) == []
+    (late,) = first_tokens.take(16.0)
     assert late == Start("r", None, "late", whole=True) and late.fails
     for first, why in ((None, "not sent"), (msgspec.structs.replace(FIRST, push="q.1"), "another push")):
-        seeds = book(WHOLE_WANTED)
-        seeds.complete("r", PUSH, 1.0)
-        seeds.received(TRANSFER, first)
-        (start,) = seeds.take(1.0)
+        first_tokens = book(WHOLE_WANTED)
+        first_tokens.complete("r", PUSH, 1.0)
+        first_tokens.received(TRANSFER, first)
+        (start,) = first_tokens.take(1.0)
         assert start.fails and start.why == why
-    seeds = book(WHOLE_WANTED)
-    seeds.complete("r", PUSH, 1.0)
-    seeds.received(TRANSFER, FIRST)
-    (start,) = seeds.take(1.0)
+    first_tokens = book(WHOLE_WANTED)
+    first_tokens.complete("r", PUSH, 1.0)
+    first_tokens.received(TRANSFER, FIRST)
+    (start,) = first_tokens.take(1.0)
     assert not start.fails and start.first == FIRST
-    seeds = book(WHOLE_WANTED)
-    seeds.complete("r", PUSH, 1.0)
-    assert seeds.forget("r") and not seeds.take(1.0)[0].fails, "its client has left: there is nothing to compute again"
+    first_tokens = book(WHOLE_WANTED)
+    first_tokens.complete("r", PUSH, 1.0)
+    assert first_tokens.forget("r") and not first_tokens.take(1.0)[0].fails, (
+        "its client has left: there is nothing to compute again"
+    )
 
 
 def test_the_scheduler_has_to_look_when_a_held_request_is_not_waited_for_any_longer() -> None:
-    seeds = book()
-    assert seeds.due_s(1.0) == math.inf, "its KV has not come"
-    seeds.complete("r", PUSH, 1.0)
-    assert seeds.due_s(1.05) == pytest.approx(0.15) and seeds.due_s(9.0) == 0.0
-    assert seeds.forget("r") and seeds.due_s(1.05) == 0.0, "it has ended"
-    seeds.take(1.05)
-    assert seeds.due_s(1.05) == math.inf
+    first_tokens = book()
+    assert first_tokens.due_s(1.0) == math.inf, "its KV has not come"
+    first_tokens.complete("r", PUSH, 1.0)
+    assert first_tokens.due_s(1.05) == pytest.approx(0.15) and first_tokens.due_s(9.0) == 0.0
+    assert first_tokens.forget("r") and first_tokens.due_s(1.05) == 0.0, "it has ended"
+    first_tokens.take(1.05)
+    assert first_tokens.due_s(1.05) == math.inf
 
 
 def test_an_aborted_request_is_let_go_without_a_token() -> None:
-    seeds = book()
-    seeds.complete("r", PUSH, 1.0)
-    seeds.received(TRANSFER, FIRST)
-    assert seeds.forget("r") and not seeds.forget("r")
-    assert seeds.held_count() == 1 and seeds.take(1.0) == [Start("r", None, "aborted")]
-    seeds = book()
-    assert seeds.forget("r") and seeds.take(9.0) == [] and seeds.open_count() == 0, "its load was not over"
+    first_tokens = book()
+    first_tokens.complete("r", PUSH, 1.0)
+    first_tokens.received(TRANSFER, FIRST)
+    assert first_tokens.forget("r") and not first_tokens.forget("r")
+    assert first_tokens.held_count() == 1 and first_tokens.take(1.0) == [Start("r", None, "aborted")]
+    first_tokens = book()
+    assert first_tokens.forget("r") and first_tokens.take(9.0) == [] and first_tokens.open_count() == 0, (
+        "its load was not over"
+    )
 
 
 def test_a_request_whose_client_has_tokens_asks_for_no_first_one() -> None:
-    seeds = SeedBook(0.2, 15.0)
-    assert not seeds.ask("r", WANTED, 1)
-    seeds.complete("r", PUSH, 1.0)
-    assert not seeds.holds("r") and seeds.open_count() == 0
+    first_tokens = FirstTokenBook(0.2, 15.0)
+    assert not first_tokens.ask("r", WANTED, 1)
+    first_tokens.complete("r", PUSH, 1.0)
+    assert not first_tokens.holds("r") and first_tokens.open_count() == 0
 
 
 # -- on its way
@@ -462,7 +466,7 @@ def test_grammars_that_may_begin_otherwise_on_another_engine_are_left_to_d(setti
     facts = {"sampling_params": object(), "prompt_token_ids": [1], "resumable": False, "mm_features": ()}
     for shaped in (False, True):
         asked = SimpleNamespace(**facts, lora_request=None, structured_output_request=object() if shaped else None)
-        assert first_token.seed_refusal(asked, own) == (why if shaped else "")
+        assert first_token.refusal(asked, own) == (why if shaped else "")
 
 
 class Own(Scheduler):
@@ -511,7 +515,7 @@ def test_drafts_and_grammars_were_tried_with_one_release(monkeypatch: pytest.Mon
 def test_other_numbers_than_log_probabilities_are_left_to_d(mode: str, logprobs: int | None, why: str) -> None:
     around, models = first_token.StepHooks(), SimpleNamespace(logprobs_mode=mode)
     around.settle(SimpleNamespace(model_config=models, structured_outputs_config=SimpleNamespace()))
-    assert around.seed_refusal(Request("r", [1, 2], SamplingParams(logprobs=logprobs), None)) == why
+    assert around.refusal(Request("r", [1, 2], SamplingParams(logprobs=logprobs), None)) == why
 
 
 def test_what_p_runs_on_is_no_matter() -> None:

@@ -29,7 +29,9 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     ids: Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]  # int32, little-endian
 
 
-class Form(msgspec.Struct, frozen=True):
+class SentReservation(msgspec.Struct, frozen=True):
+    """A reservation as it is sent: the fields that `Reservation` has in other types are in bytes."""
+
     version: int
     transfer: TransferId
     layout: Annotated[bytes, msgspec.Meta(max_length=MAX_LAYOUT_BYTES)]
@@ -42,38 +44,40 @@ class Form(msgspec.Struct, frozen=True):
     meets: Name = ""
 
 
-def form_of(reservation: Reservation) -> Form:
+def as_sent(reservation: Reservation) -> SentReservation:
     r = reservation
     layout = written(EngineLayout(r.model, r.geometry, r.endpoints))
     slices = tuple(
         Slice(group.begins(r.first, r.end), r.end, group.blocks(r.first, r.end).start, ids)
         for group, ids in zip(r.geometry.tables, r.blocks, strict=True)
     )
-    return Form(r.version, r.transfer, layout, slices, r.deadline_s, r.prompt_length, r.prompt_hash, r.needs, r.seed)
+    return SentReservation(
+        r.version, r.transfer, layout, slices, r.deadline_s, r.prompt_length, r.prompt_hash, r.needs, r.seed
+    )
 
 
-def reservation_of(form: Form) -> Reservation:
-    """Read a form. Raise PD-CTRL-002 if it contradicts itself, PD-CTRL-004 if it has something not supported."""
-    if form.meets:
+def reservation_of(sent: SentReservation) -> Reservation:
+    """Read a reservation. Raise PD-CTRL-002 if it contradicts itself, PD-CTRL-004 if it has something not supported."""
+    if sent.meets:
         raise RemoteProtocolError("PD-CTRL-004", word="meets")
-    layout = read(form.layout)
-    why = _contradiction(form.groups, layout.geometry.tables)
+    layout = read(sent.layout)
+    why = _contradiction(sent.groups, layout.geometry.tables)
     if why:
         raise RemoteProtocolError("PD-CTRL-002", why=why)
     return Reservation(
-        version=form.version,
-        transfer=form.transfer,
+        version=sent.version,
+        transfer=sent.transfer,
         model=layout.model,
-        first=min(group.first for group in form.groups),
-        end=form.groups[0].end,
-        blocks=tuple(group.ids for group in form.groups),
+        first=min(group.first for group in sent.groups),
+        end=sent.groups[0].end,
+        blocks=tuple(group.ids for group in sent.groups),
         geometry=layout.geometry,
         endpoints=layout.endpoints,
-        deadline_s=form.deadline_s,
-        prompt_length=form.prompt_length,
-        prompt_hash=form.prompt_hash,
-        needs=form.needs,
-        seed=form.seed,
+        deadline_s=sent.deadline_s,
+        prompt_length=sent.prompt_length,
+        prompt_hash=sent.prompt_hash,
+        needs=sent.needs,
+        seed=sent.seed,
     )
 
 

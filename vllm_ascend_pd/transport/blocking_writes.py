@@ -28,7 +28,7 @@ from vllm_ascend_pd.transport.spans import Ints
 log = logging.getLogger(__name__)
 
 CALLS = 4  # at a time, without slow ones
-DRAGS_S = 0.05  # a call that takes longer is slow
+SLOW_S = 0.05  # a call that takes longer is slow
 THREADS = 64  # in all: as many peers may fail to respond at once
 JOIN_S = 5.0
 
@@ -65,11 +65,11 @@ class BlockingWrites:
         self._handles = itertools.count(1)
         self._jobs: dict[int, _Job] = {}
         self._changed = threading.Condition()
-        self._lanes: dict[str, deque[_Job]] = {}  # jobs without a call, by peer, in the order of their turns
+        self._queues: dict[str, deque[_Job]] = {}  # jobs without a call, by peer, in the order of their turns
         self._out: dict[str, _Job] = {}  # jobs in a call, by peer
         self._stop = self._paused = False
         self._attached = 0
-        self._most = THREADS  # lowered once the device has refused one, as it would refuse others
+        self._max_threads = THREADS  # lowered once the device has refused one, as it would refuse others
         self._threads: list[threading.Thread] = []
 
     def submit(
@@ -89,11 +89,11 @@ class BlockingWrites:
         job = _Job(engine, address, calls, issue_by, first_s)
         with self._changed:
             self._jobs[handle] = job
-            if not self._most:
+            if not self._max_threads:
                 calls.clear()
                 job.failed = True
             if calls:
-                self._lanes.setdefault(address, deque()).append(job)
+                self._queues.setdefault(address, deque()).append(job)
             self._staff()
         return handle
 
@@ -101,7 +101,7 @@ class BlockingWrites:
         with self._changed:
             return not self._jobs[handle].failed
 
-    def meeting(self) -> bool:
+    def in_first_contact(self) -> bool:
         """Return whether a first contact is in progress or queued: another one would wait for it in the engine."""
         with self._changed:
             now = self._clock()
@@ -165,19 +165,19 @@ class BlockingWrites:
             return
         job.failed = True
         job.calls.clear()
-        lane = self._lanes.get(job.address, deque())
-        if job in lane:
-            lane.remove(job)
-            if not lane:
-                del self._lanes[job.address]
+        queue = self._queues.get(job.address, deque())
+        if job in queue:
+            queue.remove(job)
+            if not queue:
+                del self._queues[job.address]
 
     def _turn(self) -> str | None:
         """Return the peer whose turn it is, if a call may begin now."""
         if self._paused:
             return None
         now = self._clock()
-        fast_calls = sum(job.out_for(now) < DRAGS_S for job in self._out.values())
-        return None if fast_calls >= CALLS else next((at for at in self._lanes if at not in self._out), None)
+        fast_calls = sum(job.out_for(now) < SLOW_S for job in self._out.values())
+        return None if fast_calls >= CALLS else next((at for at in self._queues if at not in self._out), None)
 
     def _staff(self) -> None:
         """Find or start a thread for a call that may begin now.
@@ -188,7 +188,7 @@ class BlockingWrites:
             return
         self._changed.notify()
         threads = sum(thread.is_alive() for thread in self._threads)
-        if threads - len(self._out) < 1 and threads < self._most:
+        if threads - len(self._out) < 1 and threads < self._max_threads:
             name = f"pd-wire-{len(self._threads)}"
             thread = threading.Thread(target=self._work, name=name, daemon=True)
             self._threads.append(thread)
@@ -205,7 +205,7 @@ class BlockingWrites:
             return
         with self._changed:
             self._attached += 1
-            self._most = max(self._most, self._attached)
+            self._max_threads = max(self._max_threads, self._attached)
         while (job := self._take()) is not None:
             landed = False
             try:
@@ -219,8 +219,8 @@ class BlockingWrites:
         Those that it accepted go on. If it accepted none, all writes fail without being issued.
         """
         with self._changed:
-            self._most = self._attached
-            for job in self._jobs.values() if not self._most else ():
+            self._max_threads = self._attached
+            for job in self._jobs.values() if not self._max_threads else ():
                 self._fail(job)
 
     def _take(self) -> _Job | None:
@@ -230,10 +230,10 @@ class BlockingWrites:
                 address = self._turn()
                 if self._stop or address is None:
                     return None
-                lane = self._lanes.pop(address)
-                job = lane.popleft()
-                if lane:
-                    self._lanes[address] = lane  # its next turn comes after the others
+                queue = self._queues.pop(address)
+                job = queue.popleft()
+                if queue:
+                    self._queues[address] = queue  # its next turn comes after the others
                 now = self._clock()
                 if job.late(now) or job.engine.closed:  # if this process was stopped for a while, or access revoked
                     self._fail(job)
@@ -254,14 +254,14 @@ class BlockingWrites:
 
     def _give_back(self, job: _Job, landed: bool) -> None:
         with self._changed:
-            dragged = job.out_for(self._clock()) >= DRAGS_S
+            was_slow = job.out_for(self._clock()) >= SLOW_S
             job.out_since = job.first_s = None
             del self._out[job.address]
             if not landed:
                 job.failed = True
                 job.calls.clear()
-                for other in list(self._lanes.get(job.address, ())) if dragged else ():
+                for other in list(self._queues.get(job.address, ())) if was_slow else ():
                     self._fail(other)  # the peer does not respond: its waiting writes are not tried
             if job.calls:
-                self._lanes.setdefault(job.address, deque()).appendleft(job)
+                self._queues.setdefault(job.address, deque()).appendleft(job)
             self._changed.notify_all()

@@ -9,8 +9,8 @@ import time
 from typing import Any, Protocol
 
 from vllm_ascend_pd import first_token
+from vllm_ascend_pd.decode.core.first_tokens import Wanted
 from vllm_ascend_pd.decode.core.requests import LoadRequests
-from vllm_ascend_pd.decode.core.seeds import Wanted
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.observe import trace
@@ -44,7 +44,7 @@ class LoadRecords(Protocol):
         """Return what a request's answer reports of its load."""
 
 
-class Seeding(first_token.StepHooks):
+class FirstTokenReceiver(first_token.StepHooks):
     """First tokens on D. With a vocabulary of 0 none is taken from P.
 
     `whole`: requests that begin with P's token may load all of the prompt into any cache.
@@ -80,7 +80,7 @@ class Seeding(first_token.StepHooks):
             self._whole and self._vocabulary and self._proven and self._requests.each_p_sends_first(request.request_id)
         ):
             return False
-        if self.seed_refusal(request) or _produced(request):
+        if self.refusal(request) or _produced(request):
             return False
         # P knows how it reads a grammar only after it has computed the prompt: too late to leave the last token out.
         return request.structured_output_request is None and not sampling.refusal(first_token.chosen(request))
@@ -92,7 +92,7 @@ class Seeding(first_token.StepHooks):
 
         `whole`: the request can begin only with P's token.
         """
-        if not self._vocabulary or not self._requests.seeds_come(request.request_id):
+        if not self._vocabulary or not self._requests.first_tokens_come(request.request_id):
             return None
         given = first_token.chosen(request) if request.sampling_params is not None else {}
 
@@ -104,15 +104,15 @@ class Seeding(first_token.StepHooks):
 
         produced = _produced(request)
         asked = request.request_id, wanted, produced
-        why = self.seed_refusal(request) or self._requests.ask(*asked, recomputes_last=recomputes_last)
+        why = self.refusal(request) or self._requests.ask(*asked, recomputes_last=recomputes_last)
         if why:
-            self.unseeded(request.request_id, why)
+            self.count_computed(request.request_id, why)
             return None
         return Seed(sampling.digest(given), given.get("logprobs")), sampling.sent(given)
 
     def outcome(self, transfer: TransferId, answer: str | First | None, failed: str) -> None:
         """Handle the last answer of the metaserver (with P's token sealed), or of P itself, or one without a token."""
-        if not self._requests.seeds.asked(transfer):
+        if not self._requests.first_tokens.asked(transfer):
             return
         first, why = answer if isinstance(answer, First) else None, ""
         if isinstance(answer, str) and not failed:
@@ -127,14 +127,14 @@ class Seeding(first_token.StepHooks):
         self._proven = True
         for request_id in sorted(self._loads.take_failing()):
             self._fail(scheduler, outputs, request_id)
-        if not self._requests.seeds.held_count():
+        if not self._requests.first_tokens.held_count():
             return
         self._loads.listen()
-        for ready in self._requests.seeds.take(time.monotonic()):
+        for ready in self._requests.first_tokens.take(time.monotonic()):
             request, why = scheduler.requests.get(ready.request_id), ready.why
             if request is None or request.is_finished():
                 first_token.release(scheduler, ready.request_id)
-                self.unseeded(ready.request_id, why or "aborted")
+                self.count_computed(ready.request_id, why or "aborted")
                 continue
             if ready.first is not None:
                 why = first_token.unfit(request, ready.first.token)
@@ -163,13 +163,13 @@ class Seeding(first_token.StepHooks):
         """Let a request go on without P's token. `useless`: its KV is of no use without it, and the load fails."""
         if useless:
             self._loads.useless(request.request_id, why)
-        self.unseeded(request.request_id, why)
+        self.count_computed(request.request_id, why)
         if useless:
             return first_token.fail(scheduler, request)
         first_token.release(scheduler, request.request_id)
         return None
 
-    def unseeded(self, request_id: str, why: str) -> None:
+    def count_computed(self, request_id: str, why: str) -> None:
         """Count a request that does not start with P's token."""
         self._tally.count("num_first_tokens_computed", why)
         self._loads.first_token_from(request_id, why)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Assumptions of the package about vllm-ascend and its vLLM: each function checks one of them.
 
-python tests/ascend_host/beliefs.py [NAME…]         in .venv-ascend-host; one JSON line each: name, error
+python tests/ascend_host/assumptions.py [NAME…]         in .venv-ascend-host; one JSON line each: name, error
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import ConfigError
 
 BOTH = ("kv_producer", "kv_consumer")
-ASKED: dict[str, Callable[[], None]] = {}
+ASSUMPTIONS: dict[str, Callable[[], None]] = {}
 
 
-def asked(function: Callable[[], None]) -> Callable[[], None]:
-    ASKED[function.__name__] = function
+def assumption(function: Callable[[], None]) -> Callable[[], None]:
+    ASSUMPTIONS[function.__name__] = function
     return function
 
 
@@ -61,7 +61,7 @@ def refused(config: Any) -> str:
 # ---- start: plug-ins, names, configuration
 
 
-@asked
+@assumption
 def the_connector_is_found_in_either_order_of_registration() -> None:
     """vllm-ascend and this package register by plug-ins of one group, whose order is not defined."""
     registry = KVConnectorFactory._registry
@@ -74,7 +74,7 @@ def the_connector_is_found_in_either_order_of_registration() -> None:
         assert theirs.__module__.startswith("vllm_ascend."), theirs
 
 
-@asked
+@assumption
 def a_list_of_plugins_has_to_name_ours() -> None:
     """VLLM_PLUGINS names the plug-ins to load, of all groups: vllm-ascend's platform, its plug-ins, and ours."""
     program = (
@@ -93,7 +93,7 @@ def a_list_of_plugins_has_to_name_ours() -> None:
         assert done.stdout.split()[-1] == found, (chosen, done.stdout)
 
 
-@asked
+@assumption
 def an_engine_id_ends_in_no_rank_but_vllms() -> None:
     """vllm-ascend makes each engine_id unique, once; vLLM 0.23 appends `_dp` and the rank's number on its host."""
     for role in BOTH:
@@ -114,7 +114,7 @@ def an_engine_id_ends_in_no_rank_but_vllms() -> None:
     assert "_dp{local_dp_rank}" in source and "data_parallel_index = dp_rank" in source
 
 
-@asked
+@assumption
 def sizes_are_checked_by_vllm_ascend_as_we_do() -> None:
     """An engine's own sizes must be right.
 
@@ -143,7 +143,7 @@ def sizes_are_checked_by_vllm_ascend_as_we_do() -> None:
         assert "'tp_size'" in taken(role, {"dp_size": 1}, None)
 
 
-@asked
+@assumption
 def decode_keeps_its_full_graphs_and_prefill_gets_piecewise_ones() -> None:
     """On the configuration as vLLM and vllm-ascend's platform leave it. Metaserver URLs tell vLLM which side it is."""
     urls = {"metaserver_urls": ["http://127.0.0.1:1"]}
@@ -157,7 +157,7 @@ def decode_keeps_its_full_graphs_and_prefill_gets_piecewise_ones() -> None:
         assert bool(said) == mode.has_full_cudagraphs(), (mode, said)
 
 
-@asked
+@assumption
 def the_recompute_scheduler_is_decodes_alone() -> None:
     flags = {"additional_config": {"recompute_scheduler_enable": True}}
     d, p = vllm_config("kv_consumer", **flags), vllm_config("kv_producer", **flags)
@@ -166,7 +166,7 @@ def the_recompute_scheduler_is_decodes_alone() -> None:
     assert not refused(d) and not refused(p)
 
 
-@asked
+@assumption
 def prefill_takes_no_blocks_back() -> None:
     """vllm-ascend's scheduler never preempts on a kv_producer: a push restarts only with another vLLM."""
     from vllm_ascend.patch.platform.patch_balance_schedule import _disable_preemption_on_prefill_node as disabled
@@ -174,7 +174,7 @@ def prefill_takes_no_blocks_back() -> None:
     assert disabled(vllm_config("kv_producer")) and not disabled(vllm_config("kv_consumer"))
 
 
-@asked
+@assumption
 def a_sleeping_engine_loses_its_cache() -> None:
     """No connector is asked whether it supports sleep mode, so the configuration is refused."""
     for role in BOTH:
@@ -183,7 +183,7 @@ def a_sleeping_engine_loses_its_cache() -> None:
     assert "connector" not in inspect.getsource(NPUWorker.sleep).lower()
 
 
-@asked
+@assumption
 def the_name_of_a_release_may_be_given_to_vllm_ascend_alone() -> None:
     """VLLM_VERSION changes how vllm-ascend calls vLLM. This package goes by the release that is installed."""
     installed = importlib.metadata.version("vllm")
@@ -201,7 +201,7 @@ def the_name_of_a_release_may_be_given_to_vllm_ascend_alone() -> None:
 # ---- caches
 
 
-@asked
+@assumption
 def the_kinds_of_cache_are_where_they_are_looked_for() -> None:
     """admission/kinds.py knows the kinds by name: vllm-ascend's own stand beside vLLM's."""
     for name in kinds.PROVEN:
@@ -212,7 +212,7 @@ def the_kinds_of_cache_are_where_they_are_looked_for() -> None:
     assert "sparse_head_dim" in {field.name for field in dataclasses.fields(mla)}
 
 
-@asked
+@assumption
 def other_connectors_of_one_engine_get_no_blocks() -> None:
     """AscendMultiConnector gives the block ids to the chosen connector only, and empty lists to the others."""
     empty = KVCacheBlocks(([], [])).new_empty()
@@ -223,7 +223,7 @@ def other_connectors_of_one_engine_get_no_blocks() -> None:
     assert optional == {"has_preempted_request", "update_state_before_preempt"}, optional
 
 
-@asked
+@assumption
 def k_of_a_block_is_as_large_as_a_recurrence() -> None:
     """Full attention and states share memory, first all blocks of one kind; equal sizes keep other blocks apart.
 
@@ -238,7 +238,7 @@ def k_of_a_block_is_as_large_as_a_recurrence() -> None:
     assert "num_blocks * block_size_chunk" in cut and "conv_block_padding_size" in cut
 
 
-@asked
+@assumption
 def schedulers_can_lend_their_tables() -> None:
     """vllm-ascend's P asks the connector for a step's metadata itself, its other schedulers by a method of vLLM's."""
     from vllm_ascend.patch.platform.patch_balance_schedule import BalanceScheduler
@@ -253,7 +253,7 @@ def schedulers_can_lend_their_tables() -> None:
             assert hasattr(getattr(scheduler, name), first_token.WRAPPED), (scheduler, name)
 
 
-@asked
+@assumption
 def new_blocks_are_cleared_beside_eagle3_alone() -> None:
     """Clearing them on D would be later than P's writes. With states no draft model but MTP is admitted."""
     source = inspect.getsource(NPUWorker.initialize_from_config)
@@ -261,7 +261,7 @@ def new_blocks_are_cleared_beside_eagle3_alone() -> None:
     assert 'speculative_config.method == "eagle3"' in before, before
 
 
-@asked
+@assumption
 def fractal_caches_of_decode_look_plain() -> None:
     """With enable_kv_nz, D's MLA reads its blocks as fractals, in tensors whose format says nothing of it.
 
@@ -291,7 +291,7 @@ def fractal_caches_of_decode_look_plain() -> None:
 # ---- hooks and loops
 
 
-@asked
+@assumption
 def a_worker_has_its_ranks_device_before_the_connector_comes() -> None:
     """Our threads get the device that is current where the caches are registered (device/npu.py)."""
     source = inspect.getsource(NPUWorker._init_device)
@@ -300,7 +300,7 @@ def a_worker_has_its_ranks_device_before_the_connector_comes() -> None:
     assert "set_device" not in inspect.getsource(NPUWorker.initialize_from_config)
 
 
-@asked
+@assumption
 def layers_without_a_name() -> None:
     """GDN layers call `save_kv_layer` without name and tensor.
 
@@ -314,7 +314,7 @@ def layers_without_a_name() -> None:
     assert "notify_kv_cache_written(layer_name)" in inspect.getsource(mla_v1)
 
 
-@asked
+@assumption
 def sparse_attention_alone_records_when_its_cache_is_written() -> None:
     """`reshape_cache_event`: only attention with an indexer has one, on a P, recorded behind all its writes.
 
@@ -334,7 +334,7 @@ def sparse_attention_alone_records_when_its_cache_is_written() -> None:
     assert "npu_scatter_nd_update_" not in after and "store_kv_block" not in after
 
 
-@asked
+@assumption
 def a_layers_cache_is_written_before_its_attention() -> None:
     """`on_kv_cache_written` comes behind all writes of GQA's and MLA's layers and before their attention."""
     from vllm_ascend.attention.attention_v1 import AscendAttentionBackendImpl as Heads
@@ -350,7 +350,7 @@ def a_layers_cache_is_written_before_its_attention() -> None:
         assert all(source.rindex(one) < source.index(next_) for one, next_ in itertools.pairwise(in_order)), function
 
 
-@asked
+@assumption
 def with_dsa_cp_each_rank_has_the_whole_cache_before_its_hook() -> None:
     """P's ranks compute a part of the tokens each, gather latents, ropes and index keys, and write those of all."""
     from vllm_ascend.attention.sfa_v1 import AscendSFAImpl
@@ -368,7 +368,7 @@ def with_dsa_cp_each_rank_has_the_whole_cache_before_its_hook() -> None:
     assert "slot_mapping_cp" not in source[gathered:], "slots of a rank's own tokens"
 
 
-@asked
+@assumption
 def an_indexer_picks_as_many_tokens_whatever_the_model_says() -> None:
     """The tests' models say the same number; a shorter prompt is attended to as a whole."""
     from vllm_ascend.attention import sfa_v1
@@ -376,7 +376,7 @@ def an_indexer_picks_as_many_tokens_whatever_the_model_says() -> None:
     assert inspect.getsource(sfa_v1.DeviceOperator.indexer_select_post_process).count("sparse_count=2048") == 3
 
 
-@asked
+@assumption
 def int8_of_heads_is_on_decode_alone() -> None:
     """P keeps keys and values in full, so a push would have to quantise them. D is refused by its caches' dtype."""
     from vllm_ascend.quantization.methods.kv_c8 import AscendC8KVCacheAttentionMethod
@@ -387,7 +387,7 @@ def int8_of_heads_is_on_decode_alone() -> None:
         assert KVTransferConfig(kv_connector=plugin.CONNECTOR, kv_role=role).is_kv_producer, role
 
 
-@asked
+@assumption
 def int8_of_heads_needs_another_order_and_computes_no_prompt() -> None:
     """Beside a connector, D's attention over int8 is only defined for steps of one token, over fractals."""
     from vllm_ascend.attention.attention_v1 import AscendC8AttentionBackendImpl as Attention
@@ -402,7 +402,7 @@ def int8_of_heads_needs_another_order_and_computes_no_prompt() -> None:
     assert "self._nz_5d_view(self.key_cache, block_size)" in decode
 
 
-@asked
+@assumption
 def what_patience_changes_is_there() -> None:
     assert patience.install_nap() and patience.install_shm()
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -415,7 +415,7 @@ def what_patience_changes_is_there() -> None:
     assert "batch_queue.appendleft((future, scheduler_output, exec_future))" in source
 
 
-@asked
+@assumption
 def failed_loads_are_reported_by_blocks() -> None:
     """vLLM 0.23 has no result per request; it asks the connector for failed blocks instead."""
     assert not compat.HAS_TRANSFER_RESULTS
@@ -425,7 +425,7 @@ def failed_loads_are_reported_by_blocks() -> None:
     assert "get_block_ids_with_load_errors" in source and "build_connector_worker_meta" in source
 
 
-@asked
+@assumption
 def preemptions_are_announced_before_blocks_are_overwritten() -> None:
     from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
@@ -436,9 +436,9 @@ def preemptions_are_announced_before_blocks_are_overwritten() -> None:
 def main() -> None:
     torch.set_num_threads(1)
     load_general_plugins()
-    for name in sys.argv[1:] or ASKED:
+    for name in sys.argv[1:] or ASSUMPTIONS:
         try:
-            ASKED[name]()
+            ASSUMPTIONS[name]()
             wrong = ""
         except Exception:  # noqa: BLE001 (the test of this assumption fails)
             wrong = traceback.format_exc()

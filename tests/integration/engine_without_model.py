@@ -45,7 +45,7 @@ class Finished:
     failed: list[str]
 
 
-class MiniatureEngine:
+class EngineWithoutModel:
     """One MLA engine of `tp` workers in this process, over the memory transport.
 
     `children` are the connectors behind a MultiConnector.
@@ -176,7 +176,7 @@ class MiniatureEngine:
         self.scheduler.shutdown()
 
 
-def run_until(engines: tuple[MiniatureEngine, ...], reached: Any, deadline_s: float = 30.0) -> None:
+def run_until(engines: tuple[EngineWithoutModel, ...], reached: Any, deadline_s: float = 30.0) -> None:
     """Step the engines in turn until `reached()` is true. Fails at the deadline."""
     until = time.monotonic() + deadline_s
     while not reached():

@@ -13,7 +13,7 @@ import pytest
 
 from unit.transport.clock import ManualClock
 from vllm_ascend_pd.transport.base import WriteState
-from vllm_ascend_pd.transport.lanes import CALLS, DRAGS_S, THREADS, BlockingWrites
+from vllm_ascend_pd.transport.blocking_writes import CALLS, SLOW_S, THREADS, BlockingWrites
 
 
 class BlockingEngine:
@@ -51,7 +51,7 @@ def engine() -> BlockingEngine:
 
 
 @pytest.fixture
-def lanes(engine: BlockingEngine) -> Iterator[BlockingWrites]:
+def writes(engine: BlockingEngine) -> Iterator[BlockingWrites]:
     opened = BlockingWrites(10, 5.0, lambda: None, time.monotonic)
     yield opened
     for gate in engine.gates.values():
@@ -60,15 +60,15 @@ def lanes(engine: BlockingEngine) -> Iterator[BlockingWrites]:
 
 
 def submit(
-    lanes: BlockingWrites, engine: BlockingEngine, address: str, n: int = 1, issue_by: float = float("inf")
+    writes: BlockingWrites, engine: BlockingEngine, address: str, n: int = 1, issue_by: float = float("inf")
 ) -> int:
     numbers = np.arange(n, dtype=np.int64)
-    return lanes.submit(engine, address, numbers, numbers, numbers + 1, issue_by=issue_by)
+    return writes.submit(engine, address, numbers, numbers, numbers + 1, issue_by=issue_by)
 
 
-def settle(lanes: BlockingWrites, handle: int) -> WriteState:
+def settle(writes: BlockingWrites, handle: int) -> WriteState:
     deadline = time.monotonic() + 10
-    while (state := lanes.poll(handle)) is WriteState.PENDING:
+    while (state := writes.poll(handle)) is WriteState.PENDING:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     return state
@@ -85,150 +85,150 @@ def own_threads() -> int:
     return sum(thread.name.startswith("pd-wire-") for thread in threading.enumerate())
 
 
-def test_batches_are_cut_at_the_cap_and_all_calls_must_succeed(lanes: BlockingWrites, engine: BlockingEngine) -> None:
-    assert settle(lanes, submit(lanes, engine, "a", 25)) is WriteState.LANDED
+def test_batches_are_cut_at_the_cap_and_all_calls_must_succeed(writes: BlockingWrites, engine: BlockingEngine) -> None:
+    assert settle(writes, submit(writes, engine, "a", 25)) is WriteState.LANDED
     assert engine.calls == [("a", 10), ("a", 10), ("a", 5)]
     engine.bad.add("a")
     engine.calls.clear()
-    assert settle(lanes, submit(lanes, engine, "a", 25)) is WriteState.FAILED
+    assert settle(writes, submit(writes, engine, "a", 25)) is WriteState.FAILED
     assert engine.calls == [("a", 10)], "nothing is issued after a failure"
-    assert settle(lanes, submit(lanes, engine, "b", 0)) is WriteState.LANDED
+    assert settle(writes, submit(writes, engine, "b", 0)) is WriteState.LANDED
 
 
 def test_a_decode_engine_that_stands_still_delays_no_other_however_many_ranks_it_has(
-    lanes: BlockingWrites, engine: BlockingEngine
+    writes: BlockingWrites, engine: BlockingEngine
 ) -> None:
     stalled = [f"stalled-{n}" for n in range(CALLS * 4)]
     for name in stalled:
         engine.gates[name] = threading.Event()
-    waiting = [submit(lanes, engine, name) for name in stalled * 2]
-    assert settle(lanes, submit(lanes, engine, "healthy")) is WriteState.LANDED
-    assert {lanes.poll(handle) for handle in waiting} == {WriteState.PENDING}
+    waiting = [submit(writes, engine, name) for name in stalled * 2]
+    assert settle(writes, submit(writes, engine, "healthy")) is WriteState.LANDED
+    assert {writes.poll(handle) for handle in waiting} == {WriteState.PENDING}
     for name in stalled:
         engine.gates[name].set()
-    assert {settle(lanes, handle) for handle in waiting} == {WriteState.LANDED}
+    assert {settle(writes, handle) for handle in waiting} == {WriteState.LANDED}
 
 
-def test_calls_that_do_not_drag_are_few_at_a_time(engine: BlockingEngine) -> None:
+def test_fast_calls_are_few_at_a_time(engine: BlockingEngine) -> None:
     """A blocked call spins: it uses a core."""
     clock = ManualClock()
-    lanes = BlockingWrites(10, 5.0, lambda: None, clock)
+    writes = BlockingWrites(10, 5.0, lambda: None, clock)
     names = [f"peer-{n}" for n in range(CALLS + 2)]
     for name in names:
         engine.gates[name] = threading.Event()
-    handles = [submit(lanes, engine, name) for name in names]
+    handles = [submit(writes, engine, name) for name in names]
 
     def inside() -> int:
-        assert {lanes.poll(handle) for handle in handles} == {WriteState.PENDING}
+        assert {writes.poll(handle) for handle in handles} == {WriteState.PENDING}
         return len(engine.inside)
 
     until(lambda: inside() == CALLS)
     for _ in range(20):
         assert inside() == CALLS
         time.sleep(0.001)
-    clock.now = DRAGS_S
+    clock.now = SLOW_S
     until(lambda: inside() == len(names))
     for gate in engine.gates.values():
         gate.set()
-    lanes.close()
+    writes.close()
 
 
-def test_a_thread_that_is_free_makes_the_next_call(lanes: BlockingWrites, engine: BlockingEngine) -> None:
+def test_a_thread_that_is_free_makes_the_next_call(writes: BlockingWrites, engine: BlockingEngine) -> None:
     for address in "abc":
-        assert settle(lanes, submit(lanes, engine, address)) is WriteState.LANDED
+        assert settle(writes, submit(writes, engine, address)) is WriteState.LANDED
         assert own_threads() == 1
 
 
 def test_threads_are_bounded_and_what_finds_none_in_time_is_never_issued(engine: BlockingEngine) -> None:
     clock = ManualClock()
-    lanes = BlockingWrites(10, 1000.0, lambda: None, clock)
+    writes = BlockingWrites(10, 1000.0, lambda: None, clock)
     names = [f"stalled-{n}" for n in range(THREADS)]
     for name in names:
         engine.gates[name] = threading.Event()
-    stalled = [submit(lanes, engine, name) for name in names]
+    stalled = [submit(writes, engine, name) for name in names]
 
     def inside() -> int:
-        clock.now += DRAGS_S
+        clock.now += SLOW_S
         for handle in stalled:
-            lanes.poll(handle)
+            writes.poll(handle)
         return len(engine.inside)
 
     until(lambda: inside() == THREADS)
-    other = submit(lanes, engine, "other", issue_by=clock.now + 1.0)
+    other = submit(writes, engine, "other", issue_by=clock.now + 1.0)
     clock.now += 0.9
-    assert lanes.poll(other) is WriteState.PENDING and own_threads() == THREADS
+    assert writes.poll(other) is WriteState.PENDING and own_threads() == THREADS
     clock.now += 0.2
-    assert lanes.poll(other) is WriteState.UNISSUED
+    assert writes.poll(other) is WriteState.UNISSUED
     for gate in engine.gates.values():
         gate.set()
-    assert {settle(lanes, handle) for handle in stalled} == {WriteState.LANDED}
+    assert {settle(writes, handle) for handle in stalled} == {WriteState.LANDED}
     assert ("other", 1) not in engine.calls
-    lanes.close()
+    writes.close()
 
 
 def test_a_write_that_is_out_fails_only_when_its_call_has_returned(engine: BlockingEngine) -> None:
     clock = ManualClock()
-    lanes = BlockingWrites(10, 5.0, lambda: None, clock)
+    writes = BlockingWrites(10, 5.0, lambda: None, clock)
     gate = engine.gates["a"] = threading.Event()
-    out, behind = submit(lanes, engine, "a"), submit(lanes, engine, "a", issue_by=6.0)
+    out, behind = submit(writes, engine, "a"), submit(writes, engine, "a", issue_by=6.0)
     until(lambda: engine.inside)
     clock.now = 6.0
-    assert lanes.poll(behind) is WriteState.UNISSUED
-    assert lanes.poll(out) is WriteState.PENDING, "its bytes are on the wire"
+    assert writes.poll(behind) is WriteState.UNISSUED
+    assert writes.poll(out) is WriteState.PENDING, "its bytes are on the wire"
     gate.set()
-    assert settle(lanes, out) is WriteState.FAILED
+    assert settle(writes, out) is WriteState.FAILED
     assert len(engine.calls) == 1
-    lanes.close()
+    writes.close()
 
 
 def test_the_time_of_a_write_runs_from_when_it_is_issued(engine: BlockingEngine) -> None:
     clock = ManualClock()
-    lanes = BlockingWrites(10, 5.0, lambda: None, clock)
+    writes = BlockingWrites(10, 5.0, lambda: None, clock)
     gate = engine.gates["a"] = threading.Event()
-    first, second = submit(lanes, engine, "a"), submit(lanes, engine, "a")
+    first, second = submit(writes, engine, "a"), submit(writes, engine, "a")
     until(lambda: engine.inside)
     later = engine.gates["a"] = threading.Event()
     clock.now = 4.0
     gate.set()
-    assert settle(lanes, first) is WriteState.LANDED
+    assert settle(writes, first) is WriteState.LANDED
     until(lambda: len(engine.calls) == 2)
     clock.now = 8.0  # longer after the submission than the timeout
-    assert lanes.poll(second) is WriteState.PENDING
+    assert writes.poll(second) is WriteState.PENDING
     later.set()
-    assert settle(lanes, second) is WriteState.LANDED
-    lanes.close()
+    assert settle(writes, second) is WriteState.LANDED
+    writes.close()
 
 
-def test_what_waits_behind_a_call_that_dragged_and_failed_is_never_issued(
-    lanes: BlockingWrites, engine: BlockingEngine
+def test_what_waits_behind_a_slow_call_that_failed_is_never_issued(
+    writes: BlockingWrites, engine: BlockingEngine
 ) -> None:
     gate = engine.gates["a"] = threading.Event()
     engine.bad.add("a")
-    handles = [submit(lanes, engine, "a") for _ in range(3)]
+    handles = [submit(writes, engine, "a") for _ in range(3)]
     until(lambda: engine.inside)
-    threading.Timer(DRAGS_S * 2, gate.set).start()
-    states = [settle(lanes, handle) for handle in handles]
+    threading.Timer(SLOW_S * 2, gate.set).start()
+    states = [settle(writes, handle) for handle in handles]
     assert states == [WriteState.FAILED, WriteState.UNISSUED, WriteState.UNISSUED]
     assert len(engine.calls) == 1
     engine.bad.clear()
-    assert settle(lanes, submit(lanes, engine, "a")) is WriteState.LANDED
+    assert settle(writes, submit(writes, engine, "a")) is WriteState.LANDED
 
 
 def test_a_process_that_was_stopped_issues_nothing_late_when_it_wakes(engine: BlockingEngine) -> None:
     """No poll happened meanwhile: the thread that takes a write must check the clock itself."""
     clock = ManualClock()
-    lanes = BlockingWrites(10, 5.0, lambda: None, clock)
+    writes = BlockingWrites(10, 5.0, lambda: None, clock)
     gate = engine.gates["a"] = threading.Event()
-    out, behind = submit(lanes, engine, "a"), submit(lanes, engine, "a", issue_by=10.0)
+    out, behind = submit(writes, engine, "a"), submit(writes, engine, "a", issue_by=10.0)
     until(lambda: engine.inside)
     clock.now = 100.0
     gate.set()
     until(lambda: not engine.inside)
-    until(lambda: not lanes._lanes)
-    assert lanes.poll(behind) is WriteState.UNISSUED
-    assert settle(lanes, out) in (WriteState.LANDED, WriteState.FAILED)
+    until(lambda: not writes._queues)
+    assert writes.poll(behind) is WriteState.UNISSUED
+    assert settle(writes, out) in (WriteState.LANDED, WriteState.FAILED)
     assert len(engine.calls) == 1
-    lanes.close()
+    writes.close()
 
 
 class OpeningEngine:
@@ -242,26 +242,26 @@ class OpeningEngine:
             return bool(sock.recv(1))
 
 
-def test_first_contact_is_hung_up_on_in_the_thread_that_makes_it(lanes: BlockingWrites) -> None:
+def test_first_contact_is_hung_up_on_in_the_thread_that_makes_it(writes: BlockingWrites) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         numbers, begun = np.arange(1, dtype=np.int64), time.monotonic()
         where = f"127.0.0.1:{silent.getsockname()[1]}"
-        handle = lanes.submit(OpeningEngine(), where, numbers, numbers, numbers, issue_by=float("inf"), first_s=1.0)
-        assert lanes.meeting(), "another first contact would wait for this one"
-        assert settle(lanes, handle) is WriteState.FAILED
-        assert time.monotonic() - begun >= 1.0 and not lanes.meeting()
+        handle = writes.submit(OpeningEngine(), where, numbers, numbers, numbers, issue_by=float("inf"), first_s=1.0)
+        assert writes.in_first_contact(), "another first contact would wait for this one"
+        assert settle(writes, handle) is WriteState.FAILED
+        assert time.monotonic() - begun >= 1.0 and not writes.in_first_contact()
 
 
-def test_close_waits_for_calls_and_ends_the_threads(lanes: BlockingWrites, engine: BlockingEngine) -> None:
+def test_close_waits_for_calls_and_ends_the_threads(writes: BlockingWrites, engine: BlockingEngine) -> None:
     gate = engine.gates["a"] = threading.Event()
-    handle, waits = submit(lanes, engine, "a", 25), submit(lanes, engine, "a")
+    handle, waits = submit(writes, engine, "a", 25), submit(writes, engine, "a")
     until(lambda: engine.inside)
     threading.Timer(0.5, gate.set).start()
-    lanes.close()
+    writes.close()
     assert not engine.inside and len(engine.calls) == 1
-    assert (lanes.poll(handle), lanes.poll(waits)) == (WriteState.FAILED, WriteState.UNISSUED)
+    assert (writes.poll(handle), writes.poll(waits)) == (WriteState.FAILED, WriteState.UNISSUED)
     assert not own_threads()
 
 
@@ -272,12 +272,12 @@ def test_a_device_that_takes_no_thread_starts_no_crowd_and_what_waits_was_never_
         asked.append(1)
         raise RuntimeError("the device is gone")
 
-    lanes = BlockingWrites(10, 5.0, attach, time.monotonic)
-    handles = [submit(lanes, engine, f"peer-{n}") for n in range(20)]
-    assert {settle(lanes, handle) for handle in handles} == {WriteState.UNISSUED}
-    assert settle(lanes, submit(lanes, engine, "later")) is WriteState.UNISSUED
+    writes = BlockingWrites(10, 5.0, attach, time.monotonic)
+    handles = [submit(writes, engine, f"peer-{n}") for n in range(20)]
+    assert {settle(writes, handle) for handle in handles} == {WriteState.UNISSUED}
+    assert settle(writes, submit(writes, engine, "later")) is WriteState.UNISSUED
     assert len(asked) <= 20 and not engine.calls
-    lanes.close()
+    writes.close()
 
 
 def test_a_device_that_takes_some_threads_works_with_those(engine: BlockingEngine) -> None:
@@ -287,8 +287,8 @@ def test_a_device_that_takes_some_threads_works_with_those(engine: BlockingEngin
         if not slots.acquire(blocking=False):
             raise RuntimeError("no more contexts")
 
-    lanes = BlockingWrites(10, 5.0, attach, time.monotonic)
-    assert settle(lanes, submit(lanes, engine, "first")) is WriteState.LANDED
-    handles = [submit(lanes, engine, f"peer-{n}") for n in range(20)]
-    assert {settle(lanes, handle) for handle in handles} == {WriteState.LANDED}
-    lanes.close()
+    writes = BlockingWrites(10, 5.0, attach, time.monotonic)
+    assert settle(writes, submit(writes, engine, "first")) is WriteState.LANDED
+    handles = [submit(writes, engine, f"peer-{n}") for n in range(20)]
+    assert {settle(writes, handle) for handle in handles} == {WriteState.LANDED}
+    writes.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package's assumptions about vllm-ascend, checked in its own environment (beliefs.py). No engine is started.
+"""The package's assumptions about vllm-ascend, checked in its own environment (assumptions.py). No engine is started.
 
 docs/decisions.md lists the assumptions that turned out wrong.
 """
@@ -19,7 +19,7 @@ from tools.support.spec import child_environment
 # 80 s of processor time on a quiet machine: beside twenty busy processes on two cores it had not ended after 500 s.
 LONGEST_S = 1500
 pytestmark = pytest.mark.timeout(LONGEST_S + 100)
-PROGRAM = Path(__file__).resolve().parent / "beliefs.py"
+PROGRAM = Path(__file__).resolve().parent / "assumptions.py"
 FUNCTIONS = [node for node in ast.parse(PROGRAM.read_text()).body if isinstance(node, ast.FunctionDef)]
 NAMES = [node.name for node in FUNCTIONS if node.decorator_list]
 
