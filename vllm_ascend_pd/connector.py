@@ -113,7 +113,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         facts = self._worker.handshake()
         if facts is not None and self._contained:  # the wrappers of first_token.py would not find our scheduler
-            facts = replace(facts, no_first_token=facts.no_first_token or first_token.CONTAINED)
+            facts = replace(facts, why_no_first_token=facts.why_no_first_token or first_token.CONTAINED)
         return Handshake(facts) if facts is not None else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -279,10 +279,10 @@ def _worker(engine: Engine, vllm_config: Any, kv_cache_config: Any) -> WorkerRol
     if transfer.is_kv_consumer:
         from vllm_ascend_pd.decode.worker import DecodeWorker
 
-        no_first_token = (
+        why_no_first_token = (
             first_token.install_on_worker(vllm_config) if engine.config.wire.first_token != "off" else "off"
         )
-        decode = DecodeWorker(engine, shape, current(), stage, rank, no_first_token)
+        decode = DecodeWorker(engine, shape, current(), stage, rank, why_no_first_token)
         if not transfer.is_kv_producer:
             return decode
     from vllm_ascend_pd.prefill.worker import PrefillWorker

@@ -34,7 +34,7 @@ class WorkerFacts:
 
     endpoint: Endpoint | None
     geometry: CacheGeometry
-    no_first_token: str = ""  # why it cannot go on behind a token that it has not sampled
+    why_no_first_token: str = ""  # why it cannot go on behind a token that it has not sampled
 
 
 @dataclass(frozen=True, slots=True)

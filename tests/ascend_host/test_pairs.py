@@ -745,7 +745,6 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         ),
         (*FEWER, replayed),
     ),
-    # What starts, and none of vllm-ascend's own configurations has.
     # Kinds of cache that have not each size above.
     (Engines("sizes mha 1to1", "mha8"), FEWER),
     (Engines("sizes mha 1to2", "mha8", d=Side(2)), FEWER),
@@ -763,6 +762,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("sizes moe pp 2to1", "moe", p=Side(pp=2), flags=EXPERTS), FEWER),
     (Engines("sizes mla 4to2", "mla", p=Side(4), d=Side(2), dtype="bfloat16"), FEWER),
     (Engines("sizes mla pp 2to1", "mla", p=Side(pp=2), dtype="bfloat16"), FEWER),
+    # What starts, and none of vllm-ascend's own configurations has.
     (Engines("others gqa 2 to pp 2", p=Side(2), d=Side(pp=2)), FEWER),
     (Engines("others gqa pp 2 to pp 2", p=Side(pp=2), d=Side(pp=2)), FEWER),
     (Engines("others eagle 2to1", "spec", p=Side(2), draft=EAGLE), FEWER),

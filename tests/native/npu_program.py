@@ -469,7 +469,7 @@ def in_flight() -> str:
             prompt = site.reserve(97)
             site.step()
             torch.npu.synchronize()
-            for _ in range(100):  # each waits for up to STAND_IN_DELAY_US
+            for _ in range(300):  # each waits for up to STAND_IN_DELAY_US
                 busy.copy_(other, non_blocking=True)
             engine.cached_prefix(prompt, 64)
             load(engine, site, prompt)

@@ -414,7 +414,7 @@ def test_behind_another_connector_d_takes_no_first_tokens(monkeypatch: pytest.Mo
     worker.register_kv_caches(tensors())
     handshake = worker.get_handshake_metadata()
     assert isinstance(handshake, Handshake)
-    assert handshake.facts.no_first_token == (first_token.CONTAINED if contained else "")
+    assert handshake.facts.why_no_first_token == (first_token.CONTAINED if contained else "")
     worker.shutdown()
 
 

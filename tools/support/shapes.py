@@ -57,7 +57,7 @@ def grid(sets: Iterable[Engines], rows: Mapping[str, str]) -> tuple[tuple[str, .
     for one in sets:
         cells[kind(one)][shape(one)].append(one)
         by_shape[shape(one)].append(one)
-    columns = sorted(by_shape, key=lambda name: (min(name.split("→")), name))
+    columns = sorted(by_shape, key=lambda name: (not name[0].isdigit(), name))
 
     def cell(of_kind: Mapping[str, list[Engines]], column: str) -> str:
         if there := of_kind.get(column):

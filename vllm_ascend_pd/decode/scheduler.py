@@ -130,8 +130,10 @@ class DecodeScheduler(SchedulerRole):
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         geometry = merge_geometries(workers)
-        if no_first_token := next((facts.no_first_token for facts in workers.values() if facts.no_first_token), ""):
-            self.first_tokens.off(no_first_token)
+        if why_no_first_token := next(
+            (facts.why_no_first_token for facts in workers.values() if facts.why_no_first_token), ""
+        ):
+            self.first_tokens.off(why_no_first_token)
         endpoints = tuple(facts.endpoint for _, facts in sorted(workers.items()) if facts.endpoint is not None)
         allowed = sorted(self._allowed)
         if words := next((words for one in endpoints if (words := unreachable_warning(one.host, allowed))), ""):
@@ -295,8 +297,8 @@ class DecodeScheduler(SchedulerRole):
             del self._asked[request_id]
             return True
         report_cached(asked.request, asked.there if code else verdict.cached)
-        if received.no_first_token:
-            self.first_tokens.count_computed(request_id, received.no_first_token)
+        if received.why_no_first_token:
+            self.first_tokens.count_computed(request_id, received.why_no_first_token)
         asked.report = LoadReport(
             transfer=str(transfer),
             ticket=asked.way.ticket,

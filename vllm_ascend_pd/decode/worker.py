@@ -21,10 +21,10 @@ class DecodeWorker(WorkerRole):
     """D's role in a worker's process. The runtime starts when the KV caches are registered."""
 
     def __init__(
-        self, engine: Engine, shape: CacheShape, device: Device, stage: int, rank: int, no_first_token: str = ""
+        self, engine: Engine, shape: CacheShape, device: Device, stage: int, rank: int, why_no_first_token: str = ""
     ) -> None:
-        """`no_first_token`: why its batch cannot go on behind P's first token."""
-        self._engine, self._shape, self._device, self._no_first_token = engine, shape, device, no_first_token
+        """`why_no_first_token`: why its batch cannot go on behind P's first token."""
+        self._engine, self._shape, self._device, self._no_first_token = engine, shape, device, why_no_first_token
         self._stage, self._rank = stage, rank
         self._runtime: ReceiveRuntime | None = None
         self._facts: WorkerFacts | None = None

@@ -97,9 +97,8 @@ class Prompts:
             self.tokens += added if known is None else 0
             self._held[digest] = _Held(added, upto, born)
             self._held.move_to_end(digest)
-        max_tokens = (
-            max(self._max_tokens, 2 * self._there) if self.reported else self._max_tokens
-        )  # twice: lengths are estimates
+        # Twice what the engine reports, because lengths are estimates.
+        max_tokens = max(self._max_tokens, 2 * self._there) if self.reported else self._max_tokens
         while self.tokens > max_tokens:
             self._drop(next(iter(self._held)))
 

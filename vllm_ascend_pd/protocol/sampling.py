@@ -27,7 +27,7 @@ class ParameterRole(Enum):
 
     CHOOSES = "it chooses the first token: P is sent it, and both sides hash it"
     REPORTS = "what is reported of the first token: P is sent it"
-    AFTER = "what is done with a token that is there: D does it, as without a seed"
+    AFTER = "what is done with a token that is there: D does it, as with a first token of its own"
     BARS = "its state is not the tokens alone, or it was not tried: such a request starts with D's token"
 
 

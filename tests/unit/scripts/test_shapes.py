@@ -35,7 +35,15 @@ def test_each_set_counts_once_and_in_its_row() -> None:
     counts = [int(found[1]) for line in lines for found in (re.match(r"(\d+) ", cell) for cell in line[1:]) if found]
     assert sum(counts) == len(SETS)
     (mqa,) = (dict(zip(head, line, strict=True)) for line in lines if line[0] == "MQA")
-    assert (mqa["1→1"], mqa["PCP→DCP"], mqa["2→1"]) == ("1 (m)", "1 (m)", "")
+    assert (mqa["1→1"], mqa["PCP→DCP"]) == ("1 (m)", "1 (m)")
+
+
+def test_a_shape_that_a_kind_has_not_is_empty() -> None:
+    of = {title: SETS[title] for title in ("mqa 1to1", "gqa 1to1", "gqa 4to2 regrouped")}
+    assert grid(of.values(), {title: title[0] for title in of}) == (
+        ("kind", "1→1", "4→2"),
+        [("GQA", "1 (g)", "1 (g)"), ("MQA", "1 (m)", "")],
+    )
 
 
 def test_no_set_is_refused_and_what_has_none_may_be() -> None:

@@ -27,7 +27,9 @@ class Received:
     transfer: TransferId
     verdict: Verdict
     hangs_up: bool  # the call or offer for it is of no use any more
-    no_first_token: str  # why D computes the first token that it asked for; empty: it did not ask, or it may still come
+    why_no_first_token: (
+        str  # why D computes the first token that it asked for; empty: it did not ask, or it may still come
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +100,15 @@ class LoadRequests:
         verdict, transfer = self.book.verdict(request_id), self.book.received(request_id)
         if transfer is None:
             return None
-        no_first_token = ""
+        why_no_first_token = ""
         if (starts or self.first_tokens.whole(request_id)) and not verdict.code:
             self.first_tokens.complete(request_id, verdict.push, now)
         elif self.first_tokens.forget(request_id):
-            no_first_token = "load failed" if verdict.code else "scheduler"
+            why_no_first_token = "load failed" if verdict.code else "scheduler"
         # The offer to a P that still has to send the first token is kept.
         met = isinstance(self._ways.get(request_id), Meet) and not self.first_tokens.holds(request_id)
         hangs_up = verdict.hangs_up or met
-        return Received(transfer, verdict, hangs_up, no_first_token)
+        return Received(transfer, verdict, hangs_up, why_no_first_token)
 
     def finished(self, request_id: str) -> Ended:
         """Handle the end of a request."""

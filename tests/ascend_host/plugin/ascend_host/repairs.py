@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A repair of vllm-ascend 0.23.0.post1, for tests that ask for it: ASCEND_HOST_PADDED_ROWS=zeros.
 
-DeepSeek-V4's attention (`dsa_v1.py`) takes uninitialised memory for its result and fills the rows of real tokens;
-vllm-ascend's other attentions begin with zeros. With data parallelism and graphs, a rank that decodes while another
-prefills gets that one's number of rows. The other rows hold what was in memory before, and go to the experts too. For a
-token whose expert is on another rank, vllm-ascend takes the second row of the experts' results, times zero: NaN, if
-that row is NaN.
+DeepSeek-V4's attention (`dsa_v1.py`) takes uninitialised memory for its result and fills the rows of real tokens; MLA's
+begins with zeros. With data parallelism and graphs, a rank that decodes while another prefills gets that one's number
+of rows. The other rows hold what was in memory before, and go to the experts too. For a token whose expert is on
+another rank, vllm-ascend takes the second row of the experts' results, times zero: NaN, if that row is NaN.
 """
 
 from __future__ import annotations
