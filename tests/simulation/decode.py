@@ -252,7 +252,7 @@ class DecodeEngine:
         self.requests = LoadRequests(
             self.cluster.mutation.loads(self.incarnation), self.cluster.mutation.first_tokens(*waits)
         )
-        self.book, self.first_tokens = self.requests.book, self.requests.first_tokens
+        self.book, self.first_tokens = self.requests.book, self.requests.first_token_book
         self.offers = Offers(self.cluster.settings.timers)
         self._alarm = Alarm(self.scheduler, self.offers.next_wake, self._tick)
         self.free = pool(self.geometry, self.shape.blocks)

@@ -112,7 +112,7 @@ class FirstTokenReceiver(first_token.StepHooks):
 
     def outcome(self, transfer: TransferId, answer: str | First | None, failed: str) -> None:
         """Handle the last answer of the metaserver (with P's token sealed), or of P itself, or one without a token."""
-        if not self._requests.first_tokens.asked(transfer):
+        if not self._requests.first_token_book.asked(transfer):
             return
         first, why = answer if isinstance(answer, First) else None, ""
         if isinstance(answer, str) and not failed:
@@ -127,10 +127,10 @@ class FirstTokenReceiver(first_token.StepHooks):
         self._proven = True
         for request_id in sorted(self._loads.take_failing()):
             self._fail(scheduler, outputs, request_id)
-        if not self._requests.first_tokens.held_count():
+        if not self._requests.first_token_book.held_count():
             return
         self._loads.listen()
-        for ready in self._requests.first_tokens.take(time.monotonic()):
+        for ready in self._requests.first_token_book.take(time.monotonic()):
             request, why = scheduler.requests.get(ready.request_id), ready.why
             if request is None or request.is_finished():
                 first_token.release(scheduler, ready.request_id)

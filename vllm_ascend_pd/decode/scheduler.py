@@ -312,7 +312,7 @@ class DecodeScheduler(SchedulerRole):
             cached=verdict.cached,
         )
         asked.untold = True
-        if not self._requests.first_tokens.whole(request_id):
+        if not self._requests.first_token_book.whole(request_id):
             self._report(asked)
         return True
 
@@ -326,7 +326,7 @@ class DecodeScheduler(SchedulerRole):
         return (self.first_tokens,)
 
     def holds(self, request_id: str) -> bool:
-        return self._requests.first_tokens.holds(request_id) or request_id in self._failing
+        return self._requests.first_token_book.holds(request_id) or request_id in self._failing
 
     def take_failing(self) -> set[str]:
         failing, self._failing = self._failing, set()
@@ -396,10 +396,10 @@ class DecodeScheduler(SchedulerRole):
         return self.tally.take()
 
     def open_loads(self) -> int:
-        return self._requests.book.open_count() + self._requests.first_tokens.held_count()
+        return self._requests.book.open_count() + self._requests.first_token_book.held_count()
 
     def due_s(self) -> float:
-        return self._requests.first_tokens.due_s(time.monotonic())
+        return self._requests.first_token_book.due_s(time.monotonic())
 
     def close(self) -> None:
         """Cancel open calls, so that the metaserver and P learn of it at once. Idempotent."""

@@ -41,8 +41,8 @@ class Ended:
 
 
 class LoadRequests:
-    def __init__(self, book: LoadBook, first_tokens: FirstTokenBook) -> None:
-        self.book, self.first_tokens = book, first_tokens
+    def __init__(self, book: LoadBook, first_token_book: FirstTokenBook) -> None:
+        self.book, self.first_token_book = book, first_token_book
         self._ways: dict[str, Way | None] = {}  # by request; looked up in every step that it waits
 
     def way(self, request_id: str, read: Callable[[], Way | None]) -> Way | None:
@@ -82,7 +82,7 @@ class LoadRequests:
         found = "window" if recomputes_last else wanted()
         if isinstance(found, str):
             return found
-        return "" if self.first_tokens.ask(request_id, found, produced) else "preempted"
+        return "" if self.first_token_book.ask(request_id, found, produced) else "preempted"
 
     def outcome(self, transfer: TransferId, kind: str, code: str = "", detail: str = "") -> None:
         """Record how the call for a prefill, and with it P's request, has ended."""
@@ -90,7 +90,7 @@ class LoadRequests:
 
     def token(self, transfer: TransferId, first: First | None, code: str = "", why: str = "") -> None:
         """Record the first token that has come with the end of the call, or why none will come."""
-        self.first_tokens.received(transfer, first if not code else None, "prefill failed" if code else why)
+        self.first_token_book.received(transfer, first if not code else None, "prefill failed" if code else why)
 
     def received(self, now: float, request_id: str, *, starts: bool) -> Received | None:
         """Record that all workers have reported a request. None if it is no load of ours (any more).
@@ -101,12 +101,12 @@ class LoadRequests:
         if transfer is None:
             return None
         why_no_first_token = ""
-        if (starts or self.first_tokens.whole(request_id)) and not verdict.code:
-            self.first_tokens.complete(request_id, verdict.push, now)
-        elif self.first_tokens.forget(request_id):
+        if (starts or self.first_token_book.whole(request_id)) and not verdict.code:
+            self.first_token_book.complete(request_id, verdict.push, now)
+        elif self.first_token_book.forget(request_id):
             why_no_first_token = "load failed" if verdict.code else "scheduler"
         # The offer to a P that still has to send the first token is kept.
-        met = isinstance(self._ways.get(request_id), Meet) and not self.first_tokens.holds(request_id)
+        met = isinstance(self._ways.get(request_id), Meet) and not self.first_token_book.holds(request_id)
         hangs_up = verdict.hangs_up or met
         return Received(transfer, verdict, hangs_up, why_no_first_token)
 
@@ -114,5 +114,5 @@ class LoadRequests:
         """Handle the end of a request."""
         unwanted = self.take_unwanted(request_id)
         self._ways.pop(request_id, None)
-        self.first_tokens.forget(request_id)
+        self.first_token_book.forget(request_id)
         return Ended(unwanted, self.book.request_finished(request_id))
