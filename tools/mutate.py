@@ -29,14 +29,7 @@ from tools.support.mutant_tests import Field
 ROOT = Path(__file__).resolve().parents[1]
 EQUIVALENT = ROOT / "tools" / "mutants_equivalent.txt"
 _BOOKS = (
-    *(
-        "test_meetings",
-        "test_first_tokens",
-        "test_offers",
-        "test_decisions_*",
-        "test_connector",
-        "test_rendezvous",
-    ),
+    *("test_meetings", "test_first_tokens", "test_offers", "test_decisions_*", "test_connector", "test_rendezvous"),
     *("test_both_roles", "test_groups", "test_geometry_states", "test_runtime", "test_runtime_*"),
 )
 _PUSHES = ("test_writer", "test_batches", "test_missed", *_BOOKS, "test_regroup_*")

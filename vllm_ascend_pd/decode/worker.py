@@ -24,7 +24,8 @@ class DecodeWorker(WorkerRole):
         self, engine: Engine, shape: CacheShape, device: Device, stage: int, rank: int, why_no_first_token: str = ""
     ) -> None:
         """`why_no_first_token`: why its batch cannot go on behind P's first token."""
-        self._engine, self._shape, self._device, self._no_first_token = engine, shape, device, why_no_first_token
+        self._engine, self._shape, self._device = engine, shape, device
+        self._why_no_first_token = why_no_first_token
         self._stage, self._rank = stage, rank
         self._runtime: ReceiveRuntime | None = None
         self._facts: WorkerFacts | None = None
@@ -44,7 +45,7 @@ class DecodeWorker(WorkerRole):
         )
         target = engine.create_target(self._device.attach_thread)
         self._runtime = ReceiveRuntime(engine.config, site, caches, self._device, target, engine.secrets)
-        self._facts = WorkerFacts(self._runtime.endpoint, caches.geometry, self._no_first_token)
+        self._facts = WorkerFacts(self._runtime.endpoint, caches.geometry, self._why_no_first_token)
 
     def handshake(self) -> WorkerFacts | None:
         return self._facts

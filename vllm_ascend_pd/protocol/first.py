@@ -21,7 +21,7 @@ Sample: TypeAlias = tuple[int, str, Sequence[LogProb]]  # token, digest of its c
 class Seed(msgspec.Struct, frozen=True):
     """Part of a reservation: D will start with P's token if it was chosen and is reported as asked for here.
 
-    It is no random seed: P's token seeds D's answer.
+    It is no random seed.
     """
 
     digest: Token  # of the parameters that choose it (sampling.py)

@@ -27,9 +27,7 @@ class Received:
     transfer: TransferId
     verdict: Verdict
     hangs_up: bool  # the call or offer for it is of no use any more
-    why_no_first_token: (
-        str  # why D computes the first token that it asked for; empty: it did not ask, or it may still come
-    )
+    why_no_first_token: str  # why D computes the token that it asked for; empty: not asked, or it may still come
 
 
 @dataclass(frozen=True, slots=True)
