@@ -29,6 +29,8 @@ SHARES = {
     "ascend_host/pairs": (
         "field",
         "others",
+        "sizes and dsa",
+        "sizes and (dsv4 or qwen3next)",
         "sizes",
         "shapes and dsa",
         "shapes",

@@ -30,6 +30,7 @@ class DeviceProcess:
     """Notes of one process."""
 
     operators: dict[str, set[int]] = field(default_factory=dict)  # and the streams that ran them; 0 is the first one
+    kernels: set[str] = field(default_factory=set)  # of csrc/npu
     weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
     uses: list[DeviceUse] = field(default_factory=list)  # in the order in which each was first made
 
@@ -50,6 +51,8 @@ def _read(path: Path) -> DeviceProcess:
         kind, name, *rest = line.split(" ", 2 if line.startswith("thread") else -1)
         if kind == "operator":
             process.operators.setdefault(name, set()).add(int(rest[0]))
+        elif kind == "kernel":
+            process.kernels.add(name)
         elif kind == "weight":
             process.weights[name] = tuple(int(size) for size in rest[0].split("x") if size)
         elif kind == "thread":

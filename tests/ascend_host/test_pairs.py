@@ -18,12 +18,12 @@ from engine_sets import BLOCK, CHUNK, SHORT_BLOCKS, Engines, Machine, Side, addi
 from host_build import HostBuild
 from kind_pairs import learn_of_first_tokens
 from pairs import Pair, counter, fresh_prompt, reference_answers
-from seen import EFFECTS, processes
+from seen import EFFECTS, DeviceProcess, processes
 
 from tools.support.checks import Drafted, drafted, eventually, first_tokens, fresh_salt, front_counter
 from tools.support.client import RequestFailed, attempt, body_of, complete, gather, post
 from tools.support.cluster import Cluster, fresh_directory
-from tools.support.engine import EngineProcess
+from tools.support.engine import EngineProcess, RunningServer
 from tools.support.models import RECIPES, ensure
 from tools.support.small import switches_of
 
@@ -238,14 +238,27 @@ def switched(engines: Engines, pair: Pair) -> None:
         log = engine.log.read_text(errors="replace")
         for name in side.switches:
             assert re.search(rf"environment variable {name} with value (True|1)\b", log), (engine.name, name)
-        if not isinstance(engine, EngineProcess) or "STAND_IN_NOTES" not in engine.spec.environment:
+        if not (ranks := noted(engine)):
             continue  # NPUs make no notes
-        ranks = processes(Path(engine.spec.environment["STAND_IN_NOTES"]))
         assert len(ranks) == side.devices, (engine.name, len(ranks))
         # An effect that no side asks for is not looked for: others may have it too, and one rank has all of a weight.
         for name in asked:
             shown = [EFFECTS[name](rank, config) for rank in ranks]
             assert shown == [name in has] * len(ranks), (engine.name, name, shown)
+
+
+def kernels(engines: Engines, pair: Pair) -> None:
+    """Each rank of P gathers with our kernels where the set says so, and nowhere else."""
+    own = engines.p.keys.get("regroup_kernels") == "own"
+    for rank in noted(pair.prefill):
+        pair.cluster.progress(f"figure: {engines}: kernels of a rank: {sorted(rank.kernels)}")
+        assert ("vapd_gather" in rank.kernels) is own, rank.kernels
+
+
+def noted(engine: RunningServer) -> list[DeviceProcess]:
+    """Return the notes of an engine's ranks. An engine on NPUs makes none."""
+    environment = engine.spec.environment if isinstance(engine, EngineProcess) else {}
+    return processes(Path(environment["STAND_IN_NOTES"])) if "STAND_IN_NOTES" in environment else []
 
 
 def balanced(engines: Engines, pair: Pair) -> None:
@@ -364,14 +377,14 @@ FEWER = (edges, chunks, many)
 ENTRIES = (*FEWER, entries)
 EVERY_COMMIT: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("gqa 1to1", p=Side(late_us=LATE), d=Side(flags=FEW)), (*ALL, penalised, preempted)),
-    (Engines("gqa 2to1 regrouped", p=Side(2, keys=REGROUPED, late_us=LATE), flags=ONE_AT_A_TIME), ALL),
+    (Engines("gqa 2to1 regrouped", p=Side(2, keys=REGROUPED, late_us=LATE), flags=ONE_AT_A_TIME), (*ALL, kernels)),
     (Engines("gqa 1to2 full graphs", d=Side(2, graphs=FULL)), (*FEWER, replayed)),
     (Engines("mla 1to1", "mla", p=Side(late_us=LATE), dtype="bfloat16"), FEWER),
     (Engines("mla dcp 2to1", "mla", p=Side(2, dcp=2), dtype="bfloat16"), FEWER),
 ]
 MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("moe 2to1 experts apart", "moe", p=Side(2), flags=EXPERTS), FEWER),
-    (Engines("gqa 2to1 own kernels", p=Side(2, keys=OWN_KERNELS, late_us=LATE, delay_us=DELAY)), FEWER),
+    (Engines("gqa 2to1 own kernels", p=Side(2, keys=OWN_KERNELS, late_us=LATE, delay_us=DELAY)), (*FEWER, kernels)),
     (Engines("mqa 1to1", "mqa"), FEWER),
     (Engines("mha 2to1", "mha6", p=Side(2)), FEWER),
     (Engines("qwen3 1to2", "qwen3", d=Side(2)), FEWER),
@@ -746,22 +759,127 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         (*FEWER, replayed),
     ),
     # Kinds of cache that have not each size above.
-    (Engines("sizes mha 1to1", "mha8"), FEWER),
+    (Engines("sizes mha 1to1", "mha8", d=Side(flags=FEW)), (*FEWER, prefixes, preempted)),
     (Engines("sizes mha 1to2", "mha8", d=Side(2)), FEWER),
     (Engines("sizes mha 2to2", "mha8", p=Side(2), d=Side(2)), FEWER),
-    (Engines("sizes mha 4to2", "mha8", p=Side(4), d=Side(2)), FEWER),
+    (Engines("sizes mha 4to2 regrouped", "mha8", p=Side(4, keys=REGROUPED), d=Side(2)), FEWER),
     (Engines("sizes mha pp 2to1", "mha8", p=Side(pp=2)), FEWER),
-    (Engines("sizes mqa 2to1", "mqa", p=Side(2)), FEWER),
+    (Engines("sizes mqa 2to1", "mqa", p=Side(2), d=Side(flags=FEW)), (*FEWER, prefixes, preempted)),
     (Engines("sizes mqa 1to2", "mqa", d=Side(2)), FEWER),
     (Engines("sizes mqa 2to2", "mqa", p=Side(2), d=Side(2)), FEWER),
     (Engines("sizes mqa 4to2", "mqa", p=Side(4), d=Side(2)), FEWER),
     (Engines("sizes mqa pp 2to1", "mqa", p=Side(pp=2)), FEWER),
-    (Engines("sizes moe 1to1", "moe", flags=EXPERTS), FEWER),
+    (Engines("sizes moe 1to1", "moe", d=Side(flags=FEW), flags=EXPERTS), (*FEWER, prefixes, preempted)),
     (Engines("sizes moe 1to2", "moe", d=Side(2), flags=EXPERTS), FEWER),
     (Engines("sizes moe 4to2", "moe", p=Side(4), d=Side(2), flags=EXPERTS), FEWER),
     (Engines("sizes moe pp 2to1", "moe", p=Side(pp=2), flags=EXPERTS), FEWER),
     (Engines("sizes mla 4to2", "mla", p=Side(4), d=Side(2), dtype="bfloat16"), FEWER),
     (Engines("sizes mla pp 2to1", "mla", p=Side(pp=2), dtype="bfloat16"), FEWER),
+    # The kinds with an indexer, compressed latents or states, with their drafts, in the sizes that are not above. Of P
+    # and D, one drafts one token where it has two ranks, so that each number is somewhere on either side.
+    (Engines("sizes dsa int8 1to2", "dsv32", d=Side(2), dtype="bfloat16", flags=C8, max_len=LONG), (*FEWER, chosen)),
+    (
+        Engines("sizes dsa int8 2to2", "dsv32", p=Side(2), d=Side(2), dtype="bfloat16", flags=C8, max_len=LONG),
+        (*FEWER, chosen),
+    ),
+    (
+        Engines("sizes dsa int8 4to2", "dsv32", p=Side(4), d=Side(2), dtype="bfloat16", flags=C8, max_len=LONG),
+        (*FEWER, chosen),
+    ),
+    (
+        Engines(
+            "sizes dsa mtp 1to2",
+            "dsv32-mtp",
+            p=Side(drafts=1),
+            d=Side(2),
+            dtype="bfloat16",
+            flags=ROOM,
+            draft=MTP3,
+            max_len=LONG,
+        ),
+        (*FEWER, chosen, drafts),
+    ),
+    (
+        Engines(
+            "sizes dsa mtp 2to2",
+            "dsv32-mtp",
+            p=Side(2),
+            d=Side(2, drafts=1),
+            dtype="bfloat16",
+            flags=ROOM,
+            draft=MTP3,
+            max_len=LONG,
+        ),
+        (*FEWER, chosen, drafts),
+    ),
+    (
+        Engines(
+            "sizes dsa mtp 4to2",
+            "dsv32-mtp",
+            p=Side(4),
+            d=Side(2, drafts=1),
+            dtype="bfloat16",
+            flags=ROOM,
+            draft=MTP3,
+            max_len=LONG,
+        ),
+        (*FEWER, chosen),
+    ),
+    (Engines("sizes dsa glm 1to2", "glm5", d=Side(2), dtype="bfloat16", max_len=LONG), (*FEWER, chosen)),
+    (Engines("sizes dsa glm 2to2", "glm5", p=Side(2), d=Side(2), dtype="bfloat16", max_len=LONG), (*FEWER, chosen)),
+    (Engines("sizes dsa glm 4to2", "glm5", p=Side(4), d=Side(2), dtype="bfloat16", max_len=LONG), (*FEWER, chosen)),
+    (
+        Engines("sizes dsv4 4to2", "dsv4-steady", p=Side(4), d=Side(2), dtype="bfloat16", flags=SHORT_BLOCKS),
+        ENTRIES,
+    ),
+    (
+        Engines(
+            "sizes dsv4 mtp 1to2",
+            "dsv4-mtp",
+            p=Side(drafts=1),
+            d=Side(2),
+            dtype="bfloat16",
+            flags=SHORT_BLOCKS,
+            draft=MTP3,
+        ),
+        ENTRIES,
+    ),
+    (
+        Engines(
+            "sizes dsv4 mtp 2to2",
+            "dsv4-mtp",
+            p=Side(2),
+            d=Side(2, drafts=1),
+            dtype="bfloat16",
+            flags=SHORT_BLOCKS,
+            draft=MTP3,
+        ),
+        ENTRIES,
+    ),
+    (
+        Engines(
+            "sizes dsv4 mtp 4to2",
+            "dsv4-mtp",
+            p=Side(4),
+            d=Side(2, drafts=1),
+            dtype="bfloat16",
+            flags=SHORT_BLOCKS,
+            draft=MTP3,
+        ),
+        ENTRIES,
+    ),
+    (
+        Engines("sizes qwen3next mtp 1to2", "qwen3next-mtp", p=Side(drafts=1), d=Side(2), draft=MTP3),
+        (*FEWER, blocks, drafts),
+    ),
+    (
+        Engines("sizes qwen3next mtp 2to2", "qwen3next-mtp", p=Side(2), d=Side(2, drafts=1), draft=MTP3),
+        (*FEWER, blocks, drafts),
+    ),
+    (
+        Engines("sizes qwen3next mtp 4to2", "qwen3next-mtp", p=Side(4), d=Side(2, drafts=1), draft=MTP3),
+        (*FEWER, blocks),
+    ),
     # What starts, and none of vllm-ascend's own configurations has.
     (Engines("others gqa 2 to pp 2", p=Side(2), d=Side(pp=2)), FEWER),
     (Engines("others gqa pp 2 to pp 2", p=Side(pp=2), d=Side(pp=2)), FEWER),

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <initializer_list>
 
+#include "notes.h"
 #include "npu/kernels.cpp"
 #include "streams.h"
 
@@ -23,6 +24,7 @@ template <typename Kernel>
 uint32_t launch(const char* name, uint32_t cores, void* stream, std::initializer_list<Argument> arguments,
                 Kernel kernel) {
   static unsigned seed = 0;
+  if (stand_in::notes_wanted()) stand_in::note("kernel " + std::string(name));
   emulation::Memory memory;
   for (const Argument& argument : arguments) {
     if (argument.at == nullptr) continue;
