@@ -186,7 +186,7 @@ def storm(seed: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {
         "probe_timeout_s": 2.0,
         "connect_timeout_s": 30.0,
-        "prefill_timeout_s": 3.0,
+        "prefill_timeout_s": 12.0,  # all of it is one process: beside other load a sound engine may need three
         "first_byte_timeout_s": 20.0,
         "idle_timeout_s": 20.0,
         "refusing_s": 1.0,
