@@ -249,6 +249,7 @@ def switched(engines: Engines, pair: Pair) -> None:
 
 def kernels(engines: Engines, pair: Pair) -> None:
     """Each rank of P gathers with our kernels where the set says so, and nowhere else."""
+    check(engines, pair, [2 * BLOCK])
     own = engines.p.keys.get("regroup_kernels") == "own"
     for rank in noted(pair.prefill):
         pair.cluster.progress(f"figure: {engines}: kernels of a rank: {sorted(rank.kernels)}")
