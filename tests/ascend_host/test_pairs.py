@@ -660,7 +660,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (
         Engines(
             "field dsv4 mtp 2to1",
-            "dsv4-mtp",
+            "dsv4-mtp-steady",
             p=Side(2, drafts=1),
             dtype="bfloat16",
             flags=SHORT_BLOCKS,
@@ -836,7 +836,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (
         Engines(
             "sizes dsv4 mtp 1to2",
-            "dsv4-mtp",
+            "dsv4-mtp-steady",
             p=Side(drafts=1),
             d=Side(2),
             dtype="bfloat16",
@@ -848,7 +848,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (
         Engines(
             "sizes dsv4 mtp 2to2",
-            "dsv4-mtp",
+            "dsv4-mtp-steady",
             p=Side(2),
             d=Side(2, drafts=1),
             dtype="bfloat16",
@@ -860,7 +860,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (
         Engines(
             "sizes dsv4 mtp 4to2",
-            "dsv4-mtp",
+            "dsv4-mtp-steady",
             p=Side(4),
             d=Side(2, drafts=1),
             dtype="bfloat16",

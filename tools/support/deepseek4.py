@@ -14,6 +14,7 @@ from typing import Any
 FAMILY = "deepseek_v4"
 RATIOS = (0, 4, 128, 4)  # tokens of a layer's compressed entries; 0: none
 DRAFTED_RATIOS = (4, 128, 4, 0)  # of a model whose draft layer is made from its last one: that has a window alone
+EXPERTS, OF_A_TOKEN = 8, 2
 HASHED = 3  # so many layers choose experts by the token itself, as in the checkpoints
 FEW = 3.0  # factor of entries for 128 tokens, of which a prompt here has one or two beside a window of tokens
 CHOSEN, EVERY = 16, 512  # entries that an indexer chooses; so many that prompts of 2,048 tokens have no more
@@ -24,7 +25,11 @@ ROTATION = {"type": "yarn", "factor": 1, "beta_fast": 32, "beta_slow": 1}
 
 
 def model(sizes: dict[str, Any], head_dim: int, window: int, ratios: tuple[int, ...], *, steady: bool) -> Any:
-    """Return the model with random weights, in float32. `steady`: nothing in it chooses by rounded numbers."""
+    """Return the model with random weights, in float32.
+
+    `steady`: nothing in it chooses by rounded numbers. Each token has all experts, and each query all entries. (An
+    engine's draft layer never chooses experts by the token, so to let all layers do so would be no way.)
+    """
     import torch
     import transformers
 
@@ -39,11 +44,11 @@ def model(sizes: dict[str, Any], head_dim: int, window: int, ratios: tuple[int, 
             q_lora_rank=128,
             o_groups=4,
             o_lora_rank=64,
-            n_routed_experts=8,
+            n_routed_experts=OF_A_TOKEN if steady else EXPERTS,
             n_shared_experts=1,
-            num_experts_per_tok=2,
+            num_experts_per_tok=OF_A_TOKEN,
             compress_ratios=list(ratios),
-            num_hash_layers=len(ratios) if steady else HASHED,
+            num_hash_layers=HASHED,
             index_n_heads=16,  # so many that few entries have no score at all, among which the choice would be arbitrary
             index_topk=EVERY if steady else CHOSEN,
             sliding_window=window,
@@ -82,7 +87,7 @@ def _stays_wide(name: str) -> bool:
     return name.endswith(wide)
 
 
-def as_deepseek(directory: Path, ratios: tuple[int, ...], *, drafts: bool, steady: bool) -> None:
+def as_deepseek(directory: Path, ratios: tuple[int, ...], *, drafts: bool) -> None:
     """Give a checkpoint of transformers DeepSeek's names and configuration, and a draft layer if it is to have one."""
     import torch
     from safetensors.torch import load_file, save_file
@@ -100,7 +105,7 @@ def as_deepseek(directory: Path, ratios: tuple[int, ...], *, drafts: bool, stead
         facts.pop(key)
     more = {
         "compress_ratios": [*ratios, 0],  # the last is of a draft layer
-        "num_hash_layers": len(ratios) if steady else HASHED,
+        "num_hash_layers": HASHED,
         "rope_scaling": {**ROTATION, "original_max_position_embeddings": facts["max_position_embeddings"]},
         "dtype": "bfloat16",
     }

@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 SPARSE = ("deepseek_v32", "glm_moe_dsa")  # MLA with an indexer that picks 2,048 tokens
 INDEX_DIM = 24  # a size that nothing else has
-FORMAT = 1  # increase when a recipe's meaning changes, so that old directories are rewritten
+FORMAT = 2  # increase when a recipe's meaning changes, so that old directories are rewritten
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,9 @@ RECIPES = {
     "dsv4": Recipe("deepseek_v4", 4, 4, 1, head_dim=512, hidden=256, intermediate=64, max_len=8192, window=128),
     "dsv4-steady": Recipe("deepseek_v4", 4, 4, 1, 512, 256, 64, max_len=8192, window=128, steady=True),
     "dsv4-mtp": Recipe("deepseek_v4", 4, 4, 1, 512, 256, 64, max_len=8192, window=128, one_layer_decides=True),
+    "dsv4-mtp-steady": Recipe(
+        "deepseek_v4", 4, 4, 1, 512, 256, 64, max_len=8192, window=128, one_layer_decides=True, steady=True
+    ),
     "glm5": Recipe("glm_moe_dsa", 4, 4, 4, head_dim=128, hidden=256, intermediate=512),
     "glm5-mtp": Recipe("glm_moe_dsa", 4, 4, 4, head_dim=128, hidden=256, intermediate=512, one_layer_decides=True),
     # one KV head, kept like MLA's latent; in plain torch (tests/integration/plugins/kinds)
@@ -195,7 +198,7 @@ def _write(recipe: Recipe, directory: Path) -> None:
     if recipe.family == "latent":
         _make_latent(recipe, directory)
     if recipe.family == deepseek4.FAMILY:
-        deepseek4.as_deepseek(directory, _ratios(recipe), drafts=recipe.one_layer_decides, steady=recipe.steady)
+        deepseek4.as_deepseek(directory, _ratios(recipe), drafts=recipe.one_layer_decides)
 
 
 def _sizes(recipe: Recipe) -> dict[str, Any]:
