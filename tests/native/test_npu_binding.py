@@ -17,6 +17,10 @@ from pathlib import Path
 import pytest
 from npu_build import Build, interpreter
 
+# Of a program. That of four ranks takes two minutes on two quiet cores, and more than four beside two pairs of engines.
+DEADLINE_S = 800.0
+pytestmark = pytest.mark.timeout(900)
+
 HERE = Path(__file__).resolve().parent
 Scenario = Callable[..., str]
 
@@ -65,7 +69,7 @@ def _run(build: Build, names: tuple[str, ...], environment: dict[str, str]) -> d
         env=build.environment() | environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=DEADLINE_S,
         check=False,
     )
     results = dict(line.split(": ", 1) for line in done.stdout.splitlines() if line.split(": ", 1)[0] in names)
