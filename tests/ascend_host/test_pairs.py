@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_sets import BLOCK, CHUNK, SHORT_BLOCKS, Engines, Machine, Side, additional, few_blocks
@@ -46,6 +47,19 @@ CACHED = ("--enable-prefix-caching",)  # states are kept at the ends of blocks t
 FULL = "FULL_DECODE_ONLY"
 LONG = 4096  # an indexer picks 2,048 tokens, whatever the model's index_topk: its keys affect answers to longer prompts
 ROOM = ("--kv-cache-memory-bytes", str(64 << 20))
+DSA_MTP: dict[str, Any] = {
+    "model": "dsv32-mtp",
+    "dtype": "bfloat16",
+    "flags": ROOM,
+    "draft": MTP3,
+    "max_len": LONG,
+}
+DSV4_MTP: dict[str, Any] = {
+    "model": "dsv4-mtp-steady",
+    "dtype": "bfloat16",
+    "flags": SHORT_BLOCKS,
+    "draft": MTP3,
+}
 IN_INT8 = {"enable_sparse_sfa_c8": True, "enable_sparse_li_c8": True}
 C8 = additional(**IN_INT8)
 C8_IN_RUNS = additional(**IN_INT8, c8_enable_reshape_optim=True)
@@ -657,17 +671,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         ),
         (*FEWER, replayed),
     ),
-    (
-        Engines(
-            "field dsv4 mtp 2to1",
-            "dsv4-mtp-steady",
-            p=Side(2, drafts=1),
-            dtype="bfloat16",
-            flags=SHORT_BLOCKS,
-            draft=MTP3,
-        ),
-        ENTRIES,
-    ),
+    (Engines("field dsv4 mtp 2to1", p=Side(2, drafts=1), **DSV4_MTP), ENTRIES),
     (
         Engines(
             "field dsv4 mtp dp 2to2",
@@ -776,8 +780,8 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("sizes moe pp 2to1", "moe", p=Side(pp=2), flags=EXPERTS), FEWER),
     (Engines("sizes mla 4to2", "mla", p=Side(4), d=Side(2), dtype="bfloat16"), FEWER),
     (Engines("sizes mla pp 2to1", "mla", p=Side(pp=2), dtype="bfloat16"), FEWER),
-    # The kinds with an indexer, compressed latents or states, with their drafts, in the sizes that are not above. Of P
-    # and D, one drafts one token where it has two ranks, so that each number is somewhere on either side.
+    # The kinds with an indexer, compressed latents or states, with their drafts, in the sizes that are not above.
+    # One of P and D drafts one token, the other three.
     (Engines("sizes dsa int8 1to2", "dsv32", d=Side(2), dtype="bfloat16", flags=C8, max_len=LONG), (*FEWER, chosen)),
     (
         Engines("sizes dsa int8 2to2", "dsv32", p=Side(2), d=Side(2), dtype="bfloat16", flags=C8, max_len=LONG),
@@ -787,45 +791,9 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         Engines("sizes dsa int8 4to2", "dsv32", p=Side(4), d=Side(2), dtype="bfloat16", flags=C8, max_len=LONG),
         (*FEWER, chosen),
     ),
-    (
-        Engines(
-            "sizes dsa mtp 1to2",
-            "dsv32-mtp",
-            p=Side(drafts=1),
-            d=Side(2),
-            dtype="bfloat16",
-            flags=ROOM,
-            draft=MTP3,
-            max_len=LONG,
-        ),
-        (*FEWER, chosen, drafts),
-    ),
-    (
-        Engines(
-            "sizes dsa mtp 2to2",
-            "dsv32-mtp",
-            p=Side(2),
-            d=Side(2, drafts=1),
-            dtype="bfloat16",
-            flags=ROOM,
-            draft=MTP3,
-            max_len=LONG,
-        ),
-        (*FEWER, chosen, drafts),
-    ),
-    (
-        Engines(
-            "sizes dsa mtp 4to2",
-            "dsv32-mtp",
-            p=Side(4),
-            d=Side(2, drafts=1),
-            dtype="bfloat16",
-            flags=ROOM,
-            draft=MTP3,
-            max_len=LONG,
-        ),
-        (*FEWER, chosen),
-    ),
+    (Engines("sizes dsa mtp 1to2", p=Side(drafts=1), d=Side(2), **DSA_MTP), (*FEWER, chosen, drafts)),
+    (Engines("sizes dsa mtp 2to2", p=Side(2), d=Side(2, drafts=1), **DSA_MTP), (*FEWER, chosen, drafts)),
+    (Engines("sizes dsa mtp 4to2", p=Side(4), d=Side(2, drafts=1), **DSA_MTP), (*FEWER, chosen)),
     (Engines("sizes dsa glm 1to2", "glm5", d=Side(2), dtype="bfloat16", max_len=LONG), (*FEWER, chosen)),
     (Engines("sizes dsa glm 2to2", "glm5", p=Side(2), d=Side(2), dtype="bfloat16", max_len=LONG), (*FEWER, chosen)),
     (Engines("sizes dsa glm 4to2", "glm5", p=Side(4), d=Side(2), dtype="bfloat16", max_len=LONG), (*FEWER, chosen)),
@@ -833,42 +801,9 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         Engines("sizes dsv4 4to2", "dsv4-steady", p=Side(4), d=Side(2), dtype="bfloat16", flags=SHORT_BLOCKS),
         ENTRIES,
     ),
-    (
-        Engines(
-            "sizes dsv4 mtp 1to2",
-            "dsv4-mtp-steady",
-            p=Side(drafts=1),
-            d=Side(2),
-            dtype="bfloat16",
-            flags=SHORT_BLOCKS,
-            draft=MTP3,
-        ),
-        ENTRIES,
-    ),
-    (
-        Engines(
-            "sizes dsv4 mtp 2to2",
-            "dsv4-mtp-steady",
-            p=Side(2),
-            d=Side(2, drafts=1),
-            dtype="bfloat16",
-            flags=SHORT_BLOCKS,
-            draft=MTP3,
-        ),
-        ENTRIES,
-    ),
-    (
-        Engines(
-            "sizes dsv4 mtp 4to2",
-            "dsv4-mtp-steady",
-            p=Side(4),
-            d=Side(2, drafts=1),
-            dtype="bfloat16",
-            flags=SHORT_BLOCKS,
-            draft=MTP3,
-        ),
-        ENTRIES,
-    ),
+    (Engines("sizes dsv4 mtp 1to2", p=Side(drafts=1), d=Side(2), **DSV4_MTP), ENTRIES),
+    (Engines("sizes dsv4 mtp 2to2", p=Side(2), d=Side(2, drafts=1), **DSV4_MTP), ENTRIES),
+    (Engines("sizes dsv4 mtp 4to2", p=Side(4), d=Side(2, drafts=1), **DSV4_MTP), ENTRIES),
     (
         Engines("sizes qwen3next mtp 1to2", "qwen3next-mtp", p=Side(drafts=1), d=Side(2), draft=MTP3),
         (*FEWER, blocks, drafts),
@@ -909,18 +844,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         ),
         (*FEWER, chosen, prefixes),
     ),
-    (
-        Engines(
-            "shapes dsa mtp 2to1",
-            "dsv32-mtp",
-            p=Side(2, drafts=1),
-            dtype="bfloat16",
-            flags=ROOM,
-            draft=MTP3,
-            max_len=LONG,
-        ),
-        (*FEWER, chosen, drafts, prefixes),
-    ),
+    (Engines("shapes dsa mtp 2to1", p=Side(2, drafts=1), **DSA_MTP), (*FEWER, chosen, drafts, prefixes)),
     (Engines("shapes dsa 4to2", "dsv32", p=Side(4), d=Side(2), dtype="bfloat16", max_len=LONG), (*FEWER, chosen)),
     (
         Engines("shapes dsa int8 2to1", "dsv32", p=Side(2, late_us=LATE), dtype="bfloat16", flags=C8, max_len=LONG),
