@@ -477,10 +477,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("dsa 1to1", "dsv32", p=Side(late_us=LATE), dtype="bfloat16", max_len=LONG), (*ALL, chosen)),
     (Engines("dsa 2to1", "dsv32", p=Side(2, late_us=LATE), dtype="bfloat16", max_len=LONG), (*ALL, chosen)),
     (Engines("dsa 1to2", "dsv32", d=Side(2), dtype="bfloat16", max_len=LONG), (*FEWER, chosen)),
-    (
-        Engines("dsa 1to1 mtp", "dsv32-mtp", dtype="bfloat16", flags=ROOM, draft=MTP3, max_len=LONG),
-        (*FEWER, chosen, drafts),
-    ),
+    (Engines("dsa 1to1 mtp", **DSA_MTP), (*FEWER, chosen, drafts)),
     (
         Engines("dsa 1to1 int8", "dsv32", p=Side(late_us=LATE), dtype="bfloat16", flags=C8, max_len=LONG),
         (*FEWER, chosen),

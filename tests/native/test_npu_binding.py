@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from npu_build import Build, interpreter
 
-# Of a program. That of four ranks takes two minutes on two quiet cores, and more than four beside two pairs of engines.
+# Of a program. That of four ranks takes two minutes on two quiet cores, and more than four beside engines of six ranks.
 DEADLINE_S = 800.0
 pytestmark = pytest.mark.timeout(900)
 
