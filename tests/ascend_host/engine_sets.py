@@ -162,7 +162,8 @@ class Engines:
         # alone it is right for one token only.
         alone = d[0] if self.p.pp > 1 or self.p.pcp > 1 else None
         tally = self.tally if machine.stands_in else rounded()
-        return Pair(cluster, cluster.metaserver([p], d, port, STRICT), p, tuple(d), tally, alone=alone)
+        front = cluster.metaserver([p], d, port, STRICT)
+        return Pair(cluster, front, p, tuple(d), tally, alone=alone, one_way=self.one_way)
 
     def specs(self, machine: Machine, cluster: Cluster, url: str) -> list[EngineSpec]:
         """Return P and all servers of D, for a metaserver at `url`."""

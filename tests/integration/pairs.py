@@ -58,6 +58,7 @@ class Pair:
     tally: AnswerTally
     alone: RunningServer | None = None  # the reference for answers; None: P
     more_prefill: tuple[RunningServer, ...] = ()  # other servers of the same P: its ranks have an address each
+    one_way: bool = True  # a token is computed alike wherever its prompt is cut
     left: int = 0  # last tokens of a prompt that P does not push, because D computes them for its first token
 
     @property
@@ -111,6 +112,15 @@ class Pair:
         for p, want, got in zip(prompts, expected, answers, strict=True):
             self.judge(name, p, want.tokens, got.tokens)
 
+    def in_turn(self, prompts: Sequence[Sequence[int]]) -> list[TimedAnswer]:
+        """Return a single engine's answers to one prompt after the other.
+
+        If the cut of a prompt matters, it has the earlier ones in its prefix cache, as P has.
+        """
+        salts = [fresh_salt("reference") for _ in prompts] if self.one_way else [fresh_salt("reference")] * len(prompts)
+        bodies = [body_of(p, 12, cache_salt=salt) for p, salt in zip(prompts, salts, strict=True)]
+        return [complete(self.reference.url, body) for body in bodies]
+
     def check_prefix_on_decode(self, block: int, dropped: int = 0) -> None:
         """Check that D loads only what it does not have: none of the full blocks in its cache.
 
@@ -118,34 +128,46 @@ class Pair:
         """
         head = fresh_prompt(5 * block)
         first = [*head, *fresh_prompt(block + 8)]
-        self.check([first], name="cold")
         cases = (
             ([*head, *fresh_prompt(3 * block + 5)], 3 * block + 5),  # part of it is cached
             (first, 8),  # all full blocks are cached
             (head, block),  # only whole blocks: D computes in the last one itself, so it loads that again
         )
-        for tokens, beyond in cases:
+        cold, *expected = self.in_turn([first, *(tokens for tokens, _ in cases)])
+        self.check([first], name="cold", expected=[cold])
+        for (tokens, beyond), want in zip(cases, expected, strict=True):
             wanted = beyond + dropped
             before = self.loaded_tokens()
             answer = complete(self.front.url, body_of(tokens, 12))
             loaded = self.loaded_tokens() - before
             assert loaded == wanted, f"D loaded {loaded} of {len(tokens)} tokens, {wanted} were wanted"
-            self.compare([tokens], [answer], f"with {len(tokens) - wanted} tokens on D")
+            self.judge(f"with {len(tokens) - wanted} tokens on D", tokens, want.tokens, answer.tokens)
 
     def check_prefix_on_prefill(self, block: int, dropped: int = 0) -> None:
         """Check that P also pushes a prefix that it did not compute for this request; `dropped` as above."""
         head = fresh_prompt(6 * block)
-        complete(self.prefill.url, body_of([*head, 9], 1))  # to P only: D does not have it
+        prompts = [[*head, 9], [*head, *fresh_prompt(50)]]
+        expected = self.in_turn(prompts)[1:]
+        complete(self.prefill.url, body_of(prompts[0], 1))  # to P only: D does not have it
         before = counter(self.prefill, "vllm:prefix_cache_hits_total")
-        self.check([[*head, *fresh_prompt(50)]], name="prefix on P")
+        self.check(prompts[1:], name="prefix on P", expected=expected)
         hits = before + len(head) - dropped
         eventually(lambda: counter(self.prefill, "vllm:prefix_cache_hits_total") >= hits, "P takes what it has cached")
         # Behind a long prompt the others wait, and then share blocks in the very step that computes them. How much of
-        # them D loads depends on the order of arrival there too.
-        head = fresh_prompt(6 * block)
-        prompts = [fresh_prompt(min(24 * block, 1200)), *([*head, *fresh_prompt(20 + i)] for i in range(4))]
+        # them D loads depends on the order of arrival there too, and so do which of them computes the head, and where
+        # the long one is cut. Two with two blocks fit into one step, which cuts neither.
+        blocks, others = (6, 4) if self.one_way else (2, 2)
+        head, long = fresh_prompt(blocks * block), fresh_prompt(min(24 * block, 1024))
+        prompts = [[*head, *fresh_prompt(20 + i)] for i in range(others)]
         failed = self.failed_transfers()
-        self.compare(prompts, gather(self.front.url, [body_of(p, 12) for p in prompts]), "one head at once")
+        first, *answers = gather(self.front.url, [body_of(p, 12) for p in (long, *prompts)])
+        if self.one_way:
+            self.compare([long, *prompts], [first, *answers], "one head at once")
+        else:
+            for p, answer in zip(prompts, answers, strict=True):
+                anew, behind = self.in_turn([p])[0], self.in_turn([[*head, 9], p])[1]
+                want = behind if answer.tokens == behind.tokens else anew
+                self.judge("one head at once", p, want.tokens, answer.tokens)
         assert self.failed_transfers() == failed
 
     def check_prefix_of_states(self, block: int, dropped: int = 0) -> None:
@@ -154,19 +176,23 @@ class Pair:
         `dropped`: tokens at the end of a cached prefix that vLLM does not use, as with a draft model.
         """
         head, cached = fresh_prompt(2 * block + 9), 2 * block - dropped
-        self.check([head], name="cold")
-        for longer in ([*head, *fresh_prompt(block)], [*head[: 2 * block], *fresh_prompt(7)]):
+        prompts = [head, [*head, *fresh_prompt(block)], [*head[: 2 * block], *fresh_prompt(7)]]
+        expected = self.in_turn(prompts)
+        self.check(prompts[:1], name="cold", expected=expected[:1])
+        for longer, want in zip(prompts[1:], expected[1:], strict=True):
             before = self.loaded_tokens()
             answer = complete(self.front.url, body_of(longer, 12))
             loaded = self.loaded_tokens() - before
-            self.compare([longer], [answer], "a prefix on D")
+            self.judge("a prefix on D", longer, want.tokens, answer.tokens)
             wanted = len(longer) - self.left
             assert loaded in (wanted, wanted - cached), f"D loaded {loaded} of {len(longer)} tokens"
         head = fresh_prompt(2 * block + 5)
+        prompts = [head, [*head, *fresh_prompt(50)], [*head[: 2 * block], *fresh_prompt(1)]]
+        expected = self.in_turn(prompts)
         before = counter(self.prefill, "vllm:prefix_cache_hits_total")
         complete(self.prefill.url, body_of(head, 1))  # to P only: D does not have it
-        self.check([[*head, *fresh_prompt(50)]], name="a prefix on P")
-        self.check([[*head[: 2 * block], *fresh_prompt(1)]], name="a prefix that is all of it on P")
+        self.check(prompts[1:2], name="a prefix on P", expected=expected[1:2])
+        self.check(prompts[2:], name="a prefix that is all of it on P", expected=expected[2:])
         hits = before + cached
         eventually(lambda: counter(self.prefill, "vllm:prefix_cache_hits_total") >= hits, "P takes what it has cached")
 
