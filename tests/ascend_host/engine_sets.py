@@ -104,6 +104,11 @@ class Side:
         return self.tp * self.pp * self.pcp * self.dp
 
     @property
+    def sums(self) -> tuple[object, ...]:
+        """Return what decides how its ranks divide their sums."""
+        return self.tp, self.switches, any("enable_shared_expert_dp" in flag for flag in self.flags)
+
+    @property
     def environment(self) -> dict[str, str]:
         return {
             "STAND_IN_DEVICES": "8",
@@ -188,13 +193,12 @@ class Engines:
 
         Attention merged from parts of the keys rounds differently from attention over all, and two tokens at a time
         differently from one. So does a D with few blocks, which computes again what it preempts. Two ranks each round
-        their half of a sum, with tokens divided in another order.
+        their half of a sum, with tokens divided in another order, and one that has a shared expert whole rounds once.
         """
         merges = self.p.dcp * self.p.pcp * self.d.dcp > 1
         again = any("num-gpu-blocks" in flag for flag in self.d.flags)
         otherwise = not self.one_way and (merges or again or self.draft)
-        alike = (self.p.tp, self.p.switches) == (self.d.tp, self.d.switches)
-        otherwise = otherwise or (self.dtype == "bfloat16" and not alike)
+        otherwise = otherwise or (self.dtype == "bfloat16" and self.p.sums != self.d.sums)
         return rounded() if otherwise else AnswerTally()
 
     def _keys(self, machine: Machine, side: Side) -> dict[str, Any]:
