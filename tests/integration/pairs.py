@@ -117,9 +117,10 @@ class Pair:
 
         If the cut of a prompt matters, it has the earlier ones in its prefix cache, as P has.
         """
-        salts = [fresh_salt("reference") for _ in prompts] if self.one_way else [fresh_salt("reference")] * len(prompts)
-        bodies = [body_of(p, 12, cache_salt=salt) for p, salt in zip(prompts, salts, strict=True)]
-        return [complete(self.reference.url, body) for body in bodies]
+        if self.one_way:
+            return [answer for p in prompts for answer in reference_answers(self.reference, [p], 12)]
+        salt = fresh_salt("reference")
+        return [complete(self.reference.url, body_of(p, 12, cache_salt=salt)) for p in prompts]
 
     def check_prefix_on_decode(self, block: int, dropped: int = 0) -> None:
         """Check that D loads only what it does not have: none of the full blocks in its cache.
