@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_ascend_pd import admission, compat, first_token, older_groups, patience
+from vllm_ascend_pd import admission, compat, first_token, older_groups, patience, standstill
 from vllm_ascend_pd.both import BothScheduler, BothWorker
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import Engine, WorkerFacts
@@ -260,6 +260,7 @@ def _scheduler(
         "vocabulary": vocabulary,
         "whole": first_token.can_fail(),
         "fails": fails,
+        "yields": _yields(vllm_config),
     }
     decode = DecodeScheduler(engine, waiting, **facts)
     return BothScheduler(prefill, decode) if prefill is not None else decode
@@ -302,6 +303,12 @@ def _first_tokens(engine: Engine, vllm_config: Any) -> int:
         log.warning("P's first token is not used: %s. D computes the last token of each prompt again", why)
         return 0
     return int(vllm_config.model_config.get_vocab_size())
+
+
+def _yields(vllm_config: Any) -> bool:
+    if why := standstill.install(vllm_config):
+        log.warning("if loaded requests hold all blocks and none finds one more, they wait for good: %s", why)
+    return not why
 
 
 def _install_patience(engine: Engine, *, lock_step: bool) -> None:

@@ -206,6 +206,10 @@ CATALOGUE: dict[str, Entry] = {
         "The KV came, and prefill's first token did not ({why}): behind a whole prompt of windows or states nothing else can begin.",
         "Nothing to do for one request. If it happens often, raise lease_s and first_token_wait_s, or set first_token to off on decode.",
     ),
+    "PD-XFER-009": Entry(
+        "Loaded requests hold all blocks, and none of them can go on: this one gives its blocks back, and its prompt is computed here.",
+        "Nothing to do for one request. If it happens often, give decode blocks for several times max_model_len.",
+    ),
 }  # fmt: skip
 
 

@@ -86,9 +86,7 @@ class StepHooks:
 
 def install(vllm_config: Any) -> str:
     """Wrap vLLM's scheduler, once. Return why not; empty: it is wrapped."""
-    if not (why := unproven(vllm_config)):
-        wrap_outputs(vllm_config.scheduler_config.get_scheduler_cls())
-    return why
+    return unproven(vllm_config) or wrap_outputs(vllm_config.scheduler_config.get_scheduler_cls())
 
 
 def defining(scheduler: type, name: str) -> Any:
@@ -96,12 +94,15 @@ def defining(scheduler: type, name: str) -> Any:
     return next(owner for owner in scheduler.__mro__ if name in vars(owner))
 
 
-def wrap_outputs(scheduler: type) -> None:
-    """Call the connector's StepHooks around `update_from_output`, once."""
+def wrap_outputs(scheduler: type) -> str:
+    """Call the connector's StepHooks around `update_from_output`, once. Return why not; empty: it is wrapped."""
+    for name, shape in OUTPUTS.items():
+        if tuple(inspect.signature(getattr(scheduler, name, lambda: None)).parameters) != shape:
+            return f"the scheduler {scheduler.__name__} differs in {name}"
     owner = defining(scheduler, "update_from_output")
     original = owner.update_from_output
     if hasattr(original, WRAPPED):
-        return
+        return ""
 
     @functools.wraps(original)
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -117,6 +118,7 @@ def wrap_outputs(scheduler: type) -> None:
 
     setattr(update_from_output, WRAPPED, True)
     owner.update_from_output = update_from_output
+    return ""
 
 
 def install_on_worker(vllm_config: Any) -> str:

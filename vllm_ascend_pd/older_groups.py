@@ -15,7 +15,6 @@ D has without its state (`take_whole_prefixes`).
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +25,6 @@ from vllm_ascend_pd.compat import HAS_TRANSFER_RESULTS
 VERSIONS = ("0.23.",)
 _SCHEDULE = "schedule"
 _USED = (_SCHEDULE, "_update_waiting_for_remote_kv", "_update_from_kv_xfer_finished", "finish_requests")
-_SHAPES = first_token.OUTPUTS
 
 
 def needed() -> bool:
@@ -48,17 +46,11 @@ def unproven() -> str:
 def install(vllm_config: Any) -> str:
     """Wrap the engine's scheduler, once. Return why not; empty: it is wrapped."""
     scheduler = vllm_config.scheduler_config.get_scheduler_cls()
-    found = [name for name in _USED if not hasattr(scheduler, name)]
-    found += [
-        name
-        for name, shape in _SHAPES.items()
-        if tuple(inspect.signature(getattr(scheduler, name, lambda: None)).parameters) != shape
-    ]
-    if found:
+    if found := [name for name in _USED if not hasattr(scheduler, name)]:
         return f"the scheduler {scheduler.__name__} differs in {', '.join(found)}"
-    _wrap_schedule(first_token.defining(scheduler, _SCHEDULE))
-    first_token.wrap_outputs(scheduler)
-    return ""
+    if not (why := first_token.wrap_outputs(scheduler)):
+        _wrap_schedule(first_token.defining(scheduler, _SCHEDULE))
+    return why
 
 
 def _wrap_schedule(owner: Any) -> None:

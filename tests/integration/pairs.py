@@ -157,8 +157,10 @@ class Pair:
         # Behind a long prompt the others wait, and then share blocks in the very step that computes them. How much of
         # them D loads depends on the order of arrival there too, and so do which of them computes the head, and where
         # the long one is cut. Two with two blocks fit into one step, which cuts neither.
-        blocks, others, longest = (6, 4, 1200) if self.one_way else (2, 2, 1024)
-        head, long = fresh_prompt(blocks * block), fresh_prompt(min(24 * block, longest))
+        # The long prompt fills its last block: with P's first token it needs one more. On the smallest D's the loaded
+        # requests hold all blocks then.
+        blocks, others = (6, 4) if self.one_way else (2, 2)
+        head, long = fresh_prompt(blocks * block), fresh_prompt(min(24 * block, 1024))
         prompts = [[*head, *fresh_prompt(20 + i)] for i in range(others)]
         failed = self.failed_transfers()
         first, *answers = gather(self.front.url, [body_of(p, 12) for p in (long, *prompts)])

@@ -23,6 +23,7 @@ from vllm_ascend_pd.decode.metaserver import MetaserverClient, Outcome
 from vllm_ascend_pd.decode.offering import Offering
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
 from vllm_ascend_pd.errors import LocalProtocolError, PdError, one_line
+from vllm_ascend_pd.first_token import StepHooks
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.metadata import DecodeStep, LoadEnd
 from vllm_ascend_pd.observe import trace
@@ -38,6 +39,7 @@ from vllm_ascend_pd.protocol.versions import WHOLE
 from vllm_ascend_pd.roles import SchedulerRole, StepMetadata, WorkerNews
 from vllm_ascend_pd.shared.loop import LoopThread
 from vllm_ascend_pd.shared.wake import Doorbell
+from vllm_ascend_pd.standstill import Standstill
 
 log = logging.getLogger(__name__)
 
@@ -107,10 +109,12 @@ class DecodeScheduler(SchedulerRole):
         vocabulary: int = 0,
         whole: bool = False,
         fails: bool = False,
+        yields: bool = False,
     ) -> None:
         """`longest`: tokens of this engine's longest prompt. `vocabulary`: its size if P's first token is taken, or 0.
         `whole`: with P's first token, all of a prompt may be loaded into any cache. `fails`: this vLLM does not take
-        failed loads by request, so they are failed around its step.
+        failed loads by request, so they are failed around its step. `yields`: a loaded request gives its blocks back
+        where nothing else could go on.
         """
         self._engine, self._patience = engine, patience
         if longest:
@@ -127,6 +131,7 @@ class DecodeScheduler(SchedulerRole):
             LoadBook(engine.incarnation), FirstTokenBook(timers.first_token_wait_s, timers.lease_s)
         )
         self.first_tokens = FirstTokenReceiver(engine, self.tally, vocabulary, self._requests, self, whole=whole)
+        self._standstill = Standstill(self._gave_back) if yields else None
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         geometry = merge_geometries(workers)
@@ -259,6 +264,8 @@ class DecodeScheduler(SchedulerRole):
         # vllm-ascend's recompute scheduler ends requests that find no block in a step, and reports it nowhere else.
         for dropped in getattr(output, "recomputed_reqs", None) or ():
             self.finished(dropped.request_id)
+        if self._standstill is not None:
+            self._standstill.scheduled(output.total_num_scheduled_tokens)
         return StepMetadata(decode=self.build_step())
 
     def build_step(self) -> DecodeStep:
@@ -322,8 +329,8 @@ class DecodeScheduler(SchedulerRole):
             self._online.client.report(asked.way.metaserver, asked.report)
         asked.untold = False
 
-    def around(self) -> tuple[FirstTokenReceiver, ...]:
-        return (self.first_tokens,)
+    def around(self) -> tuple[StepHooks, ...]:
+        return (self.first_tokens,) if self._standstill is None else (self.first_tokens, self._standstill)
 
     def holds(self, request_id: str) -> bool:
         return self._requests.first_token_book.holds(request_id) or request_id in self._failing
@@ -360,6 +367,11 @@ class DecodeScheduler(SchedulerRole):
             self.tally.count("num_kv_expired_reqs", code)
         if self._recomputes:
             self.tally.count("num_recomputed_reqs", code)
+
+    def _gave_back(self, request_id: str) -> None:
+        error = PdError("PD-XFER-009")
+        log.warning("request %s: %s", request_id, error)
+        self.tally.count("num_recomputed_reqs", error.code)
 
     def _expects_nothing(self, asked: _AskedLoad) -> None:
         """Drop the offer to a P whose last answer would still have brought a first token."""

@@ -57,7 +57,7 @@ METRICS: dict[str, Metric] = {
     "num_side_channel_faults": Metric(
         "count", "What went wrong on the side channel of a worker or scheduler, by reason (docs/operations.md)."
     ),
-    "num_recomputed_reqs": Metric("count", "Requests whose prompt D computes itself after a failed load, by reason."),
+    "num_recomputed_reqs": Metric("count", "Requests whose prompt D computes itself after a load, by reason."),
     "reservations_open": Metric("level", "Reservations of D that have not ended."),
     "blocks_quarantined": Metric("level", "Blocks of D that are held until their writers are known to be quiet."),
     "blocks_held": Metric("level", "Blocks of P that are held for a decode engine that has not come yet."),

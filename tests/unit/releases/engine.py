@@ -86,7 +86,9 @@ for _name in WORKER_HOOKS:
 class ReleaseEngine:
     """`tp` workers in this process, over the memory transport. `names`: request ids → names of their prompts."""
 
-    def __init__(self, role: str, tp: int, extra: dict[str, Any], policy: str = "fail", chunk: int = 128) -> None:
+    def __init__(
+        self, role: str, tp: int, extra: dict[str, Any], policy: str = "fail", chunk: int = 128, blocks: int = BLOCKS
+    ) -> None:
         settings = {"transport": "memory", "regroup": "never", "patient_shm": "off", "verify": "full", **extra}
         self.config = vllm_config(
             role,
@@ -99,15 +101,15 @@ class ReleaseEngine:
             max_model_len=256,
         )
         self.config.kv_transfer_config.kv_load_failure_policy = policy
-        self.config.cache_config.num_gpu_blocks = BLOCKS
+        self.config.cache_config.num_gpu_blocks = blocks
         self.tp = tp
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS // tp, head_size=DIM, dtype=torch.float32)
         self._caches = KVCacheConfig(
-            num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)]
+            num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)]
         )
         manager = StructuredOutputManager(self.config)
         self.scheduler: Any = Scheduler(self.config, self._caches, manager, block_size=BLOCK)
-        shape = (BLOCKS, BLOCK, HEADS // tp, DIM)
+        shape = (blocks, BLOCK, HEADS // tp, DIM)
         self.tensors = [
             {name: (torch.full(shape, UNTOUCHED), torch.full(shape, UNTOUCHED)) for name in LAYERS} for _ in range(tp)
         ]

@@ -11,6 +11,7 @@ import queue
 import sys
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ from fake_metaserver import fake_metaserver
 from tools.support.process import free_port
 from unit.admission.vllm_configs import LAYERS
 from unit.decode import worker_batch
-from unit.releases.engine import BLOCK, WORKER_HOOKS, ReleaseEngine
+from unit.releases.engine import BLOCK, BLOCKS, WORKER_HOOKS, ReleaseEngine
 from vllm_ascend_pd import compat
 
 SHORT_TIMES = {"transfer_timeout_s": 5.0, "quiet_extra_s": 2.0, "lease_s": 3.0, "margin_s": 0.5}
@@ -37,13 +38,15 @@ LINES = {
 class ReleasePair:
     """A P and a D. `outcome`: end of the metaserver's answer."""
 
-    def __init__(self, url: str, p_tp: int, d_tp: int, policy: str) -> None:
+    def __init__(self, url: str, p_tp: int, d_tp: int, policy: str, d_blocks: int) -> None:
         self.url = url
         self.reservations: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.outcome = "prefilled"
-        self.firsts: queue.SimpleQueue[str] = queue.SimpleQueue()  # P's first tokens, sealed, for "first token"
+        self.firsts: dict[str, queue.SimpleQueue[str]] = defaultdict(queue.SimpleQueue)  # P's, sealed, by ticket
         self.prefill = ReleaseEngine("kv_producer", p_tp, SHORT_TIMES, chunk=96)
-        self.decode = ReleaseEngine("kv_consumer", d_tp, {"metaserver_urls": [url], **SHORT_TIMES}, policy)
+        self.decode = ReleaseEngine(
+            "kv_consumer", d_tp, {"metaserver_urls": [url], **SHORT_TIMES}, policy, blocks=d_blocks
+        )
         self.blocks: dict[str, list[int]] = {}
 
     def answer(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
@@ -51,7 +54,7 @@ class ReleasePair:
             return 200, []  # a load report
         self.reservations.put(body)
         if self.outcome == "first token":
-            first = self.firsts.get(timeout=10.0)
+            first = self.firsts[body["ticket"]].get(timeout=10.0)
             return 200, [{"event": "accepted", "prefill": "here"}, {**LINES["prefilled"], "first": first}]
         return 200, [{"event": "accepted", "prefill": "here"}, LINES[self.outcome]]
 
@@ -80,9 +83,9 @@ class ReleasePair:
 
 
 @contextmanager
-def site(p_tp: int = 2, d_tp: int = 1, policy: str = "fail") -> Iterator[ReleasePair]:
+def site(p_tp: int = 2, d_tp: int = 1, policy: str = "fail", d_blocks: int = BLOCKS) -> Iterator[ReleasePair]:
     port = free_port()
-    made = ReleasePair(f"http://127.0.0.1:{port}", p_tp, d_tp, policy)
+    made = ReleasePair(f"http://127.0.0.1:{port}", p_tp, d_tp, policy, d_blocks)
     with fake_metaserver(port, made.answer):
         free = made.prefill.free_blocks, made.decode.free_blocks
         yield made
@@ -244,6 +247,10 @@ def failed_loads_are_recomputed_as_configured() -> None:
     check(len(tokens) == 3 and str(answers[-1].finish_reason) == "length", f"{answers}")
 
 
+def _pass_token(pair: ReleasePair, name: str) -> None:
+    pair.firsts[name].put(pair.prefill.answers[f"{name}-p"][-1].kv_transfer_params["pd_push"]["first"])
+
+
 def first_tokens_are_p_s() -> None:
     """D computes one token less of each, and none if the first token ends the request."""
     with site() as pair:
@@ -252,7 +259,7 @@ def first_tokens_are_p_s() -> None:
             pair.send(name, prompt(name, 100), max_tokens)
             before = pair.decode.steps
             pair.until(lambda name=name: f"{name}-p" in pair.prefill.answers, "P has answered")  # type: ignore[misc]
-            pair.firsts.put(pair.prefill.answers[f"{name}-p"][-1].kv_transfer_params["pd_push"]["first"])
+            _pass_token(pair, name)
             pair.until(lambda name=name: pair.decode.request(f"{name}-d") is None, "D has answered")  # type: ignore[misc]
             answers = pair.decode.answers[f"{name}-d"]
             tokens = [token for one in answers for token in one.new_token_ids]
@@ -275,7 +282,7 @@ def first_tokens_that_do_not_come_are_computed() -> None:
         pair.outcome, pair.prefill.token = "first token", 9
         for name, first in (("mute", ""), ("false", "bm9uc2Vuc2U=")):
             pair.send(name, prompt(name, 100))
-            pair.firsts.put(first)
+            pair.firsts[name].put(first)
             pair.until(lambda name=name: pair.decode.request(f"{name}-d") is None, "D has answered")  # type: ignore[misc]
             answers = pair.decode.answers[f"{name}-d"]
             check([token for one in answers for token in one.new_token_ids] == [5, 5, 5], f"{answers}")
@@ -295,7 +302,40 @@ def aborted_while_held_gives_the_blocks_back() -> None:
         check(pair.decode.request("left-d").status == RequestStatus.WAITING_FOR_REMOTE_KVS, "vLLM has heard of it")
         pair.decode.scheduler.finish_requests("left-d", RequestStatus.FINISHED_ABORTED)
         pair.until(lambda: pair.decode.request("left-d") is None, "D is done with it")
-        pair.firsts.put("")
+        pair.firsts["left"].put("")
+
+
+def _full(lengths: dict[str, int]) -> dict[str, int]:
+    """Send prompts that fill D. Return how many tokens of each D computed itself, once all are answered."""
+    with site(policy="fail", d_blocks=1 + sum(-(-length // BLOCK) for length in lengths.values())) as pair:
+        pair.outcome, pair.prefill.token = "first token", 9
+        for name, length in lengths.items():
+            pair.send(name, prompt(name, length))
+        first, *others = lengths
+        pair.until(lambda: f"{first}-p" in pair.prefill.answers, "P has answered one")
+        _pass_token(pair, first)
+        pair.until(lambda: pair.decode.answers.get(f"{first}-d"), "D has begun it")
+        for name in others:
+            pair.until(lambda name=name: f"{name}-p" in pair.prefill.answers, "P has answered")  # type: ignore[misc]
+            _pass_token(pair, name)
+        for name in lengths:
+            pair.until(lambda name=name: pair.decode.request(f"{name}-d") is None, f"D has answered {name}")  # type: ignore[misc]
+            tokens = [token for one in pair.decode.answers[f"{name}-d"] for token in one.new_token_ids]
+            check(tokens == [9, 5, 5], f"{name}: {tokens}")
+        return {name: pair.decode.computed[f"{name}-d"] for name in lengths}
+
+
+def loaded_requests_that_hold_all_blocks_go_on() -> None:
+    """A prompt of whole blocks needs another one behind P's token. The last request of the queue gives up its own."""
+    whole, part = 7 * BLOCK, 7 * BLOCK + 5
+    found = _full({"whole": whole, "part": part})
+    check(found["whole"] == 0 and found["part"] > 0, f"computed on D: {found}")
+    found = _full({"part": part, "whole": whole})
+    check(found == {"whole": 0, "part": 0}, f"computed on D: {found}")
+    found = _full({"one": whole, "two": whole})
+    check(found["one"] == 0 and found["two"] > 0, f"computed on D: {found}")
+    found = _full({"one": whole, "two": whole, "three": part})
+    check(found["one"] == 0 and len([count for count in found.values() if count]) == 1, f"computed on D: {found}")
 
 
 SCENARIOS: tuple[Callable[[], None], ...] = (
@@ -314,6 +354,7 @@ SCENARIOS: tuple[Callable[[], None], ...] = (
     a_worker_s_batch_takes_the_token_as_an_output,
     first_tokens_that_do_not_come_are_computed,
     aborted_while_held_gives_the_blocks_back,
+    loaded_requests_that_hold_all_blocks_go_on,
 )
 
 

@@ -35,6 +35,7 @@ SCENARIOS = (
     "a_worker_s_batch_takes_the_token_as_an_output",
     "first_tokens_that_do_not_come_are_computed",
     "aborted_while_held_gives_the_blocks_back",
+    "loaded_requests_that_hold_all_blocks_go_on",
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # creating an environment takes a minute

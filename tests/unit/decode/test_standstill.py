@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a loaded request gives its blocks back. tests/unit/releases has the same with real schedulers of vLLM."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
+
+from vllm_ascend_pd import first_token, standstill
+from vllm_ascend_pd.standstill import MAX_STEPS, Standstill
+
+
+class Queue(deque[Any]):
+    def remove_request(self, request: Any) -> None:
+        self.remove(request)
+
+
+class Scheduler:
+    """What is read of vLLM's: one queue, or two, and the preemption."""
+
+    pause_state = PauseState.UNPAUSED
+
+    def __init__(self, *requests: Any, older: bool = False) -> None:
+        self.running: list[Any] = []
+        self.waiting = Queue()
+        self.finished_recving_kv_req_ids: set[str] = set()
+        setattr(self, "skipped_waiting" if older else "kv_holding_waiting", Queue(requests))
+
+    def _preempt_request(self, request: Any, timestamp: float) -> None:
+        assert request.status == RequestStatus.RUNNING
+        request.status, request.num_computed_tokens = RequestStatus.PREEMPTED, 0
+        self.waiting.appendleft(request)
+
+    def load(self, request: Any) -> None:
+        self.finished_recving_kv_req_ids.add(request.request_id)
+
+
+class Request(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def loads(name: str) -> Request:
+    return Request(request_id=name, status=RequestStatus.WAITING_FOR_REMOTE_KVS, num_computed_tokens=64)
+
+
+def waits(name: str) -> Request:
+    return Request(request_id=name, status=RequestStatus.WAITING, num_computed_tokens=64)
+
+
+@pytest.fixture
+def given() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def still(given: list[str]) -> Standstill:
+    return Standstill(given.append)
+
+
+def step(still: Standstill, scheduler: Scheduler, tokens: int = 0) -> None:
+    still.scheduled(tokens)
+    still.after(scheduler, {})
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_the_last_loaded_request_gives_its_blocks_back(still: Standstill, given: list[str], older: bool) -> None:
+    first, last, fresh = waits("first"), loads("last"), waits("fresh")
+    fresh.num_computed_tokens = 0
+    scheduler = Scheduler(first, last, older=older)
+    scheduler.waiting.append(fresh)
+    scheduler.load(last)
+    step(still, scheduler)
+    assert not given, "no step has passed them over yet"
+    step(still, scheduler)
+    assert given == ["last"]
+    assert list(scheduler.waiting) == [last, fresh] and not scheduler.finished_recving_kv_req_ids
+    assert last.status == RequestStatus.WAITING and last.num_computed_tokens == 0
+
+
+def test_steps_that_were_scheduled_before_it_loaded_do_not_count(still: Standstill, given: list[str]) -> None:
+    """With asynchronous scheduling a step is scheduled before the one before it is read."""
+    one, two = loads("one"), loads("two")
+    scheduler = Scheduler(one, two)
+    still.scheduled(0)
+    still.scheduled(0)
+    scheduler.load(one)
+    scheduler.load(two)
+    still.after(scheduler, {})  # both are known to be loaded from here on
+    still.scheduled(0)
+    still.after(scheduler, {})
+    assert not given, "that step was scheduled before"
+    still.after(scheduler, {})
+    assert given == ["two"]
+
+
+def test_steps_in_flight_take_no_second_one(still: Standstill, given: list[str]) -> None:
+    scheduler = Scheduler(waits("one"), waits("two"), waits("three"))
+    step(still, scheduler)
+    for _ in range(3):
+        still.scheduled(0)
+    for _ in range(3):
+        still.after(scheduler, {})
+    assert given == ["three"]
+    step(still, scheduler)
+    assert given == ["three", "two"], "the next step that was scheduled later passed them over again"
+
+
+def test_nothing_is_taken_while_something_runs_or_computes(still: Standstill, given: list[str]) -> None:
+    scheduler = Scheduler(waits("one"), waits("two"))
+    step(still, scheduler)
+    step(still, scheduler, tokens=1)
+    scheduler.running = [object()]
+    step(still, scheduler)
+    scheduler.running = []
+    scheduler.pause_state = PauseState.PAUSED_NEW
+    step(still, scheduler)
+    assert not given
+    scheduler.pause_state = PauseState.UNPAUSED
+    step(still, scheduler)
+    assert given == ["two"]
+
+
+def test_a_single_one_waits_for_those_that_still_load(still: Standstill, given: list[str]) -> None:
+    one, two = waits("one"), loads("two")
+    scheduler = Scheduler(one, two)
+    for _ in range(5):
+        step(still, scheduler)
+    assert not given
+    scheduler.load(two)
+    step(still, scheduler)
+    assert given == ["two"]
+    assert scheduler.waiting.popleft() is two
+    step(still, scheduler)
+    assert given == ["two", "one"], "nothing is left to wait for: what holds the blocks is not in the queue"
+
+
+def test_steps_that_nobody_reads_are_not_kept(still: Standstill) -> None:
+    """A connector inside another one gets no outputs to read."""
+    for _ in range(2 * MAX_STEPS):
+        still.scheduled(0)
+    assert len(still._steps) == MAX_STEPS
+    Standstill(lambda _: None).after(Scheduler(), {})
+
+
+def test_it_is_installed_where_it_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+
+    class Other:
+        pause_state = PauseState.UNPAUSED
+
+        def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+            return {}
+
+    def config() -> Any:
+        return SimpleNamespace(scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: Other))
+
+    assert standstill.install(config()) == "the scheduler Other has no _preempt_request"
+    monkeypatch.setattr(Other, "_preempt_request", lambda *_: None, raising=False)
+    assert standstill.install(config()) == standstill.install(config()) == ""
+    assert hasattr(Other.update_from_output, first_token.WRAPPED)
+    monkeypatch.setattr(Other, "update_from_output", lambda self, output: {})
+    assert standstill.install(config()) == "the scheduler Other differs in update_from_output"
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    assert standstill.install(config()) == "vLLM 0.99.0 was not tried"
