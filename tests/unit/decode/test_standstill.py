@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a loaded request gives its blocks back. tests/unit/releases has the same with real schedulers of vLLM."""
+"""Conditions of a loaded request's giving back of its blocks. tests/unit/releases has real schedulers of vLLM."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from vllm_ascend_pd import first_token, standstill
 from vllm_ascend_pd.standstill import MAX_STEPS, Standstill
 
 
-class Queue(deque[Any]):
+class RequestQueue(deque[Any]):
     def remove_request(self, request: Any) -> None:
         self.remove(request)
 
 
-class Scheduler:
-    """What is read of vLLM's: one queue, or two, and the preemption."""
+class ScriptedScheduler:
+    """Stand-in for vLLM's: its queues and its preemption."""
 
     pause_state = PauseState.UNPAUSED
 
     def __init__(self, *requests: Any, older: bool = False) -> None:
         self.running: list[Any] = []
-        self.waiting = Queue()
+        self.waiting = RequestQueue()
         self.finished_recving_kv_req_ids: set[str] = set()
-        setattr(self, "skipped_waiting" if older else "kv_holding_waiting", Queue(requests))
+        setattr(self, "skipped_waiting" if older else "kv_holding_waiting", RequestQueue(requests))
 
     def _preempt_request(self, request: Any, timestamp: float) -> None:
         assert request.status == RequestStatus.RUNNING
@@ -40,16 +40,16 @@ class Scheduler:
         self.finished_recving_kv_req_ids.add(request.request_id)
 
 
-class Request(SimpleNamespace):
+class WaitingRequest(SimpleNamespace):
     __hash__ = object.__hash__
 
 
-def loads(name: str) -> Request:
-    return Request(request_id=name, status=RequestStatus.WAITING_FOR_REMOTE_KVS, num_computed_tokens=64)
+def loads(name: str) -> WaitingRequest:
+    return WaitingRequest(request_id=name, status=RequestStatus.WAITING_FOR_REMOTE_KVS, num_computed_tokens=64)
 
 
-def waits(name: str) -> Request:
-    return Request(request_id=name, status=RequestStatus.WAITING, num_computed_tokens=64)
+def waits(name: str) -> WaitingRequest:
+    return WaitingRequest(request_id=name, status=RequestStatus.WAITING, num_computed_tokens=64)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def still(given: list[str]) -> Standstill:
     return Standstill(given.append)
 
 
-def step(still: Standstill, scheduler: Scheduler, tokens: int = 0) -> None:
+def step(still: Standstill, scheduler: ScriptedScheduler, tokens: int = 0) -> None:
     still.scheduled(tokens)
     still.after(scheduler, {})
 
@@ -71,7 +71,7 @@ def step(still: Standstill, scheduler: Scheduler, tokens: int = 0) -> None:
 def test_the_last_loaded_request_gives_its_blocks_back(still: Standstill, given: list[str], older: bool) -> None:
     first, last, fresh = waits("first"), loads("last"), waits("fresh")
     fresh.num_computed_tokens = 0
-    scheduler = Scheduler(first, last, older=older)
+    scheduler = ScriptedScheduler(first, last, older=older)
     scheduler.waiting.append(fresh)
     scheduler.load(last)
     step(still, scheduler)
@@ -85,7 +85,7 @@ def test_the_last_loaded_request_gives_its_blocks_back(still: Standstill, given:
 def test_steps_that_were_scheduled_before_it_loaded_do_not_count(still: Standstill, given: list[str]) -> None:
     """With asynchronous scheduling a step is scheduled before the one before it is read."""
     one, two = loads("one"), loads("two")
-    scheduler = Scheduler(one, two)
+    scheduler = ScriptedScheduler(one, two)
     still.scheduled(0)
     still.scheduled(0)
     scheduler.load(one)
@@ -99,7 +99,7 @@ def test_steps_that_were_scheduled_before_it_loaded_do_not_count(still: Standsti
 
 
 def test_steps_in_flight_take_no_second_one(still: Standstill, given: list[str]) -> None:
-    scheduler = Scheduler(waits("one"), waits("two"), waits("three"))
+    scheduler = ScriptedScheduler(waits("one"), waits("two"), waits("three"))
     step(still, scheduler)
     for _ in range(3):
         still.scheduled(0)
@@ -111,7 +111,7 @@ def test_steps_in_flight_take_no_second_one(still: Standstill, given: list[str])
 
 
 def test_nothing_is_taken_while_something_runs_or_computes(still: Standstill, given: list[str]) -> None:
-    scheduler = Scheduler(waits("one"), waits("two"))
+    scheduler = ScriptedScheduler(waits("one"), waits("two"))
     step(still, scheduler)
     step(still, scheduler, tokens=1)
     scheduler.running = [object()]
@@ -127,7 +127,7 @@ def test_nothing_is_taken_while_something_runs_or_computes(still: Standstill, gi
 
 def test_a_single_one_waits_for_those_that_still_load(still: Standstill, given: list[str]) -> None:
     one, two = waits("one"), loads("two")
-    scheduler = Scheduler(one, two)
+    scheduler = ScriptedScheduler(one, two)
     for _ in range(5):
         step(still, scheduler)
     assert not given
@@ -144,7 +144,7 @@ def test_steps_that_nobody_reads_are_not_kept(still: Standstill) -> None:
     for _ in range(2 * MAX_STEPS):
         still.scheduled(0)
     assert len(still._steps) == MAX_STEPS
-    Standstill(lambda _: None).after(Scheduler(), {})
+    Standstill(lambda _: None).after(ScriptedScheduler(), {})
 
 
 def test_it_is_installed_where_it_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
