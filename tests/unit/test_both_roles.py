@@ -23,7 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 from unit.admission.vllm_configs import LAYERS, cache_config, vllm_config
 from unit.kits.connectors import TOKENS, Blocks, connector, output, request, tensors
 from unit.kits.watching import until
-from vllm_ascend_pd import admission, compat, first_token, older_groups
+from vllm_ascend_pd import admission, compat, first_token, older_groups, standstill
 from vllm_ascend_pd.both import BothScheduler, BothWorker
 from vllm_ascend_pd.connector import AscendPushConnector, Handshake
 from vllm_ascend_pd.decode.first_tokens import FirstTokenReceiver
@@ -34,6 +34,7 @@ from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.prefill.first_tokens import FirstTokenSource
 from vllm_ascend_pd.protocol.dialects import is_prefill
 from vllm_ascend_pd.roles import EndedRequests, SchedulerRole, StepMetadata, WorkerNews, WorkerRole
+from vllm_ascend_pd.standstill import Standstill
 
 KEYS = {"hold_sources": 4, "hold_s": 60.0, "prefill_listeners": ["127.0.0.1"]}
 TOY = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None, "remote_port": None}
@@ -442,5 +443,15 @@ def test_p_listens_before_d_s_workers() -> None:
 
 def test_each_role_has_its_part_in_first_tokens() -> None:
     made = connector("kv_both", KVConnectorRole.SCHEDULER, KEYS)
-    assert [type(role) for role in made.first_tokens] == [FirstTokenSource, FirstTokenReceiver]
+    assert [type(role) for role in made.first_tokens] == [FirstTokenSource, FirstTokenReceiver, Standstill]
+    made.shutdown()
+
+
+def test_where_no_way_out_of_a_standstill_was_tried_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(standstill, "install", lambda _: "vLLM 0.99.0 was not tried")
+    made = connector("kv_consumer", KVConnectorRole.SCHEDULER, KEYS)
+    assert [type(role) for role in made.first_tokens] == [FirstTokenReceiver]
+    assert "they wait for good: vLLM 0.99.0 was not tried" in caplog.text
     made.shutdown()
