@@ -11,13 +11,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_ascend_pd import first_token
 
 MAX_STEPS = 64  # scheduled and not read yet: more than a pipeline has stages
 _QUEUES = ("kv_holding_waiting", "skipped_waiting", "waiting")  # in vLLM's order: it tries what holds KV first
-_USED = ("_preempt_request", "pause_state")
+_USED = ("_preempt_request", "get_num_unfinished_requests", "get_request_counts")
 
 
 def install(vllm_config: Any) -> str:
@@ -32,54 +33,64 @@ def install(vllm_config: Any) -> str:
     return first_token.wrap_outputs(scheduler)
 
 
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """Holders of blocks while no request runs."""
+
+    loaded: tuple[str, ...]  # requests whose KV is here, in the order of the queue
+    others: int  # loads under way, and requests that have ended and whose blocks are held
+    free: int
+
+
 class Standstill(first_token.StepHooks):
     """Detection of the standstill, and the way out of it.
 
-    It stands still if a step computes nothing although it was scheduled with a loaded request in the queue, while no
-    request runs. Loads that are under way are waited for, unless two loaded requests hold blocks that one could use.
+    D stands still if a step computed nothing and changed nothing although it was scheduled with a loaded request in the
+    queue, while no request ran. Blocks that will come free are waited for, unless two loaded requests hold some.
     """
 
     def __init__(self, gave_back: Callable[[str], None]) -> None:
         """`gave_back` is called with the id of a request that has given its blocks back."""
         super().__init__()
         self._gave_back = gave_back
-        self._loaded: frozenset[str] = frozenset()
-        self._steps: deque[frozenset[str]] = deque(maxlen=MAX_STEPS)  # per scheduled step: the requests it passed over
+        self._pool: _Pool | None = None  # as of the last step that was read
+        self._steps: deque[_Pool | None] = deque(maxlen=MAX_STEPS)  # scheduled and not read: the pool of each
 
     def scheduled(self, tokens: int) -> None:
         """Record that vLLM has scheduled a step with so many tokens."""
-        self._steps.append(frozenset() if tokens else self._loaded)
+        self._steps.append(None if tokens else self._pool)
 
     def after(self, scheduler: Any, outputs: Any) -> None:
-        passed_over = self._steps.popleft() if self._steps else frozenset()
-        loaded, loading = _holders(scheduler)
-        if (
-            passed_over.intersection(request.request_id for request, _ in loaded)
-            and not scheduler.running
-            and (len(loaded) > 1 or not loading)
-            and scheduler.pause_state.name == "UNPAUSED"
-        ):
-            request, queue = loaded.pop()
-            _give_back(scheduler, request, queue)
-            self._gave_back(request.request_id)
-            self._steps = deque([frozenset()] * len(self._steps), MAX_STEPS)  # those in flight came first
-        self._loaded = frozenset(request.request_id for request, _ in loaded)
+        before, self._pool = (self._steps.popleft() if self._steps else None), None
+        # While requests run the queue is not read: it may be long. No unfinished ones are counted while vLLM pauses.
+        if scheduler.running or not scheduler.get_num_unfinished_requests():
+            return
+        loaded, pool = _read(scheduler)
+        if pool != before or not loaded or (len(loaded) == 1 and pool.others):
+            self._pool = pool
+            return
+        _give_back(scheduler, *loaded[-1])
+        self._steps = deque([None] * len(self._steps), MAX_STEPS)  # those in flight were scheduled before that
+        self._gave_back(pool.loaded[-1])
 
 
-def _holders(scheduler: Any) -> tuple[list[tuple[Any, Any]], int]:
-    """Return the waiting requests whose KV is here, each with its queue, and the number of those that still load."""
+def _read(scheduler: Any) -> tuple[list[tuple[Any, Any]], _Pool]:
+    """Return the waiting requests whose KV is here, each with its queue, and the pool."""
     from vllm.v1.request import RequestStatus
 
     loaded, loading = [], 0
     for queue in (getattr(scheduler, name) for name in _QUEUES if hasattr(scheduler, name)):
         for request in queue:
             if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
-                held = request.status == RequestStatus.WAITING and request.num_computed_tokens > 0
+                startable = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+                held = startable and request.num_computed_tokens > 0
             elif not (held := request.request_id in scheduler.finished_recving_kv_req_ids):
                 loading += 1
             if held:
                 loaded.append((request, queue))
-    return loaded, loading
+    ended = len(scheduler.requests) - sum(scheduler.get_request_counts())
+    free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    return loaded, _Pool(tuple(request.request_id for request, _ in loaded), loading + ended, free)
 
 
 def _give_back(scheduler: Any, request: Any, queue: Any) -> None:
@@ -87,8 +98,10 @@ def _give_back(scheduler: Any, request: Any, queue: Any) -> None:
     from vllm.v1.request import RequestStatus
 
     queue.remove_request(request)
-    scheduler.finished_recving_kv_req_ids.discard(request.request_id)
+    for ids in (scheduler.finished_recving_kv_req_ids, scheduler.failed_recving_kv_req_ids):
+        ids.discard(request.request_id)
     getattr(scheduler, "deferred_waiting", set()).discard(request)
-    request.status = RequestStatus.RUNNING  # vLLM preempts no other
+    has_run, request.status = request.num_preemptions > 0, RequestStatus.RUNNING  # vLLM preempts no other
     scheduler._preempt_request(request, time.monotonic())
-    request.status = RequestStatus.WAITING  # not PREEMPTED: no worker has heard of it yet
+    if not has_run:
+        request.status = RequestStatus.WAITING  # workers do not know it: it must come to them as a new one

@@ -369,7 +369,9 @@ class DecodeScheduler(SchedulerRole):
             self.tally.count("num_recomputed_reqs", code)
 
     def _gave_back(self, request_id: str) -> None:
-        error = PdError("PD-XFER-009")
+        asked, error = self._asked.get(request_id), PdError("PD-XFER-009")
+        if asked is not None:
+            report_cached(asked.request, asked.there)
         log.warning("request %s: %s", request_id, error)
         self.tally.count("num_recomputed_reqs", error.code)
 

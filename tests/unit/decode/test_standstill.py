@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from vllm_ascend_pd import first_token, standstill
@@ -23,17 +22,28 @@ class RequestQueue(deque[Any]):
 class ScriptedScheduler:
     """Stand-in for vLLM's: its queues and its preemption."""
 
-    pause_state = PauseState.UNPAUSED
-
     def __init__(self, *requests: Any, older: bool = False) -> None:
         self.running: list[Any] = []
         self.waiting = RequestQueue()
+        self.requests = {request.request_id: request for request in requests}
         self.finished_recving_kv_req_ids: set[str] = set()
-        setattr(self, "skipped_waiting" if older else "kv_holding_waiting", RequestQueue(requests))
+        self.failed_recving_kv_req_ids: set[str] = set()
+        self.holding = RequestQueue(requests)
+        setattr(self, "skipped_waiting" if older else "kv_holding_waiting", self.holding)
+        self.paused, self.free = False, 0
+        pool = SimpleNamespace(get_num_free_blocks=lambda: self.free)
+        self.kv_cache_manager = SimpleNamespace(block_pool=pool)
+
+    def get_num_unfinished_requests(self) -> int:
+        return 0 if self.paused else sum(self.get_request_counts())
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return len(self.running), len(self.waiting) + len(self.holding)
 
     def _preempt_request(self, request: Any, timestamp: float) -> None:
         assert request.status == RequestStatus.RUNNING
         request.status, request.num_computed_tokens = RequestStatus.PREEMPTED, 0
+        request.num_preemptions += 1
         self.waiting.appendleft(request)
 
     def load(self, request: Any) -> None:
@@ -45,11 +55,15 @@ class WaitingRequest(SimpleNamespace):
 
 
 def loads(name: str) -> WaitingRequest:
-    return WaitingRequest(request_id=name, status=RequestStatus.WAITING_FOR_REMOTE_KVS, num_computed_tokens=64)
+    return WaitingRequest(
+        request_id=name, status=RequestStatus.WAITING_FOR_REMOTE_KVS, num_computed_tokens=64, num_preemptions=0
+    )
 
 
 def waits(name: str) -> WaitingRequest:
-    return WaitingRequest(request_id=name, status=RequestStatus.WAITING, num_computed_tokens=64)
+    request = loads(name)
+    request.status = RequestStatus.WAITING
+    return request
 
 
 @pytest.fixture
@@ -73,12 +87,15 @@ def test_the_last_loaded_request_gives_its_blocks_back(still: Standstill, given:
     fresh.num_computed_tokens = 0
     scheduler = ScriptedScheduler(first, last, older=older)
     scheduler.waiting.append(fresh)
+    scheduler.requests["fresh"] = fresh
     scheduler.load(last)
+    scheduler.failed_recving_kv_req_ids.add("last")
     step(still, scheduler)
     assert not given, "no step has passed them over yet"
     step(still, scheduler)
     assert given == ["last"]
-    assert list(scheduler.waiting) == [last, fresh] and not scheduler.finished_recving_kv_req_ids
+    assert list(scheduler.waiting) == [last, fresh]
+    assert not scheduler.finished_recving_kv_req_ids and not scheduler.failed_recving_kv_req_ids
     assert last.status == RequestStatus.WAITING and last.num_computed_tokens == 0
 
 
@@ -110,33 +127,67 @@ def test_steps_in_flight_take_no_second_one(still: Standstill, given: list[str])
     assert given == ["three", "two"], "the next step that was scheduled later passed them over again"
 
 
+def test_a_request_that_has_run_goes_back_as_one_that_was_preempted(still: Standstill, given: list[str]) -> None:
+    """It lost its blocks before it loaded. Workers know it, with its tokens: as a new one it would lose them."""
+    one, two = waits("one"), waits("two")
+    two.status, two.num_preemptions = RequestStatus.PREEMPTED, 1
+    scheduler = ScriptedScheduler(one, two)
+    step(still, scheduler)
+    step(still, scheduler)
+    assert given == ["two"] and two.status == RequestStatus.PREEMPTED
+
+
 def test_nothing_is_taken_while_something_runs_or_computes(still: Standstill, given: list[str]) -> None:
     scheduler = ScriptedScheduler(waits("one"), waits("two"))
     step(still, scheduler)
     step(still, scheduler, tokens=1)
     scheduler.running = [object()]
     step(still, scheduler)
-    scheduler.running = []
-    scheduler.pause_state = PauseState.PAUSED_NEW
+    scheduler.running = []  # it has preempted itself, and vLLM tried no waiting request in that step
     step(still, scheduler)
     assert not given
-    scheduler.pause_state = PauseState.UNPAUSED
+    scheduler.paused = True
+    step(still, scheduler)
+    scheduler.paused = False
+    step(still, scheduler)
+    assert not given, "that step was scheduled while vLLM paused"
     step(still, scheduler)
     assert given == ["two"]
 
 
-def test_a_single_one_waits_for_those_that_still_load(still: Standstill, given: list[str]) -> None:
+def test_nothing_is_taken_if_blocks_have_come_free_meanwhile(still: Standstill, given: list[str]) -> None:
+    scheduler = ScriptedScheduler(waits("one"), waits("two"), waits("three"))
+    step(still, scheduler)
+    scheduler.free = 2  # an abort, or the end of a quarantine
+    step(still, scheduler)
+    del scheduler.holding[1]
+    step(still, scheduler)
+    assert not given
+    step(still, scheduler)
+    assert given == ["three"]
+
+
+def test_a_single_one_waits_for_blocks_that_will_come_free(still: Standstill, given: list[str]) -> None:
+    """Those of loads, and of ended requests whose blocks are held: P's, or in quarantine."""
     one, two = waits("one"), loads("two")
     scheduler = ScriptedScheduler(one, two)
+    scheduler.requests["ended"] = waits("ended")
     for _ in range(5):
         step(still, scheduler)
     assert not given
     scheduler.load(two)
     step(still, scheduler)
+    step(still, scheduler)
     assert given == ["two"]
     assert scheduler.waiting.popleft() is two
+    del scheduler.requests["two"]
+    for _ in range(5):
+        step(still, scheduler)
+    assert given == ["two"]
+    del scheduler.requests["ended"]
     step(still, scheduler)
-    assert given == ["two", "one"], "nothing is left to wait for: what holds the blocks is not in the queue"
+    step(still, scheduler)
+    assert given == ["two", "one"], "nothing is left to wait for: a request without KV is before it in the queue"
 
 
 def test_steps_that_nobody_reads_are_not_kept(still: Standstill) -> None:
@@ -151,16 +202,17 @@ def test_it_is_installed_where_it_was_tried(monkeypatch: pytest.MonkeyPatch) -> 
     import vllm
 
     class Other:
-        pause_state = PauseState.UNPAUSED
-
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
             return {}
 
     def config() -> Any:
         return SimpleNamespace(scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: Other))
 
-    assert standstill.install(config()) == "the scheduler Other has no _preempt_request"
-    monkeypatch.setattr(Other, "_preempt_request", lambda *_: None, raising=False)
+    assert standstill.install(config()) == (
+        "the scheduler Other has no _preempt_request, get_num_unfinished_requests, get_request_counts"
+    )
+    for name in standstill._USED:
+        monkeypatch.setattr(Other, name, lambda *_: None, raising=False)
     assert standstill.install(config()) == standstill.install(config()) == ""
     assert hasattr(Other.update_from_output, first_token.WRAPPED)
     monkeypatch.setattr(Other, "update_from_output", lambda self, output: {})
