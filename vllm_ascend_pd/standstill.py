@@ -34,7 +34,7 @@ def install(vllm_config: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pool:
+class _BlockHolders:
     """Holders of blocks while no request runs."""
 
     loaded: tuple[str, ...]  # requests whose KV is here, in the order of the queue
@@ -53,29 +53,31 @@ class Standstill(first_token.StepHooks):
         """`gave_back` is called with the id of a request that has given its blocks back."""
         super().__init__()
         self._gave_back = gave_back
-        self._pool: _Pool | None = None  # as of the last step that was read
-        self._steps: deque[_Pool | None] = deque(maxlen=MAX_STEPS)  # scheduled and not read: the pool of each
+        self._holders: _BlockHolders | None = None  # as of the last step that was read
+        self._steps: deque[_BlockHolders | None] = deque(
+            maxlen=MAX_STEPS
+        )  # scheduled and not read: the holders at each
 
     def scheduled(self, tokens: int) -> None:
         """Record that vLLM has scheduled a step with so many tokens."""
-        self._steps.append(None if tokens else self._pool)
+        self._steps.append(None if tokens else self._holders)
 
     def after(self, scheduler: Any, outputs: Any) -> None:
-        before, self._pool = (self._steps.popleft() if self._steps else None), None
+        before, self._holders = (self._steps.popleft() if self._steps else None), None
         # While requests run the queue is not read: it may be long. No unfinished ones are counted while vLLM pauses.
         if scheduler.running or not scheduler.get_num_unfinished_requests():
             return
-        loaded, pool = _read(scheduler)
-        if pool != before or not loaded or (len(loaded) == 1 and pool.others):
-            self._pool = pool
+        loaded, holders = _read(scheduler)
+        if holders != before or not loaded or (len(loaded) == 1 and holders.others):
+            self._holders = holders
             return
         _give_back(scheduler, *loaded[-1])
         self._steps = deque([None] * len(self._steps), MAX_STEPS)  # those in flight were scheduled before that
-        self._gave_back(pool.loaded[-1])
+        self._gave_back(holders.loaded[-1])
 
 
-def _read(scheduler: Any) -> tuple[list[tuple[Any, Any]], _Pool]:
-    """Return the waiting requests whose KV is here, each with its queue, and the pool."""
+def _read(scheduler: Any) -> tuple[list[tuple[Any, Any]], _BlockHolders]:
+    """Return the waiting requests whose KV is here, each with its queue, and all holders."""
     from vllm.v1.request import RequestStatus
 
     loaded, loading = [], 0
@@ -90,7 +92,7 @@ def _read(scheduler: Any) -> tuple[list[tuple[Any, Any]], _Pool]:
                 loaded.append((request, queue))
     ended = len(scheduler.requests) - sum(scheduler.get_request_counts())
     free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-    return loaded, _Pool(tuple(request.request_id for request, _ in loaded), loading + ended, free)
+    return loaded, _BlockHolders(tuple(request.request_id for request, _ in loaded), loading + ended, free)
 
 
 def _give_back(scheduler: Any, request: Any, queue: Any) -> None:
