@@ -38,7 +38,7 @@ FIRST_TOKEN_ARG = "pd_first_token"  # in a request's extra arguments, on its way
 _FAILING = "_handle_failed_recving"  # from 0.32 on
 _RETRYING = "_update_waiting_for_remote_kv"  # before: of a request without computed tokens the blocks are freed
 WRAPPED = "pd_wrapped"  # set on our wrappers: others wrap vLLM's methods too
-OUTPUTS = {"update_from_output": ("self", "scheduler_output", "model_runner_output")}
+_OUTPUTS = ("self", "scheduler_output", "model_runner_output")  # parameters of update_from_output
 _SCHEDULER = ("_update_from_kv_xfer_finished", "finish_requests")
 _REQUEST = ("append_output_token_ids", "take_events", "take_prefill_stats", "record_event", "get_finished_reason")
 _OUTPUT = (
@@ -96,9 +96,9 @@ def defining(scheduler: type, name: str) -> Any:
 
 def wrap_outputs(scheduler: type) -> str:
     """Call the connector's StepHooks around `update_from_output`, once. Return why not; empty: it is wrapped."""
-    for name, shape in OUTPUTS.items():
-        if tuple(inspect.signature(getattr(scheduler, name, lambda: None)).parameters) != shape:
-            return f"the scheduler {scheduler.__name__} differs in {name}"
+    found = getattr(scheduler, "update_from_output", lambda: None)
+    if tuple(inspect.signature(found).parameters) != _OUTPUTS:
+        return f"the scheduler {scheduler.__name__} differs in update_from_output"
     owner = defining(scheduler, "update_from_output")
     original = owner.update_from_output
     if hasattr(original, WRAPPED):
@@ -146,6 +146,11 @@ def install_on_worker(vllm_config: Any) -> str:
     return ""
 
 
+def untried(name: str, version: str, tried: Sequence[str] = VERSIONS) -> str:
+    """Return a sentence if a release is none of those that were tried; empty: it is."""
+    return "" if version.startswith(tuple(f"{one}." for one in tried)) else f"{name} {version} was not tried"
+
+
 def unproven(vllm_config: Any) -> str:
     """Return why this engine neither takes nor sends first tokens; empty: it does."""
     import vllm
@@ -154,8 +159,8 @@ def unproven(vllm_config: Any) -> str:
     if is_vllm_ascend():
         installed["vllm-ascend"] = (importlib.metadata.version("vllm_ascend"), ASCEND_VERSIONS)
     for name, (version, tried) in installed.items():
-        if not version.startswith(tuple(f"{one}." for one in tried)):
-            return f"{name} {version} was not tried"
+        if why := untried(name, version, tried):
+            return why
     transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
     if transfer.is_kv_consumer:
         if vllm_config.speculative_config is not None and not vllm.__version__.startswith(NEWEST):
@@ -182,7 +187,7 @@ def _other_shape(scheduler: type) -> str:
     if not issubclass(scheduler, Scheduler) or scheduler.update_from_output is not Scheduler.update_from_output:
         return f"the scheduler {scheduler.__name__} was not tried"
     shapes: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
-        (Scheduler.update_from_output, OUTPUTS["update_from_output"]),
+        (Scheduler.update_from_output, _OUTPUTS),
         (check_stop, ("request", "max_model_len")),
         (InputBatch.add_request, ("self", "request")),
     )

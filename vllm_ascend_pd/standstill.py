@@ -25,8 +25,8 @@ def install(vllm_config: Any) -> str:
     """Wrap the engine's scheduler, once. Return why not; empty: it is wrapped."""
     import vllm
 
-    if not vllm.__version__.startswith(tuple(f"{one}." for one in first_token.VERSIONS)):
-        return f"vLLM {vllm.__version__} was not tried"
+    if why := first_token.untried("vLLM", vllm.__version__):
+        return why
     scheduler = vllm_config.scheduler_config.get_scheduler_cls()
     if missing := [name for name in _USED if not hasattr(scheduler, name)]:
         return f"the scheduler {scheduler.__name__} has no {', '.join(missing)}"
@@ -54,9 +54,7 @@ class Standstill(first_token.StepHooks):
         super().__init__()
         self._gave_back = gave_back
         self._holders: _BlockHolders | None = None  # as of the last step that was read
-        self._steps: deque[_BlockHolders | None] = deque(
-            maxlen=MAX_STEPS
-        )  # scheduled and not read: the holders at each
+        self._steps: deque[_BlockHolders | None] = deque(maxlen=MAX_STEPS)  # those when each unread step was scheduled
 
     def scheduled(self, tokens: int) -> None:
         """Record that vLLM has scheduled a step with so many tokens."""
