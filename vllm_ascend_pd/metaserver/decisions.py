@@ -85,6 +85,7 @@ VERDICTS: dict[str, tuple[Culprit, str]] = {
         Culprit.NEITHER,
         "P's first token was lost on its way, or P's answer, which was counted where it happened",
     ),
+    "PD-XFER-009": (Culprit.NEITHER, "all KV had come, and D gave its blocks back: D has too few of them"),
     "PD-WIRE-003": (Culprit.NEITHER, "a write did not fit the memory that D named: a bug of one or the other"),
     "PD-WIRE-004": (Culprit.NEITHER, "what came is not what was sent: the network's or either's memory"),
     "PD-WIRE-005": (Culprit.NEITHER, "what D said of its memory does not fit its caches: no P could have pushed there"),
