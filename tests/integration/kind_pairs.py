@@ -138,7 +138,7 @@ def wrong_answers(pair: Pair, lengths: Sequence[int], tie: float = TIE) -> int:
     A first difference within `tie` shows nothing, neither that the answer is wrong nor that it is right: another prompt
     of that length is asked then, once.
     """
-    judged = replace(pair, tally=AnswerTally(tie=tie, excused_per=1))
+    judged = replace(pair, tally=AnswerTally(tie=tie, excused_share=1.0))
 
     def is_wrong(length: int) -> bool | None:
         prompt, excused = fresh_prompt(length), len(judged.tally.excused)

@@ -177,7 +177,7 @@ def judged(
         return tally
     limit = rounding_limit(p, d, 8 * LENGTHS)
     progress(f"figure: {kind.title or kind.model}: a token may be {limit:.2e} worse than the best")
-    return AnswerTally(tie=limit, excused_per=10)
+    return AnswerTally(tie=limit, excused_share=0.1)
 
 
 @pytest.mark.parametrize(

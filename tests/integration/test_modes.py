@@ -71,7 +71,7 @@ def start(cluster: Cluster, allowed: list[str], make_pair: PairMaker, mode: Mode
         )
     )
     pair = make_pair(*cluster.start(p, d))
-    return replace(pair, tally=AnswerTally(tie=mode.tie, excused_per=4)) if mode.tie else pair
+    return replace(pair, tally=AnswerTally(tie=mode.tie, excused_share=0.25)) if mode.tie else pair
 
 
 def exercise(pair: Pair, name: str) -> None:

@@ -172,7 +172,7 @@ class TestGatedDeltaNet:
             spec("qwen3next-d", "qwen3next", "kv_consumer", cluster.push_config(*allowed, verify=verify), **more),
         )
         with running(cluster, make_pair, *specs) as pair:
-            judge, wrong, others = AnswerTally(tie=0.25, excused_per=1), 0, 0
+            judge, wrong, others = AnswerTally(tie=0.25, excused_share=1.0), 0, 0
             for length in self.LENGTHS:
                 prompt = fresh_prompt(length)
                 (expected,) = reference_answers(pair.prefill, [prompt], 8)

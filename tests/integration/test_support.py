@@ -77,7 +77,7 @@ def test_a_tie_is_excused_once_in_a_run_of_less_than_a_thousand() -> None:
 
 
 def test_what_counts_as_a_tie_and_how_often_depends_on_the_type() -> None:
-    tally = AnswerTally(tie=0.1, excused_per=2)
+    tally = AnswerTally(tie=0.1, excused_share=0.5)
     with reference(gap=0.05) as url:
         tally.check("equal", [7], [1, 2], [1, 2], url)
         tally.check("excused", [7], [1, 5], [1, 6], url)
@@ -86,7 +86,7 @@ def test_what_counts_as_a_tie_and_how_often_depends_on_the_type() -> None:
 
 
 def test_the_share_of_ties_is_judged_from_a_number_of_answers_on_and_at_the_end() -> None:
-    tally = AnswerTally(tie=0.1, excused_per=2, judged_from=4)
+    tally = AnswerTally(tie=0.1, excused_share=0.5, judged_from=4)
     with reference(gap=0.05) as url:
         for number in range(2):
             tally.check(f"chance {number}", [7], [1, 5], [1, 6], url)
@@ -104,6 +104,14 @@ def test_a_token_beside_a_tie_is_not_excused() -> None:
         AnswerTally().check("answer", [7], [1, 5], [1, 7], url)
 
 
+def test_each_token_behind_an_excused_one_is_compared_too() -> None:
+    """The two best tokens are 5 and 6, whatever is before them."""
+    with reference(gap=5e-5) as url:
+        AnswerTally().check("answer", [7], [1, 5, 2, 3], [1, 6, 5, 6], url)
+        with pytest.raises(TokensDiffer, match="token 3 is inf worse"):
+            AnswerTally().check("answer", [7], [1, 5, 2, 3], [1, 6, 5, 3], url)
+
+
 def test_a_token_that_one_of_two_engines_chooses_is_excused() -> None:
     with reference(gap=0.01) as one, reference(gap=0.0) as other:
         AnswerTally().check("answer", [7], [1, 5], [1, 6], one, other)
@@ -118,6 +126,8 @@ def test_how_far_two_engines_put_the_same_tokens_apart() -> None:
 def test_a_shorter_answer_is_never_excused() -> None:
     with reference(gap=0.0) as url, pytest.raises(TokensDiffer, match="shorter"):
         AnswerTally().check("answer", [7], [1, 2], [1], url)
+    with reference(gap=0.0) as url, pytest.raises(TokensDiffer, match="shorter"):
+        AnswerTally().check("answer", [7], [1, 5, 2], [1, 6], url)
 
 
 STUBBORN = """
