@@ -113,11 +113,17 @@ class PartRecord:
         except (OSError, ValueError, TypeError):
             return None
 
+    def elsewhere(self, part: str) -> tuple[str, PartResult] | None:
+        """Return the newest good result of other commits, with its commit."""
+        others = (PartRecord(folder) for folder in self.folder.parent.glob("*") if folder != self.folder)
+        found = [(other.folder.name, result) for other in others if (result := other.of(part)) and result.good]
+        return max(found, key=lambda one: one[1].ended, default=None)
+
     def add(self, result: PartResult) -> None:
         self.log(result.part).with_suffix(".json").write_text(json.dumps(asdict(result), indent=1))
 
 
-def run(part: str, record: PartRecord, words: Sequence[str], deadline_s: float) -> PartResult:
+def run(part: str, record: PartRecord, words: Sequence[str], deadline_s: float) -> None:
     """Run one part to its end or its deadline; its output goes into the record."""
     log = record.log(part)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -126,9 +132,7 @@ def run(part: str, record: PartRecord, words: Sequence[str], deadline_s: float) 
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     said = lines[-1].strip("= ") if lines else "it said nothing"
     ended = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
-    result = PartResult(part, code, time.monotonic() - begun, said, ended)
-    record.add(result)
-    return result
+    record.add(PartResult(part, code, time.monotonic() - begun, said, ended))
 
 
 def pytest_run(words: Sequence[str], log: Path, deadline_s: float) -> int:
@@ -167,9 +171,13 @@ def _end(process: subprocess.Popen[bytes]) -> int:
     return 124
 
 
-def line(part: str, result: PartResult | None) -> str:
-    if result is None:
-        return f"{part:28} has not run on this commit"
+def line(part: str, record: PartRecord) -> str:
+    if (result := record.of(part)) is None:
+        said = f"{part:28} has not run on this commit"
+        if (found := record.elsewhere(part)) is None:
+            return said
+        other, last = found
+        return f"{said}; good on {other}, {last.seconds / 60:.1f} min, {last.ended}"
     state = "good" if result.good else f"FAILED ({result.exit_code})"
     return f"{part:28} {state:13} {result.seconds / 60:6.1f} min  {result.ended}  {result.words}"
 
@@ -200,11 +208,12 @@ def main() -> int:
         for number, name in enumerate(chosen, 1):
             print(f"[{number} of {len(chosen)}] {name} …", flush=True)
             spread = ("-n", str(min(os.cpu_count() or 1, 4))) if name == "unit" else ()
-            print(line(name, run(name, record, (*spread, *known[name]), args.minutes * 60)), flush=True)
+            run(name, record, (*spread, *known[name]), args.minutes * 60)
+            print(line(name, record), flush=True)
     results = {name: record.of(name) for name in known}
     print(f"\n{record.folder.name}:")
-    for name, result in results.items():
-        print(line(name, result))
+    for name in known:
+        print(line(name, record))
     good = sum(result is not None and result.good for result in results.values())
     minutes = sum(result.seconds for result in results.values() if result is not None) / 60
     print(f"{good} of {len(results)} parts good, {minutes:.0f} min in all; output in {record.folder}")
