@@ -123,7 +123,7 @@ class PartRecord:
         self.log(result.part).with_suffix(".json").write_text(json.dumps(asdict(result), indent=1))
 
 
-def run(part: str, record: PartRecord, words: Sequence[str], deadline_s: float) -> None:
+def run(part: str, record: PartRecord, words: Sequence[str], deadline_s: float) -> PartResult:
     """Run one part to its end or its deadline; its output goes into the record."""
     log = record.log(part)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,9 @@ def run(part: str, record: PartRecord, words: Sequence[str], deadline_s: float) 
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     said = lines[-1].strip("= ") if lines else "it said nothing"
     ended = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
-    record.add(PartResult(part, code, time.monotonic() - begun, said, ended))
+    result = PartResult(part, code, time.monotonic() - begun, said, ended)
+    record.add(result)
+    return result
 
 
 def pytest_run(words: Sequence[str], log: Path, deadline_s: float) -> int:
@@ -171,15 +173,15 @@ def _end(process: subprocess.Popen[bytes]) -> int:
     return 124
 
 
-def line(part: str, record: PartRecord) -> str:
-    if (result := record.of(part)) is None:
-        said = f"{part:28} has not run on this commit"
-        if (found := record.elsewhere(part)) is None:
-            return said
-        other, last = found
-        return f"{said}; good on {other}, {last.seconds / 60:.1f} min, {last.ended}"
+def line(part: str, result: PartResult) -> str:
     state = "good" if result.good else f"FAILED ({result.exit_code})"
     return f"{part:28} {state:13} {result.seconds / 60:6.1f} min  {result.ended}  {result.words}"
+
+
+def missing(part: str, record: PartRecord) -> str:
+    """Return the line of a part without a result on this commit."""
+    said, found = f"{part:28} has not run on this commit", record.elsewhere(part)
+    return f"{said}; good on {found[0]}, {found[1].seconds / 60:.1f} min, {found[1].ended}" if found else said
 
 
 def main() -> int:
@@ -208,12 +210,11 @@ def main() -> int:
         for number, name in enumerate(chosen, 1):
             print(f"[{number} of {len(chosen)}] {name} …", flush=True)
             spread = ("-n", str(min(os.cpu_count() or 1, 4))) if name == "unit" else ()
-            run(name, record, (*spread, *known[name]), args.minutes * 60)
-            print(line(name, record), flush=True)
+            print(line(name, run(name, record, (*spread, *known[name]), args.minutes * 60)), flush=True)
     results = {name: record.of(name) for name in known}
     print(f"\n{record.folder.name}:")
-    for name in known:
-        print(line(name, record))
+    for name, result in results.items():
+        print(line(name, result) if result else missing(name, record))
     good = sum(result is not None and result.good for result in results.values())
     minutes = sum(result.seconds for result in results.values() if result is not None) / 60
     print(f"{good} of {len(results)} parts good, {minutes:.0f} min in all; output in {record.folder}")

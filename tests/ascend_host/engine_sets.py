@@ -253,7 +253,7 @@ def _noted(spec: EngineSpec, cluster: Cluster) -> EngineSpec:
 def rounded() -> AnswerTally:
     """Return a tally that excuses close tokens: sums in another order round differently.
 
-    Where P and D have other sizes, each alone gives another answer to 7 of 24 prompts (`shapes dsa 4to2`).
+    Of unequal sizes P alone and D alone may give other answers to 7 of 24 prompts (`shapes dsa 4to2`).
     """
     return AnswerTally(tie=0.125, excused_share=0.75, judged_from=8)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.parts import ROOT, SHARES, PartRecord, PartResult, commit, line, parts
+from tools.parts import ROOT, SHARES, PartRecord, PartResult, commit, parts
 
 ONE = "def test_one() -> None:\n    pass\n"
 
@@ -129,14 +129,22 @@ def test_the_list_runs_nothing_and_an_unknown_part_is_refused(tests: Path) -> No
     assert refused.returncode == 2 and "no part nonsense; there are unit, integration/b" in refused.stderr
 
 
-def test_the_list_names_the_newest_good_result_of_another_commit(tmp_path: Path) -> None:
-    for name, code, ended in (("a", 0, "2026-01-01 10:00"), ("b", 0, "2026-01-02 09:00"), ("c", 1, "2026-01-03 09:00")):
-        (tmp_path / name).mkdir()
-        PartRecord(tmp_path / name).add(PartResult("unit", code, 90.0, "1 passed", ended))
-    said = line("unit", PartRecord(tmp_path / "d"))
-    assert said.endswith("has not run on this commit; good on b, 1.5 min, 2026-01-02 09:00")
-    assert "FAILED (1)" in line("unit", PartRecord(tmp_path / "c")), "a commit's own result comes first"
-    assert line("native", PartRecord(tmp_path / "d")).endswith("has not run on this commit")
+def test_the_list_names_the_newest_good_result_of_another_commit(tests: Path) -> None:
+    for name, part, code, ended in (
+        ("a", "unit", 0, "2026-01-01 10:00"),
+        ("b", "unit", 0, "2026-01-02 09:00"),
+        ("c", "unit", 1, "2026-01-03 09:00"),
+        ("a", "integration/b", 0, "2026-01-01 11:00"),
+        (commit(ROOT), "integration/b", 1, "2025-01-01 09:00"),
+    ):
+        folder = tests.parent / "out" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        PartRecord(folder).add(PartResult(part, code, 90.0, "1 passed", ended))
+    said = start(tests, "--list").stdout.splitlines()
+    (of_unit,) = (row for row in said if row.startswith("unit "))
+    assert of_unit.endswith("has not run on this commit; good on b, 1.5 min, 2026-01-02 09:00")
+    (of_b,) = (row for row in said if row.startswith("integration/b "))
+    assert "FAILED (1)" in of_b, "a commit's own result comes first"
 
 
 def test_uncommitted_changes_are_another_commit(tmp_path: Path) -> None:
