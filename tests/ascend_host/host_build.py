@@ -33,6 +33,7 @@ class HostBuild(npu_build.Build):
         """
         return {
             "LD_LIBRARY_PATH": str(self.folder),
+            "LD_PRELOAD": str(self.preloaded),
             "ASCEND_HOST_OPERATORS": str(self.folder / "libascend_host.so"),
             "VLLM_ASCEND_PD_NPU_LIBRARY": str(self.binding),
             "OMP_NUM_THREADS": "1",

@@ -57,6 +57,24 @@ def test_torch_on_the_npu_computes_as_on_the_cpu(build: HostBuild) -> None:
     assert said(run(build, "-c", TORCH)) == "as on the CPU"
 
 
+RELEASE = """
+from pathlib import Path
+
+import torch
+
+torch.ones(2).npu().add_(1).cpu()
+slack = set()
+for thread in Path("/proc/self/task").iterdir():
+    if (thread / "comm").read_text().strip() == "release_thread":
+        slack.add(Path("/proc", thread.name, "timerslack_ns").read_text().strip())
+print(slack)
+"""
+
+
+def test_release_threads_of_torch_npu_sleep(build: HostBuild) -> None:
+    assert said(run(build, "-c", RELEASE)) == "{'5000000'}"
+
+
 def test_an_operator_without_a_reference_stops_the_process_and_names_itself(build: HostBuild) -> None:
     done = run(build, "-c", "import torch; torch.ops.npu.npu_fast_gelu(torch.ones(2).npu()); print('lived on')")
     assert done.returncode == 74

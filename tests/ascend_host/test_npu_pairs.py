@@ -26,7 +26,14 @@ CELLS = [
     for engines, cells in (*EVERY_COMMIT, *MORE)
     for cell in cells
 ]
-OF_STAND_INS = ("STAND_IN_", "ASCEND_HOST_", "LD_LIBRARY_PATH", "VLLM_ASCEND_PD_NPU_LIBRARY", "MC_FORCE_TCP")
+OF_STAND_INS = (
+    "STAND_IN_",
+    "ASCEND_HOST_",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "VLLM_ASCEND_PD_NPU_LIBRARY",
+    "MC_FORCE_TCP",
+)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@
     libopapi                  copies within a device
     libge_runner, …           empty but for the loader
     libvapd_kernels           aclrtlaunch_vapd_*, the kernels' source on the emulated cores
+    librelease_thread         preloaded: lets torch_npu's release threads sleep
     _C_npu.so                 csrc/npu/binding.cpp, as on a machine with CANN
 
 Symbols that torch_npu needs and no library provides become functions that stop the process with their name.
@@ -18,7 +19,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -102,10 +102,15 @@ class Build:
     def binding(self) -> Path:
         return self.folder / "_C_npu.so"
 
+    @property
+    def preloaded(self) -> Path:
+        return self.folder / "librelease_thread.so"
+
     def environment(self) -> dict[str, str]:
         """Return the variables with which a process imports torch_npu over the stand-ins."""
         env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV"))}
         env["LD_LIBRARY_PATH"] = f"{self.folder}:{env.get('LD_LIBRARY_PATH', '')}"
+        env["LD_PRELOAD"] = str(self.preloaded)
         env["PYTHONPATH"] = f"{ROOT}:{HERE}"
         env["VLLM_ASCEND_PD_NPU_LIBRARY"] = str(self.binding)
         env["OMP_NUM_THREADS"] = "1"
@@ -201,6 +206,7 @@ class Build:
     def _compile(self) -> None:
         torch_npu, stand_ins = self._packages["torch_npu"], HERE / "stand_ins"
         strict, here = self._strict(), self._here()
+        self._run(self.preloaded.name, "-O1", *strict, stand_ins / "release_thread.cpp")
         self._run("libascendcl.so", "-O1", *strict, stand_ins / "ascendcl.cpp", "-pthread")
         self._run("libhccl.so", "-O1", *strict, stand_ins / "hccl.cpp", *here, "-lascendcl", "-lrt")
         self._run("libopapi.so", "-O2", *strict, stand_ins / "opapi.cpp", *here, "-lascendcl")
@@ -230,13 +236,6 @@ class Build:
         headers = [flag for folder in folders for flag in ("-isystem", folder)]
         libraries = ["-lascendcl", f"-L{torch}/lib", "-ltorch_cpu", "-lc10", f"-L{torch_npu}/lib", "-ltorch_npu"]
         self._run(output, *self._strict(), *headers, *arguments, *self._here(), *libraries)
-
-
-if __name__ == "__main__":
-    found = interpreter()
-    if found is None:
-        sys.exit("another torch is installed than torch_npu belongs to")
-    print(Build(found).ensure().folder)
 
 
 def main() -> None:
