@@ -210,7 +210,7 @@ def drafts(engines: Engines, pair: Pair) -> None:
 
     Some differ from run to run on one engine, up to one in seven: D's first step is a prefill in one case and a padded
     step of one token in the other. Where P's drafter does not get the prompt's last token, half differ. Of 48 prompts
-    more than 14 differ in 2 runs of 1,000 if one in seven does, and no more than 14 in 3 of 1,000 if half do.
+    more than 12 differ in 15 runs of 1,000 if one in seven does, and no more than 12 in 1 of 1,000 if half do.
     In bfloat16 these two ways round differently (MLA: 14 of 24 alike, D alone 24 of 24). There D alone has one token in
     its last chunk, which it computes as the pushed D does (23 and 24 of 24). vllm-ascend's recompute scheduler begins
     behind a load with placeholders for drafts, so that a graph fits: one step more, in which none is accepted.
@@ -235,7 +235,7 @@ def drafts(engines: Engines, pair: Pair) -> None:
         f"figure: {engines}: drafts behind {alike} of {len(prompts)} prompts as alone, {accepted[1]} accepted, alone {accepted[0]}"
     )
     assert accepted[0] > len(prompts), f"drafts that are never right prove nothing: {alone}"
-    assert alike >= len(prompts) - 14, list(zip(prompts, alone, pushed, strict=True))
+    assert alike >= len(prompts) * 3 // 4, list(zip(prompts, alone, pushed, strict=True))
 
 
 def replayed(engines: Engines, pair: Pair) -> None:
