@@ -18,6 +18,7 @@ for tool in node npm; do
 done
 if ! cmp -s "$here/package-lock.json" "$folder/package-lock.json" || [ ! -f "$folder/.installed" ]; then
   mkdir -p "$folder"
+  folder=$(cd "$folder" && pwd -P) # npm does not find the lock file's packages behind a symbolic link
   rm -f "$folder/.installed"
   cp "$here/package.json" "$here/package-lock.json" "$folder/"
   timeout 60 npm ci --prefix "$folder" --ignore-scripts --no-audit --no-fund --fetch-retries=1 --fetch-timeout=20000 \
