@@ -308,6 +308,21 @@ def prefixes(engines: Engines, pair: Pair) -> None:
     pair.check_prefix_on_prefill(BLOCK, dropped)
 
 
+def without_a_load(engines: Engines, pair: Pair) -> None:
+    """D computes a prompt by itself behind a prefix that it has cached, as when there is no P.
+
+    vllm-ascend's recompute scheduler begins each request with placeholders for drafts (decode/scheduler.py).
+    """
+    (d,), vocab = pair.decode, RECIPES[engines.model].vocab
+    hits = counter(d, "vllm:prefix_cache_hits_total")
+    for length in (3 * BLOCK + 5, 4 * BLOCK + 1):
+        body = body_of(fresh_prompt(length, vocab), TOKENS, cache_salt=fresh_salt("cached"))
+        anew, behind = (complete(d.url, body) for _ in range(2))
+        pair.judge(f"{engines}, {length} tokens behind a prefix", body["prompt"], anew.tokens, behind.tokens)
+    cached = (2 + 3) * BLOCK  # with a draft model vLLM does not use the last cached block
+    assert counter(d, "vllm:prefix_cache_hits_total") - hits == cached
+
+
 def preempted(engines: Engines, pair: Pair) -> None:
     """More answers than D has blocks for. P has enough: vllm-ascend never preempts on a P.
 
@@ -591,7 +606,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
             dtype="bfloat16",
             draft=MTP3,
         ),
-        (edges, chunks, drafts, replayed),
+        (edges, chunks, without_a_load, drafts, replayed),
     ),
     # The same where answers are exact, however long: in bfloat16 MLA's two ways round differently.
     (
@@ -602,7 +617,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
             d=Side(graphs=FULL, flags=(*FEW, *RECOMPUTES)),
             draft=EAGLE3,
         ),
-        (edges, chunks, dropped, dropped_streams, replayed),
+        (edges, chunks, without_a_load, dropped, dropped_streams, replayed),
     ),
     # vllm-ascend's own configurations in small: the kinds of cache, the draft and all modes in one pair.
     (

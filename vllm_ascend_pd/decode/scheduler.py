@@ -157,6 +157,14 @@ class DecodeScheduler(SchedulerRole):
 
     def wanted(self, request: Any, computed: int) -> int:
         """Return how many tokens to load remotely beyond `computed`. Repeatable."""
+        count = self._to_load(request, computed)
+        if not count:
+            # vllm-ascend's recompute scheduler begins each request with placeholders for drafts, for a graph behind a
+            # load. Where D computes behind a cached prefix, the step takes them for tokens of the prompt.
+            request.spec_token_ids = []
+        return count
+
+    def _to_load(self, request: Any, computed: int) -> int:
         if self._online is None or request.prompt_token_ids is None:
             return 0
         self._way(request)

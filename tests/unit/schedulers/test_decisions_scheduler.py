@@ -222,6 +222,18 @@ def test_a_reservation_reaches_the_metaserver_and_its_word_the_workers(answer: s
         server.served.stop()
 
 
+def test_placeholders_for_drafts_go_where_nothing_is_loaded() -> None:
+    scheduler = decode("http://127.0.0.1:1")
+    try:
+        loads, computes = request(params=ticket("http://127.0.0.1:1")), request("here")
+        for asked, wanted in ((loads, 6), (computes, 0)):
+            asked.spec_token_ids = [-1, -1]  # as vllm-ascend's recompute scheduler begins
+            assert scheduler.wanted(asked, 4) == wanted
+            assert asked.num_tokens_with_spec == len(TOKENS) + (2 if wanted else 0)
+    finally:
+        scheduler.close()
+
+
 def loading(server: RecordingMetaserver) -> tuple[DecodeScheduler, Request, Bind]:
     """A D scheduler that has asked for the tokens [4, 10) of request `r`."""
     scheduler, asked = decode(server.url), request(params=ticket(server.url))
