@@ -20,6 +20,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 INTERPRETER = ROOT / ".venv-ascend-host/bin/python"
 STAMP = ROOT / ".venv-ascend-host/.stamp"
+# vLLM keeps what it finds out about a model's class by the class's name: with .venv's release in the same directory,
+# the two would overwrite each other's, and each engine would import its model twice.
+KEPT = ROOT / ".venv-ascend-host/.vllm"
 
 
 class HostBuild(npu_build.Build):
@@ -39,6 +42,7 @@ class HostBuild(npu_build.Build):
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "TRANSFORMERS_OFFLINE": "1",
+            "VLLM_CACHE_ROOT": str(KEPT),
         }
 
     # Separate folders, so that tests can import the references without replacing their own torch's operators.
