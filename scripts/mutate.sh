@@ -6,6 +6,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/setup.sh
 . scripts/setup.sh
-pd_setup unbuilt "$@"
+pd_setup dev "$@"
 export OMP_NUM_THREADS=1 PYTHONPATH=$PWD
 exec "$PD_PYTHON" -m tools.mutate "$@"

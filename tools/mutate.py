@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib.util
 import json
 import random
 import signal
@@ -308,6 +309,10 @@ def main(argv: list[str] | None = None) -> int:
         for number, mutant in chosen:
             print(f"{number:4} {mutant.path}:{mutant.line}  {_flat(mutant.before)}  →  {_flat(mutant.after)}")
         return 0
+    if importlib.util.find_spec("coverage") is None:
+        print(
+            "coverage is not installed: each change runs all tests of its folder, which takes much longer", flush=True
+        )
     counts = Counter[str]()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its children end with it
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
