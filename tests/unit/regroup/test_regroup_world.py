@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from unit.admission.vllm_configs import vllm_config
-from vllm_ascend_pd.regroup.resources import EngineWorld
+from unit.geometry.kit import geometry
+from vllm_ascend_pd.geometry.layout import LayerKind
+from vllm_ascend_pd.regroup.resources import EngineWorld, slot_bytes
 
 PROGRAM = """
 import json, sys
@@ -39,6 +42,16 @@ def test_each_worker_of_the_world_has_a_rank_and_ranks_of_one_stage_are_neighbou
             worlds.append(EngineWorld.of(parallel, 1, 256))
     assert [world.rank for world in worlds] == list(range(dp * pp * tp))
     assert {(world.tp_size, world.groups, world.step_tokens) for world in worlds} == {(tp, dp * pp, 256)}
+
+
+def test_a_slot_fits_a_full_step_of_whichever_kind_is_larger() -> None:
+    small, large = (geometry("token", heads=4, tp=2, block=16, cells=cells) for cells in ((2,), (512, 512)))
+    world = EngineWorld(0, 2, 1, 256)
+    sizes = [slot_bytes(one, world) for one in (small, large)]
+    assert sizes == [4096, 10 * 16 * 4 * 1024], "8 blocks of the rank's half of the tokens, and 2"
+    for first, second in ((small, large), (large, small)):
+        other = LayerKind(4, "float16", "plain", second.regions, ("other",))
+        assert slot_bytes(msgspec.structs.replace(first, others=(other,)), world) == sizes[1]
 
 
 def test_ranks_of_each_data_parallel_rank_exchange_among_themselves(tmp_path: Path) -> None:

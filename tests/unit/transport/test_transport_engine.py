@@ -52,6 +52,17 @@ def test_a_host_without_ports_is_an_error_with_a_code() -> None:
     assert kind.made == OPENINGS
 
 
+@pytest.mark.parametrize(("returned", "kept"), [(0, None), (-1, None), (2**32 - 1, None), (2**64 - 1, None), (1, 1)])
+def test_a_refused_write_has_no_id_whatever_integer_the_engine_returns(returned: int, kept: int | None) -> None:
+    class AnsweringEngine(losing(0)):  # type: ignore[misc]
+        def transfer_submit_write(self, *_: object) -> int:
+            return returned
+
+    engine = OpenEngine(AnsweringEngine, "127.0.0.1", "tcp")
+    assert engine.submit("a", 1, 2, 3) == kept
+    engine.close()
+
+
 @pytest.mark.skipif(importlib.util.find_spec("mooncake") is None, reason="Mooncake is not installed")
 def test_a_writer_that_cannot_be_opened_fails_the_write_and_the_next_one_tries_again() -> None:
     from unit.transport.mooncake_child import settle, target_of, wire_from
