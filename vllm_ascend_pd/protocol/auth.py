@@ -213,10 +213,9 @@ def unseal_first(sealed: bytes, secrets: Secrets | None) -> First:
     """Return the first token in an envelope. Raise as `unseal` does."""
     if len(sealed) > MAX_FIRST_BYTES:
         raise RemoteProtocolError("PD-CTRL-002", why=f"a first token of {len(sealed)} bytes")
-    first = _decoded(_first_decoder, _opened(sealed, secrets, _FIRST_CONTEXT, "first token"))
-    if (refusal := OURS.refusal(first.version, ())) is not None:
-        raise RemoteProtocolError(refusal.code, **refusal.values)
-    return first
+    payload = _opened(sealed, secrets, _FIRST_CONTEXT, "first token")
+    _check_version(payload)
+    return _decoded(_first_decoder, payload)
 
 
 def _enveloped(payload: bytes, secrets: Secrets | None, context: bytes) -> bytes:

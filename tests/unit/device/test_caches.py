@@ -14,6 +14,8 @@ import torch
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from unit.device.caches import TokenMajorDevice
+from unit.regroup.common import config
+from unit.regroup.prefill import gloo_groups
 from vllm_ascend_pd.device.base import Device, Packing
 from vllm_ascend_pd.device.caches import Caches, CacheShape, LayerShape, describe
 from vllm_ascend_pd.device.cpu import CpuDevice
@@ -21,6 +23,7 @@ from vllm_ascend_pd.device.current import current
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.geometry.layout import STATE, Group, Region, section_of
 from vllm_ascend_pd.geometry.states import DELTA_NET, Recurrent
+from vllm_ascend_pd.regroup.resources import EngineWorld, assembled
 
 BLOCKS, BLOCK, HEADS, SIZE = 8, 32, 2, 16
 SHAPE = CacheShape(BLOCK, HEADS, 2 * HEADS, SIZE, tp_size=2)
@@ -253,6 +256,13 @@ def test_kernels_blocks_are_joined_to_blocks_of_the_group() -> None:
     at = caches.geometry.layers.index(section_of("l2.gdn", "values"))
     assert caches.bases[at][-1] == recurrence.data_ptr()
     assert caches.geometry.by_layer[at].regions[-1].block_stride == MATRICES
+
+
+def test_an_exchange_has_views_of_attention_and_none_of_states() -> None:
+    caches = describe(shared(), SHARED, NPU_LIKE)
+    made = assembled(config().regroup, EngineWorld(0, 1, 1, TOKENS), caches, CPU, *gloo_groups(1))
+    names = [layer for layer, views in zip(caches.geometry.layers, made.exchange._caches, strict=True) if views]
+    assert names == ["l0.attn"] and len(caches.geometry.layers) > 1
 
 
 def test_blocks_of_two_groups_lie_over_blocks_with_the_same_number_only() -> None:

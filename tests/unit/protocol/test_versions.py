@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -103,11 +104,14 @@ async def test_version_1_is_refused_in_a_sentence_where_it_calls_and_where_it_re
         unseal(recorded(1, "reservation"), None)
 
 
+@pytest.mark.parametrize("read", [unseal, unseal_source, unseal_first])
 @pytest.mark.parametrize("version", [1, PROTOCOL_VERSION + 1])
-def test_a_reservation_of_another_version_may_have_other_fields(version: int) -> None:
+def test_what_is_sealed_may_have_other_fields_in_another_version(
+    read: Callable[[bytes, None], object], version: int
+) -> None:
     sealed = b"PDR\x00" + msgspec.msgpack.encode({"version": version, "layout": b"", "groups": []})
     with pytest.raises(RemoteProtocolError, match=f"Protocol version {version} of the peer is not {OURS}") as caught:
-        unseal(sealed, None)
+        read(sealed, None)
     assert caught.value.code == "PD-CTRL-003"
 
 

@@ -139,6 +139,15 @@ def test_a_thread_that_is_free_makes_the_next_call(writes: BlockingWrites, engin
         assert own_threads() == 1
 
 
+def test_where_no_call_may_begin_no_thread_starts(writes: BlockingWrites, engine: BlockingEngine) -> None:
+    gate = engine.gates["a"] = threading.Event()
+    handle = submit(writes, engine, "a")
+    until(lambda: engine.inside)
+    assert writes.poll(handle) is WriteState.PENDING and own_threads() == 1
+    gate.set()
+    assert settle(writes, handle) is WriteState.LANDED
+
+
 def test_threads_are_bounded_and_what_finds_none_in_time_is_never_issued(engine: BlockingEngine) -> None:
     clock = ManualClock()
     writes = BlockingWrites(10, 1000.0, lambda: None, clock)
