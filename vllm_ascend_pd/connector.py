@@ -45,7 +45,7 @@ class Handshake(KVConnectorHandshakeMetadata):
     facts: WorkerFacts
 
 
-class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
+class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHooks):
     """Layerwise push of the KV cache, P to D. See docs/protocol.md."""
 
     tables: Any = None  # the scheduler's block tables, where vLLM does not hand them over itself (older_groups.py)
@@ -74,9 +74,9 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = _scheduler(engine, vllm_config, blocks, self.patience, fails=by_request)
         else:
             self._worker = _worker(engine, vllm_config, kv_cache_config)
-        self.first_tokens = self._scheduler.around()
-        for part in self.first_tokens:
-            part.settle(vllm_config)
+        self.step_hooks = self._scheduler.around()
+        for hooks in self.step_hooks:
+            hooks.settle(vllm_config)
 
     def _start_trace(self, transfer: Any, scheduler: bool) -> TraceFile | None:
         directory = self._engine.config.observe.trace_dir

@@ -84,6 +84,12 @@ class StepHooks:
         """Act after vLLM has read them. `outputs` are those for clients, by their front end."""
 
 
+class HasStepHooks:
+    """Base of a connector whose roles act around a step's outputs. The wrapped scheduler may have another connector."""
+
+    step_hooks: tuple[StepHooks, ...] = ()
+
+
 def install(vllm_config: Any) -> str:
     """Wrap vLLM's scheduler, once. Return why not; empty: it is wrapped."""
     return unproven(vllm_config) or wrap_outputs(vllm_config.scheduler_config.get_scheduler_cls())
@@ -106,7 +112,7 @@ def wrap_outputs(scheduler: type) -> str:
 
     @functools.wraps(original)
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        roles: tuple[StepHooks, ...] = getattr(self.connector, "first_tokens", ())
+        roles = self.connector.step_hooks if isinstance(self.connector, HasStepHooks) else ()
         for role in roles:
             role.entered = True
             role.before(model_runner_output)

@@ -443,7 +443,7 @@ def test_p_listens_before_d_s_workers() -> None:
 
 def test_each_role_has_its_part_in_first_tokens() -> None:
     made = connector("kv_both", KVConnectorRole.SCHEDULER, KEYS)
-    assert [type(role) for role in made.first_tokens] == [FirstTokenSource, FirstTokenReceiver, Standstill]
+    assert [type(role) for role in made.step_hooks] == [FirstTokenSource, FirstTokenReceiver, Standstill]
     made.shutdown()
 
 
@@ -452,6 +452,6 @@ def test_where_no_way_out_of_a_standstill_was_tried_it_says_so(
 ) -> None:
     monkeypatch.setattr(standstill, "install", lambda _: "vLLM 0.99.0 was not tried")
     made = connector("kv_consumer", KVConnectorRole.SCHEDULER, KEYS)
-    assert [type(role) for role in made.first_tokens] == [FirstTokenReceiver]
+    assert [type(role) for role in made.step_hooks] == [FirstTokenReceiver]
     assert "they wait for good: vLLM 0.99.0 was not tried" in caplog.text
     made.shutdown()

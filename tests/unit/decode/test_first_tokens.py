@@ -580,6 +580,10 @@ def test_the_wrapper_is_put_on_once_and_passes_by_a_connector_with_nothing_to_do
         def after(self, scheduler: Any, outputs: Any) -> None:
             calls.append(f"after {outputs} {self.entered}")
 
+    class Connector(first_token.HasStepHooks):
+        def __init__(self, *hooks: first_token.StepHooks) -> None:
+            self.step_hooks = hooks
+
     @functools.wraps(original)
     def by_others(*given: Any) -> Any:  # vllm-ascend wraps this method too
         return original(*given)
@@ -587,10 +591,10 @@ def test_the_wrapper_is_put_on_once_and_passes_by_a_connector_with_nothing_to_do
     monkeypatch.setattr(Scheduler, "update_from_output", by_others)
     assert first_token.install(config()) == first_token.install(config()) == ""
     noted = Noted()
-    for connector in (None, object(), SimpleNamespace(first_tokens=()), SimpleNamespace(first_tokens=(noted, noted))):
+    for connector in (None, object(), SimpleNamespace(step_hooks="another's"), Connector(), Connector(noted, noted)):
         assert Scheduler.update_from_output(SimpleNamespace(connector=connector), 1, 2) == "outputs"  # type: ignore[arg-type]
     around = ["before 2 True", "before 2 True", "vLLM", "after outputs True", "after outputs False"]
-    assert calls == ["vLLM", "vLLM", "vLLM", *around] and not noted.entered
+    assert calls == ["vLLM", "vLLM", "vLLM", "vLLM", *around] and not noted.entered
 
 
 def test_what_a_step_reports_of_a_token() -> None:
