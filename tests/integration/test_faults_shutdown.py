@@ -18,9 +18,11 @@ from pairs import fresh_prompt, reference_answers, settled_free_blocks, wait_for
 
 from tools.support import faults
 from tools.support.cells import GRACE, LIMIT_S, REACH_S, TOKENS, Clients, FaultSite, exchanges, make_site, start_pair
+from tools.support.checks import eventually
 from tools.support.client import RequestFailed, TimedAnswer, body_of, complete
 from tools.support.cluster import Cluster
 from tools.support.compare import AnswerTally
+from tools.support.engine import RunningServer
 from tools.support.process import is_free
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -49,6 +51,7 @@ def with_grace(site: FaultSite, role: str, grace: bool) -> None:
     if arguments != engine.spec.arguments:
         engine.spec = dataclasses.replace(engine.spec, arguments=arguments)
         site.replace(role)
+        eventually(site.front.ready, "the metaserver sees the engine that came back", LIMIT_S)
 
 
 @pytest.mark.parametrize(("role", "grace"), [("P", True), ("P", False), ("D", True), ("D", False), ("M", True)])
@@ -68,6 +71,8 @@ def test_it_ends_by_itself_and_leaves_nothing(
     site.orders["P"].stop_at("layer_submitted")
     clients = Clients(site.front.url, [body_of(p, TOKENS) for p in prompts])
     pid = site.orders["P"].stopped(REACH_S)
+    # Before the signal: an engine that drains takes no more requests.
+    eventually(lambda: _requests(site.servers["D"]) == len(prompts), "D has every request", LIMIT_S)
     # after the signal, so that transfers are certainly in progress
     wake = threading.Timer(0.3, faults.wake_pid, (pid,))
     wake.start()
@@ -96,13 +101,15 @@ def test_it_ends_by_itself_and_leaves_nothing(
     )
     if grace or role == "P":
         assert right == len(prompts), "what was under way is finished, or computed by D"
-    until = time.monotonic() + LIMIT_S
-    while not site.front.ready():
-        assert time.monotonic() < until, "the metaserver does not see the engine that came back"
-        time.sleep(0.1)
+    eventually(site.front.ready, "the metaserver sees the engine that came back", LIMIT_S)
     prompt = fresh_prompt(150)
     (want,) = reference_answers(site.prefill, [prompt], TOKENS)
     assert complete(site.front.url, body_of(prompt, TOKENS)).tokens == want.tokens
+
+
+def _requests(engine: RunningServer) -> float:
+    seen = engine.metrics()
+    return seen["vllm:num_requests_running"] + seen["vllm:num_requests_waiting"]
 
 
 def _side_channel(server: object) -> list[int]:
