@@ -77,6 +77,12 @@ def reports(actions: list[Action]) -> list[Report]:
 # ---- opening
 
 
+def test_what_an_earlier_incarnation_of_d_named_is_not_over_here() -> None:
+    r = opened()
+    assert r.state(msgspec.structs.replace(T, uuid="another")) is ReservationState.OVER, "its number has passed"
+    assert r.state(msgspec.structs.replace(T, incarnation="another")) is ReservationState.UNBOUND
+
+
 def test_a_begin_before_the_bind_waits_and_is_answered_when_the_gate_opens() -> None:
     r = receiver()
     assert as_text(r.message(0.0, "p1", begin())) == ""

@@ -85,3 +85,13 @@ def test_a_writer_that_cannot_be_opened_fails_the_write_and_the_next_one_tries_a
     finally:
         sending.close()
         receiving.close()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mooncake") is None, reason="Mooncake is not installed")
+def test_a_closed_wire_opens_no_engine() -> None:
+    from unit.transport.mooncake_child import wire_from
+
+    sending = wire_from(np.ones(64, dtype=np.uint8))
+    sending.close()
+    with pytest.raises(PdError, match=r"PD-WIRE-001.*the transport is closed"):
+        sending._engines.need()
