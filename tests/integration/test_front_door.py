@@ -102,12 +102,7 @@ def test_a_client_that_leaves_ends_the_request_on_d(door: FaultyFrontDoor) -> No
     stream = door.client.completions.create(prompt="leave this one " * 20, **{**WORDS, "max_tokens": 1500}, stream=True)
     next(iter(stream))
     stream.close()
-    eventually(lambda: not _running(door.decode), "the abort has arrived", 10)
-
-
-def _running(engine: EngineProcess) -> float:
-    page = httpx.get(engine.url + "/metrics", trust_env=False).text
-    return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith("vllm:num_requests_running"))
+    eventually(lambda: not door.decode.metrics()["vllm:num_requests_running"], "the abort has arrived", 10)
 
 
 def test_a_sidecar_of_d_prefills_where_the_header_says(faulty: FaultSite, ports: list[int]) -> None:
