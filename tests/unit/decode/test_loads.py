@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D's loads as one machine: an error with one transfer ends that one."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from unit.kits.watching import parsed
+from unit.protocol.kit import ADDRESSES, D, D_INCARNATION, MODEL
+from vllm_ascend_pd.decode.core.loads import Loads
+from vllm_ascend_pd.metadata import Bind, DecodeStep, LoadCancel
+from vllm_ascend_pd.protocol.actions import Action
+from vllm_ascend_pd.protocol.identity import TransferId
+from vllm_ascend_pd.protocol.reservation import Receiver
+from vllm_ascend_pd.protocol.states import ReservationState
+
+BAD, GOOD = (TransferId(D_INCARNATION, number, f"uuid-{number}") for number in (1, 2))
+
+
+class BrokenAtEnd(Receiver):
+    """A machine that fails where it should drop a record."""
+
+    def over(self, now: float, transfer: TransferId) -> list[Action]:
+        if transfer == BAD:
+            raise RuntimeError("planted")
+        return super().over(now, transfer)
+
+
+class BrokenLoads(Loads):
+    receiver_type = BrokenAtEnd
+
+
+def bind(transfer: TransferId) -> Bind:
+    return Bind(str(transfer), transfer, 0, 40, (np.arange(3, dtype=np.int32),), 60.0)
+
+
+def test_a_record_that_cannot_be_dropped_stops_nothing_else_of_the_step() -> None:
+    loads = BrokenLoads(parsed({}, None), 0, 0, MODEL, D, lambda: ADDRESSES, verify=False)
+    loads.step(1.0, DecodeStep((bind(BAD), bind(GOOD)), incarnation=D_INCARNATION, geometry=D), None)
+    loads.step(
+        2.0, DecodeStep(cancels=tuple(LoadCancel(transfer, "PD-XFER-001", "") for transfer in (BAD, GOOD))), None
+    )
+    assert [report.request_id for report in loads.take_reports()] == [str(BAD), str(GOOD)]
+    loads.step(3.0, DecodeStep(overs=(BAD, GOOD)), None)
+    assert not loads.take_reports(), "both had been reported"
+    assert loads.record_count() == 1, "the record that could not be dropped"
+    assert loads._machine.state(GOOD) is ReservationState.OVER
