@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from unit.kits.watching import parsed
-from unit.protocol.kit import ADDRESSES, D, D_INCARNATION, MODEL
+from unit.protocol.kit import ADDRESSES, D_INCARNATION, MODEL, D
 from vllm_ascend_pd.decode.core.loads import Loads
 from vllm_ascend_pd.metadata import Bind, DecodeStep, LoadCancel
 from vllm_ascend_pd.protocol.actions import Action
