@@ -32,7 +32,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = "tools.bench_metaserver_parts"
 PREFILL, DECODE = 19501, 19502
-WAYS = ("full", "relay")
+WAYS = ("whole", "relay")
 
 NGINX = """
 worker_processes 1; daemon off; pid {dir}/pid; error_log {dir}/error.log warn;
@@ -68,7 +68,7 @@ def systems(wanted: list[str], directory: str, beside: Path | None) -> list[Meas
     trees = {"metaserver": ROOT} | ({"metaserver beside": beside} if beside is not None else {})
     made = []
     for way in WAYS:
-        prefill = ["--prefill", f"127.0.0.1:{PREFILL}"] if way == "full" else []
+        prefill = ["--prefill", f"127.0.0.1:{PREFILL}"] if way == "whole" else []
         for name, tree in trees.items():
             port = next(ports)
             made.append(MeasuredSystem(name, way, port, [*metaserver, "--port", str(port), *engines, *prefill], tree))
@@ -82,7 +82,7 @@ def systems(wanted: list[str], directory: str, beside: Path | None) -> list[Meas
     for library in ("aiohttp", "httpx"):
         port = next(ports)
         command = [python, "-m", f"{PARTS}.variant", library, str(port), str(PREFILL), str(DECODE)]
-        made.append(MeasuredSystem(f"metaserver on {library}", "full", port, command))
+        made.append(MeasuredSystem(f"metaserver on {library}", "whole", port, command))
     if shutil.which("nginx"):
         port = next(ports)
         file = Path(directory) / "nginx.conf"
@@ -225,7 +225,7 @@ def bench(args: argparse.Namespace, chosen: list[MeasuredSystem]) -> None:
             if number == args.rounds:
                 tables(args, seen)
                 for system, process in processes:
-                    if "memory" not in args.skip and (system.name, system.way) == ("metaserver", "full") and process:
+                    if "memory" not in args.skip and (system.name, system.way) == ("metaserver", "whole") and process:
                         memory(system, process, args.memory_requests)
 
 

@@ -31,7 +31,7 @@ WANTED_TTFT_MS = 5.0
 PATIENT, STOCK = "patient", "as vLLM waits"
 
 
-class _Never(BaseHTTPRequestHandler):
+class StalledMetaserver(BaseHTTPRequestHandler):
     """Metaserver that accepts reservations and only sends heartbeats: the prefill never ends."""
 
     protocol_version = "HTTP/1.1"
@@ -60,8 +60,8 @@ class _Never(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def never(port: int) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", port), _Never)
+def stalled_metaserver(port: int) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", port), StalledMetaserver)
     server.daemon_threads = True
     server.stop = threading.Event()  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, name="never", kwargs={"poll_interval": 0.1})
@@ -130,7 +130,7 @@ def main() -> int:
         fronts = {PATIENT: cluster.metaserver([p], [d_patient], ports[0], STRICT)}
         fronts[STOCK] = cluster.metaserver([p], [d_stock], ports[1], STRICT)
         ttfts = first_tokens(fronts, args.rounds, pause_s=1.3)
-        with never(ports[2]) as url:
+        with stalled_metaserver(ports[2]) as url:
             used = {
                 name: cores_while_waiting(engine, url, args.requests, args.seconds)
                 for name, engine in ((PATIENT, d_patient), (STOCK, d_stock))

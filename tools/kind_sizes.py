@@ -41,7 +41,7 @@ TITLES = {
     "mtp": "MTP beside MLA (DeepSeek-V3)",
     "spec-eagle3": "Eagle3 with other heads than the target's",
     "spec-eagle": "Eagle",
-    "spec": "a draft model of its own",
+    "spec": "a separate draft model",
     "spec-flash-dflash": "DFlash",
     "fp8": "fp8",
     "fp8-gptoss": "fp8 with windows (gpt-oss)",

@@ -2,8 +2,8 @@
 """PushConfig: everything an operator can set, parsed once from `kv_connector_extra_config`.
 
 A key is checked where it is declared: its type by the annotation, its range by the metadata of the field.
-An unknown key is an error that names the nearest known one. docs/configuration.md is generated from here
-(`python -m vllm_ascend_pd.config`), so the help text of each field is what the operator reads.
+An unknown key is an error that names the nearest known one. The tables of keys in docs/configuration.md are printed
+from here (`python -m vllm_ascend_pd.config`), so the help text of each field is what the operator reads.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ class WireConfig:
         "any word for this version of the weights, if another one may run beside it; P and D must have the same word",
     )
     transfer_timeout_s: float = _key(30.0, "P, D", "the transfer engine's own timeout for one write", low=5, high=110)
-    max_descriptors: int = _key(1000, "P", "largest number of descriptors in flight to one peer", low=1, high=65535)
+    max_descriptors: int = _key(
+        1000, "P", "largest number of descriptors in flight to one peer; beyond 128 with ascend only", low=1, high=65535
+    )
     fuse_layers: int = _key(
         4, "P", "largest number of ready layers that a late writer puts into one batch", low=1, high=64
     )
@@ -151,8 +153,16 @@ class RegroupConfig:
 class Timers:
     """The timers of docs/protocol.md, in seconds."""
 
-    lease_s: float = _key(15.0, "D", "L: authority to write that a READY grants", low=0.2, high=120)
-    margin_s: float = _key(5.0, "D", "M: stall allowance before a lease counts as lapsed", low=0.05, high=60)
+    lease_s: float = _key(
+        15.0,
+        "P, D",
+        "L: authority to write that a READY grants; P repeats its last message by its own",
+        low=0.2,
+        high=120,
+    )
+    margin_s: float = _key(
+        5.0, "P, D", "M: stall allowance before a lease counts as lapsed; P repeats by its own", low=0.05, high=60
+    )
     ready_timeout_s: float = _key(
         30.0, "P, D", "P: from the first BEGIN to READY; D: how long a BEGIN may be parked", low=0.2, high=600
     )
@@ -206,7 +216,7 @@ _IGNORED = ("use_ascend_direct", "ascend_local_comm_res_path", "tls_config", "se
 
 @dataclass(frozen=True, slots=True)
 class PushConfig:
-    """One engine's configuration. `ignored` lists accepted keys of the predecessor that mean nothing here."""
+    """One engine's configuration. `ignored` lists accepted keys of vllm-ascend's connector that mean nothing here."""
 
     channel: ChannelConfig = ChannelConfig()
     metaserver: MetaserverConfig = MetaserverConfig()

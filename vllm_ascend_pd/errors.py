@@ -48,8 +48,8 @@ CATALOGUE: dict[str, Entry] = {
     # -- geometry: the two engines' caches do not fit each other
     "PD-GEO-001": Entry(
         "{field} differs between prefill ({prefill!r}) and decode ({decode!r}).",
-        "Start both engines with the same model, cache dtype and attention backend; with context parallelism with block sizes and "
-        "--cp-kv-cache-interleave-size of which one divides the other.",
+        "Start both engines with the same model, cache dtype and attention backend. With context parallelism one side's block size "
+        "must divide the other's, and so must its --cp-kv-cache-interleave-size.",
     ),
     "PD-GEO-002": Entry(
         "Block sizes differ ({prefill} and {decode}), and this layout or a sliding window does not allow it.",
@@ -66,8 +66,9 @@ CATALOGUE: dict[str, Entry] = {
     ),
     # -- wire
     "PD-WIRE-001": Entry(
-        "The transfer engine is missing: {why}.",
-        "pip install mooncake-transfer-engine-non-cuda (CPU) or -npu (Ascend); on Debian also libibverbs1 libnuma1 libcurl4.",
+        "The transfer engine cannot be used: {why}.",
+        "If it is missing or too old: pip install mooncake-transfer-engine-non-cuda (CPU) or -npu (Ascend); on Debian also "
+        "libibverbs1 libnuma1 libcurl4. Else check the host's address, mooncake_protocol and the devices.",
     ),
     "PD-WIRE-002": Entry(
         "Memory registration failed with {rc} for {length} bytes at {address:#x}.",
@@ -143,7 +144,7 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "PD-META-025": Entry(
         "The decode instance broke off, and no other could go on with the stream: {why}.",
-        "Send it again, and see at the metaserver's / which decode instances take requests.",
+        "Send it again; the metaserver's status page (its /) shows which decode instances take requests.",
     ),
     "PD-META-026": Entry(
         "No request of the name {name!r} came to prefill within {seconds} s.",
@@ -174,7 +175,7 @@ CATALOGUE: dict[str, Entry] = {
         "Give the sidecar its host, host:port or network in --prefill-allowed.",
     ),
     "PD-META-033": Entry(
-        "Decode can begin with nothing but this prefill's first token, which P does not report as it asks: {why}.",
+        "Decode needs prefill's first token for this prompt, and prefill does not choose or report it as decode asks: {why}.",
         "Nothing to do for one request. If it happens often, give all prefill engines the same first_token, log-probability mode and release.",
     ),
     # -- ops: the compiled extension and what it is given
@@ -203,7 +204,7 @@ CATALOGUE: dict[str, Entry] = {
         "Restart the engine; the traceback of the writer is in its log: report it.",
     ),
     "PD-XFER-008": Entry(
-        "The KV came, and prefill's first token did not ({why}): behind a whole prompt of windows or states nothing else can begin.",
+        "The KV came, and prefill's first token did not ({why}): in a cache with windows or states a whole prompt goes on with it alone.",
         "Nothing to do for one request. If it happens often, raise lease_s and first_token_wait_s, or set first_token to off on decode.",
     ),
     "PD-XFER-009": Entry(

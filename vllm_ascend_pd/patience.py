@@ -108,7 +108,7 @@ def install_shm() -> bool:
 
         original = SpinCondition.wait
     except (ImportError, AttributeError):
-        log.warning("this vLLM's shared-memory queue has no SpinCondition: it waits as it likes")
+        log.warning("this vLLM's shared-memory queue has no SpinCondition: it waits in its own way")
         return False
 
     @functools.wraps(original)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metaserver with another HTTP client, for comparison: own, aiohttp or httpx."""
+"""The metaserver with another HTTP client, for comparison with its own: aiohttp or httpx."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def refusals(speculative: Any, parallel: Any, role: str) -> Iterator[ConfigError
         return
     if speculative.method == "draft_model" and compat.is_vllm_ascend():
         known = ", ".join(method for method in _PROVEN if method != "draft_model")
-        yield not_proven("A draft that is a model of its own under vllm-ascend", f"Use {known}, or none.")
+        yield not_proven("A separate draft model under vllm-ascend", f"Use {known}, or none.")
     model = speculative.draft_model_config
     modules = (model and getattr(model.hf_config, "num_nextn_predict_layers", None)) or 1
     if speculative.method == "mtp" and modules > 1:

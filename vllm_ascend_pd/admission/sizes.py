@@ -26,9 +26,9 @@ def context(parallel: Any) -> TokenDivision:
 
 
 def listening_ports(parallel: Any) -> range:
-    """Return the ports that an engine's workers listen on, counted from side_channel_port.
+    """Return where this rank's workers listen, as offsets from side_channel_port.
 
-    Each data-parallel rank has its own ports, so that ranks on one host do not collide.
+    Each data-parallel rank has its own, so that ranks on one host do not collide.
     """
     size = int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size) * context(parallel).pcp
     first = dp_rank(parallel) * size

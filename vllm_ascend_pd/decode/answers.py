@@ -56,7 +56,7 @@ def outcome(line: bytes) -> Outcome | None:
 
 
 def plain(body: bytes) -> Outcome:
-    """Return the outcome of the predecessor's form: nothing until the prefill is over, then any JSON or no body."""
+    """Return the outcome of vllm-ascend's form: nothing until the prefill is over, then any JSON or no body."""
     return _final(_object(body) if body.lstrip()[:1] == b"{" else {})
 
 

@@ -73,12 +73,12 @@ class Culprit(Enum):
 VERDICTS: dict[str, tuple[Culprit, str]] = {
     "PD-XFER-001": (
         Culprit.PREFILL,
-        "nothing, or not everything, came in time, and D gave it all the time it was to have",
+        "not all KV came before D's deadline",
     ),
     "PD-XFER-002": (Culprit.NEITHER, "it was given up: the client has left, or another attempt took over"),
     "PD-XFER-003": (Culprit.NEITHER, "a write between the two failed: the network's or either's"),
     "PD-XFER-004": (Culprit.PREFILL, "P's process or its lease was gone in the middle of a push"),
-    "PD-XFER-005": (Culprit.NEITHER, "one refused what the other said: the two do not fit, and others may fit either"),
+    "PD-XFER-005": (Culprit.NEITHER, "one refused the other's message: these two do not fit, each may fit another"),
     "PD-XFER-006": (Culprit.PREFILL, "P's own ranks could not exchange what they were to push"),
     "PD-XFER-007": (Culprit.PREFILL, "P's writer is dead: it pushes nothing until it is started again"),
     "PD-XFER-008": (

@@ -165,7 +165,7 @@ def _read_source(
     value: object, prompt: tuple[int, str], listeners: Collection[str], secrets: Secrets | None
 ) -> Meet | PdError:
     if not isinstance(value, str) or len(value) > MAX_SOURCE:
-        return PdError("PD-META-029", why="its source is no text of ours")
+        return PdError("PD-META-029", why="its source is not a string, or is too long")
     try:
         source: Source = unseal_source(base64.b64decode(value, validate=True), secrets)
     except ValueError:

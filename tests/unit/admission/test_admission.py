@@ -175,7 +175,7 @@ def test_a_draft_that_is_a_model_of_its_own_has_not_run_under_vllm_ascend(
     why = [
         str(each) for each in drafts.refusals(speculation(method="draft_model"), config.parallel_config, "kv_producer")
     ]
-    assert len(why) == under_vllm_ascend and all("a model of its own under vllm-ascend" in each for each in why)
+    assert len(why) == under_vllm_ascend and all("A separate draft model under vllm-ascend" in each for each in why)
 
 
 def test_a_draft_models_layers_are_counted_on_from_the_models_or_have_a_prefix() -> None:

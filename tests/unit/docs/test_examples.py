@@ -145,13 +145,13 @@ def test_the_commands_for_ones_own_engines_are_accepted_and_find_each_other() ->
     words = shlex.split(block, comments=True)
     starts = [i for i, word in enumerate(words) if word in ("python", "vllm-ascend-pd", "curl")]
     prefill, decode, front = (words[a:b] for a, b in itertools.pairwise(starts))
-    for command, where in ((prefill, "P"), (decode, "D"), (front, "META")):
+    for command, where in ((prefill, "P_HOST"), (decode, "D_HOST"), (front, "META_HOST")):
         check(command, f"{page}: {where}")
-    for command, host in ((prefill, "P"), (decode, "D")):
+    for command, host in ((prefill, "P_HOST"), (decode, "D_HOST")):
         assert f"http://{host}:{command[command.index('--port') + 1]}" in front
         assert f"VLLM_HOST_IP={host}" in words and '"secret_file"' in " ".join(command)
     request = words[starts[-1] :]
-    assert request[1] == f"http://META:{front[front.index('--port') + 1]}/v1/completions"
+    assert request[1] == f"http://META_HOST:{front[front.index('--port') + 1]}/v1/completions"
     assert json.loads(request[request.index("-d") + 1])["model"] == "MODEL"
 
 

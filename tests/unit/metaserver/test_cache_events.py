@@ -260,7 +260,7 @@ def test_a_publisher_of_something_else_is_not_listened_to(
         publisher.subscribed()
         with caplog.at_level(logging.WARNING):
             publisher.say(b"something else")
-            until(lambda: caplog.text.count("publishes what are no KV events of vLLM's") == 2)
+            until(lambda: caplog.text.count("publishes messages that are not vLLM's KV events") == 2)
         assert c.complete(HEAD).status_code == 200
 
 

@@ -105,7 +105,7 @@ class Admin:
         return guarded
 
     def check(self, request: Request) -> None:
-        """Raise Refusal if the caller is not admitted."""
+        """Raise AdminRefusal if the caller is not admitted."""
         if self._token:
             given = request.headers.get("authorization", "")
             if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
@@ -162,7 +162,7 @@ class Admin:
         return JSONResponse(self._facts(name))
 
     async def _reset(self, request: Request) -> Response:
-        """Make every engine forget its prefixes. The route is the predecessor's."""
+        """Make every engine forget its prefixes. The route is vllm-ascend's example proxy's."""
         _require_json(request)
         await self._perform({"op": "forget"})
         instances = list(self._fleet)
@@ -196,7 +196,7 @@ def id_of(request: Request) -> str:
 
 
 def _require_json(request: Request) -> None:
-    """Raise Refusal for any other type. A web page cannot send JSON to another origin without a preflight."""
+    """Raise AdminRefusal for any other type. A web page cannot send JSON to another origin without a preflight."""
     if request.headers.get("content-type", "").split(";")[0].strip() != "application/json":
         raise AdminRefusal(415, "PD-META-020")
 

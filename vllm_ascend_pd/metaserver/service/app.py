@@ -232,7 +232,7 @@ class WorkerProcess:
         return Response(status_code=200, headers={OWN_MARK.decode(): "1"})
 
     async def _healthcheck(self, _: Request) -> Response:
-        """Answer in the predecessor's form."""
+        """Answer in the form of vllm-ascend's example proxy."""
         counts = {f"{role.value}_instances": len(self.fleet.of(role)) for role in Role}
         return JSONResponse({"status": "ok", **counts})
 
@@ -326,7 +326,7 @@ async def while_connected(scope: Scope, interrupt: Interrupt, work: Coroutine[An
 def forwarded(scope: Scope, engine_token: str) -> tuple[Headers, str]:
     """Return the client's headers for an engine, and the request's id: the client's own, or a new one.
 
-    Raise Refused for a request of another metaserver.
+    Raise NotTaken for a request of another metaserver.
     """
     named: list[bytes] = []
     request_id = kind = None

@@ -212,7 +212,10 @@ class CacheEvents:
                     came, lost = 0, True
                     if not warned:
                         log.warning(
-                            "%s: %s publishes what are no KV events of vLLM's: %s", instance.name, address, problem
+                            "%s: %s publishes messages that are not vLLM's KV events: %s",
+                            instance.name,
+                            address,
+                            problem,
                         )
                     warned = True
                 METRICS.cache_events.labels(instance.role.value, instance.name).inc()

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 _PROMPT_TOKENS = 192  # more than one block of 128
 _TOKEN_IDS = range(3, 256)  # they are in every vocabulary
-_TRIAL_TIMEOUT_S = 60.0
+_CANARY_TIMEOUT_S = 60.0
 _LOOK_EVERY_S = 0.25
 _AT_ONCE = 8
 _UP = (Condition.READY, Condition.SUSPECT)
@@ -120,9 +120,9 @@ class Canary:
     async def _fly(self, prefill: Instance, decode: Instance) -> None:
         pair, lives = (prefill.name, decode.name), _lives(prefill, decode)
         try:
-            problem = await within(_TRIAL_TIMEOUT_S, self._try(prefill, decode))
+            problem = await within(_CANARY_TIMEOUT_S, self._try(prefill, decode))
         except asyncio.TimeoutError:
-            problem = f"no answer within {_TRIAL_TIMEOUT_S:g} s"
+            problem = f"no answer within {_CANARY_TIMEOUT_S:g} s"
         except UpstreamError as failed:
             problem = failed.why
         if not problem:

@@ -50,7 +50,7 @@ class AttemptFailed(Exception):
 
 
 class Interrupt:
-    """Reason that a task is cancelled from outside; without one the server itself cancels it."""
+    """Cancellation of a task by this server, with its reason. A task cancelled without one was cancelled by asyncio."""
 
     __slots__ = ("closing", "failed", "left", "task")
 

@@ -59,7 +59,7 @@ class Body:
         self._size = 0
 
     async def read(self, receive: Receive, max_bytes: int) -> bytes | memoryview:
-        """Return the whole body. Raise Refused or CallerLeft."""
+        """Return the whole body. Raise NotTaken or CallerLeft."""
         first, more = self._take(await receive(), max_bytes)
         if not more:
             return first
@@ -80,7 +80,7 @@ class Body:
         return gathered.whole()
 
     def _take(self, message: MutableMapping[str, Any], max_bytes: int) -> tuple[bytes, bool]:
-        """Return a piece, and whether there are more. Raise Refused or CallerLeft."""
+        """Return a piece, and whether there are more. Raise NotTaken or CallerLeft."""
         if message["type"] == "http.disconnect":
             raise CallerLeft
         piece: bytes = message.get("body", b"")

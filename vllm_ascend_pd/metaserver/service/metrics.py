@@ -47,7 +47,7 @@ class Metrics:
         self.tokens_cached = self._counter("tokens_cached", "Prompt tokens that P had in its cache, as D reports")
         self.tokens_recomputed = self._counter("tokens_recomputed", "Prompt tokens whose KV did not come, as D reports")
         self.decode_alone = self._counter(
-            "decode_alone", "Prompts that D computed by choice: short, or in its cache", "why"
+            "decode_alone", "Prompts that D computes: short, cached, or of a request that names no P", "why"
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens sent to P's, about")
         self.prompt_tokens_there = self._counter("prompt_tokens_there", "Of these, what P is thought to have cached")
@@ -57,11 +57,13 @@ class Metrics:
         self.broken_streams = self._counter("broken_streams", "Answers of which the client got a part only")
         self.resumes = self._counter("resumes", "Streams that another D was to go on with, by what ended them", "cause")
         self.resume_seconds = self._histogram(
-            "resume_seconds", "From a stream's break to the next that its client gets"
+            "resume_seconds", "From a stream's break to the next byte that its client gets"
         )
         self.client_left = self._counter("client_left", "Clients that left before the end")
         self.ttft = self._histogram("ttft_seconds", "From a client's request to its first byte", "route")
-        self.leg_seconds = self._histogram("leg_ttft_seconds", "From sending a leg to its answer", "role")
+        self.leg_seconds = self._histogram(
+            "leg_ttft_seconds", "From sending a leg to D's first byte, or to P's whole answer", "role"
+        )
         self.running = self._gauge("requests_running", "Requests of clients under way")
         self.waiting = self._gauge("requests_waiting", "Requests of clients that wait for their turn")
         self.tokens = self._gauge("tokens_in_flight", "Estimated tokens at an instance", "role", "engine")

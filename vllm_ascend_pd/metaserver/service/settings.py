@@ -164,8 +164,8 @@ class Settings:
         "--prefix-tokens",
         "behaviour",
         500_000,
-        "tokens that an engine's prefix cache holds, about: prompts go where most of them was before, weighed against "
-        "load; 0: by load alone",
+        "tokens that an engine's prefix cache holds, about: a prompt goes to the engine that had most of it before, weighed "
+        "against load; 0: by load alone",
         low=0,
     )
     kv_events: tuple[str, ...] = _flag(
@@ -227,7 +227,7 @@ class Settings:
         "--no-canary",
         "behaviour",
         False,
-        "readiness without having moved a block",
+        "send no canaries: ready as soon as both roles are healthy",
         only="metaserver",
         made=operator.not_,
     )
