@@ -70,7 +70,7 @@ class Engine:
             model=admission.model_fingerprint(vllm_config, push.wire.model_version),
             host=host,
             secrets=load_secrets(push.channel),
-            listeners_before=admission.listening_ports(parallel)[0],
+            listeners_before=admission.listening_offsets(parallel)[0],
             both=transfer.kv_role == admission.BOTH,
             ranks_here=admission.ranks_here(parallel),
         )

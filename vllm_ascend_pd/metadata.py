@@ -48,7 +48,7 @@ class PushAbort:
     detail: str
 
 
-Exchanged = tuple[int, int, int]  # step, layer, sub-step of an exchange that some rank missed
+MissedExchange = tuple[int, int, int]  # its step, layer and sub-step
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class PrefillStep:
     aborts: tuple[PushAbort, ...] = ()
     preempted: tuple[str, ...] = ()
     ended: tuple[str, ...] = ()  # nothing of these pushes is exchanged any more
-    catch_ups: tuple[Exchanged, ...] = ()
+    catch_ups: tuple[MissedExchange, ...] = ()
     computed: tuple[PushSlice, ...] = ()  # of earlier steps
     before: int = 0  # sequence number of those
     freed: tuple[str, ...] = ()  # requests whose blocks were held and never pushed

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.first_token import StepHooks
-from vllm_ascend_pd.metadata import DecodeStep, Exchanged, LoadEnd, PrefillStep
+from vllm_ascend_pd.metadata import DecodeStep, LoadEnd, MissedExchange, PrefillStep
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ class StepMetadata(KVConnectorMetadata):
 class WorkerNews(KVConnectorWorkerMetadata):
     """Workers → scheduler, after a step. P's: exchanges to be made again, pushes that failed. D's: loads that ended."""
 
-    missed: frozenset[Exchanged] = frozenset()
+    missed: frozenset[MissedExchange] = frozenset()
     failures: frozenset[tuple[str, str]] = frozenset()
     ends: frozenset[LoadEnd] = frozenset()
 

@@ -14,7 +14,7 @@ import msgspec
 
 from simulation.settings import VOCABULARY, FirstFaults
 from simulation.world import Process
-from vllm_ascend_pd.http.decisions import LegFailure, post_again
+from vllm_ascend_pd.http.decisions import HttpFailure, post_again
 from vllm_ascend_pd.metaserver.decisions import RetryBudget, RetryPolicy
 from vllm_ascend_pd.protocol.auth import Secrets, seal, unseal
 from vllm_ascend_pd.protocol.first import First
@@ -98,20 +98,20 @@ class Broker:
             return
         if not self.process.alive:
             self.cluster.world.fault("http no metaserver")
-            self._failed(transfer, LegFailure.CONNECT, "no metaserver")
+            self._failed(transfer, HttpFailure.CONNECT, "no metaserver")
         elif call.request.arrived < self._forgotten:
             self.cluster.world.fault("http unknown ticket")
-            self._failed(transfer, LegFailure.SERVER, "404")
+            self._failed(transfer, HttpFailure.SERVER, "404")
         else:
             self._dispatch(transfer)
 
-    def _failed(self, transfer: TransferId, failure: LegFailure, why: str) -> None:
+    def _failed(self, transfer: TransferId, failure: HttpFailure, why: str) -> None:
         call = self.calls.get(transfer)
         if call is None:
             return
         world = self.cluster.world
         left = RETRIES_TIMEOUT_S - (world.now - call.started)
-        retry_after = world.rng.choice((None, 0.5, 30.0)) if failure is LegFailure.REFUSED else None
+        retry_after = world.rng.choice((None, 0.5, 30.0)) if failure is HttpFailure.REFUSED else None
         delay = post_again(failure, call.posts, left, retry_after, world.rng.random(), BACKOFF)
         if delay is None:
             self._outcome(transfer, why)
@@ -176,7 +176,7 @@ class Broker:
         call.tried += 1
         call.prefill, call.prefill_incarnation = engine, engine.scheduler.incarnation
         if not engine.alive or world.chance(self.cluster.settings.faults.http / 2):
-            failure = LegFailure.REFUSED if engine.alive else LegFailure.CONNECT
+            failure = HttpFailure.REFUSED if engine.alive else HttpFailure.CONNECT
             world.fault("http prefill refuses" if engine.alive else "http prefill unreachable")
             self._try_another(call, engine, failure)
             return
@@ -188,7 +188,7 @@ class Broker:
             world.fault("dispatched twice")  # by another router
             world.after(world.rng.choice((0.0, 0.01, 2.0)), self._dispatch, transfer)
 
-    def _try_another(self, call: OpenPost, engine: PrefillEngine, failure: LegFailure) -> None:
+    def _try_another(self, call: OpenPost, engine: PrefillEngine, failure: HttpFailure) -> None:
         world, transfer = self.cluster.world, call.reservation.transfer
         call.bad.add(engine.index)
         delay = self.retry.again(failure, call.tried, False, self.budget, world.rng.random())
@@ -247,8 +247,8 @@ class Broker:
 
 
 _FAILURES = {
-    "no connection": LegFailure.CONNECT,
-    "4xx": LegFailure.SERVER,
-    "5xx": LegFailure.SERVER,
-    "503": LegFailure.REFUSED,
+    "no connection": HttpFailure.CONNECT,
+    "4xx": HttpFailure.SERVER,
+    "5xx": HttpFailure.SERVER,
+    "503": HttpFailure.REFUSED,
 }

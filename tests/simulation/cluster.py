@@ -20,7 +20,7 @@ from vllm_ascend_pd.decode.core.first_tokens import Start
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.meeting import Bound, Meeting
 from vllm_ascend_pd.protocol.messages import Message, message_name
-from vllm_ascend_pd.protocol.timing import hold_s
+from vllm_ascend_pd.protocol.timing import landed_s
 
 if TYPE_CHECKING:
     from simulation.prefill import PrefillRank
@@ -39,7 +39,7 @@ class SimulatedCluster:
         self.wire = SimulatedWire(
             self.world, faults, settings.transfer_timeout_s, settings.quiet_s, timers.margin_s, self._stop_inside
         )
-        self.hold_s = hold_s(timers.lease_s, settings.quiet_s, timers.margin_s)
+        self.landed_s = landed_s(timers.lease_s, settings.quiet_s, timers.margin_s)
         self.transfers = 0
         self._telling = self.world.dice("telling")
         self._sampled: list[str] = []  # by number: the push of each first token
@@ -190,22 +190,22 @@ class SimulatedCluster:
         for rate, fault in kinds:
             if self.world.chance(rate):
                 self.world.after(
-                    rng.choice((rng.uniform(0, 0.1), rng.uniform(0, 2), rng.uniform(0, self.hold_s))), fault
+                    rng.choice((rng.uniform(0, 0.1), rng.uniform(0, 2), rng.uniform(0, self.landed_s))), fault
                 )
 
     def _span(self) -> float:
-        """Return a critical duration: short, about a lease, about a hold, longer, or unbounded."""
+        """Return a critical duration: short, about a lease, about H, longer, or unbounded."""
         rng, t = self.world.rng, self.settings.timers
         if rng.random() < 0.05:
-            self.world.fault("stopped for ten holds or more")
-            return self.hold_s * rng.uniform(10, 30)
+            self.world.fault("stopped for ten H or more")
+            return self.landed_s * rng.uniform(10, 30)
         return rng.choice(
             (
                 rng.uniform(0.01, 1.0),
                 t.lease_s + rng.uniform(-1, 1),
                 t.lease_s + t.margin_s + rng.uniform(-1, 1),
-                self.hold_s + rng.uniform(-2, 2),
-                self.hold_s * rng.uniform(1, 4),
+                self.landed_s + rng.uniform(-2, 2),
+                self.landed_s * rng.uniform(1, 4),
             )
         )
 
@@ -243,7 +243,7 @@ class SimulatedCluster:
     def _stop_decode(self) -> None:
         engine = self.world.rng.choice(self.decode)
         process = self.world.rng.choice((engine.scheduler, *(rank.process for rank in engine.ranks)))
-        if process.alive and self.world.now - process.disturbed > self.hold_s / 2:
+        if process.alive and self.world.now - process.disturbed > self.landed_s / 2:
             self.world.fault("decode stopped")
             process.pause(self._span())
 
@@ -293,7 +293,7 @@ class SimulatedCluster:
         self._cut_off(self.world.rng.choice(self.world.rng.choice(self.prefill).ranks))
 
     def cut_off_perhaps(self, rank: PrefillRank) -> None:
-        """At random, cut a rank off in the middle of a prompt; its engine continues after the lease or the hold."""
+        """At random, cut a rank off in the middle of a prompt; its engine continues after the lease or H."""
         if self.world.chance(self.settings.faults.partition) and self._cut_off(rank):
             rank.engine.scheduler.pause(self._span())
 
@@ -303,7 +303,7 @@ class SimulatedCluster:
         Not together with a stop: no lease can bound a writer that is stopped, cut off, and considered dead.
         """
         process = rank.process
-        if not process.alive or process.paused or self.world.now - process.disturbed < 2 * self.hold_s:
+        if not process.alive or process.paused or self.world.now - process.disturbed < 2 * self.landed_s:
             return False
         self.world.fault("side channel cut")
         duration = self._span()
@@ -321,7 +321,7 @@ class SimulatedCluster:
         """
         t = self.settings.timers
         stopped = engine.stopped_s() - request.stopped_before
-        bound = t.recv_deadline_s + self.hold_s + self.settings.quiet_s + SLACK_S
+        bound = t.recv_deadline_s + self.landed_s + self.settings.quiet_s + SLACK_S
         took = self.world.now - request.started
         self.world.stats["longest ms"] = max(self.world.stats["longest ms"], int(1000 * (took - stopped)))
         if request.hopeless is not None and self.world.now - request.hopeless - stopped > IDLE_S:
@@ -368,7 +368,7 @@ class SimulatedCluster:
         """Check promise 4: access is revoked only if some awaited writer really cannot answer."""
         if self.settings.faults.drop + self.settings.faults.late > 0.02:
             return  # then a series of lost answers is an excuse
-        since = self.world.now - 2 * (self.hold_s + self.settings.quiet_s + self.settings.transfer_timeout_s)
+        since = self.world.now - 2 * (self.landed_s + self.settings.quiet_s + self.settings.transfer_timeout_s)
         workers = {worker.process.incarnation: worker for engine in self.prefill for worker in engine.ranks}
         silent = [workers.get(name) for name in rank.waits_for()]
         for worker in silent:

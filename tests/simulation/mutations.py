@@ -318,8 +318,8 @@ class FirstStageServed(Pushes):
     orders_type = OneStageForAll
 
 
-class HoldWhileStopped(Receiver):
-    """D's holds continue to expire while D is stopped."""
+class LandedWhileStopped(Receiver):
+    """D's timer H goes on while D is stopped."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -337,25 +337,25 @@ class AnswerBelievedAfterStop(Receiver):
     fence = _Trusting
 
 
-class _HoldOnly(Fence):
+class _LandedOnly(Fence):
     def proven_at(self, writer: WriterRecord) -> float | None:
         if writer.state is not WriterState.ANSWERED and self.is_gone(writer.p_incarnation):
-            return writer.hold_at
+            return writer.landed_at
         return super().proven_at(writer)
 
 
 class GoneIsQuiet(Receiver):
-    """D only waits for the hold once a writer's process is gone, even if it has just ended."""
+    """D only waits for H once a writer's process is gone, even if it has just ended."""
 
-    fence = _HoldOnly
+    fence = _LandedOnly
 
 
 class TimeAloneFrees(Receiver):
-    """D treats an expired hold as a proof."""
+    """D takes the end of H for a proof."""
 
     class Impatient(Fence):
         def proven_at(self, writer: WriterRecord) -> float | None:
-            return super().proven_at(writer) or writer.hold_at
+            return super().proven_at(writer) or writer.landed_at
 
     fence = Impatient
 
@@ -1170,7 +1170,7 @@ MORE = (
     Mutation("quiet at once, slots used again", sender=QuarantineSkipped, world=_slots_read_late),
     Mutation("DONE from a lost source", sender=DoneFromLostSource, world=_preempted),
     Mutation("sealed push restarted", sender=SealedPushRestarted, book=SealedPushOrderedAgain),
-    Mutation("hold runs while D is stopped", receiver=HoldWhileStopped, world=_stopped_and_killed),
+    Mutation("hold runs while D is stopped", receiver=LandedWhileStopped, world=_stopped_and_killed),
     Mutation("answer believed right after a stop", receiver=AnswerBelievedAfterStop),
     Mutation("gone is quiet", receiver=GoneIsQuiet, world=_killed_after_a_stop),
     Mutation("time alone frees", receiver=TimeAloneFrees),

@@ -25,7 +25,7 @@ from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import attention_of
 from vllm_ascend_pd.geometry.regroup import Room
-from vllm_ascend_pd.metadata import Exchanged, PrefillStep
+from vllm_ascend_pd.metadata import MissedExchange, PrefillStep
 from vllm_ascend_pd.prefill.core.batches import Batch, Triples, staged, unit_of
 from vllm_ascend_pd.prefill.core.pushes import Effect, Pushes, PushSite, Writable
 from vllm_ascend_pd.prefill.exchanger import Exchanger
@@ -405,7 +405,7 @@ class PrefillRank:
             delay = self.process.world.rng.uniform(0.0002, 0.02)
             self.engine.scheduler.post(delay, self.engine.sent, request, self.index)
 
-    def missed(self) -> list[Exchanged]:
+    def missed(self) -> list[MissedExchange]:
         """Return the missed exchanges, which the scheduler gets with each step."""
         return self.core.take_missed()
 

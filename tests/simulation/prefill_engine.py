@@ -21,7 +21,7 @@ from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.geometry.pairing import exchanged
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.geometry.substeps import room_for_a_block
-from vllm_ascend_pd.metadata import Exchanged
+from vllm_ascend_pd.metadata import MissedExchange
 from vllm_ascend_pd.prefill.core.computing import Chunk
 from vllm_ascend_pd.prefill.core.meetings import Holding
 from vllm_ascend_pd.prefill.core.requests import NewRequest, opened
@@ -391,11 +391,11 @@ class PrefillEngine:
         if missed:
             self.scheduler.post(0.0001, self._missed, missed)
 
-    def _missed(self, exchanges: list[Exchanged]) -> None:
+    def _missed(self, exchanges: list[MissedExchange]) -> None:
         self.book.missed(exchanges)
         self._poke()
 
-    def rank_done(self, rank: int, missed: list[Exchanged]) -> None:
+    def rank_done(self, rank: int, missed: list[MissedExchange]) -> None:
         """Handle the end of a rank's step; the next step starts when all ranks have ended theirs."""
         self.book.missed(missed)
         self._left.discard(rank)

@@ -45,7 +45,7 @@ def run_seed(
     try:
         last = cluster.load()
         t = cluster.settings.timers
-        world.run(last + 20 * (cluster.hold_s + t.recv_deadline_s) + 3000)
+        world.run(last + 20 * (cluster.landed_s + t.recv_deadline_s) + 3000)
         if not world.idle:
             raise Violation("promise 4: it never becomes quiet")
         cluster.check_end()

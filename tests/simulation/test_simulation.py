@@ -58,7 +58,7 @@ KINDS = {
     "prefill preempted in its last step",
     "prefill stopped",
     "side channel cut",
-    "stopped for ten holds or more",
+    "stopped for ten H or more",
     "write failed, lands later",
     "write failed, lands partly",
     "write failed, never lands",

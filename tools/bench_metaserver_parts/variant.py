@@ -11,7 +11,7 @@ import aiohttp
 import httpx
 import uvicorn
 
-from vllm_ascend_pd.http.decisions import LegFailure
+from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.http1 import UpstreamError
 from vllm_ascend_pd.metaserver.service.app import WorkerProcess
 from vllm_ascend_pd.metaserver.service.intake import Protocol
@@ -70,7 +70,7 @@ class AiohttpUpstream:
         try:
             return AiohttpReply(await self._session.request(method, url, headers=named, data=body or None))
         except aiohttp.ClientError as problem:
-            raise UpstreamError(LegFailure.CONNECT, str(problem)) from problem
+            raise UpstreamError(HttpFailure.CONNECT, str(problem)) from problem
 
     async def close(self) -> None:
         if self._session is not None:
@@ -125,7 +125,7 @@ class HttpxUpstream:
         try:
             return HttpxReply(await self._client.send(request, stream=True))
         except httpx.TransportError as problem:
-            raise UpstreamError(LegFailure.CONNECT, str(problem)) from problem
+            raise UpstreamError(HttpFailure.CONNECT, str(problem)) from problem
 
     async def close(self) -> None:
         await self._client.aclose()

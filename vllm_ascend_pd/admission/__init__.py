@@ -8,7 +8,7 @@ An engine's configuration is checked first, its process and its model's cache on
 from vllm_ascend_pd.admission.cache import cache_shape, check_groups, group_refusals, is_grouped
 from vllm_ascend_pd.admission.configuration import BOTH, check_engine, engine_refusals, model_fingerprint
 from vllm_ascend_pd.admission.process import check_both, check_contained, is_alone, older_scheduler
-from vllm_ascend_pd.admission.sizes import context, dp_rank, listening_ports, ranks_here
+from vllm_ascend_pd.admission.sizes import dp_rank, listening_offsets, ranks_here, token_division
 
 __all__ = [
     "BOTH",
@@ -17,14 +17,14 @@ __all__ = [
     "check_contained",
     "check_engine",
     "check_groups",
-    "context",
     "dp_rank",
     "engine_refusals",
     "group_refusals",
     "is_alone",
     "is_grouped",
-    "listening_ports",
+    "listening_offsets",
     "model_fingerprint",
     "older_scheduler",
     "ranks_here",
+    "token_division",
 ]

@@ -132,7 +132,7 @@ def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
     unlike = {name: one for name, one in shapes.items() if one != first}
     heads = first.local_heads, first.total_heads, first.head_size
     of = {name: index for index, group in enumerate(made) for name in group.layer_names}
-    divided = sizes.context(config.parallel_config)
+    divided = sizes.token_division(config.parallel_config)
     indexes = {name: count for name, one in specs.items() if (count := kinds.index_tensors(one))}
     return CacheShape(
         spec.block_size, *heads, tp, which, layers, unlike, groups, of, states, indexes, dtype_names, *divided
@@ -169,7 +169,7 @@ def _together(
 ) -> Iterator[ConfigError]:
     """Yield what of the cache is not proven with this engine's parallel sizes or its draft model."""
     parallel, tp = config.parallel_config, config.parallel_config.tensor_parallel_size
-    divided, block = sizes.context(parallel), made[0].kv_cache_spec.block_size
+    divided, block = sizes.token_division(parallel), made[0].kv_cache_spec.block_size
     indexed = any(map(kinds.has_indexer, specs, specs.values()))
     if divided.world > 1 and (groups or any(map(attention_of, specs))):
         # Windows and states are not divided.

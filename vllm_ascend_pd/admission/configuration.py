@@ -60,7 +60,7 @@ def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
             yield not_proven(name, "Start without it.")
     side = {"kv_producer": "prefill", "kv_consumer": "decode"}.get(role, "")
     yield from _wrong_sizes(push, side, parallel, config.kv_transfer_config.engine_id)
-    port, last = push.channel.side_channel_port, sizes.listening_ports(parallel)[-1] + (role == BOTH)
+    port, last = push.channel.side_channel_port, sizes.listening_offsets(parallel)[-1] + (role == BOTH)
     if role != "kv_producer" and port and port + last > 65535:
         why = f"the last worker would listen on {port + last}"
         yield ConfigError("PD-CONF-003", key="side_channel_port", value=port, why=why, remedy="Choose a lower port.")
@@ -93,7 +93,7 @@ def _context_refusals(config: Any, role: str) -> Iterator[ConfigError]:
     geometry/context_parallel.py.
     """
     parallel = config.parallel_config
-    divided = sizes.context(parallel)
+    divided = sizes.token_division(parallel)
     if divided.world == 1:
         return
     if role == BOTH:
@@ -114,7 +114,7 @@ def _context_refusals(config: Any, role: str) -> Iterator[ConfigError]:
 
 def _wrong_sizes(push: PushConfig, side: str, parallel: Any, engine_id: str | None) -> Iterator[ConfigError]:
     # The predecessor's configurations name both engines' sizes; this engine's own must at least be right.
-    divided = sizes.context(parallel)
+    divided = sizes.token_division(parallel)
     own = {"tp_size": parallel.tensor_parallel_size, "pp_size": parallel.pipeline_parallel_size}
     own |= {"dcp_size": divided.dcp, "pcp_size": divided.pcp, "dp_rank": sizes.dp_rank(parallel)}
     # A rank of a dense model knows its own number (in vLLM 0.23 only that on its host), but not the number of ranks.

@@ -19,18 +19,18 @@ class TokenDivision(NamedTuple):
         return self.dcp * self.pcp
 
 
-def context(parallel: Any) -> TokenDivision:
+def token_division(parallel: Any) -> TokenDivision:
     dcp = int(getattr(parallel, "decode_context_parallel_size", 1))
     pcp = int(getattr(parallel, "prefill_context_parallel_size", 1))
     return TokenDivision(dcp, pcp, int(parallel.cp_kv_cache_interleave_size) if dcp * pcp > 1 else 1)
 
 
-def listening_ports(parallel: Any) -> range:
+def listening_offsets(parallel: Any) -> range:
     """Return where this rank's workers listen, as offsets from side_channel_port.
 
     Each data-parallel rank has its own, so that ranks on one host do not collide.
     """
-    size = int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size) * context(parallel).pcp
+    size = int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size) * token_division(parallel).pcp
     first = dp_rank(parallel) * size
     return range(first, first + size)
 

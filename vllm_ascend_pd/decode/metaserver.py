@@ -27,7 +27,7 @@ from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.decode import answers
 from vllm_ascend_pd.decode.answers import Outcome
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.http.decisions import LegFailure, post_again
+from vllm_ascend_pd.http.decisions import HttpFailure, post_again
 from vllm_ascend_pd.http.httpx_transport import REPEATABLE, SILENCE, Transport
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol import reports
@@ -67,7 +67,7 @@ class _Call:
 class _FailedAttempt(Exception):
     """A failed attempt: how it failed, and the error to report."""
 
-    def __init__(self, error: PdError, failure: LegFailure, retry_after_s: float | None = None) -> None:
+    def __init__(self, error: PdError, failure: HttpFailure, retry_after_s: float | None = None) -> None:
         super().__init__(str(error))
         self.error = error
         self.failure = failure
@@ -276,12 +276,12 @@ class MetaserverClient:
                     return await self._follow(call, answer)
                 return answers.plain(await _bounded(answer))
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as problem:
-            failure = LegFailure.BROKEN if _untrusted(problem) else LegFailure.CONNECT
+            failure = HttpFailure.BROKEN if _untrusted(problem) else HttpFailure.CONNECT
             raise _FailedAttempt(PdError("PD-META-002", why=_why(problem)), failure) from problem
         except httpx.TimeoutException as problem:
-            raise _FailedAttempt(PdError("PD-META-002", why=_why(problem)), LegFailure.TIMEOUT) from problem
+            raise _FailedAttempt(PdError("PD-META-002", why=_why(problem)), HttpFailure.TIMEOUT) from problem
         except (httpx.HTTPError, answers.BadAnswer) as problem:
-            raise _FailedAttempt(PdError("PD-META-002", why=_why(problem)), LegFailure.BROKEN) from problem
+            raise _FailedAttempt(PdError("PD-META-002", why=_why(problem)), HttpFailure.BROKEN) from problem
 
     async def _follow(self, call: _Call, answer: httpx.Response) -> Outcome:
         """Return the final outcome. Read on to the end of the stream, so that the connection can be used again."""
@@ -356,6 +356,6 @@ async def _bounded(answer: httpx.Response) -> bytes:
 async def _refusal(answer: httpx.Response) -> _FailedAttempt:
     body = await _bounded(answer)
     why = answers.reason(body) or answer.reason_phrase
-    failure = LegFailure.REFUSED if answer.status_code in (429, 503) else LegFailure.SERVER
+    failure = HttpFailure.REFUSED if answer.status_code in (429, 503) else HttpFailure.SERVER
     error = PdError("PD-META-003", status=answer.status_code, why=why)
     return _FailedAttempt(error, failure, answers.seconds(answer.headers.get("retry-after")))

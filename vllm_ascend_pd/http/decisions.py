@@ -8,8 +8,8 @@ from enum import Enum
 from vllm_ascend_pd.shared.backoff import Backoff
 
 
-class LegFailure(Enum):
-    """Way in which an attempt or an exchange with an engine failed; see `NOT_EXECUTED` too."""
+class HttpFailure(Enum):
+    """Way in which an HTTP call failed; see `NOT_EXECUTED` too."""
 
     CONNECT = "connect"  # no connection, so nothing was sent
     REFUSED = "refused"  # 429 or 503: the server says that it did not execute the request
@@ -18,16 +18,16 @@ class LegFailure(Enum):
     SERVER = "server"  # 500, 502, 504: executed, and failed
     PREFILL = "prefill"  # the prefill leg failed after it may have started
     EMPTY = "empty"  # 200 without a byte of body
-    DROPPED = "dropped"  # D ended it halfway for lack of blocks, and wants it sent again
+    DROPPED = "dropped"  # D ended it halfway for lack of blocks, and asks for it to be sent again
     OURS = "ours"  # this process lacked files, ports or memory: no engine is to blame
 
 
 # Failures after which work counts as not executed.
-NOT_EXECUTED = frozenset({LegFailure.CONNECT, LegFailure.REFUSED, LegFailure.OURS})
+NOT_EXECUTED = frozenset({HttpFailure.CONNECT, HttpFailure.REFUSED, HttpFailure.OURS})
 
 
 def post_again(
-    failure: LegFailure, attempt: int, left_s: float, retry_after_s: float | None, rand: float, backoff: Backoff
+    failure: HttpFailure, attempt: int, left_s: float, retry_after_s: float | None, rand: float, backoff: Backoff
 ) -> float | None:
     """Return the delay before D repeats its POST, or None. Only a POST that surely was not executed is repeated."""
     if failure not in NOT_EXECUTED:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import httptools
 
-from vllm_ascend_pd.http.decisions import LegFailure
+from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.gathered import Gathered, Payload, cut, length
 from vllm_ascend_pd.http.within import within
 
@@ -54,13 +54,13 @@ def _broken_and_not_replaced(problem: UpstreamError) -> UpstreamError:
 
     This does not count as a failure to connect: the engine may have read the request, and begun.
     """
-    return UpstreamError(LegFailure.BROKEN, f"it closed the connection, and then: {problem.why}")
+    return UpstreamError(HttpFailure.BROKEN, f"it closed the connection, and then: {problem.why}")
 
 
 class UpstreamError(Exception):
     """A failed exchange with an engine; `failure` says how far it may have got."""
 
-    def __init__(self, failure: LegFailure, why: str) -> None:
+    def __init__(self, failure: HttpFailure, why: str) -> None:
         super().__init__(why)
         self.failure = failure
         self.why = why
@@ -139,9 +139,9 @@ class Reply:
             try:
                 gathered.add(piece)
             except ValueError:
-                raise UpstreamError(LegFailure.BROKEN, "its answer is too large") from None
+                raise UpstreamError(HttpFailure.BROKEN, "its answer is too large") from None
             except OSError as problem:
-                raise UpstreamError(LegFailure.OURS, f"no memory for its answer: {problem}") from problem
+                raise UpstreamError(HttpFailure.OURS, f"no memory for its answer: {problem}") from problem
         return gathered.whole()
 
     def close(self) -> None:
@@ -244,7 +244,7 @@ class _Connection(asyncio.Protocol):
 
     def expire(self) -> None:
         waited = "no answer in time" if self._reply is None else "no data in time"
-        self._fail(UpstreamError(LegFailure.TIMEOUT, waited))
+        self._fail(UpstreamError(HttpFailure.TIMEOUT, waited))
 
     # -- asyncio.Protocol
 
@@ -271,9 +271,9 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as problem:
-            self._fail(UpstreamError(LegFailure.BROKEN, f"not HTTP: {problem}"))
+            self._fail(UpstreamError(HttpFailure.BROKEN, f"not HTTP: {problem}"))
         if self._unread > _UNREAD_BYTES and self._head is not None:
-            self._fail(UpstreamError(LegFailure.BROKEN, "a header of its answer does not end"))
+            self._fail(UpstreamError(HttpFailure.BROKEN, "a header of its answer does not end"))
 
     def connection_lost(self, problem: Exception | None) -> None:
         if self._reply is not None and self._until_close and problem is None:
@@ -281,7 +281,7 @@ class _Connection(asyncio.Protocol):
         elif self._head is not None:
             self._fail(
                 UpstreamError(
-                    LegFailure.BROKEN,
+                    HttpFailure.BROKEN,
                     f"it closed the connection ({problem})" if problem else "it closed the connection",
                 )
             )
@@ -298,7 +298,7 @@ class _Connection(asyncio.Protocol):
         self._headers.append((name.lower(), value))
         self._head_size += len(name) + len(value)
         if self._head_size > _HEAD_BYTES:
-            self._fail(UpstreamError(LegFailure.BROKEN, "its headers are too large"))
+            self._fail(UpstreamError(HttpFailure.BROKEN, "its headers are too large"))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -344,7 +344,7 @@ class _Connection(asyncio.Protocol):
         if reply is not None:
             reply.end(error)
         elif head is not None and not head.done():
-            stale = self._used and not self._answer_began and error.failure is LegFailure.BROKEN
+            stale = self._used and not self._answer_began and error.failure is HttpFailure.BROKEN
             head.set_exception(_Stale() if stale else error)
         self.abort()
 
@@ -435,7 +435,7 @@ class Upstream:
             except _Stale:
                 sent = True
                 if fresh or not repeatable:
-                    raise UpstreamError(LegFailure.BROKEN, "it closed the connection") from None
+                    raise UpstreamError(HttpFailure.BROKEN, "it closed the connection") from None
 
     def suspect(self, origin: Origin, silence_s: float) -> None:
         """Fail requests to an engine that seems to be gone, each after a silence of this length."""
@@ -471,9 +471,9 @@ class Upstream:
                 )
                 _, connection = await within(self._connect_s, making, lambda made: made[1].abort())
         except asyncio.TimeoutError as problem:
-            raise UpstreamError(LegFailure.CONNECT, f"no connection within {self._connect_s:g} s") from problem
+            raise UpstreamError(HttpFailure.CONNECT, f"no connection within {self._connect_s:g} s") from problem
         except OSError as problem:
-            failure = LegFailure.OURS if problem.errno in _OURS else LegFailure.CONNECT
+            failure = HttpFailure.OURS if problem.errno in _OURS else HttpFailure.CONNECT
             raise UpstreamError(failure, str(problem) or type(problem).__name__) from problem
         return connection
 

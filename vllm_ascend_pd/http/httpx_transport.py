@@ -11,14 +11,14 @@ from collections.abc import AsyncIterator
 
 import httpx
 
-from vllm_ascend_pd.http.decisions import LegFailure
+from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.http1 import Origin, Reply, Upstream, UpstreamError
 
 REPEATABLE = "vllm_ascend_pd.repeatable"
 SILENCE = "vllm_ascend_pd.silence"  # in seconds
-_ERRORS: dict[LegFailure, type[httpx.TransportError]] = {
-    LegFailure.CONNECT: httpx.ConnectError,
-    LegFailure.TIMEOUT: httpx.ReadTimeout,
+_ERRORS: dict[HttpFailure, type[httpx.TransportError]] = {
+    HttpFailure.CONNECT: httpx.ConnectError,
+    HttpFailure.TIMEOUT: httpx.ReadTimeout,
 }
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
-from vllm_ascend_pd.http.decisions import NOT_EXECUTED, LegFailure
+from vllm_ascend_pd.http.decisions import NOT_EXECUTED, HttpFailure
 from vllm_ascend_pd.protocol.identity import dp_rank_of
 from vllm_ascend_pd.shared.backoff import Backoff
 
@@ -46,7 +46,7 @@ class RetryPolicy:
     backoff: Backoff = _USUAL
 
     def again(
-        self, failure: LegFailure, attempt: int, repeatable: bool, budget: RetryBudget, rand: float
+        self, failure: HttpFailure, attempt: int, repeatable: bool, budget: RetryBudget, rand: float
     ) -> float | None:
         """Return the delay before attempt number `attempt` + 1, or None if there is to be none.
 
@@ -227,13 +227,13 @@ class PairProof:
     """Proof that KV came from this P to this D, in these incarnations, for a request of the time `at`."""
 
     prefill: str
-    prefill_life: str
+    prefill_incarnation: str
     decode: str
-    decode_life: str
+    decode_incarnation: str
     at: float
 
     def holds(self, prefill: Life, decode: Life) -> bool:
-        return prefill.may_be(self.prefill_life, self.at) and decode.may_be(self.decode_life, self.at)
+        return prefill.may_be(self.prefill_incarnation, self.at) and decode.may_be(self.decode_incarnation, self.at)
 
 
 # ---- circuits -------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import numpy as np
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Group
 from vllm_ascend_pd.geometry.match import mismatches, range_fault
-from vllm_ascend_pd.metadata import Blocks, Exchanged, PrefillStep, PushAbort, PushSlice, PushStart
+from vllm_ascend_pd.metadata import Blocks, MissedExchange, PrefillStep, PushAbort, PushSlice, PushStart
 from vllm_ascend_pd.protocol.first import First, Sample, Seed
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
@@ -56,7 +56,7 @@ class _PendingPushes:
     aborts: list[PushAbort] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
-    catch_ups: set[Exchanged] = field(default_factory=set)
+    catch_ups: set[MissedExchange] = field(default_factory=set)
     computed: list[PushSlice] = field(default_factory=list)
     freed: list[str] = field(default_factory=list)
 
@@ -289,7 +289,7 @@ class PushBook:
             self._pending.ended.append(push)
         return push is not None
 
-    def missed(self, exchanges: Iterable[Exchanged]) -> None:
+    def missed(self, exchanges: Iterable[MissedExchange]) -> None:
         """Order exchanges again that workers could not stage and have room for now, on every rank in the next step."""
         self._pending.catch_ups.update(exchanges)
 

@@ -22,7 +22,7 @@ from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import Caches
 from vllm_ascend_pd.errors import one_line
-from vllm_ascend_pd.metadata import Exchanged, PrefillStep
+from vllm_ascend_pd.metadata import MissedExchange, PrefillStep
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.prefill.core.pushes import Effect, MetricValue, Pushes, PushSite, Writable
@@ -121,7 +121,7 @@ class PushRuntime:
             while (left := core.drain(time.monotonic())) > 0:
                 self._changed.wait(left)
 
-    def missed_exchanges(self) -> list[Exchanged]:
+    def missed_exchanges(self) -> list[MissedExchange]:
         """Return exchanges that this worker wants to be made again."""
         with self.lock:
             return self.core.take_missed()

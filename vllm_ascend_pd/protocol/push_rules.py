@@ -30,7 +30,7 @@ from vllm_ascend_pd.protocol.messages import (
 )
 from vllm_ascend_pd.protocol.pair import Claim, ComputedUnit, Coverage, PairRecord, SenderPush
 from vllm_ascend_pd.protocol.states import Incoming, PairEvent, PairState, Table, look_up
-from vllm_ascend_pd.protocol.timing import Repetition, authority_until, hold_s, settled_s
+from vllm_ascend_pd.protocol.timing import Repetition, authority_until, landed_s, settled_s
 
 MAX_MEMORIES = 4096
 
@@ -247,7 +247,7 @@ class PairMachine:
         """Send DONE or FAILED, and repeat it until it is acknowledged or D must have given up."""
         pair.seq, pair.final, pair.acknowledged = final.seq, final, False
         pair.resend = Repetition(now, self._timers.resend_first_s, self._timers.resend_max_s)
-        pair.resend_until = now + hold_s(self._timers.lease_s, self.messages.quiet_s, self._timers.margin_s)
+        pair.resend_until = now + landed_s(self._timers.lease_s, self.messages.quiet_s, self._timers.margin_s)
         self.repeat(now, pair, None)
 
     def repeat(self, now: float, pair: PairRecord, cause: object) -> None:

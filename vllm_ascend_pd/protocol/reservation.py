@@ -55,11 +55,11 @@ class ReservationAgenda:
         self._running.set(record.transfer, min(running, default=None))
 
     def _proof_due(self, writer: WriterRecord) -> float | None:
-        """Return when to look at this writer again: when it is proven quiet, or its hold ends and access is revoked."""
+        """Return when to look at this writer again: when it is proven quiet, or H is over and access is revoked."""
         proven_at = self._fence_of.proven_at(writer)
         if proven_at is not None:
             return proven_at
-        return None if self._fence_of.revoking else writer.hold_at
+        return None if self._fence_of.revoking else writer.landed_at
 
     def wall_due(self, now: float) -> list[TransferId]:
         return self._wall.due(now)

@@ -137,7 +137,7 @@ class ReservationMachine:
         self.grant(now, record, received)
 
     def grant(self, now: float, record: Transfer, received: Incoming[Begin | Renew]) -> None:
-        """Start lease and hold anew, and send READY."""
+        """Start lease and timer H anew, and send READY."""
         self._fence_of.lease(record.author(received.message), received.message)
         self.grant_again(now, record, received)
 

@@ -29,8 +29,8 @@ def lapse_s(lease_s: float, margin_s: float) -> float:
     return (lease_s + margin_s) * (1 + 2 * DRIFT)
 
 
-def hold_s(lease_s: float, quiet_s: float, margin_s: float) -> float:
-    """D: return how long after a READY all writes under it have landed, if the writer followed the rules."""
+def landed_s(lease_s: float, quiet_s: float, margin_s: float) -> float:
+    """D: return H, how long after a READY all writes under it have landed, if the writer followed the rules."""
     return (lease_s + quiet_s + margin_s) * (1 + 2 * DRIFT)
 
 

@@ -36,7 +36,7 @@ WRITER_TABLE: Mapping[WriterState, Mapping[WriterEvent, WriterState]] = _writer(
 
 @dataclass(slots=True, repr=False)
 class WriterRecord:
-    """One contributor of one transfer, as D sees it. `lapse_at` and `hold_at` are on the running clock."""
+    """One contributor of one transfer, as D sees it. `lapse_at` and `landed_at` are on the running clock."""
 
     contributor: Contributor
     state: WriterState = WriterState.AWAITED
@@ -45,7 +45,7 @@ class WriterRecord:
     seq: int = 0  # of that, or of the newest RENEW
     quiet_s: float = 0.0
     lapse_at: float = 0.0
-    hold_at: float = 0.0
+    landed_at: float = 0.0
     read_at: float = 0.0  # as `Fence.input_drained_at`: when all that it sent before its answer has been read
     checksums: tuple[Checksum, ...] = ()
     cancel: Repetition | None = None  # CANCEL is repeated while this is set and the writer leased
@@ -56,7 +56,7 @@ class WriterRecord:
         if self.granted is not None:
             words += f", asked {self.seq} of {self.p_incarnation[:16]}"
         if self.waited_for:
-            words += f", lapses at {self.lapse_at:.1f}, held until {self.hold_at:.1f}"
+            words += f", lapses at {self.lapse_at:.1f}, held until {self.landed_at:.1f}"
         return f"<Writer {words}>"
 
     @property

@@ -15,7 +15,7 @@ import msgspec
 
 from simulation.front.speech import AnswerOptions, Speaker, speak
 from simulation.front.wire import ClientCall, EngineConnection, EngineRequest, FrontNetwork
-from vllm_ascend_pd.http.decisions import LegFailure, post_again
+from vllm_ascend_pd.http.decisions import HttpFailure, post_again
 from vllm_ascend_pd.metaserver.service.named import HEADER
 from vllm_ascend_pd.protocol.reports import LoadReport, PushReport, params_of
 from vllm_ascend_pd.protocol.versions import fingerprint
@@ -415,7 +415,7 @@ class FrontDecode(FrontEngine):
                 await asyncio.sleep(SETTLE_S)
                 self.failed(load.transfer, "PD-XFER-001")
                 return
-            if call.status != 503 or (delay := post_again(LegFailure.REFUSED, attempt, end - loop.time(), None, self.rng.random(), BACKOFF)) is None:  # fmt: skip
+            if call.status != 503 or (delay := post_again(HttpFailure.REFUSED, attempt, end - loop.time(), None, self.rng.random(), BACKOFF)) is None:  # fmt: skip
                 self.failed(load.transfer, outcome)
                 return
             await asyncio.sleep(delay)

@@ -308,7 +308,7 @@ class FrontWorld:
             prefill, decode = self._by_address[proof.prefill], self._by_address[proof.decode]
             if prefill.kind.mute:
                 yield f"promise 3: {prefill.name} to {decode.name} is proven, and nothing moves over it"
-            for engine, life in ((prefill, proof.prefill_life), (decode, proof.decode_life)):
+            for engine, life in ((prefill, proof.prefill_incarnation), (decode, proof.decode_incarnation)):
                 instance = worker.fleet.get(engine.address)
                 statements = instance.life.statements if instance is not None else ()
                 if life and any(t.incarnation != life and t.at > proof.at for t in statements):

@@ -242,7 +242,7 @@ def test_ranks_that_divide_the_tokens_start() -> None:
     for role in BOTH:
         config = divided(role)
         Engine.of(config)
-        assert admission.context(config.parallel_config) == (2, 1, 1)
+        assert admission.token_division(config.parallel_config) == (2, 1, 1)
     config = with_pcp("kv_producer")
     Engine.of(config)
     shape = admission.cache_shape(config, grouped(attention()))

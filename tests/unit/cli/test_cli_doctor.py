@@ -22,7 +22,7 @@ import pytest
 
 from unit.channel.kit import AnsweringListener
 from unit.metaserver.cluster import cluster
-from vllm_ascend_pd.admission import listening_ports
+from vllm_ascend_pd.admission import listening_offsets
 from vllm_ascend_pd.cli.__main__ import main
 from vllm_ascend_pd.cli.checkup import host, npu, pair
 from vllm_ascend_pd.cli.checkup.check import FAILURE, GOOD, NOTE, WARNING, Check
@@ -234,7 +234,7 @@ def test_the_ports_of_a_hosts_data_parallel_ranks_are_those_that_its_engine_take
     given["kv_connector_extra_config"] = {"side_channel_port": base, "hold_sources": 4 * (role == "kv_producer")}
     words = ("--dp", "4", "--dp-start-rank", "2", "--tp", "2", "--pp", "2")
     parallel = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "cp_kv_cache_interleave_size": 1}
-    ranks = [listening_ports(SimpleNamespace(**parallel, data_parallel_index=rank)) for rank in (2, 3)]
+    ranks = [listening_offsets(SimpleNamespace(**parallel, data_parallel_index=rank)) for rank in (2, 3)]
     wanted = [port for ports in ranks for port in ports] if role == "kv_consumer" else [2, 3]
     with socket.create_server((LOOPBACK, base + wanted[-1])):
         code, found = doctor("--kv-transfer-config", json.dumps(given), *words)

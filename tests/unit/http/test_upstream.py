@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.http import http1 as module
-from vllm_ascend_pd.http.decisions import LegFailure
+from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.http1 import Origin, Reply, Upstream, UpstreamError
 
 Handle = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -138,7 +138,7 @@ async def test_an_unused_port_is_a_connect_failure() -> None:
         await until(lambda: not server._server.is_serving())
         with pytest.raises(UpstreamError) as raised:
             await ask(upstream, origin)
-        assert raised.value.failure is LegFailure.CONNECT
+        assert raised.value.failure is HttpFailure.CONNECT
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ async def test_what_is_no_answer_is_broken(raw: tuple[bytes, ...], close: bool) 
     async with talking(says(*raw, close=close)) as (server, origin, upstream):
         with pytest.raises(UpstreamError) as raised:
             await ask(upstream, origin)
-        assert raised.value.failure is LegFailure.BROKEN
+        assert raised.value.failure is HttpFailure.BROKEN
         await until(lambda: server.closed == server.connections)
 
 
@@ -166,20 +166,20 @@ async def test_a_body_that_breaks_off_is_reported_after_what_came() -> None:
             with pytest.raises(UpstreamError) as raised:
                 assert await reply.read() == b"hello"
                 await reply.read()
-            assert raised.value.failure is LegFailure.BROKEN
+            assert raised.value.failure is HttpFailure.BROKEN
 
 
 async def test_silence_before_and_within_an_answer_ends_it() -> None:
     async with talking(says(pause_s=0)) as (_, origin, upstream):
         with pytest.raises(UpstreamError) as raised:
             await ask(upstream, origin, timeout_s=0.2)
-        assert raised.value.failure is LegFailure.TIMEOUT
+        assert raised.value.failure is HttpFailure.TIMEOUT
     async with talking(says(LENGTH[:-1]), idle_s=0.2) as (_, origin, upstream):
         reply = await ask(upstream, origin)
         assert await reply.read() == b"hell"
         with pytest.raises(UpstreamError) as raised:
             await reply.read()
-        assert raised.value.failure is LegFailure.TIMEOUT
+        assert raised.value.failure is HttpFailure.TIMEOUT
 
 
 async def test_a_slow_reader_is_no_silence() -> None:
@@ -234,7 +234,7 @@ async def test_a_kept_connection_closed_at_the_request_is_repeated_only_where_th
         assert server.connections == 2 and asked == 3
         with pytest.raises(UpstreamError) as raised:
             await ask(upstream, origin, repeatable=False)
-        assert raised.value.failure is LegFailure.BROKEN and asked == 4
+        assert raised.value.failure is HttpFailure.BROKEN and asked == 4
 
 
 async def test_an_idle_connection_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

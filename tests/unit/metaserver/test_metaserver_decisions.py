@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import vllm_ascend_pd
 from vllm_ascend_pd.errors import CATALOGUE
-from vllm_ascend_pd.http.decisions import NOT_EXECUTED, LegFailure, post_again
+from vllm_ascend_pd.http.decisions import NOT_EXECUTED, HttpFailure, post_again
 from vllm_ascend_pd.metaserver import decisions
 from vllm_ascend_pd.metaserver.decisions import (
     Admission,
@@ -85,9 +85,9 @@ def test_what_was_tried_is_left_out_unless_nothing_else_is_there(names: set[str]
 # ---- trying again
 
 
-@given(st.sampled_from(LegFailure), st.integers(1, 50), st.floats(-1, 100), st.none() | st.floats(-10, 1e6), RAND)
+@given(st.sampled_from(HttpFailure), st.integers(1, 50), st.floats(-1, 100), st.none() | st.floats(-10, 1e6), RAND)
 def test_d_repeats_only_what_was_surely_not_executed_and_only_in_time(
-    failure: LegFailure, attempt: int, left: float, retry_after: float | None, rand: float
+    failure: HttpFailure, attempt: int, left: float, retry_after: float | None, rand: float
 ) -> None:
     delay = post_again(failure, attempt, left, retry_after, rand, BACKOFF)
     if delay is not None:
@@ -95,12 +95,12 @@ def test_d_repeats_only_what_was_surely_not_executed_and_only_in_time(
 
 
 def test_retry_after_is_respected_within_bounds() -> None:
-    assert post_again(LegFailure.REFUSED, 1, 100.0, 1.5, 0.0, BACKOFF) == 1.5
-    assert post_again(LegFailure.REFUSED, 1, 100.0, 3600.0, 0.0, BACKOFF) == 2.0
+    assert post_again(HttpFailure.REFUSED, 1, 100.0, 1.5, 0.0, BACKOFF) == 1.5
+    assert post_again(HttpFailure.REFUSED, 1, 100.0, 3600.0, 0.0, BACKOFF) == 2.0
 
 
-@given(st.sampled_from(LegFailure), st.integers(1, 10), st.booleans(), RAND)
-def test_attempts_end(failure: LegFailure, attempts: int, repeatable: bool, rand: float) -> None:
+@given(st.sampled_from(HttpFailure), st.integers(1, 10), st.booleans(), RAND)
+def test_attempts_end(failure: HttpFailure, attempts: int, repeatable: bool, rand: float) -> None:
     policy, budget = RetryPolicy(attempts), RetryBudget()
     made = 1
     while policy.again(failure, made, repeatable, budget, rand) is not None:
@@ -115,7 +115,7 @@ def test_repeated_work_is_a_bounded_share_of_all_work(requests: int) -> None:
     repeated = 0
     for _ in range(requests):
         budget.request()
-        repeated += policy.again(LegFailure.BROKEN, 1, True, budget, 0.5) is not None
+        repeated += policy.again(HttpFailure.BROKEN, 1, True, budget, 0.5) is not None
     assert repeated <= 200 + 0.2 * requests + 1
 
 

@@ -24,7 +24,7 @@ from uvicorn.server import ServerState
 from vllm_ascend_pd.decode import answers
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.http import http1
-from vllm_ascend_pd.http.decisions import LegFailure
+from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy
 from vllm_ascend_pd.metaserver.outline import at_once
@@ -266,7 +266,7 @@ async def test_an_answer_whose_head_has_no_end_is_broken_off(start: bytes) -> No
     with pytest.raises(http1.UpstreamError, match="does not end") as broken:
         async with await upstream.send(origin, "GET", b"/", [], b"", 30.0) as reply:
             await reply.rest(1 << 20)
-    assert broken.value.failure is LegFailure.BROKEN and served < 32 << 20
+    assert broken.value.failure is HttpFailure.BROKEN and served < 32 << 20
     await upstream.close()
     server.close()
 

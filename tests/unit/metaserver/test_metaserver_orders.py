@@ -18,7 +18,7 @@ from unit.metaserver.cluster import FakeCluster, asked_until, cluster, data, eve
 from unit.metaserver.fake_engine import FakeEngine, reservation_of, words
 from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.http import http1
-from vllm_ascend_pd.http.decisions import LegFailure
+from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.http1 import Origin, Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.decisions import (
     MAX_RANKS,
@@ -342,7 +342,7 @@ async def test_our_own_lack_of_file_handles_says_nothing_about_an_engine(monkeyp
     upstream = Upstream(1.0, 1.0)
     with pytest.raises(UpstreamError) as failed:
         await upstream.send(Origin("http", "127.0.0.1", 1), "GET", b"/", [], b"", 1.0)
-    assert failed.value.failure is LegFailure.OURS
+    assert failed.value.failure is HttpFailure.OURS
     await upstream.close()
     assert {errno.EMFILE, errno.ENFILE} <= http1._OURS
 
@@ -415,7 +415,7 @@ def test_workers_come_to_know_the_same_whichever_probe_was_refused() -> None:
     for _ in range(2):
         tell(fleets[0], fleets[1])
         tell(fleets[1], fleets[0])
-    assert [[p.prefill_life for p in fleet.proven()] for fleet in fleets] == [["p2"], ["p2"]]
+    assert [[p.prefill_incarnation for p in fleet.proven()] for fleet in fleets] == [["p2"], ["p2"]]
 
 
 # -- versions pair with versions

@@ -33,10 +33,10 @@ from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Begin, Cancel, Done, Failed, Ready, Refused, Renew, memory_hash
 from vllm_ascend_pd.protocol.push import Sender
 from vllm_ascend_pd.protocol.states import PairState
-from vllm_ascend_pd.protocol.timing import authority_until, hold_s, settled_s
+from vllm_ascend_pd.protocol.timing import authority_until, landed_s, settled_s
 
 AUTHORITY = authority_until(0.0, TIMERS.lease_s)
-H = hold_s(TIMERS.lease_s, QUIET, TIMERS.margin_s)
+H = landed_s(TIMERS.lease_s, QUIET, TIMERS.margin_s)
 
 
 def asking(ranks: tuple[int, ...] = (0,), **changes: object) -> Sender:
@@ -266,7 +266,7 @@ def test_done_is_repeated_until_it_is_acknowledged_and_closes_before() -> None:
     assert s.next_wake() is None
 
 
-def test_a_message_that_is_not_acknowledged_is_given_up_after_a_hold() -> None:
+def test_a_message_that_is_not_acknowledged_is_given_up_after_h() -> None:
     s = pushing()
     s.seal(0.0, PUSH)
     run_until(s, 0.0, H - 1)

@@ -47,10 +47,10 @@ from vllm_ascend_pd.protocol.messages import Ack, Cancel, Ready, Refused, memory
 from vllm_ascend_pd.protocol.parking import MAX_PARKED
 from vllm_ascend_pd.protocol.reservation import Receiver
 from vllm_ascend_pd.protocol.states import ReservationState
-from vllm_ascend_pd.protocol.timing import hold_s, lapse_s, settled_s
+from vllm_ascend_pd.protocol.timing import landed_s, lapse_s, settled_s
 
 LAPSE = lapse_s(TIMERS.lease_s, TIMERS.margin_s)
-HOLD = hold_s(TIMERS.lease_s, QUIET, TIMERS.margin_s)
+H = landed_s(TIMERS.lease_s, QUIET, TIMERS.margin_s)
 DEADLINE = TIMERS.recv_deadline_s
 
 
@@ -546,26 +546,26 @@ def test_an_answer_of_another_incarnation_proves_nothing() -> None:
 
 def test_time_alone_frees_nothing_it_only_starts_a_revocation() -> None:
     r = fencing()
-    actions = run_until(r, 0.0, HOLD + 100)
+    actions = run_until(r, 0.0, H + 100)
     assert as_text([a for a in actions if not messages([a], Cancel)]) == "revoke"
     assert r.state(T) is ReservationState.FENCING
 
 
-def test_a_process_that_is_gone_is_quiet_once_its_hold_has_expired() -> None:
+def test_a_process_that_is_gone_is_quiet_once_h_is_over() -> None:
     r = fencing()
     r.peer_gone(1.0, p_incarnation(ONE))
-    assert not reports(run_until(r, 1.0, HOLD - 0.01))
-    (report,) = reports(run_until(r, HOLD - 0.01, HOLD + 0.01))
+    assert not reports(run_until(r, 1.0, H - 0.01))
+    (report,) = reports(run_until(r, H - 0.01, H + 0.01))
     assert report.ok is False
 
 
 def test_a_process_that_ended_late_gets_the_time_for_what_it_wrote_at_the_end() -> None:
-    """Found by the simulator: a writer was stopped, continued, wrote, and was killed just before the hold expired."""
+    """Found by the simulator: a writer was stopped, continued, wrote, and was killed just before H was over."""
     r = fencing()
-    run_until(r, 0.0, HOLD - 1.0)
-    r.peer_gone(HOLD - 1.0, p_incarnation(ONE))
-    quiet_at = HOLD - 1.0 + settled_s(QUIET)
-    actions = run_until(r, HOLD - 1.0, quiet_at - 0.01)
+    run_until(r, 0.0, H - 1.0)
+    r.peer_gone(H - 1.0, p_incarnation(ONE))
+    quiet_at = H - 1.0 + settled_s(QUIET)
+    actions = run_until(r, H - 1.0, quiet_at - 0.01)
     assert not reports(actions)
     assert "revoke" not in as_text(actions), "its end is known: nothing has to be cut off"
     assert reports(run_until(r, quiet_at - 0.01, quiet_at + 0.01))
@@ -575,7 +575,7 @@ def test_a_connection_that_comes_back_proves_nothing() -> None:
     r = fencing()
     r.peer_gone(1.0, p_incarnation(ONE))
     r.peer_back(2.0, p_incarnation(ONE))
-    actions = run_until(r, 2.0, HOLD + 1)
+    actions = run_until(r, 2.0, H + 1)
     assert not reports(actions)
     assert "revoke" in as_text(actions)
 
@@ -597,7 +597,7 @@ def test_the_larger_quiet_time_of_both_sides_counts() -> None:
     r.message(0.0, "p1", begin(ONE, quiet_s=100.0))
     r.cancel(0.0, T, "PD-XFER-002", "left")
     r.peer_gone(0.0, p_incarnation(ONE))
-    longer = hold_s(TIMERS.lease_s, 100.0, TIMERS.margin_s)
+    longer = landed_s(TIMERS.lease_s, 100.0, TIMERS.margin_s)
     assert not reports(run_until(r, 0.0, longer - 0.01))
     assert reports(run_until(r, longer - 0.01, longer + 0.01))
 
@@ -606,9 +606,9 @@ def test_a_stopped_decode_does_not_count_the_time_it_was_stopped() -> None:
     r = fencing()
     r.peer_gone(0.0, p_incarnation(ONE))
     run_until(r, 0.0, 10.0)
-    assert not reports(r.tick(10.0 + HOLD)), "one long gap counts as one second"
-    assert not reports(run_until(r, 10.0 + HOLD, 10.0 + HOLD + (HOLD - 11.0) - 0.01))
-    assert reports(run_until(r, HOLD + HOLD - 1.01, HOLD + HOLD))
+    assert not reports(r.tick(10.0 + H)), "one long gap counts as one second"
+    assert not reports(run_until(r, 10.0 + H, 10.0 + H + (H - 11.0) - 0.01))
+    assert reports(run_until(r, H + H - 1.01, H + H))
 
 
 def test_an_answer_right_after_a_stop_is_believed_only_when_what_waited_has_been_read() -> None:
@@ -658,14 +658,14 @@ def test_revocation_frees_what_is_fenced_and_fails_what_it_cuts() -> None:
     r = fencing()
     other = TransferId(D_INCARNATION, 8, "uuid-8")
     untouched = TransferId(D_INCARNATION, 9, "uuid-9")
-    at = HOLD - 1
+    at = H - 1
     run_until(r, 0.0, at)
     for transfer in (other, untouched):
         r.bind(at, transfer, FIRST, END, 300.0)
         r.gate_open(at, transfer)
     r.message(at, "p2", begin(TWO, transfer=other, push="push-2"))
-    assert "revoke" in as_text(run_until(r, at, HOLD + 0.5))
-    actions = r.revoked(HOLD + 1.0, NEW_ADDRESSES)
+    assert "revoke" in as_text(run_until(r, at, H + 0.5))
+    actions = r.revoked(H + 1.0, NEW_ADDRESSES)
     assert {(report.transfer, report.ok) for report in reports(actions)} == {(T, False), (other, False)}
     assert [m.contributor for m in messages(actions, Cancel)] == [TWO], "CANCEL goes to the cut one, once"
     assert r.state(untouched) is ReservationState.OPEN
@@ -673,13 +673,13 @@ def test_revocation_frees_what_is_fenced_and_fails_what_it_cuts() -> None:
 
 def test_a_begin_during_a_revocation_gets_the_new_addresses() -> None:
     r = fencing()
-    assert "revoke" in as_text(run_until(r, 0.0, HOLD + 0.5))
+    assert "revoke" in as_text(run_until(r, 0.0, H + 0.5))
     other = TransferId(D_INCARNATION, 8, "uuid-8")
-    r.bind(HOLD + 0.5, other, FIRST, END, 300.0)
-    r.gate_open(HOLD + 0.5, other)
+    r.bind(H + 0.5, other, FIRST, END, 300.0)
+    r.gate_open(H + 0.5, other)
     asked = begin(TWO, transfer=other, push="push-2", known_memory=memory_hash(ADDRESSES))
-    assert as_text(r.message(HOLD + 0.6, "p2", asked)) == ""
-    (granted,) = messages(r.revoked(HOLD + 1.0, NEW_ADDRESSES), Ready)
+    assert as_text(r.message(H + 0.6, "p2", asked)) == ""
+    (granted,) = messages(r.revoked(H + 1.0, NEW_ADDRESSES), Ready)
     assert granted.addresses == NEW_ADDRESSES
     assert granted.memory == memory_hash(NEW_ADDRESSES)
 
@@ -687,7 +687,7 @@ def test_a_begin_during_a_revocation_gets_the_new_addresses() -> None:
 def test_only_one_revocation_at_a_time() -> None:
     r = leased()
     r.cancel(0.0, T, "PD-XFER-002", "left")
-    assert as_text(run_until(r, 0.0, HOLD + 50)).count("revoke") == 1
+    assert as_text(run_until(r, 0.0, H + 50)).count("revoke") == 1
 
 
 def test_revoked_without_having_been_asked_is_our_own_error() -> None:

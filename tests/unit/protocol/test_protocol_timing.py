@@ -16,7 +16,7 @@ from vllm_ascend_pd.protocol.timing import (
     Repetition,
     RunningClock,
     authority_until,
-    hold_s,
+    landed_s,
     lapse_s,
     settled_s,
 )
@@ -29,7 +29,7 @@ def test_the_defaults_give_the_documented_times() -> None:
     t, quiet = Timers(), PushConfig().quiet_s
     assert quiet == 40
     assert lapse_s(t.lease_s, t.margin_s) == pytest.approx(20, rel=0.003)
-    assert hold_s(t.lease_s, quiet, t.margin_s) == pytest.approx(60, rel=0.003)
+    assert landed_s(t.lease_s, quiet, t.margin_s) == pytest.approx(60, rel=0.003)
     assert authority_until(100.0, t.lease_s) == pytest.approx(115, rel=0.003)
     assert settled_s(quiet) == pytest.approx(40, rel=0.003)
 
@@ -43,7 +43,7 @@ def test_authority_ends_before_the_lease_lapses_however_the_clocks_drift(
     answered = asked + travel
     assert authority_over <= asked + lease * (1 + 1e-9)
     assert authority_over <= answered + lapse_s(lease, margin) / d
-    assert authority_over + quiet <= answered + hold_s(lease, quiet, margin) / d + 1e-9
+    assert authority_over + quiet <= answered + landed_s(lease, quiet, margin) / d + 1e-9
 
 
 @given(quiet=seconds, rate=rates)

@@ -33,7 +33,7 @@ from unit.regroup.common import (
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.device.caches import Caches
 from vllm_ascend_pd.geometry.layout import CacheGeometry
-from vllm_ascend_pd.metadata import Exchanged, PrefillStep
+from vllm_ascend_pd.metadata import MissedExchange, PrefillStep
 from vllm_ascend_pd.prefill.core.pushes import PushSite
 from vllm_ascend_pd.prefill.decisions import PushBook
 from vllm_ascend_pd.prefill.runtime import PushRuntime
@@ -62,7 +62,7 @@ class WorkerReport:
     """Report of a worker to its scheduler after a step."""
 
     finished: set[str]
-    missed: list[Exchanged]
+    missed: list[MissedExchange]
 
 
 class RegroupPrefillRank:

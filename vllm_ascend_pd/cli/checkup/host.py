@@ -165,7 +165,7 @@ def extension() -> Check:
 def side_channel_ports(asked: HostOptions) -> range:
     """Return the ports that the workers on this host listen on; none if the kernel chooses them.
 
-    With --dp they are counted from the sizes, as admission.listening_ports does. On P its schedulers listen, one for
+    With --dp they are counted from the sizes, as admission.listening_offsets does. On P its schedulers listen, one for
     each data-parallel rank.
     """
     base, ranks = asked.push.channel.side_channel_port, asked.dp_ranks

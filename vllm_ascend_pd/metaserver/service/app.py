@@ -311,7 +311,7 @@ class AsgiEndpoint:
 async def while_connected(scope: Scope, interrupt: Interrupt, work: Coroutine[Any, Any, None]) -> None:
     """Run `work`; interrupt it if the caller leaves before its end."""
     connection: Protocol = scope["extensions"][CONNECTION]
-    gone = interrupt.client_left
+    gone = interrupt.caller_left
     connection.watch(gone)
     try:
         await work

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd.http.decisions import LegFailure
+from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.http1 import Headers
 from vllm_ascend_pd.http.within import within
 from vllm_ascend_pd.metaserver import bodies
@@ -41,7 +41,7 @@ class AttemptFailed(Exception):
     `answer`: for the client, if it was the last; `brief`: for the status page, without an engine's own text.
     """
 
-    def __init__(self, failure: LegFailure, answer: Answer, brief: str = "", code: str = "PD-META-007") -> None:
+    def __init__(self, failure: HttpFailure, answer: Answer, brief: str = "", code: str = "PD-META-007") -> None:
         super().__init__(failure.value)
         self.failure = failure
         self.answer = answer
@@ -63,7 +63,7 @@ class Interrupt:
         self.closing = False
         self.failed: AttemptFailed | None = None
 
-    def client_left(self) -> None:
+    def caller_left(self) -> None:
         self.left = True
         self.task.cancel()
 
@@ -191,13 +191,13 @@ class RequestSummary(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One attempt with its ticket. `legs`: prefill legs in progress, by transfer; `seen`: all transfers D posted."""
+    """One attempt with its ticket. `posts`: D's open POSTs, by transfer; `seen`: all transfers D posted."""
 
     exchange: HttpExchange
     decode: Instance
     leg: LegInFlight = field(init=False)  # at D
     ticket: str = field(default_factory=lambda: secrets.token_hex(16))
-    legs: dict[str, Interrupt] = field(default_factory=dict)
+    posts: dict[str, Interrupt] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
     sources: dict[str, tuple[Instance, float]] = field(default_factory=dict)  # by transfer, the P asked last, and when
     reports: dict[str, LoadReport] = field(default_factory=dict)  # D's, by transfer
@@ -237,9 +237,9 @@ class Attempt:
             lambda: any(not r.received for r in self.reports.values()) or self.seen <= self.reports.keys(), max_s
         )
 
-    def cancel_legs(self) -> None:
-        for leg in tuple(self.legs.values()):
-            leg.client_left()
+    def cancel_posts(self) -> None:
+        for post in tuple(self.posts.values()):
+            post.caller_left()
 
 
 class Journal:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from vllm_ascend_pd.http.decisions import LegFailure
+from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.http1 import Origin
 from vllm_ascend_pd.metaserver.decisions import (
     Candidate,
@@ -413,7 +413,7 @@ class Fleet:
 
     def prove(self, proof: PairProof) -> None:
         """Keep the proof that KV has come, here or at another worker."""
-        key = (proof.prefill, proof.prefill_life, proof.decode, proof.decode_life)
+        key = (proof.prefill, proof.prefill_incarnation, proof.decode, proof.decode_incarnation)
         known = self._proofs.get(key)
         if known is None or known.at < proof.at:
             self._proofs[key] = proof
@@ -433,10 +433,10 @@ class Fleet:
         """Return the context of a request to the instance: the request counts while the context is entered."""
         return LegInFlight(instance, instance.circuit.sent(time.monotonic()), cost)
 
-    def failed(self, instance: Instance, failure: LegFailure, why: str) -> None:
+    def failed(self, instance: Instance, failure: HttpFailure, why: str) -> None:
         """Note a failed request to an instance. What went wrong on our side says nothing about it."""
-        if failure is not LegFailure.OURS:
-            self.seen(instance, Evidence.UNREACHED if failure is LegFailure.CONNECT else Evidence.BROKE, why)
+        if failure is not HttpFailure.OURS:
+            self.seen(instance, Evidence.UNREACHED if failure is HttpFailure.CONNECT else Evidence.BROKE, why)
 
     def seen(self, instance: Instance, evidence: Evidence, why: str = "") -> None:
         """Take in evidence about an instance: its circuit moves."""

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.http.decisions import LegFailure
+from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.decisions import Admission, Gatekeeper, Role
 from vllm_ascend_pd.metaserver.resumable import NotContinued
@@ -137,7 +137,7 @@ class Front(Shared):
                 await self._attempt(exchange, decode)
                 return
             except AttemptFailed as failed:
-                if failed.failure is not LegFailure.PREFILL:  # a failed prefill was noted where it happened
+                if failed.failure is not HttpFailure.PREFILL:  # a failed prefill was noted where it happened
                     self.journal.trouble(failed.code, failed.brief, decode.name, exchange.request_id)
                 delay = self.delay_before_another(exchange, decode, failed.failure)
                 if delay is None:
@@ -201,13 +201,13 @@ class Front(Shared):
         raise NotContinued("it names no limit of tokens, and no D reports the model's")
 
     def delay_before_another(
-        self, exchange: HttpExchange, decode: Instance, failure: LegFailure, repeatable: bool = True
+        self, exchange: HttpExchange, decode: Instance, failure: HttpFailure, repeatable: bool = True
     ) -> float | None:
         """Return the delay before another attempt, on another D if D failed and there is one; None: it was the last."""
         delay = self.again(exchange, failure, exchange.number - exchange.before, repeatable)
         if delay is None:
             return None
-        if failure is not LegFailure.PREFILL:
+        if failure is not HttpFailure.PREFILL:
             exchange.tried.add(decode.name)
         self.repeated(exchange, failure)
         return delay
@@ -270,7 +270,7 @@ class Front(Shared):
         if exchange.pinned is None and not self.fleet.usable(Role.PREFILL, fits):
             if self.settings.without_prefill == "refuse":
                 refusal = known(503, "PD-META-008", _COME_BACK_S, role="prefill")
-                raise AttemptFailed(LegFailure.REFUSED, refusal, "no prefill instance", "PD-META-008")
+                raise AttemptFailed(HttpFailure.REFUSED, refusal, "no prefill instance", "PD-META-008")
             exchange.stage("local", "no prefill instance that fits")
             return None
         params: dict[str, Any] = {"do_remote_prefill": True, "metaserver": self.own_url, "ticket": attempt.ticket}
@@ -290,12 +290,12 @@ class Front(Shared):
             attempt.watch.cancel()
         for trial in attempt.trials.values():  # if D never reports, another request tries that P
             asyncio.get_running_loop().call_later(_LATE_REPORT_S, trial.returned)
-        if not attempt.legs:
+        if not attempt.posts:
             return
         if well:
-            asyncio.get_running_loop().call_later(_LATE_PREFILL_S, attempt.cancel_legs)
+            asyncio.get_running_loop().call_later(_LATE_PREFILL_S, attempt.cancel_posts)
         else:
-            attempt.cancel_legs()
+            attempt.cancel_posts()
 
     async def drain(self) -> None:
         """Take no new requests, let those in progress finish, and cut what is left after the grace period."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ascend_pd.http.decisions import LegFailure
+from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.http1 import Reply, UpstreamError
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Evidence, Role
@@ -125,7 +125,7 @@ async def _attempts(front: Front, exchange: HttpExchange, call: Call) -> None:
                     first = await _first(front, call, reply)
                     declined = leg_end(reply.status) == "refused"
                     delay = (
-                        front.delay_before_another(exchange, decode, LegFailure.REFUSED, call.repeatable)
+                        front.delay_before_another(exchange, decode, HttpFailure.REFUSED, call.repeatable)
                         if declined
                         else None
                     )
@@ -158,7 +158,7 @@ async def _first(front: Front, call: Call, reply: Reply) -> bytes:
     """Return the first piece of the answer. Until then the client sees nothing, and another D can be asked."""
     first = await reply.read(front.settings.first_byte_timeout_s)
     if not first and reply.status == 200 and call.method in ("GET", "POST"):
-        raise UpstreamError(LegFailure.EMPTY, "its answer was empty")
+        raise UpstreamError(HttpFailure.EMPTY, "its answer was empty")
     return first
 
 

@@ -8,7 +8,7 @@ import logging
 import random
 import time
 
-from vllm_ascend_pd.http.decisions import LegFailure
+from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.decisions import CircuitState, Condition, Evidence
 from vllm_ascend_pd.metaserver.service import models
@@ -53,7 +53,7 @@ class Prober:
             async with reply:
                 await reply.rest(1 << 16, self._settings.probe_timeout_s)
         except UpstreamError as problem:
-            if problem.failure is LegFailure.OURS:
+            if problem.failure is HttpFailure.OURS:
                 log.warning("%s is not probed: %s", instance.name, problem.why)
                 return
             self._fleet.seen(instance, Evidence.PROBE_FAILED, f"/health: {problem.why}")

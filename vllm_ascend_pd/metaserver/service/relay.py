@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.http.decisions import LegFailure
+from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.gathered import Payload, cut, length
 from vllm_ascend_pd.http.http1 import Headers, Reply, UpstreamError
 from vllm_ascend_pd.metaserver import bodies, outline
@@ -69,7 +69,7 @@ async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None
         if exchange.streaming and not streams:
             shared.leg_over(attempt.leg, "refused")
             answer = fault(502, f"The decode instance answered {reply.status}.", "PD-META-007")
-            raise AttemptFailed(LegFailure.SERVER, answer, f"answered {reply.status}")
+            raise AttemptFailed(HttpFailure.SERVER, answer, f"answered {reply.status}")
         if exchange.request.copies == 1:  # else D may still post for the other copies
             exchange.forget_prompt()
         if exchange.streaming and kept is not None and isinstance(first, bytes):
@@ -130,7 +130,7 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
             first += more
             said = _first_said(first)
     if reply.status == 200 and isinstance(first, bytes) and not first.strip():
-        raise UpstreamError(LegFailure.EMPTY, "its answer was empty")
+        raise UpstreamError(HttpFailure.EMPTY, "its answer was empty")
     if said.startswith(_ERROR_EVENT):
         # vLLM sends a stream's status 200 and role before the request has run; this is the failure that came after.
         body = said.split(b"\n", 1)[0].removeprefix(b"data: ").strip()
@@ -141,7 +141,7 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
     if cut_short and await shared.turns.run(outline.holds(first, dropped)):
         shared.leg_over(attempt.leg, "dropped")
         raise AttemptFailed(
-            LegFailure.DROPPED, known(503, "PD-META-022", 2), "dropped for lack of blocks", "PD-META-022"
+            HttpFailure.DROPPED, known(503, "PD-META-022", 2), "dropped for lack of blocks", "PD-META-022"
         )
     if cut_short or _NOTHING.match(said):
         answer = fault(503, "The decode instance ended the request: it is shutting down.", "PD-META-007")
@@ -209,15 +209,15 @@ async def _refused(shared: Shared, attempt: Attempt, status: int, body: bytes, h
     end = leg_end(status)
     if end == "refused":
         shared.leg_over(attempt.leg, end)
-        return AttemptFailed(LegFailure.REFUSED, passed, said)
+        return AttemptFailed(HttpFailure.REFUSED, passed, said)
     await attempt.explained(_REPORT_S)
     if attempt.load_failed:  # with policy "fail" D must answer so: no evidence against D
         shared.leg_over(attempt.leg, "no prefill")
-        return AttemptFailed(LegFailure.PREFILL, passed, said)
+        return AttemptFailed(HttpFailure.PREFILL, passed, said)
     shared.leg_over(attempt.leg, end, Evidence.BROKE, said)
     words = body[:200].decode(errors="replace")
     log.warning("request %s: %s answered %d: %s", attempt.exchange.request_id, instance.name, status, words)
-    return AttemptFailed(LegFailure.SERVER, passed, said)
+    return AttemptFailed(HttpFailure.SERVER, passed, said)
 
 
 def _broken(shared: Shared, attempt: Attempt, problem: UpstreamError) -> AttemptFailed:
@@ -227,7 +227,7 @@ def _broken(shared: Shared, attempt: Attempt, problem: UpstreamError) -> Attempt
 
 def no_answer(problem: UpstreamError) -> Answer:
     """Return what the client gets if no D has answered."""
-    status = {LegFailure.TIMEOUT: 504, LegFailure.CONNECT: 503, LegFailure.OURS: 503}.get(problem.failure, 502)
+    status = {HttpFailure.TIMEOUT: 504, HttpFailure.CONNECT: 503, HttpFailure.OURS: 503}.get(problem.failure, 502)
     return fault(
         status, f"The decode instance could not answer: {problem.why}.", "PD-META-007", 2 if status == 503 else None
     )

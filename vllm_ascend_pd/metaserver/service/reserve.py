@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd.http.decisions import NOT_EXECUTED, LegFailure
+from vllm_ascend_pd.http.decisions import NOT_EXECUTED, HttpFailure
 from vllm_ascend_pd.http.http1 import UpstreamError
 from vllm_ascend_pd.metaserver import bodies, outline
 from vllm_ascend_pd.metaserver.decisions import Evidence, Role
@@ -56,7 +56,7 @@ _DECODER = msgspec.json.Decoder(ReservationPost)
 class PrefillFailed(Exception):
     """A failed prefill leg. `brief`: for the status page, without P's own text."""
 
-    def __init__(self, failure: LegFailure, why: str, code: str = "PD-META-006", brief: str = "") -> None:
+    def __init__(self, failure: HttpFailure, why: str, code: str = "PD-META-006", brief: str = "") -> None:
         super().__init__(why)
         self.failure = failure
         self.code = code
@@ -113,7 +113,7 @@ class Reservations:
         attempt.seen.add(posted.transfer)
         if posted.decode:
             attempt.decode.life = attempt.decode.life.reported(posted.decode, attempt.began, posted.fingerprint)
-        attempt.legs[posted.transfer] = interrupt
+        attempt.posts[posted.transfer] = interrupt
         emit("meta.reserved", ticket=posted.ticket, transfer=posted.transfer)
         attempt.exchange.stage("reserved", posted.transfer)
         await send({"type": "http.response.start", "status": 200, "headers": _HEAD})
@@ -122,7 +122,7 @@ class Reservations:
             last = await self._prefilled(attempt, posted, interrupt, send)
         finally:
             self._heartbeats.remove(send)
-            attempt.legs.pop(posted.transfer, None)
+            attempt.posts.pop(posted.transfer, None)
         await _line(send, last, more=False)
 
     async def report(self, body: bytes | memoryview, send: AsgiSend) -> None:
@@ -182,7 +182,7 @@ class Reservations:
         if exchange.committed or not attempt.restart or not another or exchange.pinned is not None:
             return
         refusal = fault(503, f"Prefill failed: {why}.", "PD-META-006", retry_after_s=2)
-        failed = AttemptFailed(LegFailure.PREFILL, refusal)
+        failed = AttemptFailed(HttpFailure.PREFILL, refusal)
         if attempt.watch is None:
             watch = self._give_up(attempt, transfer, failed)
             attempt.watch = asyncio.create_task(watch, name=f"restart of {attempt.ticket}")
@@ -237,7 +237,7 @@ class Reservations:
         prefill = front.fleet.choose(Role.PREFILL, cost, bad, fits, request.marks)
         if prefill is None:
             other = f" that fits {posted.fingerprint}" if front.fleet.usable(Role.PREFILL) else ""
-            raise PrefillFailed(LegFailure.REFUSED, f"no prefill instance{other} is available")
+            raise PrefillFailed(HttpFailure.REFUSED, f"no prefill instance{other} is available")
         return prefill
 
     async def _ask(self, attempt: Attempt, posted: ReservationPost, leg: LegInFlight) -> str:
@@ -270,7 +270,7 @@ class Reservations:
         front.leg_over(leg, end if refused else "broke", Evidence.BROKE if failed else None, said)
         if failed:
             attempt.blamed.add(posted.transfer)
-        failure = LegFailure.REFUSED if refused else LegFailure.PREFILL
+        failure = HttpFailure.REFUSED if refused else HttpFailure.PREFILL
         raise PrefillFailed(failure, why, brief=f"{prefill.name} {said}")
 
 
@@ -309,18 +309,18 @@ def _check_push(prefill: Instance, text: bytes, asked: float) -> str:
     shuts down): its answer says so.
     """
     if aborted(text):
-        raise PrefillFailed(LegFailure.PREFILL, f"{prefill.name} ended the request: it is shutting down")
+        raise PrefillFailed(HttpFailure.PREFILL, f"{prefill.name} ended the request: it is shutting down")
     try:
         _, push = read_answer(text)
     except bodies.UNREADABLE as problem:
         raise PrefillFailed(
-            LegFailure.PREFILL, f"{prefill.name}: its answer is not understood ({problem})"
+            HttpFailure.PREFILL, f"{prefill.name}: its answer is not understood ({problem})"
         ) from problem
     if push is None:
         return ""
     prefill.life = prefill.life.reported(push.prefill, asked, push.fingerprint, push.sends_first)
     if push.code:
-        raise PrefillFailed(LegFailure.PREFILL, f"{prefill.name}: {push.detail}", push.code)
+        raise PrefillFailed(HttpFailure.PREFILL, f"{prefill.name}: {push.detail}", push.code)
     return push.first
 
 

@@ -12,7 +12,7 @@ import time
 import msgspec
 
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.http.decisions import LegFailure
+from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.http1 import Reply, UpstreamError
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Evidence
@@ -131,7 +131,7 @@ def _bounded_events(stream: bytes) -> tuple[bytes, bytes]:
     if end > 1:
         return stream[:end], stream[end:]
     if len(stream) > _EVENT_BYTES:
-        raise UpstreamError(LegFailure.BROKEN, "an event of its answer does not end")
+        raise UpstreamError(HttpFailure.BROKEN, "an event of its answer does not end")
     return b"", stream
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 
 from vllm_ascend_pd.errors import CATALOGUE
-from vllm_ascend_pd.http.decisions import LegFailure
+from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.decisions import Evidence, PairProof, RetryBudget, against_prefill
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, HttpExchange, Journal
@@ -62,7 +62,7 @@ class Shared:
         if request:
             self.journal.trouble("PD-META-007", problem.why, leg.instance.name, request)
 
-    def again(self, exchange: HttpExchange, failure: LegFailure, made: int, repeatable: bool = False) -> float | None:
+    def again(self, exchange: HttpExchange, failure: HttpFailure, made: int, repeatable: bool = False) -> float | None:
         """Return the delay before another leg in place of one that failed; None: it was the last. `made`: legs so far.
 
         A canary's pair is fixed, so nothing can take its place.
@@ -71,7 +71,7 @@ class Shared:
             return None
         return self.settings.retry.again(failure, made, repeatable, self.budget, random.random())
 
-    def repeated(self, exchange: HttpExchange, failure: LegFailure) -> None:
+    def repeated(self, exchange: HttpExchange, failure: HttpFailure) -> None:
         """Note that another leg takes the place of one that failed."""
         exchange.stage("retry", failure.value)
         METRICS.retries.labels(failure.value).inc()

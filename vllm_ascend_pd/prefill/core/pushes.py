@@ -19,7 +19,7 @@ from vllm_ascend_pd.errors import LocalProtocolError, PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.plan import Job, StepPlanner, push_range
 from vllm_ascend_pd.geometry.regroup import Room
-from vllm_ascend_pd.metadata import Exchanged, PrefillStep, PushSlice, PushStart
+from vllm_ascend_pd.metadata import MissedExchange, PrefillStep, PushSlice, PushStart
 from vllm_ascend_pd.prefill.core.batches import Bases, Batch, Triples, grouped, joined, spans_of, staged, unit_of
 from vllm_ascend_pd.prefill.core.exchanges import Exchanges, PlannedExchange, Run, Staged
 from vllm_ascend_pd.prefill.core.orders import OrderBook
@@ -208,7 +208,7 @@ class Pushes:
         failures, self._failures = self._failures, []
         return failures
 
-    def take_missed(self) -> list[Exchanged]:
+    def take_missed(self) -> list[MissedExchange]:
         """Return exchanges that this worker wants to be made again."""
         wanted = self.exchanges.wanted() if self.exchanges is not None else []
         return [(unit.step, unit.layer + self._first_layer, unit.sub_step) for unit in wanted]
