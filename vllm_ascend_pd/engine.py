@@ -184,6 +184,11 @@ def _common(geometry: CacheGeometry) -> tuple[object, ...]:
     return geometry.tables, geometry.tp_size, geometry.drafter
 
 
+def has_embeddings(request: Any) -> bool:
+    """Return whether a part of the prompt came as embeddings, of which token ids and `request_hash` say nothing."""
+    return request.prompt_token_ids is None or request.prompt_embeds is not None
+
+
 def request_hash(request: Any) -> str:
     """Return a hash of all that a prompt's KV depends on: tokens, LoRA, multimodal input, cache salt."""
     lora = request.lora_request

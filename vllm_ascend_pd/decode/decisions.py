@@ -198,6 +198,10 @@ class LoadBook:
     def open_count(self) -> int:
         return len(self._loads)
 
+    def waiting_count(self) -> int:
+        """Return the number of open loads whose requests wait for them: those of ended requests are only fenced."""
+        return sum(request_id in self._consumed for request_id in self._loads)
+
     def fencing_blocks(self) -> int:
         """Return the number of blocks of cancelled loads whose writers are not known to be quiet yet."""
         return sum(load.blocks for load in self._loads.values() if load.cancelled)

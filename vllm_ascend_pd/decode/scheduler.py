@@ -21,7 +21,7 @@ from vllm_ascend_pd.decode.decisions import LoadBook, read_ticket
 from vllm_ascend_pd.decode.first_tokens import TAKEN, FirstTokenReceiver
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, Outcome
 from vllm_ascend_pd.decode.offering import Offering
-from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
+from vllm_ascend_pd.engine import Engine, WorkerFacts, has_embeddings, merge_geometries, request_hash
 from vllm_ascend_pd.errors import LocalProtocolError, PdError, one_line
 from vllm_ascend_pd.first_token import StepHooks
 from vllm_ascend_pd.geometry.layout import CacheGeometry
@@ -165,7 +165,7 @@ class DecodeScheduler(SchedulerRole):
         return count
 
     def _to_load(self, request: Any, computed: int) -> int:
-        if self._online is None or request.prompt_token_ids is None:
+        if self._online is None:
             return 0
         self._way(request)
         leaves = self._online.geometry.recomputes_last and not self.first_tokens.begins(request)
@@ -237,6 +237,8 @@ class DecodeScheduler(SchedulerRole):
     def _read(self, request: Any) -> Way | str | None:
         params = request.kv_transfer_params
         ticket = read_ticket(params, self._allowed)
+        if ticket is not None and has_embeddings(request):
+            return "the prompt has embeddings"
         if not isinstance(ticket, str):
             return ticket
         found: Meet | PassingRouter | PdError | None
@@ -418,7 +420,7 @@ class DecodeScheduler(SchedulerRole):
         return self.tally.take()
 
     def open_loads(self) -> int:
-        return self._requests.book.open_count() + self._requests.first_token_book.held_count()
+        return self._requests.book.waiting_count() + self._requests.first_token_book.held_count()
 
     def due_s(self) -> float:
         return self._requests.first_token_book.due_s(time.monotonic())

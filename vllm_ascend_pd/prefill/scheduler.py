@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
+from vllm_ascend_pd.engine import Engine, WorkerFacts, has_embeddings, merge_geometries, request_hash
 from vllm_ascend_pd.errors import LocalProtocolError, PdError, RemoteProtocolError
 from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.observe import trace
@@ -297,8 +297,8 @@ class PrefillScheduler(SchedulerRole):
                 return PdError("PD-META-005", why="it is not base64")
             except RemoteProtocolError as refused:
                 return refused
-        if request.prompt_token_ids is None:
-            return PdError("PD-META-005", why="the prompt came as embeddings")
+        if has_embeddings(request):
+            return PdError("PD-META-005", why="the prompt has embeddings")
         whole = reservation is not None and WHOLE in reservation.needs
         return NewRequest(
             request_id=request.request_id,

@@ -160,14 +160,15 @@ def test_a_failed_call_cancels_and_the_request_goes_on_only_when_the_workers_say
     (cancel,) = step.cancels
     assert not step.settles, "what a failed call says later does not count"
     assert (cancel.transfer, cancel.code, cancel.detail) == (transfer, "PD-META-002", "down")
-    assert book.open_count() == 1
-    assert book.received("r") == transfer and book.open_count() == 0
+    assert book.open_count() == book.waiting_count() == 1, "the request waits for the end of the load"
+    assert book.received("r") == transfer and book.open_count() == book.waiting_count() == 0
 
 
 def test_a_request_that_ends_while_it_loads_keeps_its_blocks_until_they_are_fenced() -> None:
     book, transfer = loaded()
     book.take_step(None, None)
     assert book.request_finished("r") == transfer
+    assert (book.open_count(), book.waiting_count()) == (1, 0), "nothing waits for it any more"
     assert book.request_finished("r") == transfer, "vLLM may say it again after a failed load"
     assert len(book.take_step(None, None).cancels) == 1
     assert book.received("r") == transfer, "vLLM waits for this report before it frees the blocks"

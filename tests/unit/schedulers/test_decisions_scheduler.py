@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
@@ -147,14 +148,38 @@ def test_other_parameters_are_a_plain_prefill(params: Any) -> None:
     assert scheduler.finished(asked, True) == (False, None)
 
 
-def test_a_prompt_of_embeddings_is_not_pushed() -> None:
-    import torch
+# The whole prompt came as embeddings, or a part of it, whose tokens are placeholders.
+EMBEDDED = pytest.mark.parametrize("tokens", [None, TOKENS], ids=["all of it", "a part"])
 
+
+@EMBEDDED
+def test_a_prompt_of_embeddings_is_not_pushed(tokens: list[int] | None) -> None:
     scheduler = prefill()
     sealed = seal(reservation(request()), None)
-    asked = request(tokens=None, params=remote_decode(sealed), prompt_embeds=torch.zeros(10, 4))
+    asked = request(tokens=tokens, params=remote_decode(sealed), prompt_embeds=torch.zeros(10, 4))
     scheduler.allocated(asked)
+    assert scheduler.build_step(output([("r", 0, 10, [1, 2, 3])])).empty
     assert scheduler.finished(asked, True)[1] is not None
+
+
+@EMBEDDED
+@pytest.mark.parametrize("order", ["by a metaserver", "with a P that is named", "P first"])
+def test_a_prompt_of_embeddings_is_not_loaded(order: str, tokens: list[int] | None) -> None:
+    """vLLM reports the allocation of every request, also of one for which nothing is loaded."""
+    params = {
+        "by a metaserver": ticket("http://127.0.0.1:1"),
+        "with a P that is named": {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 1},
+        "P first": {"do_remote_prefill": True, "source": "c291cmNl"},
+    }[order]
+    scheduler = decode("http://127.0.0.1:1")
+    try:
+        asked = request(tokens=tokens, params=params, prompt_embeds=torch.zeros(10, 4))
+        assert scheduler.wanted(asked, 0) == 0
+        scheduler.allocated(asked, [[1, 2, 3]], 0)
+        assert scheduler.build_step().empty
+        assert scheduler.request_finished(asked, True) == (False, None)
+    finally:
+        scheduler.close()
 
 
 def test_a_cache_that_does_not_fit_is_named_with_both_values_before_anything_is_pushed() -> None:
