@@ -46,7 +46,7 @@ class Reception:
         self._engine, self._requests, self._meetings, self._news = engine, requests, requests.meetings, news
         self._lock = threading.Lock()
         self._timer: asyncio.TimerHandle | None = None
-        self._wake: float | None = None  # the time for which it is set
+        self._wake: float | None = None  # the time for which it is set, or will be
         self._loop = LoopThread("pd-reception")
         self._bootstrap: Bootstrap | None = None
         self._listener = Listener(
@@ -98,7 +98,7 @@ class Reception:
                 trace.emit(type(message).__name__.lower(), transfer=str(message.transfer), **facts)
             self._loop.post(self._listener.send, peer, message)
         if moved:
-            self._loop.post(self._arm, wake)
+            self._loop.post(self._arm)
         if must_step:
             self._news()
 
@@ -133,7 +133,10 @@ class Reception:
             self._wake = None  # it has fired: whatever is next, it must be set again
             self._meetings.tick(now)
 
-    def _arm(self, wake: float | None) -> None:
+    def _arm(self) -> None:
+        """Set the timer as it was decided last: threads may post in another order than they have decided."""
+        with self._lock:
+            wake = self._wake
         if self._timer is not None:
             self._timer.cancel()
         loop = self._loop.loop

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import base64
 import logging
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -136,6 +138,30 @@ def test_what_is_held_too_long_is_freed_in_a_step_of_its_own() -> None:
         until(both.p.must_step, "the end of the hold")
         assert both.p.build_step(output()).freed == (P_ID,) and both.p.released(P_ID)
         assert both.steps.cancelled(both.load(answer).transfer) == "PD-META-027"
+
+
+def test_a_timer_that_a_thread_sets_late_does_not_undo_an_earlier_end_of_a_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loop thread decides first, for a target that may wait a minute, and sets its timer last."""
+    with pair(p={"hold_s": 0.5, "meet_s": 60.0}) as both:
+        assert both.p._reception is not None
+        loop, decided, go_on = both.p._reception._loop, threading.Event(), threading.Event()
+        post = loop.post
+
+        def late(callback: Callable[..., object], *given: Any) -> None:
+            if callback.__name__ == "_arm" and threading.current_thread() is loop._thread and not decided.is_set():
+                decided.set()
+                assert go_on.wait(30)
+            post(callback, *given)
+
+        monkeypatch.setattr(loop, "post", late)
+        both.load({**both.address(), "remote_request_id": "router-2"})
+        assert decided.wait(30)
+        assert both.prefilled()[1]
+        go_on.set()
+        until(both.p.must_step, "the end of the hold", seconds=10)
+        assert both.p.build_step(output()).freed == (P_ID,)
 
 
 @pytest.mark.parametrize("how", ["cached", "aborted", "aborted in the queue"])
