@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -107,6 +108,16 @@ async def test_a_name_that_no_look_up_takes_is_unreachable() -> None:
         dialing.say(Endpoint("x" * 70 + ".d", 1))
         await until(lambda: dialing.unreachable)
         assert "label" in dialing.unreachable[0]
+
+
+async def test_a_host_that_no_socket_takes_is_unreachable_and_its_link_is_forgotten() -> None:
+    limits = replace(FAST, max_links=1, idle_link_s=0.1, message_ttl_s=0.05)
+    async with RecordingDialer(limits=limits) as dialing:
+        dialing.say(Endpoint("a\0b", 1))
+        await until(lambda: dialing.unreachable)
+        assert "null character" in dialing.unreachable[0]
+        await until(lambda: dialing.stats()["links"] == 0)
+        assert dialing.say(Endpoint(LOOPBACK, 1))
 
 
 async def test_what_waits_for_a_link_is_bounded_and_the_newest_survives() -> None:
