@@ -428,7 +428,8 @@ class Pushes:
         planned = StepPlan(number)
         direct: dict[int, list[tuple[Push, int, Job]]] = {}  # by P's kind of layer
         exchanged: dict[int, list[tuple[Push, Job]]] = {}
-        instances: dict[tuple[Endpoint, ...], int] = {}
+        # A D that has started again on its ports, with other layers, is another one.
+        instances: dict[tuple[tuple[Endpoint, ...], CacheGeometry], int] = {}
         for push_slice in slices:
             push = self._pushes.get(push_slice.push)
             if push is None or not self._takes_part(push):
@@ -448,7 +449,8 @@ class Pushes:
                     why = f"prefill keeps no block for {what}"
                     self.abort(now, push.name, "PD-XFER-002", why)
                     continue
-                instance = instances.setdefault(push.reservation.endpoints, len(instances))
+                d_engine = push.reservation.endpoints, push.reservation.geometry
+                instance = instances.setdefault(d_engine, len(instances))
                 job = push.job(index, lo, hi, instance)
                 if index in push.exchanged:
                     exchanged.setdefault(pair.kind, []).append((push, job))
