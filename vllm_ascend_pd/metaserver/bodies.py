@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -82,7 +82,22 @@ FIELDS: dict[str, Use] = {
 }
 # A letter of the forbidden field's name, written as an escape. A request does this only to hide the field.
 _ESCAPED = re.compile(rb"\\u00(?:%s)" % b"|".join(sorted({b"%02x" % ord(c) for c in TRANSFER_PARAMS})), re.IGNORECASE)
-MEDIA = re.compile(rb'"(?:image_url|image_embeds|image_pil|input_audio|audio_url|audio_embeds|video_url)"')
+_PROMPT_EMBEDS = "prompt_embeds"
+# Types of a chat's parts that are not, or not completely, in the prompt's token ids; vLLM takes them as keys too.
+MEDIA_PARTS = (
+    *("input_image", "image_url", "image_embeds", "image_pil", "input_audio", "audio_url", "audio_embeds"),
+    *("video_url", "video_embeds", _PROMPT_EMBEDS),
+)
+
+
+def _pattern(names: Iterable[str]) -> re.Pattern[bytes]:
+    """Return a pattern of these strings in JSON, however their letters are written."""
+    letters = ("".join(rf"(?:{letter}|\\u00(?i:{ord(letter):02x}))" for letter in name) for name in names)
+    return re.compile(f'"(?:{"|".join(letters)})"'.encode())
+
+
+MEDIA = _pattern(MEDIA_PARTS)
+_EMBEDS = _pattern((_PROMPT_EMBEDS,))
 _ONE_TOKEN = {"temperature": 0.0, "n": 1, "stream": False}  # greedy sampling needs no other field
 
 
@@ -130,8 +145,13 @@ def parsing(route: str, body: Buffer) -> Scan[Request]:
     limit = _number(fields, "max_completion_tokens", 0) or _number(fields, "max_tokens", 0) or _UNKNOWN_OUTPUT
     forced_tool = _word(fields, "tool_choice") not in (b"null", b'"none"', b'"auto"')
     # Engines compile the answer's format into a grammar, and some templates render it into the prompt. With token ids
-    # P need not compile it and still gets the rendered prompt. Images are not in the ids: then P gets the format too.
-    formatted = _present(fields, "response_format") and not (yield from outline.holds(prompt, MEDIA.search))
+    # P need not compile it and still gets the rendered prompt. A forced tool call is parsed from the answer, and P's
+    # one token is none. Media are not in the ids: then P gets the format too, and D alone serves a forced tool call.
+    formatted = _present(fields, "response_format")
+    by_ids = route == CHAT and (forced_tool or formatted)
+    media = by_ids and (yield from outline.holds(prompt, MEDIA.search))
+    # Embeddings have no hash by which P and D could tell that they compute the same prompt.
+    embeds = route == CHAT and (yield from outline.holds(prompt, _EMBEDS.search))
     return Request(
         route=route,
         fields=fields,
@@ -141,9 +161,8 @@ def parsing(route: str, body: Buffer) -> Scan[Request]:
         copies=prompts * choices,
         prefill_tokens=tokens,
         decode_tokens=tokens + min(limit, 1 << 20) * min(choices, 1024),
-        remote=bool(prompt) and not _needs_own_prompt(fields),
-        # A forced tool call is parsed from the answer. P's one token is no tool call, so P gets token ids.
-        send_tokens=shape is Shape.BATCH or (route == CHAT and (forced_tool or formatted)),
+        remote=bool(prompt) and not (_needs_own_prompt(fields) or embeds or (media and forced_tool)),
+        send_tokens=shape is Shape.BATCH or (by_ids and not media),
         model=model_of(fields),
         marks=(yield from _marks(fields, prompt, tokens)) if shape is Shape.ONE else (),
     )
@@ -310,7 +329,7 @@ def _view(fields: Mapping[str, msgspec.Raw], key: str, default: bytes = b"null")
 
 
 def _needs_own_prompt(fields: Mapping[str, msgspec.Raw]) -> bool:
-    """Return whether D must compute the prompt itself.
+    """Return whether a field makes D compute the prompt itself.
 
     Log-probabilities of the prompt come from computing it; a beam search makes requests of its own.
     """

@@ -169,6 +169,38 @@ def test_a_forced_tool_call_is_prefilled_by_token_ids(choice: object, tokens: bo
     assert parse(CHAT, messages=[1], tool_choice=choice).send_tokens is tokens
 
 
+TEXT_PARTS = {"text", "input_text", "output_text", "thinking", "refusal", "tool_reference"}
+
+
+def test_every_part_of_a_chat_that_the_installed_vllm_knows_is_text_or_media() -> None:
+    parts = set(pytest.importorskip("vllm.renderers.chat_utils").MM_PARSER_MAP)
+    assert parts - TEXT_PARTS == set(bodies.MEDIA_PARTS), "P does not get such a part with token ids"
+
+
+def chat_with(part: str, **more: Any) -> bodies.Request:
+    return parse(CHAT, messages=[{"role": "user", "content": [{"type": part, part: "x"}]}], **more)
+
+
+@pytest.mark.parametrize("part", bodies.MEDIA_PARTS)
+def test_what_is_not_in_token_ids_is_never_prefilled_from_them(part: str) -> None:
+    formatted, forced = (
+        chat_with(part, response_format={"type": "json_object"}),
+        chat_with(part, tool_choice="required"),
+    )
+    assert not formatted.send_tokens and not forced.send_tokens
+    assert not forced.remote, "P would fail: its one token is no tool call"
+    assert chat_with(part).remote is formatted.remote is (part != "prompt_embeds")
+
+
+@pytest.mark.parametrize(
+    "name", [r"prompt\u005fembeds", r"\u0070rompt_embed\u0073", r"prompt_em\u0062eds", r"pr\u006Fmpt_embeds"]
+)
+def test_embeddings_are_found_however_their_name_is_written(name: str) -> None:
+    said = '{"messages": [{"role": "user", "content": [{"type": "%s", "data": "x"}]}]}'
+    assert not bodies.parse(CHAT, (said % name).encode()).remote
+    assert parse(CHAT, messages=[{"role": "user", "content": f'what is "prompt_embeds", or "{name}"?'}]).remote
+
+
 def test_first_marks_are_alike_when_model_salt_and_beginning_are() -> None:
     head = "h" * 4000
     one, two = parse(prompt=head + "a", model="m"), parse(prompt=head + "b" * 2000, model="m")

@@ -80,6 +80,14 @@ def test_what_cannot_go_on_says_why(chat: bool, fields: dict[str, Any], why: str
         resumable(chat, **fields)
 
 
+@pytest.mark.parametrize("part", bodies.MEDIA_PARTS)
+def test_a_chat_that_is_more_than_token_ids_does_not_go_on(part: str) -> None:
+    with pytest.raises(NotContinued, match="D computes" if part == "prompt_embeds" else "more than tokens"):
+        content = [{"type": part, part: "x"}]
+        body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "stream": True}
+        at_once(resumable_request(bodies.parse(bodies.CHAT, json.dumps(body).encode()), 0))
+
+
 @pytest.mark.parametrize(
     "fields",
     [
