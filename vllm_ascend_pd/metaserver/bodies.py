@@ -29,7 +29,7 @@ _XARGS = "vllm_xargs"  # vLLM copies its entries to where the forbidden field go
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _READ_WHOLE = 32 << 10  # bytes of the largest body that is decoded into values: some milliseconds
-_BEFORE_JSON = b" \t\r\n\0\xef\xbb\xbf\xff\xfe"  # white space in any encoding, and byte order marks
+_BEFORE_JSON = re.compile(rb"[ \t\r\n\0\xef\xbb\xbf\xff\xfe]*")  # white space in any encoding, and byte order marks
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _BYTES_PER_TOKEN = 4  # an estimate, for load only
@@ -259,7 +259,8 @@ def stripping(body: Buffer) -> Scan[Buffer]:
     To decode a long body would block the event loop, for seconds if it has many values. So a long body is only
     searched, and refused with BodyError if it may have the field.
     """
-    if bytes(body[:64]).lstrip(_BEFORE_JSON)[:1] not in (b"[", b"{"):
+    begins = yield from outline.past_space(body, 0, _BEFORE_JSON)
+    if bytes(body[begins : begins + 1]) not in (b"[", b"{"):
         return body
     if len(body) > _READ_WHOLE:
         yield from _look_through(body)
@@ -306,7 +307,8 @@ def _measure(raw: memoryview, chat: bool) -> Scan[tuple[int, int]]:
     """Return the number of prompts and the estimated tokens of text, token ids, or a list of either."""
     if chat or bytes(raw[:1]) != b"[":
         return 1, len(raw) // _BYTES_PER_TOKEN + 1
-    if bytes(raw[1:64]).lstrip()[:1] in (b'"', b"["):
+    begins = yield from outline.past_space(raw, 1)
+    if bytes(raw[begins : begins + 1]) in (b'"', b"["):
         if len(raw) > _READ_WHOLE:
             commas = yield from outline.count(raw, b",")
             several = 1 if (yield from outline.single(raw)) else max(2, (yield from outline.count(raw, b"[")) - 1)

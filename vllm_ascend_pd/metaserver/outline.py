@@ -54,9 +54,9 @@ def at_once(steps: Scan[T]) -> T:
 def members(text: Buffer) -> Scan[dict[str, memoryview]]:
     """Return the raw values of an object by name; of equal names the last, as engines read it. Raise NotJson."""
     whole, found = memoryview(text), dict[str, memoryview]()
-    at, count = (yield from _past_space(whole, 0)), 0
+    at, count = (yield from past_space(whole, 0)), 0
     _expect(whole, at, b"{")
-    at = yield from _past_space(whole, at + 1)
+    at = yield from past_space(whole, at + 1)
     while count or not _is(whole, at, b"}"):
         if count == MAX_MEMBERS:
             raise NotJson(f"it has more than {MAX_MEMBERS} names at its outermost level")
@@ -64,16 +64,16 @@ def members(text: Buffer) -> Scan[dict[str, memoryview]]:
         _expect(whole, at, b'"')
         end = yield from value_end(whole, at)
         name = _name(whole[at:end])
-        at = yield from _past_space(whole, end)
+        at = yield from past_space(whole, end)
         _expect(whole, at, b":")
-        at = yield from _past_space(whole, at + 1)
+        at = yield from past_space(whole, at + 1)
         end = yield from value_end(whole, at)
         found[name] = whole[at:end]
-        at = yield from _past_space(whole, end)
+        at = yield from past_space(whole, end)
         if _is(whole, at, b"}"):
             break
         _expect(whole, at, b",")
-        at = yield from _past_space(whole, at + 1)
+        at = yield from past_space(whole, at + 1)
     yield from _nothing_more(whole, at + 1)
     return found
 
@@ -81,15 +81,15 @@ def members(text: Buffer) -> Scan[dict[str, memoryview]]:
 def well_formed(text: Buffer) -> Scan[None]:
     """Raise NotJson unless `text` is one value, by its strings and brackets only."""
     whole = memoryview(text)
-    end = yield from value_end(whole, (yield from _past_space(whole, 0)))
+    end = yield from value_end(whole, (yield from past_space(whole, 0)))
     yield from _nothing_more(whole, end)
 
 
 def single(text: Buffer) -> Scan[bool]:
     """Return whether the list that `text` begins with has exactly one element."""
     whole = memoryview(text)
-    end = yield from value_end(whole, (yield from _past_space(whole, 1)))
-    return _is(whole, (yield from _past_space(whole, end)), b"]")
+    end = yield from value_end(whole, (yield from past_space(whole, 1)))
+    return _is(whole, (yield from past_space(whole, end)), b"]")
 
 
 def value_end(text: memoryview, at: int) -> Scan[int]:
@@ -122,6 +122,17 @@ def count(text: Buffer, byte: bytes) -> Scan[int]:
         if at + SLICE < len(text):
             yield SLICE
     return found
+
+
+def past_space(text: Buffer, at: int, space: re.Pattern[bytes] = _SPACE) -> Scan[int]:
+    """Return where something else than white space begins, at `at` or later. `space`: pattern of any length of it."""
+    while True:
+        found = space.match(text, at, at + SLICE)
+        end = found.end() if found is not None else at
+        if end - at < SLICE:
+            return end
+        at = end
+        yield SLICE
 
 
 def _string_end(text: memoryview, at: int) -> Scan[int]:
@@ -170,16 +181,6 @@ def _piece(text: memoryview, at: int, size: int) -> bytes:
     return piece
 
 
-def _past_space(text: memoryview, at: int) -> Scan[int]:
-    while True:
-        found = _SPACE.match(text, at, at + SLICE)
-        end = found.end() if found is not None else at
-        if end - at < SLICE:
-            return end
-        at = end
-        yield SLICE
-
-
 def _is(text: memoryview, at: int, wanted: bytes) -> bool:
     return bytes(text[at : at + 1]) == wanted
 
@@ -190,7 +191,7 @@ def _expect(text: memoryview, at: int, wanted: bytes) -> None:
 
 
 def _nothing_more(text: memoryview, at: int) -> Scan[None]:
-    if (yield from _past_space(text, at)) < len(text):
+    if (yield from past_space(text, at)) < len(text):
         raise NotJson("something comes after its end")
 
 

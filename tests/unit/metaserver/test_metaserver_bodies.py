@@ -64,6 +64,26 @@ def test_the_field_is_found_however_it_is_written() -> None:
         assert b"params" not in at_once(bodies.stripping(raw))
 
 
+@pytest.mark.parametrize("blank", [b" ", b"\r\n", b"\t\n "], ids=repr)
+@pytest.mark.parametrize("length", [63, 64, 1000, 70_000])
+def test_nothing_hides_behind_white_space(blank: bytes, length: int) -> None:
+    before = (blank * length)[:length]
+    hidden, harmless = before + b'{"kv_transfer_params": {"x": 1}, "a": 1}', before + b'{"a": 1}'
+    if length < bodies._READ_WHOLE:
+        assert json.loads(at_once(bodies.stripping(hidden))) == {"a": 1}
+        utf16 = at_once(bodies.stripping(hidden.decode().encode("utf-16")))
+        assert b"params" not in utf16 and json.loads(utf16) == {"a": 1}
+    else:
+        with pytest.raises(bodies.BodyError, match="kv_transfer_params"):
+            at_once(bodies.stripping(hidden))
+    assert at_once(bodies.stripping(harmless)) == harmless
+    with pytest.raises(bodies.BodyError, match="nested"):
+        at_once(bodies.stripping(before + b'{"a":' * 15_000 + b"1" + b"}" * 15_000))
+    for items, several in ((b'"a", "b"]', 2), (b"[1], [2, 3]]", 2), (b'"a"]', 1), (b"1, 2]", 1), (b"]", 1)):
+        request = bodies.parse(COMPLETIONS, b'{"prompt": [' + before + items + b"}")
+        assert request.copies == several and request.send_tokens is (several > 1)
+
+
 def test_a_body_nested_without_end_is_refused() -> None:
     with pytest.raises(bodies.BodyError):
         at_once(bodies.stripping(b'{"a":' * 100_000 + b"1" + b"}" * 100_000))
