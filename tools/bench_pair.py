@@ -249,8 +249,8 @@ def table(
 
 
 def profile(samples: list[TimeSample], cases: Sequence[PairPrompts], trace: Trace) -> list[str]:
-    """Return the median of each leg of (c) in ms, from the traces."""
-    legs: dict[PairPrompts, dict[str, list[float]]] = {case: {} for case in cases}
+    """Return the medians of (c)'s spans of time, in ms, from the traces, and of two shares."""
+    figures: dict[PairPrompts, dict[str, list[float]]] = {case: {} for case in cases}
     for sample in (s for s in samples if s.system == "c"):
         transfers = trace.transfers(sample.sent, sample.sent + sample.ttft)
         if not transfers:
@@ -272,13 +272,13 @@ def profile(samples: list[TimeSample], cases: Sequence[PairPrompts], trace: Trac
                 way.nbytes / ((sample.case.length - sample.case.on_d) * KV_BYTES_PER_TOKEN) / 1e3,
             ),
         }
-        for leg, (begin, end) in marks.items():
-            legs[sample.case].setdefault(leg, []).append((end - begin) * 1e3)
+        for name, (begin, end) in marks.items():
+            figures[sample.case].setdefault(name, []).append((end - begin) * 1e3)
     rows = ["  where (c)'s time goes, medians in ms:" + "".join(f"{case!s:>18}" for case in cases)]
-    for leg in next(iter(legs.values())):
-        digits = 2 if leg.startswith("bytes") else 1
-        values = (statistics.median(legs[case].get(leg, [0.0])) for case in cases)
-        rows += [f"    {leg:36}{''.join(f'{value:18.{digits}f}' for value in values)}"]
+    for name in next(iter(figures.values())):
+        digits = 2 if name.startswith("bytes") else 1
+        values = (statistics.median(figures[case].get(name, [0.0])) for case in cases)
+        rows += [f"    {name:36}{''.join(f'{value:18.{digits}f}' for value in values)}"]
     return rows
 
 

@@ -36,7 +36,7 @@ print("devices:", torch.npu.device_count(), *{torch.npu.get_device_name(i) for i
 LOAD = """
 import torch, torch_npu
 from vllm_ascend_pd.regroup import ops
-ops.use_kernels(True)
+ops.use_own_kernels(True)
 print("figure: kernels: registered for the NPU:", ", ".join(ops.NAMES), "| vector cores:", torch.ops.vllm_ascend_pd.vector_cores())
 """
 

@@ -94,7 +94,7 @@ def refuses(words: str, call: Callable[[], object]) -> None:
 
 def equal_to_cpu() -> str:
     """Compare every layout with the CPU, rows from the host and programs on the device: gather, scatter, assemble."""
-    ops.use_kernels(True)
+    ops.use_own_kernels(True)
     for kind in ("token", "head", "opaque", "head>token"):
         for cells in CELLS:
             cluster = pair(kind, 8, 4, 2, CELLS[cells], tokens=150)
@@ -246,7 +246,7 @@ REFUSED = (  # column, value, part of the error
 
 
 def refusals() -> str:
-    ops.use_kernels(True)
+    ops.use_own_kernels(True)
     cache, out = to_npu(torch.zeros(3, 4, 8, 16, dtype=torch.uint8)), filled(256, "npu")
     good = torch.tensor([[0, 2, 1, 3, 2, 4, 32, 16, 32]])
     bad = good.clone()
@@ -289,14 +289,14 @@ def no_silent_fallback() -> str:
     refuses("PD-OPS-002", lambda: ops.gather([cache], rows, out))
     refuses("PD-OPS-002", lambda: ops.assemble(out, rows, out))
     refuses("PD-OPS-002", lambda: ops.scatter(out, rows, [cache]))
-    refuses("PD-OPS-001", lambda: ops.use_kernels(True))
+    refuses("PD-OPS-001", lambda: ops.use_own_kernels(True))
     ops.Gather(rows.numpy(), [cache], out)([cache], out)  # the default needs no kernels
     return "ok"
 
 
 def streams() -> str:
     """Check that the stand-in's streams are real: work of another stream is visible after a wait, and not before."""
-    ops.use_kernels(True)
+    ops.use_own_kernels(True)
     raw = torch.randint(0, 256, (6, 2, 16, 64), dtype=torch.uint8)
     rows = np.array([[0, 4, 0, 3, 2, 9, 32, 64, 128]])
     wanted = filled(4096, "cpu")
@@ -337,7 +337,7 @@ def exchange(world: int, *, kernels: bool) -> str:
 
 def _exchange_rank(rank: int, world: int, folder: str, kernels: bool) -> None:
     """Run gather -> one all_to_all_single over HCCL -> assemble on a separate stream, for three layers."""
-    ops.use_kernels(kernels)
+    ops.use_own_kernels(kernels)
     torch.npu.set_device(rank)
     dist.init_process_group("hccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     side = torch.npu.Stream()
@@ -491,7 +491,7 @@ def threads() -> str:
 
     The model's thread keeps its stream.
     """
-    ops.use_kernels(True)
+    ops.use_own_kernels(True)
     device = NpuDevice()
     done, seen = filled(64, "npu"), []
     torch.npu.synchronize()
@@ -540,7 +540,7 @@ def let_go() -> str:
     wanted = filled(20 * 4096, "cpu")
     ops.gather([raw.permute(0, 2, 1, 3)] * 2, torch.from_numpy(rows), wanted)
     for kernels in (True, False):
-        ops.use_kernels(kernels)
+        ops.use_own_kernels(kernels)
         out, busy = filled(20 * 4096, "npu"), filled(64, "npu")
         with device.planning():
             gather = ops.Gather(rows, caches, out)
@@ -610,7 +610,7 @@ def speed() -> str:
     for path, kernels in (("torch_npu", False), ("own kernels", True)):
         if kernels and not ops.has_kernel("gather", "npu") and not ops._NPU_LIBRARY.is_file():
             continue
-        ops.use_kernels(kernels)
+        ops.use_own_kernels(kernels)
         gather, assemble = ops.Gather(plan.send, caches, sent), ops.Assemble(plan.slots[0].received, received, slot)
         runs[f"gather, {path}"] = sent.nbytes, functools.partial(gather, caches, sent)
         runs[f"assemble, {path}"] = slot.nbytes, functools.partial(assemble, received, slot)
@@ -661,7 +661,7 @@ def main(names: Sequence[str]) -> int:
     failed = 0
     with at_the_end:
         for name in names:
-            ops.use_kernels(False)  # as in a new process
+            ops.use_own_kernels(False)  # as in a new process
             try:
                 result = SCENARIOS[name]()
             except (Exception, SystemExit) as error:  # noqa: BLE001  its scenario has failed, others go on

@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from vllm_ascend_pd import __version__
 from vllm_ascend_pd.errors import PdError
 
+DESCRIPTION = "Router, checks, plans and traces for prefill and decode engines of vLLM on Ascend NPUs."
 SUBCOMMANDS = ("metaserver", "sidecar", "doctor", "plan", "trace")
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="vllm-ascend-pd", description=__doc__.split("\n", 1)[0] if __doc__ else None)
+    top = argparse.ArgumentParser(prog="vllm-ascend-pd", description=DESCRIPTION)
     top.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = top.add_subparsers(dest="subcommand", required=True, metavar="|".join(_present()))
     for name in _present():

@@ -9,7 +9,7 @@ write into what they are given and allocate nothing; docs/ops.md has the columns
     scatter   buffer -> paged caches            rows of CACHE_ROW, for tests
 
 `Gather` and `Assemble` hold a table prepared for its device. On the CPU that is the rows themselves. On the NPU it is
-torch_npu's ops and copies or, if `use_kernels` chose so, the launch program that the host has tiled from the rows.
+torch_npu's ops and copies or, if `use_own_kernels` chose so, the launch program that the host has tiled from the rows.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _same(expected: object, actual: object) -> None:
 _own_kernels = False
 
 
-def use_kernels(wanted: bool) -> None:
+def use_own_kernels(wanted: bool) -> None:
     """Choose what tables made from now on run on an NPU: this package's kernels, or torch_npu's ops and copies.
 
     The kernels have never run on hardware, so they run only if configured. Raise here, at start, if they are missing.

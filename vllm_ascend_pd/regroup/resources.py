@@ -16,7 +16,7 @@ from vllm_ascend_pd.device.caches import Caches
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.regroup.exchange import GroupExchange, new_group, tags_of
-from vllm_ascend_pd.regroup.ops import cell_view, use_kernels
+from vllm_ascend_pd.regroup.ops import cell_view, use_own_kernels
 from vllm_ascend_pd.regroup.staging import Staging, exchanges_possible
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def assembled(
 ) -> RegroupResources:
     """Allocate buffers and slots for a group that exists. Nothing is allocated later."""
     if device.name == "npu":
-        use_kernels(config.regroup_kernels == "own")
+        use_own_kernels(config.regroup_kernels == "own")
     geometry = caches.geometry
     slot = slot_bytes(geometry, world)
     stride = slot + -(-tags_of(world.tp_size) // ALIGNMENT) * ALIGNMENT

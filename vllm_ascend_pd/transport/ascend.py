@@ -18,8 +18,8 @@ from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.blocking_writes import BlockingWrites
 from vllm_ascend_pd.transport.engine import OpenEngine
-from vllm_ascend_pd.transport.introducer import AGAIN_S
 from vllm_ascend_pd.transport.mooncake_sockets import hang_up
+from vllm_ascend_pd.transport.peer_probes import AGAIN_S
 from vllm_ascend_pd.transport.spans import SpanArrays
 from vllm_ascend_pd.transport.target import MooncakeTarget
 
@@ -31,7 +31,7 @@ LEAVE_S = 5.0
 class AscendEngine:
     def __init__(self, target: MooncakeTarget, writes: BlockingWrites) -> None:
         self._target, self._writes = target, writes
-        self._probed: list[str] = []  # addresses that threads of the introducer are probing
+        self._probed: list[str] = []  # addresses that threads of the probes are probing
         self._shut = False  # no probe may begin
         self._changed = threading.Condition()
         target.share(self._kept_out)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.engine import OpenEngine
-from vllm_ascend_pd.transport.introducer import watched
+from vllm_ascend_pd.transport.peer_probes import watched
 from vllm_ascend_pd.transport.spans import Ints
 
 log = logging.getLogger(__name__)

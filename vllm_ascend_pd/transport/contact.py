@@ -7,7 +7,7 @@
 * A peer restarted on the same port cannot be reached through an engine that knew its predecessor. So sessions carry a
   tag. A new tag at a known address needs a new engine.
 
-Only the writer thread calls this; `probe` runs on threads of the introducer.
+Only the writer thread calls this; `probe` runs on threads of the probes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from vllm_ascend_pd.config import FIRST_CONTACT_S
 from vllm_ascend_pd.transport.engine import OpenEngine
-from vllm_ascend_pd.transport.introducer import Introducer, Introduction
+from vllm_ascend_pd.transport.peer_probes import PeerProbes, ProbeAnswer
 
 HEARD_S = 1.0  # largest age of a peer's last message on the side channel, where the engine has no probe
 
@@ -46,7 +46,7 @@ def parted(session: str) -> tuple[str, str]:
 class Contacts:
     def __init__(self, probe: Callable[[str], bool], can_ask: bool, clock: Callable[[], float]) -> None:
         self._can_ask, self._clock = can_ask, clock
-        self._introducer = Introducer(probe, FIRST_CONTACT_S, clock)
+        self._probes = PeerProbes(probe, FIRST_CONTACT_S, clock)
         self._last_message_at: Callable[[str], float | None] | None = None
         self._engine: OpenEngine | None = None  # the engine that knows `_peers`
         self._peers: dict[str, _Peer] = {}  # by address
@@ -75,26 +75,26 @@ class Contacts:
         if address in self._peers:
             self._peers[address].answers = False
 
-    def ask(self, contact: FirstContact, another: bool) -> Introduction:
+    def ask(self, contact: FirstContact, another: bool) -> ProbeAnswer:
         """Probe the peer and return its answer, without waiting. `another`: the engine is in another first contact."""
         now = self._clock()
         if now >= contact.end:
-            return Introduction.NO
+            return ProbeAnswer.NO
         if another or not self._vouched(contact.session):
             contact.asked_until = None  # an answer would be too old by the time it is needed
-            return Introduction.ASKING
+            return ProbeAnswer.ASKING
         if contact.asked_until is None:
             contact.asked_until = now + FIRST_CONTACT_S
-        answer = self._introducer.ask(contact.session)
-        return Introduction.NO if answer is Introduction.ASKING and now >= contact.asked_until else answer
+        answer = self._probes.ask(contact.session)
+        return ProbeAnswer.NO if answer is ProbeAnswer.ASKING and now >= contact.asked_until else answer
 
     def forget(self, session: str) -> None:
         """Drop the probe of a session: no write waits for its answer any more."""
-        self._introducer.forget(session)
+        self._probes.forget(session)
 
     def close(self) -> bool:
         """End all probes. Return whether no thread is in one any more."""
-        return self._introducer.close()
+        return self._probes.close()
 
     def _of(self, engine: OpenEngine | None) -> dict[str, _Peer]:
         """Return the peers that the engine knows. A new engine knows none."""

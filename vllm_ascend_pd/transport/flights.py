@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.engine import LANDED, PENDING, OpenEngine
-from vllm_ascend_pd.transport.introducer import watched
+from vllm_ascend_pd.transport.peer_probes import watched
 from vllm_ascend_pd.transport.spans import Ints
 
 WINDOW = 128  # descriptors in the engine per peer

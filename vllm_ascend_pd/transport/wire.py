@@ -17,7 +17,7 @@ from vllm_ascend_pd.errors import PdError, one_line
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.contact import Contacts, FirstContact, parted
 from vllm_ascend_pd.transport.engine import OpenEngine
-from vllm_ascend_pd.transport.introducer import Introduction
+from vllm_ascend_pd.transport.peer_probes import ProbeAnswer
 from vllm_ascend_pd.transport.spans import Bounds, SpanArrays, as_spans, merge_regions, merge_runs
 
 log = logging.getLogger(__name__)
@@ -144,11 +144,11 @@ class MooncakeWire:
             del self._waiting[handle]
             return WriteState.FAILED
         known = self._contacts.known(self._engines.current, write.session)
-        answer = Introduction.YES if known else self._contacts.ask(write.contact, self._engines.in_first_contact())
-        if answer is Introduction.ASKING:
+        answer = ProbeAnswer.YES if known else self._contacts.ask(write.contact, self._engines.in_first_contact())
+        if answer is ProbeAnswer.ASKING:
             return WriteState.PENDING
         del self._waiting[handle]
-        if answer is not Introduction.YES:
+        if answer is not ProbeAnswer.YES:
             log.warning("the transfer engine at %s does not answer", one_line(parted(write.session)[0]))
         elif self._first_submit(handle, write, known=known):
             return WriteState.PENDING

@@ -105,9 +105,9 @@ def test_a_dead_or_stalled_decode_engine_delays_neither_the_forward_nor_another_
 
 def _answers_once(wire: MooncakeWire) -> None:
     """The peer is probed, answers, and is stopped; a later probe meets the stopped process."""
-    introducer, answers = wire._contacts._introducer, iter([True])
-    probe = introducer._probe
-    introducer._probe = lambda address: next(answers, False) or probe(address)
+    probes, answers = wire._contacts._probes, iter([True])
+    probe = probes._probe
+    probes._probe = lambda address: next(answers, False) or probe(address)
 
 
 def _wire(p: PrefillSite) -> MooncakeWire:

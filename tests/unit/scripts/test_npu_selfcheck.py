@@ -29,7 +29,7 @@ if words and words[0].endswith("npu_selfcheck.py"):
     os.execv({python!r}, [{python!r}, *words])
 plan = dict(line.split(" ", 1) for line in open({plan!r}).read().splitlines())
 xml = [word.split("=", 1)[1] for word in words if word.startswith("--junitxml=")]
-step = os.path.basename(xml[0])[:-4] if xml else "build" if "pip" in words else "load" if "use_kernels" in words[-1] else "machine"
+step = os.path.basename(xml[0])[:-4] if xml else "build" if "pip" in words else "load" if "use_own_kernels" in words[-1] else "machine"
 case = plan.get(step, "pass")
 print("words of", step)
 print("figure: " + step + ": 12.3 GB/s")

@@ -193,7 +193,7 @@ def test_peers_that_fall_silent_between_answer_and_opening_cost_others_less_than
         receiver, stalls = stack.enter_context(ReceivingChild(1024)), stack.enter_context(Stalls())
         silent = [stack.enter_context(listening()) for _ in range(RANKS)]
         assert one(wire, receiver, memory) is WriteState.LANDED
-        probe, once = wire._contacts._introducer._probe, {address_of(sock) for sock in silent}
+        probe, once = wire._contacts._probes._probe, {address_of(sock) for sock in silent}
         said: list[str] = []
 
         def answers_once(address: str) -> bool:
@@ -202,7 +202,7 @@ def test_peers_that_fall_silent_between_answer_and_opening_cost_others_less_than
                 return True
             return probe(address)
 
-        monkeypatch.setattr(wire._contacts._introducer, "_probe", answers_once)
+        monkeypatch.setattr(wire._contacts._probes, "_probe", answers_once)
         begun, waits = time.monotonic(), []
         handles = [wire.submit(f"{address_of(sock)}/silent", [memory.ctypes.data], [4096], [10]) for sock in silent]
         states: dict[int, WriteState] = {}

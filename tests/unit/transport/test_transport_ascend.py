@@ -97,7 +97,7 @@ def both(kind: Any, memory: np.ndarray) -> Iterator[tuple[MooncakeTarget, Moonca
     kind.answering.set()
     wire.close()
     target.close()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("pd-wire", "pd-introduce"))]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("pd-wire", "pd-probe"))]
 
 
 def poller(wire: MooncakeWire, memory: np.ndarray, address: str = "127.0.0.1:1") -> Callable[[], WriteState]:

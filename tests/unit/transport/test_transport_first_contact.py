@@ -13,8 +13,8 @@ import pytest
 from unit.kits.watching import address_of, listening, until
 from unit.transport.clock import ManualClock
 from vllm_ascend_pd.transport.engine import OpenEngine
-from vllm_ascend_pd.transport.introducer import FRESH_S, MAX_AT_ONCE, Introducer, Introduction, watched
 from vllm_ascend_pd.transport.mooncake_sockets import hang_up, shorten_accept
+from vllm_ascend_pd.transport.peer_probes import FRESH_S, MAX_AT_ONCE, PeerProbes, ProbeAnswer, watched
 
 LOOPBACK = "127.0.0.1"
 
@@ -26,93 +26,93 @@ def reads_forever(address: str) -> bool:
         return sock.recv(1) == b"y"
 
 
-def answer(introducer: Introducer, address: str, limit_s: float = 5.0) -> Introduction:
+def answer(probes: PeerProbes, address: str, limit_s: float = 5.0) -> ProbeAnswer:
     deadline = time.monotonic() + limit_s
-    while (said := introducer.ask(address)) is Introduction.ASKING:
+    while (said := probes.ask(address)) is ProbeAnswer.ASKING:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     return said
 
 
-@pytest.mark.parametrize("reply, expected", [(b"y", Introduction.YES), (b"n", Introduction.NO)])
-def test_the_answer_is_the_peers(reply: bytes, expected: Introduction) -> None:
+@pytest.mark.parametrize("reply, expected", [(b"y", ProbeAnswer.YES), (b"n", ProbeAnswer.NO)])
+def test_the_answer_is_the_peers(reply: bytes, expected: ProbeAnswer) -> None:
     with listening() as listener:
-        introducer = Introducer(reads_forever, 5.0, time.monotonic)
-        assert introducer.ask(address_of(listener)) is Introduction.ASKING
+        probes = PeerProbes(reads_forever, 5.0, time.monotonic)
+        assert probes.ask(address_of(listener)) is ProbeAnswer.ASKING
         sock, _ = listener.accept()
         with sock:
             sock.sendall(reply)
-            assert answer(introducer, address_of(listener)) is expected
-        assert introducer.close()
+            assert answer(probes, address_of(listener)) is expected
+        assert probes.close()
 
 
 def test_a_silent_peer_is_hung_up_on_and_its_thread_ends() -> None:
     with listening() as listener:
-        introducer = Introducer(reads_forever, 0.2, time.monotonic)
-        assert answer(introducer, address_of(listener)) is Introduction.NO
-        until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("pd-introduce")])
+        probes = PeerProbes(reads_forever, 0.2, time.monotonic)
+        assert answer(probes, address_of(listener)) is ProbeAnswer.NO
+        until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("pd-probe")])
 
 
 def test_a_peer_is_asked_once_at_a_time_and_again_later() -> None:
     asked: list[str] = []
-    introducer = Introducer(lambda address: bool(asked.append(address)) or True, 5.0, ManualClock())
-    assert answer(introducer, "a:1") is Introduction.YES
-    assert answer(introducer, "a:1") is Introduction.YES
+    probes = PeerProbes(lambda address: bool(asked.append(address)) or True, 5.0, ManualClock())
+    assert answer(probes, "a:1") is ProbeAnswer.YES
+    assert answer(probes, "a:1") is ProbeAnswer.YES
     assert asked == ["a:1", "a:1"]
 
 
-def finished(introducer: Introducer, session: str) -> None:
-    introducer._asked[session].thread.join(10)
+def finished(probes: PeerProbes, session: str) -> None:
+    probes._asked[session].thread.join(10)
 
 
 def test_an_answer_grows_old_and_is_asked_for_again() -> None:
     clock, says = ManualClock(), iter([True, False])
-    introducer = Introducer(lambda _: next(says), 5.0, clock)
-    assert introducer.ask("a:1") is Introduction.ASKING
-    finished(introducer, "a:1")
+    probes = PeerProbes(lambda _: next(says), 5.0, clock)
+    assert probes.ask("a:1") is ProbeAnswer.ASKING
+    finished(probes, "a:1")
     clock.now = FRESH_S + 0.1
-    assert introducer.ask("a:1") is Introduction.ASKING, "what it said then proves nothing now"
-    finished(introducer, "a:1")
-    assert introducer.ask("a:1") is Introduction.NO
+    assert probes.ask("a:1") is ProbeAnswer.ASKING, "what it said then proves nothing now"
+    finished(probes, "a:1")
+    assert probes.ask("a:1") is ProbeAnswer.NO
 
 
 def test_an_answer_is_no_answer_of_another_process_at_the_address() -> None:
     asked: list[str] = []
-    introducer = Introducer(lambda address: bool(asked.append(address)) or True, 5.0, ManualClock())
-    assert introducer.ask("a:1/first") is Introduction.ASKING
-    finished(introducer, "a:1/first")
-    assert introducer.ask("a:1/second") is Introduction.ASKING
-    assert answer(introducer, "a:1/second") is Introduction.YES
+    probes = PeerProbes(lambda address: bool(asked.append(address)) or True, 5.0, ManualClock())
+    assert probes.ask("a:1/first") is ProbeAnswer.ASKING
+    finished(probes, "a:1/first")
+    assert probes.ask("a:1/second") is ProbeAnswer.ASKING
+    assert answer(probes, "a:1/second") is ProbeAnswer.YES
     assert asked == ["a:1", "a:1"]
 
 
 def test_a_peer_that_is_forgotten_is_hung_up_on_and_asked_afresh() -> None:
     with listening() as listener:
-        introducer = Introducer(reads_forever, 5.0, time.monotonic)
-        assert introducer.ask(address_of(listener)) is Introduction.ASKING
+        probes = PeerProbes(reads_forever, 5.0, time.monotonic)
+        assert probes.ask(address_of(listener)) is ProbeAnswer.ASKING
         silent, _ = listener.accept()
-        introducer.forget(address_of(listener))
+        probes.forget(address_of(listener))
         with silent:
             assert silent.recv(1) == b"", "it is hung up on"
-        assert introducer.ask(address_of(listener)) is Introduction.ASKING
+        assert probes.ask(address_of(listener)) is ProbeAnswer.ASKING
         sock, _ = listener.accept()
         with sock:
             sock.sendall(b"y")
-            assert answer(introducer, address_of(listener)) is Introduction.YES, "the old NO is not this one's"
-        assert introducer.close()
+            assert answer(probes, address_of(listener)) is ProbeAnswer.YES, "the old NO is not this one's"
+        assert probes.close()
 
 
-def test_introductions_are_bounded_and_finished_ones_make_room() -> None:
+def test_probes_are_bounded_and_finished_ones_make_room() -> None:
     gate = threading.Event()
-    introducer = Introducer(lambda _: gate.wait(10), 60.0, time.monotonic)
-    first = [introducer.ask(f"127.0.0.1:{n}") for n in range(1, MAX_AT_ONCE + 1)]
-    assert set(first) == {Introduction.ASKING}
-    assert introducer.ask("127.0.0.1:9999") is Introduction.NO
+    probes = PeerProbes(lambda _: gate.wait(10), 60.0, time.monotonic)
+    first = [probes.ask(f"127.0.0.1:{n}") for n in range(1, MAX_AT_ONCE + 1)]
+    assert set(first) == {ProbeAnswer.ASKING}
+    assert probes.ask("127.0.0.1:9999") is ProbeAnswer.NO
     gate.set()
     deadline = time.monotonic() + 5
-    while introducer.ask("127.0.0.1:9999") is Introduction.NO:
+    while probes.ask("127.0.0.1:9999") is ProbeAnswer.NO:
         assert time.monotonic() < deadline
-    assert introducer.close()
+    assert probes.close()
 
 
 NO_ADDRESSES = ["", "x", "10.1.2.3", "10.1.2.3:x", "10.1.2.3:0", f"10.1.2.3:{2**70}", "x" * 70 + ".d:1", "a\0b:1"]
@@ -122,11 +122,11 @@ NO_ADDRESSES = ["", "x", "10.1.2.3", "10.1.2.3:x", "10.1.2.3:0", f"10.1.2.3:{2**
 def test_a_session_that_is_no_address_costs_the_writer_thread_nothing(address: str) -> None:
     """D names its session; the writer thread, which serves all peers, cuts the connection of an unanswered probe."""
     gate = threading.Event()
-    introducer = Introducer(lambda _: gate.wait(10), 0.0, time.monotonic)
-    assert [introducer.ask(f"{address}/tag") for _ in range(3)] == [Introduction.ASKING] * 3
-    introducer.forget(f"{address}/tag")
+    probes = PeerProbes(lambda _: gate.wait(10), 0.0, time.monotonic)
+    assert [probes.ask(f"{address}/tag") for _ in range(3)] == [ProbeAnswer.ASKING] * 3
+    probes.forget(f"{address}/tag")
     gate.set()
-    assert introducer.close()
+    assert probes.close()
     with watched(address, 0.0):
         pass
 
@@ -151,7 +151,7 @@ def test_no_peer_is_hung_up_on_once_the_first_contact_is_over(monkeypatch: pytes
         over.set()
         return 0
 
-    monkeypatch.setattr("vllm_ascend_pd.transport.introducer.hang_up", slow)
+    monkeypatch.setattr("vllm_ascend_pd.transport.peer_probes.hang_up", slow)
     with watched("a:1", 0.0):
         assert inside.wait(10)
     assert over.is_set(), "the watching thread is still at it"

@@ -25,7 +25,7 @@ FRESH_S = 0.5  # older answers do not count; below `wire.OPEN_S`, so two slow fi
 AGAIN_S = 0.1  # until the next shutdown of connections, because an engine may connect once more
 
 
-class Introduction(enum.Enum):
+class ProbeAnswer(enum.Enum):
     ASKING = "asking"
     YES = "yes"
     NO = "no"
@@ -36,11 +36,11 @@ class _AskedPeer:
     address: str
     cut_at: float  # when its connections are shut down next
     answered: float = 0.0
-    answer: Introduction = Introduction.ASKING
+    answer: ProbeAnswer = ProbeAnswer.ASKING
     thread: threading.Thread = field(init=False)
 
 
-class Introducer:
+class PeerProbes:
     """Runner of probes. Only the writer thread calls it. `probe(address)` blocks and returns whether the peer answered.
 
     A session is "address/tag". The answer of one process says nothing about another one at its address.
@@ -51,13 +51,13 @@ class Introducer:
         self._asked: dict[str, _AskedPeer] = {}  # by session
         self._forgotten: list[_AskedPeer] = []  # no write waits for these any more; their threads are about to end
 
-    def ask(self, session: str) -> Introduction:
+    def ask(self, session: str) -> ProbeAnswer:
         """Return the answer, or ASKING. Start a probe unless one is running.
 
         An answer is returned once, and only within FRESH_S of its arrival. With too many probes running it is NO.
         """
         asked = self._asked.get(session)
-        if asked is not None and asked.answer is not Introduction.ASKING:
+        if asked is not None and asked.answer is not ProbeAnswer.ASKING:
             del self._asked[session]
             asked.thread.join(JOIN_S)
             if self._clock() - asked.answered <= FRESH_S:
@@ -66,17 +66,17 @@ class Introducer:
         if asked is None:
             self._make_room()
             if len(self._asked) + len(self._forgotten) >= MAX_AT_ONCE:
-                return Introduction.NO
+                return ProbeAnswer.NO
             self._start(session)
         elif (now := self._clock()) > asked.cut_at:
             asked.cut_at = now + AGAIN_S  # a look at all descriptors takes the writer's time
             hang_up(asked.address)  # the thread then ends, with NO
-        return Introduction.ASKING
+        return ProbeAnswer.ASKING
 
     def forget(self, session: str) -> None:
         """End the probe of a session: no write waits for its answer any more."""
         asked = self._asked.pop(session, None)
-        if asked is not None and asked.answer is Introduction.ASKING:
+        if asked is not None and asked.answer is ProbeAnswer.ASKING:
             hang_up(asked.address)
             self._forgotten.append(asked)
 
@@ -84,7 +84,7 @@ class Introducer:
         """End all probes. Return whether every thread has ended. Idempotent."""
         left = 0
         for asked in (*self._asked.values(), *self._forgotten):
-            if asked.answer is Introduction.ASKING:
+            if asked.answer is ProbeAnswer.ASKING:
                 hang_up(asked.address)
             asked.thread.join(JOIN_S)
             if asked.thread.is_alive():
@@ -97,7 +97,7 @@ class Introducer:
     def _start(self, session: str) -> None:
         address = session.partition("/")[0]
         asked = _AskedPeer(address, self._clock() + self._timeout_s)
-        asked.thread = threading.Thread(target=self._run, args=(asked,), name=f"pd-introduce-{address}", daemon=True)
+        asked.thread = threading.Thread(target=self._run, args=(asked,), name=f"pd-probe-{address}", daemon=True)
         self._asked[session] = asked
         asked.thread.start()
 
@@ -107,13 +107,13 @@ class Introducer:
             answered = self._probe(asked.address)
         finally:
             asked.answered = self._clock()
-            asked.answer = Introduction.YES if answered else Introduction.NO
+            asked.answer = ProbeAnswer.YES if answered else ProbeAnswer.NO
 
     def _make_room(self) -> None:
         self._forgotten = [asked for asked in self._forgotten if asked.thread.is_alive()]
         if len(self._asked) + len(self._forgotten) >= MAX_AT_ONCE:
             for session, asked in list(self._asked.items()):
-                if asked.answer is not Introduction.ASKING:
+                if asked.answer is not ProbeAnswer.ASKING:
                     del self._asked[session]
 
 
