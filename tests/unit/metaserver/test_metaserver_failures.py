@@ -13,7 +13,15 @@ import pytest
 
 from unit.metaserver.cluster import FakeCluster, asked_until, cluster, events, streamed, texts, until
 from unit.metaserver.fake_engine import words
-from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState, Condition, Gatekeeper, RetryPolicy, Role
+from vllm_ascend_pd.metaserver.decisions import (
+    CircuitPolicy,
+    CircuitState,
+    Condition,
+    Evidence,
+    Gatekeeper,
+    RetryPolicy,
+    Role,
+)
 from vllm_ascend_pd.metaserver.service.front import AdmissionQueue
 from vllm_ascend_pd.shared.backoff import Backoff
 
@@ -324,6 +332,68 @@ def test_readiness_is_denied_when_no_kv_arrives() -> None:
         until(lambda: condition(c, c.prefill[0].address) is Condition.READY and len(c.legs()) > 1)
         until(lambda: c.http.get("/readiness").json()["last_error"])
         assert c.http.get("/readiness").status_code == 503
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_works_again_is_ready_again_without_any_client(role: str) -> None:
+    """Without readiness no client's request comes, which is what else would find out that the engine works again."""
+    with cluster(canary=True, circuit=CircuitPolicy(wedged=Backoff(0.1, 30.0))) as c:
+        engine = (c.prefill if role == "prefill" else c.decode)[0]
+        instance = c.worker.fleet.get(engine.address)
+        assert instance is not None
+        engine.behaviour.wedged = True
+        while not instance.circuit.trips:
+            c.complete("x")
+        until(lambda: instance.circuit.trials)
+        engine.behaviour.wedged = False
+        until(lambda: c.http.get("/readiness").status_code == 200)
+        assert instance.circuit.state is CircuitState.CLOSED
+
+
+def test_canaries_try_a_wedged_engine_one_at_a_time_and_it_is_not_ready_meanwhile() -> None:
+    with cluster(prefill=3, canary=True, circuit=CircuitPolicy(wedged=Backoff(0.1, 30.0))) as c:
+        until(lambda: len(c.http.get("/readiness").json()["proven_pairs"]) == 3)
+        decode = c.worker.fleet.get(c.decode[0].address)
+        assert decode is not None
+        asked = len(c.decode[0].generations())
+        c.decode[0].behaviour.hold = True
+        for _ in range(3):
+            c.worker.fleet.seen(decode, Evidence.BROKE, "as set")
+        until(lambda: decode.circuit.trials and len(c.decode[0].generations()) > asked)
+        time.sleep(0.6)  # more than two looks
+        assert len(c.decode[0].generations()) == asked + 1
+        assert c.http.get("/readiness").status_code == 503
+        c.decode[0].behaviour.hold = False
+        until(lambda: c.http.get("/readiness").status_code == 200)
+
+
+def test_only_one_workers_canaries_prove_pairs_and_each_workers_try_its_wedged_engines() -> None:
+    with cluster(canary=True) as c:
+        c.worker.canary._proves = False
+        decode = c.worker.fleet.get(c.decode[0].address)
+        assert decode is not None
+        for _ in range(3):
+            c.worker.fleet.seen(decode, Evidence.BROKE, "as set")
+        assert c.http.get("/readiness").status_code == 503
+        until(lambda: c.http.get("/readiness").status_code == 200)
+        asked = len(c.legs())
+        c.prefill[0].served.kill()
+        until(lambda: c.http.get("/readiness").status_code == 503)
+        c.prefill[0].served.start()
+        until(lambda: condition(c, c.prefill[0].address) is Condition.READY)
+        time.sleep(0.6)  # more than two looks
+        assert len(c.legs()) == asked
+
+
+def test_without_canaries_a_healthy_engine_is_ready_whatever_its_circuit() -> None:
+    with cluster() as c:
+        decode = c.worker.fleet.get(c.decode[0].address)
+        assert decode is not None
+        c.decode[0].behaviour.wedged = True
+        c.complete("x")
+        assert decode.circuit.open and c.http.get("/readiness").status_code == 200
+        c.decode[0].behaviour.health = 503
+        until(lambda: c.http.get("/readiness").status_code == 503)
 
 
 def test_shutdown_lets_requests_finish_and_takes_no_new_ones() -> None:

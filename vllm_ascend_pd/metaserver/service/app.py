@@ -85,12 +85,12 @@ class WorkerProcess:
         self.upstream = Upstream(settings.connect_timeout_s, settings.idle_timeout_s, settings.engine_tls())
         self.spans = spans.make(settings.otlp_traces_endpoint)
         self.front = Front(settings, self.fleet, self.upstream, own_url, self.spans)
-        self.canary = Canary(self.front)
         ports = parse_ports(settings.kv_events)
         self._cache_events = CacheEvents(self.fleet, ports) if ports else None
         self._named = Named(self.fleet, settings.prefill_allowed) if settings.sidecar else None
         self._intake = Intake()
         self.hub = hub or Hub(0)
+        self.canary = Canary(self.front, proves=self.hub.worker == CANARY_WORKER)
         self.hub.attach(self.fleet, self.report)
         self._prober = Prober(settings, self.fleet, self.upstream)
         self._heartbeats = Heartbeats(settings.heartbeat_s)
@@ -138,8 +138,7 @@ class WorkerProcess:
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         running = {"probes": self._prober.run(), "all heartbeats": self._heartbeats.run(), "hub": self.hub.run()}
-        if self.hub.worker == CANARY_WORKER:
-            running["canary"] = self.canary.run()
+        running["canary"] = self.canary.run()
         if self._file is not None:
             running["instances file"] = self._file.watch()
         if self._cache_events is not None:

@@ -5,6 +5,9 @@ A canary is a request for one token with a new random prompt. It takes the same 
 P and D. The proof is D's report of tokens received (`Front.loaded`), not an answer or the order of answers; a client's
 request proves as much. Canaries are sent only for an engine that is in no proven pair. Several are in flight at a time,
 so that one that hangs does not delay the proof of others.
+
+To a wedged engine a canary is the trial that can close its circuit: without readiness no client's request may come that
+would be one.
 """
 
 from __future__ import annotations
@@ -23,9 +26,9 @@ import msgspec
 from vllm_ascend_pd.http.http1 import Headers, UpstreamError
 from vllm_ascend_pd.http.within import within
 from vllm_ascend_pd.metaserver import bodies
-from vllm_ascend_pd.metaserver.decisions import Condition, Role
+from vllm_ascend_pd.metaserver.decisions import CircuitState, Role
 from vllm_ascend_pd.metaserver.service.exchange import HttpExchange, Interrupt
-from vllm_ascend_pd.metaserver.service.fleet import Instance
+from vllm_ascend_pd.metaserver.service.fleet import Fits, Instance
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.relay import OWN_MARK
@@ -39,7 +42,6 @@ _TOKEN_IDS = range(3, 256)  # they are in every vocabulary
 _CANARY_TIMEOUT_S = 60.0
 _LOOK_EVERY_S = 0.25
 _AT_ONCE = 8
-_UP = (Condition.READY, Condition.SUSPECT)
 _BACKOFF = Backoff(first_s=1.0, longest_s=30.0)
 
 Pair = tuple[str, str]
@@ -56,8 +58,11 @@ class _FailedPair(NamedTuple):
 
 
 class Canary:
-    def __init__(self, front: Front) -> None:
+    """Canaries of one worker. `proves`: they prove pairs too, which one worker does for all; circuits are its own."""
+
+    def __init__(self, front: Front, proves: bool = True) -> None:
         self._front = front
+        self._proves = proves
         self._in_flight: dict[asyncio.Task[None], Pair] = {}
         self._failed: dict[Pair, _FailedPair] = {}
         self.last_error = "no canary has been answered yet"
@@ -66,7 +71,7 @@ class Canary:
 
     def proven(self) -> list[Pair]:
         """Return the pairs that are up and over which KV has come."""
-        up = {(p.name, d.name) for p, d in self._pairs()}
+        up = {(p.name, d.name) for p, d in self._pairs(_up)}
         return sorted({(proof.prefill, proof.decode) for proof in self._front.fleet.proven()} & up)
 
     def ready(self) -> bool:
@@ -77,11 +82,12 @@ class Canary:
             return any(i.healthy for i in self._front.fleet.of(Role.DECODE))
         if self._front.settings.canary:
             return bool(self.proven())
-        return bool(self._pairs())
+        # As for a sidecar: nothing but clients' requests closes a circuit.
+        return bool(self._pairs(lambda instance: _up(instance) or instance.last_resort()))
 
-    def _pairs(self) -> list[tuple[Instance, Instance]]:
-        """Return all pairs that could serve, in random order, without those that are known not to fit."""
-        prefills, decodes = ([i for i in self._front.fleet.of(r) if i.condition() in _UP] for r in Role)
+    def _pairs(self, serves: Fits) -> list[tuple[Instance, Instance]]:
+        """Return all pairs of instances that serve, in random order, without those that are known not to fit."""
+        prefills, decodes = ([i for i in self._front.fleet.of(r) if serves(i)] for r in Role)
         pairs = [(p, d) for p, d in product(prefills, decodes) if may_pair(p.fingerprint, d.fingerprint)]
         random.shuffle(pairs)
         return pairs
@@ -92,7 +98,8 @@ class Canary:
         try:
             while True:
                 await asyncio.sleep(_LOOK_EVERY_S)
-                METRICS.ready.set(self.ready())
+                if self._proves:
+                    METRICS.ready.set(self.ready())
                 if self._front.settings.canary and not self._front.closing:
                     self._send_out()
         finally:
@@ -101,16 +108,19 @@ class Canary:
             await asyncio.gather(*self._in_flight, return_exceptions=True)
 
     def _send_out(self) -> None:
-        """Send a canary for each engine that is in no proven pair and has none in flight."""
+        """Send a canary for each engine that is in no proven pair and has none in flight, if its circuit admits one."""
         busy = {name for pair in (*self.proven(), *self._in_flight.values()) for name in pair}
         now = time.monotonic()
         names = {instance.name for instance in self._front.fleet}
         self._failed = {pair: failed for pair, failed in self._failed.items() if names.issuperset(pair)}
-        for prefill, decode in self._pairs():
+        for prefill, decode in self._pairs(lambda instance: instance.answered and instance.usable(now)):
             pair = (prefill.name, decode.name)
             failed = self._failed.get(pair)
             left_alone = failed is not None and now < failed.until and failed.lives == _lives(prefill, decode)
+            wedged = {instance.name for instance in (prefill, decode) if instance.circuit.open}
             if len(self._in_flight) >= _AT_ONCE or left_alone or set(pair) <= busy:
+                continue
+            if wedged & busy or not (wedged or self._proves):  # a trial is one request
                 continue
             busy.update(pair)
             task = asyncio.create_task(self._fly(prefill, decode), name=f"canary {prefill.name} to {decode.name}")
@@ -186,6 +196,11 @@ class _CanaryAnswer:
         if self._status != 200:
             return f"status {self._status}: {self._body[:300].decode(errors='replace')}"
         return ""
+
+
+def _up(instance: Instance) -> bool:
+    """Return whether it serves. A trial shows nothing until it has ended."""
+    return instance.answered and not instance.draining and instance.circuit.state is CircuitState.CLOSED
 
 
 def _lives(prefill: Instance, decode: Instance) -> Lives:

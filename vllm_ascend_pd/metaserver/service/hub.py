@@ -25,7 +25,7 @@ from vllm_ascend_pd.metaserver.service import admin
 from vllm_ascend_pd.metaserver.service.instances_file import Members
 
 log = logging.getLogger(__name__)
-CANARY_WORKER = 0  # one worker sends the canaries; all workers share their proofs
+CANARY_WORKER = 0  # one worker's canaries prove pairs; all workers share the proofs
 REPORT_EVERY_S = 0.25
 MAX_LINE_BYTES = 16 << 20
 _ECHO_S = 5.0
