@@ -141,6 +141,7 @@ class EngineBehaviour:
     status: int = 200  # status of answers, if not 200
     wedged: bool = False  # 500 to completions; still lists its models
     empty: bool = False  # 200 with an empty body
+    stream_error: int | str = 0  # code of the error that is all of a stream; 0: none
     break_after: int | None = None  # pieces sent before the connection is closed
     hang: bool = False  # never answers
     moved: bool = False  # 307 to another path of the same engine
@@ -315,6 +316,9 @@ class FakeEngine:
             else:
                 await _answer(send, 200, said)
             return
+        if self.behaviour.stream_error and seen.body.get("stream"):
+            await self._fail_stream(seen, send, self.behaviour.stream_error)
+            return
         params = seen.body.get("kv_transfer_params") or {}
         if params.get("do_remote_decode"):
             await asyncio.sleep(self.behaviour.prefill_s)
@@ -331,13 +335,7 @@ class FakeEngine:
                 raise ConnectionAbortedError("as set")
         elif params.get("do_remote_prefill") and not await self._prefilled(seen.body, params):
             if seen.body.get("stream"):
-                await _head(send, 200, b"text/event-stream")
-                if "chat" in seen.route:
-                    role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-                    await _piece(send, b"data: " + json.dumps({"id": "fake", "choices": [role]}).encode() + b"\n\n")
-                await _piece(
-                    send, b"data: " + _error(500, "Internal server error") + b"\n\ndata: [DONE]\n\n", last=True
-                )
+                await self._fail_stream(seen, send, 500)
             else:
                 await _answer(send, 500, _error(500, "Internal server error"))
             return
@@ -347,6 +345,14 @@ class FakeEngine:
             await _answer(send, 500, _error(500, "out of memory"))
             return
         await (self._stream if seen.body.get("stream") else self._whole)(seen, send)
+
+    async def _fail_stream(self, seen: SeenRequest, send: Send, code: int | str) -> None:
+        """Fail as vLLM does once a stream's status is out: the first event but a chat's role is the error."""
+        await _head(send, 200, b"text/event-stream")
+        if "chat" in seen.route:
+            role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            await _piece(send, b"data: " + json.dumps({"id": "fake", "choices": [role]}).encode() + b"\n\n")
+        await _piece(send, b"data: " + _error(code, "as set") + b"\n\ndata: [DONE]\n\n", last=True)
 
     async def _prefilled(self, body: dict[str, Any], params: dict[str, Any]) -> bool:
         """As D: reserve for every prompt and choice, and wait for all. False: the request fails."""
@@ -516,7 +522,7 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-def _error(status: int, message: str) -> bytes:
+def _error(status: int | str, message: str) -> bytes:
     return json.dumps({"error": {"message": message, "type": "Fake", "param": None, "code": status}}).encode()
 
 

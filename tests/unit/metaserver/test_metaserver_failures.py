@@ -8,11 +8,13 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
+import httpx
 import pytest
 
 from unit.metaserver.cluster import FakeCluster, asked_until, cluster, events, streamed, texts, until
-from unit.metaserver.fake_engine import words
+from unit.metaserver.fake_engine import EngineBehaviour, words
 from vllm_ascend_pd.metaserver.decisions import (
     CircuitPolicy,
     CircuitState,
@@ -99,6 +101,51 @@ def test_a_client_error_is_no_evidence_and_is_not_repeated() -> None:
         assert c.complete(model="another").status_code == 404
         assert len(c.decode[0].generations()) == 1
         assert condition(c, c.decode[0].address) is Condition.READY
+
+
+@pytest.mark.parametrize("code", [400, 404, 422])
+@pytest.mark.parametrize("more", [{}, {"temperature": 0}, {"chat": True}], ids=["", "kept", "chat"])
+def test_a_client_error_within_a_stream_is_passed_on_as_it_is(more: dict[str, object], code: int) -> None:
+    """vLLM validates some parameters only when it has sent the status 200: `{"stream": true, "logprobs": 100}`."""
+    asked: dict[str, object] = {"model": "fake", "stream": True, "max_tokens": 3, **more}
+    route = "/v1/chat/completions" if asked.pop("chat", False) else "/v1/completions"
+    asked |= {"messages": [{"role": "user", "content": "p"}]} if "chat" in route else {"prompt": "p"}
+    with cluster() as c:
+        c.decode[0].behaviour.stream_error = code
+        alone = httpx.post(f"http://{c.decode[0].address}{route}", json=asked).content
+        answer = c.http.post(route, json=asked)
+        assert (answer.status_code, answer.content) == (200, alone) and f'"code": {code}'.encode() in alone
+        assert len(c.decode[0].generations()) == 2, "it must not be repeated"
+        decode = c.worker.fleet.get(c.decode[0].address)
+        assert decode is not None and (decode.served, decode.broke) == (1, 0)
+
+
+@pytest.mark.parametrize(("code", "status", "broke"), [(500, 500, 3), ("dead", 500, 3), (429, 429, 0), (503, 503, 0)])
+def test_any_other_error_that_begins_a_stream_is_that_of_its_code(code: int | str, status: int, broke: int) -> None:
+    with cluster() as c:
+        c.decode[0].behaviour.stream_error = code
+        answer = c.complete("p", stream=True)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+        assert len(c.decode[0].generations()) == 3
+        decode = c.worker.fleet.get(c.decode[0].address)
+        assert decode is not None and (decode.served, decode.broke) == (0, broke)
+
+
+def test_a_stream_that_another_d_refuses_to_continue_ends_in_an_error_of_the_metaserver() -> None:
+    with cluster(decode=2) as c:
+        for engine in c.decode:
+            engine.behaviour.speaks, engine.behaviour.break_after = True, 1
+
+        def fails_from_now_on() -> EngineBehaviour:
+            began = any(len(engine.generations()) for engine in c.decode)
+            return replace(c.decode[0].usual, stream_error=400 if began else 0)
+
+        for engine in c.decode:
+            engine.mood = fails_from_now_on
+        *_, error, done = events(c.complete([1, 2, 3], stream=True, temperature=0))
+        assert json.loads(error)["error"]["code"] == "PD-META-025" and done == "[DONE]"
+        fleet = [c.worker.fleet.get(engine.address) for engine in c.decode]
+        assert sum(decode.broke for decode in fleet if decode is not None) == 1  # the break alone
 
 
 def test_p_that_refuses_is_replaced_within_the_same_transfer() -> None:

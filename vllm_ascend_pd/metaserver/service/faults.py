@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -40,6 +41,7 @@ class Answer:
 
 class _RefusalError(msgspec.Struct):
     type: str = ""
+    code: Any = None
 
 
 class _Refusal(msgspec.Struct):
@@ -56,6 +58,15 @@ def brief(status: int, body: bytes) -> str:
     except UNREADABLE:
         kind = ""
     return f"answered {status}" + (f" ({kind})" if kind.isidentifier() and len(kind) <= 64 else "")
+
+
+def status_of(body: bytes) -> int:
+    """Return the status that an engine's error has in its body, where its head has another; 500 if there is none."""
+    try:
+        code = _REFUSAL.decode(body).error.code
+    except UNREADABLE:
+        code = None
+    return code if isinstance(code, int) and 400 <= code < 600 else 500
 
 
 def remedy(code: str) -> str:

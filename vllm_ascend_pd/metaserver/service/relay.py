@@ -26,7 +26,7 @@ from vllm_ascend_pd.metaserver.decisions import Evidence
 from vllm_ascend_pd.metaserver.outline import Buffer, Scan
 from vllm_ascend_pd.metaserver.service import resuming
 from vllm_ascend_pd.metaserver.service.exchange import AsgiSend, Attempt, AttemptFailed, HttpExchange, uncancel
-from vllm_ascend_pd.metaserver.service.faults import Answer, brief, error_frame, fault, known
+from vllm_ascend_pd.metaserver.service.faults import Answer, brief, error_frame, fault, known, status_of
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.shared import CLOSING, SHUTDOWN, Shared, leg_end
@@ -67,9 +67,7 @@ async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None
         exchange.stage("first byte")
         kept, streams = exchange.kept, exchange.request.stream and reply.status == 200
         if exchange.streaming and not streams:
-            shared.leg_over(attempt.leg, "refused")
-            answer = fault(502, f"The decode instance answered {reply.status}.", "PD-META-007")
-            raise AttemptFailed(HttpFailure.SERVER, answer, f"answered {reply.status}")
+            raise _no_rest(shared, attempt, reply.status)
         if exchange.request.copies == 1:  # else D may still post for the other copies
             exchange.forget_prompt()
         if exchange.streaming and kept is not None and isinstance(first, bytes):
@@ -134,7 +132,12 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
     if said.startswith(_ERROR_EVENT):
         # vLLM sends a stream's status 200 and role before the request has run; this is the failure that came after.
         body = said.split(b"\n", 1)[0].removeprefix(b"data: ").strip()
-        raise await _refused(shared, attempt, 500, body, [])
+        status = status_of(body)
+        if leg_end(status) != "served":
+            raise await _refused(shared, attempt, status, body, [])
+        if attempt.exchange.streaming:
+            raise _no_rest(shared, attempt, status)
+        # Else the error is the client's own, as vLLM also validates parameters this late: it is the answer.
     if reply.status != 200:
         return first
     cut_short = await shared.turns.run(outline.holds(first, _cut_short))
@@ -218,6 +221,13 @@ async def _refused(shared: Shared, attempt: Attempt, status: int, body: bytes, h
     words = body[:200].decode(errors="replace")
     log.warning("request %s: %s answered %d: %s", attempt.exchange.request_id, instance.name, status, words)
     return AttemptFailed(HttpFailure.SERVER, passed, said)
+
+
+def _no_rest(shared: Shared, attempt: Attempt, status: int) -> AttemptFailed:
+    """Return the failure for a D that finds an error in the request for the rest of a stream, which no client wrote."""
+    shared.leg_over(attempt.leg, "refused")
+    answer = fault(502, f"The decode instance answered {status}.", "PD-META-007")
+    return AttemptFailed(HttpFailure.SERVER, answer, f"answered {status}")
 
 
 def _broken(shared: Shared, attempt: Attempt, problem: UpstreamError) -> AttemptFailed:
