@@ -59,7 +59,7 @@ async def door(
     async def app(scope: Any, receive: Any, send: Any) -> None:
         with taken.body() as counted:
             try:
-                body = await counted.read(receive, max_bytes)
+                body = await counted.read(scope, receive, max_bytes)
             except intake.CallerLeft:
                 cut.append(scope["path"])
                 return
@@ -174,9 +174,16 @@ async def test_a_second_head_is_waited_for_as_long_as_the_first(monkeypatch: pyt
         writer.close()
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+@pytest.mark.parametrize("start", [b"", b"some"], ids=["nothing of it", "its beginning"])
+@pytest.mark.parametrize("expects", [b"", b"expect: 100-continue\r\n"], ids=["sent", "announced"])
+async def test_a_body_that_does_not_come_is_not_waited_for(start: bytes, expects: bytes) -> None:
     async with door(intake.Intake(body_s=0.2)) as port:
-        assert b" 408 " in await talk(port, HEAD + b"content-length: 100\r\n\r\nsome")
+        reader, writer = await asyncio.open_connection(LOOPBACK, port)
+        writer.write(HEAD + b"content-length: 1\r\n\r\n1")
+        assert b"200 OK" in await asyncio.wait_for(reader.read(65536), 5)
+        writer.write(HEAD + expects + b"content-length: 100\r\n\r\n" + start)
+        assert b" 408 " in await asyncio.wait_for(reader.read(), 5)
+        writer.close()
 
 
 async def test_a_body_too_large_is_refused_while_it_comes() -> None:

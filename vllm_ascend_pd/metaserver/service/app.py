@@ -165,7 +165,7 @@ class WorkerProcess:
         with self._intake.body() as body:
             try:  # no variable for the body: this frame would keep it as long as the stream
                 request = await self.front.turns.run(
-                    bodies.parsing(scope["path"], await self._read(body, receive, scope["path"]))
+                    bodies.parsing(scope["path"], await self._read(body, scope, receive, scope["path"]))
                 )
             except bodies.BodyError as problem:
                 await _unusable(send, scope["path"], request_id, problem)
@@ -183,7 +183,7 @@ class WorkerProcess:
         route = passing.call_of(scope).route
         with self._intake.body() as body:
             try:
-                stripped = await self.front.turns.run(bodies.stripping(await self._read(body, receive, route)))
+                stripped = await self.front.turns.run(bodies.stripping(await self._read(body, scope, receive, route)))
                 model = ""
                 if self.fleet.several_models:
                     model = await self.front.turns.run(passing.model_of(scope["path"], stripped))
@@ -194,9 +194,9 @@ class WorkerProcess:
             exchange = HttpExchange(call.request(), headers, request_id, Interrupt(), send)
             await self._attend(scope, exchange, passing.pass_on(self.front, exchange, call))
 
-    async def _read(self, body: Body, receive: Receive, route: str) -> bytes | memoryview:
+    async def _read(self, body: Body, scope: Scope, receive: Receive, route: str) -> bytes | memoryview:
         try:
-            return await body.read(receive, self.settings.max_body_bytes)
+            return await body.read(scope, receive, self.settings.max_body_bytes)
         except CallerLeft:
             METRICS.client_left.inc()
             METRICS.requests.labels(route, "left").inc()
@@ -217,13 +217,13 @@ class WorkerProcess:
 
     async def _reserve(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
         with self._intake.body() as body:
-            posted = await body.read(receive, _MAX_RESERVATION_BYTES)
+            posted = await body.read(scope, receive, _MAX_RESERVATION_BYTES)
             interrupt = Interrupt()
             await while_connected(scope, interrupt, self._reservations.answer(posted, interrupt, send))
 
     async def _loaded(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
         with self._intake.body() as body:
-            await self._reservations.report(await body.read(receive, MAX_REPORT_BYTES), send)
+            await self._reservations.report(await body.read(scope, receive, MAX_REPORT_BYTES), send)
 
     # -- what operators ask
 
