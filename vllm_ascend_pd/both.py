@@ -40,6 +40,9 @@ class BothScheduler(SchedulerRole):
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], count: int) -> None:
         self._role_of(request).allocated(request, blocks, count)
 
+    def preempted(self, request_id: str) -> None:
+        self._prefill.preempted(request_id)
+
     def metadata(self, output: Any) -> StepMetadata:
         return StepMetadata(self._prefill.metadata(output).prefill, self._decode.metadata(output).decode)
 

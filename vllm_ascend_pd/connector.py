@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_ascend_pd import admission, compat, first_token, older_groups, patience, standstill
+from vllm_ascend_pd import admission, compat, first_token, older_groups, patience, resets, standstill
 from vllm_ascend_pd.both import BothScheduler, BothWorker
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import Engine, WorkerFacts
@@ -45,7 +45,7 @@ class Handshake(KVConnectorHandshakeMetadata):
     facts: WorkerFacts
 
 
-class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHooks):
+class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHooks, resets.ToldOfResets):
     """Layerwise push of the KV cache, P to D. See docs/protocol.md."""
 
     tables: Any = None  # the scheduler's block tables, where vLLM does not hand them over itself (older_groups.py)
@@ -221,6 +221,9 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
         with older_groups.lent(scheduler_output, self.tables) as output:
             return self._scheduler.metadata(output)
 
+    def preempted(self, request_id: str) -> None:
+        self._scheduler.preempted(request_id)
+
     def has_pending_push_work(self) -> bool:
         return self._scheduler.must_step()
 
@@ -251,6 +254,7 @@ def _scheduler(
     transfer, vocabulary = vllm_config.kv_transfer_config, _first_tokens(engine, vllm_config)
     prefill = None
     if transfer.is_kv_producer:
+        resets.install(vllm_config)
         prefill = PrefillScheduler(engine, waiting.news, blocks, sends_first=vocabulary > 0)
     if prefill is not None and not transfer.is_kv_consumer:
         return prefill

@@ -69,6 +69,9 @@ class SchedulerRole:
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], count: int) -> None:
         """Handle a request that vLLM schedules. `count` tokens are to be loaded into `blocks`, its tables by group."""
 
+    def preempted(self, request_id: str) -> None:
+        """Handle a preemption that vLLM lists in no step (resets.py)."""
+
     def metadata(self, output: Any) -> StepMetadata:
         """Translate one SchedulerOutput."""
         return StepMetadata()

@@ -147,6 +147,10 @@ class PrefillScheduler(SchedulerRole):
         if self.first_tokens is not None and (asked.reservation is None or asked.reservation.seed is not None):
             self.first_tokens.taken(request)
 
+    def preempted(self, request_id: str) -> None:
+        with self._deciding():
+            self._requests.preempted(request_id)
+
     def metadata(self, output: Any) -> StepMetadata:
         return StepMetadata(prefill=self.build_step(output))
 
