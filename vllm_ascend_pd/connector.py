@@ -45,7 +45,7 @@ class Handshake(KVConnectorHandshakeMetadata):
     facts: WorkerFacts
 
 
-class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHooks, resets.ToldOfResets):
+class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHooks, resets.RecordsPreemptions):
     """Layerwise push of the KV cache, P to D. See docs/protocol.md."""
 
     tables: Any = None  # the scheduler's block tables, where vLLM does not hand them over itself (older_groups.py)

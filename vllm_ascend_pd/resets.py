@@ -17,8 +17,8 @@ _RESET = "reset_prefix_cache"
 _LISTED = "reset_preempted_req_ids"  # of a scheduler that lists them itself
 
 
-class ToldOfResets:
-    """Base of a connector that is told which requests a reset has preempted. It may be inside another connector."""
+class RecordsPreemptions:
+    """Base of a connector that records requests which a reset has preempted. It may be inside another connector."""
 
     def preempted(self, request_id: str) -> None:
         """Record that a request has lost its blocks, before the next step is scheduled."""
@@ -40,13 +40,13 @@ def install(vllm_config: Any) -> None:
             running = {request.request_id for request in self.running}
             for request_id in before:
                 if request_id not in running:
-                    _tell(self.connector, request_id)
+                    _report(self.connector, request_id)
 
     setattr(reset_prefix_cache, first_token.WRAPPED, True)
     setattr(first_token.defining(scheduler, _RESET), _RESET, reset_prefix_cache)
 
 
-def _tell(connector: Any, request_id: str) -> None:
+def _report(connector: Any, request_id: str) -> None:
     for one in getattr(connector, "_connectors", (connector,)):  # those of a MultiConnector
-        if isinstance(one, ToldOfResets):
+        if isinstance(one, RecordsPreemptions):
             one.preempted(request_id)

@@ -213,7 +213,7 @@ class PushBook:
         """
         tracked = self._tracked.get(request_id)
         if tracked is not None and replaces and not tracked.restart:
-            self.preempted(request_id)  # no step has listed it, and resets.py has not told of it
+            self.preempted(request_id)  # no step has listed it, and resets.py has not reported it
         if tracked is None or tracked.sealed or tracked.aborted:
             return None
         if not tracked.started:
