@@ -136,6 +136,7 @@ class EngineBehaviour:
     before_first_s: float = 0.0
     hold: bool = False  # no answer until the test resets it
     gap_s: float = 0.0
+    keep_alive_s: float = 0.0  # as D: how often a stream that waits for its turn (`hold`) has a comment; 0: never
     paused: bool = False  # a stream stops after its next piece until the test resets it
     prefill_s: float = 0.0
     status: int = 200  # status of answers, if not 200
@@ -320,6 +321,8 @@ class FakeEngine:
             await self._fail_stream(seen, send, self.behaviour.stream_error)
             return
         params = seen.body.get("kv_transfer_params") or {}
+        if self.behaviour.keep_alive_s and seen.body.get("stream"):
+            await self._keep_alive(send)
         if params.get("do_remote_decode"):
             await asyncio.sleep(self.behaviour.prefill_s)
             await self._held()
@@ -345,6 +348,14 @@ class FakeEngine:
             await _answer(send, 500, _error(500, "out of memory"))
             return
         await (self._stream if seen.body.get("stream") else self._whole)(seen, send)
+
+    async def _keep_alive(self, send: Send) -> None:
+        """Write comments while the request waits, as vLLM's --sse-keep-alive-interval does."""
+        await _head(send, 200, b"text/event-stream; charset=utf-8")
+        while self.behaviour.hold:
+            await asyncio.sleep(self.behaviour.keep_alive_s)
+            for part in (b": keep-", b"alive\n\n"):  # TCP may split data anywhere
+                await _piece(send, part)
 
     async def _fail_stream(self, seen: SeenRequest, send: Send, code: int | str) -> None:
         """Fail as vLLM does once a stream's status is out: the first event but a chat's role is the error."""
@@ -446,7 +457,8 @@ class FakeEngine:
         prompt = _prompts(seen.body)[0]
         ids = prompt if isinstance(prompt, list) else list(json.dumps(prompt).encode())
         speaker = Speaker(seen.body, ids, "fake")
-        await _head(send, 200, b"text/event-stream; charset=utf-8")
+        if not self.behaviour.keep_alive_s:
+            await _head(send, 200, b"text/event-stream; charset=utf-8")
         for i, said in enumerate(speak(ids, AnswerOptions.of(seen.body))):
             if i == self.behaviour.break_after:
                 raise ConnectionAbortedError("as set")
@@ -463,7 +475,8 @@ class FakeEngine:
             return
         chat = "chat" in seen.route
         count = seen.body.get("max_completion_tokens" if chat else "max_tokens") or self.behaviour.tokens
-        await _head(send, 200, b"text/event-stream; charset=utf-8")
+        if not self.behaviour.keep_alive_s:
+            await _head(send, 200, b"text/event-stream; charset=utf-8")
         for i, word in enumerate(words(_prompts(seen.body)[0], count)):
             if i == self.behaviour.break_after:
                 raise ConnectionAbortedError("as set")

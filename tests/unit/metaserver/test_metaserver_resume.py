@@ -185,6 +185,19 @@ def test_the_client_gets_no_ids_that_it_did_not_ask_for() -> None:
     )
 
 
+def test_comments_pass_and_change_nothing() -> None:
+    comment = b": keep-alive\n\n"
+    (kept, seen), (spoken, _) = kept_of({}, 4), kept_of({}, 0)
+    events = written(
+        {"model": "m", "prompt": PROMPT, "max_tokens": 40, "return_token_ids": True}, PROMPT, random.Random(1)
+    )
+    got = b"".join(spoken.take(comment + event) for event in events[:4])
+    assert got.count(comment) == 4 and got.replace(comment, b"") == seen
+    assert spoken.point() == kept.point() and spoken.ids == kept.ids
+    spoken.next_request(0)
+    assert spoken.take(comment) == comment
+
+
 def test_text_that_looks_like_ids_is_left_alone() -> None:
     kept, _ = kept_of({}, 3)
     text = 'x "token_ids":[1,2] \\"token_ids\\":[3]'

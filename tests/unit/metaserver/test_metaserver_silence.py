@@ -15,7 +15,7 @@ import pytest
 
 from unit.metaserver.cluster import FakeCluster, cluster, events, streamed, texts, until
 from unit.metaserver.fake_engine import FakeEngine, words
-from vllm_ascend_pd.metaserver.decisions import CircuitState
+from vllm_ascend_pd.metaserver.decisions import CircuitState, RetryPolicy
 
 PROMPT = "a prompt"
 FROZEN = {"unreachable_s": 0.5, "probe_timeout_s": 0.3}
@@ -95,3 +95,42 @@ def test_an_engine_that_thaws_finishes_what_it_has() -> None:
         answer = asking.result(20)
         assert answer.status_code == 200 and texts(answer) == ["".join(words(PROMPT, 3))]
         assert len(d.generations()) == 1
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["", "kept"])
+def test_a_comment_is_no_answer_yet(kept: bool) -> None:
+    """D's keep-alive comes while the request waits for its turn there: D may fail yet, and will ask for a prefill."""
+    asked = {"prompt": [1, 2, 3], "stream": True, **({"temperature": 0} if kept else {})}
+    with cluster(decode=2) as c, ThreadPoolExecutor(1) as client:
+        for engine in c.decode:
+            engine.behaviour.hold, engine.behaviour.keep_alive_s, engine.behaviour.speaks = True, 0.02, kept
+        asking = client.submit(c.complete, **asked)
+        until(lambda: any(engine.generations() for engine in c.decode))
+        time.sleep(0.3)  # more than some comments
+        (exchange,) = c.worker.front.journal.exchanges
+        assert not exchange.committed
+        first = next(engine for engine in c.decode if engine.generations())
+        first.served.kill()
+        until(lambda: all(engine.generations() for engine in c.decode))
+        for engine in c.decode:
+            engine.behaviour.hold = False
+        assert streamed(asking.result()) and [leg["prompt"] for leg in c.legs()] == [[1, 2, 3]]
+        assert not any(engine.local_prefills for engine in c.decode)
+
+
+def test_a_d_that_only_writes_comments_is_given_up_in_time() -> None:
+    with cluster(first_byte_timeout_s=0.5, retry=RetryPolicy(attempts=1)) as c:
+        c.decode[0].behaviour.hold, c.decode[0].behaviour.keep_alive_s = True, 0.02
+        answer = c.complete(PROMPT, stream=True)
+        assert answer.status_code == 504 and answer.json()["error"]["code"] == "PD-META-007"
+
+
+def test_a_stream_that_breaks_after_its_comments_is_no_answer() -> None:
+    with cluster(retry=RetryPolicy(attempts=1)) as c, ThreadPoolExecutor(1) as client:
+        d = c.decode[0].behaviour
+        d.hold, d.keep_alive_s, d.break_after = True, 0.02, 0
+        asking = client.submit(c.complete, PROMPT, stream=True)
+        until(c.decode[0].generations)
+        time.sleep(0.3)  # more than some comments
+        d.hold = False
+        assert asking.result().status_code == 502

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """D's leg: the request goes out, and D's answer goes to the client as it arrives.
 
-The head waits for the first byte of the body: until then the client has seen nothing and another attempt can be made.
-Later pieces are only searched for signs that D ended the request early. The metaserver's own answers are sent from here
-too (`refuse`, `send_answer`).
+The head waits for the first event of the body: until then the client has seen nothing, another attempt can be made, and
+D may still ask for its prefill. Comments are no events; those before the first one are dropped. Later pieces are only
+searched for signs that D ended the request early. The metaserver's own answers are sent from here too (`refuse`,
+`send_answer`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ _WHOLE_ANSWER_BYTES = 256 << 20
 _ERROR_BYTES = 1 << 20
 _ERROR_EVENT = b'data: {"error"'
 _OPENING = re.compile(rb'"delta":\s*\{"role":\s*"assistant",\s*"content":\s*""')
+# vLLM's keep-alive while a request waits for its turn. Passed on before the answer, it would commit to this D.
+_COMMENTS = re.compile(rb"^(?::[^\n]*\n)+\n", re.MULTILINE)
 # vLLM answers 200 to a request that it ends itself, for example to a new one while it shuts down. The quotes are not
 # escaped, so no model's text can contain this.
 _ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
@@ -122,10 +125,9 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
     if reply.status != 200 or not attempt.exchange.request.stream:
         first = await reply.whole(_WHOLE_ANSWER_BYTES, timeout_s)
     else:
-        first = await reply.read(timeout_s)
-        said = _first_said(first)
-        while len(first) <= _HELD_BYTES and not said and (more := await reply.read(timeout_s)):
-            first += more
+        first, end = b"", time.monotonic() + timeout_s
+        while len(first) <= _HELD_BYTES and not said and (more := await reply.read(_left(end))):
+            first = _COMMENTS.sub(b"", first + more)
             said = _first_said(first)
     if reply.status == 200 and isinstance(first, bytes) and not first.strip():
         raise UpstreamError(HttpFailure.EMPTY, "its answer was empty")
@@ -173,6 +175,14 @@ def _stripping(shared: Shared, answer: Buffer) -> Scan[Payload]:
         log.warning("a decode engine's report is not understood: %s", problem)
     fields[bodies.TRANSFER_PARAMS] = msgspec.Raw(b"null")
     return bodies.object_of(fields, len(answer))
+
+
+def _left(end: float) -> float:
+    """Return the time until `end`, which comments do not put off. Raise UpstreamError if it is over."""
+    left = end - time.monotonic()
+    if left <= 0:
+        raise UpstreamError(HttpFailure.TIMEOUT, "no answer in time")
+    return left
 
 
 def _first_said(stream: bytes) -> bytes:
