@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections import deque
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -30,6 +31,18 @@ _KEY = b'"token_ids":['
 _PROMPT_KEY = b'"prompt_token_ids"'
 _PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*\[')
 _NULL = msgspec.Raw(b"null")
+_RECOMPUTED = "recomputed"  # `stop_reason` of a request that D has dropped
+_STOP_BYTES = 64 << 10  # longer stop strings are not looked through
+
+
+def stops_at_recomputed(fields: Mapping[str, msgspec.Raw]) -> bool:
+    """Return whether the word for a dropped request is a stop string of the client, which vLLM reports in its place."""
+    raw = fields.get("stop", _NULL)
+    try:
+        stop = msgspec.json.decode(raw) if len(memoryview(raw)) <= _STOP_BYTES else None
+    except UNREADABLE:
+        return False
+    return stop == _RECOMPUTED or (isinstance(stop, list) and _RECOMPUTED in stop)
 
 
 class Cut(Enum):
@@ -102,6 +115,7 @@ class StreamState:
         self.finished = self.done = False
         self.cut: Cut | None = None
         self._max_length = max_length
+        self._stops_at_recomputed = stops_at_recomputed(original.fields)
         self._unfit = ""
         self._prompt, self._prompt_tokens = b"", 0
         self._head: dict[str, Any] = {}
@@ -209,7 +223,7 @@ class StreamState:
             return event + b"\n\n"
         choice = read.choices[0] if read.choices else None
         if choice is not None:
-            if choice.stop_reason == "recomputed":
+            if choice.stop_reason == _RECOMPUTED and not self._stops_at_recomputed:
                 self.cut = Cut.DROPPED
             elif choice.finish_reason == "abort":
                 self.cut = Cut.ABORTED

@@ -7,6 +7,7 @@ with status 200.
 
 from __future__ import annotations
 
+import httpx
 import pytest
 
 from unit.metaserver.cluster import cluster, streamed, texts
@@ -36,6 +37,31 @@ def test_a_d_that_shuts_down_gives_no_client_an_empty_answer(stream: bool) -> No
         c.decode[1].behaviour.ends = True
         answer = c.complete("p", stream=stream)
         assert answer.status_code == 503 and "shutting down" in answer.text
+
+
+@pytest.mark.parametrize("stop", ["recomputed", ["x", "recomputed"], ["recomputed"]])
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"stream": True, "temperature": 0}], ids=["", "stream", "kept"])
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_a_clients_stop_string_is_not_taken_for_a_dropped_request(
+    route: str, more: dict[str, object], stop: object
+) -> None:
+    """vLLM reports the stop string that it found in the field in which vllm-ascend reports a dropped request."""
+    asked: dict[str, object] = {"model": "fake", "max_tokens": 3, "stop": stop, **more}
+    asked |= {"messages": [{"role": "user", "content": "p"}]} if "chat" in route else {"prompt": "p"}
+    with cluster() as c:
+        for drops_after in (0, 1):  # as the first event, and within the stream
+            c.decode[0].behaviour.drops_after = drops_after
+            before = len(c.decode[0].generations())
+            alone = httpx.post(f"http://{c.decode[0].address}{route}", json=asked)
+            answer = c.http.post(route, json=asked)
+            assert answer.status_code == 200 and '"recomputed"' in alone.text
+            if "stream" in more:
+                assert answer.content == alone.content
+            else:
+                assert answer.json() == {**alone.json(), "kv_transfer_params": None}
+            assert len(c.decode[0].generations()) == before + 2, "it must not be repeated"
+        asked["stop"] = "recompute"
+        assert c.http.post(route, json=asked).text.count("PD-META-02") == 1, "a dropped request is still one"
 
 
 def test_a_chats_opening_is_no_answer_yet() -> None:

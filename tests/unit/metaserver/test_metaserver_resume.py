@@ -8,6 +8,7 @@ import json
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from simulation.front.speech import HALF, AnswerOptions, Said, Speaker, speak, understood
 
@@ -20,7 +21,7 @@ from vllm_ascend_pd.metaserver.resumable import (
     ResumableRequest,
     resumable_request,
 )
-from vllm_ascend_pd.metaserver.resume import MAX_AGAIN, Cut, StreamState
+from vllm_ascend_pd.metaserver.resume import MAX_AGAIN, Cut, StreamState, stops_at_recomputed
 
 MAX_HELD = 4096
 PROMPT = [9, 8, 7]
@@ -266,6 +267,29 @@ def test_the_ways_in_which_d_ends_a_stream_are_distinguished(said: dict[str, Any
     kept, _ = kept_of({}, 3)
     passed = kept.take(b"data: " + json.dumps(said).encode() + b"\n\ndata: [DONE]\n\n")
     assert kept.cut is cut and (passed == b"") is (cut is not None)
+
+
+@pytest.mark.parametrize(
+    ("stop", "found"),
+    [
+        ("recomputed", True),
+        (["a", "recomputed"], True),
+        ("\\u0072ecomputed", False),
+        ("recomputed ", False),
+        (['"recomputed"'], False),
+        (["a"], False),
+        ([], False),
+        (None, False),
+        (7, False),
+        ({"recomputed": 1}, False),
+        (["recomputed", "x" * (64 << 10)], False),
+    ],
+)
+def test_a_stop_string_may_be_the_word_of_a_dropped_request(stop: object, found: bool) -> None:
+    raw = msgspec.Raw(json.dumps(stop).encode())
+    assert stops_at_recomputed({"stop": raw}) is found
+    assert not stops_at_recomputed({})
+    assert stops_at_recomputed({"stop": msgspec.Raw(b'["\\u0072ecomputed"]')})
 
 
 def test_text_held_back_for_long_is_not_computed_again_for_ever() -> None:

@@ -23,7 +23,7 @@ from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.http1 import Headers
 from vllm_ascend_pd.http.within import within
 from vllm_ascend_pd.metaserver import bodies
-from vllm_ascend_pd.metaserver.resume import StreamState
+from vllm_ascend_pd.metaserver.resume import StreamState, stops_at_recomputed
 from vllm_ascend_pd.metaserver.service.faults import Answer, remedy
 from vllm_ascend_pd.metaserver.service.fleet import Instance, LegInFlight
 from vllm_ascend_pd.protocol.reports import LoadReport
@@ -142,9 +142,11 @@ class HttpExchange:
     stages: list[tuple[str, float, str]] = field(default_factory=list)
     route: str = ""  # the client's
     tokens: int = 0  # of its prompt, about
+    stops_at_recomputed: bool = False  # then an answer does not show whether D has dropped the request
 
     def __post_init__(self) -> None:
         self.route, self.tokens = self.request.route, self.request.prefill_tokens
+        self.stops_at_recomputed = stops_at_recomputed(self.request.fields)
 
     def stage(self, name: str, detail: str = "") -> None:
         self.stages.append((name, time.monotonic() - self.started, detail))

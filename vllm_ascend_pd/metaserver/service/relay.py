@@ -142,8 +142,9 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
         # Else the error is the client's own, as vLLM also validates parameters this late: it is the answer.
     if reply.status != 200:
         return first
-    cut_short = await shared.turns.run(outline.holds(first, _cut_short))
-    if cut_short and await shared.turns.run(outline.holds(first, dropped)):
+    may_be_dropped = not attempt.exchange.stops_at_recomputed
+    cut_short = await shared.turns.run(outline.holds(first, _cut_short if may_be_dropped else aborted))
+    if cut_short and may_be_dropped and await shared.turns.run(outline.holds(first, dropped)):
         shared.leg_over(attempt.leg, "dropped")
         raise AttemptFailed(
             HttpFailure.DROPPED, known(503, "PD-META-022", 2), "dropped for lack of blocks", "PD-META-022"
@@ -261,7 +262,7 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
     try:
         while piece and not problem:
             piece, held = _whole_events(held + piece if held else piece)
-            if dropped(piece):
+            if not attempt.exchange.stops_at_recomputed and dropped(piece):
                 shared.leg_over(attempt.leg, "dropped")
                 code, problem = "PD-META-022", PdError("PD-META-022").sentence
                 piece, held = _before(_DROPPED, piece), b""
