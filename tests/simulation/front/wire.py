@@ -183,6 +183,8 @@ class EngineConnection(asyncio.Protocol):
 class ClientCall:
     """A caller's request to the ASGI entry. `leave` closes its connection."""
 
+    body_began = True  # as of `intake.Protocol`
+
     def __init__(self, app: Any, path: str, body: bytes, headers: Headers, method: str = "POST") -> None:
         self._app, self._body = app, body
         self.scope = {

@@ -192,7 +192,8 @@ async def test_others_have_turns_while_a_long_body_comes_goes_and_is_answered() 
         got.extend(message.get("body", b""))
         written.append(len(message.get("body", b"")))
 
-    calling = SimpleNamespace(watch=lambda gone: None, unwatch=lambda gone: None)  # of a caller that stays connected
+    # The connection of a caller that stays.
+    calling = SimpleNamespace(watch=lambda gone: None, unwatch=lambda gone: None, body_began=True)
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "client": None}
     scope["extensions"] = {CONNECTION: calling}
     counting = asyncio.create_task(count())
