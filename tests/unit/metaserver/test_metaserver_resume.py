@@ -22,6 +22,7 @@ from vllm_ascend_pd.metaserver.resumable import (
     resumable_request,
 )
 from vllm_ascend_pd.metaserver.resume import MAX_AGAIN, Cut, StreamState, stops_at_recomputed
+from vllm_ascend_pd.metaserver.service import resuming
 
 MAX_HELD = 4096
 PROMPT = [9, 8, 7]
@@ -109,6 +110,15 @@ def test_the_limit_is_the_clients_or_the_engines() -> None:
     assert resumable(chat=True, max_completion_tokens=5).limit == 5
     with pytest.raises(NotContinued, match="engines' own"):
         resumable(max_tokens=51, ceiling=50)
+
+
+def test_the_models_own_limit_is_found_beside_its_adapters() -> None:
+    """vLLM lists an adapter without a limit."""
+    listed = {"data": [{"id": "m", "max_model_len": 4096}, {"id": "lora", "max_model_len": None}, {"id": "other"}]}
+    assert resuming.least_room(json.dumps(listed).encode()) == 4096
+    for none in ({"data": listed["data"][1:]}, {"data": []}, {}, {"data": [{"max_model_len": "x"}]}):
+        with pytest.raises(NotContinued, match="no limit"):
+            resuming.least_room(json.dumps(none).encode())
 
 
 # ---- streams

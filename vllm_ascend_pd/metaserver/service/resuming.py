@@ -136,7 +136,7 @@ def _bounded_events(stream: bytes) -> tuple[bytes, bytes]:
 
 
 class _Model(msgspec.Struct):
-    max_model_len: int
+    max_model_len: int | None = None  # of an adapter null: the limit is its model's
 
 
 class _Models(msgspec.Struct):
@@ -148,8 +148,14 @@ async def room(shared: Shared, exchange: HttpExchange, decode: Instance) -> int:
     reply = await shared.upstream.send(decode.origin, "GET", b"/v1/models", exchange.headers, b"", _MODELS_S)
     async with reply:
         said = await reply.rest(_MODELS_BYTES, _MODELS_S)
+    return least_room(said)
+
+
+def least_room(listed: bytes) -> int:
+    """Return the lowest limit of tokens in a model list. Raise NotContinued if it has none."""
     try:
-        return min(model.max_model_len for model in msgspec.json.decode(said, type=_Models).data)
+        limits = [model.max_model_len for model in msgspec.json.decode(listed, type=_Models).data]
+        return min(limit for limit in limits if limit is not None)
     except (*bodies.UNREADABLE, ValueError) as problem:
         raise NotContinued("it names no limit of tokens, and no D reports the model's") from problem
 
