@@ -19,6 +19,7 @@ from vllm_ascend_pd.metaserver.outline import SLICE, Buffer, Scan
 NEAR = 1 << 10  # bytes between two marks in the first FINE bytes
 FINE = 64 << 10
 FAR = 16 << 10  # and beyond those
+LEAST = 32  # tokens as which a mark counts at least: a client may fill a prompt with what is no token
 MAX_BYTES = 16 << 20  # of a prompt that are covered by marks: about four million tokens
 
 
@@ -57,8 +58,8 @@ def marks_of(context: Iterable[Buffer], prompt: Buffer, tokens: int) -> Scan[Mar
 class _Held(NamedTuple):
     """A mark that the engine is thought to have.
 
-    `added`: its tokens beyond the mark before; `upto`: tokens of the prompt up to it; `born`: all tokens that the
-    engine will have stored once the whole prompt is there.
+    `added`: its tokens beyond the mark before, at least LEAST; `upto`: tokens of the prompt up to it; `born`: all
+    tokens that the engine will have stored once the whole prompt is there.
     """
 
     added: int
@@ -93,7 +94,8 @@ class Prompts:
         for place in range(len(marks) - 1, -1, -1):
             digest, upto = marks[place]
             known = self._held.get(digest)
-            added = known.added if known is not None else upto - (marks[place - 1].tokens if place else 0)
+            more = upto - (marks[place - 1].tokens if place else 0)
+            added = known.added if known is not None else max(LEAST, more)
             self.tokens += added if known is None else 0
             self._held[digest] = _Held(added, upto, born)
             self._held.move_to_end(digest)

@@ -12,7 +12,7 @@ from tools.support.checks import front_counter
 from unit.metaserver.cluster import HEAD, FakeCluster, cluster, until
 from vllm_ascend_pd.metaserver.decisions import Life
 from vllm_ascend_pd.metaserver.outline import at_once
-from vllm_ascend_pd.metaserver.prefixes import FAR, FINE, MAX_BYTES, NEAR, Marks, Prompts, marks_of
+from vllm_ascend_pd.metaserver.prefixes import FAR, FINE, LEAST, MAX_BYTES, NEAR, Marks, Prompts, marks_of
 from vllm_ascend_pd.metaserver.service import models
 from vllm_ascend_pd.protocol.identity import incarnation
 
@@ -69,6 +69,16 @@ def test_it_holds_no_more_than_it_may_and_forgets_ends_before_beginnings(
         assert held == sorted(held, reverse=True), "a beginning went before its end"
         assert prompts.has(of) == (of[sum(held) - 1].tokens if any(held) else 0)
         assert prompts.tokens == sum(mark.added for mark in prompts._held.values()) <= most
+
+
+def test_prompts_of_few_tokens_do_not_pile_up() -> None:
+    """Two token ids in a body of blanks have marks, most of them without a token more than the one before."""
+    prompts, of = Prompts(4000), Marks()
+    for turn in range(100):
+        of = at_once(marks_of((), b"[%d," % turn + b" " * FINE + b"1]", 2))
+        prompts.add(of)
+    assert len(prompts._held) <= 4000 // LEAST and prompts.tokens <= 4000
+    assert prompts.has(of) == of[-1].tokens, "the last one is there"
 
 
 @given(st.lists(st.tuples(st.integers(-1, 4), st.integers(1, 9)), max_size=40), st.integers(9, 20))
