@@ -355,6 +355,11 @@ class _Pool:
     def __init__(self) -> None:
         self.idle: list[_Connection] = []
         self.busy: dict[_Connection, None] = {}  # in the order in which they were asked
+        self.making = 0  # connections that are being made
+
+    @property
+    def used(self) -> bool:
+        return bool(self.idle or self.busy or self.making)
 
     def take(self, now: float) -> _Connection | None:
         """Return the idle connection used last, the least likely to be closing; None if there is none."""
@@ -464,6 +469,7 @@ class Upstream:
         if origin.scheme == "https" and self._tls is None:
             self._tls = ssl.create_default_context()
         tls = self._tls if origin.scheme == "https" else None
+        pool.making += 1  # a pool that is forgotten now would not be swept later
         try:
             async with self._connecting:
                 making = loop.create_connection(
@@ -475,6 +481,8 @@ class Upstream:
         except OSError as problem:
             failure = HttpFailure.OURS if problem.errno in _OURS else HttpFailure.CONNECT
             raise UpstreamError(failure, str(problem) or type(problem).__name__) from problem
+        finally:
+            pool.making -= 1
         return connection
 
     def _open(self, origin: Origin) -> _Pool:
@@ -486,8 +494,14 @@ class Upstream:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_SWEEP_S)
-            for pool in self._pools.values():
-                pool.sweep(loop.time())
+            self.sweep(loop.time())
+
+    def sweep(self, now: float) -> None:
+        """End what is late, close what is idle for long, and forget engines that nothing is kept of."""
+        for origin, pool in list(self._pools.items()):
+            pool.sweep(now)
+            if not pool.used:
+                del self._pools[origin]
 
     async def close(self) -> None:
         if self._sweeper is not None:

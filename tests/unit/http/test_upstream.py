@@ -198,6 +198,29 @@ async def test_a_slow_reader_is_no_silence() -> None:
         assert got + len(await reply.rest(size)) == size
 
 
+async def test_an_engine_that_is_not_asked_any_more_leaves_nothing() -> None:
+    async with talking(says(LENGTH)) as (_, origin, upstream):
+        for _ in range(2):
+            await (await ask(upstream, origin)).rest(100)
+            upstream.sweep(asyncio.get_running_loop().time())
+            assert upstream._pools, "its connection is kept"
+            upstream.sweep(asyncio.get_running_loop().time() + 3600.0)
+            assert not upstream._pools
+
+
+async def test_time_limits_hold_on_a_connection_whose_making_was_swept_over() -> None:
+    async with talking(says()) as (server, origin, upstream):
+        upstream._connecting = asyncio.Semaphore(1)
+        async with upstream._connecting:  # so that it has to wait for its turn
+            asking = asyncio.create_task(ask(upstream, origin, timeout_s=0.2))
+            await until(lambda: upstream._pools)
+            upstream.sweep(asyncio.get_running_loop().time() + 3600.0)
+            assert upstream._pools and not server.connections
+        with pytest.raises(UpstreamError) as raised:
+            await asyncio.wait_for(asking, 30)
+        assert raised.value.failure is HttpFailure.TIMEOUT
+
+
 async def test_cancelling_and_closing_are_seen_by_the_engine() -> None:
     async with talking(says()) as (server, origin, upstream):
         asking = asyncio.create_task(ask(upstream, origin, timeout_s=60.0))
