@@ -57,6 +57,13 @@ def _broken_and_not_replaced(problem: UpstreamError) -> UpstreamError:
     return UpstreamError(HttpFailure.BROKEN, f"it closed the connection, and then: {problem.why}")
 
 
+def _one_of_several(problem: OSError) -> OSError:
+    """Return a refusal for an error of several addresses, one of which refused: asyncio has joined their texts."""
+    if problem.errno is None and f"[Errno {errno.ECONNREFUSED}]" in str(problem):
+        return ConnectionRefusedError(errno.ECONNREFUSED, str(problem))
+    return problem
+
+
 class UpstreamError(Exception):
     """A failed exchange with an engine; `failure` says how far it may have got."""
 
@@ -478,7 +485,8 @@ class Upstream:
                 _, connection = await within(self._connect_s, making, lambda made: made[1].abort())
         except asyncio.TimeoutError as problem:
             raise UpstreamError(HttpFailure.CONNECT, f"no connection within {self._connect_s:g} s") from problem
-        except OSError as problem:
+        except OSError as error:
+            problem = _one_of_several(error)
             failure = HttpFailure.OURS if problem.errno in _OURS else HttpFailure.CONNECT
             raise UpstreamError(failure, str(problem) or type(problem).__name__) from problem
         finally:

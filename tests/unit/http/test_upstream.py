@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
@@ -196,6 +197,24 @@ async def test_a_slow_reader_is_no_silence() -> None:
             got += len(await reply.read())
             pool.sweep(asyncio.get_running_loop().time())
         assert got + len(await reply.rest(size)) == size
+
+
+@pytest.mark.parametrize("addresses", [["127.0.0.1"], ["127.0.0.1", "127.0.0.2"]], ids=["one", "two"])
+async def test_a_refusal_is_one_however_many_addresses_refuse(
+    addresses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with talking(says()) as (server, origin, upstream):
+        server.stop()
+
+        async def resolved(_: str, port: int, **more: object) -> list[tuple[object, ...]]:
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolved)
+        with pytest.raises(UpstreamError) as raised:
+            await ask(upstream, origin._replace(host="engine.example"))
+        assert raised.value.failure is HttpFailure.CONNECT
+        assert isinstance(raised.value.__cause__, ConnectionRefusedError)
+        assert all(address in raised.value.why for address in addresses)
 
 
 async def test_an_engine_that_is_not_asked_any_more_leaves_nothing() -> None:
