@@ -18,6 +18,7 @@ REPEATABLE = "vllm_ascend_pd.repeatable"
 SILENCE = "vllm_ascend_pd.silence"  # in seconds
 _ERRORS: dict[HttpFailure, type[httpx.TransportError]] = {
     HttpFailure.CONNECT: httpx.ConnectError,
+    HttpFailure.OURS: httpx.ConnectError,  # no handle or port for a connection: nothing was sent
     HttpFailure.TIMEOUT: httpx.ReadTimeout,
 }
 
