@@ -65,7 +65,7 @@ def _one_of_several(problem: OSError) -> OSError:
 
 
 class UpstreamError(Exception):
-    """A failed exchange with an engine; `failure` says how far it may have got."""
+    """A failed HTTP call; `failure` says how far it may have got."""
 
     def __init__(self, failure: HttpFailure, why: str) -> None:
         super().__init__(why)
