@@ -486,9 +486,9 @@ class Upstream:
         except asyncio.TimeoutError as problem:
             raise UpstreamError(HttpFailure.CONNECT, f"no connection within {self._connect_s:g} s") from problem
         except OSError as error:
-            problem = _one_of_several(error)
-            failure = HttpFailure.OURS if problem.errno in _OURS else HttpFailure.CONNECT
-            raise UpstreamError(failure, str(problem) or type(problem).__name__) from problem
+            cause = _one_of_several(error)
+            failure = HttpFailure.OURS if cause.errno in _OURS else HttpFailure.CONNECT
+            raise UpstreamError(failure, str(cause) or type(cause).__name__) from cause
         finally:
             pool.making -= 1
         return connection
