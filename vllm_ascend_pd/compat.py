@@ -18,6 +18,13 @@ def is_vllm_ascend() -> bool:
     return type(current_platform).__module__.startswith("vllm_ascend")
 
 
+def device_type() -> str:
+    """Return the type of the engine's device, as its platform and torch name it."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
 def transfer_results(sent: Iterable[str], received: Iterable[str], failed: Iterable[str]) -> Any:
     """Return vLLM's own result object (0.32 and later)."""
     return base.KVConnectorTransferResults(

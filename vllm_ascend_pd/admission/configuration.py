@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -30,6 +32,9 @@ def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
         yield ConfigError("PD-CONF-004", role=role)
         return
     parallel = config.parallel_config
+    if (device := compat.device_type()) not in ("cpu", "npu"):
+        # A layer may be read once the device's kernels have run, for which device/ waits on these two alone.
+        yield not_proven(f"Platform {device or 'without a device'}", "Start on an NPU or a CPU.")
     if role == BOTH:
         yield from _both_refusals(config, push)
     yield from _context_refusals(config, role)
@@ -44,10 +49,7 @@ def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
     if getattr(config.model_config, "enable_sleep_mode", False):
         # Sleep mode frees the cache's memory, which transfers read and write, without asking a connector.
         yield not_proven("Sleep mode", "Start without --enable-sleep-mode.")
-    more = getattr(config, "additional_config", None)
-    if isinstance(more, Mapping) and more.get("enable_kv_nz"):
-        # D's attention would read its plain cache as fractals, which P does not write.
-        yield not_proven("enable_kv_nz", "Leave it out of --additional-config.")
+    yield from _ascend_refusals(getattr(config, "additional_config", None), role)
     yield from drafts.refusals(config.speculative_config, parallel, role)
     yield from quantised.refusals(config)
     if os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "").lower() not in ("", "0", "false"):
@@ -64,6 +66,23 @@ def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
     if role != "kv_producer" and port and port + last > 65535:
         why = f"the last worker would listen on {port + last}"
         yield ConfigError("PD-CONF-003", key="side_channel_port", value=port, why=why, remedy="Choose a lower port.")
+
+
+def _ascend_refusals(more: Any, role: str) -> Iterator[ConfigError]:
+    """Yield what is not proven of vllm-ascend's own configuration, `--additional-config`."""
+    if not isinstance(more, Mapping):
+        return
+    remedy = "Leave it out of --additional-config."
+    if more.get("enable_kv_nz"):
+        # D's attention would read its plain cache as fractals, which P does not write.
+        yield not_proven("enable_kv_nz", remedy)
+    hashed, graphs = ({} if more.get(name) is None else more[name] for name in ("hamming_sparse", "xlite_graph_config"))
+    if more.get("enable_hamming_sparse") or hashed.get("enabled"):
+        # D's attention would choose blocks by hashes of keys, in a cache that no connector is given.
+        yield not_proven("hamming_sparse", remedy)
+    if role != "kv_consumer" and graphs.get("enabled"):
+        # Its graphs run without the layer hooks.
+        yield not_proven("xlite_graph_config on prefill", remedy)
 
 
 def _both_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
@@ -144,6 +163,26 @@ def model_fingerprint(config: Any, version: str = "") -> str:
     }
     if compat.is_vllm_ascend() and getattr(hf, "index_topk", None) and not getattr(hf, "compress_ratios", None):
         facts["index"] = "layers"  # else engines that still have the keys in their layers' tuples would seem to fit
+    if rope := _rope(model):
+        facts["rope"] = rope
     if version:
         facts["version"] = version
     return " ".join(f"{key}={value}" for key, value in facts.items())
+
+
+def _rope(model: Any) -> str:
+    """Return what an engine's own settings change about the rotation of keys; empty: nothing.
+
+    A cached key is rotated already, and its bytes do not show how.
+    """
+    found = []
+    parameters = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    original = parameters.get("original_max_position_embeddings")
+    if parameters.get("rope_type") == "longrope" and original:
+        # vLLM chooses one set of factors for the whole engine.
+        found.append("long" if model.max_model_len > original else "short")
+    overrides = getattr(model, "hf_overrides", None)
+    ropes = {key: overrides[key] for key in overrides if "rope" in key} if isinstance(overrides, Mapping) else {}
+    if ropes:
+        found.append(hashlib.sha256(json.dumps(ropes, sort_keys=True, default=str).encode()).hexdigest()[:8])
+    return ",".join(found)

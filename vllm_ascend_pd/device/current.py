@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
+from vllm_ascend_pd import compat
 from vllm_ascend_pd.device.base import Device
 
 
 def current() -> Device:
     """Return the device of this process, by vLLM's platform."""
-    from vllm.platforms import current_platform
-
-    if current_platform.device_type == "npu":
+    if compat.device_type() == "npu":
         from vllm_ascend_pd.device.npu import NpuDevice
 
         return NpuDevice()

@@ -316,7 +316,14 @@ NOT_PROVEN: list[tuple[str, Callable[[str], Any]]] = [
     ("scales that an engine computes by itself", stored("fp8_e4m3", calculate_kv_scales=True)),
     ("Micro-batching", with_parallel("enable_dbo", True)),
     ("Sleep mode", sleeping),
-    ("enable_kv_nz", lambda role: vllm_config(role, additional_config={"enable_kv_nz": True})),
+    *(
+        (feature, lambda role, more=more: vllm_config(role, additional_config=more))
+        for feature, more in (
+            ("enable_kv_nz", {"enable_kv_nz": True}),
+            ("hamming_sparse", {"enable_hamming_sparse": True}),
+            ("hamming_sparse", {"hamming_sparse": {"enabled": True}}),
+        )
+    ),
     ("enable_fault_tolerance", with_parallel("enable_fault_tolerance", True)),
     ("enable_elastic_ep", with_parallel("enable_elastic_ep", True)),
 ]
@@ -888,6 +895,40 @@ def test_the_fingerprint_tells_models_apart_and_can_be_read() -> None:
     assert one == admission.model_fingerprint(vllm_config("kv_consumer", tensor_parallel_size=2))
     assert "layers=2" in one and "kv_heads=2" in one and "dtype=float32" in one
     assert admission.model_fingerprint(vllm_config(), "r2") == f"{one} version=r2", "weights of one shape look the same"
+
+
+def longrope(**arguments: Any) -> str:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    scaling = {"rope_type": "longrope", "original_max_position_embeddings": 128, **factors}
+    model = model_dir.__wrapped__(rope_scaling=scaling, original_max_position_embeddings=128)
+    return admission.model_fingerprint(vllm_config(model=model, **arguments))
+
+
+def test_the_fingerprint_names_the_factors_that_rotate_keys() -> None:
+    """vLLM takes the long ones where the engine's longest prompt is beyond the model's original length."""
+    short, long = longrope(max_model_len=128), longrope(max_model_len=130)
+    assert short.endswith(" rope=short") and long.endswith(" rope=long")
+    assert not may_pair(fingerprint(short), fingerprint(long))
+    plain = admission.model_fingerprint(vllm_config())
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+    one, other = (
+        admission.model_fingerprint(vllm_config(hf_overrides={"rope_parameters": {**yarn, "factor": factor}}))
+        for factor in (4.0, 2.0)
+    )
+    assert len({plain, one, other}) == 3 and plain == one.partition(" rope=")[0]
+
+
+def test_a_platform_without_code_that_waits_for_its_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = vllm_config()
+    monkeypatch.setattr(compat, "device_type", lambda: "cuda")
+    assert "Platform cuda" in refusal(config).sentence
+
+
+@pytest.mark.parametrize("role", BOTH)
+def test_xlite_graphs_are_refused_where_layers_have_to_be_announced(role: str) -> None:
+    config = vllm_config(role, additional_config={"xlite_graph_config": {"enabled": True}})
+    refused = [each.sentence for each in admission.engine_refusals(config, Engine.of(vllm_config(role)).config)]
+    assert len(refused) == (role == "kv_producer") and all("xlite_graph_config on prefill" in each for each in refused)
 
 
 def test_under_vllm_ascend_a_sparse_indexers_engine_fits_none_whose_keys_are_no_layers(

@@ -57,6 +57,11 @@ class _FailedPair(NamedTuple):
     problem: str
 
 
+def _up(instance: Instance) -> bool:
+    """Return whether it serves. A trial shows nothing until it has ended."""
+    return instance.answered and not instance.draining and instance.circuit.state is CircuitState.CLOSED
+
+
 class Canary:
     """Canaries of one worker. `proves`: they prove pairs too, which one worker does for all; circuits are its own."""
 
@@ -71,7 +76,7 @@ class Canary:
 
     def proven(self) -> list[Pair]:
         """Return the pairs that are up and over which KV has come."""
-        up = {(p.name, d.name) for p, d in self._pairs(_up)}
+        up = {(p.name, d.name) for p, d in self._pairs()}
         return sorted({(proof.prefill, proof.decode) for proof in self._front.fleet.proven()} & up)
 
     def ready(self) -> bool:
@@ -85,7 +90,7 @@ class Canary:
         # As for a sidecar: nothing but clients' requests closes a circuit.
         return bool(self._pairs(lambda instance: _up(instance) or instance.last_resort()))
 
-    def _pairs(self, serves: Fits) -> list[tuple[Instance, Instance]]:
+    def _pairs(self, serves: Fits = _up) -> list[tuple[Instance, Instance]]:
         """Return all pairs of instances that serve, in random order, without those that are known not to fit."""
         prefills, decodes = ([i for i in self._front.fleet.of(r) if serves(i)] for r in Role)
         pairs = [(p, d) for p, d in product(prefills, decodes) if may_pair(p.fingerprint, d.fingerprint)]
@@ -196,11 +201,6 @@ class _CanaryAnswer:
         if self._status != 200:
             return f"status {self._status}: {self._body[:300].decode(errors='replace')}"
         return ""
-
-
-def _up(instance: Instance) -> bool:
-    """Return whether it serves. A trial shows nothing until it has ended."""
-    return instance.answered and not instance.draining and instance.circuit.state is CircuitState.CLOSED
 
 
 def _lives(prefill: Instance, decode: Instance) -> Lives:
