@@ -62,6 +62,12 @@ def _hanging_and_idle(plan: SeedPlan) -> SeedPlan:
     )
 
 
+def _failing_alone(plan: SeedPlan) -> SeedPlan:
+    """A single pair, whose D fails most requests until the clients have left; each of two workers sees it."""
+    bad = EngineFaults(sound=False, fault=0.9)
+    return replace(plan, prefills=[EngineFaults()], decodes=[bad], requests=60, restarts_s=0.0, admin_s=0.0, workers=2)
+
+
 @dataclass(frozen=True)
 class FrontMutation:
     """A removed rule. `changes` are (where, name, replacement); with these `worlds` as seeds its lack shows."""
@@ -82,6 +88,21 @@ class FrontMutation:
         plan = self.worlds(draw(random.Random(f"plan/{seed}")))
         with self.applied() if taken_out else nullcontext():
             return run_seed(seed, plan=plan)
+
+
+_PAIRS = canary.Canary._pairs
+
+
+def _pairs_up(self: canary.Canary, serves: fleet.Fits) -> Any:
+    return _PAIRS(self, fleet.both(serves, canary._up))
+
+
+_SEND_OUT = canary.Canary._send_out
+
+
+def _only_one_worker(self: canary.Canary) -> None:
+    if self._proves:
+        _SEND_OUT(self)
 
 
 def _serving_unasked(self: fleet.Fleet, model: str) -> fleet.Fits:
@@ -223,6 +244,10 @@ ALL = {
         FrontMutation("a slow probe is another life", ((Prober, "probe", _slow_is_another),)),
         FrontMutation("an engine that has restarted keeps its proof", ((Life, "may_be", _always),)),
         FrontMutation("canaries fly one at a time", ((canary, "_AT_ONCE", 1),), _hanging_and_idle),
+        FrontMutation("canaries try no wedged engine", ((canary.Canary, "_pairs", _pairs_up),), _failing_alone),
+        FrontMutation(
+            "other workers try no wedged engine", ((canary.Canary, "_send_out", _only_one_worker),), _failing_alone
+        ),
         FrontMutation(
             "an answer that its engine ended is passed on",
             ((relay, "_cut_short", relay.dropped), (relay, "_NOTHING", relay._DROPPED)),
