@@ -69,7 +69,6 @@ class PushPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._by_engine: dict[str, Any] = {}
         self._by_reason: dict[str, Any] = {}
-        self._levels: dict[tuple[int, str], dict[str, int]] = {}  # by reporter; kept, because a 0 is reported once
         for name, metric in METRICS.items():
             self._declare(name, metric, list(labelnames))
 
@@ -87,8 +86,13 @@ class PushPromMetrics(KVConnectorPromMetrics):
         elif metric.kind == "sum":
             made = self._counter_cls(name=full, documentation=metric.words, labelnames=labels)
         else:
-            made = self._gauge_cls(name=full, documentation=metric.words, labelnames=labels)
+            # An engine with several API servers sends each message to one of them: the newest is the engine's.
+            gauge: Any = self._gauge_cls
+            made = gauge(name=full, documentation=metric.words, labelnames=labels, multiprocess_mode="mostrecent")
         self._by_engine[name] = create_metric_per_engine(made, self.per_engine_labelvalues)
+        if metric.kind == "level":
+            for level in self._by_engine[name].values():
+                level.set(0)  # of several processes, a gauge that none has set is not at /metrics
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         data: Mapping[str, Mapping[str, Any]] = transfer_stats_data
@@ -98,9 +102,8 @@ class PushPromMetrics(KVConnectorPromMetrics):
         for name, amount in data["sums"].items():
             self._by_engine[name][engine_idx].inc(amount)
         for name, by_reporter in data["levels"].items():
-            known = self._levels.setdefault((engine_idx, name), {})
-            known.update(by_reporter)
-            self._by_engine[name][engine_idx].set(sum(known.values()))
+            # A reporter that is not in the message has a 0. What this process was told before may be out of date.
+            self._by_engine[name][engine_idx].set(sum(by_reporter.values()))
         labels = self.per_engine_labelvalues[engine_idx]
         for name, reasons in data["counts"].items():
             for reason, amount in reasons.items():

@@ -3,8 +3,8 @@
 
 Each fact has one reporter, so that nothing is multiplied by the TP size: bytes and descriptors are reported by the
 worker that wrote them, times of a push by P's first worker, everything about whole requests by the scheduler. Levels
-are kept by reporter; the newest of each are added up. vLLM's log line forgets after each interval. So a level is
-reported again as long as it is not 0: when one rank's level changes, the sum needs the others' too.
+are kept by reporter and added up. vLLM's log line forgets after each interval, and of several API servers each gets
+some of the messages. So a level is reported again as long as it is not 0: each message has all levels that are not 0.
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
 from unit.schedulers.kit import engine, prefill, request
@@ -278,7 +283,7 @@ def test_engines_are_distinguished() -> None:
     assert (scrape.value("bytes_transferred_total", 0), scrape.value("bytes_transferred_total", 1)) == (0, 7)
 
 
-def test_a_level_is_the_sum_over_the_workers_though_one_tells_nothing() -> None:
+def test_a_level_is_the_sum_over_the_workers_of_one_message() -> None:
     scrape, first, second = Scrape(), Tally(), Tally()
     first.level("writers_dead", 2)
     second.level("writers_dead", 1)
@@ -287,8 +292,71 @@ def test_a_level_is_the_sum_over_the_workers_though_one_tells_nothing() -> None:
     scrape.metrics.observe(both.data)
     assert scrape.value("writers_dead") == 3
     first.level("writers_dead", 0)
-    scrape.metrics.observe(stats_of(first).data)
+    scrape.metrics.observe(added(stats_of(first), stats_of(second)).data)
     assert scrape.value("writers_dead") == 1
+    scrape.metrics.observe(stats_of(second).data)  # the first has said its 0
+    assert scrape.value("writers_dead") == 1
+
+
+FRONT_END = """
+import json, sys
+from unit.observe.test_metrics import Scrape
+metrics = Scrape().metrics
+print("ready", flush=True)
+for line in sys.stdin:
+    metrics.observe(json.loads(line), engine_idx=0)
+    print("done", flush=True)
+"""
+
+
+class FrontEnd:
+    """A process of its own, like one of several API servers: it gets some of the engine's messages."""
+
+    def __init__(self, folder: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", FRONT_END],
+            env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> FrontEnd:
+        self._wait_for("ready")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self.process:
+            self.process.kill()
+
+    def observe(self, stats: PushStats) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(stats.data) + "\n")
+        self.process.stdin.flush()
+        self._wait_for("done")
+
+    def _wait_for(self, word: str) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == word + "\n"
+
+
+def test_a_level_is_the_engines_whichever_api_server_got_its_message(tmp_path: Path) -> None:
+    registry, first, second = CollectorRegistry(), Tally(), Tally()
+    MultiProcessCollector(registry, str(tmp_path))
+
+    def shown() -> list[float]:
+        samples = (sample for metric in registry.collect() for sample in metric.samples)
+        return [s.value for s in samples if s.name == f"{PREFIX}writers_dead" and s.labels["engine"] == "0"]
+
+    with FrontEnd(tmp_path) as one, FrontEnd(tmp_path) as other:
+        assert shown() == [0], "before the first message"
+        seen = []
+        for front_end, levels in ((one, (2, 3)), (other, (0, 3)), (one, (0, 3)), (other, (0, 0))):
+            first.level("writers_dead", levels[0])
+            second.level("writers_dead", levels[1])
+            front_end.observe(added(*(PushStats(data=d) for d in (first.take(), second.take()) if d is not None)))
+            seen.append(shown())
+    assert seen == [[5], [3], [3], [0]]
 
 
 # -- failures of whole requests: the scheduler counts them, once for all ranks
