@@ -8,11 +8,12 @@ round trip counts; its error is at most half of that round trip.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 SAME_CLOCK_S = 0.05  # two clocks count as one if their offsets to the wall clock differ by no more than this
+REBOOT_S = 5.0  # a reboot moves the offset by more than this; within a file less is a wall clock that was set
 
 
 _Key = tuple[Any, Any, Any, Any]
@@ -27,6 +28,9 @@ class _StageEvent(Protocol):
 
     @property
     def facts(self) -> Mapping[str, Any]: ...
+
+
+_E = TypeVar("_E", bound=_StageEvent)
 
 
 @dataclass(slots=True)
@@ -77,6 +81,19 @@ def related(files: Mapping[str, Sequence[_StageEvent]]) -> list[Clock]:
             )
         known |= {p, d}
     return clocks
+
+
+def by_boot(source: str, events: Iterable[_E]) -> dict[str, list[_E]]:
+    """Divide a file's events where its host was started anew, as a process may get the pid of one before that."""
+    divided: dict[str, list[_E]] = {source: []}
+    name, ahead = source, None
+    for event in events:
+        if event.stage == "clock" and "wall" in event.facts:
+            before, ahead = ahead, event.facts["wall"] - event.t
+            if before is not None and abs(ahead - before) > REBOOT_S:
+                name = f"{source} ({len(divided) + 1})"
+        divided.setdefault(name, []).append(event)
+    return divided
 
 
 def _distinct(files: Mapping[str, Sequence[_StageEvent]]) -> list[Clock]:

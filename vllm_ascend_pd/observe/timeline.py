@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from vllm_ascend_pd.errors import one_line
-from vllm_ascend_pd.observe.clocks import Clock, related
+from vllm_ascend_pd.observe.clocks import Clock, by_boot, related
 from vllm_ascend_pd.observe.ending import TransferEnding
 from vllm_ascend_pd.observe.trace import OLDER
 
@@ -154,6 +154,7 @@ class Trace:
                 sources.setdefault(source, []).extend(self._events(source, path))
             except OSError as problem:
                 self.skipped.append(f"{path} ({problem.strerror})")
+        sources = {name: part for source, events in sources.items() for name, part in by_boot(source, events).items()}
         self.clocks: list[Clock] = related(sources)
         shifts = {source: clock.shift for clock in self.clocks for source in clock.sources}
         self.events: list[TraceEvent] = []

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -330,6 +331,57 @@ def test_the_files_of_a_process_are_a_bounded_ring_and_read_as_one(tmp_path: Pat
     kept = trace.transfers()
     assert kept == [f"t/{number}" for number in range(1000 - len(kept), 1000)] and 100 < len(kept) < 400
     assert len({event.source for event in trace.events}) == 1 and len(trace.clocks) == 1
+
+
+def test_a_process_with_the_pid_of_an_ended_one_goes_on_with_its_ring(tmp_path: Path) -> None:
+    """In containers each start has the same pid."""
+    for start in range(30):
+        file = TraceFile(str(tmp_path), "decode-scheduler", max_bytes=20_000)
+        for number in range(50):
+            emit("reserved", transfer=f"t/{start}/{number}", request="r")
+        file.close()
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 25_000
+    kept = Trace(tmp_path).transfers()
+    assert kept == [f"t/{start}/{number}" for start in range(30) for number in range(50)][-len(kept) :]
+    assert len(kept) > 100
+
+
+def test_a_line_that_a_killed_process_left_torn_takes_no_other_with_it(tmp_path: Path) -> None:
+    path = tmp_path / f"decode-scheduler-{os.getpid()}.jsonl"
+    path.write_text('{"t": 1.0, "sta')
+    file = TraceFile(str(tmp_path), "decode-scheduler")
+    file.close()
+    trace = Trace(tmp_path)
+    assert [event.stage for event in trace.events] == ["clock"] and len(trace.skipped) == 1
+
+
+def test_two_processes_of_one_pid_write_a_file_each(tmp_path: Path) -> None:
+    """They are of two containers that share the directory. The lock is of the open file: one process shows it too."""
+    first = TraceFile(str(tmp_path), "decode-scheduler", max_bytes=20_000)
+    second = TraceFile(str(tmp_path), "decode-scheduler", max_bytes=20_000)
+    for number in range(200):
+        emit("reserved", transfer=f"t/{number}", request="r")
+    third = TraceFile(str(tmp_path), "decode-scheduler")
+    for file in (first, second, third):
+        file.close()
+    pid, trace = os.getpid(), Trace(tmp_path)
+    found = {event.source: event.side for event in trace.events}
+    assert list(found) == [f"decode-scheduler-{pid}{number}" for number in ("", ".2", ".3")]
+    assert set(found.values()) == {"D scheduler"} and not trace.skipped
+    TraceFile(str(tmp_path), "decode-scheduler").close()
+    assert len({event.source for event in Trace(tmp_path).events}) == 3, "what has ended is free again"
+
+
+def test_a_host_that_was_started_anew_has_another_clock_in_the_same_file(tmp_path: Path) -> None:
+    before = [{"t": 5000.0, "stage": "clock", "wall": 10_000.0}, {"t": 5001.0, "stage": "x"}]
+    same = [{"t": 5100.0, "stage": "clock", "wall": 10_100.2}, {"t": 5101.0, "stage": "x"}]  # the wall clock was set
+    after = [{"t": 20.0, "stage": "clock", "wall": 10_200.0}, {"t": 21.0, "stage": "x"}]
+    write(tmp_path / "decode-worker-1.before.jsonl", before + same)
+    write(tmp_path / "decode-worker-1.jsonl", after)
+    trace = Trace(tmp_path)
+    assert [event.t for event in trace.events] == [5000.0, 5001.0, 5100.0, 5101.0, 5200.0, 5201.0]
+    assert len({event.side for event in trace.events}) == 1
+    assert [clock.sources for clock in trace.clocks] == [["decode-worker-1"], ["decode-worker-1 (2)"]]
 
 
 def test_the_cost_of_tracing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
