@@ -102,7 +102,7 @@ class PushPromMetrics(KVConnectorPromMetrics):
         for name, amount in data["sums"].items():
             self._by_engine[name][engine_idx].inc(amount)
         for name, by_reporter in data["levels"].items():
-            # A reporter that is not in the message has a 0. What this process was told before may be out of date.
+            # A reporter that is not in the message has a 0. What this process had before may be out of date.
             self._by_engine[name][engine_idx].set(sum(by_reporter.values()))
         labels = self.per_engine_labelvalues[engine_idx]
         for name, reasons in data["counts"].items():
