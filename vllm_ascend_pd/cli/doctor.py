@@ -20,7 +20,7 @@ from vllm_ascend_pd.channel.exposure import check_exposure
 from vllm_ascend_pd.cli import given
 from vllm_ascend_pd.cli.checkup import engine, npu
 from vllm_ascend_pd.cli.checkup import host as host_checks
-from vllm_ascend_pd.cli.checkup.check import FAILURE, Check, tried
+from vllm_ascend_pd.cli.checkup.check import FAILURE, Check, failed, good, note
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.secret_files import load_secrets
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _all(args: argparse.Namespace, asked: host_checks.HostOptions) -> Iterable[Check]:
     if args.model:
-        yield tried("model", lambda: _model(args.model))
+        yield _model(args.model)
     if args.only_configuration:
         yield from host_checks.settings(asked)
         yield from engine.checks(asked)
@@ -165,12 +165,22 @@ def _dp_ranks(args: argparse.Namespace) -> range:
     return here
 
 
-def _model(model: str) -> str:
-    from vllm_ascend_pd.cli.model import read_model
+def _model(model: str) -> Check:
+    """Check a model's cache. What the reader cannot describe is no failure: the start scripts would stop for it."""
+    from vllm_ascend_pd.cli.model import described, read_config
 
-    found = read_model(model)
+    try:
+        config = read_config(model)
+    except ConfigError as error:
+        return failed("model", error)
+    try:
+        found = described(model, config)
+    except ConfigError as error:
+        if error.code == "PD-CONF-005":
+            return failed("model", error)
+        return note("model", f"its cache is not described here, so the engine decides ({error.sentence})")
     kind = "MLA" if found.mla else f"{found.heads} KV heads × {found.dim}"
-    return f"{kind}, {found.layers} layers: nothing that the engine would refuse"
+    return good("model", f"{kind}, {found.layers} layers: nothing that the engine would refuse")
 
 
 def _secrets(asked: host_checks.HostOptions) -> Secrets | None:

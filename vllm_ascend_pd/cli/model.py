@@ -17,7 +17,8 @@ from vllm_ascend_pd.cli.given import read_text, refuse
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.geometry.states import DELTA_NET, MAMBA2, Recurrent
 
-_ATTENTION = {"full_attention", "attention", "sliding_attention"}
+_CHUNKED = "chunked_attention"
+_ATTENTION = {"full_attention", "attention", "sliding_attention", _CHUNKED}
 _RECURRENT_KEYS = ("mamba_d_state", "ssm_cfg", "mamba_num_heads", "linear_num_key_heads", "conv_L_cache")
 _RECURRENT = {"linear_attention", "mamba", "mamba2"}  # of `layer_types`
 # Names of the same sizes by family: heads, values of a head, groups of B and C, a state's width, convolution kernel.
@@ -32,6 +33,7 @@ _DELTA_NET = (
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
+_REMEDY = "Give a directory with a model's config.json, or --kv-heads, --head-dim and --layers."
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +73,27 @@ class States:
 
 def read_model(model: str) -> Model:
     """Read a model's config.json. Raise ConfigError if that fails, with PD-CONF-005 if an engine refuses the cache."""
-    remedy = "Give a directory with a model's config.json, or --kv-heads, --head-dim and --layers."
-    text = read_text("--model", model, Path(model) / "config.json", remedy)
+    return described(model, read_config(model))
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """Return what a model's config.json says. Raise ConfigError if it cannot be read or is no JSON object."""
+    text = read_text("--model", model, Path(model) / "config.json", _REMEDY)
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as problem:
-        refuse("--model", model, f"its config.json is not JSON ({problem})", remedy, problem)
+        refuse("--model", model, f"its config.json is not JSON ({problem})", _REMEDY, problem)
     if not isinstance(config, dict):
-        refuse("--model", model, "its config.json is not an object", remedy)
+        refuse("--model", model, "its config.json is not an object", _REMEDY)
+    return config
+
+
+def described(model: str, config: Mapping[str, Any]) -> Model:
+    """Return the sizes in a model's configuration.
+
+    Raise ConfigError with PD-CONF-005 if an engine refuses the cache, and with another code if this reader cannot
+    describe it: an engine may take it all the same.
+    """
     if isinstance(config.get("text_config"), dict):  # a vision model: the cache is the language model's
         config = {"quantization_config": config.get("quantization_config"), **config["text_config"]}
     if isinstance(kinds := config.get("layers_block_type"), list):  # the kind of each layer, so their number too
@@ -93,11 +108,14 @@ def read_model(model: str) -> Model:
         raise ConfigError(
             "PD-CONF-005", feature=found, remedy="Use a model with attention, windows, states or MLA in plain numbers."
         )
+    if isinstance(kinds := config.get("layer_types"), list) and _CHUNKED in kinds:
+        why = "it has chunked attention, and an engine's settings decide whether it keeps all blocks (docs/kinds.md)"
+        refuse("--model", model, why, "Trace an engine: vllm-ascend-pd trace names its layers and groups.")
 
     def size(name: str) -> int:
         value = config.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            refuse("--model", model, f"its config.json says {name} = {value!r}", remedy)
+            refuse("--model", model, f"its config.json says {name} = {value!r}", _REMEDY)
         return value
 
     attention, layers = size("num_attention_heads"), size("num_hidden_layers")

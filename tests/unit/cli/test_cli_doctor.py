@@ -170,6 +170,38 @@ def test_a_part_of_a_configuration_can_be_checked_and_is_said_to_be_no_whole() -
     assert code == 0 and found["connector"][0]["level"] == WARNING and "admission" not in found
 
 
+UNDESCRIBED = {
+    "compressed latents": {**MODEL, "compress_ratios": [0, 4, 128], "sliding_window": 128},
+    "chunks": {**MODEL, "layer_types": ["chunked_attention", "chunked_attention", "full_attention"]},
+    "Mamba-2 alone": {"num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8, "num_hidden_layers": 64},
+    "GPT-2": {"n_head": 12, "n_layer": 12, "n_embd": 768},
+}
+
+
+@pytest.mark.parametrize("config", UNDESCRIBED.values(), ids=UNDESCRIBED)
+def test_a_model_that_the_reader_cannot_describe_is_left_to_the_engine(config: dict[str, Any], tmp_path: Path) -> None:
+    """The start scripts look so before a start."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, found = doctor("--only-configuration", "--model", str(tmp_path))
+    assert code == 0 and found["model"][0]["level"] == NOTE and "the engine decides" in found["model"][0]["says"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "cannot be read"),
+        ("{", "not JSON"),
+        ("[]", "not an object"),
+        (json.dumps({**MODEL, "mamba_d_state": 16}), "PD-CONF-005: A model with recurrent states"),
+    ],
+)
+def test_a_model_that_cannot_be_read_or_is_refused_is_a_failure(text: str | None, says: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    code, found = doctor("--only-configuration", "--model", str(tmp_path))
+    assert code == 1 and found["model"][0]["level"] == FAILURE and says in found["model"][0]["says"]
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

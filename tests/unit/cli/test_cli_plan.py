@@ -240,7 +240,7 @@ REFUSED = {
         "qk_rope_head_dim": 64,
         "sliding_window": 128,
     },
-    "chunks": {"layer_types": ["chunked_attention", "full_attention"]},
+    "an unknown kind of layer": {"layer_types": ["local_attention", "full_attention"]},
     "an indexer beside heads": {"index_topk": 2048, "index_head_dim": 128},
     "linear attention of unknown sizes": {"layer_types": ["linear_attention", "full_attention"]},
     "states of unknown sizes": {"mamba_d_state": 128},
@@ -274,10 +274,17 @@ def test_there_is_no_plan_for_a_model_that_an_engine_refuses(
     assert capsys.readouterr().err.startswith("PD-CONF-005: A ")
 
 
-def test_compressed_latents_have_no_plan_but_are_not_called_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"compress_ratios": [0, 4, 128, 4], "index_topk": 512, "sliding_window": 128},
+        {"layer_types": ["chunked_attention", "full_attention"] * 2},
+    ],
+    ids=["compressed latents", "chunks"],
+)
+def test_what_is_not_described_has_no_plan_but_is_not_called_refused(
+    more: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = {"compress_ratios": [0, 4, 128, 4], "index_topk": 512, "sliding_window": 128}
     (tmp_path / "config.json").write_text(json.dumps({**FULL, **more}))
     assert main(["plan", "--p-tp", "2", "--d-tp", "1", "--model", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("PD-CONF-003: --model")

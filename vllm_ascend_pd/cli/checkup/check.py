@@ -45,4 +45,8 @@ def tried(name: str, attempt: Callable[[], str]) -> Check:
     try:
         return good(name, attempt())
     except PdError as error:
-        return failure(name, f"{error.code}: {error.sentence}", error.remedy)
+        return failed(name, error)
+
+
+def failed(name: str, error: PdError) -> Check:
+    return failure(name, f"{error.code}: {error.sentence}", error.remedy)
