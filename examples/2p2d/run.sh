@@ -22,11 +22,14 @@ start() {
   fi
 }
 stop() {
+  local again=
+  trap 'again=1' INT TERM # a second signal ends the waiting, not the stop
   kill -TERM "${pids[@]}" 2>/dev/null || true
   for _ in $(seq 300); do # 30 s: vLLM does not hear a SIGTERM that comes while its engine starts
-    kill -0 "${pids[@]}" 2>/dev/null || break
-    sleep 0.1
+    if [ -n "$again" ] || ! kill -0 "${pids[@]}" 2>/dev/null; then break; fi
+    sleep 0.1 || true
   done
+  trap '' INT TERM
   for pid in "${pids[@]}"; do kill -KILL -- "-$pid" 2>/dev/null || true; done
   wait
 }

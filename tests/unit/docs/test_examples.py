@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import json
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +23,7 @@ import yaml
 from referencing import Registry
 from referencing.jsonschema import DRAFT202012
 
+from unit.kits.watching import until
 from vllm_ascend_pd.cli.__main__ import parser
 from vllm_ascend_pd.cli.metaserver import settings_of
 from vllm_ascend_pd.config import PushConfig
@@ -129,6 +133,37 @@ def test_a_scripts_engines_have_ports_of_their_own_and_the_metaserver_names_them
         assert len(ports) == len(set(ports))
         named = re.findall(r"http://127\.0\.0\.1:(\d+)", " ".join(first))
         assert sorted(named) == sorted(ports), script
+
+
+def test_a_second_signal_leaves_no_engine_behind(tmp_path: Path) -> None:
+    """The first one asks the engines to end, and these do not. They write a file when they hear it."""
+    folder, heard = tmp_path / "examples/2p2d", tmp_path / "heard"
+    folder.mkdir(parents=True)
+    heard.mkdir()
+    shutil.copy(EXAMPLES / "2p2d/run.sh", folder)
+    shutil.copy(EXAMPLES / "ascend.env", folder.parent)
+    (tmp_path / "scripts").mkdir()
+    for role in ("metaserver", "prefill", "decode"):
+        script = tmp_path / "scripts" / f"{role}.sh"
+        script.write_text(f"#!/bin/sh\ntrap ': >{heard}/$$.TERM' TERM\n: >{heard}/$$.on\nwhile :; do sleep 0.1; done\n")
+        script.chmod(0o755)
+
+    def all_five(state: str) -> bool:
+        return len(list(heard.glob(f"*.{state}"))) == 5
+
+    run = subprocess.Popen([folder / "run.sh", "--model", "m"])
+    try:
+        for state in ("on", "TERM"):
+            until(functools.partial(all_five, state), state)
+            run.send_signal(signal.SIGTERM)
+        assert run.wait(20) == 130
+        assert not [file for file in heard.glob("*.on") if Path("/proc", file.stem).exists()]
+    finally:
+        run.kill()
+        run.wait()
+        for file in heard.glob("*.on"):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(int(file.stem), signal.SIGKILL)
 
 
 def test_unequal_sizes_are_unequal_and_not_configured_twice() -> None:
