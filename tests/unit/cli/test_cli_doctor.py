@@ -28,6 +28,7 @@ from vllm_ascend_pd.cli.checkup import host, npu, pair
 from vllm_ascend_pd.cli.checkup.check import FAILURE, GOOD, NOTE, WARNING, Check
 from vllm_ascend_pd.cli.checkup.line import Broken, Line, dial
 from vllm_ascend_pd.config import ChannelConfig, MetaserverConfig, PushConfig
+from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.shared.loop import LoopThread
 
@@ -274,6 +275,19 @@ def test_the_ports_of_a_hosts_data_parallel_ranks_are_those_that_its_engine_take
         f"{LOOPBACK}:{base + port}" for port in wanted
     ]
     assert code == 1 and [check["level"] for check in found["ports"]] == [GOOD] * (2 * each - 1) + [FAILURE]
+
+
+@pytest.mark.parametrize("words", [("--dp", "1"), ("--ranks", "2")])
+def test_an_engine_with_both_roles_has_a_port_for_its_scheduler_before_those_of_its_workers(
+    words: tuple[str, str],
+) -> None:
+    base, config = 28100, {**HOLDING, "kv_role": "kv_both"}
+    config["kv_connector_extra_config"] = {"side_channel_port": base, "hold_sources": 4}
+    push = PushConfig(channel=ChannelConfig(side_channel_port=base))
+    running = Engine(push, "", "", "", LOOPBACK, None, both=True)
+    wanted = [running.listening_port, running.port_of(0), running.port_of(1)]
+    _, found = doctor("--kv-transfer-config", json.dumps(config), "--tp", "2", *words)
+    assert [check["says"].split()[0] for check in found["ports"]] == [f"{LOOPBACK}:{port}" for port in wanted]
 
 
 @pytest.mark.parametrize(
