@@ -93,7 +93,7 @@ class FrontMutation:
 _PAIRS = canary.Canary._pairs
 
 
-def _pairs_up(self: canary.Canary, serves: fleet.Fits) -> Any:
+def _pairs_up(self: canary.Canary, serves: fleet.Fits = canary._up) -> Any:
     return _PAIRS(self, fleet.both(serves, canary._up))
 
 
