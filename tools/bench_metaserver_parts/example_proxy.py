@@ -29,7 +29,7 @@ def build(prefill: str, decode: str, own: str, way: str) -> FastAPI:
         ticket = uuid.uuid4().hex
         waiting[ticket] = body
         params = {"do_remote_prefill": True, "metaserver": own, "ticket": ticket}
-        sent = {**body, "kv_transfer_params": params} if way == "full" else body
+        sent = {**body, "kv_transfer_params": params} if way == "whole" else body
 
         async def pieces() -> AsyncIterator[bytes]:
             async with clients[decode].stream("POST", "/v1/completions", json=sent) as answer:
@@ -55,7 +55,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     for name in ("port", "prefill", "decode"):
         parser.add_argument(name, type=int)
-    parser.add_argument("way", choices=("full", "relay"))
+    parser.add_argument("way", choices=("whole", "relay"))
     args = parser.parse_args()
     prefill, decode, own = (f"http://127.0.0.1:{port}" for port in (args.prefill, args.decode, args.port))
     uvicorn.run(

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tools.support.process import free_port
 from unit.channel.kit import AnsweringListener
 from unit.metaserver.cluster import cluster
 from vllm_ascend_pd.admission import listening_offsets
@@ -262,7 +263,7 @@ def test_the_last_port_there_is_can_be_the_last_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("role", "each"), [("kv_consumer", 4), ("kv_producer", 1)])
 def test_the_ports_of_a_hosts_data_parallel_ranks_are_those_that_its_engine_takes(role: str, each: int) -> None:
     """Ranks 2 and 3 of four, TP 2 and PP 2. On P the scheduler of each rank listens, for prompts that P holds."""
-    base = 28000
+    base = free_port(count=16)
     given = {**HOLDING, "kv_role": role}
     given["kv_connector_extra_config"] = {"side_channel_port": base, "hold_sources": 4 * (role == "kv_producer")}
     words = ("--dp", "4", "--dp-start-rank", "2", "--tp", "2", "--pp", "2")
@@ -281,7 +282,7 @@ def test_the_ports_of_a_hosts_data_parallel_ranks_are_those_that_its_engine_take
 def test_an_engine_with_both_roles_has_a_port_for_its_scheduler_before_those_of_its_workers(
     words: tuple[str, str],
 ) -> None:
-    base, config = 28100, {**HOLDING, "kv_role": "kv_both"}
+    base, config = free_port(count=3), {**HOLDING, "kv_role": "kv_both"}
     config["kv_connector_extra_config"] = {"side_channel_port": base, "hold_sources": 4}
     push = PushConfig(channel=ChannelConfig(side_channel_port=base))
     running = Engine(push, "", "", "", LOOPBACK, None, both=True)

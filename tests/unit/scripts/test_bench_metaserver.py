@@ -28,7 +28,7 @@ def test_the_speed_of_each_system_is_printed_and_what_it_adds_over_the_engine() 
     head = [cell.strip() for cell in head]
     found = {(row[0].strip(), row[1]): dict(zip(head, row, strict=True)) for row in rows}
     assert set(found) == {
-        *(("full", name) for name in ("metaserver", "example")),
+        *(("whole", name) for name in ("metaserver", "example")),
         *(("relay", name) for name in ("metaserver", "example", "engine alone")),
     }
     for (_, name), row in found.items():
