@@ -27,6 +27,7 @@ from vllm_ascend_pd.compat import is_vllm_ascend
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.protocol.first import First, LogProb
 from vllm_ascend_pd.protocol.sampling import GRAMMAR
+from vllm_ascend_pd.wrapping import wrap
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,6 @@ CONTAINED = "another connector contains ours"
 FIRST_TOKEN_ARG = "pd_first_token"  # in a request's extra arguments, on its way to the workers
 _FAILING = "_handle_failed_recving"  # from 0.32 on
 _RETRYING = "_update_waiting_for_remote_kv"  # before: of a request without computed tokens the blocks are freed
-WRAPPED = "pd_wrapped"  # set on our wrappers: others wrap vLLM's methods too
 _OUTPUTS = ("self", "scheduler_output", "model_runner_output")  # parameters of update_from_output
 _SCHEDULER = ("_update_from_kv_xfer_finished", "finish_requests")
 _REQUEST = ("append_output_token_ids", "take_events", "take_prefill_stats", "record_event", "get_finished_reason")
@@ -95,22 +95,16 @@ def install(vllm_config: Any) -> str:
     return unproven(vllm_config) or wrap_outputs(vllm_config.scheduler_config.get_scheduler_cls())
 
 
-def defining(scheduler: type, name: str) -> Any:
-    """Return the class that a scheduler has this method from."""
-    return next(owner for owner in scheduler.__mro__ if name in vars(owner))
-
-
 def wrap_outputs(scheduler: type) -> str:
     """Call the connector's StepHooks around `update_from_output`, once. Return why not; empty: it is wrapped."""
     found = getattr(scheduler, "update_from_output", lambda: None)
     if tuple(inspect.signature(found).parameters) != _OUTPUTS:
         return f"the scheduler {scheduler.__name__} differs in update_from_output"
-    owner = defining(scheduler, "update_from_output")
-    original = owner.update_from_output
-    if hasattr(original, WRAPPED):
-        return ""
+    wrap(scheduler, "update_from_output", _with_hooks)
+    return ""
 
-    @functools.wraps(original)
+
+def _with_hooks(original: Any) -> Any:
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         roles = self.connector.step_hooks if isinstance(self.connector, HasStepHooks) else ()
         for role in roles:
@@ -122,9 +116,7 @@ def wrap_outputs(scheduler: type) -> str:
             role.entered = False
         return outputs
 
-    setattr(update_from_output, WRAPPED, True)
-    owner.update_from_output = update_from_output
-    return ""
+    return update_from_output
 
 
 def install_on_worker(vllm_config: Any) -> str:

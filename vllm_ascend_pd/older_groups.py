@@ -14,13 +14,13 @@ D has without its state (`take_whole_prefixes`).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from vllm_ascend_pd import first_token
 from vllm_ascend_pd.compat import HAS_TRANSFER_RESULTS
+from vllm_ascend_pd.wrapping import wrap
 
 VERSIONS = ("0.23.",)
 _SCHEDULE = "schedule"
@@ -49,16 +49,11 @@ def install(vllm_config: Any) -> str:
     if found := [name for name in _USED if not hasattr(scheduler, name)]:
         return f"the scheduler {scheduler.__name__} differs in {', '.join(found)}"
     if not (why := first_token.wrap_outputs(scheduler)):
-        _wrap_schedule(first_token.defining(scheduler, _SCHEDULE))
+        wrap(scheduler, _SCHEDULE, _lending)
     return why
 
 
-def _wrap_schedule(owner: Any) -> None:
-    original = getattr(owner, _SCHEDULE)
-    if hasattr(original, first_token.WRAPPED):
-        return
-
-    @functools.wraps(original)
+def _lending(original: Any) -> Any:
     def schedule(self: Any, *given: Any, **named: Any) -> Any:
         if self.connector is not None:
             self.connector.tables = self.kv_cache_manager
@@ -67,8 +62,7 @@ def _wrap_schedule(owner: Any) -> None:
         keep_loads(output, output.kv_connector_metadata)
         return output
 
-    setattr(schedule, first_token.WRAPPED, True)
-    setattr(owner, _SCHEDULE, schedule)
+    return schedule
 
 
 def take_whole_prefixes(manager: Any) -> None:

@@ -8,10 +8,9 @@ would not be drained. There, the connector learns of them from the wrapped metho
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-from vllm_ascend_pd import first_token
+from vllm_ascend_pd.wrapping import wrap
 
 _RESET = "reset_prefix_cache"
 _LISTED = "reset_preempted_req_ids"  # of a scheduler that lists them itself
@@ -27,11 +26,11 @@ class RecordsPreemptions:
 def install(vllm_config: Any) -> None:
     """Wrap the engine's scheduler, once. A scheduler without this method resets nothing."""
     scheduler = vllm_config.scheduler_config.get_scheduler_cls()
-    original = getattr(scheduler, _RESET, None)
-    if original is None or hasattr(original, first_token.WRAPPED):
-        return
+    if hasattr(scheduler, _RESET):
+        wrap(scheduler, _RESET, _reporting)
 
-    @functools.wraps(original)
+
+def _reporting(original: Any) -> Any:
     def reset_prefix_cache(self: Any, *given: Any, **named: Any) -> Any:
         before = [] if hasattr(self, _LISTED) else [request.request_id for request in self.running]
         try:
@@ -42,8 +41,7 @@ def install(vllm_config: Any) -> None:
                 if request_id not in running:
                     _report(self.connector, request_id)
 
-    setattr(reset_prefix_cache, first_token.WRAPPED, True)
-    setattr(first_token.defining(scheduler, _RESET), _RESET, reset_prefix_cache)
+    return reset_prefix_cache
 
 
 def _report(connector: Any, request_id: str) -> None:

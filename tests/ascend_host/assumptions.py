@@ -36,10 +36,11 @@ from vllm_ascend.distributed.kv_transfer import register_connector as register_t
 from vllm_ascend.worker.worker import NPUWorker
 
 from tools.support.models import ensure
-from vllm_ascend_pd import compat, first_token, older_groups, patience, plugin
+from vllm_ascend_pd import compat, older_groups, patience, plugin
 from vllm_ascend_pd.admission import kinds
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.wrapping import WRAPPED
 
 BOTH = ("kv_producer", "kv_consumer")
 ASSUMPTIONS: dict[str, Callable[[], None]] = {}
@@ -256,7 +257,7 @@ def schedulers_can_lend_their_tables() -> None:
         assert not older_groups.install(config), (role, older_groups.install(config))
         scheduler = config.scheduler_config.get_scheduler_cls()
         for name in ("schedule", "update_from_output"):
-            assert hasattr(getattr(scheduler, name), first_token.WRAPPED), (scheduler, name)
+            assert hasattr(getattr(scheduler, name), WRAPPED), (scheduler, name)
 
 
 @assumption

@@ -76,7 +76,7 @@ def _ascend_refusals(more: Any, role: str) -> Iterator[ConfigError]:
     if more.get("enable_kv_nz"):
         # D's attention would read its plain cache as fractals, which P does not write.
         yield not_proven("enable_kv_nz", remedy)
-    hashed, graphs = ({} if more.get(name) is None else more[name] for name in ("hamming_sparse", "xlite_graph_config"))
+    hashed, graphs = (more.get(name) or {} for name in ("hamming_sparse", "xlite_graph_config"))
     if more.get("enable_hamming_sparse") or hashed.get("enabled"):
         # D's attention would choose blocks by hashes of keys, in a cache that no connector is given.
         yield not_proven("hamming_sparse", remedy)

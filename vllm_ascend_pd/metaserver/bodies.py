@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -90,10 +90,14 @@ MEDIA_PARTS = (
 )
 
 
-def _pattern(names: Iterable[str]) -> re.Pattern[bytes]:
-    """Return a pattern of these strings in JSON, however their letters are written."""
+def _pattern(names: Sequence[str]) -> re.Pattern[bytes]:
+    """Return a pattern of these strings in JSON, however their letters are written.
+
+    It looks at the first letter before it tries the names: a prompt has many strings.
+    """
+    first = "".join(sorted({name[0] for name in names}))
     letters = ("".join(rf"(?:{letter}|\\u00(?i:{ord(letter):02x}))" for letter in name) for name in names)
-    return re.compile(f'"(?:{"|".join(letters)})"'.encode())
+    return re.compile(rf'"(?=[{first}\\])(?:{"|".join(letters)})"'.encode())
 
 
 MEDIA = _pattern(MEDIA_PARTS)

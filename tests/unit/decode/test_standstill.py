@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from vllm_ascend_pd import first_token, standstill
+from vllm_ascend_pd import standstill
 from vllm_ascend_pd.standstill import MAX_STEPS, Standstill
+from vllm_ascend_pd.wrapping import WRAPPED
 
 
 class RequestQueue(deque[Any]):
@@ -214,7 +215,7 @@ def test_it_is_installed_where_it_was_tried(monkeypatch: pytest.MonkeyPatch) -> 
     for name in standstill._USED:
         monkeypatch.setattr(Other, name, lambda *_: None, raising=False)
     assert standstill.install(config()) == standstill.install(config()) == ""
-    assert hasattr(Other.update_from_output, first_token.WRAPPED)
+    assert hasattr(Other.update_from_output, WRAPPED)
     monkeypatch.setattr(Other, "update_from_output", lambda self, output: {})
     assert standstill.install(config()) == "the scheduler Other differs in update_from_output"
     monkeypatch.setattr(vllm, "__version__", "0.99.0")

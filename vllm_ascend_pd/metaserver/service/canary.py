@@ -114,6 +114,8 @@ class Canary:
 
     def _send_out(self) -> None:
         """Send a canary for each engine that is in no proven pair and has none in flight, if its circuit admits one."""
+        if not (self._proves or any(instance.circuit.open for instance in self._front.fleet)):
+            return  # most of the time, and all pairs are many
         busy = {name for pair in (*self.proven(), *self._in_flight.values()) for name in pair}
         now = time.monotonic()
         names = {instance.name for instance in self._front.fleet}

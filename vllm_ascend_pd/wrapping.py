@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrapping of methods of vLLM's schedulers, once each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+WRAPPED = "pd_wrapped"  # set on our wrappers: others wrap vLLM's methods too
+
+
+def wrap(scheduler: type, name: str, around: Callable[[Any], Any]) -> None:
+    """Replace a method by `around(method)`, in the class that the scheduler has it from, unless that was done."""
+    owner = next(owner for owner in scheduler.__mro__ if name in vars(owner))
+    original = getattr(owner, name)
+    if hasattr(original, WRAPPED):
+        return
+    wrapper = functools.wraps(original)(around(original))
+    setattr(wrapper, WRAPPED, True)
+    setattr(owner, name, wrapper)
