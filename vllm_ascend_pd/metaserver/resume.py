@@ -161,7 +161,9 @@ class StreamState:
         latest = self._released + self.original.held - self.original.stop
         found = next((mark for mark in reversed(self._marks) if mark.text <= latest or not mark.tokens), None)
         if found is None or len(self.ids) - found.tokens > MAX_AGAIN:
-            raise NotContinued(f"D held text back over more than {MAX_AGAIN} tokens")
+            raise NotContinued(
+                f"D held text back, or sent several tokens in each event (--stream-interval), for over {MAX_AGAIN} tokens"
+            )
         return found
 
     def next_request(self, room: int) -> Request:

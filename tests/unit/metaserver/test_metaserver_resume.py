@@ -309,3 +309,15 @@ def test_text_held_back_for_long_is_not_computed_again_for_ever() -> None:
         kept.take(b"data: " + json.dumps(half).encode() + b"\n\n")
     with pytest.raises(NotContinued, match="held text back"):
         kept.point()
+
+
+def test_events_of_several_tokens_are_named_as_the_reason() -> None:
+    kept = StreamState(resumable(max_tokens=1000), MAX_HELD)
+    ids = [7] * 32
+    event = {"id": "x", "choices": [{"index": 0, "text": "g" * 32, "token_ids": ids, "prompt_token_ids": [1]}]}
+    for _ in range(MAX_AGAIN // len(ids)):
+        kept.take(b"data: " + json.dumps(event).encode() + b"\n\n")
+    assert kept.point().tokens == 0
+    kept.take(b"data: " + json.dumps(event).encode() + b"\n\n")
+    with pytest.raises(NotContinued, match="--stream-interval"):
+        kept.point()
