@@ -41,18 +41,19 @@ pd_fail() {
 }
 
 # pd_step TEXT COMMAND...: one line with the time it took; the command's own output goes to the log, and its end
-# to the terminal if it fails.
+# to the terminal if it fails. Where no terminal is, it is two lines: others may print between them.
 pd_step() {
-  local text=$1 began=$EPOCHREALTIME rc=0
+  local text=$1 began=$EPOCHREALTIME rc=0 line
   shift
-  printf '[set-up] %s … ' "$text" >&2
+  line="[set-up] $text …"
+  if [ -t 2 ]; then printf '%s ' "$line" && line=; else printf '%s\n' "$line" && line+=' '; fi >&2
   printf '\n### %s: %s\n' "$text" "$*" >>"$PD_SETUP_LOG"
   "$@" >>"$PD_SETUP_LOG" 2>&1 </dev/null || rc=$?
   if [ "$rc" = 0 ]; then
-    printf '%s s\n' "$(pd_elapsed "$began")" >&2
+    printf '%s%s s\n' "$line" "$(pd_elapsed "$began")" >&2
     return 0
   fi
-  printf 'failed after %s s\n' "$(pd_elapsed "$began")" >&2
+  printf '%sfailed after %s s\n' "$line" "$(pd_elapsed "$began")" >&2
   tail -n 30 "$PD_SETUP_LOG" | sed 's/^/[set-up]   | /' >&2
   pd_fail "$text: exit code $rc; all of its output is in ${PD_SETUP_LOG#"$PD_ROOT"/}"
 }
@@ -164,11 +165,14 @@ sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").is_file())'
 # A fresh machine often upgrades itself just then, and holds dpkg's lock.
 pd_apt() { apt-get "$1" -q -o "DPkg::Lock::Timeout=$PD_SETUP_LOCK_TIMEOUT" "${@:2}"; }
 
-pd_apt_install() {
+# One at a time: two set-ups of a clone may both miss something, and apt-get update does not wait for its lock.
+pd_apt_install() (
   export DEBIAN_FRONTEND=noninteractive
+  exec 8>"$PD_CACHE/apt.lock"
+  flock -w "$PD_SETUP_LOCK_TIMEOUT" 8
   pd_apt install -y --no-install-recommends "$@" && return 0
   pd_apt update && pd_apt install -y --no-install-recommends "$@"
-}
+)
 
 pd_debian() {
   local missing

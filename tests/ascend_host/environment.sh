@@ -40,6 +40,7 @@ build_vllm_ascend() {
 make_venv() {
   local base
   base=$(pd_find_python311) || pd_fail "Python 3.11 is needed: install it, or set PD_BASE_PYTHON"
+  : >"$PD_SETUP_LOG"
   pd_debian "$base"
   pd_step "${venv#"$PD_ROOT"/} from $base" "$base" -m venv --clear "$venv"
   pd_step "torch, torch_npu and what vLLM needs (pinned, 4 GB to download)" wheels
@@ -68,7 +69,11 @@ stamp=$(pd_hash "$REQUIREMENTS" tests/ascend_host/environment.sh)
 is_there() { [ -f "$venv/.stamp" ] && [ "$(<"$venv/.stamp")" = "$stamp" ]; }
 
 mkdir -p "$PD_CACHE"
+PD_SETUP_LOG=$PD_CACHE/ascend-host.log
 exec 9>"$PD_CACHE/ascend-host.lock"
-flock -w "$PD_SETUP_LOCK_TIMEOUT" 9
+if ! flock -n 9; then
+  pd_say "another set-up of .venv-ascend-host is running; waiting for it"
+  flock -w "$PD_SETUP_LOCK_TIMEOUT" 9
+fi
 is_there || make_venv
 printf '%s\n' "$python"

@@ -15,6 +15,7 @@ python tests/native/npu_build.py        makes the environment and builds if need
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -191,10 +192,12 @@ class Build:
         return found
 
     def ensure(self: BuildT) -> BuildT:
-        if not (self.folder / "done").exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._compile()
-            (self.folder / "done").touch()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be compiling, which ends: each compiler has a limit
+            if not (self.folder / "done").exists():
+                self._compile()
+                (self.folder / "done").touch()
         return self
 
     def _run(self, output: str, *arguments: str | Path) -> None:
