@@ -22,7 +22,7 @@ usage: scripts/test.sh [--ci | --all] [--no-setup] [path or pytest argument …]
 As root it installs with apt-get what some tests use and this host lacks: a browser for the status page; with --all,
 cross-compiler and emulator for aarch64, and CMake. Elsewhere these tests say what they lack.
 
-Without paths the tests run in two processes more than there are cores, five at most: they often wait. Those of a folder
+Without paths the tests run in one process more than there are cores, five at most: they often wait. Those of a folder
 that starts engines run in one of them.
 With paths (tests/unit, tests/unit/test_x.py::test_y) only those run, as with --ci, in one process, or with -n N in N.
 Other arguments go to pytest as they are.
@@ -88,9 +88,11 @@ case $tier in
   *) selection=(-m 'not slow and not ci' --seeds few) ;;
 esac
 spread=()
+# More threads than cores: those that wait for others of their operator leave the core to them.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 if [ ${#paths[@]} = 0 ]; then
   cores=$(nproc)
-  spread=(-n "$((cores < 3 ? cores + 2 : 5))" --durations 15 --durations-min 20)
+  spread=(-n "$((cores < 4 ? cores + 1 : 5))" --durations 15 --durations-min 20)
   # The longest first, so that the processes end together: each process with a file that starts engines stays busy all
   # the time.
   for part in integration ascend_host simulation native unit; do

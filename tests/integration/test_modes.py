@@ -51,10 +51,9 @@ MODES = {
     "async scheduling off on D": Mode(d=NO_ASYNC),
     "no prefix cache": Mode(NO_PREFIXES, NO_PREFIXES),
     "no prefix cache on P": Mode(p=NO_PREFIXES),
-    "no prefix cache on D": Mode(d=NO_PREFIXES),
     "chunks that cut blocks": Mode(chunk=50),
     "bfloat16": Mode(("--dtype", "bfloat16"), ("--dtype", "bfloat16"), tie=0.05),
-    "UniProc executor": Mode(environment=UNIPROC),
+    "UniProc executor, no prefix cache on D": Mode(d=NO_PREFIXES, environment=UNIPROC),
 }
 
 
@@ -80,7 +79,7 @@ def exercise(pair: Pair, name: str) -> None:
     pair.check([fresh_prompt(25 + 40 * i) for i in range(8)], name=f"{name}, 8 at once")
 
 
-CI_MODES = ("no prefix cache on D", "UniProc executor")  # the others' code runs in CI in other tests
+CI_MODES = ("UniProc executor, no prefix cache on D",)  # the others' code runs in CI in other tests
 
 
 @pytest.mark.parametrize(
