@@ -162,17 +162,18 @@ sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").is_file())'
   if pd_library_missing libcurl.so.4; then printf 'libcurl4\n'; fi
 }
 
-# A fresh machine often upgrades itself just then, and holds dpkg's lock.
-pd_apt() { apt-get "$1" -q -o "DPkg::Lock::Timeout=$PD_SETUP_LOCK_TIMEOUT" "${@:2}"; }
+# A fresh machine often upgrades itself just then, and holds dpkg's lock. One at a time: two set-ups of a clone may both
+# miss something, and apt-get update does not wait for its lock.
+pd_apt() {
+  flock -o -w "$PD_SETUP_LOCK_TIMEOUT" "$PD_CACHE/apt.lock" \
+    apt-get "$1" -q -o "DPkg::Lock::Timeout=$PD_SETUP_LOCK_TIMEOUT" "${@:2}"
+}
 
-# One at a time: two set-ups of a clone may both miss something, and apt-get update does not wait for its lock.
-pd_apt_install() (
+pd_apt_install() {
   export DEBIAN_FRONTEND=noninteractive
-  exec 8>"$PD_CACHE/apt.lock"
-  flock -w "$PD_SETUP_LOCK_TIMEOUT" 8
   pd_apt install -y --no-install-recommends "$@" && return 0
   pd_apt update && pd_apt install -y --no-install-recommends "$@"
-)
+}
 
 pd_debian() {
   local missing

@@ -51,6 +51,7 @@ MODES = {
     "async scheduling off on D": Mode(d=NO_ASYNC),
     "no prefix cache": Mode(NO_PREFIXES, NO_PREFIXES),
     "no prefix cache on P": Mode(p=NO_PREFIXES),
+    "no prefix cache on D": Mode(d=NO_PREFIXES),
     "chunks that cut blocks": Mode(chunk=50),
     "bfloat16": Mode(("--dtype", "bfloat16"), ("--dtype", "bfloat16"), tie=0.05),
     "UniProc executor, no prefix cache on D": Mode(d=NO_PREFIXES, environment=UNIPROC),

@@ -297,7 +297,7 @@ def test_root_gets_the_missing_packages_installed_after_an_update_of_the_lists(t
 
 def test_what_tests_use_besides_is_installed_by_root_and_named_to_everybody_else(tree: Tree) -> None:
     (tree.root / ".cache").mkdir()
-    for name in ("dirname", "sed", "tail"):
+    for name in ("dirname", "flock", "sed", "tail"):
         (tree.host / name).symlink_to(shutil.which(name))
     log = tree.host / "apt.log"
     tree.tool("apt-get", f'echo "$@" >> {log}')
