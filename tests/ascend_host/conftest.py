@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    from engine_sets import Machine
     from host_build import HostBuild
 
 HERE = Path(__file__).resolve().parent
@@ -25,3 +27,13 @@ def build() -> HostBuild:
     if not STAMP.exists():
         pytest.skip("needs an environment of 8 GB, which tests/ascend_host/environment.sh makes")
     return HostBuild(INTERPRETER).ensure()
+
+
+@pytest.fixture(scope="session")
+def host(build: HostBuild, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    """A machine whose NPUs are stand-ins."""
+    from engine_sets import Machine
+    from pairs import engine_forks
+
+    with engine_forks(tmp_path_factory.mktemp("forks")) as forks:
+        yield Machine.host(build, forks)

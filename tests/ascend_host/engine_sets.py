@@ -24,6 +24,7 @@ from pairs import Pair
 
 from tools.support.cluster import STRICT, Cluster
 from tools.support.compare import AnswerTally
+from tools.support.fork_server import ForkServers
 from tools.support.models import ensure
 from tools.support.spec import CONNECTOR, EngineSpec
 
@@ -43,18 +44,18 @@ class Machine:
     plugins: tuple[Path, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, Any] = field(default_factory=dict)
+    forks: ForkServers | None = None
 
     @classmethod
-    def host(cls, build: HostBuild) -> Machine:
+    def host(cls, build: HostBuild, forks: ForkServers | None = None) -> Machine:
         # The cores are the device, so ranks must not spin while they wait for each other.
         keys = {"mooncake_protocol": "tcp", "patient_shm": "on"}
         # vLLM's own way, which its servers replace: cores and workers do not repeat imports of half a minute.
         forked = {} if os.environ.get("PD_TEST_FORK") == "0" else {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
         # Delays differ from run to run; a set's first line says how to have the same again.
         drawn = {"STAND_IN_SEED": os.environ.get("STAND_IN_SEED") or str(secrets.randbelow(1_000_000))}
-        return cls(
-            str(INTERPRETER), True, build.plugins, {**build.variables(), "MC_FORCE_TCP": "1", **forked, **drawn}, keys
-        )
+        environment = {**build.variables(), "MC_FORCE_TCP": "1", **forked, **drawn}
+        return cls(str(INTERPRETER), True, build.plugins, environment, keys, forks)
 
 
 NPUS = Machine(sys.executable, stands_in=False)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import httpx
 import pytest
 from engine_sets import BLOCK, Engines, Machine, Side
-from host_build import HostBuild
 from pairs import Pair, fresh_prompt, reference_answers
 from test_pairs import LATE, chunks, edges, many, started
 
@@ -56,8 +55,8 @@ ENGINES = BesidePool("gqa 1to1 pool", p=Side(late_us=LATE), d=Side(late_us=LATE)
 
 
 @pytest.fixture(scope="module")
-def pair(build: HostBuild, progress: Callable[[str], None]) -> Iterator[Pair]:
-    with started(ENGINES, Machine.host(build), progress) as pair:
+def pair(host: Machine, progress: Callable[[str], None]) -> Iterator[Pair]:
+    with started(ENGINES, host, progress) as pair:
         yield pair
 
 

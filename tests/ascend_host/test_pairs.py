@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from engine_sets import BLOCK, CHUNK, SHORT_BLOCKS, Engines, Machine, Side, additional, few_blocks
-from host_build import HostBuild
 from kind_pairs import learn_of_first_tokens
 from pairs import Pair, counter, fresh_prompt, reference_answers
 from seen import EFFECTS, DeviceProcess, processes
@@ -90,7 +89,7 @@ def started(engines: Engines, machine: Machine, progress: Callable[[str], None])
     """Start a set; at its end all blocks of both engines must be free, and not too many answers excused."""
     if machine.stands_in:
         progress(f"{engines}: STAND_IN_SEED={machine.environment['STAND_IN_SEED']}")
-    with Cluster(fresh_directory("ascend_host"), progress=progress) as cluster:
+    with Cluster(fresh_directory("ascend_host"), progress, forks=machine.forks) as cluster:
         pair = engines.start(machine, cluster)
         if RECIPES[engines.model].recomputes_last:
             if engines.starts_with_p_token:
@@ -122,8 +121,8 @@ class Running(ExitStack):
 
 
 @pytest.fixture(scope="module")
-def running(build: HostBuild, progress: Callable[[str], None]) -> Iterator[Running]:
-    with Running(Machine.host(build), progress) as running:
+def running(host: Machine, progress: Callable[[str], None]) -> Iterator[Running]:
+    with Running(host, progress) as running:
         yield running
 
 

@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 from ascend_host.faults import ELSEWHERE
 from engine_sets import BLOCK, SHORT_BLOCKS, Engines, Machine, Side, few_blocks
-from host_build import HostBuild
 from pairs import Pair, counter, fresh_prompt
 
 from tools.support.checks import eventually, fresh_salt
@@ -153,13 +152,13 @@ def said(url: str, prompt: list[int], **more: Any) -> tuple[list[int], list[floa
 
 
 @contextmanager
-def started(name: str, verify: str, build: HostBuild, progress: Callable[[str], None], file: Path) -> Iterator[Planted]:
+def started(name: str, verify: str, host: Machine, progress: Callable[[str], None], file: Path) -> Iterator[Planted]:
     """Start a pair that is right without a fault; at its end it is so again, and all blocks are free."""
     plain = SETS[name].engines
     p, d = (dataclasses.replace(side, faults=str(file)) for side in (plain.p, plain.d))
     engines = dataclasses.replace(plain, title=f"{plain.title} {verify}", p=p, d=d, verify=verify)
-    with Cluster(fresh_directory("ascend_host"), progress=progress) as cluster:
-        planted = Planted(engines.start(Machine.host(build), cluster), file, SETS[name])
+    with Cluster(fresh_directory("ascend_host"), progress, forks=host.forks) as cluster:
+        planted = Planted(engines.start(host, cluster), file, SETS[name])
         assert not planted.wrong()
         yield planted
         assert not planted.wrong()
@@ -169,9 +168,7 @@ def started(name: str, verify: str, build: HostBuild, progress: Callable[[str], 
 
 
 @pytest.fixture(scope="module")
-def planted(
-    build: HostBuild, progress: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Any]:
+def planted(host: Machine, progress: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Return a function that returns a pair: one at a time, until another is asked for."""
     file, running = tmp_path_factory.mktemp("planted") / "fault", dict[tuple[str, str], Planted]()
     with ExitStack() as stack:
@@ -180,7 +177,7 @@ def planted(
             if (name, verify) not in running:
                 running.clear()
                 stack.close()
-                running[name, verify] = stack.enter_context(started(name, verify, build, progress, file))
+                running[name, verify] = stack.enter_context(started(name, verify, host, progress, file))
             return running[name, verify]
 
         yield pair

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import kind_pairs
 import pytest
-from pairs import FORKED, Pair, PairMaker
+from pairs import FORKED, Pair, PairMaker, engine_forks
 
 from tools.support.cells import FaultSite, make_site, start_pair
 from tools.support.cluster import STRICT, Cluster, fresh_directory
@@ -34,9 +34,12 @@ def tally(progress: Callable[[str], None]) -> Iterator[AnswerTally]:
 
 
 @pytest.fixture(scope="session")
-def cluster(progress: Callable[[str], None]) -> Iterator[Cluster]:
-    begun = time.monotonic()
-    with Cluster(fresh_directory("integration"), progress=progress, plugins=FORKED) as cluster:
+def cluster(progress: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    begun, directory = time.monotonic(), fresh_directory("integration")
+    with (
+        engine_forks(tmp_path_factory.mktemp("forks"), "vllm.v1.worker.cpu_worker") as forks,
+        Cluster(directory, progress, plugins=FORKED, forks=forks) as cluster,
+    ):
         yield cluster
     progress(f"engines: {cluster.starts} servers started, {time.monotonic() - begun:.0f} s in all")
     assert not cluster.leaks, cluster.leaks

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from tools.support.client import TimedAnswer, body_of, complete, gather
 from tools.support.cluster import Cluster, Metaserver
 from tools.support.compare import AnswerTally
 from tools.support.engine import RunningServer
+from tools.support.fork_server import ForkServers
+from tools.support.spec import SERVER
 
 __all__ = [
     "FORKED",
@@ -33,6 +36,7 @@ __all__ = [
     "PairMaker",
     "close_traces",
     "counter",
+    "engine_forks",
     "failures",
     "fresh_prompt",
     "prefilled",
@@ -42,9 +46,15 @@ __all__ = [
     "wait_for_free_blocks",
 ]
 
-# A start takes a third of the processor's time with it. PD_TEST_FORK=0: engines start as vLLM starts them on CPUs.
-FORKED = () if os.environ.get("PD_TEST_FORK") == "0" else (Path(__file__).parent / "plugins" / "forked",)
+# A start takes a tenth of the processor's time with both. PD_TEST_FORK=0: engines start as vLLM starts them on CPUs.
+_ALONE = os.environ.get("PD_TEST_FORK") == "0"
+FORKED = () if _ALONE else (Path(__file__).parent / "plugins" / "forked",)
 _FAILED = re.compile(r"(transfer|push) .*(failed|cannot be pushed)|is prefilled but not pushed|is prefilled locally")
+
+
+def engine_forks(logs: Path, *imported: str) -> AbstractContextManager[ForkServers | None]:
+    """Return what forks engines from processes that have imported vLLM and these modules."""
+    return nullcontext() if _ALONE else ForkServers((SERVER, "vllm.v1.engine.core", *imported), logs)
 
 
 @dataclass

@@ -27,6 +27,7 @@ import httpx
 import psutil
 
 from tools.support.engine import EngineProcess, RunningServer
+from tools.support.fork_server import ForkServers
 from tools.support.models import ROOT
 from tools.support.process import Child, ProcessDied, free_port
 from tools.support.spec import EngineSpec, MetaserverSpec, child_environment, metaserver_command
@@ -91,8 +92,12 @@ class Cluster:
         progress: Progress = say,
         port_base: int | None = None,
         plugins: tuple[Path, ...] = (),
+        forks: ForkServers | None = None,
     ) -> None:
-        """Make directories and secret. `plugins` apply to every engine on a CPU that runs in this interpreter."""
+        """Make directories and secret. `plugins` apply to every engine on a CPU that runs in this interpreter.
+
+        `forks` starts the engines that it can start.
+        """
         self.directory = directory
         self.logs = directory / "logs"
         self.traces = directory / "traces"
@@ -105,6 +110,7 @@ class Cluster:
         self._next_device = 0
         self._port_base = port_base
         self._plugins = plugins
+        self._forks = forks
         self._running: list[EngineProcess | Metaserver] = []
         self._before: Any = None  # the handler of SIGTERM before
 
@@ -157,7 +163,7 @@ class Cluster:
         begun = time.monotonic()
         engines: list[EngineProcess] = []
         for spec in specs:
-            engine = EngineProcess(self._placed(spec), self.logs)
+            engine = EngineProcess(self._placed(spec), self.logs, self._forks)
             self.starts += 1
             self._running.append(engine)
             engines.append(engine)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 
+from tools.support.fork_server import ForkServers
 from tools.support.models import ROOT
 from tools.support.process import Child
 from tools.support.spec import EngineSpec
@@ -68,10 +69,10 @@ class RunningServer:
 class EngineProcess(RunningServer):
     """A server started by this process."""
 
-    def __init__(self, spec: EngineSpec, logs: Path) -> None:
+    def __init__(self, spec: EngineSpec, logs: Path, forks: ForkServers | None = None) -> None:
         super().__init__(spec.name, spec.port, logs / f"{spec.name}.log", spec.host)
         self.spec, self.ranks = spec, spec.ranks
-        self.process = Child(spec.name, spec.command(), self.log, spec.environ(), ROOT)
+        self.process = Child(spec.name, spec.command(), self.log, spec.environ(), ROOT, forks)
 
     def ready(self) -> bool:
         try:

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import psutil
 
+from tools.support.fork_server import Forked, ForkServers
+
 _given: set[int] = set()
 TERM = signal.SIGTERM
 FROZEN_S = 60.0
@@ -99,22 +101,36 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
 class Child:
     """One child process and all its descendants."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str], cwd: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        env: Mapping[str, str],
+        cwd: Path,
+        forks: ForkServers | None = None,
+    ) -> None:
+        """Start it, by `forks` if that makes the same."""
         self.name = name
         self.command = tuple(command)
         self.log = log
         self.started = time.monotonic()
         log.parent.mkdir(parents=True, exist_ok=True)
+        new_session = os.environ.get(ONE_GROUP) != "1"
+        self._popen: subprocess.Popen[bytes] | Forked
         with log.open("ab") as out:
-            self._popen = subprocess.Popen(
-                self.command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=dict(env),
-                cwd=cwd,
-                start_new_session=os.environ.get(ONE_GROUP) != "1",
-            )
+            if forks is not None and (server := forks.fitting(self.command, env, cwd)):
+                self._popen = server.start(self.command, env, out, new_session=new_session)
+            else:
+                self._popen = subprocess.Popen(
+                    self.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    env=dict(env),
+                    cwd=cwd,
+                    start_new_session=new_session,
+                )
         self.pid = self._popen.pid
 
     @property

@@ -19,6 +19,7 @@ from tools.support import on_cpu
 from tools.support.models import ROOT, recipe_of
 
 CONNECTOR = "AscendPushConnector"
+SERVER = "vllm.entrypoints.openai.api_server"
 LOGPROBS = 20  # best tokens that an answer may list, as many as vLLM's default
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both", "plain": "single"}
 
@@ -87,7 +88,7 @@ class EngineSpec:
 
     def command(self) -> list[str]:
         """Return the server's command line. `python -m`, because the vllm command does not start with the CPU wheel."""
-        words = [*self.prefix, self.python, "-m", "vllm.entrypoints.openai.api_server"]
+        words = [*self.prefix, self.python, "-m", SERVER]
         words += ["--host", self.host, "--port", str(self.port)]
         words += ["--model", str(self.model), "--served-model-name", self.served_name]
         words += ["--max-model-len", str(self.max_len), "--seed", "0"]
