@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the integration tests: one cluster of real engines per session, pairs per module.
 
-A start takes 5 to 15 s on two cores, so the tests are grouped by the engines they need. At the end everything is
+A start takes 2 to 10 s on two cores, so the tests are grouped by the engines they need. At the end everything is
 stopped, and leftovers fail the session.
 """
 

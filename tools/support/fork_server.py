@@ -159,7 +159,8 @@ class _Serving:
             end.setblocking(False)
         for end in (connection, self._ended):
             self._poll.register(end, select.POLLIN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C: the owner ends the children, then this process
+        # ctrl-C: the owner ends the children, then this process
+        self._on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wake.fileno())
 
@@ -204,7 +205,7 @@ class _Serving:
         """Give up, in a child, what belongs to the serving process."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, self._on_interrupt)
         for held in (self._connection, self._ended, self._wake):
             held.close()
         for status in (*self._running.values(), *self._reported):

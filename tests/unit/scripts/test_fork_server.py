@@ -47,6 +47,14 @@ def env(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
 
 
+@pytest.fixture(autouse=True)
+def on_interrupt(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Have children begin with this answer to SIGINT, whatever the shell of this run has chosen."""
+    before = signal.signal(signal.SIGINT, getattr(request, "param", signal.default_int_handler))
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def forks(tmp_path: Path) -> Iterator[ForkServers]:
     with ForkServers(["pd_forked_program", "decimal"], tmp_path) as forks:
@@ -65,6 +73,12 @@ def ended(child: Child) -> int:
     return child._popen.wait(60.0)
 
 
+@pytest.mark.parametrize(
+    "on_interrupt",
+    [signal.SIG_IGN, signal.default_int_handler],
+    indirect=True,
+    ids=["as in the background", "as in a terminal"],
+)
 def test_a_child_is_what_its_command_would_have_started(
     forks: ForkServers, env: dict[str, str], tmp_path: Path
 ) -> None:
