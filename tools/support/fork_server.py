@@ -32,6 +32,7 @@ from typing import IO
 
 FORKED_WITHIN_S = 400.0  # with the imports of the serving process, on a busy machine
 LONGEST_REQUEST = 1 << 20
+GROUP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Prefixes of variables that are read when a server runs. Others could have been read by an import or by the loader.
 READ_LATE = ("PYTHONPATH", "VLLM_HOST_IP", "PD_", "ASCEND_", "STAND_IN_", "PYTEST_")
 
@@ -159,8 +160,8 @@ class _Serving:
             end.setblocking(False)
         for end in (connection, self._ended):
             self._poll.register(end, select.POLLIN)
-        # ctrl-C: the owner ends the children, then this process
-        self._on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # What ends the whole group: the owner ends the children, which needs this process, and then it ends too.
+        self._handlers = {number: signal.signal(number, signal.SIG_IGN) for number in GROUP}
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wake.fileno())
 
@@ -205,7 +206,8 @@ class _Serving:
         """Give up, in a child, what belongs to the serving process."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, self._on_interrupt)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
         for held in (self._connection, self._ended, self._wake):
             held.close()
         for status in (*self._running.values(), *self._reported):

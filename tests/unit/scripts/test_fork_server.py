@@ -26,7 +26,7 @@ if __name__ == "__main__":
     print(json.dumps({
         "argv": sys.argv[1:], "name": __name__, "file": __file__, "folder": os.getcwd(), "environment": dict(os.environ),
         "path": sys.path, "leads its session": os.getsid(0) == os.getpid(), "parent": "parent" in sys.modules,
-        "handlers": [str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
+        "handlers": [str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)],
         "open": sorted(os.readlink(f"/proc/self/fd/{f.name}").split(":")[0] for f in pathlib.Path("/proc/self/fd").iterdir()
                        if os.path.exists(f)),
     }), flush=True)
@@ -132,6 +132,18 @@ def test_its_pid_is_its_own_until_its_end_was_seen(forks: ForkServers, env: dict
     eventually(lambda: not psutil.pid_exists(run.pid), "it is gone")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_what_ends_the_whole_group_leaves_the_child_to_its_owner(
+    forks: ForkServers, env: dict[str, str], tmp_path: Path, number: signal.Signals
+) -> None:
+    run = child(forks, env, tmp_path / "log", "wait")
+    serving = psutil.Process(run.pid).parent()
+    assert serving is not None
+    os.kill(serving.pid, number)
+    assert ended(child(forks, env, tmp_path / "other", "5")) == 5
+    assert run.alive and run.stop() == [] and run.returncode == -signal.SIGTERM
+
+
 def test_stop_ends_it_and_finds_nothing_left(forks: ForkServers, env: dict[str, str], tmp_path: Path) -> None:
     run = child(forks, env, tmp_path / "log", "wait")
     assert [p.pid for p in run.members()] == [run.pid]
@@ -170,7 +182,7 @@ def test_imports_that_cannot_be_forked_say_why(env: dict[str, str], tmp_path: Pa
 def test_the_serving_process_ends_with_its_owner_and_children_go_on(env: dict[str, str], tmp_path: Path) -> None:
     with ForkServers(["pd_forked_program"], tmp_path) as forks:
         run = child(forks, env, tmp_path / "log", "wait")
-        (serving,) = [p for p in psutil.Process().children() if "tools.support.fork_server" in p.cmdline()]
-        assert run.pid in [p.pid for p in serving.children()]
+        serving = psutil.Process(run.pid).parent()
+        assert serving is not None and serving.ppid() == os.getpid()
     assert not serving.is_running() and psutil.pid_exists(run.pid)
     psutil.Process(run.pid).kill()
