@@ -199,6 +199,7 @@ def main() -> int:
     parser.add_argument("--tests", type=Path, default=ROOT / "tests", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "all", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a background job ignores ctrl-C
     known = parts(args.tests)
     if os.environ.get("PD_ASCEND_HOST") == "0":
         known = {name: words for name, words in known.items() if not name.startswith("ascend_host/")}

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tools.parts import ROOT, SHARES, PartRecord, PartResult, commit, parts
+from tools.support.checks import eventually
 
 ONE = "def test_one() -> None:\n    pass\n"
 
@@ -50,18 +50,19 @@ def test_a(engines):
 """
 
 
-def start(tests: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as a shell's background job, which ignores SIGINT."""
+def started(tests: Path, *words: str) -> subprocess.Popen[str]:
+    """Start the command as a shell's background job, which ignores SIGINT."""
     command = [sys.executable, "-m", "tools.parts", "--tests", str(tests), "--out", str(tests.parent / "out"), *words]
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
-    )
+    ignoring = ["env", "--ignore-signal=INT"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*ignoring, *command], cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+
+
+def start(tests: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    with started(tests, *words) as process:
+        out, error = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, error)
 
 
 def ran(said: str) -> list[str]:
@@ -120,6 +121,16 @@ def test_a_part_past_its_deadline_is_ended_and_has_failed(tests: Path) -> None:
     assert said.returncode == 1 and "FAILED (124)" in said.stdout, said.stdout + said.stderr
     engines = tests / "unit/engines"  # absent if the deadline came before the test
     assert not engines.exists() or engines.read_text() == "stopped", "its fixtures have ended their engines"
+
+
+def test_what_ends_the_command_ends_its_part_first(tests: Path) -> None:
+    (tests / "unit/test_a.py").write_text(HANGING)
+    engines = tests / "unit/engines"
+    with started(tests, "unit") as process:
+        eventually(engines.exists, "the part has started its engines", 120.0)
+        process.terminate()
+        process.communicate(timeout=300)
+    assert process.returncode and engines.read_text() == "stopped"
 
 
 def test_the_list_runs_nothing_and_an_unknown_part_is_refused(tests: Path) -> None:
