@@ -24,7 +24,7 @@ from vllm_ascend_pd.metaserver.service.fleet import Instance, parse_spec, parse_
 from vllm_ascend_pd.metaserver.service.hub import Hub
 from vllm_ascend_pd.metaserver.service.instances_file import Members
 from vllm_ascend_pd.metaserver.service.settings import Settings, read_token
-from vllm_ascend_pd.metaserver.service.state import total
+from vllm_ascend_pd.metaserver.service.state import sum_of
 
 TOKEN = "a-token-of-enough-length"
 BEARER = {"authorization": f"Bearer {TOKEN}"}
@@ -381,7 +381,7 @@ def test_state_is_the_sum_over_workers_and_the_worst_of_them() -> None:
         worker_facts = {"worker": worker, "url": "u", "ready": True, "proven": [], "canary_error": "", "file_error": ""}
         return {**worker_facts, "running": requests, "waiting": 1, "instances": [facts]}
 
-    summed = total([report(0, "ready", 2, 1.0), report(1, "down", 3, 5.0)])
+    summed = sum_of([report(0, "ready", 2, 1.0), report(1, "down", 3, 5.0)])
     (instance,) = summed["instances"]
     assert (instance["state"], instance["requests"], instance["tokens_in_flight"]) == ("down", 5, 50.0)
     assert instance["last_error"] == "of 1" and (summed["running"], summed["waiting"]) == (5, 2)

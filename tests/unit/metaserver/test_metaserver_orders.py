@@ -43,8 +43,8 @@ LONG_S = 3600.0  # of an answer that comes after everything else, if at all
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise the limit for D's report, which a loaded machine may exceed. Tests that need a missing report lower it."""
-    monkeypatch.setattr(relay, "_REPORT_S", 30.0)
-    monkeypatch.setattr(reserve, "_REPORT_S", 30.0)
+    monkeypatch.setattr(relay, "_REPORT_OF_LOAD_S", 30.0)
+    monkeypatch.setattr(reserve, "_REPORT_OF_PUSH_S", 30.0)
 
 
 def instance(c: FakeCluster, name: str) -> Instance:

@@ -101,7 +101,7 @@ class WorkerProcess:
 
     def report(self, details: bool) -> dict[str, Any]:
         """Return the report to the other workers, and set `/metrics` from it, so that it agrees with `/status`."""
-        report = state.own(self.hub.worker, self.front, self.canary, self.fleet.file_problem, details)
+        report = state.worker_report(self.hub.worker, self.front, self.canary, self.fleet.file_problem, details)
         METRICS.running.set(report["running"])
         METRICS.waiting.set(report["waiting"])
         return report
@@ -110,7 +110,7 @@ class WorkerProcess:
         self.front.journal.trouble("PD-META-011", f"takes no requests: {why}", instance.name)
 
     def total(self) -> dict[str, Any]:
-        return state.total([self.report(details=True), *self.hub.others()])
+        return state.sum_of([self.report(details=True), *self.hub.others()])
 
     def app(self) -> Dispatcher:
         """Return the application. Busy routes bypass Starlette, whose middleware costs as much as the relay itself."""

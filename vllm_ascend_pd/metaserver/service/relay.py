@@ -51,7 +51,7 @@ _ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 _DROPPED = re.compile(rb'"stop_reason"\s*:\s*"recomputed"')
 _CUT_SHORT = re.compile(rb"%b|%b" % (_ABORTED.pattern, _DROPPED.pattern))
 _PARAMS = b'"kv_transfer_params"'
-_REPORT_S = 2.0  # D reports a failed load before it answers; the two may overtake each other
+_REPORT_OF_LOAD_S = 2.0  # D reports a failed load before it answers; the two may overtake each other
 _HELD_BYTES = 1 << 20  # of an incomplete event that are held back
 OWN_MARK = b"x-ascend-pd-metaserver"  # on a metaserver's requests and health answers: it must not pass for an engine
 # vLLM's stream of a request that it ends before the first token: only the end, and the usage if that was asked for.
@@ -224,7 +224,7 @@ async def _refused(shared: Shared, attempt: Attempt, status: int, body: bytes, h
     if end == "refused":
         shared.leg_over(attempt.leg, end)
         return AttemptFailed(HttpFailure.REFUSED, passed, said)
-    await attempt.explained(_REPORT_S)
+    await attempt.explained(_REPORT_OF_LOAD_S)
     if attempt.load_failed:  # with policy "fail" D must answer so: no evidence against D
         shared.leg_over(attempt.leg, "no prefill")
         return AttemptFailed(HttpFailure.PREFILL, passed, said)

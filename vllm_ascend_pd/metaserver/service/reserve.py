@@ -34,7 +34,7 @@ _HEAD = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-sto
 _PREFILL_ANSWER_BYTES = 16 << 20
 _MAX_ENVELOPE = 1 << 20  # bytes of D's post beside the prompt; it names a request's blocks
 _OF_D = b"x-data-parallel-rank"  # a client names a rank of the engine that answers it, and P may have fewer
-_REPORT_S = 1.0  # wait for D's report that the KV is there, after P's leg has failed
+_REPORT_OF_PUSH_S = 1.0  # wait for D's report that the KV is there, after P's leg has failed
 
 
 class ReservationPost(msgspec.Struct):
@@ -188,7 +188,7 @@ class Reservations:
             attempt.watch = asyncio.create_task(watch, name=f"restart of {attempt.ticket}")
 
     async def _give_up(self, attempt: Attempt, transfer: str, failed: AttemptFailed) -> None:
-        await attempt.wait_reported(lambda: transfer in attempt.reports, _REPORT_S)
+        await attempt.wait_reported(lambda: transfer in attempt.reports, _REPORT_OF_PUSH_S)
         current = self._front.journal.tickets.get(attempt.ticket) is attempt
         if current and not attempt.exchange.committed and not attempt.received(transfer):
             attempt.exchange.interrupt.give_up(failed)

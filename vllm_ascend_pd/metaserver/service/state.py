@@ -18,7 +18,7 @@ _IN_FLIGHT_SHOWN = 200
 _SUMMED = ("tokens_in_flight", "requests", "served", "broke")
 
 
-def own(worker: int, front: Front, canary: Canary, file_problem: str, details: bool) -> dict[str, Any]:
+def worker_report(worker: int, front: Front, canary: Canary, file_problem: str, details: bool) -> dict[str, Any]:
     """Return this worker's report. `details`: with the requests in progress, the last ones, and recent troubles."""
     report: dict[str, Any] = {
         "worker": worker,
@@ -42,7 +42,7 @@ def own(worker: int, front: Front, canary: Canary, file_problem: str, details: b
     return report
 
 
-def total(reports: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def sum_of(reports: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return the sum. The first report is the asked worker's own: membership and what is proven are taken from it."""
     mine, *others = reports
     everyone = [mine, *others]
