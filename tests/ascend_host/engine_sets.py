@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from host_build import INTERPRETER, HostBuild
-from pairs import Pair
+from pairs import FORKED, Pair
 
 from tools.support.cluster import STRICT, Cluster
 from tools.support.compare import AnswerTally
@@ -51,7 +51,7 @@ class Machine:
         # The cores are the device, so ranks must not spin while they wait for each other.
         keys = {"mooncake_protocol": "tcp", "patient_shm": "on"}
         # vLLM's own way, which its servers replace: cores and workers do not repeat imports of half a minute.
-        forked = {} if os.environ.get("PD_TEST_FORK") == "0" else {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+        forked = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"} if FORKED else {}
         # Delays differ from run to run; a set's first line says how to have the same again.
         drawn = {"STAND_IN_SEED": os.environ.get("STAND_IN_SEED") or str(secrets.randbelow(1_000_000))}
         environment = {**build.variables(), "MC_FORCE_TCP": "1", **forked, **drawn}

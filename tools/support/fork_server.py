@@ -64,7 +64,7 @@ class ForkServer:
         request = json.dumps({"arguments": command[3:], "environment": dict(env), "new_session": new_session})
         status, theirs = os.pipe()
         try:
-            with contextlib.suppress(BrokenPipeError):  # then the pipe is closed without a word
+            with contextlib.suppress(ConnectionError):  # then the pipe is closed without a word
                 socket.send_fds(self._connection, [request.encode()], [out.fileno(), theirs])
         finally:
             os.close(theirs)

@@ -50,19 +50,15 @@ def test_a(engines):
 """
 
 
-def started(tests: Path, *words: str) -> subprocess.Popen[str]:
-    """Start the command as a shell's background job, which ignores SIGINT."""
-    command = [sys.executable, "-m", "tools.parts", "--tests", str(tests), "--out", str(tests.parent / "out"), *words]
-    ignoring = ["env", "--ignore-signal=INT"]
-    pipe = subprocess.PIPE
-    return subprocess.Popen([*ignoring, *command], cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+def command(tests: Path, *words: str) -> list[str]:
+    """Return the command as a shell's background job, which ignores SIGINT."""
+    ignoring = ["env", "--ignore-signal=INT", sys.executable, "-m", "tools.parts"]
+    return [*ignoring, "--tests", str(tests), "--out", str(tests.parent / "out"), *words]
 
 
 def start(tests: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
-    with started(tests, *words) as process:
-        out, error = process.communicate(timeout=300)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+    return subprocess.run(command(tests, *words), cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
 
 
 def ran(said: str) -> list[str]:
@@ -126,11 +122,14 @@ def test_a_part_past_its_deadline_is_ended_and_has_failed(tests: Path) -> None:
 def test_what_ends_the_command_ends_its_part_first(tests: Path) -> None:
     (tests / "unit/test_a.py").write_text(HANGING)
     engines = tests / "unit/engines"
-    with started(tests, "unit") as process:
+    process = subprocess.Popen(command(tests, "unit"), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
         eventually(engines.exists, "the part has started its engines", 120.0)
         process.terminate()
-        process.communicate(timeout=300)
-    assert process.returncode and engines.read_text() == "stopped"
+        code = process.wait(300)
+    finally:
+        process.kill()
+    assert code and engines.read_text() == "stopped"
 
 
 def test_the_list_runs_nothing_and_an_unknown_part_is_refused(tests: Path) -> None:
