@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import http.server
 import ssl
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from unit.kits.certificates import certificate
 from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, Outcome
 from vllm_ascend_pd.http import http1
@@ -21,16 +21,6 @@ from vllm_ascend_pd.shared.loop import LoopThread
 LOOPBACK = "127.0.0.1"
 
 
-def _certificate(folder: Path, name: str, address: str) -> tuple[Path, Path]:
-    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", f"/CN={name}", "-addext", f"subjectAltName=IP:{address}", "-keyout", str(key), "-out", str(cert)],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return cert, key
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("certificates")
@@ -38,13 +28,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mine(folder: Path) -> tuple[Path, Path]:
-    return _certificate(folder, "mine", LOOPBACK)
+    return certificate(folder, "mine", LOOPBACK)
 
 
 @pytest.fixture(scope="module")
 def elsewhere(folder: Path) -> tuple[Path, Path]:
     """A certificate of another address, which is not valid here."""
-    return _certificate(folder, "elsewhere", "127.0.0.9")
+    return certificate(folder, "elsewhere", "127.0.0.9")
 
 
 class TlsServer:
@@ -123,7 +113,7 @@ def test_d_verifies_unless_it_is_configured_not_to(
 
 
 def test_d_shows_a_certificate_where_one_is_wanted(loop: LoopThread, mine: tuple[Path, Path], folder: Path) -> None:
-    cert, key = _certificate(folder, "engine", LOOPBACK)
+    cert, key = certificate(folder, "engine", LOOPBACK)
     server = TlsServer(mine, ca=cert)
     shown = {"tls_cert_file": str(cert), "tls_key_file": str(key)}
     assert _asked(loop, server.port, tls_ca_file=str(mine[0]), **shown).kind == "prefilled"
@@ -133,8 +123,8 @@ def test_d_shows_a_certificate_where_one_is_wanted(loop: LoopThread, mine: tuple
 
 async def test_the_metaserver_verifies_its_engines(mine: tuple[Path, Path], elsewhere: tuple[Path, Path]) -> None:
     """It cannot be switched off; without --engine-ca the system's authorities count."""
-    for certificate, ca, good in ((mine, mine[0], True), (mine, None, False), (elsewhere, elsewhere[0], False)):
-        server = TlsServer(certificate)
+    for shown, ca, good in ((mine, mine[0], True), (mine, None, False), (elsewhere, elsewhere[0], False)):
+        server = TlsServer(shown)
         upstream = http1.Upstream(5.0, 5.0, Settings(engine_ca=str(ca) if ca else "").engine_tls())
         asked = upstream.send(http1.Origin("https", LOOPBACK, server.port), "POST", b"/", [], b"{}", 5.0)
         if good:
