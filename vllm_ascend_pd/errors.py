@@ -122,7 +122,7 @@ CATALOGUE: dict[str, Entry] = {
     "PD-META-011": Entry("The {role} instance {name} takes no requests: {why}.", "Look at that engine's log; it is probed, and taken back by itself."),
     "PD-META-012": Entry("The request body cannot be used: {why}.", "Send what the API describes, as JSON."),
     "PD-META-013": Entry("The request body is larger than {max} bytes.", "Send less at once; for clients --max-body-mib is the limit."),
-    "PD-META-014": Entry("The request body did not come within {seconds} s.", "Look at the network between the client and the metaserver."),
+    "PD-META-014": Entry("The request body comes too slowly: {size} bytes in {seconds} s.", "Look at the network between the client and the metaserver."),
     "PD-META-015": Entry("Too many large requests are coming in at once.", "Come back after Retry-After; send less at once, or raise --workers."),
     "PD-META-016": Entry("There is no route {path}.", "docs/metaserver.md names the routes; those of the OpenAI API begin with /v1/."),
     "PD-META-017": Entry("The route {path} does not take {method}.", "The answer's Allow header says what it takes."),
