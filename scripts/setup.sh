@@ -186,9 +186,24 @@ pd_debian() {
   pd_step "Debian packages: ${missing[*]}" pd_apt_install "${missing[@]}"
 }
 
-# Extra tools of some tests: a browser for the status page; with --all, cross-compiled parts under emulation and the NPU
-# library's CMake path. Without them the other tests run, and these report what is missing.
+# nginx for the tests that put it before the metaserver: unpacked, not installed, as the package would start a service.
+pd_unpack_nginx() {
+  local folder=$PD_CACHE/nginx
+  rm -rf "$folder" && mkdir -p "$folder" || return 1
+  (cd "$folder" && { pd_apt download nginx || { pd_apt update && pd_apt download nginx; }; } &&
+    dpkg-deb -x nginx_*.deb .) && "$folder/usr/sbin/nginx" -v
+}
+
+pd_nginx() {
+  command -v nginx >/dev/null || "$PD_CACHE/nginx/usr/sbin/nginx" -v 2>/dev/null || {
+    [ -z "$PD_GIVEN" ] && command -v apt-get >/dev/null && pd_step "nginx for tests, in .cache" pd_unpack_nginx
+  } || pd_say "tests that need nginx will be skipped. As root: apt-get install nginx-light"
+}
+
+# Extra tools of some tests: a browser for the status page, nginx; with --all, cross-compiled parts under emulation and
+# the NPU library's CMake path. Without them the other tests run, and these report what is missing.
 pd_test_tools() { # all, or nothing
+  pd_nginx
   local missing=()
   command -v chromium-headless-shell chromium chromium-browser google-chrome >/dev/null ||
     missing+=(chromium-headless-shell)

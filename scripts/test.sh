@@ -19,7 +19,8 @@ usage: scripts/test.sh [--ci | --all] [--no-setup] [path or pytest argument …]
   --parts     all tests, slow ones too, part by part; what is good on this commit does not run again (--parts --help)
   --no-setup  do not check the installation first
 
-As root it installs with apt-get what some tests use and this host lacks: a browser for the status page; with --all,
+As root it installs with apt-get what some tests use and this host lacks: a browser for the status page (nginx for
+others is only unpacked, into .cache); with --all,
 cross-compiler and emulator for aarch64, and CMake. Elsewhere these tests say what they lack.
 
 Without paths the tests run in one process more than there are cores, five at most: they often wait. Those of a folder

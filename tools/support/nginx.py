@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -42,7 +43,9 @@ http {{
 
 
 def found() -> str:
-    return shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin") or ""
+    """Return its path; empty if there is none. Debian's is unpacked by scripts/setup.sh."""
+    unpacked = Path(__file__).resolve().parents[2] / ".cache" / "nginx" / "usr" / "sbin"
+    return shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin:{unpacked}") or ""
 
 
 @contextmanager

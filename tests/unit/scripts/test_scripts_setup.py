@@ -308,6 +308,7 @@ def test_what_tests_use_besides_is_installed_by_root_and_named_to_everybody_else
         assert done.returncode == 0, done.stderr
         return log.read_text().strip().rpartition("--no-install-recommends ")[2], done.stderr
 
+    tree.tool("nginx", "")
     tree.tool("id", "echo 0")
     assert tools("")[0] == "chromium-headless-shell"
     assert tools("1")[0] == "chromium-headless-shell g++-aarch64-linux-gnu qemu-user cmake"
@@ -319,6 +320,33 @@ def test_what_tests_use_besides_is_installed_by_root_and_named_to_everybody_else
     assert "will be skipped" in tools("")[1]
     tree.tool("google-chrome", "")
     assert tools("") == ("", "")
+
+
+def test_nginx_is_unpacked_and_not_installed(tree: Tree) -> None:
+    (tree.root / ".cache").mkdir()
+    for name in ("dirname", "flock", "sed", "tail", "rm", "mkdir", "cat", "chmod"):
+        (tree.host / name).symlink_to(shutil.which(name))
+    log = tree.host / "apt.log"
+    log.write_text("")
+    tree.tool("apt-get", f'echo "$@" >> {log}; echo > nginx_1.deb')
+    unpacked = "mkdir -p usr/sbin; echo 'exit 0' > usr/sbin/nginx; chmod +x usr/sbin/nginx"
+    tree.tool("dpkg-deb", f'echo dpkg-deb "$@" >> {log}; {unpacked}')
+
+    def nginx() -> tuple[list[str], str]:
+        log.write_text("")
+        done = tree.bash("PD_GIVEN=; pd_nginx", PATH=str(tree.host))
+        assert done.returncode == 0, done.stderr
+        return log.read_text().splitlines(), done.stderr
+
+    asked, said = nginx()
+    assert [line.split()[0] for line in asked] == ["download", "dpkg-deb"] and "nginx for tests" in said
+    assert asked[1].split()[1:3] == ["-x", "nginx_1.deb"]
+    assert nginx() == ([], "")  # it is there
+    shutil.rmtree(tree.root / ".cache" / "nginx")
+    tree.tool("apt-get", "exit 100")
+    assert "tests that need nginx will be skipped" in nginx()[1]
+    tree.tool("nginx", "")
+    assert nginx() == ([], "")
 
 
 def test_a_host_without_python_3_11_is_refused_with_the_reason(tree: Tree) -> None:
