@@ -2,7 +2,8 @@
 """Small random changes of the package's own code, one at a time, each against the tests that should detect it.
 
 The changes are drawn by seed from the syntax tree, as many from each folder: a comparison, a number, a call, two
-arguments, a condition, a lock. Each is made in a copy of the tree, never in place. The tests of its folder that reach
+arguments or one less, a condition or a part of it, a lock, an error handler, a function that returns nothing. Each is
+made in a copy of the tree, never in place. The tests of its folder that reach
 its lines run until one fails; then the simulator runs. A change that nothing detects needs a test, or a line in
 `tools/mutants_equivalent.txt` with the reason why it changes nothing. `--only N` repeats one of them. With `--keep
 DIR` an interrupted run continues, and a finished one repeats only the changes that survived.
@@ -15,6 +16,7 @@ import ast
 import importlib.util
 import json
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -34,6 +36,7 @@ _BOOKS = (
     *("test_both_roles", "test_groups", "test_geometry_states", "test_runtime", "test_runtime_*"),
 )
 _PUSHES = ("test_writer", "test_batches", "test_missed", *_BOOKS, "test_regroup_*")
+_METASERVER = ("test_metaserver_*", "test_sidecar", "test_cache_events", "test_tls", "test_shown", "test_within")
 # Tests by folder or file of the package.
 TESTS: dict[str, tuple[str, ...]] = {
     "prefill/core": (*_PUSHES, "test_trace", "test_metrics", "test_shown"),
@@ -66,9 +69,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "channel": ("test_channel", "test_channel_*"),
     "prefill": _PUSHES,
     "decode": _BOOKS,
+    "metaserver": _METASERVER,
+    "metaserver/service": _METASERVER,
+    "admission": ("test_admission", "test_admission_*", "test_both_roles", "test_connector", "test_imported_names"),
 }
 USUAL = tuple(TESTS)[:8]
-SIMULATED = ("protocol", "geometry", "regroup", "decode", "prefill")
+SIMULATED = ("protocol", "geometry", "regroup", "decode", "prefill", "metaserver")
 SEEDS = 40  # of the simulator, for changes that the unit tests do not detect
 
 _COMPARISONS: dict[type[ast.cmpop], tuple[str, str]] = {
@@ -90,6 +96,7 @@ _OPERATORS: dict[type[ast.operator], tuple[str, str]] = {
     ast.FloorDiv: ("//", "*"),
     ast.Mod: ("%", "//"),
 }
+_LOCK_OR_SUPPRESS = re.compile(r"lock|\bsuppress\(")
 _OTHERS = {"max": "min", "min": "max", "any": "all", "all": "any"}
 
 
@@ -133,7 +140,7 @@ class _Source:
     def at(self, line: int, column: int) -> int:
         return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
 
-    def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+    def span(self, node: ast.expr | ast.stmt | ast.keyword) -> tuple[int, int]:
         if node.end_lineno is None or node.end_col_offset is None:
             raise ValueError("a node without an end")
         return self.at(node.lineno, node.col_offset), self.at(node.end_lineno, node.end_col_offset)
@@ -168,12 +175,28 @@ def mutants_of(path: str, text: str) -> list[Mutant]:
     lines = _lines_of(tree)
     skipped = {id(inner) for node in ast.walk(tree) for inner in ast.walk(node) if _is_no_code(node)}
     return [
-        replace(mutant, lines=lines[id(node)])
+        replace(mutant, lines=lines[id(_reached_by(node))])
         for node in ast.walk(tree)
         if id(node) not in skipped
         for mutant in _changes(source, node)
         if mutant.before != mutant.after
     ]
+
+
+def _reached_by(node: ast.AST) -> ast.AST:
+    """Return the part of a changed node that runs only where the change matters: of a handler, and of a function."""
+    body = _body(node)
+    return body[0] if body else node
+
+
+def _body(node: ast.AST) -> list[ast.stmt]:
+    """Return the statements of an error handler, or of a function that returns nothing, after its docstring."""
+    if isinstance(node, ast.ExceptHandler):
+        return node.body
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name == "__init__":
+        return []
+    returns_nothing = isinstance(node.returns, ast.Constant) and node.returns.value is None
+    return node.body[ast.get_docstring(node, clean=False) is not None :] if returns_nothing else []
 
 
 def _lines_of(tree: ast.Module) -> dict[int, tuple[int, int]]:
@@ -231,6 +254,8 @@ def _changes(source: _Source, node: ast.AST) -> Iterator[Mutant]:
         found = source.between(node.values[0], node.values[1], f" {word} ", f" {other} ")
         if found is not None:
             yield found
+        for value in node.values:
+            yield source.swap(value, "True" if word == "and" else "False")
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
         yield source.swap(node, repr(not node.value))
     elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
@@ -241,12 +266,15 @@ def _changes(source: _Source, node: ast.AST) -> Iterator[Mutant]:
         yield source.swap(node.test, f"not ({source.of(node.test)})")
     elif isinstance(node, ast.Call):
         yield from _of_call(source, node)
-    elif isinstance(node, ast.With) and "lock" in ast.unparse(node.items[0].context_expr):
+    elif isinstance(node, ast.With) and _LOCK_OR_SUPPRESS.search(ast.unparse(node.items[0].context_expr)):
         yield source.swap(node.items[0].context_expr, "__import__('contextlib').nullcontext()")
     elif isinstance(node, ast.Expr | ast.AugAssign) and not isinstance(
         getattr(node, "value", None), ast.Yield | ast.Await
     ):
         yield source.swap(node, "pass")
+    elif body := _body(node):
+        begin, end = source.span(body[0])[0], source.span(body[-1])[1]
+        yield source.cut(body[0].lineno, begin, end, "raise" if isinstance(node, ast.ExceptHandler) else "pass")
     elif isinstance(node, ast.Return) and node.value is not None and not isinstance(node.value, ast.Constant):
         yield source.swap(node, "return None")
 
@@ -254,6 +282,15 @@ def _changes(source: _Source, node: ast.AST) -> Iterator[Mutant]:
 def _of_call(source: _Source, node: ast.Call) -> Iterator[Mutant]:
     if isinstance(node.func, ast.Name) and node.func.id in _OTHERS:
         yield source.swap(node.func, _OTHERS[node.func.id])
+    given: list[ast.expr | ast.keyword] = [*node.args, *node.keywords]
+    for index, keyword in enumerate(given):
+        if not isinstance(keyword, ast.keyword) or keyword.arg in (None, "frozen", "slots"):
+            continue
+        if index:
+            begin, end = source.span(given[index - 1])[1], source.span(keyword)[1]
+        else:
+            begin, end = source.span(keyword)[0], source.span(given[1] if len(given) > 1 else keyword)[len(given) == 1]
+        yield source.cut(keyword.lineno, begin, end, "")
     plain = [argument for argument in node.args if not isinstance(argument, ast.Starred)]
     if len(plain) >= 2:
         first, second = plain[0], plain[1]

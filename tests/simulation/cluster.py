@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from typing import TYPE_CHECKING
 
 from simulation.broker import URL, Broker
@@ -42,6 +44,8 @@ class SimulatedCluster:
         self.landed_s = landed_s(timers.lease_s, settings.quiet_s, timers.margin_s)
         self.transfers = 0
         self._telling = self.world.dice("telling")
+        self._alike = self.world.dice("alike")
+        self._texts: deque[Content] = deque(maxlen=4)  # the last ones
         self._sampled: list[str] = []  # by number: the push of each first token
         self.requests: list[DecodeRequest] = []
         self._serials: dict[TransferId, int] = {}
@@ -53,21 +57,26 @@ class SimulatedCluster:
 
     # -- addresses
 
-    def decode_rank(self, endpoint: Endpoint) -> DecodeRank:
-        return self.decode[int(endpoint.host[1:])].ranks[endpoint.port - 1]
+    def decode_rank(self, endpoint: Endpoint, incarnation: str = "", session: str = "") -> DecodeRank:
+        """Return the rank that is meant, if it lives; else the one that has its address now."""
+        engine, worker = self.decode[int(endpoint.host[1:])], endpoint.port - 1
+        orphans = (rank for rank in engine.orphans if rank.index == worker and rank.process.alive)
+        meant = (rank for rank in orphans if incarnation == rank.incarnation or session == rank.session)
+        return next(meant, engine.ranks[worker])
 
     def to_decode(self, sender: PrefillRank, endpoint: Endpoint, message: Message) -> None:
-        engine = self.decode[int(endpoint.host[1:])]
+        meant = message.transfer.incarnation
         self.world.log(sender.process.name, f"-> {endpoint.host}.{endpoint.port - 1}", _as_text(self.world, message))
-        if not engine.alive and self.world.rng.random() < 0.5:
+        if not self.decode_rank(endpoint, meant).process.alive and self.world.rng.random() < 0.5:
             sender.process.post(0.001, sender.unreachable, endpoint)
         peer = (sender.engine.index, sender.index)
 
         def receiver() -> Process | None:
-            return self.decode_rank(endpoint).process if engine.alive else None
+            process = self.decode_rank(endpoint, meant).process
+            return process if process.alive else None
 
         def deliver(arrived: Message) -> None:
-            self.decode_rank(endpoint).deliver(peer, arrived)
+            self.decode_rank(endpoint, meant).deliver(peer, arrived)
 
         self.network.send(sender.process, receiver, deliver, message)
 
@@ -77,11 +86,17 @@ class SimulatedCluster:
         self.world.log(sender.name, f"-> P{index}/{worker}", _as_text(self.world, message))
         endpoint = Endpoint(sender.name.split(".")[0], 1 + message.d_rank)
 
+        def rank() -> PrefillRank:
+            orphans = (rank for rank in engine.orphans if rank.process.alive)
+            meant = (rank for rank in orphans if rank.process.incarnation == message.p_incarnation)
+            return next(meant, engine.ranks[worker])
+
         def receiver() -> Process | None:
-            return engine.ranks[worker].process if engine.alive else None
+            process = rank().process
+            return process if process.alive else None
 
         def deliver(arrived: Message) -> None:
-            engine.ranks[worker].deliver(endpoint, arrived)
+            rank().deliver(endpoint, arrived)
 
         self.network.send(sender, receiver, deliver, message)
 
@@ -154,7 +169,7 @@ class SimulatedCluster:
         if not engine.alive:
             self.world.stats["requests refused"] += 1
             return
-        request = DecodeRequest(self.world.name("request"), number, rng.randint(1, s.tokens), Content(number))
+        request = DecodeRequest(self.world.name("request"), number, rng.randint(1, s.tokens), self._text(number))
         request.arrived = self.world.now
         if self.router.takes(request):
             self.router.send(engine, request)
@@ -165,6 +180,13 @@ class SimulatedCluster:
             self.world.fault("forged parameters")
             request.params["metaserver"] = rng.choice(("http://metaserver:8001", "https://metaserver:8000", 7))
         self.arrive(engine, request)
+
+    def _text(self, number: int) -> Content:
+        """Return a new text, or one of the last: such prompts are alike as far as the shorter one goes."""
+        if self._alike.random() >= self.settings.shared or not self._texts:
+            self._texts.append(Content(number))
+            return self._texts[-1]
+        return self._alike.choice(self._texts)
 
     def arrive(self, engine: DecodeEngine, request: DecodeRequest) -> None:
         """Add a request to D, as its API server does."""
@@ -224,6 +246,9 @@ class SimulatedCluster:
         """At random, kill it while it is stopped, or while what it submits afterwards is in flight."""
         span = self._span()
         rank.process.pause(span)
+        if self.world.chance(self.settings.faults.cut_stopped):
+            self.world.fault("side channel of a stopped writer cut")
+            self._end_connections(rank.process, span)
         if self.settings.faults.kill_prefill and self.world.rng.random() < deadly:
             if self.world.rng.random() < 0.3:
                 self.world.after(span * self.world.rng.random(), self._kill_prefill, rank.engine)
@@ -254,16 +279,33 @@ class SimulatedCluster:
         self.world.fault("prefill killed")
         self._end_prefill(engine)
 
-    def prefill_ended_itself(self, engine: PrefillEngine) -> None:
+    def prefill_ended_itself(self, rank: PrefillRank) -> None:
         """Restart an engine that has reported that it cannot push any more, as a supervisor does."""
-        if engine.alive:
+        if rank.scheduler.alive:
             self.world.fault("prefill ended over a dead writer")
-            self._end_prefill(engine)
+            self._end_prefill(rank.engine)
+
+    def outlives(self, dice: random.Random) -> tuple[float, ...] | None:
+        """Return for how long the ranks of a dead scheduler may live on; None: they die with it."""
+        if dice.random() >= self.settings.faults.orphans:
+            return None
+        self.world.fault("ranks outlived their scheduler")
+        t = self.settings.timers
+        return (0.01, 1.0, t.lease_s, self.landed_s, 2 * self.landed_s)
+
+    def orphan_died(self, rank: PrefillRank) -> None:
+        rank.process.kill()
+        self.wire.source_died(rank)
+        self._say_died(rank)
+
+    def _say_died(self, rank: PrefillRank) -> None:
+        self.network.died(rank.process, [r for d in self.decode for r in (*d.ranks, *d.orphans)])
 
     def _end_prefill(self, engine: PrefillEngine) -> None:
         engine.kill()
         for rank in engine.ranks:
-            self.network.died(rank.process, [r for d in self.decode for r in d.ranks])
+            if not rank.process.alive:
+                self._say_died(rank)
         self.world.after(self.world.rng.choice((0.01, 1.0, 30.0)), engine.boot)
         if self.settings.faults.stop_decode and self.world.rng.random() < 0.5:
             # While writes of the dead processes are still in flight.
@@ -295,22 +337,25 @@ class SimulatedCluster:
     def cut_off_perhaps(self, rank: PrefillRank) -> None:
         """At random, cut a rank off in the middle of a prompt; its engine continues after the lease or H."""
         if self.world.chance(self.settings.faults.partition) and self._cut_off(rank):
-            rank.engine.scheduler.pause(self._span())
+            rank.scheduler.pause(self._span())
 
     def _cut_off(self, rank: PrefillRank) -> bool:
         """Cut the side channel of one P worker; its peers' kernels notice, and the data path works on.
 
-        Not together with a stop: no lease can bound a writer that is stopped, cut off, and considered dead.
+        Not together with a stop: no lease can bound a writer that is stopped, cut off, and considered dead. The fault
+        `cut_stopped` does that, in a world of its own.
         """
         process = rank.process
         if not process.alive or process.paused or self.world.now - process.disturbed < 2 * self.landed_s:
             return False
         self.world.fault("side channel cut")
-        duration = self._span()
+        self._end_connections(process, self._span())
+        return True
+
+    def _end_connections(self, process: Process, duration: float) -> None:
         process.partitioned_until = self.world.now + duration
         process.disturbed = process.partitioned_until
         self.network.flap(process, [r for d in self.decode for r in d.ranks], duration)
-        return True
 
     # -- promises
 

@@ -81,7 +81,8 @@ class DecodeRank:
 
     def __init__(self, engine: DecodeEngine, stage: int, rank: int) -> None:
         cluster, settings = engine.cluster, engine.cluster.settings
-        self.engine = engine
+        self.engine, self.scheduler = engine, engine.scheduler  # that of its own incarnation
+        self.incarnation = engine.incarnation
         self.index = engine.geometry.worker(stage, rank)
         self.process = Process(cluster.world, f"D{engine.index}.{self.index}")
         self.memory = RankMemory(settings, engine.shape, engine.geometry, rank, stage)
@@ -172,7 +173,7 @@ class DecodeRank:
             raise Violation(f"{self.process.name} does not tell its scheduler what it has reported")
         for loaded in reports:
             delay = self.engine.cluster.world.rng.uniform(0.0002, 0.02)
-            self.engine.scheduler.post(delay, self.engine.reported, loaded, self.index)
+            self.scheduler.post(delay, self.engine.reported, loaded, self.index)
         self._alarm.set()
 
     def _act(self, action: Action) -> None:
@@ -241,6 +242,8 @@ class DecodeEngine:
         self.shape = shape
         self.geometry = cluster.settings.geometry(shape)
         self.alive = False
+        self.orphans: list[DecodeRank] = []  # of earlier incarnations
+        self._orphaned = cluster.world.dice(f"orphans D{index}")
         self.boot()
 
     def boot(self) -> None:
@@ -253,6 +256,7 @@ class DecodeEngine:
             self.cluster.mutation.loads(self.incarnation), self.cluster.mutation.first_tokens(*waits)
         )
         self.book, self.first_tokens = self.requests.book, self.requests.first_token_book
+        self._unread = self.cluster.world.dice(f"unread {self.incarnation}")
         self.offers = Offers(self.cluster.settings.timers)
         self._alarm = Alarm(self.scheduler, self.offers.next_wake, self._tick)
         self.free = pool(self.geometry, self.shape.blocks)
@@ -269,11 +273,17 @@ class DecodeEngine:
         self._bound_at = [0.0] * len(self.ranks)
 
     def kill(self) -> None:
-        """Kill all processes, as the executor does."""
+        """Kill all processes, as the executor does, or at first only the scheduler."""
         world = self.cluster.world
         self.alive = False
-        for process in (self.scheduler, *(rank.process for rank in self.ranks)):
-            process.kill()
+        self.scheduler.kill()
+        delays = self.cluster.outlives(self._orphaned)
+        for rank in self.ranks:
+            if delays is None:
+                rank.process.kill()
+            else:
+                self.orphans.append(rank)
+                world.after(self._orphaned.choice(delays), rank.process.kill)
         for request in (*self.waiting, *self.loading.values(), *self.held.values(), *self.decoding.values()):
             request.state = "died with its engine"
             world.stats["requests died with their engine"] += 1
@@ -449,7 +459,10 @@ class DecodeEngine:
             request.hopeless = None
         if len(request.reports) < len(self.ranks):
             return
-        received = self.requests.received(self.cluster.world.now, request.name, starts=True)
+        unread = self._unread.random() < self.cluster.settings.faults.unread
+        if unread:
+            self.cluster.world.fault("load reported outside vLLM's read")
+        received = self.requests.received(self.cluster.world.now, request.name, starts=not unread)
         if received is None or received.transfer != request.transfer:
             raise Violation(f"D{self.index}: {request.name} is reported under {received}, loads {request.transfer}")
         transfer, verdict = received.transfer, received.verdict
@@ -471,6 +484,8 @@ class DecodeEngine:
             self.scheduler.post(self.cluster.settings.timers.lease_s if request.whole else FIRST_WAIT_S, self._poke)
         elif request.left:
             self._end(request, "left")
+        elif request.whole and not verdict.code:
+            raise Violation(f"promise 3: {request.name} does not wait for the token that alone can begin it")
         else:
             self._decode(request)  # after a failure: kv_load_failure_policy = recompute
 

@@ -1133,6 +1133,69 @@ class BegunWithoutToken(FirstTokenBook):
         return [replace(start, whole=False) for start in super().take(now)]
 
 
+class WholeGivenUp(FirstTokenBook):
+    """Outside vLLM's read of a step D gives up every token, also one that alone can begin."""
+
+    def whole(self, request_id: str) -> bool:
+        return False
+
+
+class BegunIsLanded(SimulatedWriter):
+    """A write counts as landed with its first bytes."""
+
+    def __init__(self, deciding: Any, wire: Any, clock: Any) -> None:
+        begun: Any = _BegunWire(wire)
+        super().__init__(deciding, begun, clock)
+
+
+@dataclass(frozen=True, slots=True)
+class _BegunWire:
+    wire: Any
+
+    def submit(self, *write: Any) -> int:
+        return int(self.wire.submit(*write))
+
+    def poll(self, handle: int) -> WriteState:
+        flight = self.wire._flights.get(handle)
+        if flight is not None and flight.begun and flight.outcome is WriteState.PENDING:
+            self.wire._flights.pop(handle)
+            return WriteState.LANDED
+        return WriteState(self.wire.poll(handle))
+
+
+class RestartIsTheEnd(Receiver):
+    """D takes a peer's next incarnation at the same address for the end of the one before."""
+
+    def message(self, now: float, peer: Any, message: Message) -> list[Action]:
+        for record in self._transfers.values():
+            for writer in record.leased():
+                if writer.peer == peer and writer.p_incarnation != message.p_incarnation:
+                    writer.state = WriterState.QUIET
+        return super().message(now, peer, message)
+
+
+def _orphans(settings: SimulationSettings) -> SimulationSettings:
+    """The ranks of a dead scheduler go on for a while, beside those of the next."""
+    return replace(settings, faults=Faults(kill_prefill=0.1, orphans=1.0, write_slow=0.1, silent_death=1.0))
+
+
+def _shared(settings: SimulationSettings) -> SimulationSettings:
+    """Prompts begin alike, and share their first blocks."""
+    prefill = tuple(replace(shape, blocks=4 * shape.blocks) for shape in settings.prefill)
+    bare = replace(_kind(settings), windows=(), group_of=(), scales=(), p_first=0.0, at_once=0.0)
+    return replace(bare, prefill=prefill, shared=0.8, burst=8)
+
+
+def _spread(settings: SimulationSettings) -> SimulationSettings:
+    """Writes take their time, and their first bytes come first."""
+    return replace(_kind(settings), faults=Faults(write_slow=0.3, write_spread=1.0))
+
+
+def _whole_unread(settings: SimulationSettings) -> SimulationSettings:
+    """All loads are reported outside vLLM's read."""
+    return replace(_whole(settings), faults=Faults(unread=1.0))
+
+
 def _whole(settings: SimulationSettings) -> SimulationSettings:
     """Windows and first tokens, some of which are lost or late."""
     return replace(_windows(settings), p_first=0.0, at_once=0.0, first=True, first_faults=FirstFaults(0.1, 0.3))
@@ -1222,6 +1285,10 @@ MORE = (
     Mutation("a first token is waited for", first_tokens=WaitsForEver, world=_first),
     Mutation("an aborted request stays held", first_tokens=HeldForgotten, world=_first),
     Mutation("a whole prompt begins without its token", first_tokens=BegunWithoutToken, world=_whole),
+    Mutation("a block of another's step taken for cached", computing=HotTakenForCached, world=_shared),
+    Mutation("a restart is the end of what was before", receiver=RestartIsTheEnd, world=_orphans),
+    Mutation("a whole prompt's token is given up", first_tokens=WholeGivenUp, world=_whole_unread),
+    Mutation("a write that has begun has landed", writer=BegunIsLanded, world=_spread),
     Mutation("a wake-up is lost", writer=LooksTooEarly),
     Mutation("READY wakes no push", core=ReadyUnheeded),
     Mutation("hold freed early", meetings=HoldFreedEarly, world=_met_astray),

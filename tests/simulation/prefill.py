@@ -98,7 +98,8 @@ class RankWire:
     def take(self, batch: Batch) -> None:
         """Check a claimed batch: it uses one session, and the claims' destinations."""
         rank = self._rank
-        flight = Flight(rank, rank.engine.cluster.decode_rank(batch.peer), batch.peer, batch.session)
+        target = rank.engine.cluster.decode_rank(batch.peer, session=batch.session)
+        flight = Flight(rank, target, batch.peer, batch.session)
         src, dst, size = np.array(batch.src), np.array(batch.dst), np.array(batch.size)
         end = 0
         for claim in batch.claims:
@@ -165,7 +166,7 @@ class PrefillRank:
         self, engine: PrefillEngine, stage: int, rank: int, group: RankGroup | None, room: Room | None
     ) -> None:
         cluster, settings = engine.cluster, engine.cluster.settings
-        self.engine = engine
+        self.engine, self.scheduler = engine, engine.scheduler  # that of its own incarnation
         self.index = engine.geometry.worker(stage, rank)
         self.stage = stage
         self.process: Process = Process(cluster.world, f"P{engine.index}.{stage}.{rank}")
@@ -174,6 +175,7 @@ class PrefillRank:
         self.flights: dict[Flight, None] = {}
         self.trouble = -1e9  # the time when a write last failed or was slow
         self.serials: dict[str, int] = {}
+        self._texts: dict[str, Content] = {}  # by push
         self._step: EngineStep | None = None
         self._hooked: StreamEvent | None = None
         self._waking = self._turning = False
@@ -232,7 +234,7 @@ class PrefillRank:
         try:
             self.core.check()
         except PdError:
-            self.engine.cluster.prefill_ended_itself(self.engine)
+            self.engine.cluster.prefill_ended_itself(self)
             return True
         return False
 
@@ -265,6 +267,7 @@ class PrefillRank:
         meta, world = step.meta, self.process.world
         for start in meta.starts:
             self.serials[start.push] = self.engine.cluster.serial_of(start.reservation.transfer)
+        self._texts.update((fill.push, fill.content) for fill in step.fills)
         world.stats["catch-ups"] += len(meta.catch_ups) if self.exchanging is not None else 0
         self._cached([Fill(f.push, f.content, f.tables, 0, f.before) for f in step.fills if f.before])
         self._steps.begin(meta)
@@ -373,11 +376,18 @@ class PrefillRank:
             memory.plane(layer, region)[places] = cells + np.uint8(shade(memory.layers[layer], region))
 
     def _check_overwrite(self, fill: Fill) -> None:
-        """Check promise 2: blocks that a live push may still read are not overwritten for another request."""
+        """Check promise 2: blocks that a live push may still read are not overwritten for another request.
+
+        A request of the same text may share them, and compute their next layer.
+        """
         for flight in self.flights:
             for claim, (push, _, spans) in zip(flight.claims, flight.writes, strict=True):
                 staged = unit_of(claim).sub_step > 0
-                if staged or push == fill.push or self.core._machine.state(push, claim.d_rank) not in _LIVE:
+                if (
+                    staged
+                    or self._texts.get(push) is fill.content
+                    or self.core._machine.state(push, claim.d_rank) not in _LIVE
+                ):
                     continue
                 read = set(self.memory.block_of(spans.src - BASE).tolist())
                 if not fill.touched.isdisjoint(read):
@@ -397,13 +407,13 @@ class PrefillRank:
         """End the step when its sampled tokens are there, after the device has finished."""
         if step.ended and not step.computing:
             step.ended = False
-            self.engine.scheduler.post(0.0001, self.engine.rank_done, self.index, self.missed())
+            self.scheduler.post(0.0001, self.engine.rank_done, self.index, self.missed())
 
     def finished(self, ended: Sequence[str]) -> None:
         """End requests, and report those whose pushes are over here to the scheduler."""
         for request in sorted(self.core.take_finished(ended)):
             delay = self.process.world.rng.uniform(0.0002, 0.02)
-            self.engine.scheduler.post(delay, self.engine.sent, request, self.index)
+            self.scheduler.post(delay, self.engine.sent, request, self.index)
 
     def missed(self) -> list[MissedExchange]:
         """Return the missed exchanges, which the scheduler gets with each step."""

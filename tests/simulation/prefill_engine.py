@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,7 @@ class Prompt:
     ended: float | None = None
     stopped_before: float = 0.0
     leg: Leg | None = None  # of a source: the leg of its answer
+    shared: int = 0  # its first tokens lie in blocks of another prompt
 
 
 @dataclass(slots=True)
@@ -79,6 +81,8 @@ class PrefillEngine:
         self.shape = shape
         self.geometry = cluster.settings.geometry(shape)
         self.alive = False
+        self.orphans: list[PrefillRank] = []  # of earlier incarnations
+        self._orphaned = cluster.world.dice(f"orphans P{index}")
         self.boot()
 
     def boot(self) -> None:
@@ -86,6 +90,7 @@ class PrefillEngine:
         self.scheduler = Process(self.cluster.world, f"P{self.index}.s")
         book = self.cluster.mutation.book(model=MODEL)
         self.free = pool(self.geometry, self.shape.blocks)
+        self._shared: Counter[int] = Counter()  # by block, the prompts that have it beside the first
         t = self.cluster.settings.timers
         holding = Holding(256, self._spare(), t.hold_s, t.meet_s)
         meetings = self.cluster.mutation.meetings(book, self.scheduler.incarnation, holding)
@@ -137,11 +142,17 @@ class PrefillEngine:
         return Room(slot * settings.room, buffer * settings.room, buffer * settings.room)
 
     def kill(self) -> None:
+        """Kill all processes, or at first only the scheduler: its ranks go on with what they have."""
         self.alive = False
         self.scheduler.kill()
+        delays = self.cluster.outlives(self._orphaned)
         for rank in self.ranks:
-            rank.process.kill()
-            self.cluster.wire.source_died(rank)
+            if delays is None:
+                rank.process.kill()
+                self.cluster.wire.source_died(rank)
+            else:
+                self.orphans.append(rank)
+                self.cluster.world.after(self._orphaned.choice(delays), self.cluster.orphan_died, rank)
         self.cluster.broker.prefill_died(self)
         self.cluster.router.prefill_died(self)
 
@@ -292,8 +303,11 @@ class PrefillEngine:
             size = max(group.covers for group in self.geometry.tables)
             hit = self.cluster.world.rng.choice((0, 0, 1, 2)) * size
             prompt.computed = min(hit, (prompt.tokens - 1) // size * size)
+            prompt.shared = self._share(prompt) if self.cluster.settings.shared else 0
+            prompt.computed = prompt.shared or prompt.computed
             count = min(budget, prompt.tokens - prompt.computed)
             if not self._allocate(prompt, prompt.computed + count):
+                self._give_back(prompt.tables.clear())
                 break
             self.waiting.popleft()
             self.running.append(prompt)
@@ -301,8 +315,30 @@ class PrefillEngine:
             budget -= count
         return chunks
 
+    def _share(self, prompt: Prompt) -> int:
+        """Take the blocks of another prompt that begins alike, also of this step. Return how many tokens they have."""
+        size = self.geometry.tables[0].covers
+        now, wanted = dict(self._scheduled), (prompt.tokens - 1) // size
+        for other in (*self.running, *self.holding.values()):
+            count = min(wanted, (other.computed + now.get(other, 0)) // size)
+            if other.content is prompt.content and count:
+                self.cluster.world.stats["blocks shared"] += count
+                self.cluster.world.fault("blocks shared by prefix")
+                prompt.tables.ids = [other.tables.ids[0][:count]]
+                self._shared.update(prompt.tables.ids[0])
+                return count * size
+        return 0
+
+    def _give_back(self, blocks: Iterable[int]) -> None:
+        """Free blocks that no other prompt has."""
+        for block in blocks:
+            if self._shared[block]:
+                self._shared[block] -= 1
+            else:
+                self.free.append(block)
+
     def _allocate(self, prompt: Prompt, tokens: int) -> bool:
-        self.free.extend(prompt.tables.let_go(prompt.computed))
+        self._give_back(prompt.tables.let_go(prompt.computed))
         return prompt.tables.grow(prompt.computed, tokens, self.free, self.cluster.world.rng)
 
     def _chunk(self, prompt: Prompt, count: int) -> PromptChunk:
@@ -325,7 +361,7 @@ class PrefillEngine:
         for chunk in chunks:
             own = Chunk(chunk.prompt.name, chunk.computed, chunk.count, chunk.new, replaces=chunk.fresh)
             size = max(group.covers for group in self.geometry.tables)
-            if chunk.fresh and chunk.computed and self._dice.random() < 0.3:
+            if chunk.fresh and chunk.computed and not chunk.prompt.shared and self._dice.random() < 0.3:
                 self.cluster.world.stats["blocks found hot"] += 1
                 chunk.hot = size * self._dice.randrange(chunk.computed // size)
                 if self._others.random() < 0.5:
@@ -343,7 +379,7 @@ class PrefillEngine:
     def _fill(self, chunk: PromptChunk) -> Fill:
         """Return what is filled: earlier steps computed the cached tokens, except the hot ones."""
         first = chunk.computed if chunk.hot is None else chunk.hot
-        before = first if chunk.fresh else 0
+        before = first if chunk.fresh and not chunk.prompt.shared else 0
         return Fill(chunk.prompt.push, chunk.prompt.content, chunk.tables, first, chunk.computed + chunk.count, before)
 
     def _take(self, prompt: Prompt) -> None:
@@ -366,7 +402,7 @@ class PrefillEngine:
         self.running.remove(prompt)
         self.waiting.appendleft(prompt)
         self._scheduled = [(p, n) for p, n in self._scheduled if p is not prompt]
-        self.free.extend(prompt.tables.clear())
+        self._give_back(prompt.tables.clear())
         prompt.known, prompt.computed, prompt.fresh = [0] * len(prompt.known), 0, True
         self._lost.append(prompt.name)
 
@@ -423,7 +459,7 @@ class PrefillEngine:
         if r is not None and self._by_transfer.get(r.transfer) is prompt:
             del self._by_transfer[r.transfer]
         prompt.ended, prompt.stopped_before = self.cluster.world.now, self.stopped_s()
-        self.free.extend(prompt.tables.let_go(prompt.computed))
+        self._give_back(prompt.tables.let_go(prompt.computed))
         ending = self.requests.finished(
             self.scheduler.clock(),
             prompt.name,
@@ -470,5 +506,5 @@ class PrefillEngine:
             self._release(prompt)
 
     def _release(self, prompt: Prompt) -> None:
-        self.free.extend(prompt.tables.clear())
+        self._give_back(prompt.tables.clear())
         self._poke()

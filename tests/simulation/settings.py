@@ -74,6 +74,10 @@ class Faults:
     writer_dies: float = 0.0  # the transfer engine raises
     undrafted: float = 0.0  # the draft model does not run in a step
     astray: float = 0.0  # one side of a source and a target comes late, twice or never
+    write_spread: float = 0.0  # the first bytes of a write land long before its last
+    cut_stopped: float = 0.0  # a writer that is stopped is also cut off: never drawn, no rule bears it
+    orphans: float = 0.0  # share of engines whose ranks outlive the scheduler
+    unread: float = 0.0  # a load is reported outside vLLM's read of a step's outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,7 @@ class SimulationSettings:
     faults: Faults = field(default_factory=Faults)
     p_first: float = 0.0  # share of requests that P computes before D knows them
     at_once: float = 0.0  # share of those that go to both at the same time
+    shared: float = 0.0  # share of prompts that begin as one before, so that P's requests share blocks
 
     @property
     def kind(self) -> bool:
@@ -148,7 +153,16 @@ class SimulationSettings:
 
         One group of plain attentions, no drafts, and requests that go to D first.
         """
-        more = self.first, self.indexed, self.quantised, self.windows, self.scales, self.p_first, self.at_once
+        more = (
+            self.first,
+            self.indexed,
+            self.quantised,
+            self.windows,
+            self.scales,
+            self.p_first,
+            self.at_once,
+            self.shared,
+        )
         shapes = (*self.prefill, *self.decode)
         return not any(more) and not any(shape.drafts or shape.covers > shape.block_size for shape in shapes)
 
@@ -358,7 +372,10 @@ def draw(seed: int, requests: int | None = None) -> SimulationSettings:
     drawn = _compressed(random.Random(f"compressed/{seed}"), drawn)
     drawn = _parts(random.Random(f"parts/{seed}"), drawn)
     drawn = _orders(random.Random(f"orders/{seed}"), drawn)
-    return replace(drawn, **_first(random.Random(f"first/{seed}")))
+    drawn = replace(drawn, **_first(random.Random(f"first/{seed}")))
+    if not drawn.windows:
+        drawn = replace(drawn, shared=random.Random(f"shared/{seed}").choice((0.0, 0.0, 0.5)))
+    return drawn if drawn.faults == Faults() else replace(drawn, faults=replace(drawn.faults, **_later_faults(seed)))
 
 
 def _orders(rng: random.Random, drawn: SimulationSettings) -> SimulationSettings:
@@ -527,6 +544,19 @@ def _device_faults(rng: random.Random) -> dict[str, float]:
         "unissued": rng.choice((0.0, 0.0, 0.01, 0.05)),
         "late_event": rng.choice((0.0, 0.0, 0.05, 0.3)),
         "writer_dies": rng.choice((0.0, 0.0, 0.0, 0.001)),
+    }
+
+
+def _later_faults(seed: int) -> dict[str, float]:
+    """Draw each fault from a stream of its own: without it, a seed is the world that it was before."""
+
+    def drawn(name: str, *values: float) -> float:
+        return random.Random(f"{name}/{seed}").choice(values)
+
+    return {
+        "write_spread": drawn("spread", 0.0, 0.0, 0.1, 0.5),
+        "orphans": drawn("orphans", 0.0, 0.3, 1.0),
+        "unread": drawn("unread", 0.0, 0.0, 0.1, 1.0),
     }
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from simulation.run import Sum, main, run_seed, run_seeds
-from simulation.settings import STATES, draw
+from simulation.settings import STATES, Faults, draw
 from simulation.sums import summed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,9 +80,14 @@ KINDS = {
     "target twice",
     "layer computed late",
     "draft model did not run",
+    "write landed over a time",
+    "blocks shared by prefix",
+    "ranks outlived their scheduler",
+    "load reported outside vLLM's read",
 }
 
 
+CUT_OFF_WHILE_STOPPED = 3  # a seed
 SEEDS = {"few": 200, "ci": 400, "all": 800}
 
 
@@ -192,6 +197,19 @@ def test_shapes_of_all_sorts_are_drawn() -> None:
         itertools.product((True, False), repeat=3)
     )
     assert {settings.opaque for settings in drawn} == {settings.verify for settings in drawn} == {True, False}
+
+
+def test_a_writer_that_is_stopped_and_cut_off_at_once_breaks_the_promise_that_the_docs_except() -> None:
+    """The one known way to a wrong write: docs/protocol.md (How it is checked), docs/security.md, docs/operations.md.
+
+    If this fails, a rule bears it now: draw it like every other fault, and take the exception out of those pages.
+    """
+    stopped = Faults(submit_stall=0.05, write_stop=0.05)
+    drawn = draw(CUT_OFF_WHILE_STOPPED).undivided()
+    world = replace(drawn, faults=replace(stopped, cut_stopped=1.0), p_first=0.0, at_once=0.0)
+    result = run_seed(CUT_OFF_WHILE_STOPPED, settings=world)
+    assert result.violation.startswith("Violation: promise 1: a write of transfer")
+    assert not run_seed(CUT_OFF_WHILE_STOPPED, settings=replace(world, faults=stopped)).violation
 
 
 def test_a_violation_ends_the_command_with_its_seed_and_trace() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes between memories: they land late, partly, after an error, after their writer's death or stop, or not.
+"""Writes between memories: they land late, partly, over a time, after an error, after their writer's death or stop.
 
 A write into a dead session does not land.
 """
@@ -30,7 +30,19 @@ UNHURRIED_S = 0.5  # longest time in which a process that was stopped reads what
 class Flight:
     """One batch in flight. It reads its source when it lands."""
 
-    __slots__ = ("claims", "landed", "lost", "outcome", "peer", "session", "source", "submitted", "target", "writes")
+    __slots__ = (
+        "begun",
+        "claims",
+        "landed",
+        "lost",
+        "outcome",
+        "peer",
+        "session",
+        "source",
+        "submitted",
+        "target",
+        "writes",
+    )
 
     def __init__(self, source: PrefillRank, target: DecodeRank, peer: Endpoint, session: str) -> None:
         self.source = source
@@ -40,6 +52,7 @@ class Flight:
         self.claims: list[Claim] = []
         self.writes: list[tuple[str, int, Triples]] = []  # push, serial of the transfer, spans
         self.submitted = source.process.ran_s()
+        self.begun = False  # the first of its spans have landed
         self.landed = False
         self.outcome = WriteState.PENDING
         self.lost: bytes | None = None  # contents of its staging slots when its source gave it up
@@ -77,6 +90,7 @@ class SimulatedWire:
         self._error = faults.write_error
         self._slow = faults.write_slow
         self._stopped = faults.write_stop
+        self._spread, self._dice = faults.write_spread, world.dice("spread")
         self.spoiled: set[int] = set()  # transfers that received bytes of others from a reused slot
 
     def fly(self, flight: Flight) -> None:
@@ -89,6 +103,8 @@ class SimulatedWire:
             duration = rng.uniform(0, self._timeout_s * 1.2)
         if world.chance(self._stopped):
             world.after(duration * rng.random(), self._stop_inside, flight)
+        if self._spread and self._dice.random() < self._spread:
+            flight.source.process.post(min(duration, self._timeout_s) * self._dice.random(), self._begin, flight)
         if flight.session != flight.target.session or not flight.target.process.alive:
             flight.landed = True  # no destination exists
             flight.source.process.post(rng.uniform(0.0001, 0.5), self._back, flight, False)
@@ -98,6 +114,19 @@ class SimulatedWire:
             self._fail(flight, self._timeout_s)
         else:
             flight.source.process.post(duration, self._arrive, flight, world.now)
+
+    def _begin(self, flight: Flight) -> None:
+        """Land the first spans, long before the last."""
+        target = flight.target
+        if (
+            not flight.landed
+            and flight.session == target.session
+            and target.process.alive
+            and not target.process.paused
+        ):
+            self._world.fault("write landed over a time")
+            self._copy(flight, True)
+            flight.begun = True
 
     def _stop_inside(self, flight: Flight) -> None:
         if not flight.landed and flight.source.process.alive and not flight.source.process.paused:
@@ -164,17 +193,22 @@ class SimulatedWire:
             self._world.fault("failed write read its slot's next bytes")
             self.spoiled |= {serial for _, serial, _ in flight.writes}
         self._world.log(target.process.name, "LANDED", f"from {flight.source.process.name} partly={partly}")
+        self._copy(flight, partly)
+        self._world.stats["writes landed"] += 1
+
+    def _copy(self, flight: Flight, partly: bool) -> None:
+        """Copy the spans that have not landed yet; `partly`: the first half of all."""
         for _, serial, spans in flight.writes:
-            src, dst, size = spans.src, spans.dst - BASE, spans.size
-            if partly:
-                some = max(1, len(src) // 2)
-                src, dst, size = src[:some], dst[:some], size[:some]
+            half = max(1, len(spans.src) // 2)
+            some = slice(half if flight.begun else 0, half if partly else None)
+            src, dst, size = spans.src[some], spans.dst[some] - BASE, spans.size[some]
+            if not len(src):
+                continue
             self._check(flight, serial, dst, size)
             read, base = flight.source.readable(int(src[0]) >= STAGING)
-            src, write = src - base, target.memory.bytes
+            src, write = src - base, flight.target.memory.bytes
             for a, b, n in zip(src.tolist(), dst.tolist(), size.tolist(), strict=True):
                 write[b : b + n] = read[a : a + n]
-        self._world.stats["writes landed"] += 1
 
     def _check(self, flight: Flight, serial: int, dst: np.ndarray, size: np.ndarray) -> None:
         """Check promise 1: a write lands only in blocks reserved for its transfer on this rank at this moment."""

@@ -54,6 +54,7 @@ STARTS_PROCESSES = ("subprocess.Popen", "os.fork", "os.posix_spawn")
 QUICK_S = 0.5
 IMPORTED = -1  # reached by importing
 SIMULATOR = "the simulator"
+PROTOCOL, FRONT = "simulation.run", "simulation.front.run"
 FIRST_SEED, FIRST_SEEDS = 1, 3  # seeds that run first: they are quicker than any test
 SEED_S = 5  # most processor time of a seed; 0.2 s is usual
 
@@ -211,17 +212,18 @@ class Field:
         for stale in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
             stale.unlink()
         try:
-            seen = self._simulated(min(seeds, FIRST_SEEDS), deadline) or self._failing(reached, deadline)
-            if seen := seen or self._simulated(seeds, deadline):
+            simulator = FRONT if "/metaserver/" in path else PROTOCOL
+            seen = self._simulated(simulator, min(seeds, FIRST_SEEDS), deadline) or self._failing(reached, deadline)
+            if seen := seen or self._simulated(simulator, seeds, deadline):
                 return seen.removeprefix("tests/unit/")
             return "" if quick else self._failing(unknown, deadline).removeprefix("tests/unit/")
         finally:
             file.write_text(text)
 
-    def _simulated(self, seeds: int, deadline: float) -> str:
+    def _simulated(self, simulator: str, seeds: int, deadline: float) -> str:
         if not seeds:
             return ""
-        result = self._forked(lambda: _simulate(seeds), deadline)
+        result = self._forked(lambda: _simulate(simulator, seeds), deadline)
         return "the clock" if result is None else result
 
     def watched(self, patterns: tuple[str, ...]) -> dict[str, Reach]:
@@ -327,11 +329,11 @@ def _pytest(words: list[str], plugin: object) -> int:
     return int(pytest.main([*usual, *words], plugins=[plugin]))
 
 
-def _simulate(seeds: int) -> str:
+def _simulate(module: str, seeds: int) -> str:
     max_s = seeds * SEED_S + int(time.process_time())  # processor time, so that other load does not matter
     resource.setrlimit(resource.RLIMIT_CPU, (max_s, max_s + 1))
     try:
-        simulator: Any = importlib.import_module("simulation.run")
+        simulator: Any = importlib.import_module(module)
         return SIMULATOR if simulator.main(["--seeds", str(seeds), "--from", str(FIRST_SEED)]) else ""
     except Exception:  # noqa: BLE001  # any exception counts as detected
         traceback.print_exc()

@@ -50,6 +50,7 @@ class EngineFaults:
     sound: bool = True
     mute: bool = False  # as P: none of its pushes ever arrives, although its answers are good
     fault: float = 0.0  # probability for each request
+    cut: float = 0.0  # probability for each connection that it breaks at some byte
     slow_s: float = 0.05
     probe_s: float = 0.01
     policy: str = "recompute"
@@ -106,6 +107,12 @@ class FrontEngine:
 
     async def accept(self) -> bool:
         return self.alive
+
+    def cuts(self) -> float:
+        return self.kind.cut
+
+    def was_cut(self) -> None:
+        self.count("cut")
 
     def connected(self, connection: EngineConnection) -> None:
         if not self.alive:
@@ -275,7 +282,7 @@ class FrontDecode(FrontEngine):
         await asyncio.sleep(self.speed())
         right = all(load.right for load in loads)
         whole = await self._answer(request, body, prompts, loads if params else [], right, fault)
-        if whole and not any(load.failed for load in loads):
+        if whole and not request.connection.transport.closed and not any(load.failed for load in loads):
             self.finished.append(request_id)
 
     def _speak_and_fail(self, request: EngineRequest, body: dict[str, Any]) -> None:

@@ -176,6 +176,23 @@ def _breaking(plan: SeedPlan) -> SeedPlan:
     )
 
 
+def _cutting(plan: SeedPlan) -> SeedPlan:
+    """Nothing fails but connections, which break at any byte."""
+    bad = EngineFaults(sound=False, cut=0.5)
+    return replace(
+        plan, prefills=[EngineFaults(), bad], decodes=[EngineFaults(), bad, bad], restarts_s=0.0, admin_s=0.0
+    )
+
+
+def _lost_is_the_end(self: Any, problem: Exception | None) -> None:
+    if self._reply is not None:
+        self._finish(keep=False)
+    _LOST(self, problem)
+
+
+_LOST = http1._Connection.connection_lost
+
+
 _POINT, _NEXT, _CONTINUED, _FRAMED, _NOTE_HEAD, _DECODE = (
     *(StreamState.point, StreamState.next_request, resumable.continued, StreamState._framed, StreamState._note_head),
     front.Front._decode,
@@ -281,6 +298,11 @@ ALL = {
             "P's that are not named are asked",
             ((fleet.Fleet, "prefilling", lambda self, model, names: self.serving(model)),),
             _beside_one,
+        ),
+        FrontMutation(
+            "an answer that breaks off has ended",
+            ((http1._Connection, "connection_lost", _lost_is_the_end),),
+            _cutting,
         ),
         # Streams that outlive their D.
         FrontMutation("a token is said twice", ((resume, "continued", _one_less),), _breaking),

@@ -23,6 +23,11 @@ class FrontListener(Protocol):
     async def accept(self) -> bool:
         """Return whether it accepts a connection, perhaps after a delay."""
 
+    def cuts(self) -> float:
+        """Return the probability that a connection breaks at some byte."""
+
+    def was_cut(self) -> None: ...
+
     def connected(self, connection: EngineConnection) -> None: ...
 
 
@@ -35,6 +40,8 @@ class SimulatedTransport(asyncio.Transport):
         self.protocol: Any = None
         self.other: SimulatedTransport | None = None
         self.closed = self._paused = False
+        self.left: int | None = None  # bytes until the network breaks; None: it does not
+        self.when_cut: Callable[[], None] = lambda: None
         self._waiting: list[bytes] = []
         self._last = 0.0
 
@@ -43,8 +50,14 @@ class SimulatedTransport(asyncio.Transport):
         self.loop.call_at(self._last, act, *args)
 
     def write(self, data: Any) -> None:
-        if not self.closed and self.other is not None:
-            self._later(self.other.arrived, bytes(data))
+        if self.closed or self.other is None:
+            return
+        self._later(self.other.arrived, bytes(data[: self.left]))
+        if self.left is not None:
+            self.left -= len(data)
+            if self.left <= 0:
+                self.when_cut()
+                self.abort()
 
     def arrived(self, data: bytes) -> None:
         if self._paused:
@@ -87,8 +100,8 @@ class SimulatedTransport(asyncio.Transport):
 class FrontNetwork:
     """Listeners by address. A new connection takes a round trip."""
 
-    def __init__(self, loop: VirtualLoop, rng: random.Random, slowest_s: float) -> None:
-        self.loop, self._rng, self._slowest = loop, rng, slowest_s
+    def __init__(self, loop: VirtualLoop, rng: random.Random, slowest_s: float, cuts: random.Random) -> None:
+        self.loop, self._rng, self._slowest, self._cuts = loop, rng, slowest_s, cuts
         self.servers: dict[int, FrontListener] = {}
         loop.connect = self.connect
 
@@ -103,6 +116,9 @@ class FrontNetwork:
         await asyncio.sleep(self.delay())
         near, far = SimulatedTransport(self.loop, self.delay), SimulatedTransport(self.loop, self.delay)
         near.other, far.other = far, near
+        if self._cuts.random() < server.cuts():
+            side = self._cuts.choice((near, far, far))
+            side.left, side.when_cut = int(10 ** self._cuts.uniform(0.0, 4.0)), server.was_cut
         near.protocol = protocol = factory()
         far.protocol = connection = EngineConnection(far)
         protocol.connection_made(near)

@@ -127,11 +127,20 @@ def draw(rng: random.Random, requests: int = 150) -> SeedPlan:
     )
 
 
+def cut(rng: random.Random, plan: SeedPlan) -> SeedPlan:
+    """Return the plan with connections of ailing engines that break at some byte, either way."""
+    for kind in {id(kind): kind for kind in (*plan.prefills, *plan.decodes)}.values():
+        drawn = rng.choice((0.0, 0.1, 0.3))
+        kind.cut = 0.0 if kind.sound else drawn
+    return plan
+
+
 class FrontWorld:
     def __init__(self, seed: int, plan: SeedPlan, loop: VirtualLoop) -> None:
         self.seed, self.plan, self.loop = seed, plan, loop
         self.rng = random.Random(f"front/{seed}")
-        self.network = FrontNetwork(loop, random.Random(f"network/{seed}"), plan.slowest_s)
+        cuts = random.Random(f"where it is cut/{seed}")
+        self.network = FrontNetwork(loop, random.Random(f"network/{seed}"), plan.slowest_s, cuts)
         self.apps: dict[str, Any] = {}
         self.said: Counter[str] = Counter()
         self.problems: list[str] = []
@@ -181,7 +190,7 @@ class FrontWorld:
             for instance in worker.fleet:
                 instance.draining = False
         for engine in self.engines:
-            engine.kind.fault = 0.0
+            engine.kind.fault = engine.kind.cut = 0.0
             if not engine.alive:
                 engine.restart()
         await self._until(self._ready, READY_S, "promise 3: a pair that works is not ready")
@@ -420,7 +429,7 @@ class FrontResult:
 
 def run_seed(seed: int, requests: int = 150, plan: SeedPlan | None = None) -> FrontResult:
     """Run one metaserver from its start until nothing happens any more."""
-    plan = plan or draw(random.Random(f"plan/{seed}"), requests)
+    plan = plan or cut(random.Random(f"cut/{seed}"), draw(random.Random(f"plan/{seed}"), requests))
     result = FrontResult(seed)
     before = _resumed()
     with simulated(seed) as loop:

@@ -8,12 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from unit.channel.kit import FAST, LOOPBACK, AnsweringListener, RecordingDialer, message, until
+from unit.channel.kit import FAST, LOOPBACK, AnsweringListener, RawConnection, RecordingDialer, message, until
+from vllm_ascend_pd.channel.connection import Ending
 from vllm_ascend_pd.channel.exposure import check_exposure, is_loopback
 from vllm_ascend_pd.channel.limits import ChannelLimits
 from vllm_ascend_pd.errors import ConfigError, PdError
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
+from vllm_ascend_pd.shared.backoff import Backoff
 
 OLD, NEW = b"o" * 32, b"n" * 32
 SECRETS = [None, Secrets(NEW)]
@@ -153,6 +155,56 @@ async def test_a_peer_that_does_not_read_costs_a_bounded_buffer() -> None:
         assert answering.stats()["dropped_buffer_full"] == 1
         link._connection._transport.resume_reading()
         await until(lambda: len(dialing.answers) == sent + 1)
+
+
+async def test_the_buffer_of_a_peer_that_does_not_read_is_filled_to_its_last_byte() -> None:
+    """It holds what its limit says: the largest messages are sent in one piece, so none may be cut off by one byte."""
+    async with AnsweringListener() as answering, RecordingDialer() as dialing:
+        dialing.say(answering.endpoint)
+        await until(lambda: dialing.answers)
+        (theirs,) = answering.listener._callers
+        link = dialing.dialer._links[answering.endpoint]
+        assert link._connection is not None
+        transport = theirs._transport
+        assert transport is not None
+        link._connection._transport.pause_reading()  # type: ignore[union-attr]
+        while not transport.get_write_buffer_size():
+            transport.write(bytes(1 << 20))
+        left = 1000
+        theirs._send_buffer_bytes = transport.get_write_buffer_size() + left
+        assert not theirs.send(bytes(left + 1)) and theirs.send(bytes(left)) and not theirs.send(b"1")
+        theirs.abort()
+
+
+async def test_a_peer_that_ends_its_half_is_answered_with_the_end_of_ours() -> None:
+    """The end comes at once, and not when the sweep gives up waiting."""
+    patient = replace(FAST, linger_s=3600.0, greeting_s=3600.0)
+    async with AnsweringListener(limits=patient) as answering, RawConnection(answering) as raw:
+        await until(lambda: answering.accepted)
+        (ours,) = answering.listener._callers
+        raw.writer.write_eof()
+        try:
+            await raw.end()
+            await until(lambda: answering.endings == [Ending.PEER])
+        finally:
+            ours.abort()
+
+
+async def test_the_first_attempt_after_a_refusal_waits_as_long_as_the_first_of_all() -> None:
+    """The delay doubles with each failure, and no failure precedes the first."""
+    waits: list[float] = []
+
+    class NotedBackoff(Backoff):
+        def delay(self, failures: int, rand: float) -> float:
+            waits.append(super().delay(failures, rand))
+            return waits[-1]
+
+    async with RecordingDialer() as dialing:
+        dialing.say(Endpoint(LOOPBACK, 1))
+        link = dialing.dialer._links[Endpoint(LOOPBACK, 1)]
+        link._backoff = NotedBackoff(0.01, 0.02, floor=1.0)
+        await until(lambda: len(waits) > 2)
+    assert waits[:3] == [0.01, 0.02, 0.02]
 
 
 async def test_an_unknown_peer_is_counted() -> None:

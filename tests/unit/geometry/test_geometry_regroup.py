@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from unit.geometry.executed import clusters, exchange, jobs_of
 from unit.geometry.kit import PlannedCluster, geometry, owner_share, range_of
 from vllm_ascend_pd.geometry import ownership
+from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.ownership import granule
 from vllm_ascend_pd.geometry.plan import Job
 from vllm_ascend_pd.geometry.regroup import RegroupPlan, RegroupPlanner
@@ -147,6 +149,18 @@ def test_slots_for_a_head_major_cache_are_written_in_whole_blocks_too() -> None:
     table = np.arange(0, 32, 2, dtype=np.int32)
     [slot] = RegroupPlanner(p, 1).plan([Job(d, 0, 0, 128, table, table)]).slots
     assert [spans.size.tolist() for spans in slot.writes[0]] == [[8 * 4 * 2] * 4] * 2
+
+
+@pytest.mark.parametrize("odd", ["P", "D"])
+def test_keys_and_values_may_lie_alike_on_one_side_alone(odd: str) -> None:
+    """Rows of the keys are taken over for the values only where both sides lay both out alike."""
+
+    def side(name: str, tp: int) -> CacheGeometry:
+        keys, values = (geometry(kind, heads=8, tp=tp, block=8) for kind in ("token", "head"))
+        regions = keys.regions[0], values.regions[1]
+        return msgspec.structs.replace(keys, regions=regions) if name == odd else keys
+
+    run(PlannedCluster(side("P", 2), [side("D", 1)], [(0, 0, 30), (0, 8, 17)], seed=3), [[9, 17]])
 
 
 def test_instances_have_slots_of_their_own() -> None:

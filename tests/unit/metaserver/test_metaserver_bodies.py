@@ -107,6 +107,26 @@ def test_a_prompt_that_is_no_json_is_refused_in_a_long_body_too() -> None:
         bodies.parse(COMPLETIONS, b'{"user": "' + b"x" * 70_000 + b'", "prompt": ["a" "b"]}')
 
 
+@pytest.mark.parametrize(
+    ("limits", "output"),
+    [
+        ({"max_completion_tokens": 7, "max_tokens": 900}, 7),
+        ({"max_completion_tokens": 7}, 7),
+        ({"max_tokens": 900}, 900),
+        ({"max_completion_tokens": None, "max_tokens": 900}, 900),
+        ({"max_completion_tokens": 1}, 1),
+        ({}, 256),
+        ({"max_completion_tokens": 1 << 21}, 1 << 20),
+        ({"max_tokens": 7, "n": 3}, 21),
+    ],
+    ids=str,
+)
+def test_the_load_of_an_answer_is_the_limit_that_the_engine_takes(limits: dict[str, Any], output: int) -> None:
+    """The newer name counts before the older one, and neither is required."""
+    request = parse(CHAT, messages=[{"role": "user", "content": "x" * 400}], **limits)
+    assert request.prefill_tokens > 100 and request.decode_tokens == request.prefill_tokens + output
+
+
 def test_p_is_asked_for_one_token_and_nothing_else() -> None:
     asked = {"stream": True, "stream_options": {}, "n": 4, "min_tokens": 7, "logprobs": 3, "stop": ["x"], "best_of": 2}
     request = parse(prompt="p", max_tokens=100, temperature=0.5, **asked)

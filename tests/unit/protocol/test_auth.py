@@ -226,6 +226,12 @@ def test_a_frame_of_an_impossible_size_is_refused_before_it_is_hashed(size: int)
         Verifier(KEY).verify(bytes(size))
 
 
+@pytest.mark.parametrize("size", [0, MAX_MESSAGE_BYTES])
+def test_the_smallest_and_the_largest_payload_pass(size: int) -> None:
+    payload = bytes(size)
+    assert Verifier(KEY).verify(Signer(KEY).sign(payload)) == payload
+
+
 # ---- reservations
 
 

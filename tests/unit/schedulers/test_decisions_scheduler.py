@@ -4,6 +4,7 @@ survive."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import dataclasses
 import logging
@@ -213,6 +214,24 @@ def test_what_makes_prompts_different_makes_their_hashes_different() -> None:
 
 def ticket(url: str, **more: Any) -> dict[str, Any]:
     return {"do_remote_prefill": True, "metaserver": url, "ticket": "t", **more}
+
+
+def test_a_client_that_does_not_close_in_time_does_not_keep_the_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = RecordingMetaserver()
+    scheduler, _, _ = loading(server)
+    online, never = scheduler._online, asyncio.Event()
+    assert online is not None
+    monkeypatch.setattr("vllm_ascend_pd.decode.scheduler.CLOSE_GRACE_S", 0.2)
+    monkeypatch.setattr(online.client, "close", never.wait)
+    try:
+        until(lambda: server.bodies, "the POST")
+        scheduler.close()
+        assert not online.loop.alive, "its calls end with the loop"
+        assert "the metaserver client did not close within" in caplog.text
+    finally:
+        server.served.stop()
 
 
 @pytest.mark.parametrize("answer", ["before the step with the bind", "after it"])

@@ -23,6 +23,16 @@ def f(a, b):
         total = max(a, 1) + b
     total += 1
     return total
+
+def put(a) -> None:
+    """Put it."""
+    try:
+        g(a, at=1, by=2)
+        g(to=4)
+    except OSError:
+        h(a)
+    with suppress(OSError):
+        g()
 '''
 
 
@@ -40,6 +50,11 @@ def test_each_kind_of_change_is_made() -> None:
     assert ("g(a, b)", "pass") in made and ("a, b", "b, a") in made
     assert ("self._lock", "__import__('contextlib').nullcontext()") in made
     assert ("total += 1", "pass") in made and ("return total", "return None") in made
+    assert ("a < b", "True") in made and ("not b", "True") in made, "a part of a condition"
+    assert (", at=1", "") in made and (", by=2", "") in made and ("to=4", "") in made, "a keyword argument"
+    assert ("h(a)", "raise") in made and ("suppress(OSError)", "__import__('contextlib').nullcontext()") in made
+    emptied = [m for m in mutate.mutants_of("x.py", TEXT) if m.after == "pass" and m.before.startswith("try:")]
+    assert [(m.lines, m.before.endswith("g()")) for m in emptied] == [((14, 14), True)], "a function without a result"
     assert not any("3" in before or "docstring" in before for before, _ in made), "no log line and no prose"
 
 

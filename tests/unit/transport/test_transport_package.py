@@ -4,8 +4,10 @@ refusal."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +65,20 @@ def test_timeouts_with_which_mooncake_would_give_up_too_early_stop_the_start(tim
 def test_versions_compare_by_their_numbers() -> None:
     ordered = ["0.3.9", "0.3.11.post1", "0.3.13", "0.3.13.post1", "0.3.13.post2+local9", "0.4.0"]
     assert sorted(ordered, key=package.version_key) == ordered
+
+
+@pytest.mark.parametrize("name", package.DISTRIBUTIONS)
+def test_any_distribution_of_the_engine_is_found_where_it_is_the_only_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An NPU host has only `mooncake-transfer-engine-npu`: the names tried before it are not installed there."""
+    about = tmp_path / f"{name.replace('-', '_')}-0.3.13.post1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.3.13.post1\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert package.installed_version() == (name, "0.3.13.post1")
+    shutil.rmtree(about)
+    assert package.installed_version() is None, "an engine that no package has installed"
 
 
 def test_an_engine_that_is_too_old_for_tcp_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
