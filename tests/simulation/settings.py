@@ -74,6 +74,7 @@ class Faults:
     writer_dies: float = 0.0  # the transfer engine raises
     undrafted: float = 0.0  # the draft model does not run in a step
     astray: float = 0.0  # one side of a source and a target comes late, twice or never
+    revocation: float = 0.0  # an attempt to revoke access fails, before or after it has cut the peers off
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,6 +347,7 @@ def draw(seed: int, requests: int | None = None) -> SimulationSettings:
         faults=replace(
             _faults(rng),
             **_device_faults(random.Random(f"device/{seed}")),
+            revocation=random.Random(f"revocation/{seed}").choice((0.0, 0.0, 0.3, 0.7)),
             undrafted=of_drafts.choice((0.0, 0.0, 0.01, 0.05)),
         ),
         # Cells are tiny here: their spans would regroup nearly all pushes.
