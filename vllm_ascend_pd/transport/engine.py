@@ -111,16 +111,20 @@ def _opened(kind: type[RawEngine], host: str, protocol: str) -> RawEngine:
     """Open an engine. Try again if it lost its port.
 
     It looks for a free port, releases it and binds it again. If another process took it meanwhile, the engine raises.
+    It raises the same for a thread or a descriptor that it cannot have.
     """
-    why = ""
+    why, raw = "", None
     for _ in range(OPENINGS):
-        raw = kind()
         try:
+            raw = kind()
             rc = raw.initialize(host, "P2PHANDSHAKE", protocol, "")
         except RuntimeError as problem:
-            _half_open.append(raw)
-            why = str(problem)
-            log.warning("a transfer engine lost its port to another process (%s): another one is opened", why)
+            if raw is not None:
+                _half_open.append(raw)
+            why, raw = str(problem), None
+            log.warning(
+                "a transfer engine cannot be opened, perhaps its port was taken (%s): another one is tried", why
+            )
             continue
         if rc != 0:
             raise PdError("PD-WIRE-001", why=f"the engine's initialize({host!r}, {protocol!r}) returned {rc}")

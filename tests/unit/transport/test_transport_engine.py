@@ -65,6 +65,15 @@ def test_a_lost_port_costs_another_opening() -> None:
     engine.close()
 
 
+def test_a_host_without_threads_is_an_error_with_a_code() -> None:
+    class Threadless(losing(0)):  # type: ignore[misc]
+        def __init__(self) -> None:
+            raise RuntimeError("Resource temporarily unavailable")
+
+    with pytest.raises(PdError, match=r"PD-WIRE-001.*Resource temporarily unavailable"):
+        OpenEngine(Threadless, "127.0.0.1", "tcp")
+
+
 def test_a_host_without_ports_is_an_error_with_a_code() -> None:
     kind = losing(OPENINGS)
     with pytest.raises(PdError, match=r"PD-WIRE-001.*Address already in use"):
