@@ -93,6 +93,9 @@ class DecodeRank:
         self.connected: set[str] = set()
         self.reported: set[TransferId] = set()
         self.undrafted: set[TransferId] = set()  # from a P without the draft model
+        self.unrevoked_s = 0.0  # spent on revocations that did not succeed at once
+        self._revoking_since: float | None = None
+        self._chance = cluster.world.dice(f"revocation/{self.process.incarnation}")
         self.core = Loads(
             settings.push(),
             stage,
@@ -194,10 +197,13 @@ class DecodeRank:
             wrong = self.engine.first_difference(self, self.requests[action.transfer])
             self.core.verified(self.process.clock(), action.transfer, wrong)
         elif isinstance(action, Revoke):
-            self.engine.cluster.check_revocation(self)
-            world.stats["revocations"] += 1
+            if self._revoking_since is None:  # else it is tried again
+                self._revoking_since = world.now
+                self.engine.cluster.check_revocation(self)
+                world.stats["revocations"] += 1
             world.log(self.process.name, "REVOKES")
-            self.process.post(world.rng.uniform(0.01, 1.5), self._revoked)
+            fails = self._chance.random() < self.engine.cluster.settings.faults.revocation
+            self.process.post(world.rng.uniform(0.01, 1.5), self._not_revoked if fails else self._revoked)
 
     def _without_drafts(self, note: Note) -> None:
         found = [
@@ -226,7 +232,20 @@ class DecodeRank:
         fenced = [record for record in transfers if record.state is ReservationState.FENCING]
         return [writer.p_incarnation for record in fenced for writer in record.leased()]
 
+    def _not_revoked(self) -> None:
+        world = self.engine.cluster.world
+        if self._chance.random() < 0.5:
+            self.session = world.name("no session")
+            world.fault("revocation failed, peers cut off")
+        else:
+            world.fault("revocation failed, peers still write")
+        with self._deciding():
+            self.core.not_revoked(self.process.clock())
+
     def _revoked(self) -> None:
+        if self._revoking_since is not None:
+            self.unrevoked_s += self.engine.cluster.world.now - self._revoking_since
+        self._revoking_since = None
         if not self.engine.cluster.mutation.blunt_revocation:
             self.session = self.engine.cluster.world.name("session")
         with self._deciding():
@@ -291,7 +310,8 @@ class DecodeEngine:
         self.cluster.offering_died(self.incarnation)
 
     def stopped_s(self) -> float:
-        return sum(p.stopped_s for p in (self.scheduler, *(rank.process for rank in self.ranks)))
+        stopped = sum(p.stopped_s for p in (self.scheduler, *(rank.process for rank in self.ranks)))
+        return stopped + sum(rank.unrevoked_s for rank in self.ranks)
 
     # -- the scheduler
 

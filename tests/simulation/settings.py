@@ -78,6 +78,7 @@ class Faults:
     cut_stopped: float = 0.0  # a writer that is stopped is also cut off: never drawn, no rule bears it
     orphans: float = 0.0  # share of engines whose ranks outlive the scheduler
     unread: float = 0.0  # a load is reported outside vLLM's read of a step's outputs
+    revocation: float = 0.0  # an attempt to revoke access fails, before or after it has cut the peers off
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,6 +361,7 @@ def draw(seed: int, requests: int | None = None) -> SimulationSettings:
         faults=replace(
             _faults(rng),
             **_device_faults(random.Random(f"device/{seed}")),
+            revocation=random.Random(f"revocation/{seed}").choice((0.0, 0.0, 0.3, 0.7)),
             undrafted=of_drafts.choice((0.0, 0.0, 0.01, 0.05)),
         ),
         # Cells are tiny here: their spans would regroup nearly all pushes.

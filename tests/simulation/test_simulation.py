@@ -54,6 +54,8 @@ KINDS = {
     "metaserver killed",
     "part of an exchange went wrong",
     "prefill killed",
+    "revocation failed, peers cut off",
+    "revocation failed, peers still write",
     "prefill preempted",
     "prefill preempted in its last step",
     "prefill stopped",

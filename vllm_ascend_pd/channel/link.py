@@ -169,7 +169,7 @@ class Link:
         except asyncio.TimeoutError:
             if self._connection is None:  # else it was made at the same moment; the greeting has its own limit
                 self._failed(f"no connection within {limits.greeting_s:g} s")
-        except (OSError, ValueError) as error:  # ValueError: a name that cannot be looked up, or has a NUL
+        except (OSError, ValueError, RuntimeError) as error:  # a name with a NUL; no thread to look the name up
             self._failed(_reason(error))
 
     def _wait_s(self) -> float:
@@ -282,9 +282,9 @@ class Link:
         return True
 
 
-def _reason(error: OSError | ValueError) -> str:
+def _reason(error: OSError | ValueError | RuntimeError) -> str:
     """Return the system's text for an error, in place of asyncio's text, which contains the address."""
-    if isinstance(error, ValueError):
+    if not isinstance(error, OSError):
         return str(error)
     if error.errno is None or isinstance(error, socket.gaierror):
         return error.strerror or str(error)

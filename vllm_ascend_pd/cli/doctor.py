@@ -18,7 +18,7 @@ from typing import Any
 
 from vllm_ascend_pd.channel.exposure import check_exposure
 from vllm_ascend_pd.cli import given
-from vllm_ascend_pd.cli.checkup import engine, npu
+from vllm_ascend_pd.cli.checkup import engine, npu, running
 from vllm_ascend_pd.cli.checkup import host as host_checks
 from vllm_ascend_pd.cli.checkup.check import FAILURE, Check, failed, good, note
 from vllm_ascend_pd.errors import ConfigError
@@ -33,6 +33,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         description=__doc__.split("\n\n", 2)[1] if __doc__ else None,
     )
     parser.add_argument("--peer", default="", metavar="HOST:PORT", help="check the way to this doctor, or engine")
+    parser.add_argument(
+        "--engine", default="", metavar="URL", help="look at this running engine alone, by its /metrics"
+    )
     parser.add_argument("--listen", default="", metavar="HOST:PORT", nargs="?", const="127.0.0.1:9390",
                         help="answer other doctors there (%(const)s) instead of checking")  # fmt: skip
     parser.add_argument("--calls", type=int, default=0, help="with --listen: end after so many; 0: go on")
@@ -84,6 +87,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _all(args: argparse.Namespace, asked: host_checks.HostOptions) -> Iterable[Check]:
+    if args.engine:
+        yield from running.checks(args.engine)
+        return
     if args.model:
         yield _model(args.model)
     if args.only_configuration:

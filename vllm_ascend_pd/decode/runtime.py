@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 GATE_POLL_S = 0.001
 START_S = 10.0
 CLOSE_GRACE_S = 5.0
-REVOKE_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +69,7 @@ class ReceiveRuntime:
         self._caches, self._device, self._target = caches, device, target
         self._reports: deque[Loaded] = deque()
         self._undrafted = ""  # the last P that was logged for lacking the draft model
+        self._revoking_since: float | None = None
         self.tally = Tally()
         self._ringer = Ringer()
         self._timer: asyncio.TimerHandle | None = None
@@ -109,6 +109,8 @@ class ReceiveRuntime:
 
     def stats(self) -> dict[str, Any] | None:
         self.tally.totals("num_protocol_events", self.core.counters)
+        since = self._revoking_since
+        self.tally.level("revoking_seconds", int(time.monotonic() - since) if since is not None else 0)
         return self.tally.take()
 
     def step(self, step: DecodeStep) -> None:
@@ -216,18 +218,18 @@ class ReceiveRuntime:
         self.core.verified(time.monotonic(), action.transfer, wrong)
 
     def _revoke(self, action: act.Revoke) -> None:
-        log.warning("access to this rank's KV cache is revoked: a prefill worker did not answer its cancellation")
+        if self._revoking_since is None:
+            self._revoking_since = time.monotonic()
+            log.warning("access to this rank's KV cache is revoked: a prefill worker did not answer its cancellation")
         try:
             self._target.revoke()
-        except PdError as error:  # the old engine is closed, so nothing lands; but there is no new one yet
-            log.error("%s", error)
-            self._loop.loop.call_later(REVOKE_AGAIN_S, self._revoke_again, action)
+            addresses = self._addresses()
+        except Exception as error:  # whatever it is, this rank serves no P before a revocation has succeeded
+            log.error("access is not revoked yet: %s", error, exc_info=not isinstance(error, PdError))
+            self.core.not_revoked(time.monotonic())
             return
-        self.core.revoked(time.monotonic(), self._addresses())
-
-    def _revoke_again(self, action: act.Revoke) -> None:
-        with self._deciding():
-            self._revoke(action)
+        self._revoking_since = None
+        self.core.revoked(time.monotonic(), addresses)
 
     def _note(self, action: act.Note) -> None:
         trace.emit(action.stage, **action.facts)

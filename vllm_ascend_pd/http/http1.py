@@ -485,6 +485,8 @@ class Upstream:
                 _, connection = await within(self._connect_s, making, lambda made: made[1].abort())
         except asyncio.TimeoutError as problem:
             raise UpstreamError(HttpFailure.CONNECT, f"no connection within {self._connect_s:g} s") from problem
+        except RuntimeError as refused:  # no thread to look the name up
+            raise UpstreamError(HttpFailure.OURS, str(refused)) from refused
         except OSError as error:
             cause = _one_of_several(error)
             failure = HttpFailure.OURS if cause.errno in _OURS else HttpFailure.CONNECT

@@ -60,6 +60,9 @@ METRICS: dict[str, Metric] = {
     "num_recomputed_reqs": Metric("count", "Requests whose prompt D computes itself after a load, by reason."),
     "reservations_open": Metric("level", "Reservations of D that have not ended."),
     "blocks_quarantined": Metric("level", "Blocks of D that are held until their writers are known to be quiet."),
+    "revoking_seconds": Metric(
+        "level", "Time since access to a rank of D had to be revoked, which has not succeeded yet: no P can push to it."
+    ),
     "blocks_held": Metric("level", "Blocks of P that are held for a decode engine that has not come yet."),
     "writers_dead": Metric(
         "level", "Workers of P whose writer thread has died: the engine ends once its pushes are over."

@@ -45,7 +45,10 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """D: end all remote access (`Transport.revoke`), register again, then call `revoked` with the new addresses."""
+    """D: end all remote access (`Target.revoke`), register again, then call `revoked` with the new addresses.
+
+    If anything of it fails, call `not_revoked`.
+    """
 
 
 @dataclass(frozen=True, slots=True)

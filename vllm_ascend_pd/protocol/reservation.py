@@ -25,6 +25,7 @@ from vllm_ascend_pd.protocol.tables import RESERVATION_TABLE
 from vllm_ascend_pd.protocol.timing import Agenda, earliest
 from vllm_ascend_pd.protocol.transfer import Transfer, WriterRecord
 
+REVOKE_AGAIN_S = 1.0
 _CLOSED = (ReservationState.CLOSED_OK, ReservationState.CLOSED_FAILED)
 
 
@@ -102,6 +103,7 @@ class Receiver:
         guards = self.guards(rank, model, geometry, verify, self._fence_of, self._layouts)
         self._machine = self.machine(self.table, guards, incarnation, addresses, timers)
         self._agenda = ReservationAgenda(self._fence_of)
+        self._revoke_at: float | None = None  # when a revocation that failed is asked for again
         self._transfers, self._parking = self._machine.transfers, self._machine.parking
         self.counters = self._machine.counters
 
@@ -190,9 +192,18 @@ class Receiver:
                 machine.unpark(now, record)
         return self._taken(*records)
 
+    def not_revoked(self, now: float) -> list[Action]:
+        """Handle a revocation that failed: peers may still write, so nothing changes. It is asked for again."""
+        self._fence_of.observe(now)
+        self._revoke_at = now + REVOKE_AGAIN_S
+        return self._taken()
+
     def tick(self, now: float) -> list[Action]:
         """Handle all that is due."""
         self._fence_of.observe(now)
+        if self._revoke_at is not None and now >= self._revoke_at:
+            self._revoke_at = None
+            self._machine.actions.append(Revoke())
         touched = []
         for transfer in self._agenda.wall_due(now):
             touched.append(record := self._transfers[transfer])
@@ -207,7 +218,7 @@ class Receiver:
 
     def next_wake(self) -> float | None:
         """Return when `tick` must be called at the latest; None while there is nothing to wait for."""
-        return earliest(earliest(*self._agenda.next()), self._parking.next())
+        return earliest(self._revoke_at, earliest(earliest(*self._agenda.next()), self._parking.next()))
 
     # -- queries of the runtime
 

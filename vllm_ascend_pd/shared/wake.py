@@ -51,9 +51,10 @@ class Ringer:
             return
         self.close()
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
-        self._address = address
+        with contextlib.suppress(OSError):  # no free descriptor: the step itself must go on
+            self._socket = socket.socket(family, socket.SOCK_DGRAM)
+            self._socket.setblocking(False)
+            self._address = address
 
     def ring(self) -> None:
         if self._socket is not None and self._address is not None:

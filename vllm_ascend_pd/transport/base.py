@@ -32,7 +32,10 @@ class Target(Protocol):
         """Name under which peers write to this target. Changes with every `revoke`."""
 
     def revoke(self) -> str:
-        """Cut every peer off: no write of an old session can land once this returns. Return the new session."""
+        """Cut every peer off: no write of an old session can land once this returns. Return the new session.
+
+        It may raise anything, whether the peers are cut off or not. Then it can be called again.
+        """
 
     def close(self) -> None:
         """Idempotent."""

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from vllm_ascend_pd.shared.threads import started
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.engine import OpenEngine
 from vllm_ascend_pd.transport.peer_probes import watched
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 CALLS = 4  # at a time, without slow ones
 SLOW_S = 0.05  # a call that takes longer is slow
 THREADS = 64  # in all: as many peers may fail to respond at once
+START_AGAIN_S = 1.0  # after the system has refused a thread
 JOIN_S = 5.0
 
 
@@ -69,6 +71,7 @@ class BlockingWrites:
         self._out: dict[str, _Job] = {}  # jobs in a call, by peer
         self._stop = self._paused = False
         self._attached = 0
+        self._start_at = float("-inf")
         self._max_threads = THREADS  # lowered once the device has refused one, as it would refuse others
         self._threads: list[threading.Thread] = []
 
@@ -188,11 +191,12 @@ class BlockingWrites:
             return
         self._changed.notify()
         threads = sum(thread.is_alive() for thread in self._threads)
-        if threads - len(self._out) < 1 and threads < self._max_threads:
-            name = f"pd-wire-{len(self._threads)}"
-            thread = threading.Thread(target=self._work, name=name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        if threads - len(self._out) < 1 and threads < self._max_threads and self._clock() >= self._start_at:
+            thread = started(f"pd-wire-{len(self._threads)}", self._work)
+            if thread is not None:
+                self._threads.append(thread)
+            else:
+                self._start_at = self._clock() + START_AGAIN_S
 
     # -- the threads
 
@@ -249,7 +253,10 @@ class BlockingWrites:
             if not job.calls:
                 return not job.failed
             src, dst, size = job.calls.popleft()
-        with watched(job.address, job.first_s):
+        with watched(job.address, job.first_s) as allowed:
+            if not allowed:
+                job.deadline = float("inf")  # it was not issued
+                return False
             return job.engine.write(job.address, src, dst, size)
 
     def _give_back(self, job: _Job, landed: bool) -> None:

@@ -17,7 +17,7 @@ from vllm_ascend_pd.transport.mooncake_sockets import host_and_port, shorten_acc
 
 log = logging.getLogger(__name__)
 
-ACCEPT_S = 0.05  # how long closing waits for the engine's control thread
+ACCEPT_S = 0.05  # how long closing waits for the engine's control thread, from a second after its opening on
 CONNECT_S = 1.0
 OPENINGS = 5  # attempts, each with another port
 
@@ -41,18 +41,14 @@ class RawEngine(Protocol):
 class OpenEngine:
     """Not thread-safe, except for `write` and `answers`."""
 
+    closed = False  # True also while `close` fails: no thread may enter it
+
     def __init__(self, kind: type[RawEngine], host: str, protocol: str) -> None:
         self._raw: RawEngine | None = _opened(kind, host, protocol)
         port = self._raw.get_rpc_port()
         self.address = f"{host}:{port}"
-        if shorten_accept(port, ACCEPT_S):
-            self.answers(f"127.0.0.1:{port}")  # ends the accept() with the old timeout; it listens on all addresses
-        else:
+        if not shorten_accept(port, ACCEPT_S):
             log.debug("the engine's listener on port %d was not found: closing will take up to a second", port)
-
-    @property
-    def closed(self) -> bool:
-        return self._raw is None
 
     def register(self, regions: Sequence[tuple[int, int]]) -> None:
         for address, length in regions:
@@ -91,14 +87,17 @@ class OpenEngine:
         return self._open().batch_transfer_sync_write(address, src, dst, size) == 0
 
     def close(self) -> None:
-        """Close the engine. Idempotent. After it no byte leaves or arrives through this engine."""
-        raw, self._raw = self._raw, None
-        if raw is not None and sys.getrefcount(raw) > 2:  # `raw` and the argument
+        """Close the engine. Idempotent. After it no byte leaves or arrives through this engine.
+
+        Raise LocalProtocolError while another thread is in it: bytes may still arrive until a later call succeeds.
+        """
+        self.closed = True
+        if self._raw is not None and sys.getrefcount(self._raw) > 2:  # the attribute and the argument
             raise LocalProtocolError(f"the engine at {self.address} is closed while another thread is in it")
-        del raw
+        self._raw = None
 
     def _open(self) -> RawEngine:
-        if self._raw is None:
+        if self.closed or self._raw is None:
             raise LocalProtocolError(f"the engine at {self.address} is closed")
         return self._raw
 
@@ -112,16 +111,20 @@ def _opened(kind: type[RawEngine], host: str, protocol: str) -> RawEngine:
     """Open an engine. Try again if it lost its port.
 
     It looks for a free port, releases it and binds it again. If another process took it meanwhile, the engine raises.
+    It raises the same for a thread or a descriptor that it cannot have.
     """
-    why = ""
+    why, raw = "", None
     for _ in range(OPENINGS):
-        raw = kind()
         try:
+            raw = kind()
             rc = raw.initialize(host, "P2PHANDSHAKE", protocol, "")
         except RuntimeError as problem:
-            _half_open.append(raw)
-            why = str(problem)
-            log.warning("a transfer engine lost its port to another process (%s): another one is opened", why)
+            if raw is not None:
+                _half_open.append(raw)
+            why, raw = str(problem), None
+            log.warning(
+                "a transfer engine cannot be opened, perhaps its port was taken (%s): another one is tried", why
+            )
             continue
         if rc != 0:
             raise PdError("PD-WIRE-001", why=f"the engine's initialize({host!r}, {protocol!r}) returned {rc}")

@@ -64,7 +64,9 @@ class Flights:
         flight = _Flight(engine, address, descriptors, self._clock() + self._timeout_s)
         self._flights[handle] = flight
         self._queues.setdefault(flight.peer, deque()).append(flight)
-        with watched(address, first_s):
+        with watched(address, first_s) as allowed:
+            if not allowed:
+                self._fail(flight, self._clock())
             self._issue(flight.peer)
         return handle
 

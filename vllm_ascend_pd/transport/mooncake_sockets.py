@@ -69,9 +69,11 @@ def _is_listener(sock: socket.socket, port: int) -> bool:
 
 def _own_sockets() -> Iterator[socket.socket]:
     """Yield duplicates of this process's TCP sockets. Each is closed when the next one is asked for."""
-    if not _FDS.is_dir():
+    try:
+        names = os.listdir(_FDS)  # noqa: PTH208  names, while descriptors come and go
+    except OSError:  # there is no /proc, or no free descriptor
         return
-    for name in os.listdir(_FDS):  # noqa: PTH208  names, while descriptors come and go
+    for name in names:
         with contextlib.suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue

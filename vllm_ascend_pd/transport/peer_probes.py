@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from vllm_ascend_pd.shared.threads import started
 from vllm_ascend_pd.transport.mooncake_sockets import hang_up
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,8 @@ class PeerProbes:
     def ask(self, session: str) -> ProbeAnswer:
         """Return the answer, or ASKING. Start a probe unless one is running.
 
-        An answer is returned once, and only within FRESH_S of its arrival. With too many probes running it is NO.
+        An answer is returned once, and only within FRESH_S of its arrival. It is NO with too many probes running, or
+        without a thread for another one.
         """
         asked = self._asked.get(session)
         if asked is not None and asked.answer is not ProbeAnswer.ASKING:
@@ -65,9 +67,8 @@ class PeerProbes:
             asked = None
         if asked is None:
             self._make_room()
-            if len(self._asked) + len(self._forgotten) >= MAX_AT_ONCE:
+            if len(self._asked) + len(self._forgotten) >= MAX_AT_ONCE or not self._start(session):
                 return ProbeAnswer.NO
-            self._start(session)
         elif (now := self._clock()) > asked.cut_at:
             asked.cut_at = now + AGAIN_S  # a look at all descriptors takes the writer's time
             hang_up(asked.address)  # the thread then ends, with NO
@@ -94,12 +95,15 @@ class PeerProbes:
         self._forgotten.clear()
         return not left
 
-    def _start(self, session: str) -> None:
+    def _start(self, session: str) -> bool:
         address = session.partition("/")[0]
         asked = _AskedPeer(address, self._clock() + self._timeout_s)
-        asked.thread = threading.Thread(target=self._run, args=(asked,), name=f"pd-probe-{address}", daemon=True)
+        thread = started(f"pd-probe-{address}", self._run, asked)
+        if thread is None:
+            return False
+        asked.thread = thread
         self._asked[session] = asked
-        asked.thread.start()
+        return True
 
     def _run(self, asked: _AskedPeer) -> None:
         answered = False
@@ -118,13 +122,14 @@ class PeerProbes:
 
 
 @contextlib.contextmanager
-def watched(address: str, timeout_s: float | None) -> Iterator[None]:
+def watched(address: str, timeout_s: float | None) -> Iterator[bool]:
     """Limit a first contact, made inside this context on the same thread: other writes wait while it opens a segment.
 
     After `timeout_s` its connections are shut down, again and again until the call is over. None: no first contact.
+    Yield whether the contact may be made: not without a thread that can end it.
     """
     if timeout_s is None:
-        yield
+        yield True
         return
     over = threading.Event()
 
@@ -134,10 +139,10 @@ def watched(address: str, timeout_s: float | None) -> Iterator[None]:
             hang_up(address)
             left = AGAIN_S
 
-    thread = threading.Thread(target=watch, name=f"pd-watch-{address}", daemon=True)
-    thread.start()
+    thread = started(f"pd-watch-{address}", watch)
     try:
-        yield
+        yield thread is not None
     finally:
         over.set()
-        thread.join(JOIN_S)
+        if thread is not None:
+            thread.join(JOIN_S)

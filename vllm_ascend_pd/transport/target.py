@@ -69,7 +69,10 @@ class MooncakeTarget:
                 self._opened()
 
     def revoke(self) -> str:
-        """Close the engine, which holds the GIL for about 0.05 s, and register everything with a new one."""
+        """Close the engine, which holds the GIL for about 0.05 s, and register everything with a new one.
+
+        If it raises, call it again.
+        """
         self._attach_thread()  # a new engine takes the device of the thread that opens it
         with self._kept_out(), self._lock:
             self._shut()
@@ -86,9 +89,9 @@ class MooncakeTarget:
         return any(at <= address and address + length <= at + size for at, size in self._regions)
 
     def _shut(self) -> None:
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
+        if self._engine is not None:
+            self._engine.close()  # if it raises, peers still write to this engine
+            self._engine = None
 
     def _opened(self) -> OpenEngine:
         if self._engine is None:

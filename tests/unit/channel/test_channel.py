@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from unit.channel.kit import FAST, LOOPBACK, AnsweringListener, RawConnection, RecordingDialer, message, until
+from unit.kits.refusing import no_more_threads
 from vllm_ascend_pd.channel.connection import Ending
 from vllm_ascend_pd.channel.exposure import check_exposure, is_loopback
 from vllm_ascend_pd.channel.limits import ChannelLimits
@@ -29,6 +30,16 @@ async def test_messages_and_answers_arrive_in_order(secrets: Secrets | None) -> 
         await until(lambda: len(dialing.answers) == 200)
         assert answering.heard == [("p-1", seq) for seq in range(200)]
         assert dialing.answers == list(range(200))
+
+
+async def test_a_name_that_no_thread_can_look_up_is_tried_again() -> None:
+    async with AnsweringListener() as answering, RecordingDialer() as dialing:
+        named = Endpoint("localhost", answering.endpoint.port)
+        with no_more_threads("asyncio") as refused:
+            dialing.say(named)
+            await until(lambda: len(refused) > 1 and dialing.unreachable)
+        assert dialing.unreachable[0] == "can't start new thread"
+        await until(lambda: dialing.answers)
 
 
 async def test_one_connection_per_endpoint_is_made_and_reused() -> None:

@@ -30,6 +30,7 @@ from vllm_ascend_pd.cli.checkup.check import FAILURE, GOOD, NOTE, WARNING, Check
 from vllm_ascend_pd.cli.checkup.line import Broken, Line, dial
 from vllm_ascend_pd.config import ChannelConfig, MetaserverConfig, PushConfig
 from vllm_ascend_pd.engine import Engine
+from vllm_ascend_pd.observe.tally import PREFIX
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.shared.loop import LoopThread
 
@@ -355,6 +356,23 @@ def test_metaservers_of_the_allow_list_are_called() -> None:
         push = PushConfig(metaserver=MetaserverConfig(metaserver_urls=urls))
         levels = [check.level for check in host.metaservers(host.HostOptions(push))]
     assert levels == [GOOD, WARNING, NOTE]
+
+
+@pytest.mark.parametrize(("seconds", "level"), [((), GOOD), ((0,), GOOD), ((0, 7), FAILURE)])
+def test_a_running_engine_is_asked_whether_a_revocation_does_not_end(seconds: tuple[int, ...], level: str) -> None:
+    lines = [f'{PREFIX}revoking_seconds{{engine="{rank}",model_name="m"}} {n}.0' for rank, n in enumerate(seconds)]
+    text = "\n".join(["# HELP other words", 'vllm:other{engine="0"} 3.0', *lines, ""])
+    with foreign_server(f"HTTP/1.0 200 OK\r\n\r\n{text}".encode()) as port:
+        code, found = doctor("--engine", f"http://{LOOPBACK}:{port}")
+    assert {name: [check["level"] for check in checks] for name, checks in found.items()} == {"revocation": [level]}
+    assert code == (level == FAILURE)
+    assert level == GOOD or "for 7 s" in found["revocation"][0]["says"]
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "ftp//nothing"])
+def test_a_running_engine_that_does_not_answer_is_a_failure(url: str) -> None:
+    code, found = doctor("--engine", url)
+    assert code == 1 and [check["level"] for check in found["engine"]] == [FAILURE]
 
 
 @contextmanager

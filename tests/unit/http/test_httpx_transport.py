@@ -10,6 +10,7 @@ import socket
 import httpx
 import pytest
 
+from unit.kits.refusing import no_more_threads
 from vllm_ascend_pd.http.httpx_transport import Transport
 
 
@@ -28,3 +29,10 @@ async def test_without_a_file_handle_nothing_was_sent() -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             await transport.aclose()
+
+
+async def test_without_a_thread_to_look_a_name_up_nothing_was_sent() -> None:
+    transport = Transport(5.0, 5.0, None, 1)
+    with no_more_threads("asyncio"), pytest.raises(httpx.ConnectError, match="can't start new thread"):
+        await transport.handle_async_request(httpx.Request("POST", "http://localhost:1/"))
+    await transport.aclose()

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,9 +54,41 @@ def test_a_full_disk_ends_the_trace_with_one_line(full: TraceFile, caplog: pytes
     assert trace.enabled()
     for _ in range(3):
         trace.emit("bound", transfer="t")
-    assert full not in trace._subscribers
+    until(lambda: full not in trace._subscribers, "the end of the trace")
     assert [r.levelno for r in caplog.records if r.name == trace.__name__] == [logging.ERROR]
     assert "No space left" in caplog.text and "restart" in caplog.text
+
+
+def test_a_disk_that_hangs_stops_nothing_and_what_it_does_not_take_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file is a pipe that nobody reads at first: a write into it waits in the kernel, as for a disk."""
+    reading, writing = os.pipe()
+    monkeypatch.setattr(trace, "_opened", lambda _: os.fdopen(writing, "w", buffering=1 << 16))
+    monkeypatch.setattr(trace, "MAX_WAITING", 2000, raising=False)
+    file = TraceFile(str(tmp_path), "test")
+    over = threading.Event()
+
+    def work() -> None:
+        for number in range(5000):
+            trace.emit("bound", transfer="t" * 100, number=number)
+        over.set()
+
+    threading.Thread(target=work, name="work", daemon=True).start()
+    unhindered = over.wait(60)
+    said = [r.levelno for r in caplog.records if r.name == trace.__name__]
+    written = bytearray()
+    with os.fdopen(reading, "rb", buffering=0) as disk:  # it goes on
+        read = threading.Thread(target=lambda: written.extend(disk.readall()), name="disk")
+        read.start()
+        file.close()
+        read.join(60)
+    assert unhindered, "the disk has stopped what was traced"
+    assert said == [logging.ERROR], "said once"
+    lines = [json.loads(line) for line in written.splitlines()]
+    taken = [line["number"] for line in lines if line["stage"] == "bound"]
+    assert taken == sorted(taken) and 0 < len(taken) < 5000
+    assert sum(line["lines"] for line in lines if line["stage"] == "dropped") == 5000 - len(taken)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -147,6 +182,7 @@ def test_a_file_that_takes_no_more_stops_no_process(max_bytes: int, tmp_path: Pa
         f"file = trace.TraceFile({str(tmp_path)!r}, 'test')\n"
         "for n in range(3000):\n"
         "    trace.emit('bound', transfer='t' * 60)\n"
+        "file._thread.join(30)\n"
         "print(trace.enabled())\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)

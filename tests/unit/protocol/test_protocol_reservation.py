@@ -45,7 +45,7 @@ from vllm_ascend_pd.protocol.identity import Contributor, TransferId
 from vllm_ascend_pd.protocol.layouts import Layouts, contributors_digest, layout_hash
 from vllm_ascend_pd.protocol.messages import Ack, Cancel, Ready, Refused, memory_hash
 from vllm_ascend_pd.protocol.parking import MAX_PARKED
-from vllm_ascend_pd.protocol.reservation import Receiver
+from vllm_ascend_pd.protocol.reservation import REVOKE_AGAIN_S, Receiver
 from vllm_ascend_pd.protocol.states import ReservationState
 from vllm_ascend_pd.protocol.timing import landed_s, lapse_s, settled_s
 
@@ -688,6 +688,24 @@ def test_only_one_revocation_at_a_time() -> None:
     r = leased()
     r.cancel(0.0, T, "PD-XFER-002", "left")
     assert as_text(run_until(r, 0.0, H + 50)).count("revoke") == 1
+
+
+def test_a_revocation_that_failed_is_asked_for_until_it_succeeds_and_proves_nothing_before() -> None:
+    r = fencing()
+    at = H + 0.5
+    assert "revoke" in as_text(run_until(r, 0.0, at))
+    for _ in range(20):
+        assert r.not_revoked(at) == []
+        assert as_text(r.message(at, "p2", begin(TWO, push="push-2"))) == "refused:cancelled"
+        due = at + REVOKE_AGAIN_S
+        assert (r.next_wake() or 1e9) <= due
+        assert as_text(r.tick(due - 0.1)).count("revoke") == 0
+        assert as_text(r.tick(due)).count("revoke") == 1
+        assert as_text(r.tick(due)).count("revoke") == 0, "once until it has failed again"
+        assert r.state(T) is ReservationState.FENCING
+        at = due
+    assert [report.ok for report in reports(r.revoked(at, NEW_ADDRESSES))] == [False]
+    assert r.next_wake() is None
 
 
 def test_revoked_without_having_been_asked_is_our_own_error() -> None:

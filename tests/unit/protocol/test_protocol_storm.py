@@ -99,7 +99,7 @@ to_prefill = st.one_of(
     made(done),
 )
 pauses = st.sampled_from([0.0, 0.01, 0.3, 0.9, 7.0, 25.0, 70.0, 400.0])
-local = st.sampled_from(["bind", "gate", "cancel", "settle", "over", "gone", "back", "revoked", "tick"])
+local = st.sampled_from(["bind", "gate", "cancel", "settle", "over", "gone", "back", "revoked", "not_revoked", "tick"])
 
 
 @settings(max_examples=300)
@@ -123,6 +123,8 @@ def test_decode_survives_any_storm_and_reports_once(storm: list[tuple[float, Any
             actions = (r.peer_gone if event == "gone" else r.peer_back)(now, p_incarnation(ONE))
         elif event == "revoked" and revoking:
             actions, revoking = r.revoked(now, NEW_ADDRESSES), False
+        elif event == "not_revoked" and revoking:
+            actions = r.not_revoked(now)
         else:
             actions = r.tick(now)
         reports += sum(isinstance(action, Report) for action in actions)

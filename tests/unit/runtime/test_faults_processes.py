@@ -13,6 +13,7 @@ import pytest
 if importlib.util.find_spec("mooncake") is None:  # not imported here: its environment must be set first
     pytest.skip("Mooncake is not installed", allow_module_level=True)
 
+from unit.kits.refusing import no_more_threads
 from unit.kits.stalls import Stalls
 from unit.kits.watching import Events, traced, until
 from unit.runtime.site_child import LEASE_S, SiteChild, decode_site, packed, prefill_site, unpacked
@@ -185,6 +186,21 @@ def test_a_prefill_engine_stopped_in_a_write_is_shut_out_and_others_are_tried_ag
         d.step()
         sleeper.say("prefill", later.name, 100, len(d.requests) - 1, packed(later.reservation))
         assert d.received(later)[0].ok, "the sleeper is used again without a restart"
+        d.check(later)
+
+
+@pytest.mark.parametrize("names", ["pd-probe", "pd-watch"])
+def test_a_prefill_engine_at_its_limit_of_threads_fails_pushes_and_lives(names: str) -> None:
+    d, p = decode_site(), prefill_site()
+    with sites(d, p):
+        refused, later = d.reserve("refused", 40), d.reserve("later", 40)
+        d.step()
+        with no_more_threads(names) as asked:
+            p.prefill(refused)
+            assert d.received(refused)[0].code == "PD-XFER-003"
+        assert asked
+        p.prefill(later)
+        assert d.received(later)[0].ok, "the writer lives"
         d.check(later)
 
 

@@ -1,22 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D revokes access while the new transfer engine cannot be opened at once: blocks are still released, a little
-later."""
+"""D revokes access, and that fails for a while, whatever the reason: it is tried again until it succeeds.
+
+Until then nothing is proven: the blocks stay fenced, and no BEGIN is answered. How long it takes is a metric.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
+
+import pytest
 
 from unit.device.caches import CacheModel
 from unit.kits.watching import traced, until
 from unit.runtime.sites import DecodeSite, PrefillSite, config, sites
-from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
+REASONS = {
+    "no descriptor": OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/proc/self/fd"),
+    "still in use": LocalProtocolError("the engine is closed while another thread is in it"),
+}
 
-def test_a_revocation_that_cannot_open_a_new_engine_is_tried_again() -> None:
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_revocation_that_fails_is_tried_again_until_it_succeeds(reason: str) -> None:
     push = config(lease_s=2.0, margin_s=0.5, quiet_s=0.3)
-    release = threading.Event()
+    release, cured = threading.Event(), threading.Event()
 
     class HeldTransport(MemoryTransport):
         def land(self, write: Write) -> WriteState:
@@ -27,26 +39,43 @@ def test_a_revocation_that_cannot_open_a_new_engine_is_tried_again() -> None:
 
         def revoke(self) -> str:
             self.tries += 1
-            if self.tries == 1:
-                raise PdError("PD-WIRE-001", why="bind: Address already in use")
+            if not cured.is_set():
+                raise REASONS[reason]  # the old session is still open
             return super().revoke()
 
     model = CacheModel("token")
     p = PrefillSite(model, 1, push=push, make_transport=HeldTransport)
+    other = PrefillSite(model, 1, push=push, seed=8)
     d = DecodeSite(model, 1, push=push, make_transport=Unlucky)
-    with traced() as events, sites(p, d):
+    (worker,) = d.workers
+    target = worker._runtime._target  # type: ignore[union-attr]
+    with traced() as events, sites(p, other, d):
         request = d.reserve("r", 40)
         d.step()
         assert p.admit(request) is None
         p.compute((request, 20))
         until(lambda: any(stage == "layer_submitted" for stage, _ in events), "a write that is out")
-        (worker,) = p.workers.values()
-        assert worker._runtime is not None
+        (writer,) = p.workers.values()
+        assert writer._runtime is not None
         awake = threading.Event()
-        worker._runtime._loop.post(awake.wait, 30.0)
+        writer._runtime._loop.post(awake.wait, 60.0)
         d.book.request_finished(request.name)
+        d.step()
+        until(lambda: target.tries >= 3, "the second try after the failure")
+        until(lambda: _revoking(worker) > 0, "how long it takes")
+        meanwhile = d.reserve("meanwhile", 30)
+        d.step()
+        assert other.admit(meanwhile) is None
+        other.compute((meanwhile, 30))
+        d.step()
+        assert not d.done and not d.outcomes, "nothing is known of the writer, and its blocks stay fenced"
+        assert not any(facts.get("transfer") == str(meanwhile.reservation.transfer) for stage, facts in events
+                       if stage == "ready")  # fmt: skip
+        cured.set()
         assert not d.received(request)[0].ok
-        assert d.workers[0]._runtime._target.tries == 2  # type: ignore[union-attr]
+        assert d.received(meanwhile)[0].ok, "its BEGIN is answered, with the new session"
+        d.check(meanwhile)
+        until(lambda: _revoking(worker) == 0, "the end of it")
         release.set()
         awake.set()
         p.finish(request)
@@ -56,3 +85,9 @@ def test_a_revocation_that_cannot_open_a_new_engine_is_tried_again() -> None:
         p.prefill(later)
         assert d.received(later)[0].ok
         d.check(later)
+
+
+def _revoking(worker: object) -> int:
+    """Return the metric of a decode worker, as vLLM collects it with each step."""
+    levels = (worker.stats() or {}).get("levels", {})  # type: ignore[attr-defined]
+    return sum(levels.get("revoking_seconds", {}).values())

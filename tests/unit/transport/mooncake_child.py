@@ -4,14 +4,15 @@
     python -m unit.transport.mooncake_child SIZE [PORT]
 
 listens (on PORT, if it is free), registers SIZE bytes of zeros, prints its session and address, and executes one
-command per line on stdin: `sum`, `clear`, `revoke`, `push SESSION BASE COUNT SPAN` (start to write ones there, in
-spans that cannot be merged) and `settle` (wait for that write).
+command per line on stdin: `sum`, `clear`, `revoke`, `starve COUNT` (leave so many descriptors free), `feed`, `push
+SESSION BASE COUNT SPAN` (start to write ones there, in spans that cannot be merged) and `settle` (wait for that write).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import sys
 import time
 from dataclasses import replace
@@ -33,6 +34,7 @@ WIRE = WireConfig(transfer_timeout_s=5, mooncake_protocol="tcp", max_descriptors
 QUIET_S = 7.0
 ROOT = Path(__file__).parents[3]
 PORT_WAIT_S = 120.0
+ROOM = 128  # descriptors, more than this process ever needs
 
 
 class ReceivingChild(AnsweringChild):
@@ -113,12 +115,25 @@ def _push(wire: MooncakeWire, memory: np.ndarray, session: str, *numbers: str) -
     return handle
 
 
+def _taken(free: int) -> list[int]:
+    """Take all descriptors of this process but so many. Mooncake raises the soft limit, so the hard one is lowered."""
+    limit = min(ROOM, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    taken: list[int] = []
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.dup(0))
+    for _ in range(free):
+        os.close(taken.pop())
+    return taken
+
+
 def main() -> None:
     size, port = int(sys.argv[1]), int(sys.argv[2])
     target, memory = _listen_on(port, size)
     wire = wire_from(memory)
     print(target.session, memory.ctypes.data, flush=True)
-    handle = 0
+    handle, taken = 0, list[int]()
     for line in sys.stdin:
         command, *arguments = line.split()
         if command == "sum":
@@ -127,7 +142,17 @@ def main() -> None:
             memory[:] = 0
             answer = "ok"
         elif command == "revoke":
-            answer = target.revoke()
+            try:
+                answer = target.revoke()
+            except (OSError, PdError) as error:
+                answer = f"failed: {error}"
+        elif command == "starve":
+            taken += _taken(int(arguments[0]))
+            answer = "ok"
+        elif command == "feed":
+            while taken:
+                os.close(taken.pop())
+            answer = "ok"
         elif command == "push":
             handle = _push(wire, memory, *arguments)
             answer = "ok"

@@ -108,6 +108,25 @@ def test_after_a_revocation_nothing_of_the_old_session_lands(wire: MooncakeWire,
         assert receiver.sum() == 1
 
 
+@pytest.mark.parametrize("free", [2, 5])  # another part of opening an engine fails each time
+def test_a_revocation_without_descriptors_succeeds_once_there_are_some(
+    wire: MooncakeWire, memory: np.ndarray, free: int
+) -> None:
+    with ReceivingChild(SIZE) as receiver:
+        assert one(wire, receiver, memory) is WriteState.LANDED
+        old = receiver.session
+        receiver.ask("starve", free)
+        for _ in range(3):
+            receiver.ask("revoke")
+        receiver.ask("feed")
+        receiver.session = receiver.ask("revoke")
+        assert "failed" not in receiver.session and receiver.session != old
+        receiver.ask("clear")
+        again = settle(wire, wire.submit(old, [memory.ctypes.data], [receiver.base], [SPAN]))
+        assert again is not WriteState.LANDED and not receiver.sum()
+        assert one(wire, receiver, memory) is WriteState.LANDED
+
+
 def test_a_sender_that_is_stopped_over_the_revocation_lands_nothing_when_it_wakes(memory: np.ndarray) -> None:
     """The case that the fence exists for: the *sender* sleeps in the middle of a write, wakes up later, and must
     write nothing."""

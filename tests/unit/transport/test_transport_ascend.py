@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from unit.kits.watching import listening, until
-from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.errors import ConfigError, LocalProtocolError
 from vllm_ascend_pd.transport.ascend import AscendEngine
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.blocking_writes import BlockingWrites
@@ -169,6 +170,24 @@ def test_what_waited_for_the_engine_that_went_was_never_issued(kind: Any, both: 
         target._shut()
     assert ended(poll) is WriteState.UNISSUED
     assert ended(poller(wire, memory)) is WriteState.LANDED and kind.opened[1].writes == 1
+
+
+def test_an_engine_that_a_thread_is_in_is_not_taken_for_closed_however_often_it_is_revoked(
+    kind: Any, both: Any
+) -> None:
+    target, _ = both
+    engine = target.opened
+    inside = engine._raw  # as a thread in one of its calls has it
+    for _ in range(2):
+        with pytest.raises(LocalProtocolError, match="another thread is in it"):
+            target.revoke()
+        assert len(kind.opened) == 1, "peers can write to the first one still"
+        with pytest.raises(LocalProtocolError, match="is closed"):
+            engine.answers("127.0.0.1:1")
+    gone = weakref.finalize(inside, lambda: None)
+    del inside
+    target.revoke()
+    assert not gone.alive and len(kind.opened) == 2
 
 
 def test_a_peer_that_does_not_answer_a_probe_holds_up_no_revocation(kind: Any, both: Any, memory: np.ndarray) -> None:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from unit.kits.refusing import no_more_threads
 from unit.transport.clock import ManualClock
 from vllm_ascend_pd.transport.base import WriteState
-from vllm_ascend_pd.transport.blocking_writes import CALLS, SLOW_S, THREADS, BlockingWrites
+from vllm_ascend_pd.transport.blocking_writes import CALLS, SLOW_S, START_AGAIN_S, THREADS, BlockingWrites
 
 
 class BlockingEngine:
@@ -137,6 +138,33 @@ def test_a_thread_that_is_free_makes_the_next_call(writes: BlockingWrites, engin
     for address in "abc":
         assert settle(writes, submit(writes, engine, address)) is WriteState.LANDED
         assert own_threads() == 1
+
+
+def test_writes_that_find_no_thread_were_never_issued_and_later_ones_are_made(engine: BlockingEngine) -> None:
+    clock = ManualClock()
+    writes = BlockingWrites(10, 5.0, lambda: None, clock)
+    with no_more_threads("pd-wire") as refused:
+        handle = submit(writes, engine, "a", issue_by=4.0)
+        assert [writes.poll(handle) for _ in range(100)] == [WriteState.PENDING] * 100
+        assert len(refused) == 1, "it is not tried with every poll"
+        clock.now = START_AGAIN_S
+        assert writes.poll(handle) is WriteState.PENDING and len(refused) == 2
+        clock.now = 4.0
+        assert writes.poll(handle) is WriteState.UNISSUED and not engine.calls
+    clock.now += START_AGAIN_S
+    assert settle(writes, submit(writes, engine, "a")) is WriteState.LANDED
+    writes.close()
+
+
+def test_a_first_contact_that_no_thread_can_end_was_never_issued(
+    writes: BlockingWrites, engine: BlockingEngine
+) -> None:
+    one = np.ones(1, dtype=np.int64)
+    with no_more_threads("pd-watch"):
+        handle = writes.submit(engine, "a", one, one, one, issue_by=float("inf"), first_s=1.0)
+        assert settle(writes, handle) is WriteState.UNISSUED and not engine.calls
+    handle = writes.submit(engine, "a", one, one, one, issue_by=float("inf"), first_s=1.0)
+    assert settle(writes, handle) is WriteState.LANDED
 
 
 def test_where_no_call_may_begin_no_thread_starts(writes: BlockingWrites, engine: BlockingEngine) -> None:

@@ -12,6 +12,7 @@ import importlib.util
 import numpy as np
 import pytest
 
+from unit.kits.watching import listening
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.engine import OPENINGS, OpenEngine
@@ -38,11 +39,39 @@ def losing(times: int) -> type:
     return PortLosingEngine
 
 
+def test_an_engine_is_opened_without_waiting_for_an_answer_of_itself() -> None:
+    """It cannot answer while this process has no descriptor for the connection: Mooncake would wait for a minute."""
+    with listening() as own:
+
+        class SilentEngine(losing(0)):  # type: ignore[misc]
+            probed = False
+
+            def get_rpc_port(self) -> int:
+                return int(own.getsockname()[1])
+
+            def send_probe(self, _: str) -> int:
+                type(self).probed = True
+                return 0
+
+        engine = OpenEngine(SilentEngine, "127.0.0.1", "tcp")
+        assert not SilentEngine.probed
+        engine.close()
+
+
 def test_a_lost_port_costs_another_opening() -> None:
     kind = losing(2)
     engine = OpenEngine(kind, "127.0.0.1", "tcp")
     assert kind.made == 3 and not engine.closed
     engine.close()
+
+
+def test_a_host_without_threads_is_an_error_with_a_code() -> None:
+    class Threadless(losing(0)):  # type: ignore[misc]
+        def __init__(self) -> None:
+            raise RuntimeError("Resource temporarily unavailable")
+
+    with pytest.raises(PdError, match=r"PD-WIRE-001.*Resource temporarily unavailable"):
+        OpenEngine(Threadless, "127.0.0.1", "tcp")
 
 
 def test_a_host_without_ports_is_an_error_with_a_code() -> None:

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from unit.kits.refusing import no_more_threads
 from unit.kits.watching import address_of, listening, until
 from unit.transport.clock import ManualClock
 from vllm_ascend_pd.transport.engine import OpenEngine
@@ -112,6 +113,19 @@ def test_probes_are_bounded_and_finished_ones_make_room() -> None:
     deadline = time.monotonic() + 5
     while probes.ask("127.0.0.1:9999") is ProbeAnswer.NO:
         assert time.monotonic() < deadline
+    assert probes.close()
+
+
+def test_without_a_thread_for_it_the_answer_is_no_and_a_first_contact_is_not_allowed() -> None:
+    probes = PeerProbes(lambda _: True, 5.0, time.monotonic)
+    with no_more_threads("pd-") as refused:
+        assert probes.ask(f"{LOOPBACK}:1") is ProbeAnswer.NO
+        with watched(f"{LOOPBACK}:1", 0.5) as allowed:
+            assert not allowed
+        with watched(f"{LOOPBACK}:1", None) as allowed:
+            assert allowed, "it is no first contact"
+    assert refused == [f"pd-probe-{LOOPBACK}:1", f"pd-watch-{LOOPBACK}:1"]
+    assert answer(probes, f"{LOOPBACK}:1") is ProbeAnswer.YES
     assert probes.close()
 
 

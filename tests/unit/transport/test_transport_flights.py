@@ -10,6 +10,7 @@ from collections import deque
 import numpy as np
 import pytest
 
+from unit.kits.refusing import no_more_threads
 from unit.transport.clock import ManualClock
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.flights import LINGER_S, Flights
@@ -55,6 +56,16 @@ def engine() -> FakeTransferEngine:
 def submit(flights: Flights, engine: FakeTransferEngine, ids: range, address: str = "peer") -> int:
     numbers = np.array(ids, dtype=np.int64)
     return flights.submit(engine, address, numbers, numbers, np.ones(len(numbers), dtype=np.int64))
+
+
+def test_a_first_contact_that_no_thread_can_end_is_never_issued(clock: ManualClock, engine: FakeTransferEngine) -> None:
+    flights, numbers = Flights(4, TIMEOUT_S, clock), np.arange(1, 4)
+    with no_more_threads("pd-watch"):
+        handle = flights.submit(engine, "peer", numbers, numbers, numbers, first_s=1.0)
+    assert not flights.alive(handle) and flights.poll(handle) is WriteState.UNISSUED
+    assert not engine.order
+    submit(flights, engine, range(7, 9))
+    assert engine.order == [7, 8]
 
 
 def test_at_most_a_window_is_in_the_engine_and_it_is_kept_full(clock: ManualClock, engine: FakeTransferEngine) -> None:

@@ -153,6 +153,10 @@ class Loads:
         """Handle the answer to `Revoke`: the addresses of the memory from now on."""
         self._do(self._machine.revoked(now, addresses))
 
+    def not_revoked(self, now: float) -> None:
+        """Handle the other answer to `Revoke`: it failed, and is asked for again."""
+        self._do(self._machine.not_revoked(now))
+
     # -- what is held, for metrics and tests
 
     def record_count(self) -> int:

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads that are started while an engine works. What needs one must do without it if the system refuses it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+
+def started(name: str, target: Callable[..., None], *arguments: object) -> threading.Thread | None:
+    """Start a daemon thread. Return None if that is not possible: at the limit of processes, or without memory."""
+    thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
+    try:
+        thread.start()
+    except (RuntimeError, MemoryError) as refused:
+        log.error("thread %s cannot be started (%s): see the limits of processes and of memory", name, refused)
+        return None
+    return thread
