@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pauses, shutdowns and resets of an engine that holds KV for decode engines which may still come.
+"""Pauses, shutdowns and resets: of a P that holds KV for a D which may still come, of a D in the middle of an answer.
 
-Only the model is missing: vLLM's scheduler and core decide when nothing is held any more.
+Only the model is missing: vLLM's scheduler and core decide when nothing is held any more, and what is computed again.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ from typing import Any
 
 import pytest
 from engine_without_model import BLOCK, EngineWithoutModel, run_until
+from fake_metaserver import fake_metaserver, says_failed
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+from vllm.v1.request import RequestStatus
+
+from tools.support.process import free_port
 
 pytestmark = [pytest.mark.timeout(180)]
 
@@ -77,3 +81,23 @@ def test_a_reset_of_all_caches_frees_what_is_held(prefill: EngineWithoutModel) -
     run_until((prefill,), lambda: not scheduler.has_requests())
     assert sorted(prefill.finished.sent) == ["r", "s"] and prefill.free_blocks() == free
     assert scheduler.reset_prefix_cache(reset_connector=True)
+
+
+def test_an_answer_that_decode_computes_itself_is_its_own_after_a_preemption_too() -> None:
+    """Its prompt was in D's cache, so nothing was loaded. A load that fails now would end a stream of good tokens."""
+    port, prompt = free_port(), [3 + 7 * i % 500 for i in range(2 * BLOCK + 1)]
+    url = f"http://127.0.0.1:{port}"
+    with fake_metaserver(port, says_failed) as seen:
+        decode = EngineWithoutModel("kv_consumer", 2, {"metaserver_urls": [url]}, prefixes=True)
+        try:
+            before = decode.add("before", prompt, {})
+            run_until((decode,), before.is_finished)
+            params = {"do_remote_prefill": True, "metaserver": url, "ticket": "r"}
+            asked = decode.add("r", prompt, params, max_tokens=8)
+            run_until((decode,), lambda: asked.num_output_tokens >= 3)
+            assert decode.scheduler.reset_prefix_cache(reset_running_requests=True)
+            run_until((decode,), asked.is_finished)
+        finally:
+            decode.close()
+    assert asked.num_preemptions == 1 and not seen
+    assert asked.status is RequestStatus.FINISHED_LENGTH_CAPPED and asked.num_output_tokens == 8
