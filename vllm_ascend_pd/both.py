@@ -43,6 +43,12 @@ class BothScheduler(SchedulerRole):
     def preempted(self, request_id: str) -> None:
         self._prefill.preempted(request_id)
 
+    def pauses(self, paused: bool) -> None:
+        self._prefill.pauses(paused)
+
+    def reset(self) -> None:
+        self._prefill.reset()
+
     def metadata(self, output: Any) -> StepMetadata:
         return StepMetadata(self._prefill.metadata(output).prefill, self._decode.metadata(output).decode)
 

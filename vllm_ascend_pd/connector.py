@@ -45,7 +45,7 @@ class Handshake(KVConnectorHandshakeMetadata):
     facts: WorkerFacts
 
 
-class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHooks, resets.RecordsPreemptions):
+class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHooks, resets.FollowsEngine):
     """Layerwise push of the KV cache, P to D. See docs/protocol.md."""
 
     tables: Any = None  # the scheduler's block tables, where vLLM does not hand them over itself (older_groups.py)
@@ -223,6 +223,14 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
 
     def preempted(self, request_id: str) -> None:
         self._scheduler.preempted(request_id)
+
+    def pauses(self, paused: bool) -> None:
+        self._scheduler.pauses(paused)
+
+    def reset_cache(self) -> bool:
+        """Free what is held for decode engines. vLLM has the blocks back after the next step."""
+        self._scheduler.reset()
+        return True
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler.must_step()

@@ -1,33 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that vLLM preempts between two steps, in `Scheduler.reset_prefix_cache(reset_running_requests=True)`.
+"""Changes to all of an engine's requests and caches, which vLLM reports to no connector.
 
-Their blocks are free at once, and the next step may give them to other requests. vLLM 0.32 lists these requests as
-preempted in that step. Before, it lists only what `schedule` itself preempts, so the writes that still read the blocks
-would not be drained. There, the connector learns of them from the wrapped method (`install`).
+Preemptions between two steps, in `Scheduler.reset_prefix_cache(reset_running_requests=True)`: the blocks are free at
+once, and the next step may give them to other requests. vLLM 0.32 lists these requests as preempted in that step.
+Before, it lists only what `schedule` itself preempts, so the writes that still read the blocks would not be drained.
+
+A pause, and a shutdown that lets requests end: both wait until no request has blocks, also those of which P holds the
+KV for a D that may still come.
+
+The connector learns of each from a wrapped method (`install`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from vllm_ascend_pd.wrapping import wrap
 
-_RESET = "reset_prefix_cache"
+_RESET, _PAUSE, _SHUTDOWN = "reset_prefix_cache", "set_pause_state", "_handle_shutdown"
 _LISTED = "reset_preempted_req_ids"  # of a scheduler that lists them itself
 
 
-class RecordsPreemptions:
-    """Base of a connector that records requests which a reset has preempted. It may be inside another connector."""
+class FollowsEngine:
+    """Base of a connector that acts on what this file reports. It may be inside another connector."""
 
     def preempted(self, request_id: str) -> None:
         """Record that a request has lost its blocks, before the next step is scheduled."""
 
+    def pauses(self, paused: bool) -> None:
+        """Record that the engine waits until no request has blocks, or goes on."""
+
 
 def install(vllm_config: Any) -> None:
-    """Wrap the engine's scheduler, once. A scheduler without this method resets nothing."""
+    """Wrap the engine's scheduler and core, once. What a release lacks it does not do."""
+    from vllm.v1.engine.core import EngineCoreProc
+
     scheduler = vllm_config.scheduler_config.get_scheduler_cls()
-    if hasattr(scheduler, _RESET):
-        wrap(scheduler, _RESET, _reporting)
+    for owner, name, around in (
+        (scheduler, _RESET, _reporting),
+        (scheduler, _PAUSE, _pausing),
+        (EngineCoreProc, _SHUTDOWN, _ending),
+    ):
+        if hasattr(owner, name):
+            wrap(owner, name, around)
 
 
 def _reporting(original: Any) -> Any:
@@ -39,12 +55,32 @@ def _reporting(original: Any) -> Any:
             running = {request.request_id for request in self.running}
             for request_id in before:
                 if request_id not in running:
-                    _report(self.connector, request_id)
+                    for one in _followers(self.connector):
+                        one.preempted(request_id)
 
     return reset_prefix_cache
 
 
-def _report(connector: Any, request_id: str) -> None:
+def _pausing(original: Any) -> Any:
+    def set_pause_state(self: Any, pause_state: Any) -> None:
+        original(self, pause_state)
+        for one in _followers(self.connector):
+            one.pauses(bool(pause_state.value))
+
+    return set_pause_state
+
+
+def _ending(original: Any) -> Any:
+    def handle_shutdown(self: Any) -> Any:
+        if not self.is_running():
+            for one in _followers(self.scheduler.get_kv_connector()):
+                one.pauses(True)
+        return original(self)
+
+    return handle_shutdown
+
+
+def _followers(connector: Any) -> Iterator[FollowsEngine]:
     for one in getattr(connector, "_connectors", (connector,)):  # those of a MultiConnector
-        if isinstance(one, RecordsPreemptions):
-            one.preempted(request_id)
+        if isinstance(one, FollowsEngine):
+            yield one

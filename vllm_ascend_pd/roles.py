@@ -72,6 +72,12 @@ class SchedulerRole:
     def preempted(self, request_id: str) -> None:
         """Handle a preemption that vLLM lists in no step (resets.py)."""
 
+    def pauses(self, paused: bool) -> None:
+        """Handle the engine's pause, its end, or the beginning of its shutdown (resets.py)."""
+
+    def reset(self) -> None:
+        """Free what is held for others: the engine's caches are cleared."""
+
     def metadata(self, output: Any) -> StepMetadata:
         """Translate one SchedulerOutput."""
         return StepMetadata()

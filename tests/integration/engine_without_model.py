@@ -58,6 +58,7 @@ class EngineWithoutModel:
         extra: dict[str, Any],
         policy: str = "fail",
         children: list[dict[str, Any]] | None = None,
+        prefixes: bool = False,
     ) -> None:
         transfer: dict[str, Any] = {
             "kv_connector": "AscendPushConnector",
@@ -82,6 +83,7 @@ class EngineWithoutModel:
         }
         self.config: Any = EngineArgs(**arguments).create_engine_config()
         self.config.cache_config.num_gpu_blocks = BLOCKS
+        self.config.cache_config.enable_prefix_caching = prefixes  # on a CPU vLLM has none with MLA
         spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=WIDTH, dtype=torch.float32)
         self._caches = KVCacheConfig(
             num_blocks=BLOCKS,

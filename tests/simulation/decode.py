@@ -443,7 +443,7 @@ class DecodeEngine:
         request.started = world.now
         request.stopped_before = self.stopped_s()
         if count <= 0:
-            self._send_unwanted(self.requests.take_unwanted(request.name))
+            self._send_unwanted(self.requests.loads_nothing(request.name))
             self._decode(request)
             return True
         deadline = self.cluster.settings.timers.recv_deadline_s

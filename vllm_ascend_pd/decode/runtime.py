@@ -21,6 +21,7 @@ from vllm_ascend_pd.decode.core.loads import Loaded, Loads
 from vllm_ascend_pd.decode.verifier import MemoryVerifier
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import Caches
+from vllm_ascend_pd.device.tails import BlockTails
 from vllm_ascend_pd.errors import PdError, one_line
 from vllm_ascend_pd.metadata import DecodeStep
 from vllm_ascend_pd.observe import trace
@@ -67,6 +68,7 @@ class ReceiveRuntime:
         secrets: Secrets | None,
     ) -> None:
         self._caches, self._device, self._target = caches, device, target
+        self._tails = BlockTails(caches, site.rank)
         self._reports: deque[Loaded] = deque()
         self._undrafted = ""  # the last P that was logged for lacking the draft model
         self._revoking_since: float | None = None
@@ -117,6 +119,8 @@ class ReceiveRuntime:
         """Apply a step's metadata on the loop thread, in the order of the calls."""
         if step.empty:
             return
+        for bind in step.binds:
+            self._tails.clear(bind)
         # A step that is still in flight may write into these blocks: the next token of a request that has stopped.
         gate = self._device.record() if step.binds else None
         self._loop.post(self._apply, step, gate)

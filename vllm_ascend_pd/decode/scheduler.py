@@ -175,7 +175,7 @@ class DecodeScheduler(SchedulerRole):
         """Reserve the blocks that vLLM allocated for `count` tokens; ask the metaserver, router or P for a prefill."""
         online, way = self._online, self._way(request)
         if count <= 0:
-            self._send_unwanted(self._requests.take_unwanted(request.request_id))
+            self._send_unwanted(self._requests.loads_nothing(request.request_id))
         if count <= 0 or online is None or way is None:
             return
         deadline = self._engine.config.timers.recv_deadline_s

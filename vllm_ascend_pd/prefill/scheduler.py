@@ -151,6 +151,16 @@ class PrefillScheduler(SchedulerRole):
         with self._deciding():
             self._requests.preempted(request_id)
 
+    def pauses(self, paused: bool) -> None:
+        """Hold nothing longer than a lease while the engine pauses or ends: it waits until nothing is held."""
+        timers = self._engine.config.timers
+        with self._deciding() as now:
+            self._requests.meetings.limit(now, min(timers.lease_s, timers.hold_s) if paused else timers.hold_s)
+
+    def reset(self) -> None:
+        with self._deciding() as now:
+            self._requests.meetings.reset(now)
+
     def metadata(self, output: Any) -> StepMetadata:
         return StepMetadata(prefill=self.build_step(output))
 
@@ -231,8 +241,7 @@ class PrefillScheduler(SchedulerRole):
         if record.source is None or self._reception is None:
             raise LocalProtocolError(f"{request.request_id} is held, and has no source")
         source, prompt = record.source, (record.prompt_length, record.prompt_hash)
-        hold_s = self._engine.config.timers.hold_s
-        held = Source(PROTOCOL_VERSION, source, self._reception.endpoint, *prompt, hold_s)
+        held = Source(PROTOCOL_VERSION, source, self._reception.endpoint, *prompt, self._requests.meetings.hold_s)
         sealed = base64.b64encode(seal_source(held, self._engine.secrets)).decode()
         trace.emit("held", request=request.request_id, source=str(source))
         params = {"do_remote_prefill": True, "do_remote_decode": False, "source": sealed}

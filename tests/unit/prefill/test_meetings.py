@@ -151,6 +151,43 @@ def test_what_is_not_fetched_goes_back_by_itself() -> None:
     assert code(answer) == "PD-META-027"
 
 
+def test_an_engine_that_pauses_holds_nothing_for_long_and_one_that_goes_on_does() -> None:
+    p = PrefillBooks()
+    for request, now in (("r", 1.0), ("s", 2.0), ("t", 3.0)):
+        if request == "s":
+            p.meetings.limit(now, 15.0)
+        elif request == "t":
+            p.meetings.limit(now, 120.0)
+        p.source(request, meets="")
+        p.compute(request, blocks=(1,))
+        assert p.end(request, now) is (request != "t"), "two are held at most"
+        p.meetings.limit(now, p.meetings.hold_s)
+    p.meetings.tick(16.9)
+    assert p.step().empty
+    p.meetings.tick(17.0)
+    assert p.step().freed == ("r", "s")
+    p.source("u")
+    p.compute("u")
+    assert p.end("u", 20.0) and p.meetings.next_wake() == 140.0
+
+
+def test_a_reset_frees_what_is_held_and_nothing_that_is_bound_or_runs() -> None:
+    p = PrefillBooks()
+    held, bound = p.source("held", meets=""), p.source("bound", meets="")
+    p.source("runs")
+    for request in ("held", "bound"):
+        p.compute(request)
+    p.end("held")
+    p.offer(source=bound)
+    p.meetings.reset(1.0)
+    step = p.step()
+    assert step.freed == ("held",) and [start.request_id for start in step.starts] == ["bound"]
+    (answer,) = p.offer(n=2, source=held)
+    assert code(answer) == "PD-META-027"
+    p.compute("runs")
+    assert p.end("runs")
+
+
 @pytest.mark.parametrize("by", ["source", "name"])
 @pytest.mark.parametrize("ended", [False, True])
 def test_what_d_does_not_want_is_not_held(by: str, ended: bool) -> None:
@@ -379,6 +416,16 @@ class AnyOrder(RuleBasedStateMachine):
         if self.sources:
             self.p.meetings.unwanted(self.now, data.draw(st.sampled_from(list(self.sources.values()))), "")
             self._step()
+
+    @rule()
+    def reset(self) -> None:
+        self.p.meetings.reset(self.now)
+        assert not self.p.meetings.counts()["held"]
+        self._step()
+
+    @rule(hold_s=st.sampled_from([15.0, 120.0]))
+    def limited(self, hold_s: float) -> None:
+        self.p.meetings.limit(self.now, hold_s)
 
     @rule(seconds=st.sampled_from([1.0, 31.0, 130.0]))
     def time(self, seconds: float) -> None:

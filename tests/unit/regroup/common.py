@@ -372,8 +372,9 @@ class RegroupDecodeSite:
             expected[ids, :, tokens % block] = wanted
             wrong = np.flatnonzero((view[ids, :, tokens % block] != wanted).any(axis=(1, 2)))
             assert not len(wrong), f"{prompt.name}: {where}: wrong tokens {(prompt.first + wrong[:8]).tolist()}"
-            if self.cache.layout == "plane" and prompt.tokens % block:
-                free[prompt.d_blocks[-1], prompt.tokens % block :] = True  # a plane is written whole
+            if behind := prompt.tokens % block:
+                expected[prompt.d_blocks[-1], :, behind:] = 0  # D has cleared it
+                free[prompt.d_blocks[-1], behind:] = self.cache.layout == "plane"  # a plane is written whole
         touched = (view != expected).any(axis=(1, 3)) & ~free
         assert not touched.any(), f"{where}: (block, token) {np.argwhere(touched)[:8].tolist()} were touched"
 

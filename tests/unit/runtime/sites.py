@@ -42,7 +42,7 @@ from vllm_ascend_pd.transport.memory import MemoryTransport
 LOOPBACK = "127.0.0.1"
 NAME = "a model of the tests"
 DEADLINE_S = 20.0
-UNTOUCHED = -559038737
+UNTOUCHED = -16657  # as a float NaN, like what another kind of cache may have left there
 FAST = {
     "transport": "memory",
     "verify": "full",
@@ -238,8 +238,31 @@ class DecodeSite:
             assert (landed == wanted).all(), f"{request.name}: {where}: wrong tokens {_wrong(landed != wanted)}"
             if self.model.layout == "opaque" and request.tokens % self.covers:
                 free[request.d_blocks[-1], :, request.tokens % self.covers :] = True  # a plane is written whole
+                continue
+            last, behind = self._tail(request, cache, own, region)
+            expected[last, :, behind] = 0
+            assert not view[last, :, behind].any(), f"{request.name}: {where}: what is behind it is not cleared"
         touched = (view != expected) & ~free
         assert not touched.any(), f"{where}: blocks {np.unique(np.argwhere(touched)[:, 0]).tolist()} were touched"
+
+    def _tail(self, request: SitePrompt, cache: RankCache, *of: int) -> tuple[int, np.ndarray]:
+        """Return the request's last block, and this rank's places in it behind the last token."""
+        full = -(-request.tokens // self.covers) * self.covers
+        return request.d_blocks[-1], cache.own(request.tokens, full, *of)[2]
+
+    def written(self, *requests: SitePrompt) -> bool:
+        """Return whether a P has written into any of these requests' blocks."""
+        for cache in self.ranks:
+            for own, views in enumerate(cache.views):
+                for region, view in enumerate(views):
+                    before = np.full_like(view, UNTOUCHED)
+                    for request in requests:
+                        last, behind = self._tail(request, cache, own, region)
+                        before[last, :, behind] = 0
+                    blocks = [block for request in requests for block in request.d_blocks]
+                    if (view != before)[blocks].any():
+                        return True
+        return False
 
     def close(self) -> None:
         for worker in self.workers:

@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from tools.support.process import is_free
-from unit.device.caches import CacheModel, HeldDevice
+from unit.device.caches import CacheModel, HeldDevice, TokenMajorDevice
 from unit.kits.watching import traced, until
-from unit.runtime.sites import UNTOUCHED, DecodeSite, PrefillSite, config, heard_ready, own_threads, sites
+from unit.runtime.sites import DecodeSite, PrefillSite, config, heard_ready, own_threads, sites
 from unit.runtime.wires import DyingWire, FlippingWire, LossyWire, SlowWire
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.errors import PdError
@@ -60,11 +60,27 @@ def test_nothing_is_written_before_the_device_has_finished_what_ran_before() -> 
         d.step()
         p.prefill(request)
         until(lambda: sum(stage == "begin" for stage, _ in events) > 4, "BEGIN repeated before the gate")
-        assert all((view == UNTOUCHED).all() for layer in d.ranks[0].views for view in layer)
+        assert not d.written(request)
         assert not any(stage in ("ready", "layer_submitted") for stage, _ in events)
         device.open.set()
         assert d.received(request)[0].ok
         d.check(request)
+
+
+def test_the_gate_is_behind_what_clears_the_last_blocks() -> None:
+    """P may write as soon as it opens. Clearing that came later would take the next token's KV away."""
+    cleared: list[bool] = []
+
+    class LookingDevice(TokenMajorDevice):
+        def record(self) -> Any:
+            cleared.append(not any(view[request.d_blocks[-1], :, 1:].any() for view in d.ranks[0].views[0]))
+            return super().record()
+
+    d = DecodeSite(TUPLES, 1, device=LookingDevice())
+    with sites(d):
+        request = d.reserve("r", 21)
+        d.step()
+        assert cleared == [True]
 
 
 def test_a_gate_that_opens_after_its_transfer_is_over_holds_up_no_other() -> None:

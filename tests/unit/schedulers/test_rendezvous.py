@@ -140,6 +140,15 @@ def test_what_is_held_too_long_is_freed_in_a_step_of_its_own() -> None:
         assert both.steps.cancelled(both.load(answer).transfer) == "PD-META-027"
 
 
+def test_what_a_reset_freed_no_d_can_fetch() -> None:
+    """As after new weights: what is held was computed with the old ones."""
+    with pair() as both:
+        _, _, answer = both.prefilled()
+        both.p.reset()
+        assert both.p.must_step() and both.p.build_step(output()).freed == (P_ID,) and both.p.released(P_ID)
+        assert both.steps.cancelled(both.load(answer).transfer) == "PD-META-027"
+
+
 def test_a_timer_that_a_thread_sets_late_does_not_undo_an_earlier_end_of_a_hold(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

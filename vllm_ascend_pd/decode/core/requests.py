@@ -55,13 +55,15 @@ class LoadRequests:
             return 0
         return self.book.wanted(request_id, length, computed, recomputes_last=recomputes_last)
 
-    def take_unwanted(self, request_id: str) -> Meet | None:
-        """Return, once, the P to notify that no offer comes: all of the request's KV is here, or it has ended."""
-        way = self._ways.get(request_id)
-        if not isinstance(way, Meet) or self.book.has_loaded(request_id):
+    def loads_nothing(self, request_id: str) -> Meet | None:
+        """Record that D computes a request itself, or that it has ended. Return, once, the P to notify of it, if any.
+
+        D computes it also if it has lost its blocks in the middle of the answer, and its prompt is not cached any more.
+        """
+        if self.book.has_loaded(request_id):
             return None
-        self._ways[request_id] = None
-        return way
+        way, self._ways[request_id] = self._ways.get(request_id), None
+        return way if isinstance(way, Meet) else None
 
     def first_tokens_come(self, request_id: str) -> bool:
         """Return whether P's first token can come the same way as the KV: by a `PassingRouter` it cannot."""
@@ -110,7 +112,7 @@ class LoadRequests:
 
     def finished(self, request_id: str) -> Ended:
         """Handle the end of a request."""
-        unwanted = self.take_unwanted(request_id)
+        unwanted = self.loads_nothing(request_id)
         self._ways.pop(request_id, None)
         self.first_token_book.forget(request_id)
         return Ended(unwanted, self.book.request_finished(request_id))

@@ -10,6 +10,7 @@ messages that `take` returns.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,8 @@ class MeetingEvent(IdentityEnum):
     # from D
     WITHDRAWN = "withdrawn"  # GONE, or the end of D's process
     UNWANTED = "unwanted"  # no offer will come for a source
+    # from the engine
+    RESET = "reset"  # its caches are cleared: what is held is of no use any more
     # time
     HELD_TOO_LONG = "held_too_long"
     WAITED_TOO_LONG = "waited_too_long"
@@ -147,6 +150,7 @@ class Meetings:
 
     def __init__(self, book: PushBook, incarnation: str, holding: Holding) -> None:
         self._book, self._incarnation, self._holding = book, incarnation, holding
+        self.hold_s = holding.hold_s
         self.geometry: CacheGeometry | None = None
         self.counters: Counter[str] = Counter()
         self._n = 0
@@ -225,6 +229,21 @@ class Meetings:
             event = MeetingEvent.ENDED if self._room(record) else MeetingEvent.ENDED_TOO_MANY
         self._on(now, record, event)
         return record.state is MeetingState.HELD
+
+    def limit(self, now: float, hold_s: float) -> None:
+        """Hold sources no longer than `hold_s` from now on, those that are held already too."""
+        if hold_s != self.hold_s:
+            self.hold_s = hold_s
+            for record in self._held_records():
+                self._set_deadline(record, record.source, min(now + hold_s, record.until or math.inf))
+
+    def reset(self, now: float) -> None:
+        """Free all that is held: no D shall fetch it any more."""
+        for record in self._held_records():
+            self._on(now, record, MeetingEvent.RESET)
+
+    def _held_records(self) -> list[Record]:
+        return [record for record in self._requests.values() if record.state is MeetingState.HELD]
 
     def held_record(self, request_id: str) -> Record | None:
         """Return the record that P's answer names: that of a held request."""
@@ -394,7 +413,7 @@ class Meetings:
         self._book.attach(record.request_id, *facts)
 
     def hold(self, now: float, record: Record) -> None:
-        self._set_deadline(record, record.source, now + self._holding.hold_s)
+        self._set_deadline(record, record.source, now + self.hold_s)
 
     def release(self, now: float, record: Record) -> None:
         """Free the blocks of a held request to which no target was bound."""
@@ -463,6 +482,7 @@ def _table(do: type[Meetings]) -> Table[MeetingState, MeetingEvent]:
             e.OFFER_UNFIT: Cell(s.HELD, nothing, "offer_unfit"),
             e.HELD_TOO_LONG: Cell(s.OVER, do.release, "held_too_long"),
             e.UNWANTED: Cell(s.OVER, do.release, "unwanted"),
+            e.RESET: Cell(s.OVER, do.release, "reset"),
         },
         s.BOUND: {
             e.OFFER_AGAIN: Cell(s.BOUND, do.answer),
