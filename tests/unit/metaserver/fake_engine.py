@@ -163,6 +163,8 @@ class EngineBehaviour:
     refuses_after_push: bool = False  # as P: the KV arrives, then 503
     breaks_after_push: bool = False  # as P: the KV arrives, then the connection breaks
     settle_s: float = 0.1  # as D: how long KV may be missing after P's answer with status 200
+    loads_fail: str = ""  # as D: code by which each load fails although the KV has arrived; empty: none does
+    loads_fail_from: str = ""  # with `loads_fail`: only loads from the P of this incarnation
     reports: bool = True  # as D: posts its load reports; whole answers carry them in any case
     report_s: float = 0.0  # as D: from the end of a load to its report
     odd_report: bool = False  # as D: reports in the format of another version
@@ -412,6 +414,8 @@ class FakeEngine:
                 if now - missing_since > self.behaviour.settle_s:
                     return Outcome("failed", "PD-XFER-001", "the KV did not arrive")
             await asyncio.sleep(0.002)
+        if self.behaviour.loads_fail and self.behaviour.loads_fail_from in ("", PUSHED[transfer]):
+            return Outcome("failed", self.behaviour.loads_fail, "as set")
         return Outcome("prefilled")
 
     def _tell(self, transfer: str, params: dict[str, Any], outcome: Outcome) -> None:

@@ -29,6 +29,7 @@ from vllm_ascend_pd.metaserver.decisions import (
     Condition,
     Evidence,
     Life,
+    Loads,
     PairProof,
     Role,
     choose,
@@ -118,6 +119,7 @@ class Instance:
     answered: bool = False
     healthy: bool = False  # its last probe was good
     life: Life = field(default_factory=Life)
+    loads: Loads = field(default_factory=Loads)  # as a D
     draining: bool = False
     load: float = 0.0  # tokens in flight from this process
     load_elsewhere: float = 0.0  # and from the metaserver's other processes, as last reported
@@ -156,7 +158,8 @@ class Instance:
         return there
 
     def condition(self) -> Condition:
-        return condition(self.circuit, self.answered, self.draining)
+        seen = condition(self.circuit, self.answered, self.draining)
+        return Condition.SUSPECT if seen is Condition.READY and self.loads.failed else seen
 
     def usable(self, now: float) -> bool:
         return not self.draining and self.circuit.admits(now)
@@ -305,6 +308,8 @@ class Fleet:
         gone = self._instances.pop(name, None)
         if gone is not None:
             gone.draining = True
+            for other in self:
+                other.loads.failed.pop(name, None)
             self._compare_models()
             METRICS.instance(gone.name, gone.role.value)
         return gone
@@ -369,11 +374,31 @@ class Fleet:
         usable = [i for i in self.of(Role.PREFILL) if i.usable(now) and fits(i)]
         return bool(usable) and all(i.life.sends_first for i in usable)
 
-    def has_prefill(self, avoid: frozenset[str] = frozenset(), serves: Fits = any_instance) -> Fits:
-        """Return a test for D instances that can pair with a P that serves and takes requests and is not in `avoid`."""
+    def has_prefill(
+        self, avoid: frozenset[str] = frozenset(), serves: Fits = any_instance, loads: bool = False
+    ) -> Fits:
+        """Return a test for D instances that can pair with a P that serves and takes requests and is not in `avoid`.
+
+        `loads`: and from which their loads do not fail.
+        """
         now = time.monotonic()
-        usable = (i for i in self.of(Role.PREFILL) if i.name not in avoid and i.usable(now) and serves(i))
-        return pairing(*(i.fingerprint for i in usable))
+        usable = [i for i in self.of(Role.PREFILL) if i.name not in avoid and i.usable(now) and serves(i)]
+        pairs = pairing(*(i.fingerprint for i in usable))
+
+        def fits(decode: Instance) -> bool:
+            if not (loads and decode.loads.failed):  # nearly always
+                return pairs(decode)
+            good = (p for p in usable if not decode.loads.avoids(p.name, now))
+            return any(may_pair(p.fingerprint, decode.fingerprint) for p in good)
+
+        return fits
+
+    def avoided_by(self, decode: Instance) -> frozenset[str]:
+        """Return the P's from which a D's loads fail."""
+        if not decode.loads.failed:
+            return frozenset()
+        now = time.monotonic()
+        return frozenset(p.name for p in self.of(Role.PREFILL) if decode.loads.avoids(p.name, now))
 
     def choose(
         self,
@@ -437,6 +462,12 @@ class Fleet:
         """Note a failed request to an instance. What went wrong on our side says nothing about it."""
         if failure is not HttpFailure.OURS:
             self.seen(instance, Evidence.UNREACHED if failure is HttpFailure.CONNECT else Evidence.BROKE, why)
+
+    def load_failed(self, decode: Instance, prefill: str, asked: float, why: str, canaries: bool) -> None:
+        """Note that a D's load of a request from the time `asked` failed, of which one of the two is to blame."""
+        decode.loads.fail(prefill, asked, time.monotonic(), random.random(), canaries)
+        decode.last_error = f"its load from {prefill or 'any prefill instance'} failed: {why}"
+        decode.last_error_at = time.time()
 
     def seen(self, instance: Instance, evidence: Evidence, why: str = "") -> None:
         """Take in evidence about an instance: its circuit moves."""

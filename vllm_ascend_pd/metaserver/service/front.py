@@ -218,13 +218,15 @@ class Front(Shared):
         request, tried = exchange.request, frozenset(exchange.tried)
         cost, marks, serves = request.decode_tokens, request.marks, self.fleet.serving(request.model)
         if request.remote:
-            # A D that a P fits comes before one that would have to prefill by itself. A rollout may have both.
-            prefills = self.fleet.prefilling(request.model, exchange.prefills)
-            has_prefill = both(serves, self.fleet.has_prefill(frozenset(exchange.bad_prefills), prefills))
-            fits = both(has_prefill, lambda decode: decode.name not in tried)
-            good = self.fleet.choose(Role.DECODE, cost, fits=fits, marks=marks)
-            if good is not None and good.usable(time.monotonic()):
-                return good
+            # A D that a P fits comes before one that would have to prefill by itself (a rollout may have both), and one
+            # that loads before one that does not.
+            prefills, bad = self.fleet.prefilling(request.model, exchange.prefills), frozenset(exchange.bad_prefills)
+            for avoid, loads in ((bad, True), (frozenset[str](), True), (bad, False)):
+                has_prefill = both(serves, self.fleet.has_prefill(avoid, prefills, loads))
+                fits = both(has_prefill, lambda decode: decode.name not in tried)
+                good = self.fleet.choose(Role.DECODE, cost, fits=fits, marks=marks)
+                if good is not None and good.usable(time.monotonic()):
+                    return good
         return self.fleet.choose(Role.DECODE, cost, tried, serves, marks)
 
     async def _attempt(self, exchange: HttpExchange, decode: Instance) -> None:

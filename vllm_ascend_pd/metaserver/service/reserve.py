@@ -8,6 +8,7 @@ closes the call, the prefill is cancelled: P sees its connection close and drain
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Container
 from typing import Any
@@ -232,12 +233,14 @@ class Reservations:
         exchange, front = attempt.exchange, self._front
         if exchange.pinned is not None:
             return exchange.pinned[0]
-        request, bad = exchange.request, frozenset(exchange.bad_prefills)
+        request = exchange.request
+        bad = front.fleet.avoided_by(attempt.decode).union(exchange.bad_prefills)
         fits = both(front.fleet.prefilling(request.model, exchange.prefills), pairing(posted.fingerprint))
         prefill = front.fleet.choose(Role.PREFILL, cost, bad, fits, request.marks)
         if prefill is None:
             other = f" that fits {posted.fingerprint}" if front.fleet.usable(Role.PREFILL) else ""
             raise PrefillFailed(HttpFailure.REFUSED, f"no prefill instance{other} is available")
+        attempt.decode.loads.tried(prefill.name, time.monotonic(), random.random())
         return prefill
 
     async def _ask(self, attempt: Attempt, posted: ReservationPost, leg: LegInFlight) -> str:
