@@ -71,8 +71,8 @@ class Culprit(Enum):
 
 
 # D's codes for KV that did not come, and what counts against P or the pair. Nothing counts against D's circuit: D may
-# answer well. That D is to blame shows when its loads from several P's fail (`Loads`). A code that is not here counts
-# against none.
+# answer well. That D is to blame shows when its loads from several P's fail (`LoadRecord`). A code that is not here
+# counts against none.
 VERDICTS: dict[str, tuple[Culprit, str]] = {
     "PD-XFER-001": (
         Culprit.PREFILL,
@@ -138,7 +138,7 @@ class FailedLoads:
     until: float = 0.0  # no request tries the pair before, if another can be asked; infinite: a canary does
 
 
-class Loads:
+class LoadRecord:
     """A D's loads, as it reports them. A P from which one failed is avoided by this D until one has been received.
 
     So are all P's if loads from several failed with none received in between: then D is to blame. Canaries try what is
@@ -479,6 +479,27 @@ def choose(candidates: Sequence[Candidate], cost: float, rand: float) -> str | N
     least = min(after.values())
     best = [c.name for c in usable if after[c.name] <= least]
     return best[int(rand * len(best)) % len(best)]
+
+
+class AnswerLengths:
+    """Tokens of a model's answers as they were seen, a moving mean. Streams are counted apart, in events."""
+
+    FIRST = 256.0  # expected of a model that has not answered yet
+    _WEIGHT = 1 / 32  # of the newest answer
+
+    def __init__(self) -> None:
+        self._means: dict[tuple[str, bool], float] = {}
+
+    def expected(self, model: str, stream: bool, limit: int) -> float:
+        """Return the tokens to expect. `limit`: the request's own; 0: none."""
+        mean = self._means.get((model, stream), self.FIRST)
+        return min(mean, limit) if limit else mean
+
+    def seen(self, model: str, stream: bool, length: float, limit: int) -> None:
+        """Take in a whole answer. One that its limit ended says only that it would have been longer."""
+        mean = self._means.get((model, stream), self.FIRST)
+        if not limit or length < limit or length > mean:
+            self._means[model, stream] = mean + (length - mean) * self._WEIGHT
 
 
 def prefer(names: Iterable[str], avoid: frozenset[str]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from simulation.front.world import FrontResult, SeedPlan, draw, run_seed
 from vllm_ascend_pd.http import http1
 from vllm_ascend_pd.metaserver import bodies, resumable, resume
 from vllm_ascend_pd.metaserver.bodies import Use
-from vllm_ascend_pd.metaserver.decisions import Circuit, Life, Loads, PairProof
+from vllm_ascend_pd.metaserver.decisions import Circuit, Life, LoadRecord, PairProof
 from vllm_ascend_pd.metaserver.resume import StreamState
 from vllm_ascend_pd.metaserver.service import canary, fleet, front, relay, reserve, resuming, shared
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, Journal
@@ -295,7 +295,7 @@ ALL = {
             ((fleet.Fleet, "prefilling", lambda self, model, names: self.serving(model)),),
             _beside_one,
         ),
-        FrontMutation("a D whose loads fail is asked again", ((Loads, "avoids", _never),), _beside_a_deaf_one),
+        FrontMutation("a D whose loads fail is asked again", ((LoadRecord, "avoids", _never),), _beside_a_deaf_one),
         # Streams that outlive their D.
         FrontMutation("a token is said twice", ((resume, "continued", _one_less),), _breaking),
         FrontMutation(

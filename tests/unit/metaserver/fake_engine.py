@@ -138,6 +138,7 @@ class EngineBehaviour:
     gap_s: float = 0.0
     keep_alive_s: float = 0.0  # as D: how often a stream that waits for its turn (`hold`) has a comment; 0: never
     paused: bool = False  # a stream stops after its next piece until the test resets it
+    pause_after: int = 0  # with `paused`: after so many pieces
     prefill_s: float = 0.0
     status: int = 200  # status of answers, if not 200
     wedged: bool = False  # 500 to completions; still lists its models
@@ -438,7 +439,8 @@ class FakeEngine:
             for i, t in enumerate(texts)
         ]
         await asyncio.sleep(self.behaviour.gap_s * count)
-        answer: dict[str, Any] = {"id": "fake", "model": "fake", "choices": choices}
+        usage = {"completion_tokens": count * len(choices)}
+        answer: dict[str, Any] = {"id": "fake", "model": "fake", "choices": choices, "usage": usage}
         params = seen.body.get("kv_transfer_params") or {}
         if params.get("do_remote_decode"):
             refused = self._refusal(params)
@@ -490,7 +492,7 @@ class FakeEngine:
             choice = {"index": 0, **({"delta": {"content": word}} if chat else {"text": word})}
             await _piece(send, b"data: " + json.dumps({"id": "fake", "choices": [choice]}).encode() + b"\n\n")
             await asyncio.sleep(self.behaviour.gap_s)
-            while self.behaviour.paused:
+            while self.behaviour.paused and i >= self.behaviour.pause_after:
                 await asyncio.sleep(0.01)
         if self.behaviour.late_choice and "ticket" in (seen.body.get("kv_transfer_params") or {}):
             await self._reserve(_prompts(seen.body)[-1], seen.body["kv_transfer_params"])

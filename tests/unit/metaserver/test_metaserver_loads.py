@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from unit.metaserver.cluster import FakeCluster, asked_until, cluster, streamed, texts, until
 from unit.metaserver.fake_engine import FakeEngine, words
-from vllm_ascend_pd.metaserver.decisions import Condition, Loads
+from vllm_ascend_pd.metaserver.decisions import Condition, LoadRecord
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 
 
@@ -110,7 +110,7 @@ MOMENTS = st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.floats(0,
 def test_a_d_is_to_blame_when_loads_from_several_failed_with_none_between(
     events: list[tuple[str, bool, float]], canaries: bool
 ) -> None:
-    loads, now, failing, since = Loads(), 1.0, set[str](), set[str]()
+    loads, now, failing, since = LoadRecord(), 1.0, set[str](), set[str]()
     for prefill, well, later in events:
         now += later + 0.001
         if well:
@@ -129,7 +129,7 @@ def test_a_d_is_to_blame_when_loads_from_several_failed_with_none_between(
 
 
 def test_failures_of_requests_that_were_under_way_together_count_once() -> None:
-    loads = Loads()
+    loads = LoadRecord()
     for _ in range(50):
         loads.fail("p", 1.0, 2.0, 0.5, canaries=True)
     assert loads.failed["p"].times == 1 and not loads.broken("p", 2)
@@ -138,7 +138,7 @@ def test_failures_of_requests_that_were_under_way_together_count_once() -> None:
 
 
 def test_while_one_request_tries_a_pair_again_others_wait_for_its_result() -> None:
-    loads = Loads()
+    loads = LoadRecord()
     loads.fail("p", 1.0, 2.0, 0.5, canaries=False)
     again = loads.failed["p"].until
     assert loads.avoids("p", 2.0) and not loads.avoids("p", again)

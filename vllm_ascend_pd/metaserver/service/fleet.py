@@ -22,6 +22,7 @@ import msgspec
 from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.http1 import Origin
 from vllm_ascend_pd.metaserver.decisions import (
+    AnswerLengths,
     Candidate,
     Circuit,
     CircuitPolicy,
@@ -29,7 +30,7 @@ from vllm_ascend_pd.metaserver.decisions import (
     Condition,
     Evidence,
     Life,
-    Loads,
+    LoadRecord,
     PairProof,
     Role,
     choose,
@@ -43,6 +44,7 @@ from vllm_ascend_pd.protocol.versions import may_pair
 
 log = logging.getLogger(__name__)
 MAX_ENDPOINTS = 1024  # in one text of `parse_specs`
+_STEP = 16  # tokens of an answer between two corrections of the load
 _GOOD = frozenset({Evidence.SERVED, Evidence.PROBE_OK})
 
 
@@ -119,7 +121,7 @@ class Instance:
     answered: bool = False
     healthy: bool = False  # its last probe was good
     life: Life = field(default_factory=Life)
-    loads: Loads = field(default_factory=Loads)  # as a D
+    loads: LoadRecord = field(default_factory=LoadRecord)  # as a D
     draining: bool = False
     load: float = 0.0  # tokens in flight from this process
     load_elsewhere: float = 0.0  # and from the metaserver's other processes, as last reported
@@ -197,17 +199,25 @@ class Instance:
 
 @dataclass(slots=True)
 class LegInFlight:
-    """A request at an instance, in its load while entered, and counted under its end afterwards."""
+    """A request at an instance, in its load while entered, and counted under its end afterwards.
+
+    Its prompt counts until its end, and of its answer what is still expected.
+    """
 
     instance: Instance
     trial: int  # the number of the circuit's trial that it is; 0: it is none
-    cost: float
+    prompt: float
+    answer: float = 0.0  # tokens that were expected of it
+    limit: int = 0  # tokens that it can have; 0: any number
+    came: int = 0  # tokens that are there
+    cost: float = 0.0  # its part of the load
+    _weigh_at: int = _STEP
     kept: bool = False  # its answer shows too little: the trial goes on until D reports the load
     end: str = "cut"  # a label of the metric: cut from here, unless the instance has ended it
 
     def __enter__(self) -> LegInFlight:
-        self.instance.load += self.cost
         self.instance.requests += 1
+        self._weigh(self.answer)
         return self
 
     def __exit__(self, failure: type[BaseException] | None = None, *failed: object) -> None:
@@ -218,6 +228,19 @@ class LegInFlight:
         METRICS.legs.labels(instance.role.value, instance.name, end).inc()
         instance.requests -= 1
         instance.load = instance.load - self.cost if instance.requests else 0.0  # no drift from rounding
+
+    def take(self, tokens: int) -> None:
+        """Note that tokens of the answer came. Of a longer one than expected, an eighth of that goes on counting."""
+        self.came += tokens
+        if self.came >= self._weigh_at:
+            self._weigh_at = self.came + _STEP
+            left = max(self.answer - self.came, self.answer / 8)
+            self._weigh(max(0.0, min(left, self.limit - self.came)) if self.limit else left)
+
+    def _weigh(self, expected: float) -> None:
+        cost = self.prompt + expected
+        self.instance.load += cost - self.cost
+        self.cost = cost
 
     def returned(self) -> None:
         """End the trial: the request shows no more about its instance."""
@@ -269,7 +292,9 @@ class Fleet:
         self._policy = policy
         self._lost = lost
         self._prefix_tokens = prefix_tokens
+        self.answers = AnswerLengths()
         self.several_models = False  # not all engines list the same models
+        self._models: frozenset[str] = frozenset()  # that engines list
         self._instances: dict[str, Instance] = {}
         self._proofs: dict[tuple[str, str, str, str], PairProof] = {}  # the newest for each pair of lives
 
@@ -347,6 +372,7 @@ class Fleet:
         self._compare_models()
 
     def _compare_models(self) -> None:
+        self._models = frozenset(name for i in self._instances.values() for name in i.cards or ())
         self.several_models = len({frozenset(i.cards) for i in self._instances.values() if i.cards}) > 1
 
     def prefilling(self, model: str, names: frozenset[str] | None) -> Fits:
@@ -454,9 +480,24 @@ class Fleet:
 
     # -- load and evidence
 
-    def leg(self, instance: Instance, cost: float) -> LegInFlight:
-        """Return the context of a request to the instance: the request counts while the context is entered."""
-        return LegInFlight(instance, instance.circuit.sent(time.monotonic()), cost)
+    def leg(self, instance: Instance, prompt: float, answer: float = 0.0, limit: int = 0) -> LegInFlight:
+        """Return the context of a request to the instance: the request counts while the context is entered.
+
+        `prompt`, `answer`: its tokens and those expected in return; `limit`: the most that can come, if there is one.
+        """
+        return LegInFlight(instance, instance.circuit.sent(time.monotonic()), prompt, answer, limit)
+
+    def expected(self, model: str, stream: bool, limit: int) -> float:
+        """Return how many tokens an answer of a model is likely to have."""
+        return self.answers.expected(self._listed(model), stream, limit)
+
+    def answered(self, model: str, stream: bool, length: float, limit: int) -> None:
+        """Take in how many tokens a model's answer had."""
+        self.answers.seen(self._listed(model), stream, length, limit)
+
+    def _listed(self, model: str) -> str:
+        """Return one name for all models that no engine lists: clients may invent any number."""
+        return model if model in self._models else ""
 
     def failed(self, instance: Instance, failure: HttpFailure, why: str) -> None:
         """Note a failed request to an instance. What went wrong on our side says nothing about it."""
