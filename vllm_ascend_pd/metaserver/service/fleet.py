@@ -12,7 +12,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -44,6 +44,7 @@ from vllm_ascend_pd.protocol.versions import may_pair
 
 log = logging.getLogger(__name__)
 MAX_ENDPOINTS = 1024  # in one text of `parse_specs`
+REST_S = 1.0  # after a refusal, as long as others take requests
 _STEP = 16  # tokens of an answer between two corrections of the load
 _GOOD = frozenset({Evidence.SERVED, Evidence.PROBE_OK})
 
@@ -123,6 +124,7 @@ class Instance:
     life: Life = field(default_factory=Life)
     loads: LoadRecord = field(default_factory=LoadRecord)  # as a D
     draining: bool = False
+    rests_until: float = 0.0  # it refused a request
     load: float = 0.0  # tokens in flight from this process
     load_elsewhere: float = 0.0  # and from the metaserver's other processes, as last reported
     requests: int = 0  # legs in flight
@@ -241,6 +243,10 @@ class LegInFlight:
         cost = self.prompt + expected
         self.instance.load += cost - self.cost
         self.cost = cost
+
+    def refused(self) -> None:
+        """Note that its engine did not take it: for a moment others are asked, if there are any."""
+        self.end, self.instance.rests_until = "refused", time.monotonic() + REST_S
 
     def returned(self) -> None:
         """End the trial: the request shows no more about its instance."""
@@ -394,6 +400,11 @@ class Fleet:
         now = time.monotonic()
         return any(i.role is role and i.usable(now) and fits(i) for i in self._instances.values())
 
+    def another(self, role: Role, refused: Container[str], fits: Fits) -> bool:
+        """Return whether an instance that fits may take a request that those in `refused` did not take."""
+        now = time.monotonic()
+        return any(i.rests_until <= now and i.usable(now) and i.name not in refused and fits(i) for i in self.of(role))
+
     def all_send_first(self, fits: Fits) -> bool:
         """Return whether all P instances that fit and take requests send their first tokens."""
         now = time.monotonic()
@@ -442,6 +453,7 @@ class Fleet:
         fitting = [i for i in self.of(role) if fits(i)]
         names = prefer((i.name for i in fitting if i.usable(now)), avoid)
         usable = [self._instances[name] for name in names] or [i for i in fitting if i.last_resort()]
+        usable = [i for i in usable if i.rests_until <= now] or usable
         if len(usable) == 1:
             return usable[0]
         usable = [i for i in usable if i.answered] or usable

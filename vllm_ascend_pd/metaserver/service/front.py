@@ -141,7 +141,7 @@ class Front(Shared):
             except AttemptFailed as failed:
                 if failed.failure is not HttpFailure.PREFILL:  # a failed prefill was noted where it happened
                     self.journal.trouble(failed.code, failed.brief, decode.name, exchange.request_id)
-                delay = self.delay_before_another(exchange, decode, failed.failure)
+                delay = None if failed.final else self.delay_before_another(exchange, decode, failed.failure)
                 if delay is None:
                     await self._refuse(exchange, failed.answer, failed.brief)
                     return
@@ -205,12 +205,19 @@ class Front(Shared):
     def delay_before_another(
         self, exchange: HttpExchange, decode: Instance, failure: HttpFailure, repeatable: bool = True
     ) -> float | None:
-        """Return the delay before another attempt, on another D if D failed and there is one; None: it was the last."""
+        """Return the delay before another attempt, on another D if D failed and there is one; None: it was the last.
+
+        What one D refused is for others that have not refused lately: to repeat it would add to an overload.
+        """
+        if failure is not HttpFailure.PREFILL:
+            exchange.tried.add(decode.name)
+        serves = self.fleet.serving(exchange.request.model)
+        refused = failure is HttpFailure.REFUSED and not exchange.streaming
+        if refused and not self.fleet.another(Role.DECODE, exchange.tried, serves):
+            return None
         delay = self.again(exchange, failure, exchange.number - exchange.before, repeatable)
         if delay is None:
             return None
-        if failure is not HttpFailure.PREFILL:
-            exchange.tried.add(decode.name)
         self.repeated(exchange, failure)
         return delay
 

@@ -53,6 +53,7 @@ _CUT_SHORT = re.compile(rb"%b|%b" % (_ABORTED.pattern, _DROPPED.pattern))
 _PARAMS = b'"kv_transfer_params"'
 _COUNT = re.compile(rb'"completion_tokens"\s*:\s*([0-9]{1,9})')  # of a whole answer, at its end
 _END_BYTES = 8 << 10
+_LIMIT = "--first-byte-timeout; a stream has no limit behind its first byte"
 _REPORT_OF_LOAD_S = 2.0  # D reports a failed load before it answers; the two may overtake each other
 _HELD_BYTES = 1 << 20  # of an incomplete event that are held back
 OWN_MARK = b"x-ascend-pd-metaserver"  # on a metaserver's requests and health answers: it must not pass for an engine
@@ -234,7 +235,7 @@ async def _refused(shared: Shared, attempt: Attempt, status: int, body: bytes, h
     said = brief(status, body)
     end = leg_end(status)
     if end == "refused":
-        shared.leg_over(attempt.leg, end)
+        attempt.leg.refused()
         return AttemptFailed(HttpFailure.REFUSED, passed, said)
     await attempt.explained(_REPORT_OF_LOAD_S)
     if attempt.load_failed:  # with policy "fail" D must answer so: no evidence against D
@@ -254,6 +255,11 @@ def _no_rest(shared: Shared, attempt: Attempt, status: int) -> AttemptFailed:
 
 
 def _broken(shared: Shared, attempt: Attempt, problem: UpstreamError) -> AttemptFailed:
+    if not attempt.exchange.request.stream and shared.is_late(attempt.leg, problem):
+        late = UpstreamError(
+            problem.failure, f"no whole answer within {shared.settings.first_byte_timeout_s:g} s ({_LIMIT})"
+        )
+        return AttemptFailed(problem.failure, no_answer(late), problem.why, final=True)
     shared.leg_broke(attempt.leg, problem)
     return AttemptFailed(problem.failure, no_answer(problem), problem.why)
 

@@ -53,6 +53,13 @@ class Shared:
         if evidence is not None:
             self.fleet.seen(leg.instance, evidence, why)
 
+    def is_late(self, leg: LegInFlight, problem: UpstreamError) -> bool:
+        """Return whether an answer that comes as a whole only took too long, as its engine answers probes.
+
+        Nothing shows that the engine hangs, and to compute the answer again would take as long.
+        """
+        return problem.failure is HttpFailure.TIMEOUT and leg.instance.healthy
+
     def leg_broke(self, leg: LegInFlight, problem: UpstreamError, request: str = "") -> None:
         """Note a leg that ends in an error, as evidence. `request`: the journal notes it under this id.
 
