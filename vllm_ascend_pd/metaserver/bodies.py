@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.http.gathered import Payload
-from vllm_ascend_pd.metaserver import outline
+from vllm_ascend_pd.metaserver import media, outline
 from vllm_ascend_pd.metaserver.outline import SLICE, Buffer, NotJson, Scan, at_once
 from vllm_ascend_pd.metaserver.prefixes import Marks, marks_of
 
@@ -142,7 +142,9 @@ def parsing(route: str, body: Buffer) -> Scan[Request]:
     if _XARGS in fields:
         fields[_XARGS] = msgspec.Raw((yield from stripping(_view(fields, _XARGS))))
     prompt = _view(fields, "messages" if route == CHAT else "prompt", b"")
-    prompts, tokens = yield from _measure(prompt, chat=route == CHAT)
+    has_media = route == CHAT and (yield from outline.holds(prompt, MEDIA.search))
+    text = memoryview((yield from media.measured(prompt))) if has_media else prompt
+    prompts, tokens = yield from _measure(text, chat=route == CHAT)
     shape = Shape.BATCH if prompts > 1 else Shape.ONE
     choices = _number(fields, "n", 1)
     forced_tool = _word(fields, "tool_choice") not in (b"null", b'"none"', b'"auto"')
@@ -151,9 +153,8 @@ def parsing(route: str, body: Buffer) -> Scan[Request]:
     # one token is none. Media are not in the ids: then P gets the format too, and D alone serves a forced tool call.
     formatted = _present(fields, "response_format")
     by_ids = route == CHAT and (forced_tool or formatted)
-    media = by_ids and (yield from outline.holds(prompt, MEDIA.search))
     # Embeddings have no hash by which P and D could tell that they compute the same prompt.
-    embeds = route == CHAT and (yield from outline.holds(prompt, _EMBEDS.search))
+    embeds = has_media and (yield from outline.holds(prompt, _EMBEDS.search))
     return Request(
         route=route,
         fields=fields,
@@ -163,10 +164,10 @@ def parsing(route: str, body: Buffer) -> Scan[Request]:
         copies=prompts * choices,
         prefill_tokens=tokens,
         limit=_number(fields, "max_completion_tokens", 0) or _number(fields, "max_tokens", 0),
-        remote=bool(prompt) and not (_needs_own_prompt(fields) or embeds or (media and forced_tool)),
-        send_tokens=shape is Shape.BATCH or (by_ids and not media),
+        remote=bool(prompt) and not (_needs_own_prompt(fields) or embeds or (has_media and forced_tool)),
+        send_tokens=shape is Shape.BATCH or (by_ids and not has_media),
         model=model_of(fields),
-        marks=(yield from _marks(fields, prompt, tokens)) if shape is Shape.ONE else (),
+        marks=(yield from _marks(fields, text, tokens)) if shape is Shape.ONE else (),
     )
 
 

@@ -3,15 +3,23 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
+import random
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unit.metaserver.cluster import FakeCluster, cluster, until
+from unit.metaserver.cluster import HEAD, FakeCluster, cluster, until
+from vllm_ascend_pd.metaserver import bodies, media
 from vllm_ascend_pd.metaserver.decisions import AnswerLengths, CircuitPolicy, Role
+from vllm_ascend_pd.metaserver.outline import at_once
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, parse_spec
 
 
@@ -111,3 +119,75 @@ def test_a_client_cannot_make_new_models_to_remember() -> None:
         fleet.answered(f"invented {i}", True, 50, 0)
     fleet.answered("m", True, 50, 0)
     assert set(fleet.answers._means) == {("", True), ("m", True)}
+
+
+# ---- media
+
+
+def chat_with(*data: str, text: str = "what is this?", url: str = "data:image/png;base64,") -> bytes:
+    pictures = [{"type": "image_url", "image_url": {"url": url + one}} for one in data]
+    return json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": text}, *pictures]}]}).encode()
+
+
+def base64_of(size: int, seed: int = 0) -> str:
+    return base64.b64encode(random.Random(seed).randbytes(size)).decode()
+
+
+@pytest.mark.parametrize("size", [1000, 50_000, 65_536, 1 << 20])
+def test_a_picture_counts_the_same_whatever_its_size(size: int) -> None:
+    picture = base64_of(size)
+    one, two = (bodies.parse(bodies.CHAT, chat_with(*([picture] * n))) for n in (1, 2))
+    assert two.prefill_tokens - one.prefill_tokens == pytest.approx(media.BYTES / 4, rel=0.05)
+    assert one.marks[-1].tokens <= one.prefill_tokens < 1200
+    by_address = bodies.parse(bodies.CHAT, chat_with("host/picture.png", url="https://"))
+    assert by_address.prefill_tokens == pytest.approx(one.prefill_tokens, abs=20)
+
+
+@pytest.mark.parametrize("write", [str, lambda data: data.replace("/", "\\/"), lambda data: data.replace("A", "A\\n")])
+def test_pictures_are_told_apart_however_they_are_written(write: Callable[[str], str]) -> None:
+    def first(seed: int) -> bytes:
+        said = chat_with("PICTURE").replace(b"PICTURE", write(base64_of(300_000, seed)).encode())
+        request = bodies.parse(bodies.CHAT, said)
+        assert request.prefill_tokens < 1200
+        return request.marks[0].digest
+
+    assert first(1) == first(1) != first(2)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from('", '), st.integers(0, 3000)), max_size=40),
+    st.integers(0, 70_000),
+)
+def test_media_are_the_same_wherever_the_slices_end(words: list[tuple[str, int]], before: int) -> None:
+    """Long words count as media if they begin a value, or follow its comma; all else stays as it is."""
+    text = " " * before + "".join(mark + "A" * length for mark, length in words) + '"'
+    found = at_once(media.measured(memoryview(text.encode())))
+    expected, at = b"", 0
+    for word in re.finditer(rb'[",](A{1024,})', text.encode()):
+        digest = hashlib.blake2b(word[1]).hexdigest().encode() * (media.BYTES // 128)
+        expected, at = expected + text.encode()[at : word.start(1)] + digest, word.end(1)
+    assert found == expected + text.encode()[at:]
+
+
+def test_a_picture_weighs_no_more_at_p_than_a_long_question() -> None:
+    with cluster(prefill=2) as c:
+        for engine in c.prefill:
+            engine.behaviour.hold = True
+        prompts = [chat_with(base64_of(1 << 20)), *(chat_with(text=f"{i} " * 1000) for i in range(12))]
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            for i, body in enumerate(prompts):
+                clients.submit(c.http.post, "/v1/chat/completions", content=body)
+                until(lambda i=i: len(c.legs()) == i + 1)
+            for engine in c.prefill:
+                engine.behaviour.hold = False
+        assert sorted(len(p.generations()) for p in c.prefill) in ([5, 8], [6, 7])
+
+
+def test_a_picture_leaves_the_memory_of_prefixes_as_it_is() -> None:
+    with cluster(prefix_tokens=20_000) as c:
+        c.complete(HEAD)
+        assert c.http.post("/v1/chat/completions", content=chat_with(base64_of(1 << 20))).status_code == 200
+        known = c.worker.fleet.get(c.prefill[0].address)
+        assert known is not None
+        marks = bodies.parse(bodies.COMPLETIONS, json.dumps({"model": "fake", "prompt": HEAD}).encode()).marks
+        assert known.cached_tokens(marks) == marks[-1].tokens and known.prompts.tokens < 3000
