@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.http.gathered import Payload
-from vllm_ascend_pd.metaserver import outline
+from vllm_ascend_pd.metaserver import media, outline
 from vllm_ascend_pd.metaserver.outline import SLICE, Buffer, NotJson, Scan, at_once
 from vllm_ascend_pd.metaserver.prefixes import Marks, marks_of
 
@@ -33,7 +33,6 @@ _BEFORE_JSON = re.compile(rb"[ \t\r\n\0\xef\xbb\xbf\xff\xfe]*")  # white space i
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _BYTES_PER_TOKEN = 4  # an estimate, for load only
-_UNKNOWN_OUTPUT = 256  # tokens assumed when the client sets no limit
 _MODEL_BYTES = 1 << 10  # of a model's name
 _BEFORE_PROMPT = ("model", "cache_salt", "tools", "documents", "chat_template", "chat_template_kwargs")
 
@@ -124,7 +123,7 @@ class Request(msgspec.Struct, frozen=True):
     shape: Shape
     copies: int  # transfers that it may cause: prompts × choices
     prefill_tokens: int
-    decode_tokens: int
+    limit: int  # tokens of each choice; 0: the client sets no limit
     remote: bool  # P may prefill it; else D must compute the whole prompt itself
     send_tokens: bool  # P gets the token ids that D made, not the client's own prompt
     model: str  # as the client names it; empty if it names none
@@ -143,19 +142,19 @@ def parsing(route: str, body: Buffer) -> Scan[Request]:
     if _XARGS in fields:
         fields[_XARGS] = msgspec.Raw((yield from stripping(_view(fields, _XARGS))))
     prompt = _view(fields, "messages" if route == CHAT else "prompt", b"")
-    prompts, tokens = yield from _measure(prompt, chat=route == CHAT)
+    has_media = route == CHAT and (yield from outline.holds(prompt, MEDIA.search))
+    text = memoryview((yield from media.measured(prompt))) if has_media else prompt
+    prompts, tokens = yield from _measure(text, chat=route == CHAT)
     shape = Shape.BATCH if prompts > 1 else Shape.ONE
     choices = _number(fields, "n", 1)
-    limit = _number(fields, "max_completion_tokens", 0) or _number(fields, "max_tokens", 0) or _UNKNOWN_OUTPUT
     forced_tool = _word(fields, "tool_choice") not in (b"null", b'"none"', b'"auto"')
     # Engines compile the answer's format into a grammar, and some templates render it into the prompt. With token ids
     # P need not compile it and still gets the rendered prompt. A forced tool call is parsed from the answer, and P's
     # one token is none. Media are not in the ids: then P gets the format too, and D alone serves a forced tool call.
     formatted = _present(fields, "response_format")
     by_ids = route == CHAT and (forced_tool or formatted)
-    media = by_ids and (yield from outline.holds(prompt, MEDIA.search))
     # Embeddings have no hash by which P and D could tell that they compute the same prompt.
-    embeds = route == CHAT and (yield from outline.holds(prompt, _EMBEDS.search))
+    embeds = has_media and (yield from outline.holds(prompt, _EMBEDS.search))
     return Request(
         route=route,
         fields=fields,
@@ -164,11 +163,11 @@ def parsing(route: str, body: Buffer) -> Scan[Request]:
         shape=shape,
         copies=prompts * choices,
         prefill_tokens=tokens,
-        decode_tokens=tokens + min(limit, 1 << 20) * min(choices, 1024),
-        remote=bool(prompt) and not (_needs_own_prompt(fields) or embeds or (media and forced_tool)),
-        send_tokens=shape is Shape.BATCH or (by_ids and not media),
+        limit=_number(fields, "max_completion_tokens", 0) or _number(fields, "max_tokens", 0),
+        remote=bool(prompt) and not (_needs_own_prompt(fields) or embeds or (has_media and forced_tool)),
+        send_tokens=shape is Shape.BATCH or (by_ids and not has_media),
         model=model_of(fields),
-        marks=(yield from _marks(fields, prompt, tokens)) if shape is Shape.ONE else (),
+        marks=(yield from _marks(fields, text, tokens)) if shape is Shape.ONE else (),
     )
 
 

@@ -6,6 +6,7 @@ Pure: time and randomness are arguments, nothing here waits or sends. The servic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -64,21 +65,23 @@ class RetryPolicy:
 
 
 class Culprit(Enum):
-    PREFILL = "prefill"
-    NEITHER = "neither"
+    PREFILL = "prefill"  # P, and the pair
+    PAIR = "pair"  # one of the two, or what is between them
+    NEITHER = "neither"  # the request, the metaserver, or what was counted where it happened
 
 
-# D's codes for KV that did not come, and what counts against P. Nothing counts against D: a failed load is how D learns
-# of failures elsewhere, and its own failures show in its answers. A code that is not here counts against no engine.
+# D's codes for KV that did not come, and what counts against P or the pair. Nothing counts against D's circuit: D may
+# answer well. That D is to blame shows when its loads from several P's fail (`LoadRecord`). A code that is not here
+# counts against none.
 VERDICTS: dict[str, tuple[Culprit, str]] = {
     "PD-XFER-001": (
         Culprit.PREFILL,
         "not all KV came before D's deadline",
     ),
     "PD-XFER-002": (Culprit.NEITHER, "it was given up: the client has left, or another attempt took over"),
-    "PD-XFER-003": (Culprit.NEITHER, "a write between the two failed: the network's or either's"),
+    "PD-XFER-003": (Culprit.PAIR, "a write between the two failed: the network's or either's"),
     "PD-XFER-004": (Culprit.PREFILL, "P's process or its lease was gone in the middle of a push"),
-    "PD-XFER-005": (Culprit.NEITHER, "one refused the other's message: these two do not fit, each may fit another"),
+    "PD-XFER-005": (Culprit.PAIR, "one refused the other's message: these two do not fit, each may fit another"),
     "PD-XFER-006": (Culprit.PREFILL, "P's own ranks could not exchange what they were to push"),
     "PD-XFER-007": (Culprit.PREFILL, "P's writer is dead: it pushes nothing until it is started again"),
     "PD-XFER-008": (
@@ -86,17 +89,17 @@ VERDICTS: dict[str, tuple[Culprit, str]] = {
         "P's first token was lost on its way, or P's answer, which was counted where it happened",
     ),
     "PD-XFER-009": (Culprit.NEITHER, "all KV had come, and D gave its blocks back: D has too few of them"),
-    "PD-WIRE-003": (Culprit.NEITHER, "a write did not fit the memory that D named: a bug of one or the other"),
-    "PD-WIRE-004": (Culprit.NEITHER, "what came is not what was sent: the network's or either's memory"),
-    "PD-WIRE-005": (Culprit.NEITHER, "what D said of its memory does not fit its caches: no P could have pushed there"),
-    "PD-GEO-001": (Culprit.NEITHER, "the two were started with different caches"),
-    "PD-CTRL-001": (Culprit.NEITHER, "an engine could not listen, and did not start"),
-    "PD-CTRL-002": (Culprit.NEITHER, "the two do not understand each other"),
-    "PD-CTRL-003": (Culprit.NEITHER, "the two are of different versions"),
-    "PD-CTRL-004": (Culprit.NEITHER, "one is of an older version"),
-    "PD-SEC-003": (Culprit.NEITHER, "the two have different secrets"),
-    "PD-META-001": (Culprit.NEITHER, "D is not configured for this metaserver"),
-    "PD-META-002": (Culprit.NEITHER, "D did not reach the metaserver, which P has nothing to do with"),
+    "PD-WIRE-003": (Culprit.PAIR, "a write did not fit the memory that D named: a bug of one or the other"),
+    "PD-WIRE-004": (Culprit.PAIR, "what came is not what was sent: the network's or either's memory"),
+    "PD-WIRE-005": (Culprit.PAIR, "what D said of its memory does not fit its caches: no P could have pushed there"),
+    "PD-GEO-001": (Culprit.PAIR, "the two were started with different caches"),
+    "PD-CTRL-001": (Culprit.PAIR, "an engine could not listen, and did not start"),
+    "PD-CTRL-002": (Culprit.PAIR, "the two do not understand each other"),
+    "PD-CTRL-003": (Culprit.PAIR, "the two are of different versions"),
+    "PD-CTRL-004": (Culprit.PAIR, "one is of an older version"),
+    "PD-SEC-003": (Culprit.PAIR, "the two have different secrets"),
+    "PD-META-001": (Culprit.PAIR, "D is not configured for this metaserver"),
+    "PD-META-002": (Culprit.PAIR, "D did not reach the metaserver, which P has nothing to do with"),
     "PD-META-003": (Culprit.NEITHER, "the metaserver refused the reservation"),
     "PD-META-004": (Culprit.NEITHER, "D has too many reservations open"),
     "PD-META-005": (Culprit.NEITHER, "the prompt that P saw is not the one that D reserved for"),
@@ -118,6 +121,59 @@ def against_prefill(code: str) -> str:
     """Return why a reported code counts against the P that was to push; empty if it does not."""
     culprit, why = VERDICTS.get(code, (Culprit.NEITHER, ""))
     return why if culprit is Culprit.PREFILL else ""
+
+
+def against_pair(code: str) -> str:
+    """Return why a reported code counts against D's loads from that P; empty if it does not."""
+    culprit, why = VERDICTS.get(code, (Culprit.NEITHER, ""))
+    return "" if culprit is Culprit.NEITHER else why
+
+
+@dataclass(slots=True)
+class FailedLoads:
+    """Loads of one D from one P that failed in a row."""
+
+    times: int = 0
+    at: float = 0.0  # when the last one was reported
+    until: float = 0.0  # no request tries the pair before, if another can be asked; infinite: a canary does
+
+
+class LoadRecord:
+    """A D's loads, as it reports them. A P from which one failed is avoided by this D until one has been received.
+
+    So are all P's if loads from several failed with none received in between: then D is to blame. Canaries try what is
+    avoided; where there are none, one request does, at growing intervals.
+    """
+
+    def __init__(self) -> None:
+        self.failed: dict[str, FailedLoads] = {}  # by P; "": D has not even asked for one
+        self._received = 0.0
+
+    def fail(self, prefill: str, asked: float, now: float, rand: float, canaries: bool) -> None:
+        """Take in a failed load of a request from the time `asked`. Those that were under way together count once."""
+        known = self.failed.setdefault(prefill, FailedLoads())
+        known.times += asked >= known.at
+        known.at, known.until = now, math.inf if canaries else now + _WEDGED.delay(known.times, rand)
+
+    def receive(self, prefill: str, now: float) -> None:
+        self._received = now
+        self.failed.pop(prefill, None)
+        self.failed.pop("", None)
+
+    def tried(self, prefill: str, now: float, rand: float) -> None:
+        """Note that a request goes out over a pair: if that was avoided until now, others wait for its result."""
+        known = self.failed.get(prefill)
+        if known is not None and known.until < math.inf:
+            known.until = now + _WEDGED.delay(known.times, rand)
+
+    def avoids(self, prefill: str, now: float) -> bool:
+        """Return whether another P, or another D, is to be asked."""
+        since = [name for name, known in self.failed.items() if now < known.until and known.at > self._received]
+        return len(since) > 1 or "" in since or (prefill in self.failed and now < self.failed[prefill].until)
+
+    def broken(self, prefill: str, threshold: int) -> bool:
+        """Return whether so many loads from a P failed in a row that what was proven of the two is void."""
+        return prefill in self.failed and self.failed[prefill].times >= threshold
 
 
 PRINT_S = 120.0  # a fingerprint is believed so long, counted from the request whose answer had it
@@ -423,6 +479,27 @@ def choose(candidates: Sequence[Candidate], cost: float, rand: float) -> str | N
     least = min(after.values())
     best = [c.name for c in usable if after[c.name] <= least]
     return best[int(rand * len(best)) % len(best)]
+
+
+class AnswerLengths:
+    """Tokens of a model's answers as they were seen, a moving mean. Streams are counted apart, in events."""
+
+    FIRST = 256.0  # expected of a model that has not answered yet
+    _WEIGHT = 1 / 32  # of the newest answer
+
+    def __init__(self) -> None:
+        self._means: dict[tuple[str, bool], float] = {}
+
+    def expected(self, model: str, stream: bool, limit: int) -> float:
+        """Return the tokens to expect. `limit`: the request's own; 0: none."""
+        mean = self._means.get((model, stream), self.FIRST)
+        return min(mean, limit) if limit else mean
+
+    def seen(self, model: str, stream: bool, length: float, limit: int) -> None:
+        """Take in a whole answer. One that its limit ended says only that it would have been longer."""
+        mean = self._means.get((model, stream), self.FIRST)
+        if not limit or length < limit or length > mean:
+            self._means[model, stream] = mean + (length - mean) * self._WEIGHT
 
 
 def prefer(names: Iterable[str], avoid: frozenset[str]) -> tuple[str, ...]:

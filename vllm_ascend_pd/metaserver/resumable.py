@@ -194,7 +194,7 @@ def continued(
         shape=Shape.ONE,
         copies=1,
         prefill_tokens=tokens + at,
-        decode_tokens=tokens + at + min(left, 1 << 20),
+        limit=left,
         remote=True,
         send_tokens=False,
         model=original.model,

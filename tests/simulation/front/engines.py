@@ -27,6 +27,8 @@ PRINTS = {model: fingerprint(model) for model in ("m", "n")}
 P_FAULTS = ("silent", "breaks after push", "refuses to push", "half", "hangs", "500", "503", "ends", "empty", "breaks")
 D_FAULTS = ("500", "503", "empty", "breaks", "breaks later", "half", "drops", "drops later", "fails after load", "ends", "hangs")  # fmt: skip
 LATER = ("breaks later", "drops later", "fails later", "ends later", "hangs later")  # in a stream
+DEAF = "PD-XFER-003"  # code of a deaf D's loads
+TOLD_S = 10.0  # until a worker has surely taken in D's report
 UNNAMED = "asked though it was not named"
 ROOM = 3400  # tokens that the model holds in all
 BACKOFF = Backoff(first_s=0.05, longest_s=2.0)
@@ -49,6 +51,7 @@ class EngineFaults:
 
     sound: bool = True
     mute: bool = False  # as P: none of its pushes ever arrives, although its answers are good
+    deaf: bool = False  # as D: none of its loads succeeds, although its answers are good
     fault: float = 0.0  # probability for each request
     cut: float = 0.0  # probability for each connection that it breaks at some byte
     slow_s: float = 0.05
@@ -71,6 +74,7 @@ class Load:
     received_from: str = ""
     right: bool = True
     failed: str = ""
+    refused: str = ""  # the P whose KV a deaf D could not load
 
 
 class FrontEngine:
@@ -242,6 +246,8 @@ class FrontDecode(FrontEngine):
         self.loads: dict[str, Load] = {}
         self.finished: list[str] = []  # ids of requests whose whole answer left this engine with its KV received
         self.asked: list[str] = []
+        self.asked_in_vain = 0  # most P's from which this deaf D had reported failed loads when a client's came
+        self._reported: dict[tuple[str, str], float] = {}  # since when, by worker and P
         self._count = 0
 
     # -- what comes over the wire
@@ -249,6 +255,9 @@ class FrontDecode(FrontEngine):
     async def kv(self, transfer: str, prefill: str, prompt: object, delay: float) -> None:
         await asyncio.sleep(delay)
         load = self.loads.get(transfer)
+        if load is not None and self.kind.deaf and self.alive:
+            load.refused = prefill.split(".")[0]
+            self.failed(transfer, DEAF)
         if load is not None and not load.failed and self.alive:
             load.received_from, load.right = prefill, prompt in (load.prompt, ids_of(load.prompt))
             load.arrived.set()
@@ -256,13 +265,15 @@ class FrontDecode(FrontEngine):
     def failed(self, transfer: str, code: str) -> None:
         load = self.loads.get(transfer)
         if load is not None and not load.received_from and not load.failed:
+            if code == DEAF:
+                self.count("deaf")
             load.failed = code
             load.arrived.set()
 
     # -- requests
 
     async def generate(self, request: EngineRequest, body: dict[str, Any], fault: str) -> None:
-        request_id = request.headers["x-request-id"]
+        request_id, came = request.headers["x-request-id"], asyncio.get_running_loop().time()
         self.asked.append(request_id)
         await asyncio.sleep(self.speed())
         if await self.stumble(request, body, fault):
@@ -273,6 +284,7 @@ class FrontDecode(FrontEngine):
         if params.get("do_remote_prefill"):
             wanted = [prompt for prompt in prompts for _ in range(body.get("n") or 1)]
             loads = await asyncio.gather(*(self._load(prompt, params) for prompt in wanted))
+            self._note_deaf(params["metaserver"], loads, came, client=not request_id.startswith("canary"))
             if any(load.failed for load in loads) and self.kind.policy == "fail":
                 request.whole(500, error(500)) if not body.get("stream") else self._speak_and_fail(request, body)
                 return
@@ -284,6 +296,14 @@ class FrontDecode(FrontEngine):
         whole = await self._answer(request, body, prompts, loads if params else [], right, fault)
         if whole and not request.connection.transport.closed and not any(load.failed for load in loads):
             self.finished.append(request_id)
+
+    def _note_deaf(self, worker: str, loads: list[Load], came: float, client: bool) -> None:
+        refused = {load.refused for load in loads if load.failed == DEAF}
+        if refused and client:
+            known = sum(url == worker and since + TOLD_S < came for (url, _), since in self._reported.items())
+            self.asked_in_vain = max(self.asked_in_vain, known)
+        for name in refused:
+            self._reported.setdefault((worker, name), asyncio.get_running_loop().time())
 
     def _speak_and_fail(self, request: EngineRequest, body: dict[str, Any]) -> None:
         """Fail after vLLM's status 200 and the opening of the stream."""

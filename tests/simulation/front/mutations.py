@@ -18,7 +18,7 @@ from simulation.front.world import FrontResult, SeedPlan, draw, run_seed
 from vllm_ascend_pd.http import http1
 from vllm_ascend_pd.metaserver import bodies, resumable, resume
 from vllm_ascend_pd.metaserver.bodies import Use
-from vllm_ascend_pd.metaserver.decisions import Circuit, Life, PairProof
+from vllm_ascend_pd.metaserver.decisions import Circuit, Life, LoadRecord, PairProof
 from vllm_ascend_pd.metaserver.resume import StreamState
 from vllm_ascend_pd.metaserver.service import canary, fleet, front, relay, reserve, resuming, shared
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, Journal
@@ -66,6 +66,19 @@ def _failing_alone(plan: SeedPlan) -> SeedPlan:
     """A single pair, whose D fails most requests until the clients have left; each of two workers sees it."""
     bad = EngineFaults(sound=False, fault=0.9)
     return replace(plan, prefills=[EngineFaults()], decodes=[bad], requests=60, restarts_s=0.0, admin_s=0.0, workers=2)
+
+
+def _beside_a_deaf_one(plan: SeedPlan) -> SeedPlan:
+    """Sound engines, and a D whose loads all fail. Clients come for longer than it takes to know."""
+    return replace(
+        plan,
+        prefills=[EngineFaults(), EngineFaults()],
+        decodes=[EngineFaults(), EngineFaults(deaf=True)],
+        requests=60,
+        gap_s=1.0,
+        restarts_s=0.0,
+        admin_s=0.0,
+    )
 
 
 @dataclass(frozen=True)
@@ -304,6 +317,7 @@ ALL = {
             ((http1._Connection, "connection_lost", _lost_is_the_end),),
             _cutting,
         ),
+        FrontMutation("a D whose loads fail is asked again", ((LoadRecord, "avoids", _never),), _beside_a_deaf_one),
         # Streams that outlive their D.
         FrontMutation("a token is said twice", ((resume, "continued", _one_less),), _breaking),
         FrontMutation(

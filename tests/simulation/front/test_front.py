@@ -82,7 +82,7 @@ def test_every_kind_of_fault_happens(many: Total, seeds: int) -> None:
         "empty",
         "breaks",
     }
-    wanted |= {"cut", "breaks later", "drops", "drops later", "fails after load", "killed"}
+    wanted |= {"cut", "breaks later", "drops", "drops later", "fails after load", "killed", "deaf"}
     wanted |= {"fails later", "ends later", "hangs later"}  # in the middle of a stream
     assert set(many.faults) == wanted and min(many.faults.values()) > 0.4 * seeds
 

@@ -10,6 +10,7 @@
 6. A greedy stream goes on when its D dies, as long as there is another that takes requests.
 7. A model that a D has listed is not unknown.
 8. Where requests name their P's, no other is asked.
+9. A D whose loads fail loads for no client, once that is known and as long as another D loads.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def draw(rng: random.Random, requests: int = 150) -> SeedPlan:
 
     prefills, decodes = list(kinds("prefill")), list(kinds("decode"))
     sidecar = rng.random() < 0.12
-    return SeedPlan(
+    plan = SeedPlan(
         prefills=prefills,
         decodes=[rng.choice(decodes)] if sidecar else decodes,
         workers=1 if sidecar else rng.choice((1, 1, 2, 3)),
@@ -125,6 +126,9 @@ def draw(rng: random.Random, requests: int = 150) -> SeedPlan:
             "prefill_allowed": ("127.0.0.0/8",),
         },
     )
+    for kind in decodes:  # drawn last, so that all else stays what it was
+        kind.deaf = not kind.sound and rng.random() < 0.3
+    return plan
 
 
 def cut(rng: random.Random, plan: SeedPlan) -> SeedPlan:
@@ -308,14 +312,24 @@ class FrontWorld:
                         self.problems.append(f"promise 8: {engine.name} is asked by requests that do not name it")
                     if engine.kind.sound and instance.broke:
                         self.problems.append(f"promise 2: sound {engine.name} is blamed: {instance.last_error}")
+            self.problems += self._asked_in_vain()
             await asyncio.sleep(0.25)
+
+    def _asked_in_vain(self) -> Iterator[str]:
+        if self.plan.admin_s or not all(prefill.kind.sound for prefill in self.prefills):
+            return  # then no other D may load either
+        loading = {d.kind.model for d in self.decodes.values() if d.kind.sound and not d.kind.deaf}
+        for decode in self.decodes.values():
+            partners = sum(prefill.kind.model == decode.kind.model for prefill in self.prefills)
+            if decode.asked_in_vain >= min(2, partners) > 0 and decode.kind.model in loading:
+                yield f"promise 9: {decode.name} is asked, although its loads fail"
 
     def _wrongly_proven(self, worker: WorkerProcess, once: set[tuple[str, str]]) -> Iterator[str]:
         """Yield wrong proofs. `once` are the pairs of sound engines that were proven before."""
         proofs = worker.fleet.proven()
         for proof in proofs:
             prefill, decode = self._by_address[proof.prefill], self._by_address[proof.decode]
-            if prefill.kind.mute:
+            if prefill.kind.mute or decode.kind.deaf:
                 yield f"promise 3: {prefill.name} to {decode.name} is proven, and nothing moves over it"
             for engine, life in ((prefill, proof.prefill_incarnation), (decode, proof.decode_incarnation)):
                 instance = worker.fleet.get(engine.address)

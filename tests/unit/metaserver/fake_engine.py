@@ -138,6 +138,7 @@ class EngineBehaviour:
     gap_s: float = 0.0
     keep_alive_s: float = 0.0  # as D: how often a stream that waits for its turn (`hold`) has a comment; 0: never
     paused: bool = False  # a stream stops after its next piece until the test resets it
+    pause_after: int = 0  # with `paused`: after so many pieces
     prefill_s: float = 0.0
     status: int = 200  # status of answers, if not 200
     wedged: bool = False  # 500 to completions; still lists its models
@@ -163,6 +164,8 @@ class EngineBehaviour:
     refuses_after_push: bool = False  # as P: the KV arrives, then 503
     breaks_after_push: bool = False  # as P: the KV arrives, then the connection breaks
     settle_s: float = 0.1  # as D: how long KV may be missing after P's answer with status 200
+    loads_fail: str = ""  # as D: code by which each load fails although the KV has arrived; empty: none does
+    loads_fail_from: str = ""  # with `loads_fail`: only loads from the P of this incarnation
     reports: bool = True  # as D: posts its load reports; whole answers carry them in any case
     report_s: float = 0.0  # as D: from the end of a load to its report
     odd_report: bool = False  # as D: reports in the format of another version
@@ -412,6 +415,8 @@ class FakeEngine:
                 if now - missing_since > self.behaviour.settle_s:
                     return Outcome("failed", "PD-XFER-001", "the KV did not arrive")
             await asyncio.sleep(0.002)
+        if self.behaviour.loads_fail and self.behaviour.loads_fail_from in ("", PUSHED[transfer]):
+            return Outcome("failed", self.behaviour.loads_fail, "as set")
         return Outcome("prefilled")
 
     def _tell(self, transfer: str, params: dict[str, Any], outcome: Outcome) -> None:
@@ -434,7 +439,8 @@ class FakeEngine:
             for i, t in enumerate(texts)
         ]
         await asyncio.sleep(self.behaviour.gap_s * count)
-        answer: dict[str, Any] = {"id": "fake", "model": "fake", "choices": choices}
+        usage = {"completion_tokens": count * len(choices)}
+        answer: dict[str, Any] = {"id": "fake", "model": "fake", "choices": choices, "usage": usage}
         params = seen.body.get("kv_transfer_params") or {}
         if params.get("do_remote_decode"):
             refused = self._refusal(params)
@@ -486,7 +492,7 @@ class FakeEngine:
             choice = {"index": 0, **({"delta": {"content": word}} if chat else {"text": word})}
             await _piece(send, b"data: " + json.dumps({"id": "fake", "choices": [choice]}).encode() + b"\n\n")
             await asyncio.sleep(self.behaviour.gap_s)
-            while self.behaviour.paused:
+            while self.behaviour.paused and i >= self.behaviour.pause_after:
                 await asyncio.sleep(0.01)
         if self.behaviour.late_choice and "ticket" in (seen.body.get("kv_transfer_params") or {}):
             await self._reserve(_prompts(seen.body)[-1], seen.body["kv_transfer_params"])

@@ -183,7 +183,7 @@ def test_prompts_of_every_shape_are_understood(prompt: object, shape: Shape, tok
 @given(JSON, JSON, JSON, JSON)
 def test_wrong_values_are_the_engines_to_refuse(prompt: object, n: object, limit: object, stream: object) -> None:
     request = parse(prompt=prompt, n=n, max_tokens=limit, stream=stream, echo=n, logprobs=limit)
-    assert request.prefill_tokens >= 0 and request.decode_tokens >= 0
+    assert request.prefill_tokens >= 0 and request.limit >= 0
 
 
 @pytest.mark.parametrize(

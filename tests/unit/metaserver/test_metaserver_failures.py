@@ -126,7 +126,7 @@ def test_any_other_error_that_begins_a_stream_is_that_of_its_code(code: int | st
         c.decode[0].behaviour.stream_error = code
         answer = c.complete("p", stream=True)
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
-        assert len(c.decode[0].generations()) == 3
+        assert len(c.decode[0].generations()) == (3 if broke else 1), "no other D can take what this one refused"
         decode = c.worker.fleet.get(c.decode[0].address)
         assert decode is not None and (decode.served, decode.broke) == (0, broke)
 

@@ -180,11 +180,12 @@ def test_a_p_whose_pushes_never_arrive_is_left_alone_although_all_its_answers_ar
     with cluster(prefill=2) as c:
         bad = c.prefill[0]
         bad.behaviour.push = False
-        for n in range(40):
-            assert c.complete(f"p{n}", stream=stream).status_code == 200
-            if instance(c, bad.address).condition() is Condition.DOWN:
-                break
-        assert instance(c, bad.address).condition() is Condition.DOWN
+        until(
+            lambda: (
+                c.complete("p", stream=stream).status_code == 200
+                and instance(c, bad.address).condition() is Condition.DOWN
+            )
+        )
         assert "PD-XFER-001" in instance(c, bad.address).last_error
         assert blame(c)[c.decode[0].address] == 0 and blame(c)[c.prefill[1].address] == 0
 

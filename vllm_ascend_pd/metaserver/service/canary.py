@@ -75,8 +75,9 @@ class Canary:
     # -- what is known
 
     def proven(self) -> list[Pair]:
-        """Return the pairs that are up and over which KV has come."""
-        up = {(p.name, d.name) for p, d in self._pairs()}
+        """Return the pairs that are up and over which KV has come, and comes."""
+        enough = self._front.settings.circuit.threshold
+        up = {(p.name, d.name) for p, d in self._pairs() if not d.loads.broken(p.name, enough)}
         return sorted({(proof.prefill, proof.decode) for proof in self._front.fleet.proven()} & up)
 
     def ready(self) -> bool:
@@ -113,8 +114,11 @@ class Canary:
             await asyncio.gather(*self._in_flight, return_exceptions=True)
 
     def _send_out(self) -> None:
-        """Send a canary for each engine that is in no proven pair and has none in flight, if its circuit admits one."""
-        if not (self._proves or any(instance.circuit.open for instance in self._front.fleet)):
+        """Send a canary for each engine that is in no proven pair and has none in flight, if its circuit admits one.
+
+        And for each pair that clients' requests avoid, as loads over it failed.
+        """
+        if not (self._proves or any(i.circuit.open or i.loads.failed for i in self._front.fleet)):
             return  # most of the time, and all pairs are many
         busy = {name for pair in (*self.proven(), *self._in_flight.values()) for name in pair}
         now = time.monotonic()
@@ -125,9 +129,12 @@ class Canary:
             failed = self._failed.get(pair)
             left_alone = failed is not None and now < failed.until and failed.lives == _lives(prefill, decode)
             wedged = {instance.name for instance in (prefill, decode) if instance.circuit.open}
-            if len(self._in_flight) >= _AT_ONCE or left_alone or set(pair) <= busy:
+            avoided = bool(decode.loads.failed) and decode.loads.avoids(prefill.name, now)
+            if len(self._in_flight) >= _AT_ONCE or left_alone or pair in self._in_flight.values():
                 continue
-            if wedged & busy or not (wedged or self._proves):  # a trial is one request
+            if set(pair) <= busy and not avoided:
+                continue
+            if wedged & busy or not (wedged or avoided or self._proves):  # a trial is one request
                 continue
             busy.update(pair)
             task = asyncio.create_task(self._fly(prefill, decode), name=f"canary {prefill.name} to {decode.name}")
@@ -175,7 +182,8 @@ class Canary:
             pinned=(prefill, decode),
         )
         await self._front.serve(exchange)
-        if (problem := answer.problem()) or (prefill.name, decode.name) in self.proven():
+        failing = prefill.name in decode.loads.failed or "" in decode.loads.failed
+        if (problem := answer.problem()) or (not failing and (prefill.name, decode.name) in self.proven()):
             return problem
         details = [detail for name, _, detail in exchange.stages if name == "not loaded"]
         return f"D computed the prompt by itself: {details[-1] if details else 'it asked for no KV; its log says why'}"

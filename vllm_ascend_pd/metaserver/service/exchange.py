@@ -38,15 +38,19 @@ PAST_S = 60.0  # after an attempt, for reports of its loads; D gives up sending 
 class AttemptFailed(Exception):
     """An attempt that failed before the client saw anything of it.
 
-    `answer`: for the client, if it was the last; `brief`: for the status page, without an engine's own text.
+    `answer`: for the client, if it was the last; `brief`: for the status page, without an engine's own text; `final`:
+    it is the last, whatever is left.
     """
 
-    def __init__(self, failure: HttpFailure, answer: Answer, brief: str = "", code: str = "PD-META-007") -> None:
+    def __init__(
+        self, failure: HttpFailure, answer: Answer, brief: str = "", code: str = "PD-META-007", final: bool = False
+    ) -> None:
         super().__init__(failure.value)
         self.failure = failure
         self.answer = answer
         self.brief = brief or failure.value
         self.code = code
+        self.final = final
 
 
 class Interrupt:

@@ -12,7 +12,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +22,7 @@ import msgspec
 from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.http1 import Origin
 from vllm_ascend_pd.metaserver.decisions import (
+    AnswerLengths,
     Candidate,
     Circuit,
     CircuitPolicy,
@@ -29,6 +30,7 @@ from vllm_ascend_pd.metaserver.decisions import (
     Condition,
     Evidence,
     Life,
+    LoadRecord,
     PairProof,
     Role,
     choose,
@@ -42,6 +44,8 @@ from vllm_ascend_pd.protocol.versions import may_pair
 
 log = logging.getLogger(__name__)
 MAX_ENDPOINTS = 1024  # in one text of `parse_specs`
+REST_S = 1.0  # after a refusal, as long as others take requests
+_STEP = 16  # tokens of an answer between two corrections of the load
 _GOOD = frozenset({Evidence.SERVED, Evidence.PROBE_OK})
 
 
@@ -118,7 +122,9 @@ class Instance:
     answered: bool = False
     healthy: bool = False  # its last probe was good
     life: Life = field(default_factory=Life)
+    loads: LoadRecord = field(default_factory=LoadRecord)  # as a D
     draining: bool = False
+    rests_until: float = 0.0  # it refused a request
     load: float = 0.0  # tokens in flight from this process
     load_elsewhere: float = 0.0  # and from the metaserver's other processes, as last reported
     requests: int = 0  # legs in flight
@@ -156,7 +162,8 @@ class Instance:
         return there
 
     def condition(self) -> Condition:
-        return condition(self.circuit, self.answered, self.draining)
+        seen = condition(self.circuit, self.answered, self.draining)
+        return Condition.SUSPECT if seen is Condition.READY and self.loads.failed else seen
 
     def usable(self, now: float) -> bool:
         return not self.draining and self.circuit.admits(now)
@@ -194,17 +201,25 @@ class Instance:
 
 @dataclass(slots=True)
 class LegInFlight:
-    """A request at an instance, in its load while entered, and counted under its end afterwards."""
+    """A request at an instance, in its load while entered, and counted under its end afterwards.
+
+    Its prompt counts until its end, and of its answer what is still expected.
+    """
 
     instance: Instance
     trial: int  # the number of the circuit's trial that it is; 0: it is none
-    cost: float
+    prompt: float
+    answer: float = 0.0  # tokens that were expected of it
+    limit: int = 0  # tokens that it can have; 0: any number
+    came: int = 0  # tokens that are there
+    cost: float = 0.0  # its part of the load
+    _weigh_at: int = _STEP
     kept: bool = False  # its answer shows too little: the trial goes on until D reports the load
     end: str = "cut"  # a label of the metric: cut from here, unless the instance has ended it
 
     def __enter__(self) -> LegInFlight:
-        self.instance.load += self.cost
         self.instance.requests += 1
+        self._weigh(self.answer)
         return self
 
     def __exit__(self, failure: type[BaseException] | None = None, *failed: object) -> None:
@@ -215,6 +230,23 @@ class LegInFlight:
         METRICS.legs.labels(instance.role.value, instance.name, end).inc()
         instance.requests -= 1
         instance.load = instance.load - self.cost if instance.requests else 0.0  # no drift from rounding
+
+    def take(self, tokens: int) -> None:
+        """Note that tokens of the answer came. Of a longer one than expected, an eighth of that goes on counting."""
+        self.came += tokens
+        if self.came >= self._weigh_at:
+            self._weigh_at = self.came + _STEP
+            left = max(self.answer - self.came, self.answer / 8)
+            self._weigh(max(0.0, min(left, self.limit - self.came)) if self.limit else left)
+
+    def _weigh(self, expected: float) -> None:
+        cost = self.prompt + expected
+        self.instance.load += cost - self.cost
+        self.cost = cost
+
+    def refused(self) -> None:
+        """Note that its engine did not take it: for a moment others are asked, if there are any."""
+        self.end, self.instance.rests_until = "refused", time.monotonic() + REST_S
 
     def returned(self) -> None:
         """End the trial: the request shows no more about its instance."""
@@ -266,7 +298,9 @@ class Fleet:
         self._policy = policy
         self._lost = lost
         self._prefix_tokens = prefix_tokens
+        self.answers = AnswerLengths()
         self.several_models = False  # not all engines list the same models
+        self._models: frozenset[str] = frozenset()  # that engines list
         self._instances: dict[str, Instance] = {}
         self._proofs: dict[tuple[str, str, str, str], PairProof] = {}  # the newest for each pair of lives
 
@@ -305,6 +339,8 @@ class Fleet:
         gone = self._instances.pop(name, None)
         if gone is not None:
             gone.draining = True
+            for other in self:
+                other.loads.failed.pop(name, None)
             self._compare_models()
             METRICS.instance(gone.name, gone.role.value)
         return gone
@@ -342,6 +378,7 @@ class Fleet:
         self._compare_models()
 
     def _compare_models(self) -> None:
+        self._models = frozenset(name for i in self._instances.values() for name in i.cards or ())
         self.several_models = len({frozenset(i.cards) for i in self._instances.values() if i.cards}) > 1
 
     def prefilling(self, model: str, names: frozenset[str] | None) -> Fits:
@@ -363,17 +400,42 @@ class Fleet:
         now = time.monotonic()
         return any(i.role is role and i.usable(now) and fits(i) for i in self._instances.values())
 
+    def another(self, role: Role, refused: Container[str], fits: Fits) -> bool:
+        """Return whether an instance that fits may take a request that those in `refused` did not take."""
+        now = time.monotonic()
+        return any(i.rests_until <= now and i.usable(now) and i.name not in refused and fits(i) for i in self.of(role))
+
     def all_send_first(self, fits: Fits) -> bool:
         """Return whether all P instances that fit and take requests send their first tokens."""
         now = time.monotonic()
         usable = [i for i in self.of(Role.PREFILL) if i.usable(now) and fits(i)]
         return bool(usable) and all(i.life.sends_first for i in usable)
 
-    def has_prefill(self, avoid: frozenset[str] = frozenset(), serves: Fits = any_instance) -> Fits:
-        """Return a test for D instances that can pair with a P that serves and takes requests and is not in `avoid`."""
+    def has_prefill(
+        self, avoid: frozenset[str] = frozenset(), serves: Fits = any_instance, loads: bool = False
+    ) -> Fits:
+        """Return a test for D instances that can pair with a P that serves and takes requests and is not in `avoid`.
+
+        `loads`: and from which their loads do not fail.
+        """
         now = time.monotonic()
-        usable = (i for i in self.of(Role.PREFILL) if i.name not in avoid and i.usable(now) and serves(i))
-        return pairing(*(i.fingerprint for i in usable))
+        usable = [i for i in self.of(Role.PREFILL) if i.name not in avoid and i.usable(now) and serves(i)]
+        pairs = pairing(*(i.fingerprint for i in usable))
+
+        def fits(decode: Instance) -> bool:
+            if not (loads and decode.loads.failed):  # nearly always
+                return pairs(decode)
+            good = (p for p in usable if not decode.loads.avoids(p.name, now))
+            return any(may_pair(p.fingerprint, decode.fingerprint) for p in good)
+
+        return fits
+
+    def avoided_by(self, decode: Instance) -> frozenset[str]:
+        """Return the P's from which a D's loads fail."""
+        if not decode.loads.failed:
+            return frozenset()
+        now = time.monotonic()
+        return frozenset(p.name for p in self.of(Role.PREFILL) if decode.loads.avoids(p.name, now))
 
     def choose(
         self,
@@ -391,6 +453,7 @@ class Fleet:
         fitting = [i for i in self.of(role) if fits(i)]
         names = prefer((i.name for i in fitting if i.usable(now)), avoid)
         usable = [self._instances[name] for name in names] or [i for i in fitting if i.last_resort()]
+        usable = [i for i in usable if i.rests_until <= now] or usable
         if len(usable) == 1:
             return usable[0]
         usable = [i for i in usable if i.answered] or usable
@@ -429,14 +492,35 @@ class Fleet:
 
     # -- load and evidence
 
-    def leg(self, instance: Instance, cost: float) -> LegInFlight:
-        """Return the context of a request to the instance: the request counts while the context is entered."""
-        return LegInFlight(instance, instance.circuit.sent(time.monotonic()), cost)
+    def leg(self, instance: Instance, prompt: float, answer: float = 0.0, limit: int = 0) -> LegInFlight:
+        """Return the context of a request to the instance: the request counts while the context is entered.
+
+        `prompt`, `answer`: its tokens and those expected in return; `limit`: the most that can come, if there is one.
+        """
+        return LegInFlight(instance, instance.circuit.sent(time.monotonic()), prompt, answer, limit)
+
+    def expected(self, model: str, stream: bool, limit: int) -> float:
+        """Return how many tokens an answer of a model is likely to have."""
+        return self.answers.expected(self._listed(model), stream, limit)
+
+    def answered(self, model: str, stream: bool, length: float, limit: int) -> None:
+        """Take in how many tokens a model's answer had."""
+        self.answers.seen(self._listed(model), stream, length, limit)
+
+    def _listed(self, model: str) -> str:
+        """Return one name for all models that no engine lists: clients may invent any number."""
+        return model if model in self._models else ""
 
     def failed(self, instance: Instance, failure: HttpFailure, why: str) -> None:
         """Note a failed request to an instance. What went wrong on our side says nothing about it."""
         if failure is not HttpFailure.OURS:
             self.seen(instance, Evidence.UNREACHED if failure is HttpFailure.CONNECT else Evidence.BROKE, why)
+
+    def load_failed(self, decode: Instance, prefill: str, asked: float, why: str, canaries: bool) -> None:
+        """Note that a D's load of a request from the time `asked` failed, of which one of the two is to blame."""
+        decode.loads.fail(prefill, asked, time.monotonic(), random.random(), canaries)
+        decode.last_error = f"its load from {prefill or 'any prefill instance'} failed: {why}"
+        decode.last_error_at = time.time()
 
     def seen(self, instance: Instance, evidence: Evidence, why: str = "") -> None:
         """Take in evidence about an instance: its circuit moves."""

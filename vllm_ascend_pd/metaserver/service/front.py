@@ -12,13 +12,14 @@ from typing import Any
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
+from vllm_ascend_pd.metaserver.bodies import Request
 from vllm_ascend_pd.metaserver.decisions import Admission, Gatekeeper, Role
 from vllm_ascend_pd.metaserver.resumable import NotContinued
 from vllm_ascend_pd.metaserver.resume import StreamState
 from vllm_ascend_pd.metaserver.service import relay, resuming
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, AttemptFailed, HttpExchange, uncancel
 from vllm_ascend_pd.metaserver.service.faults import Answer, known
-from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, among, both, pairing
+from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, LegInFlight, among, both, pairing
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.metaserver.service.shared import CLOSING, SHUTDOWN, Shared
@@ -29,6 +30,7 @@ _LATE_PREFILL_S = 10.0  # after D has ended well, for P to finish by itself
 _COME_BACK_S = 2.0
 _LATE_REPORT_S = 2.0  # after the end of a request, for D's report on its KV
 _MAX_CANARIES = 64
+_MAX_COPIES = 1024  # of an answer that count: D refuses more
 _CLOSING = known(503, CLOSING, _COME_BACK_S)
 _CLOSING.headers.append((b"connection", b"close"))
 
@@ -139,7 +141,7 @@ class Front(Shared):
             except AttemptFailed as failed:
                 if failed.failure is not HttpFailure.PREFILL:  # a failed prefill was noted where it happened
                     self.journal.trouble(failed.code, failed.brief, decode.name, exchange.request_id)
-                delay = self.delay_before_another(exchange, decode, failed.failure)
+                delay = None if failed.final else self.delay_before_another(exchange, decode, failed.failure)
                 if delay is None:
                     await self._refuse(exchange, failed.answer, failed.brief)
                     return
@@ -203,12 +205,19 @@ class Front(Shared):
     def delay_before_another(
         self, exchange: HttpExchange, decode: Instance, failure: HttpFailure, repeatable: bool = True
     ) -> float | None:
-        """Return the delay before another attempt, on another D if D failed and there is one; None: it was the last."""
+        """Return the delay before another attempt, on another D if D failed and there is one; None: it was the last.
+
+        What one D refused is for others that have not refused lately: to repeat it would add to an overload.
+        """
+        if failure is not HttpFailure.PREFILL:
+            exchange.tried.add(decode.name)
+        serves = self.fleet.serving(exchange.request.model)
+        refused = failure is HttpFailure.REFUSED and not exchange.streaming
+        if refused and not self.fleet.another(Role.DECODE, exchange.tried, serves):
+            return None
         delay = self.again(exchange, failure, exchange.number - exchange.before, repeatable)
         if delay is None:
             return None
-        if failure is not HttpFailure.PREFILL:
-            exchange.tried.add(decode.name)
         self.repeated(exchange, failure)
         return delay
 
@@ -216,15 +225,18 @@ class Front(Shared):
         if exchange.pinned is not None:
             return exchange.pinned[1]
         request, tried = exchange.request, frozenset(exchange.tried)
-        cost, marks, serves = request.decode_tokens, request.marks, self.fleet.serving(request.model)
+        cost, marks = request.prefill_tokens + self._expected(request), request.marks
+        serves = self.fleet.serving(request.model)
         if request.remote:
-            # A D that a P fits comes before one that would have to prefill by itself. A rollout may have both.
-            prefills = self.fleet.prefilling(request.model, exchange.prefills)
-            has_prefill = both(serves, self.fleet.has_prefill(frozenset(exchange.bad_prefills), prefills))
-            fits = both(has_prefill, lambda decode: decode.name not in tried)
-            good = self.fleet.choose(Role.DECODE, cost, fits=fits, marks=marks)
-            if good is not None and good.usable(time.monotonic()):
-                return good
+            # A D that a P fits comes before one that would have to prefill by itself (a rollout may have both), and one
+            # that loads before one that does not.
+            prefills, bad = self.fleet.prefilling(request.model, exchange.prefills), frozenset(exchange.bad_prefills)
+            for avoid, loads in ((bad, True), (frozenset[str](), True), (bad, False)):
+                has_prefill = both(serves, self.fleet.has_prefill(avoid, prefills, loads))
+                fits = both(has_prefill, lambda decode: decode.name not in tried)
+                good = self.fleet.choose(Role.DECODE, cost, fits=fits, marks=marks)
+                if good is not None and good.usable(time.monotonic()):
+                    return good
         return self.fleet.choose(Role.DECODE, cost, tried, serves, marks)
 
     async def _attempt(self, exchange: HttpExchange, decode: Instance) -> None:
@@ -236,7 +248,7 @@ class Front(Shared):
         well = False
         try:
             with (
-                self.fleet.leg(decode, exchange.request.decode_tokens) as attempt.leg,
+                self._leg(decode, exchange.request) as attempt.leg,
                 self.spans.leg(exchange, "decode", decode.name, attempt=exchange.number) as headers,
             ):
                 await relay.decode(self, attempt, params, headers)
@@ -248,6 +260,14 @@ class Front(Shared):
             raise failed from None
         finally:
             self._close(attempt, well)
+
+    def _expected(self, request: Request) -> float:
+        """Return how many tokens its answers are likely to have together."""
+        return min(request.copies, _MAX_COPIES) * self.fleet.expected(request.model, request.stream, request.limit)
+
+    def _leg(self, decode: Instance, request: Request) -> LegInFlight:
+        limit = request.limit * request.copies
+        return self.fleet.leg(decode, request.prefill_tokens, self._expected(request), limit)
 
     def _params(self, attempt: Attempt) -> dict[str, Any] | None:
         """Return D's parameters for its prefill; None: it prefills by itself. Raise AttemptFailed."""

@@ -123,20 +123,21 @@ async def _attempts(front: Front, exchange: HttpExchange, call: Call) -> None:
                 )
                 async with reply:
                     first = await _first(front, call, reply)
-                    declined = leg_end(reply.status) == "refused"
-                    delay = (
-                        front.delay_before_another(exchange, decode, HttpFailure.REFUSED, call.repeatable)
-                        if declined
-                        else None
-                    )
+                    delay = None
+                    if leg_end(reply.status) == "refused":
+                        leg.refused()
+                        delay = front.delay_before_another(exchange, decode, HttpFailure.REFUSED, call.repeatable)
                     if delay is None and reply.status == 200 and call.lists and front.fleet.several_models:
                         await _all_models(front, exchange, leg)  # this D has accepted the caller's key
                         return
                     if delay is None:
                         await _relay(front, exchange, leg, reply, first, call)
                         return
-                    front.leg_over(leg, "refused")
             except UpstreamError as problem:
+                if front.is_late(leg, problem):
+                    front.journal.trouble("PD-META-007", problem.why, decode.name, exchange.request_id)
+                    await refuse(exchange, no_answer(problem))
+                    return
                 front.leg_broke(leg, problem, exchange.request_id)
                 delay = front.delay_before_another(exchange, decode, problem.failure, call.repeatable)
                 if delay is None:

@@ -51,6 +51,9 @@ _ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 _DROPPED = re.compile(rb'"stop_reason"\s*:\s*"recomputed"')
 _CUT_SHORT = re.compile(rb"%b|%b" % (_ABORTED.pattern, _DROPPED.pattern))
 _PARAMS = b'"kv_transfer_params"'
+_COUNT = re.compile(rb'"completion_tokens"\s*:\s*([0-9]{1,9})')  # of a whole answer, at its end
+_END_BYTES = 8 << 10
+_LIMIT = "--first-byte-timeout; a stream has no limit behind its first byte"
 _REPORT_OF_LOAD_S = 2.0  # D reports a failed load before it answers; the two may overtake each other
 _HELD_BYTES = 1 << 20  # of an incomplete event that are held back
 OWN_MARK = b"x-ascend-pd-metaserver"  # on a metaserver's requests and health answers: it must not pass for an engine
@@ -89,6 +92,14 @@ async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None
         else:
             await send_whole(exchange.send, reply.status, head, first)
         exchange.stage("end")
+        _learn(shared, attempt)
+
+
+def _learn(shared: Shared, attempt: Attempt) -> None:
+    """Take in the length of a whole answer, of which nothing was refused or missing."""
+    request, leg = attempt.exchange.request, attempt.leg
+    if leg.end == "served" and leg.came and attempt.exchange.pinned is None:
+        shared.fleet.answered(request.model, request.stream, leg.came / request.copies, request.limit)
 
 
 async def _open(
@@ -124,6 +135,8 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
     said = b""
     if reply.status != 200 or not attempt.exchange.request.stream:
         first = await reply.whole(_WHOLE_ANSWER_BYTES, timeout_s)
+        usage = _COUNT.search(first, max(0, len(first) - _END_BYTES))
+        attempt.leg.take(int(usage[1]) if usage is not None else 0)
     else:
         first, end = b"", time.monotonic() + timeout_s
         while len(first) <= _HELD_BYTES and not said and (more := await reply.read(_left(end))):
@@ -222,7 +235,7 @@ async def _refused(shared: Shared, attempt: Attempt, status: int, body: bytes, h
     said = brief(status, body)
     end = leg_end(status)
     if end == "refused":
-        shared.leg_over(attempt.leg, end)
+        attempt.leg.refused()
         return AttemptFailed(HttpFailure.REFUSED, passed, said)
     await attempt.explained(_REPORT_OF_LOAD_S)
     if attempt.load_failed:  # with policy "fail" D must answer so: no evidence against D
@@ -242,6 +255,11 @@ def _no_rest(shared: Shared, attempt: Attempt, status: int) -> AttemptFailed:
 
 
 def _broken(shared: Shared, attempt: Attempt, problem: UpstreamError) -> AttemptFailed:
+    if not attempt.exchange.request.stream and shared.is_late(attempt.leg, problem):
+        late = UpstreamError(
+            problem.failure, f"no whole answer within {shared.settings.first_byte_timeout_s:g} s ({_LIMIT})"
+        )
+        return AttemptFailed(problem.failure, no_answer(late), problem.why, final=True)
     shared.leg_broke(attempt.leg, problem)
     return AttemptFailed(problem.failure, no_answer(problem), problem.why)
 
@@ -272,6 +290,7 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
                 piece, held = _before(_ABORTED, piece), b""
             last = reply.at_end and not (held or problem)
             if piece:
+                attempt.leg.take(piece.count(b"\n\n"))
                 await send({"type": "http.response.body", "body": piece, "more_body": not last})
                 if last:
                     return

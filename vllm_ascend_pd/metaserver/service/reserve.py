@@ -8,6 +8,7 @@ closes the call, the prefill is cancelled: P sees its connection close and drain
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Container
 from typing import Any
@@ -21,7 +22,7 @@ from vllm_ascend_pd.metaserver.decisions import Evidence, Role
 from vllm_ascend_pd.metaserver.outline import Scan
 from vllm_ascend_pd.metaserver.service.exchange import AsgiSend, Attempt, AttemptFailed, Interrupt, uncancel
 from vllm_ascend_pd.metaserver.service.faults import Answer, brief, fault
-from vllm_ascend_pd.metaserver.service.fleet import Instance, LegInFlight, both, pairing
+from vllm_ascend_pd.metaserver.service.fleet import Fits, Instance, LegInFlight, both, pairing
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.relay import aborted, send_answer
@@ -221,6 +222,8 @@ class Reservations:
                 if failed.failure not in NOT_EXECUTED:
                     raise
                 delay = front.again(exchange, failed.failure, number)
+                if failed.failure is HttpFailure.REFUSED and not self._another(attempt, posted):
+                    raise
                 if delay is None:
                     raise
                 await asyncio.sleep(delay)
@@ -228,16 +231,26 @@ class Reservations:
                     raise
                 front.repeated(exchange, failed.failure)
 
+    def _fits(self, attempt: Attempt, posted: ReservationPost) -> Fits:
+        exchange, fleet = attempt.exchange, self._front.fleet
+        return both(fleet.prefilling(exchange.request.model, exchange.prefills), pairing(posted.fingerprint))
+
+    def _another(self, attempt: Attempt, posted: ReservationPost) -> bool:
+        """Return whether a P is left that may not refuse."""
+        fits = self._fits(attempt, posted)
+        return self._front.fleet.another(Role.PREFILL, attempt.exchange.bad_prefills, fits)
+
     def _choose(self, attempt: Attempt, posted: ReservationPost, cost: float) -> Instance:
         exchange, front = attempt.exchange, self._front
         if exchange.pinned is not None:
             return exchange.pinned[0]
-        request, bad = exchange.request, frozenset(exchange.bad_prefills)
-        fits = both(front.fleet.prefilling(request.model, exchange.prefills), pairing(posted.fingerprint))
-        prefill = front.fleet.choose(Role.PREFILL, cost, bad, fits, request.marks)
+        bad = front.fleet.avoided_by(attempt.decode).union(exchange.bad_prefills)
+        fits = self._fits(attempt, posted)
+        prefill = front.fleet.choose(Role.PREFILL, cost, bad, fits, exchange.request.marks)
         if prefill is None:
             other = f" that fits {posted.fingerprint}" if front.fleet.usable(Role.PREFILL) else ""
             raise PrefillFailed(HttpFailure.REFUSED, f"no prefill instance{other} is available")
+        attempt.decode.loads.tried(prefill.name, time.monotonic(), random.random())
         return prefill
 
     async def _ask(self, attempt: Attempt, posted: ReservationPost, leg: LegInFlight) -> str:
@@ -267,7 +280,10 @@ class Reservations:
         end, said = leg_end(reply.status), brief(reply.status, text)
         refused, failed = end == "refused", end == "broke"
         # Whatever else P answers, the leg has not brought the KV; it is evidence against P only if P failed.
-        front.leg_over(leg, end if refused else "broke", Evidence.BROKE if failed else None, said)
+        if refused:
+            leg.refused()
+        else:
+            front.leg_over(leg, "broke", Evidence.BROKE if failed else None, said)
         if failed:
             attempt.blamed.add(posted.transfer)
         failure = HttpFailure.REFUSED if refused else HttpFailure.PREFILL

@@ -74,7 +74,7 @@ async def relay(shared: Shared, attempt: Attempt, kept: StreamState, reply: Repl
     """Relay D's answer, or the rest of it. Raise StreamBroke."""
     exchange = attempt.exchange
     try:
-        await _relay(shared, exchange, kept, reply, first)
+        await _relay(shared, attempt, kept, reply, first)
     except UpstreamError as broken:
         shared.leg_over(attempt.leg, "served" if kept.done else "broke", Evidence.BROKE, broken.why)
         if not kept.done:
@@ -97,10 +97,12 @@ async def relay(shared: Shared, attempt: Attempt, kept: StreamState, reply: Repl
     raise StreamBroke(problem, "broken")
 
 
-async def _relay(shared: Shared, exchange: HttpExchange, kept: StreamState, reply: Reply, first: bytes) -> None:
+async def _relay(shared: Shared, attempt: Attempt, kept: StreamState, reply: Reply, first: bytes) -> None:
+    exchange = attempt.exchange
     piece, held, send = first, b"", exchange.send
     while piece:
         whole, held = _bounded_events(held + piece if held else piece)
+        attempt.leg.take(whole.count(b"\n\n"))
         said = kept.take(whole) if whole else b""
         _count(shared, exchange, kept)
         if said and exchange.broke_at:

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import random
+import time
 
 from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
-from vllm_ascend_pd.metaserver.decisions import Evidence, PairProof, RetryBudget, against_prefill
+from vllm_ascend_pd.metaserver.decisions import Evidence, PairProof, RetryBudget, against_pair, against_prefill
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, HttpExchange, Journal
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, LegInFlight
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
@@ -52,6 +53,13 @@ class Shared:
         if evidence is not None:
             self.fleet.seen(leg.instance, evidence, why)
 
+    def is_late(self, leg: LegInFlight, problem: UpstreamError) -> bool:
+        """Return whether an answer that comes as a whole only took too long, as its engine answers probes.
+
+        Nothing shows that the engine hangs, and to compute the answer again would take as long.
+        """
+        return problem.failure is HttpFailure.TIMEOUT and leg.instance.healthy
+
     def leg_broke(self, leg: LegInFlight, problem: UpstreamError, request: str = "") -> None:
         """Note a leg that ends in an error, as evidence. `request`: the journal notes it under this id.
 
@@ -89,7 +97,11 @@ class Shared:
         twice: in an answer and by itself.
         """
         attempt = self.journal.attempt(report.ticket)
-        if attempt is None or report.transfer not in attempt.seen:
+        if attempt is None:
+            return False
+        if report.code and not attempt.seen:  # D could not post its reservation
+            attempt.seen.add(report.transfer)
+        if report.transfer not in attempt.seen:
             return False
         if report.transfer in attempt.reports:
             return True
@@ -106,20 +118,26 @@ class Shared:
         return True
 
     def _judge(self, attempt: Attempt, report: LoadReport, prefill: Instance | None) -> None:
-        exchange, name = attempt.exchange, prefill.name if prefill is not None else ""
+        exchange, decode, name = attempt.exchange, attempt.decode, prefill.name if prefill is not None else ""
         code = report.code if report.code in CATALOGUE else "unknown"
-        METRICS.loads.labels(name, attempt.decode.name, "received" if report.received else code).inc()
+        METRICS.loads.labels(name, decode.name, "received" if report.received else code).inc()
         METRICS.tokens_received.inc(report.received)
         METRICS.tokens_recomputed.inc(report.recomputed)
         METRICS.tokens_cached.inc(report.cached)
         if report.received:
             exchange.stage("loaded", f"{report.received} tokens")
+            decode.loads.receive(name, time.monotonic())
             if prefill is not None and report.prefill:
-                proof = PairProof(name, report.prefill, attempt.decode.name, report.decode, attempt.began)
+                proof = PairProof(name, report.prefill, decode.name, report.decode, attempt.began)
                 self.fleet.prove(proof)
                 self.fleet.seen(prefill, Evidence.SERVED)
             return
         exchange.stage("not loaded", code)
+        if why := against_pair(report.code):
+            exchange.tried.add(decode.name)
+            self.fleet.load_failed(decode, name, attempt.began, f"{report.code}: {why}", self.settings.canary)
+            what = f"the KV of a request did not come: {why}"
+            self.journal.trouble(report.code, what, name or decode.name, exchange.request_id)
         if prefill is None:
             return
         exchange.bad_prefills.add(name)
@@ -127,4 +145,3 @@ class Shared:
         if against and report.transfer not in attempt.blamed:
             attempt.blamed.add(report.transfer)
             self.fleet.seen(prefill, Evidence.BROKE, f"{report.code}: {against}")
-            self.journal.trouble(report.code, f"the KV of a request did not come: {against}", name, exchange.request_id)
