@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from vllm_ascend_pd.channel.exposure import is_loopback
 from vllm_ascend_pd.metaserver.decisions import RetryPolicy, Role
 from vllm_ascend_pd.metaserver.service.settings import (
     LAST_PORT,
@@ -80,6 +81,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         impossible("--advertise-host", settings.advertise_host, why, "Give it without scheme and port.")
     _check_ports(settings)
     _check_tls(settings)
+    _check_keys(settings)
     _check_trace_dir(settings.trace_dir)
     _check_roles(settings)
     _check_allowed(settings)
@@ -185,6 +187,15 @@ def _check_tls(settings: Settings) -> None:
             ssl.create_default_context(cafile=settings.engine_ca)
     except OSError as problem:
         impossible("--engine-ca", settings.engine_ca, str(problem), "Give a file with certificates in PEM form.")
+
+
+def _check_keys(settings: Settings) -> None:
+    flag, lent = "--lend-engine-token", settings.lend_engine_token
+    if lent and not settings.engine_token:
+        impossible(flag, lent, "there is no key to lend", "Give --engine-token-file, too.")
+    if lent and not (settings.client_tokens or is_loopback(settings.host)):
+        why = f"every caller that reaches {settings.host or 'an address of this host'} could use the engines with their key"
+        impossible(flag, lent, why, "Give --client-token-file, too, or listen on loopback.")
 
 
 def _named(role: Role, ours: tuple[str, ...], given: dict[str, Any], word: str) -> tuple[str, ...]:

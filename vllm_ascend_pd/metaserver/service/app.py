@@ -36,6 +36,7 @@ from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.hub import CANARY_WORKER, Hub
 from vllm_ascend_pd.metaserver.service.instances_file import InstancesFile, Members, configured
 from vllm_ascend_pd.metaserver.service.intake import CONNECTION, Body, CallerLeft, Intake, NotTaken, Protocol
+from vllm_ascend_pd.metaserver.service.keys import ClientKeys
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.named import Named
 from vllm_ascend_pd.metaserver.service.probes import Prober
@@ -89,6 +90,7 @@ class WorkerProcess:
         self._cache_events = CacheEvents(self.fleet, ports) if ports else None
         self._named = Named(self.fleet, settings.prefill_allowed) if settings.sidecar else None
         self._intake = Intake()
+        self._keys = ClientKeys(settings)
         self.hub = hub or Hub(0)
         self.canary = Canary(self.front, proves=self.hub.worker == CANARY_WORKER)
         self.hub.attach(self.fleet, self.report)
@@ -160,7 +162,7 @@ class WorkerProcess:
     # -- what clients and D's send
 
     async def _generate(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
-        headers, request_id = forwarded(scope, self.settings.engine_token)
+        headers, request_id = forwarded(scope, self._keys)
         prefills = self._named.of(headers) if self._named is not None else None
         with self._intake.body() as body:
             try:  # no variable for the body: this frame would keep it as long as the stream
@@ -177,7 +179,7 @@ class WorkerProcess:
             await self._attend(scope, exchange, self.front.serve(exchange))
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
-        headers, request_id = forwarded(scope, self.settings.engine_token)
+        headers, request_id = forwarded(scope, self._keys)
         if not passing.is_canonical(scope["path"]):
             raise NotTaken(known(404, "PD-META-016", path=one_line(scope["path"], 128)))
         route = passing.call_of(scope).route
@@ -322,35 +324,30 @@ async def while_connected(scope: Scope, interrupt: Interrupt, work: Coroutine[An
         connection.unwatch(gone)
 
 
-def forwarded(scope: Scope, engine_token: str) -> tuple[Headers, str]:
+def forwarded(scope: Scope, keys: ClientKeys) -> tuple[Headers, str]:
     """Return the client's headers for an engine, and the request's id: the client's own, or a new one.
 
-    Raise NotTaken for a request of another metaserver.
+    Raise NotTaken for a request of another metaserver, and for one without an accepted key.
     """
     named: list[bytes] = []
     request_id = kind = None
-    authorised = False
     for name, value in scope["headers"]:
         if name == b"x-request-id":
             request_id = _WORD.sub(b"", value)[:_MAX_ID] or None
         elif name == b"content-type":
             kind = value
-        elif name == b"authorization":
-            authorised = True
         elif name == OWN_MARK:
             raise NotTaken(known(508, "PD-META-023"))
         elif name == b"connection" and value.lower() not in (b"keep-alive", b"close"):
             named += (part.strip().lower() for part in value.split(b","))
     drop = {*_NOT_FORWARDED, *named} if named else _NOT_FORWARDED
-    headers = [(name, value) for name, value in scope["headers"] if name not in drop]
+    headers = keys.for_engine(scope["method"], [header for header in scope["headers"] if header[0] not in drop])
     if request_id is None:
         request_id = secrets.token_hex(16).encode()
     headers.append((OWN_MARK, b"1"))
     headers.append((b"x-request-id", request_id))  # always, even if the client's Connection header lists it
     if kind is None:
         headers.append((b"content-type", b"application/json"))
-    if engine_token and not authorised:
-        headers.append((b"authorization", b"Bearer " + engine_token.encode()))
     if scope.get("client"):
         before = [value for name, value in scope["headers"] if name == b"x-forwarded-for"]
         headers.append((b"x-forwarded-for", b", ".join([*before, scope["client"][0].encode()])))

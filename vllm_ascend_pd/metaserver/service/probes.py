@@ -14,7 +14,9 @@ from vllm_ascend_pd.metaserver.decisions import CircuitState, Condition, Evidenc
 from vllm_ascend_pd.metaserver.service import models
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
 from vllm_ascend_pd.metaserver.service.instance_tasks import attend_each
+from vllm_ascend_pd.metaserver.service.keys import bearer
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
+from vllm_ascend_pd.metaserver.service.named import SOURCE
 from vllm_ascend_pd.metaserver.service.relay import OWN_MARK
 from vllm_ascend_pd.metaserver.service.settings import Settings
 
@@ -79,8 +81,9 @@ class Prober:
 
     async def _models(self, instance: Instance) -> str:
         """Learn an instance's models; return why it did not answer, or nothing. An empty list leaves the last one."""
-        token, timeout = self._settings.engine_token, self._settings.probe_timeout_s
-        headers = [(b"authorization", b"Bearer " + token.encode())] if token else []
+        timeout = self._settings.probe_timeout_s
+        # Whoever reaches a sidecar can name a process of its own: such a P must not get the key by being probed.
+        headers = bearer(self._settings.engine_token) if instance.source != SOURCE else []
         try:
             reply = await self._upstream.send(instance.origin, "GET", models.ROUTE.encode(), headers, b"", timeout)
             async with reply:
