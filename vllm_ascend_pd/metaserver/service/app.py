@@ -91,6 +91,7 @@ class WorkerProcess:
         self._named = Named(self.fleet, settings.prefill_allowed) if settings.sidecar else None
         self._intake = Intake()
         self._keys = ClientKeys(settings)
+        self._page: asyncio.Task[bytes] | None = None  # of metrics, made last
         self.hub = hub or Hub(0)
         self.canary = Canary(self.front, proves=self.hub.worker == CANARY_WORKER)
         self.hub.attach(self.fleet, self.report)
@@ -106,6 +107,7 @@ class WorkerProcess:
         report = state.worker_report(self.hub.worker, self.front, self.canary, self.fleet.file_problem, details)
         METRICS.running.set(report["running"])
         METRICS.waiting.set(report["waiting"])
+        self.fleet.show()
         return report
 
     def _lost(self, instance: Instance, why: str) -> None:
@@ -163,7 +165,6 @@ class WorkerProcess:
 
     async def _generate(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
         headers, request_id = forwarded(scope, self._keys)
-        prefills = self._named.of(headers) if self._named is not None else None
         with self._intake.body() as body:
             try:  # no variable for the body: this frame would keep it as long as the stream
                 request = await self.front.turns.run(
@@ -172,6 +173,7 @@ class WorkerProcess:
             except bodies.BodyError as problem:
                 await _unusable(send, scope["path"], request_id, problem)
                 return
+            prefills = self._named.of(headers) if self._named is not None else None  # a whole request names them
             exchange = HttpExchange(
                 request, headers, request_id, Interrupt(), send, prefills=prefills, release=body.release
             )
@@ -244,8 +246,11 @@ class WorkerProcess:
         return JSONResponse(body, 200 if ready else 503)
 
     async def _metrics(self, _: Request) -> Response:
-        self.report(details=False)
-        return Response(METRICS.page(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+        """Return the page. However many ask, one is made at a time."""
+        if self._page is None or self._page.done():
+            self.report(details=False)
+            self._page = asyncio.create_task(METRICS.page(self.fleet.labels()), name="metrics")
+        return Response(await asyncio.shield(self._page), media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
 
 async def _unusable(send: AsgiSend, route: str, request_id: str, problem: bodies.BodyError) -> None:
