@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ascend_pd.channel.exposure import is_loopback
+from vllm_ascend_pd.errors import one_line
 from vllm_ascend_pd.metaserver.decisions import RetryPolicy, Role
 from vllm_ascend_pd.metaserver.service.settings import (
     LAST_PORT,
@@ -27,6 +28,22 @@ from vllm_ascend_pd.metaserver.service.settings import (
     values_of,
 )
 from vllm_ascend_pd.shared.backoff import Backoff
+
+_MAX_LOGGED = 4000  # characters of a line of the log
+
+
+class LineByLine(logging.Formatter):
+    """A line for each record: what an engine or a caller says must not look like other lines, or act on a terminal.
+
+    The further lines of a traceback are indented.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's name
+        record.message = one_line(record.message, _MAX_LOGGED)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return "\n".join("  " + one_line(line, _MAX_LOGGED) for line in super().formatException(ei).splitlines())
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -230,7 +247,9 @@ def _named(role: Role, ours: tuple[str, ...], given: dict[str, Any], word: str) 
 
 
 def run(args: argparse.Namespace) -> int:
-    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineByLine("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=args.log_level.upper(), handlers=[handler])
     settings = settings_of(args)
     from vllm_ascend_pd.metaserver.service.server import listen, run_worker
 

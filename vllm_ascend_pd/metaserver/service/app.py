@@ -7,8 +7,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
-import secrets
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
@@ -29,7 +27,7 @@ from vllm_ascend_pd.metaserver.service import passing, spans, state
 from vllm_ascend_pd.metaserver.service.admin import Admin, id_of
 from vllm_ascend_pd.metaserver.service.cache_events import CacheEvents, parse_ports
 from vllm_ascend_pd.metaserver.service.canary import Canary
-from vllm_ascend_pd.metaserver.service.exchange import AsgiSend, HttpExchange, Interrupt, uncancel
+from vllm_ascend_pd.metaserver.service.exchange import AsgiSend, HttpExchange, Interrupt, kept_id, uncancel
 from vllm_ascend_pd.metaserver.service.faults import known
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
@@ -58,8 +56,6 @@ _NOT_FORWARDED = frozenset(
     b"x-request-id x-forwarded-for".split()  # made anew
 )
 _MAX_RESERVATION_BYTES = 64 << 20
-_MAX_ID = 128  # characters of a client's X-Request-Id that are kept: it goes to engines and into logs
-_WORD = re.compile(rb"[^!-~]+")
 RESERVATIONS = "/v1/metaserver"
 _PASSED_METHODS = [
     "GET",
@@ -335,10 +331,10 @@ def forwarded(scope: Scope, keys: ClientKeys) -> tuple[Headers, str]:
     Raise NotTaken for a request of another metaserver, and for one without an accepted key.
     """
     named: list[bytes] = []
-    request_id = kind = None
+    given, kind = b"", None
     for name, value in scope["headers"]:
         if name == b"x-request-id":
-            request_id = _WORD.sub(b"", value)[:_MAX_ID] or None
+            given = value
         elif name == b"content-type":
             kind = value
         elif name == OWN_MARK:
@@ -347,13 +343,12 @@ def forwarded(scope: Scope, keys: ClientKeys) -> tuple[Headers, str]:
             named += (part.strip().lower() for part in value.split(b","))
     drop = {*_NOT_FORWARDED, *named} if named else _NOT_FORWARDED
     headers = keys.for_engine(scope["method"], [header for header in scope["headers"] if header[0] not in drop])
-    if request_id is None:
-        request_id = secrets.token_hex(16).encode()
+    request_id = kept_id(given)
     headers.append((OWN_MARK, b"1"))
-    headers.append((b"x-request-id", request_id))  # always, even if the client's Connection header lists it
+    headers.append((b"x-request-id", request_id.encode()))  # always, even if the client's Connection header lists it
     if kind is None:
         headers.append((b"content-type", b"application/json"))
     if scope.get("client"):
         before = [value for name, value in scope["headers"] if name == b"x-forwarded-for"]
         headers.append((b"x-forwarded-for", b", ".join([*before, scope["client"][0].encode()])))
-    return headers, request_id.decode("latin-1")
+    return headers, request_id
