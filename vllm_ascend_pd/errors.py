@@ -102,11 +102,15 @@ CATALOGUE: dict[str, Entry] = {
         "Set secret_file, or allow_unauthenticated: true on a network that you trust entirely.",
     ),
     "PD-SEC-003": Entry("A message failed authentication: {why}.", "Check that both engines use the same secret_file."),
-    "PD-SEC-004": Entry("The token file {path!r} cannot be used: {why}.", "Write one word of at least 16 characters into it, mode 0600."),
+    "PD-SEC-004": Entry("The token file {path!r} cannot be used: {why}.", "Write one word of at least 16 characters into it (clients' keys: one a line), mode 0600."),
     "PD-SEC-005": Entry("This needs the admin token.", "Send the header Authorization: Bearer with the word in the file of --admin-token-file."),
     "PD-SEC-006": Entry(
         "Without an admin token this is for callers on the metaserver's own host only.",
         "Start the metaserver with --admin-token-file, or let it listen on loopback and call it there under a loopback name.",
+    ),
+    "PD-SEC-007": Entry(
+        "This needs the key of a client.",
+        "Send the header Authorization: Bearer with one of the words in the file of --client-token-file.",
     ),
     # -- metaserver and reservations
     "PD-META-001": Entry("Metaserver {url!r} is not in metaserver_urls.", "Add its exact scheme, host and port to metaserver_urls."),

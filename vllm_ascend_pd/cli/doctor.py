@@ -21,7 +21,7 @@ from vllm_ascend_pd.cli import given
 from vllm_ascend_pd.cli.checkup import engine, npu, running
 from vllm_ascend_pd.cli.checkup import host as host_checks
 from vllm_ascend_pd.cli.checkup.check import FAILURE, Check, failed, good, note
-from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.errors import ConfigError, one_line
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.secret_files import load_secrets
 
@@ -215,7 +215,7 @@ def _listen(args: argparse.Namespace, asked: host_checks.HostOptions) -> int:
         raise ConfigError("PD-CTRL-001", address=f"{host}:{number}", why=problem.strerror or str(problem)) from problem
     with listening:
         print(f"waiting for `vllm-ascend-pd doctor --peer {host}:{listening.getsockname()[1]}`", flush=True)
-        pair.serve(side, listening, lambda words: print(words, flush=True), args.calls)
+        pair.serve(side, listening, lambda words: print(one_line(words), flush=True), args.calls)
     return 0
 
 

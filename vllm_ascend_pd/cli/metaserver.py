@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from vllm_ascend_pd.channel.exposure import is_loopback
+from vllm_ascend_pd.errors import one_line
 from vllm_ascend_pd.metaserver.decisions import RetryPolicy, Role
 from vllm_ascend_pd.metaserver.service.settings import (
     LAST_PORT,
@@ -26,6 +28,22 @@ from vllm_ascend_pd.metaserver.service.settings import (
     values_of,
 )
 from vllm_ascend_pd.shared.backoff import Backoff
+
+_MAX_LOGGED = 4000  # characters of a line of the log
+
+
+class LineByLine(logging.Formatter):
+    """A line for each record: what an engine or a caller says must not look like other lines, or act on a terminal.
+
+    The further lines of a traceback are indented.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's name
+        record.message = one_line(record.message, _MAX_LOGGED)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return "\n".join("  " + one_line(line, _MAX_LOGGED) for line in super().formatException(ei).splitlines())
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -80,6 +98,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         impossible("--advertise-host", settings.advertise_host, why, "Give it without scheme and port.")
     _check_ports(settings)
     _check_tls(settings)
+    _check_keys(settings)
     _check_trace_dir(settings.trace_dir)
     _check_roles(settings)
     _check_allowed(settings)
@@ -187,6 +206,15 @@ def _check_tls(settings: Settings) -> None:
         impossible("--engine-ca", settings.engine_ca, str(problem), "Give a file with certificates in PEM form.")
 
 
+def _check_keys(settings: Settings) -> None:
+    flag, lent = "--lend-engine-token", settings.lend_engine_token
+    if lent and not settings.engine_token:
+        impossible(flag, lent, "there is no key to lend", "Give --engine-token-file, too.")
+    if lent and not (settings.client_tokens or is_loopback(settings.host)):
+        why = f"every caller that reaches {settings.host or 'an address of this host'} could use the engines with their key"
+        impossible(flag, lent, why, "Give --client-token-file, too, or listen on loopback.")
+
+
 def _named(role: Role, ours: tuple[str, ...], given: dict[str, Any], word: str) -> tuple[str, ...]:
     """Return the instances of a role, from our flag and the predecessor's."""
     from vllm_ascend_pd.metaserver.service.fleet import MAX_ENDPOINTS, parse_specs
@@ -219,7 +247,9 @@ def _named(role: Role, ours: tuple[str, ...], given: dict[str, Any], word: str) 
 
 
 def run(args: argparse.Namespace) -> int:
-    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineByLine("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=args.log_level.upper(), handlers=[handler])
     settings = settings_of(args)
     from vllm_ascend_pd.metaserver.service.server import listen, run_worker
 

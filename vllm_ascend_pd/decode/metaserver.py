@@ -26,7 +26,7 @@ import msgspec
 from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.decode import answers
 from vllm_ascend_pd.decode.answers import Outcome
-from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.errors import PdError, one_line
 from vllm_ascend_pd.http.decisions import HttpFailure, post_again
 from vllm_ascend_pd.http.httpx_transport import REPEATABLE, SILENCE, Transport
 from vllm_ascend_pd.observe import trace
@@ -341,7 +341,8 @@ def _untrusted(problem: BaseException) -> bool:
 
 
 def _why(problem: Exception) -> str:
-    return str(problem) if isinstance(problem, answers.BadAnswer) else f"{type(problem).__name__} {problem}".strip()
+    named = "" if isinstance(problem, answers.BadAnswer) else type(problem).__name__
+    return one_line(f"{named} {problem}".strip())
 
 
 async def _bounded(answer: httpx.Response) -> bytes:

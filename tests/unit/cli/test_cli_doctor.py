@@ -545,6 +545,13 @@ def test_a_wrong_checksum_and_a_failed_write_are_failures() -> None:
     assert pair._judged("write", pair.WriteResult("the write failed", "a", 1.0), "a").level == FAILURE
 
 
+def test_what_another_doctor_says_is_one_line_of_this_ones() -> None:
+    ours = pair.DoctorSide(host.HostOptions(), None).facts()
+    theirs = pair.Facts(**{**_fields(ours), "vllm": "1\nok       write               good\x1b[2K"})
+    lines = [check.line() for check in pair.differences(ours, theirs)]
+    assert any("ok       write" in line for line in lines) and all(line.isprintable() for line in lines)
+
+
 def test_what_differs_between_two_hosts_is_shown_with_both_values() -> None:
     ours = pair.DoctorSide(host.HostOptions(), None).facts()
     theirs = pair.Facts(**{**_fields(ours), "package": "9.9", "vllm": "0.1", "protocol": "ascend"})

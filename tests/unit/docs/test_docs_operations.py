@@ -57,7 +57,12 @@ def test_flags_that_the_pages_name_exist() -> None:
 def test_the_engines_api_key_has_its_row() -> None:
     """The predecessor's proxy read it from the environment; a short one is refused here."""
     (row,) = [cells for cells in rows(MIGRATION, "Proxy") if "OPENAI_API_KEY" in cells[0]]
-    assert "`--engine-token-file" in row[1] and "16 characters" in row[1] and "PD-SEC-004" in row[1]
+    assert (
+        "`--engine-token-file" in row[1]
+        and "--lend-engine-token`" in row[1]
+        and "16 characters" in row[1]
+        and "PD-SEC-004" in row[1]
+    )
 
 
 def test_links_lead_somewhere() -> None:

@@ -13,6 +13,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,9 @@ SCRIPTS = [
     ("large-ep/metaserver.sh", []),
 ]
 TAKEN = range(20000, 36000)  # by Mooncake's ascend transport
+TOKENS = tempfile.NamedTemporaryFile()  # noqa: SIM115  # in place of each token file; mode 0600, deleted at the end
+TOKENS.write(b"a-word-of-sixteen-characters")
+TOKENS.flush()
 IMAGE = "quay.io/ascend/vllm-ascend:v0.23.0"
 
 
@@ -108,7 +112,7 @@ def check(words: list[str], where: str) -> None:
         assert (config["kv_role"] == "kv_consumer") == bool(push.metaserver.metaserver_urls), where
     elif started := {"metaserver", "sidecar"}.intersection(words):
         start = words.index(started.pop())
-        own = [word for word in words[start:] if "/run/secrets" not in word and "token" not in word]
+        own = [TOKENS.name if word.startswith("/run/secrets") else word for word in words[start:]]
         words = [*words, "--port", str(settings_of(parser().parse_args(own)).port)]
     else:
         raise AssertionError(f"{where}: {words}")
@@ -195,6 +199,20 @@ def test_a_container_starts_what_our_commands_accept(where: str, command: str) -
     installed, _, started = command.partition("exec ")
     assert "pip install --no-deps" in installed
     check(shlex.split(started), where)
+
+
+def test_engines_want_a_key_which_their_metaserver_lends_to_clients_with_one_of_their_own() -> None:
+    commands = dict(commands_of_containers())
+    for where in ("compose metaserver", "kubernetes/metaserver.yaml metaserver"):
+        assert "--lend-engine-token" in commands[where] and "--client-token-file" in commands[where]
+    for where in ("compose prefill", "compose decode"):
+        assert 'VLLM_API_KEY="$$(cat /run/secrets/engine-token)"' in commands[where]
+    key = {"name": "VLLM_API_KEY", "valueFrom": {"secretKeyRef": {"name": "pd-secret", "key": "engine-token"}}}
+    engines = [path for path in MANIFESTS if path.parent.name != "gateway" and path.stem in ("prefill", "decode")]
+    assert len(engines) == 4
+    for path in engines:
+        (container,) = (each for document in documents(path) for each in _containers(document))
+        assert key in container["env"], path
 
 
 def test_an_engine_has_time_to_finish_its_answers_and_the_container_waits_for_it() -> None:

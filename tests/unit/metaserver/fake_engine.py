@@ -141,6 +141,8 @@ class EngineBehaviour:
     pause_after: int = 0  # with `paused`: after so many pieces
     prefill_s: float = 0.0
     status: int = 200  # status of answers, if not 200
+    said: bytes = b""  # body of errors, if not of vLLM's form
+    key: str = ""  # 401 to whoever does not bring it, as with vLLM's --api-key; empty: all are served
     wedged: bool = False  # 500 to completions; still lists its models
     empty: bool = False  # 200 with an empty body
     stream_error: int | str = 0  # code of the error that is all of a stream; 0: none
@@ -271,8 +273,10 @@ class FakeEngine:
     async def _serve(self, seen: SeenRequest, send: Send) -> None:
         if self.behaviour.hang:
             await asyncio.Event().wait()
-        if self.behaviour.wedged and seen.route != "/v1/models":
-            await _answer(send, 500, _error(500, "wedged"))
+        if self.behaviour.key and seen.headers.get("authorization") != f"Bearer {self.behaviour.key}":
+            await _answer(send, 401, _error(401, "Unauthorized"))
+        elif self.behaviour.wedged and seen.route != "/v1/models":
+            await _answer(send, 500, self.behaviour.said or _error(500, "wedged"))
         elif self.behaviour.status != 200:
             await _answer(send, self.behaviour.status, _error(self.behaviour.status, "as set"))
         elif self.behaviour.empty:

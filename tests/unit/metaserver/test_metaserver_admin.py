@@ -328,14 +328,6 @@ def test_a_virtual_request_warms_up_the_whole_way(one: FakeCluster, role: str) -
     assert "do_virtual" not in params and "remote_host" not in params
 
 
-def test_engines_with_a_key_get_ours_when_the_client_brings_none() -> None:
-    with cluster(engine_token="key-of-the-engines") as c:
-        c.complete("x")
-        assert c.decode[0].generations()[-1].headers["authorization"] == "Bearer key-of-the-engines"
-        c.http.post("/v1/completions", json={"prompt": "x"}, headers={"authorization": "Bearer own"})
-        assert c.decode[0].generations()[-1].headers["authorization"] == "Bearer own"
-
-
 def test_headers_of_the_connection_stay_on_the_connection(one: FakeCluster) -> None:
     headers = {
         "connection": "keep-alive, x-hop",

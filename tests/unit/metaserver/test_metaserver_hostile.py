@@ -32,6 +32,7 @@ from vllm_ascend_pd.metaserver.service import app, instances_file, intake, passi
 from vllm_ascend_pd.metaserver.service.exchange import Interrupt
 from vllm_ascend_pd.metaserver.service.fleet import Fleet
 from vllm_ascend_pd.metaserver.service.front import Front
+from vllm_ascend_pd.metaserver.service.keys import ClientKeys
 from vllm_ascend_pd.metaserver.service.relay import send_answer
 from vllm_ascend_pd.metaserver.service.reserve import Heartbeats, Reservations
 from vllm_ascend_pd.metaserver.service.settings import Settings, read_token
@@ -469,8 +470,8 @@ def test_a_path_that_leads_elsewhere_is_refused(path: str) -> None:
 
 @pytest.mark.parametrize("given", [b"x" * 200_000, b"a\nb", b"\xff\xfe", b" \t ", b""])
 def test_a_clients_request_id_is_one_short_word(given: bytes) -> None:
-    scope = {"headers": [(b"x-request-id", given)], "client": None}
-    headers, request_id = app.forwarded(scope, "")
+    scope = {"method": "POST", "headers": [(b"x-request-id", given)], "client": None}
+    headers, request_id = app.forwarded(scope, ClientKeys(Settings()))
     assert 0 < len(request_id) <= 128 and request_id.isprintable() and " " not in request_id
     assert dict(headers)[b"x-request-id"] == request_id.encode()
 

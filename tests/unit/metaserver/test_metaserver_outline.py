@@ -19,6 +19,7 @@ from vllm_ascend_pd.metaserver import bodies, outline
 from vllm_ascend_pd.metaserver.service import app, reserve
 from vllm_ascend_pd.metaserver.service.app import WorkerProcess
 from vllm_ascend_pd.metaserver.service.intake import CONNECTION
+from vllm_ascend_pd.metaserver.service.keys import ClientKeys
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.metaserver.service.turns import Turns
 
@@ -249,5 +250,5 @@ def test_each_name_of_a_connection_header_is_added_once(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(app, "_NOT_FORWARDED", Names(app._NOT_FORWARDED))
     headers = [(b"connection", b"x%d" % i) for i in range(100)] + [(b"x7", b"dropped"), (b"y", b"kept")]
-    kept, _ = app.forwarded({"headers": headers, "client": None}, "")
+    kept, _ = app.forwarded({"method": "POST", "headers": headers, "client": None}, ClientKeys(Settings()))
     assert (b"y", b"kept") in kept and (b"x7", b"dropped") not in kept

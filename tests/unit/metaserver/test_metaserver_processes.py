@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import ssl
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from unit.metaserver.cluster import streamed, texts, until
 from unit.metaserver.command import COMMAND, ROOT, RunningMetaserver, running, worker_number
 from unit.metaserver.fake_engine import words
 from vllm_ascend_pd.cli.__main__ import main, parser
-from vllm_ascend_pd.cli.metaserver import settings_of
+from vllm_ascend_pd.cli.metaserver import LineByLine, settings_of
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.http.http1 import Origin
 from vllm_ascend_pd.metaserver.decisions import Role
@@ -320,3 +322,25 @@ def test_a_flag_that_is_given_again_adds_to_what_came_before() -> None:
     settings = settings_of(parser().parse_args(words.split()))
     assert settings.prefill == ("a:1", "b:2", "c:3", "e:5", "f:6") and settings.decode == ("d:4",)
     assert settings_of(parser().parse_args(["metaserver"])).prefill == ()  # the default has not been extended
+
+
+def test_an_engines_words_never_look_like_lines_of_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    forged = "2026-01-01 00:00:00,000 CRITICAL forged"
+    with running("--attempts", "1", "--circuit-failures", "1", canary=True) as r:
+        r.decode.usual.wedged, r.decode.usual.said = True, f"\n{forged}\r\x1b[2K\u2028{forged}".encode()
+        assert r.complete("x").status_code == 500
+        until(lambda: "forged" in r.http.get("/readiness").json()["last_error"])  # by a canary, its circuit's trial
+    lines = re.split("[\n\r\u2028\x1b]", capsys.readouterr().out.strip())
+    assert sum("answered 500" in line for line in lines) and sum("not proven" in line for line in lines)
+    assert sum("forged" in line for line in lines) >= 2
+    assert not [line for line in lines if not re.match(r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ (?!forged)", line)]
+
+
+def test_a_traceback_in_the_log_has_no_line_that_looks_like_a_record() -> None:
+    try:
+        raise ValueError("an engine said\n2026-01-01 00:00:00,000 CRITICAL forged\x1b[2K")
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, __file__, 1, "it failed: %s", ("a\nb",), sys.exc_info())
+    first, *more = LineByLine("%(levelname)s %(message)s").format(record).split("\n")
+    assert first == "ERROR it failed: a\\nb"
+    assert all(line.startswith("  ") and line.isprintable() for line in more) and "forged" in more[-1]

@@ -74,6 +74,9 @@ def test_a_refusal_has_openais_shape_and_a_code(
     refused(answer, status, code)
     assert (status == 405) == ("allow" in answer.headers)
     if code != "PD-META-003":  # a post of D, not a client's request
+        long = {**JSON, "x-request-id": ("a \t b\u00e9" + "x" * 9_000).encode("latin-1")}
+        given = one.http.request(method, path, content=content, headers=long)
+        assert given.status_code == status and given.headers.get_list("x-request-id") == ["ab" + "x" * 126]
         assert answer.headers.get_list("x-request-id") == ["mine"]
         made = one.http.request(method, path, content=content, headers=JSON)
         assert made.status_code == status and len(made.headers["x-request-id"]) == 32

@@ -51,13 +51,16 @@ GIVEN: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "max_body_bytes": ("--max-body-mib 1", 1 << 20, ("0",)),
     "admin_token": ("--admin-token-file {tmp}/token", TOKEN, ("/nowhere/token",)),
     "engine_token": ("--engine-token-file {tmp}/token", TOKEN, ("/nowhere/token",)),
+    "client_tokens": ("--client-token-file {tmp}/token", (TOKEN,), ("/nowhere/token",)),
+    "lend_engine_token": ("", None, ()),
     "tls_cert": ("", None, ("c.pem",)),
     "tls_key": ("", None, ()),
     "engine_ca": ("", None, ("/nowhere/ca.pem",)),
     "trace_dir": ("--trace-dir {tmp}", "{tmp}", ("/dev/null/traces",)),
     "otlp_traces_endpoint": ("--otlp-traces-endpoint http://c:4318", "http://c:4318", ()),
 }
-FILES = ("tls_cert", "tls_key", "engine_ca")  # test_tls.py has the certificates
+# test_tls.py has the certificates, test_metaserver_keys.py the key, without which it cannot be lent
+FILES = ("tls_cert", "tls_key", "engine_ca", "lend_engine_token")
 
 
 def made(setting: str, words: str) -> Settings:

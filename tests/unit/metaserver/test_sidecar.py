@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from unit.metaserver.fake_engine import FakeEngine
 from vllm_ascend_pd.cli.__main__ import parser
 from vllm_ascend_pd.cli.metaserver import settings_of
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, Role
+from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, Evidence, Role
 from vllm_ascend_pd.metaserver.service import named
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, parse_spec
 from vllm_ascend_pd.metaserver.service.intake import NotTaken
@@ -107,6 +108,29 @@ def test_a_p_that_is_not_named_any_more_is_forgotten(monkeypatch: pytest.MonkeyP
     assert len(list(fleet)) == 1
 
 
+def test_names_that_nobody_answers_for_push_out_no_p_that_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers can name addresses without end. Each is probed, so only a few are kept until they answer."""
+    monkeypatch.setattr(named, "MAX_SILENT", 3)
+    fleet = Fleet(CircuitPolicy())
+    known = Named(fleet, ["127.0.0.0/8"])
+    known.of([(HEADER, b"127.0.0.1:1")])
+    (answered,) = fleet
+    fleet.seen(answered, Evidence.PROBE_OK)
+    for port in range(2, 100):
+        known.of([(HEADER, b"127.0.0.1:%d" % port)])
+    assert sorted(instance.origin.port for instance in fleet) == [1, 97, 98, 99]
+
+
+def test_what_an_operator_added_stays_though_requests_stop_naming_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(named, "MAX_SILENT", 1)
+    fleet = Fleet(CircuitPolicy())
+    fleet.add(parse_spec(Role.PREFILL, "127.0.0.1:1"), "admin")
+    known = Named(fleet, ["127.0.0.0/8"])
+    for port in (1, 2, 3):
+        known.of([(HEADER, b"127.0.0.1:%d" % port)])
+    assert sorted(instance.origin.port for instance in fleet) == [1, 3]
+
+
 # ---- in the service
 
 
@@ -170,3 +194,32 @@ def test_one_that_is_down_costs_the_request_nothing_but_the_overlap() -> None:
         one.served.kill()
         assert ask(c, one).status_code == 200
         assert c.decode[0].local_prefills == 1 and legs([two]) == [0], "no P is asked that was not named"
+
+
+def series(c: FakeCluster) -> list[str]:
+    """Return the series of P's on the page of metrics."""
+    page = c.http.get("/metrics").text
+    return sorted(re.findall(r'^(\w+\{[^}]*(?:role|prefill)="[^}]*\}) ', page, re.MULTILINE))
+
+
+def ended(c: FakeCluster, pairs: int) -> bool:
+    """Return whether so many pairs have moved KV, and no leg is under way."""
+    return len(c.worker.fleet.proven()) == pairs and not any(instance.requests for instance in c.worker.fleet)
+
+
+def test_callers_make_no_series_and_unread_requests_name_no_p() -> None:
+    with sidecar(prefill=4) as (c, prefills):
+        for engine in prefills[:2]:
+            assert ask(c, engine).status_code == 200
+        until(lambda: ended(c, 2))
+        before, known = series(c), len(list(c.worker.fleet))
+        for i in range(40):
+            names = ", ".join(f"127.0.{i}.{n}:9" for n in range(16))
+            answer = c.http.post("/v1/completions", content=b"{", headers={HEADER.decode(): names})
+            assert answer.status_code == 400
+        assert len(list(c.worker.fleet)) == known, "nothing is known of what came with a body that is no request"
+        for engine in prefills[2:]:
+            assert ask(c, engine).status_code == 200
+        until(lambda: ended(c, 4))
+        assert series(c) == before, "P's that requests name are one in the metrics"
+        assert not any(engine.address in one for engine in prefills for one in before)

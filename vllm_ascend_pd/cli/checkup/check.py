@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.errors import PdError, one_line
 
 GOOD, NOTE, WARNING, FAILURE = "ok", "note", "warning", "FAILURE"
 
@@ -21,7 +21,10 @@ class Check:
     remedy: str = ""
 
     def line(self) -> str:
-        return f"{self.level:8} {self.name:20} {self.says}" + (f" → {self.remedy}" if self.remedy else "")
+        """Return it for a terminal, in one line: the other host's doctor has a say in it."""
+        return one_line(
+            f"{self.level:8} {self.name:20} {self.says}" + (f" → {self.remedy}" if self.remedy else ""), 4000
+        )
 
 
 def good(name: str, says: str) -> Check:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from vllm_ascend_pd.channel.exposure import names_loopback
 from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.bodies import UNREADABLE
 from vllm_ascend_pd.metaserver.decisions import Role
+from vllm_ascend_pd.metaserver.service.exchange import kept_id
 from vllm_ascend_pd.metaserver.service.faults import known
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, parse_spec
 from vllm_ascend_pd.metaserver.service.instances_file import Members
@@ -190,9 +190,9 @@ class Admin:
 
 
 def id_of(request: Request) -> str:
-    """Return the client's own request id, or a new one."""
+    """Return the id of a request that is answered here."""
     given = request.headers.getlist("x-request-id")
-    return given[-1] if given else uuid.uuid4().hex
+    return kept_id(given[-1].encode("latin-1") if given else b"")
 
 
 def _require_json(request: Request) -> None:

@@ -7,8 +7,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
-import secrets
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
@@ -29,13 +27,14 @@ from vllm_ascend_pd.metaserver.service import passing, spans, state
 from vllm_ascend_pd.metaserver.service.admin import Admin, id_of
 from vllm_ascend_pd.metaserver.service.cache_events import CacheEvents, parse_ports
 from vllm_ascend_pd.metaserver.service.canary import Canary
-from vllm_ascend_pd.metaserver.service.exchange import AsgiSend, HttpExchange, Interrupt, uncancel
+from vllm_ascend_pd.metaserver.service.exchange import AsgiSend, HttpExchange, Interrupt, kept_id, uncancel
 from vllm_ascend_pd.metaserver.service.faults import known
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.hub import CANARY_WORKER, Hub
 from vllm_ascend_pd.metaserver.service.instances_file import InstancesFile, Members, configured
 from vllm_ascend_pd.metaserver.service.intake import CONNECTION, Body, CallerLeft, Intake, NotTaken, Protocol
+from vllm_ascend_pd.metaserver.service.keys import ClientKeys
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.named import Named
 from vllm_ascend_pd.metaserver.service.probes import Prober
@@ -57,8 +56,6 @@ _NOT_FORWARDED = frozenset(
     b"x-request-id x-forwarded-for".split()  # made anew
 )
 _MAX_RESERVATION_BYTES = 64 << 20
-_MAX_ID = 128  # characters of a client's X-Request-Id that are kept: it goes to engines and into logs
-_WORD = re.compile(rb"[^!-~]+")
 RESERVATIONS = "/v1/metaserver"
 _PASSED_METHODS = [
     "GET",
@@ -89,6 +86,8 @@ class WorkerProcess:
         self._cache_events = CacheEvents(self.fleet, ports) if ports else None
         self._named = Named(self.fleet, settings.prefill_allowed) if settings.sidecar else None
         self._intake = Intake()
+        self._keys = ClientKeys(settings)
+        self._page: asyncio.Task[bytes] | None = None  # of metrics, made last
         self.hub = hub or Hub(0)
         self.canary = Canary(self.front, proves=self.hub.worker == CANARY_WORKER)
         self.hub.attach(self.fleet, self.report)
@@ -104,6 +103,7 @@ class WorkerProcess:
         report = state.worker_report(self.hub.worker, self.front, self.canary, self.fleet.file_problem, details)
         METRICS.running.set(report["running"])
         METRICS.waiting.set(report["waiting"])
+        self.fleet.show()
         return report
 
     def _lost(self, instance: Instance, why: str) -> None:
@@ -160,8 +160,7 @@ class WorkerProcess:
     # -- what clients and D's send
 
     async def _generate(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
-        headers, request_id = forwarded(scope, self.settings.engine_token)
-        prefills = self._named.of(headers) if self._named is not None else None
+        headers, request_id = forwarded(scope, self._keys)
         with self._intake.body() as body:
             try:  # no variable for the body: this frame would keep it as long as the stream
                 request = await self.front.turns.run(
@@ -170,6 +169,7 @@ class WorkerProcess:
             except bodies.BodyError as problem:
                 await _unusable(send, scope["path"], request_id, problem)
                 return
+            prefills = self._named.of(headers) if self._named is not None else None  # a whole request names them
             exchange = HttpExchange(
                 request, headers, request_id, Interrupt(), send, prefills=prefills, release=body.release
             )
@@ -177,7 +177,7 @@ class WorkerProcess:
             await self._attend(scope, exchange, self.front.serve(exchange))
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
-        headers, request_id = forwarded(scope, self.settings.engine_token)
+        headers, request_id = forwarded(scope, self._keys)
         if not passing.is_canonical(scope["path"]):
             raise NotTaken(known(404, "PD-META-016", path=one_line(scope["path"], 128)))
         route = passing.call_of(scope).route
@@ -242,8 +242,11 @@ class WorkerProcess:
         return JSONResponse(body, 200 if ready else 503)
 
     async def _metrics(self, _: Request) -> Response:
-        self.report(details=False)
-        return Response(METRICS.page(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+        """Return the page. However many ask, one is made at a time."""
+        if self._page is None or self._page.done():
+            self.report(details=False)
+            self._page = asyncio.create_task(METRICS.page(self.fleet.labels()), name="metrics")
+        return Response(await asyncio.shield(self._page), media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
 
 async def _unusable(send: AsgiSend, route: str, request_id: str, problem: bodies.BodyError) -> None:
@@ -322,36 +325,30 @@ async def while_connected(scope: Scope, interrupt: Interrupt, work: Coroutine[An
         connection.unwatch(gone)
 
 
-def forwarded(scope: Scope, engine_token: str) -> tuple[Headers, str]:
+def forwarded(scope: Scope, keys: ClientKeys) -> tuple[Headers, str]:
     """Return the client's headers for an engine, and the request's id: the client's own, or a new one.
 
-    Raise NotTaken for a request of another metaserver.
+    Raise NotTaken for a request of another metaserver, and for one without an accepted key.
     """
     named: list[bytes] = []
-    request_id = kind = None
-    authorised = False
+    given, kind = b"", None
     for name, value in scope["headers"]:
         if name == b"x-request-id":
-            request_id = _WORD.sub(b"", value)[:_MAX_ID] or None
+            given = value
         elif name == b"content-type":
             kind = value
-        elif name == b"authorization":
-            authorised = True
         elif name == OWN_MARK:
             raise NotTaken(known(508, "PD-META-023"))
         elif name == b"connection" and value.lower() not in (b"keep-alive", b"close"):
             named += (part.strip().lower() for part in value.split(b","))
     drop = {*_NOT_FORWARDED, *named} if named else _NOT_FORWARDED
-    headers = [(name, value) for name, value in scope["headers"] if name not in drop]
-    if request_id is None:
-        request_id = secrets.token_hex(16).encode()
+    headers = keys.for_engine(scope["method"], [header for header in scope["headers"] if header[0] not in drop])
+    request_id = kept_id(given)
     headers.append((OWN_MARK, b"1"))
-    headers.append((b"x-request-id", request_id))  # always, even if the client's Connection header lists it
+    headers.append((b"x-request-id", request_id.encode()))  # always, even if the client's Connection header lists it
     if kind is None:
         headers.append((b"content-type", b"application/json"))
-    if engine_token and not authorised:
-        headers.append((b"authorization", b"Bearer " + engine_token.encode()))
     if scope.get("client"):
         before = [value for name, value in scope["headers"] if name == b"x-forwarded-for"]
         headers.append((b"x-forwarded-for", b", ".join([*before, scope["client"][0].encode()])))
-    return headers, request_id.decode("latin-1")
+    return headers, request_id

@@ -20,10 +20,9 @@ import zmq.asyncio
 
 from vllm_ascend_pd.errors import one_line
 from vllm_ascend_pd.metaserver.decisions import Role
-from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, parse_specs
+from vllm_ascend_pd.metaserver.service.fleet import NAMED, Fleet, Instance, parse_specs
 from vllm_ascend_pd.metaserver.service.instance_tasks import attend_each
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
-from vllm_ascend_pd.metaserver.service.named import SOURCE as NAMED
 from vllm_ascend_pd.metaserver.service.settings import LAST_PORT
 
 log = logging.getLogger(__name__)
@@ -218,6 +217,6 @@ class CacheEvents:
                             problem,
                         )
                     warned = True
-                METRICS.cache_events.labels(instance.role.value, instance.name).inc()
+                METRICS.cache_events.labels(instance.role.value, instance.label).inc()
                 instance.prompts.update(came, sum(one.tokens for one in caches), lost=lost)
                 await asyncio.sleep(0)  # messages that wait already are received without a pause

@@ -30,6 +30,7 @@ from vllm_ascend_pd.metaserver.decisions import CircuitState, Role
 from vllm_ascend_pd.metaserver.service.exchange import HttpExchange, Interrupt
 from vllm_ascend_pd.metaserver.service.fleet import Fits, Instance
 from vllm_ascend_pd.metaserver.service.front import Front
+from vllm_ascend_pd.metaserver.service.keys import bearer
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.relay import OWN_MARK
 from vllm_ascend_pd.protocol.versions import may_pair
@@ -190,10 +191,7 @@ class Canary:
 
     def _headers(self) -> Headers:
         headers = [(b"content-type", b"application/json"), (b"x-request-id", b"canary-" + uuid.uuid4().hex.encode())]
-        headers.append((OWN_MARK, b"1"))
-        if self._front.settings.engine_token:
-            headers.append((b"authorization", b"Bearer " + self._front.settings.engine_token.encode()))
-        return headers
+        return [*headers, (OWN_MARK, b"1"), *bearer(self._front.settings.engine_token)]
 
 
 class _CanaryAnswer:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import secrets
 import time
 from collections import OrderedDict, deque
@@ -29,6 +30,8 @@ from vllm_ascend_pd.metaserver.service.fleet import Instance, LegInFlight
 from vllm_ascend_pd.protocol.reports import LoadReport
 
 AsgiSend = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+_MAX_ID = 128  # characters of a client's X-Request-Id
+_UNPRINTED = re.compile(rb"[^!-~]+")
 _LAST_REQUESTS = 100
 _LAST_TROUBLES = 50
 _PAST_ATTEMPTS = 1024
@@ -96,6 +99,11 @@ def uncancel(task: asyncio.Task[Any]) -> None:
     method = getattr(task, "uncancel", None)
     if method is not None:
         method()
+
+
+def kept_id(given: bytes) -> str:
+    """Return the id by which a request is echoed, logged, shown and sent on: a word of what was given, or a new one."""
+    return _UNPRINTED.sub(b"", given)[:_MAX_ID].decode("ascii") or secrets.token_hex(16)
 
 
 def _nothing() -> None:

@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 MAX_ENDPOINTS = 1024  # in one text of `parse_specs`
 REST_S = 1.0  # after a refusal, as long as others take requests
 _STEP = 16  # tokens of an answer between two corrections of the load
+NAMED = "header"  # source of the P's that requests name
 _GOOD = frozenset({Evidence.SERVED, Evidence.PROBE_OK})
 
 
@@ -143,6 +144,11 @@ class Instance:
         return f"<{self.role.value} {self.name} {', '.join(words)}>"
 
     @property
+    def label(self) -> str:
+        """Its name in metrics. Callers name P's to a sidecar as they like: all of these have one label."""
+        return "named" if self.source == NAMED else self.name
+
+    @property
     def fingerprint(self) -> str:
         """Fingerprint, which decides the engines that it can pair with; empty if it is not known now."""
         return self.life.fingerprint(time.monotonic())
@@ -227,7 +233,7 @@ class LegInFlight:
             self.returned()
         instance = self.instance
         end = "cut" if failure is asyncio.CancelledError else self.end
-        METRICS.legs.labels(instance.role.value, instance.name, end).inc()
+        METRICS.legs.labels(instance.role.value, instance.label, end).inc()
         instance.requests -= 1
         instance.load = instance.load - self.cost if instance.requests else 0.0  # no drift from rounding
 
@@ -313,6 +319,23 @@ class Fleet:
     def of(self, role: Role) -> list[Instance]:
         return [i for i in self._instances.values() if i.role is role]
 
+    # -- metrics
+
+    def labels(self) -> frozenset[str]:
+        """Return the labels in metrics of all instances, and the one of an unknown P."""
+        return frozenset({"", *(instance.label for instance in self)})
+
+    def show(self) -> None:
+        """Set the gauges of all instances."""
+        shown: dict[tuple[str, str], list[float]] = {}
+        for instance in self:
+            load, up, is_open = shown.setdefault((instance.role.value, instance.label), [0.0, 0.0, 0.0])
+            up = max(up, instance.condition() in (Condition.READY, Condition.SUSPECT))
+            shown[instance.role.value, instance.label] = [load + instance.load, up, is_open + instance.circuit.open]
+        for labels, values in shown.items():
+            for gauge, value in zip((METRICS.tokens, METRICS.up, METRICS.circuit), values, strict=True):
+                gauge.labels(*labels).set(value)
+
     # -- membership
 
     def add(self, spec: Spec, source: str) -> Instance:
@@ -331,7 +354,6 @@ class Fleet:
         circuit, prompts = Circuit(self._policy), Prompts(self._prefix_tokens)
         made = Instance(spec.name, spec.role, spec.origin, spec.weight, source, circuit, prompts)
         self._instances[spec.name] = made
-        METRICS.instance(made.name, made.role.value)
         return made
 
     def remove(self, name: str) -> Instance | None:
@@ -342,7 +364,6 @@ class Fleet:
             for other in self:
                 other.loads.failed.pop(name, None)
             self._compare_models()
-            METRICS.instance(gone.name, gone.role.value)
         return gone
 
     def replace(self, specs: Iterable[Spec], source: str) -> None:

@@ -1,22 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metaserver's own metrics, at its /metrics. With several workers the numbers are the sum over them."""
+"""The metaserver's own metrics, at its /metrics. With several workers the numbers are the sum over them.
+
+An engine's series end with it. With several workers each has its values in a file, from which no series can be taken
+out: there the page leaves them out.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, multiprocess
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest, multiprocess
 
 PREFIX = "ascend_pd_metaserver_"
+_ENGINES = frozenset({"engine", "prefill"})  # labels that name an engine
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
 
 
 class Children:
     """A metric family whose children are looked up in a dict: the library's `labels` costs several times as much."""
 
-    def __init__(self, family: Any) -> None:
+    def __init__(self, family: Any, labels: tuple[str, ...]) -> None:
         self._family = family
+        self._engines = [place for place, label in enumerate(labels) if label in _ENGINES]
         self._children: dict[tuple[object, ...], Any] = {}
 
     def labels(self, *values: object) -> Any:
@@ -25,24 +33,46 @@ class Children:
             child = self._children[values] = self._family.labels(*values)
         return child
 
+    def keep(self, live: frozenset[str]) -> None:
+        """Remove the children of engines that are not in `live`."""
+        gone = [values for values in self._children if not live.issuperset(values[place] for place in self._engines)]
+        for values in gone:
+            del self._children[values]
+            self._family.remove(*values)
+
+
+class _Living:
+    """Collector of another's series, without those of engines that are gone."""
+
+    def __init__(self, families: Iterable[Metric], live: frozenset[str]) -> None:
+        self._families, self._live = families, live
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._families:
+            family.samples = [
+                sample
+                for sample in family.samples
+                if self._live.issuperset(sample.labels[label] for label in _ENGINES & sample.labels.keys())
+            ]
+            yield family
+
 
 class Metrics:
     """The metrics of one process.
 
     An engine's label is `engine`: Prometheus uses `instance` for the scraped address and renames a label of that name.
-    Label values are routes, instances and fixed names: a client cannot make new ones.
+    Label values are routes, instances that an operator has added, and fixed names: a caller cannot make new ones.
     """
 
     def __init__(self) -> None:
         self._shared = bool(os.environ.get("PROMETHEUS_MULTIPROC_DIR"))
         self.registry = CollectorRegistry()
+        self._of_engines: list[Children] = []
         self.requests = self._counter("requests", "Requests of clients, by route and status", "route", "status")
         self.legs = self._counter("legs", "Requests sent to engines, by how they ended", "role", "engine", "end")
         self.retries = self._counter("retries", "Legs repeated, by what failed", "failure")
         self.reservations = self._counter("reservations", "Reservations posted by D, by how they ended", "end")
-        self.loads = self._counter(
-            "loads", "Loads as D reported them: received, or the code", "prefill", "decode", "end"
-        )
+        self.loads = self._counter("loads", "Loads as D reported them: received, or the code", "prefill", "end")
         self.tokens_received = self._counter("tokens_received", "Prompt tokens whose KV came from P, as D reports")
         self.tokens_cached = self._counter("tokens_cached", "Prompt tokens that P had in its cache, as D reports")
         self.tokens_recomputed = self._counter("tokens_recomputed", "Prompt tokens whose KV did not come, as D reports")
@@ -72,30 +102,37 @@ class Metrics:
         self.ready = self._gauge("ready", "1: a pair has moved a block since it came up", across="livemax")
 
     def _counter(self, name: str, text: str, *labels: str) -> Any:
-        return _family(Counter(PREFIX + name, text, labels, registry=self.registry), labels)
+        return self._family(Counter(PREFIX + name, text, labels, registry=self.registry), labels)
 
     def _histogram(self, name: str, text: str, *labels: str) -> Any:
-        return _family(Histogram(PREFIX + name, text, labels, buckets=_SECONDS, registry=self.registry), labels)
+        return self._family(Histogram(PREFIX + name, text, labels, buckets=_SECONDS, registry=self.registry), labels)
 
     def _gauge(self, name: str, text: str, *labels: str, across: Any = "livesum") -> Any:
         gauge = Gauge(PREFIX + name, text, labels, registry=self.registry, multiprocess_mode=across)
-        return _family(gauge, labels)
+        return self._family(gauge, labels)
 
-    def instance(self, name: str, role: str) -> None:
-        """Set an instance's gauges to 0: it is new, or removed."""
-        for gauge in (self.tokens, self.up, self.circuit):
-            gauge.labels(role, name).set(0)
+    def _family(self, family: Any, labels: tuple[str, ...]) -> Any:
+        if not labels:
+            return family
+        children = Children(family, labels)
+        if not _ENGINES.isdisjoint(labels):
+            self._of_engines.append(children)
+        return children
 
-    def page(self) -> bytes:
+    async def page(self, live: frozenset[str]) -> bytes:
+        """Return the page, made in a thread: many series must not hold up requests. `live`: all engines' labels."""
+        if not self._shared:
+            for children in self._of_engines:
+                children.keep(live)
+        return await asyncio.to_thread(self._page, live)
+
+    def _page(self, live: frozenset[str]) -> bytes:
         registry = self.registry
         if self._shared:
             registry = CollectorRegistry()
-            multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+            everyone = multiprocess.MultiProcessCollector(None)  # type: ignore[no-untyped-call]
+            registry.register(_Living(everyone.collect(), live))  # type: ignore[no-untyped-call]
         return generate_latest(registry)
-
-
-def _family(family: Any, labels: tuple[str, ...]) -> Any:
-    return Children(family) if labels else family
 
 
 METRICS = Metrics()

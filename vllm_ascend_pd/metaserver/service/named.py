@@ -2,7 +2,8 @@
 """P's that requests name in a header, for the sidecar of a D, which has no list of P's.
 
 llm-d's picker sets the header, but every client that reaches the sidecar can set it too: only allowed addresses are
-accepted. A P is added to the fleet when a request names it, and removed when none has named it for a while.
+accepted. A P is added to the fleet when a request names it, and removed when none has named it for a while. Of the
+addresses at which nothing has answered yet, only a few are kept: each is probed, and must push out no P.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from vllm_ascend_pd.errors import one_line
 from vllm_ascend_pd.http.http1 import Headers
 from vllm_ascend_pd.metaserver.decisions import Role
 from vllm_ascend_pd.metaserver.service.faults import known
-from vllm_ascend_pd.metaserver.service.fleet import Fleet, Spec, parse_spec
+from vllm_ascend_pd.metaserver.service.fleet import NAMED, Fleet, Instance, Spec, parse_spec
 from vllm_ascend_pd.metaserver.service.intake import NotTaken
 
 HEADER = b"x-prefiller-host-port"
-SOURCE = "header"  # of these instances, in the fleet
 MAX_OF_ONE = 16  # P's of one request; further ones are ignored
 MAX_PREFILLS = 1024  # P's that are kept at a time
+MAX_SILENT = 128  # of these, P's that have not answered yet
 KEPT_S = 600.0  # after the last request that named a P; a P that is kept is probed
 _LOOK_EVERY_S = 10.0
 
@@ -78,6 +79,7 @@ class Named:
         self._fleet = fleet
         self._allowed = [Allowed.parse(text) for text in allowed]
         self._last: OrderedDict[str, float] = OrderedDict()  # when each was named last
+        self._silent: OrderedDict[str, Instance] = OrderedDict()  # had not answered when they were added
 
     def of(self, headers: Headers) -> frozenset[str]:
         """Return the P's that a request names, now in the fleet; if none, its D prefills by itself. Raise NotTaken."""
@@ -91,14 +93,28 @@ class Named:
                 raise NotTaken(known(403, "PD-META-032", address=one_line(spec.name, 128)))
             instance = self._fleet.get(spec.name)
             if instance is None or instance.origin != spec.origin:
-                self._fleet.add(spec, SOURCE)
+                self._silent[spec.name] = self._fleet.add(spec, NAMED)
         except ValueError as problem:
             raise NotTaken(known(400, "PD-META-012", why=f"{HEADER.decode()}: {one_line(str(problem), 200)}")) from None
         self._last[spec.name] = time.monotonic()
         self._last.move_to_end(spec.name)
+        if spec.name in self._silent:
+            self._silent.move_to_end(spec.name)
+        while len(self._silent) > MAX_SILENT:
+            name, instance = self._silent.popitem(last=False)
+            if not instance.answered:
+                self._forget(name)
         while len(self._last) > MAX_PREFILLS:
-            self._fleet.remove(self._last.popitem(last=False)[0])
+            self._forget(next(iter(self._last)))
         return spec.name
+
+    def _forget(self, name: str) -> None:
+        """Remove a P, unless an operator has added it."""
+        del self._last[name]
+        self._silent.pop(name, None)
+        instance = self._fleet.get(name)
+        if instance is not None and instance.source == NAMED:
+            self._fleet.remove(name)
 
     async def run(self) -> None:
         """Remove P's that are not named any more."""
@@ -106,4 +122,4 @@ class Named:
             await asyncio.sleep(_LOOK_EVERY_S)
             before = time.monotonic() - KEPT_S
             while self._last and next(iter(self._last.values())) < before:
-                self._fleet.remove(self._last.popitem(last=False)[0])
+                self._forget(next(iter(self._last)))

@@ -10,11 +10,11 @@ import time
 
 from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
-from vllm_ascend_pd.metaserver.decisions import CircuitState, Condition, Evidence
+from vllm_ascend_pd.metaserver.decisions import CircuitState, Evidence
 from vllm_ascend_pd.metaserver.service import models
-from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance
+from vllm_ascend_pd.metaserver.service.fleet import NAMED, Fleet, Instance
 from vllm_ascend_pd.metaserver.service.instance_tasks import attend_each
-from vllm_ascend_pd.metaserver.service.metrics import METRICS
+from vllm_ascend_pd.metaserver.service.keys import bearer
 from vllm_ascend_pd.metaserver.service.relay import OWN_MARK
 from vllm_ascend_pd.metaserver.service.settings import Settings
 
@@ -42,7 +42,6 @@ class Prober:
             if instance.healthy and (not asked or time.monotonic() >= asked + MODELS_EVERY_S):
                 asked = time.monotonic()
                 await self._models(instance)
-            _show(instance)
             await asyncio.sleep(self._settings.probe_every_s * (0.8 + 0.4 * random.random()))
 
     async def probe(self, instance: Instance) -> None:
@@ -79,8 +78,9 @@ class Prober:
 
     async def _models(self, instance: Instance) -> str:
         """Learn an instance's models; return why it did not answer, or nothing. An empty list leaves the last one."""
-        token, timeout = self._settings.engine_token, self._settings.probe_timeout_s
-        headers = [(b"authorization", b"Bearer " + token.encode())] if token else []
+        timeout = self._settings.probe_timeout_s
+        # Whoever reaches a sidecar can name a process of its own: such a P must not get the key by being probed.
+        headers = bearer(self._settings.engine_token) if instance.source != NAMED else []
         try:
             reply = await self._upstream.send(instance.origin, "GET", models.ROUTE.encode(), headers, b"", timeout)
             async with reply:
@@ -90,10 +90,3 @@ class Prober:
         cards = models.cards_of(body) if reply.status == 200 else {}
         self._fleet.set_models(instance, cards or instance.cards or {})
         return ""
-
-
-def _show(instance: Instance) -> None:
-    labels = (instance.role.value, instance.name)
-    METRICS.tokens.labels(*labels).set(instance.load)
-    METRICS.up.labels(*labels).set(instance.condition() in (Condition.READY, Condition.SUSPECT))
-    METRICS.circuit.labels(*labels).set(instance.circuit.open)

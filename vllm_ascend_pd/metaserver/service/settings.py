@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import operator
+import re
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, RetryPolicy
 from vllm_ascend_pd.secret_files import read_private
 
 LAST_PORT = 65535
+_TOKEN = re.compile(rb"[!-~]{16,}")
 
 
 def _same(value: Any) -> Any:
@@ -32,14 +34,21 @@ def _mib(value: int) -> int:
     return value << 20
 
 
-def read_token(path: str) -> str:
-    """Return the secret in a token file, which must not be readable by other users."""
+def read_tokens(path: str) -> tuple[str, ...]:
+    """Return the secrets in a token file, one a line; other users must not be able to read it."""
     if not path:
-        return ""
-    token = read_private(path, "PD-SEC-004")
-    if len(token) < 16 or not token.isascii() or any(chr(c).isspace() for c in token):
-        raise ConfigError("PD-SEC-004", path=path, why="it must hold one word of at least 16 ASCII characters")
-    return token.decode("ascii")
+        return ()
+    words = read_private(path, "PD-SEC-004").split()
+    if not words or not all(map(_TOKEN.fullmatch, words)):
+        raise ConfigError("PD-SEC-004", path=path, why="each word in it must be at least 16 ASCII characters")
+    return tuple(word.decode("ascii") for word in words)
+
+
+def read_token(path: str) -> str:
+    tokens = read_tokens(path)
+    if len(tokens) > 1:
+        raise ConfigError("PD-SEC-004", path=path, why="it must hold one word")
+    return tokens[0] if tokens else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +257,22 @@ class Settings:
         "--engine-token-file",
         "security",
         "",
-        "file (mode 0600) with the engines' API key, for canaries and for clients that bring no authorization",
+        "file (mode 0600) with the engines' API key, for probes, model lists and canaries; clients bring their own",
         made=read_token,
+    )
+    client_tokens: tuple[str, ...] = _flag(
+        "--client-token-file",
+        "security",
+        "",
+        "file (mode 0600) with clients' keys, one a line: a request that would reach an engine needs one of them as its "
+        "bearer token",
+        made=read_tokens,
+    )
+    lend_engine_token: bool = _flag(
+        "--lend-engine-token",
+        "security",
+        False,
+        "clients' requests go to the engines with the engines' key. Needs --client-token-file, or a --host that is loopback",
     )
     tls_cert: str = _flag("--tls-cert", "security", "", "certificate chain: serve https")
     tls_key: str = _flag("--tls-key", "security", "", "its key")

@@ -120,7 +120,9 @@ class Shared:
     def _judge(self, attempt: Attempt, report: LoadReport, prefill: Instance | None) -> None:
         exchange, decode, name = attempt.exchange, attempt.decode, prefill.name if prefill is not None else ""
         code = report.code if report.code in CATALOGUE else "unknown"
-        METRICS.loads.labels(name, decode.name, "received" if report.received else code).inc()
+        METRICS.loads.labels(
+            prefill.label if prefill is not None else "", "received" if report.received else code
+        ).inc()
         METRICS.tokens_received.inc(report.received)
         METRICS.tokens_recomputed.inc(report.recomputed)
         METRICS.tokens_cached.inc(report.cached)
