@@ -27,11 +27,11 @@ Without paths the tests run in one process more than there are cores, five at mo
 that starts engines run in one of them.
 With paths (tests/unit, tests/unit/test_x.py::test_y) only those run, as with --ci, in one process, or with -n N in N.
 Other arguments go to pytest as they are.
-Tests marked npu say that they are skipped where there is no NPU. tests/ascend_host needs an environment of 8 GB, which
-is made with --ci, --all, or when these tests are named, on x86-64 with 20 GB free (docs/building.md). Where it cannot
-be made, --ci and the named tests fail at once; --all runs the others, and its last lines say what was left out, why,
-and what to do. PD_ASCEND_HOST=0 leaves these tests out on purpose, PD_ASCEND_HOST=where-possible where they cannot run:
-then --ci does not fail, and its last lines say so too.
+Tests marked npu are deselected where there is no NPU. With --ci, --all or a path a test may be skipped only for a
+reason in tests/skips.py: for another one, such as a tool that is missing, the run fails (--skips any: it does not).
+tests/ascend_host needs an environment of 8 GB, which is made with --ci, --all, or when these tests are named, on x86-64
+with 20 GB free (docs/building.md). Where it cannot be made, they fail at once. PD_ASCEND_HOST=0 leaves these tests out
+on purpose; the last lines say so.
 TEXT
 }
 
@@ -52,6 +52,7 @@ stand_ins() {
 
 tier=
 install=1
+runs=1
 all=
 parts=
 if [ "${1:-}" = --parts ]; then
@@ -64,14 +65,13 @@ paths=()
 arguments=()
 for word in "$@"; do
   case $word in
-    -h | --help)
-      if [ -n "$parts" ]; then
-        arguments+=("$word")
-        install=
-        continue
+    -h | --help | --list)
+      if [ -z "$parts" ]; then
+        help
+        exit 0
       fi
-      help
-      exit 0
+      arguments+=("$word")
+      runs=
       ;;
     --ci) tier=ci ;;
     --all)
@@ -84,8 +84,8 @@ for word in "$@"; do
 done
 if [ ${#paths[@]} -gt 0 ]; then tier=${tier:-ci}; fi
 case $tier in
-  all) selection=() ;;
-  ci) selection=(-m 'not slow' --seeds ci) ;;
+  all) selection=(--skips listed) ;;
+  ci) selection=(-m 'not slow' --seeds ci --skips listed) ;;
   *) selection=(-m 'not slow and not ci' --seeds few) ;;
 esac
 spread=()
@@ -105,7 +105,11 @@ fi
 # What is left out is the end of pytest's summary (tests/conftest.py): a run without these tests must not look whole.
 PD_LEFT_OUT=
 ascend_host=
-if [[ " ${paths[*]} " != *" tests/ascend_host"* ]]; then
+case ${PD_ASCEND_HOST:-1} in
+  0 | 1) ;;
+  *) pd_fail "PD_ASCEND_HOST=$PD_ASCEND_HOST: 0 or 1 is wanted" ;;
+esac
+if [ -z "$runs" ] || [[ " ${paths[*]} " != *" tests/ascend_host"* ]]; then
   :
 elif [ "${PD_ASCEND_HOST:-1}" = 0 ]; then
   PD_LEFT_OUT="tests/ascend_host, on purpose: PD_ASCEND_HOST=0 is set. Unset it to run these tests."
@@ -122,16 +126,12 @@ else
       why="their environment is missing, and --no-setup makes none. Run tests/ascend_host/environment.sh"
     fi
   fi
-  if [ -z "$why" ]; then
-    ascend_host=1
-  else
-    PD_LEFT_OUT="tests/ascend_host: $why, or set PD_ASCEND_HOST=0 to leave these tests out on purpose."
-    if [ "$tier" = ci ] && [ "${PD_ASCEND_HOST:-1}" != where-possible ]; then pd_fail "these would be left out: $PD_LEFT_OUT"; fi
-  fi
+  [ -z "$why" ] || pd_fail "tests/ascend_host: $why, or set PD_ASCEND_HOST=0 to leave these tests out on purpose"
+  ascend_host=1
 fi
 export PD_LEFT_OUT
 
-if [ -n "$install" ]; then
+if [ -n "$install" ] && [ -n "$runs" ]; then
   pd_setup test
   pd_test_tools "$all"
   if [ -n "$ascend_host" ]; then tests/ascend_host/environment.sh >/dev/null; fi

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Setup shared by all tests: the repository on the import path, and a reason for each test that cannot run here."""
+"""Setup shared by all tests: the repository on the import path, and what becomes of a test that cannot run here."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
+import skips
 import stagger
 from hypothesis import settings
 
@@ -27,6 +28,12 @@ settings.load_profile("any machine")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seeds", choices=("few", "ci", "all"), default="all", help="how many the simulators play")
+    parser.addoption(
+        "--skips",
+        choices=("any", "listed"),
+        default="any",
+        help="listed: a skip for a reason not in skips.py is a failure",
+    )
     parser.addoption("--stagger", type=int, metavar="SEED", help="let the package's threads stand still now and then")
 
 
@@ -37,10 +44,28 @@ def pytest_configure(config: pytest.Config) -> None:
         stagger.start(seed)
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Let a run that counts fail where a test was skipped for a reason that is not listed."""
+    if _not_run(session.config) and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _not_run(config: pytest.Config) -> list[str]:
+    reporter = config.pluginmanager.getplugin("terminalreporter")  # none in a process of -n, whose reports go to ours
+    if reporter is None or config.getoption("--skips") == "any":
+        return []
+    return skips.unlisted(report for how in ("skipped", "xfailed") for report in reporter.stats.get(how, []))
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
-    """End the summary with what scripts/test.sh leaves out, why, and what to do."""
+    """End the summary with what was skipped against the list, and what scripts/test.sh leaves out, why, what to do."""
     yield
+    if not_run := _not_run(terminalreporter.config):
+        terminalreporter.section("NOT RUN", bold=True, red=True)
+        for line in not_run:
+            terminalreporter.write_line(line)
+        terminalreporter.write_line("These reasons are not in tests/skips.py, so this run has failed: mend them.")
     if left_out := os.environ.get("PD_LEFT_OUT"):
         terminalreporter.section("LEFT OUT", bold=True, red=True)
         terminalreporter.write_line(left_out)
@@ -122,14 +147,14 @@ def _npu_present() -> bool:
 CHANGING = re.compile(r"set\(\{[^}]*,|\{'[^':]*', |0x[0-9a-f]{8}")
 
 
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if CHANGING.search(item.nodeid):
             raise pytest.UsageError(f"the name of {item.nodeid} is another in another process: give it an id")
     marked = [item for item in items if item.get_closest_marker("npu")]
     if marked and not _npu_present():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="there is no Ascend NPU on this machine"))
+        config.hook.pytest_deselected(items=marked)
+        items[:] = [item for item in items if not item.get_closest_marker("npu")]
     if importlib.util.find_spec("vllm") is None:
         for item in items:
             if item.get_closest_marker("engines"):

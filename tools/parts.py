@@ -141,7 +141,7 @@ def pytest_run(words: Sequence[str], log: Path, deadline_s: float) -> int:
     """Run pytest to its end or its deadline, into a log. Return its exit code; 124 after the deadline."""
     with log.open("wb") as out:
         process = subprocess.Popen(
-            (sys.executable, "-m", "pytest", "-q", *words),
+            (sys.executable, "-m", "pytest", "-q", "--skips", "listed", *words),
             stdout=out,
             stderr=subprocess.STDOUT,
             cwd=ROOT,

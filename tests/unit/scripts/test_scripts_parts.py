@@ -23,6 +23,7 @@ def tests(tmp_path: Path) -> Path:
     for name in ("unit", "integration"):
         (folder / name).mkdir(parents=True)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (folder / "conftest.py").write_text("def pytest_addoption(parser):\n    parser.addoption('--skips')\n")
     (folder / "unit/test_a.py").write_text(ONE)
     (folder / "integration/test_b.py").write_text(ONE)
     (folder / "integration/pairs.py").touch()

