@@ -70,8 +70,13 @@ class Contacts:
         address, tag = parted(session)
         self._of(engine)[address] = _Peer(tag, answers)
 
-    def lost(self, address: str) -> None:
+    def at(self, session: str) -> str:
+        """Return the numeric address of a peer that has answered: the engine would look a name up under its mutex."""
+        return self._probes.at(parted(session)[0])
+
+    def lost(self, session: str) -> None:
         """Note a failed write: the peer is probed again before the next one."""
+        address, _ = parted(session)
         if address in self._peers:
             self._peers[address].answers = False
 
