@@ -163,6 +163,8 @@ class MooncakeWire:
         """
         if self._contacts.replaced(self._engines.current, write.session):
             self._engines.replace("another process is at the address of a known peer")
+        elif self._contacts.crowded(self._engines.current):
+            self._engines.replace("it may keep connections to peers that have ended")
         try:
             engine = self._engines.need()
         except PdError as error:

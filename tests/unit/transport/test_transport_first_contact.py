@@ -13,6 +13,7 @@ import pytest
 from unit.kits.refusing import no_more_threads
 from unit.kits.watching import address_of, listening, until
 from unit.transport.clock import ManualClock
+from vllm_ascend_pd.transport.contact import IDLE_S, MAX_IDLE, Contacts
 from vllm_ascend_pd.transport.engine import OpenEngine
 from vllm_ascend_pd.transport.mooncake_sockets import hang_up, shorten_accept
 from vllm_ascend_pd.transport.peer_probes import FRESH_S, MAX_AT_ONCE, PeerProbes, ProbeAnswer, watched
@@ -127,6 +128,23 @@ def test_without_a_thread_for_it_the_answer_is_no_and_a_first_contact_is_not_all
     assert refused == [f"pd-probe-{LOOPBACK}:1", f"pd-watch-{LOOPBACK}:1"]
     assert answer(probes, f"{LOOPBACK}:1") is ProbeAnswer.YES
     assert probes.close()
+
+
+def test_an_engine_is_crowded_by_peers_that_nothing_was_written_to_for_long() -> None:
+    clock, engine = ManualClock(), object.__new__(OpenEngine)
+    contacts = Contacts(lambda _: True, True, clock)
+    sessions = [f"{LOOPBACK}:{n}/tag" for n in range(1, MAX_IDLE + 3)]
+    for session in sessions:
+        contacts.met(engine, session, True)
+    assert not contacts.crowded(engine)
+    clock.now = IDLE_S + 1.0
+    assert contacts.crowded(engine)
+    for session in sessions[:2]:
+        contacts.at(session)
+    assert not contacts.crowded(engine)
+    clock.now += 1.0
+    assert not contacts.crowded(engine)
+    assert not contacts.crowded(object.__new__(OpenEngine)), "a new engine knows none"
 
 
 @pytest.mark.parametrize("answering", [0, 1])
