@@ -6,6 +6,8 @@
   engines have no probe: there the peer must have sent something on its side channel within the last second.
 * A peer restarted on the same port cannot be reached through an engine that knew its predecessor. So sessions carry a
   tag. A new tag at a known address needs a new engine.
+* An engine keeps its connection to a peer that has ended until it writes to it again. So one that knows many peers that
+  nothing was written to for long is replaced before the next first contact.
 
 Only the writer thread calls this; `probe` runs on threads of the probes.
 """
@@ -19,6 +21,8 @@ from vllm_ascend_pd.config import FIRST_CONTACT_S
 from vllm_ascend_pd.transport.engine import OpenEngine
 from vllm_ascend_pd.transport.peer_probes import PeerProbes, ProbeAnswer
 
+IDLE_S = 600.0
+MAX_IDLE = 8  # peers not written to for IDLE_S that an engine may know
 HEARD_S = 1.0  # largest age of a peer's last message on the side channel, where the engine has no probe
 
 
@@ -35,6 +39,7 @@ class FirstContact:
 class _Peer:
     tag: str
     answers: bool  # the last write to it succeeded or is in flight: no probe needed
+    used: float  # time of the last write
 
 
 def parted(session: str) -> tuple[str, str]:
@@ -68,10 +73,26 @@ class Contacts:
 
     def met(self, engine: OpenEngine, session: str, answers: bool) -> None:
         address, tag = parted(session)
-        self._of(engine)[address] = _Peer(tag, answers)
+        self._of(engine)[address] = _Peer(tag, answers, self._clock())
 
-    def lost(self, address: str) -> None:
+    def crowded(self, engine: OpenEngine | None) -> bool:
+        """Return whether this engine may keep the connections of many peers that have ended."""
+        since = self._clock() - IDLE_S
+        return sum(peer.used < since for peer in self._of(engine).values()) > MAX_IDLE
+
+    def at(self, session: str) -> str:
+        """Return where to write now: the numeric address at which the peer has answered.
+
+        The engine would look a name up under its mutex.
+        """
+        address, _ = parted(session)
+        if address in self._peers:
+            self._peers[address].used = self._clock()
+        return self._probes.at(address)
+
+    def lost(self, session: str) -> None:
         """Note a failed write: the peer is probed again before the next one."""
+        address, _ = parted(session)
         if address in self._peers:
             self._peers[address].answers = False
 

@@ -46,18 +46,23 @@ def host_and_port(address: str) -> tuple[str, int]:
     raise OSError(f"not an address: {address!r}")
 
 
+def numeric(address: str) -> list[str]:
+    """Look up the host of "host:port". Return the port with each of its numeric addresses. Raise OSError without one.
+
+    A silent name server takes ten seconds or more: this is not for a thread that others wait for.
+    """
+    host, port = host_and_port(address)
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(f"{entry[4][0]}:{port}" for entry in found))
+
+
 def hang_up(address: str) -> int:
-    """Shut down this process's connections to host:port, so that reads from them end. Return how many there were."""
-    try:
-        host, port = host_and_port(address)
-        wanted = {str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-    except OSError:
-        return 0
+    """Shut down this process's connections to a numeric host:port, so that reads from them end. Return their number."""
     cut = 0
     for sock in _own_sockets():
         with contextlib.suppress(OSError):
             peer = sock.getpeername()
-            if peer[1] == port and peer[0].removeprefix("::ffff:") in wanted:
+            if f"{peer[0].removeprefix('::ffff:')}:{peer[1]}" == address:
                 sock.shutdown(socket.SHUT_RDWR)
                 cut += 1
     return cut

@@ -2,8 +2,8 @@
 """Probes of peers' engines, away from the writer thread.
 
 Mooncake opens a peer's segment under a mutex that every write needs, and waits up to 60 s for an answer. So each peer
-is probed before that, on a thread of its own. The connection to a peer that does not answer in time is shut down, and
-the answer is NO.
+is probed before that, on a thread of its own, which first looks its name up. The connection to a peer that does not
+answer in time is shut down, and the answer is NO.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from vllm_ascend_pd.errors import one_line
 from vllm_ascend_pd.shared.threads import started
-from vllm_ascend_pd.transport.mooncake_sockets import hang_up
+from vllm_ascend_pd.transport.mooncake_sockets import hang_up, numeric
 
 log = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 64
+MAX_NAMES = 4096
 JOIN_S = 1.0
 FRESH_S = 0.5  # older answers do not count; below `wire.OPEN_S`, so two slow first contacts never add up
 AGAIN_S = 0.1  # until the next shutdown of connections, because an engine may connect once more
@@ -34,8 +36,10 @@ class ProbeAnswer(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class _AskedPeer:
-    address: str
+    address: str  # as the peer gives it: perhaps with a name
     cut_at: float  # when its connections are shut down next
+    tried: str = ""  # the numeric address that is probed, or was last
+    over: bool = False  # no other address is tried
     answered: float = 0.0
     answer: ProbeAnswer = ProbeAnswer.ASKING
     thread: threading.Thread = field(init=False)
@@ -50,6 +54,7 @@ class PeerProbes:
     def __init__(self, probe: Callable[[str], bool], timeout_s: float, clock: Callable[[], float]) -> None:
         self._probe, self._timeout_s, self._clock = probe, timeout_s, clock
         self._asked: dict[str, _AskedPeer] = {}  # by session
+        self._numeric: dict[str, str] = {}  # by the peer's address: the numeric one at which it answered last
         self._forgotten: list[_AskedPeer] = []  # no write waits for these any more; their threads are about to end
 
     def ask(self, session: str) -> ProbeAnswer:
@@ -63,6 +68,8 @@ class PeerProbes:
             del self._asked[session]
             asked.thread.join(JOIN_S)
             if self._clock() - asked.answered <= FRESH_S:
+                if asked.answer is ProbeAnswer.YES:
+                    self._note(asked)
                 return asked.answer
             asked = None
         if asked is None:
@@ -71,14 +78,18 @@ class PeerProbes:
                 return ProbeAnswer.NO
         elif (now := self._clock()) > asked.cut_at:
             asked.cut_at = now + AGAIN_S  # a look at all descriptors takes the writer's time
-            hang_up(asked.address)  # the thread then ends, with NO
+            self._cut(asked)  # the thread then ends, with NO
         return ProbeAnswer.ASKING
+
+    def at(self, address: str) -> str:
+        """Return the numeric form of an address that has answered. Its name is not looked up again."""
+        return self._numeric.get(address, address)
 
     def forget(self, session: str) -> None:
         """End the probe of a session: no write waits for its answer any more."""
         asked = self._asked.pop(session, None)
         if asked is not None and asked.answer is ProbeAnswer.ASKING:
-            hang_up(asked.address)
+            self._cut(asked)
             self._forgotten.append(asked)
 
     def close(self) -> bool:
@@ -86,7 +97,7 @@ class PeerProbes:
         left = 0
         for asked in (*self._asked.values(), *self._forgotten):
             if asked.answer is ProbeAnswer.ASKING:
-                hang_up(asked.address)
+                self._cut(asked)
             asked.thread.join(JOIN_S)
             if asked.thread.is_alive():
                 left += 1
@@ -108,10 +119,25 @@ class PeerProbes:
     def _run(self, asked: _AskedPeer) -> None:
         answered = False
         try:
-            answered = self._probe(asked.address)
+            for address in numeric(asked.address):
+                asked.tried = address
+                answered = not asked.over and self._probe(address)
+                if answered:
+                    break
+        except OSError as unknown:
+            log.warning("%s cannot be looked up: %s", one_line(asked.address), unknown)
         finally:
             asked.answered = self._clock()
             asked.answer = ProbeAnswer.YES if answered else ProbeAnswer.NO
+
+    def _cut(self, asked: _AskedPeer) -> None:
+        asked.over = True
+        hang_up(asked.tried)
+
+    def _note(self, asked: _AskedPeer) -> None:
+        self._numeric[asked.address] = asked.tried
+        if len(self._numeric) > MAX_NAMES:
+            del self._numeric[next(iter(self._numeric))]
 
     def _make_room(self) -> None:
         self._forgotten = [asked for asked in self._forgotten if asked.thread.is_alive()]
@@ -123,8 +149,9 @@ class PeerProbes:
 
 @contextlib.contextmanager
 def watched(address: str, timeout_s: float | None) -> Iterator[bool]:
-    """Limit a first contact, made inside this context on the same thread: other writes wait while it opens a segment.
+    """Limit a first contact with a numeric address, made inside this context on the same thread.
 
+    Other writes wait while it opens a segment.
     After `timeout_s` its connections are shut down, again and again until the call is over. None: no first contact.
     Yield whether the contact may be made: not without a thread that can end it.
     """

@@ -89,7 +89,7 @@ class MooncakeWire:
         self._bounds = Bounds((), "source")
         self._handles = itertools.count(1)
         self._waiting: dict[int, _Waiting | None] = {}  # None: refused
-        self._inner: dict[int, tuple[int, str]] = {}  # handle → the engines' handle, and the address
+        self._inner: dict[int, tuple[int, str]] = {}  # handle → the engines' handle, and the session
         self._closed = False
 
     def register(self, regions: Sequence[tuple[int, int]]) -> None:
@@ -113,8 +113,8 @@ class MooncakeWire:
         spans, issue_by = merge_runs(at, to, length), self._clock() + self._wait_s
         engine = self._engines.current
         if engine is not None and self._contacts.known(engine, session):
-            address, _ = parted(session)
-            self._inner[handle] = self._engines.submit(engine, address, spans, issue_by, None), address
+            address = self._contacts.at(session)
+            self._inner[handle] = self._engines.submit(engine, address, spans, issue_by, None), session
         else:
             self._waiting[handle] = None if self._closed else _Waiting(FirstContact(session, issue_by), spans)
         return handle
@@ -123,12 +123,12 @@ class MooncakeWire:
         self._engines.tend()
         if handle in self._waiting:
             return self._poll_waiting(handle)
-        inner, address = self._inner[handle]
+        inner, session = self._inner[handle]
         state = self._engines.poll(inner)
         if state is not WriteState.PENDING:
             del self._inner[handle]
         if state in (WriteState.FAILED, WriteState.UNISSUED):
-            self._contacts.lost(address)
+            self._contacts.lost(session)
         return state
 
     def close(self) -> None:
@@ -163,13 +163,15 @@ class MooncakeWire:
         """
         if self._contacts.replaced(self._engines.current, write.session):
             self._engines.replace("another process is at the address of a known peer")
+        elif self._contacts.crowded(self._engines.current):
+            self._engines.replace("it may keep connections to peers that have ended")
         try:
             engine = self._engines.need()
         except PdError as error:
             log.error("nothing can be written: %s", error)
             return False
-        address, _ = parted(write.session)
+        address = self._contacts.at(write.session)
         inner = self._engines.submit(engine, address, write.spans, write.contact.end, None if known else OPEN_S)
-        self._inner[handle] = inner, address
+        self._inner[handle] = inner, write.session
         self._contacts.met(engine, write.session, self._engines.alive(inner))
         return True

@@ -16,10 +16,14 @@ if importlib.util.find_spec("mooncake") is None:  # not imported here: its envir
     pytest.skip("Mooncake is not installed", allow_module_level=True)
 
 from unit.kits.stalls import Stalls
-from unit.kits.watching import address_of, listening
-from unit.transport.mooncake_child import LOOPBACK, ReceivingChild, settle, target_of, wire_from
+from unit.kits.watching import address_of, listening, until
+from unit.transport.mooncake_child import LOOPBACK, WIRE, ReceivingChild, settle, target_of, wire_from
+from vllm_ascend_pd.transport import contact
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.contact import HEARD_S
+from vllm_ascend_pd.transport.create import create_target
+from vllm_ascend_pd.transport.engine import OpenEngine
+from vllm_ascend_pd.transport.mooncake_sockets import _own_sockets, numeric
 from vllm_ascend_pd.transport.wire import MooncakeWire
 
 SIZE = 64 << 20
@@ -38,6 +42,12 @@ def wire(memory: np.ndarray) -> Iterator[MooncakeWire]:
     opened = wire_from(memory)
     yield opened
     opened.close()
+
+
+def half_closed() -> int:
+    """Return how many connections of this process the other side has closed, and this one has not."""
+    states = [sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] for sock in _own_sockets()]
+    return states.count(8)  # TCP_CLOSE_WAIT
 
 
 def one(wire: MooncakeWire, receiver: ReceivingChild, memory: np.ndarray) -> WriteState:
@@ -106,6 +116,36 @@ def test_after_a_revocation_nothing_of_the_old_session_lands(wire: MooncakeWire,
         assert (ended, again) == (WriteState.FAILED, WriteState.UNISSUED)
         assert one(wire, receiver, memory) is WriteState.LANDED
         assert receiver.sum() == 1
+
+
+def test_a_peer_that_names_its_host_is_written_to_by_number(
+    wire: MooncakeWire, memory: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine looks a name up under the mutex that every write needs."""
+    named = create_target(WIRE, "localhost")
+    target, given = np.zeros(SIZE, dtype=np.uint8), list[str]()
+    named.register([(target.ctypes.data, SIZE)])
+    submit = OpenEngine.submit
+    monkeypatch.setattr(OpenEngine, "submit", lambda self, at, *more: given.append(at) or submit(self, at, *more))
+    try:
+        for _ in range(2):
+            spans = [memory.ctypes.data], [target.ctypes.data], [SPAN]
+            assert settle(wire, wire.submit(named.session, *spans)) is WriteState.LANDED
+        assert len(given) == 2 and given[0] == given[1] in numeric(named.session.partition("/")[0])
+    finally:
+        named.close()
+
+
+def test_connections_to_peers_that_have_ended_do_not_pile_up(
+    wire: MooncakeWire, memory: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contact, "IDLE_S", -1.0, raising=False)  # a peer counts as idle right after a write
+    monkeypatch.setattr(contact, "MAX_IDLE", 1, raising=False)
+    before = half_closed()
+    for _ in range(4):
+        with ReceivingChild(SPAN) as receiver:
+            assert one(wire, receiver, memory) is WriteState.LANDED
+    until(lambda: wire._engines.tend() or half_closed() - before <= 2, half_closed)
 
 
 @pytest.mark.parametrize("free", [2, 5])  # another part of opening an engine fails each time

@@ -13,6 +13,7 @@ import pytest
 from unit.kits.refusing import no_more_threads
 from unit.kits.watching import address_of, listening, until
 from unit.transport.clock import ManualClock
+from vllm_ascend_pd.transport.contact import IDLE_S, MAX_IDLE, Contacts
 from vllm_ascend_pd.transport.engine import OpenEngine
 from vllm_ascend_pd.transport.mooncake_sockets import hang_up, shorten_accept
 from vllm_ascend_pd.transport.peer_probes import FRESH_S, MAX_AT_ONCE, PeerProbes, ProbeAnswer, watched
@@ -57,9 +58,9 @@ def test_a_silent_peer_is_hung_up_on_and_its_thread_ends() -> None:
 def test_a_peer_is_asked_once_at_a_time_and_again_later() -> None:
     asked: list[str] = []
     probes = PeerProbes(lambda address: bool(asked.append(address)) or True, 5.0, ManualClock())
-    assert answer(probes, "a:1") is ProbeAnswer.YES
-    assert answer(probes, "a:1") is ProbeAnswer.YES
-    assert asked == ["a:1", "a:1"]
+    assert answer(probes, "127.0.0.1:1") is ProbeAnswer.YES
+    assert answer(probes, "127.0.0.1:1") is ProbeAnswer.YES
+    assert asked == ["127.0.0.1:1", "127.0.0.1:1"]
 
 
 def finished(probes: PeerProbes, session: str) -> None:
@@ -69,22 +70,22 @@ def finished(probes: PeerProbes, session: str) -> None:
 def test_an_answer_grows_old_and_is_asked_for_again() -> None:
     clock, says = ManualClock(), iter([True, False])
     probes = PeerProbes(lambda _: next(says), 5.0, clock)
-    assert probes.ask("a:1") is ProbeAnswer.ASKING
-    finished(probes, "a:1")
+    assert probes.ask("127.0.0.1:1") is ProbeAnswer.ASKING
+    finished(probes, "127.0.0.1:1")
     clock.now = FRESH_S + 0.1
-    assert probes.ask("a:1") is ProbeAnswer.ASKING, "what it said then proves nothing now"
-    finished(probes, "a:1")
-    assert probes.ask("a:1") is ProbeAnswer.NO
+    assert probes.ask("127.0.0.1:1") is ProbeAnswer.ASKING, "what it said then proves nothing now"
+    finished(probes, "127.0.0.1:1")
+    assert probes.ask("127.0.0.1:1") is ProbeAnswer.NO
 
 
 def test_an_answer_is_no_answer_of_another_process_at_the_address() -> None:
     asked: list[str] = []
     probes = PeerProbes(lambda address: bool(asked.append(address)) or True, 5.0, ManualClock())
-    assert probes.ask("a:1/first") is ProbeAnswer.ASKING
-    finished(probes, "a:1/first")
-    assert probes.ask("a:1/second") is ProbeAnswer.ASKING
-    assert answer(probes, "a:1/second") is ProbeAnswer.YES
-    assert asked == ["a:1", "a:1"]
+    assert probes.ask("127.0.0.1:1/first") is ProbeAnswer.ASKING
+    finished(probes, "127.0.0.1:1/first")
+    assert probes.ask("127.0.0.1:1/second") is ProbeAnswer.ASKING
+    assert answer(probes, "127.0.0.1:1/second") is ProbeAnswer.YES
+    assert asked == ["127.0.0.1:1", "127.0.0.1:1"]
 
 
 def test_a_peer_that_is_forgotten_is_hung_up_on_and_asked_afresh() -> None:
@@ -129,17 +130,81 @@ def test_without_a_thread_for_it_the_answer_is_no_and_a_first_contact_is_not_all
     assert probes.close()
 
 
+def test_an_engine_is_crowded_by_peers_that_nothing_was_written_to_for_long() -> None:
+    clock, engine = ManualClock(), object.__new__(OpenEngine)
+    contacts = Contacts(lambda _: True, True, clock)
+    sessions = [f"{LOOPBACK}:{n}/tag" for n in range(1, MAX_IDLE + 3)]
+    for session in sessions:
+        contacts.met(engine, session, True)
+    assert not contacts.crowded(engine)
+    clock.now = IDLE_S + 1.0
+    assert contacts.crowded(engine)
+    for session in sessions[:2]:
+        contacts.at(session)
+    assert not contacts.crowded(engine)
+    clock.now += 1.0
+    assert not contacts.crowded(engine)
+    assert not contacts.crowded(object.__new__(OpenEngine)), "a new engine knows none"
+
+
+@pytest.mark.parametrize("answering", [0, 1])
+def test_a_name_is_looked_up_by_the_probe_alone_and_known_by_the_address_that_answered(
+    answering: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A silent name server holds a look-up for ten seconds: the writer, which asks, would hold all peers' writes."""
+    looking, found, by = threading.Event(), threading.Event(), list[str]()
+
+    def slowly(_: str, port: int, **more: object) -> list[tuple[object, ...]]:
+        by.append(threading.current_thread().name)
+        looking.set()
+        found.wait(30)
+        addresses = "127.0.0.2", "127.0.0.3"
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
+
+    probed: list[str] = []
+    monkeypatch.setattr(socket, "getaddrinfo", slowly)
+    clock = ManualClock()
+    probes = PeerProbes(lambda at: probed.append(at) or at == f"127.0.0.{2 + answering}:1", 1.0, clock)
+    forgotten = PeerProbes(lambda _: True, 1.0, clock)
+    for each in (probes, forgotten):
+        assert each.ask("d.example:1/tag") is ProbeAnswer.ASKING
+    assert looking.wait(30)
+    forgotten.forget("d.example:1/tag")
+    found.set()
+    assert answer(probes, "d.example:1/tag", 30) is ProbeAnswer.YES
+    assert probes.at("d.example:1") == probed[-1] == f"127.0.0.{2 + answering}:1"
+    assert set(by) == {"pd-probe-d.example:1"}
+    assert probes.close() and forgotten.close()
+
+
+def test_a_peer_whose_name_is_not_found_in_time_is_not_asked_and_the_writer_is_not_held_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = threading.Event()
+
+    def silent(*_: object, **__: object) -> list[object]:
+        assert threading.current_thread().name.startswith("pd-probe"), "the writer looks a name up"
+        found.wait(30)
+        raise OSError("no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", silent)
+    probes = PeerProbes(lambda _: not found.wait(30), 0.0, time.monotonic)
+    assert [probes.ask("d.example:1/tag") for _ in range(5)] == [ProbeAnswer.ASKING] * 5
+    found.set()
+    assert answer(probes, "d.example:1/tag", 30) is ProbeAnswer.NO
+    assert probes.close()
+
+
 NO_ADDRESSES = ["", "x", "10.1.2.3", "10.1.2.3:x", "10.1.2.3:0", f"10.1.2.3:{2**70}", "x" * 70 + ".d:1", "a\0b:1"]
 
 
 @pytest.mark.parametrize("address", NO_ADDRESSES, ids=lambda address: repr(address[:12]))
 def test_a_session_that_is_no_address_costs_the_writer_thread_nothing(address: str) -> None:
     """D names its session; the writer thread, which serves all peers, cuts the connection of an unanswered probe."""
-    gate = threading.Event()
-    probes = PeerProbes(lambda _: gate.wait(10), 0.0, time.monotonic)
-    assert [probes.ask(f"{address}/tag") for _ in range(3)] == [ProbeAnswer.ASKING] * 3
-    probes.forget(f"{address}/tag")
-    gate.set()
+    probes = PeerProbes(lambda _: True, 0.0, time.monotonic)
+    assert probes.ask(f"{address}/other") is ProbeAnswer.ASKING
+    probes.forget(f"{address}/other")
+    assert answer(probes, f"{address}/tag") is ProbeAnswer.NO
     assert probes.close()
     with watched(address, 0.0):
         pass
@@ -166,7 +231,7 @@ def test_no_peer_is_hung_up_on_once_the_first_contact_is_over(monkeypatch: pytes
         return 0
 
     monkeypatch.setattr("vllm_ascend_pd.transport.peer_probes.hang_up", slow)
-    with watched("a:1", 0.0):
+    with watched("127.0.0.1:1", 0.0):
         assert inside.wait(10)
     assert over.is_set(), "the watching thread is still at it"
 
