@@ -29,6 +29,7 @@ from vllm_ascend_pd.decode.answers import Outcome
 from vllm_ascend_pd.errors import PdError, one_line
 from vllm_ascend_pd.http.decisions import HttpFailure, post_again
 from vllm_ascend_pd.http.httpx_transport import REPEATABLE, SILENCE, Transport
+from vllm_ascend_pd.http.tls_files import TlsFiles
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol import reports
 from vllm_ascend_pd.protocol.reports import LoadReport
@@ -253,10 +254,12 @@ class MetaserverClient:
         return self._slots
 
     def _client(self) -> httpx.AsyncClient:
-        """Return the HTTP client. It is made at the first call, on the loop, and reads the TLS files then."""
+        """Return the HTTP client. It is made at the first call, on the loop."""
         if self._http is None:
             connect_s, read_s = self._config.metaserver_connect_timeout_s, 3 * HEARTBEAT_S
-            transport = Transport(connect_s, read_s, _tls(self._config), _MAX_CONNECTING)
+            files = self._config.tls_ca_file, self._config.tls_cert_file, self._config.tls_key_file
+            tls = TlsFiles(lambda: _tls(self._config), *files)
+            transport = Transport(connect_s, read_s, tls, _MAX_CONNECTING)
             self._http = httpx.AsyncClient(transport=transport, trust_env=False)
         return self._http
 
@@ -314,9 +317,7 @@ def origin(url: str) -> tuple[str, str, int]:
     return (parts.scheme, parts.hostname or "", port or (443 if parts.scheme == "https" else 80))
 
 
-def _tls(config: MetaserverConfig) -> ssl.SSLContext | None:
-    if not any(url.startswith("https") for url in config.metaserver_urls):
-        return None  # making a context would read all of the system's certificates
+def _tls(config: MetaserverConfig) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=config.tls_ca_file or None)
     if not config.tls_verify:
         context.check_hostname = False

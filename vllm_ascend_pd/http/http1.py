@@ -22,6 +22,7 @@ import httptools
 
 from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.gathered import Gathered, Payload, cut, length
+from vllm_ascend_pd.http.tls_files import TlsFiles
 from vllm_ascend_pd.http.within import within
 
 Headers = list[tuple[bytes, bytes]]
@@ -406,13 +407,13 @@ class Upstream:
         self,
         connect_timeout_s: float,
         idle_timeout_s: float,
-        tls: ssl.SSLContext | None = None,
+        tls: TlsFiles | None = None,
         max_connecting: int = 1 << 20,
     ) -> None:
         self._connecting = asyncio.Semaphore(max_connecting)
         self._connect_s = connect_timeout_s
         self._idle_s = idle_timeout_s
-        self._tls = tls
+        self._tls = tls or TlsFiles(ssl.create_default_context)
         self._pools: dict[Origin, _Pool] = {}
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -473,9 +474,7 @@ class Upstream:
 
     async def _connect(self, origin: Origin, pool: _Pool) -> _Connection:
         loop = asyncio.get_running_loop()
-        if origin.scheme == "https" and self._tls is None:
-            self._tls = ssl.create_default_context()
-        tls = self._tls if origin.scheme == "https" else None
+        tls = self._tls.context() if origin.scheme == "https" else None
         pool.making += 1  # a pool that is forgotten now would not be swept later
         try:
             async with self._connecting:

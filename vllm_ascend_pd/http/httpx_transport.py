@@ -6,13 +6,13 @@ The engine's scheduler shares its interpreter with these calls, so steps wait fo
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import AsyncIterator
 
 import httpx
 
 from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.http1 import Origin, Reply, Upstream, UpstreamError
+from vllm_ascend_pd.http.tls_files import TlsFiles
 
 REPEATABLE = "vllm_ascend_pd.repeatable"
 SILENCE = "vllm_ascend_pd.silence"  # in seconds
@@ -46,7 +46,7 @@ class Transport(httpx.AsyncBaseTransport):
     one. A request with the extension SILENCE has its own time limit to read.
     """
 
-    def __init__(self, connect_s: float, read_s: float, tls: ssl.SSLContext | None, max_connecting: int) -> None:
+    def __init__(self, connect_s: float, read_s: float, tls: TlsFiles | None, max_connecting: int) -> None:
         self._read_s = read_s
         self._http = Upstream(connect_s, read_s, tls, max_connecting)
 

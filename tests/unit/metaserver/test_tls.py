@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import http.server
+import queue
 import ssl
 import threading
 from collections.abc import Iterator
@@ -118,6 +119,66 @@ def test_d_shows_a_certificate_where_one_is_wanted(loop: LoopThread, mine: tuple
     shown = {"tls_cert_file": str(cert), "tls_key_file": str(key)}
     assert _asked(loop, server.port, tls_ca_file=str(mine[0]), **shown).kind == "prefilled"
     assert _asked(loop, server.port, tls_ca_file=str(mine[0])).kind == "failed"
+    server.stop()
+
+
+def test_certificates_that_are_replaced_are_used_from_the_next_connection_on(
+    loop: LoopThread, mine: tuple[Path, Path], folder: Path, tmp_path: Path
+) -> None:
+    """The key comes a moment after its certificate: until both are there, D goes on with those of before."""
+    old, new = (_certificate(folder, name, LOOPBACK) for name in ("old", "new"))
+    shown, key = tmp_path / "shown.pem", tmp_path / "shown.key"
+    authority = tmp_path / "authorities.pem"
+    authority.write_bytes(mine[0].read_bytes())
+    servers = {name: TlsServer(mine, ca=pair[0]) for name, pair in (("old", old), ("new", new))}
+    outcomes: queue.Queue[Outcome] = queue.Queue()
+    urls = {name: f"https://{LOOPBACK}:{server.port}" for name, server in servers.items()}
+    files = {"tls_ca_file": str(authority), "tls_cert_file": str(shown), "tls_key_file": str(key)}
+    config = MetaserverConfig(metaserver_urls=tuple(urls.values()), **files)
+    client = MetaserverClient(config, loop, lambda _, outcome: outcomes.put(outcome))
+
+    def kinds(attempt: int) -> tuple[str, str]:
+        """Return what comes of a call to the server that takes the old certificate, and to the other one."""
+        found = []
+        for name, url in urls.items():
+            client.reserve((name, attempt), url, {}, 20.0)
+            found.append(outcomes.get(timeout=30).kind)
+        return found[0], found[1]
+
+    try:
+        replace_file(shown, old[0])
+        replace_file(key, old[1])
+        assert kinds(1) == ("prefilled", "failed")
+        replace_file(shown, new[0])
+        assert kinds(2) == ("prefilled", "failed")
+        replace_file(key, new[1])
+        assert kinds(3) == ("failed", "prefilled")
+    finally:
+        loop.call(client.close(), 5.0)
+        for server in servers.values():
+            server.stop()
+
+
+def replace_file(path: Path, by: Path) -> None:
+    """Put a copy in the place of a file at once, as tools that renew certificates do."""
+    beside = path.with_suffix(".next")
+    beside.write_bytes(by.read_bytes())
+    beside.replace(path)
+
+
+async def test_authorities_that_are_replaced_are_used_from_the_next_connection_on(
+    mine: tuple[Path, Path], elsewhere: tuple[Path, Path], tmp_path: Path
+) -> None:
+    authority = tmp_path / "authorities.pem"
+    replace_file(authority, elsewhere[0])
+    server, upstream = TlsServer(mine), http1.Upstream(5.0, 5.0, Settings(engine_ca=str(authority)).engine_tls())
+    origin = http1.Origin("https", LOOPBACK, server.port)
+    with pytest.raises(http1.UpstreamError, match="certificate verify failed"):
+        await upstream.send(origin, "POST", b"/", [], b"{}", 5.0)
+    replace_file(authority, mine[0])
+    async with await upstream.send(origin, "POST", b"/", [], b"{}", 5.0) as reply:
+        assert await reply.rest(10) == b"{}"
+    await upstream.close()
     server.stop()
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.http.tls_files import TlsFiles
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, RetryPolicy
 from vllm_ascend_pd.secret_files import read_private
 
@@ -295,9 +296,12 @@ class Settings:
     def scheme(self) -> str:
         return "https" if self.tls_cert else "http"
 
-    def engine_tls(self) -> ssl.SSLContext | None:
-        """Return the TLS context for https engines; None: the system's certificates."""
-        return ssl.create_default_context(cafile=self.engine_ca) if self.engine_ca else None
+    def engine_tls(self) -> TlsFiles:
+        """Return the TLS context for https engines; without `engine_ca` with the system's certificates."""
+        found = TlsFiles(lambda: ssl.create_default_context(cafile=self.engine_ca or None), self.engine_ca)
+        if self.engine_ca:
+            found.context()  # else the first request would find out that it cannot be read
+        return found
 
 
 FLAGS: dict[str, Flag] = {f.name: f.metadata["flag"] for f in dataclasses.fields(Settings) if f.metadata}
