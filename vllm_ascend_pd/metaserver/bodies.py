@@ -28,6 +28,7 @@ _XARGS = "vllm_xargs"  # vLLM copies its entries to where the forbidden field go
 # Errors of msgspec for bytes that it cannot decode. It decodes UTF-8 and recurses, so two of them are Python's own.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
+_DECODED = 4 << 20  # bytes of the longest body that is read in another encoding than UTF-8: some milliseconds
 _READ_WHOLE = 32 << 10  # bytes of the largest body that is decoded into values: some milliseconds
 _BEFORE_JSON = re.compile(rb"[ \t\r\n\0\xef\xbb\xbf\xff\xfe]*")  # white space in any encoding, and byte order marks
 
@@ -174,6 +175,7 @@ def parsing(route: str, body: Buffer) -> Scan[Request]:
 def fields_of(body: Buffer) -> Scan[dict[str, msgspec.Raw]]:
     """Return the members of the outermost object, each as raw JSON. Raise BodyError."""
     try:
+        body = _in_utf8(body)
         if len(body) > SLICE:
             members = yield from outline.members(body)
             return {name: msgspec.Raw(value) for name, value in members.items()}
@@ -183,6 +185,18 @@ def fields_of(body: Buffer) -> Scan[dict[str, msgspec.Raw]]:
     if len(fields) > outline.MAX_MEMBERS:
         raise BodyError(f"it has more than {outline.MAX_MEMBERS} names at its outermost level")
     return fields
+
+
+def _in_utf8(body: Buffer) -> Buffer:
+    """Return JSON in UTF-8 without a byte order mark, as engines take any. Raise UnicodeDecodeError or NotJson."""
+    encoding = json.detect_encoding(bytes(body[:4]))
+    if encoding == "utf-8":
+        return body
+    if encoding == "utf-8-sig":
+        return body[3:]
+    if len(body) > _DECODED:
+        raise NotJson(f"it is long, and in {encoding}")
+    return bytes(body).decode(encoding).encode()
 
 
 def for_decode(request: Request, params: Mapping[str, Any] | None) -> Payload:
@@ -286,8 +300,9 @@ def stripping(body: Buffer) -> Scan[Buffer]:
 def _look_through(body: Buffer) -> Scan[None]:
     """Search a long body. Raise BodyError if it may name the forbidden field, is malformed or too deeply nested."""
     try:
+        body = _in_utf8(body)
         yield from outline.well_formed(body)
-    except NotJson as problem:
+    except (NotJson, UnicodeDecodeError) as problem:
         raise BodyError(f"it is long, and no strict JSON: {problem}") from problem
     if (yield from outline.holds(body, _names_forbidden)):
         raise BodyError(
