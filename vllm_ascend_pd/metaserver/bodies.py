@@ -28,7 +28,9 @@ _XARGS = "vllm_xargs"  # vLLM copies its entries to where the forbidden field go
 # Errors of msgspec for bytes that it cannot decode. It decodes UTF-8 and recurses, so two of them are Python's own.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-_DECODED = 4 << 20  # bytes of the longest body that is read in another encoding than UTF-8: some milliseconds
+_AT_ONCE = 256 << 10  # bytes of the longest body that is parsed without pauses: some milliseconds
+_DECODED = 4 << 20  # bytes of the longest body whose members the decoder finds, about a millisecond for each MiB
+_DECODED_NAMES = 20_000  # with at most so many names at all levels: it makes an object for each that is a member
 _READ_WHOLE = 32 << 10  # bytes of the largest body that is decoded into values: some milliseconds
 _BEFORE_JSON = re.compile(rb"[ \t\r\n\0\xef\xbb\xbf\xff\xfe]*")  # white space in any encoding, and byte order marks
 
@@ -138,6 +140,12 @@ def parse(route: str, body: Buffer) -> Request:
 
 def parsing(route: str, body: Buffer) -> Scan[Request]:
     """Parse a request. Raise BodyError if it is no JSON object, or its `vllm_xargs` cannot be searched."""
+    if len(body) <= _AT_ONCE:
+        return at_once(_parsing(route, body))
+    return (yield from _parsing(route, body))
+
+
+def _parsing(route: str, body: Buffer) -> Scan[Request]:
     fields = yield from fields_of(body)
     fields.pop(TRANSFER_PARAMS, None)
     if _XARGS in fields:
@@ -176,7 +184,7 @@ def fields_of(body: Buffer) -> Scan[dict[str, msgspec.Raw]]:
     """Return the members of the outermost object, each as raw JSON. Raise BodyError."""
     try:
         body = _in_utf8(body)
-        if len(body) > SLICE:
+        if len(body) > SLICE and (len(body) > _DECODED or bytes(body).count(b":") > _DECODED_NAMES):
             members = yield from outline.members(body)
             return {name: msgspec.Raw(value) for name, value in members.items()}
         fields = _FIELDS.decode(body)
