@@ -28,6 +28,9 @@ _XARGS = "vllm_xargs"  # vLLM copies its entries to where the forbidden field go
 # Errors of msgspec for bytes that it cannot decode. It decodes UTF-8 and recurses, so two of them are Python's own.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
+_AT_ONCE = 256 << 10  # bytes of the longest body that is parsed without pauses: some milliseconds
+_DECODED = 4 << 20  # bytes of the longest body whose members the decoder finds, about a millisecond for each MiB
+_DECODED_NAMES = 20_000  # with at most so many names at all levels: it makes an object for each that is a member
 _READ_WHOLE = 32 << 10  # bytes of the largest body that is decoded into values: some milliseconds
 _BEFORE_JSON = re.compile(rb"[ \t\r\n\0\xef\xbb\xbf\xff\xfe]*")  # white space in any encoding, and byte order marks
 
@@ -137,6 +140,12 @@ def parse(route: str, body: Buffer) -> Request:
 
 def parsing(route: str, body: Buffer) -> Scan[Request]:
     """Parse a request. Raise BodyError if it is no JSON object, or its `vllm_xargs` cannot be searched."""
+    if len(body) <= _AT_ONCE:
+        return at_once(_parsing(route, body))
+    return (yield from _parsing(route, body))
+
+
+def _parsing(route: str, body: Buffer) -> Scan[Request]:
     fields = yield from fields_of(body)
     fields.pop(TRANSFER_PARAMS, None)
     if _XARGS in fields:
@@ -174,7 +183,8 @@ def parsing(route: str, body: Buffer) -> Scan[Request]:
 def fields_of(body: Buffer) -> Scan[dict[str, msgspec.Raw]]:
     """Return the members of the outermost object, each as raw JSON. Raise BodyError."""
     try:
-        if len(body) > SLICE:
+        body = _in_utf8(body)
+        if len(body) > SLICE and (len(body) > _DECODED or bytes(body).count(b":") > _DECODED_NAMES):
             members = yield from outline.members(body)
             return {name: msgspec.Raw(value) for name, value in members.items()}
         fields = _FIELDS.decode(body)
@@ -183,6 +193,18 @@ def fields_of(body: Buffer) -> Scan[dict[str, msgspec.Raw]]:
     if len(fields) > outline.MAX_MEMBERS:
         raise BodyError(f"it has more than {outline.MAX_MEMBERS} names at its outermost level")
     return fields
+
+
+def _in_utf8(body: Buffer) -> Buffer:
+    """Return JSON in UTF-8 without a byte order mark, as engines take any. Raise UnicodeDecodeError or NotJson."""
+    encoding = json.detect_encoding(bytes(body[:4]))
+    if encoding == "utf-8":
+        return body
+    if encoding == "utf-8-sig":
+        return body[3:]
+    if len(body) > _DECODED:
+        raise NotJson(f"it is long, and in {encoding}")
+    return bytes(body).decode(encoding).encode()
 
 
 def for_decode(request: Request, params: Mapping[str, Any] | None) -> Payload:
@@ -286,8 +308,9 @@ def stripping(body: Buffer) -> Scan[Buffer]:
 def _look_through(body: Buffer) -> Scan[None]:
     """Search a long body. Raise BodyError if it may name the forbidden field, is malformed or too deeply nested."""
     try:
+        body = _in_utf8(body)
         yield from outline.well_formed(body)
-    except NotJson as problem:
+    except (NotJson, UnicodeDecodeError) as problem:
         raise BodyError(f"it is long, and no strict JSON: {problem}") from problem
     if (yield from outline.holds(body, _names_forbidden)):
         raise BodyError(

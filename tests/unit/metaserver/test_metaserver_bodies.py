@@ -322,3 +322,37 @@ def test_counts_and_flags_are_read_as_the_engine_reads_them(value: object) -> No
     fields = {"n": msgspec.Raw(raw)}
     assert bodies._number(fields, "n", 7) == (number if 0 <= number < 10**9 else 7)  # type: ignore[operator]
     assert bodies.flag(fields, "n") is read(flag, False)
+
+
+ENCODINGS = ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be")
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("length", [1, 70_000])
+def test_a_body_is_read_in_every_encoding_that_engines_read(encoding: str, length: int) -> None:
+    """vLLM reads bodies with the standard library, which takes these and a byte order mark before them."""
+    said = {"model": "m", "prompt": "ü" * length, "kv_transfer_params": {"forged": 1}}
+    body = json.dumps(said, ensure_ascii=False).encode(encoding)
+    assert json.loads(body) == said
+    request = bodies.parse(COMPLETIONS, body)
+    sent = bodies.for_decode(request, None)
+    whole = sent if isinstance(sent, bytes) else b"".join(sent)
+    assert json.loads(whole.decode()) == {"model": "m", "prompt": "ü" * length} and request.model == "m"
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_long_body_for_another_route_is_passed_in_every_encoding(encoding: str) -> None:
+    harmless, hidden = (
+        json.dumps({"input": "x" * 70_000, name: 1}).encode(encoding) for name in ("n", "kv_transfer_params")
+    )
+    assert at_once(bodies.stripping(harmless)) == harmless
+    with pytest.raises(bodies.BodyError, match="kv_transfer_params"):
+        at_once(bodies.stripping(hidden))
+
+
+@pytest.mark.parametrize(
+    "broken", [b"\xff\xfe{", b"\xff\xfe\x00\xd8{}", b"\x00", b"{\x00", b"\xef\xbb\xbf", b"\x00\x00\xfe\xff{"]
+)
+def test_a_body_that_no_encoding_fits_is_refused(broken: bytes) -> None:
+    with pytest.raises(bodies.BodyError):
+        bodies.parse(COMPLETIONS, broken)
