@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import math
+import socket
 import ssl
 from collections import deque
 from types import TracebackType
@@ -22,6 +23,7 @@ import httptools
 
 from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.gathered import Gathered, Payload, cut, length
+from vllm_ascend_pd.http.resolver import Hosts, Resolver
 from vllm_ascend_pd.http.tls_files import TlsFiles
 from vllm_ascend_pd.http.within import within
 
@@ -58,11 +60,12 @@ def _broken_and_not_replaced(problem: UpstreamError) -> UpstreamError:
     return UpstreamError(HttpFailure.BROKEN, f"it closed the connection, and then: {problem.why}")
 
 
-def _one_of_several(problem: OSError) -> OSError:
-    """Return a refusal for an error of several addresses, one of which refused: asyncio has joined their texts."""
-    if problem.errno is None and f"[Errno {errno.ECONNREFUSED}]" in str(problem):
-        return ConnectionRefusedError(errno.ECONNREFUSED, str(problem))
-    return problem
+def _one_of_several(problems: list[OSError]) -> OSError:
+    """Return one error for those of several addresses: a refusal, if one of them refused."""
+    if len(problems) == 1:
+        return problems[0]
+    refused = any(isinstance(problem, ConnectionRefusedError) for problem in problems)
+    return OSError(errno.ECONNREFUSED if refused else problems[-1].errno, "; ".join(map(str, problems)))
 
 
 class UpstreamError(Exception):
@@ -414,6 +417,7 @@ class Upstream:
         self._connect_s = connect_timeout_s
         self._idle_s = idle_timeout_s
         self._tls = tls or TlsFiles(ssl.create_default_context)
+        self.resolver = Resolver()
         self._pools: dict[Origin, _Pool] = {}
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -473,26 +477,49 @@ class Upstream:
             raise
 
     async def _connect(self, origin: Origin, pool: _Pool) -> _Connection:
-        loop = asyncio.get_running_loop()
         tls = self._tls.context() if origin.scheme == "https" else None
         pool.making += 1  # a pool that is forgotten now would not be swept later
         try:
+            hosts = self.resolver.known(origin.host) or await self._resolve(origin.host)
             async with self._connecting:
-                making = loop.create_connection(
-                    lambda: _Connection(loop, pool, self._idle_s), origin.host, origin.port, ssl=tls
-                )
-                _, connection = await within(self._connect_s, making, lambda made: made[1].abort())
+                making = self._reach(origin, hosts, pool, tls)
+                return await within(self._connect_s, making, lambda made: made.abort())
         except asyncio.TimeoutError as problem:
             raise UpstreamError(HttpFailure.CONNECT, f"no connection within {self._connect_s:g} s") from problem
-        except RuntimeError as refused:  # no thread to look the name up
-            raise UpstreamError(HttpFailure.OURS, str(refused)) from refused
-        except OSError as error:
-            cause = _one_of_several(error)
+        except OSError as cause:
             failure = HttpFailure.OURS if cause.errno in _OURS else HttpFailure.CONNECT
             raise UpstreamError(failure, str(cause) or type(cause).__name__) from cause
         finally:
             pool.making -= 1
-        return connection
+
+    async def _resolve(self, host: str) -> Hosts:
+        """Return an engine's addresses. It is not to blame if its name is not known yet for want of a name server."""
+        failure = HttpFailure.CONNECT if self.resolver.met(host) else HttpFailure.OURS
+        try:
+            found = await within(self._connect_s, self.resolver.resolve(host))
+        except asyncio.TimeoutError as problem:
+            raise UpstreamError(failure, "its name is still being looked up") from problem
+        except OSError as problem:
+            unanswered = isinstance(problem, socket.gaierror) and problem.errno == socket.EAI_AGAIN
+            why = f"its name has no address: {problem}"
+            raise UpstreamError(failure if unanswered else HttpFailure.CONNECT, why) from problem
+        return [(address["family"], address["host"]) for address in found]
+
+    async def _reach(self, origin: Origin, hosts: Hosts, pool: _Pool, tls: ssl.SSLContext | None) -> _Connection:
+        """Connect to the first address that takes it. Raise OSError."""
+        loop, problems = asyncio.get_running_loop(), list[OSError]()
+        for _, host in hosts:
+            try:
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(loop, pool, self._idle_s),
+                    *(host, origin.port),
+                    ssl=tls,
+                    server_hostname=origin.host if tls else None,
+                )
+                return connection
+            except OSError as problem:
+                problems.append(problem)
+        raise _one_of_several(problems)
 
     def _open(self, origin: Origin) -> _Pool:
         if self._sweeper is None:
@@ -515,6 +542,7 @@ class Upstream:
     async def close(self) -> None:
         if self._sweeper is not None:
             self._sweeper.cancel()
+        await self.resolver.close()
         for pool in self._pools.values():
             for connection in (*pool.idle, *pool.busy):
                 connection.abort()

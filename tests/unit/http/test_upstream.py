@@ -206,10 +206,10 @@ async def test_a_refusal_is_one_however_many_addresses_refuse(
     async with talking(says()) as (server, origin, upstream):
         server.stop()
 
-        async def resolved(_: str, port: int, **more: object) -> list[tuple[object, ...]]:
+        def resolved(_: str, port: int, **more: object) -> list[tuple[object, ...]]:
             return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
 
-        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolved)
+        monkeypatch.setattr(socket, "getaddrinfo", resolved)
         with pytest.raises(UpstreamError) as raised:
             await ask(upstream, origin._replace(host="engine.example"))
         assert raised.value.failure is HttpFailure.CONNECT

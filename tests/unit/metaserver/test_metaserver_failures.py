@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
@@ -490,3 +492,35 @@ def test_load_is_counted_in_tokens_not_in_requests() -> None:
                 engine.behaviour.hold = False
         assert sorted(len(p.generations()) for p in c.prefill) == [1, 4]
         assert {i.role for i in c.worker.fleet} == set(Role)
+
+
+def test_engines_whose_names_resolve_slowly_are_starting_and_delay_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    system, gate = socket.getaddrinfo, threading.Event()
+    slow = [f"slow-{i}.test:9" for i in range(40)]  # more than the event loop has threads of its own
+
+    def resolve(host: Any, port: Any, *args: Any, **more: Any) -> Any:
+        if str(host).startswith("slow-"):
+            gate.wait(60)
+            raise socket.gaierror(socket.EAI_AGAIN, "no name server answers")
+        return system("127.0.0.1" if host == "quick.test" else host, port, *args, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with cluster(decode=2, connect_timeout_s=0.5) as c:
+        try:
+            one, other = c.decode
+            for name in slow:
+                assert c.http.post("/instances", json={"role": "decode", "url": name}).status_code == 201
+            waiting = [c.worker.fleet.get(name) for name in slow]
+            until(lambda: all(instance is not None and instance.last_error for instance in waiting))
+            assert c.http.delete(f"/instances/{other.address}").status_code == 200
+            quick = f"quick.test:{other.address.rpartition(':')[2]}"
+            assert c.http.post("/instances", json={"role": "decode", "url": quick}).status_code == 201
+            until(lambda: (added := c.worker.fleet.get(quick)) is not None and added.answered, 20)
+            assert c.http.delete(f"/instances/{one.address}").status_code == 200
+            for i in range(10):
+                assert c.complete(f"prompt {i}").status_code == 200
+            states = {i["name"]: (i["state"], i["broke"]) for i in c.http.get("/instances").json()["instances"]}
+            assert {states[name] for name in slow} == {("starting", 0)}
+            assert states[quick] == ("ready", 0) and len(other.generations()) >= 10
+        finally:
+            gate.set()

@@ -53,7 +53,9 @@ class Prober:
                 await reply.rest(1 << 16, self._settings.probe_timeout_s)
         except UpstreamError as problem:
             if problem.failure is HttpFailure.OURS:
-                log.warning("%s is not probed: %s", instance.name, problem.why)
+                if instance.last_error != problem.why:  # once, not with each probe
+                    log.warning("%s is not probed: %s", instance.name, problem.why)
+                instance.last_error, instance.last_error_at = problem.why, time.time()
                 return
             self._fleet.seen(instance, Evidence.PROBE_FAILED, f"/health: {problem.why}")
             if isinstance(problem.__cause__, (ConnectionRefusedError, ConnectionResetError)):

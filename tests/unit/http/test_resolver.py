@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Look-ups of names, with a name server in the test's hands: a slow one delays nothing but its own names."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from vllm_ascend_pd.http import resolver as module
+from vllm_ascend_pd.http.decisions import HttpFailure
+from vllm_ascend_pd.http.http1 import Origin, Upstream, UpstreamError
+from vllm_ascend_pd.http.resolver import Resolver
+
+WAIT_S = 20.0  # only where a promise is broken
+
+
+class NameServer:
+    """Answers by name. Resolver in `slow` wait for the gate; those in `wrong` fail with this error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: Counter[str] = Counter()
+        self.slow: set[str] = set()
+        self.wrong: dict[str, int] = {}
+        self.addresses = ["127.0.0.1"]
+        self.gate = threading.Event()
+        self._system = socket.getaddrinfo
+        monkeypatch.setattr(socket, "getaddrinfo", self._answer)
+
+    def _answer(self, host: Any, port: Any, *args: Any, **more: Any) -> Any:
+        if not str(host).endswith(".test"):
+            return self._system(host, port, *args, **more)
+        self.asked[host] += 1
+        if host in self.slow:
+            self.gate.wait(WAIT_S)
+        if host in self.wrong:
+            raise socket.gaierror(self.wrong[host], "as set")
+        return [entry for one in self.addresses for entry in self._system(one, port, type=socket.SOCK_STREAM)]
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = NameServer(monkeypatch)
+    yield made
+    made.gate.set()
+
+
+def hosts(found: list[module.Address]) -> list[str]:
+    return [address["host"] for address in found]
+
+
+async def until_asked(server: NameServer, *names: str) -> None:
+    while not all(server.asked[name] for name in names):
+        await asyncio.sleep(0.001)
+
+
+async def test_slow_names_delay_no_other_however_many_they_are(server: NameServer) -> None:
+    resolver, server.slow = Resolver(), {f"slow-{i}.test" for i in range(40)}  # more than the loop's own threads
+    waiting = [asyncio.create_task(resolver.resolve(name)) for name in server.slow]
+    await until_asked(server, *server.slow)
+    assert hosts(await asyncio.wait_for(resolver.resolve("quick.test"), WAIT_S)) == ["127.0.0.1"]
+    assert not any(task.done() for task in waiting)
+    server.gate.set()
+    assert [hosts(found) for found in await asyncio.gather(*waiting)] == [["127.0.0.1"]] * 40
+
+
+async def test_a_name_is_looked_up_once_for_all_who_ask_and_who_leaves_stops_nothing(server: NameServer) -> None:
+    resolver, server.slow = Resolver(), {"slow.test"}
+    asking = [asyncio.create_task(resolver.resolve("slow.test", 80 + i)) for i in range(20)]
+    await until_asked(server, "slow.test")
+    asking[0].cancel()
+    await asyncio.wait({asking[0]})
+    server.gate.set()
+    found = await asyncio.gather(*asking[1:])
+    assert [[(address["host"], address["port"]) for address in one] for one in found] == [
+        [("127.0.0.1", 80 + i)] for i in range(1, 20)
+    ]
+    assert hosts(await resolver.resolve("slow.test")) == ["127.0.0.1"] and server.asked["slow.test"] == 1
+
+
+async def test_the_last_good_answer_serves_while_the_next_is_awaited_or_fails(
+    server: NameServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolver = Resolver()
+    await resolver.resolve("engine.test")
+    monkeypatch.setattr(module, "FRESH_S", 0.0)
+    server.addresses, server.slow = ["127.0.0.2"], {"engine.test"}
+    assert hosts(await resolver.resolve("engine.test")) == ["127.0.0.1"], "the look-up hangs"
+    server.gate.set()
+    while hosts(await resolver.resolve("engine.test")) != ["127.0.0.2"]:
+        await asyncio.sleep(0.001)
+    server.wrong["engine.test"] = socket.EAI_NONAME
+    before = server.asked["engine.test"]
+    while server.asked["engine.test"] < before + 5:
+        assert hosts(await resolver.resolve("engine.test")) == ["127.0.0.2"], "the look-up fails"
+        await asyncio.sleep(0.001)
+    monkeypatch.setattr(module, "KEPT_S", 0.0)
+    with pytest.raises(OSError, match="as set"):
+        await resolver.resolve("engine.test")
+
+
+@pytest.mark.parametrize(
+    ("literal", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6), ("fe80::1%lo", socket.AF_INET6)]
+)
+async def test_an_address_is_its_own_answer(literal: str, family: int, server: NameServer) -> None:
+    (found,) = await Resolver().resolve(literal, 80)
+    flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+    assert found == {"hostname": literal, "host": literal, "port": 80, "family": family, "proto": 0, "flags": flags}
+    assert Resolver().known(literal)
+
+
+async def test_no_more_names_are_kept_than_may_be(server: NameServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_NAMES", 3)
+    resolver = Resolver()
+    for i in range(5):
+        await resolver.resolve(f"{i}.test")
+    assert [resolver.known(f"{i}.test") is not None for i in range(5)] == [False, False, True, True, True]
+
+
+async def test_the_end_waits_for_no_look_up(server: NameServer) -> None:
+    resolver, server.slow = Resolver(), {"slow.test"}
+    asking = asyncio.create_task(resolver.resolve("slow.test"))
+    await until_asked(server, "slow.test")
+    await resolver.close()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"), [(socket.EAI_AGAIN, HttpFailure.OURS), (socket.EAI_NONAME, HttpFailure.CONNECT)]
+)
+async def test_an_engine_is_not_blamed_if_no_name_server_answers(
+    error: int, failure: HttpFailure, server: NameServer
+) -> None:
+    server.wrong["engine.test"], upstream = error, Upstream(5.0, 5.0)
+    with pytest.raises(UpstreamError) as raised:
+        await upstream.send(Origin("http", "engine.test", 9), "GET", b"/", [], b"", 5.0)
+    assert raised.value.failure is failure
+    await upstream.close()
+
+
+async def test_time_limits_hold_on_a_connection_whose_name_was_looked_up_during_a_sweep(server: NameServer) -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    listening = await asyncio.start_server(silent, "127.0.0.1", 0)
+    upstream, origin = Upstream(WAIT_S, 5.0), Origin("http", "slow.test", listening.sockets[0].getsockname()[1])
+    server.slow = {"slow.test"}
+    asking = asyncio.create_task(upstream.send(origin, "GET", b"/", [], b"", 0.2))
+    await until_asked(server, "slow.test")
+    upstream.sweep(asyncio.get_running_loop().time() + 3600.0)
+    server.gate.set()
+    with pytest.raises(UpstreamError) as raised:
+        await asyncio.wait_for(asking, WAIT_S)
+    assert raised.value.failure is HttpFailure.TIMEOUT
+    await upstream.close()
+    listening.close()
+
+
+async def test_an_engine_whose_name_was_known_and_is_lost_counts_as_not_reached(
+    server: NameServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upstream, origin = Upstream(0.05, 5.0), Origin("http", "engine.test", 9)
+    server.slow = {"engine.test"}
+    with pytest.raises(UpstreamError) as raised:
+        await upstream.send(origin, "GET", b"/", [], b"", 5.0)
+    assert raised.value.failure is HttpFailure.OURS, "it is looked up for the first time"
+    server.gate.set()
+    while upstream.resolver.known("engine.test") is None:
+        await asyncio.sleep(0.001)
+    monkeypatch.setattr(module, "FRESH_S", 0.0)
+    monkeypatch.setattr(module, "KEPT_S", 0.0)
+    server.gate.clear()
+    with pytest.raises(UpstreamError) as raised:
+        await upstream.send(origin, "GET", b"/", [], b"", 5.0)
+    assert raised.value.failure is HttpFailure.CONNECT
+    await upstream.close()

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Addresses of hosts by name, looked up apart from requests: a name that resolves slowly delays no other.
+
+The system's look-up holds its thread, for half a minute and more if no name server answers, and cannot be cancelled.
+So each name has one look-up at a time, in a thread of its own, for all who ask. The last good answer serves while the
+next one is awaited, and for a while if there is none.
+
+`Resolver` has the form of an `aiohttp.abc.AbstractResolver`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import socket
+import threading
+from collections import OrderedDict
+from typing import NamedTuple, TypedDict
+
+FRESH_S = 5.0  # an answer that is older is looked up again, beside the request that uses it
+KEPT_S = 600.0  # how long an answer serves if there is no newer one
+MAX_NAMES = 4096  # whose answers are kept
+_AT_ONCE = 256  # look-ups, each with its thread
+_NUMERIC = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+
+
+class Address(TypedDict):
+    """An address of a host, in the form of an `aiohttp.abc.ResolveResult`."""
+
+    hostname: str
+    host: str
+    port: int
+    family: int
+    proto: int
+    flags: int
+
+
+Hosts = list[tuple[int, str]]  # families and addresses
+
+
+class _Good(NamedTuple):
+    at: float
+    hosts: Hosts
+
+
+class Resolver:
+    """The names of one event loop."""
+
+    def __init__(self) -> None:
+        self._good: OrderedDict[str, _Good] = OrderedDict()  # the oldest first
+        self._looking: dict[str, asyncio.Task[Hosts]] = {}
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+
+    async def resolve(self, host: str, port: int = 0, family: int = socket.AF_UNSPEC) -> list[Address]:
+        """Return the addresses of a host. Raise OSError if its look-up fails and no earlier answer serves."""
+        found = self.known(host)
+        if found is None:
+            found = await asyncio.shield(self._look_up(host))  # who leaves stops the look-up of no other
+        return [
+            Address(hostname=host, host=address, port=port, family=kind, proto=0, flags=_NUMERIC)
+            for kind, address in found
+            if family in (socket.AF_UNSPEC, kind)
+        ]
+
+    def known(self, host: str) -> Hosts | None:
+        """Return what is known of a host without waiting; None if nothing that still serves. Begin the next look-up."""
+        with contextlib.suppress(ValueError):
+            version = ipaddress.ip_address(host).version
+            return [(socket.AF_INET if version == 4 else socket.AF_INET6, host)]
+        good = self._good.get(host)
+        if good is None:
+            return None
+        age = asyncio.get_running_loop().time() - good.at
+        if age >= FRESH_S:
+            self._look_up(host)
+        return good.hosts if age < KEPT_S else None
+
+    def met(self, host: str) -> bool:
+        """Return whether a look-up of this host was ever good."""
+        return host in self._good
+
+    async def close(self) -> None:
+        """End without waiting for look-ups: their threads end by themselves, and keep no process alive."""
+        looking = list(self._looking.values())
+        for task in looking:
+            task.cancel()
+        await asyncio.gather(*looking, return_exceptions=True)
+
+    def _look_up(self, host: str) -> asyncio.Task[Hosts]:
+        task = self._looking.get(host)
+        if task is None:
+            task = self._looking[host] = asyncio.get_running_loop().create_task(self._ask(host), name=f"name {host}")
+            task.add_done_callback(lambda done: self._over(host, done))
+        return task
+
+    def _over(self, host: str, done: asyncio.Task[Hosts]) -> None:
+        del self._looking[host]
+        if not done.cancelled():
+            done.exception()  # seen: nobody may be waiting for this look-up
+
+    async def _ask(self, host: str) -> Hosts:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Hosts] = loop.create_future()
+        async with self._slots:
+            try:
+                threading.Thread(
+                    target=_ask_system, args=(host, loop, answer), name=f"name {host}", daemon=True
+                ).start()
+            except RuntimeError as problem:
+                raise OSError(errno.ENOMEM, "no thread to look a name up") from problem
+            hosts = await answer
+        self._good[host] = _Good(loop.time(), hosts)
+        self._good.move_to_end(host)
+        if len(self._good) > MAX_NAMES:
+            self._good.popitem(last=False)
+        return hosts
+
+
+def _ask_system(host: str, loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Hosts]) -> None:
+    found: Hosts | OSError
+    try:
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        found = list(dict.fromkeys((int(kind), str(address[0])) for kind, _, _, _, address in entries))
+    except OSError as problem:
+        found = problem
+    except UnicodeError as problem:
+        found = OSError(errno.EINVAL, f"it is no name ({problem})")
+    with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+        loop.call_soon_threadsafe(_deliver, answer, found)
+
+
+def _deliver(answer: asyncio.Future[Hosts], found: Hosts | OSError) -> None:
+    if answer.done():  # cancelled
+        return
+    if isinstance(found, OSError):
+        answer.set_exception(found)
+    else:
+        answer.set_result(found)
