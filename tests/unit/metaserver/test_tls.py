@@ -126,7 +126,7 @@ def test_certificates_that_are_replaced_are_used_from_the_next_connection_on(
     loop: LoopThread, mine: tuple[Path, Path], folder: Path, tmp_path: Path
 ) -> None:
     """The key comes a moment after its certificate: until both are there, D goes on with those of before."""
-    old, new = (_certificate(folder, name, LOOPBACK) for name in ("old", "new"))
+    old, new = (certificate(folder, name, LOOPBACK) for name in ("old", "new"))
     shown, key = tmp_path / "shown.pem", tmp_path / "shown.key"
     authority = tmp_path / "authorities.pem"
     authority.write_bytes(mine[0].read_bytes())
