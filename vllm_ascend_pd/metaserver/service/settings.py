@@ -272,6 +272,14 @@ class Settings:
     def scheme(self) -> str:
         return "https" if self.tls_cert else "http"
 
+    def own_tls(self) -> ssl.SSLContext | None:
+        """Return the TLS context to serve with; None: serve http."""
+        if not self.tls_cert:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.tls_cert, self.tls_key)
+        return context
+
     def engine_tls(self) -> ssl.SSLContext | None:
         """Return the TLS context for https engines; None: the system's certificates."""
         return ssl.create_default_context(cafile=self.engine_ca) if self.engine_ca else None
