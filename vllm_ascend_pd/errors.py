@@ -182,6 +182,8 @@ CATALOGUE: dict[str, Entry] = {
         "Decode needs prefill's first token for this prompt, and prefill does not choose or report it as decode asks: {why}.",
         "Nothing to do for one request. If it happens often, give all prefill engines the same first_token, log-probability mode and release.",
     ),
+    "PD-META-040": Entry("The request is no HTTP that is understood: {why}.", "Look at the client, and at proxies before the metaserver."),
+    "PD-META-041": Entry("The metaserver failed at this request.", "See the metaserver's log, and report what it says."),
     # -- ops: the compiled extension and what it is given
     "PD-OPS-001": Entry("The compiled extension {library} cannot be loaded: {why}.", "Build it: pip install . (see docs/building.md)."),
     "PD-OPS-002": Entry(

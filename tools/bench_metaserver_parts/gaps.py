@@ -16,12 +16,11 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import httpx
-import uvicorn
 
 from tools.bench_metaserver_parts.wire import ServerProtocol
 from tools.support.process import free_port
 from vllm_ascend_pd.metaserver.service.app import WorkerProcess
-from vllm_ascend_pd.metaserver.service.intake import Protocol
+from vllm_ascend_pd.metaserver.service.server import HttpServer, listen
 from vllm_ascend_pd.metaserver.service.settings import Settings
 
 MIB = 1 << 20
@@ -80,13 +79,8 @@ async def measure(port: int, engine: int, line: Connection, names: list[str]) ->
     worker = WorkerProcess(
         Settings(port=port, decode=(f"127.0.0.1:{engine}",), canary=False, max_body_bytes=256 * MIB), url
     )
-    config = uvicorn.Config(
-        worker.app(), port=port, http=Protocol, ws="none", lifespan="on", log_config=None, access_log=False
-    )
-    server = uvicorn.Server(config)
+    server = HttpServer(worker, [listen("127.0.0.1", port)])
     serving = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
     print(f"{'body':15} {'longest gap ms':>15} {'median of gaps over 2 ms':>25}  answers")
     for name in names:
         line.send(name)
@@ -101,7 +95,7 @@ async def measure(port: int, engine: int, line: Connection, names: list[str]) ->
             before = now
         long = sorted(gap for gap in gaps if gap > 0.002) or [0.0]
         print(f"{name:15} {max(gaps) * 1e3:15.1f} {long[len(long) // 2] * 1e3:25.1f}  {received.result()}", flush=True)
-    server.should_exit = True
+    server.stop()
     await serving
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import aiohttp
 import httpx
-import uvicorn
+import uvloop
 
 from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.http1 import UpstreamError
 from vllm_ascend_pd.metaserver.service.app import WorkerProcess
-from vllm_ascend_pd.metaserver.service.intake import Protocol
+from vllm_ascend_pd.metaserver.service.server import HttpServer, listen
 from vllm_ascend_pd.metaserver.service.settings import Settings
 
 Headers = list[tuple[bytes, bytes]]
@@ -146,18 +146,7 @@ def main() -> None:
     worker = WorkerProcess(settings, f"http://127.0.0.1:{args.port}")
     upstream: Any = AiohttpUpstream() if args.library == "aiohttp" else HttpxUpstream()
     worker.upstream = worker.front.upstream = worker._prober._upstream = upstream
-    uvicorn.run(
-        worker.app(),
-        http=Protocol,
-        host="127.0.0.1",
-        port=args.port,
-        log_level="error",
-        access_log=False,
-        interface="asgi3",
-        lifespan="on",
-        server_header=False,
-        proxy_headers=False,
-    )
+    uvloop.run(HttpServer(worker, [listen("127.0.0.1", args.port)]).serve())
 
 
 if __name__ == "__main__":

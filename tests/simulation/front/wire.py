@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections between the metaserver and the engines as pairs of queues with a delay, and calls of its ASGI entry."""
+"""Connections between the metaserver and the engines as pairs of queues with a delay, and calls of its handler."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 from collections.abc import Callable, MutableMapping
 from typing import Any, Protocol
@@ -12,7 +11,7 @@ from typing import Any, Protocol
 import httptools
 
 from simulation.front.clock import VirtualLoop
-from vllm_ascend_pd.metaserver.service.intake import CONNECTION
+from vllm_ascend_pd.metaserver.service.intake import CallerRequest
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -197,26 +196,22 @@ class EngineConnection(asyncio.Protocol):
 
 
 class ClientCall:
-    """A caller's request to the ASGI entry. `leave` closes its connection."""
+    """A caller's request to the handler of all connections. `leave` closes its connection."""
 
-    body_began = True  # as of `intake.Protocol`
+    total_bytes = 0  # as of a body
 
     def __init__(self, app: Any, path: str, body: bytes, headers: Headers, method: str = "POST") -> None:
         self._app, self._body = app, body
-        self.scope = {
-            "type": "http", "method": method, "path": path, "headers": headers, "client": ("127.0.0.1", 1),
-            "query_string": b"", "raw_path": path.encode(), "http_version": "1.1", "scheme": "http", "root_path": "",
-            "server": ("127.0.0.1", 1), "extensions": {CONNECTION: self},
-        }  # fmt: skip
+        this: Any = self  # it is the body and the connection too
+        self.asked = CallerRequest(method, path, path.encode(), headers, "127.0.0.1", this, this)
         self.status, self.body, self.done = 0, b"", False
         self.heard = asyncio.Event()  # set by any news
         self.left = False
         self._when_gone: Callable[[], None] | None = None
-        self._sent = False
         self.task: asyncio.Task[None] | None = None
 
     def watch(self, when_gone: Callable[[], None]) -> None:
-        """Watch the connection as `intake.Protocol` does."""
+        """Watch the connection as `CallerConnection` does."""
         self._when_gone = when_gone
         if self.left:
             when_gone()
@@ -224,13 +219,15 @@ class ClientCall:
     def unwatch(self, when_gone: Callable[[], None]) -> None:
         self._when_gone = None
 
-    async def receive(self) -> MutableMapping[str, Any]:
-        if self._sent or self.left:
-            if not self.left:
-                await asyncio.sleep(math.inf)
-            return {"type": "http.disconnect"}
-        self._sent = True
-        return {"type": "http.request", "body": self._body, "more_body": False}
+    @property
+    def gone(self) -> bool:
+        return self.left
+
+    def is_eof(self) -> bool:
+        return True
+
+    def read_nowait(self) -> bytes:
+        return self._body
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
         if self.left:
@@ -247,9 +244,9 @@ class ClientCall:
         return self
 
     async def _run(self) -> None:
-        await self._app(self.scope, self.receive, self.send)
+        await self._app(self.asked, self.send)
         if not self.done and not self.left:
-            raise AssertionError(f"{self.scope['path']}: the service returned in the middle of its answer")
+            raise AssertionError(f"{self.asked.path}: the service returned in the middle of its answer")
 
     def leave(self) -> None:
         if not self.left and not self.done:

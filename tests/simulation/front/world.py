@@ -174,13 +174,13 @@ class FrontWorld:
             )
             worker = WorkerProcess(settings, url, hubs[-1])
             self.workers.append(worker)
-            self.apps[url] = worker.app()
+            self.apps[url] = worker.answer
 
     # -- the run
 
     async def run(self) -> None:
         for worker in self.workers:
-            context = worker._lifespan(None)  # type: ignore[arg-type]
+            context = worker.standing()
             await context.__aenter__()
             self._standing.append(context)
         standing = asyncio.all_tasks()

@@ -16,18 +16,37 @@ from typing import Any
 import httpx
 
 from tools.support.process import free_port
-from unit.metaserver.fake_engine import FakeEngine, ServedApp, words
+from unit.metaserver.fake_engine import FakeEngine, words
 from vllm_ascend_pd.metaserver.service.app import WorkerProcess
-from vllm_ascend_pd.metaserver.service.intake import Protocol
+from vllm_ascend_pd.metaserver.service.server import HttpServer, listen
 from vllm_ascend_pd.metaserver.service.settings import Settings
+from vllm_ascend_pd.shared.loop import LoopThread
 
 HEAD = "a common beginning of many prompts; " * 100  # 3,500 bytes: three marks
+
+
+class ServedWorker:
+    """A worker of the metaserver behind its own HTTP server, on a loop thread."""
+
+    def __init__(self, worker: WorkerProcess, port: int) -> None:
+        self.port, self.url = port, f"http://127.0.0.1:{port}"
+        self.loop = LoopThread("metaserver")
+        self._server = HttpServer(worker, [listen("127.0.0.1", port)])
+        self._serving = self.loop.submit(self._server.serve(last_words_s=2.0))
+
+    def stop(self) -> None:
+        self.loop.call(self._stop(), 10)
+        self._serving.result(10)
+        self.loop.stop()
+
+    async def _stop(self) -> None:
+        self._server.stop()
 
 
 @dataclass
 class FakeCluster:
     worker: WorkerProcess
-    served: ServedApp
+    served: ServedWorker
     prefill: list[FakeEngine]
     decode: list[FakeEngine]
     http: httpx.Client
@@ -76,7 +95,7 @@ def cluster(
         ),
         url,
     )
-    served = ServedApp(worker.app(), "metaserver", port, lifespan="on", protocol=Protocol)
+    served = ServedWorker(worker, port)
     http = httpx.Client(base_url=url, timeout=30, trust_env=False)
     try:
         until(lambda: http.get("/readiness").status_code == 200 or prefill == 0 or decode == 0)

@@ -21,7 +21,6 @@ from typing import Any
 
 import uvicorn
 from simulation.front.speech import AnswerOptions, Speaker, speak
-from uvicorn.config import LifespanType
 
 from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.decode.metaserver import MetaserverClient, Outcome
@@ -42,11 +41,9 @@ class ServedApp:
         app: Any,
         name: str,
         port: int = 0,
-        lifespan: LifespanType = "off",
-        protocol: str | type[asyncio.Protocol] = "auto",
     ) -> None:
         self.loop = LoopThread(name)
-        self._app, self._lifespan, self._protocol = app, lifespan, protocol
+        self._app = app
         self._server: uvicorn.Server | None = None
         self.port = port
         self.start()
@@ -67,10 +64,9 @@ class ServedApp:
         self.port = listening.getsockname()[1]
         config = uvicorn.Config(
             self._app,
-            http=self._protocol,  # uvicorn accepts a class as well
             log_level="error",
             access_log=False,
-            lifespan=self._lifespan,
+            lifespan="off",
             timeout_keep_alive=30,
             timeout_graceful_shutdown=2,
             interface="asgi3",

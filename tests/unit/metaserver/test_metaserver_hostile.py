@@ -12,14 +12,10 @@ import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from urllib.parse import unquote
 
 import msgspec
 import pytest
-import uvicorn
-from uvicorn.server import ServerState
 
 from vllm_ascend_pd.decode import answers
 from vllm_ascend_pd.errors import ConfigError
@@ -28,8 +24,8 @@ from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy
 from vllm_ascend_pd.metaserver.outline import at_once
-from vllm_ascend_pd.metaserver.service import app, instances_file, intake, passing, server
-from vllm_ascend_pd.metaserver.service.exchange import Interrupt
+from vllm_ascend_pd.metaserver.service import app, connection, instances_file, intake, passing, server
+from vllm_ascend_pd.metaserver.service.exchange import AsgiSend, Interrupt
 from vllm_ascend_pd.metaserver.service.fleet import Fleet
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.keys import ClientKeys
@@ -57,41 +53,30 @@ async def door(
     hold = hold or []
     trailers: list[bytes] = []
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def answer(asked: intake.CallerRequest, send: AsgiSend) -> None:
         with taken.body() as counted:
             try:
-                body = await counted.read(scope, receive, max_bytes)
+                body = await counted.read(asked, max_bytes)
             except intake.CallerLeft:
-                cut.append(scope["path"])
+                cut.append(asked.path)
                 return
             except intake.NotTaken as refused:
                 await send_answer(send, refused.answer)
                 return
-            trailers.extend(name for name, _ in scope["headers"] if name == b"x-trailer")
+            trailers.extend(name for name, _ in asked.headers if name == b"x-trailer")
             while hold:
                 await asyncio.sleep(0.01)
             head = [(b"content-length", b"%d" % len(str(len(body))))]
             await send({"type": "http.response.start", "status": 200, "headers": head})
             await send({"type": "http.response.body", "body": str(len(body)).encode()})
 
-    config = uvicorn.Config(app, interface="asgi3", lifespan="off", log_config=None, access_log=False, ws="none")
-    config.load()
-    made: list[Any] = []
-
-    state = ServerState()
-
-    def protocol() -> Any:
-        made.append(intake.Protocol(config, state, {}))  # type: ignore[no-untyped-call]
-        made[-1].max_connections = connections
-        return made[-1]
-
-    server = await asyncio.get_running_loop().create_server(protocol, LOOPBACK, 0)
+    made = connection.FrontDoor(answer, connections)
+    server = await asyncio.get_running_loop().create_server(made, LOOPBACK, 0)
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
         server.close()
-        for each in made:
-            each.transport.abort()
+        await made.shutdown(0.1)
         assert not trailers, "a trailer is no header"
 
 
@@ -115,21 +100,13 @@ async def test_an_ordinary_request_gets_through() -> None:
 
 
 async def test_the_head_of_an_answer_leaves_with_its_body_or_without_one() -> None:
-    written: list[bytes] = []
-    raw = SimpleNamespace(write=written.append, close=lambda: written.append(b"closed"), name="of the transport itself")
-    transport = intake.HeadWithBody(raw)  # type: ignore[arg-type]
-    head, informed = b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 100 Continue\r\n\r\n"
-    for data in (informed, head, b"one", b"two", head):
-        transport.write(data)
-    assert written == [informed, head + b"one", b"two"] and transport.name == "of the transport itself"
-    transport.flush()
-    transport.flush()
-    transport.write(head)
-    transport.close()
-    assert written[3:] == [head, head, b"closed"]
+    async with door() as port:
+        whole = await talk(port, HEAD + b"content-length: 2\r\n\r\nhi")  # of one read
+        assert whole.startswith(b"HTTP/1.1 200 OK\r\n") and whole.endswith(b"\r\n\r\n2")
     async with door() as port:  # no body follows the head of an answer to HEAD
         asked = HEAD.replace(b"POST", b"HEAD") + b"content-length: 0\r\n\r\n"
-        assert (await talk(port, asked)).endswith(b"content-length: 1\r\n\r\n")
+        said = await talk(port, asked)
+        assert b"\r\ncontent-length: 1\r\n" in said and said.endswith(b"\r\n\r\n")
         asked = HEAD + b"expect: 100-continue\r\ncontent-length: 2\r\n\r\n"
         assert (await talk(port, asked)).endswith(b"100 Continue\r\n\r\n")
 
@@ -157,13 +134,13 @@ async def test_a_head_without_an_end_is_cut_off(start: bytes) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"GET / HT"], ids=["silence", "half a head"])
 async def test_a_client_that_does_not_ask_is_not_waited_for(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "HEAD_S", 0.1)
+    monkeypatch.setattr(connection, "HEAD_S", 0.1)
     async with door() as port:
         assert await talk(port, data) == b""
 
 
 async def test_a_second_head_is_waited_for_as_long_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "HEAD_S", 0.3)
+    monkeypatch.setattr(connection, "HEAD_S", 0.3)
     async with door() as port:
         reader, writer = await asyncio.open_connection(LOOPBACK, port)
         for _ in range(3):
@@ -218,19 +195,17 @@ async def test_a_client_that_reads_nothing_is_not_served_for_ever(monkeypatch: p
     monkeypatch.setattr(server, "_UNREAD_S", 0.5)
     ended = asyncio.Event()
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await receive()
-        left = asyncio.ensure_future(receive())
+    async def answer(asked: intake.CallerRequest, send: AsgiSend) -> None:
+        left: list[bool] = []
+        asked.connection.watch(lambda: left.append(True))
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        while not left.done():
+        while not left:
             await send({"type": "http.response.body", "body": bytes(65536), "more_body": True})
         ended.set()
 
-    config = uvicorn.Config(app, interface="asgi3", lifespan="off", log_config=None, access_log=False, ws="none")
-    config.load()
     listening = server.listen(LOOPBACK, 0)
     loop = asyncio.get_running_loop()
-    serving = await loop.create_server(lambda: intake.Protocol(config, ServerState(), {}), sock=listening)  # type: ignore[no-untyped-call]
+    serving = await loop.create_server(connection.FrontDoor(answer), sock=listening)
     with socket.socket() as lazy:
         lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         await loop.run_in_executor(None, lazy.connect, listening.getsockname())
@@ -411,7 +386,6 @@ CUT = {
     "chunks, one": b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n",
     "chunks, a part of one": b"transfer-encoding: chunked\r\n\r\n50\r\nhello",
     "chunks, no end": b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n",
-    "a bad chunk": b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\nzz\r\n",
 }
 
 
@@ -464,14 +438,13 @@ async def test_idle_connections_are_bounded_and_the_oldest_goes() -> None:
     "path", ["/v1/../x", "/v1/%2e%2e/x", "/v1/./x", "/v1//x", "/v1/..%2fx", "/v1/a\\b", "/v1/x/.."]
 )
 def test_a_path_that_leads_elsewhere_is_refused(path: str) -> None:
-    assert not passing.is_canonical(unquote(path))
-    assert passing.is_canonical("/v1/models/") and passing.is_canonical("/v1/models/a.b..c")
+    assert not passing.is_canonical(path.encode())
+    assert passing.is_canonical(b"/v1/models/") and passing.is_canonical(b"/v1/models/a.b..c?x=/../y")
 
 
 @pytest.mark.parametrize("given", [b"x" * 200_000, b"a\nb", b"\xff\xfe", b" \t ", b""])
 def test_a_clients_request_id_is_one_short_word(given: bytes) -> None:
-    scope = {"method": "POST", "headers": [(b"x-request-id", given)], "client": None}
-    headers, request_id = app.forwarded(scope, ClientKeys(Settings()))
+    headers, request_id = app.forwarded("POST", [(b"x-request-id", given)], "", ClientKeys(Settings()))
     assert 0 < len(request_id) <= 128 and request_id.isprintable() and " " not in request_id
     assert dict(headers)[b"x-request-id"] == request_id.encode()
 

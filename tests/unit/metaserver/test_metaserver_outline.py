@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import StreamReader
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ from vllm_ascend_pd.http import gathered
 from vllm_ascend_pd.metaserver import bodies, outline
 from vllm_ascend_pd.metaserver.service import app, reserve
 from vllm_ascend_pd.metaserver.service.app import WorkerProcess
-from vllm_ascend_pd.metaserver.service.intake import CONNECTION
+from vllm_ascend_pd.metaserver.service.intake import CallerRequest
 from vllm_ascend_pd.metaserver.service.keys import ClientKeys
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.metaserver.service.turns import Turns
@@ -179,26 +180,24 @@ async def test_others_have_turns_while_a_long_body_comes_goes_and_is_answered() 
             turns += 1
             await asyncio.sleep(0)
 
-    at = 0
-
-    async def receive() -> dict[str, Any]:
-        nonlocal at
-        if at >= len(body):
-            await asyncio.Event().wait()
-        piece = body[at : at + 65536]
-        at += len(piece)
-        return {"type": "http.request", "body": piece, "more_body": at < len(body)}
-
     async def send(message: Any) -> None:
         got.extend(message.get("body", b""))
         written.append(len(message.get("body", b"")))
 
-    # The connection of a caller that stays.
-    calling = SimpleNamespace(watch=lambda gone: None, unwatch=lambda gone: None, body_began=True)
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "client": None}
-    scope["extensions"] = {CONNECTION: calling}
+    staying: Any = SimpleNamespace(watch=lambda gone: None, unwatch=lambda gone: None, gone=False)
+    content = StreamReader(SimpleNamespace(resume_reading=lambda **_: None, connected=True), 2 * len(body), loop=loop)  # type: ignore[arg-type]
+    asked = CallerRequest("POST", "/v1/completions", b"/v1/completions", [], "", content, staying)
+
+    async def arrive() -> None:
+        for at in range(0, len(body), 65536):
+            content.feed_data(body[at : at + 65536])
+            await asyncio.sleep(0)
+        content.feed_eof()
+
+    arriving = asyncio.create_task(arrive())
     counting = asyncio.create_task(count())
-    await worker.app()(scope, receive, send)
+    await worker.answer(asked, send)
+    await arriving
     done.set()
     await counting
     await worker.upstream.close()
@@ -250,5 +249,5 @@ def test_each_name_of_a_connection_header_is_added_once(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(app, "_NOT_FORWARDED", Names(app._NOT_FORWARDED))
     headers = [(b"connection", b"x%d" % i) for i in range(100)] + [(b"x7", b"dropped"), (b"y", b"kept")]
-    kept, _ = app.forwarded({"method": "POST", "headers": headers, "client": None}, ClientKeys(Settings()))
+    kept, _ = app.forwarded("POST", headers, "", ClientKeys(Settings()))
     assert (b"y", b"kept") in kept and (b"x7", b"dropped") not in kept

@@ -11,32 +11,28 @@ import asyncio
 import hmac
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
 
 from vllm_ascend_pd.channel.exposure import names_loopback
 from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.bodies import UNREADABLE
 from vllm_ascend_pd.metaserver.decisions import Role
-from vllm_ascend_pd.metaserver.service.exchange import kept_id
-from vllm_ascend_pd.metaserver.service.faults import known
+from vllm_ascend_pd.metaserver.service.exchange import AsgiSend
+from vllm_ascend_pd.metaserver.service.faults import Answer, json_answer, known
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, parse_spec
 from vllm_ascend_pd.metaserver.service.instances_file import Members
+from vllm_ascend_pd.metaserver.service.intake import CallerRequest, Intake, NotTaken
 from vllm_ascend_pd.metaserver.service.page import HEADERS, PAGE, timeline
+from vllm_ascend_pd.metaserver.service.relay import send_answer
 
 Operation = dict[str, Any]
-Handler = Callable[[Request], Awaitable[Response]]
+Handle = Callable[[CallerRequest, AsgiSend], Awaitable[None]]
+Making = Callable[[CallerRequest], Awaitable[Answer]]
+Routes = dict[str, Handle]  # by method
 _MAX_BODY = 64 << 10
 _RESET_S = 10.0
-
-
-class AdminRefusal(Exception):
-    def __init__(self, status: int, code: str, **values: object) -> None:
-        self.answer = known(status, code, None, **values)
-        super().__init__(code)
 
 
 def apply(fleet: Members, operation: Operation) -> None:
@@ -70,6 +66,7 @@ class Admin:
         token: str,
         perform: Callable[[Operation], Awaitable[None]],
         state: Callable[[], dict[str, Any]],
+        intake: Intake,
         trace_dir: str = "",
     ) -> None:
         self._fleet = fleet
@@ -78,97 +75,96 @@ class Admin:
         self._perform = perform
         self._state = state
         self._trace_dir = trace_dir
+        self._intake = intake
 
-    def routes(self) -> list[Route]:
-        return [
-            Route("/", self._page if self._token else self._guarded(self._page)),
-            Route("/status", self._guarded(self._status)),
-            Route("/timeline", self._guarded(self._timeline)),
-            Route("/instances", self._guarded(self._instances), methods=["GET", "POST"]),
-            Route("/instances/{name}", self._guarded(self._remove), methods=["DELETE"]),
-            Route("/reset_prefix_cache", self._guarded(self._reset), methods=["POST"]),
-            Route("/instances/{name}/{op}", self._guarded(self._drain), methods=["POST"]),
-        ]
+        self._routes: dict[str, Routes] = {
+            "/": reading(self._page if token else self._guarded(self._page)),
+            "/status": reading(self._guarded(self._status)),
+            "/timeline": reading(self._guarded(self._timeline)),
+            "/instances": {**reading(self._guarded(self._list)), "POST": told(self._guarded(self._add))},
+            "/reset_prefix_cache": {"POST": told(self._guarded(self._reset))},
+        }
+        self._of_one: Routes = {"DELETE": told(self._guarded(self._remove))}
+        self._of_operation: Routes = {"POST": told(self._guarded(self._drain))}
 
-    def _guarded(self, handler: Handler) -> Handler:
-        async def guarded(request: Request) -> Response:
-            try:
-                self.check(request)
-                return await handler(request)
-            except AdminRefusal as refusal:
-                answer = refusal.answer
-                headers = {"x-request-id": id_of(request)}
-                if answer.status == 401:
-                    headers["www-authenticate"] = "Bearer"
-                return Response(answer.body, answer.status, headers, media_type="application/json")
+    def routes_of(self, path: str) -> Routes | None:
+        """Return what the admin API does at a path, by method."""
+        if path.startswith("/instances/"):
+            _, _, name, *operation = path.split("/")
+            if name and len(operation) <= 1 and all(operation):
+                return self._of_operation if operation else self._of_one
+        return self._routes.get(path)
+
+    def _guarded(self, make: Making) -> Making:
+        async def guarded(asked: CallerRequest) -> Answer:
+            self.check(asked)
+            return await make(asked)
 
         return guarded
 
-    def check(self, request: Request) -> None:
-        """Raise AdminRefusal if the caller is not admitted."""
+    def check(self, asked: CallerRequest) -> None:
+        """Raise NotTaken if the caller is not admitted."""
         if self._token:
-            given = request.headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
-                raise AdminRefusal(401, "PD-SEC-005")
-            return
-        caller = request.client.host if request.client else ""
-        if not (names_loopback(caller) and names_loopback(request.url.hostname or "")):
-            raise AdminRefusal(403, "PD-SEC-006")
+            given = _header(asked, b"authorization")
+            if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+                answer = known(401, "PD-SEC-005")
+                answer.headers.append((b"www-authenticate", b"Bearer"))
+                raise NotTaken(answer)
+        elif not (names_loopback(asked.peer) and names_loopback(_host(asked))):
+            raise NotTaken(known(403, "PD-SEC-006"))
 
-    async def _status(self, _: Request) -> Response:
-        return Response(msgspec.json.encode(self._state()), media_type="application/json")
+    async def _status(self, _: CallerRequest) -> Answer:
+        return json_answer(self._state())
 
-    async def _page(self, _: Request) -> Response:
+    async def _page(self, _: CallerRequest) -> Answer:
         """Return the page. With a token it is open to all: it asks for the token and shows nothing without it."""
-        return HTMLResponse(PAGE, headers=HEADERS)
+        return Answer(200, PAGE.encode(), list(HEADERS), b"text/html; charset=utf-8")
 
-    async def _timeline(self, request: Request) -> Response:
-        transfer = request.query_params.get("transfer", "")
-        return JSONResponse(await asyncio.to_thread(timeline, self._trace_dir, transfer))
+    async def _timeline(self, asked: CallerRequest) -> Answer:
+        query = parse_qs(asked.target.partition(b"?")[2].decode("utf-8", "replace"))
+        transfer = query.get("transfer", [""])[-1]
+        return json_answer(await asyncio.to_thread(timeline, self._trace_dir, transfer))
 
-    async def _instances(self, request: Request) -> Response:
-        """Handle GET and POST. With one route for each, the first alone would say which methods are allowed."""
-        if request.method == "POST":
-            return await self._add(request)
-        return JSONResponse({"instances": self._state()["instances"]})
+    async def _list(self, _: CallerRequest) -> Answer:
+        return json_answer({"instances": self._state()["instances"]})
 
-    async def _add(self, request: Request) -> Response:
-        body = await _json(request)
+    async def _add(self, asked: CallerRequest) -> Answer:
+        body = await self._json(asked)
         try:
             if unknown := set(body) - {"role", "url", "weight"}:
                 raise ValueError(f"unknown key {min(unknown)!r}; role, url and weight are known")
             role = Role(body.get("role"))
             spec = parse_spec(role, body.get("url"), body.get("weight", 1.0))
         except ValueError as problem:
-            raise AdminRefusal(400, "PD-META-012", why=problem) from problem
+            raise NotTaken(known(400, "PD-META-012", why=problem)) from problem
         there = self._fleet.get(spec.name)
         if there is not None and there.role is not role:
-            raise AdminRefusal(409, "PD-META-019", name=spec.name, role=there.role.value)
+            raise NotTaken(known(409, "PD-META-019", name=spec.name, role=there.role.value))
         operation = {"op": "add", "name": spec.name, "role": role.value, "url": body["url"], "weight": spec.weight}
         await self._perform(operation)
-        return JSONResponse(self._facts(spec.name), 200 if there else 201)
+        return json_answer(self._facts(spec.name), 200 if there else 201)
 
-    async def _remove(self, request: Request) -> Response:
-        name = self._known(request)
+    async def _remove(self, asked: CallerRequest) -> Answer:
+        name, _ = self._known(asked)
         await self._perform({"op": "remove", "name": name})
-        return JSONResponse({"removed": name})
+        return json_answer({"removed": name})
 
-    async def _drain(self, request: Request) -> Response:
-        name, op = self._known(request), request.path_params["op"]
+    async def _drain(self, asked: CallerRequest) -> Answer:
+        name, op = self._known(asked)
         if op not in ("drain", "undrain"):
-            raise AdminRefusal(404, "PD-META-016", path=request.url.path)
-        _require_json(request)
+            raise NotTaken(known(404, "PD-META-016", path=asked.path[:128]))
+        _require_json(asked)
         await self._perform({"op": op, "name": name})
-        return JSONResponse(self._facts(name))
+        return json_answer(self._facts(name))
 
-    async def _reset(self, request: Request) -> Response:
+    async def _reset(self, asked: CallerRequest) -> Answer:
         """Make every engine forget its prefixes. The route is vllm-ascend's example proxy's."""
-        _require_json(request)
+        _require_json(asked)
         await self._perform({"op": "forget"})
         instances = list(self._fleet)
         ends = await asyncio.gather(*(self._reset_one(instance) for instance in instances))
         engines = {instance.name: end for instance, end in zip(instances, ends, strict=True)}
-        return JSONResponse({"engines": engines}, 200 if all(end == "200" for end in ends) else 502)
+        return json_answer({"engines": engines}, 200 if all(end == "200" for end in ends) else 502)
 
     async def _reset_one(self, instance: Instance) -> str:
         try:
@@ -179,36 +175,53 @@ class Admin:
             return problem.why
         return str(reply.status)
 
-    def _known(self, request: Request) -> str:
-        name: str = request.path_params["name"]
+    def _known(self, asked: CallerRequest) -> tuple[str, str]:
+        """Return the instance and the operation that a path names. Raise NotTaken if there is no such instance."""
+        _, _, name, *operation = asked.path.split("/")
         if self._fleet.get(name) is None:
-            raise AdminRefusal(404, "PD-META-018", name=name)
-        return name
+            raise NotTaken(known(404, "PD-META-018", name=name[:128]))
+        return name, "".join(operation)
 
     def _facts(self, name: str) -> dict[str, Any]:
         return next((i for i in self._state()["instances"] if i["name"] == name), {"name": name})
 
-
-def id_of(request: Request) -> str:
-    """Return the id of a request that is answered here."""
-    given = request.headers.getlist("x-request-id")
-    return kept_id(given[-1].encode("latin-1") if given else b"")
-
-
-def _require_json(request: Request) -> None:
-    """Raise AdminRefusal for any other type. A web page cannot send JSON to another origin without a preflight."""
-    if request.headers.get("content-type", "").split(";")[0].strip() != "application/json":
-        raise AdminRefusal(415, "PD-META-020")
+    async def _json(self, asked: CallerRequest) -> dict[str, Any]:
+        _require_json(asked)
+        with self._intake.body() as body:
+            posted = await body.read(asked, _MAX_BODY)
+            try:
+                return msgspec.json.decode(posted, type=dict[str, Any])
+            except UNREADABLE as problem:
+                why = f"it is not a JSON object: {problem}"
+                raise NotTaken(known(400, "PD-META-012", why=why)) from problem
 
 
-async def _json(request: Request) -> dict[str, Any]:
-    _require_json(request)
-    body = b""
-    async for piece in request.stream():
-        body += piece
-        if len(body) > _MAX_BODY:
-            raise AdminRefusal(413, "PD-META-013", max=_MAX_BODY)
+def told(make: Making) -> Handle:
+    """Return a handler that sends the answer which `make` returns."""
+
+    async def handle(asked: CallerRequest, send: AsgiSend) -> None:
+        await send_answer(send, await make(asked))
+
+    return handle
+
+
+def reading(make: Making) -> Routes:
+    return dict.fromkeys(("GET", "HEAD"), told(make))
+
+
+def _header(asked: CallerRequest, name: bytes) -> bytes:
+    return next((value for each, value in asked.headers if each == name), b"")
+
+
+def _host(asked: CallerRequest) -> str:
+    """Return the host under which a caller knows us; empty if it names none."""
     try:
-        return msgspec.json.decode(body, type=dict[str, Any])
-    except UNREADABLE as problem:
-        raise AdminRefusal(400, "PD-META-012", why=f"it is not a JSON object: {problem}") from problem
+        return urlsplit("//" + _header(asked, b"host").decode("latin-1")).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _require_json(asked: CallerRequest) -> None:
+    """Raise NotTaken for any other type. A web page cannot send JSON to another origin without a preflight."""
+    if _header(asked, b"content-type").split(b";")[0].strip() != b"application/json":
+        raise NotTaken(known(415, "PD-META-020"))

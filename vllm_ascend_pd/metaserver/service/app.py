@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ASGI application of one worker: routes, bodies read within limits, and clients that leave."""
+"""One worker's answers: routes, bodies read within limits, and clients that leave."""
 
 from __future__ import annotations
 
@@ -8,32 +8,27 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import msgspec
 import prometheus_client
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from vllm_ascend_pd.errors import one_line
 from vllm_ascend_pd.http.http1 import Headers, Upstream
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Role
 from vllm_ascend_pd.metaserver.service import passing, spans, state
-from vllm_ascend_pd.metaserver.service.admin import Admin, id_of
+from vllm_ascend_pd.metaserver.service.admin import Admin, Handle, Routes, reading
 from vllm_ascend_pd.metaserver.service.cache_events import CacheEvents, parse_ports
 from vllm_ascend_pd.metaserver.service.canary import Canary
 from vllm_ascend_pd.metaserver.service.exchange import AsgiSend, HttpExchange, Interrupt, kept_id, uncancel
-from vllm_ascend_pd.metaserver.service.faults import known
+from vllm_ascend_pd.metaserver.service.faults import Answer, json_answer, known
 from vllm_ascend_pd.metaserver.service.fleet import Instance
 from vllm_ascend_pd.metaserver.service.front import Front
 from vllm_ascend_pd.metaserver.service.hub import CANARY_WORKER, Hub
 from vllm_ascend_pd.metaserver.service.instances_file import InstancesFile, Members, configured
-from vllm_ascend_pd.metaserver.service.intake import CONNECTION, Body, CallerLeft, Intake, NotTaken, Protocol
+from vllm_ascend_pd.metaserver.service.intake import Body, CallerLeft, CallerRequest, Intake, NotTaken
 from vllm_ascend_pd.metaserver.service.keys import ClientKeys
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
 from vllm_ascend_pd.metaserver.service.named import Named
@@ -46,9 +41,6 @@ from vllm_ascend_pd.protocol.reports import ROUTE as LOADS
 
 log = logging.getLogger(__name__)
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Handle = Callable[[Scope, Receive, AsgiSend], Awaitable[None]]
 # Headers that a proxy must not pass on. Accept-Encoding too: the relay reads the first bytes of an answer.
 _NOT_FORWARDED = frozenset(
     b"host content-length connection keep-alive transfer-encoding te trailer upgrade proxy-connection "
@@ -57,19 +49,11 @@ _NOT_FORWARDED = frozenset(
 )
 _MAX_RESERVATION_BYTES = 64 << 20
 RESERVATIONS = "/v1/metaserver"
-_PASSED_METHODS = [
-    "GET",
-    "HEAD",
-    "POST",
-    "PUT",
-    "PATCH",
-    "DELETE",
-    "OPTIONS",
-]  # browsers send OPTIONS before they POST
+_PASSED_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")  # browsers send OPTIONS before they POST
 
 
 class WorkerProcess:
-    """One worker process: what its requests share, and the application."""
+    """One worker process: what its requests share, and its routes."""
 
     def __init__(self, settings: Settings, own_url: str, hub: Hub | None = None) -> None:
         self.settings = settings
@@ -94,9 +78,18 @@ class WorkerProcess:
         self._prober = Prober(settings, self.fleet, self.upstream)
         self._heartbeats = Heartbeats(settings.heartbeat_s)
         self._reservations = Reservations(self.front, self._heartbeats)
-        self._admin = Admin(
-            self.fleet, self.upstream, settings.admin_token, self.hub.perform, self.total, settings.trace_dir
-        )
+        shared = (settings.admin_token, self.hub.perform, self.total, self._intake, settings.trace_dir)
+        self._admin = Admin(self.fleet, self.upstream, *shared)
+        self._passed: Routes = dict.fromkeys(_PASSED_METHODS, self._pass_on)
+        reads = {"/health": self._health, "/healthcheck": self._healthcheck, "/readiness": self._readiness}
+        reads["/metrics"] = self._metrics
+        self._routes: dict[str, Routes] = {
+            bodies.COMPLETIONS: {**self._passed, "POST": self._generate},
+            bodies.CHAT: {**self._passed, "POST": self._generate},
+            RESERVATIONS: {"POST": self._reserve},
+            LOADS: {"POST": self._loaded},
+            **{path: reading(make) for path, make in reads.items()},
+        }
 
     def report(self, details: bool) -> dict[str, Any]:
         """Return the report to the other workers, and set `/metrics` from it, so that it agrees with `/status`."""
@@ -112,31 +105,32 @@ class WorkerProcess:
     def total(self) -> dict[str, Any]:
         return state.sum_of([self.report(details=True), *self.hub.others()])
 
-    def app(self) -> Dispatcher:
-        """Return the application. Busy routes bypass Starlette, whose middleware costs as much as the relay itself."""
-        generate = AsgiEndpoint(self._generate)
-        busy = {bodies.COMPLETIONS: generate, bodies.CHAT: generate, RESERVATIONS: AsgiEndpoint(self._reserve)}
-        busy[LOADS] = AsgiEndpoint(self._loaded)
-        return Dispatcher(busy, self._starlette())
+    async def answer(self, asked: CallerRequest, send: AsgiSend) -> None:
+        """Answer a request. It is the handler of all connections."""
+        try:
+            await self._handler(asked)(asked, send)
+        except CallerLeft:
+            return
+        except NotTaken as refused:
+            refused.answer.headers.append((b"x-request-id", id_of(asked.headers).encode()))
+            await send_answer(send, refused.answer)
 
-    def _starlette(self) -> Starlette:
-        return Starlette(
-            routes=[
-                Route("/health", self._health),
-                Route("/healthcheck", self._healthcheck),
-                Route("/readiness", self._readiness),
-                Route("/metrics", self._metrics),
-                *self._admin.routes(),
-                Route(RESERVATIONS, AsgiEndpoint(_only_posts)),
-                Route(LOADS, AsgiEndpoint(_only_posts)),
-                Route("/v1/{rest:path}", AsgiEndpoint(self._pass_on), methods=_PASSED_METHODS),
-            ],
-            exception_handlers={HTTPException: _no_route},
-            lifespan=self._lifespan,
-        )
+    def _handler(self, asked: CallerRequest) -> Handle:
+        """Return what answers a request. Raise NotTaken if nothing does."""
+        passed = self._passed if asked.path.startswith("/v1/") else {}
+        routes = self._routes.get(asked.path) or self._admin.routes_of(asked.path) or passed
+        if (handle := routes.get(asked.method)) is not None:
+            return handle
+        path = asked.path[:128]
+        if not routes:
+            raise NotTaken(known(404, "PD-META-016", path=path))
+        answer = known(405, "PD-META-017", path=path, method=asked.method)
+        answer.headers.append((b"allow", ", ".join(routes).encode()))
+        raise NotTaken(answer)
 
     @contextlib.asynccontextmanager
-    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+    async def standing(self) -> AsyncIterator[None]:
+        """Run what a worker does beside its requests."""
         running = {"probes": self._prober.run(), "all heartbeats": self._heartbeats.run(), "hub": self.hub.run()}
         running["canary"] = self.canary.run()
         if self._file is not None:
@@ -159,44 +153,44 @@ class WorkerProcess:
 
     # -- what clients and D's send
 
-    async def _generate(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
-        headers, request_id = forwarded(scope, self._keys)
+    async def _generate(self, asked: CallerRequest, send: AsgiSend) -> None:
+        headers, request_id = forwarded(asked.method, asked.headers, asked.peer, self._keys)
         with self._intake.body() as body:
             try:  # no variable for the body: this frame would keep it as long as the stream
                 request = await self.front.turns.run(
-                    bodies.parsing(scope["path"], await self._read(body, scope, receive, scope["path"]))
+                    bodies.parsing(asked.path, await self._read(body, asked, asked.path))
                 )
             except bodies.BodyError as problem:
-                await _unusable(send, scope["path"], request_id, problem)
+                await _unusable(send, asked.path, request_id, problem)
                 return
             prefills = self._named.of(headers) if self._named is not None else None  # a whole request names them
             exchange = HttpExchange(
                 request, headers, request_id, Interrupt(), send, prefills=prefills, release=body.release
             )
             del request
-            await self._attend(scope, exchange, self.front.serve(exchange))
+            await self._attend(asked, exchange, self.front.serve(exchange))
 
-    async def _pass_on(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
-        headers, request_id = forwarded(scope, self._keys)
-        if not passing.is_canonical(scope["path"]):
-            raise NotTaken(known(404, "PD-META-016", path=one_line(scope["path"], 128)))
-        route = passing.call_of(scope).route
+    async def _pass_on(self, asked: CallerRequest, send: AsgiSend) -> None:
+        headers, request_id = forwarded(asked.method, asked.headers, asked.peer, self._keys)
+        if not passing.is_canonical(asked.target):
+            raise NotTaken(known(404, "PD-META-016", path=one_line(asked.path, 128)))
+        route = passing.call_of(asked).route
         with self._intake.body() as body:
             try:
-                stripped = await self.front.turns.run(bodies.stripping(await self._read(body, scope, receive, route)))
+                stripped = await self.front.turns.run(bodies.stripping(await self._read(body, asked, route)))
                 model = ""
                 if self.fleet.several_models:
-                    model = await self.front.turns.run(passing.model_of(scope["path"], stripped))
-                call = passing.call_of(scope, stripped, model)
+                    model = await self.front.turns.run(passing.model_of(asked.path, stripped))
+                call = passing.call_of(asked, stripped, model)
             except bodies.BodyError as problem:
                 await _unusable(send, route, request_id, problem)
                 return
             exchange = HttpExchange(call.request(), headers, request_id, Interrupt(), send)
-            await self._attend(scope, exchange, passing.pass_on(self.front, exchange, call))
+            await self._attend(asked, exchange, passing.pass_on(self.front, exchange, call))
 
-    async def _read(self, body: Body, scope: Scope, receive: Receive, route: str) -> bytes | memoryview:
+    async def _read(self, body: Body, asked: CallerRequest, route: str) -> bytes | memoryview:
         try:
-            return await body.read(scope, receive, self.settings.max_body_bytes)
+            return await body.read(asked, self.settings.max_body_bytes)
         except CallerLeft:
             METRICS.client_left.inc()
             METRICS.requests.labels(route, "left").inc()
@@ -205,48 +199,49 @@ class WorkerProcess:
             METRICS.requests.labels(route, refused.answer.status).inc()
             raise
 
-    async def _attend(self, scope: Scope, exchange: HttpExchange, work: Coroutine[Any, Any, None]) -> None:
+    async def _attend(self, asked: CallerRequest, exchange: HttpExchange, work: Coroutine[Any, Any, None]) -> None:
         """Run a client's request from its body to its end, and count it."""
         interrupt = exchange.interrupt
         try:
-            await while_connected(scope, interrupt, work)
+            await while_connected(asked, interrupt, work)
         finally:
             if interrupt.left:
                 METRICS.client_left.inc()
             METRICS.requests.labels(exchange.route, exchange.status if not interrupt.left else "left").inc()
 
-    async def _reserve(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
+    async def _reserve(self, asked: CallerRequest, send: AsgiSend) -> None:
         with self._intake.body() as body:
-            posted = await body.read(scope, receive, _MAX_RESERVATION_BYTES)
+            posted = await body.read(asked, _MAX_RESERVATION_BYTES)
             interrupt = Interrupt()
-            await while_connected(scope, interrupt, self._reservations.answer(posted, interrupt, send))
+            await while_connected(asked, interrupt, self._reservations.answer(posted, interrupt, send))
 
-    async def _loaded(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
+    async def _loaded(self, asked: CallerRequest, send: AsgiSend) -> None:
         with self._intake.body() as body:
-            await self._reservations.report(await body.read(scope, receive, MAX_REPORT_BYTES), send)
+            await self._reservations.report(await body.read(asked, MAX_REPORT_BYTES), send)
 
     # -- what operators ask
 
-    async def _health(self, _: Request) -> Response:
-        return Response(status_code=200, headers={OWN_MARK.decode(): "1"})
+    async def _health(self, _: CallerRequest) -> Answer:
+        return Answer(200, b"", [(OWN_MARK, b"1")])
 
-    async def _healthcheck(self, _: Request) -> Response:
+    async def _healthcheck(self, _: CallerRequest) -> Answer:
         """Answer in the form of vllm-ascend's example proxy."""
         counts = {f"{role.value}_instances": len(self.fleet.of(role)) for role in Role}
-        return JSONResponse({"status": "ok", **counts})
+        return json_answer({"status": "ok", **counts})
 
-    async def _readiness(self, _: Request) -> Response:
+    async def _readiness(self, _: CallerRequest) -> Answer:
         ready = self.canary.ready()
         pairs = [{"prefill": p, "decode": d} for p, d in self.canary.proven()]
         body = {"ready": ready, "proven_pairs": pairs, "last_error": "" if ready else self.canary.last_error}
-        return JSONResponse(body, 200 if ready else 503)
+        return json_answer(body, 200 if ready else 503)
 
-    async def _metrics(self, _: Request) -> Response:
+    async def _metrics(self, _: CallerRequest) -> Answer:
         """Return the page. However many ask, one is made at a time."""
         if self._page is None or self._page.done():
             self.report(details=False)
             self._page = asyncio.create_task(METRICS.page(self.fleet.labels()), name="metrics")
-        return Response(await asyncio.shield(self._page), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+        page = await asyncio.shield(self._page)
+        return Answer(200, page, content_type=prometheus_client.CONTENT_TYPE_LATEST.encode())
 
 
 async def _unusable(send: AsgiSend, route: str, request_id: str, problem: bodies.BodyError) -> None:
@@ -256,25 +251,6 @@ async def _unusable(send: AsgiSend, route: str, request_id: str, problem: bodies
     await send_answer(send, answer)
 
 
-async def _only_posts(scope: Scope, receive: Receive, send: AsgiSend) -> None:
-    """Refuse any other method: `Dispatcher` handles POSTs to these routes."""
-    raise HTTPException(405, headers={"Allow": "POST"})
-
-
-async def _no_route(request: Request, problem: Exception) -> Response:
-    """Answer with an error of our own: Starlette's is plain text."""
-    wrong_method = isinstance(problem, HTTPException) and problem.status_code == 405
-    path = request.url.path[:128]
-    headers = {"x-request-id": id_of(request)}
-    if isinstance(problem, HTTPException):
-        headers.update(problem.headers or {})
-    if wrong_method:
-        answer = known(405, "PD-META-017", path=path, method=request.method)
-    else:
-        answer = known(404, "PD-META-016", path=path)
-    return Response(answer.body, answer.status, headers, media_type="application/json")
-
-
 def _end_if_failed(task: asyncio.Task[None]) -> None:
     """End the worker if a task of it failed: without probes or heartbeats it only looks alive."""
     if not task.cancelled() and task.exception() is not None:
@@ -282,39 +258,10 @@ def _end_if_failed(task: asyncio.Task[None]) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-class Dispatcher:
-    """The ASGI application: POSTs to the busy routes go to their handlers, all else goes to Starlette."""
-
-    def __init__(self, busy: dict[str, AsgiEndpoint], rest: Starlette) -> None:
-        self._busy = busy
-        self._rest = rest
-
-    async def __call__(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
-        endpoint = self._busy.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        await (endpoint or self._rest)(scope, receive, send)
-
-
-class AsgiEndpoint:
-    """A bare ASGI handler that a Route takes as it is, without a Request object per call."""
-
-    def __init__(self, handle: Handle) -> None:
-        self._handle = handle
-
-    async def __call__(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
-        try:
-            await self._handle(scope, receive, send)
-        except CallerLeft:
-            return  # the caller is gone
-        except NotTaken as refused:
-            refused.answer.headers.append((b"x-request-id", id_of(Request(scope)).encode("latin-1")))
-            await send_answer(send, refused.answer)
-
-
-async def while_connected(scope: Scope, interrupt: Interrupt, work: Coroutine[Any, Any, None]) -> None:
+async def while_connected(asked: CallerRequest, interrupt: Interrupt, work: Coroutine[Any, Any, None]) -> None:
     """Run `work`; interrupt it if the caller leaves before its end."""
-    connection: Protocol = scope["extensions"][CONNECTION]
     gone = interrupt.caller_left
-    connection.watch(gone)
+    asked.connection.watch(gone)
     try:
         await work
     except asyncio.CancelledError:
@@ -322,33 +269,37 @@ async def while_connected(scope: Scope, interrupt: Interrupt, work: Coroutine[An
             raise
         uncancel(interrupt.task)
     finally:
-        connection.unwatch(gone)
+        asked.connection.unwatch(gone)
 
 
-def forwarded(scope: Scope, keys: ClientKeys) -> tuple[Headers, str]:
-    """Return the client's headers for an engine, and the request's id: the client's own, or a new one.
+def id_of(headers: Headers) -> str:
+    """Return the id of a request: the client's own, as one short word, or a new one."""
+    given = [value for name, value in headers if name == b"x-request-id"]
+    return kept_id(given[-1] if given else b"")
+
+
+def forwarded(method: str, given: Headers, peer: str, keys: ClientKeys) -> tuple[Headers, str]:
+    """Return a client's headers for an engine, and the request's id.
 
     Raise NotTaken for a request of another metaserver, and for one without an accepted key.
     """
     named: list[bytes] = []
-    given, kind = b"", None
-    for name, value in scope["headers"]:
-        if name == b"x-request-id":
-            given = value
-        elif name == b"content-type":
+    kind = None
+    for name, value in given:
+        if name == b"content-type":
             kind = value
         elif name == OWN_MARK:
             raise NotTaken(known(508, "PD-META-023"))
         elif name == b"connection" and value.lower() not in (b"keep-alive", b"close"):
             named += (part.strip().lower() for part in value.split(b","))
     drop = {*_NOT_FORWARDED, *named} if named else _NOT_FORWARDED
-    headers = keys.for_engine(scope["method"], [header for header in scope["headers"] if header[0] not in drop])
-    request_id = kept_id(given)
+    headers = keys.for_engine(method, [header for header in given if header[0] not in drop])
+    request_id = id_of(given)
     headers.append((OWN_MARK, b"1"))
     headers.append((b"x-request-id", request_id.encode()))  # always, even if the client's Connection header lists it
     if kind is None:
         headers.append((b"content-type", b"application/json"))
-    if scope.get("client"):
-        before = [value for name, value in scope["headers"] if name == b"x-forwarded-for"]
-        headers.append((b"x-forwarded-for", b", ".join([*before, scope["client"][0].encode()])))
+    if peer:
+        before = [value for name, value in given if name == b"x-forwarded-for"]
+        headers.append((b"x-forwarded-for", b", ".join([*before, peer.encode()])))
     return headers, request_id

@@ -92,6 +92,10 @@ def known(status: int, code: str, retry_after_s: float | None = None, **values: 
     return fault(status, PdError(code, **values).sentence, code, retry_after_s)
 
 
+def json_answer(value: Any, status: int = 200) -> Answer:
+    return Answer(status, msgspec.json.encode(value))
+
+
 def error_frame(message: str, code: str | None = None) -> bytes:
     """Return the end of a stream that broke after its first byte."""
     return b"data: " + error_body(502, message, code) + b"\n\ndata: [DONE]\n\n"

@@ -22,7 +22,9 @@ import msgspec
 
 from vllm_ascend_pd.metaserver.decisions import Life, PairProof
 from vllm_ascend_pd.metaserver.service import admin
+from vllm_ascend_pd.metaserver.service.faults import known
 from vllm_ascend_pd.metaserver.service.instances_file import Members
+from vllm_ascend_pd.metaserver.service.intake import NotTaken
 
 log = logging.getLogger(__name__)
 CANARY_WORKER = 0  # one worker's canaries prove pairs; all workers share the proofs
@@ -61,7 +63,7 @@ class Hub:
         try:
             await asyncio.wait_for(echo, _ECHO_S)
         except asyncio.TimeoutError as problem:
-            raise admin.AdminRefusal(503, "PD-META-021") from problem
+            raise NotTaken(known(503, "PD-META-021")) from problem
         finally:
             del self._echoes[mark]
 

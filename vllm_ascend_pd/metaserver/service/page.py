@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from vllm_ascend_pd.http.http1 import Headers
 from vllm_ascend_pd.observe.timeline import Trace, picture, skipped
 
 PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
@@ -25,13 +26,16 @@ def _hash(tag: str) -> str:
     return "'sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() + "'"
 
 
-HEADERS = {
-    "content-security-policy": f"default-src 'none'; script-src {_hash('script')}; style-src {_hash('style')}; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "cache-control": "no-store",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-}
+_POLICY = (
+    f"default-src 'none'; script-src {_hash('script')}; style-src {_hash('style')}; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS: Headers = [
+    (b"content-security-policy", _POLICY.encode()),
+    (b"cache-control", b"no-store"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+]
 
 
 def timeline(directory: str, transfer: str) -> dict[str, Any]:

@@ -8,9 +8,8 @@ engine must compute says anything about the engine: a wedged one still lists its
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from urllib.parse import unquote_to_bytes
 
 from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.http1 import Reply, UpstreamError
@@ -22,6 +21,7 @@ from vllm_ascend_pd.metaserver.service.exchange import HttpExchange, uncancel
 from vllm_ascend_pd.metaserver.service.faults import known
 from vllm_ascend_pd.metaserver.service.fleet import LegInFlight
 from vllm_ascend_pd.metaserver.service.front import Front
+from vllm_ascend_pd.metaserver.service.intake import CallerRequest
 from vllm_ascend_pd.metaserver.service.relay import client_head, no_answer, refuse, send_whole
 from vllm_ascend_pd.metaserver.service.shared import CLOSING, SHUTDOWN, leg_end
 
@@ -77,15 +77,17 @@ class Call:
         return bodies.Request(self.route, {}, 0, False, bodies.Shape.ONE, 1, 0, 1, False, False, self.model, ())
 
 
-def is_canonical(path: str) -> bool:
-    """Return whether it has no backslash, no empty segment, no "." and no "..": an engine could take another route."""
-    return "\\" not in path and not {"", ".", ".."} & set(path.removesuffix("/").split("/")[1:])
+def is_canonical(target: bytes) -> bool:
+    """Return whether its path, once decoded, has no backslash, no empty segment, no "." and no "..".
+
+    An engine could take another route then. It is the very target that is forwarded.
+    """
+    path = unquote_to_bytes(target.partition(b"?")[0])
+    return b"\\" not in path and not {b"", b".", b".."} & set(path.removesuffix(b"/").split(b"/")[1:])
 
 
-def call_of(scope: Mapping[str, Any], stripped: bytes | memoryview = b"", model: str = "") -> Call:
-    query = scope.get("query_string", b"")
-    target = scope["raw_path"] + (b"?" + query if query else b"")
-    return Call(scope["method"], scope["path"], target, stripped, model)
+def call_of(asked: CallerRequest, stripped: bytes | memoryview = b"", model: str = "") -> Call:
+    return Call(asked.method, asked.path, asked.target, stripped, model)
 
 
 def model_of(path: str, body: Buffer) -> Scan[str]:

@@ -12,52 +12,65 @@ import contextlib
 import gc
 import logging
 import resource
+import signal
 import socket
-from types import FrameType
-
-import uvicorn
+from collections.abc import Sequence
 
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metaserver.service.app import WorkerProcess
+from vllm_ascend_pd.metaserver.service.connection import FrontDoor, max_connections
 from vllm_ascend_pd.metaserver.service.hub import Hub
-from vllm_ascend_pd.metaserver.service.intake import Protocol, max_connections
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.observe.trace import TraceFile
 
 log = logging.getLogger(__name__)
-_KEEPALIVE_S = 75  # longer than a client keeps a connection idle, so that it is the client that closes
-_LAST_WORDS_S = 5
+_LAST_WORDS_S = 5.0
 _BACKLOG = 4096
 _YOUNG_OBJECTS = 20_000
 _UNREAD_S = 300.0  # a client that reads nothing of what waits for it is cut off after this; accepted sockets inherit it
 
 
-class Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, worker: WorkerProcess) -> None:
-        super().__init__(config)
-        self._worker = worker
+class HttpServer:
+    """The HTTP server of one worker, on sockets that listen."""
+
+    def __init__(self, worker: WorkerProcess, sockets: Sequence[socket.socket]) -> None:
+        self._worker, self._sockets = worker, sockets
+        self._stopped = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._at_once = False
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+    async def serve(self, last_words_s: float = _LAST_WORDS_S) -> None:
+        """Serve until `drain` has drained, or `stop` is called."""
+        tls, door = self._worker.settings.own_tls(), FrontDoor(self._worker.answer, max_connections())
+        loop = asyncio.get_running_loop()
+        async with self._worker.standing():
+            listening = [await loop.create_server(door, sock=each, ssl=tls) for each in self._sockets]
+            await self._stopped.wait()
+            for each in listening:
+                each.close()
+            if self._at_once:
+                for connection in door.connections:
+                    connection.force_close()
+                return
+            door.pre_shutdown()
+            await door.shutdown(last_words_s)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+    def stop(self) -> None:
+        """Take no new connections, and end when those requests that are being answered have ended."""
+        self._stopped.set()
+
+    def signal(self) -> None:
         """Drain at the first signal, stop at once at the second."""
-        if self._loop is None or self._draining is not None:
-            self.should_exit = self.force_exit = True
-        else:
-            self._loop.call_soon_threadsafe(self._drain)
-
-    def _drain(self) -> None:
         if self._draining is None:
-            self._draining = asyncio.get_running_loop().create_task(self._end(), name="drain")
+            self._draining = asyncio.get_running_loop().create_task(self._drain(), name="drain")
+        else:
+            self._at_once = True
+            self.stop()
 
-    async def _end(self) -> None:
+    async def _drain(self) -> None:
         log.info("shutting down: waiting for %d requests", len(self._worker.front.journal.exchanges))
         await self._worker.front.drain()
-        self.should_exit = True
+        self.stop()
 
 
 def run_worker(settings: Settings, sockets: list[socket.socket], hub: Hub | None = None) -> int:
@@ -65,30 +78,25 @@ def run_worker(settings: Settings, sockets: list[socket.socket], hub: Hub | None
     _raise_file_limit()
     host = callable_host(settings.advertise_host or settings.host)
     worker = WorkerProcess(settings, f"{settings.scheme}://{host}:{sockets[-1].getsockname()[1]}", hub)
-    Protocol.max_connections = max_connections()
-    config = uvicorn.Config(
-        worker.app(),
-        interface="asgi3",
-        http=Protocol,
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=_KEEPALIVE_S,
-        timeout_graceful_shutdown=_LAST_WORDS_S,
-        ssl_certfile=settings.tls_cert or None,
-        ssl_keyfile=settings.tls_key or None,
-    )
     log.info("worker %d: decode engines call back %s", worker.hub.worker, worker.front.own_url)
-    server = Server(config, worker)
     trace = TraceFile(settings.trace_dir, "metaserver") if settings.trace_dir else None
     _spare_the_collector()
-    server.run(sockets=sockets)
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(_until_signalled(worker, sockets))
+    else:
+        uvloop.run(_until_signalled(worker, sockets))
     if trace is not None:
         trace.close()
-    return 0 if server.started else 1
+    return 0
+
+
+async def _until_signalled(worker: WorkerProcess, sockets: list[socket.socket]) -> None:
+    server = HttpServer(worker, sockets)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(each, server.signal)
+    await server.serve()
 
 
 def listen(host: str, port: int) -> socket.socket:

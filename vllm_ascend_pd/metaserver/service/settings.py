@@ -296,6 +296,14 @@ class Settings:
     def scheme(self) -> str:
         return "https" if self.tls_cert else "http"
 
+    def own_tls(self) -> ssl.SSLContext | None:
+        """Return the TLS context to serve with; None: serve http."""
+        if not self.tls_cert:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.tls_cert, self.tls_key)
+        return context
+
     def engine_tls(self) -> TlsFiles:
         """Return the TLS context for https engines; without `engine_ca` with the system's certificates."""
         found = TlsFiles(lambda: ssl.create_default_context(cafile=self.engine_ca or None), self.engine_ca)
