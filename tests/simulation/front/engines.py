@@ -52,6 +52,7 @@ class EngineFaults:
     sound: bool = True
     mute: bool = False  # as P: none of its pushes ever arrives, although its answers are good
     deaf: bool = False  # as D: none of its loads succeeds, although its answers are good
+    refuses: bool = False  # as D: takes no request
     fault: float = 0.0  # probability for each request
     cut: float = 0.0  # probability for each connection that it breaks at some byte
     slow_s: float = 0.05
@@ -246,6 +247,7 @@ class FrontDecode(FrontEngine):
         self.loads: dict[str, Load] = {}
         self.finished: list[str] = []  # ids of requests whose whole answer left this engine with its KV received
         self.asked: list[str] = []
+        self.refused: dict[str, int] = {}  # how often, by request
         self.asked_in_vain = 0  # most P's from which this deaf D had reported failed loads when a client's came
         self._reported: dict[tuple[str, str], float] = {}  # since when, by worker and P
         self._count = 0
@@ -276,6 +278,8 @@ class FrontDecode(FrontEngine):
         request_id, came = request.headers["x-request-id"], asyncio.get_running_loop().time()
         self.asked.append(request_id)
         await asyncio.sleep(self.speed())
+        if self.kind.refuses:
+            fault, self.refused[request_id] = "503", self.refused.get(request_id, 0) + 1
         if await self.stumble(request, body, fault):
             return
         prompts = _prompts(body)

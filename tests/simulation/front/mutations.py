@@ -81,6 +81,11 @@ def _beside_a_deaf_one(plan: SeedPlan) -> SeedPlan:
     )
 
 
+def _all_refuse(plan: SeedPlan) -> SeedPlan:
+    full = [EngineFaults(refuses=True), EngineFaults(refuses=True)]  # fewer than attempts
+    return replace(plan, prefills=[EngineFaults()], decodes=full, requests=60, restarts_s=0.0, admin_s=0.0)
+
+
 @dataclass(frozen=True)
 class FrontMutation:
     """A removed rule. `changes` are (where, name, replacement); with these `worlds` as seeds its lack shows."""
@@ -318,6 +323,7 @@ ALL = {
             _cutting,
         ),
         FrontMutation("a D whose loads fail is asked again", ((LoadRecord, "avoids", _never),), _beside_a_deaf_one),
+        FrontMutation("what all D's refuse is repeated", ((fleet.Fleet, "another", _always),), _all_refuse),
         # Streams that outlive their D.
         FrontMutation("a token is said twice", ((resume, "continued", _one_less),), _breaking),
         FrontMutation(

@@ -11,6 +11,7 @@
 7. A model that a D has listed is not unknown.
 8. Where requests name their P's, no other is asked.
 9. A D whose loads fail loads for no client, once that is known and as long as another D loads.
+10. What all D's refuse is refused by none twice.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ class FrontWorld:
             for instance in worker.fleet:
                 instance.draining = False
         for engine in self.engines:
-            engine.kind.fault = engine.kind.cut = 0.0
+            engine.kind.fault, engine.kind.cut, engine.kind.refuses = 0.0, 0.0, False
             if not engine.alive:
                 engine.restart()
         await self._until(self._ready, READY_S, "promise 3: a pair that works is not ready")
@@ -313,6 +314,10 @@ class FrontWorld:
                     if engine.kind.sound and instance.broke:
                         self.problems.append(f"promise 2: sound {engine.name} is blamed: {instance.last_error}")
             self.problems += self._asked_in_vain()
+            if all(decode.kind.refuses for decode in self.decodes.values()):
+                for decode in self.decodes.values():
+                    if twice := [one for one, times in decode.refused.items() if times > 1]:
+                        self.problems.append(f"promise 10: {decode.name} refuses {twice[0]} again")
             await asyncio.sleep(0.25)
 
     def _asked_in_vain(self) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -211,20 +212,23 @@ async def test_others_have_turns_while_a_long_body_comes_goes_and_is_answered() 
 
 async def test_long_bodies_take_turns_with_each_other() -> None:
     """Many at once must not prolong a turn to the sum of their steps."""
-    turns, under_way, most = Turns(), 0, 0
+    turns, loop, turn, of_turn = Turns(), asyncio.get_running_loop(), 0, Counter[int]()
+
+    def count() -> None:
+        nonlocal turn, counting
+        turn, counting = turn + 1, loop.call_soon(count)
 
     def steps() -> outline.Scan[int]:
-        nonlocal under_way, most
         yield 1
         for _ in range(5):
-            under_way += 1
-            most = max(most, under_way)
+            of_turn[turn] += 1
             yield 1
-            under_way -= 1
         return 7
 
+    counting = loop.call_soon(count)
     assert await asyncio.gather(*(turns.run(steps()) for _ in range(20))) == [7] * 20
-    assert most == 1
+    counting.cancel()
+    assert sum(of_turn.values()) == 100 and max(of_turn.values()) == 1
 
 
 @pytest.mark.parametrize("ids", [b"[" + b"1," * LONG + b"1]", b"[" + b"1 " * LONG + b"[]]", b'["x"]', b"7"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is not repeated: whole answers that only take long, and refusals that every D gives."""
+"""Repetitions that would only add work: of whole answers that take long, and of what every D refuses."""
 
 from __future__ import annotations
 
