@@ -132,7 +132,8 @@ class PeerProbes:
 
     def _cut(self, asked: _AskedPeer) -> None:
         asked.over = True
-        hang_up(asked.tried)
+        if asked.tried:  # else its name is still looked up
+            hang_up(asked.tried)
 
     def _note(self, asked: _AskedPeer) -> None:
         self._numeric[asked.address] = asked.tried

@@ -91,6 +91,23 @@ def test_a_disk_that_hangs_stops_nothing_and_what_it_does_not_take_is_counted(
     assert sum(line["lines"] for line in lines if line["stage"] == "dropped") == 5000 - len(taken)
 
 
+def test_the_end_of_a_process_waits_a_bounded_time_for_a_disk_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reading, writing = os.pipe()
+    monkeypatch.setattr(trace, "_opened", lambda _: os.fdopen(writing, "w", buffering=1 << 16))
+    monkeypatch.setattr(trace, "CLOSE_S", 0.1)
+    file = TraceFile(str(tmp_path), "test")
+    for _ in range(3000):
+        trace.emit("bound", transfer="t" * 100)
+    file.close()
+    assert "did not end within" in caplog.text and not trace.enabled()
+    with os.fdopen(reading, "rb", buffering=0) as disk:  # it goes on
+        assert disk.readall()
+    file._thread.join(30)  # type: ignore[union-attr]
+    assert not file._thread.is_alive()  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_subscriber_that_raises_at_any_stage_loses_no_transfer(stage: str) -> None:
     """Each stage is reported in the middle of other work: the engine's, the writer's or the loop's."""
