@@ -101,3 +101,12 @@ def test_an_answer_that_decode_computes_itself_is_its_own_after_a_preemption_too
             decode.close()
     assert asked.num_preemptions == 1 and not seen
     assert asked.status is RequestStatus.FINISHED_LENGTH_CAPPED and asked.num_output_tokens == 8
+
+
+def test_the_core_names_the_weights_and_what_was_computed_before_is_not_held(prefill: EngineWithoutModel) -> None:
+    hold(prefill, "r")
+    engine = prefill.scheduler.connector._engine
+    before = engine.fingerprint
+    EndingCore(prefill.scheduler, 30).set_weight_version("step 2")
+    run_until((prefill,), lambda: not prefill.scheduler.has_requests())
+    assert prefill.finished.sent == ["r"] and engine.fingerprint != before
