@@ -232,7 +232,6 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
         self._scheduler.reset()
 
     def reset_cache(self) -> bool:
-        """Free what is held for decode engines. vLLM has the blocks back after the next step."""
         self._scheduler.reset()
         return True
 

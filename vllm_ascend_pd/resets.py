@@ -31,6 +31,9 @@ class FollowsEngine:
     def preempted(self, request_id: str) -> None:
         """Record that a request has lost its blocks, before the next step is scheduled."""
 
+    def reset_cache(self) -> bool | None:
+        """Free what is held for others. vLLM has the blocks back after the next step."""
+
     def pauses(self, paused: bool) -> None:
         """Record that the engine waits until no request has blocks, or goes on."""
 
@@ -55,6 +58,9 @@ def install(vllm_config: Any) -> None:
 
 def _reporting(original: Any) -> Any:
     def reset_prefix_cache(self: Any, *given: Any, **named: Any) -> Any:
+        if any(given[1:2]) or named.get("reset_connector"):  # vLLM raises before it asks, if any block is still held
+            for one in _followers(self.connector):
+                one.reset_cache()
         before = [] if hasattr(self, _LISTED) else [request.request_id for request in self.running]
         try:
             return original(self, *given, **named)
