@@ -227,8 +227,11 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
     def pauses(self, paused: bool) -> None:
         self._scheduler.pauses(paused)
 
+    def weights(self, version: str) -> None:
+        self._engine.weights.version = version
+        self._scheduler.reset()
+
     def reset_cache(self) -> bool:
-        """Free what is held for decode engines. vLLM has the blocks back after the next step."""
         self._scheduler.reset()
         return True
 
@@ -261,8 +264,8 @@ def _scheduler(
 ) -> SchedulerRole:
     transfer, vocabulary = vllm_config.kv_transfer_config, _first_tokens(engine, vllm_config)
     prefill = None
+    resets.install(vllm_config)
     if transfer.is_kv_producer:
-        resets.install(vllm_config)
         prefill = PrefillScheduler(engine, waiting.news, blocks, sends_first=vocabulary > 0)
     if prefill is not None and not transfer.is_kv_consumer:
         return prefill

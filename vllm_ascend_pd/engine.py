@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from vllm_ascend_pd import admission
+from vllm_ascend_pd.adapters import adapter_identity
 from vllm_ascend_pd.channel.exposure import check_exposure
-from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.config import MAX_VERSION, PushConfig
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, LayerKind
 from vllm_ascend_pd.protocol.auth import Secrets, prompt_hash
@@ -37,6 +39,13 @@ class WorkerFacts:
     why_no_first_token: str = ""  # why it cannot go on behind a token that it has not sampled
 
 
+@dataclass(slots=True)
+class Weights:
+    """Weights of an engine, as vLLM's caller names them: their version can change while the engine runs."""
+
+    version: str = "default"
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """Facts of one process. `incarnation` is this process's own; D's workers serve that of their scheduler."""
@@ -50,6 +59,7 @@ class Engine:
     listeners_before: int = 0  # of the data-parallel ranks before this one
     both: bool = False  # whether it has both roles: P's scheduler then has the port before D's workers
     ranks_here: int = 1  # data-parallel ranks that this one's address stands for
+    weights: Weights = field(default_factory=Weights)  # known to the scheduler's process only
 
     @classmethod
     def of(cls, vllm_config: Any) -> Engine:
@@ -109,9 +119,17 @@ class Engine:
         return create_wire(self.config.wire, self.known_as, quiet_s=self.config.quiet_s, attach_thread=attach_thread)
 
     @property
+    def model_now(self) -> str:
+        """Model, with the version of its weights if vLLM's caller has set one."""
+        version = self.weights.version
+        if len(version) > MAX_VERSION:
+            version = hashlib.sha256(version.encode()).hexdigest()
+        return self.model if version == Weights().version else f"{self.model} weights={version}"
+
+    @property
     def fingerprint(self) -> str:
         """Model and protocol versions in short: routers see from it which engines can be a pair."""
-        return fingerprint(self.model)
+        return fingerprint(self.model_now)
 
     @property
     def known_as(self) -> str:
@@ -191,10 +209,9 @@ def has_embeddings(request: Any) -> bool:
 
 def request_hash(request: Any) -> str:
     """Return a hash of all that a prompt's KV depends on: tokens, LoRA, multimodal input, cache salt."""
-    lora = request.lora_request
     return prompt_hash(
         request.prompt_token_ids,
-        lora.lora_name if lora is not None else None,
+        adapter_identity(request.lora_request),
         request.cache_salt,
         tuple(feature.identifier for feature in request.mm_features or ()),
     )

@@ -8,6 +8,8 @@ Before, it lists only what `schedule` itself preempts, so the writes that still 
 A pause, and a shutdown that lets requests end: both wait until no request has blocks, also those of which P holds the
 KV for a D that may still come.
 
+The version of the weights, which vLLM's caller sets after it has changed them.
+
 The connector learns of each from a wrapped method (`install`).
 """
 
@@ -18,7 +20,8 @@ from typing import Any
 
 from vllm_ascend_pd.wrapping import wrap
 
-_RESET, _PAUSE, _SHUTDOWN = "reset_prefix_cache", "set_pause_state", "_handle_shutdown"
+_RESET, _PAUSE = "reset_prefix_cache", "set_pause_state"  # of the scheduler
+_SHUTDOWN, _WEIGHTS = "_handle_shutdown", "set_weight_version"  # of the core
 _LISTED = "reset_preempted_req_ids"  # of a scheduler that lists them itself
 
 
@@ -28,8 +31,14 @@ class FollowsEngine:
     def preempted(self, request_id: str) -> None:
         """Record that a request has lost its blocks, before the next step is scheduled."""
 
+    def reset_cache(self) -> bool | None:
+        """Free what is held for others. vLLM has the blocks back after the next step."""
+
     def pauses(self, paused: bool) -> None:
         """Record that the engine waits until no request has blocks, or goes on."""
+
+    def weights(self, version: str) -> None:
+        """Record how the engine's weights are called from now on."""
 
 
 def install(vllm_config: Any) -> None:
@@ -41,6 +50,7 @@ def install(vllm_config: Any) -> None:
         (scheduler, _RESET, _reporting),
         (scheduler, _PAUSE, _pausing),
         (EngineCoreProc, _SHUTDOWN, _ending),
+        (EngineCoreProc, _WEIGHTS, _renaming),
     ):
         if hasattr(owner, name):
             wrap(owner, name, around)
@@ -48,6 +58,9 @@ def install(vllm_config: Any) -> None:
 
 def _reporting(original: Any) -> Any:
     def reset_prefix_cache(self: Any, *given: Any, **named: Any) -> Any:
+        if any(given[1:2]) or named.get("reset_connector"):  # vLLM raises before it asks, if any block is still held
+            for one in _followers(self.connector):
+                one.reset_cache()
         before = [] if hasattr(self, _LISTED) else [request.request_id for request in self.running]
         try:
             return original(self, *given, **named)
@@ -78,6 +91,15 @@ def _ending(original: Any) -> Any:
         return original(self)
 
     return handle_shutdown
+
+
+def _renaming(original: Any) -> Any:
+    def set_weight_version(self: Any, weight_version: str) -> None:
+        original(self, weight_version)
+        for one in _followers(self.scheduler.get_kv_connector()):
+            one.weights(weight_version)
+
+    return set_weight_version
 
 
 def _followers(connector: Any) -> Iterator[FollowsEngine]:

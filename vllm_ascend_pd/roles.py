@@ -76,7 +76,7 @@ class SchedulerRole:
         """Handle the engine's pause, its end, or the beginning of its shutdown (resets.py)."""
 
     def reset(self) -> None:
-        """Free what is held for others: the engine's caches are cleared."""
+        """Free what is held for others: the engine's caches are cleared, or it has other weights."""
 
     def metadata(self, output: Any) -> StepMetadata:
         """Translate one SchedulerOutput."""

@@ -7,6 +7,7 @@ Only the model is missing: vLLM's scheduler and core decide when nothing is held
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,15 +73,17 @@ def test_what_waits_until_nothing_is_held_waits_no_longer_than_a_lease(
     assert prefill.finished.sent == ["r"] and prefill.free_blocks() == free
 
 
-def test_a_reset_of_all_caches_frees_what_is_held(prefill: EngineWithoutModel) -> None:
+@pytest.mark.parametrize("preempts", [False, True])
+def test_a_reset_of_all_caches_frees_what_is_held(prefill: EngineWithoutModel, preempts: bool) -> None:
     """The blocks are back after the next step: vLLM's first answer says no, and the caller tries again."""
     free, scheduler = prefill.free_blocks(), prefill.scheduler
     for name in ("r", "s"):
         hold(prefill, name)
-    assert not scheduler.reset_prefix_cache(reset_connector=True)
+    with pytest.raises(RuntimeError, match="Failed to reset") if preempts else nullcontext():
+        assert not scheduler.reset_prefix_cache(preempts, reset_connector=True)
     run_until((prefill,), lambda: not scheduler.has_requests())
     assert sorted(prefill.finished.sent) == ["r", "s"] and prefill.free_blocks() == free
-    assert scheduler.reset_prefix_cache(reset_connector=True)
+    assert scheduler.reset_prefix_cache(preempts, True)
 
 
 def test_an_answer_that_decode_computes_itself_is_its_own_after_a_preemption_too() -> None:
@@ -101,3 +104,12 @@ def test_an_answer_that_decode_computes_itself_is_its_own_after_a_preemption_too
             decode.close()
     assert asked.num_preemptions == 1 and not seen
     assert asked.status is RequestStatus.FINISHED_LENGTH_CAPPED and asked.num_output_tokens == 8
+
+
+def test_the_core_names_the_weights_and_what_was_computed_before_is_not_held(prefill: EngineWithoutModel) -> None:
+    hold(prefill, "r")
+    engine = prefill.scheduler.connector._engine
+    before = engine.fingerprint
+    EndingCore(prefill.scheduler, 30).set_weight_version("step 2")
+    run_until((prefill,), lambda: not prefill.scheduler.has_requests())
+    assert prefill.finished.sent == ["r"] and engine.fingerprint != before

@@ -182,7 +182,7 @@ class DecodeScheduler(SchedulerRole):
         groups = online.geometry.tables
         bind = self._requests.book.reserve(request.request_id, count, blocks, groups, deadline, uuid.uuid4().hex)
         prompt = request.num_prompt_tokens, request_hash(request)
-        reservation = bind.reservation(self._engine.model, online.geometry, online.endpoints, *prompt)
+        reservation = bind.reservation(self._engine.model_now, online.geometry, online.endpoints, *prompt)
         self._asked[request.request_id] = _AskedLoad(way, count, request, bind.first, bind.transfer)
         whole = online.geometry.recomputes_last and bind.end == request.num_prompt_tokens
         leaves = online.geometry.recomputes_last and not whole

@@ -65,7 +65,7 @@ class PushBook:
     """P's pushes by request. A transfer is pushed once, even if it is asked for again."""
 
     def __init__(self, *, model: str, remembered: int = 65536) -> None:
-        self._model = model
+        self.model = model
         self._tracked: dict[str, _Tracked] = {}
         self._refused: dict[str, PdError] = {}  # by request id, until it ends
         self._holding: dict[str, str] = {}  # request id → push, blocks held until the workers report; "": no push
@@ -144,8 +144,8 @@ class PushBook:
             return refusal
         if reservation.transfer in self._seen:
             return PdError("PD-META-005", why=f"transfer {reservation.transfer} was pushed already")
-        if reservation.model != self._model:
-            return PdError("PD-GEO-001", field="model", prefill=self._model, decode=reservation.model)
+        if reservation.model != self.model:
+            return PdError("PD-GEO-001", field="model", prefill=self.model, decode=reservation.model)
         if reservation.prompt_length != prompt_length:
             return PdError(
                 "PD-META-005", why=f"{prompt_length} prompt tokens here, {reservation.prompt_length} reserved"

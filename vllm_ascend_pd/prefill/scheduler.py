@@ -160,6 +160,7 @@ class PrefillScheduler(SchedulerRole):
     def reset(self) -> None:
         with self._deciding() as now:
             self._requests.meetings.reset(now)
+            self._requests.book.model = self._engine.model_now
 
     def metadata(self, output: Any) -> StepMetadata:
         return StepMetadata(prefill=self.build_step(output))

@@ -17,6 +17,7 @@ from unit.schedulers.kit import output, prefill, remote_decode, request, reserva
 from unit.schedulers.rendezvous import P_ID, TOY, pair
 from vllm_ascend_pd import resets
 from vllm_ascend_pd.connector import AscendPushConnector
+from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import seal
 
@@ -41,8 +42,8 @@ def made() -> type:
 class ToldConnector(AscendPushConnector):
     """The connector, as far as a reset concerns it."""
 
-    def __init__(self, role: PrefillScheduler) -> None:
-        self._scheduler = role
+    def __init__(self, role: PrefillScheduler | DecodeScheduler) -> None:
+        self._scheduler, self._engine = role, role._engine
 
 
 def installed(connector: Any, *running: Request) -> Any:
@@ -115,3 +116,22 @@ def test_blocks_that_a_reset_took_are_not_pushed_for_a_d_that_comes_then() -> No
         step = both.p.build_step(output(cached=[(P_ID, 0, 10, [5, 6, 7])], resumed={P_ID}))
         (slice_,) = step.slices
         assert (slice_.before, slice_.after, slice_.new_blocks[0].tolist()) == (0, 10, [5, 6, 7])
+
+
+@pytest.mark.parametrize("version", ["2", "a long word for it " * 100])
+def test_engines_whose_weights_have_other_versions_do_not_fit(version: str) -> None:
+    """The version is that of the moment: what was held under the last one is freed."""
+    with pair() as both:
+        before = both.d._engine.fingerprint
+        _, _, answer = both.prefilled()
+        ToldConnector(both.d).weights(version)
+        assert both.steps.cancelled(both.load(answer).transfer) == "PD-GEO-001"
+        assert both.d._engine.fingerprint != before == both.p._engine.fingerprint
+        ToldConnector(both.p).weights(version)
+        assert both.p.build_step(output()).freed == (P_ID,) and both.p.released(P_ID)
+        assert both.d._engine.fingerprint == both.p._engine.fingerprint
+        _, _, answer = both.prefilled(name="cmpl-router-2-0-aaaaaaaa")
+        both.load(answer, name="cmpl-router-2-0-bbbbbbbb")
+        until(both.p._requests.book.must_step, "the binding")
+        ToldConnector(both.d).weights("default")
+        assert both.d._engine.fingerprint == before
