@@ -672,6 +672,7 @@ def _heads() -> list[bytes]:
 def _http_server() -> Run:
     """Feed the metaserver's HTTP server: a head is bounded, and garbage closes its connection."""
     from vllm_ascend_pd.metaserver.service.connection import UNREAD_BYTES, FrontDoor
+    from vllm_ascend_pd.metaserver.service.gate import Place, Places
 
     loop = asyncio.new_event_loop()
 
@@ -681,7 +682,7 @@ def _http_server() -> Run:
         await send({"type": "http.response.body"})
 
     async def feed(data: bytes) -> bool:
-        wire, protocol = _Wire(), FrontDoor(answer)()
+        wire, protocol = _Wire(), FrontDoor(answer, Places(1)).serve(Place("", lambda: None))
         protocol.connection_made(wire)
         step = len(data) // 5 + 1
         for at in range(0, len(data), step):

@@ -226,6 +226,9 @@ class ClientCall:
     def is_eof(self) -> bool:
         return True
 
+    def at_eof(self) -> bool:
+        return True
+
     def read_nowait(self) -> bytes:
         return self._body
 

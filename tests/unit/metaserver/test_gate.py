@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unit.kits.certificates import certificate, server_context
-from vllm_ascend_pd.metaserver.service.gate import Activity, CallerConnection, Gate, Places, caller_of
+from vllm_ascend_pd.metaserver.service.gate import Activity, Gate, Place, Places, caller_of
 
 LOOPBACK = "127.0.0.1"
 
@@ -30,7 +30,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 class Echo(asyncio.Protocol):
     """A server of one line a connection: idle from its answer on."""
 
-    def __init__(self, places: Places, connection: CallerConnection) -> None:
+    def __init__(self, places: Places, connection: Place) -> None:
         self._places, self._connection = places, connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -183,15 +183,15 @@ async def test_without_a_free_file_handle_the_longest_idle_connection_goes() -> 
 @given(st.lists(st.tuples(st.sampled_from(["enter", "turn", "leave"]), st.integers(0, 9), st.sampled_from(Activity))))
 def test_only_the_quiet_give_way_and_only_where_there_is_no_place(steps: list[tuple[str, int, Activity]]) -> None:
     places = Places(4)
-    here: list[CallerConnection] = []
+    here: list[Place] = []
 
-    def close(connection: CallerConnection) -> None:
+    def close(connection: Place) -> None:
         assert connection.activity is not Activity.BUSY and len(here) >= 4
         here.remove(connection)
 
     for what, which, activity in steps:
         if what == "enter":
-            made = CallerConnection(f"peer {which % 3}", lambda: None)
+            made = Place(f"peer {which % 3}", lambda: None)
             made.close = partial(close, made)
             places.enter(made, activity)
             here.append(made)

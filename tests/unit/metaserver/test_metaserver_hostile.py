@@ -28,6 +28,7 @@ from vllm_ascend_pd.metaserver.service import app, connection, instances_file, i
 from vllm_ascend_pd.metaserver.service.exchange import AsgiSend, Interrupt
 from vllm_ascend_pd.metaserver.service.fleet import Fleet
 from vllm_ascend_pd.metaserver.service.front import Front
+from vllm_ascend_pd.metaserver.service.gate import Gate, Places
 from vllm_ascend_pd.metaserver.service.keys import ClientKeys
 from vllm_ascend_pd.metaserver.service.relay import send_answer
 from vllm_ascend_pd.metaserver.service.reserve import Heartbeats, Reservations
@@ -54,9 +55,9 @@ async def door(
     trailers: list[bytes] = []
 
     async def answer(asked: intake.CallerRequest, send: AsgiSend) -> None:
-        with taken.body() as counted:
+        with taken.body(asked) as counted:
             try:
-                body = await counted.read(asked, max_bytes)
+                body = await counted.read(max_bytes)
             except intake.CallerLeft:
                 cut.append(asked.path)
                 return
@@ -70,12 +71,15 @@ async def door(
             await send({"type": "http.response.start", "status": 200, "headers": head})
             await send({"type": "http.response.body", "body": str(len(body)).encode()})
 
-    made = connection.FrontDoor(answer, connections)
-    server = await asyncio.get_running_loop().create_server(made, LOOPBACK, 0)
+    made = connection.FrontDoor(answer, Places(connections))
+    gate = Gate(made.serve, made.places, first_byte_s=connection.HEAD_S)
+    listening = server.listen(LOOPBACK, 0)
+    gate.open(listening)
     try:
-        yield server.sockets[0].getsockname()[1]
+        yield listening.getsockname()[1]
     finally:
-        server.close()
+        gate.close()
+        listening.close()
         await made.shutdown(0.1)
         assert not trailers, "a trailer is no header"
 
@@ -155,7 +159,7 @@ async def test_a_second_head_is_waited_for_as_long_as_the_first(monkeypatch: pyt
 @pytest.mark.parametrize("start", [b"", b"some"], ids=["nothing of it", "its beginning"])
 @pytest.mark.parametrize("expects", [b"", b"expect: 100-continue\r\n"], ids=["sent", "announced"])
 async def test_a_body_that_does_not_come_is_not_waited_for(start: bytes, expects: bytes) -> None:
-    async with door(intake.Intake(body_s=0.2)) as port:
+    async with door(intake.Intake(stall_s=0.2)) as port:
         reader, writer = await asyncio.open_connection(LOOPBACK, port)
         writer.write(HEAD + b"content-length: 1\r\n\r\n1")
         assert b"200 OK" in await asyncio.wait_for(reader.read(65536), 5)
@@ -174,19 +178,20 @@ async def test_a_body_too_large_is_refused_while_it_comes() -> None:
 
 
 async def test_all_bodies_together_are_bounded_and_what_is_read_is_given_back() -> None:
-    taken = intake.Intake(max_bytes=100_000)
+    taken = intake.Intake(short=100_000)
     async with door(taken) as port:
-        waiting = [await asyncio.open_connection(LOOPBACK, port) for _ in range(3)]
-        for _, writer in waiting:
+        callers = [await asyncio.open_connection(LOOPBACK, port) for _ in range(3)]
+        for _, writer in callers:
             writer.write(HEAD + b"content-length: 50000\r\n\r\n" + b"a" * 40_000)
             await writer.drain()
-        refused = asyncio.ensure_future(waiting[2][0].read(65536))
-        assert b" 429 " in await asyncio.wait_for(refused, 5)
-        for reader, writer in waiting[:2]:
+        while not taken.short.waiting:
+            await asyncio.sleep(0.005)
+        assert taken.held == 100_000
+        for reader, writer in callers:  # the last one has room as soon as another one is answered
             writer.write(b"a" * 10_000)
             assert b"50000" in await asyncio.wait_for(reader.read(65536), 5)
         assert taken.held == 0
-        for _, writer in waiting:
+        for _, writer in callers:
             writer.close()
 
 
@@ -205,13 +210,16 @@ async def test_a_client_that_reads_nothing_is_not_served_for_ever(monkeypatch: p
 
     listening = server.listen(LOOPBACK, 0)
     loop = asyncio.get_running_loop()
-    serving = await loop.create_server(connection.FrontDoor(answer), sock=listening)
+    made = connection.FrontDoor(answer, Places(10))
+    gate = Gate(made.serve, made.places)
+    gate.open(listening)
     with socket.socket() as lazy:
         lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         await loop.run_in_executor(None, lazy.connect, listening.getsockname())
         lazy.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         await asyncio.wait_for(ended.wait(), 20)
-    serving.close()
+    gate.close()
+    listening.close()
 
 
 # -- what engines and D's metaserver answer
@@ -366,7 +374,7 @@ async def test_a_prompt_is_not_read_before_its_ticket_is_known() -> None:
 
 
 async def test_a_body_counts_until_its_exchange_ends() -> None:
-    taken, hold = intake.Intake(max_bytes=100_000), [1]
+    taken, hold = intake.Intake(short=100_000, room_s=0.0), [1]
     async with door(taken, hold=hold) as port:
         served = [asyncio.ensure_future(talk(port, HEAD + b"content-length: 60000\r\n\r\n" + b"a" * 60_000))]
         while taken.held < 60_000:

@@ -187,8 +187,8 @@ class Admin:
 
     async def _json(self, asked: CallerRequest) -> dict[str, Any]:
         _require_json(asked)
-        with self._intake.body() as body:
-            posted = await body.read(asked, _MAX_BODY)
+        with self._intake.body(asked) as body:
+            posted = await body.read(_MAX_BODY)
             try:
                 return msgspec.json.decode(posted, type=dict[str, Any])
             except UNREADABLE as problem:

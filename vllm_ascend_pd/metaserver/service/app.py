@@ -155,11 +155,9 @@ class WorkerProcess:
 
     async def _generate(self, asked: CallerRequest, send: AsgiSend) -> None:
         headers, request_id = forwarded(asked.method, asked.headers, asked.peer, self._keys)
-        with self._intake.body() as body:
+        with self._intake.body(asked) as body:
             try:  # no variable for the body: this frame would keep it as long as the stream
-                request = await self.front.turns.run(
-                    bodies.parsing(asked.path, await self._read(body, asked, asked.path))
-                )
+                request = await self.front.turns.run(bodies.parsing(asked.path, await self._read(body, asked.path)))
             except bodies.BodyError as problem:
                 await _unusable(send, asked.path, request_id, problem)
                 return
@@ -175,9 +173,9 @@ class WorkerProcess:
         if not passing.is_canonical(asked.target):
             raise NotTaken(known(404, "PD-META-016", path=one_line(asked.path, 128)))
         route = passing.call_of(asked).route
-        with self._intake.body() as body:
+        with self._intake.body(asked) as body:
             try:
-                stripped = await self.front.turns.run(bodies.stripping(await self._read(body, asked, route)))
+                stripped = await self.front.turns.run(bodies.stripping(await self._read(body, route)))
                 model = ""
                 if self.fleet.several_models:
                     model = await self.front.turns.run(passing.model_of(asked.path, stripped))
@@ -188,9 +186,9 @@ class WorkerProcess:
             exchange = HttpExchange(call.request(), headers, request_id, Interrupt(), send)
             await self._attend(asked, exchange, passing.pass_on(self.front, exchange, call))
 
-    async def _read(self, body: Body, asked: CallerRequest, route: str) -> bytes | memoryview:
+    async def _read(self, body: Body, route: str) -> bytes | memoryview:
         try:
-            return await body.read(asked, self.settings.max_body_bytes)
+            return await body.read(self.settings.max_body_bytes)
         except CallerLeft:
             METRICS.client_left.inc()
             METRICS.requests.labels(route, "left").inc()
@@ -210,14 +208,14 @@ class WorkerProcess:
             METRICS.requests.labels(exchange.route, exchange.status if not interrupt.left else "left").inc()
 
     async def _reserve(self, asked: CallerRequest, send: AsgiSend) -> None:
-        with self._intake.body() as body:
-            posted = await body.read(asked, _MAX_RESERVATION_BYTES)
+        with self._intake.body(asked, of_engine=True) as body:
+            posted = await body.read(_MAX_RESERVATION_BYTES)
             interrupt = Interrupt()
             await while_connected(asked, interrupt, self._reservations.answer(posted, interrupt, send))
 
     async def _loaded(self, asked: CallerRequest, send: AsgiSend) -> None:
-        with self._intake.body() as body:
-            await self._reservations.report(await body.read(asked, MAX_REPORT_BYTES), send)
+        with self._intake.body(asked, of_engine=True) as body:
+            await self._reservations.report(await body.read(MAX_REPORT_BYTES), send)
 
     # -- what operators ask
 

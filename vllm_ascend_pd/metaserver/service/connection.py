@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
 import select
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -24,6 +23,7 @@ from vllm_ascend_pd.errors import one_line
 from vllm_ascend_pd.metaserver.service.answering import Answering
 from vllm_ascend_pd.metaserver.service.exchange import AsgiSend
 from vllm_ascend_pd.metaserver.service.faults import known
+from vllm_ascend_pd.metaserver.service.gate import Activity, Place, Places
 from vllm_ascend_pd.metaserver.service.intake import CallerRequest
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 HEAD_S = 20.0  # from the first byte of a request, or from the connection, to the end of the head
 HEAD_BYTES = 256 << 10  # of one line or field of a head
 UNREAD_BYTES = 1 << 20  # read since the last complete head or piece of a body: heads and trailers altogether
-CONNECTIONS = 8192  # of callers, busy and idle, at most; fewer where the process may open few files
 _KEEPALIVE_S = 75.0  # longer than a client keeps a connection idle, so that it is the client that closes
 _LINGER_S = 2.0  # what comes behind an answer to a part of a request is read for so long, else the client may miss it
 _LAST_HEAD_S = 0.2  # after an answer to a caller that sends no more, for a request that it sent before
@@ -42,12 +41,12 @@ Handle = Callable[[CallerRequest, AsgiSend], Awaitable[None]]
 class CallerConnection(web.RequestHandler):
     """One caller's connection."""
 
-    def __init__(self, door: FrontDoor, **given: Any) -> None:
+    def __init__(self, door: FrontDoor, place: Place, **given: Any) -> None:
         super().__init__(door, loop=asyncio.get_running_loop(), **given)
         self.gone = False
         self.lasting = True  # the connection may serve another request
         self.answering: Answering | None = None  # the answer to the request in progress
-        self._door = door
+        self._door, self._place = door, place
         self._when_gone: Callable[[], None] | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._content: StreamReader | None = None  # of the last request, until it is answered and read
@@ -80,7 +79,7 @@ class CallerConnection(web.RequestHandler):
         self._busy, self._content, self._version, self.answering = True, content, head.version, None
         self.lasting = not (head.should_close or head.upgrade or head.chunked or head.method == "CONNECT")
         self._unread, self._seen = 0, content.total_bytes
-        self._door.idle.pop(self, None)
+        self._door.places.turn(self._place, Activity.BUSY)
         self._stop_waiting()
         if self._held and self.transport is not None and not self.transport.is_closing():
             self._held = False
@@ -94,7 +93,7 @@ class CallerConnection(web.RequestHandler):
         if self._content is not None and self._content.is_eof():
             self._content = None
         if not self.gone:
-            self._door.idle[self] = None
+            self._door.places.turn(self._place, Activity.IDLE)
             if self._at_end or self._unread:
                 self._wait_for_head()
 
@@ -105,13 +104,14 @@ class CallerConnection(web.RequestHandler):
     # -- asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._door.admit(self)
+        self._place.close = self.abort
+        self._door.places.turn(self._place, Activity.IDLE)
         super().connection_made(transport)
         self._wait_for_head()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._stop_waiting()
-        self._door.dismiss(self)
+        self._door.places.leave(self._place)
         self._door.departures.forget(self._watched)
         self.gone = True
         super().connection_lost(exc)
@@ -221,17 +221,19 @@ class Departures:
 
 
 class FrontDoor(web.Server):
-    """Maker of connections: `handle` answers each request. It is the protocol factory of every listening socket."""
+    """aiohttp's server. `serve` makes the protocol of a connection; `handle` answers each request."""
 
-    def __init__(self, handle: Handle, most: int = CONNECTIONS) -> None:
+    def __init__(self, handle: Handle, places: Places) -> None:
         super().__init__(self._answer, request_factory=self._begin)
-        self.idle: dict[CallerConnection, None] = {}  # the one that is idle longest comes first
+        self.places = places
         self.departures = Departures()
-        self._handle, self._most, self._open = handle, most, 0
+        self._handle = handle
 
-    def __call__(self) -> CallerConnection:
+    def serve(self, place: Place) -> CallerConnection:
+        """Return the protocol of a new connection."""
         return CallerConnection(
             self,
+            place,
             access_log=None,
             auto_decompress=False,
             keepalive_timeout=_KEEPALIVE_S,
@@ -239,19 +241,6 @@ class FrontDoor(web.Server):
             max_line_size=HEAD_BYTES,
             max_field_size=HEAD_BYTES,
         )
-
-    def admit(self, connection: CallerConnection) -> None:
-        """Count a connection. Make room by closing the one that is idle longest: it may be an attacker's."""
-        if self._open >= self._most and self.idle:
-            oldest = next(iter(self.idle))
-            del self.idle[oldest]
-            oldest.abort()
-        self._open += 1
-        self.idle[connection] = None
-
-    def dismiss(self, connection: CallerConnection) -> None:
-        self._open -= 1
-        self.idle.pop(connection, None)
 
     def _begin(
         self,
@@ -286,9 +275,3 @@ def _asked(request: web.BaseRequest, connection: CallerConnection) -> CallerRequ
         request.content,
         connection,
     )
-
-
-def max_connections() -> int:
-    """Return how many callers may connect: half of the files that may be open, as engines, logs and lines need some."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return CONNECTIONS if soft == resource.RLIM_INFINITY else max(16, min(CONNECTIONS, soft // 2))

@@ -50,7 +50,7 @@ class Activity(Enum):
     BUSY = "it sends a request, or gets an answer"
 
 
-class CallerConnection:
+class Place:
     """One caller's connection. `close` ends it at once."""
 
     __slots__ = ("activity", "close", "peer")
@@ -64,22 +64,22 @@ class _Group:
     """Connections, and which of them may be closed for another one: of each activity the longest quiet first."""
 
     def __init__(self) -> None:
-        self.all: set[CallerConnection] = set()
-        self.quiet: dict[Activity, OrderedDict[CallerConnection, None]] = {
+        self.all: set[Place] = set()
+        self.quiet: dict[Activity, OrderedDict[Place, None]] = {
             activity: OrderedDict() for activity in (Activity.SILENT, Activity.HANDSHAKE, Activity.IDLE)
         }
 
-    def enter(self, connection: CallerConnection) -> None:
+    def enter(self, connection: Place) -> None:
         self.all.add(connection)
         if (quiet := self.quiet.get(connection.activity)) is not None:
             quiet[connection] = None
 
-    def leave(self, connection: CallerConnection) -> None:
+    def leave(self, connection: Place) -> None:
         self.all.discard(connection)
         if (quiet := self.quiet.get(connection.activity)) is not None:
             quiet.pop(connection, None)
 
-    def longest(self) -> CallerConnection | None:
+    def longest(self) -> Place | None:
         return next((connection for quiet in self.quiet.values() for connection in quiet), None)
 
 
@@ -94,10 +94,10 @@ class Places:
     def __len__(self) -> int:
         return len(self._everyone.all)
 
-    def everyone(self) -> Iterable[CallerConnection]:
+    def everyone(self) -> Iterable[Place]:
         return self._everyone.all
 
-    def enter(self, connection: CallerConnection, activity: Activity) -> None:
+    def enter(self, connection: Place, activity: Activity) -> None:
         """Give a new connection a place; another one may be closed for it."""
         while len(self) >= self.most and (longest := self._gives_way(connection.peer)) is not None:
             self.end(longest)
@@ -105,7 +105,7 @@ class Places:
         for group in (self._everyone, self._of.setdefault(connection.peer, _Group())):
             group.enter(connection)
 
-    def turn(self, connection: CallerConnection, activity: Activity) -> None:
+    def turn(self, connection: Place, activity: Activity) -> None:
         """Note what a connection does from now on."""
         if connection not in self._everyone.all:
             return  # it was closed for another one
@@ -116,7 +116,7 @@ class Places:
         for group in groups:
             group.enter(connection)
 
-    def leave(self, connection: CallerConnection) -> None:
+    def leave(self, connection: Place) -> None:
         """Note that a connection has ended. Idempotent."""
         if connection in self._everyone.all:
             own = self._of[connection.peer]
@@ -125,7 +125,7 @@ class Places:
             if not own.all:
                 del self._of[connection.peer]
 
-    def end(self, connection: CallerConnection) -> None:
+    def end(self, connection: Place) -> None:
         self.leave(connection)
         connection.close()
 
@@ -136,11 +136,11 @@ class Places:
         self.end(longest)
         return True
 
-    def in_handshake(self) -> OrderedDict[CallerConnection, None]:
+    def in_handshake(self) -> OrderedDict[Place, None]:
         """Return the connections within their TLS handshake, the oldest first."""
         return self._everyone.quiet[Activity.HANDSHAKE]
 
-    def _gives_way(self, peer: str) -> CallerConnection | None:
+    def _gives_way(self, peer: str) -> Place | None:
         """Return the connection that makes room for one of this caller's."""
         own = self._of.get(peer)
         if own is not None and len(own.all) * _SHARE > self.most and (longest := own.longest()) is not None:
@@ -153,7 +153,7 @@ class Gate:
 
     def __init__(
         self,
-        serve: Callable[[CallerConnection], asyncio.Protocol],
+        serve: Callable[[Place], asyncio.Protocol],
         places: Places,
         tls: ssl.SSLContext | None = None,
         first_byte_s: float = FIRST_BYTE_S,
@@ -163,7 +163,7 @@ class Gate:
         self._serve, self._tls, self._first_byte_s = serve, tls, first_byte_s
         self._loop = asyncio.get_running_loop()
         self._listening: dict[socket.socket, asyncio.TimerHandle | None] = {}  # the timer: accepts pause until then
-        self._silent: OrderedDict[CallerConnection, tuple[socket.socket, float]] = OrderedDict()  # until when
+        self._silent: OrderedDict[Place, tuple[socket.socket, float]] = OrderedDict()  # until when
         self._sweep: asyncio.TimerHandle | None = None
         self._handshakes = handshakes
         self._starting: set[asyncio.Task[None]] = set()
@@ -206,14 +206,14 @@ class Gate:
 
     def _wait(self, accepted: socket.socket, peer: str) -> None:
         """Wait for a connection's first byte."""
-        connection = CallerConnection(peer, lambda: self._drop(connection))
+        connection = Place(peer, lambda: self._drop(connection))
         self._silent[connection] = (accepted, self._loop.time() + self._first_byte_s)
         self.places.enter(connection, Activity.SILENT)
         self._loop.add_reader(accepted, self._begin, connection)
         if self._sweep is None:
             self._end_silent()
 
-    def _drop(self, connection: CallerConnection) -> None:
+    def _drop(self, connection: Place) -> None:
         accepted, _ = self._silent.pop(connection)
         self._loop.remove_reader(accepted)
         accepted.close()
@@ -228,7 +228,7 @@ class Gate:
                 return
             self.places.end(connection)
 
-    def _begin(self, connection: CallerConnection) -> None:
+    def _begin(self, connection: Place) -> None:
         """Hand a connection to the server: its first byte is there to be read."""
         accepted, _ = self._silent.pop(connection)
         self._loop.remove_reader(accepted)
@@ -243,13 +243,13 @@ class Gate:
         self._starting.add(task)
         task.add_done_callback(lambda task: self._handed_over(task, connection, accepted))
 
-    async def _hand_over(self, connection: CallerConnection, accepted: socket.socket) -> None:
+    async def _hand_over(self, connection: Place, accepted: socket.socket) -> None:
         limit = None if self._tls is None else self._first_byte_s
         await self._loop.connect_accepted_socket(
             lambda: self._serve(connection), accepted, ssl=self._tls, ssl_handshake_timeout=limit
         )
 
-    def _handed_over(self, task: asyncio.Task[None], connection: CallerConnection, accepted: socket.socket) -> None:
+    def _handed_over(self, task: asyncio.Task[None], connection: Place, accepted: socket.socket) -> None:
         self._starting.discard(task)
         if not task.cancelled() and task.exception() is None:
             return

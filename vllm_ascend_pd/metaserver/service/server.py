@@ -18,7 +18,8 @@ from collections.abc import Sequence
 
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metaserver.service.app import WorkerProcess
-from vllm_ascend_pd.metaserver.service.connection import FrontDoor, max_connections
+from vllm_ascend_pd.metaserver.service.connection import FrontDoor
+from vllm_ascend_pd.metaserver.service.gate import Gate, Places, max_connections
 from vllm_ascend_pd.metaserver.service.hub import Hub
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.observe.trace import TraceFile
@@ -41,12 +42,14 @@ class HttpServer:
 
     async def serve(self, last_words_s: float = _LAST_WORDS_S) -> None:
         """Serve until `drain` has drained, or `stop` is called."""
-        tls, door = self._worker.settings.own_tls(), FrontDoor(self._worker.answer, max_connections())
-        loop = asyncio.get_running_loop()
+        door = FrontDoor(self._worker.answer, Places(max_connections()))
+        gate = Gate(door.serve, door.places, self._worker.settings.own_tls())
         async with self._worker.standing():
-            listening = [await loop.create_server(door, sock=each, ssl=tls) for each in self._sockets]
+            for each in self._sockets:
+                gate.open(each)
             await self._stopped.wait()
-            for each in listening:
+            gate.close()
+            for each in self._sockets:
                 each.close()
             if self._at_once:
                 for connection in door.connections:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,8 +15,8 @@ from aiohttp.base_protocol import BaseProtocol
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_pd.metaserver.service import uploads as module
-from vllm_ascend_pd.metaserver.service.uploads import SHORT, NotTaken, Upload, Uploads
+from vllm_ascend_pd.metaserver.service import intake
+from vllm_ascend_pd.metaserver.service.intake import SHORT, Body, CallerLeft, CallerRequest, Intake, NotTaken
 
 KIB, MIB = 1 << 10, 1 << 20
 PIECE = 256 * KIB
@@ -26,14 +26,22 @@ MOST = 64 * MIB
 class Sender:
     """A caller that sends a body piece by piece, as aiohttp's server receives it."""
 
+    gone = False
+
     def __init__(
-        self, uploads: Uploads, caller: str = "somebody", of_engine: bool = False, length: int | None = None
+        self, taken: Intake, caller: str = "somebody", of_engine: bool = False, length: int | None = None
     ) -> None:
         loop = asyncio.get_running_loop()
         connected = BaseProtocol(loop)
         connected.connection_made(asyncio.Transport())
         self._body = StreamReader(connected, 2**26, loop=loop)
-        self.upload = Upload(uploads, caller, self._body, length, of_engine)
+        headers = [] if length is None else [(b"content-length", b"%d" % length)]
+        asked = CallerRequest("POST", "/", b"/", headers, caller, self._body, self)
+        self.upload = Body(taken, asked, of_engine)
+
+    def watch(self, when_gone: Callable[[], None]) -> None: ...
+    def unwatch(self, when_gone: Callable[[], None]) -> None: ...
+    def go_on(self) -> None: ...
 
     def begin(self) -> Sender:
         self.reading: asyncio.Task[bytes | memoryview] = asyncio.ensure_future(self.upload.read(MOST))
@@ -72,13 +80,13 @@ async def refusal(reading: Awaitable[Any]) -> tuple[int, str]:
 
 
 async def test_a_body_is_counted_until_it_is_released() -> None:
-    uploads = Uploads()
+    taken = Intake()
     for size in (0, 5, SHORT, SHORT + 1, 3 * MIB):
-        sender = Sender(uploads)
+        sender = Sender(taken)
         with sender.upload:
             assert await sender.whole(size) == size
-            assert uploads.held == size
-        assert uploads.held == 0
+            assert taken.held == size
+        assert taken.held == 0
 
 
 SAID = pytest.mark.parametrize("said", [True, False], ids=["with a length", "in chunks"])
@@ -86,23 +94,23 @@ SAID = pytest.mark.parametrize("said", [True, False], ids=["with a length", "in 
 
 @SAID
 async def test_stalled_bodies_keep_neither_short_ones_out_nor_those_of_engines(said: bool) -> None:
-    uploads = Uploads(long=8 * MIB)
+    taken = Intake(long=8 * MIB)
     length = 4 * MIB if said else None
-    stalled = [await Sender(uploads, "attacker", length=length).begin().send(MIB) for _ in range(30)]
+    stalled = [await Sender(taken, "attacker", length=length).begin().send(MIB) for _ in range(30)]
     for _ in range(200):
-        assert await Sender(uploads, length=4 * KIB).whole(4 * KIB) == 4 * KIB
-    assert await Sender(uploads, of_engine=True, length=MIB).whole(MIB) == MIB
-    assert uploads.long.held <= 8 * MIB
+        assert await Sender(taken, length=4 * KIB).whole(4 * KIB) == 4 * KIB
+    assert await Sender(taken, of_engine=True, length=MIB).whole(MIB) == MIB
+    assert taken.long.held <= 8 * MIB
     for sender in stalled:
         sender.reading.cancel()
 
 
 @SAID
 async def test_a_long_body_gets_through_beside_stalled_ones(said: bool) -> None:
-    uploads = Uploads(long=8 * MIB, fast_s=0.0)
+    taken = Intake(long=8 * MIB, fast_s=0.0)
     length = 4 * MIB if said else None
-    stalled = [await Sender(uploads, "attacker", length=length).begin().send(MIB) for _ in range(30)]
-    honest = await Sender(uploads, "client", length=2 * MIB if said else None).begin().send(2 * MIB)
+    stalled = [await Sender(taken, "attacker", length=length).begin().send(MIB) for _ in range(30)]
+    honest = await Sender(taken, "client", length=2 * MIB if said else None).begin().send(2 * MIB)
     assert len(await (await honest.end()).reading) == 2 * MIB
     ended = [sender for sender in stalled if sender.reading.done()]
     assert await refusal(ended[0].reading) == (429, "PD-META-015")
@@ -111,10 +119,10 @@ async def test_a_long_body_gets_through_beside_stalled_ones(said: bool) -> None:
 
 
 async def test_of_the_caller_with_the_most_the_largest_slow_body_ends_and_no_more_than_needed() -> None:
-    uploads = Uploads(long=8 * MIB, fast_s=0.0)
-    one = await Sender(uploads, "one", length=3 * MIB).begin().send(MIB)
-    small, large = [await Sender(uploads, "another", length=size).begin().send(PIECE) for size in (MIB, 4 * MIB)]
-    last = await Sender(uploads, "one", length=2 * MIB).begin().send(2 * MIB)
+    taken = Intake(long=8 * MIB, fast_s=0.0)
+    one = await Sender(taken, "one", length=3 * MIB).begin().send(MIB)
+    small, large = [await Sender(taken, "another", length=size).begin().send(PIECE) for size in (MIB, 4 * MIB)]
+    last = await Sender(taken, "one", length=2 * MIB).begin().send(2 * MIB)
     assert len(await (await last.end()).reading) == 2 * MIB
     assert [s.reading.done() for s in (one, small, large)] == [False, False, True]
     assert await refusal(large.reading) == (429, "PD-META-015")
@@ -123,12 +131,12 @@ async def test_of_the_caller_with_the_most_the_largest_slow_body_ends_and_no_mor
 
 
 async def test_a_body_waits_for_those_in_use_and_nobody_is_refused() -> None:
-    uploads = Uploads(long=8 * MIB)
+    taken = Intake(long=8 * MIB)
     served = 0
 
     async def client(number: int) -> None:
         nonlocal served
-        sender = Sender(uploads, f"client {number % 3}", length=MIB)
+        sender = Sender(taken, f"client {number % 3}", length=MIB)
         with sender.upload:
             sender.begin()
             await sender.send(MIB)
@@ -137,31 +145,31 @@ async def test_a_body_waits_for_those_in_use_and_nobody_is_refused() -> None:
             served += 1
 
     await asyncio.gather(*map(client, range(62)))
-    assert served == 62 and uploads.held == 0
+    assert served == 62 and taken.held == 0
 
 
 async def test_who_has_the_least_in_memory_is_next() -> None:
-    uploads = Uploads(long=4 * MIB)
-    in_use = Sender(uploads, length=MIB), Sender(uploads, length=2 * MIB)
+    taken = Intake(long=4 * MIB)
+    in_use = Sender(taken, length=MIB), Sender(taken, length=2 * MIB)
     for sender, size in zip(in_use, (MIB, 2 * MIB), strict=True):
         await sender.whole(size)
-    many = [await Sender(uploads, "one with many", length=MIB).begin().send(MIB) for _ in range(3)]
-    other = await Sender(uploads, "another", length=MIB).begin().send(MIB)
-    assert list(uploads.long.waiting) == [many[1].upload, many[2].upload, other.upload]
+    many = [await Sender(taken, "one with many", length=MIB).begin().send(MIB) for _ in range(3)]
+    other = await Sender(taken, "another", length=MIB).begin().send(MIB)
+    assert list(taken.long.waiting) == [many[1].upload, many[2].upload, other.upload]
     in_use[0].upload.release()
     await settled()
-    assert list(uploads.long.waiting) == [many[1].upload, many[2].upload]
+    assert list(taken.long.waiting) == [many[1].upload, many[2].upload]
     for sender in (*many, other):
         sender.reading.cancel()
 
 
 async def test_bodies_of_unsaid_length_that_only_wait_for_each_other_make_room() -> None:
-    uploads = Uploads(long=2 * MIB)
-    senders = [Sender(uploads, f"client {i}").begin() for i in range(2)]
+    taken = Intake(long=2 * MIB)
+    senders = [Sender(taken, f"client {i}").begin() for i in range(2)]
     for _ in range(5):
         for sender in senders:
             await sender.send(PIECE)
-    assert len(uploads.long.waiting) == 2
+    assert len(taken.long.waiting) == 2
     refused, _ = await asyncio.wait([one.reading for one in senders], return_when=asyncio.FIRST_COMPLETED)
     assert await refusal(refused.pop()) == (429, "PD-META-015")
     (rest,) = (one for one in senders if not one.reading.done())
@@ -169,67 +177,67 @@ async def test_bodies_of_unsaid_length_that_only_wait_for_each_other_make_room()
 
 
 async def test_a_body_larger_than_the_memory_comes_alone() -> None:
-    uploads = Uploads(long=2 * MIB)
-    large = await Sender(uploads, length=3 * MIB).begin().send(3 * MIB)
-    other = await Sender(uploads, length=MIB).begin().send(MIB)
-    assert other.upload in uploads.long.waiting
+    taken = Intake(long=2 * MIB)
+    large = await Sender(taken, length=3 * MIB).begin().send(3 * MIB)
+    other = await Sender(taken, length=MIB).begin().send(MIB)
+    assert other.upload in taken.long.waiting
     with large.upload:
         assert len(await (await large.end()).reading) == 3 * MIB
     assert len(await (await other.end()).reading) == MIB
 
 
 async def test_a_body_that_finds_no_room_in_time_is_refused() -> None:
-    uploads = Uploads(long=4 * MIB, room_s=0.0)
-    in_use = [Sender(uploads) for _ in range(4)]
+    taken = Intake(long=4 * MIB, room_s=0.0)
+    in_use = [Sender(taken) for _ in range(4)]
     for sender in in_use:
         await sender.whole(MIB)
-    late = await Sender(uploads).begin().send(MIB)
+    late = await Sender(taken).begin().send(MIB)
     assert await refusal(late.reading) == (429, "PD-META-015")
-    assert uploads.held == 4 * MIB
+    assert taken.held == 4 * MIB
 
 
 async def test_only_so_many_bodies_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WAITING", 3)
-    uploads = Uploads(long=MIB)
-    await Sender(uploads).whole(MIB)
-    late = [await Sender(uploads, f"client {i}").begin().send(SHORT + 1) for i in range(5)]
+    monkeypatch.setattr(intake, "WAITING", 3)
+    taken = Intake(long=MIB)
+    await Sender(taken).whole(MIB)
+    late = [await Sender(taken, f"client {i}").begin().send(SHORT + 1) for i in range(5)]
     assert [sender.reading.done() for sender in late] == [False] * 3 + [True] * 2
     for sender in late:
         sender.reading.cancel()
 
 
 async def test_a_body_that_stops_coming_is_refused() -> None:
-    uploads = Uploads(stall_s=0.0)
-    stalled = await Sender(uploads).begin().send(10)
+    taken = Intake(stall_s=0.0)
+    stalled = await Sender(taken).begin().send(10)
     assert await refusal(stalled.reading) == (408, "PD-META-014")
-    assert uploads.held == 0
+    assert taken.held == 0
 
 
 async def test_a_body_that_trickles_is_refused() -> None:
-    uploads = Uploads(stall_s=0.1)
-    slow = Sender(uploads).begin()
+    taken = Intake(stall_s=0.1)
+    slow = Sender(taken).begin()
     while not slow.reading.done():
         await asyncio.sleep(0.01)
         await slow.send(1)
     assert await refusal(slow.reading) == (408, "PD-META-014")
-    assert uploads.held == 0
+    assert taken.held == 0
 
 
 async def test_a_body_that_is_too_long_is_refused() -> None:
-    uploads = Uploads()
-    for sender in (Sender(uploads), Sender(uploads, of_engine=True), Sender(uploads, length=MOST + 1)):
+    taken = Intake()
+    for sender in (Sender(taken), Sender(taken, of_engine=True), Sender(taken, length=MOST + 1)):
         with sender.upload:
             assert await refusal(sender.whole(MOST + 1)) == (413, "PD-META-013")
-        assert uploads.held == 0
+        assert taken.held == 0
 
 
 async def test_a_caller_that_leaves_frees_its_memory() -> None:
-    uploads = Uploads()
-    sender = await Sender(uploads).begin().send(MIB)
+    taken = Intake()
+    sender = await Sender(taken).begin().send(MIB)
     sender._body.set_exception(ConnectionResetError("Connection lost"))  # as aiohttp does
-    with pytest.raises(ConnectionResetError), sender.upload:
+    with pytest.raises(CallerLeft), sender.upload:
         await sender.reading
-    assert uploads.held == 0
+    assert taken.held == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from([1, KIB, SHORT, PIECE, MIB, 0, -1])), max_size=60))
@@ -238,7 +246,7 @@ def test_memory_is_never_exceeded_and_never_lost(steps: Sequence[tuple[int, int]
 
 
 async def _play(steps: Sequence[tuple[int, int]]) -> None:
-    uploads = Uploads(short=4 * SHORT, long=2 * MIB, posts=MIB)
+    taken = Intake(short=4 * SHORT, long=2 * MIB, posts=MIB)
     senders: dict[int, Sender] = {}
 
     async def over(who: int) -> None:
@@ -250,18 +258,18 @@ async def _play(steps: Sequence[tuple[int, int]]) -> None:
 
     for who, size in steps:
         if who not in senders:
-            senders[who] = Sender(uploads, f"caller {who % 2}", who == 4, MIB if who == 3 else None).begin()
+            senders[who] = Sender(taken, f"caller {who % 2}", who == 4, MIB if who == 3 else None).begin()
         if size == -1:
             await over(who)
         elif size == 0:
             await senders[who].end()
         elif not senders[who]._body.is_eof():
             await senders[who].send(size)
-        for memory in (uploads.short, uploads.long, uploads.posts):
+        for memory in (taken.short, taken.long, taken.posts):
             there = [s.upload for s in senders.values() if s.upload.memory is memory]
             assert memory.held == sum(upload.size for upload in there)
             assert memory.callers.total() == sum(upload.size for upload in memory.coming) <= memory.held
             assert memory.held <= max(memory.most, max((upload.size for upload in there), default=0))
     for who in tuple(senders):
         await over(who)
-    assert uploads.held == 0
+    assert taken.held == 0
