@@ -21,7 +21,7 @@ from vllm_ascend_pd.cli.metaserver import settings_of
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, Evidence, Role
 from vllm_ascend_pd.metaserver.service import named
-from vllm_ascend_pd.metaserver.service.fleet import Fleet, parse_spec
+from vllm_ascend_pd.metaserver.service.fleet import NAMED, Fleet, parse_spec
 from vllm_ascend_pd.metaserver.service.intake import NotTaken
 from vllm_ascend_pd.metaserver.service.named import HEADER, Allowed, Named
 
@@ -129,6 +129,9 @@ def test_what_an_operator_added_stays_though_requests_stop_naming_it(monkeypatch
     for port in (1, 2, 3):
         known.of([(HEADER, b"127.0.0.1:%d" % port)])
     assert sorted(instance.origin.port for instance in fleet) == [1, 3]
+    fleet.add(parse_spec(Role.PREFILL, "127.0.0.1:3"), "admin")  # which a request has named before
+    known.of([(HEADER, b"127.0.0.1:4")])
+    assert {i.origin.port: i.source for i in fleet} == {1: "admin", 3: "admin", 4: NAMED}
 
 
 # ---- in the service

@@ -348,6 +348,8 @@ class Fleet:
             raise ValueError(f"{spec.name} is a {known.role.value} instance already")
         if known is not None and known.origin == spec.origin:
             known.weight, known.draining = spec.weight, False
+            if known.source == NAMED:
+                known.source = source  # an operator's from now on
             return known
         if known is not None:  # https now, or no more: another server
             self.remove(spec.name)
