@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
+import httpx
 import pytest
 
 from unit.metaserver.cluster import FakeCluster, cluster, data, until
@@ -341,6 +342,12 @@ def test_a_tunnel_is_not_made(c: FakeCluster) -> None:
 # -- callers that send no more, and callers that have gone
 
 
+def left(c: FakeCluster) -> float:
+    """Return how many callers the metaserver has seen leave."""
+    page = httpx.get(f"http://127.0.0.1:{c.served.port}/metrics", trust_env=False, timeout=30).text
+    return float(re.findall(r"^ascend_pd_metaserver_client_left_total (\S+)$", page, re.MULTILINE)[0])
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_caller_that_sends_no_more_gets_its_answer_and_the_end(c: FakeCluster, stream: bool) -> None:
     d = c.decode[0]
@@ -366,16 +373,18 @@ def test_a_caller_that_sends_no_more_gets_its_answer_and_the_end(c: FakeCluster,
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_caller_that_has_gone_is_noticed_before_there_is_an_answer(c: FakeCluster, stream: bool) -> None:
+@pytest.mark.parametrize("waits", [False, True], ids=["at once", "while it is computed"])
+def test_a_caller_that_has_gone_is_noticed_before_there_is_an_answer(c: FakeCluster, waits: bool, stream: bool) -> None:
     """Closed is not half-closed: the engine must not compute for nobody."""
     d = c.decode[0]
-    d.behaviour.hold = True
+    before, noticed, d.behaviour.hold = len(d.generations()), left(c), True
     try:
         body = json.dumps({"model": "fake", "prompt": "gone", "max_tokens": 3, "stream": stream}).encode()
         with calling(c) as client:
             client.socket.sendall(POST + b"content-length: %d\r\n\r\n" % len(body) + body)
-            until(lambda: d.running)
-        until(lambda: d.generations()[-1].aborted)
+            until(lambda: not waits or len(d.generations()) > before)
+        until(lambda: left(c) == noticed + 1)
+        until(lambda: all(seen.aborted for seen in d.generations()[before:]))
     finally:
         d.behaviour.hold = False
 

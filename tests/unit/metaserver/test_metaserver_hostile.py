@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import uvloop
 
 from vllm_ascend_pd.decode import answers
 from vllm_ascend_pd.errors import ConfigError
@@ -153,6 +154,75 @@ async def test_a_second_head_is_waited_for_as_long_as_the_first(monkeypatch: pyt
             await asyncio.sleep(0.2)
         writer.write(b"GET / HT")
         assert await asyncio.wait_for(reader.read(65536), 5) == b""
+        writer.close()
+
+
+async def test_a_connection_that_is_kept_may_be_idle_for_longer_than_a_head_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def refuse(asked: intake.CallerRequest, send: AsgiSend) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    monkeypatch.setattr(connection, "HEAD_S", 0.1)
+    serving = await asyncio.get_running_loop().create_server(connection.FrontDoor(refuse), LOOPBACK, 0)
+    reader, writer = await asyncio.open_connection(LOOPBACK, serving.sockets[0].getsockname()[1])
+    for _ in range(2):
+        writer.write(HEAD + b"content-length: 1\r\n\r\n")
+        assert b" 204 " in await asyncio.wait_for(reader.read(65536), 5)
+        writer.write(b"1")  # a body that nobody reads, and no head
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(reader.read(65536), 0.5)
+    writer.close()
+    serving.close()
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "half-closed"])
+def test_an_end_that_comes_with_the_request_is_told_from_a_caller_that_has_gone(make_loop: Any, closed: bool) -> None:
+    """Both are there before the server reads."""
+
+    async def run() -> None:
+        gone = asyncio.Event()
+
+        async def answer(asked: intake.CallerRequest, send: AsgiSend) -> None:
+            tell = gone.set
+            asked.connection.watch(tell)
+            if closed:
+                await gone.wait()
+            asked.connection.unwatch(tell)
+            await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send({"type": "http.response.body"})
+
+        loop = asyncio.get_running_loop()
+        serving = await loop.create_server(connection.FrontDoor(answer), LOOPBACK, 0)
+        with socket.create_connection(serving.sockets[0].getsockname()) as caller:
+            caller.sendall(HEAD + b"content-length: 2\r\n\r\nhi")  # the server runs on this very thread
+            caller.shutdown(socket.SHUT_WR)
+            if closed:
+                caller.close()
+                await asyncio.wait_for(gone.wait(), 10)
+            else:
+                said = await loop.run_in_executor(None, caller.makefile("rb").read)
+                assert b"HTTP/1.1 204 " in said and not gone.is_set()
+        serving.close()
+
+    loop = make_loop()
+    try:
+        loop.run_until_complete(run())
+    finally:
+        loop.close()
+
+
+async def test_a_bad_chunk_in_a_later_read_gets_one_answer_and_the_end() -> None:
+    """aiohttp's parser does not tell the handler, so it is that of a body which does not come."""
+    async with door(intake.Intake(body_s=0.2)) as port:
+        reader, writer = await asyncio.open_connection(LOOPBACK, port)
+        writer.write(HEAD + b"transfer-encoding: chunked\r\nexpect: 100-continue\r\n\r\n")
+        assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).endswith(b"100 Continue\r\n\r\n")
+        writer.write(b"zz\r\n" + HEAD + b"content-length: 1\r\n\r\n1")
+        said = await asyncio.wait_for(reader.read(), 10)
+        assert said.startswith(b"HTTP/1.1 408 ") and said.count(b"HTTP/1.1") == 1
         writer.close()
 
 

@@ -8,9 +8,7 @@ follows for the next request. Only callbacks of asyncio are overridden here, and
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import select
 from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import unquote
@@ -21,6 +19,7 @@ from aiohttp.http import RawRequestMessage
 
 from vllm_ascend_pd.errors import one_line
 from vllm_ascend_pd.metaserver.service.answering import Answering
+from vllm_ascend_pd.metaserver.service.departures import Departures
 from vllm_ascend_pd.metaserver.service.exchange import AsgiSend
 from vllm_ascend_pd.metaserver.service.faults import known
 from vllm_ascend_pd.metaserver.service.gate import Activity, Place, Places
@@ -44,8 +43,7 @@ class CallerConnection(web.RequestHandler):
     def __init__(self, door: FrontDoor, place: Place, **given: Any) -> None:
         super().__init__(door, loop=asyncio.get_running_loop(), **given)
         self.gone = False
-        self.lasting = True  # the connection may serve another request
-        self.answering: Answering | None = None  # the answer to the request in progress
+        self.answering: Answering | None = None  # the answer to the last request
         self._door, self._place = door, place
         self._when_gone: Callable[[], None] | None = None
         self._head_timer: asyncio.TimerHandle | None = None
@@ -70,15 +68,16 @@ class CallerConnection(web.RequestHandler):
         if self.transport is not None and self._version >= HttpVersion11:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def begin(self, head: RawRequestMessage, content: StreamReader) -> None:
+    def begin(self, head: RawRequestMessage, request: web.BaseRequest) -> None:
         """Note that the head of a request is complete.
 
         The parser loses what comes with the end of a request that offers another protocol, and takes a trailer for a
         header of the next request: such requests are the last of their connections.
         """
-        self._busy, self._content, self._version, self.answering = True, content, head.version, None
-        self.lasting = not (head.should_close or head.upgrade or head.chunked or head.method == "CONNECT")
-        self._unread, self._seen = 0, content.total_bytes
+        lasting = not (head.should_close or head.upgrade or head.chunked or head.method == "CONNECT")
+        self._busy, self._content, self._version = True, request.content, head.version
+        self.answering = Answering(request, lasting)
+        self._unread, self._seen = 0, request.content.total_bytes
         self._door.places.turn(self._place, Activity.BUSY)
         self._stop_waiting()
         if self._held and self.transport is not None and not self.transport.is_closing():
@@ -88,8 +87,6 @@ class CallerConnection(web.RequestHandler):
     def end(self) -> None:
         """Note that a request is answered."""
         self._busy = False
-        if self.gone:
-            self.answering = None
         if self._content is not None and self._content.is_eof():
             self._content = None
         if not self.gone:
@@ -131,7 +128,7 @@ class CallerConnection(web.RequestHandler):
                 self.transport.pause_reading()
             else:
                 self.abort()
-        elif complete and not self._busy and self._head_timer is None:
+        elif self._unread and complete and not self._busy and self._head_timer is None:
             self._wait_for_head()
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -149,10 +146,10 @@ class CallerConnection(web.RequestHandler):
             return
         if (content is not None and not content.is_eof()) or (self._busy and self._version < HttpVersion11):
             transport.close()
-        elif not self._busy:
+        elif not self._busy or self.answering is None:
             self._wait_for_head()
         else:
-            transport.write(self.answering.sign_of_life() if self.answering is not None else b"")
+            transport.write(self.answering.sign_of_life())
             self._watched = transport.get_extra_info("socket").fileno()
             self._door.departures.watch(self._watched, self.abort)
 
@@ -191,35 +188,6 @@ class CallerConnection(web.RequestHandler):
         return Answering(request, refusal=known(status, "PD-META-041"))
 
 
-class Departures:
-    """A watch for callers that have closed although their connection is still open on this side."""
-
-    def __init__(self) -> None:
-        self._epoll = select.epoll()
-        self._gone: dict[int, Callable[[], None]] = {}
-
-    def watch(self, fd: int, gone: Callable[[], None]) -> None:
-        """Call `gone` when the connection breaks: epoll reports that of each descriptor, whatever it is asked for."""
-        if not self._gone:
-            asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._look)
-        self._gone[fd] = gone
-        self._epoll.register(fd, 0)
-
-    def forget(self, fd: int) -> None:
-        if self._gone.pop(fd, None) is not None:
-            with contextlib.suppress(OSError):  # closed already
-                self._epoll.unregister(fd)
-            if not self._gone:
-                asyncio.get_running_loop().remove_reader(self._epoll.fileno())
-
-    def _look(self) -> None:
-        for fd, _ in self._epoll.poll(0):
-            gone = self._gone.get(fd)
-            self.forget(fd)
-            if gone is not None:
-                gone()
-
-
 class FrontDoor(web.Server):
     """aiohttp's server. `serve` makes the protocol of a connection; `handle` answers each request."""
 
@@ -250,12 +218,13 @@ class FrontDoor(web.Server):
         writer: AbstractStreamWriter,
         task: asyncio.Task[None],
     ) -> web.BaseRequest:
-        protocol.begin(message, payload)
-        return web.BaseRequest(message, payload, protocol, writer, task, asyncio.get_running_loop())
+        request = web.BaseRequest(message, payload, protocol, writer, task, asyncio.get_running_loop())
+        protocol.begin(message, request)
+        return request
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         connection: Any = request.protocol  # one of ours
-        connection.answering = answering = Answering(request, connection.lasting)
+        answering: Answering = connection.answering
         try:
             await self._handle(_asked(request, connection), answering)
         finally:
