@@ -222,14 +222,15 @@ class ReceiveRuntime:
         self.core.verified(time.monotonic(), action.transfer, wrong)
 
     def _revoke(self, action: act.Revoke) -> None:
-        if self._revoking_since is None:
+        if first := self._revoking_since is None:
             self._revoking_since = time.monotonic()
             log.warning("access to this rank's KV cache is revoked: a prefill worker did not answer its cancellation")
         try:
             self._target.revoke()
             addresses = self._addresses()
         except Exception as error:  # whatever it is, this rank serves no P before a revocation has succeeded
-            log.error("access is not revoked yet: %s", error, exc_info=not isinstance(error, PdError))
+            known = error if isinstance(error, PdError) else PdError("PD-WIRE-001", why=error)
+            log.error("access is not revoked yet: %s", known, exc_info=first and known is not error)
             self.core.not_revoked(time.monotonic())
             return
         self._revoking_since = None

@@ -51,9 +51,10 @@ class PolledEngines:
         if self._closed:
             raise PdError("PD-WIRE-001", why="the transport is closed")
         if self._engine is None:
-            self._engine = self._open_engine()
+            engine = self._open_engine()
             if self._registers:
-                self._engine.register(self._regions)
+                engine.register(self._regions)
+            self._engine = engine
         return self._engine
 
     def replace(self, why: str) -> None:

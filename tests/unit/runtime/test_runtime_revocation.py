@@ -26,7 +26,9 @@ REASONS = {
 
 
 @pytest.mark.parametrize("reason", REASONS)
-def test_a_revocation_that_fails_is_tried_again_until_it_succeeds(reason: str) -> None:
+def test_a_revocation_that_fails_is_tried_again_until_it_succeeds(
+    reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     push = config(lease_s=2.0, margin_s=0.5, quiet_s=0.3)
     release, cured = threading.Event(), threading.Event()
 
@@ -71,6 +73,8 @@ def test_a_revocation_that_fails_is_tried_again_until_it_succeeds(reason: str) -
         assert not d.done and not d.outcomes, "nothing is known of the writer, and its blocks stay fenced"
         assert not any(facts.get("transfer") == str(meanwhile.reservation.transfer) for stage, facts in events
                        if stage == "ready")  # fmt: skip
+        said = [record for record in caplog.records if "access is not revoked yet: PD-WIRE-001" in record.getMessage()]
+        assert len(said) >= 2 and [bool(record.exc_info) for record in said[:2]] == [True, False]
         cured.set()
         assert not d.received(request)[0].ok
         assert d.received(meanwhile)[0].ok, "its BEGIN is answered, with the new session"

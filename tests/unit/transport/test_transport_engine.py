@@ -8,6 +8,7 @@ thread ended for good.
 from __future__ import annotations
 
 import importlib.util
+import time
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from unit.kits.watching import listening
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.engine import OPENINGS, OpenEngine
+from vllm_ascend_pd.transport.flights import Flights
+from vllm_ascend_pd.transport.tcp import PolledEngines
 
 
 def losing(times: int) -> type:
@@ -63,6 +66,26 @@ def test_a_lost_port_costs_another_opening() -> None:
     engine = OpenEngine(kind, "127.0.0.1", "tcp")
     assert kind.made == 3 and not engine.closed
     engine.close()
+
+
+def test_a_writing_engine_whose_registration_failed_is_not_used() -> None:
+    refusals = [-1]
+
+    class RegisteringEngine(losing(0)):  # type: ignore[misc]
+        def batch_register_memory(self, *_: object) -> int:
+            return refusals.pop() if refusals else 0
+
+    flights = Flights(10, 5.0, time.monotonic)
+    engines = PolledEngines(
+        lambda: OpenEngine(RegisteringEngine, "127.0.0.1", "rdma"), flights, registers=True, clock=time.monotonic
+    )
+    memory = np.ones(64, dtype=np.uint8)
+    engines.register([(memory.ctypes.data, 64)])
+    with pytest.raises(PdError, match="PD-WIRE-002"):
+        engines.need()
+    assert engines.current is None and engines.need() is engines.current
+    assert RegisteringEngine.made == 2
+    engines.close(probed=True)
 
 
 def test_a_host_without_threads_is_an_error_with_a_code() -> None:
