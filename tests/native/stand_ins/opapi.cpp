@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// libopapi with one operator: aclnnInplaceCopy, which torch_npu calls for copies within a device that are not
-// contiguous. Same dtype on both sides, any strides.
+// libopapi with two operators: aclnnInplaceCopy, which torch_npu calls for copies within a device that are not
+// contiguous (same dtype on both sides, any strides), and aclnnInplaceZero.
 #include <acl/acl_base.h>
 
 #include <cstdint>
@@ -48,6 +48,17 @@ struct Executor {
   aclTensor dst, src;
 };
 
+void clear(const aclTensor& tensor, size_t dimension, char* at) {
+  const size_t item = size_of(tensor.type);
+  if (dimension == tensor.sizes.size()) {
+    std::memset(at, 0, item);
+    return;
+  }
+  for (int64_t i = 0; i < tensor.sizes[dimension]; ++i) {
+    clear(tensor, dimension + 1, at + i * tensor.strides[dimension] * static_cast<int64_t>(item));
+  }
+}
+
 void copy(const Executor& job, size_t dimension, char* dst, const char* src) {
   const size_t item = size_of(job.dst.type);
   if (dimension == job.dst.sizes.size()) {
@@ -91,6 +102,20 @@ int aclnnInplaceCopy(void*, uint64_t, void* executor, void* stream) {
   stand_in::stream_of(stream).submit([job = static_cast<Executor*>(executor)] {
     copy(*job, 0, job->dst.data, job->src.data);
     delete job;
+  });
+  return 0;
+}
+
+int aclnnInplaceZeroGetWorkspaceSize(const aclTensor* tensor, uint64_t* workspace, void** executor) {
+  *workspace = 0;
+  *executor = new aclTensor(*tensor);
+  return 0;
+}
+
+int aclnnInplaceZero(void*, uint64_t, void* executor, void* stream) {
+  stand_in::stream_of(stream).submit([tensor = static_cast<aclTensor*>(executor)] {
+    clear(*tensor, 0, tensor->data);
+    delete tensor;
   });
   return 0;
 }
