@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from simulation.exchange import StreamEvent
 from simulation.prefill import SimulatedWriter
 from simulation.settings import STATES, Faults, FirstFaults, SimulationSettings, draw
 from vllm_ascend_pd.config import RegroupConfig, Timers
@@ -82,7 +83,9 @@ class Mutation:
 
     def settings(self, seed: int) -> SimulationSettings:
         drawn = draw(seed)
-        return self.world(drawn if self.divided or not self.name else drawn.undivided())
+        if self.name:
+            drawn = drawn.settled() if self.divided else drawn.settled().undivided()
+        return self.world(drawn)
 
 
 def _of(machine: type[Any], table: Mapping[Any, Mapping[Any, Cell[Any]]]) -> Any:
@@ -1198,6 +1201,20 @@ def _orphans(settings: SimulationSettings) -> SimulationSettings:
     return replace(settings, faults=Faults(kill_prefill=0.1, orphans=1.0, write_slow=0.1, silent_death=1.0))
 
 
+class CachedTooEarly(Steps):
+    """What was found in the cache is pushed at once, also what the device still computes for the step before."""
+
+    def _computed_before(self, plan: StepPlan) -> None:
+        record, self._record = self._record, lambda: StreamEvent(reached=True)
+        super()._computed_before(plan)
+        self._record = record
+
+
+def _ahead(settings: SimulationSettings) -> SimulationSettings:
+    """Steps are planned ahead, and begin with what the step before computes."""
+    return replace(_shared(settings), ahead=True, chunk=8, faults=Faults(late_event=0.5))
+
+
 def _shared(settings: SimulationSettings) -> SimulationSettings:
     """Prompts begin alike, and share their first blocks."""
     prefill = tuple(replace(shape, blocks=4 * shape.blocks) for shape in settings.prefill)
@@ -1306,6 +1323,7 @@ MORE = (
     Mutation("a first token is waited for", first_tokens=WaitsForEver, world=_first),
     Mutation("an aborted request stays held", first_tokens=HeldForgotten, world=_first),
     Mutation("a whole prompt begins without its token", first_tokens=BegunWithoutToken, world=_whole),
+    Mutation("what the step before computes taken for cached", steps=CachedTooEarly, world=_ahead),
     Mutation("a block of another's step taken for cached", computing=HotTakenForCached, world=_shared),
     Mutation("a restart is the end of what was before", receiver=RestartIsTheEnd, world=_orphans),
     Mutation("a whole prompt's token is given up", first_tokens=WholeGivenUp, world=_whole_unread),

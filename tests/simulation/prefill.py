@@ -211,16 +211,26 @@ class PrefillRank:
             states=own.states,
         )
         self._ending: EngineStep | None = None
+        self._busy = False  # the host runs a step
+        self._waiting: deque[EngineStep] = deque()  # for the host
+        self._open: deque[EngineStep] = deque()  # begun, and not over
+        self._before: EngineStep | None = None  # while a step begins: the one that the device still computes
+        self._reached_by = self._latest = 0.0  # when the device is done with the steps before, and with all
         self._alarm = Alarm(self.process, self.core.next_wake, self._tick)
 
     # -- a step
 
     def run_step(self, step: EngineStep) -> None:
-        """Run a step. Preempted pushes are drained before anything is overwritten."""
-        if self._ended():
-            return
+        """Run a step once the host has run the one before, which the device may still compute."""
         fills = [Fill(f.push, f.content, f.tables, f.first, f.last, f.before) for f in step.fills]
-        step = EngineStep(step.meta, fills, step.layer_s, step.finished)
+        self._waiting.append(EngineStep(step.meta, fills, step.layer_s, step.finished))
+        self._run_next()
+
+    def _run_next(self) -> None:
+        """Preempted pushes are drained before anything is overwritten."""
+        if self._busy or not self._waiting or self._ended():
+            return
+        self._busy, step = True, self._waiting.popleft()
         if not step.meta.preempted:
             self._compute(step)
             return
@@ -269,8 +279,12 @@ class PrefillRank:
             self.serials[start.push] = self.engine.cluster.serial_of(start.reservation.transfer)
         self._texts.update((fill.push, fill.content) for fill in step.fills)
         world.stats["catch-ups"] += len(meta.catch_ups) if self.exchanging is not None else 0
+        self._before = next((each for each in reversed(self._open) if each.computing), None)
+        self._reached_by = self._latest
+        self._open.append(step)
         self._cached([Fill(f.push, f.content, f.tables, 0, f.before) for f in step.fills if f.before])
         self._steps.begin(meta)
+        self._before = None
         self.finished(step.finished)
         names, states = self.engine.geometry.stages[self.stage], self.engine.geometry.states
         layers = [i for i, name in enumerate(names) if not attention_of(name)] if meta.slices or step.fills else []
@@ -295,8 +309,8 @@ class PrefillRank:
 
     def _cached(self, fills: list[Fill]) -> None:
         """Fill what a request found in P's cache, once the device has done the step before."""
-        if self._ending is not None and self._ending.computing:
-            self._ending.found += fills
+        if self._before is not None:
+            self._before.found += fills
             return
         for fill in fills:
             for layer, name in enumerate(self.engine.geometry.stages[self.stage]):
@@ -321,15 +335,18 @@ class PrefillRank:
         if world.chance(self.engine.cluster.settings.faults.late_event):
             world.fault("layer computed late")
             behind = world.rng.uniform(0.0, 20 * step.layer_s)
+        behind = max(behind, self._reached_by + 1e-9 - world.now)
+        self._latest = max(self._latest, world.now + behind)
         self.process.post(behind, self._reached, step, layer, event)
         return event
 
     def _record(self) -> StreamEvent:
         if self._hooked is not None:
             return self._hooked
-        event = StreamEvent(reached=self._ending is None or not self._ending.computing)
-        if self._ending is not None:
-            self._ending.behind.append(event)
+        before = self._ending or self._before
+        event = StreamEvent(reached=before is None or not before.computing)
+        if before is not None:
+            before.behind.append(event)
         return event
 
     def _reached(self, step: EngineStep, layer: int, event: StreamEvent) -> None:
@@ -345,7 +362,7 @@ class PrefillRank:
         self._look_again()
         step.computing -= 1
         self._pass(step)
-        self._end_perhaps(step)
+        self._end_perhaps()
 
     def _pass(self, step: EngineStep) -> None:
         """Reach the events recorded after the last layer."""
@@ -401,12 +418,14 @@ class PrefillRank:
         step.ended = True
         if any(not push_slice.final for push_slice in step.meta.slices):
             self.engine.cluster.cut_off_perhaps(self)
-        self._end_perhaps(step)
+        self._end_perhaps()
+        self._busy = False
+        self._run_next()
 
-    def _end_perhaps(self, step: EngineStep) -> None:
-        """End the step when its sampled tokens are there, after the device has finished."""
-        if step.ended and not step.computing:
-            step.ended = False
+    def _end_perhaps(self) -> None:
+        """End a step when its sampled tokens are there, after the device has finished it and all before."""
+        while self._open and self._open[0].ended and not self._open[0].computing:
+            self._open.popleft()
             self.scheduler.post(0.0001, self.engine.rank_done, self.index, self.missed())
 
     def finished(self, ended: Sequence[str]) -> None:

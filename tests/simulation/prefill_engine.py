@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -72,6 +72,15 @@ class PromptChunk:
     hot: int | None = None  # cached tokens from this one on are computed by another request of the same step
 
 
+@dataclass(slots=True)
+class FlyingStep:
+    """A step whose results are not there yet."""
+
+    left: set[int]  # ranks that have not ended it
+    scheduled: list[tuple[Prompt, int]]  # and how many of its tokens are computed with it
+    over: list[str] = field(default_factory=list)  # requests that have ended since, of which ranks hear behind it
+
+
 class PrefillEngine:
     """One slot for a P engine, whose incarnations follow each other."""
 
@@ -103,13 +112,15 @@ class PrefillEngine:
         self.holding: dict[str, Prompt] = {}
         self.reports: dict[str, set[int]] = {}  # ranks that have reported each finished request
         self._by_transfer: dict[TransferId, Prompt] = {}
-        self._stepping = False
+        self._building = False
+        self._flying: deque[FlyingStep] = deque()
+        self._results: list[tuple[int, list[MissedExchange]]] = []  # that came while a step was built
+        self._arrives = 0.0  # when the last step comes to the last rank
         self._poked = False
         self._asked = False  # a step was requested while one was built or computed
         self._preempted = False
         self._lost: list[str] = []  # preempted, before the step that reports it is built
-        self._scheduled: list[tuple[Prompt, int]] = []
-        self._left: set[int] = set()
+        self._scheduled: list[tuple[Prompt, int]] = []  # of the step that is built
         self._finished: list[str] = []
         self._telling = self.cluster.world.dice(f"telling {self.scheduler.name}")
         self._dice = self.cluster.world.dice(f"hot {self.scheduler.name}")
@@ -231,6 +242,10 @@ class PrefillEngine:
 
     # -- stepping
 
+    @property
+    def _stepping(self) -> bool:
+        return self._building or len(self._flying) > self.cluster.settings.ahead
+
     def _poke(self) -> None:
         self._asked = True
         if not self._poked and not self._stepping:
@@ -247,7 +262,7 @@ class PrefillEngine:
             self.cluster.world.fault("prefill preempted")
             self._preempt(self.running[-1])
         chunks = self._schedule()
-        self._stepping, self._asked = True, False
+        self._building, self._asked = True, False
         if self.cluster.world.rng.random() < 0.2:  # messages of D's schedulers may come between the two
             self.scheduler.post(self.cluster.world.rng.uniform(0.0, 0.003), self._build, chunks)
         else:
@@ -255,6 +270,12 @@ class PrefillEngine:
 
     def _build(self, chunks: list[PromptChunk]) -> None:
         """Build the step's metadata, at the end of vLLM's `schedule`."""
+        self._send(chunks)
+        results, self._results = self._results, []
+        for rank, missed in results:
+            self.rank_done(rank, missed)
+
+    def _send(self, chunks: list[PromptChunk]) -> None:
         lost, self._lost = self._lost, []
         for name in lost:
             self.requests.preempted(name)
@@ -262,21 +283,30 @@ class PrefillEngine:
         fills = [self._fill(chunk) for chunk in chunks]
         preempted, self._preempted = self._preempted, False
         meta = self.book.take_step(self.geometry)
+        self._building = False
         if meta.empty and not fills:
-            self._stepping = False
             if preempted or self._asked:
                 self._poke()
             elif self.book.must_step() or any(rank.owed() for rank in self.ranks):
                 self._look_soon()
             return
-        self._left = set(range(len(self.ranks)))
-        world = self.cluster.world
+        self._flying.append(FlyingStep(set(range(len(self.ranks))), self._scheduled))
+        world, self._scheduled = self.cluster.world, []
         finished, self._finished = tuple(self._finished), []
         step = EngineStep(meta, fills, world.rng.choice((0.0005, 0.002, 0.02)), finished)
         world.log(self.scheduler.name, "STEP", meta.number, f"fills={len(fills)} preempted={meta.preempted}")
+        at = 0.0
         for rank in self.ranks:
             delay = rank.stage * step.layer_s + world.rng.uniform(0.0001, 0.002)
+            if len(self._flying) > 1:
+                delay = max(delay, self._arrives - world.now)  # behind the step before
+            at = max(at, world.now + delay)
             rank.process.post(delay, rank.run_step, step)
+        self._arrives = at
+        if len(self._flying) > 1 and fills:
+            world.fault("two steps in flight")
+        if self.cluster.settings.ahead:
+            self._poke()
 
     def _schedule(self) -> list[PromptChunk]:
         """Schedule running requests, then waiting ones, as long as there are tokens and blocks."""
@@ -318,9 +348,9 @@ class PrefillEngine:
     def _share(self, prompt: Prompt) -> int:
         """Take the blocks of another prompt that begins alike, also of this step. Return how many tokens they have."""
         size = self.geometry.tables[0].covers
-        now, wanted = dict(self._scheduled), (prompt.tokens - 1) // size
+        wanted = (prompt.tokens - 1) // size
         for other in (*self.running, *self.holding.values()):
-            count = min(wanted, (other.computed + now.get(other, 0)) // size)
+            count = min(wanted, other.computed // size)
             if other.content is prompt.content and count:
                 self.cluster.world.stats["blocks shared"] += count
                 self.cluster.world.fault("blocks shared by prefix")
@@ -348,7 +378,8 @@ class PrefillEngine:
         new = [table if prompt.fresh else table[known:] for table, known in zip(ids, prompt.known, strict=True)]
         chunk = PromptChunk(prompt, prompt.computed, count, new, ids, prompt.tables.arrays(), prompt.fresh)
         prompt.known, prompt.fresh = [len(table) for table in ids], False
-        self._scheduled.append((prompt, count))
+        prompt.computed += count  # once the step is over
+        self._scheduled.append((prompt, prompt.computed))
         return chunk
 
     def _tell(self, chunks: list[PromptChunk]) -> None:
@@ -401,10 +432,15 @@ class PrefillEngine:
         self._preempted = True
         self.running.remove(prompt)
         self.waiting.appendleft(prompt)
-        self._scheduled = [(p, n) for p, n in self._scheduled if p is not prompt]
+        self._forget_results(prompt)
         self._give_back(prompt.tables.clear())
         prompt.known, prompt.computed, prompt.fresh = [0] * len(prompt.known), 0, True
         self._lost.append(prompt.name)
+
+    def _forget_results(self, prompt: Prompt) -> None:
+        self._scheduled = [(p, n) for p, n in self._scheduled if p is not prompt]
+        for step in self._flying:
+            step.scheduled = [(p, n) for p, n in step.scheduled if p is not prompt]
 
     def _look_soon(self) -> None:
         """Step now and then while held blocks are the only work, so that the workers report what they missed."""
@@ -432,25 +468,29 @@ class PrefillEngine:
         self._poke()
 
     def rank_done(self, rank: int, missed: list[MissedExchange]) -> None:
-        """Handle the end of a rank's step; the next step starts when all ranks have ended theirs."""
-        self.book.missed(missed)
-        self._left.discard(rank)
-        if self._left:
+        """Handle the end of a rank's step; its results are there when all ranks have ended theirs."""
+        if self._building:
+            self._results.append((rank, missed))
             return
-        self._stepping = False
-        for prompt, count in self._scheduled:
-            prompt.computed += count
-            if prompt.computed >= prompt.tokens:
+        self.book.missed(missed)
+        next(step for step in self._flying if rank in step.left).left.discard(rank)
+        if self._flying[0].left:
+            return
+        step = self._flying.popleft()
+        for name in step.over:
+            self._tell_over(name)
+        for prompt, computed in step.scheduled:
+            if computed >= prompt.tokens:
                 if self.cluster.world.chance(self.cluster.settings.faults.preempt / 2):
                     # Asynchronous scheduling: it was preempted while its last step was computed.
                     self.cluster.world.fault("prefill preempted in its last step")
                     self._preempt(prompt)
                 else:
                     self._finish(prompt, "ended")
-        self._scheduled = []
         self._poke()
 
     def _finish(self, prompt: Prompt, why: str) -> None:
+        self._forget_results(prompt)
         if prompt in self.running:
             self.running.remove(prompt)
         else:
@@ -474,8 +514,10 @@ class PrefillEngine:
         else:
             self._release(prompt)
         if held:
-            for rank in self.ranks:  # with the metadata of the next step, or of a later one
-                rank.process.post(self.cluster.world.rng.uniform(0.0002, 0.005), rank.finished, (prompt.name,))
+            if self._flying:
+                self._flying[-1].over.append(prompt.name)
+            else:
+                self._tell_over(prompt.name)
         else:
             self._finished.append(prompt.name)
         if prompt.leg is not None:
@@ -484,6 +526,11 @@ class PrefillEngine:
         elif why == "ended" and r is not None:
             kind = "prefilled" if ending.refusal is None else ending.refusal.code
             self.cluster.broker.prefill_ended(self, r.transfer, kind, ending.first)
+
+    def _tell_over(self, name: str) -> None:
+        """Tell the ranks with the metadata of the next step, or of a later one."""
+        for rank in self.ranks:
+            rank.process.post(self.cluster.world.rng.uniform(0.0002, 0.005), rank.finished, (name,))
 
     def _sample(self, prompt: Prompt) -> Sample:
         """Return a sample; no two have the same token."""

@@ -139,6 +139,7 @@ class SimulationSettings:
     faults: Faults = field(default_factory=Faults)
     p_first: float = 0.0  # share of requests that P computes before D knows them
     at_once: float = 0.0  # share of those that go to both at the same time
+    ahead: bool = False  # P's scheduler plans a step before the results of the one before, as vLLM does by default
     shared: float = 0.0  # share of prompts that begin as one before, so that P's requests share blocks
 
     @property
@@ -163,6 +164,7 @@ class SimulationSettings:
             self.p_first,
             self.at_once,
             self.shared,
+            self.ahead,
         )
         shapes = (*self.prefill, *self.decode)
         return not any(more) and not any(shape.drafts or shape.covers > shape.block_size for shape in shapes)
@@ -293,6 +295,11 @@ class SimulationSettings:
         )
         return replace(self, prefill=prefill, decode=decode)
 
+    def settled(self) -> SimulationSettings:
+        """Return this world without what each seed draws from a stream of its own: the seeds of mutations stay."""
+        faults = replace(self.faults, write_spread=0.0, orphans=0.0, unread=0.0)
+        return replace(self, ahead=False, shared=0.0, faults=faults)
+
     def without_faults(self) -> SimulationSettings:
         """Return this world without faults, and with no deadline near."""
         patient = replace(self.timers, recv_deadline_s=600.0, stall_timeout_s=600.0, ready_timeout_s=600.0)
@@ -375,6 +382,7 @@ def draw(seed: int, requests: int | None = None) -> SimulationSettings:
     drawn = _parts(random.Random(f"parts/{seed}"), drawn)
     drawn = _orders(random.Random(f"orders/{seed}"), drawn)
     drawn = replace(drawn, **_first(random.Random(f"first/{seed}")))
+    drawn = replace(drawn, ahead=random.Random(f"ahead/{seed}").random() < 0.3)
     if not drawn.windows:
         drawn = replace(drawn, shared=random.Random(f"shared/{seed}").choice((0.0, 0.0, 0.5)))
     return drawn if drawn.faults == Faults() else replace(drawn, faults=replace(drawn.faults, **_later_faults(seed)))

@@ -83,6 +83,7 @@ KINDS = {
     "layer computed late",
     "draft model did not run",
     "write landed over a time",
+    "two steps in flight",
     "blocks shared by prefix",
     "ranks outlived their scheduler",
     "load reported outside vLLM's read",

@@ -758,6 +758,7 @@ def test_a_sparse_indexer_may_be_a_part_of_its_layer(second: tuple[int, ...]) ->
     admission.check_groups(groups)
     shape = admission.cache_shape(vllm_config(tensor_parallel_size=2), groups)
     assert [shape.of(name) for name in LAYERS] == [LayerShape(1, 1, 704), LayerShape(1, 1, sum(second))]
+    assert shape.indexes == dict.fromkeys(LAYERS if second[-1] else LAYERS[:1], 1)
 
 
 def indexed_in_context(dcp: int = 1, pcp: int = 1, copies: int = 1) -> CacheShape:

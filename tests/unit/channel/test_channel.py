@@ -16,6 +16,7 @@ from vllm_ascend_pd.channel.limits import ChannelLimits
 from vllm_ascend_pd.errors import ConfigError, PdError
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
+from vllm_ascend_pd.protocol.messages import Begin
 from vllm_ascend_pd.shared.backoff import Backoff
 
 OLD, NEW = b"o" * 32, b"n" * 32
@@ -216,6 +217,19 @@ async def test_the_first_attempt_after_a_refusal_waits_as_long_as_the_first_of_a
         link._backoff = NotedBackoff(0.01, 0.02, floor=1.0)
         await until(lambda: len(waits) > 2)
     assert waits[:3] == [0.01, 0.02, 0.02]
+
+
+@pytest.mark.parametrize("end", ["listener", "dialer"])
+async def test_a_message_of_another_channel_is_counted_and_goes_nowhere(end: str) -> None:
+    async with AnsweringListener() as answering, RecordingDialer() as dialing:
+        if end == "listener":
+            answering.listener._accepts = (Begin,)
+        else:
+            dialing.dialer._context.accepts = (Begin,)
+        dialing.say(answering.endpoint)
+        owner = answering if end == "listener" else dialing
+        await until(lambda: owner.stats().get("dropped_not_for_us") == 1)
+        assert len(answering.heard) == (end == "dialer") and not dialing.answers
 
 
 async def test_an_unknown_peer_is_counted() -> None:
