@@ -32,6 +32,10 @@ CHUNK = 512
 BLOCK = 128  # vllm-ascend ignores other values
 # DeepSeek-V4: blocks of 32 entries, the shortest. Those of a compressor's entries have 2 tokens, so many are needed.
 SHORT_BLOCKS = ("--block-size", "32", "--kv-cache-memory-bytes", str(192 << 20))
+EQUAL = 1e-4  # between two log-probabilities of a token, where both are computed alike
+# The same where sums round otherwise: in a run of `mla 2to1` and `mla 1to2` at most 4.7e-2. It does not make out one
+# token's keys and values of one layer; test_planted.py has these shapes in a dtype that does.
+ROUNDED = 0.25
 NOTHING: Mapping[str, str] = {}
 
 
@@ -200,7 +204,7 @@ class Engines:
         again = any("num-gpu-blocks" in flag for flag in self.d.flags)
         otherwise = not self.one_way and (merges or again or self.draft)
         otherwise = otherwise or (self.dtype == "bfloat16" and self.p.sums != self.d.sums)
-        return rounded() if otherwise else AnswerTally()
+        return rounded() if otherwise else AnswerTally(limit=EQUAL)
 
     def _keys(self, machine: Machine, side: Side) -> dict[str, Any]:
         return {"verify": self.verify, "first_token_wait_s": 10.0, **machine.keys, **side.keys}
@@ -254,9 +258,10 @@ def _noted(spec: EngineSpec, cluster: Cluster) -> EngineSpec:
 def rounded() -> AnswerTally:
     """Return a tally that excuses close tokens: sums in another order round differently.
 
-    Of unequal sizes P alone and D alone may give other answers to 7 of 24 prompts (`shapes dsa 4to2`).
+    Of unequal sizes P alone and D alone may give other answers to 7 of 24 prompts (`shapes dsa 4to2`, where 7 of 12
+    answers were excused once, the largest share with right bytes).
     """
-    return AnswerTally(tie=0.125, excused_share=0.75, judged_from=8)
+    return AnswerTally(tie=0.125, excused_share=0.6, judged_from=12, limit=ROUNDED)
 
 
 def additional(**settings: Any) -> tuple[str, ...]:

@@ -333,11 +333,11 @@ def preempted(engines: Engines, pair: Pair) -> None:
     """
     (d,) = pair.decode
     prompts = [fresh_prompt(BLOCK + 40 * i, RECIPES[engines.model].vocab) for i in range(6)]
-    expected = reference_answers(pair.reference, prompts, 2 * BLOCK)
+    expected = reference_answers(pair.reference, prompts, 2 * BLOCK, **pair.asked)
     before = counter(d, "vllm:num_preemptions_total")
-    answers = gather(pair.front.url, [body_of(p, 2 * BLOCK) for p in prompts])
+    answers = gather(pair.front.url, [body_of(p, 2 * BLOCK, **pair.asked) for p in prompts])
     for p, want, got in zip(prompts, expected, answers, strict=True):
-        pair.judge(f"{engines}, {len(p)} tokens", p, want.tokens, got.tokens)
+        pair.judge_all(f"{engines}, {len(p)} tokens", p, want, got)
     assert counter(d, "vllm:num_preemptions_total") > before, "D took no block back: the test shows nothing"
     assert not pair.failed_transfers()
     if not engines.one_way:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -98,29 +99,45 @@ class Pair:
         nothing.
         """
         if expected is None:
-            expected = reference_answers(self.reference, prompts, max_tokens)
+            expected = reference_answers(self.reference, prompts, max_tokens, **self.asked)
         before, failed = self.loaded_tokens(), self.failed_transfers()
-        answers = gather(self.front.url, [body_of(p, max_tokens) for p in prompts])
+        answers = gather(self.front.url, [body_of(p, max_tokens, **self.asked) for p in prompts])
         loaded = self.loaded_tokens() - before
         more = [line for line in self.failed_transfers() if line not in failed]
         assert not more, f"a transfer failed and D computed by itself: {more}"
         for index, (p, want, got) in enumerate(zip(prompts, expected, answers, strict=True)):
             title = f"{name or 'prompt'} {index} of {len(p)} tokens"
-            self.judge(title, p, want.tokens, got.tokens)
+            self.judge_all(title, p, want, got)
         wanted = sum(len(p) - self.left for p in prompts if len(p) > 1)
         assert loaded == wanted, f"D loaded {loaded} tokens from P, {wanted} were wanted"
         return answers
 
-    def judge(self, name: str, prompt: Sequence[int], expected: Sequence[int], actual: Sequence[int]) -> None:
+    @property
+    def asked(self) -> dict[str, int]:
+        """Return what requests ask for beside tokens: their log-probabilities, if the tally compares them."""
+        return {} if self.tally.limit == math.inf else {"logprobs": 1}
+
+    def judge(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        expected: Sequence[int],
+        actual: Sequence[int],
+        chances: tuple[Sequence[float], Sequence[float]] | None = None,
+    ) -> None:
         """Compare one answer. A token that differs must be good for the reference, or for D by itself."""
-        alone = (self.reference.url, *(d.url for d in self.decode))
-        self.tally.check(name, prompt, expected, actual, *alone, body={"cache_salt": fresh_salt("gap")})
+        alone, body = (self.reference.url, *(d.url for d in self.decode)), {"cache_salt": fresh_salt("gap")}
+        self.tally.check(name, prompt, expected, actual, *alone, body=body, chances=chances)
+
+    def judge_all(self, name: str, prompt: Sequence[int], want: TimedAnswer, got: TimedAnswer) -> None:
+        """Compare one answer, and the log-probabilities that both were asked for."""
+        self.judge(name, prompt, want.tokens, got.tokens, (want.chances, got.chances))
 
     def compare(self, prompts: Sequence[Sequence[int]], answers: Sequence[TimedAnswer], name: str) -> None:
         """Compare answers that were obtained in another way with the reference's."""
-        expected = reference_answers(self.reference, prompts, len(answers[0].tokens))
+        expected = reference_answers(self.reference, prompts, len(answers[0].tokens), **self.asked)
         for p, want, got in zip(prompts, expected, answers, strict=True):
-            self.judge(name, p, want.tokens, got.tokens)
+            self.judge_all(name, p, want, got)
 
     def in_turn(self, prompts: Sequence[Sequence[int]]) -> list[TimedAnswer]:
         """Return a single engine's answers to one prompt after the other.
@@ -128,9 +145,9 @@ class Pair:
         If the cut of a prompt matters, it has the earlier ones in its prefix cache, as P has.
         """
         if self.one_way:
-            return [answer for p in prompts for answer in reference_answers(self.reference, [p], 12)]
+            return [answer for p in prompts for answer in reference_answers(self.reference, [p], 12, **self.asked)]
         salt = fresh_salt("reference")
-        return [complete(self.reference.url, body_of(p, 12, cache_salt=salt)) for p in prompts]
+        return [complete(self.reference.url, body_of(p, 12, cache_salt=salt, **self.asked)) for p in prompts]
 
     def check_prefix_on_decode(self, block: int, dropped: int = 0) -> None:
         """Check that D loads only what it does not have: none of the full blocks in its cache.
@@ -149,10 +166,10 @@ class Pair:
         for (tokens, beyond), want in zip(cases, expected, strict=True):
             wanted = beyond + dropped
             before = self.loaded_tokens()
-            answer = complete(self.front.url, body_of(tokens, 12))
+            answer = complete(self.front.url, body_of(tokens, 12, **self.asked))
             loaded = self.loaded_tokens() - before
             assert loaded == wanted, f"D loaded {loaded} of {len(tokens)} tokens, {wanted} were wanted"
-            self.judge(f"with {len(tokens) - wanted} tokens on D", tokens, want.tokens, answer.tokens)
+            self.judge_all(f"with {len(tokens) - wanted} tokens on D", tokens, want, answer)
 
     def check_prefix_on_prefill(self, block: int, dropped: int = 0) -> None:
         """Check that P also pushes a prefix that it did not compute for this request; `dropped` as above."""
@@ -173,14 +190,14 @@ class Pair:
         head, long = fresh_prompt(blocks * block), fresh_prompt(min(24 * block, 1024))
         prompts = [[*head, *fresh_prompt(20 + i)] for i in range(others)]
         failed = self.failed_transfers()
-        first, *answers = gather(self.front.url, [body_of(p, 12) for p in (long, *prompts)])
+        first, *answers = gather(self.front.url, [body_of(p, 12, **self.asked) for p in (long, *prompts)])
         if self.one_way:
             self.compare([long, *prompts], [first, *answers], "one head at once")
         else:
             for p, answer in zip(prompts, answers, strict=True):
                 anew, behind = self.in_turn([p])[0], self.in_turn([[*head, 9], p])[1]
                 want = behind if answer.tokens == behind.tokens else anew
-                self.judge("one head at once", p, want.tokens, answer.tokens)
+                self.judge_all("one head at once", p, want, answer)
         assert self.failed_transfers() == failed
 
     def check_prefix_of_states(self, block: int, dropped: int = 0) -> None:
@@ -194,9 +211,9 @@ class Pair:
         self.check(prompts[:1], name="cold", expected=expected[:1])
         for longer, want in zip(prompts[1:], expected[1:], strict=True):
             before = self.loaded_tokens()
-            answer = complete(self.front.url, body_of(longer, 12))
+            answer = complete(self.front.url, body_of(longer, 12, **self.asked))
             loaded = self.loaded_tokens() - before
-            self.judge("a prefix on D", longer, want.tokens, answer.tokens)
+            self.judge_all("a prefix on D", longer, want, answer)
             wanted = len(longer) - self.left
             assert loaded in (wanted, wanted - cached), f"D loaded {loaded} of {len(longer)} tokens"
         head = fresh_prompt(2 * block + 5)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -115,6 +116,32 @@ def test_each_token_behind_an_excused_one_is_compared_too() -> None:
 def test_a_token_that_one_of_two_engines_chooses_is_excused() -> None:
     with reference(gap=0.01) as one, reference(gap=0.0) as other:
         AnswerTally().check("answer", [7], [1, 5], [1, 6], one, other)
+
+
+def test_equal_tokens_that_are_less_probable_than_they_should_be_are_wrong() -> None:
+    tally = AnswerTally(limit=1e-4)
+    tally.check("answer", [7], [1, 5], [1, 5], chances=([-1.0, -2.0], [-1.0, -2.00005]))
+    assert "2 log-probabilities at most 5.0e-05 apart, 0.0001 allowed" in tally.summary()
+    for got in ([-1.0, -2.001], [-1.0, math.nan], [math.nan, -2.0]):
+        with pytest.raises(TokensDiffer, match="apart"):
+            tally.check("answer", [7], [1, 5], [1, 5], chances=([-1.0, -2.0], got))
+    with pytest.raises(TokensDiffer, match="1 log-probabilities of 2 equal tokens"):
+        tally.check("answer", [7], [1, 5], [1, 5], chances=([-1.0, -2.0], [-1.0]))
+
+
+def test_behind_a_token_that_differs_nothing_is_as_probable() -> None:
+    with reference(gap=1e-5) as url:
+        tally = AnswerTally(limit=1e-4)
+        tally.check("answer", [7], [1, 5, 5], [1, 6, 6], url, chances=([-1.0, -2.0, -9.0], [-1.0, -2.5, -3.0]))
+        assert tally.chances == 1 and len(tally.excused) == 1
+        with pytest.raises(TokensDiffer, match="token 0 has log-probability -1"):
+            tally.check("answer", [7], [1, 5, 5], [1, 6, 6], url, chances=([-1.0, -2.0], [-1.2, -2.5]))
+
+
+def test_log_probabilities_are_compared_only_where_a_limit_says_how_close_they_must_be() -> None:
+    tally = AnswerTally()
+    tally.check("answer", [7], [1, 5], [1, 5], chances=([], []))
+    assert tally.summary() == "1 answers, 2 tokens compared, 0 excused"
 
 
 def test_how_far_two_engines_put_the_same_tokens_apart() -> None:

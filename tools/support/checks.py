@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
@@ -39,9 +40,11 @@ def fresh_salt(word: str) -> str:
     return f"{word}-{next(_fresh)}"
 
 
-def reference_answers(engine: RunningServer, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[TimedAnswer]:
+def reference_answers(
+    engine: RunningServer, prompts: Sequence[Sequence[int]], max_tokens: int, **more: Any
+) -> list[TimedAnswer]:
     """Return a single engine's answers, computed without its prefix cache."""
-    bodies = [body_of(p, max_tokens, cache_salt=fresh_salt("reference")) for p in prompts]
+    bodies = [body_of(p, max_tokens, cache_salt=fresh_salt("reference"), **more) for p in prompts]
     return gather(engine.url, bodies)
 
 

@@ -31,6 +31,7 @@ class TimedAnswer:
 
     prompt: tuple[int, ...] = ()  # as tokenised by the engine
     tokens: tuple[int, ...] = ()
+    chances: list[float] = field(default_factory=list)  # log-probabilities of the tokens, if the request asked for them
     text: str = ""
     finish: str = ""
     ttft: float = 0.0
@@ -115,6 +116,7 @@ def _take(answer: TimedAnswer, tokens: list[int], chunk: dict[str, Any], at: flo
             answer.ttft = answer.ttft or at
             answer.times.append(at)
             tokens.extend(new)
+            answer.chances.extend((choice.get("logprobs") or {}).get("token_logprobs") or ())
 
 
 def complete(base: str, body: Mapping[str, Any], path: str = "/v1/completions") -> TimedAnswer:

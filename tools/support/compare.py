@@ -5,6 +5,9 @@ Up to the first difference both sides have seen the same tokens, so an engine's 
 the other token is. Below `tie` (1e-4, for float32) the order of additions can decide. Each later token of that answer
 is compared in the same way, behind the answer's own beginning. Such an answer is counted and excused, at most one in a
 thousand (or one in a smaller run). Any other difference is treated as wrong KV.
+
+Equal tokens show little of a cache: with one token's KV of one layer gone most answers keep all of theirs. Their
+log-probabilities change with any byte of it. Where a tally has a `limit`, those of equal tokens may be that far apart.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ EXCUSED_SHARE = 0.001
 
 
 class TokensDiffer(AssertionError):
-    """An answer differs from the reference's."""
+    """An answer differs from the reference's, in a token or in how probable one is."""
 
 
 def first_difference(expected: Sequence[int], actual: Sequence[int]) -> int | None:
@@ -67,6 +70,9 @@ class AnswerTally:
     tie: float = TIE
     excused_share: float = EXCUSED_SHARE  # of all answers; one answer may be excused in any case
     judged_from: int = 0  # the share of fewer answers is checked by `check_share` alone: two of two may be chance
+    limit: float = math.inf  # between two log-probabilities of a token behind the same tokens; inf: not compared
+    furthest: float = 0.0
+    chances: int = 0  # log-probabilities compared
 
     def check(
         self,
@@ -76,8 +82,9 @@ class AnswerTally:
         actual: Sequence[int],
         *engines: str,
         body: Mapping[str, Any] | None = None,
+        chances: tuple[Sequence[float], Sequence[float]] | None = None,
     ) -> None:
-        """Raise TokensDiffer unless equal or excused.
+        """Raise TokensDiffer unless equal or excused. `chances`: the log-probabilities of both sides' tokens.
 
         `engines`: URLs of single engines that are still running; a token that is good for one of them is good. A pair
         of unequal TP adds up as P in the prompt and as D after it, so both are asked there, each without the other.
@@ -85,6 +92,7 @@ class AnswerTally:
         self.answers += 1
         self.tokens += len(actual)
         where = first_difference(expected, actual)
+        self._compare(name, chances, len(actual) if where is None else where)
         if where is None:
             return
         difference = f"{name}: token {where} of {len(expected)} differs: expected {list(expected)}, got {list(actual)}"
@@ -104,6 +112,21 @@ class AnswerTally:
         if self.answers >= self.judged_from:
             self.check_share()
 
+    def _compare(self, name: str, chances: tuple[Sequence[float], Sequence[float]] | None, common: int) -> None:
+        """Compare the log-probabilities of the first `common` tokens, which are equal."""
+        if chances is None or self.limit == math.inf:
+            return
+        (expected, actual) = chances
+        if min(len(expected), len(actual)) < common:
+            raise TokensDiffer(f"{name}: {len(expected)} and {len(actual)} log-probabilities of {common} equal tokens")
+        gaps = [abs(a - b) for a, b in zip(expected[:common], actual[:common], strict=True)]
+        self.chances += common
+        self.furthest = max(self.furthest, *gaps, 0.0)
+        for place, gap in enumerate(gaps):
+            if not gap <= self.limit:  # nor what is no number
+                both = f"{expected[place]} expected, {actual[place]} got"
+                raise TokensDiffer(f"{name}: token {place} has log-probability {both}: {gap:.3e} apart")
+
     def check_share(self) -> None:
         """Raise TokensDiffer if more answers are excused than may be."""
         if len(self.excused) > max(self.answers * self.excused_share, 1):
@@ -111,4 +134,6 @@ class AnswerTally:
             raise TokensDiffer(f"{len(self.excused)} excused answers of {self.answers} are too many; the last: {last}")
 
     def summary(self) -> str:
-        return f"{self.answers} answers, {self.tokens} tokens compared, {len(self.excused)} excused"
+        said = f"{self.answers} answers, {self.tokens} tokens compared, {len(self.excused)} excused"
+        chances = f"{self.chances} log-probabilities at most {self.furthest:.1e} apart, {self.limit:g} allowed"
+        return f"{said}, {chances}" if self.chances else said

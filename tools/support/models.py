@@ -42,6 +42,7 @@ class Recipe:
     # The last layer decides nearly everything, so that a draft model made from it is often right, but only with a
     # correct cache of its own.
     one_layer_decides: bool = False
+    drafts: bool = False  # an MTP layer although no layer decides: drafts are seldom right
     target: str = ""  # the target's recipe, for a separate draft model
     indexers: int = 0  # the first so many layers have one; `latent` only
     int8: bool = False  # of the cache; `latent` only
@@ -82,8 +83,10 @@ RECIPES = {
     "moe": Recipe("qwen3_moe", layers=4, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512),
     # targets and their drafts; `mtp` contains its draft layer
     "mla-eagle3": Recipe("eagle3", 1, 8, 8, head_dim=32, hidden=256, intermediate=512, target="mla"),
+    "gqa-eagle3": Recipe("eagle3", 1, 8, 8, head_dim=32, hidden=256, intermediate=512, target="gqa"),
     "mla-dflash": Recipe("dflash", 1, 8, 8, head_dim=32, hidden=256, intermediate=512, target="mla"),
     "mtp": Recipe("deepseek_v3", 3, 8, 8, head_dim=128, hidden=256, intermediate=512, one_layer_decides=True),
+    "mtp-even": Recipe("deepseek_v3", 3, 8, 8, head_dim=128, hidden=256, intermediate=512, drafts=True),
     # MLA with a sparse indexer; GLM-5.2's third layer uses the choice of the second
     "dsv32": Recipe("deepseek_v32", 3, 4, 4, head_dim=128, hidden=256, intermediate=512),
     "dsv32-mtp": Recipe("deepseek_v32", 3, 4, 4, 128, hidden=256, intermediate=512, one_layer_decides=True),
@@ -191,7 +194,7 @@ def _write(recipe: Recipe, directory: Path) -> None:
             drafts.let_every_token_ask_alike(model)
     model.save_pretrained(directory, safe_serialization=True)
     _write_tokenizer(directory, recipe.vocab)
-    if recipe.family in ("deepseek_v3", *SPARSE) and recipe.one_layer_decides:
+    if recipe.family in ("deepseek_v3", *SPARSE) and (recipe.one_layer_decides or recipe.drafts):
         drafts.add_mtp_layer(directory)
     if recipe.family == "qwen3_next" and recipe.one_layer_decides:
         drafts.add_next_mtp_layer(directory)
@@ -261,7 +264,7 @@ def _deepseek(recipe: Recipe) -> Any:
     }
     name, more = kinds[recipe.family]
     # Else dense layers only: experts add nothing to a test of the cache.
-    experts = recipe.family == "deepseek_v3" and not recipe.one_layer_decides
+    experts = recipe.family == "deepseek_v3" and not (recipe.one_layer_decides or recipe.drafts)
     model, config = getattr(library, f"{name}ForCausalLM"), getattr(library, f"{name}Config")
     return model(
         config(

@@ -12,11 +12,14 @@ order       exchange: the process group has its ranks in the reverse order
 hook        the second layer's hook is never called
 elsewhere … direct: caches with this name are read from the block behind the right one
 gate        D: it opens a request's blocks for writes although its own work with them may not be over
+token       D: behind a load whose sums were right, one token in the middle of the prompt has no keys and values in one
+            layer in the middle of the model
 device      from the start: the package's threads do not set their device
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import os
@@ -46,7 +49,7 @@ class _Past:
 def install() -> None:
     """Make each fault possible in this process, if it is given such a file."""
     if "ASCEND_HOST_FAULTS" in os.environ:
-        for replace in (_events, _written, _hold, _layers, _elsewhere, _order, _hook, _gate, _device):
+        for replace in (_events, _written, _hold, _layers, _elsewhere, _order, _hook, _gate, _token, _device):
             replace()
 
 
@@ -129,6 +132,48 @@ def _gate() -> None:
         step(loads, now, metadata, gate and _Past())
 
     _instead(Loads, "step", "gate", open_at_once)
+
+
+def _token() -> None:
+    from vllm_ascend_pd.decode.core.loads import Loads
+    from vllm_ascend_pd.decode.worker import DecodeWorker
+
+    binds: dict[str, Any] = {}
+    step, reports = Loads.step, DecodeWorker.reports
+
+    def noting(loads: Loads, now: float, metadata: Any, gate: Any) -> None:
+        binds.update({bind.request_id: bind for bind in metadata.binds})
+        step(loads, now, metadata, gate)
+
+    def but_one(worker: DecodeWorker) -> list[Any]:
+        found = reports(worker)
+        for report in found:
+            bind = binds.pop(report.request_id, None)
+            if report.ok and bind is not None and _now("token"):
+                _forget_one(worker._runtime._caches, bind)  # type: ignore[union-attr]
+        return found
+
+    Loads.step = noting  # type: ignore[assignment, method-assign]
+    DecodeWorker.reports = but_one  # type: ignore[assignment, method-assign]
+
+
+def _forget_one(caches: Any, bind: Any) -> None:
+    """Write zeros in the place of a token. The caches of the stand-ins are in the host's memory."""
+    geometry = caches.geometry
+    of_tokens = [
+        place
+        for place, (name, kind) in enumerate(zip(geometry.layers, geometry.by_layer, strict=True))
+        if kind.own.matters == "all" and name in geometry.targets and "indexer" not in name
+    ]
+    middle = of_tokens[len(of_tokens) // 2]
+    kind = geometry.by_layer[middle]
+    block, entry = divmod((bind.first + bind.end) // 2, kind.own.covers)
+    block = int(bind.blocks[kind.group][block - kind.own.blocks(bind.first, bind.end).start])
+    print(f"planted: {geometry.layers[middle]}, block {block}, token {entry} of it", flush=True)
+    for base, region in zip(caches.bases[middle], kind.regions, strict=True):
+        for head in range(max(1, kind.kv_heads // kind.tp_size)):
+            place = base + block * region.block_stride + head * region.head_stride + entry * region.token_stride
+            ctypes.memset(place, 0, region.cell_bytes)
 
 
 def _device() -> None:
