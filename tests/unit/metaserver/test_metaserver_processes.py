@@ -59,6 +59,29 @@ def test_a_signal_lets_requests_finish() -> None:
         assert r.process.wait(10) == 0
 
 
+def test_a_second_signal_ends_it_at_once() -> None:
+    with running("--grace", "1000") as r:
+        r.decode.behaviour.hold = True
+        problems: list[Exception] = []
+        asking = threading.Thread(target=_broken, args=(r, problems), name="client")
+        asking.start()
+        until(r.decode.generations)
+        r.process.terminate()
+        until(lambda: r.http.get("/v1/models").status_code == 503)  # it drains
+        r.process.terminate()
+        assert r.process.wait() == 0
+        asking.join()
+        assert isinstance(problems[0], httpx.TransportError)
+        until(lambda: r.decode.generations()[-1].aborted)
+
+
+def _broken(r: RunningMetaserver, problems: list[Exception]) -> None:
+    try:
+        r.complete("x")
+    except httpx.TransportError as problem:
+        problems.append(problem)
+
+
 def test_several_workers_serve_on_one_port_and_die_alone() -> None:
     with running(workers=2) as r:
         for i in range(20):

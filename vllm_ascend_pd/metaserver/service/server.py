@@ -39,10 +39,11 @@ class HttpServer:
         self._stopped = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
         self._at_once = False
+        self._door: FrontDoor | None = None
 
     async def serve(self, last_words_s: float = _LAST_WORDS_S) -> None:
         """Serve until `drain` has drained, or `stop` is called."""
-        door = FrontDoor(self._worker.answer, Places(max_connections()))
+        self._door = door = FrontDoor(self._worker.answer, Places(max_connections()))
         gate = Gate(door.serve, door.places, self._worker.settings.own_tls())
         async with self._worker.standing():
             for each in self._sockets:
@@ -51,12 +52,9 @@ class HttpServer:
             gate.close()
             for each in self._sockets:
                 each.close()
-            if self._at_once:
-                for connection in door.connections:
-                    connection.force_close()
-                return
-            door.pre_shutdown()
-            await door.shutdown(last_words_s)
+            if not self._at_once:
+                door.pre_shutdown()
+                await door.shutdown(last_words_s)
 
     def stop(self) -> None:
         """Take no new connections, and end when those requests that are being answered have ended."""
@@ -66,8 +64,10 @@ class HttpServer:
         """Drain at the first signal, stop at once at the second."""
         if self._draining is None:
             self._draining = asyncio.get_running_loop().create_task(self._drain(), name="drain")
-        else:
+        elif self._door is not None:
             self._at_once = True
+            for connection in self._door.connections:
+                connection.force_close()
             self.stop()
 
     async def _drain(self) -> None:
