@@ -8,8 +8,8 @@ right without a fault, before the first and after the last. What an exchange bri
 In a seventh D is late. When a request stops, its next token is already being computed, and its blocks go to a request
 that has waited for them. D's gate keeps P from writing there before that token's keys and values are.
 
-Nine more are the other shapes of test_pairs.py. In these the fault is the smallest: one token has no keys and values in
-one layer, behind right sums. All tokens that it leaves equal are less or more probable than they should be.
+Nine more have other kinds of cache, sizes and drafts. In these the fault is the smallest: one token has no keys and
+values in one layer, behind right sums. Most tokens stay equal, and are less or more probable than they should be.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class Set:
 C8 = additional(enable_sparse_sfa_c8=True, enable_sparse_li_c8=True)
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 EAGLE3 = {"method": "eagle3", "model": "gqa-eagle3", "num_speculative_tokens": 2}
-# The other shapes of test_pairs.py. Where sums over other ranks round by more in bfloat16 than a token makes out, they
-# are in float32 (MLA), or in float16 (an indexer's attention takes no float32). Drafts are those of models in which no
-# layer decides nearly everything: the others' answers hardly show the layers before the last.
+# Where sums over other ranks round by more in bfloat16 than a token makes out, they are in float32 (MLA), or in float16
+# (an indexer's attention takes no float32). Drafts are those of models in which no layer decides nearly everything: the
+# others' answers hardly show the layers before the last.
 SHAPES: dict[str, Engines] = {
     "gqa bf16": Engines("planted gqa bf16", dtype="bfloat16"),
     "gqa 1to2": Engines("planted gqa 1to2", d=Side(2)),

@@ -27,7 +27,7 @@ _UPGRADES = (
 
 
 class Attack(NamedTuple):
-    """What is written to one connection, piece by piece."""
+    """Pieces that are written to one connection, one after the other."""
 
     name: str
     pieces: tuple[bytes, ...]

@@ -21,8 +21,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tools.support.fork_server import ForkServers
 from unit.device.caches import CacheModel
-from unit.kits.child import ANSWER_S, AnsweringChild
+from unit.kits.child import AnsweringChild, take_connection
 from unit.runtime.sites import LOOPBACK, DecodeSite, PrefillSite, SitePrompt, config
 from vllm_ascend_pd.config import PushConfig, WireConfig
 from vllm_ascend_pd.observe import trace
@@ -32,6 +33,7 @@ from vllm_ascend_pd.transport.base import Target, Wire
 from vllm_ascend_pd.transport.create import create_target, create_wire
 from vllm_ascend_pd.transport.engine import OpenEngine
 
+MODULE = "unit.runtime.site_child"
 MODEL = CacheModel("token", layers=4, dim=64)
 BLOCK, BLOCKS = 16, 256
 WIRE = WireConfig(transfer_timeout_s=5, mooncake_protocol="tcp")
@@ -73,17 +75,19 @@ def unpacked(name: str, tokens: int, seed: int, text: str) -> SitePrompt:
 class SiteChild(AnsweringChild):
     """Handle of the child process for the test. A context manager, which ends the process."""
 
-    def __init__(self, side: str) -> None:
-        super().__init__("unit.runtime.site_child", side)
+    def __init__(self, side: str, forks: ForkServers) -> None:
+        super().__init__(MODULE, side, forks=forks)
         assert self.line() == "ready"
 
     def halted(self) -> None:
         """Wait until the process has stopped itself."""
-        until = time.monotonic() + ANSWER_S
         stat = Path(f"/proc/{self.process.pid}/stat")
-        while stat.read_text().rpartition(")")[2].split()[0] != "T":
-            assert time.monotonic() < until, "it never reached the stage"
+
+        def stopped() -> bool:
             time.sleep(0.002)
+            return stat.read_text().rpartition(")")[2].split()[0] == "T"
+
+        self.wait(stopped, "it never reached the stage")
 
 
 class Halt:
@@ -161,5 +165,6 @@ def serve_prefill(_: Halt) -> None:
 
 
 if __name__ == "__main__":
+    take_connection()
     {"decode": serve_decode, "prefill": serve_prefill}[sys.argv[1]](Halt())
     os._exit(0)

@@ -13,10 +13,11 @@ import pytest
 if importlib.util.find_spec("mooncake") is None:  # not imported here: its environment must be set first
     pytest.skip("Mooncake is not installed", allow_module_level=True)
 
+from tools.support.fork_server import ForkServers
 from unit.kits.refusing import no_more_threads
 from unit.kits.stalls import Stalls
 from unit.kits.watching import Events, traced, until
-from unit.runtime.site_child import LEASE_S, SiteChild, decode_site, packed, prefill_site, unpacked
+from unit.runtime.site_child import LEASE_S, MODULE, SiteChild, decode_site, packed, prefill_site, unpacked
 from unit.runtime.sites import DecodeSite, PrefillSite, SitePrompt, sites
 from vllm_ascend_pd.transport.wire import MooncakeWire
 
@@ -25,9 +26,16 @@ WATCHED_S = LEASE_S + 7.5  # longer than lease, transfer timeout and the transpo
 DELAY_S = 1.0  # limit of the delay that a faulty peer may cause others
 
 
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServers]:
+    """Return what forks the children, which imports once for all of them."""
+    with ForkServers((MODULE,), tmp_path_factory.mktemp("forks")) as forks:
+        yield forks
+
+
 @pytest.fixture
-def decode_child() -> Iterator[SiteChild]:
-    with SiteChild("decode") as child:
+def decode_child(forks: ForkServers) -> Iterator[SiteChild]:
+    with SiteChild("decode", forks) as child:
         yield child
 
 
@@ -138,11 +146,11 @@ def _submitted(events: Events, request: SitePrompt) -> bool:
     return any(stage == "layer_submitted" and transfer in facts["transfers"] for stage, facts in list(events))
 
 
-def test_a_prefill_engine_stopped_in_a_write_is_shut_out_and_others_are_tried_again() -> None:
+def test_a_prefill_engine_stopped_in_a_write_is_shut_out_and_others_are_tried_again(forks: ForkServers) -> None:
     """Revocation with the real transfer engine: D fences, revokes, frees and goes on; the stopped process writes
     nothing later."""
     d, other = decode_site(), prefill_site()
-    with SiteChild("prefill") as sleeper, sites(d, other), traced() as events:
+    with SiteChild("prefill", forks) as sleeper, sites(d, other), traced() as events:
         first = d.reserve("warm", 40)  # P has connected to D: its next write is issued at once
         d.step()
         sleeper.say("prefill", first.name, 40, 0, packed(first.reservation))
@@ -208,11 +216,11 @@ def _revoked(events: Events) -> bool:
     return any(stage == "quiet" and facts["proof"] == "revoked" for stage, facts in list(events))
 
 
-def test_a_decode_engine_killed_and_started_again_is_used_without_a_restart_of_prefill() -> None:
+def test_a_decode_engine_killed_and_started_again_is_used_without_a_restart_of_prefill(forks: ForkServers) -> None:
     p = prefill_site()
     with sites(p):
         for _ in range(2):
-            with SiteChild("decode") as child:
+            with SiteChild("decode", forks) as child:
                 name = f"r-{child.process.pid}"
                 request = unpacked(name, 200, 0, child.ask("reserve", name, 200))
                 child.ask("step")

@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from unit.kits.child import ANSWER_S, AnsweringChild
+from tools.support.fork_server import ForkServers
+from unit.kits.child import ANSWER_S, AnsweringChild, take_connection
 from vllm_ascend_pd.config import WireConfig
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.transport.base import Wire, WriteState
@@ -29,6 +30,7 @@ from vllm_ascend_pd.transport.create import create_target, create_wire
 from vllm_ascend_pd.transport.target import MooncakeTarget
 from vllm_ascend_pd.transport.wire import MooncakeWire
 
+MODULE = "unit.transport.mooncake_child"
 LOOPBACK = "127.0.0.1"
 WIRE = WireConfig(transfer_timeout_s=5, mooncake_protocol="tcp", max_descriptors=100)
 QUIET_S = 7.0
@@ -40,11 +42,11 @@ ROOM = 128  # descriptors, more than this process ever needs
 class ReceivingChild(AnsweringChild):
     """The child process that Mooncake writes into."""
 
-    def __init__(self, size: int, port: int | None = None) -> None:
+    def __init__(self, size: int, forks: ForkServers, port: int | None = None) -> None:
         # Mooncake chooses a port at random: restrict its range
         ports = {"MC_MIN_RPC_PORT": str(port - 2), "MC_MAX_RPC_PORT": str(port + 2)} if port is not None else {}
-        words = ("unit.transport.mooncake_child", str(size), str(port or 0))
-        super().__init__(*words, environment=ports, answer_s=PORT_WAIT_S + ANSWER_S)
+        words = (MODULE, str(size), str(port or 0))
+        super().__init__(*words, forks=forks, environment=ports, answer_s=PORT_WAIT_S + ANSWER_S)
         self.session, base = self.line().split()
         self.base = int(base)
 
@@ -163,4 +165,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    take_connection()
     main()

@@ -17,8 +17,9 @@ import pytest
 if importlib.util.find_spec("mooncake") is None:  # not imported here: its environment must be set first
     pytest.skip("Mooncake is not installed", allow_module_level=True)
 
+from tools.support.fork_server import ForkServers
 from unit.kits.watching import until
-from unit.transport.mooncake_child import LOOPBACK, ReceivingChild, settle, target_of, wire_from
+from unit.transport.mooncake_child import LOOPBACK, MODULE, ReceivingChild, settle, target_of, wire_from
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.wire import MooncakeWire
@@ -28,8 +29,15 @@ TASKS = Path("/proc/self/task")
 
 
 @pytest.fixture(scope="module")
-def receiver() -> Iterator[ReceivingChild]:
-    with ReceivingChild(SIZE) as child:
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServers]:
+    """Return what forks the children, which imports once for all of them."""
+    with ForkServers((MODULE,), tmp_path_factory.mktemp("forks")) as forks:
+        yield forks
+
+
+@pytest.fixture(scope="module")
+def receiver(forks: ForkServers) -> Iterator[ReceivingChild]:
+    with ReceivingChild(SIZE, forks) as child:
         yield child
 
 

@@ -15,9 +15,10 @@ import pytest
 if importlib.util.find_spec("mooncake") is None:  # not imported here: its environment must be set first
     pytest.skip("Mooncake is not installed", allow_module_level=True)
 
+from tools.support.fork_server import ForkServers
 from unit.kits.stalls import Stalls
 from unit.kits.watching import address_of, listening, until
-from unit.transport.mooncake_child import LOOPBACK, WIRE, ReceivingChild, settle, target_of, wire_from
+from unit.transport.mooncake_child import LOOPBACK, MODULE, WIRE, ReceivingChild, settle, target_of, wire_from
 from vllm_ascend_pd.transport import contact
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.contact import HEARD_S
@@ -30,6 +31,13 @@ SIZE = 64 << 20
 SPAN = 64 << 10
 RANKS = 12
 SPANS = SIZE // SPAN // 2
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServers]:
+    """Return what forks the children, which imports once for all of them."""
+    with ForkServers((MODULE,), tmp_path_factory.mktemp("forks")) as forks:
+        yield forks
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +68,10 @@ def many(wire: MooncakeWire, receiver: ReceivingChild, memory: np.ndarray) -> in
     return wire.submit(receiver.session, memory.ctypes.data + n, receiver.base + n, np.full(SPANS, SPAN))
 
 
-def test_a_receiver_killed_in_the_middle_fails_the_write_soon(wire: MooncakeWire, memory: np.ndarray) -> None:
-    with ReceivingChild(SIZE) as receiver, ReceivingChild(SIZE) as other:
+def test_a_receiver_killed_in_the_middle_fails_the_write_soon(
+    wire: MooncakeWire, memory: np.ndarray, forks: ForkServers
+) -> None:
+    with ReceivingChild(SIZE, forks) as receiver, ReceivingChild(SIZE, forks) as other:
         assert one(wire, receiver, memory) is one(wire, other, memory) is WriteState.LANDED
         handle = many(wire, receiver, memory)
         wire.poll(handle)
@@ -71,9 +81,9 @@ def test_a_receiver_killed_in_the_middle_fails_the_write_soon(wire: MooncakeWire
         assert one(wire, receiver, memory) is WriteState.UNISSUED
 
 
-def test_a_failed_write_is_over_when_it_says_so(wire: MooncakeWire, memory: np.ndarray) -> None:
+def test_a_failed_write_is_over_when_it_says_so(wire: MooncakeWire, memory: np.ndarray, forks: ForkServers) -> None:
     """A stopped receiver: after FAILED only what its kernel already holds arrives."""
-    with ReceivingChild(SIZE) as receiver, ReceivingChild(1024) as other, Stalls() as stalls:
+    with ReceivingChild(SIZE, forks) as receiver, ReceivingChild(1024, forks) as other, Stalls() as stalls:
         assert one(wire, receiver, memory) is one(wire, other, memory) is WriteState.LANDED
         receiver.ask("clear")
         handle = many(wire, receiver, memory)
@@ -101,8 +111,10 @@ def test_a_failed_write_is_over_when_it_says_so(wire: MooncakeWire, memory: np.n
         assert one(wire, receiver, memory) is WriteState.LANDED, "the peer is used again once it answers"
 
 
-def test_after_a_revocation_nothing_of_the_old_session_lands(wire: MooncakeWire, memory: np.ndarray) -> None:
-    with ReceivingChild(SIZE) as receiver:
+def test_after_a_revocation_nothing_of_the_old_session_lands(
+    wire: MooncakeWire, memory: np.ndarray, forks: ForkServers
+) -> None:
+    with ReceivingChild(SIZE, forks) as receiver:
         assert one(wire, receiver, memory) is WriteState.LANDED
         old = receiver.session
         handle = many(wire, receiver, memory)
@@ -137,22 +149,22 @@ def test_a_peer_that_names_its_host_is_written_to_by_number(
 
 
 def test_connections_to_peers_that_have_ended_do_not_pile_up(
-    wire: MooncakeWire, memory: np.ndarray, monkeypatch: pytest.MonkeyPatch
+    wire: MooncakeWire, memory: np.ndarray, forks: ForkServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contact, "IDLE_S", -1.0, raising=False)  # a peer counts as idle right after a write
     monkeypatch.setattr(contact, "MAX_IDLE", 1, raising=False)
     before = half_closed()
     for _ in range(4):
-        with ReceivingChild(SPAN) as receiver:
+        with ReceivingChild(SPAN, forks) as receiver:
             assert one(wire, receiver, memory) is WriteState.LANDED
     until(lambda: wire._engines.tend() or half_closed() - before <= 2, half_closed)
 
 
 @pytest.mark.parametrize("free", [2, 5])  # another part of opening an engine fails each time
 def test_a_revocation_without_descriptors_succeeds_once_there_are_some(
-    wire: MooncakeWire, memory: np.ndarray, free: int
+    wire: MooncakeWire, memory: np.ndarray, forks: ForkServers, free: int
 ) -> None:
-    with ReceivingChild(SIZE) as receiver:
+    with ReceivingChild(SIZE, forks) as receiver:
         assert one(wire, receiver, memory) is WriteState.LANDED
         old = receiver.session
         receiver.ask("starve", free)
@@ -167,12 +179,14 @@ def test_a_revocation_without_descriptors_succeeds_once_there_are_some(
         assert one(wire, receiver, memory) is WriteState.LANDED
 
 
-def test_a_sender_that_is_stopped_over_the_revocation_lands_nothing_when_it_wakes(memory: np.ndarray) -> None:
+def test_a_sender_that_is_stopped_over_the_revocation_lands_nothing_when_it_wakes(
+    memory: np.ndarray, forks: ForkServers
+) -> None:
     """The case that the fence exists for: the *sender* sleeps in the middle of a write, wakes up later, and must
     write nothing."""
     target = np.zeros(SIZE, dtype=np.uint8)
     receiving = target_of(target)
-    with ReceivingChild(SIZE) as sender:
+    with ReceivingChild(SIZE, forks) as sender:
         for _ in range(10):
             sender.ask(f"push {receiving.session} {target.ctypes.data} 4 {SIZE // 8}")
             deadline = time.monotonic() + 10
@@ -195,9 +209,9 @@ def test_a_sender_that_is_stopped_over_the_revocation_lands_nothing_when_it_wake
 
 
 def test_another_process_at_a_known_address_gets_an_engine_that_does_not_know_it(
-    wire: MooncakeWire, memory: np.ndarray
+    wire: MooncakeWire, memory: np.ndarray, forks: ForkServers
 ) -> None:
-    with ReceivingChild(1024) as receiver:
+    with ReceivingChild(1024, forks) as receiver:
         assert one(wire, receiver, memory) is WriteState.LANDED
         before = wire._engines.current
         receiver.session = receiver.session.partition("/")[0] + "/another"
@@ -211,20 +225,20 @@ def test_another_process_at_a_known_address_gets_an_engine_that_does_not_know_it
 
 @pytest.mark.slow
 def test_a_receiver_restarted_on_the_same_port_is_reached_without_our_restart(
-    wire: MooncakeWire, memory: np.ndarray
+    wire: MooncakeWire, memory: np.ndarray, forks: ForkServers
 ) -> None:
-    with ReceivingChild(1024) as receiver:
+    with ReceivingChild(1024, forks) as receiver:
         assert one(wire, receiver, memory) is WriteState.LANDED
         port = receiver.port
-    with ReceivingChild(1024, port) as successor:
+    with ReceivingChild(1024, forks, port) as successor:
         assert successor.port == port
         assert one(wire, successor, memory) is WriteState.LANDED
         assert successor.sum() == 1
 
 
-def test_a_silent_peer_delays_no_other(wire: MooncakeWire, memory: np.ndarray) -> None:
+def test_a_silent_peer_delays_no_other(wire: MooncakeWire, memory: np.ndarray, forks: ForkServers) -> None:
     """A peer that accepts connections and never answers: Mooncake alone blocks for 60 s."""
-    with ReceivingChild(1024) as receiver, socket.socket() as silent, Stalls() as stalls:
+    with ReceivingChild(1024, forks) as receiver, socket.socket() as silent, Stalls() as stalls:
         silent.bind((LOOPBACK, 0))
         silent.listen()
         assert one(wire, receiver, memory) is WriteState.LANDED
@@ -245,11 +259,11 @@ def test_a_silent_peer_delays_no_other(wire: MooncakeWire, memory: np.ndarray) -
 
 @pytest.mark.parametrize("protocol", ["tcp", "ascend"])  # the path for Ascend, over TCP
 def test_peers_that_fall_silent_between_answer_and_opening_cost_others_less_than_a_second(
-    protocol: str, memory: np.ndarray, monkeypatch: pytest.MonkeyPatch
+    protocol: str, memory: np.ndarray, monkeypatch: pytest.MonkeyPatch, forks: ForkServers
 ) -> None:
     """The window that a probe leaves open. Many ranks of one engine: their delays must not add up."""
     with opened(protocol, memory, monkeypatch) as wire, contextlib.ExitStack() as stack:
-        receiver, stalls = stack.enter_context(ReceivingChild(1024)), stack.enter_context(Stalls())
+        receiver, stalls = stack.enter_context(ReceivingChild(1024, forks)), stack.enter_context(Stalls())
         silent = [stack.enter_context(listening()) for _ in range(RANKS)]
         assert one(wire, receiver, memory) is WriteState.LANDED
         probe, once = wire._contacts._probes._probe, {address_of(sock) for sock in silent}
@@ -279,8 +293,8 @@ def test_peers_that_fall_silent_between_answer_and_opening_cost_others_less_than
         assert worst.seconds < 1.0
 
 
-def test_an_answer_is_not_kept_for_a_later_write(wire: MooncakeWire, memory: np.ndarray) -> None:
-    with ReceivingChild(1024) as receiver:
+def test_an_answer_is_not_kept_for_a_later_write(wire: MooncakeWire, memory: np.ndarray, forks: ForkServers) -> None:
+    with ReceivingChild(1024, forks) as receiver:
         receiver.stop()
         assert one(wire, receiver, memory) is WriteState.UNISSUED
         receiver.wake()
@@ -288,12 +302,12 @@ def test_an_answer_is_not_kept_for_a_later_write(wire: MooncakeWire, memory: np.
 
 
 def test_where_the_engine_cannot_ask_first_contact_needs_a_word_on_the_side_channel(
-    memory: np.ndarray, monkeypatch: pytest.MonkeyPatch
+    memory: np.ndarray, monkeypatch: pytest.MonkeyPatch, forks: ForkServers
 ) -> None:
     """A connection proves nothing: the kernel of a stopped process accepts it."""
     monkeypatch.setattr("vllm_ascend_pd.transport.engine.can_ask", lambda kind: False)
     heard: dict[str, float] = {}
-    with opened("tcp", memory, monkeypatch) as wire, ReceivingChild(1024) as receiver, listening() as silent:
+    with opened("tcp", memory, monkeypatch) as wire, ReceivingChild(1024, forks) as receiver, listening() as silent:
         wire.listen(heard.get)
         name = f"{address_of(silent)}/silent"
         heard[name] = time.monotonic() - HEARD_S  # a message came, but not recently

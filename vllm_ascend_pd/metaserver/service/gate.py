@@ -42,7 +42,7 @@ def max_connections() -> int:
 
 
 class Activity(Enum):
-    """What a connection is doing. Those of the first three may be closed for another one, in this order."""
+    """Activity of a connection. One of the first three may be closed for another one, in this order."""
 
     SILENT = "nothing has come yet"
     HANDSHAKE = "its TLS handshake is under way"

@@ -77,7 +77,7 @@ class CallerLeft(Exception):
 
 
 class Progress:
-    """When a body last had brought enough since the time before."""
+    """Measure of a body's pace: when it last had brought enough since the time before."""
 
     def __init__(self, seconds: float, size: int) -> None:
         self._seconds, self._enough = seconds, size
@@ -93,7 +93,7 @@ class Progress:
         self._size, self._at = size, now
 
 
-class Memory:
+class BodyMemory:
     """Memory for one kind of bodies."""
 
     def __init__(self, most: int) -> None:
@@ -151,7 +151,7 @@ class Intake:
         fast_s: float = FAST_S,
         room_s: float = ROOM_S,
     ) -> None:
-        self.short, self.long, self.posts = self._all = (Memory(short), Memory(long), Memory(posts))
+        self.short, self.long, self.posts = self._all = (BodyMemory(short), BodyMemory(long), BodyMemory(posts))
         self.stall_s, self.fast_s, self.room_s = stall_s, fast_s, room_s
         self._look: asyncio.TimerHandle | None = None
 
