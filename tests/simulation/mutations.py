@@ -1202,7 +1202,7 @@ def _orphans(settings: SimulationSettings) -> SimulationSettings:
 
 
 class CachedTooEarly(Steps):
-    """A mutation: all that was found in the cache is pushed at once, also what the device still computes for the step before."""
+    """A mutation: all that is cached is pushed at once, also what the device still computes for the step before."""
 
     def _computed_before(self, plan: StepPlan) -> None:
         record, self._record = self._record, lambda: StreamEvent(reached=True)

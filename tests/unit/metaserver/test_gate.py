@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unit.kits.certificates import certificate, server_context
-from vllm_ascend_pd.metaserver.service.gate import Activity, Gate, Place, Places, caller_of
+from vllm_ascend_pd.metaserver.service.gate import Activity, ConnectionGate, Place, Places, caller_of
 
 LOOPBACK = "127.0.0.1"
 
@@ -50,9 +50,9 @@ class Echo(asyncio.Protocol):
 @asynccontextmanager
 async def gate(
     most: int, tls: ssl.SSLContext | None = None, *, first_byte_s: float = 600.0, handshakes: int = 100
-) -> AsyncIterator[tuple[Gate, int]]:
+) -> AsyncIterator[tuple[ConnectionGate, int]]:
     places = Places(most)
-    opened = Gate(lambda connection: Echo(places, connection), places, tls, first_byte_s, handshakes)
+    opened = ConnectionGate(lambda connection: Echo(places, connection), places, tls, first_byte_s, handshakes)
     with socket.create_server((LOOPBACK, 0), backlog=1024) as listening:
         opened.open(listening)
         try:

@@ -23,7 +23,7 @@ PIECE = 256 * KIB
 MOST = 64 * MIB
 
 
-class Sender:
+class BodySender:
     """A caller that sends a body piece by piece, as aiohttp's server receives it."""
 
     gone = False
@@ -43,17 +43,17 @@ class Sender:
     def unwatch(self, when_gone: Callable[[], None]) -> None: ...
     def go_on(self) -> None: ...
 
-    def begin(self) -> Sender:
+    def begin(self) -> BodySender:
         self.reading: asyncio.Task[bytes | memoryview] = asyncio.ensure_future(self.upload.read(MOST))
         return self
 
-    async def send(self, size: int) -> Sender:
+    async def send(self, size: int) -> BodySender:
         for at in range(0, size, PIECE):
             self._body.feed_data(b"x" * min(PIECE, size - at))
             await settled()
         return self
 
-    async def end(self) -> Sender:
+    async def end(self) -> BodySender:
         self._body.feed_eof()
         await settled()
         return self
@@ -82,7 +82,7 @@ async def refusal(reading: Awaitable[Any]) -> tuple[int, str]:
 async def test_a_body_is_counted_until_it_is_released() -> None:
     taken = Intake()
     for size in (0, 5, SHORT, SHORT + 1, 3 * MIB):
-        sender = Sender(taken)
+        sender = BodySender(taken)
         with sender.upload:
             assert await sender.whole(size) == size
             assert taken.held == size
@@ -96,10 +96,10 @@ SAID = pytest.mark.parametrize("said", [True, False], ids=["with a length", "in 
 async def test_stalled_bodies_keep_neither_short_ones_out_nor_those_of_engines(said: bool) -> None:
     taken = Intake(long=8 * MIB)
     length = 4 * MIB if said else None
-    stalled = [await Sender(taken, "attacker", length=length).begin().send(MIB) for _ in range(30)]
+    stalled = [await BodySender(taken, "attacker", length=length).begin().send(MIB) for _ in range(30)]
     for _ in range(200):
-        assert await Sender(taken, length=4 * KIB).whole(4 * KIB) == 4 * KIB
-    assert await Sender(taken, of_engine=True, length=MIB).whole(MIB) == MIB
+        assert await BodySender(taken, length=4 * KIB).whole(4 * KIB) == 4 * KIB
+    assert await BodySender(taken, of_engine=True, length=MIB).whole(MIB) == MIB
     assert taken.long.held <= 8 * MIB
     for sender in stalled:
         sender.reading.cancel()
@@ -109,8 +109,8 @@ async def test_stalled_bodies_keep_neither_short_ones_out_nor_those_of_engines(s
 async def test_a_long_body_gets_through_beside_stalled_ones(said: bool) -> None:
     taken = Intake(long=8 * MIB, fast_s=0.0)
     length = 4 * MIB if said else None
-    stalled = [await Sender(taken, "attacker", length=length).begin().send(MIB) for _ in range(30)]
-    honest = await Sender(taken, "client", length=2 * MIB if said else None).begin().send(2 * MIB)
+    stalled = [await BodySender(taken, "attacker", length=length).begin().send(MIB) for _ in range(30)]
+    honest = await BodySender(taken, "client", length=2 * MIB if said else None).begin().send(2 * MIB)
     assert len(await (await honest.end()).reading) == 2 * MIB
     ended = [sender for sender in stalled if sender.reading.done()]
     assert await refusal(ended[0].reading) == (429, "PD-META-015")
@@ -120,9 +120,9 @@ async def test_a_long_body_gets_through_beside_stalled_ones(said: bool) -> None:
 
 async def test_of_the_caller_with_the_most_the_largest_slow_body_ends_and_no_more_than_needed() -> None:
     taken = Intake(long=8 * MIB, fast_s=0.0)
-    one = await Sender(taken, "one", length=3 * MIB).begin().send(MIB)
-    small, large = [await Sender(taken, "another", length=size).begin().send(PIECE) for size in (MIB, 4 * MIB)]
-    last = await Sender(taken, "one", length=2 * MIB).begin().send(2 * MIB)
+    one = await BodySender(taken, "one", length=3 * MIB).begin().send(MIB)
+    small, large = [await BodySender(taken, "another", length=size).begin().send(PIECE) for size in (MIB, 4 * MIB)]
+    last = await BodySender(taken, "one", length=2 * MIB).begin().send(2 * MIB)
     assert len(await (await last.end()).reading) == 2 * MIB
     assert [s.reading.done() for s in (one, small, large)] == [False, False, True]
     assert await refusal(large.reading) == (429, "PD-META-015")
@@ -136,7 +136,7 @@ async def test_a_body_waits_for_those_in_use_and_nobody_is_refused() -> None:
 
     async def client(number: int) -> None:
         nonlocal served
-        sender = Sender(taken, f"client {number % 3}", length=MIB)
+        sender = BodySender(taken, f"client {number % 3}", length=MIB)
         with sender.upload:
             sender.begin()
             await sender.send(MIB)
@@ -150,11 +150,11 @@ async def test_a_body_waits_for_those_in_use_and_nobody_is_refused() -> None:
 
 async def test_who_has_the_least_in_memory_is_next() -> None:
     taken = Intake(long=4 * MIB)
-    in_use = Sender(taken, length=MIB), Sender(taken, length=2 * MIB)
+    in_use = BodySender(taken, length=MIB), BodySender(taken, length=2 * MIB)
     for sender, size in zip(in_use, (MIB, 2 * MIB), strict=True):
         await sender.whole(size)
-    many = [await Sender(taken, "one with many", length=MIB).begin().send(MIB) for _ in range(3)]
-    other = await Sender(taken, "another", length=MIB).begin().send(MIB)
+    many = [await BodySender(taken, "one with many", length=MIB).begin().send(MIB) for _ in range(3)]
+    other = await BodySender(taken, "another", length=MIB).begin().send(MIB)
     assert list(taken.long.waiting) == [many[1].upload, many[2].upload, other.upload]
     in_use[0].upload.release()
     await settled()
@@ -165,7 +165,7 @@ async def test_who_has_the_least_in_memory_is_next() -> None:
 
 async def test_bodies_of_unsaid_length_that_only_wait_for_each_other_make_room() -> None:
     taken = Intake(long=2 * MIB)
-    senders = [Sender(taken, f"client {i}").begin() for i in range(2)]
+    senders = [BodySender(taken, f"client {i}").begin() for i in range(2)]
     for _ in range(5):
         for sender in senders:
             await sender.send(PIECE)
@@ -178,8 +178,8 @@ async def test_bodies_of_unsaid_length_that_only_wait_for_each_other_make_room()
 
 async def test_a_body_larger_than_the_memory_comes_alone() -> None:
     taken = Intake(long=2 * MIB)
-    large = await Sender(taken, length=3 * MIB).begin().send(3 * MIB)
-    other = await Sender(taken, length=MIB).begin().send(MIB)
+    large = await BodySender(taken, length=3 * MIB).begin().send(3 * MIB)
+    other = await BodySender(taken, length=MIB).begin().send(MIB)
     assert other.upload in taken.long.waiting
     with large.upload:
         assert len(await (await large.end()).reading) == 3 * MIB
@@ -188,10 +188,10 @@ async def test_a_body_larger_than_the_memory_comes_alone() -> None:
 
 async def test_a_body_that_finds_no_room_in_time_is_refused() -> None:
     taken = Intake(long=4 * MIB, room_s=0.0)
-    in_use = [Sender(taken) for _ in range(4)]
+    in_use = [BodySender(taken) for _ in range(4)]
     for sender in in_use:
         await sender.whole(MIB)
-    late = await Sender(taken).begin().send(MIB)
+    late = await BodySender(taken).begin().send(MIB)
     assert await refusal(late.reading) == (429, "PD-META-015")
     assert taken.held == 4 * MIB
 
@@ -199,8 +199,8 @@ async def test_a_body_that_finds_no_room_in_time_is_refused() -> None:
 async def test_only_so_many_bodies_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "WAITING", 3)
     taken = Intake(long=MIB)
-    await Sender(taken).whole(MIB)
-    late = [await Sender(taken, f"client {i}").begin().send(SHORT + 1) for i in range(5)]
+    await BodySender(taken).whole(MIB)
+    late = [await BodySender(taken, f"client {i}").begin().send(SHORT + 1) for i in range(5)]
     assert [sender.reading.done() for sender in late] == [False] * 3 + [True] * 2
     for sender in late:
         sender.reading.cancel()
@@ -208,14 +208,14 @@ async def test_only_so_many_bodies_wait(monkeypatch: pytest.MonkeyPatch) -> None
 
 async def test_a_body_that_stops_coming_is_refused() -> None:
     taken = Intake(stall_s=0.0)
-    stalled = await Sender(taken).begin().send(10)
+    stalled = await BodySender(taken).begin().send(10)
     assert await refusal(stalled.reading) == (408, "PD-META-014")
     assert taken.held == 0
 
 
 async def test_a_body_that_trickles_is_refused() -> None:
     taken = Intake(stall_s=0.1)
-    slow = Sender(taken).begin()
+    slow = BodySender(taken).begin()
     while not slow.reading.done():
         await asyncio.sleep(0.01)
         await slow.send(1)
@@ -225,7 +225,7 @@ async def test_a_body_that_trickles_is_refused() -> None:
 
 async def test_a_body_that_is_too_long_is_refused() -> None:
     taken = Intake()
-    for sender in (Sender(taken), Sender(taken, of_engine=True), Sender(taken, length=MOST + 1)):
+    for sender in (BodySender(taken), BodySender(taken, of_engine=True), BodySender(taken, length=MOST + 1)):
         with sender.upload:
             assert await refusal(sender.whole(MOST + 1)) == (413, "PD-META-013")
         assert taken.held == 0
@@ -233,7 +233,7 @@ async def test_a_body_that_is_too_long_is_refused() -> None:
 
 async def test_a_caller_that_leaves_frees_its_memory() -> None:
     taken = Intake()
-    sender = await Sender(taken).begin().send(MIB)
+    sender = await BodySender(taken).begin().send(MIB)
     sender._body.set_exception(ConnectionResetError("Connection lost"))  # as aiohttp does
     with pytest.raises(CallerLeft), sender.upload:
         await sender.reading
@@ -247,7 +247,7 @@ def test_memory_is_never_exceeded_and_never_lost(steps: Sequence[tuple[int, int]
 
 async def _play(steps: Sequence[tuple[int, int]]) -> None:
     taken = Intake(short=4 * SHORT, long=2 * MIB, posts=MIB)
-    senders: dict[int, Sender] = {}
+    senders: dict[int, BodySender] = {}
 
     async def over(who: int) -> None:
         sender = senders.pop(who)
@@ -258,7 +258,7 @@ async def _play(steps: Sequence[tuple[int, int]]) -> None:
 
     for who, size in steps:
         if who not in senders:
-            senders[who] = Sender(taken, f"caller {who % 2}", who == 4, MIB if who == 3 else None).begin()
+            senders[who] = BodySender(taken, f"caller {who % 2}", who == 4, MIB if who == 3 else None).begin()
         if size == -1:
             await over(who)
         elif size == 0:

@@ -29,7 +29,7 @@ from vllm_ascend_pd.metaserver.service import app, connection, instances_file, i
 from vllm_ascend_pd.metaserver.service.exchange import AsgiSend, Interrupt
 from vllm_ascend_pd.metaserver.service.fleet import Fleet
 from vllm_ascend_pd.metaserver.service.front import Front
-from vllm_ascend_pd.metaserver.service.gate import Gate, Places
+from vllm_ascend_pd.metaserver.service.gate import ConnectionGate, Places
 from vllm_ascend_pd.metaserver.service.keys import ClientKeys
 from vllm_ascend_pd.metaserver.service.relay import send_answer
 from vllm_ascend_pd.metaserver.service.reserve import Heartbeats, Reservations
@@ -73,7 +73,7 @@ async def door(
             await send({"type": "http.response.body", "body": str(len(body)).encode()})
 
     made = connection.FrontDoor(answer, Places(connections))
-    gate = Gate(made.serve, made.places, first_byte_s=connection.HEAD_S)
+    gate = ConnectionGate(made.serve, made.places, first_byte_s=connection.HEAD_S)
     listening = server.listen(LOOPBACK, 0)
     gate.open(listening)
     try:
@@ -281,7 +281,7 @@ async def test_a_client_that_reads_nothing_is_not_served_for_ever(monkeypatch: p
     listening = server.listen(LOOPBACK, 0)
     loop = asyncio.get_running_loop()
     made = connection.FrontDoor(answer, Places(10))
-    gate = Gate(made.serve, made.places)
+    gate = ConnectionGate(made.serve, made.places)
     gate.open(listening)
     with socket.socket() as lazy:
         lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

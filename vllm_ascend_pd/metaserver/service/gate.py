@@ -148,7 +148,7 @@ class Places:
         return self._everyone.longest()
 
 
-class Gate:
+class ConnectionGate:
     """Accepts connections and hands them to the HTTP server. `serve` makes its protocol for a connection."""
 
     def __init__(

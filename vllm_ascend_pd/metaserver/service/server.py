@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.metaserver.service.app import WorkerProcess
 from vllm_ascend_pd.metaserver.service.connection import FrontDoor
-from vllm_ascend_pd.metaserver.service.gate import Gate, Places, max_connections
+from vllm_ascend_pd.metaserver.service.gate import ConnectionGate, Places, max_connections
 from vllm_ascend_pd.metaserver.service.hub import Hub
 from vllm_ascend_pd.metaserver.service.settings import Settings
 from vllm_ascend_pd.observe.trace import TraceFile
@@ -44,7 +44,7 @@ class HttpServer:
     async def serve(self, last_words_s: float = _LAST_WORDS_S) -> None:
         """Serve until `drain` has drained, or `stop` is called."""
         self._door = door = FrontDoor(self._worker.answer, Places(max_connections()))
-        gate = Gate(door.serve, door.places, self._worker.settings.own_tls())
+        gate = ConnectionGate(door.serve, door.places, self._worker.settings.own_tls())
         async with self._worker.standing():
             for each in self._sockets:
                 gate.open(each)
