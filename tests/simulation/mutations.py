@@ -1183,7 +1183,7 @@ def _orphans(settings: SimulationSettings) -> SimulationSettings:
 
 
 class CachedTooEarly(Steps):
-    """What was found in the cache is pushed at once, also what the device still computes for the step before."""
+    """P pushes at once what it found in its cache, also what the device still computes for the step before."""
 
     def _computed_before(self, plan: StepPlan) -> None:
         record, self._record = self._record, lambda: StreamEvent(reached=True)
