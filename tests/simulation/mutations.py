@@ -363,20 +363,6 @@ class TimeAloneFrees(Receiver):
     fence = Impatient
 
 
-class RevokedOnce(Receiver):
-    """D does not try again to revoke access after that has failed."""
-
-    def not_revoked(self, now: float) -> list[Action]:
-        return []
-
-
-class RevokedAnyhow(Receiver):
-    """D takes a revocation that has failed for one that has cut the peers off."""
-
-    def not_revoked(self, now: float) -> list[Action]:
-        return self.revoked(now, self._machine.addresses)
-
-
 class SlotsReused(Pushes):
     """P reuses a staging slot as soon as its bytes were offered."""
 
@@ -905,11 +891,6 @@ def _killed_after_a_stop(settings: SimulationSettings) -> SimulationSettings:
     return replace(settings, faults=Faults(submit_stall=0.02, write_stop=0.02, kill_prefill=0.05))
 
 
-def _revoked_in_vain(settings: SimulationSettings) -> SimulationSettings:
-    """Writers that are stopped in a write must be shut out, which often fails."""
-    return replace(settings, faults=Faults(submit_stall=0.02, write_stop=0.02, revocation=0.7))
-
-
 def _scarce_slots(settings: SimulationSettings) -> SimulationSettings:
     """Exchanges are missed and repeated all the time, and parts of them fail."""
     faults = Faults(exchange_error=0.1, late=0.05, write_slow=0.02)
@@ -1202,7 +1183,7 @@ def _orphans(settings: SimulationSettings) -> SimulationSettings:
 
 
 class CachedTooEarly(Steps):
-    """A mutation: all that is cached is pushed at once, also what the device still computes for the step before."""
+    """P pushes at once what it found in its cache, also what the device still computes for the step before."""
 
     def _computed_before(self, plan: StepPlan) -> None:
         record, self._record = self._record, lambda: StreamEvent(reached=True)
@@ -1289,8 +1270,6 @@ MORE = (
     Mutation("a stage of D is not served", core=FirstStageServed, world=_kind_stages),
     Mutation("blocks released before closed", hasty_release=True),
     Mutation("revocation keeps the session", blunt_revocation=True),
-    Mutation("a failed revocation is not tried again", receiver=RevokedOnce, world=_revoked_in_vain),
-    Mutation("a failed revocation has cut the peers off", receiver=RevokedAnyhow, world=_revoked_in_vain),
     Mutation("one batch, two sessions", core=SessionsMixed, world=_decode_comes_back),
     Mutation("absent ranks believed", core=AbsentBelieved, world=_scarce_slots),
     Mutation("sealed before the catch-up", core=SealsEarly),
