@@ -33,8 +33,8 @@ BLOCK = 128  # vllm-ascend ignores other values
 # DeepSeek-V4: blocks of 32 entries, the shortest. Those of a compressor's entries have 2 tokens, so many are needed.
 SHORT_BLOCKS = ("--block-size", "32", "--kv-cache-memory-bytes", str(192 << 20))
 EQUAL = 1e-4  # between two log-probabilities of a token, where both are computed alike
-# The same where sums round otherwise: in a run of `mla 2to1` and `mla 1to2` at most 4.7e-2. It does not make out one
-# token's keys and values of one layer; test_planted.py has these shapes in a dtype that does.
+# The same where sums round otherwise: at most 4.7e-2, 4.5e-2 and 3.4e-2 in runs of `mla 2to1`, `mla 1to2`, `dsa 2to1`.
+# It does not make out one token's keys and values of one layer; test_planted.py has such pairs in a dtype that does.
 ROUNDED = 0.25
 NOTHING: Mapping[str, str] = {}
 

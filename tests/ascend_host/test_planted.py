@@ -112,7 +112,7 @@ SETS = {
         verify=("off",),
     ),
     **{title: Set(engines, TOKEN, verify=("full",), whole=True) for title, engines in SHAPES.items()},
-    # Without a fault 4.2e-3 at most in two runs of 72 log-probabilities.
+    # Without a fault 4.2e-3 at most in two runs of 36 log-probabilities.
     "dsa 2to1": Set(
         Engines("planted dsa 2to1", "dsv32", p=Side(2), dtype="float16"),
         TOKEN,
@@ -121,7 +121,7 @@ SETS = {
         limit=2e-2,
     ),
     # D computes the prompt's last token again, as a decode: in a prefill vllm-ascend's MLA rounds to bfloat16, whatever
-    # the model's dtype. Without a fault 1.8e-2 at most in three runs of 36. In a short prompt one token has weight.
+    # the model's dtype. Without a fault 1.8e-2 at most in seven runs of 36. In a short prompt one token has weight.
     "mtp 2to1": Set(
         Engines("planted mtp 2to1", "mtp-even", p=Side(2, drafts=1), draft=MTP),
         TOKEN,
