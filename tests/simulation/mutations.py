@@ -363,6 +363,20 @@ class TimeAloneFrees(Receiver):
     fence = Impatient
 
 
+class RevokedOnce(Receiver):
+    """D does not try again to revoke access after that has failed."""
+
+    def not_revoked(self, now: float) -> list[Action]:
+        return []
+
+
+class RevokedAnyhow(Receiver):
+    """D takes a revocation that has failed for one that has cut the peers off."""
+
+    def not_revoked(self, now: float) -> list[Action]:
+        return self.revoked(now, self._machine.addresses)
+
+
 class SlotsReused(Pushes):
     """P reuses a staging slot as soon as its bytes were offered."""
 
@@ -891,6 +905,11 @@ def _killed_after_a_stop(settings: SimulationSettings) -> SimulationSettings:
     return replace(settings, faults=Faults(submit_stall=0.02, write_stop=0.02, kill_prefill=0.05))
 
 
+def _revoked_in_vain(settings: SimulationSettings) -> SimulationSettings:
+    """Writers that are stopped in a write must be shut out, which often fails."""
+    return replace(settings, faults=Faults(submit_stall=0.02, write_stop=0.02, revocation=0.7))
+
+
 def _scarce_slots(settings: SimulationSettings) -> SimulationSettings:
     """Exchanges are missed and repeated all the time, and parts of them fail."""
     faults = Faults(exchange_error=0.1, late=0.05, write_slow=0.02)
@@ -1270,6 +1289,8 @@ MORE = (
     Mutation("a stage of D is not served", core=FirstStageServed, world=_kind_stages),
     Mutation("blocks released before closed", hasty_release=True),
     Mutation("revocation keeps the session", blunt_revocation=True),
+    Mutation("a failed revocation is not tried again", receiver=RevokedOnce, world=_revoked_in_vain),
+    Mutation("a failed revocation has cut the peers off", receiver=RevokedAnyhow, world=_revoked_in_vain),
     Mutation("one batch, two sessions", core=SessionsMixed, world=_decode_comes_back),
     Mutation("absent ranks believed", core=AbsentBelieved, world=_scarce_slots),
     Mutation("sealed before the catch-up", core=SealsEarly),
