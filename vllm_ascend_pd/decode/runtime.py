@@ -33,7 +33,7 @@ from vllm_ascend_pd.protocol.messages import Memory, Message
 from vllm_ascend_pd.shared.event import Event
 from vllm_ascend_pd.shared.loop import LoopThread
 from vllm_ascend_pd.shared.wake import Ringer
-from vllm_ascend_pd.transport.base import Target
+from vllm_ascend_pd.transport.base import Target, with_code
 
 log = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ class ReceiveRuntime:
             self._target.revoke()
             addresses = self._addresses()
         except Exception as error:  # whatever it is, this rank serves no P before a revocation has succeeded
-            known = error if isinstance(error, PdError) else PdError("PD-WIRE-001", why=error)
+            known = with_code(error)
             log.error("access is not revoked yet: %s", known, exc_info=first and known is not error)
             self.core.not_revoked(time.monotonic())
             return

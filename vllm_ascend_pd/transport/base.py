@@ -13,6 +13,8 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from vllm_ascend_pd.errors import PdError
+
 
 class WriteState(enum.Enum):
     PENDING = "pending"
@@ -64,3 +66,8 @@ class Wire(Protocol):
 
     def close(self) -> None:
         """Close the wire, after the writer thread has ended. Idempotent."""
+
+
+def with_code(error: Exception) -> PdError:
+    """Return an error of a transfer engine as one that has a code."""
+    return error if isinstance(error, PdError) else PdError("PD-WIRE-001", why=error)

@@ -40,6 +40,21 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 
 
 @asynccontextmanager
+async def served(answer: connection.Handle, connections: int = 100) -> AsyncIterator[int]:
+    """Start the metaserver's own HTTP server before a handler."""
+    made = connection.FrontDoor(answer, Places(connections))
+    gate = ConnectionGate(made.serve, made.places, first_byte_s=connection.HEAD_S)
+    listening = server.listen(LOOPBACK, 0)
+    gate.open(listening)
+    try:
+        yield listening.getsockname()[1]
+    finally:
+        gate.close()
+        listening.close()
+        await made.shutdown(0.1)
+
+
+@asynccontextmanager
 async def door(
     reader: intake.Intake | None = None,
     max_bytes: int = 1 << 20,
@@ -72,17 +87,9 @@ async def door(
             await send({"type": "http.response.start", "status": 200, "headers": head})
             await send({"type": "http.response.body", "body": str(len(body)).encode()})
 
-    made = connection.FrontDoor(answer, Places(connections))
-    gate = ConnectionGate(made.serve, made.places, first_byte_s=connection.HEAD_S)
-    listening = server.listen(LOOPBACK, 0)
-    gate.open(listening)
-    try:
-        yield listening.getsockname()[1]
-    finally:
-        gate.close()
-        listening.close()
-        await made.shutdown(0.1)
-        assert not trailers, "a trailer is no header"
+    async with served(answer, connections) as port:
+        yield port
+    assert not trailers, "a trailer is no header"
 
 
 async def talk(port: int, data: bytes, *, timeout_s: float = 5.0) -> bytes:
@@ -165,16 +172,15 @@ async def test_a_connection_that_is_kept_may_be_idle_for_longer_than_a_head_take
         await send({"type": "http.response.body"})
 
     monkeypatch.setattr(connection, "HEAD_S", 0.1)
-    serving = await asyncio.get_running_loop().create_server(connection.FrontDoor(refuse), LOOPBACK, 0)
-    reader, writer = await asyncio.open_connection(LOOPBACK, serving.sockets[0].getsockname()[1])
-    for _ in range(2):
-        writer.write(HEAD + b"content-length: 1\r\n\r\n")
-        assert b" 204 " in await asyncio.wait_for(reader.read(65536), 5)
-        writer.write(b"1")  # a body that nobody reads, and no head
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(reader.read(65536), 0.5)
-    writer.close()
-    serving.close()
+    async with served(refuse) as port:
+        reader, writer = await asyncio.open_connection(LOOPBACK, port)
+        for _ in range(2):
+            writer.write(HEAD + b"content-length: 1\r\n\r\n")
+            assert b" 204 " in await asyncio.wait_for(reader.read(65536), 5)
+            writer.write(b"1")  # a body that nobody reads, and no head
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(reader.read(65536), 0.5)
+        writer.close()
 
 
 @pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
@@ -195,17 +201,16 @@ def test_an_end_that_comes_with_the_request_is_told_from_a_caller_that_has_gone(
             await send({"type": "http.response.body"})
 
         loop = asyncio.get_running_loop()
-        serving = await loop.create_server(connection.FrontDoor(answer), LOOPBACK, 0)
-        with socket.create_connection(serving.sockets[0].getsockname()) as caller:
-            caller.sendall(HEAD + b"content-length: 2\r\n\r\nhi")  # the server runs on this very thread
-            caller.shutdown(socket.SHUT_WR)
-            if closed:
-                caller.close()
-                await asyncio.wait_for(gone.wait(), 10)
-            else:
-                said = await loop.run_in_executor(None, caller.makefile("rb").read)
-                assert b"HTTP/1.1 204 " in said and not gone.is_set()
-        serving.close()
+        async with served(answer) as port:
+            with socket.create_connection((LOOPBACK, port)) as caller:
+                caller.sendall(HEAD + b"content-length: 2\r\n\r\nhi")  # the server runs on this very thread
+                caller.shutdown(socket.SHUT_WR)
+                if closed:
+                    caller.close()
+                    await asyncio.wait_for(gone.wait(), 10)
+                else:
+                    said = await loop.run_in_executor(None, caller.makefile("rb").read)
+                    assert b"HTTP/1.1 204 " in said and not gone.is_set()
 
     loop = make_loop()
     try:
@@ -216,7 +221,7 @@ def test_an_end_that_comes_with_the_request_is_told_from_a_caller_that_has_gone(
 
 async def test_a_bad_chunk_in_a_later_read_gets_one_answer_and_the_end() -> None:
     """aiohttp's parser does not tell the handler, so it is that of a body which does not come."""
-    async with door(intake.Intake(body_s=0.2)) as port:
+    async with door(intake.Intake(stall_s=0.2)) as port:
         reader, writer = await asyncio.open_connection(LOOPBACK, port)
         writer.write(HEAD + b"transfer-encoding: chunked\r\nexpect: 100-continue\r\n\r\n")
         assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).endswith(b"100 Continue\r\n\r\n")
@@ -278,18 +283,13 @@ async def test_a_client_that_reads_nothing_is_not_served_for_ever(monkeypatch: p
             await send({"type": "http.response.body", "body": bytes(65536), "more_body": True})
         ended.set()
 
-    listening = server.listen(LOOPBACK, 0)
     loop = asyncio.get_running_loop()
-    made = connection.FrontDoor(answer, Places(10))
-    gate = ConnectionGate(made.serve, made.places)
-    gate.open(listening)
-    with socket.socket() as lazy:
-        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        await loop.run_in_executor(None, lazy.connect, listening.getsockname())
-        lazy.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        await asyncio.wait_for(ended.wait(), 20)
-    gate.close()
-    listening.close()
+    async with served(answer) as port:
+        with socket.socket() as lazy:
+            lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            await loop.run_in_executor(None, lazy.connect, (LOOPBACK, port))
+            lazy.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            await asyncio.wait_for(ended.wait(), 20)
 
 
 # -- what engines and D's metaserver answer
