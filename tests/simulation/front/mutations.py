@@ -287,10 +287,6 @@ ALL = {
             "an answer that its engine ended is passed on",
             ((relay, "_cut_short", relay.dropped), (relay, "_NOTHING", relay._DROPPED)),
         ),
-        FrontMutation(
-            "what may have been read counts as never sent",
-            ((http1, "_broken_and_not_replaced", lambda problem: problem),),
-        ),
         FrontMutation("D's word is not waited for", ((Attempt, "explained", _nothing_awaited),)),
         FrontMutation("every failed load speaks against P", ((shared, "against_prefill", lambda code: "it failed"),)),
         FrontMutation("a place is never given back", ((front.AdmissionQueue, "leave", _nothing),)),

@@ -279,6 +279,26 @@ async def test_a_kept_connection_closed_at_the_request_is_repeated_only_where_th
         assert raised.value.failure is HttpFailure.BROKEN and asked == 4
 
 
+async def test_what_an_engine_that_died_may_have_read_does_not_count_as_never_sent() -> None:
+    """Else another P would be asked for the same transfer, into which the dead one may have pushed."""
+
+    async def dies_at_the_second(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(server.requests) == 1:
+            writer.write(LENGTH)
+        else:
+            server.stop()
+            writer.close()
+
+    async with talking(dies_at_the_second) as (server, origin, upstream):
+        assert await (await ask(upstream, origin)).rest(100) == b"hello"
+        with pytest.raises(UpstreamError, match="closed the connection, and then") as raised:
+            await ask(upstream, origin)
+        assert raised.value.failure is HttpFailure.BROKEN and len(server.requests) == 2
+        with pytest.raises(UpstreamError) as raised:
+            await ask(upstream, origin)
+        assert raised.value.failure is HttpFailure.CONNECT
+
+
 async def test_an_idle_connection_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_IDLE_S", 0.2)
     async with talking(says(LENGTH)) as (server, origin, upstream):

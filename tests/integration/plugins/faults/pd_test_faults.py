@@ -152,7 +152,8 @@ def _revoke_on_order(runtime: Any) -> None:
 
     def revoke() -> None:
         runtime.core._machine._fence_of.revoking = True
-        runtime._revoke_again(Revoke())
+        with runtime._deciding():
+            runtime._revoke(Revoke())
 
     while runtime._loop.alive:
         if refuses("writes"):
