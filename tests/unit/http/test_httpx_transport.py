@@ -33,6 +33,6 @@ async def test_without_a_file_handle_nothing_was_sent() -> None:
 
 async def test_without_a_thread_to_look_a_name_up_nothing_was_sent() -> None:
     transport = Transport(5.0, 5.0, None, 1)
-    with no_more_threads("asyncio"), pytest.raises(httpx.ConnectError, match="can't start new thread"):
+    with no_more_threads("name"), pytest.raises(httpx.ConnectError, match="no thread to look a name up"):
         await transport.handle_async_request(httpx.Request("POST", "http://localhost:1/"))
     await transport.aclose()
