@@ -250,7 +250,7 @@ DEFECTS: dict[int, Defect] = {
         (
             f"{UNIT}/test_config.py::test_what_is_unsafe_is_off_until_it_is_asked_for",
             f"{UNIT}/metaserver/test_metaserver_processes.py::test_tls_works_both_ways",
-            f"{UNIT}/metaserver/test_metaserver_admin.py::test_engines_with_a_key_get_ours_when_the_client_brings_none",
+            f"{UNIT}/metaserver/test_metaserver_keys.py::test_the_key_is_lent_to_clients_that_bring_one_of_theirs",
         ),
     ),
     # -- its proxy

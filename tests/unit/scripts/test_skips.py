@@ -61,7 +61,7 @@ def test_one_is_enough(tmp_path: Path, words: tuple[str, ...], code: int) -> Non
 
 
 def test_listed_reasons_are_no_failure_and_what_needs_an_npu_is_deselected(tmp_path: Path) -> None:
-    npu = "@pytest.mark.npu\ndef test_one():\n    raise OSError\n"
+    npu = "mark = pytest.mark\n@mark.npu\ndef test_one():\n    raise OSError\n"
     done = run(tmp_path, "--skips", "listed", npu=npu, listed=f"def test_one():\n    pytest.skip({LISTED!r})\n")
     assert done.returncode == 0 and "NOT RUN" not in done.stdout, done.stdout
     assert "1 passed, 1 skipped, 1 deselected" in done.stdout, done.stdout
