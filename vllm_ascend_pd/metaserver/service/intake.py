@@ -185,7 +185,7 @@ class Body:
         length = next((int(value) for name, value in asked.headers if name == b"content-length"), None)
         short = length is None or length <= SHORT
         self.memory = intake.posts if of_engine else intake.short if short else intake.long
-        self.caller, self.size = caller_of(asked.peer), 0
+        self.caller, self.size = "", 0
         self.began, self.wants = 0.0, length or 0
         self._intake, self._asked = intake, asked
         self._came, self._waits_since = 0, 0.0
@@ -221,6 +221,7 @@ class Body:
                 return first
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[NotTaken] = loop.create_future()
+        self.caller = caller_of(asked.peer)  # an address takes its time to be parsed: not for each short body
         self._ended, self.began = ended, loop.time()
         memory.coming[self] = None
         self._resume()
