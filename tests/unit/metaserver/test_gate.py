@@ -7,17 +7,21 @@ import asyncio
 import errno
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unit.kits.certificates import certificate, server_context
+from vllm_ascend_pd.metaserver.service.connection import CallerConnection, FrontDoor
+from vllm_ascend_pd.metaserver.service.exchange import AsgiSend
 from vllm_ascend_pd.metaserver.service.gate import Activity, ConnectionGate, Place, Places, caller_of
+from vllm_ascend_pd.metaserver.service.intake import CallerRequest
 
 LOOPBACK = "127.0.0.1"
 
@@ -216,3 +220,35 @@ def test_only_the_quiet_give_way_and_only_where_there_is_no_place(steps: list[tu
 )
 def test_one_caller_has_one_address_or_network(host: str, caller: str) -> None:
     assert caller_of(host) == caller
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_a_request_of_the_moment_in_which_no_more_are_accepted_is_answered(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    """Its connection is the server's, although the task that handed it over has not returned yet."""
+
+    class Last(CallerConnection):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            asyncio.get_running_loop().call_soon(opened.close)
+            super().connection_made(transport)
+
+    async def answer(asked: CallerRequest, send: AsgiSend) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def asks() -> bytes:
+        nonlocal opened
+        door = FrontDoor(answer, Places(8))
+        opened = ConnectionGate(lambda place: Last(door, place), door.places)
+        with socket.create_server((LOOPBACK, 0)) as listening:
+            opened.open(listening)
+            said = await says(await connect(listening.getsockname()[1]), b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+            door.pre_shutdown()
+            await door.shutdown(1.0)
+            return said
+
+    opened: ConnectionGate
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        said = runner.run(asks())
+    assert said.startswith(b"HTTP/1.1 200") and said.endswith(b"ok")

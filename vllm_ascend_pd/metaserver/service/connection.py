@@ -101,7 +101,7 @@ class CallerConnection(web.RequestHandler):
     # -- asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._place.close = self.abort
+        self._place.close, self._place.served = self.abort, True
         self._door.places.turn(self._place, Activity.IDLE)
         super().connection_made(transport)
         self._wait_for_head()

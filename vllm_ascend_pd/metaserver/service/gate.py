@@ -26,9 +26,7 @@ log = logging.getLogger(__name__)
 
 CONNECTIONS = 8192  # at most; fewer where the process may open few files
 FIRST_BYTE_S = 20.0  # from the accept to the first byte, and from there to the end of a TLS handshake
-HANDSHAKES = (
-    1024  # under way at a time, some 50 MB; a further one ends the oldest of them, which is no client's by then
-)
+HANDSHAKES = 1024  # under way, some 50 MB; a further one ends the oldest of them, which is no client's by then
 _SHARE = 4  # one caller may have a quarter of all connections once all places are taken
 _ACCEPTS = 64  # in one turn of the loop
 _NO_FILES_S = 1.0  # until the next accept when this process has no file handle left, and none to give up
@@ -51,13 +49,13 @@ class Activity(Enum):
 
 
 class Place:
-    """One caller's connection. `close` ends it at once."""
+    """One caller's connection. `close` ends it at once; `served`: the HTTP server has it."""
 
-    __slots__ = ("activity", "close", "peer")
+    __slots__ = ("activity", "close", "peer", "served")
 
     def __init__(self, peer: str, close: Callable[[], None]) -> None:
         self.peer, self.close = peer, close
-        self.activity = Activity.BUSY
+        self.activity, self.served = Activity.BUSY, False
 
 
 class _Group:
@@ -166,7 +164,7 @@ class ConnectionGate:
         self._silent: OrderedDict[Place, tuple[socket.socket, float]] = OrderedDict()  # until when
         self._sweep: asyncio.TimerHandle | None = None
         self._handshakes = handshakes
-        self._starting: set[asyncio.Task[None]] = set()
+        self._starting: dict[asyncio.Task[None], Place] = {}
 
     def open(self, listening: socket.socket) -> None:
         listening.setblocking(False)
@@ -174,7 +172,11 @@ class ConnectionGate:
         self._loop.add_reader(listening, self._accept, listening)
 
     def close(self) -> None:
-        """Accept no more, and end what has said nothing yet. Open connections are the server's."""
+        """Accept no more, and end what has said nothing yet. What the server has is its own to end.
+
+        A task may be at the point of its return then, and uvloop closes a connection below its protocol where one is
+        cancelled: the request that has come by it could not be answered.
+        """
         for listening, timer in self._listening.items():
             self._loop.remove_reader(listening)
             if timer is not None:
@@ -184,8 +186,9 @@ class ConnectionGate:
             self._sweep.cancel()
         for connection in tuple(self._silent):
             self.places.end(connection)
-        for task in tuple(self._starting):
-            task.cancel()
+        for task, connection in self._starting.items():
+            if not connection.served:
+                task.cancel()
 
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(_ACCEPTS):
@@ -240,7 +243,7 @@ class ConnectionGate:
             self.places.turn(connection, Activity.HANDSHAKE)
         task = self._loop.create_task(self._hand_over(connection, accepted), name="connection")
         connection.close = lambda: _cancel(task)
-        self._starting.add(task)
+        self._starting[task] = connection
         task.add_done_callback(lambda task: self._handed_over(task, connection, accepted))
 
     async def _hand_over(self, connection: Place, accepted: socket.socket) -> None:
@@ -250,7 +253,7 @@ class ConnectionGate:
         )
 
     def _handed_over(self, task: asyncio.Task[None], connection: Place, accepted: socket.socket) -> None:
-        self._starting.discard(task)
+        self._starting.pop(task)
         if not task.cancelled() and task.exception() is None:
             return
         self.places.leave(connection)
