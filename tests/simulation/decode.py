@@ -27,7 +27,7 @@ from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.decode.core.first_tokens import Start, Wanted
 from vllm_ascend_pd.decode.core.loads import Loaded, Loads
 from vllm_ascend_pd.decode.core.offers import Offers, SendMessage
-from vllm_ascend_pd.decode.core.requests import LoadRequests, Way
+from vllm_ascend_pd.decode.core.requests import Way
 from vllm_ascend_pd.decode.decisions import Ticket, read_ticket
 from vllm_ascend_pd.geometry.layout import WINDOW, Group
 from vllm_ascend_pd.metadata import Bind, DecodeStep
@@ -271,9 +271,8 @@ class DecodeEngine:
         self.scheduler = Process(self.cluster.world, f"D{self.index}.s")
         self.incarnation = self.cluster.world.name(f"D{self.index}@")
         waits = FIRST_WAIT_S, self.cluster.settings.timers.lease_s
-        self.requests = LoadRequests(
-            self.cluster.mutation.loads(self.incarnation), self.cluster.mutation.first_tokens(*waits)
-        )
+        mutation = self.cluster.mutation
+        self.requests = mutation.decode_requests(mutation.loads(self.incarnation), mutation.first_tokens(*waits))
         self.book, self.first_tokens = self.requests.book, self.requests.first_token_book
         self._unread = self.cluster.world.dice(f"unread {self.incarnation}")
         self.offers = Offers(self.cluster.settings.timers)
@@ -436,7 +435,7 @@ class DecodeEngine:
         hit = world.rng.choice((0, 0, 0, 1, need)) * size
         computed = min(hit, (request.tokens - 1) // size * size)
         way, leaves, first = self._way(request), self.geometry.recomputes_last, self.cluster.settings.first
-        request.whole = leaves and first and self.requests.each_p_sends_first(request.name) and not request.outputs
+        request.whole = leaves and first and self.requests.each_p_sends_first(request.name)
         leaves = leaves and not request.whole
         count = self.requests.wanted(request.name, request.tokens, computed, recomputes_last=leaves)
         self.free.extend(request.tables.let_go(computed + count))
@@ -457,7 +456,7 @@ class DecodeEngine:
         reservation = bind.reservation(MODEL, self.geometry, endpoints, request.tokens, str(request.seed))
         if first and self.requests.first_tokens_come(request.name):
             wanted = Wanted(bind.transfer, request.tokens, DIGEST, None, VOCABULARY, request.whole)
-            if not self.requests.ask(request.name, lambda: wanted, len(request.outputs), recomputes_last=leaves):
+            if not self.requests.ask(request.name, lambda: wanted, recomputes_last=leaves):
                 needs = (WHOLE,) if request.whole else ()
                 reservation = msgspec.structs.replace(reservation, seed=Seed(DIGEST), needs=needs)
         if isinstance(way, Meet):

@@ -18,7 +18,8 @@ from simulation.exchange import StreamEvent
 from simulation.prefill import SimulatedWriter
 from simulation.settings import STATES, Faults, FirstFaults, SimulationSettings, draw
 from vllm_ascend_pd.config import RegroupConfig, Timers
-from vllm_ascend_pd.decode.core.first_tokens import FirstTokenBook, Start, Wanted
+from vllm_ascend_pd.decode.core.first_tokens import FirstTokenBook, Start
+from vllm_ascend_pd.decode.core.requests import LoadRequests
 from vllm_ascend_pd.decode.decisions import LoadBook
 from vllm_ascend_pd.geometry.coalesce import Ints, Spans
 from vllm_ascend_pd.geometry.layout import CacheGeometry
@@ -38,6 +39,7 @@ from vllm_ascend_pd.prefill.steps import Steps
 from vllm_ascend_pd.prefill.writer import Computed
 from vllm_ascend_pd.protocol.actions import Action, Send
 from vllm_ascend_pd.protocol.compose import ready
+from vllm_ascend_pd.protocol.dialects import Meet
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.fence import Fence
 from vllm_ascend_pd.protocol.first import First
@@ -70,6 +72,7 @@ class Mutation:
     loads: Callable[..., LoadBook] = LoadBook
     meetings: Callable[..., Meetings] = Meetings
     prefill_requests: Callable[..., PushRequests] = PushRequests
+    decode_requests: Callable[..., LoadRequests] = LoadRequests
     computing: Callable[..., Computing] = Computing
     first_tokens: Callable[..., FirstTokenBook] = FirstTokenBook
     hasty_release: bool = False  # P frees a finished request's blocks at once
@@ -1127,11 +1130,11 @@ class TokenTakenTwice(FirstTokenBook):
         return ready
 
 
-class AskedAgain(FirstTokenBook):
-    """A request with a first token asks for one again when it loads later."""
+class LoadsLater(LoadRequests):
+    """A request that loaded nothing when it was first scheduled loads after a preemption."""
 
-    def ask(self, request_id: str, wanted: Wanted, produced: int) -> bool:
-        return super().ask(request_id, wanted, 0)
+    def loads_nothing(self, request_id: str) -> Meet | None:
+        return None
 
 
 class WaitsForEver(FirstTokenBook):
@@ -1319,7 +1322,7 @@ MORE = (
     Mutation("any first token is taken", first_tokens=AnyToken, world=_first),
     Mutation("another push's first token is taken", first_tokens=AnyPush, world=_first),
     Mutation("a first token is taken twice", first_tokens=TokenTakenTwice, world=_first),
-    Mutation("a first token for a request that has one", first_tokens=AskedAgain, world=_first),
+    Mutation("a first token for a request that has one", decode_requests=LoadsLater, world=_first),
     Mutation("a first token is waited for", first_tokens=WaitsForEver, world=_first),
     Mutation("an aborted request stays held", first_tokens=HeldForgotten, world=_first),
     Mutation("a whole prompt begins without its token", first_tokens=BegunWithoutToken, world=_whole),

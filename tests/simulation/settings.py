@@ -276,7 +276,10 @@ class SimulationSettings:
     def grouped(
         self, windows: tuple[int, ...], group_of: tuple[int, ...], scales: tuple[int, ...]
     ) -> SimulationSettings:
-        """Return this world with these groups. Windows are pushed where P's blocks begin at borders of D's."""
+        """Return this world with these groups. Windows are pushed where P's blocks begin at borders of D's.
+
+        P's requests share no blocks there: those of a window are freed at other times than the rest.
+        """
         size = min(shape.block_size for shape in (*self.prefill, *self.decode))
         prefill, decode = (
             tuple(replace(shape, blocks=shape.blocks * len(windows) + 1) for shape in side)
@@ -286,7 +289,9 @@ class SimulationSettings:
         if set(windows) == {STATES}:
             prefill, decode = (tuple(replace(shape, drafts=False) for shape in side) for side in (prefill, decode))
         numbers = {"windows": windows, "group_of": group_of, "scales": scales}
-        return replace(self, prefill=prefill, decode=decode, layers=len(group_of), **numbers)  # type: ignore[arg-type]
+        return replace(  # type: ignore[arg-type]
+            self, prefill=prefill, decode=decode, layers=len(group_of), shared=0.0, **numbers
+        )
 
     def undivided(self) -> SimulationSettings:
         """Return this world without context parallelism."""

@@ -80,7 +80,7 @@ class FirstTokenReceiver(first_token.StepHooks):
             self._whole and self._vocabulary and self._proven and self._requests.each_p_sends_first(request.request_id)
         ):
             return False
-        if self.refusal(request) or _produced(request):
+        if self.refusal(request):
             return False
         # P knows how it reads a grammar only after it has computed the prompt: too late to leave the last token out.
         return request.structured_output_request is None and not sampling.refusal(first_token.chosen(request))
@@ -102,9 +102,7 @@ class FirstTokenReceiver(first_token.StepHooks):
             asked = sampling.digest(given), given.get("logprobs"), self._vocabulary
             return Wanted(transfer, request.num_prompt_tokens, *asked, whole)
 
-        produced = _produced(request)
-        asked = request.request_id, wanted, produced
-        why = self.refusal(request) or self._requests.ask(*asked, recomputes_last=recomputes_last)
+        why = self.refusal(request) or self._requests.ask(request.request_id, wanted, recomputes_last=recomputes_last)
         if why:
             self.count_computed(request.request_id, why)
             return None
@@ -173,8 +171,3 @@ class FirstTokenReceiver(first_token.StepHooks):
         """Count a request that does not start with P's token."""
         self._tally.count("num_first_tokens_computed", why)
         self._loads.first_token_from(request_id, why)
-
-
-def _produced(request: Any) -> int:
-    """Return 0 unless the request was computed here before: tokens from then may still be on their way."""
-    return int(request.num_output_tokens or request.num_preemptions)

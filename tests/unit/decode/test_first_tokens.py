@@ -255,7 +255,7 @@ REPORTED = msgspec.structs.replace(FIRST, logprobs=((7, -0.5, 1), (7, -0.5, 1), 
 
 def book(wanted: Wanted = WANTED) -> FirstTokenBook:
     made = FirstTokenBook(0.2, 15.0)
-    assert made.ask("r", wanted, 0)
+    made.ask("r", wanted)
     return made
 
 
@@ -376,13 +376,6 @@ def test_an_aborted_request_is_let_go_without_a_token() -> None:
     assert first_tokens.forget("r") and first_tokens.take(9.0) == [] and first_tokens.open_count() == 0, (
         "its load was not over"
     )
-
-
-def test_a_request_whose_client_has_tokens_asks_for_no_first_one() -> None:
-    first_tokens = FirstTokenBook(0.2, 15.0)
-    assert not first_tokens.ask("r", WANTED, 1)
-    first_tokens.complete("r", PUSH, 1.0)
-    assert not first_tokens.holds("r") and first_tokens.open_count() == 0
 
 
 # -- on its way

@@ -21,7 +21,7 @@ def loaded(*, starts: bool, whole: bool, code: str = "") -> tuple[LoadRequests, 
     assert requests.book.wanted("r", 10, 0) == 10
     bind = requests.book.reserve("r", 10, [[1, 2, 3, 4]], D.tables, 60.0, "u")
     wanted = Wanted(bind.transfer, 10, "how", None, 100, whole)
-    assert not requests.ask("r", lambda: wanted, 0, recomputes_last=False)
+    assert not requests.ask("r", lambda: wanted, recomputes_last=False)
     requests.book.ended([LoadEnd("r", code, PUSH)])
     received = requests.received(1.0, "r", starts=starts)
     assert received is not None and received.transfer == bind.transfer

@@ -79,15 +79,9 @@ class FirstTokenBook:
         self._by_transfer: dict[TransferId, _Record] = {}
         self._dropped: list[Start] = []  # held requests that have ended
 
-    def ask(self, request_id: str, wanted: Wanted, produced: int) -> bool:
-        """Record that a request's reservation asks for a token, and return True.
-
-        Return False if the client has tokens already: D had the prompt then, and the request lost its blocks.
-        """
-        if produced:
-            return False
+    def ask(self, request_id: str, wanted: Wanted) -> None:
+        """Record that a request's reservation asks for a token."""
         self._records[request_id] = self._by_transfer[wanted.transfer] = _Record(request_id, wanted)
-        return True
 
     def asked(self, transfer: TransferId) -> bool:
         return transfer in self._by_transfer

@@ -74,15 +74,17 @@ class LoadRequests:
         way = self._ways.get(request_id)
         return isinstance(way, Ticket) and way.first_token
 
-    def ask(self, request_id: str, wanted: Callable[[], Wanted | str], produced: int, *, recomputes_last: bool) -> str:
+    def ask(self, request_id: str, wanted: Callable[[], Wanted | str], *, recomputes_last: bool) -> str:
         """Record that the reservation asks for P's first token. Return why it does not; empty: it does.
 
-        `wanted` returns what to ask for, or why not to ask.
+        `wanted` returns what to ask for, or why not to ask. The client has no token yet: a request loads only when it
+        is first scheduled.
         """
         found = "window" if recomputes_last else wanted()
         if isinstance(found, str):
             return found
-        return "" if self.first_token_book.ask(request_id, found, produced) else "preempted"
+        self.first_token_book.ask(request_id, found)
+        return ""
 
     def outcome(self, transfer: TransferId, kind: str, code: str = "", detail: str = "") -> None:
         """Record how the call for a prefill, and with it P's request, has ended."""
