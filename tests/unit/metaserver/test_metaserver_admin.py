@@ -130,6 +130,11 @@ def test_a_web_page_cannot_change_anything(one: FakeCluster) -> None:
     assert rebound.status_code == 403
 
 
+def test_the_name_of_a_type_has_no_case(one: FakeCluster) -> None:
+    kind = {"content-type": "Application/JSON; charset=UTF-8"}
+    assert one.http.post("/instances", content=b'{"role":"prefill","url":"h:1"}', headers=kind).status_code == 201
+
+
 @pytest.mark.parametrize("path", ["/instances", "/status"])
 def test_with_a_token_everybody_must_bear_it(path: str) -> None:
     with cluster(admin_token=TOKEN) as c:

@@ -309,14 +309,17 @@ def test_a_client_of_http_1_0_gets_no_chunks(c: FakeCluster, stream: bool, keep:
         assert client.answers() == []
 
 
-def test_a_body_that_is_announced_is_asked_for(c: FakeCluster) -> None:
+@pytest.mark.parametrize("expected", [b"100-continue", b"100-Continue", b"else, 100-CONTINUE"], ids=["curl", "jdk", "list"])
+def test_a_body_that_is_announced_is_asked_for(c: FakeCluster, expected: bytes) -> None:
+    """The JDK's client writes a capital C: the words of this header have no case."""
+    announced = POST + LENGTH + b"Expect: %b\r\n\r\n" % expected
     with calling(c) as client:
-        client.send(POST + LENGTH + b"expect: 100-continue\r\n\r\n")
+        client.send(announced)
         assert client.socket.recv(100, socket.MSG_PEEK) == b"HTTP/1.1 100 Continue\r\n\r\n"
         client.send(BODY)
         answer = client.answer()
         assert answer is not None and answer.text == MINE and answer.informed == [100]
-        client.send(POST + LENGTH + b"expect: 100-continue\r\n\r\n" + BODY)  # it did not wait
+        client.send(announced + BODY)  # it did not wait
         answer = client.answer()
         assert answer is not None and answer.text == MINE
 

@@ -223,5 +223,5 @@ def _host(asked: CallerRequest) -> str:
 
 def _require_json(asked: CallerRequest) -> None:
     """Raise NotTaken for any other type. A web page cannot send JSON to another origin without a preflight."""
-    if _header(asked, b"content-type").split(b";")[0].strip() != b"application/json":
+    if _header(asked, b"content-type").split(b";")[0].strip().lower() != b"application/json":
         raise NotTaken(known(415, "PD-META-020"))

@@ -259,7 +259,7 @@ class Body:
     async def _rest(self, piece: bytes, max_bytes: int) -> bytes | memoryview:
         gathered, content = Gathered(max_bytes), self._asked.content
         await self._room(self.wants)
-        if (b"expect", b"100-continue") in self._asked.headers and not content.total_bytes:
+        if not content.total_bytes and _waits(self._asked.headers):
             self._asked.connection.go_on()
         while True:
             self._came += len(piece)
@@ -312,6 +312,12 @@ class Body:
         """Measure its pace from now on: until now nothing was read."""
         for pace in self._pace:
             pace.resume(self._came, asyncio.get_running_loop().time())
+
+
+def _waits(headers: Headers) -> bool:
+    """Return whether the body is only sent once it is asked for. The words of that header have no case."""
+    expected = (value for name, value in headers if name == b"expect")
+    return any(one.strip().lower() == b"100-continue" for value in expected for one in value.split(b","))
 
 
 def _was_seen(rest: asyncio.Task[bytes | memoryview]) -> None:
