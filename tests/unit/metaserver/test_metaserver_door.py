@@ -309,7 +309,9 @@ def test_a_client_of_http_1_0_gets_no_chunks(c: FakeCluster, stream: bool, keep:
         assert client.answers() == []
 
 
-@pytest.mark.parametrize("expected", [b"100-continue", b"100-Continue", b"else, 100-CONTINUE"], ids=["curl", "jdk", "list"])
+@pytest.mark.parametrize(
+    "expected", [b"100-continue", b"100-Continue", b"else, 100-CONTINUE"], ids=["curl", "jdk", "list"]
+)
 def test_a_body_that_is_announced_is_asked_for(c: FakeCluster, expected: bytes) -> None:
     """The JDK's client writes a capital C: the words of this header have no case."""
     announced = POST + LENGTH + b"Expect: %b\r\n\r\n" % expected
