@@ -133,6 +133,7 @@ def test_a_web_page_cannot_change_anything(one: FakeCluster) -> None:
 def test_the_name_of_a_type_has_no_case(one: FakeCluster) -> None:
     kind = {"content-type": "Application/JSON; charset=UTF-8"}
     assert one.http.post("/instances", content=b'{"role":"prefill","url":"h:1"}', headers=kind).status_code == 201
+    assert one.http.delete("/instances/h:1").status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/instances", "/status"])
