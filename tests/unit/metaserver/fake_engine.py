@@ -171,6 +171,7 @@ class EngineBehaviour:
     cut_s: float = 0.0  # as D: between the two pieces of an event
     half: bool = False  # a whole answer is cut off in the middle
     torn_at_end: bool = False  # a stream's connection breaks after its last piece
+    lingers: bool = False  # a stream's body does not end after its last event, until the test resets it
     speaks: bool = False  # as D: streams have token ids, and a request that begins with another's tokens continues it
     drops_after: int | None = (
         None  # as D: ends a request after so many tokens, as vllm-ascend's recompute scheduler does
@@ -506,7 +507,11 @@ class FakeEngine:
         await _piece(send, dropped[40:], last=True)
 
     async def _finish(self, send: Send, said: bytes) -> None:
-        await _piece(send, said, last=not self.behaviour.torn_at_end)
+        await _piece(send, said, last=not (self.behaviour.torn_at_end or self.behaviour.lingers))
+        if self.behaviour.lingers:
+            while self.behaviour.lingers:
+                await asyncio.sleep(0.01)
+            await _piece(send, b"", last=True)
         if self.behaviour.torn_at_end:
             await asyncio.sleep(0.05)
             raise ConnectionAbortedError("as set")

@@ -347,10 +347,20 @@ def test_a_tunnel_is_not_made(c: FakeCluster) -> None:
 # -- callers that send no more, and callers that have gone
 
 
+def counted(c: FakeCluster, series: str) -> float:
+    """Return the sum of the metaserver's counters whose names and labels match."""
+    page = httpx.get(f"http://127.0.0.1:{c.served.port}/metrics", trust_env=False, timeout=30).text
+    return sum(map(float, re.findall(rf"^ascend_pd_metaserver_{series} (\S+)$", page, re.MULTILINE)))
+
+
 def left(c: FakeCluster) -> float:
     """Return how many callers the metaserver has seen leave."""
-    page = httpx.get(f"http://127.0.0.1:{c.served.port}/metrics", trust_env=False, timeout=30).text
-    return float(re.findall(r"^ascend_pd_metaserver_client_left_total (\S+)$", page, re.MULTILINE)[0])
+    return counted(c, "client_left_total")
+
+
+def served(c: FakeCluster) -> float:
+    """Return how many completions were answered with 200."""
+    return counted(c, r'requests_total\{route="/v1/completions",status="200"\}')
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -392,6 +402,25 @@ def test_a_caller_that_has_gone_is_noticed_before_there_is_an_answer(c: FakeClus
         until(lambda: all(seen.aborted for seen in d.generations()[before:]))
     finally:
         d.behaviour.hold = False
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["any", "greedy"])
+def test_a_caller_that_goes_with_the_last_event_was_served(c: FakeCluster, kept: bool) -> None:
+    """openai's client closes once it has read the last event: a stream that was served whole was not left."""
+    d = c.decode[0]
+    noticed, d.behaviour.lingers = left(c), True
+    fields = {"model": "fake", "prompt": "mine", "max_tokens": 3, "stream": True} | ({"temperature": 0} if kept else {})
+    body, before = json.dumps(fields).encode(), served(c)
+    try:
+        with calling(c) as client:
+            client.socket.sendall(POST + b"content-length: %d\r\n\r\n" % len(body) + body)
+            said = b""
+            while b"data: [DONE]" not in said:
+                said += client.socket.recv(4096)
+        until(lambda: served(c) > before)
+        assert left(c) == noticed
+    finally:
+        d.behaviour.lingers = False
 
 
 def test_a_caller_that_has_gone_is_noticed_between_two_events(c: FakeCluster) -> None:

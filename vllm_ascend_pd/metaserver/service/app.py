@@ -203,9 +203,10 @@ class WorkerProcess:
         try:
             await while_connected(asked, interrupt, work)
         finally:
-            if interrupt.left:
+            left = interrupt.left and not exchange.said_all
+            if left:
                 METRICS.client_left.inc()
-            METRICS.requests.labels(exchange.route, exchange.status if not interrupt.left else "left").inc()
+            METRICS.requests.labels(exchange.route, "left" if left else exchange.status).inc()
 
     async def _reserve(self, asked: CallerRequest, send: AsgiSend) -> None:
         with self._intake.body(asked, of_engine=True) as body:

@@ -146,7 +146,7 @@ class HttpExchange:
     kept_bytes: int = 0
     unkept: str = ""  # why no D can; empty if it was not examined
     streaming: bool = False  # the head of a kept stream is out, and its end is not
-    said_all: bool = False  # the last event of such a stream is out, and nothing may follow it
+    said_all: bool = False  # the last event of a stream is out, and nothing may follow it
     before: int = 0  # attempts before its stream broke last
     broke_at: float = 0.0  # when that was; 0 once the client gets something again
     release: Callable[[], None] = _nothing  # of the body, which is counted as long as it may be needed

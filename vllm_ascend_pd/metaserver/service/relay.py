@@ -83,14 +83,19 @@ async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None
         METRICS.ttft.labels(exchange.route).observe(now - exchange.started)
         exchange.committed, exchange.status = True, reply.status
         head = client_head(reply.headers, attempt.decode, exchange.request_id)
-        if streams and kept is not None and isinstance(first, bytes):
-            exchange.streaming = True
-            await exchange.send({"type": "http.response.start", "status": 200, "headers": head})
-            await resuming.relay(shared, attempt, kept, reply, first)
-        elif isinstance(first, bytes) and streams:
-            await _stream(shared, attempt, reply, head, first)
-        else:
-            await send_whole(exchange.send, reply.status, head, first)
+        try:
+            if streams and kept is not None and isinstance(first, bytes):
+                exchange.streaming = True
+                await exchange.send({"type": "http.response.start", "status": 200, "headers": head})
+                await resuming.relay(shared, attempt, kept, reply, first)
+            elif isinstance(first, bytes) and streams:
+                await _stream(shared, attempt, reply, head, first)
+            else:
+                await send_whole(exchange.send, reply.status, head, first)
+        except asyncio.CancelledError:
+            if not (exchange.interrupt.left and exchange.said_all):
+                raise
+            uncancel(exchange.interrupt.task)  # it has left with the last event, as openai's client does
         exchange.stage("end")
         _learn(shared, attempt)
 
@@ -294,7 +299,7 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
                 await send({"type": "http.response.body", "body": piece, "more_body": not last})
                 if last:
                     return
-                over = over or _said_all(piece)
+                over = attempt.exchange.said_all = over or _said_all(piece)
             if not problem:
                 piece = await reply.read()
     except UpstreamError as broken:
