@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import os
-import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from vllm_ascend_pd.channel.frames import (
 from vllm_ascend_pd.channel.guards import candidates, check_greeting, greeting
 from vllm_ascend_pd.channel.limits import ChannelLimits, RateLimitedWarnings
 from vllm_ascend_pd.errors import RemoteProtocolError, one_line
+from vllm_ascend_pd.http.resolver import Hosts, Resolver
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.versions import Release
@@ -50,6 +50,7 @@ class Context:
     release: Release
     accepts: tuple[type, ...]
     count: Callable[[str], None]  # a fault, by reason
+    resolver: Resolver
     warn: RateLimitedWarnings | None = None
 
 
@@ -158,19 +159,31 @@ class Link:
     async def _connect(self) -> None:
         limits = self._context.limits
         try:
-            await asyncio.wait_for(
-                self._loop.create_connection(
-                    lambda: Connection(self, self._loop.time, limits.send_buffer_bytes),
-                    self._endpoint.host,
-                    self._endpoint.port,
-                ),
-                limits.greeting_s,
-            )
+            await asyncio.wait_for(self._reach(), limits.greeting_s)
         except asyncio.TimeoutError:
             if self._connection is None:  # else it was made at the same moment; the greeting has its own limit
                 self._failed(f"no connection within {limits.greeting_s:g} s")
-        except (OSError, ValueError, RuntimeError) as error:  # a name with a NUL; no thread to look the name up
+        except (OSError, RuntimeError) as error:  # no thread, where an address has a scope to be looked up
             self._failed(_reason(error))
+
+    async def _reach(self) -> None:
+        """Connect to the first address of the peer's name that takes it. Raise the first one's OSError."""
+        limits, problems = self._context.limits, list[OSError]()
+        for _, host in await self._looked_up():
+            try:
+                await self._loop.create_connection(
+                    lambda: Connection(self, self._loop.time, limits.send_buffer_bytes), host, self._endpoint.port
+                )
+                return
+            except OSError as problem:
+                problems.append(problem)
+        raise problems[0]
+
+    async def _looked_up(self) -> Hosts:
+        try:
+            return await self._context.resolver.newest(self._endpoint.host, self._context.limits.name_s)
+        except OSError as unknown:
+            raise OSError(unknown.strerror or str(unknown)) from unknown  # the reason is a look-up's own text
 
     def _wait_s(self) -> float:
         """Count one more failure, and return how long to wait."""
@@ -282,10 +295,8 @@ class Link:
         return True
 
 
-def _reason(error: OSError | ValueError | RuntimeError) -> str:
+def _reason(error: OSError | RuntimeError) -> str:
     """Return the system's text for an error, in place of asyncio's text, which contains the address."""
-    if not isinstance(error, OSError):
+    if not isinstance(error, OSError) or error.errno is None:
         return str(error)
-    if error.errno is None or isinstance(error, socket.gaierror):
-        return error.strerror or str(error)
     return os.strerror(error.errno)
