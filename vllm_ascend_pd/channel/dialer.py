@@ -76,6 +76,12 @@ class Dialer:
             link = self._links[endpoint] = self._new_link(endpoint)
         return link.send(message)
 
+    def doubt(self, endpoint: Endpoint) -> None:
+        """Handle an answer of a process that was not meant: the endpoint's name may have led, or lead, elsewhere."""
+        link = self._links.get(endpoint)
+        if link is not None:
+            link.doubt()
+
     def up(self, endpoint: Endpoint) -> bool:
         """Return whether the greeting with this endpoint's process is complete and the connection stands."""
         link = self._links.get(endpoint)

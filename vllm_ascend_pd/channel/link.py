@@ -29,7 +29,7 @@ from vllm_ascend_pd.channel.frames import (
 from vllm_ascend_pd.channel.guards import candidates, check_greeting, greeting
 from vllm_ascend_pd.channel.limits import ChannelLimits, RateLimitedWarnings
 from vllm_ascend_pd.errors import RemoteProtocolError, one_line
-from vllm_ascend_pd.http.resolver import Hosts, Resolver
+from vllm_ascend_pd.http.resolver import Hosts, Resolver, literal
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.versions import Release
@@ -76,6 +76,7 @@ class Link:
         self._asked = self._loop.time()
         self._up_since = 0.0
         self._dial: asyncio.Task[None] | None = None
+        self._doubting: asyncio.Task[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._connection: Connection | None = None
         self._hello: Hello | None = None
@@ -100,6 +101,23 @@ class Link:
         self._queue.append((self._asked, message))
         self._wake()
         return True
+
+    def doubt(self) -> None:
+        """Dial anew if the peer's name leads elsewhere by now: the process at the other end is not the one meant."""
+        free = self._state is LinkState.UP and self._doubting is None and not self._closed
+        if free and literal(self._endpoint.host) is None:
+            self._doubting = self._loop.create_task(self._check_name(self._connection))
+
+    async def _check_name(self, connection: Connection | None) -> None:
+        try:
+            known = {host for _, host in await self._looked_up()}
+        except OSError:
+            return  # there is no better address
+        finally:
+            self._doubting = None
+        if connection is not None and connection is self._connection and self._guard and connection.host not in known:
+            self._context.count("elsewhere")
+            connection.close(guarded_frame(self._guard, Leaving(False)))
 
     def sweep(self, now: float) -> None:
         limits = self._context.limits
@@ -126,8 +144,9 @@ class Link:
         self._closed = True
         if self._retry is not None:
             self._retry.cancel()
-        if self._dial is not None:
-            self._dial.cancel()
+        for task in (self._dial, self._doubting):
+            if task is not None:
+                task.cancel()
         if self._connection is None:
             return
         farewell = guarded_frame(self._guard, Leaving(quiet)) if self._guard and self.up else b""

@@ -66,8 +66,8 @@ class Resolver:
 
     async def newest(self, host: str, patience_s: float) -> Hosts:
         """Look a host up; what is known of it serves if that fails or takes longer. Raise OSError if nothing is."""
-        if literal := _literal(host):
-            return literal
+        if numeric := literal(host):
+            return numeric
         looking = self._look_up(host)
         kept = self._kept(host)
         if kept is None:
@@ -78,8 +78,8 @@ class Resolver:
 
     def known(self, host: str) -> Hosts | None:
         """Return what is known of a host without waiting; None if nothing that still serves. Begin the next look-up."""
-        if literal := _literal(host):
-            return literal
+        if numeric := literal(host):
+            return numeric
         good = self._good.get(host)
         if good is not None and asyncio.get_running_loop().time() - good.at >= FRESH_S:
             self._look_up(host)
@@ -132,7 +132,7 @@ class Resolver:
         return hosts
 
 
-def _literal(host: str) -> Hosts | None:
+def literal(host: str) -> Hosts | None:
     """Return an address as its own answer; None for a name."""
     try:
         version = ipaddress.ip_address(host).version

@@ -58,8 +58,8 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[NameServer]:
 
 async def test_names_that_are_looked_up_slowly_delay_no_other_peer(names: NameServer) -> None:
     names.slow = {f"slow-{i}.test" for i in range(40)}  # more than the loop's own threads
-    limits = replace(FAST, greeting_s=60.0)
-    async with AnsweringListener() as answering, RecordingDialer(limits=limits) as dialing:
+    limits = replace(FAST, greeting_s=60.0, max_per_incarnation=64)
+    async with AnsweringListener(limits=limits) as answering, RecordingDialer(limits=limits) as dialing:
         for name in names.slow:
             dialing.say(Endpoint(name, answering.endpoint.port))
         await until(lambda: all(names.asked[name] for name in names.slow))
@@ -87,6 +87,31 @@ async def test_a_peer_is_dialled_where_its_name_points_now_and_where_it_pointed_
         await until(lambda: answering.accepted == 2 and names.asked["moved.test"] > asked)
         dialing.say(named, seq=1)
         await until(lambda: dialing.answers == [0, 1])
+
+
+@pytest.mark.parametrize("secrets", SECRETS, ids=["plain", "signed"])
+async def test_a_link_that_a_wrong_answer_led_elsewhere_is_made_anew_once_it_is_doubted_and_the_name_is_right(
+    names: NameServer, secrets: Secrets | None
+) -> None:
+    async with AnsweringListener(secrets) as wanted, RecordingDialer(secrets=secrets) as dialing:
+        port = wanted.endpoint.port
+        async with AnsweringListener(secrets, port=port, host="127.0.0.2") as other:
+            named, names.addresses = Endpoint("d.test", port), ["127.0.0.2"]
+            dialing.say(named)
+            await until(lambda: other.heard)
+            asked = names.asked["d.test"]
+            dialing.dialer.doubt(named)
+            await until(lambda: names.asked["d.test"] > asked)
+            await asyncio.sleep(0.1)
+            assert other.accepted == 1 and dialing.dialer.up(named), "the name still leads there"
+            names.addresses = [LOOPBACK]
+            dialing.say(named, seq=1)
+            await until(lambda: len(other.heard) == 2)
+            dialing.dialer.doubt(named)
+            await until(lambda: wanted.accepted)
+            dialing.say(named, seq=2)
+            await until(lambda: dialing.answers == [0, 1, 2])
+            assert wanted.heard == [("p-1", 2)] and not other.events, "leaving is no evidence that this process is gone"
 
 
 def test_the_end_of_a_process_waits_for_no_name() -> None:
