@@ -56,6 +56,7 @@ class Connection(asyncio.Protocol):
         self.opened = 0.0
         self.ending_since = 0.0
         self.partial_since = 0.0  # when the frame that is not complete yet began; 0: none
+        self.host = ""  # of the peer, as a number
         self.address = ""
 
     @property
@@ -98,6 +99,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self.opened = self._clock()
         peer = transport.get_extra_info("peername")
+        self.host = peer[0] if peer else ""
         self.address = f"{peer[0]}:{peer[1]}" if peer else "?"
         tune(transport.get_extra_info("socket"))
         self._owner.connected(self)

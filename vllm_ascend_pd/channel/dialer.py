@@ -19,6 +19,7 @@ from typing import Any
 from vllm_ascend_pd.channel.frames import OF_WORKERS, Spoken
 from vllm_ascend_pd.channel.limits import ChannelLimits, RateLimitedWarnings
 from vllm_ascend_pd.channel.link import Context, Link
+from vllm_ascend_pd.http.resolver import Resolver
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.versions import OURS, Release
@@ -57,6 +58,7 @@ class Dialer:
             release=release,
             accepts=accepts,
             count=count,
+            resolver=Resolver(),
         )
         self._links: dict[Endpoint, Link] = {}
         self._sweeper: asyncio.TimerHandle | None = None
@@ -73,6 +75,12 @@ class Dialer:
                 return False
             link = self._links[endpoint] = self._new_link(endpoint)
         return link.send(message)
+
+    def doubt(self, endpoint: Endpoint) -> None:
+        """Handle an answer of a process that was not meant: the endpoint's name may have led, or lead, elsewhere."""
+        link = self._links.get(endpoint)
+        if link is not None:
+            link.doubt()
 
     def up(self, endpoint: Endpoint) -> bool:
         """Return whether the greeting with this endpoint's process is complete and the connection stands."""
@@ -91,6 +99,7 @@ class Dialer:
         if self._sweeper is not None:
             self._sweeper.cancel()
         await asyncio.gather(*(link.close(quiet) for link in self._links.values()))
+        await self._context.resolver.close()
         self._links.clear()
 
     def _new_link(self, endpoint: Endpoint) -> Link:

@@ -22,6 +22,7 @@ class ChannelLimits:
     max_unproven: int = 512  # of these, connections whose peer has not proven itself
     max_per_incarnation: int = 8  # connections; beyond it the oldest, left half open by a reconnect, is closed
     greeting_s: float = 5.0  # to connect, and again to complete the greeting
+    name_s: float = 1.0  # of that for a name's look-up, before an earlier answer serves
     frame_s: float = 30.0  # from a frame's first byte to its last
     linger_s: float = 1.0  # for a peer to read a farewell
     sweep_s: float = 0.25  # interval at which these times are checked

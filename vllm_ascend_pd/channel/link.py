@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import os
-import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from vllm_ascend_pd.channel.frames import (
 from vllm_ascend_pd.channel.guards import candidates, check_greeting, greeting
 from vllm_ascend_pd.channel.limits import ChannelLimits, RateLimitedWarnings
 from vllm_ascend_pd.errors import RemoteProtocolError, one_line
+from vllm_ascend_pd.http.resolver import Hosts, Resolver, literal
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.versions import Release
@@ -50,6 +50,7 @@ class Context:
     release: Release
     accepts: tuple[type, ...]
     count: Callable[[str], None]  # a fault, by reason
+    resolver: Resolver
     warn: RateLimitedWarnings | None = None
 
 
@@ -75,6 +76,7 @@ class Link:
         self._asked = self._loop.time()
         self._up_since = 0.0
         self._dial: asyncio.Task[None] | None = None
+        self._doubting: asyncio.Task[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._connection: Connection | None = None
         self._hello: Hello | None = None
@@ -99,6 +101,23 @@ class Link:
         self._queue.append((self._asked, message))
         self._wake()
         return True
+
+    def doubt(self) -> None:
+        """Dial anew if the peer's name leads elsewhere by now: the process at the other end is not the one meant."""
+        free = self._state is LinkState.UP and self._doubting is None and not self._closed
+        if free and literal(self._endpoint.host) is None:
+            self._doubting = self._loop.create_task(self._check_name(self._connection))
+
+    async def _check_name(self, connection: Connection | None) -> None:
+        try:
+            known = {host for _, host in await self._looked_up()}
+        except OSError:
+            return  # there is no better address
+        finally:
+            self._doubting = None
+        if connection is not None and connection is self._connection and self._guard and connection.host not in known:
+            self._context.count("elsewhere")
+            connection.close(guarded_frame(self._guard, Leaving(False)))
 
     def sweep(self, now: float) -> None:
         limits = self._context.limits
@@ -125,8 +144,9 @@ class Link:
         self._closed = True
         if self._retry is not None:
             self._retry.cancel()
-        if self._dial is not None:
-            self._dial.cancel()
+        for task in (self._dial, self._doubting):
+            if task is not None:
+                task.cancel()
         if self._connection is None:
             return
         farewell = guarded_frame(self._guard, Leaving(quiet)) if self._guard and self.up else b""
@@ -158,19 +178,31 @@ class Link:
     async def _connect(self) -> None:
         limits = self._context.limits
         try:
-            await asyncio.wait_for(
-                self._loop.create_connection(
-                    lambda: Connection(self, self._loop.time, limits.send_buffer_bytes),
-                    self._endpoint.host,
-                    self._endpoint.port,
-                ),
-                limits.greeting_s,
-            )
+            await asyncio.wait_for(self._reach(), limits.greeting_s)
         except asyncio.TimeoutError:
             if self._connection is None:  # else it was made at the same moment; the greeting has its own limit
                 self._failed(f"no connection within {limits.greeting_s:g} s")
-        except (OSError, ValueError, RuntimeError) as error:  # a name with a NUL; no thread to look the name up
+        except (OSError, RuntimeError) as error:  # no thread, where an address has a scope to be looked up
             self._failed(_reason(error))
+
+    async def _reach(self) -> None:
+        """Connect to the first address of the peer's name that takes it. Raise the first one's OSError."""
+        limits, problems = self._context.limits, list[OSError]()
+        for _, host in await self._looked_up():
+            try:
+                await self._loop.create_connection(
+                    lambda: Connection(self, self._loop.time, limits.send_buffer_bytes), host, self._endpoint.port
+                )
+                return
+            except OSError as problem:
+                problems.append(problem)
+        raise problems[0]
+
+    async def _looked_up(self) -> Hosts:
+        try:
+            return await self._context.resolver.newest(self._endpoint.host, self._context.limits.name_s)
+        except OSError as unknown:
+            raise OSError(unknown.strerror or str(unknown)) from unknown  # the reason is a look-up's own text
 
     def _wait_s(self) -> float:
         """Count one more failure, and return how long to wait."""
@@ -282,10 +314,8 @@ class Link:
         return True
 
 
-def _reason(error: OSError | ValueError | RuntimeError) -> str:
+def _reason(error: OSError | RuntimeError) -> str:
     """Return the system's text for an error, in place of asyncio's text, which contains the address."""
-    if not isinstance(error, OSError):
+    if not isinstance(error, OSError) or error.errno is None:
         return str(error)
-    if error.errno is None or isinstance(error, socket.gaierror):
-        return error.strerror or str(error)
     return os.strerror(error.errno)

@@ -13,7 +13,7 @@ from vllm_ascend_pd.decode.answers import Outcome
 from vllm_ascend_pd.decode.core.offers import Offers, SendMessage
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, pushed_by
-from vllm_ascend_pd.protocol.meeting import Meeting, Offer, Unwanted
+from vllm_ascend_pd.protocol.meeting import Gone, Meeting, Offer, Unwanted
 from vllm_ascend_pd.shared.loop import LoopThread
 
 
@@ -83,6 +83,8 @@ class Offering:
         self._act()
 
     def _on_message(self, listener: Endpoint, message: Meeting) -> None:
+        if isinstance(message, Gone):  # perhaps the name led to another process than that with the source
+            self._dialer.doubt(listener)
         self._offers.message(self._now(), listener, message)
         self._act()
 

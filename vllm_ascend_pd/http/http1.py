@@ -500,6 +500,8 @@ class Upstream:
         except asyncio.TimeoutError as problem:
             raise UpstreamError(failure, "its name is still being looked up") from problem
         except OSError as problem:
+            if problem.errno in _OURS:  # no thread or file handle to look it up with
+                raise UpstreamError(HttpFailure.OURS, f"its name cannot be looked up: {problem}") from problem
             unanswered = isinstance(problem, socket.gaierror) and problem.errno == socket.EAI_AGAIN
             why = f"its name has no address: {problem}"
             raise UpstreamError(failure if unanswered else HttpFailure.CONNECT, why) from problem

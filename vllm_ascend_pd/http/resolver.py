@@ -64,18 +64,32 @@ class Resolver:
             if family in (socket.AF_UNSPEC, kind)
         ]
 
+    async def newest(self, host: str, patience_s: float) -> Hosts:
+        """Look a host up; what is known of it serves if that fails or takes longer. Raise OSError if nothing is."""
+        if numeric := literal(host):
+            return numeric
+        looking = self._look_up(host)
+        kept = self._kept(host)
+        if kept is None:
+            return await asyncio.shield(looking)
+        await asyncio.wait({looking}, timeout=patience_s)
+        answered = looking.done() and not looking.cancelled() and looking.exception() is None
+        return looking.result() if answered else kept
+
     def known(self, host: str) -> Hosts | None:
         """Return what is known of a host without waiting; None if nothing that still serves. Begin the next look-up."""
-        with contextlib.suppress(ValueError):
-            version = ipaddress.ip_address(host).version
-            return [(socket.AF_INET if version == 4 else socket.AF_INET6, host)]
+        if numeric := literal(host):
+            return numeric
         good = self._good.get(host)
-        if good is None:
-            return None
-        age = asyncio.get_running_loop().time() - good.at
-        if age >= FRESH_S:
+        if good is not None and asyncio.get_running_loop().time() - good.at >= FRESH_S:
             self._look_up(host)
-        return good.hosts if age < KEPT_S else None
+        return self._kept(host)
+
+    def _kept(self, host: str) -> Hosts | None:
+        good = self._good.get(host)
+        if good is None or asyncio.get_running_loop().time() - good.at >= KEPT_S:
+            return None
+        return good.hosts
 
     def met(self, host: str) -> bool:
         """Return whether a look-up of this host was ever good."""
@@ -118,6 +132,15 @@ class Resolver:
         return hosts
 
 
+def literal(host: str) -> Hosts | None:
+    """Return an address as its own answer; None for a name."""
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError:
+        return None
+    return [(socket.AF_INET if version == 4 else socket.AF_INET6, host)]
+
+
 def _ask_system(host: str, loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Hosts]) -> None:
     found: Hosts | OSError
     try:
@@ -125,7 +148,7 @@ def _ask_system(host: str, loop: asyncio.AbstractEventLoop, answer: asyncio.Futu
         found = list(dict.fromkeys((int(kind), str(address[0])) for kind, _, _, _, address in entries))
     except OSError as problem:
         found = problem
-    except UnicodeError as problem:
+    except ValueError as problem:  # of an encoding, or of a NUL
         found = OSError(errno.EINVAL, f"it is no name ({problem})")
     with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
         loop.call_soon_threadsafe(_deliver, answer, found)

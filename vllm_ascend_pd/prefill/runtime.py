@@ -32,6 +32,7 @@ from vllm_ascend_pd.prefill.sums import PushSums
 from vllm_ascend_pd.prefill.writer import Writer, WriterThread
 from vllm_ascend_pd.protocol import actions as act
 from vllm_ascend_pd.protocol.auth import Secrets
+from vllm_ascend_pd.protocol.compose import not_meant
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.messages import Message
 from vllm_ascend_pd.regroup.resources import RegroupResources
@@ -212,6 +213,8 @@ class PushRuntime:
     # -- the loop thread
 
     def _on_message(self, endpoint: Endpoint, message: Message) -> None:
+        if not_meant(message):
+            self._dialer.doubt(endpoint)
         with self.deciding() as core:
             core.message(time.monotonic(), endpoint, message)
 

@@ -109,6 +109,11 @@ def refused(message: Message, code: RefusalCode, detail: str = "") -> Refused:
     return Refused(**_head(message), failure=_bounded(Failure(catalogued, f"{code.value}: {detail}")))
 
 
+def not_meant(message: Message) -> bool:
+    """Return whether a message says that what it answers was meant for another process of D."""
+    return isinstance(message, Refused) and message.failure.detail.startswith(f"{RefusalCode.STALE.value}:")
+
+
 def ack(message: Done | Failed) -> Ack:
     return Ack(**_head(message), kind=message_name(message))
 

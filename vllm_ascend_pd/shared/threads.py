@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -19,3 +23,13 @@ def started(name: str, target: Callable[..., None], *arguments: object) -> threa
         log.error("thread %s cannot be started (%s): see the limits of processes and of memory", name, refused)
         return None
     return thread
+
+
+async def aside(work: Callable[..., T], *arguments: object) -> T:
+    """Run `work` in a thread beside the loop. Where none can be started it holds the loop up."""
+    try:
+        running = asyncio.get_running_loop().run_in_executor(None, partial(work, *arguments))
+    except RuntimeError as refused:
+        log.error("no thread for %s (%s): see the limit of processes", work.__name__, refused)
+        return work(*arguments)
+    return await running

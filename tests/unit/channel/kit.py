@@ -69,13 +69,18 @@ class AnsweringListener:
     """A listener that answers every message and records what it received."""
 
     def __init__(
-        self, secrets: Secrets | None = None, limits: ChannelLimits = FAST, port: int = 0, release: Release = OURS
+        self,
+        secrets: Secrets | None = None,
+        limits: ChannelLimits = FAST,
+        port: int = 0,
+        release: Release = OURS,
+        host: str = LOOPBACK,
     ) -> None:
         self.heard: list[tuple[str, int]] = []
         self.events: list[tuple[str, str]] = []
         self.faults: Counter[str] = Counter()
         self.listener = Listener(
-            host=LOOPBACK,
+            host=host,
             port=port,
             incarnation="d-1",
             secrets=secrets,

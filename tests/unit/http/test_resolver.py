@@ -5,41 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
-from collections import Counter
 from typing import Any
 
 import pytest
 
+from unit.kits.names import WAIT_S, NameServer
+from unit.kits.refusing import no_more_threads
 from vllm_ascend_pd.http import resolver as module
 from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.http1 import Origin, Upstream, UpstreamError
 from vllm_ascend_pd.http.resolver import Resolver
-
-WAIT_S = 20.0  # only where a promise is broken
-
-
-class NameServer:
-    """Answers by name. Resolver in `slow` wait for the gate; those in `wrong` fail with this error."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked: Counter[str] = Counter()
-        self.slow: set[str] = set()
-        self.wrong: dict[str, int] = {}
-        self.addresses = ["127.0.0.1"]
-        self.gate = threading.Event()
-        self._system = socket.getaddrinfo
-        monkeypatch.setattr(socket, "getaddrinfo", self._answer)
-
-    def _answer(self, host: Any, port: Any, *args: Any, **more: Any) -> Any:
-        if not str(host).endswith(".test"):
-            return self._system(host, port, *args, **more)
-        self.asked[host] += 1
-        if host in self.slow:
-            self.gate.wait(WAIT_S)
-        if host in self.wrong:
-            raise socket.gaierror(self.wrong[host], "as set")
-        return [entry for one in self.addresses for entry in self._system(one, port, type=socket.SOCK_STREAM)]
 
 
 @pytest.fixture
@@ -141,6 +116,30 @@ async def test_an_engine_is_not_blamed_if_no_name_server_answers(
         await upstream.send(Origin("http", "engine.test", 9), "GET", b"/", [], b"", 5.0)
     assert raised.value.failure is failure
     await upstream.close()
+
+
+async def test_an_engine_is_not_blamed_if_there_is_no_thread_to_look_its_name_up() -> None:
+    upstream = Upstream(5.0, 5.0)
+    with no_more_threads("name engine.test"), pytest.raises(UpstreamError) as raised:
+        await upstream.send(Origin("http", "engine.test", 9), "GET", b"/", [], b"", 5.0)
+    assert raised.value.failure is HttpFailure.OURS
+    await upstream.close()
+
+
+async def test_what_is_known_of_a_name_serves_if_a_new_look_up_fails_or_hangs(server: NameServer) -> None:
+    resolver = Resolver()
+    with pytest.raises(OSError, match="as set"):
+        server.wrong["engine.test"] = socket.EAI_NONAME
+        await resolver.newest("engine.test", WAIT_S)
+    server.wrong.clear()
+    assert await resolver.newest("engine.test", WAIT_S) == [(socket.AF_INET, "127.0.0.1")]
+    server.addresses = ["127.0.0.2"]
+    assert await resolver.newest("engine.test", WAIT_S) == [(socket.AF_INET, "127.0.0.2")], "at once, however fresh"
+    server.addresses, server.wrong["engine.test"] = ["127.0.0.3"], socket.EAI_AGAIN
+    assert await resolver.newest("engine.test", WAIT_S) == [(socket.AF_INET, "127.0.0.2")]
+    server.wrong.clear()
+    server.slow = {"engine.test"}
+    assert await resolver.newest("engine.test", 0.01) == [(socket.AF_INET, "127.0.0.2")]
 
 
 async def test_time_limits_hold_on_a_connection_whose_name_was_looked_up_during_a_sweep(server: NameServer) -> None:

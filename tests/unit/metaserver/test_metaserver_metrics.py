@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import httpx
 from prometheus_client import Metric
 
+from unit.kits.refusing import no_more_threads
 from unit.metaserver.cluster import FakeCluster, asked_until, cluster, until
 from unit.metaserver.command import running
 from unit.metaserver.fake_engine import FakeEngine
@@ -79,6 +80,14 @@ def test_however_many_ask_one_page_is_made_at_a_time() -> None:
                 assert made.pages == 1
                 made.open.set()
         assert len(got) == 7 and all(answer.status_code == 200 for answer in got)
+
+
+def test_a_page_is_made_and_a_worker_ends_without_a_thread_for_it() -> None:
+    """At the limit of processes. Nothing has asked for a page before, so no idle thread is there."""
+    with no_more_threads("asyncio") as refused:
+        with cluster() as c:
+            assert c.http.get("/metrics").status_code == 200
+        assert refused
 
 
 def lines_of(page: str, engine: str) -> list[str]:

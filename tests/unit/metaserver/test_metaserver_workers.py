@@ -3,7 +3,13 @@
 
 from __future__ import annotations
 
+import resource
+import shutil
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +122,79 @@ def load(url: str) -> list[tuple[float, float]]:
     status = get(url, "/status")
     prefix = "ascend_pd_metaserver_requests_"
     return [(values[prefix + "running"], values[prefix + "waiting"]), (status["running"], status["waiting"])]
+
+
+@contextmanager
+def no_descriptor(r: RunningMetaserver) -> Iterator[None]:
+    """Leave the supervisor none that is free."""
+    used = {int(path.name) for path in Path(f"/proc/{r.process.pid}/fd").iterdir()}
+    soft, hard = resource.prlimit(r.process.pid, resource.RLIMIT_NOFILE)
+    lowest = next(number for number in count() if number not in used)
+    resource.prlimit(r.process.pid, resource.RLIMIT_NOFILE, (lowest, hard))
+    yield
+    resource.prlimit(r.process.pid, resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
+def no_room(r: RunningMetaserver) -> Iterator[None]:
+    """Let the folder of the workers' metrics take nothing, and give nothing back."""
+    folder = metrics_of(r)
+    aside = folder.with_suffix(".aside")
+    folder.rename(aside)
+    folder.write_text("no folder")
+    yield
+    folder.unlink()
+    aside.rename(folder)
+
+
+@contextmanager
+def cleaned(r: RunningMetaserver) -> Iterator[None]:
+    """Remove that folder, as what cleans temporary files does."""
+    shutil.rmtree(metrics_of(r))
+    yield
+
+
+@contextmanager
+def kept(r: RunningMetaserver) -> Iterator[None]:
+    """Let a file of the first worker's metrics be one that cannot be removed."""
+    blocking = metrics_of(r) / f"gauge_livesum_{first_worker(r).pid}.db"
+    blocking.unlink()
+    blocking.mkdir()
+    yield
+    blocking.rmdir()
+
+
+def metrics_of(r: RunningMetaserver) -> Path:
+    return Path(r.workers()[0].environ()["PROMETHEUS_MULTIPROC_DIR"])
+
+
+def first_worker(r: RunningMetaserver) -> psutil.Process:
+    return next(worker for worker in r.workers() if worker_number(worker) == 0)
+
+
+def ask_anew(r: RunningMetaserver, prompt: str) -> httpx.Response:
+    """Send a request on a connection of its own: the kept ones may lead to a worker that is gone."""
+    body = {"prompt": prompt, "max_tokens": 3}
+    return httpx.post(r.http.base_url.join("/v1/completions"), json=body, timeout=None, trust_env=False)
+
+
+@pytest.mark.parametrize("without", [no_descriptor, no_room, cleaned, kept])
+def test_a_worker_that_cannot_be_started_is_tried_again_and_the_others_serve(
+    without: Callable[[RunningMetaserver], AbstractContextManager[None]],
+) -> None:
+    with running(workers=2) as r:
+        first = first_worker(r)
+        with without(r):
+            first.kill()
+            until(lambda: not first.is_running() or first.status() == psutil.STATUS_ZOMBIE)
+            time.sleep(2.5)  # two tries
+            assert r.process.poll() is None
+            assert texts(ask_anew(r, "x")) == ["".join(words("x", 3))]
+        until(lambda: sorted(map(worker_number, r.workers())) == [0, 1])
+        assert len(r.urls()) == 2
+        assert texts(ask_anew(r, "y")) == ["".join(words("y", 3))]
+        r.process.terminate()
+        assert r.process.wait(20) == 0
 
 
 def test_metrics_and_status_of_each_worker_say_alike_what_runs_and_what_waits() -> None:

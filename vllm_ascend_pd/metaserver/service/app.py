@@ -149,7 +149,7 @@ class WorkerProcess:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.upstream.close()
-            await asyncio.to_thread(self.spans.close)
+            await self.spans.close()
 
     # -- what clients and D's send
 

@@ -7,12 +7,13 @@ out: there the page leaves them out.
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest, multiprocess
+
+from vllm_ascend_pd.shared.threads import aside
 
 PREFIX = "ascend_pd_metaserver_"
 _ENGINES = frozenset({"engine", "prefill"})  # labels that name an engine
@@ -124,7 +125,7 @@ class Metrics:
         if not self._shared:
             for children in self._of_engines:
                 children.keep(live)
-        return await asyncio.to_thread(self._page, live)
+        return await aside(self._page, live)
 
     def _page(self, live: frozenset[str]) -> bytes:
         registry = self.registry

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_ascend_pd import __version__
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.http.http1 import Headers
+from vllm_ascend_pd.shared.threads import aside
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.metaserver.service.exchange import HttpExchange
@@ -34,8 +35,8 @@ class NoSpans:
         """Return the context of a request to an engine, with the headers to send."""
         return nullcontext(exchange.headers)
 
-    def close(self) -> None:
-        """Send what is left. Block for seconds at most."""
+    async def close(self) -> None:
+        """Send what is left, within seconds."""
 
 
 class RequestSpans(NoSpans):
@@ -82,8 +83,8 @@ class RequestSpans(NoSpans):
                 span.set_status(self._trace.StatusCode.ERROR)
             span.end()
 
-    def close(self) -> None:
-        self._provider.shutdown()
+    async def close(self) -> None:
+        await aside(self._provider.shutdown)
 
 
 def make(endpoint: str) -> NoSpans:

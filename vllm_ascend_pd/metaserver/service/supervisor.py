@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -55,6 +56,7 @@ class Supervisor:
         self._workers = [SupervisedWorker(i, listen(settings.host, first + i)) for i in range(settings.workers)]
         self._ending = False
         self._metrics_dir = tempfile.mkdtemp(prefix="ascend-pd-metaserver-")
+        self._dead: set[int] = set()  # processes whose metrics are still there
 
     def run(self) -> int:
         try:
@@ -79,42 +81,76 @@ class Supervisor:
         """Run one process of this worker after another, until the end. If the first has no usable settings, all end."""
         lives = 0
         while True:
-            code = await self._live(worker)
-            if self._ending:
-                return 0
-            lives += 1
-            log.error("worker %d ended with %d and is started again", worker.number, code)
-            if code == 2 and lives == 1:
-                self._end(signal.SIGTERM)  # an unusable configuration: no second try makes it better
-                return code
+            try:
+                process, reader = await self._start(worker)
+            except (OSError, RuntimeError) as problem:  # no descriptor, process or thread is left, or the disk fails
+                log.error("worker %d cannot be started, again in %g s: %s", worker.number, _RESTART_S, problem)
+            else:
+                code = await self._live(worker, process, reader)
+                if self._ending:
+                    return 0
+                lives += 1
+                log.error("worker %d ended with %d and is started again", worker.number, code)
+                if code == 2 and lives == 1:
+                    self._end(signal.SIGTERM)  # an unusable configuration: no second try makes it better
+                    return code
             await asyncio.sleep(_RESTART_S)
             if self._ending:
                 return 0
 
-    async def _live(self, worker: SupervisedWorker) -> int:
+    async def _start(self, worker: SupervisedWorker) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
+        """Start a process of this worker. Raise OSError or RuntimeError if the system has nothing left for it.
+
+        A process that nothing waits for, as without a thread to do so, ends by itself when its line does.
+        """
+        Path(self._metrics_dir).mkdir(mode=0o700, exist_ok=True)  # what cleans temporary files may have removed it
+        self._forget_dead()
         mine, theirs = socket.socketpair()
-        with theirs, tempfile.TemporaryFile(dir=self._metrics_dir) as members:
-            reader, worker.writer = await asyncio.open_connection(sock=mine, limit=MAX_LINE_BYTES)
+        with mine, theirs, tempfile.TemporaryFile(dir=self._metrics_dir) as members:
             members.write(msgspec.json.encode(self._members.snapshot()))  # later changes wait in the line
             members.seek(0)
+            reader, worker.writer = await asyncio.open_connection(sock=mine.dup(), limit=MAX_LINE_BYTES)
             fds = (self._public.fileno(), worker.own.fileno(), theirs.fileno(), members.fileno())
-            worker.process = await asyncio.create_subprocess_exec(
-                *self._command,
-                "--as-worker",
-                ":".join(map(str, (worker.number, *fds))),
-                pass_fds=fds,
-                start_new_session=True,  # the supervisor passes ctrl-C on
-                env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._metrics_dir},
-            )
+            try:
+                worker.process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    "--as-worker",
+                    ":".join(map(str, (worker.number, *fds))),
+                    pass_fds=fds,
+                    start_new_session=True,  # the supervisor passes ctrl-C on
+                    env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._metrics_dir},
+                )
+            except BaseException:
+                self._hang_up(worker)
+                raise
+        return worker.process, reader
+
+    async def _live(
+        self, worker: SupervisedWorker, process: asyncio.subprocess.Process, reader: asyncio.StreamReader
+    ) -> int:
+        """Pass on a worker's messages until its process ends. Return its exit code."""
         listening = asyncio.create_task(self._listen(reader), name=f"news of worker {worker.number}")
-        code = await worker.process.wait()
+        code = await process.wait()
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
-        worker.writer.close()
-        worker.writer = None
-        multiprocess.mark_process_dead(worker.process.pid, self._metrics_dir)  # type: ignore[no-untyped-call]
+        self._hang_up(worker)
+        self._dead.add(process.pid)
+        with contextlib.suppress(OSError):  # tried again at the next start
+            self._forget_dead()
         self._tell_all({"gone": worker.number})
         return code
+
+    @staticmethod
+    def _hang_up(worker: SupervisedWorker) -> None:
+        if worker.writer is not None:
+            worker.writer.close()
+            worker.writer = None
+
+    def _forget_dead(self) -> None:
+        """Remove what processes that have ended left of their metrics. Raise OSError if that is not possible."""
+        for pid in tuple(self._dead):
+            multiprocess.mark_process_dead(pid, self._metrics_dir)  # type: ignore[no-untyped-call]
+            self._dead.discard(pid)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(ConnectionError):
