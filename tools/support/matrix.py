@@ -61,7 +61,6 @@ ROWS = (
     MatrixRow("hot-blocks", "prefixes on P that the very step computes; a planted fault", _file("hot_blocks"), ci="no: the simulator has this rule and its fault"),
     MatrixRow("first-token", "P's first token: sampling, log-probabilities, penalties, grammars, stops, n", _file("first_token")),
     MatrixRow("orders", "P first, both at once: routers of others", _file("routers")),
-    MatrixRow("both", "both roles in one engine", _file("both")),
     MatrixRow("multi", "behind a MultiConnector, beside other connectors", _file("beside")),
     MatrixRow("aggregator", "MLA, TP 4→2: vLLM's aggregator of four workers' reports, without a model", _file("aggregator"), "requests, blocks", ci="all"),
     MatrixRow("ray", "workers of a Ray cluster (`--distributed-executor-backend ray`), TP 2→1", _file("ray"), ci="no: an environment of its own"),
@@ -103,7 +102,6 @@ class RefusedFeature(NamedTuple):
 
 CONTEXT = "[decisions.md](decisions.md#context-parallelism-ranks-that-divide-the-tokens)"
 GROUPED = "A model with sliding windows, states or several KV cache groups"
-BOTH = "[routers.md](routers.md#both-roles-in-one-engine)"
 
 REFUSED = (
     RefusedFeature("context parallelism without vllm-ascend", f"which rank keeps which tokens is vllm-ascend's rule. In vLLM the backend and the release decide, and its CPU backends refuse DCP ({CONTEXT})", ("Context parallelism without vllm-ascend",)),
@@ -138,9 +136,6 @@ REFUSED = (
     RefusedFeature("`xlite_graph_config` of vllm-ascend on P", "its graphs run without the layers' hooks", ("xlite_graph_config on prefill",)),
     RefusedFeature("platforms other than CPU and NPU", "there is no code that waits for the device's kernels before a layer is read", ("Platform …",)),
     RefusedFeature("request ids without a random part (`VLLM_DISABLE_REQUEST_ID_RANDOMIZATION`)", "two requests with one id would share blocks", ("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",)),
-    RefusedFeature("both roles in one engine (`kv_both`) behind our metaserver", f"two engines full of each other's reservations would wait for each other's prefills ({BOTH})", ("kv_both behind the metaserver",)),
-    RefusedFeature("`kv_both` without `hold_sources`", f"its order is P first: P holds what it computed until a D has come for it ({BOTH})", ("kv_both without hold_sources",)),
-    RefusedFeature("`kv_both` beside vllm-ascend, vLLM before 0.32, the ascend transport, pipelines, data or context parallelism, drafts, windows, states, several groups, or a MultiConnector", f"routers ask for it in plain engines ({BOTH}). Each of these changes what a scheduler holds for a peer, and needs a pair that shows it in both directions", ("kv_both under vllm-ascend", "kv_both with this vLLM", "kv_both for a cache with sliding windows, states or several groups", "kv_both over …", "kv_both with pipeline parallelism", "kv_both with data parallelism", "kv_both with context parallelism", "kv_both with speculative decoding", "kv_both behind a MultiConnector")),
 )  # fmt: skip
 
 NOT_RUN = {

@@ -21,7 +21,7 @@ from tools.support.models import ROOT, recipe_of
 CONNECTOR = "AscendPushConnector"
 SERVER = "vllm.entrypoints.openai.api_server"
 LOGPROBS = 20  # best tokens that an answer may list, as many as vLLM's default
-ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both", "plain": "single"}
+ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "plain": "single"}
 
 CPU_ENVIRONMENT = {
     **on_cpu.ENVIRONMENT,
@@ -52,7 +52,7 @@ def child_environment(paths: tuple[Path, ...] = (), npu: bool | None = None) -> 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Specification of an engine. `role`: plain (no connector), kv_producer, kv_consumer or kv_both."""
+    """Specification of an engine. `role`: plain (no connector), kv_producer or kv_consumer."""
 
     name: str
     model: Path
