@@ -188,7 +188,6 @@ def merge_geometries(workers: Mapping[tuple[int, int], WorkerFacts]) -> CacheGeo
                 k.regions,
                 tuple(names),
                 k.group,
-                k.only,
                 k.ranks.world < first.ranks.world,
             )
             for k, names in others

@@ -139,8 +139,8 @@ REFUSED = (
 )  # fmt: skip
 
 NOT_RUN = {
-    "a layer's cache on one rank alone (KVPP of a later vllm-ascend)": "plans know such layers; what workers would report of memory that they do not "
-    "have is not built, because no engine here has it ([decisions.md](decisions.md#context-parallelism-ranks-that-divide-the-tokens))",
+    "a layer's cache on one rank alone (KVPP of a later vllm-ascend)": "no engine here has it, so plans do not know such "
+    "layers, and what workers would report of memory that they do not have is not built ([decisions.md](decisions.md#context-parallelism-ranks-that-divide-the-tokens))",
     "vLLM's `test_kv_load_failure_recovery`, `test_invalid_blocks_correctness`, `test_error_propagation` and `test_output_aggregator`": "they show "
     "nothing of a connector: the first three put a mock in its place, the last has vLLM's aggregator alone. Failed loads with this connector are in the "
     "first row, its workers' reports through that aggregator in the row MLA, TP 4→2",
