@@ -198,12 +198,6 @@ class ObserveConfig:
         "the engine core sleeps while it waits for nothing but remote KV, instead of spinning (not if data-parallel "
         "ranks step together)",
     )
-    patient_shm: str = _key(
-        "auto",
-        "P, D",
-        "replace the spin of vLLM's shared-memory queue by short sleeps; auto: on a CPU only",
-        choices=("auto", "on", "off"),
-    )
 
 
 FIRST_CONTACT_S = 2.0  # a peer without an answer for this long fails the write to it; nothing of it was issued

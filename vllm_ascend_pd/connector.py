@@ -63,7 +63,8 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
         scheduler = role == KVConnectorRole.SCHEDULER
         self._is_worker, self._contained = not scheduler, False
         self._trace = self._start_trace(vllm_config.kv_transfer_config, scheduler)
-        _install_patience(engine, lock_step=vllm_config.parallel_config.data_parallel_size > 1)
+        if engine.config.observe.patient and vllm_config.parallel_config.data_parallel_size == 1:
+            patience.install_nap()  # ranks that step together (with experts) would all wait for the one that sleeps
         if scheduler:
             by_request = kv_cache_config is not None and admission.older_scheduler(vllm_config, kv_cache_config)
             blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
@@ -311,16 +312,3 @@ def _yields(vllm_config: Any) -> bool:
     if why := standstill.install(vllm_config):
         log.warning("if loaded requests hold all blocks and none finds one more, they wait for good: %s", why)
     return not why
-
-
-def _install_patience(engine: Engine, *, lock_step: bool) -> None:
-    """Install naps and short waits. With `lock_step` there are no naps: ranks that step together (with experts) would
-    all wait for the one that sleeps.
-    """
-    from vllm.platforms import current_platform
-
-    if engine.config.observe.patient and not lock_step:
-        patience.install_nap()
-    mode = engine.config.observe.patient_shm
-    if mode == "on" or (mode == "auto" and current_platform.is_cpu()):
-        patience.install_shm()
