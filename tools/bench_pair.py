@@ -35,7 +35,7 @@ from tools.support.client import TimedAnswer, body_of, complete, prompt
 from tools.support.cluster import STRICT, Cluster, fresh_directory, say
 from tools.support.compare import AnswerTally
 from tools.support.engine import EngineProcess
-from tools.support.in_tree import PATIENT, Ask, install_nixl, start_mooncake, start_nixl
+from tools.support.in_tree import Ask, install_nixl, start_mooncake, start_nixl
 from tools.support.models import RECIPES, ensure
 from tools.support.spec import EngineSpec
 from vllm_ascend_pd.observe.timeline import REPORTED, RESERVED, Trace
@@ -122,7 +122,7 @@ def start_all(
 ) -> dict[str, PairSystem]:
     """Start the engines of the wanted systems, and our metaservers. Return how to ask each system."""
     model = ensure(MODEL)
-    common = {**shape(warm), "plugins": (PATIENT,) if patient else ()}
+    common = {**shape(warm), "spins": not patient}
     systems: dict[str, PairSystem] = {}
     if "a" in wanted:
         (single,) = cluster.start(EngineSpec(f"a{p_tp}-single", model, tp=p_tp, **common))
@@ -154,7 +154,7 @@ def start_ours(
     `settings` are KEY=VALUE of the connector, or of the environment if in capitals.
     """
     port = cluster.port()
-    config = cluster.push_config(verify="off", patient=patient, patient_shm="on" if patient else "off")
+    config = cluster.push_config(verify="off", patient=patient)
     environment = {}
     for key, value in (setting.split("=", 1) for setting in settings):
         if key.isupper():
@@ -171,9 +171,8 @@ def start_ours(
 
 
 def pair_spec(model: Path, p_tp: int, common: dict[str, Any], name: str, role: str, **more: Any) -> EngineSpec:
-    plugins = (*common["plugins"], *more.pop("plugins", ()))
     tp = p_tp if role == "kv_producer" else 1
-    return EngineSpec(f"{name}{p_tp}", model, role=role, tp=tp, **{**common, **more, "plugins": plugins})
+    return EngineSpec(f"{name}{p_tp}", model, role=role, tp=tp, **common, **more)
 
 
 def rest() -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cost of waiting on D: processor time while requests only wait for remote KV, and time to the first token.
 
-One P and two D's: one as configured by default, one with vLLM's own waiting (`patient` and `patient_shm` off). Waiting
+One P and two D's: one as configured by default, one with vLLM's own waiting (`patient` off, queues that spin). Waiting
 is measured with a metaserver that accepts reservations and never prefills; the first token with short prompts, asked of
 both D's in turn, so that the handover outweighs the prefill.
 
@@ -119,13 +119,12 @@ def main() -> int:
     with Cluster(fresh_directory("bench_waiting")) as cluster:
         model, ports = ensure("gqa"), [cluster.port() for _ in range(3)]
         urls = [f"http://127.0.0.1:{port}" for port in ports]
-        stock = {"patient": False, "patient_shm": "off"}
         config = cluster.push_config(*urls, verify="off")
         p_config = cluster.push_config(verify="off")
         p, d_patient, d_stock = cluster.start(
             EngineSpec("prefill", model, role="kv_producer", extra=p_config),
             EngineSpec("decode-patient", model, role="kv_consumer", extra=config),
-            EngineSpec("decode-stock", model, role="kv_consumer", extra={**config, **stock}),
+            EngineSpec("decode-stock", model, role="kv_consumer", extra={**config, "patient": False}, spins=True),
         )
         fronts = {PATIENT: cluster.metaserver([p], [d_patient], ports[0], STRICT)}
         fronts[STOCK] = cluster.metaserver([p], [d_stock], ports[1], STRICT)

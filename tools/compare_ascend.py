@@ -29,11 +29,10 @@ from tools.support.client import TIMEOUT, RequestFailed, TimedAnswer, body_of, c
 from tools.support.cluster import Cluster, fresh_directory, say
 from tools.support.engine import EngineProcess
 from tools.support.from_tests import host_build
-from tools.support.in_tree import PATIENT
 from tools.support.models import ROOT, ensure
 from tools.support.pages import Marks
 from tools.support.process import Child, ProcessDied
-from tools.support.spec import EngineSpec, child_environment
+from tools.support.spec import PATIENT, EngineSpec, child_environment
 
 if TYPE_CHECKING:
     from host_build import HostBuild
@@ -106,7 +105,7 @@ class ContenderSite:
     def _spec(self, name: str, role: str, url: str) -> EngineSpec:
         contender, shape, mine = self.contender, self.shape, not self.contender.router
         metaservers = [url] if role == "kv_consumer" else []
-        ours = self.cluster.push_config(*metaservers, verify="off", mooncake_protocol="tcp", patient_shm="on")
+        ours = self.cluster.push_config(*metaservers, verify="off", mooncake_protocol="tcp")
         theirs = {side: {"dp_size": 1, "tp_size": tp} for side, tp in (("prefill", shape.p), ("decode", shape.d))}
         return EngineSpec(
             f"{contender.connector}-{name}",
@@ -119,7 +118,7 @@ class ContenderSite:
             transfer=contender.p if role == "kv_producer" else contender.d,
             python=str(self.build.python),
             npu=True,
-            plugins=self.build.plugins if mine else (*self.build.plugins, PATIENT),
+            plugins=(*self.build.plugins, PATIENT),
             arguments=("--enforce-eager", "--dtype", "float32", "--kv-cache-memory-bytes", str(32 << 20)),
             environment={**self.build.variables(), "ASCEND_HOST_WIRE": "tcp", "STAND_IN_DEVICES": "8"},
         )

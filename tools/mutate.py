@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EQUIVALENT = ROOT / "tools" / "mutants_equivalent.txt"
 _BOOKS = (
     *("test_meetings", "test_first_tokens", "test_offers", "test_decisions_*", "test_connector", "test_rendezvous"),
-    *("test_both_roles", "test_groups", "test_geometry_states", "test_runtime", "test_runtime_*"),
+    *("test_groups", "test_geometry_states", "test_runtime", "test_runtime_*"),
 )
 _PUSHES = ("test_writer", "test_batches", "test_missed", *_BOOKS, "test_regroup_*")
 _METASERVER = ("test_metaserver_*", "test_sidecar", "test_cache_events", "test_tls", "test_shown", "test_within")
@@ -71,7 +71,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "decode": _BOOKS,
     "metaserver": _METASERVER,
     "metaserver/service": _METASERVER,
-    "admission": ("test_admission", "test_admission_*", "test_both_roles", "test_connector", "test_imported_names"),
+    "admission": ("test_admission", "test_admission_*", "test_connector", "test_imported_names"),
 }
 USUAL = tuple(TESTS)[:8]
 SIMULATED = ("protocol", "geometry", "regroup", "decode", "prefill", "metaserver")

@@ -18,7 +18,6 @@ import httpx
 from tools.support.cluster import Cluster, fresh_directory, say
 from tools.support.compare import AnswerTally
 from tools.support.engine import EngineProcess
-from tools.support.in_tree import PATIENT
 from tools.support.models import ensure
 from tools.support.soaking import Soak
 from tools.support.spec import EngineSpec
@@ -57,9 +56,7 @@ class SoakSite:
         timeouts = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "36000", "VLLM_ENGINE_READY_TIMEOUT_S": "36000"}
         shape: dict[str, Any] = {"chunk": 512, "kv_bytes": 24 << 20, "arguments": GRACE}
         d_config = {**config, "metaserver_urls": [f"http://127.0.0.1:{port}"]}
-        (self.single,) = cluster.start(
-            EngineSpec("single", model, tp=1, environment=timeouts, plugins=(PATIENT,), **shape)
-        )
+        (self.single,) = cluster.start(EngineSpec("single", model, tp=1, environment=timeouts, **shape))
         self.prefill, self.decode = cluster.start(
             EngineSpec("prefill", model, role="kv_producer", tp=2, extra=config, environment=timeouts, **shape),
             EngineSpec("decode", model, role="kv_consumer", tp=1, extra=d_config, environment=timeouts, **shape),

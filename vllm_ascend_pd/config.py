@@ -43,7 +43,7 @@ class ChannelConfig:
         0,
         "P, D",
         "0: a free port, which peers learn. N: D listens on N + data-parallel rank × TP × PP + stage × TP + TP rank; "
-        "P with hold_sources on N + data-parallel rank; kv_both as P on N, as D on N + 1 + TP rank",
+        "P with hold_sources on N + data-parallel rank",
         low=0,
         high=65535,
     )
@@ -197,12 +197,6 @@ class ObserveConfig:
         "D",
         "the engine core sleeps while it waits for nothing but remote KV, instead of spinning (not if data-parallel "
         "ranks step together)",
-    )
-    patient_shm: str = _key(
-        "auto",
-        "P, D",
-        "replace the spin of vLLM's shared-memory queue by short sleeps; auto: on a CPU only",
-        choices=("auto", "on", "off"),
     )
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """AscendPushConnector: the thin class that vLLM calls. It builds one role object and delegates to it.
 
-A role is prefill, decode or both (`kv_role`), in the scheduler's process or in a worker (roles.py). Importing this
+A role is prefill or decode (`kv_role`), in the scheduler's process or in a worker (roles.py). Importing this
 module needs neither an NPU nor a transfer engine: the API server imports the class.
 """
 
@@ -22,7 +22,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_ascend_pd import admission, compat, first_token, older_groups, patience, resets, standstill
-from vllm_ascend_pd.both import BothScheduler, BothWorker
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.engine import Engine, WorkerFacts
 from vllm_ascend_pd.observe.metrics import PushPromMetrics, PushStats
@@ -61,13 +60,11 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
         self._legacy_invalid_blocks: set[int] = set()
         self._groups = tuple(range(len(kv_cache_config.kv_cache_groups))) if kv_cache_config is not None else (0,)
         self._grouped = kv_cache_config is not None and admission.is_grouped(kv_cache_config)
-        self._is_both = vllm_config.kv_transfer_config.kv_role == admission.BOTH
-        if self._is_both and kv_cache_config is not None:
-            admission.check_both(kv_cache_config)
         scheduler = role == KVConnectorRole.SCHEDULER
         self._is_worker, self._contained = not scheduler, False
         self._trace = self._start_trace(vllm_config.kv_transfer_config, scheduler)
-        _install_patience(engine, lock_step=vllm_config.parallel_config.data_parallel_size > 1)
+        if engine.config.observe.patient and vllm_config.parallel_config.data_parallel_size == 1:
+            patience.install_nap()  # ranks that step together (with experts) would all wait for the one that sleeps
         if scheduler:
             by_request = kv_cache_config is not None and admission.older_scheduler(vllm_config, kv_cache_config)
             blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
@@ -80,7 +77,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
 
     def _start_trace(self, transfer: Any, scheduler: bool) -> TraceFile | None:
         directory = self._engine.config.observe.trace_dir
-        role = "both" if self._is_both else "prefill" if transfer.is_kv_producer else "decode"
+        role = "prefill" if transfer.is_kv_producer else "decode"
         name = f"{role}-{'scheduler' if scheduler else 'worker'}"
         return TraceFile(directory, name) if directory else None
 
@@ -96,18 +93,17 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Return whether full graphs must not be used, because they would skip P's layer hooks.
 
-        vLLM does not pass the role. A configuration with one of D's allow-lists is D's, and keeps its full graphs,
-        unless it has hold_sources, as an engine with both roles has. A P that has such a list too, and full graphs, is
-        refused (admission).
+        vLLM does not pass the role. A configuration with one of D's allow-lists is D's, and keeps its full graphs. A P
+        that has such a list too, and full graphs, is refused (admission).
         """
-        return "hold_sources" in extra_config or not {"metaserver_urls", "prefill_listeners"} & set(extra_config)
+        return not {"metaserver_urls", "prefill_listeners"} & set(extra_config)
 
     # -- worker
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
         self._contained = not admission.is_alone(self)
         if self._contained:
-            admission.check_contained(self._is_both, self._grouped)
+            admission.check_contained(self._grouped)
         self._worker.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -263,12 +259,9 @@ def _scheduler(
     engine: Engine, vllm_config: Any, blocks: int, waiting: patience.Patience, *, fails: bool
 ) -> SchedulerRole:
     transfer, vocabulary = vllm_config.kv_transfer_config, _first_tokens(engine, vllm_config)
-    prefill = None
     resets.install(vllm_config)
     if transfer.is_kv_producer:
-        prefill = PrefillScheduler(engine, waiting.news, blocks, sends_first=vocabulary > 0)
-    if prefill is not None and not transfer.is_kv_consumer:
-        return prefill
+        return PrefillScheduler(engine, waiting.news, blocks, sends_first=vocabulary > 0)
     facts = {
         "recomputes": getattr(transfer, "kv_load_failure_policy", "") == "recompute",
         "longest": vllm_config.model_config.max_model_len,
@@ -277,8 +270,7 @@ def _scheduler(
         "fails": fails,
         "yields": _yields(vllm_config),
     }
-    decode = DecodeScheduler(engine, waiting, **facts)
-    return BothScheduler(prefill, decode) if prefill is not None else decode
+    return DecodeScheduler(engine, waiting, **facts)
 
 
 def _worker(engine: Engine, vllm_config: Any, kv_cache_config: Any) -> WorkerRole:
@@ -291,23 +283,19 @@ def _worker(engine: Engine, vllm_config: Any, kv_cache_config: Any) -> WorkerRol
     parallel = vllm_config.parallel_config
     stage, rank = divmod(parallel.rank, parallel.tensor_parallel_size * shape.pcp)
     stage %= parallel.pipeline_parallel_size
-    transfer, decode = vllm_config.kv_transfer_config, None
-    if transfer.is_kv_consumer:
+    if vllm_config.kv_transfer_config.is_kv_consumer:
         from vllm_ascend_pd.decode.worker import DecodeWorker
 
         why_no_first_token = (
             first_token.install_on_worker(vllm_config) if engine.config.wire.first_token != "off" else "off"
         )
-        decode = DecodeWorker(engine, shape, current(), stage, rank, why_no_first_token)
-        if not transfer.is_kv_producer:
-            return decode
+        return DecodeWorker(engine, shape, current(), stage, rank, why_no_first_token)
     from vllm_ascend_pd.prefill.worker import PrefillWorker
     from vllm_ascend_pd.protocol.identity import Contributor
     from vllm_ascend_pd.regroup.resources import EngineWorld
 
     world = EngineWorld.of(parallel, shape.pcp, vllm_config.scheduler_config.max_num_batched_tokens)
-    prefill = PrefillWorker(engine, shape, current(), Contributor(stage, rank), world)
-    return BothWorker(prefill, decode) if decode is not None else prefill
+    return PrefillWorker(engine, shape, current(), Contributor(stage, rank), world)
 
 
 def _first_tokens(engine: Engine, vllm_config: Any) -> int:
@@ -324,16 +312,3 @@ def _yields(vllm_config: Any) -> bool:
     if why := standstill.install(vllm_config):
         log.warning("if loaded requests hold all blocks and none finds one more, they wait for good: %s", why)
     return not why
-
-
-def _install_patience(engine: Engine, *, lock_step: bool) -> None:
-    """Install naps and short waits. With `lock_step` there are no naps: ranks that step together (with experts) would
-    all wait for the one that sleeps.
-    """
-    from vllm.platforms import current_platform
-
-    if engine.config.observe.patient and not lock_step:
-        patience.install_nap()
-    mode = engine.config.observe.patient_shm
-    if mode == "on" or (mode == "auto" and current_platform.is_cpu()):
-        patience.install_shm()

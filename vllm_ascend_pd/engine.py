@@ -57,7 +57,6 @@ class Engine:
     host: str
     secrets: Secrets | None
     listeners_before: int = 0  # of the data-parallel ranks before this one
-    both: bool = False  # whether it has both roles: P's scheduler then has the port before D's workers
     ranks_here: int = 1  # data-parallel ranks that this one's address stands for
     weights: Weights = field(default_factory=Weights)  # known to the scheduler's process only
 
@@ -81,14 +80,13 @@ class Engine:
             host=host,
             secrets=load_secrets(push.channel),
             listeners_before=admission.listening_offsets(parallel)[0],
-            both=transfer.kv_role == admission.BOTH,
             ranks_here=admission.ranks_here(parallel),
         )
 
     def port_of(self, worker: int) -> int:
         """Return the port of a worker's side channel; 0: the kernel chooses."""
         port = self.config.channel.side_channel_port
-        return port and port + self.listeners_before + self.both + worker
+        return port and port + self.listeners_before + worker
 
     @property
     def listening_port(self) -> int:
@@ -190,7 +188,6 @@ def merge_geometries(workers: Mapping[tuple[int, int], WorkerFacts]) -> CacheGeo
                 k.regions,
                 tuple(names),
                 k.group,
-                k.only,
                 k.ranks.world < first.ranks.world,
             )
             for k, names in others

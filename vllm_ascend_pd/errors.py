@@ -33,7 +33,7 @@ CATALOGUE: dict[str, Entry] = {
     "PD-CONF-003": Entry("{key} = {value!r} is impossible: {why}.", "{remedy}"),
     "PD-CONF-004": Entry(
         "kv_role = {role!r} cannot be used with this connector.",
-        'Start the prefill engine with kv_role "kv_producer" and the decode engine with "kv_consumer", or both with "kv_both" (docs/routers.md).',
+        'Start the prefill engine with kv_role "kv_producer" and the decode engine with "kv_consumer": an engine has one role. Other connectors of its MultiConnector may keep "kv_both" (docs/routers.md).',
     ),
     "PD-CONF-005": Entry(
         "{feature} is not proven with this connector, so the engine does not start with it.",

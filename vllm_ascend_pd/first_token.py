@@ -31,7 +31,7 @@ from vllm_ascend_pd.wrapping import wrap
 
 log = logging.getLogger(__name__)
 
-VERSIONS = ("0.23", "0.26", "0.29", "0.31", "0.32", "0.33")
+VERSIONS = ("0.23", "0.31", "0.32", "0.33")
 ASCEND_VERSIONS = ("0.23",)
 NEWEST = "0.32."  # the only release with which drafts and grammars were tried
 CONTAINED = "another connector contains ours"

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Waiting without spinning. Only this file changes how vLLM itself waits.
 
-1. A request in WAITING_FOR_REMOTE_KVS keeps the engine core stepping once a millisecond. `install_nap` lets the core
-   sleep on its own input queue instead while remote loads are all that is pending; a new request, an abort or news
-   of a transfer wakes it at once. Switch: `patient` in kv_connector_extra_config.
-2. vLLM's shared-memory queue calls sched_yield for a second after every message. On CPU that takes the cores which the
-   model needs. `install_shm` waits on the queue's own notification socket instead, at most 1 ms at a time. Switch:
-   `patient_shm` (auto: CPU only).
-
-Where vLLM has no such internals (checked by attribute) nothing is changed.
+A request in WAITING_FOR_REMOTE_KVS keeps the engine core stepping once a millisecond. `install_nap` lets the core sleep
+on its own input queue instead while remote loads are all that is pending; a new request, an abort or news of a transfer
+wakes it at once. Switch: `patient` in kv_connector_extra_config. Where vLLM has no such internals (checked by
+attribute) nothing is changed.
 """
 
 from __future__ import annotations
@@ -18,14 +14,12 @@ import logging
 import math
 import queue
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 log = logging.getLogger(__name__)
 
 NAP_S = 0.25  # the longest: news wakes it, and of news on its way between two hosts a datagram may be lost
-SHM_POLL_MS = 1
 _installed: set[str] = set()
 
 
@@ -96,31 +90,4 @@ def install_nap() -> bool:
 
     EngineCoreProc._process_engine_step = step_then_nap
     _installed.add("nap")
-    return True
-
-
-def install_shm() -> bool:
-    """Replace the spin of vLLM's shared-memory queue by short waits for its notification. Idempotent."""
-    if "shm" in _installed:
-        return True
-    try:
-        from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-
-        original = SpinCondition.wait
-    except (ImportError, AttributeError):
-        log.warning("this vLLM's shared-memory queue has no SpinCondition: it waits in its own way")
-        return False
-
-    @functools.wraps(original)
-    def wait(self: Any, timeout_ms: int | None = None) -> None:
-        if time.monotonic() > self.last_read + self.busy_loop_s:
-            original(self, timeout_ms)
-            return
-        # The writer notifies after each message. A notification that was lost (the socket keeps one) costs SHM_POLL_MS.
-        events = dict(self.poller.poll(timeout=SHM_POLL_MS))
-        if self.local_notify_socket in events:
-            self.local_notify_socket.recv(copy=False)
-
-    SpinCondition.wait = wait  # type: ignore[method-assign]
-    _installed.add("shm")
     return True

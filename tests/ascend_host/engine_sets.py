@@ -26,7 +26,7 @@ from tools.support.cluster import STRICT, Cluster
 from tools.support.compare import AnswerTally
 from tools.support.fork_server import ForkServers
 from tools.support.models import ensure
-from tools.support.spec import CONNECTOR, EngineSpec
+from tools.support.spec import CONNECTOR, PATIENT, EngineSpec
 
 CHUNK = 512
 BLOCK = 128  # vllm-ascend ignores other values
@@ -52,14 +52,14 @@ class Machine:
 
     @classmethod
     def host(cls, build: HostBuild, forks: ForkServers | None = None) -> Machine:
-        # The cores are the device, so ranks must not spin while they wait for each other.
-        keys = {"mooncake_protocol": "tcp", "patient_shm": "on"}
+        keys = {"mooncake_protocol": "tcp"}
         # vLLM's own way, which its servers replace: cores and workers do not repeat imports of half a minute.
         forked = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"} if FORKED else {}
         # Delays differ from run to run; a set's first line says how to have the same again.
         drawn = {"STAND_IN_SEED": os.environ.get("STAND_IN_SEED") or str(secrets.randbelow(1_000_000))}
         environment = {**build.variables(), "MC_FORCE_TCP": "1", **forked, **drawn}
-        return cls(str(INTERPRETER), True, build.plugins, environment, keys, forks)
+        plugins = (*build.plugins, PATIENT)  # the cores are the device
+        return cls(str(INTERPRETER), True, plugins, environment, keys, forks)
 
 
 NPUS = Machine(sys.executable, stands_in=False)

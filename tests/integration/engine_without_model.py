@@ -65,7 +65,7 @@ class EngineWithoutModel:
             "kv_connector_module_path": "vllm_ascend_pd.connector",
             "kv_role": role,
             "kv_load_failure_policy": policy,
-            "kv_connector_extra_config": {"transport": "memory", "patient": False, "patient_shm": "off", **extra},
+            "kv_connector_extra_config": {"transport": "memory", "patient": False, **extra},
         }
         if children is not None:
             extra = {"connectors": children}

@@ -18,7 +18,7 @@ from tools.support.compare import AnswerTally
 from tools.support.engine import RunningServer
 from tools.support.models import ROOT
 from tools.support.process import Child, ProcessDied
-from tools.support.spec import child_environment
+from tools.support.spec import PATIENT, child_environment
 
 EXAMPLES = ROOT / "examples"
 READY_S, STOP_S = 500.0, 90.0
@@ -86,7 +86,7 @@ def launched_pair(
         "PD_P_CHUNK": "256",
         "PD_P_KV_BYTES": str(64 << 20),
         "PD_D_KV_BYTES": str(64 << 20),
-        **({"PYTHONPATH": child_environment(plugins)["PYTHONPATH"]} if plugins else {}),
+        "PYTHONPATH": child_environment((*plugins, PATIENT))["PYTHONPATH"],
     }
     words = ("--model", model, "--p-tp", p_tp, "--d-tp", d_tp, "--port-base", base, "--log-dir", own, "--timeout", 400)
     url = f"http://127.0.0.1:{base}"

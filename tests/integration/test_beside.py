@@ -39,7 +39,7 @@ PLUGIN, OFFLOAD = (Path(__file__).parent / "plugins" / name for name in ("siblin
 SIBLING = {"kv_connector": "Sibling", "kv_connector_module_path": "pd_test_sibling", "kv_role": "kv_both"}
 TOKENS = [3 + 7 * i % 500 for i in range(5 * BLOCK + 3)]
 HITS = "vllm:external_prefix_cache_hits_total"  # tokens that connectors have loaded
-MEMORY = {"transport": "memory", "patient": False, "patient_shm": "off", "verify": "full"}
+MEMORY = {"transport": "memory", "patient": False, "verify": "full"}
 
 
 @pytest.fixture(params=["ours first", "ours second"])

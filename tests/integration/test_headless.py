@@ -18,7 +18,7 @@ from tools.support.cluster import STRICT, Cluster
 from tools.support.compare import AnswerTally
 from tools.support.engine import RunningServer
 from tools.support.models import ensure
-from tools.support.spec import child_environment
+from tools.support.spec import PATIENT, child_environment
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -43,7 +43,7 @@ def settings(cluster: Cluster, tmp_path: Path) -> dict[str, str]:
         "PD_MAX_MODEL_LEN": "2048",
         "PD_P_KV_BYTES": str(64 << 20),
         "PD_D_KV_BYTES": str(64 << 20),
-        "PYTHONPATH": child_environment((EXPERTS, tmp_path))["PYTHONPATH"],
+        "PYTHONPATH": child_environment((EXPERTS, tmp_path, PATIENT))["PYTHONPATH"],
     }
 
 

@@ -288,10 +288,8 @@ class SimulationSettings:
         decode = tuple(replace(shape, block_size=size, blocks=2 * shape.blocks) for shape in decode)
         if set(windows) == {STATES}:
             prefill, decode = (tuple(replace(shape, drafts=False) for shape in side) for side in (prefill, decode))
-        numbers = {"windows": windows, "group_of": group_of, "scales": scales}
-        return replace(  # type: ignore[arg-type]
-            self, prefill=prefill, decode=decode, layers=len(group_of), shared=0.0, **numbers
-        )
+        more: dict[str, Any] = {"windows": windows, "group_of": group_of, "scales": scales}
+        return replace(self, prefill=prefill, decode=decode, layers=len(group_of), shared=0.0, **more)
 
     def undivided(self) -> SimulationSettings:
         """Return this world without context parallelism."""

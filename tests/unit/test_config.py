@@ -75,7 +75,6 @@ KEYS: dict[str, tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {
     "quiet_extra_s": (2, NO_NUMBER, (-0.1, 61)),
     "trace_dir": ("/t", NO_TEXT, ()),
     "patient": (False, NO_FLAG, ()),
-    "patient_shm": ("off", NO_TEXT, ("yes", "")),
 }
 NEEDS = {"secret_file_previous": {"secret_file": "/s"}, "tls_key_file": {"tls_cert_file": "/c"}}
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 import os
 import pickle
@@ -12,11 +13,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -38,11 +41,14 @@ from unit.kits.connectors import (
     tensors,
 )
 from unit.kits.watching import until
-from vllm_ascend_pd import compat, plugin
-from vllm_ascend_pd.connector import AscendPushConnector, StepMetadata
+from vllm_ascend_pd import admission, compat, first_token, older_groups, plugin, standstill
+from vllm_ascend_pd.connector import AscendPushConnector, Handshake, StepMetadata
+from vllm_ascend_pd.decode.first_tokens import FirstTokenReceiver
 from vllm_ascend_pd.engine import merge_geometries
-from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.errors import ConfigError, PdError
+from vllm_ascend_pd.prefill.first_tokens import FirstTokenSource
 from vllm_ascend_pd.protocol.identity import Contributor
+from vllm_ascend_pd.standstill import Standstill
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,7 +118,7 @@ def test_full_graphs_would_skip_the_hooks_so_p_gets_piecewise_ones_and_d_keeps_i
     p, d = {"secret_file": "/s"}, {"secret_file": "/s", "metaserver_urls": ["http://127.0.0.1:8000"]}
     assert asked(p) is True and asked(d) is False
     for extra, wanted in ((p, True), (d, False)):
-        child = {"kv_connector": "AscendPushConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        child = {"kv_connector": "AscendPushConnector", "kv_role": "kv_producer", "kv_connector_extra_config": extra}
         assert MultiConnector.requires_piecewise_for_cudagraph({"connectors": [child]}) is wanted
     assert issubclass(AscendPushConnector, SupportsHMA)
 
@@ -203,6 +209,46 @@ def test_a_worker_without_caches_shakes_no_hands_and_does_nothing() -> None:
         assert worker.build_connector_worker_meta() is None
         worker.clear_connector_metadata()
         worker.shutdown()
+
+
+def test_each_role_has_its_part_in_first_tokens() -> None:
+    for role, parts in (("kv_producer", [FirstTokenSource]), ("kv_consumer", [FirstTokenReceiver, Standstill])):
+        made = connector(role, KVConnectorRole.SCHEDULER)
+        assert [type(each) for each in made.step_hooks] == parts
+        made.shutdown()
+
+
+def test_where_no_way_out_of_a_standstill_was_tried_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(standstill, "install", lambda _: "vLLM 0.99.0 was not tried")
+    made = connector("kv_consumer", KVConnectorRole.SCHEDULER)
+    assert [type(each) for each in made.step_hooks] == [FirstTokenReceiver]
+    assert "they wait for good: vLLM 0.99.0 was not tried" in caplog.text
+    made.shutdown()
+
+
+# -- behind another connector
+
+
+@pytest.mark.parametrize("contained", [True, False])
+def test_behind_another_connector_d_takes_no_first_tokens(monkeypatch: pytest.MonkeyPatch, contained: bool) -> None:
+    """vLLM's scheduler then has another connector, in which the wrappers do not find ours."""
+    worker = connector("kv_consumer", KVConnectorRole.WORKER, {"metaserver_urls": ["http://127.0.0.1:8000"]})
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", object() if contained else worker)
+    worker.register_kv_caches(tensors())
+    handshake = worker.get_handshake_metadata()
+    assert isinstance(handshake, Handshake)
+    assert handshake.facts.why_no_first_token == (first_token.CONTAINED if contained else "")
+    worker.shutdown()
+
+
+def test_groups_behind_another_connector_need_a_vllm_that_serves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for grouped, needed in itertools.product((False, True), repeat=2):
+        monkeypatch.setattr(older_groups, "needed", lambda needed=needed: needed)
+        refused = grouped and needed
+        with pytest.raises(ConfigError, match="behind a MultiConnector") if refused else nullcontext():
+            admission.check_contained(grouped)
 
 
 # -- a pair
@@ -376,15 +422,9 @@ def test_patient_waiting_can_be_switched_off_and_on(monkeypatch: pytest.MonkeyPa
 
     called: list[str] = []
     monkeypatch.setattr(patience, "install_nap", lambda: called.append("nap"))
-    monkeypatch.setattr(patience, "install_shm", lambda: called.append("shm"))
-    ways: list[tuple[dict[str, Any], int, list[str]]] = [
-        ({"patient": False, "patient_shm": "off"}, 1, []),
-        ({"patient": True, "patient_shm": "off"}, 1, ["nap"]),
-        ({"patient": False, "patient_shm": "on"}, 1, ["shm"]),
-        ({"patient": True, "patient_shm": "auto"}, 1, ["nap", "shm"]),  # on CPU
-        ({"patient": True, "patient_shm": "auto"}, 2, ["shm"]),  # ranks in lock step: a nap of one would stop them all
-    ]
-    for keys, ranks, expected in ways:
+    ways = ((False, 1, []), (True, 1, ["nap"]), (True, 2, []))  # two in lock step: a nap of one would stop them all
+    for patient, ranks, expected in ways:
         called.clear()
+        keys = {"patient": patient}
         connector("kv_consumer", KVConnectorRole.SCHEDULER, keys, data_parallel_size=ranks).shutdown()
         assert called == expected

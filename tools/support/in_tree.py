@@ -22,7 +22,6 @@ from tools.support.models import ROOT
 from tools.support.spec import EngineSpec
 
 PLUGIN = ROOT / "tools" / "support" / "plugins" / "baseline"  # MooncakeConnector does not start on a CPU without it
-PATIENT = ROOT / "tools" / "support" / "plugins" / "patient"  # waits as engines with our connector do
 NIXL = ("nixl==1.5.0", "nixl-cu12==1.5.0")
 NIXL_PLACE = ROOT / "out" / "nixl"  # not in the environment, whose packages it would change
 Ask = Callable[[list[int]], TimedAnswer]

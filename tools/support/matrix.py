@@ -61,12 +61,11 @@ ROWS = (
     MatrixRow("hot-blocks", "prefixes on P that the very step computes; a planted fault", _file("hot_blocks"), ci="no: the simulator has this rule and its fault"),
     MatrixRow("first-token", "P's first token: sampling, log-probabilities, penalties, grammars, stops, n", _file("first_token")),
     MatrixRow("orders", "P first, both at once: routers of others", _file("routers")),
-    MatrixRow("both", "both roles in one engine", _file("both")),
     MatrixRow("multi", "behind a MultiConnector, beside other connectors", _file("beside")),
     MatrixRow("aggregator", "MLA, TP 4→2: vLLM's aggregator of four workers' reports, without a model", _file("aggregator"), "requests, blocks", ci="all"),
     MatrixRow("ray", "workers of a Ray cluster (`--distributed-executor-backend ray`), TP 2→1", _file("ray"), ci="no: an environment of its own"),
     *map(_release, RELEASES),
-    MatrixRow("releases", "schedulers and hooks of vLLM 0.23, 0.26, 0.29, 0.31, 0.33, without a model", ("tests/unit/releases/test_releases.py",), "scenarios", "0.23.0–0.33.0", "no: an environment for each release"),
+    MatrixRow("releases", "schedulers and hooks of vLLM 0.23, 0.31, 0.33, without a model", ("tests/unit/releases/test_releases.py",), "scenarios", "0.23.0–0.33.0", "no: an environment for each release"),
     MatrixRow("groups-0.23", "sliding windows and recurrent states under vLLM 0.23", _file("releases_groups"), f"{ONE}; by gap in bfloat16", "0.23.0", "no: an environment of its own; the row vllm-ascend is vLLM 0.23 too"),
     MatrixRow("lifecycle", "vLLM's own tests of a connector's life cycle, with this one in NIXL's place", _file("vllm_lifecycle"), "their assertions", "0.32.0, 0.33.0", "no: vLLM's source distributions, and an environment for 0.33"),
     MatrixRow("around", "vLLM's own tests of the handshake across stages, of MultiConnector, and of the scheduler beside a connector, with this one in them", _file("vllm_around"), "their assertions", "0.32.0, 0.33.0", "no: vLLM's source distributions, and an environment for 0.33"),
@@ -103,7 +102,6 @@ class RefusedFeature(NamedTuple):
 
 CONTEXT = "[decisions.md](decisions.md#context-parallelism-ranks-that-divide-the-tokens)"
 GROUPED = "A model with sliding windows, states or several KV cache groups"
-BOTH = "[routers.md](routers.md#both-roles-in-one-engine)"
 
 REFUSED = (
     RefusedFeature("context parallelism without vllm-ascend", f"which rank keeps which tokens is vllm-ascend's rule. In vLLM the backend and the release decide, and its CPU backends refuse DCP ({CONTEXT})", ("Context parallelism without vllm-ascend",)),
@@ -138,14 +136,11 @@ REFUSED = (
     RefusedFeature("`xlite_graph_config` of vllm-ascend on P", "its graphs run without the layers' hooks", ("xlite_graph_config on prefill",)),
     RefusedFeature("platforms other than CPU and NPU", "there is no code that waits for the device's kernels before a layer is read", ("Platform …",)),
     RefusedFeature("request ids without a random part (`VLLM_DISABLE_REQUEST_ID_RANDOMIZATION`)", "two requests with one id would share blocks", ("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",)),
-    RefusedFeature("both roles in one engine (`kv_both`) behind our metaserver", f"two engines full of each other's reservations would wait for each other's prefills ({BOTH})", ("kv_both behind the metaserver",)),
-    RefusedFeature("`kv_both` without `hold_sources`", f"its order is P first: P holds what it computed until a D has come for it ({BOTH})", ("kv_both without hold_sources",)),
-    RefusedFeature("`kv_both` beside vllm-ascend, vLLM before 0.32, the ascend transport, pipelines, data or context parallelism, drafts, windows, states, several groups, or a MultiConnector", f"routers ask for it in plain engines ({BOTH}). Each of these changes what a scheduler holds for a peer, and needs a pair that shows it in both directions", ("kv_both under vllm-ascend", "kv_both with this vLLM", "kv_both for a cache with sliding windows, states or several groups", "kv_both over …", "kv_both with pipeline parallelism", "kv_both with data parallelism", "kv_both with context parallelism", "kv_both with speculative decoding", "kv_both behind a MultiConnector")),
 )  # fmt: skip
 
 NOT_RUN = {
-    "a layer's cache on one rank alone (KVPP of a later vllm-ascend)": "plans know such layers; what workers would report of memory that they do not "
-    "have is not built, because no engine here has it ([decisions.md](decisions.md#context-parallelism-ranks-that-divide-the-tokens))",
+    "a layer's cache on one rank alone (KVPP of a later vllm-ascend)": "no engine here has it, so plans do not know such "
+    "layers, and what workers would report of memory that they do not have is not built ([decisions.md](decisions.md#context-parallelism-ranks-that-divide-the-tokens))",
     "vLLM's `test_kv_load_failure_recovery`, `test_invalid_blocks_correctness`, `test_error_propagation` and `test_output_aggregator`": "they show "
     "nothing of a connector: the first three put a mock in its place, the last has vLLM's aggregator alone. Failed loads with this connector are in the "
     "first row, its workers' reports through that aggregator in the row MLA, TP 4→2",

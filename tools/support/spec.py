@@ -20,8 +20,9 @@ from tools.support.models import ROOT, recipe_of
 
 CONNECTOR = "AscendPushConnector"
 SERVER = "vllm.entrypoints.openai.api_server"
+PATIENT = ROOT / "tools" / "support" / "plugins" / "patient"  # on a CPU no process spins while it waits for another
 LOGPROBS = 20  # best tokens that an answer may list, as many as vLLM's default
-ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both", "plain": "single"}
+ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "plain": "single"}
 
 CPU_ENVIRONMENT = {
     **on_cpu.ENVIRONMENT,
@@ -52,7 +53,7 @@ def child_environment(paths: tuple[Path, ...] = (), npu: bool | None = None) -> 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Specification of an engine. `role`: plain (no connector), kv_producer, kv_consumer or kv_both."""
+    """Specification of an engine. `role`: plain (no connector), kv_producer or kv_consumer."""
 
     name: str
     model: Path
@@ -78,6 +79,7 @@ class EngineSpec:
     connector: str = CONNECTOR
     transfer: Mapping[str, Any] = field(default_factory=dict)  # further fields of --kv-transfer-config
     plugins: tuple[Path, ...] = ()  # folders with an entry point, put in front of PYTHONPATH
+    spins: bool = False  # on a CPU: whether vLLM's own queues between processes spin
     devices: str = ""  # NPU: ASCEND_RT_VISIBLE_DEVICES
     draft: Mapping[str, Any] = field(default_factory=dict)  # --speculative-config
     arguments: tuple[str, ...] = ()
@@ -144,7 +146,8 @@ class EngineSpec:
     def environ(self) -> dict[str, str]:
         devices = {"ASCEND_RT_VISIBLE_DEVICES": self.devices} if self.devices else {}
         here = {"VLLM_HOST_IP": self.host}
-        return {**child_environment(self.plugins, self.npu), **here, **devices, **self.environment}
+        plugins = self.plugins if self.npu or self.spins else (*self.plugins, PATIENT)
+        return {**child_environment(plugins, self.npu), **here, **devices, **self.environment}
 
     def at(self, port: int, devices: str = "") -> EngineSpec:
         return dataclasses.replace(self, port=port, devices=devices or self.devices)

@@ -6,14 +6,12 @@ An engine's configuration is checked first, its process and its model's cache on
 """
 
 from vllm_ascend_pd.admission.cache import cache_shape, check_groups, group_refusals, is_grouped
-from vllm_ascend_pd.admission.configuration import BOTH, check_engine, engine_refusals, model_fingerprint
-from vllm_ascend_pd.admission.process import check_both, check_contained, is_alone, older_scheduler
+from vllm_ascend_pd.admission.configuration import check_engine, engine_refusals, model_fingerprint
+from vllm_ascend_pd.admission.process import check_contained, is_alone, older_scheduler
 from vllm_ascend_pd.admission.sizes import dp_rank, listening_offsets, ranks_here, token_division
 
 __all__ = [
-    "BOTH",
     "cache_shape",
-    "check_both",
     "check_contained",
     "check_engine",
     "check_groups",

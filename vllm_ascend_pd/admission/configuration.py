@@ -13,10 +13,6 @@ from vllm_ascend_pd import compat
 from vllm_ascend_pd.admission import drafts, quantised, sizes
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.errors import ConfigError, not_proven
-from vllm_ascend_pd.transport.create import protocol_of
-
-BOTH = "kv_both"
-ONE_ROLE = "Give each engine one role, kv_producer or kv_consumer."
 
 
 def check_engine(config: Any, push: PushConfig) -> None:
@@ -28,15 +24,13 @@ def check_engine(config: Any, push: PushConfig) -> None:
 def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
     """Yield all that is not proven in an engine's configuration; the first stops its start."""
     role = config.kv_transfer_config.kv_role
-    if role not in ("kv_producer", "kv_consumer", BOTH):
+    if role not in ("kv_producer", "kv_consumer"):
         yield ConfigError("PD-CONF-004", role=role)
         return
     parallel = config.parallel_config
     if (device := compat.device_type()) not in ("cpu", "npu"):
         # A layer may be read once the device's kernels have run, for which device/ waits on these two alone.
         yield not_proven(f"Platform {device or 'without a device'}", "Start on an NPU or a CPU.")
-    if role == BOTH:
-        yield from _both_refusals(config, push)
     yield from _context_refusals(config, role)
     mode = getattr(getattr(config, "compilation_config", None), "cudagraph_mode", None)
     if role != "kv_consumer" and mode is not None and mode.has_full_cudagraphs():
@@ -62,7 +56,7 @@ def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
             yield not_proven(name, "Start without it.")
     side = {"kv_producer": "prefill", "kv_consumer": "decode"}.get(role, "")
     yield from _wrong_sizes(push, side, parallel, config.kv_transfer_config.engine_id)
-    port, last = push.channel.side_channel_port, sizes.listening_offsets(parallel)[-1] + (role == BOTH)
+    port, last = push.channel.side_channel_port, sizes.listening_offsets(parallel)[-1]
     if role != "kv_producer" and port and port + last > 65535:
         why = f"the last worker would listen on {port + last}"
         yield ConfigError("PD-CONF-003", key="side_channel_port", value=port, why=why, remedy="Choose a lower port.")
@@ -85,26 +79,6 @@ def _ascend_refusals(more: Any, role: str) -> Iterator[ConfigError]:
         yield not_proven("xlite_graph_config on prefill", remedy)
 
 
-def _both_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
-    """Yield what is not proven with both roles in one engine: all but the order P first in a plain engine."""
-    parallel = config.parallel_config
-    if push.wire.transport == "mooncake" and (protocol := protocol_of(push.wire)) != "tcp":
-        yield not_proven(f"{BOTH} over {protocol}", ONE_ROLE)
-    if parallel.pipeline_parallel_size > 1:
-        yield not_proven(f"{BOTH} with pipeline parallelism", ONE_ROLE)
-    if parallel.data_parallel_size > 1 or sizes.is_dense_rank(config.kv_transfer_config.engine_id):
-        yield not_proven(f"{BOTH} with data parallelism", ONE_ROLE)
-    if config.speculative_config is not None:
-        yield not_proven(f"{BOTH} with speculative decoding", ONE_ROLE)
-    if push.metaserver.metaserver_urls:
-        # Two engines whose caches are full of each other's reservations would wait for each other's prefills.
-        yield not_proven(f"{BOTH} behind the metaserver", ONE_ROLE)
-    if not push.meet.hold_sources:
-        yield not_proven(
-            f"{BOTH} without hold_sources", "Set hold_sources: how many prompts P holds until a D has fetched them."
-        )
-
-
 def _context_refusals(config: Any, role: str) -> Iterator[ConfigError]:
     """Yield what is not proven with context parallelism.
 
@@ -115,8 +89,6 @@ def _context_refusals(config: Any, role: str) -> Iterator[ConfigError]:
     divided = sizes.token_division(parallel)
     if divided.world == 1:
         return
-    if role == BOTH:
-        yield not_proven(f"{BOTH} with context parallelism", ONE_ROLE)
     without = "Start without --decode-context-parallel-size and --prefill-context-parallel-size."
     if not compat.is_vllm_ascend():
         # It is vllm-ascend's rule which rank keeps which tokens; in vLLM it depends on the backend and the release.

@@ -5,23 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_pd import compat, older_groups
+from vllm_ascend_pd import older_groups
 from vllm_ascend_pd.admission.cache import GROUPED, is_grouped
-from vllm_ascend_pd.admission.configuration import BOTH, ONE_ROLE
 from vllm_ascend_pd.errors import not_proven
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-
-def check_both(kv_cache_config: KVCacheConfig) -> None:
-    """Raise ConfigError if both roles are not proven in this engine, by what only the engine itself knows."""
-    if compat.is_vllm_ascend():
-        raise not_proven(f"{BOTH} under vllm-ascend", ONE_ROLE)
-    if older_groups.needed():
-        raise not_proven(f"{BOTH} with this vLLM", f"Use vLLM 0.32.0 or later for it. {ONE_ROLE}")
-    if is_grouped(kv_cache_config):
-        raise not_proven(f"{BOTH} for a cache with sliding windows, states or several groups", ONE_ROLE)
 
 
 def is_alone(connector: object) -> bool:
@@ -31,10 +20,8 @@ def is_alone(connector: object) -> bool:
     return not has_kv_transfer_group() or get_kv_transfer_group() is connector
 
 
-def check_contained(both: bool, grouped: bool) -> None:
+def check_contained(grouped: bool) -> None:
     """Raise ConfigError if an engine's connector is not proven inside another one."""
-    if both:
-        raise not_proven(f"{BOTH} behind a MultiConnector", ONE_ROLE)
     if grouped and older_groups.needed():
         raise not_proven(f"{GROUPED} behind a MultiConnector", "Use vLLM 0.32.0 or later for it.")
 

@@ -127,7 +127,6 @@ class LayerKind(msgspec.Struct, frozen=True, array_like=True):
     regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=MAX_REGIONS)]
     layers: Stage
     group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)] = 0
-    only: int = -1  # >= 0: the only rank that holds them
     whole: bool = False  # with context parallelism: every rank holds all tokens (an indexer's keys)
 
 
@@ -143,7 +142,6 @@ class Ranks(msgspec.Struct, frozen=True):
     tp_size: int
     dcp: int = 1
     pcp: int = 1
-    only: int = -1  # >= 0: the only rank that holds all of it (KVPP)
 
     def __len__(self) -> int:
         return self.tp_size * self.pcp
@@ -154,8 +152,6 @@ class Ranks(msgspec.Struct, frozen=True):
         return self.dcp * self.pcp
 
     def head_range(self, rank: int) -> range:
-        if self.only >= 0:
-            return range(self.kv_heads if rank == self.only else 0)
         place = rank % self.tp_size
         first = place * self.kv_heads // self.tp_size
         return range(first, max(first + 1, (place + 1) * self.kv_heads // self.tp_size))
@@ -190,12 +186,11 @@ class CacheGeometry(msgspec.Struct, frozen=True):
     dcp: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     pcp: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     interleave: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1
-    only: int = -1  # >= 0: the only rank that holds the layers that are not in `others`
 
     @property
     def ranks(self) -> Ranks:
         """Ranks of a stage."""
-        return Ranks(self.kv_heads, self.tp_size, self.dcp, self.pcp, self.only)
+        return Ranks(self.kv_heads, self.tp_size, self.dcp, self.pcp)
 
     @property
     def token_split(self) -> TokenSplit:
@@ -332,7 +327,6 @@ def _kinds(geometry: CacheGeometry) -> tuple[CacheGeometry, ...]:
                 packing=k.packing,
                 regions=k.regions,
                 group=k.group,
-                only=k.only,
                 **_division(geometry, k),
             )
             for k in geometry.others

@@ -22,7 +22,7 @@ GRANULE_BYTES = 32 << 10
 
 def max_heads(geometry: CacheGeometry) -> int:
     """Return the number of heads on the rank that holds most."""
-    return geometry.kv_heads if geometry.only >= 0 else -(-geometry.kv_heads // geometry.tp_size)
+    return -(-geometry.kv_heads // geometry.tp_size)
 
 
 def granule(d: CacheGeometry) -> int:

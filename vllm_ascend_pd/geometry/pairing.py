@@ -76,9 +76,7 @@ def destinations(p: CacheGeometry, d: CacheGeometry, stage: int, rank: int) -> t
 
 def no_exchange_reason(p: CacheGeometry, d: CacheGeometry) -> str:
     """Return why ranks of P or D do not each hold some heads of all tokens; "" if they do."""
-    if max(p.ranks.world, d.ranks.world) > 1:
-        return "the tokens are divided among ranks"
-    return "a layer is one rank's" if any(kind.only >= 0 for kind in (*p.kinds, *d.kinds)) else ""
+    return "the tokens are divided among ranks" if max(p.ranks.world, d.ranks.world) > 1 else ""
 
 
 def exchanged(p: CacheGeometry, d: CacheGeometry) -> tuple[Pairing, ...]:

@@ -49,13 +49,12 @@ def _facts(geometry: CacheGeometry) -> tuple[object, ...]:
 
     So releases with different features agree on caches that need none of these.
     """
-    *plain, drafter, drafts, others, groups, group, dcp, pcp, interleave, only = msgspec.structs.astuple(geometry)
+    *plain, drafter, drafts, others, groups, group, dcp, pcp, interleave = msgspec.structs.astuple(geometry)
     whole = tuple(index for index, kind in enumerate(others) if kind.whole)
     dealt = ("dealt", dcp, pcp, interleave, *(("whole", whole) if whole else ())) if dcp * pcp > 1 else ()
-    alone = ("only", only, *(kind.only for kind in others))
-    kinds = tuple(msgspec.structs.astuple(kind)[: -2 if groups else -3] for kind in others)
+    kinds = tuple(msgspec.structs.astuple(kind)[: -1 if groups else -2] for kind in others)
     more = (drafter, drafts, kinds) if drafts or others or groups else ()
-    return (*plain, *more, *((groups, group) if groups else ()), *dealt, *(alone if max(alone[1:]) >= 0 else ()))
+    return (*plain, *more, *((groups, group) if groups else ()), *dealt)
 
 
 class Job(msgspec.Struct, frozen=True, eq=False):

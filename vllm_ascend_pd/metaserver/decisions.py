@@ -64,69 +64,19 @@ class RetryPolicy:
 # ---- blame for failures ---------------------------------------------------------------------------------------
 
 
-class Culprit(Enum):
-    PREFILL = "prefill"  # P, and the pair
-    PAIR = "pair"  # one of the two, or what is between them
-    NEITHER = "neither"  # the request, the metaserver, or what was counted where it happened
-
-
-# D's codes for KV that did not come, and what counts against P or the pair. Nothing counts against D's circuit: D may
-# answer well. That D is to blame shows when its loads from several P's fail (`LoadRecord`). A code that is not here
-# counts against none.
-VERDICTS: dict[str, tuple[Culprit, str]] = {
-    "PD-XFER-001": (
-        Culprit.PREFILL,
-        "not all KV came before D's deadline",
-    ),
-    "PD-XFER-002": (Culprit.NEITHER, "it was given up: the client has left, or another attempt took over"),
-    "PD-XFER-003": (Culprit.PAIR, "a write between the two failed: the network's or either's"),
-    "PD-XFER-004": (Culprit.PREFILL, "P's process or its lease was gone in the middle of a push"),
-    "PD-XFER-005": (Culprit.PAIR, "one refused the other's message: these two do not fit, each may fit another"),
-    "PD-XFER-006": (Culprit.PREFILL, "P's own ranks could not exchange what they were to push"),
-    "PD-XFER-007": (Culprit.PREFILL, "P's writer is dead: it pushes nothing until it is started again"),
-    "PD-XFER-008": (
-        Culprit.NEITHER,
-        "P's first token was lost on its way, or P's answer, which was counted where it happened",
-    ),
-    "PD-XFER-009": (Culprit.NEITHER, "all KV had come, and D gave its blocks back: D has too few of them"),
-    "PD-WIRE-003": (Culprit.PAIR, "a write did not fit the memory that D named: a bug of one or the other"),
-    "PD-WIRE-004": (Culprit.PAIR, "what came is not what was sent: the network's or either's memory"),
-    "PD-WIRE-005": (Culprit.PAIR, "what D said of its memory does not fit its caches: no P could have pushed there"),
-    "PD-GEO-001": (Culprit.PAIR, "the two were started with different caches"),
-    "PD-CTRL-001": (Culprit.PAIR, "an engine could not listen, and did not start"),
-    "PD-CTRL-002": (Culprit.PAIR, "the two do not understand each other"),
-    "PD-CTRL-003": (Culprit.PAIR, "the two are of different versions"),
-    "PD-CTRL-004": (Culprit.PAIR, "one is of an older version"),
-    "PD-SEC-003": (Culprit.PAIR, "the two have different secrets"),
-    "PD-META-001": (Culprit.PAIR, "D is not configured for this metaserver"),
-    "PD-META-002": (Culprit.PAIR, "D did not reach the metaserver, which P has nothing to do with"),
-    "PD-META-003": (Culprit.NEITHER, "the metaserver refused the reservation"),
-    "PD-META-004": (Culprit.NEITHER, "D has too many reservations open"),
-    "PD-META-005": (Culprit.NEITHER, "the prompt that P saw is not the one that D reserved for"),
-    "PD-META-006": (Culprit.NEITHER, "P's leg failed, which was counted where it happened"),
-    "PD-META-026": (Culprit.NEITHER, "another router sent D a request, and P none of that name"),
-    "PD-META-027": (Culprit.NEITHER, "D came too late for what P held, or another D had it"),
-    "PD-META-028": (Culprit.NEITHER, "P holds as much as it may for D's that do not come"),
-    "PD-META-029": (Culprit.NEITHER, "another router, or a client, sent what D does not understand"),
-    "PD-META-030": (Culprit.NEITHER, "D is not configured for this P"),
-    "PD-META-033": (
-        Culprit.NEITHER,
-        "P chooses its first token otherwise than D asks: the two are started with other settings",
-    ),
-    "PD-META-031": (Culprit.NEITHER, "P's kind of cache cannot be held for a D that comes later"),
+# D's codes for KV that did not come, and what P's status says then: they count against P's circuit. Nothing counts
+# against D's circuit: D may answer well. That D is to blame shows when its loads from several P's fail (`LoadRecord`).
+AGAINST_PREFILL = {
+    "PD-XFER-001": "not all KV came before D's deadline",
+    "PD-XFER-004": "P's process or its lease was gone in the middle of a push",
+    "PD-XFER-006": "P's own ranks could not exchange what they were to push",
 }
-
-
-def against_prefill(code: str) -> str:
-    """Return why a reported code counts against the P that was to push; empty if it does not."""
-    culprit, why = VERDICTS.get(code, (Culprit.NEITHER, ""))
-    return why if culprit is Culprit.PREFILL else ""
-
-
-def against_pair(code: str) -> str:
-    """Return why a reported code counts against D's loads from that P; empty if it does not."""
-    culprit, why = VERDICTS.get(code, (Culprit.NEITHER, ""))
-    return "" if culprit is Culprit.NEITHER else why
+# Codes that count against D's loads from that P: those above, and what lies with one of the two or between them, or on
+# D's way to the metaserver. All others are the request's or the metaserver's, or were counted where it happened.
+AGAINST_PAIR = frozenset(AGAINST_PREFILL) | {
+    *("PD-XFER-003", "PD-XFER-005", "PD-WIRE-003", "PD-WIRE-004", "PD-WIRE-005", "PD-GEO-001"),
+    *("PD-CTRL-002", "PD-CTRL-003", "PD-CTRL-004", "PD-SEC-003", "PD-META-001", "PD-META-002"),
+}
 
 
 @dataclass(slots=True)

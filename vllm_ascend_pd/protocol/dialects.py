@@ -66,10 +66,7 @@ class PassingRouter:
 
 
 def is_prefill(params: object) -> bool:
-    """Return whether an engine with both roles is P for this request.
-
-    Any other request is D's. If D does not understand the parameters, it computes the prompt itself.
-    """
+    """Return whether a request asks P to prefill for another engine. They may be anything that JSON has."""
     return isinstance(params, Mapping) and params.get("do_remote_decode") is True
 
 

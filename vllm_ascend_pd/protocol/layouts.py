@@ -38,7 +38,7 @@ from vllm_ascend_pd.geometry.layout import LayerKind as Unlike
 from vllm_ascend_pd.protocol.failure import Text
 from vllm_ascend_pd.protocol.identity import Contributor, Endpoint, Rank, Token
 
-MAX_COMPONENTS, MAX_SECTIONS, MAX_WORKERS = 16, 8, 4096
+MAX_COMPONENTS, MAX_WORKERS = 16, 4096
 MAX_COMPONENTS_OF_ALL = 16384  # layers × components
 _KEPT = 64  # layouts in a cache: each D has one, and each of its data-parallel ranks counts as a D
 MAX_LAYOUT_BYTES = 1 << 20
@@ -47,20 +47,11 @@ Index = Annotated[int, msgspec.Meta(ge=0, le=4096)]
 
 
 class Sharding(msgspec.Struct, frozen=True, array_like=True):
-    """Division of a component among ranks: by heads, by tokens, or all of it on one rank."""
+    """Division of a component among ranks: by heads, and by tokens."""
 
     heads: Annotated[int, msgspec.Meta(ge=0, le=65536)]  # of the model; if fewer than ranks, neighbours hold replicas
     world: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1  # ranks among which the tokens are divided
     interleave: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1
-    only: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 16)] = -1
-
-
-class Section(msgspec.Struct, frozen=True, array_like=True):
-    """Part of a cell that ranks hold in another way than the rest."""
-
-    offset: Stride
-    bytes: Stride
-    held: Sharding
 
 
 class Component(msgspec.Struct, frozen=True, array_like=True):
@@ -74,7 +65,6 @@ class Component(msgspec.Struct, frozen=True, array_like=True):
     cell_bytes: Stride
     packing: Token
     held: Sharding
-    sections: Annotated[tuple[Section, ...], msgspec.Meta(max_length=MAX_SECTIONS)] = ()
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -135,7 +125,7 @@ def _places(stages: int, ranks: Ranks) -> list[tuple[int, int, int]]:
 
 
 def _components(g: CacheGeometry) -> tuple[Component, ...]:
-    held, count = Sharding(g.kv_heads, g.ranks.world, g.interleave if g.ranks.world > 1 else 1, g.only), len(g.regions)
+    held, count = Sharding(g.kv_heads, g.ranks.world, g.interleave if g.ranks.world > 1 else 1), len(g.regions)
     return tuple(
         Component(r.name, dtype, r.block_stride, r.head_stride, r.token_stride, r.cell_bytes, packing, held)
         for r, dtype, packing in zip(g.regions, split_names(g.dtype, count), split_names(g.packing, count), strict=True)
@@ -189,7 +179,7 @@ def read(layout: bytes) -> EngineLayout:
         drafter=found.drafter,
         drafts=tuple(found.layers[index].name for index in found.drafts),
         others=tuple(
-            Unlike(*_planned(kind), tuple(names), group, kind.components[0].held.only, _is_whole(kind, held))
+            Unlike(*_planned(kind), tuple(names), group, _is_whole(kind, held))
             for kind, names, group in list(zip(found.kinds, of_kind, group_of, strict=True))[1:]
         ),
         groups=() if plain else found.groups,
@@ -197,7 +187,6 @@ def read(layout: bytes) -> EngineLayout:
         dcp=held.world // _again(found),
         pcp=_again(found),
         interleave=held.interleave,
-        only=held.only,
     )
     endpoints = tuple(worker.endpoint for worker in found.workers if worker.endpoint is not None)
     return EngineLayout(found.model, geometry, endpoints)
@@ -227,10 +216,8 @@ def _unsupported(layout: Layout) -> str:
     if layout.workers and _again(layout) == 1 and held and held[0].world > 1:
         divided -= {(1, 1)}  # of such a kind every rank has all tokens
     filled = {
-        "sections": any(component.sections for component in components),
         "world": len(divided) > 1
         or (any(h.world > 1 for h in held) and (len(layout.groups) != 1 or layout.groups[0].matters != ALL)),
-        "only": any(h.only >= 0 for h in held) and any(h.world > 1 for h in held),
         "replicated": not all(h.heads for h in held),
         "components": any(len({c.held for c in kind.components}) > 1 for kind in layout.kinds),
         "matters": any(group.matters not in (ALL, WINDOW, STATE, COMPRESSED) for group in layout.groups),
@@ -258,8 +245,6 @@ def _contradiction(layout: Layout) -> str:
         return f"tokens in {held.world} parts for {len(layout.workers)} workers"
     if held.world > 1 and layout.groups[0].block_size % held.interleave:
         return f"blocks of {layout.groups[0].block_size} tokens in runs of {held.interleave}"
-    if any(c.held.only > last.tp for k in layout.kinds for c in k.components):
-        return f"a layer of a rank that is not there, with {last.tp + 1} of them"
     grid = _places(last.stage + 1, Ranks(held.heads, last.tp + 1, held.world // again, again))
     if [(worker.stage, worker.tp, worker.cp) for worker in layout.workers] != grid:
         return "its workers are not those of every stage and rank, in order"

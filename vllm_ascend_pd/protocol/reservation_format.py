@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 
 from vllm_ascend_pd.errors import RemoteProtocolError
-from vllm_ascend_pd.geometry.layout import MAX_GROUPS, Group, Name
+from vllm_ascend_pd.geometry.layout import MAX_GROUPS, Group
 from vllm_ascend_pd.protocol.first import Seed
 from vllm_ascend_pd.protocol.identity import Count, Token, TransferId
 from vllm_ascend_pd.protocol.layouts import MAX_LAYOUT_BYTES, EngineLayout, read, written
@@ -41,7 +41,6 @@ class SentReservation(msgspec.Struct, frozen=True):
     prompt_hash: Token
     needs: Needs = ()
     seed: Seed | None = None
-    meets: Name = ""
 
 
 def as_sent(reservation: Reservation) -> SentReservation:
@@ -58,8 +57,6 @@ def as_sent(reservation: Reservation) -> SentReservation:
 
 def reservation_of(sent: SentReservation) -> Reservation:
     """Read a reservation. Raise PD-CTRL-002 if it contradicts itself, PD-CTRL-004 if it has something not supported."""
-    if sent.meets:
-        raise RemoteProtocolError("PD-CTRL-004", word="meets")
     layout = read(sent.layout)
     why = _contradiction(sent.groups, layout.geometry.tables)
     if why:

@@ -15,6 +15,7 @@ from msgspec import structs
 
 from simulation.front.engines import EngineFaults
 from simulation.front.world import FrontResult, SeedPlan, draw, run_seed
+from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.http import http1
 from vllm_ascend_pd.metaserver import bodies, resumable, resume
 from vllm_ascend_pd.metaserver.bodies import Use
@@ -288,7 +289,9 @@ ALL = {
             ((relay, "_cut_short", relay.dropped), (relay, "_NOTHING", relay._DROPPED)),
         ),
         FrontMutation("D's word is not waited for", ((Attempt, "explained", _nothing_awaited),)),
-        FrontMutation("every failed load speaks against P", ((shared, "against_prefill", lambda code: "it failed"),)),
+        FrontMutation(
+            "every failed load speaks against P", ((shared, "AGAINST_PREFILL", dict.fromkeys(CATALOGUE, "it failed")),)
+        ),
         FrontMutation("a place is never given back", ((front.AdmissionQueue, "leave", _nothing),)),
         FrontMutation("a leg that failed keeps its load", ((fleet.LegInFlight, "__exit__", _keeps_its_load),)),
         FrontMutation("a stream goes on after its end", ((relay, "_said_all", _never),)),

@@ -288,10 +288,6 @@ def test_what_is_not_proven_of_divided_tokens_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         admission.cache_shape(config, grouped(attention()))
     assert "do not end with a block of 32" in caught.value.sentence
-    config = divided("kv_producer")
-    config.kv_transfer_config.kv_role = "kv_both"
-    said = [error.sentence for error in admission.engine_refusals(config, PushConfig.parse({}))]
-    assert any("with context parallelism" in sentence for sentence in said)
     config = vllm_config("kv_producer", tensor_parallel_size=2)  # two heads: each rank has its own
     config.parallel_config.decode_context_parallel_size = 2
     with pytest.raises(ConfigError) as caught:
@@ -347,11 +343,13 @@ def test_request_ids_without_a_random_part_are_refused(value: str, monkeypatch: 
     Engine.of(config)
 
 
-def test_an_engine_without_a_role_is_refused() -> None:
+@pytest.mark.parametrize("role", [None, "kv_both"])
+def test_an_engine_has_one_role(role: str | None) -> None:
     config = vllm_config()
-    config.kv_transfer_config.kv_role = None
+    config.kv_transfer_config.kv_role = role
     refused = refusal(config)
-    assert refused.code == "PD-CONF-004" and "None" in refused.sentence and "kv_producer" in refused.remedy
+    assert refused.code == "PD-CONF-004" and repr(role) in refused.sentence
+    assert all(word in refused.remedy for word in (*BOTH, "an engine has one role"))
 
 
 # -- the predecessor's keys

@@ -29,7 +29,6 @@ from vllm_ascend_pd.cli.checkup import host, npu, pair
 from vllm_ascend_pd.cli.checkup.check import FAILURE, GOOD, NOTE, WARNING, Check
 from vllm_ascend_pd.cli.checkup.line import Broken, Line, dial
 from vllm_ascend_pd.config import ChannelConfig, MetaserverConfig, PushConfig
-from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.observe.tally import PREFIX
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.shared.loop import LoopThread
@@ -139,14 +138,13 @@ HOLDING = {**OURS, "kv_connector_extra_config": {"hold_sources": 4, "mooncake_pr
     ("given", "words", "says"),
     [
         ({**OURS, "kv_role": "both"}, [], "PD-CONF-004: kv_role = 'both' cannot be used with this connector."),
-        ({"kv_role": "kv_both"}, [], "PD-CONF-005: kv_both without hold_sources is not proven"),
+        ({"kv_role": "kv_both"}, [], "PD-CONF-004: kv_role = 'kv_both' cannot be used with this connector."),
         ({"kv_connector": "AscendPushConnector"}, [], "PD-CONF-004: kv_role = None"),
         ({**OURS, "kv_connector": "NixlConnector"}, [], "PD-CONF-003: kv_connector = 'NixlConnector' is impossible"),
         (EVERYWHERE, [], "PD-CONF-003: side_channel_host = '0.0.0.0'"),
         (OURS, ["--tp", "2", "--dcp", "2"], "PD-CONF-005: Context parallelism without vllm-ascend"),
         (SIZED, ["--tp", "4"], "PD-CONF-006: prefill.tp_size = 2 in the configuration, but this engine runs with 4"),
         (RANKED, ["--dp", "4"], "PD-CONF-006: prefill.dp_size = 8 in the configuration, but this engine runs with 4"),
-        ({**HOLDING, "kv_role": "kv_both"}, ["--dp", "2"], "PD-CONF-005: kv_both with data parallelism"),
     ],
 )
 def test_what_the_engine_would_refuse_is_a_failure_in_the_engines_own_words(
@@ -277,19 +275,6 @@ def test_the_ports_of_a_hosts_data_parallel_ranks_are_those_that_its_engine_take
         f"{LOOPBACK}:{base + port}" for port in wanted
     ]
     assert code == 1 and [check["level"] for check in found["ports"]] == [GOOD] * (2 * each - 1) + [FAILURE]
-
-
-@pytest.mark.parametrize("words", [("--dp", "1"), ("--ranks", "2")])
-def test_an_engine_with_both_roles_has_a_port_for_its_scheduler_before_those_of_its_workers(
-    words: tuple[str, str],
-) -> None:
-    base, config = free_port(count=3), {**HOLDING, "kv_role": "kv_both"}
-    config["kv_connector_extra_config"] = {"side_channel_port": base, "hold_sources": 4}
-    push = PushConfig(channel=ChannelConfig(side_channel_port=base))
-    running = Engine(push, "", "", "", LOOPBACK, None, both=True)
-    wanted = [running.listening_port, running.port_of(0), running.port_of(1)]
-    _, found = doctor("--kv-transfer-config", json.dumps(config), "--tp", "2", *words)
-    assert [check["says"].split()[0] for check in found["ports"]] == [f"{LOOPBACK}:{port}" for port in wanted]
 
 
 @pytest.mark.parametrize(

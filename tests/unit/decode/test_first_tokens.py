@@ -487,8 +487,9 @@ def test_where_it_was_not_tried_vllm_stays_as_it_is(changes: dict[str, Any], why
 
 
 def test_another_version_and_another_shape_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.__version__", "0.99.0")
-    assert first_token.unproven(config()) == "vLLM 0.99.0 was not tried"
+    for version in ("0.24.0", "0.26.0", "0.29.0", "0.30.0", "0.99.0"):
+        monkeypatch.setattr("vllm.__version__", version)
+        assert first_token.unproven(config()) == f"vLLM {version} was not tried"
     monkeypatch.undo()
     monkeypatch.setattr("vllm.v1.core.sched.utils.check_stop", lambda request: True)
     assert "check_stop" in first_token.unproven(config()) or "differ" in first_token.unproven(config())

@@ -42,11 +42,6 @@ def dealt(g: CacheGeometry, *, dcp: int = 1, pcp: int = 1, interleave: int = 1) 
     return msgspec.structs.replace(g, dcp=dcp, pcp=pcp, interleave=interleave)
 
 
-def alone(g: CacheGeometry, *, tp: int, only: int) -> CacheGeometry:
-    """The same cache in an engine with `tp` ranks, of which only one has it, with all heads."""
-    return msgspec.structs.replace(g, tp_size=tp, only=only)
-
-
 def covers(g: CacheGeometry) -> int:
     """Return how many tokens a block of the table stands for."""
     return g.block_size * g.dcp * g.pcp
@@ -113,8 +108,6 @@ class CountedMemory:
 
     def __post_init__(self) -> None:
         self.heads = range_of(self.geometry.kv_heads, self.geometry.tp_size, self.rank % self.geometry.tp_size)
-        if self.geometry.only >= 0:
-            self.heads = list(range(self.geometry.kv_heads)) if self.rank == self.geometry.only else []
         noise = np.random.default_rng([self.seed, self.rank])
         for region in self.geometry.regions:
             self.memory.append(noise.integers(0, 256, self.blocks * region.block_stride, dtype=np.uint8))

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,14 +13,10 @@ from hypothesis import strategies as st
 
 from unit.geometry.context_parallel import GRID, ContextParallel
 from unit.geometry.executed import PARTS, Parts, clusters, execute, jobs_of
-from unit.geometry.kit import PlannedCluster, alone, covers, dealt, geometry, owner_share, range_of, ranks_of, share
+from unit.geometry.kit import PlannedCluster, covers, dealt, geometry, owner_share, range_of, ranks_of, share
 from vllm_ascend_pd.errors import LocalProtocolError, PdError
 from vllm_ascend_pd.geometry import ownership
-from vllm_ascend_pd.geometry.decide import decide
-from vllm_ascend_pd.geometry.layout import LayerKind
 from vllm_ascend_pd.geometry.ownership import TokenLine, granule
-from vllm_ascend_pd.geometry.pairing import contributors as pair_contributors
-from vllm_ascend_pd.geometry.pairing import pairings
 from vllm_ascend_pd.geometry.plan import Job, JobPlan, StepPlanner
 from vllm_ascend_pd.geometry.shard import Shares
 
@@ -43,7 +38,7 @@ def run(cluster: PlannedCluster, steps: list[list[int]], step_number: int = 0) -
         plans = [planner.plan(jobs, step_number + number) for planner in planners]
         for rank, mine in enumerate(plans):
             execute(cluster, rank, jobs, mine)
-        if all(covers(g) == g.block_size and g.only < 0 for g in (cluster.p, *cluster.ds)):
+        if all(covers(g) == g.block_size for g in (cluster.p, *cluster.ds)):
             check_balance(cluster, jobs, plans)
     cluster.check()
 
@@ -151,36 +146,6 @@ def test_layouts_and_block_sizes_may_differ(p_kind: str, d_kind: str, p_block: i
     p = geometry(p_kind, heads=4, tp=2, block=p_block, cells=(4, 4), pad=8)
     d = geometry(d_kind, heads=4, tp=4, block=d_block, cells=(4, 4))
     run(PlannedCluster(p, [d], [(0, 3, 50), (0, 0, 16)], seed=7), [[17, 5], [17, 5]])
-
-
-@pytest.mark.parametrize("kind", ["token", "head", "opaque"])
-@pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize(
-    ("p_ranks", "d_ranks"), [((4, 2), (2, 0)), ((4, 3), (1, -1)), ((2, -1), (4, 1)), ((4, -1), (2, 1))]
-)
-def test_a_layer_of_one_rank_alone(kind: str, heads: int, p_ranks: tuple[int, int], d_ranks: tuple[int, int]) -> None:
-    """Ranks, and the one of them that alone holds the layer; -1: each holds its heads."""
-    p, d = (
-        alone(geometry(kind, heads=heads, tp=1, block=8), tp=tp, only=only)
-        if only >= 0
-        else geometry(kind, heads=heads, tp=tp, block=8)
-        for tp, only in (p_ranks, d_ranks)
-    )
-    ds = [d, alone(d, tp=4, only=3) if d_ranks[1] >= 0 else d]  # two layouts that differ in nothing else
-    run(PlannedCluster(p, ds, [(0, 0, 30), (1, 8, 17), (0, 16, 64), (1, 0, 1)], seed=5), [[8, 9, 20, 0], [3, 9, 20, 0]])
-
-
-def test_layers_of_several_ranks_alone_are_planned_for_each() -> None:
-    """Two layers of one kind on P, which D has on one rank each: two pairings of that kind, in one step."""
-    p, d = geometry("token", heads=1, tp=1, block=8, layers=2), geometry("token", heads=1, tp=1, block=8, layers=2)
-    other = LayerKind(d.kv_heads, d.dtype, d.packing, d.regions, d.stages[0][1:], only=1)
-    d = msgspec.structs.replace(alone(d, tp=2, only=0), others=(other,))
-    table = np.arange(2, dtype=np.int32)
-    found = pairings(p, d)
-    plans = StepPlanner(p, 0).plan([Job(pair.d, 0, 0, 16, table, table) for pair in found])
-    assert [tuple(plan.by_rank) for plan in plans] == [(0,), (1,)]
-    assert [pair_contributors(p, d, rank) for rank in range(2)] == [((0, 0),), ((0, 0),)]
-    assert decide(p, d).why == "a layer is one rank's"
 
 
 def test_a_cut_moves_to_the_nearest_granule_of_its_piece() -> None:

@@ -25,7 +25,6 @@ TOKENS = list(range(40))
 QUIET: dict[str, Any] = {
     "transport": "memory",
     "patient": False,
-    "patient_shm": "off",
     "verify": "full",
     "regroup": "never",
     "resend_first_s": 0.05,

@@ -16,21 +16,18 @@ import pytest
 
 from unit.metaserver.cluster import FakeCluster, asked_until, cluster, data, events, texts, until
 from unit.metaserver.fake_engine import FakeEngine, reservation_of, words
-from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.http import http1
 from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.http1 import Origin, Upstream, UpstreamError
 from vllm_ascend_pd.metaserver.decisions import (
     MAX_RANKS,
     PRINT_S,
-    VERDICTS,
     CircuitPolicy,
     CircuitState,
     Condition,
     Life,
     PairProof,
     Role,
-    against_prefill,
 )
 from vllm_ascend_pd.metaserver.service import relay, reserve
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, parse_spec
@@ -552,18 +549,6 @@ def test_a_version_that_was_not_reported_for_long_is_not_believed_any_more() -> 
     life = Life().reported("one", 1.0, OLD)
     assert life.fingerprint(0.9 + PRINT_S) == OLD and life.fingerprint(1.0 + PRINT_S) == ""
     assert life.reported("one", 50.0).fingerprint(1.0 + PRINT_S) == OLD, "it was asked since"
-
-
-# -- meaning of the codes
-
-
-def test_each_code_that_a_report_can_carry_has_a_verdict_with_a_reason() -> None:
-    assert all(code in CATALOGUE and why for code, (_, why) in VERDICTS.items())
-    for code in (
-        c for c in CATALOGUE if c.startswith("PD-XFER") and c != "PD-XFER-007"
-    ):  # about P itself, never in D's reports
-        assert code in VERDICTS, code
-    assert against_prefill("PD-XFER-001") and not against_prefill("PD-XFER-003") and not against_prefill("PD-NONE-001")
 
 
 def test_what_comes_before_a_drop_is_whole_events() -> None:

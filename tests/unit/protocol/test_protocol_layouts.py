@@ -21,7 +21,6 @@ from vllm_ascend_pd.protocol.layouts import (
     Kind,
     Layer,
     Layout,
-    Section,
     Sharding,
     Worker,
     layout_hash,
@@ -81,8 +80,6 @@ def component(**changes: Any) -> tuple[Kind, ...]:
         EngineLayout("m", geometry(4, kv_heads=2, dcp=2, interleave=4)),
         EngineLayout("m", geometry(4, kv_heads=1, stages=STAGES, dcp=2, pcp=3, interleave=16), ()),
         EngineLayout("m", geometry(2, kv_heads=4, pcp=2, interleave=8)),
-        EngineLayout("m", geometry(4, only=3)),
-        EngineLayout("m", geometry(4, stages=STAGES, others=(msgspec.structs.replace(UNLIKE, only=2),))),
         EngineLayout("m", geometry(4, kv_heads=2, dcp=2, interleave=4, stages=STAGES, others=(UNLIKE,))),
         EngineLayout("m", geometry(4, kv_heads=1, dcp=4, interleave=4, stages=STAGES, others=(WHOLE,))),
     ],
@@ -101,13 +98,11 @@ def test_a_reservation_comes_back_as_it_was_made() -> None:
     [
         ({"groups": (Group(16, "chunk", 128),)}, "matters"),
         ({"groups": (Group(16), Group(16, "half"))}, "matters"),
-        ({"kinds": component(sections=(Section(0, 8, Sharding(4)),))}, "sections"),
         (
             {"kinds": (Kind((*LAYOUT.kinds[0].components, *component(held=Sharding(4, world=2))[0].components)),)},
             "world",
         ),
         ({"kinds": component(held=Sharding(1, world=2)), "groups": (Group(16, "window", 40),)}, "world"),
-        ({"kinds": component(held=Sharding(1, 2, only=1))}, "only"),
         ({"kinds": component(held=Sharding(0))}, "replicated"),
         (
             {"kinds": (Kind(component()[0].components + component(name="v", held=Sharding(2))[0].components),)},
@@ -132,7 +127,6 @@ def test_a_field_that_nothing_fills_yet_is_refused_by_its_name(changes: dict[str
         ({"workers": LAYOUT.workers[1:]}, "its workers"),
         ({"workers": (*LAYOUT.workers, Worker(2, 1))}, "its workers"),
         ({"workers": (Worker(0, 0), Worker(0, 0, 1))}, "tokens in 1 parts for 2 workers"),
-        ({"kinds": component(held=Sharding(4, only=2))}, "a layer of a rank that is not there"),
         ({"workers": (*(Worker(0, 0) for _ in range(4095)), Worker(4096, 1023))}, "its workers"),
         ({"workers": (Worker(0, 0), Worker(0, 1, 1))}, "its workers"),
         ({"kinds": component(held=Sharding(4, world=2))}, "tokens in 2 parts for 2 workers"),
@@ -171,9 +165,8 @@ def test_a_cache_that_cannot_be_is_refused_before_anything_is_planned(changes: d
     assert found.code == "PD-CTRL-002" and "layout: " in found.sentence and says in found.sentence
 
 
-@pytest.mark.parametrize("changes", [{"pcp": 2}, {"others": (WHOLE,), "only": 1}], ids=str)
-def test_whole_layers_beside_pcp_or_a_layer_of_one_rank_are_refused(changes: dict[str, Any]) -> None:
-    sizes = {"kv_heads": 1, "dcp": 2, "interleave": 4, "stages": STAGES, "others": (WHOLE,), **changes}
+def test_whole_layers_beside_pcp_are_refused() -> None:
+    sizes: dict[str, Any] = {"kv_heads": 1, "dcp": 2, "pcp": 2, "interleave": 4, "stages": STAGES, "others": (WHOLE,)}
     assert refusal(written(EngineLayout("m", geometry(2, **sizes), ()))).code == "PD-CTRL-004"
 
 
@@ -194,7 +187,6 @@ def slices(*found: Sequence[Any]) -> tuple[Slice, ...]:
 @pytest.mark.parametrize(
     ("changes", "code", "says"),
     [
-        ({"meets": "a name"}, "PD-CTRL-004", "'meets'"),
         ({"groups": ()}, "PD-CTRL-002", "0 slices for one group"),
         ({"groups": slices((0, 16, 0, b""), (0, 16, 0, b""))}, "PD-CTRL-002", "2 slices for one group"),
         ({"groups": slices((20, 40, 0, b""))}, "PD-CTRL-002", "token 20 is not in the block of index 0"),
@@ -224,10 +216,9 @@ def test_every_field_of_a_layout_has_its_place_in_the_geometry() -> None:
         "dcp",
         "pcp",
         "interleave",
-        "only",
         "drafts",
         "others",
         "groups",
         "group",
     }
-    assert set(SentReservation.__struct_fields__) - {"layout", "groups", "meets"} <= set(Reservation.__struct_fields__)
+    assert set(SentReservation.__struct_fields__) - {"layout", "groups"} <= set(Reservation.__struct_fields__)

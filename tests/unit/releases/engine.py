@@ -89,7 +89,7 @@ class ReleaseEngine:
     def __init__(
         self, role: str, tp: int, extra: dict[str, Any], policy: str = "fail", chunk: int = 128, blocks: int = BLOCKS
     ) -> None:
-        settings = {"transport": "memory", "regroup": "never", "patient_shm": "off", "verify": "full", **extra}
+        settings = {"transport": "memory", "regroup": "never", "verify": "full", **extra}
         self.config = vllm_config(
             role,
             settings,

@@ -24,6 +24,7 @@ from vllm_ascend_pd.protocol.versions import fingerprint, may_pair
 
 PROGRAM = Path(__file__).parent / "previous_reads.py"
 NEW: frozenset[str] = frozenset()  # names of messages that the previous state cannot know yet
+UNFILLED = (None, "", 0, -1, False, [], b"")  # -1: no rank
 WRITTEN: dict[str, tuple[str, bytes]] = {name: (how, made) for name, how, made in words.written() if name not in NEW}
 
 
@@ -62,7 +63,10 @@ def test_a_metaserver_pairs_the_two(answer: dict[str, Any]) -> None:
 def plain(how: str, made: bytes) -> Any:
     if how in ("posted", "answer"):
         return msgspec.json.decode(made)
-    return msgspec.msgpack.decode(made[4:] if how in ("reservation", "source", "first") else made)
+    found = msgspec.msgpack.decode(made[4:] if how in ("reservation", "source", "first") else made)
+    if how == "reservation":
+        found["layout"] = msgspec.msgpack.decode(found["layout"])
+    return found
 
 
 def kept(found: Any, wanted: Any, where: str) -> None:
@@ -72,13 +76,13 @@ def kept(found: Any, wanted: Any, where: str) -> None:
             if key in wanted:
                 kept(value, wanted[key], f"{where}.{key}")
             else:
-                assert value in (None, "", 0, False, [], b""), f"{where}.{key} came from nowhere: {value}"
+                assert value in UNFILLED, f"{where}.{key} came from nowhere: {value}"
     elif isinstance(found, list):
         for index, value in enumerate(found):
             if index < len(wanted):
                 kept(value, wanted[index], f"{where}[{index}]")
             else:
-                assert value in (None, "", 0, False, [], b""), f"{where}[{index}] came from nowhere: {value}"
+                assert value in UNFILLED, f"{where}[{index}] came from nowhere: {value}"
     else:
         assert found == wanted, f"{where}: {found} instead of {wanted}"
 

@@ -24,9 +24,27 @@ from vllm_ascend_pd.metadata import LoadEnd
 from vllm_ascend_pd.patience import Patience
 from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import Secrets, seal_source, unseal_source
-from vllm_ascend_pd.protocol.dialects import name_of, read_meet
+from vllm_ascend_pd.protocol.dialects import is_prefill, name_of, read_meet
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint
 from vllm_ascend_pd.protocol.meeting import Source, SourceId
+
+
+@pytest.mark.parametrize(
+    ("params", "wanted"),
+    [
+        (TOY, True),
+        ({"do_remote_decode": True, "do_remote_prefill": True}, True),
+        ({"do_remote_prefill": True, "do_remote_decode": False}, False),
+        ({"do_remote_decode": "true"}, False),
+        ({"do_remote_decode": 1}, False),
+        (None, False),
+        (["do_remote_decode"], False),
+        ("do_remote_decode", False),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_p_prefills_for_another_engine_only_what_says_so(params: Any, wanted: bool) -> None:
+    assert is_prefill(params) is wanted
 
 
 @pytest.mark.parametrize("secrets", [None, SECRETS], ids=["plain", "signed"])
@@ -145,7 +163,9 @@ def test_what_a_reset_freed_no_d_can_fetch() -> None:
     with pair() as both:
         _, _, answer = both.prefilled()
         both.p.reset()
-        assert both.p.must_step() and both.p.build_step(output()).freed == (P_ID,) and both.p.released(P_ID)
+        assert both.p.must_step() and both.p.open_loads() < 0, "the engine core must not nap before that step"
+        assert both.p.build_step(output()).freed == (P_ID,) and both.p.released(P_ID)
+        assert not both.p.must_step() and both.p.open_loads() == 0
         assert both.steps.cancelled(both.load(answer).transfer) == "PD-META-027"
 
 

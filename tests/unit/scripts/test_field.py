@@ -278,7 +278,7 @@ def test_all_that_is_refused_is_named_and_first_what_an_engine_says(
 
 def test_an_engine_that_is_both_is_neither_p_nor_d() -> None:
     verdict = judged(p=line(P, connector=transfer("kv_both")))
-    assert [refused.code for refused in verdict.refusals("P")] == ["PD-CONF-005"] and not verdict.both
+    assert [refused.code for refused in verdict.refusals("P")] == ["PD-CONF-004"] and not verdict.both
 
 
 def test_caches_that_do_not_fit_each_other_are_no_pair() -> None:

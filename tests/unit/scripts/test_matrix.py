@@ -17,7 +17,6 @@ from tools import matrix
 from tools.matrix import MARKS, RowResult, read, written
 from tools.support.matrix import COMBINATIONS, HOW, PAIRS, REFUSED, ROWS
 from vllm_ascend_pd.admission.cache import GROUPED
-from vllm_ascend_pd.admission.configuration import BOTH
 
 PAGE = f"before\n{MARKS.begin}\nan older table\n{MARKS.end}\nafter\n"
 RAN = """.tokens: 10 answers, 120 tokens compared, 0 excused
@@ -59,7 +58,7 @@ def test_the_readmes_tables_are_of_the_same_source() -> None:
 
 def features(file: Path) -> set[str]:
     """Return what a file's calls of not_proven name; … stands for what they insert, unless it is a constant's name."""
-    constants = {"BOTH": BOTH, "GROUPED": GROUPED}
+    constants = {"GROUPED": GROUPED}
     found = set()
 
     def said(node: ast.expr, variables: dict[str, ast.expr]) -> str:

@@ -166,16 +166,15 @@ def side_channel_ports(asked: HostOptions) -> range:
     """Return the ports that the workers on this host listen on; none if the kernel chooses them.
 
     With --dp they are counted from the sizes, as admission.listening_offsets does. On P its schedulers listen, one for
-    each data-parallel rank. With both roles P's scheduler has the port before D's workers (Engine.port_of).
+    each data-parallel rank.
     """
     base, ranks = asked.push.channel.side_channel_port, asked.dp_ranks
-    both = asked.role == "kv_both"
     if not base:
         return range(0)
     if not asked.dp:
-        return range(base, base + asked.ranks + both)
+        return range(base, base + asked.ranks)
     each = 1 if asked.role == "kv_producer" else (asked.tp or 1) * asked.pp * asked.pcp
-    return range(base + ranks.start * each, base + ranks.stop * each + both)
+    return range(base + ranks.start * each, base + ranks.stop * each)
 
 
 def ports(asked: HostOptions) -> Iterator[Check]:

@@ -9,7 +9,7 @@ import time
 from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
-from vllm_ascend_pd.metaserver.decisions import Evidence, PairProof, RetryBudget, against_pair, against_prefill
+from vllm_ascend_pd.metaserver.decisions import AGAINST_PAIR, AGAINST_PREFILL, Evidence, PairProof, RetryBudget
 from vllm_ascend_pd.metaserver.service.exchange import Attempt, HttpExchange, Journal
 from vllm_ascend_pd.metaserver.service.fleet import Fleet, Instance, LegInFlight
 from vllm_ascend_pd.metaserver.service.metrics import METRICS
@@ -135,15 +135,15 @@ class Shared:
                 self.fleet.seen(prefill, Evidence.SERVED)
             return
         exchange.stage("not loaded", code)
-        if why := against_pair(report.code):
+        if report.code in AGAINST_PAIR:
             exchange.tried.add(decode.name)
-            self.fleet.load_failed(decode, name, attempt.began, f"{report.code}: {why}", self.settings.canary)
-            what = f"the KV of a request did not come: {why}"
+            self.fleet.load_failed(decode, name, attempt.began, report.code, self.settings.canary)
+            what = "the KV of a request did not come"
             self.journal.trouble(report.code, what, name or decode.name, exchange.request_id)
         if prefill is None:
             return
         exchange.bad_prefills.add(name)
-        against = against_prefill(report.code)
+        against = AGAINST_PREFILL.get(report.code)
         if against and report.transfer not in attempt.blamed:
             attempt.blamed.add(report.transfer)
             self.fleet.seen(prefill, Evidence.BROKE, f"{report.code}: {against}")

@@ -46,7 +46,7 @@ class InNixlsPlace(AscendPushConnector):
         config = copy.copy(vllm_config)
         transfer = config.kv_transfer_config = copy.copy(vllm_config.kv_transfer_config)
         transfer.kv_role = ROLE
-        transfer.kv_connector_extra_config = {**ROLES[ROLE], "patient": False, "patient_shm": "off"}
+        transfer.kv_connector_extra_config = {**ROLES[ROLE], "patient": False}
         super().__init__(config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             facts = WorkerFacts(Endpoint("127.0.0.1", 9), _cache(kv_cache_config))
