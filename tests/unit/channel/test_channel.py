@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -223,7 +222,7 @@ async def test_a_host_that_no_socket_takes_is_unreachable_and_its_link_is_forgot
     async with RecordingDialer(limits=limits) as dialing:
         dialing.say(Endpoint("a\0b", 1))
         await until(lambda: dialing.unreachable)
-        assert re.search("null character|not known", dialing.unreachable[0]), dialing.unreachable
+        assert "null character" in dialing.unreachable[0]
         await until(lambda: dialing.stats()["links"] == 0)
         assert dialing.say(Endpoint(LOOPBACK, 1))
 
