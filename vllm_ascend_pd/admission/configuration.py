@@ -54,7 +54,7 @@ def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
         if getattr(parallel, name, False):
             # Ranks come and go then; reservations have the addresses, and exchanges the process groups, of the start.
             yield not_proven(name, "Start without it.")
-    side = {"kv_producer": "prefill", "kv_consumer": "decode"}.get(role, "")
+    side = "prefill" if role == "kv_producer" else "decode"
     yield from _wrong_sizes(push, side, parallel, config.kv_transfer_config.engine_id)
     port, last = push.channel.side_channel_port, sizes.listening_offsets(parallel)[-1]
     if role != "kv_producer" and port and port + last > 65535:

@@ -29,7 +29,7 @@ from vllm_ascend_pd.channel.frames import (
 from vllm_ascend_pd.channel.guards import candidates, check_greeting, greeting
 from vllm_ascend_pd.channel.limits import ChannelLimits, RateLimitedWarnings
 from vllm_ascend_pd.errors import RemoteProtocolError, one_line
-from vllm_ascend_pd.http.resolver import Hosts, Resolver, literal
+from vllm_ascend_pd.http.resolver import Hosts, Resolver, literal, reach
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.versions import Release
@@ -186,17 +186,12 @@ class Link:
             self._failed(_reason(error))
 
     async def _reach(self) -> None:
-        """Connect to the first address of the peer's name that takes it. Raise the first one's OSError."""
-        limits, problems = self._context.limits, list[OSError]()
-        for _, host in await self._looked_up():
-            try:
-                await self._loop.create_connection(
-                    lambda: Connection(self, self._loop.time, limits.send_buffer_bytes), host, self._endpoint.port
-                )
-                return
-            except OSError as problem:
-                problems.append(problem)
-        raise problems[0]
+        loop, size = self._loop, self._context.limits.send_buffer_bytes
+
+        async def connect(host: str) -> None:
+            await loop.create_connection(lambda: Connection(self, loop.time, size), host, self._endpoint.port)
+
+        await reach(await self._looked_up(), connect)
 
     async def _looked_up(self) -> Hosts:
         try:

@@ -23,7 +23,7 @@ import httptools
 
 from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.gathered import Gathered, Payload, cut, length
-from vllm_ascend_pd.http.resolver import Hosts, Resolver
+from vllm_ascend_pd.http.resolver import Hosts, Resolver, reach
 from vllm_ascend_pd.http.tls_files import TlsFiles
 from vllm_ascend_pd.http.within import within
 
@@ -60,12 +60,9 @@ def _broken_and_not_replaced(problem: UpstreamError) -> UpstreamError:
     return UpstreamError(HttpFailure.BROKEN, f"it closed the connection, and then: {problem.why}")
 
 
-def _one_of_several(problems: list[OSError]) -> OSError:
-    """Return one error for those of several addresses: a refusal, if one of them refused."""
-    if len(problems) == 1:
-        return problems[0]
-    refused = any(isinstance(problem, ConnectionRefusedError) for problem in problems)
-    return OSError(errno.ECONNREFUSED if refused else problems[-1].errno, "; ".join(map(str, problems)))
+def listed(value: bytes) -> list[bytes]:
+    """Return the words of a header that lists some. They have no case."""
+    return [word.strip().lower() for word in value.split(b",")]
 
 
 class UpstreamError(Exception):
@@ -508,20 +505,18 @@ class Upstream:
         return [(address["family"], address["host"]) for address in found]
 
     async def _reach(self, origin: Origin, hosts: Hosts, pool: _Pool, tls: ssl.SSLContext | None) -> _Connection:
-        """Connect to the first address that takes it. Raise OSError."""
-        loop, problems = asyncio.get_running_loop(), list[OSError]()
-        for _, host in hosts:
-            try:
-                _, connection = await loop.create_connection(
-                    lambda: _Connection(loop, pool, self._idle_s),
-                    *(host, origin.port),
-                    ssl=tls,
-                    server_hostname=origin.host if tls else None,
-                )
-                return connection
-            except OSError as problem:
-                problems.append(problem)
-        raise _one_of_several(problems)
+        loop = asyncio.get_running_loop()
+
+        async def connect(host: str) -> _Connection:
+            _, connection = await loop.create_connection(
+                lambda: _Connection(loop, pool, self._idle_s),
+                *(host, origin.port),
+                ssl=tls,
+                server_hostname=origin.host if tls else None,
+            )
+            return connection
+
+        return await reach(hosts, connect)
 
     def _open(self, origin: Origin) -> _Pool:
         if self._sweeper is None:

@@ -17,7 +17,10 @@ import ipaddress
 import socket
 import threading
 from collections import OrderedDict
-from typing import NamedTuple, TypedDict
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple, TypedDict, TypeVar
+
+T = TypeVar("T")
 
 FRESH_S = 5.0  # an answer that is older is looked up again, beside the request that uses it
 KEPT_S = 600.0  # how long an answer serves if there is no newer one
@@ -139,6 +142,20 @@ def literal(host: str) -> Hosts | None:
     except ValueError:
         return None
     return [(socket.AF_INET if version == 4 else socket.AF_INET6, host)]
+
+
+async def reach(hosts: Hosts, connect: Callable[[str], Awaitable[T]]) -> T:
+    """Connect to the first address that takes it. Raise one OSError for all: a refusal, if one of them refused."""
+    problems = list[OSError]()
+    for _, host in hosts:
+        try:
+            return await connect(host)
+        except OSError as problem:
+            problems.append(problem)
+    if len(problems) == 1:
+        raise problems[0]
+    refused = any(isinstance(problem, ConnectionRefusedError) for problem in problems)
+    raise OSError(errno.ECONNREFUSED if refused else problems[-1].errno, "; ".join(map(str, problems)))
 
 
 def _ask_system(host: str, loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Hosts]) -> None:

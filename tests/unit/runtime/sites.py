@@ -432,6 +432,16 @@ class PrefillSite:
             worker.close()
 
 
+def pushed(
+    p: PrefillSite, d: DecodeSite, name: str, tokens: int, *, deadline_s: float = 30.0
+) -> tuple[SitePrompt, list[Loaded]]:
+    """Reserve, prefill and push a prompt of its own. Return it with what D's workers report."""
+    request = d.reserve(name, tokens, deadline_s=deadline_s)
+    d.step()
+    p.prefill(request)
+    return request, d.received(request)
+
+
 def step_until(
     step: Callable[[], object], names: Sequence[str], reported: Container[str], what: Callable[[], str], seconds: float
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tools.support.process import free_port
 from unit.device.caches import CacheModel
 from unit.kits.names import NameServer
-from unit.runtime.sites import LOOPBACK, DecodeSite, PrefillSite, config, sites
+from unit.runtime.sites import LOOPBACK, DecodeSite, PrefillSite, config, pushed, sites
 
 PLANES = CacheModel("opaque")
 ELSEWHERE = "127.0.0.2"
@@ -23,23 +23,14 @@ def test_a_name_that_led_to_another_decode_engine_does_so_no_longer_than_its_ans
     p, wanted = PrefillSite(PLANES, 1), DecodeSite(PLANES, 1, push=named)
     other = DecodeSite(PLANES, 1, push=config(side_channel_port=port), hosts=(ELSEWHERE,))
     with sites(p, wanted, other):
-        own = other.reserve("own", 9)  # so that it knows its own name
-        other.step()
-        p.prefill(own)
-        assert other.received(own)[0].ok
+        own, (load,) = pushed(p, other, "own", 9)  # so that it knows its own name
+        assert load.ok
         names.addresses = [ELSEWHERE]
-        lost = wanted.reserve("lost", 9, deadline_s=1.0)
-        wanted.step()
-        p.prefill(lost)
-        assert not wanted.received(lost)[0].ok
+        _, (load,) = pushed(p, wanted, "lost", 9, deadline_s=1.0)
+        assert not load.ok
         names.addresses = [LOOPBACK]
-        seen = wanted.reserve("seen", 9, deadline_s=1.0)  # the refusal of this one shows that the name is right now
-        wanted.step()
-        p.prefill(seen)
-        wanted.received(seen)
-        later = wanted.reserve("later", 9)
-        wanted.step()
-        p.prefill(later)
-        assert wanted.received(later)[0].ok
+        pushed(p, wanted, "seen", 9, deadline_s=1.0)  # the refusal of this one shows that the name is right now
+        later, (load,) = pushed(p, wanted, "later", 9)
+        assert load.ok
         wanted.check(later)
         other.check(own)

@@ -14,7 +14,7 @@ import pytest
 
 from unit.device.caches import CacheModel
 from unit.kits.watching import traced, until
-from unit.runtime.sites import DecodeSite, PrefillSite, config, sites
+from unit.runtime.sites import DecodeSite, PrefillSite, config, pushed, sites
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
@@ -84,10 +84,8 @@ def test_a_revocation_that_fails_is_tried_again_until_it_succeeds(
         awake.set()
         p.finish(request)
         p.released_blocks_of(request)
-        later = d.reserve("later", 30)
-        d.step()
-        p.prefill(later)
-        assert d.received(later)[0].ok
+        later, (load,) = pushed(p, d, "later", 30)
+        assert load.ok
         d.check(later)
 
 

@@ -15,7 +15,7 @@ import msgspec
 import prometheus_client
 
 from vllm_ascend_pd.errors import one_line
-from vllm_ascend_pd.http.http1 import Headers, Upstream
+from vllm_ascend_pd.http.http1 import Headers, Upstream, listed
 from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.metaserver.decisions import Role
 from vllm_ascend_pd.metaserver.service import passing, spans, state
@@ -290,7 +290,7 @@ def forwarded(method: str, given: Headers, peer: str, keys: ClientKeys) -> tuple
         elif name == OWN_MARK:
             raise NotTaken(known(508, "PD-META-023"))
         elif name == b"connection" and value.lower() not in (b"keep-alive", b"close"):
-            named += (part.strip().lower() for part in value.split(b","))
+            named += listed(value)
     drop = {*_NOT_FORWARDED, *named} if named else _NOT_FORWARDED
     headers = keys.for_engine(method, [header for header in given if header[0] not in drop])
     request_id = id_of(given)

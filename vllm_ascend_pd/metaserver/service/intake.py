@@ -19,7 +19,7 @@ from aiohttp import StreamReader, web
 
 from vllm_ascend_pd.errors import one_line
 from vllm_ascend_pd.http.gathered import Gathered
-from vllm_ascend_pd.http.http1 import Headers
+from vllm_ascend_pd.http.http1 import Headers, listed
 from vllm_ascend_pd.metaserver.service.faults import Answer, known
 from vllm_ascend_pd.metaserver.service.gate import caller_of
 
@@ -316,8 +316,7 @@ class Body:
 
 def _waits(headers: Headers) -> bool:
     """Return whether the body is only sent once it is asked for. The words of that header have no case."""
-    expected = (value for name, value in headers if name == b"expect")
-    return any(one.strip().lower() == b"100-continue" for value in expected for one in value.split(b","))
+    return any(b"100-continue" in listed(value) for name, value in headers if name == b"expect")
 
 
 def _was_seen(rest: asyncio.Task[bytes | memoryview]) -> None:

@@ -21,7 +21,7 @@ import msgspec
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.http.decisions import HttpFailure
 from vllm_ascend_pd.http.gathered import Payload, cut, length
-from vllm_ascend_pd.http.http1 import Headers, Reply, UpstreamError
+from vllm_ascend_pd.http.http1 import Headers, Reply, UpstreamError, listed
 from vllm_ascend_pd.metaserver import bodies, outline
 from vllm_ascend_pd.metaserver.decisions import Evidence
 from vllm_ascend_pd.metaserver.outline import Buffer, Scan
@@ -278,14 +278,14 @@ def no_answer(problem: UpstreamError) -> Answer:
 
 
 async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers, first: bytes) -> None:
-    send, interrupt = attempt.exchange.send, attempt.exchange.interrupt
+    exchange = attempt.exchange
+    send, interrupt = exchange.send, exchange.interrupt
     await send({"type": "http.response.start", "status": 200, "headers": head})
-    piece, held, code = first, b"", "PD-META-007"
-    problem, over = "", False
+    piece, held, code, problem = first, b"", "PD-META-007", ""
     try:
         while piece and not problem:
             piece, held = _whole_events(held + piece if held else piece)
-            if not attempt.exchange.stops_at_recomputed and dropped(piece):
+            if not exchange.stops_at_recomputed and dropped(piece):
                 shared.leg_over(attempt.leg, "dropped")
                 code, problem = "PD-META-022", PdError("PD-META-022").sentence
                 piece, held = _before(_DROPPED, piece), b""
@@ -299,26 +299,26 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
                 await send({"type": "http.response.body", "body": piece, "more_body": not last})
                 if last:
                     return
-                over = attempt.exchange.said_all = over or _said_all(piece)
+                exchange.said_all = exchange.said_all or _said_all(piece)
             if not problem:
                 piece = await reply.read()
     except UpstreamError as broken:
-        shared.leg_over(attempt.leg, "served" if over else "broke", Evidence.BROKE, broken.why)
-        problem = "" if over else f"The decode instance broke off: {broken.why}."
+        shared.leg_over(attempt.leg, "served" if exchange.said_all else "broke", Evidence.BROKE, broken.why)
+        problem = "" if exchange.said_all else f"The decode instance broke off: {broken.why}."
     except asyncio.CancelledError:
         if not interrupt.closing:
             raise
         uncancel(interrupt.task)
-        shared.leg_over(attempt.leg, "served" if over else "cut")
-        problem = "" if over else SHUTDOWN
+        shared.leg_over(attempt.leg, "served" if exchange.said_all else "cut")
+        problem = "" if exchange.said_all else SHUTDOWN
         code = CLOSING
     if held and not problem:  # the stream ended without the empty line; after a break half an event would confuse
         await send({"type": "http.response.body", "body": held, "more_body": True})
-    if problem and not interrupt.closing and attempt.exchange.unkept:
-        problem = PdError("PD-META-024", problem=problem, why=attempt.exchange.unkept).sentence
+    if problem and not interrupt.closing and exchange.unkept:
+        problem = PdError("PD-META-024", problem=problem, why=exchange.unkept).sentence
         code = "PD-META-024" if code == "PD-META-007" else code
     if problem:
-        shared.stream_broke(attempt.exchange, attempt.decode.name, problem, code)
+        shared.stream_broke(exchange, attempt.decode.name, problem, code)
         await send({"type": "http.response.body", "body": error_frame(problem, code), "more_body": True})
     await send({"type": "http.response.body", "body": b""})
 
@@ -347,9 +347,7 @@ def _before(words: re.Pattern[bytes], stream: bytes) -> bytes:
 def client_head(headers: Headers, engine: Instance, request_id: str) -> Headers:
     """Return an engine's headers for the client, without those of the connection, and with redirects back to us."""
     named = [value for name, value in headers if name == b"connection"]
-    drop = (
-        OWN_HEADERS.union(*(value.lower().replace(b" ", b"").split(b",") for value in named)) if named else OWN_HEADERS
-    )
+    drop = OWN_HEADERS.union(*map(listed, named)) if named else OWN_HEADERS
     head = [
         (name, _from_here(value, engine) if name == b"location" else value)
         for name, value in headers
