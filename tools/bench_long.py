@@ -20,15 +20,15 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from vllm_ascend_pd.decode.decisions import LoadBook
+from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.geometry.plan import Job, StepPlanner
-from vllm_ascend_pd.metaserver.bodies import for_prefill, parse
-from vllm_ascend_pd.metaserver.outline import at_once
-from vllm_ascend_pd.metaserver.service.reserve import reading
-from vllm_ascend_pd.prefill.decisions import PushBook
+from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
 from vllm_ascend_pd.protocol.auth import Secrets, prompt_hash, seal, unseal
 from vllm_ascend_pd.protocol.identity import Endpoint
+from vllm_ascend_pd.router.core.bodies import for_prefill, parse
+from vllm_ascend_pd.router.core.outline import at_once
+from vllm_ascend_pd.router.reserve import reading
 
 LENGTHS = (131_072, 1_048_576)
 CHUNK = 8192

@@ -38,7 +38,7 @@ from tools.support.engine import EngineProcess
 from tools.support.in_tree import Ask, install_nixl, start_mooncake, start_nixl
 from tools.support.models import RECIPES, ensure
 from tools.support.spec import EngineSpec
-from vllm_ascend_pd.observe.timeline import REPORTED, RESERVED, Trace
+from vllm_ascend_pd.viewer.timeline import REPORTED, RESERVED, Trace
 
 MODEL = "base16"
 KV_BYTES_PER_TOKEN = 32 << 10

@@ -37,12 +37,12 @@ _BOOKS = (
 )
 _PUSHES = ("test_writer", "test_batches", "test_missed", *_BOOKS, "test_regroup_*")
 _METASERVER = ("test_metaserver_*", "test_sidecar", "test_cache_events", "test_tls", "test_shown", "test_within")
-# Tests by folder or file of the package.
+# Tests by folder of the package.
 TESTS: dict[str, tuple[str, ...]] = {
-    "prefill/core": (*_PUSHES, "test_trace", "test_metrics", "test_shown"),
-    "prefill/decisions.py": _PUSHES,
-    "decode/core": (*_BOOKS, "test_trace", "test_metrics"),
-    "decode/decisions.py": _BOOKS,
+    "prefill/worker/core": (*_PUSHES, "test_trace", "test_metrics", "test_shown"),
+    "prefill/scheduler/core": (*_PUSHES, "test_trace", "test_metrics", "test_shown"),
+    "decode/worker/core": (*_BOOKS, "test_trace", "test_metrics"),
+    "decode/scheduler/core": (*_BOOKS, "test_trace", "test_metrics"),
     "protocol": (
         "test_shown",
         "test_protocol_*",
@@ -67,14 +67,16 @@ TESTS: dict[str, tuple[str, ...]] = {
     "regroup": ("test_ops", "test_shown", "test_ops_*", "test_regroup_*"),
     "transport": ("test_transport_*", "test_batches", "test_mooncake", "test_mooncake_faults", "test_runtime_*"),
     "channel": ("test_channel", "test_channel_*"),
-    "prefill": _PUSHES,
-    "decode": _BOOKS,
-    "metaserver": _METASERVER,
-    "metaserver/service": _METASERVER,
+    "prefill/scheduler": _PUSHES,
+    "prefill/worker": _PUSHES,
+    "decode/scheduler": _BOOKS,
+    "decode/worker": _BOOKS,
+    "router": _METASERVER,
+    "router/core": _METASERVER,
     "admission": ("test_admission", "test_admission_*", "test_connector", "test_imported_names"),
 }
 USUAL = tuple(TESTS)[:8]
-SIMULATED = ("protocol", "geometry", "regroup", "decode", "prefill", "metaserver")
+SIMULATED = ("protocol", "geometry", "regroup", "decode", "prefill", "router")
 SEEDS = 40  # of the simulator, for changes that the unit tests do not detect
 
 _COMPARISONS: dict[type[ast.cmpop], tuple[str, str]] = {
@@ -323,7 +325,7 @@ def known() -> dict[str, str]:
 
 def own_tests(mutant: Mutant) -> tuple[str, ...]:
     path = mutant.path.removeprefix("vllm_ascend_pd/")
-    return TESTS[path] if path in TESTS else TESTS[path.rpartition("/")[0]]
+    return TESTS[path.rpartition("/")[0]]
 
 
 def main(argv: list[str] | None = None) -> int:

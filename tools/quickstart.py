@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tools.support.client import TimedAnswer
     from tools.support.cluster import Cluster
     from tools.support.engine import EngineProcess
-    from vllm_ascend_pd.observe.timeline import Trace
+    from vllm_ascend_pd.viewer.timeline import Trace
 
 OUT = ROOT / "out" / "quickstart"
 MODEL = "base16"
@@ -176,7 +176,7 @@ def _stay(url: str) -> None:
 
 def report(tried: list[ShownRequest], trace: Trace, layers: int) -> list[str]:
     """Print the table, the overlap, and the timeline of the last long request. Return the transfers that failed."""
-    from vllm_ascend_pd.observe.timeline import picture
+    from vllm_ascend_pd.viewer.timeline import picture
 
     print(f"\n{'request':24} {'prompt':>6} {'TTFT ms':>8} {'KV bytes':>12} {'descriptors':>11} {'hidden':>7}  tokens")
     overlaps, shown, failed = [], None, []
@@ -229,7 +229,7 @@ def main() -> int:
     from tools.support.client import RequestFailed
     from tools.support.cluster import Cluster, fresh_directory
     from tools.support.process import ProcessDied
-    from vllm_ascend_pd.observe.timeline import Trace
+    from vllm_ascend_pd.viewer.timeline import Trace
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     begun = time.monotonic()

@@ -21,13 +21,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_ascend_pd import admission, compat, first_token, older_groups, patience, resets, standstill
-from vllm_ascend_pd.decode.scheduler import DecodeScheduler
+from vllm_ascend_pd import admission
+from vllm_ascend_pd.decode.scheduler.role import DecodeScheduler
 from vllm_ascend_pd.engine import Engine, WorkerFacts
 from vllm_ascend_pd.observe.metrics import PushPromMetrics, PushStats
 from vllm_ascend_pd.observe.trace import TraceFile
-from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 from vllm_ascend_pd.roles import EndedRequests, SchedulerRole, StepMetadata, WorkerNews, WorkerRole
+from vllm_ascend_pd.vllm_patches import compat, first_token, older_groups, patience, resets, standstill
 
 if TYPE_CHECKING:
     import torch
@@ -284,15 +285,15 @@ def _worker(engine: Engine, vllm_config: Any, kv_cache_config: Any) -> WorkerRol
     stage, rank = divmod(parallel.rank, parallel.tensor_parallel_size * shape.pcp)
     stage %= parallel.pipeline_parallel_size
     if vllm_config.kv_transfer_config.is_kv_consumer:
-        from vllm_ascend_pd.decode.worker import DecodeWorker
+        from vllm_ascend_pd.decode.worker.role import DecodeWorker
 
         why_no_first_token = (
             first_token.install_on_worker(vllm_config) if engine.config.wire.first_token != "off" else "off"
         )
         return DecodeWorker(engine, shape, current(), stage, rank, why_no_first_token)
-    from vllm_ascend_pd.prefill.worker import PrefillWorker
+    from vllm_ascend_pd.prefill.worker.role import PrefillWorker
     from vllm_ascend_pd.protocol.identity import Contributor
-    from vllm_ascend_pd.regroup.resources import EngineWorld
+    from vllm_ascend_pd.regroup.core.world import EngineWorld
 
     world = EngineWorld.of(parallel, shape.pcp, vllm_config.scheduler_config.max_num_batched_tokens)
     return PrefillWorker(engine, shape, current(), Contributor(stage, rank), world)

@@ -13,8 +13,6 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd import admission
-from vllm_ascend_pd.adapters import adapter_identity
-from vllm_ascend_pd.channel.exposure import check_exposure
 from vllm_ascend_pd.config import MAX_VERSION, PushConfig
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, LayerKind
@@ -22,6 +20,8 @@ from vllm_ascend_pd.protocol.auth import Secrets, prompt_hash
 from vllm_ascend_pd.protocol.identity import Endpoint, dp_rank_of, incarnation
 from vllm_ascend_pd.protocol.versions import fingerprint
 from vllm_ascend_pd.secret_files import load_secrets
+from vllm_ascend_pd.shared.adapters import adapter_identity
+from vllm_ascend_pd.shared.exposure import check_exposure
 from vllm_ascend_pd.transport.base import Target, Wire
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from vllm_ascend_pd.engine import WorkerFacts
-from vllm_ascend_pd.first_token import StepHooks
 from vllm_ascend_pd.metadata import DecodeStep, LoadEnd, MissedExchange, PrefillStep
+from vllm_ascend_pd.vllm_patches.first_token import StepHooks
 
 if TYPE_CHECKING:
     import torch

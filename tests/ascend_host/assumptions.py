@@ -36,11 +36,12 @@ from vllm_ascend.distributed.kv_transfer import register_connector as register_t
 from vllm_ascend.worker.worker import NPUWorker
 
 from tools.support.models import ensure
-from vllm_ascend_pd import compat, older_groups, patience, plugin
+from vllm_ascend_pd import plugin
 from vllm_ascend_pd.admission import kinds
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.wrapping import WRAPPED
+from vllm_ascend_pd.vllm_patches import compat, older_groups, patience
+from vllm_ascend_pd.vllm_patches.wrapping import WRAPPED
 
 BOTH = ("kv_producer", "kv_consumer")
 ASSUMPTIONS: dict[str, Callable[[], None]] = {}
@@ -199,7 +200,7 @@ def the_name_of_a_release_may_be_given_to_vllm_ascend_alone() -> None:
     installed = importlib.metadata.version("vllm")
     assert "VLLM_VERSION" not in os.environ and vllm_version_is(installed) and older_groups.unproven() == ""
     program = (
-        "from vllm_ascend.utils import vllm_version_is as theirs; from vllm_ascend_pd.older_groups import unproven as ours;"
+        "from vllm_ascend.utils import vllm_version_is as theirs; from vllm_ascend_pd.vllm_patches.older_groups import unproven as ours;"
         f"print(theirs({installed!r}), theirs('9.9.9'), repr(ours()))"
     )
     assert last_line(program, VLLM_VERSION="9.9.9") == "False True ''"

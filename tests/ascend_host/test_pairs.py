@@ -310,7 +310,7 @@ def prefixes(engines: Engines, pair: Pair) -> None:
 def without_a_load(engines: Engines, pair: Pair) -> None:
     """D computes a prompt by itself behind a prefix that it has cached, as when there is no P.
 
-    vllm-ascend's recompute scheduler begins each request with placeholders for drafts (decode/scheduler.py).
+    vllm-ascend's recompute scheduler begins each request with placeholders for drafts (decode/scheduler/role.py).
     """
     (d,), vocab = pair.decode, RECIPES[engines.model].vocab
     bodies = [

@@ -41,7 +41,7 @@ from tools.support.faults import DROP_WRITES
 from tools.support.models import ensure, recipe_of
 from tools.support.soaking import Soak
 from tools.support.spec import EngineSpec
-from vllm_ascend_pd.observe.timeline import Trace, TraceEvent
+from vllm_ascend_pd.viewer.timeline import Trace, TraceEvent
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 

@@ -25,7 +25,7 @@ from tools.support.cluster import STRICT, Cluster
 from tools.support.compare import AnswerTally
 from tools.support.models import ensure
 from tools.support.spec import EngineSpec
-from vllm_ascend_pd.observe.timeline import Trace
+from vllm_ascend_pd.viewer.timeline import Trace
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 

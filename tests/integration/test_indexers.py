@@ -31,7 +31,7 @@ from test_drafts import own
 
 from tools.support.cluster import Cluster
 from tools.support.engine import EngineProcess
-from vllm_ascend_pd.observe.timeline import Trace
+from vllm_ascend_pd.viewer.timeline import Trace
 
 pytestmark = [pytest.mark.engines, pytest.mark.ci, pytest.mark.timeout(900)]
 

@@ -17,7 +17,7 @@ from pairs import Pair, PairMaker, close_traces, fresh_prompt
 from tools.support.cluster import Cluster
 from tools.support.models import RECIPES, ensure
 from tools.support.spec import EngineSpec
-from vllm_ascend_pd.observe.timeline import Trace
+from vllm_ascend_pd.viewer.timeline import Trace
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1200)]
 

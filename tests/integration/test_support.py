@@ -26,7 +26,7 @@ from tools.support.compare import AnswerTally, TokensDiffer, apart, first_differ
 from tools.support.models import ROOT
 from tools.support.on_cpu import no_fp8
 from tools.support.process import Child, free_port
-from vllm_ascend_pd.observe.timeline import Trace, picture
+from vllm_ascend_pd.viewer.timeline import Trace, picture
 
 
 @contextlib.contextmanager

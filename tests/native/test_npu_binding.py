@@ -169,7 +169,7 @@ ELSEWHERE: dict[str, set[str]] = {
         "_hang_up_gloo",
     },
     "regroup/resources.py": {"allocate", "of"},
-    "regroup/staging.py": {"__repr__", "taken", "wait_left", "take"},
+    "regroup/core/staging.py": {"__repr__", "taken", "wait_left", "take"},
     "device/current.py": {"current"},
 }
 COMPLETE = (

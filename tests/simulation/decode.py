@@ -24,11 +24,11 @@ from simulation.settings import (
 )
 from simulation.tables import BlockTables, needed, pool
 from simulation.world import Alarm, Process, Violation
-from vllm_ascend_pd.decode.core.first_tokens import Start, Wanted
-from vllm_ascend_pd.decode.core.loads import Loaded, Loads
-from vllm_ascend_pd.decode.core.offers import Offers, SendMessage
-from vllm_ascend_pd.decode.core.requests import Way
-from vllm_ascend_pd.decode.decisions import Ticket, read_ticket
+from vllm_ascend_pd.decode.scheduler.core.book import Ticket, read_ticket
+from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start, Wanted
+from vllm_ascend_pd.decode.scheduler.core.offers import Offers, SendMessage
+from vllm_ascend_pd.decode.scheduler.core.requests import Way
+from vllm_ascend_pd.decode.worker.core.loads import Loaded, Loads
 from vllm_ascend_pd.geometry.layout import WINDOW, Group
 from vllm_ascend_pd.metadata import Bind, DecodeStep
 from vllm_ascend_pd.protocol.actions import Action, Note, Report, Revoke, Send, Verify

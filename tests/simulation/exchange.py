@@ -21,8 +21,8 @@ from simulation.memory import Planes, RankMemory
 from simulation.world import Violation, World
 from vllm_ascend_pd.geometry.images import Rows
 from vllm_ascend_pd.geometry.regroup import RegroupPlan
+from vllm_ascend_pd.regroup.core.staging import StagingSlot
 from vllm_ascend_pd.regroup.exchange import ExchangeOutcome, absent, own_tag, tag_after
-from vllm_ascend_pd.regroup.staging import StagingSlot
 
 STAGING = 1 << 40  # addresses of staging slots: far from every cache
 Bytes = NDArray[np.uint8]

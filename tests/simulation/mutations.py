@@ -18,25 +18,25 @@ from simulation.exchange import StreamEvent
 from simulation.prefill import SimulatedWriter
 from simulation.settings import STATES, Faults, FirstFaults, SimulationSettings, draw
 from vllm_ascend_pd.config import RegroupConfig, Timers
-from vllm_ascend_pd.decode.core.first_tokens import FirstTokenBook, Start
-from vllm_ascend_pd.decode.core.requests import LoadRequests
-from vllm_ascend_pd.decode.decisions import LoadBook
+from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
+from vllm_ascend_pd.decode.scheduler.core.first_tokens import FirstTokenBook, Start
+from vllm_ascend_pd.decode.scheduler.core.requests import LoadRequests
 from vllm_ascend_pd.geometry.coalesce import Ints, Spans
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.plan import Job, Served, StepPlanner
 from vllm_ascend_pd.geometry.runs import Grid
 from vllm_ascend_pd.metadata import Bind, LoadEnd, PrefillStep, PushSlice, PushStart
-from vllm_ascend_pd.prefill.core.batches import Batch
-from vllm_ascend_pd.prefill.core.computing import Computing
-from vllm_ascend_pd.prefill.core.exchanges import Staged
-from vllm_ascend_pd.prefill.core.meetings import Holding, Meetings, OfferedLoad, Record
-from vllm_ascend_pd.prefill.core.orders import OrderBook
-from vllm_ascend_pd.prefill.core.push import Push, Unit
-from vllm_ascend_pd.prefill.core.pushes import Pushes, StepPlan, Sums, Writable
-from vllm_ascend_pd.prefill.core.requests import PushRequests
-from vllm_ascend_pd.prefill.decisions import PushBook
-from vllm_ascend_pd.prefill.steps import Steps
-from vllm_ascend_pd.prefill.writer import Computed
+from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
+from vllm_ascend_pd.prefill.scheduler.core.computing import Computing
+from vllm_ascend_pd.prefill.scheduler.core.meetings import Holding, Meetings, OfferedLoad, Record
+from vllm_ascend_pd.prefill.scheduler.core.requests import PushRequests
+from vllm_ascend_pd.prefill.worker.core.batches import Batch
+from vllm_ascend_pd.prefill.worker.core.exchanges import Staged
+from vllm_ascend_pd.prefill.worker.core.orders import OrderBook
+from vllm_ascend_pd.prefill.worker.core.push import Push, Unit
+from vllm_ascend_pd.prefill.worker.core.pushes import Pushes, StepPlan, Sums, Writable
+from vllm_ascend_pd.prefill.worker.steps import Steps
+from vllm_ascend_pd.prefill.worker.writer import Computed
 from vllm_ascend_pd.protocol.actions import Action, Send
 from vllm_ascend_pd.protocol.compose import ready
 from vllm_ascend_pd.protocol.dialects import Meet

@@ -26,15 +26,15 @@ from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import attention_of
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.metadata import MissedExchange, PrefillStep
-from vllm_ascend_pd.prefill.core.batches import Batch, Triples, staged, unit_of
-from vllm_ascend_pd.prefill.core.pushes import Effect, Pushes, PushSite, Writable
-from vllm_ascend_pd.prefill.exchanger import Exchanger
-from vllm_ascend_pd.prefill.writer import News, Sealed, Writer
+from vllm_ascend_pd.prefill.worker.core.batches import Batch, Triples, staged, unit_of
+from vllm_ascend_pd.prefill.worker.core.pushes import Effect, Pushes, PushSite, Writable
+from vllm_ascend_pd.prefill.worker.exchanger import Exchanger
+from vllm_ascend_pd.prefill.worker.writer import News, Sealed, Writer
 from vllm_ascend_pd.protocol.actions import Closed, Note, Send
 from vllm_ascend_pd.protocol.identity import Contributor, Endpoint
 from vllm_ascend_pd.protocol.messages import Message
 from vllm_ascend_pd.protocol.states import PairState
-from vllm_ascend_pd.regroup.staging import Staging
+from vllm_ascend_pd.regroup.core.staging import Staging
 from vllm_ascend_pd.transport.base import WriteState
 
 if TYPE_CHECKING:

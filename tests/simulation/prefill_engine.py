@@ -23,15 +23,15 @@ from vllm_ascend_pd.geometry.pairing import exchanged
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.geometry.substeps import room_for_a_block
 from vllm_ascend_pd.metadata import MissedExchange
-from vllm_ascend_pd.prefill.core.computing import Chunk
-from vllm_ascend_pd.prefill.core.meetings import Holding
-from vllm_ascend_pd.prefill.core.requests import NewRequest, opened
+from vllm_ascend_pd.prefill.scheduler.core.computing import Chunk
+from vllm_ascend_pd.prefill.scheduler.core.meetings import Holding
+from vllm_ascend_pd.prefill.scheduler.core.requests import NewRequest, opened
 from vllm_ascend_pd.protocol.auth import unseal
 from vllm_ascend_pd.protocol.first import Sample, Seed
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.meeting import Gone, Meeting, Offer, Unwanted
 from vllm_ascend_pd.protocol.messages import Reservation
-from vllm_ascend_pd.regroup.staging import exchanges_possible
+from vllm_ascend_pd.regroup.core.staging import exchanges_possible
 
 if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster

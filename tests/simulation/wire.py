@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from simulation.decode import DecodeRank
     from simulation.prefill import PrefillRank
     from simulation.settings import Faults
-    from vllm_ascend_pd.prefill.core.batches import Triples
+    from vllm_ascend_pd.prefill.worker.core.batches import Triples
     from vllm_ascend_pd.protocol.identity import Endpoint
     from vllm_ascend_pd.protocol.push import Claim
 

@@ -16,7 +16,7 @@ import pytest
 from vllm_ascend_pd import config as module
 from vllm_ascend_pd.config import PushConfig, reference
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.metaserver.service.settings import reference as flags_reference
+from vllm_ascend_pd.router.settings import reference as flags_reference
 
 ROOT = Path(__file__).parents[2]
 GROUPS = {f.name: f.default for f in dataclasses.fields(PushConfig) if dataclasses.is_dataclass(f.default)}
@@ -283,7 +283,7 @@ def test_the_documented_table_is_the_code() -> None:
         difflib.unified_diff(documented, table.splitlines(), "docs/configuration.md", "code", lineterm="")
     )
     assert not differences, (
-        f"python -m vllm_ascend_pd.config and …metaserver.service.settings print the tables to paste:\n{differences}"
+        f"python -m vllm_ascend_pd.config and …router.settings print the tables to paste:\n{differences}"
     )
     for key in (*module._CHECKED_SIZES, *module._IGNORED):
         assert f"`{key}`" in page

@@ -41,14 +41,15 @@ from unit.kits.connectors import (
     tensors,
 )
 from unit.kits.watching import until
-from vllm_ascend_pd import admission, compat, first_token, older_groups, plugin, standstill
+from vllm_ascend_pd import admission, plugin
 from vllm_ascend_pd.connector import AscendPushConnector, Handshake, StepMetadata
-from vllm_ascend_pd.decode.first_tokens import FirstTokenReceiver
+from vllm_ascend_pd.decode.scheduler.first_tokens import FirstTokenReceiver
 from vllm_ascend_pd.engine import merge_geometries
 from vllm_ascend_pd.errors import ConfigError, PdError
-from vllm_ascend_pd.prefill.first_tokens import FirstTokenSource
+from vllm_ascend_pd.prefill.scheduler.first_tokens import FirstTokenSource
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.standstill import Standstill
+from vllm_ascend_pd.vllm_patches import compat, first_token, older_groups, standstill
+from vllm_ascend_pd.vllm_patches.standstill import Standstill
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,7 +61,7 @@ from vllm_ascend_pd.connector import AscendPushConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 assert AscendPushConnector.requires_piecewise_for_cudagraph({}) is True
 assert supports_hma(AscendPushConnector)
-for name in ("vllm_ascend_pd.transport.wire", "vllm_ascend_pd.device.npu", "vllm_ascend_pd.metaserver.service.app"):
+for name in ("vllm_ascend_pd.transport.wire", "vllm_ascend_pd.device.npu", "vllm_ascend_pd.router.app"):
     assert name not in sys.modules, name
 print("imported")
 """
@@ -91,8 +92,8 @@ def test_what_it_logs_stands_among_vllms_lines(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(theirs, "level", level)
         plugin.register()
         plugin.register()
-        logging.getLogger("vllm_ascend_pd.decode.scheduler").info("one")
-        logging.getLogger("vllm_ascend_pd.decode.scheduler").warning("two")
+        logging.getLogger("vllm_ascend_pd.decode.scheduler.role").info("one")
+        logging.getLogger("vllm_ascend_pd.decode.scheduler.role").warning("two")
         assert shown.getvalue().split() == lines
     ours.setLevel(logging.NOTSET)
 
@@ -418,7 +419,7 @@ def test_the_hooks_of_a_layer_do_no_more_than_note_it(pair: ConnectorPair) -> No
 
 
 def test_patient_waiting_can_be_switched_off_and_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_ascend_pd import patience
+    from vllm_ascend_pd.vllm_patches import patience
 
     called: list[str] = []
     monkeypatch.setattr(patience, "install_nap", lambda: called.append("nap"))

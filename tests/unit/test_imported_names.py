@@ -85,7 +85,7 @@ def test_every_imported_name_exists() -> None:
         ("from tools.support.engine import NoSuchName", "NoSuchName in tools/support/engine.py"),
         ("from tools.support.absent import engine", "module tools.support.absent"),
         ("from tools import absent", "absent in tools/__init__.py"),
-        ("from unit.metaserver.cluster import NoSuchName", "NoSuchName in tests/unit/metaserver/cluster.py"),
+        ("from unit.router.cluster import NoSuchName", "NoSuchName in tests/unit/router/cluster.py"),
         ("from vllm_ascend_pd.config import Configuration", "Configuration in vllm_ascend_pd/config.py"),
         ("import vllm_ascend_pd.absent", "module vllm_ascend_pd.absent"),
         ("from simulation.settings import NoSuchName", "NoSuchName in tests/simulation/settings.py"),

@@ -7,6 +7,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -17,13 +18,17 @@ MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in PACKAGE.rglob("*.py")
 }
-FOLDERS = ("geometry", "protocol", "prefill.core", "decode.core")
+# Pure are these two, what lies in a folder `core`, and what the two processes of a side say to each other.
 PURE = sorted(
     name
     for name in MODULES
-    if name.startswith(tuple(f"vllm_ascend_pd.{folder}." for folder in FOLDERS))
-    or name.endswith((".decisions", ".metadata", ".regroup.staging"))
+    if name.startswith(("vllm_ascend_pd.geometry.", "vllm_ascend_pd.protocol."))
+    or "core" in name.split(".")[:-1]
+    or name == "vllm_ascend_pd.metadata"
 )
+PURE_FOLDERS = {f"vllm_ascend_pd.{folder}" for folder in ("geometry", "protocol")} | {
+    name for name in MODULES if name.endswith(".core")
+}
 # Modules of the package that a pure module may import besides pure ones: those with declarations only.
 DECLARES = {
     "vllm_ascend_pd.errors",
@@ -37,15 +42,17 @@ OF_VLLM_ASCEND = {"AscendMLAAttentionSpec"}
 ALLOWED = sys.stdlib_module_names - {"threading", "socket", "time", "random", "asyncio", "uuid"} | {"numpy", "msgspec"}
 
 
-def imported(path: Path) -> Iterator[str]:
+@cache
+def imported(path: Path) -> frozenset[str]:
     """Return everything that a file imports, including inside functions and for type checking."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                yield inner if inner in MODULES else node.module
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            found.update(name if name in MODULES else node.module for name in inner)
+    return frozenset(found)
 
 
 def test_no_module_imports_itself_over_others() -> None:
@@ -62,25 +69,69 @@ def test_a_pure_module_imports_only_what_is_pure(name: str) -> None:
     foreign = {top for top in imported(MODULES[name]) if not top.startswith("vllm_ascend_pd")}
     assert {word.partition(".")[0] for word in foreign} <= ALLOWED
     ours = {module for module in imported(MODULES[name]) if module in MODULES}
-    assert ours <= set(PURE) | DECLARES | {f"vllm_ascend_pd.{folder}" for folder in FOLDERS}
+    assert ours <= set(PURE) | DECLARES | PURE_FOLDERS
+
+
+def arrows(begin: tuple[str, ...], end: tuple[str, ...], but: frozenset[str] = frozenset()) -> list[str]:
+    """Return the imports that lead from modules that `begin` so to modules that `end` so, names without the package's.
+
+    `but`: modules that may be imported.
+    """
+    found = []
+    for name, path in MODULES.items():
+        if name.removeprefix("vllm_ascend_pd.").startswith(begin):
+            for module in sorted(set(imported(path)) & MODULES.keys()):
+                short = module.removeprefix("vllm_ascend_pd.")
+                if f"{short}.".startswith(end) and short not in but:
+                    found.append(f"{name} → {module}")
+    return found
+
+
+# A side's two processes say to each other what metadata.py declares, and nothing else.
+PROCESSES = ("prefill.scheduler.", "prefill.worker.", "decode.scheduler.", "decode.worker.")
+ENGINE = (
+    *("prefill.", "decode.", "admission.", "channel.", "device.", "geometry.", "metadata", "protocol.", "regroup."),
+    *("transport.", "vllm_patches.", "connector", "config", "engine", "errors", "roles", "plugin", "secret_files"),
+    *("observe.", "shared."),
+)
+ROUTER, OPERATORS = ("router.",), ("cli.", "viewer.")
+# All of the rest that the router uses: its host needs neither torch, nor vLLM, nor the ops.
+ROUTER_USES = {
+    *("vllm_ascend_pd", "errors", "secret_files", "protocol.identity", "protocol.reports", "protocol.versions"),
+    *("observe.trace", "viewer.timeline", "shared.backoff", "shared.exposure", "shared.threads"),
+}
+
+
+@pytest.mark.parametrize("room", PROCESSES)
+def test_no_process_of_an_engine_imports_another(room: str) -> None:
+    assert not arrows((room,), tuple(other for other in PROCESSES if other != room))
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_no_arrow_leads_from_one_side_to_the_other_or_back_up(side: str) -> None:
-    """Common modules import neither side; only modules that build or check both import both."""
-    above = ("connector", "cli.", f"{side}.")
-    for name, path in MODULES.items():
-        if not name.removeprefix("vllm_ascend_pd.").startswith(above):
-            assert not [module for module in imported(path) if module.startswith(f"vllm_ascend_pd.{side}.")], name
+def test_no_arrow_leads_back_up_to_a_side(side: str) -> None:
+    """Common modules import neither side; only the connector, which builds both, and the doctor do."""
+    common = tuple(word for word in ENGINE if word not in ("prefill.", "decode.", "connector"))
+    assert not arrows(common, (f"{side}.",))
 
 
-def test_the_http_client_is_below_all_that_use_it_and_an_engine_needs_no_metaserver() -> None:
-    for name, path in MODULES.items():
-        ours = {module for module in imported(path) if module in MODULES}
-        if name.startswith("vllm_ascend_pd.http."):
-            assert all(module.startswith(("vllm_ascend_pd.http", "vllm_ascend_pd.shared.")) for module in ours), name
-        if name.startswith(("vllm_ascend_pd.prefill.", "vllm_ascend_pd.decode.")):
-            assert not [module for module in ours if module.startswith("vllm_ascend_pd.metaserver")], name
+def test_an_engine_needs_neither_the_router_nor_what_is_for_operators() -> None:
+    assert not arrows(ENGINE, (*ROUTER, *OPERATORS))
+    assert not arrows(("http.",), (*ROUTER, *OPERATORS, "prefill.", "decode."))
+
+
+def test_the_router_uses_few_modules_of_the_rest() -> None:
+    used = {arrow.rpartition(" → ")[2] for arrow in arrows(ROUTER, ("",))}
+    rest = {name.removeprefix("vllm_ascend_pd.") for name in used if not name.startswith("vllm_ascend_pd.router")}
+    assert {name for name in rest if not name.startswith("http")} == ROUTER_USES
+    assert not arrows(OPERATORS, ROUTER)  # the command finds it by name
+
+
+def test_each_module_is_in_a_room_that_these_rules_know() -> None:
+    """Few modules lie loose beside the rooms."""
+    rooms = (*ENGINE, *ROUTER, *OPERATORS, "http.")
+    names = [name.removeprefix("vllm_ascend_pd.") for name in MODULES if name != "vllm_ascend_pd"]
+    assert not [name for name in names if not f"{name}.".startswith(rooms)]
+    assert len([name for name in names if (PACKAGE / f"{name}.py").exists()]) <= 8
 
 
 def test_what_tests_share_is_in_no_test_file() -> None:

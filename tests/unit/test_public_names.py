@@ -24,8 +24,8 @@ from vllm_ascend_pd import config
 from vllm_ascend_pd.cli.__main__ import SUBCOMMANDS, parser
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.metaserver.service.metrics import METRICS as OF_METASERVER
 from vllm_ascend_pd.observe.tally import METRICS, PREFIX
+from vllm_ascend_pd.router.metrics import METRICS as OF_METASERVER
 
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("public_names.json")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from vllm_ascend_pd.config import PushConfig
-from vllm_ascend_pd.metaserver.service.settings import Settings
+from vllm_ascend_pd.router.settings import Settings
 
 PACKAGE = Path(__file__).parents[2] / "vllm_ascend_pd"
 GROUPS = {f.name: f.default for f in dataclasses.fields(PushConfig) if dataclasses.is_dataclass(f.default)}

@@ -11,15 +11,15 @@ import torch
 
 from unit.protocol.kit import END, FIRST, ONE, PUSH, TWO, T, begin, claim_of, order, ready, receiver, sender
 from vllm_ascend_pd.http.http1 import Origin
-from vllm_ascend_pd.metaserver.decisions import Circuit, CircuitPolicy, Evidence, Role
-from vllm_ascend_pd.metaserver.prefixes import Prompts
-from vllm_ascend_pd.metaserver.service.fleet import Instance
-from vllm_ascend_pd.prefill.core.push import BlockTable, Share
-from vllm_ascend_pd.prefill.core.push import Push as WorkersPush
+from vllm_ascend_pd.prefill.worker.core.push import BlockTable, Share
+from vllm_ascend_pd.prefill.worker.core.push import Push as WorkersPush
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.messages import Endpoint
 from vllm_ascend_pd.protocol.reservation import Receiver
-from vllm_ascend_pd.regroup.staging import StagingSlot
+from vllm_ascend_pd.regroup.core.staging import StagingSlot
+from vllm_ascend_pd.router.core.decisions import Circuit, CircuitPolicy, Evidence, Role
+from vllm_ascend_pd.router.core.prefixes import Prompts
+from vllm_ascend_pd.router.fleet import Instance
 
 
 def leased() -> Receiver:

@@ -19,9 +19,9 @@ import httpx
 
 from tools.bench_metaserver_parts.wire import ServerProtocol
 from tools.support.process import free_port
-from vllm_ascend_pd.metaserver.service.app import WorkerProcess
-from vllm_ascend_pd.metaserver.service.server import HttpServer, listen
-from vllm_ascend_pd.metaserver.service.settings import Settings
+from vllm_ascend_pd.router.app import WorkerProcess
+from vllm_ascend_pd.router.server import HttpServer, listen
+from vllm_ascend_pd.router.settings import Settings
 
 MIB = 1 << 20
 BODIES: dict[str, tuple[str, Callable[[int], bytes]]] = {

@@ -20,7 +20,7 @@ import psutil
 
 from tools.bench_metaserver_parts.wire import ServerProtocol
 from vllm_ascend_pd.config import MetaserverConfig
-from vllm_ascend_pd.decode.metaserver import MetaserverClient, Outcome
+from vllm_ascend_pd.decode.scheduler.metaserver import MetaserverClient, Outcome
 from vllm_ascend_pd.shared.loop import LoopThread
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\ntransfer-encoding: chunked\r\n\r\n"

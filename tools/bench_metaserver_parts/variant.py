@@ -11,11 +11,11 @@ import aiohttp
 import httpx
 import uvloop
 
-from vllm_ascend_pd.http.decisions import HttpFailure
+from vllm_ascend_pd.http.core.failures import HttpFailure
 from vllm_ascend_pd.http.http1 import UpstreamError
-from vllm_ascend_pd.metaserver.service.app import WorkerProcess
-from vllm_ascend_pd.metaserver.service.server import HttpServer, listen
-from vllm_ascend_pd.metaserver.service.settings import Settings
+from vllm_ascend_pd.router.app import WorkerProcess
+from vllm_ascend_pd.router.server import HttpServer, listen
+from vllm_ascend_pd.router.settings import Settings
 
 Headers = list[tuple[bytes, bytes]]
 

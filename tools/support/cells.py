@@ -38,7 +38,7 @@ from tools.support.engine import EngineProcess
 from tools.support.faults import DOOR, MODULE, PLUGIN, Orders
 from tools.support.models import ensure
 from tools.support.spec import EngineSpec, MetaserverSpec
-from vllm_ascend_pd.observe.timeline import Trace
+from vllm_ascend_pd.viewer.timeline import Trace
 
 KILL, STOP, REFUSE = "SIGKILL", "SIGSTOP", "refusal"
 ROLES = {"P": "prefill", "D": "decode", "M": "metaserver"}

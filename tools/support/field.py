@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformType
 
 from tools.support import ascend_specs, compressed, small
 from tools.support.small import COMPRESSED, EXCHANGE, INT8, ITS, Needs, needs
-from vllm_ascend_pd import admission, compat
+from vllm_ascend_pd import admission
 from vllm_ascend_pd.admission import drafts
 from vllm_ascend_pd.admission.kinds import index_tensors
 from vllm_ascend_pd.cli.checkup.engine import our_connector
@@ -47,6 +47,7 @@ from vllm_ascend_pd.geometry.decide import MIN_SPAN, decide
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.plugin import CONNECTOR
+from vllm_ascend_pd.vllm_patches import compat
 
 MODELS = Path(__file__).with_name("field_models.json")
 MULTI = "MultiConnector"

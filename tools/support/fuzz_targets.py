@@ -39,26 +39,19 @@ from vllm_ascend_pd.cli.checkup.line import Broken as LineBroken
 from vllm_ascend_pd.cli.checkup.line import Line
 from vllm_ascend_pd.cli.checkup.pair import Facts, ReadResult, WriteResult, differences
 from vllm_ascend_pd.config import RegroupConfig, Timers
-from vllm_ascend_pd.decode import answers
-from vllm_ascend_pd.decode.core.offers import Offers
+from vllm_ascend_pd.decode.scheduler import answers
+from vllm_ascend_pd.decode.scheduler.core.offers import Offers
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.geometry.plan import StepPlanner, plan_digest
 from vllm_ascend_pd.http import http1
-from vllm_ascend_pd.http.gathered import Payload
+from vllm_ascend_pd.http.core.gathered import Payload
 from vllm_ascend_pd.metadata import PushStart
-from vllm_ascend_pd.metaserver import bodies
-from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, Role
-from vllm_ascend_pd.metaserver.outline import at_once
-from vllm_ascend_pd.metaserver.service import reserve
-from vllm_ascend_pd.metaserver.service.fleet import Fleet, parse_spec
-from vllm_ascend_pd.metaserver.service.front import Front
-from vllm_ascend_pd.metaserver.service.settings import Settings
-from vllm_ascend_pd.prefill.bootstrap import answer
-from vllm_ascend_pd.prefill.core.meetings import Holding, Meetings
-from vllm_ascend_pd.prefill.core.orders import OrderBook
-from vllm_ascend_pd.prefill.core.push import BlockTable
-from vllm_ascend_pd.prefill.decisions import PushBook
+from vllm_ascend_pd.prefill.scheduler.bootstrap import answer
+from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
+from vllm_ascend_pd.prefill.scheduler.core.meetings import Holding, Meetings
+from vllm_ascend_pd.prefill.worker.core.orders import OrderBook
+from vllm_ascend_pd.prefill.worker.core.push import BlockTable
 from vllm_ascend_pd.protocol.agreement import contributor_pairs
 from vllm_ascend_pd.protocol.auth import Greeting, Secrets, Session, SessionKey, encode, seal, seal_source, unseal
 from vllm_ascend_pd.protocol.dialects import Meet, read_meet
@@ -82,6 +75,13 @@ from vllm_ascend_pd.protocol.messages import (
 )
 from vllm_ascend_pd.protocol.push import Destination, PushOrder, Sender
 from vllm_ascend_pd.protocol.reservation import Receiver
+from vllm_ascend_pd.router import reserve
+from vllm_ascend_pd.router.core import bodies
+from vllm_ascend_pd.router.core.decisions import CircuitPolicy, Role
+from vllm_ascend_pd.router.core.outline import at_once
+from vllm_ascend_pd.router.fleet import Fleet, parse_spec
+from vllm_ascend_pd.router.front import Front
+from vllm_ascend_pd.router.settings import Settings
 from vllm_ascend_pd.shared.wake import Doorbell
 
 Run = Callable[[bytes], str]
@@ -671,8 +671,8 @@ def _heads() -> list[bytes]:
 
 def _http_server() -> Run:
     """Feed the metaserver's HTTP server: a head is bounded, and garbage closes its connection."""
-    from vllm_ascend_pd.metaserver.service.connection import UNREAD_BYTES, FrontDoor
-    from vllm_ascend_pd.metaserver.service.gate import Place, Places
+    from vllm_ascend_pd.router.connection import UNREAD_BYTES, FrontDoor
+    from vllm_ascend_pd.router.gate import Place, Places
 
     loop = asyncio.new_event_loop()
 

@@ -7,12 +7,12 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_pd import compat, older_groups
 from vllm_ascend_pd.admission import drafts, kinds, quantised, sizes
 from vllm_ascend_pd.device.caches import CacheShape, LayerShape
 from vllm_ascend_pd.errors import ConfigError, not_proven
 from vllm_ascend_pd.geometry.layout import COMPRESSED, STATE, WINDOW, Group, attention_of, is_index
 from vllm_ascend_pd.geometry.states import Recurrent
+from vllm_ascend_pd.vllm_patches import compat, older_groups
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig

@@ -9,10 +9,10 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vllm_ascend_pd import compat
 from vllm_ascend_pd.admission import drafts, quantised, sizes
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.errors import ConfigError, not_proven
+from vllm_ascend_pd.vllm_patches import compat
 
 
 def check_engine(config: Any, push: PushConfig) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_ascend_pd import compat
 from vllm_ascend_pd.errors import ConfigError, not_proven
+from vllm_ascend_pd.vllm_patches import compat
 
 _WITH_LAYERS = ("mtp", "eagle3", "eagle", "dflash", "draft_model")
 _PROVEN = (*_WITH_LAYERS, "ngram")

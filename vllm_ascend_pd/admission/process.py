@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_pd import older_groups
 from vllm_ascend_pd.admission.cache import GROUPED, is_grouped
 from vllm_ascend_pd.errors import not_proven
+from vllm_ascend_pd.vllm_patches import older_groups
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig

@@ -12,8 +12,8 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vllm_ascend_pd import compat
 from vllm_ascend_pd.errors import ConfigError, not_proven
+from vllm_ascend_pd.vllm_patches import compat
 
 PLAIN = ("auto", "float16", "bfloat16")
 _FP8 = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}

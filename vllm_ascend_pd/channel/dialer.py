@@ -19,10 +19,10 @@ from typing import Any
 from vllm_ascend_pd.channel.frames import OF_WORKERS, Spoken
 from vllm_ascend_pd.channel.limits import ChannelLimits, RateLimitedWarnings
 from vllm_ascend_pd.channel.link import Context, Link
-from vllm_ascend_pd.http.resolver import Resolver
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.versions import OURS, Release
+from vllm_ascend_pd.shared.resolver import Resolver
 
 
 class Dialer:

@@ -29,11 +29,11 @@ from vllm_ascend_pd.channel.frames import (
 from vllm_ascend_pd.channel.guards import candidates, check_greeting, greeting
 from vllm_ascend_pd.channel.limits import ChannelLimits, RateLimitedWarnings
 from vllm_ascend_pd.errors import RemoteProtocolError, one_line
-from vllm_ascend_pd.http.resolver import Hosts, Resolver, literal, reach
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.versions import Release
 from vllm_ascend_pd.shared.backoff import Backoff
+from vllm_ascend_pd.shared.resolver import Hosts, Resolver, literal, reach
 
 
 @dataclass(slots=True)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-ascend-pd <subcommand>`, also `python -m vllm_ascend_pd.cli`.
 
-A subcommand is a module here with `add_parser(subparsers) -> argparse.ArgumentParser` and `run(args) -> int`.
+A subcommand is a module with `add_parser(subparsers) -> argparse.ArgumentParser` and `run(args) -> int`: here, or of
+the router.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 
@@ -16,21 +16,23 @@ from vllm_ascend_pd import __version__
 from vllm_ascend_pd.errors import PdError
 
 DESCRIPTION = "Router, checks, plans and traces for prefill and decode engines of vLLM on Ascend NPUs."
-SUBCOMMANDS = ("metaserver", "sidecar", "doctor", "plan", "trace")
+SUBCOMMANDS = {
+    "metaserver": "router.command",
+    "sidecar": "router.sidecar",
+    "doctor": "cli.doctor",
+    "plan": "cli.plan",
+    "trace": "cli.trace",
+}
 
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="vllm-ascend-pd", description=DESCRIPTION)
     top.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    subparsers = top.add_subparsers(dest="subcommand", required=True, metavar="|".join(_present()))
-    for name in _present():
-        module = importlib.import_module(f"vllm_ascend_pd.cli.{name}")
+    subparsers = top.add_subparsers(dest="subcommand", required=True, metavar="|".join(SUBCOMMANDS))
+    for where in SUBCOMMANDS.values():
+        module = importlib.import_module(f"vllm_ascend_pd.{where}")
         module.add_parser(subparsers).set_defaults(run=module.run)
     return top
-
-
-def _present() -> list[str]:
-    return [name for name in SUBCOMMANDS if importlib.util.find_spec(f"vllm_ascend_pd.cli.{name}")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,7 +16,6 @@ import socket
 from collections.abc import Iterable
 from typing import Any
 
-from vllm_ascend_pd.channel.exposure import check_exposure
 from vllm_ascend_pd.cli import given
 from vllm_ascend_pd.cli.checkup import engine, npu, running
 from vllm_ascend_pd.cli.checkup import host as host_checks
@@ -24,6 +23,7 @@ from vllm_ascend_pd.cli.checkup.check import FAILURE, Check, failed, good, note
 from vllm_ascend_pd.errors import ConfigError, one_line
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.secret_files import load_secrets
+from vllm_ascend_pd.shared.exposure import check_exposure
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

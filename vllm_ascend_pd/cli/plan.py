@@ -29,6 +29,7 @@ from vllm_ascend_pd.geometry.plan import Job, StepPlanner
 from vllm_ascend_pd.geometry.regroup import RegroupPlanner
 from vllm_ascend_pd.geometry.states import PACKING
 from vllm_ascend_pd.protocol.layouts import MAX_WORKERS
+from vllm_ascend_pd.regroup.core.world import EngineWorld, slot_bytes
 
 ITEM = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1, "int8": 1}
 LAYOUTS = ("token-major", "head-major", "mla")
@@ -375,7 +376,6 @@ def _links(p: CacheGeometry, d: CacheGeometry, shape: PlanInput, decision: Decis
 
 def _staging(p: CacheGeometry, step_tokens: int) -> int:
     """Return the bytes that a P rank allocates at start by default: slots and the exchange's two buffers."""
-    from vllm_ascend_pd.regroup.resources import EngineWorld, slot_bytes  # needs torch, which only an engine's host has
 
     config = RegroupConfig()
     slot = slot_bytes(p, EngineWorld(0, p.tp_size, 1, step_tokens))

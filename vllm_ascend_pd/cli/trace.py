@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ascend_pd.cli.given import refuse, write_text
-from vllm_ascend_pd.observe.perfetto import chrome_trace
-from vllm_ascend_pd.observe.timeline import Trace, picture, table
 from vllm_ascend_pd.observe.trace import TraceFile, emit
+from vllm_ascend_pd.viewer.perfetto import chrome_trace
+from vllm_ascend_pd.viewer.timeline import Trace, picture, table
 
 _EVENTS = 20_000
 

@@ -10,6 +10,7 @@ import torch
 
 from vllm_ascend_pd.device.base import PLAIN, Packing
 from vllm_ascend_pd.shared.event import Event
+from vllm_ascend_pd.vllm_patches import compat
 
 
 class _DoneEvent:
@@ -39,13 +40,11 @@ class CpuDevice:
     def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> Packing:
         if cache.dim() == 3 or (cache.shape[1] == 1 and cache.shape[-1] != 2 * head_size):
             return PLAIN  # MLA: one latent per token, in token order
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
         # The attention kernels keep K transposed inside the plane. The form depends on the instruction set and on the
         # dtype of the computation. A cache of one-byte elements does not show that dtype: then the forms of both
         # possible dtypes are named.
         dtypes = (torch.float32, torch.bfloat16) if cache.element_size() == 1 else (cache.dtype,)
-        forms = {_get_attn_isa(dtype, block_size, head_size): None for dtype in dtypes}
+        forms = {compat.attention_isa(dtype, block_size, head_size): None for dtype in dtypes}
         return Packing(f"cpu-{'+'.join(forms)}", opaque=True)
 
     def view(self, address: int, length: int) -> memoryview:

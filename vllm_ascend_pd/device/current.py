@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from vllm_ascend_pd import compat
 from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.vllm_patches import compat
 
 
 def current() -> Device:

@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 import httptools
 
-from vllm_ascend_pd.http.decisions import HttpFailure
-from vllm_ascend_pd.http.gathered import Gathered, Payload, cut, length
-from vllm_ascend_pd.http.resolver import Hosts, Resolver, reach
+from vllm_ascend_pd.http.core.failures import HttpFailure
+from vllm_ascend_pd.http.core.gathered import Gathered, Payload, cut, length
 from vllm_ascend_pd.http.tls_files import TlsFiles
 from vllm_ascend_pd.http.within import within
+from vllm_ascend_pd.shared.resolver import Hosts, Resolver, reach
 
 Headers = list[tuple[bytes, bytes]]
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 import httpx
 
-from vllm_ascend_pd.http.decisions import HttpFailure
+from vllm_ascend_pd.http.core.failures import HttpFailure
 from vllm_ascend_pd.http.http1 import Origin, Reply, Upstream, UpstreamError
 from vllm_ascend_pd.http.tls_files import TlsFiles
 

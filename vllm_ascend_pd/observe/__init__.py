@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""What an engine and the router say of themselves: metrics and traces."""

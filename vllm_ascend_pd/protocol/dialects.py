@@ -185,7 +185,7 @@ def _is_name(value: object) -> TypeGuard[str]:
 
 
 def _endpoint_of(value: object) -> Endpoint | None:
-    """Return the address in an id that P gave to a router (prefill/bootstrap.py); None if there is none."""
+    """Return the address in an id that P gave to a router (prefill/scheduler/bootstrap.py); None if there is none."""
     if not isinstance(value, str) or len(value) > MAX_NAME or not value.isascii():
         return None
     host, _, port = value.rpartition(":")

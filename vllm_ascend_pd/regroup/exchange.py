@@ -28,8 +28,8 @@ import torch.distributed as dist
 from vllm_ascend_pd.geometry.coalesce import Ints
 from vllm_ascend_pd.geometry.images import BUFFER_ROW, CACHE_ROW, Rows
 from vllm_ascend_pd.geometry.regroup import RegroupPlan, Slot
+from vllm_ascend_pd.regroup.core.staging import StagingSlot
 from vllm_ascend_pd.regroup.ops import Assemble, Gather
-from vllm_ascend_pd.regroup.staging import StagingSlot
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,38 +12,17 @@ import torch.distributed as dist
 from vllm_ascend_pd.config import PushConfig, RegroupConfig
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import Caches
-from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.regroup import Room
+from vllm_ascend_pd.regroup.core.staging import Staging, exchanges_possible
+from vllm_ascend_pd.regroup.core.world import ALIGNMENT, EngineWorld, slot_bytes
 from vllm_ascend_pd.regroup.exchange import GroupExchange, new_group, tags_of
 from vllm_ascend_pd.regroup.ops import cell_view, use_own_kernels
-from vllm_ascend_pd.regroup.staging import Staging, exchanges_possible
 
 log = logging.getLogger(__name__)
 
 # Longer than vLLM waits for its workers (300 s), so a rank that is stopped for a while only delays exchanges. A rank
 # that dies is noticed at once, by its closed connections.
 GROUP_TIMEOUT_S = 600.0
-ALIGNMENT = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class EngineWorld:
-    """A worker's rank and its engine's sizes, and the most tokens that a step computes."""
-
-    rank: int  # of the world: all stages of all data-parallel ranks that compute together
-    tp_size: int
-    groups: int  # number of groups of tp_size ranks in the world
-    step_tokens: int
-
-    @classmethod
-    def of(cls, parallel: Any, pcp: int, step_tokens: int) -> EngineWorld:
-        """Return a worker's world by vLLM's parallel configuration, whose `rank` is within a data-parallel rank."""
-        return cls(
-            rank=parallel.data_parallel_rank * parallel.world_size + parallel.rank,
-            tp_size=parallel.tensor_parallel_size,
-            groups=parallel.pipeline_parallel_size * parallel.data_parallel_size * pcp,
-            step_tokens=step_tokens,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +83,3 @@ def assembled(
         waits=not device.exchanges_inline,
     )
     return RegroupResources(GroupExchange(group, rank, views, 2 * slot, device.name), staging)
-
-
-def slot_bytes(geometry: CacheGeometry, world: EngineWorld) -> int:
-    """Return the size of one rank's share of a full step with all heads, plus two blocks for rounding.
-
-    Longer steps are cut.
-    """
-    sizes = [
-        (-(-world.step_tokens // (world.tp_size * kind.block_size)) + 2)
-        * kind.kv_heads
-        * sum(r.cell_bytes * (1 if r.opaque else kind.block_size) for r in kind.regions)
-        for kind in geometry.kinds
-        if (kind.kv_heads > 1 or not geometry.others) and not kind.own.stateful
-    ]
-    return -(-max(sizes) // ALIGNMENT) * ALIGNMENT

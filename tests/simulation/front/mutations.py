@@ -17,14 +17,14 @@ from simulation.front.engines import EngineFaults
 from simulation.front.world import FrontResult, SeedPlan, draw, run_seed
 from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.http import http1
-from vllm_ascend_pd.metaserver import bodies, resumable, resume
-from vllm_ascend_pd.metaserver.bodies import Use
-from vllm_ascend_pd.metaserver.decisions import Circuit, Life, LoadRecord, PairProof
-from vllm_ascend_pd.metaserver.resume import StreamState
-from vllm_ascend_pd.metaserver.service import canary, fleet, front, relay, reserve, resuming, shared
-from vllm_ascend_pd.metaserver.service.exchange import Attempt, Journal
-from vllm_ascend_pd.metaserver.service.intake import Body
-from vllm_ascend_pd.metaserver.service.probes import Prober
+from vllm_ascend_pd.router import canary, fleet, front, relay, reserve, resuming, shared
+from vllm_ascend_pd.router.core import bodies, resumable, resume
+from vllm_ascend_pd.router.core.bodies import Use
+from vllm_ascend_pd.router.core.decisions import Circuit, Life, LoadRecord, PairProof
+from vllm_ascend_pd.router.core.resume import StreamState
+from vllm_ascend_pd.router.exchange import Attempt, Journal
+from vllm_ascend_pd.router.intake import Body
+from vllm_ascend_pd.router.probes import Prober
 
 
 def _any_world(plan: SeedPlan) -> SeedPlan:

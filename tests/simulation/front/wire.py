@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import httptools
 
 from simulation.front.clock import VirtualLoop
-from vllm_ascend_pd.metaserver.service.intake import CallerRequest
+from vllm_ascend_pd.router.intake import CallerRequest
 
 Headers = list[tuple[bytes, bytes]]
 

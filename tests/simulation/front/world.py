@@ -29,13 +29,13 @@ from simulation.front.engines import ROOM, UNNAMED, EngineFaults, FrontDecode, F
 from simulation.front.speech import right_stream, understood
 from simulation.front.wire import ClientCall, FrontNetwork
 from simulation.world import Violation
-from vllm_ascend_pd.metaserver.decisions import CircuitPolicy, CircuitState, Role
-from vllm_ascend_pd.metaserver.service import admin
-from vllm_ascend_pd.metaserver.service.app import WorkerProcess
-from vllm_ascend_pd.metaserver.service.hub import REPORT_EVERY_S, Hub
-from vllm_ascend_pd.metaserver.service.metrics import METRICS
-from vllm_ascend_pd.metaserver.service.named import HEADER
-from vllm_ascend_pd.metaserver.service.settings import Settings
+from vllm_ascend_pd.router import admin
+from vllm_ascend_pd.router.app import WorkerProcess
+from vllm_ascend_pd.router.core.decisions import CircuitPolicy, CircuitState, Role
+from vllm_ascend_pd.router.hub import REPORT_EVERY_S, Hub
+from vllm_ascend_pd.router.metrics import METRICS
+from vllm_ascend_pd.router.named import HEADER
+from vllm_ascend_pd.router.settings import Settings
 from vllm_ascend_pd.shared.backoff import Backoff
 
 BOUND_S = 400.0  # for a client: attempts, each with its timeouts

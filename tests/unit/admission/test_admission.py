@@ -31,7 +31,7 @@ from vllm.v1.kv_cache_interface import (
 from tools.support import ascend_specs
 from unit.admission.vllm_configs import LAYERS, attention, cache_config, latent, model_dir, vllm_config
 from unit.geometry.context_parallel import HEADS, ON_DECODE, ON_PREFILL, ContextParallel
-from vllm_ascend_pd import admission, compat
+from vllm_ascend_pd import admission
 from vllm_ascend_pd.admission import drafts
 from vllm_ascend_pd.config import ChannelConfig, PushConfig
 from vllm_ascend_pd.device.caches import CacheShape, LayerShape
@@ -42,6 +42,7 @@ from vllm_ascend_pd.protocol.auth import MIN_SECRET_BYTES
 from vllm_ascend_pd.protocol.identity import dp_rank_of
 from vllm_ascend_pd.protocol.versions import fingerprint, may_pair
 from vllm_ascend_pd.secret_files import MAX_SECRET_BYTES, load_secrets
+from vllm_ascend_pd.vllm_patches import compat
 
 BOTH = ("kv_producer", "kv_consumer")
 

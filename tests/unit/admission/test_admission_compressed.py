@@ -17,11 +17,12 @@ from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
 from tools.support.compressed import Specs, groups, keys, latent, layer, made, tensors
 from unit.admission.vllm_configs import vllm_config
 from unit.device.caches import TokenMajorDevice
-from vllm_ascend_pd import admission, compat
+from vllm_ascend_pd import admission
 from vllm_ascend_pd.device.caches import describe
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.geometry.layout import Group
 from vllm_ascend_pd.protocol.layouts import EngineLayout, read, written
+from vllm_ascend_pd.vllm_patches import compat
 
 SIZE, BLOCKS = 32, 6
 GROUPS = groups([0, 4, 128, 4], SIZE)

@@ -16,13 +16,13 @@ from unit.channel.kit import FAST, LOOPBACK, ROOT, AnsweringListener, RawConnect
 from unit.kits.names import NameServer
 from unit.kits.refusing import no_more_threads
 from vllm_ascend_pd.channel.connection import Ending
-from vllm_ascend_pd.channel.exposure import check_exposure, is_loopback
 from vllm_ascend_pd.channel.limits import ChannelLimits
 from vllm_ascend_pd.errors import ConfigError, PdError
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.messages import Begin
 from vllm_ascend_pd.shared.backoff import Backoff
+from vllm_ascend_pd.shared.exposure import check_exposure, is_loopback
 
 OLD, NEW = b"o" * 32, b"n" * 32
 SECRETS = [None, Secrets(NEW)]

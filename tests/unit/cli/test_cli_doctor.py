@@ -22,7 +22,7 @@ import pytest
 
 from tools.support.process import free_port
 from unit.channel.kit import AnsweringListener
-from unit.metaserver.cluster import cluster
+from unit.router.cluster import cluster
 from vllm_ascend_pd.admission import listening_offsets
 from vllm_ascend_pd.cli.__main__ import main
 from vllm_ascend_pd.cli.checkup import host, npu, pair

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from vllm_ascend_pd.cli.__main__ import main
-from vllm_ascend_pd.metaserver.service import page
-from vllm_ascend_pd.observe.timeline import REPORTED, RESERVED, Trace, picture, table
 from vllm_ascend_pd.observe.trace import TraceFile, emit
+from vllm_ascend_pd.router import page
+from vllm_ascend_pd.viewer.timeline import REPORTED, RESERVED, Trace, picture, table
 
 RECORDED = Path(__file__).parents[1] / "traces" / "tp2_to_tp1"
 TRANSFER = "f8290347/28/d4729bfa"

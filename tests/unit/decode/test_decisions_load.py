@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_ascend_pd.decode.decisions import LoadBook, Ticket, read_ticket
+from vllm_ascend_pd.decode.scheduler.core.book import LoadBook, Ticket, read_ticket
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.layout import Group
 from vllm_ascend_pd.protocol.identity import TransferId

@@ -21,16 +21,16 @@ from vllm.v1.request import Request
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from unit.decode import worker_batch
-from vllm_ascend_pd import first_token
-from vllm_ascend_pd.decode import answers
-from vllm_ascend_pd.decode.core.first_tokens import FirstTokenBook, Start, Wanted, fault
+from vllm_ascend_pd.decode.scheduler import answers
+from vllm_ascend_pd.decode.scheduler.core.first_tokens import FirstTokenBook, Start, Wanted, fault
 from vllm_ascend_pd.errors import RemoteProtocolError
-from vllm_ascend_pd.metaserver import bodies
 from vllm_ascend_pd.protocol import reports, sampling
 from vllm_ascend_pd.protocol.auth import Secrets, seal_first, unseal_first
 from vllm_ascend_pd.protocol.first import MAX_FIRST_BYTES, First
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.sampling import PARAMETERS, ParameterRole
+from vllm_ascend_pd.router.core import bodies
+from vllm_ascend_pd.vllm_patches import first_token
 
 # -- the table
 

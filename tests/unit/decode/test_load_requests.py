@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 
 from unit.protocol.kit import D
-from vllm_ascend_pd.decode.core.first_tokens import FirstTokenBook, Start, Wanted
-from vllm_ascend_pd.decode.core.requests import LoadRequests
-from vllm_ascend_pd.decode.decisions import LoadBook
+from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
+from vllm_ascend_pd.decode.scheduler.core.first_tokens import FirstTokenBook, Start, Wanted
+from vllm_ascend_pd.decode.scheduler.core.requests import LoadRequests
 from vllm_ascend_pd.metadata import LoadEnd
 from vllm_ascend_pd.protocol.first import First
 

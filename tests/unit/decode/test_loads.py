@@ -7,7 +7,7 @@ import numpy as np
 
 from unit.kits.watching import parsed
 from unit.protocol.kit import ADDRESSES, D_INCARNATION, MODEL, D
-from vllm_ascend_pd.decode.core.loads import Loads
+from vllm_ascend_pd.decode.worker.core.loads import Loads
 from vllm_ascend_pd.metadata import Bind, DecodeStep, LoadCancel
 from vllm_ascend_pd.protocol.actions import Action
 from vllm_ascend_pd.protocol.identity import TransferId

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from unit.metaserver.fake_engine import ServedApp, read_body
+from unit.router.fake_engine import ServedApp, read_body
 from vllm_ascend_pd.config import MetaserverConfig
-from vllm_ascend_pd.decode import metaserver as client_module
-from vllm_ascend_pd.decode.metaserver import MetaserverClient, Outcome, origin
+from vllm_ascend_pd.decode.scheduler import metaserver as client_module
+from vllm_ascend_pd.decode.scheduler.metaserver import MetaserverClient, Outcome, origin
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol.reports import LoadReport
 from vllm_ascend_pd.shared.loop import LoopThread
@@ -223,7 +223,7 @@ def test_a_metaserver_that_is_not_there_fails_within_the_deadline(loop: LoopThre
 
 
 def test_silence_of_three_heartbeats_fails(loop: LoopThread, scripted: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("vllm_ascend_pd.decode.metaserver.HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("vllm_ascend_pd.decode.scheduler.metaserver.HEARTBEAT_S", 0.1)
     heard = lines({"event": "heartbeat"}, 0.15, {"event": "heartbeat"}, 0.15, {"event": "heartbeat"}, 30)
     server, collected = scripted(heard), CollectedOutcomes()
     client(loop, collected, server.served.url).reserve("k", server.served.url, {}, 60)

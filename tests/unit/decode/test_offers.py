@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_ascend_pd.config import Timers
-from vllm_ascend_pd.decode.core.offers import Answered, Offers, SendMessage
+from vllm_ascend_pd.decode.scheduler.core.offers import Answered, Offers, SendMessage
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.meeting import Bound, Gone, Offer, Waits

@@ -10,7 +10,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
-from vllm_ascend_pd.first_token import FIRST_TOKEN_ARG, FirstTokenId
+from vllm_ascend_pd.vllm_patches.first_token import FIRST_TOKEN_ARG, FirstTokenId
 
 PROMPT = [4, 5, 6]
 _FACTS = {

@@ -23,7 +23,8 @@ from vllm_ascend_pd.device.current import current
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.geometry.layout import STATE, Group, Region, section_of
 from vllm_ascend_pd.geometry.states import DELTA_NET, Recurrent
-from vllm_ascend_pd.regroup.resources import EngineWorld, assembled
+from vllm_ascend_pd.regroup.core.world import EngineWorld
+from vllm_ascend_pd.regroup.resources import assembled
 
 BLOCKS, BLOCK, HEADS, SIZE = 8, 32, 2, 16
 SHAPE = CacheShape(BLOCK, HEADS, 2 * HEADS, SIZE, tp_size=2)

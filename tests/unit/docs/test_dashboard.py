@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_pd.metaserver.service import metrics as metaserver
 from vllm_ascend_pd.observe.tally import METRICS, PREFIX
+from vllm_ascend_pd.router import metrics as metaserver
 
 FILE = Path(__file__).resolve().parents[3] / "dashboards" / "grafana.json"
 DASHBOARD: dict[str, Any] = json.loads(FILE.read_text())

@@ -65,7 +65,7 @@ RUN_BY = {
     "python -m vllm.entrypoints.openai.api_server": "tests/unit/docs/test_examples.py",
     "python -m vllm_ascend_pd.config": "tests/unit/test_config.py",
     "python -m vllm_ascend_pd.errors": "tests/unit/test_errors.py",
-    "python -m vllm_ascend_pd.metaserver.service.settings": "tests/unit/metaserver/test_metaserver_settings.py",
+    "python -m vllm_ascend_pd.router.settings": "tests/unit/router/test_metaserver_settings.py",
     "scripts/bench_fanout.sh": "tests/unit/scripts/test_bench_fanout.py",
     "scripts/bench_metaserver.sh": "tests/unit/scripts/test_bench_metaserver.py",
     "scripts/bench_planning.sh": "tests/unit/test_predecessor.py",
@@ -88,9 +88,9 @@ RUN_BY = {
     "scripts/under_load.sh": "tests/unit/scripts/test_scripts_under_load.py",
     "tests/ascend_host/environment.sh": "tests/unit/scripts/test_scripts_test.py",
     "vllm-ascend-pd doctor": "tests/unit/cli/test_cli_doctor.py",
-    "vllm-ascend-pd metaserver": "tests/unit/metaserver/test_metaserver_settings.py",
+    "vllm-ascend-pd metaserver": "tests/unit/router/test_metaserver_settings.py",
     "vllm-ascend-pd plan": "tests/unit/cli/test_cli_plan.py",
-    "vllm-ascend-pd sidecar": "tests/unit/metaserver/test_sidecar.py",
+    "vllm-ascend-pd sidecar": "tests/unit/router/test_sidecar.py",
     "vllm-ascend-pd trace": "tests/unit/cli/test_cli_trace.py",
 }
 BENCHMARK = "a benchmark of minutes: a page has what it printed"

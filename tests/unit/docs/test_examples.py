@@ -26,8 +26,8 @@ from referencing.jsonschema import DRAFT202012
 
 from unit.kits.watching import until
 from vllm_ascend_pd.cli.__main__ import parser
-from vllm_ascend_pd.cli.metaserver import settings_of
 from vllm_ascend_pd.config import PushConfig
+from vllm_ascend_pd.router.command import settings_of
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "examples"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vllm_ascend_pd.config import Timers
-from vllm_ascend_pd.prefill.core.meetings import MAX_WAITING, MeetingState
+from vllm_ascend_pd.prefill.scheduler.core.meetings import MAX_WAITING, MeetingState
 from vllm_ascend_pd.protocol import agreement, auth, fence, parking, timing
 from vllm_ascend_pd.protocol.meeting import Meeting
 from vllm_ascend_pd.protocol.messages import Message, RefusalCode

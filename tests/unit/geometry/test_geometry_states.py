@@ -22,7 +22,7 @@ from vllm.v1.request import Request
 from unit.device.caches import TokenMajorDevice
 from unit.protocol.kit import D_INCARNATION, reservation
 from vllm_ascend_pd.config import PushConfig, RegroupConfig
-from vllm_ascend_pd.decode.decisions import LoadBook
+from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
 from vllm_ascend_pd.device.caches import CacheBytes, Caches, CacheShape, describe
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
 from vllm_ascend_pd.errors import ConfigError, LocalProtocolError
@@ -34,16 +34,16 @@ from vllm_ascend_pd.geometry.pairing import contributors, exchanged, pairings
 from vllm_ascend_pd.geometry.plan import Job, StepPlanner
 from vllm_ascend_pd.geometry.states import DELTA_NET, MAMBA2, Recurrent
 from vllm_ascend_pd.metadata import PushSlice, PushStart
-from vllm_ascend_pd.prefill.core.push import Push
-from vllm_ascend_pd.prefill.decisions import PushBook
-from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
-from vllm_ascend_pd.prefill.steps import Steps
+from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
+from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
+from vllm_ascend_pd.prefill.worker.core.push import Push
+from vllm_ascend_pd.prefill.worker.steps import Steps
 from vllm_ascend_pd.protocol.auth import decode_reservation, seal
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.layouts import EngineLayout, read, written
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.protocol.reservation_format import as_sent
-from vllm_ascend_pd.regroup.staging import exchanges_possible
+from vllm_ascend_pd.regroup.core.staging import exchanges_possible
 
 LAYERS = ("l.0.mixer", "l.1.mixer")
 HEADS, HEAD, STATE, ROWS, BLOCKS = 4, 8, 6, 3, 5

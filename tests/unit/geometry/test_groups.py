@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 from unit.device.caches import TokenMajorDevice
 from unit.protocol.kit import D_INCARNATION, geometry, reservation
 from vllm_ascend_pd.config import PushConfig
-from vllm_ascend_pd.decode.decisions import LoadBook
+from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
 from vllm_ascend_pd.device.caches import CacheShape, describe
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
 from vllm_ascend_pd.errors import ConfigError, LocalProtocolError, RemoteProtocolError
@@ -25,9 +25,9 @@ from vllm_ascend_pd.geometry.layout import CacheGeometry, Group, LayerKind, in_e
 from vllm_ascend_pd.geometry.match import mismatches, range_fault
 from vllm_ascend_pd.geometry.pairing import pairings, pushed
 from vllm_ascend_pd.geometry.plan import plan_digest
-from vllm_ascend_pd.prefill.decisions import PushBook
-from vllm_ascend_pd.prefill.first_tokens import FirstTokenSource
-from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
+from vllm_ascend_pd.prefill.scheduler.first_tokens import FirstTokenSource
+from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import decode_reservation, seal
 from vllm_ascend_pd.protocol.first import Seed
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId

@@ -11,10 +11,10 @@ import pytest
 
 from unit.kits.names import WAIT_S, NameServer
 from unit.kits.refusing import no_more_threads
-from vllm_ascend_pd.http import resolver as module
-from vllm_ascend_pd.http.decisions import HttpFailure
+from vllm_ascend_pd.http.core.failures import HttpFailure
 from vllm_ascend_pd.http.http1 import Origin, Upstream, UpstreamError
-from vllm_ascend_pd.http.resolver import Resolver
+from vllm_ascend_pd.shared import resolver as module
+from vllm_ascend_pd.shared.resolver import Resolver
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.http import http1 as module
-from vllm_ascend_pd.http.decisions import HttpFailure
+from vllm_ascend_pd.http.core.failures import HttpFailure
 from vllm_ascend_pd.http.http1 import Origin, Reply, Upstream, UpstreamError
 
 Handle = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

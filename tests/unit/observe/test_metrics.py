@@ -21,15 +21,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 
 from unit.schedulers.kit import engine, prefill, request
 from vllm_ascend_pd.connector import AscendPushConnector
-from vllm_ascend_pd.decode.decisions import Ticket
-from vllm_ascend_pd.decode.scheduler import DecodeScheduler, _AskedLoad
+from vllm_ascend_pd.decode.scheduler.core.book import Ticket
+from vllm_ascend_pd.decode.scheduler.role import DecodeScheduler, _AskedLoad
 from vllm_ascend_pd.geometry.layout import Group
 from vllm_ascend_pd.metadata import LoadEnd
 from vllm_ascend_pd.observe import tally as tally_module
 from vllm_ascend_pd.observe.metrics import PushPromMetrics, PushStats
 from vllm_ascend_pd.observe.tally import MAX_TIMES, METRICS, PREFIX, Tally
-from vllm_ascend_pd.patience import Patience
 from vllm_ascend_pd.protocol.identity import TransferId
+from vllm_ascend_pd.vllm_patches.patience import Patience
 
 
 def stats_of(tally: Tally) -> PushStats:

@@ -19,7 +19,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from unit.device.caches import CacheModel
 from unit.kits.connectors import connected_pair, output
 from unit.kits.watching import until
-from unit.metaserver.cluster import cluster
+from unit.router.cluster import cluster
 from unit.runtime.sites import DecodeSite, PrefillSite, sites
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.trace import TraceFile

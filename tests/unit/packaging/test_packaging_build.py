@@ -1,18 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pip install .`: finds the installed torch without importing it, names what is missing, builds one abi3 wheel."""
+"""`pip install .`: finds the installed torch without importing it, names what is missing, builds one abi3 wheel.
+
+That wheel serves on a host without torch too, for the router and the commands of operators.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 import pytest
 import setuptools
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from unit.router.command import running
+from vllm_ascend_pd.cli.__main__ import SUBCOMMANDS
+
+tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
 
 ROOT = Path(__file__).resolve().parents[3]
 BUILD_ENVIRONMENT = ("ASCEND_HOME_PATH", "SOC_VERSION", "VLLM_ASCEND_PD_NPU", "VLLM_ASCEND_PD_TORCH", "PYTHONPATH")
@@ -172,3 +185,60 @@ def test_the_extension_asks_torch_for_nothing_but_its_stable_c_functions(wheel: 
     assert wanted
     unstable = [name for name in wanted if not re.match(r"(aoti_)?torch_[a-z0-9_]+$", name)]
     assert not unstable
+
+
+def closure(*names: str) -> Iterator[Distribution]:
+    """Return the installed distributions that these requirements ask for, and those that they ask for."""
+    seen: set[str] = set()
+    waiting = [Requirement(name) for name in names]
+    while waiting:
+        wanted = waiting.pop()
+        name = canonicalize_name(wanted.name)
+        if name in seen or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(name)
+        found = distribution(wanted.name)
+        yield found
+        waiting += map(Requirement, found.requires or ())
+
+
+@pytest.fixture(scope="module")
+def router_host(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Environment with the wheel and what `WHEEL[metaserver]` installs: no torch, no vLLM."""
+    folder = tmp_path_factory.mktemp("router_host")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
+    (site,) = folder.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["metaserver"]]
+    for found in closure(*wanted):
+        for part in {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            (site / part).symlink_to(found.locate_file(part))
+    return folder / "bin/python"
+
+
+def test_a_host_of_the_router_needs_neither_torch_nor_vllm(router_host: Path, tmp_path: Path) -> None:
+    """Every command starts, and `plan` plans an exchange."""
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [router_host, "-I", *words], cwd=tmp_path, check=False, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    missing = "import importlib.util as u; print([n for n in ('torch', 'vllm', 'vllm_ascend') if u.find_spec(n)])"
+    assert run("-c", missing).strip() == "[]"
+    command = "-m", "vllm_ascend_pd.cli"
+    for name in SUBCOMMANDS:
+        assert "usage:" in run(*command, name, "--help")
+    sizes = "--kv-heads", "8", "--head-dim", "128", "--layers", "4", "--tokens", "4096"
+    made = json.loads(run(*command, "plan", "--p-tp", "4", "--d-tp", "2", "--json", *sizes))
+    assert made["mode"] == "regroup" and made["staging"]
+
+
+def test_the_router_serves_there(router_host: Path) -> None:
+    with running("--prefix-tokens", "64", workers=2, python=router_host) as router:
+        assert router.complete("a prompt").json()["choices"]
+        assert "ascend_pd_metaserver_ready" in router.http.get("/metrics").text

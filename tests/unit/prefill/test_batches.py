@@ -6,8 +6,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_ascend_pd.prefill.core.batches import grouped
-from vllm_ascend_pd.prefill.core.push import Unit
+from vllm_ascend_pd.prefill.worker.core.batches import grouped
+from vllm_ascend_pd.prefill.worker.core.push import Unit
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.push import Claim
 

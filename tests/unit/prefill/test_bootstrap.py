@@ -19,8 +19,8 @@ from unit.schedulers.kit import CACHE, SECRETS, engine, request
 from unit.schedulers.rendezvous import D_ID, P_ID, TOY, BootstrapPair
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.prefill import bootstrap
-from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.prefill.scheduler import bootstrap
+from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 from vllm_ascend_pd.protocol.dialects import meets_under, read_meet
 from vllm_ascend_pd.protocol.identity import Endpoint
 

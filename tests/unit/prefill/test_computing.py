@@ -11,8 +11,8 @@ import pytest
 from unit.schedulers.kit import CACHE, engine, output, remote_decode, request, reservation
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.geometry.layout import COMPRESSED, STATE, Group
-from vllm_ascend_pd.prefill.core.computing import Chunk, Computing
-from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.prefill.scheduler.core.computing import Chunk, Computing
+from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import seal
 
 SIZE = 4

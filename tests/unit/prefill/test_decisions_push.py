@@ -17,7 +17,7 @@ from unit.geometry.kit import geometry
 from unit.prefill.kit import BLOCK, D, reservation
 from vllm_ascend_pd.errors import PdError, RemoteProtocolError
 from vllm_ascend_pd.metadata import PrefillStep
-from vllm_ascend_pd.prefill.decisions import PushBook
+from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
 from vllm_ascend_pd.protocol.auth import seal, unseal
 from vllm_ascend_pd.protocol.first import Seed
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from unit.prefill.kit import D, reservation
 from vllm_ascend_pd.metadata import PrefillStep
-from vllm_ascend_pd.prefill.core.meetings import Holding, MeetingEvent, Meetings, MeetingState
-from vllm_ascend_pd.prefill.decisions import PushBook
+from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
+from vllm_ascend_pd.prefill.scheduler.core.meetings import Holding, MeetingEvent, Meetings, MeetingState
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.meeting import Bound, Gone, Offer, SourceId, Waits
 
@@ -274,7 +274,7 @@ def test_blocks_are_bounded_too() -> None:
 
 
 def test_no_more_targets_wait_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_ascend_pd.prefill.core.meetings.MAX_WAITING", 2)
+    monkeypatch.setattr("vllm_ascend_pd.prefill.scheduler.core.meetings.MAX_WAITING", 2)
     p = PrefillBooks()
     answers = [p.offer(n=n, meets=f"name-{n}")[0] for n in (1, 2, 3)]
     assert [type(answer) for answer in answers] == [Waits, Waits, Gone]

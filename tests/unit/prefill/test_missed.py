@@ -10,8 +10,8 @@ from typing import Any, cast
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from vllm_ascend_pd.prefill.core.exchanges import Exchanges, Run
-from vllm_ascend_pd.prefill.core.push import Share, Unit
+from vllm_ascend_pd.prefill.worker.core.exchanges import Exchanges, Run
+from vllm_ascend_pd.prefill.worker.core.push import Share, Unit
 from vllm_ascend_pd.protocol.identity import Endpoint
 
 LAYERS = 6

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_pd.prefill.steps import Steps
+from vllm_ascend_pd.prefill.worker.steps import Steps
 
 LAYERS = ("layers.0.attn", "layers.1.attn", "layers.2.attn")
 

@@ -13,10 +13,10 @@ import pytest
 
 from unit.kits.watching import until
 from vllm_ascend_pd.device.cpu import CpuDevice
-from vllm_ascend_pd.prefill import writer as writer_module
-from vllm_ascend_pd.prefill.core.batches import Batch
-from vllm_ascend_pd.prefill.core.pushes import IN_FLIGHT
-from vllm_ascend_pd.prefill.writer import Writer, WriterThread
+from vllm_ascend_pd.prefill.worker import writer as writer_module
+from vllm_ascend_pd.prefill.worker.core.batches import Batch
+from vllm_ascend_pd.prefill.worker.core.pushes import IN_FLIGHT
+from vllm_ascend_pd.prefill.worker.writer import Writer, WriterThread
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.transport.base import WriteState
 

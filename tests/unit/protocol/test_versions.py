@@ -34,7 +34,7 @@ from vllm_ascend_pd.channel.frames import (
     decode_guarded,
 )
 from vllm_ascend_pd.errors import RemoteProtocolError
-from vllm_ascend_pd.prefill.decisions import PushBook
+from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
 from vllm_ascend_pd.protocol.auth import (
     encode,
     seal,

@@ -26,8 +26,8 @@ from unit.device.caches import Pool
 from unit.geometry.kit import range_of
 from unit.kits.watching import parsed
 from vllm_ascend_pd.config import PushConfig
-from vllm_ascend_pd.decode.core.loads import Loaded
-from vllm_ascend_pd.decode.runtime import ReceiveRuntime, Site
+from vllm_ascend_pd.decode.worker.core.loads import Loaded
+from vllm_ascend_pd.decode.worker.runtime import ReceiveRuntime, Site
 from vllm_ascend_pd.device.base import PLAIN, Packing
 from vllm_ascend_pd.device.caches import Caches, CacheShape, describe
 from vllm_ascend_pd.device.cpu import CpuDevice

@@ -34,11 +34,12 @@ from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.device.caches import Caches
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.metadata import MissedExchange, PrefillStep
-from vllm_ascend_pd.prefill.core.pushes import PushSite
-from vllm_ascend_pd.prefill.decisions import PushBook
-from vllm_ascend_pd.prefill.runtime import PushRuntime
+from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
+from vllm_ascend_pd.prefill.worker.core.pushes import PushSite
+from vllm_ascend_pd.prefill.worker.runtime import PushRuntime
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.regroup.resources import EngineWorld, RegroupResources, assembled
+from vllm_ascend_pd.regroup.core.world import EngineWorld
+from vllm_ascend_pd.regroup.resources import RegroupResources, assembled
 from vllm_ascend_pd.transport.base import Wire, WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 

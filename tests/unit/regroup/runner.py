@@ -17,8 +17,8 @@ from unit.regroup.prefill import HOOKS, ComputedTokens, Layer, Parts, RegroupPre
 from vllm_ascend_pd.device.caches import Caches, CacheShape
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.metadata import PrefillStep
-from vllm_ascend_pd.prefill.runtime import PushRuntime
-from vllm_ascend_pd.prefill.worker import PrefillWorker
+from vllm_ascend_pd.prefill.worker.role import PrefillWorker
+from vllm_ascend_pd.prefill.worker.runtime import PushRuntime
 from vllm_ascend_pd.roles import StepMetadata
 from vllm_ascend_pd.transport.base import Wire
 

@@ -11,10 +11,10 @@ import pytest
 from unit.kits.watching import Events, traced, until
 from unit.regroup.common import EngineCache, RegroupDecodeSite, config
 from unit.regroup.prefill import FailingTransport, RegroupPrefillSite, engine, running
-from vllm_ascend_pd.prefill.decisions import PushBook
+from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
+from vllm_ascend_pd.regroup.core.staging import Staging, StagingSlot
 from vllm_ascend_pd.regroup.exchange import ExchangeOutcome, ExchangeRows, GroupExchange
 from vllm_ascend_pd.regroup.resources import RegroupResources
-from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
 
 LAYERS = 6
 SMALL = config(staging_slots=1, staging_destinations=1, verify="full")

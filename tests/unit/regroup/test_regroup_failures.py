@@ -14,10 +14,10 @@ import torch
 from unit.kits.watching import traced, until
 from unit.regroup.common import EngineCache, RegroupDecodeSite, RegroupPrompt, config
 from unit.regroup.prefill import ComputedTokens, FailingTransport, RegroupPrefillSite, engine, running
-from vllm_ascend_pd.prefill import runtime as prefill_runtime
+from vllm_ascend_pd.prefill.worker import runtime as prefill_runtime
+from vllm_ascend_pd.regroup.core.staging import Staging, StagingSlot
 from vllm_ascend_pd.regroup.exchange import TAG_BYTES, ExchangeRows, GroupExchange
 from vllm_ascend_pd.regroup.resources import RegroupResources
-from vllm_ascend_pd.regroup.staging import Staging, StagingSlot
 
 SMALL = {"staging_slots": 1}
 

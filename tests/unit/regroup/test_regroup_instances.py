@@ -20,12 +20,12 @@ from unit.regroup.common import config
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.metadata import PrefillStep
-from vllm_ascend_pd.prefill.core.exchanges import Run, Staged
-from vllm_ascend_pd.prefill.core.push import Push, Unit
-from vllm_ascend_pd.prefill.core.pushes import Pushes, PushSite
-from vllm_ascend_pd.prefill.decisions import PushBook
+from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
+from vllm_ascend_pd.prefill.worker.core.exchanges import Run, Staged
+from vllm_ascend_pd.prefill.worker.core.push import Push, Unit
+from vllm_ascend_pd.prefill.worker.core.pushes import Pushes, PushSite
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
-from vllm_ascend_pd.regroup.staging import Staging
+from vllm_ascend_pd.regroup.core.staging import Staging
 
 LAYERS, BLOCK, TOKENS, SLOT = 3, 4, 16, 4096
 PLAIN = geometry("token", heads=2, tp=1, block=BLOCK, layers=LAYERS - 1)

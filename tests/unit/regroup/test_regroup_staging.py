@@ -20,10 +20,10 @@ from unit.regroup.common import EngineCache, RegroupDecodeSite, config
 from unit.regroup.prefill import FailingTransport, engine, running
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.coalesce import Spans
-from vllm_ascend_pd.prefill.core.push import SlotShare, Unit
-from vllm_ascend_pd.prefill.core.pushes import Pushes, PushSite
+from vllm_ascend_pd.prefill.worker.core.push import SlotShare, Unit
+from vllm_ascend_pd.prefill.worker.core.pushes import Pushes, PushSite
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.regroup.staging import SLOT_TIMEOUT_S, Staging, StagingSlot
+from vllm_ascend_pd.regroup.core.staging import SLOT_TIMEOUT_S, Staging, StagingSlot
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import Write
 

@@ -14,7 +14,7 @@ import pytest
 from unit.admission.vllm_configs import vllm_config
 from unit.geometry.kit import geometry
 from vllm_ascend_pd.geometry.layout import LayerKind
-from vllm_ascend_pd.regroup.resources import EngineWorld, slot_bytes
+from vllm_ascend_pd.regroup.core.world import EngineWorld, slot_bytes
 
 PROGRAM = """
 import json, sys

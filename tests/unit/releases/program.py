@@ -26,7 +26,7 @@ from tools.support.process import free_port
 from unit.admission.vllm_configs import LAYERS
 from unit.decode import worker_batch
 from unit.releases.engine import BLOCK, BLOCKS, WORKER_HOOKS, ReleaseEngine
-from vllm_ascend_pd import compat
+from vllm_ascend_pd.vllm_patches import compat
 
 SHORT_TIMES = {"transfer_timeout_s": 5.0, "quiet_extra_s": 2.0, "lease_s": 3.0, "margin_s": 0.5}
 LINES = {

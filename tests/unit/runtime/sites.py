@@ -23,18 +23,18 @@ import numpy as np
 from unit.device.caches import CacheModel, Divided, Pool, RankCache
 from unit.kits.watching import Events, parsed, until
 from vllm_ascend_pd.config import PushConfig
-from vllm_ascend_pd.decode.core.loads import Loaded
-from vllm_ascend_pd.decode.decisions import LoadBook
-from vllm_ascend_pd.decode.worker import DecodeWorker
+from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
+from vllm_ascend_pd.decode.worker.core.loads import Loaded
+from vllm_ascend_pd.decode.worker.role import DecodeWorker
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.engine import Engine, merge_geometries
 from vllm_ascend_pd.metadata import DecodeStep, PrefillStep
-from vllm_ascend_pd.prefill.decisions import PushBook
-from vllm_ascend_pd.prefill.worker import PrefillWorker
+from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
+from vllm_ascend_pd.prefill.worker.role import PrefillWorker
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor
 from vllm_ascend_pd.protocol.messages import Reservation
-from vllm_ascend_pd.regroup.resources import EngineWorld
+from vllm_ascend_pd.regroup.core.world import EngineWorld
 from vllm_ascend_pd.roles import StepMetadata
 from vllm_ascend_pd.transport.base import Target, Wire
 from vllm_ascend_pd.transport.memory import MemoryTransport

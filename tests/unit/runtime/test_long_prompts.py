@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 
 from unit.device.caches import CacheModel
-from unit.metaserver.cluster import cluster
+from unit.router.cluster import cluster
 from unit.runtime.sites import DecodeSite, PrefillSite, config, sites
-from vllm_ascend_pd.decode.scheduler import pace
+from vllm_ascend_pd.decode.scheduler.role import pace
 
 LONGEST = 1 << 20
 

@@ -26,7 +26,7 @@ from unit.runtime.sites import (
     without_a_name,
 )
 from vllm_ascend_pd.geometry.match import mismatches
-from vllm_ascend_pd.prefill.worker import PrefillWorker
+from vllm_ascend_pd.prefill.worker.role import PrefillWorker
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.transport.create import create_target, create_wire
 

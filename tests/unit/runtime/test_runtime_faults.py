@@ -20,9 +20,9 @@ from unit.runtime.sites import DecodeSite, PrefillSite, config, heard_ready, own
 from unit.runtime.wires import DyingWire, FlippingWire, LossyWire, SlowWire
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.prefill.core import pushes as core
-from vllm_ascend_pd.prefill.core.push import Push
-from vllm_ascend_pd.prefill.sums import PushSums
+from vllm_ascend_pd.prefill.worker.core import pushes as core
+from vllm_ascend_pd.prefill.worker.core.push import Push
+from vllm_ascend_pd.prefill.worker.sums import PushSums
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.messages import Memory
 from vllm_ascend_pd.protocol.reservation import Receiver

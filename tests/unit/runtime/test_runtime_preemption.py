@@ -16,9 +16,9 @@ from unit.runtime.sites import DecodeSite, PrefillSite, config, sites
 from unit.runtime.wires import SlowWire
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.metadata import PushSlice
-from vllm_ascend_pd.prefill.core.push import BlockTable, Push
-from vllm_ascend_pd.prefill.core.pushes import IN_FLIGHT
-from vllm_ascend_pd.prefill.worker import PrefillWorker
+from vllm_ascend_pd.prefill.worker.core.push import BlockTable, Push
+from vllm_ascend_pd.prefill.worker.core.pushes import IN_FLIGHT
+from vllm_ascend_pd.prefill.worker.role import PrefillWorker
 from vllm_ascend_pd.roles import StepMetadata
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write

@@ -14,14 +14,14 @@ from unit.geometry.kit import geometry
 from unit.kits.watching import until
 from unit.protocol import kit as rig
 from vllm_ascend_pd.config import PushConfig
-from vllm_ascend_pd.decode.scheduler import DecodeScheduler
+from vllm_ascend_pd.decode.scheduler.role import DecodeScheduler
 from vllm_ascend_pd.engine import Engine, WorkerFacts, request_hash
 from vllm_ascend_pd.metadata import Bind, DecodeStep
-from vllm_ascend_pd.patience import Patience
-from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
+from vllm_ascend_pd.vllm_patches.patience import Patience
 
 TOKENS = list(range(100, 110))
 CACHE = geometry("token", heads=2, tp=2, block=4)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from unit.metaserver.fake_engine import ServedApp, read_body
+from unit.router.fake_engine import ServedApp, read_body
 from vllm_ascend_pd.protocol.reports import ROUTE
 
 PREFILLED = b'{"event":"prefilled"}\n'

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from unit.kits.watching import until
-from unit.metaserver.fake_engine import ServedApp
+from unit.router.fake_engine import ServedApp
 from unit.schedulers.kit import SECRETS, WatchedSteps, decode, request
 from unit.schedulers.rendezvous import D_ID
 from vllm_ascend_pd.metadata import Bind

@@ -15,12 +15,12 @@ from vllm.v1.request import Request, RequestStatus
 from tools.support.process import free_port
 from unit.kits.watching import until
 from unit.schedulers.kit import CACHE, ENDPOINTS, WatchedSteps, engine, output, request
-from vllm_ascend_pd.decode.core.first_tokens import Start
-from vllm_ascend_pd.decode.scheduler import DecodeScheduler
+from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start
+from vllm_ascend_pd.decode.scheduler.role import DecodeScheduler
 from vllm_ascend_pd.engine import WorkerFacts
-from vllm_ascend_pd.patience import Patience
-from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import Secrets
+from vllm_ascend_pd.vllm_patches.patience import Patience
 
 TOY = {
     "do_remote_decode": True,

@@ -35,14 +35,14 @@ from unit.schedulers.kit import (
     reservation,
 )
 from unit.schedulers.recording_metaserver import PREFILLED, RecordingMetaserver
-from vllm_ascend_pd.decode.scheduler import DecodeScheduler
+from vllm_ascend_pd.decode.scheduler.role import DecodeScheduler
 from vllm_ascend_pd.engine import WorkerFacts, request_hash
 from vllm_ascend_pd.metadata import Bind, LoadEnd
-from vllm_ascend_pd.patience import Patience
-from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import Secrets, seal, unseal
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, push_id, pushed_by
 from vllm_ascend_pd.protocol.messages import Reservation
+from vllm_ascend_pd.vllm_patches.patience import Patience
 
 # -- prefill
 
@@ -223,7 +223,7 @@ def test_a_client_that_does_not_close_in_time_does_not_keep_the_engine(
     scheduler, _, _ = loading(server)
     online, never = scheduler._online, asyncio.Event()
     assert online is not None
-    monkeypatch.setattr("vllm_ascend_pd.decode.scheduler.CLOSE_GRACE_S", 0.2)
+    monkeypatch.setattr("vllm_ascend_pd.decode.scheduler.role.CLOSE_GRACE_S", 0.2)
     monkeypatch.setattr(online.client, "close", never.wait)
     try:
         until(lambda: server.bodies, "the POST")
@@ -564,9 +564,9 @@ def answered(
     """Return P's report of its first token."""
     from vllm.v1.request import RequestStatus
 
-    from vllm_ascend_pd import first_token
     from vllm_ascend_pd.protocol import sampling as rules
     from vllm_ascend_pd.protocol.first import Seed
+    from vllm_ascend_pd.vllm_patches import first_token
 
     scheduler = PrefillScheduler(engine(SECRETS), sends_first=sends_first)
     scheduler.attach_workers({(0, rank): WorkerFacts(None, CACHE) for rank in range(2)})

@@ -14,9 +14,9 @@ from unit.kits.watching import until
 from unit.schedulers.kit import CACHE, SECRETS, decode, engine, request
 from unit.schedulers.recording_router import GIVEN, loading
 from unit.schedulers.rendezvous import D_ID
-from vllm_ascend_pd.decode import metaserver as client
+from vllm_ascend_pd.decode.scheduler import metaserver as client
 from vllm_ascend_pd.engine import WorkerFacts
-from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import unseal
 from vllm_ascend_pd.protocol.dialects import PassingRouter, is_prefill, read_passing_router
 

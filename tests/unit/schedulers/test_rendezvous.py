@@ -17,16 +17,16 @@ from vllm.v1.request import RequestStatus
 from unit.kits.watching import until
 from unit.schedulers.kit import CACHE, ENDPOINTS, SECRETS, engine, output, request
 from unit.schedulers.rendezvous import D_ID, P_ID, TOKEN, TOY, pair
-from vllm_ascend_pd import first_token
-from vllm_ascend_pd.decode.scheduler import DecodeScheduler
+from vllm_ascend_pd.decode.scheduler.role import DecodeScheduler
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.metadata import LoadEnd
-from vllm_ascend_pd.patience import Patience
-from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import Secrets, seal_source, unseal_source
 from vllm_ascend_pd.protocol.dialects import is_prefill, name_of, read_meet
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint
 from vllm_ascend_pd.protocol.meeting import Source, SourceId
+from vllm_ascend_pd.vllm_patches import first_token
+from vllm_ascend_pd.vllm_patches.patience import Patience
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from unit.schedulers.kit import CACHE, SECRETS, engine, output, request
 from unit.schedulers.recording_router import loading
 from unit.schedulers.rendezvous import BootstrapPair, SchedulerPair, pair
 from vllm_ascend_pd.engine import WorkerFacts
-from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
+from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 
 TWO = {"do_remote_decode": True, "do_remote_prefill": False}
 SIX = {**TWO, "remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from vllm_ascend_pd.cli.__main__ import parser
-from vllm_ascend_pd.cli.metaserver import settings_of
 from vllm_ascend_pd.config import ChannelConfig, MetaserverConfig, PushConfig, reference
-from vllm_ascend_pd.metaserver.service.settings import Settings
-from vllm_ascend_pd.metaserver.service.settings import reference as flags_reference
+from vllm_ascend_pd.router.command import settings_of
+from vllm_ascend_pd.router.settings import Settings
+from vllm_ascend_pd.router.settings import reference as flags_reference
 
 ROOT = Path(__file__).resolve().parents[3]
 ROLES = ("prefill", "decode", "metaserver")

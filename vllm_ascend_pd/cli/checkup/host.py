@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_pd.channel.exposure import UNREACHABLE_REMEDY, is_loopback, unreachable_warning
 from vllm_ascend_pd.cli.checkup.check import Check, failure, good, note, tried, warning
 from vllm_ascend_pd.cli.given import read_text, refuse
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.secret_files import read_secret
+from vllm_ascend_pd.shared.exposure import UNREACHABLE_REMEDY, is_loopback, unreachable_warning
 from vllm_ascend_pd.transport.package import installed_version, load, prepare_environment
 
 ROOT = Path("/")

@@ -69,8 +69,8 @@ def _instead(owner: Any, name: str, fault: str, other: Callable[..., Any]) -> No
 
 
 def _events() -> None:
-    from vllm_ascend_pd.prefill.core.exchanges import Staged
-    from vllm_ascend_pd.prefill.writer import Computed, Writer
+    from vllm_ascend_pd.prefill.worker.core.exchanges import Staged
+    from vllm_ascend_pd.prefill.worker.writer import Computed, Writer
 
     for fault, kind in (("computed", Computed), ("staged", Staged)):
 
@@ -81,7 +81,7 @@ def _events() -> None:
 
 
 def _written() -> None:
-    from vllm_ascend_pd.prefill.steps import Steps
+    from vllm_ascend_pd.prefill.worker.steps import Steps
 
     last: list[Any] = []
 
@@ -100,7 +100,7 @@ def _hold() -> None:
 
 
 def _layers() -> None:
-    from vllm_ascend_pd.prefill.core import pushes
+    from vllm_ascend_pd.prefill.worker.core import pushes
 
     def swapped(spans_of: Any, push: Any, claim: Any, own: Any, theirs: Any) -> Any:
         return spans_of(push, claim, (own[1], own[0], *own[2:]), theirs)
@@ -109,7 +109,7 @@ def _layers() -> None:
 
 
 def _elsewhere() -> None:
-    from vllm_ascend_pd.prefill.core import pushes
+    from vllm_ascend_pd.prefill.worker.core import pushes
 
     def behind(spans_of: Any, push: Any, claim: Any, own: Any, theirs: Any, name: str) -> Any:
         layers, of = push.reservation.geometry.layers, push.layer_index
@@ -126,7 +126,7 @@ def _elsewhere() -> None:
 
 
 def _gate() -> None:
-    from vllm_ascend_pd.decode.core.loads import Loads
+    from vllm_ascend_pd.decode.worker.core.loads import Loads
 
     def open_at_once(step: Any, loads: Loads, now: float, metadata: Any, gate: Any) -> None:
         step(loads, now, metadata, gate and _Past())
@@ -135,8 +135,8 @@ def _gate() -> None:
 
 
 def _token() -> None:
-    from vllm_ascend_pd.decode.core.loads import Loads
-    from vllm_ascend_pd.decode.worker import DecodeWorker
+    from vllm_ascend_pd.decode.worker.core.loads import Loads
+    from vllm_ascend_pd.decode.worker.role import DecodeWorker
 
     binds: dict[str, Any] = {}
     step, reports = Loads.step, DecodeWorker.reports
@@ -206,7 +206,7 @@ def _order() -> None:
 
 
 def _hook() -> None:
-    from vllm_ascend_pd.prefill.worker import PrefillWorker
+    from vllm_ascend_pd.prefill.worker.role import PrefillWorker
 
     def but_one(save_layer: Any, worker: PrefillWorker, name: str) -> None:
         if ".layers.1." not in name:

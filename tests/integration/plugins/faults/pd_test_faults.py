@@ -115,7 +115,7 @@ async def _say(send: Send, status: int) -> None:
 
 
 def _patch_engine() -> None:
-    from vllm_ascend_pd.decode.runtime import ReceiveRuntime
+    from vllm_ascend_pd.decode.worker.runtime import ReceiveRuntime
     from vllm_ascend_pd.protocol.actions import Send as SendAction
     from vllm_ascend_pd.protocol.compose import refused
     from vllm_ascend_pd.protocol.messages import Begin, RefusalCode, Renew
@@ -193,9 +193,9 @@ def _patch_wire() -> None:
 
 
 def _patch_metaserver() -> None:
-    from vllm_ascend_pd.metaserver.decisions import Admission, Gatekeeper
-    from vllm_ascend_pd.metaserver.service import reserve
-    from vllm_ascend_pd.metaserver.service.faults import fault
+    from vllm_ascend_pd.router import reserve
+    from vllm_ascend_pd.router.core.decisions import Admission, Gatekeeper
+    from vllm_ascend_pd.router.faults import fault
 
     ask, refusal, prefilled = Gatekeeper.ask, reserve._refusal, reserve.Reservations._prefilled
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from vllm_ascend_pd.connector import AscendPushConnector
 from vllm_ascend_pd.metadata import PushSlice
-from vllm_ascend_pd.prefill.core import pushes
-from vllm_ascend_pd.prefill.core.push import Push
-from vllm_ascend_pd.prefill.core.pushes import Pushes
+from vllm_ascend_pd.prefill.worker.core import pushes
+from vllm_ascend_pd.prefill.worker.core.push import Push
+from vllm_ascend_pd.prefill.worker.core.pushes import Pushes
 
 _KIND, _, _WHICH = os.environ.get("PD_TEST_LEAVES_OUT", "").partition(" ")
 _leaving = Pushes._leaving

@@ -15,7 +15,7 @@ from pd_test_tuples import TupleConnector
 from vllm_ascend_pd.geometry.coalesce import Spans
 from vllm_ascend_pd.geometry.layout import is_index
 from vllm_ascend_pd.metadata import PushSlice
-from vllm_ascend_pd.prefill.core.pushes import Pushes
+from vllm_ascend_pd.prefill.worker.core.pushes import Pushes
 
 _WHAT = os.environ.get("PD_TEST_SCALES", "")
 _SCALE = 1  # index in (key, scale)

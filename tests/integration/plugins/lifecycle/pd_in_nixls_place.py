@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from vllm_ascend_pd.connector import AscendPushConnector, Handshake
-from vllm_ascend_pd.decode.metaserver import MetaserverClient
+from vllm_ascend_pd.decode.scheduler.metaserver import MetaserverClient
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.geometry.layout import ALL, STATE, CacheGeometry, Group
 from vllm_ascend_pd.protocol.identity import Endpoint

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Callers' connections: silent ones cost little, and never keep others out."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import uvloop
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unit.kits.certificates import certificate, server_context
+from vllm_ascend_pd.router.connection import CallerConnection, FrontDoor
+from vllm_ascend_pd.router.exchange import AsgiSend
+from vllm_ascend_pd.router.gate import Activity, ConnectionGate, Place, Places, caller_of
+from vllm_ascend_pd.router.intake import CallerRequest
+
+LOOPBACK = "127.0.0.1"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return certificate(tmp_path_factory.mktemp("certificates"), "gate", LOOPBACK)
+
+
+class Echo(asyncio.Protocol):
+    """A server of one line a connection: idle from its answer on."""
+
+    def __init__(self, places: Places, connection: Place) -> None:
+        self._places, self._connection = places, connection
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._connection.close = transport.abort
+        self._places.turn(self._connection, Activity.BUSY)
+
+    def data_received(self, data: bytes) -> None:
+        self._transport.write(data)
+        self._places.turn(self._connection, Activity.IDLE)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._places.leave(self._connection)
+
+
+@asynccontextmanager
+async def gate(
+    most: int, tls: ssl.SSLContext | None = None, *, first_byte_s: float = 600.0, handshakes: int = 100
+) -> AsyncIterator[tuple[ConnectionGate, int]]:
+    places = Places(most)
+    opened = ConnectionGate(lambda connection: Echo(places, connection), places, tls, first_byte_s, handshakes)
+    with socket.create_server((LOOPBACK, 0), backlog=1024) as listening:
+        opened.open(listening)
+        try:
+            yield opened, listening.getsockname()[1]
+        finally:
+            opened.close()
+            for connection in tuple(places.everyone()):
+                places.end(connection)
+            await asyncio.sleep(0)  # what was handed over meanwhile sees its end
+    assert len(places) == 0
+
+
+Line = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def connect(port: int, host: str = LOOPBACK, tls: ssl.SSLContext | None = None) -> Line:
+    name = LOOPBACK if tls is not None else None
+    return await asyncio.open_connection(LOOPBACK, port, local_addr=(host, 0), ssl=tls, server_hostname=name)
+
+
+async def says(line: Line, word: bytes = b"hello") -> bytes:
+    """Send a word; return what comes back, empty if the connection was closed."""
+    reader, writer = line
+    try:
+        writer.write(word)
+        return await reader.read(100)
+    except ConnectionError:
+        return b""
+
+
+async def closed(line: Line) -> bool:
+    try:
+        return await line[0].read(1) == b""
+    except ConnectionError:
+        return True
+
+
+async def until_there(places: Places, count: int) -> None:
+    while len(places) != count:
+        await asyncio.sleep(0)
+
+
+async def test_silent_connections_keep_no_client_out() -> None:
+    async with gate(most=8) as (opened, port):
+        silent = [await connect(port) for _ in range(30)]
+        assert await says(await connect(port)) == b"hello"
+        assert len(opened.places) == 8
+        assert all([await closed(line) for line in silent[:23]])
+
+
+async def test_silent_connections_keep_no_client_out_where_tls_is_spoken(files: tuple[Path, Path]) -> None:
+    async with gate(most=8, tls=server_context(files)) as (opened, port):
+        silent = [await connect(port) for _ in range(30)]
+        assert not opened.places.in_handshake()  # which would cost memory
+        assert await says(await connect(port, tls=ssl.create_default_context(cafile=str(files[0])))) == b"hello"
+        assert len(opened.places) == 8
+        for _, writer in silent:
+            writer.close()
+
+
+async def test_a_handshake_that_does_not_go_on_gives_way(files: tuple[Path, Path]) -> None:
+    async with gate(most=100, tls=server_context(files), handshakes=4) as (opened, port):
+        begun = [await connect(port) for _ in range(12)]
+        for _, writer in begun:
+            writer.write(b"\x16")
+        assert all([await closed(line) for line in begun[:8]])
+        assert len(opened.places.in_handshake()) == 4
+        assert await says(await connect(port, tls=ssl.create_default_context(cafile=str(files[0])))) == b"hello"
+
+
+async def test_a_silent_connection_ends_after_a_while() -> None:
+    async with gate(most=100, first_byte_s=0.01) as (opened, port):
+        assert await closed(await connect(port))
+        await until_there(opened.places, 0)
+
+
+async def test_a_handshake_ends_after_a_while(files: tuple[Path, Path]) -> None:
+    async with gate(most=100, tls=server_context(files), first_byte_s=0.5) as (opened, port):
+        line = await connect(port)
+        line[1].write(b"\x16")
+        assert await closed(line)
+        await until_there(opened.places, 0)
+
+
+async def test_who_has_more_than_a_share_makes_room_among_its_own() -> None:
+    async with gate(most=8) as (_, port):
+        first = await connect(port)
+        assert await says(first) == b"hello"  # and is idle for longest from now on
+        for _ in range(30):
+            assert await says(await connect(port, "127.0.0.2")) == b"hello"
+        assert await says(first) == b"hello"
+
+
+async def test_of_one_callers_connections_the_one_that_is_idle_for_longest_goes() -> None:
+    async with gate(most=4) as (_, port):
+        lines = [await connect(port) for _ in range(4)]
+        for line in (*lines, lines[0]):
+            assert await says(line) == b"hello"
+        assert await says(await connect(port)) == b"hello"
+        assert await closed(lines[1])
+        assert await says(lines[0]) == b"hello"
+
+
+class ListenerWithoutFiles(socket.socket):
+    """A listening socket in a process without a free file handle, once."""
+
+    refused = False
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if not self.refused:
+            self.refused = True
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+async def test_without_a_free_file_handle_the_longest_idle_connection_goes() -> None:
+    async with gate(most=100) as (opened, port):
+        idle = await connect(port)
+        assert await says(idle) == b"hello"
+        with ListenerWithoutFiles(socket.AF_INET, socket.SOCK_STREAM) as listening:
+            listening.bind((LOOPBACK, 0))
+            listening.listen()
+            opened.open(listening)
+            assert await says(await connect(listening.getsockname()[1])) == b"hello"
+            assert await closed(idle)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["enter", "turn", "leave"]), st.integers(0, 9), st.sampled_from(Activity))))
+def test_only_the_quiet_give_way_and_only_where_there_is_no_place(steps: list[tuple[str, int, Activity]]) -> None:
+    places = Places(4)
+    here: list[Place] = []
+
+    def close(connection: Place) -> None:
+        assert connection.activity is not Activity.BUSY and len(here) >= 4
+        here.remove(connection)
+
+    for what, which, activity in steps:
+        if what == "enter":
+            made = Place(f"peer {which % 3}", lambda: None)
+            made.close = partial(close, made)
+            places.enter(made, activity)
+            here.append(made)
+        elif here and what == "turn":
+            places.turn(here[which % len(here)], activity)
+        elif here:
+            places.leave(here.pop(which % len(here)))
+        assert set(here) == set(places.everyone()) and len(places) == len(here)
+        if what == "enter":
+            assert len(here) <= 4 or all(one.activity is Activity.BUSY for one in here[:-1])
+
+
+@pytest.mark.parametrize(
+    ("host", "caller"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("2001:db8:0:1:2::3", "2001:db8:0:1::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("a name", "a name"),
+    ],
+)
+def test_one_caller_has_one_address_or_network(host: str, caller: str) -> None:
+    assert caller_of(host) == caller
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_a_request_of_the_moment_in_which_no_more_are_accepted_is_answered(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    """Its connection is the server's, although the task that handed it over has not returned yet."""
+
+    class Last(CallerConnection):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            asyncio.get_running_loop().call_soon(opened.close)
+            super().connection_made(transport)
+
+    async def answer(asked: CallerRequest, send: AsgiSend) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def asks() -> bytes:
+        nonlocal opened
+        door = FrontDoor(answer, Places(8))
+        opened = ConnectionGate(lambda place: Last(door, place), door.places)
+        with socket.create_server((LOOPBACK, 0)) as listening:
+            opened.open(listening)
+            said = await says(await connect(listening.getsockname()[1]), b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+            door.pre_shutdown()
+            await door.shutdown(1.0)
+            return said
+
+    opened: ConnectionGate
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        said = runner.run(asks())
+    assert said.startswith(b"HTTP/1.1 200") and said.endswith(b"ok")

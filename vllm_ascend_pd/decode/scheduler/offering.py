@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D's scheduler on the side channel: connections to P's schedulers, and the timer and outcomes of core/offers.py."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable
+
+from vllm_ascend_pd.channel.dialer import Dialer
+from vllm_ascend_pd.channel.frames import OF_SCHEDULERS
+from vllm_ascend_pd.config import Timers
+from vllm_ascend_pd.decode.scheduler.answers import Outcome
+from vllm_ascend_pd.decode.scheduler.core.offers import Offers, SendMessage
+from vllm_ascend_pd.protocol.auth import Secrets
+from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, pushed_by
+from vllm_ascend_pd.protocol.meeting import Gone, Meeting, Offer, Unwanted
+from vllm_ascend_pd.shared.loop import LoopThread
+
+
+class Offering:
+    """Offers of one scheduler. `offer`, `forget` and `send_unwanted` may be called from any thread.
+
+    Outcomes come on the loop thread, like those of a metaserver.
+    """
+
+    def __init__(
+        self,
+        timers: Timers,
+        incarnation: str,
+        secrets: Secrets | None,
+        loop: LoopThread,
+        on_outcome: Callable[[Hashable, Outcome], None],
+        count: Callable[[str], None],
+    ) -> None:
+        self._loop, self._on_outcome = loop, on_outcome
+        self._offers = Offers(timers)
+        self._began: dict[TransferId, float] = {}  # for an outcome's duration
+        self._timer: asyncio.TimerHandle | None = None
+        self._dialer = Dialer(
+            incarnation=incarnation,
+            name="decode scheduler",
+            secrets=secrets,
+            on_message=self._on_message,
+            on_unreachable=self._unreachable,
+            count=count,
+            accepts=OF_SCHEDULERS,
+        )
+
+    def offer(self, listener: Endpoint, offer: Offer) -> None:
+        """Offer a reservation to a P, until an outcome ends the offer."""
+        self._loop.post(self._offer, listener, offer)
+
+    def forget(self, transfer: TransferId) -> None:
+        """Drop an offer. Nothing is reported of it any more, except an outcome already under way."""
+        self._loop.post(self._forget, transfer)
+
+    def send_unwanted(self, listener: Endpoint, unwanted: Unwanted) -> None:
+        """Notify a P that no offer will follow."""
+        self._loop.post(self._send_unwanted, listener, unwanted)
+
+    # -- the loop thread
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._dialer.close()
+
+    def _now(self) -> float:
+        return self._loop.loop.time()
+
+    def _offer(self, listener: Endpoint, offer: Offer) -> None:
+        self._began[offer.transfer] = self._now()
+        self._offers.offer(self._now(), listener, offer)
+        self._act()
+
+    def _forget(self, transfer: TransferId) -> None:
+        self._began.pop(transfer, None)
+        self._offers.forget(transfer)
+        self._act()
+
+    def _send_unwanted(self, listener: Endpoint, unwanted: Unwanted) -> None:
+        self._offers.send_unwanted(listener, unwanted)
+        self._act()
+
+    def _on_message(self, listener: Endpoint, message: Meeting) -> None:
+        if isinstance(message, Gone):  # perhaps the name led to another process than that with the source
+            self._dialer.doubt(listener)
+        self._offers.message(self._now(), listener, message)
+        self._act()
+
+    def _unreachable(self, listener: Endpoint, detail: str) -> None:
+        self._offers.unreachable(listener, detail)
+        self._act()
+
+    def _tick(self) -> None:
+        self._offers.tick(self._now())
+        self._act()
+
+    def _act(self) -> None:
+        for effect in self._offers.take_effects():
+            if isinstance(effect, SendMessage):
+                self._dialer.send(effect.to, effect.message)
+                continue
+            began = self._began.get(effect.transfer, self._now())
+            if effect.final:
+                self._began.pop(effect.transfer, None)
+            prefill = pushed_by(effect.push)
+            outcome = Outcome(effect.kind, effect.code, effect.detail, prefill, self._now() - began, effect.first)
+            self._on_outcome(effect.transfer, outcome)
+        if self._timer is not None:
+            self._timer.cancel()
+        wake = self._offers.next_wake()
+        self._timer = None if wake is None else self._loop.loop.call_at(wake, self._tick)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D's worker as vLLM sees it: the hooks of one step, translated for the receive runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vllm_ascend_pd.decode.worker.core.loads import Loaded
+from vllm_ascend_pd.decode.worker.runtime import ReceiveRuntime, Site
+from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.device.caches import CacheShape, describe
+from vllm_ascend_pd.engine import Engine, WorkerFacts
+from vllm_ascend_pd.metadata import LoadEnd
+from vllm_ascend_pd.roles import EndedRequests, StepMetadata, WorkerNews, WorkerRole
+
+
+class DecodeWorker(WorkerRole):
+    """D's role in a worker's process. The runtime starts when the KV caches are registered."""
+
+    def __init__(
+        self, engine: Engine, shape: CacheShape, device: Device, stage: int, rank: int, why_no_first_token: str = ""
+    ) -> None:
+        """`why_no_first_token`: why its batch cannot go on behind P's first token."""
+        self._engine, self._shape, self._device = engine, shape, device
+        self._why_no_first_token = why_no_first_token
+        self._stage, self._rank = stage, rank
+        self._runtime: ReceiveRuntime | None = None
+        self._facts: WorkerFacts | None = None
+        self._ends: list[LoadEnd] = []
+
+    def register_kv_caches(self, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
+        engine, channel = self._engine, self._engine.config.channel
+        caches = describe(tensors, self._shape, self._device)
+        site = Site(
+            incarnation=engine.incarnation,
+            stage=self._stage,
+            rank=self._rank,
+            model=engine.model,
+            host=engine.host,
+            port=engine.port_of(caches.geometry.worker(self._stage, self._rank)),
+            advertise_host=channel.advertise_host,
+        )
+        target = engine.create_target(self._device.attach_thread)
+        self._runtime = ReceiveRuntime(engine.config, site, caches, self._device, target, engine.secrets)
+        self._facts = WorkerFacts(self._runtime.endpoint, caches.geometry, self._why_no_first_token)
+
+    def handshake(self) -> WorkerFacts | None:
+        return self._facts
+
+    def bind(self, step: StepMetadata) -> None:
+        if self._runtime is not None and step.decode is not None:
+            self._runtime.step(step.decode)
+
+    def ended(self, requests: Iterable[str]) -> EndedRequests:
+        found = self.reports()
+        failed = [report for report in found if not report.ok]
+        return EndedRequests(
+            received=frozenset(report.request_id for report in found),
+            failed=frozenset(report.request_id for report in failed),
+            invalid_blocks=frozenset(block for report in failed for block in report.blocks),
+        )
+
+    def reports(self) -> list[Loaded]:
+        found = [] if self._runtime is None else self._runtime.take_reports()
+        self._ends += [report.end for report in found]
+        return found
+
+    def news(self) -> WorkerNews:
+        ends, self._ends = self._ends, []
+        return WorkerNews(ends=frozenset(ends))
+
+    def stats(self) -> dict[str, Any] | None:
+        return None if self._runtime is None else self._runtime.stats()
+
+    def close(self) -> None:
+        if self._runtime is not None:
+            self._runtime.close()

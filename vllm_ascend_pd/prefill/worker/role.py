@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P's worker as vLLM sees it: the hooks of one step, translated for the push runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.device.caches import CacheShape, describe
+from vllm_ascend_pd.engine import Engine, WorkerFacts
+from vllm_ascend_pd.prefill.worker.core.pushes import PushSite
+from vllm_ascend_pd.prefill.worker.runtime import PushRuntime
+from vllm_ascend_pd.protocol.identity import Contributor
+from vllm_ascend_pd.regroup.core.world import EngineWorld
+from vllm_ascend_pd.regroup.resources import allocate
+from vllm_ascend_pd.roles import EndedRequests, StepMetadata, WorkerNews, WorkerRole
+
+
+class PrefillWorker(WorkerRole):
+    """P's role in a worker's process. The runtime starts when the KV caches are registered."""
+
+    def __init__(
+        self, engine: Engine, shape: CacheShape, device: Device, contributor: Contributor, world: EngineWorld
+    ) -> None:
+        self._engine, self._shape, self._device, self._contributor = engine, shape, device, contributor
+        self._world = world
+        self._runtime: PushRuntime | None = None
+        self._facts: WorkerFacts | None = None
+
+    def register_kv_caches(self, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
+        caches = describe(tensors, self._shape, self._device)
+        site = PushSite(self._engine.incarnation, self._contributor, self._engine.model)
+        self._runtime = PushRuntime(
+            self._engine.config,
+            site,
+            caches,
+            self._device,
+            self._engine.create_wire(self._device.attach_thread),
+            self._engine.secrets,
+            allocate(self._engine.config, self._world, caches, self._device),
+        )
+        self._facts = WorkerFacts(None, caches.geometry)
+
+    def handshake(self) -> WorkerFacts | None:
+        return self._facts
+
+    def preempt(self, step: StepMetadata) -> None:
+        if self._runtime is not None and step.prefill is not None and step.prefill.preempted:
+            self._runtime.preempt(step.prefill.preempted)
+
+    def bind(self, step: StepMetadata) -> None:
+        """Begin a step. Raise PdError if this worker can never push again: it ends the engine, and /health shows it."""
+        if self._runtime is not None and step.prefill is not None:
+            self._runtime.check()
+            self._runtime.begin_step(step.prefill)
+
+    def layer_written(self, name: str) -> None:
+        if self._runtime is not None:
+            self._runtime.layer_written(name)
+
+    def save_layer(self, name: str) -> None:
+        if self._runtime is not None:
+            self._runtime.layer_computed(name)
+
+    def end_step(self) -> None:
+        if self._runtime is not None:
+            self._runtime.end_step()
+
+    def ended(self, requests: Iterable[str]) -> EndedRequests:
+        return (
+            EndedRequests()
+            if self._runtime is None
+            else EndedRequests(sent=frozenset(self._runtime.take_finished(requests)))
+        )
+
+    def news(self) -> WorkerNews:
+        if self._runtime is None:
+            return WorkerNews()
+        missed, failures = self._runtime.missed_exchanges(), self._runtime.take_failures()
+        return WorkerNews(missed=frozenset(missed), failures=frozenset(failures))
+
+    def stats(self) -> dict[str, Any] | None:
+        return None if self._runtime is None else self._runtime.stats()
+
+    def close(self) -> None:
+        if self._runtime is not None:
+            self._runtime.close()

@@ -1,0 +1,425 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading of a client's request, and the two bodies that are made from it: D's and P's.
+
+Of a request only the outermost level and short values are decoded; prompts and messages stay raw bytes. `stripping`
+removes a client's own `kv_transfer_params` from any other body.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from vllm_ascend_pd.http.core.gathered import Payload
+from vllm_ascend_pd.router.core import media, outline
+from vllm_ascend_pd.router.core.outline import SLICE, Buffer, NotJson, Scan, at_once
+from vllm_ascend_pd.router.core.prefixes import Marks, marks_of
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+TRANSFER_PARAMS = "kv_transfer_params"  # a client may not set it
+_XARGS = "vllm_xargs"  # vLLM copies its entries to where the forbidden field goes, so the field may be in it too
+
+# Errors of msgspec for bytes that it cannot decode. It decodes UTF-8 and recurses, so two of them are Python's own.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+_AT_ONCE = 256 << 10  # bytes of the longest body that is parsed without pauses: some milliseconds
+_DECODED = 4 << 20  # bytes of the longest body whose members the decoder finds, about a millisecond for each MiB
+_DECODED_NAMES = 20_000  # with at most so many names at all levels: it makes an object for each that is a member
+_READ_WHOLE = 32 << 10  # bytes of the largest body that is decoded into values: some milliseconds
+_BEFORE_JSON = re.compile(rb"[ \t\r\n\0\xef\xbb\xbf\xff\xfe]*")  # white space in any encoding, and byte order marks
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_BYTES_PER_TOKEN = 4  # an estimate, for load only
+_MODEL_BYTES = 1 << 10  # of a model's name
+_BEFORE_PROMPT = ("model", "cache_salt", "tools", "documents", "chat_template", "chat_template_kwargs")
+
+
+class Use(Enum):
+    """Purpose of a request's field, as far as P is concerned."""
+
+    PROMPT = "makes the prompt, or what of it is the same KV: P gets it"
+    TOKENS = "the same for a prompt of token ids: P gets it also beside those"
+    FIRST = "chooses or reports the first token: P gets it as D has it, if D starts with P's token; else it is left out"
+    ANSWER = "applies after the first token: not for P, which would compute it for nothing, or crash"
+    ROUTING = "set, or left out, by the metaserver"
+
+
+# Every field of vLLM's completions and chat requests. A field that is not here is of a later release and goes to P
+# unchanged. To leave out one that shapes the prompt would waste the whole prefill; any other usually costs nothing.
+FIELDS: dict[str, Use] = {
+    **dict.fromkeys(("model", "cache_salt", "priority", "vllm_xargs", "session_id", "user"), Use.TOKENS),
+    **dict.fromkeys(("prompt", "messages", "prompt_embeds", "suffix"), Use.PROMPT),
+    # Inputs of the chat template. Some templates render the tool choice and the answer's format into the prompt.
+    **dict.fromkeys(
+        ("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"), Use.PROMPT
+    ),
+    **dict.fromkeys(("documents", "tools", "tool_choice", "reasoning_effort", "response_format"), Use.PROMPT),
+    # How text, images and sound become tokens.
+    **dict.fromkeys(("add_special_tokens", "truncate_prompt_tokens", "truncation_side"), Use.PROMPT),
+    **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "ec_transfer_params"), Use.PROMPT),
+    # Choice of the next token. `seed` does not go to P: it has crashed a sampler.
+    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids"), Use.FIRST),
+    **dict.fromkeys(("repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "logprobs"), Use.FIRST),
+    **dict.fromkeys(("seed", "frequency_penalty", "presence_penalty", "repetition_detection"), Use.ANSWER),
+    **dict.fromkeys(("bad_words", "structured_outputs"), Use.FIRST),
+    **dict.fromkeys(("watermarking", "thinking_token_budget"), Use.ANSWER),
+    # End of the answer.
+    **dict.fromkeys(("stop", "length_penalty"), Use.ANSWER),
+    **dict.fromkeys(("use_beam_search", "best_of", "include_stop_str_in_output"), Use.ANSWER),
+    # What is reported of the answer, and how.
+    **dict.fromkeys(("top_logprobs", "prompt_logprobs", "logprob_token_ids"), Use.ANSWER),
+    **dict.fromkeys(("return_tokens_as_token_ids", "return_token_ids", "return_token_offsets"), Use.ANSWER),
+    **dict.fromkeys(("return_prompt_text", "return_mm_kwargs", "routed_experts_prompt_start"), Use.ANSWER),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), Use.ANSWER),
+    **dict.fromkeys(
+        ("include_reasoning", "parallel_tool_calls", "stream_options", "stream_interval", "echo"), Use.ANSWER
+    ),
+    **dict.fromkeys(("stream", "n", "max_tokens", "max_completion_tokens", "request_id", TRANSFER_PARAMS), Use.ROUTING),
+}
+# A letter of the forbidden field's name, written as an escape. A request does this only to hide the field.
+_ESCAPED = re.compile(rb"\\u00(?:%s)" % b"|".join(sorted({b"%02x" % ord(c) for c in TRANSFER_PARAMS})), re.IGNORECASE)
+_PROMPT_EMBEDS = "prompt_embeds"
+# Types of a chat's parts that are not, or not completely, in the prompt's token ids; vLLM takes them as keys too.
+MEDIA_PARTS = (
+    *("input_image", "image_url", "image_embeds", "image_pil", "input_audio", "audio_url", "audio_embeds"),
+    *("video_url", "video_embeds", _PROMPT_EMBEDS),
+)
+
+
+def _pattern(names: Sequence[str]) -> re.Pattern[bytes]:
+    """Return a pattern of these strings in JSON, however their letters are written.
+
+    It looks at the first letter before it tries the names: a prompt has many strings.
+    """
+    first = "".join(sorted({name[0] for name in names}))
+    letters = ("".join(rf"(?:{letter}|\\u00(?i:{ord(letter):02x}))" for letter in name) for name in names)
+    return re.compile(rf'"(?=[{first}\\])(?:{"|".join(letters)})"'.encode())
+
+
+MEDIA = _pattern(MEDIA_PARTS)
+_EMBEDS = _pattern((_PROMPT_EMBEDS,))
+_ONE_TOKEN = {"temperature": 0.0, "n": 1, "stream": False}  # greedy sampling needs no other field
+
+
+class BodyError(ValueError):
+    """A client's body that cannot be used; the text, which the client gets, says why."""
+
+
+class Shape(Enum):
+    ONE = "one prompt"
+    BATCH = "several prompts"
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One request of a client, parsed as far as routing needs it."""
+
+    route: str
+    fields: dict[str, msgspec.Raw]
+    size: int  # bytes of its body
+    stream: bool
+    shape: Shape
+    copies: int  # transfers that it may cause: prompts × choices
+    prefill_tokens: int
+    limit: int  # tokens of each choice; 0: the client sets no limit
+    remote: bool  # P may prefill it; else D must compute the whole prompt itself
+    send_tokens: bool  # P gets the token ids that D made, not the client's own prompt
+    model: str  # as the client names it; empty if it names none
+    marks: Marks  # of the prompt, to find engines that have its beginning in their cache
+
+
+def parse(route: str, body: Buffer) -> Request:
+    """Run `parsing` without pauses."""
+    return at_once(parsing(route, body))
+
+
+def parsing(route: str, body: Buffer) -> Scan[Request]:
+    """Parse a request. Raise BodyError if it is no JSON object, or its `vllm_xargs` cannot be searched."""
+    if len(body) <= _AT_ONCE:
+        return at_once(_parsing(route, body))
+    return (yield from _parsing(route, body))
+
+
+def _parsing(route: str, body: Buffer) -> Scan[Request]:
+    fields = yield from fields_of(body)
+    fields.pop(TRANSFER_PARAMS, None)
+    if _XARGS in fields:
+        fields[_XARGS] = msgspec.Raw((yield from stripping(_view(fields, _XARGS))))
+    prompt = _view(fields, "messages" if route == CHAT else "prompt", b"")
+    has_media = route == CHAT and (yield from outline.holds(prompt, MEDIA.search))
+    text = memoryview((yield from media.measured(prompt))) if has_media else prompt
+    prompts, tokens = yield from _measure(text, chat=route == CHAT)
+    shape = Shape.BATCH if prompts > 1 else Shape.ONE
+    choices = _number(fields, "n", 1)
+    forced_tool = _word(fields, "tool_choice") not in (b"null", b'"none"', b'"auto"')
+    # Engines compile the answer's format into a grammar, and some templates render it into the prompt. With token ids
+    # P need not compile it and still gets the rendered prompt. A forced tool call is parsed from the answer, and P's
+    # one token is none. Media are not in the ids: then P gets the format too, and D alone serves a forced tool call.
+    formatted = _present(fields, "response_format")
+    by_ids = route == CHAT and (forced_tool or formatted)
+    # Embeddings have no hash by which P and D could tell that they compute the same prompt.
+    embeds = has_media and (yield from outline.holds(prompt, _EMBEDS.search))
+    return Request(
+        route=route,
+        fields=fields,
+        size=len(body),
+        stream=flag(fields, "stream"),
+        shape=shape,
+        copies=prompts * choices,
+        prefill_tokens=tokens,
+        limit=_number(fields, "max_completion_tokens", 0) or _number(fields, "max_tokens", 0),
+        remote=bool(prompt) and not (_needs_own_prompt(fields) or embeds or (has_media and forced_tool)),
+        send_tokens=shape is Shape.BATCH or (by_ids and not has_media),
+        model=model_of(fields),
+        marks=(yield from _marks(fields, text, tokens)) if shape is Shape.ONE else (),
+    )
+
+
+def fields_of(body: Buffer) -> Scan[dict[str, msgspec.Raw]]:
+    """Return the members of the outermost object, each as raw JSON. Raise BodyError."""
+    try:
+        body = _in_utf8(body)
+        if len(body) > SLICE and (len(body) > _DECODED or bytes(body).count(b":") > _DECODED_NAMES):
+            members = yield from outline.members(body)
+            return {name: msgspec.Raw(value) for name, value in members.items()}
+        fields = _FIELDS.decode(body)
+    except (*UNREADABLE, NotJson) as problem:
+        raise BodyError(f"it is not a JSON object: {problem}") from problem
+    if len(fields) > outline.MAX_MEMBERS:
+        raise BodyError(f"it has more than {outline.MAX_MEMBERS} names at its outermost level")
+    return fields
+
+
+def _in_utf8(body: Buffer) -> Buffer:
+    """Return JSON in UTF-8 without a byte order mark, as engines take any. Raise UnicodeDecodeError or NotJson."""
+    encoding = json.detect_encoding(bytes(body[:4]))
+    if encoding == "utf-8":
+        return body
+    if encoding == "utf-8-sig":
+        return body[3:]
+    if len(body) > _DECODED:
+        raise NotJson(f"it is long, and in {encoding}")
+    return bytes(body).decode(encoding).encode()
+
+
+def for_decode(request: Request, params: Mapping[str, Any] | None) -> Payload:
+    """Return D's body: the client's, with `params`: where to ask for a prefill (None: D prefills by itself)."""
+    return object_of(request.fields if params is None else {**request.fields, TRANSFER_PARAMS: params}, request.size)
+
+
+_GRAMMAR_FIELDS = ("response_format", "tool_choice")  # they may ask for structured output
+_NO_GRAMMAR = (None, {"type": "text"}, "auto", "none")
+
+
+def for_prefill(
+    request: Request,
+    params: Mapping[str, Any],
+    token_ids: msgspec.Raw | None,
+    first: Mapping[str, msgspec.Raw] | None = None,
+) -> tuple[str, Payload]:
+    """Return P's route and body: the same prompt, one token, no stream.
+
+    `first`: the fields by which D wants P's token chosen and reported, if D starts with that token.
+    """
+    chosen = {key: value for key, value in (first or {}).items() if FIELDS.get(key) is Use.FIRST}
+    if token_ids is not None:
+        beside = {key: value for key, value in request.fields.items() if FIELDS.get(key) is Use.TOKENS}
+        fields = {**beside, "prompt": token_ids, "max_tokens": 1, **_ONE_TOKEN, **chosen, TRANSFER_PARAMS: params}
+        return COMPLETIONS, object_of(fields, max(request.size, len(memoryview(token_ids))) + _size(chosen))
+    limit = "max_completion_tokens" if request.route == CHAT else "max_tokens"
+    if request.route == CHAT and "logprobs" in chosen:
+        chosen |= {"top_logprobs": chosen["logprobs"], "logprobs": msgspec.Raw(b"true")}
+    if "structured_outputs" in chosen and _asks_for_grammar(request):
+        # P derives it as D did: from the client's own, and from the tools and `_GRAMMAR_FIELDS`, which stay for the
+        # prompt.
+        del chosen["structured_outputs"]
+        if "structured_outputs" in request.fields:
+            chosen["structured_outputs"] = request.fields["structured_outputs"]
+    unwanted = (Use.FIRST, Use.ANSWER, Use.ROUTING)
+    kept = {key: value for key, value in request.fields.items() if FIELDS.get(key) not in unwanted}
+    body = {**kept, limit: 1, **_ONE_TOKEN, **chosen, TRANSFER_PARAMS: params}
+    return request.route, object_of(body, request.size + _size(chosen))
+
+
+def _asks_for_grammar(request: Request) -> bool:
+    """Return whether vLLM may derive a grammar from fields beside `structured_outputs`.
+
+    Tools may imply one without `tool_choice`.
+    """
+    asked = {name: msgspec.json.decode(request.fields[name]) for name in _GRAMMAR_FIELDS if name in request.fields}
+    offered = bytes(request.fields.get("tools", b"null")) not in (b"null", b"[]")
+    return (offered and asked.get("tool_choice") != "none") or any(value not in _NO_GRAMMAR for value in asked.values())
+
+
+def _size(fields: Mapping[str, msgspec.Raw]) -> int:
+    return sum(len(memoryview(value)) for value in fields.values())
+
+
+def object_of(fields: Mapping[str, Any], longest: int) -> Payload:
+    """Return the object as JSON, without copying long values. `longest`: upper bound for the bytes of a raw value."""
+    if longest <= SLICE:
+        return msgspec.json.encode(fields)
+    long = [key for key, value in fields.items() if isinstance(value, msgspec.Raw) and len(memoryview(value)) > SLICE]
+    if not long:
+        return msgspec.json.encode(fields)
+    pieces: list[bytes | memoryview] = [
+        msgspec.json.encode({key: value for key, value in fields.items() if key not in long})[:-1]
+    ]
+    for key in long:
+        between = b"," if len(pieces[0]) > 1 or len(pieces) > 1 else b""
+        pieces += [between + msgspec.json.encode(key) + b":", memoryview(fields[key])]
+    return [*pieces, b"}"]
+
+
+def stripping(body: Buffer) -> Scan[Buffer]:
+    """Return any JSON body without the forbidden field, also in a list of requests; unchanged if it has none.
+
+    Engines read bodies with the standard library, which accepts more than strict JSON (NaN, UTF-16). What the strict
+    decoder refuses is therefore read in the same way, so that the field cannot hide in a form that only engines accept.
+    To decode a long body would block the event loop, for seconds if it has many values. So a long body is only
+    searched, and refused with BodyError if it may have the field.
+    """
+    begins = yield from outline.past_space(body, 0, _BEFORE_JSON)
+    if bytes(body[begins : begins + 1]) not in (b"[", b"{"):
+        return body
+    if len(body) > _READ_WHOLE:
+        yield from _look_through(body)
+        return body
+    try:
+        value = _value(bytes(body))
+    except ValueError:
+        return body  # not JSON (an audio file): the engine will not find the field either
+    except RecursionError as problem:
+        raise BodyError("it is nested too deeply") from problem
+    requests = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, dict)]
+    places = requests + [r[_XARGS] for r in requests if isinstance(r.get(_XARGS), dict)]
+    if not any(TRANSFER_PARAMS in place for place in places):
+        return body
+    for place in places:
+        place.pop(TRANSFER_PARAMS, None)
+    return json.dumps(value).encode()
+
+
+def _look_through(body: Buffer) -> Scan[None]:
+    """Search a long body. Raise BodyError if it may name the forbidden field, is malformed or too deeply nested."""
+    try:
+        body = _in_utf8(body)
+        yield from outline.well_formed(body)
+    except (NotJson, UnicodeDecodeError) as problem:
+        raise BodyError(f"it is long, and no strict JSON: {problem}") from problem
+    if (yield from outline.holds(body, _names_forbidden)):
+        raise BodyError(
+            f"it names {TRANSFER_PARAMS}, which only a router sets, and is too long to be read: leave it out"
+        )
+
+
+def _names_forbidden(text: bytes) -> bool:
+    return TRANSFER_PARAMS.encode() in text or (b"\\u00" in text and _ESCAPED.search(text) is not None)
+
+
+def _value(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return json.loads(body)
+
+
+def _measure(raw: memoryview, chat: bool) -> Scan[tuple[int, int]]:
+    """Return the number of prompts and the estimated tokens of text, token ids, or a list of either."""
+    if chat or bytes(raw[:1]) != b"[":
+        return 1, len(raw) // _BYTES_PER_TOKEN + 1
+    begins = yield from outline.past_space(raw, 1)
+    if bytes(raw[begins : begins + 1]) in (b'"', b"["):
+        if len(raw) > _READ_WHOLE:
+            commas = yield from outline.count(raw, b",")
+            several = 1 if (yield from outline.single(raw)) else max(2, (yield from outline.count(raw, b"[")) - 1)
+            return several, max(commas, len(raw) // _BYTES_PER_TOKEN)
+        try:  # of a long body only the outermost values were found, not read
+            items = msgspec.json.decode(raw, type=list[msgspec.Raw])
+        except UNREADABLE as problem:
+            raise BodyError(f"its prompt is not JSON: {problem}") from problem
+        return len(items), sum(map(_tokens, map(bytes, items)))
+    return 1, (yield from outline.count(raw, b",")) + 1
+
+
+def _tokens(raw: bytes) -> int:
+    """Return the estimated tokens of text or of token ids. Anything nested deeper is no prompt and not examined."""
+    return raw.count(b",") + 1 if raw[:1] == b"[" else len(raw) // _BYTES_PER_TOKEN + 1
+
+
+def _view(fields: Mapping[str, msgspec.Raw], key: str, default: bytes = b"null") -> memoryview:
+    return memoryview(fields.get(key, default))
+
+
+def _needs_own_prompt(fields: Mapping[str, msgspec.Raw]) -> bool:
+    """Return whether a field makes D compute the prompt itself.
+
+    Log-probabilities of the prompt come from computing it; a beam search makes requests of its own.
+    """
+    if _present(fields, "prompt_logprobs") or flag(fields, "use_beam_search") or _present(fields, "prompt_embeds"):
+        return True
+    return flag(fields, "echo") and _present(fields, "logprobs")
+
+
+def _present(fields: Mapping[str, msgspec.Raw], key: str) -> bool:
+    return _word(fields, key) not in (b"null", b"false")
+
+
+def _word(fields: Mapping[str, msgspec.Raw], key: str) -> bytes:
+    """Return a field's raw value, null if it is absent; of a long one only the first `_SHORT` + 1 bytes."""
+    return bytes(memoryview(fields[key])[: _SHORT + 1]) if key in fields else b"null"
+
+
+# Engines read bodies with pydantic, which accepts more than JSON's own numbers and booleans. The metaserver must read
+# them alike, or a request would mean something else here than in the engine.
+_TRUE = frozenset({True, "1", "on", "t", "true", "y", "yes"})
+_WHOLE = re.compile(r"[+-]?[0-9]+(?:_[0-9]+)*(?:\.0+)?")
+_SHORT = 64  # bytes of a value that can be a count or a flag
+
+
+def small(fields: Mapping[str, msgspec.Raw], key: str) -> object:
+    """Return a field's decoded value; None if it is absent, long or no JSON."""
+    if key not in fields:
+        return None
+    raw = _word(fields, key)
+    try:
+        return msgspec.json.decode(raw) if len(raw) <= _SHORT else None
+    except UNREADABLE:
+        return None
+
+
+def flag(fields: Mapping[str, msgspec.Raw], key: str) -> bool:
+    """Return a field as a boolean, as engines read it."""
+    value = small(fields, key)
+    value = value.lower() if isinstance(value, str) else value
+    return isinstance(value, str | int | float) and value in _TRUE
+
+
+def _number(fields: Mapping[str, msgspec.Raw], key: str, default: int) -> int:
+    """Return a field as a count, for routing only: the engine itself refuses a wrong value."""
+    value = small(fields, key)
+    if isinstance(value, str):
+        text = value.strip()
+        value = int(text.partition(".")[0].replace("_", "")) if _WHOLE.fullmatch(text) else None
+    if isinstance(value, float):
+        value = int(value) if value.is_integer() else None
+    return int(value) if isinstance(value, int) and 0 <= value < 10**9 else default
+
+
+def model_of(fields: Mapping[str, msgspec.Raw]) -> str:
+    """Return the model's name; empty if there is none, or the value cannot be one."""
+    raw = fields.get("model", msgspec.Raw(b'""'))
+    try:
+        return msgspec.json.decode(raw, type=str) if len(memoryview(raw)) <= _MODEL_BYTES else ""
+    except UNREADABLE:
+        return ""
+
+
+def _marks(fields: Mapping[str, msgspec.Raw], prompt: memoryview, tokens: int) -> Scan[Marks]:
+    """Return the prompt's marks. They cover tools and documents too, which a template puts before the messages."""
+    return (yield from marks_of((_view(fields, name, b"") for name in _BEFORE_PROMPT), prompt, tokens))

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Estimate of the prompts in an engine's prefix cache, from what it was sent and from its own KV events.
+
+A prompt is identified by marks: digests of everything up to a place, at places that do not depend on the prompt's end.
+So two prompts that begin alike have the same first marks. Nothing is tokenised: JSON that begins with the same bytes
+counts as the same beginning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from vllm_ascend_pd.router.core.outline import SLICE, Buffer, Scan
+
+NEAR = 1 << 10  # bytes between two marks in the first FINE bytes
+FINE = 64 << 10
+FAR = 16 << 10  # and beyond those
+LEAST = 32  # tokens as which a mark counts at least: a client may fill a prompt with what is no token
+MAX_BYTES = 16 << 20  # of a prompt that are covered by marks: about four million tokens
+
+
+class Mark(NamedTuple):
+    """Digest of a prompt's beginning of about `tokens` tokens."""
+
+    digest: bytes
+    tokens: int
+
+
+Marks = tuple[Mark, ...]
+
+
+def marks_of(context: Iterable[Buffer], prompt: Buffer, tokens: int) -> Scan[Marks]:
+    """Return the marks of a prompt of about `tokens` tokens.
+
+    `context`: what distinguishes it beside its own bytes, for example the model.
+    """
+    chain = hashlib.blake2b(digest_size=8)
+    for part in context:
+        chain.update(b"%d:" % len(part))
+        chain.update(part[:SLICE])
+    size, found, at, turn = len(prompt), list[Mark](), 0, SLICE
+    while True:
+        end = at + (NEAR if at < FINE else FAR)
+        if end > min(size, MAX_BYTES):
+            return tuple(found)
+        chain.update(prompt[at:end])
+        found.append(Mark(chain.digest(), tokens * end // size))
+        at = end
+        if at >= turn:
+            turn += SLICE
+            yield SLICE
+
+
+class _Held(NamedTuple):
+    """A mark that the engine is thought to have.
+
+    `added`: its tokens beyond the mark before, at least LEAST; `upto`: tokens of the prompt up to it; `born`: all
+    tokens that the engine will have stored once the whole prompt is there.
+    """
+
+    added: int
+    upto: int
+    born: int
+
+
+class Prompts:
+    """The prompts that were sent to one engine last: as many as its cache is thought to hold.
+
+    If the engine publishes KV events (`update`), as many as its cache does hold.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._held: OrderedDict[bytes, _Held] = OrderedDict()  # least recently used first
+        self.tokens = 0
+        self.reported = False
+        self._stored = 0  # tokens that came into the cache since the first KV event
+        self._there = 0  # those of them that are still in it
+
+    def has(self, marks: Marks) -> int:
+        """Return how many of a prompt's first tokens are there. Its marks that are there are the first: see `add`."""
+        if not self._held or not marks or marks[0].digest not in self._held:
+            return 0
+        there = bisect_left(marks, True, key=lambda mark: mark.digest not in self._held)
+        return marks[there - 1].tokens
+
+    def add(self, marks: Marks) -> None:
+        """Note that the prompt was sent. Its end counts as older than its beginning and goes first, as in engines."""
+        born = self._stored + (marks[-1].tokens - self.has(marks) if marks else 0)
+        for place in range(len(marks) - 1, -1, -1):
+            digest, upto = marks[place]
+            known = self._held.get(digest)
+            more = upto - (marks[place - 1].tokens if place else 0)
+            added = known.added if known is not None else max(LEAST, more)
+            self.tokens += added if known is None else 0
+            self._held[digest] = _Held(added, upto, born)
+            self._held.move_to_end(digest)
+        # Twice what the engine reports, because lengths are estimates.
+        max_tokens = max(self._max_tokens, 2 * self._there) if self.reported else self._max_tokens
+        while self.tokens > max_tokens:
+            self._drop(next(iter(self._held)))
+
+    def update(self, came: int, there: int, *, lost: bool) -> None:
+        """Take in the engine's KV events.
+
+        `came`: tokens that came into its cache, from any sender; `there`: tokens in it now; `lost`: whether any left.
+        """
+        self.reported = True
+        self._stored += came
+        self._there = there
+        while lost and self._held:
+            # The cache drops the least recently used: a mark is there if it fits beside all that came after it.
+            digest = next(iter(self._held))
+            held = self._held[digest]
+            newer = held.upto + max(0, self._stored - held.born)
+            if max(newer, self.tokens) <= self._there:
+                return
+            self._drop(digest)
+
+    def forget(self) -> None:
+        self._held.clear()
+        self.tokens = 0
+
+    def _drop(self, digest: bytes) -> None:
+        self.tokens -= self._held.pop(digest).added

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State of a client's request while it runs: its attempts, their tickets, what interrupts it, its stages.
+
+An attempt has one ticket: D gets it and sends it back with its reservation. Until the client has seen a byte, a failed
+attempt is given up and another one is made, with a new ticket. So a late write of the old attempt never mixes with the
+new one: D's fence deals with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from vllm_ascend_pd.http.core.failures import HttpFailure
+from vllm_ascend_pd.http.http1 import Headers
+from vllm_ascend_pd.http.within import within
+from vllm_ascend_pd.protocol.reports import LoadReport
+from vllm_ascend_pd.router.core import bodies
+from vllm_ascend_pd.router.core.resume import StreamState, stops_at_recomputed
+from vllm_ascend_pd.router.faults import Answer, remedy
+from vllm_ascend_pd.router.fleet import Instance, LegInFlight
+
+AsgiSend = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+_MAX_ID = 128  # characters of a client's X-Request-Id
+_UNPRINTED = re.compile(rb"[^!-~]+")
+_LAST_REQUESTS = 100
+_LAST_TROUBLES = 50
+_PAST_ATTEMPTS = 1024
+PAST_S = 60.0  # after an attempt, for reports of its loads; D gives up sending them long before
+
+
+class AttemptFailed(Exception):
+    """An attempt that failed before the client saw anything of it.
+
+    `answer`: for the client, if it was the last; `brief`: for the status page, without an engine's own text; `final`:
+    it is the last, whatever is left.
+    """
+
+    def __init__(
+        self, failure: HttpFailure, answer: Answer, brief: str = "", code: str = "PD-META-007", final: bool = False
+    ) -> None:
+        super().__init__(failure.value)
+        self.failure = failure
+        self.answer = answer
+        self.brief = brief or failure.value
+        self.code = code
+        self.final = final
+
+
+class Interrupt:
+    """Cancellation of a task by this server, with its reason. A task cancelled without one was cancelled by asyncio."""
+
+    __slots__ = ("closing", "failed", "left", "task")
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("an interrupt belongs to a task")
+        self.task: asyncio.Task[Any] = task
+        self.left = False
+        self.closing = False
+        self.failed: AttemptFailed | None = None
+
+    def caller_left(self) -> None:
+        self.left = True
+        self.task.cancel()
+
+    def close(self) -> None:
+        """Cancel the task because the server shuts down."""
+        self.closing = True
+        self.task.cancel()
+
+    def give_up(self, failed: AttemptFailed) -> None:
+        """Cancel the attempt, as another one is better than to wait for it."""
+        if not (self.left or self.closing or self.failed):
+            self.failed = failed
+            self.task.cancel()
+
+    def take_failure(self) -> AttemptFailed | None:
+        """Return the failed attempt if the request itself goes on. Call it in the handler of a CancelledError."""
+        failed, self.failed = self.failed, None
+        if failed is None or self.left or self.closing:
+            return None
+        uncancel(self.task)
+        return failed
+
+
+def uncancel(task: asyncio.Task[Any]) -> None:
+    """Take back a cancellation that was ours and is dealt with: from Python 3.11 on a task counts them."""
+    method = getattr(task, "uncancel", None)
+    if method is not None:
+        method()
+
+
+def kept_id(given: bytes) -> str:
+    """Return the id by which a request is echoed, logged, shown and sent on: a word of what was given, or a new one."""
+    return _UNPRINTED.sub(b"", given)[:_MAX_ID].decode("ascii") or secrets.token_hex(16)
+
+
+def _nothing() -> None:
+    """Do nothing: there is nothing to release."""
+
+
+async def _dropped(message: MutableMapping[str, Any]) -> None:
+    """Drop a message: the client is gone."""
+
+
+def _now() -> float:
+    """Return the time. The clock is looked up at each call, since a simulation replaces it."""
+    return time.monotonic()
+
+
+def _wall() -> float:
+    return time.time()
+
+
+@dataclass(slots=True, eq=False)
+class HttpExchange:
+    """A client's request in progress."""
+
+    request: bodies.Request
+    headers: Headers
+    request_id: str
+    interrupt: Interrupt
+    send: AsgiSend
+    started: float = field(default_factory=_now)
+    started_wall: float = field(default_factory=_wall)
+    number: int = 0  # of the attempt
+    tried: set[str] = field(default_factory=set)  # D's that failed it
+    bad_prefills: set[str] = field(default_factory=set)
+    committed: bool = False  # the client has seen a byte
+    pinned: tuple[Instance, Instance] | None = None  # P and D of a canary
+    prefills: frozenset[str] | None = None  # the only P's that it may use; None: any
+    status: int = 0
+    span: Any = None  # if spans are on
+    kept: StreamState | None = None  # state by which another D can continue its stream
+    kept_bytes: int = 0
+    unkept: str = ""  # why no D can; empty if it was not examined
+    streaming: bool = False  # the head of a kept stream is out, and its end is not
+    said_all: bool = False  # the last event of a stream is out, and nothing may follow it
+    before: int = 0  # attempts before its stream broke last
+    broke_at: float = 0.0  # when that was; 0 once the client gets something again
+    release: Callable[[], None] = _nothing  # of the body, which is counted as long as it may be needed
+    remembered: bool = True  # among the last requests; polls are not, as they would push out all others
+    stages: list[tuple[str, float, str]] = field(default_factory=list)
+    route: str = ""  # the client's
+    tokens: int = 0  # of its prompt, about
+    stops_at_recomputed: bool = False  # then an answer does not show whether D has dropped the request
+
+    def __post_init__(self) -> None:
+        self.route, self.tokens = self.request.route, self.request.prefill_tokens
+        self.stops_at_recomputed = stops_at_recomputed(self.request.fields)
+
+    def stage(self, name: str, detail: str = "") -> None:
+        self.stages.append((name, time.monotonic() - self.started, detail))
+
+    def forget_prompt(self) -> None:
+        """Free the prompt, which no attempt and no post of D needs any more: a stream may go on for long."""
+        if self.request.fields:
+            self.request = msgspec.structs.replace(self.request, fields={}, marks=())
+        self.release()
+
+    def over(self) -> None:
+        """Free what an ended request holds: reports of its loads may still come, but need no connection and no body."""
+        self.forget_prompt()
+        self.headers, self.send, self.release = [], _dropped, _nothing
+
+    def summary(self) -> RequestSummary:
+        return RequestSummary(
+            self.request_id[:128], self.route, self.started_wall, self.number, self.status, self.tokens, self.stages
+        )
+
+
+class RequestSummary(msgspec.Struct, frozen=True):
+    """Facts about a request for the status page, without its prompt."""
+
+    request_id: str
+    route: str
+    started: float
+    attempts: int
+    status: int
+    tokens: int
+    stages: list[tuple[str, float, str]]
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "id": self.request_id,
+            "route": self.route,
+            "started": self.started,
+            "attempts": self.attempts,
+            "status": self.status,
+            "tokens": self.tokens,
+            "stages": [{"stage": name, "at": round(at, 6), "detail": detail} for name, at, detail in self.stages],
+        }
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One attempt with its ticket. `posts`: D's open POSTs, by transfer; `seen`: all transfers D posted."""
+
+    exchange: HttpExchange
+    decode: Instance
+    leg: LegInFlight = field(init=False)  # at D
+    ticket: str = field(default_factory=lambda: secrets.token_hex(16))
+    posts: dict[str, Interrupt] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
+    sources: dict[str, tuple[Instance, float]] = field(default_factory=dict)  # by transfer, the P asked last, and when
+    reports: dict[str, LoadReport] = field(default_factory=dict)  # D's, by transfer
+    blamed: set[str] = field(default_factory=set)  # transfers whose failure was counted against their P: only once
+    failed: set[str] = field(default_factory=set)  # transfers whose prefill leg failed
+    trials: dict[str, LegInFlight] = field(default_factory=dict)  # of P's, by transfer: D's report ends them
+    began: float = field(default_factory=_now)
+    restart: bool = True  # whether another attempt may follow
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # a report came, or a prefill leg failed
+    watch: asyncio.Task[None] | None = None  # gives the attempt up unless a report says that its KV is there
+
+    def received(self, transfer: str) -> bool:
+        """Return whether D has the KV, whatever becomes of P's leg."""
+        report = self.reports.get(transfer)
+        return report is not None and report.received > 0
+
+    def wants(self, transfer: str) -> bool:
+        """Return whether another P may be asked: not if D has the KV, nor once the prompt is freed."""
+        return not self.received(transfer) and bool(self.exchange.request.fields)
+
+    @property
+    def load_failed(self) -> bool:
+        """True if KV did not come: D may have failed for that reason alone."""
+        return any(not self.received(transfer) for transfer in self.failed.union(self.reports))
+
+    async def wait_reported(self, enough: Callable[[], bool], max_s: float) -> None:
+        """Wait until `enough` is true, at most `max_s`: reports, legs and answers come in any order."""
+        end = time.monotonic() + max_s
+        while not enough() and (left := end - time.monotonic()) > 0:
+            self.news.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await within(left, self.news.wait())
+
+    async def explained(self, max_s: float) -> None:
+        """Wait until D has reported a failed load, or all loads. P's failed leg is not enough: the KV may be there."""
+        await self.wait_reported(
+            lambda: any(not r.received for r in self.reports.values()) or self.seen <= self.reports.keys(), max_s
+        )
+
+    def cancel_posts(self) -> None:
+        for post in tuple(self.posts.values()):
+            post.caller_left()
+
+
+class Journal:
+    """Requests in progress in this process, the last that ended, and recent troubles."""
+
+    def __init__(self) -> None:
+        self.tickets: dict[str, Attempt] = {}
+        # Past attempts and since when they are, oldest first: their reports may still come.
+        self._past: OrderedDict[str, tuple[Attempt, float]] = OrderedDict()
+        self._forgetting: asyncio.TimerHandle | None = None
+        self.exchanges: set[HttpExchange] = set()
+        self.last: deque[RequestSummary] = deque(maxlen=_LAST_REQUESTS)
+        self.troubles: deque[dict[str, Any]] = deque(maxlen=_LAST_TROUBLES)
+
+    def trouble(self, code: str, what: str, instance: str = "", request: str = "") -> None:
+        """Note a trouble for the status page. `what` must not quote an engine, whose text may contain a prompt."""
+        facts = {"at": time.time(), "code": code, "what": what, "remedy": remedy(code)}
+        self.troubles.append({**facts, "instance": instance, "request": request[:128]})
+
+    def close(self, attempt: Attempt) -> None:
+        """End the attempt. Its ticket is void, but D's reports of it are still taken."""
+        self.tickets.pop(attempt.ticket, None)
+        if not attempt.seen <= attempt.reports.keys():
+            self._past[attempt.ticket] = attempt, asyncio.get_running_loop().time()
+            if len(self._past) > _PAST_ATTEMPTS:
+                self._past.popitem(last=False)
+            if self._forgetting is None:
+                self._forget()
+
+    def notify(self, attempt: Attempt) -> None:
+        """Note that a report came. After its last one a past attempt is forgotten."""
+        if attempt.seen <= attempt.reports.keys():
+            self._past.pop(attempt.ticket, None)
+
+    def attempt(self, ticket: str) -> Attempt | None:
+        return self.tickets.get(ticket) or self._past.get(ticket, (None, 0.0))[0]
+
+    def _forget(self) -> None:
+        """Forget the attempts that are past for long enough, and set a timer for the oldest of the rest.
+
+        There is one timer for all: a minute's worth of timers would be work for the garbage collector, which stops
+        everything else.
+        """
+        loop, self._forgetting = asyncio.get_running_loop(), None
+        while self._past:
+            _, since = next(iter(self._past.values()))
+            if (left := since + PAST_S - loop.time()) > 0:
+                self._forgetting = loop.call_later(left, self._forget)
+                return
+            self._past.popitem(last=False)
+
+    def begin(self, exchange: HttpExchange) -> None:
+        self.exchanges.add(exchange)
+
+    def end(self, exchange: HttpExchange) -> None:
+        self.exchanges.discard(exchange)
+        exchange.over()
+        if exchange.remembered:
+            self.last.append(exchange.summary())

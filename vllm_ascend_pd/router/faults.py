@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors as a client gets them: OpenAI's format, a status that says what happened, a header that says when to retry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from vllm_ascend_pd.errors import CATALOGUE, PdError
+from vllm_ascend_pd.http.http1 import Headers
+from vllm_ascend_pd.router.core.bodies import UNREADABLE
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowed",
+    408: "RequestTimeoutError",
+    409: "ConflictError",
+    413: "RequestTooLarge",
+    415: "UnsupportedMediaTypeError",
+    429: "RateLimitError",
+    502: "BadGatewayError",
+    503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer: ours, or an engine's error passed on."""
+
+    status: int
+    body: bytes
+    headers: Headers = field(default_factory=list)
+    content_type: bytes = b"application/json"
+
+
+class _RefusalError(msgspec.Struct):
+    type: str = ""
+    code: Any = None
+
+
+class _Refusal(msgspec.Struct):
+    error: _RefusalError
+
+
+_REFUSAL = msgspec.json.Decoder(_Refusal)
+
+
+def brief(status: int, body: bytes) -> str:
+    """Return status and kind of an engine's error, without its message, which may quote the prompt."""
+    try:
+        kind = _REFUSAL.decode(body).error.type
+    except UNREADABLE:
+        kind = ""
+    return f"answered {status}" + (f" ({kind})" if kind.isidentifier() and len(kind) <= 64 else "")
+
+
+def status_of(body: bytes) -> int:
+    """Return the status that an engine's error has in its body, where its head has another; 500 if there is none."""
+    try:
+        code = _REFUSAL.decode(body).error.code
+    except UNREADABLE:
+        code = None
+    return code if isinstance(code, int) and 400 <= code < 600 else 500
+
+
+def remedy(code: str) -> str:
+    """Return the catalogue's remedy, if it needs no values."""
+    entry = CATALOGUE.get(code)
+    return entry.remedy if entry is not None and "{" not in entry.remedy else "See docs/errors.md."
+
+
+def error_body(status: int, message: str, code: str | None = None) -> bytes:
+    kind = _TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": code or status}})
+
+
+def fault(status: int, message: str, code: str | None = None, retry_after_s: float | None = None) -> Answer:
+    headers: Headers = []
+    if retry_after_s is not None:
+        headers.append((b"retry-after", str(max(1, round(retry_after_s))).encode()))
+    return Answer(status, error_body(status, message, code), headers)
+
+
+def known(status: int, code: str, retry_after_s: float | None = None, **values: object) -> Answer:
+    """Return the answer for an error of the catalogue."""
+    return fault(status, PdError(code, **values).sentence, code, retry_after_s)
+
+
+def json_answer(value: Any, status: int = 200) -> Answer:
+    return Answer(status, msgspec.json.encode(value))
+
+
+def error_frame(message: str, code: str | None = None) -> bytes:
+    """Return the end of a stream that broke after its first byte."""
+    return b"data: " + error_body(502, message, code) + b"\n\ndata: [DONE]\n\n"

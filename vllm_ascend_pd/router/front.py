@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's request from its admission to its end: attempts until one answers, each over a chosen D."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.http.core.failures import HttpFailure
+from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
+from vllm_ascend_pd.observe.trace import emit
+from vllm_ascend_pd.router import relay, resuming
+from vllm_ascend_pd.router.core.bodies import Request
+from vllm_ascend_pd.router.core.decisions import Admission, Gatekeeper, Role
+from vllm_ascend_pd.router.core.resumable import NotContinued
+from vllm_ascend_pd.router.core.resume import StreamState
+from vllm_ascend_pd.router.exchange import Attempt, AttemptFailed, HttpExchange, uncancel
+from vllm_ascend_pd.router.faults import Answer, known
+from vllm_ascend_pd.router.fleet import Fleet, Instance, LegInFlight, among, both, pairing
+from vllm_ascend_pd.router.metrics import METRICS
+from vllm_ascend_pd.router.settings import Settings
+from vllm_ascend_pd.router.shared import CLOSING, SHUTDOWN, Shared
+from vllm_ascend_pd.router.spans import NoSpans
+
+_LATE_PREFILL_S = 10.0  # after D has ended well, for P to finish by itself
+_COME_BACK_S = 2.0
+_LATE_REPORT_S = 2.0  # after the end of a request, for D's report on its KV
+_MAX_CANARIES = 64
+_MAX_COPIES = 1024  # of an answer that count: D refuses more
+_CLOSING = known(503, CLOSING, _COME_BACK_S)
+_CLOSING.headers.append((b"connection", b"close"))
+
+
+class AdmissionQueue:
+    """Queue of the requests that `Gatekeeper` lets wait; the one that waited longest goes first."""
+
+    def __init__(self, keeper: Gatekeeper) -> None:
+        self.keeper = keeper
+        self._queue: deque[asyncio.Future[bool]] = deque()
+
+    async def enter(self, max_s: float) -> bool:
+        """Wait for a place, if need be. Return False if there is none in time, or the queue was closed meanwhile."""
+        said = self.keeper.ask()
+        if said is Admission.QUEUE:
+            return await self._wait(max_s)
+        return said is Admission.NOW
+
+    async def _wait(self, max_s: float) -> bool:
+        turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._queue.append(turn)
+        mine = False
+        try:
+            await asyncio.wait({turn}, timeout=max_s)
+            mine = turn.done() and turn.result()
+        finally:
+            if not turn.done():
+                self._queue.remove(turn)
+                self.keeper.give_up()
+            elif turn.result() and not mine:
+                self.leave()  # its turn came at the moment when it left
+        return mine
+
+    def leave(self) -> None:
+        if self.keeper.leave():
+            self._queue.popleft().set_result(True)
+
+    def close(self) -> None:
+        """Refuse all requests that wait."""
+        while self._queue:
+            self.keeper.give_up()
+            self._queue.popleft().set_result(False)
+
+
+class Front(Shared):
+    """Admission and attempts of every client's request."""
+
+    def __init__(
+        self, settings: Settings, fleet: Fleet, upstream: Upstream, own_url: str, spans: NoSpans | None = None
+    ) -> None:
+        super().__init__(settings, fleet, upstream, own_url, spans)
+        self.turnstile = AdmissionQueue(Gatekeeper(settings.max_running, settings.max_waiting))
+        self.polls = AdmissionQueue(Gatekeeper(settings.max_running, 0))  # for cheap requests: they never wait
+        self.canaries = AdmissionQueue(Gatekeeper(_MAX_CANARIES, 0))  # apart: many clients must not stop canaries
+        self.closing = False
+
+    async def serve(self, exchange: HttpExchange) -> None:
+        """Answer a client's generation, or a canary's."""
+        gate = self.turnstile if exchange.pinned is None else self.canaries
+        await self.admit(exchange, self._generate, gate)
+
+    async def admit(
+        self, exchange: HttpExchange, work: Callable[[HttpExchange], Awaitable[None]], gate: AdmissionQueue
+    ) -> None:
+        """Do `work` when its turn comes. If the client leaves, the exchange's interrupt cancels it."""
+        if self.closing:
+            await relay.refuse(exchange, _CLOSING)
+        elif not await gate.enter(self.settings.max_wait_s):
+            await relay.refuse(exchange, _CLOSING if self.closing else known(429, "PD-META-009", _COME_BACK_S))
+        else:
+            self.journal.begin(exchange)
+            try:
+                # Its turn may have come at the moment when the shutdown began.
+                await (relay.refuse(exchange, _CLOSING) if self.closing else work(exchange))
+            except asyncio.CancelledError:
+                if not exchange.interrupt.closing or (exchange.committed and not exchange.streaming):
+                    raise
+                uncancel(exchange.interrupt.task)
+                if exchange.streaming:
+                    await resuming.break_off(self, exchange, SHUTDOWN, CLOSING)
+                else:
+                    await relay.refuse(exchange, _CLOSING)
+            finally:
+                resuming.let_go(self, exchange)
+                self.journal.end(exchange)
+                gate.leave()
+
+    async def _generate(self, exchange: HttpExchange) -> None:
+        with self.spans.request(exchange):
+            if exchange.request.stream and self.settings.resume_tokens:
+                await resuming.keep(self, exchange)
+            await self._attempts(exchange)
+
+    async def _attempts(self, exchange: HttpExchange) -> None:
+        self.budget.request()
+        while True:
+            exchange.number += 1
+            decode = self._decode(exchange)
+            if decode is None:
+                self.journal.trouble("PD-META-008", "no decode instance", request=exchange.request_id)
+                await self._refuse(
+                    exchange, known(503, "PD-META-008", _COME_BACK_S, role="decode"), "none takes requests"
+                )
+                return
+            try:
+                await self._attempt(exchange, decode)
+                return
+            except AttemptFailed as failed:
+                if failed.failure is not HttpFailure.PREFILL:  # a failed prefill was noted where it happened
+                    self.journal.trouble(failed.code, failed.brief, decode.name, exchange.request_id)
+                delay = None if failed.final else self.delay_before_another(exchange, decode, failed.failure)
+                if delay is None:
+                    await self._refuse(exchange, failed.answer, failed.brief)
+                    return
+            except resuming.StreamBroke as broke:
+                if not await self._goes_on(exchange, decode, broke):
+                    return
+                continue
+            await asyncio.sleep(delay)
+
+    async def _refuse(self, exchange: HttpExchange, answer: Answer, why: str) -> None:
+        if exchange.streaming:
+            problem = PdError("PD-META-025", why=why).sentence
+            await resuming.break_off(self, exchange, problem, "PD-META-025")
+        else:
+            await relay.refuse(exchange, answer)
+
+    async def _goes_on(self, exchange: HttpExchange, decode: Instance, broke: resuming.StreamBroke) -> bool:
+        """Return whether another D is to be asked for the rest; if not, end the stream."""
+        kept = exchange.kept
+        if kept is None:
+            raise RuntimeError("only a stream that is kept breaks this way")
+        self.journal.trouble(broke.code, broke.problem, decode.name, exchange.request_id)
+        if kept.finished and not broke.final:
+            await resuming.finish(exchange, kept)
+            return False
+        exchange.tried, exchange.before = {decode.name}, exchange.number
+        exchange.broke_at = exchange.broke_at or time.monotonic()
+        try:
+            if broke.final:
+                raise NotContinued(broke.final)
+            if kept.times == resuming.MAX_TIMES:
+                raise NotContinued(f"it was continued {kept.times} times")
+            point = kept.point()
+            exchange.request = kept.next_request(await self._room(exchange, kept))
+        except NotContinued as why:
+            problem = PdError("PD-META-024", problem=broke.problem, why=why).sentence
+            await resuming.break_off(self, exchange, problem, "PD-META-024", decode.name)
+            return False
+        exchange.stage("resume", f"after {point.tokens} tokens")
+        METRICS.resumes.labels(broke.cause).inc()
+        return True
+
+    async def _room(self, exchange: HttpExchange, kept: StreamState) -> int:
+        """Return the `room` that `StreamState.next_request` needs. Raise NotContinued.
+
+        No leg of the request, so neither counted nor out of its budget: a D that does not answer at once is left out.
+        """
+        if kept.original.limit is not None:
+            return 0
+        for _ in range(self.settings.retry.attempts):
+            decode = self._decode(exchange)
+            if decode is None:
+                break
+            try:
+                return await resuming.room(self, exchange, decode)
+            except UpstreamError as problem:
+                self.fleet.failed(decode, problem.failure, problem.why)
+                exchange.tried.add(decode.name)
+        raise NotContinued("it names no limit of tokens, and no D reports the model's")
+
+    def delay_before_another(
+        self, exchange: HttpExchange, decode: Instance, failure: HttpFailure, repeatable: bool = True
+    ) -> float | None:
+        """Return the delay before another attempt, on another D if D failed and there is one; None: it was the last.
+
+        What one D refused is for others that have not refused lately: to repeat it would add to an overload.
+        """
+        if failure is not HttpFailure.PREFILL:
+            exchange.tried.add(decode.name)
+        serves = self.fleet.serving(exchange.request.model)
+        refused = failure is HttpFailure.REFUSED and not exchange.streaming
+        if refused and not self.fleet.another(Role.DECODE, exchange.tried, serves):
+            return None
+        delay = self.again(exchange, failure, exchange.number - exchange.before, repeatable)
+        if delay is None:
+            return None
+        self.repeated(exchange, failure)
+        return delay
+
+    def _decode(self, exchange: HttpExchange) -> Instance | None:
+        if exchange.pinned is not None:
+            return exchange.pinned[1]
+        request, tried = exchange.request, frozenset(exchange.tried)
+        cost, marks = request.prefill_tokens + self._expected(request), request.marks
+        serves = self.fleet.serving(request.model)
+        if request.remote:
+            # A D that a P fits comes before one that would have to prefill by itself (a rollout may have both), and one
+            # that loads before one that does not.
+            prefills, bad = self.fleet.prefilling(request.model, exchange.prefills), frozenset(exchange.bad_prefills)
+            for avoid, loads in ((bad, True), (frozenset[str](), True), (bad, False)):
+                has_prefill = both(serves, self.fleet.has_prefill(avoid, prefills, loads))
+                fits = both(has_prefill, lambda decode: decode.name not in tried)
+                good = self.fleet.choose(Role.DECODE, cost, fits=fits, marks=marks)
+                if good is not None and good.usable(time.monotonic()):
+                    return good
+        return self.fleet.choose(Role.DECODE, cost, tried, serves, marks)
+
+    async def _attempt(self, exchange: HttpExchange, decode: Instance) -> None:
+        attempt = Attempt(exchange, decode, restart=exchange.number < self.settings.retry.attempts)
+        params = self._params(attempt)
+        self.journal.tickets[attempt.ticket] = attempt
+        emit("meta.decode", ticket=attempt.ticket, decode=decode.name)
+        exchange.stage("decode", decode.name)
+        well = False
+        try:
+            with (
+                self._leg(decode, exchange.request) as attempt.leg,
+                self.spans.leg(exchange, "decode", decode.name, attempt=exchange.number) as headers,
+            ):
+                await relay.decode(self, attempt, params, headers)
+            well = True
+        except asyncio.CancelledError:
+            failed = exchange.interrupt.take_failure()
+            if failed is None:
+                raise
+            raise failed from None
+        finally:
+            self._close(attempt, well)
+
+    def _expected(self, request: Request) -> float:
+        """Return how many tokens its answers are likely to have together."""
+        return min(request.copies, _MAX_COPIES) * self.fleet.expected(request.model, request.stream, request.limit)
+
+    def _leg(self, decode: Instance, request: Request) -> LegInFlight:
+        limit = request.limit * request.copies
+        return self.fleet.leg(decode, request.prefill_tokens, self._expected(request), limit)
+
+    def _params(self, attempt: Attempt) -> dict[str, Any] | None:
+        """Return D's parameters for its prefill; None: it prefills by itself. Raise AttemptFailed."""
+        exchange = attempt.exchange
+        request = exchange.request
+        there = attempt.decode.sent(request.marks)
+        if not request.remote:
+            return None
+        alone = self.settings.decode_alone
+        if alone and exchange.pinned is None and request.prefill_tokens - there <= alone:
+            why = "short" if request.prefill_tokens <= alone else "cached"
+            METRICS.decode_alone.labels(why).inc()
+            exchange.stage("alone", why)
+            return None
+        if exchange.prefills is not None and not exchange.prefills:
+            METRICS.decode_alone.labels("unnamed").inc()
+            exchange.stage("alone", "unnamed")
+            return None
+        fits = both(self.fleet.prefilling(request.model, exchange.prefills), pairing(attempt.decode.fingerprint))
+        if exchange.pinned is None and not self.fleet.usable(Role.PREFILL, fits):
+            if self.settings.without_prefill == "refuse":
+                refusal = known(503, "PD-META-008", _COME_BACK_S, role="prefill")
+                raise AttemptFailed(HttpFailure.REFUSED, refusal, "no prefill instance", "PD-META-008")
+            exchange.stage("local", "no prefill instance that fits")
+            return None
+        params: dict[str, Any] = {"do_remote_prefill": True, "metaserver": self.own_url, "ticket": attempt.ticket}
+        if request.send_tokens:
+            params["send_tokens"] = True
+        # An earlier prefill may have failed because of the first token; without it D can use any P.
+        if not exchange.bad_prefills and self.fleet.all_send_first(
+            fits if exchange.pinned is None else among(frozenset((exchange.pinned[0].name,)))
+        ):
+            params["first_token"] = True
+        return params
+
+    def _close(self, attempt: Attempt, well: bool) -> None:
+        """End the attempt. A prefill in progress is cut; after a good end it first gets some time to finish."""
+        self.journal.close(attempt)
+        if attempt.watch is not None:
+            attempt.watch.cancel()
+        for trial in attempt.trials.values():  # if D never reports, another request tries that P
+            asyncio.get_running_loop().call_later(_LATE_REPORT_S, trial.returned)
+        if not attempt.posts:
+            return
+        if well:
+            asyncio.get_running_loop().call_later(_LATE_PREFILL_S, attempt.cancel_posts)
+        else:
+            attempt.cancel_posts()
+
+    async def drain(self) -> None:
+        """Take no new requests, let those in progress finish, and cut what is left after the grace period."""
+        self.closing = True
+        self.turnstile.close()
+        end = time.monotonic() + self.settings.grace_s
+        while self.journal.exchanges and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        for exchange in tuple(self.journal.exchanges):
+            exchange.interrupt.close()

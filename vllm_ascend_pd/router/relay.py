@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D's leg: the request goes out, and D's answer goes to the client as it arrives.
+
+The head waits for the first event of the body: until then the client has seen nothing, another attempt can be made, and
+D may still ask for its prefill. Comments are no events; those before the first one are dropped. Later pieces are only
+searched for signs that D ended the request early. The metaserver's own answers are sent from here too (`refuse`,
+`send_answer`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+from typing import Any
+
+import msgspec
+
+from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.http.core.failures import HttpFailure
+from vllm_ascend_pd.http.core.gathered import Payload, cut, length
+from vllm_ascend_pd.http.http1 import Headers, Reply, UpstreamError, listed
+from vllm_ascend_pd.observe.trace import emit
+from vllm_ascend_pd.protocol.reports import read_answer
+from vllm_ascend_pd.router import resuming
+from vllm_ascend_pd.router.core import bodies, outline
+from vllm_ascend_pd.router.core.decisions import Evidence
+from vllm_ascend_pd.router.core.outline import Buffer, Scan
+from vllm_ascend_pd.router.exchange import AsgiSend, Attempt, AttemptFailed, HttpExchange, uncancel
+from vllm_ascend_pd.router.faults import Answer, brief, error_frame, fault, known, status_of
+from vllm_ascend_pd.router.fleet import Instance
+from vllm_ascend_pd.router.metrics import METRICS
+from vllm_ascend_pd.router.shared import CLOSING, SHUTDOWN, Shared, leg_end
+
+log = logging.getLogger(__name__)
+OWN_HEADERS = frozenset(
+    b"connection keep-alive transfer-encoding content-length date server x-request-id proxy-connection".split()
+)
+_WHOLE_ANSWER_BYTES = 256 << 20
+_ERROR_BYTES = 1 << 20
+_ERROR_EVENT = b'data: {"error"'
+_OPENING = re.compile(rb'"delta":\s*\{"role":\s*"assistant",\s*"content":\s*""')
+# vLLM's keep-alive while a request waits for its turn. Passed on before the answer, it would commit to this D.
+_COMMENTS = re.compile(rb"^(?::[^\n]*\n)+\n", re.MULTILINE)
+# vLLM answers 200 to a request that it ends itself, for example to a new one while it shuts down. The quotes are not
+# escaped, so no model's text can contain this.
+_ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
+# vllm-ascend's recompute scheduler ends a request that finds no block as if it were complete; only this field shows it.
+_DROPPED = re.compile(rb'"stop_reason"\s*:\s*"recomputed"')
+_CUT_SHORT = re.compile(rb"%b|%b" % (_ABORTED.pattern, _DROPPED.pattern))
+_PARAMS = b'"kv_transfer_params"'
+_COUNT = re.compile(rb'"completion_tokens"\s*:\s*([0-9]{1,9})')  # of a whole answer, at its end
+_END_BYTES = 8 << 10
+_LIMIT = "--first-byte-timeout; a stream has no limit behind its first byte"
+_REPORT_OF_LOAD_S = 2.0  # D reports a failed load before it answers; the two may overtake each other
+_HELD_BYTES = 1 << 20  # of an incomplete event that are held back
+OWN_MARK = b"x-ascend-pd-metaserver"  # on a metaserver's requests and health answers: it must not pass for an engine
+# vLLM's stream of a request that it ends before the first token: only the end, and the usage if that was asked for.
+_NOTHING = re.compile(rb'data: (\[DONE\]|\{[^\n]*"choices":\s*\[\])')
+
+
+async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None, headers: Headers) -> None:
+    """Send the request to D and relay its answer. Raise AttemptFailed as long as the client has seen nothing."""
+    exchange = attempt.exchange
+    sent = time.monotonic()
+    reply, first = await _open(shared, attempt, params, headers)
+    with contextlib.closing(reply):
+        now = time.monotonic()
+        METRICS.leg_seconds.labels("decode").observe(now - sent)
+        emit("meta.first_byte", ticket=attempt.ticket, decode=attempt.decode.name)
+        exchange.stage("first byte")
+        kept, streams = exchange.kept, exchange.request.stream and reply.status == 200
+        if exchange.streaming and not streams:
+            raise _no_rest(shared, attempt, reply.status)
+        if exchange.request.copies == 1:  # else D may still post for the other copies
+            exchange.forget_prompt()
+        if exchange.streaming and kept is not None and isinstance(first, bytes):
+            await resuming.relay(shared, attempt, kept, reply, first)
+            exchange.stage("end")
+            return
+        METRICS.ttft.labels(exchange.route).observe(now - exchange.started)
+        exchange.committed, exchange.status = True, reply.status
+        head = client_head(reply.headers, attempt.decode, exchange.request_id)
+        try:
+            if streams and kept is not None and isinstance(first, bytes):
+                exchange.streaming = True
+                await exchange.send({"type": "http.response.start", "status": 200, "headers": head})
+                await resuming.relay(shared, attempt, kept, reply, first)
+            elif isinstance(first, bytes) and streams:
+                await _stream(shared, attempt, reply, head, first)
+            else:
+                await send_whole(exchange.send, reply.status, head, first)
+        except asyncio.CancelledError:
+            if not (exchange.interrupt.left and exchange.said_all):
+                raise
+            uncancel(exchange.interrupt.task)  # it has left with the last event, as openai's client does
+        exchange.stage("end")
+        _learn(shared, attempt)
+
+
+def _learn(shared: Shared, attempt: Attempt) -> None:
+    """Take in the length of a whole answer, of which nothing was refused or missing."""
+    request, leg = attempt.exchange.request, attempt.leg
+    if leg.end == "served" and leg.came and attempt.exchange.pinned is None:
+        shared.fleet.answered(request.model, request.stream, leg.came / request.copies, request.limit)
+
+
+async def _open(
+    shared: Shared, attempt: Attempt, params: dict[str, Any] | None, headers: Headers
+) -> tuple[Reply, Payload]:
+    """Return D's reply, and the first piece of a stream or any other answer as a whole. Raise AttemptFailed."""
+    instance, exchange = attempt.decode, attempt.exchange
+    timeout = shared.settings.first_byte_timeout_s
+    body = bodies.for_decode(exchange.request, params)
+    try:
+        reply = await shared.upstream.send(
+            instance.origin, "POST", exchange.request.route.encode(), headers, body, timeout
+        )
+    except UpstreamError as problem:
+        raise _broken(shared, attempt, problem) from problem
+    opened = False
+    try:
+        first = await _first(shared, attempt, reply, timeout)
+        opened = True
+    except UpstreamError as problem:
+        raise _broken(shared, attempt, problem) from problem
+    finally:
+        if not opened:
+            reply.close()
+    shared.leg_over(attempt.leg, "served", Evidence.SERVED)
+    return reply, first
+
+
+async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: float) -> Payload:
+    first: bytes | memoryview
+    if leg_end(reply.status) != "served":
+        raise await _refused(shared, attempt, reply.status, await reply.rest(_ERROR_BYTES, timeout_s), reply.headers)
+    said = b""
+    if reply.status != 200 or not attempt.exchange.request.stream:
+        first = await reply.whole(_WHOLE_ANSWER_BYTES, timeout_s)
+        usage = _COUNT.search(first, max(0, len(first) - _END_BYTES))
+        attempt.leg.take(int(usage[1]) if usage is not None else 0)
+    else:
+        first, end = b"", time.monotonic() + timeout_s
+        while len(first) <= _HELD_BYTES and not said and (more := await reply.read(_left(end))):
+            first = _COMMENTS.sub(b"", first + more)
+            said = _first_said(first)
+    if reply.status == 200 and isinstance(first, bytes) and not first.strip():
+        raise UpstreamError(HttpFailure.EMPTY, "its answer was empty")
+    if said.startswith(_ERROR_EVENT):
+        # vLLM sends a stream's status 200 and role before the request has run; this is the failure that came after.
+        body = said.split(b"\n", 1)[0].removeprefix(b"data: ").strip()
+        status = status_of(body)
+        if leg_end(status) != "served":
+            raise await _refused(shared, attempt, status, body, [])
+        if attempt.exchange.streaming:
+            raise _no_rest(shared, attempt, status)
+        # Else the error is the client's own, as vLLM also validates parameters this late: it is the answer.
+    if reply.status != 200:
+        return first
+    may_be_dropped = not attempt.exchange.stops_at_recomputed
+    cut_short = await shared.turns.run(outline.holds(first, _cut_short if may_be_dropped else aborted))
+    if cut_short and may_be_dropped and await shared.turns.run(outline.holds(first, dropped)):
+        shared.leg_over(attempt.leg, "dropped")
+        raise AttemptFailed(
+            HttpFailure.DROPPED, known(503, "PD-META-022", 2), "dropped for lack of blocks", "PD-META-022"
+        )
+    if cut_short or _NOTHING.match(said):
+        answer = fault(503, "The decode instance ended the request: it is shutting down.", "PD-META-007")
+        raise await _refused(shared, attempt, 503, answer.body, [])
+    if not attempt.exchange.request.stream:
+        return await shared.turns.run(_stripping(shared, first))
+    return first
+
+
+def _stripping(shared: Shared, answer: Buffer) -> Scan[Payload]:
+    """Return a whole answer without `kv_transfer_params`, and take D's report from there."""
+    if not (yield from outline.holds(answer, lambda part: _PARAMS in part)):
+        return answer
+    try:
+        fields = yield from bodies.fields_of(answer)
+    except bodies.BodyError:
+        return answer  # no object, so it has no such field
+    said = fields.get(bodies.TRANSFER_PARAMS, msgspec.Raw(b"null"))
+    if bytes(memoryview(said)[:5]) == b"null":
+        return answer  # as vLLM writes it without a connector
+    try:
+        load, _ = read_answer(msgspec.json.encode({bodies.TRANSFER_PARAMS: said}))
+        if load is not None:
+            shared.loaded(load)
+    except bodies.UNREADABLE as problem:  # another version's: ignored, and not for the client
+        log.warning("a decode engine's report is not understood: %s", problem)
+    fields[bodies.TRANSFER_PARAMS] = msgspec.Raw(b"null")
+    return bodies.object_of(fields, len(answer))
+
+
+def _left(end: float) -> float:
+    """Return the time until `end`, which comments do not put off. Raise UpstreamError if it is over."""
+    left = end - time.monotonic()
+    if left <= 0:
+        raise UpstreamError(HttpFailure.TIMEOUT, "no answer in time")
+    return left
+
+
+def _first_said(stream: bytes) -> bytes:
+    """Return the first complete event of a stream; empty if there is none yet, as TCP may cut inside an event.
+
+    The role at the beginning of a chat's stream does not count: the next event is on its way.
+    """
+    events = stream.split(b"\n\n")[:-1]
+    return next((event for event in events if event.strip() and not _OPENING.search(event)), b"")
+
+
+def _cut_short(answer: bytes) -> bool:
+    """Return whether `aborted` or `dropped` is true of an answer."""
+    return _CUT_SHORT.search(answer) is not None
+
+
+def aborted(answer: bytes) -> bool:
+    """Return whether an engine's 200 says that it has ended the request by itself."""
+    return _ABORTED.search(answer) is not None
+
+
+def dropped(answer: bytes) -> bool:
+    """Return whether D says that it has ended the request halfway, for lack of blocks, and wants it sent again."""
+    return _DROPPED.search(answer) is not None
+
+
+async def _refused(shared: Shared, attempt: Attempt, status: int, body: bytes, headers: Headers) -> AttemptFailed:
+    """Return the failure for D's error, whose body the client gets if no other attempt is made."""
+    instance = attempt.decode
+    kept = [(name, value) for name, value in headers if name == b"retry-after"]
+    passed = (
+        Answer(status, body, kept)
+        if body.strip()
+        else fault(status, "The decode instance gave no reason.", "PD-META-007")
+    )
+    said = brief(status, body)
+    end = leg_end(status)
+    if end == "refused":
+        attempt.leg.refused()
+        return AttemptFailed(HttpFailure.REFUSED, passed, said)
+    await attempt.explained(_REPORT_OF_LOAD_S)
+    if attempt.load_failed:  # with policy "fail" D must answer so: no evidence against D
+        shared.leg_over(attempt.leg, "no prefill")
+        return AttemptFailed(HttpFailure.PREFILL, passed, said)
+    shared.leg_over(attempt.leg, end, Evidence.BROKE, said)
+    words = body[:200].decode(errors="replace")
+    log.warning("request %s: %s answered %d: %s", attempt.exchange.request_id, instance.name, status, words)
+    return AttemptFailed(HttpFailure.SERVER, passed, said)
+
+
+def _no_rest(shared: Shared, attempt: Attempt, status: int) -> AttemptFailed:
+    """Return the failure for a D that finds an error in the request for the rest of a stream, which no client wrote."""
+    shared.leg_over(attempt.leg, "refused")
+    answer = fault(502, f"The decode instance answered {status}.", "PD-META-007")
+    return AttemptFailed(HttpFailure.SERVER, answer, f"answered {status}")
+
+
+def _broken(shared: Shared, attempt: Attempt, problem: UpstreamError) -> AttemptFailed:
+    if not attempt.exchange.request.stream and shared.is_late(attempt.leg, problem):
+        late = UpstreamError(
+            problem.failure, f"no whole answer within {shared.settings.first_byte_timeout_s:g} s ({_LIMIT})"
+        )
+        return AttemptFailed(problem.failure, no_answer(late), problem.why, final=True)
+    shared.leg_broke(attempt.leg, problem)
+    return AttemptFailed(problem.failure, no_answer(problem), problem.why)
+
+
+def no_answer(problem: UpstreamError) -> Answer:
+    """Return what the client gets if no D has answered."""
+    status = {HttpFailure.TIMEOUT: 504, HttpFailure.CONNECT: 503, HttpFailure.OURS: 503}.get(problem.failure, 502)
+    return fault(
+        status, f"The decode instance could not answer: {problem.why}.", "PD-META-007", 2 if status == 503 else None
+    )
+
+
+async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers, first: bytes) -> None:
+    exchange = attempt.exchange
+    send, interrupt = exchange.send, exchange.interrupt
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+    piece, held, code, problem = first, b"", "PD-META-007", ""
+    try:
+        while piece and not problem:
+            piece, held = _whole_events(held + piece if held else piece)
+            if not exchange.stops_at_recomputed and dropped(piece):
+                shared.leg_over(attempt.leg, "dropped")
+                code, problem = "PD-META-022", PdError("PD-META-022").sentence
+                piece, held = _before(_DROPPED, piece), b""
+            elif b'"abort"' in piece and aborted(piece):
+                shared.leg_over(attempt.leg, "ended")
+                problem = "The decode instance broke off: it is shutting down."
+                piece, held = _before(_ABORTED, piece), b""
+            last = reply.at_end and not (held or problem)
+            if piece:
+                attempt.leg.take(piece.count(b"\n\n"))
+                await send({"type": "http.response.body", "body": piece, "more_body": not last})
+                if last:
+                    return
+                exchange.said_all = exchange.said_all or _said_all(piece)
+            if not problem:
+                piece = await reply.read()
+    except UpstreamError as broken:
+        shared.leg_over(attempt.leg, "served" if exchange.said_all else "broke", Evidence.BROKE, broken.why)
+        problem = "" if exchange.said_all else f"The decode instance broke off: {broken.why}."
+    except asyncio.CancelledError:
+        if not interrupt.closing:
+            raise
+        uncancel(interrupt.task)
+        shared.leg_over(attempt.leg, "served" if exchange.said_all else "cut")
+        problem = "" if exchange.said_all else SHUTDOWN
+        code = CLOSING
+    if held and not problem:  # the stream ended without the empty line; after a break half an event would confuse
+        await send({"type": "http.response.body", "body": held, "more_body": True})
+    if problem and not interrupt.closing and exchange.unkept:
+        problem = PdError("PD-META-024", problem=problem, why=exchange.unkept).sentence
+        code = "PD-META-024" if code == "PD-META-007" else code
+    if problem:
+        shared.stream_broke(exchange, attempt.decode.name, problem, code)
+        await send({"type": "http.response.body", "body": error_frame(problem, code), "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def _said_all(piece: bytes) -> bool:
+    """Return whether a stream's last event is out: nothing may follow it, however its connection ends."""
+    return piece.endswith(b"data: [DONE]\n\n")
+
+
+def _whole_events(stream: bytes) -> tuple[bytes, bytes]:
+    """Return the complete events, and the beginning of an incomplete one, as that may be one that must not go out."""
+    if stream.endswith(b"\n\n") or len(stream) > _HELD_BYTES:
+        return stream, b""
+    end = stream.rfind(b"\n\n") + 2
+    return (stream[:end], stream[end:]) if end > 1 else (b"", stream)
+
+
+def _before(words: re.Pattern[bytes], stream: bytes) -> bytes:
+    """Return the events before the one that matches `words`. No event has an empty line in it."""
+    found = words.search(stream)
+    return (
+        stream[: stream.rfind(b"\n\n", 0, found.start()) + 2] if found and b"\n\n" in stream[: found.start()] else b""
+    )
+
+
+def client_head(headers: Headers, engine: Instance, request_id: str) -> Headers:
+    """Return an engine's headers for the client, without those of the connection, and with redirects back to us."""
+    named = [value for name, value in headers if name == b"connection"]
+    drop = OWN_HEADERS.union(*map(listed, named)) if named else OWN_HEADERS
+    head = [
+        (name, _from_here(value, engine) if name == b"location" else value)
+        for name, value in headers
+        if name not in drop
+    ]
+    head.append((b"x-request-id", request_id.encode("latin-1")))
+    return head
+
+
+def _from_here(location: bytes, engine: Instance) -> bytes:
+    """Return a redirect's target without the engine's own address, which would lead the client past the metaserver."""
+    own = f"{engine.origin.scheme}://{engine.origin.netloc}/".encode()
+    return b"/" + location.removeprefix(own) if location.startswith(own) else location
+
+
+async def send_whole(send: AsgiSend, status: int, head: Headers, body: Payload) -> None:
+    head.append((b"content-length", b"%d" % length(body)))
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    *before, last = cut(body)
+    for piece in before:
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await asyncio.sleep(0)
+    await send({"type": "http.response.body", "body": last})
+
+
+async def refuse(exchange: HttpExchange, answer: Answer) -> None:
+    """Send our own or an engine's error to a client that has seen nothing yet."""
+    exchange.committed, exchange.status = True, answer.status
+    exchange.stage("refused", str(answer.status))
+    head = [(b"content-type", answer.content_type), (b"x-request-id", exchange.request_id.encode("latin-1"))]
+    await send_whole(exchange.send, answer.status, [*head, *answer.headers], answer.body)
+
+
+async def send_answer(send: AsgiSend, answer: Answer) -> None:
+    await send_whole(send, answer.status, [(b"content-type", answer.content_type), *answer.headers], answer.body)

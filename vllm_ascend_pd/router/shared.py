@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State that all requests of this process share, and what D's reports change in it."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from vllm_ascend_pd.errors import CATALOGUE
+from vllm_ascend_pd.http.core.failures import HttpFailure
+from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
+from vllm_ascend_pd.protocol.reports import LoadReport
+from vllm_ascend_pd.router.core.decisions import AGAINST_PAIR, AGAINST_PREFILL, Evidence, PairProof, RetryBudget
+from vllm_ascend_pd.router.exchange import Attempt, HttpExchange, Journal
+from vllm_ascend_pd.router.fleet import Fleet, Instance, LegInFlight
+from vllm_ascend_pd.router.metrics import METRICS
+from vllm_ascend_pd.router.settings import Settings
+from vllm_ascend_pd.router.spans import NoSpans
+from vllm_ascend_pd.router.turns import Turns
+
+CLOSING = "PD-META-010"
+SHUTDOWN = CATALOGUE[CLOSING].sentence
+_DECLINED = (429, 503)  # answers by which an engine says that it did not execute the request
+
+
+def leg_end(status: int) -> str:
+    """Return the end of a leg that was answered with `status`. An answer that blames the request is served too."""
+    return "refused" if status in _DECLINED else "broke" if status >= 500 else "served"
+
+
+class Shared:
+    """The engines, the connections to them, and the journal of requests."""
+
+    def __init__(
+        self, settings: Settings, fleet: Fleet, upstream: Upstream, own_url: str, spans: NoSpans | None = None
+    ) -> None:
+        self.settings = settings
+        self.spans = spans or NoSpans()
+        self.fleet = fleet
+        self.upstream = upstream
+        self.own_url = own_url
+        self.journal = Journal()
+        self.turns = Turns()
+        self.budget = RetryBudget()
+        self.kept_bytes = 0  # of all streams that could be continued
+
+    def leg_over(self, leg: LegInFlight, end: str, evidence: Evidence | None = None, why: str = "") -> None:
+        """Note how a leg ends, and take in what that says about the engine.
+
+        A stream is served as soon as it has begun; if it breaks, that is its end.
+        """
+        leg.end = end
+        if evidence is not None:
+            self.fleet.seen(leg.instance, evidence, why)
+
+    def is_late(self, leg: LegInFlight, problem: UpstreamError) -> bool:
+        """Return whether an answer that comes as a whole only took too long, as its engine answers probes.
+
+        Nothing shows that the engine hangs, and to compute the answer again would take as long.
+        """
+        return problem.failure is HttpFailure.TIMEOUT and leg.instance.healthy
+
+    def leg_broke(self, leg: LegInFlight, problem: UpstreamError, request: str = "") -> None:
+        """Note a leg that ends in an error, as evidence. `request`: the journal notes it under this id.
+
+        Without `request` the journal notes the failure of the attempt, which the caller raises.
+        """
+        leg.end = "broke"
+        self.fleet.failed(leg.instance, problem.failure, problem.why)
+        if request:
+            self.journal.trouble("PD-META-007", problem.why, leg.instance.name, request)
+
+    def again(self, exchange: HttpExchange, failure: HttpFailure, made: int, repeatable: bool = False) -> float | None:
+        """Return the delay before another leg in place of one that failed; None: it was the last. `made`: legs so far.
+
+        A canary's pair is fixed, so nothing can take its place.
+        """
+        if exchange.pinned is not None:
+            return None
+        return self.settings.retry.again(failure, made, repeatable, self.budget, random.random())
+
+    def repeated(self, exchange: HttpExchange, failure: HttpFailure) -> None:
+        """Note that another leg takes the place of one that failed."""
+        exchange.stage("retry", failure.value)
+        METRICS.retries.labels(failure.value).inc()
+
+    def stream_broke(self, exchange: HttpExchange, decode: str, problem: str, code: str = "PD-META-007") -> None:
+        """Note that a client has got a part of an answer only. A shutdown is no trouble of D."""
+        METRICS.broken_streams.inc()
+        exchange.stage("broken", problem)
+        self.journal.trouble(code, problem, "" if code == CLOSING else decode, exchange.request_id)
+
+    def loaded(self, report: LoadReport) -> bool:
+        """Take in D's report on how the KV of a transfer came. Return False if the request is not known.
+
+        Only these reports prove a pair, and they say whether a failed load counts against P. The same report may come
+        twice: in an answer and by itself.
+        """
+        attempt = self.journal.attempt(report.ticket)
+        if attempt is None:
+            return False
+        if report.code and not attempt.seen:  # D could not post its reservation
+            attempt.seen.add(report.transfer)
+        if report.transfer not in attempt.seen:
+            return False
+        if report.transfer in attempt.reports:
+            return True
+        attempt.reports[report.transfer] = report
+        decode, (prefill, asked) = attempt.decode, attempt.sources.get(report.transfer, (None, 0.0))
+        decode.life = decode.life.reported(report.decode, attempt.began, report.fingerprint)
+        if prefill is not None:
+            prefill.life = prefill.life.reported(report.prefill, asked)
+        self._judge(attempt, report, prefill)
+        if (trial := attempt.trials.pop(report.transfer, None)) is not None:
+            trial.returned()
+        attempt.news.set()
+        self.journal.notify(attempt)
+        return True
+
+    def _judge(self, attempt: Attempt, report: LoadReport, prefill: Instance | None) -> None:
+        exchange, decode, name = attempt.exchange, attempt.decode, prefill.name if prefill is not None else ""
+        code = report.code if report.code in CATALOGUE else "unknown"
+        METRICS.loads.labels(
+            prefill.label if prefill is not None else "", "received" if report.received else code
+        ).inc()
+        METRICS.tokens_received.inc(report.received)
+        METRICS.tokens_recomputed.inc(report.recomputed)
+        METRICS.tokens_cached.inc(report.cached)
+        if report.received:
+            exchange.stage("loaded", f"{report.received} tokens")
+            decode.loads.receive(name, time.monotonic())
+            if prefill is not None and report.prefill:
+                proof = PairProof(name, report.prefill, decode.name, report.decode, attempt.began)
+                self.fleet.prove(proof)
+                self.fleet.seen(prefill, Evidence.SERVED)
+            return
+        exchange.stage("not loaded", code)
+        if report.code in AGAINST_PAIR:
+            exchange.tried.add(decode.name)
+            self.fleet.load_failed(decode, name, attempt.began, report.code, self.settings.canary)
+            what = "the KV of a request did not come"
+            self.journal.trouble(report.code, what, name or decode.name, exchange.request_id)
+        if prefill is None:
+            return
+        exchange.bad_prefills.add(name)
+        against = AGAINST_PREFILL.get(report.code)
+        if against and report.transfer not in attempt.blamed:
+            attempt.blamed.add(report.transfer)
+            self.fleet.seen(prefill, Evidence.BROKE, f"{report.code}: {against}")

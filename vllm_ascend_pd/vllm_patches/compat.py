@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Differences between vLLM versions, detected by feature, never by version number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+HAS_TRANSFER_RESULTS = hasattr(base, "KVConnectorTransferResults")
+
+
+def is_vllm_ascend() -> bool:
+    """Return whether the engine's platform is vllm-ascend's, on an NPU or not."""
+    from vllm.platforms import current_platform
+
+    return type(current_platform).__module__.startswith("vllm_ascend")
+
+
+def device_type() -> str:
+    """Return the type of the engine's device, as its platform and torch name it."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
+def transfer_results(sent: Iterable[str], received: Iterable[str], failed: Iterable[str]) -> Any:
+    """Return vLLM's own result object (0.32 and later)."""
+    return base.KVConnectorTransferResults(
+        finished_sending=set(sent), finished_recving=set(received), failed_recving=set(failed)
+    )
+
+
+def attention_isa(dtype: Any, block_size: int, head_size: int) -> str:
+    """Return the instruction set for which vLLM's attention on a CPU keeps K."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return str(_get_attn_isa(dtype, block_size, head_size))

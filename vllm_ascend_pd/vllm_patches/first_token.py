@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P's first token in vLLM. Only this file reaches into vLLM's scheduler and batches for it.
+
+`Scheduler.update_from_output` is wrapped. On P, what a step reports of a token is read before vLLM drops it. On D, a
+request whose KV is complete is started with P's token after the step: the token becomes the request's first output, for
+the client and in the request. The next step computes that token's KV and samples the second one, by vLLM's own code.
+
+A worker of vLLM's first model runner receives only the prompt of a new request. P's token comes to it in the request's
+extra arguments. `InputBatch.add_request` is wrapped: it adds the token as an earlier output, as a resumed request has.
+
+The wrappers are installed only if the version was tried and all that they use is as it was then (`install`,
+`install_on_worker`). Elsewhere D computes the first token itself, as without this file.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.metadata
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from vllm_ascend_pd.errors import LocalProtocolError
+from vllm_ascend_pd.protocol.first import First, LogProb
+from vllm_ascend_pd.protocol.sampling import GRAMMAR
+from vllm_ascend_pd.vllm_patches.compat import is_vllm_ascend
+from vllm_ascend_pd.vllm_patches.wrapping import wrap
+
+log = logging.getLogger(__name__)
+
+VERSIONS = ("0.23", "0.31", "0.32", "0.33")
+ASCEND_VERSIONS = ("0.23",)
+NEWEST = "0.32."  # the only release with which drafts and grammars were tried
+CONTAINED = "another connector contains ours"
+FIRST_TOKEN_ARG = "pd_first_token"  # in a request's extra arguments, on its way to the workers
+_FAILING = "_handle_failed_recving"  # from 0.32 on
+_RETRYING = "_update_waiting_for_remote_kv"  # before: of a request without computed tokens the blocks are freed
+_OUTPUTS = ("self", "scheduler_output", "model_runner_output")  # parameters of update_from_output
+_SCHEDULER = ("_update_from_kv_xfer_finished", "finish_requests")
+_REQUEST = ("append_output_token_ids", "take_events", "take_prefill_stats", "record_event", "get_finished_reason")
+_OUTPUT = (
+    "new_logprobs",
+    "finish_reason",
+    "stop_reason",
+    "events",
+    "kv_transfer_params",
+    "trace_headers",
+    "prefill_stats",
+)
+_STATE = ("sampling_params", "output_token_ids")
+_installed: set[str] = set()
+
+
+class FirstTokenId(int):
+    """A first token on its way to the workers. A client's extra arguments are JSON, so none is of this type."""
+
+
+class StepHooks:
+    """Work of a role before and after vLLM reads a step's outputs.
+
+    `entered`: vLLM is reading them, so `after` will follow. `ungrammatical`: why requests with a grammar do not start
+    with P's token on this engine. `logits`: this engine reports other numbers than the model's raw log-probabilities.
+    """
+
+    def __init__(self) -> None:
+        self.entered, self.ungrammatical, self.logits = False, "", False
+
+    def settle(self, vllm_config: Any) -> None:
+        self.ungrammatical = ungrammatical(vllm_config)
+        self.logits = vllm_config.model_config.logprobs_mode != "raw_logprobs"
+
+    def refusal(self, request: Any) -> str:
+        """Return why P's token cannot be the first on this engine, sampling parameters aside; empty if it can."""
+        why = refusal(request, self.ungrammatical)
+        return why or ("logprobs" if self.logits and request.sampling_params.logprobs is not None else "")
+
+    def before(self, output: Any) -> None:
+        """Act before vLLM reads a step's results."""
+
+    def after(self, scheduler: Any, outputs: Any) -> None:
+        """Act after vLLM has read them. `outputs` are those for clients, by their front end."""
+
+
+class HasStepHooks:
+    """Base of a connector whose roles act around a step's outputs. The wrapped scheduler may have another connector."""
+
+    step_hooks: tuple[StepHooks, ...] = ()
+
+
+def install(vllm_config: Any) -> str:
+    """Wrap vLLM's scheduler, once. Return why not; empty: it is wrapped."""
+    return unproven(vllm_config) or wrap_outputs(vllm_config.scheduler_config.get_scheduler_cls())
+
+
+def wrap_outputs(scheduler: type) -> str:
+    """Call the connector's StepHooks around `update_from_output`, once. Return why not; empty: it is wrapped."""
+    found = getattr(scheduler, "update_from_output", lambda: None)
+    if tuple(inspect.signature(found).parameters) != _OUTPUTS:
+        return f"the scheduler {scheduler.__name__} differs in update_from_output"
+    wrap(scheduler, "update_from_output", _with_hooks)
+    return ""
+
+
+def _with_hooks(original: Any) -> Any:
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        roles = self.connector.step_hooks if isinstance(self.connector, HasStepHooks) else ()
+        for role in roles:
+            role.entered = True
+            role.before(model_runner_output)
+        outputs = original(self, scheduler_output, model_runner_output)
+        for role in roles:
+            role.after(self, outputs)
+            role.entered = False
+        return outputs
+
+    return update_from_output
+
+
+def install_on_worker(vllm_config: Any) -> str:
+    """Wrap the workers' batch, once. Return why not; empty: this worker can go on behind a token it has not sampled."""
+    why = unproven(vllm_config)
+    if why or "batch" in _installed:
+        return why
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
+    for batch in InputBatch.__subclasses__():
+        if "add_request" in vars(batch):
+            return f"the batch {batch.__name__} was not tried"
+    original = InputBatch.add_request
+
+    @functools.wraps(original)
+    def add_request(self: Any, request: Any) -> Any:
+        extra = request.sampling_params.extra_args if request.sampling_params is not None else None
+        token = extra.get(FIRST_TOKEN_ARG) if extra else None
+        if isinstance(token, FirstTokenId) and not request.output_token_ids:
+            request.output_token_ids.append(int(token))
+        return original(self, request)
+
+    InputBatch.add_request = add_request  # type: ignore[method-assign]
+    _installed.add("batch")
+    return ""
+
+
+def untried(name: str, version: str, tried: Sequence[str] = VERSIONS) -> str:
+    """Return a sentence if a release is none of those that were tried; empty: it is."""
+    return "" if version.startswith(tuple(f"{one}." for one in tried)) else f"{name} {version} was not tried"
+
+
+def unproven(vllm_config: Any) -> str:
+    """Return why this engine neither takes nor sends first tokens; empty: it does."""
+    import vllm
+
+    installed: dict[str, tuple[str, tuple[str, ...]]] = {"vLLM": (vllm.__version__, VERSIONS)}
+    if is_vllm_ascend():
+        installed["vllm-ascend"] = (importlib.metadata.version("vllm_ascend"), ASCEND_VERSIONS)
+    for name, (version, tried) in installed.items():
+        if why := untried(name, version, tried):
+            return why
+    transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
+    if transfer.is_kv_consumer:
+        if vllm_config.speculative_config is not None and not vllm.__version__.startswith(NEWEST):
+            return f"vLLM {vllm.__version__} with drafts was not tried"
+        if getattr(vllm_config, "use_v2_model_runner", False):
+            return "vLLM's second model runner was not tried"
+        if model.logits_processors:
+            return "logits processors may remember tokens"
+    if getattr(vllm_config, "watermark_config", None) is not None:
+        return "watermarks remember tokens"
+    return _other_shape(vllm_config.scheduler_config.get_scheduler_cls())
+
+
+def _other_shape(scheduler: type) -> str:
+    """Return what in this vLLM differs from the releases that were tried; empty: nothing."""
+    try:
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.core.sched.utils import check_stop
+        from vllm.v1.engine import EngineCoreOutput
+        from vllm.v1.request import Request
+        from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+    except ImportError as missing:
+        return f"this vLLM has {missing.name} elsewhere"
+    if not issubclass(scheduler, Scheduler) or scheduler.update_from_output is not Scheduler.update_from_output:
+        return f"the scheduler {scheduler.__name__} was not tried"
+    shapes: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
+        (Scheduler.update_from_output, _OUTPUTS),
+        (check_stop, ("request", "max_model_len")),
+        (InputBatch.add_request, ("self", "request")),
+    )
+    found = [method.__qualname__ for method, names in shapes if tuple(inspect.signature(method).parameters) != names]
+    found += [name for name in _SCHEDULER if not hasattr(scheduler, name)]
+    found += [name for name in _REQUEST if not hasattr(Request, name)]
+    found += [name for name in _OUTPUT if name not in EngineCoreOutput.__struct_fields__]
+    found += [name for name in _STATE if name not in CachedRequestState.__dataclass_fields__]
+    return f"this vLLM's {', '.join(found)} differ" if found else ""
+
+
+# -- parameters
+
+
+def given(params: Any) -> dict[str, Any]:
+    """Return the sampling parameters that differ from vLLM's defaults, for the rules in protocol/sampling.py."""
+    kind: Callable[[], Any] = type(params)
+    usual = _usual(kind)
+    return {name: getattr(params, name) for name in params.__struct_fields__ if getattr(params, name) != usual[name]}
+
+
+@lru_cache(maxsize=4)
+def _usual(kind: Callable[[], Any]) -> Mapping[str, Any]:
+    usual = kind()
+    return {name: getattr(usual, name) for name in usual.__struct_fields__}
+
+
+def ungrammatical(vllm_config: Any) -> str:
+    """Return why this engine may read a grammar differently than another one; empty: it reads it alike.
+
+    Engines do not exchange these settings.
+    """
+    import vllm
+
+    if not vllm.__version__.startswith(NEWEST):
+        return "version"
+    settings = vllm_config.structured_outputs_config
+    if getattr(settings, "reasoning_parser", ""):
+        return "reasoning"  # the grammar begins where the model's reasoning ends
+    own = ("disable_any_whitespace", "disable_additional_properties")
+    return "grammar settings" if any(getattr(settings, name, False) for name in own) else ""
+
+
+def chosen(request: Any) -> dict[str, Any]:
+    """Return how a request's tokens are chosen: the parameters `given`, and the library that reads its grammar."""
+    found, shaped = given(request.sampling_params), request.structured_output_request
+    return found if shaped is None else {**found, GRAMMAR: type(shaped.grammar).__name__}
+
+
+def refusal(request: Any, ungrammatical: str = "") -> str:
+    """Return why P's token cannot be a request's first, sampling parameters aside; empty if it can."""
+    if request.sampling_params is None or request.prompt_token_ids is None:
+        return "prompt"
+    if request.resumable:
+        return "session"
+    if getattr(request, "prompt_is_token_ids", None) is not None or request.mm_features:
+        return "multimodal"
+    if ungrammatical and request.structured_output_request is not None:
+        return ungrammatical
+    return "LoRA" if request.lora_request is not None else ""
+
+
+# -- P
+
+
+def well_finished() -> tuple[Any, ...]:
+    """Return the finish reasons of requests that have their token."""
+    from vllm.v1.engine import FinishReason
+
+    return (FinishReason.STOP, FinishReason.LENGTH)
+
+
+def reported(output: Any, request_id: str, count: int) -> tuple[LogProb, ...]:
+    """Return the log-probabilities that a step reports for a request: its sampled token, then the `count` likeliest."""
+    index = output.req_id_to_index.get(request_id)
+    if index is None or output.logprobs is None or not output.sampled_token_ids[index]:
+        return ()
+    rows = output.logprobs.slice_request(index, 1)
+    tokens, values = rows.logprob_token_ids[0][: count + 1], rows.logprobs[0][: count + 1]
+    ranks = (int(rows.sampled_token_ranks[0]), *range(1, count + 1))
+    return tuple((int(token), float(value), rank) for token, value, rank in zip(tokens, values, ranks, strict=False))
+
+
+# -- D
+
+
+def unfit(request: Any, token: int) -> str:
+    """Return why a request cannot begin with this token after all; empty: it can."""
+    if request.num_output_tokens:
+        return "preempted"
+    asked = request.structured_output_request
+    return "grammar" if asked is not None and asked.grammar.validate_tokens([token]) != [token] else ""
+
+
+def release(scheduler: Any, request_id: str) -> None:
+    """Report to vLLM what was withheld: the KV of the request is complete, or nothing writes there any more."""
+    from vllm.v1.outputs import KVConnectorOutput
+
+    if request_id in scheduler.requests:
+        scheduler._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving={request_id}))
+
+
+def can_fail() -> bool:
+    """Return whether this vLLM can still fail a load that is complete.
+
+    Only then may all of a prompt be loaded into a cache in which its last token cannot be computed again. (Drafts
+    beside such a cache are refused at the start.)
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return hasattr(Scheduler, _FAILING) or hasattr(Scheduler, _RETRYING)
+
+
+def _failed(scheduler: Any, request_id: str) -> bool:
+    """Apply vLLM's policy to a failed load. Return whether it ends the request."""
+    if hasattr(scheduler, _FAILING):
+        return bool(getattr(scheduler, _FAILING)({request_id}))
+    if scheduler.recompute_kv_load_failures:
+        # As vLLM does with the first block of a single table: nothing of the request is computed.
+        scheduler.requests[request_id].num_computed_tokens = 0
+        scheduler.failed_recving_kv_req_ids.add(request_id)
+    return not scheduler.recompute_kv_load_failures
+
+
+def fail(scheduler: Any, request: Any) -> Any:
+    """Release a held request without its KV, by vLLM's own policy.
+
+    Return None if it computes its prompt, or the output for the client if it ends with an error.
+    """
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.request import RequestStatus
+
+    request_id = request.request_id
+    ends = _failed(scheduler, request_id)
+    if not ends and request_id not in scheduler.failed_recving_kv_req_ids:
+        raise LocalProtocolError(f"vLLM does not take {request_id} for a request whose load has failed")
+    if ends:
+        scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
+    release(scheduler, request_id)
+    if not ends:
+        return None
+    facts = {"events": request.take_events(), "trace_headers": request.trace_headers}
+    return EngineCoreOutput(request_id, [], finish_reason=request.get_finished_reason(), **facts)
+
+
+def start(scheduler: Any, request: Any, first: First, params: dict[str, Any] | None) -> Any:
+    """Give a released request its first token, and return the output for the client.
+
+    `params` stand in its answer if the token is the last one.
+    """
+    from vllm.v1.core.sched.utils import check_stop
+    from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput
+
+    if scheduler.log_stats:
+        request.record_event(EngineCoreEventType.SCHEDULED)  # else its prefill would begin after its first token
+    facts = {
+        "new_logprobs": _logprobs(first.logprobs) if first.logprobs else None,
+        "events": request.take_events(),
+        "trace_headers": request.trace_headers,
+        "prefill_stats": request.take_prefill_stats(),
+    }
+    if request.structured_output_request is not None:
+        request.structured_output_request.grammar.accept_tokens(request.request_id, [first.token])
+    status = request.status
+    request.append_output_token_ids(first.token)
+    if check_stop(request, scheduler.max_model_len):
+        ended, request.status = request.status, status
+        scheduler.finish_requests(request.request_id, ended)
+        facts |= {"finish_reason": request.get_finished_reason(), "stop_reason": request.stop_reason}
+        return EngineCoreOutput(request.request_id, [first.token], kv_transfer_params=params, **facts)
+    request.sampling_params = copy.copy(request.sampling_params)
+    request.sampling_params.extra_args = {
+        **(request.sampling_params.extra_args or {}),
+        FIRST_TOKEN_ARG: FirstTokenId(first.token),
+    }
+    return EngineCoreOutput(request.request_id, [first.token], **facts)
+
+
+def add(outputs: Any, client: int, output: Any) -> None:
+    """Add an output to those that a step returns."""
+    from vllm.v1.engine import EngineCoreOutputs
+
+    outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
+
+
+def _logprobs(logprobs: Sequence[LogProb]) -> Any:
+    import numpy as np
+    from vllm.v1.outputs import LogprobsLists
+
+    return LogprobsLists(
+        np.array([[token for token, _, _ in logprobs]], dtype=np.int32),
+        np.array([[value for _, value, _ in logprobs]], dtype=np.float32),
+        np.array([logprobs[0][2]], dtype=np.int32),
+    )
