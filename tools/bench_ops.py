@@ -4,6 +4,8 @@
 All run in turn within each round, with the same threads over the same number of bytes. A shape is one P rank's part of
 a step: `blocks` D blocks, K and V (or the MLA latent), D ranks and owners as geometry.md divides them, block ids
 shuffled as in a used free list.
+
+`--tails` measures something else: the processor time in which D clears its last blocks behind a prompt's last token.
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm_ascend_pd.device import caches
+from vllm_ascend_pd.device.base import PLAIN, Packing
+from vllm_ascend_pd.device.cpu import CpuDevice
+from vllm_ascend_pd.device.tails import BlockTails
 from vllm_ascend_pd.geometry.images import BUFFER_ROW, CACHE_ROW
+from vllm_ascend_pd.metadata import Bind
+from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.regroup import ops
 
 BLOCK = 128
@@ -204,12 +212,63 @@ def describe(shape: HeadShape, size: int, seconds: dict[str, np.ndarray]) -> str
     return line
 
 
+class TokenMajorDevice(CpuDevice):
+    """Host memory with the layout of an NPU's caches. vLLM's planes on a CPU have no order of tokens."""
+
+    token_major = True
+
+    def packing(self, cache: torch.Tensor, block_size: int, head_size: int) -> Packing:
+        return PLAIN
+
+
+TAILS = {  # layers; heads and head size of each tensor of a layer
+    "32 layers, 8 KV heads x 128": (32, 8, (128, 128)),
+    "the same, one byte a cell": (32, 8, (1, 1)),
+    "61 layers, MLA 512 + 64": (61, 1, (512, 64)),
+    "61 layers, MLA 576": (61, 1, (576,)),
+}
+
+
+@torch.inference_mode()  # as vLLM's workers run
+def tails(rounds: int) -> None:
+    """Print microseconds of a load in steps of 1, 8 and 64 loads: one token to a whole block is to be cleared."""
+    print(f"{'D clears its last blocks, us a load':36}" + "".join(f"{f'{count} loads':>10}" for count in (1, 8, 64)))
+    blocks, table = 64, np.arange(33, dtype=np.int32)
+    for name, (layers, heads, sizes) in TAILS.items():
+        dtype = torch.int8 if sizes[0] == 1 else torch.bfloat16
+        parts = {
+            f"l.{layer}": tuple(torch.ones(blocks, BLOCK, heads, size, dtype=dtype) for size in sizes)
+            for layer in range(layers)
+        }
+        shape = caches.CacheShape(BLOCK, heads, heads, max(sizes), tp_size=1)
+        cleared = BlockTails(caches.describe(parts, shape, TokenMajorDevice()), 0)
+        line = f"{name:36}"
+        for count in (1, 8, 64):
+            ends = [32 * BLOCK + (64 + 61 * n) % BLOCK for n in range(count)]
+            binds = [Bind("r", TransferId("d", 1, "bench"), 0, end, (table,), 1.0) for end in ends]
+            least = min(_seconds(cleared, binds) for _ in range(rounds))
+            line += f"{least / count * 1e6:10.0f}"
+        print(line, flush=True)
+
+
+def _seconds(cleared: BlockTails, binds: list[Bind]) -> float:
+    began = time.thread_time()
+    for bind in binds:
+        cleared.clear(bind)
+    return time.thread_time() - began
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--megabytes", type=int, default=128, help="payload of each run")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--tails", action="store_true", help="measure only what D clears")
     args = parser.parse_args()
+    if args.tails:
+        torch.set_num_threads(1)
+        tails(args.rounds)
+        return
     torch.set_num_threads(args.threads)
     memcpy = Memcpy(args.threads)
     print(

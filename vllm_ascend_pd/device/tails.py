@@ -7,12 +7,38 @@ kinds share memory. As numbers these can be NaN, and an attention kernel that gi
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
 from vllm_ascend_pd.device.caches import Caches
-from vllm_ascend_pd.geometry.layout import Region
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.metadata import Bind
+
+
+class _Part(NamedTuple):
+    """A tensor, and its facts with the tokens next to the blocks: to ask the tensor each time costs as much as a
+    view of it.
+    """
+
+    tensor: torch.Tensor
+    begin: int
+    block: int  # strides
+    token: int
+    others: tuple[int, ...]
+    sizes: tuple[int, ...]  # of the other axes
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, axis: int) -> _Part:
+        tensor = tensor.movedim(axis, 1)
+        block, token, *others = tensor.stride()
+        return cls(tensor, int(tensor.storage_offset()), block, token, tuple(others), tuple(tensor.shape[2:]))
+
+    def clear(self, block: int, first: int, end: int) -> None:
+        """Clear places [first, end) of a block. One view, of the storage: the engine waits for each."""
+        begin = self.begin + block * self.block + first * self.token
+        self.tensor.as_strided((end - first, *self.sizes), (self.token, *self.others), begin).zero_()
 
 
 class BlockTails:
@@ -22,24 +48,27 @@ class BlockTails:
 
     def __init__(self, caches: Caches, rank: int) -> None:
         self._rank = rank
-        self._parts = [
-            (kind, part, _token_axis(part, region, kind.block_size))
-            for kind, parts in zip(caches.geometry.by_layer, caches.tensors, strict=True)
-            if parts and kind.block_size > 1  # not of states
-            for region, part in zip(kind.regions, parts, strict=True)
-            if not region.opaque
-        ]
+        found: dict[CacheGeometry, list[_Part]] = {}
+        for kind, parts in zip(caches.geometry.by_layer, caches.tensors, strict=True):
+            if parts and kind.block_size > 1:  # not of states
+                found.setdefault(kind, []).extend(
+                    _Part.of(part, _token_axis(part, region, kind.block_size))
+                    for region, part in zip(kind.regions, parts, strict=True)
+                    if not region.opaque
+                )
+        self._kinds = tuple(found.items())
 
     def clear(self, bind: Bind) -> None:
         """Clear, on the current stream, what of each group's last block is behind the tokens that P writes."""
-        for kind, part, axis in self._parts:
+        for kind, parts in self._kinds:
             begin, end = kind.places(bind.first, bind.end)
             index = end // kind.covers
             blocks = bind.blocks[kind.group][index - begin // kind.covers :]
             if len(blocks):  # else its last block is full
                 tokens = kind.token_split.tokens(kind.ranks.part(self._rank), np.array([index]))
-                held = int((tokens < end).sum())
-                part[int(blocks[0])].narrow(axis - 1, held, kind.block_size - held).zero_()
+                block, held = int(blocks[0]), int((tokens < end).sum())
+                for part in parts:
+                    part.clear(block, held, kind.block_size)
 
 
 def _token_axis(part: torch.Tensor, region: Region, block_size: int) -> int:

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any
 
 import msgspec
@@ -154,13 +154,12 @@ class WorkerProcess:
     # -- what clients and D's send
 
     async def _generate(self, asked: CallerRequest, send: AsgiSend) -> None:
-        headers, request_id = forwarded(asked.method, asked.headers, asked.peer, self._keys)
-        with self._intake.body(asked) as body:
+        with _counted_if_refused(asked.path), self._intake.body(asked) as body:
+            headers, request_id = forwarded(asked.method, asked.headers, asked.peer, self._keys)
             try:  # no variable for the body: this frame would keep it as long as the stream
-                request = await self.front.turns.run(bodies.parsing(asked.path, await self._read(body, asked.path)))
+                request = await self.front.turns.run(bodies.parsing(asked.path, await self._read(body)))
             except bodies.BodyError as problem:
-                await _unusable(send, asked.path, request_id, problem)
-                return
+                raise NotTaken(known(400, "PD-META-012", why=problem)) from problem
             prefills = self._named.of(headers) if self._named is not None else None  # a whole request names them
             exchange = HttpExchange(
                 request, headers, request_id, Interrupt(), send, prefills=prefills, release=body.release
@@ -169,33 +168,23 @@ class WorkerProcess:
             await self._attend(asked, exchange, self.front.serve(exchange))
 
     async def _pass_on(self, asked: CallerRequest, send: AsgiSend) -> None:
-        headers, request_id = forwarded(asked.method, asked.headers, asked.peer, self._keys)
-        if not passing.is_canonical(asked.target):
-            raise NotTaken(known(404, "PD-META-016", path=one_line(asked.path, 128)))
-        route = passing.call_of(asked).route
-        with self._intake.body(asked) as body:
+        with _counted_if_refused(passing.call_of(asked).route), self._intake.body(asked) as body:
+            headers, request_id = forwarded(asked.method, asked.headers, asked.peer, self._keys)
+            if not passing.is_canonical(asked.target):
+                raise NotTaken(known(404, "PD-META-016", path=one_line(asked.path, 128)))
             try:
-                stripped = await self.front.turns.run(bodies.stripping(await self._read(body, route)))
+                stripped = await self.front.turns.run(bodies.stripping(await self._read(body)))
                 model = ""
                 if self.fleet.several_models:
                     model = await self.front.turns.run(passing.model_of(asked.path, stripped))
                 call = passing.call_of(asked, stripped, model)
             except bodies.BodyError as problem:
-                await _unusable(send, route, request_id, problem)
-                return
+                raise NotTaken(known(400, "PD-META-012", why=problem)) from problem
             exchange = HttpExchange(call.request(), headers, request_id, Interrupt(), send)
             await self._attend(asked, exchange, passing.pass_on(self.front, exchange, call))
 
-    async def _read(self, body: Body, route: str) -> bytes | memoryview:
-        try:
-            return await body.read(self.settings.max_body_bytes)
-        except CallerLeft:
-            METRICS.client_left.inc()
-            METRICS.requests.labels(route, "left").inc()
-            raise
-        except NotTaken as refused:
-            METRICS.requests.labels(route, refused.answer.status).inc()
-            raise
+    async def _read(self, body: Body) -> bytes | memoryview:
+        return await body.read(self.settings.max_body_bytes)
 
     async def _attend(self, asked: CallerRequest, exchange: HttpExchange, work: Coroutine[Any, Any, None]) -> None:
         """Run a client's request from its body to its end, and count it."""
@@ -243,11 +232,18 @@ class WorkerProcess:
         return Answer(200, page, content_type=prometheus_client.CONTENT_TYPE_LATEST.encode())
 
 
-async def _unusable(send: AsgiSend, route: str, request_id: str, problem: bodies.BodyError) -> None:
-    METRICS.requests.labels(route, 400).inc()
-    answer = known(400, "PD-META-012", why=problem)
-    answer.headers.append((b"x-request-id", request_id.encode("latin-1")))
-    await send_answer(send, answer)
+@contextlib.contextmanager
+def _counted_if_refused(route: str) -> Iterator[None]:
+    """Count a client's request that is refused, or whose client leaves, before it is attended to."""
+    try:
+        yield
+    except CallerLeft:
+        METRICS.client_left.inc()
+        METRICS.requests.labels(route, "left").inc()
+        raise
+    except NotTaken as refused:
+        METRICS.requests.labels(route, refused.answer.status).inc()
+        raise
 
 
 def _end_if_failed(task: asyncio.Task[None]) -> None:

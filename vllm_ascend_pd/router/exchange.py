@@ -218,6 +218,7 @@ class Attempt:
     blamed: set[str] = field(default_factory=set)  # transfers whose failure was counted against their P: only once
     failed: set[str] = field(default_factory=set)  # transfers whose prefill leg failed
     trials: dict[str, LegInFlight] = field(default_factory=dict)  # of P's, by transfer: D's report ends them
+    accused: str = ""  # how D failed, until it is clear whether a load was the reason
     began: float = field(default_factory=_now)
     restart: bool = True  # whether another attempt may follow
     news: asyncio.Event = field(default_factory=asyncio.Event)  # a report came, or a prefill leg failed
@@ -245,11 +246,9 @@ class Attempt:
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(left, self.news.wait())
 
-    async def explained(self, max_s: float) -> None:
-        """Wait until D has reported a failed load, or all loads. P's failed leg is not enough: the KV may be there."""
-        await self.wait_reported(
-            lambda: any(not r.received for r in self.reports.values()) or self.seen <= self.reports.keys(), max_s
-        )
+    def explained(self) -> bool:
+        """Return whether D has reported a failed load, or all. P's failed leg is not enough: the KV may be there."""
+        return any(not report.received for report in self.reports.values()) or self.seen <= self.reports.keys()
 
     def cancel_posts(self) -> None:
         for post in tuple(self.posts.values()):

@@ -242,11 +242,12 @@ async def _refused(shared: Shared, attempt: Attempt, status: int, body: bytes, h
     if end == "refused":
         attempt.leg.refused()
         return AttemptFailed(HttpFailure.REFUSED, passed, said)
-    await attempt.explained(_REPORT_OF_LOAD_S)
-    if attempt.load_failed:  # with policy "fail" D must answer so: no evidence against D
-        shared.leg_over(attempt.leg, "no prefill")
+    await attempt.wait_reported(attempt.explained, _REPORT_OF_LOAD_S)
+    shared.accuse(attempt, said)
+    if attempt.load_failed:
+        attempt.leg.end = "no prefill"
         return AttemptFailed(HttpFailure.PREFILL, passed, said)
-    shared.leg_over(attempt.leg, end, Evidence.BROKE, said)
+    attempt.leg.end = end
     words = body[:200].decode(errors="replace")
     log.warning("request %s: %s answered %d: %s", attempt.exchange.request_id, instance.name, status, words)
     return AttemptFailed(HttpFailure.SERVER, passed, said)
@@ -265,7 +266,10 @@ def _broken(shared: Shared, attempt: Attempt, problem: UpstreamError) -> Attempt
             problem.failure, f"no whole answer within {shared.settings.first_byte_timeout_s:g} s ({_LIMIT})"
         )
         return AttemptFailed(problem.failure, no_answer(late), problem.why, final=True)
-    shared.leg_broke(attempt.leg, problem)
+    if problem.failure is HttpFailure.TIMEOUT and attempt.posts:  # P has not answered, so D may only wait for it
+        attempt.leg.end = "no prefill"
+    else:
+        shared.leg_broke(attempt.leg, problem)
     return AttemptFailed(problem.failure, no_answer(problem), problem.why)
 
 

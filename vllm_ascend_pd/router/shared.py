@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 
@@ -10,6 +11,7 @@ from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.http.core.failures import HttpFailure
 from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.protocol.reports import LoadReport
+from vllm_ascend_pd.router import exchange as exchanges
 from vllm_ascend_pd.router.core.decisions import AGAINST_PAIR, AGAINST_PREFILL, Evidence, PairProof, RetryBudget
 from vllm_ascend_pd.router.exchange import Attempt, HttpExchange, Journal
 from vllm_ascend_pd.router.fleet import Fleet, Instance, LegInFlight
@@ -70,6 +72,22 @@ class Shared:
         if request:
             self.journal.trouble("PD-META-007", problem.why, leg.instance.name, request)
 
+    def accuse(self, attempt: Attempt, why: str) -> None:
+        """Count D's failure against it, unless its load failed: with policy "fail" it must answer so.
+
+        D's report says so, and may come long after the answer. If none comes, P's leg alone decides.
+        """
+        attempt.accused = why
+        if attempt.explained():
+            self._decide(attempt)
+        else:
+            asyncio.get_running_loop().call_later(exchanges.PAST_S, self._decide, attempt)
+
+    def _decide(self, attempt: Attempt) -> None:
+        why, attempt.accused = attempt.accused, ""
+        if why and not attempt.load_failed:
+            self.fleet.seen(attempt.decode, Evidence.BROKE, why)
+
     def again(self, exchange: HttpExchange, failure: HttpFailure, made: int, repeatable: bool = False) -> float | None:
         """Return the delay before another leg in place of one that failed; None: it was the last. `made`: legs so far.
 
@@ -114,6 +132,8 @@ class Shared:
         if (trial := attempt.trials.pop(report.transfer, None)) is not None:
             trial.returned()
         attempt.news.set()
+        if attempt.explained():
+            self._decide(attempt)
         self.journal.notify(attempt)
         return True
 

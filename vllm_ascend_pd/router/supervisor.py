@@ -28,11 +28,13 @@ from vllm_ascend_pd.router import admin
 from vllm_ascend_pd.router.hub import MAX_LINE_BYTES
 from vllm_ascend_pd.router.instances_file import Members, configured
 from vllm_ascend_pd.router.server import listen
-from vllm_ascend_pd.router.settings import Settings
+from vllm_ascend_pd.router.settings import Settings, impossible
 
 log = logging.getLogger(__name__)
 _RESTART_S = 1.0  # between a worker's death and its restart
 _OVERTIME_S = 10.0  # beyond the grace, before a worker that does not end is killed
+_METRICS_BYTES = 1 << 20  # room for one worker's metrics
+_MORE_ROOM = "Free some there, or set TMPDIR to another folder."
 
 
 @dataclass(slots=True)
@@ -47,6 +49,7 @@ class SupervisedWorker:
 
 class Supervisor:
     def __init__(self, settings: Settings, command: Sequence[str]) -> None:
+        self._metrics_dir = _metrics_folder(settings.workers)
         self._settings = settings
         self._command = list(command)
         self._members = Members(settings.circuit)
@@ -55,7 +58,6 @@ class Supervisor:
         first = settings.worker_port or self._public.getsockname()[1] + 1
         self._workers = [SupervisedWorker(i, listen(settings.host, first + i)) for i in range(settings.workers)]
         self._ending = False
-        self._metrics_dir = tempfile.mkdtemp(prefix="ascend-pd-metaserver-")
         self._dead: set[int] = set()  # processes whose metrics are still there
 
     def run(self) -> int:
@@ -90,7 +92,9 @@ class Supervisor:
                 if self._ending:
                     return 0
                 lives += 1
-                log.error("worker %d ended with %d and is started again", worker.number, code)
+                why = f" (SIGBUS: no room for its metrics in {self._metrics_dir}. {_MORE_ROOM})"
+                why = why if code == -signal.SIGBUS else ""
+                log.error("worker %d ended with %d%s and is started again", worker.number, code, why)
                 if code == 2 and lives == 1:
                     self._end(signal.SIGTERM)  # an unusable configuration: no second try makes it better
                     return code
@@ -105,6 +109,7 @@ class Supervisor:
         """
         Path(self._metrics_dir).mkdir(mode=0o700, exist_ok=True)  # what cleans temporary files may have removed it
         self._forget_dead()
+        _check_room(self._metrics_dir, 1)
         mine, theirs = socket.socketpair()
         with mine, theirs, tempfile.TemporaryFile(dir=self._metrics_dir) as members:
             members.write(msgspec.json.encode(self._members.snapshot()))  # later changes wait in the line
@@ -181,6 +186,32 @@ class Supervisor:
             if worker.process is not None and worker.process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     worker.process.send_signal(sig)
+
+
+def _metrics_folder(workers: int) -> str:
+    """Make a folder for the metrics. Raise ConfigError if there is no room for them."""
+    folder = ""
+    try:
+        folder = tempfile.mkdtemp(prefix="ascend-pd-metaserver-")
+        _check_room(folder, workers)
+    except OSError as problem:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+        why = f"there is no room for the metrics of {workers} workers ({problem})"
+        impossible("TMPDIR", tempfile.tempdir or os.environ.get("TMPDIR", ""), why, _MORE_ROOM)
+    return folder
+
+
+def _check_room(folder: str, workers: int) -> None:
+    """Raise OSError if the folder has no room for the metrics of so many workers.
+
+    Their files are sparse and mapped: a worker that writes where the disk has no room dies of SIGBUS.
+    """
+    with tempfile.TemporaryFile(dir=folder) as trial:
+        try:
+            os.posix_fallocate(trial.fileno(), 0, workers * _METRICS_BYTES)
+        except OSError as problem:
+            raise OSError(problem.errno, problem.strerror, folder) from problem
 
 
 def _write(worker: SupervisedWorker, message: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from unit.router.cluster import FakeCluster, cluster, until
 from vllm_ascend_pd.cli.__main__ import parser
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router.command import settings_of
+from vllm_ascend_pd.router.metrics import METRICS, PREFIX
 from vllm_ascend_pd.router.named import HEADER
 from vllm_ascend_pd.router.settings import read_tokens
 
@@ -39,6 +40,11 @@ def post(c: FakeCluster, route: str, key: str = "") -> httpx.Response:
 
 def code(answer: httpx.Response) -> Any:
     return answer.json()["error"]["code"]
+
+
+def refused(route: str) -> float:
+    labels = {"route": route if route in ROUTES[:2] or route == "/v1/embeddings" else "/v1/*", "status": "401"}
+    return METRICS.registry.get_sample_value(PREFIX + "requests_total", labels) or 0.0
 
 
 def keys_seen(c: FakeCluster) -> set[str | None]:
@@ -70,11 +76,13 @@ def test_probes_and_canaries_have_the_key() -> None:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_the_key_is_lent_to_clients_that_bring_one_of_theirs(route: str) -> None:
+    before = refused(route)
     with keyed(lend_engine_token=True, client_tokens=(OTHER, CLIENT)) as c:
         for key in ("", CLIENT[:-1], CLIENT + "x", ENGINES):
             answer = post(c, route, key)
             assert answer.status_code == 401 and code(answer) == "PD-SEC-007"
             assert answer.headers["www-authenticate"] == "Bearer" and answer.headers["x-request-id"]
+        assert refused(route) - before == 4
         assert not keys_seen(c), "none of them has reached an engine"
         assert post(c, route, CLIENT).status_code == post(c, route, OTHER).status_code == 200
         assert keys_seen(c) == {f"Bearer {ENGINES}"}, "a client's key goes no further"

@@ -20,7 +20,7 @@ from vllm_ascend_pd.http import http1
 from vllm_ascend_pd.http.core.failures import HttpFailure
 from vllm_ascend_pd.http.http1 import Origin, Upstream, UpstreamError
 from vllm_ascend_pd.protocol.versions import fingerprint
-from vllm_ascend_pd.router import relay, reserve
+from vllm_ascend_pd.router import exchange, relay, reserve
 from vllm_ascend_pd.router.core.decisions import (
     MAX_RANKS,
     PRINT_S,
@@ -29,6 +29,7 @@ from vllm_ascend_pd.router.core.decisions import (
     Condition,
     Life,
     PairProof,
+    RetryPolicy,
     Role,
 )
 from vllm_ascend_pd.router.fleet import Fleet, Instance, parse_spec
@@ -234,6 +235,33 @@ def test_ds_own_failure_is_ds_although_ps_answer_broke_after_the_kv_came() -> No
             d.behaviour.fails_after_load = True
         assert c.complete().status_code == 500
         assert all(blame(c)[d.address] == len(d.generations()) for d in c.decode), "each of its failures is a D's own"
+
+
+@pytest.mark.parametrize("comes", ["the KV", "no KV", "nothing"])
+def test_ds_error_counts_against_it_by_its_report_however_late(comes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer comes first, and the request does not wait longer. P's answer was good in any case."""
+    monkeypatch.setattr(relay, "_REPORT_OF_LOAD_S", 0.1)
+    monkeypatch.setattr(exchange, "PAST_S", 2.0 if comes == "nothing" else 60.0)
+    with cluster(retry=RetryPolicy(attempts=1)) as c:
+        p, d = c.prefill[0], c.decode[0]
+        p.behaviour.push = comes != "no KV"
+        d.behaviour.policy, d.behaviour.fails_after_load = "fail", comes != "no KV"
+        d.behaviour.report_s, d.behaviour.reports = 2.0, comes != "nothing"
+        assert c.complete().status_code == 500
+        assert set(blame(c).values()) == {0}, "it is not known yet"
+        guilty = p if comes == "no KV" else d
+        until(lambda: blame(c)[guilty.address] == 1)
+        assert sum(blame(c).values()) == 1
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_d_is_not_blamed_for_the_time_in_which_it_waits_for_a_p(role: str) -> None:
+    """P's limit may be the longer one, and P may have come late to its turn."""
+    with cluster(first_byte_timeout_s=1.0, retry=RetryPolicy(attempts=1)) as c:
+        p, d = c.prefill[0], c.decode[0]
+        (p if role == "prefill" else d).behaviour.hold = True  # D has the KV then, and does not answer
+        assert c.complete(stream=True).status_code == 504
+        assert blame(c) == {p.address: 0, d.address: int(role == "decode")}
 
 
 def test_a_p_that_is_tried_again_is_tried_until_d_has_reported_and_not_until_its_own_answer() -> None:

@@ -213,7 +213,8 @@ def storm(seed: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not clients.wrong, f"{where}: {clients.wrong[:3]}"
         assert clients.said.total() == count and clients.said["right"] > count / 2, where
         blamed = {i.name: (i.broke, i.last_error) for i in c.worker.fleet if i.broke}
-        assert not {e.address for e in sound} & set(blamed), f"{where}: {blamed}"
+        troubles = [trouble for trouble in c.worker.front.journal.troubles if trouble["instance"] in blamed]
+        assert not {e.address for e in sound} & set(blamed), f"{where}: {blamed}, of late {troubles}"
         assert blamed, f"{where}: the ailing ones failed unnoticed"
         for engine in ailing:
             engine.mood = None

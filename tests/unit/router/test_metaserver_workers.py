@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tools.support.process import free_port
 from unit.router.cluster import texts, until
-from unit.router.command import RunningMetaserver, metaserver, running, worker_number
+from unit.router.command import COMMAND, ROOT, RunningMetaserver, metaserver, running, worker_number
 from unit.router.fake_engine import FakeEngine, words
 
 GOOD = "decode: ['{spare}']\n"
@@ -113,6 +116,33 @@ def test_a_process_that_ends_before_it_is_ready_is_not_waited_for(capsys: pytest
     with pytest.raises(AssertionError, match="ended before"), running("--no-such-flag"):
         pass
     assert "--no-such-flag" in capsys.readouterr().out
+
+
+def test_a_start_without_room_for_the_workers_metrics_says_so(tmp_path: Path) -> None:
+    tiny = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    tiny += ['mount -t tmpfs -o size=32k none "$TMPDIR" && exec "$@"', "sh"]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    if subprocess.run([*tiny, "true"], env=env, check=False, timeout=20).returncode:
+        pytest.skip("this machine allows no mount namespaces")
+    port, engines = free_port(count=3), ("--prefill", f"127.0.0.1:{free_port()}", "--decode", "127.0.0.1:9")
+    command = [*tiny, *COMMAND, "--workers", "2", "--port", str(port), *engines]
+    with subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            _, said = process.communicate(timeout=30)
+        finally:
+            process.terminate()
+    assert process.returncode == 2
+    for part in ("PD-CONF-003", f"TMPDIR = '{tmp_path}'", "set TMPDIR to another folder"):
+        assert part in said
+
+
+def test_a_worker_that_ends_by_sigbus_has_its_folder_of_metrics_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(workers=2) as r:
+        folder, first = metrics_of(r), first_worker(r)
+        first.send_signal(signal.SIGBUS)
+        until(lambda: first not in r.workers() and sorted(map(worker_number, r.workers())) == [0, 1])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "is started again" in line)
+    assert f"room for its metrics in {folder}" in line and "TMPDIR" in line
 
 
 def load(url: str) -> list[tuple[float, float]]:

@@ -23,6 +23,7 @@ from vllm_ascend_pd.router.command import settings_of
 from vllm_ascend_pd.router.core.decisions import CircuitPolicy, Evidence, Role
 from vllm_ascend_pd.router.fleet import NAMED, Fleet, parse_spec
 from vllm_ascend_pd.router.intake import NotTaken
+from vllm_ascend_pd.router.metrics import METRICS, PREFIX
 from vllm_ascend_pd.router.named import HEADER, Allowed, Named
 
 # ---- which addresses
@@ -177,10 +178,16 @@ def test_without_the_header_d_prefills_by_itself() -> None:
         assert "kv_transfer_params" not in c.decode[0].generations()[-1].body
 
 
-def test_an_address_that_is_not_allowed_is_never_called() -> None:
+def test_an_address_that_is_not_allowed_is_never_called_and_the_request_is_counted() -> None:
+    def refused() -> float:
+        labels = {"route": "/v1/completions", "status": "403"}
+        return METRICS.registry.get_sample_value(PREFIX + "requests_total", labels) or 0.0
+
+    before = refused()
     with sidecar(allowed="127.0.0.1:9") as (c, prefills):
         answer = ask(c, prefills[0])
         assert answer.status_code == 403 and answer.json()["error"]["code"] == "PD-META-032"
+        assert refused() == before + 1
         assert legs(prefills) == [0, 0] and not c.decode[0].generations()
 
 
