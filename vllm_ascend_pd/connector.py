@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -28,7 +28,7 @@ from vllm_ascend_pd.observe.metrics import PushPromMetrics, PushStats
 from vllm_ascend_pd.observe.trace import TraceFile
 from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 from vllm_ascend_pd.roles import EndedRequests, SchedulerRole, StepMetadata, WorkerNews, WorkerRole
-from vllm_ascend_pd.vllm_patches import compat, first_token, older_groups, patience, resets, standstill
+from vllm_ascend_pd.vllm_patches import compat, first_token, older_groups, patience, resets, standstill, tried
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
         self._groups = tuple(range(len(kv_cache_config.kv_cache_groups))) if kv_cache_config is not None else (0,)
         self._grouped = kv_cache_config is not None and admission.is_grouped(kv_cache_config)
         scheduler = role == KVConnectorRole.SCHEDULER
-        self._is_worker, self._contained = not scheduler, False
+        self._is_worker = not scheduler
         self._trace = self._start_trace(vllm_config.kv_transfer_config, scheduler)
         if engine.config.observe.patient and vllm_config.parallel_config.data_parallel_size == 1:
             patience.install_nap()  # ranks that step together (with experts) would all wait for the one that sleeps
@@ -102,15 +102,12 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
     # -- worker
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
-        self._contained = not admission.is_alone(self)
-        if self._contained:
+        if not admission.is_alone(self):
             admission.check_contained(self._grouped)
         self._worker.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         facts = self._worker.handshake()
-        if facts is not None and self._contained:  # the wrappers of first_token.py would not find our scheduler
-            facts = replace(facts, why_no_first_token=facts.why_no_first_token or first_token.CONTAINED)
         return Handshake(facts) if facts is not None else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -164,7 +161,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         data = self._worker.stats() or self._scheduler.stats()
         if data is None and self._is_worker and not compat.HAS_TRANSFER_RESULTS:
-            data = {}  # before 0.32 vLLM asks the scheduler's side only in steps in which a worker reports something
+            data = {}  # before 0.30 vLLM asks the scheduler's side only in steps in which a worker reports something
         return PushStats(data=data) if data is not None else None
 
     @classmethod
@@ -259,19 +256,32 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
 def _scheduler(
     engine: Engine, vllm_config: Any, blocks: int, waiting: patience.Patience, *, fails: bool
 ) -> SchedulerRole:
-    transfer, vocabulary = vllm_config.kv_transfer_config, _first_tokens(engine, vllm_config)
+    transfer = vllm_config.kv_transfer_config
     resets.install(vllm_config)
+    lacks = {}  # by change of vLLM, why it is off here
+    if first := engine.config.wire.first_token != "off":
+        lacks[tried.FIRST_TOKEN] = first_token.install(vllm_config)
+        first = not lacks[tried.FIRST_TOKEN]
+        lacks[tried.GRAMMARS] = tried.untried(tried.GRAMMARS) if first else ""
+    made: PrefillScheduler | DecodeScheduler
     if transfer.is_kv_producer:
-        return PrefillScheduler(engine, waiting.news, blocks, sends_first=vocabulary > 0)
-    facts = {
-        "recomputes": getattr(transfer, "kv_load_failure_policy", "") == "recompute",
-        "longest": vllm_config.model_config.max_model_len,
-        "vocabulary": vocabulary,
-        "whole": first_token.can_fail(),
-        "fails": fails,
-        "yields": _yields(vllm_config),
-    }
-    return DecodeScheduler(engine, waiting, **facts)
+        made = PrefillScheduler(engine, waiting.news, blocks, sends_first=first)
+    else:
+        lacks[tried.STANDSTILL] = standstill.install(vllm_config)
+        facts = {
+            "recomputes": getattr(transfer, "kv_load_failure_policy", "") == "recompute",
+            "longest": vllm_config.model_config.max_model_len,
+            "vocabulary": int(vllm_config.model_config.get_vocab_size()) if first else 0,
+            "whole": first_token.can_fail(),
+            "fails": fails,
+            "yields": not lacks[tried.STANDSTILL],
+        }
+        made = DecodeScheduler(engine, waiting, **facts)
+    for change, why in lacks.items():
+        if why:
+            made.tally.count("num_hooks_off", change)
+            log.warning("%s: off, because %s: %s", change, why, tried.COST[change])
+    return made
 
 
 def _worker(engine: Engine, vllm_config: Any, kv_cache_config: Any) -> WorkerRole:
@@ -297,19 +307,3 @@ def _worker(engine: Engine, vllm_config: Any, kv_cache_config: Any) -> WorkerRol
 
     world = EngineWorld.of(parallel, shape.pcp, vllm_config.scheduler_config.max_num_batched_tokens)
     return PrefillWorker(engine, shape, current(), Contributor(stage, rank), world)
-
-
-def _first_tokens(engine: Engine, vllm_config: Any) -> int:
-    """Return the size of the vocabulary, if P's first token can be taken or sent here; else 0."""
-    if engine.config.wire.first_token == "off":
-        return 0
-    if why := first_token.install(vllm_config):
-        log.warning("P's first token is not used: %s. D computes the last token of each prompt again", why)
-        return 0
-    return int(vllm_config.model_config.get_vocab_size())
-
-
-def _yields(vllm_config: Any) -> bool:
-    if why := standstill.install(vllm_config):
-        log.warning("if loaded requests hold all blocks and none finds one more, they wait for good: %s", why)
-    return not why

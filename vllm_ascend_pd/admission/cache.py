@@ -37,7 +37,7 @@ def group_refusals(kv_cache_config: KVCacheConfig) -> Iterator[ConfigError]:
         remedy = "Use a model with one group of full attention, alone or beside Gated DeltaNet, or DeepSeek-V4."
         yield not_proven(f"{GROUPED} under vllm-ascend", remedy)
     elif grouped and older_groups.unproven():
-        yield not_proven(GROUPED, "Use vLLM 0.23 or 0.32.0 and later for it.")
+        yield not_proven(GROUPED, "Use vLLM 0.23 or 0.30.0 and later for it.")
     if windows and states:
         yield not_proven("A model with sliding windows beside recurrent states", "Use a model with one of the two.")
     if any(

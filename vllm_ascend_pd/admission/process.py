@@ -23,7 +23,7 @@ def is_alone(connector: object) -> bool:
 def check_contained(grouped: bool) -> None:
     """Raise ConfigError if an engine's connector is not proven inside another one."""
     if grouped and older_groups.needed():
-        raise not_proven(f"{GROUPED} behind a MultiConnector", "Use vLLM 0.32.0 or later for it.")
+        raise not_proven(f"{GROUPED} behind a MultiConnector", "Use vLLM 0.30.0 or later for it.")
 
 
 def older_scheduler(config: Any, kv_cache_config: KVCacheConfig) -> bool:
@@ -34,5 +34,5 @@ def older_scheduler(config: Any, kv_cache_config: KVCacheConfig) -> bool:
     if not is_grouped(kv_cache_config) or not older_groups.needed():
         return False
     if why := older_groups.install(config):
-        raise not_proven(f"{GROUPED} ({why})", "Use vLLM 0.32.0 or later for it.")
+        raise not_proven(f"{GROUPED} ({why})", "Use vLLM 0.30.0 or later for it.")
     return True

@@ -58,6 +58,9 @@ METRICS: dict[str, Metric] = {
         "count", "What went wrong on the side channel of a worker or scheduler, by reason (docs/operations.md)."
     ),
     "num_recomputed_reqs": Metric("count", "Requests whose prompt D computes itself after a load, by reason."),
+    "num_hooks_off": Metric(
+        "count", "Changes to vLLM that this engine lacks since its start, by name: what that costs is in its log."
+    ),
     "reservations_open": Metric("level", "Reservations of D that have not ended."),
     "blocks_quarantined": Metric("level", "Blocks of D that are held until their writers are known to be quiet."),
     "revoking_seconds": Metric(

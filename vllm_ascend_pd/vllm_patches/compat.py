@@ -26,7 +26,7 @@ def device_type() -> str:
 
 
 def transfer_results(sent: Iterable[str], received: Iterable[str], failed: Iterable[str]) -> Any:
-    """Return vLLM's own result object (0.32 and later)."""
+    """Return vLLM's own result object (0.30 and later)."""
     return base.KVConnectorTransferResults(
         finished_sending=set(sent), finished_recving=set(received), failed_recving=set(failed)
     )

@@ -14,11 +14,12 @@ The wrappers are installed only if the version was tried and all that they use i
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
-import importlib.metadata
 import inspect
 import logging
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -26,18 +27,15 @@ from typing import Any
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.protocol.first import First, LogProb
 from vllm_ascend_pd.protocol.sampling import GRAMMAR
-from vllm_ascend_pd.vllm_patches.compat import is_vllm_ascend
-from vllm_ascend_pd.vllm_patches.wrapping import wrap
+from vllm_ascend_pd.vllm_patches.tried import DRAFTS, FIRST_TOKEN, GRAMMARS, untried
+from vllm_ascend_pd.vllm_patches.wrapping import contained, wrap
 
 log = logging.getLogger(__name__)
 
-VERSIONS = ("0.23", "0.31", "0.32", "0.33")
-ASCEND_VERSIONS = ("0.23",)
-NEWEST = "0.32."  # the only release with which drafts and grammars were tried
-CONTAINED = "another connector contains ours"
 FIRST_TOKEN_ARG = "pd_first_token"  # in a request's extra arguments, on its way to the workers
-_FAILING = "_handle_failed_recving"  # from 0.32 on
+_FAILING = "_handle_failed_recving"  # from 0.30 on
 _RETRYING = "_update_waiting_for_remote_kv"  # before: of a request without computed tokens the blocks are freed
+_OUTPUTS_READ = "update_from_output"
 _OUTPUTS = ("self", "scheduler_output", "model_runner_output")  # parameters of update_from_output
 _SCHEDULER = ("_update_from_kv_xfer_finished", "finish_requests")
 _REQUEST = ("append_output_token_ids", "take_events", "take_prefill_stats", "record_event", "get_finished_reason")
@@ -85,7 +83,7 @@ class StepHooks:
 
 
 class HasStepHooks:
-    """Base of a connector whose roles act around a step's outputs. The wrapped scheduler may have another connector."""
+    """Base of a connector whose roles act around a step's outputs. It may be inside another connector."""
 
     step_hooks: tuple[StepHooks, ...] = ()
 
@@ -97,16 +95,16 @@ def install(vllm_config: Any) -> str:
 
 def wrap_outputs(scheduler: type) -> str:
     """Call the connector's StepHooks around `update_from_output`, once. Return why not; empty: it is wrapped."""
-    found = getattr(scheduler, "update_from_output", lambda: None)
+    found = getattr(scheduler, _OUTPUTS_READ, lambda: None)
     if tuple(inspect.signature(found).parameters) != _OUTPUTS:
         return f"the scheduler {scheduler.__name__} differs in update_from_output"
-    wrap(scheduler, "update_from_output", _with_hooks)
+    wrap(scheduler, _OUTPUTS_READ, _with_hooks)
     return ""
 
 
 def _with_hooks(original: Any) -> Any:
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        roles = self.connector.step_hooks if isinstance(self.connector, HasStepHooks) else ()
+        roles = [hooks for one in contained(self.connector, HasStepHooks) for hooks in one.step_hooks]
         for role in roles:
             role.entered = True
             role.before(model_runner_output)
@@ -144,25 +142,14 @@ def install_on_worker(vllm_config: Any) -> str:
     return ""
 
 
-def untried(name: str, version: str, tried: Sequence[str] = VERSIONS) -> str:
-    """Return a sentence if a release is none of those that were tried; empty: it is."""
-    return "" if version.startswith(tuple(f"{one}." for one in tried)) else f"{name} {version} was not tried"
-
-
 def unproven(vllm_config: Any) -> str:
     """Return why this engine neither takes nor sends first tokens; empty: it does."""
-    import vllm
-
-    installed: dict[str, tuple[str, tuple[str, ...]]] = {"vLLM": (vllm.__version__, VERSIONS)}
-    if is_vllm_ascend():
-        installed["vllm-ascend"] = (importlib.metadata.version("vllm_ascend"), ASCEND_VERSIONS)
-    for name, (version, tried) in installed.items():
-        if why := untried(name, version, tried):
-            return why
+    if why := untried(FIRST_TOKEN):
+        return why
     transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
     if transfer.is_kv_consumer:
-        if vllm_config.speculative_config is not None and not vllm.__version__.startswith(NEWEST):
-            return f"vLLM {vllm.__version__} with drafts was not tried"
+        if vllm_config.speculative_config is not None and (why := untried(DRAFTS)):
+            return f"{why} with drafts"
         if getattr(vllm_config, "use_v2_model_runner", False):
             return "vLLM's second model runner was not tried"
         if model.logits_processors:
@@ -182,8 +169,11 @@ def _other_shape(scheduler: type) -> str:
         from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
     except ImportError as missing:
         return f"this vLLM has {missing.name} elsewhere"
-    if not issubclass(scheduler, Scheduler) or scheduler.update_from_output is not Scheduler.update_from_output:
-        return f"the scheduler {scheduler.__name__} was not tried"
+    if not issubclass(scheduler, Scheduler):
+        return f"the scheduler {scheduler.__name__} is none of vLLM's"
+    for one in scheduler.__mro__[: scheduler.__mro__.index(Scheduler)]:
+        if _OUTPUTS_READ in vars(one) and not _calls_its_base(vars(one)[_OUTPUTS_READ]):
+            return f"the scheduler {one.__name__} reads a step's outputs without vLLM's own method"
     shapes: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
         (Scheduler.update_from_output, _OUTPUTS),
         (check_stop, ("request", "max_model_len")),
@@ -195,6 +185,18 @@ def _other_shape(scheduler: type) -> str:
     found += [name for name in _OUTPUT if name not in EngineCoreOutput.__struct_fields__]
     found += [name for name in _STATE if name not in CachedRequestState.__dataclass_fields__]
     return f"this vLLM's {', '.join(found)} differ" if found else ""
+
+
+def _calls_its_base(method: Callable[..., Any]) -> bool:
+    """Return whether a method of a scheduler calls the same method of vLLM's, and so does what vLLM's does."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method))))
+    except (OSError, TypeError, SyntaxError):  # it has no source
+        return False
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == _OUTPUTS_READ and ast.unparse(node.value) == "super()"
+        for node in ast.walk(tree)
+    )
 
 
 # -- parameters
@@ -218,9 +220,7 @@ def ungrammatical(vllm_config: Any) -> str:
 
     Engines do not exchange these settings.
     """
-    import vllm
-
-    if not vllm.__version__.startswith(NEWEST):
+    if untried(GRAMMARS):
         return "version"
     settings = vllm_config.structured_outputs_config
     if getattr(settings, "reasoning_parser", ""):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches of several groups under vLLM before 0.32, which gives connectors less than they need for them.
+"""Caches of several groups under vLLM before 0.30, which gives connectors less than they need for them.
 
 Three things are added around its scheduler, if the release was tried and its scheduler is as it was then (`install`):
 
@@ -8,7 +8,7 @@ Three things are added around its scheduler, if the release was tried and its sc
 - A failed load by request: vLLM looks for the blocks of failed loads in a single table (first_token.fail).
 - D does not clear blocks that P will write. vLLM clears new blocks of models with states, on an NPU some time later.
 
-From 0.32 on vLLM has all three. A fourth is vllm-ascend's own: its recompute scheduler counts a prefix as computed that
+From 0.30 on vLLM has all three. A fourth is vllm-ascend's own: its recompute scheduler counts a prefix as computed that
 D has without its state (`take_whole_prefixes`).
 """
 
@@ -19,10 +19,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_ascend_pd.vllm_patches import first_token
-from vllm_ascend_pd.vllm_patches.compat import HAS_TRANSFER_RESULTS
+from vllm_ascend_pd.vllm_patches.tried import GROUPS, untried
 from vllm_ascend_pd.vllm_patches.wrapping import wrap
 
-VERSIONS = ("0.23.",)
 _SCHEDULE = "schedule"
 _USED = (_SCHEDULE, "_update_waiting_for_remote_kv", "_update_from_kv_xfer_finished", "finish_requests")
 
@@ -36,11 +35,7 @@ def needed() -> bool:
 
 def unproven() -> str:
     """Return why this vLLM's groups cannot be served; empty: they can, with `install` where it is needed."""
-    import vllm
-
-    if not needed() or (vllm.__version__.startswith(VERSIONS) and not HAS_TRANSFER_RESULTS):
-        return ""
-    return f"vLLM {vllm.__version__} was not tried"
+    return untried(GROUPS) if needed() else ""
 
 
 def install(vllm_config: Any) -> str:
@@ -78,7 +73,7 @@ def take_whole_prefixes(manager: Any) -> None:
 
 @contextmanager
 def lent(scheduler_output: Any, tables: Any) -> Iterator[Any]:
-    """Let a step have its tables for the time being, as vLLM has it from 0.32 on. They do not go to the workers."""
+    """Let a step have its tables for the time being, as vLLM has it from 0.30 on. They do not go to the workers."""
     if tables is None:
         yield scheduler_output
         return

@@ -2,7 +2,7 @@
 """Changes to all of an engine's requests and caches, which vLLM reports to no connector.
 
 Preemptions between two steps, in `Scheduler.reset_prefix_cache(reset_running_requests=True)`: the blocks are free at
-once, and the next step may give them to other requests. vLLM 0.32 lists these requests as preempted in that step.
+once, and the next step may give them to other requests. vLLM 0.30 lists these requests as preempted in that step.
 Before, it lists only what `schedule` itself preempts, so the writes that still read the blocks would not be drained.
 
 A pause, and a shutdown that lets requests end: both wait until no request has blocks, also those of which P holds the
@@ -15,10 +15,9 @@ The connector learns of each from a wrapped method (`install`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from vllm_ascend_pd.vllm_patches.wrapping import wrap
+from vllm_ascend_pd.vllm_patches.wrapping import contained, wrap
 
 _RESET, _PAUSE = "reset_prefix_cache", "set_pause_state"  # of the scheduler
 _SHUTDOWN, _WEIGHTS = "_handle_shutdown", "set_weight_version"  # of the core
@@ -59,7 +58,7 @@ def install(vllm_config: Any) -> None:
 def _reporting(original: Any) -> Any:
     def reset_prefix_cache(self: Any, *given: Any, **named: Any) -> Any:
         if any(given[1:2]) or named.get("reset_connector"):  # vLLM raises before it asks, if any block is still held
-            for one in _followers(self.connector):
+            for one in contained(self.connector, FollowsEngine):
                 one.reset_cache()
         before = [] if hasattr(self, _LISTED) else [request.request_id for request in self.running]
         try:
@@ -68,7 +67,7 @@ def _reporting(original: Any) -> Any:
             running = {request.request_id for request in self.running}
             for request_id in before:
                 if request_id not in running:
-                    for one in _followers(self.connector):
+                    for one in contained(self.connector, FollowsEngine):
                         one.preempted(request_id)
 
     return reset_prefix_cache
@@ -77,7 +76,7 @@ def _reporting(original: Any) -> Any:
 def _pausing(original: Any) -> Any:
     def set_pause_state(self: Any, pause_state: Any) -> None:
         original(self, pause_state)
-        for one in _followers(self.connector):
+        for one in contained(self.connector, FollowsEngine):
             one.pauses(bool(pause_state.value))
 
     return set_pause_state
@@ -86,7 +85,7 @@ def _pausing(original: Any) -> Any:
 def _ending(original: Any) -> Any:
     def handle_shutdown(self: Any) -> Any:
         if not self.is_running():
-            for one in _followers(self.scheduler.get_kv_connector()):
+            for one in contained(self.scheduler.get_kv_connector(), FollowsEngine):
                 one.pauses(True)
         return original(self)
 
@@ -96,13 +95,7 @@ def _ending(original: Any) -> Any:
 def _renaming(original: Any) -> Any:
     def set_weight_version(self: Any, weight_version: str) -> None:
         original(self, weight_version)
-        for one in _followers(self.scheduler.get_kv_connector()):
+        for one in contained(self.scheduler.get_kv_connector(), FollowsEngine):
             one.weights(weight_version)
 
     return set_weight_version
-
-
-def _followers(connector: Any) -> Iterator[FollowsEngine]:
-    for one in getattr(connector, "_connectors", (connector,)):  # those of a MultiConnector
-        if isinstance(one, FollowsEngine):
-            yield one

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrapping of methods of vLLM's schedulers, once each."""
+"""Wrapping of methods of vLLM's, once each, and our connectors in what such a method sees."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+Kind = TypeVar("Kind")
 
 WRAPPED = "pd_wrapped"  # set on our wrappers: others wrap vLLM's methods too
 
@@ -19,3 +21,10 @@ def wrap(scheduler: type, name: str, around: Callable[[Any], Any]) -> None:
     wrapper = functools.wraps(original)(around(original))
     setattr(wrapper, WRAPPED, True)
     setattr(owner, name, wrapper)
+
+
+def contained(connector: Any, kind: type[Kind]) -> Iterator[Kind]:
+    """Return the connectors of a kind: this one, or those inside a MultiConnector."""
+    for one in getattr(connector, "_connectors", (connector,)):
+        if isinstance(one, kind):
+            yield one

@@ -477,7 +477,10 @@ class Own(Scheduler):
         ({"speculative_config": object()}, ""),
         ({"use_v2_model_runner": True}, "vLLM's second model runner"),
         ({"watermark_config": object()}, "watermarks"),
-        ({"scheduler_config": SimpleNamespace(get_scheduler_cls=lambda: Own)}, "the scheduler Own was not tried"),
+        (
+            {"scheduler_config": SimpleNamespace(get_scheduler_cls=lambda: Own)},
+            "the scheduler Own reads a step's outputs without vLLM's own",
+        ),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -486,8 +489,38 @@ def test_where_it_was_not_tried_vllm_stays_as_it_is(changes: dict[str, Any], why
     assert found.startswith(why) and bool(found) == bool(why)
 
 
+class Adding(AsyncScheduler):
+    """Scheduler of another package, which adds to what vLLM's own returns: vllm-ascend's from 0.30 on."""
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        outputs[7] = "dropped"
+        return outputs
+
+
+def test_a_scheduler_that_calls_vllm_s_own_method_is_wrapped_around_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "update_from_output", lambda self, scheduler_output, model_runner_output: {})
+    monkeypatch.setattr(Adding, "update_from_output", Adding.update_from_output)
+    adding = config(scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: Adding))
+    assert first_token.unproven(adding) == first_token.install(adding) == ""
+    seen: list[Any] = []
+
+    class Seeing(first_token.StepHooks):
+        def after(self, scheduler: Any, outputs: Any) -> None:
+            seen.append(dict(outputs))
+
+    class Holding(first_token.HasStepHooks):
+        step_hooks = (Seeing(),)
+
+    for connector in (Holding(), SimpleNamespace(_connectors=[object(), Holding()])):  # also inside a MultiConnector
+        made = object.__new__(Adding)
+        made.connector = connector
+        assert made.update_from_output(None, None) == {7: "dropped"}
+    assert seen == [{7: "dropped"}, {7: "dropped"}]
+
+
 def test_another_version_and_another_shape_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for version in ("0.24.0", "0.26.0", "0.29.0", "0.30.0", "0.99.0"):
+    for version in ("0.24.0", "0.26.0", "0.29.0", "0.99.0"):
         monkeypatch.setattr("vllm.__version__", version)
         assert first_token.unproven(config()) == f"vLLM {version} was not tried"
     monkeypatch.undo()
@@ -498,10 +531,10 @@ def test_another_version_and_another_shape_are_left_alone(monkeypatch: pytest.Mo
     assert "take_prefill_stats" in first_token.unproven(config())
 
 
-def test_drafts_and_grammars_were_tried_with_one_release(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_and_grammars_were_tried_with_fewer_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.__version__", "0.31.1")
     assert first_token.unproven(config()) == ""
-    assert first_token.unproven(config(speculative_config=object())) == "vLLM 0.31.1 with drafts was not tried"
+    assert first_token.unproven(config(speculative_config=object())) == "vLLM 0.31.1 was not tried with drafts"
     assert first_token.ungrammatical(SimpleNamespace(structured_outputs_config=SimpleNamespace())) == "version"
 
 

@@ -101,7 +101,8 @@ def symbols(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names if alias.name.startswith("_"))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "wrap":
             yield from (word.value for word in node.args if isinstance(word, ast.Constant))
-    for statement in tree.body:  # names that are given to `wrap` over a variable
+    wraps = any(isinstance(node, ast.alias) and node.name == "wrap" for node in ast.walk(tree))
+    for statement in tree.body if wraps else ():  # names that are given to `wrap` over a variable
         if isinstance(statement, ast.Assign):
             words = statement.value.elts if isinstance(statement.value, ast.Tuple) else [statement.value]
             single = [word.value for word in words if isinstance(word, ast.Constant) and isinstance(word.value, str)]

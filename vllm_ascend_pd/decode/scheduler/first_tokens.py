@@ -19,6 +19,7 @@ from vllm_ascend_pd.protocol.auth import unseal_first
 from vllm_ascend_pd.protocol.first import First, Seed
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.vllm_patches import first_token
+from vllm_ascend_pd.vllm_patches.tried import COST, FIRST_TOKEN
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,8 @@ class FirstTokenReceiver(first_token.StepHooks):
     def off(self, why: str) -> None:
         """Take no token from P: a worker cannot go on behind a token that it has not sampled."""
         if self._vocabulary:
-            log.warning("P's first token is not used, a worker says: %s", why)
+            log.warning("%s: off, because a worker says %s: %s", FIRST_TOKEN, why, COST[FIRST_TOKEN])
+            self._tally.count("num_hooks_off", FIRST_TOKEN)
         self._vocabulary = 0
 
     def begins(self, request: Any) -> bool:
