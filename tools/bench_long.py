@@ -27,7 +27,6 @@ from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
 from vllm_ascend_pd.protocol.auth import Secrets, prompt_hash, seal, unseal
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.router.core.bodies import for_prefill, parse
-from vllm_ascend_pd.router.core.outline import at_once
 from vllm_ascend_pd.router.reserve import reading
 
 LENGTHS = (131_072, 1_048_576)
@@ -96,7 +95,7 @@ def walk(case: LongCase, length: int, costs: Costs) -> None:
         body = msgspec.json.encode({**named, "reservation": base64.b64encode(sealed).decode(), "prompt_token_ids": ids})
     request = parse("/v1/completions", b'{"model": "m", "prompt": "p"}')
     with costs("metaserver: read the POST, write P's request"):
-        read = at_once(reading(body, {"t"}))
+        read = reading(body, {"t"})
         for_prefill(request, {"reservation": read.reservation}, read.prompt_token_ids)
     costs.bytes["POST of D"] = len(body)
     costs.bytes["reservation"] = len(sealed)

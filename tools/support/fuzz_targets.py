@@ -78,7 +78,6 @@ from vllm_ascend_pd.protocol.reservation import Receiver
 from vllm_ascend_pd.router import reserve
 from vllm_ascend_pd.router.core import bodies
 from vllm_ascend_pd.router.core.decisions import CircuitPolicy, Role
-from vllm_ascend_pd.router.core.outline import at_once
 from vllm_ascend_pd.router.fleet import Fleet, parse_spec
 from vllm_ascend_pd.router.front import Front
 from vllm_ascend_pd.router.settings import Settings
@@ -622,7 +621,7 @@ def _clients() -> Run:
 
     def run(data: bytes) -> str:
         try:
-            _free_of_parameters(at_once(bodies.stripping(data)))
+            _free_of_parameters(bodies.stripped(data))
             request = bodies.parse(bodies.COMPLETIONS, data)
         except bodies.BodyError:
             return REFUSED

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -150,6 +151,7 @@ class WorkerProcess:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.upstream.close()
             await self.spans.close()
+            self.front.aside.close()
 
     # -- what clients and D's send
 
@@ -157,7 +159,8 @@ class WorkerProcess:
         with _counted_if_refused(asked.path), self._intake.body(asked) as body:
             headers, request_id = forwarded(asked.method, asked.headers, asked.peer, self._keys)
             try:  # no variable for the body: this frame would keep it as long as the stream
-                request = await self.front.turns.run(bodies.parsing(asked.path, await self._read(body)))
+                parse = partial(bodies.parse, asked.path)
+                request = await self.front.aside.run(parse, await self._read(body))
             except bodies.BodyError as problem:
                 raise NotTaken(known(400, "PD-META-012", why=problem)) from problem
             prefills = self._named.of(headers) if self._named is not None else None  # a whole request names them
@@ -173,10 +176,10 @@ class WorkerProcess:
             if not passing.is_canonical(asked.target):
                 raise NotTaken(known(404, "PD-META-016", path=one_line(asked.path, 128)))
             try:
-                stripped = await self.front.turns.run(bodies.stripping(await self._read(body)))
+                stripped = await self.front.aside.run(bodies.stripped, await self._read(body))
                 model = ""
                 if self.fleet.several_models:
-                    model = await self.front.turns.run(passing.model_of(asked.path, stripped))
+                    model = await self.front.aside.run(partial(passing.model_of, asked.path), stripped)
                 call = passing.call_of(asked, stripped, model)
             except bodies.BodyError as problem:
                 raise NotTaken(known(400, "PD-META-012", why=problem)) from problem

@@ -16,7 +16,7 @@ from vllm_ascend_pd.http.http1 import Reply, UpstreamError
 from vllm_ascend_pd.router import models
 from vllm_ascend_pd.router.core import bodies
 from vllm_ascend_pd.router.core.decisions import Evidence, Role
-from vllm_ascend_pd.router.core.outline import Buffer, Scan
+from vllm_ascend_pd.router.core.pieces import Buffer
 from vllm_ascend_pd.router.exchange import HttpExchange, uncancel
 from vllm_ascend_pd.router.faults import known
 from vllm_ascend_pd.router.fleet import LegInFlight
@@ -90,12 +90,12 @@ def call_of(asked: CallerRequest, stripped: bytes | memoryview = b"", model: str
     return Call(asked.method, asked.path, asked.target, stripped, model)
 
 
-def model_of(path: str, body: Buffer) -> Scan[str]:
+def model_of(path: str, body: Buffer) -> str:
     """Return the model that a call is for; empty if neither path nor JSON names it (a form with audio does not)."""
     if path.startswith(models.ROUTE + "/"):
         return path.removeprefix(models.ROUTE + "/")
     try:
-        return bodies.model_of((yield from bodies.fields_of(body)))
+        return bodies.model_of(bodies.fields_of(body))
     except bodies.BodyError:
         return ""
 

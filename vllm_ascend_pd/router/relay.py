@@ -14,6 +14,7 @@ import contextlib
 import logging
 import re
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,11 +24,11 @@ from vllm_ascend_pd.http.core.failures import HttpFailure
 from vllm_ascend_pd.http.core.gathered import Payload, cut, length
 from vllm_ascend_pd.http.http1 import Headers, Reply, UpstreamError, listed
 from vllm_ascend_pd.observe.trace import emit
-from vllm_ascend_pd.protocol.reports import read_answer
+from vllm_ascend_pd.protocol.reports import LoadReport, read_answer
 from vllm_ascend_pd.router import resuming
-from vllm_ascend_pd.router.core import bodies, outline
+from vllm_ascend_pd.router.core import bodies, pieces
 from vllm_ascend_pd.router.core.decisions import Evidence
-from vllm_ascend_pd.router.core.outline import Buffer, Scan
+from vllm_ascend_pd.router.core.pieces import Buffer
 from vllm_ascend_pd.router.exchange import AsgiSend, Attempt, AttemptFailed, HttpExchange, uncancel
 from vllm_ascend_pd.router.faults import Answer, brief, error_frame, fault, known, status_of
 from vllm_ascend_pd.router.fleet import Instance
@@ -161,8 +162,9 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
     if reply.status != 200:
         return first
     may_be_dropped = not attempt.exchange.stops_at_recomputed
-    cut_short = await shared.turns.run(outline.holds(first, _cut_short if may_be_dropped else aborted))
-    if cut_short and may_be_dropped and await shared.turns.run(outline.holds(first, dropped)):
+    says = _cut_short if may_be_dropped else aborted
+    cut_short = await shared.aside.run(partial(pieces.holds, says=says), first)
+    if cut_short and may_be_dropped and await shared.aside.run(partial(pieces.holds, says=dropped), first):
         shared.leg_over(attempt.leg, "dropped")
         raise AttemptFailed(
             HttpFailure.DROPPED, known(503, "PD-META-022", 2), "dropped for lack of blocks", "PD-META-022"
@@ -171,29 +173,31 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
         answer = fault(503, "The decode instance ended the request: it is shutting down.", "PD-META-007")
         raise await _refused(shared, attempt, 503, answer.body, [])
     if not attempt.exchange.request.stream:
-        return await shared.turns.run(_stripping(shared, first))
+        stripped, load = await shared.aside.run(_stripped, first)
+        if load is not None:
+            shared.loaded(load)
+        return stripped
     return first
 
 
-def _stripping(shared: Shared, answer: Buffer) -> Scan[Payload]:
-    """Return a whole answer without `kv_transfer_params`, and take D's report from there."""
-    if not (yield from outline.holds(answer, lambda part: _PARAMS in part)):
-        return answer
+def _stripped(answer: Buffer) -> tuple[Payload, LoadReport | None]:
+    """Return a whole answer without `kv_transfer_params`, and D's report from there."""
+    if not pieces.holds(answer, lambda part: _PARAMS in part):
+        return answer, None
     try:
-        fields = yield from bodies.fields_of(answer)
+        fields = bodies.fields_of(answer)
     except bodies.BodyError:
-        return answer  # no object, so it has no such field
+        return answer, None  # no object, so it has no such field
     said = fields.get(bodies.TRANSFER_PARAMS, msgspec.Raw(b"null"))
     if bytes(memoryview(said)[:5]) == b"null":
-        return answer  # as vLLM writes it without a connector
+        return answer, None  # as vLLM writes it without a connector
+    load = None
     try:
         load, _ = read_answer(msgspec.json.encode({bodies.TRANSFER_PARAMS: said}))
-        if load is not None:
-            shared.loaded(load)
     except bodies.UNREADABLE as problem:  # another version's: ignored, and not for the client
         log.warning("a decode engine's report is not understood: %s", problem)
     fields[bodies.TRANSFER_PARAMS] = msgspec.Raw(b"null")
-    return bodies.object_of(fields, len(answer))
+    return bodies.object_of(fields, len(answer)), load
 
 
 def _left(end: float) -> float:

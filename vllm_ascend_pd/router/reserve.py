@@ -11,6 +11,7 @@ import asyncio
 import random
 import time
 from collections.abc import Container
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,9 +20,8 @@ from vllm_ascend_pd.http.core.failures import NOT_EXECUTED, HttpFailure
 from vllm_ascend_pd.http.http1 import UpstreamError
 from vllm_ascend_pd.observe.trace import emit
 from vllm_ascend_pd.protocol.reports import MAX_REPORT_BYTES, Fingerprint, read_answer, read_posted
-from vllm_ascend_pd.router.core import bodies, outline
+from vllm_ascend_pd.router.core import bodies, pieces
 from vllm_ascend_pd.router.core.decisions import Evidence, Role
-from vllm_ascend_pd.router.core.outline import Scan
 from vllm_ascend_pd.router.exchange import AsgiSend, Attempt, AttemptFailed, Interrupt, uncancel
 from vllm_ascend_pd.router.faults import Answer, brief, fault
 from vllm_ascend_pd.router.fleet import Fits, Instance, LegInFlight, both, pairing
@@ -102,7 +102,7 @@ class Reservations:
     async def answer(self, body: bytes | memoryview, interrupt: Interrupt, send: AsgiSend) -> None:
         """Answer one POST. It is interrupted when D closes it or the client's request ends."""
         try:
-            posted = await self._front.turns.run(reading(body, self._front.journal.tickets))
+            posted = await self._front.aside.run(partial(reading, tickets=self._front.journal.tickets), body)
         except (*bodies.UNREADABLE, bodies.BodyError) as problem:
             await send_answer(send, fault(400, f"Not a reservation: {problem}", "PD-META-003"))
             return
@@ -290,16 +290,16 @@ class Reservations:
         raise PrefillFailed(failure, why, brief=f"{prefill.name} {said}")
 
 
-def reading(body: bytes | memoryview, tickets: Container[str]) -> Scan[ReservationPost]:
+def reading(body: bytes | memoryview, tickets: Container[str]) -> ReservationPost:
     """Read a reservation. Raise BodyError or msgspec's errors.
 
     Every client can post, so the prompt is only examined if the ticket is known.
     """
-    if len(body) <= outline.SLICE:
+    if len(body) <= pieces.PIECE:
         posted = _DECODER.decode(body)
         ids = memoryview(posted.prompt_token_ids)
     else:
-        fields = yield from bodies.fields_of(body)
+        fields = bodies.fields_of(body)
         ids = memoryview(fields.pop("prompt_token_ids", b""))
         if sum(len(memoryview(value)) for value in fields.values()) > _MAX_ENVELOPE:
             raise msgspec.DecodeError(f"longer than {_MAX_ENVELOPE} bytes beside the prompt")
@@ -307,9 +307,9 @@ def reading(body: bytes | memoryview, tickets: Container[str]) -> Scan[Reservati
     posted.prompt_token_ids, posted.tokens = msgspec.Raw(), 0
     if bytes(ids[:5]) in (b"", b"null") or posted.ticket not in tickets:
         return posted
-    if bytes(ids[:1]) != b"[" or (yield from outline.holds(ids[1:-1], _no_ids)):
+    if bytes(ids[:1]) != b"[" or pieces.holds(ids[1:-1], _no_ids):
         raise msgspec.DecodeError("prompt_token_ids is no list of numbers")
-    posted.tokens = (yield from outline.count(ids, b",")) + 1 if len(ids) > 2 else 0
+    posted.tokens = pieces.count(ids, b",") + 1 if len(ids) > 2 else 0
     posted.prompt_token_ids = msgspec.Raw(ids)
     return posted
 

@@ -47,7 +47,7 @@ async def keep(shared: Shared, exchange: HttpExchange) -> None:
     try:
         if request.prefill_tokens > settings.resume_tokens:
             raise NotContinued(f"its prompt has more than {settings.resume_tokens} tokens")
-        original = await shared.turns.run(resumable_request(request, settings.resume_ceiling))
+        original = resumable_request(request, settings.resume_ceiling)
     except NotContinued as why:
         exchange.unkept = str(why)
         return

@@ -12,13 +12,13 @@ from vllm_ascend_pd.http.core.failures import HttpFailure
 from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.protocol.reports import LoadReport
 from vllm_ascend_pd.router import exchange as exchanges
+from vllm_ascend_pd.router.aside import Aside
 from vllm_ascend_pd.router.core.decisions import AGAINST_PAIR, AGAINST_PREFILL, Evidence, PairProof, RetryBudget
 from vllm_ascend_pd.router.exchange import Attempt, HttpExchange, Journal
 from vllm_ascend_pd.router.fleet import Fleet, Instance, LegInFlight
 from vllm_ascend_pd.router.metrics import METRICS
 from vllm_ascend_pd.router.settings import Settings
 from vllm_ascend_pd.router.spans import NoSpans
-from vllm_ascend_pd.router.turns import Turns
 
 CLOSING = "PD-META-010"
 SHUTDOWN = CATALOGUE[CLOSING].sentence
@@ -42,7 +42,7 @@ class Shared:
         self.upstream = upstream
         self.own_url = own_url
         self.journal = Journal()
-        self.turns = Turns()
+        self.aside = Aside()
         self.budget = RetryBudget()
         self.kept_bytes = 0  # of all streams that could be continued
 

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from unit.router.cluster import HEAD, FakeCluster, cluster, until
 from vllm_ascend_pd.router.core import bodies, media
 from vllm_ascend_pd.router.core.decisions import AnswerLengths, CircuitPolicy, Role
-from vllm_ascend_pd.router.core.outline import at_once
 from vllm_ascend_pd.router.fleet import Fleet, Instance, parse_spec
 
 
@@ -161,7 +160,7 @@ def test_pictures_are_told_apart_however_they_are_written(write: Callable[[str],
 def test_media_are_the_same_wherever_the_slices_end(words: list[tuple[str, int]], before: int) -> None:
     """Long words count as media if they begin a value, or follow its comma; all else stays as it is."""
     text = " " * before + "".join(mark + "A" * length for mark, length in words) + '"'
-    found = at_once(media.measured(memoryview(text.encode())))
+    found = media.measured(memoryview(text.encode()))
     expected, at = b"", 0
     for word in re.finditer(rb'[",](A{1024,})', text.encode()):
         digest = hashlib.blake2b(word[1]).hexdigest().encode() * (media.BYTES // 128)

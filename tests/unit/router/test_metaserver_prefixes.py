@@ -13,12 +13,11 @@ from unit.router.cluster import HEAD, FakeCluster, cluster, until
 from vllm_ascend_pd.protocol.identity import incarnation
 from vllm_ascend_pd.router import models
 from vllm_ascend_pd.router.core.decisions import Life
-from vllm_ascend_pd.router.core.outline import at_once
 from vllm_ascend_pd.router.core.prefixes import FAR, FINE, LEAST, MAX_BYTES, NEAR, Marks, Prompts, marks_of
 
 
 def marks(prompt: bytes, *parts: bytes) -> Marks:
-    return at_once(marks_of(parts, prompt, len(prompt) // 4))
+    return marks_of(parts, prompt, len(prompt) // 4)
 
 
 # ---- marks
@@ -42,15 +41,10 @@ def test_what_is_sent_beside_the_prompt_cannot_be_mistaken_for_another_part() ->
     assert marks(prompt, b"ab", b"c")[0].digest != marks(prompt, b"a", b"bc")[0].digest
 
 
-def test_a_long_prompt_has_few_marks_and_takes_turns() -> None:
+def test_a_long_prompt_has_few_marks() -> None:
     prompt = b"1234, " * (MAX_BYTES // 3)
-    steps, turns = marks_of((), prompt, len(prompt) // 6), 0
-    with pytest.raises(StopIteration) as ended:
-        while True:
-            next(steps)
-            turns += 1
-    found: Marks = ended.value.value
-    assert len(found) == FINE // NEAR + (MAX_BYTES - FINE) // FAR and turns >= MAX_BYTES // FINE - 1
+    found = marks_of((), prompt, len(prompt) // 6)
+    assert len(found) == FINE // NEAR + (MAX_BYTES - FINE) // FAR
     assert found[-1].tokens == MAX_BYTES // 6
 
 
@@ -75,7 +69,7 @@ def test_prompts_of_few_tokens_do_not_pile_up() -> None:
     """Two token ids in a body of blanks have marks, most of them without a token more than the one before."""
     prompts, of = Prompts(4000), Marks()
     for turn in range(100):
-        of = at_once(marks_of((), b"[%d," % turn + b" " * FINE + b"1]", 2))
+        of = marks_of((), b"[%d," % turn + b" " * FINE + b"1]", 2)
         prompts.add(of)
     assert len(prompts._held) <= 4000 // LEAST and prompts.tokens <= 4000
     assert prompts.has(of) == of[-1].tokens, "the last one is there"
@@ -193,7 +187,7 @@ def test_a_p_that_was_started_anew_has_nothing() -> None:
         c.prefill[0].incarnation = "another"
         c.complete("short")
         until(lambda: any(word.incarnation == "another" for word in instance.life.statements))
-        assert instance.cached_tokens(at_once(marks_of((), HEAD.encode(), 900))) == 0 and instance.prompts.tokens == 0
+        assert instance.cached_tokens(marks_of((), HEAD.encode(), 900)) == 0 and instance.prompts.tokens == 0
 
 
 def test_engines_that_are_asked_to_forget_count_as_having_forgotten() -> None:

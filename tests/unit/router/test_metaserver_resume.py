@@ -14,7 +14,6 @@ from simulation.front.speech import HALF, AnswerOptions, Said, Speaker, speak, u
 
 from vllm_ascend_pd.router import resuming
 from vllm_ascend_pd.router.core import bodies
-from vllm_ascend_pd.router.core.outline import at_once
 from vllm_ascend_pd.router.core.resumable import (
     FIELD_RULES,
     FieldTreatment,
@@ -33,7 +32,7 @@ def resumable(chat: bool = False, ceiling: int = 0, **fields: Any) -> ResumableR
     body |= {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "x"}
     body = {name: value for name, value in body.items() if value != "left out"}
     request = bodies.parse(bodies.CHAT if chat else bodies.COMPLETIONS, json.dumps(body).encode())
-    return at_once(resumable_request(request, ceiling))
+    return resumable_request(request, ceiling)
 
 
 def test_every_field_of_vllms_requests_has_a_fate() -> None:
@@ -76,7 +75,7 @@ def test_what_cannot_go_on_says_why(chat: bool, fields: dict[str, Any], why: str
         body = {"model": "m", "temperature": 0, "stream": True, **fields}
         request = bodies.parse(bodies.CHAT if chat else bodies.COMPLETIONS, json.dumps(body).encode())
         with pytest.raises(NotContinued, match=why):
-            at_once(resumable_request(request, 0))
+            resumable_request(request, 0)
         return
     with pytest.raises(NotContinued, match=why):
         resumable(chat, **fields)
@@ -87,7 +86,7 @@ def test_a_chat_that_is_more_than_token_ids_does_not_go_on(part: str) -> None:
     with pytest.raises(NotContinued, match="D computes" if part == "prompt_embeds" else "more than tokens"):
         content = [{"type": part, part: "x"}]
         body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "stream": True}
-        at_once(resumable_request(bodies.parse(bodies.CHAT, json.dumps(body).encode()), 0))
+        resumable_request(bodies.parse(bodies.CHAT, json.dumps(body).encode()), 0)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +160,7 @@ def test_a_stream_of_several_ds_is_that_of_one(seed: int) -> None:
     body = drawn(dice)
     want = b"".join(written(body, PROMPT, random.Random(0)))
     request = bodies.parse(bodies.CHAT if "messages" in body else bodies.COMPLETIONS, json.dumps(body).encode())
-    kept = StreamState(at_once(resumable_request(request, 0)), MAX_HELD)
+    kept = StreamState(resumable_request(request, 0), MAX_HELD)
     got, events = b"", written({**body, "return_token_ids": True}, PROMPT, dice)
     for number in range(2, 9):
         last = number == 8

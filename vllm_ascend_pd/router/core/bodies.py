@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading of a client's request, and the two bodies that are made from it: D's and P's.
 
-Of a request only the outermost level and short values are decoded; prompts and messages stay raw bytes. `stripping`
+Of a request only the outermost level and short values are decoded; prompts and messages stay raw bytes. `stripped`
 removes a client's own `kv_transfer_params` from any other body.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any
 
 import msgspec
 
 from vllm_ascend_pd.http.core.gathered import Payload
-from vllm_ascend_pd.router.core import media, outline
-from vllm_ascend_pd.router.core.outline import SLICE, Buffer, NotJson, Scan, at_once
+from vllm_ascend_pd.router.core import media
+from vllm_ascend_pd.router.core.pieces import PIECE, Buffer, count, holds
 from vllm_ascend_pd.router.core.prefixes import Marks, marks_of
 
 COMPLETIONS = "/v1/completions"
@@ -28,13 +29,15 @@ _XARGS = "vllm_xargs"  # vLLM copies its entries to where the forbidden field go
 # Errors of msgspec for bytes that it cannot decode. It decodes UTF-8 and recurses, so two of them are Python's own.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-_AT_ONCE = 256 << 10  # bytes of the longest body that is parsed without pauses: some milliseconds
-_DECODED = 4 << 20  # bytes of the longest body whose members the decoder finds, about a millisecond for each MiB
-_DECODED_NAMES = 20_000  # with at most so many names at all levels: it makes an object for each that is a member
+_CONVERTED = 4 << 20  # bytes of the longest body in another encoding than UTF-8
+MAX_NAMES = 256  # at the outermost level: three times as many as the API has
+_NAME_LENGTH = 1 << 10  # of each of those in a long body
 _READ_WHOLE = 32 << 10  # bytes of the largest body that is decoded into values: some milliseconds
 _BEFORE_JSON = re.compile(rb"[ \t\r\n\0\xef\xbb\xbf\xff\xfe]*")  # white space in any encoding, and byte order marks
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ANY = msgspec.json.Decoder(msgspec.Raw)
+_SINGLE = msgspec.json.Decoder(tuple[msgspec.Raw])
 _BYTES_PER_TOKEN = 4  # an estimate, for load only
 _MODEL_BYTES = 1 << 10  # of a model's name
 _BEFORE_PROMPT = ("model", "cache_salt", "tools", "documents", "chat_template", "chat_template_kwargs")
@@ -92,23 +95,40 @@ MEDIA_PARTS = (
 )
 
 
-def _pattern(names: Sequence[str]) -> re.Pattern[bytes]:
-    """Return a pattern of these strings in JSON, however their letters are written.
-
-    It looks at the first letter before it tries the names: a prompt has many strings.
-    """
-    first = "".join(sorted({name[0] for name in names}))
-    letters = ("".join(rf"(?:{letter}|\\u00(?i:{ord(letter):02x}))" for letter in name) for name in names)
-    return re.compile(rf'"(?=[{first}\\])(?:{"|".join(letters)})"'.encode())
+# A string that may be one of those by its length and first letters, any of which may be escaped.
+_PART = re.compile(rb'"([aipv\\][imnru\\][a-z_0-9A-F\\]{6,81}[a-z0-9A-F])"')
+_LETTER = re.compile(rb"\\u00([0-9a-fA-F]{2})")
 
 
-MEDIA = _pattern(MEDIA_PARTS)
-_EMBEDS = _pattern((_PROMPT_EMBEDS,))
+def _names(parts: Iterable[str]) -> Callable[[bytes], bool]:
+    """Return whether a text has one of these strings."""
+    wanted = {part.encode() for part in parts}
+
+    def says(text: bytes) -> bool:
+        found = (one[1] for one in _PART.finditer(text))
+        return any((_LETTER.sub(_letter, one) if b"\\" in one else one) in wanted for one in found)
+
+    return says
+
+
+def _letter(escape: re.Match[bytes]) -> bytes:
+    return bytes.fromhex(escape[1].decode())
+
+
+_names_media, _names_embeds = _names(MEDIA_PARTS), _names((_PROMPT_EMBEDS,))
 _ONE_TOKEN = {"temperature": 0.0, "n": 1, "stream": False}  # greedy sampling needs no other field
 
 
 class BodyError(ValueError):
     """A client's body that cannot be used; the text, which the client gets, says why."""
+
+
+class _ManyNames(Exception):
+    """More names, or longer ones, than a body may have."""
+
+
+class _Name(str):
+    """A name of a long body. msgspec calls a hook for each, before it makes more."""
 
 
 class Shape(Enum):
@@ -131,29 +151,19 @@ class Request(msgspec.Struct, frozen=True):
     send_tokens: bool  # P gets the token ids that D made, not the client's own prompt
     model: str  # as the client names it; empty if it names none
     marks: Marks  # of the prompt, to find engines that have its beginning in their cache
+    has_media: bool = False
 
 
 def parse(route: str, body: Buffer) -> Request:
-    """Run `parsing` without pauses."""
-    return at_once(parsing(route, body))
-
-
-def parsing(route: str, body: Buffer) -> Scan[Request]:
     """Parse a request. Raise BodyError if it is no JSON object, or its `vllm_xargs` cannot be searched."""
-    if len(body) <= _AT_ONCE:
-        return at_once(_parsing(route, body))
-    return (yield from _parsing(route, body))
-
-
-def _parsing(route: str, body: Buffer) -> Scan[Request]:
-    fields = yield from fields_of(body)
+    fields = fields_of(body)
     fields.pop(TRANSFER_PARAMS, None)
     if _XARGS in fields:
-        fields[_XARGS] = msgspec.Raw((yield from stripping(_view(fields, _XARGS))))
+        fields[_XARGS] = msgspec.Raw(stripped(_view(fields, _XARGS)))
     prompt = _view(fields, "messages" if route == CHAT else "prompt", b"")
-    has_media = route == CHAT and (yield from outline.holds(prompt, MEDIA.search))
-    text = memoryview((yield from media.measured(prompt))) if has_media else prompt
-    prompts, tokens = yield from _measure(text, chat=route == CHAT)
+    has_media = route == CHAT and holds(prompt, _names_media)
+    text = memoryview(media.measured(prompt)) if has_media else prompt
+    prompts, tokens = _measure(text, chat=route == CHAT)
     shape = Shape.BATCH if prompts > 1 else Shape.ONE
     choices = _number(fields, "n", 1)
     forced_tool = _word(fields, "tool_choice") not in (b"null", b'"none"', b'"auto"')
@@ -163,7 +173,7 @@ def _parsing(route: str, body: Buffer) -> Scan[Request]:
     formatted = _present(fields, "response_format")
     by_ids = route == CHAT and (forced_tool or formatted)
     # Embeddings have no hash by which P and D could tell that they compute the same prompt.
-    embeds = has_media and (yield from outline.holds(prompt, _EMBEDS.search))
+    embeds = has_media and holds(prompt, _names_embeds)
     return Request(
         route=route,
         fields=fields,
@@ -176,34 +186,54 @@ def _parsing(route: str, body: Buffer) -> Scan[Request]:
         remote=bool(prompt) and not (_needs_own_prompt(fields) or embeds or (has_media and forced_tool)),
         send_tokens=shape is Shape.BATCH or (by_ids and not has_media),
         model=model_of(fields),
-        marks=(yield from _marks(fields, text, tokens)) if shape is Shape.ONE else (),
+        marks=_marks(fields, text, tokens) if shape is Shape.ONE else (),
+        has_media=has_media,
     )
 
 
-def fields_of(body: Buffer) -> Scan[dict[str, msgspec.Raw]]:
+def fields_of(body: Buffer) -> dict[str, msgspec.Raw]:
     """Return the members of the outermost object, each as raw JSON. Raise BodyError."""
     try:
         body = _in_utf8(body)
-        if len(body) > SLICE and (len(body) > _DECODED or bytes(body).count(b":") > _DECODED_NAMES):
-            members = yield from outline.members(body)
-            return {name: msgspec.Raw(value) for name, value in members.items()}
-        fields = _FIELDS.decode(body)
-    except (*UNREADABLE, NotJson) as problem:
-        raise BodyError(f"it is not a JSON object: {problem}") from problem
-    if len(fields) > outline.MAX_MEMBERS:
-        raise BodyError(f"it has more than {outline.MAX_MEMBERS} names at its outermost level")
-    return fields
+        if len(body) <= PIECE:
+            fields = _FIELDS.decode(body)
+            if len(fields) > MAX_NAMES:
+                raise _ManyNames
+            return fields
+        named = msgspec.json.Decoder(dict[_Name, msgspec.Raw], dec_hook=_few_names()).decode(body)
+        return {str(name): value for name, value in named.items()}
+    except UNREADABLE as problem:
+        raise _unread(problem, "it is not a JSON object") from problem
+    except _ManyNames as problem:
+        many = f"more than {MAX_NAMES} names at its outermost level, or one of more than {_NAME_LENGTH} characters"
+        raise BodyError(f"it has {many}") from problem
+
+
+def _few_names() -> Callable[[type, str], _Name]:
+    """Return a hook that ends the decoding of a body with too many names: objects for 57 MiB of them fill gigabytes."""
+    numbers = itertools.count()
+
+    def take(_: type, name: str) -> _Name:
+        if next(numbers) >= MAX_NAMES or len(name) > _NAME_LENGTH:
+            raise _ManyNames
+        return _Name(name)
+
+    return take
+
+
+def _unread(problem: Exception, what: str) -> BodyError:
+    return BodyError("it is nested too deeply" if isinstance(problem, RecursionError) else f"{what}: {problem}")
 
 
 def _in_utf8(body: Buffer) -> Buffer:
-    """Return JSON in UTF-8 without a byte order mark, as engines take any. Raise UnicodeDecodeError or NotJson."""
+    """Return JSON in UTF-8 without a byte order mark, as engines take any. Raise UnicodeDecodeError or BodyError."""
     encoding = json.detect_encoding(bytes(body[:4]))
     if encoding == "utf-8":
         return body
     if encoding == "utf-8-sig":
         return body[3:]
-    if len(body) > _DECODED:
-        raise NotJson(f"it is long, and in {encoding}")
+    if len(body) > _CONVERTED:
+        raise BodyError(f"it is long, and in {encoding}")
     return bytes(body).decode(encoding).encode()
 
 
@@ -262,9 +292,9 @@ def _size(fields: Mapping[str, msgspec.Raw]) -> int:
 
 def object_of(fields: Mapping[str, Any], longest: int) -> Payload:
     """Return the object as JSON, without copying long values. `longest`: upper bound for the bytes of a raw value."""
-    if longest <= SLICE:
+    if longest <= PIECE:
         return msgspec.json.encode(fields)
-    long = [key for key, value in fields.items() if isinstance(value, msgspec.Raw) and len(memoryview(value)) > SLICE]
+    long = [key for key, value in fields.items() if isinstance(value, msgspec.Raw) and len(memoryview(value)) > PIECE]
     if not long:
         return msgspec.json.encode(fields)
     pieces: list[bytes | memoryview] = [
@@ -276,26 +306,25 @@ def object_of(fields: Mapping[str, Any], longest: int) -> Payload:
     return [*pieces, b"}"]
 
 
-def stripping(body: Buffer) -> Scan[Buffer]:
+def stripped(body: Buffer) -> Buffer:
     """Return any JSON body without the forbidden field, also in a list of requests; unchanged if it has none.
 
     Engines read bodies with the standard library, which accepts more than strict JSON (NaN, UTF-16). What the strict
     decoder refuses is therefore read in the same way, so that the field cannot hide in a form that only engines accept.
-    To decode a long body would block the event loop, for seconds if it has many values. So a long body is only
-    searched, and refused with BodyError if it may have the field.
+    To make values of a long body would take seconds and gigabytes if it has many. So a long body is only searched, and
+    refused with BodyError if it may have the field.
     """
-    begins = yield from outline.past_space(body, 0, _BEFORE_JSON)
-    if bytes(body[begins : begins + 1]) not in (b"[", b"{"):
+    if _next(body, 0) not in (b"[", b"{"):
         return body
     if len(body) > _READ_WHOLE:
-        yield from _look_through(body)
+        _look_through(body)
         return body
     try:
         value = _value(bytes(body))
     except ValueError:
         return body  # not JSON (an audio file): the engine will not find the field either
     except RecursionError as problem:
-        raise BodyError("it is nested too deeply") from problem
+        raise _unread(problem, "") from problem
     requests = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, dict)]
     places = requests + [r[_XARGS] for r in requests if isinstance(r.get(_XARGS), dict)]
     if not any(TRANSFER_PARAMS in place for place in places):
@@ -305,14 +334,21 @@ def stripping(body: Buffer) -> Scan[Buffer]:
     return json.dumps(value).encode()
 
 
-def _look_through(body: Buffer) -> Scan[None]:
+def _next(text: Buffer, at: int) -> bytes:
+    """Return the first byte of a value at `at` or later; none at the end."""
+    found = _BEFORE_JSON.match(text, at)
+    at = found.end() if found is not None else at
+    return bytes(text[at : at + 1])
+
+
+def _look_through(body: Buffer) -> None:
     """Search a long body. Raise BodyError if it may name the forbidden field, is malformed or too deeply nested."""
     try:
         body = _in_utf8(body)
-        yield from outline.well_formed(body)
-    except (NotJson, UnicodeDecodeError) as problem:
-        raise BodyError(f"it is long, and no strict JSON: {problem}") from problem
-    if (yield from outline.holds(body, _names_forbidden)):
+        _ANY.decode(body)
+    except UNREADABLE as problem:
+        raise _unread(problem, "it is long, and no strict JSON") from problem
+    if holds(body, _names_forbidden):
         raise BodyError(
             f"it names {TRANSFER_PARAMS}, which only a router sets, and is too long to be read: leave it out"
         )
@@ -329,22 +365,22 @@ def _value(body: bytes) -> Any:
         return json.loads(body)
 
 
-def _measure(raw: memoryview, chat: bool) -> Scan[tuple[int, int]]:
+def _measure(raw: memoryview, chat: bool) -> tuple[int, int]:
     """Return the number of prompts and the estimated tokens of text, token ids, or a list of either."""
     if chat or bytes(raw[:1]) != b"[":
         return 1, len(raw) // _BYTES_PER_TOKEN + 1
-    begins = yield from outline.past_space(raw, 1)
-    if bytes(raw[begins : begins + 1]) in (b'"', b"["):
-        if len(raw) > _READ_WHOLE:
-            commas = yield from outline.count(raw, b",")
-            several = 1 if (yield from outline.single(raw)) else max(2, (yield from outline.count(raw, b"[")) - 1)
-            return several, max(commas, len(raw) // _BYTES_PER_TOKEN)
-        try:  # of a long body only the outermost values were found, not read
-            items = msgspec.json.decode(raw, type=list[msgspec.Raw])
-        except UNREADABLE as problem:
-            raise BodyError(f"its prompt is not JSON: {problem}") from problem
-        return len(items), sum(map(_tokens, map(bytes, items)))
-    return 1, (yield from outline.count(raw, b",")) + 1
+    commas = count(raw, b",")
+    if _next(raw, 1) not in (b'"', b"["):
+        return 1, commas + 1
+    if len(raw) > _READ_WHOLE:
+        try:
+            _SINGLE.decode(raw)
+            several = 1
+        except msgspec.ValidationError:
+            several = max(2, count(raw, b"[") - 1)
+        return several, max(commas, len(raw) // _BYTES_PER_TOKEN)
+    items = msgspec.json.decode(raw, type=list[msgspec.Raw])
+    return len(items), sum(map(_tokens, map(bytes, items)))
 
 
 def _tokens(raw: bytes) -> int:
@@ -420,6 +456,6 @@ def model_of(fields: Mapping[str, msgspec.Raw]) -> str:
         return ""
 
 
-def _marks(fields: Mapping[str, msgspec.Raw], prompt: memoryview, tokens: int) -> Scan[Marks]:
+def _marks(fields: Mapping[str, msgspec.Raw], prompt: memoryview, tokens: int) -> Marks:
     """Return the prompt's marks. They cover tools and documents too, which a template puts before the messages."""
-    return (yield from marks_of((_view(fields, name, b"") for name in _BEFORE_PROMPT), prompt, tokens))
+    return marks_of((_view(fields, name, b"") for name in _BEFORE_PROMPT), prompt, tokens)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import re
 
-from vllm_ascend_pd.router.core.outline import SLICE, Scan
+from vllm_ascend_pd.router.core.pieces import PIECE
 
 BYTES = 4 << 10  # of text that a medium counts as: about 1,000 tokens, as of a picture of medium size
 _LEAST = 1 << 10  # bytes of data that are no text: nobody writes so long a word
@@ -15,23 +15,21 @@ _MEDIUM = re.compile(rb'"(https?:[^"]{2,2048})"|[",](%b{%d,})' % (_WORD, _LEAST)
 _REST = re.compile(rb"%b+" % _WORD)
 
 
-def measured(messages: memoryview) -> Scan[bytes]:
+def measured(messages: memoryview) -> bytes:
     """Return a chat's messages with `BYTES` bytes made of a hash in place of each medium's data, or its address."""
     found, at = list[bytes](), 0
     while at < len(messages):
-        medium = _MEDIUM.search(messages, at, at + SLICE)
-        if medium is None:  # one may begin in the last bytes of the slice
-            end = len(messages) if at + SLICE >= len(messages) else at + SLICE - 2 * _LEAST - 16
+        medium = _MEDIUM.search(messages, at, at + PIECE)
+        if medium is None:  # one may begin in the last bytes of the piece
+            end = len(messages) if at + PIECE >= len(messages) else at + PIECE - 2 * _LEAST - 16
             found.append(bytes(messages[at:end]))
             at = end
-            yield SLICE
             continue
         begin, end = medium.span(medium.lastindex or 0)
         found.append(bytes(messages[at:begin]))
         data, at = hashlib.blake2b(messages[begin:end]), end
-        while (rest := _REST.match(messages, at, at + SLICE)) is not None:  # the slice ends within it
+        while (rest := _REST.match(messages, at, at + PIECE)) is not None:  # the piece ends within it
             data.update(rest[0])
             at = rest.end()
-            yield SLICE
         found.append(data.hexdigest().encode() * (BYTES // 128))
     return b"".join(found)

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from vllm_ascend_pd.router.core.outline import SLICE, Buffer, Scan
+from vllm_ascend_pd.router.core.pieces import PIECE, Buffer
 
 NEAR = 1 << 10  # bytes between two marks in the first FINE bytes
 FINE = 64 << 10
@@ -33,7 +33,7 @@ class Mark(NamedTuple):
 Marks = tuple[Mark, ...]
 
 
-def marks_of(context: Iterable[Buffer], prompt: Buffer, tokens: int) -> Scan[Marks]:
+def marks_of(context: Iterable[Buffer], prompt: Buffer, tokens: int) -> Marks:
     """Return the marks of a prompt of about `tokens` tokens.
 
     `context`: what distinguishes it beside its own bytes, for example the model.
@@ -41,8 +41,8 @@ def marks_of(context: Iterable[Buffer], prompt: Buffer, tokens: int) -> Scan[Mar
     chain = hashlib.blake2b(digest_size=8)
     for part in context:
         chain.update(b"%d:" % len(part))
-        chain.update(part[:SLICE])
-    size, found, at, turn = len(prompt), list[Mark](), 0, SLICE
+        chain.update(part[:PIECE])
+    size, found, at = len(prompt), list[Mark](), 0
     while True:
         end = at + (NEAR if at < FINE else FAR)
         if end > min(size, MAX_BYTES):
@@ -50,9 +50,6 @@ def marks_of(context: Iterable[Buffer], prompt: Buffer, tokens: int) -> Scan[Mar
         chain.update(prompt[at:end])
         found.append(Mark(chain.digest(), tokens * end // size))
         at = end
-        if at >= turn:
-            turn += SLICE
-            yield SLICE
 
 
 class _Held(NamedTuple):

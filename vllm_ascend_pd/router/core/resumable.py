@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from vllm_ascend_pd.router.core import bodies, outline
+from vllm_ascend_pd.router.core import bodies
 from vllm_ascend_pd.router.core.bodies import CHAT, COMPLETIONS, UNREADABLE, Request, Shape
-from vllm_ascend_pd.router.core.outline import Scan
 from vllm_ascend_pd.router.core.prefixes import Marks
 
 _GREEDY = 1e-5  # vLLM samples greedily at temperatures below this
@@ -128,7 +127,7 @@ class NotContinued(ValueError):
     """A stream that cannot be continued; the text says why."""
 
 
-def resumable_request(request: Request, ceiling: int) -> Scan[ResumableRequest]:
+def resumable_request(request: Request, ceiling: int) -> ResumableRequest:
     """Return what of a request is kept to continue its stream. Raise NotContinued.
 
     `ceiling`: most tokens of an answer that the engines allow, whatever is asked; 0: they have no such limit.
@@ -149,7 +148,7 @@ def resumable_request(request: Request, ceiling: int) -> Scan[ResumableRequest]:
             kept[name] = raw
     if not _greedy(fields):
         raise NotContinued(_SAMPLED)
-    if chat and (yield from outline.holds(memoryview(fields.get("messages", b"")), bodies.MEDIA.search)):
+    if request.has_media:
         raise NotContinued(_MEDIA)
     size = sum(len(memoryview(raw)) for raw in kept.values())
     if size > _FIELD_BYTES:
