@@ -212,7 +212,7 @@ def describe(shape: HeadShape, size: int, seconds: dict[str, np.ndarray]) -> str
     return line
 
 
-class HostTensors(CpuDevice):
+class NpuLayoutDevice(CpuDevice):
     """Host memory with the layout of an NPU's caches. vLLM's planes on a CPU have no order of tokens."""
 
     token_major = True
@@ -241,7 +241,7 @@ def tails(rounds: int) -> None:
             for layer in range(layers)
         }
         shape = caches.CacheShape(BLOCK, heads, heads, max(sizes), tp_size=1)
-        cleared = BlockTails(caches.describe(parts, shape, HostTensors()), 0)
+        cleared = BlockTails(caches.describe(parts, shape, NpuLayoutDevice()), 0)
         line = f"{name:36}"
         for count in (1, 8, 64):
             ends = [32 * BLOCK + (64 + 61 * n) % BLOCK for n in range(count)]
