@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine and the router say of themselves: metrics and traces."""
+"""Metrics and traces of an engine, and traces of the router."""
