@@ -21,7 +21,7 @@ usage: scripts/compare_ascend.sh [--only NAME,…] [--shape SHAPE,…] [--rounds
   --again   forget what earlier runs found (out/compare-ascend.json)
   --write   put the table into docs/migration.md
 
-Makes .venv-ascend-host if it is missing (docs/building.md). 40 to 60 minutes on two cores; the times to the first token
+Makes .venv-ascend-host-0.23 if it is missing (docs/building.md). 40 to 60 minutes on two cores; the times to the first token
 are those of an engine on two cores of a CPU, and say nothing about NPUs.
 TEXT
 }
@@ -31,5 +31,5 @@ if pd_wants_help "$@"; then
   exit 0
 fi
 pd_setup test
-tests/ascend_host/environment.sh >/dev/null
+tests/ascend_host/environment.sh 0.23 >/dev/null
 exec "$PD_PYTHON" -m tools.compare_ascend "$@"

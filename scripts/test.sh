@@ -30,8 +30,8 @@ Other arguments go to pytest as they are.
 Tests marked npu are deselected where there is no NPU. With --ci, --all or a path a test may be skipped only for a
 reason in tests/skips.py: for another one, such as a tool that is missing, the run fails (--skips any: it does not).
 tests/ascend_host needs an environment of 8 GB, which is made with --ci, --all, or when these tests are named, on x86-64
-with 20 GB free (docs/building.md). Where it cannot be made, they fail at once. PD_ASCEND_HOST=0 leaves these tests out
-on purpose; the last lines say so.
+with 20 GB free (docs/building.md); with --all and --parts one more, for the release of vllm-ascend before. Where they
+cannot be made, these tests fail at once. PD_ASCEND_HOST=0 leaves them out on purpose; the last lines say so.
 TEXT
 }
 
@@ -105,6 +105,7 @@ fi
 # What is left out is the end of pytest's summary (tests/conftest.py): a run without these tests must not look whole.
 PD_LEFT_OUT=
 ascend_host=
+releases=(0.30) # of vllm-ascend
 case ${PD_ASCEND_HOST:-1} in
   0 | 1) ;;
   *) pd_fail "PD_ASCEND_HOST=$PD_ASCEND_HOST: 0 or 1 is wanted" ;;
@@ -118,10 +119,11 @@ elif [ "${PD_ASCEND_HOST:-1}" = 0 ]; then
   paths=("${rest[@]}")
   [ ${#paths[@]} -gt 0 ] || pd_fail "nothing is left to run: $PD_LEFT_OUT"
 else
+  if [ -n "$all" ]; then releases+=(0.23); fi
+  why=
   if [ -n "$install" ]; then
-    why=$(tests/ascend_host/environment.sh --why-not)
+    for release in "${releases[@]}"; do why=${why:-$(tests/ascend_host/environment.sh --why-not "$release")}; done
   else
-    why=
     if [ ! -e .venv-ascend-host/.stamp ]; then
       why="their environment is missing, and --no-setup makes none. Run tests/ascend_host/environment.sh"
     fi
@@ -134,7 +136,9 @@ export PD_LEFT_OUT
 if [ -n "$install" ] && [ -n "$runs" ]; then
   pd_setup test
   pd_test_tools "$all"
-  if [ -n "$ascend_host" ]; then tests/ascend_host/environment.sh >/dev/null; fi
+  if [ -n "$ascend_host" ]; then
+    for release in "${releases[@]}"; do tests/ascend_host/environment.sh "$release" >/dev/null; done
+  fi
   if [[ " ${paths[*]} " =~ " tests/"(native|ascend_host) ]]; then
     pd_step "stand-ins for CANN, and the NPU binding over them" stand_ins
   fi

@@ -32,8 +32,8 @@ MARKS = Marks.of("scripts/matrix.sh")
 IN_ENGLISH, IN_CHINESE = ("combination", "direct", "regrouped"), ("组合", "直接推送", "重组后推送")
 # The columns of the page's table of runs, by their names there.
 RESULT, COMPARED, MINUTES, IN_CI = "result", "answers, tokens compared (at least)", "minutes", "in CI, minutes there"
-COMMIT = "commit"
-HEAD = ("row", "mode", "vLLM", "how", RESULT, COMPARED, MINUTES, IN_CI, COMMIT)
+VLLM, COMMIT = "vLLM", "commit"  # of the result
+HEAD = ("row", "mode", VLLM, "how", RESULT, COMPARED, MINUTES, IN_CI, COMMIT)
 DEADLINE_S = 7200.0
 _TOKENS = re.compile(r": (\d+) answers, (\d+) tokens compared")
 
@@ -152,8 +152,9 @@ def table(page: str, folder: Path, at: str, minutes: Mapping[str, float]) -> str
     lines = []
     for row in ROWS:
         result, old = recorded(row, folder, at), before.get(row.name, {})
-        ran = {name: old[name] for name in (RESULT, COMPARED, MINUTES, COMMIT)} if old and not result else cells(result)
-        line = {"row": f"`{row.name}`", "mode": row.mode, "vLLM": row.vllm, "how": row.how, **ran}
+        line = {"row": f"`{row.name}`", "mode": row.mode, VLLM: row.vllm, "how": row.how, **cells(result)}
+        if old and not result:
+            line |= {name: old[name] for name in (VLLM, RESULT, COMPARED, MINUTES, COMMIT)}
         line[IN_CI] = share(row, minutes, old.get(IN_CI, ""))
         lines.append(tuple(line[name] for name in HEAD))
     return lines_of(HEAD, lines)
@@ -171,7 +172,9 @@ def lines_of(head: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
 
 def engine_sets(row: MatrixRow) -> list[str]:
     """Return the sets of engines under vllm-ascend that a row's words (pytest -k) select."""
-    titles = re.findall(r'\bEngines\(\s*"([^"]+)"', (ROOT / PAIRS).read_text())
+    from tools.support import from_tests  # imports vLLM, which runs of rows do not need
+
+    titles = [engines.title for engines in from_tests.engine_sets()]
     words = row.tests[2]
 
     def selected(title: str) -> bool:

@@ -27,6 +27,7 @@ SHARES = {
     "integration/cover": ("[fp8 or [windows", "[states", "[int8 or [mtp", "[deltanet"),
     "integration/faults_routers": ("[p",),
     "ascend_host/pairs": (
+        "older",
         "field",
         "others",
         "sizes and dsa",

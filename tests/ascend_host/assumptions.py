@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Assumptions of the package about vllm-ascend and its vLLM: each function checks one of them.
 
-python tests/ascend_host/assumptions.py [NAME…]         in .venv-ascend-host; one JSON line each: name, error
+python tests/ascend_host/assumptions.py [NAME…]    in an environment of vllm-ascend; one JSON line each: name, error
+
+Without names it checks those about the release that is installed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.metadata
 import inspect
 import itertools
@@ -38,12 +41,15 @@ from vllm_ascend.worker.worker import NPUWorker
 from tools.support.models import ensure
 from vllm_ascend_pd import plugin
 from vllm_ascend_pd.admission import kinds
+from vllm_ascend_pd.connector import AscendPushConnector
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.vllm_patches import compat, older_groups, patience
 from vllm_ascend_pd.vllm_patches.wrapping import WRAPPED
 
 BOTH = ("kv_producer", "kv_consumer")
+RELEASE = ".".join(importlib.metadata.version("vllm_ascend").split(".")[:2])
+OLDER = RELEASE == "0.23"
 ASSUMPTIONS: dict[str, Callable[[], None]] = {}
 LOADED: set[str] = set()  # connectors of the plug-ins that vLLM loads by itself
 
@@ -51,6 +57,11 @@ LOADED: set[str] = set()  # connectors of the plug-ins that vLLM loads by itself
 def assumption(function: Callable[[], None]) -> Callable[[], None]:
     ASSUMPTIONS[function.__name__] = function
     return function
+
+
+def of(release: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Return a decorator for what is assumed of one release alone."""
+    return assumption if release == RELEASE else lambda function: function
 
 
 def refused(config: Any) -> str:
@@ -104,7 +115,7 @@ def a_list_of_plugins_has_to_name_ours() -> None:
 
 @assumption
 def an_engine_id_ends_in_no_rank_but_vllms() -> None:
-    """vllm-ascend makes each engine_id unique, once; vLLM 0.23 appends `_dp` and the rank's number on its host."""
+    """vllm-ascend makes each engine_id unique, once; vLLM appends `_dp` and the rank's number (0.23: on its host)."""
     for role in BOTH:
         config = vllm_config(role)
         given = config.kv_transfer_config.engine_id
@@ -120,7 +131,7 @@ def an_engine_id_ends_in_no_rank_but_vllms() -> None:
         assert "not supported in" in str(error), error
     else:
         raise AssertionError("a D may balance")
-    assert "_dp{local_dp_rank}" in source and "data_parallel_index = dp_rank" in source
+    assert f"_dp{{{'local_dp_rank' if OLDER else 'dp_rank'}}}" in source and "data_parallel_index = dp_rank" in source
 
 
 @assumption
@@ -147,8 +158,10 @@ def sizes_are_checked_by_vllm_ascend_as_we_do() -> None:
     assert "conflicting" in taken("kv_producer", two, one)
     assert "conflicting" in taken("kv_producer", {"tp_size": 1, "dp_size": 2}, one)
     for role in BOTH:
-        assert "must be divisible" in taken(role, one, two)
-        assert "must be divisible" in taken(role, None, two)
+        # Here a D has no TP 2 either, which 0.30 looks at first.
+        why = "conflicting" if role == "kv_consumer" and not OLDER else "must be divisible"
+        assert why in taken(role, one, two)
+        assert why in taken(role, None, two)
         assert "'tp_size'" in taken(role, {"dp_size": 1}, None)
 
 
@@ -175,12 +188,22 @@ def the_recompute_scheduler_is_decodes_alone() -> None:
     assert not refused(d) and not refused(p)
 
 
-@assumption
+@of("0.23")
 def prefill_takes_no_blocks_back() -> None:
     """vllm-ascend's scheduler never preempts on a kv_producer: a push restarts only with another vLLM."""
     from vllm_ascend.patch.platform.patch_balance_schedule import _disable_preemption_on_prefill_node as disabled
 
     assert disabled(vllm_config("kv_producer")) and not disabled(vllm_config("kv_consumer"))
+
+
+@of("0.30")
+def prefill_takes_blocks_back_as_vllm_does() -> None:
+    """P's scheduler is vLLM's own, of which a push knows that it restarts behind a preemption."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    scheduler = vllm_config("kv_producer").scheduler_config.get_scheduler_cls()
+    assert issubclass(scheduler, Scheduler) and scheduler.schedule is Scheduler.schedule, scheduler
+    assert scheduler._preempt_request is Scheduler._preempt_request
 
 
 @assumption
@@ -212,12 +235,14 @@ def the_name_of_a_release_may_be_given_to_vllm_ascend_alone() -> None:
 @assumption
 def the_kinds_of_cache_are_where_they_are_looked_for() -> None:
     """admission/kinds.py knows the kinds by name: vllm-ascend's own stand beside vLLM's."""
-    for name in kinds.PROVEN:
+    index = "AscendSFAIndexerCacheSpec"  # 0.30's: an indexer's keys are in the tuple of the layer, or a layer
+    for name in set(kinds.PROVEN) - ({index} if OLDER else set()):
         spec = getattr(ascend_specs, name, None) or getattr(vllm_specs, name)
         assert issubclass(spec, vllm_specs.AttentionSpec), spec
     mla = ascend_specs.AscendMLAAttentionSpec
     assert issubclass(mla, vllm_specs.MLAAttentionSpec)
-    assert "sparse_head_dim" in {field.name for field in dataclasses.fields(mla)}
+    assert ("sparse_head_dim" in {field.name for field in dataclasses.fields(mla)}) is OLDER
+    assert hasattr(ascend_specs, index) is not OLDER
 
 
 @assumption
@@ -228,10 +253,12 @@ def other_connectors_of_one_engine_get_no_blocks() -> None:
     from vllm_ascend.distributed.kv_transfer.ascend_multi_connector import AscendMultiConnector
 
     optional = set(re.findall(r'getattr\(c\w*, "(\w+)"', inspect.getsource(AscendMultiConnector)))
-    assert optional == {"has_preempted_request", "update_state_before_preempt"}, optional
+    ours = {name for name in optional if hasattr(AscendPushConnector, name)}
+    assert {"has_preempted_request", "update_state_before_preempt"} <= optional
+    assert ours == (set() if OLDER else {"on_kv_cache_written"}), ours
 
 
-@assumption
+@of("0.23")
 def k_of_a_block_is_as_large_as_a_recurrence() -> None:
     """Full attention and states share memory, first all blocks of one kind; equal sizes keep other blocks apart.
 
@@ -246,7 +273,7 @@ def k_of_a_block_is_as_large_as_a_recurrence() -> None:
     assert "num_blocks * block_size_chunk" in cut and "conv_block_padding_size" in cut
 
 
-@assumption
+@of("0.23")
 def schedulers_can_lend_their_tables() -> None:
     """vllm-ascend's P asks the connector for a step's metadata itself, its other schedulers by a method of vLLM's."""
     from vllm_ascend.patch.platform.patch_balance_schedule import BalanceScheduler
@@ -303,7 +330,7 @@ def fractal_caches_of_decode_look_plain() -> None:
 def a_worker_has_its_ranks_device_before_the_connector_comes() -> None:
     """Our threads get the device that is current where the caches are registered (device/npu.py)."""
     source = inspect.getsource(NPUWorker._init_device)
-    device = source.index('torch.device(f"npu:{self.local_rank}")')
+    device = source.index('torch.device(f"npu:{self.local_rank}")' if OLDER else "device = torch.device(")
     assert device < source.index("torch.npu.set_device(device)")
     assert "set_device" not in inspect.getsource(NPUWorker.initialize_from_config)
 
@@ -322,7 +349,27 @@ def layers_without_a_name() -> None:
     assert "notify_kv_cache_written(layer_name)" in inspect.getsource(mla_v1)
 
 
-@assumption
+@of("0.30")
+def every_kind_of_attention_says_when_its_cache_is_written() -> None:
+    """By `on_kv_cache_written`. An event of its own records only a layer that uses another layer's cache.
+
+    An indexer, which is a layer, writes its keys where it chooses tokens; then the hook of the attention comes.
+    """
+    from vllm_ascend.attention import attention_v1, dsa_v1, mla_v1, sfa_v1
+    from vllm_ascend.attention.context_parallel import dsa_cp
+
+    for module in (attention_v1, dsa_cp, dsa_v1, mla_v1, sfa_v1):
+        source = inspect.getsource(module)
+        assert "notify_kv_cache_written(" in source, module
+        for before in source.split("reshape_cache_event.record()")[:-1]:
+            assert "if self.kv_sharing_target_layer_name is not None:" in before[-400:], module
+    before, _, after = inspect.getsource(sfa_v1.AscendSFAImpl.forward).partition("topk_indices = self.indexer(")
+    hook = "notify_kv_cache_written(self.layer_name"
+    assert "self._store_parallel_kv(" in before and hook not in before
+    assert after.index(hook) < after.index("_execute_sparse_flash_attention_process(")
+
+
+@of("0.23")
 def sparse_attention_alone_records_when_its_cache_is_written() -> None:
     """`reshape_cache_event`: only attention with an indexer has one, on a P, recorded behind all its writes.
 
@@ -358,7 +405,7 @@ def a_layers_cache_is_written_before_its_attention() -> None:
         assert all(source.rindex(one) < source.index(next_) for one, next_ in itertools.pairwise(in_order)), function
 
 
-@assumption
+@of("0.23")
 def with_dsa_cp_each_rank_has_the_whole_cache_before_its_hook() -> None:
     """P's ranks compute a part of the tokens each, gather latents, ropes and index keys, and write those of all."""
     from vllm_ascend.attention.sfa_v1 import AscendSFAImpl
@@ -381,15 +428,16 @@ def an_indexer_picks_as_many_tokens_whatever_the_model_says() -> None:
     """The tests' models say the same number; a shorter prompt is attended to as a whole."""
     from vllm_ascend.attention import sfa_v1
 
-    assert inspect.getsource(sfa_v1.DeviceOperator.indexer_select_post_process).count("sparse_count=2048") == 3
+    places = 3 if OLDER else 2
+    assert inspect.getsource(sfa_v1.DeviceOperator.indexer_select_post_process).count("sparse_count=2048") == places
 
 
 @assumption
 def int8_of_heads_is_on_decode_alone() -> None:
     """P keeps keys and values in full, so a push would have to quantise them. D is refused by its caches' dtype."""
-    from vllm_ascend.quantization.methods.kv_c8 import AscendC8KVCacheAttentionMethod
-
-    source = inspect.getsource(AscendC8KVCacheAttentionMethod.create_weights)
+    package = "vllm_ascend.quantization.methods" + ("" if OLDER else ".kv_cache")
+    method = importlib.import_module(f"{package}.kv_c8").AscendC8KVCacheAttentionMethod
+    source = inspect.getsource(method.create_weights)
     assert "if not self.is_kv_producer:" in source[: source.index("layer.kv_cache_torch_dtype = torch.int8")]
 
 
@@ -422,7 +470,12 @@ def what_patience_changes_is_there() -> None:
     assert "batch_queue.appendleft((future, scheduler_output, exec_future))" in source
 
 
-@assumption
+@of("0.30")
+def groups_need_nothing_around_the_scheduler_and_failed_loads_are_reported_by_request() -> None:
+    assert compat.HAS_TRANSFER_RESULTS and not older_groups.needed() and older_groups.unproven() == ""
+
+
+@of("0.23")
 def failed_loads_are_reported_by_blocks() -> None:
     """vLLM 0.23 has no result per request; it asks the connector for failed blocks instead."""
     assert not compat.HAS_TRANSFER_RESULTS

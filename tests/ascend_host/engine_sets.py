@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sets of engines under vllm-ascend itself, on a CANN in host memory or on NPUs.
 
-In host memory vllm-ascend, vLLM, torch_npu and Mooncake are the pinned ones, unmodified. Sets with `regroup_kernels:
-own` use `csrc/npu`, built against that torch_npu, whose kernels run on the emulated cores; the others torch_npu's
-operators. Where a P's caches are late, an operator's results get there only after some time, so that code that does not
-wait for the event pushes old bytes. docs/building.md describes the environment.
+In host memory vllm-ascend, vLLM, torch_npu and Mooncake are the pinned ones of a release, unmodified. Sets with
+`regroup_kernels: own` use `csrc/npu`, built against that torch_npu, whose kernels run on the emulated cores; the others
+torch_npu's operators. Where a P's caches are late, an operator's results get there only after some time, so that code
+that does not wait for the event pushes old bytes. docs/building.md describes the environment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from host_build import INTERPRETER, HostBuild
+from host_build import BASE, HostBuild
 from pairs import FORKED, Pair
 
 from tools.support.cluster import STRICT, Cluster
@@ -59,7 +59,7 @@ class Machine:
         drawn = {"STAND_IN_SEED": os.environ.get("STAND_IN_SEED") or str(secrets.randbelow(1_000_000))}
         environment = {**build.variables(), "MC_FORCE_TCP": "1", **forked, **drawn}
         plugins = (*build.plugins, PATIENT)  # the cores are the device
-        return cls(str(INTERPRETER), True, plugins, environment, keys, forks)
+        return cls(str(build.python), True, plugins, environment, keys, forks)
 
 
 NPUS = Machine(sys.executable, stands_in=False)
@@ -139,6 +139,7 @@ class Engines:
     draft: Mapping[str, Any] = field(
         default_factory=dict
     )  # --speculative-config of both; its model by the recipe's name
+    release: str = BASE  # of vllm-ascend, on stand-ins
     beside: tuple[Mapping[str, Any], ...] = ()  # other connectors of both, behind ours in vllm-ascend's MultiConnector
 
     def __str__(self) -> str:

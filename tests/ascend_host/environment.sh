@@ -1,30 +1,43 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Prints the interpreter of .venv-ascend-host: the real vllm-ascend, vLLM and torch_npu of requirements/ascend-host.txt.
+# Prints the interpreter of an environment with the real vllm-ascend, vLLM and torch_npu.
 #
-# An environment of its own, because torch_npu without CANN breaks `import torch` for everybody else, and because its torch
-# is another than .venv's. What stands in for CANN is built by host_build.py. The second run finds all by its stamp.
+#   tests/ascend_host/environment.sh [--why-not] [RELEASE]
+#
+# RELEASE: 0.30 (.venv-ascend-host, the default) or 0.23 (.venv-ascend-host-0.23), as in requirements/ascend-host-*.txt.
+# Environments of their own, because torch_npu without CANN breaks `import torch` for everybody else, and because their
+# torch is another than .venv's. What stands in for CANN is built by host_build.py. The second run finds all by its stamp.
 # With --why-not it makes nothing: it prints why the environment cannot be made here, or nothing.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 # shellcheck source=scripts/setup.sh
 . scripts/setup.sh
 
-REQUIREMENTS=requirements/ascend-host.txt
-venv=$PD_ROOT/.venv-ascend-host
+only_why=
+if [ "${1:-}" = --why-not ]; then
+  only_why=1
+  shift
+fi
+BASE=0.30
+release=${1:-$BASE}
+SHARED=requirements/ascend-host.txt
+PINS=requirements/ascend-host-$release.txt
+name=.venv-ascend-host
+if [ "$release" != "$BASE" ]; then name+=-$release; fi
+venv=$PD_ROOT/$name
 python=$venv/bin/python
 began=$EPOCHREALTIME
 
 pip_there() { "$python" -m pip --disable-pip-version-check --no-input install --no-deps --progress-bar off "$@"; }
 
 # Everything that comes as a wheel, then what is built here: those builds need the first.
-wheels() { pip_there -r <(grep -vE '^vllm(-ascend)?==' "$REQUIREMENTS"); }
+wheels() { pip_there -r "$SHARED"; }
 
 # Without cargo on the path vLLM leaves its front end in Rust out. The override makes the version what was asked for,
 # without the suffix of a build for no device, with which pip would throw it away.
 build_vllm() {
   local pin
-  pin=$(grep '^vllm==' "$REQUIREMENTS")
+  pin=$(grep '^vllm==' "$PINS")
   VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=${pin#*==} PATH="$venv/bin:/usr/bin:/bin" \
     TORCH_DEVICE_BACKEND_AUTOLOAD=0 pip_there --no-build-isolation --no-binary vllm "$pin"
 }
@@ -32,7 +45,7 @@ build_vllm() {
 # SOC_VERSION stands for the chip that a build on a machine without one cannot ask.
 build_vllm_ascend() {
   local pin
-  pin=$(grep '^vllm-ascend==' "$REQUIREMENTS")
+  pin=$(grep '^vllm-ascend==' "$PINS")
   COMPILE_CUSTOM_KERNELS=0 SOC_VERSION=ascend910b1 SETUPTOOLS_SCM_PRETEND_VERSION=${pin#*==} PATH="$venv/bin:/usr/bin:/bin" \
     TORCH_DEVICE_BACKEND_AUTOLOAD=0 pip_there --no-build-isolation --no-binary vllm-ascend "$pin"
 }
@@ -42,12 +55,12 @@ make_venv() {
   base=$(pd_find_python311) || pd_fail "Python 3.11 is needed: install it, or set PD_BASE_PYTHON"
   : >"$PD_SETUP_LOG"
   pd_debian "$base"
-  pd_step "${venv#"$PD_ROOT"/} from $base" "$base" -m venv --clear "$venv"
+  pd_step "$name from $base" "$base" -m venv --clear "$venv"
   pd_step "torch, torch_npu and what vLLM needs (pinned, 4 GB to download)" wheels
   pd_step "vLLM from its source distribution, for no device" build_vllm
   pd_step "vllm-ascend from its source distribution, without compiled operators" build_vllm_ascend
   printf '%s\n' "$stamp" >"$venv/.stamp"
-  pd_say "ready after $(pd_elapsed "$began") s, $(du -sh "$venv" | cut -f1) in ${venv#"$PD_ROOT"/}"
+  pd_say "ready after $(pd_elapsed "$began") s, $(du -sh "$venv" | cut -f1) in $name"
 }
 
 why_not() {
@@ -61,18 +74,19 @@ why_not() {
   fi
 }
 
-if [ "${1:-}" = --why-not ]; then
+if [ -n "$only_why" ]; then
   why_not
   exit 0
 fi
-stamp=$(pd_hash "$REQUIREMENTS" tests/ascend_host/environment.sh)
+[ -f "$PINS" ] || pd_fail "there is no $PINS: 0.30 or 0.23 is wanted"
+stamp=$(pd_hash "$SHARED" "$PINS" tests/ascend_host/environment.sh)
 is_there() { [ -f "$venv/.stamp" ] && [ "$(<"$venv/.stamp")" = "$stamp" ]; }
 
 mkdir -p "$PD_CACHE"
-PD_SETUP_LOG=$PD_CACHE/ascend-host.log
-exec 9>"$PD_CACHE/ascend-host.lock"
+PD_SETUP_LOG=$PD_CACHE/${name#.venv-}.log
+exec 9>"$PD_CACHE/${name#.venv-}.lock"
 if ! flock -n 9; then
-  pd_say "another set-up of .venv-ascend-host is running; waiting for it"
+  pd_say "another set-up of $name is running; waiting for it"
   flock -w "$PD_SETUP_LOCK_TIMEOUT" 9
 fi
 is_there || make_venv

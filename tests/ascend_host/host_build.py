@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The libraries of tests/native, built for the torch_npu of .venv-ascend-host, and two more of this folder.
+"""The libraries of tests/native, built for the torch_npu of an environment of vllm-ascend, and two more of this folder.
 
 libatb                    empty but for the loader: ATB's operators are taken over before they get there
 libascend_host.so         operators.cpp: takes torch's operators over
 
-python tests/ascend_host/host_build.py        builds if needed; prints what a process needs, as NAME=VALUE
+python tests/ascend_host/host_build.py [RELEASE]       builds if needed; prints what a process needs, as NAME=VALUE
 """
 
 from __future__ import annotations
@@ -18,16 +18,21 @@ import npu_build
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-INTERPRETER = ROOT / ".venv-ascend-host/bin/python"
-STAMP = ROOT / ".venv-ascend-host/.stamp"
-# vLLM keeps what it finds out about a model's class by the class's name: with .venv's release in the same directory,
-# the two would overwrite each other's, and each engine would import its model twice.
-KEPT = ROOT / ".venv-ascend-host/.vllm"
+BASE, OLDER = "0.30", "0.23"  # releases of vllm-ascend: what every change runs under, and the one before
+
+
+def environment(release: str = BASE) -> Path:
+    """Return the folder in which environment.sh makes the environment of a release."""
+    return ROOT / (".venv-ascend-host" if release == BASE else f".venv-ascend-host-{release}")
 
 
 class HostBuild(npu_build.Build):
     sources = (*npu_build.Build.sources, HERE)
     binding_flags = ("-O2",)
+
+    @classmethod
+    def of(cls, release: str = BASE) -> HostBuild:
+        return cls(environment(release) / "bin/python").ensure()
 
     def variables(self) -> dict[str, str]:
         """Return a process's variables beyond the caller's environment.
@@ -42,7 +47,9 @@ class HostBuild(npu_build.Build):
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "TRANSFORMERS_OFFLINE": "1",
-            "VLLM_CACHE_ROOT": str(KEPT),
+            # vLLM keeps what it finds out about a model's class by the class's name: two releases with the same folder
+            # would overwrite each other's, and each engine would import its model twice.
+            "VLLM_CACHE_ROOT": str(self.python.parents[1] / ".vllm"),
         }
 
     # Separate folders, so that tests can import the references without replacing their own torch's operators.
@@ -58,7 +65,7 @@ class HostBuild(npu_build.Build):
 
 
 def main() -> None:
-    build = HostBuild(INTERPRETER).ensure()
+    build = HostBuild.of(*sys.argv[1:2])
     path = ":".join(map(str, (*build.plugins, ROOT)))
     for name, value in {**build.variables(), "PYTHONPATH": path}.items():
         print(f"{name}={value}")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import httpx
 import pytest
 from engine_sets import BLOCK, Engines, Machine, Side
+from host_build import OLDER
 from pairs import Pair, fresh_prompt, reference_answers
 from test_pairs import LATE, chunks, edges, many, started
 
@@ -51,12 +52,12 @@ class BesidePool(Engines):
         return made
 
 
-ENGINES = BesidePool("gqa 1to1 pool", p=Side(late_us=LATE), d=Side(late_us=LATE), beside=(POOL,))
+ENGINES = BesidePool("gqa 1to1 pool", p=Side(late_us=LATE), d=Side(late_us=LATE), beside=(POOL,), release=OLDER)
 
 
 @pytest.fixture(scope="module")
-def pair(host: Machine, progress: Callable[[str], None]) -> Iterator[Pair]:
-    with started(ENGINES, host, progress) as pair:
+def pair(hosts: Callable[[str], Machine], progress: Callable[[str], None]) -> Iterator[Pair]:
+    with started(ENGINES, hosts(ENGINES.release), progress) as pair:
         yield pair
 
 

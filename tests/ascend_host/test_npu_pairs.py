@@ -38,7 +38,7 @@ OF_STAND_INS = (
 
 @pytest.fixture(scope="module")
 def running(progress: Callable[[str], None]) -> Iterator[Running]:
-    with Running(NPUS, progress) as running:
+    with Running(lambda _release: NPUS, progress) as running:
         yield running
 
 
@@ -71,7 +71,9 @@ def keys(spec: EngineSpec) -> Mapping[str, Any]:
 
 @pytest.mark.parametrize("engines", SETS, ids=str)
 def test_on_npus_nothing_of_the_stand_ins_is_left(engines: Engines, tmp_path: Path) -> None:
-    build: Any = SimpleNamespace(plugins=(tmp_path,), variables=lambda: dict.fromkeys(OF_STAND_INS, "1"))
+    build: Any = SimpleNamespace(
+        python=tmp_path / "python", plugins=(tmp_path,), variables=lambda: dict.fromkeys(OF_STAND_INS, "1")
+    )
     host = Machine.host(build)
     here, there = specs(engines, host, tmp_path / "here"), specs(engines, NPUS, tmp_path / "there")
     assert len(here) == len(there)

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 from ascend_host.faults import ELSEWHERE
 from engine_sets import BLOCK, EQUAL, SHORT_BLOCKS, Engines, Machine, Side, additional, few_blocks
+from host_build import OLDER
 from pairs import Pair, counter, fresh_prompt
 
 from tools.support.checks import eventually, fresh_salt
@@ -38,6 +39,7 @@ LATE, DELAY = 200_000, 1000
 BLOCKS_OF_D = 5  # with the null block: the second request needs all that the first one had
 TOKENS = "answers"
 NO_NUMBER = "Out of range float values"  # vLLM's answer if a log-probability is not a number
+Hosts = Callable[[str], Machine]
 CODES = {"checksums": "PD-WIRE-004", "tags": "did not give their part", "hooks": "PD-GEO-004"}
 
 TOKEN = {"token": {TOKENS}}
@@ -90,8 +92,8 @@ SHAPES: dict[str, Engines] = {
     "gqa 1to2": Engines("planted gqa 1to2", d=Side(2)),
     "mla 1to1": Engines("planted mla 1to1", "mla", dtype="bfloat16"),
     "mla 2to1": Engines("planted mla 2to1", "mla", p=Side(2)),
-    "dsa int8 1to1": Engines("planted dsa int8 1to1", "dsv32", dtype="bfloat16", flags=C8),
-    "states 2to1": Engines("planted states 2to1", "qwen3next", p=Side(2)),
+    "dsa int8 1to1": Engines("planted dsa int8 1to1", "dsv32", dtype="bfloat16", flags=C8, release=OLDER),
+    "states 2to1": Engines("planted states 2to1", "qwen3next", p=Side(2), release=OLDER),
     "drafts 2to1": Engines("planted drafts 2to1", p=Side(2, drafts=1), draft=EAGLE3),
 }
 SETS = {
@@ -99,7 +101,7 @@ SETS = {
     "exchange": Set(Engines("planted exchange", p=Side(2, keys=OWN_KERNELS, late_us=LATE, delay_us=DELAY)), EXCHANGED),
     # D's first step completes an entry for 4 tokens and one for 128, of what a compressor had of the others.
     "compressed": Set(
-        Engines("planted compressed", "dsv4", dtype="bfloat16", flags=SHORT_BLOCKS),
+        Engines("planted compressed", "dsv4", dtype="bfloat16", flags=SHORT_BLOCKS, release=OLDER),
         COMPRESSED,
         3 * BLOCK - 1,
     ),
@@ -114,7 +116,7 @@ SETS = {
     **{title: Set(engines, TOKEN, verify=("full",), whole=True) for title, engines in SHAPES.items()},
     # Without a fault 4.2e-3 at most in two runs of 36 log-probabilities.
     "dsa 2to1": Set(
-        Engines("planted dsa 2to1", "dsv32", p=Side(2), dtype="float16"),
+        Engines("planted dsa 2to1", "dsv32", p=Side(2), dtype="float16", release=OLDER),
         TOKEN,
         verify=("full",),
         whole=True,
@@ -209,11 +211,12 @@ def said(url: str, prompt: list[int], **more: Any) -> tuple[list[int], list[floa
 
 
 @contextmanager
-def started(name: str, verify: str, host: Machine, progress: Callable[[str], None], file: Path) -> Iterator[Planted]:
+def started(name: str, verify: str, hosts: Hosts, progress: Callable[[str], None], file: Path) -> Iterator[Planted]:
     """Start a pair that is right without a fault; at its end it is so again, and all blocks are free."""
     plain = SETS[name].engines
     p, d = (dataclasses.replace(side, faults=str(file)) for side in (plain.p, plain.d))
     engines = dataclasses.replace(plain, title=f"{plain.title} {verify}", p=p, d=d, verify=verify)
+    host = hosts(engines.release)
     with Cluster(fresh_directory("ascend_host"), progress, forks=host.forks) as cluster:
         planted = Planted(engines.start(host, cluster), file, SETS[name])
         yield planted.good(progress)
@@ -224,7 +227,7 @@ def started(name: str, verify: str, host: Machine, progress: Callable[[str], Non
 
 
 @pytest.fixture(scope="module")
-def planted(host: Machine, progress: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def planted(hosts: Hosts, progress: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Return a function that returns a pair: one at a time, until another is asked for."""
     file, running = tmp_path_factory.mktemp("planted") / "fault", dict[tuple[str, str], Planted]()
     with ExitStack() as stack:
@@ -233,7 +236,7 @@ def planted(host: Machine, progress: Callable[[str], None], tmp_path_factory: py
             if (name, verify) not in running:
                 running.clear()
                 stack.close()
-                running[name, verify] = stack.enter_context(started(name, verify, host, progress, file))
+                running[name, verify] = stack.enter_context(started(name, verify, hosts, progress, file))
             return running[name, verify]
 
         yield pair

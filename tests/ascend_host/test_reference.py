@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_host import delta, kernels, moe, reference, sparse
+from ascend_host import delta, kernels, library, moe, reference, sparse
+from fla_npu.ops import ascendc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -40,8 +41,10 @@ def test_every_reference_is_tested_here() -> None:
     others = vars(importlib.import_module("test_reference_deepseek4"))
     tested = {name.removeprefix("test_") for name in (*globals(), *others)}
     tested |= {"paged_cache_load"}  # with gather_pa_kv_cache
-    tested |= {"moe_init_routing", "grouped_matmul", "moe_token_unpermute"}  # tested as a layer of experts
-    replaced = {name for functions in delta.IN_PLACE_OF.values() for name in functions}
+    # Tested as a layer of experts.
+    tested |= {"moe_init_routing", "moe_init_routing_v2", "grouped_matmul", "moe_token_unpermute"}
+    replacements = kernels.together(delta.IN_PLACE_OF, *delta.IN_PLACE_OF_ONE.values())
+    replaced = {name for functions in replacements.values() for name in functions}
     assert {function.__name__ for function in reference.MEANINGS.values()} | replaced <= tested
 
 
@@ -64,6 +67,17 @@ def test_add_rms_norm(seed: int, rows: int, width: int) -> None:
     y, _, both = reference.add_rms_norm(x, residual, gamma, 1e-6)
     close(both, torch.add(x, residual))
     close(y, functional.rms_norm(x + residual, (width,), gamma, 1e-6))
+
+
+@MANY
+@given(seeds, sizes, sizes, st.booleans())
+def test_add_rms_norm_bias(seed: int, rows: int, width: int, biased: bool) -> None:
+    x, residual, gamma = random(seed, rows, width), random(seed + 1, rows, width), random(seed + 2, width)
+    bias = random(seed + 3, width)
+    y, scale, both = library.add_rms_norm_bias(x, residual, gamma, bias if biased else None, 1e-5)
+    close(both, torch.add(x, residual))
+    close(y, functional.rms_norm(x + residual, (width,), gamma, 1e-5) + (bias if biased else 0))
+    close(scale[:, 0], 1 / ((x + residual).square().sum(-1) / width + 1e-5).sqrt())
 
 
 @MANY
@@ -148,6 +162,25 @@ def test_rotary_embedding(seed: int, tokens: int, planes: int, rest: int, neox: 
     close(key, wanted[1])
 
 
+@MANY
+@given(seeds, sizes, sizes, st.integers(0, 3), st.booleans())
+def test_mrope(seed: int, tokens: int, planes: int, rest: int, neox: bool) -> None:
+    head, angles = 2 * planes + rest, random(seed, 50, planes)
+    table = torch.cat((angles.cos(), angles.sin()), -1)
+    positions = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(seed))
+    query, key = random(seed + 1, tokens, 3 * head), random(seed + 2, tokens, head)
+    before, mode = query.clone(), "half" if neox else "interleaved"
+    found = reference.mrope(positions, query, key, table, head, mrope_section=[0, 0, 0], rotary_mode=mode)
+    assert torch.equal(query, before)
+    for x, got in zip((query, key), found, strict=True):
+        for token, at in enumerate(positions.tolist()):
+            for n, part in enumerate(x[token].view(-1, head)):
+                wanted = torch.cat((turned(part[: 2 * planes], angles[at], pairs=not neox), part[2 * planes :]))
+                close(got[token].view(-1, head)[n], wanted)
+    with pytest.raises(NotImplementedError, match="several dimensions"):
+        reference.mrope(positions, query, key, table, head, mrope_section=[1, 0, 0])
+
+
 # ---- the paged cache
 
 BLOCKS, TOKENS = 9, 4
@@ -174,6 +207,16 @@ def test_reshape_and_cache(seed: int, count: int, padding: int) -> None:
     wanted = [written(cache, slots, rows) for cache, rows in zip(caches, (key, value), strict=True)]
     reference.reshape_and_cache(key, value, *caches, torch.tensor(slots, dtype=torch.int32))
     assert all(map(torch.equal, caches, wanted))
+
+
+@MANY
+@given(seeds, sizes)
+def test_keys_and_values_may_take_turns_block_by_block(seed: int, count: int) -> None:
+    slots, rows = places(seed, count), [random(seed + i, count, 2, 3) for i in range(2)]
+    memory = random(seed + 2, BLOCKS, 2, TOKENS, 2, 3)
+    wanted = torch.stack([written(memory[:, i], slots, rows[i]) for i in range(2)], 1)
+    reference.reshape_and_cache(*rows, memory[:, 0], memory[:, 1], torch.tensor(slots, dtype=torch.int32))
+    assert torch.equal(memory, wanted)
 
 
 def test_scatter_pa_kv_cache() -> None:
@@ -438,9 +481,10 @@ def test_moe_gating_top_k(seed: int, tokens: int, k: int, renorm: bool, sigmoid:
         close(weights[row], torch.tensor([1.5 * chances[i] / whole for i in best]))
 
 
+@pytest.mark.parametrize("routing", [moe.moe_init_routing, moe.moe_init_routing_v2])
 @MANY
 @given(seeds, st.integers(1, 5), st.integers(1, 3), st.integers(0, 2), st.integers(0, 2))
-def test_a_layer_of_experts(seed: int, tokens: int, k: int, first: int, fewer: int) -> None:
+def test_a_layer_of_experts(routing: Any, seed: int, tokens: int, k: int, first: int, fewer: int) -> None:
     """Routing, grouped product and merging: each token is the weighted sum of the results of its experts here.
 
     The index of an expert on another rank is -1, which vllm-ascend makes positive, with the weight 0.
@@ -451,13 +495,13 @@ def test_a_layer_of_experts(seed: int, tokens: int, k: int, first: int, fewer: i
         [torch.randperm(6, generator=torch.Generator().manual_seed(seed + i))[:k] for i in range(tokens)]
     )
     shares = random(seed + 2, tokens, k)
-    rows, place, counts, _ = moe.moe_init_routing(
+    rows, place, counts, _ = routing(
         x,
         experts.int(),
         expert_num=6,
         expert_tokens_num_type=1,
         expert_tokens_num_flag=True,
-        quant_mode=-1,
+        **({"quant_mode": -1} if routing is moe.moe_init_routing else {}),
         active_expert_range=[first, end],
     )
     assert counts.tolist() == [int((experts == e).sum()) for e in range(first, end)]
@@ -661,6 +705,88 @@ def test_chunk_gated_delta_rule() -> None:
 
 
 @MANY
+@given(seeds, st.lists(st.integers(0, 5), min_size=1, max_size=3))
+def test_npu_chunk_gated_delta_rule(seed: int, lengths: list[int]) -> None:
+    (q, k, v, g, beta), before = recurrence(seed, sum(lengths)), random(seed + 5, len(lengths), 4, 5, 3)
+    out, after = delta.npu_chunk_gated_delta_rule(
+        q, k, v, beta=beta, g=g, scale=0.5, initial_state=before, actual_seq_lengths=torch.tensor(lengths)
+    )
+    done = 0
+    for seq, length in enumerate(lengths):
+        rows = slice(done, done + length)
+        wanted, states = by_matrices(*(x[rows] for x in (q, k, v, g, beta)), 0.5, before[seq])
+        close(out[rows], wanted)
+        close(after[seq], states[-1] if length else before[seq])
+        done += length
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[None]:
+    """Declare the operators that stand under fla_npu's functions."""
+    library = torch.library.Library("_C_ascend", "FRAGMENT")
+    for name in ("npu_causal_conv1d_custom", "npu_fused_gdn_gating", "npu_recurrent_gated_delta_rule"):
+        library.define(name + delta.SCHEMAS[f"_C_ascend::{name}"])
+        library.impl(name, reference.MEANINGS[f"_C_ascend::{name}"], "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.usefixtures("compiled")
+def test_functions_of_fla_npu() -> None:
+    """A prompt, then a step with drafts of which some are right, then a step behind those."""
+    weight, bias, states, block = random(0, ROWS + 1, 2), random(1, 2), random(2, 4, ROWS + 2, 2), torch.tensor([2])
+    x = random(3, 9, 2)
+    wanted = convolved(torch.zeros(ROWS, 2), x, weight, bias, active=True)
+    ends = torch.tensor([0, 4])
+    begun = torch.tensor([False])
+    given = {"query_start_loc": ends, "cache_indices": block, "has_initial_state": begun}
+    close(ascendc.causal_conv1d_fn(x[:4], weight, bias, conv_states=states, **given), wanted[:4])
+    drafts = torch.cat((x[4:6], random(4, 1, 2)))
+    for rows, accepted, first, into in ((drafts, 1, 4, None), (x[6:8], 2, 6, torch.zeros(2, 2))):
+        step = {"query_start_loc": torch.tensor([0, len(rows)]), "num_accepted_tokens": torch.tensor([accepted])}
+        got = ascendc.causal_conv1d_update(
+            rows, states, weight, bias, "silu", conv_state_indices=block, out=into, **step
+        )
+        close(got[:2], wanted[first : first + 2])
+        assert into is None or got is into
+    (q, k, v, g, beta), state = recurrence(5, 1), random(6, 8, 4, 5, 3)
+    out, [after] = by_matrices(q, k, v, g, beta, 0.5, state[3])
+    one = {"actual_seq_lengths": torch.tensor([0, 1]), "ssm_state_indices": torch.tensor([3])}
+    close(ascendc.recurrent_gated_delta_rule(q, k, v, state, g=g, beta=beta, scale=0.5, **one), out)
+    close(state[3], after)
+    with pytest.raises(NotImplementedError, match="with relu"):
+        ascendc.causal_conv1d_fn(x, weight, conv_states=states, activation="relu", **given)
+    with pytest.raises(NotImplementedError, match="Kimi"):
+        ascendc.recurrent_kda(q)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_fused_gdn_gating_patch() -> None:
+    decay, bias, a, b = random(0, 2), random(1, 2), random(2, 3, 2), random(3, 3, 2)
+    g, beta = delta.fused_gdn_gating_patch(decay, a, b, bias)
+    close(g[0], -decay.exp() * torch.log1p((a + bias).exp()))
+    close(beta[0], 1 / (1 + (-b).exp()))
+
+
+def test_gather_ssm_states() -> None:
+    memory = random(0, 6, 2 * 3 + 5)  # pages longer than what is in them
+    states = memory[:, :6].view(6, 2, 3)
+    states[4] = math.nan  # of a sequence that begins: what the block had
+    found = delta.gather_ssm_states(states, torch.tensor([5, 4, 0]), torch.tensor([True, False, True]))
+    assert torch.equal(found, torch.stack((states[5], torch.zeros(2, 3), states[0])))
+    assert delta.gather_ssm_states(states, *torch.ones(2, 1).int(), output_dtype=torch.half).dtype == torch.half
+
+
+def test_scatter_ssm_states_() -> None:
+    memory, source = random(0, 6, 2 * 3 + 5), random(1, 2, 2, 3, dtype=torch.bfloat16)
+    wanted = memory.clone()
+    for row, at in enumerate((3, 1)):
+        wanted[at, :6] = source[row].flatten().float()
+    delta.scatter_ssm_states_(memory[:, :6].view(6, 2, 3), torch.tensor([3, 1]), source)
+    assert torch.equal(memory, wanted)
+
+
+@MANY
 @given(seeds, sizes, sizes)
 def test_l2norm_fwd(seed: int, rows: int, width: int) -> None:
     x = random(seed, rows, 2, width)
@@ -733,6 +859,19 @@ def test_slot_mapping() -> None:
     assert slots.tolist() == [23, 24, 28, 29, 30, 77, -1, -1]
 
 
+def test_slots_of_several_groups() -> None:
+    """Two tables, of blocks of 4 and of 8 tokens; the first group's table has three columns, the other's one."""
+    tables = torch.tensor([[5, 6, 9], [7, 8, 9]], dtype=torch.int32), torch.tensor([[3], [2]], dtype=torch.int32)
+    slots = [torch.full((7,), 77, dtype=torch.int32) for _ in tables]
+    addresses = [torch.tensor([one.data_ptr() for one in each]) for each in (tables, slots)]
+    starts, positions = torch.tensor([0, 2, 5]), torch.tensor([3, 4, 0, 1, 2])
+    given = 2, 2, 5, 7, starts, positions, *addresses, torch.tensor([3, 1]), torch.tensor([4, 8]), 4
+    kernels.slot_mappings(*given, pad_id=-1, is_circular_ptr=torch.tensor([0, 0]))
+    assert [one.tolist() for one in slots] == [[23, 24, 28, 29, 30, -1, -1], [27, 28, 16, 17, 18, -1, -1]]
+    with pytest.raises(NotImplementedError, match="ring"):
+        kernels.slot_mappings(*given, pad_id=-1, is_circular_ptr=torch.tensor([0, 1]))
+
+
 def test_batch_memcpy() -> None:
     rows = random(0, 5, 7)
     wanted = torch.stack((rows[3], rows[1], torch.cat((rows[4, :2], rows[2, 2:])), rows[3], rows[4]))
@@ -751,7 +890,7 @@ def test_copy_and_expand_dflash_inputs(seed: int, requests: list[tuple[int, int,
     size, drafts, mask, room = 4, 3, 500, 40
     table = torch.randperm(100, generator=torch.Generator().manual_seed(seed))[: 10 * len(requests)]
     table = table.view(len(requests), 10).to(torch.int32)
-    rejected = [min(less, count - 1) for _, count, less in requests]
+    rejected = [min(less, count) for _, count, less in requests]
     at = [list(range(before, before + count)) for before, count, _ in requests]
 
     def slots(row: int, positions: list[int]) -> list[int]:

@@ -188,8 +188,11 @@ def test_inplace_partial_rotary_mul(seed: int, tokens: int, heads: int, planes: 
     wanted, part = x.clone(), slice(3, 3 + 2 * planes)
     wanted[..., part] = turned(x[..., part], angles, pairs=True)
     wide = angles.repeat_interleave(2, -1)
-    compressed.inplace_partial_rotary_mul(x, wide.cos(), wide.sin(), "interleave", [part.start, part.stop])
+    before, where = x.clone(), ("interleave", [part.start, part.stop])
+    compressed.inplace_partial_rotary_mul(x, wide.cos(), wide.sin(), *where)
     close(x, wanted)
+    compressed.inplace_partial_rotary_mul(x, wide.cos(), wide.sin(), *where, negate_sin=True)
+    close(x, before)
 
 
 # ---- which entries, and attention
@@ -232,6 +235,38 @@ def test_vllm_quant_lightning_indexer(seed: int, new: list[int], before: list[in
         assert got[len(wanted) :] == [-1] * (most - len(wanted))
         assert [score[entry] for entry in got[: len(wanted)]] == pytest.approx(wanted, rel=1e-4, abs=1e-3)
         assert len(set(got[: len(wanted)])) == len(wanted)
+
+
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_quant_lightning_indexer_v2(ratio: int) -> None:
+    """Two sequences whose last entries have one and no token behind them: an entry with a later token is not seen."""
+    counts = [9 * ratio + ratio // 2, 4 * ratio]
+    keys, table = paged(7, [count // ratio for count in counts], 8)
+    keys, scales = (20 * keys).to(torch.int8), random(8, *keys.shape[:2], 1).abs()
+    query, asked, weights = (20 * random(9, 4, 3, 8)).to(torch.int8), random(10, 4, 3).abs(), random(11, 4, 3)
+    most = 5
+    best, _ = compressed.quant_lightning_indexer_v2(
+        query,
+        keys,
+        weights,
+        asked,
+        scales,
+        most,
+        2,
+        cu_seqlens_q=torch.tensor([0, 3, 4]),
+        seqused_k=torch.tensor([count // ratio for count in counts]),
+        cmp_residual_k=torch.tensor([count % ratio for count in counts]),
+        block_table=table,
+        cmp_ratio=ratio,
+    )
+    for row, (sequence, seen) in enumerate([(0, counts[0] - 2), (0, counts[0] - 1), (0, counts[0]), (1, counts[1])]):
+        at = [(int(table[sequence, entry // 4]), entry % 4) for entry in range(seen // ratio)]
+        whole = torch.stack([keys[place][0].double() * scales[place].double() for place in at])
+        parts = (whole @ query[row].double().t() * asked[row].double()).relu() * weights[row].double()
+        order = parts.sum(-1).sort(descending=True).indices[:most].tolist()
+        assert best[row, 0].tolist() == order + [-1] * (most - len(order))
+    with pytest.raises(NotImplementedError, match="other scales"):
+        compressed.quant_lightning_indexer_v2(query, keys, weights, asked, scales, most, 1)
 
 
 def attended(query: Tensor, rows: list[Tensor], sink: float, scale: float) -> Tensor:

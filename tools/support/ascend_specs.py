@@ -24,6 +24,13 @@ class AscendMLAAttentionSpec(MLAAttentionSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AscendSFAIndexerCacheSpec(MLAAttentionSpec):
+    """Of 0.30: an indexer's keys, in a layer of their own."""
+
+    scale_dim: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class AscendSlidingWindowMLASpec(SlidingWindowMLASpec):
     compress_ratio: int = 1
 

@@ -20,8 +20,16 @@ def beside(name: str, *options: str) -> str:
 
     tests/environment.sh lists the names. Raises RuntimeError with the output of a set-up that failed.
     """
-    command = [str(ROOT / "tests" / "environment.sh"), name, *options]
-    made = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SETUP_S)
+    return _made("tests/environment.sh", name, *options)
+
+
+def of_vllm_ascend(release: str) -> str:
+    """Return the same of an environment of vllm-ascend, which runs on a CANN in host memory."""
+    return _made("tests/ascend_host/environment.sh", release)
+
+
+def _made(script: str, *words: str) -> str:
+    made = subprocess.run([str(ROOT / script), *words], capture_output=True, text=True, check=False, timeout=SETUP_S)
     if made.returncode:
         raise RuntimeError(made.stderr)
     return made.stdout.strip()

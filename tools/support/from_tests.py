@@ -21,10 +21,10 @@ def _module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def host_build() -> HostBuild:
-    """Return the libraries that stand in for CANN under vllm-ascend, built if needed."""
+def older_host_build() -> HostBuild:
+    """Return the libraries that stand in for CANN under the older release of vllm-ascend, built if needed."""
     module = _module("host_build")
-    build: HostBuild = module.HostBuild(module.INTERPRETER).ensure()
+    build: HostBuild = module.HostBuild.of(module.OLDER)
     return build
 
 

@@ -9,7 +9,13 @@ from typing import Any
 from vllm_ascend_pd.geometry.layout import attention_of
 from vllm_ascend_pd.geometry.states import DELTA_NET, MAMBA2
 
-PROVEN: tuple[str, ...] = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "AscendMLAAttentionSpec")
+PROVEN: tuple[str, ...] = (
+    "FullAttentionSpec",
+    "SlidingWindowSpec",
+    "MLAAttentionSpec",
+    "AscendMLAAttentionSpec",
+    "AscendSFAIndexerCacheSpec",  # vllm-ascend 0.30: an indexer's keys as a layer of their own
+)
 _STATE_SPEC = "MambaSpec"  # Gated DeltaNet's too
 # In one of several groups, or in a group that does not keep all tokens.
 PROVEN_GROUPED: tuple[str, ...] = ("FullAttentionSpec", "SlidingWindowSpec", _STATE_SPEC)

@@ -781,6 +781,21 @@ def test_an_indexer_with_dcp_has_all_its_keys_on_every_rank() -> None:
 
 
 @pytest.mark.usefixtures("under_vllm_ascend")
+def test_vllm_ascends_indexers_are_layers_of_their_own_since_0_30() -> None:
+    index = {"block_size": 32, "num_kv_heads": 1, "head_size": 128}
+    groups = with_indexers(ascend_specs.latent(32, (512, 64)))
+    specs = groups.kv_cache_groups[0].kv_cache_spec.kv_cache_specs
+    name = next(name for name in specs if name not in LAYERS)
+    specs[name] = ascend_specs.AscendSFAIndexerCacheSpec(**index, dtype=torch.bfloat16)
+    admission.check_groups(groups)
+    shape = admission.cache_shape(vllm_config(tensor_parallel_size=2), groups)
+    assert shape.other_shapes == {name: LayerShape(1, 1, 128)} and not shape.indexes
+    specs[name] = ascend_specs.AscendSFAIndexerCacheSpec(**index, dtype=torch.int8, scale_dim=1)
+    with pytest.raises(ConfigError, match=r"A quantised KV cache \(torch.int8\)"):
+        admission.check_groups(groups)
+
+
+@pytest.mark.usefixtures("under_vllm_ascend")
 def test_an_indexers_layers_of_their_own_are_not_divided() -> None:
     config = divided("kv_producer")
     config.parallel_config.cp_kv_cache_interleave_size = 16

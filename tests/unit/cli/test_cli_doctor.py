@@ -285,7 +285,9 @@ def test_the_ports_of_a_hosts_data_parallel_ranks_are_those_that_its_engine_take
         ({"vllm": "0.23.0", "torch": "2.10.0", "vllm-ascend": "0.23.0", "torch_npu": "2.10.0.post4"}, GOOD),
         ({"vllm": "0.23.0", "torch": "2.13.0", "vllm-ascend": "0.23.0.post1", "torch_npu": "2.13.0"}, FAILURE),
         ({"vllm": "0.23.0", "torch": "2.10.0", "vllm-ascend": "0.18.0", "torch_npu": "2.10.0.post4"}, FAILURE),
-        ({"vllm": "0.30.0", "torch": "2.12.0"}, WARNING),
+        ({"vllm": "0.30.0", "torch": "2.10.0", "vllm-ascend": "0.30.0rc2", "torch_npu": "2.10.0.post4"}, GOOD),
+        ({"vllm": "0.30.0", "torch": "2.10.0", "vllm-ascend": "0.23.0", "torch_npu": "2.10.0.post4"}, FAILURE),
+        ({"vllm": "0.28.0", "torch": "2.12.0"}, WARNING),
         ({"vllm": "", "torch": "2.13.0"}, FAILURE),
     ],
 )

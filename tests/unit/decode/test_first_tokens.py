@@ -512,7 +512,10 @@ def test_a_scheduler_that_calls_vllm_s_own_method_is_wrapped_around_its_own(monk
     class OneOfOurs(first_token.HasStepHooks):
         step_hooks = (Seeing(),)
 
-    for connector in (OneOfOurs(), SimpleNamespace(_connectors=[object(), OneOfOurs()])):  # also inside a MultiConnector
+    for connector in (
+        OneOfOurs(),
+        SimpleNamespace(_connectors=[object(), OneOfOurs()]),
+    ):  # also inside a MultiConnector
         made = object.__new__(Adding)
         made.connector = connector
         assert made.update_from_output(None, None) == {7: "dropped"}

@@ -32,7 +32,7 @@ def pins(file: Path) -> dict[str, str]:
     return found
 
 
-APART = {"ascend-host", "torch-2.11"}  # environments of their own
+APART = {"ascend-host", "ascend-host-0.23", "ascend-host-0.30", "torch-2.11"}  # environments of their own
 
 
 def requirements() -> dict[str, dict[str, str]]:
@@ -41,11 +41,11 @@ def requirements() -> dict[str, dict[str, str]]:
     return {name: found for name, found in every.items() if name not in APART}
 
 
-def test_the_host_stand_in_has_the_versions_that_belong_together() -> None:
-    host = pins(ROOT / "requirements/ascend-host.txt")
-    assert host["vllm-ascend"] == "0.23.0.post1"
-    assert host["vllm"] == "0.23.0"
-    assert host["torch-npu"].split(".post")[0] == host["torch"] == "2.10.0"
+@pytest.mark.parametrize(("release", "vllm_ascend"), [("0.23", "0.23.0.post1"), ("0.30", "0.30.0rc2")])
+def test_the_host_stand_in_has_the_versions_that_belong_together(release: str, vllm_ascend: str) -> None:
+    shared, own = (pins(ROOT / f"requirements/ascend-host{end}.txt") for end in ("", f"-{release}"))
+    assert own == {"vllm-ascend": vllm_ascend, "vllm": f"{release}.0"} and not own.keys() & shared.keys()
+    assert shared["torch-npu"].split(".post")[0] == shared["torch"] == "2.10.0"
 
 
 def tracked() -> list[Path]:

@@ -202,7 +202,10 @@ async def test_a_body_that_waits_for_the_thread_counts_among_those_in_flight(pat
 
 async def test_a_post_whose_decode_engine_leaves_waits_for_no_thread() -> None:
     async with worker_before(1) as worker:
-        held, coming = HeldRequest(worker.front.aside), Coming(RESERVATIONS, b'{"ticket": "t", "a": [' + b"1," * LONG + b"1]}")
+        held, coming = (
+            HeldRequest(worker.front.aside),
+            Coming(RESERVATIONS, b'{"ticket": "t", "a": [' + b"1," * LONG + b"1]}"),
+        )
         await held.until_begun()
         answering = asyncio.create_task(worker.answer(coming.asked, coming.send))
         await coming.arrive()

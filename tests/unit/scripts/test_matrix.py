@@ -15,6 +15,7 @@ import pytest
 
 from tools import matrix
 from tools.matrix import MARKS, RowResult, read, written
+from tools.support.from_tests import engine_sets
 from tools.support.matrix import COMBINATIONS, HOW, PAIRS, REFUSED, ROWS
 from vllm_ascend_pd.admission.cache import GROUPED
 
@@ -37,7 +38,7 @@ def test_each_row_names_tests_that_are_there_and_the_page_has_each() -> None:
 
 
 def test_each_set_of_engines_under_vllm_ascend_is_in_one_row() -> None:
-    titles = re.findall(r'\bEngines\(\s*"([^"]+)"', (matrix.ROOT / PAIRS).read_text())
+    titles = [engines.title for engines in engine_sets()]
     listed = [title for row in ROWS if row.tests[0] == PAIRS for title in matrix.engine_sets(row)]
     assert len(titles) > 40
     assert sorted(listed) == sorted(titles)

@@ -10,6 +10,7 @@ import http.client
 import importlib.metadata
 import json
 import os
+import re
 import resource
 import socket
 import sys
@@ -77,8 +78,9 @@ def checks(asked: HostOptions) -> Iterator[Check]:
 # ---- software
 
 # Releases that belong together: vLLM, vllm-ascend, torch and torch_npu by the requirements in their metadata, CANN by
-# vllm-ascend's table of releases. A post-release of vllm-ascend belongs to the row of its release.
+# vllm-ascend's table of releases. A candidate or post-release of vllm-ascend belongs to the row of its release.
 KNOWN = (
+    {"vllm": "0.30.0", "vllm-ascend": "0.30.0", "torch": "2.10.0", "torch_npu": "2.10.0.post4", "cann": "9.2.0"},
     {"vllm": "0.23.0", "vllm-ascend": "0.23.0", "torch": "2.10.0", "torch_npu": "2.10.0.post4", "cann": "9.1.0"},
     {"vllm": "0.32.0", "torch": "2.13.0", "torch_npu": "2.13.0"},
 )
@@ -134,7 +136,7 @@ def known_pair(found: Mapping[str, str]) -> Check:
             return failure("versions", f"{name} is not installed ({words})", "docs/building.md says what is needed.")
     installed = {name: number for name, number in found.items() if number}
     if ascend := installed.get("vllm-ascend"):
-        installed["vllm-ascend"] = ascend.split(".post")[0]
+        installed["vllm-ascend"] = re.split(r"rc|\.post", ascend)[0]
     for row in KNOWN:
         if all(row.get(name) == number for name, number in installed.items()):
             return good("versions", f"{words}: a known pair")

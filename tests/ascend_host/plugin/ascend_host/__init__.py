@@ -7,6 +7,7 @@ torch_npu, vLLM and vllm-ascend is unchanged; the libraries that they load are t
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 
 # torch_npu's own kernels for memory, sizes, views and streams work with the stand-ins as they are.
@@ -45,11 +46,12 @@ def take_over() -> None:
     import torch_npu  # noqa: F401
     from torch_npu.op_plugin.atb._atb_ops import _register_atb_extensions
 
-    from ascend_host import compressed, delta, hyper, moe, reference, sparse
+    from ascend_host import compressed, delta, hyper, library, moe, reference, sparse
 
     torch.version.cann = CANN  # torch_npu looks for it in the toolkit's folder, which is missing here
     _register_atb_extensions()
-    declared = {**moe.SCHEMAS, **delta.SCHEMAS, **sparse.SCHEMAS, **compressed.SCHEMAS, **hyper.SCHEMAS}
+    of_kinds = (moe, delta, sparse, compressed, hyper, library)
+    declared = {name: schema for kind in of_kinds for name, schema in kind.SCHEMAS.items()}
     reference.declare(declared)
     torch.ops.load_library(os.environ["ASCEND_HOST_OPERATORS"])
     for name, overload, is_view in torch.ops.ascend_host.operators():
@@ -63,10 +65,13 @@ def take_over() -> None:
 
 def in_vllm() -> None:
     """Replace kernels that need Triton. Install a TCP transport, planted faults and notes, if a test asks for it."""
-    from ascend_host import delta, faults, kernels, notes, repairs, wire
+    from ascend_host import delta, faults, kernels, library, notes, repairs, wire
 
-    kernels.replace()
-    kernels.replace_functions({**delta.IN_PLACE_OF, **kernels.IN_PLACE_OF})
+    release = ".".join(importlib.metadata.version("vllm_ascend").split(".")[:2])
+    if release != "0.23":
+        library.install()
+    of_one = (kernels.IN_PLACE_OF_ONE[release], delta.IN_PLACE_OF_ONE[release])
+    kernels.replace_functions(kernels.together(kernels.IN_PLACE_OF, delta.IN_PLACE_OF, *of_one))
     wire.install()
     repairs.install()
     faults.install()

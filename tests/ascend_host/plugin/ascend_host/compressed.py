@@ -31,6 +31,11 @@ _MASKS = (
     "int ori_mask_mode=4, int cmp_mask_mode=3, int ori_win_left=128, int ori_win_right=0, str layout_q='BSND', "
     "str layout_kv='PA_ND'"
 )
+_USED = (
+    "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
+    "Tensor? cmp_residual_k=None"
+)
+_LAYOUTS = "str layout_q='TND', str layout_k='PA_BBND', int mask_mode=3"
 SCHEMAS = {
     "_C_ascend::compressor": "(Tensor x, Tensor wkv, Tensor wgate, Tensor(a!) state_cache, Tensor ape, "
     "Tensor norm_weight, Tensor rope_sin, Tensor rope_cos, Tensor? state_block_table, Tensor? cu_seqlens, "
@@ -54,13 +59,23 @@ SCHEMAS = {
     "int batch_size=0, int max_seqlen_q=0, int max_seqlen_kv=0, int ori_topk=0, int cmp_topk=0, int cmp_ratio=4, "
     f"{_MASKS}, bool has_ori_kv=True, bool has_cmp_kv=True, str device='npu') -> Tensor",
     "_C_ascend::inplace_partial_rotary_mul": "(Tensor(a!) x, Tensor r1, Tensor r2, str rotary_mode, "
-    "int[] partial_slice) -> ()",
+    "int[] partial_slice, bool negate_sin=False) -> ()",  # 0.23: without the last
     "_C_ascend::npu_scatter_nd_update_v2": "(Tensor(a!) var, Tensor indices, Tensor update) -> ()",
+    # 0.30 has these in place of the indexer and the update above.
+    "_C_ascend::npu_quant_lightning_indexer_v2": "(Tensor query, Tensor key, Tensor weights, "
+    "Tensor query_dequant_scale, Tensor key_dequant_scale, int topk, int quant_mode, *, "
+    f"{_USED}, Tensor? block_table=None, Tensor? output_idx_offset=None, Tensor? metadata=None, int max_seqlen_q=-1, "
+    f"{_LAYOUTS}, int cmp_ratio=4, int return_value=0) -> (Tensor, Tensor)",
+    "_C_ascend::npu_quant_lightning_indexer_v2_metadata": "(int num_heads_q, int num_heads_k, int head_dim, int topk, "
+    f"int quant_mode, *, {_USED}, int batch_size=0, int max_seqlen_q=0, int max_seqlen_k=0, {_LAYOUTS}, "
+    "int cmp_ratio=1, str device='npu') -> Tensor",
+    "_C_ascend::npu_scatter_nd_update_sk": "(Tensor(a!) var, Tensor indices, Tensor update) -> ()",
 }
 INTERLEAVED, PAGED = 2, 1  # rotary mode: neighbours are a plane; cache mode: by the block table, not a ring
 BLOCK_AND_OFFSET = 2  # format of a slot
 BAND, CAUSAL = 4, 3  # masks of the window and of the compressed entries
 NULL_BLOCK = 0
+INT8_BY_HEAD = 2  # 0.30's number for the scales of vectors in int8
 
 
 # ---- compressed entries
@@ -178,7 +193,7 @@ def compressor_metadata(
     return cos, sin, slots
 
 
-@of("_C_ascend::npu_scatter_nd_update_v2")
+@of("_C_ascend::npu_scatter_nd_update_v2", "_C_ascend::npu_scatter_nd_update_sk")
 def scatter_nd_update_v2(var: Tensor, indices: Tensor, update: Tensor) -> None:
     """Write rows where the indices say. Rows of padding have a negative index in front."""
     wanted = indices[:, 0] >= 0
@@ -187,12 +202,15 @@ def scatter_nd_update_v2(var: Tensor, indices: Tensor, update: Tensor) -> None:
 
 
 @of("_C_ascend::inplace_partial_rotary_mul")
-def inplace_partial_rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str, partial_slice: list[int]) -> None:
-    """Rotate some channels by their cosines and sines, in place."""
+def inplace_partial_rotary_mul(
+    x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str, partial_slice: list[int], negate_sin: bool = False
+) -> None:
+    """Rotate some channels by their cosines and sines, in place; back again with `negate_sin`."""
     if rotary_mode != "interleave":
         raise NotImplementedError(f"inplace_partial_rotary_mul of mode {rotary_mode}")
     part = x[..., partial_slice[0] : partial_slice[1]]
-    part.copy_(rotate_planes(part.float(), r1.float(), r2.float(), pairs=True))
+    sin = -r2.float() if negate_sin else r2.float()
+    part.copy_(rotate_planes(part.float(), r1.float(), sin, pairs=True))
 
 
 # ---- which entries, and attention
@@ -249,6 +267,49 @@ def vllm_quant_lightning_indexer(
         found = chosen(whole[rows], keys, weights[rows].double(), hidden, sparse_count)
         best[rows, 0, : found.shape[1]] = found
     return best, torch.zeros(0)
+
+
+@of("_C_ascend::npu_quant_lightning_indexer_v2")
+def quant_lightning_indexer_v2(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    query_dequant_scale: Tensor,
+    key_dequant_scale: Tensor,
+    topk: int,
+    quant_mode: int,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    cmp_residual_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    layout_q: str = "TND",
+    layout_k: str = "PA_BBND",
+    mask_mode: int = CAUSAL,
+    cmp_ratio: int = 4,
+    return_value: int = 0,
+    metadata: Tensor | None = None,
+    **more: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return the same with lengths of keys in complete entries, and the number of tokens behind the last of them."""
+    refuse("npu_quant_lightning_indexer_v2", **more)
+    if (quant_mode, layout_k, mask_mode, return_value) != (INT8_BY_HEAD, "PA_BBND", CAUSAL, 0):
+        raise NotImplementedError("npu_quant_lightning_indexer_v2 of other scales, layouts, masks or results")
+    assert cu_seqlens_q is not None and seqused_k is not None and cmp_residual_k is not None
+    return vllm_quant_lightning_indexer(
+        query,
+        key,
+        weights,
+        query_dequant_scale,
+        key_dequant_scale,
+        actual_seq_lengths_query=cu_seqlens_q[1:],
+        actual_seq_lengths_key=seqused_k * cmp_ratio + cmp_residual_k,
+        block_table=block_table,
+        layout_query=layout_q,
+        layout_key="PA_BSND",
+        sparse_count=topk,
+        cmp_ratio=cmp_ratio,
+    )
 
 
 def _hidden(at: Tensor, entries: int, ratio: int) -> Tensor:
@@ -312,7 +373,11 @@ def _among(indices: Tensor, entries: int) -> Tensor:
     return chosen.scatter(1, indices.long().masked_fill(indices == NO_TOKEN, entries), True)[:, :entries]
 
 
-@of("_C_ascend::npu_sparse_attn_sharedkv_metadata", "_C_ascend::npu_vllm_quant_lightning_indexer_metadata")
+@of(
+    "_C_ascend::npu_sparse_attn_sharedkv_metadata",
+    "_C_ascend::npu_vllm_quant_lightning_indexer_metadata",
+    "_C_ascend::npu_quant_lightning_indexer_v2_metadata",
+)
 def shared_among_cores(*_given: Any, **_named: Any) -> Tensor:
     """Return how a device's cores would share the work, which nothing here reads."""
     return torch.zeros(1024, dtype=torch.int32)

@@ -2,8 +2,9 @@
 """Definitions of what a Gated DeltaNet layer asks for: compiled operators, and functions over Triton kernels.
 
 The operators of `_C_ascend` belong to vllm-ascend's compiled library, which is missing here: their schemas are declared
-as in that library. The functions take the place of vllm-ascend's (kernels.py), with the same arguments; a recurrence
-over many tokens is an operator of this plug-in, so that it is one task of its stream.
+as in that library. All but the norm are of 0.23 alone; 0.30 calls functions of fla_npu, which are here over them. The
+functions take the place of vllm-ascend's (kernels.py), with the same arguments; a recurrence over many tokens is an
+operator of this plug-in, so that it is one task of its stream.
 """
 
 from __future__ import annotations
@@ -235,7 +236,48 @@ def chunk_gated_delta_rule(
     return out.unsqueeze(0), after.transpose(-1, -2)
 
 
-IN_PLACE_OF: dict[str, Any] = {
+def fused_gdn_gating_patch(*given: Any) -> tuple[Tensor, Tensor]:
+    gates: tuple[Tensor, Tensor] = torch.ops._C_ascend.npu_fused_gdn_gating(*given)
+    return gates
+
+
+def gather_ssm_states(
+    state: Tensor, indices: Tensor, has_initial_state: Tensor, *, output_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return sequences' states; zero for those that begin, whose blocks are not read."""
+    found = torch.zeros(len(indices), *state.shape[1:], dtype=output_dtype or state.dtype, device=state.device)
+    begun = has_initial_state.bool()
+    found[begun] = state[indices[begun].long()].to(found.dtype)
+    return found
+
+
+def scatter_ssm_states_(state: Tensor, indices: Tensor, source: Tensor) -> None:
+    state[indices.long()] = source.to(state.dtype)
+
+
+@of("npu::npu_chunk_gated_delta_rule")
+def npu_chunk_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    beta: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    actual_seq_lengths: Tensor | None = None,
+    scale: float | None = 1.0,
+    g: Tensor | None = None,
+    **more: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return outputs and last states of sequences given by their lengths; states are [head, value, key]."""
+    refuse("npu_chunk_gated_delta_rule", **more)
+    if beta is None or g is None or scale is None or initial_state is None or actual_seq_lengths is None:
+        raise NotImplementedError("npu_chunk_gated_delta_rule without gates, scale, lengths or states")
+    starts = functional.pad(actual_seq_lengths.cumsum(0), (1, 0))
+    out, after = gated_delta_rule(query, key, value, g, beta, scale, initial_state, starts)
+    return out, after.to(initial_state.dtype)
+
+
+IN_PLACE_OF: dict[str, dict[str, Any]] = {
     "vllm_ascend.ops.gdn": {
         "chunk_gated_delta_rule": chunk_gated_delta_rule,
         "clear_ssm_states": clear_ssm_states,
@@ -243,4 +285,14 @@ IN_PLACE_OF: dict[str, Any] = {
         "l2norm_fwd": l2norm_fwd,
     },
     "vllm_ascend.ops.layernorm": {"layer_norm_fwd_npu": layer_norm_fwd_npu},
+}
+IN_PLACE_OF_ONE: dict[str, dict[str, dict[str, Any]]] = {
+    "0.23": {},
+    "0.30": {
+        "vllm_ascend.device.device_op": {"fused_gdn_gating_patch": fused_gdn_gating_patch},
+        "vllm_ascend.ops.gdn": {
+            "gather_ssm_states": gather_ssm_states,
+            "scatter_ssm_states_": scatter_ssm_states_,
+        },
+    },
 }

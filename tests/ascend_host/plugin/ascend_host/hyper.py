@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ascend_host.reference import of
+from ascend_host.reference import of, refuse
 
 SCHEMAS = {
     "_C_ascend::npu_hc_pre_v2": "(Tensor x, Tensor hc_fn, Tensor hc_scale, Tensor hc_base, int hc_mult, "
@@ -20,7 +20,8 @@ SCHEMAS = {
     "_C_ascend::npu_hc_post": "(Tensor x, Tensor residual, Tensor post, Tensor comb) -> Tensor",
     "_C_ascend::moe_gating_top_k_hash": "(Tensor x, int k, Tensor? bias=None, Tensor? input_ids=None, "
     "Tensor? tid2eid=None, int k_group=1, int group_count=1, float routed_scaling_factor=1.0, float eps=1e-20, "
-    "int group_select_mode=0, int renorm=0, int norm_type=0, bool out_flag=False) -> (Tensor, Tensor, Tensor)",
+    "int group_select_mode=0, int renorm=0, int norm_type=0, bool out_flag=False, Tensor? bias_vl=None, "
+    "int image_sentinel_lo=129257, int image_sentinel_count=5) -> (Tensor, Tensor, Tensor)",  # 0.23: no pictures
 }
 SQRT_SOFTPLUS = 2  # norm type
 
@@ -82,11 +83,14 @@ def moe_gating_top_k_hash(
     renorm: int = 0,
     norm_type: int = 0,
     out_flag: bool = False,
+    bias_vl: Tensor | None = None,
+    **_of_pictures: int,  # which tokens are of one; without a bias for them they are as others
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Select k experts for each token: those of the token in a table, or else the best. Weights are by score.
 
     The bias affects the selection, not the weights.
     """
+    refuse("moe_gating_top_k_hash", bias_vl=bias_vl)
     if (k_group, group_count, renorm, norm_type) != (1, 1, 0, SQRT_SOFTPLUS):
         raise NotImplementedError("moe_gating_top_k_hash with groups of experts, or of another norm")
     scores = functional.softplus(x.double()).sqrt()

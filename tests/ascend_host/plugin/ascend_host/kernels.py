@@ -7,6 +7,7 @@ Without Triton a kernel is a plain function, which cannot be started: the engine
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -19,18 +20,24 @@ from typing import Any
 import torch
 
 
+def on_host(function: Callable[..., None]) -> Callable[..., None]:
+    """Return the function with the device's memory in place of its tensors, called when the stream is done."""
+
+    def start(*arguments: Any, **constants: Any) -> None:
+        torch.npu.current_stream().synchronize()
+        function(*map(_seen, arguments), **{name: _seen(one) for name, one in constants.items()})
+
+    return start
+
+
 class OnHost:
     """A kernel's interface, `kernel[grid](...)`, over a function on the tensors' memory."""
 
     def __init__(self, function: Callable[..., None]) -> None:
-        self._function = function
+        self._start = on_host(function)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def start(*arguments: Any, **constants: Any) -> None:
-            torch.npu.current_stream().synchronize()
-            self._function(grid, *map(_seen, arguments), **{name: _seen(one) for name, one in constants.items()})
-
-        return start
+        return functools.partial(self._start, grid)
 
 
 def _seen(argument: Any) -> Any:
@@ -66,11 +73,51 @@ def slot_mapping(
     slots[tokens:room] = PAD_ID
 
 
-def lay_out_queries(_grid: tuple[int, ...], *, HAS_NUM_REJECTED: bool = False, **given: Any) -> None:  # noqa: N803
+def slot_mappings(
+    groups: int,
+    requests: int,
+    tokens: int,
+    room: int,
+    starts: torch.Tensor,
+    positions: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    widths: torch.Tensor,
+    block_sizes: torch.Tensor,
+    _smallest_block: int,
+    *,
+    pad_id: int,
+    is_circular_ptr: torch.Tensor | None = None,
+) -> None:
+    """Set the slots of several groups; their tables and slots are given by their addresses, in int32."""
+    if is_circular_ptr is not None and bool(is_circular_ptr.any()):
+        raise NotImplementedError("slots of a ring")
+    of_groups = zip(*(one.tolist() for one in (tables, slots, widths, block_sizes)), strict=True)
+    for table, slot, width, size in list(of_groups)[:groups]:
+        rows, found = _at(table, requests * width).view(requests, width), _at(slot, room)
+        slot_mapping((requests + 1,), tokens, room, starts, positions, rows, width, size, found, PAD_ID=pad_id)
+
+
+def _at(address: int, count: int) -> torch.Tensor:
+    """Return int32 values in memory."""
+    return torch.frombuffer((ctypes.c_int32 * count).from_address(address), dtype=torch.int32)
+
+
+def lay_out_queries(
+    _grid: tuple[int, ...],
+    *,
+    HAS_NUM_REJECTED: bool = False,  # noqa: N803
+    SAMPLE_FROM_ANCHOR: bool = False,  # noqa: N803
+    DCP_SIZE: int = 1,  # noqa: N803
+    **given: Any,
+) -> None:
     """Lay out what DFlash asks in its one pass: for each request its next token and a mask for each token to draft.
 
-    Their positions and slots are behind the request's accepted tokens. The context's are copied.
+    Their positions and slots are behind the request's accepted tokens: without one, where the step began (0.30). The
+    context's are copied.
     """
+    if SAMPLE_FROM_ANCHOR or DCP_SIZE > 1:
+        raise NotImplementedError("queries of DSpark, or with context parallelism")
     starts, size, queries = given["query_start_loc_ptr"].tolist(), given["block_size"], given["num_query_per_req"]
     ahead = torch.arange(queries)
     for request, (begin, end) in enumerate(pairwise(starts[: given["batch_size"] + 1])):
@@ -78,7 +125,9 @@ def lay_out_queries(_grid: tuple[int, ...], *, HAS_NUM_REJECTED: bool = False, *
         given["out_context_positions_ptr"][context] = given["target_positions_ptr"][context]
         given["out_context_slot_mapping_ptr"][context] = given["context_slot_mapping_ptr"][context]
         rejected = int(given["num_rejected_tokens_ptr"][request]) if HAS_NUM_REJECTED else 0
-        given["out_query_positions_ptr"][asked] = given["target_positions_ptr"][end - rejected - 1] + 1 + ahead
+        known = given["target_positions_ptr"][begin:end]
+        behind = known[-rejected - 1] + 1 if rejected < end - begin else known[0]
+        given["out_query_positions_ptr"][asked] = behind + ahead
         at = given["seq_lens_ptr"][request] - rejected + ahead
         blocks = given["block_table_ptr"][request, (at // size).long()]
         given["out_query_slot_mapping_ptr"][asked] = blocks * size + at % size
@@ -157,22 +206,40 @@ IN_PLACE_OF: dict[str, dict[str, Any]] = {
     # The compiled library is missing. Where torch.compile traces the question, the import that fails would stop it.
     "vllm_ascend.utils": {"_CUSTOM_OP_ENABLED": False},
     "vllm_ascend.patch.worker.patch_mamba_utils": {"batch_memcpy_kernel": OnHost(batch_memcpy)},
-    "vllm_ascend.ops.triton.spec_decode.utils": {
-        "copy_and_expand_dflash_inputs_kernel_single_grid": OnHost(lay_out_queries)
-    },
-    "vllm_ascend.ops.triton.mamba.postprocess": {"postprocess_mamba_fused_kernel": OnHost(keep_block_ends)},
 }
-
-
-def replace() -> None:
-    from vllm.v1.worker import block_table
-
-    block_table._compute_slot_mapping_kernel = OnHost(slot_mapping)
+# What one release has and the other has not.
+IN_PLACE_OF_ONE: dict[str, dict[str, dict[str, Any]]] = {
+    "0.23": {
+        "vllm.v1.worker.block_table": {"_compute_slot_mapping_kernel": OnHost(slot_mapping)},
+        "vllm_ascend.ops.triton.mamba.postprocess": {"postprocess_mamba_fused_kernel": OnHost(keep_block_ends)},
+        "vllm_ascend.ops.triton.spec_decode.utils": {
+            "copy_and_expand_dflash_inputs_kernel_single_grid": OnHost(lay_out_queries)
+        },
+    },
+    "0.30": {
+        "vllm_ascend.ops.triton.compute_slot_mapping": {
+            "_compute_slot_mapping_kernel": OnHost(slot_mapping),
+            "compute_slot_mapping_fused_groups": on_host(slot_mappings),
+        },
+        "vllm_ascend.ops.triton.spec_decode.utils": {
+            "copy_and_expand_dflash_and_dspark_inputs_kernel": OnHost(lay_out_queries)
+        },
+        "vllm_ascend.ops.triton.triton_utils": {"_NUM_VECTORCORE": 1},  # of no device: kernels run as one program
+    },
+}
 
 
 # ---- functions of modules that are imported later
 
 Replacements = Mapping[str, Mapping[str, Any]]
+
+
+def together(*parts: Replacements) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        for module, functions in part.items():
+            found.setdefault(module, {}).update(functions)
+    return found
 
 
 def replace_functions(by_module: Replacements) -> None:

@@ -52,7 +52,7 @@ def moe_gating_top_k(
     return (weights * routed_scaling_factor).to(x.dtype), best.int(), chances
 
 
-@of("_C_ascend::npu_moe_init_routing_custom")
+@of("_C_ascend::npu_moe_init_routing_custom")  # of 0.23
 def moe_init_routing(
     x: Tensor,
     expert_idx: Tensor,
@@ -87,6 +87,14 @@ def moe_init_routing(
     place[order[:count]] = torch.arange(count, dtype=torch.int32)
     counts = torch.bincount(experts[here] - first, minlength=end - first)
     return rows, place, counts, torch.zeros(len(experts))
+
+
+@of("npu::npu_moe_init_routing_v2")
+def moe_init_routing_v2(
+    x: Tensor, expert_idx: Tensor, *, quant_mode: int = -1, **given: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the same; here no quantisation is the default, which callers do not hand on."""
+    return moe_init_routing(x, expert_idx, quant_mode=quant_mode, **given)
 
 
 @of("npu::npu_grouped_matmul")

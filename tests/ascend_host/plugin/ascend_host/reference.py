@@ -179,14 +179,37 @@ def rotary_embedding(
         heads.copy_(rotate_planes(heads, cos, sin, pairs=not is_neox_style))
 
 
+@of("npu::npu_mrope")
+def mrope(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    cos_sin_cache: Tensor,
+    head_size: int,
+    *,
+    mrope_section: Sequence[int] | None = None,
+    rotary_mode: str | None = "half",
+    cache_mode: str | None = "default",
+) -> tuple[Tensor, Tensor]:
+    """Return both rotated, by one position for each token: a section of three zeros is the plain embedding."""
+    if any(mrope_section or ()) or positions.dim() != 1 or cache_mode != "default":
+        raise NotImplementedError("npu_mrope by positions in several dimensions")
+    rotated = query.clone(), key.clone()
+    rotary_embedding(positions, *rotated, head_size, cos_sin_cache, rotary_mode == "half")
+    return rotated
+
+
 # ---- the paged cache: [block, token of the block, head, channel]; a slot is a token's place in it
 
 
 def _write_slots(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Write rows into their slots. Tokens with negative slots are padding."""
-    places = cache.flatten(0, 1)
+    """Write rows into their slots. Tokens with negative slots are padding.
+
+    Blocks need not lie one behind the other: K and V of vllm-ascend 0.30 take turns.
+    """
     wanted = slots.flatten() >= 0
-    places[slots.flatten()[wanted].long()] = rows.reshape(-1, *places.shape[1:])[wanted]
+    at, size = slots.flatten()[wanted].long(), cache.shape[1]
+    cache[at // size, at % size] = rows.reshape(-1, *cache.shape[2:])[wanted]
 
 
 def read_tokens(cache: Tensor, table: Tensor, first: int, count: int) -> Tensor:
