@@ -279,7 +279,7 @@ def _scheduler(
         made = DecodeScheduler(engine, waiting, **facts)
     for change, why in lacks.items():
         if why:
-            made.tally.count("num_hooks_off", change)
+            made.tally.raise_level("hooks_off")
             log.warning("%s: off, because %s: %s", change, why, tried.COST[change])
     return made
 

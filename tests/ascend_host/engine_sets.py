@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from host_build import BASE, HostBuild
+from host_build import BASE, OLDER, HostBuild
 from pairs import FORKED, Pair
 
 from tools.support.cluster import STRICT, Cluster
@@ -155,11 +155,11 @@ class Engines:
 
     @property
     def starts_with_p_token(self) -> bool:
-        """Return whether requests start with P's token: D's scheduler is vLLM's own, drafts nothing, and our connector
-        is in no other.
+        """Return whether requests start with P's token: of the older release, where D's scheduler is vLLM's own and
+        drafts nothing.
         """
         recomputes = any("recompute_scheduler_enable" in flag for flag in self.d.flags)
-        return not recomputes and not self.draft and not self.beside
+        return self.release != OLDER or not (recomputes or self.draft)
 
     @property
     def devices(self) -> int:

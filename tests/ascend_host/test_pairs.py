@@ -217,23 +217,25 @@ def drafts(engines: Engines, pair: Pair) -> None:
     In bfloat16 these two ways round differently (MLA: 14 of 24 alike, D alone 24 of 24). There D alone has one token in
     its last chunk, which it computes as the pushed D does (23 and 24 of 24). vllm-ascend's recompute scheduler begins
     behind a load with placeholders for drafts, so that a graph fits: one step more, in which none is accepted.
+    Behind P's token D drafts from the second one on: then D alone has the first token in its prompt.
     """
-    (d,) = pair.decode
-    lengths = [CHUNK + 1 if engines.dtype == "bfloat16" else 20 + 9 * i for i in range(48)]
+    (d,), behind = pair.decode, int(engines.starts_with_p_token)
+    lengths = [CHUNK + 1 - behind if engines.dtype == "bfloat16" else 20 + 9 * i for i in range(48)]
     prompts = [fresh_prompt(length, RECIPES[engines.model].vocab) for length in lengths]
-    found: list[list[Drafted]] = []
-    for url in (d.url, pair.front.url):
-        found.append([])
-        for prompt in prompts:
-            with drafted(d) as counted:
-                complete(url, body_of(prompt, 5, cache_salt=fresh_salt("drafts")))
-            found[-1].append(counted())
-    alone, pushed = found
+    pushed, alone = [], []
+    for prompt in prompts:
+        with drafted(d) as counted:
+            answer = complete(pair.front.url, body_of(prompt, 5, cache_salt=fresh_salt("drafts")))
+        pushed.append(counted())
+        with drafted(d) as counted:
+            begun = [*prompt, *answer.tokens[:behind]]
+            complete(d.url, body_of(begun, 5 - behind, cache_salt=fresh_salt("drafts")))
+        alone.append(counted())
     if "recompute" in engines.title:
         placeholders = int(engines.draft["num_speculative_tokens"])
         pushed = [Drafted(one.steps - 1, one.tokens - placeholders, one.accepted) for one in pushed]
     alike = sum(one == other for one, other in zip(alone, pushed, strict=True))
-    accepted = [sum(one.accepted for one in each) for each in found]
+    accepted = [sum(one.accepted for one in each) for each in (alone, pushed)]
     pair.cluster.progress(
         f"figure: {engines}: drafts behind {alike} of {len(prompts)} prompts as alone, {accepted[1]} accepted, alone {accepted[0]}"
     )
@@ -414,16 +416,26 @@ def dropped_streams(engines: Engines, pair: Pair) -> None:
 ALL = (one_token, edges, chunks, many, prefixes)
 FEWER = (edges, chunks, many)
 ENTRIES = (*FEWER, entries)
+# What most of vllm-ascend's own D's have together: drafts, its recompute scheduler and full graphs. And MLA.
+FIELD_DRAFTS = Engines(
+    "mtp 1to1 recompute scheduler full graphs",
+    "mtp",
+    p=Side(drafts=1, late_us=LATE),
+    d=Side(graphs=FULL, flags=(*FEW, *RECOMPUTES_UNFUSED)),
+    dtype="bfloat16",
+    draft=MTP3,
+)
 EVERY_COMMIT: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("gqa 1to1", p=Side(late_us=LATE), d=Side(flags=FEW)), (*ALL, penalised, preempted)),
     (Engines("gqa 2to1 regrouped", p=Side(2, keys=REGROUPED, late_us=LATE), flags=ONE_AT_A_TIME), (*ALL, kernels)),
     (Engines("gqa 1to2 full graphs", d=Side(2, graphs=FULL)), (*FEWER, replayed)),
-    (Engines("mla 1to1", "mla", p=Side(late_us=LATE), dtype="bfloat16"), FEWER),
+    (FIELD_DRAFTS, (edges, chunks, without_a_load, replayed)),
     (Engines("mla dcp 2to1", "mla", p=Side(2, dcp=2), dtype="bfloat16"), FEWER),
 ]
 MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("moe 2to1 experts apart", "moe", p=Side(2), flags=EXPERTS), FEWER),
     (Engines("gqa 2to1 own kernels", p=Side(2, keys=OWN_KERNELS, late_us=LATE, delay_us=DELAY)), (*FEWER, kernels)),
+    (Engines("mla 1to1", "mla", p=Side(late_us=LATE), dtype="bfloat16"), FEWER),
     (Engines("mqa 1to1", "mqa"), FEWER),
     (Engines("mha 2to1", "mha6", p=Side(2)), FEWER),
     (Engines("qwen3 1to2", "qwen3", d=Side(2)), FEWER),
@@ -604,18 +616,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         (edges, chunks, offloaded),
     ),
     (Engines("gqa 1to1 recompute scheduler", d=Side(flags=(*FEW, *RECOMPUTES))), (edges, dropped, dropped_streams)),
-    # What most of vllm-ascend's own D's have together: drafts, its recompute scheduler and full graphs.
-    (
-        Engines(
-            "mtp 1to1 recompute scheduler full graphs",
-            "mtp",
-            p=Side(drafts=1, late_us=LATE),
-            d=Side(graphs=FULL, flags=(*FEW, *RECOMPUTES_UNFUSED)),
-            dtype="bfloat16",
-            draft=MTP3,
-        ),
-        (edges, chunks, without_a_load, drafts, replayed),
-    ),
+    (replace(FIELD_DRAFTS, title=f"{FIELD_DRAFTS} again"), (drafts,)),
     # The same where answers are exact, however long: in bfloat16 MLA's two ways round differently.
     (
         Engines(

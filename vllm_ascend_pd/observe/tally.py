@@ -58,15 +58,15 @@ METRICS: dict[str, Metric] = {
         "count", "What went wrong on the side channel of a worker or scheduler, by reason (docs/operations.md)."
     ),
     "num_recomputed_reqs": Metric("count", "Requests whose prompt D computes itself after a load, by reason."),
-    "num_hooks_off": Metric(
-        "count", "Changes to vLLM that this engine lacks since its start, by name: what that costs is in its log."
-    ),
     "reservations_open": Metric("level", "Reservations of D that have not ended."),
     "blocks_quarantined": Metric("level", "Blocks of D that are held until their writers are known to be quiet."),
     "revoking_seconds": Metric(
         "level", "Time since access to a rank of D had to be revoked, which has not succeeded yet: no P can push to it."
     ),
     "blocks_held": Metric("level", "Blocks of P that are held for a decode engine that has not come yet."),
+    "hooks_off": Metric(
+        "level", "Changes to vLLM that this engine lacks: its log at the start names them and what that costs."
+    ),
     "writers_dead": Metric(
         "level", "Workers of P whose writer thread has died: the engine ends once its pushes are over."
     ),
@@ -121,6 +121,11 @@ class Tally:
         with self._lock:
             if value or name in self._levels:
                 self._levels[name] = value
+
+    def raise_level(self, name: str) -> None:
+        """Add 1 to a gauge."""
+        with self._lock:
+            self._levels[name] = self._levels.get(name, 0) + 1
 
     def _increase(self, name: str, reason: str, amount: int) -> None:
         reasons = self._data["counts"].setdefault(name, {})

@@ -172,9 +172,8 @@ def _keeps_its_load(self: fleet.LegInFlight, *failed: Any) -> None:
 _EXIT = fleet.LegInFlight.__exit__
 
 
-def _not_stripped(shared_: Any, answer: Any) -> Any:
-    return answer
-    yield 0
+def _not_stripped(answer: Any) -> Any:
+    return answer, None
 
 
 def _ticket_kept(self: Journal, attempt: Attempt) -> None:
@@ -296,7 +295,7 @@ ALL = {
         FrontMutation("a leg that failed keeps its load", ((fleet.LegInFlight, "__exit__", _keeps_its_load),)),
         FrontMutation("a stream goes on after its end", ((relay, "_said_all", _never),)),
         FrontMutation("half events go out", ((relay, "_whole_events", lambda stream: (stream, b"")),)),
-        FrontMutation("what engines say to each other goes out", ((relay, "_stripping", _not_stripped),)),
+        FrontMutation("what engines say to each other goes out", ((relay, "_stripped", _not_stripped),)),
         FrontMutation("heartbeats never end", ((reserve.Heartbeats, "remove", _nothing),)),
         FrontMutation("tickets are never void", ((Journal, "close", _ticket_kept),)),
         FrontMutation("a trial never ends", ((Circuit, "returned", _nothing),)),

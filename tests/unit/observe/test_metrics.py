@@ -55,6 +55,7 @@ TELLS = {
     "count": ("count",),
     "totals": ("count",),
     "level": ("level",),
+    "raise_level": ("level",),
 }
 
 

@@ -70,7 +70,7 @@ class FirstTokenReceiver(first_token.StepHooks):
         """Take no token from P: a worker cannot go on behind a token that it has not sampled."""
         if self._vocabulary:
             log.warning("%s: off, because a worker says %s: %s", FIRST_TOKEN, why, COST[FIRST_TOKEN])
-            self._tally.count("num_hooks_off", FIRST_TOKEN)
+            self._tally.raise_level("hooks_off")
         self._vocabulary = 0
 
     def begins(self, request: Any) -> bool:
