@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from ascend_host import delta, kernels, library, moe, reference, sparse
+from ascend_host import context, delta, kernels, library, moe, reference, sparse
 from fla_npu.ops import ascendc
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,9 +41,10 @@ def test_every_reference_is_tested_here() -> None:
     others = vars(importlib.import_module("test_reference_deepseek4"))
     tested = {name.removeprefix("test_") for name in (*globals(), *others)}
     tested |= {"paged_cache_load"}  # with gather_pa_kv_cache
+    tested |= {"pack_dcp_output_lse", "fused_dcp_lse_combine"}  # as what ranks send each other
     # Tested as a layer of experts.
     tested |= {"moe_init_routing", "moe_init_routing_v2", "grouped_matmul", "moe_token_unpermute"}
-    replacements = kernels.together(delta.IN_PLACE_OF, *delta.IN_PLACE_OF_ONE.values())
+    replacements = kernels.together(context.IN_PLACE_OF, delta.IN_PLACE_OF, *delta.IN_PLACE_OF_ONE.values())
     replaced = {name for functions in replacements.values() for name in functions}
     assert {function.__name__ for function in reference.MEANINGS.values()} | replaced <= tested
 
@@ -515,6 +516,43 @@ def test_a_layer_of_experts(routing: Any, seed: int, tokens: int, k: int, first:
             if first <= expert < end:
                 wanted[token] += shares[token, choice] * (x[token] @ weights[expert - first])
     close(got, wanted)
+
+
+# ---- context parallelism
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scatter_dim", [0, 1])
+@pytest.mark.parametrize("local", [False, True])
+def test_ranks_that_divide_tokens_merge_their_attention(dtype: torch.dtype, scatter_dim: int, local: bool) -> None:
+    """Two ranks with four queries and six heads. One row has no key on rank 1, and one none anywhere."""
+    parts = [random(i, 4, 6, 5, dtype=dtype) for i in range(2)]
+    sums = [3 * random(2 + i, 4, 6, 1) for i in range(2)]
+    sums[1][1, 4], parts[1][1, 4] = -math.inf, math.nan
+    for rank in range(2):
+        sums[rank][3, 5] = math.inf
+    sent = [context.pack_dcp_output_lse(part, logs, 2, scatter_dim) for part, logs in zip(parts, sums, strict=True)]
+    for rank in range(2):
+        mine = [slice(None), slice(None)]
+        size = parts[0].shape[scatter_dim] // 2
+        mine[scatter_dim] = slice(rank * size, (rank + 1) * size)
+        own = (random(7, *parts[0][tuple(mine)].shape, dtype=dtype), random(8, *sums[0][tuple(mine)].shape))
+        more = {"local_output": own[0], "local_lse": own[1]} if local else {}
+        received = torch.stack([each[rank] for each in sent])
+        got = context.fused_dcp_lse_combine(received, 5, scatter_dim, **more)
+        assert got.dtype == dtype and got.shape == own[0].shape
+        given_ = [(parts[i][tuple(mine)], sums[i][tuple(mine)]) for i in range(2)] + ([own] if local else [])
+        for token, head in itertools.product(*map(range, got.shape[:2])):
+            pairs = [(float(logs[token, head]), part[token, head].double()) for part, logs in given_]
+            pairs = [(log, row) for log, row in pairs if math.isfinite(log)]
+            total = sum(math.exp(log) for log, _ in pairs)
+            wanted = sum((row * (math.exp(log) / total) for log, row in pairs), torch.zeros(5).double())
+            torch.testing.assert_close(
+                got[token, head].double(), wanted, rtol=1e-2, atol=1e-2 if dtype != torch.float32 else 1e-5
+            )
+            if dtype == torch.float32 and pairs:
+                whole = context.fused_dcp_lse_combine(received, 5, scatter_dim, return_lse=True, **more)[token, head]
+                close(whole, torch.cat((got[token, head], torch.tensor([math.log(total)]))))
 
 
 # ---- Gated DeltaNet

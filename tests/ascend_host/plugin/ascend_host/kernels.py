@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from ascend_host import context
+
 
 def on_host(function: Callable[..., None]) -> Callable[..., None]:
     """Return the function with the device's memory in place of its tensors, called when the stream is done."""
@@ -224,6 +226,7 @@ IN_PLACE_OF_ONE: dict[str, dict[str, dict[str, Any]]] = {
         "vllm_ascend.ops.triton.spec_decode.utils": {
             "copy_and_expand_dflash_and_dspark_inputs_kernel": OnHost(lay_out_queries)
         },
+        **context.IN_PLACE_OF,
         "vllm_ascend.ops.triton.triton_utils": {"_NUM_VECTORCORE": 1},  # of no device: kernels run as one program
     },
 }
