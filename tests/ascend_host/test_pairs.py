@@ -217,7 +217,8 @@ def drafts(engines: Engines, pair: Pair) -> None:
     In bfloat16 these two ways round differently (MLA: 14 of 24 alike, D alone 24 of 24). There D alone has one token in
     its last chunk, which it computes as the pushed D does (23 and 24 of 24). vllm-ascend's recompute scheduler begins
     behind a load with placeholders for drafts, so that a graph fits: one step more, in which none is accepted.
-    Behind P's token D drafts from the second one on: then D alone has the first token in its prompt.
+    Behind P's token D drafts from the second one on: then D alone has the first token in its prompt. vLLM pads the step
+    that computes one token to a step with drafts, too.
     """
     (d,), behind = pair.decode, int(engines.starts_with_p_token)
     lengths = [CHUNK + 1 - behind if engines.dtype == "bfloat16" else 20 + 9 * i for i in range(48)]
@@ -231,7 +232,7 @@ def drafts(engines: Engines, pair: Pair) -> None:
             begun = [*prompt, *answer.tokens[:behind]]
             complete(d.url, body_of(begun, 5 - behind, cache_salt=fresh_salt("drafts")))
         alone.append(counted())
-    if "recompute" in engines.title:
+    if "recompute" in engines.title or behind:
         placeholders = int(engines.draft["num_speculative_tokens"])
         pushed = [Drafted(one.steps - 1, one.tokens - placeholders, one.accepted) for one in pushed]
     alike = sum(one == other for one, other in zip(alone, pushed, strict=True))

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-Kind = TypeVar("Kind")
+Ours = TypeVar("Ours")
 
 WRAPPED = "pd_wrapped"  # set on our wrappers: others wrap vLLM's methods too
 
@@ -23,7 +23,7 @@ def wrap(scheduler: type, name: str, around: Callable[[Any], Any]) -> None:
     setattr(owner, name, wrapper)
 
 
-def contained(connector: Any, kind: type[Kind]) -> Iterator[Kind]:
+def contained(connector: Any, kind: type[Ours]) -> Iterator[Ours]:
     """Return the connectors of a kind: this one, or those inside a MultiConnector."""
     for one in getattr(connector, "_connectors", (connector,)):
         if isinstance(one, kind):

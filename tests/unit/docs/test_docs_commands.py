@@ -97,7 +97,6 @@ BENCHMARK = "a benchmark of minutes: a page has what it printed"
 BY_HAND = {
     ".ci/run": "it runs all tests",
     "python -m tools.bench_channel": BENCHMARK,
-    "python -m tools.bench_metaserver_parts.gaps": BENCHMARK,
     "python -m tools.bench_metaserver_parts.reservations": BENCHMARK,
     "python -m tools.bench_waiting": BENCHMARK,
     "scripts/bench_long.sh": BENCHMARK,
