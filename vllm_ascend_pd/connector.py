@@ -48,6 +48,9 @@ class Handshake(KVConnectorHandshakeMetadata):
 class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHooks, resets.FollowsEngine):
     """Layerwise push of the KV cache, P to D. See docs/protocol.md."""
 
+    _cache_hit_source = (
+        compat.FROM_PEER
+    )  # vLLM's name, for its usage and metrics: loaded tokens come from another engine
     tables: Any = None  # the scheduler's block tables, where vLLM does not hand them over itself (older_groups.py)
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
@@ -98,6 +101,11 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
         that has such a list too, and full graphs, is refused (admission).
         """
         return not {"metaserver_urls", "prefill_listeners"} & set(extra_config)
+
+    @classmethod
+    def supports_sleep_mode(cls, vllm_config: Any) -> bool:
+        """Return False: sleeping takes away memory into which, or from which, others write. vLLM asks from 0.33 on."""
+        return False
 
     # -- worker
 

