@@ -929,13 +929,13 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
 
 
 # Models whose caches 0.30 lays out otherwise: there this package refuses them (test_refused.py), or has not shown more
-# of them than HERE.
+# of them than HERE. Its connector for what D preempts is another one.
 ELSEWHERE = ("dsv32", "dsv4", "glm5", "qwen3next")
 HERE = ("dsa 1to1",)
 MORE = [
     (
         replace(engines, release=OLDER)
-        if engines.model.startswith(ELSEWHERE) and engines.title not in HERE
+        if (engines.model.startswith(ELSEWHERE) or OFFLOAD in engines.beside) and engines.title not in HERE
         else engines,
         cells,
     )

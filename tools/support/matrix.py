@@ -88,7 +88,7 @@ ROWS = (
     MatrixRow("vllm-ascend-sizes-groups", "the same with several groups: DeepSeek-V4 4→2, with MTP 1→2, 2→2, 4→2; Qwen3-Next with MTP 1→2, 2→2, 4→2", (PAIRS, "-k", "sizes and (dsv4 or qwen3next)"), ASCEND, "0.23.0", FIVE_SETS),
     MatrixRow("vllm-ascend-field", "vllm-ascend's own configurations in small, with their kinds of cache, their drafts and their modes ([field.md](field.md)): experts apart, data parallelism on D or on both, D's full graphs and recompute scheduler, an exchange on P where P is one that would make one", (PAIRS, "-k", "field"), ASCEND, "0.23.0, 0.30.0", FIVE_SETS),
     MatrixRow("vllm-ascend-others", "the same with what none of vllm-ascend's own configurations has: a pipeline on D and on both, Eagle, ngram", (PAIRS, "-k", "others"), ASCEND, "0.30.0", FIVE_SETS),
-    MatrixRow("vllm-ascend-multi", "the same behind AscendMultiConnector, beside RecomputeCPUOffloadConnector, which keeps on the host what D preempts: GQA 2→1", (PAIRS, "-k", "multi"), ASCEND, "0.30.0", FIVE_SETS),
+    MatrixRow("vllm-ascend-multi", "the same behind AscendMultiConnector, beside RecomputeCPUOffloadConnector, which keeps on the host what D preempts: GQA 2→1", (PAIRS, "-k", "multi"), ASCEND, "0.23.0", FIVE_SETS),
     MatrixRow("vllm-ascend-pool", "the same beside AscendStoreConnector, a pool of prefixes (its memcache backend, over a client of the tests' own): GQA 1→1; P pushes what the pool has, also from D", ("tests/ascend_host/test_ascend_store.py",), ASCEND, "0.23.0", FIVE_SETS),
 )  # fmt: skip
 
