@@ -83,6 +83,7 @@ class WorkerProcess:
         self._admin = Admin(self.fleet, self.upstream, *shared)
         self._passed: Routes = dict.fromkeys(_PASSED_METHODS, self._pass_on)
         reads = {"/health": self._health, "/healthcheck": self._healthcheck, "/readiness": self._readiness}
+        reads["/serving"] = self._serving
         reads["/metrics"] = self._metrics
         self._routes: dict[str, Routes] = {
             bodies.COMPLETIONS: {**self._passed, "POST": self._generate},
@@ -219,6 +220,11 @@ class WorkerProcess:
         """Answer in the form of vllm-ascend's example proxy."""
         counts = {f"{role.value}_instances": len(self.fleet.of(role)) for role in Role}
         return json_answer({"status": "ok", **counts})
+
+    async def _serving(self, _: CallerRequest) -> Answer:
+        """Answer whether clients' requests are served: a usable D, and a usable P where D does not stand in for one."""
+        lacks = self.front.lacks()
+        return json_answer({"serving": not lacks, "lacks": lacks}, 503 if lacks else 200)
 
     async def _readiness(self, _: CallerRequest) -> Answer:
         ready = self.canary.ready()

@@ -423,6 +423,11 @@ class Fleet:
         now = time.monotonic()
         return any(i.role is role and i.usable(now) and fits(i) for i in self._instances.values())
 
+    def serves(self, role: Role) -> bool:
+        """Return whether an instance that has answered once may be chosen."""
+        now = time.monotonic()
+        return any(i.answered and (i.usable(now) or i.last_resort()) for i in self.of(role))
+
     def another(self, role: Role, refused: Container[str], fits: Fits) -> bool:
         """Return whether an instance that fits may take a request that those in `refused` did not take."""
         now = time.monotonic()

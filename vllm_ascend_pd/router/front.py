@@ -317,6 +317,14 @@ class Front(Shared):
         else:
             attempt.cancel_posts()
 
+    def lacks(self) -> list[str]:
+        """Return what is missing for clients' requests to be served; nothing: they are."""
+        if self.closing:
+            return ["it shuts down"]
+        needs_prefill = self.settings.without_prefill == "refuse" and not self.settings.sidecar
+        roles = (Role.DECODE, Role.PREFILL) if needs_prefill else (Role.DECODE,)
+        return [f"no {role.value} instance is usable" for role in roles if not self.fleet.serves(role)]
+
     async def drain(self) -> None:
         """Take no new requests, let those in progress finish, and cut what is left after the grace period."""
         self.closing = True

@@ -347,6 +347,31 @@ def test_readiness_needs_a_block_that_moved_and_again_after_an_engine_came_back(
         assert len(c.legs()) == 2
 
 
+@pytest.mark.parametrize("without", ["local", "refuse"])
+def test_serving_is_denied_only_where_clients_are_not_served(without: str) -> None:
+    """A probe that took the router away whenever no pair is proven would end what D serves by itself."""
+    with cluster(without_prefill=without) as c:
+        until(lambda: c.http.get("/serving").status_code == 200)
+        assert c.complete().status_code == 200
+        c.prefill[0].served.kill()
+        until(lambda: condition(c, c.prefill[0].address) is Condition.DOWN)
+        until(lambda: c.http.get("/readiness").status_code == 503)
+        if without == "local":
+            assert c.http.get("/serving").json() == {"serving": True, "lacks": []}
+            assert c.complete().status_code == 200
+        else:
+            assert c.http.get("/serving").json() == {"serving": False, "lacks": ["no prefill instance is usable"]}
+            assert c.http.get("/serving").status_code == c.complete().status_code == 503
+        c.decode[0].served.kill()
+        until(lambda: condition(c, c.decode[0].address) is Condition.DOWN)
+        assert c.http.get("/serving").status_code == 503
+        assert "no decode instance is usable" in c.http.get("/serving").json()["lacks"]
+        c.decode[0].served.start()
+        c.prefill[0].served.start()
+        until(lambda: c.http.get("/serving").status_code == 200)
+        assert c.complete().status_code == 200
+
+
 def test_readiness_outlives_one_of_two_engines_because_each_was_proven() -> None:
     with cluster(prefill=2, canary=True) as c:
         until(lambda: all(engine.generations() for engine in c.prefill))

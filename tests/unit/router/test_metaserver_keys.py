@@ -106,7 +106,7 @@ def test_on_loopback_clients_without_authorization_are_lent_the_key() -> None:
 
 def test_what_does_not_reach_an_engine_asks_for_no_clients_key() -> None:
     with keyed(lend_engine_token=True, client_tokens=(CLIENT,)) as c:
-        for path in ("/health", "/healthcheck", "/readiness", "/metrics", "/status"):
+        for path in ("/health", "/healthcheck", "/serving", "/readiness", "/metrics", "/status"):
             assert c.http.get(path).status_code == 200
         assert post(c, ROUTES[0], CLIENT).status_code == 200, "D's posts, which have its ticket, are no client's"
         assert len(c.legs()) == 1
