@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -31,13 +32,22 @@ def read_private(path: str, code: str) -> bytes:
         found = file.stat()
         if not stat.S_ISREG(found.st_mode):  # reading a pipe would wait
             raise ConfigError(code, path=path, why="it is not a regular file")
-        if found.st_mode & 0o077:
+        if found.st_mode & _of_others(found):
             raise ConfigError(code, path=path, why=f"others may read it (mode {stat.S_IMODE(found.st_mode):04o})")
         if found.st_size > MAX_SECRET_BYTES:
             raise ConfigError(code, path=path, why=f"it is larger than {MAX_SECRET_BYTES} bytes")
         return file.read_bytes().strip()
     except OSError as error:
         raise ConfigError(code, path=path, why=error.strerror or str(error)) from error
+
+
+def _of_others(found: os.stat_result) -> int:
+    """Return the permissions by which others than this process would read or write a file.
+
+    A pod that is not root gets its secrets as root's files, which its own group may read.
+    """
+    own_group = found.st_uid != os.geteuid() and found.st_gid in {os.getegid(), *os.getgroups()}
+    return 0o037 if own_group else 0o077
 
 
 def read_secret(path: str) -> bytes:

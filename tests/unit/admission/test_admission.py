@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -1031,6 +1033,23 @@ def test_a_secret_file_that_is_none_is_refused_without_its_contents(
         load_secrets(ChannelConfig(secret_file=path))
     assert caught.value.code == "PD-SEC-001" and why in caught.value.sentence and path in caught.value.sentence
     assert b"kkkk" not in str(caught.value).encode()
+
+
+@pytest.mark.parametrize(
+    ("mode", "of_group", "taken"),
+    [(0o440, True, True), (0o440, False, False), (0o460, True, False), (0o444, True, False)],
+)
+def test_a_secret_that_root_lends_to_the_processs_own_group_is_taken(
+    mode: int, of_group: bool, taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a pod that is not root gets it, with an `fsGroup`. Here the process is said to be another user."""
+    path = write(tmp_path / "s", b"k" * 40, mode)
+    owner, group = Path(path).stat().st_uid, Path(path).stat().st_gid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    monkeypatch.setattr(os, "getegid", lambda: group if of_group else group + 1)
+    monkeypatch.setattr(os, "getgroups", lambda: [])
+    with nullcontext() if taken else pytest.raises(ConfigError, match="others may read it"):
+        assert load_secrets(ChannelConfig(secret_file=path)) is not None
 
 
 def test_what_is_not_a_file_is_no_secret(tmp_path: Path) -> None:
