@@ -93,8 +93,12 @@ def _all(args: argparse.Namespace, asked: host_checks.HostOptions) -> Iterable[C
     if args.model:
         yield _model(args.model)
     if args.only_configuration:
-        yield from host_checks.settings(asked)
-        yield from engine.checks(asked)
+        settings = list(host_checks.settings(asked))
+        yield from settings
+        if not any(
+            check.level == FAILURE for check in settings
+        ):  # the engine's own rules import vLLM, which takes long
+            yield from engine.checks(asked)
         return
     yield from host_checks.checks(asked)
     yield from engine.checks(asked)

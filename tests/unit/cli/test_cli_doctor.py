@@ -345,6 +345,23 @@ def test_changes_to_vllm_that_are_off_are_named_with_what_that_costs() -> None:
     assert "first token: off, because vllm-ascend 0.26.0 was not tried" in ascend.says
 
 
+def test_a_wrong_key_ends_the_check_before_a_start_without_an_import_of_vllm() -> None:
+    """Which takes many seconds, at each start of a deployment that is being set up."""
+    text = json.dumps(
+        {"kv_connector": "AscendPushConnector", "kv_role": "kv_producer", "kv_connector_extra_config": {"timeout": 1}}
+    )
+    program = (
+        "import sys; from vllm_ascend_pd.cli.__main__ import main;"
+        "code = main(['doctor', '--only-configuration', '--kv-transfer-config', sys.argv[1]]);"
+        "print(code, sorted({'torch', 'vllm'} & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, text], capture_output=True, text=True, check=True, timeout=120
+    )
+    first, last = done.stdout.splitlines()
+    assert first.startswith("FAILURE  configuration") and "timeout" in first and last == "1 []"
+
+
 def test_limits_that_are_too_low_are_named(tmp_path: Path) -> None:
     levels = [next(iter(host.limits((1024, hard)))).level for hard in (1024, 20_000, 1 << 20, -1)]
     assert levels == [FAILURE, WARNING, GOOD, GOOD]
