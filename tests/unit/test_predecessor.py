@@ -121,7 +121,7 @@ DEFECTS: dict[int, Defect] = {
         (
             f"{UNIT}/runtime/test_runtime_faults.py::test_an_abort_on_prefill_fails_the_load_at_once_and_releases_the_blocks",
             f"{UNIT}/runtime/test_runtime_faults.py::test_a_cancel_on_decode_stops_the_push_and_fences_the_blocks",
-            f"{UNIT}/metaserver/test_metaserver_service.py::test_d_is_notified_at_once_when_p_fails_and_computes_by_itself",
+            f"{UNIT}/router/test_metaserver_service.py::test_d_is_notified_at_once_when_p_fails_and_computes_by_itself",
             f"{UNIT}/channel/test_channel_fence.py::test_a_killed_process_is_gone_exactly_once",
             f"{UNIT}/protocol/test_protocol_reservation.py::test_a_lapsed_lease_fails_the_transfer_and_names_the_contributor",
         ),
@@ -159,7 +159,7 @@ DEFECTS: dict[int, Defect] = {
             f"{UNIT}/test_connector.py::test_stages_and_ranks_tell_their_layers_by_pp_and_tp",
             f"{UNIT}/runtime/test_runtime.py::test_every_byte_arrives_and_no_other_is_touched",
             f"{UNIT}/schedulers/test_decisions_scheduler.py::test_children_of_one_request_share_parameters_that_do_not_change",
-            f"{UNIT}/metaserver/test_metaserver_service.py::test_n_choices_bring_n_transfers_on_one_ticket",
+            f"{UNIT}/router/test_metaserver_service.py::test_n_choices_bring_n_transfers_on_one_ticket",
             f"{INTEGRATION}/test_gqa.py::TestFromPipeline::test_every_length_to_tp_1",
         ),
         "A reservation names the address of each D worker, wherever it runs; request ids never leave their engine.",
@@ -241,7 +241,7 @@ DEFECTS: dict[int, Defect] = {
             f"{UNIT}/schedulers/test_decisions_scheduler.py::test_forged_tickets_are_prefilled_locally_and_call_no_address",
             f"{UNIT}/schedulers/test_decisions_scheduler.py::test_a_signed_reservation_is_taken_with_the_right_secret_only",
             f"{UNIT}/decode/test_metaserver_client.py::test_only_the_allow_list_is_called",
-            f"{UNIT}/metaserver/test_metaserver_bodies.py::test_a_clients_transfer_parameters_never_get_through",
+            f"{UNIT}/router/test_metaserver_bodies.py::test_a_clients_transfer_parameters_never_get_through",
             f"{UNIT}/runtime/test_runtime_isolation.py::test_blocks_that_decode_does_not_have_are_never_written",
         ),
     ),
@@ -249,20 +249,20 @@ DEFECTS: dict[int, Defect] = {
         "certificates are not verified by default; the proxy knows only http and sends `Bearer None`",
         (
             f"{UNIT}/test_config.py::test_what_is_unsafe_is_off_until_it_is_asked_for",
-            f"{UNIT}/metaserver/test_metaserver_processes.py::test_tls_works_both_ways",
-            f"{UNIT}/metaserver/test_metaserver_keys.py::test_the_key_is_lent_to_clients_that_bring_one_of_theirs",
+            f"{UNIT}/router/test_metaserver_processes.py::test_tls_works_both_ways",
+            f"{UNIT}/router/test_metaserver_keys.py::test_the_key_is_lent_to_clients_that_bring_one_of_theirs",
         ),
     ),
     # -- its proxy
     26: Defect(
         "200 with an empty body when D fails, no failover, aborts that do not reach P, a retry that hangs",
         (
-            f"{UNIT}/metaserver/test_metaserver_service.py::test_an_empty_200_is_no_answer",
-            f"{UNIT}/metaserver/test_metaserver_failures.py::"
+            f"{UNIT}/router/test_metaserver_service.py::test_an_empty_200_is_no_answer",
+            f"{UNIT}/router/test_metaserver_failures.py::"
             "test_a_stream_that_fails_before_its_first_token_is_an_error_not_a_200",
-            f"{UNIT}/metaserver/test_metaserver_failures.py::test_one_of_two_ps_killed_under_load_loses_no_request_and_comes_back",
-            f"{UNIT}/metaserver/test_metaserver_service.py::test_a_client_that_leaves_cancels_both_legs",
-            f"{UNIT}/metaserver/test_metaserver_service.py::test_a_failed_prefill_is_repeated_on_another_p_under_a_new_ticket",
+            f"{UNIT}/router/test_metaserver_failures.py::test_one_of_two_ps_killed_under_load_loses_no_request_and_comes_back",
+            f"{UNIT}/router/test_metaserver_service.py::test_a_client_that_leaves_cancels_both_legs",
+            f"{UNIT}/router/test_metaserver_service.py::test_a_failed_prefill_is_repeated_on_another_p_under_a_new_ticket",
         ),
     ),
 }

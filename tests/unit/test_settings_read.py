@@ -39,7 +39,7 @@ def reads(path: Path) -> Iterator[tuple[str, str]]:
 
 
 READS = {(owner.lstrip("_"), name) for path in PACKAGE.rglob("*.py") for owner, name in reads(path)}
-PROPERTIES = set(reads(PACKAGE / "metaserver" / "service" / "settings.py"))  # of the settings themselves
+PROPERTIES = set(reads(PACKAGE / "router" / "settings.py"))  # of the settings themselves
 
 
 @pytest.mark.parametrize(("group", "key"), KEYS)

@@ -538,7 +538,7 @@ def test_a_d_of_which_one_worker_cannot_go_on_behind_p_s_token_asks_for_none(cap
         assert made.wanted(asked, 4) == 6
         made.allocated(asked, [[40, 41, 42, 43]], 6)
         until(lambda: server.bodies, "the POST")
-        assert "first_token" not in server.bodies[0] and "a worker says: too old" in caplog.text
+        assert "first_token" not in server.bodies[0] and "a worker says too old" in caplog.text
     finally:
         made.close()
         server.served.stop()
