@@ -123,9 +123,13 @@ class CallerConnection(web.RequestHandler):
             self._seen, self._unread = content.total_bytes, 0
         complete = content is None or content.is_eof()
         if self._unread > UNREAD_BYTES:
-            if self._busy and complete and self.transport is not None:
+            # Behind a request complete heads may wait. The next begins only after the answer's end, so also in between
+            # they are kept; a head that is not complete has its own deadline.
+            if complete and self.answering is not None and self.transport is not None:
                 self._held = True
                 self.transport.pause_reading()
+                if not self._busy and self._head_timer is None:
+                    self._wait_for_head()
             else:
                 self.abort()
         elif self._unread and complete and not self._busy and self._head_timer is None:

@@ -222,7 +222,54 @@ def test_one_caller_has_one_address_or_network(host: str, caller: str) -> None:
     assert caller_of(host) == caller
 
 
-@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+async def ok(asked: CallerRequest, send: AsgiSend) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+
+
+@LOOPS
+def test_what_comes_between_an_answer_and_the_next_request_is_not_lost(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    """Complete heads, more of them than is kept: the next request begins only after that moment."""
+    head = b"GET / HTTP/1.1\r\nhost: a\r\nx-padding: " + b"a" * 200_000 + b"\r\n\r\n"
+
+    class Flooded(CallerConnection):
+        flooded = False
+
+        def end(self) -> None:
+            super().end()
+            if not self.flooded:
+                self.flooded = True
+                self.data_received(head * 12)
+
+    async def asks() -> int:
+        door = FrontDoor(ok, Places(8))
+        opened = ConnectionGate(
+            lambda place: Flooded(door, place, max_line_size=1 << 18, max_field_size=1 << 18), door.places
+        )
+        with socket.create_server((LOOPBACK, 0)) as listening:
+            opened.open(listening)
+            reader, writer = await connect(listening.getsockname()[1])
+            writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+            said = b""
+            async with asyncio.timeout(30):
+                while said.count(b"HTTP/1.1 200") < 13 and (more := await reader.read(1 << 16)):
+                    said += more
+            writer.close()
+            opened.close()
+            door.pre_shutdown()
+            await door.shutdown(1.0)
+            return said.count(b"HTTP/1.1 200")
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(asks()) == 13
+
+
+@LOOPS
 def test_a_request_of_the_moment_in_which_no_more_are_accepted_is_answered(
     new_loop: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
@@ -233,13 +280,9 @@ def test_a_request_of_the_moment_in_which_no_more_are_accepted_is_answered(
             asyncio.get_running_loop().call_soon(opened.close)
             super().connection_made(transport)
 
-    async def answer(asked: CallerRequest, send: AsgiSend) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-        await send({"type": "http.response.body", "body": b"ok"})
-
     async def asks() -> bytes:
         nonlocal opened
-        door = FrontDoor(answer, Places(8))
+        door = FrontDoor(ok, Places(8))
         opened = ConnectionGate(lambda place: Last(door, place), door.places)
         with socket.create_server((LOOPBACK, 0)) as listening:
             opened.open(listening)
