@@ -346,7 +346,7 @@ def test_changes_to_vllm_that_are_off_are_named_with_what_that_costs() -> None:
 
 
 def test_a_wrong_key_ends_the_check_before_a_start_without_an_import_of_vllm() -> None:
-    """Which takes many seconds, at each start of a deployment that is being set up."""
+    """An import of vLLM takes many seconds, at each start of a deployment that is being set up."""
     text = json.dumps(
         {"kv_connector": "AscendPushConnector", "kv_role": "kv_producer", "kv_connector_extra_config": {"timeout": 1}}
     )
