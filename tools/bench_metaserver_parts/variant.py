@@ -32,6 +32,10 @@ class AiohttpReply:
         self.status = response.status
         self.headers = [(name.lower(), value) for name, value in response.raw_headers]
 
+    @property
+    def at_end(self) -> bool:
+        return self._response.content.at_eof()
+
     async def read(self, timeout_s: float | None = None) -> bytes:
         return await self._response.content.readany()
 
