@@ -48,9 +48,8 @@ class Handshake(KVConnectorHandshakeMetadata):
 class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHooks, resets.FollowsEngine):
     """Layerwise push of the KV cache, P to D. See docs/protocol.md."""
 
-    _cache_hit_source = (
-        compat.FROM_PEER
-    )  # vLLM's name, for its usage and metrics: loaded tokens come from another engine
+    # vLLM's name, for its usage and metrics: loaded tokens come from another engine.
+    _cache_hit_source = compat.FROM_PEER
     tables: Any = None  # the scheduler's block tables, where vLLM does not hand them over itself (older_groups.py)
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
@@ -288,7 +287,7 @@ def _scheduler(
     for change, why in lacks.items():
         if why:
             made.tally.raise_level("hooks_off")
-            log.warning("%s: off, because %s: %s", change, why, tried.COST[change])
+            log.warning("%s", tried.off(change, why))
     return made
 
 

@@ -95,9 +95,8 @@ def _all(args: argparse.Namespace, asked: host_checks.HostOptions) -> Iterable[C
     if args.only_configuration:
         settings = list(host_checks.settings(asked))
         yield from settings
-        if not any(
-            check.level == FAILURE for check in settings
-        ):  # the engine's own rules import vLLM, which takes long
+        # The engine's own rules import vLLM, which takes long.
+        if not any(check.level == FAILURE for check in settings):
             yield from engine.checks(asked)
         return
     yield from host_checks.checks(asked)

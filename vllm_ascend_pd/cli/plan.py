@@ -376,7 +376,6 @@ def _links(p: CacheGeometry, d: CacheGeometry, shape: PlanInput, decision: Decis
 
 def _staging(p: CacheGeometry, step_tokens: int) -> int:
     """Return the bytes that a P rank allocates at start by default: slots and the exchange's two buffers."""
-
     config = RegroupConfig()
     slot = slot_bytes(p, EngineWorld(0, p.tp_size, 1, step_tokens))
     return slot * (config.staging_slots * config.staging_destinations + 2 * _BUFFERS)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from vllm_ascend_pd.router.core.pieces import Buffer
+from vllm_ascend_pd.shared.threads import aside
 
 T = TypeVar("T")
 AT_ONCE = 1 << 20  # bytes of the longest text that is read on the loop: some milliseconds
@@ -29,13 +30,12 @@ class Aside:
         """Return `read(text)`. A caller that is cancelled goes when the thread has done with its text."""
         if len(text) <= AT_ONCE:
             return read(text)
-        loop = asyncio.get_running_loop()
-        turn = loop.create_future()
+        turn = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (len(text), next(self._numbers), turn))
         self._pass()
         try:
             await turn
-            reading = loop.run_in_executor(self._thread, read, text)
+            reading = asyncio.create_task(aside(read, text, executor=self._thread))
             try:
                 return await asyncio.shield(reading)
             finally:

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Executor
 from functools import partial
 from typing import TypeVar
 
@@ -25,11 +26,11 @@ def started(name: str, target: Callable[..., None], *arguments: object) -> threa
     return thread
 
 
-async def aside(work: Callable[..., T], *arguments: object) -> T:
-    """Run `work` in a thread beside the loop. Where none can be started it holds the loop up."""
+async def aside(work: Callable[..., T], *arguments: object, executor: Executor | None = None) -> T:
+    """Run `work` in a thread beside the loop, `executor`'s if given. Where none can be started it holds the loop up."""
     try:
-        running = asyncio.get_running_loop().run_in_executor(None, partial(work, *arguments))
+        running = asyncio.get_running_loop().run_in_executor(executor, partial(work, *arguments))
     except RuntimeError as refused:
-        log.error("no thread for %s (%s): see the limit of processes", work.__name__, refused)
+        log.error("no thread for %s (%s): see the limit of processes", getattr(work, "__name__", work), refused)
         return work(*arguments)
     return await running

@@ -30,6 +30,11 @@ COST = {
 }
 
 
+def off(change: str, why: str) -> str:
+    """Return a sentence for a change that is off: for the log, and the doctor."""
+    return f"{change}: off, because {why}: {COST[change]}"
+
+
 def installed(package: str) -> str:
     """Return the release of a package in this engine; empty: the engine does not run on it."""
     if package == VLLM:

@@ -159,6 +159,18 @@ async def test_a_long_body_goes_and_is_answered_in_pieces_and_its_thread_ends(le
     assert not threads_of_long_texts()
 
 
+async def test_where_no_thread_can_be_started_a_long_text_is_read_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    aside = Aside()
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert await aside.run(len, bytes(AT_ONCE + 1)) == AT_ONCE + 1
+    monkeypatch.undo()
+    assert await aside.run(len, bytes(AT_ONCE + 2)) == AT_ONCE + 2
+    aside.close()
+
+
 class HeldRequest:
     """A text that the thread reads until it is told to end."""
 

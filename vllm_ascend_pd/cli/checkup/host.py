@@ -28,7 +28,7 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.secret_files import read_secret
 from vllm_ascend_pd.shared.exposure import UNREACHABLE_REMEDY, is_loopback, unreachable_warning
 from vllm_ascend_pd.transport.package import installed_version, load, prepare_environment
-from vllm_ascend_pd.vllm_patches.tried import COST, VLLM, VLLM_ASCEND, untried
+from vllm_ascend_pd.vllm_patches.tried import COST, VLLM, VLLM_ASCEND, off, untried
 
 ROOT = Path("/")
 ASCEND_PORTS = ((15000, 17000), (20000, 35999))  # what Mooncake's ascend transport listens on
@@ -120,13 +120,13 @@ def packages(on_npu: bool) -> Iterator[Check]:
 
 def hooks(vllm: str, vllm_ascend: str) -> Check:
     """Return what of this package's changes to vLLM is off with these releases, and what that costs."""
-    versions = {name: number for name, number in ((VLLM, vllm), (VLLM_ASCEND, vllm_ascend)) if number}
-    off = [
-        f"{change}: off, because {why}: {cost}" for change, cost in COST.items() if (why := untried(change, versions))
-    ]
-    if not off:
+    versions = {VLLM: vllm, VLLM_ASCEND: vllm_ascend}
+    lacking = [off(change, why) for change in COST if (why := untried(change, versions))]
+    if not lacking:
         return good("hooks", f"all changes to vLLM were tried with it: {', '.join(COST)}")
-    return warning("hooks", "; ".join(off), "Use a release of docs/matrix.md, or accept the cost: answers are right.")
+    return warning(
+        "hooks", "; ".join(lacking), "Use a release of docs/matrix.md, or accept the cost: answers are right."
+    )
 
 
 def allocator(environ: Mapping[str, str]) -> Check:

@@ -19,7 +19,7 @@ from vllm_ascend_pd.protocol.auth import unseal_first
 from vllm_ascend_pd.protocol.first import First, Seed
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.vllm_patches import first_token
-from vllm_ascend_pd.vllm_patches.tried import COST, FIRST_TOKEN
+from vllm_ascend_pd.vllm_patches.tried import FIRST_TOKEN, off
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class FirstTokenReceiver(first_token.StepHooks):
     def off(self, why: str) -> None:
         """Take no token from P: a worker cannot go on behind a token that it has not sampled."""
         if self._vocabulary:
-            log.warning("%s: off, because a worker says %s: %s", FIRST_TOKEN, why, COST[FIRST_TOKEN])
+            log.warning("%s", off(FIRST_TOKEN, f"a worker says {why}"))
             self._tally.raise_level("hooks_off")
         self._vocabulary = 0
 
