@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The package's assumptions about vllm-ascend, checked in its own environment (assumptions.py). No engine is started.
 
-docs/decisions.md lists the assumptions that turned out wrong.
+docs/decisions/vllm-ascend-in-tests.md lists the assumptions that turned out wrong.
 """
 
 from __future__ import annotations

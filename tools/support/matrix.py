@@ -101,7 +101,7 @@ class RefusedFeature(NamedTuple):
     features: tuple[str, ...]  # as in the code; … stands for what it inserts
 
 
-CONTEXT = "[decisions.md](decisions.md#context-parallelism-ranks-that-divide-the-tokens)"
+CONTEXT = "[decisions](decisions/context-parallelism.md)"
 GROUPED = "A model with sliding windows, states or several KV cache groups"
 
 REFUSED = (
@@ -109,7 +109,7 @@ REFUSED = (
     RefusedFeature("context parallelism as PCP on D, or beside a pipeline, vLLM's fp8, windows, states or several groups; PCP beside a sparse indexer", f"none of these was tried with engines. Windows and states are not divided; with PCP an indexer's keys are ({CONTEXT})", ("Prefill context parallelism on decode", "Context parallelism with pipeline parallelism", "Context parallelism with a quantised KV cache", "Context parallelism with sliding windows, states, several groups or an indexer's layers", "Prefill context parallelism with a sparse indexer", "A sparse indexer whose keys are not whole on each of … ranks of DCP")),
     RefusedFeature("context parallelism beside speculative decoding", f"it was tried: with more than one drafted token vllm-ascend 0.23.0.post1 ends by itself at its first prefill ({CONTEXT})", ("Speculative decoding with context parallelism",)),
     RefusedFeature("DCP among ranks that do not hold one head, or in runs of tokens that do not end with a block", f"the rule of which rank holds which token is that of ranks with one head, and vllm-ascend wants runs of whole blocks beside a connector ({CONTEXT})", ("Decode context parallelism of … among … ranks that do not hold one head", "Context parallelism in runs of … tokens, which do not end with a block of …,")),
-    RefusedFeature("a pipeline beside a draft model or a sparse indexer, except on P under vllm-ascend with MTP or an indexer", "these two have run there (sets `shapes … pp`). vllm-ascend itself refuses MTP with a pipeline on D. Of other drafts no engine has shown that their hooks fire on the last stage alone, and once; of an indexer on D's stages, and without vllm-ascend, the simulator alone ran ([decisions.md](decisions.md#a-stage-of-d-is-a-row-of-destinations-not-an-engine))", ("A draft model with pipeline parallelism", "A sparse indexer with pipeline parallelism")),
+    RefusedFeature("a pipeline beside a draft model or a sparse indexer, except on P under vllm-ascend with MTP or an indexer", "these two have run there (sets `shapes … pp`). vllm-ascend itself refuses MTP with a pipeline on D. Of other drafts no engine has shown that their hooks fire on the last stage alone, and once; of an indexer on D's stages, and without vllm-ascend, the simulator alone ran ([decisions](decisions/stages-of-d.md))", ("A draft model with pipeline parallelism", "A sparse indexer with pipeline parallelism")),
     RefusedFeature("a pipeline beside windows, states, several groups or an fp8 cache", "no pair has shown it: which stage has which group, only a pair can show", ("A cache with sliding windows, states or several groups, with pipeline parallelism", "A quantised KV cache with pipeline parallelism")),
     RefusedFeature("windows, states or several groups with a vLLM before 0.32 other than 0.23; behind a MultiConnector with one before 0.32", "these releases do not give a connector what it must know of groups. For 0.23 that is added around its scheduler ([kinds.md](kinds.md#recurrent-states))", (GROUPED, f"{GROUPED} (…)", f"{GROUPED} behind a MultiConnector")),
     RefusedFeature("windows, states or several groups under vllm-ascend, except Gated DeltaNet beside one group of full attention, and DeepSeek-V4", "only these two were tried with vllm-ascend", (f"{GROUPED} under vllm-ascend",)),
@@ -141,7 +141,7 @@ REFUSED = (
 
 NOT_RUN = {
     "a layer's cache on one rank alone (KVPP of a later vllm-ascend)": "no engine here has it, so plans do not know such "
-    "layers, and what workers would report of memory that they do not have is not built ([decisions.md](decisions.md#context-parallelism-ranks-that-divide-the-tokens))",
+    "layers, and what workers would report of memory that they do not have is not built ([decisions](decisions/context-parallelism.md))",
     "vLLM's `test_kv_load_failure_recovery`, `test_invalid_blocks_correctness`, `test_error_propagation` and `test_output_aggregator`": "they show "
     "nothing of a connector: the first three put a mock in its place, the last has vLLM's aggregator alone. Failed loads with this connector are in the "
     "first row, its workers' reports through that aggregator in the row MLA, TP 4→2",

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes in flight through engines that are polled: one engine transfer per descriptor, few at a time per peer.
 
-Measured over TCP (docs/decisions.md): submitting costs 2 µs per descriptor and is as fast as a batch call, and waiting
-costs less than half of the CPU, because a batch can only be waited for by a call that spins. 64 descriptors in the
-engine are as fast as 1,000, and those not in the engine can still be cancelled.
+Measured over TCP (docs/decisions/mooncake-over-tcp.md): submitting costs 2 µs per descriptor and is as fast as a
+batch call, and waiting costs less than half of the CPU, because a batch can only be waited for by a call that spins.
+64 descriptors in the engine are as fast as 1,000, and those not in the engine can still be cancelled.
 
 A write fails in two steps. First nothing more of it is issued. Then what was issued is waited for, because the engine
 still sends it. FAILED is reported only after that, or after the engine was closed (`stuck`, `drop`). A write of which

@@ -15,7 +15,9 @@ from tools.matrix import MARKS
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted(
-    path.relative_to(ROOT) for pattern in ("*.md", "docs/*.md", "examples/**/*.md") for path in ROOT.glob(pattern)
+    path.relative_to(ROOT)
+    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "tests/*/*.md", "vllm_ascend_pd/**/*.md")
+    for path in ROOT.glob(pattern)
 )
 READMES = (Path("README.md"), Path("README.zh-CN.md"))
 SCREEN = 50  # lines
@@ -213,3 +215,16 @@ def test_the_drawing_of_the_folders_has_each_folder() -> None:
     wanted = {parts[0] for parts in folders if len(parts) > 1 and not parts[0].startswith(".")}
     wanted |= {"/".join(parts[:2]) for parts in folders if len(parts) > 2 and parts[0] in ("vllm_ascend_pd", "tests")}
     assert wanted == drawn
+
+
+def test_the_table_of_decisions_has_each_with_its_heading_and_status() -> None:
+    folder = ROOT / "docs" / "decisions"
+    table = (folder / "README.md").read_text()
+    rows = re.findall(r"^\| [^|]+ \| \[(.+)\]\(([\w-]+)\.md\) \| (.+) \|$", table, re.MULTILINE)
+    assert len(rows) == table.count("\n| ") - 1, "each row is read"
+    of_files = set()
+    for page in folder.glob("*.md"):
+        if page.name != "README.md":
+            heading, status, *_ = page.read_text().splitlines()
+            of_files.add((heading.removeprefix("# "), page.stem, status.removeprefix("Status: ").rstrip(".")))
+    assert set(rows) == of_files and len(rows) == len(of_files) > 60

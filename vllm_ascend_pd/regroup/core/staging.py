@@ -3,8 +3,8 @@
 
 The number and the size of the slots are fixed at start. Each destination has a quota, so that a stalled one cannot
 take the slots of the others. A slot is free again as soon as its writes are over. That includes failed writes, which
-may still be reading it: such bytes land in blocks that D still keeps for the failed transfer (docs/decisions.md). If
-there is no slot the bytes are dropped, and exchanged again later.
+may still be reading it: such bytes land in blocks that D still keeps for the failed transfer
+(docs/decisions/slots-of-failed-writes.md). If there is no slot the bytes are dropped, and exchanged again later.
 """
 
 from __future__ import annotations
