@@ -36,7 +36,7 @@ CATALOGUE: dict[str, Entry] = {
         'Start the prefill engine with kv_role "kv_producer" and the decode engine with "kv_consumer": an engine has one role. Other connectors of its MultiConnector may keep "kv_both" (docs/routers.md).',
     ),
     "PD-CONF-005": Entry(
-        "{feature} is not proven with this connector, so the engine does not start with it.",
+        "{feature} is not supported by this connector yet, so the engine does not start with it.",
         "{remedy}",
     ),
     "PD-CONF-006": Entry(

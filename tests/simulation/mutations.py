@@ -27,7 +27,7 @@ from vllm_ascend_pd.geometry.plan import Job, Served, StepPlanner
 from vllm_ascend_pd.geometry.runs import Grid
 from vllm_ascend_pd.metadata import Bind, LoadEnd, PrefillStep, PushSlice, PushStart
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
-from vllm_ascend_pd.prefill.scheduler.core.computing import Computing
+from vllm_ascend_pd.prefill.scheduler.core.in_flight import BlocksInFlight
 from vllm_ascend_pd.prefill.scheduler.core.meetings import Holding, Meetings, OfferedLoad, Record
 from vllm_ascend_pd.prefill.scheduler.core.requests import PushRequests
 from vllm_ascend_pd.prefill.worker.core.batches import Batch
@@ -73,7 +73,7 @@ class Mutation:
     meetings: Callable[..., Meetings] = Meetings
     prefill_requests: Callable[..., PushRequests] = PushRequests
     decode_requests: Callable[..., LoadRequests] = LoadRequests
-    computing: Callable[..., Computing] = Computing
+    computing: Callable[..., BlocksInFlight] = BlocksInFlight
     first_tokens: Callable[..., FirstTokenBook] = FirstTokenBook
     hasty_release: bool = False  # P frees a finished request's blocks at once
     blunt_revocation: bool = False  # D continues under the session that it has revoked
@@ -808,14 +808,14 @@ class SourceOfTheDead(Meetings):
         return next((record for record in self._sources.values() if record.target is None), None)
 
 
-class HotTakenForCached(Computing):
+class HotTakenForCached(BlocksInFlight):
     """P pushes everything that vLLM calls cached, also what this very step computes."""
 
     def ready(self, chunk: Any, groups: Any) -> int:
         return int(chunk.filled)
 
 
-class LoadingTakenForCached(Computing):
+class LoadingTakenForCached(BlocksInFlight):
     """P pushes everything that vLLM calls computed, also what another connector loads in this step."""
 
     def step(self, chunks: Any, over: Any) -> None:

@@ -23,7 +23,7 @@ from vllm_ascend_pd.geometry.pairing import exchanged
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.geometry.substeps import room_for_a_block
 from vllm_ascend_pd.metadata import MissedExchange
-from vllm_ascend_pd.prefill.scheduler.core.computing import Chunk
+from vllm_ascend_pd.prefill.scheduler.core.in_flight import Chunk
 from vllm_ascend_pd.prefill.scheduler.core.meetings import Holding
 from vllm_ascend_pd.prefill.scheduler.core.requests import NewRequest, opened
 from vllm_ascend_pd.protocol.auth import unseal

@@ -87,9 +87,9 @@ def test_a_workers_push_tells_what_it_holds_and_how_its_pairs_are() -> None:
     assert repr(push) == "<Push p-1 of decode-1/7/uuid-7: 3 blocks; no D rank>"
     s = sender()
     s.open(0.0, order())
-    push.pairs, push.held = s.pairs(PUSH), True
+    push.pairs, push.paused = s.pairs(PUSH), True
     push.owed.add(Share(1, 1, [push], {0: Endpoint("d0", 4711)}, {0: False}))
-    assert repr(push) == "<Push p-1 of decode-1/7/uuid-7: 3 blocks, owes 1, held; D rank 0 ask>"
+    assert repr(push) == "<Push p-1 of decode-1/7/uuid-7: 3 blocks, owes 1, paused; D rank 0 ask>"
 
 
 def test_an_instance_tells_whether_it_serves_and_what_broke_last() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 SAME_CLOCK_S = 0.05  # two clocks count as one if their offsets to the wall clock differ by no more than this
-REBOOT_S = 5.0  # a reboot moves the offset by more than this; within a file less is a wall clock that was set
+REBOOT_S = 5.0  # a reboot moves the offset by more than this; a smaller jump is a clock that was set
 
 
 _Key = tuple[Any, Any, Any, Any]

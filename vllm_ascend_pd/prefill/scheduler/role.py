@@ -18,7 +18,7 @@ from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
-from vllm_ascend_pd.prefill.scheduler.core.computing import Chunk, Computing
+from vllm_ascend_pd.prefill.scheduler.core.in_flight import BlocksInFlight, Chunk
 from vllm_ascend_pd.prefill.scheduler.core.meetings import Holding, Meetings, Record
 from vllm_ascend_pd.prefill.scheduler.core.requests import NewRequest, PushRequests
 from vllm_ascend_pd.prefill.scheduler.first_tokens import FirstTokenSource
@@ -61,7 +61,7 @@ class PrefillScheduler(SchedulerRole):
         book = PushBook(model=engine.model)
         meet, timers = engine.config.meet, engine.config.timers
         holding = Holding(meet.hold_sources, int(meet.hold_share * blocks), timers.hold_s, timers.meet_s)
-        self._requests = PushRequests(book, Meetings(book, engine.incarnation, holding), Computing())
+        self._requests = PushRequests(book, Meetings(book, engine.incarnation, holding), BlocksInFlight())
         self._reception: Reception | None = None
         self._failed_transfers: dict[str, None] = {}  # failed transfers, oldest first
         self._prefix_hits: dict[str, int] = {}  # tokens in the prefix cache, of requests that wait for their first step

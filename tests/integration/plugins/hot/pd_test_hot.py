@@ -9,6 +9,6 @@ from __future__ import annotations
 
 def install() -> None:
     """Install the plug-in: vLLM's entry point, called in every process of an engine."""
-    from vllm_ascend_pd.prefill.scheduler.core.computing import Computing
+    from vllm_ascend_pd.prefill.scheduler.core.in_flight import BlocksInFlight
 
-    Computing.ready = lambda self, chunk, groups: chunk.computed  # type: ignore[method-assign]
+    BlocksInFlight.ready = lambda self, chunk, groups: chunk.computed  # type: ignore[method-assign]

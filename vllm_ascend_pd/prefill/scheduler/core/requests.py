@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
-from vllm_ascend_pd.prefill.scheduler.core.computing import Chunk, Computing
+from vllm_ascend_pd.prefill.scheduler.core.in_flight import BlocksInFlight, Chunk
 from vllm_ascend_pd.prefill.scheduler.core.meetings import Meetings, Record, failure_of, not_held
 from vllm_ascend_pd.protocol.first import First, Sample, Seed
 from vllm_ascend_pd.protocol.meeting import Gone, Meeting, Offer, Unwanted
@@ -59,7 +59,7 @@ def opened(offer: Offer, unseal: Callable[[bytes], Reservation]) -> Reservation 
 class PushRequests:
     """Requests of P's scheduler."""
 
-    def __init__(self, book: PushBook, meetings: Meetings, computing: Computing) -> None:
+    def __init__(self, book: PushBook, meetings: Meetings, computing: BlocksInFlight) -> None:
         self.book, self.meetings, self.computing = book, meetings, computing
 
     @property

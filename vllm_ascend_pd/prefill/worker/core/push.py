@@ -123,7 +123,7 @@ class Push:
     plans: dict[tuple[int, int], JobPlan] = field(default_factory=dict)  # of direct pushes, by step and pairing
     slot_shares: dict[tuple[int, Unit], SlotShare] = field(default_factory=dict)  # staged, by D worker and unit
     owed: set[Share] = field(default_factory=set)  # shares of exchanges that have not brought everything yet
-    held: bool = False  # nothing of it is submitted: its blocks are about to be overwritten
+    paused: bool = False  # nothing of it is submitted: its blocks are about to be overwritten
     sealing: bool = False  # the last layer was announced, but exchanges are still owed
     closed: bool = False  # on this worker: no write of it is in flight, and none will be
     over: bool = False  # on all workers: the scheduler is done with it
@@ -162,11 +162,11 @@ class Push:
         )
 
     def __repr__(self) -> str:
-        """<Push p-1 of decode-1/7/uuid-7: 12 blocks, 2 slot shares, owes 1, held; D rank 0 push 3 out>"""
+        """<Push p-1 of decode-1/7/uuid-7: 12 blocks, 2 slot shares, owes 1, paused; D rank 0 push 3 out>"""
         words = [f"{' + '.join(str(table.known) for table in self.tables)} blocks"]
         words += [f"{len(self.slot_shares)} slot shares"] if self.slot_shares else []
         words += [f"owes {len(self.owed)}"] if self.owed else []
-        words += [word for word in ("held", "sealing", "closed", "over") if getattr(self, word)]
+        words += [word for word in ("paused", "sealing", "closed", "over") if getattr(self, word)]
         pairs = [
             f"D rank {worker} {pair.state.value}" + (f" {len(pair.coverage.out)} out" if pair.coverage.out else "")
             for worker, pair in self.pairs.items()

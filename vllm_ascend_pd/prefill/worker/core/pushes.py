@@ -157,7 +157,7 @@ class Pushes:
         """Submit nothing more of these pushes until they start over: their blocks will be overwritten."""
         self._preempted, self._drained_by = list(names), now + self._config.timers.preempt_drain_s
         for push in self._open(self._preempted):
-            push.held = True
+            push.paused = True
 
     def drain(self, now: float) -> float:
         """Return for how many seconds to wait, at most, for writes that read preempted blocks; then call again.
@@ -174,7 +174,7 @@ class Pushes:
     def _start_over(self, now: float, names: Iterable[str]) -> None:
         """Restart pushes whose blocks are lost now. A push with writes in flight fails instead."""
         for push in self._named(names):
-            push.held = False
+            push.paused = False
             self._let_go(push)
             push.forget()  # also if it has closed here: it still takes part in plans
             if push.out:
@@ -311,7 +311,7 @@ class Pushes:
         busy: Counter[object] = Counter(batch.peer for batch in in_flight)
         claims: list[Claim] = []
         for claim in self._sender.claim(now, lambda peer: busy[peer] < IN_FLIGHT):
-            if self._pushes[claim.push].held:
+            if self._pushes[claim.push].paused:
                 self._do(now, self._sender.returned(now, claim))
             else:
                 claims.append(claim)

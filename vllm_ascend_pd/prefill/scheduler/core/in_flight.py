@@ -35,13 +35,13 @@ class Chunk:
         return self.computed if self.found is None else min(self.computed, self.found)
 
 
-class Computing:
+class BlocksInFlight:
     """Block tables of all requests that run on this engine, pushed or not."""
 
     def __init__(self) -> None:
         self._tables: dict[str, list[list[int]]] = {}
         self._chunks: Sequence[Chunk] = ()
-        self._hot: dict[int, set[int]] = {}  # by group, blocks that the step fills; made on demand
+        self._filled_this_step: dict[int, set[int]] = {}  # by group, blocks that the step fills; made on demand
 
     def step(self, chunks: Sequence[Chunk], over: Iterable[str]) -> None:
         """Handle a planned step; requests that are `over` run no more."""
@@ -54,7 +54,7 @@ class Computing:
             else:
                 for ids, more in zip(table, chunk.new or (), strict=False):
                     ids.extend(more)
-        self._chunks, self._hot = chunks, {}
+        self._chunks, self._filled_this_step = chunks, {}
 
     def ready(self, chunk: Chunk, groups: Sequence[Group]) -> int:
         """Return how many of a request's first tokens were filled in by earlier steps, not by this one."""
@@ -71,9 +71,9 @@ class Computing:
 
     def _written(self, index: int, size: int) -> set[int]:
         """Blocks of a group that the step fills."""
-        if (known := self._hot.get(index)) is not None:
+        if (known := self._filled_this_step.get(index)) is not None:
             return known
-        found = self._hot[index] = set[int]()
+        found = self._filled_this_step[index] = set[int]()
         for chunk in self._chunks:
             table = self._tables[chunk.request_id]
             if index < len(table):
