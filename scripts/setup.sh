@@ -200,13 +200,14 @@ pd_nginx() {
   } || pd_say "tests that need nginx will be skipped. As root: apt-get install nginx-light"
 }
 
-# Extra tools of some tests: a browser for the status page, nginx; with --all, cross-compiled parts under emulation and
+# Extra tools of some tests: a browser for the status page, nginx, nft; with --all, cross-compiled parts under emulation and
 # the NPU library's CMake path. Without them the other tests run, and these report what is missing.
 pd_test_tools() { # all, or nothing
   pd_nginx
   local missing=()
   command -v chromium-headless-shell chromium chromium-browser google-chrome >/dev/null ||
     missing+=(chromium-headless-shell)
+  PATH=$PATH:/usr/sbin command -v nft >/dev/null || missing+=(nftables)
   if [ -n "${1:-}" ]; then
     command -v aarch64-linux-gnu-g++ >/dev/null || missing+=(g++-aarch64-linux-gnu)
     command -v qemu-aarch64 >/dev/null || command -v qemu-aarch64-static >/dev/null || missing+=(qemu-user)

@@ -17,6 +17,7 @@ LISTED = {
     "vLLM's fp8 caches on a CPU need AVX-512": "the processor",
     "this machine allows no network namespaces": "containers and users without the right to make them",
     "this machine allows no mount namespaces": "containers and users without the right to make them",
+    "nft is not installed here": "a host without Debian's packages",
     "nginx is not installed here": "a host without Debian's packages: the same requests also come without it in front",
     "vLLM has no prefix cache for MLA on a CPU": "vLLM; such a cell of a set of engines has nothing to compare",
 }

@@ -4,8 +4,6 @@
 #   examples/1p1d/run.sh --model DIR        then: examples/check.sh http://127.0.0.1:8000 DIR
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-set -a
-# shellcheck source=examples/ascend.env
-. examples/ascend.env
-set +a
+# shellcheck source=examples/environment.sh
+. examples/environment.sh
 exec scripts/launch_1p1d.sh --p-tp 1 --d-tp 1 "$@"

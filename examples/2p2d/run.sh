@@ -5,10 +5,8 @@
 #   then: examples/check.sh http://127.0.0.1:8000 DIR
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-set -a
-# shellcheck source=examples/ascend.env
-. examples/ascend.env
-set +a
+# shellcheck source=examples/environment.sh
+. examples/environment.sh
 
 dry=
 for word in "$@"; do if [ "$word" = --dry-run ]; then dry=1; fi; done

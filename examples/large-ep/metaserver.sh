@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The metaserver of the six hosts, on the first decode host or anywhere else. See README.md in this folder.
+# The metaserver of these hosts, on the first decode host or anywhere else. See README.md in this folder.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-read -ra prefill <<<"${PREFILL_HOSTS:?the addresses of the four prefill hosts}"
-read -ra decode <<<"${DECODE_HOSTS:?the addresses of the two decode hosts}"
+read -ra prefill <<<"${PREFILL_HOSTS:?the addresses of the prefill hosts}"
+read -ra decode <<<"${DECODE_HOSTS:?the addresses of the decode hosts}"
 : "${METASERVER_HOST:=${decode[0]}}"
 engines=()
 for host in "${prefill[@]}"; do engines+=(--prefill "http://$host:8001"); done

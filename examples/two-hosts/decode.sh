@@ -3,9 +3,8 @@
 # The decode host of two. See README.md in this folder. Ran on CPU; on NPUs never.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-set -a
-# shellcheck source=examples/ascend.env
-. examples/ascend.env
-set +a
+# shellcheck source=examples/environment.sh
+. examples/environment.sh
 : "${DECODE_HOST:?the address of this host}" "${SECRET_FILE:=/etc/vllm-ascend-pd/secret}" "${METASERVER_HOST:=$DECODE_HOST}"
+on_several_hosts "$DECODE_HOST"
 exec scripts/decode.sh --host "$DECODE_HOST" --port 8002 --side-channel-port 18200 --secret-file "$SECRET_FILE" --metaserver "http://$METASERVER_HOST:8000" "$@"

@@ -3,9 +3,8 @@
 # The prefill host of two. See README.md in this folder. Ran on CPU; on NPUs never.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-set -a
-# shellcheck source=examples/ascend.env
-. examples/ascend.env
-set +a
+# shellcheck source=examples/environment.sh
+. examples/environment.sh
 : "${PREFILL_HOST:?the address of this host}" "${SECRET_FILE:=/etc/vllm-ascend-pd/secret}"
+on_several_hosts "$PREFILL_HOST"
 exec scripts/prefill.sh --host "$PREFILL_HOST" --port 8001 --secret-file "$SECRET_FILE" "$@"

@@ -7,9 +7,7 @@
 # vllm-ascend refuses sizes that do not divide each other when it sees these keys.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-set -a
-# shellcheck source=examples/ascend.env
-. examples/ascend.env
-set +a
+# shellcheck source=examples/environment.sh
+. examples/environment.sh
 export PD_P_SET=${PD_P_SET:-"regroup=auto staging_destinations=4"}
 exec scripts/launch_1p1d.sh --p-tp 4 --d-tp 2 "$@"

@@ -6,9 +6,7 @@
 # Ran on CPU; on NPUs never.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-set -a
-# shellcheck source=examples/ascend.env
-. examples/ascend.env
-set +a
+# shellcheck source=examples/environment.sh
+. examples/environment.sh
 export PD_P_SET=${PD_P_SET:-regroup=never}
 exec scripts/launch_1p1d.sh --p-tp 2 --d-tp 1 "$@"

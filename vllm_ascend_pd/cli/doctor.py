@@ -94,6 +94,8 @@ def _all(args: argparse.Namespace, asked: host_checks.HostOptions) -> Iterable[C
         yield _model(args.model)
     if args.only_configuration:
         settings = list(host_checks.settings(asked))
+        if asked.push.channel.secret_file:
+            settings.append(host_checks.secret(asked))
         yield from settings
         # The engine's own rules import vLLM, which takes long.
         if not any(check.level == FAILURE for check in settings):

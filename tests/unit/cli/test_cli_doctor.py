@@ -311,6 +311,17 @@ def test_ports_of_the_ascend_transport_are_refused_on_an_npu_host() -> None:
     assert host.port_is_free(LOOPBACK, 16000, on_npu=True).level == FAILURE
 
 
+def test_before_a_start_a_missing_secret_and_a_misspelt_key_are_named(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"kv_connector": "AscendPushConnector", "kv_role": "kv_producer"}
+    missing = config | {"kv_connector_extra_config": {"secret_file": str(tmp_path / "none")}}
+    code, checks = doctor("--only-configuration", "--kv-transfer-config", json.dumps(missing))
+    assert code == 1 and "PD-SEC-001" in checks["secret file"][0]["says"] and "admission" not in checks
+    misspelt = json.dumps(config | {"kv_connector_extra_conf": {}})
+    with redirect_stderr(io.StringIO()) as said:
+        assert main(["doctor", "--only-configuration", "--kv-transfer-config", misspelt]) == 2
+    assert "kv_connector_extra_conf" in said.getvalue() and "'kv_connector_extra_config'" in said.getvalue()
+
+
 @pytest.mark.parametrize(
     ("span", "reserved", "level"),
     [("32768 60999", "", WARNING), ("36000 60999", "", GOOD), ("32768 60999", "20000-35999", GOOD),
@@ -447,9 +458,9 @@ def npu_checks(root: Path, **environ: str) -> dict[str, Check]:
 def test_an_npu_host_that_has_everything_is_good(tmp_path: Path) -> None:
     root = npu_host(tmp_path)
     assert npu.present(root)
-    found = npu_checks(root, ASCEND_CONNECT_TIMEOUT="3000", ASCEND_TRANSFER_TIMEOUT="10000")
+    found = npu_checks(root, ASCEND_CONNECT_TIMEOUT="3000", ASCEND_TRANSFER_TIMEOUT="10000", HCCL_IF_IP=LOOPBACK)
     assert {name: check.level for name, check in found.items()} == {
-        "npu": GOOD, "cann": GOOD, "hccn.conf": GOOD, "links": NOTE, "environment": GOOD,
+        "npu": GOOD, "cann": GOOD, "hccn.conf": GOOD, "links": NOTE, "environment": GOOD, "network": GOOD,
     }  # fmt: skip
 
 
@@ -479,10 +490,28 @@ def test_cann_is_compared_with_what_vllm_ascend_is_released_with(
 def test_the_known_pair_is_the_examples_image_and_the_readmes_row() -> None:
     compose = (ROOT / "examples/docker-compose/compose.yaml").read_text()
     (image,) = set(re.findall(r"quay\.io/ascend/vllm-ascend:v(\S+)\n", compose))
-    (row,) = (row for row in host.KNOWN if row.get("vllm-ascend") == image)
+    (row,) = (row for row in host.KNOWN if row.get("vllm-ascend") == image.partition("rc")[0])
     for readme in ("README.md", "README.zh-CN.md"):
-        cells = f"| {row['vllm']} | {row['vllm-ascend']} | {row['torch']} | {row['cann']} |"
+        cells = f"| {row['vllm']} | {image} | {row['torch']} | {row['cann']} |"
         assert cells in (ROOT / readme).read_text()
+
+
+@pytest.mark.parametrize(
+    ("environ", "level", "says"),
+    [
+        ({}, NOTE, "eth0, eth1"),
+        ({"HCCL_SOCKET_IFNAME": "eth1", "HCCL_IF_IP": LOOPBACK}, GOOD, LOOPBACK),
+        ({"HCCL_SOCKET_IFNAME": "eth"}, GOOD, "no other"),
+        ({"HCCL_SOCKET_IFNAME": "=eth1,bond0"}, GOOD, "no other"),
+        ({"HCCL_SOCKET_IFNAME": "^eth0"}, GOOD, "no other"),
+        ({"GLOO_SOCKET_IFNAME": "bond0"}, FAILURE, "bond0"),
+        ({"TP_SOCKET_IFNAME": "data"}, FAILURE, "TP_SOCKET_IFNAME"),
+        ({"HCCL_IF_IP": "198.51.100.7"}, FAILURE, "no address of this host"),
+    ],
+)
+def test_the_network_that_hccl_takes_is_one_of_this_host(environ: dict[str, str], level: str, says: str) -> None:
+    check = npu.network(environ, ("lo", "eth0", "eth1"))
+    assert check.level == level and says in check.says
 
 
 def test_a_link_that_is_down_is_named(tmp_path: Path) -> None:

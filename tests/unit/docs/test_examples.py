@@ -49,7 +49,7 @@ SCRIPTS = [
     ("two-hosts/prefill.sh", ["--model", "m"]),
     ("two-hosts/decode.sh", ["--model", "m"]),
     ("two-hosts/metaserver.sh", []),
-    *(("large-ep/prefill.sh", [node, "--model", "m"]) for node in "0123"),
+    *(("large-ep/prefill.sh", [node, "--model", "m"]) for node in "03"),
     *(("large-ep/decode.sh", [node, "--model", "m"]) for node in "01"),
     ("large-ep/metaserver.sh", []),
 ]
@@ -57,7 +57,7 @@ TAKEN = range(20000, 36000)  # by Mooncake's ascend transport
 TOKENS = tempfile.NamedTemporaryFile()  # noqa: SIM115  # in place of each token file; mode 0600, deleted at the end
 TOKENS.write(b"a-word-of-sixteen-characters")
 TOKENS.flush()
-IMAGE = "quay.io/ascend/vllm-ascend:v0.23.0"
+IMAGE = "quay.io/ascend/vllm-ascend:v0.30.0rc2"  # for Atlas A2; A3 has its own tag
 
 
 def dry(script: str, words: list[str], **variables: str) -> list[list[str]]:
@@ -145,7 +145,8 @@ def test_a_second_signal_leaves_no_engine_behind(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     heard.mkdir()
     shutil.copy(EXAMPLES / "2p2d/run.sh", folder)
-    shutil.copy(EXAMPLES / "ascend.env", folder.parent)
+    for name in ("ascend.env", "environment.sh"):
+        shutil.copy(EXAMPLES / name, folder.parent)
     (tmp_path / "scripts").mkdir()
     for role in ("metaserver", "prefill", "decode"):
         script = tmp_path / "scripts" / f"{role}.sh"
@@ -232,10 +233,127 @@ def test_an_engine_has_time_to_finish_its_answers_and_the_container_waits_for_it
         assert 30 <= own <= graces[where] - 20, where
 
 
-def test_every_container_and_the_npu_job_use_one_image() -> None:
-    texts = [path.read_text() for path in (*MANIFESTS, EXAMPLES / "docker-compose" / "compose.yaml")]
-    texts.append((ROOT / ".github" / "workflows" / "npu.yml").read_text())
-    assert {image for text in texts for image in re.findall(r"image: (\S+)", text)} == {IMAGE}
+def test_every_container_and_the_npu_job_use_one_release_in_the_image_of_their_chip() -> None:
+    paths = [*MANIFESTS, EXAMPLES / "docker-compose" / "compose.yaml", ROOT / ".github" / "workflows" / "npu.yml"]
+    for path in paths:
+        text = path.read_text()
+        chip = "-a3" if re.search(r'Ascend910: "16"', text) else ""  # a host of Atlas A3 has 16
+        images = re.findall(r"image: (\S+)", text)
+        assert set(images) <= {IMAGE + chip} and (images or path.name in ("instances.yaml", "pool.yaml")), path
+
+
+def test_engines_for_experts_have_buffers_by_role_and_what_is_exported_stays(tmp_path: Path) -> None:
+    """The scripts' last step is replaced by `env`: it prints what an engine would get."""
+    (tmp_path / "examples").mkdir()
+    for name in ("large-ep", "two-hosts"):
+        shutil.copytree(EXAMPLES / name, tmp_path / "examples" / name)
+    for name in ("ascend.env", "environment.sh"):
+        shutil.copy(EXAMPLES / name, tmp_path / "examples")
+    (tmp_path / "scripts").mkdir()
+    for role in ("prefill", "decode"):
+        (tmp_path / "scripts" / f"{role}.sh").write_text("#!/bin/sh\nexec env\n")
+        (tmp_path / "scripts" / f"{role}.sh").chmod(0o755)
+
+    def environment(script: str, *words: str, **given: str) -> dict[str, str]:
+        command = [tmp_path / "examples" / script, *words]
+        bare = {"PATH": os.environ["PATH"], "PREFILL_HOSTS": "127.0.0.1", "DECODE_HOSTS": "127.0.0.1"}
+        said = subprocess.run(command, env=bare | given, capture_output=True, text=True, timeout=60, check=True)
+        return dict(line.split("=", 1) for line in said.stdout.splitlines() if "=" in line)
+
+    prefill, decode = environment("large-ep/prefill.sh", "0"), environment("large-ep/decode.sh", "0")
+    assert prefill.items() >= settings().items()
+    assert 600 <= int(decode["HCCL_BUFFSIZE"]) <= 1100 and prefill["HCCL_BUFFSIZE"] == settings()["HCCL_BUFFSIZE"]
+    of_loopback = dict.fromkeys(("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), "lo")
+    assert decode.items() >= (of_loopback | {"HCCL_IF_IP": "127.0.0.1"}).items()
+    own = {"HCCL_BUFFSIZE": "777", "ASCEND_BASE_PORT": "21000", "GLOO_SOCKET_IFNAME": "data0"}
+    for script in ("large-ep/prefill.sh", "large-ep/decode.sh"):
+        assert environment(script, "0", **own).items() >= own.items()
+    elsewhere = environment("two-hosts/decode.sh", DECODE_HOST="198.51.100.7")
+    assert "HCCL_IF_IP" not in elsewhere, "no address of another host"
+    documented = (EXAMPLES / "ascend.env").read_text()
+    assert all(f"# {name}=" in documented for name in ("HCCL_IF_IP", *of_loopback))
+
+
+def test_a_decode_engine_is_spread_over_as_many_hosts_as_are_named() -> None:
+    hosts = [f"10.0.3.{n}" for n in range(4)]
+    for node in range(4):
+        (words,) = dry("large-ep/decode.sh", [str(node), "--model", "m"], DECODE_HOSTS=" ".join(hosts), NPUS="8")
+        flags = dict(itertools.pairwise(words))
+        assert flags["--data-parallel-size"] == "32" and flags["--data-parallel-size-local"] == "8"
+        assert flags["--data-parallel-start-rank"] == str(node * 8) and flags["--host"] == hosts[node]
+        assert flags["--data-parallel-address"] == hosts[0]
+
+
+def _in_namespace(*words: str, of: int = 0) -> subprocess.CompletedProcess[str]:
+    enter = ["nsenter", f"--net=/proc/{of}/ns/net"] if of else []
+    return subprocess.run([*enter, *words], capture_output=True, text=True, timeout=30, check=False)
+
+
+@pytest.fixture
+def engines_host() -> Iterator[int]:
+    """A process in a network namespace of its own with the firewall: 10.0.0.1, and 10.99.0.1 on the same wire."""
+    if not shutil.which("nft", path=os.environ["PATH"] + ":/usr/sbin"):
+        pytest.skip("nft is not installed here")
+    holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"], stderr=subprocess.PIPE, text=True)
+    own = Path("/proc/self/ns/net").readlink()
+    try:
+        until(lambda: holder.poll() is not None or Path(f"/proc/{holder.pid}/ns/net").readlink() != own, "unshare")
+        if holder.poll() is not None:
+            pytest.skip(
+                f"this machine allows no network namespaces: {(holder.stderr.read() if holder.stderr else '').strip()}"
+            )
+        rules = str(EXAMPLES / "host-firewall.nft")
+        for _ in range(2):  # loading it again replaces it
+            loaded = _in_namespace("nft", "-f", rules, of=holder.pid)
+            assert loaded.returncode == 0, loaded.stderr
+        yield holder.pid
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+PROBE = """
+import socket, sys
+for word in sys.argv[1:]:
+    source, port = word.split(":")
+    with socket.socket() as s:
+        s.settimeout(1)
+        s.bind((source, 0))
+        try:
+            s.connect(("10.0.0.1", int(port)))
+            print("open")
+        except ConnectionRefusedError:
+            print("passed")
+        except TimeoutError:
+            print("dropped")
+"""
+
+
+def test_the_firewall_lets_engines_and_routers_in_and_nobody_else(engines_host: int, tmp_path: Path) -> None:
+    """Nothing listens: a port that the firewall lets through refuses the connection, another one never answers."""
+    peer = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
+    own = Path("/proc/self/ns/net").readlink()
+    try:
+        until(lambda: Path(f"/proc/{peer.pid}/ns/net").readlink() != own, "unshare")
+        wire = ["ip", "link", "add", "w0", "type", "veth", "peer", "name", "w1", "netns", str(peer.pid)]
+        steps = [(engines_host, wire), (engines_host, ["ip", "addr", "add", "10.0.0.1/8", "dev", "w0"])]
+        steps += [
+            (peer.pid, ["ip", "addr", "add", f"{a}/8", "dev", "w1"]) for a in ("10.0.0.2", "10.244.0.2", "10.99.0.2")
+        ]
+        steps += [(engines_host, ["ip", "link", "set", "w0", "up"]), (peer.pid, ["ip", "link", "set", "w1", "up"])]
+        for of, words in steps:
+            done = _in_namespace(*words, of=of)
+            assert done.returncode == 0, done.stderr
+        asked = {
+            "10.0.0.2:15000": "passed", "10.0.0.2:18200": "passed", "10.0.0.2:20000": "passed", "10.0.0.2:8101": "dropped",
+            "10.244.0.2:8101": "passed", "10.244.0.2:15500": "dropped", "10.244.0.2:35999": "dropped",
+            "10.99.0.2:17000": "dropped", "10.99.0.2:8102": "dropped", "10.99.0.2:22": "passed",
+        }  # fmt: skip
+        said = _in_namespace("python3", "-c", PROBE, *asked, of=peer.pid)
+        assert dict(zip(asked, said.stdout.split(), strict=True)) == asked, said.stderr
+    finally:
+        peer.kill()
+        peer.wait()
 
 
 SCHEMAS = {path.name: json.loads(path.read_text()) for path in (EXAMPLES / "schemas").glob("*.json")}
@@ -472,30 +590,27 @@ def of_a_pod(role: str, index: int) -> Any:
 
 
 @pytest.mark.parametrize("node_of", [of_a_script, of_a_pod], ids=["scripts", "manifests"])
-@pytest.mark.parametrize(("role", "dp", "tp"), [("prefill", 4, 8), ("decode", 32, 1)])
-def test_the_hosts_of_a_large_engine_have_all_its_ranks_once_and_meet_at_its_first(
-    node_of: Callable[[str, int], Any], role: str, dp: int, tp: int
+def test_the_hosts_of_a_large_decode_engine_have_all_its_ranks_once_and_meet_at_its_first(
+    node_of: Callable[[str, int], Any],
 ) -> None:
-    scripts = node_of is of_a_script
-    nodes = [node_of(role, node) for node in range(4 if scripts and role == "prefill" else 2)]
-    for first, second in zip(nodes[::2], nodes[1::2], strict=True):
-        ranks = [
-            rank
-            for node in (first, second)
-            for rank in range(
-                node.data_parallel_start_rank, node.data_parallel_start_rank + node.data_parallel_size_local
-            )
-        ]
-        assert ranks == list(range(dp))
-        assert {node.data_parallel_address for node in (first, second)} == {first.host if scripts else "10.9.9.9"}
-        assert first.host != second.host and first.data_parallel_rpc_port == second.data_parallel_rpc_port
-        for node in (first, second):
-            assert (node.data_parallel_size, node.tensor_parallel_size) == (dp, tp)
-            assert node.data_parallel_hybrid_lb and node.enable_expert_parallel and not node.headless
-            assert tp * node.data_parallel_size_local == 16
-            assert node.enforce_eager == (role == "prefill")
-            mode = node.compilation_config.cudagraph_mode
-            assert role == "prefill" or mode.name == "FULL_DECODE_ONLY"
+    first, second = nodes = [node_of("decode", node) for node in range(2)]
+    starts = [node.data_parallel_start_rank for node in nodes]
+    assert [start + n for start in starts for n in range(16)] == list(range(32))
+    assert {node.data_parallel_address for node in nodes} == {first.host if node_of is of_a_script else "10.9.9.9"}
+    assert first.host != second.host and first.data_parallel_rpc_port == second.data_parallel_rpc_port
+    for node in nodes:
+        assert (node.data_parallel_size, node.data_parallel_size_local, node.tensor_parallel_size) == (32, 16, 1)
+        assert node.data_parallel_hybrid_lb and node.enable_expert_parallel and not node.headless
+        assert node.compilation_config.cudagraph_mode.name == "FULL_DECODE_ONLY"
+
+
+@pytest.mark.parametrize("node_of", [of_a_script, of_a_pod], ids=["scripts", "manifests"])
+def test_each_host_of_large_prefill_engines_is_one_and_uses_its_sixteen_npus(
+    node_of: Callable[[str, int], Any],
+) -> None:
+    node = node_of("prefill", 1)
+    assert (node.data_parallel_size, node.tensor_parallel_size) == (2, 8)
+    assert node.enable_expert_parallel and node.enforce_eager and not node.data_parallel_start_rank
 
 
 def test_the_metaserver_of_the_large_engines_names_the_server_of_each_host() -> None:
@@ -516,6 +631,11 @@ def test_the_metaserver_of_the_large_engines_names_the_server_of_each_host() -> 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_host_without_a_right_number_starts_nothing(role: str, words: list[str]) -> None:
     done = subprocess.run(
-        [EXAMPLES / "large-ep" / f"{role}.sh", *words], capture_output=True, text=True, timeout=60, check=False
+        [EXAMPLES / "large-ep" / f"{role}.sh", *words],
+        env=os.environ | HOSTS,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 2 and "usage:" in done.stderr and not done.stdout

@@ -6,6 +6,7 @@ Nothing heavy is imported: versions are read from the installed packages' own re
 
 from __future__ import annotations
 
+import difflib
 import http.client
 import importlib.metadata
 import json
@@ -297,6 +298,13 @@ def secret(asked: HostOptions) -> Check:
 
 # ---- configuration
 
+# Keys of vLLM's --kv-transfer-config in any supported release.
+_KEYS = (
+    *("kv_connector", "kv_role", "kv_connector_extra_config", "kv_load_failure_policy", "engine_id", "kv_port"),
+    *("kv_connector_module_path", "kv_buffer_device", "enable_permute_local_kv"),
+    *("kv_rank", "kv_parallel_size", "kv_ip", "kv_buffer_size"),  # not in 0.33
+)
+
 
 def read_config(text: str) -> HostOptions:
     """Parse the value of vLLM's --kv-transfer-config, or a file with it: the keys, role and connector."""
@@ -308,6 +316,10 @@ def read_config(text: str) -> HostOptions:
         refuse(flag, value, f"it is not JSON ({problem})", remedy, problem)
     if not isinstance(whole, dict):
         refuse(flag, value, "it is not an object", remedy)
+    for key in whole:
+        if key not in _KEYS:
+            (nearest,) = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.0)
+            refuse(flag, key, "vLLM has no such key", f"Did you mean {nearest!r}?")
     extra = whole.get("kv_connector_extra_config", {})
     if not isinstance(extra, dict):
         refuse(f"{flag}: kv_connector_extra_config", extra, "it is not an object", 'Give {"key": value, …}.')

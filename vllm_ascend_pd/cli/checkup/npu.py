@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -47,6 +48,7 @@ def checks(asked: HostOptions, root: Path = ROOT) -> Iterator[Check]:
     yield hccn_conf(root, devices)
     yield from links(root, devices)
     yield from environment(asked)
+    yield network(asked.environ, tuple(name for _, name in socket.if_nameindex()))
 
 
 def cann(environ: Mapping[str, str], root: Path = ROOT) -> Check:
@@ -127,3 +129,24 @@ def environment(asked: HostOptions) -> Iterator[Check]:
         )
     else:
         yield good("environment", f"Mooncake's timeouts end after {needed:g} s of {budget:g} s")
+
+
+def network(environ: Mapping[str, str], interfaces: tuple[str, ...]) -> Check:
+    """Check the network that HCCL and gloo are told to take: interfaces, or how their names begin, and an address."""
+    remedy = "examples/ascend.env has the four variables; on each host they are its own."
+    for name in ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        wanted = [word.strip().lstrip("=") for word in environ.get(name, "").split(",") if word.strip()]
+        if wanted and wanted[0][0] != "^" and not any(has.startswith(tuple(wanted)) for has in interfaces):
+            return failure("network", f"{name} = {environ[name]}, but there are {', '.join(interfaces)}", remedy)
+    if address := environ.get("HCCL_IF_IP"):
+        try:
+            with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+                probe.bind((address, 0))
+        except OSError as problem:
+            return failure("network", f"HCCL_IF_IP = {address} is no address of this host: {problem.strerror}", remedy)
+        return good("network", f"HCCL takes that of {address}")
+    several = [name for name in interfaces if name != "lo"]
+    if len(several) > 1 and not environ.get("HCCL_SOCKET_IFNAME"):
+        says = f"HCCL and gloo take the first that they find of {', '.join(several)}"
+        return note("network", says, f"An engine over several hosts may hang so. {remedy}")
+    return good("network", "HCCL and gloo have no other to take")
