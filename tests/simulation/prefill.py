@@ -488,7 +488,7 @@ class PrefillRank:
         now = self.process.clock()
         for push in self.core.pushes():
             for pair in push.pairs.values():
-                if push.held or pair.state is not PairState.PUSH or not pair.coverage.pending:
+                if push.paused or pair.state is not PairState.PUSH or not pair.coverage.pending:
                     continue
                 if pair.authority is not None and now < pair.authority - 1e-6:
                     raise Violation(f"promise 4: {self.process.name} sleeps although it may write for push {push.name}")
