@@ -32,8 +32,8 @@ from tools.support.mutant_tests import Field
 ROOT = Path(__file__).resolve().parents[1]
 EQUIVALENT = ROOT / "tools" / "mutants_equivalent.txt"
 _BOOKS = (
-    *("test_meetings", "test_first_tokens", "test_offers", "test_decisions_*", "test_connector", "test_rendezvous"),
-    *("test_groups", "test_geometry_states", "test_runtime", "test_runtime_*"),
+    *("test_meetings", "test_first_tokens", "test_load_requests", "test_offers", "test_decisions_*", "test_connector"),
+    *("test_rendezvous", "test_groups", "test_geometry_states", "test_runtime", "test_runtime_*"),
 )
 _PUSHES = ("test_writer", "test_batches", "test_missed", *_BOOKS, "test_regroup_*")
 _METASERVER = ("test_metaserver_*", "test_sidecar", "test_cache_events", "test_tls", "test_shown", "test_within")

@@ -19,6 +19,7 @@ from simulation.tables import pool
 from simulation.wire import SimulatedWire
 from simulation.world import Process, Violation, World
 from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start
+from vllm_ascend_pd.decode.scheduler.core.load import LoadState
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.meeting import Bound, Meeting
 from vllm_ascend_pd.protocol.messages import Message, message_name
@@ -427,8 +428,8 @@ class SimulatedCluster:
         for engine in self.decode:
             left = {
                 "waiting requests": len(engine.waiting),
-                "held requests": len(engine.held) + engine.first_tokens.open_count(),
-                "loads": len(engine.loading) + engine.book.open_count(),
+                "held requests": len(engine.held),
+                "loads": len(engine.loading) + engine.book.count(*LoadState),
                 "offers": engine.offers.open_count(),
                 "blocks": len(pool(engine.geometry, engine.shape.blocks)) - len(engine.free),
                 "records": sum(rank.core.record_count() for rank in engine.ranks),

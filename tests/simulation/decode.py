@@ -24,10 +24,11 @@ from simulation.settings import (
 )
 from simulation.tables import BlockTables, needed, pool
 from simulation.world import Alarm, Process, Violation
-from vllm_ascend_pd.decode.scheduler.core.book import Ticket, read_ticket
+from vllm_ascend_pd.decode.scheduler.core.book import WITHHELD
 from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start, Wanted
+from vllm_ascend_pd.decode.scheduler.core.load import LoadEffect
 from vllm_ascend_pd.decode.scheduler.core.offers import Offers, SendMessage
-from vllm_ascend_pd.decode.scheduler.core.requests import Way
+from vllm_ascend_pd.decode.scheduler.core.routes import KvRoute, Ticket, read_ticket
 from vllm_ascend_pd.decode.worker.core.loads import Loaded, Loads
 from vllm_ascend_pd.geometry.layout import WINDOW, Group
 from vllm_ascend_pd.metadata import Bind, DecodeStep
@@ -271,9 +272,7 @@ class DecodeEngine:
         self.scheduler = Process(self.cluster.world, f"D{self.index}.s")
         self.incarnation = self.cluster.world.name(f"D{self.index}@")
         waits = FIRST_WAIT_S, self.cluster.settings.timers.lease_s
-        mutation = self.cluster.mutation
-        self.requests = mutation.decode_requests(mutation.loads(self.incarnation), mutation.first_tokens(*waits))
-        self.book, self.first_tokens = self.requests.book, self.requests.first_token_book
+        self.book = self.cluster.mutation.loads(self.incarnation, *waits)
         self._unread = self.cluster.world.dice(f"unread {self.incarnation}")
         self.offers = Offers(self.cluster.settings.timers)
         self._alarm = Alarm(self.scheduler, self.offers.next_wake, self._tick)
@@ -336,41 +335,39 @@ class DecodeEngine:
 
     def _finish(self, request: DecodeRequest) -> None:
         """End the request, and notify the connector as vLLM does."""
-        self._way(request)
-        ended = self.requests.finished(request.name)
-        self._send_unwanted(ended.unwanted)
-        if ended.open is not None:
-            self._hang_up(ended.open)
+        self._route(request)
+        self.book.request_finished(request.name)
+        self._act()
 
-    def _hang_up(self, transfer: TransferId) -> None:
-        self.cluster.broker.hung_up(transfer)
-        self.offers.forget(transfer)
+    def _act(self) -> None:
+        """Do what the book wants done."""
+        for effect, load in self.book.take_effects():
+            if effect is LoadEffect.HANG_UP and load.transfer is not None:
+                self.cluster.broker.hung_up(load.transfer)
+                self.offers.forget(load.transfer)
+            elif effect is LoadEffect.NOT_FETCHED and isinstance(meet := load.route, Meet):
+                self.offers.send_unwanted(meet.listener, Unwanted(self.incarnation, meet.source, meet.name))
         self._offered()
 
     # -- offers
 
-    def _way(self, request: DecodeRequest) -> Way | None:
+    def _route(self, request: DecodeRequest) -> KvRoute | None:
         """Return the source of its KV: from the router's message, or a ticket of the metaserver."""
 
-        def read() -> Way | None:
+        def read() -> KvRoute | None:
             if (leg := request.leg) is not None:
                 return Meet(leg.listener, request.source, "" if request.source is not None else leg.name)
             ticket = read_ticket(request.params, frozenset({URL}))
             return ticket if isinstance(ticket, Ticket) else None
 
-        return self.requests.way(request.name, read)
-
-    def _send_unwanted(self, meet: Meet | None) -> None:
-        if meet is not None:
-            self.offers.send_unwanted(meet.listener, Unwanted(self.incarnation, meet.source, meet.name))
-            self._offered()
+        return self.book.route(request.name, read)
 
     def message(self, endpoint: Endpoint, message: Meeting) -> None:
         self.offers.message(self.scheduler.clock(), endpoint, message)
         self._offered()
 
     def unreachable(self, endpoint: Endpoint) -> None:
-        self.offers.unreachable(endpoint, "connection refused")
+        self.offers.unreachable(self.scheduler.clock(), endpoint, "connection refused")
         self._offered()
 
     def _tick(self) -> None:
@@ -381,11 +378,12 @@ class DecodeEngine:
         for effect in self.offers.take_effects():
             if isinstance(effect, SendMessage):
                 self.cluster.to_listener(self, effect.to, effect.message)
-            elif effect.final:
-                self.cluster.world.stats[f"offers {effect.kind}"] += 1
-                if effect.code:
-                    self.cluster.world.gave_up("D", f"{effect.code} {effect.detail}")
-                self.outcome(effect.transfer, "prefilled" if effect.kind == "prefilled" else effect.code, effect.first)
+            elif (outcome := effect.outcome).final:
+                self.cluster.world.stats[f"offers {outcome.kind}"] += 1
+                if outcome.code:
+                    self.cluster.world.gave_up("D", f"{outcome.code} {outcome.detail}")
+                first = outcome.first if isinstance(outcome.first, First) else None
+                self.outcome(effect.transfer, "prefilled" if outcome.kind == "prefilled" else outcome.code, first)
         self._alarm.set()
 
     def _poke(self) -> None:
@@ -399,8 +397,9 @@ class DecodeEngine:
             self.waiting.popleft()
         self._listen()
         step = self.book.take_step(None, self.geometry)
-        for start in self.first_tokens.take(self.cluster.world.now):
+        for start in self.book.take(self.cluster.world.now):
             self._go_on(start)
+        self._act()
         if step.empty:
             return
         world = self.cluster.world
@@ -415,11 +414,11 @@ class DecodeEngine:
         while self.outcomes:
             transfer, kind, first = self.outcomes.popleft()
             if kind == "again":
-                self.requests.token(transfer, first)
+                self.book.token(transfer, first)
                 continue
             code = "" if kind == "prefilled" else "PD-META-006"
-            self.requests.outcome(transfer, kind, code, kind)
-            self.requests.token(transfer, first, code)
+            self.book.answered(transfer, kind, code, kind)
+            self.book.token(transfer, first, code)
             if code and (request := self._by_transfer.get(transfer)) is not None:
                 request.hopeless = self.cluster.world.now
 
@@ -434,15 +433,16 @@ class DecodeEngine:
         request.tables.grow(0, request.tokens, self.free, world.rng)
         hit = world.rng.choice((0, 0, 0, 1, need)) * size
         computed = min(hit, (request.tokens - 1) // size * size)
-        way, leaves, first = self._way(request), self.geometry.recomputes_last, self.cluster.settings.first
-        request.whole = leaves and first and self.requests.each_p_sends_first(request.name)
+        route, leaves, first = self._route(request), self.geometry.recomputes_last, self.cluster.settings.first
+        request.whole = leaves and first and self.book.each_p_sends_first(request.name)
         leaves = leaves and not request.whole
-        count = self.requests.wanted(request.name, request.tokens, computed, recomputes_last=leaves)
+        count = self.book.wanted(request.name, request.tokens, computed, recomputes_last=leaves)
         self.free.extend(request.tables.let_go(computed + count))
         request.started = world.now
         request.stopped_before = self.stopped_s()
         if count <= 0:
-            self._send_unwanted(self.requests.loads_nothing(request.name))
+            self.book.loads_nothing(request.name)
+            self._act()
             self._decode(request)
             return True
         deadline = self.cluster.settings.timers.recv_deadline_s
@@ -454,14 +454,15 @@ class DecodeEngine:
         request.serial = self.cluster.new_transfer(bind.transfer)
         endpoints = tuple(Endpoint(f"D{self.index}", 1 + rank) for rank in range(len(self.ranks)))
         reservation = bind.reservation(MODEL, self.geometry, endpoints, request.tokens, str(request.seed))
-        if first and self.requests.first_tokens_come(request.name):
+        if first and self.book.first_tokens_come(request.name):
             wanted = Wanted(bind.transfer, request.tokens, DIGEST, None, VOCABULARY, request.whole)
-            if not self.requests.ask(request.name, lambda: wanted, recomputes_last=leaves):
+            self.book.ask(request.name, "window" if leaves else wanted)
+            if not leaves:
                 needs = (WHOLE,) if request.whole else ()
                 reservation = msgspec.structs.replace(reservation, seed=Seed(DIGEST), needs=needs)
-        if isinstance(way, Meet):
-            offer = Offer(bind.transfer, seal(reservation, SECRETS), way.source, way.name)
-            self.offers.offer(self.scheduler.clock(), way.listener, offer)
+        if isinstance(route, Meet):
+            offer = Offer(bind.transfer, seal(reservation, SECRETS), route.source, route.name)
+            self.offers.offer(self.scheduler.clock(), route.listener, offer)
             self._offered()
         else:
             self.cluster.broker.reserve(self, request, reservation)
@@ -481,29 +482,27 @@ class DecodeEngine:
         unread = self._unread.random() < self.cluster.settings.faults.unread
         if unread:
             self.cluster.world.fault("load reported outside vLLM's read")
-        received = self.requests.received(self.cluster.world.now, request.name, starts=not unread)
-        if received is None or received.transfer != request.transfer:
-            raise Violation(f"D{self.index}: {request.name} is reported under {received}, loads {request.transfer}")
-        transfer, verdict = received.transfer, received.verdict
-        if received.hangs_up:
-            self._hang_up(transfer)
+        load = self.book.received(self.cluster.world.now, request.name, starts=not unread)
+        if load is None or load.transfer is None or load.transfer != request.transfer:
+            raise Violation(f"D{self.index}: {request.name} is reported under {load}, loads {request.transfer}")
+        self._act()
         del self.loading[request.name]
-        del self._by_transfer[transfer]
+        del self._by_transfer[load.transfer]
         self.cluster.check_duration(self, request)
-        if not verdict.code:
+        if not load.code:
             self._check_content(request)
             self.cluster.world.stats["transfers ok"] += 1
         else:
             self.cluster.world.stats["transfers failed"] += 1
         self._poke()
-        if self.first_tokens.holds(request.name):
-            request.push, request.held, request.state = verdict.push, self.cluster.world.now, "held"
+        if load.state in WITHHELD:
+            request.push, request.held, request.state = load.push, self.cluster.world.now, "held"
             request.stopped_before = self.stopped_s()
             self.held[request.name] = request
             self.scheduler.post(self.cluster.settings.timers.lease_s if request.whole else FIRST_WAIT_S, self._poke)
         elif request.left:
             self._end(request, "left")
-        elif request.whole and not verdict.code:
+        elif request.whole and not load.code:
             raise Violation(f"promise 3: {request.name} does not wait for the token that alone can begin it")
         else:
             self._decode(request)  # after a failure: kv_load_failure_policy = recompute

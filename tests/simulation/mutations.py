@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -19,8 +19,8 @@ from simulation.prefill import SimulatedWriter
 from simulation.settings import STATES, Faults, FirstFaults, SimulationSettings, draw
 from vllm_ascend_pd.config import RegroupConfig, Timers
 from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
-from vllm_ascend_pd.decode.scheduler.core.first_tokens import FirstTokenBook, Start
-from vllm_ascend_pd.decode.scheduler.core.requests import LoadRequests
+from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start
+from vllm_ascend_pd.decode.scheduler.core.load import LoadEvent, LoadState, RemoteLoad
 from vllm_ascend_pd.geometry.coalesce import Ints, Spans
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.plan import Job, Served, StepPlanner
@@ -39,7 +39,6 @@ from vllm_ascend_pd.prefill.worker.steps import Steps
 from vllm_ascend_pd.prefill.worker.writer import Computed
 from vllm_ascend_pd.protocol.actions import Action, Send
 from vllm_ascend_pd.protocol.compose import ready
-from vllm_ascend_pd.protocol.dialects import Meet
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.fence import Fence
 from vllm_ascend_pd.protocol.first import First
@@ -72,9 +71,7 @@ class Mutation:
     loads: Callable[..., LoadBook] = LoadBook
     meetings: Callable[..., Meetings] = Meetings
     prefill_requests: Callable[..., PushRequests] = PushRequests
-    decode_requests: Callable[..., LoadRequests] = LoadRequests
     computing: Callable[..., BlocksInFlight] = BlocksInFlight
-    first_tokens: Callable[..., FirstTokenBook] = FirstTokenBook
     hasty_release: bool = False  # P frees a finished request's blocks at once
     blunt_revocation: bool = False  # D continues under the session that it has revoked
     core: Callable[..., Pushes] = Pushes
@@ -1091,78 +1088,86 @@ def _kept(settings: SimulationSettings, windows: tuple[int, ...], group_of: tupl
     return _roomy(settings).grouped(windows, group_of, (1,) * len(windows))
 
 
-class AnyToken(FirstTokenBook):
+class AnyToken(LoadBook):
     """D starts with any token that arrives."""
 
-    def received(self, transfer: TransferId, first: First | None, why: str = "") -> None:
-        record = self._by_transfer.get(transfer)
-        if record is not None and first is not None and first.token < record.wanted.vocabulary:
-            record.first = record.first or msgspec.structs.replace(first, push=record.push or first.push)
+    def token(self, transfer: TransferId, first: First | None, code: str = "", why: str = "") -> None:
+        load = self._by_transfer.get(transfer)
+        if load is not None and load.wanted is not None and first is not None and first.token < load.wanted.vocabulary:
+            load.answer = load.answer or msgspec.structs.replace(first, push=load.push or first.push)
         else:
-            super().received(transfer, first, why)
+            super().token(transfer, first, code, why)
 
 
-class AnyPush(FirstTokenBook):
+class AnyPush(LoadBook):
     """D does not check the push of its KV."""
 
-    def take(self, now: float) -> list[Start]:
-        for record in self._records.values():
-            if record.first is not None:
-                record.push = record.push and record.first.push
-        return super().take(now)
+    def take(self, now: float, *unfit: Any) -> list[Start]:
+        for load in self._loads.values():
+            if isinstance(load.answer, First):
+                load.answer = msgspec.structs.replace(load.answer, push=load.push)
+        return super().take(now, *unfit)
 
 
-class TokenTakenTwice(FirstTokenBook):
+class TokenTakenTwice(LoadBook):
     """A repeated token is output again."""
 
-    def __init__(self, *waits: float) -> None:
-        super().__init__(*waits)
+    def __init__(self, *facts: Any) -> None:
+        super().__init__(*facts)
         self._gone: dict[TransferId, Start] = {}
+        self._again: list[Start] = []
 
-    def received(self, transfer: TransferId, first: First | None, why: str = "") -> None:
+    def token(self, transfer: TransferId, first: First | None, code: str = "", why: str = "") -> None:
         if first is not None and (start := self._gone.get(transfer)) is not None:
-            self._dropped.append(start)
-        super().received(transfer, first, why)
+            self._again.append(start)
+        super().token(transfer, first, code, why)
 
-    def take(self, now: float) -> list[Start]:
-        ready = super().take(now)
+    def take(self, now: float, *unfit: Any) -> list[Start]:
+        ready, again = super().take(now, *unfit), self._again
         self._gone.update((start.first.transfer, start) for start in ready if start.first is not None)
-        return ready
+        self._again = []
+        return again + ready
 
 
-class LoadsLater(LoadRequests):
+class LoadsLater(LoadBook):
     """A request that loaded nothing when it was first scheduled loads after a preemption."""
 
-    def loads_nothing(self, request_id: str) -> Meet | None:
-        return None
+    def loads_nothing(self, request_id: str) -> None:
+        """Record nothing."""
 
 
-class WaitsForEver(FirstTokenBook):
+class WaitsForEver(LoadBook):
     """D waits without a limit for a missing token."""
 
-    def __init__(self, *waits: float) -> None:
-        super().__init__(1e9, 1e9)
+    def __init__(self, incarnation: str, *waits: float) -> None:
+        super().__init__(incarnation, 1e9, 1e9)
 
 
-class HeldForgotten(FirstTokenBook):
+class HeldForgotten(LoadBook):
     """vLLM does not learn that a held request was aborted."""
 
-    def forget(self, request_id: str) -> bool:
-        return self._remove(request_id) is not None
+    _HELD = LoadBook.table[LoadState.HELD]
+    table: ClassVar = {
+        **LoadBook.table,
+        LoadState.HELD: {**_HELD, LoadEvent.ENDED: replace(_HELD[LoadEvent.ENDED], into=LoadState.OVER)},
+    }
 
 
-class BegunWithoutToken(FirstTokenBook):
+class BegunWithoutToken(LoadBook):
     """D continues without P's token where it cannot compute the prompt's last token."""
 
-    def take(self, now: float) -> list[Start]:
-        return [replace(start, whole=False) for start in super().take(now)]
+    def take(self, now: float, *unfit: Any) -> list[Start]:
+        return [replace(start, fails=False) for start in super().take(now, *unfit)]
 
 
-class WholeGivenUp(FirstTokenBook):
+class WholeGivenUp(LoadBook):
     """Outside vLLM's read of a step D gives up every token, also one that alone can begin."""
 
-    def whole(self, request_id: str) -> bool:
-        return False
+    def received(self, now: float, request_id: str, *, starts: bool = True) -> RemoteLoad | None:
+        load = self.find(request_id)
+        if load is not None and load.wanted is not None:
+            load.wanted = replace(load.wanted, whole=load.wanted.whole and starts)
+        return super().received(now, request_id, starts=starts)
 
 
 class BegunIsLanded(SimulatedWriter):
@@ -1319,17 +1324,17 @@ MORE = (
     Mutation("an older state over a newer one", book=StateWithEveryStep, core=StateOfEveryStep, world=_states_in_need),
     Mutation("a state into another group's blocks", core=WrongGroup, world=_states),
     Mutation("P computes the last token of a state", prefill_requests=Uncut, world=_states),
-    Mutation("any first token is taken", first_tokens=AnyToken, world=_first),
-    Mutation("another push's first token is taken", first_tokens=AnyPush, world=_first),
-    Mutation("a first token is taken twice", first_tokens=TokenTakenTwice, world=_first),
-    Mutation("a first token for a request that has one", decode_requests=LoadsLater, world=_first),
-    Mutation("a first token is waited for", first_tokens=WaitsForEver, world=_first),
-    Mutation("an aborted request stays held", first_tokens=HeldForgotten, world=_first),
-    Mutation("a whole prompt begins without its token", first_tokens=BegunWithoutToken, world=_whole),
+    Mutation("any first token is taken", loads=AnyToken, world=_first),
+    Mutation("another push's first token is taken", loads=AnyPush, world=_first),
+    Mutation("a first token is taken twice", loads=TokenTakenTwice, world=_first),
+    Mutation("a first token for a request that has one", loads=LoadsLater, world=_first),
+    Mutation("a first token is waited for", loads=WaitsForEver, world=_first),
+    Mutation("an aborted request stays held", loads=HeldForgotten, world=_first),
+    Mutation("a whole prompt begins without its token", loads=BegunWithoutToken, world=_whole),
     Mutation("what the step before computes taken for cached", steps=CachedTooEarly, world=_ahead),
     Mutation("a block of another's step taken for cached", computing=HotTakenForCached, world=_shared),
     Mutation("a restart is the end of what was before", receiver=RestartIsTheEnd, world=_orphans),
-    Mutation("a whole prompt's token is given up", first_tokens=WholeGivenUp, world=_whole_unread),
+    Mutation("a whole prompt's token is given up", loads=WholeGivenUp, world=_whole_unread),
     Mutation("a write that has begun has landed", writer=BegunIsLanded, world=_spread),
     Mutation("a wake-up is lost", writer=LooksTooEarly),
     Mutation("READY wakes no push", core=ReadyUnheeded),

@@ -39,7 +39,7 @@ from vllm_ascend_pd.cli.checkup.line import Broken as LineBroken
 from vllm_ascend_pd.cli.checkup.line import Line
 from vllm_ascend_pd.cli.checkup.pair import Facts, ReadResult, WriteResult, differences
 from vllm_ascend_pd.config import RegroupConfig, Timers
-from vllm_ascend_pd.decode.scheduler import answers
+from vllm_ascend_pd.decode.scheduler.core import answers
 from vllm_ascend_pd.decode.scheduler.core.offers import Offers
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region

@@ -172,6 +172,11 @@ class Cell(Generic[S]):
 Table = Mapping[S, Mapping[E, Cell[S]]]
 
 
+def idle(state: S, ignore: Callable[..., None], *events: E) -> dict[E, Cell[S]]:
+    """Return cells of events that change nothing."""
+    return {event: Cell(state, ignore) for event in events}
+
+
 def look_up(table: Table[S, E], state: S, event: E, counters: Counter[str], of: object) -> Cell[S]:
     """Return the cell of an event in a state, and count it.
 

@@ -9,15 +9,9 @@ without a cell is illegal and raises LocalProtocolError. The table of a third ma
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from vllm_ascend_pd.protocol.push_rules import PairMachine
 from vllm_ascend_pd.protocol.reservation_rules import ReservationMachine
-from vllm_ascend_pd.protocol.states import Cell, E, PairEvent, PairState, ReservationEvent, ReservationState, S, Table
-
-
-def _idle(state: S, ignore: Callable[..., None], *events: E) -> dict[E, Cell[S]]:
-    return {event: Cell(state, ignore) for event in events}
+from vllm_ascend_pd.protocol.states import Cell, PairEvent, PairState, ReservationEvent, ReservationState, Table, idle
 
 
 def _reservation() -> Table[ReservationState, ReservationEvent]:
@@ -80,7 +74,7 @@ def _reservation() -> Table[ReservationState, ReservationEvent]:
             e.VERIFIED: Cell(s.CLOSED_OK, do.report),
             e.CORRUPT: Cell(s.CLOSED_FAILED, do.report_corrupt),
             e.DEADLINE: Cell(s.FENCING, do.fence),
-            **_idle(s.VERIFYING, do.ignore, e.SETTLE, e.REVOKED),
+            **idle(s.VERIFYING, do.ignore, e.SETTLE, e.REVOKED),
         },
         s.FENCING: {
             e.BEGIN: Cell(s.FENCING, do.refuse_cancelled),
@@ -94,7 +88,7 @@ def _reservation() -> Table[ReservationState, ReservationEvent]:
             e.PROVEN: Cell(s.FENCING, do.prove),
             e.REVOKED: Cell(s.FENCING, do.revoke),
             e.ALL_QUIET: Cell(s.CLOSED_FAILED, do.report),
-            **_idle(s.FENCING, do.ignore, e.GATE_OPEN, e.CANCEL, e.SETTLE),
+            **idle(s.FENCING, do.ignore, e.GATE_OPEN, e.CANCEL, e.SETTLE),
         },
         s.CLOSED_OK: {
             e.BEGIN: Cell(s.CLOSED_OK, do.refuse_over),
@@ -102,7 +96,7 @@ def _reservation() -> Table[ReservationState, ReservationEvent]:
             e.DONE: Cell(s.CLOSED_OK, do.acknowledge),
             e.FAILED: Cell(s.CLOSED_OK, do.acknowledge),
             e.OVER: Cell(s.OVER, do.drop),
-            **_idle(s.CLOSED_OK, do.ignore, e.CANCEL, e.SETTLE, e.REVOKED),
+            **idle(s.CLOSED_OK, do.ignore, e.CANCEL, e.SETTLE, e.REVOKED),
         },
         s.CLOSED_FAILED: {
             e.BEGIN: Cell(s.CLOSED_FAILED, do.refuse_cancelled),
@@ -110,15 +104,15 @@ def _reservation() -> Table[ReservationState, ReservationEvent]:
             e.DONE: Cell(s.CLOSED_FAILED, do.acknowledge),
             e.FAILED: Cell(s.CLOSED_FAILED, do.acknowledge),
             e.OVER: Cell(s.OVER, do.drop),
-            **_idle(s.CLOSED_FAILED, do.ignore, e.GATE_OPEN, e.CANCEL, e.SETTLE, e.REVOKED),
-            **_idle(s.CLOSED_FAILED, do.ignore, e.VERIFIED, e.CORRUPT),  # cancelled while the memory was compared
+            **idle(s.CLOSED_FAILED, do.ignore, e.GATE_OPEN, e.CANCEL, e.SETTLE, e.REVOKED),
+            **idle(s.CLOSED_FAILED, do.ignore, e.VERIFIED, e.CORRUPT),  # cancelled while the memory was compared
         },
         s.OVER: {
             e.BEGIN: Cell(s.OVER, do.refuse_over),
             e.RENEW: Cell(s.OVER, do.refuse_over),
             e.DONE: Cell(s.OVER, do.acknowledge),
             e.FAILED: Cell(s.OVER, do.acknowledge),
-            **_idle(s.OVER, do.ignore, e.VERIFIED, e.CORRUPT),  # cancelled and over while the memory was compared
+            **idle(s.OVER, do.ignore, e.VERIFIED, e.CORRUPT),  # cancelled and over while the memory was compared
         },
     }
 
@@ -190,8 +184,8 @@ def _pair() -> Table[PairState, PairEvent]:
             e.LOST: Cell(s.DRAIN, do.lose),
             e.QUIET: Cell(s.CLOSED, do.close_failed),
             e.COMPLETE: Cell(s.CLOSED, do.close_done),
-            **_idle(s.DRAIN, do.ignore, e.ACK_OF_ANOTHER, e.OFFER, e.SEAL, e.RESTART, e.SUBMITTED),
-            **_idle(s.DRAIN, do.ignore, e.FAIL, e.UNREACHABLE),
+            **idle(s.DRAIN, do.ignore, e.ACK_OF_ANOTHER, e.OFFER, e.SEAL, e.RESTART, e.SUBMITTED),
+            **idle(s.DRAIN, do.ignore, e.FAIL, e.UNREACHABLE),
         },
         s.CLOSED: {
             e.READY: Cell(s.CLOSED, do.ignore, "ignored_ready"),
@@ -199,7 +193,7 @@ def _pair() -> Table[PairState, PairEvent]:
             e.WHICH: Cell(s.CLOSED, do.ignore, "ignored_which"),
             e.CANCEL: Cell(s.CLOSED, do.repeat),
             e.ACK: Cell(s.CLOSED, do.stop_resending),
-            **_idle(s.CLOSED, do.ignore, e.ACK_OF_ANOTHER, e.OFFER, e.SEAL, e.RESTART, e.FAIL, e.UNREACHABLE),
+            **idle(s.CLOSED, do.ignore, e.ACK_OF_ANOTHER, e.OFFER, e.SEAL, e.RESTART, e.FAIL, e.UNREACHABLE),
         },
     }
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoadBook and the ticket: requests that load remote KV, and what D's workers are sent of them, for any sequence of
-events."""
+"""LoadBook and the ticket: requests that load remote KV, what D's workers are sent of them, and what is done for them,
+for any sequence of events."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_ascend_pd.decode.scheduler.core.book import LoadBook, Ticket, read_ticket
+from unit.kits.loads import TICKET, arrive, book_with
+from vllm_ascend_pd.decode.scheduler.core.book import AWAITED, OPEN, LoadBook
+from vllm_ascend_pd.decode.scheduler.core.first_tokens import Wanted
+from vllm_ascend_pd.decode.scheduler.core.load import LoadEffect, LoadState
+from vllm_ascend_pd.decode.scheduler.core.routes import Ticket, read_ticket
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.layout import Group
-from vllm_ascend_pd.protocol.identity import TransferId
+from vllm_ascend_pd.metadata import LoadEnd
+from vllm_ascend_pd.protocol.dialects import Meet
+from vllm_ascend_pd.protocol.first import First
+from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 
 URL = "http://127.0.0.1:9"
 ALLOWED = frozenset({URL})
@@ -22,9 +29,14 @@ GOOD = {"do_remote_prefill": True, "metaserver": URL, "ticket": "t"}
 
 
 def loaded(tokens: int = 10, computed: int = 0) -> tuple[LoadBook, TransferId]:
-    book = LoadBook("d")
+    book = book_with("r")
     assert book.wanted("r", tokens, computed) == tokens - computed
     return book, book.reserve("r", tokens - computed, [list(range(50, 60))], [Group(4)], 30.0, "u").transfer
+
+
+def received(book: LoadBook, name: str = "r") -> TransferId | None:
+    load = book.received(1.0, name)
+    return load.transfer if load is not None else None
 
 
 # -- tickets
@@ -74,23 +86,30 @@ def test_a_forged_ticket_is_prefilled_locally_with_the_reason(changes: dict[str,
 
 
 def test_asking_is_free_and_one_token_is_not_worth_it() -> None:
-    book = LoadBook("d")
+    book = book_with("r", "one")
     assert [book.wanted("r", 10, computed) for computed in (0, 0, 4, 8, 9, 10)] == [10, 10, 6, 2, 0, 0]
     assert book.wanted("one", 1, 0) == 0
-    assert book.take_step(None, None).empty and book.open_count() == 0
+    assert book.take_step(None, None).empty and book.count(*OPEN) == 0
+
+
+def test_how_the_kv_comes_is_read_once() -> None:
+    book = book_with("r")
+    assert book.route("r", lambda: None) is TICKET
+    assert book.route("local", lambda: None) is None and book.route("local", lambda: TICKET) is None
+    assert book.wanted("local", 10, 0) == book.wanted("unknown", 10, 0) == 0
 
 
 def test_a_load_happens_once_for_each_request() -> None:
     book, transfer = loaded()
     assert book.wanted("r", 10, 0) == 0, "asked again while it loads"
-    assert book.received("r") == transfer
+    assert received(book) == transfer
     assert book.wanted("r", 10, 0) == 0, "asked again after the load: preempted, recomputed, or one token short"
     with pytest.raises(LocalProtocolError):
         book.reserve("r", 10, [[1, 2, 3]], [Group(4)], 30.0, "u2")
 
 
 def test_only_what_was_asked_for_can_be_reserved() -> None:
-    book = LoadBook("d")
+    book = book_with("r")
     with pytest.raises(LocalProtocolError):
         book.reserve("r", 5, [[1, 2]], [Group(4)], 30.0, "u")
     book.wanted("r", 10, 0)
@@ -102,7 +121,7 @@ def test_only_what_was_asked_for_can_be_reserved() -> None:
 @settings(max_examples=200)
 def test_a_reservation_names_exactly_the_blocks_of_its_tokens(size: int, computed: int, more: int, spare: int) -> None:
     """vLLM may take fewer tokens than it was offered, and may have allocated more blocks than the prompt needs."""
-    book = LoadBook("d")
+    book = book_with("r")
     tokens = computed + more
     book.wanted("r", tokens, computed)
     table = list(range(1000, 1000 - (-tokens // size) + spare))
@@ -116,7 +135,7 @@ def test_a_reservation_names_exactly_the_blocks_of_its_tokens(size: int, compute
 
 def test_the_last_answer_about_computed_tokens_counts() -> None:
     """The prefix cache may have grown between two calls."""
-    book = LoadBook("d")
+    book = book_with("r")
     book.wanted("r", 20, 4)
     book.wanted("r", 20, 8)
     assert book.reserve("r", 12, [list(range(5))], [Group(4)], 30.0, "u").first == 8
@@ -128,9 +147,9 @@ def test_each_step_tells_what_is_new_only() -> None:
     assert [bind.transfer for bind in step.binds] == [transfer] and step.wake == ("127.0.0.1", 5)
     assert step.incarnation == "d"
     assert book.take_step(None, None).empty
-    book.prefilled(transfer)
+    book.answered(transfer, "prefilled")
     assert book.take_step(None, None).settles == (transfer,)
-    assert book.received("r") == transfer
+    assert received(book) == transfer
     assert book.take_step(None, None).overs == (transfer,)
     assert book.take_step(None, None).empty
 
@@ -141,61 +160,113 @@ def test_each_step_tells_what_is_new_only() -> None:
 def test_the_first_word_of_the_metaserver_counts() -> None:
     book, transfer = loaded()
     book.take_step(None, None)
-    book.prefilled(transfer)
-    book.failed(transfer, "PD-META-002", "too late")
-    book.prefilled(transfer)
+    book.answered(transfer, "prefilled")
+    book.answered(transfer, "failed", "PD-META-002", "too late")
+    book.answered(transfer, "prefilled")
     step = book.take_step(None, None)
     assert step.settles == (transfer,) and not step.cancels
-    book.prefilled(TransferId("d", 99, "u"))
-    book.failed(TransferId("other", 1, "u"), "PD-META-002", "")
+    book.answered(TransferId("d", 99, "u"), "prefilled")
+    book.answered(TransferId("other", 1, "u"), "failed", "PD-META-002", "")
     assert book.take_step(None, None).empty, "words about unknown transfers change nothing"
 
 
 def test_a_failed_call_cancels_and_the_request_goes_on_only_when_the_workers_say_so() -> None:
     book, transfer = loaded()
     book.take_step(None, None)
-    book.failed(transfer, "PD-META-002", "down")
-    book.prefilled(transfer)
+    book.answered(transfer, "failed", "PD-META-002", "down")
+    book.answered(transfer, "prefilled")
     step = book.take_step(None, None)
     (cancel,) = step.cancels
     assert not step.settles, "what a failed call says later does not count"
     assert (cancel.transfer, cancel.code, cancel.detail) == (transfer, "PD-META-002", "down")
-    assert book.open_count() == book.waiting_count() == 1, "the request waits for the end of the load"
-    assert book.received("r") == transfer and book.open_count() == book.waiting_count() == 0
+    assert book.count(*OPEN) == book.count(*AWAITED) == 1, "the request waits for the end of the load"
+    assert received(book) == transfer and book.count(*OPEN) == 0
 
 
 def test_a_request_that_ends_while_it_loads_keeps_its_blocks_until_they_are_fenced() -> None:
     book, transfer = loaded()
     book.take_step(None, None)
-    assert book.request_finished("r") == transfer
-    assert (book.open_count(), book.waiting_count()) == (1, 0), "nothing waits for it any more"
-    assert book.request_finished("r") == transfer, "vLLM may say it again after a failed load"
-    assert len(book.take_step(None, None).cancels) == 1
-    assert book.received("r") == transfer, "vLLM waits for this report before it frees the blocks"
-    assert book.received("r") is None, "and would stop over a second one"
+    book.request_finished("r")
+    assert (book.count(*OPEN), book.count(*AWAITED)) == (1, 0), "nothing waits for it any more"
+    book.request_finished("r")  # vLLM may say it again after a failed load
+    assert [cancel.transfer for cancel in book.take_step(None, None).cancels] == [transfer]
+    assert received(book) == transfer, "vLLM waits for this report before it frees the blocks"
+    assert received(book) is None, "and would stop over a second one"
 
 
 def test_a_request_that_ends_before_it_was_allocated_leaves_nothing() -> None:
-    book = LoadBook("d")
+    book = book_with("r")
     book.wanted("r", 10, 0)
-    assert book.request_finished("r") is None
-    assert book.take_step(None, None).empty and not book._candidates
+    book.request_finished("r")
+    book.request_finished("r")
+    assert book.take_step(None, None).empty and book.count(*LoadState) == 0
 
 
 def test_reports_about_unknown_requests_are_swallowed() -> None:
-    assert LoadBook("d").received("unknown") is None
+    assert received(LoadBook("d"), "unknown") is None
+
+
+MEET = Meet(Endpoint("p", 1), name="r")
+
+
+def acts(book: LoadBook) -> list[LoadEffect]:
+    return [effect for effect, _ in book.take_effects()]
+
+
+def test_a_p_that_waits_for_an_offer_is_told_once_that_none_comes() -> None:
+    for computed_here in (True, False):
+        book = LoadBook("d")
+        book.route("r", lambda: MEET)
+        if computed_here:
+            book.loads_nothing("r")
+            assert acts(book) == [LoadEffect.NOT_FETCHED] and book.wanted("r", 10, 0) == 0
+            book.loads_nothing("r")
+        book.request_finished("r")
+        assert acts(book) == [LoadEffect.NOT_FETCHED] * (not computed_here)
+    book, _ = loaded()
+    assert received(book) is not None
+    book.loads_nothing("r")  # it has lost its blocks in the middle of the answer
+    book.request_finished("r")
+    assert acts(book) == [LoadEffect.OVER]
+
+
+@pytest.mark.parametrize(
+    ("route", "code", "fails", "done"),
+    [
+        (TICKET, "", False, [LoadEffect.OVER]),
+        (TICKET, "PD-XFER-004", False, [LoadEffect.HANG_UP, LoadEffect.OVER]),
+        (TICKET, "PD-XFER-004", True, [LoadEffect.HANG_UP, LoadEffect.OVER]),
+        (MEET, "", False, [LoadEffect.HANG_UP, LoadEffect.OVER]),
+    ],
+)
+def test_the_end_of_a_load_is_reported_once_and_ends_what_is_of_no_use(
+    route: Any, code: str, fails: bool, done: list[LoadEffect]
+) -> None:
+    book = LoadBook("d", fails=fails)
+    book.route("r", lambda: route)
+    book.wanted("r", 10, 0)
+    book.reserve("r", 10, [[1, 2, 3]], [Group(4)], 30.0, "u")
+    book.ended([LoadEnd("r", code, "p.1")])
+    assert received(book) is not None and acts(book) == done
+    assert book.withholds("r") is fails
+    assert [start.fails for start in book.take(1.0)] == [True] * fails and not book.withholds("r")
+    book.request_finished("r")
+    assert acts(book) == [] and book.count(*LoadState) == 0
 
 
 # -- any sequence
 
 
 class AnyLoads(RuleBasedStateMachine):
-    """Each transfer is bound once, cancelled or settled at most once, ended once, and always in this order."""
+    """Each transfer is bound once, cancelled or settled at most once, ended once, and always in this order.
+
+    What vLLM is not told at once it is told once.
+    """
 
     @initialize()
     def begin(self) -> None:
         self.book = LoadBook("d")
-        self.n = 0
+        self.n, self.held = 0, set[str]()
         self.asked: dict[str, int] = {}
         self.live: set[str] = set()  # requests that are known to vLLM
         self.loads: dict[str, TransferId] = {}  # request → open transfer
@@ -212,6 +283,7 @@ class AnyLoads(RuleBasedStateMachine):
         self.n += 1
         name = f"r{self.n}"
         self.live.add(name)
+        arrive(self.book, name)
         self.ask(name, tokens, min(computed, tokens))
 
     def ask(self, name: str, tokens: int, computed: int) -> None:
@@ -229,8 +301,8 @@ class AnyLoads(RuleBasedStateMachine):
             self.ask(name, tokens, 0)
 
     @precondition(lambda self: self.asked)
-    @rule(which=st.integers(0, 30))
-    def allocate(self, which: int) -> None:
+    @rule(which=st.integers(0, 30), first=st.booleans())
+    def allocate(self, which: int, first: bool) -> None:
         name = self.pick(set(self.asked), which)
         if name is None:
             return
@@ -239,15 +311,28 @@ class AnyLoads(RuleBasedStateMachine):
         assert not self.all or bind.transfer.n > self.all[-1].n, "numbers rise"
         self.all.append(bind.transfer)
         self.loads[name] = bind.transfer
+        if first:
+            self.book.ask(name, Wanted(bind.transfer, count, "how", None, 100))
 
     @precondition(lambda self: self.all)
     @rule(which=st.integers(0, 30), ok=st.booleans())
     def outcome(self, which: int, ok: bool) -> None:
         transfer = self.all[which % len(self.all)]
-        if ok:
-            self.book.prefilled(transfer)
-        else:
-            self.book.failed(transfer, "PD-META-002", "")
+        self.book.answered(transfer, "prefilled" if ok else "failed", "" if ok else "PD-META-002")
+
+    @precondition(lambda self: self.all)
+    @rule(which=st.integers(0, 30), position=st.integers(1, 30))
+    def token(self, which: int, position: int) -> None:
+        transfer = self.all[which % len(self.all)]
+        self.book.token(transfer, First(transfer=transfer, push="", position=position, token=7, digest="how"))
+
+    @rule(late=st.booleans())
+    def begin_held(self, late: bool) -> None:
+        for start in self.book.take(9.0 if late else 1.0):
+            assert start.request_id in self.held, "each once"
+            assert start.why == "aborted" or start.request_id in self.live
+            self.held.discard(start.request_id)
+        assert not (late and self.held)
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 30))
@@ -255,7 +340,7 @@ class AnyLoads(RuleBasedStateMachine):
         name = self.pick(self.live, which)
         if name is None:
             return
-        assert self.book.request_finished(name) == self.loads.get(name)
+        self.book.request_finished(name)
         self.asked.pop(name, None)
         if name not in self.loads:
             self.loaded.discard(name)
@@ -268,10 +353,12 @@ class AnyLoads(RuleBasedStateMachine):
         if name is None:
             return
         self.step()
-        assert self.book.received(name) == self.loads.pop(name)
-        assert self.book.received(name) is None
+        assert received(self.book, name) == self.loads.pop(name)
+        assert received(self.book, name) is None
         if name in self.live:
             self.loaded.add(name)
+        if self.book.withholds(name):
+            self.held.add(name)
 
     @rule()
     def step(self) -> None:
@@ -293,7 +380,12 @@ class AnyLoads(RuleBasedStateMachine):
     @invariant()
     def what_is_open_is_what_loads(self) -> None:
         if hasattr(self, "book"):
-            assert self.book.open_count() == len(self.loads)
+            assert self.book.count(*OPEN) == len(self.loads)
+
+    @invariant()
+    def nothing_is_left_of_what_has_ended(self) -> None:
+        if hasattr(self, "book"):
+            assert self.book.count(*LoadState) == len(self.live | self.loads.keys() | self.held)
 
 
 AnyLoads.TestCase.settings = settings(max_examples=150, stateful_step_count=30)

@@ -21,9 +21,14 @@ from vllm.v1.request import Request
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from unit.decode import worker_batch
-from vllm_ascend_pd.decode.scheduler import answers
-from vllm_ascend_pd.decode.scheduler.core.first_tokens import FirstTokenBook, Start, Wanted, fault
+from unit.kits.loads import book_with
+from vllm_ascend_pd.decode.scheduler.core import answers
+from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
+from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start, Wanted, fault
+from vllm_ascend_pd.decode.scheduler.core.load import USELESS
 from vllm_ascend_pd.errors import RemoteProtocolError
+from vllm_ascend_pd.geometry.layout import Group
+from vllm_ascend_pd.metadata import LoadEnd
 from vllm_ascend_pd.protocol import reports, sampling
 from vllm_ascend_pd.protocol.auth import Secrets, seal_first, unseal_first
 from vllm_ascend_pd.protocol.first import MAX_FIRST_BYTES, First
@@ -253,27 +258,34 @@ FIRST = First(transfer=TRANSFER, push=PUSH, position=10, token=7, digest="how")
 REPORTED = msgspec.structs.replace(FIRST, logprobs=((7, -0.5, 1), (7, -0.5, 1), (9, -1.0, 2)))
 
 
-def book(wanted: Wanted = WANTED) -> FirstTokenBook:
-    made = FirstTokenBook(0.2, 15.0)
+def book(wanted: Wanted = WANTED) -> LoadBook:
+    made = book_with("r")
+    assert made.wanted("r", 10, 0) == 10
+    assert made.reserve("r", 10, [[1, 2, 3]], [Group(4)], 30.0, "u").transfer == TRANSFER
     made.ask("r", wanted)
     return made
+
+
+def complete(loads: LoadBook) -> None:
+    """Report the request's KV as complete, by one push, at 1.0."""
+    loads.ended([LoadEnd("r", "", PUSH)])
+    assert loads.received(1.0, "r") is not None
 
 
 @pytest.mark.parametrize("order", ["token first", "KV first"])
 def test_a_request_goes_on_once_token_and_kv_are_there(order: str) -> None:
     first_tokens = book()
     if order == "token first":
-        first_tokens.received(TRANSFER, FIRST)
-        assert first_tokens.take(1.0) == [] and not first_tokens.holds("r")
-        first_tokens.complete("r", PUSH, 1.0)
+        first_tokens.token(TRANSFER, FIRST)
+        assert first_tokens.take(1.0) == [] and not first_tokens.withholds("r")
+        complete(first_tokens)
     else:
-        first_tokens.complete("r", PUSH, 1.0)
-        assert first_tokens.take(1.1) == [] and first_tokens.holds("r") and first_tokens.held_count() == 1
-        first_tokens.received(TRANSFER, FIRST)
+        complete(first_tokens)
+        assert first_tokens.take(1.1) == [] and first_tokens.withholds("r")
+        first_tokens.token(TRANSFER, FIRST)
     assert first_tokens.take(1.1) == [Start("r", FIRST)]
-    first_tokens.received(TRANSFER, FIRST)
-    first_tokens.complete("r", PUSH, 1.1)
-    assert first_tokens.take(99.0) == [] and first_tokens.open_count() == 0
+    first_tokens.token(TRANSFER, FIRST)
+    assert first_tokens.take(99.0) == [] and not first_tokens.expects(TRANSFER)
 
 
 CHANGED: list[tuple[dict[str, Any], str]] = [
@@ -291,9 +303,9 @@ CHANGED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "why"), CHANGED, ids=[f"{why} {i}" for i, (_, why) in enumerate(CHANGED)])
 def test_a_token_that_was_not_asked_for_is_not_taken(changes: dict[str, Any], why: str) -> None:
     first_tokens = book()
-    first_tokens.received(TRANSFER, msgspec.structs.replace(FIRST, **changes))
-    first_tokens.received(TRANSFER, FIRST)  # the first one counts
-    first_tokens.complete("r", PUSH, 1.0)
+    first_tokens.token(TRANSFER, msgspec.structs.replace(FIRST, **changes))
+    first_tokens.token(TRANSFER, FIRST)  # the first one counts
+    complete(first_tokens)
     assert first_tokens.take(1.0) == [Start("r", None, why)]
 
 
@@ -318,14 +330,14 @@ def test_what_is_reported_of_a_token_must_be_what_was_asked(logprobs: Any) -> No
 
 def test_a_token_that_does_not_come_is_not_waited_for() -> None:
     first_tokens = book()
-    first_tokens.complete("r", PUSH, 1.0)
+    complete(first_tokens)
     assert first_tokens.take(1.19) == []
     assert first_tokens.take(1.2) == [Start("r", None, "late")]
-    first_tokens.received(TRANSFER, FIRST)
+    first_tokens.token(TRANSFER, FIRST)
     assert first_tokens.take(1.3) == []
     first_tokens = book()
-    first_tokens.complete("r", PUSH, 1.0)
-    first_tokens.received(TRANSFER, None, "prefill failed")
+    complete(first_tokens)
+    first_tokens.token(TRANSFER, None, "PD-META-006")
     assert first_tokens.take(1.0) == [Start("r", None, "prefill failed")], "it is known that none will come"
 
 
@@ -334,48 +346,59 @@ WHOLE_WANTED = Wanted(TRANSFER, 10, "how", None, 100, whole=True)
 
 def test_a_request_that_can_begin_with_nothing_else_waits_longer_and_then_has_failed() -> None:
     first_tokens = book(WHOLE_WANTED)
-    first_tokens.complete("r", PUSH, 1.0)
-    assert first_tokens.whole("r") and first_tokens.take(15.9) == []
-    (late,) = first_tokens.take(16.0)
-    assert late == Start("r", None, "late", whole=True) and late.fails
+    complete(first_tokens)
+    assert first_tokens.take(15.9) == []
+    assert first_tokens.take(16.0) == [Start("r", None, "late", fails=True)]
     for first, why in ((None, "not sent"), (msgspec.structs.replace(FIRST, push="q.1"), "another push")):
         first_tokens = book(WHOLE_WANTED)
-        first_tokens.complete("r", PUSH, 1.0)
-        first_tokens.received(TRANSFER, first)
+        complete(first_tokens)
+        first_tokens.token(TRANSFER, first)
         (start,) = first_tokens.take(1.0)
         assert start.fails and start.why == why
     first_tokens = book(WHOLE_WANTED)
-    first_tokens.complete("r", PUSH, 1.0)
-    first_tokens.received(TRANSFER, FIRST)
+    complete(first_tokens)
+    first_tokens.token(TRANSFER, FIRST)
     (start,) = first_tokens.take(1.0)
     assert not start.fails and start.first == FIRST
     first_tokens = book(WHOLE_WANTED)
-    first_tokens.complete("r", PUSH, 1.0)
-    assert first_tokens.forget("r") and not first_tokens.take(1.0)[0].fails, (
-        "its client has left: there is nothing to compute again"
-    )
+    complete(first_tokens)
+    first_tokens.request_finished("r")
+    assert not first_tokens.take(1.0)[0].fails, "its client has left: there is nothing to compute again"
 
 
 def test_the_scheduler_has_to_look_when_a_held_request_is_not_waited_for_any_longer() -> None:
     first_tokens = book()
     assert first_tokens.due_s(1.0) == math.inf, "its KV has not come"
-    first_tokens.complete("r", PUSH, 1.0)
+    complete(first_tokens)
     assert first_tokens.due_s(1.05) == pytest.approx(0.15) and first_tokens.due_s(9.0) == 0.0
-    assert first_tokens.forget("r") and first_tokens.due_s(1.05) == 0.0, "it has ended"
+    first_tokens.request_finished("r")
+    assert first_tokens.due_s(1.05) == 0.0, "it has ended"
     first_tokens.take(1.05)
     assert first_tokens.due_s(1.05) == math.inf
 
 
 def test_an_aborted_request_is_let_go_without_a_token() -> None:
     first_tokens = book()
-    first_tokens.complete("r", PUSH, 1.0)
-    first_tokens.received(TRANSFER, FIRST)
-    assert first_tokens.forget("r") and not first_tokens.forget("r")
-    assert first_tokens.held_count() == 1 and first_tokens.take(1.0) == [Start("r", None, "aborted")]
+    complete(first_tokens)
+    first_tokens.token(TRANSFER, FIRST)
+    first_tokens.request_finished("r")
+    first_tokens.request_finished("r")
+    assert first_tokens.withholds("r") and first_tokens.take(1.0) == [Start("r", None, "aborted")]
     first_tokens = book()
-    assert first_tokens.forget("r") and first_tokens.take(9.0) == [] and first_tokens.open_count() == 0, (
-        "its load was not over"
-    )
+    first_tokens.request_finished("r")
+    assert first_tokens.take(9.0) == [] and not first_tokens.expects(TRANSFER), "its load was not over"
+
+
+def test_a_token_that_the_engine_cannot_begin_with_is_not_taken() -> None:
+    for wanted in (WANTED, WHOLE_WANTED):
+        first_tokens = book(wanted)
+        first_tokens.token(TRANSFER, FIRST)
+        complete(first_tokens)
+        assert first_tokens.take(1.0, lambda request_id, first: "grammar") == [
+            Start("r", None, "grammar", fails=wanted.whole)
+        ]
+        load = first_tokens.find("r")
+        assert load is not None and (load.source, load.code) == ("grammar", USELESS if wanted.whole else "")
 
 
 # -- on its way

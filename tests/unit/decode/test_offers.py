@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_ascend_pd.config import Timers
+from vllm_ascend_pd.decode.scheduler.core.answers import Outcome
 from vllm_ascend_pd.decode.scheduler.core.offers import Answered, Offers, SendMessage
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
@@ -26,7 +27,7 @@ def opened() -> Offers:
 
 
 def kinds(offers: Offers) -> list[Any]:
-    return [effect.kind if isinstance(effect, Answered) else effect for effect in offers.take_effects()]
+    return [effect.outcome.kind if isinstance(effect, Answered) else effect for effect in offers.take_effects()]
 
 
 def test_an_offer_is_repeated_until_it_is_answered_and_then_asked_again_by_the_lease() -> None:
@@ -54,22 +55,22 @@ def test_a_source_that_is_complete_is_accepted_and_prefilled_at_once() -> None:
 def test_a_p_that_says_nothing_for_a_lease_is_gone(bound: bool) -> None:
     offers = opened()
     if bound:
-        offers.message(1.0, P, Bound(TRANSFER, "push", ended=False))
+        offers.message(1.0, P, Bound(TRANSFER, "p.1", ended=False))
         offers.take_effects()
     offers.tick(14.9)
     assert all(isinstance(effect, SendMessage) for effect in offers.take_effects())
     offers.tick(16.0)
-    (answer,) = [effect for effect in offers.take_effects() if isinstance(effect, Answered)]
-    assert (answer.kind, answer.code, answer.push) == ("failed", "PD-XFER-004", "push" if bound else "")
+    (outcome,) = [effect.outcome for effect in offers.take_effects() if isinstance(effect, Answered)]
+    assert (outcome.kind, outcome.code, outcome.prefill) == ("failed", "PD-XFER-004", "p" if bound else "")
 
 
 def test_an_address_that_refuses_is_the_end_of_what_was_offered_there() -> None:
     offers = opened()
-    offers.unreachable(OTHER, "connection refused")
+    offers.unreachable(1.0, OTHER, "connection refused")
     assert kinds(offers) == []
-    offers.unreachable(P, "connection refused")
+    offers.unreachable(1.0, P, "connection refused")
     (answer,) = offers.take_effects()
-    assert isinstance(answer, Answered) and "connection refused" in answer.detail
+    assert isinstance(answer, Answered) and "connection refused" in answer.outcome.detail
 
 
 @pytest.mark.parametrize(("code", "reported"), [("PD-META-027", "PD-META-027"), ("PD-WHAT-999", "PD-META-006")])
@@ -77,7 +78,8 @@ def test_gone_is_final_and_its_code_is_one_that_we_know(code: str, reported: str
     offers = opened()
     offers.message(1.0, P, Gone(TRANSFER, Failure(code, "why")))
     (answer,) = offers.take_effects()
-    assert isinstance(answer, Answered) and (answer.kind, answer.code, answer.detail) == ("failed", reported, "why")
+    assert isinstance(answer, Answered)
+    assert answer.outcome == Outcome("failed", reported, "why", seconds=1.0)
     offers.message(1.0, P, Bound(TRANSFER, "push", ended=True))
     assert kinds(offers) == []
 

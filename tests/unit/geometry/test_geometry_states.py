@@ -20,9 +20,9 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.request import Request
 
 from unit.device.caches import TokenMajorDevice
+from unit.kits.loads import book_with
 from unit.protocol.kit import D_INCARNATION, reservation
 from vllm_ascend_pd.config import PushConfig, RegroupConfig
-from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
 from vllm_ascend_pd.device.caches import CacheBytes, Caches, CacheShape, describe
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
 from vllm_ascend_pd.errors import ConfigError, LocalProtocolError
@@ -269,7 +269,7 @@ def wanted(d: CacheGeometry, **changes: Any) -> Reservation:
 def test_d_reserves_the_block_of_the_last_token_that_it_counts_as_computed(
     end: int, table: list[int], block: int
 ) -> None:
-    book = LoadBook(D_INCARNATION)
+    book = book_with("r", incarnation=D_INCARNATION)
     book.wanted("r", end + 1, 0, recomputes_last=True)
     bind = book.reserve("r", end, [table], (Group(96, "state"),), 30.0, "u")
     assert [one.tolist() for one in bind.blocks] == [[block]] and (bind.first, bind.end) == (end - 1, end)
@@ -277,7 +277,7 @@ def test_d_reserves_the_block_of_the_last_token_that_it_counts_as_computed(
 
 @pytest.mark.parametrize("table", [[7, 0], [7]], ids=["null", "too short"])
 def test_a_vllm_that_keeps_no_block_for_the_state_is_found_out(table: list[int]) -> None:
-    book = LoadBook(D_INCARNATION)
+    book = book_with("r", incarnation=D_INCARNATION)
     book.wanted("r", 101, 0, recomputes_last=True)
     with pytest.raises(LocalProtocolError, match=r"keeps no block for some of \[99, 100\), of state"):
         book.reserve("r", 100, [table], (Group(96, "state"),), 30.0, "u")

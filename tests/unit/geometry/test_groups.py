@@ -15,9 +15,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from unit.device.caches import TokenMajorDevice
+from unit.kits.loads import book_with
 from unit.protocol.kit import D_INCARNATION, geometry, reservation
 from vllm_ascend_pd.config import PushConfig
-from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
 from vllm_ascend_pd.device.caches import CacheShape, describe
 from vllm_ascend_pd.engine import Engine, WorkerFacts, merge_geometries, request_hash
 from vllm_ascend_pd.errors import ConfigError, LocalProtocolError, RemoteProtocolError
@@ -152,7 +152,7 @@ def test_a_prompt_that_fills_no_entry_has_no_block_of_compressed_layers() -> Non
     assert not range_fault(d, 0, 3, 1, 0) and "needs 0" in range_fault(d, 0, 3, 1, 1)
     made = reservation(d, 3, blocks=(ids(8), b""), prompt_length=4, endpoints=(Endpoint("a", 1),))
     assert decode_reservation(msgspec.msgpack.encode(as_sent(made))) == made
-    book = LoadBook(D_INCARNATION)
+    book = book_with("r", incarnation=D_INCARNATION)
     assert book.wanted("r", 4, 0, recomputes_last=True) == 3
     bind = book.reserve("r", 3, [[8], []], d.tables, 30.0, "u")
     assert [one.tolist() for one in bind.blocks] == [[8], []]
@@ -188,18 +188,18 @@ def test_each_group_has_the_blocks_that_it_needs(blocks: tuple[int, ...], says: 
 
 
 def test_d_reserves_of_each_group_what_is_not_null() -> None:
-    book = LoadBook(D_INCARNATION)
+    book = book_with("r", incarnation=D_INCARNATION)
     assert book.wanted("r", 101, 0, recomputes_last=True) == 100
     tables = [[0, 0, 0, 0, 0, 8, 9], [1, 2, 3, 4, 5, 6, 7, 10]]
     bind = book.reserve("r", 100, tables, TWO.tables, 30.0, "u")
     assert [one.tolist() for one in bind.blocks] == [[8, 9], [1, 2, 3, 4, 5, 6, 7]]
-    assert (bind.first, bind.end) == (0, 100) and book._loads["r"].blocks == 9
-    book.failed(bind.transfer, "PD-META-006", "")
+    assert (bind.first, bind.end) == (0, 100)
+    book.answered(bind.transfer, "failed", "PD-META-006")
     assert book.fencing_blocks() == 9, "the fence is of all groups' blocks"
 
 
 def test_where_all_layers_have_windows_the_transfer_begins_with_the_longest() -> None:
-    book = LoadBook(D_INCARNATION)
+    book = book_with("r", incarnation=D_INCARNATION)
     book.wanted("r", 101, 0, recomputes_last=True)
     bind = book.reserve("r", 100, [[0, 0, 0, 0, 0, 8, 9]], grouped(WINDOW).tables, 30.0, "u")
     assert (bind.first, bind.end) == (80, 100)
@@ -207,14 +207,14 @@ def test_where_all_layers_have_windows_the_transfer_begins_with_the_longest() ->
 
 @pytest.mark.parametrize("table", [[0, 0, 0, 0, 0, 0, 9], [0, 0, 0, 0, 0, 8]], ids=["null", "too short"])
 def test_a_vllm_that_keeps_less_than_a_window_is_found_out(table: list[int]) -> None:
-    book = LoadBook(D_INCARNATION)
+    book = book_with("r", incarnation=D_INCARNATION)
     book.wanted("r", 101, 0, recomputes_last=True)
     with pytest.raises(LocalProtocolError, match=r"keeps no block for some of \[80, 100\), of window of 20 tokens"):
         book.reserve("r", 100, [table], grouped(WINDOW).tables, 30.0, "u")
 
 
 def test_a_prompt_of_which_only_the_last_token_is_missing_is_not_loaded() -> None:
-    book = LoadBook(D_INCARNATION)
+    book = book_with("r", incarnation=D_INCARNATION)
     assert (
         book.wanted("r", 101, 100, recomputes_last=True) == 0 and book.wanted("r", 101, 99, recomputes_last=True) == 1
     )

@@ -21,8 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 
 from unit.schedulers.kit import engine, prefill, request
 from vllm_ascend_pd.connector import AscendPushConnector
-from vllm_ascend_pd.decode.scheduler.core.book import Ticket
-from vllm_ascend_pd.decode.scheduler.role import DecodeScheduler, _AskedLoad
+from vllm_ascend_pd.decode.scheduler.core.routes import Ticket
+from vllm_ascend_pd.decode.scheduler.role import DecodeScheduler
 from vllm_ascend_pd.geometry.layout import Group
 from vllm_ascend_pd.metadata import LoadEnd
 from vllm_ascend_pd.observe import tally as tally_module
@@ -378,10 +378,9 @@ def loading(recomputes: bool) -> tuple[DecodeScheduler, TransferId]:
     """A D scheduler with one open load of request `r`."""
     scheduler = DecodeScheduler(engine(), Patience(lambda: 0), recomputes=recomputes)
     asked = request()
-    assert scheduler._requests.book.wanted("r", asked.num_prompt_tokens, 0)
-    bind = scheduler._requests.book.reserve("r", asked.num_prompt_tokens, [[1, 2, 3]], [Group(4)], 30.0, "u")
-    ticket = Ticket("http://metaserver", "ticket", False)
-    scheduler._asked["r"] = _AskedLoad(ticket, asked.num_prompt_tokens, asked, 0, bind.transfer)
+    scheduler.book.route("r", lambda: Ticket("http://metaserver", "ticket"), asked)
+    assert scheduler.book.wanted("r", asked.num_prompt_tokens, 0)
+    bind = scheduler.book.reserve("r", asked.num_prompt_tokens, [[1, 2, 3]], [Group(4)], 30.0, "u")
     return scheduler, bind.transfer
 
 
@@ -408,7 +407,7 @@ def test_open_reservations_and_quarantined_blocks_are_levels_of_decode() -> None
     scheduler, transfer = loading(recomputes=True)
     data = scheduler.stats()
     assert data is not None and set(data["levels"]) == {"reservations_open"}
-    scheduler._requests.book.failed(transfer, "PD-META-006", "prefill failed")
+    scheduler.book.answered(transfer, "failed", "PD-META-006", "prefill failed")
     data = scheduler.stats()
     assert data is not None and list(data["levels"]["blocks_quarantined"].values()) == [3]
     scheduler.received("r")

@@ -296,9 +296,10 @@ def aborted_while_held_gives_the_blocks_back() -> None:
 
     with site() as pair:
         pair.outcome = "first token"
-        pair.decode.scheduler.connector.step_hooks[0]._requests.first_token_book._wait_s[False] = 60.0
+        book = pair.decode.scheduler.connector.step_hooks[0]._book
+        book._wait_s[False] = 60.0
         pair.send("left", prompt("left", 100))
-        pair.until(pair.decode.scheduler.connector.step_hooks[0]._requests.first_token_book.held_count, "D holds it")
+        pair.until(lambda: book.withholds("left-d"), "D holds it")
         check(pair.decode.request("left-d").status == RequestStatus.WAITING_FOR_REMOTE_KVS, "vLLM has heard of it")
         pair.decode.scheduler.finish_requests("left-d", RequestStatus.FINISHED_ABORTED)
         pair.until(lambda: pair.decode.request("left-d") is None, "D is done with it")

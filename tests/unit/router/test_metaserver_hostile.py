@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import uvloop
 
-from vllm_ascend_pd.decode.scheduler import answers
+from vllm_ascend_pd.decode.scheduler.core import answers
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.http import http1
 from vllm_ascend_pd.http.core.failures import HttpFailure

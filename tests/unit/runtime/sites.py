@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from unit.device.caches import CacheModel, Divided, Pool, RankCache
+from unit.kits.loads import arrive
 from unit.kits.watching import Events, parsed, until
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
@@ -152,6 +153,7 @@ class DecodeSite:
         content = self.model.content(tokens, len(self.requests) if seed is None else seed)
         before = first // self.covers
         blocks = [0] * before + self.pool.take(-(-tokens // self.covers) - before)
+        arrive(self.book, name)
         assert self.book.wanted(name, tokens, first) == tokens - first
         bind = self.book.reserve(name, tokens - first, [blocks], self.geometry.tables, deadline_s, uuid.uuid4().hex)
         reservation = Reservation(
@@ -187,7 +189,7 @@ class DecodeSite:
         for name, reports in list(self.outcomes.items()):
             if len(reports) == len(self.workers):
                 del self.outcomes[name]
-                if self.book.received(name) is not None:
+                if self.book.received(0.0, name) is not None:
                     self.done[name] = reports
 
     def received(self, *requests: SitePrompt, seconds: float = DEADLINE_S) -> list[Loaded]:

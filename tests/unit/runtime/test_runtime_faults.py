@@ -143,7 +143,7 @@ def test_a_cancel_on_decode_stops_the_push_and_fences_the_blocks() -> None:
         assert p.admit(request) is None
         p.compute((request, 20))
         until(wire.asked.is_set, "a write that is out")
-        assert d.book.request_finished(request.name) is not None
+        d.book.request_finished(request.name)
         for _ in range(10):
             d.step()
         assert request.name not in d.done, "a write is out: the blocks stay"
@@ -236,7 +236,7 @@ def test_a_prefill_that_has_ended_well_must_deliver_within_a_lease() -> None:
     with sites(d):
         request = d.reserve("r", 30, deadline_s=3600.0)
         d.step()
-        d.book.prefilled(request.reservation.transfer)
+        d.book.answered(request.reservation.transfer, "prefilled")
         (report,) = d.received(request)
         assert (report.ok, report.code) == (False, "PD-XFER-001")
 
@@ -423,7 +423,7 @@ def test_what_goes_wrong_with_one_request_on_decode_is_that_requests(at: str, mo
                 look(now)
 
             monkeypatch.setattr(runtime.core, "look", break_and_look)
-        assert d.book.request_finished(cancelled.name) is not None
+        d.book.request_finished(cancelled.name)
         d.step()
         for each in (bad, good):
             p.prefill(each)
@@ -459,7 +459,7 @@ def test_a_word_of_the_scheduler_that_goes_wrong_on_decode_gives_up_its_transfer
         if at == "cancel":
             d.book.request_finished(request.name)
         else:
-            d.book.prefilled(request.reservation.transfer)
+            d.book.answered(request.reservation.transfer, "prefilled")
         (report,) = d.received(request)
         assert (report.ok, report.code) == (False, "PD-XFER-002") and "the device is gone" in report.detail
 
@@ -477,7 +477,7 @@ def test_a_bind_that_went_wrong_is_reported_once_though_its_request_is_cancelled
         request = d.reserve("r", 30)
         (worker,) = d.workers
         worker.bind(StepMetadata(decode=d.book.take_step(None, d.geometry)))
-        assert d.book.request_finished(request.name) is not None
+        d.book.request_finished(request.name)
         worker.bind(StepMetadata(decode=d.book.take_step(None, d.geometry)))
         (report,) = d.received(request)
         assert (report.ok, report.code) == (False, "PD-XFER-002") and "the device is gone" in report.detail

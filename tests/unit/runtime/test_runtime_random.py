@@ -108,7 +108,9 @@ class RandomRun:
         if self.active:
             request = self.dice.choice(self.active)
             if request.p_name not in self.p.known and not request.p_blocks:  # D is notified by the end of the HTTP call
-                self.site_of[request.name].book.failed(request.reservation.transfer, "PD-META-006", "aborted")
+                self.site_of[request.name].book.answered(
+                    request.reservation.transfer, "failed", "PD-META-006", "aborted"
+                )
             self.aborted_on_p.add(request.name)
             self.end(request)
 

@@ -70,7 +70,7 @@ class SchedulerPair:
 
         def stepped() -> list[Start]:
             self.steps.take()
-            found.extend(self.d._requests.first_token_book.take(0.0))
+            found.extend(self.d.book.take(0.0))
             return found
 
         until(stepped, "the last word of P")

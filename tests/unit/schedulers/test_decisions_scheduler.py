@@ -319,7 +319,7 @@ def test_d_reports_how_the_kv_came_in_its_answer_and_to_the_metaserver(
         assert scheduler.finished(asked.request_id) is None
         until(lambda: server.reports, "the report")
         assert server.reports == [report]
-        assert not scheduler._asked
+        assert scheduler.book.find("r") is None
     finally:
         scheduler.close()
         server.served.stop()
@@ -345,7 +345,7 @@ def test_a_request_that_ends_before_its_load_reports_nothing_and_leaves_nothing(
         assert scheduler.finished(asked.request_id) is None
         scheduler.ended([LoadEnd("r", "PD-XFER-002", PUSH)])
         assert scheduler.received("r")
-        assert not scheduler._asked and not server.reports
+        assert scheduler.book.find("r") is None and not server.reports
     finally:
         scheduler.close()
         server.served.stop()
@@ -358,9 +358,9 @@ def test_a_request_that_vllm_ascend_drops_in_a_step_leaves_nothing() -> None:
     try:
         assert scheduler.received("r") and scheduler.wanted(asked, 4) == 0
         scheduler.metadata(SimpleNamespace(recomputed_reqs=None))
-        assert scheduler._asked
+        assert scheduler.book.find("r") is not None
         scheduler.metadata(SimpleNamespace(recomputed_reqs=[SimpleNamespace(request_id="r")]))
-        assert not scheduler._asked and scheduler.wanted(asked, 4) == 6, "the book has forgotten it, too"
+        assert scheduler.book.find("r") is None and scheduler.wanted(asked, 4) == 6, "nothing of it is left"
     finally:
         scheduler.close()
         server.served.stop()

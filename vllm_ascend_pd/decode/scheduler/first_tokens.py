@@ -8,8 +8,8 @@ import logging
 import time
 from typing import Any, Protocol
 
-from vllm_ascend_pd.decode.scheduler.core.first_tokens import Wanted
-from vllm_ascend_pd.decode.scheduler.core.requests import LoadRequests
+from vllm_ascend_pd.decode.scheduler.core.book import WITHHELD, LoadBook
+from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start, Wanted
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.observe import trace
@@ -23,23 +23,18 @@ from vllm_ascend_pd.vllm_patches.tried import FIRST_TOKEN, off
 
 log = logging.getLogger(__name__)
 
-TAKEN = "prefill"  # in a report: the first token is P's
 
-
-class LoadRecords(Protocol):
-    """The scheduler's records of loads, by request."""
+class LoadReports(Protocol):
+    """What the scheduler does with its loads."""
 
     def listen(self) -> None:
         """Take in what the loop thread has received."""
 
-    def first_token_from(self, request_id: str, source: str) -> None:
-        """The request starts with P's token (TAKEN), or with D's for the reason given."""
+    def act(self) -> None:
+        """Do what the book wants done."""
 
     def useless(self, request_id: str, why: str) -> None:
         """The KV of the request came, and it cannot begin without P's token."""
-
-    def take_failing(self) -> set[str]:
-        """Return the requests whose load has failed and is still to be failed in vLLM, once."""
 
     def answer(self, request_id: str) -> dict[str, Any] | None:
         """Return what a request's answer reports of its load."""
@@ -56,14 +51,14 @@ class FirstTokenReceiver(first_token.StepHooks):
         engine: Engine,
         tally: Tally,
         vocabulary: int,
-        requests: LoadRequests,
-        loads: LoadRecords,
+        book: LoadBook,
+        loads: LoadReports,
         *,
         whole: bool = False,
     ) -> None:
         super().__init__()
         self._engine, self._tally, self._vocabulary = engine, tally, vocabulary
-        self._requests, self._loads, self._whole = requests, loads, whole
+        self._book, self._loads, self._whole = book, loads, whole
         self._proven = False  # vLLM has been seen to call `after`
 
     def off(self, why: str) -> None:
@@ -78,9 +73,8 @@ class FirstTokenReceiver(first_token.StepHooks):
 
         Only P's token can begin there; without it the load has failed. Repeatable.
         """
-        if not (
-            self._whole and self._vocabulary and self._proven and self._requests.each_p_sends_first(request.request_id)
-        ):
+        request_id = request.request_id
+        if not (self._whole and self._vocabulary and self._proven and self._book.each_p_sends_first(request_id)):
             return False
         if self.refusal(request):
             return False
@@ -94,25 +88,22 @@ class FirstTokenReceiver(first_token.StepHooks):
 
         `whole`: the request can begin only with P's token.
         """
-        if not self._vocabulary or not self._requests.first_tokens_come(request.request_id):
+        if not self._vocabulary or not self._book.first_tokens_come(request.request_id):
             return None
         given = first_token.chosen(request) if request.sampling_params is not None else {}
-
-        def wanted() -> Wanted | str:  # of what is refused no digest is made: its lists have no bound
-            if refused := sampling.refusal(given):
-                return refused
-            asked = sampling.digest(given), given.get("logprobs"), self._vocabulary
-            return Wanted(transfer, request.num_prompt_tokens, *asked, whole)
-
-        why = self.refusal(request) or self._requests.ask(request.request_id, wanted, recomputes_last=recomputes_last)
-        if why:
-            self.count_computed(request.request_id, why)
+        why = self.refusal(request) or ("window" if recomputes_last else sampling.refusal(given))
+        if why:  # no digest is made: the lists of what is refused have no bound
+            self._book.ask(request.request_id, why)
+            self._loads.act()
             return None
-        return Seed(sampling.digest(given), given.get("logprobs")), sampling.sent(given)
+        seed = Seed(sampling.digest(given), given.get("logprobs"))
+        wanted = Wanted(transfer, request.num_prompt_tokens, seed.digest, seed.logprobs, self._vocabulary, whole)
+        self._book.ask(request.request_id, wanted)
+        return seed, sampling.sent(given)
 
     def outcome(self, transfer: TransferId, answer: str | First | None, failed: str) -> None:
         """Handle the last answer of the metaserver (with P's token sealed), or of P itself, or one without a token."""
-        if not self._requests.first_token_book.asked(transfer):
+        if not self._book.expects(transfer):
             return
         first, why = answer if isinstance(answer, First) else None, ""
         if isinstance(answer, str) and not failed:
@@ -121,55 +112,36 @@ class FirstTokenReceiver(first_token.StepHooks):
             except (ValueError, RemoteProtocolError) as refused:
                 log.warning("transfer %s: its first token is refused: %s", transfer, refused)
                 why = "refused"
-        self._requests.token(transfer, first, failed, why)
+        self._book.token(transfer, first, failed, why)
 
     def after(self, scheduler: Any, outputs: Any) -> None:
         self._proven = True
-        for request_id in sorted(self._loads.take_failing()):
-            self._fail(scheduler, outputs, request_id)
-        if not self._requests.first_token_book.held_count():
+        if not self._book.count(*WITHHELD):
             return
         self._loads.listen()
-        for ready in self._requests.first_token_book.take(time.monotonic()):
-            request, why = scheduler.requests.get(ready.request_id), ready.why
+
+        def unfit(request_id: str, first: First) -> str:
+            request = scheduler.requests.get(request_id)
+            over = request is None or request.is_finished()
+            return "aborted" if over else first_token.unfit(request, first.token)
+
+        for start in self._book.take(time.monotonic(), unfit):
+            request = scheduler.requests.get(start.request_id)
             if request is None or request.is_finished():
-                first_token.release(scheduler, ready.request_id)
-                self.count_computed(ready.request_id, why or "aborted")
-                continue
-            if ready.first is not None:
-                why = first_token.unfit(request, ready.first.token)
-            if not why and ready.first is not None:
-                output = self._start(scheduler, request, ready.first)
-            else:
-                output = self._go_without(scheduler, request, why, useless=ready.whole)
-            if output is not None:
+                first_token.release(scheduler, start.request_id)
+            elif (output := self._begin(scheduler, request, start)) is not None:
                 first_token.add(outputs, request.client_index, output)
+        self._loads.act()
 
-    def _fail(self, scheduler: Any, outputs: Any, request_id: str) -> None:
-        request = scheduler.requests.get(request_id)
-        if request is None or request.is_finished():
-            first_token.release(scheduler, request_id)
-        elif (output := first_token.fail(scheduler, request)) is not None:
-            first_token.add(outputs, request.client_index, output)
-
-    def _start(self, scheduler: Any, request: Any, first: First) -> Any:
-        self._tally.add("first_tokens_taken", 1)
-        self._loads.first_token_from(request.request_id, TAKEN)
-        trace.emit("seeded", transfer=str(first.transfer), request=request.request_id)
-        first_token.release(scheduler, request.request_id)
-        return first_token.start(scheduler, request, first, self._loads.answer(request.request_id))
-
-    def _go_without(self, scheduler: Any, request: Any, why: str, *, useless: bool) -> Any:
-        """Let a request go on without P's token. `useless`: its KV is of no use without it, and the load fails."""
-        if useless:
-            self._loads.useless(request.request_id, why)
-        self.count_computed(request.request_id, why)
-        if useless:
+    def _begin(self, scheduler: Any, request: Any, start: Start) -> Any:
+        """Let vLLM go on with a request. Return the output for its client, if there is one."""
+        if start.fails:
+            if start.why:
+                self._loads.useless(start.request_id, start.why)
             return first_token.fail(scheduler, request)
-        first_token.release(scheduler, request.request_id)
-        return None
-
-    def count_computed(self, request_id: str, why: str) -> None:
-        """Count a request that does not start with P's token."""
-        self._tally.count("num_first_tokens_computed", why)
-        self._loads.first_token_from(request_id, why)
+        first_token.release(scheduler, start.request_id)
+        if start.first is None:
+            return None
+        self._tally.add("first_tokens_taken", 1)
+        trace.emit("seeded", transfer=str(start.first.transfer), request=start.request_id)
+        return first_token.start(scheduler, request, start.first, self._loads.answer(start.request_id))

@@ -24,8 +24,8 @@ import httpx
 import msgspec
 
 from vllm_ascend_pd.config import MetaserverConfig
-from vllm_ascend_pd.decode.scheduler import answers
-from vllm_ascend_pd.decode.scheduler.answers import Outcome
+from vllm_ascend_pd.decode.scheduler.core import answers
+from vllm_ascend_pd.decode.scheduler.core.answers import Outcome
 from vllm_ascend_pd.errors import PdError, one_line
 from vllm_ascend_pd.http.core.failures import HttpFailure, post_again
 from vllm_ascend_pd.http.httpx_transport import REPEATABLE, SILENCE, Transport

@@ -9,10 +9,10 @@ from collections.abc import Callable, Hashable
 from vllm_ascend_pd.channel.dialer import Dialer
 from vllm_ascend_pd.channel.frames import OF_SCHEDULERS
 from vllm_ascend_pd.config import Timers
-from vllm_ascend_pd.decode.scheduler.answers import Outcome
+from vllm_ascend_pd.decode.scheduler.core.answers import Outcome
 from vllm_ascend_pd.decode.scheduler.core.offers import Offers, SendMessage
 from vllm_ascend_pd.protocol.auth import Secrets
-from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, pushed_by
+from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.meeting import Gone, Meeting, Offer, Unwanted
 from vllm_ascend_pd.shared.loop import LoopThread
 
@@ -34,7 +34,6 @@ class Offering:
     ) -> None:
         self._loop, self._on_outcome = loop, on_outcome
         self._offers = Offers(timers)
-        self._began: dict[TransferId, float] = {}  # for an outcome's duration
         self._timer: asyncio.TimerHandle | None = None
         self._dialer = Dialer(
             incarnation=incarnation,
@@ -69,12 +68,10 @@ class Offering:
         return self._loop.loop.time()
 
     def _offer(self, listener: Endpoint, offer: Offer) -> None:
-        self._began[offer.transfer] = self._now()
         self._offers.offer(self._now(), listener, offer)
         self._act()
 
     def _forget(self, transfer: TransferId) -> None:
-        self._began.pop(transfer, None)
         self._offers.forget(transfer)
         self._act()
 
@@ -89,7 +86,7 @@ class Offering:
         self._act()
 
     def _unreachable(self, listener: Endpoint, detail: str) -> None:
-        self._offers.unreachable(listener, detail)
+        self._offers.unreachable(self._now(), listener, detail)
         self._act()
 
     def _tick(self) -> None:
@@ -100,13 +97,8 @@ class Offering:
         for effect in self._offers.take_effects():
             if isinstance(effect, SendMessage):
                 self._dialer.send(effect.to, effect.message)
-                continue
-            began = self._began.get(effect.transfer, self._now())
-            if effect.final:
-                self._began.pop(effect.transfer, None)
-            prefill = pushed_by(effect.push)
-            outcome = Outcome(effect.kind, effect.code, effect.detail, prefill, self._now() - began, effect.first)
-            self._on_outcome(effect.transfer, outcome)
+            else:
+                self._on_outcome(effect.transfer, effect.outcome)
         if self._timer is not None:
             self._timer.cancel()
         wake = self._offers.next_wake()

@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd.decode.scheduler.core.book import LoadBook, read_ticket
-from vllm_ascend_pd.decode.scheduler.core.first_tokens import FirstTokenBook
-from vllm_ascend_pd.decode.scheduler.core.requests import LoadRequests, Way
-from vllm_ascend_pd.decode.scheduler.first_tokens import TAKEN, FirstTokenReceiver
+from vllm_ascend_pd.decode.scheduler.core.book import AWAITED, OPEN, WITHHELD, LoadBook
+from vllm_ascend_pd.decode.scheduler.core.load import USELESS, LoadEffect, LoadState, RemoteLoad
+from vllm_ascend_pd.decode.scheduler.core.routes import KvRoute, read_ticket
+from vllm_ascend_pd.decode.scheduler.first_tokens import FirstTokenReceiver
 from vllm_ascend_pd.decode.scheduler.metaserver import MetaserverClient, Outcome
 from vllm_ascend_pd.decode.scheduler.offering import Offering
 from vllm_ascend_pd.engine import Engine, WorkerFacts, has_embeddings, merge_geometries, request_hash
@@ -46,21 +46,6 @@ log = logging.getLogger(__name__)
 
 CLOSE_GRACE_S = 5.0
 EXPIRED = "PD-XFER-001"  # the code of every missed deadline
-
-
-@dataclass(slots=True)
-class _AskedLoad:
-    """A load, with what its report needs."""
-
-    way: Way
-    tokens: int
-    request: Any  # vLLM's
-    there: int  # tokens of its prompt that are in D's own cache
-    transfer: TransferId
-    first_token: str = ""  # where it came from, once that is known
-    report: LoadReport | None = None  # once the load is over
-    untold: bool = False  # the report is not sent yet: whether the load was of use may show with P's token
-    request_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +95,14 @@ class DecodeScheduler(SchedulerRole):
         self._engine, self._patience = engine, patience
         if longest:
             log.info("%s", pace(longest, engine.config.timers.recv_deadline_s))
-        self._recomputes, self._fails = recomputes, fails
-        self._failing: set[str] = set()  # failed loads that are not reported to vLLM yet
-        self._asked: dict[str, _AskedLoad] = {}  # by request id, until request and load are over
+        self._recomputes = recomputes
         self.tally = Tally()
         self._allowed = frozenset(url.rstrip("/") for url in engine.config.metaserver.metaserver_urls)
         self._outcomes: deque[tuple[TransferId, Outcome]] = deque()
         self._online: _Online | None = None
         timers = engine.config.timers
-        self._requests = LoadRequests(
-            LoadBook(engine.incarnation), FirstTokenBook(timers.first_token_wait_s, timers.lease_s)
-        )
-        self.first_tokens = FirstTokenReceiver(engine, self.tally, vocabulary, self._requests, self, whole=whole)
+        self.book = LoadBook(engine.incarnation, timers.first_token_wait_s, timers.lease_s, fails=fails)
+        self.first_tokens = FirstTokenReceiver(engine, self.tally, vocabulary, self.book, self, whole=whole)
         self._standstill = Standstill(self._gave_back) if yields else None
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
@@ -156,23 +137,23 @@ class DecodeScheduler(SchedulerRole):
     def _to_load(self, request: Any, computed: int) -> int:
         if self._online is None:
             return 0
-        self._way(request)
+        self._route(request)
         leaves = self._online.geometry.recomputes_last and not self.first_tokens.begins(request)
-        return self._requests.wanted(request.request_id, request.num_prompt_tokens, computed, recomputes_last=leaves)
+        return self.book.wanted(request.request_id, request.num_prompt_tokens, computed, recomputes_last=leaves)
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], count: int) -> None:
         """Reserve the blocks that vLLM allocated for `count` tokens; ask the metaserver, router or P for a prefill."""
-        online, way = self._online, self._way(request)
+        online, route = self._online, self._route(request)
         if count <= 0:
-            self._send_unwanted(self._requests.loads_nothing(request.request_id))
-        if count <= 0 or online is None or way is None:
+            self.book.loads_nothing(request.request_id)
+            self.act()
+        if count <= 0 or online is None or route is None:
             return
         deadline = self._engine.config.timers.recv_deadline_s
         groups = online.geometry.tables
-        bind = self._requests.book.reserve(request.request_id, count, blocks, groups, deadline, uuid.uuid4().hex)
+        bind = self.book.reserve(request.request_id, count, blocks, groups, deadline, uuid.uuid4().hex)
         prompt = request.num_prompt_tokens, request_hash(request)
         reservation = bind.reservation(self._engine.model_now, online.geometry, online.endpoints, *prompt)
-        self._asked[request.request_id] = _AskedLoad(way, count, request, bind.first, bind.transfer)
         whole = online.geometry.recomputes_last and bind.end == request.num_prompt_tokens
         leaves = online.geometry.recomputes_last and not whole
         asks = self.first_tokens.ask(request, bind.transfer, recomputes_last=leaves, whole=whole)
@@ -185,21 +166,21 @@ class DecodeScheduler(SchedulerRole):
             "reserved",
             transfer=str(bind.transfer),
             request=request.request_id,
-            ticket=way.ticket,
+            ticket=route.ticket,
             first=bind.first,
             end=bind.end,
             blocks=sum(map(len, bind.blocks)),
         )
-        if isinstance(way, Meet):
-            self._offer(online, way, bind.transfer, sealed)
+        if isinstance(route, Meet):
+            self._offer(online, route, bind.transfer, sealed)
             return
         encoded = base64.b64encode(sealed).decode()
-        if isinstance(way, PassingRouter):
-            asked_for = bind.transfer, way.router, way.body(encoded), deadline
-            online.client.reserve(*asked_for, query=way.query, silent_s=deadline)
+        if isinstance(route, PassingRouter):
+            asked_for = bind.transfer, route.router, route.body(encoded), deadline
+            online.client.reserve(*asked_for, query=route.query, silent_s=deadline)
             return
         body: dict[str, Any] = {
-            "ticket": way.ticket,
+            "ticket": route.ticket,
             "transfer": str(bind.transfer),
             "decode": self._engine.incarnation,
             "fingerprint": self._engine.fingerprint,
@@ -207,37 +188,29 @@ class DecodeScheduler(SchedulerRole):
         }
         if asks is not None:
             body["first_token"] = asks[1]
-        if way.send_tokens:
+        if route.send_tokens:
             body["prompt_token_ids"] = list(request.prompt_token_ids)
-        online.client.reserve(bind.transfer, way.metaserver, body, deadline)
+        online.client.reserve(bind.transfer, route.metaserver, body, deadline)
 
-    def _way(self, request: Any) -> Way | None:
-        """Return how the request's KV is to be had; None if it is prefilled locally, and log the reason once."""
+    def _route(self, request: Any) -> KvRoute | None:
+        """Return who brings the request's KV; None if it is prefilled locally."""
+        return self.book.route(request.request_id, lambda: self._read(request), request)
 
-        def read() -> Way | None:
-            way = self._read(request)
-            if isinstance(way, str):
-                log.warning("request %s is prefilled locally: %s", request.request_id, way)
-                return None
-            return way
-
-        return self._requests.way(request.request_id, read)
-
-    def _read(self, request: Any) -> Way | str | None:
+    def _read(self, request: Any) -> KvRoute | None:
         params = request.kv_transfer_params
-        ticket = read_ticket(params, self._allowed)
-        if ticket is not None and has_embeddings(request):
-            return "the prompt has embeddings"
-        if not isinstance(ticket, str):
-            return ticket
-        found: Meet | PassingRouter | PdError | None
-        if "metaserver" in params:
-            found = read_passing_router(params, request.request_id, self._allowed)
-        else:
+        route: KvRoute | PdError | str | None = read_ticket(params, self._allowed)
+        if route is not None and has_embeddings(request):
+            route = "the prompt has embeddings"
+        elif isinstance(route, str) and "metaserver" in params:
+            route = read_passing_router(params, request.request_id, self._allowed) or route
+        elif isinstance(route, str):
             prompt = request.num_prompt_tokens, request_hash(request)
             listeners = self._engine.config.meet.prefill_listeners
-            found = read_meet(params, request.request_id, prompt, listeners, self._engine.secrets)
-        return str(found) if isinstance(found, PdError) else found or ticket
+            route = read_meet(params, request.request_id, prompt, listeners, self._engine.secrets) or route
+        if isinstance(route, PdError | str):
+            log.warning("request %s is prefilled locally: %s", request.request_id, route)
+            return None
+        return route
 
     def _offer(self, online: _Online, meet: Meet, transfer: TransferId, sealed: bytes) -> None:
         if len(sealed) > MAX_MESSAGE_BYTES - OFFER_ROOM:
@@ -246,18 +219,37 @@ class DecodeScheduler(SchedulerRole):
         else:
             online.offering.offer(meet.listener, Offer(transfer, sealed, meet.source, meet.name))
 
-    def _send_unwanted(self, meet: Meet | None) -> None:
-        """Notify a P that may compute or hold what D will not fetch."""
-        if meet is not None and self._online is not None:
-            unwanted = Unwanted(self._engine.incarnation, meet.source, meet.name)
-            self._online.offering.send_unwanted(meet.listener, unwanted)
+    def act(self) -> None:
+        """Do what the book wants done."""
+        for effect, load in self.book.take_effects():
+            if effect is LoadEffect.FIRST_COMPUTED:
+                self.tally.count("num_first_tokens_computed", load.source or "aborted")
+            elif self._online is not None:
+                self._act_outside(self._online, effect, load)
 
-    def _hang_up(self, transfer: TransferId, way: Way) -> None:
-        """Drop the call or offer for a transfer: nothing more is wanted of it."""
-        if self._online is not None and isinstance(way, Meet):
-            self._online.offering.forget(transfer)
-        elif self._online is not None:
-            self._online.client.forget(transfer)
+    def _act_outside(self, online: _Online, effect: LoadEffect, load: RemoteLoad) -> None:
+        route, transfer = load.route, load.transfer
+        if effect is LoadEffect.OVER and route is not None and route.metaserver:
+            online.client.report(route.metaserver, self._report(load))
+        elif effect is LoadEffect.NOT_FETCHED and isinstance(route, Meet):
+            unwanted = Unwanted(self._engine.incarnation, route.source, route.name)
+            online.offering.send_unwanted(route.listener, unwanted)
+        elif effect is LoadEffect.HANG_UP and transfer is not None:
+            (online.offering if isinstance(route, Meet) else online.client).forget(transfer)
+
+    def _report(self, load: RemoteLoad) -> LoadReport:
+        return LoadReport(
+            transfer=str(load.transfer),
+            ticket=load.route.ticket if load.route is not None else "",
+            decode=self._engine.incarnation,
+            received=0 if load.code else load.tokens,
+            recomputed=load.tokens if load.code else 0,
+            code=load.code,
+            prefill=pushed_by(load.push) if load.push else "",
+            fingerprint=self._engine.fingerprint,
+            first_token=load.source,
+            cached=load.cached,
+        )
 
     def metadata(self, output: Any) -> StepMetadata:
         # vllm-ascend's recompute scheduler ends requests that find no block in a step, and reports it nowhere else.
@@ -270,95 +262,45 @@ class DecodeScheduler(SchedulerRole):
     def build_step(self) -> DecodeStep:
         self.listen()
         online = self._online
-        return self._requests.book.take_step(*((online.wake, online.geometry) if online is not None else (None, None)))
+        return self.book.take_step(*((online.wake, online.geometry) if online is not None else (None, None)))
 
     def listen(self) -> None:
         """Handle the outcomes that the loop thread has received."""
         while self._outcomes:
             transfer, outcome = self._outcomes.popleft()
-            self._requests.outcome(transfer, outcome.kind, outcome.code, outcome.detail)
+            self.book.answered(transfer, outcome.kind, outcome.code, outcome.detail)
             self.first_tokens.outcome(transfer, outcome.first, outcome.code)
 
     def take_news(self, news: WorkerNews) -> None:
         self.ended(news.ends)
 
     def ended(self, ends: Iterable[LoadEnd]) -> None:
-        self._requests.book.ended(ends)
+        self.book.ended(ends)
 
     def received(self, request_id: str) -> bool:
         """Record that all workers have reported a request. Return whether it was a load of ours, which is over now."""
-        asked = self._asked.get(request_id)
-        received = self._requests.received(time.monotonic(), request_id, starts=self.first_tokens.entered)
-        if received is None or asked is None:
+        load = self.book.received(time.monotonic(), request_id, starts=self.first_tokens.entered)
+        if load is None:
             return False
-        transfer, verdict, code = received.transfer, received.verdict, received.verdict.code
-        if code:
-            self._failed(code)
-            if self._fails and not asked.request_over:
-                self._failing.add(request_id)
-        trace.emit("reported", transfer=str(transfer), request=request_id)
-        if received.hangs_up:
-            self._hang_up(transfer, asked.way)
-        if asked.request_over:
-            del self._asked[request_id]
-            return True
-        requests.report_cached(asked.request, asked.there if code else verdict.cached)
-        if received.why_no_first_token:
-            self.first_tokens.count_computed(request_id, received.why_no_first_token)
-        asked.report = LoadReport(
-            transfer=str(transfer),
-            ticket=asked.way.ticket,
-            decode=self._engine.incarnation,
-            received=0 if code else asked.tokens,
-            recomputed=asked.tokens if code else 0,
-            code=code,
-            prefill=pushed_by(verdict.push) if verdict.push else "",
-            fingerprint=self._engine.fingerprint,
-            first_token=asked.first_token,
-            cached=verdict.cached,
-        )
-        asked.untold = True
-        if not self._requests.first_token_book.whole(request_id):
-            self._report(asked)
+        if load.code:
+            self._failed(load.code)
+        trace.emit("reported", transfer=str(load.transfer), request=request_id)
+        self.act()
+        if load.state is not LoadState.OVER:
+            requests.report_cached(load.request, load.first if load.code else load.cached)
         return True
-
-    def _report(self, asked: _AskedLoad) -> None:
-        """Report to the metaserver how a load ended, once."""
-        if self._online is not None and asked.way.metaserver and asked.report is not None and asked.untold:
-            self._online.client.report(asked.way.metaserver, asked.report)
-        asked.untold = False
 
     def around(self) -> tuple[StepHooks, ...]:
         return (self.first_tokens,) if self._standstill is None else (self.first_tokens, self._standstill)
 
     def holds(self, request_id: str) -> bool:
-        return self._requests.first_token_book.holds(request_id) or request_id in self._failing
-
-    def take_failing(self) -> set[str]:
-        failing, self._failing = self._failing, set()
-        return failing
-
-    def first_token_from(self, request_id: str, source: str) -> None:
-        if (asked := self._asked.get(request_id)) is not None:
-            asked.first_token = source
-            if source != TAKEN:
-                self._expects_nothing(asked)
-            if asked.report is not None:
-                asked.report = msgspec.structs.replace(asked.report, first_token=source)
-                self._report(asked)
+        return self.book.withholds(request_id)
 
     def useless(self, request_id: str, why: str) -> None:
-        """Record a load as failed: its KV came, but is of no use without P's token."""
-        asked, error = self._asked.get(request_id), PdError("PD-XFER-008", why=why)
+        error = PdError(USELESS, why=why)
         log.warning("request %s: %s", request_id, error)
         self._failed(error.code)
-        if asked is not None:
-            self._hang_up(asked.transfer, asked.way)
-            requests.report_cached(asked.request, asked.there)
-            if asked.report is not None:
-                asked.report = msgspec.structs.replace(
-                    asked.report, received=0, recomputed=asked.tokens, code=error.code, cached=0
-                )
+        self._computed_here(request_id)
 
     def _failed(self, code: str) -> None:
         self.tally.count("num_failed_recvs", code)
@@ -368,51 +310,43 @@ class DecodeScheduler(SchedulerRole):
             self.tally.count("num_recomputed_reqs", code)
 
     def _gave_back(self, request_id: str) -> None:
-        asked, error = self._asked.get(request_id), PdError("PD-XFER-009")
-        if asked is not None:
-            requests.report_cached(asked.request, asked.there)
+        error = PdError("PD-XFER-009")
+        self._computed_here(request_id)
         log.warning("request %s: %s", request_id, error)
         self.tally.count("num_recomputed_reqs", error.code)
 
-    def _expects_nothing(self, asked: _AskedLoad) -> None:
-        """Drop the offer to a P whose last answer would still have brought a first token."""
-        if isinstance(asked.way, Meet):
-            self._hang_up(asked.transfer, asked.way)
+    def _computed_here(self, request_id: str) -> None:
+        """Report what P has brought for a request as computed by D."""
+        if (load := self.book.find(request_id)) is not None and load.transfer is not None:
+            requests.report_cached(load.request, load.first)
 
     def answer(self, request_id: str) -> dict[str, Any] | None:
-        asked = self._asked.get(request_id)
-        return params_of(asked.report) if asked is not None and asked.report is not None else None
+        load = self.book.find(request_id)
+        return params_of(self._report(load)) if load is not None and load.ended else None
 
     def request_finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
-        self._way(request)  # also of a request that never left the queue: P may hold something for it
+        self._route(request)  # also of a request that never left the queue: P may hold something for it
         return False, self.finished(request.request_id)
 
     def finished(self, request_id: str) -> dict[str, Any] | None:
         """Handle the end of a request. Return the load's part of its answer."""
-        ended = self._requests.finished(request_id)
-        self._send_unwanted(ended.unwanted)
-        if ended.open is not None:
-            self._hang_up(ended.open, self._asked[request_id].way)
-            self._asked[request_id].request_over = True
-            return None
         answer = self.answer(request_id)
-        if (asked := self._asked.pop(request_id, None)) is not None:
-            self._expects_nothing(asked)
-            self._report(asked)
+        self.book.request_finished(request_id)
+        self.act()
         return answer
 
     def stats(self) -> dict[str, Any] | None:
-        self.tally.level("reservations_open", self._requests.book.open_count())
-        self.tally.level("blocks_quarantined", self._requests.book.fencing_blocks())
+        self.tally.level("reservations_open", self.book.count(*OPEN))
+        self.tally.level("blocks_quarantined", self.book.fencing_blocks())
         if self._online is not None:
             self.tally.totals("num_protocol_events", self._online.client.counters)
         return self.tally.take()
 
     def open_loads(self) -> int:
-        return self._requests.book.waiting_count() + self._requests.first_token_book.held_count()
+        return self.book.count(*AWAITED, *WITHHELD)
 
     def due_s(self) -> float:
-        return self._requests.first_token_book.due_s(time.monotonic())
+        return self.book.due_s(time.monotonic())
 
     def close(self) -> None:
         """Cancel open calls, so that the metaserver and P learn of it at once. Idempotent."""

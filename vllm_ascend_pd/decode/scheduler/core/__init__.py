@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pure part of D's scheduler: its requests, their loads, P's first tokens and offers."""
+"""The pure part of D's scheduler: requests and their loads, P's first tokens, offers, and a metaserver's answers."""

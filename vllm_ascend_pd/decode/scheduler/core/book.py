@@ -1,57 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions of D's scheduler: the requests that load remote KV, their transfers, and when a load is over.
+"""D's requests: one record of each, from its arrival until the request and its load are over.
 
-Pure: the adapter in ../role.py translates vLLM's objects and makes the HTTP call.
+A load ends when all workers have reported it. P's first token comes separately, before or after that: a request whose
+KV is complete is held until its token is there, or it is known that none comes, or the wait is over.
+
+The table at the end defines all transitions. Pure: `now` is an argument; the adapter in ../role.py and the simulator
+translate their engine's objects, and act on what `take_effects` returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
+from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start, Wanted, fault
+from vllm_ascend_pd.decode.scheduler.core.load import TAKEN, USELESS, LoadEffect, LoadEvent, LoadState, RemoteLoad
+from vllm_ascend_pd.decode.scheduler.core.routes import KvRoute, Ticket
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Group
 from vllm_ascend_pd.metadata import Bind, DecodeStep, LoadCancel, LoadEnd
+from vllm_ascend_pd.protocol.dialects import Meet
+from vllm_ascend_pd.protocol.first import First
 from vllm_ascend_pd.protocol.identity import TransferId
+from vllm_ascend_pd.protocol.states import Cell, Table, idle, look_up
 
-MAX_TICKET = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """The metaserver's part of a request: the address to call, and the request's name there."""
-
-    metaserver: str
-    ticket: str
-    send_tokens: bool = False
-    first_token: bool = False  # each P that it may ask sends its first token
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """End of a load as a whole."""
-
-    code: str = ""  # why the KV did not come: the first code that a rank reported
-    push: str = ""
-    cached: int = 0
-
-    @property
-    def hangs_up(self) -> bool:
-        """True if the metaserver's call is of no use any more. After a complete load it ends by itself, with P."""
-        return bool(self.code)
-
-
-@dataclass(slots=True)
-class _Load:
-    request_id: str
-    transfer: TransferId
-    blocks: int
-    answered: bool = False  # the metaserver's call has ended
-    cancelled: bool = False
-    ends: list[LoadEnd] = field(default_factory=list)  # of the ranks, as they come
+AWAITED = (LoadState.LOADING, LoadState.LANDING, LoadState.FENCING)  # loads that requests wait for
+OPEN = (*AWAITED, LoadState.ABANDONED)
+WITHHELD = (LoadState.HELD, LoadState.FAILED, LoadState.DROPPED)  # over, and vLLM learns of it only by `take`
 
 
 @dataclass(slots=True)
@@ -62,46 +42,62 @@ class _PendingLoads:
     overs: list[TransferId] = field(default_factory=list)
 
 
-def read_ticket(params: Mapping[str, Any] | None, allowed: frozenset[str]) -> Ticket | str | None:
-    """Return a ticket, or why there is none (the request is then prefilled locally), or None if none was meant.
-
-    A client can reach an engine without a router: `params` may be any JSON.
-    """
-    if (
-        not isinstance(params, Mapping)
-        or params.get("do_remote_prefill") is not True
-        or params.get("do_virtual") is True
-    ):
-        return None  # virtual: a warm-up that names no prefill engine; it is prefilled locally
-    url, ticket = params.get("metaserver"), params.get("ticket")
-    if not isinstance(url, str) or url.rstrip("/") not in allowed:
-        return "its metaserver is not in metaserver_urls"
-    if not isinstance(ticket, str) or not 0 < len(ticket) <= MAX_TICKET or not ticket.isascii():
-        return "it carries no ticket"
-    return Ticket(url.rstrip("/"), ticket, params.get("send_tokens") is True, params.get("first_token") is True)
-
-
 class LoadBook:
-    """D's loads by request. A request loads once: after that, `wanted` returns 0."""
+    """D's requests. Each loads once."""
 
-    def __init__(self, incarnation: str) -> None:
-        self._incarnation = incarnation
+    table: ClassVar[Table[LoadState, LoadEvent]]  # below
+
+    def __init__(
+        self, incarnation: str, wait_s: float = 0.2, whole_wait_s: float = 15.0, *, fails: bool = False
+    ) -> None:
+        """`wait_s`: for P's first token; `whole_wait_s`: for requests that can begin only with it.
+
+        `fails`: this vLLM does not take failed loads by request, so they are withheld until its read of a step.
+        """
+        self._incarnation, self._fails = incarnation, fails
+        self._wait_s = {False: wait_s, True: max(wait_s, whole_wait_s)}
         self._n = 0
-        self._candidates: dict[str, int] = {}  # request id → first token wanted
-        self._loads: dict[str, _Load] = {}
-        self._by_transfer: dict[TransferId, _Load] = {}
-        self._consumed: set[str] = set()
+        self._loads: dict[str, RemoteLoad] = {}
+        self._in: dict[LoadState, dict[str, RemoteLoad]] = {state: {} for state in LoadState}  # the same by state
+        self._by_transfer: dict[TransferId, RemoteLoad] = {}
         self._pending = _PendingLoads()
+        self._effects: list[tuple[LoadEffect, RemoteLoad]] = []
 
-    def wanted(self, request_id: str, prompt_length: int, computed: int, *, recomputes_last: bool = False) -> int:
-        """Return how many tokens to load remotely. Repeatable.
+    def take_effects(self) -> list[tuple[LoadEffect, RemoteLoad]]:
+        """Return the effects, in order, each once."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    def find(self, request_id: str) -> RemoteLoad | None:
+        return self._loads.get(request_id)
+
+    # -- requests
+
+    def route(self, request_id: str, read: Callable[[], KvRoute | None], request: Any = None) -> KvRoute | None:
+        """Return who brings a request's KV, which is `read` once; None: it is prefilled here."""
+        load = self._loads.get(request_id)
+        if load is None:
+            load = self._loads[request_id] = RemoteLoad(request_id, read(), request)
+            self._move(load, LoadState.LOCAL if load.route is None else LoadState.ARRIVED)
+        return load.route
+
+    def wanted(self, request_id: str, length: int, computed: int, *, recomputes_last: bool = False) -> int:
+        """Return how many tokens to load of a prompt of `length`, of which `computed` are here. Repeatable.
 
         A single token is not worth it: D computes the last one anyway. With `recomputes_last` that one is never loaded.
         """
-        if request_id in self._consumed or prompt_length - computed <= 1:
+        load = self._loads.get(request_id)
+        if load is None or load.state is not LoadState.ARRIVED or length - computed <= 1:
             return 0
-        self._candidates[request_id] = computed
-        return prompt_length - computed - recomputes_last
+        load.first = computed
+        return length - computed - recomputes_last
+
+    def loads_nothing(self, request_id: str) -> None:
+        """Record that D computes a request itself.
+
+        Perhaps it has loaded, and lost its blocks in the middle of the answer, and its prompt is not cached any more.
+        """
+        self._on(self._loads[request_id], LoadEvent.LOCAL)
 
     def reserve(
         self,
@@ -113,13 +109,12 @@ class LoadBook:
         uuid: str,
     ) -> Bind:
         """Reserve for `count` tokens. `blocks` are those that vLLM has allocated: the whole table of each group."""
-        first = self._candidates.pop(request_id, None)
-        if first is None or count <= 0:
+        load = self._loads.get(request_id)
+        if load is None or load.first < 0 or load.transfer is not None or count <= 0:
             raise LocalProtocolError(f"reserve({request_id!r}, {count}) without a wanted load")
-        self._n += 1
-        end = first + count
-        begins = [group.begins(first, end) for group in groups]
-        places = [group.blocks(first, end) for group in groups]
+        end = load.first + count
+        begins = [group.begins(load.first, end) for group in groups]
+        places = [group.blocks(load.first, end) for group in groups]
         wanted = tuple(
             np.asarray(table[some.start : some.stop], dtype=np.int32)
             for table, some in zip(blocks, places, strict=True)
@@ -129,82 +124,131 @@ class LoadBook:
                 raise LocalProtocolError(
                     f"vLLM keeps no block for some of [{begin}, {end}), of {group}: {ids.tolist()}"
                 )
-        load = _Load(request_id, TransferId(self._incarnation, self._n, uuid), sum(map(len, wanted)))
-        self._loads[request_id] = self._by_transfer[load.transfer] = load
-        self._consumed.add(request_id)
-        bind = Bind(request_id, load.transfer, min(begins), end, wanted, deadline_s)
+        self._n += 1
+        load.transfer = transfer = TransferId(self._incarnation, self._n, uuid)
+        load.first, load.tokens, load.blocks = min(begins), count, sum(map(len, wanted))
+        self._by_transfer[transfer] = load
+        bind = Bind(request_id, transfer, load.first, end, wanted, deadline_s)
         self._pending.binds.append(bind)
+        self._on(load, LoadEvent.RESERVED)
         return bind
 
-    def has_loaded(self, request_id: str) -> bool:
-        """Return whether the request loads, or has loaded: it does so once."""
-        return request_id in self._consumed
+    def request_finished(self, request_id: str) -> None:
+        """Handle the end of a request. A load that is still open is cancelled."""
+        if (load := self._loads.get(request_id)) is not None:
+            self._on(load, LoadEvent.ENDED)
+
+    # -- loads
 
     def answered(self, transfer: TransferId, kind: str, code: str = "", detail: str = "") -> None:
-        """Record how the metaserver's call has ended."""
-        if kind == "prefilled":
-            self.prefilled(transfer)
-        else:
-            self.failed(transfer, code, detail)
-
-    def prefilled(self, transfer: TransferId) -> None:
-        """Record that P has finished: what is missing must come soon."""
-        load = self._by_transfer.get(transfer)
-        if load is not None and not load.answered:
-            load.answered = True
-            self._pending.settles.append(transfer)
-
-    def failed(self, transfer: TransferId, code: str, detail: str) -> None:
-        """Record that the metaserver's call failed: the load is fenced before the request goes on."""
-        load = self._by_transfer.get(transfer)
-        if load is not None and not load.answered:
-            load.answered = True
-            self._cancel(load, code, detail)
-
-    def request_finished(self, request_id: str) -> TransferId | None:
-        """Handle the end of a request. Cancel a load that is still open, and return its transfer."""
-        self._candidates.pop(request_id, None)
-        self._consumed.discard(request_id)
-        load = self._loads.get(request_id)
-        if load is None:
-            return None
-        self._cancel(load, "PD-XFER-002", "the request ended on decode")
-        return load.transfer
+        """Record how the call for a prefill, and with it P's request, has ended."""
+        if (load := self._by_transfer.get(transfer)) is not None:
+            event = LoadEvent.PREFILLED if kind == "prefilled" else LoadEvent.NOT_PREFILLED
+            self._on(load, event, code, detail)
 
     def ended(self, ends: Iterable[LoadEnd]) -> None:
         """Record how workers' parts of loads ended, which comes before the load as a whole is reported."""
         for end in sorted(ends, key=lambda end: (end.request_id, end.code)):
             load = self._loads.get(end.request_id)
-            if load is not None:
-                load.ends.append(end)
+            if load is not None and load.state in OPEN:
+                load.code, load.push = load.code or end.code, load.push or end.push
+                load.cached = max(load.cached, end.cached)
 
-    def verdict(self, request_id: str) -> Verdict:
-        """Return the end of a load by the ranks' reports. To be called before `received`."""
+    def received(self, now: float, request_id: str, *, starts: bool = True) -> RemoteLoad | None:
+        """Record that all workers have reported a request. None if it is no load of ours (any more).
+
+        `starts`: held requests can be started.
+        """
         load = self._loads.get(request_id)
-        ends = load.ends if load is not None else []
-        code = next((end.code for end in ends if end.code), "")
-        cached = 0 if code else max((end.cached for end in ends), default=0)
-        return Verdict(code, next((end.push for end in ends if end.push), ""), cached)
-
-    def received(self, request_id: str) -> TransferId | None:
-        """Record that all workers have reported a request. None if it is no load of ours (any more)."""
-        load = self._loads.pop(request_id, None)
-        if load is None:
+        if load is None or load.state not in OPEN:
             return None
-        del self._by_transfer[load.transfer]
-        self._pending.overs.append(load.transfer)
-        return load.transfer
+        if load.code:
+            load.cached = 0
+        elif load.wanted is not None and (starts or load.whole):
+            load.complete = now
+            self._on(load, LoadEvent.RECEIVED_EARLY)
+            return load
+        if load.wanted is not None:
+            self._compute_first(load, "load failed" if load.code else "scheduler")
+        self._on(load, LoadEvent.RECEIVED_FAILED if load.code and self._fails else LoadEvent.RECEIVED)
+        return load
 
-    def open_count(self) -> int:
-        return len(self._loads)
+    # -- P's first token
 
-    def waiting_count(self) -> int:
-        """Return the number of open loads whose requests wait for them: those of ended requests are only fenced."""
-        return sum(request_id in self._consumed for request_id in self._loads)
+    def first_tokens_come(self, request_id: str) -> bool:
+        """Return whether P's first token can come the same way as the KV: by a `PassingRouter` it cannot."""
+        load = self._loads.get(request_id)
+        return load is not None and isinstance(load.route, Ticket | Meet)
 
-    def fencing_blocks(self) -> int:
-        """Return the number of blocks of cancelled loads whose writers are not known to be quiet yet."""
-        return sum(load.blocks for load in self._loads.values() if load.cancelled)
+    def each_p_sends_first(self, request_id: str) -> bool:
+        """Return whether the metaserver says that each P which it may ask sends its first token."""
+        load = self._loads.get(request_id)
+        return load is not None and isinstance(load.route, Ticket) and load.route.first_token
+
+    def ask(self, request_id: str, wanted: Wanted | str) -> None:
+        """Record the first token that a reservation asks for, or why it asks for none.
+
+        The client has no token yet: a request loads only when it is first scheduled.
+        """
+        load = self._loads[request_id]
+        if isinstance(wanted, Wanted):
+            load.wanted = wanted
+        else:
+            self._compute_first(load, wanted)
+
+    def expects(self, transfer: TransferId) -> bool:
+        """Return whether P's token for a transfer may still come."""
+        load = self._by_transfer.get(transfer)
+        return load is not None and load.wanted is not None and not load.answer
+
+    def token(self, transfer: TransferId, first: First | None, code: str = "", why: str = "") -> None:
+        """Record P's token, or (None) why none comes. What comes first counts."""
+        load = self._by_transfer.get(transfer)
+        if load is None or load.wanted is None or load.answer:
+            return
+        if code or first is None:
+            load.answer = "prefill failed" if code else why or "not sent"
+        else:
+            load.answer = fault(load.wanted, first) or first
+
+    def take(self, now: float, unfit: Callable[[str, First], str] = lambda request_id, first: "") -> list[Start]:
+        """Return the requests that vLLM learns of now, each once.
+
+        `unfit` returns why a request cannot begin with a token after all.
+        """
+        held = list(self._in[LoadState.HELD].values())
+        starts = [Start(load.request_id, None, "aborted") for load in self._in[LoadState.DROPPED].values()]
+        starts += [Start(load.request_id, None, fails=True) for load in self._in[LoadState.FAILED].values()]
+        starts += [start for load in held if (start := self._start(load, now, unfit)) is not None]
+        for start in starts:
+            self._on(self._loads[start.request_id], LoadEvent.BEGUN, start)
+        return starts
+
+    def withholds(self, request_id: str) -> bool:
+        """Return whether vLLM learns of the end of a load only by `take`."""
+        load = self._loads.get(request_id)
+        return load is not None and load.state in WITHHELD
+
+    def due_s(self, now: float) -> float:
+        """Time until the first request that is held is not waited for any longer."""
+        if self._in[LoadState.DROPPED] or self._in[LoadState.FAILED]:
+            return 0.0
+        return max(0.0, min(map(self._waited_until, self._in[LoadState.HELD].values()), default=math.inf) - now)
+
+    def _start(self, load: RemoteLoad, now: float, unfit: Callable[[str, First], str]) -> Start | None:
+        why, first = load.answer, load.answer
+        if isinstance(first, First):
+            why = "another push" if first.push != load.push else unfit(load.request_id, first)
+            if not why:
+                return Start(load.request_id, first)
+        elif not why:
+            why = "late" if now >= self._waited_until(load) else ""
+        return Start(load.request_id, None, str(why), load.whole) if why else None
+
+    def _waited_until(self, load: RemoteLoad) -> float:
+        return load.complete + self._wait_s[load.whole]
+
+    # -- what a step tells the workers, and counts
 
     def take_step(self, wake: tuple[str, int] | None, geometry: CacheGeometry | None) -> DecodeStep:
         """Return this step's metadata; the next call starts anew."""
@@ -219,7 +263,147 @@ class LoadBook:
             geometry=geometry if pending.binds else None,
         )
 
-    def _cancel(self, load: _Load, code: str, detail: str) -> None:
-        if not load.cancelled:
-            load.cancelled = True
-            self._pending.cancels.append(LoadCancel(load.transfer, code, detail))
+    def count(self, *states: LoadState) -> int:
+        """Return the number of requests in any of the states."""
+        return sum(len(self._in[state]) for state in states)
+
+    def fencing_blocks(self) -> int:
+        """Return the number of blocks of cancelled loads whose writers are not known to be quiet yet."""
+        return sum(load.blocks for s in (LoadState.FENCING, LoadState.ABANDONED) for load in self._in[s].values())
+
+    # -- transitions
+
+    def _on(self, load: RemoteLoad, event: LoadEvent, *cause: Any) -> None:
+        cell = look_up(self.table, load.state, event, Counter(), load)
+        self._move(load, cell.into)
+        cell.effect(self, load, *cause)
+
+    def _move(self, load: RemoteLoad, state: LoadState) -> None:
+        self._in[load.state].pop(load.request_id, None)
+        load.state = state
+        if state is not LoadState.OVER:
+            self._in[state][load.request_id] = load
+            return
+        del self._loads[load.request_id]
+        if load.transfer is not None:
+            del self._by_transfer[load.transfer]
+
+    def ignore(self, load: RemoteLoad, *cause: Any) -> None:
+        """Change nothing else."""
+
+    def leave(self, load: RemoteLoad) -> None:
+        if isinstance(load.route, Meet):
+            self._effects.append((LoadEffect.NOT_FETCHED, load))
+
+    def settle(self, load: RemoteLoad, *failure: str) -> None:
+        self._pending.settles.append(_transfer(load))
+
+    def cancel(self, load: RemoteLoad, code: str, detail: str) -> None:
+        """Have the load fenced before the request goes on."""
+        self._pending.cancels.append(LoadCancel(_transfer(load), code, detail))
+
+    def abandon(self, load: RemoteLoad) -> None:
+        self.cancel(load, "PD-XFER-002", "the request ended on decode")
+        self.forget(load)
+
+    def forget(self, load: RemoteLoad) -> None:
+        """Want nothing more of a load."""
+        load.wanted = None
+        self._hang_up(load)
+
+    def finish(self, load: RemoteLoad) -> None:
+        """Tell the workers that the load is over."""
+        self._pending.overs.append(_transfer(load))
+
+    def go_on(self, load: RemoteLoad) -> None:
+        """After a complete load a metaserver's call ends by itself, with P. An offer would bring only a first token."""
+        self.finish(load)
+        if load.code or isinstance(load.route, Meet):
+            self._hang_up(load)
+        self._effects.append((LoadEffect.OVER, load))
+
+    def hold(self, load: RemoteLoad) -> None:
+        """Whether the load was of use shows with P's token, if the request can begin with nothing else."""
+        self.finish(load)
+        if not load.whole:
+            self._effects.append((LoadEffect.OVER, load))
+
+    def begin(self, load: RemoteLoad, start: Start) -> None:
+        whole = load.whole
+        if start.first is not None:
+            load.source, load.wanted = TAKEN, None
+        else:
+            self._compute_first(load, start.why)
+            if start.fails:
+                load.code, load.cached = USELESS, 0
+            if start.fails or isinstance(load.route, Meet):
+                self._hang_up(load)
+        if whole:
+            self._effects.append((LoadEffect.OVER, load))
+
+    def drop(self, load: RemoteLoad) -> None:
+        if load.whole:
+            self._effects.append((LoadEffect.OVER, load))
+        self._effects.append((LoadEffect.FIRST_COMPUTED, load))
+        load.wanted = None
+        if isinstance(load.route, Meet):
+            self._hang_up(load)
+
+    def _hang_up(self, load: RemoteLoad) -> None:
+        self._effects.append((LoadEffect.HANG_UP, load))
+
+    def _compute_first(self, load: RemoteLoad, why: str) -> None:
+        load.source, load.wanted = why, None
+        self._effects.append((LoadEffect.FIRST_COMPUTED, load))
+
+
+def _transfer(load: RemoteLoad) -> TransferId:
+    if load.transfer is None:
+        raise LocalProtocolError(f"{load!r} has no transfer")
+    return load.transfer
+
+
+def _table(do: type[LoadBook]) -> Table[LoadState, LoadEvent]:
+    s, e = LoadState, LoadEvent
+    answered = (e.PREFILLED, e.NOT_PREFILLED)  # also where an answer is under way when its call is hung up
+    received = {
+        e.RECEIVED: Cell(s.LOADED, do.go_on),
+        e.RECEIVED_EARLY: Cell(s.HELD, do.hold),
+        e.RECEIVED_FAILED: Cell(s.FAILED, do.go_on),
+    }
+    return {
+        s.ARRIVED: {
+            e.LOCAL: Cell(s.LOCAL, do.leave),
+            e.RESERVED: Cell(s.LOADING, do.ignore),
+            e.ENDED: Cell(s.OVER, do.leave),
+        },
+        s.LOCAL: {e.ENDED: Cell(s.OVER, do.ignore), **idle(s.LOCAL, do.ignore, e.LOCAL)},
+        s.LOADING: {
+            e.PREFILLED: Cell(s.LANDING, do.settle),
+            e.NOT_PREFILLED: Cell(s.FENCING, do.cancel),
+            e.ENDED: Cell(s.ABANDONED, do.abandon),
+            **received,
+        },
+        s.LANDING: {e.ENDED: Cell(s.ABANDONED, do.abandon), **received, **idle(s.LANDING, do.ignore, *answered)},
+        s.FENCING: {e.ENDED: Cell(s.ABANDONED, do.forget), **received, **idle(s.FENCING, do.ignore, *answered)},
+        s.ABANDONED: {
+            e.RECEIVED: Cell(s.OVER, do.finish),
+            e.RECEIVED_FAILED: Cell(s.OVER, do.finish),
+            **idle(s.ABANDONED, do.ignore, *answered, e.ENDED),
+        },
+        s.HELD: {
+            e.BEGUN: Cell(s.LOADED, do.begin),
+            e.ENDED: Cell(s.DROPPED, do.drop),
+            **idle(s.HELD, do.ignore, *answered),
+        },
+        s.FAILED: {
+            e.BEGUN: Cell(s.LOADED, do.ignore),
+            e.ENDED: Cell(s.DROPPED, do.ignore),
+            **idle(s.FAILED, do.ignore, *answered),
+        },
+        s.DROPPED: {e.BEGUN: Cell(s.OVER, do.ignore), **idle(s.DROPPED, do.ignore, *answered, e.ENDED)},
+        s.LOADED: {e.ENDED: Cell(s.OVER, do.ignore), **idle(s.LOADED, do.ignore, *answered, e.LOCAL)},
+    }
+
+
+LoadBook.table = _table(LoadBook)

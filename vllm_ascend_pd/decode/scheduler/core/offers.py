@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from vllm_ascend_pd.config import Timers
+from vllm_ascend_pd.decode.scheduler.core.answers import Outcome
 from vllm_ascend_pd.errors import CATALOGUE, PdError
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.first import First
-from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
+from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, pushed_by
 from vllm_ascend_pd.protocol.meeting import Bound, Gone, Meeting, Offer, Unwanted, Waits
 from vllm_ascend_pd.protocol.timing import Agenda, Repetition
 
@@ -33,15 +34,7 @@ class Answered:
     """P's answer to an offer. Nothing follows once it is final."""
 
     transfer: TransferId
-    kind: str  # accepted, prefilled or failed, as a metaserver's answer
-    code: str = ""
-    detail: str = ""
-    push: str = ""
-    first: First | None = None
-
-    @property
-    def final(self) -> bool:
-        return self.kind != "accepted"
+    outcome: Outcome
 
 
 OfferEffect: TypeAlias = SendMessage | Answered
@@ -51,6 +44,7 @@ OfferEffect: TypeAlias = SendMessage | Answered
 class _Open:
     offer: Offer
     listener: Endpoint
+    began: float
     resend: Repetition
     lost_at: float
     push: str = ""  # once bound
@@ -75,7 +69,7 @@ class Offers:
     def offer(self, now: float, listener: Endpoint, offer: Offer) -> None:
         t = self._timers
         backoff = Repetition(now, t.resend_first_s, t.resend_max_s)
-        found = self._open[offer.transfer] = _Open(offer, listener, backoff, now + t.lease_s)
+        found = self._open[offer.transfer] = _Open(offer, listener, now, backoff, now + t.lease_s)
         self._agenda.set(offer.transfer, found.wakes_at)
         self._effects.append(SendMessage(listener, offer))
 
@@ -101,23 +95,23 @@ class Offers:
         if found is None or found.listener != listener:
             return
         if isinstance(message, Gone):
-            self._end(message.transfer, message.failure)
+            self._end(now, message.transfer, message.failure)
         elif isinstance(message, Waits):
             self._rest(now, found)
         else:
             self._bound(now, found, message)
 
-    def unreachable(self, listener: Endpoint, detail: str) -> None:
+    def unreachable(self, now: float, listener: Endpoint, detail: str) -> None:
         for transfer, found in list(self._open.items()):
             if found.listener == listener:
-                self._end(transfer, _gone(f"{listener} ({detail})"))
+                self._end(now, transfer, _gone(f"{listener} ({detail})"))
 
     def tick(self, now: float) -> None:
         for transfer in self._agenda.due(now):
             found = self._open[transfer]
             if now >= found.lost_at:
                 why = f"{found.listener}, which has not answered for {self._timers.lease_s:g} s,"
-                self._end(transfer, _gone(why))
+                self._end(now, transfer, _gone(why))
             else:
                 found.resend.again(now)
                 self._agenda.set(transfer, found.wakes_at)
@@ -137,22 +131,28 @@ class Offers:
     def _bound(self, now: float, found: _Open, bound: Bound) -> None:
         if not found.push:
             found.push = bound.push
-            self._effects.append(Answered(bound.transfer, "accepted", push=bound.push))
+            self._answer(now, found, "accepted")
         if bound.ended:
             self._close(bound.transfer)
-            self._effects.append(Answered(bound.transfer, "prefilled", push=bound.push, first=bound.first))
+            self._answer(now, found, "prefilled", first=bound.first)
         else:
             self._rest(now, found)
+
+    def _answer(
+        self, now: float, found: _Open, kind: str, code: str = "", detail: str = "", **more: First | None
+    ) -> None:
+        outcome = Outcome(kind, code, detail, pushed_by(found.push), now - found.began, **more)
+        self._effects.append(Answered(found.offer.transfer, outcome))
 
     def _close(self, transfer: TransferId) -> _Open | None:
         self._agenda.set(transfer, None)
         return self._open.pop(transfer, None)
 
-    def _end(self, transfer: TransferId, failure: Failure) -> None:
+    def _end(self, now: float, transfer: TransferId, failure: Failure) -> None:
         found = self._open[transfer]
         self._close(transfer)
         code = failure.code if failure.code in CATALOGUE else "PD-META-006"
-        self._effects.append(Answered(transfer, "failed", code, failure.detail, found.push))
+        self._answer(now, found, "failed", code, failure.detail)
 
 
 def _gone(peer: str) -> Failure:

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who brings a request's KV, and the ticket of our own metaserver (protocol/dialects.py has other routers' fields)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from vllm_ascend_pd.protocol.dialects import Meet, PassingRouter
+
+MAX_TICKET = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The metaserver's part of a request: the address to call, and the request's name there."""
+
+    metaserver: str
+    ticket: str
+    send_tokens: bool = False
+    first_token: bool = False  # each P that it may ask sends its first token
+
+
+KvRoute: TypeAlias = Ticket | Meet | PassingRouter  # who brings a request's KV
+
+
+def read_ticket(params: Mapping[str, Any] | None, allowed: frozenset[str]) -> Ticket | str | None:
+    """Return a ticket, or why there is none (the request is then prefilled locally), or None if none was meant.
+
+    A client can reach an engine without a router: `params` may be any JSON.
+    """
+    if (
+        not isinstance(params, Mapping)
+        or params.get("do_remote_prefill") is not True
+        or params.get("do_virtual") is True
+    ):
+        return None  # virtual: a warm-up that names no prefill engine; it is prefilled locally
+    url, ticket = params.get("metaserver"), params.get("ticket")
+    if not isinstance(url, str) or url.rstrip("/") not in allowed:
+        return "its metaserver is not in metaserver_urls"
+    if not isinstance(ticket, str) or not 0 < len(ticket) <= MAX_TICKET or not ticket.isascii():
+        return "it carries no ticket"
+    return Ticket(url.rstrip("/"), ticket, params.get("send_tokens") is True, params.get("first_token") is True)
