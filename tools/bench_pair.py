@@ -14,6 +14,9 @@ capitals).
 
 With --warm the prompts have 2,048 tokens of which P, and the single engine, have 95 % in their prefix caches, and D
 none, half, or as much.
+
+With --chat nothing of this runs but one pair with this package, and a long chat that goes to P as it came and as D's
+token ids, in turns (bench_chat.py).
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tools import bench_chat
 from tools.support.client import TimedAnswer, body_of, complete, prompt
 from tools.support.cluster import STRICT, Cluster, fresh_directory, say
 from tools.support.compare import AnswerTally
@@ -296,7 +300,12 @@ def main() -> int:
         metavar="KEY=VALUE",
         help="one more pair with this package, with these settings; may be repeated",
     )
+    parser.add_argument("--chat", type=int, metavar="TOKENS", help="a chat of so many, tokenised by D alone or P too")
     args = parser.parse_args()
+    if args.chat:
+        with Cluster(fresh_directory("bench_chat")) as cluster:
+            print("\n".join(bench_chat.compare(cluster, args.chat, args.rounds, rest)))
+        return 0
     beside = {f"({letter})": settings for letter, settings in zip("defghijk", args.beside, strict=False)}
     if len(args.beside) > len(beside) or any("=" not in setting for settings in args.beside for setting in settings):
         parser.error(f"--beside takes KEY=VALUE, at most {len('defghijk')} times")

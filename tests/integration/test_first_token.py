@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
-from pairs import Pair, PairMaker, fresh_prompt, settled_free_blocks, wait_for_free_blocks
+from pairs import Pair, PairMaker, counter, fresh_prompt, settled_free_blocks, wait_for_free_blocks
 
-from tools.support.checks import first_tokens
+from tools.support.checks import eventually, first_tokens
 from tools.support.client import TIMEOUT, body_of, chat_body_of, leave_after, post
 from tools.support.cluster import Cluster
 from tools.support.engine import EngineProcess
@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 FLOPS = "vllm:estimated_flops_per_gpu_total"
+TEMPLATES = "--trust-request-chat-template"
 _REASON = re.compile(r'vllm:ascend_pd_num_first_tokens_computed_total\{.*reason="([^"]*)".*\} (\S+)')
 
 
@@ -95,7 +96,7 @@ CASES = [
 def decode(cluster: Cluster, allowed: list[str]) -> Iterator[EngineProcess]:
     extra = cluster.push_config(*allowed)
     spec = EngineSpec("first-d", ensure("gqa"), role="kv_consumer", policy="fail", extra=extra)
-    (d,) = cluster.start(dataclasses.replace(spec, arguments=("--enable-mfu-metrics",)))
+    (d,) = cluster.start(dataclasses.replace(spec, arguments=("--enable-mfu-metrics", TEMPLATES)))
     yield d
     cluster.stop(d)
 
@@ -105,9 +106,8 @@ def pair(
     request: pytest.FixtureRequest, cluster: Cluster, decode: EngineProcess, make_pair: PairMaker
 ) -> Iterator[Pair]:
     tp = request.param
-    (p,) = cluster.start(
-        EngineSpec(f"first-p{tp}", ensure("gqa"), role="kv_producer", tp=tp, extra=cluster.push_config())
-    )
+    spec = EngineSpec(f"first-p{tp}", ensure("gqa"), role="kv_producer", tp=tp, extra=cluster.push_config())
+    (p,) = cluster.start(dataclasses.replace(spec, arguments=(TEMPLATES,)))
     made = make_pair(p, decode)
     free = made.free_counts()
     yield made
@@ -211,6 +211,58 @@ def test_a_request_is_answered_as_by_one_engine(pair: Pair, case: FirstTokenCase
     else:
         assert computed(pair) == reasons, "D computed a first token itself"
         assert taken(pair) - before == requests
+
+
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+# Each looks different once it is rendered by another template, or by one that does not get the tools.
+TEXTS: dict[str, dict[str, Any]] = {
+    "a text": {},
+    "a list of one text": {},
+    "a chat": {"messages": []},
+    "a chat with tools and a template": {
+        "messages": [],
+        "tools": [LOOK],
+        "tool_choice": "none",
+        "chat_template": "{% for tool in tools %}{{ tool['function']['name'] }} {% endfor %}"
+        "{% for m in messages %}{{ m['content'] }}{% endfor %} and now:",
+    },
+    "a chat with a format": {
+        "messages": [],
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "n", "schema": {"type": "string", "enum": ["left", "right"]}},
+        },
+        "ignore_eos": False,
+    },
+}
+_CALLS = re.compile(r'http_requests_total\{handler="(/v1/[a-z/]*completions)".*\} (\S+)')
+
+
+def calls(p: EngineProcess) -> dict[str, int]:
+    """Return how many generations a server has answered, by route."""
+    text = httpx.get(f"{p.url}/metrics", timeout=10.0, trust_env=False).text
+    return {route: int(float(count)) for route, count in _CALLS.findall(text)}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_p_computes_the_token_ids_that_d_made_of_a_text(pair: Pair, name: str) -> None:
+    """P renders and tokenises nothing. What it has computed of the same text is in its prefix cache under these ids."""
+    words, p = " ".join(map(str, fresh_prompt(60))), pair.prefill
+    path, body = COMPLETIONS, body_of(words, 9)
+    if more := TEXTS[name]:
+        path, body = CHAT, chat_body_of(words, 9, **{**more, "messages": [{"role": "user", "content": words}]})
+    elif "list" in name:
+        body = body_of([], 9, prompt=[words])
+    one = post(p.url, body, path)
+    before, hits = calls(p), counter(p, "vllm:prefix_cache_hits_total")
+    reasons, failed = computed(pair), pair.failed_transfers()
+    answer = post(pair.front.url, body, path)
+    assert essence(answer) == rounded(essence(one))
+    assert pair.failed_transfers() == failed and computed(pair) == reasons, "D computed by itself"
+    expected = {**before, COMPLETIONS: before.get(COMPLETIONS, 0) + 1}
+    eventually(lambda: calls(p) == expected, "P has answered one completion, and no chat")
+    whole = (one["usage"]["prompt_tokens"] - 1) // 32 * 32
+    assert counter(p, "vllm:prefix_cache_hits_total") - hits == whole > 0
 
 
 def test_a_sidecar_of_d_brings_the_token_too(pair: Pair, ports: list[int]) -> None:

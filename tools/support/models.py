@@ -124,6 +124,8 @@ RECIPES = {
     "spec-eagle": Recipe("eagle", 1, 8, 4, head_dim=32, hidden=256, intermediate=512, target="spec"),
     "spec-eagle3": Recipe("eagle3", 1, 8, 8, head_dim=32, hidden=256, intermediate=512, target="spec"),
     "paligemma": Recipe("paligemma", 4, 8, 4, head_dim=32, hidden=256, intermediate=512),
+    # long prompts, of which a processor computes the last tokens in some milliseconds
+    "narrow": Recipe("llama", layers=2, heads=2, kv_heads=1, head_dim=32, hidden=64, intermediate=128, max_len=140_000),
     # quickstart and benchmarks: 16 layers; `base16` has 50 million parameters and 32 KiB of KV per token in fp32
     "tiny16": Recipe("llama", layers=16, heads=8, kv_heads=4, head_dim=64, hidden=512, intermediate=512),
     "base16": Recipe("llama", layers=16, heads=8, kv_heads=4, head_dim=64, hidden=512, intermediate=1472, vocab=1024),

@@ -26,7 +26,7 @@ from vllm_ascend_pd.router.gate import caller_of
 SHORT = 64 << 10  # bytes of the longest body that counts as short
 SHORT_BYTES = 96 << 20  # of all short bodies together
 LONG_BYTES = 352 << 20
-POSTS_BYTES = 64 << 20  # of decode engines
+POSTS_BYTES = 256 << 20  # of decode engines, with the token ids of what is being prefilled: of 40 million tokens
 STALL_S = 10.0  # in which a body must have brought `STALL_BYTES`
 STALL_BYTES = 10 << 10
 BODY_S = 600.0  # for any body

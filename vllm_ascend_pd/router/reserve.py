@@ -200,7 +200,8 @@ class Reservations:
         Try another P only if the last one surely did nothing.
         """
         front, exchange = self._front, attempt.exchange
-        cost = float(posted.tokens or exchange.request.prefill_tokens)
+        several = exchange.request.shape is bodies.Shape.BATCH
+        cost = float(posted.tokens if several else exchange.request.prefill_tokens)
         number = 0
         while True:
             number += 1
@@ -345,7 +346,7 @@ def _refusal(attempt: Attempt | None, posted: ReservationPost) -> Answer | None:
         return fault(404, "No request under way has this ticket: it is over, or its client has left.", "PD-XFER-002")
     if posted.transfer in attempt.seen:
         return fault(409, "This transfer was posted before.", "PD-META-003")
-    if attempt.exchange.request.send_tokens and not posted.tokens:
+    if attempt.exchange.request.shape is bodies.Shape.BATCH and not posted.tokens:
         return fault(400, "prompt_token_ids are missing.", "PD-META-003")
     return None
 

@@ -150,6 +150,7 @@ class EngineBehaviour:
     before_post_s: float = 0.0  # as D: delay before it reserves
     recompute_s: float = 0.0  # as D: duration of a local prefill
     late_choice: bool = False  # as D: the last choice's prefill is requested after the first byte
+    posts_ids: bool = True  # as D: a prompt with media has more than ids, which it does not post
     deaf: bool = False  # as D: keeps its posts open although its request has ended
     health: int = 200
     health_s: float = 0.0  # delay of an answer to a probe
@@ -186,6 +187,11 @@ def words(prompt: object, count: int) -> list[str]:
     """Return the right answer to a prompt."""
     seed = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()
     return [f" {seed[4 * i : 4 * i + 4]}" for i in range(count)]
+
+
+def ids_of(prompt: object) -> list[int]:
+    """Return the token ids that a fake D makes of a prompt: bytes of JSON."""
+    return list(json.dumps(prompt).encode())
 
 
 class FakeEngine:
@@ -387,8 +393,8 @@ class FakeEngine:
         envelope = base64.b64encode(sealed).decode()
         body: dict[str, Any] = {"ticket": params["ticket"], "transfer": transfer, "reservation": envelope}
         body |= {"decode": self.incarnation, "fingerprint": self.fingerprint}
-        if params.get("send_tokens"):
-            body["prompt_token_ids"] = list(json.dumps(prompt).encode())
+        if params.get("send_tokens") and self.behaviour.posts_ids:
+            body["prompt_token_ids"] = ids_of(prompt)
         self._waiting[transfer] = asyncio.get_running_loop().create_future()
         await asyncio.sleep(self.behaviour.before_post_s)
         self._client.reserve(transfer, params["metaserver"], body, 60.0)

@@ -76,9 +76,15 @@ def test_nothing_hides_behind_white_space(blank: bytes, length: int) -> None:
     assert bodies.stripped(harmless) == harmless
     with pytest.raises(bodies.BodyError, match="nested"):
         bodies.stripped(before + b'{"a":' * 15_000 + b"1" + b"}" * 15_000)
-    for items, several in ((b'"a", "b"]', 2), (b"[1], [2, 3]]", 2), (b'"a"]', 1), (b"1, 2]", 1), (b"]", 1)):
+    for items, several, asks in (
+        (b'"a", "b"]', 2, True),
+        (b"[1], [2, 3]]", 2, True),
+        (b'"a"]', 1, True),
+        (b"1, 2]", 1, False),
+        (b"]", 1, False),
+    ):
         request = bodies.parse(COMPLETIONS, b'{"prompt": [' + before + items + b"}")
-        assert request.copies == several and request.send_tokens is (several > 1)
+        assert request.copies == several and request.send_tokens is asks
 
 
 def test_a_body_nested_without_end_is_refused() -> None:
@@ -146,34 +152,31 @@ def test_chat_on_p_is_limited_by_its_own_field() -> None:
 
 
 def test_token_ids_go_to_p_as_a_completion_with_what_changes_their_kv() -> None:
-    request = parse(CHAT, messages=[], model="lora-a", cache_salt="s", tools=[], tool_choice="required", temperature=1)
-    route, body = bodies.for_prefill(request, {}, msgspec.Raw(b"[1,2]"))
-    assert route == COMPLETIONS
-    assert {k: json.loads(body).get(k) for k in ("model", "cache_salt", "prompt")} == {
-        "model": "lora-a",
-        "cache_salt": "s",
-        "prompt": [1, 2],
-    }
-    assert not {"messages", "tools", "tool_choice"} & set(json.loads(body))
+    asked = dict.fromkeys(bodies.FIELDS, 1) | {"messages": [], "model": "lora-a", "vllm_xargs": {}}
+    route, body = bodies.for_prefill(parse(CHAT, **asked, of_tomorrow=1), {"k": 1}, msgspec.Raw(b"[1,2]"))
+    beside = {name: asked[name] for name, use in bodies.FIELDS.items() if use is Use.TOKENS} | {"of_tomorrow": 1}
+    asks = {"prompt": [1, 2], "max_tokens": 1, "temperature": 0, "n": 1, "stream": False}
+    assert (route, json.loads(body)) == (COMPLETIONS, {**beside, **asks, "kv_transfer_params": {"k": 1}})
+    assert {"model", "cache_salt", "priority"} < set(beside)
 
 
 @pytest.mark.parametrize(
-    ("prompt", "shape", "tokens"),
+    ("prompt", "shape", "tokens", "asks"),
     [
-        ("x" * 400, Shape.ONE, 101),
-        ([1, 2, 3], Shape.ONE, 3),
-        (["x" * 400], Shape.ONE, 101),
-        ([[1, 2, 3]], Shape.ONE, 3),
-        (["a", "b"], Shape.BATCH, 2),
-        ([[1, 2], [3, 4, 5]], Shape.BATCH, 5),
-        ("[not a list", Shape.ONE, 4),
+        ("x" * 400, Shape.ONE, 101, True),
+        ([1, 2, 3], Shape.ONE, 3, False),
+        (["x" * 400], Shape.ONE, 101, True),
+        ([[1, 2, 3]], Shape.ONE, 3, False),
+        (["a", "b"], Shape.BATCH, 2, True),
+        ([[1, 2], [3, 4, 5]], Shape.BATCH, 5, True),
+        ("[not a list", Shape.ONE, 4, True),
     ],
 )
-def test_prompts_of_every_shape_are_understood(prompt: object, shape: Shape, tokens: int) -> None:
+def test_prompts_of_every_shape_are_understood(prompt: object, shape: Shape, tokens: int, asks: bool) -> None:
     request = parse(prompt=prompt)
     assert request.shape is shape
     assert abs(request.prefill_tokens - tokens) <= 1
-    assert request.send_tokens is (shape is Shape.BATCH)
+    assert request.send_tokens is asks
 
 
 @given(JSON, JSON, JSON, JSON)
@@ -198,19 +201,12 @@ def test_a_request_for_the_prompts_own_results_is_prefilled_by_d(more: dict[str,
     assert parse(prompt="x", **more).remote is remote
 
 
-@pytest.mark.parametrize(
-    ("choice", "tokens"), [(None, False), ("auto", False), ("none", False), ("required", True), ({"type": "x"}, True)]
-)
-def test_a_forced_tool_call_is_prefilled_by_token_ids(choice: object, tokens: bool) -> None:
-    assert parse(CHAT, messages=[1], tool_choice=choice).send_tokens is tokens
-
-
 TEXT_PARTS = {"text", "input_text", "output_text", "thinking", "refusal", "tool_reference"}
 
 
 def test_every_part_of_a_chat_that_the_installed_vllm_knows_is_text_or_media() -> None:
     parts = set(pytest.importorskip("vllm.renderers.chat_utils").MM_PARSER_MAP)
-    assert parts - TEXT_PARTS == set(bodies.MEDIA_PARTS), "P does not get such a part with token ids"
+    assert parts - TEXT_PARTS == set(bodies.MEDIA_PARTS), "a stream with such a part cannot go on from token ids"
 
 
 def chat_with(part: str, **more: Any) -> bodies.Request:
@@ -218,14 +214,10 @@ def chat_with(part: str, **more: Any) -> bodies.Request:
 
 
 @pytest.mark.parametrize("part", bodies.MEDIA_PARTS)
-def test_what_is_not_in_token_ids_is_never_prefilled_from_them(part: str) -> None:
-    formatted, forced = (
-        chat_with(part, response_format={"type": "json_object"}),
-        chat_with(part, tool_choice="required"),
-    )
-    assert not formatted.send_tokens and not forced.send_tokens
-    assert not forced.remote, "P would fail: its one token is no tool call"
-    assert chat_with(part).remote is formatted.remote is (part != "prompt_embeds")
+def test_a_forced_tool_call_is_never_asked_of_a_p_that_gets_the_chat_as_it_came(part: str) -> None:
+    assert not chat_with(part, tool_choice="required").remote, "P would fail: its one token is no tool call"
+    assert chat_with(part, tool_choice="auto").remote is (part != "prompt_embeds")
+    assert parse(CHAT, messages=[1], tool_choice="required").remote
 
 
 @pytest.mark.parametrize(
@@ -280,15 +272,6 @@ def test_p_gets_what_makes_the_prompt_and_nothing_that_chooses_tokens() -> None:
     ] == 0
     assert {"chat_template_kwargs", "tools", "documents", "mm_processor_kwargs"} <= set(sent)
     assert not {"seed", "structured_outputs", "logit_bias", "min_tokens"} & set(sent)
-
-
-def test_a_format_of_the_answer_is_rendered_by_d_alone_unless_there_are_pictures() -> None:
-    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
-    text = [{"role": "user", "content": 'a picture of "image_url"'}]
-    seen = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
-    assert parse(CHAT, messages=text, response_format=schema).send_tokens
-    assert not parse(CHAT, messages=seen, response_format=schema).send_tokens
-    assert not parse(CHAT, messages=text).send_tokens
 
 
 LAX = st.one_of(

@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 
 from unit.router.cluster import FakeCluster, asked_until, cluster, events, streamed, texts, until
-from unit.router.fake_engine import words
+from unit.router.fake_engine import ids_of, words
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def test_a_completion_comes_back_right_and_went_over_p(pair: FakeCluster) -> Non
     assert answer.status_code == 200
     assert texts(answer) == ["".join(words("one", 3))]
     leg = pair.legs()[before]
-    assert leg["max_tokens"] == 1 and leg["stream"] is False and leg["prompt"] == "one"
+    assert leg["max_tokens"] == 1 and leg["stream"] is False and leg["prompt"] == ids_of("one")
     assert leg["kv_transfer_params"]["do_remote_decode"] is True
 
 
@@ -45,7 +46,7 @@ def test_chat_is_served_with_and_without_a_stream(pair: FakeCluster) -> None:
     answer = pair.http.post("/v1/chat/completions", json={**body, "stream": True})
     pieces = [json.loads(e)["choices"][0]["delta"]["content"] for e in events(answer)[:-1]]
     assert "".join(pieces) == "".join(words(messages, 3))
-    assert pair.legs()[-1]["max_completion_tokens"] == 1
+    assert [leg["prompt"] for leg in pair.legs()[-2:]] == [ids_of(messages)] * 2
 
 
 def test_a_clients_own_transfer_parameters_reach_no_engine(pair: FakeCluster) -> None:
@@ -125,7 +126,61 @@ def test_n_choices_bring_n_transfers_on_one_ticket() -> None:
 def test_list_prompts_are_prefilled_by_token_ids() -> None:
     with cluster() as c:
         assert texts(c.complete(["a", "b"])) == ["".join(words(p, 3)) for p in ("a", "b")]
-        assert sorted(leg["prompt"] for leg in c.legs()) == sorted(list(json.dumps(p).encode()) for p in ("a", "b"))
+        assert sorted(leg["prompt"] for leg in c.legs()) == sorted(ids_of(p) for p in ("a", "b"))
+        c.decode[0].behaviour.posts_ids = False
+        assert texts(c.complete(["c", "d"])) == ["".join(words(p, 3)) for p in ("c", "d")], "D computes them"
+        assert len(c.legs()) == 2, "P would not know which of the prompts to compute"
+
+
+SAID = [{"role": "user", "content": "hello"}]
+TEXTS = [
+    ("/v1/completions", {"prompt": "hello"}),
+    ("/v1/completions", {"prompt": ["hello"]}),
+    ("/v1/chat/completions", {"messages": SAID}),
+    ("/v1/chat/completions", {"messages": SAID, "tools": [{"type": "function"}], "chat_template": "x"}),
+    ("/v1/chat/completions", {"messages": SAID, "tool_choice": "required"}),
+    ("/v1/chat/completions", {"messages": SAID, "response_format": {"type": "json_object"}}),
+]
+
+
+@pytest.mark.parametrize(("route", "asked"), TEXTS, ids=str)
+def test_text_goes_to_p_as_the_token_ids_that_d_made_of_it(
+    pair: FakeCluster, route: str, asked: dict[str, Any]
+) -> None:
+    known = len(pair.prefill[0].generations())
+    body = {"model": "fake", "cache_salt": "s", "of_tomorrow": 1, "n": 1, "max_tokens": 3, **asked}
+    assert pair.http.post(route, json=body).status_code == 200
+    (leg,) = pair.prefill[0].generations()[known:]
+    prompt = asked.get("messages") or (asked["prompt"] if isinstance(asked["prompt"], str) else asked["prompt"][0])
+    assert leg.route == "/v1/completions" and leg.body.pop("kv_transfer_params")
+    assert leg.body == {
+        "model": "fake",
+        "cache_salt": "s",
+        "of_tomorrow": 1,
+        "prompt": ids_of(prompt),
+        "max_tokens": 1,
+        "temperature": 0,
+        "n": 1,
+        "stream": False,
+    }
+
+
+def test_a_prompt_that_is_token_ids_goes_to_p_as_it_came(pair: FakeCluster) -> None:
+    for prompt in ([7, 8, 9], [[7, 8, 9]]):
+        assert pair.complete(prompt).status_code == 200
+        assert "send_tokens" not in pair.decode[0].generations()[-1].body["kv_transfer_params"]
+        assert pair.legs()[-1]["prompt"] == prompt
+
+
+def test_a_chat_of_which_d_sends_no_ids_goes_to_p_as_it_came() -> None:
+    """D knows whether its ids are all of a prompt; with media they are not."""
+    body = {"model": "fake", "messages": SAID, "response_format": {"type": "json_object"}, "max_completion_tokens": 3}
+    with cluster() as c:
+        c.decode[0].behaviour.posts_ids = False
+        assert c.http.post("/v1/chat/completions", json=body).status_code == 200
+        (leg,) = c.prefill[0].generations()
+        assert leg.route == "/v1/chat/completions" and leg.body.pop("kv_transfer_params")
+        assert leg.body == {**body, "max_completion_tokens": 1, "temperature": 0, "n": 1, "stream": False}
 
 
 def test_load_spreads_over_all_instances() -> None:
@@ -231,7 +286,7 @@ def test_the_last_of_several_choices_still_finds_its_prompt() -> None:
         answer = c.complete("two", n=2, stream=True)
         assert answer.status_code == 200
         until(lambda: len(c.legs()) == 2)
-        assert all(leg["prompt"] == "two" for leg in c.legs())
+        assert all(leg["prompt"] == ids_of("two") for leg in c.legs())
 
 
 def test_d_is_asked_for_token_ids_of_streams_that_can_go_on_and_p_is_not() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
@@ -231,6 +232,24 @@ def test_a_client_that_does_not_close_in_time_does_not_keep_the_engine(
         assert not online.loop.alive, "its calls end with the loop"
         assert "the metaserver client did not close within" in caplog.text
     finally:
+        server.served.stop()
+
+
+@pytest.mark.parametrize(
+    ("asks", "picture"), [(True, False), (True, True), (False, False)], ids=["text", "with a picture", "unasked"]
+)
+def test_the_router_gets_token_ids_if_it_asks_and_they_are_all_of_the_prompt(asks: bool, picture: bool) -> None:
+    server = RecordingMetaserver(PREFILLED)
+    scheduler = decode(server.url)
+    seen = [MultiModalFeatureSpec(None, "image", "h", PlaceholderRange(2, 3))] if picture else None
+    try:
+        asked = request(params=ticket(server.url, **({"send_tokens": True} if asks else {})), mm_features=seen)
+        assert scheduler.wanted(asked, 0) == 10
+        scheduler.allocated(asked, [[40, 41, 42]], 10)
+        until(lambda: server.bodies, "the POST")
+        assert server.bodies[0].get("prompt_token_ids") == (TOKENS if asks and not picture else None)
+    finally:
+        scheduler.close()
         server.served.stop()
 
 

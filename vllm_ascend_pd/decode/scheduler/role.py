@@ -188,7 +188,7 @@ class DecodeScheduler(SchedulerRole):
         }
         if asks is not None:
             body["first_token"] = asks[1]
-        if route.send_tokens:
+        if route.send_tokens and not request.mm_features:  # media are more than ids
             body["prompt_token_ids"] = list(request.prompt_token_ids)
         online.client.reserve(bind.transfer, route.metaserver, body, deadline)
 

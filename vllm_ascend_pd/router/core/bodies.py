@@ -46,15 +46,15 @@ _BEFORE_PROMPT = ("model", "cache_salt", "tools", "documents", "chat_template", 
 class Use(Enum):
     """Purpose of a request's field, as far as P is concerned."""
 
-    PROMPT = "makes the prompt, or what of it is the same KV: P gets it"
-    TOKENS = "the same for a prompt of token ids: P gets it also beside those"
+    PROMPT = "makes the prompt's token ids: P gets it if it does not get those"
+    TOKENS = "makes the KV beside the prompt's token ids, or the order of requests: P gets it"
     FIRST = "chooses or reports the first token: P gets it as D has it, if D starts with P's token; else it is left out"
     ANSWER = "applies after the first token: not for P, which would compute it for nothing, or crash"
     ROUTING = "set, or left out, by the metaserver"
 
 
 # Every field of vLLM's completions and chat requests. A field that is not here is of a later release and goes to P
-# unchanged. To leave out one that shapes the prompt would waste the whole prefill; any other usually costs nothing.
+# unchanged. To leave out one that shapes the KV would waste the whole prefill; any other usually costs nothing.
 FIELDS: dict[str, Use] = {
     **dict.fromkeys(("model", "cache_salt", "priority", "vllm_xargs", "session_id", "user"), Use.TOKENS),
     **dict.fromkeys(("prompt", "messages", "prompt_embeds", "suffix"), Use.PROMPT),
@@ -150,7 +150,7 @@ class Request(msgspec.Struct, frozen=True):
     prefill_tokens: int
     limit: int  # tokens of each choice; 0: the client sets no limit
     remote: bool  # P may prefill it; else D must compute the whole prompt itself
-    send_tokens: bool  # P gets the token ids that D made, not the client's own prompt
+    send_tokens: bool  # the prompt is text, or several: P is to get the token ids that D makes of it
     model: str  # as the client names it; empty if it names none
     marks: Marks  # of the prompt, to find engines that have its beginning in their cache
     has_media: bool = False
@@ -168,12 +168,8 @@ def parse(route: str, body: Buffer) -> Request:
     prompts, tokens = _measure(text, chat=route == CHAT)
     shape = Shape.BATCH if prompts > 1 else Shape.ONE
     choices = _number(fields, "n", 1)
+    # A chat with media goes to P as it came. A forced tool call is parsed from the answer, and P's one token is none.
     forced_tool = _word(fields, "tool_choice") not in (b"null", b'"none"', b'"auto"')
-    # Engines compile the answer's format into a grammar, and some templates render it into the prompt. With token ids
-    # P need not compile it and still gets the rendered prompt. A forced tool call is parsed from the answer, and P's
-    # one token is none. Media are not in the ids: then P gets the format too, and D alone serves a forced tool call.
-    formatted = _present(fields, "response_format")
-    by_ids = route == CHAT and (forced_tool or formatted)
     # Embeddings have no hash by which P and D could tell that they compute the same prompt.
     embeds = has_media and holds(prompt, _names_embeds)
     return Request(
@@ -186,7 +182,7 @@ def parse(route: str, body: Buffer) -> Request:
         prefill_tokens=tokens,
         limit=_number(fields, "max_completion_tokens", 0) or _number(fields, "max_tokens", 0),
         remote=bool(prompt) and not (_needs_own_prompt(fields) or embeds or (has_media and forced_tool)),
-        send_tokens=shape is Shape.BATCH or (by_ids and not has_media),
+        send_tokens=route == CHAT or shape is Shape.BATCH or _next(prompt, int(bytes(prompt[:1]) == b"[")) == b'"',
         model=model_of(fields),
         marks=_marks(fields, text, tokens) if shape is Shape.ONE else (),
         has_media=has_media,
@@ -244,10 +240,6 @@ def for_decode(request: Request, params: Mapping[str, Any] | None) -> Payload:
     return object_of(request.fields if params is None else {**request.fields, TRANSFER_PARAMS: params}, request.size)
 
 
-_GRAMMAR_FIELDS = ("response_format", "tool_choice")  # they may ask for structured output
-_NO_GRAMMAR = (None, {"type": "text"}, "auto", "none")
-
-
 def for_prefill(
     request: Request,
     params: Mapping[str, Any],
@@ -256,40 +248,19 @@ def for_prefill(
 ) -> tuple[str, Payload]:
     """Return P's route and body: the same prompt, one token, no stream.
 
-    `first`: the fields by which D wants P's token chosen and reported, if D starts with that token.
+    `token_ids`: those that D made of the prompt; without them the prompt goes as it came. `first`: the fields by which
+    D wants P's token chosen and reported, if D starts with that token. They are those of a completion, and a chat that
+    goes as it came has media, with which D starts with its own.
     """
-    chosen = {key: value for key, value in (first or {}).items() if FIELDS.get(key) is Use.FIRST}
-    if token_ids is not None:
-        beside = {key: value for key, value in request.fields.items() if FIELDS.get(key) is Use.TOKENS}
-        fields = {**beside, "prompt": token_ids, "max_tokens": 1, **_ONE_TOKEN, **chosen, TRANSFER_PARAMS: params}
-        return COMPLETIONS, object_of(fields, max(request.size, len(memoryview(token_ids))) + _size(chosen))
-    limit = "max_completion_tokens" if request.route == CHAT else "max_tokens"
-    if request.route == CHAT and "logprobs" in chosen:
-        chosen |= {"top_logprobs": chosen["logprobs"], "logprobs": msgspec.Raw(b"true")}
-    if "structured_outputs" in chosen and _asks_for_grammar(request):
-        # P derives it as D did: from the client's own, and from the tools and `_GRAMMAR_FIELDS`, which stay for the
-        # prompt.
-        del chosen["structured_outputs"]
-        if "structured_outputs" in request.fields:
-            chosen["structured_outputs"] = request.fields["structured_outputs"]
-    unwanted = (Use.FIRST, Use.ANSWER, Use.ROUTING)
-    kept = {key: value for key, value in request.fields.items() if FIELDS.get(key) not in unwanted}
-    body = {**kept, limit: 1, **_ONE_TOKEN, **chosen, TRANSFER_PARAMS: params}
-    return request.route, object_of(body, request.size + _size(chosen))
-
-
-def _asks_for_grammar(request: Request) -> bool:
-    """Return whether vLLM may derive a grammar from fields beside `structured_outputs`.
-
-    Tools may imply one without `tool_choice`.
-    """
-    asked = {name: msgspec.json.decode(request.fields[name]) for name in _GRAMMAR_FIELDS if name in request.fields}
-    offered = bytes(request.fields.get("tools", b"null")) not in (b"null", b"[]")
-    return (offered and asked.get("tool_choice") != "none") or any(value not in _NO_GRAMMAR for value in asked.values())
-
-
-def _size(fields: Mapping[str, msgspec.Raw]) -> int:
-    return sum(len(memoryview(value)) for value in fields.values())
+    ids = {} if token_ids is None else {"prompt": token_ids}
+    route = COMPLETIONS if ids else request.route
+    wanted = (Use.TOKENS, None) if ids else (Use.PROMPT, Use.TOKENS, None)
+    fields: dict[str, Any] = {key: value for key, value in request.fields.items() if FIELDS.get(key) in wanted} | ids
+    fields |= {"max_completion_tokens" if route == CHAT else "max_tokens": 1, **_ONE_TOKEN}
+    if route == COMPLETIONS and first:
+        fields |= {key: value for key, value in first.items() if FIELDS.get(key) is Use.FIRST}
+    raw = (len(memoryview(value)) for value in fields.values() if isinstance(value, msgspec.Raw))
+    return route, object_of({**fields, TRANSFER_PARAMS: params}, sum(raw))
 
 
 def object_of(fields: Mapping[str, Any], longest: int) -> Payload:
