@@ -269,7 +269,7 @@ def _scheduler(
     if first := engine.config.wire.first_token != "off":
         lacks[tried.FIRST_TOKEN] = first_token.install(vllm_config)
         first = not lacks[tried.FIRST_TOKEN]
-        lacks[tried.GRAMMARS] = tried.untried(tried.GRAMMARS) if first else ""
+        lacks[tried.GRAMMARS] = first_token.other_grammars() if first else ""
     made: PrefillScheduler | DecodeScheduler
     if transfer.is_kv_producer:
         made = PrefillScheduler(engine, waiting.news, blocks, sends_first=first)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from draft_pairs import own
 from kind_pairs import (
     DELTA,
     check_choices,
@@ -27,7 +28,6 @@ from kind_pairs import (
     spec,
 )
 from pairs import Pair, fresh_prompt
-from test_drafts import own
 from test_indexers import tuples
 
 from tools.support.client import body_of, complete

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from draft_pairs import check as check_drafts
+from draft_pairs import own
 from kind_pairs import (
     BLOCK,
     CHUNK,
@@ -26,8 +28,6 @@ from kind_pairs import (
     wrong_answers,
 )
 from pairs import Pair, PairMaker, close_traces
-from test_drafts import check as check_drafts
-from test_drafts import own
 
 from tools.support.cluster import Cluster
 from tools.support.engine import EngineProcess

@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real engines of earlier releases of vLLM: pairs of one release, and of one with the newest, on either side."""
+"""Real engines of other releases of vLLM: pairs of one release, and of one with the main environment's, on either side.
+
+Their answers begin with P's first token, also under a grammar and with drafts on D.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 import pytest
-from pairs import PairMaker
+from draft_pairs import LENGTHS, check, own
+from kind_pairs import running
+from pairs import Pair, PairMaker, fresh_prompt
 
-from tools.support.checks import first_tokens
+from tools.support.checks import eventually, first_tokens
+from tools.support.client import body_of, post
 from tools.support.cluster import Cluster
 from tools.support.environments import ASKED, NEWEST, beside
 from tools.support.models import ensure
@@ -18,10 +25,22 @@ from tools.support.spec import EngineSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1200)]
 
+KEYS = ("token_ids", "text", "finish_reason")
+GRAMMARS: tuple[dict[str, Any], ...] = (
+    {"choice": ["yes", "no"]},
+    {"regex": "[a-z]{3}[0-9]{3}"},
+    {"json": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}},
+)
+MLA_FROM = "0.30.0"  # before, vLLM has no MLA on a CPU
+ONE_DRAFT = "0.30.0"  # with more, its drafter on a CPU calls a kernel of Triton's
+
+
+def interpreter(release: str) -> str:
+    return beside(release) if release != NEWEST else sys.executable
+
 
 def spec(release: str, name: str, role: str, cluster: Cluster, urls: list[str]) -> EngineSpec:
-    python = beside(release) if release != NEWEST else sys.executable
-    shape = {"extra": cluster.push_config(*urls), "block_size": 32, "chunk": 256, "python": python}
+    shape = {"extra": cluster.push_config(*urls), "block_size": 32, "chunk": 256, "python": interpreter(release)}
     return EngineSpec(f"{release}-{name}", ensure("gqa"), role=role, **shape)
 
 
@@ -43,5 +62,43 @@ def test_a_pair_of_two_releases(
             f"figure: P {p} ({next(versions)}), D {d} ({next(versions)}): {first_tokens(started[1])} of 11 answers begin with P's token"
         )
         assert first_tokens(started[1]) == 11
+        check_grammars(pair)
     finally:
         cluster.stop(*((pair.front,) if pair is not None else ()), *started)
+
+
+def check_grammars(pair: Pair) -> None:
+    """Check answers under a grammar: a single engine's, with its end, and begun with P's token."""
+    (d,) = pair.decode
+    before = first_tokens(d)
+    for grammar in GRAMMARS:
+        body = body_of(fresh_prompt(70), 12, structured_outputs=grammar, ignore_eos=False)
+        alone, got = (post(engine.url, body)["choices"][0] for engine in (pair.prefill, pair.front))
+        assert [got[key] for key in KEYS] == [alone[key] for key in KEYS], grammar
+    eventually(lambda: first_tokens(d) - before == len(GRAMMARS), "P's token begins each of them")
+
+
+@pytest.mark.parametrize(
+    ("release", "method"),
+    [(one, method) for one in ASKED for method in ("eagle", "mtp") if method == "eagle" or one >= MLA_FROM],
+)
+def test_drafts_behind_p_s_first_token(
+    release: str,
+    method: str,
+    cluster: Cluster,
+    allowed: list[str],
+    make_pair: PairMaker,
+    progress: Callable[[str], None],
+) -> None:
+    """D accepts as many drafts as by itself, where it computes the prompt and begins behind the same token."""
+    target = ensure("mtp" if method == "mtp" else "spec")
+    count = {"num_speculative_tokens": 1 if release == ONE_DRAFT else 2}
+    draft = {"method": "mtp", **count} if method == "mtp" else own("eagle", "spec-eagle", **count)
+    same: dict[str, Any] = {"draft": draft, "python": interpreter(release)}
+    extra = cluster.push_config(*allowed)
+    specs = (
+        EngineSpec(f"{release}-{method}-p", target, role="kv_producer", extra=cluster.push_config(), **same),
+        EngineSpec(f"{release}-{method}-d", target, role="kv_consumer", policy="fail", extra=extra, **same),
+    )
+    with running(cluster, make_pair, *specs) as pair:
+        check(pair, LENGTHS, f"{method}, vLLM {release}", progress)

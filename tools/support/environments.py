@@ -9,7 +9,7 @@ import subprocess
 from tools.support.models import ROOT
 
 NEWEST = "0.32.0"  # the main environment's vLLM
-RELEASES = ("0.23.0", "0.31.0", "0.33.0")  # with environments of their own
+RELEASES = ("0.23.0", "0.30.0", "0.33.0")  # with environments of their own
 # A scheduled job also tests the newest wheel of the day.
 ASKED = (*RELEASES, "latest") if os.environ.get("PD_LATEST") else RELEASES
 SETUP_S = 1200.0  # longer than the set-up waits for another set-up to end

@@ -30,7 +30,7 @@ def _file(name: str, *words: str) -> tuple[str, ...]:
 
 def _release(release: str) -> MatrixRow:
     over = f" (its Python over {NEWEST}'s compiled parts)" if release > NEWEST else ""
-    mode = f"vLLM {release}{over}: P and D, and either beside {NEWEST}"
+    mode = f"vLLM {release}{over}: P and D, and either beside {NEWEST}; grammars, drafts"
     return MatrixRow(
         f"vllm-{release}",
         mode,
@@ -65,7 +65,8 @@ ROWS = (
     MatrixRow("aggregator", "MLA, TP 4→2: vLLM's aggregator of four workers' reports, without a model", _file("aggregator"), "requests, blocks", ci="all"),
     MatrixRow("ray", "workers of a Ray cluster (`--distributed-executor-backend ray`), TP 2→1", _file("ray"), ci="no: an environment of its own"),
     *map(_release, RELEASES),
-    MatrixRow("releases", "schedulers and hooks of vLLM 0.23, 0.31, 0.33, without a model", ("tests/unit/releases/test_releases.py",), "scenarios", "0.23.0–0.33.0", "no: an environment for each release"),
+    MatrixRow("second-runner", "vLLM's second model runner, its kernels in Triton's interpreter: on D, and on both; P's first token, prefixes, preemption on D, Eagle", _file("second_runner"), vllm="0.33.0", ci="no: an environment of its own, and an interpreter is slow"),
+    MatrixRow("releases", "schedulers and hooks of vLLM 0.23, 0.30, 0.33, for either model runner, without a model", ("tests/unit/releases/test_releases.py",), "scenarios", "0.23.0–0.33.0", "no: an environment for each release"),
     MatrixRow("groups-0.23", "sliding windows and recurrent states under vLLM 0.23", _file("releases_groups"), f"{ONE}; by gap in bfloat16", "0.23.0", "no: an environment of its own; the row vllm-ascend-older is vLLM 0.23 too"),
     MatrixRow("lifecycle", "vLLM's own tests of a connector's life cycle, with this one in NIXL's place", _file("vllm_lifecycle"), "their assertions", "0.32.0, 0.33.0", "no: vLLM's source distributions, and an environment for 0.33"),
     MatrixRow("around", "vLLM's own tests of the handshake across stages, of MultiConnector, and of the scheduler beside a connector, with this one in them", _file("vllm_around"), "their assertions", "0.32.0, 0.33.0", "no: vLLM's source distributions, and an environment for 0.33"),
@@ -111,7 +112,7 @@ REFUSED = (
     RefusedFeature("DCP among ranks that do not hold one head, or in runs of tokens that do not end with a block", f"the rule of which rank holds which token is that of ranks with one head, and vllm-ascend wants runs of whole blocks beside a connector ({CONTEXT})", ("Decode context parallelism of … among … ranks that do not hold one head", "Context parallelism in runs of … tokens, which do not end with a block of …,")),
     RefusedFeature("a pipeline beside a draft model or a sparse indexer, except on P under vllm-ascend with MTP or an indexer", "these two have run there (sets `shapes … pp`). vllm-ascend itself refuses MTP with a pipeline on D. Of other drafts no engine has shown that their hooks fire on the last stage alone, and once; of an indexer on D's stages, and without vllm-ascend, the simulator alone ran ([decisions](decisions/stages-of-d.md))", ("A draft model with pipeline parallelism", "A sparse indexer with pipeline parallelism")),
     RefusedFeature("a pipeline beside windows, states, several groups or an fp8 cache", "no pair has shown it: which stage has which group, only a pair can show", ("A cache with sliding windows, states or several groups, with pipeline parallelism", "A quantised KV cache with pipeline parallelism")),
-    RefusedFeature("windows, states or several groups with a vLLM before 0.32 other than 0.23; behind a MultiConnector with one before 0.32", "these releases do not give a connector what it must know of groups. For 0.23 that is added around its scheduler ([kinds.md](kinds.md#recurrent-states))", (GROUPED, f"{GROUPED} (…)", f"{GROUPED} behind a MultiConnector")),
+    RefusedFeature("windows, states or several groups with a vLLM before 0.30 other than 0.23; behind a MultiConnector with one before 0.30", "these releases do not give a connector what it must know of groups. For 0.23 that is added around its scheduler ([kinds.md](kinds.md#recurrent-states))", (GROUPED, f"{GROUPED} (…)", f"{GROUPED} behind a MultiConnector")),
     RefusedFeature("windows, states or several groups under vllm-ascend, except Gated DeltaNet beside one group of full attention, and DeepSeek-V4", "only these two were tried with vllm-ascend", (f"{GROUPED} under vllm-ascend",)),
     RefusedFeature("windows beside states", "no pair has shown it, and none of vllm-ascend's configurations has them", ("A model with sliding windows beside recurrent states",)),
     RefusedFeature("windows or states beside MLA (except DeepSeek-V4), chunked local attention whose blocks are freed, and every other kind of cache", "none has been shown. Of a chunk that was freed nothing may be wanted at all ([kinds.md](kinds.md#sliding-windows))", ("A KV cache of kind …",)),
@@ -145,7 +146,6 @@ NOT_RUN = {
     "vLLM's `test_kv_load_failure_recovery`, `test_invalid_blocks_correctness`, `test_error_propagation` and `test_output_aggregator`": "they show "
     "nothing of a connector: the first three put a mock in its place, the last has vLLM's aggregator alone. Failed loads with this connector are in the "
     "first row, its workers' reports through that aggregator in the row MLA, TP 4→2",
-    "vLLM's second model runner": 'vLLM 0.32 does not start with it on a CPU: "Model Runner V2 requires Triton"',
     "sound (multimodal)": "its hash is part of a prompt's identity, as a picture's; no model was run",
     "vLLM 0.34 and later": "the package index has none yet; `.github/workflows/newest.yml` runs the newest each week",
     "OffloadingConnector's own copies": 'vLLM stops the start on a CPU: "CPU Offloading is currently only supported on CUDA-alike and XPU GPUs". '

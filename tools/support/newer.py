@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import compileall
 import shutil
 import sys
 import tarfile
@@ -29,6 +30,7 @@ def install(release: str, site: Path) -> None:
         for member in inside:
             member.name = member.name.removeprefix(f"{pin.stem}/")
         archive.extractall(site, inside, filter="data")
+    compileall.compile_dir(site / "vllm", quiet=1)  # else each process of each engine does it
     for compiled in Path(spec.origin).parent.glob("*.so"):
         shutil.copy(compiled, site / "vllm")
     info = site / f"vllm-{release}+cpu.dist-info"

@@ -7,18 +7,17 @@ the client and in the request. The next step computes that token's KV and sample
 
 A worker of vLLM's first model runner receives only the prompt of a new request. P's token comes to it in the request's
 extra arguments. `InputBatch.add_request` is wrapped: it adds the token as an earlier output, as a resumed request has.
+A worker of the second model runner receives all tokens of a new request, and which of them are the prompt.
 
-The wrappers are installed only if the version was tried and all that they use is as it was then (`install`,
-`install_on_worker`). Elsewhere D computes the first token itself, as without this file.
+All this is done only if all that it uses is as it was in the releases that were tried, and this is one of them
+(`install`, `install_on_worker`). Elsewhere D computes the first token itself, as without this file.
 """
 
 from __future__ import annotations
 
 import ast
 import copy
-import functools
 import inspect
-import logging
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -27,16 +26,20 @@ from typing import Any
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.protocol.first import First, LogProb
 from vllm_ascend_pd.protocol.sampling import GRAMMAR
-from vllm_ascend_pd.vllm_patches.tried import DRAFTS, FIRST_TOKEN, GRAMMARS, untried
+from vllm_ascend_pd.vllm_patches.compat import is_vllm_ascend
+from vllm_ascend_pd.vllm_patches.tried import untried
 from vllm_ascend_pd.vllm_patches.wrapping import contained, wrap
-
-log = logging.getLogger(__name__)
 
 FIRST_TOKEN_ARG = "pd_first_token"  # in a request's extra arguments, on its way to the workers
 _FAILING = "_handle_failed_recving"  # from 0.30 on
 _RETRYING = "_update_waiting_for_remote_kv"  # before: of a request without computed tokens the blocks are freed
-_OUTPUTS_READ = "update_from_output"
-_OUTPUTS = ("self", "scheduler_output", "model_runner_output")  # parameters of update_from_output
+_OUTPUTS_READ, _SCHEDULE, _ADDED = "update_from_output", "schedule", "add_request"
+_ALL_TOKENS = "_all_token_ids"  # which the second model runner gets of each new request
+# Parameters, by method.
+_OUTPUTS = ("self", "scheduler_output", "model_runner_output")
+_BATCH = ("self", "request")
+_STATES = ("self", "req_id", "prompt_len", "all_token_ids", "num_computed_tokens", "max_tokens")
+_ACCEPTED, _VALIDATED = ("self", "request_id", "tokens"), ("self", "tokens")
 _SCHEDULER = ("_update_from_kv_xfer_finished", "finish_requests")
 _REQUEST = ("append_output_token_ids", "take_events", "take_prefill_stats", "record_event", "get_finished_reason")
 _OUTPUT = (
@@ -49,7 +52,6 @@ _OUTPUT = (
     "prefill_stats",
 )
 _STATE = ("sampling_params", "output_token_ids")
-_installed: set[str] = set()
 
 
 class FirstTokenId(int):
@@ -118,18 +120,19 @@ def _with_hooks(original: Any) -> Any:
 
 
 def install_on_worker(vllm_config: Any) -> str:
-    """Wrap the workers' batch, once. Return why not; empty: this worker can go on behind a token it has not sampled."""
-    why = unproven(vllm_config)
-    if why or "batch" in _installed:
+    """Let workers go on behind a token that they have not sampled, once. Return why not; empty: they do."""
+    if why := unproven(vllm_config):
         return why
-    from vllm.v1.worker.gpu_input_batch import InputBatch
+    batch = _batches(vllm_config)
+    for one in batch.__subclasses__():
+        if _ADDED in vars(one):
+            return f"the batch {one.__name__} was not tried"
+    if not _is_second(vllm_config):
+        wrap(batch, _ADDED, _with_token)
+    return ""
 
-    for batch in InputBatch.__subclasses__():
-        if "add_request" in vars(batch):
-            return f"the batch {batch.__name__} was not tried"
-    original = InputBatch.add_request
 
-    @functools.wraps(original)
+def _with_token(original: Any) -> Any:
     def add_request(self: Any, request: Any) -> Any:
         extra = request.sampling_params.extra_args if request.sampling_params is not None else None
         token = extra.get(FIRST_TOKEN_ARG) if extra else None
@@ -137,49 +140,64 @@ def install_on_worker(vllm_config: Any) -> str:
             request.output_token_ids.append(int(token))
         return original(self, request)
 
-    InputBatch.add_request = add_request  # type: ignore[method-assign]
-    _installed.add("batch")
-    return ""
+    return add_request
+
+
+def _is_second(vllm_config: Any) -> bool:
+    """Return whether the engine's workers have vLLM's second model runner."""
+    return bool(getattr(vllm_config, "use_v2_model_runner", False))
+
+
+def _batches(vllm_config: Any) -> Any:
+    """Return the class whose `add_request` takes a new request in."""
+    if _is_second(vllm_config):
+        from vllm.v1.worker.gpu.states import RequestState
+
+        return RequestState
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
+    return InputBatch
 
 
 def unproven(vllm_config: Any) -> str:
     """Return why this engine neither takes nor sends first tokens; empty: it does."""
-    if why := untried(FIRST_TOKEN):
+    if why := untried():
         return why
-    transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
-    if transfer.is_kv_consumer:
-        if vllm_config.speculative_config is not None and (why := untried(DRAFTS)):
-            return f"{why} with drafts"
-        if getattr(vllm_config, "use_v2_model_runner", False):
-            return "vLLM's second model runner was not tried"
-        if model.logits_processors:
+    if vllm_config.kv_transfer_config.is_kv_consumer:
+        if _is_second(vllm_config) and is_vllm_ascend():
+            return "vllm-ascend's second model runner was not tried"
+        if vllm_config.model_config.logits_processors:
             return "logits processors may remember tokens"
     if getattr(vllm_config, "watermark_config", None) is not None:
         return "watermarks remember tokens"
-    return _other_shape(vllm_config.scheduler_config.get_scheduler_cls())
+    return _other_shape(vllm_config, vllm_config.scheduler_config.get_scheduler_cls())
 
 
-def _other_shape(scheduler: type) -> str:
+def _other_shape(vllm_config: Any, scheduler: type) -> str:
     """Return what in this vLLM differs from the releases that were tried; empty: nothing."""
     try:
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.core.sched.utils import check_stop
         from vllm.v1.engine import EngineCoreOutput
         from vllm.v1.request import Request
-        from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+        from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+        batch = _batches(vllm_config)
     except ImportError as missing:
         return f"this vLLM has {missing.name} elsewhere"
     if not issubclass(scheduler, Scheduler):
         return f"the scheduler {scheduler.__name__} is none of vLLM's"
     for one in scheduler.__mro__[: scheduler.__mro__.index(Scheduler)]:
-        if _OUTPUTS_READ in vars(one) and not _calls_its_base(vars(one)[_OUTPUTS_READ]):
+        if _OUTPUTS_READ in vars(one) and not _reads(vars(one)[_OUTPUTS_READ], f"super().{_OUTPUTS_READ}"):
             return f"the scheduler {one.__name__} reads a step's outputs without vLLM's own method"
-    shapes: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
+    second = _is_second(vllm_config)
+    if second and not _reads(getattr(scheduler, _SCHEDULE), f"req.{_ALL_TOKENS}"):
+        return f"the scheduler {scheduler.__name__} does not hand all tokens of a new request to the workers"
+    found = _differing(
         (Scheduler.update_from_output, _OUTPUTS),
         (check_stop, ("request", "max_model_len")),
-        (InputBatch.add_request, ("self", "request")),
+        (getattr(batch, _ADDED), _STATES if second else _BATCH),
     )
-    found = [method.__qualname__ for method, names in shapes if tuple(inspect.signature(method).parameters) != names]
     found += [name for name in _SCHEDULER if not hasattr(scheduler, name)]
     found += [name for name in _REQUEST if not hasattr(Request, name)]
     found += [name for name in _OUTPUT if name not in EngineCoreOutput.__struct_fields__]
@@ -187,16 +205,18 @@ def _other_shape(scheduler: type) -> str:
     return f"this vLLM's {', '.join(found)} differ" if found else ""
 
 
-def _calls_its_base(method: Callable[..., Any]) -> bool:
-    """Return whether a method of a scheduler calls the same method of vLLM's, and so does what vLLM's does."""
+def _differing(*methods: tuple[Callable[..., Any], tuple[str, ...]]) -> list[str]:
+    """Return the names of those methods that have other parameters than these."""
+    return [method.__qualname__ for method, names in methods if tuple(inspect.signature(method).parameters) != names]
+
+
+def _reads(method: Callable[..., Any], attribute: str) -> bool:
+    """Return whether a method's code has this attribute, such as a call of its base's method."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method))))
     except (OSError, TypeError, SyntaxError):  # it has no source
         return False
-    return any(
-        isinstance(node, ast.Attribute) and node.attr == _OUTPUTS_READ and ast.unparse(node.value) == "super()"
-        for node in ast.walk(tree)
-    )
+    return any(isinstance(node, ast.Attribute) and ast.unparse(node) == attribute for node in ast.walk(tree))
 
 
 # -- parameters
@@ -220,13 +240,24 @@ def ungrammatical(vllm_config: Any) -> str:
 
     Engines do not exchange these settings.
     """
-    if untried(GRAMMARS):
+    if other_grammars():
         return "version"
     settings = vllm_config.structured_outputs_config
     if getattr(settings, "reasoning_parser", ""):
         return "reasoning"  # the grammar begins where the model's reasoning ends
     own = ("disable_any_whitespace", "disable_additional_properties")
     return "grammar settings" if any(getattr(settings, name, False) for name in own) else ""
+
+
+def other_grammars() -> str:
+    """Return why no token can be given to a grammar of this vLLM; empty: it can."""
+    try:
+        from vllm.v1.structured_output.backend_types import StructuredOutputGrammar as Grammar
+
+        found = _differing((Grammar.accept_tokens, _ACCEPTED), (Grammar.validate_tokens, _VALIDATED))
+    except (ImportError, AttributeError) as missing:
+        return f"this vLLM has {missing.name} elsewhere"
+    return f"this vLLM's {', '.join(found)} differ" if found else ""
 
 
 def chosen(request: Any) -> dict[str, Any]:

@@ -9,7 +9,6 @@ attribute) nothing is changed.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import queue
@@ -17,10 +16,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from vllm_ascend_pd.vllm_patches.wrapping import wrap
+
 log = logging.getLogger(__name__)
 
 NAP_S = 0.25  # the longest: news wakes it, and of news on its way between two hosts a datagram may be lost
-_installed: set[str] = set()
+_STEP = "_process_engine_step"
 
 
 class Patience:
@@ -64,17 +65,16 @@ class Patience:
 
 def install_nap() -> bool:
     """Let an engine core with our connector nap between empty steps. Idempotent."""
-    if "nap" in _installed:
-        return True
-    try:
-        from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.engine.core import EngineCoreProc
 
-        original = EngineCoreProc._process_engine_step
-    except (ImportError, AttributeError):
+    if not hasattr(EngineCoreProc, _STEP):
         log.warning("this vLLM's engine core steps differently: it keeps stepping while it waits for remote KV")
         return False
+    wrap(EngineCoreProc, _STEP, _then_nap)
+    return True
 
-    @functools.wraps(original)
+
+def _then_nap(original: Any) -> Any:
     def step_then_nap(self: Any) -> bool:
         executed = original(self)
         # With asynchronous scheduling, or a pipeline, a step leaves a batch in flight: here one without tokens.
@@ -88,6 +88,4 @@ def install_nap() -> bool:
                     patience.nap(self.input_queue, waiting, len(in_flight))
         return bool(executed)
 
-    EngineCoreProc._process_engine_step = step_then_nap
-    _installed.add("nap")
-    return True
+    return step_then_nap

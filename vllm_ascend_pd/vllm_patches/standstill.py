@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_ascend_pd.vllm_patches import first_token
-from vllm_ascend_pd.vllm_patches.tried import STANDSTILL, untried
+from vllm_ascend_pd.vllm_patches.tried import untried
 
 MAX_STEPS = 64  # scheduled and not read yet: more than a pipeline has stages
 _QUEUES = ("kv_holding_waiting", "skipped_waiting", "waiting")  # in vLLM's order: it tries what holds KV first
@@ -24,7 +24,7 @@ _USED = ("_preempt_request", "get_num_unfinished_requests", "get_request_counts"
 
 def install(vllm_config: Any) -> str:
     """Wrap the engine's scheduler, once. Return why not; empty: it is wrapped."""
-    if why := untried(STANDSTILL):
+    if why := untried():
         return why
     scheduler = vllm_config.scheduler_config.get_scheduler_cls()
     if missing := [name for name in _USED if not hasattr(scheduler, name)]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Releases with which each change of vLLM was tried: the only table of them.
+"""Releases with which the changes of vLLM were tried, and what it costs where one is off.
 
-What a release has is checked by name and signature as well. Where either is missing the change stays off; the log, a
-metric and the doctor say so.
+Which of them a release gets follows from what it has: names, signatures, code (each change's own module). But a release
+that was never tried gets none, because it may have all that and mean something else; the log, a metric and the doctor
+say so.
 """
 
 from __future__ import annotations
@@ -11,20 +12,12 @@ import importlib.metadata
 from collections.abc import Mapping
 
 VLLM, VLLM_ASCEND = "vLLM", "vllm-ascend"
-FIRST_TOKEN, DRAFTS, GRAMMARS, STANDSTILL, GROUPS = "first token", "drafts", "grammars", "standstill", "groups"
+FIRST_TOKEN, GRAMMARS, STANDSTILL = "first token", "grammars", "standstill"
 
-# By change and package. A package that is not named for a change does not matter for it.
-TRIED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    FIRST_TOKEN: {VLLM: ("0.23", "0.30", "0.31", "0.32", "0.33"), VLLM_ASCEND: ("0.23", "0.30")},
-    DRAFTS: {VLLM: ("0.30", "0.32"), VLLM_ASCEND: ("0.30",)},  # on D, behind P's token
-    GRAMMARS: {VLLM: ("0.32",)},  # the same grammar in P and D
-    STANDSTILL: {VLLM: ("0.23", "0.30", "0.31", "0.32", "0.33")},
-    GROUPS: {VLLM: ("0.23",)},  # from 0.30 on vLLM itself gives connectors what they need
-}
+TRIED: Mapping[str, tuple[str, ...]] = {VLLM: ("0.23", "0.30", "0.31", "0.32", "0.33"), VLLM_ASCEND: ("0.23", "0.30")}
 # What it costs where one is off.
 COST = {
     FIRST_TOKEN: "D computes the last token of each prompt again, a step more for each request",
-    DRAFTS: "D with drafts computes the last token of each prompt again",
     GRAMMARS: "D computes the first token of structured outputs and forced tool calls",
     STANDSTILL: "if loaded requests hold all blocks of D and none finds one more, they wait for good",
 }
@@ -51,9 +44,9 @@ def installed(package: str) -> str:
         return "of an unknown release"
 
 
-def untried(change: str, versions: Mapping[str, str] | None = None) -> str:
-    """Return a sentence if a change was not tried with these releases, this engine's by default; empty: it was."""
-    for package, releases in TRIED[change].items():
+def untried(versions: Mapping[str, str] | None = None) -> str:
+    """Return a sentence if one of these releases, this engine's by default, was never tried; empty: all were."""
+    for package, releases in TRIED.items():
         version = installed(package) if versions is None else versions.get(package, "")
         if version and not version.startswith(tuple(f"{one}." for one in releases)):
             return f"{package} {version} was not tried"

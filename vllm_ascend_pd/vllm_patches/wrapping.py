@@ -12,9 +12,9 @@ Ours = TypeVar("Ours")
 WRAPPED = "pd_wrapped"  # set on our wrappers: others wrap vLLM's methods too
 
 
-def wrap(scheduler: type, name: str, around: Callable[[Any], Any]) -> None:
-    """Replace a method by `around(method)`, in the class that the scheduler has it from, unless that was done."""
-    owner = next(owner for owner in scheduler.__mro__ if name in vars(owner))
+def wrap(theirs: type, name: str, around: Callable[[Any], Any]) -> None:
+    """Replace a class's method by `around(method)`, in the class that it has it from, unless that was done."""
+    owner = next(owner for owner in theirs.__mro__ if name in vars(owner))
     original = getattr(owner, name)
     if hasattr(original, WRAPPED):
         return

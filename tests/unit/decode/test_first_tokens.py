@@ -18,8 +18,10 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
+from tools.support.environments import NEWEST, RELEASES
 from unit.decode import worker_batch
 from unit.kits.loads import book_with
 from vllm_ascend_pd.decode.scheduler.core import answers
@@ -35,7 +37,8 @@ from vllm_ascend_pd.protocol.first import MAX_FIRST_BYTES, First
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.sampling import PARAMETERS, ParameterRole
 from vllm_ascend_pd.router.core import bodies
-from vllm_ascend_pd.vllm_patches import first_token
+from vllm_ascend_pd.vllm_patches import first_token, tried
+from vllm_ascend_pd.vllm_patches.wrapping import WRAPPED
 
 # -- the table
 
@@ -492,17 +495,28 @@ class Own(Scheduler):
         return {}
 
 
+class Sparing(AsyncScheduler):
+    """Scheduler of another package, whose workers get a new request's prompt alone."""
+
+    def schedule(self, *given: Any, **named: Any) -> Any:
+        return None
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({}, ""),
         ({"model_config": SimpleNamespace(logits_processors=["mine"])}, "logits processors"),
         ({"speculative_config": object()}, ""),
-        ({"use_v2_model_runner": True}, "vLLM's second model runner"),
+        ({"use_v2_model_runner": True}, ""),
         ({"watermark_config": object()}, "watermarks"),
         (
             {"scheduler_config": SimpleNamespace(get_scheduler_cls=lambda: Own)},
             "the scheduler Own reads a step's outputs without vLLM's own",
+        ),
+        (
+            {"use_v2_model_runner": True, "scheduler_config": SimpleNamespace(get_scheduler_cls=lambda: Sparing)},
+            "the scheduler Sparing does not hand all tokens of a new request to the workers",
         ),
     ],
     ids=lambda value: str(value)[:30],
@@ -557,11 +571,28 @@ def test_another_version_and_another_shape_are_left_alone(monkeypatch: pytest.Mo
     assert "take_prefill_stats" in first_token.unproven(config())
 
 
-def test_drafts_and_grammars_were_tried_with_fewer_releases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.__version__", "0.31.1")
+def test_releases_of_which_pairs_are_tested_are_those_that_were_tried() -> None:
+    """0.31 had such pairs until 0.30, which vllm-ascend needs, took their place."""
+    tested = {release.rpartition(".")[0] for release in (*RELEASES, NEWEST)}
+    assert {*tried.TRIED[tried.VLLM]} == tested | {"0.31"}
+
+
+def test_a_grammar_of_another_shape_is_left_to_d(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = SimpleNamespace(structured_outputs_config=SimpleNamespace())
+    assert first_token.other_grammars() == first_token.ungrammatical(plain) == ""
+    monkeypatch.setattr(StructuredOutputGrammar, "accept_tokens", lambda self, tokens: True)
+    assert first_token.other_grammars().endswith(" differ")
+    assert first_token.ungrammatical(plain) == "version"
+    monkeypatch.undo()
+    monkeypatch.delattr(StructuredOutputGrammar, "validate_tokens")
+    assert "validate_tokens" in first_token.other_grammars()
+
+
+def test_vllm_ascends_second_runner_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_token, "is_vllm_ascend", lambda: True)
     assert first_token.unproven(config()) == ""
-    assert first_token.unproven(config(speculative_config=object())) == "vLLM 0.31.1 was not tried with drafts"
-    assert first_token.ungrammatical(SimpleNamespace(structured_outputs_config=SimpleNamespace())) == "version"
+    assert "second model runner" in first_token.unproven(config(use_v2_model_runner=True))
+    assert "second model runner" in first_token.install_on_worker(config(use_v2_model_runner=True))
 
 
 @pytest.mark.parametrize(("mode", "logprobs", "why"), [("raw_logprobs", 2, ""), ("raw_logits", 2, "logprobs"), ("processed_logprobs", 0, "logprobs"), ("raw_logits", None, "")])  # fmt: skip
@@ -583,7 +614,6 @@ def test_a_worker_s_batch_takes_the_token_as_an_output(
     monkeypatch: pytest.MonkeyPatch, token: int | None, outputs: list[int], there: list[int]
 ) -> None:
     monkeypatch.setattr(InputBatch, "add_request", InputBatch.add_request)
-    monkeypatch.setattr(first_token, "_installed", set())
     assert first_token.install_on_worker(config()) == first_token.install_on_worker(config()) == ""
     assert worker_batch.wrong(token, outputs, there) == ""
 
@@ -592,7 +622,6 @@ def test_a_worker_s_batch_takes_the_token_as_an_output(
 def test_no_client_gives_a_worker_a_token(monkeypatch: pytest.MonkeyPatch, forged: Any) -> None:
     """A client's `vllm_xargs` are extra arguments too."""
     monkeypatch.setattr(InputBatch, "add_request", InputBatch.add_request)
-    monkeypatch.setattr(first_token, "_installed", set())
     assert first_token.install_on_worker(config()) == ""
     added = worker_batch.state(None, [])
     added.sampling_params.extra_args[first_token.FIRST_TOKEN_ARG] = forged  # type: ignore[index, union-attr]
@@ -612,9 +641,8 @@ def test_a_token_reaches_the_workers_of_other_processes_as_what_it_is() -> None:
 
 def test_a_worker_that_could_not_be_wrapped_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InputBatch, "add_request", lambda self, request, more: 0)
-    monkeypatch.setattr(first_token, "_installed", set())
     assert "differ" in first_token.install_on_worker(config())
-    assert not first_token._installed
+    assert not hasattr(InputBatch.add_request, WRAPPED)
 
 
 def test_the_wrapper_is_put_on_once_and_passes_by_a_connector_with_nothing_to_do(

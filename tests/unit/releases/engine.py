@@ -4,6 +4,9 @@
 vLLM's own Scheduler, KVOutputAggregator and KVConnectorModelRunnerMixin call our connectors; the "forward" only
 writes KV and calls the layer hooks. As in vllm-ascend the caches are tuples `[block, token, head, dim]`, hooks come
 with the layer name "" and a list of tensors, and not at all when no attention metadata is set.
+
+With VLLM_USE_V2_MODEL_RUNNER=1 the scheduler works for vLLM's second model runner, whose ActiveKVConnector takes the
+mixin's place.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 import vllm_ascend_pd.device.current
@@ -113,6 +117,9 @@ class ReleaseEngine:
         self.tensors = [
             {name: (torch.full(shape, UNTOUCHED), torch.full(shape, UNTOUCHED)) for name in LAYERS} for _ in range(tp)
         ]
+        self.second = self.config.use_v2_model_runner
+        self.runners: list[ActiveKVConnector] = []  # the second model runner's
+        self.taken_in: dict[str, Any] = {}  # vLLM's NewRequestData by request id
         self.workers = [self._worker(rank) for rank in range(tp)]
         shakes = {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
         connector: Any = self.scheduler.connector
@@ -135,7 +142,10 @@ class ReleaseEngine:
         config.parallel_config.rank = rank
         worker = Traced(config, KVConnectorRole.WORKER, self._caches)
         kv_transfer_state._KV_CONNECTOR_AGENT = worker  # as in a process of its own
-        worker.register_kv_caches(self.tensors[rank])
+        if self.second:
+            self.runners.append(ActiveKVConnector(config, self.tensors[rank]))  # type: ignore[arg-type]
+        else:
+            worker.register_kv_caches(self.tensors[rank])
         return worker
 
     def add(self, request_id: str, name: str, tokens: list[int], params: dict[str, Any], max_tokens: int = 1) -> None:
@@ -158,6 +168,7 @@ class ReleaseEngine:
         """Run one step like vLLM's core: schedule → each worker's execute_model → aggregate → update."""
         output = self.scheduler.schedule()
         self.steps += output.total_num_scheduled_tokens > 0
+        self.taken_in |= {new.req_id: new for new in output.scheduled_new_reqs}
         lengths = {
             request_id: self._span(request_id, count) for request_id, count in output.num_scheduled_tokens.items()
         }
@@ -176,19 +187,13 @@ class ReleaseEngine:
         return end - count, end
 
     def _execute(self, rank: int, output: Any, spans: dict[str, tuple[int, int]]) -> ModelRunnerOutput:
-        worker = self.workers[rank]
-        kv_transfer_state._KV_CONNECTOR_AGENT = worker
-        worker.handle_preemptions(output.kv_connector_metadata)
-        if not output.total_num_scheduled_tokens:
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.workers[rank]
+        run = self._execute_second if self.second else self._execute_first
+        kv = run(rank, output, spans)
+        if isinstance(kv, ModelRunnerOutput):
             # A copy, as from another process: vLLM has one object for all empty outputs, and the aggregator writes into
             # it.
-            return copy.copy(KVConnectorModelRunnerMixin.kv_connector_no_forward(output, self.config))
-        with (
-            set_forward_context({"": None}, self.config),
-            KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output) as kv,
-        ):
-            for layer in range(len(LAYERS)):
-                self._forward(rank, layer, spans)
+            return copy.copy(kv)
         ids = list(output.num_scheduled_tokens)
         return ModelRunnerOutput(
             req_ids=ids,
@@ -196,6 +201,30 @@ class ReleaseEngine:
             sampled_token_ids=[self._sampled(request_id, spans[request_id][1]) for request_id in ids],
             kv_connector_output=kv,
         )
+
+    def _execute_first(self, rank: int, output: Any, spans: dict[str, tuple[int, int]]) -> Any:
+        self.workers[rank].handle_preemptions(output.kv_connector_metadata)
+        if not output.total_num_scheduled_tokens:
+            return KVConnectorModelRunnerMixin.kv_connector_no_forward(output, self.config)
+        with (
+            set_forward_context({"": None}, self.config),
+            KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output) as kv,
+        ):
+            for layer in range(len(LAYERS)):
+                self._forward(rank, layer, spans)
+        return kv
+
+    def _execute_second(self, rank: int, output: Any, spans: dict[str, tuple[int, int]]) -> Any:
+        runner: Any = self.runners[rank]
+        if not output.total_num_scheduled_tokens:
+            return runner.no_forward(output)
+        runner.pre_forward(output)
+        with set_forward_context({"": None}, self.config):
+            for layer in range(len(LAYERS)):
+                self._forward(rank, layer, spans)
+        if hasattr(runner, "finish_forward"):  # from 0.30 on
+            runner.finish_forward()
+        return runner.post_forward(output.finished_req_ids)
 
     def _sampled(self, request_id: str, end: int) -> list[int]:
         return [self.token] if end >= self.scheduler.requests[request_id].num_prompt_tokens else []

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Program that runs on a release of vLLM: each function is a scenario. Prints one JSON line for each: name and error.
 
-Started by test_releases.py with the expected version, in the environment that tests/environment.sh makes.
+Started by test_releases.py with the expected version, in the environment that tests/environment.sh makes, for either
+model runner.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import queue
 import sys
 import time
@@ -25,9 +27,11 @@ from fake_metaserver import fake_metaserver
 from tools.support.process import free_port
 from unit.admission.vllm_configs import LAYERS
 from unit.decode import worker_batch
+from unit.releases import second_batch
 from unit.releases.engine import BLOCK, BLOCKS, WORKER_HOOKS, ReleaseEngine
 from vllm_ascend_pd.vllm_patches import compat
 
+SECOND = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 SHORT_TIMES = {"transfer_timeout_s": 5.0, "quiet_extra_s": 2.0, "lease_s": 3.0, "margin_s": 0.5}
 LINES = {
     "prefilled": {"event": "prefilled"},
@@ -151,7 +155,7 @@ def a_layer_in_a_graph() -> None:
 def hooks_in_the_order_of_0_23() -> None:
     """Hooks: start_load_kv before the layers; get_finished, not get_transfer_results; no wait_for_save in an empty
     step."""
-    if not vllm.__version__.startswith("0.23."):
+    if not vllm.__version__.startswith("0.23.") or SECOND:
         return
     check(not compat.HAS_TRANSFER_RESULTS, "this vLLM has get_transfer_results: it is not 0.23")
     with site() as pair:
@@ -272,7 +276,16 @@ def first_tokens_are_p_s() -> None:
 
 
 def a_worker_s_batch_takes_the_token_as_an_output() -> None:
-    with site():  # worker classes are wrapped when they are created
+    """The second model runner's gets it beside the prompt, as of a request that goes on after a preemption."""
+    with site() as pair:  # worker classes are wrapped when they are created
+        if SECOND:
+            pair.outcome, pair.prefill.token, tokens = "first token", 9, prompt("new", 100)
+            pair.send("new", tokens)
+            pair.until(lambda: "new-p" in pair.prefill.answers, "P has answered")
+            _pass_token(pair, "new")
+            pair.until(lambda: pair.decode.request("new-d") is None, "D has answered")
+            check(not (wrong := second_batch.wrong(pair.decode.taken_in["new-d"], tokens, [9])), wrong)
+            return
         for token, outputs, there in ((None, [], []), (9, [], [9]), (9, [9, 8], [9, 8])):
             check(not (wrong := worker_batch.wrong(token, outputs, there)), wrong)
 

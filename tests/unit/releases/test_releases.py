@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Releases of vLLM other than the newest CPU wheel, among them 0.23.0, which vllm-ascend 0.23.0.post1 pairs with.
+"""Releases of vLLM other than the main environment's, among them 0.23.0, which vllm-ascend 0.23.0.post1 pairs with.
 
 Their schedulers, aggregators and hooks call our connector. The scenarios are in program.py and run in an
 environment of their own, all in one process: importing vLLM takes longer than they do.
@@ -41,17 +41,19 @@ SCENARIOS = (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # creating an environment takes a minute
 
 
-def environment() -> dict[str, str]:
+def environment(runner: str) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV"))}
-    return {**env, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    more = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    return {**env, **more, "VLLM_USE_V2_MODEL_RUNNER": runner}
 
 
+@pytest.mark.parametrize("runner", ["0", "1"], ids=["first model runner", "second model runner"])
 @pytest.mark.parametrize("release", RELEASES)
-def test_the_connector_on_another_vllm(release: str) -> None:
+def test_the_connector_on_another_vllm(release: str, runner: str) -> None:
     """Only its Python code: no kernel of vLLM's is called."""
     done = subprocess.run(
         [beside(release, "--python"), HERE / "program.py", release],
-        env=environment(),
+        env=environment(runner),
         cwd=ROOT,
         capture_output=True,
         text=True,

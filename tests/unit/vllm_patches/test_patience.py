@@ -28,7 +28,6 @@ FOREVER = 60.0  # instead of a quarter of a second: a nap that is not ended show
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore vLLM's classes after the test."""
     monkeypatch.setattr(patience, "NAP_S", FOREVER)
-    monkeypatch.setattr(patience, "_installed", set())
     monkeypatch.setattr(SpinCondition, "wait", SpinCondition.wait)
     monkeypatch.setattr(EngineCoreProc, "_process_engine_step", EngineCoreProc._process_engine_step)
 

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's second model runner in real pairs, on either side. It needs Triton, whose interpreter runs its kernels here.
+
+vLLM 0.33 takes this runner wherever Triton is there. A new request comes to its workers with all tokens that it has, so
+P's first token does, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draft_pairs import check as check_drafts
+from draft_pairs import own
+from kind_pairs import running
+from pairs import Pair, PairMaker, fresh_prompt, wait_for_free_blocks
+
+# Collected here, with the pair of this module.
+from test_first_token import test_a_request_is_answered_as_by_one_engine  # noqa: F401
+
+from tools.support.checks import counter, first_tokens
+from tools.support.cluster import Cluster
+from tools.support.engine import EngineProcess
+from tools.support.environments import beside
+from tools.support.models import ensure
+from tools.support.spec import EngineSpec
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+RELEASE, TAKEN = "0.33.0", "Using V2 Model Runner"
+INTERPRETED = Path(__file__).parent / "plugins" / "interpreted"
+LENGTHS = (1, 16, 17, 100, 333)
+SMALL = 40  # blocks of D
+
+
+def spec(name: str, role: str, extra: dict[str, Any], model: str = "gqa", *, second: bool, **more: Any) -> EngineSpec:
+    python, plugins = (f"{RELEASE}-triton", (INTERPRETED,)) if second else (RELEASE, ())
+    policy = {"policy": "fail"} if role == "kv_consumer" else {}
+    shape = {"python": beside(python), "plugins": plugins, "block_size": 32, "chunk": 256, **policy, **more}
+    return EngineSpec(f"{name}-{'second' if second else 'first'}", ensure(model), role=role, extra=extra, **shape)
+
+
+def check_runner(engine: EngineProcess, *, second: bool) -> None:
+    assert (TAKEN in engine.log.read_text(errors="replace")) is second
+
+
+@pytest.fixture(scope="module")
+def decode(cluster: Cluster, allowed: list[str]) -> Iterator[EngineProcess]:
+    kv_bytes = SMALL * 32 * 4096
+    (d,) = cluster.start(
+        spec("runner-d", "kv_consumer", cluster.push_config(*allowed), second=True, kv_bytes=kv_bytes, max_len=512)
+    )
+    check_runner(d, second=True)
+    yield d
+    cluster.stop(d)
+
+
+@pytest.fixture(scope="module", params=["first", "second"])
+def pair(
+    request: pytest.FixtureRequest, cluster: Cluster, decode: EngineProcess, make_pair: PairMaker
+) -> Iterator[Pair]:
+    second = request.param == "second"
+    (p,) = cluster.start(spec("runner-p", "kv_producer", cluster.push_config(), second=second, max_len=512))
+    check_runner(p, second=second)
+    made = make_pair(p, decode)
+    free = made.free_counts()
+    yield made
+    wait_for_free_blocks((p, decode), free)
+    cluster.stop(made.front, p)
+
+
+def test_prompts_in_chunks_and_together(pair: Pair) -> None:
+    (d,) = pair.decode
+    before = first_tokens(d)
+    for length in (1, 31, 32, 33, 300, 480):
+        pair.check([fresh_prompt(length)], name="second runner")
+    pair.check([fresh_prompt(30 + 40 * i) for i in range(6)], name="second runner, 6 at once")
+    assert first_tokens(d) - before == 11, "all but the prompt of one token begin with P's token"
+    pair.check_prefix_on_decode(32)
+    pair.check_prefix_on_prefill(32)
+
+
+def test_a_request_that_d_preempts_comes_to_its_workers_again(pair: Pair) -> None:
+    (d,) = pair.decode
+    before = counter(d, "vllm:num_preemptions_total")
+    pair.check([fresh_prompt(200 + i) for i in range(4)], 200, name="preempted")
+    assert counter(d, "vllm:num_preemptions_total") > before, "D had blocks for all: the test shows nothing"
+
+
+def test_drafts(cluster: Cluster, allowed: list[str], make_pair: PairMaker, progress: Callable[[str], None]) -> None:
+    """Eagle, on both sides. D drafts behind P's token as well as behind its own."""
+    draft = own("eagle", "spec-eagle", num_speculative_tokens=2)
+    specs = (
+        spec("drafts-p", "kv_producer", cluster.push_config(), "spec", second=True, draft=draft),
+        spec("drafts-d", "kv_consumer", cluster.push_config(*allowed), "spec", second=True, draft=draft),
+    )
+    with running(cluster, make_pair, *specs) as made:
+        check_drafts(made, LENGTHS, "Eagle, second model runner", progress)
