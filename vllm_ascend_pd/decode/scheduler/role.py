@@ -68,6 +68,7 @@ class _Online:
     """All that exists once the workers have reported their addresses."""
 
     geometry: CacheGeometry
+    kernel_blocks: tuple[int, ...]
     endpoints: tuple[Endpoint, ...]
     loop: LoopThread
     client: MetaserverClient
@@ -126,6 +127,7 @@ class DecodeScheduler(SchedulerRole):
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         geometry = merge_geometries(workers)
+        kernel_blocks = next(iter(workers.values())).kernel_blocks
         if why_no_first_token := next(
             (facts.why_no_first_token for facts in workers.values() if facts.why_no_first_token), ""
         ):
@@ -142,7 +144,7 @@ class DecodeScheduler(SchedulerRole):
             *known_as, loop, self._on_outcome, lambda reason: self.tally.count("num_side_channel_faults", reason)
         )
         wake = doorbell.start(loop, self._engine.host)
-        self._online = _Online(geometry, endpoints, loop, client, offering, doorbell, wake)
+        self._online = _Online(geometry, kernel_blocks, endpoints, loop, client, offering, doorbell, wake)
 
     # -- the scheduler's thread
 
@@ -168,8 +170,8 @@ class DecodeScheduler(SchedulerRole):
         if count <= 0 or online is None or way is None:
             return
         deadline = self._engine.config.timers.recv_deadline_s
-        groups = online.geometry.tables
-        bind = self._requests.book.reserve(request.request_id, count, blocks, groups, deadline, uuid.uuid4().hex)
+        given = online.geometry.tables, deadline, uuid.uuid4().hex, online.kernel_blocks
+        bind = self._requests.book.reserve(request.request_id, count, blocks, *given)
         prompt = request.num_prompt_tokens, request_hash(request)
         reservation = bind.reservation(self._engine.model_now, online.geometry, online.endpoints, *prompt)
         self._asked[request.request_id] = _AskedLoad(way, count, request, bind.first, bind.transfer)
@@ -188,7 +190,7 @@ class DecodeScheduler(SchedulerRole):
             ticket=way.ticket,
             first=bind.first,
             end=bind.end,
-            blocks=sum(map(len, bind.blocks)),
+            blocks=len(bind.taken()),
         )
         if isinstance(way, Meet):
             self._offer(online, way, bind.transfer, sealed)

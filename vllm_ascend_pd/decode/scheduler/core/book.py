@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from vllm_ascend_pd.errors import LocalProtocolError
-from vllm_ascend_pd.geometry.layout import CacheGeometry, Group
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Group, in_kernel_blocks
 from vllm_ascend_pd.metadata import Bind, DecodeStep, LoadCancel, LoadEnd
 from vllm_ascend_pd.protocol.identity import TransferId
 
@@ -111,28 +111,33 @@ class LoadBook:
         groups: Sequence[Group],
         deadline_s: float,
         uuid: str,
+        kernel_blocks: tuple[int, ...] = (),
     ) -> Bind:
-        """Reserve for `count` tokens. `blocks` are those that vLLM has allocated: the whole table of each group."""
+        """Reserve for `count` tokens. `blocks` are those that vLLM has allocated: the whole table of each group.
+
+        `kernel_blocks`: how many of the groups' blocks are one of vLLM's; none: they are the same.
+        """
         first = self._candidates.pop(request_id, None)
         if first is None or count <= 0:
             raise LocalProtocolError(f"reserve({request_id!r}, {count}) without a wanted load")
         self._n += 1
         end = first + count
+        kernel_blocks = kernel_blocks or (1,) * len(groups)
         begins = [group.begins(first, end) for group in groups]
         places = [group.blocks(first, end) for group in groups]
         wanted = tuple(
             np.asarray(table[some.start : some.stop], dtype=np.int32)
-            for table, some in zip(blocks, places, strict=True)
+            for table, some in zip(in_kernel_blocks(blocks, kernel_blocks), places, strict=True)
         )
         for ids, group, begin, some in zip(wanted, groups, begins, places, strict=True):
             if group.partial and (not ids.all() or len(ids) < len(some)):
                 raise LocalProtocolError(
                     f"vLLM keeps no block for some of [{begin}, {end}), of {group}: {ids.tolist()}"
                 )
-        load = _Load(request_id, TransferId(self._incarnation, self._n, uuid), sum(map(len, wanted)))
-        self._loads[request_id] = self._by_transfer[load.transfer] = load
+        transfer = TransferId(self._incarnation, self._n, uuid)
+        bind = Bind(request_id, transfer, min(begins), end, wanted, deadline_s, kernel_blocks)
+        self._loads[request_id] = self._by_transfer[transfer] = _Load(request_id, transfer, len(bind.taken()))
         self._consumed.add(request_id)
-        bind = Bind(request_id, load.transfer, min(begins), end, wanted, deadline_s)
         self._pending.binds.append(bind)
         return bind
 
