@@ -245,7 +245,7 @@ def tails(rounds: int) -> None:
         line = f"{name:36}"
         for count in (1, 8, 64):
             ends = [32 * BLOCK + (64 + 61 * n) % BLOCK for n in range(count)]
-            binds = [Bind("r", TransferId("d", 1, "bench"), 0, end, (table,), 1.0) for end in ends]
+            binds = [Bind("r", TransferId("d", 1, "bench"), 0, end, (table,), 1.0, (1,)) for end in ends]
             least = min(_seconds(cleared, binds) for _ in range(rounds))
             line += f"{least / count * 1e6:10.0f}"
         print(line, flush=True)

@@ -37,6 +37,7 @@ class WorkerFacts:
     endpoint: Endpoint | None
     geometry: CacheGeometry
     why_no_first_token: str = ""  # why it cannot go on behind a token that it has not sampled
+    kernel_blocks: tuple[int, ...] = ()  # by group: blocks of the geometry in one of vLLM's; empty: they are the same
 
 
 @dataclass(slots=True)

@@ -90,6 +90,12 @@ class Bind:
     end: int
     blocks: tuple[NDArray[np.int32], ...]  # by group, from the block with the first token that is wanted of it
     deadline_s: float
+    kernel_blocks: tuple[int, ...]  # by group: how many of `blocks` are one of vLLM's
+
+    def taken(self) -> list[int]:
+        """Return vLLM's blocks of all groups."""
+        each = zip(self.blocks, self.kernel_blocks, strict=True)
+        return [block for ids, count in each for block in np.unique(ids // count).tolist()]
 
     def reservation(
         self,

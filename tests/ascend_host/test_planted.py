@@ -93,7 +93,7 @@ SHAPES: dict[str, Engines] = {
     "mla 1to1": Engines("planted mla 1to1", "mla", dtype="bfloat16"),
     "mla 2to1": Engines("planted mla 2to1", "mla", p=Side(2)),
     "dsa int8 1to1": Engines("planted dsa int8 1to1", "dsv32", dtype="bfloat16", flags=C8, release=OLDER),
-    "states 2to1": Engines("planted states 2to1", "qwen3next", p=Side(2), release=OLDER),
+    "states 2to1": Engines("planted states 2to1", "qwen3next", p=Side(2)),
     "drafts 2to1": Engines("planted drafts 2to1", p=Side(2, drafts=1), draft=EAGLE3),
 }
 SETS = {

@@ -23,12 +23,10 @@ DSV4 = {"distributed_executor_backend": "mp", "block_size": 32, "kv_cache_memory
 @pytest.mark.parametrize(
     ("model", "more", "code", "why"),
     [
-        # K and V of a group's block take turns for each of the kernels' blocks in it.
-        ("qwen3next", {}, "PD-GEO-003", "self_attn.attn"),
         # What were tokens for an entry are now tokens for a state, and its groups are of a kind that was not tried.
         ("dsv4", DSV4, "PD-CONF-005", "under vllm-ascend"),
     ],
-    ids=["states", "compressed"],
+    ids=["compressed"],
 )
 def test_it_stops_the_start(build: HostBuild, model: str, more: dict[str, Any], code: str, why: str) -> None:
     words = [str(HERE / "hooks.py"), str(ensure(model)), "bfloat16", json.dumps(more)]

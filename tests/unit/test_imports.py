@@ -142,7 +142,7 @@ CEILINGS = {
     "channel": 1150,
     "cli": 2330,
     "decode": 2550,
-    "device": 700,
+    "device": 750,
     "geometry": 2600,
     "http": 800,
     "observe": 450,

@@ -7,10 +7,12 @@ stacked). A recurrent layer has one tensor of pages in which its states lie one 
 state. It becomes a layer for each of its sections (geometry/states.py). An indexer's keys in the tuple of a layer
 become a layer of their own, as vLLM has them.
 
-Layers of several groups may share memory. vllm-ascend places all blocks of one state there, then all of the other. K
-and V use the same bytes, in blocks of the kernels' size, of which several make one block of the group. Whatever the
+Layers of several groups may share memory: vllm-ascend has states there, and K and V over the same bytes. Whatever the
 layout, a block of one group must not reach into a block of another group that has another number: both are in use at
 one time.
+
+A block of vLLM's may be several of the kernels', and K and V may take turns for each of these. So such a group is
+described by the kernels' blocks, and each number in a table of vLLM's stands for as many of them, one behind the other.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from numpy.typing import NDArray
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.geometry.layout import (
+    ALL,
     CacheGeometry,
     Group,
     LayerKind,
@@ -90,10 +93,16 @@ class Caches:
     """One worker's caches. `geometry.stages` holds only this worker's own layers."""
 
     geometry: CacheGeometry
-    num_blocks: int
+    num_blocks: int  # vLLM's
     bases: tuple[tuple[int, ...], ...]  # by layer, by region
     storages: tuple[tuple[int, int], ...]  # (address, length) to register
     tensors: tuple[tuple[torch.Tensor, ...], ...]  # by layer, by region; empty for sections of states
+    kernel_blocks: tuple[int, ...]  # by group: blocks of the geometry in one of vLLM's
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Number of blocks by group, as the geometry has them."""
+        return tuple(self.num_blocks * count for count in self.kernel_blocks)
 
 
 class CacheBytes:
@@ -104,7 +113,8 @@ class CacheBytes:
 
     def region(self, layer: int, region: int) -> NDArray[np.uint8]:
         base, caches = self._caches.bases[layer][region], self._caches
-        length = caches.num_blocks * caches.geometry.by_layer[layer].regions[region].block_stride
+        kind = caches.geometry.by_layer[layer]
+        length = caches.blocks[kind.group] * kind.regions[region].block_stride
         # If a region begins inside a page, its last block ends with the storage, before a whole stride.
         left = next((start + size - base for start, size in caches.storages if start <= base < start + size), length)
         return np.frombuffer(self._device.view(base, min(length, left)), dtype=np.uint8)
@@ -113,26 +123,31 @@ class CacheBytes:
 def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape: CacheShape, device: Device) -> Caches:
     """Return the layout of registered tensors. Raise PD-GEO-003 for a layout that is not supported."""
     tensors = _without_shared(tensors, shape)
+    shape, kernel_blocks = _by_kernels_blocks(tensors, shape, device)
     names = in_execution_order(tensors) if shape.groups else list(tensors)
     layers: dict[str, _Layer] = {}
     for name in names:
         if name in shape.states:
             layers.update(_sections(name, _tensors(tensors[name]), shape))
         else:
-            parts, count = _parts(name, tensors[name], shape, device), shape.indexes.get(name, 0)
+            parts, count = _parts(tensors[name]), shape.indexes.get(name, 0)
             layers[name] = _layer(name, parts[: len(parts) - count], shape, device)
             if count:
                 layers[index_of(name)] = _index(name, parts[-count:], shape, device)
     if not layers:
         raise ConfigError("PD-GEO-003", layer="(none)", why="the engine registered no KV cache")
     first_name, first = next(iter(layers.items()))
+    pool = first.blocks // kernel_blocks[first.group]
     for name, layer in layers.items():
-        if layer.blocks != first.blocks:
-            why = f"it has {layer.blocks} blocks, {first_name} has {first.blocks}"
+        if layer.blocks != pool * (each := kernel_blocks[layer.group]):
+            why = f"it has {layer.blocks} blocks, {each} for one of vLLM's, of which {first_name} has {pool}"
             raise ConfigError("PD-GEO-003", layer=name, why=why)
     if len(shape.groups) > 1:
         _check_blocks_apart(
-            {name: (shape.group(name)[0], _parts(name, tensors[name], shape, device)) for name in names}
+            {
+                name: (shape.group(name)[0], [part.view(pool, -1, *part.shape[1:]) for part in _parts(tensors[name])])
+                for name in names
+            }
         )
     kinds: dict[LayerKind, list[str]] = {}
     for name, layer in layers.items():
@@ -159,7 +174,7 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
     )
     storages = {address: length for layer in layers.values() for address, length in layer.storages}
     bases, found = tuple(layer.bases for layer in layers.values()), tuple(layer.tensors for layer in layers.values())
-    return Caches(geometry, first.blocks, bases, tuple(storages.items()), found)
+    return Caches(geometry, pool, bases, tuple(storages.items()), found, kernel_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +211,7 @@ def _index(name: str, parts: Sequence[torch.Tensor], shape: CacheShape, device: 
     size, whole = table.block_size, shape.dcp > 1 and shape.pcp == 1
     if whole:
         size *= shape.dcp
-        parts = [_in_blocks(part, size, 1) for part in parts]
+        parts = [_joined(part, size) for part in parts]
     own = LayerShape(1, 1, parts[0].shape[-1])
     return replace(_of_tensors(index_of(name), parts, own, size, group, device), whole=whole)
 
@@ -292,32 +307,44 @@ def _sections(name: str, tensors: list[torch.Tensor], shape: CacheShape) -> dict
     return found
 
 
-def _parts(
-    name: str, value: torch.Tensor | Sequence[torch.Tensor], shape: CacheShape, device: Device
-) -> list[torch.Tensor]:
-    """Return a layer's tensors, their first dimension the group's blocks."""
-    parts = [part for tensor in _tensors(value) for part in _unstack(tensor)]
-    if name in shape.states or not shape.groups or not device.token_major:
-        return parts
-    own, size = shape.of(name), shape.group(name)[1].block_size
-    return [_in_blocks(part, size, own.local_heads) if _is_plain(part, size, own, device) else part for part in parts]
+def _parts(value: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a layer's tensors, their first dimension the blocks."""
+    return [part for tensor in _tensors(value) for part in _unstack(tensor)]
 
 
-def _is_plain(part: torch.Tensor, block_size: int, own: LayerShape, device: Device) -> bool:
-    return not device.packing(part, block_size, own.head_size).opaque
+def _by_kernels_blocks(
+    tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape: CacheShape, device: Device
+) -> tuple[CacheShape, tuple[int, ...]]:
+    """Return the shape with the kernels' blocks where all tokens matter, and by group how many one of vLLM's is.
 
-
-def _in_blocks(part: torch.Tensor, block_size: int, heads: int) -> torch.Tensor:
-    """Join the kernels' blocks to blocks of the group: [block, token, head, dim] of fewer tokens, with no gap between.
-
-    A tensor of another layout is returned as it is.
+    Tensors of a group that do not agree, and those that fit no kernel's block, are refused with their shapes later.
     """
-    if part.dim() != 4 or part.shape[2] != heads or not part.is_contiguous():
+    counts = [1] * max(1, len(shape.groups))
+    if shape.groups and device.token_major:
+        for name in tensors:
+            index, group = shape.group(name)
+            if group.matters == ALL:
+                counts[index] = _kernel_blocks(_parts(tensors[name])[0], group.block_size, shape.of(name), device)
+    groups = [
+        msgspec.structs.replace(group, block_size=group.block_size // count)
+        for group, count in zip(shape.groups, counts, strict=False)
+    ]
+    return replace(shape, groups=tuple(groups)), tuple(counts)
+
+
+def _kernel_blocks(part: torch.Tensor, block_size: int, own: LayerShape, device: Device) -> int:
+    """Return how many blocks of [block, token, head, dim] are one of `block_size` tokens; 1 if it is not known."""
+    if part.dim() != 4 or part.shape[2] != own.local_heads or block_size % part.shape[1]:
+        return 1
+    return 1 if device.packing(part, part.shape[1], own.head_size).opaque else block_size // part.shape[1]
+
+
+def _joined(part: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Join blocks of [block, token, 1, dim], with no gap between, to longer ones. Other tensors stay as they are."""
+    if part.dim() != 4 or part.shape[2] != 1 or not part.is_contiguous():
         return part
-    joined, odd = divmod(block_size, part.shape[1])
-    if joined < 2 or odd or part.shape[0] % joined:
-        return part
-    return part.view(part.shape[0] // joined, block_size, *part.shape[2:])
+    count, odd = divmod(block_size, part.shape[1])
+    return part if odd or part.shape[0] % count else part.view(part.shape[0] // count, block_size, *part.shape[2:])
 
 
 def _check_blocks_apart(layers: Mapping[str, tuple[int, Sequence[torch.Tensor]]]) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_ascend_pd.device.caches import Caches
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
@@ -62,13 +63,22 @@ class BlockTails:
         """Clear, on the current stream, what of each group's last block is behind the tokens that P writes."""
         for kind, parts in self._kinds:
             begin, end = kind.places(bind.first, bind.end)
-            index = end // kind.covers
-            blocks = bind.blocks[kind.group][index - begin // kind.covers :]
+            index, table = end // kind.covers, bind.blocks[kind.group]
+            blocks = table[index - begin // kind.covers :]
             if len(blocks):  # else its last block is full
                 tokens = kind.token_split.tokens(kind.ranks.part(self._rank), np.array([index]))
                 block, held = int(blocks[0]), int((tokens < end).sum())
                 for part in parts:
                     part.clear(block, held, kind.block_size)
+            for block in _unused(table, bind.kernel_blocks[kind.group]):
+                for part in parts:
+                    part.clear(block, 0, kind.block_size)
+
+
+def _unused(table: NDArray[np.int32], count: int) -> range:
+    """Return the kernels' blocks behind a table's last one in the same block of vLLM's, which is `count` of them."""
+    behind = int(table[-1]) + 1 if len(table) else 0
+    return range(behind, -(-behind // count) * count)
 
 
 def _token_axis(part: torch.Tensor, region: Region, block_size: int) -> int:

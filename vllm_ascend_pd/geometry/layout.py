@@ -347,6 +347,16 @@ def _by_layer(geometry: CacheGeometry) -> tuple[CacheGeometry, ...]:
     return tuple(of[name] for name in geometry.layers)
 
 
+def in_kernel_blocks(tables: Sequence[Sequence[int]], counts: Sequence[int]) -> Sequence[Sequence[int]]:
+    """Return tables of vLLM's blocks by group, each block as `counts` of the kernels'. No counts: both are the same."""
+    if not any(count > 1 for count in counts):
+        return tables
+    return [
+        [block * count + part for block in table for part in range(count)] if count > 1 else table
+        for table, count in zip(tables, counts, strict=True)
+    ]
+
+
 def section_of(layer: str, section: str) -> str:
     """Return the layer name of a section of a recurrent layer."""
     return f"{layer}/{section}"

@@ -90,5 +90,5 @@ def keep_loads(scheduler_output: Any, metadata: Any) -> None:
     step = getattr(metadata, "decode", None)
     if not cleared or step is None:
         return
-    loads = {int(block) for bind in step.binds for table in bind.blocks for block in table}
+    loads = {block for bind in step.binds for block in bind.taken()}
     scheduler_output.new_block_ids_to_zero = [block for block in cleared if block not in loads] or None

@@ -31,7 +31,7 @@ class BrokenLoads(Loads):
 
 
 def bind(transfer: TransferId) -> Bind:
-    return Bind(str(transfer), transfer, 0, 40, (np.arange(3, dtype=np.int32),), 60.0)
+    return Bind(str(transfer), transfer, 0, 40, (np.arange(3, dtype=np.int32),), 60.0, (1,))
 
 
 def test_a_record_that_cannot_be_dropped_stops_nothing_else_of_the_step() -> None:

@@ -17,7 +17,7 @@ from unit.device.caches import TokenMajorDevice
 from unit.regroup.common import config
 from unit.regroup.prefill import gloo_groups
 from vllm_ascend_pd.device.base import Device, Packing
-from vllm_ascend_pd.device.caches import Caches, CacheShape, LayerShape, describe
+from vllm_ascend_pd.device.caches import CacheBytes, Caches, CacheShape, LayerShape, describe
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.device.current import current
 from vllm_ascend_pd.errors import ConfigError
@@ -241,22 +241,43 @@ def shared(tokens: int = TOKENS, kernel: int = KERNEL) -> dict[str, list[torch.T
     return {"l0.attn": [k, v], "l1.gdn": [conv, matrices], "l2.gdn": [conv, matrices]}
 
 
-def test_kernels_blocks_are_joined_to_blocks_of_the_group() -> None:
-    tensors = shared()
+def taking_turns() -> dict[str, list[torch.Tensor]]:
+    """vllm-ascend 0.30: pages of both states, and over them K and V of one kernel's block, then of the next one."""
+    page = 2 * MATRICES
+    raw = torch.zeros(BLOCKS, page, dtype=torch.int8)
+    k, v = raw.view(torch.bfloat16).view(BLOCKS * TOKENS // KERNEL, 2, KERNEL, HEADS, SIZE).unbind(1)
+    ends = (0, CONV, CONV + MATRICES)
+    conv, matrices = (
+        raw[:, begin:end].view(torch.bfloat16).unflatten(1, shape)
+        for (begin, end), shape in zip(itertools.pairwise(ends), STATES.shapes, strict=True)
+    )
+    return {"l0.attn": [k, v], "l1.gdn": [conv, matrices], "l2.gdn": [conv, matrices]}
+
+
+@pytest.mark.parametrize(("make", "turns"), [(shared, 1), (taking_turns, 2)], ids=["0.23", "0.30"])
+def test_a_group_whose_blocks_are_several_of_the_kernels_is_described_by_these(
+    make: Callable[[], dict[str, list[torch.Tensor]]], turns: int
+) -> None:
+    tensors = make()
     caches = describe(tensors, SHARED, NPU_LIKE)
     attention = next(kind for kind in caches.geometry.kinds if kind.layers == ("l0.attn",))
     cell = SIZE * 2
-    strides = (TOKENS * HEADS * cell, cell, HEADS * cell, cell)
+    strides = (turns * KERNEL * HEADS * cell, cell, HEADS * cell, cell)
     assert attention.regions == (Region("kv0", *strides), Region("kv1", *strides))
+    assert attention.block_size == KERNEL and caches.geometry.tables == (Group(KERNEL), *SHARED.groups[1:])
     assert caches.num_blocks == BLOCKS and len(caches.storages) == 1
+    assert caches.kernel_blocks == (4, 1, 1) and caches.blocks == (4 * BLOCKS, BLOCKS, BLOCKS)
     assert all(
-        cell_address(caches, 0, 0, 5, head, 37) == tensors["l0.attn"][0][5 * 4 + 2, 5, head].data_ptr()
+        cell_address(caches, 0, region, 4 * BLOCKS - 1, head, 5) == part[4 * BLOCKS - 1, 5, head].data_ptr()
         for head in range(HEADS)
+        for region, part in enumerate(tensors["l0.attn"])
     )
+    (address, length), at = caches.storages[0], caches.bases[0][1]
+    assert at - address + len(CacheBytes(caches, NPU_LIKE).region(0, 1)) == length, "as far as V goes"
     recurrence = tensors["l1.gdn"][1]
     at = caches.geometry.layers.index(section_of("l2.gdn", "values"))
     assert caches.bases[at][-1] == recurrence.data_ptr()
-    assert caches.geometry.by_layer[at].regions[-1].block_stride == MATRICES
+    assert caches.geometry.by_layer[at].regions[-1].block_stride == turns * MATRICES
 
 
 def test_an_exchange_has_views_of_attention_and_none_of_states() -> None:
@@ -281,19 +302,30 @@ def test_layers_of_one_group_and_other_memory_may_lie_anyhow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("dims", "why"),
     [
-        (lambda k: torch.empty(BLOCKS * 4, KERNEL, HEADS, 2 * SIZE, dtype=k.dtype)[..., :SIZE], "block size 64"),
-        (lambda k: torch.empty(BLOCKS * 4 + 1, KERNEL, HEADS, SIZE, dtype=k.dtype), "block size 64"),
-        (lambda k: torch.empty(BLOCKS * 4, 24, HEADS, SIZE, dtype=k.dtype), "block size 64"),
-        (lambda k: torch.empty(BLOCKS * 4, HEADS, KERNEL, SIZE, dtype=k.dtype), "block size 64"),
+        ((BLOCKS * 4 + 1, KERNEL), "it has 33 blocks, 4 for one of vLLM's, of which l0.attn has 8"),
+        ((BLOCKS * 4, 24), "block size 64"),
+        ((BLOCKS * 4, 2 * TOKENS), "block size 64"),
     ],
-    ids=["a gap between tokens", "a part of a block", "tokens that do not add up", "heads before tokens"],
+    ids=["a part of a block", "tokens that do not add up", "longer than the group's"],
 )
-def test_kernels_blocks_that_cannot_be_joined_are_refused(change: Callable[[torch.Tensor], Any], why: str) -> None:
+def test_kernels_blocks_that_are_not_whole_blocks_of_the_group_are_refused(dims: tuple[int, ...], why: str) -> None:
     tensors = shared()
-    tensors["l0.attn"] = [change(part) for part in tensors["l0.attn"]]
+    tensors["l0.attn"] = [torch.empty(*dims, HEADS, SIZE, dtype=part.dtype) for part in tensors["l0.attn"]]
     assert why in refused(tensors, SHARED).sentence
+
+
+def test_heads_before_tokens_are_no_kernels_blocks() -> None:
+    tensors = shared()
+    tensors["l0.attn"] = [torch.empty(BLOCKS * 4, HEADS, KERNEL, SIZE, dtype=part.dtype) for part in tensors["l0.attn"]]
+    assert "block size 64" in refused(tensors, SHARED).sentence
+
+
+def test_layers_of_a_group_have_the_same_kernels_blocks() -> None:
+    tensors, shape = shared(), replace(SHARED, group_of={**SHARED.group_of, "l3.attn": 0})
+    tensors["l3.attn"] = [torch.empty(BLOCKS * 2, 32, HEADS, SIZE, dtype=torch.bfloat16) for _ in "kv"]
+    assert "block size 32" in refused(tensors, shape).sentence
 
 
 def test_kernels_blocks_of_a_format_without_an_order_of_tokens_are_refused() -> None:

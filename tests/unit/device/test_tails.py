@@ -102,9 +102,14 @@ KINDS: dict[str, tuple[Tensors, CacheShape, int]] = {
         0,
     ),
     "attention over states": (*beside_states(), 0),
-    "kernels' blocks, joined": (
+    "kernels' blocks, four for one of vLLM's": (
         {"l.0": rows(2, 6, size=SIZE // 4, blocks=4 * BLOCKS)},
         replace(GQA, groups=(Group(SIZE),), group_of={"l.0": 0}),
+        0,
+    ),
+    "K and V that take turns, three blocks for one of vLLM's": (
+        {"l.0": torch.empty(3 * BLOCKS, 2, SIZE, 2, 6, dtype=BF16).unbind(1)},
+        replace(GQA, groups=(Group(3 * SIZE),), group_of={"l.0": 0}),
         0,
     ),
 }
@@ -124,12 +129,19 @@ def behind(kind: CacheGeometry, rank: int, end: int) -> Iterator[int]:
     return (place for place, token in enumerate(held) if token >= end)
 
 
-def bind_of(geometry: CacheGeometry, first: int, end: int) -> Bind:
+def bind_of(caches: Caches, first: int, end: int) -> Bind:
     """Bind a prompt's tokens to blocks that no two groups share."""
-    free = list(range(BLOCKS))
+    free, tables = list(range(BLOCKS)), []
     random.Random(end).shuffle(free)
-    tables = [np.array([free.pop() for _ in group.blocks(first, end)], np.int32) for group in geometry.tables]
-    return Bind("r", TransferId("d", 1, "a uuid"), first, end, tuple(tables), 1.0)
+    for group, count in zip(caches.geometry.tables, caches.kernel_blocks, strict=True):
+        wanted = group.blocks(first, end)
+        ids = [
+            block * count + part
+            for block in (free.pop() for _ in range(0, len(wanted), count))
+            for part in range(count)
+        ]
+        tables.append(np.array(ids[: len(wanted)], np.int32))
+    return Bind("r", TransferId("d", 1, "a uuid"), first, end, tuple(tables), 1.0, caches.kernel_blocks)
 
 
 @pytest.mark.parametrize("end", [1, 7, 8, 9, 20, 23, 24, 25, 31])
@@ -140,23 +152,27 @@ def test_what_is_behind_the_last_token_is_cleared_and_nothing_else(
     device = TokenMajorDevice()
     caches = describe(tensors, shape, device)
     geometry, memory = caches.geometry, bytes_of(caches)
-    covers = [group.covers for group in geometry.tables]
+    covers = [group.covers * count for group, count in zip(geometry.tables, caches.kernel_blocks, strict=True)]
     end = min(end, BLOCKS * min(covers))
     first = max(covers) if end > max(covers) else 0
     for stored in memory.values():
         stored[:] = 0xFF
     expected = {address: stored.copy() for address, stored in memory.items()}
-    bind = bind_of(geometry, first, end)
+    bind = bind_of(caches, first, end)
     BlockTails(caches, rank).clear(bind)
     for kind, bases in zip(geometry.by_layer, caches.bases, strict=True):
         _, stop = kind.places(first, end)
-        if kind.own.stateful or stop % kind.covers == 0:
+        if kind.own.stateful or not len(bind.blocks[kind.group]):
             continue
+        last, count = int(bind.blocks[kind.group][-1]), caches.kernel_blocks[kind.group]
+        places = [(last, place) for place in behind(kind, rank, stop) if stop % kind.covers]
+        unused = range(last + 1, (last // count + 1) * count)  # in the same block of vLLM's
+        places += [(block, place) for block in unused for place in range(kind.block_size)]
         for region, base in zip(kind.regions, bases, strict=True):
             begin = max(address for address in memory if address <= base)
             for head in range(len(kind.head_range(rank))):
-                for place in behind(kind, rank, stop):
-                    at = base + int(bind.blocks[kind.group][-1]) * region.block_stride - begin
+                for block, place in places:
+                    at = base + block * region.block_stride - begin
                     at += head * region.head_stride + place * region.token_stride
                     expected[begin][at : at + region.cell_bytes] = 0
     for address, stored in memory.items():
@@ -166,14 +182,14 @@ def test_what_is_behind_the_last_token_is_cleared_and_nothing_else(
 def test_planes_without_an_order_of_tokens_are_left_to_p() -> None:
     tensor = torch.full((BLOCKS, 2, 32, 12), torch.nan)
     caches = describe({"l.0": tensor}, replace(GQA, block_size=32), CpuDevice())
-    BlockTails(caches, 0).clear(bind_of(caches.geometry, 0, 40))
+    BlockTails(caches, 0).clear(bind_of(caches, 0, 40))
     assert caches.geometry.opaque and tensor.isnan().all()
 
 
 def test_a_load_costs_little_more_than_what_clears() -> None:
     """The engine's thread waits for it, once for each load of a step: what is alike in all layers is found once."""
     caches = describe({f"l.{layer}": (rows(2, 6), rows(2, 6)) for layer in range(32)}, GQA, TokenMajorDevice())
-    tails, bind = BlockTails(caches, 0), bind_of(caches.geometry, 0, 20)
+    tails, bind = BlockTails(caches, 0), bind_of(caches, 0, 20)
     views = [part[0, 4:] for parts in caches.tensors for part in parts]
     assert least(lambda: tails.clear(bind)) < 10 * least(lambda: [view.zero_() for view in views])
 

@@ -296,7 +296,7 @@ class RegroupDecodeSite:
         blocks = self.pool.take(count)
         transfer = TransferId(self.incarnation, self._count, uuid.uuid4().hex)
         table = np.asarray(blocks, dtype=np.int32)
-        self._binds.append(Bind(name, transfer, first, tokens, (table,), deadline_s))
+        self._binds.append(Bind(name, transfer, first, tokens, (table,), deadline_s, (1,)))
         reservation = Reservation(
             version=PROTOCOL_VERSION,
             transfer=transfer,

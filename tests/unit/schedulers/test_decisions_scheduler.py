@@ -76,6 +76,37 @@ def test_chunks_of_a_request_become_slices() -> None:
     assert scheduler.released("r") and not scheduler.released("r")
 
 
+HALVES = {(0, rank): WorkerFacts(where, CACHE, kernel_blocks=(2,)) for rank, where in enumerate(ENDPOINTS)}
+
+
+def test_p_s_workers_hear_of_the_kernels_blocks() -> None:
+    scheduler, asked = PrefillScheduler(engine()), request()
+    scheduler.attach_workers(HALVES)
+    asked.kv_transfer_params = remote_decode(seal(reservation(asked), None))
+    scheduler.allocated(asked)
+    outputs = (
+        output([("r", 0, 4, [7])]),
+        output(cached=[("r", 4, 3, None)]),
+        output(cached=[("r", 7, 2, [3])]),
+        output(cached=[("r", 9, 1, [])]),
+    )
+    slices = [scheduler.build_step(one).slices for one in outputs]
+    assert [slice_.new_blocks[0].tolist() for (slice_,) in slices] == [[14, 15], [], [6, 7], []]
+
+
+def test_d_reserves_the_kernels_blocks() -> None:
+    scheduler = decode("http://127.0.0.1:1", attach=False)
+    try:
+        scheduler.attach_workers(HALVES)
+        asked = request(params=ticket("http://127.0.0.1:1"))
+        assert scheduler.wanted(asked, 0) == 10
+        scheduler.allocated(asked, [[7, 3]], 10)
+        (bind,) = scheduler.build_step().binds
+        assert bind.blocks[0].tolist() == [14, 15, 6] and bind.kernel_blocks == (2,)
+    finally:
+        scheduler.close()
+
+
 @pytest.mark.parametrize("runner", ["V1", "V2"])
 def test_both_runners_ways_to_resume_a_request(runner: str) -> None:
     scheduler, _ = admitted()

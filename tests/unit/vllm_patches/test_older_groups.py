@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from vllm_ascend_pd.connector import AscendPushConnector
+from vllm_ascend_pd.metadata import Bind
+from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.vllm_patches import first_token, older_groups
 
 
@@ -123,7 +125,8 @@ def test_a_connector_that_fails_leaves_no_tables_behind() -> None:
 def test_blocks_that_loads_write_are_not_cleared(cleared: list[int] | None, left: list[int] | None) -> None:
     scheduler = made()
     older_groups.install(config(scheduler))
-    bind = SimpleNamespace(blocks=(np.array([1], np.int32), np.array([3, 7], np.int32)))
+    blocks = np.array([1], np.int32), np.array([6, 7, 14], np.int32)  # of 3, and the first half of 7
+    bind = Bind("r", TransferId("d", 1, "a uuid"), 0, 40, blocks, 1.0, (1, 2))
     step = SimpleNamespace(decode=SimpleNamespace(binds=(bind,)))
     output = scheduled(scheduler, lambda given: step, cleared)
     assert output.kv_connector_metadata is step and output.new_block_ids_to_zero == left

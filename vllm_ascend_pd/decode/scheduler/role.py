@@ -53,6 +53,7 @@ class _Online:
     """All that exists once the workers have reported their addresses."""
 
     geometry: CacheGeometry
+    kernel_blocks: tuple[int, ...]
     endpoints: tuple[Endpoint, ...]
     loop: LoopThread
     client: MetaserverClient
@@ -107,6 +108,7 @@ class DecodeScheduler(SchedulerRole):
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         geometry = merge_geometries(workers)
+        kernel_blocks = next(iter(workers.values())).kernel_blocks
         if why_no_first_token := next(
             (facts.why_no_first_token for facts in workers.values() if facts.why_no_first_token), ""
         ):
@@ -123,7 +125,7 @@ class DecodeScheduler(SchedulerRole):
             *known_as, loop, self._on_outcome, lambda reason: self.tally.count("num_side_channel_faults", reason)
         )
         wake = doorbell.start(loop, self._engine.host)
-        self._online = _Online(geometry, endpoints, loop, client, offering, doorbell, wake)
+        self._online = _Online(geometry, kernel_blocks, endpoints, loop, client, offering, doorbell, wake)
 
     # -- the scheduler's thread
 
@@ -150,8 +152,8 @@ class DecodeScheduler(SchedulerRole):
         if count <= 0 or online is None or route is None:
             return
         deadline = self._engine.config.timers.recv_deadline_s
-        groups = online.geometry.tables
-        bind = self.book.reserve(request.request_id, count, blocks, groups, deadline, uuid.uuid4().hex)
+        given = online.geometry.tables, deadline, uuid.uuid4().hex, online.kernel_blocks
+        bind = self.book.reserve(request.request_id, count, blocks, *given)
         prompt = request.num_prompt_tokens, request_hash(request)
         reservation = bind.reservation(self._engine.model_now, online.geometry, online.endpoints, *prompt)
         whole = online.geometry.recomputes_last and bind.end == request.num_prompt_tokens
@@ -169,7 +171,7 @@ class DecodeScheduler(SchedulerRole):
             ticket=route.ticket,
             first=bind.first,
             end=bind.end,
-            blocks=sum(map(len, bind.blocks)),
+            blocks=len(bind.taken()),
         )
         if isinstance(route, Meet):
             self._offer(online, route, bind.transfer, sealed)

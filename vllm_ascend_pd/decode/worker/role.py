@@ -45,7 +45,8 @@ class DecodeWorker(WorkerRole):
         )
         target = engine.create_target(self._device.attach_thread)
         self._runtime = ReceiveRuntime(engine.config, site, caches, self._device, target, engine.secrets)
-        self._facts = WorkerFacts(self._runtime.endpoint, caches.geometry, self._why_no_first_token)
+        facts = self._runtime.endpoint, caches.geometry, self._why_no_first_token, caches.kernel_blocks
+        self._facts = WorkerFacts(*facts)
 
     def handshake(self) -> WorkerFacts | None:
         return self._facts

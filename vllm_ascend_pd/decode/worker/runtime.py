@@ -251,5 +251,4 @@ class ReceiveRuntime:
     }
 
     def _addresses(self) -> Memory:
-        groups = len(self._caches.geometry.tables)
-        return Memory(self._target.session, (self._caches.num_blocks,) * groups, self._caches.bases)
+        return Memory(self._target.session, self._caches.blocks, self._caches.bases)

@@ -14,6 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_ascend_pd.engine import Engine, WorkerFacts, has_embeddings, merge_geometries, request_hash
 from vllm_ascend_pd.errors import LocalProtocolError, PdError, RemoteProtocolError
+from vllm_ascend_pd.geometry.layout import in_kernel_blocks
 from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
@@ -62,6 +63,7 @@ class PrefillScheduler(SchedulerRole):
         meet, timers = engine.config.meet, engine.config.timers
         holding = Holding(meet.hold_sources, int(meet.hold_share * blocks), timers.hold_s, timers.meet_s)
         self._requests = PushRequests(book, Meetings(book, engine.incarnation, holding), BlocksInFlight())
+        self._kernel_blocks: tuple[int, ...] = ()
         self._reception: Reception | None = None
         self._failed_transfers: dict[str, None] = {}  # failed transfers, oldest first
         self._prefix_hits: dict[str, int] = {}  # tokens in the prefix cache, of requests that wait for their first step
@@ -70,6 +72,7 @@ class PrefillScheduler(SchedulerRole):
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         self._requests.meetings.geometry = merge_geometries(workers)
+        self._kernel_blocks = next(iter(workers.values())).kernel_blocks
         if self._engine.config.meet.hold_sources:
             self._reception = Reception(
                 self._engine,
@@ -163,7 +166,7 @@ class PrefillScheduler(SchedulerRole):
                 new.req_id,
                 new.num_computed_tokens,
                 counts[new.req_id],
-                new.block_ids,
+                in_kernel_blocks(new.block_ids, self._kernel_blocks),
                 replaces=True,
                 found=self._prefix_hits.pop(new.req_id, None),
             )
@@ -174,7 +177,7 @@ class PrefillScheduler(SchedulerRole):
                 request_id,
                 computed,
                 counts[request_id],
-                more,
+                more and in_kernel_blocks(more, self._kernel_blocks),
                 replaces=request_id in cached.resumed_req_ids,
                 found=self._prefix_hits.pop(request_id, None),
             )

@@ -42,7 +42,7 @@ class PrefillWorker(WorkerRole):
             self._engine.secrets,
             allocate(self._engine.config, self._world, caches, self._device),
         )
-        self._facts = WorkerFacts(None, caches.geometry)
+        self._facts = WorkerFacts(None, caches.geometry, kernel_blocks=caches.kernel_blocks)
 
     def handshake(self) -> WorkerFacts | None:
         return self._facts

@@ -22,7 +22,7 @@ from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start, Wanted, fau
 from vllm_ascend_pd.decode.scheduler.core.load import TAKEN, USELESS, LoadEffect, LoadEvent, LoadState, RemoteLoad
 from vllm_ascend_pd.decode.scheduler.core.routes import KvRoute, Ticket
 from vllm_ascend_pd.errors import LocalProtocolError
-from vllm_ascend_pd.geometry.layout import CacheGeometry, Group
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Group, in_kernel_blocks
 from vllm_ascend_pd.metadata import Bind, DecodeStep, LoadCancel, LoadEnd
 from vllm_ascend_pd.protocol.dialects import Meet
 from vllm_ascend_pd.protocol.first import First
@@ -107,17 +107,22 @@ class LoadBook:
         groups: Sequence[Group],
         deadline_s: float,
         uuid: str,
+        kernel_blocks: tuple[int, ...] = (),
     ) -> Bind:
-        """Reserve for `count` tokens. `blocks` are those that vLLM has allocated: the whole table of each group."""
+        """Reserve for `count` tokens. `blocks` are those that vLLM has allocated: the whole table of each group.
+
+        `kernel_blocks`: how many of the groups' blocks are one of vLLM's; none: they are the same.
+        """
         load = self._loads.get(request_id)
         if load is None or load.first < 0 or load.transfer is not None or count <= 0:
             raise LocalProtocolError(f"reserve({request_id!r}, {count}) without a wanted load")
         end = load.first + count
+        kernel_blocks = kernel_blocks or (1,) * len(groups)
         begins = [group.begins(load.first, end) for group in groups]
         places = [group.blocks(load.first, end) for group in groups]
         wanted = tuple(
             np.asarray(table[some.start : some.stop], dtype=np.int32)
-            for table, some in zip(blocks, places, strict=True)
+            for table, some in zip(in_kernel_blocks(blocks, kernel_blocks), places, strict=True)
         )
         for ids, group, begin, some in zip(wanted, groups, begins, places, strict=True):
             if group.partial and (not ids.all() or len(ids) < len(some)):
@@ -126,9 +131,10 @@ class LoadBook:
                 )
         self._n += 1
         load.transfer = transfer = TransferId(self._incarnation, self._n, uuid)
-        load.first, load.tokens, load.blocks = min(begins), count, sum(map(len, wanted))
+        load.first, load.tokens = min(begins), count
+        bind = Bind(request_id, transfer, load.first, end, wanted, deadline_s, kernel_blocks)
+        load.blocks = len(bind.taken())
         self._by_transfer[transfer] = load
-        bind = Bind(request_id, transfer, load.first, end, wanted, deadline_s)
         self._pending.binds.append(bind)
         self._on(load, LoadEvent.RESERVED)
         return bind
