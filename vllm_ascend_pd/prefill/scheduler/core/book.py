@@ -21,8 +21,7 @@ from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.protocol.versions import OURS, WHOLE
 
-# Empty steps forced after a catch-up, so that what is missed still is ordered without waiting for requests.
-FORCED_STEPS = 8
+FORCED_STEPS = 8  # empty steps forced after a catch-up: what is missed still is ordered without waiting for requests
 
 
 @dataclass(slots=True)
