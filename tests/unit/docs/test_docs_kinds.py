@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from simulation.mutations import MORE
+from simulation.mutations import ALL
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "kinds.md").read_text()
@@ -26,7 +26,7 @@ def test_each_test_that_is_named_is_there() -> None:
 def test_each_planted_fault_that_is_named_is_one_of_the_simulators() -> None:
     text = " ".join(PAGE.partition("Faults planted in the simulator")[2].partition("\n\n")[0].split())
     faults = text.partition(": ")[2].rstrip(".").split("; ")
-    names = {mutation.name for mutation in MORE}
+    names = {mutation.name for mutation in ALL.values()}
     assert len(faults) > 10
     for fault in faults:
         assert fault.split(", of")[0] in names, fault
