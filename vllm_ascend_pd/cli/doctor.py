@@ -191,7 +191,7 @@ def _model(model: str) -> Check:
             return failed("model", error)
         return note("model", f"its cache is not described here, so the engine decides ({error.sentence})")
     kind = "MLA" if found.mla else f"{found.heads} KV heads × {found.dim}"
-    return good("model", f"{kind}, {found.layers} layers: nothing that the engine would refuse")
+    return good("model", f"{kind}, {found.layer_words()}: nothing that the engine would refuse")
 
 
 def _secrets(asked: host_checks.HostOptions) -> Secrets | None:
@@ -201,10 +201,10 @@ def _secrets(asked: host_checks.HostOptions) -> Secrets | None:
 def _geometry(args: argparse.Namespace) -> Any:
     if not args.model:
         return None
-    from vllm_ascend_pd.cli import plan
+    from vllm_ascend_pd.cli.shape import geometry_of_model
 
     divided = args.dcp, args.pcp, args.interleave
-    return plan.geometry_of_model(args.model, args.tp or 1, args.block_size, args.dtype, divided)
+    return geometry_of_model(args.model, args.tp or 1, args.block_size, args.dtype, divided)
 
 
 def _listen(args: argparse.Namespace, asked: host_checks.HostOptions) -> int:

@@ -21,6 +21,10 @@ _CHUNKED = "chunked_attention"
 _ATTENTION = {"full_attention", "attention", "sliding_attention", _CHUNKED}
 _RECURRENT_KEYS = ("mamba_d_state", "ssm_cfg", "mamba_num_heads", "linear_num_key_heads", "conv_L_cache")
 _RECURRENT = {"linear_attention", "mamba", "mamba2"}  # of `layer_types`
+_LETTERS = {"M": "mamba", "*": "attention"}  # of `hybrid_override_pattern`
+# One of so many layers looks at all tokens: transformers' defaults, where a configuration has a window and does not say
+# in which layers. Other models then have it in all.
+_WINDOW_PERIODS = {"cohere2": 4, "gemma2": 2, "gemma3_text": 6}
 # Names of the same sizes by family: heads, values of a head, groups of B and C, a state's width, convolution kernel.
 _MAMBA2 = (
     ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
@@ -41,13 +45,24 @@ class Model:
     """Sizes of one model's cache: attention, windows and recurrent states."""
 
     heads: int
-    dim: int
+    dim: int  # elements of one head; of MLA latent and rope together
     layers: int
     mla: bool
     window: int = 0  # tokens that some layers attend to; 0: all layers attend to all tokens
     windowed: frozenset[int] = frozenset()  # layers that attend to the window only
     states: States | None = None
     index: int = 0  # elements of an indexer's key; 0: without
+    rope: int = 0  # elements of MLA's rope, which vllm-ascend keeps in a tensor of its own
+    drafts: int = 0  # layers for drafts (MTP), which an engine has that is told to draft
+
+    def layer_words(self, item: int = 0) -> str:
+        """Return the number of layers, and what is not plain attention among them; with `item` a state's bytes."""
+        more = f" ({len(self.windowed)} with a window of {self.window} tokens)" if self.windowed else ""
+        if self.states is not None:
+            size = f" of {sum(self.states.at(1, item).nbytes)} B" if item else ""
+            kept, attends = len(self.states.layers), len(self.states.attention_layers)
+            more = f" ({attends} with attention, {kept} with a state{size})"
+        return f"{self.layers} layers{more}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +77,14 @@ class States:
     rows: int  # inputs that the convolution keeps: its kernel less one
     layers: frozenset[int]
     attention_layers: frozenset[int]
+    item: int = 0  # bytes of a number of the recurrence; 0: as the model's
 
     def at(self, tp: int, item: int) -> Recurrent:
-        """Return the state of one rank: the convolution with the cache's item size, the recurrence in float32."""
-        groups = max(1, self.groups // tp)
+        """Return the state of one rank, in numbers of the model's size. `item` is the cache's: 1 is quantised."""
+        groups, item = max(1, self.groups // tp), max(2, item)
         conv = self.rows, self.heads // tp * self.head + 2 * groups * self.width
-        shapes = conv, (self.heads // tp, self.head, self.width)
-        return Recurrent(self.recurrence, shapes, (f"{item}-byte", "float32"), (item, 4), False, self.groups)
+        shapes, sizes = (conv, (self.heads // tp, self.head, self.width)), (item, self.item or item)
+        return Recurrent(self.recurrence, shapes, tuple(f"{n}-byte" for n in sizes), sizes, False, self.groups)
 
 
 def read_model(model: str) -> Model:
@@ -103,14 +119,6 @@ def described(model: str, config: Mapping[str, Any]) -> Model:
             "it compresses its latents, and such caches are not described here, though engines of vllm-ascend take them"
         )
         refuse("--model", model, why, "Trace an engine: vllm-ascend-pd trace names its layers and groups.")
-    found = refused_feature(config)
-    if found:
-        raise ConfigError(
-            "PD-CONF-005", feature=found, remedy="Use a model with attention, windows, states or MLA in plain numbers."
-        )
-    if isinstance(kinds := config.get("layer_types"), list) and _CHUNKED in kinds:
-        why = "it has chunked attention, and an engine's settings decide whether it keeps all blocks (docs/kinds.md)"
-        refuse("--model", model, why, "Trace an engine: vllm-ascend-pd trace names its layers and groups.")
 
     def size(name: str) -> int:
         value = config.get(name)
@@ -118,15 +126,49 @@ def described(model: str, config: Mapping[str, Any]) -> Model:
             refuse("--model", model, f"its config.json says {name} = {value!r}", _REMEDY)
         return value
 
+    if config.get("full_attention_interval") is not None:
+        size("full_attention_interval")
+    found = refused_feature(config)
+    if found:
+        raise ConfigError(
+            "PD-CONF-005", feature=found, remedy="Use a model with attention, windows, states or MLA in plain numbers."
+        )
+    kinds = config.get("layer_types")
+    if (_CHUNKED in kinds) if isinstance(kinds, list) else config.get("attention_chunk_size"):
+        why = "it has chunked attention, and an engine's settings decide whether it keeps all blocks (docs/kinds.md)"
+        refuse("--model", model, why, "Trace an engine: vllm-ascend-pd trace names its layers and groups.")
     attention, layers = size("num_attention_heads"), size("num_hidden_layers")
+    names = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    drafts = next((size(name) for name in names if config.get(name)), 0)
     if config.get("kv_lora_rank"):
         index = size("index_head_dim") if config.get("index_topk") else 0  # as if all layers had an indexer
-        return Model(1, size("kv_lora_rank") + size("qk_rope_head_dim"), layers, mla=True, index=index)
+        rope = size("qk_rope_head_dim")
+        return Model(1, size("kv_lora_rank") + rope, layers, mla=True, index=index, rope=rope, drafts=drafts)
     dim = size("head_dim") if config.get("head_dim") else size("hidden_size") // attention
     heads = size("num_key_value_heads") if config.get("num_key_value_heads") else attention
     windowed = windowed_layers(config, layers)
     window = size("sliding_window") if windowed else 0
-    return Model(heads, dim, layers, False, window, windowed, states(config, layers))
+    return Model(heads, dim, layers, False, window, windowed, states(config, layers), drafts=drafts)
+
+
+def _layer_kinds(config: Mapping[str, Any], layers: int) -> list[str]:
+    """Return the kind of each layer in transformers' words; empty if the configuration says nothing of kinds."""
+    for name in ("layer_types", "layers_block_type"):
+        if isinstance(kinds := config.get(name), list):
+            return [str(kind) for kind in kinds]
+    if isinstance(pattern := config.get("hybrid_override_pattern"), str):
+        return [_LETTERS.get(letter, "") for letter in pattern]
+    if isinstance(places := config.get("attn_layer_indices"), list):
+        return ["attention" if index in places else "mamba" for index in range(layers)]
+    if all(config.get(name) for name in _DELTA_NET):
+        every, other = config.get("full_attention_interval") or 4, "linear_attention"  # transformers' default
+    elif isinstance(config.get("sliding_window"), int):
+        period = config.get("sliding_window_pattern")
+        every = period if isinstance(period, int) else _WINDOW_PERIODS.get(str(config.get("model_type")), 0)
+        other = "sliding_attention"
+    else:
+        return []
+    return [other if (index + 1) % every else "full_attention" for index in range(layers)] if every > 0 else []
 
 
 def states(config: Mapping[str, Any], layers: int) -> States | None:
@@ -136,31 +178,33 @@ def states(config: Mapping[str, Any], layers: int) -> States | None:
         found = [config.get(name) for name in names]
         return [n for n in found if isinstance(n, int) and n > 0]
 
-    kinds, pattern = config.get("layer_types") or config.get("layers_block_type"), config.get("hybrid_override_pattern")
-    if isinstance(kinds, list) and _RECURRENT.intersection(map(str, kinds)):
-        own = frozenset(index for index, kind in enumerate(kinds) if kind in _RECURRENT)
-        attends = frozenset(index for index, kind in enumerate(kinds) if "attention" in str(kind)) - own
-    elif isinstance(pattern, str):
-        own, attends = (frozenset(i for i, letter in enumerate(pattern) if letter == one) for one in "M*")
-    else:  # each layer has both, side by side
+    kinds = _layer_kinds(config, layers)
+    own = frozenset(index for index, kind in enumerate(kinds) if kind in _RECURRENT)
+    attends = frozenset(index for index, kind in enumerate(kinds) if "attention" in kind) - own
+    if not own:  # each layer has both, side by side
         own = attends = frozenset(range(layers))
+    # vLLM takes the model's dtype for the recurrence unless the configuration names one; Nemotron-H has a default.
+    named = config.get("mamba_ssm_dtype") or config.get("mamba_ssm_cache_dtype")
+    default = "float32" if "hybrid_override_pattern" in config else ""
+    item = {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(named or default), 0)
     if len(delta := sizes(_DELTA_NET)) == len(_DELTA_NET):
         keys, key, values, value, kernel = delta
-        return States(DELTA_NET, values, value, keys, key, kernel - 1, own, attends)
+        return States(DELTA_NET, values, value, keys, key, kernel - 1, own, attends, item)
     for names in _MAMBA2:
         if len(found := sizes(names)) == len(names):
             heads, head, groups, width, kernel = found
-            return States(MAMBA2, heads, head, groups, width, kernel - 1, own, attends)
+            return States(MAMBA2, heads, head, groups, width, kernel - 1, own, attends, item)
     return None
 
 
 def windowed_layers(config: Mapping[str, Any], layers: int) -> frozenset[int]:
     """Return the layers that attend to a window only."""
-    kinds, window, longest = (config.get(name) for name in ("layer_types", "sliding_window", "max_position_embeddings"))
-    if isinstance(kinds, list):
-        return frozenset(index for index, kind in enumerate(kinds[:layers]) if kind == "sliding_attention")
+    window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
     shorter = isinstance(window, int) and not (isinstance(longest, int) and window >= longest)
-    return frozenset(range(layers) if shorter and config.get("use_sliding_window", True) else ())
+    if not isinstance(config.get("layer_types"), list) and not (shorter and config.get("use_sliding_window", True)):
+        return frozenset()
+    kinds = _layer_kinds(config, layers) or ["sliding_attention"] * layers
+    return frozenset(index for index, kind in enumerate(kinds[:layers]) if kind == "sliding_attention")
 
 
 def refused_feature(config: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ import pytest
 
 from tools.support.process import free_port
 from unit.channel.kit import AnsweringListener
+from unit.cli.published import written
 from unit.router.cluster import cluster
 from vllm_ascend_pd.admission import listening_offsets
 from vllm_ascend_pd.cli.__main__ import main
@@ -170,6 +171,13 @@ def test_a_configuration_that_the_engine_takes_is_good(role: str) -> None:
 def test_a_part_of_a_configuration_can_be_checked_and_is_said_to_be_no_whole() -> None:
     code, found = doctor("--kv-transfer-config", "{}")
     assert code == 0 and found["connector"][0]["level"] == WARNING and "admission" not in found
+
+
+def test_the_model_line_says_which_layers_keep_what(tmp_path: Path) -> None:
+    _, found = doctor("--only-configuration", "--model", written(tmp_path, "Qwen3-Next"))
+    assert "2 KV heads × 256, 48 layers (12 with attention, 36 with a state)" in found["model"][0]["says"]
+    _, found = doctor("--only-configuration", "--model", written(tmp_path, "gpt-oss-120b"))
+    assert "36 layers (18 with a window of 128 tokens)" in found["model"][0]["says"]
 
 
 UNDESCRIBED = {

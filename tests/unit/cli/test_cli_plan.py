@@ -279,8 +279,9 @@ def test_there_is_no_plan_for_a_model_that_an_engine_refuses(
     [
         {"compress_ratios": [0, 4, 128, 4], "index_topk": 512, "sliding_window": 128},
         {"layer_types": ["chunked_attention", "full_attention"] * 2},
+        {"attention_chunk_size": 8192},
     ],
-    ids=["compressed latents", "chunks"],
+    ids=["compressed latents", "chunks", "chunks, of no named layers"],
 )
 def test_what_is_not_described_has_no_plan_but_is_not_called_refused(
     more: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -299,13 +300,23 @@ def test_a_model_with_full_attention_is_planned(
     assert "2 KV heads × 64, 4 layers" in capsys.readouterr().out
 
 
+def test_mla_has_ropes_of_64_where_no_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--p-tp", "1", "--d-tp", "1", "--layout", "mla", "--head-dim", "576", "--layers", "2", "--tokens", "128"]
+    assert [link["descriptors"] for link in plan(capsys, *words)["links"]] == [2 * 2]
+    assert [link["descriptors"] for link in plan(capsys, *words, "--rope-dim", "0")["links"]] == [2]
+
+
 WINDOWED = [
+    ({"model_type": "gemma2"}, 2, 2 * 4096 + 2 * 128),
+    ({"sliding_window_pattern": 4}, 3, 4096 + 3 * 128),
     ({"layer_types": ["sliding_attention", "full_attention"] * 2}, 2, 2 * 4096 + 2 * 128),
     ({"max_position_embeddings": 4096}, 4, 4 * 128),
 ]
 
 
-@pytest.mark.parametrize(("more", "layers", "tokens"), WINDOWED, ids=["in some layers", "in all"])
+@pytest.mark.parametrize(
+    ("more", "layers", "tokens"), WINDOWED, ids=["a family's", "a pattern", "in some layers", "in all"]
+)
 @pytest.mark.parametrize("mode", ["always", "never"])
 def test_of_a_window_the_last_blocks_are_planned(
     mode: str, more: dict[str, Any], layers: int, tokens: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -355,7 +366,7 @@ def test_an_indexer_with_pcp_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     assert "sparse indexer" in capsys.readouterr().err
 
 
-# Rows of the convolution in bf16, matrices in float32: x, B and C of Mamba-2, q, k and v of Gated DeltaNet.
+# Rows of the convolution in bf16, matrices in float32 as asked: x, B and C of Mamba-2, q, k and v of Gated DeltaNet.
 _OF_MAMBA, _OF_DELTA = 3 * (512 + 2 * 2 * 32) * 2 + 8 * 64 * 32 * 4, 3 * (2 * 256 + 512) * 2 + 8 * 64 * 64 * 4
 STATEFUL = [
     ({**MAMBA}, 4, 4, _OF_MAMBA),
@@ -379,6 +390,7 @@ def test_a_state_is_planned_once_and_whole(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**FULL, **more}))
     words = ["plan", "--p-tp", tps[0], "--d-tp", tps[1], "--model", str(tmp_path), "--regroup", mode]
+    words += ["--state-dtype", "fp32"]
     line = f"4 layers ({attends} with attention, {kept} with a state of {state} B)"
     assert main(words) == 0 and line in capsys.readouterr().out
     assert main([*words, "--json"]) == 0
@@ -388,6 +400,28 @@ def test_a_state_is_planned_once_and_whole(
     assert sum(link["bytes"] for link in json.loads(capsys.readouterr().out)["links"]) == (
         attends * 4096 * 2 * 2 * 64 * 2 + kept * state + again
     )
+
+
+@pytest.mark.parametrize(
+    ("more", "item"),
+    [
+        ({**MAMBA}, 2),
+        ({**DELTA}, 2),
+        ({**DELTA, "mamba_ssm_dtype": "float32"}, 4),
+        ({**MAMBA, "mamba_ssm_cache_dtype": "float32"}, 4),
+        ({**NEMOTRON, "hybrid_override_pattern": "MM-*"}, 4),
+        ({**NEMOTRON, "hybrid_override_pattern": "MM-*", "mamba_ssm_cache_dtype": "bfloat16"}, 2),
+    ],
+    ids=["its own", "delta net", "Qwen3.5", "named", "Nemotron-H", "Nemotron-H, named"],
+)
+def test_a_recurrence_has_the_models_dtype_unless_another_is_named(
+    more: dict[str, Any], item: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**FULL, **more}))
+    rows, matrices = (3 * (2 * 256 + 512), 8 * 64 * 64) if "linear_num_key_heads" in more else (3 * 640, 8 * 64 * 32)
+    rows -= 3 * 64 if "n_groups" in more else 0
+    assert main(["plan", "--p-tp", "1", "--d-tp", "1", "--model", str(tmp_path)]) == 0
+    assert f"a state of {rows * 2 + matrices * item} B" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("regroup", ["never", "always"])
