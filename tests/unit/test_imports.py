@@ -140,7 +140,7 @@ CEILINGS = {
     ".": 1650,
     "admission": 800,
     "channel": 1150,
-    "cli": 2600,
+    "cli": 2650,
     "decode": 2550,
     "device": 750,
     "geometry": 2600,
