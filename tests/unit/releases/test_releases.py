@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from tools.support.environments import RELEASES, beside
+from tools.support.environments import RELEASES, beside, second_runner
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
+SECOND = "1"  # of vLLM's model runners
 SCENARIOS = (
     "chunks_from_2_to_1",
     "chunks_from_1_to_2",
@@ -44,10 +45,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # creating an environ
 def environment(runner: str) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV"))}
     more = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    if runner == SECOND:
+        more["PYTHONPATH"] += "".join(f":{folder}" for folder in second_runner())
     return {**env, **more, "VLLM_USE_V2_MODEL_RUNNER": runner}
 
 
-@pytest.mark.parametrize("runner", ["0", "1"], ids=["first model runner", "second model runner"])
+@pytest.mark.parametrize("runner", ["0", SECOND], ids=["first model runner", "second model runner"])
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_connector_on_another_vllm(release: str, runner: str) -> None:
     """Only its Python code: no kernel of vLLM's is called."""
