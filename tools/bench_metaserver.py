@@ -79,10 +79,6 @@ def systems(wanted: list[str], directory: str, beside: Path | None) -> list[Meas
         made.append(
             MeasuredSystem("example", way, port, [python, "-m", example, str(port), str(PREFILL), str(DECODE), way])
         )
-    for library in ("aiohttp", "httpx"):
-        port = next(ports)
-        command = [python, "-m", f"{PARTS}.variant", library, str(port), str(PREFILL), str(DECODE)]
-        made.append(MeasuredSystem(f"metaserver on {library}", "whole", port, command))
     if shutil.which("nginx"):
         port = next(ports)
         file = Path(directory) / "nginx.conf"
@@ -249,11 +245,9 @@ def one_round(args: argparse.Namespace, processes: list[Running], seen: Seen) ->
             for system, process in processes if kind not in args.skip else ():
                 if kind == "saturation":
                     figures = measured(system, process, streams=streams, seconds=args.seconds)
-                elif streams < 1000 or "httpx" not in system.name:
+                else:
                     flags = {"streams": streams, "pieces": 20, "gap_ms": 50, "ramp_s": 1.0, "seconds": args.seconds + 2}
                     figures = measured(system, process, **flags)
-                else:
-                    continue
                 seen.setdefault((streams, kind), {}).setdefault((system.way, system.name), []).append(figures)
 
 

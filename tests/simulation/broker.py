@@ -14,13 +14,13 @@ import msgspec
 
 from simulation.settings import VOCABULARY, FirstFaults
 from simulation.world import Process
-from vllm_ascend_pd.http.core.failures import HttpFailure, post_again
 from vllm_ascend_pd.protocol.auth import Secrets, seal, unseal
 from vllm_ascend_pd.protocol.first import First
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.router.core.decisions import RetryBudget, RetryPolicy
 from vllm_ascend_pd.shared.backoff import Backoff
+from vllm_ascend_pd.shared.core.failures import HttpFailure, post_again
 
 if TYPE_CHECKING:
     from simulation.cluster import SimulatedCluster

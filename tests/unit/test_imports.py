@@ -98,7 +98,8 @@ ROUTER, OPERATORS = ("router.",), ("cli.", "viewer.")
 # All of the rest that the router uses: its host needs neither torch, nor vLLM, nor the ops.
 ROUTER_USES = {
     *("vllm_ascend_pd", "errors", "secret_files", "protocol.identity", "protocol.reports", "protocol.versions"),
-    *("observe.trace", "viewer.timeline", "shared.backoff", "shared.exposure", "shared.threads"),
+    *("observe.trace", "viewer.timeline", "shared.backoff", "shared.core.failures", "shared.core.gathered"),
+    *("shared.exposure", "shared.http_session", "shared.threads", "shared.tls_files", "shared.within"),
 }
 
 
@@ -116,19 +117,18 @@ def test_no_arrow_leads_back_up_to_a_side(side: str) -> None:
 
 def test_an_engine_needs_neither_the_router_nor_what_is_for_operators() -> None:
     assert not arrows(ENGINE, (*ROUTER, *OPERATORS))
-    assert not arrows(("http.",), (*ROUTER, *OPERATORS, "prefill.", "decode."))
 
 
 def test_the_router_uses_few_modules_of_the_rest() -> None:
     used = {arrow.rpartition(" → ")[2] for arrow in arrows(ROUTER, ("",))}
     rest = {name.removeprefix("vllm_ascend_pd.") for name in used if not name.startswith("vllm_ascend_pd.router")}
-    assert {name for name in rest if not name.startswith("http")} == ROUTER_USES
+    assert rest == ROUTER_USES
     assert not arrows(OPERATORS, ROUTER)  # the command finds it by name
 
 
 def test_each_module_is_in_a_room_that_these_rules_know() -> None:
     """Few modules lie loose beside the rooms."""
-    rooms = (*ENGINE, *ROUTER, *OPERATORS, "http.")
+    rooms = (*ENGINE, *ROUTER, *OPERATORS)
     names = [name.removeprefix("vllm_ascend_pd.") for name in MODULES if name != "vllm_ascend_pd"]
     assert not [name for name in names if not f"{name}.".startswith(rooms)]
     assert len([name for name in names if (PACKAGE / f"{name}.py").exists()]) <= 8
@@ -141,16 +141,15 @@ CEILINGS = {
     "admission": 800,
     "channel": 1150,
     "cli": 2650,
-    "decode": 2550,
+    "decode": 2650,
     "device": 750,
     "geometry": 2600,
-    "http": 800,
     "observe": 450,
     "prefill": 4050,
     "protocol": 4450,
     "regroup": 1000,
-    "router": 8550,
-    "shared": 500,
+    "router": 8750,
+    "shared": 1000,
     "transport": 2000,
     "viewer": 650,
     "vllm_patches": 1000,

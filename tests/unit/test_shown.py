@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from unit.protocol.kit import END, FIRST, ONE, PUSH, TWO, T, begin, claim_of, order, ready, receiver, sender
-from vllm_ascend_pd.http.http1 import Origin
 from vllm_ascend_pd.prefill.worker.core.push import BlockTable, Share
 from vllm_ascend_pd.prefill.worker.core.push import Push as WorkersPush
 from vllm_ascend_pd.protocol.failure import Failure
@@ -20,6 +19,7 @@ from vllm_ascend_pd.regroup.core.staging import StagingSlot
 from vllm_ascend_pd.router.core.decisions import Circuit, CircuitPolicy, Evidence, Role
 from vllm_ascend_pd.router.core.prefixes import Prompts
 from vllm_ascend_pd.router.fleet import Instance
+from vllm_ascend_pd.shared.http_session import Origin
 
 
 def leased() -> Receiver:

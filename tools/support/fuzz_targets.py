@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import aiohttp
 import msgspec
 import numpy as np
 
@@ -44,8 +45,6 @@ from vllm_ascend_pd.decode.scheduler.core.offers import Offers
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.geometry.plan import StepPlanner, plan_digest
-from vllm_ascend_pd.http import http1
-from vllm_ascend_pd.http.core.gathered import Payload
 from vllm_ascend_pd.metadata import PushStart
 from vllm_ascend_pd.prefill.scheduler.bootstrap import answer
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
@@ -81,6 +80,10 @@ from vllm_ascend_pd.router.core.decisions import CircuitPolicy, Role
 from vllm_ascend_pd.router.fleet import Fleet, parse_spec
 from vllm_ascend_pd.router.front import Front
 from vllm_ascend_pd.router.settings import Settings
+from vllm_ascend_pd.router.upstream import Upstream
+from vllm_ascend_pd.shared import http_session
+from vllm_ascend_pd.shared.core.failures import UpstreamError
+from vllm_ascend_pd.shared.core.gathered import Payload
 from vllm_ascend_pd.shared.wake import Doorbell
 
 Run = Callable[[bytes], str]
@@ -581,30 +584,33 @@ def _responses() -> list[bytes]:
 
 
 def _http_client() -> Run:
-    """Feed the answer of an engine or metaserver. Bytes are read ahead within the bound, and every answer ends."""
+    """Feed the answer of an engine or metaserver. Every answer ends, and is no longer than what was sent."""
     loop = asyncio.new_event_loop()
-    pool = http1._Pool()
+
+    async def answer(wire: http_session.HttpWire) -> bytes:
+        message, body = await wire.read()
+        while message.code < 200:
+            message, body = await wire.read()
+        return bytes(await body.read())
 
     def run(data: bytes) -> str:
-        connection, wire = http1._Connection(loop, pool, 30.0), _Wire()
-        connection.connection_made(wire)
-        head = connection.request([b"GET / HTTP/1.1\r\n\r\n"], False, 30.0)
+        wire, transport = http_session.HttpWire(loop), _Wire()
+        wire.connection_made(transport)
+        wire.set_response_params(read_timeout=30.0, read_until_eof=True, auto_decompress=False, read_bufsize=1 << 20)
         step = len(data) // 5 + 1
         for at in range(0, len(data), step):
-            if not wire.closed:
-                connection.data_received(data[at : at + step])
-        connection.connection_lost(None)
-        if pool.busy or not head.done():
-            raise AssertionError("an answer without an end")
-        pool.idle.clear()
-        if head.exception() is not None:
-            if not isinstance(head.exception(), http1.UpstreamError | http1._Stale):
-                raise head.exception() or AssertionError
+            if not transport.closed:
+                wire.data_received(data[at : at + step])
+        wire.connection_lost(None)
+        try:
+            answer(wire).send(None)
+        except StopIteration as end:
+            if len(end.value) > len(data):
+                raise AssertionError("a body of more than was sent") from None
+            return READ
+        except (aiohttp.ClientError, aiohttp.http.HttpProcessingError, UpstreamError):
             return REFUSED
-        reply = head.result()
-        if not reply._ended or sum(map(len, reply._pieces)) > len(data):
-            raise AssertionError("a body without an end, or more than was sent")
-        return REFUSED if reply._error is not None else READ
+        raise AssertionError("an answer without an end")
 
     return run
 
@@ -717,7 +723,7 @@ def _posts() -> list[bytes]:
 
 def _posted() -> Run:
     """Feed the metaserver D's posts and P's answers. No post has a valid ticket here."""
-    front = Front(Settings(), Fleet(CircuitPolicy()), http1.Upstream(1.0, 1.0), "http://metaserver")
+    front = Front(Settings(), Fleet(CircuitPolicy()), Upstream(1.0, 1.0), "http://metaserver")
     handler = reserve.Reservations(front, reserve.Heartbeats(2.0))
     prefill = front.fleet.add(parse_spec(Role.PREFILL, "p:1"), "flag")
     statuses: list[int] = []

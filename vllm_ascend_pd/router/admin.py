@@ -15,7 +15,6 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.router.core.bodies import UNREADABLE
 from vllm_ascend_pd.router.core.decisions import Role
 from vllm_ascend_pd.router.exchange import AsgiSend
@@ -25,6 +24,8 @@ from vllm_ascend_pd.router.instances_file import Members
 from vllm_ascend_pd.router.intake import CallerRequest, Intake, NotTaken
 from vllm_ascend_pd.router.page import HEADERS, PAGE, timeline
 from vllm_ascend_pd.router.relay import send_answer
+from vllm_ascend_pd.router.upstream import Upstream
+from vllm_ascend_pd.shared.core.failures import UpstreamError
 from vllm_ascend_pd.shared.exposure import names_loopback
 
 Operation = dict[str, Any]

@@ -13,8 +13,8 @@ from aiohttp import HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
 from multidict import CIMultiDict
 
-from vllm_ascend_pd.http.http1 import Headers
 from vllm_ascend_pd.router.faults import Answer
+from vllm_ascend_pd.shared.http_session import Headers
 
 
 class Answering(web.StreamResponse):

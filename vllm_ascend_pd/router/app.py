@@ -16,7 +16,6 @@ import msgspec
 import prometheus_client
 
 from vllm_ascend_pd.errors import one_line
-from vllm_ascend_pd.http.http1 import Headers, Upstream, listed
 from vllm_ascend_pd.protocol.reports import MAX_REPORT_BYTES
 from vllm_ascend_pd.protocol.reports import ROUTE as LOADS
 from vllm_ascend_pd.router import passing, spans, state
@@ -39,6 +38,8 @@ from vllm_ascend_pd.router.probes import Prober
 from vllm_ascend_pd.router.relay import OWN_MARK, send_answer
 from vllm_ascend_pd.router.reserve import Heartbeats, Reservations
 from vllm_ascend_pd.router.settings import Settings
+from vllm_ascend_pd.router.upstream import Upstream, listed
+from vllm_ascend_pd.shared.http_session import Headers
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from vllm_ascend_pd.http.http1 import Headers, UpstreamError
-from vllm_ascend_pd.http.within import within
 from vllm_ascend_pd.protocol.versions import may_pair
 from vllm_ascend_pd.router.core import bodies
 from vllm_ascend_pd.router.core.decisions import CircuitState, Role
@@ -35,6 +33,9 @@ from vllm_ascend_pd.router.keys import bearer
 from vllm_ascend_pd.router.metrics import METRICS
 from vllm_ascend_pd.router.relay import OWN_MARK
 from vllm_ascend_pd.shared.backoff import Backoff
+from vllm_ascend_pd.shared.core.failures import UpstreamError
+from vllm_ascend_pd.shared.http_session import Headers
+from vllm_ascend_pd.shared.within import within
 
 log = logging.getLogger(__name__)
 

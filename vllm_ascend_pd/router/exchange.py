@@ -20,14 +20,14 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd.http.core.failures import HttpFailure
-from vllm_ascend_pd.http.http1 import Headers
-from vllm_ascend_pd.http.within import within
 from vllm_ascend_pd.protocol.reports import LoadReport
 from vllm_ascend_pd.router.core import bodies
 from vllm_ascend_pd.router.core.resume import StreamState, stops_at_recomputed
 from vllm_ascend_pd.router.faults import Answer, remedy
 from vllm_ascend_pd.router.fleet import Instance, LegInFlight
+from vllm_ascend_pd.shared.core.failures import HttpFailure
+from vllm_ascend_pd.shared.http_session import Headers
+from vllm_ascend_pd.shared.within import within
 
 AsgiSend = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _MAX_ID = 128  # characters of a client's X-Request-Id

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.errors import CATALOGUE, PdError
-from vllm_ascend_pd.http.http1 import Headers
 from vllm_ascend_pd.router.core.bodies import UNREADABLE
+from vllm_ascend_pd.shared.http_session import Headers
 
 _TYPES = {
     400: "BadRequestError",

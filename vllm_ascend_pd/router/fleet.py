@@ -19,8 +19,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from vllm_ascend_pd.http.core.failures import HttpFailure
-from vllm_ascend_pd.http.http1 import Origin
 from vllm_ascend_pd.protocol.versions import may_pair
 from vllm_ascend_pd.router.core.decisions import (
     AnswerLengths,
@@ -41,6 +39,8 @@ from vllm_ascend_pd.router.core.decisions import (
 from vllm_ascend_pd.router.core.prefixes import Marks, Prompts
 from vllm_ascend_pd.router.metrics import METRICS
 from vllm_ascend_pd.router.settings import LAST_PORT
+from vllm_ascend_pd.shared.core.failures import HttpFailure
+from vllm_ascend_pd.shared.http_session import Origin
 
 log = logging.getLogger(__name__)
 MAX_ENDPOINTS = 1024  # in one text of `parse_specs`

@@ -10,8 +10,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.http.core.failures import HttpFailure
-from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.observe.trace import emit
 from vllm_ascend_pd.router import relay, resuming
 from vllm_ascend_pd.router.core.bodies import Request
@@ -25,6 +23,8 @@ from vllm_ascend_pd.router.metrics import METRICS
 from vllm_ascend_pd.router.settings import Settings
 from vllm_ascend_pd.router.shared import CLOSING, SHUTDOWN, Shared
 from vllm_ascend_pd.router.spans import NoSpans
+from vllm_ascend_pd.router.upstream import Upstream
+from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
 
 _LATE_PREFILL_S = 10.0  # after D has ended well, for P to finish by itself
 _COME_BACK_S = 2.0

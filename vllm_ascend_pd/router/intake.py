@@ -18,10 +18,11 @@ from typing import Protocol
 from aiohttp import StreamReader, web
 
 from vllm_ascend_pd.errors import one_line
-from vllm_ascend_pd.http.core.gathered import Gathered
-from vllm_ascend_pd.http.http1 import Headers, listed
 from vllm_ascend_pd.router.faults import Answer, known
 from vllm_ascend_pd.router.gate import caller_of
+from vllm_ascend_pd.router.upstream import listed
+from vllm_ascend_pd.shared.core.gathered import Gathered
+from vllm_ascend_pd.shared.http_session import Headers
 
 SHORT = 64 << 10  # bytes of the longest body that counts as short
 SHORT_BYTES = 96 << 20  # of all short bodies together

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import hmac
 
-from vllm_ascend_pd.http.http1 import Headers
 from vllm_ascend_pd.router.faults import known
 from vllm_ascend_pd.router.intake import NotTaken
 from vllm_ascend_pd.router.settings import Settings
+from vllm_ascend_pd.shared.http_session import Headers
 
 
 def bearer(token: str) -> Headers:

@@ -16,11 +16,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from vllm_ascend_pd.errors import one_line
-from vllm_ascend_pd.http.http1 import Headers
 from vllm_ascend_pd.router.core.decisions import Role
 from vllm_ascend_pd.router.faults import known
 from vllm_ascend_pd.router.fleet import NAMED, Fleet, Instance, Spec, parse_spec
 from vllm_ascend_pd.router.intake import NotTaken
+from vllm_ascend_pd.shared.http_session import Headers
 
 HEADER = b"x-prefiller-host-port"
 MAX_OF_ONE = 16  # P's of one request; further ones are ignored

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_pd.http.http1 import Headers
+from vllm_ascend_pd.shared.http_session import Headers
 from vllm_ascend_pd.viewer.timeline import Trace, picture, skipped
 
 PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")

@@ -11,8 +11,6 @@ import asyncio
 from dataclasses import dataclass
 from urllib.parse import unquote_to_bytes
 
-from vllm_ascend_pd.http.core.failures import HttpFailure
-from vllm_ascend_pd.http.http1 import Reply, UpstreamError
 from vllm_ascend_pd.router import models
 from vllm_ascend_pd.router.core import bodies
 from vllm_ascend_pd.router.core.decisions import Evidence, Role
@@ -24,6 +22,8 @@ from vllm_ascend_pd.router.front import Front
 from vllm_ascend_pd.router.intake import CallerRequest
 from vllm_ascend_pd.router.relay import client_head, no_answer, refuse, send_whole
 from vllm_ascend_pd.router.shared import CLOSING, SHUTDOWN, leg_end
+from vllm_ascend_pd.router.upstream import Reply
+from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
 
 OTHER = "/v1/*"  # one name for all paths that are not known here: a client must not make new label values
 _COMPUTED = frozenset(

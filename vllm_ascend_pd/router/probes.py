@@ -8,8 +8,6 @@ import logging
 import random
 import time
 
-from vllm_ascend_pd.http.core.failures import HttpFailure
-from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.router import models
 from vllm_ascend_pd.router.core.decisions import CircuitState, Evidence
 from vllm_ascend_pd.router.fleet import NAMED, Fleet, Instance
@@ -17,6 +15,8 @@ from vllm_ascend_pd.router.instance_tasks import attend_each
 from vllm_ascend_pd.router.keys import bearer
 from vllm_ascend_pd.router.relay import OWN_MARK
 from vllm_ascend_pd.router.settings import Settings
+from vllm_ascend_pd.router.upstream import Upstream
+from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
 
 log = logging.getLogger(__name__)
 MODELS_EVERY_S = 10.0  # adapters come and go while an engine runs

@@ -20,9 +20,6 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.http.core.failures import HttpFailure
-from vllm_ascend_pd.http.core.gathered import Payload, cut, length
-from vllm_ascend_pd.http.http1 import Headers, Reply, UpstreamError, listed
 from vllm_ascend_pd.observe.trace import emit
 from vllm_ascend_pd.protocol.reports import LoadReport, read_answer
 from vllm_ascend_pd.router import resuming
@@ -34,6 +31,10 @@ from vllm_ascend_pd.router.faults import Answer, brief, error_frame, fault, know
 from vllm_ascend_pd.router.fleet import Instance
 from vllm_ascend_pd.router.metrics import METRICS
 from vllm_ascend_pd.router.shared import CLOSING, SHUTDOWN, Shared, leg_end
+from vllm_ascend_pd.router.upstream import Reply, listed
+from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
+from vllm_ascend_pd.shared.core.gathered import Payload, cut, length
+from vllm_ascend_pd.shared.http_session import Headers
 
 log = logging.getLogger(__name__)
 OWN_HEADERS = frozenset(

@@ -16,8 +16,6 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd.http.core.failures import NOT_EXECUTED, HttpFailure
-from vllm_ascend_pd.http.http1 import UpstreamError
 from vllm_ascend_pd.observe.trace import emit
 from vllm_ascend_pd.protocol.reports import MAX_REPORT_BYTES, Fingerprint, read_answer, read_posted
 from vllm_ascend_pd.router.core import bodies, pieces
@@ -29,6 +27,7 @@ from vllm_ascend_pd.router.front import Front
 from vllm_ascend_pd.router.metrics import METRICS
 from vllm_ascend_pd.router.relay import aborted, send_answer
 from vllm_ascend_pd.router.shared import leg_end
+from vllm_ascend_pd.shared.core.failures import NOT_EXECUTED, HttpFailure, UpstreamError
 
 _HEARTBEAT = {"type": "http.response.body", "body": b'{"event":"heartbeat"}\n', "more_body": True}
 _HEAD = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]

@@ -12,8 +12,6 @@ import time
 import msgspec
 
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.http.core.failures import HttpFailure
-from vllm_ascend_pd.http.http1 import Reply, UpstreamError
 from vllm_ascend_pd.router.core import bodies
 from vllm_ascend_pd.router.core.decisions import Evidence
 from vllm_ascend_pd.router.core.resumable import NotContinued, resumable_request
@@ -23,6 +21,8 @@ from vllm_ascend_pd.router.faults import error_frame
 from vllm_ascend_pd.router.fleet import Instance
 from vllm_ascend_pd.router.metrics import METRICS
 from vllm_ascend_pd.router.shared import Shared
+from vllm_ascend_pd.router.upstream import Reply
+from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
 
 MAX_TIMES = 8  # that one stream is continued: a request that kills each D must not go on for ever
 _EVENT_BYTES = 16 << 20  # the first event has the ids of the prompt

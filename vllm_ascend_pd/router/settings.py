@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.http.tls_files import TlsFiles
 from vllm_ascend_pd.router.core.decisions import CircuitPolicy, RetryPolicy
 from vllm_ascend_pd.secret_files import read_private
+from vllm_ascend_pd.shared.tls_files import TlsFiles
 
 LAST_PORT = 65535
 _TOKEN = re.compile(rb"[!-~]{16,}")

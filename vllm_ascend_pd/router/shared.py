@@ -8,8 +8,6 @@ import random
 import time
 
 from vllm_ascend_pd.errors import CATALOGUE
-from vllm_ascend_pd.http.core.failures import HttpFailure
-from vllm_ascend_pd.http.http1 import Upstream, UpstreamError
 from vllm_ascend_pd.protocol.reports import LoadReport
 from vllm_ascend_pd.router import exchange as exchanges
 from vllm_ascend_pd.router.aside import Aside
@@ -19,6 +17,8 @@ from vllm_ascend_pd.router.fleet import Fleet, Instance, LegInFlight
 from vllm_ascend_pd.router.metrics import METRICS
 from vllm_ascend_pd.router.settings import Settings
 from vllm_ascend_pd.router.spans import NoSpans
+from vllm_ascend_pd.router.upstream import Upstream
+from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
 
 CLOSING = "PD-META-010"
 SHUTDOWN = CATALOGUE[CLOSING].sentence

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd import __version__
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.http.http1 import Headers
+from vllm_ascend_pd.shared.http_session import Headers
 from vllm_ascend_pd.shared.threads import aside
 
 if TYPE_CHECKING:

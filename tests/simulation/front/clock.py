@@ -93,6 +93,7 @@ def simulated(seed: int) -> Iterator[VirtualLoop]:
         "secrets.token_hex": lambda count=16: rng.getrandbits(8 * count).to_bytes(count, "big").hex(),
         "uuid.uuid4": lambda: uuid.UUID(int=rng.getrandbits(128)),
         "time.monotonic": loop.time,
+        "aiohttp.connector.monotonic": loop.time,
         "time.time": lambda: WALL + loop.now,
     }
     asyncio.set_event_loop(loop)

@@ -15,11 +15,11 @@ import msgspec
 
 from simulation.front.speech import AnswerOptions, Speaker, speak
 from simulation.front.wire import ClientCall, EngineConnection, EngineRequest, FrontNetwork
-from vllm_ascend_pd.http.core.failures import HttpFailure, post_again
 from vllm_ascend_pd.protocol.reports import LoadReport, PushReport, params_of
 from vllm_ascend_pd.protocol.versions import fingerprint
 from vllm_ascend_pd.router.named import HEADER
 from vllm_ascend_pd.shared.backoff import Backoff
+from vllm_ascend_pd.shared.core.failures import HttpFailure, post_again
 
 SETTLE_S = 15.0  # of D: how long KV may be missing after P's good answer
 RESERVE_S = 600.0

@@ -16,7 +16,6 @@ from msgspec import structs
 from simulation.front.engines import EngineFaults
 from simulation.front.world import FrontResult, SeedPlan, draw, run_seed
 from vllm_ascend_pd.errors import CATALOGUE
-from vllm_ascend_pd.http import http1
 from vllm_ascend_pd.router import canary, fleet, front, relay, reserve, resuming, shared
 from vllm_ascend_pd.router.core import bodies, resumable, resume
 from vllm_ascend_pd.router.core.bodies import Use
@@ -25,6 +24,7 @@ from vllm_ascend_pd.router.core.resume import StreamState
 from vllm_ascend_pd.router.exchange import Attempt, Journal
 from vllm_ascend_pd.router.intake import Body
 from vllm_ascend_pd.router.probes import Prober
+from vllm_ascend_pd.shared import http_session
 
 
 def _any_world(plan: SeedPlan) -> SeedPlan:
@@ -203,12 +203,15 @@ def _cutting(plan: SeedPlan) -> SeedPlan:
 
 
 def _lost_is_the_end(self: Any, problem: Exception | None) -> None:
-    if self._reply is not None:
-        self._finish(keep=False)
+    answer = self._answer
+    if answer is not None and not answer.is_eof():
+        answer.feed_eof()
     _LOST(self, problem)
+    if answer is not None:
+        answer.set_exception(None)
 
 
-_LOST = http1._Connection.connection_lost
+_LOST = http_session.HttpWire.connection_lost
 
 
 _POINT, _NEXT, _CONTINUED, _FRAMED, _NOTE_HEAD, _DECODE = (
@@ -317,7 +320,7 @@ ALL = {
         ),
         FrontMutation(
             "an answer that breaks off has ended",
-            ((http1._Connection, "connection_lost", _lost_is_the_end),),
+            ((http_session.HttpWire, "connection_lost", _lost_is_the_end),),
             _cutting,
         ),
         FrontMutation("a D whose loads fail is asked again", ((LoadRecord, "avoids", _never),), _beside_a_deaf_one),

@@ -366,6 +366,7 @@ class FrontWorld:
                 "heartbeats": len(worker._heartbeats._open),
                 "places": sum(g.keeper.running + g.keeper.waiting for g in (front.turnstile, front.canaries, front.polls)),
                 "bytes": worker._intake.held,
+                "calls": max(0, len(worker.upstream._replies) - len(list(worker.fleet))),  # but for the probes
                 "kept": front.kept_bytes,
             }  # fmt: skip
             if left := {name: count for name, count in held.items() if count}:
@@ -373,7 +374,7 @@ class FrontWorld:
         return ""
 
     def _check_end(self, standing: set[Any]) -> None:
-        always = ("Prober._watch", "FrontEngine.", "Upstream.", "Canary._", "create_connection", "VirtualLoop.", "FrontDecode.", "FrontPrefill.", "ClientCall._run", "ClientCall.more", "Event.wait")  # fmt: skip
+        always = ("Prober._watch", "FrontEngine.", "HttpSession.send", "ClientRequest.write_bytes", "reach", "Canary._", "create_connection", "VirtualLoop.", "FrontDecode.", "FrontPrefill.", "ClientCall._run", "ClientCall.more", "Event.wait")  # fmt: skip
         works = [getattr(t.get_coro(), "__qualname__", "") for t in asyncio.all_tasks() - standing]
         if left := [work for work in works if not work.startswith(always)]:
             raise Violation(f"promise 4: tasks are left: {left[:5]}")

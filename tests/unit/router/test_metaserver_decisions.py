@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vllm_ascend_pd
-from vllm_ascend_pd.http.core.failures import NOT_EXECUTED, HttpFailure, post_again
 from vllm_ascend_pd.router.core import decisions
 from vllm_ascend_pd.router.core.decisions import (
     Admission,
@@ -31,6 +30,7 @@ from vllm_ascend_pd.router.core.decisions import (
     prefer,
 )
 from vllm_ascend_pd.shared.backoff import Backoff
+from vllm_ascend_pd.shared.core.failures import NOT_EXECUTED, HttpFailure, post_again
 
 BACKOFF = Backoff(0.05, 2.0)
 RAND = st.floats(0, 1, exclude_max=True)

@@ -20,7 +20,6 @@ from aiohttp import StreamReader
 from unit.router.cluster import cluster, texts
 from unit.router.fake_engine import ids_of
 from vllm_ascend_pd.errors import CATALOGUE
-from vllm_ascend_pd.http.core import gathered
 from vllm_ascend_pd.router import reserve
 from vllm_ascend_pd.router.app import RESERVATIONS, WorkerProcess
 from vllm_ascend_pd.router.aside import AT_ONCE, Aside
@@ -28,6 +27,7 @@ from vllm_ascend_pd.router.core import bodies
 from vllm_ascend_pd.router.core.pieces import Buffer
 from vllm_ascend_pd.router.intake import CallerRequest
 from vllm_ascend_pd.router.settings import Settings
+from vllm_ascend_pd.shared.core import gathered
 
 LONG = 3_000_000
 HOSTILE = {

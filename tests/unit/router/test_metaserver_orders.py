@@ -16,9 +16,6 @@ import pytest
 
 from unit.router.cluster import FakeCluster, asked_until, cluster, data, events, texts, until
 from unit.router.fake_engine import FakeEngine, reservation_of, words
-from vllm_ascend_pd.http import http1
-from vllm_ascend_pd.http.core.failures import HttpFailure
-from vllm_ascend_pd.http.http1 import Origin, Upstream, UpstreamError
 from vllm_ascend_pd.protocol.versions import fingerprint
 from vllm_ascend_pd.router import exchange, relay, reserve
 from vllm_ascend_pd.router.core.decisions import (
@@ -33,7 +30,11 @@ from vllm_ascend_pd.router.core.decisions import (
     Role,
 )
 from vllm_ascend_pd.router.fleet import Fleet, Instance, parse_spec
+from vllm_ascend_pd.router.upstream import Upstream
+from vllm_ascend_pd.shared import http_session
 from vllm_ascend_pd.shared.backoff import Backoff
+from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
+from vllm_ascend_pd.shared.http_session import Origin
 
 LONG_S = 3600.0  # of an answer that comes after everything else, if at all
 
@@ -370,7 +371,7 @@ async def test_our_own_lack_of_file_handles_says_nothing_about_an_engine(monkeyp
         await upstream.send(Origin("http", "127.0.0.1", 1), "GET", b"/", [], b"", 1.0)
     assert failed.value.failure is HttpFailure.OURS
     await upstream.close()
-    assert {errno.EMFILE, errno.ENFILE} <= http1._OURS
+    assert {errno.EMFILE, errno.ENFILE} <= http_session.OURS
 
 
 # -- lives and proofs

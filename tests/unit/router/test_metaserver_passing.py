@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 from unit.router.cluster import FakeCluster, cluster, until
-from vllm_ascend_pd.http.http1 import Upstream
 from vllm_ascend_pd.router.core import bodies
 from vllm_ascend_pd.router.core.decisions import CircuitPolicy, CircuitState
 from vllm_ascend_pd.router.exchange import HttpExchange, Interrupt
@@ -20,6 +19,7 @@ from vllm_ascend_pd.router.fleet import Fleet, Instance
 from vllm_ascend_pd.router.front import Front
 from vllm_ascend_pd.router.metrics import METRICS, PREFIX
 from vllm_ascend_pd.router.settings import Settings
+from vllm_ascend_pd.router.upstream import Upstream
 
 
 def instance(c: FakeCluster) -> Instance:

@@ -22,12 +22,12 @@ from unit.router.command import COMMAND, ROOT, RunningMetaserver, running, worke
 from unit.router.fake_engine import words
 from vllm_ascend_pd.cli.__main__ import main, parser
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.http.http1 import Origin
 from vllm_ascend_pd.router import server, supervisor
 from vllm_ascend_pd.router.command import LineByLine, settings_of
 from vllm_ascend_pd.router.core.decisions import Role
 from vllm_ascend_pd.router.fleet import parse_specs
 from vllm_ascend_pd.router.settings import read_token
+from vllm_ascend_pd.shared.http_session import Origin
 
 
 def test_the_command_serves_and_ends_well_on_a_signal() -> None:

@@ -15,8 +15,10 @@ import pytest
 from unit.kits.certificates import certificate
 from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.decode.scheduler.metaserver import MetaserverClient, Outcome
-from vllm_ascend_pd.http import http1
 from vllm_ascend_pd.router.settings import Settings
+from vllm_ascend_pd.router.upstream import Upstream
+from vllm_ascend_pd.shared.core.failures import UpstreamError
+from vllm_ascend_pd.shared.http_session import Origin
 from vllm_ascend_pd.shared.loop import LoopThread
 
 LOOPBACK = "127.0.0.1"
@@ -171,9 +173,9 @@ async def test_authorities_that_are_replaced_are_used_from_the_next_connection_o
 ) -> None:
     authority = tmp_path / "authorities.pem"
     replace_file(authority, elsewhere[0])
-    server, upstream = TlsServer(mine), http1.Upstream(5.0, 5.0, Settings(engine_ca=str(authority)).engine_tls())
-    origin = http1.Origin("https", LOOPBACK, server.port)
-    with pytest.raises(http1.UpstreamError, match="certificate verify failed"):
+    server, upstream = TlsServer(mine), Upstream(5.0, 5.0, Settings(engine_ca=str(authority)).engine_tls())
+    origin = Origin("https", LOOPBACK, server.port)
+    with pytest.raises(UpstreamError, match="certificate verify failed"):
         await upstream.send(origin, "POST", b"/", [], b"{}", 5.0)
     replace_file(authority, mine[0])
     async with await upstream.send(origin, "POST", b"/", [], b"{}", 5.0) as reply:
@@ -186,13 +188,13 @@ async def test_the_metaserver_verifies_its_engines(mine: tuple[Path, Path], else
     """It cannot be switched off; without --engine-ca the system's authorities count."""
     for shown, ca, good in ((mine, mine[0], True), (mine, None, False), (elsewhere, elsewhere[0], False)):
         server = TlsServer(shown)
-        upstream = http1.Upstream(5.0, 5.0, Settings(engine_ca=str(ca) if ca else "").engine_tls())
-        asked = upstream.send(http1.Origin("https", LOOPBACK, server.port), "POST", b"/", [], b"{}", 5.0)
+        upstream = Upstream(5.0, 5.0, Settings(engine_ca=str(ca) if ca else "").engine_tls())
+        asked = upstream.send(Origin("https", LOOPBACK, server.port), "POST", b"/", [], b"{}", 5.0)
         if good:
             async with await asked as reply:
                 assert await reply.rest(10) == b"{}"
         else:
-            with pytest.raises(http1.UpstreamError, match="certificate verify failed"):
+            with pytest.raises(UpstreamError, match="certificate verify failed"):
                 await asked
         await upstream.close()
         server.stop()

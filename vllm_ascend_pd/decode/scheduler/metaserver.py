@@ -26,15 +26,15 @@ import msgspec
 from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.decode.scheduler.core import answers
 from vllm_ascend_pd.decode.scheduler.core.answers import Outcome
+from vllm_ascend_pd.decode.scheduler.httpx_transport import REPEATABLE, Transport
 from vllm_ascend_pd.errors import PdError, one_line
-from vllm_ascend_pd.http.core.failures import HttpFailure, post_again
-from vllm_ascend_pd.http.httpx_transport import REPEATABLE, SILENCE, Transport
-from vllm_ascend_pd.http.tls_files import TlsFiles
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol import reports
 from vllm_ascend_pd.protocol.reports import LoadReport
 from vllm_ascend_pd.shared.backoff import Backoff
+from vllm_ascend_pd.shared.core.failures import HttpFailure, post_again
 from vllm_ascend_pd.shared.loop import LoopThread
+from vllm_ascend_pd.shared.tls_files import TlsFiles
 
 __all__ = ["MetaserverClient", "Outcome", "origin"]
 
@@ -258,11 +258,10 @@ class MetaserverClient:
     def _client(self) -> httpx.AsyncClient:
         """Return the HTTP client. It is made at the first call, on the loop."""
         if self._http is None:
-            connect_s, read_s = self._config.metaserver_connect_timeout_s, 3 * HEARTBEAT_S
             files = self._config.tls_ca_file, self._config.tls_cert_file, self._config.tls_key_file
             tls = TlsFiles(lambda: _tls(self._config), *files)
-            transport = Transport(connect_s, read_s, tls, _MAX_CONNECTING)
-            self._http = httpx.AsyncClient(transport=transport, trust_env=False)
+            transport = Transport(self._config.metaserver_connect_timeout_s, tls, _MAX_CONNECTING)
+            self._http = httpx.AsyncClient(transport=transport, timeout=3 * HEARTBEAT_S, trust_env=False)
         return self._http
 
     async def _post(self, call: _Call, content: bytes) -> Outcome:
@@ -272,8 +271,8 @@ class MetaserverClient:
             trace.emit("posted", transfer=str(call.key), attempt=call.attempts)
         url = call.url.rstrip("/") + "/v1/metaserver" + (call.query and f"?{call.query}")
         try:
-            silent = {} if call.silent_s is None else {SILENCE: call.silent_s}
-            async with self._client().stream("POST", url, content=content, headers=_KIND, extensions=silent) as answer:
+            silence_s = 3 * HEARTBEAT_S if call.silent_s is None else call.silent_s
+            async with self._client().stream("POST", url, content=content, headers=_KIND, timeout=silence_s) as answer:
                 if answer.status_code != 200:
                     raise await _refusal(answer)
                 if "ndjson" in answer.headers.get("content-type", ""):

@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd.http.core.gathered import Payload
 from vllm_ascend_pd.router.core import media
 from vllm_ascend_pd.router.core.pieces import PIECE, Buffer, count, holds
 from vllm_ascend_pd.router.core.prefixes import Marks, marks_of
+from vllm_ascend_pd.shared.core.gathered import Payload
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
-from vllm_ascend_pd.http.core.failures import NOT_EXECUTED, HttpFailure
 from vllm_ascend_pd.protocol.identity import dp_rank_of
 from vllm_ascend_pd.shared.backoff import Backoff
+from vllm_ascend_pd.shared.core.failures import NOT_EXECUTED, HttpFailure
 
 # ---- retries --------------------------------------------------------------------------------------------------
 

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 
 from unit.kits.names import WAIT_S, NameServer
-from unit.kits.refusing import no_more_threads
-from vllm_ascend_pd.http.core.failures import HttpFailure
-from vllm_ascend_pd.http.http1 import Origin, Upstream, UpstreamError
 from vllm_ascend_pd.shared import resolver as module
 from vllm_ascend_pd.shared.resolver import Resolver
 
@@ -105,27 +102,6 @@ async def test_the_end_waits_for_no_look_up(server: NameServer) -> None:
         await asking
 
 
-@pytest.mark.parametrize(
-    ("error", "failure"), [(socket.EAI_AGAIN, HttpFailure.OURS), (socket.EAI_NONAME, HttpFailure.CONNECT)]
-)
-async def test_an_engine_is_not_blamed_if_no_name_server_answers(
-    error: int, failure: HttpFailure, server: NameServer
-) -> None:
-    server.wrong["engine.test"], upstream = error, Upstream(5.0, 5.0)
-    with pytest.raises(UpstreamError) as raised:
-        await upstream.send(Origin("http", "engine.test", 9), "GET", b"/", [], b"", 5.0)
-    assert raised.value.failure is failure
-    await upstream.close()
-
-
-async def test_an_engine_is_not_blamed_if_there_is_no_thread_to_look_its_name_up() -> None:
-    upstream = Upstream(5.0, 5.0)
-    with no_more_threads("name engine.test"), pytest.raises(UpstreamError) as raised:
-        await upstream.send(Origin("http", "engine.test", 9), "GET", b"/", [], b"", 5.0)
-    assert raised.value.failure is HttpFailure.OURS
-    await upstream.close()
-
-
 async def test_what_is_known_of_a_name_serves_if_a_new_look_up_fails_or_hangs(server: NameServer) -> None:
     resolver = Resolver()
     with pytest.raises(OSError, match="as set"):
@@ -140,42 +116,3 @@ async def test_what_is_known_of_a_name_serves_if_a_new_look_up_fails_or_hangs(se
     server.wrong.clear()
     server.slow = {"engine.test"}
     assert await resolver.newest("engine.test", 0.01) == [(socket.AF_INET, "127.0.0.2")]
-
-
-async def test_time_limits_hold_on_a_connection_whose_name_was_looked_up_during_a_sweep(server: NameServer) -> None:
-    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        writer.close()
-
-    listening = await asyncio.start_server(silent, "127.0.0.1", 0)
-    upstream, origin = Upstream(WAIT_S, 5.0), Origin("http", "slow.test", listening.sockets[0].getsockname()[1])
-    server.slow = {"slow.test"}
-    asking = asyncio.create_task(upstream.send(origin, "GET", b"/", [], b"", 0.2))
-    await until_asked(server, "slow.test")
-    upstream.sweep(asyncio.get_running_loop().time() + 3600.0)
-    server.gate.set()
-    with pytest.raises(UpstreamError) as raised:
-        await asyncio.wait_for(asking, WAIT_S)
-    assert raised.value.failure is HttpFailure.TIMEOUT
-    await upstream.close()
-    listening.close()
-
-
-async def test_an_engine_whose_name_was_known_and_is_lost_counts_as_not_reached(
-    server: NameServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    upstream, origin = Upstream(0.05, 5.0), Origin("http", "engine.test", 9)
-    server.slow = {"engine.test"}
-    with pytest.raises(UpstreamError) as raised:
-        await upstream.send(origin, "GET", b"/", [], b"", 5.0)
-    assert raised.value.failure is HttpFailure.OURS, "it is looked up for the first time"
-    server.gate.set()
-    while upstream.resolver.known("engine.test") is None:
-        await asyncio.sleep(0.001)
-    monkeypatch.setattr(module, "FRESH_S", 0.0)
-    monkeypatch.setattr(module, "KEPT_S", 0.0)
-    server.gate.clear()
-    with pytest.raises(UpstreamError) as raised:
-        await upstream.send(origin, "GET", b"/", [], b"", 5.0)
-    assert raised.value.failure is HttpFailure.CONNECT
-    await upstream.close()

@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from vllm_ascend_pd.http.within import within
+from vllm_ascend_pd.shared.within import within
 
 
 async def test_a_result_in_time_is_given() -> None:

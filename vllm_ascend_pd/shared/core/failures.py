@@ -22,6 +22,15 @@ class HttpFailure(Enum):
     OURS = "ours"  # this process lacked files, ports or memory: no engine is to blame
 
 
+class UpstreamError(Exception):
+    """A failed HTTP call; `failure` says how far it may have got."""
+
+    def __init__(self, failure: HttpFailure, why: str) -> None:
+        super().__init__(why)
+        self.failure = failure
+        self.why = why
+
+
 # Failures after which work counts as not executed.
 NOT_EXECUTED = frozenset({HttpFailure.CONNECT, HttpFailure.REFUSED, HttpFailure.OURS})
 
