@@ -155,11 +155,9 @@ class Engines:
 
     @property
     def starts_with_p_token(self) -> bool:
-        """Return whether requests start with P's token: of the older release, where D's scheduler is vLLM's own and
-        drafts nothing.
-        """
+        """Return whether requests start with P's token: of the older release, where D's scheduler is vLLM's own."""
         recomputes = any("recompute_scheduler_enable" in flag for flag in self.d.flags)
-        return self.release != OLDER or not (recomputes or self.draft)
+        return self.release != OLDER or not recomputes
 
     @property
     def devices(self) -> int:

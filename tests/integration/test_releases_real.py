@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 from draft_pairs import LENGTHS, check, own
+from grammars import check_grammars
 from kind_pairs import running
-from pairs import Pair, PairMaker, fresh_prompt
+from pairs import PairMaker
 
-from tools.support.checks import eventually, first_tokens
-from tools.support.client import body_of, post
+from tools.support.checks import first_tokens
 from tools.support.cluster import Cluster
 from tools.support.environments import ASKED, NEWEST, beside
 from tools.support.models import ensure
@@ -25,12 +25,6 @@ from tools.support.spec import EngineSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-KEYS = ("token_ids", "text", "finish_reason")
-GRAMMARS: tuple[dict[str, Any], ...] = (
-    {"choice": ["yes", "no"]},
-    {"regex": "[a-z]{3}[0-9]{3}"},
-    {"json": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}},
-)
 MLA_FROM = "0.30.0"  # before, vLLM has no MLA on a CPU
 ONE_DRAFT = "0.30.0"  # with more, its drafter on a CPU calls a kernel of Triton's
 
@@ -65,17 +59,6 @@ def test_a_pair_of_two_releases(
         check_grammars(pair)
     finally:
         cluster.stop(*((pair.front,) if pair is not None else ()), *started)
-
-
-def check_grammars(pair: Pair) -> None:
-    """Check answers under a grammar: a single engine's, with its end, and begun with P's token."""
-    (d,) = pair.decode
-    before = first_tokens(d)
-    for grammar in GRAMMARS:
-        body = body_of(fresh_prompt(70), 12, structured_outputs=grammar, ignore_eos=False)
-        alone, got = (post(engine.url, body)["choices"][0] for engine in (pair.prefill, pair.front))
-        assert [got[key] for key in KEYS] == [alone[key] for key in KEYS], grammar
-    eventually(lambda: first_tokens(d) - before == len(GRAMMARS), "P's token begins each of them")
 
 
 @pytest.mark.parametrize(

