@@ -727,7 +727,6 @@ def _posted() -> Run:
     handler = reserve.Reservations(front, reserve.Heartbeats(2.0))
     prefill = front.fleet.add(parse_spec(Role.PREFILL, "p:1"), "flag")
     statuses: list[int] = []
-    interrupt: Any = None  # of a leg, which does not exist here
 
     async def send(message: Any) -> None:
         if "status" in message:
@@ -735,7 +734,7 @@ def _posted() -> Run:
 
     def run(data: bytes) -> str:
         statuses.clear()
-        answer = handler.answer(data, interrupt, send)
+        answer = handler.answer(data, send)
         try:
             answer.send(None)
             raise AssertionError("an unknown ticket is waited for")

@@ -169,8 +169,8 @@ class Admin:
 
     async def _reset_one(self, instance: Instance) -> str:
         try:
-            reply = await self._upstream.send(instance.origin, "POST", b"/reset_prefix_cache", [], b"", _RESET_S)
-            async with reply:
+            asking = self._upstream.ask(instance.origin, "POST", b"/reset_prefix_cache", [], b"", _RESET_S)
+            async with asking as reply:
                 await reply.rest(_MAX_BODY)
         except UpstreamError as problem:
             return problem.why

@@ -49,7 +49,7 @@ class Answering(web.StreamResponse):
             else:
                 await self._add(message.get("body", b""), message.get("more_body", False))
         except ConnectionError:
-            return  # the caller has gone: the request is interrupted, or will be
+            return  # the caller has gone: its request is cancelled, or will be
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         """Prepare nothing: aiohttp calls this when the handler has returned."""

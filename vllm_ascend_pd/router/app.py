@@ -24,7 +24,7 @@ from vllm_ascend_pd.router.cache_events import CacheEvents, parse_ports
 from vllm_ascend_pd.router.canary import Canary
 from vllm_ascend_pd.router.core import bodies
 from vllm_ascend_pd.router.core.decisions import Role
-from vllm_ascend_pd.router.exchange import AsgiSend, HttpExchange, Interrupt, kept_id, uncancel
+from vllm_ascend_pd.router.exchange import AsgiSend, HttpExchange, kept_id
 from vllm_ascend_pd.router.faults import Answer, json_answer, known
 from vllm_ascend_pd.router.fleet import Instance
 from vllm_ascend_pd.router.front import Front
@@ -166,9 +166,7 @@ class WorkerProcess:
             except bodies.BodyError as problem:
                 raise NotTaken(known(400, "PD-META-012", why=problem)) from problem
             prefills = self._named.of(headers) if self._named is not None else None  # a whole request names them
-            exchange = HttpExchange(
-                request, headers, request_id, Interrupt(), send, prefills=prefills, release=body.release
-            )
+            exchange = HttpExchange(request, headers, request_id, send, prefills=prefills, release=body.release)
             del request
             await self._attend(asked, exchange, self.front.serve(exchange))
 
@@ -185,7 +183,7 @@ class WorkerProcess:
                 call = passing.call_of(asked, stripped, model)
             except bodies.BodyError as problem:
                 raise NotTaken(known(400, "PD-META-012", why=problem)) from problem
-            exchange = HttpExchange(call.request(), headers, request_id, Interrupt(), send)
+            exchange = HttpExchange(call.request(), headers, request_id, send)
             await self._attend(asked, exchange, passing.pass_on(self.front, exchange, call))
 
     async def _read(self, body: Body) -> bytes | memoryview:
@@ -193,11 +191,10 @@ class WorkerProcess:
 
     async def _attend(self, asked: CallerRequest, exchange: HttpExchange, work: Coroutine[Any, Any, None]) -> None:
         """Run a client's request from its body to its end, and count it."""
-        interrupt = exchange.interrupt
+        left = False
         try:
-            await while_connected(asked, interrupt, work)
+            left = await while_connected(asked, work) and not exchange.said_all
         finally:
-            left = interrupt.left and not exchange.said_all
             if left:
                 METRICS.client_left.inc()
             METRICS.requests.labels(exchange.route, "left" if left else exchange.status).inc()
@@ -205,8 +202,7 @@ class WorkerProcess:
     async def _reserve(self, asked: CallerRequest, send: AsgiSend) -> None:
         with self._intake.body(asked, of_engine=True) as body:
             posted = await body.read(_MAX_RESERVATION_BYTES)
-            interrupt = Interrupt()
-            await while_connected(asked, interrupt, self._reservations.answer(posted, interrupt, send))
+            await while_connected(asked, self._reservations.answer(posted, send))
 
     async def _loaded(self, asked: CallerRequest, send: AsgiSend) -> None:
         with self._intake.body(asked, of_engine=True) as body:
@@ -263,18 +259,26 @@ def _end_if_failed(task: asyncio.Task[None]) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-async def while_connected(asked: CallerRequest, interrupt: Interrupt, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`; interrupt it if the caller leaves before its end."""
-    gone = interrupt.caller_left
+async def while_connected(asked: CallerRequest, work: Coroutine[Any, Any, None]) -> bool:
+    """Run `work`, and cancel it if the caller leaves before its end. Return whether the caller has left."""
+    task, left = asyncio.get_running_loop().create_task(work), False
+
+    def gone() -> None:
+        nonlocal left
+        left = True
+        task.cancel()
+
     asked.connection.watch(gone)
     try:
-        await work
-    except asyncio.CancelledError:
-        if not interrupt.left:
-            raise
-        uncancel(interrupt.task)
+        await asyncio.wait({task})
     finally:
         asked.connection.unwatch(gone)
+        if not task.done():  # the server does not wait any longer
+            task.cancel()
+            await asyncio.wait({task})
+    if not (left and task.cancelled()):
+        task.result()
+    return left
 
 
 def id_of(headers: Headers) -> str:

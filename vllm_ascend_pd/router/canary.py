@@ -26,7 +26,7 @@ import msgspec
 from vllm_ascend_pd.protocol.versions import may_pair
 from vllm_ascend_pd.router.core import bodies
 from vllm_ascend_pd.router.core.decisions import CircuitState, Role
-from vllm_ascend_pd.router.exchange import HttpExchange, Interrupt
+from vllm_ascend_pd.router.exchange import HttpExchange
 from vllm_ascend_pd.router.fleet import Fits, Instance
 from vllm_ascend_pd.router.front import Front
 from vllm_ascend_pd.router.keys import bearer
@@ -167,8 +167,7 @@ class Canary:
     async def _try(self, prefill: Instance, decode: Instance) -> str:
         """Send a canary and return what went wrong; empty if nothing."""
         headers = self._headers()
-        reply = await self._front.upstream.send(decode.origin, "GET", b"/v1/models", headers, b"", 10.0)
-        async with reply:
+        async with self._front.upstream.ask(decode.origin, "GET", b"/v1/models", headers, b"", 10.0) as reply:
             model = _model(await reply.rest(1 << 20, 10.0))
         if not model:
             return f"/v1/models answered {reply.status}, without a model"
@@ -179,7 +178,6 @@ class Canary:
             bodies.parse(bodies.COMPLETIONS, msgspec.json.encode(body)),
             headers,
             dict(headers)[b"x-request-id"].decode(),
-            Interrupt(),
             answer,
             pinned=(prefill, decode),
         )

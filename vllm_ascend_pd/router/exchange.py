@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of a client's request while it runs: its attempts, their tickets, what interrupts it, its stages.
+"""State of a client's request while it runs: its attempts, their tickets, what ends them from outside, its stages.
 
 An attempt has one ticket: D gets it and sends it back with its reservation. Until the client has seen a byte, a failed
 attempt is given up and another one is made, with a new ticket. So a late write of the old attempt never mixes with the
 new one: D's fence deals with it.
+
+If the client leaves, its task is cancelled, and that is never taken back. All else that ends a request's work from
+outside stops its leg (`LegInFlight.stop`): who waits for the engine there gets the reason, as an exception of its own.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from vllm_ascend_pd.router.core import bodies
 from vllm_ascend_pd.router.core.resume import StreamState, stops_at_recomputed
 from vllm_ascend_pd.router.faults import Answer, remedy
 from vllm_ascend_pd.router.fleet import Instance, LegInFlight
+from vllm_ascend_pd.router.upstream import Reply
 from vllm_ascend_pd.shared.core.failures import HttpFailure
 from vllm_ascend_pd.shared.http_session import Headers
 from vllm_ascend_pd.shared.within import within
@@ -56,49 +60,15 @@ class AttemptFailed(Exception):
         self.final = final
 
 
-class Interrupt:
-    """Cancellation of a task by this server, with its reason. A task cancelled without one was cancelled by asyncio."""
+class ShutDown(Exception):
+    """The end of what a request waits for, because this server shuts down."""
 
-    __slots__ = ("closing", "failed", "left", "task")
+
+class RequestOver(Exception):
+    """The end of a prefill of which the client's request is over, or which D gave up."""
 
     def __init__(self) -> None:
-        task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("an interrupt belongs to a task")
-        self.task: asyncio.Task[Any] = task
-        self.left = False
-        self.closing = False
-        self.failed: AttemptFailed | None = None
-
-    def caller_left(self) -> None:
-        self.left = True
-        self.task.cancel()
-
-    def close(self) -> None:
-        """Cancel the task because the server shuts down."""
-        self.closing = True
-        self.task.cancel()
-
-    def give_up(self, failed: AttemptFailed) -> None:
-        """Cancel the attempt, as another one is better than to wait for it."""
-        if not (self.left or self.closing or self.failed):
-            self.failed = failed
-            self.task.cancel()
-
-    def take_failure(self) -> AttemptFailed | None:
-        """Return the failed attempt if the request itself goes on. Call it in the handler of a CancelledError."""
-        failed, self.failed = self.failed, None
-        if failed is None or self.left or self.closing:
-            return None
-        uncancel(self.task)
-        return failed
-
-
-def uncancel(task: asyncio.Task[Any]) -> None:
-    """Take back a cancellation that was ours and is dealt with: from Python 3.11 on a task counts them."""
-    method = getattr(task, "uncancel", None)
-    if method is not None:
-        method()
+        super().__init__("the client's request is over, or D gave it up")
 
 
 def kept_id(given: bytes) -> str:
@@ -130,7 +100,6 @@ class HttpExchange:
     request: bodies.Request
     headers: Headers
     request_id: str
-    interrupt: Interrupt
     send: AsgiSend
     started: float = field(default_factory=_now)
     started_wall: float = field(default_factory=_wall)
@@ -141,6 +110,8 @@ class HttpExchange:
     pinned: tuple[Instance, Instance] | None = None  # P and D of a canary
     prefills: frozenset[str] | None = None  # the only P's that it may use; None: any
     status: int = 0
+    call: LegInFlight | Reply | None = None  # to an engine, the last one
+    closing: bool = False  # this server shuts down
     span: Any = None  # if spans are on
     kept: StreamState | None = None  # state by which another D can continue its stream
     kept_bytes: int = 0
@@ -159,6 +130,12 @@ class HttpExchange:
     def __post_init__(self) -> None:
         self.route, self.tokens = self.request.route, self.request.prefill_tokens
         self.stops_at_recomputed = stops_at_recomputed(self.request.fields)
+
+    def close(self) -> None:
+        """End what it waits for, because this server shuts down."""
+        self.closing = True
+        if self.call is not None:
+            self.call.stop(ShutDown())
 
     def stage(self, name: str, detail: str = "") -> None:
         self.stages.append((name, time.monotonic() - self.started, detail))
@@ -204,6 +181,20 @@ class RequestSummary(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True, eq=False)
+class Post:
+    """An open POST of D."""
+
+    leg: LegInFlight | None = None  # at P, the last one
+    over: bool = False
+
+    def end(self) -> None:
+        """End its prefill, as nobody needs it any more."""
+        self.over = True
+        if self.leg is not None:
+            self.leg.stop(RequestOver())
+
+
+@dataclass(slots=True, eq=False)
 class Attempt:
     """One attempt with its ticket. `posts`: D's open POSTs, by transfer; `seen`: all transfers D posted."""
 
@@ -211,7 +202,7 @@ class Attempt:
     decode: Instance
     leg: LegInFlight = field(init=False)  # at D
     ticket: str = field(default_factory=lambda: secrets.token_hex(16))
-    posts: dict[str, Interrupt] = field(default_factory=dict)
+    posts: dict[str, Post] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
     sources: dict[str, tuple[Instance, float]] = field(default_factory=dict)  # by transfer, the P asked last, and when
     reports: dict[str, LoadReport] = field(default_factory=dict)  # D's, by transfer
@@ -252,7 +243,7 @@ class Attempt:
 
     def cancel_posts(self) -> None:
         for post in tuple(self.posts.values()):
-            post.caller_left()
+            post.end()
 
 
 class Journal:

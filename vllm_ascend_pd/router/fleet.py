@@ -39,8 +39,10 @@ from vllm_ascend_pd.router.core.decisions import (
 from vllm_ascend_pd.router.core.prefixes import Marks, Prompts
 from vllm_ascend_pd.router.metrics import METRICS
 from vllm_ascend_pd.router.settings import LAST_PORT
+from vllm_ascend_pd.router.upstream import Reply, Upstream
 from vllm_ascend_pd.shared.core.failures import HttpFailure
-from vllm_ascend_pd.shared.http_session import Origin
+from vllm_ascend_pd.shared.core.gathered import Payload
+from vllm_ascend_pd.shared.http_session import Headers, Origin
 
 log = logging.getLogger(__name__)
 MAX_ENDPOINTS = 1024  # in one text of `parse_specs`
@@ -207,9 +209,9 @@ class Instance:
 
 @dataclass(slots=True)
 class LegInFlight:
-    """A request at an instance, in its load while entered, and counted under its end afterwards.
+    """A request at an instance: its call, and how that ends. It is in the instance's load while entered.
 
-    Its prompt counts until its end, and of its answer what is still expected.
+    Its prompt counts until its end, and of its answer what is still expected. It is counted under its end afterwards.
     """
 
     instance: Instance
@@ -222,6 +224,8 @@ class LegInFlight:
     _weigh_at: int = _STEP
     kept: bool = False  # its answer shows too little: the trial goes on until D reports the load
     end: str = "cut"  # a label of the metric: cut from here, unless the instance has ended it
+    reply: Reply | None = None
+    stopped: Exception | None = None  # why it was ended from here, before the instance had
 
     def __enter__(self) -> LegInFlight:
         self.instance.requests += 1
@@ -236,6 +240,33 @@ class LegInFlight:
         METRICS.legs.labels(instance.role.value, instance.label, end).inc()
         instance.requests -= 1
         instance.load = instance.load - self.cost if instance.requests else 0.0  # no drift from rounding
+
+    def ask(
+        self,
+        upstream: Upstream,
+        method: str,
+        path: bytes,
+        headers: Headers,
+        body: Payload,
+        timeout_s: float,
+        repeatable: bool = True,
+    ) -> Reply:
+        """Begin to send the request, as `Upstream.ask` does. Raise what has stopped it."""
+        self.check()
+        self.reply = upstream.ask(self.instance.origin, method, path, headers, body, timeout_s, repeatable)
+        return self.reply
+
+    def stop(self, why: Exception) -> None:
+        """End it: who waits for its answer gets `why`. An answer that is all here is one."""
+        if self.reply is None or not self.reply.at_end:
+            self.stopped = self.stopped or why
+            if self.reply is not None:
+                self.reply.stop(self.stopped)
+
+    def check(self) -> None:
+        """Raise what has stopped it, if something has."""
+        if self.stopped is not None:
+            raise self.stopped
 
     def take(self, tokens: int) -> None:
         """Note that tokens of the answer came. Of a longer one than expected, an eighth of that goes on counting."""

@@ -16,7 +16,7 @@ from vllm_ascend_pd.router.core.bodies import Request
 from vllm_ascend_pd.router.core.decisions import Admission, Gatekeeper, Role
 from vllm_ascend_pd.router.core.resumable import NotContinued
 from vllm_ascend_pd.router.core.resume import StreamState
-from vllm_ascend_pd.router.exchange import Attempt, AttemptFailed, HttpExchange, uncancel
+from vllm_ascend_pd.router.exchange import Attempt, AttemptFailed, HttpExchange, ShutDown
 from vllm_ascend_pd.router.faults import Answer, known
 from vllm_ascend_pd.router.fleet import Fleet, Instance, LegInFlight, among, both, pairing
 from vllm_ascend_pd.router.metrics import METRICS
@@ -95,7 +95,7 @@ class Front(Shared):
     async def admit(
         self, exchange: HttpExchange, work: Callable[[HttpExchange], Awaitable[None]], gate: AdmissionQueue
     ) -> None:
-        """Do `work` when its turn comes. If the client leaves, the exchange's interrupt cancels it."""
+        """Do `work` when its turn comes."""
         if self.closing:
             await relay.refuse(exchange, _CLOSING)
         elif not await gate.enter(self.settings.max_wait_s):
@@ -105,10 +105,7 @@ class Front(Shared):
             try:
                 # Its turn may have come at the moment when the shutdown began.
                 await (relay.refuse(exchange, _CLOSING) if self.closing else work(exchange))
-            except asyncio.CancelledError:
-                if not exchange.interrupt.closing or (exchange.committed and not exchange.streaming):
-                    raise
-                uncancel(exchange.interrupt.task)
+            except ShutDown:
                 if exchange.streaming:
                     await resuming.break_off(self, exchange, SHUTDOWN, CLOSING)
                 else:
@@ -126,7 +123,7 @@ class Front(Shared):
 
     async def _attempts(self, exchange: HttpExchange) -> None:
         self.budget.request()
-        while True:
+        while not exchange.closing:
             exchange.number += 1
             decode = self._decode(exchange)
             if decode is None:
@@ -150,6 +147,7 @@ class Front(Shared):
                     return
                 continue
             await asyncio.sleep(delay)
+        raise ShutDown
 
     async def _refuse(self, exchange: HttpExchange, answer: Answer, why: str) -> None:
         if exchange.streaming:
@@ -248,16 +246,12 @@ class Front(Shared):
         well = False
         try:
             with (
-                self._leg(decode, exchange.request) as attempt.leg,
+                self._leg(decode, exchange.request) as exchange.call,
                 self.spans.leg(exchange, "decode", decode.name, attempt=exchange.number) as headers,
             ):
+                attempt.leg = exchange.call
                 await relay.decode(self, attempt, params, headers)
             well = True
-        except asyncio.CancelledError:
-            failed = exchange.interrupt.take_failure()
-            if failed is None:
-                raise
-            raise failed from None
         finally:
             self._close(attempt, well)
 
@@ -333,4 +327,4 @@ class Front(Shared):
         while self.journal.exchanges and time.monotonic() < end:
             await asyncio.sleep(0.05)
         for exchange in tuple(self.journal.exchanges):
-            exchange.interrupt.close()
+            exchange.close()

@@ -15,7 +15,7 @@ from vllm_ascend_pd.router import models
 from vllm_ascend_pd.router.core import bodies
 from vllm_ascend_pd.router.core.decisions import Evidence, Role
 from vllm_ascend_pd.router.core.pieces import Buffer
-from vllm_ascend_pd.router.exchange import HttpExchange, uncancel
+from vllm_ascend_pd.router.exchange import HttpExchange, ShutDown
 from vllm_ascend_pd.router.faults import known
 from vllm_ascend_pd.router.fleet import LegInFlight
 from vllm_ascend_pd.router.front import Front
@@ -109,7 +109,7 @@ async def pass_on(front: Front, exchange: HttpExchange, call: Call) -> None:
 
 
 async def _attempts(front: Front, exchange: HttpExchange, call: Call) -> None:
-    while True:
+    while not exchange.closing:
         exchange.number += 1
         decode = front.fleet.choose(Role.DECODE, 1, frozenset(exchange.tried), front.fleet.serving(call.model))
         if decode is None:
@@ -118,12 +118,13 @@ async def _attempts(front: Front, exchange: HttpExchange, call: Call) -> None:
             return
         exchange.stage("decode", decode.name)
         with front.fleet.leg(decode, 1) as leg:
+            exchange.call = leg
             try:
-                reply = await front.upstream.send(
-                    *(decode.origin, call.method, call.target, exchange.headers, call.body),
+                asking = leg.ask(
+                    *(front.upstream, call.method, call.target, exchange.headers, call.body),
                     *(front.settings.first_byte_timeout_s, call.repeatable),
                 )
-                async with reply:
+                async with asking as reply:
                     first = await _first(front, call, reply)
                     delay = None
                     if leg_end(reply.status) == "refused":
@@ -146,6 +147,7 @@ async def _attempts(front: Front, exchange: HttpExchange, call: Call) -> None:
                     await refuse(exchange, no_answer(problem))
                     return
         await asyncio.sleep(delay)
+    raise ShutDown
 
 
 async def _all_models(front: Front, exchange: HttpExchange, leg: LegInFlight) -> None:
@@ -185,10 +187,7 @@ async def _relay(
         front.leg_broke(leg, problem)
         front.stream_broke(exchange, decode.name, problem.why)
         return
-    except asyncio.CancelledError:
-        if not exchange.interrupt.closing:
-            raise
-        uncancel(exchange.interrupt.task)
+    except ShutDown:
         front.leg_over(leg, "cut")
         front.stream_broke(exchange, decode.name, SHUTDOWN, CLOSING)
         return

@@ -46,11 +46,9 @@ class Prober:
 
     async def probe(self, instance: Instance) -> None:
         try:
-            reply = await self._upstream.send(
-                instance.origin, "GET", b"/health", [], b"", self._settings.probe_timeout_s
-            )
-            async with reply:
-                await reply.rest(1 << 16, self._settings.probe_timeout_s)
+            timeout = self._settings.probe_timeout_s
+            async with self._upstream.ask(instance.origin, "GET", b"/health", [], b"", timeout) as reply:
+                await reply.rest(1 << 16, timeout)
         except UpstreamError as problem:
             if problem.failure is HttpFailure.OURS:
                 if instance.last_error != problem.why:  # once, not with each probe
@@ -84,8 +82,8 @@ class Prober:
         # Whoever reaches a sidecar can name a process of its own: such a P must not get the key by being probed.
         headers = bearer(self._settings.engine_token) if instance.source != NAMED else []
         try:
-            reply = await self._upstream.send(instance.origin, "GET", models.ROUTE.encode(), headers, b"", timeout)
-            async with reply:
+            asking = self._upstream.ask(instance.origin, "GET", models.ROUTE.encode(), headers, b"", timeout)
+            async with asking as reply:
                 body = await reply.rest(_MODELS_BYTES, timeout)
         except UpstreamError as failed:
             return f"{models.ROUTE}: {failed.why}"

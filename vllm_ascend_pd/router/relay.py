@@ -26,7 +26,7 @@ from vllm_ascend_pd.router import resuming
 from vllm_ascend_pd.router.core import bodies, pieces
 from vllm_ascend_pd.router.core.decisions import Evidence
 from vllm_ascend_pd.router.core.pieces import Buffer
-from vllm_ascend_pd.router.exchange import AsgiSend, Attempt, AttemptFailed, HttpExchange, uncancel
+from vllm_ascend_pd.router.exchange import AsgiSend, Attempt, AttemptFailed, HttpExchange, ShutDown
 from vllm_ascend_pd.router.faults import Answer, brief, error_frame, fault, known, status_of
 from vllm_ascend_pd.router.fleet import Instance
 from vllm_ascend_pd.router.metrics import METRICS
@@ -69,6 +69,7 @@ async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None
     sent = time.monotonic()
     reply, first = await _open(shared, attempt, params, headers)
     with contextlib.closing(reply):
+        attempt.leg.check()  # the answer commits to this D from here on
         now = time.monotonic()
         METRICS.leg_seconds.labels("decode").observe(now - sent)
         emit("meta.first_byte", ticket=attempt.ticket, decode=attempt.decode.name)
@@ -95,9 +96,8 @@ async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None
             else:
                 await send_whole(exchange.send, reply.status, head, first)
         except asyncio.CancelledError:
-            if not (exchange.interrupt.left and exchange.said_all):
+            if not exchange.said_all:  # else it has left with the last event, as openai's client does
                 raise
-            uncancel(exchange.interrupt.task)  # it has left with the last event, as openai's client does
         exchange.stage("end")
         _learn(shared, attempt)
 
@@ -113,13 +113,11 @@ async def _open(
     shared: Shared, attempt: Attempt, params: dict[str, Any] | None, headers: Headers
 ) -> tuple[Reply, Payload]:
     """Return D's reply, and the first piece of a stream or any other answer as a whole. Raise AttemptFailed."""
-    instance, exchange = attempt.decode, attempt.exchange
-    timeout = shared.settings.first_byte_timeout_s
+    exchange, timeout = attempt.exchange, shared.settings.first_byte_timeout_s
     body = bodies.for_decode(exchange.request, params)
     try:
-        reply = await shared.upstream.send(
-            instance.origin, "POST", exchange.request.route.encode(), headers, body, timeout
-        )
+        asking = attempt.leg.ask(shared.upstream, "POST", exchange.request.route.encode(), headers, body, timeout)
+        reply = await asking.head()
     except UpstreamError as problem:
         raise _broken(shared, attempt, problem) from problem
     opened = False
@@ -288,7 +286,7 @@ def no_answer(problem: UpstreamError) -> Answer:
 
 async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers, first: bytes) -> None:
     exchange = attempt.exchange
-    send, interrupt = exchange.send, exchange.interrupt
+    send = exchange.send
     await send({"type": "http.response.start", "status": 200, "headers": head})
     piece, held, code, problem = first, b"", "PD-META-007", ""
     try:
@@ -314,16 +312,13 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
     except UpstreamError as broken:
         shared.leg_over(attempt.leg, "served" if exchange.said_all else "broke", Evidence.BROKE, broken.why)
         problem = "" if exchange.said_all else f"The decode instance broke off: {broken.why}."
-    except asyncio.CancelledError:
-        if not interrupt.closing:
-            raise
-        uncancel(interrupt.task)
+    except ShutDown:
         shared.leg_over(attempt.leg, "served" if exchange.said_all else "cut")
         problem = "" if exchange.said_all else SHUTDOWN
         code = CLOSING
     if held and not problem:  # the stream ended without the empty line; after a break half an event would confuse
         await send({"type": "http.response.body", "body": held, "more_body": True})
-    if problem and not interrupt.closing and exchange.unkept:
+    if problem and code != CLOSING and exchange.unkept:
         problem = PdError("PD-META-024", problem=problem, why=exchange.unkept).sentence
         code = "PD-META-024" if code == "PD-META-007" else code
     if problem:

@@ -20,7 +20,7 @@ from vllm_ascend_pd.observe.trace import emit
 from vllm_ascend_pd.protocol.reports import MAX_REPORT_BYTES, Fingerprint, read_answer, read_posted
 from vllm_ascend_pd.router.core import bodies, pieces
 from vllm_ascend_pd.router.core.decisions import Evidence, Role
-from vllm_ascend_pd.router.exchange import AsgiSend, Attempt, AttemptFailed, Interrupt, uncancel
+from vllm_ascend_pd.router.exchange import AsgiSend, Attempt, AttemptFailed, Post, RequestOver
 from vllm_ascend_pd.router.faults import Answer, brief, fault
 from vllm_ascend_pd.router.fleet import Fits, Instance, LegInFlight, both, pairing
 from vllm_ascend_pd.router.front import Front
@@ -98,8 +98,8 @@ class Reservations:
         self._front = front
         self._heartbeats = heartbeats
 
-    async def answer(self, body: bytes | memoryview, interrupt: Interrupt, send: AsgiSend) -> None:
-        """Answer one POST. It is interrupted when D closes it or the client's request ends."""
+    async def answer(self, body: bytes | memoryview, send: AsgiSend) -> None:
+        """Answer one POST. It is cancelled if D closes it."""
         try:
             posted = await self._front.aside.run(partial(reading, tickets=self._front.journal.tickets), body)
         except (*bodies.UNREADABLE, bodies.BodyError) as problem:
@@ -113,13 +113,13 @@ class Reservations:
         attempt.seen.add(posted.transfer)
         if posted.decode:
             attempt.decode.life = attempt.decode.life.reported(posted.decode, attempt.began, posted.fingerprint)
-        attempt.posts[posted.transfer] = interrupt
+        post = attempt.posts[posted.transfer] = Post()
         emit("meta.reserved", ticket=posted.ticket, transfer=posted.transfer)
         attempt.exchange.stage("reserved", posted.transfer)
         await send({"type": "http.response.start", "status": 200, "headers": _HEAD})
         self._heartbeats.add(send)
         try:
-            last = await self._prefilled(attempt, posted, interrupt, send)
+            last = await self._prefilled(attempt, posted, post, send)
         finally:
             self._heartbeats.remove(send)
             attempt.posts.pop(posted.transfer, None)
@@ -140,13 +140,11 @@ class Reservations:
         else:
             await send_answer(send, fault(404, "No request known here has this ticket and transfer.", "PD-XFER-002"))
 
-    async def _prefilled(
-        self, attempt: Attempt, posted: ReservationPost, interrupt: Interrupt, send: AsgiSend
-    ) -> dict[str, str]:
+    async def _prefilled(self, attempt: Attempt, posted: ReservationPost, post: Post, send: AsgiSend) -> dict[str, str]:
         """Run the prefill and return the last line of the answer."""
         code, why, reason, first = "PD-META-006", "", "", ""
         try:
-            first = await self._prefill(attempt, posted, send)
+            first = await self._prefill(attempt, posted, post, send)
         except PrefillFailed as failed:
             self._front.journal.trouble(failed.code, failed.brief, request=attempt.exchange.request_id)
             if not attempt.received(posted.transfer):  # else D has the KV: what became of P's answer changes nothing
@@ -154,16 +152,13 @@ class Reservations:
                 attempt.failed.add(posted.transfer)
                 attempt.news.set()
                 self._restart(attempt, posted.transfer, why)
+        except RequestOver as over:
+            code, why, reason = "PD-XFER-002", str(over), str(over)
         except asyncio.CancelledError:
-            if not interrupt.left:
-                raise
-            uncancel(interrupt.task)
-            code, why = "PD-XFER-002", "the client's request is over, or D gave it up"
-            reason = why
+            _note_failure(attempt, posted, "cancelled", str(RequestOver()), str(RequestOver()))
+            raise
         if why:
-            emit("meta.prefill_failed", ticket=posted.ticket, transfer=posted.transfer, why=why)
-            attempt.exchange.stage("prefill failed", reason)
-            METRICS.reservations.labels("cancelled" if code == "PD-XFER-002" else "failed").inc()
+            _note_failure(attempt, posted, "cancelled" if code == "PD-XFER-002" else "failed", why, reason)
             return {"event": "failed", "code": code, "detail": why}
         emit("meta.prefilled", ticket=posted.ticket, transfer=posted.transfer)
         attempt.exchange.stage("prefilled", posted.transfer)
@@ -191,10 +186,10 @@ class Reservations:
         await attempt.wait_reported(lambda: transfer in attempt.reports, _REPORT_OF_PUSH_S)
         current = self._front.journal.tickets.get(attempt.ticket) is attempt
         if current and not attempt.exchange.committed and not attempt.received(transfer):
-            attempt.exchange.interrupt.give_up(failed)
+            attempt.leg.stop(failed)
 
-    async def _prefill(self, attempt: Attempt, posted: ReservationPost, send: AsgiSend) -> str:
-        """Run the prefill leg; return P's first token. Raise PrefillFailed.
+    async def _prefill(self, attempt: Attempt, posted: ReservationPost, post: Post, send: AsgiSend) -> str:
+        """Run the prefill leg; return P's first token. Raise PrefillFailed, or RequestOver.
 
         Try another P only if the last one surely did nothing.
         """
@@ -202,7 +197,7 @@ class Reservations:
         several = exchange.request.shape is bodies.Shape.BATCH
         cost = float(posted.tokens if several else exchange.request.prefill_tokens)
         number = 0
-        while True:
+        while not post.over:
             number += 1
             prefill = self._choose(attempt, posted, cost)
             there = prefill.sent(exchange.request.marks)
@@ -212,6 +207,7 @@ class Reservations:
             await _line(send, {"event": "accepted", "prefill": prefill.name})
             try:
                 with front.fleet.leg(prefill, max(1.0, cost - there)) as leg:
+                    post.leg = leg
                     first = await self._ask(attempt, posted, leg)
                     awaited = front.journal.tickets.get(posted.ticket) is attempt
                     if leg.trial and awaited and posted.transfer not in attempt.reports:
@@ -227,9 +223,12 @@ class Reservations:
                 if delay is None:
                     raise
                 await asyncio.sleep(delay)
+                if post.over:
+                    break
                 if not attempt.wants(posted.transfer):
                     raise
                 front.repeated(exchange, failed.failure)
+        raise RequestOver
 
     def _fits(self, attempt: Attempt, posted: ReservationPost) -> Fits:
         exchange, fleet = attempt.exchange, self._front.fleet
@@ -265,8 +264,7 @@ class Reservations:
         try:
             with front.spans.leg(exchange, "prefill", prefill.name, transfer=posted.transfer) as headers:
                 to_p = [(name, value) for name, value in headers if name != _OF_D]
-                reply = await front.upstream.send(prefill.origin, "POST", route.encode(), to_p, body, timeout)
-                async with reply:
+                async with leg.ask(front.upstream, "POST", route.encode(), to_p, body, timeout) as reply:
                     text = await reply.rest(_PREFILL_ANSWER_BYTES, timeout)
         except UpstreamError as problem:
             front.leg_broke(leg, problem)
@@ -288,6 +286,12 @@ class Reservations:
             attempt.blamed.add(posted.transfer)
         failure = HttpFailure.REFUSED if refused else HttpFailure.PREFILL
         raise PrefillFailed(failure, why, brief=f"{prefill.name} {said}")
+
+
+def _note_failure(attempt: Attempt, posted: ReservationPost, end: str, why: str, reason: str) -> None:
+    emit("meta.prefill_failed", ticket=posted.ticket, transfer=posted.transfer, why=why)
+    attempt.exchange.stage("prefill failed", reason)
+    METRICS.reservations.labels(end).inc()
 
 
 def reading(body: bytes | memoryview, tickets: Container[str]) -> ReservationPost:

@@ -147,7 +147,7 @@ class _Models(msgspec.Struct):
 
 async def room(shared: Shared, exchange: HttpExchange, decode: Instance) -> int:
     """Return how many tokens the model takes in all, by a D's model list. Raise UpstreamError or NotContinued."""
-    reply = await shared.upstream.send(decode.origin, "GET", b"/v1/models", exchange.headers, b"", _MODELS_S)
+    exchange.call = reply = shared.upstream.ask(decode.origin, "GET", b"/v1/models", exchange.headers, b"", _MODELS_S)
     async with reply:
         said = await reply.rest(_MODELS_BYTES, _MODELS_S)
     return least_room(said)

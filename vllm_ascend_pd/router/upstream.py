@@ -40,15 +40,15 @@ class Reply:
         self._suspicion: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Reply:
-        return self
+        return self if self._response is not None else await self.head()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
-    async def head(self) -> None:
-        """Wait for status and headers. Raise UpstreamError, or what `stop` was given."""
+    async def head(self) -> Reply:
+        """Wait for status and headers. Raise UpstreamError, or what `stop` was given, and be closed."""
         try:
             await asyncio.wait({self._asking})
             if self._error is not None:
@@ -60,6 +60,7 @@ class Reply:
         self.trust_again()
         self.status = response.status
         self.headers = [(name.lower(), value) for name, value in response.raw_headers]
+        return self
 
     @property
     def at_end(self) -> bool:
@@ -159,7 +160,7 @@ class Upstream:
         timeout_s: float,
         repeatable: bool = True,
     ) -> Reply:
-        """Begin to send a request. The answer's `head` is to be awaited, and it is to be closed.
+        """Begin to send a request. The answer's `head` is to be awaited, as its context does, and it is to be closed.
 
         `timeout_s`: longest silence before the head. `repeatable`: a request that a kept connection did not take may
         be sent again, so the engine may read it twice. That is harmless for a generation (no client has seen the first
@@ -168,21 +169,6 @@ class Upstream:
         asking = self.session.send(origin, method, path, headers, body, timeout_s, repeatable)
         reply = Reply(self, origin, asyncio.get_running_loop().create_task(asking), self._idle_s)
         self._replies[reply] = None
-        return reply
-
-    async def send(
-        self,
-        origin: Origin,
-        method: str,
-        path: bytes,
-        headers: Headers,
-        body: Payload,
-        timeout_s: float,
-        repeatable: bool = True,
-    ) -> Reply:
-        """Send a request as `ask` does and wait for the head of its answer. Raise UpstreamError."""
-        reply = self.ask(origin, method, path, headers, body, timeout_s, repeatable)
-        await reply.head()
         return reply
 
     def forget(self, reply: Reply) -> None:

@@ -23,7 +23,7 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router import app, connection, instances_file, intake, passing, server
 from vllm_ascend_pd.router.core import bodies
 from vllm_ascend_pd.router.core.decisions import CircuitPolicy
-from vllm_ascend_pd.router.exchange import AsgiSend, Interrupt
+from vllm_ascend_pd.router.exchange import AsgiSend
 from vllm_ascend_pd.router.fleet import Fleet
 from vllm_ascend_pd.router.front import Front
 from vllm_ascend_pd.router.gate import ConnectionGate, Places
@@ -325,7 +325,7 @@ async def test_an_answer_whose_head_has_no_end_is_broken_off(start: bytes) -> No
     upstream = Upstream(5.0, 30.0)
     origin = Origin("http", LOOPBACK, server.sockets[0].getsockname()[1])
     with pytest.raises(UpstreamError, match=r"does not end|more than") as broken:
-        async with await upstream.send(origin, "GET", b"/", [], b"", 30.0) as reply:
+        async with upstream.ask(origin, "GET", b"/", [], b"", 30.0) as reply:
             await reply.rest(1 << 20)
     assert broken.value.failure is HttpFailure.BROKEN and served < 32 << 20
     await upstream.close()
@@ -437,7 +437,7 @@ async def test_a_prompt_is_not_read_before_its_ticket_is_known() -> None:
         statuses.extend([message["status"]] if "status" in message else [])
 
     posted = {"ticket": "invented", "transfer": "t", "reservation": "", "prompt_token_ids": ["no", "ids"]}
-    await handler.answer(json.dumps(posted).encode(), Interrupt(), send)
+    await handler.answer(json.dumps(posted).encode(), send)
     assert statuses == [404]
 
 

@@ -368,7 +368,7 @@ async def test_our_own_lack_of_file_handles_says_nothing_about_an_engine(monkeyp
     monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", full)
     upstream = Upstream(1.0, 1.0)
     with pytest.raises(UpstreamError) as failed:
-        await upstream.send(Origin("http", "127.0.0.1", 1), "GET", b"/", [], b"", 1.0)
+        await upstream.ask(Origin("http", "127.0.0.1", 1), "GET", b"/", [], b"", 1.0).head()
     assert failed.value.failure is HttpFailure.OURS
     await upstream.close()
     assert {errno.EMFILE, errno.ENFILE} <= http_session.OURS

@@ -14,7 +14,7 @@ import pytest
 from unit.router.cluster import FakeCluster, cluster, until
 from vllm_ascend_pd.router.core import bodies
 from vllm_ascend_pd.router.core.decisions import CircuitPolicy, CircuitState
-from vllm_ascend_pd.router.exchange import HttpExchange, Interrupt
+from vllm_ascend_pd.router.exchange import HttpExchange
 from vllm_ascend_pd.router.fleet import Fleet, Instance
 from vllm_ascend_pd.router.front import Front
 from vllm_ascend_pd.router.metrics import METRICS, PREFIX
@@ -268,7 +268,7 @@ async def test_a_turn_that_comes_in_the_moment_of_the_end_is_not_taken() -> None
 
     async def ask() -> None:
         request = bodies.parse(bodies.COMPLETIONS, b'{"prompt": "x"}')
-        await front.admit(HttpExchange(request, [], "mine", Interrupt(), send), work, front.turnstile)
+        await front.admit(HttpExchange(request, [], "mine", send), work, front.turnstile)
 
     assert await front.turnstile.enter(1.0)
     asking = asyncio.create_task(ask())

@@ -176,9 +176,9 @@ async def test_authorities_that_are_replaced_are_used_from_the_next_connection_o
     server, upstream = TlsServer(mine), Upstream(5.0, 5.0, Settings(engine_ca=str(authority)).engine_tls())
     origin = Origin("https", LOOPBACK, server.port)
     with pytest.raises(UpstreamError, match="certificate verify failed"):
-        await upstream.send(origin, "POST", b"/", [], b"{}", 5.0)
+        await upstream.ask(origin, "POST", b"/", [], b"{}", 5.0).head()
     replace_file(authority, mine[0])
-    async with await upstream.send(origin, "POST", b"/", [], b"{}", 5.0) as reply:
+    async with upstream.ask(origin, "POST", b"/", [], b"{}", 5.0) as reply:
         assert await reply.rest(10) == b"{}"
     await upstream.close()
     server.stop()
@@ -189,12 +189,12 @@ async def test_the_metaserver_verifies_its_engines(mine: tuple[Path, Path], else
     for shown, ca, good in ((mine, mine[0], True), (mine, None, False), (elsewhere, elsewhere[0], False)):
         server = TlsServer(shown)
         upstream = Upstream(5.0, 5.0, Settings(engine_ca=str(ca) if ca else "").engine_tls())
-        asked = upstream.send(Origin("https", LOOPBACK, server.port), "POST", b"/", [], b"{}", 5.0)
+        asked = upstream.ask(Origin("https", LOOPBACK, server.port), "POST", b"/", [], b"{}", 5.0)
         if good:
-            async with await asked as reply:
+            async with asked as reply:
                 assert await reply.rest(10) == b"{}"
         else:
             with pytest.raises(UpstreamError, match="certificate verify failed"):
-                await asked
+                await asked.head()
         await upstream.close()
         server.stop()

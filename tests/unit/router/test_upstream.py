@@ -39,7 +39,7 @@ async def talking(
 
 async def ask(upstream: Upstream, origin: Origin, **more: object) -> Reply:
     arguments = {"method": "POST", "path": b"/x", "headers": [], "body": b"{}", "timeout_s": 5.0, **more}
-    return await upstream.send(origin, **arguments)  # type: ignore[arg-type]
+    return await upstream.ask(origin, **arguments).head()  # type: ignore[arg-type]
 
 
 LENGTH = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-Y: z\r\n\r\nhello"

@@ -33,7 +33,7 @@ async def test_an_engine_is_not_blamed_if_no_name_server_answers(
 ) -> None:
     server.wrong["engine.test"], upstream = error, Upstream(5.0, 5.0)
     with pytest.raises(UpstreamError) as raised:
-        await upstream.send(Origin("http", "engine.test", 9), "GET", b"/", [], b"", 5.0)
+        await upstream.ask(Origin("http", "engine.test", 9), "GET", b"/", [], b"", 5.0).head()
     assert raised.value.failure is failure
     await upstream.close()
 
@@ -41,7 +41,7 @@ async def test_an_engine_is_not_blamed_if_no_name_server_answers(
 async def test_an_engine_is_not_blamed_if_there_is_no_thread_to_look_its_name_up() -> None:
     upstream = Upstream(5.0, 5.0)
     with no_more_threads("name engine.test"), pytest.raises(UpstreamError) as raised:
-        await upstream.send(Origin("http", "engine.test", 9), "GET", b"/", [], b"", 5.0)
+        await upstream.ask(Origin("http", "engine.test", 9), "GET", b"/", [], b"", 5.0).head()
     assert raised.value.failure is HttpFailure.OURS
     await upstream.close()
 
@@ -50,7 +50,9 @@ async def test_a_request_whose_name_is_slow_has_all_its_time_afterwards(server: 
     listening, upstream = await RawServer(says()).start(), Upstream(WAIT_S, 5.0)
     server.slow = {"slow.test"}
     began = asyncio.get_running_loop().time()
-    asking = asyncio.create_task(upstream.send(Origin("http", "slow.test", listening.port), "GET", b"/", [], b"", 0.3))
+    asking = asyncio.create_task(
+        upstream.ask(Origin("http", "slow.test", listening.port), "GET", b"/", [], b"", 0.3).head()
+    )
     assert not (await asyncio.wait({asking}, timeout=0.5))[0]
     server.gate.set()
     with pytest.raises(UpstreamError) as raised:
@@ -67,7 +69,7 @@ async def test_an_engine_whose_name_was_known_and_is_lost_counts_as_not_reached(
     upstream, origin = Upstream(0.05, 5.0), Origin("http", "engine.test", 9)
     server.slow = {"engine.test"}
     with pytest.raises(UpstreamError) as raised:
-        await upstream.send(origin, "GET", b"/", [], b"", 5.0)
+        await upstream.ask(origin, "GET", b"/", [], b"", 5.0).head()
     assert raised.value.failure is HttpFailure.OURS, "it is looked up for the first time"
     server.gate.set()
     while upstream.session.resolver.known("engine.test") is None:
@@ -76,6 +78,6 @@ async def test_an_engine_whose_name_was_known_and_is_lost_counts_as_not_reached(
     monkeypatch.setattr(module, "KEPT_S", 0.0)
     server.gate.clear()
     with pytest.raises(UpstreamError) as raised:
-        await upstream.send(origin, "GET", b"/", [], b"", 5.0)
+        await upstream.ask(origin, "GET", b"/", [], b"", 5.0).head()
     assert raised.value.failure is HttpFailure.CONNECT
     await upstream.close()

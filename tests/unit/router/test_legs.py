@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ends a request's work from outside: a reason stops its leg, or its caller leaves and its task is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from unit.kits.raw_server import RawServer, says, until
+from vllm_ascend_pd.router.app import while_connected
+from vllm_ascend_pd.router.core.decisions import CircuitPolicy, Role
+from vllm_ascend_pd.router.exchange import Post, RequestOver
+from vllm_ascend_pd.router.fleet import Fleet, LegInFlight, parse_spec
+from vllm_ascend_pd.router.upstream import Reply, Upstream
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n"
+WHY = RequestOver()
+
+
+@asynccontextmanager
+async def leg_at(*answer: bytes) -> AsyncIterator[tuple[LegInFlight, RawServer, Callable[[], Reply]]]:
+    """A leg at an engine that answers with these bytes, the engine, and the call that the leg makes."""
+    server, upstream = await RawServer(says(*answer)).start(), Upstream(5.0, 60.0)
+    fleet = Fleet(CircuitPolicy())
+    engine = fleet.add(parse_spec(Role.DECODE, f"127.0.0.1:{server.port}"), "a test")
+    with fleet.leg(engine, 1) as leg:
+        yield leg, server, lambda: leg.ask(upstream, "POST", b"/", [], b"{}", 60.0)
+    assert not engine.requests and not engine.load
+    await upstream.close()
+    server.stop()
+
+
+async def test_a_leg_that_is_stopped_before_it_begins_sends_nothing() -> None:
+    async with leg_at(HEAD + b"hello") as (leg, server, ask):
+        leg.stop(WHY)
+        with pytest.raises(RequestOver):
+            ask()
+        assert not server.connections
+
+
+async def test_who_waits_for_a_head_gets_the_reason() -> None:
+    async with leg_at() as (leg, server, ask):
+        asking = asyncio.ensure_future(ask().head())
+        await until(lambda: server.requests)
+        leg.stop(WHY)
+        leg.stop(ValueError("another reason"))
+        with pytest.raises(RequestOver):
+            await asking
+        await until(lambda: server.closed == 1)
+        with pytest.raises(RequestOver):
+            leg.check()
+
+
+@pytest.mark.parametrize("waiting", [True, False], ids=["waiting", "busy"])
+async def test_who_reads_a_body_gets_the_reason_and_the_engine_sees_the_end(waiting: bool) -> None:
+    async with leg_at(HEAD + b"hell") as (leg, server, ask):
+        async with ask() as reply:
+            assert await reply.read() == b"hell"
+            reading = asyncio.ensure_future(reply.read()) if waiting else None
+            await asyncio.sleep(0)
+            leg.stop(WHY)
+            with pytest.raises(RequestOver):
+                await (reading or reply.read())
+        await until(lambda: server.closed == 1)
+
+
+async def test_an_answer_that_is_all_here_is_not_stopped() -> None:
+    async with leg_at(HEAD + b"hello") as (leg, server, ask):
+        for _ in range(2):
+            async with ask() as reply:
+                assert await reply.rest(100) == b"hello"
+                leg.stop(WHY)
+                leg.check()
+                assert reply.at_end and await reply.read() == b""
+        assert server.connections == 1
+
+
+async def test_a_post_that_is_over_has_no_leg_that_goes_on() -> None:
+    async with leg_at() as (leg, server, ask):
+        post = Post()
+        post.end()
+        assert post.over
+        post = Post(leg)
+        asking = asyncio.ensure_future(ask().head())
+        await until(lambda: server.requests)
+        post.end()
+        with pytest.raises(RequestOver):
+            await asking
+
+
+class Asked:
+    """A caller's request, of which only the connection counts."""
+
+    def __init__(self) -> None:
+        self.connection: Any = self
+        self.leave: Callable[[], None] | None = None
+
+    def watch(self, when_gone: Callable[[], None]) -> None:
+        self.leave = when_gone
+
+    def unwatch(self, when_gone: Callable[[], None]) -> None:
+        assert self.leave is when_gone
+        self.leave = None
+
+
+async def test_work_whose_caller_leaves_is_cancelled_and_has_ended_before_its_request_does() -> None:
+    asked, ended = Asked(), False
+
+    async def work() -> None:
+        nonlocal ended
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.01)
+            ended = True
+
+    running = asyncio.create_task(while_connected(asked, work()))  # type: ignore[arg-type]
+    await asyncio.sleep(0.01)
+    assert asked.leave is not None
+    asked.leave()
+    assert await running and ended and asked.leave is None
+
+
+async def test_a_server_that_waits_no_longer_cancels_the_work_and_waits_for_its_end() -> None:
+    asked, ended = Asked(), False
+
+    async def work() -> None:
+        nonlocal ended
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.01)
+            ended = True
+
+    running = asyncio.create_task(while_connected(asked, work()))  # type: ignore[arg-type]
+    await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert ended and asked.leave is None
+
+
+async def test_work_that_ends_by_itself_ends_its_request_with_its_error() -> None:
+    async def fails() -> None:
+        raise OSError("why")
+
+    assert not await while_connected(Asked(), asyncio.sleep(0))  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="why"):
+        await while_connected(Asked(), fails())  # type: ignore[arg-type]
