@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from tools.compare_kinds import one_line, package, refusal, within
-from tools.field import PINNED
 from tools.support import sdist
 from tools.support.checks import counter, fresh_prompt, loaded_tokens, reference_answers, settled_free_blocks
 from tools.support.client import TIMEOUT, RequestFailed, TimedAnswer, body_of, complete, stream
@@ -126,7 +125,7 @@ class ContenderSite:
     def _start_example(self, port: int) -> Child:
         folder = self.cluster.directory / "routers"
         folder.mkdir(exist_ok=True)
-        for name, text in sdist.read(sdist.ensure(PINNED), EXAMPLES, ".py").items():
+        for name, text in sdist.read(sdist.ensure(sdist.OLDER), EXAMPLES, ".py").items():
             (folder / name).write_text(text)
         words = [sys.executable, str(folder / self.contender.router), "--host", "127.0.0.1", "--port", str(port)]
         for role, engine in (("prefiller", self.p), ("decoder", self.d)):
@@ -346,7 +345,7 @@ def main() -> int:
     wanted = [c for c in CONTENDERS if not args.only or c.connector in args.only.split(",")]
     shapes = [shape for shape in SHAPES if not args.shape or shape.word in args.shape.split(",")]
     pending = [(c, shape) for shape in shapes for c in wanted if f"{c.connector} {shape}" not in done]
-    build = older_host_build() if pending else None  # of the release of PINNED
+    build = older_host_build() if pending else None  # of the release of sdist.OLDER
     failed = []
     for contender, shape in pending:
         assert build is not None

@@ -13,10 +13,12 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from tools.support import sdist, small
+from tools.support import bases, sdist, small
+from tools.support.bases import UNNAMED, Base
 from tools.support.models import ROOT
 from tools.support.pages import Marks
 from vllm_ascend_pd.errors import PdError
@@ -24,11 +26,12 @@ from vllm_ascend_pd.errors import PdError
 if TYPE_CHECKING:
     from tools.support.field import FieldVerdict, Known
 
-PINNED = sdist.VLLM_ASCEND
+PINNED, BEFORE = sdist.VLLM_ASCEND, sdist.OLDER
 FOLDER = "tests/e2e"
 PAGE = ROOT / "docs" / "field.md"
 MARKS = Marks.of("scripts/field.sh")
 STARTS = "would start"
+FIRST = "yes"  # D begins with P's token
 
 
 def verdicts(texts: Mapping[str, str], known: Known) -> list[FieldVerdict]:
@@ -37,33 +40,57 @@ def verdicts(texts: Mapping[str, str], known: Known) -> list[FieldVerdict]:
 
     found = {}
     for path, text in sorted(texts.items()):
-        if "kv_producer" in text:
-            name = f"{PurePosixPath(path).parts[0]}/{PurePosixPath(path).stem}"
-            if name in found:
+        if path.endswith(".yaml") and "kv_producer" in text:
+            if (name := _name(PurePosixPath(path))) in found:
                 raise ValueError(f"two configurations are called {name}")
             found[name] = verdict(name, text, known)
     return list(found.values())
 
 
-def tables(found: Sequence[FieldVerdict], source: str = "") -> str:
+def _name(path: PurePosixPath) -> str:
+    """Return a configuration's name: its file's, behind the folder that says when it runs, or whose model it has."""
+    return f"{path.parts[0] if path.parts[0] != 'cases' else path.parent.name}/{path.stem}"
+
+
+def tables(found: Sequence[FieldVerdict], base: Base = UNNAMED, source: str = "") -> str:
     """Return the page's tables. `source`: vllm-ascend's code, in which the switches must stand."""
-    parts = [_summary(found), _reasons(found), _configurations(found), _unknown(found), _switches(found, source)]
+    configurations = _configurations(found, small.sets(base.minor))
+    parts = [_summary(found, base), _reasons(found), configurations, _unknown(found), _switches(found, source)]
     return "\n\n".join(part for part in parts if part)
 
 
-def _summary(found: Sequence[FieldVerdict]) -> str:
-    both = sum(each.both for each in found)
+def shorter(found: Sequence[FieldVerdict], base: Base) -> str:
+    """Return what the page has of the release before."""
+    names, sets = ["configuration", "P and D", "with P's token", "in small"], small.sets(base.minor)
+    lines = [f"### vllm-ascend {base.version}", "", _counts(found, base), ""]
+    lines += [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    for each in found:
+        refused = _cell((*each.refusals("P"), *each.refusals("D"))) or (each.pair if not each.both else STARTS)
+        lines.append(f"| {' | '.join([each.name, _whose(each, refused), *_shown(each, sets)])} |")
+    return "\n".join(lines)
+
+
+def _summary(found: Sequence[FieldVerdict], base: Base) -> str:
+    return _counts(found, base, "**")
+
+
+def _counts(found: Sequence[FieldVerdict], base: Base, strong: str = "") -> str:
+    both = [each for each in found if each.both]
     alone = {side: sum(each.starts(side) for each in found) for side in ("P", "D")}
-    in_small = [small.stands(each.needs, small.sets()) for each in found if each.both]
+    in_small = [small.stands(each.needs, small.sets(base.minor)) for each in both]
     shown = [sets for sets in in_small if sets.startswith("`")]
-    return "\n".join(
-        [
-            f"vllm-ascend {PINNED.version}: **P and D would start in {both} of {len(found)} configurations.**",
-            f"P would start in {alone['P']}, D in {alone['D']}. In small, sets of engines have the kinds of cache and the draft of "
-            f"{len(shown)};",
-            f"of {sum(';' not in sets for sets in shown)} one set has all modes too.",
-        ]
-    )
+    theirs = sum(each.converts for each in found if not each.both)
+    sentences = [
+        f"vllm-ascend {base.version} with vLLM {base.vllm}: {strong}P and D would start in {len(both)} of {len(found)} "
+        f"configurations.{strong}",
+        f"P would start in {alone['P']}, D in {alone['D']}.",
+        f"In {sum(not each.no_first for each in both)} D begins with P's first token.",
+        f"Of those that would not start, {theirs} ask for what their connector alone does, and "
+        f"{len(found) - len(both) - theirs} for what is not proven here.",
+        f"In small, sets of engines have the kinds of cache and the draft of {len(shown)};",
+        f"of {sum(';' not in sets for sets in shown)} one set has all modes too.",
+    ]
+    return textwrap.fill(" ".join(sentences), 120, break_on_hyphens=False)
 
 
 def words(refused: PdError) -> str:
@@ -72,7 +99,9 @@ def words(refused: PdError) -> str:
 
 
 def _what(refused: PdError) -> str:
-    return str(refused.values.get("feature") or refused.sentence).replace("|", "/")
+    """Return what is refused; of a layer's layout not the sizes, which each configuration has of its own."""
+    sentence = refused.sentence.partition(": ")[0] if "layer" in refused.values else refused.sentence
+    return str(refused.values.get("feature") or sentence).replace("|", "/")
 
 
 def _cell(refusals: Iterable[PdError]) -> str:
@@ -91,6 +120,7 @@ def _reasons(found: Sequence[FieldVerdict]) -> str:
     first: dict[str, Counter[str]] = {side: Counter() for side in ("P", "D")}
     anywhere: Counter[str] = Counter()
     only: Counter[str] = Counter()
+    theirs: Counter[str] = Counter()
     for each in found:
         reasons = set()
         for side in ("P", "D"):
@@ -100,31 +130,41 @@ def _reasons(found: Sequence[FieldVerdict]) -> str:
         if each.starts("P") and each.starts("D") and not each.both:
             reasons.add(each.pair)
         anywhere.update(reasons)
+        theirs.update(reasons if each.converts else ())
         if len(reasons) == 1:
             only.update(reasons)
     rows = sorted(anywhere, key=lambda reason: (-anywhere[reason], reason))
     return "\n".join(
         [
-            "| reason | configurations that have it | P says it first | D says it first | it alone stands in the way |",
-            "|---|--:|--:|--:|--:|",
-            *(f"| {r} | {anywhere[r]} | {first['P'][r]} | {first['D'][r]} | {only[r]} |" for r in rows),
+            "| reason | configurations that have it | of these theirs | P says it first | D says it first | it alone stands in "
+            "the way |",
+            "|---|--:|--:|--:|--:|--:|",
+            *(f"| {r} | {anywhere[r]} | {theirs[r]} | {first['P'][r]} | {first['D'][r]} | {only[r]} |" for r in rows),
         ]
     )
 
 
-def _configurations(found: Iterable[FieldVerdict]) -> str:
-    names = ["configuration", "model", "P: TP × DP", "P", "D: TP × DP", "D", "the pair", "in small"]
-    lines, sets = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"], small.sets()
+def _configurations(found: Iterable[FieldVerdict], sets: Mapping[str, small.Needs]) -> str:
+    names = ["configuration", "model", "P: TP × DP", "P", "D: TP × DP", "D", "the pair", "with P's token", "in small"]
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for each in found:
         cells = [each.name, each.model]
         for side, engines in (("P", each.p), ("D", each.d)):
             cells.append(", ".join(dict.fromkeys(f"{engine.tp} × {engine.dp}" for engine in engines)))
             beside = {f"beside {name}, which is not judged" for engine in engines for name in engine.beside}
-            stated = _cell(each.refusals(side)) or (STARTS if engines else "none")
+            stated = _whose(each, _cell(each.refusals(side)) or (STARTS if engines else "none"))
             cells.append("; ".join([stated, *sorted(beside)]))
-        cells += [each.pair or "–", small.stands(each.needs, sets) if each.both else "–"]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join([*cells, each.pair or '–', *_shown(each, sets)])} |")
     return "\n".join(lines)
+
+
+def _whose(each: FieldVerdict, stated: str) -> str:
+    return f"theirs: {stated}" if each.converts and stated != STARTS else stated
+
+
+def _shown(each: FieldVerdict, sets: Mapping[str, small.Needs]) -> tuple[str, str]:
+    """Return whether D begins with P's token, or why not, and the sets that stand for a configuration."""
+    return (each.no_first or FIRST, small.stands(each.needs, sets)) if each.both else ("–", "–")
 
 
 def _unknown(found: Iterable[FieldVerdict]) -> str:
@@ -169,9 +209,14 @@ def _switches(found: Iterable[FieldVerdict], source: str) -> str:
 
 
 def starting(text: str) -> set[str]:
-    """Return the configurations of a printed table whose P and D would start."""
-    rows = (re.split(r" *\| *", line.strip("| ")) for line in text.splitlines() if line.startswith("|"))
-    return {row[0] for row in rows if len(row) == 8 and row[3] == row[5] == STARTS and not row[6].startswith("PD-")}
+    """Return the configurations of a printed table whose P and D would start, those of the release before too."""
+    rows = [re.split(r" *\| *", line.strip("| ")) for line in text.splitlines() if line.startswith("|")]
+    main = {row[0] for row in rows if len(row) == 9 and not row[6].startswith("PD-") and _start(row[3], row[5])}
+    return main | {f"{BEFORE.version}: {row[0]}" for row in rows if len(row) == 4 and _start(row[1])}
+
+
+def _start(*cells: str) -> bool:
+    return all(cell.startswith(STARTS) for cell in cells)
 
 
 def lost(between: str, printed: str) -> list[str]:
@@ -188,11 +233,30 @@ def compare(between: str, printed: str) -> list[str]:
     return wrong
 
 
+def _distributions(given: Sequence[Path]) -> list[Path]:
+    """Return the pinned distributions: a given file by its name, else from the index."""
+    pins = {pin.file: pin for pin in (PINNED, BEFORE)}
+    if stray := [path for path in given if path.name not in pins]:
+        raise sdist.NotThePinned(f"{stray[0]} is not called as a pinned distribution: {', '.join(pins)}")
+    found = {path.name: sdist.checked(pins[path.name], path) for path in given}
+    return [found.get(name) or sdist.ensure(pin) for name, pin in pins.items()]
+
+
+def judged(pin: sdist.Pin, path: Path) -> tuple[list[FieldVerdict], Base, str]:
+    """Return the verdicts of a release's configurations, the release, and its code."""
+    from tools.support.field import known_models
+
+    texts = sdist.read(path, "", (".py", ".yaml", bases.RECIPE))
+    base = Base.of(pin.version, texts)
+    found = verdicts(sdist.under(texts, FOLDER), replace(known_models(), base=base))
+    return found, base, "\n".join(sdist.under(texts, bases.FOLDER).values())
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/field.sh",
-        description="Reads the P/D configurations in vllm-ascend's source distribution (pinned; fetched by pip into .cache, "
-        "15 MB, once), puts this connector in the place of theirs, and prints for each engine whether it would start, or the "
+        description="Reads the P/D configurations in vllm-ascend's source distribution (two pinned ones; fetched by pip into "
+        ".cache, 36 MB, once), puts this connector in the place of theirs, and prints for each engine whether it would start, or the "
         "code and the reasons for which this package's admission refuses it. Nothing is started.",
     )
     how = parser.add_mutually_exclusive_group()
@@ -200,17 +264,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--write", action="store_true", help="write the tables into docs/field.md; exit code 1 when a start is lost"
     )
     how.add_argument("--check", action="store_true", help="exit code 1 when a start is lost, or docs/field.md differs")
-    parser.add_argument("--sdist", type=Path, metavar="FILE", help="a downloaded copy of the distribution")
+    parser.add_argument(
+        "--sdist", type=Path, metavar="FILE", action="append", default=[], help="a downloaded copy of a distribution"
+    )
     args = parser.parse_args(arguments)
     try:
-        path = sdist.checked(PINNED, args.sdist) if args.sdist else sdist.ensure(PINNED)
+        paths = _distributions(args.sdist)
     except (sdist.Unreachable, sdist.NotThePinned, OSError) as problem:
         print(f"field: {problem}", file=sys.stderr)
         return 2
-    from tools.support.field import known_models
-
-    source = "\n".join(sdist.read(path, "vllm_ascend", ".py").values())
-    printed = tables(verdicts(sdist.read(path, FOLDER, ".yaml"), known_models()), source) + "\n"
+    (found, base, source), (before, older, _) = (
+        judged(pin, path) for pin, path in zip((PINNED, BEFORE), paths, strict=True)
+    )
+    printed = tables(found, base, source) + "\n\n" + shorter(before, older) + "\n"
     if not args.write and not args.check:
         print(printed, end="")
         return 0

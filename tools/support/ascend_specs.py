@@ -24,10 +24,23 @@ class AscendMLAAttentionSpec(MLAAttentionSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NewerMLASpec(MLAAttentionSpec):
+    """Of 0.30: MLA layers without their indexers; compressed latents, with the entry's tokens as vLLM has them."""
+
+    parts: tuple[int, ...] = ()
+    cache_sparse_sfa_c8: bool = False
+    scale_dim: int = 0
+
+
+NewerMLASpec.__name__ = AscendMLAAttentionSpec.__name__  # admission knows a class by its name
+
+
+@dataclass(frozen=True, kw_only=True)
 class AscendSFAIndexerCacheSpec(MLAAttentionSpec):
     """Of 0.30: an indexer's keys, in a layer of their own."""
 
     scale_dim: int = 0
+    sfa_dcp_replicated_indexer_size: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

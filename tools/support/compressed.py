@@ -2,7 +2,8 @@
 """DeepSeek-V4's caches as vllm-ascend makes them, without an engine: specs by layer and group, and registered tensors.
 
 Sizes are the checkpoints': latents of 512 channels, index keys of 128, a window of 128 tokens. Block sizes, padded
-pages and groups are those that vllm-ascend 0.23.0.post1 makes of `--block-size`.
+pages and groups are those that vllm-ascend 0.23.0.post1 makes of `--block-size`. 0.30 makes the same (`newer`), but
+counts a block of entries in tokens.
 """
 
 from __future__ import annotations
@@ -26,12 +27,20 @@ SIZES = {32: (2, 8, 4160, 32768), 64: (4, 16, 8320, 65536), 128: (8, 32, 16640, 
 Specs = dict[str, Any]  # by layer
 
 
-def latent(size: int, ratio: int) -> Any:
-    return ascend_specs.latent(size, (LATENT,), compress_ratio=ratio)
+def latent(size: int, ratio: int, newer: bool = False) -> Any:
+    return _entries(size, LATENT, ratio, newer)
 
 
-def keys(size: int) -> Any:
-    return ascend_specs.latent(size, (KEY,), torch.int8, compress_ratio=4, scale_dim=1)
+def keys(size: int, newer: bool = False) -> Any:
+    return _entries(size, KEY, 4, newer, dtype=torch.int8, scale_dim=1)
+
+
+def _entries(size: int, width: int, ratio: int, newer: bool, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:
+    if not newer:
+        return ascend_specs.latent(size, (width,), dtype, compress_ratio=ratio, **more)
+    return ascend_specs.NewerMLASpec(
+        block_size=size * ratio, num_kv_heads=1, head_size=width, dtype=dtype, tokens_per_state=ratio, **more
+    )
 
 
 def window(size: int, head: int, tokens: int, dtype: torch.dtype = torch.float32) -> Any:
@@ -44,7 +53,7 @@ def layer(number: int, name: str) -> str:
     return f"model.layers.{number}.self_attn.{name}"
 
 
-def groups(ratios: Sequence[int], size: int = 128, drafted: int = 0) -> tuple[Specs, ...]:
+def groups(ratios: Sequence[int], size: int = 128, drafted: int = 0, newer: bool = False) -> tuple[Specs, ...]:
     """Return the groups of a model whose layers have these ratios (0: a window alone), and so many layers of MTP.
 
     Windows are in as many groups as it takes for none to have more layers than the first group has of a page size.
@@ -58,9 +67,9 @@ def groups(ratios: Sequence[int], size: int = 128, drafted: int = 0) -> tuple[Sp
         {
             layer(n, name): spec
             for n in fours
-            for name, spec in (("attn", latent(size, 4)), ("indexer.k_cache", keys(size)))
+            for name, spec in (("attn", latent(size, 4, newer)), ("indexer.k_cache", keys(size, newer)))
         },
-        {layer(n, "attn"): latent(size, 128) for n in longs},
+        {layer(n, "attn"): latent(size, 128, newer) for n in longs},
         *(dict.fromkeys(windows[n::apart], window(size, LATENT, WINDOW, torch.bfloat16)) for n in range(apart)),
         {
             layer(n, name): window(of_four, head, 8)
@@ -98,12 +107,10 @@ def tensors(groups: Sequence[Specs], size: int, blocks: int) -> dict[str, list[t
             memory = raw.setdefault((places[page], page), torch.zeros(blocks * page, dtype=torch.int8))
             places[page] += 1
             parts = [(spec.dtype, spec.head_size)] + [(torch.float16, 1)] * getattr(spec, "scale_dim", 0)
-            at = 0
+            at, entries = 0, spec.block_size // max(1, getattr(spec, "tokens_per_state", 1))
             for dtype, dim in parts:
                 item = dtype.itemsize
-                view = memory.view(dtype).as_strided(
-                    (blocks, spec.block_size, 1, dim), (page // item, dim, dim, 1), at // item
-                )
+                view = memory.view(dtype).as_strided((blocks, entries, 1, dim), (page // item, dim, dim, 1), at // item)
                 found.setdefault(name, []).append(view)
-                at += spec.block_size * dim * item
+                at += entries * dim * item
     return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import shlex
@@ -29,10 +30,12 @@ from vllm.config.vllm import OPTIMIZATION_LEVEL_TO_CONFIG
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from tools.support import ascend_specs, compressed, small
-from tools.support.small import COMPRESSED, EXCHANGE, INT8, ITS, Needs, needs
+from tools.support.bases import UNNAMED, Base
+from tools.support.small import COMPRESSED, EXCHANGE, INT8, ITS, RECOMPUTES, Needs, needs
 from vllm_ascend_pd import admission
 from vllm_ascend_pd.admission import drafts
 from vllm_ascend_pd.admission.kinds import index_tensors
@@ -44,18 +47,21 @@ from vllm_ascend_pd.device.caches import CacheShape, describe
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import ConfigError, PdError
 from vllm_ascend_pd.geometry.decide import MIN_SPAN, decide
-from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.layout import CacheGeometry, index_of
 from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.plugin import CONNECTOR
-from vllm_ascend_pd.vllm_patches import compat
+from vllm_ascend_pd.vllm_patches import compat, first_token, tried
 
 MODELS = Path(__file__).with_name("field_models.json")
 MULTI = "MultiConnector"
 # children of a MultiConnector that this package's connector replaces
 PEER_CONNECTORS = re.compile(r"Mooncake|Llmdatadist|Nixl|P2p")
 ADDRESS = "10.0.0.1"  # for every address that a configuration takes from its environment
-BLOCK_SIZE = 128  # vllm-ascend's default
+BLOCK_SIZE = 128  # vllm-ascend's default, and that of its kernels
 BLOCKS = 2  # of the described tensors
+# With a release that has it so, these ask for int8: of latents with an indexer (sfa), and of an indexer's keys (li).
+# vllm-ascend adds this value to those that vLLM knows.
+INT8_FLAGS = {"sfa": "--kv-cache-dtype", "li": "--attention-config.indexer_kv_dtype"}
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _ROLES = {"kv_producer": "P", "kv_consumer": "D"}
 
@@ -121,23 +127,30 @@ class ParsedLine:
 
     parsed: Any
     unknown: tuple[str, ...]
+    int8: frozenset[str] = frozenset()  # what INT8_FLAGS asks for
 
 
-def parse(words: Sequence[str]) -> ParsedLine:
+def parse(words: Sequence[str], base: Base = UNNAMED) -> ParsedLine:
     flags, unknown = _flags(words), []
     known = _parser()._option_string_actions
+    int8 = {part for part, flag in INT8_FLAGS.items() if base.int8_by_flags and flags.get(flag) == ["int8"]}
+    for part in int8:
+        del flags[INT8_FLAGS[part]]
     for name in [name for name in flags if name.split(".")[0] not in known]:
         unknown.append(name)
         del flags[name]
     while True:
         try:
             parsed = _parser().parse_args([word for name, values in flags.items() for word in (name, *values)])
-            return ParsedLine(parsed, tuple(unknown))
+            if "sfa" in int8:
+                parsed.kv_cache_dtype = "int8"
+            return ParsedLine(parsed, tuple(unknown), frozenset(int8))
         except NotUnderstood as problem:
             named = re.match(r"argument (\S+?)(?:/\S+)?:", str(problem))
-            if named is None or named[1] not in flags:
+            rejected = [name for name in flags if named is not None and name.partition(".")[0] == named[1]]
+            if not rejected:
                 raise
-            unknown.append(f"{named[1]} {' '.join(flags.pop(named[1]))}")
+            unknown += [f"{name} {' '.join(flags.pop(name))}" for name in rejected]
 
 
 def _flags(words: Sequence[str]) -> dict[str, list[str]]:
@@ -147,7 +160,8 @@ def _flags(words: Sequence[str]) -> dict[str, list[str]]:
     for word in words:
         if re.match(r"--?[A-Za-z]", word):
             name, equals, value = re.sub(r"^-O(?=\d$)", "--optimization-level=", word).partition("=")
-            values = flags[name.replace("_", "-")] = [value] if equals else []
+            flag, dot, key = name.partition(".")
+            values = flags[flag.replace("_", "-") + dot + key] = [value] if equals else []
         else:
             values.append(word)
     return flags
@@ -195,26 +209,46 @@ def _full(total: int, size: int, tp: int, block_size: int, dtype: torch.dtype = 
     )
 
 
-def tensors(spec: Any) -> tuple[torch.Tensor, ...]:
+def tensors(spec: Any, base: Base = UNNAMED) -> tuple[torch.Tensor, ...]:
     """Return the tensors that vllm-ascend registers for a layer."""
     if isinstance(spec, MambaSpec):
         return tuple(
             torch.empty((BLOCKS, *shape), dtype=dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
         )
-    if type(spec).__name__ not in ("FullAttentionSpec", "AscendMLAAttentionSpec"):
-        raise NotImplementedError(f"{type(spec).__name__}: admission takes it, and its tensors are not described here")
-    parts = [(size, spec.dtype) for size in getattr(spec, "parts", (spec.head_size, spec.head_size)) if size]
-    if getattr(spec, "cache_sparse_li_c8", False):
-        parts[2:] = [(spec.parts[2], torch.int8), (1, torch.float16)]
-    if getattr(spec, "cache_sparse_sfa_c8", False):
-        latent, rope, *_ = spec.parts  # one tensor: int8, the rope in bfloat16, a scale for each 128
-        parts[:2] = [(latent + 2 * rope + 4 * latent // 128, torch.int8)]
-    keys, copies = index_tensors(spec), getattr(spec, "sfa_dcp_replicated_indexer_size", 1)
-    blocks = [BLOCKS] * (len(parts) - keys) + [copies * BLOCKS] * keys
+    kind, dcp = type(spec).__name__, getattr(spec, "sfa_dcp_replicated_indexer_size", 1)
+    if kind == "FullAttentionSpec":
+        return _keys_and_values(spec, base)
+    if kind == "AscendSFAIndexerCacheSpec":
+        parts, copies = [(spec.head_size, spec.dtype), *[(1, torch.float16)] * spec.scale_dim], [dcp, dcp]
+    elif kind == "AscendMLAAttentionSpec":
+        parts = [(size, spec.dtype) for size in spec.parts if size]
+        if getattr(spec, "cache_sparse_li_c8", False):
+            parts[2:] = [(spec.parts[2], torch.int8), (1, torch.float16)]
+        if spec.cache_sparse_sfa_c8:
+            parts[:2] = [(_packed(*spec.parts[:2]), torch.int8)]
+        keys = index_tensors(spec)
+        copies = [1] * (len(parts) - keys) + [dcp] * keys
+    else:
+        raise NotImplementedError(f"{kind}: admission takes it, and its tensors are not described here")
     return tuple(
-        torch.empty((count, spec.block_size, spec.num_kv_heads, size), dtype=dtype)
-        for count, (size, dtype) in zip(blocks, parts, strict=True)
+        torch.empty((count * BLOCKS, spec.block_size, 1, size), dtype=dtype)
+        for count, (size, dtype) in zip(copies, parts, strict=False)
     )
+
+
+def _keys_and_values(spec: FullAttentionSpec, base: Base) -> tuple[torch.Tensor, ...]:
+    """Return K and V of a layer in blocks of the kernels, of which one of the group's is one or several."""
+    size = spec.block_size if spec.block_size % BLOCK_SIZE else BLOCK_SIZE
+    dims = (BLOCKS * (spec.block_size // size), size, spec.num_kv_heads)
+    if base.takes_turns:
+        both = torch.empty((dims[0], 2, *dims[1:], spec.head_size), dtype=spec.dtype)
+        return both[:, 0], both[:, 1]
+    return tuple(torch.empty((*dims, width), dtype=spec.dtype) for width in (spec.head_size, spec.head_size_v))
+
+
+def _packed(latent: int, rope: int) -> int:
+    """Return the bytes of a latent in int8: with its rope in bfloat16, and a scale for each 128."""
+    return latent + 2 * rope + 4 * latent // 128
 
 
 @dataclass(frozen=True)
@@ -239,13 +273,26 @@ class FieldModel:
         alone = self.facts["windows"]
         return [0] * alone + [4 if n % 2 == 0 else 128 for n in range(self.facts["layers"] - alone)]
 
-    def spec(self, kind: str, tp: int, block_size: int, role: str, c8: Collection[str] = ()) -> Any:
+    def block_size(self, asked: int, tp: int) -> int:
+        """Return the tokens of a block: beside states, as many kernels' blocks as a state's bytes take."""
+        if "gdn" not in self.facts["caches"]:
+            return asked
+        states = self._delta_net(tp, asked)
+        held = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(states.shapes, states.dtypes, strict=True))
+        token = 2 * 2 * max(1, self.kv_heads // tp) * self.head_size
+        return BLOCK_SIZE * max(1, -(-held // (token * BLOCK_SIZE)))
+
+    def spec(
+        self, kind: str, tp: int, block_size: int, role: str, c8: Collection[str] = (), base: Base = UNNAMED
+    ) -> Any:
         dtype = torch.int8 if self.c8 == role else torch.bfloat16
         if kind == "full":
             return _full(self.kv_heads, self.head_size, tp, block_size, dtype)
         if kind == "gdn":
             return self._delta_net(tp, block_size)
-        return self._latent(kind, tuple(self.facts["mla"]), block_size, dtype, c8)
+        if kind.endswith("Spec"):  # admission knows it by its name
+            return type(kind, (), {"block_size": block_size})()
+        return self._latent(kind, tuple(self.facts["mla"]), block_size, dtype, c8, base)
 
     def _delta_net(self, tp: int, block_size: int) -> MambaSpec:
         """Return Gated DeltaNet's states: the convolution's rows over q, k and v, and a matrix for each head of v."""
@@ -258,20 +305,51 @@ class FieldModel:
             mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
         )
 
-    def by_layer(self, names: Sequence[str], spec: Any, c8: Collection[str] = ()) -> dict[str, Any]:
+    def by_layer(
+        self, names: Sequence[str], spec: Any, c8: Collection[str] = (), base: Base = UNNAMED, dcp: int = 1
+    ) -> dict[str, Any]:
         """Return the spec of each layer: layers without an indexer of their own have only latent and rope."""
-        every = self.facts.get("index_every", 1)
-        own = [max(int(name.split(".")[2]) - 1, 0) % every == 0 for name in names]
-        if all(own):
+        if len(self.facts.get("mla", ())) < 3:
             return dict.fromkeys(names, spec)
+        every = self.facts.get("index_every", 1)
+        own = [name for name in names if max(int(name.split(".")[2]) - 1, 0) % every == 0]
+        if base.indexes_apart:
+            keys = self._index(spec.block_size, "li" in c8, dcp)
+            return dict.fromkeys(names, spec) | {index_of(name): keys for name in own}
         shared = self._latent("indexer", (*spec.parts[:2], 0), spec.block_size, spec.dtype, {*c8} - {"li"})
-        return {name: spec if has else shared for name, has in zip(names, own, strict=True)}
+        return dict.fromkeys(names, shared) | dict.fromkeys(own, spec)
 
     def _latent(
-        self, kind: str, parts: tuple[int, ...], block_size: int, dtype: torch.dtype, c8: Collection[str]
+        self,
+        kind: str,
+        parts: tuple[int, ...],
+        block_size: int,
+        dtype: torch.dtype,
+        c8: Collection[str],
+        base: Base = UNNAMED,
     ) -> Any:
-        indexer: dict[str, Any] = {"sparse_head_dim": parts, **{f"cache_sparse_{one}_c8": True for one in c8}}
-        return ascend_specs.latent(block_size, parts, dtype, **(indexer if kind == "indexer" else {}))
+        if not base.indexes_apart:
+            indexer: dict[str, Any] = {"sparse_head_dim": parts, **{f"cache_sparse_{one}_c8": True for one in c8}}
+            return ascend_specs.latent(block_size, parts, dtype, **(indexer if kind == "indexer" else {}))
+        packed = kind == "indexer" and "sfa" in c8
+        return ascend_specs.NewerMLASpec(
+            block_size=block_size,
+            num_kv_heads=1,
+            head_size=_packed(*parts[:2]) if packed else sum(parts[:2]),
+            dtype=torch.int8 if packed else dtype,
+            parts=parts[:2],
+            cache_sparse_sfa_c8=packed,
+        )
+
+    def _index(self, block_size: int, int8: bool, dcp: int) -> Any:
+        return ascend_specs.AscendSFAIndexerCacheSpec(
+            block_size=block_size,
+            num_kv_heads=1,
+            head_size=self.facts["mla"][2],
+            dtype=torch.int8 if int8 else torch.bfloat16,
+            scale_dim=int(int8),
+            sfa_dcp_replicated_indexer_size=dcp,
+        )
 
     def layers(self, *, drafts: bool) -> list[str]:
         count = self.facts["layers"] + (self.facts["mtp"] if drafts else 0)
@@ -280,10 +358,11 @@ class FieldModel:
 
 @dataclass(frozen=True)
 class Known:
-    """Contents of field_models.json: models by name, and separate draft models."""
+    """Contents of field_models.json: models by name, and separate draft models. And the release that has them."""
 
     models: Mapping[str, FieldModel]
     drafts: Mapping[str, Mapping[str, Any]]
+    base: Base = UNNAMED
 
     @classmethod
     def read(cls, text: str) -> Known:
@@ -317,27 +396,49 @@ class Judged:
     geometry: CacheGeometry | None = field(default=None, compare=False)
     needs: Needs = field(default_factory=Needs, compare=False)
     switches: frozenset[str] = field(default=frozenset(), compare=False)  # of vllm-ascend, that are on
+    no_first: str = ""  # why no request starts with P's first token here
 
 
 def judge(command: Command, known: Known) -> Judged:
     """Return admission's result for one engine. Raise KeyError for a model or a draft without an entry."""
-    model = known.models[command.model]
+    model, base = known.models[command.model], known.base
     flags = _flags(command.words)
-    with _surroundings(command) as secret:
+    with _surroundings(command) as secret, _under(base):
         ours, beside = replaced(json.loads(flags["--kv-transfer-config"][0]), secret)
-        line = parse([*command.words, "--kv-transfer-config", json.dumps(ours)])
+        line = parse([*command.words, "--kv-transfer-config", json.dumps(ours)], base)
+        switches = small.switched(line.parsed.additional_config or {})
         asked = line.parsed.speculative_config
         own = known.drafts[asked["model"]] if asked and "model" in asked else {}
         config = as_configured(line.parsed, model, own)
-        groups = SimpleNamespace(kv_cache_groups=_groups(config, model, own, _c8(line.parsed)))
-        refusals, geometry = _refusals(config, groups)
+        if RECOMPUTES in switches and config.kv_transfer_config.is_kv_consumer and base.schedulers:
+            config.scheduler_config.schedulers = base.schedulers
+        c8 = line.int8 if base.int8_by_flags else _c8(line.parsed)
+        groups = SimpleNamespace(kv_cache_groups=_groups(config, model, own, c8, base))
+        refusals, geometry = _refusals(config, groups, base)
+        no_first = _no_first(config)
     parallel = config.parallel_config
     role = _ROLES.get(config.kv_transfer_config.kv_role, "?")
     size, ranks = parallel.tensor_parallel_size, parallel.data_parallel_size
-    switches = small.switched(line.parsed.additional_config or {})
-    wanted = _needs(config, model, _c8(line.parsed), switches)
+    wanted = _needs(config, model, c8, switches)
     switches |= {name for name, value in command.environment.items() if name.startswith(ITS) and value not in ("", "0")}
-    return Judged(role, size, ranks, refusals, line.unknown, beside, geometry, wanted, frozenset(switches))
+    return Judged(role, size, ranks, refusals, line.unknown, beside, geometry, wanted, frozenset(switches), no_first)
+
+
+@contextmanager
+def _under(base: Base) -> Iterator[None]:
+    """Let this package take the installed vLLM for that of a release of vllm-ascend."""
+    versions = {tried.VLLM: base.vllm, tried.VLLM_ASCEND: base.version}
+    with patch.object(compat, "is_vllm_ascend", lambda: True), patch.object(tried, "installed", versions.__getitem__):
+        yield
+
+
+def _no_first(config: Any) -> str:
+    """Return why this engine neither takes nor sends P's first token, by each scheduler that it may have."""
+    reasons = []
+    for scheduler in config.scheduler_config.schedulers:
+        config.scheduler_config.get_scheduler_cls = lambda one=scheduler: one
+        reasons.append(first_token.unproven(config))
+    return next(filter(None, reasons), "")
 
 
 def _needs(config: Any, model: FieldModel, c8: Collection[str], switches: Collection[str]) -> Needs:
@@ -375,12 +476,17 @@ def as_configured(parsed: Any, model: FieldModel, draft: Mapping[str, Any] = Map
         parallel_config=parallel,
         compilation_config=SimpleNamespace(cudagraph_mode=_graphs(parsed)),
         speculative_config=_drafting(parsed.speculative_config, model, draft),
-        cache_config=SimpleNamespace(cache_dtype=parsed.kv_cache_dtype, block_size=parsed.block_size or BLOCK_SIZE),
+        cache_config=SimpleNamespace(
+            cache_dtype=parsed.kv_cache_dtype,
+            block_size=model.block_size(parsed.block_size or BLOCK_SIZE, parsed.tensor_parallel_size),
+        ),
+        scheduler_config=SimpleNamespace(schedulers=(Scheduler,)),
         model_config=SimpleNamespace(
             hf_config=SimpleNamespace(architectures=[facts["architecture"]]),
             hf_text_config=text,
             quantization=parsed.quantization,
             dtype=torch.bfloat16,
+            logits_processors=parsed.logits_processors,
             get_total_num_kv_heads=lambda: model.kv_heads,
             get_head_size=lambda: model.head_size,
         ),
@@ -432,7 +538,9 @@ def _with_drafts(spec: MambaSpec, tokens: int) -> MambaSpec:
     return dataclasses.replace(spec, shapes=((rows + tokens, dim), *rest), num_speculative_blocks=tokens)
 
 
-def _groups(config: Any, model: FieldModel, draft: Mapping[str, Any], c8: Collection[str]) -> list[SimpleNamespace]:
+def _groups(
+    config: Any, model: FieldModel, draft: Mapping[str, Any], c8: Collection[str], base: Base
+) -> list[SimpleNamespace]:
     """Return the groups as vLLM makes them.
 
     Layers that differ but need equally many blocks are one group with a spec for each layer.
@@ -441,17 +549,18 @@ def _groups(config: Any, model: FieldModel, draft: Mapping[str, Any], c8: Collec
     tp, dcp = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
     if model.facts["caches"] == [COMPRESSED]:
         drafted = model.facts["mtp"] if config.speculative_config is not None else 0
-        return list(compressed.made(compressed.groups(model.ratios, size, drafted), BLOCKS).kv_cache_groups)
+        made = compressed.groups(model.ratios, size, drafted, base.in_tokens)
+        return list(compressed.made(made, BLOCKS).kv_cache_groups)
     names = model.layers(drafts=config.speculative_config is not None and not draft)
     groups: list[SimpleNamespace] = []
     kinds = model.facts["caches"]
     for index, kind in enumerate(kinds):
-        spec = model.spec(kind, tp, size, config.kv_transfer_config.kv_role, c8)
+        spec = model.spec(kind, tp, size, config.kv_transfer_config.kv_role, c8, base)
         if kind == "gdn" and config.speculative_config is not None:
             spec = _with_drafts(spec, config.speculative_config.num_speculative_tokens)
-        if kind == "indexer":
+        if kind == "indexer" and not base.indexes_apart:
             spec = dataclasses.replace(spec, sfa_dcp_replicated_indexer_size=dcp)
-        specs = model.by_layer(names[index :: len(kinds)], spec, c8)
+        specs = model.by_layer(names[index :: len(kinds)], spec, c8, base, dcp)
         if draft and not groups:
             specs[f"model.layers.{len(names)}.self_attn.attn"] = _full(draft["kv_heads"], draft["head_dim"], tp, size)
         if any(one != spec for one in specs.values()):
@@ -460,8 +569,7 @@ def _groups(config: Any, model: FieldModel, draft: Mapping[str, Any], c8: Collec
     return groups
 
 
-@patch.object(compat, "is_vllm_ascend", lambda: True)
-def _refusals(config: Any, groups: Any) -> tuple[tuple[PdError, ...], CacheGeometry | None]:
+def _refusals(config: Any, groups: Any, base: Base) -> tuple[tuple[PdError, ...], CacheGeometry | None]:
     """Return an engine's refusals in its order (configuration, the cache's groups, tensors), and the geometry."""
     try:
         our_connector(config.kv_transfer_config.kv_connector)
@@ -473,7 +581,7 @@ def _refusals(config: Any, groups: Any) -> tuple[tuple[PdError, ...], CacheGeome
         Engine.of(config)
         admission.check_groups(groups)
         shape: CacheShape = admission.cache_shape(config, groups)
-        caches = _caches([specs_of(group) for group in groups.kv_cache_groups], config.cache_config.block_size)
+        caches = _caches([specs_of(group) for group in groups.kv_cache_groups], config.cache_config.block_size, base)
         geometry = describe(caches, shape, PlainDevice()).geometry  # type: ignore[arg-type]
     except ConfigError as refused:
         rest = [other for other in found if str(other) != str(refused)]
@@ -487,12 +595,12 @@ def specs_of(group: Any) -> dict[str, Any]:
     return dict(getattr(of, "kv_cache_specs", dict.fromkeys(group.layer_names, of)))
 
 
-def _caches(groups: Sequence[dict[str, Any]], size: int) -> dict[str, Any]:
+def _caches(groups: Sequence[dict[str, Any]], size: int, base: Base) -> dict[str, Any]:
     """Return the tensors of all layers; those that are equal share them."""
     specs = {name: spec for group in groups for name, spec in group.items()}
     if any(isinstance(spec, ascend_specs.AscendSlidingWindowMLASpec) for spec in specs.values()):
         return dict(compressed.tensors(groups, size, BLOCKS))
-    made = {id(spec): tensors(spec) for spec in specs.values()}
+    made = {id(spec): tensors(spec, base) for spec in specs.values()}
     return {name: made[id(spec)] for name, spec in specs.items()}
 
 
@@ -525,6 +633,7 @@ class FieldVerdict:
     p: tuple[Judged, ...]
     d: tuple[Judged, ...]
     pair: str  # the mode of P's pushes, or the mismatch; empty if a side does not start
+    converts: bool = False  # their connector makes another dtype of P's cache on the way
 
     def refusals(self, side: str) -> tuple[PdError, ...]:
         """Return the refusals of all engines of "P" or "D", each once."""
@@ -541,6 +650,11 @@ class FieldVerdict:
         return reduce(Needs.__or__, each, Needs(modes=frozenset({EXCHANGE} if self.pair == "regroup" else ())))
 
     @property
+    def no_first(self) -> str:
+        """Return why D does not begin with P's first token; empty: it does."""
+        return next((engine.no_first for engine in (*self.d, *self.p) if engine.no_first), "")
+
+    @property
     def both(self) -> bool:
         return self.starts("P") and self.starts("D") and not self.pair.startswith("PD-")
 
@@ -551,7 +665,7 @@ def verdict(name: str, text: str, known: Known) -> FieldVerdict:
     p, d = (tuple(engine for engine in engines if engine.role == role) for role in ("P", "D"))
     strays = [engine for engine in engines if engine.role == "?"]  # with both roles: they count on both sides
     p, d = (*p, *strays), (*d, *strays)
-    return FieldVerdict(name, found[0].model, p, d, _pair(p, d))
+    return FieldVerdict(name, found[0].model, p, d, _pair(p, d), bool(known.models[found[0].model].c8))
 
 
 def _pair(p: Sequence[Judged], d: Sequence[Judged]) -> str:

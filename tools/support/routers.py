@@ -74,7 +74,7 @@ def toy(prefill: EngineProcess, decode: EngineProcess, port: int, where: Path) -
 
 def layerwise(prefill: EngineProcess, decode: EngineProcess, port: int, where: Path) -> Router:
     """Start vllm-ascend's proxy for its layerwise connector: D first, then P with D's message."""
-    return Router(LAYERWISE, port, _hosts(prefill, decode, port), "/healthcheck", where, of=sdist.VLLM_ASCEND)
+    return Router(LAYERWISE, port, _hosts(prefill, decode, port), "/healthcheck", where, of=sdist.OLDER)
 
 
 def _hosts(prefill: EngineProcess, decode: EngineProcess, port: int) -> list[str]:

@@ -13,6 +13,8 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +61,8 @@ class Pin:
         return f"{self.stem}.tar.gz"
 
 
-VLLM_ASCEND = Pin("vllm-ascend", "0.23.0.post1", "a3b9f4a5dd7aa50c37e03d1f35937c4ae5aeacc49b734cac74d59ce5757738e1")
+VLLM_ASCEND = Pin("vllm-ascend", "0.30.0rc2", "05cb51448c0cd174ea338b16ebbfc8e215f44b373ea2a0d65f1314523a01152f")
+OLDER = Pin("vllm-ascend", "0.23.0.post1", "a3b9f4a5dd7aa50c37e03d1f35937c4ae5aeacc49b734cac74d59ce5757738e1")
 
 
 def ensure(pin: Pin, cache: Path = ROOT / ".cache" / "sdist") -> Path:
@@ -81,17 +84,35 @@ def checked(pin: Pin, path: Path) -> Path:
     return path
 
 
-def read(path: Path, folder: str, suffix: str) -> dict[str, str]:
-    """Return the texts of the files under `folder` in the distribution, by their path below it."""
-    found = {}
+def read(path: Path, folder: str, suffix: str | tuple[str, ...]) -> dict[str, str]:
+    """Return the texts of the files under `folder` in the distribution, by their path below it; "": of all."""
+    begin = f"{folder}/" if folder else ""
+    return under(
+        {
+            name: text.decode()
+            for name, text in _members(path, lambda name: name.startswith(begin) and name.endswith(suffix))
+        },
+        folder,
+    )
+
+
+def under(texts: Mapping[str, str], folder: str) -> dict[str, str]:
+    """Return the texts whose path is under a folder, by their path below it."""
+    begin = f"{folder}/" if folder else ""
+    return {name.removeprefix(begin): text for name, text in texts.items() if name.startswith(begin)}
+
+
+def _members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
+    """Return names and contents of the files in a wheel, or in a source distribution below its only folder."""
+    if path.suffix == ".whl":
+        with zipfile.ZipFile(path) as wheel:
+            yield from ((name, wheel.read(name)) for name in wheel.namelist() if wanted(name))
+        return
     with tarfile.open(path) as archive:
         for member in archive:
-            inside = member.name.partition("/")[2]
-            if member.isfile() and inside.startswith(folder + "/") and inside.endswith(suffix):
-                stream = archive.extractfile(member)
-                if stream is not None:
-                    found[inside.removeprefix(folder + "/")] = stream.read().decode()
-    return found
+            name = member.name.partition("/")[2]
+            if member.isfile() and wanted(name) and (stream := archive.extractfile(member)) is not None:
+                yield name, stream.read()
 
 
 def _fetch(pin: Pin, scratch: Path) -> Path:

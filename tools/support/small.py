@@ -98,10 +98,10 @@ def stands(wanted: Needs, sets: Mapping[str, Needs]) -> str:
     return "; ".join(found)
 
 
-@lru_cache(maxsize=1)
-def sets() -> dict[str, Needs]:
-    """Return what the sets show, by title."""
-    return {str(engines): shown(engines) for engines in engine_sets()}
+@lru_cache(maxsize=4)
+def sets(release: str = "") -> dict[str, Needs]:
+    """Return what the sets show, by title: those that run under a release of vllm-ascend (0.30), or all."""
+    return {str(engines): shown(engines) for engines in engine_sets() if release in ("", engines.release)}
 
 
 def shown(engines: Engines) -> Needs:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,8 @@ import yaml
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 import tools.field as field_page
-from tools.support import field, sdist, small
+from tools.support import compressed, field, sdist, small
+from tools.support.bases import UNNAMED, Base
 from tools.support.small import Needs, needs, stands
 from unit.admission.vllm_configs import model_dir, vllm_config
 from vllm_ascend_pd import admission
@@ -329,6 +331,111 @@ def test_a_layer_is_registered_as_vllm_ascend_does() -> None:
         assert [part.shape[-1] for part in without] == ([656] if "sfa" in c8 else [512, 64])
 
 
+# -- releases of vllm-ascend
+
+NEWER = """
+class AscendSFAIndexerCacheSpec: ...
+block_size = storage_block_size * self.compress_ratio
+stride = (hidden_size, 2 * hidden_size, *dense_strides)
+li = vllm_config.attention_config.indexer_kv_dtype in ["fp8", "int8"]
+"""
+SCHEDULERS = """
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+raise SystemExit("this was run")
+class RecomputeReqInfo: ...
+class RecomputeScheduler(Scheduler):
+    def update_from_output(self, scheduler_output, model_runner_output):
+        return {}
+class AsyncRecomputeScheduler(AsyncScheduler, RecomputeScheduler): ...
+"""
+CALLING = SCHEDULERS.replace("return {}", "return super().update_from_output(scheduler_output, model_runner_output)")
+
+
+def release(scheduler: str = CALLING, code: str = "", version: str = "0.30.0rc9") -> Base:
+    texts = {"vllm_ascend/core/recompute_scheduler.py": scheduler, "vllm_ascend/a.py": code}
+    return Base.of(version, {**texts, "vllm_ascend/__init__.py": "", "Dockerfile": "FROM x\nARG VLLM_TAG=v0.30.0\n"})
+
+
+def under(base: Base, model: str, p: list[str] | None = None, d: list[str] | None = None) -> field.FieldVerdict:
+    return field.verdict("nightly/x", written(p or line(P), d or line(D), model), replace(KNOWN, base=base))
+
+
+def test_a_release_is_known_by_its_own_code_and_none_of_it_is_run() -> None:
+    older, newer = release(), release(code=NEWER)
+    assert (older.vllm, older.minor) == ("0.30.0", "0.30")
+    assert [kind.__name__ for kind in older.schedulers] == ["RecomputeScheduler", "AsyncRecomputeScheduler"]
+    for name in ("indexes_apart", "in_tokens", "takes_turns", "int8_by_flags"):
+        assert (getattr(older, name), getattr(newer, name)) == (False, True)
+    with pytest.raises(ValueError, match="VLLM_TAG"):
+        Base.of("1", {"Dockerfile": "FROM x"})
+    assert Base.of("1", {"Dockerfile": "ARG VLLM_TAG=v9.9"}).schedulers == ()
+
+
+RECOMPUTES = ["--additional-config", '{"recompute_scheduler_enable": true}']
+
+
+@pytest.mark.parametrize(
+    ("base", "flags", "why"),
+    [
+        (release(), RECOMPUTES, ""),
+        (
+            release(SCHEDULERS),
+            RECOMPUTES,
+            "the scheduler RecomputeScheduler reads a step's outputs without vLLM's own method",
+        ),
+        (release(SCHEDULERS), [], ""),
+        (release(version="0.29.0"), [], "vllm-ascend 0.29.0 was not tried"),
+        (replace(release(), vllm="0.29.0"), [], "vLLM 0.29.0 was not tried"),
+        (release(), ["--logits-processors", "a.B"], "logits processors may remember tokens"),
+    ],
+    ids=["calls vLLM's", "does not", "is off", "another release", "another vLLM", "logits processors"],
+)
+def test_whether_d_begins_with_ps_token_is_what_this_package_says(base: Base, flags: list[str], why: str) -> None:
+    verdict = under(base, "me/gqa", line(P, *RECOMPUTES), line(D, *flags))
+    assert verdict.both and verdict.no_first == why
+    assert f"| direct | {why or 'yes'} | `" in field_page.tables([verdict])
+
+
+def test_an_indexer_may_be_a_layer_of_its_own_and_int8_a_flag_of_vllms() -> None:
+    base = release(code=NEWER)
+    assert under(base, "me/sparse").both
+    li, sfa = ["--attention_config.indexer_kv_dtype", "int8"], ["--kv-cache-dtype", "int8"]
+    for model in ("me/sparse", "me/shared"):
+        keys, latents = (under(base, model, d=line(D, *flags)) for flags in (li, sfa))
+        assert reasons(keys, "D") == ["PD-CONF-005 A quantised KV cache (torch.int8)"]
+        assert reasons(latents, "D")[0] == "PD-CONF-005 A quantised KV cache (int8)"
+        assert keys.d[0].unknown == latents.d[0].unknown == ()
+    older = under(release(), "me/sparse", d=line(D, *li, *sfa))
+    assert older.both and older.d[0].unknown == ("--kv-cache-dtype int8", "--attention-config.indexer_kv_dtype int8")
+    model = KNOWN.models["me/shared"]
+    spec = model.spec("indexer", 8, 16, P, (), base)
+    specs = model.by_layer(model.layers(drafts=True), spec, ("li",), base, 2)
+    assert [name.split(".")[2] for name in specs if name.endswith(".indexer.k_cache")] == ["0", "1", "5"]
+    assert [part.shape for part in field.tensors(spec, base)] == [(2, 16, 1, 512), (2, 16, 1, 64)]
+    index = specs["model.layers.5.self_attn.indexer.k_cache"]
+    assert [part.shape for part in field.tensors(index, base)] == [(4, 16, 1, 128), (4, 16, 1, 1)]
+    packed = model.spec("indexer", 8, 16, P, ("sfa",), base)
+    assert [part.shape for part in field.tensors(packed, base)] == [(2, 16, 1, 656)]
+
+
+def test_keys_and_values_may_take_turns_in_blocks_of_the_kernels() -> None:
+    spec = KNOWN.models["me/hybrid"].spec("full", 1, 640, P)
+    for base, stride in ((release(), 1), (release(code=NEWER), 2)):
+        k, v = field.tensors(spec, base)
+        assert k.shape == v.shape == (10, 128, 2, 32)
+        assert k.stride(0) == stride * 128 * 2 * 32 and k.is_contiguous() is (stride == 1)
+
+
+def test_a_block_of_entries_is_counted_in_entries_or_in_tokens() -> None:
+    for newer, sizes in ((False, {128}), (True, {512, 128 * 128})):
+        first, second, *_ = made = compressed.groups([0, 0, 4, 128, 4, 128], newer=newer)
+        assert {spec.block_size for spec in (*first.values(), *second.values())} == sizes
+        found = compressed.tensors(made, 128, 2)
+        assert found["model.layers.2.self_attn.attn"][0].shape == (2, 128, 1, 512)
+        assert {type(spec).__name__ for spec in first.values()} == {"AscendMLAAttentionSpec"}
+
+
 # -- the page
 
 
@@ -366,13 +473,15 @@ def test_a_switch_counts_as_read_where_it_stands(switch: str, source: str, read:
 
 def test_the_tables_count_what_starts_and_what_stands_in_the_way() -> None:
     printed = field_page.tables(three())
-    assert "**P and D would start in 1 of 3 configurations.**" in printed
-    assert "P would start in 1, D in 3." in printed
-    assert f"| {SPECULATION} | 2 | 1 | 0 | 1 |" in printed
-    assert f"| {MODE} | 1 | 1 | 0 | 0 |" in printed
-    assert "| nightly/one | me/gqa | 1 × 1 | would start | 1 × 1 | would start | direct | `" in printed
+    counted = " ".join(printed.partition("|")[0].split())
+    assert "**P and D would start in 1 of 3 configurations.** P would start in 1, D in 3." in counted
+    assert "In 1 D begins with P's first token." in counted
+    assert "0 ask for what their connector alone does, and 2 for what is not proven here." in counted
+    assert f"| {SPECULATION} | 2 | 0 | 1 | 0 | 1 |" in printed
+    assert f"| {MODE} | 1 | 0 | 1 | 0 | 0 |" in printed
+    assert "| nightly/one | me/gqa | 1 × 1 | would start | 1 × 1 | would start | direct | yes | `" in printed
     both = f"{MODE}; {SPECULATION.removeprefix('PD-CONF-005 ')}"
-    assert f"| weekly/one | me/gqa | 1 × 1 | {both} | 1 × 1 | would start | – | – |" in printed
+    assert f"| weekly/one | me/gqa | 1 × 1 | {both} | 1 × 1 | would start | – | – | – |" in printed
     assert "left out (in how many configurations): `--theirs` (1)." in printed
     switches = printed[printed.index("| switch |") :].splitlines()[2:]
     assert switches[:2] == ["| `VLLM_ASCEND_ENABLE_THIS` | 3 |", "| `outer.inner` | 1 |"]
@@ -434,7 +543,7 @@ def test_a_set_is_known_by_its_models_kinds_and_its_modes() -> None:
 
 def test_every_set_that_the_page_names_exists() -> None:
     _, between, _ = field_page.MARKS.split(field_page.PAGE.read_text())
-    lines = between[: between.index("| switch |")].splitlines()
+    lines = re.sub(r"\| switch \|.*?\n\n", "", between, flags=re.DOTALL).splitlines()
     named = {name for line in lines if line.startswith("| ") for name in re.findall("`([^`]+)`", line)}
     assert named and named <= small.sets().keys()
 
@@ -446,6 +555,27 @@ def test_a_page_that_is_not_what_is_printed_is_wrong_and_a_lost_start_is_named()
     assert "is not what is printed" in words
     before = printed.replace(f"1 × 1 | {SPECULATION} | 1 × 1", "1 × 1 | would start | 1 × 1")
     assert field_page.compare(before, printed) == ["nightly/two would start, says the page, and no longer does"]
+
+
+def test_what_their_connector_does_with_a_cache_on_the_way_is_theirs() -> None:
+    verdict = judged(model="me/gqa-c8")
+    printed = field_page.tables([verdict])
+    counted = " ".join(printed.partition("|")[0].split())
+    assert "1 ask for what their connector alone does, and 0 for what is not proven here." in counted
+    int8 = "PD-CONF-005 A quantised KV cache (torch.int8)"
+    assert f"| {int8} | 1 | 1 | 0 | 1 | 1 |" in printed
+    assert f"| 1 × 1 | would start | 1 × 1 | theirs: {int8} | – | – | – |" in printed
+
+
+def test_the_release_before_has_a_smaller_table_and_a_lost_start_there_counts() -> None:
+    base = replace(UNNAMED, version=field_page.BEFORE.version)
+    printed = field_page.shorter(three(), base)
+    assert f"### vllm-ascend {base.version}" in printed
+    assert f"| nightly/two | {SPECULATION} | – | – |" in printed
+    (row,) = [line for line in printed.splitlines() if line.startswith("| nightly/one |")]
+    assert row.startswith("| nightly/one | would start | yes | ")
+    (lost,) = field_page.compare(printed, printed.replace(row, row.replace("would start", "PD-CONF-005 no more")))
+    assert lost.startswith(f"{base.version}: nightly/one would start")
 
 
 def test_a_rule_that_becomes_stricter_loses_starts_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,9 +593,13 @@ def test_a_hybrid_would_start_with_drafts_and_without() -> None:
 
 def test_the_readme_has_the_pages_number() -> None:
     page = field_page.PAGE.read_text()
-    ((count, total),) = re.findall(r"\*\*P and D would start in (\d+) of (\d+) configurations", page)
-    assert len(field_page.starting(page)) == int(count)
-    assert f"[docs/field.md](docs/field.md): {count} of {total}," in (field_page.ROOT / "README.md").read_text()
+    (main, before) = re.findall(r"P and D would start in (\d+ of \d+) configurations", page)
+    assert [name.startswith(field_page.BEFORE.version) for name in sorted(field_page.starting(page))].count(
+        True
+    ) == int(before.split()[0])
+    assert len(field_page.starting(page)) == int(main.split()[0]) + int(before.split()[0])
+    line = f"[docs/field.md](docs/field.md): {main} of vllm-ascend {field_page.PINNED.version}, {before} of "
+    assert line in (field_page.ROOT / "README.md").read_text()
 
 
 def test_one_name_for_two_files_is_an_error() -> None:
@@ -529,17 +663,23 @@ def test_without_an_index_the_remedy_is_named(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_file_that_is_not_the_pinned_one_ends_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "x.tar.gz"
-    path.write_bytes(b"something else")
-    assert field_page.main(["--sdist", str(path)]) == 2
-    assert "is not the pinned" in capsys.readouterr().err
-    assert field_page.main(["--sdist", str(tmp_path / "absent")]) == 2
+    for pin in (field_page.PINNED, field_page.BEFORE):
+        path = tmp_path / pin.file
+        assert field_page.main(["--sdist", str(path)]) == 2
+        path.write_bytes(b"something else")
+        capsys.readouterr()
+        assert field_page.main(["--sdist", str(path)]) == 2
+        assert "is not the pinned" in capsys.readouterr().err
+        path.unlink()
+    assert field_page.main(["--sdist", str(tmp_path / "x.tar.gz")]) == 2
+    assert "is not called as a pinned distribution" in capsys.readouterr().err
 
 
 def test_the_page_is_what_vllm_ascends_own_configurations_give(capsys: pytest.CaptureFixture[str]) -> None:
     """The real distribution: no configuration that would start is missing, and the page has what is printed."""
     try:
-        path = sdist.ensure(field_page.PINNED)
+        for pin in (field_page.PINNED, field_page.BEFORE):
+            sdist.ensure(pin)
     except sdist.Unreachable as problem:
         pytest.skip(str(problem))
-    assert field_page.main(["--check", "--sdist", str(path)]) == 0, capsys.readouterr().err
+    assert field_page.main(["--check"]) == 0, capsys.readouterr().err
