@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class LoadReports(Protocol):
-    """What the scheduler does with its loads."""
+    """The scheduler, as far as it has to do with its loads."""
 
     def listen(self) -> None:
         """Take in what the loop thread has received."""

@@ -323,7 +323,7 @@ class LoadBook:
         self._effects.append((LoadEffect.OVER, load))
 
     def hold(self, load: RemoteLoad) -> None:
-        """Whether the load was of use shows with P's token, if the request can begin with nothing else."""
+        """Report the load, unless it shows only with P's token whether it was of use."""
         self.finish(load)
         if not load.whole:
             self._effects.append((LoadEffect.OVER, load))
