@@ -141,7 +141,7 @@ CEILINGS = {
     "admission": 800,
     "channel": 1150,
     "cli": 2300,
-    "decode": 2550,
+    "decode": 2600,
     "device": 700,
     "geometry": 2600,
     "http": 800,
@@ -153,7 +153,7 @@ CEILINGS = {
     "shared": 500,
     "transport": 2000,
     "viewer": 650,
-    "vllm_patches": 1000,
+    "vllm_patches": 1250,
 }
 
 

@@ -12,16 +12,18 @@ from collections.abc import Mapping
 
 VLLM, VLLM_ASCEND = "vLLM", "vllm-ascend"
 FIRST_TOKEN, DRAFTS, GRAMMARS, STANDSTILL, GROUPS = "first token", "drafts", "grammars", "standstill", "groups"
+GIVEN = "given tokens"
 
 # By change and package. A package that is not named for a change does not matter for it.
 TRIED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     FIRST_TOKEN: {VLLM: ("0.23", "0.30", "0.31", "0.32", "0.33"), VLLM_ASCEND: ("0.23", "0.30")},
     DRAFTS: {VLLM: ("0.30", "0.32"), VLLM_ASCEND: ("0.30",)},  # on D, behind P's token
     GRAMMARS: {VLLM: ("0.32",)},  # the same grammar in P and D
+    GIVEN: {VLLM: ("0.32",), VLLM_ASCEND: ()},  # on D, an answer that goes on there
     STANDSTILL: {VLLM: ("0.23", "0.30", "0.31", "0.32", "0.33")},
     GROUPS: {VLLM: ("0.23",)},  # from 0.30 on vLLM itself gives connectors what they need
 }
-# What it costs where one is off.
+# What it costs where one is off. (No router of ours asks for GIVEN yet.)
 COST = {
     FIRST_TOKEN: "D computes the last token of each prompt again, a step more for each request",
     DRAFTS: "D with drafts computes the last token of each prompt again",
