@@ -213,7 +213,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         count = self._scheduler.wanted(request, num_computed_tokens)
-        return count, count > 0
+        return count, count is not None and count > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
@@ -282,6 +282,7 @@ def _scheduler(
             "whole": first_token.can_fail(),
             "fails": fails,
             "yields": not lacks[tried.STANDSTILL],
+            "gives": first and not tried.untried(tried=tried.TRIED_GIVEN),
         }
         made = DecodeScheduler(engine, waiting, **facts)
     for change, why in lacks.items():

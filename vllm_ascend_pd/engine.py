@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -205,10 +205,13 @@ def has_embeddings(request: Any) -> bool:
     return request.prompt_token_ids is None or request.prompt_embeds is not None
 
 
-def request_hash(request: Any) -> str:
-    """Return a hash of all that a prompt's KV depends on: tokens, LoRA, multimodal input, cache salt."""
+def request_hash(request: Any, tokens: Sequence[int] | None = None) -> str:
+    """Return a hash of all that a prompt's KV depends on: tokens, LoRA, multimodal input, cache salt.
+
+    `tokens`: those that are computed before the next one is sampled, if they are more than the prompt.
+    """
     return prompt_hash(
-        request.prompt_token_ids,
+        request.prompt_token_ids if tokens is None else tokens,
         adapter_identity(request.lora_request),
         request.cache_salt,
         tuple(feature.identifier for feature in request.mm_features or ()),

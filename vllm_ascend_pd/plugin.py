@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 
+from vllm_ascend_pd.vllm_patches import one_by_one
+
 log = logging.getLogger(__name__)
 
 CONNECTOR = "AscendPushConnector"
@@ -21,6 +23,8 @@ def register() -> None:
         log.warning("vllm_ascend_pd: this vLLM has no KV connector factory (%s); the connector is not available", error)
         return
     _log_as_vllm()
+    if why := one_by_one.install():
+        log.debug("vllm_ascend_pd: given tokens are not divided: %s", why)
     try:
         KVConnectorFactory.register_connector(CONNECTOR, "vllm_ascend_pd.connector", CONNECTOR)
     except ValueError:

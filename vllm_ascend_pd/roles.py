@@ -62,8 +62,8 @@ class SchedulerRole:
     def arrived(self, request: Any) -> None:
         """Handle a request that vLLM has accepted, and not scheduled yet."""
 
-    def wanted(self, request: Any, computed: int) -> int:
-        """Return how many tokens to load remotely beyond `computed`."""
+    def wanted(self, request: Any, computed: int) -> int | None:
+        """Return how many tokens to load remotely beyond `computed`; None: the request cannot be scheduled yet."""
         return 0
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], count: int) -> None:

@@ -141,7 +141,7 @@ CEILINGS = {
     "admission": 800,
     "channel": 1150,
     "cli": 2650,
-    "decode": 2650,
+    "decode": 2750,
     "device": 750,
     "geometry": 2600,
     "observe": 450,
@@ -152,7 +152,7 @@ CEILINGS = {
     "shared": 1000,
     "transport": 2000,
     "viewer": 650,
-    "vllm_patches": 1000,
+    "vllm_patches": 1250,
 }
 
 

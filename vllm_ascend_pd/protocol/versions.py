@@ -40,7 +40,7 @@ class Release:
         return None if unknown is None else PdError("PD-CTRL-004", word=unknown)
 
 
-WHOLE = "whole"  # in a reservation: D can start with P's first token only
+WHOLE = "whole"  # in a reservation: D can start only with the token behind the prompt, P's or one that it has already
 
 OURS = Release(features=("seed", WHOLE))
 

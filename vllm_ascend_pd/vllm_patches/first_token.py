@@ -5,9 +5,10 @@
 request whose KV is complete is started with P's token after the step: the token becomes the request's first output, for
 the client and in the request. The next step computes that token's KV and samples the second one, by vLLM's own code.
 
-A worker of vLLM's first model runner receives only the prompt of a new request. P's token comes to it in the request's
-extra arguments. `InputBatch.add_request` is wrapped: it adds the token as an earlier output, as a resumed request has.
-A worker of the second model runner receives all tokens of a new request, and which of them are the prompt.
+A worker of vLLM's first model runner receives only the prompt of a new request. P's token, or the tokens with which an
+answer goes on (given_tokens.py), come to it in the request's extra arguments. `InputBatch.add_request` is wrapped: it
+adds them as earlier outputs, as a resumed request has. A worker of the second model runner receives all tokens of a new
+request, and which of them are the prompt.
 
 All this is done only if all that it uses is as it was in the releases that were tried, and this is one of them
 (`install`, `install_on_worker`). Elsewhere D computes the first token itself, as without this file.
@@ -30,7 +31,7 @@ from vllm_ascend_pd.vllm_patches.compat import is_vllm_ascend
 from vllm_ascend_pd.vllm_patches.tried import untried
 from vllm_ascend_pd.vllm_patches.wrapping import contained, wrap
 
-FIRST_TOKEN_ARG = "pd_first_token"  # in a request's extra arguments, on its way to the workers
+GIVEN_ARG = "pd_given_tokens"  # in a request's extra arguments, on its way to the workers
 _FAILING = "_handle_failed_recving"  # from 0.30 on
 _RETRYING = "_update_waiting_for_remote_kv"  # before: of a request without computed tokens the blocks are freed
 _OUTPUTS_READ, _SCHEDULE, _ADDED = "update_from_output", "schedule", "add_request"
@@ -54,8 +55,8 @@ _OUTPUT = (
 _STATE = ("sampling_params", "output_token_ids")
 
 
-class FirstTokenId(int):
-    """A first token on its way to the workers. A client's extra arguments are JSON, so none is of this type."""
+class GivenIds(tuple[int, ...]):
+    """Outputs of a new request on their way to the workers. A client's extra arguments are JSON, so none is of it."""
 
 
 class StepHooks:
@@ -135,9 +136,9 @@ def install_on_worker(vllm_config: Any) -> str:
 def _with_token(original: Any) -> Any:
     def add_request(self: Any, request: Any) -> Any:
         extra = request.sampling_params.extra_args if request.sampling_params is not None else None
-        token = extra.get(FIRST_TOKEN_ARG) if extra else None
-        if isinstance(token, FirstTokenId) and not request.output_token_ids:
-            request.output_token_ids.append(int(token))
+        tokens = extra.get(GIVEN_ARG) if extra else None
+        if isinstance(tokens, GivenIds) and not request.output_token_ids:
+            request.output_token_ids.extend(tokens)
         return original(self, request)
 
     return add_request
@@ -373,7 +374,7 @@ def start(scheduler: Any, request: Any, first: First, params: dict[str, Any] | N
     if scheduler.log_stats:
         request.record_event(EngineCoreEventType.SCHEDULED)  # else its prefill would begin after its first token
     facts = {
-        "new_logprobs": _logprobs(first.logprobs) if first.logprobs else None,
+        "new_logprobs": logprob_rows([first.logprobs]) if first.logprobs else None,
         "events": request.take_events(),
         "trace_headers": request.trace_headers,
         "prefill_stats": request.take_prefill_stats(),
@@ -387,12 +388,14 @@ def start(scheduler: Any, request: Any, first: First, params: dict[str, Any] | N
         scheduler.finish_requests(request.request_id, ended)
         facts |= {"finish_reason": request.get_finished_reason(), "stop_reason": request.stop_reason}
         return EngineCoreOutput(request.request_id, [first.token], kv_transfer_params=params, **facts)
-    request.sampling_params = copy.copy(request.sampling_params)
-    request.sampling_params.extra_args = {
-        **(request.sampling_params.extra_args or {}),
-        FIRST_TOKEN_ARG: FirstTokenId(first.token),
-    }
+    tell_workers(request, [first.token])
     return EngineCoreOutput(request.request_id, [first.token], **facts)
+
+
+def tell_workers(request: Any, tokens: Sequence[int]) -> None:
+    """Send the outputs of a new request to the workers, with its parameters."""
+    params = request.sampling_params = copy.copy(request.sampling_params)
+    params.extra_args = {**(params.extra_args or {}), GIVEN_ARG: GivenIds(tokens)}
 
 
 def add(outputs: Any, client: int, output: Any) -> None:
@@ -402,12 +405,13 @@ def add(outputs: Any, client: int, output: Any) -> None:
     outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
 
 
-def _logprobs(logprobs: Sequence[LogProb]) -> Any:
+def logprob_rows(rows: Sequence[Sequence[LogProb]]) -> Any:
+    """Return what vLLM has of the log-probabilities of an output, a row for each of its tokens."""
     import numpy as np
     from vllm.v1.outputs import LogprobsLists
 
     return LogprobsLists(
-        np.array([[token for token, _, _ in logprobs]], dtype=np.int32),
-        np.array([[value for _, value, _ in logprobs]], dtype=np.float32),
-        np.array([logprobs[0][2]], dtype=np.int32),
+        np.array([[token for token, _, _ in row] for row in rows], dtype=np.int32),
+        np.array([[value for _, value, _ in row] for row in rows], dtype=np.float32),
+        np.array([row[0][2] for row in rows], dtype=np.int32),
     )

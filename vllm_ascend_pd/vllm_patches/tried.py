@@ -15,6 +15,10 @@ VLLM, VLLM_ASCEND = "vLLM", "vllm-ascend"
 FIRST_TOKEN, GRAMMARS, STANDSTILL = "first token", "grammars", "standstill"
 
 TRIED: Mapping[str, tuple[str, ...]] = {VLLM: ("0.23", "0.30", "0.31", "0.32", "0.33"), VLLM_ASCEND: ("0.23", "0.30")}
+TRIED_GIVEN: Mapping[str, tuple[str, ...]] = {
+    VLLM: ("0.32",),
+    VLLM_ASCEND: (),
+}  # answers that go on; asked for by none yet
 # What it costs where one is off.
 COST = {
     FIRST_TOKEN: "D computes the last token of each prompt again, a step more for each request",
@@ -44,9 +48,9 @@ def installed(package: str) -> str:
         return "of an unknown release"
 
 
-def untried(versions: Mapping[str, str] | None = None) -> str:
+def untried(versions: Mapping[str, str] | None = None, tried: Mapping[str, tuple[str, ...]] = TRIED) -> str:
     """Return a sentence if one of these releases, this engine's by default, was never tried; empty: all were."""
-    for package, releases in TRIED.items():
+    for package, releases in tried.items():
         version = installed(package) if versions is None else versions.get(package, "")
         if version and not version.startswith(tuple(f"{one}." for one in releases)):
             return f"{package} {version} was not tried"

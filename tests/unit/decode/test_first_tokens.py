@@ -627,35 +627,33 @@ def test_what_p_runs_on_is_no_matter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("token", "outputs", "there"), [(None, [], []), (9, [], [9]), (9, [9, 8], [9, 8]), (0, [], [0])], ids=str
+    ("token", "outputs", "there"),
+    [(None, [], []), (9, [], [9]), (9, [9, 8], [9, 8]), (0, [], [0]), ((9, 8, 7), [], [9, 8, 7]), ((9, 8), [9], [9])],
+    ids=str,
 )
 def test_a_worker_s_batch_takes_the_token_as_an_output(
-    monkeypatch: pytest.MonkeyPatch, token: int | None, outputs: list[int], there: list[int]
+    monkeypatch: pytest.MonkeyPatch, token: int | tuple[int, ...] | None, outputs: list[int], there: list[int]
 ) -> None:
     monkeypatch.setattr(InputBatch, "add_request", InputBatch.add_request)
     assert first_token.install_on_worker(config()) == first_token.install_on_worker(config()) == ""
     assert worker_batch.wrong(token, outputs, there) == ""
 
 
-@pytest.mark.parametrize("forged", [7, "x", 1 << 40, [7], None], ids=str)
+@pytest.mark.parametrize("forged", [7, "x", 1 << 40, [7], (7,), None], ids=str)
 def test_no_client_gives_a_worker_a_token(monkeypatch: pytest.MonkeyPatch, forged: Any) -> None:
     """A client's `vllm_xargs` are extra arguments too."""
     monkeypatch.setattr(InputBatch, "add_request", InputBatch.add_request)
     assert first_token.install_on_worker(config()) == ""
     added = worker_batch.state(None, [])
-    added.sampling_params.extra_args[first_token.FIRST_TOKEN_ARG] = forged  # type: ignore[index, union-attr]
+    added.sampling_params.extra_args[first_token.GIVEN_ARG] = forged  # type: ignore[index, union-attr]
     worker_batch.batch().add_request(added)
     assert added.output_token_ids == []
 
 
 def test_a_token_reaches_the_workers_of_other_processes_as_what_it_is() -> None:
-    again = pickle.loads(
-        pickle.dumps(SamplingParams(extra_args={first_token.FIRST_TOKEN_ARG: first_token.FirstTokenId(7)}))
-    )
-    assert (
-        isinstance(again.extra_args[first_token.FIRST_TOKEN_ARG], first_token.FirstTokenId)
-        and again.extra_args[first_token.FIRST_TOKEN_ARG] == 7
-    )
+    sent = SamplingParams(extra_args={first_token.GIVEN_ARG: first_token.GivenIds((7, 8))})
+    found = pickle.loads(pickle.dumps(sent)).extra_args[first_token.GIVEN_ARG]
+    assert isinstance(found, first_token.GivenIds) and found == (7, 8)
 
 
 def test_a_worker_that_could_not_be_wrapped_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

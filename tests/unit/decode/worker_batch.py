@@ -10,7 +10,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
-from vllm_ascend_pd.vllm_patches.first_token import FIRST_TOKEN_ARG, FirstTokenId
+from vllm_ascend_pd.vllm_patches.first_token import GIVEN_ARG, GivenIds
 
 PROMPT = [4, 5, 6]
 _FACTS = {
@@ -33,15 +33,16 @@ def batch() -> InputBatch:
     return InputBatch(**facts)
 
 
-def state(token: int | None, outputs: list[int]) -> CachedRequestState:
-    """State of a request that its scheduler has started with `token`, or without one."""
-    extra = {"kv_transfer_params": {}, **({} if token is None else {FIRST_TOKEN_ARG: FirstTokenId(token)})}
+def state(token: int | tuple[int, ...] | None, outputs: list[int]) -> CachedRequestState:
+    """State of a request that its scheduler has started with a token, with several, or without one."""
+    tokens = (token,) if isinstance(token, int) else token
+    extra = {"kv_transfer_params": {}, **({} if tokens is None else {GIVEN_ARG: GivenIds(tokens)})}
     params = SamplingParams(extra_args=extra, presence_penalty=1.0)
     facts: Any = {"mm_features": [], "block_ids": ([0],), "num_computed_tokens": len(PROMPT), "generator": None}
     return CachedRequestState("r", PROMPT, sampling_params=params, output_token_ids=outputs, **facts)
 
 
-def wrong(token: int | None, outputs: list[int], there: list[int]) -> str:
+def wrong(token: int | tuple[int, ...] | None, outputs: list[int], there: list[int]) -> str:
     """List differences between the batch and that of a request with the outputs `there`; empty if there are none."""
     made, added = batch(), state(token, outputs)
     at, end = made.add_request(added), len(PROMPT) + len(there)

@@ -248,7 +248,7 @@ def test_p_refuses_what_its_windows_cannot_give(changes: dict[str, Any], says: s
 
 
 def arrived(
-    cache: CacheGeometry, seed: Seed | None = None, *, sends_first: bool = True, **changes: Any
+    cache: CacheGeometry, seed: Seed | None = None, *, sends_first: bool = True, whole: bool = False, **changes: Any
 ) -> tuple[PrefillScheduler, Request]:
     """A request that P's scheduler has, with a reservation; of the whole prompt if D begins with P's first token."""
     engine = Engine(PushConfig.parse({}), "i" * 16, "engine", "m", "127.0.0.1", None)
@@ -259,7 +259,7 @@ def arrived(
     blocks = wanted(cache).blocks if len(cache.tables) == 2 else (ids(1, 2, 3, 4, 5, 6, 7),)
     facts = {"model": "m", "prompt_hash": request_hash(request), "transfer": TransferId("d", 1, "u"), "blocks": blocks}
     asked = wanted(cache, **{**facts, **changes})
-    if seed is not None:
+    if seed is not None or whole:
         asked = msgspec.structs.replace(asked, end=101, seed=seed, needs=(WHOLE,))
     sealed = seal(asked, None)
     request.kv_transfer_params = {"do_remote_decode": True, "reservation": base64.b64encode(sealed).decode()}
@@ -293,6 +293,13 @@ def test_p_computes_all_of_a_prompt_whose_d_begins_with_its_token() -> None:
         refusal = scheduler._requests.book.refusal("r")
         assert refusal is not None and refusal.code == "PD-META-033" and why in refusal.sentence
         assert request.num_prompt_tokens == 101 and not scheduler._requests.book.tracks("r")
+
+
+@pytest.mark.parametrize("sends_first", [True, False])
+def test_p_computes_all_of_a_prompt_whose_d_has_the_token_behind_it(sends_first: bool) -> None:
+    scheduler, request = arrived(TWO, sends_first=sends_first, whole=True)
+    assert request.num_prompt_tokens == 101 and request.max_tokens == 1
+    assert scheduler._requests.book.tracks("r") and not scheduler._requests.cuts("r")
 
 
 def test_all_of_a_prompt_is_all_of_it() -> None:

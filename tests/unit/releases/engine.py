@@ -148,8 +148,17 @@ class ReleaseEngine:
             worker.register_kv_caches(self.tensors[rank])
         return worker
 
-    def add(self, request_id: str, name: str, tokens: list[int], params: dict[str, Any], max_tokens: int = 1) -> None:
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params})
+    def add(
+        self,
+        request_id: str,
+        name: str,
+        tokens: list[int],
+        params: dict[str, Any],
+        max_tokens: int = 1,
+        **more: Any,
+    ) -> None:
+        extra = {"kv_transfer_params": params}
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra, **more)
         request = Request(request_id, tokens, sampling, None, block_hasher=self._hasher)
         self._names[request_id] = name
         self.scheduler.add_request(request)
@@ -228,7 +237,7 @@ class ReleaseEngine:
         return runner.post_forward(output.finished_req_ids)
 
     def _sampled(self, request_id: str, end: int) -> list[int]:
-        return [self.token] if end >= self.scheduler.requests[request_id].num_prompt_tokens else []
+        return [self.token] if end >= self.scheduler.requests[request_id].num_tokens else []
 
     def _forward(self, rank: int, layer: int, spans: dict[str, tuple[int, int]]) -> None:
         worker, parts = self.workers[rank], self.tensors[rank][LAYERS[layer]]

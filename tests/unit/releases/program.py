@@ -62,10 +62,12 @@ class ReleasePair:
             return 200, [{"event": "accepted", "prefill": "here"}, {**LINES["prefilled"], "first": first}]
         return 200, [{"event": "accepted", "prefill": "here"}, LINES[self.outcome]]
 
+    def params(self, name: str) -> dict[str, Any]:
+        return {"do_remote_prefill": True, "metaserver": self.url, "ticket": name}
+
     def ask(self, name: str, tokens: list[int], max_tokens: int = 3) -> dict[str, Any]:
         """Add the request to D, which reserves; return what the metaserver got."""
-        params = {"do_remote_prefill": True, "metaserver": self.url, "ticket": name}
-        self.decode.add(f"{name}-d", name, tokens, params, max_tokens)
+        self.decode.add(f"{name}-d", name, tokens, self.params(name), max_tokens)
         self.decode.step()
         self.blocks[name] = self.decode.blocks_of(f"{name}-d")
         return self.reservations.get(timeout=10.0)

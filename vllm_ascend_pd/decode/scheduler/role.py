@@ -87,11 +87,12 @@ class DecodeScheduler(SchedulerRole):
         whole: bool = False,
         fails: bool = False,
         yields: bool = False,
+        gives: bool = False,
     ) -> None:
         """`longest`: tokens of this engine's longest prompt. `vocabulary`: its size if P's first token is taken, or 0.
         `whole`: with P's first token, all of a prompt may be loaded into any cache. `fails`: this vLLM does not take
         failed loads by request, so they are failed around its step. `yields`: a loaded request gives its blocks back
-        where nothing else could go on.
+        where nothing else could go on. `gives`: requests may begin with given tokens.
         """
         self._engine, self._patience = engine, patience
         if longest:
@@ -103,7 +104,9 @@ class DecodeScheduler(SchedulerRole):
         self._online: _Online | None = None
         timers = engine.config.timers
         self.book = LoadBook(engine.incarnation, timers.first_token_wait_s, timers.lease_s, fails=fails)
-        self.first_tokens = FirstTokenReceiver(engine, self.tally, vocabulary, self.book, self, whole=whole)
+        self.first_tokens = FirstTokenReceiver(
+            engine, self.tally, vocabulary, self.book, self, whole=whole, longest=longest, gives=gives
+        )
         self._standstill = Standstill(self._gave_back) if yields else None
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
@@ -129,8 +132,10 @@ class DecodeScheduler(SchedulerRole):
 
     # -- the scheduler's thread
 
-    def wanted(self, request: Any, computed: int) -> int:
-        """Return how many tokens to load remotely beyond `computed`. Repeatable."""
+    def wanted(self, request: Any, computed: int) -> int | None:
+        """Return how many tokens to load remotely beyond `computed`; None: not yet. Repeatable."""
+        if self._online is not None and self._route(request) is not None and self.first_tokens.gives(request):
+            return None
         count = self._to_load(request, computed)
         if not count:
             requests.drop_placeholders(request)
@@ -140,8 +145,10 @@ class DecodeScheduler(SchedulerRole):
         if self._online is None:
             return 0
         self._route(request)
-        leaves = self._online.geometry.recomputes_last and not self.first_tokens.begins(request)
-        return self.book.wanted(request.request_id, request.num_prompt_tokens, computed, recomputes_last=leaves)
+        given = self.book.given(request.request_id)
+        leaves = self._online.geometry.recomputes_last and not given and not self.first_tokens.begins(request)
+        length = request.num_prompt_tokens + max(0, len(given) - 1)
+        return self.book.wanted(request.request_id, length, computed, recomputes_last=leaves)
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], count: int) -> None:
         """Reserve the blocks that vLLM allocated for `count` tokens; ask the metaserver, router or P for a prefill."""
@@ -152,15 +159,21 @@ class DecodeScheduler(SchedulerRole):
         if count <= 0 or online is None or route is None:
             return
         deadline = self._engine.config.timers.recv_deadline_s
-        given = online.geometry.tables, deadline, uuid.uuid4().hex, online.kernel_blocks
-        bind = self.book.reserve(request.request_id, count, blocks, *given)
-        prompt = request.num_prompt_tokens, request_hash(request)
+        wanted = online.geometry.tables, deadline, uuid.uuid4().hex, online.kernel_blocks
+        bind = self.book.reserve(request.request_id, count, blocks, *wanted)
+        given = self.book.given(request.request_id)
+        # The last given token is the next one that is computed here: to P all the others are prompt.
+        tokens = [*request.prompt_token_ids, *given[:-1]] if given else request.prompt_token_ids
+        prompt = len(tokens), request_hash(request, tokens)
         reservation = bind.reservation(self._engine.model_now, online.geometry, online.endpoints, *prompt)
-        whole = online.geometry.recomputes_last and bind.end == request.num_prompt_tokens
+        whole = online.geometry.recomputes_last and bind.end == len(tokens)
         leaves = online.geometry.recomputes_last and not whole
-        asks = self.first_tokens.ask(request, bind.transfer, recomputes_last=leaves, whole=whole)
-        if asks is not None:
-            reservation = msgspec.structs.replace(reservation, seed=asks[0], needs=(WHOLE,) if whole else ())
+        asks = None
+        if not given:
+            asks = self.first_tokens.ask(request, bind.transfer, recomputes_last=leaves, whole=whole)
+        if asks is not None or given:
+            seed = asks[0] if asks is not None else None
+            reservation = msgspec.structs.replace(reservation, seed=seed, needs=(WHOLE,) if whole else ())
         elif whole:
             raise LocalProtocolError(f"all of {request.request_id} is reserved, and no first token is asked for")
         sealed = seal(reservation, self._engine.secrets)
@@ -190,8 +203,8 @@ class DecodeScheduler(SchedulerRole):
         }
         if asks is not None:
             body["first_token"] = asks[1]
-        if route.send_tokens and not request.mm_features:  # media are more than ids
-            body["prompt_token_ids"] = list(request.prompt_token_ids)
+        if given or (route.send_tokens and not request.mm_features):  # media are more than ids
+            body["prompt_token_ids"] = list(tokens)
         online.client.reserve(bind.transfer, route.metaserver, body, deadline)
 
     def _route(self, request: Any) -> KvRoute | None:

@@ -300,7 +300,7 @@ class PrefillScheduler(SchedulerRole):
                 return refused
         if has_embeddings(request):
             return PdError("PD-META-005", why="the prompt has embeddings")
-        whole = reservation is not None and WHOLE in reservation.needs
+        whole = reservation is not None and WHOLE in reservation.needs and reservation.seed is not None
         return NewRequest(
             request_id=request.request_id,
             prompt=(request.num_prompt_tokens, request_hash(request)),

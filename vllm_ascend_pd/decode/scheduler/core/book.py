@@ -19,7 +19,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start, Wanted, fault
-from vllm_ascend_pd.decode.scheduler.core.load import TAKEN, USELESS, LoadEffect, LoadEvent, LoadState, RemoteLoad
+from vllm_ascend_pd.decode.scheduler.core.load import (
+    GIVEN,
+    TAKEN,
+    USELESS,
+    LoadEffect,
+    LoadEvent,
+    LoadState,
+    RemoteLoad,
+)
 from vllm_ascend_pd.decode.scheduler.core.routes import KvRoute, Ticket
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Group, in_kernel_blocks
@@ -80,6 +88,16 @@ class LoadBook:
             load = self._loads[request_id] = RemoteLoad(request_id, read(), request)
             self._move(load, LoadState.LOCAL if load.route is None else LoadState.ARRIVED)
         return load.route
+
+    def given(self, request_id: str, read: Callable[[], tuple[int, ...]] = tuple) -> tuple[int, ...]:
+        """Return the outputs with which a request begins, which are `read` once, if P may bring its KV."""
+        load = self._loads.get(request_id)
+        if load is None or load.state is LoadState.LOCAL:
+            return ()
+        if load.given is None:
+            load.given = read()
+            load.source = GIVEN if load.given else ""
+        return load.given
 
     def wanted(self, request_id: str, length: int, computed: int, *, recomputes_last: bool = False) -> int:
         """Return how many tokens to load of a prompt of `length`, of which `computed` are here. Repeatable.
@@ -329,7 +347,7 @@ class LoadBook:
         self._effects.append((LoadEffect.OVER, load))
 
     def hold(self, load: RemoteLoad) -> None:
-        """Whether the load was of use shows with P's token, if the request can begin with nothing else."""
+        """Report the load, unless it shows only with P's token whether it was of use."""
         self.finish(load)
         if not load.whole:
             self._effects.append((LoadEffect.OVER, load))

@@ -17,6 +17,7 @@ from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.states import IdentityEnum
 
 TAKEN = "prefill"  # in a report: the first token is P's
+GIVEN = "given"  # in a report: the answer goes on, behind tokens that were given
 USELESS = "PD-XFER-008"  # the KV came, and the request cannot begin without P's token
 
 
@@ -56,6 +57,7 @@ class RemoteLoad:
     request_id: str
     route: KvRoute | None
     request: Any = None  # the engine's own
+    given: tuple[int, ...] | None = None  # outputs with which it begins; None: not read yet
     state: LoadState = LoadState.OVER
     first: int = -1  # the first token to load, once it is known; before it, what is in D's own cache
     tokens: int = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who brings a request's KV, and the ticket of our own metaserver (protocol/dialects.py has other routers' fields)."""
+"""Routes of a request's KV, and our own metaserver's ticket (protocol/dialects.py has the fields of other routers)."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class NewRequest:
     reservation: Reservation | None = None  # None: it may come as an offer
     meets: str = ""
     uuid: str = ""
-    # For a D that can begin only with P's first token: how that token is chosen here. None: it is not sent.
+    # For a D that can begin only with P's first token: how it is chosen here. None: it is not sent, or D has a token.
     seed: Seed | None = None
 
 

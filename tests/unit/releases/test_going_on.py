@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers that go on at another D, on this vLLM's own scheduler and our connectors of P and D, without a model.
+
+In a process of its own, because the engines there have a device with an NPU's layout. Scenarios: going_on.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+SCENARIOS = (
+    "an_answer_goes_on_behind_what_it_has",
+    "an_answer_that_had_ended_ends_before_any_load",
+    "a_failed_load_is_computed_behind_the_same_answer",
+    "an_answer_that_is_not_this_prompt_s_is_begun_anew",
+    "aborted_while_it_goes_on_leaves_nothing",
+    "a_grammar_is_advanced_over_the_answer",
+    "log_probabilities_have_a_row_for_each_token",
+)
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV"))}
+    env |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [sys.executable, HERE / "going_on.py"]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line["name"]: line["error"] for line in lines}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.timeout(600)
+def test_an_answer_goes_on(errors: dict[str, str], name: str) -> None:
+    assert not errors[name], errors[name]

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Given tokens in vLLM's own output processor and queues: one by one, each once, and nothing else is changed."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import Any
+
+import pytest
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+
+from vllm_ascend_pd.vllm_patches import one_by_one
+from vllm_ascend_pd.vllm_patches.first_token import logprob_rows
+
+MARK = {one_by_one.GIVEN: True}
+
+
+@functools.cache
+def tokenizer() -> Any:
+    """A tokenizer of bytes: a text of n bytes is n tokens."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    words = ["<unk>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    made = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="</s>")
+
+
+def ids(text: str) -> list[int]:
+    return list(tokenizer().encode(text))
+
+
+@pytest.fixture(autouse=True)
+def wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OutputProcessor, "process_outputs", OutputProcessor.process_outputs)
+    for name in ("put", "get", "get_nowait"):
+        monkeypatch.setattr(RequestOutputCollector, name, getattr(RequestOutputCollector, name))
+    assert one_by_one.install() == one_by_one.install() == ""
+
+
+class FrontEndStream:
+    """A request of vLLM's front end, and what its client's task reads."""
+
+    def __init__(self, kind: RequestOutputKind = RequestOutputKind.DELTA, **sampling: Any) -> None:
+        self.processor = OutputProcessor(tokenizer(), log_stats=False)
+        params = SamplingParams(max_tokens=100, output_kind=kind, detokenize=True, **sampling)
+        request = EngineCoreRequest("r", ids("prompt"), None, params, None, 0.0, None, None, None, external_req_id="r")
+        self.queue = RequestOutputCollector(kind, "r")
+        self.processor.add_request(request, "prompt", queue=self.queue)
+
+    def put_out(self, text: str, params: dict[str, Any] | None = None, **facts: Any) -> list[str]:
+        """Process an output of the engine core; return the requests that are aborted there."""
+        output = EngineCoreOutput("r", ids(text), kv_transfer_params=params, **facts)
+        return self.processor.process_outputs([output]).reqs_to_abort
+
+    def read(self) -> list[Any]:
+        """Read what is there, by turns as vLLM's `generate` does."""
+
+        async def reading() -> list[Any]:
+            found: list[Any] = []
+            while self.queue.output is not None:
+                found.append(self.queue.get_nowait() if len(found) % 2 else await self.queue.get())
+            return found
+
+        return asyncio.run(reading())
+
+
+def texts(outputs: list[Any]) -> list[str]:
+    return [output.outputs[0].text for output in outputs]
+
+
+def test_given_tokens_come_one_by_one_and_what_is_sampled_is_merged_behind_them() -> None:
+    stream = FrontEndStream()
+    stream.put_out("given", MARK)
+    stream.put_out("a")
+    stream.put_out("b")
+    outputs = stream.read()
+    assert texts(outputs) == ["g", "i", "v", "e", "n", "ab"]
+    assert [output.outputs[0].token_ids for output in outputs] == [*([t] for t in ids("given")), ids("ab")]
+    assert all(output.kv_transfer_params is None for output in outputs), "the mark is none of the client's"
+    stream.put_out("c")
+    stream.put_out("d")
+    assert texts(stream.read()) == ["cd"]
+
+
+def test_a_client_that_reads_at_once_gets_the_same() -> None:
+    stream = FrontEndStream()
+    stream.put_out("gi", MARK)
+    assert texts([stream.queue.get_nowait()]) == ["g"]
+    stream.put_out("a")
+    assert texts(stream.read()) == ["i", "a"]
+
+
+def test_outputs_of_other_requests_are_merged_as_ever() -> None:
+    stream = FrontEndStream()
+    stream.put_out("sampled")
+    stream.put_out("a")
+    assert texts(stream.read()) == ["sampleda"]
+    assert not hasattr(stream.queue, "pd_unmerged")
+
+
+def test_a_character_of_several_tokens_is_whole() -> None:
+    stream = FrontEndStream()
+    stream.put_out("aé€b", MARK)
+    assert "".join(texts(stream.read())) == "aé€b"
+
+
+def test_a_stop_string_among_given_tokens_ends_the_request() -> None:
+    stream = FrontEndStream(stop=["ve"])
+    assert stream.put_out("given", MARK) == ["r"], "the engine core does not know of it"
+    outputs = stream.read()
+    assert "".join(texts(outputs)) == "gi"
+    assert (outputs[-1].outputs[0].finish_reason, outputs[-1].outputs[0].stop_reason) == ("stop", "ve")
+
+
+def test_a_stop_string_that_begins_among_given_tokens_ends_behind_them() -> None:
+    stream = FrontEndStream(stop=["enough"])
+    stream.put_out("given en", MARK)
+    stream.put_out("ou")
+    assert stream.put_out("gh!") == ["r"]
+    assert "".join(texts(stream.read())) == "given "
+
+
+def test_the_last_of_them_has_how_the_request_ended() -> None:
+    stream = FrontEndStream()
+    stream.put_out("end", {**MARK, "pd_load": {}}, finish_reason=FinishReason.LENGTH)
+    outputs = stream.read()
+    assert [output.finished for output in outputs] == [False, False, True]
+    assert outputs[-1].outputs[0].finish_reason == "length" and outputs[-1].kv_transfer_params == {"pd_load": {}}
+
+
+def test_each_has_its_row_of_log_probabilities() -> None:
+    stream = FrontEndStream(logprobs=2)
+    rows = [[(token, 0.0, 1)] * 3 for token in ids("giv")]
+    stream.put_out("giv", MARK, new_logprobs=logprob_rows(rows))
+    found = [output.outputs[0].logprobs for output in stream.read()]
+    assert [list(row) for (row,) in found] == [[token] for token in ids("giv")]
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.CUMULATIVE])
+def test_a_whole_answer_has_them_all_once(kind: RequestOutputKind) -> None:
+    stream = FrontEndStream(kind)
+    stream.put_out("giv", MARK)
+    stream.put_out("en", finish_reason=FinishReason.LENGTH)
+    outputs = stream.read()
+    assert outputs[-1].outputs[0].text == "given" and list(outputs[-1].outputs[0].token_ids) == ids("given")
+
+
+def test_an_error_is_raised_whatever_waits() -> None:
+    stream = FrontEndStream()
+    stream.put_out("given", MARK)
+    stream.processor.propagate_error(RuntimeError("the engine is dead"))
+    with pytest.raises(RuntimeError, match="dead"):
+        stream.read()
+
+
+def test_a_request_that_is_gone_is_passed_over() -> None:
+    stream = FrontEndStream()
+    stream.processor.abort_requests(["r"], internal=True)
+    stream.read()
+    assert stream.put_out("given", MARK) == [] and stream.read() == []
