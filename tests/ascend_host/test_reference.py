@@ -966,9 +966,10 @@ def test_copy_and_expand_dflash_inputs(seed: int, requests: list[tuple[int, int,
 BLOCK_END = st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 3))
 
 
+@pytest.mark.parametrize("release", ["0.23", "0.30"])
 @MANY
 @given(seeds, st.lists(BLOCK_END, min_size=1, max_size=3))
-def test_postprocess_mamba_fused_kernel(seed: int, requests: list[tuple[int, int, int]]) -> None:
+def test_postprocess_mamba_fused_kernel(release: str, seed: int, requests: list[tuple[int, int, int]]) -> None:
     """Behind each step the block of a whole number of blocks has the state behind its last token, if it was computed.
 
     States are numbers: the state behind n tokens is 10 n, a row of the convolution's holds the token's position. A step
@@ -999,10 +1000,16 @@ def test_postprocess_mamba_fused_kernel(seed: int, requests: list[tuple[int, int
     )
     inner, widths = torch.tensor([i for _, i, _ in facts]), torch.tensor([w for *_, w in facts])
     four, group = torch.tensor([4, 4]), torch.tensor([0, 0])
-    kernels.keep_block_ends(
-        (len(requests), 2), *ints, pointers, count, bases, strides, four, inner, widths, group, out, len(requests),
-        block_size=size, COPY_BLOCK_SIZE=1024,
-    )  # fmt: skip
+    facts_of_states = *ints, pointers, count, bases, strides, four, inner, widths, group
+    if release == "0.23":
+        kernels.keep_block_ends(
+            (len(requests), 2), *facts_of_states, out, len(requests), block_size=size, COPY_BLOCK_SIZE=1024
+        )
+    else:
+        kernels.keep_block_ends_since_0_30(
+            (len(requests), 2, 1), *facts_of_states, torch.zeros(2), torch.zeros(2), out, None, len(requests),
+            block_size=size, COPY_BLOCK_SIZE=1024, CONV_STATE_DIM_FIRST=False, TEMPORAL_TILES=1,
+        )  # fmt: skip
     for row, before in enumerate(computed):
         end = (before + accepted[row]) // size * size
         if end <= before:

@@ -204,6 +204,20 @@ def keep_block_ends(
                 ctypes.memmove(to, base + block(table, source + behind) * block_bytes, row)
 
 
+def keep_block_ends_since_0_30(
+    grid: tuple[int, ...],
+    *given: Any,
+    CONV_STATE_DIM_FIRST: bool = False,  # noqa: N803
+    TEMPORAL_TILES: int = 1,  # noqa: N803
+    **constants: int,
+) -> None:
+    """The same, with three more arguments, which are for a convolution's rows side by side and the second runner."""
+    *same, _row_count, _row_stride, accepted_out, order, requests = given
+    if CONV_STATE_DIM_FIRST or order is not None or TEMPORAL_TILES > 1:
+        raise NotImplementedError("ends of blocks of states side by side, in tiles, or in another order of requests")
+    keep_block_ends((grid[0], grid[1]), *same, accepted_out, requests, **constants)
+
+
 IN_PLACE_OF: dict[str, dict[str, Any]] = {
     # The compiled library is missing. Where torch.compile traces the question, the import that fails would stop it.
     "vllm_ascend.utils": {"_CUSTOM_OP_ENABLED": False},
@@ -225,6 +239,9 @@ IN_PLACE_OF_ONE: dict[str, dict[str, dict[str, Any]]] = {
         },
         "vllm_ascend.ops.triton.spec_decode.utils": {
             "copy_and_expand_dflash_and_dspark_inputs_kernel": OnHost(lay_out_queries)
+        },
+        "vllm_ascend.ops.triton.mamba.postprocess": {
+            "postprocess_mamba_fused_kernel": OnHost(keep_block_ends_since_0_30)
         },
         **context.IN_PLACE_OF,
         "vllm_ascend.ops.triton.triton_utils": {"_NUM_VECTORCORE": 1},  # of no device: kernels run as one program
