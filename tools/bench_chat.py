@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 from tools.support.client import TimedAnswer, chat_body_of, complete, post
@@ -30,7 +29,7 @@ def text(length: int) -> str:
     return " ".join(words)[:length]
 
 
-def compare(cluster: Cluster, tokens: int, rounds: int, rest: Callable[[], None]) -> list[str]:
+def compare(cluster: Cluster, tokens: int, rounds: int) -> list[str]:
     """Start a pair and both metaservers, send them the chat in turns, and return the table's lines."""
     ports = [cluster.port() for _ in WAYS]
     config, length = cluster.push_config(verify="off"), tokens + AROUND
@@ -56,7 +55,6 @@ def compare(cluster: Cluster, tokens: int, rounds: int, rest: Callable[[], None]
     answers: dict[str, list[TimedAnswer]] = {way: [] for way in fronts}
     for number in range(rounds):
         for way in list(fronts)[:: 1 if number % 2 else -1]:
-            rest()
             answers[way].append(complete(fronts[way], body, CHAT))
         say(f"round {number + 1} of {rounds}")
     rows = [f"\na chat of {tokens:,} bytes and tokens that P has in its cache: TTFT in ms, median (lowest–highest)"]

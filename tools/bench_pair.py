@@ -304,7 +304,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.chat:
         with Cluster(fresh_directory("bench_chat")) as cluster:
-            print("\n".join(bench_chat.compare(cluster, args.chat, args.rounds, rest)))
+            print("\n".join(bench_chat.compare(cluster, args.chat, args.rounds)))
         return 0
     beside = {f"({letter})": settings for letter, settings in zip("defghijk", args.beside, strict=False)}
     if len(args.beside) > len(beside) or any("=" not in setting for settings in args.beside for setting in settings):
