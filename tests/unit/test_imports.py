@@ -137,7 +137,7 @@ def test_each_module_is_in_a_room_that_these_rules_know() -> None:
 # Most lines of each room; "." are the modules beside the rooms. Who needs more says in the change what it is worth, or
 # what leaves. Who takes lines out lowers the ceiling.
 CEILINGS = {
-    ".": 1650,
+    ".": 1700,
     "admission": 800,
     "channel": 1150,
     "cli": 2650,

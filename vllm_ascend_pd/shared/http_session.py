@@ -23,7 +23,7 @@ from aiohttp.client_proto import ResponseHandler
 from aiohttp.http import HttpProcessingError
 from yarl import URL
 
-from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
+from vllm_ascend_pd.shared.core.failures import NOT_EXECUTED, HttpFailure, UpstreamError
 from vllm_ascend_pd.shared.core.gathered import Payload, cut, length
 from vllm_ascend_pd.shared.resolver import Hosts, Resolver, reach
 from vllm_ascend_pd.shared.tls_files import TlsFiles
@@ -159,7 +159,7 @@ class HttpConnector(aiohttp.BaseConnector):
 
     async def _create_connection(self, req: aiohttp.ClientRequest, traces: Any, timeout: Any) -> ResponseHandler:
         loop = asyncio.get_running_loop()
-        host, port = req.url.host or "", req.url.port or 0
+        host, port = req.url.raw_host or "", req.url.port or 0
         tls: dict[str, Any] = {"ssl": req.ssl, "server_hostname": host} if req.is_ssl() else {}
 
         async def connect(address: str) -> HttpWire:
@@ -240,7 +240,7 @@ class HttpSession:
                 sent = True
                 continue
             except UpstreamError as problem:
-                if not sent:
+                if not sent or problem.failure not in NOT_EXECUTED:
                     raise
                 # It does not count as a failure to connect: the server may have read the request, and begun.
                 why = f"it closed the connection, and then: {problem.why}"
@@ -302,9 +302,9 @@ def failed(problem: Exception) -> UpstreamError:
 def _url(origin: Origin, target: bytes) -> URL:
     """Return a URL whose path and query are sent as they came. What is no printable ASCII must be escaped there."""
     path, _, query = quote_from_bytes(target, safe=_IN_A_TARGET).partition("?")
-    return URL.build(
-        scheme=origin.scheme, host=origin.host, port=origin.port, path=path, query_string=query, encoded=True
-    )
+    host = origin.host if origin.host.isascii() else origin.host.encode("idna").decode()
+    host = f"[{host}]" if ":" in host else host
+    return URL.build(scheme=origin.scheme, host=host, port=origin.port, path=path, query_string=query, encoded=True)
 
 
 async def _pieces(body: Payload) -> AsyncIterator[bytes | memoryview]:

@@ -22,8 +22,8 @@ class RawServer:
         self.closed = 0
         self.port = 0
 
-    async def start(self) -> RawServer:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+    async def start(self, host: str = "127.0.0.1") -> RawServer:
+        self._server = await asyncio.start_server(self._serve, host, 0)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 

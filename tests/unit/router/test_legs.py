@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ends a request's work from outside: a reason stops its leg, or its caller leaves and its task is cancelled."""
+"""Work that is ended from outside: a reason stops its leg, or its caller leaves and its task is cancelled."""
 
 from __future__ import annotations
 

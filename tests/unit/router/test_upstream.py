@@ -342,6 +342,20 @@ async def test_what_an_engine_that_died_may_have_read_does_not_count_as_never_se
         assert raised.value.failure is HttpFailure.CONNECT
 
 
+async def test_a_request_that_was_repeated_and_is_not_answered_may_have_been_executed() -> None:
+    async def is_silent_at_the_third(_: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(server.requests) == 1:
+            writer.write(LENGTH)
+        elif len(server.requests) == 2:
+            writer.close()
+
+    async with talking(is_silent_at_the_third) as (server, origin, upstream):
+        assert await (await ask(upstream, origin)).rest(100) == b"hello"
+        with pytest.raises(UpstreamError) as raised:
+            await ask(upstream, origin, timeout_s=0.3)
+        assert raised.value.failure is HttpFailure.TIMEOUT and len(server.requests) == 3
+
+
 async def test_an_idle_connection_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_session, "IDLE_S", 0.2)
     async with talking(says(LENGTH)) as (server, origin, upstream):
@@ -373,7 +387,7 @@ async def test_what_nothing_asked_for_is_not_taken_for_the_next_answer() -> None
 
 
 async def test_a_request_that_is_not_read_holds_no_connection_once_it_is_given_up() -> None:
-    """What waits to be sent would hold it for as long as the engine hangs."""
+    """Bytes that wait to be sent would hold it for as long as the engine hangs."""
     let_go = asyncio.Event()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -46,6 +46,30 @@ async def test_an_engine_is_not_blamed_if_there_is_no_thread_to_look_its_name_up
     await upstream.close()
 
 
+@pytest.mark.parametrize(
+    ("host", "asked", "called"),
+    [
+        ("engine.test", "engine.test", b"engine.test"),
+        ("münchen.test", "xn--mnchen-3ya.test", b"xn--mnchen-3ya.test"),
+        ("xn--mnchen-3ya.test", "xn--mnchen-3ya.test", b"xn--mnchen-3ya.test"),
+        ("::1", "", b"[::1]"),
+    ],
+)
+async def test_an_engine_is_called_by_its_name(host: str, asked: str, called: bytes, server: NameServer) -> None:
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
+    try:
+        listening = await RawServer(says(answer)).start("::1" if host == "::1" else "127.0.0.1")
+    except OSError:
+        pytest.skip("this host has no IPv6")
+    upstream = Upstream(5.0, 5.0)
+    async with upstream.ask(Origin("http", host, listening.port), "GET", b"/", [], b"", 5.0) as reply:
+        assert await reply.read() == b""
+    assert b"\r\nhost: %b:%d\r\n" % (called, listening.port) in listening.requests[0].lower()
+    assert list(server.asked) == ([asked] if asked else [])
+    await upstream.close()
+    listening.stop()
+
+
 async def test_a_request_whose_name_is_slow_has_all_its_time_afterwards(server: NameServer) -> None:
     listening, upstream = await RawServer(says()).start(), Upstream(WAIT_S, 5.0)
     server.slow = {"slow.test"}

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several rooms share and is pure."""
+"""The pure part of what several rooms share."""

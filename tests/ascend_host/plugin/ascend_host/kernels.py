@@ -213,9 +213,10 @@ def keep_block_ends_since_0_30(
 ) -> None:
     """The same, with three more arguments, which are for a convolution's rows side by side and the second runner."""
     *same, _row_count, _row_stride, accepted_out, order, requests = given
+    kernel: Callable[..., None] = keep_block_ends
     if CONV_STATE_DIM_FIRST or order is not None or TEMPORAL_TILES > 1:
         raise NotImplementedError("ends of blocks of states side by side, in tiles, or in another order of requests")
-    keep_block_ends((grid[0], grid[1]), *same, accepted_out, requests, **constants)
+    kernel((grid[0], grid[1]), *same, accepted_out, requests, **constants)
 
 
 IN_PLACE_OF: dict[str, dict[str, Any]] = {
