@@ -598,12 +598,12 @@ def test_the_second_runner_s_workers_get_the_token_from_vllm_itself(monkeypatch:
     assert first_token.install_on_worker(second).endswith(" differ")
     monkeypatch.undo()
 
-    class Other(RequestState):
+    class OtherStates(RequestState):
         def add_request(self, *given: Any, **named: Any) -> Any:
             return None
 
-    assert first_token.install_on_worker(second) == "the batch Other was not tried"
-    del Other
+    assert first_token.install_on_worker(second) == "the batch OtherStates was not tried"
+    del OtherStates
     gc.collect()  # else it stays among the subclasses
 
 

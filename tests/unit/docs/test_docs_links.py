@@ -179,9 +179,10 @@ NOT_SHOWN = {
 def test_what_ran_on_a_cann_in_host_memory_says_what_it_does_not_show(
     readme: str, in_host_memory: str, silicon: str
 ) -> None:
-    rows = [cells(line) for line in (ROOT / readme).read_text().splitlines() if line.startswith("| 0.23.0 |")]
-    stand_in, npu = rows
-    assert stand_in[1] == "0.23.0.post1" and in_host_memory in stand_in[-1]
+    lines = (ROOT / readme).read_text().splitlines()
+    stand_in, newest, npu = [cells(line) for line in lines if line.startswith(("| 0.23.0 |", "| 0.30.0 |"))]
+    assert (stand_in[1], newest[1], npu[1]) == ("0.23.0.post1", "0.30.0rc2", "0.30.0rc2")
+    assert in_host_memory in stand_in[-1]
     assert all(name in stand_in[-1].partition("**")[2] for name in NOT_SHOWN[readme])
     assert npu[-1] == silicon
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker of vLLM's second model runner knows of a new request, in vLLM's own class for it."""
+"""A new request as a worker of vLLM's second model runner knows it, in vLLM's own class for it."""
 
 from __future__ import annotations
 
