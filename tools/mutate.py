@@ -36,7 +36,10 @@ _BOOKS = (
     *("test_rendezvous", "test_groups", "test_geometry_states", "test_runtime", "test_runtime_*"),
 )
 _PUSHES = ("test_writer", "test_batches", "test_missed", *_BOOKS, "test_regroup_*")
-_METASERVER = ("test_metaserver_*", "test_sidecar", "test_cache_events", "test_tls", "test_shown", "test_within")
+_ROUTER = (
+    *("test_metaserver_*", "test_sidecar", "test_cache_events", "test_tls", "test_shown", "test_within", "test_gate"),
+    *("test_intake", "test_upstream*", "test_legs"),
+)
 # Tests by folder of the package.
 TESTS: dict[str, tuple[str, ...]] = {
     "prefill/worker/core": (*_PUSHES, "test_trace", "test_metrics", "test_shown"),
@@ -71,8 +74,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "prefill/worker": _PUSHES,
     "decode/scheduler": _BOOKS,
     "decode/worker": _BOOKS,
-    "router": _METASERVER,
-    "router/core": _METASERVER,
+    "router": _ROUTER,
+    "router/core": _ROUTER,
     "admission": ("test_admission", "test_admission_*", "test_connector", "test_imported_names"),
 }
 USUAL = tuple(TESTS)[:8]

@@ -212,7 +212,7 @@ class Field:
         for stale in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
             stale.unlink()
         try:
-            simulator = FRONT if "/metaserver/" in path else PROTOCOL
+            simulator = FRONT if "/router/" in path else PROTOCOL
             seen = self._simulated(simulator, min(seeds, FIRST_SEEDS), deadline) or self._failing(reached, deadline)
             if seen := seen or self._simulated(simulator, seeds, deadline):
                 return seen.removeprefix("tests/unit/")

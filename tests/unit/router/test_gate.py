@@ -145,9 +145,12 @@ async def test_who_has_more_than_a_share_makes_room_among_its_own() -> None:
     async with gate(most=8) as (_, port):
         first = await connect(port)
         assert await says(first) == b"hello"  # and is idle for longest from now on
+        others = []  # kept open: each wants a place
         for _ in range(30):
-            assert await says(await connect(port, "127.0.0.2")) == b"hello"
+            others.append(await connect(port, "127.0.0.2"))
+            assert await says(others[-1]) == b"hello"
         assert await says(first) == b"hello"
+        assert await closed(others[0])
 
 
 async def test_of_one_callers_connections_the_one_that_is_idle_for_longest_goes() -> None:

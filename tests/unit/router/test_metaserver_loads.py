@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from unit.router.cluster import FakeCluster, asked_until, cluster, streamed, texts, until
 from unit.router.fake_engine import FakeEngine, words
-from vllm_ascend_pd.router.core.decisions import Condition, LoadRecord
+from vllm_ascend_pd.router.core.decisions import Condition, LoadRecord, RetryPolicy
 from vllm_ascend_pd.router.fleet import Instance
 
 
@@ -26,7 +26,7 @@ def instance(c: FakeCluster, engine: FakeEngine) -> Instance:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_after_a_failed_load_another_d_is_asked(stream: bool) -> None:
-    with cluster(prefill=2, decode=2) as c:
+    with cluster(prefill=2, decode=2, retry=RetryPolicy(attempts=2)) as c:  # with a third one another P would do
         c.decode[0].behaviour.loads_fail, c.decode[0].behaviour.policy = "PD-XFER-003", "fail"
         for i in range(40):
             answer = c.complete(f"p{i}", stream=stream)

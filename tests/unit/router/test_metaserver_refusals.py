@@ -8,6 +8,7 @@ import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ import pytest
 
 from unit.router.cluster import FakeCluster, cluster, until
 from vllm_ascend_pd.errors import CATALOGUE
+from vllm_ascend_pd.router import app
 from vllm_ascend_pd.router.intake import Intake
 
 JSON = {"content-type": "application/json"}
@@ -167,3 +169,11 @@ def test_a_stream_that_has_begun_holds_no_place_for_its_prompt() -> None:
             c.decode[0].behaviour.hold = False
             assert asking.result().status_code == 200
         until(lambda: not c.worker._intake.held)
+
+
+def test_the_posts_of_a_d_have_room_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client's short body fits here, and a reservation would not fit beside it."""
+    monkeypatch.setattr(app, "Intake", partial(Intake, short=150, room_s=0.0))
+    with cluster() as c:
+        assert c.complete("p").status_code == 200
+        assert len(c.prefill[0].generations()) == 1 and c.decode[0].local_prefills == 0
