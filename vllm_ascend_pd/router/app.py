@@ -40,6 +40,7 @@ from vllm_ascend_pd.router.reserve import Heartbeats, Reservations
 from vllm_ascend_pd.router.settings import Settings
 from vllm_ascend_pd.router.upstream import Upstream, listed
 from vllm_ascend_pd.shared.http_session import Headers
+from vllm_ascend_pd.shared.within import ended
 
 log = logging.getLogger(__name__)
 
@@ -270,12 +271,12 @@ async def while_connected(asked: CallerRequest, work: Coroutine[Any, Any, None])
 
     asked.connection.watch(gone)
     try:
-        await asyncio.wait({task})
+        await ended(task)
     finally:
         asked.connection.unwatch(gone)
         if not task.done():  # the server does not wait any longer
             task.cancel()
-            await asyncio.wait({task})
+            await ended(task)
     if not (left and task.cancelled()):
         task.result()
     return left

@@ -12,6 +12,7 @@ from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
 from vllm_ascend_pd.shared.core.gathered import Gathered, Payload
 from vllm_ascend_pd.shared.http_session import Headers, HttpSession, HttpWire, Origin, read_piece
 from vllm_ascend_pd.shared.tls_files import TlsFiles
+from vllm_ascend_pd.shared.within import ended
 
 
 def listed(value: bytes) -> list[bytes]:
@@ -50,7 +51,7 @@ class Reply:
     async def head(self) -> Reply:
         """Wait for status and headers. Raise UpstreamError, or what `stop` was given, and be closed."""
         try:
-            await asyncio.wait({self._asking})
+            await ended(self._asking)
             if self._error is not None:
                 raise self._error
             self._response = response = self._asking.result()

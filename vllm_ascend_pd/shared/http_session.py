@@ -15,6 +15,7 @@ import socket
 import ssl
 import string
 from collections.abc import AsyncIterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import quote_from_bytes
 
@@ -36,6 +37,7 @@ _AHEAD_BYTES = 256 << 10  # read ahead of the caller at most
 _HEAD_BYTES = 64 << 10
 _UNREAD_BYTES = 1 << 20  # most that may come without a head or a piece of the body
 _AT_ONCE_BYTES = 64 << 10  # of a request that are written in one turn
+_SHORT_TARGET = 64  # bytes: the routes that most requests have; their URLs are kept
 _IN_A_TARGET = string.ascii_letters + string.digits + string.punctuation
 _AUTOMATIC = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")  # headers that aiohttp would add
 
@@ -222,6 +224,7 @@ class HttpSession:
         session = self._session or self._open()
         named = [(name.decode("latin-1"), value.decode("utf-8", "replace")) for name, value in headers]
         size, sent = length(body), False
+        url = (_short_url if len(target) <= _SHORT_TARGET else _url)(origin, target)
         if size or method in ("POST", "PUT", "PATCH"):
             named.append(("content-length", str(size)))
         arguments: dict[str, Any] = {
@@ -233,7 +236,7 @@ class HttpSession:
         while True:
             data = body if size <= _AT_ONCE_BYTES and isinstance(body, bytes) else _pieces(body)
             try:
-                response = await session.request(method, _url(origin, target), data=data if size else None, **arguments)
+                response = await session.request(method, url, data=data if size else None, **arguments)
             except Lost as lost:
                 if not (lost.stale and repeatable):
                     raise failed(lost) from lost
@@ -305,6 +308,9 @@ def _url(origin: Origin, target: bytes) -> URL:
     host = origin.host if origin.host.isascii() else origin.host.encode("idna").decode()
     host = f"[{host}]" if ":" in host else host
     return URL.build(scheme=origin.scheme, host=host, port=origin.port, path=path, query_string=query, encoded=True)
+
+
+_short_url = lru_cache(maxsize=1024)(_url)
 
 
 async def _pieces(body: Payload) -> AsyncIterator[bytes | memoryview]:

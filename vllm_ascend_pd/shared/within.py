@@ -30,6 +30,14 @@ async def within(seconds: float, work: Coroutine[Any, Any, T], abandoned: Callab
             task.cancel()
 
 
+async def ended(task: asyncio.Task[Any]) -> None:
+    """Wait until a task has ended, in whatever way. It does less for that than `asyncio.wait`."""
+    if not task.done():
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        task.add_done_callback(lambda _: None if waiter.done() else waiter.set_result(None))
+        await waiter
+
+
 def _abandon(task: asyncio.Task[T], abandoned: Callable[[T], object] | None) -> None:
     if task.cancelled() or task.exception() is not None:
         return

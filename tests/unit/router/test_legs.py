@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,10 +13,15 @@ import pytest
 
 from unit.kits.raw_server import RawServer, says, until
 from vllm_ascend_pd.router.app import while_connected
+from vllm_ascend_pd.router.core import bodies
 from vllm_ascend_pd.router.core.decisions import CircuitPolicy, Role
-from vllm_ascend_pd.router.exchange import Post, RequestOver
+from vllm_ascend_pd.router.exchange import AttemptFailed, HttpExchange, Post, RequestOver
+from vllm_ascend_pd.router.faults import fault
 from vllm_ascend_pd.router.fleet import Fleet, LegInFlight, parse_spec
+from vllm_ascend_pd.router.front import Front
+from vllm_ascend_pd.router.settings import Settings
 from vllm_ascend_pd.router.upstream import Reply, Upstream
+from vllm_ascend_pd.shared.core.failures import HttpFailure
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n"
 WHY = RequestOver()
@@ -90,6 +96,41 @@ async def test_a_post_that_is_over_has_no_leg_that_goes_on() -> None:
         post.end()
         with pytest.raises(RequestOver):
             await asking
+
+
+async def test_an_answer_does_not_commit_whose_leg_was_stopped_while_it_was_examined() -> None:
+    """Another attempt takes its place, and the client sees only that one."""
+
+    async def answers(_: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        said = b"x" * (1100 << 10) if len(server.requests) == 1 else b"short"
+        body = b'data: {"choices": [{"text": "%b"}]}\n\ndata: [DONE]\n\n' % said
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(body), body))
+        if len(server.requests) > 1:
+            writer.write(b"0\r\n\r\n")
+
+    messages: list[Any] = []
+
+    async def send(message: Any) -> None:
+        messages.append(message)
+
+    server, upstream, done = await RawServer(answers).start(), Upstream(5.0, 60.0), threading.Event()
+    front = Front(Settings(), Fleet(CircuitPolicy()), upstream, "http://metaserver")
+    front.fleet.add(parse_spec(Role.DECODE, f"127.0.0.1:{server.port}"), "a test")
+    body = b'{"model": "m", "prompt": "p", "stream": true, "temperature": 1}'
+    exchange = HttpExchange(bodies.parse(bodies.COMPLETIONS, body), [], "an id", send)
+    before = asyncio.ensure_future(front.aside.run(lambda text: done.wait(20), bytes(2 << 20)))
+    serving = asyncio.ensure_future(front.serve(exchange))
+    await until(lambda: front.aside._waiting)
+    assert isinstance(exchange.call, LegInFlight) and not messages
+    exchange.call.stop(AttemptFailed(HttpFailure.PREFILL, fault(503, "Prefill failed.", "PD-META-006")))
+    done.set()
+    await asyncio.gather(before, serving)
+    said = b"".join(message.get("body", b"") for message in messages)
+    assert exchange.number == 2 and b"short" in said and b"xx" not in said
+    assert sum(message["type"] == "http.response.start" for message in messages) == 1
+    front.aside.close()
+    await upstream.close()
+    server.stop()
 
 
 class Asked:

@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from vllm_ascend_pd.shared.within import within
+from vllm_ascend_pd.shared.within import ended, within
 
 
 async def test_a_result_in_time_is_given() -> None:
@@ -77,3 +77,23 @@ async def test_a_cancellation_is_never_lost_whenever_it_comes(steps: int) -> Non
     for _ in range(3):
         await asyncio.sleep(0)
     assert abandoned in ([], ["made"])
+
+
+async def test_a_task_has_ended_in_whatever_way_and_a_cancelled_wait_ends_no_task() -> None:
+    async def fails() -> None:
+        raise OSError("why")
+
+    for work, failed in ((asyncio.sleep(0.01), False), (fails(), True)):
+        task = asyncio.ensure_future(work)
+        for _ in range(2):
+            await ended(task)
+            assert task.done() and (task.exception() is not None) is failed
+    task = asyncio.ensure_future(asyncio.sleep(60))
+    waiting = [asyncio.create_task(ended(task)) for _ in range(2)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    await asyncio.wait({waiting[0]})
+    assert waiting[0].cancelled() and not task.done()
+    task.cancel()
+    await waiting[1]
+    assert task.cancelled()
