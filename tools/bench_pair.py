@@ -305,7 +305,9 @@ def main() -> int:
     if args.chat:
         with Cluster(fresh_directory("bench_chat")) as cluster:
             print("\n".join(bench_chat.compare(cluster, args.chat, args.rounds)))
-        return 0
+        for line in cluster.leaks:
+            print(f"left behind: {line}")
+        return 3 if cluster.leaks else 0
     beside = {f"({letter})": settings for letter, settings in zip("defghijk", args.beside, strict=False)}
     if len(args.beside) > len(beside) or any("=" not in setting for settings in args.beside for setting in settings):
         parser.error(f"--beside takes KEY=VALUE, at most {len('defghijk')} times")
