@@ -1,4 +1,4 @@
-# shellcheck shell=bash
+#!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Sourced by the scripts here, from the project's root: exports what ascend.env has and the caller has not set itself.
 while IFS= read -r setting; do

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_ascend_pd.vllm_patches import first_token
-from vllm_ascend_pd.vllm_patches.tried import untried
+from vllm_ascend_pd.vllm_patches.tried import VLLM, untried
 from vllm_ascend_pd.vllm_patches.wrapping import wrap
 
 _SCHEDULE = "schedule"
@@ -35,7 +35,7 @@ def needed() -> bool:
 
 def unproven() -> str:
     """Return why this vLLM's groups cannot be served; empty: they can, with `install` where it is needed."""
-    return untried() if needed() else ""
+    return untried(tried={VLLM: ("0.23",)}) if needed() else ""  # all later ones that were tried have groups
 
 
 def install(vllm_config: Any) -> str:

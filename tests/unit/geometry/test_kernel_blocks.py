@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from unit.device.caches import TokenMajorDevice
+from unit.kits.loads import book_with
 from unit.protocol.kit import D_INCARNATION
-from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
 from vllm_ascend_pd.device.caches import CacheBytes, CacheShape, describe
 from vllm_ascend_pd.device.tails import BlockTails
 from vllm_ascend_pd.engine import WorkerFacts, merge_geometries
@@ -84,7 +84,7 @@ def test_tokens_arrive_and_the_rest_of_vllms_last_block_is_empty(
     p_table, d_table = table_of(end, p[0].tokens * p[0].count, 3), table_of(end, size, 5)
     for side in p:
         side.fill(p_table, 0, end)
-    book = LoadBook(D_INCARNATION)
+    book = book_with("r", incarnation=D_INCARNATION)
     assert book.wanted("r", end, first) == end - first
     groups, counts = whole(d).tables, d[0].caches.kernel_blocks
     bind = book.reserve("r", end - first, [d_table], groups, 30.0, "u", counts)
@@ -116,7 +116,7 @@ def test_each_group_has_its_own_number_and_what_is_alike_stays_as_it_is() -> Non
 def test_vllms_blocks_of_a_load_are_counted_and_not_cleared() -> None:
     """vLLM before 0.30 clears new blocks by its own numbers."""
     groups = (Group(8), Group(4096, STATE))
-    book = LoadBook(D_INCARNATION)
+    book = book_with("r", incarnation=D_INCARNATION)
     book.wanted("r", 41, 0, recomputes_last=True)
     bind = book.reserve("r", 40, [[2, 5], [9]], groups, 30.0, "u", (4, 1))
     assert [ids.tolist() for ids in bind.blocks] == [[8, 9, 10, 11, 20], [9]]

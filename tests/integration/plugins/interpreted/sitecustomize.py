@@ -9,12 +9,13 @@ when it is imported, before it loads plug-ins.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-from triton.backends import backends
+backends = importlib.import_module("triton.backends").backends  # Triton is in these engines' environment alone
 
 _version = importlib.metadata.version
 
