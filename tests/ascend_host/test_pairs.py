@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 from engine_sets import BLOCK, CHUNK, SHORT_BLOCKS, Engines, Machine, Side, additional, few_blocks
-from grammars import check_grammars
 from host_build import OLDER
 from kind_pairs import learn_of_first_tokens
 from pairs import Pair, counter, fresh_prompt, reference_answers
@@ -207,11 +206,6 @@ def penalised(engines: Engines, pair: Pair) -> None:
         answers.append([one["choices"][0]["token_ids"] for one in asked])
     assert all(one == other for one, other in answers), answers
     eventually(lambda: first_tokens(d) - taken == len(answers), "both first tokens of P are D's")
-
-
-def shaped(engines: Engines, pair: Pair) -> None:
-    """Grammars: P samples under one, and D goes on in it behind P's token."""
-    check_grammars(pair)
 
 
 def drafts(engines: Engines, pair: Pair) -> None:
@@ -433,7 +427,7 @@ FIELD_DRAFTS = Engines(
     draft=MTP3,
 )
 EVERY_COMMIT: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
-    (Engines("gqa 1to1", p=Side(late_us=LATE), d=Side(flags=FEW)), (*ALL, penalised, shaped, preempted)),
+    (Engines("gqa 1to1", p=Side(late_us=LATE), d=Side(flags=FEW)), (*ALL, penalised, preempted)),
     (Engines("gqa 2to1 regrouped", p=Side(2, keys=REGROUPED, late_us=LATE), flags=ONE_AT_A_TIME), (*ALL, kernels)),
     (Engines("gqa 1to2 full graphs", d=Side(2, graphs=FULL)), (*FEWER, replayed)),
     (FIELD_DRAFTS, (edges, chunks, without_a_load, replayed)),

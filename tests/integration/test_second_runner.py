@@ -7,14 +7,11 @@ P's first token does, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from draft_pairs import check as check_drafts
-from draft_pairs import own
-from kind_pairs import running
 from pairs import Pair, PairMaker, fresh_prompt, wait_for_free_blocks
 from test_first_token import CASES, FirstTokenCase
 from test_first_token import test_a_request_is_answered_as_by_one_engine as check_answer
@@ -29,7 +26,6 @@ from tools.support.spec import EngineSpec
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 RELEASE, TAKEN = "0.33.0", "Using V2 Model Runner"
-LENGTHS = (1, 16, 17, 100, 333)
 SMALL = 40  # blocks of D
 
 
@@ -93,14 +89,3 @@ def test_a_request_that_d_preempts_comes_to_its_workers_again(pair: Pair) -> Non
     before = counter(d, "vllm:num_preemptions_total")
     pair.check([fresh_prompt(200 + i) for i in range(4)], 200, name="preempted")
     assert counter(d, "vllm:num_preemptions_total") > before, "D had blocks for all: the test shows nothing"
-
-
-def test_drafts(cluster: Cluster, allowed: list[str], make_pair: PairMaker, progress: Callable[[str], None]) -> None:
-    """Eagle, on both sides. D drafts behind P's token as well as behind its own."""
-    draft = own("eagle", "spec-eagle", num_speculative_tokens=2)
-    specs = (
-        spec("drafts-p", "kv_producer", cluster.push_config(), "spec", second=True, draft=draft),
-        spec("drafts-d", "kv_consumer", cluster.push_config(*allowed), "spec", second=True, draft=draft),
-    )
-    with running(cluster, make_pair, *specs) as made:
-        check_drafts(made, LENGTHS, "Eagle, second model runner", progress)

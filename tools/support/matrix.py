@@ -65,7 +65,7 @@ ROWS = (
     MatrixRow("aggregator", "MLA, TP 4→2: vLLM's aggregator of four workers' reports, without a model", _file("aggregator"), "requests, blocks", ci="all"),
     MatrixRow("ray", "workers of a Ray cluster (`--distributed-executor-backend ray`), TP 2→1", _file("ray"), ci="no: an environment of its own"),
     *map(_release, RELEASES),
-    MatrixRow("second-runner", "vLLM's second model runner, its kernels in Triton's interpreter: on D, and on both; P's first token, prefixes, preemption on D, Eagle", _file("second_runner"), vllm="0.33.0", ci="no: an environment of its own, and an interpreter is slow"),
+    MatrixRow("second-runner", "vLLM's second model runner, its kernels in Triton's interpreter: on D, and on both; P's first token, prefixes, preemption on D", _file("second_runner"), vllm="0.33.0", ci="no: an environment of its own, and an interpreter is slow"),
     MatrixRow("releases", "schedulers and hooks of vLLM 0.23, 0.30, 0.33, for either model runner, without a model", ("tests/unit/releases/test_releases.py",), "scenarios", "0.23.0–0.33.0", "no: an environment for each release"),
     MatrixRow("groups-0.23", "sliding windows and recurrent states under vLLM 0.23", _file("releases_groups"), f"{ONE}; by gap in bfloat16", "0.23.0", "no: an environment of its own; the row vllm-ascend-older is vLLM 0.23 too"),
     MatrixRow("lifecycle", "vLLM's own tests of a connector's life cycle, with this one in NIXL's place", _file("vllm_lifecycle"), "their assertions", "0.32.0, 0.33.0", "no: vLLM's source distributions, and an environment for 0.33"),
@@ -146,7 +146,7 @@ NOT_RUN = {
     "vLLM's `test_kv_load_failure_recovery`, `test_invalid_blocks_correctness`, `test_error_propagation` and `test_output_aggregator`": "they show "
     "nothing of a connector: the first three put a mock in its place, the last has vLLM's aggregator alone. Failed loads with this connector are in the "
     "first row, its workers' reports through that aggregator in the row MLA, TP 4→2",
-    "vLLM's second model runner with more than heads and Eagle, and under vllm-ascend": "here Triton's interpreter runs its kernels, "
+    "vLLM's second model runner with more than heads, with drafts, and under vllm-ascend": "here Triton's interpreter runs its kernels, "
     "and vLLM's wheels for CPUs have no Triton; vllm-ascend's stops at its configuration without one",
     "sound (multimodal)": "its hash is part of a prompt's identity, as a picture's; no model was run",
     "vLLM 0.34 and later": "the package index has none yet; `.github/workflows/newest.yml` runs the newest each week",

@@ -172,10 +172,10 @@ class ConnectionGate:
         self._loop.add_reader(listening, self._accept, listening)
 
     def close(self) -> None:
-        """Accept no more, and end what has said nothing yet. What the server has is its own to end.
+        """Accept no more, and end what has said nothing yet. What the server has, or is being given, is its own to end.
 
-        A task may be at the point of its return then, and uvloop closes a connection below its protocol where one is
-        cancelled: the request that has come by it could not be answered.
+        uvloop closes a connection below its protocol where the task that hands it over is cancelled: a request that has
+        come by it could not be answered. So only TLS handshakes are broken off; all else is handed over at once.
         """
         for listening, timer in self._listening.items():
             self._loop.remove_reader(listening)
@@ -187,8 +187,13 @@ class ConnectionGate:
         for connection in tuple(self._silent):
             self.places.end(connection)
         for task, connection in self._starting.items():
-            if not connection.served:
+            if self._tls is not None and not connection.served:
                 task.cancel()
+
+    async def handed_over(self) -> None:
+        """Wait until the server has each connection that it was being given. No peer is waited for."""
+        if self._starting:
+            await asyncio.wait(self._starting, timeout=self._first_byte_s)
 
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(_ACCEPTS):

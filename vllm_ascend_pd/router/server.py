@@ -50,6 +50,7 @@ class HttpServer:
                 gate.open(each)
             await self._stopped.wait()
             gate.close()
+            await gate.handed_over()
             for each in self._sockets:
                 each.close()
             if not self._at_once:

@@ -27,8 +27,7 @@ from typing import Any
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.protocol.first import First, LogProb
 from vllm_ascend_pd.protocol.sampling import GRAMMAR
-from vllm_ascend_pd.vllm_patches.compat import is_vllm_ascend
-from vllm_ascend_pd.vllm_patches.tried import untried
+from vllm_ascend_pd.vllm_patches.tried import TRIED_DRAFTS, TRIED_GRAMMARS, TRIED_SECOND, untried
 from vllm_ascend_pd.vllm_patches.wrapping import contained, wrap
 
 GIVEN_ARG = "pd_given_tokens"  # in a request's extra arguments, on its way to the workers
@@ -165,8 +164,13 @@ def unproven(vllm_config: Any) -> str:
     if why := untried():
         return why
     if vllm_config.kv_transfer_config.is_kv_consumer:
-        if _is_second(vllm_config) and is_vllm_ascend():
-            return "vllm-ascend's second model runner was not tried"
+        second, drafts = _is_second(vllm_config), vllm_config.speculative_config is not None
+        if second and (why := untried(tried=TRIED_SECOND)):
+            return f"{why} with the second model runner"
+        if drafts and (why := untried(tried=TRIED_DRAFTS)):
+            return f"{why} with drafts"
+        if second and drafts:
+            return "drafts were not tried with the second model runner"
         if vllm_config.model_config.logits_processors:
             return "logits processors may remember tokens"
     if getattr(vllm_config, "watermark_config", None) is not None:
@@ -252,6 +256,8 @@ def ungrammatical(vllm_config: Any) -> str:
 
 def other_grammars() -> str:
     """Return why no token can be given to a grammar of this vLLM; empty: it can."""
+    if why := untried(tried=TRIED_GRAMMARS):
+        return f"{why} with grammars"
     try:
         from vllm.v1.structured_output.backend_types import StructuredOutputGrammar as Grammar
 

@@ -27,6 +27,12 @@ COST = {
 }
 
 
+# What fewer releases have been tried with: drafts on D, grammars, and vLLM's second model runner on D.
+TRIED_DRAFTS: Mapping[str, tuple[str, ...]] = {VLLM: ("0.30", "0.32"), VLLM_ASCEND: ("0.30",)}
+TRIED_GRAMMARS: Mapping[str, tuple[str, ...]] = {VLLM: ("0.32", "0.33"), VLLM_ASCEND: ()}
+TRIED_SECOND: Mapping[str, tuple[str, ...]] = {VLLM: ("0.30", "0.32", "0.33"), VLLM_ASCEND: ()}
+
+
 def off(change: str, why: str) -> str:
     """Return a sentence for a change that is off: for the log, and the doctor."""
     return f"{change}: off, because {why}: {COST[change]}"

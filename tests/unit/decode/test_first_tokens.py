@@ -607,9 +607,38 @@ def test_the_second_runner_s_workers_get_the_token_from_vllm_itself(monkeypatch:
     gc.collect()  # else it stays among the subclasses
 
 
-def test_vllm_ascends_second_runner_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_token, "is_vllm_ascend", lambda: True)
-    assert first_token.unproven(config()) == ""
+def test_drafts_and_grammars_are_on_with_what_they_were_tried_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafting, plain = config(speculative_config=object()), SimpleNamespace(structured_outputs_config=SimpleNamespace())
+    for version, drafts, grammars in (
+        ("0.23.0", "vLLM 0.23.0 was not tried with drafts", "version"),
+        ("0.30.0", "", "version"),
+        ("0.31.1", "vLLM 0.31.1 was not tried with drafts", "version"),
+        ("0.32.0", "", ""),
+        ("0.33.0", "vLLM 0.33.0 was not tried with drafts", ""),
+    ):
+        monkeypatch.setattr("vllm.__version__", version)
+        assert first_token.unproven(config()) == ""
+        assert (first_token.unproven(drafting), first_token.ungrammatical(plain)) == (drafts, grammars), version
+
+
+@pytest.mark.parametrize("version", ["0.23.0", "0.31.1"])
+def test_the_second_runner_is_off_where_it_was_not_tried(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr("vllm.__version__", version)
+    assert (
+        first_token.unproven(config(use_v2_model_runner=True))
+        == f"vLLM {version} was not tried with the second model runner"
+    )
+
+
+def test_drafts_are_off_with_the_second_runner() -> None:
+    both = config(use_v2_model_runner=True, speculative_config=object())
+    assert first_token.unproven(both) == "drafts were not tried with the second model runner"
+
+
+def test_vllm_ascends_second_runner_and_grammars_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tried, "installed", {tried.VLLM: "0.30.0", tried.VLLM_ASCEND: "0.30.0rc2"}.__getitem__)
+    assert first_token.unproven(config()) == first_token.unproven(config(speculative_config=object())) == ""
+    assert "grammars" in first_token.other_grammars()
     assert "second model runner" in first_token.unproven(config(use_v2_model_runner=True))
     assert "second model runner" in first_token.install_on_worker(config(use_v2_model_runner=True))
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tools.support.environments import RELEASES, beside, second_runner
+from vllm_ascend_pd.vllm_patches.tried import TRIED_SECOND, VLLM, untried
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
@@ -50,8 +51,15 @@ def environment(runner: str) -> dict[str, str]:
     return {**env, **more, "VLLM_USE_V2_MODEL_RUNNER": runner}
 
 
-@pytest.mark.parametrize("runner", ["0", SECOND], ids=["first model runner", "second model runner"])
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize(
+    ("release", "runner"),
+    [
+        (one, runner)
+        for one in RELEASES
+        for runner in ("0", SECOND)
+        if runner != SECOND or not untried({VLLM: one}, TRIED_SECOND)
+    ],
+)
 def test_the_connector_on_another_vllm(release: str, runner: str) -> None:
     """Only its Python code: no kernel of vLLM's is called."""
     done = subprocess.run(

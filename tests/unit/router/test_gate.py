@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
@@ -273,14 +274,21 @@ def test_what_comes_between_an_answer_and_the_next_request_is_not_lost(
 
 
 @LOOPS
+@pytest.mark.parametrize("early", [True, False], ids=["before it is made", "once it is made"])
 def test_a_request_of_the_moment_in_which_no_more_are_accepted_is_answered(
-    new_loop: Callable[[], asyncio.AbstractEventLoop],
+    new_loop: Callable[[], asyncio.AbstractEventLoop], early: bool
 ) -> None:
-    """Its connection is the server's, although the task that handed it over has not returned yet."""
+    """Its connection is the server's, although the task that hands it over has not returned yet."""
 
     class Last(CallerConnection):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            if early:
+                asyncio.get_running_loop().call_soon(opened.close)
+
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            asyncio.get_running_loop().call_soon(opened.close)
+            if not early:
+                asyncio.get_running_loop().call_soon(opened.close)
             super().connection_made(transport)
 
     async def asks() -> bytes:
