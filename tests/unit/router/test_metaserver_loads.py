@@ -26,13 +26,29 @@ def instance(c: FakeCluster, engine: FakeEngine) -> Instance:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_after_a_failed_load_another_d_is_asked(stream: bool) -> None:
-    with cluster(prefill=2, decode=2, retry=RetryPolicy(attempts=2)) as c:  # with a third one another P would do
+    with cluster(prefill=2, decode=2) as c:
         c.decode[0].behaviour.loads_fail, c.decode[0].behaviour.policy = "PD-XFER-003", "fail"
         for i in range(40):
             answer = c.complete(f"p{i}", stream=stream)
             assert answer.status_code == 200
             assert (streamed(answer) if stream else texts(answer)[0]) == "".join(words(f"p{i}", 3))
         assert instance(c, c.decode[0]).broke == 0, "its answers are not its own failure"
+
+
+def test_the_attempt_behind_a_failed_load_is_another_d_s_though_it_has_more_to_do() -> None:
+    with cluster(prefill=2, decode=2, retry=RetryPolicy(attempts=2)) as c:
+        for d in c.decode:
+            d.behaviour.paused = True  # streams
+        asked = {"prompt": "x", "stream": True, "max_tokens": 200}
+        with c.http.stream("POST", "/v1/completions", json=asked) as answer:
+            until(lambda: any(d.generations() for d in c.decode))
+            (idle,) = (d for d in c.decode if not d.generations())
+            idle.behaviour.loads_fail, idle.behaviour.policy = "PD-XFER-003", "fail"
+            assert texts(c.complete("p")) == ["".join(words("p", 3))]
+            assert len(idle.generations()) == 1, "it was asked first"
+            for d in c.decode:
+                d.behaviour.paused = False
+            assert b"[DONE]" in answer.read()
 
 
 @pytest.mark.parametrize("code", ["PD-XFER-003", "PD-XFER-001", "PD-META-001"])
