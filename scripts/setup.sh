@@ -237,15 +237,16 @@ pd_hash() { # of files and of the words after --
 
 # ---- the CPU environment
 
+# Installed with --no-compile: Python compiles what is imported, which of gigabytes is a small part.
 pd_pip() { "$PD_PYTHON" -m pip --disable-pip-version-check --no-input "$@"; }
 
 # torch's CPU wheel comes from pip's configured index, else from PyTorch's own.
 pd_install_torch() {
   local pin
   pin=$(grep '^torch==' "$PD_ROOT/requirements/cpu-py311.txt") || return 1
-  pd_pip install --no-deps --progress-bar off "$pin" && return 0
+  pd_pip install --no-deps --no-compile --progress-bar off "$pin" && return 0
   printf 'pip does not find %s by itself; trying %s\n' "$pin" "$PD_TORCH_INDEX"
-  pd_pip install --no-deps --progress-bar off --extra-index-url "$PD_TORCH_INDEX" "$pin"
+  pd_pip install --no-deps --no-compile --progress-bar off --extra-index-url "$PD_TORCH_INDEX" "$pin"
 }
 
 pd_install_requirements() { # level
@@ -269,10 +270,10 @@ pd_install_requirements() { # level
   if [[ "${stale[*]}" == *cpu-py311* ]]; then
     pd_step "torch for CPU" pd_install_torch || return 1
     pd_step "vLLM, Mooncake and what they need (pinned; about a minute)" \
-      pd_pip install --no-deps --progress-bar off "${stale[@]}" || return 1
+      pd_pip install --no-deps --no-compile --progress-bar off "${stale[@]}" || return 1
     pd_step "Mooncake loads" "$PD_PYTHON" -c 'import mooncake.engine' || return 1
   else
-    pd_step "test and lint tools (pinned)" pd_pip install --no-deps --progress-bar off "${stale[@]}" || return 1
+    pd_step "test and lint tools (pinned)" pd_pip install --no-deps --no-compile --progress-bar off "${stale[@]}" || return 1
   fi
   for file in "$@"; do pd_stamp "$file" "$(pd_hash "requirements/$file.txt" -- "$python_version")"; done
 }

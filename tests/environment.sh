@@ -48,7 +48,8 @@ stamp="$behind $(cat "tests/$(basename "$0")" tools/support/newer.py tools/suppo
 is_there() { [ -f "$venv/.stamp" ] && [ "$(<"$venv/.stamp")" = "$stamp" ]; }
 
 pip_there() {
-  "$main" -m pip --disable-pip-version-check --no-input --python "$venv/bin/python" install --no-deps --progress-bar off "$@"
+  "$main" -m pip --disable-pip-version-check --no-input --python "$venv/bin/python" install --no-deps --no-compile \
+    --progress-bar off "$@"
 }
 
 make_venv() {

@@ -28,7 +28,9 @@ venv=$PD_ROOT/$name
 python=$venv/bin/python
 began=$EPOCHREALTIME
 
-pip_there() { "$python" -m pip --disable-pip-version-check --no-input install --no-deps --progress-bar off "$@"; }
+pip_there() {
+  "$python" -m pip --disable-pip-version-check --no-input install --no-deps --no-compile --progress-bar off "$@"
+}
 
 # Everything that comes as a wheel, then what is built here: those builds need the first.
 wheels() { pip_there -r "$SHARED"; }

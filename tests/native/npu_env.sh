@@ -29,7 +29,7 @@ is_there() { [ -f "$venv/.stamp" ] && [ "$(<"$venv/.stamp")" = "$stamp" ]; }
 make_venv() {
   pd_step "an environment beside $main" "$main" -m venv --clear --without-pip "$venv"
   pd_step "torch_npu $TORCH_NPU" "$main" -m pip --disable-pip-version-check --no-input --python "$venv/bin/python" \
-    install --no-deps --progress-bar off "torch_npu==$TORCH_NPU" "coverage==$COVERAGE"
+    install --no-deps --no-compile --progress-bar off "torch_npu==$TORCH_NPU" "coverage==$COVERAGE"
   printf '%s\n' "$packages" >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/main.pth"
   printf '%s\n' "$stamp" >"$venv/.stamp"
 }
