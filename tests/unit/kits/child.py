@@ -24,6 +24,7 @@ from typing import TypeVar
 
 from tools.support.fork_server import Forked, ForkServers
 from tools.support.process import freeze
+from unit.kits.watching import without_processor
 
 ROOT = Path(__file__).parents[3]
 ANSWER_S = 30.0  # of the child's own time
@@ -39,15 +40,6 @@ def take_connection() -> None:
         connection.connect(os.environ[TEST])
         for standard in (0, 1):
             os.dup2(connection.fileno(), standard)
-
-
-def without_processor(pid: int) -> float:
-    """Return for how many seconds the threads of a process have waited for a processor."""
-    seconds = 0.0
-    for stat in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError):  # the thread has ended
-            seconds += int(stat.read_text().split()[1]) / 1e9
-    return seconds
 
 
 class AnsweringChild:

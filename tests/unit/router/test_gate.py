@@ -212,6 +212,33 @@ def test_only_the_quiet_give_way_and_only_where_there_is_no_place(steps: list[tu
             assert len(here) <= 4 or all(one.activity is Activity.BUSY for one in here[:-1])
 
 
+@pytest.mark.parametrize("activity", [Activity.IDLE, Activity.BUSY])
+def test_what_a_connection_more_costs_does_not_grow_with_those_that_are_there(activity: Activity) -> None:
+    """Looks at connections are counted: each has a hash, which a set or a dictionary asks for, and an activity."""
+
+    class Counted(Place):
+        __slots__ = ()
+        looks = 0
+
+        def __hash__(self) -> int:
+            Counted.looks += 1
+            return id(self)
+
+        def __getattribute__(self, name: str) -> Any:
+            Counted.looks += 1
+            return super().__getattribute__(name)
+
+    looks = []
+    for most in (32, 1024):
+        places = Places(most)
+        for number in range(most):
+            places.enter(Counted(f"peer {number % 8}", lambda: None), activity)
+        Counted.looks = 0
+        places.enter(Counted("peer 0", lambda: None), Activity.IDLE)
+        looks.append(Counted.looks)
+    assert looks[0] == looks[1]
+
+
 @pytest.mark.parametrize(
     ("host", "caller"),
     [
