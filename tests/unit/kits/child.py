@@ -8,7 +8,6 @@ processor.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import shutil
