@@ -322,7 +322,7 @@ def without_a_load(engines: Engines, pair: Pair) -> None:
     """
     (d,), vocab = pair.decode, RECIPES[engines.model].vocab
     bodies = [
-        body_of(fresh_prompt(length, vocab), TOKENS, cache_salt=fresh_salt("cached"))
+        body_of(fresh_prompt(length, vocab), TOKENS, cache_salt=fresh_salt("cached"), **pair.asked)
         for length in (3 * BLOCK + 5, 4 * BLOCK + 1)
     ]
     hits = counter(d, "vllm:prefix_cache_hits_total")
@@ -331,7 +331,7 @@ def without_a_load(engines: Engines, pair: Pair) -> None:
     assert counter(d, "vllm:prefix_cache_hits_total") - hits == cached
     for body, (anew, behind) in zip(bodies, answers, strict=True):  # at a tie D is asked again, behind prefixes too
         prompt = body["prompt"]
-        pair.judge(f"{engines}, {len(prompt)} tokens behind a prefix", prompt, anew.tokens, behind.tokens)
+        pair.judge_all(f"{engines}, {len(prompt)} tokens behind a prefix", prompt, anew, behind)
 
 
 def preempted(engines: Engines, pair: Pair) -> None:
