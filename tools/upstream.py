@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a release of vLLM or vllm-ascend would do to this package: its sources are read, nothing of them is run.
+"""Effects of a release of vLLM or vllm-ascend on this package: its sources are read, nothing of them is run.
 
 Started by scripts/upstream.sh. tools/support/release_facts.py lets this package's own checks judge a release;
 here two releases are compared, the given one and the one that tests run with.
@@ -37,7 +37,7 @@ Facts = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Release:
+class Published:
     """A vLLM, and the vllm-ascend on it; "": without one."""
 
     vllm: str
@@ -76,7 +76,7 @@ class Findings:
         found = {"would break": self.would_break, "refused": self.refused, "off": self.off}
         return next((word for word, sentences in found.items() if sentences), "safe")
 
-    def page(self, release: Release, base: Release) -> str:
+    def page(self, release: Published, base: Published) -> str:
         beside = f", beside {base}" if release != base else ", which tests run with"
         lines = [f"{release}{beside}: {self.verdict}"]
         parts = {"would break": self.would_break, "refused": self.refused, "off": self.off, "to know": self.news}
@@ -97,10 +97,10 @@ def compare(base: Facts, new: Facts, uses: Uses) -> Findings:
     for name, checked in new["missing"].items():
         if name not in base["missing"]:
             by_use[CHECKED if checked else READ].append(f"{name} is imported, and is not there")
-    checks = {f"{one.module}.{one.name}": one.checked for one in uses.imports}
+    read = {f"{one.module}.{one.name}" for one in uses.imports if not one.checked}
     for name, asked in new["functions"].items():
         if not extends(base["functions"].get(name, asked), asked):
-            by_use[CHECKED if checks[name] else READ].append(_otherwise(name, base["functions"][name], asked))
+            by_use[READ if name in read else CHECKED].append(_otherwise(name, base["functions"][name], asked))
     perhaps = []
     for use, name, sentence in _members(base["members"], new["members"], uses):
         if use:
@@ -116,7 +116,7 @@ def compare(base: Facts, new: Facts, uses: Uses) -> Findings:
     if gone := sorted((uses.strings - uses.own).intersection(base["words"]).difference(new["words"])):
         found.news.append(f"words of this package's that are nowhere in their code any more: {', '.join(gone)}")
     if perhaps:
-        found.news.append(f"gone or called otherwise, and perhaps of no use here: {', '.join(perhaps)}")
+        found.news.append(f"gone or called otherwise, and perhaps not used here: {', '.join(perhaps)}")
     if asked := sorted({*new["members"].get(CONNECTOR, ())} - {*base["members"].get(CONNECTOR, ())}):
         found.news.append(f"new in {CONNECTOR}: {', '.join(asked)}")
     return found
@@ -129,8 +129,11 @@ def _members(base: Mapping[str, Any], new: Mapping[str, Any], uses: Uses) -> Ite
     """
     known = uses.words
     for kind, names in base.items():
+        if kind not in new:
+            yield "", kind, ""
+            continue
         gone: dict[str, list[str]] = {}
-        for name in sorted({*names} & known if kind in new else ()):
+        for name in sorted({*names} & known):
             before, now = names[name], new[kind].get(name)
             if name not in new[kind]:
                 gone.setdefault(uses.use(kind, name, base), []).append(name)
@@ -173,7 +176,7 @@ class Verdict:
     first: bool = False
 
 
-def verdicts(release: Release, facts: Facts, path: Path, as_new: bool = False) -> dict[str, Verdict]:
+def verdicts(release: Published, facts: Facts, path: Path, as_new: bool = False) -> dict[str, Verdict]:
     """Return the verdict of each P/D configuration in vllm-ascend's tests, by the name of its file."""
     from tools.support import field as admission  # imports vLLM
 
@@ -222,19 +225,19 @@ def configurations(base: Mapping[str, Verdict], new: Mapping[str, Verdict]) -> t
 # ---- releases
 
 
-def supported() -> list[Release]:
+def supported() -> list[Published]:
     """Return the releases that tests run with: vllm-ascend's by the requirements, vLLM's alone by the environments."""
     pinned = [
         dict(_PIN.findall(path.read_text())) for path in sorted((ROOT / "requirements").glob("ascend-host-*.txt"))
     ]
-    alone = [Release(version) for version in (*environments.RELEASES, environments.NEWEST)]
-    return [Release(one["vllm"], one["vllm-ascend"]) for one in pinned] + alone
+    alone = [Published(version) for version in (*environments.RELEASES, environments.NEWEST)]
+    return [Published(one["vllm"], one["vllm-ascend"]) for one in pinned] + alone
 
 
-def before(release: Release, known: Iterable[Release], as_new: bool = False) -> Release:
+def before(release: Published, known: Iterable[Published], as_new: bool = False) -> Published:
     """Return the newest supported release that is not newer, or with `as_new` an older one; else the oldest."""
 
-    def age(one: Release) -> Version:
+    def age(one: Published) -> Version:
         return Version(one.ascend or one.vllm)
 
     alike = sorted((one for one in known if bool(one.ascend) == bool(release.ascend)), key=age)
@@ -242,20 +245,20 @@ def before(release: Release, known: Iterable[Release], as_new: bool = False) -> 
     return (older or alike)[-1 if older else 0]
 
 
-def wanted(given: Mapping[str, str], folder: Path) -> list[Release]:
+def wanted(given: Mapping[str, str], folder: Path) -> list[Published]:
     """Return the releases to look at: the given ones, or the newest of each."""
     if not given:
         ascend, vllm = sdist.released(VLLM_ASCEND)[0], sdist.released(VLLM.lower())[0]
-        return [Release(_asked(ascend, folder), ascend), Release(vllm)]
+        return [Published(_asked(ascend, folder), ascend), Published(vllm)]
     ascend = given.get(VLLM_ASCEND, "")
-    return [Release(given.get(VLLM.lower()) or _asked(ascend, folder), ascend)]
+    return [Published(given.get(VLLM.lower()) or _asked(ascend, folder), ascend)]
 
 
 def _asked(ascend: str, folder: Path) -> str:
     return bases.asked_vllm(sdist.read(distribution(VLLM_ASCEND, ascend, folder), "", bases.RECIPE))
 
 
-def facts_of(release: Release, folder: Path, as_new: bool = False) -> Facts:
+def facts_of(release: Published, folder: Path, as_new: bool = False) -> Facts:
     """Return a release's facts, from a process in which its skeletons are the only vLLM."""
     command = [sys.executable, "-m", "tools.support.release_facts", *(["--as-new"] if as_new else [])]
     command += [f"{project}={version}={path}" for project, (version, path) in release.files(folder).items()]
@@ -266,14 +269,14 @@ def facts_of(release: Release, folder: Path, as_new: bool = False) -> Facts:
     return found
 
 
-def sound(facts: Facts, base: Release) -> Facts:
+def sound(facts: Facts, base: Published) -> Facts:
     """Return the facts of a release that tests run with. Raise ValueError if this package does not fit even that."""
     if facts["fails"]:
         raise ValueError(f"{base}, which tests run with, is not understood: {'; '.join(facts['fails'])}")
     return facts
 
 
-def look(release: Release, base: Release, folder: Path, as_new: bool = False) -> Findings:
+def look(release: Published, base: Published, folder: Path, as_new: bool = False) -> Findings:
     before_facts, new_facts = sound(facts_of(base, folder), base), facts_of(release, folder, as_new)
     found = compare(before_facts, new_facts, Uses.of())
     if release.ascend and base.ascend:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package uses of vLLM and vllm-ascend, read from its own code: nothing of it is listed by hand."""
+"""Names of vLLM and vllm-ascend that this package uses, read from its own code: none is listed by hand."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tools import upstream
 from tools.support import sdist
 from tools.support.skeletons import Sources, accepts, extends, fields, members, parameters
 from tools.support.uses import CHECKED, READ, Uses
-from tools.upstream import CODES, Release, Verdict, before, compare, configurations
+from tools.upstream import CODES, Published, Verdict, before, compare, configurations
 from vllm_ascend_pd.vllm_patches import first_token, standstill
 
 RUN = "raise SystemExit('this was run')\n"
@@ -211,8 +211,12 @@ def mine(scheduler):
 SCHEDULER, OTHER = NOTHING["members"].values()
 WORSE: dict[str, tuple[dict[str, Any], str, str]] = {
     "nothing": ({}, "safe", ""),
-    "more of theirs": ({"members": {"Scheduler": {**SCHEDULER, "new": None}}}, "safe", ""),
-    "less that is not used": ({"members": {"Scheduler": SCHEDULER | {"theirs_alone": ["self"]}}}, "safe", ""),
+    "more of theirs": ({"members": {**NOTHING["members"], "Scheduler": {**SCHEDULER, "new": None}}}, "safe", ""),
+    "less that is not used": (
+        {"members": {"Other": OTHER, "Scheduler": {"running": None, "_looked_for": ["self", "a"]}}},
+        "safe",
+        "",
+    ),
     "a known kind": ({"kinds": ["FullAttentionSpec", "FullAttentionSpec"]}, "safe", ""),
     "a failing import": ({"fails": ["x cannot be imported"]}, "would break", "x cannot be imported"),
     "a missing name": ({"missing": {"vllm.a.B": False}}, "would break", "vllm.a.B is imported, and is not there"),
@@ -237,8 +241,9 @@ WORSE: dict[str, tuple[dict[str, Any], str, str]] = {
     "a member of what is perhaps not used": (
         {"members": {"Scheduler": SCHEDULER, "Other": {}}},
         "safe",
-        "perhaps of no use here: Other.running",
+        "perhaps not used here: Other.running",
     ),
+    "a class": ({"members": {"Scheduler": SCHEDULER}}, "safe", "perhaps not used here: Other"),
     "another signature": (
         {"members": {"Scheduler": {**SCHEDULER, "_looked_for": ["self", "b"]}}},
         "off",
@@ -269,7 +274,7 @@ def test_what_got_worse_is_said_and_how_bad_it_is(
     change: dict[str, Any], verdict: str, says: str, tmp_path: Path
 ) -> None:
     found = compare(NOTHING, {**NOTHING, **change}, uses(CODE, tmp_path))
-    page = found.page(Release("2.0"), Release("1.0"))
+    page = found.page(Published("2.0"), Published("1.0"))
     assert page.startswith(f"vLLM 2.0, beside vLLM 1.0: {verdict}\n" if says else "vLLM 2.0, beside vLLM 1.0: safe")
     assert says in page.replace("\n  ", " ") and (says or "\n" not in page)
     assert compare({**NOTHING, **change}, {**NOTHING, **change}, uses(CODE, tmp_path)).verdict == "safe"
@@ -295,28 +300,33 @@ def test_of_each_new_configuration_is_said_what_becomes_of_it() -> None:
     ]
 
 
-KNOWN = [Release("0.30.0", "0.30.0rc2"), Release("0.23.0", "0.23.0.post1"), Release("0.9.0"), Release("0.31.0")]
+KNOWN = [
+    Published("0.30.0", "0.30.0rc2"),
+    Published("0.23.0", "0.23.0.post1"),
+    Published("0.9.0"),
+    Published("0.31.0"),
+]
 
 
 @pytest.mark.parametrize(
     ("release", "as_new", "base"),
     [
-        (Release("0.26.0", "0.26.0rc1"), False, KNOWN[1]),
-        (Release("0.30.0", "0.30.0rc2"), False, KNOWN[0]),
-        (Release("0.30.0", "0.30.0rc2"), True, KNOWN[1]),
-        (Release("0.30.0", "0.30.0"), True, KNOWN[0]),
-        (Release("0.20.0", "0.20.0"), True, KNOWN[1]),
-        (Release("0.10.0"), False, KNOWN[2]),
-        (Release("0.33.0"), False, KNOWN[3]),
+        (Published("0.26.0", "0.26.0rc1"), False, KNOWN[1]),
+        (Published("0.30.0", "0.30.0rc2"), False, KNOWN[0]),
+        (Published("0.30.0", "0.30.0rc2"), True, KNOWN[1]),
+        (Published("0.30.0", "0.30.0"), True, KNOWN[0]),
+        (Published("0.20.0", "0.20.0"), True, KNOWN[1]),
+        (Published("0.10.0"), False, KNOWN[2]),
+        (Published("0.33.0"), False, KNOWN[3]),
     ],
 )
-def test_a_release_stands_beside_the_supported_one_before_it(release: Release, as_new: bool, base: Release) -> None:
+def test_a_release_stands_beside_the_supported_one_before_it(release: Published, as_new: bool, base: Published) -> None:
     assert before(release, KNOWN, as_new) == base
 
 
 def test_the_supported_releases_are_those_of_the_environments() -> None:
     known = upstream.supported()
-    assert Release("0.23.0", "0.23.0.post1") in known and Release("0.32.0") in known
+    assert Published("0.23.0", "0.23.0.post1") in known and Published("0.32.0") in known
     assert {one.ascend for one in known} >= {sdist.VLLM_ASCEND.version, sdist.OLDER.version}
 
 
@@ -413,7 +423,7 @@ def pair(model: str, *of_d: str) -> str:
 def test_a_vllm_on_disk_is_read_beside_the_one_that_tests_run_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = before(Release("99.0.0"), upstream.supported())
+    base = before(Published("99.0.0"), upstream.supported())
     packed(tmp_path, f"vllm-{base.vllm}", whole(VLLM))
     packed(tmp_path, "vllm-99.0.0", whole(LATER))
     code = upstream.main(["vllm=99.0.0", "--sdists", str(tmp_path)])
@@ -432,7 +442,7 @@ def test_a_vllm_on_disk_is_read_beside_the_one_that_tests_run_with(
 def test_vllm_ascends_configurations_are_judged_beside_those_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = before(Release("0.24.0", "0.24.0rc1"), upstream.supported())
+    base = before(Published("0.24.0", "0.24.0rc1"), upstream.supported())
     good, odd = pair("vllm-ascend/Qwen3-235B-A22B-W8A8"), pair("some/model-of-tomorrow")
     bad = pair("vllm-ascend/Qwen3-235B-A22B-W8A8", "--kv-cache-dtype", "fp8")
     packed(tmp_path, f"vllm-{base.vllm}", whole(VLLM))
@@ -451,7 +461,9 @@ def test_vllm_ascends_configurations_are_judged_beside_those_before(
     assert page.startswith(f"vllm-ascend 0.24.0rc1 with vLLM 0.24.0, beside {base}: refused\n")
     assert "P/D configurations: PD-CONF-005 A quantised KV cache (fp8) under vllm-ascend: two\n" in page
     assert "P/D configurations: no entry of 'some/model-of-tomorrow' in field_models.json: odd (new)" in page
-    assert "0 of 2 P/D configurations would start, 0 with P's token on D; with the release before it 2 of 2, and 2" in page
+    assert (
+        "0 of 2 P/D configurations would start, 0 with P's token on D; with the release before it 2 of 2, and 2" in page
+    )
 
 
 def test_a_release_that_tests_run_with_is_safe(capsys: pytest.CaptureFixture[str]) -> None:
