@@ -64,7 +64,7 @@ def distribution(project: str, version: str, folder: Path) -> Path:
 
 @dataclass
 class Findings:
-    """What got worse with a release: sentences by what they mean for a user, and `news`, which changes nothing yet."""
+    """Sentences about what got worse with a release, by what it means for a user; `news` changes nothing yet."""
 
     would_break: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
@@ -167,7 +167,7 @@ def _changes(base: Mapping[str, Sequence[str]], new: Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What this package says to a configuration: why it is refused, or not understood (empty: it would start).
+    """Answer of this package to a configuration: why it is refused, or not understood (empty: it would start).
 
     `first`: its D begins with P's token.
     """
