@@ -102,7 +102,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
         return not {"metaserver_urls", "prefill_listeners"} & set(extra_config)
 
     @classmethod
-    def supports_sleep_mode(cls, vllm_config: Any) -> bool:
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         """Return False: sleeping takes away memory into which, or from which, others write. vLLM asks from 0.33 on."""
         return False
 

@@ -29,6 +29,7 @@ class Base:
     in_tokens: bool = False  # a block of compressed entries is counted in tokens
     takes_turns: bool = False  # K and V of the kernels' blocks take turns in memory
     int8_by_flags: bool = False  # vLLM's flags ask for a cache in int8, not --additional-config
+    no_groups: str = ""  # why this package cannot serve several groups of a cache with its vLLM
 
     @classmethod
     def of(cls, version: str, texts: Mapping[str, str]) -> Base:

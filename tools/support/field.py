@@ -50,7 +50,7 @@ from vllm_ascend_pd.geometry.decide import MIN_SPAN, decide
 from vllm_ascend_pd.geometry.layout import CacheGeometry, index_of
 from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.plugin import CONNECTOR
-from vllm_ascend_pd.vllm_patches import compat, first_token, tried
+from vllm_ascend_pd.vllm_patches import compat, first_token, older_groups, tried
 
 MODELS = Path(__file__).with_name("field_models.json")
 MULTI = "MultiConnector"
@@ -428,7 +428,11 @@ def judge(command: Command, known: Known) -> Judged:
 def _under(base: Base) -> Iterator[None]:
     """Let this package take the installed vLLM for that of a release of vllm-ascend."""
     versions = {tried.VLLM: base.vllm, tried.VLLM_ASCEND: base.version}
-    with patch.object(compat, "is_vllm_ascend", lambda: True), patch.object(tried, "installed", versions.__getitem__):
+    with (
+        patch.object(compat, "is_vllm_ascend", lambda: True),
+        patch.object(tried, "installed", versions.__getitem__),
+        patch.object(older_groups, "unproven", lambda: base.no_groups),
+    ):
         yield
 
 

@@ -46,7 +46,7 @@ class NotThePinned(Exception):
 
 @dataclass(frozen=True)
 class Pin:
-    """A release, and the checksum of its source distribution."""
+    """A release, and the checksum of its source distribution; "": of a release of today, which has none here."""
 
     name: str
     version: str
@@ -79,7 +79,7 @@ def ensure(pin: Pin, cache: Path = ROOT / ".cache" / "sdist") -> Path:
 
 def checked(pin: Pin, path: Path) -> Path:
     found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if found != pin.sha256:
+    if pin.sha256 and found != pin.sha256:
         raise NotThePinned(f"{path} is not the pinned {pin.file}: its sha256 is {found}, not {pin.sha256}. Remove it.")
     return path
 
@@ -116,26 +116,58 @@ def _members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, b
 
 
 def _fetch(pin: Pin, scratch: Path) -> Path:
-    build = scratch / "build" / "setuptools"
+    build = scratch.resolve() / "build" / "setuptools"  # pip's build has another working directory
     build.mkdir(parents=True)
     (build / "__init__.py").touch()
     (build / "build_meta.py").write_text(_BUILD.format(stem=pin.stem, name=pin.name, version=pin.version))
+    said = _pip(pin.name, pin.version, scratch, "--no-binary", ":all:", "--no-build-isolation", PYTHONPATH=build.parent)
+    if not (path := scratch / pin.file).is_file():
+        raise Unreachable(_words(pin, said))
+    return path
+
+
+def _pip(name: str, version: str, to: Path, *options: str, **variables: Path) -> str:
+    """Let pip download a release. Return what it said last."""
     command = [
         *(sys.executable, "-m", "pip", "download", "--no-input", "--disable-pip-version-check", "--no-cache-dir"),
-        *("--timeout", str(CONNECT_S), "--retries", str(RETRIES), "--progress-bar", "off"),
-        *("--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--dest", str(scratch)),
-        f"{pin.name}=={pin.version}",
+        *("--timeout", str(CONNECT_S), "--retries", str(RETRIES), "--progress-bar", "off", "--no-deps"),
+        *(*options, "--dest", str(to), f"{name}=={version}"),
     ]
-    environment = {**os.environ, "PYTHONPATH": str(build.parent)}
+    environment = {**os.environ, **{key: str(value) for key, value in variables.items()}}
     try:
         done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=PIP_S)
     except subprocess.TimeoutExpired:
-        raise Unreachable(_words(pin, f"pip did not end within {PIP_S:g} s")) from None
-    path = scratch / pin.file
-    if done.returncode or not path.is_file():
-        said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        raise Unreachable(_words(pin, said[-1] if said else f"pip ended with {done.returncode}"))
-    return path
+        return f"pip did not end within {PIP_S:g} s"
+    said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    return said[-1] if said else f"pip ended with {done.returncode}"
+
+
+def wheel(name: str, version: str, cache: Path) -> Path:
+    """Return a release's wheel for this machine, downloaded if needed: its files are read, it is not installed."""
+    stem = f"{name.replace('-', '_')}-{version}-"
+    if found := sorted(cache.glob(f"{stem}*.whl")):
+        return found[0]
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        _pip(name, version, Path(scratch), "--only-binary", ":all:")
+        for path in Path(scratch).glob(f"{stem}*.whl"):
+            return path.replace(cache / path.name)
+    raise Unreachable(f"the package index has no wheel of {name} {version} for this machine")
+
+
+def released(name: str) -> list[str]:
+    """Return a project's releases in the index, the newest first. Raise Unreachable."""
+    command = [
+        *(sys.executable, "-m", "pip", "index", "versions", name, "--pre", "--no-input"),
+        *("--timeout", str(CONNECT_S), "--retries", str(RETRIES), "--disable-pip-version-check"),
+    ]
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PIP_S)
+    except subprocess.TimeoutExpired:
+        raise Unreachable(f"pip did not name the releases of {name} within {PIP_S:g} s") from None
+    for line in done.stdout.splitlines():
+        if line.startswith("Available versions: "):
+            return line.removeprefix("Available versions: ").split(", ")
+    raise Unreachable(f"the package index did not name the releases of {name}: {done.stderr.strip()[-200:]}")
 
 
 def _words(pin: Pin, why: str) -> str:

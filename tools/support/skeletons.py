@@ -26,9 +26,11 @@ from types import ModuleType
 from typing import Any, cast
 
 INIT = ".__init__"
-PACKAGES = ("vllm", "vllm_ascend")  # whose classes are bases of skeletons; one of the two may be installed
+PACKAGES = ("vllm", "vllm_ascend")  # one of the two may be installed: its classes are bases of skeletons too
 
 
+Parameters = tuple[str, ...]
+MADE: list[type] = []  # all skeletons of classes
 _NUMBERS = itertools.count()  # of modules: two releases have some of the same name
 
 
@@ -103,6 +105,8 @@ class _Reader:
             elif isinstance(statement, ast.Import | ast.ImportFrom):
                 for alias in statement.names:
                     self._later[(alias.asname or alias.name).partition(".")[0]] = statement
+            elif isinstance(statement, ast.AnnAssign) and statement.value is None:
+                setattr(module, ast.unparse(statement.target), Unread())
             else:
                 for name, value in _assigned(statement):
                     setattr(module, name, value)
@@ -177,15 +181,16 @@ class _Reader:
             else:
                 space |= dict(_assigned(statement))
         bases = list(dict.fromkeys(base for one in node.bases if isinstance(base := self._value(one), type)))
-        bases = [base for base in bases if base.__module__.partition(".")[0] in PACKAGES]
+        bases = [one for one in bases if isinstance(one, _Skeleton) or one.__module__.partition(".")[0] in PACKAGES]
         inherited = dict.fromkeys(name for base in reversed(bases) for name in getattr(base, "__struct_fields__", ()))
         space |= {"__annotations__": fields, "__struct_fields__": (*(inherited | fields),)}
-        space["own_attributes"] = frozenset(instance | fields.keys())
+        space["__own_attributes__"] = frozenset(instance | fields.keys())
         space.pop("__slots__", None)
         try:
             made = _Skeleton(node.name, tuple(bases), space)
         except TypeError:  # bases in an order that only those that are left out explain
             made = _Skeleton(node.name, tuple(bases[:1]), space)
+        MADE.append(made)
         how = " ".join(ast.unparse(one) for one in node.decorator_list)
         if re.search(r"\bdataclass\b", how):
             return cast("type", dataclasses.dataclass(kw_only=True, frozen="frozen=True" in how)(made))
@@ -203,29 +208,57 @@ class _Skeleton(ABCMeta):
     """The class of skeletons of classes."""
 
     __struct_fields__: tuple[str, ...]
-    own_attributes: frozenset[str]
+    __own_attributes__: frozenset[str]
 
 
-def members(kind: type) -> dict[str, tuple[str, ...] | None]:
-    """Return the names that objects of a skeleton have, and of methods the parameters."""
-    found: dict[str, tuple[str, ...] | None] = {}
-    for one in reversed(kind.__mro__):
-        if isinstance(one, _Skeleton):
-            found |= dict.fromkeys(one.own_attributes)
-            found |= {name: parameters(value) for name, value in vars(one).items() if not name.startswith("__")}
+def fields(kind: Any) -> tuple[str, ...]:
+    """Return the fields of a skeleton of a data class, with those that it inherits."""
+    found: tuple[str, ...] = kind.__struct_fields__
     return found
 
 
-def parameters(value: Any) -> tuple[str, ...] | None:
-    """Return a method's parameters, with "=" behind those that have a default; None for what is no method."""
+def members(kind: type) -> dict[str, Parameters | None]:
+    """Return the names that objects of a skeleton have, and of methods the parameters."""
+    found: dict[str, Parameters | None] = {}
+    for one in reversed(kind.__mro__):
+        if isinstance(one, _Skeleton):
+            found |= dict.fromkeys(one.__own_attributes__)
+            found |= {
+                name: parameters(value) for name, value in vars(one).items() if not name.startswith(("__", "_abc_"))
+            }
+    return found
+
+
+def parameters(value: Any) -> Parameters | None:
+    """Return a method's parameters: "=" is behind those with a default, "*" before the rest; None for what is none."""
     function = getattr(value, "__func__", value)
     if not hasattr(function, "__code__"):
         return None
     return tuple(
-        f"{'*' * (one.kind == one.VAR_POSITIONAL) + '**' * (one.kind == one.VAR_KEYWORD)}{one.name}"
+        "*" * (one.kind == one.VAR_POSITIONAL)
+        + "**" * (one.kind == one.VAR_KEYWORD)
+        + one.name
         + "=" * (one.default is not one.empty)
         for one in inspect.signature(function, follow_wrapped=False).parameters.values()
     )
+
+
+def accepts(ours: Parameters, theirs: Parameters) -> bool:
+    """Return whether a function can be called in each way that one with their parameters can."""
+    if any(one.startswith("**") for one in ours) and any(one.startswith("*") for one in ours if one[1] != "*"):
+        return True
+    names = [one.strip("=") for one in theirs if not one.startswith("*")]
+    own = [one for one in ours if not one.startswith("*")]
+    more = own[len(names) :]
+    return [one.strip("=") for one in own[: len(names)]] == names and all(one.endswith("=") for one in more)
+
+
+def extends(before: Sequence[str], now: Sequence[str]) -> bool:
+    """Return whether a call that fits the earlier parameters fits these too."""
+    old, new = ([one for one in each if not one.startswith("*")] for each in (before, now))
+    same = [one.strip("=") for one in new[: len(old)]] == [one.strip("=") for one in old]
+    lax = all(one.endswith("=") for one, was in zip(new, old, strict=False) if was.endswith("="))
+    return same and lax and all(one.endswith("=") for one in new[len(old) :])
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:

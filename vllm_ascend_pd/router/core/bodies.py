@@ -81,7 +81,9 @@ FIELDS: dict[str, Use] = {
     **dict.fromkeys(
         ("return_prompt_text", "return_mm_kwargs", "return_weight_versions", "routed_experts_prompt_start"), Use.ANSWER
     ),
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), Use.ANSWER),
+    **dict.fromkeys(
+        ("skip_special_tokens", "spaces_between_special_tokens", "return_assistant_tokens_mask"), Use.ANSWER
+    ),
     **dict.fromkeys(
         ("include_reasoning", "parallel_tool_calls", "stream_options", "stream_interval", "echo"), Use.ANSWER
     ),

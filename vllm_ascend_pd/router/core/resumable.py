@@ -93,7 +93,8 @@ FIELD_RULES: dict[str, Rule] = {
     "prompt_logprobs": _refused("it asks for the prompt's own results"),
     "echo": _refused("it repeats the prompt", False),
     **dict.fromkeys(
-        ("return_token_offsets", "routed_experts_prompt_start"), _refused("it asks for results by position", False, 0)
+        ("return_token_offsets", "return_assistant_tokens_mask", "routed_experts_prompt_start"),
+        _refused("it asks for results by position", False, 0),
     ),
     "tools": _refused(_TOOLS, []),
     "tool_choice": _refused(_TOOLS, "none", "auto"),
