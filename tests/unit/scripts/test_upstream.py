@@ -507,7 +507,7 @@ def test_the_workflow_of_each_week_looks_at_the_newest() -> None:
     assert "./scripts/upstream.sh" in text and "GITHUB_STEP_SUMMARY" in text
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_installed_vllm_is_as_it_must_be(tmp_path: Path) -> None:
     """Real sources, those of the installed wheel: no false alarm of an import, a contract or a wrapper."""
     vllm = pytest.importorskip("vllm")
