@@ -288,6 +288,31 @@ def schedulers_can_lend_their_tables() -> None:
             assert hasattr(getattr(scheduler, name), WRAPPED), (scheduler, name)
 
 
+@of("0.30")
+def a_prefix_without_its_state_is_looked_up_again() -> None:
+    """Schedulers for D count a prefix as computed of which attention is cached, without its state: that is loaded.
+
+    Where nothing is, they look again. Balance scheduling does not, and has neither P's role nor D's.
+    """
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm_ascend.core.dyntra_lb_scheduler import DyntraLBScheduler
+    from vllm_ascend.core.recompute_scheduler import DyntraLBRecomputeScheduler, RecomputeScheduler
+
+    for scheduler in (DyntraLBScheduler, DyntraLBRecomputeScheduler, RecomputeScheduler):
+        assert "if hit_diverged and num_external_computed_tokens == 0:" in inspect.getsource(scheduler.schedule)
+    # With these two in vLLM, DyntraLB knows whether a hit is of attention alone.
+    for name in ("get_computed_blocks_for_connector", "truncate_computed_blocks"):
+        assert hasattr(KVCacheManager, name), name
+    balanced = {"additional_config": {"scheduler_config": {"enable_balance_scheduling": True}}}
+    for role in BOTH:
+        why = ""
+        try:
+            vllm_config(role, **balanced)
+        except ValueError as error:
+            why = str(error)
+        assert "enable_balance_scheduling only supports PD-mixed mode" in why, (role, why)
+
+
 @assumption
 def new_blocks_are_cleared_beside_eagle3_alone() -> None:
     """Clearing them on D would be later than P's writes. With states no draft model but MTP is admitted."""

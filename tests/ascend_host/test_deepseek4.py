@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine with a small DeepSeek-V4: its answers beside transformers' own implementation of the model.
 
-The engine is vllm-ascend 0.23's, as 0.30's is refused so far (test_refused.py). It computes in bfloat16 and chooses
-entries by int8 keys; transformers has the same weights in float32. So log-probabilities differ by rounding, and by more
-where it makes a router or an indexer choose otherwise. Prompts end on either side of entries of 4 and 128 tokens, of
-the window, and of blocks.
+The engine is vllm-ascend 0.23's. It computes in bfloat16 and chooses entries by int8 keys; transformers has the same
+weights in float32. So log-probabilities differ by rounding, and by more where it makes a router or an indexer choose
+otherwise. Prompts end on either side of entries of 4 and 128 tokens, of the window, and of blocks.
 """
 
 from __future__ import annotations

@@ -64,6 +64,7 @@ DSV4_MTP: dict[str, Any] = {
 }
 IN_INT8 = {"enable_sparse_sfa_c8": True, "enable_sparse_li_c8": True}
 C8 = additional(**IN_INT8)
+KEYS_IN_INT8 = ("--attention_config.indexer_kv_dtype", "int8")  # 0.30's name; latents stay as they are
 C8_IN_RUNS = additional(**IN_INT8, c8_enable_reshape_optim=True)
 # vllm-ascend's own: with its recompute scheduler D keeps in the host's memory what it preempts.
 OFFLOAD = {
@@ -520,6 +521,12 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         (*FEWER, chosen),
     ),
     (
+        Engines(
+            "dsa 1to1 keys in int8", "dsv32", p=Side(late_us=LATE), dtype="bfloat16", flags=KEYS_IN_INT8, max_len=LONG
+        ),
+        (*FEWER, chosen),
+    ),
+    (
         # P stores index keys in runs of tokens.
         Engines(
             "dsa 1to1 int8 mtp",
@@ -928,10 +935,10 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
 ]
 
 
-# Models whose caches 0.30 lays out otherwise: there this package refuses them (test_refused.py), or has not shown more
-# of them than HERE. Its connector for what D preempts is another one.
+# Models whose caches 0.30 lays out otherwise, of which no more was shown there than HERE. Its connector for what D
+# preempts is another one.
 ELSEWHERE = ("dsv32", "dsv4", "glm5")
-HERE = ("dsa 1to1",)
+HERE = ("dsa 1to1", "dsa 1to1 keys in int8", "dsv4 1to1", "dsv4 2to1", "dsv4 1to1 mtp")
 MORE = [
     (
         replace(engines, release=OLDER)
@@ -949,6 +956,7 @@ OLDER_TOO = (
     "dsv3 1to1",
     "mtp 1to1 recompute scheduler full graphs",
     "qwen3next 1to1",
+    "dsv4 1to1",
 )
 MORE += [
     (replace(engines, title=f"older {engines}", release=OLDER), cells)

@@ -167,6 +167,14 @@ def test_compressor_metadata(seed: int, new: list[int], before: int, padding: in
     for row, (c, s, slot) in enumerate(wanted):
         assert torch.equal(got[0][row, 0, 0], c) and torch.equal(got[1][row, 0, 0], s)
         assert got[2][row].tolist() == slot
+    buffers = torch.empty(rows, 6), torch.empty(rows, 1, 1, 6), torch.empty(rows, 2, dtype=torch.int32)
+    out = compressed.compressor_metadata_out(
+        cos, sin, ends, torch.tensor(starts), table, 3, 2, ratio, len(new), *buffers
+    )
+    assert all(
+        one is other and torch.equal(one.view_as(whole), whole)
+        for one, other, whole in zip(out, buffers, got, strict=True)
+    )
 
 
 @MANY

@@ -446,10 +446,13 @@ def _no_first(config: Any) -> str:
 
 
 def _needs(config: Any, model: FieldModel, c8: Collection[str], switches: Collection[str]) -> Needs:
-    """Return what a set of engines in small has to have. GDN's states stand for one kind, however many groups."""
+    """Return what a set of engines in small has to have. GDN's states stand for one kind, however many groups.
+
+    Compressed latents have their index keys in int8 always, whether a flag asks for it or not.
+    """
     parallel, drafting = config.parallel_config, config.speculative_config
     return needs(
-        {kind + (INT8 if c8 else "") for kind in model.facts["caches"]},
+        {kind + (INT8 if c8 and kind != "compressed" else "") for kind in model.facts["caches"]},
         (drafting.method or "") if drafting is not None else "",
         ranks=parallel.data_parallel_size,
         divided=parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size,
@@ -600,12 +603,11 @@ def specs_of(group: Any) -> dict[str, Any]:
 
 
 def _caches(groups: Sequence[dict[str, Any]], size: int, base: Base) -> dict[str, Any]:
-    """Return the tensors of all layers; those that are equal share them."""
+    """Return the tensors of all layers."""
     specs = {name: spec for group in groups for name, spec in group.items()}
     if any(isinstance(spec, ascend_specs.AscendSlidingWindowMLASpec) for spec in specs.values()):
         return dict(compressed.tensors(groups, size, BLOCKS))
-    made = {id(spec): tensors(spec, base) for spec in specs.values()}
-    return {name: made[id(spec)] for name, spec in specs.items()}
+    return {name: tensors(spec, base) for name, spec in specs.items()}
 
 
 @contextmanager

@@ -107,7 +107,7 @@ def sets(release: str = "") -> dict[str, Needs]:
 def shown(engines: Engines) -> Needs:
     kinds = KINDS[RECIPES[engines.model].family]
     flags = " ".join((*engines.flags, *engines.p.flags, *engines.d.flags))
-    if "_c8" in flags:
+    if "_c8" in flags or "indexer_kv_dtype" in flags:  # by release
         kinds = {kind + INT8 for kind in kinds}
     draft = str(engines.draft.get("method", ""))
     each = [

@@ -69,11 +69,11 @@ def _spec_refusals(spec: Any, proven: Collection[str]) -> Iterator[ConfigError]:
     elif getattr(spec, "extra_retained_tokens", 0):
         yield not_proven("A sliding window with retained tokens before it", "Start without a draft model.")
     elif str(spec.dtype) not in kinds.PLAIN_DTYPES and not (
-        (quantised.is_fp8(spec) and kind in kinds.PROVEN_FP8) or (compressing and kinds.has_scales(spec))
+        (quantised.is_fp8(spec) and kind in kinds.PROVEN_FP8) or kinds.has_scales(spec)
     ):
         # A checkpoint may quantise its cache although the command line does not.
         yield not_proven(f"A quantised KV cache ({spec.dtype})", "Use another model.")
-    elif getattr(spec, "tokens_per_state", 1) != 1 or (kinds.tokens_per_entry(spec) > 1 and not compressing):
+    elif (tokens := kinds.tokens_per_entry(spec)) != 1 and not (compressing and tokens > 1):
         yield not_proven("A compressed KV cache (one entry for several tokens)", "Use another model.")
 
 
@@ -222,7 +222,8 @@ def _groups(made: Sequence[Any]) -> tuple[Group, ...]:
         if kinds.is_window(spec):
             return Group(spec.block_size, WINDOW, spec.sliding_window)
         ratio = kinds.tokens_per_entry(spec)
-        return Group(spec.block_size, COMPRESSED, ratio) if ratio > 1 else Group(spec.block_size)
+        entries = spec.block_size // getattr(spec, "tokens_per_state", 1)  # with that name a block is counted in tokens
+        return Group(entries, COMPRESSED, ratio) if ratio > 1 else Group(spec.block_size)
 
     groups = tuple(map(group, made))
     return groups if len(groups) > 1 or any(group.partial for group in groups) else ()

@@ -74,6 +74,9 @@ def _ascend_refusals(more: Any, role: str) -> Iterator[ConfigError]:
     if more.get("enable_hamming_sparse") or hashed.get("enabled"):
         # D's attention would choose blocks by hashes of keys, in a cache that no connector is given.
         yield not_proven("hamming_sparse", remedy)
+    if ((more.get("scheduler_config") or {}).get("dyntra_lb_config") or {}).get("enabled"):
+        # It moves requests between ranks, and beside states counts a prefix of which D has attention alone.
+        yield not_proven("dyntra_lb_config", remedy)
     if role != "kv_consumer" and graphs.get("enabled"):
         # Its graphs run without the layer hooks.
         yield not_proven("xlite_graph_config on prefill", remedy)

@@ -20,10 +20,7 @@ _STATE_SPEC = "MambaSpec"  # Gated DeltaNet's too
 # In one of several groups, or in a group that does not keep all tokens.
 PROVEN_GROUPED: tuple[str, ...] = ("FullAttentionSpec", "SlidingWindowSpec", _STATE_SPEC)
 _WINDOW_SPECS = ("SlidingWindowSpec", "AscendSlidingWindowMLASpec")
-COMPRESSING: tuple[str, ...] = (
-    "AscendMLAAttentionSpec",
-    "AscendSlidingWindowMLASpec",
-)  # DeepSeek-V4's caches, all of one model
+COMPRESSING: tuple[str, ...] = ("AscendMLAAttentionSpec", "AscendSlidingWindowMLASpec")  # DeepSeek-V4's, of one model
 RECURRENCES = {"MAMBA2": MAMBA2, "GDN_ATTN": DELTA_NET}
 PROVEN_FP8 = ("FullAttentionSpec", "SlidingWindowSpec")
 PLAIN_DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
@@ -77,7 +74,9 @@ def has_whole_index(spec: Any, dcp: int) -> bool:
 
 
 def tokens_per_entry(spec: Any) -> int:
-    return int(getattr(spec, "compress_ratio", 1) or 1)
+    """Return how many tokens an entry stands for; 0 if that is not known. vLLM 0.30 has another name for it."""
+    ratio, tokens = getattr(spec, "compress_ratio", 1) or 1, getattr(spec, "tokens_per_state", 1)
+    return int(tokens if ratio == 1 else ratio if tokens == 1 else 0)
 
 
 def has_scales(spec: Any) -> bool:
@@ -87,6 +86,6 @@ def has_scales(spec: Any) -> bool:
 
 def is_compressing(specs: Collection[Any]) -> bool:
     """Return whether these are the specs of a model that compresses latents, with all that belongs to it."""
-    return all(type(spec).__name__ in COMPRESSING for spec in specs) and any(
-        tokens_per_entry(spec) > 1 for spec in specs
-    )
+    own = {getattr(spec, "model_version", None) for spec in specs} <= {None, "deepseek_v4"}  # others have other layouts
+    one_kind = own and all(type(spec).__name__ in COMPRESSING for spec in specs)
+    return one_kind and any(tokens_per_entry(spec) > 1 for spec in specs)

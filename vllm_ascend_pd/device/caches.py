@@ -142,6 +142,11 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
         if layer.blocks != pool * (each := kernel_blocks[layer.group]):
             why = f"it has {layer.blocks} blocks, {each} for one of vLLM's, of which {first_name} has {pool}"
             raise ConfigError("PD-GEO-003", layer=name, why=why)
+    begins: dict[tuple[int, int], str] = {}
+    for name, base, group in ((name, base, layer.group) for name, layer in layers.items() for base in layer.bases):
+        if (other := begins.get((group, base))) is not None:
+            raise ConfigError("PD-GEO-003", layer=name, why=f"it shares memory with {other}, of the same group")
+        begins[group, base] = name
     if len(shape.groups) > 1:
         _check_blocks_apart(
             {
@@ -229,6 +234,9 @@ def _of_tensors(
     for index, part in enumerate(parts):
         if part.dim() not in (3, 4):
             raise ConfigError("PD-GEO-003", layer=name, why=f"shape {tuple(part.shape)}")
+        if not _is_apart(part):
+            why = f"its cells share memory (shape {tuple(part.shape)}, strides {part.stride()})"
+            raise ConfigError("PD-GEO-003", layer=name, why=why)
         packing = device.packing(part, block_size, own.head_size)
         region = f"kv{index}" if len(parts) > 1 else "kv"
         regions.append(_region(name, region, part, block_size, own, packing.opaque, device.token_major))
@@ -274,7 +282,9 @@ def _sections(name: str, tensors: list[torch.Tensor], shape: CacheShape) -> dict
     block_bytes = [tensor[0].numel() * tensor.element_size() for tensor in tensors]
     apart = len(tensors) == len(sizes) > 1
     fits = block_bytes == list(sizes) if apart else len(tensors) == 1 and block_bytes[0] >= sum(sizes)
-    if not fits or any(len(tensor) != blocks or not tensor[0].is_contiguous() for tensor in tensors):
+    if not fits or any(
+        len(tensor) != blocks or not tensor[0].is_contiguous() or not _is_apart(tensor) for tensor in tensors
+    ):
         shapes = [tuple(tensor.shape) for tensor in tensors]
         raise ConfigError("PD-GEO-003", layer=name, why=f"shapes {shapes} for states of {list(sizes)} bytes")
     storages = tuple((one.data_ptr(), one.nbytes()) for one in (tensor.untyped_storage() for tensor in tensors))
@@ -337,6 +347,16 @@ def _kernel_blocks(part: torch.Tensor, block_size: int, own: LayerShape, device:
     if part.dim() != 4 or part.shape[2] != own.local_heads or block_size % part.shape[1]:
         return 1
     return 1 if device.packing(part, part.shape[1], own.head_size).opaque else block_size // part.shape[1]
+
+
+def _is_apart(tensor: torch.Tensor) -> bool:
+    """Return whether each axis goes beyond all that the shorter ones reach: then no two elements share bytes."""
+    reach = 1
+    for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if count > 1 and stride < reach:
+            return False
+        reach += (count - 1) * stride
+    return True
 
 
 def _joined(part: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -321,6 +321,7 @@ NOT_PROVEN: list[tuple[str, Callable[[str], Any]]] = [
             ("enable_kv_nz", {"enable_kv_nz": True}),
             ("hamming_sparse", {"enable_hamming_sparse": True}),
             ("hamming_sparse", {"hamming_sparse": {"enabled": True}}),
+            ("dyntra_lb_config", {"scheduler_config": {"dyntra_lb_config": {"enabled": True}}}),
         )
     ),
     ("enable_fault_tolerance", with_parallel("enable_fault_tolerance", True)),
@@ -793,7 +794,21 @@ def test_vllm_ascends_indexers_are_layers_of_their_own_since_0_30() -> None:
     shape = admission.cache_shape(vllm_config(tensor_parallel_size=2), groups)
     assert shape.other_shapes == {name: LayerShape(1, 1, 128)} and not shape.indexes
     specs[name] = ascend_specs.AscendSFAIndexerCacheSpec(**index, dtype=torch.int8, scale_dim=1)
-    with pytest.raises(ConfigError, match=r"A quantised KV cache \(torch.int8\)"):
+    admission.check_groups(groups)
+    assert admission.cache_shape(vllm_config(), groups).other_shapes == {name: LayerShape(1, 1, 128)}
+
+
+@pytest.mark.usefixtures("under_vllm_ascend")
+@pytest.mark.parametrize(("dtype", "scales"), [(torch.int8, 0), (torch.uint8, 4), (torch.float8_e4m3fn, 1)], ids=str)
+def test_other_quantised_indexers_are_refused(dtype: torch.dtype, scales: int) -> None:
+    """vllm-ascend 0.30 has mxfp4 too, and fp8 on other chips."""
+    groups = with_indexers(ascend_specs.latent(32, (512, 64)))
+    specs = groups.kv_cache_groups[0].kv_cache_spec.kv_cache_specs
+    name = next(name for name in specs if name not in LAYERS)
+    specs[name] = ascend_specs.AscendSFAIndexerCacheSpec(
+        block_size=32, num_kv_heads=1, head_size=128, dtype=dtype, scale_dim=scales
+    )
+    with pytest.raises(ConfigError, match=rf"A quantised KV cache \({dtype}\)"):
         admission.check_groups(groups)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from vllm_ascend_pd.vllm_patches import compat
 
 SIZE, BLOCKS = 32, 6
 GROUPS = groups([0, 4, 128, 4], SIZE)
+FORMS = {"0.23": GROUPS, "0.30": groups([0, 4, 128, 4], SIZE, newer=True)}
 KEYS, KEY_PAGE = keys(SIZE), 4160
 EXPECTED = (
     Group(32, "compressed", 4),
@@ -50,18 +52,23 @@ def refused(groups: Sequence[Specs], **engine: Any) -> str:
     return caught.value.sentence
 
 
-def test_each_group_has_its_rule() -> None:
-    admission.check_groups(made(GROUPS, BLOCKS))
-    shape = admission.cache_shape(vllm_config(), made(GROUPS, BLOCKS))
+each_form = pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+
+
+@each_form
+def test_each_group_has_its_rule(form: Sequence[Specs]) -> None:
+    admission.check_groups(made(form, BLOCKS))
+    shape = admission.cache_shape(vllm_config(), made(form, BLOCKS))
     assert shape.groups == EXPECTED
     assert {name: shape.of(name).head_size for name in GROUPS[4]} == {
         name: spec.head_size for name, spec in GROUPS[4].items()
     }
 
 
-def test_what_is_registered_is_described_and_read_by_the_other_side() -> None:
-    shape = admission.cache_shape(vllm_config(), made(GROUPS, BLOCKS))
-    caches = describe(tensors(GROUPS, SIZE, BLOCKS), shape, TokenMajorDevice())
+@each_form
+def test_what_is_registered_is_described_and_read_by_the_other_side(form: Sequence[Specs]) -> None:
+    shape = admission.cache_shape(vllm_config(), made(form, BLOCKS))
+    caches = describe(tensors(form, SIZE, BLOCKS), shape, TokenMajorDevice())
     geometry = caches.geometry
     assert caches.num_blocks == BLOCKS and geometry.groups == EXPECTED
     assert geometry.recomputes_last and not geometry.opaque
@@ -84,6 +91,8 @@ def test_what_is_registered_is_described_and_read_by_the_other_side() -> None:
         ("quantised KV cache (torch.int8)", replace(KEYS, scale_dim=0)),
         ("quantised KV cache (torch.float8_e4m3fn)", replace(KEYS, dtype=torch.float8_e4m3fn)),
         ("compressed KV cache", replace(latent(SIZE, 4), tokens_per_state=4)),
+        ("compressed KV cache", replace(latent(SIZE, 4, newer=True), tokens_per_state=Fraction(1, 2))),
+        ("several KV cache groups", replace(latent(SIZE, 4, newer=True), model_version="deepseek_v41")),
     ],
 )
 def test_another_form_of_it_is_refused(words: str, change: Any) -> None:

@@ -26,7 +26,7 @@ from vllm_ascend_pd.geometry.states import DELTA_NET, Recurrent
 from vllm_ascend_pd.regroup.core.world import EngineWorld
 from vllm_ascend_pd.regroup.resources import assembled
 
-BLOCKS, BLOCK, HEADS, SIZE = 8, 32, 2, 16
+BLOCKS, BLOCK, HEADS, SIZE = GOOD_SHAPE = 8, 32, 2, 16
 SHAPE = CacheShape(BLOCK, HEADS, 2 * HEADS, SIZE, tp_size=2)
 LATENT = CacheShape(16, 1, 1, 576, tp_size=4)
 CPU, NPU_LIKE = CpuDevice(), TokenMajorDevice()
@@ -144,7 +144,8 @@ def test_an_indexers_key_is_a_third_tensor_and_its_scale_a_fourth(dtypes: tuple[
     ]
     unlike, keys = {"l1.attn": LayerShape(1, 1, 576)}, dict.fromkeys(("l0.attn", "l2.attn"), len(dtypes) - 2)
     shape = replace(LATENT, head_size=704, other_shapes=unlike, indexes=keys)
-    caches = describe({"l0.attn": parts, "l1.attn": parts[:2], "l2.attn": parts}, shape, NPU_LIKE)
+    first, second, third = ([part.clone() for part in parts] for _ in range(3))
+    caches = describe({"l0.attn": first, "l1.attn": second[:2], "l2.attn": third}, shape, NPU_LIKE)
     latents, indexes = caches.geometry.kinds
     assert latents.layers == ("l0.attn", "l1.attn", "l2.attn")
     assert indexes.layers == ("l0.indexer.k_cache", "l2.indexer.k_cache") and indexes.kv_heads == 1
@@ -153,8 +154,8 @@ def test_an_indexers_key_is_a_third_tensor_and_its_scale_a_fourth(dtypes: tuple[
     assert [region.cell_bytes for region in indexes.regions] == sizes[2:]
     assert latents.dtype == "bfloat16" and indexes.dtype == "/".join(dtypes[2:])
     assert caches.geometry.layers == ("l0.attn", "l0.indexer.k_cache", "l1.attn", "l2.attn", "l2.indexer.k_cache")
-    assert caches.bases[3] + caches.bases[4] == tuple(part.data_ptr() for part in parts)
-    assert len(caches.storages) == len(parts)
+    assert caches.bases[3] + caches.bases[4] == tuple(part.data_ptr() for part in third)
+    assert len(caches.storages) == 2 * len(parts) + 2
 
 
 def test_each_rank_of_dcp_has_all_keys_of_an_indexer() -> None:
@@ -339,10 +340,43 @@ def test_kernels_blocks_of_a_format_without_an_order_of_tokens_are_refused() -> 
     assert "block size 32" in refused({"l0": torch.empty(BLOCKS, 16, HEADS, SIZE)}, SHAPE).sentence
 
 
+# -- bytes of two cells
+
+OVERLAPS: list[tuple[str, torch.Tensor]] = [
+    ("one block for all", torch.empty(1, BLOCK, HEADS, SIZE).expand(BLOCKS, -1, -1, -1)),
+    ("one head for all", torch.empty(BLOCKS, BLOCK, 1, SIZE).expand(-1, -1, HEADS, -1)),
+    ("a token within the one before", torch.empty(99_999).as_strided(GOOD_SHAPE, (2048, HEADS * SIZE // 2, SIZE, 1))),
+    ("a block within the one before", torch.empty(99_999).as_strided(GOOD_SHAPE, (1023, HEADS * SIZE, SIZE, 1))),
+]
+
+
+@pytest.mark.parametrize("tensor", [tensor for _, tensor in OVERLAPS], ids=[name for name, _ in OVERLAPS])
+def test_a_tensor_whose_cells_share_memory_is_refused(tensor: torch.Tensor) -> None:
+    assert "its cells share memory" in refused({"l0": tensor}).sentence
+
+
+def test_states_that_share_memory_are_refused() -> None:
+    tensors = shared()
+    conv, matrices = tensors["l1.gdn"]
+    dims, (_, *inner) = matrices.shape, matrices.stride()
+    tensors["l1.gdn"] = [conv, matrices.as_strided(dims, (MATRICES // 2 - 1, *inner))]
+    assert "for states of" in refused(tensors, SHARED).sentence
+
+
+@pytest.mark.parametrize("shape", [SHAPE, replace(SHAPE, groups=(Group(BLOCK),))], ids=["one group", "named"])
+def test_two_layers_of_a_group_in_one_memory_are_refused(shape: CacheShape) -> None:
+    """vllm-ascend lets layers take turns in one buffer, with a pool that keeps them (layer reuse)."""
+    buffer = torch.empty(BLOCKS, BLOCK, HEADS, SIZE)
+    tensors = {f"l{i}": [buffer[:], torch.empty(BLOCKS, BLOCK, HEADS, SIZE)] for i in range(2)}
+    error = refused(tensors, replace(shape, group_of=dict.fromkeys(tensors, 0)))
+    assert "'l1'" in error.sentence and "it shares memory with l0, of the same group" in error.sentence
+    assert "shares memory with l0" in refused({"l0": [buffer, buffer]}).sentence, "K is V"
+
+
 # -- what is not understood
 
 
-GOOD = torch.empty(BLOCKS, BLOCK, HEADS, SIZE)
+GOOD = torch.empty(GOOD_SHAPE)
 STRANGE: list[tuple[str, Any, str]] = [
     ("no head axis", torch.empty(BLOCKS, BLOCK, HEADS * SIZE), "shape (8, 32, 32)"),
     ("another block size", torch.empty(BLOCKS, 16, HEADS, SIZE), "block size 32"),
@@ -367,13 +401,13 @@ OTHERS: list[tuple[str, Any]] = [
     ("strides", torch.empty(BLOCKS, BLOCK, HEADS, 2 * SIZE)[..., :SIZE]),
     ("dtype of another size", GOOD.to(torch.bfloat16)),
     ("dtype of the same size", torch.empty(BLOCKS, BLOCK, HEADS, SIZE, dtype=torch.int32)),
-    ("parts", (GOOD, GOOD)),
+    ("parts", (GOOD.clone(), GOOD.clone())),
 ]
 
 
 @pytest.mark.parametrize("value", [v for _, v in OTHERS], ids=[name for name, _ in OTHERS])
 def test_layers_that_differ_are_each_what_they_are_alone(value: Any) -> None:
-    caches = describe({"first": GOOD, "second": value, "third": GOOD}, SHAPE, NPU_LIKE)
+    caches = describe({"first": GOOD, "second": value, "third": GOOD.clone()}, SHAPE, NPU_LIKE)
     first, second, third = caches.geometry.by_layer
     assert first is third and first.layers == ("first", "third") and second.layers == ("second",)
     for kind, name, tensors in ((first, "first", GOOD), (second, "second", value)):

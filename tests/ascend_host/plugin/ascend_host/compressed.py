@@ -44,6 +44,10 @@ SCHEMAS = {
     "_C_ascend::compressor_metadata": "(Tensor rope_cos, Tensor rope_sin, Tensor cu_seqlens, Tensor start_pos, "
     "Tensor kv_block_table, int kv_block_size, int slot_mapping_format, int compress_ratio, int num_compressed_tokens, "
     "int num_reqs_actual) -> (Tensor, Tensor, Tensor)",
+    "_C_ascend::compressor_metadata_out": "(Tensor rope_cos, Tensor rope_sin, Tensor cu_seqlens, Tensor start_pos, "
+    "Tensor kv_block_table, int kv_block_size, int slot_mapping_format, int compress_ratio, int num_reqs_actual, "
+    "Tensor(a!) compress_cos, Tensor(b!) compress_sin, Tensor(c!) slot_mapping) "
+    "-> (Tensor(a!), Tensor(b!), Tensor(c!))",
     "_C_ascend::npu_vllm_quant_lightning_indexer": "(Tensor query, Tensor key, Tensor weights, "
     "Tensor query_dequant_scale, Tensor key_dequant_scale, int query_quant_mode=0, int key_quant_mode=0, "
     f"{_ENDS}, Tensor? block_table=None, Tensor? metadata=None, str layout_query='BSND', str layout_key='BSND', "
@@ -190,6 +194,15 @@ def compressor_metadata(
         slots[rows, 0] = kv_block_table[request, entries // kv_block_size].int()
         slots[rows, 1] = (entries % kv_block_size).int()
         done = rows.stop
+    return cos, sin, slots
+
+
+@of("_C_ascend::compressor_metadata_out")
+def compressor_metadata_out(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Write the same into given tensors, of which there are as many rows as may be wanted (0.30)."""
+    *inputs, requests, cos, sin, slots = given
+    for out, found in zip((cos, sin, slots), compressor_metadata(*inputs, len(slots), requests), strict=True):
+        out.copy_(found.view_as(out))
     return cos, sin, slots
 
 
