@@ -17,7 +17,7 @@ ROUTE = "/v1/metaserver/answer"  # beside the route of the reservations
 UNKNOWN, OTHER_PROMPT = 404, 409  # the router's status: it knows no such ticket; the prompt is another one there
 MAX_TOKENS = 1 << 17
 MAX_QUESTION_BYTES = 4096
-MAX_ANSWER_BYTES = 12 * MAX_TOKENS  # digits, a comma, perhaps a space
+MAX_ANSWER_BYTES = 16 * MAX_TOKENS  # of each ten digits, a comma, perhaps a space
 
 _Word = Annotated[str, msgspec.Meta(max_length=256)]
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
