@@ -76,7 +76,8 @@ def test_d_reserves_what_is_computed_before_the_next_token(
     before = [*TOKENS, *given[:-1]]
     assert (reserved.prompt_length, reserved.prompt_hash) == (len(before), prompt_hash(before))
     assert reserved.end == len(before) and reserved.needs == needs
-    assert reserved.seed is None and "first_token" not in body, "P's own next token is none of D's"
+    assert reserved.seed is None, "P's next token is none of D's"
+    assert body["first_token"]["allowed_token_ids"] == given[-1:], "and must be the one that P's drafter looks at"
     assert body["prompt_token_ids"] == before, "P gets what D computes behind, and not what the router has rendered"
     (output,) = outputs[0].outputs
     assert output.new_token_ids == given

@@ -206,6 +206,8 @@ class DecodeScheduler(SchedulerRole):
         }
         if asks is not None:
             body["first_token"] = asks[1]
+        if given:  # a drafter's KV at a position is that of the next token too
+            body["first_token"] = {"temperature": 0.0, "allowed_token_ids": [given[-1]]}
         if given or (route.send_tokens and not request.mm_features):  # media are more than ids
             body["prompt_token_ids"] = list(tokens)
         online.client.reserve(bind.transfer, route.metaserver, body, deadline)
