@@ -282,8 +282,7 @@ def _scheduler(
             "whole": first_token.can_fail(),
             "fails": fails,
             "yields": not lacks[tried.STANDSTILL],
-            # With drafts it was not tried.
-            "gives": first and vllm_config.speculative_config is None and not tried.untried(tried=tried.TRIED_GIVEN),
+            "gives": first and not tried.untried(tried=tried.TRIED_GIVEN),
         }
         made = DecodeScheduler(engine, waiting, **facts)
     for change, why in lacks.items():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -30,7 +31,8 @@ class _Handler(BaseHTTPRequestHandler):
         # One answer per connection: a kept connection would still use this script after the next one has begun.
         self.send_header("Connection", "close")
         self.end_headers()
-        self.wfile.write(payload)
+        with contextlib.suppress(ConnectionError):  # D may have hung up
+            self.wfile.write(payload)
 
     def log_message(self, *args: object) -> None:
         return

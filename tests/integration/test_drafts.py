@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from continued import answers_of_another
 from draft_pairs import ENOUGH, LENGTHS, TOKENS, check, drafts_of, mtp, own, padded, started
 from fake_metaserver import Answer as Said
 from fake_metaserver import fake_metaserver
@@ -15,7 +16,7 @@ from kind_pairs import DELTA, check_failed_load, engines, running, shows, sized,
 from pairs import Pair, PairMaker, fresh_prompt, reference_answers, transfer_request
 
 from tools.support.checks import drafted
-from tools.support.client import body_of, complete, post
+from tools.support.client import body_of, complete, gather, post
 from tools.support.cluster import Cluster
 from tools.support.engine import EngineProcess
 from tools.support.models import ensure
@@ -85,6 +86,35 @@ class TestMtp:
         assert pair.loaded_tokens() - loaded == sum(map(len, prompts))
         assert all(first != answer.tokens[0] for first, answer in zip(firsts, expected, strict=True))
         assert found() == padded(alone, prompts)
+
+    def test_an_answer_goes_on_with_drafts_as_good(self, pair: Pair, ports: list[int]) -> None:
+        """Behind what another engine has begun D accepts as many as where it has computed all of that itself."""
+        (d,) = pair.decode
+        prompts = [fresh_prompt(length) for length in (16, 65, 200)]
+        expected = reference_answers(pair.prefill, prompts, TOKENS)
+        for count in (1, 2, 15, 16):
+            begun = [[*prompt, *want.tokens[:count]] for prompt, want in zip(prompts, expected, strict=True)]
+            alone = drafts_of(d, d.url, begun, behind=count)
+            with answers_of_another(pair.prefill, ports[-1]) as router, drafted(d) as found:
+                for prompt, want in zip(prompts, expected, strict=True):
+                    got = complete(d.url, router.body(body_of(prompt, TOKENS), prompt, want.tokens[:count]))
+                    assert got.tokens[:count] == want.tokens[:count]
+                    pair.judge_all(f"behind {count} tokens", prompt, want, got)
+                router.check(len(prompts))
+            assert found() == padded(alone, prompts), count
+
+    def test_answers_go_on_together_with_drafts(self, pair: Pair, ports: list[int]) -> None:
+        (d,) = pair.decode
+        prompts = [fresh_prompt(25 + 40 * i) for i in range(8)]
+        expected = reference_answers(pair.prefill, prompts, TOKENS)
+        with answers_of_another(pair.prefill, ports[-1]) as router:
+            bodies = [
+                router.body(body_of(prompt, TOKENS), prompt, want.tokens[: 1 + 3 * index])
+                for index, (prompt, want) in enumerate(zip(prompts, expected, strict=True))
+            ]
+            for prompt, want, got in zip(prompts, expected, gather(d.url, bodies), strict=True):
+                pair.judge_all("8 that go on at once", prompt, want, got)
+            router.check(len(prompts))
 
     def test_a_load_that_fails_ends_its_request_alone(self, pair: Pair, ports: list[int]) -> None:
         check_failed_load(pair, ports[-1], (33, 250))

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from continued import answers_of_another, behind
 from pairs import Pair, PairMaker, counter, fresh_prompt, settled_free_blocks, wait_for_free_blocks
 
 from tools.support.checks import eventually, first_tokens
@@ -263,6 +264,90 @@ def test_p_computes_the_token_ids_that_d_made_of_a_text(pair: Pair, name: str) -
     eventually(lambda: calls(p) == expected, "P has answered one completion, and no chat")
     whole = (one["usage"]["prompt_tokens"] - 1) // 32 * 32
     assert counter(p, "vllm:prefix_cache_hits_total") - hits == whole > 0
+
+
+SHAPE = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}, "required": ["n", "s"]}
+_GOES_ON = (
+    *("a chat", "two tokens", "logprobs", "logprobs of a chat", "filters", "sampled at will", "sampled with a seed"),
+    *("ended by the first token's id, with logprobs", "ended by the first token's text", "bad words", "all penalties"),
+    *("may not end before four tokens", "a grammar", "JSON in a chat", "loops end"),
+)
+GOES_ON = [case for case in CASES if case.name in _GOES_ON] + [
+    FirstTokenCase("a schema", {"structured_outputs": {"json": SHAPE}, "ignore_eos": False, "logprobs": 5}, tokens=30),
+    FirstTokenCase("sampled by a schema", {"temperature": 0.8, "structured_outputs": {"json": SHAPE}}, same=False),
+    FirstTokenCase("at each of many tokens", tokens=40),
+]
+
+
+@pytest.mark.parametrize("case", GOES_ON, ids=lambda case: case.name)
+def test_an_answer_goes_on_behind_what_another_engine_has_begun(
+    pair: Pair, ports: list[int], case: FirstTokenCase
+) -> None:
+    """Its first tokens are given to D, which loads their KV with the prompt's. Text and all come from D, as ever.
+
+    What is drawn by a seed goes on by other numbers: those of a generator that begins anew.
+    """
+    (d,), path = pair.decode, CHAT if case.chat else COMPLETIONS
+    body = case.body(*readable(pair))
+    one, events = post(pair.prefill.url, body, path), streamed(pair.prefill.url, path, body)
+    (choice,) = one["choices"]
+    prompt, ids = one.get("prompt_token_ids") or choice["prompt_token_ids"], choice["token_ids"]
+    some = {1, 2, len(ids) // 2, len(ids) - 1, len(ids)} if case.tokens < 40 else range(1, 40, 3)
+    counts = sorted(count for count in some if 0 < count <= len(ids))
+    before = taken(pair)
+    with answers_of_another(pair.prefill, ports[-1]) as router:
+        for count in counts:
+            given = ids[:count]
+            answer = post(d.url, router.body(body, prompt, given), path)
+            stream = streamed(d.url, path, router.body(body, prompt, given))
+            if case.same and not case.reason:
+                assert behind(essence(answer), count) == rounded(behind(essence(one), count))
+                assert behind(joined(stream), count) == rounded(behind(joined(events), count))
+            else:
+                for got in (answer["choices"][0]["token_ids"], joined(stream)["choices"][0]["ids"]):
+                    assert got[:count] == given and len(got) == len(ids)
+        router.check(2 * sum(count < len(ids) for count in counts))  # of one that has ended nothing is loaded
+    wait_for_free_blocks((pair.prefill, d), pair.free_counts())
+    assert taken(pair) == before
+
+
+def test_a_stop_string_ends_an_answer_across_the_break(pair: Pair, ports: list[int]) -> None:
+    (d,) = pair.decode
+    with answers_of_another(pair.prefill, ports[-1]) as router:
+        for _ in range(4):
+            body, count, stop = broken_word(pair)
+            ending = {**body, "stop": [stop]}
+            one, events = post(pair.prefill.url, ending), streamed(pair.prefill.url, COMPLETIONS, ending)
+            assert one["choices"][0]["stop_reason"] == stop
+            ids = post(pair.prefill.url, body)["choices"][0]["token_ids"][:count]
+            assert essence(post(d.url, router.body(ending, body["prompt"], ids))) == essence(one)
+            stream = streamed(d.url, COMPLETIONS, router.body(ending, body["prompt"], ids))
+            assert joined(stream) == joined(events)
+        router.check(8)
+
+
+def broken_word(pair: Pair) -> tuple[dict[str, Any], int, str]:
+    """Return a request, a number of tokens of its answer, and characters on both sides of that place, new there."""
+    for _ in range(50):
+        body = body_of(fresh_prompt(70), 16)
+        events = streamed(pair.prefill.url, COMPLETIONS, body)[:-1]
+        texts = [event["choices"][0]["text"] for event in events]
+        for count in range(2, len(texts) - 2):
+            stop = texts[count - 1][-1:] + texts[count][:1]
+            if len(stop) == 2 and "\ufffd" not in stop and "".join(texts).find(stop) == len("".join(texts[:count])) - 1:
+                return body, count, stop
+    raise AssertionError("no answer has two such characters")
+
+
+def test_a_router_that_does_not_know_the_answer_gets_another_one(pair: Pair, ports: list[int]) -> None:
+    """D's server begins the answer anew: it is a whole one, and P's token begins it."""
+    (d,), body = pair.decode, body_of(fresh_prompt(70), 9)
+    one, before = post(pair.prefill.url, body), counter(d, "vllm:ascend_pd_num_answers_begun_anew_total")
+    with answers_of_another(pair.prefill, ports[-1]) as router:
+        asked = router.body(body, [1, 2, 3], one["choices"][0]["token_ids"][:3])
+        asked["kv_transfer_params"] |= {"send_tokens": True}
+        assert essence(post(d.url, asked)) == essence(one)
+    assert counter(d, "vllm:ascend_pd_num_answers_begun_anew_total") - before == 1
 
 
 def test_a_sidecar_of_d_brings_the_token_too(pair: Pair, ports: list[int]) -> None:

@@ -50,6 +50,10 @@ METRICS: dict[str, Metric] = {
     "num_first_tokens_computed": Metric(
         "count", "Requests with remote KV whose first token D computed itself, by reason."
     ),
+    "answers_continued": Metric("sum", "Requests that D began with the tokens of an answer that another D had begun."),
+    "num_answers_begun_anew": Metric(
+        "count", "Requests that should have begun so, and whose answer D computes from its beginning, by reason."
+    ),
     "num_kv_expired_reqs": Metric("count", "Requests whose KV was given up because time ran out, by reason."),
     "num_protocol_events": Metric(
         "count", "Events that a transfer has only if something was late, lost, repeated or refused, by name."

@@ -18,6 +18,7 @@ from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.decode.scheduler import metaserver as client_module
 from vllm_ascend_pd.decode.scheduler.metaserver import MetaserverClient, Outcome, origin
 from vllm_ascend_pd.observe import trace
+from vllm_ascend_pd.protocol.continuing import MAX_ANSWER_BYTES, MAX_TOKENS, AnswerWanted
 from vllm_ascend_pd.protocol.reports import LoadReport
 from vllm_ascend_pd.shared.loop import LoopThread
 
@@ -166,6 +167,48 @@ def test_a_plain_answer_at_the_end_is_accepted(loop: LoopThread, scripted: Any, 
     server, collected = scripted(status(200, body)), CollectedOutcomes()
     client(loop, collected, server.served.url).reserve("k", server.served.url, {}, 10)
     assert collected.final("k").kind == "prefilled"
+
+
+def test_an_answer_so_far_is_asked_for(loop: LoopThread, scripted: Any) -> None:
+    """Beside reservations that hold all connections; and again, if it was surely not executed."""
+    said = b'{"tokens": [1, 20, 300]}'
+    server, collected = scripted(lines(30), status(503), status(200, said)), CollectedOutcomes()
+    mine = client(loop, collected, server.served.url, metaserver_max_connections=1)
+    mine.reserve("p", server.served.url, {}, 20)
+    while not server.open:
+        time.sleep(0.01)
+    mine.ask("k", server.served.url, AnswerWanted("t", "h"), 20)
+    outcome = collected.final("k")
+    assert (outcome.kind, outcome.tokens) == ("told", (1, 20, 300))
+    assert server.posts == [{}, {"ticket": "t", "prompt": "h"}, {"ticket": "t", "prompt": "h"}]
+    assert mine.counters["question_repeated"] == 1 and not mine.counters["reservation_repeated"]
+
+
+@pytest.mark.parametrize(
+    ("step", "code"),
+    [
+        (status(404), "PD-META-003"),
+        (status(409), "PD-META-003"),
+        (status(200, b'{"tokens": [-1]}'), "PD-META-002"),
+        (status(200, b'{"tokens": [true]}'), "PD-META-002"),
+        (status(200, b'{"tokens": "no"}'), "PD-META-002"),
+        (status(200, b"[]"), "PD-META-002"),
+        (status(200, json.dumps({"tokens": [0] * (MAX_TOKENS + 1)}).encode()), "PD-META-002"),
+        (status(200, b" " * (MAX_ANSWER_BYTES + 1)), "PD-META-002"),
+    ],
+    ids=["unknown", "other prompt", "negative", "no number", "text", "list", "many", "long"],
+)
+def test_what_is_no_answer_so_far_fails_once(loop: LoopThread, scripted: Any, step: Any, code: str) -> None:
+    server, collected = scripted(step), CollectedOutcomes()
+    client(loop, collected, server.served.url).ask("k", server.served.url, AnswerWanted("t", "h"), 20)
+    assert collected.final("k").code == code and len(server.posts) == 1
+
+
+def test_a_long_answer_so_far_is_taken(loop: LoopThread, scripted: Any) -> None:
+    tokens = [(1 << 31) - 1 - index for index in range(MAX_TOKENS)]
+    server, collected = scripted(status(200, json.dumps({"tokens": tokens}).encode())), CollectedOutcomes()
+    client(loop, collected, server.served.url).ask("k", server.served.url, AnswerWanted("t", "h"), 20)
+    assert collected.final("k").tokens == tuple(tokens)
 
 
 @pytest.mark.parametrize("code", [429, 503])

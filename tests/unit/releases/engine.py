@@ -12,7 +12,7 @@ mixin's place.
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,7 +112,7 @@ class ReleaseEngine:
             num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)]
         )
         manager = StructuredOutputManager(self.config)
-        self.scheduler: Any = Scheduler(self.config, self._caches, manager, block_size=BLOCK)
+        self.scheduler: Any = Scheduler(self.config, self._caches, manager, block_size=BLOCK, log_stats=True)
         shape = (blocks, BLOCK, HEADS // tp, DIM)
         self.tensors = [
             {name: (torch.full(shape, UNTOUCHED), torch.full(shape, UNTOUCHED)) for name in LAYERS} for _ in range(tp)
@@ -131,6 +131,7 @@ class ReleaseEngine:
         self.computed: Counter[str] = Counter()  # prompt tokens whose KV was written here, by request id
         self._names: dict[str, str] = {}
         self.token = 5  # always sampled
+        self.counted: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by metric and reason
         self.steps = 0  # steps that computed anything
         self.missing_hook = -1  # layer whose hook does not fire, as in a captured graph
         init_none_hash(sha256)
@@ -189,6 +190,9 @@ class ReleaseEngine:
             self.sent += sorted(kv.finished_sending or ())
             self.received += sorted(kv.finished_recving or ())
         for outputs in self.scheduler.update_from_output(output, combined).values():
+            stats = outputs.scheduler_stats and outputs.scheduler_stats.kv_connector_stats
+            for name, reasons in (stats["counts"] if stats else {}).items():
+                self.counted[name].update(reasons)
             for one in outputs.outputs:
                 self.answers.setdefault(one.request_id, []).append(one)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,8 +14,9 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.request import RequestStatus
 
 from unit.releases.program import ReleasePair, check, prompt, site
-from vllm_ascend_pd.decode.scheduler.core.given import CONTINUE
+from vllm_ascend_pd.decode.scheduler import going_on
 from vllm_ascend_pd.protocol.auth import prompt_hash
+from vllm_ascend_pd.protocol.continuing import CONTINUE
 from vllm_ascend_pd.vllm_patches.one_by_one import GIVEN
 
 LENGTH = 100  # of the prompt; blocks have 32 tokens
@@ -24,21 +26,36 @@ def given(count: int) -> list[int]:
     return [10 + index % 90 for index in range(count)]
 
 
-def go_on(pair: ReleasePair, name: str, tokens: object, max_tokens: int, prompt_said: str | None = None) -> None:
-    """Send D a request with the answer so far. P gets what D posts, if it posts anything."""
+def ask(pair: ReleasePair, name: str, tokens: object, max_tokens: int, said: str | None = None, **more: Any) -> None:
+    """Send D a request whose answer so far the router has."""
     text = prompt(name, LENGTH)
-    asked = {"prompt": prompt_said or prompt_hash(text), "tokens": tokens}
-    pair.decode.step()  # vLLM must have been seen to call our hooks
-    pair.decode.add(f"{name}-d", name, text, {**pair.params(name), CONTINUE: asked}, max_tokens)
-    for _ in range(2):  # the answer so far is put out, then the load is reserved
-        pair.decode.step()
-    loading = pair.decode.request(f"{name}-d")
-    if loading is None or loading.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
-        return
-    pair.blocks[name] = pair.decode.blocks_of(f"{name}-d")
-    body = pair.reservations.get(timeout=10.0)
-    to_p = body.get("prompt_token_ids", text)
-    pair.prefill.add(f"{name}-p", name, to_p, {"do_remote_decode": True, "reservation": body["reservation"]})
+    pair.so_far[name] = said or prompt_hash(text), tokens
+    pair.decode.add(f"{name}-d", name, text, {**pair.params(name), CONTINUE: True}, max_tokens, **more)
+
+
+def bring(pair: ReleasePair, name: str) -> None:
+    """Give P what D posts, if it posts anything."""
+
+    def reserved() -> bool:
+        request = pair.decode.request(f"{name}-d")
+        return request is None or request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+
+    pair.until(reserved, "D has reserved, or answered")
+    if pair.decode.request(f"{name}-d") is not None:
+        pair.blocks[name] = pair.decode.blocks_of(f"{name}-d")
+        body = pair.reservations.get(timeout=10.0)
+        to_p = body.get("prompt_token_ids", prompt(name, LENGTH))
+        pair.prefill.add(f"{name}-p", name, to_p, {"do_remote_decode": True, "reservation": body["reservation"]})
+
+
+def go_on(pair: ReleasePair, name: str, tokens: object, max_tokens: int, said: str | None = None, **more: Any) -> None:
+    ask(pair, name, tokens, max_tokens, said, **more)
+    bring(pair, name)
+
+
+def begun_anew(pair: ReleasePair) -> Counter[str]:
+    """Return how many answers have begun anew since the last call, by reason."""
+    return pair.decode.counted.pop("num_answers_begun_anew", Counter())
 
 
 def ended(pair: ReleasePair, name: str) -> list[Any]:
@@ -95,36 +112,73 @@ def a_failed_load_is_computed_behind_the_same_answer() -> None:
 
 def an_answer_that_is_not_this_prompt_s_is_begun_anew() -> None:
     with site() as pair:
-        forged: Mapping[str, tuple[object, str | None]] = {
-            "other": (given(4), prompt_hash([1, 2, 3])),
-            "none": ([], None),
-            "text": ("abc", None),
-            "true": ([True], None),
-            "big": ([1 << 40], None),
-            "negative": ([-1], None),
-            "long": (given(157), None),
+        forged: Mapping[str, tuple[object, str | None, str]] = {
+            "other": (given(4), prompt_hash([1, 2, 3]), "PD-META-003"),
+            "none": ([], None, ""),
+            "text": ("abc", None, "PD-META-002"),
+            "true": ([True], None, "PD-META-002"),
+            "big": ([1 << 40], None, "PD-META-002"),
+            "unknown": ([1 << 30], None, "tokens"),
+            "negative": ([-1], None, "PD-META-002"),
+            "long": (given(157), None, "tokens"),
         }
-        for name, (tokens, said) in forged.items():
+        for name, (tokens, said, reason) in forged.items():
             go_on(pair, name, tokens, 2, said)
             answers = ended(pair, name)
             check(tokens_of(answers) == [5, 5], f"{name}: {tokens_of(answers)}")
-        pair.outcome = "prefilled"
-        name = "alone"  # a client's own, without a router
-        pair.decode.add("alone-d", name, prompt(name, LENGTH), {CONTINUE: {"tokens": given(4)}}, 2)
-        check(tokens_of(ended(pair, name)) == [5, 5], "a client has given an engine its answer")
+            counted = begun_anew(pair)
+            check(counted == ({reason: 1} if reason else {}), f"{name}: {counted}")
+
+
+def a_client_gives_no_tokens() -> None:
+    """Neither in the request, nor by a metaserver of its own; and without a ticket nothing is asked for."""
+    with site() as pair:
+        ticket, elsewhere = pair.params("own"), {**pair.params("elsewhere"), "metaserver": "http://127.0.0.1:9"}
+        pair.so_far = {name: (prompt_hash(prompt(name, LENGTH)), given(4)) for name in ("alone", "own", "elsewhere")}
+        own = {"prompt": prompt_hash(prompt("own", LENGTH)), "tokens": given(4)}
+        for name, params in {
+            "alone": {CONTINUE: True},
+            "own": {**ticket, CONTINUE: own},
+            "elsewhere": {**elsewhere, CONTINUE: True},
+        }.items():
+            pair.decode.add(f"{name}-d", name, prompt(name, LENGTH), params, 2)
+            if name == "own":
+                bring(pair, name)
+            check(tokens_of(ended(pair, name)) == [5, 5], f"{name} has given an engine its answer")
+        check(not pair.questions, f"{pair.questions}")
 
 
 def aborted_while_it_goes_on_leaves_nothing() -> None:
     with site() as pair:
-        pair.decode.step()
-        for name, steps in (("early", 0), ("put out", 1), ("loading", 3)):
-            text = prompt(name, LENGTH)
-            asked = {"prompt": prompt_hash(text), "tokens": given(4)}
-            pair.decode.add(f"{name}-d", name, text, {**pair.params(name), CONTINUE: asked}, 8)
-            for _ in range(steps):
-                pair.decode.step()
+        connector = pair.decode.scheduler.connector
+        for name, reached in (
+            ("early", lambda: True),
+            ("asked", lambda: pair.questions[-1:] and pair.questions[-1]["ticket"] == "asked"),
+            ("put out", lambda: "put out-d" in pair.decode.answers),
+            ("loading", lambda: not pair.reservations.empty()),
+        ):
+            pair.speaks.clear() if name == "asked" else pair.speaks.set()
+            ask(pair, name, given(4), 8)
+            pair.until(reached, f"{name}")
             pair.decode.scheduler.finish_requests(f"{name}-d", RequestStatus.FINISHED_ABORTED)
             pair.until(lambda name=name: pair.decode.request(f"{name}-d") is None, "D is done with it")  # type: ignore[misc]
+            left = connector._scheduler.going_on
+            check(not left.open() and not left._told, f"{name}: something is left")
+            pair.until(lambda: not connector._open_loads(), "nothing is waited for")
+            pair.speaks.set()
+        check(pair.decode.answers["put out-d"][0].new_token_ids == given(4), f"{pair.decode.answers}")
+        check("asked-d" not in pair.decode.answers, "it was put out after its end")
+
+
+def a_router_that_says_nothing_is_not_waited_for_long() -> None:
+    with site() as pair:
+        going_on.ANSWER_S = 0.3
+        pair.speaks.clear()
+        go_on(pair, "mute", given(4), 2)
+        pair.speaks.set()
+        check(tokens_of(ended(pair, "mute")) == [5, 5], f"{pair.decode.answers}")
+        counted = begun_anew(pair)
+        check(sum(counted.values()) == 1 and set(counted) <= {"late", "PD-XFER-001"}, f"{counted}")
 
 
 class AnyButOne:
@@ -139,40 +193,32 @@ class AnyButOne:
 
 
 def a_grammar_is_advanced_over_the_answer() -> None:
-    """It is so only once it is compiled, and the answer is not put out before."""
+    """It is so only once it is compiled, and the answer is not asked for before."""
     with site() as pair:
-        pair.decode.step()
         for name, refused in (("fits", 99), ("unfit", 11)):
-            text, tokens = prompt(name, LENGTH), given(4)
-            asked = {**pair.params(name), CONTINUE: {"prompt": prompt_hash(text), "tokens": tokens}}
-            shape = StructuredOutputsParams(regex="any")
-            pair.decode.add(f"{name}-d", name, text, asked, 6, structured_outputs=shape)
-            request = pair.decode.request(f"{name}-d")
+            tokens, shape = given(4), StructuredOutputsParams(regex="any")
+            ask(pair, name, tokens, 6, structured_outputs=shape)
+            request, before = pair.decode.request(f"{name}-d"), len(pair.questions)
             for _ in range(3):
                 pair.decode.step()
-            check(f"{name}-d" not in pair.decode.answers, "put out before its grammar is compiled")
+            check(len(pair.questions) == before, "asked for before its grammar is compiled")
             request.structured_output_request._grammar = grammar = AnyButOne(refused)
+            bring(pair, name)
+            answers = ended(pair, name)
             if name == "unfit":
-                (answer,) = ended(pair, name)
+                (answer,) = answers
                 check(answer.new_token_ids == tokens[:2] and str(answer.finish_reason) == "error", f"{answer}")
                 check(pair.reservations.empty(), "D has asked for KV")
-                continue
-            pair.decode.step()
-            pair.decode.step()
-            body = pair.reservations.get(timeout=10.0)
-            to_p = {"do_remote_decode": True, "reservation": body["reservation"]}
-            pair.prefill.add(f"{name}-p", name, body["prompt_token_ids"], to_p)
-            check(tokens_of(ended(pair, name)) == [*tokens, 5, 5], f"{pair.decode.answers}")
-            check(grammar.accepted == [*tokens, 5, 5], f"{grammar.accepted}")
+            else:
+                check(tokens_of(answers) == [*tokens, 5, 5], f"{pair.decode.answers}")
+                check(grammar.accepted == [*tokens, 5, 5], f"{grammar.accepted}")
 
 
 def log_probabilities_have_a_row_for_each_token() -> None:
     with site() as pair:
-        pair.decode.step()
         for name, count in (("none", None), ("own", 0), ("two", 2)):
-            text, tokens = prompt(name, LENGTH), given(3)
-            asked = {**pair.params(name), CONTINUE: {"prompt": prompt_hash(text), "tokens": tokens}}
-            pair.decode.add(f"{name}-d", name, text, asked, 3, logprobs=count)
+            tokens = given(3)
+            go_on(pair, name, tokens, 3, logprobs=count)
             (answer,) = ended(pair, name)
             rows = answer.new_logprobs
             found = None if rows is None else rows.logprob_token_ids.tolist()
@@ -184,6 +230,8 @@ SCENARIOS: tuple[Callable[[], None], ...] = (
     an_answer_that_had_ended_ends_before_any_load,
     a_failed_load_is_computed_behind_the_same_answer,
     an_answer_that_is_not_this_prompt_s_is_begun_anew,
+    a_client_gives_no_tokens,
+    a_router_that_says_nothing_is_not_waited_for_long,
     aborted_while_it_goes_on_leaves_nothing,
     a_grammar_is_advanced_over_the_answer,
     log_probabilities_have_a_row_for_each_token,

@@ -11,6 +11,7 @@ import json
 import os
 import queue
 import sys
+import threading
 import time
 import traceback
 from collections import defaultdict
@@ -52,8 +53,14 @@ class ReleasePair:
             "kv_consumer", d_tp, {"metaserver_urls": [url], **SHORT_TIMES}, policy, blocks=d_blocks
         )
         self.blocks: dict[str, list[int]] = {}
+        self.so_far: dict[str, tuple[str, object]] = {}  # hash of the prompt, and the answer so far, by ticket
+        self.questions: list[dict[str, Any]] = []  # for answers so far
+        self.speaks = threading.Event()  # they are answered
+        self.speaks.set()
 
     def answer(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+        if "prompt" in body:
+            return self._so_far(body)
         if "reservation" not in body:
             return 200, []  # a load report
         self.reservations.put(body)
@@ -61,6 +68,14 @@ class ReleasePair:
             first = self.firsts[body["ticket"]].get(timeout=10.0)
             return 200, [{"event": "accepted", "prefill": "here"}, {**LINES["prefilled"], "first": first}]
         return 200, [{"event": "accepted", "prefill": "here"}, LINES[self.outcome]]
+
+    def _so_far(self, body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+        self.questions.append(body)
+        self.speaks.wait(20.0)
+        if body["ticket"] not in self.so_far:
+            return 404, []
+        prompt, tokens = self.so_far[body["ticket"]]
+        return (409, []) if prompt != body["prompt"] else (200, [{"tokens": tokens}])
 
     def params(self, name: str) -> dict[str, Any]:
         return {"do_remote_prefill": True, "metaserver": self.url, "ticket": name}

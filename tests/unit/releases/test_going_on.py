@@ -21,6 +21,8 @@ SCENARIOS = (
     "an_answer_that_had_ended_ends_before_any_load",
     "a_failed_load_is_computed_behind_the_same_answer",
     "an_answer_that_is_not_this_prompt_s_is_begun_anew",
+    "a_client_gives_no_tokens",
+    "a_router_that_says_nothing_is_not_waited_for_long",
     "aborted_while_it_goes_on_leaves_nothing",
     "a_grammar_is_advanced_over_the_answer",
     "log_probabilities_have_a_row_for_each_token",

@@ -9,17 +9,24 @@ from typing import Any
 import msgspec
 
 from unit.router.fake_engine import ServedApp, read_body
+from vllm_ascend_pd.protocol import continuing
 from vllm_ascend_pd.protocol.reports import ROUTE
 
 PREFILLED = b'{"event":"prefilled"}\n'
 
 
 class RecordingMetaserver:
-    """Keeps the answer to a reservation open until `end` is set, which is its last line."""
+    """Keeps the answer to a reservation open until `end` is set, which is its last line.
+
+    `so_far`: its answer to each question for an answer so far; while it is None, a question is kept open.
+    """
 
     def __init__(self, end: bytes = b"") -> None:
         self.bodies: list[dict[str, Any]] = []
         self.reports: list[dict[str, Any]] = []
+        self.questions: list[dict[str, Any]] = []
+        self.so_far: tuple[int, bytes] | None = (404, b"")
+        self.left = 0  # questions that were not waited for any longer
         self.end = end
         self.served = ServedApp(self._app, "a metaserver")
         self.url = f"http://{self.served.address}"
@@ -30,6 +37,17 @@ class RecordingMetaserver:
             self.reports.append(msgspec.json.decode(body))
             await send({"type": "http.response.start", "status": 204, "headers": []})
             await send({"type": "http.response.body", "body": b""})
+            return
+        if scope["path"] == continuing.ROUTE:
+            self.questions.append(msgspec.json.decode(body))
+            gone = asyncio.ensure_future(receive())
+            while self.so_far is None and not gone.done():
+                await asyncio.wait({gone}, timeout=0.02)
+            self.left += gone.done()
+            gone.cancel()
+            status, said = self.so_far or (503, b"")
+            await send({"type": "http.response.start", "status": status, "headers": []})
+            await send({"type": "http.response.body", "body": said})
             return
         self.bodies.append(msgspec.json.decode(body))
         kind = [(b"content-type", b"application/x-ndjson")]

@@ -9,15 +9,16 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.json import encode
 
 from unit.kits.watching import until
 from unit.schedulers.kit import CACHE, ENDPOINTS, SECRETS, TOKENS, engine, request
 from unit.schedulers.recording_metaserver import PREFILLED, RecordingMetaserver
-from vllm_ascend_pd.decode.scheduler.core.given import CONTINUE, read_given
 from vllm_ascend_pd.decode.scheduler.role import DecodeScheduler
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Group
 from vllm_ascend_pd.protocol.auth import prompt_hash, unseal
+from vllm_ascend_pd.protocol.continuing import CONTINUE, AnswerSoFar, goes_on
 from vllm_ascend_pd.protocol.versions import WHOLE
 from vllm_ascend_pd.vllm_patches.patience import Patience
 
@@ -25,28 +26,40 @@ GIVEN = [7, 8, 9]
 WINDOW = msgspec.structs.replace(CACHE, groups=(Group(4, "window", 6),))
 
 
-def posted(cache: CacheGeometry, blocks: list[int], asked_with: Any, **facts: Any) -> tuple[dict[str, Any], Any, Any]:
-    """Return D's post for a request with the answer so far, its reservation, and what was put out before."""
+def posted(cache: CacheGeometry, blocks: list[int], said: tuple[int, bytes], **facts: Any) -> tuple[Any, ...]:
+    """Return D's post for a request that goes on, its reservation, what was put out before, and D's question."""
     server = RecordingMetaserver(PREFILLED)
+    server.so_far = said
     keys = {"vocabulary": 128, "whole": True, "longest": 64, "gives": True, **facts}
     d = DecodeScheduler(engine(SECRETS, metaserver_urls=[server.url]), Patience(lambda: 0), **keys)
     try:
         d.attach_workers({(0, rank): WorkerFacts(where, cache) for rank, where in enumerate(ENDPOINTS)})
-        ticket = {"do_remote_prefill": True, "metaserver": server.url, "ticket": "t", CONTINUE: asked_with}
+        ticket = {"do_remote_prefill": True, "metaserver": server.url, "ticket": "t", CONTINUE: True}
         asked, outputs = request("r", ticket), dict[int, Any]()
         asked.max_tokens = 50
         manager = SimpleNamespace(accept_tokens=lambda request, tokens: True)
-        scheduler = SimpleNamespace(requests={}, log_stats=True, max_model_len=64, structured_output_manager=manager)
-        d.first_tokens.after(scheduler, outputs)
-        scheduler.requests["r"] = asked
-        count = d.wanted(asked, 4)
-        while count is None:
-            d.first_tokens.after(scheduler, outputs)
+        scheduler = SimpleNamespace(
+            requests={"r": asked}, log_stats=True, max_model_len=64, structured_output_manager=manager
+        )
+        d.first_tokens.after(scheduler, {})
+        counts: list[int] = []
+
+        def stepped() -> bool:
             count = d.wanted(asked, 4)
-        d.allocated(asked, [blocks], count)
+            if count is None:
+                assert d.open_loads() == 1, "the engine naps meanwhile"
+                d.build_step()
+                d.going_on.after(scheduler, outputs)
+                return False
+            counts.append(count)
+            return True
+
+        until(stepped, "the answer so far")
+        assert not d.open_loads()
+        d.allocated(asked, [blocks], counts[0])
         until(lambda: server.bodies, "the POST")
         body = server.bodies[0]
-        return body, unseal(base64.b64decode(body["reservation"]), SECRETS), outputs
+        return body, unseal(base64.b64decode(body["reservation"]), SECRETS), outputs, server.questions
     finally:
         d.close()
         server.served.stop()
@@ -58,11 +71,13 @@ def test_d_reserves_what_is_computed_before_the_next_token(
     cache: CacheGeometry, needs: tuple[str, ...], count: int
 ) -> None:
     given = GIVEN[:count]
-    body, reserved, outputs = posted(cache, [40, 41, 42, 43], {"prompt": prompt_hash(TOKENS), "tokens": given})
+    body, reserved, outputs, questions = posted(cache, [40, 41, 42, 43], (200, encode(AnswerSoFar(given))))
+    assert questions == [{"ticket": "t", "prompt": prompt_hash(TOKENS)}]
     before = [*TOKENS, *given[:-1]]
     assert (reserved.prompt_length, reserved.prompt_hash) == (len(before), prompt_hash(before))
     assert reserved.end == len(before) and reserved.needs == needs
-    assert reserved.seed is None and "first_token" not in body, "P's own next token is none of D's"
+    assert reserved.seed is None, "P's next token is none of D's"
+    assert body["first_token"]["allowed_token_ids"] == given[-1:], "and must be the one that P's drafter looks at"
     assert body["prompt_token_ids"] == before, "P gets what D computes behind, and not what the router has rendered"
     (output,) = outputs[0].outputs
     assert output.new_token_ids == given
@@ -70,15 +85,38 @@ def test_d_reserves_what_is_computed_before_the_next_token(
 
 @pytest.mark.parametrize("facts", [{"gives": False}, {"vocabulary": 0}, {"longest": 12}], ids=str)
 def test_an_engine_that_takes_none_begins_anew(facts: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    asked_with = {"prompt": prompt_hash(TOKENS), "tokens": GIVEN}
-    body, reserved, outputs = posted(CACHE, [40, 41, 42], asked_with, **facts)
+    body, reserved, outputs, _ = posted(CACHE, [40, 41, 42], (200, encode(AnswerSoFar(GIVEN))), **facts)
     assert reserved.prompt_length == len(TOKENS) and not outputs and "prompt_token_ids" not in body
     assert "the answer of request r begins anew" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "value", [None, 7, "x", [], {}, {"tokens": None}, {"tokens": {"0": 1}}, {"tokens": [1.0]}], ids=str
-)
-def test_what_is_no_answer_is_none(value: Any) -> None:
-    found = read_given({CONTINUE: value}, TOKENS, 128, 50)
-    assert found == () if value is None else isinstance(found, str)
+@pytest.mark.parametrize("tokens", [[], GIVEN], ids=str)
+def test_a_request_whose_client_has_nothing_begins(tokens: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    _, reserved, outputs, _ = posted(CACHE, [40, 41, 42], (200, encode(AnswerSoFar(tokens))))
+    assert (reserved.prompt_length == len(TOKENS), bool(outputs)) == (not tokens, bool(tokens))
+    assert not caplog.text
+
+
+def test_a_request_that_ends_hangs_up() -> None:
+    server = RecordingMetaserver(PREFILLED)
+    server.so_far = None
+    d = DecodeScheduler(
+        engine(SECRETS, metaserver_urls=[server.url]), Patience(lambda: 0), vocabulary=128, longest=64, gives=True
+    )
+    try:
+        d.attach_workers({(0, rank): WorkerFacts(where, CACHE) for rank, where in enumerate(ENDPOINTS)})
+        asked = request("r", {"do_remote_prefill": True, "metaserver": server.url, "ticket": "t", CONTINUE: True})
+        assert d.wanted(asked, 0) is None
+        until(lambda: server.questions, "the question")
+        assert d.wanted(asked, 0) is None and d.open_loads() == 1
+        d.request_finished(asked, False)
+        until(lambda: server.left, "D hangs up")
+        assert not d.open_loads() and len(server.questions) == 1
+    finally:
+        d.close()
+        server.served.stop()
+
+
+@pytest.mark.parametrize("value", [None, False, 1, "true", [True], {"tokens": [7]}], ids=str)
+def test_nothing_but_true_goes_on(value: object) -> None:
+    assert not goes_on({CONTINUE: value}) and goes_on({CONTINUE: True})

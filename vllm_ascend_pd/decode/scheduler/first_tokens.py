@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's tokens that it did not compute: P's first one, which it asks for, waits for and starts a request with, and those
-of an answer that goes on here.
-"""
+"""P's first token on D, which asks for it, waits for it, and starts a request with it."""
 
 from __future__ import annotations
 
@@ -12,8 +10,6 @@ from typing import Any, Protocol
 
 from vllm_ascend_pd.decode.scheduler.core.book import WITHHELD, LoadBook
 from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start, Wanted
-from vllm_ascend_pd.decode.scheduler.core.given import CONTINUE, read_given
-from vllm_ascend_pd.decode.scheduler.core.routes import Ticket
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.observe import trace
@@ -22,7 +18,7 @@ from vllm_ascend_pd.protocol import sampling
 from vllm_ascend_pd.protocol.auth import unseal_first
 from vllm_ascend_pd.protocol.first import First, Seed
 from vllm_ascend_pd.protocol.identity import TransferId
-from vllm_ascend_pd.vllm_patches import first_token, given_tokens
+from vllm_ascend_pd.vllm_patches import first_token
 from vllm_ascend_pd.vllm_patches.tried import FIRST_TOKEN, off
 
 log = logging.getLogger(__name__)
@@ -47,8 +43,7 @@ class LoadReports(Protocol):
 class FirstTokenReceiver(first_token.StepHooks):
     """First tokens on D. With a vocabulary of 0 none is taken from P.
 
-    `whole`: requests that begin with P's token may load all of the prompt into any cache. `gives`: requests may begin
-    with given tokens, as far as prompt and answer are no longer than `longest`.
+    `whole`: requests that begin with P's token may load all of the prompt into any cache.
     """
 
     def __init__(
@@ -60,14 +55,10 @@ class FirstTokenReceiver(first_token.StepHooks):
         loads: LoadReports,
         *,
         whole: bool = False,
-        longest: int = 0,
-        gives: bool = False,
     ) -> None:
         super().__init__()
         self._engine, self._tally, self._vocabulary = engine, tally, vocabulary
         self._book, self._loads, self._whole = book, loads, whole
-        self._longest, self._gives = longest, gives
-        self._giving: set[str] = set()  # requests whose given tokens are not put out yet
         self._proven = False  # vLLM has been seen to call `after`
 
     def off(self, why: str) -> None:
@@ -76,33 +67,6 @@ class FirstTokenReceiver(first_token.StepHooks):
             log.warning("%s", off(FIRST_TOKEN, f"a worker says {why}"))
             self._tally.raise_level("hooks_off")
         self._vocabulary = 0
-
-    def gives(self, request: Any) -> bool:
-        """Return whether a request begins with given tokens that are not put out yet. Repeatable."""
-
-        def read() -> tuple[int, ...]:
-            tokens = self._read_given(request)
-            if tokens:
-                self._giving.add(request.request_id)
-            return tokens
-
-        self._book.given(request.request_id, read)
-        return request.request_id in self._giving
-
-    def _read_given(self, request: Any) -> tuple[int, ...]:
-        """Return the tokens with which a request begins. If it cannot, it begins anew, which its router notices."""
-        load, params = self._book.find(request.request_id), request.kv_transfer_params
-        if load is None or not isinstance(load.route, Ticket) or params.get(CONTINUE) is None:
-            return ()
-        found: tuple[int, ...] | str = "this engine does not take given tokens"
-        if self._gives and self._vocabulary and self._proven:
-            room = self._longest - request.num_prompt_tokens
-            why = given_tokens.refusal(request)
-            found = why or read_given(params, request.prompt_token_ids, self._vocabulary, room)
-        if isinstance(found, str):
-            log.warning("the answer of request %s begins anew: %s", request.request_id, found)
-            return ()
-        return found
 
     def begins(self, request: Any) -> bool:
         """Return whether all of a prompt may be loaded into a cache in which its last token cannot be computed again.
@@ -152,7 +116,6 @@ class FirstTokenReceiver(first_token.StepHooks):
 
     def after(self, scheduler: Any, outputs: Any) -> None:
         self._proven = True
-        self._give(scheduler, outputs)
         if not self._book.count(*WITHHELD):
             return
         self._loads.listen()
@@ -169,14 +132,6 @@ class FirstTokenReceiver(first_token.StepHooks):
             elif (output := self._begin(scheduler, request, start)) is not None:
                 first_token.add(outputs, request.client_index, output)
         self._loads.act()
-
-    def _give(self, scheduler: Any, outputs: Any) -> None:
-        giving, self._giving = self._giving, set()
-        for request_id in sorted(giving):
-            request = scheduler.requests.get(request_id)
-            if request is not None and not request.is_finished():
-                output = given_tokens.give(scheduler, request, self._book.given(request_id))
-                first_token.add(outputs, request.client_index, output)
 
     def _begin(self, scheduler: Any, request: Any, start: Start) -> Any:
         """Let vLLM go on with a request. Return the output for its client, if there is one."""

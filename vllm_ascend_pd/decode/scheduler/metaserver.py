@@ -29,7 +29,8 @@ from vllm_ascend_pd.decode.scheduler.core.answers import Outcome
 from vllm_ascend_pd.decode.scheduler.httpx_transport import REPEATABLE, Transport
 from vllm_ascend_pd.errors import PdError, one_line
 from vllm_ascend_pd.observe import trace
-from vllm_ascend_pd.protocol import reports
+from vllm_ascend_pd.protocol import continuing, reports
+from vllm_ascend_pd.protocol.continuing import AnswerWanted
 from vllm_ascend_pd.protocol.reports import LoadReport
 from vllm_ascend_pd.shared.backoff import Backoff
 from vllm_ascend_pd.shared.core.failures import HttpFailure, post_again
@@ -45,7 +46,7 @@ MAX_LINE_BYTES = 64 << 10
 _RETRIES_TIMEOUT_S = 10.0  # a metaserver that is away for longer has lost its memory, and the ticket with it
 _BACKOFF = Backoff(first_s=0.1, longest_s=2.0)
 _REPORT_S = 10.0
-_REPORTS_AT_ONCE = 16
+_SHORT_AT_ONCE = 16  # reports, and questions for answers so far
 _KIND = {"content-type": "application/json"}
 _MAX_REPORTS = 4096
 _MAX_CONNECTING = 64  # at once: a burst of reservations connects by and by, and none times out for that
@@ -55,10 +56,11 @@ _MAX_CONNECTING = 64  # at once: a burst of reservations connects by and by, and
 class _Call:
     key: Hashable
     url: str
-    body: dict[str, Any]
+    body: dict[str, Any] | AnswerWanted | None  # the latter is for an answer so far
     deadline_s: float
-    query: str
-    silent_s: float | None  # longest silence of the answer; None: three heartbeats
+    query: str = ""
+    silent_s: float | None = None  # longest silence of the answer; None: three heartbeats
+    asks: bool = False  # for an answer so far
     started: float = 0.0
     task: asyncio.Task[None] | None = None
     over: bool = False  # final outcome given, or forgotten
@@ -88,7 +90,7 @@ class MetaserverClient:
         self._closed = False
         self._http: httpx.AsyncClient | None = None
         self._slots: asyncio.Semaphore | None = None
-        self._report_slots: asyncio.Semaphore | None = None
+        self._short_slots: asyncio.Semaphore | None = None
         self._reports: set[asyncio.Task[None]] = set()
         self._reporting = 0  # reports that wait or are in flight
         self.counters: Counter[str] = Counter()  # for metrics
@@ -109,11 +111,17 @@ class MetaserverClient:
 
         `silent_s`: longest silence of a server that sends no heartbeats.
         """
-        call = _Call(key, url, body, deadline_s, query, silent_s)
-        error: PdError | None = None
+        self._call(_Call(key, url, body, deadline_s, query, silent_s))
+
+    def ask(self, key: Hashable, url: str, wanted: AnswerWanted, deadline_s: float) -> None:
+        """POST a question for an answer so far. Otherwise as `reserve`."""
+        self._call(_Call(key, url, wanted, deadline_s, asks=True))
+
+    def _call(self, call: _Call) -> None:
+        key, url, error = call.key, call.url, None
         with self._lock:
             if key in self._calls:
-                raise ValueError(f"reservation {key!r} is already open")
+                raise ValueError(f"the call {key!r} is already open")
             self._calls[key] = call
             max_calls = self._config.metaserver_max_connections + self._config.metaserver_max_queue
             if self._closed:
@@ -172,7 +180,7 @@ class MetaserverClient:
         if call.over:
             return
         call.started = self._loop.loop.time()
-        call.task = self._loop.loop.create_task(self._run(call), name=f"reservation {call.key}")
+        call.task = self._loop.loop.create_task(self._run(call), name=f"call {call.key}")
 
     @staticmethod
     def _cancel(call: _Call) -> None:
@@ -213,10 +221,9 @@ class MetaserverClient:
         task.add_done_callback(self._reports.discard)
 
     async def _report(self, url: str, report: LoadReport) -> None:
-        slots = self._report_slots = self._report_slots or asyncio.Semaphore(_REPORTS_AT_ONCE)
         taken = False
         try:
-            taken = await asyncio.wait_for(self._post_report(slots, url, report), _REPORT_S)
+            taken = await asyncio.wait_for(self._post_report(url, report), _REPORT_S)
         except (asyncio.TimeoutError, httpx.HTTPError, OSError) as problem:
             log.debug("the report of %s was not taken: %s", report.transfer, _why(problem))
         finally:
@@ -224,9 +231,9 @@ class MetaserverClient:
                 self._reporting -= 1
                 self.counters["report_lost"] += not taken
 
-    async def _post_report(self, slots: asyncio.Semaphore, url: str, report: LoadReport) -> bool:
+    async def _post_report(self, url: str, report: LoadReport) -> bool:
         """Post a report; return whether the metaserver took it. It is no failure if the request is unknown there."""
-        async with slots:
+        async with self._short():
             body = msgspec.json.encode(report)
             again = {REPEATABLE: True}
             answer = await self._client().post(
@@ -236,11 +243,11 @@ class MetaserverClient:
 
     async def _attempts(self, call: _Call) -> Outcome:
         content = msgspec.json.encode(call.body)  # 20 times as fast as httpx's encoder; a prompt may have a million ids
-        call.body = {}  # a call may be open for minutes, and its list of ids is larger than their text
+        call.body = None  # a call may be open for minutes, and its list of ids is larger than their text
         while True:
-            slots = self._slots or self._make_slots()
             try:
-                async with slots:
+                # A reservation keeps its slot as long as P computes: no question waits for that.
+                async with self._short() if call.asks else self._slots or self._make_slots():
                     return await self._post(call, content)
             except _FailedAttempt as failed:
                 left = min(call.deadline_s, _RETRIES_TIMEOUT_S) - (self._loop.loop.time() - call.started)
@@ -248,12 +255,16 @@ class MetaserverClient:
                 if delay is None:
                     raise
                 log.info("%s; the POST was not executed, again in %.2f s", failed, delay)
-                self.counters["reservation_repeated"] += 1
+                self.counters["question_repeated" if call.asks else "reservation_repeated"] += 1
             await asyncio.sleep(delay)  # outside the slot, so that it delays no other call
 
     def _make_slots(self) -> asyncio.Semaphore:
         self._slots = asyncio.Semaphore(self._config.metaserver_max_connections)
         return self._slots
+
+    def _short(self) -> asyncio.Semaphore:
+        self._short_slots = self._short_slots or asyncio.Semaphore(_SHORT_AT_ONCE)
+        return self._short_slots
 
     def _client(self) -> httpx.AsyncClient:
         """Return the HTTP client. It is made at the first call, on the loop."""
@@ -267,14 +278,17 @@ class MetaserverClient:
     async def _post(self, call: _Call, content: bytes) -> Outcome:
         """Make one attempt and return its outcome. Raise _FailedAttempt."""
         call.attempts += 1
-        if trace.enabled():
+        if trace.enabled() and not call.asks:
             trace.emit("posted", transfer=str(call.key), attempt=call.attempts)
-        url = call.url.rstrip("/") + "/v1/metaserver" + (call.query and f"?{call.query}")
+        route = continuing.ROUTE if call.asks else "/v1/metaserver"
+        url = call.url.rstrip("/") + route + (call.query and f"?{call.query}")
         try:
             silence_s = 3 * HEARTBEAT_S if call.silent_s is None else call.silent_s
             async with self._client().stream("POST", url, content=content, headers=_KIND, timeout=silence_s) as answer:
                 if answer.status_code != 200:
                     raise await _refusal(answer)
+                if call.asks:
+                    return answers.so_far(await _bounded(answer, continuing.MAX_ANSWER_BYTES))
                 if "ndjson" in answer.headers.get("content-type", ""):
                     return await self._follow(call, answer)
                 return answers.plain(await _bounded(answer))
@@ -346,13 +360,13 @@ def _why(problem: Exception) -> str:
     return one_line(f"{named} {problem}".strip())
 
 
-async def _bounded(answer: httpx.Response) -> bytes:
-    body = b""
+async def _bounded(answer: httpx.Response, most: int = MAX_LINE_BYTES) -> bytes:
+    body = bytearray()
     async for chunk in answer.aiter_raw():
         body += chunk
-        if len(body) > MAX_LINE_BYTES:
+        if len(body) > most:
             raise answers.BadAnswer("its answer is too long")
-    return body
+    return bytes(body)
 
 
 async def _refusal(answer: httpx.Response) -> _FailedAttempt:

@@ -15,9 +15,11 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.decode.scheduler.core.book import AWAITED, OPEN, WITHHELD, LoadBook
+from vllm_ascend_pd.decode.scheduler.core.given import Question
 from vllm_ascend_pd.decode.scheduler.core.load import USELESS, LoadEffect, LoadState, RemoteLoad
 from vllm_ascend_pd.decode.scheduler.core.routes import KvRoute, read_ticket
 from vllm_ascend_pd.decode.scheduler.first_tokens import FirstTokenReceiver
+from vllm_ascend_pd.decode.scheduler.going_on import GoingOn
 from vllm_ascend_pd.decode.scheduler.metaserver import MetaserverClient, Outcome
 from vllm_ascend_pd.decode.scheduler.offering import Offering
 from vllm_ascend_pd.engine import Engine, WorkerFacts, has_embeddings, merge_geometries, request_hash
@@ -27,6 +29,7 @@ from vllm_ascend_pd.metadata import DecodeStep, LoadEnd
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.protocol.auth import seal
+from vllm_ascend_pd.protocol.continuing import AnswerWanted
 from vllm_ascend_pd.protocol.dialects import Meet, PassingRouter, read_meet, read_passing_router
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, pushed_by
 from vllm_ascend_pd.protocol.meeting import OFFER_ROOM, Offer, Unwanted
@@ -100,13 +103,12 @@ class DecodeScheduler(SchedulerRole):
         self._recomputes = recomputes
         self.tally = Tally()
         self._allowed = frozenset(url.rstrip("/") for url in engine.config.metaserver.metaserver_urls)
-        self._outcomes: deque[tuple[TransferId, Outcome]] = deque()
+        self._outcomes: deque[tuple[TransferId | Question, Outcome]] = deque()
         self._online: _Online | None = None
         timers = engine.config.timers
         self.book = LoadBook(engine.incarnation, timers.first_token_wait_s, timers.lease_s, fails=fails)
-        self.first_tokens = FirstTokenReceiver(
-            engine, self.tally, vocabulary, self.book, self, whole=whole, longest=longest, gives=gives
-        )
+        self.first_tokens = FirstTokenReceiver(engine, self.tally, vocabulary, self.book, self, whole=whole)
+        self.going_on = GoingOn(self.tally, self.book, self, vocabulary if gives else 0, longest)
         self._standstill = Standstill(self._gave_back) if yields else None
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
@@ -116,6 +118,7 @@ class DecodeScheduler(SchedulerRole):
             (facts.why_no_first_token for facts in workers.values() if facts.why_no_first_token), ""
         ):
             self.first_tokens.off(why_no_first_token)
+            self.going_on.vocabulary = 0
         endpoints = tuple(facts.endpoint for _, facts in sorted(workers.items()) if facts.endpoint is not None)
         allowed = sorted(self._allowed)
         if words := next((words for one in endpoints if (words := unreachable_warning(one.host, allowed))), ""):
@@ -134,7 +137,7 @@ class DecodeScheduler(SchedulerRole):
 
     def wanted(self, request: Any, computed: int) -> int | None:
         """Return how many tokens to load remotely beyond `computed`; None: not yet. Repeatable."""
-        if self._online is not None and self._route(request) is not None and self.first_tokens.gives(request):
+        if self._online is not None and self._route(request) is not None and self.going_on.waits(request):
             return None
         count = self._to_load(request, computed)
         if not count:
@@ -203,6 +206,8 @@ class DecodeScheduler(SchedulerRole):
         }
         if asks is not None:
             body["first_token"] = asks[1]
+        if given:  # a drafter's KV at a position is that of the next token too
+            body["first_token"] = {"temperature": 0.0, "allowed_token_ids": [given[-1]]}
         if given or (route.send_tokens and not request.mm_features):  # media are more than ids
             body["prompt_token_ids"] = list(tokens)
         online.client.reserve(bind.transfer, route.metaserver, body, deadline)
@@ -282,9 +287,20 @@ class DecodeScheduler(SchedulerRole):
     def listen(self) -> None:
         """Handle the outcomes that the loop thread has received."""
         while self._outcomes:
-            transfer, outcome = self._outcomes.popleft()
-            self.book.answered(transfer, outcome.kind, outcome.code, outcome.detail)
-            self.first_tokens.outcome(transfer, outcome.first, outcome.code)
+            key, outcome = self._outcomes.popleft()
+            if isinstance(key, Question):
+                self.going_on.answered(key, outcome)
+                continue
+            self.book.answered(key, outcome.kind, outcome.code, outcome.detail)
+            self.first_tokens.outcome(key, outcome.first, outcome.code)
+
+    def ask(self, question: Question, metaserver: str, wanted: AnswerWanted, deadline_s: float) -> None:
+        if self._online is not None:
+            self._online.client.ask(question, metaserver, wanted, deadline_s)
+
+    def hang_up(self, question: Question) -> None:
+        if self._online is not None:
+            self._online.client.forget(question)
 
     def take_news(self, news: WorkerNews) -> None:
         self.ended(news.ends)
@@ -306,7 +322,8 @@ class DecodeScheduler(SchedulerRole):
         return True
 
     def around(self) -> tuple[StepHooks, ...]:
-        return (self.first_tokens,) if self._standstill is None else (self.first_tokens, self._standstill)
+        ours = self.first_tokens, self.going_on
+        return ours if self._standstill is None else (*ours, self._standstill)
 
     def holds(self, request_id: str) -> bool:
         return self.book.withholds(request_id)
@@ -346,6 +363,7 @@ class DecodeScheduler(SchedulerRole):
     def finished(self, request_id: str) -> dict[str, Any] | None:
         """Handle the end of a request. Return the load's part of its answer."""
         answer = self.answer(request_id)
+        self.going_on.forget(request_id)
         self.book.request_finished(request_id)
         self.act()
         return answer
@@ -358,7 +376,7 @@ class DecodeScheduler(SchedulerRole):
         return self.tally.take()
 
     def open_loads(self) -> int:
-        return self.book.count(*AWAITED, *WITHHELD)
+        return self.book.count(*AWAITED, *WITHHELD) + self.going_on.open()
 
     def due_s(self) -> float:
         return self.book.due_s(time.monotonic())
@@ -379,6 +397,9 @@ class DecodeScheduler(SchedulerRole):
     # -- the loop thread
 
     def _on_outcome(self, key: Hashable, outcome: Outcome) -> None:
+        if isinstance(key, Question):
+            self._outcomes.append((key, outcome))
+            self._patience.news()
         if not isinstance(key, TransferId):
             return
         stage = {"accepted": "accepted", "prefilled": "prefilled"}.get(outcome.kind, "metaserver_failed")

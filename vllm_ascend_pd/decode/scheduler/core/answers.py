@@ -7,13 +7,19 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from vllm_ascend_pd.errors import CATALOGUE
+from vllm_ascend_pd.protocol.continuing import read_so_far
 from vllm_ascend_pd.protocol.first import First
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One event of a call: `accepted`, once for each P that is asked; then `prefilled` or `failed`, which ends it."""
+    """One event of a call: `accepted`, once for each P that is asked; then `prefilled` or `failed`, which ends it.
+
+    A question for an answer so far is `told` its tokens, or has `failed`.
+    """
 
     kind: str
     code: str = ""
@@ -21,6 +27,7 @@ class Outcome:
     prefill: str = ""
     seconds: float = 0.0
     first: str | First | None = None  # P's first token; sealed, in base64, if it came through a router
+    tokens: tuple[int, ...] = ()  # the answer so far
 
     @property
     def final(self) -> bool:
@@ -58,6 +65,14 @@ def outcome(line: bytes) -> Outcome | None:
 def plain(body: bytes) -> Outcome:
     """Return the outcome of vllm-ascend's form: nothing until the prefill is over, then any JSON or no body."""
     return _final(_object(body) if body.lstrip()[:1] == b"{" else {})
+
+
+def so_far(body: bytes) -> Outcome:
+    """Return the outcome of a question for an answer so far. Raise BadAnswer."""
+    try:
+        return Outcome("told", tokens=tuple(read_so_far(body).tokens))
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as problem:
+        raise BadAnswer(f"its answer is no list of tokens: {str(problem)[:200]}") from problem
 
 
 def reason(body: bytes) -> str:

@@ -89,15 +89,23 @@ class LoadBook:
             self._move(load, LoadState.LOCAL if load.route is None else LoadState.ARRIVED)
         return load.route
 
-    def given(self, request_id: str, read: Callable[[], tuple[int, ...]] = tuple) -> tuple[int, ...]:
-        """Return the outputs with which a request begins, which are `read` once, if P may bring its KV."""
+    def decides_beginning(self, request_id: str) -> bool:
+        """Return, once, whether it is to be decided with which outputs a request begins: P may bring its KV."""
         load = self._loads.get(request_id)
-        if load is None or load.state is LoadState.LOCAL:
-            return ()
-        if load.given is None:
-            load.given = read()
-            load.source = GIVEN if load.given else ""
-        return load.given
+        if load is None or load.state is not LoadState.ARRIVED or load.given is not None:
+            return False
+        load.given = ()
+        return True
+
+    def give(self, request_id: str, tokens: tuple[int, ...]) -> None:
+        """Record the outputs with which a request begins."""
+        load = self._loads[request_id]
+        load.given, load.source = tokens, GIVEN
+
+    def given(self, request_id: str) -> tuple[int, ...]:
+        """Return the outputs with which a request begins."""
+        load = self._loads.get(request_id)
+        return load.given or () if load is not None else ()
 
     def wanted(self, request_id: str, length: int, computed: int, *, recomputes_last: bool = False) -> int:
         """Return how many tokens to load of a prompt of `length`, of which `computed` are here. Repeatable.

@@ -57,7 +57,7 @@ class RemoteLoad:
     request_id: str
     route: KvRoute | None
     request: Any = None  # the engine's own
-    given: tuple[int, ...] | None = None  # outputs with which it begins; None: not read yet
+    given: tuple[int, ...] | None = None  # outputs with which it begins; None: not decided yet
     state: LoadState = LoadState.OVER
     first: int = -1  # the first token to load, once it is known; before it, what is in D's own cache
     tokens: int = 0

@@ -139,9 +139,9 @@ class Offers:
             self._rest(now, found)
 
     def _answer(
-        self, now: float, found: _Open, kind: str, code: str = "", detail: str = "", **more: First | None
+        self, now: float, found: _Open, kind: str, code: str = "", detail: str = "", first: First | None = None
     ) -> None:
-        outcome = Outcome(kind, code, detail, pushed_by(found.push), now - found.began, **more)
+        outcome = Outcome(kind, code, detail, pushed_by(found.push), now - found.began, first)
         self._effects.append(Answered(found.offer.transfer, outcome))
 
     def _close(self, transfer: TransferId) -> _Open | None:
