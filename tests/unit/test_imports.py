@@ -97,7 +97,8 @@ ENGINE = (
 ROUTER, OPERATORS = ("router.",), ("cli.", "viewer.")
 # All of the rest that the router uses: its host needs neither torch, nor vLLM, nor the ops.
 ROUTER_USES = {
-    *("vllm_ascend_pd", "errors", "secret_files", "protocol.identity", "protocol.reports", "protocol.versions"),
+    *("vllm_ascend_pd", "errors", "secret_files", "protocol.auth", "protocol.continuing"),
+    *("protocol.identity", "protocol.reports", "protocol.versions"),
     *("observe.trace", "viewer.timeline", "shared.backoff", "shared.core.failures", "shared.core.gathered"),
     *("shared.exposure", "shared.http_session", "shared.threads", "shared.tls_files", "shared.within"),
 }
@@ -148,7 +149,7 @@ CEILINGS = {
     "prefill": 4050,
     "protocol": 4550,
     "regroup": 1000,
-    "router": 8750,
+    "router": 8600,
     "shared": 1000,
     "transport": 2000,
     "viewer": 650,

@@ -16,6 +16,7 @@ import msgspec
 import prometheus_client
 
 from vllm_ascend_pd.errors import one_line
+from vllm_ascend_pd.protocol import continuing
 from vllm_ascend_pd.protocol.reports import MAX_REPORT_BYTES
 from vllm_ascend_pd.protocol.reports import ROUTE as LOADS
 from vllm_ascend_pd.router import passing, spans, state
@@ -92,6 +93,7 @@ class WorkerProcess:
             bodies.CHAT: {**self._passed, "POST": self._generate},
             RESERVATIONS: {"POST": self._reserve},
             LOADS: {"POST": self._loaded},
+            continuing.ROUTE: {"POST": self._asked},
             **{path: reading(make) for path, make in reads.items()},
         }
 
@@ -208,6 +210,10 @@ class WorkerProcess:
     async def _loaded(self, asked: CallerRequest, send: AsgiSend) -> None:
         with self._intake.body(asked, of_engine=True) as body:
             await self._reservations.report(await body.read(MAX_REPORT_BYTES), send)
+
+    async def _asked(self, asked: CallerRequest, send: AsgiSend) -> None:
+        with self._intake.body(asked, of_engine=True) as body:
+            await self._reservations.so_far(await body.read(continuing.MAX_QUESTION_BYTES), send)
 
     # -- what operators ask
 

@@ -113,7 +113,7 @@ class HttpExchange:
     call: LegInFlight | Reply | None = None  # to an engine, the last one
     closing: bool = False  # this server shuts down
     span: Any = None  # if spans are on
-    kept: StreamState | None = None  # state by which another D can continue its stream
+    kept: StreamState | None = None  # state by which another D can go on with its answer
     kept_bytes: int = 0
     unkept: str = ""  # why no D can; empty if it was not examined
     streaming: bool = False  # the head of a kept stream is out, and its end is not
@@ -141,7 +141,7 @@ class HttpExchange:
         self.stages.append((name, time.monotonic() - self.started, detail))
 
     def forget_prompt(self) -> None:
-        """Free the prompt, which no attempt and no post of D needs any more: a stream may go on for long."""
+        """Free the body, which no attempt and no post of D needs any more: a stream may go on for long."""
         if self.request.fields:
             self.request = msgspec.structs.replace(self.request, fields={}, marks=())
         self.release()
@@ -212,6 +212,7 @@ class Attempt:
     accused: str = ""  # how D failed, until it is clear whether a load was the reason
     began: float = field(default_factory=_now)
     restart: bool = True  # whether another attempt may follow
+    answers: bool = False  # D does, all of what was asked
     news: asyncio.Event = field(default_factory=asyncio.Event)  # a report came, or a prefill leg failed
     watch: asyncio.Task[None] | None = None  # gives the attempt up unless a report says that its KV is there
 
@@ -221,8 +222,8 @@ class Attempt:
         return report is not None and report.received > 0
 
     def wants(self, transfer: str) -> bool:
-        """Return whether another P may be asked: not if D has the KV, nor once the prompt is freed."""
-        return not self.received(transfer) and bool(self.exchange.request.fields)
+        """Return whether another P may be asked: not if D has the KV, nor once it answers."""
+        return not self.received(transfer) and not self.answers
 
     @property
     def load_failed(self) -> bool:

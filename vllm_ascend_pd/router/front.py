@@ -9,13 +9,16 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from msgspec import structs
+
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.observe.trace import emit
+from vllm_ascend_pd.protocol.continuing import CONTINUE
 from vllm_ascend_pd.router import relay, resuming
+from vllm_ascend_pd.router.core import resume
+from vllm_ascend_pd.router.core.accumulated import NotContinued
 from vllm_ascend_pd.router.core.bodies import Request
 from vllm_ascend_pd.router.core.decisions import Admission, Gatekeeper, Role
-from vllm_ascend_pd.router.core.resumable import NotContinued
-from vllm_ascend_pd.router.core.resume import StreamState
 from vllm_ascend_pd.router.exchange import Attempt, AttemptFailed, HttpExchange, ShutDown
 from vllm_ascend_pd.router.faults import Answer, known
 from vllm_ascend_pd.router.fleet import Fleet, Instance, LegInFlight, among, both, pairing
@@ -24,7 +27,7 @@ from vllm_ascend_pd.router.settings import Settings
 from vllm_ascend_pd.router.shared import CLOSING, SHUTDOWN, Shared
 from vllm_ascend_pd.router.spans import NoSpans
 from vllm_ascend_pd.router.upstream import Upstream
-from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
+from vllm_ascend_pd.shared.core.failures import HttpFailure
 
 _LATE_PREFILL_S = 10.0  # after D has ended well, for P to finish by itself
 _COME_BACK_S = 2.0
@@ -117,8 +120,8 @@ class Front(Shared):
 
     async def _generate(self, exchange: HttpExchange) -> None:
         with self.spans.request(exchange):
-            if exchange.request.stream and self.settings.resume_tokens:
-                await resuming.keep(self, exchange)
+            if self.settings.resume_tokens and exchange.pinned is None:
+                resuming.keep(self, exchange)
             await self._attempts(exchange)
 
     async def _attempts(self, exchange: HttpExchange) -> None:
@@ -165,40 +168,24 @@ class Front(Shared):
         if kept.finished and not broke.final:
             await resuming.finish(exchange, kept)
             return False
-        exchange.tried, exchange.before = {decode.name}, exchange.number
+        exchange.before = exchange.number
         exchange.broke_at = exchange.broke_at or time.monotonic()
         try:
             if broke.final:
                 raise NotContinued(broke.final)
-            if kept.times == resuming.MAX_TIMES:
-                raise NotContinued(f"it was continued {kept.times} times")
-            point = kept.point()
-            exchange.request = kept.next_request(await self._room(exchange, kept))
+            came = kept.go_on() if exchange.streaming else True
         except NotContinued as why:
             problem = PdError("PD-META-024", problem=broke.problem, why=why).sentence
             await resuming.break_off(self, exchange, problem, "PD-META-024", decode.name)
             return False
-        exchange.stage("resume", f"after {point.tokens} tokens")
+        # To be dropped speaks against no D, and one that has computed some tokens is as good as another.
+        exchange.tried = set() if came and broke.cause == "dropped" else {decode.name}
+        exchange.request = structs.replace(exchange.request, prefill_tokens=kept.length)
+        exchange.stage("resume", f"after {kept.given} tokens")
         METRICS.resumes.labels(broke.cause).inc()
+        if kept.given and resume.has_generator(exchange.request):
+            METRICS.resumes_reseeded.inc()
         return True
-
-    async def _room(self, exchange: HttpExchange, kept: StreamState) -> int:
-        """Return the `room` that `StreamState.next_request` needs. Raise NotContinued.
-
-        No leg of the request, so neither counted nor out of its budget: a D that does not answer at once is left out.
-        """
-        if kept.original.limit is not None:
-            return 0
-        for _ in range(self.settings.retry.attempts):
-            decode = self._decode(exchange)
-            if decode is None:
-                break
-            try:
-                return await resuming.room(self, exchange, decode)
-            except UpstreamError as problem:
-                self.fleet.failed(decode, problem.failure, problem.why)
-                exchange.tried.add(decode.name)
-        raise NotContinued("it names no limit of tokens, and no D reports the model's")
 
     def delay_before_another(
         self, exchange: HttpExchange, decode: Instance, failure: HttpFailure, repeatable: bool = True
@@ -270,6 +257,13 @@ class Front(Shared):
         there = attempt.decode.sent(request.marks)
         if not request.remote:
             return None
+        params: dict[str, Any] = {"do_remote_prefill": True, "metaserver": self.own_url, "ticket": attempt.ticket}
+        fits = both(self.fleet.prefilling(request.model, exchange.prefills), pairing(attempt.decode.fingerprint))
+        usable, local = self.fleet.usable(Role.PREFILL, fits), self.settings.without_prefill == "local"
+        # Without a P the load fails, and it is for D whether it computes prompt and answer: that is tried once.
+        tried = usable or (local and exchange.number == exchange.before + 1)
+        if exchange.kept is not None and exchange.kept.given and tried:
+            return params | {"send_tokens": True, CONTINUE: True}
         alone = self.settings.decode_alone
         if alone and exchange.pinned is None and request.prefill_tokens - there <= alone:
             why = "short" if request.prefill_tokens <= alone else "cached"
@@ -280,14 +274,12 @@ class Front(Shared):
             METRICS.decode_alone.labels("unnamed").inc()
             exchange.stage("alone", "unnamed")
             return None
-        fits = both(self.fleet.prefilling(request.model, exchange.prefills), pairing(attempt.decode.fingerprint))
-        if exchange.pinned is None and not self.fleet.usable(Role.PREFILL, fits):
-            if self.settings.without_prefill == "refuse":
+        if exchange.pinned is None and not usable:
+            if not local:
                 refusal = known(503, "PD-META-008", _COME_BACK_S, role="prefill")
                 raise AttemptFailed(HttpFailure.REFUSED, refusal, "no prefill instance", "PD-META-008")
             exchange.stage("local", "no prefill instance that fits")
             return None
-        params: dict[str, Any] = {"do_remote_prefill": True, "metaserver": self.own_url, "ticket": attempt.ticket}
         if request.send_tokens:
             params["send_tokens"] = True
         # An earlier prefill may have failed because of the first token; without it D can use any P.

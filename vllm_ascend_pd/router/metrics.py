@@ -86,7 +86,8 @@ class Metrics:
             "cache_events", "Batches of KV events received from an engine", "role", "engine"
         )
         self.broken_streams = self._counter("broken_streams", "Answers of which the client got a part only")
-        self.resumes = self._counter("resumes", "Streams that another D was to go on with, by what ended them", "cause")
+        self.resumes = self._counter("resumes", "Answers that another D was to go on with, by what ended them", "cause")
+        self.resumes_reseeded = self._counter("resumes_reseeded", "Of these, those whose random generator began anew")
         self.resume_seconds = self._histogram(
             "resume_seconds", "From a stream's break to the next byte that its client gets"
         )

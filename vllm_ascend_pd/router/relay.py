@@ -26,6 +26,7 @@ from vllm_ascend_pd.router import resuming
 from vllm_ascend_pd.router.core import bodies, pieces
 from vllm_ascend_pd.router.core.decisions import Evidence
 from vllm_ascend_pd.router.core.pieces import Buffer
+from vllm_ascend_pd.router.core.resume import without_ids
 from vllm_ascend_pd.router.exchange import AsgiSend, Attempt, AttemptFailed, HttpExchange, ShutDown
 from vllm_ascend_pd.router.faults import Answer, brief, error_frame, fault, known, status_of
 from vllm_ascend_pd.router.fleet import Instance
@@ -77,7 +78,10 @@ async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None
         kept, streams = exchange.kept, exchange.request.stream and reply.status == 200
         if exchange.streaming and not streams:
             raise _no_rest(shared, attempt, reply.status)
-        if exchange.request.copies == 1:  # else D may still post for the other copies
+        attempt.answers = exchange.request.copies == 1  # else D may still post for the other copies
+        if streams and kept is not None and not kept.gave_up:
+            exchange.release()  # what is kept is counted there
+        elif attempt.answers:
             exchange.forget_prompt()
         if exchange.streaming and kept is not None and isinstance(first, bytes):
             await resuming.relay(shared, attempt, kept, reply, first)
@@ -165,22 +169,27 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
     cut_short = await shared.aside.run(partial(pieces.holds, says=says), first)
     if cut_short and may_be_dropped and await shared.aside.run(partial(pieces.holds, says=dropped), first):
         shared.leg_over(attempt.leg, "dropped")
-        raise AttemptFailed(
-            HttpFailure.DROPPED, known(503, "PD-META-022", 2), "dropped for lack of blocks", "PD-META-022"
-        )
+        code, kept = "PD-META-022", attempt.exchange.kept
+        whole = kept is not None and not attempt.exchange.request.stream
+        if kept is not None and whole and await shared.aside.run(kept.take_whole, first):
+            raise resuming.StreamBroke(PdError(code).sentence, "dropped", code)
+        raise AttemptFailed(HttpFailure.DROPPED, known(503, code, 2), "dropped for lack of blocks", code)
     if cut_short or _NOTHING.match(said):
         answer = fault(503, "The decode instance ended the request: it is shutting down.", "PD-META-007")
         raise await _refused(shared, attempt, 503, answer.body, [])
     if not attempt.exchange.request.stream:
-        stripped, load = await shared.aside.run(_stripped, first)
+        hides_ids = attempt.exchange.kept is not None and not attempt.exchange.kept.asked_ids
+        stripped, load = await shared.aside.run(partial(_stripped, hides_ids=hides_ids), first)
         if load is not None:
             shared.loaded(load)
         return stripped
     return first
 
 
-def _stripped(answer: Buffer) -> tuple[Payload, LoadReport | None]:
-    """Return a whole answer without `kv_transfer_params`, and D's report from there."""
+def _stripped(answer: Buffer, hides_ids: bool = False) -> tuple[Payload, LoadReport | None]:
+    """Return a whole answer without `kv_transfer_params`, perhaps without token ids, and D's report from there."""
+    if hides_ids:
+        answer = without_ids(bytes(answer))
     if not pieces.holds(answer, lambda part: _PARAMS in part):
         return answer, None
     try:

@@ -17,11 +17,13 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.observe.trace import emit
+from vllm_ascend_pd.protocol import continuing
 from vllm_ascend_pd.protocol.reports import MAX_REPORT_BYTES, Fingerprint, read_answer, read_posted
+from vllm_ascend_pd.router import resuming
 from vllm_ascend_pd.router.core import bodies, pieces
 from vllm_ascend_pd.router.core.decisions import Evidence, Role
 from vllm_ascend_pd.router.exchange import AsgiSend, Attempt, AttemptFailed, Post, RequestOver
-from vllm_ascend_pd.router.faults import Answer, brief, fault
+from vllm_ascend_pd.router.faults import Answer, brief, fault, json_answer
 from vllm_ascend_pd.router.fleet import Fits, Instance, LegInFlight, both, pairing
 from vllm_ascend_pd.router.front import Front
 from vllm_ascend_pd.router.metrics import METRICS
@@ -108,7 +110,7 @@ class Reservations:
         attempt = self._front.journal.tickets.get(posted.ticket)
         refusal = _refusal(attempt, posted)
         if attempt is None or refusal is not None:
-            await send_answer(send, refusal or fault(404, "Unknown ticket.", "PD-XFER-002"))
+            await send_answer(send, refusal or _unknown(404))
             return
         attempt.seen.add(posted.transfer)
         if posted.decode:
@@ -139,6 +141,29 @@ class Reservations:
             await send({"type": "http.response.body", "body": b""})
         else:
             await send_answer(send, fault(404, "No request known here has this ticket and transfer.", "PD-XFER-002"))
+
+    async def so_far(self, body: bytes | memoryview, send: AsgiSend) -> None:
+        """Answer D's question for the tokens with which its request begins."""
+        try:
+            if len(body) > continuing.MAX_QUESTION_BYTES:
+                raise msgspec.DecodeError(f"longer than {continuing.MAX_QUESTION_BYTES} bytes")
+            wanted = continuing.read_wanted(bytes(body))
+        except bodies.UNREADABLE as problem:
+            await send_answer(send, fault(400, f"Not a question: {problem}", "PD-META-003"))
+            return
+        attempt = self._front.journal.tickets.get(wanted.ticket)
+        if attempt is None:
+            await send_answer(send, _unknown(continuing.UNKNOWN))
+            return
+        kept = attempt.exchange.kept
+        tokens = kept.tokens(wanted.prompt) if kept is not None else []
+        if tokens is None:
+            if attempt.exchange.streaming:  # else D begins anew, for a client that has nothing
+                attempt.leg.stop(resuming.differs("the prompt is another one there"))
+            await send_answer(send, fault(continuing.OTHER_PROMPT, "The prompt is another one.", "PD-META-024"))
+            return
+        attempt.exchange.stage("given", f"{len(tokens)} tokens")
+        await send_answer(send, json_answer(continuing.AnswerSoFar(tokens)))
 
     async def _prefilled(self, attempt: Attempt, posted: ReservationPost, post: Post, send: AsgiSend) -> dict[str, str]:
         """Run the prefill and return the last line of the answer."""
@@ -344,9 +369,13 @@ def _check_push(prefill: Instance, text: bytes, asked: float) -> str:
     return push.first
 
 
+def _unknown(status: int) -> Answer:
+    return fault(status, "No request under way has this ticket: it is over, or its client has left.", "PD-XFER-002")
+
+
 def _refusal(attempt: Attempt | None, posted: ReservationPost) -> Answer | None:
     if attempt is None:
-        return fault(404, "No request under way has this ticket: it is over, or its client has left.", "PD-XFER-002")
+        return _unknown(404)
     if posted.transfer in attempt.seen:
         return fault(409, "This transfer was posted before.", "PD-META-003")
     if attempt.exchange.request.shape is bodies.Shape.BATCH and not posted.tokens:

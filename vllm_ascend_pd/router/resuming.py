@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams that another D can continue: what is kept of a stream, its relay, and its end if no other D can go on.
+"""Answers that another D can go on with: what is kept of one, its relay, and its end if no other D can go on.
 
-`Front` makes the attempts. For a stream that broke it makes one more, with another request, for a client that has seen
-a part of the answer. `router/core/resume.py` decides what is kept and what is sent.
+`Front` makes the attempts. For a stream that broke it makes one more, with the same body, for a client that has seen a
+part of the answer. `router/core/resume.py` decides what is kept, and what of a later D's stream goes out.
 """
 
 from __future__ import annotations
@@ -12,26 +12,22 @@ import time
 import msgspec
 
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.router.core import bodies
+from vllm_ascend_pd.router.core import resume
+from vllm_ascend_pd.router.core.accumulated import NotContinued
 from vllm_ascend_pd.router.core.decisions import Evidence
-from vllm_ascend_pd.router.core.resumable import NotContinued, resumable_request
 from vllm_ascend_pd.router.core.resume import Cut, StreamState
 from vllm_ascend_pd.router.exchange import Attempt, HttpExchange
 from vllm_ascend_pd.router.faults import error_frame
-from vllm_ascend_pd.router.fleet import Instance
 from vllm_ascend_pd.router.metrics import METRICS
 from vllm_ascend_pd.router.shared import Shared
 from vllm_ascend_pd.router.upstream import Reply
 from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
 
-MAX_TIMES = 8  # that one stream is continued: a request that kills each D must not go on for ever
 _EVENT_BYTES = 16 << 20  # the first event has the ids of the prompt
-_MODELS_BYTES = 1 << 20
-_MODELS_S = 10.0
 
 
 class StreamBroke(Exception):
-    """A kept stream that D broke off. `cause`: label of a metric; `final`: why no other D can continue it, if so."""
+    """A kept answer that D broke off. `cause`: label of a metric; `final`: why no other D can go on with it, if so."""
 
     def __init__(self, problem: str, cause: str, code: str = "PD-META-007", final: str = "") -> None:
         super().__init__(problem)
@@ -41,19 +37,23 @@ class StreamBroke(Exception):
         self.final = final
 
 
-async def keep(shared: Shared, exchange: HttpExchange) -> None:
-    """Prepare a stream to be continued, if it can be: D is asked for token ids from the start."""
+def differs(why: str) -> StreamBroke:
+    """Return the end of a stream with which another D does not go on as the first one began."""
+    return StreamBroke("The decode instance broke off.", "differs", final=why)
+
+
+def keep(shared: Shared, exchange: HttpExchange) -> None:
+    """Prepare an answer to go on elsewhere, if it can: D is asked for token ids from the start."""
     settings, request = shared.settings, exchange.request
-    try:
-        if request.prefill_tokens > settings.resume_tokens:
-            raise NotContinued(f"its prompt has more than {settings.resume_tokens} tokens")
-        original = resumable_request(request, settings.resume_ceiling)
-    except NotContinued as why:
-        exchange.unkept = str(why)
-        return
-    exchange.kept = StreamState(original, settings.resume_tokens)
-    fields = {**request.fields, "return_token_ids": msgspec.Raw(b"true")}
-    exchange.request = msgspec.structs.replace(request, fields=fields)
+    exchange.unkept = resume.refusal(request)
+    if request.prefill_tokens > settings.resume_tokens:
+        exchange.unkept = f"its prompt has more than {settings.resume_tokens} tokens"
+    elif resume.has_generator(request) and not settings.resume_seeded:
+        exchange.unkept = "it has a seed, and its random generator would begin anew"
+    if not exchange.unkept:
+        exchange.kept = StreamState(request, settings.resume_tokens)
+        fields = {**request.fields, "return_token_ids": msgspec.Raw(b"true")}
+        exchange.request = msgspec.structs.replace(request, fields=fields)
 
 
 def let_go(shared: Shared, exchange: HttpExchange) -> None:
@@ -68,6 +68,8 @@ def _count(shared: Shared, exchange: HttpExchange, kept: StreamState) -> None:
     exchange.kept_bytes = size
     if shared.kept_bytes > shared.settings.resume_bytes:
         kept.give_up("too much is kept for other streams")
+    if kept.gave_up:
+        exchange.forget_prompt()
 
 
 async def relay(shared: Shared, attempt: Attempt, kept: StreamState, reply: Reply, first: bytes) -> None:
@@ -82,7 +84,7 @@ async def relay(shared: Shared, attempt: Attempt, kept: StreamState, reply: Repl
         await _end(exchange)  # its last event is out: nothing may follow it
     except NotContinued as why:
         shared.leg_over(attempt.leg, "broke")
-        raise StreamBroke("The decode instance broke off.", "differs", final=str(why)) from why
+        raise differs(str(why)) from why
     if kept.done:
         return
     if kept.cut is Cut.DROPPED:
@@ -135,31 +137,6 @@ def _bounded_events(stream: bytes) -> tuple[bytes, bytes]:
     if len(stream) > _EVENT_BYTES:
         raise UpstreamError(HttpFailure.BROKEN, "an event of its answer does not end")
     return b"", stream
-
-
-class _Model(msgspec.Struct):
-    max_model_len: int | None = None  # of an adapter null: the limit is its model's
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
-async def room(shared: Shared, exchange: HttpExchange, decode: Instance) -> int:
-    """Return how many tokens the model takes in all, by a D's model list. Raise UpstreamError or NotContinued."""
-    exchange.call = reply = shared.upstream.ask(decode.origin, "GET", b"/v1/models", exchange.headers, b"", _MODELS_S)
-    async with reply:
-        said = await reply.rest(_MODELS_BYTES, _MODELS_S)
-    return least_room(said)
-
-
-def least_room(listed: bytes) -> int:
-    """Return the lowest limit of tokens in a model list. Raise NotContinued if it has none."""
-    try:
-        limits = [model.max_model_len for model in msgspec.json.decode(listed, type=_Models).data]
-        return min(limit for limit in limits if limit is not None)
-    except (*bodies.UNREADABLE, ValueError) as problem:
-        raise NotContinued("it names no limit of tokens, and no D reports the model's") from problem
 
 
 async def finish(exchange: HttpExchange, kept: StreamState) -> None:

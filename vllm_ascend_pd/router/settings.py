@@ -221,8 +221,7 @@ class Settings:
         "--resume-tokens",
         "behaviour",
         131_072,
-        "a greedy stream of so many tokens, prompt and answer, goes on with another decode engine when its own fails; "
-        "0: none does",
+        "an answer of so many tokens, with its prompt, goes on with another decode engine when its own fails; 0: none does",
         low=0,
     )
     resume_bytes: int = _flag("--resume-mib", "behaviour", 256, "memory for that, per worker", low=0, made=_mib)
@@ -230,8 +229,15 @@ class Settings:
         "--engine-max-new-tokens",
         "behaviour",
         0,
-        "the engines' own limit of an answer, if their generation config has one (max_new_tokens); 0: none",
+        "without effect, for older command lines: an engine that goes on with an answer counts it from its beginning",
         low=0,
+    )
+    resume_seeded: bool = _flag(
+        "--no-resume-seeded",
+        "behaviour",
+        False,
+        "an answer that is sampled with a seed does not go on: its random generator would begin anew",
+        made=operator.not_,
     )
     canary: bool = _flag(
         "--no-canary",

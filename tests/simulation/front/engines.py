@@ -15,6 +15,8 @@ import msgspec
 
 from simulation.front.speech import AnswerOptions, Speaker, speak
 from simulation.front.wire import ClientCall, EngineConnection, EngineRequest, FrontNetwork
+from vllm_ascend_pd.protocol.auth import prompt_hash
+from vllm_ascend_pd.protocol.continuing import ROUTE, AnswerWanted, read_so_far
 from vllm_ascend_pd.protocol.reports import LoadReport, PushReport, params_of
 from vllm_ascend_pd.protocol.versions import fingerprint
 from vllm_ascend_pd.router.named import HEADER
@@ -57,6 +59,8 @@ class EngineFaults:
     cut: float = 0.0  # probability for each connection that it breaks at some byte
     slow_s: float = 0.05
     probe_s: float = 0.01
+    older: bool = False  # as D: does not ask for the answer with which a request goes on
+    dated: bool = False  # as D: when it asks, its prompt is another one
     policy: str = "recompute"
     model: str = "m"
 
@@ -247,6 +251,11 @@ class FrontDecode(FrontEngine):
         self.loads: dict[str, Load] = {}
         self.finished: list[str] = []  # ids of requests whose whole answer left this engine with its KV received
         self.asked: list[str] = []
+        self.spoken: dict[str, list[list[int]]] = {}  # by request, tokens of the streams that it began
+        self.unlike: set[str] = set()  # requests of which it cannot go on with the answer that another D has begun
+        self.odd: list[str] = []  # of what the metaserver answered to questions for answers so far
+        self._dice = random.Random(f"samples/{self.name}/{self.rng.random()}")
+        self._asks = random.Random(f"questions/{self.name}/{self._dice.random()}")
         self.refused: dict[str, int] = {}  # how often, by request
         self.asked_in_vain = 0  # most P's from which this deaf D had reported failed loads when a client's came
         self._reported: dict[tuple[str, str], float] = {}  # since when, by worker and P
@@ -285,8 +294,15 @@ class FrontDecode(FrontEngine):
         prompts = _prompts(body)
         params = body.get("kv_transfer_params") or {}
         loads: list[Load] = []
+        given: list[int] = []
+        if params.get("continue"):
+            given = await self._so_far(params, ids_of(prompts[0]))
+            if self.kind.dated or (not given and body.get("temperature")):
+                self.unlike.add(request_id)
         if params.get("do_remote_prefill"):
             wanted = [prompt for prompt in prompts for _ in range(body.get("n") or 1)]
+            if given:
+                wanted = [ids_of(prompts[0]) + given[:-1]]
             loads = await asyncio.gather(*(self._load(prompt, params) for prompt in wanted))
             self._note_deaf(params["metaserver"], loads, came, client=not request_id.startswith("canary"))
             if any(load.failed for load in loads) and self.kind.policy == "fail":
@@ -297,7 +313,7 @@ class FrontDecode(FrontEngine):
             return
         await asyncio.sleep(self.speed())
         right = all(load.right for load in loads)
-        whole = await self._answer(request, body, prompts, loads if params else [], right, fault)
+        whole = await self._answer(request, body, prompts, loads if params else [], right, fault, given)
         if whole and not request.connection.transport.closed and not any(load.failed for load in loads):
             self.finished.append(request_id)
 
@@ -326,17 +342,24 @@ class FrontDecode(FrontEngine):
         loads: list[Load],
         right: bool,
         fault: str,
+        given: list[int],
     ) -> bool:
         """Answer, and return whether all of it has left."""
         chat, stream = "messages" in body, body.get("stream")
         count = body.get("max_completion_tokens" if chat else "max_tokens") or 3
         if not stream:
             await asyncio.sleep(self.speed())
+            right = right and given == list(range(1, len(given) + 1))
             texts = ["".join(words(p, count)) if right else "WRONG" for p in prompts for _ in range(body.get("n") or 1)]
             choices = [
                 {"index": i, "finish_reason": "length", **({"message": {"content": t}} if chat else {"text": t})}
                 for i, t in enumerate(texts)
             ]
+            if body.get("return_token_ids"):
+                tokens = list(range(1, count + 1))
+                choices[0] |= {"token_ids": tokens, "prompt_token_ids": ids_of(prompts[0])}
+                if fault == "drops later":
+                    choices[0]["token_ids"] = tokens[: self.rng.randrange(len(given), count + 1)]
             if fault in ("drops", "drops later"):
                 choices[0] |= {"finish_reason": "stop", "stop_reason": "recomputed"}
             answer: dict[str, Any] = {"id": "x", "choices": choices, "kv_transfer_params": None}
@@ -348,17 +371,21 @@ class FrontDecode(FrontEngine):
                 return False
             request.whole(200, said)
             return fault not in ("drops", "drops later")
-        return await self._speak(request, body, prompts[0] if right else "WRONG", fault)
+        return await self._speak(request, body, prompts[0] if right else "WRONG", fault, given)
 
-    async def _speak(self, request: EngineRequest, body: dict[str, Any], prompt: object, fault: str) -> bool:
+    async def _speak(
+        self, request: EngineRequest, body: dict[str, Any], prompt: object, fault: str, given: list[int]
+    ) -> bool:
         """Stream the answer, and return whether all of it has left."""
         request.begin()
         ids = prompt if isinstance(prompt, list) and isinstance(prompt[0], int) else ids_of(prompt)
         self._count += 1
-        speaker = Speaker(body, ids, f"{self.incarnation}/{self._count}")
+        speaker = Speaker(body, ids, f"{self.incarnation}/{self._count}", len(given))
         if opening := speaker.opening():
             request.piece(opening)
-        tokens, number = list(speak(ids, AnswerOptions.of(body, ROOM - len(ids)))), 0
+        dice = self._dice if body.get("temperature") else None
+        tokens, number = list(speak(ids, AnswerOptions.of(body, ROOM - len(ids)), given, dice)), 0
+        self.spoken.setdefault(request.headers["x-request-id"], []).append([one.token for one in tokens])
         later = self.rng.randrange(1, len(tokens) + 1)
         while tokens:
             if (fault in ("drops", "half") and not number) or (fault in LATER and number >= later):
@@ -368,7 +395,7 @@ class FrontDecode(FrontEngine):
             said = speaker.event(tokens[:some])
             del tokens[:some]
             number += some
-            cut = self.rng.randrange(len(said)) if self.rng.random() < 0.1 else 0
+            cut = self.rng.randrange(len(said) or 1) if self.rng.random() < 0.1 else 0
             for piece in filter(None, (said[:cut], said[cut:])):
                 request.piece(piece)
                 await asyncio.sleep(self.speed() / 4)
@@ -402,6 +429,28 @@ class FrontDecode(FrontEngine):
 
     # -- loads
 
+    async def _so_far(self, params: dict[str, Any], ids: list[int]) -> list[int]:
+        """Ask for the answer with which a request goes on; without one it begins anew."""
+        app, asks = self.apps[params["metaserver"]], self._asks
+        prompt = prompt_hash([*ids, self.lives] if self.kind.dated else ids)
+        if self.kind.older or asks.random() < 0.05:
+            self.count("asks nothing" if self.kind.older else "question lost")
+            return []
+        answers = []
+        for ticket in [params["ticket"]] * asks.choice((1, 1, 2)) + ["of none"]:
+            call = ClientCall(app, ROUTE, msgspec.json.encode(AnswerWanted(ticket, prompt)), []).start()
+            while not call.done:
+                await call.more()
+            answers.append((call.status, call.body))
+            await asyncio.sleep(self.speed())
+        *ours, none = answers
+        statuses = [status for status, _ in ours]
+        self.odd += [str(none)] if none[0] != 404 else []
+        self.odd += [f"answered two ways: {ours}"] if len(set(ours)) > 1 and 404 not in statuses else []
+        self.count("dated" if self.kind.dated else "asked")
+        self.odd += ["gave tokens to another prompt"] if self.kind.dated and 200 in statuses else []
+        return read_so_far(ours[0][1]).tokens if statuses[0] == 200 else []
+
     def _report(self, load: Load, params: dict[str, Any]) -> LoadReport:
         failed = bool(load.failed)
         return LoadReport(
@@ -419,7 +468,8 @@ class FrontDecode(FrontEngine):
             "reservation": base64.b64encode(sealed).decode(),
         }  # fmt: skip
         if params.get("send_tokens"):
-            posted["prompt_token_ids"] = ids_of(prompt)
+            ids = isinstance(prompt, list) and isinstance(prompt[0], int)
+            posted["prompt_token_ids"] = prompt if ids else ids_of(prompt)
         await asyncio.sleep(self.speed())
         app = self.apps[params["metaserver"]]
         self.own(self._call(app, json.dumps(posted).encode(), load), "D's post")

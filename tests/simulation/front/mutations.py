@@ -11,15 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from msgspec import structs
-
 from simulation.front.engines import EngineFaults
 from simulation.front.world import FrontResult, SeedPlan, draw, run_seed
 from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.router import canary, fleet, front, relay, reserve, resuming, shared
-from vllm_ascend_pd.router.core import bodies, resumable, resume
+from vllm_ascend_pd.router.core import accumulated, bodies, resume
+from vllm_ascend_pd.router.core.accumulated import RepeatedAnswer
 from vllm_ascend_pd.router.core.bodies import Use
-from vllm_ascend_pd.router.core.decisions import Circuit, Life, LoadRecord, PairProof
+from vllm_ascend_pd.router.core.decisions import Circuit, CircuitPolicy, Life, LoadRecord, PairProof
 from vllm_ascend_pd.router.core.resume import StreamState
 from vllm_ascend_pd.router.exchange import Attempt, Journal
 from vllm_ascend_pd.router.intake import Body
@@ -181,7 +180,7 @@ def _ticket_kept(self: Journal, attempt: Attempt) -> None:
 
 
 def _breaking(plan: SeedPlan) -> SeedPlan:
-    """One sound D among others that break, drop and die."""
+    """One sound D among others that break, drop and die, and are asked all the same."""
     bad = EngineFaults(sound=False, fault=0.7)
     return replace(
         plan,
@@ -191,7 +190,18 @@ def _breaking(plan: SeedPlan) -> SeedPlan:
         restarts_s=20.0,
         admin_s=0.0,
         workers=1,
+        settings={**plan.settings, "circuit": CircuitPolicy(1 << 30), "sidecar": False},
     )
+
+
+def _nothing_kept(plan: SeedPlan) -> SeedPlan:
+    return replace(plan, settings={**plan.settings, "resume_tokens": 0})
+
+
+def _dated(plan: SeedPlan) -> SeedPlan:
+    """The same, but the prompts of the others have a date in them."""
+    world = _breaking(plan)
+    return replace(world, decodes=[world.decodes[0], *(replace(kind, dated=True) for kind in world.decodes[1:])])
 
 
 def _cutting(plan: SeedPlan) -> SeedPlan:
@@ -214,55 +224,80 @@ def _lost_is_the_end(self: Any, problem: Exception | None) -> None:
 _LOST = http_session.HttpWire.connection_lost
 
 
-_POINT, _NEXT, _CONTINUED, _FRAMED, _NOTE_HEAD, _DECODE = (
-    *(StreamState.point, StreamState.next_request, resumable.continued, StreamState._framed, StreamState._note_head),
-    front.Front._decode,
-)
+_GO_ON, _PARAMS, _DECODE = StreamState.go_on, front.Front._params, front.Front._decode
 
 
-def _one_less(original: Any, prompt: bytes, tokens: int, answer: Any, at: int, room: int) -> Any:
-    return _CONTINUED(original, prompt, tokens, answer, max(0, at - 1), room)
+def _repeats_nothing(self: StreamState) -> bool:
+    """Let all that another D says go out."""
+    came = _GO_ON(self)
+    self._repeats = None
+    return came
 
 
-def _limit_kept(original: Any, prompt: bytes, tokens: int, answer: Any, at: int, room: int) -> Any:
-    asked = _CONTINUED(original, prompt, tokens, answer, at, room)
-    fields: dict[str, Any] = {**asked.fields}
-    return structs.replace(asked, fields={**fields, "max_tokens": fields["max_tokens"] + at})
+def _all_is_new(self: RepeatedAnswer, said: Any, at: Any = ()) -> dict[str, Any]:
+    _BEYOND(self, said, at)
+    return dict(said)
 
 
-def _least_kept(original: Any, prompt: bytes, tokens: int, answer: Any, at: int, room: int) -> Any:
-    asked = _CONTINUED(original, prompt, tokens, answer, at, room)
-    return structs.replace(
-        asked, fields={**asked.fields, "min_tokens": min(original.least, asked.fields["max_tokens"])}
-    )
+_BEYOND = RepeatedAnswer.beyond
 
 
-def _last_point(self: StreamState) -> Any:
-    _POINT(self)
-    return resume.Point(len(self.ids), self._released + self.original.held, self._offset)
+def _rest_unseen(self: RepeatedAnswer, piece: Any, path: Any) -> Any:
+    """Drop as much as the client has, whatever it is."""
+    at, had = self._at.get(path, 0), len(self._had.get(path, ()))
+    size = len(piece.encode()) if isinstance(piece, str) else len(piece)
+    if path in self._at:
+        self._at[path] = at + size
+    left = max(0, had - at)
+    return piece.encode()[left:].decode(errors="ignore") if isinstance(piece, str) else piece[left:]
 
 
-def _after(**changes: Any) -> Callable[..., Any]:
-    def next_request(self: StreamState, room: int) -> Any:
-        asked = _NEXT(self, room)
-        for name, change in changes.items():
-            setattr(self, name, change(getattr(self, name)))
-        return asked
-
-    return next_request
+def _any_prompt(self: StreamState, prompt: str) -> list[int]:
+    return list(self.ids[: self.given])
 
 
-def _as_it_came(self: StreamState, event: dict[str, Any], choice: Any, text: str, tokens: list[int], again: int) -> Any:
-    return {**event, "text": text, "prompt_token_ids": None, "token_ids": tokens if self.original.asked_ids else None}
+def _any_ticket(self: Any, ticket: str, default: Any = None) -> Any:
+    return dict.get(self, ticket) or next(iter(self.values()), default)
 
 
-def _own_head(self: StreamState, read: Any, choice: Any) -> None:
-    _NOTE_HEAD(self, read, choice)
+class _AnyTicket(dict[str, Any]):
+    get = _any_ticket
+
+
+def _with_tickets_of_all(self: Journal) -> None:
+    _JOURNAL(self)
+    self.tickets = _AnyTicket()
+
+
+_JOURNAL = Journal.__init__
+
+
+def _anew(self: front.Front, attempt: Attempt) -> Any:
+    params = _PARAMS(self, attempt)
+    if params is not None:
+        params.pop("continue", None)
+    return params
+
+
+def _prompt_alone(self: front.Front, attempt: Attempt) -> Any:
+    params = _PARAMS(self, attempt)
+    if params is not None and "continue" in params:
+        del params["send_tokens"]
+    return params
+
+
+def _own_head(self: StreamState, read: Any) -> None:
+    _NOTE(self, read)
     self._head = {}
 
 
+_NOTE = StreamState._note
+
+
 def _the_dead_one(self: front.Front, exchange: Any) -> Any:
-    return self.fleet.get(next(iter(exchange.tried))) if exchange.streaming else _DECODE(self, exchange)
+    return (
+        self.fleet.get(next(iter(exchange.tried))) if exchange.streaming and exchange.tried else _DECODE(self, exchange)
+    )
 
 
 def _ending(self: StreamState) -> bytes:
@@ -296,8 +331,8 @@ ALL = {
         ),
         FrontMutation("a place is never given back", ((front.AdmissionQueue, "leave", _nothing),)),
         FrontMutation("a leg that failed keeps its load", ((fleet.LegInFlight, "__exit__", _keeps_its_load),)),
-        FrontMutation("a stream goes on after its end", ((relay, "_said_all", _never),)),
-        FrontMutation("half events go out", ((relay, "_whole_events", lambda stream: (stream, b"")),)),
+        FrontMutation("a stream goes on after its end", ((relay, "_said_all", _never),), _nothing_kept),
+        FrontMutation("half events go out", ((relay, "_whole_events", lambda stream: (stream, b"")),), _nothing_kept),
         FrontMutation("what engines say to each other goes out", ((relay, "_stripped", _not_stripped),)),
         FrontMutation("heartbeats never end", ((reserve.Heartbeats, "remove", _nothing),)),
         FrontMutation("tickets are never void", ((Journal, "close", _ticket_kept),)),
@@ -325,27 +360,24 @@ ALL = {
         ),
         FrontMutation("a D whose loads fail is asked again", ((LoadRecord, "avoids", _never),), _beside_a_deaf_one),
         FrontMutation("what all D's refuse is repeated", ((fleet.Fleet, "another", _always),), _all_refuse),
-        # Streams that outlive their D.
-        FrontMutation("a token is said twice", ((resume, "continued", _one_less),), _breaking),
-        FrontMutation(
-            "text of the next token is lost", ((StreamState, "next_request", _after(_skip=lambda n: n + 1)),), _breaking
-        ),
-        FrontMutation("text is said again", ((StreamState, "next_request", _after(_skip=lambda n: 0)),), _breaking),
-        FrontMutation("tokens before the break are not counted", ((StreamState, "_correct", _nothing),), _breaking),
+        # Answers that outlive their D.
+        FrontMutation("all is said again", ((StreamState, "go_on", _repeats_nothing),), _breaking),
+        FrontMutation("what was in an event is said again", ((RepeatedAnswer, "beyond", _all_is_new),), _breaking),
+        FrontMutation("what is repeated is not looked at", ((RepeatedAnswer, "_rest", _rest_unseen),), _breaking),
+        FrontMutation("another D begins anew", ((front.Front, "_params", _anew),), _breaking),
+        FrontMutation("P gets the prompt alone", ((front.Front, "_params", _prompt_alone),), _breaking),
+        FrontMutation("tokens go to another prompt", ((StreamState, "tokens", _any_prompt),), _dated),
+        FrontMutation("any ticket is good", ((Journal, "__init__", _with_tickets_of_all),), _breaking),
+        FrontMutation("names of calls are compared", ((accumulated, "_is_name", _never),), _breaking),
         FrontMutation("a stream goes on with the D that died", ((front.Front, "_decode", _the_dead_one),), _breaking),
-        FrontMutation("the limit is not lowered", ((resume, "continued", _limit_kept),), _breaking),
-        FrontMutation("the least is not lowered", ((resume, "continued", _least_kept),), _breaking),
-        FrontMutation("ids go to clients that did not ask", ((resume, "_without", lambda event: event),), _breaking),
-        FrontMutation("a chat goes on as a completion", ((StreamState, "_framed", _as_it_came),), _breaking),
-        FrontMutation("the rest is another answer's", ((StreamState, "_note_head", _own_head),), _breaking),
-        FrontMutation("it goes on where text was held back", ((StreamState, "point", _last_point),), _breaking),
         FrontMutation(
-            "log-probabilities begin anew",
-            ((StreamState, "next_request", _after(_from=lambda point: point._replace(offset=0))),),
+            "ids go to clients that did not ask",
+            ((resume, "without_ids", lambda said: said), (relay, "without_ids", lambda said: said)),
             _breaking,
         ),
+        FrontMutation("the rest is another answer's", ((StreamState, "_note", _own_head),), _breaking),
         FrontMutation("the end of a stream has no usage", ((StreamState, "ending", _ending),), _breaking),
         FrontMutation("what is kept is never let go", ((resuming, "let_go", _nothing),), _breaking),
-        FrontMutation("one break is survived, not two", ((resuming, "MAX_TIMES", 1),), _breaking),
+        FrontMutation("one break is survived, not two", ((resume, "MAX_TIMES", 1),), _breaking),
     )
 }

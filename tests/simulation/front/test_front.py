@@ -19,9 +19,7 @@ AT_LEAST = {75: (9_000, 35), 150: (19_000, 90), 1100: (145_000, 1_000)}  # seeds
 SEARCHED = 60
 # Seeds by mutation, where 0 does not find it. A change of the service may invalidate one; a search finds another.
 KNOWN = {
-    "the end of a stream has no usage": 1,
-    "a chat goes on as a completion": 3,
-    "the limit is not lowered": 8,
+    "the end of a stream has no usage": 3,
     "P's good answer proves a pair": 3,
     "D is blamed for P's failure": 17,
     "what D has is thrown away when P's answer breaks": 27,
@@ -33,18 +31,19 @@ KNOWN = {
     "canaries fly one at a time": 1,
     "an answer that its engine ended is passed on": 2,
     "D's word is not waited for": 18,
-    "a stream goes on after its end": 4,
-    "half events go out": 19,
+    "a stream goes on after its end": 2,
+    "half events go out": 2,
     "a trial never ends": 6,
     "an engine serves every model": 4,
     "an engine that was not asked yet serves every model": 6,
-    "text is said again": 8,
-    "tokens before the break are not counted": 8,
     "a stream goes on with the D that died": 1,
-    "the least is not lowered": 11,
-    "it goes on where text was held back": 8,
-    "log-probabilities begin anew": 19,
-    "one break is survived, not two": 8,
+    "one break is survived, not two": 2,
+    "what was in an event is said again": 1,
+    "P gets the prompt alone": 1,
+    "tokens go to another prompt": 1,
+    "any ticket is good": 1,
+    "the rest is another answer's": 1,
+    "names of calls are compared": 8,
 }
 
 

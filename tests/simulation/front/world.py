@@ -7,11 +7,12 @@
    and no proof outlives an engine once its next life has been heard of.
 4. Nothing stays behind: no leg, ticket, place, load or task.
 5. What a D has finished is not computed again.
-6. A greedy stream goes on when its D dies, as long as there is another that takes requests.
+6. A stream goes on when its D dies, as long as there is another that takes requests and asks for the answer so far.
 7. A model that a D has listed is not unknown.
 8. Where requests name their P's, no other is asked.
 9. A D whose loads fail loads for no client, once that is known and as long as another D loads.
 10. What all D's refuse is refused by none twice.
+11. A D gets the answer so far of its own request alone, and only behind the same prompt; asked again, the same one.
 """
 
 from __future__ import annotations
@@ -129,6 +130,7 @@ def draw(rng: random.Random, requests: int = 150) -> SeedPlan:
     )
     for kind in decodes:  # drawn last, so that all else stays what it was
         kind.deaf = not kind.sound and rng.random() < 0.3
+        kind.older, kind.dated = (not kind.sound and rng.random() < 0.15 for _ in range(2))
     return plan
 
 
@@ -265,7 +267,8 @@ class FrontWorld:
         known = any(model in (instance.cards or ()) for instance in worker.fleet.of(Role.DECODE))
         app = self.apps[worker.front.own_url]
         path = "/v1/chat/completions" if chat else "/v1/completions"
-        headers = [(b"content-type", b"application/json")]
+        name = f"{rng.getrandbits(64):x}"
+        headers = [(b"content-type", b"application/json"), (b"x-request-id", name.encode())]
         if self.plan.settings["sidecar"]:
             named = [engine.address for engine in self.prefills if engine.kind.model == model]
             headers.append((HEADER, ", ".join(rng.sample(named, rng.randint(0, len(named)))).encode()))
@@ -286,10 +289,11 @@ class FrontWorld:
         prompts = prompt if isinstance(prompt, list) and not chat else [prompt]
         right = ["".join(words(p, count)) for p in prompts for _ in range(copies)]
         if stream and call.status == 200:
-            verdict = _of_stream(call, body, ids_of(prompt))
+            spoken = [tokens for decode in self.decodes.values() for tokens in decode.spoken.get(name, ())]
+            verdict = _of_stream(call, body, ids_of(prompt), spoken if body.get("temperature") else [[]])
             first = self.plan.decodes[0]
             lasts = self.plan.goes_on and first.sound and model == first.model
-            if verdict == "broken off" and lasts and body.get("temperature") == 0:
+            if verdict == "broken off" and lasts and not any(name in d.unlike for d in self.decodes.values()):
                 self.problems.append(f"promise 6: a stream broke that could go on: {call.body[-400:]!r}")
         else:
             verdict = _of_whole(call, right)
@@ -314,6 +318,7 @@ class FrontWorld:
                     if engine.kind.sound and instance.broke:
                         self.problems.append(f"promise 2: sound {engine.name} is blamed: {instance.last_error}")
             self.problems += self._asked_in_vain()
+            self.problems += [f"promise 11: {what}" for decode in self.decodes.values() for what in decode.odd]
             if all(decode.kind.refuses for decode in self.decodes.values()):
                 for decode in self.decodes.values():
                     if twice := [one for one, times in decode.refused.items() if times > 1]:
@@ -398,13 +403,15 @@ def _of_whole(call: ClientCall, right: list[str]) -> str:
     if fields.get("kv_transfer_params") is not None:
         return "wrong"
     got = [c["text"] if "text" in c else c["message"]["content"] for c in fields["choices"]]
-    return "right" if got == right and all(c["finish_reason"] == "length" for c in fields["choices"]) else "wrong"
+    hidden = not any(c.get("token_ids") or c.get("prompt_token_ids") for c in fields["choices"])  # none has asked
+    ended = all(c["finish_reason"] == "length" for c in fields["choices"])
+    return "right" if got == right and ended and hidden else "wrong"
 
 
 def _draw_stream(body: dict[str, Any], rng: random.Random) -> None:
     """Draw longer answers, with all options of a stream."""
     limit = "max_completion_tokens" if "messages" in body else "max_tokens"
-    body |= {"temperature": rng.choice((0, 0, 0, 1)), limit: rng.choice((1, 3, 20, 60))}
+    body |= {"temperature": rng.choice((0, 0, 1)), limit: rng.choice((1, 3, 20, 60))}
     if "messages" in body and rng.random() < 0.1:
         body[limit] = None
     if rng.random() < 0.3:
@@ -418,12 +425,20 @@ def _draw_stream(body: dict[str, Any], rng: random.Random) -> None:
         body["return_token_ids"] = True
     if rng.random() < 0.4:
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": rng.random() < 0.5}
-    if "messages" not in body and rng.random() < 0.2:
-        body["logprobs"] = 1
+    if rng.random() < 0.2:
+        body["logprobs"] = True if "messages" in body else 1
+    if "messages" in body and rng.random() < 0.4:
+        body["tools"] = [{"type": "function", "function": {"name": "f"}}]
 
 
-def _of_stream(call: ClientCall, body: dict[str, Any], ids: list[int]) -> str:
-    want = understood(right_stream(body, ids, ROOM))
+def _of_stream(call: ClientCall, body: dict[str, Any], ids: list[int], spoken: list[list[int]]) -> str:
+    """Return what became of a stream. `spoken`: what D's have said, if they sample."""
+    found = [_of_one(call, body, ids, tokens) for tokens in spoken]
+    return next((verdict for verdict in ("right", "broken off") if verdict in found), "wrong")
+
+
+def _of_one(call: ClientCall, body: dict[str, Any], ids: list[int], tokens: list[int]) -> str:
+    want = understood(right_stream(body, ids, ROOM, tokens))
     try:
         got = understood(call.body)
     except (ValueError, KeyError, TypeError):
@@ -432,8 +447,14 @@ def _of_stream(call: ClientCall, body: dict[str, Any], ids: list[int]) -> str:
         return "right" if got == want else "wrong"
     if not got["error"]["message"] or got["forms"] - want["forms"]:
         return "wrong"
-    parts = ("text", "ids", "offsets", "chances")
-    return "broken off" if all(want[part][: len(got[part])] == got[part] for part in parts) else "wrong"
+    parts = ("text", "reasoning", "ids", "offsets", "chances")
+    calls = all(
+        mine.startswith(his)
+        for index, call_of in got["tools"].items()
+        for mine, his in zip(want["tools"].get(index, ("", "")), call_of, strict=True)
+    )
+    begins = calls and all(want[part][: len(got[part])] == got[part] for part in parts)
+    return "broken off" if begins else "wrong"
 
 
 @dataclass

@@ -296,7 +296,8 @@ def test_a_stream_that_d_dropped_ends_in_an_error_and_never_looks_complete() -> 
             begun = next(pieces)
             c.decode[0].behaviour.paused = False
             *said, error, done = data(begun + b"".join(pieces))
-        assert done == "[DONE]" and json.loads(error)["error"]["code"] == "PD-META-022"
+        assert done == "[DONE]" and json.loads(error)["error"]["code"] == "PD-META-024"
+        assert "for lack of KV blocks" in error and "no token ids" in error
         assert len(said) == 2 and not any("finish_reason" in piece for piece in said)
 
 

@@ -229,7 +229,7 @@ def test_a_stream_that_breaks_ends_with_an_error_frame() -> None:
             *pieces, error, done = events(answer)
             assert len(pieces) == 2 and done == "[DONE]"
             assert json.loads(error)["error"]["code"] == code
-            assert ("samples" in error) is (resume_tokens > 0), "why no D goes on with it"
+            assert ("no token ids" in error) is (resume_tokens > 0), "why no D goes on with it"
 
 
 @pytest.mark.parametrize("speaks", [False, True], ids=["not kept", "kept"])
@@ -289,13 +289,14 @@ def test_the_last_of_several_choices_still_finds_its_prompt() -> None:
         assert all(leg["prompt"] == ids_of("two") for leg in c.legs())
 
 
-def test_d_is_asked_for_token_ids_of_streams_that_can_go_on_and_p_is_not() -> None:
-    for resume_tokens in (0, 1000):
-        with cluster(resume_tokens=resume_tokens) as c:
-            for more in ({"stream": True, "temperature": 0}, {"stream": True}, {"temperature": 0}):
+def test_d_is_asked_for_token_ids_of_answers_that_can_go_on_and_p_is_not() -> None:
+    for settings in ({"resume_tokens": 0}, {"resume_tokens": 1000}, {"resume_seeded": False}):
+        with cluster(**settings) as c:
+            for more in ({"stream": True, "temperature": 0}, {"stream": True}, {}, {"seed": 5}, {"n": 2}):
                 assert c.complete("x", **more).status_code == 200
                 asked = "return_token_ids" in c.decode[0].generations()[-1].body
-                assert asked is (len(more) == 2 and resume_tokens > 0), more
+                seeded = "seed" in more and "resume_seeded" in settings
+                assert asked is (settings.get("resume_tokens") != 0 and "n" not in more and not seeded), more
             assert not any("return_token_ids" in leg for leg in c.legs())
 
 

@@ -44,6 +44,7 @@ GIVEN: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "resume_tokens": ("--resume-tokens 0", 0, ("-1",)),
     "resume_bytes": ("--resume-mib 1", 1 << 20, ("-1",)),
     "resume_ceiling": ("--engine-max-new-tokens 9", 9, ("-1",)),
+    "resume_seeded": ("--no-resume-seeded", False, ()),
     "canary": ("--no-canary", False, ()),
     "max_running": ("--max-running 1", 1, ("0",)),
     "max_waiting": ("--max-waiting 0", 0, ("-1",)),

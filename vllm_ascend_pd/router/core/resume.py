@@ -1,38 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of a stream that lets another D continue it, and the way to make that D's answer the rest of this one.
+"""State of an answer that lets another D go on with it, and the way to make that D's stream the rest of this one.
 
-Pure: bytes of whole events in, bytes for the client out. `StreamState.take` works in two ways. Events of the first D
-pass as they came, except for token ids that the client did not ask for. Of a later D only what the client has not seen
-passes, in the form and with the counts of the first D: a later D's prompt contains a part of the answer. It generates
-from a `Point` that may lie before the last token, because text may have been held back there.
+Pure: bytes of whole events in, bytes for the client out. The other D gets the same body, asks for the tokens so far
+and begins with them, so its stream repeats what the client has. `StreamState.take` passes the first D's events as they
+came, but for token ids that the client did not ask for, and of a later D's what lies beyond.
 """
 
 from __future__ import annotations
 
 import re
 from array import array
-from collections import deque
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 
-from vllm_ascend_pd.router.core.bodies import UNREADABLE, Request
-from vllm_ascend_pd.router.core.resumable import NotContinued, ResumableRequest, continued
+from vllm_ascend_pd.protocol.auth import prompt_hash
+from vllm_ascend_pd.router.core import bodies
+from vllm_ascend_pd.router.core.accumulated import IDS, Accumulated, NotContinued, RepeatedAnswer
+from vllm_ascend_pd.router.core.bodies import CHAT, UNREADABLE, Request, Shape
+from vllm_ascend_pd.router.core.pieces import Buffer
 
-MAX_AGAIN = 256  # most tokens that are generated again, from a point where no text was held back
-_OVERHEAD = 2048  # bytes of a kept stream, beside its ids
+MAX_TIMES = 8  # that one answer goes on: a request that kills each D must not do so for ever
+_BODY_BYTES = 8 << 20  # of the longest body that is kept
+_OVERHEAD = 2048  # bytes of a kept answer, beside its parts
 _DONE = b"data: [DONE]"
 _DATA = b"data: "
-# In the engine's JSON: within a string these quotes would be escaped. The list holds numbers only, no other list.
-_IDS = re.compile(rb'("token_ids"\s*:\s*)\[[0-9,\s]*\]')
-_KEY = b'"token_ids":['
-_PROMPT_KEY = b'"prompt_token_ids"'
-_PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*\[')
-_NULL = msgspec.Raw(b"null")
+_IDS = b'token_ids":['  # the end of two names; other spaces are another server's
+_SPACED_IDS = re.compile(rb'(token_ids"\s*:\s*)\[[^]]*\]')
 _RECOMPUTED = "recomputed"  # `stop_reason` of a request that D has dropped
 _STOP_BYTES = 64 << 10  # longer stop strings are not looked through
+_NULL = msgspec.Raw(b"null")
+# Parts of a choice that grow, and what they are when nothing of them is new.
+_PARTS: dict[str, Any] = {"text": "", "delta": {}, "logprobs": None, IDS: []}
 
 
 def stops_at_recomputed(fields: Mapping[str, msgspec.Raw]) -> bool:
@@ -45,6 +46,31 @@ def stops_at_recomputed(fields: Mapping[str, msgspec.Raw]) -> bool:
     return stop == _RECOMPUTED or (isinstance(stop, list) and _RECOMPUTED in stop)
 
 
+def refusal(request: Request) -> str:
+    """Return why no other D can go on with a request's answer; empty if one can. This is all that does not go on."""
+    fields = request.fields
+
+    def asks(name: str, *harmless: object) -> bool:
+        return name in fields and bodies.small(fields, name) not in harmless
+
+    reasons = {
+        "it has several prompts": request.shape is not Shape.ONE,
+        "it has several choices, which come in any order": request.copies > 1 or asks("best_of", None, 1),
+        "it is a beam search, which has no tokens before its end": bodies.flag(fields, "use_beam_search"),
+        "it repeats the prompt": bodies.flag(fields, "echo"),
+        "it asks for the prompt's own log-probabilities": asks("prompt_logprobs", None),
+        "its prompt is more than tokens": request.has_media or asks("prompt_embeds", None),
+        "its body is too long to be kept": request.size > _BODY_BYTES,
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
+
+
+def has_generator(request: Request) -> bool:
+    """Return whether a request has a random generator of its own, which no other D can take over."""
+    fields = request.fields
+    return bodies.small(fields, "seed") is not None and bodies.small(fields, "temperature") != 0
+
+
 class Cut(Enum):
     """Reason that D itself gave for ending a stream early."""
 
@@ -53,37 +79,13 @@ class Cut(Enum):
     FAILED = "it said that it failed"
 
 
-class Point(NamedTuple):
-    """A count of tokens after which another D can continue: behind `tokens` tokens no text was held back.
-
-    The text of those tokens has `text` characters; their log-probabilities cover `offset` characters.
-    """
-
-    tokens: int = 0
-    text: int = 0
-    offset: int = 0
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    role: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[msgspec.Raw] | None = None
-
-
-class _Logprobs(msgspec.Struct):
-    tokens: list[str] = []
-    text_offset: list[int] = []
-
-
 class _Choice(msgspec.Struct):
     index: int = 0
     text: str | None = None
-    delta: _Delta | None = None
-    token_ids: list[int] | None = None
+    delta: dict[str, Any] | None = None
+    logprobs: dict[str, Any] | None = None
+    token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]] | None = None
     prompt_token_ids: msgspec.Raw = _NULL
-    logprobs: msgspec.Raw = _NULL
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -102,90 +104,104 @@ class _AnswerEvent(msgspec.Struct):
 
 
 _EVENT = msgspec.json.Decoder(_AnswerEvent)
-_LOGPROBS = msgspec.json.Decoder(_Logprobs | None)
 
 
 class StreamState:
-    """State of one stream that another D needs to continue it. `max_length`: limit of tokens of prompt and answer."""
+    """State of one answer that another D needs to go on with it. `max_length`: limit of tokens of prompt and answer."""
 
-    def __init__(self, original: ResumableRequest, max_length: int) -> None:
-        self.original = original
-        self.times = 0  # continuations so far
-        self.ids = array("I")
+    def __init__(self, request: Request, max_length: int) -> None:
+        self.times = 0  # that it was to go on
+        self.given = 0  # tokens with which the D that answers begins
         self.finished = self.done = False
         self.cut: Cut | None = None
+        fields = request.fields
+        self._chat, self._body = request.route == CHAT, request.size
+        self.asked_ids = bodies.flag(fields, "return_token_ids")
+        options = bodies.small(fields, "stream_options")
+        self._usage = isinstance(options, dict) and bool(options.get("include_usage"))
+        self._stops_at_recomputed = stops_at_recomputed(fields)
         self._max_length = max_length
-        self._stops_at_recomputed = stops_at_recomputed(original.fields)
         self._unfit = ""
         self._prompt, self._prompt_tokens = b"", 0
         self._head: dict[str, Any] = {}
-        self._answer = 0  # tokens that the client has
-        self._released = 0  # characters of text that the client has
-        self._offset = 0
-        self._marks = deque([Point()])  # where no text was held back: the last ones, that may be needed
-        self._usage_sent = False
-        # Of a later D: where it began, the tokens that it must repeat, and how much of its text the client has.
-        self._from = Point()
-        self._again: list[int] = []
-        self._skip = 0
+        self._seen = Accumulated()
+        self._repeats: RepeatedAnswer | None = None
+        self._held: list[dict[str, Any]] = []  # what lies beyond in some part, while another is still repeated
 
     @property
     def size(self) -> int:
         """Estimated bytes of memory."""
-        return _OVERHEAD + self.original.size + len(self._prompt) + 4 * len(self.ids) + 128 * len(self._marks)
+        return _OVERHEAD + self._body + len(self._prompt) + self._seen.size + 4 * len(self._seen.ids)
 
-    def give_up(self, why: str) -> None:
-        """Keep nothing of the stream any more: it cannot be continued. The client still gets it as it comes."""
-        self._unfit = self._unfit or why
-        self._prompt, self.ids = b"", array("I")
-        self._marks.clear()
+    @property
+    def ids(self) -> array[int]:
+        """Tokens of the answer so far."""
+        return self._seen.ids
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and answer."""
+        return self._prompt_tokens + len(self.ids)
 
     @property
     def unfit(self) -> str:
-        """Reason that the stream cannot be continued; empty if it can."""
+        """Reason that no other D can go on; empty if one can."""
         return self._unfit or ("" if self._prompt else "its D returns no token ids")
 
     @property
-    def first(self) -> bool:
-        """True while the first D answers."""
-        return self.times == 0
+    def gave_up(self) -> bool:
+        return bool(self._unfit)
+
+    def give_up(self, why: str) -> None:
+        """Keep nothing of the answer any more. The client still gets it as it comes."""
+        self._unfit = self._unfit or why
+        self._prompt, self._seen, self._body = b"", Accumulated(), 0
 
     # -- from one D to the next
 
-    def point(self) -> Point:
-        """Return where to go on. Raise NotContinued."""
-        if self.unfit:
-            raise NotContinued(self.unfit)
-        # A stop string that is completed later begins at most `stop` characters before the end of the text so far,
-        # which is what D has released and the `held` characters that it may hold back.
-        latest = self._released + self.original.held - self.original.stop
-        found = next((mark for mark in reversed(self._marks) if mark.text <= latest or not mark.tokens), None)
-        if found is None or len(self.ids) - found.tokens > MAX_AGAIN:
-            raise NotContinued(
-                f"D held text back, or sent several tokens in each event (--stream-interval), for over {MAX_AGAIN} tokens"
-            )
-        return found
-
-    def next_request(self, room: int) -> Request:
-        """Return the request for another D, whose events `take` expects next. `room`: see `continued`.
+    def go_on(self) -> bool:
+        """Expect the stream of another D from `take`. Return whether tokens came since the last time.
 
         Raise NotContinued.
         """
-        point = self.point()
-        request = continued(self.original, self._prompt, self._prompt_tokens, self.ids, point.tokens, room)
-        self._from, self._again = point, list(self.ids[point.tokens :])
-        self._skip = max(0, self._released - point.text)
-        self.cut = None
-        self.times += 1
-        return request
+        if self.unfit:
+            raise NotContinued(self.unfit)
+        if self.times == MAX_TIMES:
+            raise NotContinued(f"it went on {MAX_TIMES} times")
+        came = len(self.ids) > self.given
+        self.times, self.given, self.cut = self.times + 1, len(self.ids), None
+        self._repeats, self._held = RepeatedAnswer(self._seen), []
+        return came
+
+    def tokens(self, prompt: str) -> list[int] | None:
+        """Return the tokens with which D begins; None if its prompt, of which this is the hash, is another one."""
+        if not self.given:
+            return []
+        ids = msgspec.json.decode(b"[" + self._prompt + b"]", type=list[int])
+        return list(self.ids[: self.given]) if prompt == prompt_hash(ids) else None
+
+    def take_whole(self, answer: Buffer) -> bool:
+        """Take in a whole answer that D has dropped. Return whether another one can go on behind it."""
+        try:
+            read = _EVENT.decode(answer)
+        except UNREADABLE:
+            return False
+        self._seen = Accumulated()
+        self._note(read)
+        self.finished = False
+        if self.unfit or self.times == MAX_TIMES or len(self.ids) <= self.given:
+            return False
+        self.times, self.given = self.times + 1, len(self.ids)
+        return True
 
     def ending(self) -> bytes:
         """Return the rest of a stream whose last token is out: usage, if it was asked for, and the end."""
         said = b""
-        if self.original.usage and not self._usage_sent:
-            prompt, answer = self._prompt_tokens, self._answer
+        if self._usage:
+            prompt, answer = self._prompt_tokens, len(self.ids)
             usage = {"prompt_tokens": prompt, "total_tokens": prompt + answer, "completion_tokens": answer}
-            said = _written({**self._head, "choices": [], "usage": usage})
+            form = "chat.completion.chunk" if self._chat else "text_completion"
+            said = _DATA + msgspec.json.encode({**self._head, "object": form, "choices": [], "usage": usage}) + b"\n\n"
         return said + _DONE + b"\n\n"
 
     # -- events
@@ -193,199 +209,140 @@ class StreamState:
     def take(self, stream: bytes) -> bytes:
         """Return what the client gets of whole events, up to one that cuts the stream.
 
-        Raise NotContinued if a later D's answer does not match the first D's.
+        Raise NotContinued if a later D's answer does not begin with what the client has.
         """
         out: list[bytes] = []
         for event in stream.split(b"\n\n"):
             if not event.strip():
                 continue
             if event.startswith(_DONE):
+                if self._repeats is not None and not self._repeats.over:
+                    raise NotContinued("the other D ends it earlier")
                 self.done = True
                 out.append(event + b"\n\n")
             elif not event.startswith(_DATA):
                 out.append(event + b"\n\n")
             else:
-                rewritten = self._event(event)
+                out.append(self._event(event))
                 if self.cut is not None:
                     break
-                out.append(rewritten)
         return b"".join(out)
 
     def _event(self, event: bytes) -> bytes:
         try:
             read = _EVENT.decode(event[len(_DATA) :])
         except UNREADABLE:
-            if not self.first:
+            if self.times:
                 raise NotContinued("an event of the other D is not understood") from None
             self.give_up("an event of its D is not understood")
             return event + b"\n\n"
         if read.error is not None:
             if not isinstance(read.error.code, int) or read.error.code >= 500:
                 self.cut = Cut.FAILED
+                return b""
             return event + b"\n\n"
         choice = read.choices[0] if read.choices else None
-        if choice is not None:
+        if choice is not None and choice.finish_reason is not None:
             if choice.stop_reason == _RECOMPUTED and not self._stops_at_recomputed:
                 self.cut = Cut.DROPPED
             elif choice.finish_reason == "abort":
                 self.cut = Cut.ABORTED
             if self.cut is not None:
                 return b""
-        else:
-            self._usage_sent = True
-        if not self.first:
-            return self._later(event, choice)
+        if self.times:
+            return self._later(event, read)
         if not self._unfit:
-            if not self._prompt or not self._head:
-                self._note_head(read, choice)
-            self._note(choice, len(read.choices))
+            self._note(read)
         return self._as_asked(event, choice)
 
-    def _note_head(self, read: _AnswerEvent, choice: _Choice | None) -> None:
-        if not self._head:
-            form = "chat.completion.chunk" if self.original.chat else "text_completion"
-            self._head = {"id": read.id, "object": form, "created": read.created, "model": read.model}
+    def _note(self, read: _AnswerEvent) -> None:
+        """Take in what goes to the client."""
+        choice = read.choices[0] if read.choices else None
         if not self._prompt:
-            ids = memoryview(read.prompt_token_ids)
-            if choice is not None and bytes(ids[:1]) != b"[":
-                ids = memoryview(choice.prompt_token_ids)
-            if bytes(ids[:1]) == b"[" and len(ids) > 2:
-                self._prompt = bytes(ids[1:-1])
-                self._prompt_tokens = self._prompt.count(b",") + 1
-
-    def _note(self, choice: _Choice | None, count: int) -> None:
-        """Take in an event of the first D."""
+            self._head = self._head or {"id": read.id, "created": read.created, "model": read.model}
+            self._prompt = _prompt_of(read)
+            self._prompt_tokens = self._prompt.count(b",") + bool(self._prompt)
         if choice is None:
+            self._usage = False
             return
-        if count != 1 or choice.index != 0:
+        if len(read.choices) != 1 or choice.index:
             self.give_up("it has several choices")
-            return
-        text, delta = choice.text or "", choice.delta
-        if delta is not None:
-            text = delta.content or ""
-            if (
-                delta.reasoning
-                or delta.reasoning_content
-                or delta.tool_calls
-                or (choice.token_ids and delta.content is None)
-            ):
-                self.give_up("what parses its answer has a state")
-                return
-        if choice.token_ids is None and text:
-            self.give_up("its D returns no token ids")
-            return
-        tokens = choice.token_ids or []
-        self._count(tokens, text, choice, bool(text) and len(tokens) == 1)
-
-    def _count(self, tokens: list[int], text: str, choice: _Choice, single: bool) -> None:
-        """Count what goes to the client. `single`: one token with text, so no part of a character waits for more."""
-        self.ids.extend(tokens)
-        self._answer += len(tokens)
-        self._released += len(text)
-        self.finished = self.finished or choice.finish_reason is not None
-        if self._prompt_tokens + self._answer > self._max_length:
-            self.give_up(f"it has more than {self._max_length} tokens")
-            return
-        if (
-            self.original.fields.get("logprobs") is not None
-            and (logprobs := _LOGPROBS.decode(choice.logprobs))
-            and logprobs.tokens
+        elif choice.token_ids is None and (
+            choice.text or any(v for k, v in (choice.delta or {}).items() if k != "role")
         ):
-            self._offset = (
-                logprobs.text_offset[-1] + len(logprobs.tokens[-1]) + (0 if self.first else self._from.offset)
-            )
-        if not single:
-            return
-        self._marks.append(Point(len(self.ids), self._released + self.original.held, self._offset))
-        latest = self._released + self.original.held - self.original.stop
-        while len(self._marks) > 1 and self._marks[1].text <= latest:
-            self._marks.popleft()
+            self.give_up("its D returns no token ids")
+        else:
+            self.finished = self.finished or choice.finish_reason is not None
+            seen = self._seen
+            seen.ids.extend(choice.token_ids or ())
+            if choice.delta is not None:
+                seen.take(choice.delta, ("delta",))
+            if choice.text is not None or choice.logprobs is not None:
+                seen.take({"text": choice.text, "logprobs": choice.logprobs})
+            if self._prompt_tokens + len(seen.ids) > self._max_length:
+                self.give_up(f"it has more than {self._max_length} tokens")
 
     def _as_asked(self, event: bytes, choice: _Choice | None) -> bytes:
         """Return the event without token ids, unless the client asked for them.
 
         A chat's parser that waits for more text sends events with nothing but ids: those are left out.
         """
-        if not self.original.asked_ids:
-            if choice is not None and choice.token_ids:
-                if choice.delta == _Delta() and choice.finish_reason is None and bytes(choice.logprobs) == b"null":
-                    return b""
-                event = _without(event)
-            if _PROMPT_KEY in event:
-                event = _without_prompt(event)
+        if not self.asked_ids:
+            swallowed = choice is not None and choice.delta == {} and choice.token_ids
+            if choice is not None and swallowed and choice.finish_reason is None and choice.logprobs is None:
+                return b""
+            event = without_ids(event)
         return event + b"\n\n"
 
     # -- what a later D says
 
-    def _later(self, event: bytes, choice: _Choice | None) -> bytes:
+    def _later(self, event: bytes, read: _AnswerEvent) -> bytes:
         said = msgspec.json.decode(event[len(_DATA) :])
-        said |= self._head
+        said |= {name: value for name, value in self._head.items() if name in said}
         said.pop("metrics", None)  # they cover only this D's part
-        if said.get("usage"):
-            self._correct(said["usage"])
-        if choice is None:
-            return _written(said)
-        tokens = choice.token_ids
-        if tokens is None or len(said["choices"]) != 1:
-            raise NotContinued("the other D returns no token ids")
-        again = min(len(tokens), len(self._again))
-        if tokens[:again] != self._again[:again]:
-            raise NotContinued("the other D computes other tokens")
-        del self._again[:again]
-        if choice.finish_reason is not None and self._again:
+        if (prompt := _prompt_of(read)) and self._prompt and prompt != self._prompt:
+            raise NotContinued("the prompt is another one there")
+        if self._repeats is not None and self._repeats.over:
+            self._repeats = None
+        repeats, choice = self._repeats, said["choices"][0] if read.choices else {}
+        parts = {name: choice[name] for name in _PARTS if choice.get(name) is not None}
+        if repeats is None:
+            choice |= self._seen.renamed(parts)
+            return self._passed(said)
+        beyond, ends = repeats.beyond(parts), choice.get("finish_reason") is not None
+        if ends and not repeats.over:
             raise NotContinued("the other D ends it earlier")
-        text, seen = choice.text or "", min(self._skip, len(choice.text or ""))
-        self._skip -= seen
-        if self._skip and (len(tokens) > again or choice.finish_reason is not None):
-            raise NotContinued("the other D writes the same tokens otherwise")
-        single = bool(text) and len(tokens) == 1 and not again
-        text, tokens = text[seen:], tokens[again:]
-        if not (text or tokens or choice.finish_reason is not None):
-            return b""
+        if beyond or (ends and not self.finished):
+            choice |= {name: _PARTS[name] for name in parts} | beyond
+            if "prompt_token_ids" in choice:
+                choice["prompt_token_ids"] = None
+            self._held.append(said)
+        return b"".join(map(self._passed, self._flushed())) if repeats.over else b""
+
+    def _flushed(self) -> list[dict[str, Any]]:
+        held, self._held, self._repeats = self._held, [], None
+        return held
+
+    def _passed(self, said: dict[str, Any]) -> bytes:
+        """Let an event go to the client, as if the first D had written it."""
+        event = _DATA + msgspec.json.encode(said)
+        read = _EVENT.decode(event[len(_DATA) :])
         if not self._unfit:
-            self._count(tokens, text, choice, single)
-        said["choices"] = [self._framed(said["choices"][0], choice, text, tokens, again)]
-        return _written(said)
-
-    def _framed(
-        self, written: dict[str, Any], choice: _Choice, text: str, tokens: list[int], again: int
-    ) -> dict[str, Any]:
-        ids = tokens if self.original.asked_ids else None
-        if self.original.chat:
-            framed = {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": choice.finish_reason}
-            return framed | ({"stop_reason": choice.stop_reason} if choice.finish_reason else {}) | {"token_ids": ids}
-        written |= {"text": text, "prompt_token_ids": None, "token_ids": ids}
-        if written.get("logprobs"):
-            lists = {name: values[again:] for name, values in written["logprobs"].items() if values is not None}
-            lists["text_offset"] = [at + self._from.offset for at in lists["text_offset"]]
-            written["logprobs"] = lists
-        return written
-
-    def _correct(self, usage: dict[str, Any]) -> None:
-        """Move the answer's tokens in this D's prompt from the prompt's count to the answer's."""
-        usage["prompt_tokens"] -= self._from.tokens
-        usage["completion_tokens"] += self._from.tokens
-        details = usage.get("prompt_tokens_details")
-        if details and details.get("cached_tokens"):
-            details["cached_tokens"] = min(details["cached_tokens"], usage["prompt_tokens"])
+            self._note(read)
+        return self._as_asked(event, read.choices[0] if read.choices else None)
 
 
-def _without(event: bytes) -> bytes:
-    """Return the event with null for the answer's ids. vLLM's own spacing is the fast way; the pattern takes any."""
-    at = event.rfind(_KEY)
-    if at < 0:
-        return _IDS.sub(rb"\1null", event)
-    at += len(_KEY)
-    return event[: at - 1] + b"null" + event[event.index(b"]", at) + 1 :]
+def _prompt_of(read: _AnswerEvent) -> bytes:
+    """Return the ids of the prompt as they stand in a list; empty if there are none."""
+    for raw in (read.prompt_token_ids, *(choice.prompt_token_ids for choice in read.choices[:1])):
+        if len(ids := bytes(raw)) > 2 and ids[:1] == b"[":
+            return ids[1:-1].replace(b" ", b"")
+    return b""
 
 
-def _without_prompt(event: bytes) -> bytes:
-    found = _PROMPT_IDS.search(event)
-    if found is None:
-        return event
-    end = event.index(b"]", found.end()) + 1
-    return event[: found.end() - 1] + b"null" + event[end:]
-
-
-def _written(said: dict[str, Any]) -> bytes:
-    return _DATA + msgspec.json.encode(said) + b"\n\n"
+def without_ids(said: bytes) -> bytes:
+    """Return an engine's JSON with null for each list of token ids. Within a string its quotes would be escaped."""
+    first, *parts = said.split(_IDS)
+    if not parts:
+        return _SPACED_IDS.sub(rb"\1null", said)
+    return _IDS[:-1].join((first, *(b"null" + part[part.index(b"]") + 1 :] for part in parts)))
