@@ -527,6 +527,10 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         (*FEWER, chosen),
     ),
     (
+        Engines("dsa 2to1 keys in int8 mtp", p=Side(2, drafts=1), **{**DSA_MTP, "flags": (*ROOM, *KEYS_IN_INT8)}),
+        (*FEWER, chosen, drafts),
+    ),
+    (
         # P stores index keys in runs of tokens.
         Engines(
             "dsa 1to1 int8 mtp",
@@ -938,7 +942,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
 # Models whose caches 0.30 lays out otherwise, of which no more was shown there than HERE. Its connector for what D
 # preempts is another one.
 ELSEWHERE = ("dsv32", "dsv4", "glm5")
-HERE = ("dsa 1to1", "dsa 1to1 keys in int8", "dsv4 1to1", "dsv4 2to1", "dsv4 1to1 mtp")
+HERE = ("dsa 1to1", "dsa 1to1 keys in int8", "dsa 2to1 keys in int8 mtp", "dsv4 1to1", "dsv4 2to1", "dsv4 1to1 mtp")
 MORE = [
     (
         replace(engines, release=OLDER)
