@@ -144,7 +144,7 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "PD-META-024": Entry(
         "{problem} No other instance can go on with exactly this stream: {why}.",
-        "Send it again. docs/metaserver.md says which streams go on when their decode instance fails.",
+        "Send it again. docs/metaserver.md says which answers go on when their decode instance fails.",
     ),
     "PD-META-025": Entry(
         "The decode instance broke off, and no other could go on with the stream: {why}.",

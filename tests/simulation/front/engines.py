@@ -296,8 +296,10 @@ class FrontDecode(FrontEngine):
         loads: list[Load] = []
         given: list[int] = []
         if params.get("continue"):
+            if self.kind.dated:
+                self.unlike.add(request_id)
             given = await self._so_far(params, ids_of(prompts[0]))
-            if self.kind.dated or (not given and body.get("temperature")):
+            if not given and body.get("temperature"):
                 self.unlike.add(request_id)
         if params.get("do_remote_prefill"):
             wanted = [prompt for prompt in prompts for _ in range(body.get("n") or 1)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client has of an answer, and what another engine's stream of the same answer has beyond it.
+"""The part of an answer that a client has, and the part of another engine's stream that lies beyond it.
 
 Pure. A stream's deltas are objects whose strings and lists grow; where they are cut means nothing. A part of an answer
 is named by its path in a delta. In a list of objects with an `index` the index is a step of the path; their `id` and
