@@ -28,7 +28,16 @@ from vllm_ascend_pd.observe.metrics import PushPromMetrics, PushStats
 from vllm_ascend_pd.observe.trace import TraceFile
 from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 from vllm_ascend_pd.roles import EndedRequests, SchedulerRole, StepMetadata, WorkerNews, WorkerRole
-from vllm_ascend_pd.vllm_patches import compat, first_token, older_groups, patience, resets, standstill, tried
+from vllm_ascend_pd.vllm_patches import (
+    compat,
+    first_token,
+    given_tokens,
+    older_groups,
+    patience,
+    resets,
+    standstill,
+    tried,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -282,7 +291,7 @@ def _scheduler(
             "whole": first_token.can_fail(),
             "fails": fails,
             "yields": not lacks[tried.STANDSTILL],
-            "gives": first and not tried.untried(tried=tried.TRIED_GIVEN),
+            "gives": first and not given_tokens.unproven(vllm_config),
         }
         made = DecodeScheduler(engine, waiting, **facts)
     for change, why in lacks.items():

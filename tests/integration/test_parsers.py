@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from continued import answers_of_another
 from pairs import Pair, PairMaker
 from test_first_token import CHAT, computed, streamed, taken
 
@@ -142,3 +143,34 @@ def test_tool_calls_are_as_one_engines(pair: Pair, case: ParserCase) -> None:
 @pytest.mark.parametrize("case", WITH_REASONING, ids=lambda case: case.name)
 def test_reasoning_is_as_one_engines(pair: Pair, case: ParserCase) -> None:
     check(pair, case)
+
+
+def check_goes_on(pair: Pair, ports: list[int], case: ParserCase) -> None:
+    """Check answers that D goes on with: its parsers make of all tokens what one engine's do."""
+    (d,) = pair.decode
+    body = chat_body_of(f"please go on with this: {case.name} " * 8, 80, **case.more)
+    one, events = post(pair.prefill.url, body, CHAT), streamed(pair.prefill.url, CHAT, body)
+    (choice,), prompt = one["choices"], one["prompt_token_ids"]
+    expected, ids = message(choice), choice["token_ids"]
+    assert expected[case.has], repr(one)[:1500]
+    counts = sorted({1, 2, len(ids) // 3, len(ids) // 2, len(ids) - 1} - {0})
+    with answers_of_another(pair.prefill, ports[-1]) as router:
+        for count in counts:
+            answer = post(d.url, router.body(body, prompt, ids[:count]), CHAT)
+            assert message(answer["choices"][0]) == expected, count
+            assert answer["usage"]["completion_tokens"] == len(ids)
+            assert joined(streamed(d.url, CHAT, router.body(body, prompt, ids[:count]))) == joined(events), count
+        router.check(2 * len(counts))
+
+
+@pytest.mark.parametrize("pair", [TOOLS], indirect=True, ids=["tools"])
+@pytest.mark.parametrize("case", WITH_TOOLS, ids=lambda case: case.name)
+def test_tool_calls_go_on(pair: Pair, ports: list[int], case: ParserCase) -> None:
+    check_goes_on(pair, ports, case)
+
+
+@pytest.mark.parametrize("pair", [REASONING], indirect=True, ids=["reasoning"])
+@pytest.mark.parametrize("case", WITH_REASONING, ids=lambda case: case.name)
+def test_reasoning_goes_on(pair: Pair, ports: list[int], case: ParserCase) -> None:
+    """A grammar, which begins behind the reasoning, is advanced over given tokens by vLLM itself."""
+    check_goes_on(pair, ports, case)

@@ -127,7 +127,7 @@ def install_on_worker(vllm_config: Any) -> str:
     for one in batch.__subclasses__():
         if _ADDED in vars(one):
             return f"the batch {one.__name__} was not tried"
-    if not _is_second(vllm_config):
+    if not is_second(vllm_config):
         wrap(batch, _ADDED, _with_token)
     return ""
 
@@ -143,14 +143,14 @@ def _with_token(original: Any) -> Any:
     return add_request
 
 
-def _is_second(vllm_config: Any) -> bool:
+def is_second(vllm_config: Any) -> bool:
     """Return whether the engine's workers have vLLM's second model runner."""
     return bool(getattr(vllm_config, "use_v2_model_runner", False))
 
 
 def _batches(vllm_config: Any) -> Any:
     """Return the class whose `add_request` takes a new request in."""
-    if _is_second(vllm_config):
+    if is_second(vllm_config):
         from vllm.v1.worker.gpu.states import RequestState
 
         return RequestState
@@ -164,7 +164,7 @@ def unproven(vllm_config: Any) -> str:
     if why := untried():
         return why
     if vllm_config.kv_transfer_config.is_kv_consumer:
-        second, drafts = _is_second(vllm_config), vllm_config.speculative_config is not None
+        second, drafts = is_second(vllm_config), vllm_config.speculative_config is not None
         if second and (why := untried(tried=TRIED_SECOND)):
             return f"{why} with the second model runner"
         if drafts and (why := untried(tried=TRIED_DRAFTS)):
@@ -195,7 +195,7 @@ def _other_shape(vllm_config: Any, scheduler: type) -> str:
     for one in scheduler.__mro__[: scheduler.__mro__.index(Scheduler)]:
         if _OUTPUTS_READ in vars(one) and not _reads(vars(one)[_OUTPUTS_READ], f"super().{_OUTPUTS_READ}"):
             return f"the scheduler {one.__name__} reads a step's outputs without vLLM's own method"
-    second = _is_second(vllm_config)
+    second = is_second(vllm_config)
     if second and not _reads(getattr(scheduler, _SCHEDULE), f"req.{_ALL_TOKENS}"):
         return f"the scheduler {scheduler.__name__} does not hand all tokens of a new request to the workers"
     found = _differing(

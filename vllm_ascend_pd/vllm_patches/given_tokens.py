@@ -12,8 +12,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_ascend_pd.vllm_patches.first_token import logprob_rows, tell_workers
+from vllm_ascend_pd.vllm_patches.first_token import is_second, logprob_rows, tell_workers
 from vllm_ascend_pd.vllm_patches.one_by_one import GIVEN
+from vllm_ascend_pd.vllm_patches.tried import TRIED_GIVEN, untried
+
+
+def unproven(vllm_config: Any) -> str:
+    """Return why no request of this engine begins with given tokens, P's first token aside; empty: they do."""
+    if is_second(vllm_config):
+        return "it was not tried with the second model runner"
+    return untried(tried=TRIED_GIVEN)
 
 
 def refusal(request: Any) -> str:
@@ -24,6 +32,10 @@ def refusal(request: Any) -> str:
         return "it is a session"
     if getattr(request, "prompt_is_token_ids", None) is not None or request.mm_features:
         return "its prompt is not only text"
+    if request.lora_request is not None:
+        return "it has an adapter, with which this was not tried"
+    if getattr(request.sampling_params, "thinking_token_budget", None) is not None:
+        return "it limits its reasoning, with which this was not tried"
     if request.sampling_params.prompt_logprobs is not None:
         return "it asks for log-probabilities of its prompt"
     return "it has outputs already" if request.num_output_tokens else ""

@@ -172,10 +172,13 @@ def aborted_while_it_goes_on_leaves_nothing() -> None:
 
 def a_router_that_says_nothing_is_not_waited_for_long() -> None:
     with site() as pair:
-        going_on.ANSWER_S = 0.3
-        pair.speaks.clear()
-        go_on(pair, "mute", given(4), 2)
-        pair.speaks.set()
+        usual, going_on.ANSWER_S = going_on.ANSWER_S, 0.3
+        try:
+            pair.speaks.clear()
+            go_on(pair, "mute", given(4), 2)
+        finally:
+            pair.speaks.set()
+            going_on.ANSWER_S = usual
         check(tokens_of(ended(pair, "mute")) == [5, 5], f"{pair.decode.answers}")
         counted = begun_anew(pair)
         check(sum(counted.values()) == 1 and set(counted) <= {"late", "PD-XFER-001"}, f"{counted}")
@@ -190,6 +193,16 @@ class AnyButOne:
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         self.accepted += tokens
         return self.refused not in tokens
+
+
+def blocks_of_given_tokens_are_cached() -> None:
+    """A later request finds what P has brought of the answer in D's prefix cache."""
+    with site() as pair:
+        go_on(pair, "first", given(70), 72)
+        check(tokens_of(ended(pair, "first")) == [*given(70), 5, 5], f"{pair.decode.answers}")
+        pair.decode.add("again-d", "first", [*prompt("first", LENGTH), *given(70)], {}, 1)
+        ended(pair, "again")
+        check(pair.decode.computed["again-d"] == 10, f"five blocks of 32 are cached: {pair.decode.computed}")
 
 
 def a_grammar_is_advanced_over_the_answer() -> None:
@@ -233,6 +246,7 @@ SCENARIOS: tuple[Callable[[], None], ...] = (
     a_client_gives_no_tokens,
     a_router_that_says_nothing_is_not_waited_for_long,
     aborted_while_it_goes_on_leaves_nothing,
+    blocks_of_given_tokens_are_cached,
     a_grammar_is_advanced_over_the_answer,
     log_probabilities_have_a_row_for_each_token,
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers that go on at another D, on this vLLM's own scheduler and our connectors of P and D, without a model.
+"""Answers that go on at another D, on vLLM's own scheduler and our connectors of P and D, without a model.
 
 In a process of its own, because the engines there have a device with an NPU's layout. Scenarios: going_on.py.
 """
@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tools.support.environments import NEWEST, RELEASES, beside
+from vllm_ascend_pd.vllm_patches.tried import TRIED_GIVEN, VLLM, untried
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 SCENARIOS = (
@@ -24,16 +27,25 @@ SCENARIOS = (
     "a_client_gives_no_tokens",
     "a_router_that_says_nothing_is_not_waited_for_long",
     "aborted_while_it_goes_on_leaves_nothing",
+    "blocks_of_given_tokens_are_cached",
     "a_grammar_is_advanced_over_the_answer",
     "log_probabilities_have_a_row_for_each_token",
 )
 
 
-@pytest.fixture(scope="module")
-def errors() -> dict[str, str]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        NEWEST,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in RELEASES if not untried({VLLM: one}, TRIED_GIVEN)),
+    ],
+)
+def errors(request: pytest.FixtureRequest) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV"))}
     env |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    command = [sys.executable, HERE / "going_on.py"]
+    env |= {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    python = sys.executable if request.param == NEWEST else beside(request.param, "--python")
+    command = [python, HERE / "going_on.py"]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
