@@ -38,7 +38,7 @@ Vector = dict[Labels, float]
 
 
 class Page(NamedTuple):
-    """What one target answered at one moment, with the labels that the scraper adds."""
+    """The answer of one target at one moment, with the labels that the scraper adds."""
 
     at_s: float
     target: dict[str, str]
