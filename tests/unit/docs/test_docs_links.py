@@ -8,6 +8,7 @@ import re
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 import pytest
 
@@ -22,6 +23,7 @@ PAGES = sorted(
 READMES = (Path("README.md"), Path("README.zh-CN.md"))
 SCREEN = 50  # lines
 LONGEST_CELL = 300
+SCRIPTS = ("./scripts/quickstart.sh", "./scripts/test.sh")
 
 
 def links(text: str) -> list[str]:
@@ -82,15 +84,29 @@ def test_both_readmes_lead_to_the_same_places() -> None:
 
 
 def commands(text: str) -> list[str]:
-    """Return the commands in blocks of code, without their comments."""
-    blocks = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
-    return [line for line in lines if re.match(r"(\./|scripts/|python|pip|vllm|curl|\")", line)]
+    """Return the commands in blocks of code, without comments and variables; a quotation may go on in the next line."""
+    found = []
+    for block in re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        whole = ""
+        for line in block.splitlines():
+            whole += re.sub(r" +# .*", "", line).strip() if not whole else f" {line.strip()}"
+            if whole.count("'") % 2 == 0:
+                found.append(re.sub(r"^(?:[A-Z_]+=\S+ )+", "", whole).replace("{ ", "{"))
+                whole = ""
+    return [line for line in found if re.match(r"(\./|scripts/|python|pip|vllm|curl|\")", line)]
 
 
 def test_commands_in_both_readmes_are_the_same() -> None:
     one, other = (commands((ROOT / page).read_text()) for page in READMES)
-    assert one == other == ["./scripts/quickstart.sh", "./scripts/test.sh"]
+    assert one == other
+    assert [line.split()[0] for line in one] == ["pip", "vllm", "vllm", "vllm-ascend-pd", "curl", *SCRIPTS]
+
+
+@pytest.mark.parametrize("readme", READMES, ids=str)
+def test_the_readmes_five_lines_are_those_that_are_explained(readme: Path) -> None:
+    page = commands((ROOT / "docs" / "start.md").read_text())
+    ours = commands((ROOT / readme).read_text())
+    assert [line for line in ours if line.startswith(("vllm", "curl"))] == page[-4:]
 
 
 class ComparedLine(NamedTuple):
@@ -141,19 +157,65 @@ def test_both_readmes_have_the_same_structure() -> None:
 
 
 @pytest.mark.parametrize("readme", READMES, ids=str)
-def test_the_readme_is_three_sentences_a_picture_two_commands_what_ran_the_combinations_and_links(readme: Path) -> None:
+def test_the_readme_is_three_sentences_a_picture_a_start_a_comparison_what_ran_and_links(readme: Path) -> None:
     text = (ROOT / readme).read_text()
     parts = re.split(r"^#+ .*$", text, flags=re.MULTILINE)
     kinds = [kind for kind, _ in itertools.groupby(line.kind for line in structure(readme))]
-    assert len(parts) == 6, "the title, then the picture, the commands, what ran where, the links"
-    _, beginning, picture, two, ran, listed = parts
-    wanted = "heading prose heading code heading code prose heading row prose row heading row prose"
+    assert len(parts) == 7, "the title, then the picture, the start, the comparison, what ran where, the links"
+    _, beginning, picture, start, compared, ran, listed = parts
+    wanted = (
+        "heading prose heading prose heading code prose code heading row prose heading row prose row heading row prose"
+    )
     assert kinds == wanted.split()
     sentences = re.findall(r"[^.。]+(?:\.(?!\s|$)[^.。]*)*[.。](?=\s|$)", beginning.strip().partition("\n\n")[2])
     assert len(sentences) == 3, sentences
-    assert "══6══▶" in picture and len(commands(two)) == 2
-    assert MARKS.begin in ran and MARKS.end in ran
-    assert len(links(listed)) > 20 and "docs/start.md" in links(listed)
+    assert "](docs/path.svg)" in picture and len(commands(start)) == 7
+    names = ("AscendPushConnector", "MooncakeLayerwiseConnector", "MooncakeConnector", "NixlConnector")
+    assert cells(next(line for line in compared.splitlines() if line[:1] == "|"))[1:] == list(names)
+    assert MARKS.begin in ran and MARKS.end in ran and "`scripts/npu_selfcheck.sh`" in ran
+    assert len(links(listed)) > 20 and "docs/runbook.md" in links(listed)
+
+
+@pytest.mark.parametrize("readme", READMES, ids=str)
+def test_what_the_comparison_measures_is_what_the_runs_printed(readme: Path) -> None:
+    """The figures of README's table stand in the generated tables and outputs that it names."""
+    text = (ROOT / readme).read_text()
+    rows = [cells(line) for line in text.splitlines() if line.startswith("|")][2:9]
+    killed, first, warm = rows[1], rows[5], rows[6]
+    migration, kinds, performance = (
+        (ROOT / "docs" / f"{page}.md").read_text() for page in ("migration", "kinds", "performance")
+    )
+    ran = {cells(line)[0]: cells(line)[1:] for line in migration.splitlines() if line.startswith("|")}
+    during = ran["P killed during its prefill"]
+    assert "62 s" in during[0] and "62 s" in killed[1] and "90 s" in during[1] and "90 s" in killed[2]
+    assert during[2].startswith("HTTP 500") and killed[3] == "HTTP 500"
+    assert first[1:4] == ran["TP 1 → 1: median time to the first token, 1500 tokens"]
+    (cached,) = re.findall(
+        r"^ *2048, 0 on D +\d+ \(\S+\) +(\d+) \(\S+\) +(\d+) \(\S+\) +(\d+) \(.*NOT MET", performance, re.MULTILINE
+    )[:1]
+    mooncake, nixl, ours = cached
+    assert (warm[1], warm[3], warm[4]) == (f"{ours} ms", f"{mooncake} ms", f"{nixl} ms")
+    table = kinds.split("## Beside vLLM's own connectors")[1].split("<!--")[1]
+    of_kinds = [cells(line) for line in table.splitlines() if line.startswith("|")][2:]
+    wrong = [{row[0] for row in of_kinds if "**wrong**" in row[column]} for column in (1, 3, 2)]
+    assert len(of_kinds) == 13 and "13" in rows[0][0]
+    assert [len(kinds) for kinds in wrong] == [0, 2, 2]
+    assert all(any(name in kind for kind in wrong[1]) for name in ("gpt-oss", "Mamba-2")), rows[0][3]
+    assert all(any(name in kind for kind in wrong[2]) for name in ("gpt-oss", "Gemma-3")), rows[0][4]
+
+
+def test_the_picture_is_read_in_light_and_dark() -> None:
+    """A picture of a README has no page around it: its own style has both sets of colours, and it has a title."""
+    root = ElementTree.parse(ROOT / "docs" / "path.svg").getroot()
+    style = "".join(root.itertext())
+    light, dark = style.split("@media (prefers-color-scheme: dark)")
+    for selector in ("text {", ".b {", ".a {", ".k {", "#h path {"):
+        assert selector in light and selector in dark, selector
+    steps = re.findall(
+        r"\b(\d) [^\W\d]", " ".join(each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}text"))
+    )
+    assert steps == [str(number) for number in range(1, 10)]
+    assert root.find("{http://www.w3.org/2000/svg}title") is not None
 
 
 @pytest.mark.parametrize("readme", READMES, ids=str)

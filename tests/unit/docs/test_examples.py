@@ -181,9 +181,9 @@ def test_unequal_sizes_are_unequal_and_not_configured_twice() -> None:
 def test_the_commands_for_ones_own_engines_are_accepted_and_find_each_other() -> None:
     page = "docs/start.md"
     text = (ROOT / page).read_text()
-    (block,) = (part for part in text.split("```") if "--model MODEL --port" in part)
+    (block,) = (part for part in text.split("```") if "serve MODEL --port" in part)
     words = shlex.split(block, comments=True)
-    starts = [i for i, word in enumerate(words) if word in ("python", "vllm-ascend-pd", "curl")]
+    starts = [i for i, word in enumerate(words) if word in ("vllm", "vllm-ascend-pd", "curl")]
     prefill, decode, front = (words[a:b] for a, b in itertools.pairwise(starts))
     for command, where in ((prefill, "P_HOST"), (decode, "D_HOST"), (front, "META_HOST")):
         check(command, f"{page}: {where}")
