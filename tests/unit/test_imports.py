@@ -148,7 +148,7 @@ CEILINGS = {
     "prefill": 4050,
     "protocol": 4450,
     "regroup": 1000,
-    "router": 8750,
+    "router": 9000,
     "shared": 1000,
     "transport": 2000,
     "viewer": 650,
