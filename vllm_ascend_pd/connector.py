@@ -67,6 +67,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
         if kv_cache_config is not None:
             admission.check_groups(kv_cache_config)
         self._engine = engine
+        self._transfer = vllm_config.kv_transfer_config
         self.patience = patience.Patience(self._open_loads, self._due_s)
         self._scheduler, self._worker = SchedulerRole(), WorkerRole()  # these do nothing; one is replaced below
         self._legacy_invalid_blocks: set[int] = set()
@@ -213,6 +214,8 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
             for (stage, *again, tp), facts in by_worker.items()
         }
         self._scheduler.attach_workers(workers)
+        role = "prefill" if self._transfer.is_kv_producer else "decode"
+        log.info("%s", self._engine.summary(role, workers))
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         return self._groups

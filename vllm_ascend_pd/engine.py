@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd import admission
+from vllm_ascend_pd import __version__, admission
 from vllm_ascend_pd.config import MAX_VERSION, PushConfig
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, LayerKind
 from vllm_ascend_pd.protocol.auth import Secrets, prompt_hash
 from vllm_ascend_pd.protocol.identity import Endpoint, dp_rank_of, incarnation
-from vllm_ascend_pd.protocol.versions import fingerprint
+from vllm_ascend_pd.protocol.versions import OURS, fingerprint
 from vllm_ascend_pd.secret_files import load_secrets
 from vllm_ascend_pd.shared.adapters import adapter_identity
 from vllm_ascend_pd.shared.exposure import check_exposure
@@ -82,6 +82,18 @@ class Engine:
             secrets=load_secrets(push.channel),
             listeners_before=admission.listening_offsets(parallel)[0],
             ranks_here=admission.ranks_here(parallel),
+        )
+
+    def summary(self, role: str, workers: Mapping[tuple[int, int], WorkerFacts]) -> str:
+        """Return, for the log at the start, what this engine is to its peers."""
+        cache = merge_geometries(workers)
+        listening = ", ".join(str(facts.endpoint) for _, facts in sorted(workers.items()) if facts.endpoint is not None)
+        layers = sum(len(stage) for stage in cache.stages)
+        return (
+            f"vllm_ascend_pd {__version__}, {role} engine {self.incarnation}, protocol {OURS}, known as {self.known_as}, "
+            f"side channel {listening or 'dials only'}, secret {'yes' if self.secrets else 'NO'}, "
+            f"{self.config.wire.transport} transport, TP {cache.tp_size} x PP {len(cache.stages)}, {layers} layers, "
+            f"{cache.kv_heads} KV heads, blocks of {cache.covers} tokens, {cache.dtype}"
         )
 
     def port_of(self, worker: int) -> int:

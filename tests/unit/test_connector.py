@@ -41,7 +41,7 @@ from unit.kits.connectors import (
     tensors,
 )
 from unit.kits.watching import until
-from vllm_ascend_pd import admission, plugin
+from vllm_ascend_pd import __version__, admission, plugin
 from vllm_ascend_pd.connector import AscendPushConnector, StepMetadata
 from vllm_ascend_pd.decode.scheduler.first_tokens import FirstTokenReceiver
 from vllm_ascend_pd.engine import merge_geometries
@@ -57,6 +57,7 @@ BLOCKED_IMPORT = """
 import sys
 for absent in ("mooncake", "torch_npu", "vllm_ascend"):
     sys.modules[absent] = None
+from vllm_ascend_pd import __version__
 from vllm_ascend_pd.connector import AscendPushConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 assert AscendPushConnector.requires_piecewise_for_cudagraph({}) is True
@@ -147,6 +148,33 @@ def test_the_scheduler_role_opens_nothing_until_the_workers_are_known(role: str)
 def test_a_model_that_is_not_proven_stops_the_start() -> None:
     with pytest.raises(ValueError, match="PD-CONF-005"):
         AscendPushConnector(vllm_config(), KVConnectorRole.SCHEDULER, cache_config(attention(dtype=torch.int8)))
+
+
+@pytest.mark.parametrize(("role", "word"), [("kv_producer", "prefill"), ("kv_consumer", "decode")])
+def test_an_engine_says_at_its_start_what_it_is(role: str, word: str, caplog: pytest.LogCaptureFixture) -> None:
+    workers = [connector(role, KVConnectorRole.WORKER, tensor_parallel_size=2, rank=rank) for rank in range(2)]
+    for worker in workers:
+        worker.register_kv_caches(tensors(1))
+    scheduler = connector(role, KVConnectorRole.SCHEDULER, tensor_parallel_size=2)
+    shakes = {rank: worker.get_handshake_metadata() for rank, worker in enumerate(workers)}
+    with caplog.at_level(logging.INFO, "vllm_ascend_pd.connector"):
+        scheduler.set_xfer_handshake_metadata(shakes)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "vllm_ascend_pd.connector"]
+    assert line.startswith(f"vllm_ascend_pd {__version__}, {word} engine ")
+    listening = ", ".join(str(s.facts.endpoint) for s in shakes.values() if s.facts.endpoint)
+    assert f"side channel {listening or 'dials only'}, secret NO, " in line and bool(listening) == (word == "decode")
+    assert f"TP 2 x PP 1, {len(LAYERS)} layers, " in line and f"blocks of {BLOCK} tokens" in line
+    for one in (*workers, scheduler):
+        one.shutdown()
+
+
+def test_a_prefill_engine_that_is_taken_for_a_decode_engine_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    made = connector("kv_producer", KVConnectorRole.SCHEDULER)
+    made.on_new_request(request("own", {"do_remote_decode": True}))
+    assert not caplog.records
+    made.on_new_request(request("swapped", {"do_remote_prefill": True, "metaserver": "http://h:1", "ticket": "t"}))
+    assert "request swapped is to load its KV, but this is a prefill engine (kv_role kv_producer)" in caplog.text
+    made.shutdown()
 
 
 def test_stages_and_ranks_tell_their_layers_by_pp_and_tp() -> None:

@@ -44,6 +44,8 @@ _TOKEN_IDS = range(3, 256)  # they are in every vocabulary
 _CANARY_TIMEOUT_S = 60.0
 _LOOK_EVERY_S = 0.25
 _AT_ONCE = 8
+_ASKED_FOR_NONE = "it asked for no KV; its log says why, also if it is a prefill engine"
+_SHOWN = 4  # instances in one message
 _BACKOFF = Backoff(first_s=1.0, longest_s=30.0)
 
 Pair = tuple[str, str]
@@ -72,9 +74,24 @@ class Canary:
         self._proves = proves
         self._in_flight: dict[asyncio.Task[None], Pair] = {}
         self._failed: dict[Pair, _FailedPair] = {}
-        self.last_error = "no canary has been answered yet"
+        self._last_error = "no canary has been answered yet"
+        self._prefills_served = False
 
     # -- what is known
+
+    @property
+    def last_error(self) -> str:
+        """Why no pair is proven: a role of which no instance serves, or how the last canary failed."""
+        for role in Role:
+            instances = self._front.fleet.of(role)
+            if not any(_up(instance) for instance in instances):
+                seen = [
+                    f"{i.name} is {i.condition().value}{f' ({i.last_error})' if i.last_error else ''}"
+                    for i in instances
+                ]
+                more = f", and {len(seen) - _SHOWN} more" if len(seen) > _SHOWN else ""
+                return f"no {role.value} instance is usable: {', '.join(seen[:_SHOWN]) or 'none is named'}{more}"
+        return self._last_error
 
     def proven(self) -> list[Pair]:
         """Return the pairs that are up and over which KV has come, and comes."""
@@ -108,12 +125,25 @@ class Canary:
                 await asyncio.sleep(_LOOK_EVERY_S)
                 if self._proves:
                     METRICS.ready.set(self.ready())
+                    self._watch_prefills()
                 if self._front.settings.canary and not self._front.closing:
                     self._send_out()
         finally:
             for task in self._in_flight:
                 task.cancel()
             await asyncio.gather(*self._in_flight, return_exceptions=True)
+
+    def _watch_prefills(self) -> None:
+        """Log when the last usable P goes, and when one is back."""
+        serves = self._front.fleet.serves(Role.PREFILL)
+        if serves != self._prefills_served and not (self._front.settings.sidecar or self._front.closing):
+            self._prefills_served = serves
+            refuses = self._front.settings.without_prefill == "refuse"
+            instead = "clients get 503" if refuses else "decode engines compute the prompts"
+            if serves:
+                log.info("prefill instances are usable")
+            else:
+                log.warning("no prefill instance is usable: %s (--without-prefill)", instead)
 
     def _send_out(self) -> None:
         """Send a canary for each engine that is in no proven pair and has none in flight, if its circuit admits one.
@@ -162,7 +192,7 @@ class Canary:
         message = f"{prefill.name} to {decode.name}: {problem}"
         if before is None or before.problem != problem:  # only a change, not each repetition
             log.warning("not proven: %s", message)
-        self.last_error = message
+        self._last_error = message
 
     async def _try(self, prefill: Instance, decode: Instance) -> str:
         """Send a canary and return what went wrong; empty if nothing."""
@@ -186,7 +216,7 @@ class Canary:
         if (problem := answer.problem()) or (not failing and (prefill.name, decode.name) in self.proven()):
             return problem
         details = [detail for name, _, detail in exchange.stages if name == "not loaded"]
-        return f"D computed the prompt by itself: {details[-1] if details else 'it asked for no KV; its log says why'}"
+        return f"D computed the prompt by itself: {details[-1] if details else _ASKED_FOR_NONE}"
 
     def _headers(self) -> Headers:
         headers = [(b"content-type", b"application/json"), (b"x-request-id", b"canary-" + uuid.uuid4().hex.encode())]

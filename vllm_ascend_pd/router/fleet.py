@@ -595,8 +595,10 @@ class Fleet:
             instance.healthy = False
         instance.served += evidence is Evidence.SERVED
         instance.broke += evidence in (Evidence.BROKE, Evidence.UNREACHED)
-        if instance.circuit.open and not was_open and instance.answered:
-            log.warning("%s %s takes no requests: %s", instance.role.value, instance.name, why)
-            self._lost(instance, why)
+        if instance.circuit.open and not was_open:
+            state = "takes no requests" if instance.answered else "has not answered yet"
+            log.warning("%s %s %s: %s", instance.role.value, instance.name, state, why)
+            if instance.answered:
+                self._lost(instance, why)
         elif was_open and not instance.circuit.open:
             log.info("%s %s takes requests again", instance.role.value, instance.name)

@@ -29,6 +29,7 @@ FIRST_BYTE_S = 20.0  # from the accept to the first byte, and from there to the 
 HANDSHAKES = 1024  # under way, some 50 MB; a further one ends the oldest of them, which is no client's by then
 _SHARE = 4  # one caller may have a quarter of all connections once all places are taken
 _ACCEPTS = 64  # in one turn of the loop
+_SAID_S = 10.0  # at least between two lines of the log about that
 _NO_FILES_S = 1.0  # until the next accept when this process has no file handle left, and none to give up
 _OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
@@ -164,6 +165,7 @@ class ConnectionGate:
         self._silent: OrderedDict[Place, tuple[socket.socket, float]] = OrderedDict()  # until when
         self._sweep: asyncio.TimerHandle | None = None
         self._handshakes = handshakes
+        self._say_at = 0.0
         self._starting: dict[asyncio.Task[None], Place] = {}
 
     def open(self, listening: socket.socket) -> None:
@@ -204,8 +206,12 @@ class ConnectionGate:
             except OSError as problem:
                 if problem.errno not in _OURS:
                     raise
-                if not self.places.give_up_one():
-                    log.warning("no connection can be accepted: %s", problem)
+                gave = self.places.give_up_one()
+                if self._loop.time() >= self._say_at:
+                    self._say_at = self._loop.time() + _SAID_S
+                    ended = "idle connections are ended for new ones" if gave else "no connection can be accepted"
+                    log.warning("%s: %s (%d callers; raise ulimit -n)", ended, problem, len(self.places))
+                if not gave:
                     self._loop.remove_reader(listening)
                     self._listening[listening] = self._loop.call_later(_NO_FILES_S, self.open, listening)
                 return  # a closed socket's handle is free in the next turn

@@ -9,7 +9,7 @@ from dataclasses import astuple
 from typing import Any
 
 from vllm_ascend_pd.router.canary import Canary
-from vllm_ascend_pd.router.core.decisions import Condition
+from vllm_ascend_pd.router.core.decisions import Condition, Role
 from vllm_ascend_pd.router.front import Front
 
 # The worst state that any worker sees comes first.
@@ -30,6 +30,7 @@ def worker_report(worker: int, front: Front, canary: Canary, file_problem: str, 
         "canary_error": canary.last_error,
         "file_error": file_problem,
         "closing": front.closing,
+        "prefills": front.fleet.serves(Role.PREFILL) or front.settings.sidecar,
         "running": front.turnstile.keeper.running,
         "waiting": front.turnstile.keeper.waiting,
         "instances": [instance.facts() for instance in front.fleet],
@@ -57,6 +58,7 @@ def sum_of(reports: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return {
         "now": time.time(),
         "ready": mine["ready"],
+        "prefills": mine["prefills"],
         "proven": mine["proven"],
         "canary_error": mine["canary_error"],
         "file_error": mine["file_error"],

@@ -16,7 +16,7 @@ from vllm_ascend_pd.decode.scheduler.core.book import AWAITED, OPEN, LoadBook
 from vllm_ascend_pd.decode.scheduler.core.first_tokens import Wanted
 from vllm_ascend_pd.decode.scheduler.core.load import LoadEffect, LoadState
 from vllm_ascend_pd.decode.scheduler.core.routes import Ticket, read_ticket
-from vllm_ascend_pd.errors import LocalProtocolError
+from vllm_ascend_pd.errors import LocalProtocolError, PdError
 from vllm_ascend_pd.geometry.layout import Group
 from vllm_ascend_pd.metadata import LoadEnd
 from vllm_ascend_pd.protocol.dialects import Meet
@@ -78,8 +78,14 @@ FORGED = [
 
 @pytest.mark.parametrize("changes", FORGED, ids=str)
 def test_a_forged_ticket_is_prefilled_locally_with_the_reason(changes: dict[str, Any]) -> None:
-    assert isinstance(read_ticket({**GOOD, **changes}, ALLOWED), str)
-    assert isinstance(read_ticket({**GOOD, **changes}, frozenset()), str)
+    assert isinstance(read_ticket({**GOOD, **changes}, ALLOWED), PdError | str)
+    assert isinstance(read_ticket({**GOOD, **changes}, frozenset()), PdError | str)
+
+
+def test_a_metaserver_that_is_not_listed_is_named_with_its_code() -> None:
+    refused = read_ticket({**GOOD, "metaserver": "http://10.9.9.9:8000" + "/x" * 1000}, ALLOWED)
+    assert isinstance(refused, PdError) and refused.code == "PD-META-001"
+    assert "http://10.9.9.9:8000" in str(refused) and len(str(refused)) < 500
 
 
 # -- one load

@@ -176,7 +176,7 @@ class ListenerWithoutFiles(socket.socket):
         return super().accept()
 
 
-async def test_without_a_free_file_handle_the_longest_idle_connection_goes() -> None:
+async def test_without_a_free_file_handle_the_longest_idle_connection_goes(caplog: pytest.LogCaptureFixture) -> None:
     async with gate(most=100) as (opened, port):
         idle = await connect(port)
         assert await says(idle) == b"hello"
@@ -186,6 +186,10 @@ async def test_without_a_free_file_handle_the_longest_idle_connection_goes() -> 
             opened.open(listening)
             assert await says(await connect(listening.getsockname()[1])) == b"hello"
             assert await closed(idle)
+            assert caplog.text.count("idle connections are ended for new ones: [Errno 24]") == 1
+            listening.refused = False
+            assert await says(await connect(listening.getsockname()[1])) == b"hello"
+            assert listening.refused and caplog.text.count("[Errno 24]") == 1, "a storm is one line"
 
 
 @given(st.lists(st.tuples(st.sampled_from(["enter", "turn", "leave"]), st.integers(0, 9), st.sampled_from(Activity))))

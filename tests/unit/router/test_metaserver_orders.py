@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tools.support.process import free_port
 from unit.router.cluster import FakeCluster, asked_until, cluster, data, events, texts, until
 from unit.router.fake_engine import FakeEngine, reservation_of, words
 from vllm_ascend_pd.protocol.versions import fingerprint
@@ -152,7 +154,29 @@ def test_an_engine_that_hangs_keeps_no_other_from_being_proven() -> None:
 
 def test_before_the_first_canary_the_reason_says_so() -> None:
     with cluster(prefill=0, canary=True) as c:
-        assert readiness(c).json()["last_error"] == "no canary has been answered yet"
+        assert readiness(c).json()["last_error"] == "no prefill instance is usable: none is named"
+
+
+def test_a_wrong_port_of_a_p_is_logged_and_named_by_readiness(caplog: pytest.LogCaptureFixture) -> None:
+    wrong = f"127.0.0.1:{free_port()}"
+    with caplog.at_level(logging.WARNING), cluster(prefill=0, canary=True) as c:
+        assert c.http.post("/instances", json={"role": "prefill", "url": wrong}).status_code == 201
+        until(lambda: f"prefill {wrong} has not answered yet: " in caplog.text)
+        until(lambda: f"{wrong} is down" in readiness(c).json()["last_error"])
+        assert "/health" in readiness(c).json()["last_error"]
+
+
+def test_the_last_usable_p_that_goes_is_logged_once_and_shown(caplog: pytest.LogCaptureFixture) -> None:
+    with cluster(prefill=1, canary=True) as c, caplog.at_level(logging.INFO):
+        until(lambda: c.http.get("/status").json()["prefills"] is True)
+        until(lambda: "prefill instances are usable" in caplog.text)
+        c.prefill[0].served.kill()
+        until(lambda: "no prefill instance is usable: decode engines compute the prompts" in caplog.text)
+        assert c.http.get("/status").json()["prefills"] is False
+        assert c.complete("x").status_code == 200
+        c.prefill[0].served.start()
+        until(lambda: caplog.text.count("prefill instances are usable") == 2)
+        assert caplog.text.count("no prefill instance is usable") == 1
 
 
 # -- blame

@@ -221,7 +221,7 @@ class DecodeScheduler(SchedulerRole):
         route: KvRoute | PdError | str | None = read_ticket(params, self._allowed)
         if route is not None and has_embeddings(request):
             route = "the prompt has embeddings"
-        elif isinstance(route, str) and "metaserver" in params:
+        elif isinstance(route, PdError | str) and "metaserver" in params:
             route = read_passing_router(params, request.request_id, self._allowed) or route
         elif isinstance(route, str):
             prompt = request.num_prompt_tokens, request_hash(request)

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 EXPIRED = "PD-XFER-001"  # the code of every missed deadline
 REMEMBERED = 4096
+NOT_DECODE = "this is a prefill engine (kv_role kv_producer): does the router take it for a decode engine?"
 POLL_S = 0.05  # workers do not announce that held blocks are free
 _WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
@@ -91,6 +92,9 @@ class PrefillScheduler(SchedulerRole):
         D runs that token and needs the cache as it was before it. So the prompt that is computed here ends before that
         token, unless D begins with P's first token. In either case nothing may be computed behind the prompt.
         """
+        params = request.kv_transfer_params
+        if isinstance(params, Mapping) and params.get("do_remote_prefill") is True and not is_prefill(params):
+            log.warning("request %s is to load its KV, but %s", request.request_id, NOT_DECODE)
         geometry = self._requests.geometry
         if geometry is None or not geometry.recomputes_last:
             return

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.protocol.dialects import Meet, PassingRouter
 
 MAX_TICKET = 256
+MAX_URL = 256  # of one that is refused, in the log
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class Ticket:
 KvRoute: TypeAlias = Ticket | Meet | PassingRouter  # who brings a request's KV
 
 
-def read_ticket(params: Mapping[str, Any] | None, allowed: frozenset[str]) -> Ticket | str | None:
+def read_ticket(params: Mapping[str, Any] | None, allowed: frozenset[str]) -> Ticket | PdError | str | None:
     """Return a ticket, or why there is none (the request is then prefilled locally), or None if none was meant.
 
     A client can reach an engine without a router: `params` may be any JSON.
@@ -37,8 +39,10 @@ def read_ticket(params: Mapping[str, Any] | None, allowed: frozenset[str]) -> Ti
     ):
         return None  # virtual: a warm-up that names no prefill engine; it is prefilled locally
     url, ticket = params.get("metaserver"), params.get("ticket")
-    if not isinstance(url, str) or url.rstrip("/") not in allowed:
-        return "its metaserver is not in metaserver_urls"
+    if not isinstance(url, str):
+        return "it names no metaserver"
+    if url.rstrip("/") not in allowed:
+        return PdError("PD-META-001", url=url[:MAX_URL])
     if not isinstance(ticket, str) or not 0 < len(ticket) <= MAX_TICKET or not ticket.isascii():
         return "it carries no ticket"
     return Ticket(url.rstrip("/"), ticket, params.get("send_tokens") is True, params.get("first_token") is True)
