@@ -12,6 +12,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import random
 import socket
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -19,11 +20,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import uvicorn
 from simulation.front.speech import AnswerOptions, Speaker, speak
 
 from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.decode.scheduler.metaserver import MetaserverClient, Outcome
+from vllm_ascend_pd.protocol.auth import prompt_hash
 from vllm_ascend_pd.protocol.reports import LoadReport, PushReport, params_of
 from vllm_ascend_pd.protocol.versions import fingerprint, may_pair
 from vllm_ascend_pd.shared.loop import LoopThread
@@ -469,10 +472,13 @@ class FakeEngine:
     async def _speech(self, seen: SeenRequest, send: Send) -> None:
         prompt = _prompts(seen.body)[0]
         ids = prompt if isinstance(prompt, list) else list(json.dumps(prompt).encode())
-        speaker = Speaker(seen.body, ids, "fake")
+        params = seen.body.get("kv_transfer_params") or {}
+        given = await _so_far(params, ids) if params.get("continue") else []
+        speaker = Speaker(seen.body, ids, self.incarnation, len(given))
         if not self.behaviour.keep_alive_s:
             await _head(send, 200, b"text/event-stream; charset=utf-8")
-        for i, said in enumerate(speak(ids, AnswerOptions.of(seen.body))):
+        dice = random.Random(self.incarnation) if seen.body.get("temperature") else None
+        for i, said in enumerate(speak(ids, AnswerOptions.of(seen.body), given, dice), -len(given)):
             if i == self.behaviour.break_after:
                 raise ConnectionAbortedError("as set")
             if i == self.behaviour.drops_after:
@@ -521,6 +527,14 @@ class FakeEngine:
         if self.behaviour.torn_at_end:
             await asyncio.sleep(0.05)
             raise ConnectionAbortedError("as set")
+
+
+async def _so_far(params: dict[str, Any], ids: list[int]) -> list[int]:
+    """As D: ask for the answer so far."""
+    wanted = {"ticket": params["ticket"], "prompt": prompt_hash(ids)}
+    async with httpx.AsyncClient(trust_env=False) as http:
+        answer = await http.post(f"{params['metaserver']}/v1/metaserver/answer", json=wanted)
+    return list(answer.json()["tokens"]) if answer.status_code == 200 else []
 
 
 def reservation_of(params: dict[str, Any]) -> dict[str, Any]:

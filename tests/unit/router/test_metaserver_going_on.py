@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers that go on with another D, over real sockets: D asks the metaserver for the tokens so far."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from simulation.front.speech import understood
+
+from unit.router.cluster import FakeCluster, cluster, until
+from vllm_ascend_pd.protocol.auth import prompt_hash
+
+PROMPT = [1, 2, 3]
+ANSWER = "/v1/metaserver/answer"
+
+
+def stream(c: FakeCluster, **more: Any) -> dict[str, Any]:
+    asked = {"temperature": 0.8, "max_tokens": 30, "min_tokens": 30, "return_token_ids": True, **more}
+    return understood(c.complete(PROMPT, stream=True, **asked).content)
+
+
+def test_a_sampled_stream_goes_on_with_another_d_by_the_same_body() -> None:
+    with cluster(decode=2) as c:
+        for d in c.decode:
+            d.behaviour.speaks, d.behaviour.gap_s = True, 0.005
+        c.decode[0].behaviour.break_after = 5
+        until(lambda: c.complete(PROMPT, max_tokens=1).status_code == 200 and all(d.generations() for d in c.decode))
+        before = len(c.decode[1].generations())
+        while len(c.decode[1].generations()) == before or not any(
+            s.body["kv_transfer_params"].get("continue") for s in c.decode[1].generations()[before:]
+        ):
+            answer = stream(c, stop_token_ids=[999])
+            assert "error" not in answer and len(answer["ids"]) == 30 and answer["finish"][0] == "length"
+        went_on = c.decode[1].generations()[-1].body
+        params = went_on.pop("kv_transfer_params")
+        assert params["continue"] is True and params["send_tokens"] is True and "first_token" not in params
+        assert (went_on["prompt"], went_on["temperature"], went_on["stop_token_ids"]) == (PROMPT, 0.8, [999])
+
+
+def test_a_stream_that_its_only_d_drops_goes_on_there() -> None:
+    with cluster() as c:
+        c.decode[0].behaviour.speaks, c.decode[0].behaviour.drops_after, c.decode[0].behaviour.gap_s = True, 7, 0.005
+        answer = stream(c)
+        assert "error" not in answer and len(answer["ids"]) == 30
+        assert [s.body["kv_transfer_params"].get("continue", False) for s in c.decode[0].generations()] == [False] + [
+            True
+        ] * 4
+
+
+def test_a_question_is_answered_to_who_has_the_ticket_and_the_prompt() -> None:
+    with cluster() as c:
+        c.decode[0].behaviour.speaks, c.decode[0].behaviour.gap_s = True, 0.03
+        asked = {"prompt": PROMPT, "stream": True, "max_tokens": 60, "min_tokens": 60, "temperature": 0}
+        with c.http.stream("POST", "/v1/completions", json=asked) as answer:
+            pieces = answer.iter_bytes()
+            assert next(pieces)
+            ticket = c.decode[0].generations()[-1].body["kv_transfer_params"]["ticket"]
+            first = c.http.post(ANSWER, json={"ticket": ticket, "prompt": prompt_hash(PROMPT)})
+            assert first.status_code == 200 and first.json() == {"tokens": []}, "nothing has gone on"
+            assert c.http.post(ANSWER, json={"ticket": "x", "prompt": "y"}).status_code == 404
+        for odd in (b"", b"{}", b"[1]", b'{"ticket": 1, "prompt": "x"}', b'{"ticket":"' + b"x" * 300 + b'"}'):
+            assert c.http.post(ANSWER, content=odd).status_code == 400
+        assert c.http.post(ANSWER, content=b" " * 5000).status_code == 413
+        assert c.http.get(ANSWER).status_code == 405
+
+
+def test_a_clients_own_continue_reaches_no_engine() -> None:
+    params = {"do_remote_prefill": True, "ticket": "x", "continue": True, "metaserver": "http://elsewhere"}
+    with cluster() as c:
+        for more in ({"kv_transfer_params": params}, {"vllm_xargs": {"kv_transfer_params": params}}):
+            assert c.complete("x", **more).status_code == 200
+            assert "continue" not in str(c.decode[0].generations()[-1].body)
+            c.http.post("/v1/embeddings", json={"input": "x", **more})
+            assert "continue" not in str(c.decode[0].seen[-1].body)
