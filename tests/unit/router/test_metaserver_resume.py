@@ -415,6 +415,8 @@ def test_a_whole_answer_that_was_dropped_goes_on_behind_its_tokens() -> None:
     assert kept.take_whole(dropped([1, 2, 3])) and kept.tokens(HASH) == [1, 2, 3] and not kept.finished
     for no in (dropped(None), dropped([]), dropped([1, 2, 3, 4], prompt_token_ids=None), b"{", b"[]"):
         assert not state_of({"prompt": "x"}).take_whole(no)
+    rows = {"tokens": ["a", "b"], "token_logprobs": [-1.0, -1.0], "text_offset": [0, 1], "top_logprobs": None}
+    assert not state_of({"prompt": "x"}).take_whole(dropped([1, 2], logprobs=rows)), "the next D has placeholders"
     for times in range(MAX_TIMES - 2):
         assert kept.take_whole(dropped([1] * (4 + times)))
     assert not kept.take_whole(dropped([1] * 99))

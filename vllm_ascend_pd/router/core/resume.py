@@ -186,6 +186,8 @@ class StreamState:
             read = _EVENT.decode(answer)
         except UNREADABLE:
             return False
+        if any(choice.logprobs is not None for choice in read.choices):
+            return False  # another D has placeholders for those of tokens that it was given, and nobody has these
         self._seen = Accumulated()
         self._note(read)
         self.finished = False
