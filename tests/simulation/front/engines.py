@@ -436,7 +436,6 @@ class FrontDecode(FrontEngine):
         app, asks = self.apps[params["metaserver"]], self._asks
         prompt = prompt_hash([*ids, self.lives] if self.kind.dated else ids)
         if self.kind.older or asks.random() < 0.05:
-            self.count("asks nothing" if self.kind.older else "question lost")
             return []
         answers = []
         for ticket in [params["ticket"]] * asks.choice((1, 1, 2)) + ["of none"]:
@@ -449,7 +448,6 @@ class FrontDecode(FrontEngine):
         statuses = [status for status, _ in ours]
         self.odd += [str(none)] if none[0] != 404 else []
         self.odd += [f"answered two ways: {ours}"] if len(set(ours)) > 1 and 404 not in statuses else []
-        self.count("dated" if self.kind.dated else "asked")
         self.odd += ["gave tokens to another prompt"] if self.kind.dated and 200 in statuses else []
         return read_so_far(ours[0][1]).tokens if statuses[0] == 200 else []
 
