@@ -24,6 +24,7 @@ from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
 from vllm_ascend_pd.geometry.plan import Job, StepPlanner
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
+from vllm_ascend_pd.prefill.scheduler.core.request import NewRequest
 from vllm_ascend_pd.protocol.auth import Secrets, prompt_hash, seal, unseal
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.router.core.bodies import for_prefill, parse
@@ -101,9 +102,9 @@ def walk(case: LongCase, length: int, costs: Costs) -> None:
     costs.bytes["reservation"] = len(sealed)
     costs.bytes["beside the prompt"] = len(body) - len(msgspec.json.encode(ids))
     with costs("P: check the reservation"):
-        pushes = PushBook(model="a model")
+        pushes = PushBook(model="a model", geometry=p)
         taken = unseal(base64.b64decode(read.reservation, validate=True), secrets)
-        refusal = pushes.admit("r", taken, length, prompt_hash(ids), "a push", p)
+        refusal = pushes.take(0.0, NewRequest("r", (length, prompt_hash(ids)), "a push", taken))
     if refusal is not None:
         raise SystemExit(f"refused: {refusal}")
     planner = StepPlanner(p, 0)

@@ -444,7 +444,7 @@ class SimulatedCluster:
                 "prompts": len(prefill.waiting) + len(prefill.running) + len(prefill.holding),
                 "pushes": prefill.book.open_count(),
                 "reports": len(prefill.reports),
-                **prefill.meetings.counts(),
+                **prefill.book.counts(),
                 "blocks": len(pool(prefill.geometry, prefill.shape.blocks)) - len(prefill.free),
             }
             _nothing(f"P{prefill.index}", left)

@@ -23,9 +23,9 @@ from vllm_ascend_pd.geometry.pairing import exchanged
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.geometry.substeps import room_for_a_block
 from vllm_ascend_pd.metadata import MissedExchange
+from vllm_ascend_pd.prefill.scheduler.core.fitting import opened
 from vllm_ascend_pd.prefill.scheduler.core.in_flight import Chunk
-from vllm_ascend_pd.prefill.scheduler.core.meetings import Holding
-from vllm_ascend_pd.prefill.scheduler.core.requests import NewRequest, opened
+from vllm_ascend_pd.prefill.scheduler.core.request import Holding, NewRequest
 from vllm_ascend_pd.protocol.auth import unseal
 from vllm_ascend_pd.protocol.first import Sample, Seed
 from vllm_ascend_pd.protocol.identity import TransferId
@@ -97,16 +97,13 @@ class PrefillEngine:
     def boot(self) -> None:
         self.alive = True
         self.scheduler = Process(self.cluster.world, f"P{self.index}.s")
-        book = self.cluster.mutation.book(model=MODEL)
         self.free = pool(self.geometry, self.shape.blocks)
         self._shared: Counter[int] = Counter()  # by block, the prompts that have it beside the first
         t = self.cluster.settings.timers
         holding = Holding(256, self._spare(), t.hold_s, t.meet_s)
-        meetings = self.cluster.mutation.meetings(book, self.scheduler.incarnation, holding)
-        meetings.geometry = self.geometry
-        self.requests = self.cluster.mutation.prefill_requests(book, meetings, self.cluster.mutation.computing())
-        self.book, self.meetings = self.requests.book, self.requests.meetings
-        self._alarm = Alarm(self.scheduler, self.meetings.next_wake, self._tick)
+        name = self.scheduler.incarnation
+        self.book = self.cluster.mutation.book(name, holding, model=MODEL, geometry=self.geometry)
+        self._alarm = Alarm(self.scheduler, self.book.next_wake, self._tick)
         self.waiting: deque[Prompt] = deque()
         self.running: list[Prompt] = []
         self.holding: dict[str, Prompt] = {}
@@ -186,7 +183,7 @@ class PrefillEngine:
         )
         if self.geometry.recomputes_last:
             self._take(prompt)
-            prompt.tokens -= self.requests.cuts(prompt.name)
+            prompt.tokens -= self.book.cuts(prompt.name)
         self.waiting.append(prompt)
         self._by_transfer[reservation.transfer] = prompt
         self._poke()
@@ -213,20 +210,20 @@ class PrefillEngine:
         if isinstance(reservation, Gone):
             raise Violation(f"P{self.index} cannot read {message}")
         self.cluster.world.stats["unwanted"] += isinstance(message, Unwanted)
-        self.requests.message(self.scheduler.clock(), peer, message, reservation)
+        self.book.message(self.scheduler.clock(), peer, message, reservation)
         self._met()
 
     def decode_gone(self, peer: str) -> None:
         """Handle the end of that D scheduler's connection."""
-        self.meetings.gone(self.scheduler.clock(), peer)
+        self.book.gone(peer)
         self._met()
 
     def _tick(self) -> None:
-        self.meetings.tick(self.scheduler.clock())
+        self.book.tick(self.scheduler.clock())
         self._met()
 
     def _met(self) -> None:
-        for peer, message in self.meetings.take():
+        for peer, message in self.book.take_messages():
             self.cluster.check_bound(self, message)
             self.cluster.to_offering(self, str(peer), message)
         self._alarm.set()
@@ -278,11 +275,11 @@ class PrefillEngine:
     def _send(self, chunks: list[PromptChunk]) -> None:
         lost, self._lost = self._lost, []
         for name in lost:
-            self.requests.preempted(name)
+            self.book.preempted(name)
         self._tell(chunks)
         fills = [self._fill(chunk) for chunk in chunks]
         preempted, self._preempted = self._preempted, False
-        meta = self.book.take_step(self.geometry)
+        meta = self.book.take_step()
         self._building = False
         if meta.empty and not fills:
             if preempted or self._asked:
@@ -405,7 +402,9 @@ class PrefillEngine:
                 self._beside.append(f"beside {chunk.prompt.name}")
                 computed.append(Chunk(self._beside[-1], chunk.hot, chunk.computed - chunk.hot, ids, replaces=True))
             computed.append(own)
-        self.requests.step(computed, beside, tables.__getitem__)
+        for name in beside:
+            self.book.finished(self.scheduler.clock(), name, holds_blocks=True, well=False, why="")
+        self.book.step(computed, tables.__getitem__)
 
     def _fill(self, chunk: PromptChunk) -> Fill:
         """Return what is filled: earlier steps computed the cached tokens, except the hot ones."""
@@ -414,7 +413,7 @@ class PrefillEngine:
         return Fill(chunk.prompt.push, chunk.prompt.content, chunk.tables, first, chunk.computed + chunk.count, before)
 
     def _take(self, prompt: Prompt) -> None:
-        if self.requests.knows(prompt.name):
+        if self.book.knows(prompt.name):
             return
         if (r := prompt.reservation) is not None:
             # settings that differ from D's
@@ -425,7 +424,7 @@ class PrefillEngine:
             name, text = (prompt.leg.name, str(prompt.leg.seed)) if prompt.leg is not None else ("", "")
             uuid = self.cluster.world.name("uuid")
             asked = NewRequest(prompt.name, (prompt.tokens, text), prompt.push, meets=name, uuid=uuid)
-        self.requests.take(self.scheduler.clock(), asked)
+        self.book.take(self.scheduler.clock(), asked)
         self._met()
 
     def _preempt(self, prompt: Prompt) -> None:
@@ -500,7 +499,7 @@ class PrefillEngine:
             del self._by_transfer[r.transfer]
         prompt.ended, prompt.stopped_before = self.cluster.world.now, self.stopped_s()
         self._give_back(prompt.tables.let_go(prompt.computed))
-        ending = self.requests.finished(
+        ending = self.book.finished(
             self.scheduler.clock(),
             prompt.name,
             holds_blocks=any(prompt.tables.ids),

@@ -189,7 +189,7 @@ def test_stages_and_ranks_tell_their_layers_by_pp_and_tp() -> None:
     scheduler = connector("kv_producer", KVConnectorRole.SCHEDULER, tensor_parallel_size=2, pipeline_parallel_size=2)
     shakes = {key: pickle.loads(pickle.dumps(worker.get_handshake_metadata())) for key, worker in workers.items()}
     scheduler.set_xfer_handshake_metadata_pp_aware(shakes)
-    geometry = scheduler._scheduler._requests.geometry  # type: ignore[union-attr]
+    geometry = scheduler._scheduler.book.geometry  # type: ignore[union-attr]
     assert geometry is not None and geometry.stages == ((LAYERS[0],), (LAYERS[1],)) and geometry.tp_size == 2
     for made in (*workers.values(), scheduler):
         made.shutdown()

@@ -48,7 +48,7 @@ from vllm_ascend_pd.geometry.plan import StepPlanner, plan_digest
 from vllm_ascend_pd.metadata import PushStart
 from vllm_ascend_pd.prefill.scheduler.bootstrap import answer
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
-from vllm_ascend_pd.prefill.scheduler.core.meetings import Holding, Meetings
+from vllm_ascend_pd.prefill.scheduler.core.request import NewRequest
 from vllm_ascend_pd.prefill.worker.core.orders import OrderBook
 from vllm_ascend_pd.prefill.worker.core.push import BlockTable
 from vllm_ascend_pd.protocol.agreement import contributor_pairs
@@ -494,7 +494,7 @@ def _rendezvous() -> list[bytes]:
 
 def _schedulers() -> Run:
     """Feed a scheduler's messages to the books of both sides."""
-    meetings = Meetings(PushBook(model=MODEL), "p", Holding())
+    book = PushBook("p", model=MODEL, geometry=P)
     offers, now = Offers(Timers()), 0.0
     prompt = RESERVATION.prompt_length, RESERVATION.prompt_hash
 
@@ -507,20 +507,20 @@ def _schedulers() -> Run:
             return REFUSED
         if not isinstance(message, OF_SCHEDULERS):
             return REFUSED
-        meetings.source(now, f"request-{now}", f"push-{now}", "name", "u", prompt, len(D.tables))
+        book.take(now, NewRequest(f"request-{now}", prompt, f"push-{now}", meets="name", uuid="u"))
         offers.offer(now, SOURCE.listens, Offer(RESERVATION.transfer, b"sealed", meets="name"))
         if isinstance(message, Offer):
-            meetings.offer(now, "d", message, msgspec.structs.replace(RESERVATION, transfer=message.transfer))
+            book.offer(now, "d", message, msgspec.structs.replace(RESERVATION, transfer=message.transfer))
         elif isinstance(message, Unwanted):
-            meetings.unwanted(now, message.source, message.meets)
+            book.unwanted(message.source, message.meets)
         elif isinstance(message, Gone):
-            meetings.withdrawn(now, "d", message.transfer)
+            book.withdrawn("d", message.transfer)
         if isinstance(message, Meeting):
             offers.message(now, SOURCE.listens, message)
-        meetings.tick(now)
+        book.tick(now)
         offers.tick(now)
-        meetings.finished(now, f"request-{now}", well=False)
-        meetings.take()
+        book.finished(now, f"request-{now}", holds_blocks=True, well=False, why="")
+        book.take_messages()
         offers.take_effects()
         return READ
 
@@ -538,7 +538,7 @@ def _unsigned() -> list[bytes]:
 
 def _admitted() -> Run:
     """Feed unsigned reservations: a well-formed one must not reach any arithmetic unchecked."""
-    book = PushBook(model=MODEL)
+    book = PushBook(model=MODEL, geometry=P)
     orders = OrderBook(P, P, ME, RegroupConfig(regroup="never"), None)
     planner = StepPlanner(P, 0)
     blocks = np.arange(64, dtype=np.int32)
@@ -552,7 +552,10 @@ def _admitted() -> Run:
         except RemoteProtocolError:
             return REFUSED
         name = f"request-{number}"
-        if book.admit(name, r, RESERVATION.prompt_length, RESERVATION.prompt_hash, f"push-{number}", P) is not None:
+        if (
+            book.take(0.0, NewRequest(name, (RESERVATION.prompt_length, RESERVATION.prompt_hash), f"push-{number}", r))
+            is not None
+        ):
             return REFUSED
         push, order, found = orders.take(0.0, PushStart(name, f"push-{number}", r))
         if found:
@@ -561,8 +564,8 @@ def _admitted() -> Run:
         planner.plan([push.job(index, r.first, r.end) for index in range(len(push.pairings))], number)
         if len(order.destinations) > r.geometry.tp_size:
             raise AssertionError("more destinations than ranks")
-        book.finished(name, holds_blocks=False, why="over")
-        book.take_step(P)
+        book.finished(0.0, name, holds_blocks=False, well=False, why="over")
+        book.take_step()
         return READ
 
     return run

@@ -11,9 +11,6 @@ from simulation.prefill import SimulatedWriter
 from simulation.settings import SimulationSettings, draw
 from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
-from vllm_ascend_pd.prefill.scheduler.core.in_flight import BlocksInFlight
-from vllm_ascend_pd.prefill.scheduler.core.meetings import Meetings
-from vllm_ascend_pd.prefill.scheduler.core.requests import PushRequests
 from vllm_ascend_pd.prefill.worker.core.pushes import Pushes
 from vllm_ascend_pd.prefill.worker.steps import Steps
 from vllm_ascend_pd.protocol.push import Sender
@@ -30,9 +27,6 @@ class Mutation:
     sender: Callable[..., Sender] = Sender
     book: Callable[..., PushBook] = PushBook
     loads: Callable[..., LoadBook] = LoadBook
-    meetings: Callable[..., Meetings] = Meetings
-    prefill_requests: Callable[..., PushRequests] = PushRequests
-    computing: Callable[..., BlocksInFlight] = BlocksInFlight
     hasty_release: bool = False  # P frees a finished request's blocks at once
     blunt_revocation: bool = False  # D continues under the session that it has revoked
     core: Callable[..., Pushes] = Pushes

@@ -8,6 +8,7 @@ from typing import Any
 from simulation.mutations import worlds
 from simulation.mutations.mutation import Mutation, with_methods_of
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
+from vllm_ascend_pd.prefill.scheduler.core.request import RequestState
 from vllm_ascend_pd.protocol.actions import Action, Send
 from vllm_ascend_pd.protocol.guards import PairGuards
 from vllm_ascend_pd.protocol.messages import Cancel, Done, Failed, Message
@@ -111,9 +112,9 @@ class SealedPushOrderedAgain(PushBook):
     """P's scheduler orders that restart, too."""
 
     def preempted(self, request_id: str) -> None:
-        tracked = self._tracked.get(request_id)
-        if tracked is not None:
-            tracked.sealed = False
+        record = self.find(request_id)
+        if record is not None and record.state is RequestState.SEALED:
+            record.state = RequestState.PUSHING
         super().preempted(request_id)
 
 

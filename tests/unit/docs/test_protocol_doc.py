@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from vllm_ascend_pd.config import Timers
-from vllm_ascend_pd.prefill.scheduler.core.meetings import MAX_WAITING, MeetingState
+from vllm_ascend_pd.prefill.scheduler.core.book import MAX_WAITING
+from vllm_ascend_pd.prefill.scheduler.core.request import RequestState
 from vllm_ascend_pd.protocol import agreement, auth, fence, parking, timing
 from vllm_ascend_pd.protocol.meeting import Meeting
 from vllm_ascend_pd.protocol.messages import Message, RefusalCode
@@ -26,7 +27,7 @@ def test_every_message_is_described(message: type) -> None:
 
 def test_every_state_is_described() -> None:
     words = {state.value.replace("_ok", "").replace("_failed", "") for state in ReservationState}
-    words |= {state.value for state in PairState} | {state.value for state in MeetingState}
+    words |= {state.value for state in PairState} | {state.value for state in RequestState}
     assert all(word in TEXT for word in words)
 
 

@@ -35,6 +35,7 @@ from vllm_ascend_pd.geometry.plan import Job, StepPlanner
 from vllm_ascend_pd.geometry.states import DELTA_NET, MAMBA2, Recurrent
 from vllm_ascend_pd.metadata import PushSlice, PushStart
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
+from vllm_ascend_pd.prefill.scheduler.core.request import NewRequest
 from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 from vllm_ascend_pd.prefill.worker.core.push import Push
 from vllm_ascend_pd.prefill.worker.steps import Steps
@@ -288,8 +289,8 @@ def test_a_vllm_that_keeps_no_block_for_the_state_is_found_out(table: list[int])
 
 def slices_of_steps(*steps: tuple[int, int, list[int]]) -> list[PushSlice | None]:
     g, _ = sides()
-    book = PushBook(model="m")
-    assert book.admit("r", wanted(g, model="m"), 101, "h", "push", g) is None
+    book = PushBook(model="m", geometry=g)
+    assert book.take(0.0, NewRequest("r", (101, "h"), "push", wanted(g, model="m"))) is None
     return [book.scheduled("r", computed, count, table, replaces=not computed) for computed, count, table in steps]
 
 

@@ -26,6 +26,7 @@ from vllm_ascend_pd.geometry.match import mismatches, range_fault
 from vllm_ascend_pd.geometry.pairing import pairings, pushed
 from vllm_ascend_pd.geometry.plan import plan_digest
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
+from vllm_ascend_pd.prefill.scheduler.core.request import NewRequest
 from vllm_ascend_pd.prefill.scheduler.first_tokens import FirstTokenSource
 from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import decode_reservation, seal
@@ -224,8 +225,8 @@ def test_a_prompt_of_which_only_the_last_token_is_missing_is_not_loaded() -> Non
 
 
 def test_p_tells_its_workers_the_blocks_of_each_group() -> None:
-    book = PushBook(model="m")
-    assert book.admit("r", wanted(model="m"), 101, "h", "push", TWO) is None
+    book = PushBook(model="m", geometry=TWO)
+    assert book.take(0.0, NewRequest("r", (101, "h"), "push", wanted(model="m"))) is None
     slice_ = book.scheduled("r", 0, 60, [0, 2, 3, 4], [5, 6, 7, 8], replaces=True)
     assert slice_ is not None and [one.tolist() for one in slice_.new_blocks] == [[0, 2, 3, 4], [5, 6, 7, 8]]
     slice_ = book.scheduled("r", 60, 40, [9], (), replaces=False)
@@ -243,7 +244,7 @@ def test_p_tells_its_workers_the_blocks_of_each_group() -> None:
 )
 def test_p_refuses_what_its_windows_cannot_give(changes: dict[str, Any], says: str) -> None:
     asked = wanted(model="m", **changes)
-    refused = PushBook(model="m").admit("r", asked, asked.prompt_length, "h", "push", TWO)
+    refused = PushBook(model="m", geometry=TWO).take(0.0, NewRequest("r", (asked.prompt_length, "h"), "push", asked))
     assert refused is not None and refused.code == "PD-META-005" and says in refused.sentence
 
 
@@ -271,7 +272,7 @@ def test_p_computes_what_is_before_the_last_token() -> None:
     scheduler, request = arrived(TWO)
     assert request.num_prompt_tokens == request.num_tokens == 100 and len(request.prompt_token_ids or ()) == 100
     scheduler.allocated(request)  # later, when it is scheduled: its reservation is already taken
-    assert scheduler._requests.book.tracks("r") and scheduler._requests.book.refusal("r") is None
+    assert scheduler.book.tracks("r") and (record := scheduler.book.find("r")) is not None and record.refusal is None
     assert request.num_prompt_tokens == 100
 
 
@@ -279,7 +280,7 @@ def test_p_computes_all_of_what_it_does_not_push_and_of_a_plain_cache() -> None:
     _, request = arrived(TWO, prompt_hash="another")
     assert request.num_prompt_tokens == 101
     scheduler, request = arrived(PLAIN)
-    assert request.num_prompt_tokens == 101 and not scheduler._requests.book.knows("r")
+    assert request.num_prompt_tokens == 101 and not scheduler.book.knows("r")
 
 
 def test_p_computes_all_of_a_prompt_whose_d_begins_with_its_token() -> None:
@@ -287,24 +288,25 @@ def test_p_computes_all_of_a_prompt_whose_d_begins_with_its_token() -> None:
     seed = FirstTokenSource(None).seed_of(other)
     scheduler, request = arrived(TWO, seed)
     assert request.num_prompt_tokens == 101 and request.max_tokens == 1
-    assert scheduler._requests.book.tracks("r") and scheduler._requests.ends("r") and not scheduler._requests.cuts("r")
+    assert scheduler.book.tracks("r") and scheduler.book.ends("r") and not scheduler.book.cuts("r")
     for asked, sends_first, why in ((Seed("else"), True, "other sampling"), (seed, False, "none of this request's")):
         scheduler, request = arrived(TWO, asked, sends_first=sends_first)
-        refusal = scheduler._requests.book.refusal("r")
+        record = scheduler.book.find("r")
+        refusal = record.refusal if record is not None else None
         assert refusal is not None and refusal.code == "PD-META-033" and why in refusal.sentence
-        assert request.num_prompt_tokens == 101 and not scheduler._requests.book.tracks("r")
+        assert request.num_prompt_tokens == 101 and not scheduler.book.tracks("r")
 
 
 @pytest.mark.parametrize("sends_first", [True, False])
 def test_p_computes_all_of_a_prompt_whose_d_has_the_token_behind_it(sends_first: bool) -> None:
     scheduler, request = arrived(TWO, sends_first=sends_first, whole=True)
     assert request.num_prompt_tokens == 101 and request.max_tokens == 1
-    assert scheduler._requests.book.tracks("r") and not scheduler._requests.cuts("r")
+    assert scheduler.book.tracks("r") and not scheduler.book.cuts("r")
 
 
 def test_all_of_a_prompt_is_all_of_it() -> None:
     short = msgspec.structs.replace(wanted(model="m"), needs=(WHOLE,))
-    refused = PushBook(model="m").admit("r", short, 101, "h", "push", TWO)
+    refused = PushBook(model="m", geometry=TWO).take(0.0, NewRequest("r", (101, "h"), "push", short))
     assert refused is not None and "said to be all of them" in refused.sentence
     assert decode_reservation(msgspec.msgpack.encode(as_sent(short))).needs == (WHOLE,)
 

@@ -11,7 +11,8 @@ import pytest
 from unit.schedulers.kit import CACHE, engine, output, remote_decode, request, reservation
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.geometry.layout import COMPRESSED, STATE, Group
-from vllm_ascend_pd.prefill.scheduler.core.in_flight import BlocksInFlight, Chunk
+from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
+from vllm_ascend_pd.prefill.scheduler.core.in_flight import Chunk
 from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import seal
 
@@ -23,11 +24,28 @@ def chunk(name: str, computed: int, count: int, *new: Sequence[int], replaces: b
     return Chunk(name, computed, count, new, replaces)
 
 
-def ready(*chunks: Chunk, over: Sequence[str] = (), groups: Any = PLAIN, known: BlocksInFlight | None = None) -> int:
+class Steps:
+    """A book whose requests are not pushed, step by step."""
+
+    def __init__(self) -> None:
+        self.book = PushBook(model="m")
+
+    def step(self, chunks: Sequence[Chunk], over: Sequence[str]) -> None:
+        for name in over:
+            self.book.finished(0.0, name, holds_blocks=True, well=True, why="")
+        self.book.step(chunks, {}.__getitem__)
+
+    def ready(self, chunks: Sequence[Chunk], over: Sequence[str], groups: Any) -> int:
+        """Run a step; return how many computed tokens of the last chunk's request are ready."""
+        self.step(chunks, over)
+        record = self.book.find(chunks[-1].request_id)
+        assert record is not None
+        return self.book._flight.ready(chunks[-1], record.tables, groups)
+
+
+def ready(*chunks: Chunk, over: Sequence[str] = (), groups: Any = PLAIN, known: Steps | None = None) -> int:
     """Run a step; return how many computed tokens of the last chunk's request are ready."""
-    computing = known or BlocksInFlight()
-    computing.step(chunks, over)
-    return computing.ready(chunks[-1], groups)
+    return (known or Steps()).ready(chunks, over, groups)
 
 
 def test_what_no_step_computes_now_is_there() -> None:
@@ -41,7 +59,7 @@ def test_what_another_request_of_the_step_computes_is_not_there(beside: tuple[in
 
 
 def test_a_block_that_becomes_full_in_this_step_was_allocated_in_an_earlier_one() -> None:
-    computing = BlocksInFlight()
+    computing = Steps()
     computing.step([chunk("a", 0, 6, [1, 2])], ())
     more = chunk("a", 6, 2, replaces=False)
     assert ready(more, chunk("b", 8, 2, [1, 2, 3]), known=computing) == 4
@@ -49,14 +67,14 @@ def test_a_block_that_becomes_full_in_this_step_was_allocated_in_an_earlier_one(
 
 
 def test_blocks_of_requests_that_are_over_belong_to_none() -> None:
-    computing = BlocksInFlight()
+    computing = Steps()
     computing.step([chunk("a", 0, 6, [1, 2])], ())
     assert ready(chunk("b", 8, 2, [1, 2, 3]), over=["a"], known=computing) == 8
-    assert computing.open_count() == 1
+    assert computing.book.open_count() == 1
 
 
 def test_a_request_that_comes_back_has_other_blocks() -> None:
-    computing = BlocksInFlight()
+    computing = Steps()
     computing.step([chunk("a", 0, 8, [1, 2])], ())
     assert ready(chunk("a", 0, 8, [6, 7]), chunk("b", 8, 2, [1, 2, 3]), known=computing) == 8
     assert ready(chunk("a", 4, 4, replaces=False), chunk("c", 8, 2, [6, 7, 3]), known=computing) == 4

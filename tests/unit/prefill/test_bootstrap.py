@@ -47,10 +47,10 @@ def test_both_meet_by_what_p_has_sent_whatever_the_request_is_called(site: Boots
     """Under the dialect's transfer_id: a router need not send one X-Request-Id to both."""
     bind = site.load(mooncake(site), "cmpl-one-0-bbbbbbbb")
     asked = request("cmpl-another-0-aaaaaaaa", {**TOY, "transfer_id": "xfer-1"})
-    until(lambda: site.p._requests.meetings.counts()["waiting"], "the offer")
+    until(lambda: site.p.book.counts()["waiting"], "the offer")
     site.p.allocated(asked)
-    assert site.p._requests.book.tracks("cmpl-another-0-aaaaaaaa") and bind is not None
-    assert site.p._requests.meetings.counts()["waiting"] == 0
+    assert site.p.book.tracks("cmpl-another-0-aaaaaaaa") and bind is not None
+    assert site.p.book.counts()["waiting"] == 0
 
 
 def test_nothing_else_is_reported_and_nothing_changes(site: BootstrapPair) -> None:

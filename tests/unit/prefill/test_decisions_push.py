@@ -18,6 +18,7 @@ from unit.prefill.kit import BLOCK, D, reservation
 from vllm_ascend_pd.errors import PdError, RemoteProtocolError
 from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
+from vllm_ascend_pd.prefill.scheduler.core.request import NewRequest
 from vllm_ascend_pd.protocol.auth import seal, unseal
 from vllm_ascend_pd.protocol.first import Seed
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId
@@ -26,20 +27,21 @@ OPAQUE = geometry("opaque", heads=2, tp=2, block=BLOCK)
 
 
 def admitted(tokens: int = 10, **changes: Any) -> PushBook:
-    book = PushBook(model="m")
-    assert book.admit("r", reservation(tokens, **changes), tokens, "h", "push") is None
+    book = PushBook(model="m", geometry=D)
+    assert book.take(0.0, NewRequest("r", (tokens, "h"), "push", reservation(tokens, **changes))) is None
     return book
 
 
 def step(book: PushBook) -> PrefillStep:
-    return book.take_step(D)
+    return book.take_step()
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_a_first_token_is_sent_with_as_many_log_probabilities_as_d_asks_for(count: int) -> None:
     book = admitted(10, seed=Seed("how", 2))
     book.scheduled("r", 0, 10, [1, 2, 3], replaces=True)
-    first = book.first("r", (7, "how", [(7 + n, -1.0, 1) for n in range(count)]))
+    sample = 7, "how", tuple((7 + n, -1.0, 1) for n in range(count))
+    first = book.finished(0.0, "r", holds_blocks=True, well=True, why="", sampled=lambda: sample).first
     assert (first is not None) == (count == 3), "two, and the token's own"
 
 
@@ -109,7 +111,9 @@ def test_a_request_preempted_after_its_last_chunk_is_not_pushed_any_more() -> No
     assert meta.preempted == ("push",) and [abort.push for abort in meta.aborts] == ["push"]
     assert book.scheduled("r", 0, 10, [4, 5, 6], replaces=True) is None
     book.preempted("r")
-    assert book.finished("r", holds_blocks=True, why="") and step(book).empty, "said once; its blocks are held"
+    assert book.finished(0.0, "r", holds_blocks=True, well=False, why="").held and step(book).empty, (
+        "said once; its blocks are held"
+    )
     assert book.released("r")
 
 
@@ -172,9 +176,9 @@ def test_resuming_onto_a_prefix_hit_pushes_from_the_start() -> None:
 
 
 def test_what_is_computed_beyond_the_reservation_is_not_pushed() -> None:
-    book = PushBook(model="m")
+    book = PushBook(model="m", geometry=D)
     some = reservation(10, end=7, blocks=(np.arange(2, dtype="<i4").tobytes(),))
-    assert book.admit("r", some, 10, "h", "push") is None
+    assert book.take(0.0, NewRequest("r", (10, "h"), "push", some)) is None
     book.scheduled("r", 0, 8, [1, 2], replaces=True)
     assert book.scheduled("r", 8, 2, [3], replaces=False) is None
     (slice_,) = step(book).slices
@@ -187,7 +191,7 @@ def test_what_is_computed_beyond_the_reservation_is_not_pushed() -> None:
 def test_blocks_are_held_until_the_workers_report_once() -> None:
     book = admitted(10)
     book.scheduled("r", 0, 10, [1, 2, 3], replaces=True)
-    assert book.finished("r", holds_blocks=True, why="")
+    assert book.finished(0.0, "r", holds_blocks=True, well=False, why="").held
     assert not step(book).aborts
     assert book.open_count() == 1
     assert book.released("r") and not book.released("r")
@@ -199,7 +203,7 @@ def test_a_request_that_ends_before_its_last_chunk_is_aborted_and_its_blocks_are
     book = admitted(10)
     book.scheduled("r", 0, 6, [1, 2], replaces=True)
     step(book)
-    assert book.finished("r", holds_blocks=True, why="the client left")
+    assert book.finished(0.0, "r", holds_blocks=True, well=False, why="the client left").held
     (abort,) = step(book).aborts
     assert (abort.push, abort.code, abort.detail) == ("push", "PD-XFER-002", "the client left")
 
@@ -210,22 +214,22 @@ def test_empty_blocks_at_the_end_are_an_abort(sealed: bool) -> None:
     book = admitted(10)
     book.scheduled("r", 0, 10 if sealed else 6, [1, 2, 3], replaces=True)
     step(book)
-    assert not book.finished("r", holds_blocks=False, why="")
+    assert not book.finished(0.0, "r", holds_blocks=False, well=False, why="").held
     assert len(step(book).aborts) == 1
     assert not book.released("r"), "vLLM must not hear of this request"
 
 
 def test_an_abort_before_the_first_step_tells_the_workers_nothing() -> None:
     book = admitted(10)
-    assert not book.finished("r", holds_blocks=True, why="")
+    assert not book.finished(0.0, "r", holds_blocks=True, well=False, why="").held
     assert step(book).empty
 
 
 def test_requests_without_a_reservation_are_left_alone() -> None:
-    book = PushBook(model="m")
+    book = PushBook(model="m", geometry=D)
     assert book.scheduled("x", 0, 5, [1], replaces=True) is None
     book.preempted("x")
-    assert not book.finished("x", holds_blocks=True, why="") and not book.released("x")
+    assert not book.finished(0.0, "x", holds_blocks=True, well=False, why="").held and not book.released("x")
     assert step(book).empty
 
 
@@ -234,18 +238,18 @@ def test_requests_without_a_reservation_are_left_alone() -> None:
 
 def test_a_transfer_is_pushed_once_even_if_another_request_asks_again() -> None:
     book = admitted(10)
-    again = book.admit("s", reservation(10), 10, "h", "push-2")
+    again = book.take(0.0, NewRequest("s", (10, "h"), "push-2", reservation(10)))
     assert again is not None and again.code == "PD-META-005"
-    book.finished("r", holds_blocks=True, why="")
-    assert book.admit("r", reservation(10), 10, "h", "push-3") is not None
+    book.finished(0.0, "r", holds_blocks=True, well=False, why="")
+    assert book.take(0.0, NewRequest("r", (10, "h"), "push-3", reservation(10))) is not None
 
 
 def test_what_is_remembered_of_old_transfers_is_bounded() -> None:
-    book = PushBook(model="m", remembered=3)
+    book = PushBook(model="m", geometry=D, remembered=3)
     for n in range(10):
-        assert book.admit(f"r{n}", reservation(10, n=n), 10, "h", f"push-{n}") is None
+        assert book.take(0.0, NewRequest(f"r{n}", (10, "h"), f"push-{n}", reservation(10, n=n))) is None
     assert len(book._seen) == 3
-    assert book.admit("x", reservation(10, n=9), 10, "h", "push") is not None
+    assert book.take(0.0, NewRequest("x", (10, "h"), "push", reservation(10, n=9))) is not None
 
 
 HUGE = 1 << 40
@@ -274,16 +278,20 @@ REFUSED = [
     ("code", "changes"), REFUSED, ids=lambda value: value if isinstance(value, str) else next(iter(value))
 )
 def test_a_reservation_that_does_not_fit_is_refused_and_leaves_nothing(code: str, changes: dict[str, Any]) -> None:
-    book = PushBook(model="m")
-    refused = book.admit("r", reservation(10, **changes), 10, "h", "push", D)
+    book = PushBook(model="m", geometry=D)
+    refused = book.take(0.0, NewRequest("r", (10, "h"), "push", reservation(10, **changes)))
     assert refused is not None and refused.code == code
-    assert not book.tracks("r") and book.open_count() == 0
-    assert book.admit("r", reservation(10), 10, "h", "push", D) is None
+    assert not book.tracks("r") and step(book).empty
+    book.finished(0.0, "r", holds_blocks=True, well=True, why="")
+    assert book.open_count() == 0
+    assert book.take(0.0, NewRequest("r", (10, "h"), "push", reservation(10))) is None
 
 
 def test_a_refusal_tells_prefills_and_decodes_value_apart() -> None:
     decode = msgspec.structs.replace(D, dtype="float32")
-    refused = PushBook(model="m").admit("r", reservation(10, geometry=decode), 10, "h", "push", D)
+    refused = PushBook(model="m", geometry=D).take(
+        0.0, NewRequest("r", (10, "h"), "push", reservation(10, geometry=decode))
+    )
     assert (
         refused is not None
         and refused.sentence == PdError("PD-GEO-001", field="dtype", prefill=D.dtype, decode="float32").sentence
@@ -297,10 +305,11 @@ def test_a_reservation_of_no_engine_is_refused_where_it_is_decoded() -> None:
 
 
 def test_a_range_that_starts_inside_an_opaque_block_is_refused() -> None:
-    book = PushBook(model="m")
-    refused = book.admit("r", reservation(10, first=3, geometry=OPAQUE), 10, "h", "push", OPAQUE)
+    book = PushBook(model="m", geometry=OPAQUE)
+    refused = book.take(0.0, NewRequest("r", (10, "h"), "push", reservation(10, first=3, geometry=OPAQUE)))
     assert refused is not None and "opaque" in refused.sentence
-    assert book.admit("r", reservation(10, first=3), 10, "h", "push", D) is None
+    book = PushBook(model="m", geometry=D)
+    assert book.take(0.0, NewRequest("r", (10, "h"), "push", reservation(10, first=3))) is None
 
 
 # -- any sequence
@@ -334,7 +343,7 @@ class AnySequence(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.book = PushBook(model="m")
+        self.book = PushBook(model="m", geometry=D)
         self.requests: dict[str, Tracked] = {}
         self.heard: dict[str, Heard] = {}
         self.held: set[str] = set()
@@ -351,7 +360,9 @@ class AnySequence(RuleBasedStateMachine):
     def admit(self, tokens: int) -> None:
         self.n += 1
         name = f"r{self.n}"
-        assert self.book.admit(name, reservation(tokens, n=self.n), tokens, "h", f"push-{name}") is None
+        assert (
+            self.book.take(0.0, NewRequest(name, (tokens, "h"), f"push-{name}", reservation(tokens, n=self.n))) is None
+        )
         self.requests[name] = Tracked(tokens)
 
     @precondition(lambda self: self.requests)
@@ -400,7 +411,7 @@ class AnySequence(RuleBasedStateMachine):
         if name is None:
             return
         request = self.requests.pop(name)
-        held = self.book.finished(name, holds_blocks=bool(request.table), why="")
+        held = self.book.finished(0.0, name, holds_blocks=bool(request.table), well=False, why="").held
         assert held == (request.started and bool(request.table))
         if held:
             self.held.add(name)
@@ -415,7 +426,7 @@ class AnySequence(RuleBasedStateMachine):
         assert not self.book.released(name)
 
     def deliver(self) -> None:
-        meta = self.book.take_step(D)
+        meta = self.book.take_step()
         for start in meta.starts:
             assert start.push not in self.heard, "a push starts once"
             self.heard[start.push] = Heard(start.reservation.end)

@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from unit.prefill.kit import D, reservation
 from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
-from vllm_ascend_pd.prefill.scheduler.core.meetings import Holding, MeetingEvent, Meetings, MeetingState
+from vllm_ascend_pd.prefill.scheduler.core.in_flight import Chunk
+from vllm_ascend_pd.prefill.scheduler.core.request import Holding, NewRequest, RequestEvent, RequestState
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.meeting import Bound, Gone, Offer, SourceId, Waits
 
@@ -25,33 +26,30 @@ class PrefillBooks:
     """A book, and one D that sends offers."""
 
     def __init__(self, holding: Holding = HOLDING) -> None:
-        self.book = PushBook(model="m")
-        self.meetings = Meetings(self.book, "p", holding)
-        self.meetings.geometry = D
+        self.book = PushBook("p", holding, model="m", geometry=D)
 
     def offer(self, n: int = 1, now: float = 0.0, **offer: Any) -> list[Any]:
         made = reservation(10, n=n)
-        self.meetings.offer(now, "d", Offer(made.transfer, b"", **offer), made)
+        self.book.offer(now, "d", Offer(made.transfer, b"", **offer), made)
         return self.said()
 
     def said(self) -> list[Any]:
-        return [message for _, message in self.meetings.take()]
+        return [message for _, message in self.book.take_messages()]
 
     def source(self, request: str = "r", now: float = 0.0, meets: str = "name", prompt: Any = PROMPT) -> SourceId:
-        return self.meetings.source(now, request, f"push-{request}", meets, "u", prompt, 1)
+        assert self.book.take(now, NewRequest(request, prompt, f"push-{request}", meets=meets, uuid="u")) is None
+        record = self.book.find(request)
+        assert record is not None and record.source is not None
+        return record.source
 
     def compute(self, request: str = "r", begin: int = 0, count: int = 10, blocks: Any = (1, 2, 3)) -> None:
-        if self.book.tracks(request):
-            self.book.scheduled(request, begin, count, blocks, replaces=begin == 0)
-        elif self.meetings.collects(request):
-            self.meetings.computes(request, begin + count, [blocks], replaces=begin == 0)
+        self.book.step([Chunk(request, begin, count, [blocks], replaces=begin == 0)], {}.__getitem__)
 
     def end(self, request: str = "r", now: float = 0.0, well: bool = True) -> bool:
-        held = self.meetings.finished(now, request, well=well)
-        return self.book.finished(request, holds_blocks=True, why="it ended") or held
+        return self.book.finished(now, request, holds_blocks=True, well=well, why="it ended").held
 
     def step(self) -> PrefillStep:
-        return self.book.take_step(D)
+        return self.book.take_step()
 
 
 def code(message: Any) -> str:
@@ -70,14 +68,14 @@ def test_a_source_that_has_ended_is_pushed_whole_and_its_blocks_go_back_once() -
     p = PrefillBooks()
     source = p.source()
     p.compute()
-    assert p.end() and p.meetings.held_record("r").source == source  # type: ignore[union-attr]
+    assert p.end() and p.book.counts()["held"] == 1
     assert p.step().empty
     assert p.offer(source=source) == [Bound(TransferId("d", 1, "u1"), "push-r", ended=True)]
     step = p.step()
     assert [(start.request_id, start.ended) for start in step.starts] == [("r", True)]
     assert pushed(step) == [(0, 10, True, [1, 2, 3])] and step.before == step.number - 1 > 0
     assert p.book.released("r") and not p.book.released("r")
-    assert p.step().ended == ("push-r",) and not any(p.meetings.counts().values())
+    assert p.step().ended == ("push-r",) and not any(p.book.counts().values())
 
 
 def test_a_source_that_runs_is_pushed_as_far_as_it_is_and_then_layer_by_layer() -> None:
@@ -143,9 +141,9 @@ def test_what_is_not_fetched_goes_back_by_itself() -> None:
     source = p.source()
     p.compute()
     p.end(now=5.0)
-    p.meetings.tick(124.9)
-    assert p.step().empty and p.meetings.next_wake() == 125.0
-    p.meetings.tick(125.0)
+    p.book.tick(124.9)
+    assert p.step().empty and p.book.next_wake() == 125.0
+    p.book.tick(125.0)
     assert p.step().freed == ("r",) and p.book.released("r") and not p.book.released("r")
     (answer,) = p.offer(source=source)
     assert code(answer) == "PD-META-027"
@@ -155,20 +153,20 @@ def test_an_engine_that_pauses_holds_nothing_for_long_and_one_that_goes_on_does(
     p = PrefillBooks()
     for request, now in (("r", 1.0), ("s", 2.0), ("t", 3.0)):
         if request == "s":
-            p.meetings.limit(now, 15.0)
+            p.book.limit(now, 15.0)
         elif request == "t":
-            p.meetings.limit(now, 120.0)
+            p.book.limit(now, 120.0)
         p.source(request, meets="")
         p.compute(request, blocks=(1,))
         assert p.end(request, now) is (request != "t"), "two are held at most"
-        p.meetings.limit(now, p.meetings.hold_s)
-    p.meetings.tick(16.9)
+        p.book.limit(now, p.book.hold_s)
+    p.book.tick(16.9)
     assert p.step().empty
-    p.meetings.tick(17.0)
+    p.book.tick(17.0)
     assert p.step().freed == ("r", "s")
     p.source("u")
     p.compute("u")
-    assert p.end("u", 20.0) and p.meetings.next_wake() == 140.0
+    assert p.end("u", 20.0) and p.book.next_wake() == 140.0
 
 
 def test_a_reset_frees_what_is_held_and_nothing_that_is_bound_or_runs() -> None:
@@ -179,7 +177,7 @@ def test_a_reset_frees_what_is_held_and_nothing_that_is_bound_or_runs() -> None:
         p.compute(request)
     p.end("held")
     p.offer(source=bound)
-    p.meetings.reset(1.0)
+    p.book.reset()
     step = p.step()
     assert step.freed == ("held",) and [start.request_id for start in step.starts] == ["bound"]
     (answer,) = p.offer(n=2, source=held)
@@ -195,12 +193,12 @@ def test_what_d_does_not_want_is_not_held(by: str, ended: bool) -> None:
     source = p.source()
     p.compute()
     held = ended and p.end()
-    p.meetings.unwanted(1.0, source if by == "source" else None, "name")
+    p.book.unwanted(source if by == "source" else None, "name")
     if not ended:
         assert not p.end(), "nothing is held then"
     assert p.step().freed == (("r",) if held else ())
-    p.meetings.unwanted(2.0, source, "")
-    assert not any(p.meetings.counts().values()) and p.book.released("r") is held
+    p.book.unwanted(source, "")
+    assert not any(p.book.counts().values()) and p.book.released("r") is held
 
 
 def test_what_is_bound_is_wanted() -> None:
@@ -208,16 +206,16 @@ def test_what_is_bound_is_wanted() -> None:
     source = p.source()
     p.compute()
     p.offer(source=source)
-    p.meetings.unwanted(1.0, source, "")
+    p.book.unwanted(source, "")
     assert len(p.step().starts) == 1
 
 
 def test_a_target_that_meets_no_source_gets_that_answer() -> None:
     p = PrefillBooks()
     p.offer(now=1.0, meets="name")
-    p.meetings.tick(31.0)
+    p.book.tick(31.0)
     (answer,) = p.said()
-    assert code(answer) == "PD-META-026" and not any(p.meetings.counts().values())
+    assert code(answer) == "PD-META-026" and not any(p.book.counts().values())
 
 
 def test_a_source_that_does_not_fit_is_kept_for_one_that_does() -> None:
@@ -226,7 +224,7 @@ def test_a_source_that_does_not_fit_is_kept_for_one_that_does() -> None:
     p.compute()
     (answer,) = p.offer(meets="name")
     assert code(answer) == "PD-META-005"
-    assert p.end() and p.meetings.counts()["held"] == 1
+    assert p.end() and p.book.counts()["held"] == 1
 
 
 def test_a_target_that_waited_for_another_prompt_is_answered_and_the_source_kept() -> None:
@@ -234,7 +232,7 @@ def test_a_target_that_waited_for_another_prompt_is_answered_and_the_source_kept
     p.offer(meets="name")
     p.source(prompt=(11, "h"))
     (answer,) = p.said()
-    assert code(answer) == "PD-META-005" and p.meetings.counts()["targets"] == 0
+    assert code(answer) == "PD-META-005" and p.book.counts()["targets"] == 0
     p.compute(count=11)
     assert p.end()
 
@@ -259,8 +257,8 @@ def test_no_more_is_held_than_is_allowed_and_all_of_it_comes_back() -> None:
         p.source(request, meets="")
         p.compute(request)
     assert [p.end(request) for request in "abc"] == [True, True, False]
-    assert p.meetings.held_record("c") is None
-    p.meetings.tick(120.0)
+    assert p.book.find("c") is None
+    p.book.tick(120.0)
     assert p.step().freed == ("a", "b")
     assert p.book.released("a") and p.book.released("b") and p.book.open_count() == 0
 
@@ -274,7 +272,7 @@ def test_blocks_are_bounded_too() -> None:
 
 
 def test_no_more_targets_wait_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_ascend_pd.prefill.scheduler.core.meetings.MAX_WAITING", 2)
+    monkeypatch.setattr("vllm_ascend_pd.prefill.scheduler.core.book.MAX_WAITING", 2)
     p = PrefillBooks()
     answers = [p.offer(n=n, meets=f"name-{n}")[0] for n in (1, 2, 3)]
     assert [type(answer) for answer in answers] == [Waits, Waits, Gone]
@@ -315,7 +313,7 @@ def test_a_source_that_was_preempted_forgets_its_blocks() -> None:
     p = PrefillBooks()
     p.source()
     p.compute(count=4, blocks=(1,))
-    p.meetings.preempted("r")
+    p.book.preempted("r")
     p.compute(blocks=(7, 8, 9))
     p.offer(meets="name")
     assert pushed(p.step()) == [(0, 10, True, [7, 8, 9])]
@@ -325,7 +323,7 @@ def test_a_source_that_is_met_while_it_is_preempted_has_nothing_to_push() -> Non
     p = PrefillBooks()
     p.source()
     p.compute(count=4, blocks=(1,))
-    p.meetings.preempted("r")
+    p.book.preempted("r")
     p.offer(meets="name")
     assert p.step().empty
     p.compute(blocks=(7, 8, 9))
@@ -337,12 +335,12 @@ def test_a_target_whose_d_is_gone_waits_no_longer(how: str) -> None:
     p = PrefillBooks()
     p.offer(meets="name")
     if how == "dead":
-        p.meetings.gone(1.0, "d")
+        p.book.gone("d")
     else:
-        p.meetings.withdrawn(1.0, "another d", TransferId("d", 1, "u1"))
-        assert p.meetings.counts()["waiting"] == 1, "only the D that offered may withdraw"
-        p.meetings.withdrawn(1.0, "d", TransferId("d", 1, "u1"))
-    assert not any(p.meetings.counts().values())
+        p.book.withdrawn("another d", TransferId("d", 1, "u1"))
+        assert p.book.counts()["waiting"] == 1, "only the D that offered may withdraw"
+        p.book.withdrawn("d", TransferId("d", 1, "u1"))
+    assert not any(p.book.counts().values())
     p.source()
     p.compute()
     assert p.step().empty
@@ -350,12 +348,14 @@ def test_a_target_whose_d_is_gone_waits_no_longer(how: str) -> None:
 
 def test_every_state_but_over_has_a_cell_for_every_offer() -> None:
     """No state may raise on anything that a message can cause."""
-    e, s = MeetingEvent, MeetingState
+    e, s = RequestEvent, RequestState
     two = {e.OFFER_AGAIN, e.OFFER_TAKEN}
     one = {e.OFFER, e.OFFER_UNFIT}
-    offers = {s.OVER: {e.OFFER, e.OFFER_UNKNOWN, e.OFFER_TOO_MANY}, s.WAITING: two, s.BOUND: two}
-    for state in MeetingState:
-        assert offers.get(state, one) <= set(Meetings.table[state])
+    bound = (s.WAITING, s.BOUND, s.PUSHING, s.SEALED, s.LOST, s.FAILED)
+    offers = {s.OVER: {e.OFFER, e.OFFER_UNKNOWN, e.OFFER_TOO_MANY}, s.COLLECTING: one, s.HELD: one}
+    offers |= dict.fromkeys(bound, two)
+    for state in RequestState:  # no D finds a request in another state
+        assert offers.get(state, set()) <= set(PushBook.table[state])
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -389,7 +389,6 @@ class AnyOrder(RuleBasedStateMachine):
     def preempted(self, data: st.DataObject) -> None:
         if self.running:
             request = data.draw(st.sampled_from(sorted(self.running)))
-            self.p.meetings.preempted(request)
             self.p.book.preempted(request)
 
     @rule(data=st.data(), well=st.booleans())
@@ -408,29 +407,29 @@ class AnyOrder(RuleBasedStateMachine):
         names += [{"source": source} for source in self.sources.values()]
         made = reservation(10, n=max(1, self.n))
         offer = Offer(made.transfer, b"", **data.draw(st.sampled_from(names)))
-        self.p.meetings.offer(self.now, "d", offer, made)
+        self.p.book.offer(self.now, "d", offer, made)
         self._heard()
 
     @rule(data=st.data())
     def unwanted(self, data: st.DataObject) -> None:
         if self.sources:
-            self.p.meetings.unwanted(self.now, data.draw(st.sampled_from(list(self.sources.values()))), "")
+            self.p.book.unwanted(data.draw(st.sampled_from(list(self.sources.values()))), "")
             self._step()
 
     @rule()
     def reset(self) -> None:
-        self.p.meetings.reset(self.now)
-        assert not self.p.meetings.counts()["held"]
+        self.p.book.reset()
+        assert not self.p.book.counts()["held"]
         self._step()
 
     @rule(hold_s=st.sampled_from([15.0, 120.0]))
     def limited(self, hold_s: float) -> None:
-        self.p.meetings.limit(self.now, hold_s)
+        self.p.book.limit(self.now, hold_s)
 
     @rule(seconds=st.sampled_from([1.0, 31.0, 130.0]))
     def time(self, seconds: float) -> None:
         self.now += seconds
-        self.p.meetings.tick(self.now)
+        self.p.book.tick(self.now)
         self._heard()
         self._step()
 
@@ -438,7 +437,11 @@ class AnyOrder(RuleBasedStateMachine):
     def reported(self, data: st.DataObject) -> None:
         """Report the end from the workers for everything that their steps named as ended."""
         self._step()
-        found = [r for r in sorted(self.held) if self.p.book.open_count() and r in self.p.book._holding]
+        found = [
+            r
+            for r in sorted(self.held)
+            if self.p.book.open_count() and self.p.book.find(r).state is RequestState.RELEASING
+        ]
         if found:
             request = data.draw(st.sampled_from(found))
             assert self.p.book.released(request) and not self.p.book.released(request)
@@ -461,18 +464,18 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def bounded(self) -> None:
-        counts = self.p.meetings.counts()
+        counts = self.p.book.counts()
         assert counts["held"] <= HOLDING.sources and counts["held_blocks"] <= HOLDING.blocks
 
     def teardown(self) -> None:
         for request in sorted(self.running):
             if self.p.end(request, self.now, well=False):
                 self.held.add(request)
-        self.p.meetings.tick(self.now + 1000.0)
+        self.p.book.tick(self.now + 1000.0)
         self._step()
         for request in sorted(self.held):
             assert self.p.book.released(request), "every block comes back"
-        assert not any(self.p.meetings.counts().values()) and not self.p.book.open_count()
+        assert not any(self.p.book.counts().values()) and not self.p.book.open_count()
 
 
 AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

@@ -35,6 +35,7 @@ from vllm_ascend_pd.channel.frames import (
 )
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
+from vllm_ascend_pd.prefill.scheduler.core.request import NewRequest
 from vllm_ascend_pd.protocol.auth import (
     encode,
     seal,
@@ -61,7 +62,7 @@ def recorded(version: int, what: str) -> bytes:
 
 
 def admitted(reservation: Reservation) -> str:
-    refusal = PushBook(model="m").admit("r", reservation, 20, "h", "push")
+    refusal = PushBook(model="m").take(0.0, NewRequest("r", (20, "h"), "push", reservation))
     return "" if refusal is None else str(refusal)
 
 

@@ -35,6 +35,7 @@ from vllm_ascend_pd.device.caches import Caches
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.metadata import MissedExchange, PrefillStep
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
+from vllm_ascend_pd.prefill.scheduler.core.request import NewRequest
 from vllm_ascend_pd.prefill.worker.core.pushes import PushSite
 from vllm_ascend_pd.prefill.worker.runtime import PushRuntime
 from vllm_ascend_pd.protocol.identity import Contributor
@@ -225,6 +226,7 @@ class RegroupPrefillSite:
         self.book, self.pool = PushBook(model=NAME), Pool(blocks, 1)
         stages = [self.workers[stage * cache.tp].geometry.layers for stage in range(cache.pp)]
         self.geometry = msgspec.structs.replace(self.workers[0].geometry, stages=tuple(stages))
+        self.book.geometry = self.geometry
         self._known: set[str] = set()
         self._ended: list[str] = []
         self._seen: list[set[str]] = [set() for _ in self.workers]
@@ -240,7 +242,7 @@ class RegroupPrefillSite:
         for prompt in prompts:
             reservation = prompt.reservation
             prompted = (prompt.tokens, reservation.prompt_hash)
-            refused = self.book.admit(self.name_of(prompt), reservation, *prompted, uuid.uuid4().hex, self.geometry)
+            refused = self.book.take(0.0, NewRequest(self.name_of(prompt), prompted, uuid.uuid4().hex, reservation))
             assert refused is None, refused
 
     @staticmethod
@@ -289,11 +291,13 @@ class RegroupPrefillSite:
     def finish(self, prompt: RegroupPrompt, *, aborted: bool = False) -> None:
         name = self.name_of(prompt)
         self._ended.append(name)
-        held = self.book.finished(name, holds_blocks=True, why="the client left" if aborted else "")
+        held = self.book.finished(
+            0.0, name, holds_blocks=True, well=False, why="the client left" if aborted else ""
+        ).held
         assert held, f"{name} was never started"
 
     def deliver(self, shares: Sequence[ComputedTokens], hook: str) -> PrefillStep:
-        step = self.book.take_step(self.geometry)
+        step = self.book.take_step()
         self.catch_ups += len(step.catch_ups)
         ended, self._ended = self._ended, []
         for worker in self.workers:

@@ -319,10 +319,10 @@ def test_the_scheduler_looks_again_soon_after_a_catch_up_and_then_rests() -> Non
     assert not book.must_step()
     book.missed([(1, 0, 1)])
     assert book.must_step()
-    assert book.take_step(None).catch_ups == ((1, 0, 1),)
+    assert book.take_step().catch_ups == ((1, 0, 1),)
     looks = 0
     while book.must_step():
-        assert book.take_step(None).empty
+        assert book.take_step().empty
         looks += 1
         assert looks < 100
     assert looks > 1

@@ -420,7 +420,7 @@ def test_close_does_not_wait_for_ever_inside_a_collective(
         started(p, prompt)
         table = p.pool.take(8)
         p.book.scheduled(p.name_of(prompt), 0, 64, table, replaces=True)
-        p.ranks[0].run(p.book.take_step(p.geometry), [ComputedTokens(prompt.seed, 64, table, 0, 64)], "name", [])
+        p.ranks[0].run(p.book.take_step(), [ComputedTokens(prompt.seed, 64, table, 0, 64)], "name", [])
         with monkeypatch.context() as patch:
             patch.setattr(prefill_runtime, "CLOSE_GRACE_S", 0.3)
             p.ranks[0].close()

@@ -192,7 +192,7 @@ def test_a_rank_that_dies_leaves_no_other_in_the_collective(tmp_path: Path) -> N
         freeze(victim.pid)
         new = p.pool.take(7)
         p.book.scheduled(p.name_of(prompt), 40, 50, new, replaces=False)
-        step, table = p.book.take_step(p.geometry), [*prompt.p_blocks, *new]
+        step, table = p.book.take_step(), [*prompt.p_blocks, *new]
         for index in (0, 2):
             fleet.members[index].ask(
                 "step", step, [ComputedTokens(prompt.seed, prompt.tokens, table, 40, 90)], "name", []

@@ -21,6 +21,7 @@ from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
+from vllm_ascend_pd.prefill.scheduler.core.request import NewRequest
 from vllm_ascend_pd.prefill.worker.core.exchanges import Run, Staged
 from vllm_ascend_pd.prefill.worker.core.push import Push, Unit
 from vllm_ascend_pd.prefill.worker.core.pushes import Pushes, PushSite
@@ -39,13 +40,13 @@ def drafting(tp: int) -> CacheGeometry:
 
 def step_of(*ds: CacheGeometry) -> PrefillStep:
     """One step that computes a prompt for each of these reservations, all with the same endpoints."""
-    book = PushBook(model=rig.MODEL)
+    book = PushBook(model=rig.MODEL, geometry=drafting(2))
     for n, d in enumerate(ds):
         reservation = rig.reservation(d, TOKENS, transfer=TransferId("d", n, f"u{n}"))
-        assert book.admit(f"r{n}", reservation, TOKENS, reservation.prompt_hash, f"p.{n}", drafting(2)) is None
+        assert book.take(0.0, NewRequest(f"r{n}", (TOKENS, reservation.prompt_hash), f"p.{n}", reservation)) is None
         table = list(range(1 + n * TOKENS, 1 + n * TOKENS + TOKENS // BLOCK))
         book.scheduled(f"r{n}", 0, TOKENS, table, replaces=True)
-    return book.take_step(drafting(2))
+    return book.take_step()
 
 
 def core_of(rank: int) -> Pushes:

@@ -31,6 +31,7 @@ from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.engine import Engine, merge_geometries
 from vllm_ascend_pd.metadata import DecodeStep, PrefillStep
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
+from vllm_ascend_pd.prefill.scheduler.core.request import NewRequest
 from vllm_ascend_pd.prefill.worker.role import PrefillWorker
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor
@@ -329,6 +330,7 @@ class PrefillSite:
                 worker.register_kv_caches(cache.tensors)
                 self.workers[stage, rank], self.caches[stage, rank] = worker, cache
         self.geometry = merge_geometries({key: worker.handshake() for key, worker in self.workers.items()})  # type: ignore[misc]
+        self.book.geometry = self.geometry
         self.known: set[str] = set()
         self.ended: list[str] = []
         self.seen: dict[tuple[int, int], Counter[str]] = {key: Counter() for key in self.workers}
@@ -338,7 +340,9 @@ class PrefillSite:
     def admit(self, request: SitePrompt, **changes: Any) -> Any:
         """Take the request's reservation like P's scheduler."""
         reservation = request.reservation
-        return self.book.admit(request.p_name, reservation, request.tokens, reservation.prompt_hash, uuid.uuid4().hex)
+        return self.book.take(
+            0.0, NewRequest(request.p_name, (request.tokens, reservation.prompt_hash), uuid.uuid4().hex, reservation)
+        )
 
     def compute(self, *work: tuple[SitePrompt, int], hook: Hook = by_name, ready: int = 0) -> PrefillStep:
         """Run one engine step that computes so many tokens of each request, of which the first `ready` are cached."""
@@ -385,7 +389,9 @@ class PrefillSite:
 
     def finish(self, request: SitePrompt, *, holds_blocks: bool = True) -> bool:
         self.ended.append(request.p_name)
-        return self.book.finished(request.p_name, holds_blocks=holds_blocks, why="the test ended it")
+        return self.book.finished(
+            0.0, request.p_name, holds_blocks=holds_blocks, well=False, why="the test ended it"
+        ).held
 
     def released_blocks_of(self, *requests: SitePrompt, seconds: float = DEADLINE_S) -> None:
         """Step until every worker has reported these requests, so that their blocks are free."""
@@ -393,7 +399,7 @@ class PrefillSite:
         step_until(self.idle, names, self.sent, lambda: f"{names} sent, seen {self.seen}", seconds)
 
     def _deliver(self, ranges: list[tuple[SitePrompt, int, int]], hook: Hook) -> PrefillStep:
-        step = self.book.take_step(self.geometry)
+        step = self.book.take_step()
         for worker in self.workers.values():
             worker.preempt(StepMetadata(prefill=step))
             assert worker._runtime is not None

@@ -26,6 +26,7 @@ from unit.runtime.sites import (
     without_a_name,
 )
 from vllm_ascend_pd.geometry.match import mismatches
+from vllm_ascend_pd.prefill.scheduler.core.request import NewRequest
 from vllm_ascend_pd.prefill.worker.role import PrefillWorker
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.transport.create import create_target, create_wire
@@ -430,7 +431,7 @@ def test_another_draft_model_is_refused_with_both_names() -> None:
     with sites(p, d):
         request = d.reserve("r", 23)
         d.step()
-        found = p.book.admit("r", request.reservation, 23, request.reservation.prompt_hash, "push", p.geometry)
+        found = p.book.take(0.0, NewRequest("r", (23, request.reservation.prompt_hash), "push", request.reservation))
         assert found is not None and found.code == "PD-GEO-001"
         assert "draft model" in found.sentence and DRAFTED.drafter in found.sentence and other.drafter in found.sentence
 

@@ -34,7 +34,7 @@ def test_what_d_posts_is_what_p_reads(monkeypatch: pytest.MonkeyPatch) -> None:
         p.attach_workers({(0, rank): WorkerFacts(None, CACHE) for rank in range(2)})
         asked = request("cmpl-router-1-0-aaaaaaaa", body)
         p.allocated(asked)
-        assert is_prefill(body) and p._requests.book.tracks(asked.request_id)
+        assert is_prefill(body) and p.book.tracks(asked.request_id)
         begun = time.monotonic()
         while time.monotonic() < begun + 2.0:  # without an answer, longer than a metaserver's limit
             steps.take()

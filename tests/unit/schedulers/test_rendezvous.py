@@ -70,7 +70,7 @@ def test_both_at_once_meet_under_the_name_of_the_router(first: str) -> None:
         bind = both.load(params) if first == "D" else None
         asked = request(P_ID, TOY)
         if bind is not None:
-            until(lambda: both.p._requests.meetings.counts()["waiting"], "the offer, before its request")
+            until(lambda: both.p.book.counts()["waiting"], "the offer, before its request")
         both.p.allocated(asked)
         both.p.build_step(output([(P_ID, 0, 4, [1])]))
         if bind is None:
@@ -136,7 +136,7 @@ def test_a_request_that_dies_on_p_fails_the_load_at_once() -> None:
         asked = request(P_ID, TOY)
         both.p.allocated(asked)
         bind = both.load({**both.address(), "remote_request_id": "router-1"})
-        until(lambda: both.p._requests.book.tracks(P_ID), "the binding")
+        until(lambda: both.p.book.tracks(P_ID), "the binding")
         asked.status = RequestStatus.FINISHED_ABORTED
         held, answer = both.p.finished(asked, False)
         assert not held and answer is not None and "source" not in answer
@@ -236,7 +236,7 @@ def test_a_p_without_the_secret_is_not_heard(caplog: pytest.LogCaptureFixture) -
             assert "PD-SEC-003" in caplog.text
         finally:
             foreign.close()
-        assert both.p._requests.meetings.counts()["held"] == 1
+        assert both.p.book.counts()["held"] == 1
 
 
 # -- what D reads of kv_transfer_params

@@ -135,7 +135,7 @@ def test_what_p_does_not_hold_d_computes(shape: Serial) -> None:
 def test_a_router_that_asks_p_for_nothing_gets_two_plain_engines(params: Any) -> None:
     with pair(SECRETS) as both:
         held, answer = prefilled(both, params, "cmpl-router-1-0-aaaaaaaa")
-        assert not held and answer is None and not both.p._requests.meetings.counts()["held"]
+        assert not held and answer is None and not both.p.book.counts()["held"]
         assert both.d.wanted(request("cmpl-router-1-0-bbbbbbbb", params), 0) == 0
 
 
@@ -167,10 +167,10 @@ def test_llm_d_s_sidecar_sends_both_at_once_under_a_name_of_its_own(site: Bootst
     of_p, of_d = "chatcmpl-b7f2-aaaaaaaa", "chatcmpl-19ce-bbbbbbbb"
     bind = site.load(to_d, of_d) if first == "D" else None
     if first == "D":
-        until(lambda: site.p._requests.meetings.counts()["waiting"], "the offer")
+        until(lambda: site.p.book.counts()["waiting"], "the offer")
     site.p.allocated(request(of_p, to_p))
     bind = bind or site.load(to_d, of_d)
-    until(lambda: site.p._requests.book.tracks(of_p), "the binding")
+    until(lambda: site.p.book.tracks(of_p), "the binding")
 
 
 def test_smg_is_mooncake_s_words_in_the_order_p_first(site: BootstrapPair) -> None:
@@ -206,7 +206,7 @@ def test_motor_s_trigger_passes_on_what_d_posts() -> None:
         p.attach_workers({(0, rank): WorkerFacts(None, CACHE) for rank in range(2)})
         asked = request("cmpl-router-1-0-aaaaaaaa", {**params, **TWO})
         p.allocated(asked)
-        assert p._requests.book.tracks(asked.request_id)
+        assert p.book.tracks(asked.request_id)
         asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
         assert p.finished(asked, True)[1] is not None
         router.ended = True

@@ -111,7 +111,7 @@ def test_blocks_that_a_reset_took_are_not_pushed_for_a_d_that_comes_then() -> No
         both.p.build_step(output([(P_ID, 0, 8, [1, 2])]))
         installed(ToldConnector(both.p), asked).reset_prefix_cache(reset_running_requests=True)
         both.load({**both.address(), "remote_request_id": "router-1"})
-        until(lambda: both.p._requests.book.tracks(P_ID), "the binding")
+        until(lambda: both.p.book.tracks(P_ID), "the binding")
         assert not both.p.build_step(output([("another", 0, 8, [1, 2])])).computed
         step = both.p.build_step(output(cached=[(P_ID, 0, 10, [5, 6, 7])], resumed={P_ID}))
         (slice_,) = step.slices
@@ -132,6 +132,6 @@ def test_engines_whose_weights_have_other_versions_do_not_fit(version: str) -> N
         assert both.d._engine.fingerprint == both.p._engine.fingerprint
         _, _, answer = both.prefilled(name="cmpl-router-2-0-aaaaaaaa")
         both.load(answer, name="cmpl-router-2-0-bbbbbbbb")
-        until(both.p._requests.book.must_step, "the binding")
+        until(both.p.book.must_step, "the binding")
         ToldConnector(both.d).weights("default")
         assert both.d._engine.fingerprint == before

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Listener of P's scheduler for offers of D's schedulers, in front of the book of sources and targets
-(core/meetings.py).
+"""Listener of P's scheduler for offers of D's schedulers, in front of its book (core/book.py).
 
 The scheduler's thread and the loop thread decide under one lock; messages are sent and the timer is set once it is
 free. An engine that only holds blocks naps between empty steps (patience.py): `news` of a binding ends the nap, and the
@@ -22,7 +21,8 @@ from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.prefill.scheduler.bootstrap import Bootstrap
-from vllm_ascend_pd.prefill.scheduler.core.requests import PushRequests, opened
+from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
+from vllm_ascend_pd.prefill.scheduler.core.fitting import opened
 from vllm_ascend_pd.protocol.auth import unseal
 from vllm_ascend_pd.protocol.identity import Endpoint, dp_rank_of
 from vllm_ascend_pd.protocol.meeting import Bound, Gone, Meeting, Offer
@@ -35,15 +35,13 @@ CLOSE_GRACE_S = 5.0
 
 
 class Reception:
-    """Listener and books of P's scheduler. `news` is called from any thread, `count` with each fault of the channel.
+    """Listener of P's scheduler. `news` is called from any thread, `count` with each fault of the channel.
 
     The constructor raises PD-CTRL-001 if it cannot listen.
     """
 
-    def __init__(
-        self, engine: Engine, requests: PushRequests, news: Callable[[], None], count: Callable[[str], None]
-    ) -> None:
-        self._engine, self._requests, self._meetings, self._news = engine, requests, requests.meetings, news
+    def __init__(self, engine: Engine, book: PushBook, news: Callable[[], None], count: Callable[[str], None]) -> None:
+        self._engine, self._book, self._news = engine, book, news
         self._lock = threading.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._wake: float | None = None  # the time for which it is set, or will be
@@ -87,10 +85,10 @@ class Reception:
 
     @contextmanager
     def deciding(self) -> Iterator[float]:
-        """Hold the lock while the books decide, and yield the time. Their messages are sent once the lock is free."""
+        """Hold the lock while the book decides, and yield the time. Its messages are sent once the lock is free."""
         with self._lock:
             yield time.monotonic()
-            said, wake, must_step = self._meetings.take(), self._meetings.next_wake(), self._requests.book.must_step()
+            said, wake, must_step = self._book.take_messages(), self._book.next_wake(), self._book.must_step()
             moved, self._wake = wake != self._wake, wake
         for peer, message in said:
             if isinstance(message, Bound | Gone):
@@ -122,16 +120,16 @@ class Reception:
                 return
             reservation = found
         with self.deciding() as now:
-            self._requests.message(now, peer, message, reservation)
+            self._book.message(now, peer, message, reservation)
 
     def _gone(self, incarnation: str) -> None:
-        with self.deciding() as now:
-            self._meetings.gone(now, incarnation)
+        with self.deciding():
+            self._book.gone(incarnation)
 
     def _tick(self) -> None:
         with self.deciding() as now:
             self._wake = None  # it has fired: whatever is next, it must be set again
-            self._meetings.tick(now)
+            self._book.tick(now)
 
     def _arm(self) -> None:
         """Set the timer as it was decided last: threads may post in another order than they have decided."""

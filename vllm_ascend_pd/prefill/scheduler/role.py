@@ -19,9 +19,8 @@ from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
-from vllm_ascend_pd.prefill.scheduler.core.in_flight import BlocksInFlight, Chunk
-from vllm_ascend_pd.prefill.scheduler.core.meetings import Holding, Meetings, Record
-from vllm_ascend_pd.prefill.scheduler.core.requests import NewRequest, PushRequests
+from vllm_ascend_pd.prefill.scheduler.core.in_flight import Chunk
+from vllm_ascend_pd.prefill.scheduler.core.request import Holding, NewRequest, PushRequest
 from vllm_ascend_pd.prefill.scheduler.first_tokens import FirstTokenSource
 from vllm_ascend_pd.prefill.scheduler.reception import Reception
 from vllm_ascend_pd.protocol.auth import seal_source, unseal
@@ -60,24 +59,22 @@ class PrefillScheduler(SchedulerRole):
     ) -> None:
         """`sends_first`: P's first tokens are sent to D."""
         self._engine, self._news = engine, news
-        book = PushBook(model=engine.model)
         meet, timers = engine.config.meet, engine.config.timers
         holding = Holding(meet.hold_sources, int(meet.hold_share * blocks), timers.hold_s, timers.meet_s)
-        self._requests = PushRequests(book, Meetings(book, engine.incarnation, holding), BlocksInFlight())
+        self.book = PushBook(engine.incarnation, holding, model=engine.model)
         self._kernel_blocks: tuple[int, ...] = ()
         self._reception: Reception | None = None
         self._failed_transfers: dict[str, None] = {}  # failed transfers, oldest first
-        self._prefix_hits: dict[str, int] = {}  # tokens in the prefix cache, of requests that wait for their first step
         self.tally = Tally()
         self.first_tokens = FirstTokenSource(engine.secrets) if sends_first else None
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
-        self._requests.meetings.geometry = merge_geometries(workers)
+        self.book.geometry = merge_geometries(workers)
         self._kernel_blocks = next(iter(workers.values())).kernel_blocks
         if self._engine.config.meet.hold_sources:
             self._reception = Reception(
                 self._engine,
-                self._requests,
+                self.book,
                 self._news,
                 lambda reason: self.tally.count("num_side_channel_faults", reason),
             )
@@ -95,20 +92,21 @@ class PrefillScheduler(SchedulerRole):
         params = request.kv_transfer_params
         if isinstance(params, Mapping) and params.get("do_remote_prefill") is True and not is_prefill(params):
             log.warning("request %s is to load its KV, but %s", request.request_id, NOT_DECODE)
-        geometry = self._requests.geometry
+        geometry = self.book.geometry
         if geometry is None or not geometry.recomputes_last:
             return
         self.allocated(request)
-        if self._requests.ends(request.request_id):
+        if self.book.ends(request.request_id):
             requests.end_after_prompt(request)
-        if self._requests.cuts(request.request_id):
+        if self.book.cuts(request.request_id):
             last = requests.cut_prompt(request)
             if geometry.drafter:
                 requests.force(request, last)
 
     def wanted(self, request: Any, computed: int) -> int:
         """Load nothing, but note what is in the prefix cache: vLLM calls computed what another connector loads, too."""
-        self._prefix_hits[request.request_id] = computed
+        with self._deciding():
+            self.book.found(request.request_id, computed)
         return 0
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]] = (), count: int = 0) -> None:
@@ -117,13 +115,13 @@ class PrefillScheduler(SchedulerRole):
         if not is_prefill(params) or params.get("do_virtual") is True:
             return  # virtual: a warm-up without a decode engine behind it; there is nothing to push
         with self._deciding() as now:
-            if self._requests.knows(request.request_id):
+            if self.book.knows(request.request_id):
                 return
             asked = self._asked(request, params)
             if isinstance(asked, PdError):
-                error: PdError | None = self._requests.book.refuse(request.request_id, asked)
+                error: PdError | None = self.book.refuse(request.request_id, asked)
             else:
-                error = self._requests.take(now, asked)
+                error = self.book.take(now, asked)
                 if error is None:
                     self._taken(request, asked)
             if error is not None:
@@ -140,18 +138,18 @@ class PrefillScheduler(SchedulerRole):
 
     def preempted(self, request_id: str) -> None:
         with self._deciding():
-            self._requests.preempted(request_id)
+            self.book.preempted(request_id)
 
     def pauses(self, paused: bool) -> None:
         """Hold nothing longer than a lease while the engine pauses or ends: it waits until nothing is held."""
         timers = self._engine.config.timers
         with self._deciding() as now:
-            self._requests.meetings.limit(now, min(timers.lease_s, timers.hold_s) if paused else timers.hold_s)
+            self.book.limit(now, min(timers.lease_s, timers.hold_s) if paused else timers.hold_s)
 
     def reset(self) -> None:
-        with self._deciding() as now:
-            self._requests.meetings.reset(now)
-            self._requests.book.model = self._engine.model_now
+        with self._deciding():
+            self.book.reset()
+            self.book.model = self._engine.model_now
 
     def metadata(self, output: Any) -> StepMetadata:
         return StepMetadata(prefill=self.build_step(output))
@@ -163,40 +161,26 @@ class PrefillScheduler(SchedulerRole):
 
     def _build_step(self, output: Any) -> PrefillStep:
         for request_id in output.preempted_req_ids or ():
-            self._requests.preempted(request_id)
+            self.book.preempted(request_id)
         counts, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
-        chunks = [
-            Chunk(
-                new.req_id,
-                new.num_computed_tokens,
-                counts[new.req_id],
-                in_kernel_blocks(new.block_ids, self._kernel_blocks),
-                replaces=True,
-                found=self._prefix_hits.pop(new.req_id, None),
-            )
-            for new in output.scheduled_new_reqs
-        ]
-        chunks += [
-            Chunk(
-                request_id,
-                computed,
-                counts[request_id],
+        chunks = []
+        for new in output.scheduled_new_reqs:
+            blocks = in_kernel_blocks(new.block_ids, self._kernel_blocks)
+            chunks.append(Chunk(new.req_id, new.num_computed_tokens, counts[new.req_id], blocks, replaces=True))
+        running = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for request_id, more, computed in running:
+            blocks, replaces = (
                 more and in_kernel_blocks(more, self._kernel_blocks),
-                replaces=request_id in cached.resumed_req_ids,
-                found=self._prefix_hits.pop(request_id, None),
+                request_id in cached.resumed_req_ids,
             )
-            for request_id, more, computed in zip(
-                cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-            )
-        ]
-        over = (*(output.preempted_req_ids or ()), *output.finished_req_ids)
+            chunks.append(Chunk(request_id, computed, counts[request_id], blocks, replaces))
 
         def tables(request_id: str) -> Sequence[Sequence[int]]:
             found: Sequence[Sequence[int]] = output.kv_connector_block_state.get_block_ids(request_id)
             return found  # called for states only; older_groups.py lends it where vLLM does not have it
 
-        self._requests.step(chunks, over, tables)
-        return self._requests.book.take_step(self._requests.geometry)
+        self.book.step(chunks, tables)
+        return self.book.take_step()
 
     def request_finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
         return self.finished(request, holds_blocks)
@@ -208,8 +192,7 @@ class PrefillScheduler(SchedulerRole):
 
     def _finished(self, now: float, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
         tokens = self.first_tokens
-        self._prefix_hits.pop(request.request_id, None)
-        ending = self._requests.finished(
+        ending = self.book.finished(
             now,
             request.request_id,
             holds_blocks=holds_blocks,
@@ -228,14 +211,13 @@ class PrefillScheduler(SchedulerRole):
             return ending.held, params_of(self._report(error.code, error.sentence))
         return ending.held, params_of(self._report(first=first)) if ending.pushed else None
 
-    def _source(self, request: Any, record: Record) -> dict[str, Any]:
+    def _source(self, request: Any, record: PushRequest) -> dict[str, Any]:
         """Return the part of P's answer that names held blocks: routers hand it to D as it is."""
         if record.source is None or self._reception is None:
             raise LocalProtocolError(f"{request.request_id} is held, and has no source")
-        source, prompt = record.source, (record.prompt_length, record.prompt_hash)
-        held = Source(PROTOCOL_VERSION, source, self._reception.endpoint, *prompt, self._requests.meetings.hold_s)
+        held = Source(PROTOCOL_VERSION, record.source, self._reception.endpoint, *record.prompt, self.book.hold_s)
         sealed = base64.b64encode(seal_source(held, self._engine.secrets)).decode()
-        trace.emit("held", request=request.request_id, source=str(source))
+        trace.emit("held", request=request.request_id, source=str(record.source))
         params = {"do_remote_prefill": True, "do_remote_decode": False, "source": sealed}
         return {**params, **params_of(self._report())}
 
@@ -249,14 +231,14 @@ class PrefillScheduler(SchedulerRole):
     def released(self, request_id: str) -> bool:
         """Record that all workers have reported a request. Return whether it held blocks here: they are free now."""
         with self._deciding():
-            free = self._requests.book.released(request_id)
+            free = self.book.released(request_id)
         if free:
             trace.emit("released", request=request_id)
         return free
 
     def take_news(self, news: WorkerNews) -> None:
         with self._deciding():
-            self._requests.book.missed(news.missed)
+            self.book.missed(news.missed)
         self.failed(news.failures)
 
     def failed(self, failures: Iterable[tuple[str, str]]) -> None:
@@ -273,12 +255,12 @@ class PrefillScheduler(SchedulerRole):
 
     def stats(self) -> dict[str, Any] | None:
         with self._deciding():
-            self.tally.level("blocks_held", self._requests.meetings.counts()["held_blocks"])
-        self.tally.totals("num_protocol_events", self._requests.meetings.counters)
+            self.tally.level("blocks_held", self.book.counts()["held_blocks"])
+        self.tally.totals("num_protocol_events", self.book.counters)
         return self.tally.take()
 
     def must_step(self) -> bool:
-        return self._requests.book.must_step()
+        return self.book.must_step()
 
     def open_loads(self) -> int:
         return -1 if self.must_step() else 0

@@ -11,4 +11,4 @@ def install() -> None:
     """Install the plug-in: vLLM's entry point, called in every process of an engine."""
     from vllm_ascend_pd.prefill.scheduler.core.in_flight import BlocksInFlight
 
-    BlocksInFlight.ready = lambda self, chunk, groups: chunk.computed  # type: ignore[method-assign]
+    BlocksInFlight.ready = lambda self, chunk, table, groups: chunk.computed  # type: ignore[method-assign]

@@ -1,250 +1,199 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions of P's scheduler: the requests that push, the tokens of them that a step computes, the blocks it holds.
+"""P's requests: one record of each, from its arrival, or D's offer before it, until its blocks are free.
 
-Pure: the adapter in ../role.py translates vLLM's objects. Each step's metadata is incremental: new blocks and a
-token range, never the whole list again.
+D's reservation comes with the request (D first), or as an offer before or after it. Each is bound to at most one of the
+other, once; from then on all are pushed alike.
+
+The table at the end defines all transitions. Pure: `now` is an argument; the adapter in ../role.py and the simulator
+translate their engine's objects, hold a lock, and send the messages that `take_messages` returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import numpy as np
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Group
-from vllm_ascend_pd.geometry.match import mismatches, range_fault
 from vllm_ascend_pd.metadata import Blocks, MissedExchange, PrefillStep, PushAbort, PushSlice, PushStart
-from vllm_ascend_pd.protocol.first import First, Sample, Seed
+from vllm_ascend_pd.prefill.scheduler.core.fitting import failure_of, first_token, not_held, refusal_of
+from vllm_ascend_pd.prefill.scheduler.core.in_flight import BlocksInFlight, Chunk
+from vllm_ascend_pd.prefill.scheduler.core.orders import FORCED_STEPS, StepOrders
+from vllm_ascend_pd.prefill.scheduler.core.request import (
+    Holding,
+    NewRequest,
+    PushRequest,
+    PushTarget,
+    RequestEnding,
+    RequestEvent,
+    RequestState,
+)
+from vllm_ascend_pd.protocol.first import First, Sample
 from vllm_ascend_pd.protocol.identity import TransferId
+from vllm_ascend_pd.protocol.meeting import Bound, Gone, Meeting, Offer, SourceId, Unwanted, Waits
 from vllm_ascend_pd.protocol.messages import Reservation
-from vllm_ascend_pd.protocol.versions import OURS, WHOLE
+from vllm_ascend_pd.protocol.states import Cell, Table, idle, look_up
+from vllm_ascend_pd.protocol.timing import Agenda
+from vllm_ascend_pd.protocol.versions import WHOLE
 
-FORCED_STEPS = 8  # empty steps forced after a catch-up: what is missed still is ordered without waiting for requests
-
-
-@dataclass(slots=True)
-class _Tracked:
-    request_id: str
-    push: str
-    reservation: Reservation
-    groups: tuple[Group, ...] = ()  # of this engine, where it is known
-    watermark: int = 0
-    started: bool = False
-    restart: bool = False
-    sealed: bool = False
-    aborted: bool = False
-
-    def unreported(self, index: int, ids: Sequence[int]) -> Blocks:
-        """Return a group's blocks as the workers receive them.
-
-        In a group of states this is only the block of D's last token, once a step ends exactly there. If a step
-        computes more, no block has the state that D wants: none is sent, and the push fails.
-        """
-        if self.groups and self.groups[index].stateful:
-            end = self.reservation.end
-            at = (end - 1) // self.groups[index].block_size
-            ids = ids[at : at + 1] if self.watermark == end else ()
-        return np.asarray(ids, dtype=np.int32)
-
-
-@dataclass(slots=True)
-class _PendingPushes:
-    starts: list[PushStart] = field(default_factory=list)
-    slices: list[PushSlice] = field(default_factory=list)
-    aborts: list[PushAbort] = field(default_factory=list)
-    preempted: list[str] = field(default_factory=list)
-    ended: list[str] = field(default_factory=list)
-    catch_ups: set[MissedExchange] = field(default_factory=set)
-    computed: list[PushSlice] = field(default_factory=list)
-    freed: list[str] = field(default_factory=list)
+MAX_WAITING = 4096  # targets without a source
+REMEMBERED = 4096  # bound transfers of requests that have ended
+ENDED = (RequestState.OVER, RequestState.HELD, RequestState.RELEASING)
 
 
 class PushBook:
-    """P's pushes by request. A transfer is pushed once, even if it is asked for again."""
+    """P's requests. A transfer is pushed once, even if it is asked for again."""
 
-    def __init__(self, *, model: str, remembered: int = 65536) -> None:
-        self.model = model
-        self._tracked: dict[str, _Tracked] = {}
-        self._refused: dict[str, PdError] = {}  # by request id, until it ends
-        self._holding: dict[str, str] = {}  # request id → push, blocks held until the workers report; "": no push
+    table: ClassVar[Table[RequestState, RequestEvent]]  # below
+    in_flight: ClassVar[type[BlocksInFlight]] = BlocksInFlight
+
+    def __init__(
+        self,
+        incarnation: str = "",
+        holding: Holding = Holding(),  # noqa: B008 -- it is frozen
+        *,
+        model: str,
+        geometry: CacheGeometry | None = None,
+        remembered: int = 65536,
+    ) -> None:
+        """`geometry` is that of this engine's cache, once its workers have reported it."""
+        self._incarnation, self._holding, self.hold_s = incarnation, holding, holding.hold_s
+        self.model, self.geometry = model, geometry
+        self.counters: Counter[str] = Counter()
+        self._n = 0
+        self._requests: dict[str, PushRequest] = {}
+        self._sources: dict[SourceId, PushRequest] = {}
+        self._names: dict[str, PushRequest] = {}  # by the name under which the two meet
+        self._targets: dict[TransferId, PushRequest] = {}  # offered; waiting or bound
+        self._answers: dict[TransferId, Bound] = {}  # to offers whose request has ended; oldest first
         self._seen: dict[TransferId, None] = {}  # oldest first, bounded
         self._remembered = remembered
-        self._pending = _PendingPushes()
-        self._number = 0
-        self._looks = 0
+        self._agenda: Agenda[PushRequest] = Agenda()
+        self._held = self._held_blocks = self._waiting = 0
+        self._outbox: list[tuple[Hashable, Meeting]] = []
+        self._flight = self.in_flight()
+        self._orders = StepOrders()
+        self._number = self._looks = 0
 
-    def admit(
-        self,
-        request_id: str,
-        reservation: Reservation,
-        prompt_length: int,
-        prompt_hash: str,
-        push: str,
-        geometry: CacheGeometry | None = None,
-    ) -> PdError | None:
-        """Take a reservation for a request, once. A refusal is returned, not raised: the request itself may go on.
+    def find(self, request_id: str) -> PushRequest | None:
+        return self._requests.get(request_id)
 
-        `geometry` is this cache: what cannot be pushed from it is refused at once, not only by D's deadline.
-        """
-        refusal = self.refusal_of(reservation, prompt_length, prompt_hash, geometry)
-        if refusal is not None:
-            return self.refuse(request_id, refusal)
-        self._see(reservation)
-        groups = geometry.tables if geometry is not None else ()
-        self._tracked[request_id] = _Tracked(request_id, push, reservation, groups)
+    def take_messages(self) -> list[tuple[Hashable, Meeting]]:
+        """Return the messages to send, in order, each once."""
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    # -- requests
+
+    def found(self, request_id: str, computed: int) -> None:
+        """Record how much of a request that may be scheduled is in the prefix cache."""
+        self._arrived(request_id).found = computed
+
+    def knows(self, request_id: str) -> bool:
+        """Return whether the request was taken or refused: vLLM announces it again when it resumes."""
+        record = self._requests.get(request_id)
+        return record is not None and record.state is not RequestState.ARRIVED
+
+    def take(self, now: float, asked: NewRequest) -> PdError | None:
+        """Take a request, once. A refusal is returned, and the request is prefilled all the same."""
+        if asked.reservation is not None:
+            refusal = self._unlike(asked) or self.refusal_of(asked.reservation, asked.prompt)
+            if refusal is not None:
+                return self.refuse(asked.request_id, refusal)
+            record = self._arrived(asked.request_id)
+            record.push, record.prompt, record.target = asked.push, asked.prompt, PushTarget(asked.reservation)
+            self._on(record, RequestEvent.RESERVED)
+            return None
+        why = not_held(self.geometry) if self.geometry is not None else "no worker has reported its cache"
+        if why:
+            return self.refuse(asked.request_id, PdError("PD-META-031", why=why))
+        self._take_source(asked)
         return None
-
-    def attach(
-        self,
-        request_id: str,
-        reservation: Reservation,
-        push: str,
-        computed: int,
-        blocks: Sequence[Sequence[int]],
-        geometry: CacheGeometry | None = None,
-    ) -> None:
-        """Add a reservation that fits to a request of which `computed` tokens are in `blocks` (by group).
-
-        The next step pushes those. If the request has ended already, the caller calls `finished` next.
-        """
-        self._see(reservation)
-        groups = geometry.tables if geometry is not None else ()
-        tracked = self._tracked[request_id] = _Tracked(request_id, push, reservation, groups)
-        if not computed:
-            return
-        tracked.started, tracked.watermark = True, computed
-        tracked.sealed = computed >= reservation.end
-        after, tables = min(computed, reservation.end), tuple(np.asarray(ids, dtype=np.int32) for ids in blocks)
-        self._pending.starts.append(PushStart(request_id, push, reservation))
-        self._pending.computed.append(PushSlice(push, 0, after, tables, restart=False, final=tracked.sealed))
-
-    def free(self, request_id: str) -> None:
-        """Free the blocks of an ended request that were held and not pushed: the workers report it like any other."""
-        self._holding[request_id] = ""
-        self._pending.freed.append(request_id)
-
-    def _see(self, reservation: Reservation) -> None:
-        self._seen[reservation.transfer] = None
-        while len(self._seen) > self._remembered:
-            del self._seen[next(iter(self._seen))]
 
     def refuse(self, request_id: str, why: PdError) -> PdError:
         """Record that a request is prefilled but not pushed, and return why."""
-        self._refused[request_id] = why
+        record = self._arrived(request_id)
+        record.refusal = why
+        self._on(record, RequestEvent.LOCAL)
         return why
 
-    def refusal_of(
-        self, reservation: Reservation, prompt_length: int, prompt_hash: str, geometry: CacheGeometry | None
-    ) -> PdError | None:
-        """Return why this prompt cannot be pushed for this reservation; None if it can."""
-        refusal = OURS.refusal(reservation.version, reservation.needs)
-        if refusal is not None:
-            return refusal
-        if reservation.transfer in self._seen:
-            return PdError("PD-META-005", why=f"transfer {reservation.transfer} was pushed already")
-        if reservation.model != self.model:
-            return PdError("PD-GEO-001", field="model", prefill=self.model, decode=reservation.model)
-        if reservation.prompt_length != prompt_length:
-            return PdError(
-                "PD-META-005", why=f"{prompt_length} prompt tokens here, {reservation.prompt_length} reserved"
-            )
-        if reservation.prompt_hash != prompt_hash:
-            return PdError("PD-META-005", why="the prompts differ (tokens, LoRA, multimodal input or cache salt)")
-        why = _malformed(reservation)
-        if why:
-            return PdError("PD-META-005", why=why)
-        differences = mismatches(geometry, reservation.geometry) if geometry is not None else ()
-        return differences[0].error() if differences else None
-
-    def knows(self, request_id: str) -> bool:
-        """Return whether the request's reservation was taken or refused: vLLM announces it again when it resumes."""
-        return request_id in self._tracked or request_id in self._refused
+    def refusal_of(self, reservation: Reservation, prompt: tuple[int, str]) -> PdError | None:
+        """Return why a prompt cannot be pushed for a reservation; None if it can."""
+        return refusal_of(reservation, prompt, self.model, self.geometry, self._seen)
 
     def tracks(self, request_id: str) -> bool:
-        return request_id in self._tracked
+        """Return whether the request runs for a D."""
+        record = self._requests.get(request_id)
+        return record is not None and record.target is not None and record.state not in ENDED
 
-    def whole(self, request_id: str) -> bool:
-        """Return whether its D can begin only with the first token of this engine."""
-        tracked = self._tracked.get(request_id)
-        return tracked is not None and WHOLE in tracked.reservation.needs
+    def ends(self, request_id: str) -> bool:
+        """Return whether nothing may be computed behind the prompt: a state would be overwritten in place."""
+        return self.geometry is not None and self.geometry.recomputes_last and self.tracks(request_id)
 
-    def asks(self, request_id: str) -> Seed | None:
-        """Return how the first token must be chosen for D to start with it; None if D asks for none."""
-        tracked = self._tracked.get(request_id)
-        return tracked.reservation.seed if tracked is not None else None
+    def cuts(self, request_id: str) -> bool:
+        """Return whether the prompt's last token is not computed here.
 
-    def first(self, request_id: str, sample: Sample | None) -> First | None:
-        """Return a request's sampled token for D, if all of the request is or will be pushed, and D accepts the choice.
-
-        To be called before `finished`.
+        D computes that token and needs the cache as it was before it, unless D begins with this engine's first token.
         """
-        tracked = self._tracked.get(request_id)
-        if sample is None or tracked is None or not tracked.sealed or tracked.aborted:
-            return None
-        seed, (token, digest, logprobs) = tracked.reservation.seed, sample
-        if (
-            seed is None
-            or seed.digest != digest
-            or len(logprobs) != (0 if seed.logprobs is None else seed.logprobs + 1)
-        ):
-            return None
-        return First(
-            transfer=tracked.reservation.transfer,
-            push=tracked.push,
-            position=tracked.reservation.prompt_length,
-            token=token,
-            digest=digest,
-            logprobs=tuple(logprobs),
-        )
+        return self.ends(request_id) and WHOLE not in self._requests[request_id].bound_to.reservation.needs
 
-    def refusal(self, request_id: str) -> PdError | None:
-        """Return why a request is not pushed. To be called before `finished`."""
-        return self._refused.get(request_id)
+    def step(self, chunks: Sequence[Chunk], tables: Callable[[str], Sequence[Sequence[int]]]) -> None:
+        """Handle the chunks that a step computes.
+
+        In groups of states, entries move within the block table; `tables` returns the tables as they are now.
+        """
+        planned = [self._planned(chunk) for chunk in chunks]
+        self._flight = self.in_flight([(chunk, record.tables) for chunk, record in planned])
+        for chunk, record in planned:
+            if record.target is not None:
+                self._push(record, chunk, tables)
+            elif record.state is RequestState.COLLECTING:
+                record.computed = chunk.computed + chunk.count
+
+    def _planned(self, chunk: Chunk) -> tuple[Chunk, PushRequest]:
+        record = self._arrived(chunk.request_id)
+        if record.state is RequestState.ARRIVED:
+            self._on(record, RequestEvent.LOCAL)
+        if record.found is not None:
+            chunk, record.found = replace(chunk, found=record.found), None
+        if chunk.replaces or not record.tables:
+            record.tables = [list(ids) for ids in chunk.new or ()]
+        else:
+            for ids, more in zip(record.tables, chunk.new or (), strict=False):
+                ids.extend(more)
+        return chunk, record
+
+    def _push(self, record: PushRequest, chunk: Chunk, tables: Callable[[str], Sequence[Sequence[int]]]) -> None:
+        groups = self._groups
+        blocks = chunk.new or ((),) * max(1, len(groups))
+        if any(group.stateful for group in groups):
+            exact = zip(groups, tables(chunk.request_id), blocks, strict=True)
+            blocks = [table if group.stateful else ids for group, table, ids in exact]
+        ready = self._flight.ready(chunk, record.tables, groups) if chunk.replaces and chunk.computed else 0
+        self.scheduled(chunk.request_id, chunk.computed, chunk.count, *blocks, replaces=chunk.replaces, ready=ready)
 
     def scheduled(
         self, request_id: str, computed: int, count: int, *blocks: Sequence[int], replaces: bool, ready: int = 0
     ) -> PushSlice | None:
-        """Record that a step computes tokens [computed, computed + count) of a request.
+        """Record that a step computes tokens [computed, computed + count) of a request that runs for a D.
 
         `blocks` of each group are new, or all if `replaces`. In a group of states they are always all, because entries
         move. The request's first `ready` tokens are in the cache already: all their layers are pushed at once.
         """
-        tracked = self._tracked.get(request_id)
-        if tracked is not None and replaces and not tracked.restart:
+        record, s = self._requests.get(request_id), RequestState
+        if record is not None and replaces and record.state is not s.LOST:
             self.preempted(request_id)  # no step has listed it, and resets.py has not reported it
-        if tracked is None or tracked.sealed or tracked.aborted:
+        if record is None or record.state not in (s.BOUND, s.PUSHING, s.LOST):
             return None
-        if not tracked.started:
-            self._pending.starts.append(PushStart(request_id, tracked.push, tracked.reservation, computed))
-            blocks = self._push_ready(tracked, min(ready, computed), blocks)
-        before = 0 if tracked.restart else tracked.watermark
-        tracked.watermark = computed + count
-        tracked.sealed = tracked.watermark >= tracked.reservation.end
-        push_slice = PushSlice(
-            push=tracked.push,
-            before=before,
-            after=min(tracked.watermark, tracked.reservation.end),
-            new_blocks=tuple(tracked.unreported(index, ids) for index, ids in enumerate(blocks)),
-            restart=tracked.restart,
-            final=tracked.sealed,
-        )
-        tracked.started, tracked.restart = True, False
-        self._pending.slices.append(push_slice)
-        return push_slice
-
-    def _push_ready(
-        self, tracked: _Tracked, ready: int, blocks: tuple[Sequence[int], ...]
-    ) -> tuple[Sequence[int], ...]:
-        """Push what earlier steps have computed, if D wants any of it. Return the blocks that are not sent with it."""
-        if not tracked.reservation.first < ready < tracked.reservation.end:
-            return blocks
-        tracked.watermark = ready
-        tables = tuple(tracked.unreported(index, ids) for index, ids in enumerate(blocks))
-        self._pending.computed.append(PushSlice(tracked.push, 0, ready, tables, restart=False, final=False))
-        stateful = [group.stateful for group in tracked.groups] or [False]
-        return tuple(ids if moves else () for moves, ids in zip(stateful, blocks, strict=True))
+        last = computed + count >= record.bound_to.reservation.end
+        event = RequestEvent.LAST_CHUNK if last else RequestEvent.CHUNK
+        self._on(record, event, computed, count, blocks, min(ready, computed))
+        return self._orders.slices[-1]
 
     def preempted(self, request_id: str) -> None:
         """Have the writes that read a preempted request's blocks drained before the blocks are overwritten.
@@ -253,101 +202,536 @@ class PushBook:
         finished with it for good. What a rank owns differs by step, so the others would push something else than what
         they still owe.
         """
-        tracked = self._tracked.get(request_id)
-        if tracked is None or not tracked.started or tracked.aborted:
-            return
-        if self._withdraw_start(tracked):
-            tracked.started, tracked.sealed, tracked.watermark = False, False, 0
-            return
-        self._pending.preempted.append(tracked.push)
-        if tracked.sealed:
-            self._abort(tracked, "the request was preempted after its last chunk")
-        tracked.restart, tracked.sealed, tracked.watermark = True, False, 0
+        if (record := self._requests.get(request_id)) is not None:
+            self._withdraw(record)
+            self._on(record, RequestEvent.PREEMPTED)
 
-    def finished(self, request_id: str, *, holds_blocks: bool, why: str) -> bool:
-        """Handle the end of a request. Return whether its blocks must be held until the workers report it."""
-        self._refused.pop(request_id, None)
-        tracked = self._tracked.pop(request_id, None)
-        if tracked is None or not tracked.started:
-            return False  # no worker has received it: D learns of it from the end of the HTTP call, or a message
-        if not tracked.sealed or not holds_blocks:
-            if self._withdraw_start(tracked):
-                return False
-            self._abort(tracked, why)
-        if holds_blocks:
-            self._holding[request_id] = tracked.push
-            starts = self._pending.starts  # not sent yet: vLLM may report the request as finished before they are
-            self._pending.starts = [replace(s, ended=True) if s.push == tracked.push else s for s in starts]
-        else:
-            self._pending.ended.append(tracked.push)
-        return holds_blocks
+    def finished(
+        self,
+        now: float,
+        request_id: str,
+        *,
+        holds_blocks: bool,
+        well: bool,
+        why: str,
+        sampled: Callable[[], Sample | None] = lambda: None,
+    ) -> RequestEnding:
+        """Handle a request's end. `well`: its prompt was computed. `sampled` is called if D may want the token."""
+        record, s = self._requests.get(request_id), RequestState
+        if record is None or record.state in ENDED:
+            return RequestEnding()
+        collected, target, refusal, first = record.state is s.COLLECTING, record.target, record.refusal, None
+        if collected or (target is not None and target.reservation.seed is not None):
+            record.sample = sampled()
+        sealed = record.state is s.SEALED
+        if sealed and target is not None:
+            first = first_token(target.reservation, record.push, record.sample)
+        if not (sealed and holds_blocks):
+            self._withdraw(record)  # of a push that no worker has received D learns by the answer, or a message
+        if collected and holds_blocks and well:
+            refusal = PdError("PD-META-028", count=self._held)
+        self._on(record, self._end_event(record, holds_blocks=holds_blocks, well=well), now, why, first)
+        if record.state is s.HELD:
+            return RequestEnding(held=True, source=record)
+        answered = first if target is not None and target.peer is None else None
+        return RequestEnding(record.state is s.RELEASING, None, target is not None, refusal, answered)
+
+    def _end_event(self, record: PushRequest, *, holds_blocks: bool, well: bool) -> RequestEvent:
+        if not holds_blocks:
+            return RequestEvent.ENDED_EMPTY
+        if not well or (record.state is RequestState.COLLECTING and record.computed < record.prompt[0]):
+            return RequestEvent.ABORTED
+        h = self._holding
+        room = self._held < h.sources and self._held_blocks + record.size <= h.blocks
+        return RequestEvent.ENDED if room or record.target is not None else RequestEvent.ENDED_TOO_MANY
 
     def released(self, request_id: str) -> bool:
         """Record that all workers have reported the request. Return whether its blocks were held."""
-        push = self._holding.pop(request_id, None)
-        if push:
-            self._pending.ended.append(push)
-        return push is not None
+        record = self._requests.get(request_id)
+        if record is None or record.state is not RequestState.RELEASING:
+            return False
+        self._on(record, RequestEvent.REPORTED)
+        return True
+
+    def limit(self, now: float, hold_s: float) -> None:
+        """Hold sources no longer than `hold_s` from now on, those that are held already too."""
+        if hold_s != self.hold_s:
+            self.hold_s = hold_s
+            for record in self._held_requests():
+                self._set_deadline(record, min(now + hold_s, record.until or math.inf))
+
+    def reset(self) -> None:
+        """Free all that is held: no D shall fetch it any more."""
+        for record in self._held_requests():
+            self._on(record, RequestEvent.RESET)
+
+    def _held_requests(self) -> list[PushRequest]:
+        return [record for record in self._requests.values() if record.state is RequestState.HELD]
+
+    def _arrived(self, request_id: str) -> PushRequest:
+        record = self._requests.get(request_id)
+        if record is None:
+            record = self._requests[request_id] = PushRequest(request_id, RequestState.ARRIVED)
+        return record
+
+    def _unlike(self, asked: NewRequest) -> PdError | None:
+        """Return why a D that can begin only with P's first token cannot have it; None if it can, or need not."""
+        if asked.reservation is None or WHOLE not in asked.reservation.needs or asked.seed == asked.reservation.seed:
+            return None
+        return PdError("PD-META-033", why="none of this request's" if asked.seed is None else "other sampling")
+
+    def _take_source(self, asked: NewRequest) -> None:
+        """Take a request without a reservation. If its name is taken, only its source id finds it."""
+        self._n += 1
+        record, event = self._arrived(asked.request_id), RequestEvent.SOURCE
+        waiting = self._names.get(asked.meets) if asked.meets else None
+        if waiting is not None and waiting.state is RequestState.WAITING:
+            target = waiting.bound_to
+            error = self.refusal_of(target.reservation, asked.prompt)
+            waiting.request_id, waiting.found, record = asked.request_id, record.found, waiting
+            if error is not None:
+                event = RequestEvent.SOURCE_UNFIT
+                self._send(target, Gone(target.transfer, failure_of(error)))
+        elif asked.meets and waiting is None:
+            record.meets = asked.meets
+            self._names[asked.meets] = record
+        record.source = SourceId(self._incarnation, self._n, asked.uuid)
+        record.push, record.prompt = asked.push, asked.prompt
+        self._requests[asked.request_id] = self._sources[record.source] = record
+        self._on(record, event)
+
+    @property
+    def _groups(self) -> tuple[Group, ...]:
+        return self.geometry.tables if self.geometry is not None else ()
+
+    # -- from D
+
+    def message(self, now: float, peer: Hashable, message: Meeting, reservation: Reservation | None = None) -> None:
+        """Handle a message of D. `reservation` is what an offer has sealed."""
+        if isinstance(message, Gone):
+            self.withdrawn(peer, message.transfer)
+        elif isinstance(message, Unwanted):
+            self.unwanted(message.source, message.meets)
+        elif isinstance(message, Offer) and reservation is not None:
+            self.offer(now, peer, message, reservation)
+
+    def offer(self, now: float, peer: Hashable, offer: Offer, reservation: Reservation) -> None:
+        """Handle an offer. `reservation` is what its sealed field contains."""
+        bound = self._answers.get(offer.transfer)
+        if bound is not None:
+            self._outbox.append((peer, bound))
+            return
+        target = PushTarget(reservation, peer, offer.meets)
+        record = self._targets.get(offer.transfer) or self._meant(offer.source, offer.meets)
+        if record is None:
+            record, event = PushRequest(target=target), RequestEvent.OFFER
+            if offer.source is not None or not offer.meets:
+                event = RequestEvent.OFFER_UNKNOWN
+            elif self._waiting >= MAX_WAITING:
+                event = RequestEvent.OFFER_TOO_MANY
+        elif record.target is not None:
+            again = record.target.transfer == offer.transfer
+            event = RequestEvent.OFFER_AGAIN if again else RequestEvent.OFFER_TAKEN
+        else:
+            error = self.refusal_of(reservation, record.prompt)
+            event = RequestEvent.OFFER if error is None else RequestEvent.OFFER_UNFIT
+            if error is not None:
+                self._send(target, Gone(offer.transfer, failure_of(error)))
+            else:
+                record.target = target
+        self._on(record, event, now, target)
+        if record.state is RequestState.BOUND and record.computed:
+            whole = record.computed >= reservation.end
+            self._on(record, RequestEvent.PAST_WHOLE if whole else RequestEvent.PAST)
+
+    def _meant(self, source: SourceId | None, meets: str) -> PushRequest | None:
+        return self._sources.get(source) if source is not None else self._names.get(meets)
+
+    def withdrawn(self, peer: Hashable, transfer: TransferId) -> None:
+        """Record that D does not want a transfer any more."""
+        record = self._targets.get(transfer)
+        if record is not None and record.bound_to.peer == peer:
+            self._on(record, RequestEvent.WITHDRAWN)
+
+    def unwanted(self, source: SourceId | None, meets: str) -> None:
+        """Record that no offer will come: D has what it needs, or its request has ended."""
+        record = self._meant(source, meets)
+        if record is not None and record.target is None:
+            self._on(record, RequestEvent.UNWANTED)
+
+    def gone(self, peer: Hashable) -> None:
+        """Withdraw the targets of a D scheduler whose process has ended."""
+        for record in [record for record in self._targets.values() if record.bound_to.peer == peer]:
+            self._on(record, RequestEvent.WITHDRAWN)
+
+    # -- time
+
+    def tick(self, now: float) -> None:
+        for record in self._agenda.due(now):
+            held = record.state is RequestState.HELD
+            self._on(record, RequestEvent.HELD_TOO_LONG if held else RequestEvent.WAITED_TOO_LONG)
+
+    def next_wake(self) -> float | None:
+        return self._agenda.next()
+
+    # -- what a step tells the workers, and counts
 
     def missed(self, exchanges: Iterable[MissedExchange]) -> None:
         """Order exchanges again that workers could not stage and have room for now, on every rank in the next step."""
-        self._pending.catch_ups.update(exchanges)
+        self._orders.catch_ups.update(exchanges)
 
     def must_step(self) -> bool:
         """Return whether the workers wait for a step's metadata, or will soon have more to ask for."""
-        pending = self._pending
-        return bool(pending.catch_ups or pending.computed or pending.freed) or self._looks > 0
+        return self._orders.urgent or self._looks > 0
+
+    def take_step(self) -> PrefillStep:
+        """Return this step's metadata; the next call starts anew."""
+        orders, self._orders = self._orders, StepOrders()
+        self._number += 1 + bool(orders.computed)
+        self._looks = FORCED_STEPS if orders.catch_ups else max(0, self._looks - 1)
+        return orders.step(self._number, self.geometry)
 
     def open_count(self) -> int:
-        return len(self._tracked) + len(self._holding)
+        """Return the number of requests that are known, whether they are pushed or not."""
+        return len(self._requests)
 
-    def take_step(self, geometry: CacheGeometry | None) -> PrefillStep:
-        """Return this step's metadata; the next call starts anew."""
-        pending, self._pending = self._pending, _PendingPushes()
-        self._number += 1 + bool(pending.computed)
-        self._looks = FORCED_STEPS if pending.catch_ups else max(0, self._looks - 1)
-        return PrefillStep(
-            number=self._number,
-            geometry=geometry if pending.starts else None,
-            starts=tuple(pending.starts),
-            slices=tuple(pending.slices),
-            aborts=tuple(pending.aborts),
-            preempted=tuple(pending.preempted),
-            ended=tuple(pending.ended),
-            catch_ups=tuple(sorted(pending.catch_ups)),
-            computed=tuple(pending.computed),
-            before=self._number - 1 if pending.computed else 0,
-            freed=tuple(pending.freed),
-        )
+    def counts(self) -> Mapping[str, int]:
+        return {
+            "sources": len(self._sources),
+            "held": self._held,
+            "held_blocks": self._held_blocks,
+            "waiting": self._waiting,
+            "names": len(self._names),
+            "targets": len(self._targets),
+        }
 
-    def _withdraw_start(self, tracked: _Tracked) -> bool:
-        """Take back the start of a push that no step has sent. Return whether there was one."""
-        pending, push = self._pending, tracked.push
-        kept = [start for start in pending.starts if start.push != push]
-        if len(kept) == len(pending.starts):
-            return False
-        pending.starts = kept
-        pending.computed = [push_slice for push_slice in pending.computed if push_slice.push != push]
-        return True
+    # -- transitions
 
-    def _abort(self, tracked: _Tracked, why: str) -> None:
-        if not tracked.aborted:
-            tracked.aborted = True
-            self._pending.aborts.append(PushAbort(tracked.push, "PD-XFER-002", why))
+    def _on(self, record: PushRequest, event: RequestEvent, *cause: Any) -> None:
+        cell, s = look_up(self.table, record.state, event, self.counters, record), RequestState
+        before, record.state = record.state, cell.into
+        self._count(before, record)
+        cell.effect(self, record, *cause)
+        if record.state in (s.LOCAL, s.RELEASING, s.OVER):
+            self._unlist(record)
+        if record.state is s.RELEASING:
+            record.tables = []
+        if record.state is s.OVER and self._requests.get(record.request_id) is record:
+            del self._requests[record.request_id]
+
+    def _count(self, before: RequestState, record: PushRequest) -> None:
+        s, after = RequestState, record.state
+        if before is not after:
+            held = (after is s.HELD) - (before is s.HELD)
+            self._held += held
+            self._held_blocks += held * record.size
+            self._waiting += (after is s.WAITING) - (before is s.WAITING)
+            if record.until is not None:
+                self._set_deadline(record, None)
+
+    def _set_deadline(self, record: PushRequest, at: float | None) -> None:
+        record.until = at
+        self._agenda.set(record, at)
+
+    def _unlist(self, record: PushRequest) -> None:
+        """Remove a record from all indexes by which D finds it."""
+        if self._names.get(record.meets) is record:
+            del self._names[record.meets]
+        if record.target is not None and self._targets.get(record.target.transfer) is record:
+            del self._targets[record.target.transfer]
+        if record.source is not None:
+            self._sources.pop(record.source, None)
+
+    def _withdraw(self, record: PushRequest) -> None:
+        """Take back what no step has sent of a push: it was never begun."""
+        if self._orders.begins(record.push):
+            self._orders.withdraw(record.push)
+            self._on(record, RequestEvent.UNSENT)
+
+    def ignore(self, record: PushRequest, *cause: Any) -> None:
+        """Change nothing else."""
+
+    # -- effects: targets
+
+    def wait(self, record: PushRequest, now: float, target: PushTarget) -> None:
+        record.meets = target.meets
+        self._names[target.meets] = self._targets[target.transfer] = record
+        self._set_deadline(record, now + self._holding.meet_s)
+        self._send(target, Waits(target.transfer))
+
+    def collect(self, record: PushRequest) -> None:
+        """Collect the request's blocks from now on, without a target that did not fit."""
+        if record.target is not None:
+            self._targets.pop(record.target.transfer, None)
+            record.target = None
+
+    def bind(self, record: PushRequest, *cause: Any) -> None:
+        """Bind a running request: the next step pushes what is computed of it, later steps push the rest."""
+        target = record.bound_to
+        self._see(target)
+        if target.peer is not None:
+            self._targets[target.transfer] = record
+            self._send(target, self._bound(record))
+
+    def bind_held(self, record: PushRequest, now: float, target: PushTarget) -> None:
+        """Bind a request that has ended: the next step pushes all of it, and then its blocks are freed."""
+        self._see(target)
+        self.push_past(record)
+        self.end(record, now, "", first_token(target.reservation, record.push, record.sample))
+
+    def answer(self, record: PushRequest, now: float, target: PushTarget) -> None:
+        """Repeat the last answer."""
+        waits = record.state is RequestState.WAITING
+        self._send(target, Waits(target.transfer) if waits else self._bound(record))
+
+    def taken(self, record: PushRequest, now: float, target: PushTarget) -> None:
+        self._refuse(target, "PD-META-027", why="another transfer already uses this source or name")
+
+    def unknown(self, record: PushRequest, now: float, target: PushTarget) -> None:
+        self._refuse(target, "PD-META-027", why="it is over, or of an engine that was restarted")
+
+    def too_many(self, record: PushRequest, now: float, target: PushTarget) -> None:
+        self._refuse(target, "PD-META-028", count=MAX_WAITING)
+
+    def expired(self, record: PushRequest) -> None:
+        self._refuse(record.bound_to, "PD-META-026", name=record.meets, seconds=f"{self._holding.meet_s:g}")
+
+    def _see(self, target: PushTarget) -> None:
+        self._seen[target.transfer] = None
+        while len(self._seen) > self._remembered:
+            del self._seen[next(iter(self._seen))]
+
+    def _send(self, target: PushTarget, message: Meeting) -> None:
+        if target.peer is not None:
+            self._outbox.append((target.peer, message))
+
+    def _refuse(self, target: PushTarget, code: str, **values: object) -> None:
+        self._send(target, Gone(target.transfer, failure_of(PdError(code, **values))))
+
+    def _bound(self, record: PushRequest) -> Bound:
+        return Bound(record.bound_to.transfer, record.push, ended=False)
+
+    # -- effects: pushes
+
+    def push_past(self, record: PushRequest) -> None:
+        """Push what was computed before D's reservation came."""
+        reservation = record.bound_to.reservation
+        after, tables = min(record.computed, reservation.end), tuple(map(_ids, record.tables))
+        final = record.computed >= reservation.end
+        self._orders.starts.append(PushStart(record.request_id, record.push, reservation))
+        self._orders.computed.append(PushSlice(record.push, 0, after, tables, restart=False, final=final))
+
+    def begin(
+        self, record: PushRequest, computed: int, count: int, blocks: Sequence[Sequence[int]], ready: int
+    ) -> None:
+        """Begin a push. What earlier steps have computed is pushed at once, if D wants any of it."""
+        reservation, groups = record.bound_to.reservation, self._groups
+        self._orders.starts.append(PushStart(record.request_id, record.push, reservation, computed))
+        if reservation.first < ready < reservation.end:
+            record.computed = ready
+            tables = self._unreported(record, blocks)
+            self._orders.computed.append(PushSlice(record.push, 0, ready, tables, restart=False, final=False))
+            stateful = [group.stateful for group in groups] or [False]
+            blocks = tuple(ids if moves else () for moves, ids in zip(stateful, blocks, strict=True))
+        self._slice(record, computed + count, blocks, restart=False)
+
+    def go_on(
+        self, record: PushRequest, computed: int, count: int, blocks: Sequence[Sequence[int]], *more: Any
+    ) -> None:
+        self._slice(record, computed + count, blocks, restart=False)
+
+    def start_over(
+        self, record: PushRequest, computed: int, count: int, blocks: Sequence[Sequence[int]], *more: Any
+    ) -> None:
+        self._slice(record, computed + count, blocks, restart=True)
+
+    def _slice(self, record: PushRequest, upto: int, blocks: Sequence[Sequence[int]], *, restart: bool) -> None:
+        before, record.computed = record.computed, upto
+        after, final = min(upto, record.bound_to.reservation.end), record.state is RequestState.SEALED
+        new = self._unreported(record, blocks)
+        self._orders.slices.append(PushSlice(record.push, before, after, new, restart, final))
+
+    def forget_past(self, record: PushRequest) -> None:
+        record.computed, record.tables = 0, []
+
+    def forget_push(self, record: PushRequest) -> None:
+        record.computed = 0
+
+    def drain(self, record: PushRequest) -> None:
+        self._orders.preempted.append(record.push)
+        record.computed = 0
+
+    def fail(self, record: PushRequest) -> None:
+        self.drain(record)
+        self._abort_push(record, "the request was preempted after its last chunk")
+
+    def hold(self, record: PushRequest, now: float, *cause: Any) -> None:
+        self._set_deadline(record, now + self.hold_s)
+
+    def release(self, record: PushRequest) -> None:
+        """Free blocks that were held and are not pushed: the workers report the request like any other."""
+        self._orders.freed.append(record.request_id)
+
+    def end(self, record: PushRequest, now: float, why: str, first: First | None) -> None:
+        """Answer that the prompt is computed. From now on D waits for the workers only; it may repeat its offer."""
+        target = record.bound_to
+        if target.peer is not None:
+            bound = self._answers[target.transfer] = Bound(target.transfer, record.push, ended=True, first=first)
+            while len(self._answers) > REMEMBERED:
+                del self._answers[next(iter(self._answers))]
+            self._send(target, bound)
+        self._orders.end(record.push)
+
+    def end_early(self, record: PushRequest, now: float, why: str, first: First | None) -> None:
+        """The same of a push whose last chunk was never planned."""
+        self.end(record, now, why, first)
+        self._abort_push(record, why)
+
+    def abort(self, record: PushRequest, *cause: Any) -> None:
+        self._refuse(record.bound_to, "PD-XFER-002", why="the request ended on prefill")
+        self._orders.end(record.push)
+
+    def abort_push(self, record: PushRequest, now: float, why: str, first: First | None) -> None:
+        self.abort(record)
+        self._abort_push(record, why)
+
+    def drop_push(self, record: PushRequest, now: float, why: str, first: First | None) -> None:
+        """Abort a push of which there are no blocks to wait for."""
+        self.abort_push(record, now, why, first)
+        self._orders.ended.append(record.push)
+
+    def drop(self, record: PushRequest, *cause: Any) -> None:
+        """The same of a push that has failed."""
+        self.abort(record)
+        self._orders.ended.append(record.push)
+
+    def close(self, record: PushRequest) -> None:
+        """Tell the workers that nothing more is exchanged for a request that was pushed."""
+        if record.target is not None:
+            self._orders.ended.append(record.push)
+
+    def _abort_push(self, record: PushRequest, why: str) -> None:
+        self._orders.aborts.append(PushAbort(record.push, "PD-XFER-002", why))
+
+    def _unreported(self, record: PushRequest, blocks: Sequence[Sequence[int]]) -> tuple[Blocks, ...]:
+        """Return the blocks of each group as the workers receive them.
+
+        In a group of states this is only the block of D's last token, once a step ends exactly there. If a step
+        computes more, no block has the state that D wants: none is sent, and the push fails.
+        """
+        end, groups = record.bound_to.reservation.end, self._groups or (None,) * len(blocks)
+        found = []
+        for ids, group in zip(blocks, groups, strict=True):
+            if group is not None and group.stateful:
+                at = (end - 1) // group.block_size
+                found.append(_ids(ids[at : at + 1] if record.computed == end else ()))
+            else:
+                found.append(_ids(ids))
+        return tuple(found)
 
 
-def _malformed(reservation: Reservation) -> str:
-    """Return why no decode engine reserves like this; empty if one does. The workers' arithmetic relies on it."""
-    d = reservation.geometry
-    if reservation.end > reservation.prompt_length:
-        return f"tokens [{reservation.first}, {reservation.end}) of {reservation.prompt_length}"
-    if len(reservation.endpoints) != d.workers:
-        return f"{len(reservation.endpoints)} endpoints for {d.workers} workers"
-    if d.recomputes_last and reservation.end >= reservation.prompt_length and WHOLE not in reservation.needs:
-        return f"{reservation.end} tokens of {reservation.prompt_length}, of a cache of which the last is not pushed"
-    if WHOLE in reservation.needs and reservation.end < reservation.prompt_length:
-        return f"{reservation.end} tokens of {reservation.prompt_length}, which is said to be all of them"
-    sizes = [len(ids) for ids in reservation.blocks]
-    if any(size % 4 for size in sizes):
-        return f"{', '.join(map(str, sizes))} bytes of block ids"
-    return range_fault(d, reservation.first, reservation.end, *(size // 4 for size in sizes))
+def _ids(table: Sequence[int]) -> Blocks:
+    return np.asarray(table, dtype=np.int32)
+
+
+def _table(do: type[PushBook]) -> Table[RequestState, RequestEvent]:
+    s, e = RequestState, RequestEvent
+
+    def bound(state: RequestState) -> dict[RequestEvent, Cell[RequestState]]:
+        return {
+            e.OFFER_AGAIN: Cell(state, do.answer),
+            e.OFFER_TAKEN: Cell(state, do.taken, "offer_taken"),
+            e.WITHDRAWN: Cell(state, do.ignore, "withdrawn"),
+        }
+
+    cut = {  # the ends of a push whose last chunk is not planned
+        e.ENDED: Cell(s.RELEASING, do.end_early),
+        e.ABORTED: Cell(s.RELEASING, do.abort_push),
+        e.ENDED_EMPTY: Cell(s.OVER, do.drop_push),
+    }
+    over = {event: Cell(s.OVER, do.ignore) for event in (e.ENDED, e.ENDED_TOO_MANY, e.ABORTED, e.ENDED_EMPTY)}
+    return {
+        s.OVER: {
+            e.OFFER: Cell(s.WAITING, do.wait),
+            e.OFFER_UNKNOWN: Cell(s.OVER, do.unknown, "offer_unknown"),
+            e.OFFER_TOO_MANY: Cell(s.OVER, do.too_many, "offer_too_many"),
+        },
+        s.WAITING: {
+            e.SOURCE: Cell(s.BOUND, do.bind),
+            e.SOURCE_UNFIT: Cell(s.COLLECTING, do.collect, "offer_unfit"),
+            e.OFFER_AGAIN: Cell(s.WAITING, do.answer),
+            e.OFFER_TAKEN: Cell(s.WAITING, do.taken, "offer_taken"),
+            e.WITHDRAWN: Cell(s.OVER, do.ignore, "withdrawn"),
+            e.WAITED_TOO_LONG: Cell(s.OVER, do.expired, "waited_too_long"),
+        },
+        s.ARRIVED: {
+            e.RESERVED: Cell(s.BOUND, do.bind),
+            e.SOURCE: Cell(s.COLLECTING, do.collect),
+            e.LOCAL: Cell(s.LOCAL, do.ignore),
+            **over,
+            **idle(s.ARRIVED, do.ignore, e.PREEMPTED),
+        },
+        s.LOCAL: {**over, **idle(s.LOCAL, do.ignore, e.PREEMPTED)},
+        s.COLLECTING: {
+            e.OFFER: Cell(s.BOUND, do.bind),
+            e.OFFER_UNFIT: Cell(s.COLLECTING, do.ignore, "offer_unfit"),
+            e.PREEMPTED: Cell(s.COLLECTING, do.forget_past),
+            **over,
+            e.ENDED: Cell(s.HELD, do.hold),
+            e.ENDED_TOO_MANY: Cell(s.OVER, do.ignore, "not_held"),
+            e.UNWANTED: Cell(s.LOCAL, do.ignore, "unwanted"),
+        },
+        s.HELD: {
+            e.OFFER: Cell(s.RELEASING, do.bind_held),
+            e.OFFER_UNFIT: Cell(s.HELD, do.ignore, "offer_unfit"),
+            e.HELD_TOO_LONG: Cell(s.RELEASING, do.release, "held_too_long"),
+            e.UNWANTED: Cell(s.RELEASING, do.release, "unwanted"),
+            e.RESET: Cell(s.RELEASING, do.release, "reset"),
+            **idle(s.HELD, do.ignore, e.PREEMPTED),
+        },
+        s.BOUND: {
+            e.CHUNK: Cell(s.PUSHING, do.begin),
+            e.LAST_CHUNK: Cell(s.SEALED, do.begin),
+            e.PAST: Cell(s.PUSHING, do.push_past),
+            e.PAST_WHOLE: Cell(s.SEALED, do.push_past),
+            **bound(s.BOUND),
+            e.ENDED: Cell(s.OVER, do.end),
+            e.ABORTED: Cell(s.OVER, do.abort),
+            e.ENDED_EMPTY: Cell(s.OVER, do.abort),
+            **idle(s.BOUND, do.ignore, e.PREEMPTED),
+        },
+        s.PUSHING: {
+            e.CHUNK: Cell(s.PUSHING, do.go_on),
+            e.LAST_CHUNK: Cell(s.SEALED, do.go_on),
+            e.UNSENT: Cell(s.BOUND, do.forget_push),
+            e.PREEMPTED: Cell(s.LOST, do.drain),
+            **bound(s.PUSHING),
+            **cut,
+        },
+        s.LOST: {
+            e.CHUNK: Cell(s.PUSHING, do.start_over),
+            e.LAST_CHUNK: Cell(s.SEALED, do.start_over),
+            e.PREEMPTED: Cell(s.LOST, do.drain),
+            **bound(s.LOST),
+            **cut,
+        },
+        s.SEALED: {
+            e.UNSENT: Cell(s.BOUND, do.forget_push),
+            e.PREEMPTED: Cell(s.FAILED, do.fail),
+            **bound(s.SEALED),
+            **cut,
+            e.ENDED: Cell(s.RELEASING, do.end),
+            e.ABORTED: Cell(s.RELEASING, do.abort),
+        },
+        s.FAILED: {
+            **bound(s.FAILED),
+            e.ENDED: Cell(s.RELEASING, do.end),
+            e.ABORTED: Cell(s.RELEASING, do.abort),
+            e.ENDED_EMPTY: Cell(s.OVER, do.drop),
+            **idle(s.FAILED, do.ignore, e.PREEMPTED),
+        },
+        s.RELEASING: {e.REPORTED: Cell(s.OVER, do.close), **idle(s.RELEASING, do.ignore, e.PREEMPTED)},
+    }
+
+
+PushBook.table = _table(PushBook)

@@ -8,7 +8,7 @@ compute is complete before this step begins, in the order of the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_ascend_pd.geometry.layout import Group
@@ -36,30 +36,15 @@ class Chunk:
 
 
 class BlocksInFlight:
-    """Block tables of all requests that run on this engine, pushed or not."""
+    """Blocks of one step, by the chunks and block tables of all its requests, pushed or not."""
 
-    def __init__(self) -> None:
-        self._tables: dict[str, list[list[int]]] = {}
-        self._chunks: Sequence[Chunk] = ()
-        self._filled_this_step: dict[int, set[int]] = {}  # by group, blocks that the step fills; made on demand
+    def __init__(self, planned: Sequence[tuple[Chunk, Sequence[Sequence[int]]]] = ()) -> None:
+        self._planned = planned
+        self._filled: dict[int, set[int]] = {}  # by group, blocks that the step fills; made on demand
 
-    def step(self, chunks: Sequence[Chunk], over: Iterable[str]) -> None:
-        """Handle a planned step; requests that are `over` run no more."""
-        for request_id in over:
-            self._tables.pop(request_id, None)
-        for chunk in chunks:
-            table = None if chunk.replaces else self._tables.get(chunk.request_id)
-            if table is None:
-                self._tables[chunk.request_id] = [list(ids) for ids in chunk.new or ()]
-            else:
-                for ids, more in zip(table, chunk.new or (), strict=False):
-                    ids.extend(more)
-        self._chunks, self._filled_this_step = chunks, {}
-
-    def ready(self, chunk: Chunk, groups: Sequence[Group]) -> int:
+    def ready(self, chunk: Chunk, table: Sequence[Sequence[int]], groups: Sequence[Group]) -> int:
         """Return how many of a request's first tokens were filled in by earlier steps, not by this one."""
-        request_id, computed = chunk.request_id, chunk.filled
-        table = self._tables.get(request_id, ())
+        computed = chunk.filled
         for index, (group, ids) in enumerate(zip(groups, table, strict=False)):
             if group.stateful:
                 continue
@@ -71,14 +56,10 @@ class BlocksInFlight:
 
     def _written(self, index: int, size: int) -> set[int]:
         """Blocks of a group that the step fills."""
-        if (known := self._filled_this_step.get(index)) is not None:
+        if (known := self._filled.get(index)) is not None:
             return known
-        found = self._filled_this_step[index] = set[int]()
-        for chunk in self._chunks:
-            table = self._tables[chunk.request_id]
+        found = self._filled[index] = set[int]()
+        for chunk, table in self._planned:
             if index < len(table):
                 found.update(table[index][chunk.filled // size : -(-(chunk.computed + chunk.count) // size)])
         return found
-
-    def open_count(self) -> int:
-        return len(self._tables)

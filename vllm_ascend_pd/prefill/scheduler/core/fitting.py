@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of P's scheduler: which reservation fits a prompt and a cache, and which first token fits a reservation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+
+from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.geometry.match import mismatches, range_fault
+from vllm_ascend_pd.protocol.failure import MAX_TEXT, Failure
+from vllm_ascend_pd.protocol.first import First, Sample
+from vllm_ascend_pd.protocol.identity import TransferId
+from vllm_ascend_pd.protocol.meeting import Gone, Offer
+from vllm_ascend_pd.protocol.messages import Reservation
+from vllm_ascend_pd.protocol.versions import OURS, WHOLE
+
+
+def opened(offer: Offer, unseal: Callable[[bytes], Reservation]) -> Reservation | Gone:
+    """Return the reservation that an offer has sealed, or the answer that refuses the offer."""
+    try:
+        reservation = unseal(offer.reservation)
+        if reservation.transfer != offer.transfer:
+            raise PdError("PD-CTRL-002", why="an offer of another transfer than its reservation's")
+    except PdError as refused:
+        return Gone(offer.transfer, failure_of(refused))
+    return reservation
+
+
+def failure_of(error: PdError) -> Failure:
+    return Failure(error.code, error.sentence[:MAX_TEXT])
+
+
+def not_held(geometry: CacheGeometry) -> str:
+    """Return why sources of this cache are not held; empty if they are.
+
+    Draft layers: only steps with a push check that the draft model has run. Windows and states: P frees or overwrites
+    what a later target would need.
+    """
+    if geometry.drafts:
+        return "its cache has layers of a draft model"
+    return (
+        "its cache does not keep every token (sliding windows, or recurrent states)" if geometry.recomputes_last else ""
+    )
+
+
+def refusal_of(
+    reservation: Reservation,
+    prompt: tuple[int, str],
+    model: str,
+    geometry: CacheGeometry | None,
+    pushed: Container[TransferId],
+) -> PdError | None:
+    """Return why this prompt cannot be pushed for this reservation; None if it can.
+
+    What cannot be pushed from this cache is refused at once, not only by D's deadline.
+    """
+    refusal = OURS.refusal(reservation.version, reservation.needs)
+    if refusal is not None:
+        return refusal
+    length, digest = prompt
+    if reservation.transfer in pushed:
+        return PdError("PD-META-005", why=f"transfer {reservation.transfer} was pushed already")
+    if reservation.model != model:
+        return PdError("PD-GEO-001", field="model", prefill=model, decode=reservation.model)
+    if reservation.prompt_length != length:
+        return PdError("PD-META-005", why=f"{length} prompt tokens here, {reservation.prompt_length} reserved")
+    if reservation.prompt_hash != digest:
+        return PdError("PD-META-005", why="the prompts differ (tokens, LoRA, multimodal input or cache salt)")
+    why = _malformed(reservation)
+    if why:
+        return PdError("PD-META-005", why=why)
+    differences = mismatches(geometry, reservation.geometry) if geometry is not None else ()
+    return differences[0].error() if differences else None
+
+
+def _malformed(reservation: Reservation) -> str:
+    """Return why no decode engine reserves like this; empty if one does. The workers' arithmetic relies on it."""
+    d = reservation.geometry
+    if reservation.end > reservation.prompt_length:
+        return f"tokens [{reservation.first}, {reservation.end}) of {reservation.prompt_length}"
+    if len(reservation.endpoints) != d.workers:
+        return f"{len(reservation.endpoints)} endpoints for {d.workers} workers"
+    if d.recomputes_last and reservation.end >= reservation.prompt_length and WHOLE not in reservation.needs:
+        return f"{reservation.end} tokens of {reservation.prompt_length}, of a cache of which the last is not pushed"
+    if WHOLE in reservation.needs and reservation.end < reservation.prompt_length:
+        return f"{reservation.end} tokens of {reservation.prompt_length}, which is said to be all of them"
+    sizes = [len(ids) for ids in reservation.blocks]
+    if any(size % 4 for size in sizes):
+        return f"{', '.join(map(str, sizes))} bytes of block ids"
+    return range_fault(d, reservation.first, reservation.end, *(size // 4 for size in sizes))
+
+
+def first_token(reservation: Reservation, push: str, sample: Sample | None) -> First | None:
+    """Return a sampled token for D, if D asks for it and accepts how it was chosen."""
+    seed = reservation.seed
+    if sample is None or seed is None:
+        return None
+    token, digest, logprobs = sample
+    if seed.digest != digest or len(logprobs) != (0 if seed.logprobs is None else seed.logprobs + 1):
+        return None
+    return First(
+        transfer=reservation.transfer,
+        push=push,
+        position=reservation.prompt_length,
+        token=token,
+        digest=digest,
+        logprobs=tuple(logprobs),
+    )
