@@ -18,6 +18,7 @@ LISTED = {
     "this machine allows no network namespaces": "containers and users without the right to make them",
     "this machine allows no mount namespaces": "containers and users without the right to make them",
     "nft is not installed here": "a host without Debian's packages",
+    "kubectl is not installed here": "a host without it: the base that Kustomize builds from is checked all the same",
     "nginx is not installed here": "a host without Debian's packages: the same requests also come without it in front",
     "vLLM has no prefix cache for MLA on a CPU": "vLLM; such a cell of a set of engines has nothing to compare",
 }

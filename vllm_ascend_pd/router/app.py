@@ -30,7 +30,7 @@ from vllm_ascend_pd.router.faults import Answer, json_answer, known
 from vllm_ascend_pd.router.fleet import Instance
 from vllm_ascend_pd.router.front import Front
 from vllm_ascend_pd.router.hub import CANARY_WORKER, Hub
-from vllm_ascend_pd.router.instances_file import InstancesFile, Members, configured
+from vllm_ascend_pd.router.instances_file import InstancesSource, Members, configured
 from vllm_ascend_pd.router.intake import Body, CallerLeft, CallerRequest, Intake, NotTaken
 from vllm_ascend_pd.router.keys import ClientKeys
 from vllm_ascend_pd.router.metrics import METRICS
@@ -62,11 +62,11 @@ class WorkerProcess:
     def __init__(self, settings: Settings, own_url: str, hub: Hub | None = None) -> None:
         self.settings = settings
         self.fleet = Members(settings.circuit, self._lost, settings.prefix_tokens)
-        self._file: InstancesFile | None = None
+        self._sources: list[InstancesSource] = []
         if settings.members:
             self.fleet.become(msgspec.json.decode(settings.members))
         else:
-            self._file = configured(settings, self.fleet)
+            self._sources = configured(settings, self.fleet)
         self.upstream = Upstream(settings.connect_timeout_s, settings.idle_timeout_s, settings.engine_tls())
         self.spans = spans.make(settings.otlp_traces_endpoint)
         self.front = Front(settings, self.fleet, self.upstream, own_url, self.spans)
@@ -139,8 +139,8 @@ class WorkerProcess:
         """Run what a worker does beside its requests."""
         running = {"probes": self._prober.run(), "all heartbeats": self._heartbeats.run(), "hub": self.hub.run()}
         running["canary"] = self.canary.run()
-        if self._file is not None:
-            running["instances file"] = self._file.watch()
+        for source in self._sources:
+            running[source.source] = source.watch()
         if self._cache_events is not None:
             running["cache events"] = self._cache_events.run()
         if self._named is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instances from flags and file, and the operation by which a supervisor sends them to its workers.
+"""Instances from flags, file and Services, and the operation by which a supervisor sends them to its workers.
 
 The file is YAML, read again when it changes; one that cannot be used changes nothing:
 
@@ -18,13 +18,14 @@ import logging
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router.core.decisions import Role
 from vllm_ascend_pd.router.fleet import Fleet, Spec, parse_spec, parse_specs
+from vllm_ascend_pd.router.kubernetes import KubernetesService
 from vllm_ascend_pd.router.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -110,6 +111,8 @@ class Members(Fleet):
 
 
 class InstancesFile:
+    source = "instances file"
+
     def __init__(self, path: str, members: Members) -> None:
         self._path = path
         self._members = members
@@ -148,14 +151,21 @@ class InstancesFile:
         return (facts.st_ino, facts.st_mtime_ns, facts.st_size)
 
 
-def configured(settings: Settings, members: Members) -> InstancesFile | None:
-    """Add the instances of flags and file; return the file, if there is one. Raise ConfigError."""
+InstancesSource: TypeAlias = InstancesFile | KubernetesService  # of instances that come and go
+
+
+def configured(settings: Settings, members: Members) -> list[InstancesSource]:
+    """Add the instances of flags and file; return the sources that are to be watched. Raise ConfigError."""
     for role, texts in ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode)):
         for text in texts:
             for spec in parse_specs(role, text):
                 members.add(spec, "flag")
-    if not settings.instances_file:
-        return None
-    file = InstancesFile(settings.instances_file, members)
-    file.load()
-    return file
+    sources: list[InstancesSource] = []
+    if settings.instances_file:
+        file = InstancesFile(settings.instances_file, members)
+        file.load()
+        sources.append(file)
+    for role, text in ((Role.PREFILL, settings.prefill_service), (Role.DECODE, settings.decode_service)):
+        if text:
+            sources.append(KubernetesService(role, text, members, settings.kubernetes_api))
+    return sources

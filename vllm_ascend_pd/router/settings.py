@@ -150,7 +150,31 @@ class Settings:
         metavar="FILE",
         only="metaserver",
     )
-    members: bytes = b""  # of a worker: the supervisor's instances, in place of these three
+    prefill_service: str = _flag(
+        "--prefill-service",
+        "instances",
+        "",
+        "Kubernetes Service whose ready pods are prefill engines; its EndpointSlices are watched",
+        metavar="[NAMESPACE/]NAME[:PORT]",
+        only="metaserver",
+    )
+    decode_service: str = _flag(
+        "--decode-service",
+        "instances",
+        "",
+        "as --prefill-service, of decode engines",
+        metavar="[NAMESPACE/]NAME[:PORT]",
+        only="metaserver",
+    )
+    kubernetes_api: str = _flag(
+        "--kubernetes-api",
+        "instances",
+        "",
+        "URL of the Kubernetes API; not set: the one that pods are given",
+        metavar="URL",
+        only="metaserver",
+    )
+    members: bytes = b""  # of a worker: the supervisor's instances, in place of all these
     sidecar: bool = False  # of one D: requests name their P's themselves
     prefill_allowed: tuple[str, ...] = _flag(
         "--prefill-allowed",

@@ -53,7 +53,7 @@ class Supervisor:
         self._settings = settings
         self._command = list(command)
         self._members = Members(settings.circuit)
-        self._file = configured(settings, self._members)
+        self._sources = configured(settings, self._members)
         self._public = listen(settings.host, settings.port)
         first = settings.worker_port or self._public.getsockname()[1] + 1
         self._workers = [SupervisedWorker(i, listen(settings.host, first + i)) for i in range(settings.workers)]
@@ -72,8 +72,8 @@ class Supervisor:
             loop.add_signal_handler(sig, self._end, sig)
         keeping = asyncio.gather(*(self._keep(worker) for worker in self._workers))
         under_way: set[asyncio.Future[Any]] = {keeping}
-        if self._file is not None:
-            under_way.add(asyncio.create_task(self._file.watch(self._tell_members), name="instances file"))
+        for source in self._sources:
+            under_way.add(asyncio.create_task(source.watch(self._tell_members), name=source.source))
         ended, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
         for one in ended:
             one.result()  # watching the file ends by failure only

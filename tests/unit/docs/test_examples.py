@@ -18,21 +18,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
-from referencing import Registry
-from referencing.jsonschema import DRAFT202012
 
+from unit.docs.manifests import EXAMPLES, ROOT, SCHEMAS, containers_of, documents, wrong
 from unit.kits.watching import until
 from vllm_ascend_pd.cli.__main__ import parser
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.router.command import settings_of
 
-ROOT = Path(__file__).resolve().parents[3]
-EXAMPLES = ROOT / "examples"
 MANIFESTS = sorted(
-    path for folder in ("gateway", "kubernetes", "large-ep") for path in (EXAMPLES / folder).glob("*.yaml")
+    path
+    for folder in ("gateway", "kubernetes/base", "large-ep")
+    for path in (EXAMPLES / folder).glob("*.yaml")
+    if path.stem != "kustomization"
 )
 PREFILL_HOSTS, DECODE_HOSTS = [f"10.0.1.{n}" for n in range(4)], [f"10.0.2.{n}" for n in range(2)]
 HOSTS = {
@@ -57,6 +56,7 @@ TAKEN = range(20000, 36000)  # by Mooncake's ascend transport
 TOKENS = tempfile.NamedTemporaryFile()  # noqa: SIM115  # in place of each token file; mode 0600, deleted at the end
 TOKENS.write(b"a-word-of-sixteen-characters")
 TOKENS.flush()
+OWN_IMAGE = "vllm-ascend-pd-metaserver:0.1.0"  # examples/docker
 IMAGE = "quay.io/ascend/vllm-ascend:v0.30.0rc2"  # for Atlas A2; A3 has its own tag
 
 
@@ -75,28 +75,18 @@ def dry(script: str, words: list[str], **variables: str) -> list[list[str]]:
     return [shlex.split(line) for line in made.stdout.splitlines()]
 
 
-def documents(path: Path) -> list[dict[str, Any]]:
-    return [document for document in yaml.safe_load_all(path.read_text()) if document]
-
-
 def commands_of_containers() -> Iterator[tuple[str, str]]:
     """Shell commands of containers, with their places."""
     for name, service in documents(EXAMPLES / "docker-compose" / "compose.yaml")[0]["services"].items():
         yield f"compose {name}", service["command"][-1]
     for path in MANIFESTS:
         for document in documents(path):
-            for container in _containers(document):
+            for container in containers_of(document):
                 yield f"{_name(path)} {container['name']}", container["args"][-1]
 
 
 def _name(path: Path) -> str:
     return f"{path.parent.name}/{path.name}"
-
-
-def _containers(document: dict[str, Any]) -> list[dict[str, Any]]:
-    spec = document.get("spec", {})
-    pod = spec.get("template") or spec.get("leaderWorkerTemplate", {}).get("workerTemplate")
-    return pod["spec"]["containers"] if pod else []
 
 
 def check(words: list[str], where: str) -> None:
@@ -113,6 +103,7 @@ def check(words: list[str], where: str) -> None:
     elif started := {"metaserver", "sidecar"}.intersection(words):
         start = words.index(started.pop())
         own = [TOKENS.name if word.startswith("/run/secrets") else word for word in words[start:]]
+        own = [word.replace("$(POD_NAME)", "pd-metaserver-0") for word in own]
         words = [*words, "--port", str(settings_of(parser().parse_args(own)).port)]
     else:
         raise AssertionError(f"{where}: {words}")
@@ -198,13 +189,13 @@ def test_the_commands_for_ones_own_engines_are_accepted_and_find_each_other() ->
 @pytest.mark.parametrize(("where", "command"), list(commands_of_containers()), ids=lambda value: value[:24])
 def test_a_container_starts_what_our_commands_accept(where: str, command: str) -> None:
     installed, _, started = command.partition("exec ")
-    assert "pip install --no-deps" in installed
+    assert "pip install --no-deps" in installed or "metaserver.yaml" in where  # it has an image of its own
     check(shlex.split(started), where)
 
 
 def test_engines_want_a_key_which_their_metaserver_lends_to_clients_with_one_of_their_own() -> None:
     commands = dict(commands_of_containers())
-    for where in ("compose metaserver", "kubernetes/metaserver.yaml metaserver"):
+    for where in ("compose metaserver", "base/metaserver.yaml metaserver"):
         assert "--lend-engine-token" in commands[where] and "--client-token-file" in commands[where]
     for where in ("compose prefill", "compose decode"):
         assert 'VLLM_API_KEY="$$(cat /run/secrets/engine-token)"' in commands[where]
@@ -212,7 +203,7 @@ def test_engines_want_a_key_which_their_metaserver_lends_to_clients_with_one_of_
     engines = [path for path in MANIFESTS if path.parent.name != "gateway" and path.stem in ("prefill", "decode")]
     assert len(engines) == 4
     for path in engines:
-        (container,) = (each for document in documents(path) for each in _containers(document))
+        (container,) = (each for document in documents(path) for each in containers_of(document))
         assert key in container["env"], path
 
 
@@ -224,7 +215,7 @@ def test_an_engine_has_time_to_finish_its_answers_and_the_container_waits_for_it
     }
     for path in MANIFESTS:
         for document in documents(path):
-            for container in _containers(document):
+            for container in containers_of(document):
                 graces[f"{_name(path)} {container['name']}"] = _pod(document)["terminationGracePeriodSeconds"]
     engines = {where: shlex.split(command) for where, command in commands_of_containers() if "vllm serve" in command}
     assert len(engines) == 8
@@ -239,7 +230,9 @@ def test_every_container_and_the_npu_job_use_one_release_in_the_image_of_their_c
         text = path.read_text()
         chip = "-a3" if re.search(r'Ascend910: "16"', text) else ""  # a host of Atlas A3 has 16
         images = re.findall(r"image: (\S+)", text)
-        assert set(images) <= {IMAGE + chip} and (images or path.name in ("instances.yaml", "pool.yaml")), path
+        assert set(images) <= {IMAGE + chip, OWN_IMAGE} and (images or path.name in ("monitoring.yaml", "pool.yaml")), (
+            path
+        )
 
 
 def test_engines_for_experts_have_buffers_by_role_and_what_is_exported_stays(tmp_path: Path) -> None:
@@ -356,29 +349,6 @@ def test_the_firewall_lets_engines_and_routers_in_and_nobody_else(engines_host: 
         peer.wait()
 
 
-SCHEMAS = {path.name: json.loads(path.read_text()) for path in (EXAMPLES / "schemas").glob("*.json")}
-KUBERNETES = {
-    ("v1", "ConfigMap"): "core.v1.ConfigMap",
-    ("v1", "Service"): "core.v1.Service",
-    ("apps/v1", "Deployment"): "apps.v1.Deployment",
-}
-
-
-def wrong(document: dict[str, Any], where: str) -> list[str]:
-    """Errors of the document by the schema of its kind."""
-    if where == "compose":
-        schema: dict[str, Any] = {"$ref": "compose.json"}
-    elif document["kind"] in ("LeaderWorkerSet", "InferencePool"):
-        schema = {"$ref": f"{document['kind'].lower()}.json"}
-    else:
-        schema = {"$ref": "kubernetes.json#/$defs/io.k8s.api." + KUBERNETES[document["apiVersion"], document["kind"]]}
-    registry: Registry[Any] = Registry().with_resources(
-        (name, DRAFT202012.create_resource(contents)) for name, contents in SCHEMAS.items()
-    )
-    validator = jsonschema.Draft202012Validator(schema, registry=registry)
-    return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]
-
-
 def test_the_pools_port_is_ps_server_and_ds_sidecar_whose_d_calls_it() -> None:
     pool, picker = documents(EXAMPLES / "gateway" / "pool.yaml")
     (port,) = (one["number"] for one in pool["spec"]["targetPorts"])
@@ -406,7 +376,7 @@ def test_a_manifest_fits_the_schema(path: Path) -> None:
     for document in documents(path):
         assert wrong(document, path.name) == []
         assert re.fullmatch("[a-z0-9-]+", document["metadata"]["name"])
-        for container in _containers(document):
+        for container in containers_of(document):
             names = {port.get("name") for port in container.get("ports", ())}
             probes = [container[key] for key in container if key.endswith("Probe")]
             assert {probe["httpGet"]["port"] for probe in probes} <= names
@@ -433,9 +403,15 @@ def _pod(document: dict[str, Any]) -> Any:
         ("decode", "LeaderWorkerSet", lambda d: d["spec"]["leaderWorkerTemplate"].update(replicas=1), "replicas"),
         ("decode", "LeaderWorkerSet", lambda d: d["spec"]["leaderWorkerTemplate"].update(restartPolicy="Never"), "Never"),
         ("decode", "LeaderWorkerSet", lambda d: d["spec"]["leaderWorkerTemplate"].update(volumeClaimTemplates=[{"spec": {"accessMode": []}}]), "accessMode"),
-        ("metaserver", "Deployment", lambda d: d["spec"].update(strategy="Recreate"), "'Recreate'"),
-        ("metaserver", "Deployment", lambda d: d["spec"].pop("selector"), "selector"),
-        ("metaserver", "Deployment", lambda d: d["spec"]["template"]["spec"]["volumes"][0].update(configmap={}), "configmap"),
+        ("metaserver", "StatefulSet", lambda d: d["spec"].update(updateStrategy="Recreate"), "'Recreate'"),
+        ("metaserver", "StatefulSet", lambda d: d["spec"].pop("selector"), "selector"),
+        ("metaserver", "StatefulSet", lambda d: d["spec"]["template"]["spec"]["volumes"][0].update(configmap={}), "configmap"),
+        ("metaserver", "PodDisruptionBudget", lambda d: d["spec"].update(minAvailabel=1), "minAvailabel"),
+        ("metaserver", "NetworkPolicy", lambda d: d["spec"]["ingress"][0].update(to=[]), "'to'"),
+        ("metaserver", "Role", lambda d: d["rules"][0].pop("verbs"), "verbs"),
+        ("monitoring", "ServiceMonitor", lambda d: d["spec"]["endpoints"][0].update(targetport=1), "targetport"),
+        ("monitoring", "ServiceMonitor", lambda d: d["spec"]["endpoints"][0].update(interval="often"), "'often'"),
+        ("monitoring", "PrometheusRule", lambda d: d["spec"]["groups"][0]["rules"][0].pop("expr"), "expr"),
         ("metaserver", "Service", lambda d: d["spec"]["ports"][0].update(port="http"), "'http'"),
         ("metaserver", "ConfigMap", lambda d: d["data"].update(HCCL_BUFFSIZE=256), "256"),
         ("pool", "InferencePool", lambda d: d["spec"].update(targetPort=8000), "targetPort"),
@@ -446,7 +422,7 @@ def _pod(document: dict[str, Any]) -> Any:
 def test_the_schema_refuses_what_a_cluster_would_refuse(
     file: str, kind: str, spoil: Callable[[dict[str, Any]], Any], says: str
 ) -> None:
-    folder = "gateway" if file == "pool" else "kubernetes"
+    folder = "gateway" if file == "pool" else "kubernetes/base"
     document = next(d for d in documents(EXAMPLES / folder / f"{file}.yaml") if d["kind"] == kind)
     spoil(document)
     assert any(says in words for words in wrong(document, file))
@@ -483,7 +459,7 @@ def test_the_ascend_settings_are_the_same_everywhere_and_keep_their_own_rule() -
     shared = settings()
     (of_the_cluster,) = [
         document["data"]
-        for document in documents(EXAMPLES / "kubernetes" / "metaserver.yaml")
+        for document in documents(EXAMPLES / "kubernetes" / "base" / "metaserver.yaml")
         if document["metadata"]["name"] == "pd-ascend"
     ]
     assert of_the_cluster == shared
@@ -540,16 +516,6 @@ def test_what_never_ran_says_so() -> None:
         assert "NEVER RUN" in path.read_text().split("apiVersion")[0], path.name
     for path in EXAMPLES.glob("*/README.md"):
         assert "**Never run" in path.read_text(), path
-
-
-def test_decode_engines_of_the_manifests_allow_the_address_that_requests_carry() -> None:
-    commands = dict(commands_of_containers())
-    (front,) = (command for where, command in commands.items() if "/metaserver.yaml" in where)
-    words = shlex.split(front[front.index("metaserver --") :])
-    given = settings_of(parser().parse_args([w for w in words if "/run/secrets" not in w and "token" not in w]))
-    carried = f"http://{given.advertise_host}:{given.worker_port or given.port}"
-    decodes = [command for where, command in commands.items() if "/decode.yaml" in where and "gateway/" not in where]
-    assert len(decodes) == 2 and all(f'"metaserver_urls": ["{carried}"]' in decode for decode in decodes)
 
 
 # -- the large engines: what each host's command line says, as vLLM reads it
@@ -619,12 +585,6 @@ def test_the_metaserver_of_the_large_engines_names_the_server_of_each_host() -> 
     for role, hosts in (("prefill", PREFILL_HOSTS), ("decode", DECODE_HOSTS)):
         named = given.prefill if role == "prefill" else given.decode
         assert list(named) == [f"http://{host}:{of_a_script(role, n).port}" for n, host in enumerate(hosts)]
-    (instances,) = documents(EXAMPLES / "large-ep" / "instances.yaml")
-    listed = yaml.safe_load(instances["data"]["instances.yaml"])
-    for role, count in (("prefill", 4), ("decode", 2)):
-        assert {url.rpartition(":")[2] for url in listed[role]} == {str(of_a_pod(role, 0).port)} and len(
-            listed[role]
-        ) == count
 
 
 @pytest.mark.parametrize("words", [[], ["4"], ["one"], ["--model", "m"]])

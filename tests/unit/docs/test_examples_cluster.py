@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cluster's example beyond its schemas: what Kustomize builds, who finds whom, the alerts, and the images."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from unit.docs.manifests import EXAMPLES, ROOT, container_of, documents, wrong
+from vllm_ascend_pd import __version__
+
+BASE = EXAMPLES / "kubernetes" / "base"
+OVERLAYS = sorted((EXAMPLES / "kubernetes" / "overlays").iterdir())
+IMAGES = sorted((EXAMPLES / "docker").glob("*.Dockerfile"))
+ALL = [document for path in sorted(BASE.glob("*.yaml")) if path.stem != "kustomization" for document in documents(path)]
+
+
+def the(kind: str, name: str) -> dict[str, Any]:
+    (found,) = [each for each in ALL if (each["kind"], each["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def test_the_base_lists_each_manifest_once() -> None:
+    (listed,) = documents(BASE / "kustomization.yaml")
+    assert sorted(listed["resources"]) == sorted(
+        path.name for path in BASE.glob("*.yaml") if path.stem != "kustomization"
+    )
+    keys = [(each["kind"], each["metadata"]["name"]) for each in ALL]
+    assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+def test_what_kustomize_builds_of_an_overlay_fits_the_schemas(overlay: Path) -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed here")
+    done = subprocess.run(["kubectl", "kustomize", overlay], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    built = [each for each in yaml.safe_load_all(done.stdout) if each]
+    assert len(built) == len(ALL)
+    for each in built:
+        assert wrong(each, overlay.name) == []
+        assert each["metadata"]["namespace"] == "pd"
+    engines = [container_of(each) for each in built if each["kind"] == "LeaderWorkerSet"]
+    (sizes,) = [each["data"] for each in built if each["metadata"]["name"] == "pd-sizes"]
+    for engine in engines:
+        npus = engine["resources"]["limits"]["huawei.com/Ascend910"]
+        assert sizes["TENSOR_PARALLEL"] == npus and engine["image"].endswith("-a3") == (npus == "16")
+
+
+def test_each_replica_of_the_metaserver_has_a_name_that_every_decode_engine_lists() -> None:
+    front = the("StatefulSet", "pd-metaserver")
+    words = shlex.split(container_of(front)["args"][-1])
+    advertised = words[words.index("--advertise-host") + 1]
+    assert advertised == f"$(POD_NAME).{front['spec']['serviceName']}"
+    port = words[words.index("--worker-port") + 1]
+    names = [f"pd-metaserver-{n}.{front['spec']['serviceName']}" for n in range(front["spec"]["replicas"])]
+    service = the("Service", front["spec"]["serviceName"])["spec"]
+    assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"] is True and len(names) >= 2
+    for path in (BASE / "decode.yaml", EXAMPLES / "large-ep" / "decode.yaml"):
+        command = shlex.split(container_of(documents(path)[0])["args"][-1].partition("exec ")[2])
+        keys = json.loads(command[command.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
+        assert keys["metaserver_urls"] == [f"http://{name}:{port}" for name in names], path
+
+
+@pytest.mark.parametrize("folder", ["kubernetes/base", "large-ep"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_metaserver_finds_the_engines_by_their_service_and_may_watch_it(role: str, folder: str) -> None:
+    words = shlex.split(container_of(the("StatefulSet", "pd-metaserver"))["args"][-1])
+    service = the("Service", words[words.index(f"--{role}-service") + 1])["spec"]
+    engine = documents(EXAMPLES / folder / f"{role}.yaml")[0]["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    assert service["selector"].items() <= engine["metadata"]["labels"].items()
+    (port,) = service["ports"]
+    (container,) = engine["spec"]["containers"]
+    named = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert named[port["targetPort"]] == port["port"]
+    assert "readinessProbe" in container, "else a pod is ready before its engine answers"
+    (rule,) = the("Role", "pd-metaserver")["rules"]
+    assert rule == {
+        "apiGroups": ["discovery.k8s.io"],
+        "resources": ["endpointslices"],
+        "verbs": ["get", "list", "watch"],
+    }
+    (subject,) = the("RoleBinding", "pd-metaserver")["subjects"]
+    account = the("StatefulSet", "pd-metaserver")["spec"]["template"]["spec"]["serviceAccountName"]
+    assert (subject["kind"], subject["name"]) == ("ServiceAccount", account)
+
+
+def test_alerts_ask_for_metrics_that_there_are() -> None:
+    known = set(" ".join(json.loads((ROOT / "tests/unit/public_names.json").read_text())["metrics"]).split())
+    (group,) = the("PrometheusRule", "pd")["spec"]["groups"]
+    for rule in group["rules"]:
+        asked = re.findall(r"(?:vllm:)?ascend_pd_\w+", rule["expr"])
+        assert asked, rule
+        for name in asked:
+            assert name in known or name.removesuffix("_total") in known, rule["alert"]
+
+
+@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.name)
+def test_an_image_installs_the_wheel_of_this_version_with_an_extra_that_it_has(path: Path) -> None:
+    lines = path.read_text().replace("\\\n", " ").splitlines()
+    assert any("NEVER BUILT" in line for line in lines)
+    (copied,) = [line.split()[1:] for line in lines if line.startswith("COPY ")]
+    given = dict(line.removeprefix("ARG ").split("=", 1) for line in lines if line.startswith("ARG "))
+    assert copied == ["${WHEELS}/vllm_ascend_pd-*.whl", "/tmp/wheels/"] and given["WHEELS"] == "dist"
+    (command,) = [line for line in lines if line.startswith("RUN ")]
+    words = shlex.split(command.removeprefix("RUN ").partition("&&")[0])
+    assert words[:2] == ["pip", "install"] and words[words.index("--find-links") + 1] == copied[1].rstrip("/")
+    (name,) = [word for word in words if word.startswith("vllm-ascend-pd")]
+    wanted = re.fullmatch(r"vllm-ascend-pd(?:\[(\w+)\])?==(.+)", name)
+    assert wanted and wanted[2] == __version__
+    project = (ROOT / "pyproject.toml").read_text()
+    assert 'name = "vllm-ascend-pd"' in project
+    assert wanted[1] is None or re.search(rf"^{wanted[1]} = \[", project, re.MULTILINE)
+
+
+def test_the_metaservers_pod_runs_the_image_that_is_built_for_it_as_its_user() -> None:
+    text = (EXAMPLES / "docker" / "metaserver.Dockerfile").read_text()
+    pod = the("StatefulSet", "pd-metaserver")["spec"]["template"]["spec"]
+    assert f"-t {pod['containers'][0]['image']} ." in text
+    context = pod["securityContext"]
+    assert f"USER {context['runAsUser']}:{context['runAsGroup']}\n" in text and context["runAsNonRoot"] is True
+    assert context["fsGroup"] == context["runAsGroup"], "its secrets are 0440, which only the process's group may be"
