@@ -75,7 +75,7 @@ class Scrapes:
 
 def evaluate(expression: str, recording: Scrapes, at_s: float) -> Vector:
     """Return the vector of an expression at a moment. Raise ValueError for a form that is not allowed."""
-    return _Reader(expression, recording, at_s).whole()
+    return _ExpressionReader(expression, recording, at_s).whole()
 
 
 def firing(expression: str, recording: Scrapes, for_s: float, until_s: float, step_s: float = 60) -> Vector:
@@ -89,7 +89,7 @@ def firing(expression: str, recording: Scrapes, for_s: float, until_s: float, st
     return vector
 
 
-class _Reader:
+class _ExpressionReader:
     def __init__(self, expression: str, recording: Scrapes, at_s: float) -> None:
         self._tokens: list[str] = []
         place = 0
