@@ -37,7 +37,7 @@ Labels = frozenset[tuple[str, str]]
 Vector = dict[Labels, float]
 
 
-class Page(NamedTuple):
+class ScrapedPage(NamedTuple):
     """The answer of one target at one moment, with the labels that the scraper adds."""
 
     at_s: float
@@ -45,10 +45,10 @@ class Page(NamedTuple):
     text: str
 
 
-class Recording:
+class Scrapes:
     """Pages of all targets over some time."""
 
-    def __init__(self, pages: Iterable[Page]) -> None:
+    def __init__(self, pages: Iterable[ScrapedPage]) -> None:
         self._series: dict[tuple[str, Labels], list[tuple[float, float]]] = {}
         for page in sorted(pages, key=lambda page: page.at_s):
             for family in text_string_to_metric_families(page.text):
@@ -73,12 +73,12 @@ class Recording:
         return found
 
 
-def evaluate(expression: str, recording: Recording, at_s: float) -> Vector:
+def evaluate(expression: str, recording: Scrapes, at_s: float) -> Vector:
     """Return the vector of an expression at a moment. Raise ValueError for a form that is not allowed."""
-    return _Reader(expression, recording, at_s).whole()
+    return _ExpressionReader(expression, recording, at_s).whole()
 
 
-def firing(expression: str, recording: Recording, for_s: float, until_s: float, step_s: float = 60) -> Vector:
+def firing(expression: str, recording: Scrapes, for_s: float, until_s: float, step_s: float = 60) -> Vector:
     """Return what has been in the vector at each step of the last `for_s` seconds."""
     vector = evaluate(expression, recording, until_s)
     at = until_s - for_s
@@ -89,8 +89,8 @@ def firing(expression: str, recording: Recording, for_s: float, until_s: float, 
     return vector
 
 
-class _Reader:
-    def __init__(self, expression: str, recording: Recording, at_s: float) -> None:
+class _ExpressionReader:
+    def __init__(self, expression: str, recording: Scrapes, at_s: float) -> None:
         self._tokens: list[str] = []
         place = 0
         expression = expression.strip()

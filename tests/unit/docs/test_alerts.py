@@ -18,7 +18,8 @@ import pytest
 import yaml
 from prometheus_client import generate_latest
 
-from tests.unit.docs.promql import Page, Recording, evaluate, firing
+from tests.unit.docs.metric_names import OF_VLLM, ours
+from tests.unit.docs.promql import ScrapedPage, Scrapes, evaluate, firing
 from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.observe.tally import METRICS, PREFIX
 from vllm_ascend_pd.router import metrics as metaserver
@@ -31,14 +32,13 @@ RULES: dict[str, dict[str, Any]] = {
 }
 SECONDS = {"m": 60}
 END_S, STEP_S = 1800, 60
-OF_VLLM = ("vllm:kv_cache_usage_perc", "vllm:num_requests_waiting")
 TARGETS = {"m": "10.0.0.1:8000", "p": "10.0.0.2:8100", "d": "10.0.0.3:8200"}
 PREFILL, DECODE = ("prefill", TARGETS["p"]), ("decode", TARGETS["d"])
 
 
 @dataclass
-class Cluster:
-    """A metaserver with a P and a D that work; `minute` is called once a minute, and changes what is not as it was."""
+class WatchedCluster:
+    """A metaserver with a P and a D that work, until a change makes something of them fail."""
 
     router: metaserver.Metrics = field(default_factory=metaserver.Metrics)
     engines: dict[str, dict[str, float]] = field(default_factory=lambda: {"p": {}, "d": {}})
@@ -71,33 +71,33 @@ class Cluster:
         return "".join(f"{series} {value}\n" for series, value in self.engines[name].items())
 
 
-def recorded(change: Callable[[Cluster], None] | None, since_s: int = 300) -> Recording:
+def recorded(change: Callable[[WatchedCluster], None] | None, since_s: int = 300) -> Scrapes:
     """Half an hour of pages, with a change to each minute from `since_s` on."""
-    cluster, pages = Cluster(), []
+    cluster, pages = WatchedCluster(), []
     for at in range(0, END_S + 1, STEP_S):
         cluster.work()
         if change and at >= since_s:
             change(cluster)
         for name, instance in TARGETS.items():
             if name not in cluster.silent:
-                pages.append(Page(at, {"instance": instance, "deployment": "one"}, cluster.page(name)))
-    return Recording(pages)
+                pages.append(ScrapedPage(at, {"instance": instance, "deployment": "one"}, cluster.page(name)))
+    return Scrapes(pages)
 
 
-def level(engine: str, name: str, value: float) -> Callable[[Cluster], None]:
+def level(engine: str, name: str, value: float) -> Callable[[WatchedCluster], None]:
     return lambda cluster: cluster.engines[engine].__setitem__(PREFIX + name, value)
 
 
-def gone(role: str) -> Callable[[Cluster], None]:
+def gone(role: str) -> Callable[[WatchedCluster], None]:
     return lambda cluster: cluster.router.up.keep(frozenset(TARGETS.values()) - {dict([PREFILL, DECODE])[role]})
 
 
-def full(cluster: Cluster) -> None:
+def full(cluster: WatchedCluster) -> None:
     cluster.engines["d"].update({"vllm:kv_cache_usage_perc": 0.99, "vllm:num_requests_waiting": 7})
 
 
 # Each alert, a change that it is for, and the labels (besides the deployment) by which it names what is wrong.
-INCIDENTS: list[tuple[str, Callable[[Cluster], None], dict[str, str]]] = [
+INCIDENTS: list[tuple[str, Callable[[WatchedCluster], None], dict[str, str]]] = [
     ("PDNoMetaserver", lambda c: c.silent.add("m"), {}),
     ("PDNoPrefillEngine", lambda c: c.router.up.labels(*PREFILL).set(0), {"instance": TARGETS["m"]}),
     ("PDNoPrefillEngine", gone("prefill"), {"instance": TARGETS["m"]}),
@@ -125,7 +125,7 @@ def lasting(rule: dict[str, Any]) -> float:
     return int(rule.get("for", "0m")[:-1]) * SECONDS[rule.get("for", "0m")[-1]]
 
 
-def fired(alert: str, recording: Recording) -> list[dict[str, str]]:
+def fired(alert: str, recording: Scrapes) -> list[dict[str, str]]:
     rule = RULES[alert]
     return [dict(labels) for labels in firing(rule["expr"], recording, lasting(rule), END_S)]
 
@@ -137,7 +137,7 @@ def test_an_alert_is_silent_while_all_is_well(alert: str) -> None:
 
 @pytest.mark.parametrize(("alert", "change", "named"), INCIDENTS, ids=[alert for alert, _, _ in INCIDENTS])
 def test_an_alert_fires_and_names_what_is_wrong(
-    alert: str, change: Callable[[Cluster], None], named: dict[str, str]
+    alert: str, change: Callable[[WatchedCluster], None], named: dict[str, str]
 ) -> None:
     expected = {**named, **({"deployment": "one"} if named else {})}
     assert fired(alert, recorded(change)) == [expected]
@@ -146,7 +146,7 @@ def test_an_alert_fires_and_names_what_is_wrong(
 @pytest.mark.parametrize(
     ("alert", "change"), [(alert, change) for alert, change, _ in INCIDENTS if lasting(RULES[alert])]
 )
-def test_an_alert_waits_for_its_time(alert: str, change: Callable[[Cluster], None]) -> None:
+def test_an_alert_waits_for_its_time(alert: str, change: Callable[[WatchedCluster], None]) -> None:
     assert fired(alert, recorded(change, since_s=END_S)) == []
 
 
@@ -155,7 +155,7 @@ def test_each_alert_has_its_incident() -> None:
 
 
 def test_a_full_prefill_engine_is_no_full_decode_engine() -> None:
-    def change(cluster: Cluster) -> None:
+    def change(cluster: WatchedCluster) -> None:
         cluster.engines["p"].update({"vllm:kv_cache_usage_perc": 0.99, "vllm:num_requests_waiting": 7})
 
     assert fired("PDDecodeCacheFull", recorded(change)) == []
@@ -177,14 +177,8 @@ def test_an_alert_says_how_bad_it_is_what_is_wrong_and_where_to_read(alert: str)
 def test_metrics_and_codes_of_an_alert_exist(alert: str) -> None:
     expression = RULES[alert]["expr"]
     names = set(re.findall(r"(?:vllm:|ascend_pd_metaserver_)\w+", expression))
-    assert names and all(names_of_ours(name) or name in OF_VLLM for name in names)
+    assert names and all(ours(name) or name in OF_VLLM for name in names)
     assert set(re.findall(r"PD-[A-Z]+-\d+", expression)) <= set(CATALOGUE)
-
-
-def names_of_ours(name: str) -> bool:
-    if name.startswith(PREFIX):
-        return re.sub(r"_(total|count)$", "", name.removeprefix(PREFIX)) in METRICS
-    return name in GOOD.names() | {family.name for family in metaserver.Metrics().registry.collect()}
 
 
 def test_vllm_has_the_gauges_that_alerts_and_panels_name() -> None:
@@ -215,9 +209,9 @@ def test_a_form_that_is_not_evaluated_is_an_error(expression: str) -> None:
 
 def test_what_the_evaluator_makes_of_values_is_prometheus_own() -> None:
     """Compared by hand with promtool 2.42 (`promtool test rules`)."""
-    pages = [Page(at, {"i": "1"}, f'a{{l="x"}} {at / 60}\na{{l="y"}} 5\nb 1\n') for at in (0, 60, 120)]
-    pages.append(Page(180, {"i": "1"}, 'a{l="x"} 1\n'))
-    held = Recording(pages)
+    pages = [ScrapedPage(at, {"i": "1"}, f'a{{l="x"}} {at / 60}\na{{l="y"}} 5\nb 1\n') for at in (0, 60, 120)]
+    pages.append(ScrapedPage(180, {"i": "1"}, 'a{l="x"} 1\n'))
+    held = Scrapes(pages)
     x, y, b = (frozenset({("i", "1"), *own}) for own in ([("l", "x")], [("l", "y")], []))
     assert evaluate("a", held, 120) == {x: 2, y: 5}
     assert evaluate('a{l!="x"}', held, 120) == {y: 5} and evaluate('a{l=~"x|z"} > 1', held, 120) == {x: 2}
