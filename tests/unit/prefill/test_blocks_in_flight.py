@@ -24,7 +24,7 @@ def chunk(name: str, computed: int, count: int, *new: Sequence[int], replaces: b
     return Chunk(name, computed, count, new, replaces)
 
 
-class Steps:
+class UnpushedSteps:
     """A book whose requests are not pushed, step by step."""
 
     def __init__(self) -> None:
@@ -43,9 +43,9 @@ class Steps:
         return self.book._flight.ready(chunks[-1], record.tables, groups)
 
 
-def ready(*chunks: Chunk, over: Sequence[str] = (), groups: Any = PLAIN, known: Steps | None = None) -> int:
+def ready(*chunks: Chunk, over: Sequence[str] = (), groups: Any = PLAIN, known: UnpushedSteps | None = None) -> int:
     """Run a step; return how many computed tokens of the last chunk's request are ready."""
-    return (known or Steps()).ready(chunks, over, groups)
+    return (known or UnpushedSteps()).ready(chunks, over, groups)
 
 
 def test_what_no_step_computes_now_is_there() -> None:
@@ -59,7 +59,7 @@ def test_what_another_request_of_the_step_computes_is_not_there(beside: tuple[in
 
 
 def test_a_block_that_becomes_full_in_this_step_was_allocated_in_an_earlier_one() -> None:
-    computing = Steps()
+    computing = UnpushedSteps()
     computing.step([chunk("a", 0, 6, [1, 2])], ())
     more = chunk("a", 6, 2, replaces=False)
     assert ready(more, chunk("b", 8, 2, [1, 2, 3]), known=computing) == 4
@@ -67,14 +67,14 @@ def test_a_block_that_becomes_full_in_this_step_was_allocated_in_an_earlier_one(
 
 
 def test_blocks_of_requests_that_are_over_belong_to_none() -> None:
-    computing = Steps()
+    computing = UnpushedSteps()
     computing.step([chunk("a", 0, 6, [1, 2])], ())
     assert ready(chunk("b", 8, 2, [1, 2, 3]), over=["a"], known=computing) == 8
     assert computing.book.open_count() == 1
 
 
 def test_a_request_that_comes_back_has_other_blocks() -> None:
-    computing = Steps()
+    computing = UnpushedSteps()
     computing.step([chunk("a", 0, 8, [1, 2])], ())
     assert ready(chunk("a", 0, 8, [6, 7]), chunk("b", 8, 2, [1, 2, 3]), known=computing) == 8
     assert ready(chunk("a", 4, 4, replaces=False), chunk("c", 8, 2, [6, 7, 3]), known=computing) == 4
