@@ -166,7 +166,7 @@ def test_a_wrong_port_of_a_p_is_logged_and_named_by_readiness(caplog: pytest.Log
 
 
 def test_the_last_usable_p_that_goes_is_logged_once_and_shown(caplog: pytest.LogCaptureFixture) -> None:
-    with cluster(prefill=1, canary=True) as c, caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO), cluster(prefill=1, canary=True) as c:
         until(lambda: c.http.get("/status").json()["prefills"] is True)
         until(lambda: "prefill instances are usable" in caplog.text)
         c.prefill[0].served.kill()
