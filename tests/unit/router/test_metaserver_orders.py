@@ -162,12 +162,11 @@ def test_a_wrong_port_of_a_p_is_logged_and_named_by_readiness(caplog: pytest.Log
     with caplog.at_level(logging.WARNING), cluster(prefill=0, canary=True) as c:
         assert c.http.post("/instances", json={"role": "prefill", "url": wrong}).status_code == 201
         until(lambda: f"prefill {wrong} has not answered yet: " in caplog.text)
-        until(lambda: f"{wrong} is down" in readiness(c).json()["last_error"])
-        assert "/health" in readiness(c).json()["last_error"]
+        until(lambda: f"{wrong} is starting (/health: " in readiness(c).json()["last_error"])
 
 
 def test_the_last_usable_p_that_goes_is_logged_once_and_shown(caplog: pytest.LogCaptureFixture) -> None:
-    with cluster(prefill=1, canary=True) as c, caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO), cluster(prefill=1, canary=True) as c:
         until(lambda: c.http.get("/status").json()["prefills"] is True)
         until(lambda: "prefill instances are usable" in caplog.text)
         c.prefill[0].served.kill()
