@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What P's scheduler tells its workers with the next step.
+"""Orders of P's scheduler for its workers, which go out with the next step.
 
-It is incremental: new blocks and a token range, never the whole list again.
+They are incremental: new blocks and a token range, never the whole list again.
 """
 
 from __future__ import annotations
