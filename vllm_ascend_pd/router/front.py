@@ -278,6 +278,7 @@ class Front(Shared):
             if not local:
                 refusal = known(503, "PD-META-008", _COME_BACK_S, role="prefill")
                 raise AttemptFailed(HttpFailure.REFUSED, refusal, "no prefill instance", "PD-META-008")
+            METRICS.decode_alone.labels("no prefill").inc()
             exchange.stage("local", "no prefill instance that fits")
             return None
         if request.send_tokens:

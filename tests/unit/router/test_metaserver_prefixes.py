@@ -210,6 +210,13 @@ def test_d_computes_what_is_short_or_in_its_cache_alone_where_that_is_wanted() -
         assert (counted(c, "short"), counted(c, "cached")) == (before[0] + 1, before[1] + 1)
 
 
+def test_what_d_computes_because_no_p_is_usable_is_counted() -> None:
+    with cluster(prefill=0) as c:
+        before = counted(c, "no prefill")
+        assert c.complete("alone").status_code == 200
+        assert counted(c, "no prefill") == before + 1
+
+
 def counted(c: FakeCluster, why: str) -> float:
     return front_counter(str(c.http.base_url), "decode_alone", f'why="{why}"')
 
