@@ -369,6 +369,7 @@ def dropped(engines: Engines, pair: Pair) -> None:
     """vllm-ascend's recompute scheduler ends a request without blocks as if it were complete.
 
     Behind our metaserver each whole answer has all its tokens; a request that is dropped too often gets an error.
+    Tokens alone are compared: with log-probabilities a whole answer begins anew.
     """
     (d,) = pair.decode
     prompts = [fresh_prompt(BLOCK + 40 * i, RECIPES[engines.model].vocab) for i in range(6)]
@@ -397,20 +398,24 @@ def dropped(engines: Engines, pair: Pair) -> None:
 def dropped_streams(engines: Engines, pair: Pair) -> None:
     """Dropped streams continue after their clients' last token.
 
-    Each complete one has one engine's tokens; one that cannot continue ends with an error.
+    Each complete one has one engine's tokens; one that cannot continue ends with an error. D begins with the tokens
+    that it had put out before it dropped them, and the router leaves out what the client has.
     """
+    (d,) = pair.decode
     prompts = [fresh_prompt(BLOCK + 40 * i, RECIPES[engines.model].vocab) for i in range(6)]
-    expected = reference_answers(pair.reference, prompts, 2 * BLOCK)
-    answers = attempt(pair.front.url, [body_of(p, 2 * BLOCK) for p in prompts])
+    expected = reference_answers(pair.reference, prompts, 2 * BLOCK, **pair.asked)
+    given = counter(d, "vllm:ascend_pd_answers_continued_total")
+    answers = attempt(pair.front.url, [body_of(p, 2 * BLOCK, **pair.asked) for p in prompts])
     for p, want, got in zip(prompts, expected, answers, strict=True):
         if isinstance(got, RequestFailed):
             assert "PD-META-" in got.text, got
             continue
         assert not isinstance(got, BaseException), got
-        pair.judge(f"{engines}, stream of {len(p)}", p, want.tokens, got.tokens)
+        pair.judge_all(f"{engines}, stream of {len(p)}", p, want, got)
     whole = sum(not isinstance(got, RequestFailed) for got in answers)
     resumed = front_counter(pair.front.url, "resumes", 'cause="dropped"')
     assert whole and resumed > len(prompts) - whole, "no stream was dropped and went on: the test shows nothing"
+    assert counter(d, "vllm:ascend_pd_answers_continued_total") > given, "D has begun all of them anew"
 
 
 # ---- sets
