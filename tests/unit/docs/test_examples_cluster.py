@@ -93,6 +93,15 @@ def test_the_metaserver_finds_the_engines_by_their_service_and_may_watch_it(role
     assert (subject["kind"], subject["name"]) == ("ServiceAccount", account)
 
 
+def test_no_service_takes_the_name_that_a_leaderworkerset_needs_for_its_own() -> None:
+    """It makes a headless Service of its name, for pods that are not ready, only where there is none: with another one
+    in that place the pods of a group do not find their first one."""
+    named: dict[str, set[str]] = {"Service": set(), "LeaderWorkerSet": set()}
+    for each in (one for path in sorted(EXAMPLES.glob("**/*.yaml")) for one in documents(path)):
+        named.get(each.get("kind", ""), set()).add(each.get("metadata", {}).get("name", ""))
+    assert named["Service"] and named["LeaderWorkerSet"] and not named["Service"] & named["LeaderWorkerSet"]
+
+
 def test_alerts_ask_for_metrics_that_there_are() -> None:
     known = set(" ".join(json.loads((ROOT / "tests/unit/public_names.json").read_text())["metrics"]).split())
     (group,) = the("PrometheusRule", "pd")["spec"]["groups"]
