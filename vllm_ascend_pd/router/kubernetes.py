@@ -117,22 +117,22 @@ class KubernetesService:
         self._here: set[str] = set()
         self._version = ""  # where the next watch begins; empty: with a list
         self._said = ""
+        self._rounds = 0  # without a use, the present one too
 
     async def watch(self, changed: Callable[[], None] = lambda: None) -> None:
         """Follow the Service without end. Call `changed` after each change of the instances."""
-        failures = 0
         try:
             while True:
+                self._rounds += 1
                 try:
                     if not self._version:
                         await self._list(changed)
-                    failures = 0
-                    self._say("")
                     await self._follow(changed)
                 except (UpstreamError, ApiUnusable, msgspec.MsgspecError, OSError, ValueError) as problem:
-                    failures += 1
-                    self._say(problem.why if isinstance(problem, UpstreamError) else one_line(str(problem), 300))
-                await asyncio.sleep(_AGAIN.delay(max(1, failures), 0.5 + random.random() / 2))
+                    if not isinstance(problem, UpstreamError | OSError):
+                        self._version = ""  # what cannot be used would come again
+                    self._say(one_line(problem, 300))
+                await asyncio.sleep(_AGAIN.delay(max(1, self._rounds), 0.5 + random.random() / 2))
         finally:
             await self._upstream.close()
 
@@ -169,18 +169,19 @@ class KubernetesService:
         """Apply what a watch brings until it ends. If its beginning is too old, the next round lists again."""
         more = f"watch=1&allowWatchBookmarks=true&timeoutSeconds={_WATCH_S}&resourceVersion={quote(self._version)}"
         async with self._ask(more) as reply:
-            if reply.status != 200:
+            if reply.status == 410:
                 self._version = ""
-                if reply.status == 410:
-                    return
+                return
+            if reply.status != 200:
                 body = await reply.rest(_LIST_BYTES, _ANSWER_S)
                 raise ApiUnusable(f"a watch was answered {reply.status}: {body[:200].decode(errors='replace')}")
+            self._say("")
             async for line in _lines(reply):
                 event = msgspec.json.decode(line, type=_WatchEvent)
                 if event.type == "ERROR":
-                    self._version = ""
                     status = msgspec.json.decode(event.object, type=_ApiStatus)
                     if status.code == 410:
+                        self._version = ""
                         return
                     raise ApiUnusable(f"a watch ended with {status.code}: {status.message}")
                 one = msgspec.json.decode(event.object, type=EndpointSlice)
@@ -190,7 +191,8 @@ class KubernetesService:
                     self._slices.pop(one.metadata.name, None)
                 if event.type != "BOOKMARK":
                     self._take(changed)
-                self._version = one.metadata.version
+                self._version, self._rounds = one.metadata.version, 0
+        self._rounds = 0
 
     def _take(self, changed: Callable[[], None]) -> None:
         """Make the fleet's instances of this source those of the slices. Raise ValueError and change nothing if one of

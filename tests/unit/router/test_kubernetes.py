@@ -24,6 +24,7 @@ from vllm_ascend_pd.router import kubernetes
 from vllm_ascend_pd.router.core.decisions import CircuitPolicy, Role
 from vllm_ascend_pd.router.fleet import Fleet, parse_spec
 from vllm_ascend_pd.router.kubernetes import KubernetesService, api_from
+from vllm_ascend_pd.shared.backoff import Backoff
 from vllm_ascend_pd.shared.loop import LoopThread
 
 Facts = dict[str, Any]
@@ -65,6 +66,7 @@ class RecordedApi:
     listed: list[Facts] = field(default_factory=list)
     version: int = 1
     fails: int = 0  # status of the answers to come; 0: they are good
+    fails_watches: int = 0
     too_old: bool = False  # of a watch to come
     lists: list[Facts] = field(default_factory=list)
     watches: list[Facts] = field(default_factory=list)
@@ -84,8 +86,9 @@ class RecordedApi:
         asked = {**query, "path": scope["path"], "token": headers.get(b"authorization")}
         watching = "watch" in query
         (self.watches if watching else self.lists).append(asked)
-        if self.fails or (watching and self.too_old):
-            status, self.too_old = self.fails or 410, False
+        fails = self.fails or (self.fails_watches if watching else 0)
+        if fails or (watching and self.too_old):
+            status, self.too_old = fails or 410, False
             body = {"kind": "Status", "status": "Failure", "code": status, "message": "as recorded"}
             await _answer(send, status, json.dumps(body).encode())
         elif not watching:
@@ -226,7 +229,75 @@ def test_while_the_api_fails_all_instances_stay_and_it_is_said_once(
         (account / "token").write_text("token-two")
         api.listed, api.fails = [slice_of(pod("10.0.0.4"))], 0
         until(lambda: names(fleet) == {"10.0.0.4:8102"})
-        assert "the Kubernetes API answers again" in caplog.text and api.lists[-1]["token"] == "Bearer token-two"
+        until(lambda: "the Kubernetes API answers again" in caplog.text)
+        assert api.lists[-1]["token"] == "Bearer token-two"
+
+
+@pytest.fixture
+def delays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """By how many rounds without a use each delay was made; the delays themselves are short."""
+    asked: list[int] = []
+
+    class CountedBackoff(Backoff):
+        def delay(self, failures: int, rand: float) -> float:
+            asked.append(failures)
+            return super().delay(failures, rand)
+
+    monkeypatch.setattr(kubernetes, "_AGAIN", CountedBackoff(first_s=0.02, longest_s=0.02))
+    return asked
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Whether each line about the API is of its use or its failure, in order."""
+    lines = [record.message for record in caplog.records if "the Kubernetes API" in record.message]
+    return ["fails" if "cannot be used" in line else "answers" for line in lines]
+
+
+def test_while_no_api_is_there_the_delays_grow_and_each_reason_is_said_once(
+    account: Path, caplog: pytest.LogCaptureFixture, delays: list[int]
+) -> None:
+    api = RecordedApi([slice_of(pod("10.0.0.3"))], version=3)
+    with caplog.at_level(logging.INFO), following(api, account) as (fleet, _):
+        until(lambda: len(api.watches) == 1)
+        api.served.kill()
+        api.put(DROP)  # to the watch that was cut: it would take what is put for the next one
+        until(lambda: len(delays) >= 6)
+        assert delays[:6] == [1, 2, 3, 4, 5, 6] and names(fleet) == {"10.0.0.3:8102"}
+        assert said(caplog) == ["fails", "fails"], "a watch broke off, and there is no connection"
+        api.served.start()
+        until(lambda: said(caplog) == ["fails", "fails", "answers"])
+        del delays[:]
+        api.put(event("MODIFIED", slice_of(pod("10.0.0.4"), version=4)), END)
+        until(lambda: delays)
+        assert delays[0] == 1 and names(fleet) == {"10.0.0.4:8102"} and len(api.lists) == 1
+
+
+def test_an_account_that_may_list_and_not_watch_is_said_once_and_the_delays_grow(
+    account: Path, caplog: pytest.LogCaptureFixture, delays: list[int]
+) -> None:
+    api = RecordedApi([slice_of(pod("10.0.0.3"))], fails_watches=403)
+    with caplog.at_level(logging.INFO), following(api, account) as (fleet, _):
+        until(lambda: len(delays) >= 5)
+        assert delays[:5] == [1, 2, 3, 4, 5] and said(caplog) == ["fails"] and "answered 403" in caplog.text
+        assert names(fleet) == {"10.0.0.3:8102"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"not JSON\n", event("MODIFIED", slice_of(pod("not a host/"), version=4)), event("ERROR", {"code": 500})],
+    ids=["undecodable", "no instance", "error"],
+)
+def test_what_a_watch_cannot_use_is_not_asked_for_again(
+    account: Path, caplog: pytest.LogCaptureFixture, line: object
+) -> None:
+    api = RecordedApi([slice_of(pod("10.0.0.3"))], version=3)
+    with caplog.at_level(logging.INFO), following(api, account) as (fleet, _):
+        until(lambda: len(api.watches) == 1)
+        api.listed, api.version = [slice_of(pod("10.0.0.8"), version=90)], 90
+        api.put(line)
+        until(lambda: len(api.watches) == 2)
+        assert api.watches[1]["resourceVersion"] == "90" and names(fleet) == {"10.0.0.8:8102"}
+        until(lambda: said(caplog) == ["fails", "answers"])
 
 
 @pytest.mark.parametrize(
