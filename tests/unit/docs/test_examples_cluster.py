@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.unit.docs.promql import ScrapedPage, Scrapes, evaluate
 from unit.docs.manifests import EXAMPLES, ROOT, container_of, documents, wrong
 from vllm_ascend_pd import __version__
 
@@ -110,6 +111,22 @@ def test_alerts_ask_for_metrics_that_there_are() -> None:
         assert asked, rule
         for name in asked:
             assert name in known or name.removesuffix("_total") in known, rule["alert"]
+
+
+@pytest.mark.parametrize(("alert", "role"), [("NoUsablePrefill", "prefill"), ("NoUsableDecode", "decode")])
+def test_that_no_engine_is_usable_is_seen_also_when_the_last_one_is_forgotten(alert: str, role: str) -> None:
+    """A metaserver that has lost all pods of a role has no series of them: then a comparison finds nothing."""
+    (expression,) = [
+        rule["expr"] for rule in the("PrometheusRule", "pd")["spec"]["groups"][0]["rules"] if rule["alert"] == alert
+    ]
+    here = {"namespace": "pd", "pod": "pd-metaserver-0"}
+
+    def fires(**up: int) -> bool:
+        lines = [f'ascend_pd_metaserver_instance_up{{role="{role}",engine="{name}"}} {n}' for name, n in up.items()]
+        page = "\n".join(["ascend_pd_metaserver_ready 0", *lines, ""])
+        return bool(evaluate(expression, Scrapes([ScrapedPage(60, here, page)]), 60))
+
+    assert not fires(a=1, b=0) and fires(a=0, b=0) and fires()
 
 
 @pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.name)
