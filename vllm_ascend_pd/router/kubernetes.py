@@ -199,12 +199,14 @@ class KubernetesService:
         them cannot be an instance."""
         wanted: dict[str, Spec] = {}
         for one in self._slices.values():
-            ports = [port for port in one.ports or () if port.port and self._port in ("", port.name)]
-            for endpoint in one.endpoints or () if ports else ():
+            port = self._port_of(one)
+            if port is None:
+                continue
+            for endpoint in one.endpoints or ():
                 address = endpoint.addresses[0] if endpoint.addresses else ""
-                scheme = "https" if ports[0].name == "https" else "http"
+                scheme = "https" if port.name == "https" else "http"
                 host = f"[{address}]" if ":" in address else address
-                spec = parse_spec(self._role, f"{scheme}://{host}:{ports[0].port}")
+                spec = parse_spec(self._role, f"{scheme}://{host}:{port.port}")
                 ready = endpoint.conditions.ready is not False or spec.name in self._here
                 if ready and not endpoint.conditions.terminating:
                     wanted[spec.name] = spec
@@ -216,6 +218,15 @@ class KubernetesService:
             log.info("%s: its %s instances are %s", self.source, self._role.value, one_line(shown, 1000))
             self._here = set(wanted)
             changed()
+
+    def _port_of(self, one: EndpointSlice) -> _SlicePort | None:
+        """Return the slice's port that is meant. Several are in no order: without a name it is http or https."""
+        ports = [port for port in one.ports or () if port.port and self._port in ("", port.name)]
+        if len(ports) > 1:
+            ports = [port for port in ports if port.name in ("http", "https")]
+            if len(ports) != 1:
+                raise ApiUnusable("the Service has several ports: name one, behind a colon")
+        return ports[0] if ports else None
 
 
 async def _lines(reply: Reply) -> AsyncIterator[bytes]:

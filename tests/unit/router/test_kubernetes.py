@@ -52,8 +52,12 @@ def slice_of(*pods: Facts, name: str = "pd-decode-x7k2p", version: int = 1, port
         },
         "addressType": "IPv4",
         "endpoints": list(pods) or None,
-        "ports": [{"name": "http", "port": port, "protocol": "TCP"}, {"name": "metrics", "port": 9, "protocol": "TCP"}],
+        "ports": ports(metrics=9, http=port),
     }
+
+
+def ports(**named: int) -> list[Facts]:
+    return [{"name": name, "port": port, "protocol": "TCP"} for name, port in named.items()]
 
 
 DROP, END = object(), object()  # a watch whose connection is cut, and one that the API ends
@@ -184,6 +188,35 @@ def test_a_pod_that_terminates_goes_and_one_that_comes_back_is_new(account: Path
         api.put(event("MODIFIED", slice_of(pod("10.0.0.3"), version=5)))
         until(lambda: names(fleet) == {"10.0.0.3:8102"})
         assert fleet.get("10.0.0.3:8102") is not before
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "instance"),
+    [
+        ("pd-decode:http", ports(metrics=9, http=8102), "10.0.0.3:8102"),
+        ("pd-decode:metrics", ports(metrics=9, http=8102), "10.0.0.3:9"),
+        ("pd-decode", ports(metrics=9, http=8102), "10.0.0.3:8102"),
+        ("pd-decode", ports(metrics=9, https=8443), "10.0.0.3:8443"),
+        ("pd-decode", [{"name": "", "port": 8102}], "10.0.0.3:8102"),
+        ("pd-decode", ports(api=8102), "10.0.0.3:8102"),
+    ],
+)
+def test_the_port_is_the_named_one_or_the_only_one_or_http(
+    account: Path, text: str, found: list[Facts], instance: str
+) -> None:
+    """A slice's ports are in no order."""
+    api = RecordedApi([slice_of(pod("10.0.0.3")) | {"ports": found}])
+    with following(api, account, text) as (fleet, _):
+        until(lambda: names(fleet))
+        assert names(fleet) == {instance}
+
+
+@pytest.mark.parametrize("found", [ports(metrics=9, api=8102), ports(http=8102, https=8443)])
+def test_of_several_ports_none_is_guessed(account: Path, caplog: pytest.LogCaptureFixture, found: list[Facts]) -> None:
+    api = RecordedApi([slice_of(pod("10.0.0.3")) | {"ports": found}])
+    with following(api, account, "pd-decode") as (fleet, _):
+        until(lambda: len(api.lists) >= 2)
+        assert not names(fleet) and "several ports: name one" in caplog.text
 
 
 @pytest.mark.parametrize("how", [DROP, END], ids=["dropped", "ended"])
