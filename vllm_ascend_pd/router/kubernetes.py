@@ -115,6 +115,7 @@ class KubernetesService:
         self._upstream = Upstream(_CONNECT_S, _SILENT_S, tls)
         self._slices: dict[str, EndpointSlice] = {}
         self._here: set[str] = set()
+        self._shown = ""  # in the log
         self._version = ""  # where the next watch begins; empty: with a list
         self._said = ""
         self._rounds = 0  # without a use, the present one too
@@ -198,9 +199,11 @@ class KubernetesService:
         """Make the fleet's instances of this source those of the slices. Raise ValueError and change nothing if one of
         them cannot be an instance."""
         wanted: dict[str, Spec] = {}
+        unlike = False  # whether a slice has other ports only
         for one in self._slices.values():
             port = self._port_of(one)
             if port is None:
+                unlike = unlike or bool(one.ports and self._port)
                 continue
             for endpoint in one.endpoints or ():
                 address = endpoint.addresses[0] if endpoint.addresses else ""
@@ -213,9 +216,11 @@ class KubernetesService:
         if len(wanted) > MAX_ENDPOINTS:
             raise ApiUnusable(f"{len(wanted)} instances are more than {MAX_ENDPOINTS}")
         self._fleet.replace(wanted.values(), self.source)
-        if wanted.keys() != self._here:
-            shown = ", ".join(sorted(wanted)) or "none"
+        shown = ", ".join(sorted(wanted)) or f"none{f': no port is named {self._port}' if unlike else ''}"
+        if shown != self._shown:
             log.info("%s: its %s instances are %s", self.source, self._role.value, one_line(shown, 1000))
+            self._shown = shown
+        if wanted.keys() != self._here:
             self._here = set(wanted)
             changed()
 

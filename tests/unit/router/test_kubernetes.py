@@ -219,6 +219,18 @@ def test_of_several_ports_none_is_guessed(account: Path, caplog: pytest.LogCaptu
         assert not names(fleet) and "several ports: name one" in caplog.text
 
 
+def test_a_service_or_port_that_is_not_there_is_said_once(account: Path, caplog: pytest.LogCaptureFixture) -> None:
+    api = RecordedApi()
+    with caplog.at_level(logging.INFO), following(api, account, "pd-decode:htp") as (fleet, changes):
+        until(lambda: "its decode instances are none" in caplog.text)
+        assert "no port" not in caplog.text, "no slice says what its ports are"
+        api.put(event("ADDED", slice_of(pod("10.0.0.3"), version=2)))
+        until(lambda: "its decode instances are none: no port is named htp" in caplog.text)
+        api.put(event("MODIFIED", slice_of(pod("10.0.0.4"), version=3)), END)
+        until(lambda: len(api.watches) == 2)
+        assert caplog.text.count("its decode instances are") == 2 and not names(fleet) and not changes
+
+
 @pytest.mark.parametrize("how", [DROP, END], ids=["dropped", "ended"])
 def test_a_watch_that_ends_goes_on_where_it_was(account: Path, how: object) -> None:
     api = RecordedApi([slice_of(pod("10.0.0.3"))], version=3)
