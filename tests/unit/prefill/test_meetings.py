@@ -91,6 +91,49 @@ def test_a_source_that_runs_is_pushed_as_far_as_it_is_and_then_layer_by_layer() 
     assert p.book.released("r")
 
 
+@pytest.mark.parametrize("bound", [False, True], ids=["held", "bound"])
+def test_a_later_request_with_the_id_of_one_that_is_held_changes_nothing_of_it(bound: bool) -> None:
+    p = PrefillBooks()
+    source = p.source()
+    p.compute()
+    assert p.end()
+    if bound:
+        p.offer(source=source)
+    p.compute(count=4, blocks=(7,))
+    p.compute(begin=4, count=4, blocks=(8,))
+    other = Chunk("other", 8, 1, [[7, 8, 9]], replaces=True)
+    assert p.book._flight.ready(other, [[7, 8, 9]], D.tables) == 4, "this step fills block 8"
+    if not bound:
+        p.offer(source=source)
+    assert pushed(p.step()) == [(0, 10, True, [1, 2, 3])]
+    assert p.book.released("r")
+    p.compute(begin=8, count=4, blocks=(9,))
+    assert p.book._flight.ready(Chunk("other", 12, 1, [], True), [[7, 8, 9]], D.tables) == 8
+    assert not p.end() and p.book.open_count() == 0
+
+
+def test_a_later_request_that_ends_first_leaves_nothing() -> None:
+    p = PrefillBooks()
+    source = p.source()
+    p.compute()
+    assert p.end()
+    p.compute(count=4, blocks=(7,))
+    assert not p.end() and p.book.counts()["held"] == 1
+    p.offer(source=source)
+    assert p.book.released("r") and p.book.open_count() == 0
+
+
+def test_what_is_preempted_under_the_id_of_a_request_that_has_ended_takes_no_push_back() -> None:
+    p = PrefillBooks()
+    source = p.source()
+    p.compute()
+    p.end()
+    p.offer(source=source)
+    p.book.preempted("r")
+    step = p.step()
+    assert pushed(step) == [(0, 10, True, [1, 2, 3])] and len(step.starts) == 1 and not step.preempted
+
+
 def test_a_target_waits_for_its_source_and_nothing_is_computed_without_it() -> None:
     p = PrefillBooks()
     assert p.offer(meets="name") == [Waits(TransferId("d", 1, "u1"))]

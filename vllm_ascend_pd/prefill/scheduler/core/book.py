@@ -92,7 +92,7 @@ class PushBook:
 
     def found(self, request_id: str, computed: int) -> None:
         """Record how much of a request that may be scheduled is in the prefix cache."""
-        self._arrived(request_id).found = computed
+        self._running(request_id).found = computed
 
     def knows(self, request_id: str) -> bool:
         """Return whether the request was taken or refused: vLLM announces it again when it resumes."""
@@ -156,7 +156,7 @@ class PushBook:
                 record.computed = chunk.computed + chunk.count
 
     def _planned(self, chunk: Chunk) -> tuple[Chunk, PushRequest]:
-        record = self._arrived(chunk.request_id)
+        record = self._running(chunk.request_id)
         if record.state is RequestState.ARRIVED:
             self._on(record, RequestEvent.LOCAL)
         if record.found is not None:
@@ -202,7 +202,7 @@ class PushBook:
         finished with it for good. What a rank owns differs by step, so the others would push something else than what
         they still owe.
         """
-        if (record := self._requests.get(request_id)) is not None:
+        if (record := self._requests.get(request_id)) is not None and record.state not in ENDED:
             self._withdraw(record)
             self._on(record, RequestEvent.PREEMPTED)
 
@@ -219,6 +219,8 @@ class PushBook:
         """Handle a request's end. `well`: its prompt was computed. `sampled` is called if D may want the token."""
         record, s = self._requests.get(request_id), RequestState
         if record is None or record.state in ENDED:
+            if record is not None:
+                record.again = None
             return RequestEnding()
         collected, target, refusal, first = record.state is s.COLLECTING, record.target, record.refusal, None
         if collected or (target is not None and target.reservation.seed is not None):
@@ -247,8 +249,7 @@ class PushBook:
 
     def released(self, request_id: str) -> bool:
         """Record that all workers have reported the request. Return whether its blocks were held."""
-        record = self._requests.get(request_id)
-        if record is None or record.state is not RequestState.RELEASING:
+        if (record := self._requests.get(request_id)) is None or record.state is not RequestState.RELEASING:
             return False
         self._on(record, RequestEvent.REPORTED)
         return True
@@ -269,9 +270,15 @@ class PushBook:
         return [record for record in self._requests.values() if record.state is RequestState.HELD]
 
     def _arrived(self, request_id: str) -> PushRequest:
-        record = self._requests.get(request_id)
-        if record is None:
+        if (record := self._requests.get(request_id)) is None:
             record = self._requests[request_id] = PushRequest(request_id, RequestState.ARRIVED)
+        return record
+
+    def _running(self, request_id: str) -> PushRequest:
+        record = self._arrived(request_id)
+        if record.state in ENDED:
+            record.again = record.again or PushRequest(request_id, RequestState.LOCAL)
+            return record.again
         return record
 
     def _unlike(self, asked: NewRequest) -> PdError | None:
@@ -349,14 +356,12 @@ class PushBook:
 
     def withdrawn(self, peer: Hashable, transfer: TransferId) -> None:
         """Record that D does not want a transfer any more."""
-        record = self._targets.get(transfer)
-        if record is not None and record.bound_to.peer == peer:
+        if (record := self._targets.get(transfer)) is not None and record.bound_to.peer == peer:
             self._on(record, RequestEvent.WITHDRAWN)
 
     def unwanted(self, source: SourceId | None, meets: str) -> None:
         """Record that no offer will come: D has what it needs, or its request has ended."""
-        record = self._meant(source, meets)
-        if record is not None and record.target is None:
+        if (record := self._meant(source, meets)) is not None and record.target is None:
             self._on(record, RequestEvent.UNWANTED)
 
     def gone(self, peer: Hashable) -> None:
@@ -418,6 +423,8 @@ class PushBook:
             record.tables = []
         if record.state is s.OVER and self._requests.get(record.request_id) is record:
             del self._requests[record.request_id]
+            if record.again is not None:
+                self._requests[record.request_id] = record.again
 
     def _count(self, before: RequestState, record: PushRequest) -> None:
         s, after = RequestState, record.state

@@ -96,6 +96,7 @@ class PushRequest:
     found: int | None = None  # tokens in the prefix cache, until it is scheduled
     sample: Sample | None = None  # its first token, once it has ended
     until: float | None = None  # when holding or waiting ends
+    again: PushRequest | None = None  # a later one with its id, which runs before this one is over and is not pushed
 
     def __repr__(self) -> str:
         """<PushRequest held r, 40 of 40 tokens, source p-1/3/u, until 20.0>"""
