@@ -46,9 +46,14 @@ class _Conditions(msgspec.Struct):
     terminating: bool | None = None
 
 
-class _PodEndpoint(msgspec.Struct):
+class _PodRef(msgspec.Struct):
+    uid: str = ""
+
+
+class _PodEndpoint(msgspec.Struct, rename={"pod": "targetRef"}):
     addresses: list[str]
     conditions: _Conditions = msgspec.field(default_factory=_Conditions)
+    pod: _PodRef | None = None
 
 
 class _SlicePort(msgspec.Struct):
@@ -62,8 +67,9 @@ class _SliceFacts(msgspec.Struct, rename={"version": "resourceVersion", "more": 
     more: str = ""
 
 
-class EndpointSlice(msgspec.Struct):
+class EndpointSlice(msgspec.Struct, rename={"family": "addressType"}):
     metadata: _SliceFacts
+    family: str = ""
     endpoints: list[_PodEndpoint] | None = None
     ports: list[_SlicePort] | None = None
 
@@ -200,7 +206,8 @@ class KubernetesService:
         them cannot be an instance."""
         wanted: dict[str, Spec] = {}
         unlike = False  # whether a slice has other ports only
-        for one in self._slices.values():
+        families: dict[str, str] = {}  # by pod; of the addresses of both IPv4 counts
+        for one in sorted(self._slices.values(), key=lambda one: one.family):
             port = self._port_of(one)
             if port is None:
                 unlike = unlike or bool(one.ports and self._port)
@@ -210,6 +217,8 @@ class KubernetesService:
                 scheme = "https" if port.name == "https" else "http"
                 host = f"[{address}]" if ":" in address else address
                 spec = parse_spec(self._role, f"{scheme}://{host}:{port.port}")
+                if families.setdefault((endpoint.pod and endpoint.pod.uid) or spec.name, one.family) != one.family:
+                    continue
                 ready = endpoint.conditions.ready is not False or spec.name in self._here
                 if ready and not endpoint.conditions.terminating:
                     wanted[spec.name] = spec

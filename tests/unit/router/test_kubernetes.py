@@ -231,6 +231,19 @@ def test_a_service_or_port_that_is_not_there_is_said_once(account: Path, caplog:
         assert caplog.text.count("its decode instances are") == 2 and not names(fleet) and not changes
 
 
+def test_a_pod_with_addresses_of_both_families_is_one_instance(account: Path) -> None:
+    four = slice_of(pod("10.0.0.3"), version=2)
+    six = slice_of(pod("fd00::3"), pod("fd00::4") | {"targetRef": {"uid": "another"}}, name="pd-decode-six")
+    api = RecordedApi([six | {"addressType": "IPv6"}])
+    with following(api, account) as (fleet, _):
+        until(lambda: names(fleet) == {"[fd00::3]:8102", "[fd00::4]:8102"})
+        api.put(event("ADDED", four))
+        until(lambda: names(fleet) == {"10.0.0.3:8102", "[fd00::4]:8102"})
+        leaving = slice_of(pod("10.0.0.3", ready=False, terminating=True), version=3)
+        api.put(event("MODIFIED", leaving))
+        until(lambda: names(fleet) == {"[fd00::4]:8102"})
+
+
 @pytest.mark.parametrize("how", [DROP, END], ids=["dropped", "ended"])
 def test_a_watch_that_ends_goes_on_where_it_was(account: Path, how: object) -> None:
     api = RecordedApi([slice_of(pod("10.0.0.3"))], version=3)
