@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from urllib.parse import parse_qs
 import pytest
 
 from unit.docs.manifests import wrong
+from unit.kits.certificates import certificate
 from unit.router.cluster import cluster, until
 from unit.router.fake_engine import Receive, Scope, Send, ServedApp
 from vllm_ascend_pd.errors import ConfigError
@@ -75,6 +77,7 @@ class RecordedApi:
     lists: list[Facts] = field(default_factory=list)
     watches: list[Facts] = field(default_factory=list)
     more: str = ""
+    drips: bool = False  # answers of lists have no end
 
     def __post_init__(self) -> None:
         self._events: asyncio.Queue[object] = asyncio.Queue()
@@ -95,6 +98,11 @@ class RecordedApi:
             status, self.too_old = fails or 410, False
             body = {"kind": "Status", "status": "Failure", "code": status, "message": "as recorded"}
             await _answer(send, status, json.dumps(body).encode())
+        elif self.drips:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            while True:
+                await send({"type": "http.response.body", "body": b" ", "more_body": True})
+                await asyncio.sleep(0.01)
         elif not watching:
             metadata = {"resourceVersion": str(self.version), **({"continue": self.more} if self.more else {})}
             body = {"kind": "EndpointSliceList", "metadata": metadata, "items": self.listed}
@@ -376,6 +384,17 @@ def test_what_cannot_be_used_changes_nothing(
         assert not names(fleet) and not changes and says in caplog.text
 
 
+def test_a_list_that_drips_has_a_deadline_for_the_whole(
+    account: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes, "_ANSWER_S", 1.0)
+    api = RecordedApi([slice_of(pod("10.0.0.3"))], drips=True)
+    with following(api, account) as (fleet, _):
+        until(lambda: "its answer was not whole after 1 s" in caplog.text)
+        api.drips = False
+        until(lambda: names(fleet) == {"10.0.0.3:8102"})
+
+
 def test_a_line_without_an_end_is_not_kept(
     account: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,6 +422,25 @@ def test_instances_of_another_source_are_left_alone_and_a_contradiction_changes_
         watching.cancel()
         loop.stop()
         api.served.stop()
+
+
+def test_the_apis_certificate_is_verified_without_what_many_clusters_cas_lack(
+    account: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.13 sets this flag by default, and refuses a CA without an Authority Key Identifier."""
+    made = ssl.create_default_context
+
+    def as_in_313(**named: Any) -> ssl.SSLContext:
+        context = made(**named)
+        context.verify_flags |= ssl.VERIFY_X509_STRICT
+        return context
+
+    monkeypatch.setattr(ssl, "create_default_context", as_in_313)
+    certificate(account, "ca", "127.0.0.1")[0].rename(account / "ca.crt")
+    source = KubernetesService(Role.DECODE, "pd-decode", Fleet(CircuitPolicy()), "https://127.0.0.1:1", str(account))
+    context = source._upstream.session._tls.context()
+    assert not context.verify_flags & ssl.VERIFY_X509_STRICT
+    assert context.verify_mode is ssl.CERT_REQUIRED and context.check_hostname
 
 
 def test_a_service_is_named_and_the_api_is_known_or_the_start_ends() -> None:
