@@ -91,7 +91,10 @@ def test_the_metaserver_finds_the_engines_by_their_service_and_may_watch_it(role
     }
     (subject,) = the("RoleBinding", "pd-metaserver")["subjects"]
     account = the("StatefulSet", "pd-metaserver")["spec"]["template"]["spec"]["serviceAccountName"]
-    assert (subject["kind"], subject["name"]) == ("ServiceAccount", account)
+    (namespace,) = {documents(overlay / "kustomization.yaml")[0]["namespace"] for overlay in OVERLAYS}
+    assert subject == {"kind": "ServiceAccount", "name": account, "namespace": namespace}, (
+        "an API server wants all three"
+    )
 
 
 def test_no_service_takes_the_name_that_a_leaderworkerset_needs_for_its_own() -> None:
