@@ -221,6 +221,12 @@ class Attempt:
         report = self.reports.get(transfer)
         return report is not None and report.received > 0
 
+    @property
+    def repeats(self) -> bool:
+        """True if D begins with tokens that the client has, which says nothing of D yet."""
+        kept = self.exchange.kept
+        return kept is not None and kept.given > 0 and self.exchange.request.stream
+
     def wants(self, transfer: str) -> bool:
         """Return whether another P may be asked: not if D has the KV, nor once it answers."""
         return not self.received(transfer) and not self.answers

@@ -179,7 +179,12 @@ class Front(Shared):
             await resuming.break_off(self, exchange, problem, "PD-META-024", decode.name)
             return False
         # To be dropped speaks against no D, and one that has computed some tokens is as good as another.
-        exchange.tried = set() if came and broke.cause == "dropped" else {decode.name}
+        if came:
+            exchange.tried.clear()
+        if not (came and broke.cause == "dropped"):
+            exchange.tried.add(decode.name)
+        if not self.fleet.another(Role.DECODE, exchange.tried, self.fleet.serving(exchange.request.model)):
+            exchange.tried = {decode.name}  # one that broke before may be another process by now
         exchange.request = structs.replace(exchange.request, prefill_tokens=kept.length)
         exchange.stage("resume", f"after {kept.given} tokens")
         METRICS.resumes.labels(broke.cause).inc()

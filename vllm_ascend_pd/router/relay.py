@@ -57,7 +57,6 @@ _PARAMS = b'"kv_transfer_params"'
 _COUNT = re.compile(rb'"completion_tokens"\s*:\s*([0-9]{1,9})')  # of a whole answer, at its end
 _END_BYTES = 8 << 10
 _LIMIT = "--first-byte-timeout; a stream has no limit behind its first byte"
-_REPORT_OF_LOAD_S = 2.0  # D reports a failed load before it answers; the two may overtake each other
 _HELD_BYTES = 1 << 20  # of an incomplete event that are held back
 OWN_MARK = b"x-ascend-pd-metaserver"  # on a metaserver's requests and health answers: it must not pass for an engine
 # vLLM's stream of a request that it ends before the first token: only the end, and the usage if that was asked for.
@@ -78,7 +77,8 @@ async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None
         kept, streams = exchange.kept, exchange.request.stream and reply.status == 200
         if exchange.streaming and not streams:
             raise _no_rest(shared, attempt, reply.status)
-        attempt.answers = exchange.request.copies == 1  # else D may still post for the other copies
+        # Else D may still post: for the other copies, or because it has only said again what it was given.
+        attempt.answers = exchange.request.copies == 1 and not attempt.repeats
         if streams and kept is not None and not kept.gave_up:
             exchange.release()  # what is kept is counted there
         elif attempt.answers:
@@ -133,7 +133,8 @@ async def _open(
     finally:
         if not opened:
             reply.close()
-    shared.leg_over(attempt.leg, "served", Evidence.SERVED)
+    if reply.status != 200 or not attempt.repeats:
+        shared.leg_over(attempt.leg, "served", Evidence.SERVED)
     return reply, first
 
 
@@ -144,7 +145,8 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
     said = b""
     if reply.status != 200 or not attempt.exchange.request.stream:
         first = await reply.whole(_WHOLE_ANSWER_BYTES, timeout_s)
-        usage = _COUNT.search(first, max(0, len(first) - _END_BYTES))
+        # Behind a chat's usage are the prompt's ids, which are asked for where the answer is kept.
+        usage = _COUNT.search(first, 0 if attempt.exchange.kept is not None else max(0, len(first) - _END_BYTES))
         attempt.leg.take(int(usage[1]) if usage is not None else 0)
     else:
         first, end = b"", time.monotonic() + timeout_s
@@ -171,7 +173,10 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
         shared.leg_over(attempt.leg, "dropped")
         code, kept = "PD-META-022", attempt.exchange.kept
         whole = kept is not None and not attempt.exchange.request.stream
-        if kept is not None and whole and await shared.aside.run(kept.take_whole, first):
+        goes_on = kept is not None and whole and await shared.aside.run(kept.take_whole, first)
+        if kept is not None and whole:
+            resuming.count(shared, attempt.exchange, kept)
+        if goes_on:
             raise resuming.StreamBroke(PdError(code).sentence, "dropped", code)
         raise AttemptFailed(HttpFailure.DROPPED, known(503, code, 2), "dropped for lack of blocks", code)
     if cut_short or _NOTHING.match(said):
@@ -254,7 +259,7 @@ async def _refused(shared: Shared, attempt: Attempt, status: int, body: bytes, h
     if end == "refused":
         attempt.leg.refused()
         return AttemptFailed(HttpFailure.REFUSED, passed, said)
-    await attempt.wait_reported(attempt.explained, _REPORT_OF_LOAD_S)
+    await attempt.wait_reported(attempt.explained, resuming.REPORT_OF_LOAD_S)
     shared.accuse(attempt, said)
     if attempt.load_failed:
         attempt.leg.end = "no prefill"

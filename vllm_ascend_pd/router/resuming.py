@@ -23,6 +23,7 @@ from vllm_ascend_pd.router.shared import Shared
 from vllm_ascend_pd.router.upstream import Reply
 from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
 
+REPORT_OF_LOAD_S = 2.0  # D reports a failed load before it answers; the two may overtake each other
 _EVENT_BYTES = 16 << 20  # the first event has the ids of the prompt
 
 
@@ -62,7 +63,8 @@ def let_go(shared: Shared, exchange: HttpExchange) -> None:
     exchange.kept_bytes, exchange.kept = 0, None
 
 
-def _count(shared: Shared, exchange: HttpExchange, kept: StreamState) -> None:
+def count(shared: Shared, exchange: HttpExchange, kept: StreamState) -> None:
+    """Count the memory of what is kept, and give it up where there is too much of it."""
     size = kept.size
     shared.kept_bytes += size - exchange.kept_bytes
     exchange.kept_bytes = size
@@ -78,7 +80,10 @@ async def relay(shared: Shared, attempt: Attempt, kept: StreamState, reply: Repl
     try:
         await _relay(shared, attempt, kept, reply, first)
     except UpstreamError as broken:
-        shared.leg_over(attempt.leg, "served" if kept.done else "broke", Evidence.BROKE, broken.why)
+        if not attempt.answers and broken.failure is HttpFailure.TIMEOUT and attempt.posts:
+            attempt.leg.end = "no prefill"  # P has not answered, so D may only wait for it
+        else:
+            shared.leg_over(attempt.leg, "served" if kept.done else "broke", Evidence.BROKE, broken.why)
         if not kept.done:
             raise StreamBroke(f"The decode instance broke off: {broken.why}.", "broken") from broken
         await _end(exchange)  # its last event is out: nothing may follow it
@@ -95,7 +100,12 @@ async def relay(shared: Shared, attempt: Attempt, kept: StreamState, reply: Repl
     if kept.cut is Cut.ABORTED:  # it shuts down, which is no evidence against it
         shared.leg_over(attempt.leg, "ended")
         raise StreamBroke(problem, "ended")
-    shared.leg_over(attempt.leg, "broke", Evidence.BROKE, said)
+    if kept.cut is Cut.FAILED and not attempt.answers:  # perhaps only because its load failed
+        await attempt.wait_reported(attempt.explained, REPORT_OF_LOAD_S)
+        shared.accuse(attempt, said)
+        attempt.leg.end = "no prefill" if attempt.load_failed else "broke"
+    else:
+        shared.leg_over(attempt.leg, "broke", Evidence.BROKE, said)
     raise StreamBroke(problem, "broken")
 
 
@@ -106,7 +116,10 @@ async def _relay(shared: Shared, attempt: Attempt, kept: StreamState, reply: Rep
         whole, held = _bounded_events(held + piece if held else piece)
         attempt.leg.take(whole.count(b"\n\n"))
         said = kept.take(whole) if whole else b""
-        _count(shared, exchange, kept)
+        count(shared, exchange, kept)
+        if not attempt.answers and (kept.moved or kept.gave_up):  # what it was given before says nothing of D
+            attempt.answers = True
+            shared.leg_over(attempt.leg, "served", Evidence.SERVED)
         if said and exchange.broke_at:
             METRICS.resume_seconds.observe(time.monotonic() - exchange.broke_at)
             exchange.broke_at = 0.0
@@ -118,7 +131,7 @@ async def _relay(shared: Shared, attempt: Attempt, kept: StreamState, reply: Rep
             exchange.said_all = kept.done
         if kept.cut is not None:
             return
-        piece = await reply.read()
+        piece = await reply.read(None if attempt.answers else shared.settings.first_byte_timeout_s)
     if kept.done:
         await _end(exchange)
 

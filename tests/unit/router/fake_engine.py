@@ -349,7 +349,7 @@ class FakeEngine:
                 return
             if self.behaviour.breaks_after_push:
                 raise ConnectionAbortedError("as set")
-        elif params.get("do_remote_prefill") and not await self._prefilled(seen.body, params):
+        elif params.get("do_remote_prefill") and not (self._repeats(seen) or await self._prefilled(seen.body, params)):
             if seen.body.get("stream"):
                 await self._fail_stream(seen, send, 500)
             else:
@@ -478,7 +478,13 @@ class FakeEngine:
         if not self.behaviour.keep_alive_s:
             await _head(send, 200, b"text/event-stream; charset=utf-8")
         dice = random.Random(self.incarnation) if seen.body.get("temperature") else None
+        repeats = self._repeats(seen)
         for i, said in enumerate(speak(ids, AnswerOptions.of(seen.body), given, dice), -len(given)):
+            if i == 0 and repeats and not await self._prefilled(seen.body, params):
+                await _piece(
+                    send, b"data: " + _error(500, "Internal server error") + b"\n\ndata: [DONE]\n\n", last=True
+                )
+                return
             if i == self.behaviour.break_after:
                 raise ConnectionAbortedError("as set")
             if i == self.behaviour.drops_after:
@@ -510,6 +516,11 @@ class FakeEngine:
         if self.behaviour.late_choice and "ticket" in (seen.body.get("kv_transfer_params") or {}):
             await self._reserve(_prompts(seen.body)[-1], seen.body["kv_transfer_params"])
         await self._finish(send, b"data: [DONE]\n\n")
+
+    def _repeats(self, seen: SeenRequest) -> bool:
+        """Return whether a stream begins with given tokens: those are said before their KV is loaded."""
+        goes_on = (seen.body.get("kv_transfer_params") or {}).get("continue") is True
+        return self.behaviour.speaks and goes_on and bool(seen.body.get("stream"))
 
     async def _drop(self, send: Send) -> None:
         last = {"index": 0, "text": "", "finish_reason": "stop", "stop_reason": "recomputed"}

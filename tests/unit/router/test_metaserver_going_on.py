@@ -9,6 +9,8 @@ from simulation.front.speech import understood
 
 from unit.router.cluster import FakeCluster, cluster, until
 from vllm_ascend_pd.protocol.auth import prompt_hash
+from vllm_ascend_pd.router.core.decisions import Role
+from vllm_ascend_pd.router.core.resume import MAX_STUCK
 
 PROMPT = [1, 2, 3]
 ANSWER = "/v1/metaserver/answer"
@@ -45,6 +47,37 @@ def test_a_stream_that_its_only_d_drops_goes_on_there() -> None:
         assert [s.body["kv_transfer_params"].get("continue", False) for s in c.decode[0].generations()] == [False] + [
             True
         ] * 4
+
+
+def test_an_answer_that_goes_on_may_take_another_p_behind_what_its_client_has() -> None:
+    """D says what it was given before it asks for its KV: that is no answer yet."""
+    with cluster(prefill=2, decode=2) as c:
+        for d in c.decode:
+            d.behaviour.speaks, d.behaviour.gap_s, d.behaviour.break_after = True, 0.002, 5
+        c.prefill[0].behaviour.status = 429
+        before = sum(len(d.generations()) for d in c.decode)
+        for number in range(1, 7):
+            answer = stream(c, max_tokens=8, min_tokens=8)
+            assert "error" not in answer and len(answer["ids"]) == 8
+            assert sum(len(d.generations()) for d in c.decode) == before + 2 * number
+        assert c.prefill[0].generations() and not any(d.local_prefills for d in c.decode)
+
+
+def test_a_load_that_fails_behind_given_tokens_is_no_evidence_against_d() -> None:
+    with cluster(decode=2) as c:
+        for d in c.decode:
+            d.behaviour.speaks, d.behaviour.gap_s, d.behaviour.break_after = True, 0.03, 5
+        asked = {"prompt": PROMPT, "stream": True, "max_tokens": 9, "min_tokens": 9, "temperature": 0}
+        with c.http.stream("POST", "/v1/completions", json=asked) as answer:
+            pieces = answer.iter_bytes()
+            assert next(pieces)
+            for d in c.decode:
+                d.behaviour.loads_fail, d.behaviour.policy = "PD-XFER-001", "fail"
+            assert b"PD-META-024" in b"".join(pieces)
+        broke = sorted(instance.broke for instance in c.worker.fleet if instance.role is Role.DECODE)
+        assert broke == [0, 1], "one has broken off an answer; no other has failed by itself"
+        asked_of = sum(len(d.generations()) for d in c.decode)
+        assert asked_of == 1 + MAX_STUCK, "and a request without a new token does not go round for ever"
 
 
 def test_a_question_is_answered_to_who_has_the_ticket_and_the_prompt() -> None:

@@ -16,7 +16,14 @@ from simulation.front.speech import AnswerOptions, Said, Speaker, speak, underst
 from vllm_ascend_pd.protocol.auth import prompt_hash
 from vllm_ascend_pd.router.core import bodies, resume
 from vllm_ascend_pd.router.core.accumulated import Accumulated, NotContinued, RepeatedAnswer
-from vllm_ascend_pd.router.core.resume import MAX_TIMES, Cut, StreamState, stops_at_recomputed, without_ids
+from vllm_ascend_pd.router.core.resume import (
+    MAX_STUCK,
+    MAX_TIMES,
+    Cut,
+    StreamState,
+    stops_at_recomputed,
+    without_ids,
+)
 
 MAX_HELD = 4096
 PROMPT = [9, 8, 7]
@@ -250,16 +257,17 @@ def test_a_stream_of_several_ds_is_that_of_one(seed: int) -> None:
     """Each D goes on with the tokens so far, or, where nothing is sampled, begins anew as an older one does."""
     dice = random.Random(seed)
     body, sampled = drawn(dice), seed % 3 == 0
-    kept, got = state_of(body), b""
+    kept, got, stuck = state_of(body), b"", 0
     asked = {**body, "return_token_ids": True}
     events = written(asked, dice, sampled=sampled)
     for number in range(2, 9):
-        last = number == 8
+        last = number == 8 or stuck == MAX_STUCK - 1
         for event in events if last else events[: dice.randrange(1, len(events) + 1)]:
             got += kept.take(event)
         if kept.done or (kept.finished and dice.random() < 0.5):
             got += b"" if kept.done else kept.ending()
             break
+        stuck = 0 if kept.moved else stuck + 1
         kept.go_on()
         given = kept.tokens(HASH)
         assert given == list(kept.ids), "all that the client has"
@@ -339,9 +347,49 @@ def test_another_d_that_says_something_else_is_not_passed_on() -> None:
 
 def test_an_answer_goes_on_so_many_times_and_says_whether_it_came_further() -> None:
     kept, _ = kept_of({}, 12)
-    assert [kept.go_on() for _ in range(MAX_TIMES)] == [True] + [False] * (MAX_TIMES - 1)
-    with pytest.raises(NotContinued, match="8 times"):
+    assert [kept.go_on() for _ in range(MAX_STUCK)] == [True] + [False] * (MAX_STUCK - 1)
+    with pytest.raises(NotContinued, match="3 D's broke off without a new token"):
         kept.go_on()
+
+
+def one_further(kept: StreamState) -> None:
+    """Let another D repeat what the client has, and say something new."""
+    before = list(kept.ids)
+    body = {"model": "m", "prompt": PROMPT, "max_tokens": 40, "return_token_ids": True}
+    for event in written(body, random.Random(2), given=before):
+        kept.take(event)
+        if len(kept.ids) > len(before):
+            return
+
+
+def test_only_drops_behind_new_tokens_are_without_a_limit() -> None:
+    for cut in (None, Cut.DROPPED):
+        kept, _ = kept_of({}, 2)
+        for _ in range(MAX_TIMES):
+            kept.cut = cut
+            assert kept.go_on()
+            one_further(kept)
+        kept.cut = cut
+        if cut is None:
+            with pytest.raises(NotContinued, match="8 times"):
+                kept.go_on()
+        else:
+            assert kept.go_on()
+
+
+def test_a_d_that_never_says_what_the_client_has_is_left() -> None:
+    kept = state_of({"messages": [], "stream": True})
+    head = {"id": "x", "prompt_token_ids": PROMPT}
+
+    def said(delta: dict[str, Any], *ids: int) -> bytes:
+        return b"data: " + json.dumps({**head, "choices": [{"index": 0, "delta": delta, "token_ids": ids}]}).encode()
+
+    kept.take(said({"reasoning_content": "hm"}, 1, 2) + b"\n\n")
+    kept.go_on()
+    assert kept.take(said({"reasoning": "hm"}, 1, 2) + b"\n\n") == b"" and not kept.moved
+    with pytest.raises(NotContinued, match="does not say what the client has"):
+        for token in range(1000):
+            assert kept.take(said({"reasoning": "x"}, token) + b"\n\n") == b""
 
 
 def test_a_stream_that_grows_too_long_is_given_up_and_costs_nothing_more() -> None:
@@ -417,9 +465,10 @@ def test_a_whole_answer_that_was_dropped_goes_on_behind_its_tokens() -> None:
         assert not state_of({"prompt": "x"}).take_whole(no)
     rows = {"tokens": ["a", "b"], "token_logprobs": [-1.0, -1.0], "text_offset": [0, 1], "top_logprobs": None}
     assert not state_of({"prompt": "x"}).take_whole(dropped([1, 2], logprobs=rows)), "the next D has placeholders"
-    for times in range(MAX_TIMES - 2):
-        assert kept.take_whole(dropped([1] * (4 + times)))
-    assert not kept.take_whole(dropped([1] * 99))
+    other = [*PROMPT, 9]  # the second D renders another prompt, and has begun anew
+    assert not kept.take_whole(dropped([7, 8], prompt_token_ids=other))
+    assert kept.tokens(HASH) is None and kept.tokens(prompt_hash(other)) == [7, 8]
+    assert not kept.take_whole(b"{") and kept.tokens(HASH) == []
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,9 @@ class Accumulated:
                     had = self.parts[path] = bytearray()
                 elif name in _NAMES and _is_name(path):
                     continue
-                had += value.encode()
-                self.size += len(value)
+                coded = value.encode()
+                had += coded
+                self.size += len(coded)
             elif isinstance(value, dict):
                 self.take(value, (*at, name))
             elif isinstance(value, list) and _indexed(value):
@@ -75,6 +76,12 @@ class Accumulated:
                 path = (*at, name)
                 self.parts.setdefault(path, []).extend(_compared(path, value))
                 self.size += 64 * len(value)
+
+    def names(self) -> Accumulated:
+        """Return the names alone, by which a client knows what is still to come."""
+        kept = Accumulated()
+        kept.parts |= {path: part for path, part in self.parts.items() if _is_name(path)}
+        return kept
 
     def renamed(self, said: dict[str, Any], at: Path = ()) -> dict[str, Any]:
         """Return a delta of another engine with the names that the client knows."""

@@ -22,7 +22,9 @@ from vllm_ascend_pd.router.core.accumulated import IDS, Accumulated, NotContinue
 from vllm_ascend_pd.router.core.bodies import CHAT, UNREADABLE, Request, Shape
 from vllm_ascend_pd.router.core.pieces import Buffer
 
-MAX_TIMES = 8  # that one answer goes on: a request that kills each D must not do so for ever
+MAX_TIMES = 8  # that one answer goes on, but for drops behind new tokens
+MAX_STUCK = 3  # D's in a row that break without a new token: a request that kills each D must not meet them all
+_BEHIND = 256  # tokens after which a D that repeats an answer must have said all that the client has
 _BODY_BYTES = 8 << 20  # of the longest body that is kept
 _OVERHEAD = 2048  # bytes of a kept answer, beside its parts
 _DONE = b"data: [DONE]"
@@ -110,7 +112,9 @@ class StreamState:
     """State of one answer that another D needs to go on with it. `max_length`: limit of tokens of prompt and answer."""
 
     def __init__(self, request: Request, max_length: int) -> None:
+        self._first = True  # the first D answers
         self.times = 0  # that it was to go on
+        self._stuck = 0  # of these, the last ones in a row without a new token
         self.given = 0  # tokens with which the D that answers begins
         self.finished = self.done = False
         self.cut: Cut | None = None
@@ -125,7 +129,9 @@ class StreamState:
         self._prompt, self._prompt_tokens = b"", 0
         self._head: dict[str, Any] = {}
         self._seen = Accumulated()
+        self._answer = 0  # tokens that the client has
         self._repeats: RepeatedAnswer | None = None
+        self._said = 0  # tokens of the D that repeats the answer
         self._held: list[dict[str, Any]] = []  # what lies beyond in some part, while another is still repeated
 
     @property
@@ -141,7 +147,12 @@ class StreamState:
     @property
     def length(self) -> int:
         """Tokens of prompt and answer."""
-        return self._prompt_tokens + len(self.ids)
+        return self._prompt_tokens + self._answer
+
+    @property
+    def moved(self) -> bool:
+        """Return whether the D that answers has said more than the tokens that it was given."""
+        return self._answer > self.given or self.done
 
     @property
     def unfit(self) -> str:
@@ -155,7 +166,7 @@ class StreamState:
     def give_up(self, why: str) -> None:
         """Keep nothing of the answer any more. The client still gets it as it comes."""
         self._unfit = self._unfit or why
-        self._prompt, self._seen, self._body = b"", Accumulated(), 0
+        self._prompt, self._seen, self._body = b"", self._seen.names(), 0
 
     # -- from one D to the next
 
@@ -166,11 +177,16 @@ class StreamState:
         """
         if self.unfit:
             raise NotContinued(self.unfit)
-        if self.times == MAX_TIMES:
-            raise NotContinued(f"it went on {MAX_TIMES} times")
-        came = len(self.ids) > self.given
-        self.times, self.given, self.cut = self.times + 1, len(self.ids), None
-        self._repeats, self._held = RepeatedAnswer(self._seen), []
+        came = self.moved
+        self._stuck = 0 if came else self._stuck + 1
+        if self._stuck == MAX_STUCK:
+            raise NotContinued(f"{MAX_STUCK} D's broke off without a new token")
+        if not (came and self.cut is Cut.DROPPED):
+            if self.times == MAX_TIMES:
+                raise NotContinued(f"it went on {MAX_TIMES} times")
+            self.times += 1
+        self._first, self.given, self.cut = False, len(self.ids), None
+        self._repeats, self._held, self._said = RepeatedAnswer(self._seen), [], 0
         return came
 
     def tokens(self, prompt: str) -> list[int] | None:
@@ -181,26 +197,25 @@ class StreamState:
         return list(self.ids[: self.given]) if prompt == prompt_hash(ids) else None
 
     def take_whole(self, answer: Buffer) -> bool:
-        """Take in a whole answer that D has dropped. Return whether another one can go on behind it."""
+        """Take in a whole answer that D has dropped. Return whether another one can go on behind it, by new tokens."""
+        had, self._seen, self._prompt, self._answer, self.given = self.given, Accumulated(), b"", 0, 0
         try:
             read = _EVENT.decode(answer)
         except UNREADABLE:
             return False
         if any(choice.logprobs is not None for choice in read.choices):
             return False  # another D has placeholders for those of tokens that it was given, and nobody has these
-        self._seen = Accumulated()
         self._note(read)
         self.finished = False
-        if self.unfit or self.times == MAX_TIMES or len(self.ids) <= self.given:
-            return False
-        self.times, self.given = self.times + 1, len(self.ids)
-        return True
+        if not self.unfit:
+            self.given = len(self.ids)
+        return self.given > had
 
     def ending(self) -> bytes:
         """Return the rest of a stream whose last token is out: usage, if it was asked for, and the end."""
         said = b""
         if self._usage:
-            prompt, answer = self._prompt_tokens, len(self.ids)
+            prompt, answer = self._prompt_tokens, self._answer
             usage = {"prompt_tokens": prompt, "total_tokens": prompt + answer, "completion_tokens": answer}
             form = "chat.completion.chunk" if self._chat else "text_completion"
             said = _DATA + msgspec.json.encode({**self._head, "object": form, "choices": [], "usage": usage}) + b"\n\n"
@@ -234,7 +249,7 @@ class StreamState:
         try:
             read = _EVENT.decode(event[len(_DATA) :])
         except UNREADABLE:
-            if self.times:
+            if not self._first:
                 raise NotContinued("an event of the other D is not understood") from None
             self.give_up("an event of its D is not understood")
             return event + b"\n\n"
@@ -251,7 +266,7 @@ class StreamState:
                 self.cut = Cut.ABORTED
             if self.cut is not None:
                 return b""
-        if self.times:
+        if not self._first:
             return self._later(event, read)
         if not self._unfit:
             self._note(read)
@@ -277,11 +292,12 @@ class StreamState:
             self.finished = self.finished or choice.finish_reason is not None
             seen = self._seen
             seen.ids.extend(choice.token_ids or ())
+            self._answer += len(choice.token_ids or ())
             if choice.delta is not None:
                 seen.take(choice.delta, ("delta",))
             if choice.text is not None or choice.logprobs is not None:
                 seen.take({"text": choice.text, "logprobs": choice.logprobs})
-            if self._prompt_tokens + len(seen.ids) > self._max_length:
+            if self.length > self._max_length:
                 self.give_up(f"it has more than {self._max_length} tokens")
 
     def _as_asked(self, event: bytes, choice: _Choice | None) -> bytes:
@@ -312,6 +328,9 @@ class StreamState:
             choice |= self._seen.renamed(parts)
             return self._passed(said)
         beyond, ends = repeats.beyond(parts), choice.get("finish_reason") is not None
+        self._said += len(choice.get(IDS) or ())
+        if self._said > self.given + _BEHIND and not repeats.over:
+            raise NotContinued("the other D does not say what the client has")
         if ends and not repeats.over:
             raise NotContinued("the other D ends it earlier")
         if beyond or (ends and not self.finished):
