@@ -66,7 +66,7 @@ def give(scheduler: Any, request: Any, tokens: Sequence[int]) -> Any:
     output = EngineCoreOutput(
         request.request_id,
         taken,
-        new_logprobs=_placeholders(request.sampling_params.logprobs, taken),
+        new_logprobs=_placeholders(request.sampling_params.num_logprobs, taken),
         events=request.take_events(),
         trace_headers=request.trace_headers,
         prefill_stats=_stats(request),

@@ -229,13 +229,19 @@ def a_grammar_is_advanced_over_the_answer() -> None:
 
 def log_probabilities_have_a_row_for_each_token() -> None:
     with site() as pair:
-        for name, count in (("none", None), ("own", 0), ("two", 2)):
+        asked: dict[str, tuple[dict[str, Any], int]] = {  # and tokens in a row
+            "none": ({}, 0),
+            "own": ({"logprobs": 0}, 1),
+            "two": ({"logprobs": 2}, 3),
+            "named": ({"logprob_token_ids": [7, 8, 9]}, 4),
+        }
+        for name, (wanted, width) in asked.items():
             tokens = given(3)
-            go_on(pair, name, tokens, 3, logprobs=count)
+            go_on(pair, name, tokens, 3, **wanted)
             (answer,) = ended(pair, name)
             rows = answer.new_logprobs
             found = None if rows is None else rows.logprob_token_ids.tolist()
-            check(found == (None if count is None else [[t] * (count + 1) for t in tokens]), f"{name}: {rows}")
+            check(found == ([[t] * width for t in tokens] if width else None), f"{name}: {rows}")
 
 
 SCENARIOS: tuple[Callable[[], None], ...] = (
