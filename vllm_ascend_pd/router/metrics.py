@@ -78,7 +78,9 @@ class Metrics:
         self.tokens_cached = self._counter("tokens_cached", "Prompt tokens that P had in its cache, as D reports")
         self.tokens_recomputed = self._counter("tokens_recomputed", "Prompt tokens whose KV did not come, as D reports")
         self.decode_alone = self._counter(
-            "decode_alone", "Prompts that D computes: short, cached, no usable P, or of a request that names none", "why"
+            "decode_alone",
+            "Prompts that D computes: short, cached, no usable P, or of a request that names none",
+            "why",
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens sent to P's, about")
         self.prompt_tokens_there = self._counter("prompt_tokens_there", "Of these, what P is thought to have cached")

@@ -41,6 +41,13 @@ def refusal(request: Any) -> str:
     return "it has outputs already" if request.num_output_tokens else ""
 
 
+def has_run(request: Any) -> bool:
+    """Return whether a request was scheduled, so that it cannot begin any more."""
+    from vllm.v1.request import RequestStatus
+
+    return bool(request.status != RequestStatus.WAITING or request.num_computed_tokens or request.num_output_tokens)
+
+
 def give(scheduler: Any, request: Any, tokens: Sequence[int]) -> Any:
     """Let a request that was never scheduled begin with outputs. Return the output for the client.
 

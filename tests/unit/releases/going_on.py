@@ -13,6 +13,7 @@ from typing import Any
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.request import RequestStatus
 
+from unit.kits.watching import until
 from unit.releases.program import ReleasePair, check, prompt, site
 from vllm_ascend_pd.decode.scheduler import going_on
 from vllm_ascend_pd.protocol.auth import prompt_hash
@@ -184,6 +185,20 @@ def a_router_that_says_nothing_is_not_waited_for_long() -> None:
         check(sum(counted.values()) == 1 and set(counted) <= {"late", "PD-XFER-001"}, f"{counted}")
 
 
+def a_request_for_which_vllm_does_not_wait_is_begun_anew() -> None:
+    """D's answer to vLLM counts for nothing if the request may not read the prefix cache."""
+    with site() as pair:
+        pair.speaks.clear()
+        ask(pair, "early", given(4), 6, skip_reading_prefix_cache=True)
+        request, role = pair.decode.request("early-d"), pair.decode.scheduler.connector._scheduler
+        pair.until(lambda: request.num_output_tokens, "vLLM has run it")
+        pair.speaks.set()
+        until(lambda: role._outcomes, "the router has answered")
+        check(tokens_of(ended(pair, "early")) == [5] * 6, f"{pair.decode.answers}")
+        counted = begun_anew(pair)
+        check(counted == {"scheduler": 1}, f"{counted}")
+
+
 class AnyButOne:
     """Grammar of any tokens but one, which keeps those that it was advanced over."""
 
@@ -252,6 +267,7 @@ SCENARIOS: tuple[Callable[[], None], ...] = (
     a_client_gives_no_tokens,
     a_router_that_says_nothing_is_not_waited_for_long,
     aborted_while_it_goes_on_leaves_nothing,
+    a_request_for_which_vllm_does_not_wait_is_begun_anew,
     blocks_of_given_tokens_are_cached,
     a_grammar_is_advanced_over_the_answer,
     log_probabilities_have_a_row_for_each_token,
