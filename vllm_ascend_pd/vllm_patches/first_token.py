@@ -40,6 +40,7 @@ _OUTPUTS = ("self", "scheduler_output", "model_runner_output")
 _BATCH = ("self", "request")
 _STATES = ("self", "req_id", "prompt_len", "all_token_ids", "num_computed_tokens", "max_tokens")
 _ACCEPTED, _VALIDATED = ("self", "request_id", "tokens"), ("self", "tokens")
+_ADVANCED = ("self", "request", "new_token_ids")
 _SCHEDULER = ("_update_from_kv_xfer_finished", "finish_requests")
 _REQUEST = ("append_output_token_ids", "take_events", "take_prefill_stats", "record_event", "get_finished_reason")
 _OUTPUT = (
@@ -259,9 +260,11 @@ def other_grammars() -> str:
     if why := untried(tried=TRIED_GRAMMARS):
         return f"{why} with grammars"
     try:
+        from vllm.v1.structured_output import StructuredOutputManager as Manager
         from vllm.v1.structured_output.backend_types import StructuredOutputGrammar as Grammar
 
-        found = _differing((Grammar.accept_tokens, _ACCEPTED), (Grammar.validate_tokens, _VALIDATED))
+        taken, asked = (Grammar.accept_tokens, _ACCEPTED), (Grammar.validate_tokens, _VALIDATED)
+        found = _differing(taken, asked, (Manager.accept_tokens, _ADVANCED))
     except (ImportError, AttributeError) as missing:
         return f"this vLLM has {missing.name} elsewhere"
     return f"this vLLM's {', '.join(found)} differ" if found else ""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_ascend_pd.vllm_patches.first_token import is_second, logprob_rows, tell_workers
+from vllm_ascend_pd.vllm_patches.first_token import is_second, logprob_rows, other_grammars, tell_workers
 from vllm_ascend_pd.vllm_patches.one_by_one import GIVEN
 from vllm_ascend_pd.vllm_patches.tried import TRIED_GIVEN, untried
 
@@ -38,6 +38,8 @@ def refusal(request: Any) -> str:
         return "it limits its reasoning, with which this was not tried"
     if request.sampling_params.prompt_logprobs is not None:
         return "it asks for log-probabilities of its prompt"
+    if request.structured_output_request is not None and (why := other_grammars()):
+        return f"it has a grammar, and {why}"
     return "it has outputs already" if request.num_output_tokens else ""
 
 
@@ -66,7 +68,7 @@ def give(scheduler: Any, request: Any, tokens: Sequence[int]) -> Any:
         taken.append(token)
         if check_stop(request, scheduler.max_model_len):
             ends, request.status = request.status, status
-        if not scheduler.structured_output_manager.accept_tokens(request, [token]):
+        if request.use_structured_output and not scheduler.structured_output_manager.accept_tokens(request, [token]):
             ends = RequestStatus.FINISHED_ERROR
         if ends is not None:
             break
