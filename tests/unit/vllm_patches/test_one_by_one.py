@@ -113,11 +113,13 @@ def test_others_run_between_any_two_given_tokens() -> None:
     text = "given " * 500
 
     async def replayed() -> list[Any]:
+        held.append(time.perf_counter())
         stream.put_out(text, MARK)
         reading = asyncio.create_task(read())
         while not reading.done():
             held.append(time.perf_counter())
             await asyncio.sleep(0)
+        held.append(time.perf_counter())
         return await reading
 
     async def read() -> list[Any]:
