@@ -37,10 +37,9 @@ _OUTPUTS_READ, _SCHEDULE, _ADDED = "update_from_output", "schedule", "add_reques
 _ALL_TOKENS = "_all_token_ids"  # which the second model runner gets of each new request
 # Parameters, by method.
 _OUTPUTS = ("self", "scheduler_output", "model_runner_output")
-_BATCH = ("self", "request")
+_BATCH, _ADVANCED = ("self", "request"), ("self", "request", "new_token_ids")
 _STATES = ("self", "req_id", "prompt_len", "all_token_ids", "num_computed_tokens", "max_tokens")
 _ACCEPTED, _VALIDATED = ("self", "request_id", "tokens"), ("self", "tokens")
-_ADVANCED = ("self", "request", "new_token_ids")
 _SCHEDULER = ("_update_from_kv_xfer_finished", "finish_requests")
 _REQUEST = ("append_output_token_ids", "take_events", "take_prefill_stats", "record_event", "get_finished_reason")
 _OUTPUT = (

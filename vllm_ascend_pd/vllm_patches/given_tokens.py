@@ -103,6 +103,4 @@ def _stats(request: Any) -> Any:
 
 def _placeholders(count: int | None, tokens: Sequence[int]) -> Any:
     """Return rows of log-probabilities, which the client has: what serves it looks them up by token."""
-    if count is None:
-        return None
-    return logprob_rows([[(token, 0.0, 1)] * (max(count, 0) + 1) for token in tokens])
+    return None if count is None else logprob_rows([[(token, 0.0, 1)] * (max(count, 0) + 1) for token in tokens])

@@ -20,7 +20,6 @@ from vllm_ascend_pd.vllm_patches.wrapping import wrap
 GIVEN = "pd_given"  # in the transfer parameters of an engine core's output, which clients cannot set
 _STATE = "pd_unmerged"  # on a queue
 _COLLECTOR = ("put", "get", "get_nowait")
-_OUTPUTS = ("self", "engine_core_outputs")
 
 
 def install() -> str:
@@ -30,7 +29,9 @@ def install() -> str:
     except ImportError as missing:
         return f"this vLLM has {missing.name} elsewhere"
     names = tuple(inspect.signature(OutputProcessor.process_outputs).parameters)
-    if names[:2] != _OUTPUTS or any(not hasattr(RequestOutputCollector, name) for name in _COLLECTOR):
+    if names[:2] != ("self", "engine_core_outputs") or any(
+        not hasattr(RequestOutputCollector, name) for name in _COLLECTOR
+    ):
         return "this vLLM's output processor differs"
     wrap(OutputProcessor, "process_outputs", _divided)
     for name, around in zip(_COLLECTOR, (_put, _get, _get_nowait), strict=True):
@@ -76,11 +77,8 @@ def divide(output: Any, params: dict[str, Any] | None) -> Iterator[Any]:
         if index == 0:
             one.events, one.prefill_stats, one.trace_headers = output.events, output.prefill_stats, output.trace_headers
         if index == len(tokens) - 1:
-            one.finish_reason, one.stop_reason, one.kv_transfer_params = (
-                output.finish_reason,
-                output.stop_reason,
-                params,
-            )
+            one.finish_reason, one.stop_reason = output.finish_reason, output.stop_reason
+            one.kv_transfer_params = params
         yield one
 
 
@@ -96,8 +94,7 @@ class _Unmerged:
 def _put(original: Any) -> Any:
     def put(self: Any, output: Any) -> None:
         unmerged = getattr(self, _STATE, None)
-        first = unmerged is None or (self.output is None and not unmerged.waiting)
-        if first or isinstance(output, Exception):
+        if unmerged is None or isinstance(output, Exception) or (self.output is None and not unmerged.waiting):
             original(self, output)
         elif unmerged.merges:
             (unmerged.waiting[-1] if unmerged.waiting else self.output).add(output, aggregate=self.aggregate)
