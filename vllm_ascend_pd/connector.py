@@ -33,6 +33,7 @@ from vllm_ascend_pd.vllm_patches import (
     first_token,
     given_tokens,
     older_groups,
+    one_by_one,
     patience,
     resets,
     standstill,
@@ -286,6 +287,8 @@ def _scheduler(
     if transfer.is_kv_producer:
         made = PrefillScheduler(engine, waiting.news, blocks, sends_first=first)
     else:
+        if first:
+            lacks[tried.GIVEN] = given_tokens.unproven(vllm_config) or one_by_one.install()
         lacks[tried.STANDSTILL] = standstill.install(vllm_config)
         facts = {
             "recomputes": getattr(transfer, "kv_load_failure_policy", "") == "recompute",
@@ -294,7 +297,7 @@ def _scheduler(
             "whole": first_token.can_fail(),
             "fails": fails,
             "yields": not lacks[tried.STANDSTILL],
-            "gives": first and not given_tokens.unproven(vllm_config),
+            "gives": first and not lacks[tried.GIVEN],
         }
         made = DecodeScheduler(engine, waiting, **facts)
     for change, why in lacks.items():

@@ -24,7 +24,7 @@ def register() -> None:
         return
     _log_as_vllm()
     if why := one_by_one.install():
-        log.debug("vllm_ascend_pd: given tokens are not divided: %s", why)
+        log.warning("vllm_ascend_pd: answers that go on do not come token by token: %s", why)
     try:
         KVConnectorFactory.register_connector(CONNECTOR, "vllm_ascend_pd.connector", CONNECTOR)
     except ValueError:

@@ -48,7 +48,7 @@ from vllm_ascend_pd.engine import merge_geometries
 from vllm_ascend_pd.errors import ConfigError, PdError
 from vllm_ascend_pd.prefill.scheduler.first_tokens import FirstTokenSource
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.vllm_patches import compat, older_groups, standstill
+from vllm_ascend_pd.vllm_patches import compat, given_tokens, older_groups, one_by_one, standstill
 from vllm_ascend_pd.vllm_patches.standstill import Standstill
 
 ROOT = Path(__file__).parents[2]
@@ -256,6 +256,29 @@ def test_where_no_way_out_of_a_standstill_was_tried_it_says_so(
     assert made.get_kv_connector_stats().data["levels"]["hooks_off"].popitem()[1] == 1  # type: ignore[union-attr]
     assert "standstill: off, because vLLM 0.99.0 was not tried: if loaded requests hold all blocks" in caplog.text
     made.shutdown()
+
+
+@pytest.mark.parametrize("missing", ["unproven", "install"])
+def test_where_no_answer_goes_on_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: str
+) -> None:
+    """Neither where it was not tried, nor where vLLM's front end is another one."""
+    where = {"unproven": given_tokens, "install": one_by_one}[missing]
+    monkeypatch.setattr(where, missing, lambda *_: "it is another one")
+    made = connector("kv_consumer", KVConnectorRole.SCHEDULER)
+    assert made.get_kv_connector_stats().data["levels"]["hooks_off"].popitem()[1] == 1  # type: ignore[union-attr]
+    assert "answers that go on: off, because it is another one: answers that" in caplog.text
+    assert not made._scheduler.going_on.vocabulary  # type: ignore[attr-defined]
+    made.shutdown()
+
+
+def test_the_api_server_says_that_given_tokens_do_not_come_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(one_by_one, "install", lambda: "it is another one")
+    plugin.register()
+    (said,) = [record for record in caplog.records if "it is another one" in record.message]
+    assert said.levelname == "WARNING"
 
 
 def test_vllm_hears_that_tokens_come_from_another_engine_and_that_this_one_does_not_sleep() -> None:

@@ -37,7 +37,7 @@ _OUTPUTS_READ, _SCHEDULE, _ADDED = "update_from_output", "schedule", "add_reques
 _ALL_TOKENS = "_all_token_ids"  # which the second model runner gets of each new request
 # Parameters, by method.
 _OUTPUTS = ("self", "scheduler_output", "model_runner_output")
-_BATCH = ("self", "request")
+_BATCH, _ADVANCED = ("self", "request"), ("self", "request", "new_token_ids")
 _STATES = ("self", "req_id", "prompt_len", "all_token_ids", "num_computed_tokens", "max_tokens")
 _ACCEPTED, _VALIDATED = ("self", "request_id", "tokens"), ("self", "tokens")
 _SCHEDULER = ("_update_from_kv_xfer_finished", "finish_requests")
@@ -259,9 +259,11 @@ def other_grammars() -> str:
     if why := untried(tried=TRIED_GRAMMARS):
         return f"{why} with grammars"
     try:
+        from vllm.v1.structured_output import StructuredOutputManager as Manager
         from vllm.v1.structured_output.backend_types import StructuredOutputGrammar as Grammar
 
-        found = _differing((Grammar.accept_tokens, _ACCEPTED), (Grammar.validate_tokens, _VALIDATED))
+        taken, asked = (Grammar.accept_tokens, _ACCEPTED), (Grammar.validate_tokens, _VALIDATED)
+        found = _differing(taken, asked, (Manager.accept_tokens, _ADVANCED))
     except (ImportError, AttributeError) as missing:
         return f"this vLLM has {missing.name} elsewhere"
     return f"this vLLM's {', '.join(found)} differ" if found else ""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_ascend_pd.vllm_patches.first_token import is_second, logprob_rows, tell_workers
+from vllm_ascend_pd.vllm_patches.first_token import is_second, logprob_rows, other_grammars, tell_workers
 from vllm_ascend_pd.vllm_patches.one_by_one import GIVEN
 from vllm_ascend_pd.vllm_patches.tried import TRIED_GIVEN, untried
 
@@ -38,7 +38,16 @@ def refusal(request: Any) -> str:
         return "it limits its reasoning, with which this was not tried"
     if request.sampling_params.prompt_logprobs is not None:
         return "it asks for log-probabilities of its prompt"
+    if request.structured_output_request is not None and (why := other_grammars()):
+        return f"it has a grammar, and {why}"
     return "it has outputs already" if request.num_output_tokens else ""
+
+
+def has_run(request: Any) -> bool:
+    """Return whether a request was scheduled, so that it cannot begin any more."""
+    from vllm.v1.request import RequestStatus
+
+    return bool(request.status != RequestStatus.WAITING or request.num_computed_tokens or request.num_output_tokens)
 
 
 def give(scheduler: Any, request: Any, tokens: Sequence[int]) -> Any:
@@ -59,14 +68,14 @@ def give(scheduler: Any, request: Any, tokens: Sequence[int]) -> Any:
         taken.append(token)
         if check_stop(request, scheduler.max_model_len):
             ends, request.status = request.status, status
-        if not scheduler.structured_output_manager.accept_tokens(request, [token]):
+        if request.use_structured_output and not scheduler.structured_output_manager.accept_tokens(request, [token]):
             ends = RequestStatus.FINISHED_ERROR
         if ends is not None:
             break
     output = EngineCoreOutput(
         request.request_id,
         taken,
-        new_logprobs=_placeholders(request.sampling_params.logprobs, taken),
+        new_logprobs=_placeholders(request.sampling_params.num_logprobs, taken),
         events=request.take_events(),
         trace_headers=request.trace_headers,
         prefill_stats=_stats(request),
@@ -94,6 +103,4 @@ def _stats(request: Any) -> Any:
 
 def _placeholders(count: int | None, tokens: Sequence[int]) -> Any:
     """Return rows of log-probabilities, which the client has: what serves it looks them up by token."""
-    if count is None:
-        return None
-    return logprob_rows([[(token, 0.0, 1)] * (max(count, 0) + 1) for token in tokens])
+    return None if count is None else logprob_rows([[(token, 0.0, 1)] * (max(count, 0) + 1) for token in tokens])

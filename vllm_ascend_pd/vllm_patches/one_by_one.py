@@ -8,6 +8,7 @@ is divided, and what is made of it is not merged, although the client's task has
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import inspect
 from collections import deque
@@ -19,7 +20,6 @@ from vllm_ascend_pd.vllm_patches.wrapping import wrap
 GIVEN = "pd_given"  # in the transfer parameters of an engine core's output, which clients cannot set
 _STATE = "pd_unmerged"  # on a queue
 _COLLECTOR = ("put", "get", "get_nowait")
-_OUTPUTS = ("self", "engine_core_outputs")
 
 
 def install() -> str:
@@ -29,7 +29,9 @@ def install() -> str:
     except ImportError as missing:
         return f"this vLLM has {missing.name} elsewhere"
     names = tuple(inspect.signature(OutputProcessor.process_outputs).parameters)
-    if names[:2] != _OUTPUTS or any(not hasattr(RequestOutputCollector, name) for name in _COLLECTOR):
+    if names[:2] != ("self", "engine_core_outputs") or any(
+        not hasattr(RequestOutputCollector, name) for name in _COLLECTOR
+    ):
         return "this vLLM's output processor differs"
     wrap(OutputProcessor, "process_outputs", _divided)
     for name, around in zip(_COLLECTOR, (_put, _get, _get_nowait), strict=True):
@@ -44,7 +46,7 @@ def given_output(output: Any) -> bool:
 def _divided(original: Any) -> Any:
     def process_outputs(self: Any, engine_core_outputs: Any, *more: Any, **named: Any) -> Any:
         if any(map(given_output, engine_core_outputs)):
-            engine_core_outputs = list(_divide(self, engine_core_outputs))
+            engine_core_outputs = _divide(self, engine_core_outputs)  # vLLM puts each before it takes the next
         return original(self, engine_core_outputs, *more, **named)
 
     return process_outputs
@@ -56,10 +58,11 @@ def _divide(processor: Any, outputs: Iterable[Any]) -> Iterator[Any]:
             yield output
             continue
         params = {name: value for name, value in output.kv_transfer_params.items() if name != GIVEN} or None
-        state = processor.request_states.get(output.request_id)
+        state, unmerged = processor.request_states.get(output.request_id), _Unmerged()
         if state is not None and state.queue is not None:
-            setattr(state.queue, _STATE, _Unmerged(len(output.new_token_ids)))
+            setattr(state.queue, _STATE, unmerged)
         yield from divide(output, params)
+        unmerged.given = False
 
 
 def divide(output: Any, params: dict[str, Any] | None) -> Iterator[Any]:
@@ -74,19 +77,16 @@ def divide(output: Any, params: dict[str, Any] | None) -> Iterator[Any]:
         if index == 0:
             one.events, one.prefill_stats, one.trace_headers = output.events, output.prefill_stats, output.trace_headers
         if index == len(tokens) - 1:
-            one.finish_reason, one.stop_reason, one.kv_transfer_params = (
-                output.finish_reason,
-                output.stop_reason,
-                params,
-            )
+            one.finish_reason, one.stop_reason = output.finish_reason, output.stop_reason
+            one.kv_transfer_params = params
         yield one
 
 
 @dataclasses.dataclass(slots=True)
 class _Unmerged:
-    """Outputs that wait behind the one that a queue holds. `left`: given tokens whose outputs have not come yet."""
+    """Outputs that wait behind the one that a queue holds. `given`: those that come now are of given tokens."""
 
-    left: int
+    given: bool = True
     merges: bool = False  # the newest output is of sampled tokens, and so may be merged with the next
     waiting: deque[Any] = dataclasses.field(default_factory=deque)
 
@@ -94,15 +94,14 @@ class _Unmerged:
 def _put(original: Any) -> Any:
     def put(self: Any, output: Any) -> None:
         unmerged = getattr(self, _STATE, None)
-        if unmerged is None or self.output is None or isinstance(output, Exception):
+        if unmerged is None or isinstance(output, Exception) or (self.output is None and not unmerged.waiting):
             original(self, output)
         elif unmerged.merges:
             (unmerged.waiting[-1] if unmerged.waiting else self.output).add(output, aggregate=self.aggregate)
         else:
             unmerged.waiting.append(output)
         if unmerged is not None:
-            unmerged.merges = unmerged.left == 0
-            unmerged.left -= unmerged.left > 0
+            unmerged.merges = not unmerged.given
 
     return put
 
@@ -126,8 +125,13 @@ def _get_nowait(original: Any) -> Any:
 
 
 def _next(queue: Any) -> None:
-    """Let a queue that was read hold what waits behind it."""
+    """Let a queue that was read hold what waits behind it, soon: its client's task would run on without other tasks."""
     unmerged = getattr(queue, _STATE, None)
-    if unmerged is not None and queue.output is None and unmerged.waiting:
-        queue.output = unmerged.waiting.popleft()
+    if unmerged is not None and unmerged.waiting:
+        asyncio.get_running_loop().call_soon(_hand_over, queue, unmerged.waiting)
+
+
+def _hand_over(queue: Any, waiting: deque[Any]) -> None:
+    if queue.output is None and waiting:
+        queue.output = waiting.popleft()
         queue.ready.set()

@@ -12,18 +12,17 @@ import importlib.metadata
 from collections.abc import Mapping
 
 VLLM, VLLM_ASCEND = "vLLM", "vllm-ascend"
-FIRST_TOKEN, GRAMMARS, STANDSTILL = "first token", "grammars", "standstill"
+FIRST_TOKEN, GRAMMARS, GIVEN, STANDSTILL = "first token", "grammars", "answers that go on", "standstill"
 
 TRIED: Mapping[str, tuple[str, ...]] = {VLLM: ("0.23", "0.30", "0.31", "0.32", "0.33"), VLLM_ASCEND: ("0.23", "0.30")}
-# Answers that go on, by the first model runner.
 TRIED_GIVEN: Mapping[str, tuple[str, ...]] = {VLLM: ("0.30", "0.32", "0.33"), VLLM_ASCEND: ("0.30",)}
 # What it costs where one is off.
 COST = {
     FIRST_TOKEN: "D computes the last token of each prompt again, a step more for each request",
     GRAMMARS: "D computes the first token of structured outputs and forced tool calls",
+    GIVEN: "answers that other D's had begun begin anew on D",
     STANDSTILL: "if loaded requests hold all blocks of D and none finds one more, they wait for good",
 }
-
 
 # What fewer releases have been tried with: drafts on D, grammars, and vLLM's second model runner on D.
 TRIED_DRAFTS: Mapping[str, tuple[str, ...]] = {VLLM: ("0.30", "0.32"), VLLM_ASCEND: ("0.30",)}

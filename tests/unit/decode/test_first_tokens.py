@@ -19,6 +19,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu_input_batch import InputBatch
@@ -588,6 +589,9 @@ def test_a_grammar_of_another_shape_is_left_to_d(monkeypatch: pytest.MonkeyPatch
     monkeypatch.undo()
     monkeypatch.delattr(StructuredOutputGrammar, "validate_tokens")
     assert "validate_tokens" in first_token.other_grammars()
+    monkeypatch.undo()
+    monkeypatch.setattr(StructuredOutputManager, "accept_tokens", lambda self, request: True)
+    assert first_token.other_grammars().endswith(" differ")
 
 
 def test_the_second_runner_s_workers_get_the_token_from_vllm_itself(monkeypatch: pytest.MonkeyPatch) -> None:

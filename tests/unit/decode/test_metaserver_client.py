@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from unit.kits.watching import until
 from unit.router.fake_engine import ServedApp, read_body
 from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.decode.scheduler import metaserver as client_module
@@ -182,6 +183,27 @@ def test_an_answer_so_far_is_asked_for(loop: LoopThread, scripted: Any) -> None:
     assert (outcome.kind, outcome.tokens) == ("told", (1, 20, 300))
     assert server.posts == [{}, {"ticket": "t", "prompt": "h"}, {"ticket": "t", "prompt": "h"}]
     assert mine.counters["question_repeated"] == 1 and not mine.counters["reservation_repeated"]
+
+
+def test_no_question_waits_for_reports_or_finds_the_queue_full(loop: LoopThread, scripted: Any) -> None:
+    """Where a router takes no reports, and where so many reservations wait that no more are taken."""
+    mute, told = scripted(lines(30)), scripted(status(200, b'{"tokens": [1]}'))
+    collected = CollectedOutcomes()
+    urls = mute.served.url, told.served.url
+    mine = client(loop, collected, *urls, metaserver_max_connections=1, metaserver_max_queue=0)
+    for _ in range(40):
+        mine.report(mute.served.url, REPORT)
+    until(lambda: mute.open == client_module._SHORT_AT_ONCE, "all that may be under way")
+    mine.reserve("p", mute.served.url, {}, 20)
+    for key in range(3):
+        mine.ask(key, told.served.url, AnswerWanted("t", "h"), 20)
+    assert [collected.final(key).tokens for key in range(3)] == [(1,)] * 3
+    mine.ask("open", mute.served.url, AnswerWanted("t", "h"), 20)
+    mine.forget("p")
+    mine.reserve("next", mute.served.url, {}, 20)
+    mine.reserve("one more", mute.served.url, {}, 20)
+    assert collected.final("one more").code == "PD-META-004"
+    assert not collected._finals("next"), "a question takes a reservation's place"
 
 
 @pytest.mark.parametrize(

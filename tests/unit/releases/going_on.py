@@ -13,10 +13,12 @@ from typing import Any
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.request import RequestStatus
 
+from unit.kits.watching import until
 from unit.releases.program import ReleasePair, check, prompt, site
 from vllm_ascend_pd.decode.scheduler import going_on
 from vllm_ascend_pd.protocol.auth import prompt_hash
 from vllm_ascend_pd.protocol.continuing import CONTINUE
+from vllm_ascend_pd.vllm_patches import first_token
 from vllm_ascend_pd.vllm_patches.one_by_one import GIVEN
 
 LENGTH = 100  # of the prompt; blocks have 32 tokens
@@ -184,6 +186,20 @@ def a_router_that_says_nothing_is_not_waited_for_long() -> None:
         check(sum(counted.values()) == 1 and set(counted) <= {"late", "PD-XFER-001"}, f"{counted}")
 
 
+def a_request_for_which_vllm_does_not_wait_is_begun_anew() -> None:
+    """D's answer to vLLM counts for nothing if the request may not read the prefix cache."""
+    with site() as pair:
+        pair.speaks.clear()
+        ask(pair, "early", given(4), 6, skip_reading_prefix_cache=True)
+        request, role = pair.decode.request("early-d"), pair.decode.scheduler.connector._scheduler
+        pair.until(lambda: request.num_output_tokens, "vLLM has run it")
+        pair.speaks.set()
+        until(lambda: role._outcomes, "the router has answered")
+        check(tokens_of(ended(pair, "early")) == [5] * 6, f"{pair.decode.answers}")
+        counted = begun_anew(pair)
+        check(counted == {"scheduler": 1}, f"{counted}")
+
+
 class AnyButOne:
     """Grammar of any tokens but one, which keeps those that it was advanced over."""
 
@@ -206,7 +222,8 @@ def blocks_of_given_tokens_are_cached() -> None:
 
 
 def a_grammar_is_advanced_over_the_answer() -> None:
-    """It is so only once it is compiled, and the answer is not asked for before."""
+    """It is so only once it is compiled, and the answer is not asked for before: not at all where none takes tokens."""
+    untaken = first_token.other_grammars()
     with site() as pair:
         for name, refused in (("fits", 99), ("unfit", 11)):
             tokens, shape = given(4), StructuredOutputsParams(regex="any")
@@ -218,7 +235,10 @@ def a_grammar_is_advanced_over_the_answer() -> None:
             request.structured_output_request._grammar = grammar = AnyButOne(refused)
             bring(pair, name)
             answers = ended(pair, name)
-            if name == "unfit":
+            if untaken:
+                check(tokens_of(answers) == [5] * 6 and not pair.questions, f"{pair.decode.answers}")
+                check(begun_anew(pair) == {"request": 1}, "not counted")
+            elif name == "unfit":
                 (answer,) = answers
                 check(answer.new_token_ids == tokens[:2] and str(answer.finish_reason) == "error", f"{answer}")
                 check(pair.reservations.empty(), "D has asked for KV")
@@ -229,13 +249,19 @@ def a_grammar_is_advanced_over_the_answer() -> None:
 
 def log_probabilities_have_a_row_for_each_token() -> None:
     with site() as pair:
-        for name, count in (("none", None), ("own", 0), ("two", 2)):
+        asked: dict[str, tuple[dict[str, Any], int]] = {  # and tokens in a row
+            "none": ({}, 0),
+            "own": ({"logprobs": 0}, 1),
+            "two": ({"logprobs": 2}, 3),
+            "named": ({"logprob_token_ids": [7, 8, 9]}, 4),
+        }
+        for name, (wanted, width) in asked.items():
             tokens = given(3)
-            go_on(pair, name, tokens, 3, logprobs=count)
+            go_on(pair, name, tokens, 3, **wanted)
             (answer,) = ended(pair, name)
             rows = answer.new_logprobs
             found = None if rows is None else rows.logprob_token_ids.tolist()
-            check(found == (None if count is None else [[t] * (count + 1) for t in tokens]), f"{name}: {rows}")
+            check(found == ([[t] * width for t in tokens] if width else None), f"{name}: {rows}")
 
 
 SCENARIOS: tuple[Callable[[], None], ...] = (
@@ -246,6 +272,7 @@ SCENARIOS: tuple[Callable[[], None], ...] = (
     a_client_gives_no_tokens,
     a_router_that_says_nothing_is_not_waited_for_long,
     aborted_while_it_goes_on_leaves_nothing,
+    a_request_for_which_vllm_does_not_wait_is_begun_anew,
     blocks_of_given_tokens_are_cached,
     a_grammar_is_advanced_over_the_answer,
     log_probabilities_have_a_row_for_each_token,

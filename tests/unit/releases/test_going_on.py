@@ -27,6 +27,7 @@ SCENARIOS = (
     "a_client_gives_no_tokens",
     "a_router_that_says_nothing_is_not_waited_for_long",
     "aborted_while_it_goes_on_leaves_nothing",
+    "a_request_for_which_vllm_does_not_wait_is_begun_anew",
     "blocks_of_given_tokens_are_cached",
     "a_grammar_is_advanced_over_the_answer",
     "log_probabilities_have_a_row_for_each_token",

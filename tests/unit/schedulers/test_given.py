@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec.json import encode
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.request import Request
 
 from unit.kits.watching import until
 from unit.schedulers.kit import CACHE, ENDPOINTS, SECRETS, TOKENS, engine, request
@@ -20,7 +22,9 @@ from vllm_ascend_pd.geometry.layout import CacheGeometry, Group
 from vllm_ascend_pd.protocol.auth import prompt_hash, unseal
 from vllm_ascend_pd.protocol.continuing import CONTINUE, AnswerSoFar, goes_on
 from vllm_ascend_pd.protocol.versions import WHOLE
+from vllm_ascend_pd.vllm_patches import first_token, given_tokens
 from vllm_ascend_pd.vllm_patches.patience import Patience
+from vllm_ascend_pd.vllm_patches.tried import VLLM
 
 GIVEN = [7, 8, 9]
 WINDOW = msgspec.structs.replace(CACHE, groups=(Group(4, "window", 6),))
@@ -94,7 +98,7 @@ def test_an_engine_that_takes_none_begins_anew(facts: dict[str, Any], caplog: py
 def test_a_request_whose_client_has_nothing_begins(tokens: list[int], caplog: pytest.LogCaptureFixture) -> None:
     _, reserved, outputs, _ = posted(CACHE, [40, 41, 42], (200, encode(AnswerSoFar(tokens))))
     assert (reserved.prompt_length == len(TOKENS), bool(outputs)) == (not tokens, bool(tokens))
-    assert not caplog.text
+    assert "begins anew" not in caplog.text
 
 
 def test_a_request_that_ends_hangs_up() -> None:
@@ -115,6 +119,15 @@ def test_a_request_that_ends_hangs_up() -> None:
     finally:
         d.close()
         server.served.stop()
+
+
+def test_a_grammar_that_takes_no_tokens_here_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = SamplingParams(max_tokens=1, structured_outputs=StructuredOutputsParams(regex="a"))
+    shaped = Request("r", TOKENS, shape, None)
+    assert given_tokens.refusal(shaped) == ""
+    monkeypatch.setattr(first_token, "TRIED_GRAMMARS", {VLLM: ()})
+    assert given_tokens.refusal(shaped).endswith("was not tried with grammars")
+    assert given_tokens.refusal(request()) == ""
 
 
 @pytest.mark.parametrize("value", [None, False, 1, "true", [True], {"tokens": [7]}], ids=str)

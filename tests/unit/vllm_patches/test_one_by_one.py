@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
+import time
 from typing import Any
 
 import pytest
@@ -46,9 +48,9 @@ def wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
 class FrontEndStream:
     """A request of vLLM's front end, and what its client's task reads."""
 
-    def __init__(self, kind: RequestOutputKind = RequestOutputKind.DELTA, **sampling: Any) -> None:
-        self.processor = OutputProcessor(tokenizer(), log_stats=False)
-        params = SamplingParams(max_tokens=100, output_kind=kind, detokenize=True, **sampling)
+    def __init__(self, kind: RequestOutputKind = RequestOutputKind.DELTA, interval: int = 1, **sampling: Any) -> None:
+        self.processor = OutputProcessor(tokenizer(), log_stats=False, stream_interval=interval)
+        params = SamplingParams(**{"max_tokens": 100, **sampling}, output_kind=kind, detokenize=True)
         request = EngineCoreRequest("r", ids("prompt"), None, params, None, 0.0, None, None, None, external_req_id="r")
         self.queue = RequestOutputCollector(kind, "r")
         self.processor.add_request(request, "prompt", queue=self.queue)
@@ -58,14 +60,19 @@ class FrontEndStream:
         output = EngineCoreOutput("r", ids(text), kv_transfer_params=params, **facts)
         return self.processor.process_outputs([output]).reqs_to_abort
 
+    async def next(self) -> Any:
+        """Read the next output as vLLM's `generate` does."""
+        return self.queue.get_nowait() or await self.queue.get()
+
+    def left(self) -> bool:
+        unmerged = getattr(self.queue, "pd_unmerged", None)
+        return self.queue.output is not None or bool(unmerged and unmerged.waiting)
+
     def read(self) -> list[Any]:
-        """Read what is there, by turns as vLLM's `generate` does."""
+        """Read what is there."""
 
         async def reading() -> list[Any]:
-            found: list[Any] = []
-            while self.queue.output is not None:
-                found.append(self.queue.get_nowait() if len(found) % 2 else await self.queue.get())
-            return found
+            return [await self.next() for _ in iter(self.left, False)]
 
         return asyncio.run(reading())
 
@@ -91,9 +98,40 @@ def test_given_tokens_come_one_by_one_and_what_is_sampled_is_merged_behind_them(
 def test_a_client_that_reads_at_once_gets_the_same() -> None:
     stream = FrontEndStream()
     stream.put_out("gi", MARK)
-    assert texts([stream.queue.get_nowait()]) == ["g"]
-    stream.put_out("a")
-    assert texts(stream.read()) == ["i", "a"]
+
+    async def reading() -> list[Any]:
+        found = [await stream.next()]
+        stream.put_out("a")  # before the next one is there
+        found += [await stream.next(), await stream.next()]
+        return found
+
+    assert texts(asyncio.run(reading())) == ["g", "i", "a"]
+
+
+def test_others_run_between_any_two_given_tokens() -> None:
+    stream, turns, held = FrontEndStream(max_tokens=4000), list[int](), list[float]()
+    text = "given " * 500
+
+    async def replayed() -> list[Any]:
+        held.append(time.perf_counter())
+        stream.put_out(text, MARK)
+        reading = asyncio.create_task(read())
+        while not reading.done():
+            held.append(time.perf_counter())
+            await asyncio.sleep(0)
+        held.append(time.perf_counter())
+        return await reading
+
+    async def read() -> list[Any]:
+        found = []
+        while stream.left():
+            found.append(await stream.next())
+            turns.append(len(held))
+        return found
+
+    assert "".join(texts(asyncio.run(replayed()))) == text
+    print(f"the loop was held for at most {1000 * max(b - a for a, b in itertools.pairwise(held)):.1f} ms")
+    assert len(set(turns)) == len(turns) == len(text), "two outputs were read in one turn of the loop"
 
 
 def test_outputs_of_other_requests_are_merged_as_ever() -> None:
@@ -102,6 +140,14 @@ def test_outputs_of_other_requests_are_merged_as_ever() -> None:
     stream.put_out("a")
     assert texts(stream.read()) == ["sampleda"]
     assert not hasattr(stream.queue, "pd_unmerged")
+
+
+def test_behind_given_tokens_that_came_by_intervals_sampled_ones_are_merged_too() -> None:
+    stream = FrontEndStream(interval=3)
+    stream.put_out("given to", MARK)
+    for token in "ken and more":
+        stream.put_out(token)
+    assert texts(stream.read()) == ["g", "ive", "n t", "oken and mor"]
 
 
 def test_a_character_of_several_tokens_is_whole() -> None:

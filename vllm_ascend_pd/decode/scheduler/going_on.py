@@ -94,9 +94,13 @@ class GoingOn(first_token.StepHooks):
         self._router.listen()
         told, self._told = self._told, {}
         for request_id, tokens in told.items():
-            del self._open[request_id]
+            question = self._open.pop(request_id)
             request = scheduler.requests.get(request_id)
-            if request is not None and not request.is_finished():
+            if request is None or request.is_finished():
+                continue
+            if given_tokens.has_run(request):  # vLLM waits for no connector if a request may not read the prefix cache
+                self._anew(question, "scheduler", "vLLM did not wait for it")
+            else:
                 self._book.give(request_id, tokens)
                 output = given_tokens.give(scheduler, request, tokens)
                 first_token.add(outputs, request.client_index, output)

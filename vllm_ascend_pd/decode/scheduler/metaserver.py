@@ -46,7 +46,7 @@ MAX_LINE_BYTES = 64 << 10
 _RETRIES_TIMEOUT_S = 10.0  # a metaserver that is away for longer has lost its memory, and the ticket with it
 _BACKOFF = Backoff(first_s=0.1, longest_s=2.0)
 _REPORT_S = 10.0
-_SHORT_AT_ONCE = 16  # reports, and questions for answers so far
+_SHORT_AT_ONCE = 16  # of the reports, and of the questions for answers so far
 _KIND = {"content-type": "application/json"}
 _MAX_REPORTS = 4096
 _MAX_CONNECTING = 64  # at once: a burst of reservations connects by and by, and none times out for that
@@ -87,10 +87,10 @@ class MetaserverClient:
         self._allowed = frozenset(origin(url) for url in config.metaserver_urls)
         self._lock = threading.Lock()
         self._calls: dict[Hashable, _Call] = {}
+        self._questions: set[Hashable] = set()  # of these; not more than there are requests
         self._closed = False
         self._http: httpx.AsyncClient | None = None
-        self._slots: asyncio.Semaphore | None = None
-        self._short_slots: asyncio.Semaphore | None = None
+        self._slots: dict[str, asyncio.Semaphore] = {}  # made on the loop
         self._reports: set[asyncio.Task[None]] = set()
         self._reporting = 0  # reports that wait or are in flight
         self.counters: Counter[str] = Counter()  # for metrics
@@ -123,12 +123,14 @@ class MetaserverClient:
             if key in self._calls:
                 raise ValueError(f"the call {key!r} is already open")
             self._calls[key] = call
+            if call.asks:
+                self._questions.add(key)
             max_calls = self._config.metaserver_max_connections + self._config.metaserver_max_queue
             if self._closed:
                 error = PdError("PD-XFER-002", why="the engine is closing")
             elif origin(url) not in self._allowed:
                 error = PdError("PD-META-001", url=url)
-            elif len(self._calls) > max_calls:
+            elif not call.asks and len(self._calls) - len(self._questions) > max_calls:
                 error = PdError("PD-META-004", count=max_calls)
         if error is None:
             self._loop.post(self._start, call)
@@ -139,6 +141,7 @@ class MetaserverClient:
         """Cancel the call. The key gets no outcome any more, except for one that is already on its way."""
         with self._lock:
             call = self._calls.pop(key, None)
+            self._questions.discard(key)
             if call is None:
                 return
             call.over = True
@@ -199,6 +202,7 @@ class MetaserverClient:
                 return
             call.over = True
             self._calls.pop(call.key, None)
+            self._questions.discard(call.key)
         self._on_outcome(call.key, outcome)
 
     async def _run(self, call: _Call) -> None:
@@ -233,7 +237,7 @@ class MetaserverClient:
 
     async def _post_report(self, url: str, report: LoadReport) -> bool:
         """Post a report; return whether the metaserver took it. It is no failure if the request is unknown there."""
-        async with self._short():
+        async with self._at_once("reports", _SHORT_AT_ONCE):
             body = msgspec.json.encode(report)
             again = {REPEATABLE: True}
             answer = await self._client().post(
@@ -246,8 +250,7 @@ class MetaserverClient:
         call.body = None  # a call may be open for minutes, and its list of ids is larger than their text
         while True:
             try:
-                # A reservation keeps its slot as long as P computes: no question waits for that.
-                async with self._short() if call.asks else self._slots or self._make_slots():
+                async with self._slot(call):
                     return await self._post(call, content)
             except _FailedAttempt as failed:
                 left = min(call.deadline_s, _RETRIES_TIMEOUT_S) - (self._loop.loop.time() - call.started)
@@ -258,13 +261,14 @@ class MetaserverClient:
                 self.counters["question_repeated" if call.asks else "reservation_repeated"] += 1
             await asyncio.sleep(delay)  # outside the slot, so that it delays no other call
 
-    def _make_slots(self) -> asyncio.Semaphore:
-        self._slots = asyncio.Semaphore(self._config.metaserver_max_connections)
-        return self._slots
+    def _slot(self, call: _Call) -> asyncio.Semaphore:
+        """Return what a call holds: no question waits for P, as reservations do, or for reports."""
+        if call.asks:
+            return self._at_once("questions", _SHORT_AT_ONCE)
+        return self._at_once("reservations", self._config.metaserver_max_connections)
 
-    def _short(self) -> asyncio.Semaphore:
-        self._short_slots = self._short_slots or asyncio.Semaphore(_SHORT_AT_ONCE)
-        return self._short_slots
+    def _at_once(self, what: str, most: int) -> asyncio.Semaphore:
+        return self._slots.setdefault(what, asyncio.Semaphore(most))
 
     def _client(self) -> httpx.AsyncClient:
         """Return the HTTP client. It is made at the first call, on the loop."""
