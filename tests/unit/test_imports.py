@@ -149,7 +149,7 @@ CEILINGS = {
     "prefill": 4060,
     "protocol": 4550,
     "regroup": 1000,
-    "router": 8900,
+    "router": 9000,
     "shared": 1000,
     "transport": 2000,
     "viewer": 650,
