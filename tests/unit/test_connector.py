@@ -44,6 +44,7 @@ from unit.kits.watching import until
 from vllm_ascend_pd import __version__, admission, plugin
 from vllm_ascend_pd.connector import AscendPushConnector, StepMetadata
 from vllm_ascend_pd.decode.scheduler.first_tokens import FirstTokenReceiver
+from vllm_ascend_pd.decode.scheduler.going_on import GoingOn
 from vllm_ascend_pd.engine import merge_geometries
 from vllm_ascend_pd.errors import ConfigError, PdError
 from vllm_ascend_pd.prefill.scheduler.first_tokens import FirstTokenSource
@@ -241,7 +242,10 @@ def test_a_worker_without_caches_shakes_no_hands_and_does_nothing() -> None:
 
 
 def test_each_role_has_its_part_in_first_tokens() -> None:
-    for role, parts in (("kv_producer", [FirstTokenSource]), ("kv_consumer", [FirstTokenReceiver, Standstill])):
+    for role, parts in (
+        ("kv_producer", [FirstTokenSource]),
+        ("kv_consumer", [FirstTokenReceiver, GoingOn, Standstill]),
+    ):
         made = connector(role, KVConnectorRole.SCHEDULER)
         assert [type(each) for each in made.step_hooks] == parts
         made.shutdown()
@@ -252,7 +256,7 @@ def test_where_no_way_out_of_a_standstill_was_tried_it_says_so(
 ) -> None:
     monkeypatch.setattr(standstill, "install", lambda _: "vLLM 0.99.0 was not tried")
     made = connector("kv_consumer", KVConnectorRole.SCHEDULER)
-    assert [type(each) for each in made.step_hooks] == [FirstTokenReceiver]
+    assert [type(each) for each in made.step_hooks] == [FirstTokenReceiver, GoingOn]
     assert made.get_kv_connector_stats().data["levels"]["hooks_off"].popitem()[1] == 1  # type: ignore[union-attr]
     assert "standstill: off, because vLLM 0.99.0 was not tried: if loaded requests hold all blocks" in caplog.text
     made.shutdown()
