@@ -41,6 +41,7 @@ def test_every_reference_is_tested_here() -> None:
     others = vars(importlib.import_module("test_reference_deepseek4"))
     tested = {name.removeprefix("test_") for name in (*globals(), *others)}
     tested |= {"paged_cache_load"}  # with gather_pa_kv_cache
+    tested |= {"compressor_metadata_out"}  # with compressor_metadata
     tested |= {"pack_dcp_output_lse", "fused_dcp_lse_combine"}  # as what ranks send each other
     # Tested as a layer of experts.
     tested |= {"moe_init_routing", "moe_init_routing_v2", "grouped_matmul", "moe_token_unpermute"}
