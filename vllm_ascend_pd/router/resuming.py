@@ -70,8 +70,6 @@ def count(shared: Shared, exchange: HttpExchange, kept: StreamState) -> None:
     exchange.kept_bytes = size
     if shared.kept_bytes > shared.settings.resume_bytes:
         kept.give_up("too much is kept for other streams")
-    if kept.gave_up:
-        exchange.forget_prompt()
 
 
 async def relay(shared: Shared, attempt: Attempt, kept: StreamState, reply: Reply, first: bytes) -> None:
@@ -117,6 +115,8 @@ async def _relay(shared: Shared, attempt: Attempt, kept: StreamState, reply: Rep
         attempt.leg.take(whole.count(b"\n\n"))
         said = kept.take(whole) if whole else b""
         count(shared, exchange, kept)
+        if kept.gave_up:
+            exchange.forget_prompt()
         if not attempt.answers and (kept.moved or kept.gave_up):  # what it was given before says nothing of D
             attempt.answers = True
             shared.leg_over(attempt.leg, "served", Evidence.SERVED)

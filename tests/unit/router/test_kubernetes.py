@@ -314,7 +314,7 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Whether each line about the API is of its use or its failure, in order."""
+    """Return whether each line about the API is of its use or its failure, in order."""
     lines = [record.message for record in caplog.records if "the Kubernetes API" in record.message]
     return ["fails" if "cannot be used" in line else "answers" for line in lines]
 

@@ -285,6 +285,7 @@ AGAINST_NEITHER = {
     *("PD-META-003", "PD-META-004", "PD-META-005"),  # the metaserver, D's queue or the prompt is the reason
     "PD-META-006",  # P's leg failed, which was counted where it happened
     *("PD-META-026", "PD-META-027", "PD-META-028", "PD-META-029", "PD-META-030", "PD-META-031"),  # another router's
+    "PD-META-024",  # a question for an answer so far was refused: it is no load
     "PD-META-033",  # the two are started with other settings for the first token
     "PD-GEO-004",  # the prompt ends where P's draft model does not run
     *("PD-CTRL-001", "PD-XFER-007"),  # these stop the start, or end the engine: no report has them

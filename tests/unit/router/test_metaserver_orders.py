@@ -19,7 +19,7 @@ from tools.support.process import free_port
 from unit.router.cluster import FakeCluster, asked_until, cluster, data, events, texts, until
 from unit.router.fake_engine import FakeEngine, reservation_of, words
 from vllm_ascend_pd.protocol.versions import fingerprint
-from vllm_ascend_pd.router import exchange, relay, reserve
+from vllm_ascend_pd.router import exchange, relay, reserve, resuming
 from vllm_ascend_pd.router.core.decisions import (
     MAX_RANKS,
     PRINT_S,
@@ -44,7 +44,7 @@ LONG_S = 3600.0  # of an answer that comes after everything else, if at all
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise the limit for D's report, which a loaded machine may exceed. Tests that need a missing report lower it."""
-    monkeypatch.setattr(relay, "_REPORT_OF_LOAD_S", 30.0)
+    monkeypatch.setattr(resuming, "REPORT_OF_LOAD_S", 30.0)
     monkeypatch.setattr(reserve, "_REPORT_OF_PUSH_S", 30.0)
 
 
@@ -264,7 +264,7 @@ def test_ds_own_failure_is_ds_although_ps_answer_broke_after_the_kv_came() -> No
 @pytest.mark.parametrize("comes", ["the KV", "no KV", "nothing"])
 def test_ds_error_counts_against_it_by_its_report_however_late(comes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer comes first, and the request does not wait longer. P's answer was good in any case."""
-    monkeypatch.setattr(relay, "_REPORT_OF_LOAD_S", 0.1)
+    monkeypatch.setattr(resuming, "REPORT_OF_LOAD_S", 0.1)
     monkeypatch.setattr(exchange, "PAST_S", 2.0 if comes == "nothing" else 60.0)
     with cluster(retry=RetryPolicy(attempts=1)) as c:
         p, d = c.prefill[0], c.decode[0]

@@ -21,7 +21,7 @@ import pytest
 
 from unit.router.cluster import FakeCluster, cluster, until
 from unit.router.fake_engine import EngineBehaviour, FakeEngine, words
-from vllm_ascend_pd.router import exchange, relay
+from vllm_ascend_pd.router import exchange, resuming
 from vllm_ascend_pd.router.core.decisions import CircuitPolicy, CircuitState
 from vllm_ascend_pd.shared.backoff import Backoff
 
@@ -181,7 +181,7 @@ async def _tasks() -> list[str]:
 
 def storm(seed: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(relay, "_REPORT_OF_LOAD_S", 30.0)  # a report may be late on a loaded machine
+    monkeypatch.setattr(resuming, "REPORT_OF_LOAD_S", 30.0)  # a report may be late on a loaded machine
     monkeypatch.setattr(exchange, "PAST_S", 5.0)
     settings: dict[str, Any] = {
         "probe_timeout_s": 2.0,
