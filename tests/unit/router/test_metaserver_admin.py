@@ -378,7 +378,15 @@ def test_state_is_the_sum_over_workers_and_the_worst_of_them() -> None:
     def report(worker: int, state: str, requests: int, error_at: float) -> dict[str, Any]:
         facts = {"name": "h:1", "state": state, "tokens_in_flight": 10.0 * requests, "requests": requests, "served": 1}
         facts |= {"broke": 0, "last_error": f"of {worker}", "last_error_at": error_at}
-        worker_facts = {"worker": worker, "url": "u", "ready": True, "proven": [], "canary_error": "", "file_error": ""}
+        worker_facts = {
+            "worker": worker,
+            "url": "u",
+            "ready": True,
+            "prefills": True,
+            "proven": [],
+            "canary_error": "",
+            "file_error": "",
+        }
         return {**worker_facts, "running": requests, "waiting": 1, "instances": [facts]}
 
     summed = sum_of([report(0, "ready", 2, 1.0), report(1, "down", 3, 5.0)])
