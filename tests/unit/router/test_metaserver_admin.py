@@ -289,7 +289,9 @@ def test_each_request_to_an_engine_is_counted_once_by_its_end(behaviour: dict[st
         until(lambda: sum(counted().values()) == len(d.generations()))
         goes_on = kept and bool({"break_after", "drops_after"} & behaviour.keys())  # by a token each time, to its end
         ends = counted()
-        assert ends.pop("served", 0) == (goes_on or end == "served") and (ends.keys() == {end}) is (end != "served")
+        assert (ends.pop("served", 0) > 0) is (goes_on or end == "served") and (ends.keys() == {end}) is (
+            end != "served"
+        )
 
 
 def test_a_client_that_leaves_cuts_the_leg() -> None:
