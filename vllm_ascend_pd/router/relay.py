@@ -172,12 +172,11 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
     if cut_short and may_be_dropped and await shared.aside.run(partial(pieces.holds, says=dropped), first):
         shared.leg_over(attempt.leg, "dropped")
         code, kept = "PD-META-022", attempt.exchange.kept
-        whole = kept is not None and not attempt.exchange.request.stream
-        goes_on = kept is not None and whole and await shared.aside.run(kept.take_whole, first)
-        if kept is not None and whole:
+        if kept is not None and not attempt.exchange.request.stream:
+            goes_on = await shared.aside.run(kept.take_whole, first)
             resuming.count(shared, attempt.exchange, kept)
-        if goes_on:
-            raise resuming.StreamBroke(PdError(code).sentence, "dropped", code)
+            if goes_on:
+                raise resuming.StreamBroke(PdError(code).sentence, "dropped", code)
         raise AttemptFailed(HttpFailure.DROPPED, known(503, code, 2), "dropped for lack of blocks", code)
     if cut_short or _NOTHING.match(said):
         answer = fault(503, "The decode instance ended the request: it is shutting down.", "PD-META-007")

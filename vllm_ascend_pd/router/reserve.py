@@ -110,7 +110,7 @@ class Reservations:
         attempt = self._front.journal.tickets.get(posted.ticket)
         refusal = _refusal(attempt, posted)
         if attempt is None or refusal is not None:
-            await send_answer(send, refusal or _unknown(404))
+            await send_answer(send, refusal or _unknown())
             return
         attempt.seen.add(posted.transfer)
         if posted.decode:
@@ -153,7 +153,7 @@ class Reservations:
             return
         attempt = self._front.journal.tickets.get(wanted.ticket)
         if attempt is None:
-            await send_answer(send, _unknown(continuing.UNKNOWN))
+            await send_answer(send, _unknown())
             return
         kept = attempt.exchange.kept
         tokens = kept.tokens(wanted.prompt) if kept is not None else []
@@ -369,13 +369,15 @@ def _check_push(prefill: Instance, text: bytes, asked: float) -> str:
     return push.first
 
 
-def _unknown(status: int) -> Answer:
-    return fault(status, "No request under way has this ticket: it is over, or its client has left.", "PD-XFER-002")
+def _unknown() -> Answer:
+    return fault(
+        continuing.UNKNOWN, "No request under way has this ticket: it is over, or its client has left.", "PD-XFER-002"
+    )
 
 
 def _refusal(attempt: Attempt | None, posted: ReservationPost) -> Answer | None:
     if attempt is None:
-        return _unknown(404)
+        return _unknown()
     if posted.transfer in attempt.seen:
         return fault(409, "This transfer was posted before.", "PD-META-003")
     if attempt.exchange.request.shape is bodies.Shape.BATCH and not posted.tokens:

@@ -340,9 +340,8 @@ def test_a_layer_of_no_group_stops_the_start() -> None:
 def test_a_layer_that_reads_the_cache_of_another_is_not_a_layer(groups: tuple[Group, ...]) -> None:
     """vLLM registers the cache of l.0 and of l.1 under a second name, which is in no group. Groups share an address."""
     one, other = torch.zeros(8, 32, 2, 16), torch.zeros(8, 32, 2, 16)
-    lies = {"l.0": one, "l.1": one.view(8, 32, 2, 16) if groups else other, "l.3": other.clone()}
-    lies["l.2"] = other if groups else other.clone()  # two layers of one group never share memory
-    lies["l.3"] = lies.pop("l.3")
+    lies = {"l.0": one, "l.1": one.view(8, 32, 2, 16) if groups else other}
+    lies |= {"l.2": other if groups else other.clone(), "l.3": other.clone()}  # layers of one group share no memory
     shared = {"l.4": lies["l.0"], "l.5": lies["l.1"], "l.6": lies["l.0"]}
     caches = describe({**lies, **shared}, replace(SHAPE, groups=groups), TokenMajorDevice())
     assert caches.geometry.layers == ("l.0", "l.1", "l.2", "l.3")
