@@ -19,19 +19,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.shared.settings import Setting, impossible
 
 
-def _key(
-    default: Any,
-    owner: str,
-    meaning: str,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    choices: tuple[str, ...] = (),
-) -> Any:
-    facts = {"owner": owner, "meaning": meaning, "low": low, "high": high, "choices": choices}
-    return field(default=default, metadata=facts)
+def _key(default: Any, owner: str, meaning: str, **bounds: Any) -> Any:
+    """Declare a key. `owner`: the side that needs it."""
+    setting = Setting(default=default, meaning=meaning, **bounds)
+    return field(default=default, metadata={"setting": setting, "owner": owner})
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,33 +243,33 @@ class PushConfig:
 
     def _check_together(self) -> None:
         if len(version := self.wire.model_version) > MAX_VERSION:
-            _impossible("model_version", version, f"it is longer than {MAX_VERSION} characters", "Give a shorter word.")
+            impossible("model_version", version, f"it is longer than {MAX_VERSION} characters", "Give a shorter word.")
         t = self.timers
         if t.resend_max_s < t.resend_first_s:
-            _impossible(
+            impossible(
                 "resend_max_s",
                 t.resend_max_s,
                 f"it is below resend_first_s ({t.resend_first_s})",
                 "Raise resend_max_s.",
             )
         if t.resend_first_s * 3 > t.lease_s:
-            _impossible(
+            impossible(
                 "lease_s",
                 t.lease_s,
                 "a lost renewal could not be repeated within it",
                 "Raise lease_s or lower resend_first_s.",
             )
         if t.recv_deadline_s <= t.ready_timeout_s / 10:
-            _impossible("recv_deadline_s", t.recv_deadline_s, "no transfer could finish", "Raise recv_deadline_s.")
+            impossible("recv_deadline_s", t.recv_deadline_s, "no transfer could finish", "Raise recv_deadline_s.")
         if self.quiet_s > 120:
-            _impossible(
+            impossible(
                 "transfer_timeout_s",
                 self.wire.transfer_timeout_s,
                 "D refuses a quiet time above 120 s",
                 "Lower transfer_timeout_s or quiet_extra_s.",
             )
         if self.wire.transport != "memory" and t.quiet_extra_s < FIRST_CONTACT_S:
-            _impossible(
+            impossible(
                 "quiet_extra_s",
                 t.quiet_extra_s,
                 f"the first write to a peer may be issued {FIRST_CONTACT_S:g} s after its submission",
@@ -283,22 +277,22 @@ class PushConfig:
             )
         for url in self.metaserver.metaserver_urls:
             if not _is_origin(url):
-                _impossible(
+                impossible(
                     "metaserver_urls", url, "it is not scheme://host:port", "Write for example http://10.0.0.1:8000."
                 )
         for listener in self.meet.prefill_listeners:
             host, _, port = listener.rpartition(":") if ":" in listener else (listener, "", "1")
             if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-                _impossible("prefill_listeners", listener, "it is neither host nor host:port", "Write 10.0.0.1:5600.")
+                impossible("prefill_listeners", listener, "it is neither host nor host:port", "Write 10.0.0.1:5600.")
         if self.channel.secret_file_previous and not self.channel.secret_file:
-            _impossible(
+            impossible(
                 "secret_file_previous",
                 self.channel.secret_file_previous,
                 "there is no secret_file",
                 "Set secret_file too.",
             )
         if self.metaserver.tls_key_file and not self.metaserver.tls_cert_file:
-            _impossible(
+            impossible(
                 "tls_key_file", self.metaserver.tls_key_file, "there is no tls_cert_file", "Set tls_cert_file too."
             )
 
@@ -324,10 +318,6 @@ def _is_origin(url: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and not more
 
 
-def _impossible(key: str, value: object, why: str, remedy: str) -> typing.NoReturn:
-    raise ConfigError("PD-CONF-003", key=key, value=value, why=why, remedy=remedy)
-
-
 def _checked(key: str, value: Any, declared: dataclasses.Field[Any], group: type) -> Any:
     wanted = typing.get_type_hints(group)[key]
     if isinstance(wanted, types.GenericAlias):  # tuple[str, ...]
@@ -344,18 +334,7 @@ def _checked(key: str, value: Any, declared: dataclasses.Field[Any], group: type
         value = float(value)
     if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
         raise ConfigError("PD-CONF-002", key=key, value=value, expected=wanted.__name__, default=declared.default)
-    low, high, choices = (declared.metadata[k] for k in ("low", "high", "choices"))
-    if choices and value not in choices:
-        _impossible(
-            key,
-            value,
-            f"it is not one of {', '.join(map(repr, choices))}",
-            f"Use one of them; the default is {declared.default!r}.",
-        )
-    if wanted in (int, float) and not (low if low is not None else value) <= value <= (
-        high if high is not None else value
-    ):
-        _impossible(key, value, f"it is outside [{low}, {high}]", f"The default is {declared.default!r}.")
+    declared.metadata["setting"].check(key, value)
     return value
 
 
@@ -368,22 +347,12 @@ def _checked_sizes(key: str, value: Any) -> Mapping[str, int]:
 
 
 def reference() -> str:
-    """Return the table of docs/configuration.md, from the declarations above; values as they are written in JSON."""
-    lines = ["| key | default | owner | meaning |", "|---|---|---|---|"]
-    for group in _GROUPS.values():
-        for f in dataclasses.fields(group):
-            meaning = f"{f.metadata['meaning']}{_range(f)}"
-            lines.append(f"| `{f.name}` | `{json.dumps(f.default)}` | {f.metadata['owner']} | {meaning} |")
+    """Return the table of docs/configuration.md, from the declarations above; defaults as they are written in JSON."""
+    lines = ["| key | default | owner | meaning | range |", "|---|---|---|---|---|"]
+    for f in (f for group in _GROUPS.values() for f in dataclasses.fields(group)):
+        setting, default = f.metadata["setting"], json.dumps(f.default)
+        lines.append(f"| `{f.name}` | `{default}` | {f.metadata['owner']} | {setting.meaning} | {setting.range} |")
     return "\n".join(lines)
-
-
-def _range(declared: dataclasses.Field[Any]) -> str:
-    low, high, choices = (declared.metadata[k] for k in ("low", "high", "choices"))
-    if choices:
-        return " (" + ", ".join(f"`{json.dumps(c)}`" for c in choices) + ")"
-    if low is None:
-        return ""
-    return f" ({low:.10g}–{high:.10g})" if high is not None else f" (at least {low:.10g})"
 
 
 if __name__ == "__main__":

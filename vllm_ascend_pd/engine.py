@@ -22,6 +22,7 @@ from vllm_ascend_pd.protocol.versions import OURS, fingerprint
 from vllm_ascend_pd.secret_files import load_secrets
 from vllm_ascend_pd.shared.adapters import adapter_identity
 from vllm_ascend_pd.shared.exposure import check_exposure
+from vllm_ascend_pd.shared.settings import impossible
 from vllm_ascend_pd.transport.base import Target, Wire
 
 log = logging.getLogger(__name__)
@@ -154,7 +155,7 @@ def own_address(push: PushConfig, environ: Mapping[str, str]) -> str:
     if host in WILDCARDS and not push.channel.advertise_host:
         why = "it is every address of this host, and peers need one"
         remedy = "Set side_channel_host to one address, or advertise_host beside it."
-        raise ConfigError("PD-CONF-003", key="side_channel_host", value=host, why=why, remedy=remedy)
+        impossible("side_channel_host", host, why, remedy)
     check_exposure(
         host, secured=bool(push.channel.secret_file), allow_unauthenticated=push.channel.allow_unauthenticated
     )

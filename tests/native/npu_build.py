@@ -15,6 +15,7 @@ python tests/native/npu_build.py        makes the environment and builds if need
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import hashlib
 import json
@@ -23,6 +24,8 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
+
+from npu_forks import SETTINGS
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -77,6 +80,11 @@ def stubs(names: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _inside_functions(source: str) -> set[int]:
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    return {line for node in functions for line in range(node.body[0].lineno, (node.end_lineno or 0) + 1)}
+
+
 BuildT = TypeVar("BuildT", bound="Build")
 
 
@@ -116,18 +124,18 @@ class Build:
         env["VLLM_ASCEND_PD_NPU_LIBRARY"] = str(self.binding)
         env["OMP_NUM_THREADS"] = "1"
         env["STAND_INS"] = "1"
+        env["PYTHONWARNINGS"] = "ignore"
+        env[SETTINGS] = str(self._settings())
         return env
 
-    def command(self, program: Path, *arguments: str) -> list[str]:
-        """Return the command of a program in this environment that counts the lines run by it and its children."""
-        counting = ["-m", "coverage", "run", f"--rcfile={self._settings()}"]
-        return [str(self.python), "-W", "ignore", *counting, str(program), *arguments]
+    def command(self, module: str, *arguments: str) -> list[str]:
+        return [str(self.python), "-m", module, *arguments]
 
     def _settings(self) -> Path:
         path, package = self.folder / "coverage.ini", ROOT / "vllm_ascend_pd"
         path.write_text(
-            f"[run]\nparallel = true\ndata_file = {self.folder}/lines\nconcurrency = multiprocessing,thread\n"
-            f"patch = subprocess\nsource = \n  {package}/device\n  {package}/regroup\n"
+            f"[run]\nparallel = true\ndata_file = {self.folder}/lines\nconcurrency = thread\n"
+            f"source = \n  {package}/device\n  {package}/regroup\n"
         )
         return path
 
@@ -160,16 +168,18 @@ class Build:
             counts.unlink()
 
     def uncovered_python(self) -> dict[str, tuple[float, list[str]]]:
-        """Return the same as `uncovered` for device/ and regroup/."""
+        """Return the same as `uncovered` for device/ and regroup/, for lines of functions: an import runs others."""
         coverage = [str(self.python), "-m", "coverage"]
         settings, report = f"--rcfile={self._settings()}", self.folder / "report.json"
         for words in (["combine", "--keep", "--quiet", settings], ["json", "--quiet", settings, "-o", str(report)]):
             subprocess.run([*coverage, *words], check=True, capture_output=True, timeout=120, cwd=ROOT)
         found = {}
         for name, file in json.loads(report.read_text())["files"].items():
-            text = (ROOT / name).read_text().splitlines()
-            missed = [f"{number}: {text[number - 1].strip()}" for number in file["missing_lines"]]
-            share = file["summary"]["covered_lines"] / max(1, file["summary"]["num_statements"])
+            source = (ROOT / name).read_text()
+            text, inside = source.splitlines(), _inside_functions(source)
+            missed = [f"{number}: {text[number - 1].strip()}" for number in file["missing_lines"] if number in inside]
+            run = [number for number in file["executed_lines"] if number in inside]
+            share = len(run) / max(1, len(run) + len(missed))
             found[str(Path(name).relative_to("vllm_ascend_pd"))] = (share, missed)
         return found
 

@@ -1,29 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """P's and D's workers with the real `NpuDevice` over the stand-ins: caches on `npu`, HCCL groups, production hooks.
 
-`python npu_engine.py <port> <rank>` is one worker of a prefill engine (class `NpuFleet`): its own process and device,
-driven through the layer hooks as vllm-ascend drives them. The KV of a layer is written by copies that the compute
+`serve` is one worker of a prefill engine (class `NpuFleet`): its own process and device, driven through the layer hooks
+as vllm-ascend drives them. The KV of a layer is written by copies that the compute
 stream makes later, so what gathers or pushes without waiting for them takes the wrong bytes.
 """
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from npu_forks import Nursery
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from unit.regroup.common import LOOPBACK, EngineCache, RegisteredMemory, RegroupDecodeSite, SharedTransport, config
 from unit.regroup.prefill import RegroupPrefillRank
 from unit.regroup.runner import AscendRank
-from unit.regroup.worker import ANSWER_S, KEY, ChildProcesses, GlooWorld, Member, WorkerCommands
+from unit.regroup.worker import KEY, ChildProcesses, GlooWorld, Member, WorkerCommands
 
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.protocol.identity import Contributor
@@ -123,16 +124,14 @@ class NpuWorker(WorkerCommands):
 
 
 class NpuFleet(ChildProcesses):
-    """A process for each device, spawned, because a process that has used an NPU cannot be forked."""
+    """A process for each device, forked by one that has used none."""
 
-    def __init__(self, count: int) -> None:
-        self._children: list[subprocess.Popen[bytes]] = []
+    def __init__(self, count: int, nursery: Nursery, rank: Callable[[int], object]) -> None:
+        self._nursery_of_ranks = nursery
         self.members: list[Member] = []
         self._size = 0
         with Listener((LOOPBACK, 0), backlog=count, authkey=KEY) as listener:
-            for _ in range(count):
-                command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), str(listener.address[1])]
-                self._children.append(subprocess.Popen(command))
+            self._pids = [nursery.start(rank, listener.address[1]) for _ in range(count)]
             for _ in range(count):
                 connection = listener.accept()
                 self.members.append(Member(connection, connection.recv()))
@@ -141,22 +140,12 @@ class NpuFleet(ChildProcesses):
         self.leave()
         for member in self.members:
             member.hang_up()
-        ended = [child.wait(ANSWER_S) for child in self._children]
+        ended = [self._nursery_of_ranks.wait(pid) for pid in self._pids]
         assert not any(ended), f"workers ended with {ended}"
 
 
-def main(arguments: Sequence[str]) -> None:
-    import os
-
-    from npu_program import PagesOnHost
-
+def serve(port: int) -> None:
     torch.set_num_threads(1)
-    pages = PagesOnHost()
-    with Client((LOOPBACK, int(arguments[0])), authkey=KEY) as connection:
+    with Client((LOOPBACK, port), authkey=KEY) as connection:
         connection.send(os.getpid())
         NpuWorker().serve(connection)
-    print(f"pages were gathered {pages.calls} times", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

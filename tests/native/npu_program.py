@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scenarios to run with torch_npu: each function is one, named on the command line; a line "name: ok" for each.
 
-An import of torch_npu takes longer than most scenarios, so one process runs several, and forks ranks from one import.
+An import of torch_npu takes longer than most scenarios, so one process runs several, and others are forked from it
+before it uses an NPU (npu_forks.py).
 The NPU's result is always compared with the CPU ops' on the same bytes. test_npu_binding.py starts it over the
 stand-ins for CANN (STAND_INS=1), test_npu_hardware.py on NPUs, with the scenarios that apply there.
 """
@@ -31,6 +32,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch_npu
 from native_cases import CELLS, pair, plans_of
+from npu_forks import Nursery, counted
 from unit.geometry.kit import CountedMemory, PlannedCluster, geometry
 from unit.regroup.common import EngineCache, RegroupPrompt, config
 from unit.regroup.engines import WORK, ProcessEngines
@@ -326,11 +328,12 @@ def streams() -> str:
 
 def exchange(world: int, *, kernels: bool) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        # A process that has used an NPU cannot be forked; the server of these ranks has imported everything and used
-        # none.
-        mp.set_forkserver_preload(["torch_npu", "npu_engine"])
-        how = "forkserver" if STAND_INS else "spawn"
-        mp.start_processes(_exchange_rank, (world, folder, kernels), nprocs=world, start_method=how)
+        if STAND_INS:
+            pids = [nursery().start(_exchange_rank, rank, world, folder, kernels) for rank in range(world)]
+            if any(ended := [nursery().wait(pid) for pid in pids]):
+                return f"ranks ended with {ended}"
+        else:
+            mp.spawn(_exchange_rank, (world, folder, kernels), nprocs=world)
         done = sorted(path.name for path in Path(folder).glob("rank*"))
     return "ok" if done == [f"rank{rank}" for rank in range(world)] else f"only {done} came to an end"
 
@@ -394,9 +397,23 @@ def _wanted(cluster: PlannedCluster, plans: list[RegroupPlan], rank: int) -> lis
 
 
 @functools.cache
+def nursery() -> Nursery:
+    """Return what forks ranks. Its first call is `main`'s, before a scenario uses an NPU."""
+    made = Nursery()
+    at_the_end.callback(made.close)
+    return made
+
+
+def _engine_rank(port: int) -> None:
+    pages = PagesOnHost()
+    npu_engine.serve(port)
+    print(f"pages were gathered {pages.calls} times", file=sys.stderr)
+
+
+@functools.cache
 def fleet_of(world: int) -> npu_engine.NpuFleet:
     """Return the workers of engines of this size; they serve all scenarios and end with this process."""
-    fleet = npu_engine.NpuFleet(world)
+    fleet = npu_engine.NpuFleet(world, nursery(), _engine_rank)
     at_the_end.callback(fleet.close)
     return fleet
 
@@ -660,6 +677,9 @@ SCENARIOS: dict[str, Callable[[], str]] = {
 def main(names: Sequence[str]) -> int:
     failed = 0
     with at_the_end:
+        if STAND_INS:
+            nursery()
+        at_the_end.enter_context(counted())
         for name in names:
             ops.use_own_kernels(False)  # as in a new process
             try:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import ast
 import shutil
-import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from npu_build import Build, interpreter
+from npu_build import ROOT, Build, interpreter
+
+from tools.support.fork_server import ForkServers
+from tools.support.process import Child
 
 # Of a program. That of four ranks takes two minutes on two quiet cores, and more than four beside engines of six ranks.
 DEADLINE_S = 800.0
@@ -36,46 +38,50 @@ def build() -> Build:
 
 
 SLOW_STREAMS = {"STAND_IN_DELAY_US": "200"}  # every task of a stream sleeps first, so a missing wait shows
-FOUR = {"STAND_IN_DEVICES": "4", **SLOW_STREAMS}
+DEVICES = {"STAND_IN_DEVICES": "4"}  # read by the import of torch_npu, which the programs share
 # Scenarios that share a process and its environment.
 PROGRAMS: tuple[tuple[dict[str, str], tuple[str, ...]], ...] = (
     ({}, ("equal_to_cpu", "copies", "dtypes", "refusals", "schemas", "formats")),
     ({"VLLM_ASCEND_PD_NPU_LIBRARY": "/nowhere/_C_npu.so"}, ("no_silent_fallback",)),
     ({"STAND_IN_DELAY_US": "20000"}, ("streams", "threads", "let_go", "in_flight")),
-    (FOUR, ("exchange2", "exchange2 by copies", "production 2", "decode", "devices")),
-    (FOUR, ("production 4",)),
-    (FOUR, ("exchange4", "production 4 with own kernels")),
+    (SLOW_STREAMS, ("exchange2", "exchange2 by copies", "production 2", "decode", "devices")),
+    (SLOW_STREAMS, ("production 4",)),
+    (SLOW_STREAMS, ("exchange4", "production 4 with own kernels")),
 )
 SLOW = PROGRAMS[-1][1]  # no line that the others do not run
 
 
 @pytest.fixture(scope="module")
-def scenario(build: Build) -> Scenario:
+def scenario(build: Build, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenario]:
     """Return a function that returns a scenario's result; its program runs once, and counts its lines."""
     results: dict[str, str] = {}
+    logs = tmp_path_factory.mktemp("programs")
+    with ForkServers(("npu_program",), logs) as forks:
 
-    def result(name: str) -> str:
-        if name not in results:
-            [(environment, names)] = [program for program in PROGRAMS if name in program[1]]
-            results.update(_run(build, names, environment))
-        return results[name]
+        def result(name: str) -> str:
+            if name not in results:
+                [(environment, names)] = [program for program in PROGRAMS if name in program[1]]
+                results.update(_run(build, names, environment, logs, forks))
+            return results[name]
 
-    return result
+        yield result
 
 
-def _run(build: Build, names: tuple[str, ...], environment: dict[str, str]) -> dict[str, str]:
-    done = subprocess.run(
-        build.command(HERE / "npu_program.py", *names),
-        env=build.environment() | environment,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    results = dict(line.split(": ", 1) for line in done.stdout.splitlines() if line.split(": ", 1)[0] in names)
+def _run(
+    build: Build, names: tuple[str, ...], environment: dict[str, str], logs: Path, forks: ForkServers | None = None
+) -> dict[str, str]:
+    log = logs / f"{names[0]}.log"
+    environment = build.environment() | DEVICES | environment
+    program = Child(names[0], build.command("npu_program", *names), log, environment, ROOT, forks)
+    try:
+        code = program.wait(DEADLINE_S)
+    finally:
+        program.kill()
+    said = log.read_text()
+    results = dict(line.split(": ", 1) for line in said.splitlines() if line.split(": ", 1)[0] in names)
     failed = [name for name, result in results.items() if result.startswith("failed")]
-    output = f"{names} ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    assert results.keys() == set(names) and bool(failed) == bool(done.returncode), output
+    output = f"{names} ended with {code}\n{said[-6000:]}"
+    assert results.keys() == set(names) and bool(failed) == bool(code), output
     return {name: output if name in failed else result for name, result in results.items()}
 
 
@@ -157,7 +163,8 @@ def test_what_a_step_in_flight_computes_is_pushed_when_it_is_there(scenario: Sce
 
 # Code that no scenario runs, by function, with the reasons in docs/ops.md. None of it is specific to the NPU.
 ELSEWHERE: dict[str, set[str]] = {
-    "regroup/ops.py": {"_fake_rows", "_fake_caches", "_fake_gather", "_fake_assemble", "_fake_scatter", "cell_view"},
+    "regroup/ops.py": {"_fake_rows", "_fake_caches", "_fake_gather", "_fake_assemble", "_fake_scatter", "cell_view"}
+    | {"enable_npu"},  # by the import
     "regroup/exchange.py": {
         "absent",
         "_slot",
@@ -218,4 +225,4 @@ def test_setup_py_builds_a_library_that_works(build: Build, tmp_path: Path) -> N
     if shutil.which("cmake") is None:
         pytest.skip("cmake is not installed")
     library = build.setup_py(tmp_path)
-    assert _run(build, ("dtypes",), {"VLLM_ASCEND_PD_NPU_LIBRARY": str(library)}) == {"dtypes": "ok"}
+    assert _run(build, ("dtypes",), {"VLLM_ASCEND_PD_NPU_LIBRARY": str(library)}, tmp_path) == {"dtypes": "ok"}

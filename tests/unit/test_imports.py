@@ -36,6 +36,7 @@ DECLARES = {
     "vllm_ascend_pd.transport.base",
     "vllm_ascend_pd.shared.backoff",
     "vllm_ascend_pd.shared.event",
+    "vllm_ascend_pd.shared.settings",
 }
 # Stand-ins by vllm-ascend's name, by which admission knows the class: for the tools, and in engines, which have none.
 OF_VLLM_ASCEND = {"AscendMLAAttentionSpec"}
@@ -100,7 +101,8 @@ ROUTER_USES = {
     *("vllm_ascend_pd", "errors", "secret_files", "protocol.auth", "protocol.continuing"),
     *("protocol.identity", "protocol.reports", "protocol.versions"),
     *("observe.trace", "viewer.timeline", "shared.backoff", "shared.core.failures", "shared.core.gathered"),
-    *("shared.exposure", "shared.http_session", "shared.threads", "shared.tls_files", "shared.within"),
+    *("shared.exposure", "shared.http_session", "shared.settings", "shared.threads", "shared.tls_files"),
+    "shared.within",
 }
 
 
@@ -138,7 +140,7 @@ def test_each_module_is_in_a_room_that_these_rules_know() -> None:
 # Most lines of each room; "." are the modules beside the rooms. Who needs more says in the change what it is worth, or
 # what leaves. Who takes lines out lowers the ceiling.
 CEILINGS = {
-    ".": 1700,
+    ".": 1660,
     "admission": 800,
     "channel": 1150,
     "cli": 2650,
@@ -149,8 +151,8 @@ CEILINGS = {
     "prefill": 4060,
     "protocol": 4550,
     "regroup": 1000,
-    "router": 9000,
-    "shared": 1000,
+    "router": 8960,
+    "shared": 1050,
     "transport": 2000,
     "viewer": 650,
     "vllm_patches": 1250,

@@ -141,6 +141,9 @@ class Child:
     def returncode(self) -> int | None:
         return self._popen.poll()
 
+    def wait(self, timeout: float) -> int:
+        return self._popen.wait(timeout)
+
     def members(self) -> list[psutil.Process]:
         """Return the running processes of the tree and of the session."""
         found: dict[int, psutil.Process] = {}

@@ -18,17 +18,12 @@ from typing import Any
 
 from vllm_ascend_pd.errors import one_line
 from vllm_ascend_pd.router.core.decisions import RetryPolicy, Role
-from vllm_ascend_pd.router.settings import (
-    LAST_PORT,
-    Settings,
-    add_flags,
-    check_range,
-    impossible,
-    values_of,
-)
+from vllm_ascend_pd.router.settings import LAST_PORT, Settings, add_flags, values_of
 from vllm_ascend_pd.shared.backoff import Backoff
 from vllm_ascend_pd.shared.exposure import is_loopback
+from vllm_ascend_pd.shared.settings import Setting, impossible
 
+_ZERO_OR_MORE = Setting(default=None, meaning="a flag of the predecessor's router", low=0)
 _MAX_LOGGED = 4000  # characters of a line of the log
 
 
@@ -110,10 +105,10 @@ def _retry(usual: RetryPolicy, given: dict[str, Any]) -> RetryPolicy:
     """Return the policy with what the predecessor's flags change about it."""
     attempts, first = given.get("max_retries"), given.get("retry_delay")
     if attempts is not None:
-        check_range("--max-retries", attempts, low=0)
+        _ZERO_OR_MORE.check("--max-retries", attempts)
         usual = RetryPolicy(max(1, attempts), usual.backoff)
     if first is not None:
-        check_range("--retry-delay", first, low=0)
+        _ZERO_OR_MORE.check("--retry-delay", first)
         usual = RetryPolicy(usual.attempts, Backoff(first, max(first, usual.backoff.longest_s)))
     return usual
 

@@ -24,11 +24,11 @@ from vllm_ascend_pd.errors import one_line
 from vllm_ascend_pd.router.core.decisions import Role
 from vllm_ascend_pd.router.fleet import MAX_ENDPOINTS, Fleet, Spec, parse_spec
 from vllm_ascend_pd.router.keys import bearer
-from vllm_ascend_pd.router.settings import impossible
 from vllm_ascend_pd.router.upstream import Reply, Upstream
 from vllm_ascend_pd.shared.backoff import Backoff
 from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
 from vllm_ascend_pd.shared.http_session import Origin
+from vllm_ascend_pd.shared.settings import impossible
 from vllm_ascend_pd.shared.tls_files import TlsFiles
 from vllm_ascend_pd.shared.within import within
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import operator
 import re
 import ssl
@@ -21,6 +20,7 @@ from typing import Any
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router.core.decisions import CircuitPolicy, RetryPolicy
 from vllm_ascend_pd.secret_files import read_private
+from vllm_ascend_pd.shared.settings import Setting
 from vllm_ascend_pd.shared.tls_files import TlsFiles
 
 LAST_PORT = 65535
@@ -52,18 +52,12 @@ def read_token(path: str) -> str:
     return tokens[0] if tokens else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag(Setting):
     """The flag of one setting. `default` is in the flag's form, and `made` turns that form into the setting."""
 
     name: str
     group: str
-    default: Any
-    meaning: str
-    low: float | None = None
-    above: float | None = None  # a bound that is itself impossible
-    high: float | None = None
-    choices: tuple[str, ...] = ()
     metavar: str | None = None
     only: str = ""  # the one subcommand that has it; empty: both
     required: bool = False
@@ -86,30 +80,9 @@ class Flag:
             facts["choices"] = self.choices
         group.add_argument(self.name, metavar=self.metavar, **facts)
 
-    def check(self, value: Any) -> None:
-        if isinstance(value, int | float):
-            check_range(self.name, value, low=self.low, above=self.above, high=self.high)
-
-
-def check_range(
-    flag: str, value: float, *, low: float | None = None, above: float | None = None, high: float | None = None
-) -> None:
-    if not math.isfinite(value):
-        impossible(flag, value, "it is not a finite number", "Give a number.")
-    if above is not None and value <= above:
-        impossible(flag, value, f"it is not above {above:g}", f"Give more than {above:g}.")
-    if low is not None and value < low:
-        impossible(flag, value, f"it is below {low:g}", f"Give {low:g} or more.")
-    if high is not None and value > high:
-        impossible(flag, value, f"it is above {high:g}", f"Give {high:g} or less.")
-
-
-def impossible(flag: str, value: object, why: str, remedy: str) -> None:
-    raise ConfigError("PD-CONF-003", key=flag, value=value, why=why, remedy=remedy)
-
 
 def _flag(name: str, group: str, default: Any, meaning: str, **facts: Any) -> Any:
-    flag = Flag(name, group, default, meaning, **facts)
+    flag = Flag(name=name, group=group, default=default, meaning=meaning, **facts)
     return field(default=flag.made(default), metadata={"flag": flag})
 
 
@@ -360,7 +333,7 @@ def values_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """Check the values of parsed flags, and return the settings that they make."""
     present = {name: flag for name, flag in FLAGS.items() if flag.dest in given}
     for flag in present.values():
-        flag.check(given[flag.dest])
+        flag.check(flag.name, given[flag.dest])
     return {name: flag.made(given[flag.dest]) for name, flag in present.items()}
 
 
@@ -372,18 +345,8 @@ def reference() -> str:
             "off" if flag.default is False else "–" if flag.default in ("", []) else f"`{json.dumps(flag.default)}`"
         )
         only = f" (`{flag.only}` only)" if flag.only else ""
-        lines.append(f"| `{flag.name}` | {default} | {_range(flag)} | {flag.meaning}{only} |")
+        lines.append(f"| `{flag.name}` | {default} | {flag.range} | {flag.meaning}{only} |")
     return "\n".join(lines)
-
-
-def _range(flag: Flag) -> str:
-    if flag.choices:
-        return ", ".join(f"`{choice}`" for choice in flag.choices)
-    if flag.above is not None:
-        return f"above {flag.above:g}"
-    if flag.low is None:
-        return ""
-    return f"{flag.low:g}–{flag.high:g}" if flag.high is not None else f"{flag.low:g} or more"
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ from vllm_ascend_pd.router import admin
 from vllm_ascend_pd.router.hub import MAX_LINE_BYTES
 from vllm_ascend_pd.router.instances_file import Members, configured
 from vllm_ascend_pd.router.server import listen
-from vllm_ascend_pd.router.settings import Settings, impossible
+from vllm_ascend_pd.router.settings import Settings
+from vllm_ascend_pd.shared.settings import impossible
 
 log = logging.getLogger(__name__)
 _RESTART_S = 1.0  # between a worker's death and its restart

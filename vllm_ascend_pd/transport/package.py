@@ -14,7 +14,8 @@ import math
 import re
 from collections.abc import Mapping, MutableMapping
 
-from vllm_ascend_pd.errors import ConfigError, PdError
+from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.shared.settings import impossible
 from vllm_ascend_pd.transport.engine import RawEngine
 
 log = logging.getLogger(__name__)
@@ -69,13 +70,13 @@ def ascend_timeouts(environ: Mapping[str, str], transfer_timeout_s: float) -> tu
         value = environ.get(key) or str(int(fits))
         if not (value.isascii() and value.isdecimal() and int(value)):
             why = "it is no whole number of milliseconds"
-            raise ConfigError("PD-CONF-003", key=key, value=value, why=why, remedy=f"Correct {key} in the environment.")
+            impossible(key, value, why, f"Correct {key} in the environment.")
         values.append(int(value))
     needed = 2 * sum(values) / 1000
     if needed >= transfer_timeout_s:
         why = f"2 × (connect + transfer) = {needed:g} s in the environment, not below it"
         remedy = "Lower ASCEND_CONNECT_TIMEOUT and ASCEND_TRANSFER_TIMEOUT, or leave them unset."
-        raise ConfigError("PD-CONF-003", key="transfer_timeout_s", value=transfer_timeout_s, why=why, remedy=remedy)
+        impossible("transfer_timeout_s", transfer_timeout_s, why, remedy)
     return values[0], values[1]
 
 
@@ -84,7 +85,7 @@ def _refuse(environ: MutableMapping[str, str], protocol: str, name: str, harmles
     if value and value not in harmless:
         why = f"{name}={value} is set in the environment"
         remedy = f"Unset {name}."
-        raise ConfigError("PD-CONF-003", key="mooncake_protocol", value=protocol, why=why, remedy=remedy)
+        impossible("mooncake_protocol", protocol, why, remedy)
 
 
 def load(protocol: str) -> type[RawEngine]:

@@ -50,8 +50,8 @@ def has_run(request: Any) -> bool:
     return bool(request.status != RequestStatus.WAITING or request.num_computed_tokens or request.num_output_tokens)
 
 
-def give(scheduler: Any, request: Any, tokens: Sequence[int]) -> Any:
-    """Let a request that was never scheduled begin with outputs. Return the output for the client.
+def give(scheduler: Any, request: Any, tokens: Sequence[int]) -> list[Any]:
+    """Let a request that was never scheduled begin with outputs. Return them for the client, one for each token.
 
     The request ends if one of them ends it, or if its grammar does not let one pass.
     """
@@ -61,32 +61,32 @@ def give(scheduler: Any, request: Any, tokens: Sequence[int]) -> Any:
 
     if scheduler.log_stats:
         request.record_event(EngineCoreEventType.SCHEDULED)  # else its prefill would begin after its first token
-    taken: list[int] = []
+    outputs: list[Any] = []
     status, ends = request.status, None
     for token in tokens:
         request.append_output_token_ids(token)
-        taken.append(token)
+        rows = _placeholders(request.sampling_params.num_logprobs, token)
+        outputs.append(
+            EngineCoreOutput(request.request_id, [token], new_logprobs=rows, kv_transfer_params={GIVEN: True})
+        )
         if check_stop(request, scheduler.max_model_len):
             ends, request.status = request.status, status
         if request.use_structured_output and not scheduler.structured_output_manager.accept_tokens(request, [token]):
             ends = RequestStatus.FINISHED_ERROR
         if ends is not None:
             break
-    output = EngineCoreOutput(
-        request.request_id,
-        taken,
-        new_logprobs=_placeholders(request.sampling_params.num_logprobs, taken),
-        events=request.take_events(),
-        trace_headers=request.trace_headers,
-        prefill_stats=_stats(request),
-        kv_transfer_params={GIVEN: True},
+    first, last = outputs[0], outputs[-1]
+    first.events, first.prefill_stats, first.trace_headers = (
+        request.take_events(),
+        _stats(request),
+        request.trace_headers,
     )
     if ends is None:
-        tell_workers(request, taken)
-        return output
-    scheduler.finish_requests(request.request_id, ends)
-    output.finish_reason, output.stop_reason = request.get_finished_reason(), request.stop_reason
-    return output
+        tell_workers(request, [output.new_token_ids[0] for output in outputs])
+    else:
+        scheduler.finish_requests(request.request_id, ends)
+        last.finish_reason, last.stop_reason = request.get_finished_reason(), request.stop_reason
+    return outputs
 
 
 def _stats(request: Any) -> Any:
@@ -101,6 +101,6 @@ def _stats(request: Any) -> Any:
     return stats
 
 
-def _placeholders(count: int | None, tokens: Sequence[int]) -> Any:
-    """Return rows of log-probabilities, which the client has: what serves it looks them up by token."""
-    return None if count is None else logprob_rows([[(token, 0.0, 1)] * (max(count, 0) + 1) for token in tokens])
+def _placeholders(count: int | None, token: int) -> Any:
+    """Return a row of log-probabilities, which the client has: what serves it looks them up by token."""
+    return None if count is None else logprob_rows([[(token, 0.0, 1)] * (max(count, 0) + 1)])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Given tokens in vLLM's front end, which makes text, reasoning and tool calls of them.
 
-The engine core puts all given tokens of a request out at once. A streaming parser finds what ends within one delta only
-if that delta is small, so detokenizer and parsers get these tokens one by one, as if they had been sampled: the output
-is divided, and what is made of it is not merged, although the client's task has had no time to read yet.
+A streaming parser finds what ends within one delta only if that delta is small. So the engine core puts each of these
+tokens out by itself, marked, and what is made of one is not merged with the next, although the client's task has had no
+time to read yet. vLLM lets other tasks run after each 128 outputs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import asyncio
 import dataclasses
 import inspect
 from collections import deque
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 from vllm_ascend_pd.vllm_patches.wrapping import wrap
@@ -23,87 +22,55 @@ _COLLECTOR = ("put", "get", "get_nowait")
 
 
 def install() -> str:
-    """Wrap vLLM's output processor and its queues, once. Return why not; empty: they are wrapped."""
+    """Wrap the queues of vLLM's output processor, once. Return why not; empty: they are wrapped."""
     try:
-        from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+        from vllm.outputs import RequestOutput
+        from vllm.v1.engine.output_processor import RequestOutputCollector
     except ImportError as missing:
         return f"this vLLM has {missing.name} elsewhere"
-    names = tuple(inspect.signature(OutputProcessor.process_outputs).parameters)
-    if names[:2] != ("self", "engine_core_outputs") or any(
+    if "kv_transfer_params" not in inspect.signature(RequestOutput).parameters or any(
         not hasattr(RequestOutputCollector, name) for name in _COLLECTOR
     ):
-        return "this vLLM's output processor differs"
-    wrap(OutputProcessor, "process_outputs", _divided)
+        return "this vLLM's queues of outputs differ"
     for name, around in zip(_COLLECTOR, (_put, _get, _get_nowait), strict=True):
         wrap(RequestOutputCollector, name, around)
     return ""
 
 
-def given_output(output: Any) -> bool:
-    return bool(output.kv_transfer_params) and output.kv_transfer_params.get(GIVEN) is True
-
-
-def _divided(original: Any) -> Any:
-    def process_outputs(self: Any, engine_core_outputs: Any, *more: Any, **named: Any) -> Any:
-        if any(map(given_output, engine_core_outputs)):
-            engine_core_outputs = _divide(self, engine_core_outputs)  # vLLM puts each before it takes the next
-        return original(self, engine_core_outputs, *more, **named)
-
-    return process_outputs
-
-
-def _divide(processor: Any, outputs: Iterable[Any]) -> Iterator[Any]:
-    for output in outputs:
-        if not given_output(output):
-            yield output
-            continue
-        params = {name: value for name, value in output.kv_transfer_params.items() if name != GIVEN} or None
-        state, unmerged = processor.request_states.get(output.request_id), _Unmerged()
-        if state is not None and state.queue is not None:
-            setattr(state.queue, _STATE, unmerged)
-        yield from divide(output, params)
-        unmerged.given = False
-
-
-def divide(output: Any, params: dict[str, Any] | None) -> Iterator[Any]:
-    """Return an output of the engine core as outputs of one token each. The last one has how the request ended."""
-    from vllm.v1.engine import EngineCoreOutput
-
-    tokens, rows = output.new_token_ids, output.new_logprobs
-    for index, token in enumerate(tokens):
-        one = EngineCoreOutput(output.request_id, [token])
-        if rows is not None:
-            one.new_logprobs = rows.slice_request(index, 1)
-        if index == 0:
-            one.events, one.prefill_stats, one.trace_headers = output.events, output.prefill_stats, output.trace_headers
-        if index == len(tokens) - 1:
-            one.finish_reason, one.stop_reason = output.finish_reason, output.stop_reason
-            one.kv_transfer_params = params
-        yield one
-
-
 @dataclasses.dataclass(slots=True)
 class _Unmerged:
-    """Outputs that wait behind the one that a queue holds. `given`: those that come now are of given tokens."""
+    """Outputs that wait behind the one that a queue holds."""
 
-    given: bool = True
     merges: bool = False  # the newest output is of sampled tokens, and so may be merged with the next
     waiting: deque[Any] = dataclasses.field(default_factory=deque)
 
 
 def _put(original: Any) -> Any:
     def put(self: Any, output: Any) -> None:
+        given = _is_given(output)
         unmerged = getattr(self, _STATE, None)
+        if given and unmerged is None:
+            unmerged = _Unmerged()
+            setattr(self, _STATE, unmerged)
         if unmerged is None or isinstance(output, Exception) or (self.output is None and not unmerged.waiting):
             original(self, output)
-        elif unmerged.merges:
+        elif unmerged.merges and not given:
             (unmerged.waiting[-1] if unmerged.waiting else self.output).add(output, aggregate=self.aggregate)
         else:
             unmerged.waiting.append(output)
         if unmerged is not None:
-            unmerged.merges = not unmerged.given
+            unmerged.merges = not given
 
     return put
+
+
+def _is_given(output: Any) -> bool:
+    """Return whether an output is of a given token, and take that mark from it."""
+    params = getattr(output, "kv_transfer_params", None)
+    if not params or params.get(GIVEN) is not True:
+        return False
+    output.kv_transfer_params = {name: value for name, value in params.items() if name != GIVEN} or None
+    return True
 
 
 def _get(original: Any) -> Any:

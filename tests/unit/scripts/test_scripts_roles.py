@@ -318,7 +318,7 @@ def test_what_is_declared_in_the_package_is_not_said_again_in_a_table(role: str,
     table = flags_reference() if role == "metaserver" else reference()
     cells = [[cell.strip().replace("`", "") for cell in line.split("|")] for line in table.splitlines()[2:]]
     declared = {
-        name.removeprefix("--").replace("_", "-"): (meaning, default) for _, name, default, _, meaning, _ in cells
+        name.removeprefix("--").replace("_", "-"): (meaning, default) for _, name, default, _, meaning, *_ in cells
     }
     shown = re.findall(
         r"^  --([a-z-]+)[^\n]*\n +([^\n]*)\n +\[PD_[A-Z_]+, default: ([^\]]*)\]", run(role, "--help").stdout, re.M

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import pytest
+from vllm import envs
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -39,7 +40,6 @@ def ids(text: str) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OutputProcessor, "process_outputs", OutputProcessor.process_outputs)
     for name in ("put", "get", "get_nowait"):
         monkeypatch.setattr(RequestOutputCollector, name, getattr(RequestOutputCollector, name))
     assert one_by_one.install() == one_by_one.install() == ""
@@ -56,9 +56,15 @@ class FrontEndStream:
         self.processor.add_request(request, "prompt", queue=self.queue)
 
     def put_out(self, text: str, params: dict[str, Any] | None = None, **facts: Any) -> list[str]:
-        """Process an output of the engine core; return the requests that are aborted there."""
-        output = EngineCoreOutput("r", ids(text), kv_transfer_params=params, **facts)
-        return self.processor.process_outputs([output]).reqs_to_abort
+        """Process an output of sampled tokens; return the requests that are aborted in the engine core."""
+        return self.process(EngineCoreOutput("r", ids(text), kv_transfer_params=params, **facts))
+
+    def give(self, text: str, last: dict[str, Any] | None = None, **facts: Any) -> list[str]:
+        """Process given tokens. `last`: facts of the last output; `facts`: parameters of it beside the mark."""
+        return self.process(*given(text, last, **facts))
+
+    def process(self, *outputs: EngineCoreOutput) -> list[str]:
+        return self.processor.process_outputs(list(outputs)).reqs_to_abort
 
     async def next(self) -> Any:
         """Read the next output as vLLM's `generate` does."""
@@ -77,13 +83,21 @@ class FrontEndStream:
         return asyncio.run(reading())
 
 
+def given(text: str, last: dict[str, Any] | None = None, **params: Any) -> list[EngineCoreOutput]:
+    outputs = [EngineCoreOutput("r", [token], kv_transfer_params=dict(MARK)) for token in ids(text)]
+    for name, value in (last or {}).items():
+        setattr(outputs[-1], name, value)
+    outputs[-1].kv_transfer_params = {**MARK, **params}
+    return outputs
+
+
 def texts(outputs: list[Any]) -> list[str]:
     return [output.outputs[0].text for output in outputs]
 
 
 def test_given_tokens_come_one_by_one_and_what_is_sampled_is_merged_behind_them() -> None:
     stream = FrontEndStream()
-    stream.put_out("given", MARK)
+    stream.give("given")
     stream.put_out("a")
     stream.put_out("b")
     outputs = stream.read()
@@ -97,7 +111,7 @@ def test_given_tokens_come_one_by_one_and_what_is_sampled_is_merged_behind_them(
 
 def test_a_client_that_reads_at_once_gets_the_same() -> None:
     stream = FrontEndStream()
-    stream.put_out("gi", MARK)
+    stream.give("gi")
 
     async def reading() -> list[Any]:
         found = [await stream.next()]
@@ -108,23 +122,32 @@ def test_a_client_that_reads_at_once_gets_the_same() -> None:
     assert texts(asyncio.run(reading())) == ["g", "i", "a"]
 
 
-def test_others_run_between_any_two_given_tokens() -> None:
+def test_others_run_between_any_two_given_tokens_and_while_they_are_processed() -> None:
     stream, turns, held = FrontEndStream(max_tokens=4000), list[int](), list[float]()
+    chunk = envs.VLLM_V1_OUTPUT_PROC_CHUNK_SIZE
     text = "given " * 500
 
+    async def handle() -> None:
+        """Process all outputs of a step as vLLM's front end does."""
+        outputs = given(text)
+        for first in range(0, len(outputs), chunk):
+            stream.process(*outputs[first : first + chunk])
+            await asyncio.sleep(0)
+
     async def replayed() -> list[Any]:
-        held.append(time.perf_counter())
-        stream.put_out(text, MARK)
+        held.append(time.thread_time())
+        handling = asyncio.create_task(handle())
         reading = asyncio.create_task(read())
         while not reading.done():
-            held.append(time.perf_counter())
+            held.append(time.thread_time())
             await asyncio.sleep(0)
-        held.append(time.perf_counter())
+        held.append(time.thread_time())
+        await handling
         return await reading
 
     async def read() -> list[Any]:
         found = []
-        while stream.left():
+        while len(found) < len(ids(text)):
             found.append(await stream.next())
             turns.append(len(held))
         return found
@@ -144,7 +167,7 @@ def test_outputs_of_other_requests_are_merged_as_ever() -> None:
 
 def test_behind_given_tokens_that_came_by_intervals_sampled_ones_are_merged_too() -> None:
     stream = FrontEndStream(interval=3)
-    stream.put_out("given to", MARK)
+    stream.give("given to")
     for token in "ken and more":
         stream.put_out(token)
     assert texts(stream.read()) == ["g", "ive", "n t", "oken and mor"]
@@ -152,13 +175,13 @@ def test_behind_given_tokens_that_came_by_intervals_sampled_ones_are_merged_too(
 
 def test_a_character_of_several_tokens_is_whole() -> None:
     stream = FrontEndStream()
-    stream.put_out("aé€b", MARK)
+    stream.give("aé€b")
     assert "".join(texts(stream.read())) == "aé€b"
 
 
 def test_a_stop_string_among_given_tokens_ends_the_request() -> None:
     stream = FrontEndStream(stop=["ve"])
-    assert stream.put_out("given", MARK) == ["r"], "the engine core does not know of it"
+    assert stream.give("given") == ["r"], "the engine core does not know of it"
     outputs = stream.read()
     assert "".join(texts(outputs)) == "gi"
     assert (outputs[-1].outputs[0].finish_reason, outputs[-1].outputs[0].stop_reason) == ("stop", "ve")
@@ -166,7 +189,7 @@ def test_a_stop_string_among_given_tokens_ends_the_request() -> None:
 
 def test_a_stop_string_that_begins_among_given_tokens_ends_behind_them() -> None:
     stream = FrontEndStream(stop=["enough"])
-    stream.put_out("given en", MARK)
+    stream.give("given en")
     stream.put_out("ou")
     assert stream.put_out("gh!") == ["r"]
     assert "".join(texts(stream.read())) == "given "
@@ -174,7 +197,7 @@ def test_a_stop_string_that_begins_among_given_tokens_ends_behind_them() -> None
 
 def test_the_last_of_them_has_how_the_request_ended() -> None:
     stream = FrontEndStream()
-    stream.put_out("end", {**MARK, "pd_load": {}}, finish_reason=FinishReason.LENGTH)
+    stream.give("end", {"finish_reason": FinishReason.LENGTH}, pd_load={})
     outputs = stream.read()
     assert [output.finished for output in outputs] == [False, False, True]
     assert outputs[-1].outputs[0].finish_reason == "length" and outputs[-1].kv_transfer_params == {"pd_load": {}}
@@ -182,8 +205,10 @@ def test_the_last_of_them_has_how_the_request_ended() -> None:
 
 def test_each_has_its_row_of_log_probabilities() -> None:
     stream = FrontEndStream(logprobs=2)
-    rows = [[(token, 0.0, 1)] * 3 for token in ids("giv")]
-    stream.put_out("giv", MARK, new_logprobs=logprob_rows(rows))
+    outputs = given("giv")
+    for output in outputs:
+        output.new_logprobs = logprob_rows([[(output.new_token_ids[0], 0.0, 1)] * 3])
+    stream.process(*outputs)
     found = [output.outputs[0].logprobs for output in stream.read()]
     assert [list(row) for (row,) in found] == [[token] for token in ids("giv")]
 
@@ -191,7 +216,7 @@ def test_each_has_its_row_of_log_probabilities() -> None:
 @pytest.mark.parametrize("kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.CUMULATIVE])
 def test_a_whole_answer_has_them_all_once(kind: RequestOutputKind) -> None:
     stream = FrontEndStream(kind)
-    stream.put_out("giv", MARK)
+    stream.give("giv")
     stream.put_out("en", finish_reason=FinishReason.LENGTH)
     outputs = stream.read()
     assert outputs[-1].outputs[0].text == "given" and list(outputs[-1].outputs[0].token_ids) == ids("given")
@@ -199,7 +224,7 @@ def test_a_whole_answer_has_them_all_once(kind: RequestOutputKind) -> None:
 
 def test_an_error_is_raised_whatever_waits() -> None:
     stream = FrontEndStream()
-    stream.put_out("given", MARK)
+    stream.give("given")
     stream.processor.propagate_error(RuntimeError("the engine is dead"))
     with pytest.raises(RuntimeError, match="dead"):
         stream.read()
@@ -209,4 +234,4 @@ def test_a_request_that_is_gone_is_passed_over() -> None:
     stream = FrontEndStream()
     stream.processor.abort_requests(["r"], internal=True)
     stream.read()
-    assert stream.put_out("given", MARK) == [] and stream.read() == []
+    assert stream.give("given") == [] and stream.read() == []

@@ -13,8 +13,8 @@ from typing import Any
 
 from vllm_ascend_pd.cli.checkup.check import Check, failure, tried, warning
 from vllm_ascend_pd.cli.checkup.host import HostOptions
-from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.plugin import CONNECTOR
+from vllm_ascend_pd.shared.settings import impossible
 
 
 def checks(asked: HostOptions) -> Iterator[Check]:
@@ -33,7 +33,7 @@ def our_connector(name: str) -> str:
     """Return the connector's name. Raise ConfigError if it is another connector."""
     if name != CONNECTOR:
         why, remedy = f"this package's connector is {CONNECTOR}", f'Give "kv_connector": "{CONNECTOR}".'
-        raise ConfigError("PD-CONF-003", key="kv_connector", value=name, why=why, remedy=remedy)
+        impossible("kv_connector", name, why, remedy)
     return name
 
 

@@ -102,8 +102,8 @@ class GoingOn(first_token.StepHooks):
                 self._anew(question, "scheduler", "vLLM did not wait for it")
             else:
                 self._book.give(request_id, tokens)
-                output = given_tokens.give(scheduler, request, tokens)
-                first_token.add(outputs, request.client_index, output)
+                for output in given_tokens.give(scheduler, request, tokens):
+                    first_token.add(outputs, request.client_index, output)
                 self._tally.add("answers_continued", 1)
 
     def forget(self, request_id: str) -> None:
