@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.errors import CATALOGUE, PdError
-from vllm_ascend_pd.router.core.bodies import UNREADABLE
+from vllm_ascend_pd.router.core.bodies import MESSAGES, RESPONSES, UNREADABLE
 from vllm_ascend_pd.shared.http_session import Headers
 
 _TYPES = {
@@ -77,7 +77,8 @@ def remedy(code: str) -> str:
 
 def error_body(status: int, message: str, code: str | None = None) -> bytes:
     kind = _TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": code or status}})
+    error = {"message": message, "type": kind, "param": None, "code": code or status}
+    return msgspec.json.encode({"error": error, "type": "error"})  # the latter is for clients of Anthropic's API
 
 
 def fault(status: int, message: str, code: str | None = None, retry_after_s: float | None = None) -> Answer:
@@ -96,6 +97,12 @@ def json_answer(value: Any, status: int = 200) -> Answer:
     return Answer(status, msgspec.json.encode(value))
 
 
-def error_frame(message: str, code: str | None = None) -> bytes:
-    """Return the end of a stream that broke after its first byte."""
-    return b"data: " + error_body(502, message, code) + b"\n\ndata: [DONE]\n\n"
+def error_frame(message: str, code: str, route: str, number: int = 0) -> bytes:
+    """Return the end of a stream that broke after its first byte. `number`: of the event, where events have numbers."""
+    body = error_body(502, message, code)
+    if route == RESPONSES:
+        fields = {"code": code, "message": message, "param": None, "sequence_number": number, "type": "error"}
+        body = msgspec.json.encode(fields)
+    if route in (RESPONSES, MESSAGES):
+        return b"event: error\ndata: " + body + b"\n\n"
+    return b"data: " + body + b"\n\ndata: [DONE]\n\n"

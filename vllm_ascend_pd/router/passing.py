@@ -11,12 +11,13 @@ import asyncio
 from dataclasses import dataclass
 from urllib.parse import unquote_to_bytes
 
+from msgspec import structs
+
 from vllm_ascend_pd.router import models
-from vllm_ascend_pd.router.core import bodies
+from vllm_ascend_pd.router.core import bodies, stored
 from vllm_ascend_pd.router.core.decisions import Evidence, Role
 from vllm_ascend_pd.router.core.pieces import Buffer
 from vllm_ascend_pd.router.exchange import HttpExchange, ShutDown
-from vllm_ascend_pd.router.faults import known
 from vllm_ascend_pd.router.fleet import LegInFlight
 from vllm_ascend_pd.router.front import Front
 from vllm_ascend_pd.router.intake import CallerRequest
@@ -28,11 +29,11 @@ from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
 OTHER = "/v1/*"  # one name for all paths that are not known here: a client must not make new label values
 _COMPUTED = frozenset(
     (
-        *("/v1/chat/completions/batch", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score", "/v1/rerank"),
+        *("/v1/chat/completions/batch", "/v1/embeddings", "/v1/score", "/v1/rerank"),
         *("/v1/audio/transcriptions", "/v1/audio/translations"),
     )
 )
-_NAMED = _COMPUTED | {models.ROUTE, bodies.COMPLETIONS, bodies.CHAT}
+_NAMED = _COMPUTED | {models.ROUTE, *bodies.ROUTES}
 _EXECUTED_AND_FAILED = (500, 502, 504)  # 501: not for this model; 503: shutting down
 
 
@@ -74,7 +75,8 @@ class Call:
 
     def request(self) -> bodies.Request:
         """Return it as the journal keeps it."""
-        return bodies.Request(self.route, {}, 0, False, bodies.Shape.ONE, 1, 0, 1, False, False, self.model, ())
+        one = bodies.Request(self.route, {}, 0, False, bodies.Shape.ONE, 1, 0, 1, False, False, self.model, ())
+        return structs.replace(one, follows=stored.of_path(self.path))
 
 
 def is_canonical(target: bytes) -> bool:
@@ -111,10 +113,9 @@ async def pass_on(front: Front, exchange: HttpExchange, call: Call) -> None:
 async def _attempts(front: Front, exchange: HttpExchange, call: Call) -> None:
     while not exchange.closing:
         exchange.number += 1
-        decode = front.fleet.choose(Role.DECODE, 1, frozenset(exchange.tried), front.fleet.serving(call.model))
+        decode = front.decode(exchange)
         if decode is None:
-            front.journal.trouble("PD-META-008", "no decode instance", request=exchange.request_id)
-            await refuse(exchange, known(503, "PD-META-008", 2, role="decode"))
+            await refuse(exchange, front.no_decode(exchange))
             return
         exchange.stage("decode", decode.name)
         with front.fleet.leg(decode, 1) as leg:
