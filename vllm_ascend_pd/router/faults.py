@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,7 @@ class Answer:
 class _RefusalError(msgspec.Struct):
     type: str = ""
     code: Any = None
+    message: Any = ""
 
 
 class _Refusal(msgspec.Struct):
@@ -49,6 +51,9 @@ class _Refusal(msgspec.Struct):
 
 
 _REFUSAL = msgspec.json.Decoder(_Refusal)
+# In a stream of messages vLLM says only that it could not read the error event of the chat below it, of which it quotes
+# the end.
+_QUOTED = re.compile(r"input_value=\{'error': .*?'code': ([45][0-9]{2})\}\}")
 
 
 def brief(status: int, body: bytes) -> str:
@@ -63,9 +68,12 @@ def brief(status: int, body: bytes) -> str:
 def status_of(body: bytes) -> int:
     """Return the status that an engine's error has in its body, where its head has another; 500 if there is none."""
     try:
-        code = _REFUSAL.decode(body).error.code
+        error = _REFUSAL.decode(body).error
     except UNREADABLE:
-        code = None
+        return 500
+    code, quoted = error.code, _QUOTED.search(error.message) if isinstance(error.message, str) else None
+    if code is None and quoted is not None:
+        code = int(quoted[1])
     return code if isinstance(code, int) and 400 <= code < 600 else 500
 
 

@@ -141,7 +141,7 @@ async def _open(
         first = await _first(shared, attempt, reply, timeout)
         opened = True
     except UpstreamError as problem:
-        raise _broken(shared, attempt, problem) from problem
+        raise _broken(shared, attempt, problem, begun=reply.status == 200) from problem
     finally:
         if not opened:
             reply.close()
@@ -330,7 +330,8 @@ def _no_rest(shared: Shared, attempt: Attempt, status: int) -> AttemptFailed:
     return AttemptFailed(HttpFailure.SERVER, answer, f"answered {status}")
 
 
-def _broken(shared: Shared, attempt: Attempt, problem: UpstreamError) -> AttemptFailed:
+def _broken(shared: Shared, attempt: Attempt, problem: UpstreamError, begun: bool = False) -> AttemptFailed:
+    is_response = attempt.exchange.route == bodies.RESPONSES and attempt.exchange.request.stream
     if not attempt.exchange.request.stream and shared.is_late(attempt.leg, problem):
         late = UpstreamError(
             problem.failure, f"no whole answer within {shared.settings.first_byte_timeout_s:g} s ({_LIMIT})"
@@ -338,6 +339,10 @@ def _broken(shared: Shared, attempt: Attempt, problem: UpstreamError) -> Attempt
         return AttemptFailed(problem.failure, no_answer(late), problem.why, final=True)
     if problem.failure is HttpFailure.TIMEOUT and attempt.posts:  # P has not answered, so D may only wait for it
         attempt.leg.end = "no prefill"
+    elif begun and is_response and problem.failure is HttpFailure.BROKEN and not attempt.seen:
+        # vLLM breaks off a response's stream so for a parameter that it refuses, which says nothing of D.
+        attempt.leg.end = "broke"
+        problem = UpstreamError(problem.failure, f"{problem.why}; without stream it may say why")
     else:
         shared.leg_broke(attempt.leg, problem)
     return AttemptFailed(problem.failure, no_answer(problem), problem.why)

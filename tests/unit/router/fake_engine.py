@@ -391,7 +391,10 @@ class FakeEngine:
             empty = fake_protocols.whole(seen.route, seen.body, "x", [])
             await _piece(send, fake_protocols.events(seen.route, [], empty)[0])
             if seen.route == MESSAGES:  # a response's stream only breaks
-                failed = {"type": "error", "error": {"type": "internal_error", "message": "as set"}}
+                quoted = (
+                    f"2 errors [type=missing, input_value={{'error': {{'message': 'as...': None, 'code': {code}}}}}, x"
+                )
+                failed = {"type": "error", "error": {"type": "internal_error", "message": quoted}}
                 await _piece(send, fake_protocols.event(failed), last=True)
                 return
             raise ConnectionAbortedError("as set")
@@ -478,7 +481,7 @@ class FakeEngine:
             if cut is not None:
                 answer["kv_transfer_params"] = {"pd_dropped": True}
             self.responses[name], self.conversations[name] = {**answer, "kv_transfer_params": None}, [prompt, *said]
-        elif (load := self._loads.get(params.get("ticket", ""))) is not None and not body.get("stream"):
+        elif seen.route == MESSAGES and (load := self._loads.get(params.get("ticket", ""))) is not None:
             answer["kv_transfer_params"] = params_of(load)
         return answer, said
 
@@ -577,8 +580,12 @@ class FakeEngine:
                 raise ConnectionAbortedError("as set")
             await _piece(send, one)
             await asyncio.sleep(self.behaviour.gap_s)
-        if self.behaviour.late_choice and "ticket" in (seen.body.get("kv_transfer_params") or {}):
-            await self._reserve(_prompts(seen.body)[-1], seen.body["kv_transfer_params"])
+            while self.behaviour.paused and i >= self.behaviour.pause_after:
+                await asyncio.sleep(0.01)
+        if self.behaviour.late_choice and (params := seen.body.get("kv_transfer_params")):
+            await self._reserve(_prompts(seen.body)[-1], params)
+            answer["kv_transfer_params"] = params_of(self._loads[params["ticket"]])
+            last = fake_protocols.events(seen.route, said, answer)[-1]
         await self._finish(send, last)
 
     def _repeats(self, seen: SeenRequest) -> bool:

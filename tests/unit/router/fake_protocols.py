@@ -39,7 +39,9 @@ def whole(route: str, body: dict[str, Any], name: str, words: list[str], end: st
 def events(route: str, words: list[str], answer: dict[str, Any]) -> list[bytes]:
     """Return the events of a stream with this whole answer: what opens it in one piece, one a word, and the end."""
     if route == MESSAGES:
-        start = {"type": "message_start", "message": {**answer, "content": [], "stop_reason": None}}
+        opening = {**answer, "content": [], "stop_reason": None, "stop_sequence": None}
+        opening.pop("kv_transfer_params", None)
+        start = {"type": "message_start", "message": opening}
         block = {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
         said = [
             event({"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": word}})
@@ -53,8 +55,8 @@ def events(route: str, words: list[str], answer: dict[str, Any]) -> list[bytes]:
         last.append({"type": "message_stop"})
         return [event(start), *([event(block) + said[0], *said[1:]] if said else []), b"".join(map(event, last))]
     numbers = itertools.count()
-    opening = {**answer, "status": "in_progress", "output": [], "usage": None, "kv_transfer_params": None}
-    parts = [event({"response": opening, "sequence_number": next(numbers), "type": f"response.{step}"}) for step in ("created", "in_progress")]  # fmt: skip
+    begun = {**answer, "status": "in_progress", "output": [], "usage": None, "kv_transfer_params": None}
+    parts = [event({"response": begun, "sequence_number": next(numbers), "type": f"response.{step}"}) for step in ("created", "in_progress")]  # fmt: skip
     where = {"item_id": "msg_1", "output_index": 0, "content_index": 0, "logprobs": []}
     said = [
         event({**where, "delta": word, "sequence_number": next(numbers), "type": "response.output_text.delta"})
