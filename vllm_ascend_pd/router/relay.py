@@ -63,7 +63,10 @@ _DROPPED = re.compile(rb'"stop_(?:reason|sequence)"\s*:\s*"recomputed"')
 _CUT_SHORT = re.compile(rb"%b|%b" % (_ABORTED.pattern, _DROPPED.pattern))
 _PARAMS = b'"kv_transfer_params"'
 _SAID_NOTHING = SaidByEngine()
-_SHUTS_DOWN = "The decode instance broke off: it is shutting down."
+_CUTS = {
+    Cut.DROPPED: ("dropped", "PD-META-022", PdError("PD-META-022").sentence),
+    Cut.ABORTED: ("ended", "PD-META-007", "The decode instance broke off: it is shutting down."),
+}
 _NUMBER = re.compile(rb'"sequence_number"\s*:\s*([0-9]{1,9})')
 _COUNT = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})')  # of a whole answer, at its end
 _END_BYTES = 8 << 10
@@ -237,16 +240,29 @@ def _stripped(answer: Buffer, *, hides_ids: bool = False) -> tuple[Payload, Said
     return bodies.object_of(fields, len(answer)), said
 
 
-def _completed(events: bytes) -> tuple[bytes, SaidByEngine | None]:
-    """Return the last event of a response, which has all of it, as `_stripped` does."""
-    _, head, event = events.partition(_COMPLETED)
+def _until_cut(shared: Shared, attempt: Attempt, piece: bytes) -> tuple[bytes, Cut | None]:
+    """Return events for the client, up to one by which D itself ends the request early, and how it does."""
+    exchange = attempt.exchange
+    if exchange.route != bodies.RESPONSES:
+        if not exchange.stops_at_recomputed and dropped(piece):
+            return _before(_DROPPED, piece), Cut.DROPPED
+        if (b'"abort"' in piece or b'"message_delta"' in piece) and aborted(piece):
+            return _before(_ABORTED, piece), Cut.ABORTED
+        return piece, None
+    before, completed, event = piece.partition(_COMPLETED)  # the last one, which has the whole answer
     try:
-        fields = bodies.fields_of(event)
+        fields = bodies.fields_of(event) if completed else {}
     except bodies.BodyError:
-        return events, None
-    answer, said = _stripped(memoryview(fields.get("response", b"null")))
+        return piece, None
+    if "response" not in fields:
+        return piece, None
+    answer, said = _stripped(memoryview(fields["response"]))
+    if (cut_short := _unreported(attempt, said)) is not None:
+        return before, cut_short
+    if said is not None and said.pd_load is not None:
+        shared.loaded(said.pd_load)
     fields["response"] = msgspec.Raw(b"".join(cut(answer)))
-    return head + msgspec.json.encode(fields) + b"\n\n", said
+    return before + completed + msgspec.json.encode(fields) + b"\n\n", None
 
 
 def _left(end: float) -> float:
@@ -365,29 +381,12 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
     try:
         while piece and not problem:
             piece, held = _whole_events(held + piece if held else piece, _LAST_BYTES if is_response else _HELD_BYTES)
-            if is_response:
-                number = max((int(one) + 1 for one in _NUMBER.findall(piece)), default=number)
-                cut_short = None
-                if (end := piece.find(_COMPLETED)) >= 0:
-                    completed, said = _completed(piece[end:])
-                    cut_short = _unreported(attempt, said)
-                    piece = piece[:end] + (b"" if cut_short else completed)
-                    if said is not None and said.pd_load is not None:
-                        shared.loaded(said.pd_load)
-                if cut_short is Cut.DROPPED:
-                    shared.leg_over(attempt.leg, "dropped")
-                    code, problem, held = "PD-META-022", PdError("PD-META-022").sentence, b""
-                elif cut_short is not None:
-                    shared.leg_over(attempt.leg, "ended")
-                    problem, held = _SHUTS_DOWN, b""
-            elif not exchange.stops_at_recomputed and dropped(piece):
-                shared.leg_over(attempt.leg, "dropped")
-                code, problem = "PD-META-022", PdError("PD-META-022").sentence
-                piece, held = _before(_DROPPED, piece), b""
-            elif (b'"abort"' in piece or b'"message_delta"' in piece) and aborted(piece):
-                shared.leg_over(attempt.leg, "ended")
-                problem = _SHUTS_DOWN
-                piece, held = _before(_ABORTED, piece), b""
+            piece, cut_short = _until_cut(shared, attempt, piece)
+            number = max((int(one) + 1 for one in _NUMBER.findall(piece)), default=number) if is_response else 0
+            if cut_short is not None:
+                end, code, problem = _CUTS[cut_short]
+                shared.leg_over(attempt.leg, end)
+                held = b""
             last = reply.at_end and not (held or problem)
             if piece:
                 attempt.leg.take(piece.count(b"\n\n"))
