@@ -107,8 +107,9 @@ def test_a_response_goes_on_where_it_is_stored(door: FaultyFrontDoor) -> None:
     first = {client: response(client, "remember this well " * 20) for client in (door.client, door.single)}
     both(door, lambda c: response(c, "and now? " * 20, previous_response_id=first[c].id).output_text)
     both(door, lambda c: c.responses.retrieve(first[c].id).output_text, loads=0)
+    assert door.client.responses.retrieve(first[door.client].id).kv_transfer_params is None
     with pytest.raises(openai.NotFoundError) as refused:
-        door.client.responses.retrieve("resp_" + "0" * 30 + "t" + "0" * 16)
+        door.client.responses.retrieve("resp_" + "0" * 30 + "t" + "0" * 24)
     assert refused.value.code == "PD-META-034"
 
 

@@ -198,7 +198,7 @@ class Front(Shared):
         """
         if failure is not HttpFailure.PREFILL:
             exchange.tried.add(decode.name)
-            if exchange.request.follows is not None:
+            if exchange.request.follows is not None and failure is not HttpFailure.DROPPED:
                 return None  # no other D has that response
         serves = self.fleet.serving(exchange.request.model)
         refused = failure is HttpFailure.REFUSED and not exchange.streaming

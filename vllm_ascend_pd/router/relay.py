@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 OWN_HEADERS = frozenset(
     b"connection keep-alive transfer-encoding content-length date server x-request-id proxy-connection".split()
 )
-_WHOLE_ANSWER_BYTES = 256 << 20
+WHOLE_ANSWER_BYTES = 256 << 20
 _ERROR_BYTES = 1 << 20
 _ERROR_EVENTS = (b'data: {"error"', b"event: error\n")
 # What a stream begins with before D has computed anything.
@@ -159,7 +159,7 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
         raise await _refused(shared, attempt, reply.status, await reply.rest(_ERROR_BYTES, timeout_s), reply.headers)
     said = b""
     if reply.status != 200 or not attempt.exchange.request.stream:
-        first = await reply.whole(_WHOLE_ANSWER_BYTES, timeout_s)
+        first = await reply.whole(WHOLE_ANSWER_BYTES, timeout_s)
         # Behind a chat's usage are the prompt's ids, which are asked for where the answer is kept.
         usage = _COUNT.search(first, 0 if attempt.exchange.kept is not None else max(0, len(first) - _END_BYTES))
         attempt.leg.take(int(usage[1]) if usage is not None else 0)
@@ -187,7 +187,7 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
     said_in_it: SaidByEngine | None = None
     if not streams:
         hides_ids = attempt.exchange.kept is not None and not attempt.exchange.kept.asked_ids
-        stripped, said_in_it = await shared.aside.run(partial(_stripped, hides_ids=hides_ids), first)
+        stripped, said_in_it = await shared.aside.run(partial(stripped_of, hides_ids=hides_ids), first)
         cut_short = cut_short or _unreported(attempt, said_in_it)
     if cut_short is Cut.DROPPED:
         shared.leg_over(attempt.leg, "dropped")
@@ -217,7 +217,7 @@ def _unreported(attempt: Attempt, said: SaidByEngine | None) -> Cut | None:
     return Cut.ABORTED if lacks else None
 
 
-def _stripped(answer: Buffer, *, hides_ids: bool = False) -> tuple[Payload, SaidByEngine | None]:
+def stripped_of(answer: Buffer, *, hides_ids: bool = False) -> tuple[Payload, SaidByEngine | None]:
     """Return a whole answer without `kv_transfer_params`, perhaps without token ids, and what D says in the former."""
     if hides_ids:
         answer = without_ids(bytes(answer))
@@ -256,7 +256,7 @@ def _until_cut(shared: Shared, attempt: Attempt, piece: bytes) -> tuple[bytes, C
         return piece, None
     if "response" not in fields:
         return piece, None
-    answer, said = _stripped(memoryview(fields["response"]))
+    answer, said = stripped_of(memoryview(fields["response"]))
     if (cut_short := _unreported(attempt, said)) is not None:
         return before, cut_short
     if said is not None and said.pd_load is not None:

@@ -480,7 +480,7 @@ class FakeEngine:
             answer["kv_transfer_params"] = params_of(load) if load is not None else None
             if cut is not None:
                 answer["kv_transfer_params"] = {"pd_dropped": True}
-            self.responses[name], self.conversations[name] = {**answer, "kv_transfer_params": None}, [prompt, *said]
+            self.responses[name], self.conversations[name] = answer, [prompt, *said]
         elif seen.route == MESSAGES and (load := self._loads.get(params.get("ticket", ""))) is not None:
             answer["kv_transfer_params"] = params_of(load)
         return answer, said

@@ -169,7 +169,7 @@ def test_a_follow_up_goes_to_the_d_that_has_the_response() -> None:
             answer = ask(c, RESPONSES, "and now?", previous_response_id=first["id"])
             assert text_of(answer) == "".join(words(prompt, 3)) and answer.json()["id"] in home.responses
             for path in (f"{RESPONSES}/{first['id']}", f"{RESPONSES}/{first['id']}?stream=false"):
-                assert c.http.get(path).json()["id"] == first["id"]
+                assert c.http.get(path).json() == first and first["kv_transfer_params"] is None
             assert c.http.post(f"{RESPONSES}/{first['id']}/cancel", json={}).json()["id"] == first["id"]
         until(lambda: len(loads(c)) == 24)
         assert len(names) == 12 and len([d for d in c.decode if d.responses]) > 1
@@ -233,6 +233,17 @@ def test_a_d_that_cannot_be_reached_is_not_replaced_for_a_follow_up() -> None:
         assert len(other.generations()) == before
 
 
+def test_a_follow_up_that_d_drops_is_asked_of_it_again() -> None:
+    with cluster(decode=2, circuit=PATIENT) as c:
+        name = ask(c, RESPONSES).json()["id"]
+        (home,) = (d for d in c.decode if name in d.responses)
+        home.behaviour.drops_after = 1
+        answer = ask(c, RESPONSES, previous_response_id=name)
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "PD-META-022"
+        assert len(home.generations()) == 1 + c.worker.settings.retry.attempts
+        assert not [d for d in c.decode if d is not home and d.generations()]
+
+
 def test_a_d_that_has_restarted_says_itself_that_it_has_nothing() -> None:
     with cluster() as c:
         name = ask(c, RESPONSES).json()["id"]
@@ -270,7 +281,7 @@ def test_a_name_that_is_not_ours_goes_to_any_d() -> None:
         assert text_of(ask(c, RESPONSES, "more", previous_response_id=mine))
         for odd in ("resp_" + "0" * 32, "", "x", "resp_%2e"):
             assert c.http.get(f"{RESPONSES}/{odd}").status_code == 404
-    for name in (None, 7, "", "resp_" + "0" * 47, "resp_" + "g" * 47, "\ud800"):
+    for name in (None, 7, "", "resp_" + "0" * 55, "resp_" + "g" * 55, "\ud800"):
         assert stored.read(name) is None
 
 
@@ -281,6 +292,7 @@ def test_a_name_says_what_it_was_given() -> None:
         assert read is not None and read.home == stored.home_of("10.0.0.1:8200") != stored.home_of("10.0.0.2:8200")
         assert read.marks[0].digest == marks[-1].digest and read.has_media is media
         assert read.end.tokens == min(tokens, (1 << 24) - 1)
+        assert len(stored.new_id("10.0.0.1:8200", marks, tokens, media)) <= 62
     short = stored.read(stored.new_id("d", (), 3, False))
     assert short is not None and not short.marks and short.end.tokens == 3
     assert stored.new_id("d", (), 3, False) != stored.new_id("d", (), 3, False)

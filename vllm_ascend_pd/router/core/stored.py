@@ -16,7 +16,8 @@ from typing import NamedTuple
 from vllm_ascend_pd.router.core.prefixes import Mark, Marks
 
 _MOST_TOKENS = (1 << 24) - 1
-_ID = re.compile(r"resp_([0-9a-f]{8})([0-9a-f]{16})([0-9a-f]{6})([mt])[0-9a-f]{16}")
+# At most 62 characters: a longer value of a field is not read.
+_ID = re.compile(r"resp_([0-9a-f]{8})([0-9a-f]{16})([0-9a-f]{6})([mt])[0-9a-f]{24}")
 _NO_MARK = bytes(8)
 
 
@@ -41,7 +42,7 @@ def new_id(decode: str, marks: Marks, tokens: int, has_media: bool) -> str:
     """Return the id for the response of this D to a prompt."""
     digest, kind = marks[-1].digest if marks else _NO_MARK, "m" if has_media else "t"
     length = min(tokens, _MOST_TOKENS)
-    return f"resp_{home_of(decode)}{digest.hex()}{length:06x}{kind}{secrets.token_hex(8)}"
+    return f"resp_{home_of(decode)}{digest.hex()}{length:06x}{kind}{secrets.token_hex(12)}"
 
 
 def read(name: object) -> Stored | None:
