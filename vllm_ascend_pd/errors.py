@@ -182,6 +182,10 @@ CATALOGUE: dict[str, Entry] = {
         "Decode needs prefill's first token for this prompt, and prefill does not choose or report it as decode asks: {why}.",
         "Nothing to do for one request. If it happens often, give all prefill engines the same first_token, log-probability mode and release.",
     ),
+    "PD-META-034": Entry(
+        "The decode instance that has this response is not an instance any more.",
+        "Send the conversation again as input: responses are stored in the memory of one decode instance.",
+    ),
     "PD-META-040": Entry("The request is no HTTP that is understood: {why}.", "Look at the client, and at proxies before the metaserver."),
     "PD-META-041": Entry("The metaserver failed at this request.", "See the metaserver's log, and report what it says."),
     # -- ops: the compiled extension and what it is given

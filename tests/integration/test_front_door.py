@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metaserver with a real pair and the unchanged `openai` client.
+"""The metaserver with a real pair and the unchanged clients of `openai` and `anthropic`.
 
 The engines are the faulty pair's, without a fault.
 """
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -77,6 +78,69 @@ def test_completions_and_chat_say_what_one_engine_says(door: FaultyFrontDoor) ->
     both(door, lambda c: written(c.completions.create(prompt="s" + prompt, **stream)))
     messages = [{"role": "user", "content": "and how are you " * 20}]
     both(door, lambda c: written(c.chat.completions.create(messages=messages, **stream)))
+
+
+def response(client: openai.OpenAI, said: str, **more: Any) -> Any:
+    asked = {"model": "model", "input": said, "temperature": 0, "max_output_tokens": 8, **more}
+    return client.responses.create(**asked, extra_body={"ignore_eos": True})
+
+
+def of_events(events: Iterable[Any]) -> tuple[str, str, int]:
+    """Return text, end and number of tokens of a response's stream, whose events are numbered."""
+    listed = list(events)
+    assert [event.sequence_number for event in listed] == list(range(len(listed)))
+    assert listed[0].type == "response.created" and listed[-1].type == "response.completed"
+    whole = listed[-1].response
+    assert whole.id == listed[0].response.id and whole.kv_transfer_params is None
+    text = "".join(event.delta for event in listed if event.type == "response.output_text.delta")
+    assert text == whole.output_text
+    return text, whole.status, whole.usage.output_tokens
+
+
+def test_a_response_says_what_one_engine_says(door: FaultyFrontDoor) -> None:
+    said = "tell me of this " * 20
+    both(door, lambda c: (got := response(c, said)).output_text + f"{got.usage.input_tokens} {got.kv_transfer_params}")
+    both(door, lambda c: of_events(response(c, "now " + said, stream=True)))
+
+
+def test_a_response_goes_on_where_it_is_stored(door: FaultyFrontDoor) -> None:
+    first = {client: response(client, "remember this well " * 20) for client in (door.client, door.single)}
+    both(door, lambda c: response(c, "and now? " * 20, previous_response_id=first[c].id).output_text)
+    both(door, lambda c: c.responses.retrieve(first[c].id).output_text, loads=0)
+    assert door.client.responses.retrieve(first[door.client].id).kv_transfer_params is None
+    with pytest.raises(openai.NotFoundError) as refused:
+        door.client.responses.retrieve("resp_" + "0" * 30 + "t" + "0" * 24)
+    assert refused.value.code == "PD-META-034"
+
+
+@contextmanager
+def messages_of(url: str) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=url, api_key="-", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def test_a_message_says_what_one_engine_says(door: FaultyFrontDoor) -> None:
+    asked: dict[str, Any] = {"model": "model", "max_tokens": 8, "system": "be brief " * 20}
+    asked["extra_body"] = {"temperature": 0}
+    with messages_of(door.url) as client, messages_of(str(door.single.base_url).removesuffix("/v1/")) as single:
+
+        def answer(client: anthropic.Anthropic, said: str) -> Any:
+            whole = client.messages.create(messages=[{"role": "user", "content": said}], **asked)
+            return [one.text for one in whole.content], whole.stop_reason, whole.usage.input_tokens
+
+        def stream(client: anthropic.Anthropic, said: str) -> Any:
+            with client.messages.stream(messages=[{"role": "user", "content": said}], **asked) as events:
+                text = "".join(events.text_stream)
+                last = events.get_final_message()
+            assert [one.text for one in last.content] == [text]
+            return text, last.stop_reason, last.usage.output_tokens
+
+        for said, ask in (("how are you " * 20, answer), ("and how are you " * 20, stream)):
+            with prefilled_by_p(door.url, 1):
+                through = ask(client, said)
+            assert through == ask(single, said)
+        with pytest.raises(anthropic.NotFoundError):
+            client.messages.create(messages=[{"role": "user", "content": "x"}], **{**asked, "model": "another"})
 
 
 def test_list_prompts_and_several_choices(door: FaultyFrontDoor) -> None:

@@ -240,6 +240,9 @@ class FaultSite:
             self.cluster.stop(self.front)
 
 
+STORES = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
+
+
 def start_pair(
     cluster: Cluster,
     name: str,
@@ -266,7 +269,7 @@ def start_pair(
             role=kind,
             tp=tp,
             extra={**config, **more},
-            environment=orders[role].environment,
+            environment={**orders[role].environment, **STORES},
             **common,
         )
         for role, kind, tp, more in (

@@ -15,6 +15,7 @@ import msgspec
 from vllm_ascend_pd.protocol.first import MAX_FIRST_BYTES
 from vllm_ascend_pd.protocol.versions import MAX_FINGERPRINT
 
+DROPPED_KEY = "pd_dropped"  # true: D has ended the request halfway, for lack of blocks
 LOAD_KEY = "pd_load"
 PUSH_KEY = "pd_push"
 ROUTE = "/v1/metaserver/loads"  # beside the route of the reservations
@@ -55,13 +56,16 @@ class PushReport(msgspec.Struct, frozen=True, omit_defaults=True):
     sends_first: bool = msgspec.field(default=False, name="tells")
 
 
-class _Params(msgspec.Struct, frozen=True):
+class SaidByEngine(msgspec.Struct, frozen=True):
+    """The `kv_transfer_params` of an engine's whole answer."""
+
     pd_load: LoadReport | None = None
     pd_push: PushReport | None = None
+    pd_dropped: bool = False
 
 
 class _AnswerBody(msgspec.Struct, frozen=True):
-    kv_transfer_params: _Params | None = None
+    kv_transfer_params: SaidByEngine | None = None
 
 
 _ANSWER = msgspec.json.Decoder(_AnswerBody)
@@ -73,10 +77,15 @@ def params_of(report: LoadReport | PushReport) -> dict[str, Any]:
     return {LOAD_KEY if isinstance(report, LoadReport) else PUSH_KEY: msgspec.to_builtins(report)}
 
 
+def said_in(body: bytes) -> SaidByEngine:
+    """Return what an engine's whole answer says. Raise msgspec's errors if it is no object or has wrong types."""
+    return _ANSWER.decode(body).kv_transfer_params or SaidByEngine()
+
+
 def read_answer(body: bytes) -> tuple[LoadReport | None, PushReport | None]:
-    """Return the reports in an engine's whole answer. Raise msgspec's errors if it is no object or has wrong types."""
-    params = _ANSWER.decode(body).kv_transfer_params
-    return (None, None) if params is None else (params.pd_load, params.pd_push)
+    """Return the reports in an engine's whole answer. Raise as `said_in` does."""
+    said = said_in(body)
+    return said.pd_load, said.pd_push
 
 
 def read_posted(body: bytes) -> LoadReport:

@@ -89,8 +89,7 @@ class WorkerProcess:
         reads["/serving"] = self._serving
         reads["/metrics"] = self._metrics
         self._routes: dict[str, Routes] = {
-            bodies.COMPLETIONS: {**self._passed, "POST": self._generate},
-            bodies.CHAT: {**self._passed, "POST": self._generate},
+            **{route: {**self._passed, "POST": self._generate} for route in bodies.ROUTES},
             RESERVATIONS: {"POST": self._reserve},
             LOADS: {"POST": self._loaded},
             continuing.ROUTE: {"POST": self._asked},

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from vllm_ascend_pd.errors import CATALOGUE, PdError
-from vllm_ascend_pd.router.core.bodies import UNREADABLE
+from vllm_ascend_pd.router.core.bodies import MESSAGES, RESPONSES, UNREADABLE
 from vllm_ascend_pd.shared.http_session import Headers
 
 _TYPES = {
@@ -42,6 +43,7 @@ class Answer:
 class _RefusalError(msgspec.Struct):
     type: str = ""
     code: Any = None
+    message: Any = ""
 
 
 class _Refusal(msgspec.Struct):
@@ -49,6 +51,9 @@ class _Refusal(msgspec.Struct):
 
 
 _REFUSAL = msgspec.json.Decoder(_Refusal)
+# In a stream of messages vLLM says only that it could not read the error event of the chat below it, of which it quotes
+# the end.
+_QUOTED = re.compile(r"input_value=\{'error': .*?'code': ([45][0-9]{2})\}\}")
 
 
 def brief(status: int, body: bytes) -> str:
@@ -63,9 +68,12 @@ def brief(status: int, body: bytes) -> str:
 def status_of(body: bytes) -> int:
     """Return the status that an engine's error has in its body, where its head has another; 500 if there is none."""
     try:
-        code = _REFUSAL.decode(body).error.code
+        error = _REFUSAL.decode(body).error
     except UNREADABLE:
-        code = None
+        return 500
+    code, quoted = error.code, _QUOTED.search(error.message) if isinstance(error.message, str) else None
+    if code is None and quoted is not None:
+        code = int(quoted[1])
     return code if isinstance(code, int) and 400 <= code < 600 else 500
 
 
@@ -77,7 +85,8 @@ def remedy(code: str) -> str:
 
 def error_body(status: int, message: str, code: str | None = None) -> bytes:
     kind = _TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": code or status}})
+    error = {"message": message, "type": kind, "param": None, "code": code or status}
+    return msgspec.json.encode({"error": error, "type": "error"})  # the latter is for clients of Anthropic's API
 
 
 def fault(status: int, message: str, code: str | None = None, retry_after_s: float | None = None) -> Answer:
@@ -96,6 +105,12 @@ def json_answer(value: Any, status: int = 200) -> Answer:
     return Answer(status, msgspec.json.encode(value))
 
 
-def error_frame(message: str, code: str | None = None) -> bytes:
-    """Return the end of a stream that broke after its first byte."""
-    return b"data: " + error_body(502, message, code) + b"\n\ndata: [DONE]\n\n"
+def error_frame(message: str, code: str, route: str, number: int = 0) -> bytes:
+    """Return the end of a stream that broke after its first byte. `number`: of the event, where events have numbers."""
+    body = error_body(502, message, code)
+    if route == RESPONSES:
+        fields = {"code": code, "message": message, "param": None, "sequence_number": number, "type": "error"}
+        body = msgspec.json.encode(fields)
+    if route in (RESPONSES, MESSAGES):
+        return b"event: error\ndata: " + body + b"\n\n"
+    return b"data: " + body + b"\n\ndata: [DONE]\n\n"

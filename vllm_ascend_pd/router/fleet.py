@@ -37,6 +37,7 @@ from vllm_ascend_pd.router.core.decisions import (
     prefer,
 )
 from vllm_ascend_pd.router.core.prefixes import Marks, Prompts
+from vllm_ascend_pd.router.core.stored import Stored, home_of
 from vllm_ascend_pd.router.metrics import METRICS
 from vllm_ascend_pd.router.settings import LAST_PORT
 from vllm_ascend_pd.router.upstream import Reply, Upstream
@@ -519,6 +520,10 @@ class Fleet:
         candidates = [Candidate(i.name, i.load + i.load_elsewhere, i.weight, i.cached_tokens(marks)) for i in usable]
         name = choose(candidates, cost, random.random())
         return self._instances[name] if name is not None else None
+
+    def home(self, response: Stored) -> Instance | None:
+        """Return the D that has a stored response; None if it is gone."""
+        return next((one for one in self.of(Role.DECODE) if home_of(one.name) == response.home), None)
 
     # -- what is proven
 

@@ -128,12 +128,9 @@ class Front(Shared):
         self.budget.request()
         while not exchange.closing:
             exchange.number += 1
-            decode = self._decode(exchange)
+            decode = self.decode(exchange)
             if decode is None:
-                self.journal.trouble("PD-META-008", "no decode instance", request=exchange.request_id)
-                await self._refuse(
-                    exchange, known(503, "PD-META-008", _COME_BACK_S, role="decode"), "none takes requests"
-                )
+                await self._refuse(exchange, self.no_decode(exchange), "none takes requests")
                 return
             try:
                 await self._attempt(exchange, decode)
@@ -201,6 +198,8 @@ class Front(Shared):
         """
         if failure is not HttpFailure.PREFILL:
             exchange.tried.add(decode.name)
+            if exchange.request.follows is not None and failure is not HttpFailure.DROPPED:
+                return None  # no other D has that response
         serves = self.fleet.serving(exchange.request.model)
         refused = failure is HttpFailure.REFUSED and not exchange.streaming
         if refused and not self.fleet.another(Role.DECODE, exchange.tried, serves):
@@ -211,10 +210,20 @@ class Front(Shared):
         self.repeated(exchange, failure)
         return delay
 
-    def _decode(self, exchange: HttpExchange) -> Instance | None:
+    def no_decode(self, exchange: HttpExchange) -> Answer:
+        """Return the refusal of a request for which there is no D, and note it."""
+        if exchange.request.follows is not None:
+            return known(404, "PD-META-034")
+        self.journal.trouble("PD-META-008", "no decode instance", request=exchange.request_id)
+        return known(503, "PD-META-008", _COME_BACK_S, role="decode")
+
+    def decode(self, exchange: HttpExchange) -> Instance | None:
+        """Return the D for a request's next attempt; None if there is none."""
         if exchange.pinned is not None:
             return exchange.pinned[1]
         request, tried = exchange.request, frozenset(exchange.tried)
+        if request.follows is not None:
+            return self.fleet.home(request.follows)
         cost, marks = request.prefill_tokens + self._expected(request), request.marks
         serves = self.fleet.serving(request.model)
         if request.remote:

@@ -11,28 +11,37 @@ import asyncio
 from dataclasses import dataclass
 from urllib.parse import unquote_to_bytes
 
+from msgspec import structs
+
 from vllm_ascend_pd.router import models
-from vllm_ascend_pd.router.core import bodies
+from vllm_ascend_pd.router.core import bodies, stored
 from vllm_ascend_pd.router.core.decisions import Evidence, Role
 from vllm_ascend_pd.router.core.pieces import Buffer
 from vllm_ascend_pd.router.exchange import HttpExchange, ShutDown
-from vllm_ascend_pd.router.faults import known
 from vllm_ascend_pd.router.fleet import LegInFlight
 from vllm_ascend_pd.router.front import Front
 from vllm_ascend_pd.router.intake import CallerRequest
-from vllm_ascend_pd.router.relay import client_head, no_answer, refuse, send_whole
+from vllm_ascend_pd.router.relay import (
+    WHOLE_ANSWER_BYTES,
+    client_head,
+    no_answer,
+    refuse,
+    send_whole,
+    stripped_of,
+)
 from vllm_ascend_pd.router.shared import CLOSING, SHUTDOWN, leg_end
 from vllm_ascend_pd.router.upstream import Reply
 from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
+from vllm_ascend_pd.shared.core.gathered import Payload
 
 OTHER = "/v1/*"  # one name for all paths that are not known here: a client must not make new label values
 _COMPUTED = frozenset(
     (
-        *("/v1/chat/completions/batch", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score", "/v1/rerank"),
+        *("/v1/chat/completions/batch", "/v1/embeddings", "/v1/score", "/v1/rerank"),
         *("/v1/audio/transcriptions", "/v1/audio/translations"),
     )
 )
-_NAMED = _COMPUTED | {models.ROUTE, bodies.COMPLETIONS, bodies.CHAT}
+_NAMED = _COMPUTED | {models.ROUTE, *bodies.ROUTES}
 _EXECUTED_AND_FAILED = (500, 502, 504)  # 501: not for this model; 503: shutting down
 
 
@@ -74,7 +83,8 @@ class Call:
 
     def request(self) -> bodies.Request:
         """Return it as the journal keeps it."""
-        return bodies.Request(self.route, {}, 0, False, bodies.Shape.ONE, 1, 0, 1, False, False, self.model, ())
+        one = bodies.Request(self.route, {}, 0, False, bodies.Shape.ONE, 1, 0, 1, False, False, self.model, ())
+        return structs.replace(one, follows=stored.of_path(self.path))
 
 
 def is_canonical(target: bytes) -> bool:
@@ -111,10 +121,9 @@ async def pass_on(front: Front, exchange: HttpExchange, call: Call) -> None:
 async def _attempts(front: Front, exchange: HttpExchange, call: Call) -> None:
     while not exchange.closing:
         exchange.number += 1
-        decode = front.fleet.choose(Role.DECODE, 1, frozenset(exchange.tried), front.fleet.serving(call.model))
+        decode = front.decode(exchange)
         if decode is None:
-            front.journal.trouble("PD-META-008", "no decode instance", request=exchange.request_id)
-            await refuse(exchange, known(503, "PD-META-008", 2, role="decode"))
+            await refuse(exchange, front.no_decode(exchange))
             return
         exchange.stage("decode", decode.name)
         with front.fleet.leg(decode, 1) as leg:
@@ -130,8 +139,14 @@ async def _attempts(front: Front, exchange: HttpExchange, call: Call) -> None:
                     if leg_end(reply.status) == "refused":
                         leg.refused()
                         delay = front.delay_before_another(exchange, decode, HttpFailure.REFUSED, call.repeatable)
-                    if delay is None and reply.status == 200 and call.lists and front.fleet.several_models:
-                        await _all_models(front, exchange, leg)  # this D has accepted the caller's key
+                    body = await _whole(front, call, reply, first) if delay is None and reply.status == 200 else None
+                    if body is not None:
+                        exchange.committed, exchange.status = True, 200
+                        json_head = [(b"content-type", b"application/json")]
+                        head = client_head(json_head, decode, exchange.request_id)
+                        await send_whole(exchange.send, 200, head, body)
+                        exchange.stage("end")
+                        front.leg_over(leg, "served")
                         return
                     if delay is None:
                         await _relay(front, exchange, leg, reply, first, call)
@@ -150,13 +165,16 @@ async def _attempts(front: Front, exchange: HttpExchange, call: Call) -> None:
     raise ShutDown
 
 
-async def _all_models(front: Front, exchange: HttpExchange, leg: LegInFlight) -> None:
-    """Send one list of all models in place of this D's, which does not know what the others serve."""
-    exchange.committed, exchange.status = True, 200
-    head = client_head([(b"content-type", b"application/json")], leg.instance, exchange.request_id)
-    await send_whole(exchange.send, 200, head, models.listed(front.fleet.of(Role.DECODE)))
-    exchange.stage("end")
-    front.leg_over(leg, "served")
+async def _whole(front: Front, call: Call, reply: Reply, first: bytes) -> Payload | None:
+    """Return what takes the place of D's answer, if anything does."""
+    if (
+        call.lists and front.fleet.several_models
+    ):  # this D has accepted the caller's key, and knows not what others serve
+        return models.listed(front.fleet.of(Role.DECODE))
+    if call.path.startswith(bodies.RESPONSES + "/") and first[:1] == b"{":  # D's report is still in what it has stored
+        answer = first + await reply.rest(WHOLE_ANSWER_BYTES)
+        return (await front.aside.run(stripped_of, answer))[0]
+    return None
 
 
 async def _first(front: Front, call: Call, reply: Reply) -> bytes:

@@ -21,12 +21,12 @@ import msgspec
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.observe.trace import emit
-from vllm_ascend_pd.protocol.reports import LoadReport, read_answer
+from vllm_ascend_pd.protocol.reports import SaidByEngine, said_in
 from vllm_ascend_pd.router import resuming
 from vllm_ascend_pd.router.core import bodies, pieces
 from vllm_ascend_pd.router.core.decisions import Evidence
 from vllm_ascend_pd.router.core.pieces import Buffer
-from vllm_ascend_pd.router.core.resume import without_ids
+from vllm_ascend_pd.router.core.resume import Cut, without_ids
 from vllm_ascend_pd.router.exchange import AsgiSend, Attempt, AttemptFailed, HttpExchange, ShutDown
 from vllm_ascend_pd.router.faults import Answer, brief, error_frame, fault, known, status_of
 from vllm_ascend_pd.router.fleet import Instance
@@ -41,23 +41,38 @@ log = logging.getLogger(__name__)
 OWN_HEADERS = frozenset(
     b"connection keep-alive transfer-encoding content-length date server x-request-id proxy-connection".split()
 )
-_WHOLE_ANSWER_BYTES = 256 << 20
+WHOLE_ANSWER_BYTES = 256 << 20
 _ERROR_BYTES = 1 << 20
-_ERROR_EVENT = b'data: {"error"'
-_OPENING = re.compile(rb'"delta":\s*\{"role":\s*"assistant",\s*"content":\s*""')
+_ERROR_EVENTS = (b'data: {"error"', b"event: error\n")
+# What a stream begins with before D has computed anything.
+_OPENING = re.compile(
+    rb'"delta":\s*\{"role":\s*"assistant",\s*"content":\s*""'
+    rb"|\Aevent: (?:response\.(?:created|in_progress)|message_start)\n"
+)
+_LAST_EVENTS = (b"data: [DONE]\n", b"event: message_stop\n", b"event: response.completed\n", b"event: error\n")
+_COMPLETED = b"event: response.completed\ndata: "
 # vLLM's keep-alive while a request waits for its turn. Passed on before the answer, it would commit to this D.
 _COMMENTS = re.compile(rb"^(?::[^\n]*\n)+\n", re.MULTILINE)
 # vLLM answers 200 to a request that it ends itself, for example to a new one while it shuts down. The quotes are not
 # escaped, so no model's text can contain this.
-_ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
+_ABORTED = re.compile(
+    rb'"finish_reason"\s*:\s*"abort"|"message_delta"\s*,\s*"delta"\s*:\s*\{\s*"stop_reason"\s*:\s*null'
+)
 # vllm-ascend's recompute scheduler ends a request that finds no block as if it were complete; only this field shows it.
-_DROPPED = re.compile(rb'"stop_reason"\s*:\s*"recomputed"')
+_DROPPED = re.compile(rb'"stop_(?:reason|sequence)"\s*:\s*"recomputed"')
 _CUT_SHORT = re.compile(rb"%b|%b" % (_ABORTED.pattern, _DROPPED.pattern))
 _PARAMS = b'"kv_transfer_params"'
-_COUNT = re.compile(rb'"completion_tokens"\s*:\s*([0-9]{1,9})')  # of a whole answer, at its end
+_SAID_NOTHING = SaidByEngine()
+_CUTS = {
+    Cut.DROPPED: ("dropped", "PD-META-022", PdError("PD-META-022").sentence),
+    Cut.ABORTED: ("ended", "PD-META-007", "The decode instance broke off: it is shutting down."),
+}
+_NUMBER = re.compile(rb'"sequence_number"\s*:\s*([0-9]{1,9})')
+_COUNT = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})')  # of a whole answer, at its end
 _END_BYTES = 8 << 10
 _LIMIT = "--first-byte-timeout; a stream has no limit behind its first byte"
 _HELD_BYTES = 1 << 20  # of an incomplete event that are held back
+_LAST_BYTES = 16 << 20  # of a response's, of which the last has the whole answer
 OWN_MARK = b"x-ascend-pd-metaserver"  # on a metaserver's requests and health answers: it must not pass for an engine
 # vLLM's stream of a request that it ends before the first token: only the end, and the usage if that was asked for.
 _NOTHING = re.compile(rb'data: (\[DONE\]|\{[^\n]*"choices":\s*\[\])')
@@ -77,8 +92,8 @@ async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None
         kept, streams = exchange.kept, exchange.request.stream and reply.status == 200
         if exchange.streaming and not streams:
             raise _no_rest(shared, attempt, reply.status)
-        # Else D may still post: for the other copies, or because it has only said again what it was given.
-        attempt.answers = exchange.request.copies == 1 and not attempt.repeats
+        # Else D may still post: for other copies, after a tool that it runs, or as it only says what it was given.
+        attempt.answers = exchange.request.copies == 1 and not (attempt.repeats or exchange.request.asks_again)
         if streams and kept is not None and not kept.gave_up:
             exchange.release()  # what is kept is counted there
         elif attempt.answers:
@@ -118,7 +133,7 @@ async def _open(
 ) -> tuple[Reply, Payload]:
     """Return D's reply, and the first piece of a stream or any other answer as a whole. Raise AttemptFailed."""
     exchange, timeout = attempt.exchange, shared.settings.first_byte_timeout_s
-    body = bodies.for_decode(exchange.request, params)
+    body = bodies.for_decode(exchange.request, params, attempt.decode.name)
     try:
         asking = attempt.leg.ask(shared.upstream, "POST", exchange.request.route.encode(), headers, body, timeout)
         reply = await asking.head()
@@ -129,7 +144,7 @@ async def _open(
         first = await _first(shared, attempt, reply, timeout)
         opened = True
     except UpstreamError as problem:
-        raise _broken(shared, attempt, problem) from problem
+        raise _broken(shared, attempt, problem, begun=reply.status == 200) from problem
     finally:
         if not opened:
             reply.close()
@@ -144,7 +159,7 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
         raise await _refused(shared, attempt, reply.status, await reply.rest(_ERROR_BYTES, timeout_s), reply.headers)
     said = b""
     if reply.status != 200 or not attempt.exchange.request.stream:
-        first = await reply.whole(_WHOLE_ANSWER_BYTES, timeout_s)
+        first = await reply.whole(WHOLE_ANSWER_BYTES, timeout_s)
         # Behind a chat's usage are the prompt's ids, which are asked for where the answer is kept.
         usage = _COUNT.search(first, 0 if attempt.exchange.kept is not None else max(0, len(first) - _END_BYTES))
         attempt.leg.take(int(usage[1]) if usage is not None else 0)
@@ -155,9 +170,9 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
             said = _first_said(first)
     if reply.status == 200 and isinstance(first, bytes) and not first.strip():
         raise UpstreamError(HttpFailure.EMPTY, "its answer was empty")
-    if said.startswith(_ERROR_EVENT):
+    if said.startswith(_ERROR_EVENTS):
         # vLLM sends a stream's status 200 and role before the request has run; this is the failure that came after.
-        body = said.split(b"\n", 1)[0].removeprefix(b"data: ").strip()
+        body = said.partition(b"data: ")[2].split(b"\n", 1)[0].strip()
         status = status_of(body)
         if leg_end(status) != "served":
             raise await _refused(shared, attempt, status, body, [])
@@ -166,32 +181,44 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
         # Else the error is the client's own, as vLLM also validates parameters this late: it is the answer.
     if reply.status != 200:
         return first
-    may_be_dropped = not attempt.exchange.stops_at_recomputed
-    says = _cut_short if may_be_dropped else aborted
-    cut_short = await shared.aside.run(partial(pieces.holds, says=says), first)
-    if cut_short and may_be_dropped and await shared.aside.run(partial(pieces.holds, says=dropped), first):
+    stripped: Payload = first
+    streams = attempt.exchange.request.stream
+    cut_short = await shared.aside.run(partial(_cut_short, attempt.exchange), first)
+    said_in_it: SaidByEngine | None = None
+    if not streams:
+        hides_ids = attempt.exchange.kept is not None and not attempt.exchange.kept.asked_ids
+        stripped, said_in_it = await shared.aside.run(partial(stripped_of, hides_ids=hides_ids), first)
+        cut_short = cut_short or _unreported(attempt, said_in_it)
+    if cut_short is Cut.DROPPED:
         shared.leg_over(attempt.leg, "dropped")
         code, kept = "PD-META-022", attempt.exchange.kept
-        if kept is not None and not attempt.exchange.request.stream:
+        if kept is not None and not streams:
             goes_on = await shared.aside.run(kept.take_whole, first)
             resuming.count(shared, attempt.exchange, kept)
             if goes_on:
                 raise resuming.StreamBroke(PdError(code).sentence, "dropped", code)
         raise AttemptFailed(HttpFailure.DROPPED, known(503, code, 2), "dropped for lack of blocks", code)
-    if cut_short or _NOTHING.match(said):
+    if cut_short is not None or _NOTHING.match(said):
         answer = fault(503, "The decode instance ended the request: it is shutting down.", "PD-META-007")
         raise await _refused(shared, attempt, 503, answer.body, [])
-    if not attempt.exchange.request.stream:
-        hides_ids = attempt.exchange.kept is not None and not attempt.exchange.kept.asked_ids
-        stripped, load = await shared.aside.run(partial(_stripped, hides_ids=hides_ids), first)
-        if load is not None:
-            shared.loaded(load)
-        return stripped
-    return first
+    if said_in_it is not None and said_in_it.pd_load is not None:
+        shared.loaded(said_in_it.pd_load)
+    return stripped
 
 
-def _stripped(answer: Buffer, hides_ids: bool = False) -> tuple[Payload, LoadReport | None]:
-    """Return a whole answer without `kv_transfer_params`, perhaps without token ids, and D's report from there."""
+def _unreported(attempt: Attempt, said: SaidByEngine | None) -> Cut | None:
+    """Return how D itself ended a request early, as its report or the lack of it says at the end of an answer.
+
+    Every other end of a request whose KV D asked for has a report. Only a response does not show it otherwise.
+    """
+    if said is not None and said.pd_dropped:
+        return Cut.DROPPED
+    lacks = said is _SAID_NOTHING and attempt.seen and attempt.exchange.route == bodies.RESPONSES
+    return Cut.ABORTED if lacks else None
+
+
+def stripped_of(answer: Buffer, *, hides_ids: bool = False) -> tuple[Payload, SaidByEngine | None]:
+    """Return a whole answer without `kv_transfer_params`, perhaps without token ids, and what D says in the former."""
     if hides_ids:
         answer = without_ids(bytes(answer))
     if not pieces.holds(answer, lambda part: _PARAMS in part):
@@ -200,16 +227,42 @@ def _stripped(answer: Buffer, hides_ids: bool = False) -> tuple[Payload, LoadRep
         fields = bodies.fields_of(answer)
     except bodies.BodyError:
         return answer, None  # no object, so it has no such field
-    said = fields.get(bodies.TRANSFER_PARAMS, msgspec.Raw(b"null"))
-    if bytes(memoryview(said)[:5]) == b"null":
-        return answer, None  # as vLLM writes it without a connector
-    load = None
+    if (params := fields.get(bodies.TRANSFER_PARAMS)) is None:
+        return answer, None
+    if bytes(memoryview(params)[:5]) == b"null":
+        return answer, _SAID_NOTHING  # as vLLM writes it without a connector
+    said = SaidByEngine()
     try:
-        load, _ = read_answer(msgspec.json.encode({bodies.TRANSFER_PARAMS: said}))
+        said = said_in(msgspec.json.encode({bodies.TRANSFER_PARAMS: params}))
     except bodies.UNREADABLE as problem:  # another version's: ignored, and not for the client
         log.warning("a decode engine's report is not understood: %s", problem)
     fields[bodies.TRANSFER_PARAMS] = msgspec.Raw(b"null")
-    return bodies.object_of(fields, len(answer)), load
+    return bodies.object_of(fields, len(answer)), said
+
+
+def _until_cut(shared: Shared, attempt: Attempt, piece: bytes) -> tuple[bytes, Cut | None]:
+    """Return events for the client, up to one by which D itself ends the request early, and how it does."""
+    exchange = attempt.exchange
+    if exchange.route != bodies.RESPONSES:
+        if not exchange.stops_at_recomputed and dropped(piece):
+            return _before(_DROPPED, piece), Cut.DROPPED
+        if (b'"abort"' in piece or b'"message_delta"' in piece) and aborted(piece):
+            return _before(_ABORTED, piece), Cut.ABORTED
+        return piece, None
+    before, completed, event = piece.partition(_COMPLETED)  # the last one, which has the whole answer
+    try:
+        fields = bodies.fields_of(event) if completed else {}
+    except bodies.BodyError:
+        return piece, None
+    if "response" not in fields:
+        return piece, None
+    answer, said = stripped_of(memoryview(fields["response"]))
+    if (cut_short := _unreported(attempt, said)) is not None:
+        return before, cut_short
+    if said is not None and said.pd_load is not None:
+        shared.loaded(said.pd_load)
+    fields["response"] = msgspec.Raw(b"".join(cut(answer)))
+    return before + completed + msgspec.json.encode(fields) + b"\n\n", None
 
 
 def _left(end: float) -> float:
@@ -229,9 +282,26 @@ def _first_said(stream: bytes) -> bytes:
     return next((event for event in events if event.strip() and not _OPENING.search(event)), b"")
 
 
-def _cut_short(answer: bytes) -> bool:
-    """Return whether `aborted` or `dropped` is true of an answer."""
-    return _CUT_SHORT.search(answer) is not None
+def _cut_short(exchange: HttpExchange, answer: Buffer) -> Cut | None:
+    """Return how D itself ended a request early, as its answer says, or what has come of it.
+
+    In a whole message the input of a tool is JSON of the model's, so only the outermost level counts. A response shows
+    it nowhere but in what the connector adds.
+    """
+    may_be_dropped = not exchange.stops_at_recomputed
+    if exchange.route == bodies.RESPONSES:
+        return None
+    if exchange.route == bodies.MESSAGES and not exchange.request.stream:
+        try:
+            fields = bodies.fields_of(answer)
+        except bodies.BodyError:
+            return None
+        if may_be_dropped and bodies.small(fields, "stop_sequence") == "recomputed":
+            return Cut.DROPPED
+        return None if "stop_reason" in fields else Cut.ABORTED
+    if not pieces.holds(answer, _CUT_SHORT.search if may_be_dropped else aborted):
+        return None
+    return Cut.DROPPED if may_be_dropped and pieces.holds(answer, dropped) else Cut.ABORTED
 
 
 def aborted(answer: bytes) -> bool:
@@ -276,7 +346,8 @@ def _no_rest(shared: Shared, attempt: Attempt, status: int) -> AttemptFailed:
     return AttemptFailed(HttpFailure.SERVER, answer, f"answered {status}")
 
 
-def _broken(shared: Shared, attempt: Attempt, problem: UpstreamError) -> AttemptFailed:
+def _broken(shared: Shared, attempt: Attempt, problem: UpstreamError, begun: bool = False) -> AttemptFailed:
+    is_response = attempt.exchange.route == bodies.RESPONSES and attempt.exchange.request.stream
     if not attempt.exchange.request.stream and shared.is_late(attempt.leg, problem):
         late = UpstreamError(
             problem.failure, f"no whole answer within {shared.settings.first_byte_timeout_s:g} s ({_LIMIT})"
@@ -284,6 +355,10 @@ def _broken(shared: Shared, attempt: Attempt, problem: UpstreamError) -> Attempt
         return AttemptFailed(problem.failure, no_answer(late), problem.why, final=True)
     if problem.failure is HttpFailure.TIMEOUT and attempt.posts:  # P has not answered, so D may only wait for it
         attempt.leg.end = "no prefill"
+    elif begun and is_response and problem.failure is HttpFailure.BROKEN and not attempt.seen:
+        # vLLM breaks off a response's stream so for a parameter that it refuses, which says nothing of D.
+        attempt.leg.end = "broke"
+        problem = UpstreamError(problem.failure, f"{problem.why}; without stream it may say why")
     else:
         shared.leg_broke(attempt.leg, problem)
     return AttemptFailed(problem.failure, no_answer(problem), problem.why)
@@ -301,18 +376,17 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
     exchange = attempt.exchange
     send = exchange.send
     await send({"type": "http.response.start", "status": 200, "headers": head})
-    piece, held, code, problem = first, b"", "PD-META-007", ""
+    piece, held, code, problem, number = first, b"", "PD-META-007", "", 0
+    is_response = exchange.route == bodies.RESPONSES
     try:
         while piece and not problem:
-            piece, held = _whole_events(held + piece if held else piece)
-            if not exchange.stops_at_recomputed and dropped(piece):
-                shared.leg_over(attempt.leg, "dropped")
-                code, problem = "PD-META-022", PdError("PD-META-022").sentence
-                piece, held = _before(_DROPPED, piece), b""
-            elif b'"abort"' in piece and aborted(piece):
-                shared.leg_over(attempt.leg, "ended")
-                problem = "The decode instance broke off: it is shutting down."
-                piece, held = _before(_ABORTED, piece), b""
+            piece, held = _whole_events(held + piece if held else piece, _LAST_BYTES if is_response else _HELD_BYTES)
+            piece, cut_short = _until_cut(shared, attempt, piece)
+            number = max((int(one) + 1 for one in _NUMBER.findall(piece)), default=number) if is_response else 0
+            if cut_short is not None:
+                end, code, problem = _CUTS[cut_short]
+                shared.leg_over(attempt.leg, end)
+                held = b""
             last = reply.at_end and not (held or problem)
             if piece:
                 attempt.leg.take(piece.count(b"\n\n"))
@@ -336,18 +410,19 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
         code = "PD-META-024" if code == "PD-META-007" else code
     if problem:
         shared.stream_broke(exchange, attempt.decode.name, problem, code)
-        await send({"type": "http.response.body", "body": error_frame(problem, code), "more_body": True})
+        end_of_it = error_frame(problem, code, exchange.route, number)
+        await send({"type": "http.response.body", "body": end_of_it, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
 
 
 def _said_all(piece: bytes) -> bool:
     """Return whether a stream's last event is out: nothing may follow it, however its connection ends."""
-    return piece.endswith(b"data: [DONE]\n\n")
+    return piece[piece.rfind(b"\n\n", 0, -2) :].lstrip(b"\n").startswith(_LAST_EVENTS) and piece.endswith(b"\n\n")
 
 
-def _whole_events(stream: bytes) -> tuple[bytes, bytes]:
+def _whole_events(stream: bytes, most: int = _HELD_BYTES) -> tuple[bytes, bytes]:
     """Return the complete events, and the beginning of an incomplete one, as that may be one that must not go out."""
-    if stream.endswith(b"\n\n") or len(stream) > _HELD_BYTES:
+    if stream.endswith(b"\n\n") or len(stream) > most:
         return stream, b""
     end = stream.rfind(b"\n\n") + 2
     return (stream[:end], stream[end:]) if end > 1 else (b"", stream)

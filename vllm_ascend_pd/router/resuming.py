@@ -165,5 +165,7 @@ async def break_off(shared: Shared, exchange: HttpExchange, problem: str, code: 
         return
     shared.stream_broke(exchange, decode, problem, code)
     exchange.streaming = False
-    await exchange.send({"type": "http.response.body", "body": error_frame(problem, code), "more_body": True})
+    await exchange.send(
+        {"type": "http.response.body", "body": error_frame(problem, code, exchange.route), "more_body": True}
+    )
     await exchange.send({"type": "http.response.body", "body": b""})

@@ -52,6 +52,7 @@ _OUTPUT = (
     "prefill_stats",
 )
 _STATE = ("sampling_params", "output_token_ids")
+_MOST_DROPS = 4096
 
 
 class GivenIds(tuple[int, ...]):
@@ -82,6 +83,28 @@ class StepHooks:
 
     def after(self, scheduler: Any, outputs: Any) -> None:
         """Act after vLLM has read them. `outputs` are those for clients, by their front end."""
+
+
+class Drops(StepHooks):
+    """Requests that vllm-ascend's recompute scheduler ends halfway: their last output says so for the router too.
+
+    A response has no other field for it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: dict[str, dict[str, Any]] = {}  # by request: what its answer says, until its last output is there
+
+    def note(self, request_id: str, answer: dict[str, Any]) -> None:
+        self.said[request_id] = answer
+        if len(self.said) > _MOST_DROPS:  # no step's outputs are seen here
+            self.said.clear()
+
+    def after(self, scheduler: Any, outputs: Any) -> None:
+        for one in outputs.values() if self.said else ():
+            for output in one.outputs:
+                if output.finish_reason is not None and output.request_id in self.said:
+                    output.kv_transfer_params = self.said.pop(output.request_id)
 
 
 class HasStepHooks:

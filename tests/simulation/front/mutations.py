@@ -224,7 +224,7 @@ def _lost_is_the_end(self: Any, problem: Exception | None) -> None:
 _LOST = http_session.HttpWire.connection_lost
 
 
-_GO_ON, _PARAMS, _DECODE = StreamState.go_on, front.Front._params, front.Front._decode
+_GO_ON, _PARAMS, _DECODE = StreamState.go_on, front.Front._params, front.Front.decode
 
 
 def _repeats_nothing(self: StreamState) -> bool:
@@ -369,7 +369,7 @@ ALL = {
         FrontMutation("tokens go to another prompt", ((StreamState, "tokens", _any_prompt),), _dated),
         FrontMutation("any ticket is good", ((Journal, "__init__", _with_tickets_of_all),), _breaking),
         FrontMutation("names of calls are compared", ((accumulated, "_is_name", _never),), _breaking),
-        FrontMutation("a stream goes on with the D that died", ((front.Front, "_decode", _the_dead_one),), _breaking),
+        FrontMutation("a stream goes on with the D that died", ((front.Front, "decode", _the_dead_one),), _breaking),
         FrontMutation(
             "ids go to clients that did not ask",
             ((resume, "without_ids", lambda said: said), (relay, "without_ids", lambda said: said)),

@@ -17,13 +17,15 @@ import socket
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 import uvicorn
 from simulation.front.speech import AnswerOptions, Speaker, speak
 
+from unit.router import fake_protocols
+from unit.router.fake_protocols import ABORT, MESSAGES, OTHERS, RECOMPUTED, RESPONSES, WELL
 from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.decode.scheduler.metaserver import MetaserverClient, Outcome
 from vllm_ascend_pd.protocol.auth import prompt_hash
@@ -209,6 +211,8 @@ class FakeEngine:
         self.fingerprint = fingerprint("fake")
         self.models: tuple[str, ...] = ("fake",)
         self.sends_first = False  # as P: reports its first tokens
+        self.responses: dict[str, dict[str, Any]] = {}  # stored ones, by their id
+        self.conversations: dict[str, object] = {}  # their prompts
         self._loads: dict[str, LoadReport] = {}  # the last report by ticket
         self._waiting: dict[str, asyncio.Future[Outcome]] = {}
         self.served = ServedApp(self._app, name, port)
@@ -229,7 +233,7 @@ class FakeEngine:
         return self.served.address
 
     def generations(self) -> list[SeenRequest]:
-        return [s for s in self.seen if s.route.endswith("completions")]
+        return [s for s in self.seen if s.route.endswith("completions") or s.route in OTHERS]
 
     def stop(self) -> None:
         self.served.loop.call(self._client.close(), 10)
@@ -294,7 +298,12 @@ class FakeEngine:
         elif seen.route == "/v1/models":
             cards = [{"id": name, "object": "model"} for name in self.models]
             await _answer(send, 200, json.dumps({"object": "list", "data": cards}).encode())
-        elif not seen.route.endswith("completions"):
+        elif seen.route.startswith(RESPONSES + "/"):
+            found = self.responses.get(seen.route.split("/")[3])
+            await _answer(
+                send, *(404, _error(404, "not found")) if found is None else (200, json.dumps(found).encode())
+            )
+        elif not seen.route.endswith("completions") and seen.route not in OTHERS:
             await self._held()
             if (seen.body or {}).get("stream"):
                 await self._stream(seen, send)
@@ -302,6 +311,8 @@ class FakeEngine:
             await _answer(send, 200, json.dumps({"route": seen.route, "body": seen.body}).encode())
         elif seen.body.get("model", "fake") not in self.models:
             await _answer(send, 404, _error(404, "The model does not exist."))
+        elif seen.body.get("previous_response_id", "") not in ("", None, *self.conversations):
+            await _answer(send, 404, _error(404, "Response not found."))
         else:
             await self._generate(seen, send)
 
@@ -315,7 +326,10 @@ class FakeEngine:
             await asyncio.sleep(0.01)
 
     async def _generate(self, seen: SeenRequest, send: Send) -> None:
-        if self.behaviour.ends:
+        if seen.route in OTHERS and seen.body.get("previous_response_id"):
+            prompt = [self.conversations[seen.body["previous_response_id"]], seen.body["input"]]
+            seen = replace(seen, body={**seen.body, "input": prompt})
+        if self.behaviour.ends and seen.route not in OTHERS:
             said = json.dumps({"id": "fake", "choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}).encode()
             if seen.body.get("stream"):
                 await _head(send, 200, b"text/event-stream")
@@ -373,6 +387,17 @@ class FakeEngine:
     async def _fail_stream(self, seen: SeenRequest, send: Send, code: int | str) -> None:
         """Fail as vLLM does once a stream's status is out: the first event but a chat's role is the error."""
         await _head(send, 200, b"text/event-stream")
+        if seen.route in OTHERS:
+            empty = fake_protocols.whole(seen.route, seen.body, "x", [])
+            await _piece(send, fake_protocols.events(seen.route, [], empty)[0])
+            if seen.route == MESSAGES:  # a response's stream only breaks
+                quoted = (
+                    f"2 errors [type=missing, input_value={{'error': {{'message': 'as...': None, 'code': {code}}}}}, x"
+                )
+                failed = {"type": "error", "error": {"type": "internal_error", "message": quoted}}
+                await _piece(send, fake_protocols.event(failed), last=True)
+                return
+            raise ConnectionAbortedError("as set")
         if "chat" in seen.route:
             role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             await _piece(send, b"data: " + json.dumps({"id": "fake", "choices": [role]}).encode() + b"\n\n")
@@ -440,7 +465,32 @@ class FakeEngine:
             loop = asyncio.get_running_loop()
             loop.call_later(self.behaviour.report_s, self._client.report, params["metaserver"], report)
 
+    def _other(self, seen: SeenRequest, count: int) -> tuple[dict[str, Any], list[str]]:
+        """Return the answer to a response's or message's request, which is kept if it is a response, and its words."""
+        body, (prompt,) = seen.body, _prompts(seen.body)
+        cut, end = self.behaviour.drops_after, ABORT if self.behaviour.ends else WELL
+        said = words(prompt, count if cut is None else cut) if end is WELL else []
+        name = body.get("request_id") or f"resp_{uuid.uuid4().hex}"
+        answer = fake_protocols.whole(seen.route, body, name, said, RECOMPUTED if cut is not None else end)
+        params = body.get("kv_transfer_params") or {}
+        if params.get("do_remote_decode"):
+            answer["kv_transfer_params"] = params_of(PushReport(self.incarnation, fingerprint=self.fingerprint))
+        elif seen.route == RESPONSES and end is WELL:
+            load = self._loads.get(params.get("ticket", ""))
+            answer["kv_transfer_params"] = params_of(load) if load is not None else None
+            if cut is not None:
+                answer["kv_transfer_params"] = {"pd_dropped": True}
+            self.responses[name], self.conversations[name] = answer, [prompt, *said]
+        elif seen.route == MESSAGES and (load := self._loads.get(params.get("ticket", ""))) is not None:
+            answer["kv_transfer_params"] = params_of(load)
+        return answer, said
+
     async def _whole(self, seen: SeenRequest, send: Send) -> None:
+        if seen.route in OTHERS:
+            whole, texts = self._other(seen, _limit(seen.body) or self.behaviour.tokens)
+            await asyncio.sleep(self.behaviour.gap_s * len(texts))
+            await _answer(send, 200, json.dumps(whole).encode())
+            return
         chat = "chat" in seen.route
         count = seen.body.get("max_completion_tokens" if chat else "max_tokens") or self.behaviour.tokens
         texts = ["".join(words(p, count)) for p in _prompts(seen.body) for _ in range(seen.body.get("n") or 1)]
@@ -498,6 +548,9 @@ class FakeEngine:
         if self.behaviour.speaks:
             await self._speech(seen, send)
             return
+        if seen.route in OTHERS:
+            await self._other_stream(seen, send)
+            return
         chat = "chat" in seen.route
         count = seen.body.get("max_completion_tokens" if chat else "max_tokens") or self.behaviour.tokens
         if not self.behaviour.keep_alive_s:
@@ -516,6 +569,24 @@ class FakeEngine:
         if self.behaviour.late_choice and "ticket" in (seen.body.get("kv_transfer_params") or {}):
             await self._reserve(_prompts(seen.body)[-1], seen.body["kv_transfer_params"])
         await self._finish(send, b"data: [DONE]\n\n")
+
+    async def _other_stream(self, seen: SeenRequest, send: Send) -> None:
+        answer, said = self._other(seen, _limit(seen.body) or self.behaviour.tokens)
+        await _head(send, 200, b"text/event-stream; charset=utf-8")
+        first, *rest, last = fake_protocols.events(seen.route, said, answer)
+        await _piece(send, first)
+        for i, one in enumerate(rest):
+            if i == self.behaviour.break_after:
+                raise ConnectionAbortedError("as set")
+            await _piece(send, one)
+            await asyncio.sleep(self.behaviour.gap_s)
+            while self.behaviour.paused and i >= self.behaviour.pause_after:
+                await asyncio.sleep(0.01)
+        if self.behaviour.late_choice and (params := seen.body.get("kv_transfer_params")):
+            await self._reserve(_prompts(seen.body)[-1], params)
+            answer["kv_transfer_params"] = params_of(self._loads[params["ticket"]])
+            last = fake_protocols.events(seen.route, said, answer)[-1]
+        await self._finish(send, last)
 
     def _repeats(self, seen: SeenRequest) -> bool:
         """Return whether a stream begins with given tokens: those are said before their KV is loaded."""
@@ -553,9 +624,13 @@ def reservation_of(params: dict[str, Any]) -> dict[str, Any]:
     return dict(json.loads(base64.b64decode(params["reservation"])))
 
 
+def _limit(body: dict[str, Any]) -> int:
+    return int(body.get("max_output_tokens") or body.get("max_tokens") or 0)
+
+
 def _prompts(body: dict[str, Any]) -> list[object]:
-    if "messages" in body:
-        return [body["messages"]]
+    if "messages" in body or "input" in body:
+        return [body.get("messages") or body["input"]]
     prompt = body["prompt"]
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         return prompt

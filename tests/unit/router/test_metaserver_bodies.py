@@ -257,7 +257,9 @@ def test_a_model_is_what_can_be_one(named: object) -> None:
 def test_every_field_that_the_installed_vllm_knows_has_its_use() -> None:
     completion = pytest.importorskip("vllm.entrypoints.openai.completion.protocol").CompletionRequest
     chat = pytest.importorskip("vllm.entrypoints.openai.chat_completion.protocol").ChatCompletionRequest
-    known = set(completion.model_fields) | set(chat.model_fields)
+    response = pytest.importorskip("vllm.entrypoints.openai.responses.protocol").ResponsesRequest
+    message = pytest.importorskip("vllm.entrypoints.anthropic.protocol").AnthropicMessagesRequest
+    known = {name for made in (completion, chat, response, message) for name in made.model_fields}
     assert known <= set(bodies.FIELDS), f"say what they are for: {sorted(known - set(bodies.FIELDS))}"
 
 

@@ -224,7 +224,7 @@ def test_at_the_end_it_is_waited_for_and_nothing_new_is_taken() -> None:
 def test_what_is_left_when_the_grace_is_over_is_cut() -> None:
     with cluster(grace_s=0.3) as c:
         c.decode[0].behaviour.gap_s = 30.0
-        streaming = Asking(lambda: c.http.post("/v1/responses", json={"prompt": "x", "stream": True}))
+        streaming = Asking(lambda: c.http.post("/v1/of/tomorrow", json={"prompt": "x", "stream": True}))
         until(lambda: any(e.committed for e in c.worker.front.journal.exchanges))
         c.decode[0].behaviour.hold = True
         waiting = Asking(lambda: embed(c))
@@ -305,5 +305,5 @@ def test_a_stream_that_breaks_is_cut_short_for_the_client() -> None:
     with cluster() as c:
         c.decode[0].behaviour.break_after = 1
         with pytest.raises(httpx.RemoteProtocolError):
-            c.http.post("/v1/responses", json={"prompt": "x", "stream": True})
+            c.http.post("/v1/of/tomorrow", json={"prompt": "x", "stream": True})
         until(lambda: instance(c).broke == 1)

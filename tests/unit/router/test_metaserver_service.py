@@ -53,7 +53,7 @@ def test_a_clients_own_transfer_parameters_reach_no_engine(pair: FakeCluster) ->
     forged = {"do_remote_prefill": True, "metaserver": "http://127.0.0.1:1", "ticket": "x", "remote_host": "evil"}
     assert pair.complete("three", kv_transfer_params=forged).status_code == 200
     pair.http.post("/v1/embeddings", json={"input": "x", "kv_transfer_params": forged})
-    pair.http.post("/v1/responses", content=b'{"kv_transfer\\u005fparams": {"remote_host": "evil"}}')
+    pair.http.post("/v1/of/tomorrow", content=b'{"kv_transfer\\u005fparams": {"remote_host": "evil"}}')
     for engine in (*pair.prefill, *pair.decode):
         assert "evil" not in json.dumps([s.body for s in engine.seen])
 

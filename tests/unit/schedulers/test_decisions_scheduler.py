@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import dataclasses
+import json
 import logging
 import threading
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request
 
 from unit.geometry.kit import geometry
@@ -43,6 +45,8 @@ from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import Secrets, seal, unseal
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, push_id, pushed_by
 from vllm_ascend_pd.protocol.messages import Reservation
+from vllm_ascend_pd.protocol.reports import said_in
+from vllm_ascend_pd.vllm_patches.first_token import Drops
 from vllm_ascend_pd.vllm_patches.patience import Patience
 
 # -- prefill
@@ -411,6 +415,17 @@ def test_a_request_that_vllm_ascend_drops_in_a_step_leaves_nothing() -> None:
         assert scheduler.book.find("r") is not None
         scheduler.metadata(SimpleNamespace(recomputed_reqs=[SimpleNamespace(request_id="r")]))
         assert scheduler.book.find("r") is None and scheduler.wanted(asked, 4) == 6, "nothing of it is left"
+        (drops,) = (hooks for hooks in scheduler.around() if isinstance(hooks, Drops))
+        tokens, other = EngineCoreOutput("r", [7]), EngineCoreOutput("other", [], finish_reason=FinishReason.STOP)
+        drops.after(None, {0: EngineCoreOutputs(outputs=[tokens, other])})  # of the step before
+        last = EngineCoreOutput("r", [], finish_reason=FinishReason.STOP, stop_reason="recomputed")
+        drops.after(None, {0: EngineCoreOutputs(outputs=[other]), 1: EngineCoreOutputs(outputs=[last])})
+        assert not drops.said and tokens.kv_transfer_params is None is other.kv_transfer_params
+        said = said_in(json.dumps({"kv_transfer_params": last.kv_transfer_params}).encode())
+        assert said.pd_dropped and said.pd_load is not None and said.pd_load.received == 6
+        for number in range(10_000):
+            drops.note(str(number), {})
+        assert len(drops.said) <= 4096, "where no outputs are seen"
     finally:
         scheduler.close()
         server.served.stop()

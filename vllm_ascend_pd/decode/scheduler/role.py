@@ -34,14 +34,14 @@ from vllm_ascend_pd.protocol.dialects import Meet, PassingRouter, read_meet, rea
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, pushed_by
 from vllm_ascend_pd.protocol.meeting import OFFER_ROOM, Offer, Unwanted
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES
-from vllm_ascend_pd.protocol.reports import LoadReport, params_of
+from vllm_ascend_pd.protocol.reports import DROPPED_KEY, LoadReport, params_of
 from vllm_ascend_pd.protocol.versions import WHOLE
 from vllm_ascend_pd.roles import SchedulerRole, StepMetadata, WorkerNews
 from vllm_ascend_pd.shared.exposure import UNREACHABLE_REMEDY, unreachable_warning
 from vllm_ascend_pd.shared.loop import LoopThread
 from vllm_ascend_pd.shared.wake import Doorbell
 from vllm_ascend_pd.vllm_patches import requests
-from vllm_ascend_pd.vllm_patches.first_token import StepHooks
+from vllm_ascend_pd.vllm_patches.first_token import Drops, StepHooks
 from vllm_ascend_pd.vllm_patches.patience import Patience
 from vllm_ascend_pd.vllm_patches.standstill import Standstill
 
@@ -110,6 +110,7 @@ class DecodeScheduler(SchedulerRole):
         self.first_tokens = FirstTokenReceiver(engine, self.tally, vocabulary, self.book, self, whole=whole)
         self.going_on = GoingOn(self.tally, self.book, self, vocabulary if gives else 0, longest)
         self._standstill = Standstill(self._gave_back) if yields else None
+        self._drops = Drops()
 
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         geometry = merge_geometries(workers)
@@ -274,7 +275,8 @@ class DecodeScheduler(SchedulerRole):
     def metadata(self, output: Any) -> StepMetadata:
         # vllm-ascend's recompute scheduler ends requests that find no block in a step, and reports it nowhere else.
         for dropped in getattr(output, "recomputed_reqs", None) or ():
-            self.finished(dropped.request_id)
+            answer = self.finished(dropped.request_id) or {}
+            self._drops.note(dropped.request_id, {**answer, DROPPED_KEY: True})
         if self._standstill is not None:
             self._standstill.scheduled(output.total_num_scheduled_tokens)
         return StepMetadata(decode=self.build_step())
@@ -322,7 +324,7 @@ class DecodeScheduler(SchedulerRole):
         return True
 
     def around(self) -> tuple[StepHooks, ...]:
-        ours = self.first_tokens, self.going_on
+        ours = self.first_tokens, self.going_on, self._drops
         return ours if self._standstill is None else (*ours, self._standstill)
 
     def holds(self, request_id: str) -> bool:

@@ -16,13 +16,22 @@ from typing import Any
 
 import msgspec
 
-from vllm_ascend_pd.router.core import media
+from vllm_ascend_pd.router.core import media, stored
 from vllm_ascend_pd.router.core.pieces import PIECE, Buffer, count, holds
-from vllm_ascend_pd.router.core.prefixes import Marks, marks_of
+from vllm_ascend_pd.router.core.prefixes import Mark, Marks, marks_of
 from vllm_ascend_pd.shared.core.gathered import Payload
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+# The routes whose prompts P can compute; the fields that have the prompt, and that limit the answer.
+ROUTES = {
+    COMPLETIONS: ("prompt", "max_tokens"),
+    CHAT: ("messages", "max_completion_tokens"),
+    RESPONSES: ("input", "max_output_tokens"),
+    MESSAGES: ("messages", "max_tokens"),
+}
 TRANSFER_PARAMS = "kv_transfer_params"  # a client may not set it
 _XARGS = "vllm_xargs"  # vLLM copies its entries to where the forbidden field goes, so the field may be in it too
 
@@ -40,7 +49,19 @@ _ANY = msgspec.json.Decoder(msgspec.Raw)
 _SINGLE = msgspec.json.Decoder(tuple[msgspec.Raw])
 _BYTES_PER_TOKEN = 4  # an estimate, for load only
 _MODEL_BYTES = 1 << 10  # of a model's name
-_BEFORE_PROMPT = ("model", "cache_salt", "tools", "documents", "chat_template", "chat_template_kwargs")
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_SYSTEM = ("system", "instructions")  # prompts beside the prompt
+_PREVIOUS = "previous_response_id"
+_BEFORE_PROMPT = (
+    "model",
+    "cache_salt",
+    "tools",
+    "documents",
+    "chat_template",
+    "chat_template_kwargs",
+    *_SYSTEM,
+    _PREVIOUS,
+)
 
 
 class Use(Enum):
@@ -53,11 +74,12 @@ class Use(Enum):
     ROUTING = "set, or left out, by the metaserver"
 
 
-# Every field of vLLM's completions and chat requests. A field that is not here is of a later release and goes to P
+# Every field of vLLM's requests on these routes. A field that is not here is of a later release and goes to P
 # unchanged. To leave out one that shapes the KV would waste the whole prefill; any other usually costs nothing.
 FIELDS: dict[str, Use] = {
     **dict.fromkeys(("model", "cache_salt", "priority", "vllm_xargs", "session_id", "user"), Use.TOKENS),
-    **dict.fromkeys(("prompt", "messages", "prompt_embeds", "suffix"), Use.PROMPT),
+    **dict.fromkeys(("prompt", "messages", "prompt_embeds", "suffix", "input", "previous_input_messages"), Use.PROMPT),
+    **dict.fromkeys((*_SYSTEM, _PREVIOUS, "reasoning", "text", "truncation", "output_config", "thinking"), Use.PROMPT),
     # Inputs of the chat template. Some templates render the tool choice and the answer's format into the prompt.
     **dict.fromkeys(
         ("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"), Use.PROMPT
@@ -71,9 +93,9 @@ FIELDS: dict[str, Use] = {
     **dict.fromkeys(("repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "logprobs"), Use.FIRST),
     **dict.fromkeys(("seed", "frequency_penalty", "presence_penalty", "repetition_detection"), Use.ANSWER),
     **dict.fromkeys(("bad_words", "structured_outputs"), Use.FIRST),
-    **dict.fromkeys(("watermarking", "thinking_token_budget"), Use.ANSWER),
+    **dict.fromkeys(("watermarking", "thinking_token_budget", "max_tool_calls"), Use.ANSWER),
     # End of the answer.
-    **dict.fromkeys(("stop", "length_penalty"), Use.ANSWER),
+    **dict.fromkeys(("stop", "stop_sequences", "length_penalty"), Use.ANSWER),
     **dict.fromkeys(("use_beam_search", "best_of", "include_stop_str_in_output"), Use.ANSWER),
     # What is reported of the answer, and how.
     **dict.fromkeys(("top_logprobs", "prompt_logprobs", "logprob_token_ids"), Use.ANSWER),
@@ -85,9 +107,12 @@ FIELDS: dict[str, Use] = {
         ("skip_special_tokens", "spaces_between_special_tokens", "return_assistant_tokens_mask"), Use.ANSWER
     ),
     **dict.fromkeys(
+        ("include", "metadata", "service_tier", "prompt_cache_key", "enable_response_messages"), Use.ANSWER
+    ),
+    **dict.fromkeys(
         ("include_reasoning", "parallel_tool_calls", "stream_options", "stream_interval", "echo"), Use.ANSWER
     ),
-    **dict.fromkeys(("stream", "n", "max_tokens", "max_completion_tokens", "request_id", TRANSFER_PARAMS), Use.ROUTING),
+    **dict.fromkeys(("stream", "n", "request_id", "store", "background", *_LIMITS, TRANSFER_PARAMS), Use.ROUTING),
 }
 # A letter of the forbidden field's name, written as an escape. A request does this only to hide the field.
 _ESCAPED = re.compile(rb"\\u00(?:%s)" % b"|".join(sorted({b"%02x" % ord(c) for c in TRANSFER_PARAMS})), re.IGNORECASE)
@@ -100,7 +125,7 @@ MEDIA_PARTS = (
 
 
 # A string that may be one of those by its length and first letters, any of which may be escaped.
-_PART = re.compile(rb'"([aipv\\][imnru\\][a-z_0-9A-F\\]{6,81}[a-z0-9A-F])"')
+_PART = re.compile(rb'"([aipv\\][imnru\\][a-z_0-9A-F\\]{2,81}[a-z0-9A-F])"')
 _LETTER = re.compile(rb"\\u00([0-9a-fA-F]{2})")
 
 
@@ -119,7 +144,7 @@ def _letter(escape: re.Match[bytes]) -> bytes:
     return bytes.fromhex(escape[1].decode())
 
 
-_names_media, _names_embeds = _names(MEDIA_PARTS), _names((_PROMPT_EMBEDS,))
+_names_media, _names_embeds, _names_image = _names(MEDIA_PARTS), _names((_PROMPT_EMBEDS,)), _names(("image",))
 _ONE_TOKEN = {"temperature": 0.0, "n": 1, "stream": False}  # greedy sampling needs no other field
 
 
@@ -156,6 +181,15 @@ class Request(msgspec.Struct, frozen=True):
     model: str  # as the client names it; empty if it names none
     marks: Marks  # of the prompt, to find engines that have its beginning in their cache
     has_media: bool = False
+    follows: stored.Stored | None = None  # the response with which its prompt begins, and which one D has
+    asks_again: bool = False  # D may make several prompts of it: it runs tools itself, and goes on
+
+
+class _Tool(msgspec.Struct):
+    type: str = "function"
+
+
+_TOOLS = msgspec.json.Decoder(list[_Tool])
 
 
 def parse(route: str, body: Buffer) -> Request:
@@ -164,16 +198,26 @@ def parse(route: str, body: Buffer) -> Request:
     fields.pop(TRANSFER_PARAMS, None)
     if _XARGS in fields:
         fields[_XARGS] = msgspec.Raw(stripped(_view(fields, _XARGS)))
-    prompt = _view(fields, "messages" if route == CHAT else "prompt", b"")
-    has_media = route == CHAT and holds(prompt, _names_media)
+    prompt = _view(fields, ROUTES[route][0], b"")
+    chat = route != COMPLETIONS
+    has_media = chat and holds(prompt, _names_image if route == MESSAGES else _names_media)
     text = memoryview(media.measured(prompt)) if has_media else prompt
-    prompts, tokens = _measure(text, chat=route == CHAT)
+    prompts, tokens = _measure(text, chat)
+    tokens += sum(len(_view(fields, name, b"")) for name in _SYSTEM) // _BYTES_PER_TOKEN
     shape = Shape.BATCH if prompts > 1 else Shape.ONE
-    choices = _number(fields, "n", 1)
+    choices = _number(fields, "n", 1) if route in (COMPLETIONS, CHAT) else 1
     # A chat with media goes to P as it came. A forced tool call is parsed from the answer, and P's one token is none.
     forced_tool = _word(fields, "tool_choice") not in (b"null", b'"none"', b'"auto"')
     # Embeddings have no hash by which P and D could tell that they compute the same prompt.
     embeds = has_media and holds(prompt, _names_embeds)
+    follows = stored.read(small(fields, _PREVIOUS)) if route == RESPONSES else None
+    has_media = has_media or (follows is not None and follows.has_media)
+    marks = _marks(fields, text, tokens) if shape is Shape.ONE else ()
+    if follows is not None:
+        before = follows.end.tokens
+        marks = (*follows.marks, *(Mark(digest, before + upto) for digest, upto in marks))
+        tokens += before
+    here = _needs_own_prompt(fields) or embeds or (has_media and (forced_tool or _present(fields, _PREVIOUS)))
     return Request(
         route=route,
         fields=fields,
@@ -182,13 +226,25 @@ def parse(route: str, body: Buffer) -> Request:
         shape=shape,
         copies=prompts * choices,
         prefill_tokens=tokens,
-        limit=_number(fields, "max_completion_tokens", 0) or _number(fields, "max_tokens", 0),
-        remote=bool(prompt) and not (_needs_own_prompt(fields) or embeds or (has_media and forced_tool)),
-        send_tokens=route == CHAT or shape is Shape.BATCH or _next(prompt, int(bytes(prompt[:1]) == b"[")) == b'"',
+        limit=next(filter(None, (_number(fields, name, 0) for name in _LIMITS)), 0),
+        # Behind the answer to a request that D runs in the background nobody is left whom D could ask.
+        remote=bool(prompt) and not here and not (route == RESPONSES and flag(fields, "background")),
+        send_tokens=chat or shape is Shape.BATCH or _next(prompt, int(bytes(prompt[:1]) == b"[")) == b'"',
         model=model_of(fields),
-        marks=_marks(fields, text, tokens) if shape is Shape.ONE else (),
+        marks=marks,
         has_media=has_media,
+        follows=follows,
+        asks_again=route == RESPONSES and _has_tools_of_its_own(fields),
     )
+
+
+def _has_tools_of_its_own(fields: Mapping[str, msgspec.Raw]) -> bool:
+    """Return whether a request may have tools that its D runs itself: any but functions, which the client runs."""
+    tools = _view(fields, "tools", b"[]")
+    try:
+        return len(tools) > _READ_WHOLE or any(tool.type != "function" for tool in _TOOLS.decode(tools))
+    except UNREADABLE:
+        return False
 
 
 def fields_of(body: Buffer) -> dict[str, msgspec.Raw]:
@@ -237,9 +293,15 @@ def _in_utf8(body: Buffer) -> Buffer:
     return bytes(body).decode(encoding).encode()
 
 
-def for_decode(request: Request, params: Mapping[str, Any] | None) -> Payload:
-    """Return D's body: the client's, with `params`: where to ask for a prefill (None: D prefills by itself)."""
-    return object_of(request.fields if params is None else {**request.fields, TRANSFER_PARAMS: params}, request.size)
+def for_decode(request: Request, params: Mapping[str, Any] | None, decode: str = "") -> Payload:
+    """Return D's body: the client's, with `params`: where to ask for a prefill (None: D prefills by itself).
+
+    A response that the client does not name gets a name that says where it is: at `decode`.
+    """
+    more: dict[str, Any] = {} if params is None else {TRANSFER_PARAMS: params}
+    if request.route == RESPONSES and not _present(request.fields, "request_id"):
+        more["request_id"] = stored.new_id(decode, request.marks, request.prefill_tokens, request.has_media)
+    return object_of(request.fields | more if more else request.fields, request.size)
 
 
 def for_prefill(
@@ -258,7 +320,9 @@ def for_prefill(
     route = COMPLETIONS if ids else request.route
     wanted = (Use.TOKENS, None) if ids else (Use.PROMPT, Use.TOKENS, None)
     fields: dict[str, Any] = {key: value for key, value in request.fields.items() if FIELDS.get(key) in wanted} | ids
-    fields |= {"max_completion_tokens" if route == CHAT else "max_tokens": 1, **_ONE_TOKEN}
+    fields |= {ROUTES[route][1]: 1, **_ONE_TOKEN}
+    if route == RESPONSES:
+        fields["store"] = False
     if route == COMPLETIONS and first:
         fields |= {key: value for key, value in first.items() if FIELDS.get(key) is Use.FIRST}
     raw = (len(memoryview(value)) for value in fields.values() if isinstance(value, msgspec.Raw))

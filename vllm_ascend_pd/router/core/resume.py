@@ -19,7 +19,7 @@ import msgspec
 from vllm_ascend_pd.protocol.auth import prompt_hash
 from vllm_ascend_pd.router.core import bodies
 from vllm_ascend_pd.router.core.accumulated import IDS, Accumulated, NotContinued, RepeatedAnswer
-from vllm_ascend_pd.router.core.bodies import CHAT, UNREADABLE, Request, Shape
+from vllm_ascend_pd.router.core.bodies import CHAT, COMPLETIONS, UNREADABLE, Request, Shape
 from vllm_ascend_pd.router.core.pieces import Buffer
 
 MAX_TIMES = 8  # that one answer goes on, but for drops behind new tokens
@@ -40,7 +40,7 @@ _PARTS: dict[str, Any] = {"text": "", "delta": {}, "logprobs": None, IDS: []}
 
 def stops_at_recomputed(fields: Mapping[str, msgspec.Raw]) -> bool:
     """Return whether the word for a dropped request is a stop string of the client, which vLLM reports in its place."""
-    raw = fields.get("stop", _NULL)
+    raw = fields.get("stop", fields.get("stop_sequences", _NULL))
     try:
         stop = msgspec.json.decode(raw) if len(memoryview(raw)) <= _STOP_BYTES else None
     except UNREADABLE:
@@ -56,6 +56,7 @@ def refusal(request: Request) -> str:
         return name in fields and bodies.small(fields, name) not in harmless
 
     reasons = {
+        f"no D says the token ids of an answer on {request.route}": request.route not in (COMPLETIONS, CHAT),
         "it has several prompts": request.shape is not Shape.ONE,
         "it has several choices, which come in any order": request.copies > 1 or asks("best_of", None, 1),
         "it is a beam search, which has no tokens before its end": bodies.flag(fields, "use_beam_search"),

@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/v1/responses` and `/v1/messages`: transfers, load and prefixes as for chats, stored responses, ends of streams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from tools.support.process import free_port
+from unit.router.cluster import HEAD, FakeCluster, ServedWorker, cluster, until
+from unit.router.fake_engine import words
+from unit.router.fake_protocols import MESSAGES, RESPONSES
+from vllm_ascend_pd.router.app import WorkerProcess
+from vllm_ascend_pd.router.core import bodies, stored
+from vllm_ascend_pd.router.core.decisions import CircuitPolicy
+
+ROUTES = [RESPONSES, MESSAGES]
+PATIENT = CircuitPolicy(threshold=100)
+
+
+def body_for(route: str, prompt: object, **more: Any) -> dict[str, Any]:
+    asked = {"input": prompt, "max_output_tokens": 3} if route == RESPONSES else {"messages": prompt, "max_tokens": 3}
+    return {"model": "fake", **asked, **more}
+
+
+def ask(c: FakeCluster, route: str, prompt: object = "a prompt", **more: Any) -> httpx.Response:
+    return c.http.post(route, json=body_for(route, prompt, **more))
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    said = answer.json()
+    assert said.get("kv_transfer_params") is None, "what D reports is not for clients"
+    (part,) = said["output"][0]["content"] if "output" in said else said["content"]
+    return str(part["text"])
+
+
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    """Return the events of a stream, each with its name."""
+    read = []
+    for event in answer.text.removesuffix("\n\n").split("\n\n"):
+        name, data = event.split("\n")
+        read.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {read[-1]['type']}"
+    return read
+
+
+def streamed(answer: httpx.Response) -> str:
+    said = events(answer)
+    assert said[-1]["type"] in ("response.completed", "message_stop"), said[-1]
+    deltas = (one["delta"] for one in said if one["type"].endswith(("text.delta", "block_delta")))
+    return "".join(one if isinstance(one, str) else one["text"] for one in deltas)
+
+
+def loads(c: FakeCluster) -> list[str]:
+    """Return the requests whose KV came."""
+    return [s.request_id for s in c.worker.front.journal.last if any(name == "loaded" for name, _, _ in s.stages)]
+
+
+# -- transfers
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_p_computes_the_prompt_and_d_reports_its_load(route: str, stream: bool) -> None:
+    with cluster() as c:
+        answer = ask(c, route, stream=stream)
+        assert (streamed if stream else text_of)(answer) == "".join(words("a prompt", 3))
+        assert "pd_load" not in answer.text
+        (leg,) = c.prefill[0].generations()
+        assert leg.route == "/v1/completions" and leg.body["max_tokens"] == 1, "P gets the ids that D made"
+        assert not {"input", "messages", "system", "max_output_tokens", "request_id"} & set(leg.body)
+        (seen,) = c.decode[0].generations()
+        assert seen.route == route and seen.body["kv_transfer_params"]["do_remote_prefill"]
+        until(lambda: len(loads(c)) == 1)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_d_sends_no_ids_of_goes_to_p_as_it_came(route: str) -> None:
+    picture: list[Any] = [{"role": "user", "content": [{"type": "image", "source": {"data": "A" * 2000}}]}]
+    if route == RESPONSES:
+        picture[0]["content"] = [{"type": "input_image", "image_url": "data:image/png;base64," + "A" * 2000}]
+    with cluster() as c:
+        c.decode[0].behaviour.posts_ids = False
+        assert ask(c, route, picture, instructions="be brief", stop_sequences=["x"]).status_code == 200
+        (leg,) = c.prefill[0].generations()
+        assert leg.route == route and leg.body["instructions"] == "be brief" and "stop_sequences" not in leg.body
+        assert leg.body["max_output_tokens" if route == RESPONSES else "max_tokens"] == 1
+        assert leg.body.get("store") is (False if route == RESPONSES else None) and leg.body["stream"] is False
+        until(lambda: len(loads(c)) == 1)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_its_load_and_prefix_count(route: str) -> None:
+    with cluster(prefill=2, decode=2) as c:
+        prompts = [[{"role": "user", "content": HEAD + str(turn)}] for turn in range(12)]
+        for prompt in prompts:
+            assert ask(c, route, prompt).status_code == 200
+        served = [len(engine.generations()) for engine in (*c.prefill, *c.decode)]
+        assert sorted(served) == [0, 0, 12, 12], "all that begin alike go to one P and one D"
+        request = bodies.parse(route, json.dumps(body_for(route, prompts[0], system="s" * 4000)).encode())
+        assert request.limit == 3 and request.prefill_tokens == pytest.approx((len(HEAD) + 4000) / 4, rel=0.05)
+        assert request.remote and request.send_tokens and request.copies == 1
+
+
+def test_a_clients_own_fields_do_not_multiply_it() -> None:
+    assert bodies.parse(MESSAGES, b'{"messages": [], "n": 9}').copies == 1
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_another_p_takes_the_place_of_one_that_fails(route: str) -> None:
+    with cluster(prefill=2) as c:
+        c.prefill[0].behaviour.wedged = True
+        for number in range(6):
+            prompt = f"one of several {number}"
+            assert text_of(ask(c, route, prompt)) == "".join(words(prompt, 3))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_another_d_takes_the_place_of_one_that_fails_before_the_first_word(route: str, stream: bool) -> None:
+    with cluster(decode=2, circuit=PATIENT) as c:
+        c.decode[0].behaviour.break_after = 0
+        c.decode[0].behaviour.wedged = not stream
+        number = 0
+        while not c.decode[0].generations() or number < 6:  # the choice of an engine is random
+            number += 1
+            answer = ask(c, route, f"one of several {number}", stream=stream)
+            assert (streamed if stream else text_of)(answer) == "".join(words(f"one of several {number}", 3))
+
+
+def test_tools_that_d_runs_itself_may_ask_for_further_prefills() -> None:
+    tools = [{"type": "function", "name": "f"}, {"type": "web_search_preview"}]
+    with cluster() as c:
+        c.decode[0].behaviour.late_choice = True
+        assert streamed(ask(c, RESPONSES, stream=True, tools=tools)) == "".join(words("a prompt", 3))
+        assert [leg.body["prompt"] for leg in c.prefill[0].generations()] == [list(json.dumps("a prompt").encode())]
+        assert [leg.body["model"] for leg in c.prefill[0].generations()] == ["fake"]
+    for functions in (tools[:1], []):
+        assert not bodies.parse(RESPONSES, json.dumps({"input": "x", "tools": functions}).encode()).asks_again
+    long = [{"type": "function", "description": "x" * 40_000}]
+    assert bodies.parse(RESPONSES, json.dumps({"input": "x", "tools": long}).encode()).asks_again, "it is not read"
+
+
+def test_a_response_in_the_background_is_ds_own() -> None:
+    with cluster() as c:
+        assert ask(c, RESPONSES, background=True, store=True).status_code == 200
+        assert not c.prefill[0].generations()
+        assert "kv_transfer_params" not in c.decode[0].generations()[0].body
+
+
+# -- stored responses
+
+
+def test_a_follow_up_goes_to_the_d_that_has_the_response() -> None:
+    with cluster(prefill=2, decode=3) as c:
+        names = set()
+        for number in range(12):
+            first = ask(c, RESPONSES, f"{number} begins {HEAD}").json()
+            names.add(first["id"])
+            (home,) = (d for d in c.decode if first["id"] in d.responses)
+            prompt: object = [[f"{number} begins {HEAD}", *words(f"{number} begins {HEAD}", 3)], "and now?"]
+            answer = ask(c, RESPONSES, "and now?", previous_response_id=first["id"])
+            assert text_of(answer) == "".join(words(prompt, 3)) and answer.json()["id"] in home.responses
+            for path in (f"{RESPONSES}/{first['id']}", f"{RESPONSES}/{first['id']}?stream=false"):
+                assert c.http.get(path).json() == first and first["kv_transfer_params"] is None
+            assert c.http.post(f"{RESPONSES}/{first['id']}/cancel", json={}).json()["id"] == first["id"]
+        until(lambda: len(loads(c)) == 24)
+        assert len(names) == 12 and len([d for d in c.decode if d.responses]) > 1
+
+
+def test_a_follow_up_counts_all_of_its_conversation_and_finds_the_p_that_has_it() -> None:
+    whole = bodies.parse(RESPONSES, json.dumps({"model": "m", "input": HEAD}).encode())
+    name = stored.new_id("d:1", whole.marks, whole.prefill_tokens, False)
+    said = {"model": "m", "input": "more " * 1000, "previous_response_id": name}
+    later = bodies.parse(RESPONSES, json.dumps(said).encode())
+    assert later.marks[0] == whole.marks[-1]._replace(tokens=whole.prefill_tokens) and len(later.marks) > 3
+    assert later.prefill_tokens == whole.prefill_tokens + 1251
+    assert [mark.tokens for mark in later.marks] == sorted(mark.tokens for mark in later.marks)
+    assert later.marks[-1].tokens <= later.prefill_tokens
+    with cluster(prefill=3) as c:
+        first = ask(c, RESPONSES, HEAD).json()["id"]
+        for _ in range(6):
+            assert ask(c, RESPONSES, "x" * 2000, previous_response_id=first).status_code == 200
+        assert sorted(len(p.generations()) for p in c.prefill) == [0, 0, 7]
+
+
+def test_what_follows_on_a_picture_is_ds_own() -> None:
+    """D sends no ids of such a prompt, and no P has the beginning of the conversation."""
+    name = stored.new_id("d:1", (), 10, True)
+    said = {"input": "and now?", "previous_response_id": name}
+    assert not bodies.parse(RESPONSES, json.dumps(said).encode()).remote
+    of_text = {**said, "previous_response_id": stored.new_id("d:1", (), 10, False)}
+    assert bodies.parse(RESPONSES, json.dumps(of_text).encode()).remote
+    picture = [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]
+    theirs = {"input": picture, "previous_response_id": "resp_" + "0" * 32}
+    assert not bodies.parse(RESPONSES, json.dumps(theirs).encode()).remote
+
+
+@pytest.mark.parametrize("how", ["follow-up", "get", "cancel"])
+def test_a_response_whose_d_is_no_instance_any_more_is_refused_with_a_remedy(how: str) -> None:
+    with cluster(decode=2) as c:
+        name = ask(c, RESPONSES).json()["id"]
+        (home,) = (d for d in c.decode if name in d.responses)
+        assert c.http.delete(f"/instances/{home.address}").status_code == 200
+        path = f"{RESPONSES}/{name}"
+        asking = {
+            "follow-up": lambda: ask(c, RESPONSES, previous_response_id=name),
+            "get": lambda: c.http.get(path),
+            "cancel": lambda: c.http.post(path + "/cancel", json={}),
+        }
+        answer = asking[how]()
+        assert answer.status_code == 404 and answer.json()["error"]["code"] == "PD-META-034"
+        assert ask(c, RESPONSES).status_code == 200
+
+
+def test_a_d_that_cannot_be_reached_is_not_replaced_for_a_follow_up() -> None:
+    with cluster(decode=2) as c:
+        name = ask(c, RESPONSES).json()["id"]
+        (home,) = (d for d in c.decode if name in d.responses)
+        (other,) = (d for d in c.decode if d is not home)
+        before = len(other.generations())
+        home.served.kill()
+        for _ in range(3):
+            answer = ask(c, RESPONSES, previous_response_id=name)
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "PD-META-007"
+        assert len(other.generations()) == before
+
+
+def test_a_follow_up_that_d_drops_is_asked_of_it_again() -> None:
+    with cluster(decode=2, circuit=PATIENT) as c:
+        name = ask(c, RESPONSES).json()["id"]
+        (home,) = (d for d in c.decode if name in d.responses)
+        home.behaviour.drops_after = 1
+        answer = ask(c, RESPONSES, previous_response_id=name)
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "PD-META-022"
+        assert len(home.generations()) == 1 + c.worker.settings.retry.attempts
+        assert not [d for d in c.decode if d is not home and d.generations()]
+
+
+def test_a_d_that_has_restarted_says_itself_that_it_has_nothing() -> None:
+    with cluster() as c:
+        name = ask(c, RESPONSES).json()["id"]
+        c.decode[0].responses.clear()
+        c.decode[0].conversations.clear()
+        assert ask(c, RESPONSES, previous_response_id=name).status_code == 404
+        assert c.http.get(f"{RESPONSES}/{name}").status_code == 404
+
+
+@contextmanager
+def another_metaserver(c: FakeCluster) -> Iterator[httpx.Client]:
+    """Start a second one in front of the same engines."""
+    port = free_port()
+    served = ServedWorker(WorkerProcess(replace(c.worker.settings, port=port), f"http://127.0.0.1:{port}"), port)
+    try:
+        with httpx.Client(base_url=served.url, timeout=30, trust_env=False) as http:
+            until(lambda: http.get("/serving").status_code == 200)
+            yield http
+    finally:
+        served.stop()
+
+
+def test_each_metaserver_finds_what_another_one_has_named() -> None:
+    """Workers and hosts share nothing for this."""
+    with cluster(decode=3) as c, another_metaserver(c) as another:
+        for number in range(8):
+            name = ask(c, RESPONSES, f"prompt {number}").json()["id"]
+            assert another.get(f"{RESPONSES}/{name}").json()["id"] == name
+
+
+def test_a_name_that_is_not_ours_goes_to_any_d() -> None:
+    with cluster() as c:
+        mine = ask(c, RESPONSES, request_id="resp_mine").json()["id"]
+        assert mine == "resp_mine", "a client's own name stays"
+        assert text_of(ask(c, RESPONSES, "more", previous_response_id=mine))
+        for odd in ("resp_" + "0" * 32, "", "x", "resp_%2e"):
+            assert c.http.get(f"{RESPONSES}/{odd}").status_code == 404
+    for name in (None, 7, "", "resp_" + "0" * 55, "resp_" + "g" * 55, "\ud800"):
+        assert stored.read(name) is None
+
+
+def test_a_name_says_what_it_was_given() -> None:
+    marks = bodies.parse(RESPONSES, json.dumps({"input": HEAD}).encode()).marks
+    for tokens, media in ((0, False), (9, True), (1 << 40, False)):
+        read = stored.read(stored.new_id("10.0.0.1:8200", marks, tokens, media))
+        assert read is not None and read.home == stored.home_of("10.0.0.1:8200") != stored.home_of("10.0.0.2:8200")
+        assert read.marks[0].digest == marks[-1].digest and read.has_media is media
+        assert read.end.tokens == min(tokens, (1 << 24) - 1)
+        assert len(stored.new_id("10.0.0.1:8200", marks, tokens, media)) <= 62
+    short = stored.read(stored.new_id("d", (), 3, False))
+    assert short is not None and not short.marks and short.end.tokens == 3
+    assert stored.new_id("d", (), 3, False) != stored.new_id("d", (), 3, False)
+
+
+# -- ends of streams
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_stream_that_breaks_ends_in_an_error_event_of_its_protocol(route: str) -> None:
+    with cluster() as c:
+        c.decode[0].behaviour.break_after = 2
+        *before, last = in_the_middle(c, route)
+        assert last["type"] == "error" and len(before) > 2
+        if route == RESPONSES:
+            assert last["code"] == "PD-META-024" and last["sequence_number"] == before[-1]["sequence_number"] + 1
+        else:
+            last = last["error"]
+            assert last["type"] and last["code"] == "PD-META-024"
+        assert f"no D says the token ids of an answer on {route}" in last["message"]
+
+
+def in_the_middle(c: FakeCluster, route: str) -> list[dict[str, Any]]:
+    """Return the events of a stream of which D says what follows only when the client has something."""
+    c.decode[0].behaviour.paused = True
+    with c.http.stream("POST", route, json=body_for(route, "a prompt", stream=True)) as answer:
+        pieces = answer.iter_raw()
+        stream = next(pieces)
+        c.decode[0].behaviour.paused = False
+        return events(httpx.Response(200, content=stream + b"".join(pieces)))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_request_that_d_drops_never_looks_complete(route: str) -> None:
+    with cluster(circuit=PATIENT) as c:
+        c.decode[0].behaviour.drops_after = 2
+        said = in_the_middle(c, route)
+        last = said[-1] if route == RESPONSES else said[-1]["error"]
+        assert last["code"] == "PD-META-022" and "recomputed" not in json.dumps(said)
+        assert [one["sequence_number"] for one in said] == list(range(len(said))) or route == MESSAGES
+        assert not {"response.completed", "message_stop", "message_delta"} & {one["type"] for one in said}
+        answer = ask(c, route)
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "PD-META-022"
+        (instance,) = (i for i in c.worker.fleet if i.name == c.decode[0].address)
+        assert not instance.broke, "it does not count against D"
+        c.decode[0].behaviour.drops_after = None
+        assert text_of(ask(c, route)) == "".join(words("a prompt", 3))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_an_answer_that_a_d_ends_as_it_shuts_down_is_no_answer(route: str, stream: bool) -> None:
+    with cluster(decode=2, circuit=PATIENT) as c:
+        c.decode[0].behaviour.ends = True
+        number = 0
+        while not c.decode[0].generations() or number < 6:
+            number += 1
+            answer = ask(c, route, f"prompt {number}", stream=stream)
+            if stream and events(answer)[-1]["type"] == "error":
+                assert "shutting down" in answer.text
+            else:
+                assert (streamed if stream else text_of)(answer) == "".join(words(f"prompt {number}", 3))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_parameter_that_d_refuses_in_a_stream_says_nothing_of_d(route: str) -> None:
+    with cluster() as c:
+        c.decode[0].behaviour.stream_error = 400
+        for _ in range(4):
+            answer = ask(c, route, stream=True)
+            assert answer.status_code == (502 if route == RESPONSES else 200)
+            assert "without stream it may say why" in answer.text or events(answer)[-1]["type"] == "error"
+        (instance,) = (i for i in c.worker.fleet if i.name == c.decode[0].address)
+        assert not instance.broke and not instance.circuit.open
+        c.decode[0].behaviour.stream_error = 500
+        assert ask(c, route, stream=True).status_code == (502 if route == RESPONSES else 500)
+
+
+def test_what_the_model_gives_to_a_tool_is_no_end_of_its_message() -> None:
+    with cluster() as c:
+        answer = ask(c, MESSAGES, tools=[{"name": "f", "input_schema": {}}])
+        assert answer.status_code == 200
+        assert answer.json()["content"][1]["input"] == {"stop_sequence": "recomputed", "finish_reason": "abort"}
+
+
+def test_what_a_client_says_beside_a_response_is_no_end_of_it() -> None:
+    said = {"stop_reason": "recomputed", "finish_reason": "abort"}
+    with cluster() as c:
+        for stream in (False, True):
+            answer = ask(c, RESPONSES, metadata=said, stream=stream)
+            assert (streamed if stream else text_of)(answer) == "".join(words("a prompt", 3))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_stop_string_recomputed_is_the_clients(stream: bool) -> None:
+    with cluster() as c:
+        c.decode[0].behaviour.drops_after = 2
+        answer = ask(c, MESSAGES, stop_sequences=["recomputed"], stream=stream)
+        assert answer.status_code == 200 and '"recomputed"' in answer.text and "PD-META" not in answer.text
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_connection_that_breaks_after_the_last_event_is_no_break(route: str) -> None:
+    with cluster() as c:
+        c.decode[0].behaviour.torn_at_end = True
+        assert streamed(ask(c, route, stream=True)) == "".join(words("a prompt", 3))
+
+
+def test_a_long_response_is_read_to_its_end() -> None:
+    with cluster() as c:
+        long = {"x": "y" * (2 << 20)}
+        answer = ask(c, RESPONSES, metadata=long, stream=True)
+        assert streamed(answer) == "".join(words("a prompt", 3)) and "pd_load" not in answer.text
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_refusals_have_a_form_that_both_clients_read(route: str) -> None:
+    with cluster(decode=0) as c:
+        said = ask(c, route).json()
+        assert said["type"] == "error" and said["error"]["code"] == "PD-META-008" and said["error"]["message"]
