@@ -15,6 +15,9 @@ Goodput: answers a second with TTFT and mean TPOT within multiples of what one i
 tokens of prompts that engines computed, for each that was in no earlier prompt of the load. `bytes / lacked`: bytes
 that P wrote for each of KV that D lacked.
 
+With --push nothing of this runs, but streams on a pair's D while prompts are pushed into it: the gaps between their
+tokens as ratios to those without a push.
+
 A run that was ended goes on where it was if it is started with the same flags (--out).
 """
 
@@ -31,7 +34,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tools.bench_load_parts import client, figures, plot
+from tools.bench_load_parts import client, figures, plot, pushed
 from tools.bench_load_parts.figures import MeasuredPoint
 from tools.bench_load_parts.kept import KeptPoints, OtherRun
 from tools.bench_load_parts.loads import TURNS, Lengths, LoadCase, requests
@@ -50,6 +53,8 @@ SETTINGS = ("prompt", "answer", "turn", "seconds", "trace", "trace_lengths", "tt
 
 def main() -> int:
     args = _parsed()
+    if args.push:
+        return pushed.run(args)
     trace = read(args.trace.read_text()) if args.trace else []
     try:
         kept = KeptPoints(args.out, {name: str(getattr(args, name)) for name in SETTINGS})
@@ -100,6 +105,16 @@ def _parsed() -> argparse.Namespace:
     add("--ttft-times", type=float, default=5.0, help="good: TTFT within so many times an idle engine's (default: 5)")
     add("--tpot-times", type=float, default=2.0, help="good: TPOT within so many times an idle engine's (default: 2)")
     add("--kv-mib", type=int, default=512, help="cache of each engine (default: 512)")
+    add(
+        "--push",
+        type=int,
+        nargs="*",
+        default=[],
+        metavar="N",
+        help="push so many prompts at once into a D that streams",
+    )
+    add("--streams", type=int, nargs="*", default=[8], help="with --push: streams on D (default: 8)")
+    add("--pushed", type=int, default=2048, help="with --push: tokens of such a prompt (default: 2048)")
     add("--point-limit", type=float, default=600.0, help="seconds after which a point is given up (default: 600)")
     add("--out", type=Path, default=ROOT / "out/bench_load/run", help="folder of the run (default: out/bench_load/run)")
     args = parser.parse_args()
@@ -111,8 +126,8 @@ def _parsed() -> argparse.Namespace:
     if longest > MODEL_LEN:
         parser.error(f"{longest} tokens do not fit into the model's {MODEL_LEN}")
     numbers = (*args.rates, *args.clients, *args.chats, *args.speeds, args.trace_lengths, args.seconds, args.repeats)
-    if min(*numbers, args.prompt, args.answer, args.turn) <= 0:
-        parser.error("rates, clients, chats, speeds, lengths, seconds and repeats are above 0")
+    if min(*numbers, *args.push, *args.streams, args.prompt, args.answer, args.turn, args.pushed) <= 0:
+        parser.error("numbers are above 0")
     return args
 
 
@@ -196,14 +211,15 @@ def _point(
             else:
                 arrivals, chunk = requests(case, lengths, repeat, idle_s, trace)
                 new = new_tokens(arrivals, chunk)
-                name = f"{case}-{repeat}".replace(", ", "-").replace(" ", "_").replace("/", "_per_").replace("%", "pc")
-                file = args.out / f"{name}.jsonl"
+                file = args.out / f"{case.kind}-{case.value:g}-prefix-{case.prefix}-{repeat}.jsonl"
                 file.write_text(written(renamed(one, seed) for one in arrivals))
 
                 def progress(seconds: float) -> None:
                     say(f"  {seconds:.0f} s of the client")
 
                 found = client.serve(system.url, MODEL, case, file, chunk, limits, args.point_limit, progress, forks)
+            for engine in system.engines:  # from these pages `plan --load` learns how fast they are
+                (args.out / f"{engine.name}-{len(list(args.out.glob('*.prom'))):04}.prom").write_text(engine.page())
         except (client.PointTooLong, RuntimeError) as problem:
             return {"errors": [str(problem)], "completed": 0}
         return found | figures.counted(before, system.counts(), new, TOKEN_BYTES)

@@ -32,21 +32,30 @@ class KeptPoints:
         elif (found := json.loads(about.read_text())) != wanted:
             other = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
             raise OtherRun(f"{folder} has a run with another {', '.join(other)}: name another folder with --out")
-        self.points: list[MeasuredPoint] = []
+        self._points: dict[tuple[str, LoadCase, int], MeasuredPoint] = {}
         lines = self._file.read_text().split("\n") if self._file.exists() else []
         for line in lines[:-1]:  # what follows the last end of a line was cut off
             said = json.loads(line)
-            self.points.append(MeasuredPoint(said["system"], LoadCase(**said["case"]), said["repeat"], said["figures"]))
+            self._keep(MeasuredPoint(said["system"], LoadCase(**said["case"]), said["repeat"], said["figures"]))
         if lines and lines[-1]:
             self._file.write_text("".join(f"{line}\n" for line in lines[:-1]))
 
+    @property
+    def points(self) -> list[MeasuredPoint]:
+        return list(self._points.values())
+
+    def _keep(self, point: MeasuredPoint) -> None:
+        self._points[point.system, point.case, point.repeat] = point
+
     def has(self, system: str, case: LoadCase, repeat: int) -> bool:
-        return any((one.system, one.case, one.repeat) == (system, case, repeat) for one in self.points)
+        """Return whether a point has figures. One that failed is measured again when the run goes on."""
+        found = self._points.get((system, case, repeat))
+        return found is not None and not found.failed
 
     def add(self, point: MeasuredPoint) -> None:
         figures = {name: point.figures[name] for name in _FIGURES if name in point.figures}
         figures["errors"] = [str(error)[:300] for error in point.figures.get("errors", ())][:_ERRORS]
-        self.points.append(MeasuredPoint(point.system, point.case, point.repeat, figures))
+        self._keep(MeasuredPoint(point.system, point.case, point.repeat, figures))
         line = {"system": point.system, "case": asdict(point.case), "repeat": point.repeat, "figures": figures}
         with self._file.open("a") as out:
             out.write(json.dumps(line) + "\n")

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from tools import bench_load
-from tools.bench_load_parts import client, figures, loads, plot
+from tools.bench_load_parts import client, figures, loads, plot, pushed
 from tools.bench_load_parts.figures import MeasuredPoint, TimedRequest
 from tools.bench_load_parts.kept import KeptPoints, OtherRun
 from tools.bench_load_parts.loads import Lengths, LoadCase
+from tools.bench_load_parts.pushed import PushedTurn
 from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits, new_tokens
 
 LENGTHS = Lengths(prompt=512, answer=48, seconds=50.0)
@@ -163,6 +164,11 @@ def test_a_run_goes_on_with_the_points_that_are_missing(tmp_path: Path) -> None:
     third = KeptPoints(tmp_path, settings)
     assert [(one.system, one.figures["request_goodput"]) for one in third.points] == [("a", 0.4), ("b", 0.3)]
     assert "ttfts" not in third.points[0].figures and len(third.points[0].figures["errors"]) == 3
+    third.add(MeasuredPoint("b", case, 1, {"completed": 0, "errors": ["it did not end within 600 s"]}))
+    assert not KeptPoints(tmp_path, settings).has("b", case, 1)
+    third.add(point("b", 0.5, 1, 0.2))
+    fourth = KeptPoints(tmp_path, settings)
+    assert fourth.has("b", case, 1) and len(fourth.points) == 3
     with pytest.raises(OtherRun, match="prompt"):
         KeptPoints(tmp_path, {"prompt": "256"})
 
@@ -191,3 +197,27 @@ def test_all_of_a_chat_but_its_turns_and_answers_was_there_before() -> None:
     turns = loads.TURNS
     assert client.new_of_chats(3, LENGTHS) == 3 * (turns * 64 + (turns - 1) * 48)
     assert asdict(LENGTHS)["turn"] == 64
+
+
+# -- pushes into D
+
+
+def test_gaps_are_those_of_one_stream_within_a_phase() -> None:
+    times = [[0.5, 1.0, 1.25, 2.0, 2.5], [1.5, 1.75]]
+    assert pushed.gaps_within(times, 1.0, 2.0) == [0.25, 0.75, 0.25]
+    assert pushed.gaps_within(times, 1.1, 1.9) == [0.25]
+
+
+def test_a_push_is_compared_with_none_in_the_same_turn() -> None:
+    slow, fast = (
+        PushedTurn(8, {0: [factor * 0.02] * 99, 4: [factor * 0.02] * 50 + [factor * 0.03] * 49}, {0: 0, 4: 7})
+        for factor in (2.0, 1.0)
+    )
+    assert slow.ratio(4, 50) == fast.ratio(4, 50) == pytest.approx(1.0)
+    assert slow.ratio(4, 99) == fast.ratio(4, 99) == pytest.approx(1.5)
+    rows = pushed.table([("a", slow), ("a", fast)], NAMES)
+    assert rows[2:] == [
+        "| (a) one & the same | 8 | 0 | 0 | 30.0 | 30.0 |  |  |",
+        "| (a) one & the same | 8 | 4 | 14 | 30.0 | 45.0 | 1.00 (1.00–1.00) | 1.50 (1.50–1.50) |",
+    ]
+    assert [list(pushed._rotated((0, 1, 4), turn)) for turn in range(3)] == [[0, 1, 4], [1, 4, 0], [4, 0, 1]]
