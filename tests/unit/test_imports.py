@@ -126,7 +126,8 @@ def test_the_router_uses_few_modules_of_the_rest() -> None:
     used = {arrow.rpartition(" → ")[2] for arrow in arrows(ROUTER, ("",))}
     rest = {name.removeprefix("vllm_ascend_pd.") for name in used if not name.startswith("vllm_ascend_pd.router")}
     assert rest == ROUTER_USES
-    assert not arrows(OPERATORS, ROUTER)  # the command finds it by name
+    # The command finds it by name; of the tools only the plan of a load runs its decisions.
+    assert all(arrow.startswith("vllm_ascend_pd.cli.load.") for arrow in arrows(OPERATORS, ROUTER))
 
 
 def test_each_module_is_in_a_room_that_these_rules_know() -> None:
@@ -143,7 +144,7 @@ CEILINGS = {
     ".": 1660,
     "admission": 800,
     "channel": 1150,
-    "cli": 2650,
+    "cli": 3500,
     "decode": 2850,
     "device": 750,
     "geometry": 2600,

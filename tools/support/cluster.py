@@ -69,13 +69,14 @@ class Metaserver:
         command = metaserver_command(port, prefill, decode, how.options, how.module, sidecar=how.sidecar)
         environment = {**child_environment(how.plugins), **how.environment}
         self.process = Child(name, command, logs / f"{name}.log", environment, ROOT)
+        # Not /health: readiness means that a pair can serve and, without --no-canary, that it has moved a block.
+        self._asked = "/readiness" if prefill or how.sidecar else "/serving"
 
     name = "metaserver"
 
     def ready(self) -> bool:
         try:
-            # Not /health: readiness means that a pair can serve and, without --no-canary, that it has moved a block.
-            return httpx.get(f"{self.url}/readiness", timeout=2.0, trust_env=False, verify=False).status_code == 200
+            return httpx.get(f"{self.url}{self._asked}", timeout=2.0, trust_env=False, verify=False).status_code == 200
         except httpx.HTTPError:
             return False
 

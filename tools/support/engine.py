@@ -42,19 +42,20 @@ class RunningServer:
         return found
 
     def _samples(self) -> Iterator[tuple[str, str, float]]:
-        for line in self._metrics_text().splitlines():
+        for line in self.page().splitlines():
             match = _SAMPLE.match(line)
             if match:
                 yield match["name"], match["labels"] or "", float(match["value"])
 
-    def _metrics_text(self) -> str:
+    def page(self) -> str:
+        """Return /metrics as it is."""
         # Without TLS settings: loading the certificates costs 20 ms of processor time at every call.
         return httpx.get(f"{self.url}/metrics", timeout=10.0, trust_env=False, verify=False).text
 
     def blocks(self) -> int:
         """Return the size of the block pool, without the null block."""
         if not self.total_blocks:
-            match = re.search(r'vllm:cache_config_info\{[^}]*num_gpu_blocks="(\d+)"', self._metrics_text())
+            match = re.search(r'vllm:cache_config_info\{[^}]*num_gpu_blocks="(\d+)"', self.page())
             if match is None:
                 raise RuntimeError(f"{self.name}: /metrics has no num_gpu_blocks")
             self.total_blocks = int(match[1]) - 1

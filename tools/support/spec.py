@@ -183,5 +183,5 @@ def metaserver_command(
     sidecar: bool = False,
 ) -> list[str]:
     words = [sys.executable, "-m", module, "sidecar" if sidecar else "metaserver", "--host", "127.0.0.1"]
-    words += ["--port", str(port), *([] if sidecar else ["--prefill", *prefill])]
+    words += ["--port", str(port), *(["--prefill", *prefill] if prefill and not sidecar else [])]
     return [*words, "--decode", *decode, *options]

@@ -4,6 +4,8 @@
 Runs the production planners on one prompt and prints the mode and why, descriptors and bytes per link, a rough time for
 each side's links, and memory: what P allocates beside its cache, and how many prompts D holds. `--svg FILE` draws it.
 Caches are as vllm-ascend allocates them.
+
+`--load TRACE` answers another question: how many P for how many D (load/).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import numpy as np
 
 from vllm_ascend_pd.cli import memory
 from vllm_ascend_pd.cli.given import at_least, at_most, positive, refuse, write_text
+from vllm_ascend_pd.cli.load import command as load
 from vllm_ascend_pd.cli.model import Model, read_model
 from vllm_ascend_pd.cli.shape import BLOCK, ITEM, PlanInput, geometry, with_context
 from vllm_ascend_pd.geometry.decide import MIN_SPAN, Decision, decide
@@ -73,8 +76,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         description=__doc__.split("\n\n", 1)[0],
         epilog="With data parallelism each rank is an engine of its own here: a request goes from one rank to one rank.",
     )
-    parser.add_argument("--p-tp", type=int, required=True, help="tensor-parallel size of prefill")
-    parser.add_argument("--d-tp", type=int, required=True, help="tensor-parallel size of decode")
+    parser.add_argument("--p-tp", type=int, help="tensor-parallel size of prefill (needed, but for --load)")
+    parser.add_argument("--d-tp", type=int, help="tensor-parallel size of decode (needed, but for --load)")
     parser.add_argument("--p-pp", type=int, default=1, help="pipeline stages of prefill (default: %(default)s)")
     parser.add_argument("--d-pp", type=int, default=1, help="pipeline stages of decode (default: %(default)s)")
     for side, role in (("p", "prefill"), ("d", "decode")):
@@ -129,12 +132,18 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--descriptor-us", type=float, default=4.0, help="cost of one descriptor (default: %(default)s)"
     )
     memory.add_arguments(parser)
+    load.add_arguments(parser)
     parser.add_argument("--svg", metavar="FILE", help="draw what each rank sends")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.load:
+        return load.run(args)
+    for flag, size in (("--p-tp", args.p_tp), ("--d-tp", args.d_tp)):
+        if size is None:
+            refuse(flag, "", "it is needed", "Give it, or --load.")
     shape = _shape(args)
     given = memory.of_cache(args)
     p, d = (

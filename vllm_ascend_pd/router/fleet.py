@@ -51,6 +51,11 @@ REST_S = 1.0  # after a refusal, as long as others take requests
 _STEP = 16  # tokens of an answer between two corrections of the load
 NAMED = "header"  # source of the P's that requests name
 _GOOD = frozenset({Evidence.SERVED, Evidence.PROBE_OK})
+Ticks = Callable[[], float]
+
+
+def _monotonic() -> float:
+    return time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +127,7 @@ class Instance:
     source: str
     circuit: Circuit
     prompts: Prompts  # that were sent to it in its present life
+    clock: Ticks = _monotonic
     cards: dict[str, msgspec.Raw] | None = None  # entries of its model list, by name; None: it was not asked yet
     answered: bool = False
     healthy: bool = False  # its last probe was good
@@ -154,7 +160,7 @@ class Instance:
     @property
     def fingerprint(self) -> str:
         """Fingerprint, which decides the engines that it can pair with; empty if it is not known now."""
-        return self.life.fingerprint(time.monotonic())
+        return self.life.fingerprint(self.clock())
 
     def cached_tokens(self, marks: Marks) -> int:
         """Return how many of a prompt's tokens are in its prefix cache, as far as is known."""
@@ -284,11 +290,11 @@ class LegInFlight:
 
     def refused(self) -> None:
         """Note that its engine did not take it: for a moment others are asked, if there are any."""
-        self.end, self.instance.rests_until = "refused", time.monotonic() + REST_S
+        self.end, self.instance.rests_until = "refused", self.instance.clock() + REST_S
 
     def returned(self) -> None:
         """End the trial: the request shows no more about its instance."""
-        self.instance.circuit.returned(time.monotonic(), self.trial)
+        self.instance.circuit.returned(self.instance.clock(), self.trial)
 
 
 Fits = Callable[[Instance], bool]
@@ -325,6 +331,7 @@ class Fleet:
     """All instances of this process.
 
     `lost` is called with an instance whose circuit opens, and why. `prefix_tokens`: size of each engine's prefix cache.
+    `clock` and `dice` are the process's own, except in `vllm-ascend-pd plan --load`.
     """
 
     def __init__(
@@ -332,10 +339,13 @@ class Fleet:
         policy: CircuitPolicy,
         lost: Callable[[Instance, str], None] = lambda instance, why: None,
         prefix_tokens: int = 0,
+        clock: Ticks = _monotonic,
+        dice: Callable[[], float] = random.random,
     ) -> None:
         self._policy = policy
         self._lost = lost
         self._prefix_tokens = prefix_tokens
+        self._clock, self._dice = clock, dice
         self.answers = AnswerLengths()
         self.several_models = False  # not all engines list the same models
         self._models: frozenset[str] = frozenset()  # that engines list
@@ -386,7 +396,7 @@ class Fleet:
         if known is not None:  # https now, or no more: another server
             self.remove(spec.name)
         circuit, prompts = Circuit(self._policy), Prompts(self._prefix_tokens)
-        made = Instance(spec.name, spec.role, spec.origin, spec.weight, source, circuit, prompts)
+        made = Instance(spec.name, spec.role, spec.origin, spec.weight, source, circuit, prompts, self._clock)
         self._instances[spec.name] = made
         return made
 
@@ -452,22 +462,22 @@ class Fleet:
     # -- choice
 
     def usable(self, role: Role, fits: Fits = any_instance) -> bool:
-        now = time.monotonic()
+        now = self._clock()
         return any(i.role is role and i.usable(now) and fits(i) for i in self._instances.values())
 
     def serves(self, role: Role) -> bool:
         """Return whether an instance that has answered once may be chosen."""
-        now = time.monotonic()
+        now = self._clock()
         return any(i.answered and (i.usable(now) or i.last_resort()) for i in self.of(role))
 
     def another(self, role: Role, refused: Container[str], fits: Fits) -> bool:
         """Return whether an instance that fits may take a request that those in `refused` did not take."""
-        now = time.monotonic()
+        now = self._clock()
         return any(i.rests_until <= now and i.usable(now) and i.name not in refused and fits(i) for i in self.of(role))
 
     def all_send_first(self, fits: Fits) -> bool:
         """Return whether all P instances that fit and take requests send their first tokens."""
-        now = time.monotonic()
+        now = self._clock()
         usable = [i for i in self.of(Role.PREFILL) if i.usable(now) and fits(i)]
         return bool(usable) and all(i.life.sends_first for i in usable)
 
@@ -478,7 +488,7 @@ class Fleet:
 
         `loads`: and from which their loads do not fail.
         """
-        now = time.monotonic()
+        now = self._clock()
         usable = [i for i in self.of(Role.PREFILL) if i.name not in avoid and i.usable(now) and serves(i)]
         pairs = pairing(*(i.fingerprint for i in usable))
 
@@ -494,7 +504,7 @@ class Fleet:
         """Return the P's from which a D's loads fail."""
         if not decode.loads.failed:
             return frozenset()
-        now = time.monotonic()
+        now = self._clock()
         return frozenset(p.name for p in self.of(Role.PREFILL) if decode.loads.avoids(p.name, now))
 
     def choose(
@@ -509,7 +519,7 @@ class Fleet:
 
         What an instance has in its cache of the prompt with these marks costs it nothing.
         """
-        now = time.monotonic()
+        now = self._clock()
         fitting = [i for i in self.of(role) if fits(i)]
         names = prefer((i.name for i in fitting if i.usable(now)), avoid)
         usable = [self._instances[name] for name in names] or [i for i in fitting if i.last_resort()]
@@ -518,12 +528,40 @@ class Fleet:
             return usable[0]
         usable = [i for i in usable if i.answered] or usable
         candidates = [Candidate(i.name, i.load + i.load_elsewhere, i.weight, i.cached_tokens(marks)) for i in usable]
-        name = choose(candidates, cost, random.random())
+        name = choose(candidates, cost, self._dice())
         return self._instances[name] if name is not None else None
 
     def home(self, response: Stored) -> Instance | None:
         """Return the D that has a stored response; None if it is gone."""
         return next((one for one in self.of(Role.DECODE) if home_of(one.name) == response.home), None)
+
+    def choose_decode(
+        self,
+        cost: float,
+        tried: frozenset[str] = frozenset(),
+        serves: Fits = any_instance,
+        marks: Marks = (),
+        prefills: Fits = any_instance,
+        bad_prefills: frozenset[str] = frozenset(),
+    ) -> Instance | None:
+        """Return the D for a request whose prompt a P in `prefills` is to compute; one in `tried` only if need be.
+
+        A D that a P fits comes before one that would have to prefill by itself (a rollout may have both), and one that
+        loads before one that does not.
+        """
+        for avoid, loads in ((bad_prefills, True), (frozenset[str](), True), (bad_prefills, False)):
+            has_prefill = both(serves, self.has_prefill(avoid, prefills, loads))
+            fits = both(has_prefill, lambda decode: decode.name not in tried)
+            good = self.choose(Role.DECODE, cost, fits=fits, marks=marks)
+            if good is not None and good.usable(self._clock()):
+                return good
+        return self.choose(Role.DECODE, cost, tried, serves, marks)
+
+    def choose_prefill(
+        self, decode: Instance, cost: float, fits: Fits = any_instance, marks: Marks = (), bad: Iterable[str] = ()
+    ) -> Instance | None:
+        """Return the P for a prompt whose KV goes to a D; one from which that D's loads fail only if need be."""
+        return self.choose(Role.PREFILL, cost, self.avoided_by(decode).union(bad), fits, marks)
 
     # -- what is proven
 
@@ -561,7 +599,7 @@ class Fleet:
 
         `prompt`, `answer`: its tokens and those expected in return; `limit`: the most that can come, if there is one.
         """
-        return LegInFlight(instance, instance.circuit.sent(time.monotonic()), prompt, answer, limit)
+        return LegInFlight(instance, instance.circuit.sent(self._clock()), prompt, answer, limit)
 
     def expected(self, model: str, stream: bool, limit: int) -> float:
         """Return how many tokens an answer of a model is likely to have."""
@@ -582,14 +620,14 @@ class Fleet:
 
     def load_failed(self, decode: Instance, prefill: str, asked: float, why: str, canaries: bool) -> None:
         """Note that a D's load of a request from the time `asked` failed, of which one of the two is to blame."""
-        decode.loads.fail(prefill, asked, time.monotonic(), random.random(), canaries)
+        decode.loads.fail(prefill, asked, self._clock(), self._dice(), canaries)
         decode.last_error = f"its load from {prefill or 'any prefill instance'} failed: {why}"
         decode.last_error_at = time.time()
 
     def seen(self, instance: Instance, evidence: Evidence, why: str = "") -> None:
         """Take in evidence about an instance: its circuit moves."""
         was_open = instance.circuit.open
-        instance.circuit.seen(time.monotonic(), evidence, random.random())
+        instance.circuit.seen(self._clock(), evidence, self._dice())
         if evidence in _GOOD:
             instance.answered = True
         else:

@@ -226,17 +226,10 @@ class Front(Shared):
             return self.fleet.home(request.follows)
         cost, marks = request.prefill_tokens + self._expected(request), request.marks
         serves = self.fleet.serving(request.model)
-        if request.remote:
-            # A D that a P fits comes before one that would have to prefill by itself (a rollout may have both), and one
-            # that loads before one that does not.
-            prefills, bad = self.fleet.prefilling(request.model, exchange.prefills), frozenset(exchange.bad_prefills)
-            for avoid, loads in ((bad, True), (frozenset[str](), True), (bad, False)):
-                has_prefill = both(serves, self.fleet.has_prefill(avoid, prefills, loads))
-                fits = both(has_prefill, lambda decode: decode.name not in tried)
-                good = self.fleet.choose(Role.DECODE, cost, fits=fits, marks=marks)
-                if good is not None and good.usable(time.monotonic()):
-                    return good
-        return self.fleet.choose(Role.DECODE, cost, tried, serves, marks)
+        if not request.remote:
+            return self.fleet.choose(Role.DECODE, cost, tried, serves, marks)
+        prefills = self.fleet.prefilling(request.model, exchange.prefills)
+        return self.fleet.choose_decode(cost, tried, serves, marks, prefills, frozenset(exchange.bad_prefills))
 
     async def _attempt(self, exchange: HttpExchange, decode: Instance) -> None:
         attempt = Attempt(exchange, decode, restart=exchange.number < self.settings.retry.attempts)

@@ -268,9 +268,8 @@ class Reservations:
         exchange, front = attempt.exchange, self._front
         if exchange.pinned is not None:
             return exchange.pinned[0]
-        bad = front.fleet.avoided_by(attempt.decode).union(exchange.bad_prefills)
-        fits = self._fits(attempt, posted)
-        prefill = front.fleet.choose(Role.PREFILL, cost, bad, fits, exchange.request.marks)
+        fits, marks = self._fits(attempt, posted), exchange.request.marks
+        prefill = front.fleet.choose_prefill(attempt.decode, cost, fits, marks, exchange.bad_prefills)
         if prefill is None:
             other = f" that fits {posted.fingerprint}" if front.fleet.usable(Role.PREFILL) else ""
             raise PrefillFailed(HttpFailure.REFUSED, f"no prefill instance{other} is available")

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-ascend-pd plan --load`: requests go where the router sends them, and take what two lines say."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_ascend_pd.cli.__main__ import main
+from vllm_ascend_pd.cli.load import arrivals
+from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits
+from vllm_ascend_pd.cli.load.command import compare
+from vllm_ascend_pd.cli.load.engine import EngineSizes
+from vllm_ascend_pd.cli.load.lines import StepLine, StepLines, measured
+from vllm_ascend_pd.cli.load.world import LoadedFleet, LoadedWorld, Loss, SimulatedRequest
+from vllm_ascend_pd.router.core.decisions import Role
+
+LINES = StepLines(StepLine(0.01, 0.001), StepLine(0.02, 0.005))
+SIZES = EngineSizes(step_tokens=2048, at_once=64, cache_tokens=100_000, chunk=32)
+TRACE = '{"timestamp": 2000, "input_length": 100, "output_length": 3, "hash_ids": [4, 5]}\n'
+
+
+def simulated(p: int, d: int, load: list[Arrival], loss: Loss | None = None, pair_s: float = 0.0, **sizes: Any) -> Any:
+    made = EngineSizes(**{name: sizes.get(name, getattr(SIZES, name)) for name in SIZES.__slots__})
+    world = LoadedWorld(LoadedFleet(p, d, LINES, made, pair_s), load, loss)
+    world.run()
+    return world.requests
+
+
+def drawn(count: int, rate: float, prompt: int, answer: int, prefix: int = 0) -> list[Arrival]:
+    dice = random.Random(7)
+    at = arrivals.poisson((dice.expovariate(1.0) for _ in range(count)), rate)
+    return arrivals.alike(at, prompt, answer, prefix, 32)
+
+
+def times(found: list[SimulatedRequest]) -> list[tuple[float, float]]:
+    return [(one.first, one.last) for one in found]
+
+
+# -- traces
+
+
+def test_a_trace_is_read_as_it_was_written_from_its_first_request_on() -> None:
+    late = TRACE.replace("2000", "3500")
+    found = arrivals.read(late + "\n" + TRACE)
+    assert found == [Arrival(0.0, 100, 3, (4, 5)), Arrival(1.5, 100, 3, (4, 5))]
+    assert arrivals.read(arrivals.written(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [("", "no requests"), (TRACE + "{", "line 2"), (TRACE.replace("100", "0"), ">= 1"), ("[1]", "line 1")],
+)
+def test_what_is_no_trace_is_refused_with_its_line(text: str, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        arrivals.read(text)
+
+
+def test_lengths_and_speed_of_a_trace_can_be_others_and_its_common_beginnings_stay() -> None:
+    load = [Arrival(0.0, 1024, 10, (1, 2)), Arrival(4.0, 1500, 20, (1, 2, 3)), Arrival(5.0, 1024, 1)]
+    found = arrivals.scaled(load, 0.25, 2.0)
+    assert [(one.at, one.prompt, one.answer) for one in found] == [(0.0, 256, 2), (2.0, 375, 5), (2.5, 256, 1)]
+    assert found[0].chunks == (1, 2) and found[1].chunks == (1, 2, 3)
+    assert len(found[2].chunks) == 2 and not {*found[2].chunks} & {1, 2, 3}
+
+
+def test_new_tokens_are_those_of_no_earlier_beginning() -> None:
+    load = [
+        Arrival(0, 70, 1, (1, 2, 3)),
+        Arrival(1, 70, 1, (1, 2, 4)),
+        Arrival(2, 64, 1, (9, 2)),
+        Arrival(3, 64, 1, (1, 2)),
+    ]
+    assert arrivals.new_tokens(load, 32) == 70 + 6 + 64 + 0
+
+
+def test_arrivals_come_at_their_rate_and_have_their_share_in_common() -> None:
+    load = drawn(400, 5.0, 512, 8, prefix=460)
+    assert 60 < load[-1].at < 100
+    assert {one.chunks[:14] for one in load} == {tuple(range(14))} and {len(one.chunks) for one in load} == {16}
+    assert arrivals.new_tokens(load, 32) == 448 + 400 * 64
+
+
+# -- lines
+
+
+def test_a_line_goes_through_points_and_where_they_say_no_slope_it_is_flat_or_from_zero() -> None:
+    found = StepLine.through([(1.0, 3.0), (3.0, 7.0)], flat=True)
+    assert (found.base, found.slope) == (pytest.approx(1.0), pytest.approx(2.0))
+    assert StepLine.through([(500.0, 1.0), (500.0, 2.0)], flat=False) == StepLine(0.0, 0.003)
+    assert StepLine.through([(2.0, 0.5), (9.0, 0.1)], flat=True).slope == 0.0
+
+
+def page(prefills: tuple[int, float, int], gaps: tuple[int, float], steps: int) -> str:
+    labels = '{engine="0",model_name="m"}'
+    said = {
+        "request_prefill_time_seconds_count": prefills[0],
+        "request_prefill_time_seconds_sum": prefills[1],
+        "request_prefill_kv_computed_tokens_sum": prefills[2],
+        "inter_token_latency_seconds_count": gaps[0],
+        "inter_token_latency_seconds_sum": gaps[1],
+        "iteration_tokens_total_count": steps,
+    }
+    return "# HELP x\n" + "".join(f"vllm:{name}{labels} {value}\n" for name, value in said.items())
+
+
+def test_lines_are_read_from_what_engines_counted_between_two_looks() -> None:
+    p = [page((10, 5.0, 1000), (0, 0.0), 10), page((20, 20.0, 4000), (0, 0.0), 20)]
+    d = [page((4, 0.1, 4), (300, 6.0), 100), page((9, 0.2, 9), (800, 26.0), 200)]
+    assert measured([*p, *d]) == ([(100.0, 0.5), (300.0, 1.5)], [(3.0, 0.02), (5.0, 0.04)])
+
+
+# -- the simulation
+
+
+def test_a_request_alone_takes_what_the_lines_say() -> None:
+    (one,) = simulated(1, 1, [Arrival(3.0, 500, 11, tuple(range(16)))], pair_s=0.03)
+    assert one.first == pytest.approx(0.51 + 0.03) and one.last == pytest.approx(one.first + 10 * 0.025)
+
+
+def test_answers_at_once_share_a_step_and_prompts_wait_for_each_other() -> None:
+    load = [Arrival(0.0, 2048, 21, tuple(range(n * 64, n * 64 + 64))) for n in range(2)]
+    first, second = simulated(1, 1, load)
+    assert first.first == pytest.approx(2.058) and second.first == pytest.approx(2 * 2.058)
+    assert first.last == pytest.approx(2.058 + 20 * 0.025)
+    found = simulated(1, 1, [Arrival(0.0, 32, 101, (n,)) for n in range(3)])
+    assert [one.first for one in found] == [pytest.approx(0.042), *[pytest.approx(0.042 + 0.074)] * 2]
+    assert [one.last - one.first for one in found[1:]] == [pytest.approx(100 * 0.035, abs=0.05)] * 2
+
+
+def test_a_prompt_goes_to_the_p_that_had_its_beginning_and_is_not_computed_again() -> None:
+    chunks = tuple(range(64))
+    first, other, again = simulated(
+        2, 1, [Arrival(0.0, 2048, 2, chunks), Arrival(4.0, 640, 2, (*range(900, 920),)), Arrival(9.0, 2048, 2, chunks)]
+    )
+    assert again.first == pytest.approx(0.011) and first.first > 2.0 and other.first == pytest.approx(0.65)
+
+
+def test_an_engine_without_room_lets_requests_wait_in_their_order() -> None:
+    load = [Arrival(0.1 * n, 100, 50, (4 * n, 4 * n + 1, 4 * n + 2, 4 * n + 3)) for n in range(4)]
+    found = simulated(1, 1, load, cache_tokens=200)
+    ends = [one.arrival.at + one.last for one in found]
+    begins = [one.arrival.at + one.first for one in found]
+    assert all(begin > end for begin, end in zip(begins[1:], ends, strict=False))
+
+
+def test_the_ratio_that_fits_a_load_is_found() -> None:
+    limits = Limits(2.0, 0.05)
+
+    def best(load: list[Arrival]) -> int:
+        found = [compare(LoadedFleet(p, 4 - p, LINES, SIZES, 0.0), load, limits, 20.0) for p in (1, 3)]
+        return max(found, key=lambda one: one.goodput).prefills
+
+    assert best(drawn(200, 4.0, 512, 4)) == 3
+    assert best(drawn(200, 4.0, 32, 120)) == 1
+
+
+@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize(("p", "d"), [(2, 2), (1, 2)])
+def test_an_engine_is_lost_and_every_answer_comes_whole(role: Role, p: int, d: int) -> None:
+    """Streams go on with another D; what a P had is computed by another one, or by D where there is none."""
+    load = drawn(200, 2.0, 320, 30)
+    whole, less = simulated(p, d, load), simulated(p, d, load, Loss(role, load[-1].at / 2, 20.0))
+    assert not any(one.failed for one in less) and all(one.came == 30 for one in less)
+    before = sum(one.arrival.at + one.last < load[-1].at / 2 for one in whole)
+    assert times(less)[: before // 2] == times(whole)[: before // 2] and times(less) != times(whole)
+
+
+def test_without_another_d_requests_fail_until_it_is_back() -> None:
+    load = drawn(300, 2.0, 64, 10)
+    lost = Loss(Role.DECODE, 50.0, 30.0)
+    failed = [one.arrival.at for one in simulated(1, 1, load, lost) if one.failed]
+    assert failed and min(failed) > 49.0 and max(failed) < 83.0
+    result = compare(LoadedFleet(1, 1, LINES, SIZES, 0.0), load, Limits(2.0, 0.1), 30.0)
+    assert result.decode_lost is not None and 25.0 < result.decode_lost < 35.0
+
+
+def test_more_requests_than_the_router_takes_are_refused() -> None:
+    load = [Arrival(0.0, 32, 2, (n,)) for n in range(6000)]
+    found = simulated(1, 1, load)
+    assert sum(one.failed for one in found) >= 6000 - 4096 - 1024
+
+
+def test_a_run_repeats() -> None:
+    load = drawn(120, 3.0, 200, 20)
+    lost = Loss(Role.PREFILL, 20.0, 10.0)
+    assert times(simulated(2, 2, load, lost)) == times(simulated(2, 2, load, lost))
+
+
+# -- the command
+
+
+def test_each_ratio_is_printed_as_a_simulation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(arrivals.written(drawn(100, 2.0, 512, 8)))
+    words = ["plan", "--load", str(trace), "--engines", "3", "--prefill-line", "10,1", "--decode-line", "20,5"]
+    assert main([*words, "--chunk", "32"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("SIMULATION") and [line.split()[0] for line in lines[4:7]] == ["0:3", "1:2", "2:1"]
+    assert sum(line.endswith("most good") for line in lines) == 1
+    assert main([*words, "--chunk", "32", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["simulation"] is True and said["ratios"][0]["prefill_lost"] is None
+    assert said["good"] == {"ttft": pytest.approx(5 * 0.522), "tpot": pytest.approx(0.05)}
+
+
+def test_lines_come_from_pages_of_metrics(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name, text in (
+        ("t", TRACE),
+        ("p", page((10, 5.0, 1000), (0, 0.0), 10)),
+        ("d", page((4, 0.1, 4), (300, 6.0), 100)),
+    ):
+        (tmp_path / name).write_text(text)
+    pages = [str(tmp_path / name) for name in "pd"]
+    assert main(["plan", "--load", str(tmp_path / "t"), "--engines", "2", "--metrics", *pages, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["lines"]
+    assert said == {"prefill": {"base": 0.0, "slope": 0.005}, "decode": {"base": 0.02, "slope": 0.0}}
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        (["--engines", "1"], "--engines"),
+        (["--engines", "65"], "--engines"),
+        (["--prefill-line", "10"], "--prefill-line"),
+        (["--prefill-line", "0,0"], "--prefill-line"),
+        (["--decode-line", "nan,1"], "--decode-line"),
+        (["--chunk", "0"], "--chunk"),
+        (["--restart-s", "0"], "--restart-s"),
+        (["--good-ttft-ms", "-1"], "--good-ttft-ms"),
+        (["--metrics", "none.prom"], "--metrics"),
+        (["--load", "none.jsonl"], "--load"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, more: list[str], key: str
+) -> None:
+    (tmp_path / "t").write_text(TRACE)
+    good = ["--load", str(tmp_path / "t"), "--prefill-line", "10,1", "--decode-line", "20,5"]
+    assert main(["plan", *good, *more]) == 2
+    assert key in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["--p-tp", "1"], ["--load", "T"]])
+def test_what_is_needed_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "t").write_text(TRACE)
+    assert main(["plan", *(str(tmp_path / "t") if word == "T" else word for word in words)]) == 2
+    assert "it is needed" in capsys.readouterr().err
+
+
+def test_it_needs_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "t").write_text(TRACE)
+    (tmp_path / "torch.py").write_text("raise ImportError('torch is not to be imported')\n")
+    words = ["-m", "vllm_ascend_pd.cli", "plan", "--load", str(tmp_path / "t"), "--prefill-line", "10,1"]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, *words, "--decode-line", "20,5"],
+        env={"PYTHONPATH": f"{tmp_path}:{root}", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr and "SIMULATION" in done.stdout

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of scripts/bench_load.sh that need no engine: loads, figures, table, plot, and what is kept of a run."""
+
+from __future__ import annotations
+
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tools import bench_load
+from tools.bench_load_parts import client, figures, loads, plot, pushed
+from tools.bench_load_parts.figures import MeasuredPoint, TimedRequest
+from tools.bench_load_parts.kept import KeptPoints, OtherRun
+from tools.bench_load_parts.loads import Lengths, LoadCase
+from tools.bench_load_parts.pushed import PushedTurn
+from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits, new_tokens
+
+LENGTHS = Lengths(prompt=512, answer=48, seconds=50.0)
+NAMES = {"a": "(a) one & the same", "b": "(b) another"}
+
+
+def point(system: str, rate: float, repeat: int, goodput: float, prefix: int = 0, **more: Any) -> MeasuredPoint:
+    said = {"completed": 9, "failed": 0, "request_goodput": goodput, "p50_ttft_ms": 1e3 * goodput, **more}
+    return MeasuredPoint(system, LoadCase("rate", rate, prefix), repeat, said)
+
+
+# -- loads
+
+
+def test_a_load_is_the_same_for_each_system_and_another_in_each_repeat() -> None:
+    case = LoadCase("rate", 0.8)
+    first, chunk = loads.requests(case, LENGTHS, 0, 3.0, [])
+    assert loads.requests(case, LENGTHS, 0, 3.0, []) == (first, chunk)
+    other, _ = loads.requests(case, LENGTHS, 1, 3.0, [])
+    assert len(first) == len(other) == 40 and [one.at for one in first] != [one.at for one in other]
+
+
+@pytest.mark.parametrize(("prefix", "new"), [(0, 512), (90, 512 - 448)])
+def test_a_share_of_each_prompt_is_common_to_all(prefix: int, new: int) -> None:
+    found, chunk = loads.requests(LoadCase("rate", 0.8, prefix), LENGTHS, 0, 3.0, [])
+    assert new_tokens(found, chunk) == 512 + 39 * new
+    assert {(one.prompt, one.answer, len(one.chunks)) for one in found} == {(512, 48, 16)}
+
+
+def test_closed_loops_come_at_once_and_are_as_many_as_an_idle_engine_takes_seconds_for() -> None:
+    found, _ = loads.requests(LoadCase("clients", 4), LENGTHS, 0, 2.5, [])
+    assert len(found) == 20 and {one.at for one in found} == {0.0}
+    assert len(loads.requests(LoadCase("clients", 16), LENGTHS, 0, 25.0, [])[0]) == 32
+
+
+def test_a_trace_is_cut_after_the_seconds_of_a_point() -> None:
+    trace = [Arrival(10.0 * number, 1024, 64, (1, number)) for number in range(30)]
+    lengths = Lengths(512, 48, 50.0, trace_lengths=0.25)
+    found, chunk = loads.requests(LoadCase("trace", 2.0), lengths, 0, 3.0, trace)
+    assert chunk == 128 and [one.at for one in found] == [5.0 * number for number in range(11)]
+    assert {(one.prompt, one.answer) for one in found} == {(256, 16)}
+
+
+def test_systems_take_turns() -> None:
+    assert [bench_load._turned("abc", repeat) for repeat in range(4)] == ["abc", "bca", "cab", "abc"]
+
+
+# -- figures
+
+
+def test_figures_of_chats_are_those_of_vllm_s_client() -> None:
+    """TPOT is that of a request, and goodput counts whole requests over the whole time."""
+    seen = [
+        TimedRequest(1.0, (0.1, 0.1, 0.1, 0.1), 5),
+        TimedRequest(3.0, (0.1,) * 4, 5),
+        TimedRequest(1.0, (0.1, 0.1, 0.9, 0.9), 5),
+        TimedRequest(1.5, (), 1),
+        TimedRequest(error="HTTP 503"),
+    ]
+    found = figures.of_requests(seen, 10.0, Limits(2.0, 0.2))
+    assert found["request_goodput"] == pytest.approx(0.2) and found["request_throughput"] == pytest.approx(0.4)
+    assert (found["completed"], found["failed"], found["errors"]) == (4, 1, ["HTTP 503"])
+    assert found["p50_tpot_ms"] == pytest.approx(100.0) and found["p99_itl_ms"] == pytest.approx(900.0)
+    assert found["p90_ttft_ms"] == pytest.approx(float(np.percentile([1.0, 3.0, 1.0, 1.5], 90)) * 1e3)
+    assert found["output_throughput"] == pytest.approx(1.6)
+    assert set(figures.KEYS) <= found.keys()
+
+
+def test_computed_and_written_are_counted_over_a_point() -> None:
+    before = {"computed": 100.0, "written": 5e6, "lacked": 10.0}
+    after = {"computed": 1150.0, "written": 5e6 + 300 * 1024, "lacked": 310.0}
+    found = figures.counted(before, after, 1000, 1024)
+    assert found == {"computed_per_new": pytest.approx(1.05), "bytes_per_lacked": pytest.approx(1.0)}
+    assert figures.counted({"computed": 1.0}, {"computed": 3.0}, 1, 1024) == {"computed_per_new": 2.0}
+
+
+def test_the_table_has_medians_and_ranges_and_says_what_failed() -> None:
+    points = [point("a", 0.5, repeat, value) for repeat, value in enumerate((0.3, 0.5, 0.4))]
+    points += [point("b", 0.5, 0, 0.2, failed=2), MeasuredPoint("b", LoadCase("rate", 0.5), 1, {"completed": 0})]
+    points += [point("a", 0.5, 0, 0.1, prefix=90)]
+    rows = figures.table(points, NAMES)
+    assert [row for row in rows if row.endswith(":")] == ["0.5 requests/s, prefix 0 %:", "0.5 requests/s, prefix 90 %:"]
+    cells = {row.split(" | ")[0]: row.strip("| ").split(" | ") for row in rows[:7] if row.startswith("| (")}
+    assert cells["| (a) one & the same"][1] == "0.40 (0.30–0.50)" and cells["| (a) one & the same"][-1] == "0"
+    assert cells["| (b) another"][1] == "0.20 (0.20–0.20)" and cells["| (b) another"][-1] == "2, 1 runs"
+    assert {row.count("|") for row in rows if row.startswith("|")} == {11}
+
+
+def test_a_figure_that_no_point_has_is_a_dash_and_nan_is_none() -> None:
+    assert figures.spread([point("a", 1.0, 0, math.nan)], "request_goodput") is None
+    assert figures.spread([], "request_goodput") is None
+    (row,) = [row for row in figures.table([point("a", 1.0, 0, 0.5)], NAMES) if row.startswith("| (a)")]
+    assert row.split(" | ")[7:9] == ["–", "–"]
+
+
+# -- plot
+
+
+def test_the_plot_has_a_panel_for_each_share_a_line_for_each_system_and_a_bar_for_each_range() -> None:
+    points = [
+        point(system, rate, repeat, rate * factor + 0.01 * repeat, prefix)
+        for system, factor in (("a", 0.9), ("b", 0.5))
+        for rate in (0.25, 0.5, 1.0)
+        for repeat in range(3)
+        for prefix in (0, 90)
+    ]
+    picture = plot.svg(points, NAMES, "good: TTFT < 1 s")
+    root = ElementTree.fromstring(picture)
+    texts = [one.text for one in root.findall(".//{*}text")]
+    assert {"(a) one & the same", "good: TTFT < 1 s", "90 % of each prompt common to all"} <= set(texts)
+    lines = [one for one in root.findall(".//{*}polyline") if one.get("points", "").count(",") == 3]
+    assert len(lines) == 4 and len(list(root.findall(".//{*}circle"))) == 12
+    ys = [float(pair.split(",")[1]) for pair in lines[0].get("points", "").split()]
+    assert ys == sorted(ys, reverse=True) and len(set(ys)) == 3  # more is higher
+    width, height = (float(root.get(name, "")) for name in ("width", "height"))
+    places = [tuple(map(float, one)) for one in re.findall(r'c[x]="([\d.]+)" cy="([\d.]+)"', picture)]
+    assert all(0 < x < width and 0 < y < height for x, y in places)
+
+
+@pytest.mark.parametrize(("most", "step"), [(0.0, 1.0), (0.8, 0.1), (1.2, 0.2), (7.0, 1.0), (30.0, 5.0), (100.0, 10.0)])
+def test_ticks_are_few_and_round(most: float, step: float) -> None:
+    assert plot._step(most) == pytest.approx(step)
+
+
+def test_a_run_in_which_nothing_was_good_can_be_drawn() -> None:
+    ElementTree.fromstring(plot.svg([point("a", 0.5, 0, 0.0)], NAMES, ""))
+    ElementTree.fromstring(plot.svg([], NAMES, ""))
+
+
+# -- what is kept
+
+
+def test_a_run_goes_on_with_the_points_that_are_missing(tmp_path: Path) -> None:
+    settings = {"prompt": "512"}
+    first = KeptPoints(tmp_path, settings)
+    first.add(point("a", 0.5, 0, 0.4, ttfts=[1.0] * 999, errors=["x" * 1000] * 9))
+    with (tmp_path / "points.jsonl").open("a") as out:
+        out.write('{"system": "b", "case": {"ki')  # it was ended in the middle of a line
+    again = KeptPoints(tmp_path, settings)
+    case = LoadCase("rate", 0.5)
+    assert again.has("a", case, 0) and not again.has("b", case, 0) and not again.has("a", case, 1)
+    again.add(point("b", 0.5, 0, 0.3))
+    third = KeptPoints(tmp_path, settings)
+    assert [(one.system, one.figures["request_goodput"]) for one in third.points] == [("a", 0.4), ("b", 0.3)]
+    assert "ttfts" not in third.points[0].figures and len(third.points[0].figures["errors"]) == 3
+    third.add(MeasuredPoint("b", case, 1, {"completed": 0, "errors": ["it did not end within 600 s"]}))
+    assert not KeptPoints(tmp_path, settings).has("b", case, 1)
+    third.add(point("b", 0.5, 1, 0.2))
+    fourth = KeptPoints(tmp_path, settings)
+    assert fourth.has("b", case, 1) and len(fourth.points) == 3
+    with pytest.raises(OtherRun, match="prompt"):
+        KeptPoints(tmp_path, {"prompt": "256"})
+
+
+# -- clients
+
+
+def test_vllm_s_client_takes_the_flags(tmp_path: Path) -> None:
+    """Its own parser reads them, and its trace has our prompts: equal first tokens where the chunks are equal."""
+    from vllm.benchmarks import serve
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser: Any = FlexibleArgumentParser()  # type: ignore[no-untyped-call]
+    serve.add_cli_args(parser)
+    trace = tmp_path / "x.jsonl"
+    for case in (LoadCase("rate", 0.5), LoadCase("clients", 3, 90)):
+        words = client.flags("http://127.0.0.1:1", tmp_path, case, trace, 9, 32, Limits(2.0, 0.1), tmp_path / "r.json")
+        said = parser.parse_args(words)
+        assert serve.check_goodput_args(said) == {"ttft": 2000.0, "tpot": 100.0}
+        assert (said.dataset_name, said.num_prompts, said.timed_trace_chunk_hash_size) == ("timed_trace", 9, 32)
+        assert said.max_concurrency == (3 if case.kind == "clients" else None)
+        assert said.self_timed is (False if case.kind == "clients" else None)
+
+
+def test_all_of_a_chat_but_its_turns_and_answers_was_there_before() -> None:
+    turns = loads.TURNS
+    assert client.new_of_chats(3, LENGTHS) == 3 * (turns * 64 + (turns - 1) * 48)
+    assert asdict(LENGTHS)["turn"] == 64
+
+
+# -- pushes into D
+
+
+def test_gaps_are_those_of_one_stream_within_a_phase() -> None:
+    times = [[0.5, 1.0, 1.25, 2.0, 2.5], [1.5, 1.75]]
+    assert pushed.gaps_within(times, 1.0, 2.0) == [0.25, 0.75, 0.25]
+    assert pushed.gaps_within(times, 1.1, 1.9) == [0.25]
+
+
+def test_a_push_is_compared_with_none_in_the_same_turn() -> None:
+    slow, fast = (
+        PushedTurn(8, {0: [factor * 0.02] * 99, 4: [factor * 0.02] * 50 + [factor * 0.03] * 49}, {0: 0, 4: 7})
+        for factor in (2.0, 1.0)
+    )
+    assert slow.ratio(4, 50) == fast.ratio(4, 50) == pytest.approx(1.0)
+    assert slow.ratio(4, 99) == fast.ratio(4, 99) == pytest.approx(1.5)
+    rows = pushed.table([("a", slow), ("a", fast)], NAMES)
+    assert rows[2:] == [
+        "| (a) one & the same | 8 | 0 | 0 | 30.0 | 30.0 |  |  |",
+        "| (a) one & the same | 8 | 4 | 14 | 30.0 | 45.0 | 1.00 (1.00–1.00) | 1.50 (1.50–1.50) |",
+    ]
+    assert [list(pushed._rotated((0, 1, 4), turn)) for turn in range(3)] == [[0, 1, 4], [1, 4, 0], [4, 0, 1]]

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Systems of two engines each under the same loads, in turns in one run.
+
+(a) two engines that compute prompts and answers, behind this package's router; (b) a pair with this package behind its
+router; (c) a pair with vLLM's MooncakeConnector over TCP behind vLLM's example of a router for it; (d) a pair with
+NixlConnector behind vLLM's toy proxy. Each engine has one thread on a core of its own; router and client have other
+cores if there are four, else all.
+
+Loads: Poisson arrivals (--rates), closed loops (--clients), both with each --prefix; chats of eight turns (--chats);
+requests of a trace in the form of Mooncake's public ones (--trace). Chats have a client of their own; for all others
+it is `vllm bench serve`, whose figures these are. A load's requests, times and prompts are the same for each system,
+and others in each repeat; they are kept as a trace file that `vllm-ascend-pd plan --load` reads.
+
+Goodput: answers a second with TTFT and mean TPOT within multiples of what one idle engine takes. `computed / new`:
+tokens of prompts that engines computed, for each that was in no earlier prompt of the load. `bytes / lacked`: bytes
+that P wrote for each of KV that D lacked.
+
+With --push nothing of this runs, but streams on a pair's D while prompts are pushed into it: the gaps between their
+tokens as ratios to those without a push.
+
+A run that was ended goes on where it was if it is started with the same flags (--out).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tools.bench_load_parts import client, figures, plot, pushed
+from tools.bench_load_parts.figures import MeasuredPoint
+from tools.bench_load_parts.kept import KeptPoints, OtherRun
+from tools.bench_load_parts.loads import TURNS, Lengths, LoadCase, requests
+from tools.bench_load_parts.systems import MODEL, NAMES, TOKEN_BYTES, LoadedSystem, started
+from tools.support.client import body_of, complete, prompt
+from tools.support.cluster import Cluster, fresh_directory, say
+from tools.support.fork_server import ForkServers
+from tools.support.models import RECIPES, ROOT
+from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits, new_tokens, read, renamed, written
+
+IDLE_REQUESTS = 5
+MODEL_LEN = 2048
+# What all points of a folder have in common: the same load is the same requests, and good means the same.
+SETTINGS = ("prompt", "answer", "turn", "seconds", "trace", "trace_lengths", "ttft_times", "tpot_times", "kv_mib")
+
+
+def main() -> int:
+    args = _parsed()
+    if args.push:
+        return pushed.run(args)
+    trace = read(args.trace.read_text()) if args.trace else []
+    try:
+        kept = KeptPoints(args.out, {name: str(getattr(args, name)) for name in SETTINGS})
+    except OtherRun as other:
+        say(str(other))
+        return 2
+    wanted = [
+        (repeat, case, system)
+        for repeat in range(args.repeats)
+        for case in _cases(args)
+        for system in _turned(args.systems, repeat)
+    ]
+    missing = [one for one in wanted if not kept.has(one[2], one[1], one[0])]
+    leaks: list[str] = []
+    if missing:
+        with (
+            Cluster(fresh_directory("bench_load")) as cluster,
+            ForkServers([client.SERVE], cluster.logs) as forks,  # the client's imports take longer than a short point
+        ):
+            shape = {"max_len": MODEL_LEN, "chunk": 2048, "kv_bytes": args.kv_mib << 20, "max_seqs": 32}
+            with started(cluster, args.systems, shape) as systems:
+                _run(args, kept, missing, systems, trace, forks)
+        leaks = cluster.leaks
+    else:
+        say(f"all points are in {args.out}; with another --out they are measured anew")
+    _report(args, kept)
+    for line in leaks:
+        say(f"left behind: {line}")
+    return 3 if leaks else 0
+
+
+def _parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--rates", type=float, nargs="*", default=[0.3, 0.6], help="requests a second, Poisson (default: 0.3 0.6)")
+    add("--clients", type=int, nargs="*", default=[], help="closed loops of so many clients")
+    add("--chats", type=int, nargs="*", default=[], help=f"so many chats at once, of {TURNS} turns each")
+    add("--prefix", type=int, nargs="*", default=[0], help="%% of each prompt that is common to all (default: 0)")
+    add("--trace", type=Path, metavar="FILE", help="JSON lines: timestamp (ms), input_length, output_length, hash_ids")
+    add("--speeds", type=float, nargs="*", default=[1.0], help="times as fast as the trace (default: 1)")
+    add("--trace-lengths", type=float, default=1.0, help=f"factor on its lengths: {MODEL_LEN} tokens fit (default: 1)")
+    add("--prompt", type=int, default=512, help="tokens of a prompt (default: 512)")
+    add("--answer", type=int, default=48, help="tokens of an answer (default: 48)")
+    add("--turn", type=int, default=64, help="tokens that a client adds to a chat (default: 64)")
+    add("--seconds", type=float, default=60.0, help="of arrivals, for each point (default: 60)")
+    add("--repeats", type=int, default=3, help="of each point (default: 3)")
+    add("--systems", default="abc", help="which of a, b, c and d (default: abc)")
+    add("--ttft-times", type=float, default=5.0, help="good: TTFT within so many times an idle engine's (default: 5)")
+    add("--tpot-times", type=float, default=2.0, help="good: TPOT within so many times an idle engine's (default: 2)")
+    add("--kv-mib", type=int, default=512, help="cache of each engine (default: 512)")
+    add(
+        "--push",
+        type=int,
+        nargs="*",
+        default=[],
+        metavar="N",
+        help="push so many prompts at once into a D that streams",
+    )
+    add("--streams", type=int, nargs="*", default=[8], help="with --push: streams on D (default: 8)")
+    add("--pushed", type=int, default=2048, help="with --push: tokens of such a prompt (default: 2048)")
+    add("--point-limit", type=float, default=600.0, help="seconds after which a point is given up (default: 600)")
+    add("--out", type=Path, default=ROOT / "out/bench_load/run", help="folder of the run (default: out/bench_load/run)")
+    args = parser.parse_args()
+    if not args.systems or set(args.systems) - NAMES.keys():
+        parser.error("--systems takes letters of abcd")
+    if any(not 0 <= share < 100 for share in args.prefix):
+        parser.error("--prefix takes 0 to 99")
+    longest = max(args.prompt + args.answer, TURNS * (args.turn + args.answer) if args.chats else 0)
+    if longest > MODEL_LEN:
+        parser.error(f"{longest} tokens do not fit into the model's {MODEL_LEN}")
+    numbers = (*args.rates, *args.clients, *args.chats, *args.speeds, args.trace_lengths, args.seconds, args.repeats)
+    if min(*numbers, *args.push, *args.streams, args.prompt, args.answer, args.turn, args.pushed) <= 0:
+        parser.error("numbers are above 0")
+    return args
+
+
+def _cases(args: argparse.Namespace) -> list[LoadCase]:
+    made = [LoadCase("rate", rate, share) for share in args.prefix for rate in args.rates]
+    made += [LoadCase("clients", count, share) for share in args.prefix for count in args.clients]
+    made += [LoadCase("chats", count) for count in args.chats]
+    return made + ([LoadCase("trace", speed) for speed in args.speeds] if args.trace else [])
+
+
+def _turned(systems: str, repeat: int) -> str:
+    """Return the systems in another order for each repeat: what the one before leaves behind hits another one."""
+    turn = repeat % len(systems)
+    return systems[turn:] + systems[:turn]
+
+
+def _run(
+    args: argparse.Namespace,
+    kept: KeptPoints,
+    missing: Sequence[tuple[int, LoadCase, str]],
+    systems: dict[str, LoadedSystem],
+    trace: list[Arrival],
+    forks: ForkServers,
+) -> None:
+    idle = _idle(args, systems)
+    limits = Limits(args.ttft_times * idle.ttft, args.tpot_times * idle.tpot)
+    say(f"one engine, idle: TTFT {idle.ttft:.3f} s, TPOT {idle.tpot * 1e3:.1f} ms")
+    missing = [one for one in missing if one[2] in systems]
+    began = time.monotonic()
+    for place, (repeat, case, letter) in enumerate(missing):
+        done = f"[{time.monotonic() - began:5.0f} s] point {place + 1} of {len(missing)}: repeat {repeat + 1}, {case}"
+        say(f"{done}, ({letter}) {NAMES[letter]}")
+        found = _point(args, systems[letter], case, repeat, idle, limits, trace, forks)
+        kept.add(MeasuredPoint(letter, case, repeat, found))
+        if errors := found["errors"]:
+            say(f"  {len(errors)} failed, the first one: {str(errors[0])[:300]}")
+        if found.get("completed"):
+            words = [f"goodput {found['request_goodput']:.2f}/s of {found['request_throughput']:.2f}"]
+            words += [f"TTFT p50 {found['p50_ttft_ms'] / 1e3:.2f} s", f"TPOT p50 {found['p50_tpot_ms']:.0f} ms"]
+            say("  " + ", ".join(words))
+
+
+def _idle(args: argparse.Namespace, systems: dict[str, LoadedSystem]) -> Limits:
+    """Return what one engine takes that has nothing else to do; the run's own first measurement, once it is made."""
+    file = args.out / "idle.json"
+    if not file.exists():
+        system = next(iter(systems.values()))
+        vocab = RECIPES[MODEL].vocab
+        with system.running():
+            answers = [
+                complete(system.prefills[0].url, body_of(prompt(args.prompt, number, vocab), args.answer))
+                for number in range(IDLE_REQUESTS + 1)
+            ][1:]
+        ttft = statistics.median(one.ttft for one in answers)
+        tpot = statistics.median((one.seconds - one.ttft) / max(1, args.answer - 1) for one in answers)
+        file.write_text(json.dumps(asdict(Limits(ttft, tpot))))
+    return Limits(**json.loads(file.read_text()))
+
+
+def _point(
+    args: argparse.Namespace,
+    system: LoadedSystem,
+    case: LoadCase,
+    repeat: int,
+    idle: Limits,
+    limits: Limits,
+    trace: list[Arrival],
+    forks: ForkServers,
+) -> dict[str, Any]:
+    """Measure once. A point that does not end in time, or whose client fails, has an error in place of figures."""
+    lengths = Lengths(args.prompt, args.answer, args.seconds, args.turn, args.trace_lengths)
+    idle_s, seed = idle.ttft + idle.tpot * (args.answer - 1), zlib.crc32(f"{case}/{repeat}".encode())
+    with system.running():
+        before = system.counts()
+        try:
+            if case.kind == "chats":
+                count = max(int(case.value), round(args.seconds / (TURNS * idle_s)))
+                count -= count % int(case.value)
+                new = client.new_of_chats(count, lengths)
+                found = client.chats(system.url, MODEL, case, lengths, count, seed, limits, args.point_limit)
+            else:
+                arrivals, chunk = requests(case, lengths, repeat, idle_s, trace)
+                new = new_tokens(arrivals, chunk)
+                file = args.out / f"{case.kind}-{case.value:g}-prefix-{case.prefix}-{repeat}.jsonl"
+                file.write_text(written(renamed(one, seed) for one in arrivals))
+
+                def progress(seconds: float) -> None:
+                    say(f"  {seconds:.0f} s of the client")
+
+                found = client.serve(system.url, MODEL, case, file, chunk, limits, args.point_limit, progress, forks)
+            for engine in system.engines:  # from these pages `plan --load` learns how fast they are
+                (args.out / f"{engine.name}-{len(list(args.out.glob('*.prom'))):04}.prom").write_text(engine.page())
+        except (client.PointTooLong, RuntimeError) as problem:
+            return {"errors": [str(problem)], "completed": 0}
+        return found | figures.counted(before, system.counts(), new, TOKEN_BYTES)
+
+
+def _report(args: argparse.Namespace, kept: KeptPoints) -> None:
+    names = {letter: f"({letter}) {NAMES[letter]}" for letter in args.systems}
+    idle = Limits(**json.loads((args.out / "idle.json").read_text()))
+    limits = (
+        f"good: TTFT within {args.ttft_times * idle.ttft:.2f} s and TPOT within {args.tpot_times * idle.tpot * 1e3:.0f} ms "
+        f"({args.ttft_times:g} and {args.tpot_times:g} times an idle engine's)"
+    )
+    sizes = f"{args.prompt} tokens in, {args.answer} out; {args.repeats} runs of {args.seconds:g} s"
+    rows = [f"{sizes}; {limits}; medians (lowest–highest)", "", *figures.table(kept.points, names)]
+    say("\n".join(["", *rows]))
+    (args.out / "table.md").write_text("\n".join(rows) + "\n")
+    points = [{"system": p.system, "case": asdict(p.case), "repeat": p.repeat, **p.figures} for p in kept.points]
+    said = {"idle": asdict(idle), "limits": limits, "sizes": sizes, "systems": names, "points": points}
+    (args.out / "load.json").write_text(json.dumps(said, indent=1))
+    if args.rates:
+        picture = plot.svg(kept.points, names, f"{sizes}; {limits}")
+        (args.out / "load.svg").write_text(picture)
+        if why := plot.png(picture, args.out / "load.png"):
+            say(f"load.png was not written: {why}")
+    say(f"\nkept in {args.out}: load.json, table.md, load.svg and load.png")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

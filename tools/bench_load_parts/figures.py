@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of points, and the table of a run. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tools.bench_load_parts.loads import LoadCase
+from vllm_ascend_pd.cli.load.arrivals import Limits
+
+PERCENTILES = (50, 90, 99)
+TIMES = ("ttft", "tpot", "itl")
+# Names of `vllm bench serve`'s results, and those that are counted here.
+KEYS = (
+    "request_goodput",
+    "request_throughput",
+    "output_throughput",
+    *(f"p{percent}_{time}_ms" for time in TIMES for percent in PERCENTILES),
+)
+COUNTED = ("computed_per_new", "bytes_per_lacked")
+
+
+@dataclass(frozen=True)
+class TimedRequest:
+    """One answer as its client saw it; `gaps` between its pieces. Of one that failed there is only the error."""
+
+    ttft: float = 0.0
+    gaps: tuple[float, ...] = ()
+    tokens: int = 0
+    error: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.ttft + sum(self.gaps)
+
+
+def of_requests(requests: Sequence[TimedRequest], seconds: float, limits: Limits) -> dict[str, Any]:
+    """Return the figures of answers by `vllm bench serve`'s names and definitions."""
+    ended = [one for one in requests if not one.error]
+    good = sum(limits.good(one.ttft, one.seconds, one.tokens) for one in ended)
+    times = {
+        "ttft": [one.ttft for one in ended],
+        "tpot": [(one.seconds - one.ttft) / (one.tokens - 1) for one in ended if one.tokens > 1],
+        "itl": [gap for one in ended for gap in one.gaps],
+    }
+    found: dict[str, Any] = {
+        "completed": len(ended),
+        "failed": len(requests) - len(ended),
+        "errors": [one.error for one in requests if one.error],
+        "duration": seconds,
+        "request_goodput": good / seconds,
+        "request_throughput": len(ended) / seconds,
+        "output_throughput": sum(one.tokens for one in ended) / seconds,
+    }
+    for name, values in times.items():
+        for percent in PERCENTILES:
+            found[f"p{percent}_{name}_ms"] = float(np.percentile(values or [math.nan], percent)) * 1e3
+    return found
+
+
+def counted(before: Mapping[str, float], after: Mapping[str, float], new: int, token_bytes: int) -> dict[str, float]:
+    """Return how often P computed a new token of the prompts, and how often a byte was written that D lacked.
+
+    `before`, `after`: `computed`, `written` and `lacked`, read from the engines; one that no engine has is not said.
+    """
+    grown = {name: after[name] - before[name] for name in after if name in before}
+    said = {"computed_per_new": grown["computed"] / new} if new and "computed" in grown else {}
+    if grown.get("lacked") and "written" in grown:
+        said["bytes_per_lacked"] = grown["written"] / (grown["lacked"] * token_bytes)
+    return said
+
+
+@dataclass(frozen=True)
+class MeasuredPoint:
+    """Figures of one system under one load, once."""
+
+    system: str
+    case: LoadCase
+    repeat: int
+    figures: Mapping[str, Any]
+
+    @property
+    def failed(self) -> bool:
+        """Return whether it has no figures."""
+        return not self.figures.get("completed")
+
+
+def spread(points: Iterable[MeasuredPoint], key: str) -> tuple[float, float, float] | None:
+    """Return median, lowest and highest value of the points that have it."""
+    values = [value for p in points if not p.failed and (value := p.figures.get(key)) is not None and value == value]
+    return (statistics.median(values), min(values), max(values)) if values else None
+
+
+def of(points: Sequence[MeasuredPoint], system: str, case: LoadCase) -> list[MeasuredPoint]:
+    return [one for one in points if (one.system, one.case) == (system, case)]
+
+
+def cases_of(points: Sequence[MeasuredPoint]) -> list[LoadCase]:
+    return list(dict.fromkeys(one.case for one in points))
+
+
+def table(points: Sequence[MeasuredPoint], names: Mapping[str, str]) -> list[str]:
+    """Return a table in Markdown for each load: medians, and (lowest–highest)."""
+    head = (
+        "| | goodput, requests/s | answered, requests/s | tokens/s | TTFT p50, p90, p99, s | TPOT p50, p90, p99, ms |"
+        " ITL p50, p99, ms | computed / new | bytes / lacked | failed |"
+    )
+    rows: list[str] = []
+    for case in cases_of(points):
+        rows += ["", f"{case}:", "", head, "|---" * 10 + "|"]
+        for system, name in names.items():
+            if mine := of(points, system, case):
+                rows.append(f"| {name} | {' | '.join(_cells(mine))} |")
+    return rows[1:]
+
+
+def _cells(mine: Sequence[MeasuredPoint]) -> list[str]:
+    def ranged(key: str, digits: int, factor: float = 1.0) -> str:
+        found = spread(mine, key)
+        if found is None:
+            return "–"
+        middle, low, high = (f"{value * factor:.{digits}f}" for value in found)
+        return f"{middle} ({low}–{high})" if len(mine) > 1 else middle
+
+    def medians(time: str, percents: Iterable[int], digits: int, factor: float) -> str:
+        found = (spread(mine, f"p{percent}_{time}_ms") for percent in percents)
+        return ", ".join(f"{one[0] * factor:.{digits}f}" if one else "–" for one in found)
+
+    failed = sum(one.figures.get("failed", 0) for one in mine)
+    lost = sum(one.failed for one in mine)
+    return [
+        ranged("request_goodput", 2),
+        ranged("request_throughput", 2),
+        ranged("output_throughput", 1),
+        medians("ttft", PERCENTILES, 2, 1e-3),
+        medians("tpot", PERCENTILES, 0, 1.0),
+        medians("itl", (50, 99), 0, 1.0),
+        ranged("computed_per_new", 2),
+        ranged("bytes_per_lacked", 2),
+        f"{failed}" + (f", {lost} runs" if lost else ""),
+    ]

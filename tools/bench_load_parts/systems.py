@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Systems of two engines each: all run at once, each engine on a core of its own, and one is asked at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tools.support import routers
+from tools.support.cluster import STRICT, Cluster, say
+from tools.support.engine import EngineProcess
+from tools.support.in_tree import install_nixl, start_mooncake, start_nixl
+from tools.support.models import ensure
+from tools.support.process import ProcessDied
+from tools.support.spec import EngineSpec, MetaserverSpec
+
+MODEL = "base16"
+TOKEN_BYTES = 32 << 10  # of KV
+NAMES = {"a": "two engines", "b": "this package", "c": "in-tree Mooncake", "d": "in-tree NIXL"}
+ENGINES = 2
+CACHED = "vllm:request_prefill_kv_computed_tokens_sum"
+LACKED = "vllm:external_prefix_cache_hits_total"
+WRITTEN = ("vllm:ascend_pd_bytes_transferred_total", "vllm:nixl_bytes_transferred_sum")
+
+
+@dataclass(frozen=True)
+class LoadedSystem:
+    """A system that is asked at one address."""
+
+    url: str
+    prefills: Sequence[EngineProcess]  # engines that compute prompts
+    decodes: Sequence[EngineProcess] = ()  # those that get them computed
+    paused: bool = False  # while others are asked
+
+    @property
+    def engines(self) -> tuple[EngineProcess, ...]:
+        return (*self.prefills, *self.decodes)
+
+    def counts(self) -> dict[str, float]:
+        """Return what its engines have counted so far."""
+        p, d = ([engine.metrics() for engine in side] for side in (self.prefills, self.decodes))
+        found = {"computed": sum(one.get(CACHED, 0.0) for one in p)}
+        written = [one[name] for one in (*p, *d) for name in WRITTEN if name in one]
+        if written:
+            found |= {"written": sum(written), "lacked": sum(one.get(LACKED, 0.0) for one in d)}
+        return found
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let its processes run. Raise ProcessDied if an engine has ended meanwhile."""
+        for engine in self.engines if self.paused else ():
+            engine.process.resume()
+        try:
+            yield
+        finally:
+            for engine in self.engines:
+                if not engine.process.alive:
+                    raise ProcessDied(f"{engine.name} has ended; the end of its log:\n{engine.process.tail()}")
+                if self.paused:
+                    engine.process.pause()
+
+
+def cores() -> tuple[list[int], list[int]]:
+    """Return a core for each engine, and those for router and client: others, where there are enough."""
+    have = sorted(os.sched_getaffinity(0))
+    if len(have) < ENGINES:
+        raise SystemExit(f"{ENGINES} engines need a core each, and there is {len(have)}")
+    return have[:ENGINES], have[ENGINES:] if len(have) >= ENGINES + 2 else have
+
+
+@contextmanager
+def started(cluster: Cluster, wanted: str, shape: dict[str, Any]) -> Iterator[dict[str, LoadedSystem]]:
+    """Start the wanted systems. NIXL is left out, with a word, where its package cannot be had."""
+    model, (own, rest) = ensure(MODEL), cores()
+    os.sched_setaffinity(0, rest)  # what is started from here on, except for the engines
+    apart = "other cores" if set(rest).isdisjoint(own) else "the same cores"
+    say(f"engines on cores {', '.join(map(str, own))}, one thread each; routers and client on {apart}")
+
+    def spec(core: int, name: str, role: str, **more: Any) -> EngineSpec:
+        return EngineSpec(name, model, role=role, prefix=("taskset", "-c", str(own[core])), **shape, **more)
+
+    def of_pair(name: str, role: str, **more: Any) -> EngineSpec:
+        return spec(0 if role == "kv_producer" else 1, name, role, **more)
+
+    systems: dict[str, LoadedSystem] = {}
+    with ExitStack() as ends:
+        for letter in wanted:
+            if letter == "d" and not install_nixl():
+                say("(d) is left out: the package nixl cannot be installed here")
+                continue
+            if letter == "a":
+                systems["a"] = _colocated(cluster, spec)
+            elif letter == "b":
+                systems["b"] = _ours(cluster, of_pair)
+            else:
+                systems[letter] = _in_tree(cluster, of_pair, letter, ends)
+            for engine in systems[letter].engines if systems[letter].paused else ():
+                engine.process.pause()
+        yield systems
+
+
+def _colocated(cluster: Cluster, spec: Any) -> LoadedSystem:
+    engines = cluster.start(*(spec(core, f"whole-{core}", "plain") for core in range(ENGINES)))
+    front = cluster.metaserver([], engines, how=MetaserverSpec(("--no-canary",)))
+    return LoadedSystem(front.url, engines)
+
+
+def _ours(cluster: Cluster, of_pair: Any) -> LoadedSystem:
+    port = cluster.port()
+    config = cluster.push_config(verify="off")
+    del config["trace_dir"]
+    d_side = {**config, "metaserver_urls": [f"http://127.0.0.1:{port}"]}
+    p, d = cluster.start(of_pair("ours-p", "kv_producer", extra=config), of_pair("ours-d", "kv_consumer", extra=d_side))
+    front = cluster.metaserver([p], [d], port, MetaserverSpec(STRICT))
+    return LoadedSystem(front.url, [p], [d])
+
+
+def _in_tree(cluster: Cluster, of_pair: Any, letter: str, ends: ExitStack) -> LoadedSystem:
+    """Start a pair behind vLLM's example of a router for its connector."""
+    p, d, _ = (start_mooncake if letter == "c" else start_nixl)(cluster, of_pair, 1)
+    if letter == "c":
+        bootstrap = int(p.spec.environment["VLLM_MOONCAKE_BOOTSTRAP_PORT"])
+        router = routers.mooncake(p, d, bootstrap, cluster.port(), cluster.logs)
+    else:
+        router = routers.toy(p, d, cluster.port(), cluster.logs)
+    ends.callback(router.stop)
+    return LoadedSystem(router.url, [p], [d], paused=True)

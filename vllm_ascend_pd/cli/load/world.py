@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests of a load through the router's own decisions, to simulated engines, on a virtual clock.
+
+The router's are: admission, the choice of D and P with its estimates of load and prefix caches, circuits with probes,
+retries and their budget. Simulated here is what they decide about: HTTP and the transfer take a fixed time for each
+request, and no canaries are sent.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from vllm_ascend_pd.cli.load.arrivals import Arrival, beginnings
+from vllm_ascend_pd.cli.load.engine import EngineSizes, SimulatedEngine, VirtualTime
+from vllm_ascend_pd.cli.load.lines import StepLines
+from vllm_ascend_pd.router.core.decisions import Admission, Evidence, Gatekeeper, RetryBudget, Role
+from vllm_ascend_pd.router.core.prefixes import Mark, Marks
+from vllm_ascend_pd.router.fleet import Fleet, Instance, LegInFlight, Spec
+from vllm_ascend_pd.router.settings import Settings
+from vllm_ascend_pd.shared.core.failures import HttpFailure
+from vllm_ascend_pd.shared.http_session import Origin
+
+MODEL = "model"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedFleet:
+    """What is simulated: so many engines, equal ones. Without P each D computes prompts, too."""
+
+    prefills: int
+    decodes: int
+    lines: StepLines
+    sizes: EngineSizes
+    pair_s: float  # that a pair adds to a request
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """An engine that ends, and is back after a while."""
+
+    role: Role
+    at: float
+    back_s: float
+
+
+@dataclass(eq=False, slots=True)
+class SimulatedRequest:
+    """A request, and what its client saw of it."""
+
+    arrival: Arrival
+    chain: list[int]
+    marks: Marks
+    first: float = 0.0  # seconds after it came
+    last: float = 0.0
+    came: int = 0  # tokens
+    failed: bool = False
+    attempts: int = 0  # since its last token
+    tried: set[str] = field(default_factory=set)
+    bad: set[str] = field(default_factory=set)
+
+    @property
+    def left(self) -> int:
+        return self.arrival.answer - self.came
+
+
+@dataclass(eq=False, slots=True)
+class SimulatedAttempt:
+    """One try to serve a request."""
+
+    request: SimulatedRequest
+    decode: Instance
+    leg: LegInFlight
+    prefill: Instance | None = None
+    prefill_leg: LegInFlight | None = None
+    over: bool = False
+
+
+class LoadedWorld:
+    """One run."""
+
+    def __init__(self, fleet: LoadedFleet, arrivals: Sequence[Arrival], loss: Loss | None = None) -> None:
+        self._time, self._dice = VirtualTime(), random.Random("plan")
+        self._shape, self._settings = fleet, Settings()
+        self._retry = self._settings.retry
+        self._fleet = Fleet(
+            self._settings.circuit, self._lost, self._settings.prefix_tokens, lambda: self._time.now, self._dice.random
+        )
+        self._keeper, self._budget = Gatekeeper(self._settings.max_running, self._settings.max_waiting), RetryBudget()
+        self._queue: deque[SimulatedRequest] = deque()
+        self._engines: dict[str, SimulatedEngine] = {}
+        self._under_way: dict[str, dict[SimulatedAttempt, None]] = {}
+        for role, number in ((Role.PREFILL, fleet.prefills), (Role.DECODE, fleet.decodes)):
+            for place in range(number):
+                spec = Spec(role, Origin("http", f"{role.value}-{place}", 80))
+                instance = self._fleet.add(spec, "plan")
+                self._engines[instance.name] = SimulatedEngine(instance.name, self._time, fleet.lines, fleet.sizes)
+                self._under_way[instance.name] = {}
+                self._probe(instance)
+        self.requests: list[SimulatedRequest] = []
+        for arrival in arrivals:
+            chain = beginnings(arrival.chunks)
+            self.requests.append(SimulatedRequest(arrival, chain, self._marks(arrival, chain)))
+            self._time.at(arrival.at, self._come, self.requests[-1])
+        self._open = len(self.requests)
+        if loss is not None:
+            self._time.at(loss.at, self._kill, loss)
+
+    def run(self) -> None:
+        """Run until each request has ended."""
+        self._time.run(lambda: self._open > 0)
+
+    def _marks(self, arrival: Arrival, chain: Sequence[int]) -> Marks:
+        size = self._shape.sizes.chunk
+        whole = chain[: arrival.prompt // size]
+        return tuple(Mark(one.to_bytes(8, "big", signed=True), size * (place + 1)) for place, one in enumerate(whole))
+
+    # -- the router
+
+    def _come(self, request: SimulatedRequest) -> None:
+        said = self._keeper.ask()
+        if said is Admission.NOW:
+            self._begin(request)
+        elif said is Admission.QUEUE:
+            self._queue.append(request)
+            self._time.after(self._settings.max_wait_s, self._give_up, request)
+        else:
+            request.failed = True
+            self._open -= 1
+
+    def _give_up(self, request: SimulatedRequest) -> None:
+        if request in self._queue:
+            self._queue.remove(request)
+            self._keeper.give_up()
+            request.failed = True
+            self._open -= 1
+
+    def _begin(self, request: SimulatedRequest) -> None:
+        self._budget.request()
+        self._attempt(request)
+
+    def _finish(self, request: SimulatedRequest, failed: bool) -> None:
+        request.failed = failed
+        self._open -= 1
+        if self._keeper.leave():
+            self._begin(self._queue.popleft())
+
+    def _attempt(self, request: SimulatedRequest) -> None:
+        request.attempts += 1
+        tokens = float(request.arrival.prompt + request.came)
+        expected = self._fleet.expected(MODEL, True, request.left)
+        decode = self._fleet.choose_decode(
+            tokens + expected, frozenset(request.tried), marks=request.marks, bad_prefills=frozenset(request.bad)
+        )
+        if decode is None:
+            self._finish(request, failed=True)
+            return
+        attempt = SimulatedAttempt(request, decode, self._fleet.leg(decode, tokens, expected, request.left).__enter__())
+        if not self._engines[decode.name].alive:
+            self._broke(attempt, decode, HttpFailure.CONNECT)
+            return
+        decode.sent(request.marks)
+        self._under_way[decode.name][attempt] = None
+        room = request.arrival.prompt + request.arrival.answer
+        self._engines[decode.name].enter(attempt, room, lambda: self._prefill(attempt, 1))
+
+    def _prefill(self, attempt: SimulatedAttempt, number: int) -> None:
+        """Let a P compute the prompt, or D itself where no P takes requests."""
+        if attempt.over:
+            return
+        request, tokens = attempt.request, attempt.request.arrival.prompt + attempt.request.came
+        if not self._fleet.usable(Role.PREFILL):
+            engine = self._engines[attempt.decode.name]
+            engine.prefill(attempt, tokens, request.chain, lambda: self._first(attempt))
+            return
+        cost = float(tokens)
+        prefill = self._fleet.choose_prefill(attempt.decode, cost, marks=request.marks, bad=request.bad)
+        if prefill is None:
+            self._broke(attempt, None, HttpFailure.PREFILL)
+            return
+        there = prefill.sent(request.marks)
+        leg = self._fleet.leg(prefill, max(1.0, cost - there)).__enter__()
+        engine = self._engines[prefill.name]
+        if not engine.alive:
+            leg.__exit__()
+            request.bad.add(prefill.name)
+            self._fleet.failed(prefill, HttpFailure.CONNECT, "no connection")
+            delay = self._retry.again(HttpFailure.CONNECT, number, False, self._budget, self._dice.random())
+            if delay is None:
+                self._broke(attempt, None, HttpFailure.PREFILL)
+            else:
+                self._time.after(delay, self._prefill, attempt, number + 1)
+            return
+        attempt.prefill, attempt.prefill_leg = prefill, leg
+        self._under_way[prefill.name][attempt] = None
+        compute: Callable[[], None] = lambda: engine.prefill(attempt, tokens, request.chain, computed)  # noqa: E731
+
+        def computed() -> None:
+            self._leave_prefill(attempt, served=True)
+            self._time.after(self._shape.pair_s, self._first, attempt)
+
+        engine.enter(attempt, tokens, compute)
+
+    def _leave_prefill(self, attempt: SimulatedAttempt, *, served: bool) -> None:
+        prefill, leg = attempt.prefill, attempt.prefill_leg
+        if prefill is None or leg is None:
+            return
+        attempt.prefill = attempt.prefill_leg = None
+        self._under_way[prefill.name].pop(attempt, None)
+        self._engines[prefill.name].leave(attempt)
+        leg.__exit__()
+        if served:
+            self._fleet.seen(prefill, Evidence.SERVED)
+
+    def _first(self, attempt: SimulatedAttempt) -> None:
+        """D starts with the first token."""
+        if not attempt.over:
+            self._token(attempt)
+            if not attempt.over:
+                self._engines[attempt.decode.name].decode(attempt, lambda: self._token(attempt))
+
+    def _token(self, attempt: SimulatedAttempt) -> None:
+        request = attempt.request
+        request.came += 1
+        request.last = self._time.now - request.arrival.at
+        request.first = request.first or request.last
+        attempt.leg.take(1)
+        if not request.left:
+            self._leave(attempt)
+            self._fleet.seen(attempt.decode, Evidence.SERVED)
+            self._fleet.answered(MODEL, True, request.arrival.answer, request.arrival.answer)
+            self._finish(request, failed=False)
+
+    def _leave(self, attempt: SimulatedAttempt) -> None:
+        attempt.over = True
+        self._leave_prefill(attempt, served=False)
+        self._under_way[attempt.decode.name].pop(attempt, None)
+        self._engines[attempt.decode.name].leave(attempt)
+        attempt.leg.__exit__()
+
+    def _broke(self, attempt: SimulatedAttempt, blamed: Instance | None, failure: HttpFailure) -> None:
+        """Try again after a failure, or tell the client. A stream that had begun goes on at once."""
+        request, streaming = attempt.request, failure is HttpFailure.BROKEN and attempt.request.came > 0
+        self._leave(attempt)
+        if blamed is not None:
+            self._fleet.failed(blamed, failure, "the connection broke")
+        if streaming:
+            request.attempts = 0
+            request.tried = {attempt.decode.name}
+            self._time.after(0.0, self._attempt, request)
+            return
+        if failure is not HttpFailure.PREFILL:
+            request.tried.add(attempt.decode.name)
+        delay = self._retry.again(failure, request.attempts, True, self._budget, self._dice.random())
+        if delay is None:
+            self._finish(request, failed=True)
+        else:
+            self._time.after(delay, self._attempt, request)
+
+    def _lost(self, instance: Instance, why: str) -> None:
+        """Do nothing: an engine whose circuit opens here has ended, and its requests with it."""
+
+    # -- engines
+
+    def _probe(self, instance: Instance) -> None:
+        alive = self._engines[instance.name].alive
+        self._fleet.seen(instance, Evidence.PROBE_OK if alive else Evidence.PROBE_FAILED, "" if alive else "it is gone")
+        self._time.after(self._settings.probe_every_s, self._probe, instance)
+
+    def _kill(self, loss: Loss) -> None:
+        instance = self._fleet.of(loss.role)[0]
+        engine, attempts = self._engines[instance.name], list(self._under_way[instance.name])
+        engine.kill()
+        instance.life = instance.life.refuses(self._time.now)
+        self._time.after(loss.back_s, engine.restart)
+        for attempt in attempts:
+            if loss.role is Role.DECODE:
+                self._broke(attempt, instance, HttpFailure.BROKEN)
+            else:
+                attempt.request.bad.add(instance.name)
+                self._fleet.failed(instance, HttpFailure.BROKEN, "the connection broke")
+                self._broke(attempt, None, HttpFailure.PREFILL)
