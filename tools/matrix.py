@@ -186,21 +186,24 @@ def engine_sets(row: MatrixRow) -> list[str]:
 
 def with_sections(page: str) -> str:
     """Return the page with its tables that follow from the source alone: combinations, sets of engines, refusals."""
-    from tools.support import from_tests, shapes  # import vLLM, which runs of rows do not need
+    from tools.support import can, from_tests, shapes  # import vLLM, which runs of rows do not need
 
     def shown(one: Shown) -> str:
         return f"{one.how}: {one.what}" if one.what else one.how
 
-    sets = dict(zip(ascii_lowercase, (row for row in ROWS if row.tests[0] == PAIRS), strict=False))
-    letters = {title: letter for letter, row in sets.items() for title in engine_sets(row)}
+    rows = dict(zip(ascii_lowercase, (row for row in ROWS if row.tests[0] == PAIRS), strict=False))
+    letters = {title: letter for letter, row in rows.items() for title in engine_sets(row)}
+    asked = {str(engines): (engines, names) for engines, names in from_tests.asked_sets()}
+    ran = {title: releases(known(page), rows[letter]) for title, letter in letters.items()}
     made = {
+        "can I": lines_of(*can.table(asked, ran)),
         "combinations": lines_of(
             (*IN_ENGLISH, "rows"),
             [(one.english, shown(one.direct), shown(one.regrouped), _quoted(one.rows) or "–") for one in COMBINATIONS],
         ),
         "sets": lines_of(
             ("", "row", "sets of engines"),
-            [(letter, f"`{row.name}`", _quoted(engine_sets(row))) for letter, row in sets.items()],
+            [(letter, f"`{row.name}`", _quoted(engine_sets(row))) for letter, row in rows.items()],
         ),
         "shapes": lines_of(*shapes.grid(from_tests.engine_sets(), letters)),
         "refused": lines_of(("refused", "why"), [(one.mode, one.why) for one in REFUSED]),
@@ -209,6 +212,14 @@ def with_sections(page: str) -> str:
     for name, lines in made.items():
         page = section(name).filled(page, [lines])
     return page
+
+
+def releases(lines: Mapping[str, Mapping[str, str]], row: MatrixRow) -> tuple[str, ...]:
+    """Return with which vLLMs (0.30) a row has run well, by the page's lines."""
+    line = lines.get(row.name, {})
+    if not re.match(r"\d+ passed", line.get(RESULT, "")):
+        return ()
+    return tuple(".".join(one.split(".")[:2]) for one in line[VLLM].split(", "))
 
 
 def section(name: str) -> Marks:

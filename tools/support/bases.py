@@ -28,6 +28,7 @@ class Base:
     indexes_apart: bool = False  # an indexer's keys are a layer of their own
     in_tokens: bool = False  # a block of compressed entries is counted in tokens
     takes_turns: bool = False  # K and V of the kernels' blocks take turns in memory
+    ascend: bool = True  # False: vLLM alone, without vllm-ascend
     int8_by_flags: bool = False  # vLLM's flags ask for a cache in int8, not --additional-config
     no_groups: str = ""  # why this package cannot serve several groups of a cache with its vLLM
 

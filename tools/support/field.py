@@ -31,7 +31,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from tools.support import ascend_specs, compressed, small
 from tools.support.bases import UNNAMED, Base
@@ -216,7 +216,7 @@ def tensors(spec: Any, base: Base = UNNAMED) -> tuple[torch.Tensor, ...]:
             torch.empty((BLOCKS, *shape), dtype=dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
         )
     kind, dcp = type(spec).__name__, getattr(spec, "sfa_dcp_replicated_indexer_size", 1)
-    if kind == "FullAttentionSpec":
+    if kind in ("FullAttentionSpec", "SlidingWindowSpec"):
         return _keys_and_values(spec, base)
     if kind == "AscendSFAIndexerCacheSpec":
         parts, copies = [(spec.head_size, spec.dtype), *[(1, torch.float16)] * spec.scale_dim], [dcp, dcp]
@@ -290,6 +290,17 @@ class FieldModel:
             return _full(self.kv_heads, self.head_size, tp, block_size, dtype)
         if kind == "gdn":
             return self._delta_net(tp, block_size)
+        if kind == "window":
+            plain = _full(self.kv_heads, self.head_size, tp, block_size)
+            return SlidingWindowSpec(
+                block_size=block_size,
+                num_kv_heads=plain.num_kv_heads,
+                head_size=plain.head_size,
+                dtype=plain.dtype,
+                sliding_window=BLOCK_SIZE,
+            )
+        if kind == "mamba2":
+            return self._mamba2(tp, block_size)
         if kind.endswith("Spec"):  # admission knows it by its name
             return type(kind, (), {"block_size": block_size})()
         return self._latent(kind, tuple(self.facts["mla"]), block_size, dtype, c8, base)
@@ -303,6 +314,17 @@ class FieldModel:
             shapes=(rows, (values // tp, size, size)),
             dtypes=(torch.bfloat16, torch.float32),
             mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+        )
+
+    def _mamba2(self, tp: int, block_size: int) -> MambaSpec:
+        """Return Mamba-2's states: the convolution's rows over heads and groups, and a matrix for each head."""
+        groups, heads, size, state, width = self.facts["mamba2"]
+        rows = (width - 1, (heads * size + 2 * groups * state) // tp)
+        return MambaSpec(
+            block_size=block_size,
+            shapes=(rows, (heads // tp, size, state)),
+            dtypes=(torch.bfloat16, torch.float32),
+            mamba_type=MambaAttentionBackendEnum.MAMBA2,
         )
 
     def by_layer(
@@ -429,7 +451,7 @@ def _under(base: Base) -> Iterator[None]:
     """Let this package take the installed vLLM for that of a release of vllm-ascend."""
     versions = {tried.VLLM: base.vllm, tried.VLLM_ASCEND: base.version}
     with (
-        patch.object(compat, "is_vllm_ascend", lambda: True),
+        patch.object(compat, "is_vllm_ascend", lambda: base.ascend),
         patch.object(tried, "installed", versions.__getitem__),
         patch.object(older_groups, "unproven", lambda: base.no_groups),
     ):
@@ -478,6 +500,7 @@ def as_configured(parsed: Any, model: FieldModel, draft: Mapping[str, Any] = Map
     )
     facts = model.facts
     text = SimpleNamespace(num_hidden_layers=facts["layers"], hidden_size=facts["hidden"], vocab_size=facts["vocab"])
+    text.n_groups = facts.get("mamba2", [0])[0]
     return SimpleNamespace(
         kv_transfer_config=parsed.kv_transfer_config,
         parallel_config=parallel,
@@ -565,6 +588,8 @@ def _groups(
         spec = model.spec(kind, tp, size, config.kv_transfer_config.kv_role, c8, base)
         if kind == "gdn" and config.speculative_config is not None:
             spec = _with_drafts(spec, config.speculative_config.num_speculative_tokens)
+        if kind in ("mla", "indexer") and str(config.cache_config.cache_dtype).startswith("fp8"):
+            spec = dataclasses.replace(spec, dtype=torch.uint8)
         if kind == "indexer" and not base.indexes_apart:
             spec = dataclasses.replace(spec, sfa_dcp_replicated_indexer_size=dcp)
         specs = model.by_layer(names[index :: len(kinds)], spec, c8, base, dcp)

@@ -30,5 +30,10 @@ def older_host_build() -> HostBuild:
 
 def engine_sets() -> list[Engines]:
     """Return the sets of engines of tests/ascend_host/test_pairs.py."""
+    return [engines for engines, _ in asked_sets()]
+
+
+def asked_sets() -> list[tuple[Engines, tuple[str, ...]]]:
+    """Return the same sets, each with the names of what is asked of it."""
     pairs = _module("test_pairs")
-    return [engines for engines, _ in (*pairs.EVERY_COMMIT, *pairs.MORE)]
+    return [(one, tuple(cell.__name__ for cell in cells)) for one, cells in (*pairs.EVERY_COMMIT, *pairs.MORE)]

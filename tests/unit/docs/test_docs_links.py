@@ -7,41 +7,27 @@ import itertools
 import re
 import subprocess
 from pathlib import Path
-from typing import NamedTuple
 from xml.etree import ElementTree
 
 import pytest
 
 from tools.matrix import MARKS
-
-ROOT = Path(__file__).resolve().parents[3]
-PAGES = sorted(
-    path.relative_to(ROOT)
-    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "tests/*/*.md", "vllm_ascend_pd/**/*.md")
-    for path in ROOT.glob(pattern)
+from unit.docs.pages import (
+    PAGES,
+    ROOT,
+    anchors,
+    cells,
+    commands,
+    links,
+    original,
+    structure,
+    target_of,
 )
+
 READMES = (Path("README.md"), Path("README.zh-CN.md"))
 SCREEN = 50  # lines
 LONGEST_CELL = 300
 SCRIPTS = ("./scripts/quickstart.sh", "./scripts/test.sh")
-
-
-def links(text: str) -> list[str]:
-    """Targets inside the repository; code blocks are left out."""
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    found = re.findall(r"!?\[[^\]]*\]\(([^)\s]+)\)", prose)
-    return [target for target in found if not re.match(r"[a-z]+:", target)]
-
-
-def anchors(page: Path) -> set[str]:
-    """Anchors of headings, formed like GitHub's."""
-    headings = re.findall(r"^#+ +(.*)$", (ROOT / page).read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def target_of(page: Path, target: str) -> Path:
-    path = target.split("#")[0]
-    return (ROOT / page.parent / path).resolve().relative_to(ROOT) if path else page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
@@ -79,21 +65,8 @@ def test_the_readmes_first_screen_names_the_instruments(readme: Path) -> None:
 
 
 def test_both_readmes_lead_to_the_same_places() -> None:
-    one, other = ({target_of(page, link) for link in links((ROOT / page).read_text())} for page in READMES)
+    one, other = ({original(target_of(page, link)) for link in links((ROOT / page).read_text())} for page in READMES)
     assert one - set(READMES) == other - set(READMES)
-
-
-def commands(text: str) -> list[str]:
-    """Return the commands in blocks of code, without comments and variables; a quotation may go on in the next line."""
-    found = []
-    for block in re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        whole = ""
-        for line in block.splitlines():
-            whole += re.sub(r" +# .*", "", line).strip() if not whole else f" {line.strip()}"
-            if whole.count("'") % 2 == 0:
-                found.append(re.sub(r"^(?:[A-Z_]+=\S+ )+", "", whole).replace("{ ", "{"))
-                whole = ""
-    return [line for line in found if re.match(r"(\./|scripts/|python|pip|vllm|curl|\")", line)]
 
 
 def test_commands_in_both_readmes_are_the_same() -> None:
@@ -107,47 +80,6 @@ def test_the_readmes_five_lines_are_those_that_are_explained(readme: Path) -> No
     page = commands((ROOT / "docs" / "start.md").read_text())
     ours = commands((ROOT / readme).read_text())
     assert [line for line in ours if line.startswith(("vllm", "curl"))] == page[-4:]
-
-
-class ComparedLine(NamedTuple):
-    """A heading, a line of prose, a row of a table or a block of code, by what both languages share of it."""
-
-    kind: str
-    shared: object
-
-
-def structure(page: Path) -> list[ComparedLine]:
-    """Headings, paragraphs, rows of tables and blocks of code in order.
-
-    Shared are of a row each cell's numbers, links and names in backquotes, of a paragraph its links and names, of a
-    block of code its commands.
-    """
-    found: list[ComparedLine] = []
-    blocks = re.split(r"^(```\n.*?^```)$", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
-    for block in blocks:
-        if block.startswith("```"):
-            found.append(ComparedLine("code", commands(block)))
-            continue
-        for paragraph in filter(None, map(str.strip, block.split("\n\n"))):
-            lines = [line for line in paragraph.splitlines() if not line.startswith("<!--")]
-            if lines[0].startswith("#"):
-                found.append(ComparedLine("heading", lines[0].split(" ")[0]))
-            elif lines[0].startswith("|"):
-                found += [ComparedLine("row", [shared(cell) for cell in cells(line)]) for line in lines]
-            else:
-                found.append(ComparedLine("prose", shared(" ".join(lines))))
-    return found
-
-
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))]
-
-
-def shared(text: str) -> list[list[str]]:
-    """Return what does not depend on the language: links (with the other page's own headings as #), names, numbers."""
-    targets = [re.sub(r"^#.*", "#", target) for target in links(text) if not target.startswith("README")]
-    plain = re.sub(r"\]\([^)]*\)|`[^`]*`", "", text)
-    return [sorted(targets), sorted(re.findall(r"`([^`]+)`", text)), sorted(re.findall(r"\d+(?:\.\w+)*", plain))]
 
 
 def test_both_readmes_have_the_same_structure() -> None:
