@@ -28,7 +28,7 @@ MODEL = "model"
 
 @dataclass(frozen=True, slots=True)
 class LoadedFleet:
-    """What is simulated: so many engines, equal ones. Without P each D computes prompts, too."""
+    """Engines to simulate: so many, equal ones. Without P each D computes prompts, too."""
 
     prefills: int
     decodes: int
