@@ -149,7 +149,7 @@ CEILINGS = {
     "prefill": 4060,
     "protocol": 4550,
     "regroup": 1000,
-    "router": 9250,  # 230 for responses and messages, which went past P before: ids, forms of events and of errors
+    "router": 9200,  # 200 for responses and messages, which went past P before: ids, forms of events and of errors
     "shared": 1000,
     "transport": 2000,
     "viewer": 650,
