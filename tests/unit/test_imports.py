@@ -152,7 +152,7 @@ CEILINGS = {
     "prefill": 4060,
     "protocol": 4550,
     "regroup": 1000,
-    "router": 9220,  # 230 for responses and messages, which went past P before: ids, forms of events and of errors
+    "router": 9180,  # 200 for responses and messages, which went past P before: ids, forms of events and of errors
     "shared": 1050,
     "transport": 2000,
     "viewer": 650,

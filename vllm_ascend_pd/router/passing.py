@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every other `/v1/*` route: passed to a D as it is, without `kv_transfer_params`, and its answer passed back.
 
-Such a request waits for admission, is shown on the status page and is drained like a generation. Only a request that an
+A stored response comes from the D that has it. Such a request waits for admission, is shown on the status page and is drained like a generation. Only a request that an
 engine must compute says anything about the engine: a wedged one still lists its models.
 """
 
@@ -21,14 +21,7 @@ from vllm_ascend_pd.router.exchange import HttpExchange, ShutDown
 from vllm_ascend_pd.router.fleet import LegInFlight
 from vllm_ascend_pd.router.front import Front
 from vllm_ascend_pd.router.intake import CallerRequest
-from vllm_ascend_pd.router.relay import (
-    WHOLE_ANSWER_BYTES,
-    client_head,
-    no_answer,
-    refuse,
-    send_whole,
-    stripped_of,
-)
+from vllm_ascend_pd.router.relay import WHOLE_ANSWER_BYTES, client_head, no_answer, refuse, send_whole, stripped_of
 from vllm_ascend_pd.router.shared import CLOSING, SHUTDOWN, leg_end
 from vllm_ascend_pd.router.upstream import Reply
 from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
@@ -142,8 +135,7 @@ async def _attempts(front: Front, exchange: HttpExchange, call: Call) -> None:
                     body = await _whole(front, call, reply, first) if delay is None and reply.status == 200 else None
                     if body is not None:
                         exchange.committed, exchange.status = True, 200
-                        json_head = [(b"content-type", b"application/json")]
-                        head = client_head(json_head, decode, exchange.request_id)
+                        head = client_head([(b"content-type", b"application/json")], decode, exchange.request_id)
                         await send_whole(exchange.send, 200, head, body)
                         exchange.stage("end")
                         front.leg_over(leg, "served")
@@ -167,9 +159,7 @@ async def _attempts(front: Front, exchange: HttpExchange, call: Call) -> None:
 
 async def _whole(front: Front, call: Call, reply: Reply, first: bytes) -> Payload | None:
     """Return what takes the place of D's answer, if anything does."""
-    if (
-        call.lists and front.fleet.several_models
-    ):  # this D has accepted the caller's key, and knows not what others serve
+    if call.lists and front.fleet.several_models:  # this D has accepted the key, and does not know what others serve
         return models.listed(front.fleet.of(Role.DECODE))
     if call.path.startswith(bodies.RESPONSES + "/") and first[:1] == b"{":  # D's report is still in what it has stored
         answer = first + await reply.rest(WHOLE_ANSWER_BYTES)

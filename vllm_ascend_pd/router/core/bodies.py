@@ -53,14 +53,8 @@ _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _SYSTEM = ("system", "instructions")  # prompts beside the prompt
 _PREVIOUS = "previous_response_id"
 _BEFORE_PROMPT = (
-    "model",
-    "cache_salt",
-    "tools",
-    "documents",
-    "chat_template",
-    "chat_template_kwargs",
-    *_SYSTEM,
-    _PREVIOUS,
+    *("model", "cache_salt", "tools", "documents", "chat_template", "chat_template_kwargs"),
+    *(*_SYSTEM, _PREVIOUS),
 )
 
 
