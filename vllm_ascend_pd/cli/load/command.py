@@ -26,7 +26,7 @@ MOST_ENGINES = 64
 
 @dataclass(frozen=True, slots=True)
 class RatioResult:
-    """What one ratio of P to D makes of a load. Seconds to recover are None for a role without an engine to lose."""
+    """Figures of a load under one ratio of P to D. Seconds to recover are None for a role without an engine to lose."""
 
     prefills: int
     decodes: int
