@@ -230,7 +230,7 @@ def _report(args: argparse.Namespace, kept: KeptPoints) -> None:
     idle = Limits(**json.loads((args.out / "idle.json").read_text()))
     limits = (
         f"good: TTFT within {args.ttft_times * idle.ttft:.2f} s and TPOT within {args.tpot_times * idle.tpot * 1e3:.0f} ms "
-        f"({args.ttft_times:g} and {args.tpot_times:g} times an idle engine's)"
+        f"({args.ttft_times:g}, {args.tpot_times:g} × idle)"
     )
     sizes = f"{args.prompt} tokens in, {args.answer} out; {args.repeats} runs of {args.seconds:g} s"
     rows = [f"{sizes}; {limits}; medians (lowest–highest)", "", *figures.table(kept.points, names)]

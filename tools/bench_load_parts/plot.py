@@ -17,6 +17,7 @@ COLOURS = ("#c2571a", "#1f5fa8", "#3c8d40", "#8a3f97")
 DASHES = ("7 4", "", "2 3", "9 3 2 3")
 WIDTH, HEIGHT = 460, 330  # of a panel
 LEFT, RIGHT, TOP, BOTTOM = 62, 16, 44, 52
+BESIDE = 5  # between the bars of two systems at one rate
 
 
 def svg(points: Sequence[MeasuredPoint], names: Mapping[str, str], limits: str) -> str:
@@ -24,7 +25,8 @@ def svg(points: Sequence[MeasuredPoint], names: Mapping[str, str], limits: str) 
     rated = [one for one in points if one.case.kind == "rate"]
     panels = sorted({one.case.prefix for one in rated})
     systems = [system for system in names if any(one.system == system for one in rated)]
-    width, height = max(1, len(panels)) * WIDTH, HEIGHT + 24 * -(-len(systems) // 2) + 26
+    said = limits.split("; ")
+    width, height = max(1, len(panels)) * WIDTH, HEIGHT + 24 * -(-len(systems) // 2) + 15 * len(said) + 14
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif" font-size="13">',
@@ -37,7 +39,8 @@ def svg(points: Sequence[MeasuredPoint], names: Mapping[str, str], limits: str) 
         x, y = 30 + place % 2 * 210, HEIGHT + 16 + place // 2 * 24
         parts.append(_line([(x, y - 4), (x + 34, y - 4)], place))
         parts.append(f'<text x="{x + 42}" y="{y}">{escape(names[system])}</text>')
-    parts.append(f'<text x="30" y="{height - 10}" fill="#555" font-size="11">{escape(limits)}</text>')
+    for place, words in enumerate(reversed(said)):
+        parts.append(f'<text x="30" y="{height - 10 - 15 * place}" fill="#555" font-size="11">{escape(words)}</text>')
     return "\n".join([*parts, "</svg>\n"])
 
 
@@ -72,12 +75,15 @@ def _panel(mine: Sequence[MeasuredPoint], systems: Sequence[str], prefix: int) -
     ]
     for place, system in enumerate(systems):
         shown = [(case.value, value) for case in cases if (value := found[system, case])]
+        aside = BESIDE * (place - (len(systems) - 1) / 2)  # so that no bar hides another
+        parts.append(f'<g transform="translate({aside} 0)">')
         parts.append(_line([at(x, middle) for x, (middle, _, _) in shown], place))
         for x, (middle, low, high) in shown:
             (px, py), (_, top), (_, bottom) = at(x, middle), at(x, high), at(x, low)
             colour = COLOURS[place % len(COLOURS)]
             parts.append(f'<path d="M{px:.1f} {top:.1f}V{bottom:.1f}" stroke="{colour}" stroke-width="1.2"/>')
             parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3.6" fill="{colour}"/>')
+        parts.append("</g>")
     return parts
 
 
@@ -104,7 +110,7 @@ def png(picture: str, file: Path) -> str:
     folder = Path(tempfile.mkdtemp(prefix="bench-load-"))
     try:
         page = folder / "plot.html"
-        page.write_text(f'<!doctype html><meta charset="utf-8"><body style="margin:0">{picture}')
+        page.write_text(f'<!doctype html><meta charset="utf-8"><body style="margin:0;overflow:hidden">{picture}')
         with browser.browser(folder / "profile") as tab:
             tab.open(page.as_uri())
             tab.picture(file, width, height)

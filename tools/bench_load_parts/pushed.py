@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Costs of a push on D: gaps between the tokens of its running streams, while prompts are pushed into it and while not.
+"""The cost of a push for D: gaps between tokens of its running streams, with prompts pushed into it and without.
 
 In a turn each number of prompts at once has its phase, and one phase has none; a ratio is within a turn.
 """

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -97,23 +98,37 @@ def test_a_line_goes_through_points_and_where_they_say_no_slope_it_is_flat_or_fr
     assert StepLine.through([(2.0, 0.5), (9.0, 0.1)], flat=True).slope == 0.0
 
 
-def page(prefills: tuple[int, float, int], gaps: tuple[int, float], steps: int) -> str:
-    labels = '{engine="0",model_name="m"}'
+def page(prefills: tuple[int, float], gaps: tuple[int, float], steps: dict[float, int], tokens: int) -> str:
+    """Return a page on which so many steps have up to a bucket's tokens, and `tokens` together."""
+    labels = 'engine="0",model_name="m"'
     said = {
         "request_prefill_time_seconds_count": prefills[0],
         "request_prefill_time_seconds_sum": prefills[1],
-        "request_prefill_kv_computed_tokens_sum": prefills[2],
         "inter_token_latency_seconds_count": gaps[0],
         "inter_token_latency_seconds_sum": gaps[1],
-        "iteration_tokens_total_count": steps,
+        "iteration_tokens_total_count": sum(steps.values()),
+        "iteration_tokens_total_sum": tokens,
     }
-    return "# HELP x\n" + "".join(f"vllm:{name}{labels} {value}\n" for name, value in said.items())
+    lines = [f"vllm:{name}{{{labels}}} {value}" for name, value in said.items()]
+    count = 0
+    for bound in (1.0, 8.0, 256.0, 512.0, math.inf):
+        count += steps.get(bound, 0)
+        le = "+Inf" if math.isinf(bound) else bound
+        lines.append(f'vllm:iteration_tokens_total_bucket{{engine="0",le="{le}",model_name="m"}} {count}')
+    return "\n".join(["# HELP x", *lines, ""])
 
 
 def test_lines_are_read_from_what_engines_counted_between_two_looks() -> None:
-    p = [page((10, 5.0, 1000), (0, 0.0), 10), page((20, 20.0, 4000), (0, 0.0), 20)]
-    d = [page((4, 0.1, 4), (300, 6.0), 100), page((9, 0.2, 9), (800, 26.0), 200)]
+    p = [page((10, 5.0), (0, 0.0), {256.0: 10}, 1000), page((20, 20.0), (0, 0.0), {256.0: 10, 512.0: 10}, 4000)]
+    d = [page((4, 0.1), (300, 6.0), {8.0: 100}, 300), page((9, 0.2), (800, 26.0), {8.0: 200}, 800)]
     assert measured([*p, *d]) == ([(100.0, 0.5), (300.0, 1.5)], [(3.0, 0.02), (5.0, 0.04)])
+
+
+def test_a_step_with_many_prompts_counts_for_each_of_them() -> None:
+    """Two steps of 100 tokens and one of 400: of six requests with 100 tokens each, four were in the longest."""
+    (point,), _ = measured([page((6, 18.0), (0, 0.0), {256.0: 2, 512.0: 1}, 600)])
+    assert point[0] == pytest.approx(600 * (2 * 132**2 + 384**2) / (2 * 132 + 384) ** 2)
+    assert 250 < point[0] < 300 and point[1] == 3.0  # and not 200, the mean of the steps
 
 
 # -- the simulation
@@ -213,8 +228,8 @@ def test_each_ratio_is_printed_as_a_simulation(capsys: pytest.CaptureFixture[str
 def test_lines_come_from_pages_of_metrics(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for name, text in (
         ("t", TRACE),
-        ("p", page((10, 5.0, 1000), (0, 0.0), 10)),
-        ("d", page((4, 0.1, 4), (300, 6.0), 100)),
+        ("p", page((10, 5.0), (0, 0.0), {256.0: 10}, 1000)),
+        ("d", page((4, 0.1), (300, 6.0), {8.0: 100}, 300)),
     ):
         (tmp_path / name).write_text(text)
     pages = [str(tmp_path / name) for name in "pd"]

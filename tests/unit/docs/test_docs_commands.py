@@ -102,6 +102,7 @@ BY_HAND = {
     "python -m tools.bench_channel": BENCHMARK,
     "python -m tools.bench_metaserver_parts.reservations": BENCHMARK,
     "python -m tools.bench_waiting": BENCHMARK,
+    "scripts/bench_load.sh": BENCHMARK,
     "scripts/bench_long.sh": BENCHMARK,
     "scripts/bench_ops.sh": BENCHMARK,
     "scripts/bench_pair.sh": BENCHMARK,

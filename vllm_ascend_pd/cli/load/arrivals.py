@@ -121,7 +121,7 @@ def new_tokens(arrivals: Iterable[Arrival], chunk: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a good answer keeps: seconds to its first token, and seconds a token after that."""
+    """Limits of a good answer: seconds to its first token, and seconds a token after that."""
 
     ttft: float
     tpot: float

@@ -26,7 +26,7 @@ MOST_ENGINES = 64
 
 @dataclass(frozen=True, slots=True)
 class RatioResult:
-    """Outcome of a load for one ratio of P to D. Seconds to recover are None for a role without an engine to lose."""
+    """Figures of a load under one ratio of P to D. Seconds to recover are None for a role without an engine to lose."""
 
     prefills: int
     decodes: int

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a step of an engine takes: two lines, given or read from an engine's own /metrics. Pure."""
+"""Times of an engine's steps: two lines, given or read from an engine's own /metrics. Pure."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-_SAMPLE = re.compile(r"^(vllm:\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+_SAMPLE = re.compile(r"^(vllm:\w+?)(?:_bucket\{[^}]*(le=\"[^\"]+\")[^}]*\}|(?:\{[^}]*\})?) (\S+)$", re.MULTILINE)
 _PREFILLS = "vllm:request_prefill_time_seconds"
-_COMPUTED = "vllm:request_prefill_kv_computed_tokens_sum"
 _GAPS = "vllm:inter_token_latency_seconds"
-_STEPS = "vllm:iteration_tokens_total_count"
+_STEPS = "vllm:iteration_tokens_total"
 _DECODES = 1.5  # tokens of an answer from which on an engine's steps are those of a D
 
 
@@ -50,25 +50,47 @@ class StepLines:
 
 
 def measured(pages: Iterable[str]) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Return (prompt tokens, seconds) and (answers at once, seconds) from pages of engines' metrics.
+    """Return (prompt tokens, seconds) and (answers at once, seconds) of steps, from pages of engines' metrics.
 
-    Each page counts from the one before it that has smaller counts: of one engine, scraped again.
+    Each page counts from the one before it that has smaller counts: of one engine, read again.
     """
     prefills: list[tuple[float, float]] = []
     decodes: list[tuple[float, float]] = []
     before: dict[str, float] = {}
     for page in pages:
         now: dict[str, float] = {}
-        for name, value in _SAMPLE.findall(page):
-            now[name] = now.get(name, 0.0) + float(value)
+        for name, bound, value in _SAMPLE.findall(page):
+            now[name + bound] = now.get(name + bound, 0.0) + float(value)
         continues = all(now.get(name, 0.0) >= value for name, value in before.items() if name.endswith("_count"))
         grown = {name: value - (before.get(name, 0.0) if continues else 0.0) for name, value in now.items()}
         before = now
-        requests, computed = grown.get(f"{_PREFILLS}_count", 0.0), grown.get(_COMPUTED, 0.0)
-        gaps = grown.get(f"{_GAPS}_count", 0.0)
-        if requests and gaps >= requests * (_DECODES - 1):
-            steps = grown.get(_STEPS, 0.0)
-            decodes += [(gaps / steps, grown[f"{_GAPS}_sum"] / gaps)] if steps else []
-        elif requests and computed:
-            prefills.append((computed / requests, grown[f"{_PREFILLS}_sum"] / requests))
+        requests, gaps = grown.get(f"{_PREFILLS}_count", 0.0), grown.get(f"{_GAPS}_count", 0.0)
+        if not requests or not grown.get(f"{_STEPS}_count"):
+            continue
+        if gaps >= requests * (_DECODES - 1):
+            decodes.append((_shared(grown), grown[f"{_GAPS}_sum"] / gaps))
+        else:
+            prefills.append((_shared(grown), grown[f"{_PREFILLS}_sum"] / requests))
     return prefills, decodes
+
+
+def _shared(grown: Mapping[str, float]) -> float:
+    """Return the tokens of the step that a token is in, on average.
+
+    A request's time is that of its step, so a step with many counts as often. How large the steps of a bucket are is
+    not known: they are taken to lie in its middle, and then scaled so that all have the right sum.
+    """
+    bounds = sorted(
+        (float(name.split('"')[1]), value) for name, value in grown.items() if name.startswith(f"{_STEPS}le=")
+    )
+    sizes: list[tuple[float, float]] = []
+    low, known = 0.0, 0.0
+    for bound, upto in bounds:
+        if upto > known:
+            sizes.append((upto - known, low if math.isinf(bound) else (low + bound) / 2))
+        low, known = bound, max(known, upto)
+    total = sum(count * size for count, size in sizes)
+    mean = grown[f"{_STEPS}_sum"] / grown[f"{_STEPS}_count"]
+    if not total:
+        return mean
+    return mean * known * sum(count * size * size for count, size in sizes) / total**2

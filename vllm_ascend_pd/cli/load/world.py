@@ -28,7 +28,7 @@ MODEL = "model"
 
 @dataclass(frozen=True, slots=True)
 class LoadedFleet:
-    """Engines to simulate: so many, equal ones. Without P each D computes prompts, too."""
+    """The engines that are simulated, equal ones. Without P each D computes prompts, too."""
 
     prefills: int
     decodes: int
