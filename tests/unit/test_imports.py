@@ -147,7 +147,7 @@ CEILINGS = {
     "geometry": 2600,
     "observe": 500,
     "prefill": 4060,
-    "protocol": 4550,
+    "protocol": 4500,
     "regroup": 1000,
     "router": 9000,
     "shared": 1000,

@@ -20,7 +20,7 @@ from unit.runtime.sites import DecodeSite, PrefillSite, config, heard_ready, own
 from unit.runtime.wires import DyingWire, FlippingWire, LossyWire, SlowWire
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.prefill.worker.core import pushes as core
+from vllm_ascend_pd.prefill.worker.core import batches
 from vllm_ascend_pd.prefill.worker.core.push import Push
 from vllm_ascend_pd.prefill.worker.sums import PushSums
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
@@ -331,7 +331,7 @@ def test_a_write_that_cannot_be_prepared_fails_its_own_push_only(at: str, monkey
         return maybe
 
     if at == "spans":
-        monkeypatch.setattr(core, "spans_of", wrapped(core.spans_of))
+        monkeypatch.setattr(batches, "spans_of", wrapped(batches.spans_of))
     else:
         monkeypatch.setattr(PushSums, "direct", wrapped(PushSums.direct))
     p, d, e = PrefillSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push)

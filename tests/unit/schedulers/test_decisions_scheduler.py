@@ -67,7 +67,7 @@ def test_chunks_of_a_request_become_slices() -> None:
         (4, 7, [8], False),
         (7, 10, [], True),
     ]
-    held, answer = scheduler.finished(asked, True)
+    held, answer = scheduler.request_finished(asked, True)
     assert held and answer == {
         "pd_push": {"prefill": scheduler._engine.incarnation, "fingerprint": scheduler._engine.fingerprint}
     }
@@ -126,7 +126,7 @@ def test_a_signed_reservation_is_taken_with_the_right_secret_only() -> None:
         asked.kv_transfer_params = remote_decode(seal(reservation(asked), sealed_with))
         other.allocated(asked)
         assert other.build_step(output([("r", 0, 10, [1, 2, 3])])).empty
-        held, answer = other.finished(asked, True)
+        held, answer = other.request_finished(asked, True)
         assert not held and answer is not None and answer["pd_push"]["code"] == "PD-SEC-003"
 
 
@@ -154,10 +154,10 @@ def test_a_forged_reservation_is_a_plain_prefill_that_says_why(garbage: Any) -> 
     scheduler.allocated(asked)
     scheduler.allocated(asked)
     assert scheduler.build_step(output([("r", 0, 10, [1, 2, 3])])).empty
-    held, answer = scheduler.finished(asked, True)
+    held, answer = scheduler.request_finished(asked, True)
     assert not held and answer is not None
     assert answer["pd_push"]["code"] in ("PD-META-005", "PD-CTRL-002", "PD-SEC-003")
-    assert scheduler.finished(asked, True) == (False, None)
+    assert scheduler.request_finished(asked, True) == (False, None)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_other_parameters_are_a_plain_prefill(params: Any) -> None:
     scheduler, asked = prefill(), request(params=params)
     scheduler.allocated(asked)
     assert scheduler.build_step(output([("r", 0, 10, [1, 2, 3])])).empty
-    assert scheduler.finished(asked, True) == (False, None)
+    assert scheduler.request_finished(asked, True) == (False, None)
 
 
 # The whole prompt came as embeddings, or a part of it, whose tokens are placeholders.
@@ -192,7 +192,7 @@ def test_a_prompt_of_embeddings_is_not_pushed(tokens: list[int] | None) -> None:
     asked = request(tokens=tokens, params=remote_decode(sealed), prompt_embeds=torch.zeros(10, 4))
     scheduler.allocated(asked)
     assert scheduler.build_step(output([("r", 0, 10, [1, 2, 3])])).empty
-    assert scheduler.finished(asked, True)[1] is not None
+    assert scheduler.request_finished(asked, True)[1] is not None
 
 
 @EMBEDDED
@@ -221,7 +221,7 @@ def test_a_cache_that_does_not_fit_is_named_with_both_values_before_anything_is_
     asked.kv_transfer_params = remote_decode(seal(reservation(asked, geometry=theirs), None))
     scheduler.allocated(asked)
     assert scheduler.build_step(output([("r", 0, 10, [1, 2, 3])])).empty
-    _, answer = scheduler.finished(asked, True)
+    _, answer = scheduler.request_finished(asked, True)
     assert answer is not None and answer["pd_push"]["code"] == "PD-GEO-001"
     assert "2" in answer["pd_push"]["detail"] and "4" in answer["pd_push"]["detail"]
 
@@ -628,7 +628,7 @@ def answered(
     scheduler.build_step(output([("r", 0, 10 // chunks, [1, 2, 3])]))
     asked.append_output_token_ids(list(sampled))
     asked.status = RequestStatus.FINISHED_LENGTH_CAPPED if sampled else RequestStatus.FINISHED_ABORTED
-    _, answer = scheduler.finished(asked, True)
+    _, answer = scheduler.request_finished(asked, True)
     assert answer is not None
     return str(answer["pd_push"].get("first", ""))
 

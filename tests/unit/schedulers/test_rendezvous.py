@@ -80,7 +80,7 @@ def test_both_at_once_meet_under_the_name_of_the_router(first: str) -> None:
         slices = [*step.computed, *step.slices]
         assert [(slice_.before, slice_.after) for slice_ in slices] == [(0, 4), (4, 10)][first == "D" :]
         asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
-        held, answer = both.p.finished(asked, True)
+        held, answer = both.p.request_finished(asked, True)
         assert held and answer is not None and "source" not in answer
         both.steps.settled(bind.transfer)
 
@@ -138,7 +138,7 @@ def test_a_request_that_dies_on_p_fails_the_load_at_once() -> None:
         bind = both.load({**both.address(), "remote_request_id": "router-1"})
         until(lambda: both.p.book.tracks(P_ID), "the binding")
         asked.status = RequestStatus.FINISHED_ABORTED
-        held, answer = both.p.finished(asked, False)
+        held, answer = both.p.request_finished(asked, False)
         assert not held and answer is not None and "source" not in answer
         assert both.steps.cancelled(bind.transfer) == "PD-XFER-002"
 
@@ -222,7 +222,7 @@ def test_without_hold_sources_p_listens_nowhere_and_says_what_it_always_said() -
     asked = request(params=TOY)
     scheduler.allocated(asked)
     assert scheduler._reception is None
-    assert scheduler.finished(asked, True)[1]["pd_push"]["code"] == "PD-META-005"  # type: ignore[index]
+    assert scheduler.request_finished(asked, True)[1]["pd_push"]["code"] == "PD-META-005"  # type: ignore[index]
 
 
 def test_a_p_without_the_secret_is_not_heard(caplog: pytest.LogCaptureFixture) -> None:

@@ -157,35 +157,27 @@ class PrefillScheduler(SchedulerRole):
     def build_step(self, output: Any) -> PrefillStep:
         """Translate one SchedulerOutput."""
         with self._deciding():
-            return self._build_step(output)
+            for request_id in output.preempted_req_ids or ():
+                self.book.preempted(request_id)
+            counts, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+            chunks = []
+            for new in output.scheduled_new_reqs:
+                blocks = in_kernel_blocks(new.block_ids, self._kernel_blocks)
+                chunks.append(Chunk(new.req_id, new.num_computed_tokens, counts[new.req_id], blocks, replaces=True))
+            running = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+            for request_id, more, computed in running:
+                blocks = more and in_kernel_blocks(more, self._kernel_blocks)
+                resumed = request_id in cached.resumed_req_ids
+                chunks.append(Chunk(request_id, computed, counts[request_id], blocks, replaces=resumed))
 
-    def _build_step(self, output: Any) -> PrefillStep:
-        for request_id in output.preempted_req_ids or ():
-            self.book.preempted(request_id)
-        counts, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
-        chunks = []
-        for new in output.scheduled_new_reqs:
-            blocks = in_kernel_blocks(new.block_ids, self._kernel_blocks)
-            chunks.append(Chunk(new.req_id, new.num_computed_tokens, counts[new.req_id], blocks, replaces=True))
-        running = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
-        for request_id, more, computed in running:
-            blocks, replaces = (
-                more and in_kernel_blocks(more, self._kernel_blocks),
-                request_id in cached.resumed_req_ids,
-            )
-            chunks.append(Chunk(request_id, computed, counts[request_id], blocks, replaces))
+            def tables(request_id: str) -> Sequence[Sequence[int]]:
+                found: Sequence[Sequence[int]] = output.kv_connector_block_state.get_block_ids(request_id)
+                return found  # called for states only; older_groups.py lends it where vLLM does not have it
 
-        def tables(request_id: str) -> Sequence[Sequence[int]]:
-            found: Sequence[Sequence[int]] = output.kv_connector_block_state.get_block_ids(request_id)
-            return found  # called for states only; older_groups.py lends it where vLLM does not have it
-
-        self.book.step(chunks, tables)
-        return self.book.take_step()
+            self.book.step(chunks, tables)
+            return self.book.take_step()
 
     def request_finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
-        return self.finished(request, holds_blocks)
-
-    def finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
         """Handle the end of a request. Return whether its blocks are held, and the push's part of its HTTP answer."""
         with self._deciding() as now:
             return self._finished(now, request, holds_blocks)

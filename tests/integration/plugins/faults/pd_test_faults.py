@@ -151,7 +151,7 @@ def _revoke_on_order(runtime: Any) -> None:
     from vllm_ascend_pd.protocol.actions import Revoke
 
     def revoke() -> None:
-        runtime.core._machine._fence_of.revoking = True
+        runtime.core._machine._fence.revoking = True
         with runtime._deciding():
             runtime._revoke(Revoke())
 
