@@ -55,7 +55,7 @@ def test_a_transfer_shows_its_state_its_tokens_and_its_writers() -> None:
     assert repr(r._transfers[T]) == (
         "<Transfer decode-1/7/uuid-7 open, tokens [0, 40), push-1: P0.0 leased, P0.1 awaited>"
     )
-    r.cancel(0.1, T, "PD-XFER-002", "left")
+    r.cancel(0.1, T, Failure("PD-XFER-002", "left"))
     assert repr(r._transfers[T]) == (
         "<Transfer decode-1/7/uuid-7 fencing, tokens [0, 40), push-1: P0.0 leased, P0.1 awaited, "
         "failed: PD-XFER-002 left>"
@@ -80,7 +80,7 @@ def test_a_push_and_its_pairs_tell_how_far_they_are() -> None:
     s.offer(0.0, opened(s), 0, "second", 10)
     assert repr(push.pairs[0]) == "<Pair push-1 to D0 at d0: push until 14.97, units: 1 pending, 1 out, 0 covered>"
     s.seal(0.0, opened(s))
-    s.abort(0.0, opened(s), "PD-XFER-002", "left")
+    s.abort(0.0, opened(s), Failure("PD-XFER-002", "left"))
     assert repr(push) == (
         "<Push push-1 of decode-1/7/uuid-7, sealed, failed: PD-XFER-002 left; D0 drain 1 out, D1 closed>"
     )

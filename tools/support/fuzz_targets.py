@@ -786,7 +786,7 @@ def _ndjson() -> Run:
             raise AssertionError("a line without a bound")
         for outcome in outcomes:
             if outcome is not None:
-                msgspec.msgpack.encode((outcome.kind, outcome.code, outcome.detail, outcome.prefill))
+                msgspec.msgpack.encode((outcome.kind, outcome.failure, outcome.prefill))
         answers.reason(data).encode()
         answers.seconds(data[:20].decode("latin-1"))
         return REFUSED if refused else READ

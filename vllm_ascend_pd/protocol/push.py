@@ -189,11 +189,11 @@ class Sender:
             self._schedule(pair.push)
         return self._taken()
 
-    def abort(self, now: float, push: PushRecord, code: str, detail: str) -> list[Action]:
+    def abort(self, now: float, push: PushRecord, failure: Failure) -> list[Action]:
         """Give the push up. From now on its blocks may be overwritten. It still closes only when no write is out."""
         self._check_opened(now, push)
         self._mark_source_invalid(push)
-        self._machine.fail(now, push, Failure(code, detail))
+        self._machine.fail(now, push, failure)
         return self._taken(push)
 
     def unreachable(self, now: float, peer: Hashable, detail: str) -> list[Action]:

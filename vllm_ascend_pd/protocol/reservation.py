@@ -83,9 +83,9 @@ class Receiver:
         """Open the gate: the device has finished the work from before the bind, so the blocks may be written."""
         return self._local(ReservationEvent.GATE_OPEN, now, transfer)
 
-    def cancel(self, now: float, transfer: TransferId, code: str, detail: str) -> list[Action]:
+    def cancel(self, now: float, transfer: TransferId, failure: Failure) -> list[Action]:
         """Cancel a transfer that the scheduler does not want any more, or that has failed elsewhere."""
-        return self._local(ReservationEvent.CANCEL, now, transfer, Failure(code, detail))
+        return self._local(ReservationEvent.CANCEL, now, transfer, failure)
 
     def settle(self, now: float, transfer: TransferId) -> list[Action]:
         """Record that prefill has ended well: all its ranks must begin within a lease."""

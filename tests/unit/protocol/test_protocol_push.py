@@ -366,7 +366,7 @@ def test_done_is_not_said_when_the_blocks_may_have_gone() -> None:
     s.offer(0.0, opened(s), 0, "unit", 10)
     claim = claim_of(s, 0.1)
     s.seal(0.2, opened(s))
-    s.abort(0.3, opened(s), "PD-XFER-001", "writes did not return before preemption")
+    s.abort(0.3, opened(s), Failure("PD-XFER-001", "writes did not return before preemption"))
     assert as_text(s.wrote(0.4, claim, True)) == "failed:quiet closed:failed"
 
 
@@ -495,20 +495,20 @@ def test_what_was_never_opened_is_our_own_error_and_what_is_over_is_not() -> Non
     for call in (
         lambda: s.offer(0.0, push, 0, "unit", 10),
         lambda: s.seal(0.0, push),
-        lambda: s.abort(0.0, push, "PD-XFER-002", ""),
+        lambda: s.abort(0.0, push, Failure("PD-XFER-002", "")),
         lambda: s.restart(0.0, push),
     ):
         with pytest.raises(LocalProtocolError):
             call()
     s.open(0.0, push)
     assert s.record_count() == 0
-    assert s.seal(1.0, push) == s.abort(1.0, push, "", "") == s.restart(1.0, push) == []
+    assert s.seal(1.0, push) == s.abort(1.0, push, Failure("", "")) == s.restart(1.0, push) == []
     s = pushing()
     push = opened(s)
-    s.abort(0.1, push, "PD-XFER-002", "left")
+    s.abort(0.1, push, Failure("PD-XFER-002", "left"))
     s.message(0.2, "d0", ack("failed", push.pairs[0].seq))
     assert s.record_count() == 0
-    assert s.offer(0.3, push, 0, "unit", 10) == s.seal(0.3, push) == s.abort(0.3, push, "", "") == []
+    assert s.offer(0.3, push, 0, "unit", 10) == s.seal(0.3, push) == s.abort(0.3, push, Failure("", "")) == []
     assert s.record_count() == 0
 
 

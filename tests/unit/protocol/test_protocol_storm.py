@@ -117,7 +117,7 @@ def test_decode_survives_any_storm_and_reports_once(storm: list[tuple[float, Any
         elif event == "gate" and state is ReservationState.GATED:
             actions = r.gate_open(now, T)
         elif event in ("cancel", "settle") and bound and state is not ReservationState.OVER:
-            actions = r.cancel(now, T, "PD-XFER-002", "") if event == "cancel" else r.settle(now, T)
+            actions = r.cancel(now, T, Failure("PD-XFER-002", "")) if event == "cancel" else r.settle(now, T)
         elif event == "over" and state in (ReservationState.CLOSED_OK, ReservationState.CLOSED_FAILED):
             actions = r.over(now, T)
         elif event in ("gone", "back"):

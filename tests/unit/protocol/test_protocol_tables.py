@@ -227,7 +227,7 @@ def decode_in(state: ReservationState, event: ReservationEvent | None = None) ->
     if state is S.OPEN and event in (E.LATE_DONE, E.LATE_FAILED):
         r.message(0.0, "p1", done(ONE))
     if state in (S.FENCING, S.CLOSED_FAILED):
-        r.cancel(0.0, T, "PD-XFER-002", "test")
+        r.cancel(0.0, T, Failure("PD-XFER-002", "test"))
     if state is S.CLOSED_FAILED:
         r.message(0.0, "p1", failed(ONE))
     if state is S.OVER:
@@ -274,7 +274,7 @@ def calls_of(r: Receiver, state: ReservationState) -> dict[ReservationEvent, Cal
         E.OTHER_PROCESS: lambda: r.message(0.1, "p1", done(ONE, p_incarnation="another")),
         E.BIND: lambda: r.bind(0.1, T, FIRST, END, 300.0),
         E.GATE_OPEN: lambda: r.gate_open(0.1, T),
-        E.CANCEL: lambda: r.cancel(0.1, T, "PD-XFER-002", "test"),
+        E.CANCEL: lambda: r.cancel(0.1, T, Failure("PD-XFER-002", "test")),
         E.SETTLE: lambda: r.settle(0.1, T),
         E.VERIFIED: lambda: r.verified(0.1, T, None),
         E.CORRUPT: lambda: r.verified(0.1, T, "layer.0"),
@@ -477,7 +477,7 @@ def prefill_in(state: PairState, event: PairEvent | None = None) -> tuple[Sender
     if state is PS.DRAIN and event is PE.COMPLETE:
         s.message(0.0, "d0", cancel())
     elif state in (PS.DRAIN, PS.CLOSED):
-        s.abort(0.0, opened(s), "PD-XFER-002", "test")
+        s.abort(0.0, opened(s), Failure("PD-XFER-002", "test"))
     if state is PS.CLOSED:
         s.wrote(0.0, claim, True)
     return s, claim

@@ -212,7 +212,7 @@ def test_writes_that_do_not_return_before_preemption_fail_the_push_first() -> No
         assert request.name not in d.done, "the write may still land: D keeps its blocks"
         wire.open.set()
         (report,) = d.received(request)
-        assert not report.ok and report.code == "PD-XFER-001" and set(report.blocks) == set(request.d_blocks)
+        assert not report.ok and report.why.code == "PD-XFER-001" and set(report.blocks) == set(request.d_blocks)
         p.compute((request, 30))  # it goes on without being pushed
         p.finish(request)
         p.released_blocks_of(request)

@@ -41,8 +41,10 @@ from vllm_ascend_pd.engine import WorkerFacts, request_hash
 from vllm_ascend_pd.metadata import Bind, LoadEnd
 from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import Secrets, seal, unseal
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, push_id, pushed_by
 from vllm_ascend_pd.protocol.messages import Reservation
+from vllm_ascend_pd.protocol.reports import MAX_DETAIL
 from vllm_ascend_pd.vllm_patches.patience import Patience
 
 # -- prefill
@@ -356,7 +358,8 @@ def test_d_reports_how_the_kv_came_in_its_answer_and_to_the_metaserver(
     scheduler, asked, bind = loading(server)
     try:
         for code in codes:  # one step per rank
-            scheduler.ended(frozenset({LoadEnd("r", code, PUSH, cached=3), LoadEnd("unknown", "PD-XFER-001", "")}))
+            end = LoadEnd("r", Failure(code) if code else None, PUSH, cached=3)
+            scheduler.ended(frozenset({end, LoadEnd("unknown", Failure("PD-XFER-001"), "")}))
         assert asked.prefill_stats is not None
         asked.prefill_stats.set(len(TOKENS), 4, 6)
         assert scheduler.received("r") and not scheduler.received("r")
@@ -375,11 +378,32 @@ def test_d_reports_how_the_kv_came_in_its_answer_and_to_the_metaserver(
         server.served.stop()
 
 
+def test_why_kv_did_not_come_is_in_d_s_log_and_in_its_report(caplog: pytest.LogCaptureFixture) -> None:
+    server = RecordingMetaserver()
+    scheduler, asked, bind = loading(server)
+    try:
+        long = "a write\nfailed " * 60
+        scheduler.ended([LoadEnd("r", Failure("PD-XFER-003", long), PUSH), LoadEnd("r", None, PUSH)])
+        assert scheduler.received("r")
+        (said,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+        assert said.startswith(f"request r: its KV did not come, transfer {bind.transfer} failed: PD-XFER-003 a write")
+        assert "\n" not in said, "a line of the log is one line"
+        answer = scheduler.finished(asked.request_id)
+        assert answer is not None
+        told = answer["pd_load"]["detail"]
+        assert told.startswith("a write") and "\n" not in told and len(told) == MAX_DETAIL
+        until(lambda: server.reports, "the report")
+        assert server.reports[0]["detail"] == told
+    finally:
+        scheduler.close()
+        server.served.stop()
+
+
 def test_a_load_that_was_not_pushed_names_no_prefill() -> None:
     server = RecordingMetaserver(PREFILLED)
     scheduler, asked, _ = loading(server)
     try:
-        scheduler.ended([LoadEnd("r", "PD-XFER-001", "")])
+        scheduler.ended([LoadEnd("r", Failure("PD-XFER-001"), "")])
         assert scheduler.received("r")
         answer = scheduler.finished(asked.request_id)
         assert answer is not None and "prefill" not in answer["pd_load"] and answer["pd_load"]["recomputed"] == 6
@@ -393,7 +417,7 @@ def test_a_request_that_ends_before_its_load_reports_nothing_and_leaves_nothing(
     scheduler, asked, _ = loading(server)
     try:
         assert scheduler.finished(asked.request_id) is None
-        scheduler.ended([LoadEnd("r", "PD-XFER-002", PUSH)])
+        scheduler.ended([LoadEnd("r", Failure("PD-XFER-002"), PUSH)])
         assert scheduler.received("r")
         assert scheduler.book.find("r") is None and not server.reports
     finally:

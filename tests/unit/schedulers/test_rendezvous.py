@@ -105,7 +105,7 @@ def test_p_s_last_word_brings_its_first_token(first: str, kv: str) -> None:
             if asked is not None:
                 both.ended(asked)
             both.steps.settled(bind.transfer)
-        both.d.ended([LoadEnd(D_ID, "", began.push)])
+        both.d.ended([LoadEnd(D_ID, None, began.push)])
         assert both.d.received(D_ID) and both.d.holds(D_ID)
         if kv != "after it" and asked is not None:
             both.ended(asked)
@@ -125,7 +125,7 @@ def test_a_p_that_was_asked_otherwise_tells_no_token(
         _, _, answer = both.prefilled(**sampling)
         bind = both.load(answer)
         both.steps.settled(bind.transfer)
-        both.d.ended([LoadEnd(D_ID, "", "p.1")])
+        both.d.ended([LoadEnd(D_ID, None, "p.1")])
         assert both.d.received(D_ID)
         start = both.started()
         assert (start.first, start.why) == (None, why)

@@ -25,6 +25,7 @@ from vllm_ascend_pd.prefill.scheduler.first_tokens import FirstTokenSource
 from vllm_ascend_pd.prefill.scheduler.reception import Reception
 from vllm_ascend_pd.protocol.auth import seal_source, unseal
 from vllm_ascend_pd.protocol.dialects import is_prefill, meets_under
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, push_id
 from vllm_ascend_pd.protocol.meeting import Source
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES
@@ -233,9 +234,9 @@ class PrefillScheduler(SchedulerRole):
             self.book.missed(news.missed)
         self.failed(news.failures)
 
-    def failed(self, failures: Iterable[tuple[str, str]]) -> None:
+    def failed(self, failures: Iterable[tuple[str, Failure]]) -> None:
         """Count failed pushes that workers report; each transfer counts once, whichever rank reports it first."""
-        for transfer, code in sorted(failures):
+        for transfer, code in sorted((transfer, failure.code) for transfer, failure in failures):
             if transfer in self._failed_transfers:
                 continue
             self._failed_transfers[transfer] = None

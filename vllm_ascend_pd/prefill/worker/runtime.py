@@ -33,6 +33,7 @@ from vllm_ascend_pd.prefill.worker.writer import Writer, WriterThread
 from vllm_ascend_pd.protocol import actions as act
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.compose import not_meant
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.messages import Message
 from vllm_ascend_pd.regroup.resources import RegroupResources
@@ -129,7 +130,7 @@ class PushRuntime:
     def close(self) -> None:
         """Notify peers of what is cut off, stop the threads, and close the transfer engine. Idempotent."""
         with self.deciding() as core:
-            core.abort_all(time.monotonic(), "PD-XFER-004", "the prefill engine shuts down")
+            core.abort_all(time.monotonic(), Failure("PD-XFER-004", "the prefill engine shuts down"))
         if self._exchanger is not None:
             self._exchanger.close(CLOSE_GRACE_S)
         # Once the thread has ended, no write of this worker lands any more: D need not revoke access to be sure.

@@ -25,6 +25,7 @@ from vllm_ascend_pd.prefill.worker.core.planning import StepPlan
 from vllm_ascend_pd.prefill.worker.core.push import DirectWrites
 from vllm_ascend_pd.prefill.worker.core.pushes import Pushes
 from vllm_ascend_pd.prefill.worker.sums import PushSums
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.shared.event import Event
 from vllm_ascend_pd.transport.base import Wire, WriteState
 
@@ -143,7 +144,8 @@ class Writer:
             except Exception as error:  # concerns one request's plan or memory: the others go on
                 log.exception("the bytes of push %s cannot be summed", written.push)
                 with self._deciding() as core:
-                    core.abort(self._clock(), written.push, "PD-XFER-003", one_line(f"summing failed: {error}"))
+                    why = one_line(f"summing failed: {error}")
+                    core.abort(self._clock(), written.push, Failure("PD-XFER-003", why))
         return sums
 
     def _submit(self) -> None:

@@ -13,6 +13,7 @@ from vllm_ascend_pd.prefill.worker.core.batches import Bases, Batch, Triples, un
 from vllm_ascend_pd.prefill.worker.core.offering import MAX_CHARACTERS
 from vllm_ascend_pd.prefill.worker.core.push import Push
 from vllm_ascend_pd.prefill.worker.core.register import PushRegister
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.push import Claim
 from vllm_ascend_pd.transport.base import WriteState
@@ -65,8 +66,9 @@ class PushClaims:
                 register.drop(register.records[claim.push], claim.d_rank, unit_of(claim))
                 register.do(now, register.sender.wrote(now, claim, landed))
         if state is WriteState.UNISSUED:
+            why = f"{batch.peer} does not take writes, nothing was sent"
             for name in dict.fromkeys(claim.push for claim in batch.claims):
-                register.abort(now, name, "PD-XFER-003", f"{batch.peer} does not take writes, nothing was sent")
+                register.abort(now, name, Failure("PD-XFER-003", why))
 
     def _session(self, push: Push, claim: Claim) -> str | None:
         """Return the session of D's transfer engine to which a claim is written."""
@@ -84,11 +86,12 @@ class PushClaims:
                 spans = batches.spans_of(push, claim, self.bases, theirs)
                 self._add_checksum(push, claim)
             except PdError as error:
-                self._unwritten(now, claim, error.code, error.sentence)
+                self._unwritten(now, claim, Failure.of(error))
                 continue
             except Exception as error:  # concerns one request's plan or memory: the others go on
                 log.exception("a write for push %s cannot be prepared", claim.push)
-                self._unwritten(now, claim, "PD-XFER-003", f"preparing the write failed: {error}"[:MAX_CHARACTERS])
+                why = f"preparing the write failed: {error}"[:MAX_CHARACTERS]
+                self._unwritten(now, claim, Failure("PD-XFER-003", why))
                 continue
             parts += spans
             session = theirs.session
@@ -109,7 +112,7 @@ class PushClaims:
         if values is not None:
             self._register.sender.checksum(push, claim.d_rank, push.index(unit.layer), values)
 
-    def _unwritten(self, now: float, claim: Claim, code: str, why: str) -> None:
-        """Hand back a claim that was not submitted, and fail its push, which need not wait for it."""
+    def _unwritten(self, now: float, claim: Claim, failure: Failure) -> None:
+        """Hand back a claim that cannot be submitted, and fail its push, which need not wait for it."""
         self._register.do(now, self._register.sender.returned(now, claim))
-        self._register.abort(now, claim.push, code, why)
+        self._register.abort(now, claim.push, failure)

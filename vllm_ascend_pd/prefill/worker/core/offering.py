@@ -10,6 +10,7 @@ from vllm_ascend_pd.prefill.worker.core.exchanges import Run, Staged
 from vllm_ascend_pd.prefill.worker.core.planning import StepPlan
 from vllm_ascend_pd.prefill.worker.core.push import DirectWrites, Push, SlotShare, Unit
 from vllm_ascend_pd.prefill.worker.core.register import PushRegister
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.regroup.core.staging import StagingSlot
 
 MAX_CHARACTERS = 200  # characters of another library's error that are sent to D
@@ -32,7 +33,7 @@ class PushOffers:
     def uncomputed(self, now: float, plan: StepPlan, layer: str) -> None:
         """Abort all pushes of a step in which a layer was not computed, also those that it would push later."""
         for push in plan.pushes:
-            self._register.abort(now, push.name, "PD-GEO-004", layer)
+            self._register.abort(now, push.name, Failure("PD-GEO-004", layer))
 
     def staged(self, now: float, item: Staged, absent: Sequence[list[int]], sums: Sequence[Sums]) -> None:
         """Offer what an exchange has brought; drop bytes of pushes that have ended or started over meanwhile.
@@ -76,7 +77,7 @@ class PushOffers:
 
     def _fail_exchanged(self, now: float, pushes: Iterable[Push], why: str) -> None:
         for push in pushes:
-            self._register.abort(now, push.name, "PD-XFER-006", why)
+            self._register.abort(now, push.name, Failure("PD-XFER-006", why))
 
     # -- the end of a step, and of a push
 

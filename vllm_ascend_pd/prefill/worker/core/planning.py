@@ -17,6 +17,7 @@ from vllm_ascend_pd.prefill.worker.core.orders import OrderBook
 from vllm_ascend_pd.prefill.worker.core.push import Push, Unit
 from vllm_ascend_pd.prefill.worker.core.register import PushRegister
 from vllm_ascend_pd.protocol import actions as act
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Endpoint
 
 
@@ -52,7 +53,7 @@ class PushPlans:
         if self._orders is None and step.geometry is not None:
             self._set_geometry(step.geometry)
         for abort in step.aborts:
-            register.abort(now, abort.push, abort.code, abort.detail)
+            register.abort(now, abort.push, abort.failure)
         for start in step.starts:
             self._start(now, start)
         before = self._plan(now, step.before, step.computed) if step.computed else None
@@ -91,9 +92,9 @@ class PushPlans:
         register.add(push, request_ended=start.ended)
         register.do(now, register.sender.open(now, push))
         if differences:
-            register.abort(now, push.name, "PD-GEO-001", str(differences[0]))
+            register.abort(now, push.name, Failure("PD-GEO-001", str(differences[0])))
         if register.dead:
-            register.abort(now, push.name, "PD-XFER-003", f"the writer died: {register.dead}")
+            register.abort(now, push.name, Failure("PD-XFER-003", f"the writer died: {register.dead}"))
 
     def _plan(self, now: float, number: int, slices: Iterable[PushSlice]) -> StepPlan:
         """Plan a step once for all its pushes; its layers use the plans as they are computed."""
@@ -119,7 +120,7 @@ class PushPlans:
                     continue
                 if push.lost(index, lo, hi):  # the same on every rank: all have the same blocks
                     what = f"some of tokens [{lo}, {hi}), of {pair.p.own}" if not pair.p.own.stateful else "a state"
-                    register.abort(now, push.name, "PD-XFER-002", f"prefill keeps no block for {what}")
+                    register.abort(now, push.name, Failure("PD-XFER-002", f"prefill keeps no block for {what}"))
                     continue
                 job = push.job(index, lo, hi, instances.setdefault(d_engine, len(instances)))
                 if index in push.exchanged:

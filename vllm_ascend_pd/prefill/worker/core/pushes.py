@@ -20,6 +20,7 @@ from vllm_ascend_pd.prefill.worker.core.offering import PushOffers
 from vllm_ascend_pd.prefill.worker.core.planning import PushPlans
 from vllm_ascend_pd.prefill.worker.core.push import Push
 from vllm_ascend_pd.prefill.worker.core.register import PushRegister, PushSite, Writable
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.messages import Message
 from vllm_ascend_pd.protocol.push import Sender
@@ -94,7 +95,7 @@ class Pushes(PushRegister):
         self.let_go(push)
         push.forget()  # also if it has closed here: it still takes part in plans
         if push.out:
-            self.abort(now, push.name, "PD-XFER-001", "writes did not return before preemption")
+            self.abort(now, push.name, Failure("PD-XFER-001", "writes did not return before preemption"))
         elif not push.closed:
             self.do(now, self.sender.restart(now, push))
 

@@ -60,7 +60,7 @@ class PushRegister:
         self.reported_to: dict[str, Push] = {}  # by request, until the request and the push have both ended
         self._ended: set[str] = set()  # requests that vLLM has finished, not reported yet
         self._freed: set[str] = set()  # requests that were held and never pushed, not reported yet
-        self._failures: list[tuple[str, str]] = []  # transfer and code, not reported to the scheduler yet
+        self._failures: list[tuple[str, Failure]] = []  # by transfer, not reported to the scheduler yet
         self.effects: list[Effect] = []  # taken by `take_effects`
         self.exchanges: Exchanges | None = None  # from the first step on, in an engine that can make some
         self.dead = ""  # why nothing can be written any more
@@ -97,10 +97,8 @@ class PushRegister:
     def _apply_note(self, note: act.Note) -> None:
         if note.stage == "drain":
             self.let_go(self.records[str(note.facts["push"])])
-        elif note.stage == "ready" and self.site.leads:
-            waited = note.facts.get("waited")
-            if isinstance(waited, float):
-                self.measure("ready_wait_seconds", waited)
+        elif note.stage == "ready" and self.site.leads and isinstance(waited := note.facts.get("waited"), float):
+            self.measure("ready_wait_seconds", waited)
 
     # -- the start and the end of a push
 
@@ -109,19 +107,19 @@ class PushRegister:
         if request_ended:
             self._ended.add(push.request_id)
 
-    def abort(self, now: float, name: str, code: str, detail: str) -> None:
+    def abort(self, now: float, name: str, failure: Failure) -> None:
         for push in self.unclosed([name]):
-            self.do(now, self.sender.abort(now, push, code, detail))
+            self.do(now, self.sender.abort(now, push, failure))
 
-    def abort_all(self, now: float, code: str, detail: str) -> None:
+    def abort_all(self, now: float, failure: Failure) -> None:
         for push in self.unclosed(list(self.records)):
-            self.abort(now, push.name, code, detail)
+            self.abort(now, push.name, failure)
 
     def died(self, now: float, why: str) -> None:
         """Fail every push, and every later one: the writer has ended with an error."""
         self.dead = why
         self.measure("writers_dead", 1)
-        self.abort_all(now, "PD-XFER-003", f"the writer died: {why}")
+        self.abort_all(now, Failure("PD-XFER-003", f"the writer died: {why}"))
 
     def check(self) -> None:
         """Raise PD-XFER-007 if the writer is dead and all pushes have closed: nothing can be pushed any more."""
@@ -139,8 +137,8 @@ class PushRegister:
         why = closed.failure or Failure("")
         facts = {"transfer": str(push.transfer), "ok": closed.ok, "code": why.code, "detail": why.detail}
         self.effects.append(act.Note("push_closed", facts))
-        if not closed.ok:
-            self._failures.append((str(push.transfer), why.code))
+        if closed.failure is not None:
+            self._failures.append((str(push.transfer), closed.failure))
         elif self.site.leads:
             self.measure("xfer_time_seconds", now - push.opened)
             self.measure("exposed_time_seconds", max(0.0, now - push.sealed_at) if push.sealed_at else 0.0)
@@ -179,8 +177,8 @@ class PushRegister:
         freed, self._freed = self._freed, set()
         return ready | freed
 
-    def take_failures(self) -> list[tuple[str, str]]:
-        """Return transfers whose push failed here since the last call, with the code."""
+    def take_failures(self) -> list[tuple[str, Failure]]:
+        """Return transfers whose push failed here since the last call, and why."""
         failures, self._failures = self._failures, []
         return failures
 
