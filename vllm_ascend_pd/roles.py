@@ -110,7 +110,7 @@ class SchedulerRole:
         """Return whether the end of a load is still withheld from vLLM."""
         return False
 
-    def around(self) -> tuple[StepHooks, ...]:
+    def step_hooks(self) -> tuple[StepHooks, ...]:
         """Return what acts before and after vLLM reads a step's outputs."""
         return ()
 

@@ -191,10 +191,10 @@ class PairMachine:
         to = pair.destination
         addresses = self._learn(pair, received.message)[1]
         del self._memories[to.peer]
-        found, planned = (
+        sent, planned = (
             f"{len(counts)} layers, regions {sorted(set(counts))}" for counts in (addresses.counts, to.regions)
         )
-        why = f"{to.peer} sent addresses of {found}; {planned} are planned"
+        why = f"{to.peer} sent addresses of {sent}; {planned} are planned"
         self.fail(now, pair.push, Failure("PD-WIRE-005", why))
 
     def fail_late(self, now: float, pair: PairRecord, claim: Claim) -> None:

@@ -129,12 +129,12 @@ class Agenda(Generic[K]):
 
     def due(self, now: float) -> list[K]:
         """Remove and return the keys whose time has come, earliest first."""
-        found = []
+        due_keys = []
         while (at := self.next()) is not None and at <= now:
             key = heapq.heappop(self._heap)[2]
             del self._entries[key]
-            found.append(key)
-        return found
+            due_keys.append(key)
+        return due_keys
 
     def next(self) -> float | None:
         heap, entries = self._heap, self._entries

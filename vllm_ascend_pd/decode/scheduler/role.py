@@ -326,7 +326,7 @@ class DecodeScheduler(SchedulerRole):
             requests.report_cached(load.request, load.first if load.failure else load.cached)
         return True
 
-    def around(self) -> tuple[StepHooks, ...]:
+    def step_hooks(self) -> tuple[StepHooks, ...]:
         ours = self.first_tokens, self.going_on
         return ours if self._standstill is None else (*ours, self._standstill)
 

@@ -172,8 +172,8 @@ class PrefillScheduler(SchedulerRole):
                 chunks.append(Chunk(request_id, computed, counts[request_id], blocks, replaces=resumed))
 
             def tables(request_id: str) -> Sequence[Sequence[int]]:
-                found: Sequence[Sequence[int]] = output.kv_connector_block_state.get_block_ids(request_id)
-                return found  # called for states only; older_groups.py lends it where vLLM does not have it
+                lent: Sequence[Sequence[int]] = output.kv_connector_block_state.get_block_ids(request_id)
+                return lent  # called for states only; older_groups.py lends it where vLLM does not have it
 
             self.book.step(chunks, tables)
             return self.book.take_step()
@@ -218,7 +218,7 @@ class PrefillScheduler(SchedulerRole):
         sends_first = self.first_tokens is not None
         return PushReport(self._engine.incarnation, code, detail, self._engine.fingerprint, first, sends_first)
 
-    def around(self) -> tuple[FirstTokenSource, ...]:
+    def step_hooks(self) -> tuple[FirstTokenSource, ...]:
         return (self.first_tokens,) if self.first_tokens is not None else ()
 
     def released(self, request_id: str) -> bool:

@@ -133,10 +133,10 @@ class Steps:
 
     def _by_hook(self) -> dict[str, list[int]]:
         """Return, by the name with which a hook fires, the layers that are complete then."""
-        found: dict[str, list[int]] = {}
+        complete: dict[str, list[int]] = {}
         for name, index in self._layers.items():
-            found.setdefault(attention_of(name) or name, []).append(index)
-        return found
+            complete.setdefault(attention_of(name) or name, []).append(index)
+        return complete
 
     def _mark(self, current: _Layers, index: int, event: Event | None = None) -> None:
         plan = current.plan

@@ -98,7 +98,7 @@ def memory_of(push: Push, claim: Claim) -> Memory:
     return theirs
 
 
-def spans_of(push: Push, claim: Claim, own: Bases, theirs: Memory) -> list[Triples]:
+def spans_of(push: Push, claim: Claim, bases: Bases, theirs: Memory) -> list[Triples]:
     """Return the absolute spans of a claim, by component: from the cache, or from a staging slot."""
     unit = unit_of(claim)
     if unit.sub_step:
@@ -107,7 +107,7 @@ def spans_of(push: Push, claim: Claim, own: Bases, theirs: Memory) -> list[Tripl
     plan = push.plan(unit.step, unit.layer)
     if plan is None:
         raise PdError("PD-XFER-002", why="the step was forgotten")
-    return aimed(plan.by_rank[push.rank_of(claim.d_rank)], own[unit.layer], push, unit, theirs)
+    return aimed(plan.by_rank[push.rank_of(claim.d_rank)], bases[unit.layer], push, unit, theirs)
 
 
 def staged(push: Push, claim: Claim) -> SlotShare:

@@ -106,18 +106,18 @@ class Missed:
 
     def wanted(self, room: Callable[[Hashable], int], max_units: int) -> list[Unit]:
         """Return exchanges to ask for: of each destination with room the oldest, up to `max_units`, each once."""
-        found: dict[Unit, None] = {}
+        asked: dict[Unit, None] = {}
         for destination, waiting in self.waiting.items():
             left = room(destination)
             oldest = (share.unit(layer) for (share, layer), _ in zip(waiting, range(2 * max_units), strict=False))
             for unit in dict.fromkeys(oldest):
-                if left <= 0 or len(found) >= max_units:
+                if left <= 0 or len(asked) >= max_units:
                     break
                 left -= 1
                 if unit not in self._asked:
-                    found[unit] = None
-        self._asked.update(found)
-        return list(found)
+                    asked[unit] = None
+        self._asked.update(asked)
+        return list(asked)
 
     def made(self, unit: Unit) -> None:
         """Record that an exchange was made: what was missed again may be asked for again."""

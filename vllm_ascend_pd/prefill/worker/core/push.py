@@ -244,13 +244,13 @@ class Push(PushRecord):
 
     def job(self, pairing: int, lo: int, hi: int, instance: int = 0) -> Job:
         """Return the job of one pairing's layers. `instance` distinguishes D engines of equal geometry in a step."""
-        own, peer = self.pairings[pairing].p, self.pairings[pairing].d
+        p, d = self.pairings[pairing].p, self.pairings[pairing].d
         return Job(
-            d=peer,
+            d=d,
             first=self.firsts[pairing],
             lo=lo,
             hi=hi,
-            p_blocks=self.tables[own.group].known_ids,
-            d_blocks=self.d_blocks[peer.group],
+            p_blocks=self.tables[p.group].known_ids,
+            d_blocks=self.d_blocks[d.group],
             instance=instance,
         )
