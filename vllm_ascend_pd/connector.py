@@ -85,7 +85,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
             self._scheduler = _scheduler(engine, vllm_config, blocks, self.patience, fails=by_request)
         else:
             self._worker = _worker(engine, vllm_config, kv_cache_config)
-        self.step_hooks = self._scheduler.around()
+        self.step_hooks = self._scheduler.step_hooks()
         for hooks in self.step_hooks:
             hooks.settle(vllm_config)
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ascend_pd.geometry.layout import CacheGeometry
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
 
@@ -44,8 +45,7 @@ class PushSlice:
 @dataclass(frozen=True, slots=True)
 class PushAbort:
     push: str
-    code: str
-    detail: str
+    failure: Failure
 
 
 MissedExchange = tuple[int, int, int]  # its step, layer and sub-step
@@ -126,7 +126,7 @@ class LoadEnd:
     """End of one rank's part of a load, from the worker for the scheduler."""
 
     request_id: str
-    code: str  # empty: the KV is complete here
+    failure: Failure | None  # None: the KV is complete here
     push: str  # empty: no P began to push here
     cached: int = 0  # tokens of the prompt that P did not compute
 
@@ -134,8 +134,7 @@ class LoadEnd:
 @dataclass(frozen=True, slots=True)
 class LoadCancel:
     transfer: TransferId
-    code: str
-    detail: str
+    failure: Failure
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.metadata import DecodeStep, LoadEnd, MissedExchange, PrefillStep
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.vllm_patches.first_token import StepHooks
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class WorkerNews(KVConnectorWorkerMetadata):
     """Workers → scheduler, after a step. P's: exchanges to be made again, pushes that failed. D's: loads that ended."""
 
     missed: frozenset[MissedExchange] = frozenset()
-    failures: frozenset[tuple[str, str]] = frozenset()
+    failures: frozenset[tuple[str, Failure]] = frozenset()
     ends: frozenset[LoadEnd] = frozenset()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
@@ -109,7 +110,7 @@ class SchedulerRole:
         """Return whether the end of a load is still withheld from vLLM."""
         return False
 
-    def around(self) -> tuple[StepHooks, ...]:
+    def step_hooks(self) -> tuple[StepHooks, ...]:
         """Return what acts before and after vLLM reads a step's outputs."""
         return ()
 

@@ -35,6 +35,7 @@ from vllm_ascend_pd.metadata import Bind, DecodeStep
 from vllm_ascend_pd.protocol.actions import Action, Note, Report, Revoke, Send, Verify
 from vllm_ascend_pd.protocol.auth import seal
 from vllm_ascend_pd.protocol.dialects import Meet
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.first import First, Seed
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.meeting import Meeting, Offer, SourceId, Unwanted
@@ -380,10 +381,10 @@ class DecodeEngine:
                 self.cluster.to_listener(self, effect.to, effect.message)
             elif (outcome := effect.outcome).final:
                 self.cluster.world.stats[f"offers {outcome.kind}"] += 1
-                if outcome.code:
-                    self.cluster.world.gave_up("D", f"{outcome.code} {outcome.detail}")
+                if outcome.failure:
+                    self.cluster.world.gave_up("D", str(outcome.failure))
                 first = outcome.first if isinstance(outcome.first, First) else None
-                self.outcome(effect.transfer, "prefilled" if outcome.kind == "prefilled" else outcome.code, first)
+                self.outcome(effect.transfer, outcome.failure.code if outcome.failure else "prefilled", first)
         self._alarm.set()
 
     def _poke(self) -> None:
@@ -416,10 +417,10 @@ class DecodeEngine:
             if kind == "again":
                 self.book.token(transfer, first)
                 continue
-            code = "" if kind == "prefilled" else "PD-META-006"
-            self.book.answered(transfer, kind, code, kind)
-            self.book.token(transfer, first, code)
-            if code and (request := self._by_transfer.get(transfer)) is not None:
+            failed = kind != "prefilled"
+            self.book.answered(transfer, Failure("PD-META-006", kind) if failed else None)
+            self.book.token(transfer, first, failed=failed)
+            if failed and (request := self._by_transfer.get(transfer)) is not None:
                 request.hopeless = self.cluster.world.now
 
     def _start(self, request: DecodeRequest) -> bool:
@@ -489,7 +490,7 @@ class DecodeEngine:
         del self.loading[request.name]
         del self._by_transfer[load.transfer]
         self.cluster.check_duration(self, request)
-        if not load.code:
+        if load.failure is None:
             self._check_content(request)
             self.cluster.world.stats["transfers ok"] += 1
         else:
@@ -502,7 +503,7 @@ class DecodeEngine:
             self.scheduler.post(self.cluster.settings.timers.lease_s if request.whole else FIRST_WAIT_S, self._poke)
         elif request.left:
             self._end(request, "left")
-        elif request.whole and not load.code:
+        elif request.whole and load.failure is None:
             raise Violation(f"promise 3: {request.name} does not wait for the token that alone can begin it")
         else:
             self._decode(request)  # after a failure: kv_load_failure_policy = recompute

@@ -27,7 +27,8 @@ from vllm_ascend_pd.geometry.layout import attention_of
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.metadata import MissedExchange, PrefillStep
 from vllm_ascend_pd.prefill.worker.core.batches import Batch, Triples, staged, unit_of
-from vllm_ascend_pd.prefill.worker.core.pushes import Effect, Pushes, PushSite, Writable
+from vllm_ascend_pd.prefill.worker.core.pushes import Pushes
+from vllm_ascend_pd.prefill.worker.core.register import Effect, PushSite, Writable
 from vllm_ascend_pd.prefill.worker.exchanger import Exchanger
 from vllm_ascend_pd.prefill.worker.writer import News, Sealed, Writer
 from vllm_ascend_pd.protocol.actions import Closed, Note, Send
@@ -103,10 +104,10 @@ class RankWire:
         src, dst, size = np.array(batch.src), np.array(batch.dst), np.array(batch.size)
         end = 0
         for claim in batch.claims:
-            theirs = rank.core._machine.addresses(claim.push, claim.d_rank)
+            push, unit, start = rank.core.records[claim.push], unit_of(claim), end
+            theirs = push.pairs[claim.d_rank].addresses
             if theirs is None or theirs.session != batch.session:
                 raise Violation(f"promise 1: {rank.process.name}: one batch, two sessions")
-            push, unit, start = rank.core._pushes[claim.push], unit_of(claim), end
             plan = None if unit.sub_step else push.plan(unit.step, unit.layer)
             end += sum(
                 map(len, staged(push, claim).writes if plan is None else plan.by_rank[push.rank_of(claim.d_rank)])
@@ -182,7 +183,7 @@ class PrefillRank:
         self._writer_died = False
         self.exchanging = RankExchanges(self, group, room) if group is not None and room is not None else None
         own, parts = stage_geometry(engine.geometry, stage), self.exchanging
-        self.core: Pushes = cluster.mutation.core(
+        self.core: Pushes = cluster.mutation.pushes()(
             settings.push(),
             PushSite(self.process.incarnation, self.contributor, MODEL),
             own,
@@ -191,7 +192,6 @@ class PrefillRank:
             room,
             tracing=lambda: False,
         )
-        self.core.sender_type = cluster.mutation.sender  # type: ignore[assignment]
         self.wire = RankWire(self)
         self.writer: SimulatedWriter = cluster.mutation.writer(self.deciding, self.wire, self.process.clock)
         self.writer.rank = self
@@ -403,7 +403,7 @@ class PrefillRank:
                 if (
                     staged
                     or self._texts.get(push) is fill.content
-                    or self.core._machine.state(push, claim.d_rank) not in _LIVE
+                    or self.core.sender.state(push, claim.d_rank) not in _LIVE
                 ):
                     continue
                 read = set(self.memory.block_of(spans.src - BASE).tolist())
@@ -436,7 +436,7 @@ class PrefillRank:
 
     def missed(self) -> list[MissedExchange]:
         """Return the missed exchanges, which the scheduler gets with each step."""
-        return self.core.take_missed()
+        return self.core.plans.take_missed()
 
     def owed(self) -> bool:
         """Return whether a missed exchange is still wanted: a shortcut, because the engine would find out by asking."""
@@ -564,16 +564,14 @@ class PrefillRank:
     # -- what must be empty at the end
 
     def left(self) -> dict[str, int]:
-        sender = self.core._sender
         open_pushes = [push for push in self.core.pushes() if not push.closed]
         found = {
-            "records": sender.record_count() if sender is not None else 0,
+            "records": self.core.sender.record_count(),
             "pushes": len(open_pushes),
             "unsealed": sum(push.sealing for push in self.core.pushes()),
             "flights": sum(flight.target.process.alive for flight in self.flights),
-            "steps pushed directly": len(self.core._direct) if not self._writer_died else 0,
             "timers": int(self.core.next_wake() is not None),
-            "requests not reported as finished": len(self.core._reported_to),
+            "requests not reported as finished": len(self.core.reported_to),
         }
         parts, made = self.exchanging, self.core.exchanges
         if parts is not None and made is not None:

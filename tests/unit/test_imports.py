@@ -150,7 +150,7 @@ CEILINGS = {
     "geometry": 2600,
     "observe": 500,
     "prefill": 4060,
-    "protocol": 4550,
+    "protocol": 4500,
     "regroup": 1000,
     "router": 9180,  # 200 for responses and messages, which went past P before: ids, forms of events and of errors
     "shared": 1050,

@@ -3,15 +3,28 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 import numpy as np
 import torch
 
-from unit.protocol.kit import END, FIRST, ONE, PUSH, TWO, T, begin, claim_of, order, ready, receiver, sender
-from vllm_ascend_pd.prefill.worker.core.push import BlockTable, Share
-from vllm_ascend_pd.prefill.worker.core.push import Push as WorkersPush
+from unit.protocol.kit import (
+    END,
+    FIRST,
+    ONE,
+    PUSH,
+    TWO,
+    D,
+    T,
+    begin,
+    claim_of,
+    opened,
+    order,
+    ready,
+    receiver,
+    reservation,
+    sender,
+)
+from vllm_ascend_pd.metadata import PushStart
+from vllm_ascend_pd.prefill.worker.core.push import Push, Share
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.messages import Endpoint
 from vllm_ascend_pd.protocol.reservation import Receiver
@@ -42,7 +55,7 @@ def test_a_transfer_shows_its_state_its_tokens_and_its_writers() -> None:
     assert repr(r._transfers[T]) == (
         "<Transfer decode-1/7/uuid-7 open, tokens [0, 40), push-1: P0.0 leased, P0.1 awaited>"
     )
-    r.cancel(0.1, T, "PD-XFER-002", "left")
+    r.cancel(0.1, T, Failure("PD-XFER-002", "left"))
     assert repr(r._transfers[T]) == (
         "<Transfer decode-1/7/uuid-7 fencing, tokens [0, 40), push-1: P0.0 leased, P0.1 awaited, "
         "failed: PD-XFER-002 left>"
@@ -61,14 +74,16 @@ def test_a_push_and_its_pairs_tell_how_far_they_are() -> None:
     push = s._pushes[PUSH]
     assert repr(push) == "<Push push-1 of decode-1/7/uuid-7; D0 ask, D1 ask>"
     assert repr(push.pairs[0]) == "<Pair push-1 to D0 at d0: ask, units: 0 pending, 0 out, 0 covered>"
-    s.offer(0.0, PUSH, 0, "first", 10)
+    s.offer(0.0, opened(s), 0, "first", 10)
     s.message(0.0, "d0", ready())
     claim = claim_of(s, 0.0)
-    s.offer(0.0, PUSH, 0, "second", 10)
+    s.offer(0.0, opened(s), 0, "second", 10)
     assert repr(push.pairs[0]) == "<Pair push-1 to D0 at d0: push until 14.97, units: 1 pending, 1 out, 0 covered>"
-    s.seal(0.0, PUSH)
-    s.abort(0.0, PUSH, "PD-XFER-002", "left")
-    assert repr(push) == "<Push push-1 of decode-1/7/uuid-7, sealed, failed: PD-XFER-002 left; D0 drain, D1 closed>"
+    s.seal(0.0, opened(s))
+    s.abort(0.0, opened(s), Failure("PD-XFER-002", "left"))
+    assert repr(push) == (
+        "<Push push-1 of decode-1/7/uuid-7, sealed, failed: PD-XFER-002 left; D0 drain 1 out, D1 closed>"
+    )
     s.wrote(0.0, claim, True)
     assert repr(push.pairs[0]).endswith("0 out, 0 covered; sends FAILED, not acknowledged>")
 
@@ -79,17 +94,13 @@ def test_a_staging_slot_shows_its_destination_and_its_readers() -> None:
 
 
 def test_a_workers_push_tells_what_it_holds_and_how_its_pairs_are() -> None:
-    blocks = np.zeros(4, dtype=np.int32)
-    reservation = cast("Any", SimpleNamespace(transfer=T))
-    push = WorkersPush(
-        "p-1", "r", reservation, (), frozenset(), (), (), (0,), (), (blocks,), (BlockTable(blocks, 3),), 0.0
-    )
-    assert repr(push) == "<Push p-1 of decode-1/7/uuid-7: 3 blocks; no D rank>"
-    s = sender()
-    s.open(0.0, order())
-    push.pairs, push.paused = s.pairs(PUSH), True
+    push = Push.of(PushStart("r", PUSH, reservation(D, END)), D, (), (), order().destinations)
+    assert repr(push) == "<Push push-1 of decode-1/7/uuid-7, 0 blocks; goes nowhere>"
+    push.tables[0].extend(np.arange(3, dtype=np.int32))
+    sender().open(0.0, push)
+    push.paused = True
     push.owed.add(Share(1, 1, [push], {0: Endpoint("d0", 4711)}, {0: False}))
-    assert repr(push) == "<Push p-1 of decode-1/7/uuid-7: 3 blocks, owes 1, paused; D rank 0 ask>"
+    assert repr(push) == "<Push push-1 of decode-1/7/uuid-7, 3 blocks, owes 1, paused; D0 ask>"
 
 
 def test_an_instance_tells_whether_it_serves_and_what_broke_last() -> None:

@@ -92,7 +92,7 @@ def main() -> None:
         MetaserverConfig(metaserver_urls=(url,), metaserver_max_connections=max(2048, args.count)),
         loop,
         lambda key, outcome: kinds.update(
-            [outcome.kind if not isinstance(outcome, Outcome) or not outcome.code else outcome.code]
+            [outcome.failure.code if isinstance(outcome, Outcome) and outcome.failure else outcome.kind]
         ),
     )
     scheduler = StepLoop(client, url)

@@ -72,7 +72,7 @@ from vllm_ascend_pd.protocol.messages import (
     Renew,
     Reservation,
 )
-from vllm_ascend_pd.protocol.push import Destination, PushOrder, Sender
+from vllm_ascend_pd.protocol.push import Destination, PushRecord, Sender
 from vllm_ascend_pd.protocol.reservation import Receiver
 from vllm_ascend_pd.router import reserve
 from vllm_ascend_pd.router.core import bodies
@@ -267,7 +267,8 @@ def _receiver() -> Receiver:
 
 
 def _sender() -> Sender:
-    made = Sender(incarnation="prefill-1", contributor=ME, model=MODEL, geometry=P, timers=Timers(), quiet_s=QUIET_S)
+    made = Sender(incarnation="prefill-1", contributor=ME, timers=Timers(), quiet_s=QUIET_S)
+    made.describe(MODEL, P)
     to = Destination(
         0,
         ENDPOINTS[0],
@@ -275,7 +276,7 @@ def _sender() -> Sender:
         plan_digest(P, D, 0, 40, "direct"),
         (len(D.regions),) * len(D.layers),
     )
-    made.open(0.0, PushOrder("push-1", TRANSFER, 300.0, (to,)))
+    made.open(0.0, PushRecord(name="push-1", transfer=TRANSFER, deadline_s=300.0, destinations=(to,)))
     return made
 
 
@@ -557,12 +558,12 @@ def _admitted() -> Run:
             is not None
         ):
             return REFUSED
-        push, order, found = orders.take(0.0, PushStart(name, f"push-{number}", r))
-        if found:
+        push, differences = orders.take(PushStart(name, f"push-{number}", r))
+        if differences:
             return REFUSED
         push.tables = tuple(BlockTable(blocks, len(blocks)) for _ in push.tables)
         planner.plan([push.job(index, r.first, r.end) for index in range(len(push.pairings))], number)
-        if len(order.destinations) > r.geometry.tp_size:
+        if len(push.destinations) > r.geometry.tp_size:
             raise AssertionError("more destinations than ranks")
         book.finished(0.0, name, holds_blocks=False, well=False, why="over")
         book.take_step()
@@ -785,7 +786,7 @@ def _ndjson() -> Run:
             raise AssertionError("a line without a bound")
         for outcome in outcomes:
             if outcome is not None:
-                msgspec.msgpack.encode((outcome.kind, outcome.code, outcome.detail, outcome.prefill))
+                msgspec.msgpack.encode((outcome.kind, outcome.failure, outcome.prefill))
         answers.reason(data).encode()
         answers.seconds(data[:20].decode("latin-1"))
         return REFUSED if refused else READ

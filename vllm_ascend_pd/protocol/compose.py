@@ -9,7 +9,7 @@ from typing import Any
 from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.protocol.failure import MAX_TEXT, Failure
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.protocol.layouts import contributors_digest
+from vllm_ascend_pd.protocol.layouts import contributors_digest, layout_hash
 from vllm_ascend_pd.protocol.messages import (
     Ack,
     Begin,
@@ -35,23 +35,26 @@ def _head(of: Message) -> dict[str, Any]:
     return {field: getattr(of, field) for field in _HEAD}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PrefillMessages:
     """Messages of one P worker. Each has the next `seq` of its pair."""
 
     incarnation: str
     contributor: Contributor
-    layout: bytes  # of this engine
-    layout_name: str
     quiet_s: float
+    layout: bytes = b""  # of this engine, once it is known
+    layout_name: str = ""
+
+    def describe(self, layout: bytes) -> None:
+        self.layout, self.layout_name = layout, layout_hash(layout)
 
     def _next(self, pair: PairRecord) -> dict[str, Any]:
-        order = pair.push.order
+        push = pair.push
         return {
-            "transfer": order.transfer,
-            "push": order.push,
+            "transfer": push.transfer,
+            "push": push.name,
             "p_incarnation": self.incarnation,
-            "d_incarnation": order.transfer.incarnation,
+            "d_incarnation": push.transfer.incarnation,
             "contributor": self.contributor,
             "d_rank": pair.destination.d_rank,
             "seq": pair.seq + 1,
@@ -81,7 +84,7 @@ class PrefillMessages:
             bytes=(pair.coverage.nbytes,),
             plan_digest=pair.destination.plan_digest,
             checksums=tuple((*place, value) for place, value in pair.coverage.checksums.items()),
-            cached=pair.push.order.cached,
+            cached=pair.push.cached,
         )
 
     def failed(self, pair: PairRecord, *, quiescent: bool) -> Failed:

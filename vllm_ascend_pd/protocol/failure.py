@@ -7,6 +7,7 @@ from typing import Annotated
 
 import msgspec
 
+from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.protocol.identity import Token
 
 MAX_TEXT = 1024
@@ -18,6 +19,10 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
     code: Token
     detail: Text = ""
+
+    @classmethod
+    def of(cls, error: PdError) -> Failure:
+        return cls(error.code, error.sentence[:MAX_TEXT])
 
     def __str__(self) -> str:
         return f"{self.code} {self.detail}"

@@ -106,11 +106,11 @@ class ReservationGuards:
             detail = f"push: prefill {begin.push}, decode {record.push}"
             return e.BEGIN_OF_ANOTHER, Refusal(received, RefusalCode.BOUND, detail)
         writer = record.writers.get(begin.contributor)
-        found = self._differences(record, writer, begin)
-        if found is None:
+        unlike = self._differences(record, writer, begin)
+        if unlike is None:
             return e.BEGIN_UNKNOWN_LAYOUT, received
-        if found:
-            return e.BEGIN_UNFIT, Refusal(received, RefusalCode.MISMATCH, "; ".join(found))
+        if unlike:
+            return e.BEGIN_UNFIT, Refusal(received, RefusalCode.MISMATCH, "; ".join(unlike))
         if writer is None:
             return e.FIRST_BEGIN, received
         if writer.state is WriterState.AWAITED:
@@ -144,17 +144,17 @@ class ReservationGuards:
         A contributor's BEGIN is compared in full until one is granted. A later one is only compared with what was
         agreed.
         """
-        found = []
+        unlike = []
         if writer is None or writer.state is WriterState.AWAITED:
             theirs = self.layouts.get(begin.layout)
             if theirs is None:
                 return None
-            found = differences(begin, theirs, self.model, self.geometry, self.rank, record.first, record.end)
+            unlike = differences(begin, theirs, self.model, self.geometry, self.rank, record.first, record.end)
         if record.bound and begin.plan_digest != record.plan_digest:
-            found.append(f"plan: prefill {begin.plan_digest}, decode {record.plan_digest}")
+            unlike.append(f"plan: prefill {begin.plan_digest}, decode {record.plan_digest}")
         if record.bound and begin.contributors != record.contributors:
-            found.append("contributors: they are not those of the first BEGIN")
-        return found
+            unlike.append("contributors: they are not those of the first BEGIN")
+        return unlike
 
     def contributors(self, begin: Begin) -> tuple[Contributor, ...]:
         """Return the contributors to the push of a BEGIN that has no differences."""
@@ -180,9 +180,9 @@ class ReservationGuards:
         return theirs.geometry
 
     def _unauthorised_event(self, record: Transfer, message: Done | Failed) -> ReservationEvent | None:
-        """Return the event of a message whose sender has no say; None if it has one.
+        """Return the event of a message from an unauthorised sender; None if the sender is authorised.
 
-        Only the push that was bound and the process that was granted authority have a say.
+        Only the push that was bound, and the process that was granted its lease, are.
         """
         writer = record.writers.get(message.contributor)
         if writer is None or message.push != record.push:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's record of a push: the order, its pairs, and each pair's units: pending, out (being written) and covered."""
+"""P's record of a push: its order, its pairs, and each pair's units: pending, out (being written) and covered."""
 
 from __future__ import annotations
 
@@ -30,17 +30,6 @@ class Destination:
     def fits(self, addresses: Memory) -> bool:
         """Return whether every address that a plan may ask for is there."""
         return addresses.counts == self.regions and len(addresses.blocks) == self.groups
-
-
-@dataclass(frozen=True, slots=True)
-class PushOrder:
-    """Order for a push, once its request and its reservation are known: transfer, destinations, deadline."""
-
-    push: str
-    transfer: TransferId
-    deadline_s: float
-    destinations: tuple[Destination, ...]
-    cached: int = 0  # tokens of the prompt that P did not compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +68,11 @@ class Coverage:
         self.pending[unit] = self.out.pop(unit)
 
 
-@dataclass(slots=True, repr=False)
+@dataclass(slots=True, repr=False, eq=False)
 class PairRecord:
     """One push towards one D rank."""
 
-    push: SenderPush
+    push: PushRecord
     destination: Destination
     begin: Repetition
     ready_by: float
@@ -104,11 +93,11 @@ class PairRecord:
     key: tuple[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.key = (self.push.order.push, self.destination.d_rank)
+        self.key = (self.push.name, self.destination.d_rank)
 
     def __repr__(self) -> str:
         """<Pair push-1 to D0 at d0: push until 14.97, units: 2 pending, 1 out, 5 covered; sends DONE, …>"""
-        push, units = self.push.order.push, self.coverage
+        push, units = self.push.name, self.coverage
         until = "" if self.authority is None else f" until {self.authority:.2f}"
         words = f"{push} to D{self.destination.d_rank} at {self.destination.peer}: {self.state.value}{until}"
         words += f", units: {len(units.pending)} pending, {len(units.out)} out, {len(units.covered)} covered"
@@ -144,25 +133,51 @@ class PairRecord:
             del self.sent[next(iter(self.sent))]
 
 
-@dataclass(slots=True, repr=False)
-class SenderPush:
-    order: PushOrder
-    deadline: float
-    progress: float  # when it last made progress
-    pairs: dict[int, PairRecord] = field(default_factory=dict)
+@dataclass(slots=True, repr=False, eq=False, kw_only=True)
+class PushRecord:
+    """One push of a P worker, from its order to its end. The worker adds what it plans and stages (`Push`)."""
+
+    name: str
+    transfer: TransferId
+    deadline_s: float
+    destinations: tuple[Destination, ...]
+    cached: int = 0  # tokens of the prompt that P did not compute
+    opened: float = 0.0
+    progress: float = 0.0  # when it last made progress
+    pairs: dict[int, PairRecord] = field(default_factory=dict)  # by D worker, from `Sender.open` on
     epoch: int = 0
     sealed: bool = False
     failure: Failure | None = None
-    closed: bool = False
+    closed: bool = False  # no write of it is in flight, and none will be
 
     def __repr__(self) -> str:
-        """<Push push-1 of decode-1/7/uuid-7, sealed, failed: PD-XFER-002 left; D0 drain, D1 closed>"""
-        words = f"{self.order.push} of {self.order.transfer}"
-        words += f", epoch {self.epoch}" if self.epoch else ""
-        words += ", sealed" if self.sealed else ""
-        words += f", failed: {self.failure}" if self.failure else ""
-        pairs = ", ".join(f"D{rank} {pair.state.value}" for rank, pair in self.pairs.items())
-        return f"<Push {words}; {pairs or 'goes nowhere'}>"
+        """<Push push-1 of decode-1/7/uuid-7, sealed, failed: PD-XFER-002 left; D0 drain 3 out, D1 closed>"""
+        pairs = [
+            f"D{rank} {pair.state.value}" + (f" {len(pair.coverage.out)} out" if pair.coverage.out else "")
+            for rank, pair in self.pairs.items()
+        ]
+        words = ", ".join([f"{self.name} of {self.transfer}", *self.words()])
+        return f"<Push {words}; {', '.join(pairs) or 'goes nowhere'}>"
+
+    def words(self) -> list[str]:
+        """Return how far it is, for its representation."""
+        words = [f"epoch {self.epoch}"] if self.epoch else []
+        words += ["sealed"] if self.sealed else []
+        return words + ([f"failed: {self.failure}"] if self.failure else [])
+
+    @property
+    def deadline(self) -> float:
+        return self.opened + self.deadline_s
+
+    @property
+    def out(self) -> int:
+        """Number of writes in flight, or claimed."""
+        return sum(len(pair.coverage.out) for pair in self.pairs.values())
+
+    @property
+    def live(self) -> bool:
+        """True until it has closed or failed: what is computed or exchanged for it is needed."""
+        return not self.closed and self.failure is None
 
     @property
     def cause(self) -> Failure:

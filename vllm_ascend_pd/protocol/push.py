@@ -8,7 +8,7 @@ A push goes to one or more D ranks. It succeeds or fails as one, and its blocks 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from vllm_ascend_pd.config import Timers
 from vllm_ascend_pd.errors import LocalProtocolError
@@ -18,63 +18,18 @@ from vllm_ascend_pd.protocol.compose import PrefillMessages
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.guards import TO_PREFILL, PairGuards
 from vllm_ascend_pd.protocol.identity import Contributor
-from vllm_ascend_pd.protocol.layouts import EngineLayout, layout_hash, written
-from vllm_ascend_pd.protocol.messages import Memory, Message, message_name
-from vllm_ascend_pd.protocol.pair import OPEN, Claim, ComputedUnit, Destination, PairRecord, PushOrder, SenderPush
+from vllm_ascend_pd.protocol.layouts import EngineLayout, written
+from vllm_ascend_pd.protocol.messages import Message, message_name
+from vllm_ascend_pd.protocol.pair import OPEN, Claim, ComputedUnit, Destination, PairRecord, PushRecord
 from vllm_ascend_pd.protocol.push_rules import MAX_MEMORIES, PairMachine
 from vllm_ascend_pd.protocol.states import Incoming, PairEvent, PairState
 from vllm_ascend_pd.protocol.tables import PAIR_TABLE
-from vllm_ascend_pd.protocol.timing import Agenda, Repetition, RunningClock, earliest
+from vllm_ascend_pd.protocol.timing import Agendas, Due, Repetition, RunningClock, earliest
 
-__all__ = ["Claim", "Destination", "PushOrder", "Sender"]
+__all__ = ["Claim", "Destination", "PushRecord", "Sender"]
 
 MAX_FINISHED = 65536
-
-
-class PushAgenda:
-    """Times of the next look at each push and each of its pairs: on the wall clock, and on the running clock."""
-
-    def __init__(self, clock: RunningClock, stall_timeout_s: float) -> None:
-        self._clock, self._stall_s = clock, stall_timeout_s
-        self._wall: Agenda[tuple[str, int | None]] = Agenda()
-        self._settling: Agenda[tuple[str, int]] = Agenda()
-        self._touched: dict[str, tuple[SenderPush, bool]] = {}
-
-    def touch(self, push: SenderPush, *, known: bool) -> None:
-        """Note that a push's timers may have changed. The agendas are updated before they are read."""
-        self._touched[push.order.push] = push, known
-
-    def _update(self) -> None:
-        if self._touched:  # usually empty: agendas are read more often than timers change
-            touched, self._touched = self._touched, {}
-            for push, known in touched.values():
-                self._schedule(push, known=known)
-
-    def _schedule(self, push: SenderPush, *, known: bool) -> None:
-        """Put every timer of this push on the agendas."""
-        running = known and not push.closed and push.failure is None
-        last = min(push.deadline, push.progress + self._stall_s) if running else None
-        self._wall.set((push.order.push, None), last)
-        settling = len(self._settling) > 0
-        for pair in push.pairs.values():
-            self._wall.set(pair.key, pair.due if known else None)
-            if pair.state is PairState.DRAIN and not pair.coverage.out:
-                self._settling.set(pair.key, pair.quiet_at)
-            elif settling:
-                self._settling.set(pair.key, None)
-
-    def wall_due(self, now: float) -> list[tuple[str, int | None]]:
-        self._update()
-        return self._wall.due(now)
-
-    def settled(self) -> list[tuple[str, int]]:
-        self._update()
-        return self._settling.due(self._clock.seconds)
-
-    def next(self) -> tuple[float | None, float | None]:
-        self._update()
-        settling = self._settling.next()
-        return self._wall.next(), None if settling is None else self._clock.wake(settling)
+WHOLE = -1  # in place of a D rank: the push itself
 
 
 class Sender:
@@ -90,89 +45,87 @@ class Sender:
         *,
         incarnation: str,
         contributor: Contributor,
-        model: str,
-        geometry: CacheGeometry,
         timers: Timers,
         quiet_s: float,
     ) -> None:
         self._timers = timers
         self._clock = RunningClock()
-        layout = written(EngineLayout(model, geometry))
-        self._messages = PrefillMessages(incarnation, contributor, layout, layout_hash(layout), quiet_s)
+        self._messages = PrefillMessages(incarnation, contributor, quiet_s)
         guards = self.guards(self._clock, OrderedDict())
         self._machine = self.machine(self.table, guards, self._messages, timers)
-        self._agenda = PushAgenda(self._clock, timers.stall_timeout_s)
+        self._agenda = Agendas(self._clock, self._times)
         self._pushes, self.counters = self._machine.pushes, self._machine.counters
         self._finished: OrderedDict[str, None] = OrderedDict()  # to distinguish late local events from wrong ones
         self._last_message: OrderedDict[Hashable, float] = OrderedDict()
 
     # -- input from the runtime
 
-    def open(self, now: float, order: PushOrder) -> list[Action]:
+    def describe(self, model: str, geometry: CacheGeometry) -> None:
+        """Set what BEGIN says of this engine, before the first push is opened."""
+        self._messages.describe(written(EngineLayout(model, geometry)))
+
+    def open(self, now: float, push: PushRecord) -> list[Action]:
         """Open a push, whose request and reservation are both known: send BEGIN to every destination."""
         self._clock.observe(now)
-        if order.push in self._pushes or order.push in self._finished:
-            raise LocalProtocolError(f"push {order.push} is opened twice")
-        push = SenderPush(order, deadline=now + order.deadline_s, progress=now)
-        self._pushes[order.push] = push
-        for destination in order.destinations:
+        if push.name in self._pushes or push.name in self._finished:
+            raise LocalProtocolError(f"push {push.name} is opened twice")
+        push.opened = push.progress = now
+        self._pushes[push.name] = push
+        for destination in push.destinations:
             if destination.d_rank in push.pairs:
-                raise LocalProtocolError(f"push {order.push} names D rank {destination.d_rank} twice")
+                raise LocalProtocolError(f"push {push.name} names D rank {destination.d_rank} twice")
             begin = Repetition(now, self._timers.resend_first_s, self._timers.resend_max_s)
             pair = PairRecord(push, destination, begin, ready_by=now + self._timers.ready_timeout_s)
             push.pairs[destination.d_rank] = pair
             self._machine.fire(PairEvent.OPEN, now, pair)
         self._machine.close_push(push)
-        self._schedule(push)
-        return self._taken()
+        return self._taken(push)
 
-    def offer(self, now: float, push: str, d_rank: int, unit: Hashable, nbytes: int) -> list[Action]:
+    def offer(self, now: float, push: PushRecord, d_rank: int, unit: Hashable, nbytes: int) -> list[Action]:
         """Record that `unit` is computed. Only authority is needed to write it."""
-        return self._local(PairEvent.OFFER, now, push, d_rank, ComputedUnit(unit, nbytes))
+        pair = push.pairs.get(d_rank)
+        if pair is None:
+            raise LocalProtocolError(f"{push!r} has no D rank {d_rank}")
+        return self._fire(PairEvent.OFFER, now, pair, ComputedUnit(unit, nbytes))
 
-    def checksum(self, push: str, d_rank: int, layer: int, values: Sequence[int]) -> None:
+    def checksum(self, push: PushRecord, d_rank: int, layer: int, values: Sequence[int]) -> None:
         """Add to the sums of a layer's components that DONE will carry."""
-        pair = self._pair(push, d_rank)
-        if pair is not None and pair.state in OPEN:
+        pair = push.pairs[d_rank]
+        if pair.state in OPEN:
             sums = pair.coverage.checksums
             for component, value in enumerate(values):
                 sums[layer, component] = (sums.get((layer, component), 0) + value) % 2**64
 
-    def seal(self, now: float, push: str) -> list[Action]:
+    def seal(self, now: float, push: PushRecord) -> list[Action]:
         """Record that no more units will be offered."""
-        self._clock.observe(now)
-        record = self._record(push)
-        if record is not None:
-            if record.sealed and not record.closed and record.failure is None:
-                raise LocalProtocolError(f"push {push} is sealed twice")
-            record.sealed = True
-            for pair in record.pairs.values():
-                self._machine.fire(PairEvent.SEAL, now, pair)
-            self._schedule(record)
-        return self._taken()
+        self._check_opened(now, push)
+        if push.sealed and push.live:
+            raise LocalProtocolError(f"push {push.name} is sealed twice")
+        push.sealed = True
+        for pair in push.pairs.values():
+            self._machine.fire(PairEvent.SEAL, now, pair)
+        return self._taken(push)
 
-    def restart(self, now: float, push: str) -> list[Action]:
+    def restart(self, now: float, push: PushRecord) -> list[Action]:
         """Start over, because the request was preempted: what was covered is written again. No write may be out.
 
         A sealed push fails instead. Other ranks may have sent DONE, and a step that is computed again divides the work
         between the ranks anew, so their shares would not fit together.
         """
-        self._clock.observe(now)
-        record = self._record(push)
-        if record is None or record.closed:
+        self._check_opened(now, push)
+        if push.closed:
             return self._taken()
-        if record.failure is not None or record.sealed:
-            self._mark_source_invalid(record)
-            self._machine.fail(now, record, Failure("PD-XFER-002", "preempted after its last step"))
-        elif any(pair.coverage.out for pair in record.pairs.values()):
-            raise LocalProtocolError(f"push {push} is restarted while writes are out")
+        if push.failure is not None or push.sealed:
+            self._mark_source_invalid(push)
+            self._machine.fail(now, push, Failure("PD-XFER-002", "preempted after its last step"))
+        elif push.out:
+            raise LocalProtocolError(f"push {push.name} is restarted while writes are out")
         else:
-            record.epoch += 1
-            record.progress = now
-            for pair in record.pairs.values():
+            push.epoch += 1
+            push.progress = now
+            for pair in push.pairs.values():
                 self._machine.fire(PairEvent.RESTART, now, pair)
-        self._schedule(record)
-        return self._taken()
+        return self._taken(push)
 
     @property
     def anything_claimable(self) -> bool:
@@ -227,7 +180,7 @@ class Sender:
         pair = self._pair(message.push, message.d_rank)
         if pair is None:
             self._machine.receive(now, None, Incoming(peer, message))
-        elif message.transfer != pair.push.order.transfer or message.d_incarnation != message.transfer.incarnation:
+        elif message.transfer != pair.push.transfer or message.d_incarnation != message.transfer.incarnation:
             self.counters["wrong_transfer"] += 1
         elif peer != pair.destination.peer:
             self.counters["wrong_peer"] += 1  # another D, which has no part in this push
@@ -236,15 +189,12 @@ class Sender:
             self._schedule(pair.push)
         return self._taken()
 
-    def abort(self, now: float, push: str, code: str, detail: str) -> list[Action]:
+    def abort(self, now: float, push: PushRecord, failure: Failure) -> list[Action]:
         """Give the push up. From now on its blocks may be overwritten. It still closes only when no write is out."""
-        self._clock.observe(now)
-        record = self._record(push)
-        if record is not None:
-            self._mark_source_invalid(record)
-            self._machine.fail(now, record, Failure(code, detail))
-            self._schedule(record)
-        return self._taken()
+        self._check_opened(now, push)
+        self._mark_source_invalid(push)
+        self._machine.fail(now, push, failure)
+        return self._taken(push)
 
     def unreachable(self, now: float, peer: Hashable, detail: str) -> list[Action]:
         """Record that the channel could not connect to `peer`."""
@@ -264,12 +214,12 @@ class Sender:
             push = self._pushes.get(name)
             if push is None:
                 continue  # forgotten earlier in this tick
-            if d_rank is None:
+            if d_rank == WHOLE:
                 self._push_due(now, push)
             else:
                 self._pair_due(now, push.pairs[d_rank])
             self._schedule(push)
-        for name, d_rank in self._agenda.settled():
+        for name, d_rank in self._agenda.running_due():
             push = self._pushes[name]
             self._machine.close_if_finished(now, push.pairs[d_rank], None)
             self._schedule(push)
@@ -281,28 +231,13 @@ class Sender:
 
     # -- queries of the runtime
 
-    def pairs(self, push: str) -> Mapping[int, PairRecord]:
-        """Return the pairs of a push by D rank. They are the live records: callers only read them."""
-        record = self._pushes.get(push)
-        return record.pairs if record else {}
-
-    def addresses(self, push: str, d_rank: int) -> Memory | None:
-        """Return the addresses of D's layers, as READY gave them."""
-        pair = self._pair(push, d_rank)
-        return pair.addresses if pair else None
-
-    def session(self, claim: Claim) -> str | None:
-        """Return the session of D's transfer engine to which this claim is written."""
-        theirs = self.addresses(claim.push, claim.d_rank)
-        return theirs.session if theirs is not None else None
+    def find(self, push: str) -> PushRecord | None:
+        """Return the live record of a push: callers only read it. None if it is not known, or not any more."""
+        return self._pushes.get(push)
 
     def last_message_at(self, peer: Hashable) -> float | None:
         """Return when the last message of `peer` arrived; None if that is not known."""
         return self._last_message.get(peer)
-
-    def authority(self, push: str, d_rank: int) -> float | None:
-        pair = self._pair(push, d_rank)
-        return pair.authority if pair else None
 
     def state(self, push: str, d_rank: int) -> PairState:
         pair = self._pair(push, d_rank)
@@ -318,21 +253,10 @@ class Sender:
 
     # -- look-up and events
 
-    def _local(self, event: PairEvent, now: float, push: str, d_rank: int, cause: object) -> list[Action]:
-        record = self._record(push)
-        if record is None:
-            self._clock.observe(now)
-            return self._taken()
-        pair = record.pairs.get(d_rank)
-        if pair is None:
-            raise LocalProtocolError(f"push {push} has no D rank {d_rank}")
-        return self._fire(event, now, pair, cause)
-
     def _fire(self, event: PairEvent, now: float, pair: PairRecord, cause: object) -> list[Action]:
         self._clock.observe(now)
         self._machine.fire(event, now, pair, cause)
-        self._schedule(pair.push)
-        return self._taken()
+        return self._taken(pair.push)
 
     def _claimed(self, claim: Claim, what: str) -> PairRecord:
         pair = self._pair(claim.push, claim.d_rank)
@@ -340,30 +264,31 @@ class Sender:
             raise LocalProtocolError(f"{what}: {claim} is not out")
         return pair
 
-    def _mark_source_invalid(self, push: SenderPush) -> None:
+    def _mark_source_invalid(self, push: PushRecord) -> None:
         """Note that the blocks may be overwritten at any time: writes still out do not count as delivered."""
         for pair in push.pairs.values():
             pair.owing = True
 
-    def _record(self, push: str) -> SenderPush | None:
-        record = self._pushes.get(push)
-        if record is None and push not in self._finished:
-            raise LocalProtocolError(f"push {push} was never opened")
-        return record
+    def _check_opened(self, now: float, push: PushRecord) -> None:
+        self._clock.observe(now)
+        if push.name not in self._pushes and push.name not in self._finished:
+            raise LocalProtocolError(f"push {push.name} was never opened")
 
     def _pair(self, push: str, d_rank: int) -> PairRecord | None:
         record = self._pushes.get(push)
         return record.pairs.get(d_rank) if record else None
 
-    def _taken(self) -> list[Action]:
+    def _taken(self, *touched: PushRecord) -> list[Action]:
+        for push in touched:
+            self._schedule(push)
         actions, self._machine.actions = self._machine.actions, []
         return actions
 
     # -- time
 
-    def _push_due(self, now: float, push: SenderPush) -> None:
+    def _push_due(self, now: float, push: PushRecord) -> None:
         if now >= push.deadline:
-            self._machine.fail(now, push, Failure("PD-XFER-001", f"deadline of {push.order.deadline_s:g} s"))
+            self._machine.fail(now, push, Failure("PD-XFER-001", f"deadline of {push.deadline_s:g} s"))
         elif now >= push.progress + self._timers.stall_timeout_s:
             why = f"no progress for {self._timers.stall_timeout_s:g} s"
             self._machine.fail(now, push, Failure("PD-XFER-001", why))
@@ -385,12 +310,20 @@ class Sender:
                 pair.resend.again(now)
                 self._machine.repeat(now, pair, None)
 
-    def _schedule(self, push: SenderPush) -> None:
+    def _schedule(self, push: PushRecord) -> None:
         """Update the timers of a push, or forget it if it is over."""
-        name = push.order.push
         if push.closed and not any(pair.resending for pair in push.pairs.values()):
-            self._pushes.pop(name, None)
-            self._finished[name] = None
+            self._pushes.pop(push.name, None)
+            self._finished[push.name] = None
             if len(self._finished) > MAX_FINISHED:
                 self._finished.popitem(last=False)
-        self._agenda.touch(push, known=name in self._pushes)
+        self._agenda.touch(push)
+
+    def _times(self, push: PushRecord) -> Iterator[Due[tuple[str, int]]]:
+        """Yield when to look next at a push and at each of its pairs: on the wall clock, and on the running clock."""
+        known = push.name in self._pushes
+        give_up = min(push.deadline, push.progress + self._timers.stall_timeout_s)
+        yield (push.name, WHOLE), give_up if known and push.live else None, None
+        for pair in push.pairs.values():
+            settling = pair.state is PairState.DRAIN and not pair.coverage.out
+            yield pair.key, pair.due if known else None, pair.quiet_at if settling else None

@@ -28,7 +28,7 @@ from vllm_ascend_pd.protocol.messages import (
     Refused,
     Renew,
 )
-from vllm_ascend_pd.protocol.pair import Claim, ComputedUnit, Coverage, PairRecord, SenderPush
+from vllm_ascend_pd.protocol.pair import Claim, ComputedUnit, Coverage, PairRecord, PushRecord
 from vllm_ascend_pd.protocol.states import Incoming, PairEvent, PairState, Table, look_up
 from vllm_ascend_pd.protocol.timing import Repetition, authority_until, landed_s, settled_s
 
@@ -46,7 +46,7 @@ class PairMachine:
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.actions: list[Action] = []
-        self.pushes: dict[str, SenderPush] = {}
+        self.pushes: dict[str, PushRecord] = {}
         self.claimable: dict[tuple[str, int], PairRecord] = {}
         self.guards = guards
         self.messages = messages
@@ -71,7 +71,7 @@ class PairMachine:
             cell.effect(self, now, None, received)
 
     def _note(self, stage: str, pair: PairRecord, **facts: object) -> None:
-        about = {"transfer": str(pair.push.order.transfer), "push": pair.push.order.push}
+        about = {"transfer": str(pair.push.transfer), "push": pair.push.name}
         about["contributor"] = str(self.messages.contributor)
         self.actions.append(Note(stage, {**about, "d_rank": pair.destination.d_rank, **facts}))
 
@@ -169,7 +169,7 @@ class PairMachine:
 
     # -- failing
 
-    def fail(self, now: float, push: SenderPush, failure: Failure) -> None:
+    def fail(self, now: float, push: PushRecord, failure: Failure) -> None:
         """Fail a push as one: on all pairs no new write starts, and each closes when its writes have ended."""
         if push.failure is None:
             push.failure = failure
@@ -191,10 +191,10 @@ class PairMachine:
         to = pair.destination
         addresses = self._learn(pair, received.message)[1]
         del self._memories[to.peer]
-        found, planned = (
+        sent, planned = (
             f"{len(counts)} layers, regions {sorted(set(counts))}" for counts in (addresses.counts, to.regions)
         )
-        why = f"{to.peer} sent addresses of {found}; {planned} are planned"
+        why = f"{to.peer} sent addresses of {sent}; {planned} are planned"
         self.fail(now, pair.push, Failure("PD-WIRE-005", why))
 
     def fail_late(self, now: float, pair: PairRecord, claim: Claim) -> None:
@@ -238,10 +238,10 @@ class PairMachine:
         pair.coverage = Coverage(nbytes=pair.coverage.nbytes)
         self.close_push(pair.push)
 
-    def close_push(self, push: SenderPush) -> None:
+    def close_push(self, push: PushRecord) -> None:
         if not push.closed and all(pair.state is PairState.CLOSED for pair in push.pairs.values()):
             push.closed = True
-            self.actions.append(Closed(push.order.push, None if push.delivered else push.cause))
+            self.actions.append(Closed(push.name, None if push.delivered else push.cause))
 
     def _send_final(self, now: float, pair: PairRecord, final: Done | Failed) -> None:
         """Send DONE or FAILED, and repeat it until it is acknowledged or D must have given up."""

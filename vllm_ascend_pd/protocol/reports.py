@@ -20,6 +20,7 @@ LOAD_KEY = "pd_load"
 PUSH_KEY = "pd_push"
 ROUTE = "/v1/metaserver/loads"  # beside the route of the reservations
 MAX_REPORT_BYTES = 4096
+MAX_DETAIL = 400
 MAX_FIRST = 2 * MAX_FIRST_BYTES  # of a sealed first token, in base64
 
 _Word = Annotated[str, msgspec.Meta(max_length=256)]
@@ -42,6 +43,7 @@ class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True):
         ""  # its source: "prefill", or why D computed it; empty while unknown, and if the feature is off
     )
     cached: _Tokens = 0  # tokens of the prompt that P had in its cache
+    detail: Annotated[str, msgspec.Meta(max_length=MAX_DETAIL)] = ""  # of the error, for logs
 
 
 class PushReport(msgspec.Struct, frozen=True, omit_defaults=True):

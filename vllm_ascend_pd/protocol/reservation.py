@@ -7,7 +7,7 @@ A transfer is reported once: complete, or failed and fenced.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 from vllm_ascend_pd.config import Timers
 from vllm_ascend_pd.errors import LocalProtocolError
@@ -22,55 +22,11 @@ from vllm_ascend_pd.protocol.messages import Begin, Done, Failed, Memory, Messag
 from vllm_ascend_pd.protocol.reservation_rules import ReservationMachine
 from vllm_ascend_pd.protocol.states import Incoming, ReservationEvent, ReservationState
 from vllm_ascend_pd.protocol.tables import RESERVATION_TABLE
-from vllm_ascend_pd.protocol.timing import Agenda, earliest
+from vllm_ascend_pd.protocol.timing import Agendas, Due, earliest
 from vllm_ascend_pd.protocol.transfer import Transfer, WriterRecord
 
 REVOKE_AGAIN_S = 1.0
 _CLOSED = (ReservationState.CLOSED_OK, ReservationState.CLOSED_FAILED)
-
-
-class ReservationAgenda:
-    """Times of the next look at each transfer: on the wall clock, and on the running clock."""
-
-    def __init__(self, fence: Fence) -> None:
-        self._fence_of = fence
-        self._wall: Agenda[TransferId] = Agenda()
-        self._running: Agenda[TransferId] = Agenda()
-
-    def schedule(self, record: Transfer, *, known: bool) -> None:
-        """Put every timer of this transfer on the agendas."""
-        if not known:
-            self._wall.set(record.transfer, None)
-            self._running.set(record.transfer, None)
-            return
-        running: list[float] = []
-        leased = record.leased()
-        wall = [at for writer in leased if (at := writer.cancel_at) is not None]
-        if (expires := record.expires) is not None:
-            wall.append(expires)
-        if record.state is ReservationState.OPEN:
-            running = [writer.lapse_at for writer in leased]
-        elif record.state is ReservationState.FENCING:
-            running = [at for writer in leased if (at := self._proof_due(writer)) is not None]
-        self._wall.set(record.transfer, min(wall, default=None))
-        self._running.set(record.transfer, min(running, default=None))
-
-    def _proof_due(self, writer: WriterRecord) -> float | None:
-        """Return when to look at this writer again: when it is proven quiet, or H is over and access is revoked."""
-        proven_at = self._fence_of.proven_at(writer)
-        if proven_at is not None:
-            return proven_at
-        return None if self._fence_of.revoking else writer.landed_at
-
-    def wall_due(self, now: float) -> list[TransferId]:
-        return self._wall.due(now)
-
-    def running_due(self) -> list[TransferId]:
-        return self._running.due(self._fence_of.clock.seconds)
-
-    def next(self) -> tuple[float | None, float | None]:
-        running = self._running.next()
-        return self._wall.next(), None if running is None else self._fence_of.clock.wake(running)
 
 
 class Receiver:
@@ -83,7 +39,7 @@ class Receiver:
     table = RESERVATION_TABLE
     guards = ReservationGuards
     machine = ReservationMachine
-    fence = Fence
+    fence_type = Fence
 
     def __init__(
         self,
@@ -98,11 +54,11 @@ class Receiver:
         verify: bool,
     ) -> None:
         self._rank = rank
-        self._fence_of = self.fence(timers, quiet_s)
+        self._fence = self.fence_type(timers, quiet_s)
         self._layouts = Layouts()
-        guards = self.guards(rank, model, geometry, verify, self._fence_of, self._layouts)
+        guards = self.guards(rank, model, geometry, verify, self._fence, self._layouts)
         self._machine = self.machine(self.table, guards, incarnation, addresses, timers)
-        self._agenda = ReservationAgenda(self._fence_of)
+        self._agenda = Agendas(self._fence.clock, self._times)
         self._revoke_at: float | None = None  # when a revocation that failed is asked for again
         self._transfers, self._parking = self._machine.transfers, self._machine.parking
         self.counters = self._machine.counters
@@ -111,7 +67,7 @@ class Receiver:
 
     def bind(self, now: float, transfer: TransferId, first: int, end: int, deadline_s: float) -> list[Action]:
         """Bind a transfer: the scheduler has allocated the blocks for tokens [first, end). The gate is still closed."""
-        self._fence_of.observe(now)
+        self._fence.observe(now)
         machine = self._machine
         if machine.incarnation and transfer.incarnation != machine.incarnation:
             raise LocalProtocolError(f"{transfer} is bound by an engine that is not {machine.incarnation}")
@@ -127,9 +83,9 @@ class Receiver:
         """Open the gate: the device has finished the work from before the bind, so the blocks may be written."""
         return self._local(ReservationEvent.GATE_OPEN, now, transfer)
 
-    def cancel(self, now: float, transfer: TransferId, code: str, detail: str) -> list[Action]:
+    def cancel(self, now: float, transfer: TransferId, failure: Failure) -> list[Action]:
         """Cancel a transfer that the scheduler does not want any more, or that has failed elsewhere."""
-        return self._local(ReservationEvent.CANCEL, now, transfer, Failure(code, detail))
+        return self._local(ReservationEvent.CANCEL, now, transfer, failure)
 
     def settle(self, now: float, transfer: TransferId) -> list[Action]:
         """Record that prefill has ended well: all its ranks must begin within a lease."""
@@ -146,7 +102,7 @@ class Receiver:
         return self._local(ReservationEvent.OVER, now, transfer)
 
     def message(self, now: float, peer: Hashable, message: Message) -> list[Action]:
-        self._fence_of.observe(now)
+        self._fence.observe(now)
         if not isinstance(message, Begin | Renew | Done | Failed):
             self.counters["unexpected_" + message_name(message)] += 1
             return self._taken()
@@ -166,23 +122,23 @@ class Receiver:
 
     def peer_gone(self, now: float, p_incarnation: str) -> list[Action]:
         """Record that the kernel has closed the connection of this P process."""
-        self._fence_of.observe(now)
-        self._fence_of.gone(p_incarnation)
+        self._fence.observe(now)
+        self._fence.gone(p_incarnation)
         self._parking.forget_process(p_incarnation)
         return self._taken(*self._transfers.values())
 
     def peer_back(self, now: float, p_incarnation: str) -> list[Action]:
         """Record that the same process has connected again: only its connection was gone."""
-        self._fence_of.observe(now)
-        self._fence_of.back(p_incarnation)
+        self._fence.observe(now)
+        self._fence.back(p_incarnation)
         return self._taken(*self._transfers.values())
 
     def revoked(self, now: float, addresses: Memory) -> list[Action]:
         """Handle the end of a revocation: nothing of an old session can land any more."""
-        self._fence_of.observe(now)
-        if not self._fence_of.revoking:
+        self._fence.observe(now)
+        if not self._fence.revoking:
             raise LocalProtocolError("revoked, but no revocation was asked for")
-        self._fence_of.revoking = False
+        self._fence.revoking = False
         machine, records = self._machine, list(self._transfers.values())
         machine.move(addresses)
         for record in records:
@@ -194,13 +150,13 @@ class Receiver:
 
     def not_revoked(self, now: float) -> list[Action]:
         """Handle a revocation that failed: peers may still write, so nothing changes. It is asked for again."""
-        self._fence_of.observe(now)
+        self._fence.observe(now)
         self._revoke_at = now + REVOKE_AGAIN_S
         return self._taken()
 
     def tick(self, now: float) -> list[Action]:
         """Handle all that is due."""
-        self._fence_of.observe(now)
+        self._fence.observe(now)
         if self._revoke_at is not None and now >= self._revoke_at:
             self._revoke_at = None
             self._machine.actions.append(Revoke())
@@ -237,7 +193,7 @@ class Receiver:
         return self._parking.count
 
     def _local(self, event: ReservationEvent, now: float, transfer: TransferId, cause: object = None) -> list[Action]:
-        self._fence_of.observe(now)
+        self._fence.observe(now)
         record = self._machine.lookup(transfer)
         self._machine.fire(event, now, record, cause)
         return self._taken(record)
@@ -258,11 +214,34 @@ class Receiver:
 
     def _taken(self, *records: Transfer) -> list[Action]:
         for record in records:
-            self._agenda.schedule(record, known=record.transfer in self._transfers)
+            self._agenda.touch(record)
         actions, self._machine.actions = self._machine.actions, []
         return actions
 
     # -- time
+
+    def _times(self, record: Transfer) -> Iterator[Due[TransferId]]:
+        """Yield when to look at a transfer next: on the wall clock, and on the running clock."""
+        if record.transfer not in self._transfers:
+            yield record.transfer, None, None
+            return
+        leased = record.leased()
+        wall = [at for writer in leased if (at := writer.cancel_at) is not None]
+        if (expires := record.expires) is not None:
+            wall.append(expires)
+        running: list[float] = []
+        if record.state is ReservationState.OPEN:
+            running = [writer.lapse_at for writer in leased]
+        elif record.state is ReservationState.FENCING:
+            running = [at for writer in leased if (at := self._proof_due(writer)) is not None]
+        yield record.transfer, min(wall, default=None), min(running, default=None)
+
+    def _proof_due(self, writer: WriterRecord) -> float | None:
+        """Return when to look at this writer again: when it is proven quiet, or H is over and access is revoked."""
+        proven_at = self._fence.proven_at(writer)
+        if proven_at is not None:
+            return proven_at
+        return None if self._fence.revoking else writer.landed_at
 
     def _wall_due(self, now: float, record: Transfer) -> None:
         if (expires := record.expires) is not None and now >= expires:
@@ -275,13 +254,13 @@ class Receiver:
 
     def _running_due(self, now: float, record: Transfer) -> None:
         if record.state is ReservationState.OPEN:
-            lost = [str(writer.contributor) for writer in record.leased() if self._fence_of.lapsed(writer)]
+            lost = [str(writer.contributor) for writer in record.leased() if self._fence.lapsed(writer)]
             if lost:
                 failure = Failure("PD-XFER-004", f"the lease of {', '.join(lost)} lapsed")
                 self._machine.fire(ReservationEvent.LAPSE, now, record, failure)
         elif record.state is ReservationState.FENCING:
             self._machine.fire(ReservationEvent.PROVEN, now, record)
-            if not self._fence_of.revoking and any(self._fence_of.must_revoke(w) for w in record.leased()):
-                self._fence_of.revoking = True
+            if not self._fence.revoking and any(self._fence.must_revoke(w) for w in record.leased()):
+                self._fence.revoking = True
                 self._machine.note("revoking", record)
                 self._machine.actions.append(Revoke())

@@ -51,7 +51,7 @@ class ReservationMachine:
         self.parking = Parking(timers.ready_timeout_s)
         self.guards = guards
         self._table = table
-        self._fence_of: Fence = guards.fence
+        self._fence: Fence = guards.fence
         self._timers = timers
         self._seq = 0
         self.move(addresses)
@@ -138,7 +138,7 @@ class ReservationMachine:
 
     def grant(self, now: float, record: Transfer, received: Incoming[Begin | Renew]) -> None:
         """Start lease and timer H anew, and send READY."""
-        self._fence_of.lease(record.author(received.message), received.message)
+        self._fence.lease(record.author(received.message), received.message)
         self.grant_again(now, record, received)
 
     def ask_which(self, now: float, record: Transfer, received: Incoming[Begin]) -> None:
@@ -189,7 +189,7 @@ class ReservationMachine:
         self.fence(now, record, failure_of(received.message))
 
     def fail_quietly(self, now: float, record: Transfer, received: Incoming[Failed]) -> None:
-        self._fence_of.answered(record.author(received.message))
+        self._fence.answered(record.author(received.message))
         self.fail(now, record, received)
 
     def fail_other_plan(self, now: float, record: Transfer, received: Incoming[Done]) -> None:
@@ -232,12 +232,12 @@ class ReservationMachine:
 
     def receive_quiet(self, now: float, record: Transfer, received: Incoming[Failed]) -> None:
         self.acknowledge(now, record, received)
-        self._fence_of.answered(record.author(received.message))
+        self._fence.answered(record.author(received.message))
         self.prove(now, record, None)
 
     def prove(self, now: float, record: Transfer, cause: None) -> None:
         for writer in record.leased():
-            if self._fence_of.proven(writer):
+            if self._fence.proven(writer):
                 proof = "answer" if writer.state is WriterState.ANSWERED else "gone"
                 self._quiet(now, record, writer, WriterEvent.PROVEN, proof)
 

@@ -8,8 +8,8 @@ has to end after the other engine's is longer by this much; one that has to end 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Iterable
+from typing import Generic, TypeAlias, TypeVar
 
 DRIFT = 0.001
 OBSERVED_GAP_S = 1.0  # of a longer gap between two looks at the clock only this much is counted
@@ -17,6 +17,7 @@ WAKE_S = 0.8  # therefore the longest time between looks while something waits f
 MAX_QUIET_S = 120.0  # D refuses a P whose writes may land later than this
 
 K = TypeVar("K", bound=Hashable)
+R = TypeVar("R")
 
 
 def authority_until(sent: float, lease_s: float) -> float:
@@ -128,12 +129,12 @@ class Agenda(Generic[K]):
 
     def due(self, now: float) -> list[K]:
         """Remove and return the keys whose time has come, earliest first."""
-        found = []
+        due_keys = []
         while (at := self.next()) is not None and at <= now:
             key = heapq.heappop(self._heap)[2]
             del self._entries[key]
-            found.append(key)
-        return found
+            due_keys.append(key)
+        return due_keys
 
     def next(self) -> float | None:
         heap, entries = self._heap, self._entries
@@ -144,3 +145,45 @@ class Agenda(Generic[K]):
                 return at
             heapq.heappop(heap)  # moved or removed meanwhile
         return None
+
+
+Due: TypeAlias = tuple[K, float | None, float | None]  # a key, its time on the wall clock, and on the running clock
+
+
+class Agendas(Generic[R, K]):
+    """Times of the next look at the keys of each record: on the wall clock, and on the running clock.
+
+    `times` yields them of a record that was touched. They are read more often than they change: only then are they
+    brought up to date.
+    """
+
+    def __init__(self, clock: RunningClock, times: Callable[[R], Iterable[Due[K]]]) -> None:
+        self._clock, self._times = clock, times
+        self._wall, self._running = Agenda[K](), Agenda[K]()
+        self._touched: dict[int, R] = {}  # by identity
+
+    def touch(self, record: R) -> None:
+        """Note that a record's times may have changed."""
+        self._touched[id(record)] = record
+
+    def wall_due(self, now: float) -> list[K]:
+        self._update()
+        return self._wall.due(now)
+
+    def running_due(self) -> list[K]:
+        self._update()
+        return self._running.due(self._clock.seconds)
+
+    def next(self) -> tuple[float | None, float | None]:
+        """Return when to look next, by the wall clock, for either."""
+        self._update()
+        running = self._running.next()
+        return self._wall.next(), None if running is None else self._clock.wake(running)
+
+    def _update(self) -> None:
+        if self._touched:  # usually empty
+            touched, self._touched = self._touched, {}
+            for record in touched.values():
+                for key, wall, running in self._times(record):
+                    self._wall.set(key, wall)
+                    self._running.set(key, running)

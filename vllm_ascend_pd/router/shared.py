@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 
-from vllm_ascend_pd.errors import CATALOGUE
+from vllm_ascend_pd.errors import CATALOGUE, one_line
 from vllm_ascend_pd.protocol.reports import LoadReport
 from vllm_ascend_pd.router import exchange as exchanges
 from vllm_ascend_pd.router.aside import Aside
@@ -19,6 +20,8 @@ from vllm_ascend_pd.router.settings import Settings
 from vllm_ascend_pd.router.spans import NoSpans
 from vllm_ascend_pd.router.upstream import Upstream
 from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
+
+log = logging.getLogger(__name__)
 
 CLOSING = "PD-META-010"
 SHUTDOWN = CATALOGUE[CLOSING].sentence
@@ -155,6 +158,8 @@ class Shared:
                 self.fleet.seen(prefill, Evidence.SERVED)
             return
         exchange.stage("not loaded", code)
+        why = one_line(f"{report.code} {report.detail}")
+        log.warning("request %s: its KV did not come to %s: %s", exchange.request_id, decode.name, why)
         if report.code in AGAINST_PAIR:
             exchange.tried.add(decode.name)
             self.fleet.load_failed(decode, name, attempt.began, report.code, self.settings.canary)

@@ -15,6 +15,7 @@ from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
 from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start
 from vllm_ascend_pd.decode.scheduler.core.load import LoadEvent, LoadState, RemoteLoad
 from vllm_ascend_pd.metadata import Bind, LoadEnd
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.first import First
 from vllm_ascend_pd.protocol.identity import TransferId
 
@@ -23,21 +24,21 @@ class EndsSwallowed(LoadBook):
     """D treats a load that failed on some ranks as complete."""
 
     def ended(self, ends: Iterable[LoadEnd]) -> None:
-        super().ended(end for end in ends if not end.code)
+        super().ended(end for end in ends if end.failure is None)
 
 
 class EveryAnswerGood(LoadBook):
     """D waits for KV although the metaserver has said that none will come."""
 
-    def answered(self, transfer: TransferId, kind: str, code: str = "", detail: str = "") -> None:
-        super().answered(transfer, "prefilled")
+    def answered(self, transfer: TransferId, failure: Failure | None = None) -> None:
+        super().answered(transfer)
 
 
 class NoAnswerGood(LoadBook):
     """D gives a load up although the metaserver has said that P has finished."""
 
-    def answered(self, transfer: TransferId, kind: str, code: str = "", detail: str = "") -> None:
-        super().answered(transfer, "failed", code, detail)
+    def answered(self, transfer: TransferId, failure: Failure | None = None) -> None:
+        super().answered(transfer, failure or Failure(""))
 
 
 class ReservedTooLittle(LoadBook):
@@ -58,12 +59,12 @@ class LastTokenLoaded(LoadBook):
 class AnyToken(LoadBook):
     """D starts with any token that arrives."""
 
-    def token(self, transfer: TransferId, first: First | None, code: str = "", why: str = "") -> None:
+    def token(self, transfer: TransferId, first: First | None, why: str = "", *, failed: bool = False) -> None:
         load = self._by_transfer.get(transfer)
         if load is not None and load.wanted is not None and first is not None and first.token < load.wanted.vocabulary:
             load.answer = load.answer or msgspec.structs.replace(first, push=load.push or first.push)
         else:
-            super().token(transfer, first, code, why)
+            super().token(transfer, first, why, failed=failed)
 
 
 class AnyPush(LoadBook):
@@ -84,10 +85,10 @@ class TokenTakenTwice(LoadBook):
         self._gone: dict[TransferId, Start] = {}
         self._again: list[Start] = []
 
-    def token(self, transfer: TransferId, first: First | None, code: str = "", why: str = "") -> None:
+    def token(self, transfer: TransferId, first: First | None, why: str = "", *, failed: bool = False) -> None:
         if first is not None and (start := self._gone.get(transfer)) is not None:
             self._again.append(start)
-        super().token(transfer, first, code, why)
+        super().token(transfer, first, why, failed=failed)
 
     def take(self, now: float, *unfit: Any) -> list[Start]:
         ready, again = super().take(now, *unfit), self._again

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -134,12 +135,15 @@ class StageNotAwaited(Receiver):
     guards = OneStage
 
 
+@dataclass(slots=True)
+class _StopsCounted(Fence):
+    clock: RunningClock = field(default_factory=_CountsAll)
+
+
 class LandedWhileStopped(Receiver):
     """D's timer H goes on while D is stopped."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._fence_of.clock = _CountsAll()
+    fence_type = _StopsCounted
 
 
 class _Trusting(Fence):
@@ -150,7 +154,7 @@ class _Trusting(Fence):
 class AnswerBelievedAfterStop(Receiver):
     """D believes FAILED(quiescent) at once, although its own buffers may still hold earlier writes."""
 
-    fence = _Trusting
+    fence_type = _Trusting
 
 
 class _LandedOnly(Fence):
@@ -163,7 +167,7 @@ class _LandedOnly(Fence):
 class GoneIsQuiet(Receiver):
     """D only waits for H once a writer's process is gone, even if it has just ended."""
 
-    fence = _LandedOnly
+    fence_type = _LandedOnly
 
 
 class TimeAloneFrees(Receiver):
@@ -173,7 +177,7 @@ class TimeAloneFrees(Receiver):
         def proven_at(self, writer: WriterRecord) -> float | None:
             return super().proven_at(writer) or writer.landed_at
 
-    fence = Impatient
+    fence_type = Impatient
 
 
 class RevokedOnce(Receiver):

@@ -11,6 +11,9 @@ from simulation.prefill import SimulatedWriter
 from simulation.settings import SimulationSettings, draw
 from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
+from vllm_ascend_pd.prefill.worker.core.claiming import PushClaims
+from vllm_ascend_pd.prefill.worker.core.offering import PushOffers
+from vllm_ascend_pd.prefill.worker.core.planning import PushPlans
 from vllm_ascend_pd.prefill.worker.core.pushes import Pushes
 from vllm_ascend_pd.prefill.worker.steps import Steps
 from vllm_ascend_pd.protocol.push import Sender
@@ -29,12 +32,26 @@ class Mutation:
     loads: Callable[..., LoadBook] = LoadBook
     hasty_release: bool = False  # P frees a finished request's blocks at once
     blunt_revocation: bool = False  # D continues under the session that it has revoked
-    core: Callable[..., Pushes] = Pushes
+    core: type[Pushes] = Pushes
+    plans: type[PushPlans] = PushPlans
+    offers: type[PushOffers] = PushOffers
+    claims: type[PushClaims] = PushClaims
     writer: Callable[..., SimulatedWriter] = SimulatedWriter
     steps: Callable[..., Steps] = Steps
     # a world that needs the rule often enough
     world: Callable[[SimulationSettings], SimulationSettings] = lambda settings: settings
     divided: bool = False  # a world with context parallelism, which the others remove
+
+    def pushes(self) -> type[Pushes]:
+        """Return the core of P's workers with these parts."""
+
+        class MutatedPushes(self.core):  # type: ignore[misc, name-defined]
+            sender_type = self.sender
+            plans_type = self.plans
+            offers_type = self.offers
+            claims_type = self.claims
+
+        return MutatedPushes
 
     def settings(self, seed: int) -> SimulationSettings:
         drawn = draw(seed)

@@ -12,7 +12,7 @@ from vllm_ascend_pd.prefill.scheduler.core.request import RequestState
 from vllm_ascend_pd.protocol.actions import Action, Send
 from vllm_ascend_pd.protocol.guards import PairGuards
 from vllm_ascend_pd.protocol.messages import Cancel, Done, Failed, Message
-from vllm_ascend_pd.protocol.pair import Claim, PairRecord
+from vllm_ascend_pd.protocol.pair import Claim, PairRecord, PushRecord
 from vllm_ascend_pd.protocol.push import Sender
 from vllm_ascend_pd.protocol.push_rules import PairMachine
 from vllm_ascend_pd.protocol.states import Incoming
@@ -101,10 +101,8 @@ class DoneFromLostSource(Sender):
 class SealedPushRestarted(Sender):
     """P restarts a push although some ranks may have said DONE."""
 
-    def restart(self, now: float, push: str) -> list[Action]:
-        record = self._pushes.get(push)
-        if record is not None and not any(pair.coverage.out for pair in record.pairs.values()):
-            record.sealed = False
+    def restart(self, now: float, push: PushRecord) -> list[Action]:
+        push.sealed = push.sealed and push.out > 0
         return super().restart(now, push)
 
 

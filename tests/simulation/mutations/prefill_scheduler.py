@@ -15,8 +15,8 @@ from vllm_ascend_pd.metadata import PrefillStep, PushSlice
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
 from vllm_ascend_pd.prefill.scheduler.core.in_flight import BlocksInFlight
 from vllm_ascend_pd.prefill.scheduler.core.request import PushRequest, PushTarget, RequestEnding
+from vllm_ascend_pd.prefill.worker.core.planning import PushPlans
 from vllm_ascend_pd.prefill.worker.core.push import Push
-from vllm_ascend_pd.prefill.worker.core.pushes import Pushes
 from vllm_ascend_pd.protocol.meeting import Bound, Offer
 
 PUSH_TABLE = PushBook.table
@@ -41,7 +41,7 @@ class StateOfOneTokenLess(PushBook):
         return super().scheduled(request_id, computed, count + less, *blocks, replaces=replaces, ready=ready)
 
 
-class StateOfEveryStep(Pushes):
+class StateOfEveryStep(PushPlans):
     """P pushes the state after every chunk, so that an older one may land after a newer."""
 
     def _leaving(self, push: Push, pairing: int, push_slice: PushSlice) -> tuple[int, int]:
@@ -194,7 +194,7 @@ MUTATIONS = (
     Mutation("P computes the last token", book=Uncut, world=worlds.windows_in_need),
     Mutation("a state one token early", book=StateOfOneTokenLess, world=worlds.states_alone),
     Mutation(
-        "an older state over a newer one", book=StateWithEveryStep, core=StateOfEveryStep, world=worlds.states_in_need
+        "an older state over a newer one", book=StateWithEveryStep, plans=StateOfEveryStep, world=worlds.states_in_need
     ),
     Mutation("P computes the last token of a state", book=Uncut, world=worlds.states),
     Mutation("a block of another's step taken for cached", book=HotTakenForCached, world=worlds.shared),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -19,10 +19,14 @@ from vllm_ascend_pd.geometry.plan import Job, Served, StepPlanner
 from vllm_ascend_pd.geometry.runs import Grid
 from vllm_ascend_pd.metadata import PrefillStep, PushSlice, PushStart
 from vllm_ascend_pd.prefill.worker.core.batches import Batch
+from vllm_ascend_pd.prefill.worker.core.claiming import PushClaims
 from vllm_ascend_pd.prefill.worker.core.exchanges import Staged
+from vllm_ascend_pd.prefill.worker.core.offering import PushOffers, Sums
 from vllm_ascend_pd.prefill.worker.core.orders import OrderBook
+from vllm_ascend_pd.prefill.worker.core.planning import PushPlans, StepPlan
 from vllm_ascend_pd.prefill.worker.core.push import Push, Unit
-from vllm_ascend_pd.prefill.worker.core.pushes import Pushes, StepPlan, Sums, Writable
+from vllm_ascend_pd.prefill.worker.core.pushes import Pushes
+from vllm_ascend_pd.prefill.worker.core.register import Writable
 from vllm_ascend_pd.prefill.worker.steps import Steps
 from vllm_ascend_pd.prefill.worker.writer import Computed
 from vllm_ascend_pd.protocol.messages import Message
@@ -37,28 +41,33 @@ class OneStageForAll(OrderBook):
         return tuple(worker for worker in super()._destinations(d) if worker < d.tp_size)
 
 
-class FirstStageServed(Pushes):
+class FirstStageServed(PushPlans):
     orders_type = OneStageForAll
 
 
-class SlotsReused(Pushes):
+class SlotsReused(PushOffers):
     """P reuses a staging slot as soon as its bytes were offered."""
 
     def staged(self, now: float, item: Staged, absent: Any, sums: Any) -> None:
         super().staged(now, item, absent, sums)
         for slot in item.slots:
-            if slot is not None and slot.users and self._staging is not None:
-                self._staging.release(slot)
-
-    def _drop(self, push: Push, d_rank: int, unit: Unit) -> None:
-        push.slot_shares.pop((d_rank, unit), None)
+            if slot is not None and slot.users and self._register.staging is not None:
+                self._register.staging.release(slot)
 
 
-class StaysAway(Pushes):
+class SlotsNotCounted(Pushes):
+    """P does not count the shares of a slot, which was released when its bytes were offered."""
+
+    def drop(self, push: Push, worker: int, unit: Unit) -> None:
+        push.slot_shares.pop((worker, unit), None)
+
+
+class StaysAway(PushPlans):
     """A rank that missed nothing takes no part in the repetition of an exchange."""
 
     def _due(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        waiting = self.exchanges.missed._waiting.values() if self.exchanges is not None else ()
+        exchanges = self._register.exchanges
+        waiting = exchanges.missed.waiting.values() if exchanges is not None else ()
         missing = {share.unit(layer) for shares in waiting for share, layer in shares}
         return [unit for unit in units if unit in missing]
 
@@ -67,7 +76,7 @@ class NotDrained(Pushes):
     """P overwrites preempted blocks without waiting for their readers, and without a report."""
 
     def preempt(self, now: float, names: Iterable[str]) -> None:
-        for push in self._named(names):
+        for push in self.named(names):
             push.forget()
 
     def drain(self, now: float) -> float:
@@ -92,7 +101,7 @@ class ReportedBeforeClosed(Pushes):
     """P's workers report a request as soon as it ends, although its blocks are still read."""
 
     def take_finished(self, ended: Iterable[str]) -> set[str]:
-        return {request for request in ended if self._reported_to.pop(request, None) is not None}
+        return {request for request in ended if self.reported_to.pop(request, None) is not None}
 
 
 class ReportedWithoutBlocks(Pushes):
@@ -107,49 +116,49 @@ class ReadyUnheeded(Pushes):
 
     def message(self, now: float, peer: Any, message: Message) -> None:
         super().message(now, peer, message)
-        self._effects = [effect for effect in self._effects if not isinstance(effect, Writable)]
+        self.effects = [effect for effect in self.effects if not isinstance(effect, Writable)]
 
 
-class PrivatePlans(Pushes):
+class PrivatePlans(PushPlans):
     """A P rank plans a step without the pushes that have failed on this rank."""
 
     def _takes_part(self, push: Push) -> bool:
         return super()._takes_part(push) and not push.closed
 
 
-class SessionsMixed(Pushes):
+class SessionsMixed(PushClaims):
     """P writes for the old and the new session of an address in one batch."""
 
-    def _session(self, claim: Claim) -> str | None:
+    def _session(self, push: Push, claim: Claim) -> str | None:
         return None
 
 
-class AbsentBelieved(Pushes):
+class AbsentBelieved(PushOffers):
     """P writes the results of an exchange without checking their sender."""
 
     def staged(self, now: float, item: Staged, absent: Any, sums: Sequence[Sums]) -> None:
         super().staged(now, item, [[] for _ in item.slots], sums)
 
 
-class SealsEarly(Pushes):
+class SealsEarly(PushOffers):
     """P seals a push although exchanges still have parts of it."""
 
     def _owes(self, push: Push) -> bool:
         return False
 
 
-class UnissuedLanded(Pushes):
+class UnissuedLanded(PushClaims):
     """P continues after a write of which nothing was sent, as if it had landed."""
 
     def finished(self, now: float, batch: Batch, state: WriteState) -> None:
         super().finished(now, batch, WriteState.LANDED if state is WriteState.UNISSUED else state)
 
 
-class DeadWriterForgotten(Pushes):
+class DeadWriterForgotten(PushClaims):
     """Pending writes of a dead writer count as over at once."""
 
     def finished(self, now: float, batch: Batch, state: WriteState) -> None:
-        super().finished(now, batch, WriteState.UNISSUED if self.dead else state)
+        super().finished(now, batch, WriteState.UNISSUED if self._register.dead else state)
 
 
 class DraftsTooEarly(Steps):
@@ -194,7 +203,7 @@ class IndexersTooEarly(Steps):
         return moved
 
 
-class WindowTooShort(Pushes):
+class WindowTooShort(PushPlans):
     """P pushes a block less of each window."""
 
     def _leaving(self, push: Push, pairing: int, push_slice: PushSlice) -> tuple[int, int]:
@@ -203,7 +212,7 @@ class WindowTooShort(Pushes):
         return (min(hi, max(lo, push.firsts[pairing] + own.block_size)) if own.partial else lo), hi
 
 
-class EntryTooEarly(Pushes):
+class EntryTooEarly(PushPlans):
     """P pushes an entry of several tokens with the first of them."""
 
     def _leaving(self, push: Push, pairing: int, push_slice: PushSlice) -> tuple[int, int]:
@@ -214,12 +223,12 @@ class EntryTooEarly(Pushes):
         return lo, min(end // d.own.per_entry, max(hi, -(-push_slice.after // d.own.per_entry)))
 
 
-class EntriesTakenForTokens(Pushes):
+class EntriesTakenForTokens(PushPlans):
     """P counts the blocks of compressed layers by tokens."""
 
     def _start(self, now: float, start: PushStart) -> None:
         super()._start(now, start)
-        push = self._pushes[start.push]
+        push = self._register.records[start.push]
         push.firsts = tuple(
             min(push.reservation.first, pair.d.places(0, push.reservation.end)[1])
             if pair.d.own.per_entry > 1
@@ -234,18 +243,18 @@ class _PartOfAnother(StepPlanner):
         return super()._chunks(lo, hi, jobs, msgspec.structs.replace(target, d_part=(target.d_part + 1) % world))
 
 
-class PartOfAnother(Pushes):
+class PartOfAnother(PushPlans):
     """P confuses D's ranks: it takes each for the one that holds the tokens after its own."""
 
     planner_type = _PartOfAnother
 
 
-class KeysAsLatents(Pushes):
+class KeysAsLatents(PushPlans):
     """P takes an indexer's keys to be divided among D's ranks as the latents are."""
 
     def _start(self, now: float, start: PushStart) -> None:
         super()._start(now, start)
-        push, d = self._pushes[start.push], start.reservation.geometry
+        push, d = self._register.records[start.push], start.reservation.geometry
         push.pairings = tuple(
             msgspec.structs.replace(
                 pairing,
@@ -257,31 +266,31 @@ class KeysAsLatents(Pushes):
         )
 
 
-class FoundByAddress(Pushes):
+class FoundByAddress(PushPlans):
     """P takes all layers at one address for the first of them."""
 
     def _start(self, now: float, start: PushStart) -> None:
         super()._start(now, start)
-        push, first = self._pushes[start.push], dict[tuple[int, ...], int]()
-        at = [first.setdefault(bases, layer) for layer, bases in enumerate(self._bases)]
+        push, first = self._register.records[start.push], dict[tuple[int, ...], int]()
+        at = [first.setdefault(bases, layer) for layer, bases in enumerate(cast("Pushes", self._register).claims.bases)]
         push.pairing_of = tuple(push.pairing_of[layer] for layer in at)
 
 
-class WrongGroup(Pushes):
+class WrongGroup(PushPlans):
     """P writes every layer into the blocks of D's first group."""
 
     def _start(self, now: float, start: PushStart) -> None:
         super()._start(now, start)
-        push = self._pushes[start.push]
+        push = self._register.records[start.push]
         push.d_blocks = tuple(push.d_blocks[0] for _ in push.d_blocks)
 
 
-class ScaleOfAnotherBlock(Pushes):
+class ScaleOfAnotherBlock(PushPlans):
     """P reads the scales of the previous block."""
 
     def _plan(self, now: float, number: int, slices: Iterable[PushSlice]) -> StepPlan:
         planned = super()._plan(now, number, slices)
-        for push in self._direct.get(number, ()):
+        for push in planned.direct:
             for index, pair in enumerate(push.pairings):
                 if (plan := push.plans.get((number, index))) is not None:
                     for rank, spans in plan.by_rank.items():
@@ -367,30 +376,30 @@ MUTATIONS = (
     Mutation("the forward waits for ever", core=DrainedForEver, world=worlds.preempted_patiently),
     Mutation("reported before it is closed", core=ReportedBeforeClosed),
     Mutation("reported though no blocks are held", core=ReportedWithoutBlocks),
-    Mutation("ranks plan what they know", core=PrivatePlans),
-    Mutation("tokens of another part of D", core=PartOfAnother, world=worlds.parts, divided=True),
-    Mutation("an indexer's keys divided as latents", core=KeysAsLatents, world=worlds.indexed_parts, divided=True),
-    Mutation("a stage of D is not served", core=FirstStageServed, world=worlds.kind_stages),
-    Mutation("one batch, two sessions", core=SessionsMixed, world=worlds.decode_comes_back),
-    Mutation("absent ranks believed", core=AbsentBelieved, world=worlds.scarce_slots),
-    Mutation("sealed before the catch-up", core=SealsEarly),
-    Mutation("slots reused at once", core=SlotsReused),
-    Mutation("a rank stays away from a catch-up", core=StaysAway),
-    Mutation("a write that was never issued has landed", core=UnissuedLanded, world=worlds.broken_writers),
-    Mutation("a dead writer's writes are over", core=DeadWriterForgotten, world=worlds.broken_writers),
+    Mutation("ranks plan what they know", plans=PrivatePlans),
+    Mutation("tokens of another part of D", plans=PartOfAnother, world=worlds.parts, divided=True),
+    Mutation("an indexer's keys divided as latents", plans=KeysAsLatents, world=worlds.indexed_parts, divided=True),
+    Mutation("a stage of D is not served", plans=FirstStageServed, world=worlds.kind_stages),
+    Mutation("one batch, two sessions", claims=SessionsMixed, world=worlds.decode_comes_back),
+    Mutation("absent ranks believed", offers=AbsentBelieved, world=worlds.scarce_slots),
+    Mutation("sealed before the catch-up", offers=SealsEarly),
+    Mutation("slots reused at once", core=SlotsNotCounted, offers=SlotsReused),
+    Mutation("a rank stays away from a catch-up", plans=StaysAway),
+    Mutation("a write that was never issued has landed", claims=UnissuedLanded, world=worlds.broken_writers),
+    Mutation("a dead writer's writes are over", claims=DeadWriterForgotten, world=worlds.broken_writers),
     Mutation("the device is not waited for", writer=EventsNotAwaited),
     Mutation("the event of another layer's cache", steps=EventOfAnotherLayer),
     Mutation("a draft layer pushed before it was written", steps=DraftsTooEarly, world=worlds.drafting),
     Mutation("a draft layer pushed that was not computed", steps=DraftsWithoutHook, world=worlds.drafting),
     Mutation("an indexer's keys pushed before they were written", steps=IndexersTooEarly, world=worlds.indexed),
-    Mutation("scales of another block", core=ScaleOfAnotherBlock, world=worlds.quantised),
-    Mutation("a window one block short", core=WindowTooShort, world=worlds.windows),
-    Mutation("an entry before its last token", core=EntryTooEarly, world=worlds.compressed),
-    Mutation("entries taken for tokens", core=EntriesTakenForTokens, world=worlds.compressed),
-    Mutation("a layer found by its address", core=FoundByAddress, world=worlds.windows),
-    Mutation("another group's blocks", core=WrongGroup, world=worlds.windows),
+    Mutation("scales of another block", plans=ScaleOfAnotherBlock, world=worlds.quantised),
+    Mutation("a window one block short", plans=WindowTooShort, world=worlds.windows),
+    Mutation("an entry before its last token", plans=EntryTooEarly, world=worlds.compressed),
+    Mutation("entries taken for tokens", plans=EntriesTakenForTokens, world=worlds.compressed),
+    Mutation("a layer found by its address", plans=FoundByAddress, world=worlds.windows),
+    Mutation("another group's blocks", plans=WrongGroup, world=worlds.windows),
     Mutation("a state pushed before it was computed", steps=StateTooEarly, world=worlds.states),
-    Mutation("a state into another group's blocks", core=WrongGroup, world=worlds.states),
+    Mutation("a state into another group's blocks", plans=WrongGroup, world=worlds.states),
     Mutation("what the step before computes taken for cached", steps=CachedTooEarly, world=worlds.ahead),
     Mutation("a write that has begun has landed", writer=BegunIsLanded, world=worlds.spread),
     Mutation("a wake-up is lost", writer=LooksTooEarly),

@@ -20,6 +20,7 @@ from vllm_ascend_pd.errors import LocalProtocolError, PdError
 from vllm_ascend_pd.geometry.layout import Group
 from vllm_ascend_pd.metadata import LoadEnd
 from vllm_ascend_pd.protocol.dialects import Meet
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.first import First
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 
@@ -153,7 +154,7 @@ def test_each_step_tells_what_is_new_only() -> None:
     assert [bind.transfer for bind in step.binds] == [transfer] and step.wake == ("127.0.0.1", 5)
     assert step.incarnation == "d"
     assert book.take_step(None, None).empty
-    book.answered(transfer, "prefilled")
+    book.answered(transfer)
     assert book.take_step(None, None).settles == (transfer,)
     assert received(book) == transfer
     assert book.take_step(None, None).overs == (transfer,)
@@ -166,25 +167,25 @@ def test_each_step_tells_what_is_new_only() -> None:
 def test_the_first_word_of_the_metaserver_counts() -> None:
     book, transfer = loaded()
     book.take_step(None, None)
-    book.answered(transfer, "prefilled")
-    book.answered(transfer, "failed", "PD-META-002", "too late")
-    book.answered(transfer, "prefilled")
+    book.answered(transfer)
+    book.answered(transfer, Failure("PD-META-002", "too late"))
+    book.answered(transfer)
     step = book.take_step(None, None)
     assert step.settles == (transfer,) and not step.cancels
-    book.answered(TransferId("d", 99, "u"), "prefilled")
-    book.answered(TransferId("other", 1, "u"), "failed", "PD-META-002", "")
+    book.answered(TransferId("d", 99, "u"))
+    book.answered(TransferId("other", 1, "u"), Failure("PD-META-002", ""))
     assert book.take_step(None, None).empty, "words about unknown transfers change nothing"
 
 
 def test_a_failed_call_cancels_and_the_request_goes_on_only_when_the_workers_say_so() -> None:
     book, transfer = loaded()
     book.take_step(None, None)
-    book.answered(transfer, "failed", "PD-META-002", "down")
-    book.answered(transfer, "prefilled")
+    book.answered(transfer, Failure("PD-META-002", "down"))
+    book.answered(transfer)
     step = book.take_step(None, None)
     (cancel,) = step.cancels
     assert not step.settles, "what a failed call says later does not count"
-    assert (cancel.transfer, cancel.code, cancel.detail) == (transfer, "PD-META-002", "down")
+    assert (cancel.transfer, cancel.failure.code, cancel.failure.detail) == (transfer, "PD-META-002", "down")
     assert book.count(*OPEN) == book.count(*AWAITED) == 1, "the request waits for the end of the load"
     assert received(book) == transfer and book.count(*OPEN) == 0
 
@@ -252,7 +253,7 @@ def test_the_end_of_a_load_is_reported_once_and_ends_what_is_of_no_use(
     book.route("r", lambda: route)
     book.wanted("r", 10, 0)
     book.reserve("r", 10, [[1, 2, 3]], [Group(4)], 30.0, "u")
-    book.ended([LoadEnd("r", code, "p.1")])
+    book.ended([LoadEnd("r", Failure(code) if code else None, "p.1")])
     assert received(book) is not None and acts(book) == done
     assert book.withholds("r") is fails
     assert [start.fails for start in book.take(1.0)] == [True] * fails and not book.withholds("r")
@@ -324,7 +325,7 @@ class AnyLoads(RuleBasedStateMachine):
     @rule(which=st.integers(0, 30), ok=st.booleans())
     def outcome(self, which: int, ok: bool) -> None:
         transfer = self.all[which % len(self.all)]
-        self.book.answered(transfer, "prefilled" if ok else "failed", "" if ok else "PD-META-002")
+        self.book.answered(transfer, None if ok else Failure("PD-META-002"))
 
     @precondition(lambda self: self.all)
     @rule(which=st.integers(0, 30), position=st.integers(1, 30))

@@ -36,6 +36,7 @@ from vllm_ascend_pd.geometry.layout import Group
 from vllm_ascend_pd.metadata import LoadEnd
 from vllm_ascend_pd.protocol import reports, sampling
 from vllm_ascend_pd.protocol.auth import Secrets, seal_first, unseal_first
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.first import MAX_FIRST_BYTES, First
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.sampling import PARAMETERS, ParameterRole
@@ -274,7 +275,7 @@ def book(wanted: Wanted = WANTED) -> LoadBook:
 
 def complete(loads: LoadBook) -> None:
     """Report the request's KV as complete, by one push, at 1.0."""
-    loads.ended([LoadEnd("r", "", PUSH)])
+    loads.ended([LoadEnd("r", None, PUSH)])
     assert loads.received(1.0, "r") is not None
 
 
@@ -343,7 +344,7 @@ def test_a_token_that_does_not_come_is_not_waited_for() -> None:
     assert first_tokens.take(1.3) == []
     first_tokens = book()
     complete(first_tokens)
-    first_tokens.token(TRANSFER, None, "PD-META-006")
+    first_tokens.token(TRANSFER, None, failed=True)
     assert first_tokens.take(1.0) == [Start("r", None, "prefill failed")], "it is known that none will come"
 
 
@@ -404,7 +405,8 @@ def test_a_token_that_the_engine_cannot_begin_with_is_not_taken() -> None:
             Start("r", None, "grammar", fails=wanted.whole)
         ]
         load = first_tokens.find("r")
-        assert load is not None and (load.source, load.code) == ("grammar", USELESS if wanted.whole else "")
+        failure = Failure(USELESS, "grammar") if wanted.whole else None
+        assert load is not None and (load.source, load.failure) == ("grammar", failure)
 
 
 # -- on its way

@@ -10,6 +10,7 @@ from unit.protocol.kit import D
 from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
 from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start, Wanted
 from vllm_ascend_pd.metadata import LoadEnd
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.first import First
 
 PUSH = "p.1"
@@ -21,7 +22,7 @@ def loaded(*, starts: bool, whole: bool, code: str = "") -> tuple[LoadBook, Firs
     assert book.wanted("r", 10, 0) == 10
     bind = book.reserve("r", 10, [[1, 2, 3, 4]], D.tables, 60.0, "u")
     book.ask("r", Wanted(bind.transfer, 10, "how", None, 100, whole))
-    book.ended([LoadEnd("r", code, PUSH)])
+    book.ended([LoadEnd("r", Failure(code) if code else None, PUSH)])
     load = book.received(1.0, "r", starts=starts)
     assert load is not None and load.transfer == bind.transfer
     first = First(transfer=bind.transfer, push=PUSH, position=10, token=7, digest="how")

@@ -10,6 +10,7 @@ from unit.protocol.kit import ADDRESSES, D_INCARNATION, MODEL, D
 from vllm_ascend_pd.decode.worker.core.loads import Loads
 from vllm_ascend_pd.metadata import Bind, DecodeStep, LoadCancel
 from vllm_ascend_pd.protocol.actions import Action
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.reservation import Receiver
 from vllm_ascend_pd.protocol.states import ReservationState
@@ -38,7 +39,9 @@ def test_a_record_that_cannot_be_dropped_stops_nothing_else_of_the_step() -> Non
     loads = BrokenLoads(parsed({}, None), 0, 0, MODEL, D, lambda: ADDRESSES, verify=False)
     loads.step(1.0, DecodeStep((bind(BAD), bind(GOOD)), incarnation=D_INCARNATION, geometry=D), None)
     loads.step(
-        2.0, DecodeStep(cancels=tuple(LoadCancel(transfer, "PD-XFER-001", "") for transfer in (BAD, GOOD))), None
+        2.0,
+        DecodeStep(cancels=tuple(LoadCancel(transfer, Failure("PD-XFER-001", "")) for transfer in (BAD, GOOD))),
+        None,
     )
     assert [report.request_id for report in loads.take_reports()] == [str(BAD), str(GOOD)]
     loads.step(3.0, DecodeStep(overs=(BAD, GOOD)), None)

@@ -160,7 +160,7 @@ def test_a_failure_carries_the_servers_code_and_words(loop: LoopThread, scripted
     )
     client(loop, collected, server.served.url).reserve("k", server.served.url, {}, 10)
     outcome = collected.final("k")
-    assert (outcome.kind, outcome.code, outcome.detail) == ("failed", "PD-META-006", "P is gone")
+    assert (outcome.kind, outcome.failure.code, outcome.failure.detail) == ("failed", "PD-META-006", "P is gone")
 
 
 @pytest.mark.parametrize("body", [b"", b"null", b'{"message": "prefilled"}'])
@@ -202,7 +202,7 @@ def test_no_question_waits_for_reports_or_finds_the_queue_full(loop: LoopThread,
     mine.forget("p")
     mine.reserve("next", mute.served.url, {}, 20)
     mine.reserve("one more", mute.served.url, {}, 20)
-    assert collected.final("one more").code == "PD-META-004"
+    assert collected.final("one more").failure.code == "PD-META-004"
     assert not collected._finals("next"), "a question takes a reservation's place"
 
 
@@ -223,7 +223,7 @@ def test_no_question_waits_for_reports_or_finds_the_queue_full(loop: LoopThread,
 def test_what_is_no_answer_so_far_fails_once(loop: LoopThread, scripted: Any, step: Any, code: str) -> None:
     server, collected = scripted(step), CollectedOutcomes()
     client(loop, collected, server.served.url).ask("k", server.served.url, AnswerWanted("t", "h"), 20)
-    assert collected.final("k").code == code and len(server.posts) == 1
+    assert collected.final("k").failure.code == code and len(server.posts) == 1
 
 
 def test_a_long_answer_so_far_is_taken(loop: LoopThread, scripted: Any) -> None:
@@ -247,7 +247,11 @@ def test_what_may_have_been_executed_is_not_posted_again(loop: LoopThread, scrip
     server, collected = scripted(status(code, b'{"error": {"message": "why"}}')), CollectedOutcomes()
     client(loop, collected, server.served.url).reserve("k", server.served.url, {}, 20)
     outcome = collected.final("k")
-    assert outcome.code == "PD-META-003" and "why" in outcome.detail and str(code) in outcome.detail
+    assert (
+        outcome.failure.code == "PD-META-003"
+        and "why" in outcome.failure.detail
+        and str(code) in outcome.failure.detail
+    )
     assert len(server.posts) == 1
 
 
@@ -265,7 +269,7 @@ def test_an_answer_that_breaks_off_fails_once_and_is_not_posted_again(
 ) -> None:
     server, collected = scripted(step), CollectedOutcomes()
     client(loop, collected, server.served.url).reserve("k", server.served.url, {}, 20)
-    assert collected.final("k").code == "PD-META-002"
+    assert collected.final("k").failure.code == "PD-META-002"
     assert len(server.posts) == 1
 
 
@@ -284,7 +288,7 @@ def test_a_metaserver_that_is_not_there_fails_within_the_deadline(loop: LoopThre
     server, collected = scripted(WELL), CollectedOutcomes()
     server.served.kill()
     client(loop, collected, server.served.url).reserve("k", server.served.url, {}, 0.5)
-    assert collected.final("k", 5).code in ("PD-META-002", "PD-XFER-001")
+    assert collected.final("k", 5).failure.code in ("PD-META-002", "PD-XFER-001")
 
 
 def test_silence_of_three_heartbeats_fails(loop: LoopThread, scripted: Any, monkeypatch: Any) -> None:
@@ -292,13 +296,13 @@ def test_silence_of_three_heartbeats_fails(loop: LoopThread, scripted: Any, monk
     heard = lines({"event": "heartbeat"}, 0.15, {"event": "heartbeat"}, 0.15, {"event": "heartbeat"}, 30)
     server, collected = scripted(heard), CollectedOutcomes()
     client(loop, collected, server.served.url).reserve("k", server.served.url, {}, 60)
-    assert "ReadTimeout" in collected.final("k", 10).detail
+    assert "ReadTimeout" in collected.final("k", 10).failure.detail
 
 
 def test_the_deadline_ends_a_call_that_beats_for_ever(loop: LoopThread, scripted: Any) -> None:
     server, collected = scripted(lines(*([{"event": "heartbeat"}, 0.05] * 1000))), CollectedOutcomes()
     client(loop, collected, server.served.url).reserve("k", server.served.url, {}, 0.4)
-    assert collected.final("k", 10).code == "PD-XFER-001"
+    assert collected.final("k", 10).failure.code == "PD-XFER-001"
 
 
 def test_forget_closes_the_call_and_tells_nothing_more(loop: LoopThread, scripted: Any) -> None:
@@ -326,14 +330,14 @@ def test_only_the_allow_list_is_called(loop: LoopThread, scripted: Any, url: str
     server, collected = scripted(WELL), CollectedOutcomes()
     mine = client(loop, collected, server.served.url)
     mine.reserve("k", url.format(port=server.served.port), {}, 5)
-    assert collected.final("k").code == "PD-META-001"
+    assert collected.final("k").failure.code == "PD-META-001"
     assert not server.posts
 
 
 def test_an_empty_allow_list_allows_nothing(loop: LoopThread, scripted: Any) -> None:
     server, collected = scripted(WELL), CollectedOutcomes()
     client(loop, collected).reserve("k", server.served.url, {}, 5)
-    assert collected.final("k").code == "PD-META-001"
+    assert collected.final("k").failure.code == "PD-META-001"
 
 
 def test_origin_knows_default_ports() -> None:
@@ -345,7 +349,7 @@ def test_more_than_connections_and_queue_fails_at_once(loop: LoopThread, scripte
     mine = client(loop, collected, server.served.url, metaserver_max_connections=2, metaserver_max_queue=3)
     for key in range(6):
         mine.reserve(key, server.served.url, {}, 60)
-    assert collected.final(5).code == "PD-META-004"
+    assert collected.final(5).failure.code == "PD-META-004"
     while server.open < 2:
         time.sleep(0.01)
     assert mine.open_count() == 5 and server.open == 2
@@ -369,7 +373,7 @@ def test_closing_ends_every_open_call(loop: LoopThread, scripted: Any) -> None:
         mine.reserve(key, server.served.url, {}, 60)
     loop.call(mine.close(), 10)
     mine.reserve("late", server.served.url, {}, 60)
-    assert {collected.final(key).code for key in (*range(5), "late")} == {"PD-XFER-002"}
+    assert {collected.final(key).failure.code for key in (*range(5), "late")} == {"PD-XFER-002"}
     assert mine.open_count() == 0
 
 

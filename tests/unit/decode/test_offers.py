@@ -61,7 +61,7 @@ def test_a_p_that_says_nothing_for_a_lease_is_gone(bound: bool) -> None:
     assert all(isinstance(effect, SendMessage) for effect in offers.take_effects())
     offers.tick(16.0)
     (outcome,) = [effect.outcome for effect in offers.take_effects() if isinstance(effect, Answered)]
-    assert (outcome.kind, outcome.code, outcome.prefill) == ("failed", "PD-XFER-004", "p" if bound else "")
+    assert (outcome.kind, outcome.failure.code, outcome.prefill) == ("failed", "PD-XFER-004", "p" if bound else "")
 
 
 def test_an_address_that_refuses_is_the_end_of_what_was_offered_there() -> None:
@@ -70,7 +70,7 @@ def test_an_address_that_refuses_is_the_end_of_what_was_offered_there() -> None:
     assert kinds(offers) == []
     offers.unreachable(1.0, P, "connection refused")
     (answer,) = offers.take_effects()
-    assert isinstance(answer, Answered) and "connection refused" in answer.outcome.detail
+    assert isinstance(answer, Answered) and "connection refused" in answer.outcome.failure.detail
 
 
 @pytest.mark.parametrize(("code", "reported"), [("PD-META-027", "PD-META-027"), ("PD-WHAT-999", "PD-META-006")])
@@ -79,7 +79,7 @@ def test_gone_is_final_and_its_code_is_one_that_we_know(code: str, reported: str
     offers.message(1.0, P, Gone(TRANSFER, Failure(code, "why")))
     (answer,) = offers.take_effects()
     assert isinstance(answer, Answered)
-    assert answer.outcome == Outcome("failed", reported, "why", seconds=1.0)
+    assert answer.outcome == Outcome("failed", Failure(reported, "why"), seconds=1.0)
     offers.message(1.0, P, Bound(TRANSFER, "push", ended=True))
     assert kinds(offers) == []
 

@@ -311,7 +311,7 @@ def test_of_a_state_that_is_further_no_block_is_reported() -> None:
 @pytest.mark.parametrize(("blocks", "lost"), [([], True), ([0], True), ([5], False)], ids=str)
 def test_a_push_whose_state_has_no_block_is_lost_on_every_rank(blocks: list[int], lost: bool) -> None:
     g, _ = sides()
-    push = Push.of(0.0, PushStart("r", "push", wanted(g)), g, pairings(g, g), ())
+    push = Push.of(PushStart("r", "push", wanted(g)), g, pairings(g, g), (), ())
     slice_ = PushSlice("push", 96, 100, (np.array(blocks, np.int32),), restart=False, final=True)
     push.extend(1, slice_)
     assert [push.lost(index, 0, 1) for index in range(len(push.pairings))] == [lost, lost]

@@ -30,6 +30,7 @@ from vllm_ascend_pd.prefill.scheduler.core.request import NewRequest
 from vllm_ascend_pd.prefill.scheduler.first_tokens import FirstTokenSource
 from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import decode_reservation, seal
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.first import Seed
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
@@ -195,7 +196,7 @@ def test_d_reserves_of_each_group_what_is_not_null() -> None:
     bind = book.reserve("r", 100, tables, TWO.tables, 30.0, "u")
     assert [one.tolist() for one in bind.blocks] == [[8, 9], [1, 2, 3, 4, 5, 6, 7]]
     assert (bind.first, bind.end) == (0, 100)
-    book.answered(bind.transfer, "failed", "PD-META-006")
+    book.answered(bind.transfer, Failure("PD-META-006"))
     assert book.fencing_blocks() == 9, "the fence is of all groups' blocks"
 
 

@@ -28,6 +28,7 @@ from vllm_ascend_pd.metadata import LoadEnd
 from vllm_ascend_pd.observe import tally as tally_module
 from vllm_ascend_pd.observe.metrics import PushPromMetrics, PushStats
 from vllm_ascend_pd.observe.tally import MAX_TIMES, METRICS, PREFIX, Tally
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.vllm_patches.patience import Patience
 
@@ -387,8 +388,8 @@ def loading(recomputes: bool) -> tuple[DecodeScheduler, TransferId]:
 @pytest.mark.parametrize("recomputes", [True, False])
 def test_a_failed_load_counts_once_over_two_workers(recomputes: bool) -> None:
     scheduler, _ = loading(recomputes)
-    scheduler.ended(frozenset({LoadEnd("r", "PD-XFER-001", "p.1")}))
-    scheduler.ended(frozenset({LoadEnd("r", "PD-XFER-004", "p.1")}))
+    scheduler.ended(frozenset({LoadEnd("r", Failure("PD-XFER-001"), "p.1")}))
+    scheduler.ended(frozenset({LoadEnd("r", Failure("PD-XFER-004"), "p.1")}))
     assert scheduler.received("r")
     assert not scheduler.received("r")
     data = scheduler.stats()
@@ -407,7 +408,7 @@ def test_open_reservations_and_quarantined_blocks_are_levels_of_decode() -> None
     scheduler, transfer = loading(recomputes=True)
     data = scheduler.stats()
     assert data is not None and set(data["levels"]) == {"reservations_open"}
-    scheduler.book.answered(transfer, "failed", "PD-META-006", "prefill failed")
+    scheduler.book.answered(transfer, Failure("PD-META-006", "prefill failed"))
     data = scheduler.stats()
     assert data is not None and list(data["levels"]["blocks_quarantined"].values()) == [3]
     scheduler.received("r")

@@ -23,7 +23,7 @@ def test_a_revoked_session_and_its_successor_never_share_a_batch() -> None:
     """A batch for the new session would let writes land that the revocation cut off. Found by the simulator, seed
     103412."""
     claims = [claim(push, layer) for layer in (1, 0) for push in ("before", "after")]
-    groups = grouped(claims, WORKS, 4, lambda claim: claim.push)
+    groups = grouped(claims, WORKS, 4, lambda push, claim: claim.push)
     assert [(peer, [(c.push, c.unit.layer) for c in group]) for peer, group in groups] == [
         (PEER, [("before", 0), ("before", 1)]),
         (PEER, [("after", 0), ("after", 1)]),
@@ -32,6 +32,6 @@ def test_a_revoked_session_and_its_successor_never_share_a_batch() -> None:
 
 def test_everything_for_one_session_goes_together_in_layer_order() -> None:
     claims = [claim(push, layer) for layer in (1, 0) for push in ("before", "after")]
-    ((_, group),) = grouped(claims, WORKS, 4, lambda claim: "the session")
+    ((_, group),) = grouped(claims, WORKS, 4, lambda push, claim: "the session")
     assert [c.unit.layer for c in group] == [0, 0, 1, 1]
-    assert len(grouped(claims, WORKS, 1, lambda claim: "the session")) == 2
+    assert len(grouped(claims, WORKS, 1, lambda push, claim: "the session")) == 2

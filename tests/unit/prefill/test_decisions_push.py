@@ -205,7 +205,7 @@ def test_a_request_that_ends_before_its_last_chunk_is_aborted_and_its_blocks_are
     step(book)
     assert book.finished(0.0, "r", holds_blocks=True, well=False, why="the client left").held
     (abort,) = step(book).aborts
-    assert (abort.push, abort.code, abort.detail) == ("push", "PD-XFER-002", "the client left")
+    assert (abort.push, abort.failure.code, abort.failure.detail) == ("push", "PD-XFER-002", "the client left")
 
 
 @pytest.mark.parametrize("sealed", [False, True])

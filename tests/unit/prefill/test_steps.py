@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from vllm_ascend_pd.prefill.worker.core.planning import StepPlan
 from vllm_ascend_pd.prefill.worker.steps import Steps
 
 LAYERS = ("layers.0.attn", "layers.1.attn", "layers.2.attn")
@@ -20,8 +21,10 @@ def events(
     calls: Callable[[Steps], None], *, direct: bool = True, layers: tuple[str, ...] = LAYERS
 ) -> tuple[dict[int, int], int]:
     """Return each layer's event, by number in the order of their recording, and how many were recorded."""
-    plan = SimpleNamespace(number=1, before=None, direct=direct, exchanges=(), again=(), pushes=(), final=())
-    core = SimpleNamespace(begin=lambda now, step: plan, uncomputed=lambda *_: None)
+    push: Any = object()
+    plan = StepPlan(1, direct=[push] if direct else [])
+    plans, offers = SimpleNamespace(begin=lambda now, step: plan), SimpleNamespace(uncomputed=lambda *_: None)
+    core = SimpleNamespace(plans=plans, offers=offers)
     said: list[Any] = []
     numbers = count(1)
     record: Any = lambda: next(numbers)  # noqa: E731

@@ -15,7 +15,7 @@ from unit.kits.watching import until
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.prefill.worker import writer as writer_module
 from vllm_ascend_pd.prefill.worker.core.batches import Batch
-from vllm_ascend_pd.prefill.worker.core.pushes import IN_FLIGHT
+from vllm_ascend_pd.prefill.worker.core.claiming import IN_FLIGHT
 from vllm_ascend_pd.prefill.worker.writer import Writer, WriterThread
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.transport.base import WriteState
@@ -47,6 +47,10 @@ class ClaimableCore:
     @contextmanager
     def deciding(self) -> Iterator[Any]:
         yield self
+
+    @property
+    def claims(self) -> ClaimableCore:
+        return self
 
     def claim(self, now: float, in_flight: Sequence[Batch]) -> list[Batch]:
         room = min(IN_FLIGHT - len(in_flight), self.claimable)

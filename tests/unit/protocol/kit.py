@@ -32,7 +32,7 @@ from vllm_ascend_pd.protocol.messages import (
     memory_hash,
     message_name,
 )
-from vllm_ascend_pd.protocol.push import Claim, Destination, PushOrder, Sender
+from vllm_ascend_pd.protocol.push import Claim, Destination, PushRecord, Sender
 from vllm_ascend_pd.protocol.reservation import Receiver
 
 MODEL = "model/1"
@@ -157,23 +157,23 @@ def sender(contributor: Contributor = ONE, **changes: Any) -> Sender:
     values: dict[str, Any] = {
         "incarnation": p_incarnation(contributor),
         "contributor": contributor,
-        "model": MODEL,
-        "geometry": P,
         "timers": TIMERS,
         "quiet_s": QUIET,
     }
-    return Sender(**{**values, **changes})
+    made = Sender(**{**values, **changes})
+    made.describe(MODEL, P)
+    return made
 
 
-def order(ranks: Iterable[int] = (0,), **changes: Any) -> PushOrder:
+def order(ranks: Iterable[int] = (0,), **changes: Any) -> PushRecord:
     to = tuple(Destination(rank, f"d{rank}", SET, DIGEST, ADDRESSES.counts) for rank in ranks)
     values: dict[str, Any] = {
-        "push": PUSH,
+        "name": PUSH,
         "transfer": T,
         "deadline_s": 300.0,
         "destinations": to,
     }
-    return PushOrder(**{**values, **changes})
+    return PushRecord(**{**values, **changes})
 
 
 def reservation(cache: CacheGeometry, end: int, first: int = 0, **changes: Any) -> Reservation:
@@ -193,6 +193,13 @@ def reservation(cache: CacheGeometry, end: int, first: int = 0, **changes: Any) 
         "prompt_hash": "h",
     }
     return Reservation(**{**values, **changes})
+
+
+def opened(sender: Sender, push: str = PUSH) -> PushRecord:
+    """The record of a push that was opened and is not forgotten."""
+    record = sender.find(push)
+    assert record is not None
+    return record
 
 
 def claim_of(sender: Sender, now: float) -> Claim:

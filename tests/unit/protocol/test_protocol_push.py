@@ -20,6 +20,7 @@ from unit.protocol.kit import (
     cancel,
     claim_of,
     messages,
+    opened,
     order,
     ready,
     refused,
@@ -78,7 +79,7 @@ def test_another_decode_rank_has_no_say_in_a_push(message: Ready | Refused | Can
     asked."""
     s = asking()
     assert s.message(0.1, "d7", message) == []
-    assert s.state(PUSH, 0) is PairState.ASK and s.addresses(PUSH, 0) is None
+    assert s.state(PUSH, 0) is PairState.ASK and opened(s).pairs[0].addresses is None
     assert s.counters["wrong_peer"] == 1
     s.message(0.2, "d0", ready())
     assert s.state(PUSH, 0) is PairState.PUSH
@@ -87,7 +88,7 @@ def test_another_decode_rank_has_no_say_in_a_push(message: Ready | Refused | Can
 def test_begin_is_repeated_with_doubling_gaps_and_a_new_seq() -> None:
     s = asking()
     assert begins(s, 0.0, 9.0) == [0.2, 0.6, 1.4, 3.0, 5.0, 7.0, 9.0]
-    assert s._pair(PUSH, 0).seq == 8
+    assert opened(s).pairs[0].seq == 8
 
 
 def test_no_answer_within_the_ready_timeout_fails_the_push() -> None:
@@ -121,7 +122,7 @@ def test_opening_twice_is_our_own_error() -> None:
 
 def test_nothing_is_handed_out_before_ready() -> None:
     s = asking()
-    s.offer(0.0, PUSH, 0, "unit", 10)
+    s.offer(0.0, opened(s), 0, "unit", 10)
     assert s.claim(0.1) == []
     s.message(0.2, "d0", ready())
     assert [c.unit for c in s.claim(0.3)] == ["unit"]
@@ -131,8 +132,8 @@ def test_nothing_is_handed_out_before_ready() -> None:
 def test_authority_counts_from_when_begin_was_sent() -> None:
     s = asking()
     s.message(10.0, "d0", ready())
-    assert s.authority(PUSH, 0) == pytest.approx(AUTHORITY)
-    s.offer(10.0, PUSH, 0, "unit", 10)
+    assert opened(s).pairs[0].authority == pytest.approx(AUTHORITY)
+    s.offer(10.0, opened(s), 0, "unit", 10)
     assert s.claim(AUTHORITY) == []
     assert len(s.claim(AUTHORITY - 0.001)) == 1
 
@@ -155,7 +156,7 @@ def test_the_lease_is_renewed_after_a_third() -> None:
     s = pushing()
     assert begins(s, 0.0, TIMERS.lease_s / 3 + 0.3) == [5.0, 5.2]
     s.message(5.3, "d0", ready(seq=2))
-    assert s.authority(PUSH, 0) == pytest.approx(5.0 + AUTHORITY)
+    assert opened(s).pairs[0].authority == pytest.approx(5.0 + AUTHORITY)
     assert begins(s, 5.3, 10.1) == [10.0]
 
 
@@ -164,21 +165,21 @@ def test_a_late_answer_never_shortens_authority() -> None:
     s.tick(5.0)
     s.message(5.1, "d0", ready(seq=2))
     s.message(5.2, "d0", ready(seq=1))
-    assert s.authority(PUSH, 0) == pytest.approx(5.0 + AUTHORITY)
+    assert opened(s).pairs[0].authority == pytest.approx(5.0 + AUTHORITY)
 
 
 def test_when_authority_is_over_the_push_fails_and_no_write_starts() -> None:
     s = pushing()
-    s.offer(0.0, PUSH, 0, "unit", 10)
+    s.offer(0.0, opened(s), 0, "unit", 10)
     assert as_text(run_until(s, 0.0, AUTHORITY - 0.01)).split()[-1] == "renew"
-    s.offer(AUTHORITY - 0.01, PUSH, 0, "another", 10)
+    s.offer(AUTHORITY - 0.01, opened(s), 0, "another", 10)
     assert as_text(s.tick(AUTHORITY + 0.001)) == "failed:quiet closed:failed"
     assert s.claim(AUTHORITY + 0.002) == []
 
 
 def test_a_submission_that_outlived_its_authority_fails_the_push() -> None:
     s = pushing()
-    s.offer(0.0, PUSH, 0, "unit", 10)
+    s.offer(0.0, opened(s), 0, "unit", 10)
     claim = claim_of(s, 1.0)
     assert as_text(s.submitted(AUTHORITY - 0.001, claim)) == ""
     assert as_text(s.submitted(AUTHORITY, claim)) == "failed:loud"
@@ -187,16 +188,16 @@ def test_a_submission_that_outlived_its_authority_fails_the_push() -> None:
 def test_a_peer_that_is_held_back_keeps_its_units() -> None:
     s = pushing((0, 1))
     for rank in (0, 1):
-        s.offer(0.0, PUSH, rank, "unit", 10)
+        s.offer(0.0, opened(s), rank, "unit", 10)
     assert [c.d_rank for c in s.claim(0.1, lambda peer: peer == "d1")] == [1]
     assert [c.d_rank for c in s.claim(0.2)] == [0]
 
 
 def test_a_returned_claim_is_handed_out_again() -> None:
     s = pushing()
-    s.offer(0.0, PUSH, 0, "unit", 10)
+    s.offer(0.0, opened(s), 0, "unit", 10)
     s.returned(0.2, claim_of(s, 0.1))
-    assert sum(len(pair.coverage.out) for pair in s.pairs(PUSH).values()) == 0
+    assert not opened(s).pairs[0].coverage.out
     assert claim_of(s, 0.3).unit == "unit"
 
 
@@ -205,11 +206,11 @@ def test_a_returned_claim_is_handed_out_again() -> None:
 
 def test_addresses_come_with_ready_and_are_known_to_the_next_push() -> None:
     s = pushing()
-    assert s.addresses(PUSH, 0) == ADDRESSES
-    (asked,) = messages(s.open(1.0, order(push="push-2", transfer=TransferId(T.incarnation, 8, "u"))), Begin)
+    assert opened(s).pairs[0].addresses == ADDRESSES
+    (asked,) = messages(s.open(1.0, order(name="push-2", transfer=TransferId(T.incarnation, 8, "u"))), Begin)
     assert asked.known_memory == memory_hash(ADDRESSES)
     s.message(1.1, "d0", ready(push="push-2", transfer=TransferId(T.incarnation, 8, "u"), addresses=None))
-    assert s.addresses("push-2", 0) == ADDRESSES
+    assert opened(s, "push-2").pairs[0].addresses == ADDRESSES
 
 
 def test_ready_without_addresses_that_are_not_known_grants_nothing() -> None:
@@ -231,12 +232,12 @@ def test_addresses_that_change_during_a_push_fail_it() -> None:
 def test_done_leaves_when_everything_is_covered_and_sealed() -> None:
     s = pushing()
     for unit in ("a", "b"):
-        s.offer(0.1, PUSH, 0, unit, 10)
-    s.checksum(PUSH, 0, 4, (2**64 - 1, 5))
-    s.checksum(PUSH, 0, 4, (3, 6))
+        s.offer(0.1, opened(s), 0, unit, 10)
+    s.checksum(opened(s), 0, 4, (2**64 - 1, 5))
+    s.checksum(opened(s), 0, 4, (3, 6))
     a, b = s.claim(0.2)
     assert as_text(s.wrote(0.3, a, True)) == ""
-    assert as_text(s.seal(0.4, PUSH)) == ""
+    assert as_text(s.seal(0.4, opened(s))) == ""
     actions = s.wrote(0.5, b, True)
     assert as_text(actions) == "done closed:ok"
     (word,) = messages(actions, Done)
@@ -246,13 +247,13 @@ def test_done_leaves_when_everything_is_covered_and_sealed() -> None:
 
 def test_a_contributor_that_owns_nothing_says_begin_and_done() -> None:
     s = asking()
-    assert as_text(s.seal(0.0, PUSH)) == ""
+    assert as_text(s.seal(0.0, opened(s))) == ""
     assert as_text(s.message(0.1, "d0", ready())) == "done closed:ok"
 
 
 def test_done_is_repeated_until_it_is_acknowledged_and_closes_before() -> None:
     s = pushing()
-    (word,) = messages(s.seal(0.0, PUSH), Done)
+    (word,) = messages(s.seal(0.0, opened(s)), Done)
     assert s.open_count() == 0
     assert s.record_count() == 1
     repeated = messages(run_until(s, 0.0, 3.3, 0.1), Done)
@@ -268,7 +269,7 @@ def test_done_is_repeated_until_it_is_acknowledged_and_closes_before() -> None:
 
 def test_a_message_that_is_not_acknowledged_is_given_up_after_h() -> None:
     s = pushing()
-    s.seal(0.0, PUSH)
+    s.seal(0.0, opened(s))
     run_until(s, 0.0, H - 1)
     assert s.record_count() == 1
     run_until(s, H - 1, H + 3)
@@ -279,9 +280,9 @@ def test_a_message_that_is_not_acknowledged_is_given_up_after_h() -> None:
 def test_a_push_to_two_ranks_closes_when_both_pairs_have() -> None:
     s = pushing((0, 1))
     for rank in (0, 1):
-        s.offer(0.0, PUSH, rank, "unit", 10)
+        s.offer(0.0, opened(s), rank, "unit", 10)
     a, b = s.claim(0.1)
-    s.seal(0.2, PUSH)
+    s.seal(0.2, opened(s))
     assert as_text(s.wrote(0.3, a, True)) == "done"
     assert as_text(s.wrote(0.4, b, True)) == "done closed:ok"
 
@@ -291,7 +292,7 @@ def test_a_push_to_two_ranks_closes_when_both_pairs_have() -> None:
 
 def test_a_lost_write_is_quiet_only_after_the_quiet_time() -> None:
     s = pushing()
-    s.offer(0.0, PUSH, 0, "unit", 10)
+    s.offer(0.0, opened(s), 0, "unit", 10)
     claim = claim_of(s, 0.1)
     assert as_text(s.wrote(1.0, claim, False)) == "failed:loud"
     quiet_at = 1.0 + settled_s(QUIET)
@@ -304,7 +305,7 @@ def test_a_lost_write_is_quiet_only_after_the_quiet_time() -> None:
 
 def test_a_stopped_prefill_does_not_count_the_time_it_was_stopped() -> None:
     s = pushing()
-    s.offer(0.0, PUSH, 0, "unit", 10)
+    s.offer(0.0, opened(s), 0, "unit", 10)
     s.wrote(1.0, claim_of(s, 0.1), False)
     run_until(s, 1.0, 2.0)
     assert "closed" not in as_text(s.tick(500.0)), "what it had sent may leave only when it goes on"
@@ -315,7 +316,7 @@ def test_a_stopped_prefill_does_not_count_the_time_it_was_stopped() -> None:
 def test_a_push_fails_as_one_on_all_its_pairs() -> None:
     s = pushing((0, 1))
     for rank in (0, 1):
-        s.offer(0.0, PUSH, rank, "unit", 10)
+        s.offer(0.0, opened(s), rank, "unit", 10)
     a, b = s.claim(0.1)
     assert as_text(s.wrote(1.0, a, False)) == "failed:loud failed:loud"
     assert as_text(s.wrote(2.0, b, True)) == "failed:quiet"
@@ -327,9 +328,9 @@ def test_a_push_fails_as_one_on_all_its_pairs() -> None:
 )
 def test_decode_can_stop_a_push(message: object) -> None:
     s = pushing()
-    s.offer(0.0, PUSH, 0, "unit", 10)
+    s.offer(0.0, opened(s), 0, "unit", 10)
     claim = claim_of(s, 0.1)
-    s.offer(0.2, PUSH, 0, "later", 10)
+    s.offer(0.2, opened(s), 0, "later", 10)
     assert as_text(s.message(0.3, "d0", message)) == "failed:loud"  # type: ignore[arg-type]
     assert s.claim(0.4) == []
     actions = s.wrote(0.5, claim, True)
@@ -341,9 +342,9 @@ def test_decode_can_stop_a_push(message: object) -> None:
 
 def test_cancel_of_a_push_that_is_covered_is_answered_with_done() -> None:
     s = pushing()
-    s.offer(0.0, PUSH, 0, "unit", 10)
+    s.offer(0.0, opened(s), 0, "unit", 10)
     claim = claim_of(s, 0.1)
-    s.seal(0.2, PUSH)
+    s.seal(0.2, opened(s))
     s.message(0.3, "d0", cancel())
     assert as_text(s.wrote(0.4, claim, True)) == "done closed:ok"
 
@@ -351,37 +352,37 @@ def test_cancel_of_a_push_that_is_covered_is_answered_with_done() -> None:
 def test_done_is_not_said_for_what_was_offered_after_the_failure() -> None:
     """Found by the simulator: a writer stopped in a submission went on, failed, and then its step went on."""
     s = pushing()
-    s.offer(0.0, PUSH, 0, "unit", 10)
+    s.offer(0.0, opened(s), 0, "unit", 10)
     claim = claim_of(s, 0.1)
     s.submitted(AUTHORITY + 4.0, claim)
-    s.offer(AUTHORITY + 4.1, PUSH, 0, "the last layer", 10)
-    s.seal(AUTHORITY + 4.2, PUSH)
+    s.offer(AUTHORITY + 4.1, opened(s), 0, "the last layer", 10)
+    s.seal(AUTHORITY + 4.2, opened(s))
     assert as_text(s.wrote(AUTHORITY + 4.3, claim, True)) == "failed:quiet closed:failed"
 
 
 def test_done_is_not_said_when_the_blocks_may_have_gone() -> None:
     """Found by the simulator: preempted in its last step while a write was out."""
     s = pushing()
-    s.offer(0.0, PUSH, 0, "unit", 10)
+    s.offer(0.0, opened(s), 0, "unit", 10)
     claim = claim_of(s, 0.1)
-    s.seal(0.2, PUSH)
-    s.abort(0.3, PUSH, "PD-XFER-001", "writes did not return before preemption")
+    s.seal(0.2, opened(s))
+    s.abort(0.3, opened(s), Failure("PD-XFER-001", "writes did not return before preemption"))
     assert as_text(s.wrote(0.4, claim, True)) == "failed:quiet closed:failed"
 
 
 def test_done_is_not_said_when_a_failing_push_is_preempted() -> None:
     s = pushing()
-    s.offer(0.0, PUSH, 0, "unit", 10)
+    s.offer(0.0, opened(s), 0, "unit", 10)
     claim = claim_of(s, 0.1)
-    s.seal(0.2, PUSH)
+    s.seal(0.2, opened(s))
     s.message(0.3, "d0", cancel())
-    s.restart(0.4, PUSH)
+    s.restart(0.4, opened(s))
     assert as_text(s.wrote(0.5, claim, True)) == "failed:quiet closed:failed"
 
 
 def test_cancel_of_a_closed_push_repeats_its_last_word() -> None:
     s = pushing()
-    s.seal(0.0, PUSH)
+    s.seal(0.0, opened(s))
     assert as_text(s.message(0.1, "d0", cancel())) == "done"
 
 
@@ -392,12 +393,12 @@ def test_cancel_of_an_unknown_push_is_answered_quiet() -> None:
 
 def test_ready_after_cancel_is_ignored() -> None:
     s = pushing()
-    s.offer(0.0, PUSH, 0, "unit", 10)
+    s.offer(0.0, opened(s), 0, "unit", 10)
     claim_of(s, 0.1)
     s.message(0.2, "d0", cancel())
     s.tick(0.3)
     s.message(0.3, "d0", ready())
-    s.offer(0.4, PUSH, 0, "later", 10)
+    s.offer(0.4, opened(s), 0, "later", 10)
     assert s.claim(0.5) == []
 
 
@@ -411,7 +412,7 @@ def test_the_local_deadline_fails_the_push() -> None:
 
 def test_a_push_without_progress_stalls() -> None:
     s = pushing(timers=type(TIMERS)(stall_timeout_s=7.0))
-    s.offer(1.0, PUSH, 0, "unit", 10)
+    s.offer(1.0, opened(s), 0, "unit", 10)
     claim = claim_of(s, 2.0)
     assert "failed" not in as_text(run_until(s, 2.0, 7.99))
     assert "failed:loud" in as_text(run_until(s, 7.99, 8.0))
@@ -420,7 +421,7 @@ def test_a_push_without_progress_stalls() -> None:
 
 def test_every_write_that_comes_home_is_progress() -> None:
     s = pushing(timers=type(TIMERS)(stall_timeout_s=7.0))
-    s.offer(1.0, PUSH, 0, "unit", 10)
+    s.offer(1.0, opened(s), 0, "unit", 10)
     claim = claim_of(s, 2.0)
     s.wrote(6.0, claim, True)
     assert "closed" not in as_text(run_until(s, 6.0, 12.99))
@@ -432,35 +433,35 @@ def test_every_write_that_comes_home_is_progress() -> None:
 
 def test_after_a_restart_everything_is_owed_again() -> None:
     s = pushing()
-    s.offer(0.0, PUSH, 0, "unit", 10)
-    s.checksum(PUSH, 0, 0, (5,))
+    s.offer(0.0, opened(s), 0, "unit", 10)
+    s.checksum(opened(s), 0, 0, (5,))
     s.wrote(0.2, claim_of(s, 0.1), True)
-    s.offer(0.3, PUSH, 0, "pending", 10)
-    assert as_text(s.restart(0.4, PUSH)) == ""
+    s.offer(0.3, opened(s), 0, "pending", 10)
+    assert as_text(s.restart(0.4, opened(s))) == ""
     assert s.claim(0.5) == []
-    s.offer(0.6, PUSH, 0, "unit", 10)
+    s.offer(0.6, opened(s), 0, "unit", 10)
     claim = claim_of(s, 0.7)
     assert claim.epoch == 1
-    s.seal(0.8, PUSH)
+    s.seal(0.8, opened(s))
     (word,) = messages(s.wrote(0.9, claim, True), Done)
     assert (word.bytes, word.checksums) == ((10,), ())
 
 
 def test_a_restart_while_writes_are_out_is_our_own_error() -> None:
     s = pushing()
-    s.offer(0.0, PUSH, 0, "unit", 10)
+    s.offer(0.0, opened(s), 0, "unit", 10)
     claim_of(s, 0.1)
     with pytest.raises(LocalProtocolError):
-        s.restart(0.2, PUSH)
+        s.restart(0.2, opened(s))
 
 
 def test_a_claim_of_an_earlier_epoch_is_our_own_error() -> None:
     s = pushing()
-    s.offer(0.0, PUSH, 0, "unit", 10)
+    s.offer(0.0, opened(s), 0, "unit", 10)
     claim = claim_of(s, 0.1)
     s.wrote(0.2, claim, True)
-    s.restart(0.3, PUSH)
-    s.offer(0.4, PUSH, 0, "unit", 10)
+    s.restart(0.3, opened(s))
+    s.offer(0.4, opened(s), 0, "unit", 10)
     claim_of(s, 0.5)
     with pytest.raises(LocalProtocolError):
         s.wrote(0.6, claim, True)
@@ -469,9 +470,9 @@ def test_a_claim_of_an_earlier_epoch_is_our_own_error() -> None:
 def test_a_sealed_push_does_not_start_over() -> None:
     """Found by the simulator: another rank had said DONE, and the new step divided the work anew."""
     s = pushing()
-    s.offer(0.0, PUSH, 0, "unit", 10)
-    s.seal(0.1, PUSH)
-    assert as_text(s.restart(0.2, PUSH)) == "failed:quiet closed:failed"
+    s.offer(0.0, opened(s), 0, "unit", 10)
+    s.seal(0.1, opened(s))
+    assert as_text(s.restart(0.2, opened(s))) == "failed:quiet closed:failed"
 
 
 # ---- faults of the runtime, and what only looks like one
@@ -479,35 +480,36 @@ def test_a_sealed_push_does_not_start_over() -> None:
 
 def test_a_unit_is_offered_once_and_not_after_the_seal() -> None:
     s = pushing()
-    s.offer(0.0, PUSH, 0, "unit", 10)
+    s.offer(0.0, opened(s), 0, "unit", 10)
     with pytest.raises(LocalProtocolError):
-        s.offer(0.1, PUSH, 0, "unit", 10)
-    s.seal(0.2, PUSH)
+        s.offer(0.1, opened(s), 0, "unit", 10)
+    s.seal(0.2, opened(s))
     with pytest.raises(LocalProtocolError):
-        s.offer(0.3, PUSH, 0, "another", 10)
+        s.offer(0.3, opened(s), 0, "another", 10)
     with pytest.raises(LocalProtocolError):
-        s.seal(0.4, PUSH)
+        s.seal(0.4, opened(s))
 
 
 def test_what_was_never_opened_is_our_own_error_and_what_is_over_is_not() -> None:
-    s = sender()
+    s, push = sender(), order(())
     for call in (
-        lambda: s.offer(0.0, PUSH, 0, "unit", 10),
-        lambda: s.seal(0.0, PUSH),
-        lambda: s.abort(0.0, PUSH, "PD-XFER-002", ""),
-        lambda: s.restart(0.0, PUSH),
+        lambda: s.offer(0.0, push, 0, "unit", 10),
+        lambda: s.seal(0.0, push),
+        lambda: s.abort(0.0, push, Failure("PD-XFER-002", "")),
+        lambda: s.restart(0.0, push),
     ):
         with pytest.raises(LocalProtocolError):
             call()
-    s.open(0.0, order(()))
+    s.open(0.0, push)
     assert s.record_count() == 0
-    for late in (
-        s.offer(1.0, PUSH, 0, "unit", 10),
-        s.seal(1.0, PUSH),
-        s.abort(1.0, PUSH, "", ""),
-        s.restart(1.0, PUSH),
-    ):
-        assert late == []
+    assert s.seal(1.0, push) == s.abort(1.0, push, Failure("", "")) == s.restart(1.0, push) == []
+    s = pushing()
+    push = opened(s)
+    s.abort(0.1, push, Failure("PD-XFER-002", "left"))
+    s.message(0.2, "d0", ack("failed", push.pairs[0].seq))
+    assert s.record_count() == 0
+    assert s.offer(0.3, push, 0, "unit", 10) == s.seal(0.3, push) == s.abort(0.3, push, Failure("", "")) == []
+    assert s.record_count() == 0
 
 
 def test_a_message_about_another_transfer_of_the_push_is_counted() -> None:

@@ -140,7 +140,9 @@ def test_a_parked_begin_is_refused_when_the_transfer_is_cancelled_behind_its_gat
     r.message(0.0, "p1", begin(ONE))
     r.bind(0.1, T, FIRST, END, 300.0)
     r.message(0.2, "p2", begin(TWO))
-    assert as_text(r.cancel(0.3, T, "PD-XFER-002", "left")) == "refused:cancelled refused:cancelled report:failed"
+    assert (
+        as_text(r.cancel(0.3, T, Failure("PD-XFER-002", "left"))) == "refused:cancelled refused:cancelled report:failed"
+    )
     assert r.parked_count() == 0
 
 
@@ -428,7 +430,7 @@ def test_a_verdict_that_comes_after_a_cancel_changes_nothing() -> None:
     r = leased(verify=True)
     r.message(0.1, "p1", done(ONE))
     r.message(0.2, "p2", done(TWO))
-    assert as_text(r.cancel(0.3, T, "PD-XFER-002", "left")) == "report:failed"
+    assert as_text(r.cancel(0.3, T, Failure("PD-XFER-002", "left"))) == "report:failed"
     assert as_text(r.verified(0.4, T, None)) == ""
     r.over(0.5, T)
     assert as_text(r.verified(0.6, T, None)) == ""
@@ -507,7 +509,7 @@ def test_a_rank_that_does_not_begin_after_prefill_has_ended_is_given_up() -> Non
 def test_cancel_is_repeated_with_doubling_gaps_until_it_is_answered() -> None:
     r = opened()
     r.message(0.0, "p1", begin(ONE))
-    r.cancel(0.0, T, "PD-XFER-002", "left")
+    r.cancel(0.0, T, Failure("PD-XFER-002", "left"))
     sent = []
     at = 0.0
     while at < 8.0:
@@ -523,7 +525,7 @@ def test_cancel_goes_where_the_contributor_was_last_heard() -> None:
     r = opened()
     r.message(0.0, "old connection", begin(ONE))
     r.message(0.1, "new connection", begin(ONE, seq=2))
-    (sent,) = [a for a in r.cancel(0.2, T, "PD-XFER-002", "left") if hasattr(a, "peer")]
+    (sent,) = [a for a in r.cancel(0.2, T, Failure("PD-XFER-002", "left")) if hasattr(a, "peer")]
     assert sent.peer == "new connection"
 
 
@@ -533,7 +535,7 @@ def test_cancel_goes_where_the_contributor_was_last_heard() -> None:
 def fencing() -> Receiver:
     r = opened()
     r.message(0.0, "p1", begin(ONE))
-    r.cancel(0.0, T, "PD-XFER-002", "left")
+    r.cancel(0.0, T, Failure("PD-XFER-002", "left"))
     return r
 
 
@@ -595,7 +597,7 @@ def test_what_a_process_asked_for_before_it_ended_is_not_granted() -> None:
 def test_the_larger_quiet_time_of_both_sides_counts() -> None:
     r = opened()
     r.message(0.0, "p1", begin(ONE, quiet_s=100.0))
-    r.cancel(0.0, T, "PD-XFER-002", "left")
+    r.cancel(0.0, T, Failure("PD-XFER-002", "left"))
     r.peer_gone(0.0, p_incarnation(ONE))
     longer = landed_s(TIMERS.lease_s, 100.0, TIMERS.margin_s)
     assert not reports(run_until(r, 0.0, longer - 0.01))
@@ -686,7 +688,7 @@ def test_a_begin_during_a_revocation_gets_the_new_addresses() -> None:
 
 def test_only_one_revocation_at_a_time() -> None:
     r = leased()
-    r.cancel(0.0, T, "PD-XFER-002", "left")
+    r.cancel(0.0, T, Failure("PD-XFER-002", "left"))
     assert as_text(run_until(r, 0.0, H + 50)).count("revoke") == 1
 
 

@@ -27,6 +27,7 @@ from unit.protocol.kit import (
     done,
     failed,
     geometry,
+    opened,
     order,
     p_incarnation,
     ready,
@@ -116,7 +117,7 @@ def test_decode_survives_any_storm_and_reports_once(storm: list[tuple[float, Any
         elif event == "gate" and state is ReservationState.GATED:
             actions = r.gate_open(now, T)
         elif event in ("cancel", "settle") and bound and state is not ReservationState.OVER:
-            actions = r.cancel(now, T, "PD-XFER-002", "") if event == "cancel" else r.settle(now, T)
+            actions = r.cancel(now, T, Failure("PD-XFER-002", "")) if event == "cancel" else r.settle(now, T)
         elif event == "over" and state in (ReservationState.CLOSED_OK, ReservationState.CLOSED_FAILED):
             actions = r.over(now, T)
         elif event in ("gone", "back"):
@@ -151,17 +152,17 @@ def test_prefill_survives_any_storm_and_closes_once(storm: list[tuple[float, Any
             actions = s.message(now, f"d{event.d_rank}", event)
         elif event == "offer" and not sealed:
             units += 1
-            actions = s.offer(now, PUSH, units % 2, units, 10)
+            actions = s.offer(now, opened(s), units % 2, units, 10)
         elif event == "claim":
             actions = []
             for claim in s.claim(now):
                 assert s.state(claim.push, claim.d_rank) is PairState.PUSH
-                assert now < (s.authority(claim.push, claim.d_rank) or 0.0)
+                assert now < (opened(s).pairs[claim.d_rank].authority or 0.0)
                 out.append(claim)
         elif event in ("land", "lose") and out:
             actions = s.wrote(now, out.pop(0), event == "land")
         elif event == "seal" and not sealed:
-            actions, sealed = s.seal(now, PUSH), True
+            actions, sealed = s.seal(now, opened(s)), True
         else:
             actions = s.tick(now)
         closed += sum(isinstance(action, Closed) for action in actions)

@@ -32,6 +32,7 @@ from unit.protocol.kit import (
     done,
     failed,
     layout_request,
+    opened,
     order,
     p_incarnation,
     ready,
@@ -46,6 +47,7 @@ from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.guards import TO_DECODE, TO_PREFILL
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
 from vllm_ascend_pd.protocol.messages import Memory, Message, memory_hash
+from vllm_ascend_pd.protocol.pair import PairRecord
 from vllm_ascend_pd.protocol.push import Claim, Sender
 from vllm_ascend_pd.protocol.reservation import Receiver
 from vllm_ascend_pd.protocol.states import (
@@ -208,11 +210,11 @@ def decode_in(state: ReservationState, event: ReservationEvent | None = None) ->
         return r
     r.bind(0.0, T, FIRST, END, 300.0)
     if state is S.GATED:
-        r._fence_of.revoking = event is E.REVOKED
+        r._fence.revoking = event is E.REVOKED
         return r
     r.gate_open(0.0, T)
     if state is S.OPEN and event in UNASKED:
-        r._fence_of.revoking = event is E.REVOKED
+        r._fence.revoking = event is E.REVOKED
         return r
     r.message(0.0, "p1", begin(ONE))
     if state in (S.VERIFYING, S.CLOSED_OK, S.OVER):
@@ -225,14 +227,14 @@ def decode_in(state: ReservationState, event: ReservationEvent | None = None) ->
     if state is S.OPEN and event in (E.LATE_DONE, E.LATE_FAILED):
         r.message(0.0, "p1", done(ONE))
     if state in (S.FENCING, S.CLOSED_FAILED):
-        r.cancel(0.0, T, "PD-XFER-002", "test")
+        r.cancel(0.0, T, Failure("PD-XFER-002", "test"))
     if state is S.CLOSED_FAILED:
         r.message(0.0, "p1", failed(ONE))
     if state is S.OVER:
         r.over(0.0, T)
     if state is S.OPEN and event is E.BEGIN_OF_GONE:
         r.peer_gone(0.0, p_incarnation(ONE))
-    r._fence_of.revoking = event in (E.REVOKED, E.CUT, E.BEGIN_IN_REVOCATION)
+    r._fence.revoking = event in (E.REVOKED, E.CUT, E.BEGIN_IN_REVOCATION)
     return r
 
 
@@ -272,7 +274,7 @@ def calls_of(r: Receiver, state: ReservationState) -> dict[ReservationEvent, Cal
         E.OTHER_PROCESS: lambda: r.message(0.1, "p1", done(ONE, p_incarnation="another")),
         E.BIND: lambda: r.bind(0.1, T, FIRST, END, 300.0),
         E.GATE_OPEN: lambda: r.gate_open(0.1, T),
-        E.CANCEL: lambda: r.cancel(0.1, T, "PD-XFER-002", "test"),
+        E.CANCEL: lambda: r.cancel(0.1, T, Failure("PD-XFER-002", "test")),
         E.SETTLE: lambda: r.settle(0.1, T),
         E.VERIFIED: lambda: r.verified(0.1, T, None),
         E.CORRUPT: lambda: r.verified(0.1, T, "layer.0"),
@@ -459,7 +461,7 @@ def prefill_in(state: PairState, event: PairEvent | None = None) -> tuple[Sender
     if state is PS.UNATTACHED:
         return s, claim
     s.open(0.0, order())
-    s.offer(0.0, PUSH, 0, "unit", 10)
+    s.offer(0.0, opened(s), 0, "unit", 10)
     if state is PS.ASK:
         if event is PE.WHICH_AGAIN:
             s.message(0.0, "d0", layout_request())
@@ -471,18 +473,23 @@ def prefill_in(state: PairState, event: PairEvent | None = None) -> tuple[Sender
     if state is PS.PUSH and event is PE.RESTART:
         s.returned(0.0, claim)
     if event is PE.COMPLETE:
-        s.seal(0.0, PUSH)
+        s.seal(0.0, opened(s))
     if state is PS.DRAIN and event is PE.COMPLETE:
         s.message(0.0, "d0", cancel())
     elif state in (PS.DRAIN, PS.CLOSED):
-        s.abort(0.0, PUSH, "PD-XFER-002", "test")
+        s.abort(0.0, opened(s), Failure("PD-XFER-002", "test"))
     if state is PS.CLOSED:
         s.wrote(0.0, claim, True)
     return s, claim
 
 
+def pair_of(s: Sender) -> PairRecord | None:
+    push = s.find(PUSH)
+    return push.pairs[0] if push is not None else None
+
+
 def straight_pair(s: Sender, event: PairEvent) -> list[Action]:
-    pair = s._pair(PUSH, 0)
+    pair = pair_of(s)
     if pair is None:
         look_up(s.table, PS.UNATTACHED, event, Counter(), PUSH)
         raise AssertionError("only messages and `open` come without a pair")
@@ -491,7 +498,7 @@ def straight_pair(s: Sender, event: PairEvent) -> list[Action]:
 
 
 def fire_pair(s: Sender, claim: Claim, event: PairEvent) -> list[Action]:
-    pair = s._pair(PUSH, 0)
+    pair, push = pair_of(s), s.find(PUSH) or order()
     asked = pair.seq if pair is not None and pair.final is None else 1
     said = pair.final if pair is not None else None
     moved, less = memory_hash(NEW_ADDRESSES), memory_hash(ADDRESSES)
@@ -509,9 +516,9 @@ def fire_pair(s: Sender, claim: Claim, event: PairEvent) -> list[Action]:
         PE.ACK: lambda: s.message(0.1, "d0", ack("failed", said.seq) if said is not None else ack("done", 1)),
         PE.ACK_OF_ANOTHER: lambda: s.message(0.1, "d0", ack("done", 1)),
         PE.OPEN: lambda: s.open(0.1, order()),
-        PE.OFFER: lambda: s.offer(0.1, PUSH, 0, "another", 10),
-        PE.SEAL: lambda: s.seal(0.1, PUSH),
-        PE.RESTART: lambda: s.restart(0.1, PUSH),
+        PE.OFFER: lambda: s.offer(0.1, push, 0, "another", 10),
+        PE.SEAL: lambda: s.seal(0.1, push),
+        PE.RESTART: lambda: s.restart(0.1, push),
         PE.RETURN: lambda: s.returned(0.1, claim),
         PE.SUBMITTED: lambda: s.submitted(0.1, claim),
         PE.SUBMITTED_LATE: lambda: s.submitted(14.97, claim),
@@ -560,10 +567,10 @@ def test_prefill_refuses_an_event_that_cannot_be(state: PairState, event: PairEv
 def test_nothing_starts_over_or_ends_while_a_unit_is_out() -> None:
     s, _ = prefill_in(PS.PUSH)
     with pytest.raises(LocalProtocolError):
-        s.restart(0.1, PUSH)
+        s.restart(0.1, opened(s))
     assert s.state(PUSH, 0) is PS.PUSH
     s, _ = prefill_in(PS.DRAIN)
-    s._machine.close_if_finished(0.1, s._pair(PUSH, 0), None)
+    s._machine.close_if_finished(0.1, pair_of(s), None)
     assert s.state(PUSH, 0) is PS.DRAIN
 
 

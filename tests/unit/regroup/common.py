@@ -33,6 +33,7 @@ from vllm_ascend_pd.device.caches import Caches, CacheShape, describe
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.metadata import Bind, DecodeStep, LoadCancel
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.transport.base import WriteState
@@ -330,7 +331,7 @@ class RegroupDecodeSite:
             runtime.step(step)
 
     def cancel(self, prompt: RegroupPrompt) -> None:
-        gone = LoadCancel(prompt.transfer, "PD-XFER-002", "the client left")
+        gone = LoadCancel(prompt.transfer, Failure("PD-XFER-002", "the client left"))
         self.tell(DecodeStep(cancels=(gone,), incarnation=self.incarnation))
 
     def collect(self) -> None:

@@ -36,7 +36,7 @@ from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.metadata import MissedExchange, PrefillStep
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
 from vllm_ascend_pd.prefill.scheduler.core.request import NewRequest
-from vllm_ascend_pd.prefill.worker.core.pushes import PushSite
+from vllm_ascend_pd.prefill.worker.core.register import PushSite
 from vllm_ascend_pd.prefill.worker.runtime import PushRuntime
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup.core.world import EngineWorld
@@ -107,11 +107,11 @@ class RegroupPrefillRank:
         """Run one engine step, with hooks in vLLM's order."""
         if step.preempted:
             self.runtime.preempt(step.preempted)
-        self.runtime.begin_step(step)
+        self.runtime.steps.begin(step)
         if shares:
             HOOKS[hook](self, lambda own: self.write(own, shares))
-        self.runtime.end_step()
-        return WorkerReport(self.runtime.take_finished(ended), self.runtime.missed_exchanges())
+        self.runtime.steps.end()
+        return WorkerReport(self.runtime.take_finished(ended), list(self.runtime.take_news().missed))
 
     def write(self, own: int, shares: Sequence[ComputedTokens]) -> None:
         layer = self.cache.names.index(self.names[own])
@@ -121,7 +121,7 @@ class RegroupPrefillRank:
 
     def saved(self, own: int, name: str | None = None) -> None:
         """Fire the hook of a layer."""
-        self.runtime.layer_computed(self.names[own] if name is None else name)
+        self.runtime.steps.computed(self.names[own] if name is None else name)
 
     def stats(self) -> dict[str, int]:
         """Return counts of the exchanges since the start, and what is held now. Empty without exchanges."""

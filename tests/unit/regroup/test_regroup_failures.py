@@ -15,6 +15,7 @@ from unit.kits.watching import traced, until
 from unit.regroup.common import EngineCache, RegroupDecodeSite, RegroupPrompt, config
 from unit.regroup.prefill import ComputedTokens, FailingTransport, RegroupPrefillSite, engine, running
 from vllm_ascend_pd.prefill.worker import runtime as prefill_runtime
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.regroup.core.staging import Staging, StagingSlot
 from vllm_ascend_pd.regroup.exchange import TAG_BYTES, ExchangeRows, GroupExchange
 from vllm_ascend_pd.regroup.resources import RegroupResources
@@ -23,11 +24,11 @@ SMALL = {"staging_slots": 1}
 
 
 def reports(prompt: RegroupPrompt) -> list[tuple[bool, str]]:
-    return [(report.ok, report.code) for report in prompt.site.reports[prompt.name]]
+    return [(report.ok, report.why.code) for report in prompt.site.reports[prompt.name]]
 
 
 def reasons(prompt: RegroupPrompt) -> list[tuple[str, str]]:
-    return [(report.code, report.detail) for report in prompt.site.reports[prompt.name]]
+    return [(report.why.code, report.why.detail) for report in prompt.site.reports[prompt.name]]
 
 
 def started(p: RegroupPrefillSite, *prompts: RegroupPrompt) -> None:
@@ -103,7 +104,7 @@ def test_a_rank_plans_what_it_has_given_up_like_the_others() -> None:
         runtime = p.ranks[1].runtime
         with runtime.deciding() as pushes:
             (push,) = [push.name for push in pushes.pushes() if push.reservation == lost.reservation]
-            pushes.abort(time.monotonic(), push, "PD-XFER-002", "injected")
+            pushes.abort(time.monotonic(), push, Failure("PD-XFER-002", "injected"))
         p.compute((lost, 32), (other, 32))
         assert p.ended(other)
         two.check(other)

@@ -133,7 +133,7 @@ def test_what_no_hook_said_was_computed_is_exchanged_and_not_pushed(
         pair.p.compute((prompt, 40), hook=hook)
         until(lambda: pair.d[0].ended(prompt), "D hears of it")
         (report,) = pair.d[0].reports[prompt.name]
-        assert not report.ok and report.code == "PD-GEO-004", report
+        assert not report.ok and report.why.code == "PD-GEO-004", report
         pair.p.finished(prompt)
         pair.p.holds_nothing()
         until(lambda: all(stats["exchanges"] == 3 for stats in pair.p.stats()), "every rank comes to every exchange")
@@ -201,7 +201,7 @@ def test_a_rank_that_dies_leaves_no_other_in_the_collective(tmp_path: Path) -> N
         until(lambda: d.ended(prompt), "D hears of it")
         [report] = d.reports[prompt.name]
         assert not report.ok
-        assert "PD-XFER-006" in (report.code, report.detail.split()[0]), report
+        assert "PD-XFER-006" in (report.why.code, report.why.detail.split()[0]), report
         stats = [fleet.members[index].ask("stats") for index in (0, 2)]
         assert [facts["exchanges"] for facts in stats] == [4, 4], (
             "two layers of two steps, as well as they could be made"

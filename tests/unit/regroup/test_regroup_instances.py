@@ -24,7 +24,8 @@ from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
 from vllm_ascend_pd.prefill.scheduler.core.request import NewRequest
 from vllm_ascend_pd.prefill.worker.core.exchanges import Run, Staged
 from vllm_ascend_pd.prefill.worker.core.push import Push, Unit
-from vllm_ascend_pd.prefill.worker.core.pushes import Pushes, PushSite
+from vllm_ascend_pd.prefill.worker.core.pushes import Pushes
+from vllm_ascend_pd.prefill.worker.core.register import PushSite
 from vllm_ascend_pd.protocol.identity import Contributor, TransferId
 from vllm_ascend_pd.regroup.core.staging import Staging
 
@@ -57,14 +58,14 @@ def core_of(rank: int) -> Pushes:
 
 def exchange_all(core: Pushes, step: PrefillStep) -> list[np.ndarray]:
     """Make all exchanges of a step in all layers. Return what each of them moves between the ranks."""
-    plan, event = core.begin(0.0, step), cast("Any", SimpleNamespace(done=lambda: True))
+    plan, event = core.plans.begin(0.0, step), cast("Any", SimpleNamespace(done=lambda: True))
     for exchange in plan.exchanges:
         for layer in exchange.layers:
             run = Run(Unit(step.number, layer, exchange.number), exchange)
-            slots = tuple(core.slot(run, index) for index in range(len(exchange.shares)))
-            core.made(run)
+            slots = tuple(core.making.slot(run, index) for index in range(len(exchange.shares)))
+            core.making.made(run)
             brought = Staged(event, run, slots, waited=0.0)
-            core.staged(0.0, brought, [[] for _ in slots], [{} for _ in slots])
+            core.offers.staged(0.0, brought, [[] for _ in slots], [{} for _ in slots])
     return [exchange.plan.matrix for exchange in plan.exchanges]
 
 

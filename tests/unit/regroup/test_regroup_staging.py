@@ -21,7 +21,8 @@ from unit.regroup.prefill import FailingTransport, engine, running
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.coalesce import Spans
 from vllm_ascend_pd.prefill.worker.core.push import SlotShare, Unit
-from vllm_ascend_pd.prefill.worker.core.pushes import Pushes, PushSite
+from vllm_ascend_pd.prefill.worker.core.pushes import Pushes
+from vllm_ascend_pd.prefill.worker.core.register import PushSite
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup.core.staging import SLOT_TIMEOUT_S, Staging, StagingSlot
 from vllm_ascend_pd.transport.base import WriteState
@@ -125,7 +126,7 @@ def holding(made: Staging, *names: str) -> Pushes:
     for name in names:
         pair = SimpleNamespace(coverage=SimpleNamespace(out={}))
         push = SimpleNamespace(name=name, slot_shares={(0, UNIT): SlotShare(slot, (spans,), None)}, pairs={0: pair})
-        core._pushes[name] = push  # type: ignore[assignment]
+        core.records[name] = push  # type: ignore[assignment]
         slot.users += 1
     return core
 
@@ -134,14 +135,14 @@ def test_a_slot_goes_back_with_the_last_of_its_shares() -> None:
     made = staging()
     core = holding(made, "one", "two", "three")
     one, two, three = core.pushes()
-    core._drop(one, 0, UNIT)
-    core._drop(one, 0, UNIT)
-    core._let_go(two)
+    core.drop(one, 0, UNIT)
+    core.drop(one, 0, UNIT)
+    core.let_go(two)
     assert made.taken == 1
     three.pairs[0].coverage.out[UNIT] = 8
-    core._let_go(three)
+    core.let_go(three)
     assert made.taken == 1, "it is being written"
-    core._drop(three, 0, UNIT)
+    core.drop(three, 0, UNIT)
     assert made.taken == 0
     assert not any(push.slot_shares for push in core.pushes())
 

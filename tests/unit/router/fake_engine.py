@@ -29,6 +29,7 @@ from unit.router.fake_protocols import ABORT, MESSAGES, OTHERS, RECOMPUTED, RESP
 from vllm_ascend_pd.config import MetaserverConfig
 from vllm_ascend_pd.decode.scheduler.metaserver import MetaserverClient, Outcome
 from vllm_ascend_pd.protocol.auth import prompt_hash
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.reports import LoadReport, PushReport, params_of
 from vllm_ascend_pd.protocol.versions import fingerprint, may_pair
 from vllm_ascend_pd.shared.loop import LoopThread
@@ -448,17 +449,18 @@ class FakeEngine:
             if waiting.done():
                 missing_since = missing_since or now
                 if now - missing_since > self.behaviour.settle_s:
-                    return Outcome("failed", "PD-XFER-001", "the KV did not arrive")
+                    return Outcome("failed", Failure("PD-XFER-001", "the KV did not arrive"))
             await asyncio.sleep(0.002)
         if self.behaviour.loads_fail and self.behaviour.loads_fail_from in ("", PUSHED[transfer]):
-            return Outcome("failed", self.behaviour.loads_fail, "as set")
+            return Outcome("failed", Failure(self.behaviour.loads_fail, "as set"))
         return Outcome("prefilled")
 
     def _tell(self, transfer: str, params: dict[str, Any], outcome: Outcome) -> None:
-        failed = outcome.kind == "failed"
+        failed, why = outcome.failure is not None, outcome.failure or Failure("")
         report = LoadReport(
             *(transfer, params["ticket"], self.incarnation, 0 if failed else 7, 7 if failed else 0),
-            *(outcome.code, PUSHED.get(transfer, ""), self.fingerprint),
+            *(why.code, PUSHED.get(transfer, ""), self.fingerprint),
+            detail=why.detail,
         )
         self._loads[report.ticket] = report
         if self.behaviour.reports:

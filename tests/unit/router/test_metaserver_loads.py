@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,6 +35,13 @@ def test_after_a_failed_load_another_d_is_asked(stream: bool) -> None:
             assert answer.status_code == 200
             assert (streamed(answer) if stream else texts(answer)[0]) == "".join(words(f"p{i}", 3))
         assert instance(c, c.decode[0]).broke == 0, "its answers are not its own failure"
+
+
+def test_why_a_load_failed_is_in_the_metaserver_s_log(caplog: pytest.LogCaptureFixture) -> None:
+    with cluster(prefill=1, decode=1) as c, caplog.at_level(logging.WARNING):
+        c.decode[0].behaviour.loads_fail = "PD-XFER-003"
+        assert c.complete("p").status_code == 200, "D computes the prompt"
+        until(lambda: f"its KV did not come to {c.decode[0].address}: PD-XFER-003 as set" in caplog.text)
 
 
 def test_the_attempt_behind_a_failed_load_is_another_d_s_though_it_has_more_to_do() -> None:

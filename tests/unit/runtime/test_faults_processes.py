@@ -172,7 +172,7 @@ def test_a_prefill_engine_stopped_in_a_write_is_shut_out_and_others_are_tried_ag
         other.compute((slow, 160))
         (report,) = d.received(slow)
         # Cut by the revocation, or by its lease if the machine stood still for as long.
-        assert not report.ok and report.code in ("PD-XFER-004", "PD-XFER-001"), "what is cut fails cleanly"
+        assert not report.ok and report.why.code in ("PD-XFER-004", "PD-XFER-001"), "what is cut fails cleanly"
         other.finish(slow)
         other.released_blocks_of(slow)
         other.pool.give(slow.p_blocks)
@@ -205,7 +205,7 @@ def test_a_prefill_engine_at_its_limit_of_threads_fails_pushes_and_lives(names: 
         d.step()
         with no_more_threads(names) as asked:
             p.prefill(refused)
-            assert d.received(refused)[0].code == "PD-XFER-003"
+            assert d.received(refused)[0].why.code == "PD-XFER-003"
         assert asked
         p.prefill(later)
         assert d.received(later)[0].ok, "the writer lives"

@@ -165,7 +165,7 @@ def test_a_stage_of_decode_that_gets_other_bytes_says_so() -> None:
         until(lambda: bool((landed != UNTOUCHED).all()), "the block has landed")
         landed += 1
         p.compute((request, 1))
-        ends = {report.detail: report.ok for report in d.received(request)}
+        ends = {report.why.detail: report.ok for report in d.received(request)}
         assert ends == {"": True, f"{model.names[2]} (kv0: k)": False}
 
 
@@ -177,7 +177,7 @@ def test_a_worker_whose_stage_the_scheduler_does_not_know_loads_nothing() -> Non
         d.geometry = msgspec.structs.replace(d.geometry, stages=d.geometry.stages[1:])
         d.step()
         p.prefill(request)
-        assert {(report.ok, report.code) for report in d.received(request)} == {(False, "PD-XFER-002")}
+        assert {(report.ok, report.why.code) for report in d.received(request)} == {(False, "PD-XFER-002")}
 
 
 def test_chunks_that_end_inside_blocks_leave_no_gap() -> None:
@@ -240,7 +240,7 @@ def test_a_prefix_that_left_before_it_was_computed_has_another_checksum(tp: int,
         p.compute((request, 6), hook=late, ready=24)
         (ended,) = d.received(request)
         if verify == "full":
-            assert (ended.ok, ended.code) == (False, "PD-WIRE-004")
+            assert (ended.ok, ended.why.code) == (False, "PD-WIRE-004")
         else:
             assert ended.ok
             with pytest.raises(AssertionError):
@@ -276,7 +276,7 @@ def test_what_no_hook_said_was_computed_is_not_pushed(hook: Hook, tp: int) -> No
         p.prefill(request, 10, 13, hook=hook)
         (ended,) = d.received(request)
         layer = CacheModel().names[1 if hook is all_but_one else 0]
-        assert (ended.ok, ended.code, ended.detail) == (False, "PD-GEO-004", layer)
+        assert (ended.ok, ended.why.code, ended.why.detail) == (False, "PD-GEO-004", layer)
 
 
 def test_a_step_without_a_layer_spoils_what_a_later_one_would_push() -> None:

@@ -141,7 +141,7 @@ def test_what_another_rank_holds_is_found_by_the_checksums(monkeypatch: pytest.M
         d.step()
         monkeypatch.setattr(TokenSplit, "places", turned)
         p.prefill(made)
-        assert {report.code for report in d.received(made)} == {"PD-WIRE-004"}
+        assert {report.why.code for report in d.received(made)} == {"PD-WIRE-004"}
         p.finish(made)
         p.released_blocks_of(made)
 

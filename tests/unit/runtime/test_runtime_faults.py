@@ -20,9 +20,10 @@ from unit.runtime.sites import DecodeSite, PrefillSite, config, heard_ready, own
 from unit.runtime.wires import DyingWire, FlippingWire, LossyWire, SlowWire
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.prefill.worker.core import pushes as core
+from vllm_ascend_pd.prefill.worker.core import batches
 from vllm_ascend_pd.prefill.worker.core.push import Push
 from vllm_ascend_pd.prefill.worker.sums import PushSums
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.messages import Memory
 from vllm_ascend_pd.protocol.reservation import Receiver
@@ -111,7 +112,7 @@ def test_an_abort_on_prefill_fails_the_load_at_once_and_releases_the_blocks() ->
         assert p.finish(request), "its blocks are held until nothing reads them"
         p.released_blocks_of(request)
         (report,) = d.received(request)
-        assert (report.ok, report.code) == (False, "PD-XFER-002")
+        assert (report.ok, report.why.code) == (False, "PD-XFER-002")
         assert p.released == {request.p_name}
 
 
@@ -127,7 +128,7 @@ def test_a_request_that_ends_without_blocks_says_so_to_decode() -> None:
         assert not p.finish(request, holds_blocks=False)
         p.idle()
         (report,) = d.received(request)
-        assert (report.ok, report.code) == (False, "PD-XFER-002")
+        assert (report.ok, report.why.code) == (False, "PD-XFER-002")
         runtime = p.workers[0, 0]._runtime
         assert runtime is not None
         until(lambda: p.idle().empty and not runtime.core.pushes(), "nothing is left of it")
@@ -219,7 +220,7 @@ def test_a_push_ends_at_the_deadline_of_its_reservation() -> None:
         closed = [facts for stage, facts in events if stage == "push_closed"]
         assert closed[0]["ok"] is False
         (report,) = d.received(request)
-        assert (report.ok, report.code) == (False, "PD-XFER-001")
+        assert (report.ok, report.why.code) == (False, "PD-XFER-001")
 
 
 def test_a_prefill_that_never_comes_costs_decode_its_deadline() -> None:
@@ -228,7 +229,7 @@ def test_a_prefill_that_never_comes_costs_decode_its_deadline() -> None:
         request = d.reserve("r", 30, deadline_s=0.5)
         d.step()
         reports = d.received(request)
-        assert [(report.ok, report.code) for report in reports] == [(False, "PD-XFER-001")] * 2
+        assert [(report.ok, report.why.code) for report in reports] == [(False, "PD-XFER-001")] * 2
 
 
 def test_a_prefill_that_has_ended_well_must_deliver_within_a_lease() -> None:
@@ -236,9 +237,9 @@ def test_a_prefill_that_has_ended_well_must_deliver_within_a_lease() -> None:
     with sites(d):
         request = d.reserve("r", 30, deadline_s=3600.0)
         d.step()
-        d.book.answered(request.reservation.transfer, "prefilled")
+        d.book.answered(request.reservation.transfer)
         (report,) = d.received(request)
-        assert (report.ok, report.code) == (False, "PD-XFER-001")
+        assert (report.ok, report.why.code) == (False, "PD-XFER-001")
 
 
 # -- broken things
@@ -254,7 +255,7 @@ def test_a_flipped_bit_is_found_and_its_layer_named() -> None:
         d.step()
         p.prefill(request)
         (report,) = d.received(request)
-        assert (report.ok, report.code, report.detail) == (False, "PD-WIRE-004", f"{PLANES.names[1]} (kv)")
+        assert (report.ok, report.why.code, report.why.detail) == (False, "PD-WIRE-004", f"{PLANES.names[1]} (kv)")
         assert set(report.blocks) == set(request.d_blocks)
 
 
@@ -272,10 +273,10 @@ def test_a_dead_writer_fails_every_push_and_releases_the_blocks_when_they_are_qu
         p.compute((request, 30), (other, 30))
         until(lambda: len(heard_ready(events)) == 3, "P has heard READY of three ranks")
         device.open.set()  # now each has a batch
-        assert {report.code for report in e.received(other)} == {"PD-XFER-003"}
-        assert d.received(request)[0].code in ("PD-XFER-003", "" if at == "poll" else "PD-XFER-003")
+        assert {report.why.code for report in e.received(other)} == {"PD-XFER-003"}
+        assert d.received(request)[0].why.code in ("PD-XFER-003", "" if at == "poll" else "PD-XFER-003")
         p.prefill(later)
-        assert d.received(later)[0].code == "PD-XFER-003"
+        assert d.received(later)[0].why.code == "PD-XFER-003"
         for each in (request, other, later):
             p.finish(each)
         p.released_blocks_of(request, other, later)
@@ -302,7 +303,7 @@ def test_a_decode_engine_with_wrong_addresses_fails_its_own_pushes_only(wrong: s
         for each in (request, other):
             assert p.admit(each) is None
         p.compute((request, 30), (other, 30))
-        assert d.received(request)[0].code == "PD-WIRE-005"
+        assert d.received(request)[0].why.code == "PD-WIRE-005"
         assert e.received(other)[0].ok
         e.check(other)
         for each in (request, other):
@@ -331,7 +332,7 @@ def test_a_write_that_cannot_be_prepared_fails_its_own_push_only(at: str, monkey
         return maybe
 
     if at == "spans":
-        monkeypatch.setattr(core, "spans_of", wrapped(core.spans_of))
+        monkeypatch.setattr(batches, "spans_of", wrapped(batches.spans_of))
     else:
         monkeypatch.setattr(PushSums, "direct", wrapped(PushSums.direct))
     p, d, e = PrefillSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push)
@@ -343,7 +344,7 @@ def test_a_write_that_cannot_be_prepared_fails_its_own_push_only(at: str, monkey
         for each in (request, other):
             assert p.admit(each) is None
         p.compute((request, 30), (other, 30))
-        assert d.received(request)[0].code == "PD-XFER-003"
+        assert d.received(request)[0].why.code == "PD-XFER-003"
         assert e.received(other)[0].ok
         e.check(other)
         for each in (request, other):
@@ -363,9 +364,9 @@ def test_what_was_decided_before_an_error_is_still_done() -> None:
         runtime = worker._runtime
         (push,) = runtime.core.pushes()
         with pytest.raises(KeyError), runtime.deciding() as pushes:
-            pushes.abort(time.monotonic(), push.name, "PD-XFER-002", "the test")
+            pushes.abort(time.monotonic(), push.name, Failure("PD-XFER-002", "the test"))
             raise KeyError(push.name)
-        assert d.received(request)[0].code == "PD-XFER-002"
+        assert d.received(request)[0].why.code == "PD-XFER-002"
         p.finish(request)
         p.released_blocks_of(request)
 
@@ -429,8 +430,8 @@ def test_what_goes_wrong_with_one_request_on_decode_is_that_requests(at: str, mo
             p.prefill(each)
         assert d.received(good)[0].ok
         (report,) = d.received(bad)
-        assert (report.ok, report.code) == (False, "PD-WIRE-004" if at == "compare" else "PD-XFER-002")
-        assert "the device is gone" in report.detail or "no port is free" in report.detail
+        assert (report.ok, report.why.code) == (False, "PD-WIRE-004" if at == "compare" else "PD-XFER-002")
+        assert "the device is gone" in report.why.detail or "no port is free" in report.why.detail
         assert set(report.blocks) == set(bad.d_blocks)
         assert not d.received(cancelled)[0].ok
         d.check(good)
@@ -459,9 +460,9 @@ def test_a_word_of_the_scheduler_that_goes_wrong_on_decode_gives_up_its_transfer
         if at == "cancel":
             d.book.request_finished(request.name)
         else:
-            d.book.answered(request.reservation.transfer, "prefilled")
+            d.book.answered(request.reservation.transfer)
         (report,) = d.received(request)
-        assert (report.ok, report.code) == (False, "PD-XFER-002") and "the device is gone" in report.detail
+        assert (report.ok, report.why.code) == (False, "PD-XFER-002") and "the device is gone" in report.why.detail
 
 
 def test_a_bind_that_went_wrong_is_reported_once_though_its_request_is_cancelled_meanwhile(
@@ -480,7 +481,7 @@ def test_a_bind_that_went_wrong_is_reported_once_though_its_request_is_cancelled
         d.book.request_finished(request.name)
         worker.bind(StepMetadata(decode=d.book.take_step(None, d.geometry)))
         (report,) = d.received(request)
-        assert (report.ok, report.code) == (False, "PD-XFER-002") and "the device is gone" in report.detail
+        assert (report.ok, report.why.code) == (False, "PD-XFER-002") and "the device is gone" in report.why.detail
 
 
 def test_an_end_that_goes_wrong_on_decode_is_that_transfers_and_nothing_is_reported_twice(
@@ -526,7 +527,7 @@ def test_blocks_of_a_write_that_failed_are_released_only_when_it_is_quiet() -> N
         p.released_blocks_of(request)
         assert time.monotonic() - wire.lost[0] >= 0.6
         (report,) = d.received(request)
-        assert (report.ok, report.code) == (False, "PD-XFER-003")
+        assert (report.ok, report.why.code) == (False, "PD-XFER-003")
 
 
 class UnwillingWire(MemoryTransport):
@@ -546,7 +547,7 @@ def test_blocks_of_a_write_that_was_never_issued_wait_for_nothing() -> None:
         p.finish(request)
         p.released_blocks_of(request)  # long before the quiet time ends: nothing of it can land
         (report,) = d.received(request)
-        assert (report.ok, report.code) == (False, "PD-XFER-003")
+        assert (report.ok, report.why.code) == (False, "PD-XFER-003")
         closed = [facts for stage, facts in events if stage == "push_closed"]
         assert "nothing was sent" in closed[0]["detail"]
 
@@ -586,7 +587,7 @@ def test_a_dead_writer_gathers_nothing() -> None:
         first, later = d.reserve("first", 9), d.reserve("later", 30)
         d.step()
         p.prefill(first)
-        assert d.received(first)[0].code == "PD-XFER-003"
+        assert d.received(first)[0].why.code == "PD-XFER-003"
         (worker,) = p.workers.values()
         runtime = worker._runtime
         assert runtime is not None
@@ -690,7 +691,7 @@ def test_a_push_that_failed_on_one_rank_does_not_change_which_ranks_write_the_ot
         ignorant._loop.post(deaf.wait, 20.0)  # blocks its loop: it gets no message
         with knows.deciding() as pushes:
             (push,) = (push.name for push in pushes.pushes() if push.request_id == failed.p_name)
-            pushes.abort(time.monotonic(), push, "PD-XFER-002", "as if its writes had failed")
+            pushes.abort(time.monotonic(), push, Failure("PD-XFER-002", "as if its writes had failed"))
         until(lambda: any(stage == "push_closed" for stage, _ in events), "the end of the push on the rank that knows")
         for _ in range(7):
             p.compute((failed, 8), (fine, 8))

@@ -92,7 +92,7 @@ def test_blocks_that_decode_does_not_have_are_never_written(block: int) -> None:
             assert p.admit(each) is None
         p.compute((request, 30), (other, 30))
         (report,) = d.received(request)
-        assert (report.ok, report.code) == (False, "PD-WIRE-003")
+        assert (report.ok, report.why.code) == (False, "PD-WIRE-003")
         assert d.received(other)[0].ok
         d.check(other)
         assert not d.written(request), "nothing of a request with a bad block is written"
@@ -176,7 +176,7 @@ def test_a_decode_engine_that_verifies_says_when_prefill_does_not() -> None:
         d.step()
         p.prefill(request)
         (report,) = d.received(request)
-        assert report.code == "PD-WIRE-004" and "no checksums" in report.detail
+        assert report.why.code == "PD-WIRE-004" and "no checksums" in report.why.detail
 
 
 def test_a_prefill_engine_that_verifies_serves_a_decode_engine_that_does_not() -> None:

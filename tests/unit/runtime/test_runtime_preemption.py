@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 
 from unit.device.caches import CacheModel, HeldDevice
 from unit.kits.watching import traced, until
+from unit.protocol.kit import D, reservation
 from unit.runtime.sites import DecodeSite, PrefillSite, config, sites
 from unit.runtime.wires import SlowWire
 from vllm_ascend_pd.errors import LocalProtocolError
-from vllm_ascend_pd.metadata import PushSlice
-from vllm_ascend_pd.prefill.worker.core.push import BlockTable, Push
-from vllm_ascend_pd.prefill.worker.core.pushes import IN_FLIGHT
+from vllm_ascend_pd.metadata import PushSlice, PushStart
+from vllm_ascend_pd.prefill.worker.core.claiming import IN_FLIGHT
+from vllm_ascend_pd.prefill.worker.core.push import Push
 from vllm_ascend_pd.prefill.worker.role import PrefillWorker
 from vllm_ascend_pd.roles import StepMetadata
 from vllm_ascend_pd.transport.base import WriteState
@@ -211,7 +212,7 @@ def test_writes_that_do_not_return_before_preemption_fail_the_push_first() -> No
         assert request.name not in d.done, "the write may still land: D keeps its blocks"
         wire.open.set()
         (report,) = d.received(request)
-        assert not report.ok and report.code == "PD-XFER-001" and set(report.blocks) == set(request.d_blocks)
+        assert not report.ok and report.why.code == "PD-XFER-001" and set(report.blocks) == set(request.d_blocks)
         p.compute((request, 30))  # it goes on without being pushed
         p.finish(request)
         p.released_blocks_of(request)
@@ -219,8 +220,8 @@ def test_writes_that_do_not_return_before_preemption_fail_the_push_first() -> No
 
 def test_a_push_that_starts_over_without_a_reported_loss_is_a_bug_and_says_so() -> None:
     """Otherwise its new blocks would be appended to the lost ones."""
-    blocks, nothing = np.zeros(8, dtype=np.int32), cast("Any", None)
-    push = Push("push", "r", nothing, (), frozenset(), (), (), (), (0,), (blocks,), (BlockTable(blocks, 3),), 0.0)
+    push = Push.of(PushStart("r", "push", reservation(D, 40)), D, (), (), ())
+    push.tables[0].extend(np.arange(3, dtype=np.int32))
     again = PushSlice("push", 0, 8, (np.array([5], dtype=np.int32),), restart=True, final=False)
     with pytest.raises(LocalProtocolError, match="push push starts over"):
         push.extend(2, again)

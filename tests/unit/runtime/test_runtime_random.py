@@ -14,6 +14,7 @@ import pytest
 from unit.device.caches import CacheModel
 from unit.kits.watching import until
 from unit.runtime.sites import DecodeSite, PrefillSite, SitePrompt, config, sites
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
@@ -108,9 +109,8 @@ class RandomRun:
         if self.active:
             request = self.dice.choice(self.active)
             if request.p_name not in self.p.known and not request.p_blocks:  # D is notified by the end of the HTTP call
-                self.site_of[request.name].book.answered(
-                    request.reservation.transfer, "failed", "PD-META-006", "aborted"
-                )
+                aborted = Failure("PD-META-006", "aborted")
+                self.site_of[request.name].book.answered(request.reservation.transfer, aborted)
             self.aborted_on_p.add(request.name)
             self.end(request)
 

@@ -111,7 +111,7 @@ class WatchedSteps:
 
     def codes(self, transfer: TransferId) -> list[str]:
         """Codes of its cancellations in the steps taken."""
-        return [cancel.code for step in self.taken for cancel in step.cancels if cancel.transfer == transfer]
+        return [cancel.failure.code for step in self.taken for cancel in step.cancels if cancel.transfer == transfer]
 
     def settled(self, transfer: TransferId) -> None:
         """Step until P's request has ended well."""

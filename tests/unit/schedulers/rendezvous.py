@@ -62,7 +62,7 @@ class SchedulerPair:
     def ended(self, asked: Request) -> tuple[bool, dict[str, Any] | None]:
         asked.append_output_token_ids([TOKEN])
         asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
-        return self.p.finished(asked, True)
+        return self.p.request_finished(asked, True)
 
     def started(self) -> Start:
         """Wait until it is decided how D's held request starts."""

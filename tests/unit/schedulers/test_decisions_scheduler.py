@@ -43,9 +43,10 @@ from vllm_ascend_pd.engine import WorkerFacts, request_hash
 from vllm_ascend_pd.metadata import Bind, LoadEnd
 from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import Secrets, seal, unseal
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, push_id, pushed_by
 from vllm_ascend_pd.protocol.messages import Reservation
-from vllm_ascend_pd.protocol.reports import said_in
+from vllm_ascend_pd.protocol.reports import MAX_DETAIL, said_in
 from vllm_ascend_pd.vllm_patches.first_token import Drops
 from vllm_ascend_pd.vllm_patches.patience import Patience
 
@@ -71,7 +72,7 @@ def test_chunks_of_a_request_become_slices() -> None:
         (4, 7, [8], False),
         (7, 10, [], True),
     ]
-    held, answer = scheduler.finished(asked, True)
+    held, answer = scheduler.request_finished(asked, True)
     assert held and answer == {
         "pd_push": {"prefill": scheduler._engine.incarnation, "fingerprint": scheduler._engine.fingerprint}
     }
@@ -130,7 +131,7 @@ def test_a_signed_reservation_is_taken_with_the_right_secret_only() -> None:
         asked.kv_transfer_params = remote_decode(seal(reservation(asked), sealed_with))
         other.allocated(asked)
         assert other.build_step(output([("r", 0, 10, [1, 2, 3])])).empty
-        held, answer = other.finished(asked, True)
+        held, answer = other.request_finished(asked, True)
         assert not held and answer is not None and answer["pd_push"]["code"] == "PD-SEC-003"
 
 
@@ -158,10 +159,10 @@ def test_a_forged_reservation_is_a_plain_prefill_that_says_why(garbage: Any) -> 
     scheduler.allocated(asked)
     scheduler.allocated(asked)
     assert scheduler.build_step(output([("r", 0, 10, [1, 2, 3])])).empty
-    held, answer = scheduler.finished(asked, True)
+    held, answer = scheduler.request_finished(asked, True)
     assert not held and answer is not None
     assert answer["pd_push"]["code"] in ("PD-META-005", "PD-CTRL-002", "PD-SEC-003")
-    assert scheduler.finished(asked, True) == (False, None)
+    assert scheduler.request_finished(asked, True) == (False, None)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_other_parameters_are_a_plain_prefill(params: Any) -> None:
     scheduler, asked = prefill(), request(params=params)
     scheduler.allocated(asked)
     assert scheduler.build_step(output([("r", 0, 10, [1, 2, 3])])).empty
-    assert scheduler.finished(asked, True) == (False, None)
+    assert scheduler.request_finished(asked, True) == (False, None)
 
 
 # The whole prompt came as embeddings, or a part of it, whose tokens are placeholders.
@@ -196,7 +197,7 @@ def test_a_prompt_of_embeddings_is_not_pushed(tokens: list[int] | None) -> None:
     asked = request(tokens=tokens, params=remote_decode(sealed), prompt_embeds=torch.zeros(10, 4))
     scheduler.allocated(asked)
     assert scheduler.build_step(output([("r", 0, 10, [1, 2, 3])])).empty
-    assert scheduler.finished(asked, True)[1] is not None
+    assert scheduler.request_finished(asked, True)[1] is not None
 
 
 @EMBEDDED
@@ -225,7 +226,7 @@ def test_a_cache_that_does_not_fit_is_named_with_both_values_before_anything_is_
     asked.kv_transfer_params = remote_decode(seal(reservation(asked, geometry=theirs), None))
     scheduler.allocated(asked)
     assert scheduler.build_step(output([("r", 0, 10, [1, 2, 3])])).empty
-    _, answer = scheduler.finished(asked, True)
+    _, answer = scheduler.request_finished(asked, True)
     assert answer is not None and answer["pd_push"]["code"] == "PD-GEO-001"
     assert "2" in answer["pd_push"]["detail"] and "4" in answer["pd_push"]["detail"]
 
@@ -360,7 +361,8 @@ def test_d_reports_how_the_kv_came_in_its_answer_and_to_the_metaserver(
     scheduler, asked, bind = loading(server)
     try:
         for code in codes:  # one step per rank
-            scheduler.ended(frozenset({LoadEnd("r", code, PUSH, cached=3), LoadEnd("unknown", "PD-XFER-001", "")}))
+            end = LoadEnd("r", Failure(code) if code else None, PUSH, cached=3)
+            scheduler.ended(frozenset({end, LoadEnd("unknown", Failure("PD-XFER-001"), "")}))
         assert asked.prefill_stats is not None
         asked.prefill_stats.set(len(TOKENS), 4, 6)
         assert scheduler.received("r") and not scheduler.received("r")
@@ -379,11 +381,32 @@ def test_d_reports_how_the_kv_came_in_its_answer_and_to_the_metaserver(
         server.served.stop()
 
 
+def test_why_kv_did_not_come_is_in_d_s_log_and_in_its_report(caplog: pytest.LogCaptureFixture) -> None:
+    server = RecordingMetaserver()
+    scheduler, asked, bind = loading(server)
+    try:
+        long = "a write\nfailed " * 60
+        scheduler.ended([LoadEnd("r", Failure("PD-XFER-003", long), PUSH), LoadEnd("r", None, PUSH)])
+        assert scheduler.received("r")
+        (said,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+        assert said.startswith(f"request r: its KV did not come, transfer {bind.transfer} failed: PD-XFER-003 a write")
+        assert "\n" not in said, "a line of the log is one line"
+        answer = scheduler.finished(asked.request_id)
+        assert answer is not None
+        told = answer["pd_load"]["detail"]
+        assert told.startswith("a write") and "\n" not in told and len(told) == MAX_DETAIL
+        until(lambda: server.reports, "the report")
+        assert server.reports[0]["detail"] == told
+    finally:
+        scheduler.close()
+        server.served.stop()
+
+
 def test_a_load_that_was_not_pushed_names_no_prefill() -> None:
     server = RecordingMetaserver(PREFILLED)
     scheduler, asked, _ = loading(server)
     try:
-        scheduler.ended([LoadEnd("r", "PD-XFER-001", "")])
+        scheduler.ended([LoadEnd("r", Failure("PD-XFER-001"), "")])
         assert scheduler.received("r")
         answer = scheduler.finished(asked.request_id)
         assert answer is not None and "prefill" not in answer["pd_load"] and answer["pd_load"]["recomputed"] == 6
@@ -397,7 +420,7 @@ def test_a_request_that_ends_before_its_load_reports_nothing_and_leaves_nothing(
     scheduler, asked, _ = loading(server)
     try:
         assert scheduler.finished(asked.request_id) is None
-        scheduler.ended([LoadEnd("r", "PD-XFER-002", PUSH)])
+        scheduler.ended([LoadEnd("r", Failure("PD-XFER-002"), PUSH)])
         assert scheduler.received("r")
         assert scheduler.book.find("r") is None and not server.reports
     finally:
@@ -643,7 +666,7 @@ def answered(
     scheduler.build_step(output([("r", 0, 10 // chunks, [1, 2, 3])]))
     asked.append_output_token_ids(list(sampled))
     asked.status = RequestStatus.FINISHED_LENGTH_CAPPED if sampled else RequestStatus.FINISHED_ABORTED
-    _, answer = scheduler.finished(asked, True)
+    _, answer = scheduler.request_finished(asked, True)
     assert answer is not None
     return str(answer["pd_push"].get("first", ""))
 

@@ -80,7 +80,7 @@ def test_both_at_once_meet_under_the_name_of_the_router(first: str) -> None:
         slices = [*step.computed, *step.slices]
         assert [(slice_.before, slice_.after) for slice_ in slices] == [(0, 4), (4, 10)][first == "D" :]
         asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
-        held, answer = both.p.finished(asked, True)
+        held, answer = both.p.request_finished(asked, True)
         assert held and answer is not None and "source" not in answer
         both.steps.settled(bind.transfer)
 
@@ -105,7 +105,7 @@ def test_p_s_last_word_brings_its_first_token(first: str, kv: str) -> None:
             if asked is not None:
                 both.ended(asked)
             both.steps.settled(bind.transfer)
-        both.d.ended([LoadEnd(D_ID, "", began.push)])
+        both.d.ended([LoadEnd(D_ID, None, began.push)])
         assert both.d.received(D_ID) and both.d.holds(D_ID)
         if kv != "after it" and asked is not None:
             both.ended(asked)
@@ -125,7 +125,7 @@ def test_a_p_that_was_asked_otherwise_tells_no_token(
         _, _, answer = both.prefilled(**sampling)
         bind = both.load(answer)
         both.steps.settled(bind.transfer)
-        both.d.ended([LoadEnd(D_ID, "", "p.1")])
+        both.d.ended([LoadEnd(D_ID, None, "p.1")])
         assert both.d.received(D_ID)
         start = both.started()
         assert (start.first, start.why) == (None, why)
@@ -138,7 +138,7 @@ def test_a_request_that_dies_on_p_fails_the_load_at_once() -> None:
         bind = both.load({**both.address(), "remote_request_id": "router-1"})
         until(lambda: both.p.book.tracks(P_ID), "the binding")
         asked.status = RequestStatus.FINISHED_ABORTED
-        held, answer = both.p.finished(asked, False)
+        held, answer = both.p.request_finished(asked, False)
         assert not held and answer is not None and "source" not in answer
         assert both.steps.cancelled(bind.transfer) == "PD-XFER-002"
 
@@ -222,7 +222,7 @@ def test_without_hold_sources_p_listens_nowhere_and_says_what_it_always_said() -
     asked = request(params=TOY)
     scheduler.allocated(asked)
     assert scheduler._reception is None
-    assert scheduler.finished(asked, True)[1]["pd_push"]["code"] == "PD-META-005"  # type: ignore[index]
+    assert scheduler.request_finished(asked, True)[1]["pd_push"]["code"] == "PD-META-005"  # type: ignore[index]
 
 
 def test_a_p_without_the_secret_is_not_heard(caplog: pytest.LogCaptureFixture) -> None:

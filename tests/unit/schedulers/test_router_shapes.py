@@ -208,7 +208,7 @@ def test_motor_s_trigger_passes_on_what_d_posts() -> None:
         p.allocated(asked)
         assert p.book.tracks(asked.request_id)
         asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
-        assert p.finished(asked, True)[1] is not None
+        assert p.request_finished(asked, True)[1] is not None
         router.ended = True
         steps.settled(bind.transfer)
 

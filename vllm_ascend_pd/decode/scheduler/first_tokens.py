@@ -101,7 +101,7 @@ class FirstTokenReceiver(first_token.StepHooks):
         self._book.ask(request.request_id, wanted)
         return seed, sampling.sent(given)
 
-    def outcome(self, transfer: TransferId, answer: str | First | None, failed: str) -> None:
+    def outcome(self, transfer: TransferId, answer: str | First | None, *, failed: bool) -> None:
         """Handle the last answer of the metaserver (with P's token sealed), or of P itself, or one without a token."""
         if not self._book.expects(transfer):
             return
@@ -112,7 +112,7 @@ class FirstTokenReceiver(first_token.StepHooks):
             except (ValueError, RemoteProtocolError) as refused:
                 log.warning("transfer %s: its first token is refused: %s", transfer, refused)
                 why = "refused"
-        self._book.token(transfer, first, failed, why)
+        self._book.token(transfer, first, why, failed=failed)
 
     def after(self, scheduler: Any, outputs: Any) -> None:
         self._proven = True

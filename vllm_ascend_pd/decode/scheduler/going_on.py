@@ -79,8 +79,8 @@ class GoingOn(first_token.StepHooks):
         """Handle what the router says of a request's answer so far."""
         if self._open.get(question.request_id) is not question:
             return
-        if outcome.kind == "failed":
-            self._anew(question, outcome.code, outcome.detail)
+        if outcome.failure is not None:
+            self._anew(question, outcome.failure.code, outcome.failure.detail)
         elif why := unfit(outcome.tokens, self.vocabulary, question.room):
             self._anew(question, "tokens", why)
         elif outcome.tokens:

@@ -31,6 +31,7 @@ from vllm_ascend_pd.errors import PdError, one_line
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.protocol import continuing, reports
 from vllm_ascend_pd.protocol.continuing import AnswerWanted
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.reports import LoadReport
 from vllm_ascend_pd.shared.backoff import Backoff
 from vllm_ascend_pd.shared.core.failures import HttpFailure, post_again
@@ -346,7 +347,7 @@ def _tls(config: MetaserverConfig) -> ssl.SSLContext:
 
 
 def _failed(error: PdError) -> Outcome:
-    return Outcome("failed", error.code, error.sentence)
+    return Outcome("failed", Failure.of(error))
 
 
 def _untrusted(problem: BaseException) -> bool:

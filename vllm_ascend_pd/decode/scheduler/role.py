@@ -31,10 +31,11 @@ from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.protocol.auth import seal
 from vllm_ascend_pd.protocol.continuing import AnswerWanted
 from vllm_ascend_pd.protocol.dialects import Meet, PassingRouter, read_meet, read_passing_router
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, pushed_by
 from vllm_ascend_pd.protocol.meeting import OFFER_ROOM, Offer, Unwanted
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES
-from vllm_ascend_pd.protocol.reports import DROPPED_KEY, LoadReport, params_of
+from vllm_ascend_pd.protocol.reports import DROPPED_KEY, MAX_DETAIL, LoadReport, params_of
 from vllm_ascend_pd.protocol.versions import WHOLE
 from vllm_ascend_pd.roles import SchedulerRole, StepMetadata, WorkerNews
 from vllm_ascend_pd.shared.exposure import UNREACHABLE_REMEDY, unreachable_warning
@@ -236,7 +237,7 @@ class DecodeScheduler(SchedulerRole):
     def _offer(self, online: _Online, meet: Meet, transfer: TransferId, sealed: bytes) -> None:
         if len(sealed) > MAX_MESSAGE_BYTES - OFFER_ROOM:
             error = PdError("PD-CTRL-002", why=f"a reservation of {len(sealed)} bytes does not fit an offer")
-            self._on_outcome(transfer, Outcome("failed", error.code, error.sentence))
+            self._on_outcome(transfer, Outcome("failed", Failure.of(error)))
         else:
             online.offering.offer(meet.listener, Offer(transfer, sealed, meet.source, meet.name))
 
@@ -259,13 +260,15 @@ class DecodeScheduler(SchedulerRole):
             (online.offering if isinstance(route, Meet) else online.client).forget(transfer)
 
     def _report(self, load: RemoteLoad) -> LoadReport:
+        why = load.failure or Failure("")
         return LoadReport(
             transfer=str(load.transfer),
             ticket=load.route.ticket if load.route is not None else "",
             decode=self._engine.incarnation,
-            received=0 if load.code else load.tokens,
-            recomputed=load.tokens if load.code else 0,
-            code=load.code,
+            received=0 if load.failure else load.tokens,
+            recomputed=load.tokens if load.failure else 0,
+            code=why.code,
+            detail=one_line(why.detail)[:MAX_DETAIL],
             prefill=pushed_by(load.push) if load.push else "",
             fingerprint=self._engine.fingerprint,
             first_token=load.source,
@@ -293,8 +296,8 @@ class DecodeScheduler(SchedulerRole):
             if isinstance(key, Question):
                 self.going_on.answered(key, outcome)
                 continue
-            self.book.answered(key, outcome.kind, outcome.code, outcome.detail)
-            self.first_tokens.outcome(key, outcome.first, outcome.code)
+            self.book.answered(key, outcome.failure)
+            self.first_tokens.outcome(key, outcome.first, failed=outcome.failure is not None)
 
     def ask(self, question: Question, metaserver: str, wanted: AnswerWanted, deadline_s: float) -> None:
         if self._online is not None:
@@ -315,15 +318,17 @@ class DecodeScheduler(SchedulerRole):
         load = self.book.received(time.monotonic(), request_id, starts=self.first_tokens.entered)
         if load is None:
             return False
-        if load.code:
-            self._failed(load.code)
+        if load.failure is not None:
+            why = one_line(load.failure)
+            log.warning("request %s: its KV did not come, transfer %s failed: %s", request_id, load.transfer, why)
+            self._failed(load.failure.code)
         trace.emit("reported", transfer=str(load.transfer), request=request_id)
         self.act()
         if load.state is not LoadState.OVER:
-            requests.report_cached(load.request, load.first if load.code else load.cached)
+            requests.report_cached(load.request, load.first if load.failure else load.cached)
         return True
 
-    def around(self) -> tuple[StepHooks, ...]:
+    def step_hooks(self) -> tuple[StepHooks, ...]:
         ours = self.first_tokens, self.going_on, self._drops
         return ours if self._standstill is None else (*ours, self._standstill)
 
@@ -405,10 +410,11 @@ class DecodeScheduler(SchedulerRole):
         if not isinstance(key, TransferId):
             return
         stage = {"accepted": "accepted", "prefilled": "prefilled"}.get(outcome.kind, "metaserver_failed")
-        trace.emit(stage, transfer=str(key), code=outcome.code, detail=outcome.detail, prefill=outcome.prefill)
+        why = outcome.failure or Failure("")
+        trace.emit(stage, transfer=str(key), code=why.code, detail=why.detail, prefill=outcome.prefill)
         if outcome.final:
             self.tally.time("metaserver_time_seconds", outcome.seconds)
             if outcome.kind == "failed":
-                log.warning("transfer %s: %s %s", key, outcome.code, one_line(outcome.detail))
+                log.warning("transfer %s: %s", key, one_line(str(why)))
             self._outcomes.append((key, outcome))
             self._patience.news()

@@ -114,11 +114,11 @@ class Reception:
     def _on_message(self, peer: Hashable, message: Meeting) -> None:
         reservation = None
         if isinstance(message, Offer):
-            found = opened(message, lambda sealed: unseal(sealed, self._engine.secrets))
-            if isinstance(found, Gone):
-                self._listener.send(peer, found)
+            offered = opened(message, lambda sealed: unseal(sealed, self._engine.secrets))
+            if isinstance(offered, Gone):
+                self._listener.send(peer, offered)
                 return
-            reservation = found
+            reservation = offered
         with self.deciding() as now:
             self._book.message(now, peer, message, reservation)
 

@@ -25,6 +25,7 @@ from vllm_ascend_pd.prefill.scheduler.first_tokens import FirstTokenSource
 from vllm_ascend_pd.prefill.scheduler.reception import Reception
 from vllm_ascend_pd.protocol.auth import seal_source, unseal
 from vllm_ascend_pd.protocol.dialects import is_prefill, meets_under
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, push_id
 from vllm_ascend_pd.protocol.meeting import Source
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES
@@ -157,35 +158,27 @@ class PrefillScheduler(SchedulerRole):
     def build_step(self, output: Any) -> PrefillStep:
         """Translate one SchedulerOutput."""
         with self._deciding():
-            return self._build_step(output)
+            for request_id in output.preempted_req_ids or ():
+                self.book.preempted(request_id)
+            counts, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+            chunks = []
+            for new in output.scheduled_new_reqs:
+                blocks = in_kernel_blocks(new.block_ids, self._kernel_blocks)
+                chunks.append(Chunk(new.req_id, new.num_computed_tokens, counts[new.req_id], blocks, replaces=True))
+            running = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+            for request_id, more, computed in running:
+                blocks = more and in_kernel_blocks(more, self._kernel_blocks)
+                resumed = request_id in cached.resumed_req_ids
+                chunks.append(Chunk(request_id, computed, counts[request_id], blocks, replaces=resumed))
 
-    def _build_step(self, output: Any) -> PrefillStep:
-        for request_id in output.preempted_req_ids or ():
-            self.book.preempted(request_id)
-        counts, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
-        chunks = []
-        for new in output.scheduled_new_reqs:
-            blocks = in_kernel_blocks(new.block_ids, self._kernel_blocks)
-            chunks.append(Chunk(new.req_id, new.num_computed_tokens, counts[new.req_id], blocks, replaces=True))
-        running = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
-        for request_id, more, computed in running:
-            blocks, replaces = (
-                more and in_kernel_blocks(more, self._kernel_blocks),
-                request_id in cached.resumed_req_ids,
-            )
-            chunks.append(Chunk(request_id, computed, counts[request_id], blocks, replaces))
+            def tables(request_id: str) -> Sequence[Sequence[int]]:
+                lent: Sequence[Sequence[int]] = output.kv_connector_block_state.get_block_ids(request_id)
+                return lent  # called for states only; older_groups.py lends it where vLLM does not have it
 
-        def tables(request_id: str) -> Sequence[Sequence[int]]:
-            found: Sequence[Sequence[int]] = output.kv_connector_block_state.get_block_ids(request_id)
-            return found  # called for states only; older_groups.py lends it where vLLM does not have it
-
-        self.book.step(chunks, tables)
-        return self.book.take_step()
+            self.book.step(chunks, tables)
+            return self.book.take_step()
 
     def request_finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
-        return self.finished(request, holds_blocks)
-
-    def finished(self, request: Any, holds_blocks: bool) -> tuple[bool, dict[str, Any] | None]:
         """Handle the end of a request. Return whether its blocks are held, and the push's part of its HTTP answer."""
         with self._deciding() as now:
             return self._finished(now, request, holds_blocks)
@@ -225,7 +218,7 @@ class PrefillScheduler(SchedulerRole):
         sends_first = self.first_tokens is not None
         return PushReport(self._engine.incarnation, code, detail, self._engine.fingerprint, first, sends_first)
 
-    def around(self) -> tuple[FirstTokenSource, ...]:
+    def step_hooks(self) -> tuple[FirstTokenSource, ...]:
         return (self.first_tokens,) if self.first_tokens is not None else ()
 
     def released(self, request_id: str) -> bool:
@@ -241,9 +234,9 @@ class PrefillScheduler(SchedulerRole):
             self.book.missed(news.missed)
         self.failed(news.failures)
 
-    def failed(self, failures: Iterable[tuple[str, str]]) -> None:
+    def failed(self, failures: Iterable[tuple[str, Failure]]) -> None:
         """Count failed pushes that workers report; each transfer counts once, whichever rank reports it first."""
-        for transfer, code in sorted(failures):
+        for transfer, code in sorted((transfer, failure.code) for transfer, failure in failures):
             if transfer in self._failed_transfers:
                 continue
             self._failed_transfers[transfer] = None

@@ -12,26 +12,17 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.prefill.worker.core.exchanges import Run, Staged
-from vllm_ascend_pd.prefill.worker.core.pushes import StepPlan
+from vllm_ascend_pd.prefill.worker.core.planning import StepPlan
 from vllm_ascend_pd.prefill.worker.writer import Deciding, News
 from vllm_ascend_pd.regroup.core.staging import Staging, StagingSlot
-from vllm_ascend_pd.regroup.exchange import ExchangeOutcome
+from vllm_ascend_pd.regroup.exchange import ExchangeOutcome, GroupExchange
 from vllm_ascend_pd.shared.event import Event
 
 log = logging.getLogger(__name__)
-
-
-class RankExchange(Protocol):
-    """This rank's buffers and its process group (regroup/exchange.py)."""
-
-    def prepare(self, plan: Any, slot: Any, layer: int) -> Any: ...
-    def run(self, rows: Any, layer: int, slots: Sequence[StagingSlot | None]) -> ExchangeOutcome: ...
-    def break_off(self) -> None: ...
 
 
 class Exchanger:
@@ -43,7 +34,7 @@ class Exchanger:
         deciding: Deciding,
         clock: Callable[[], float],
         wait: Callable[[float], object],
-        exchange: RankExchange,
+        exchange: GroupExchange,  # this rank's buffers and its process group
         staging: Staging,
         device: Device,
         put: Callable[[News], None],
@@ -115,10 +106,10 @@ class Exchanger:
             log.exception("no event could be recorded behind an exchange")
             error = error or failed
         with self._deciding() as core:
-            core.made(run)
+            core.making.made(run)
         if trace.enabled():  # before `put`, so that it precedes in the trace what follows from it
             facts = {**run.unit._asdict(), "bytes": sum(run.exchange.rows.send_splits), "waited": outcome.waited}
-            trace.emit("exchanged", **facts, again=run.again, ok=error is None)
+            trace.emit("exchanged", **facts, again=run.catch_up, ok=error is None)
         self._put(Staged(event, run, tuple(slots), outcome.number, outcome.waited, error))
 
     def _take_slots(self, run: Run, slots: list[StagingSlot | None]) -> Exception | None:
@@ -128,9 +119,9 @@ class Exchanger:
                     self._staging.new_step()
             for index in range(len(slots)):
                 with self._deciding() as core:
-                    while (left := core.wait_left(self._clock(), run, index)) > 0:
+                    while (left := core.making.wait_left(self._clock(), run, index)) > 0:
                         self._wait(left)
-                    slots[index] = core.slot(run, index)
+                    slots[index] = core.making.slot(run, index)
         except Exception as failed:
             log.exception("a staging slot could not be taken")
             return failed

@@ -11,7 +11,7 @@ import torch
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import CacheShape, describe
 from vllm_ascend_pd.engine import Engine, WorkerFacts
-from vllm_ascend_pd.prefill.worker.core.pushes import PushSite
+from vllm_ascend_pd.prefill.worker.core.register import PushSite
 from vllm_ascend_pd.prefill.worker.runtime import PushRuntime
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup.core.world import EngineWorld
@@ -55,32 +55,26 @@ class PrefillWorker(WorkerRole):
         """Begin a step. Raise PdError if this worker can never push again: it ends the engine, and /health shows it."""
         if self._runtime is not None and step.prefill is not None:
             self._runtime.check()
-            self._runtime.begin_step(step.prefill)
+            self._runtime.steps.begin(step.prefill)
 
     def layer_written(self, name: str) -> None:
         if self._runtime is not None:
-            self._runtime.layer_written(name)
+            self._runtime.steps.written(name)
 
     def save_layer(self, name: str) -> None:
         if self._runtime is not None:
-            self._runtime.layer_computed(name)
+            self._runtime.steps.computed(name)
 
     def end_step(self) -> None:
         if self._runtime is not None:
-            self._runtime.end_step()
+            self._runtime.steps.end()
 
     def ended(self, requests: Iterable[str]) -> EndedRequests:
-        return (
-            EndedRequests()
-            if self._runtime is None
-            else EndedRequests(sent=frozenset(self._runtime.take_finished(requests)))
-        )
+        sent = self._runtime.take_finished(requests) if self._runtime is not None else ()
+        return EndedRequests(sent=frozenset(sent))
 
     def news(self) -> WorkerNews:
-        if self._runtime is None:
-            return WorkerNews()
-        missed, failures = self._runtime.missed_exchanges(), self._runtime.take_failures()
-        return WorkerNews(missed=frozenset(missed), failures=frozenset(failures))
+        return WorkerNews() if self._runtime is None else self._runtime.take_news()
 
     def stats(self) -> dict[str, Any] | None:
         return None if self._runtime is None else self._runtime.stats()

@@ -22,10 +22,10 @@ from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import Caches
 from vllm_ascend_pd.errors import one_line
-from vllm_ascend_pd.metadata import MissedExchange, PrefillStep
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
-from vllm_ascend_pd.prefill.worker.core.pushes import Effect, MetricValue, Pushes, PushSite, Writable
+from vllm_ascend_pd.prefill.worker.core.pushes import Pushes
+from vllm_ascend_pd.prefill.worker.core.register import Effect, MetricValue, PushSite, Writable
 from vllm_ascend_pd.prefill.worker.exchanger import Exchanger
 from vllm_ascend_pd.prefill.worker.steps import Steps
 from vllm_ascend_pd.prefill.worker.sums import PushSums
@@ -33,9 +33,11 @@ from vllm_ascend_pd.prefill.worker.writer import Writer, WriterThread
 from vllm_ascend_pd.protocol import actions as act
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.compose import not_meant
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.messages import Message
 from vllm_ascend_pd.regroup.resources import RegroupResources
+from vllm_ascend_pd.roles import WorkerNews
 from vllm_ascend_pd.shared.loop import LoopThread
 from vllm_ascend_pd.transport.base import Wire
 
@@ -95,25 +97,13 @@ class PushRuntime:
             self._exchanger = Exchanger(name, *waits, regroup.exchange, regroup.staging, device, self._writing.put)
         g, put = caches.geometry, self._writing.put
         asked = self.deciding, device.record, put, time.monotonic
-        self._steps = Steps(g.layers, *asked, self._exchanger, drafts=g.drafts, states=g.states, titles=g.layer_labels)
+        self.steps = Steps(g.layers, *asked, self._exchanger, drafts=g.drafts, states=g.states, titles=g.layer_labels)
 
     # -- the engine's thread
 
     def stats(self) -> dict[str, Any] | None:
         self.tally.totals("num_protocol_events", self.core.counters)
         return self.tally.take()
-
-    def begin_step(self, step: PrefillStep) -> None:
-        self._steps.begin(step)
-
-    def layer_written(self, name: str) -> None:
-        self._steps.written(name)
-
-    def layer_computed(self, name: str) -> None:
-        self._steps.computed(name)
-
-    def end_step(self) -> None:
-        self._steps.end()
 
     def preempt(self, pushes: Collection[str]) -> None:
         """Wait a bounded time for writes that read preempted blocks; then the pushes start over or fail."""
@@ -122,20 +112,15 @@ class PushRuntime:
             while (left := core.drain(time.monotonic())) > 0:
                 self._changed.wait(left)
 
-    def missed_exchanges(self) -> list[MissedExchange]:
-        """Return exchanges that this worker wants to be made again."""
+    def take_news(self) -> WorkerNews:
+        """Return exchanges that this worker wants to be made again, and pushes that failed here since the last call."""
         with self.lock:
-            return self.core.take_missed()
+            return WorkerNews(frozenset(self.core.plans.take_missed()), frozenset(self.core.take_failures()))
 
     def check(self) -> None:
         """Raise PdError if this worker can never push again and has nothing left to end."""
         with self.lock:
             self.core.check()
-
-    def take_failures(self) -> list[tuple[str, str]]:
-        """Return transfers whose push failed here since the last call, with the code."""
-        with self.lock:
-            return self.core.take_failures()
 
     def take_finished(self, ended: Iterable[str]) -> set[str]:
         """Return requests whose blocks may be freed, each once; `ended` are requests that vLLM has finished."""
@@ -145,7 +130,7 @@ class PushRuntime:
     def close(self) -> None:
         """Notify peers of what is cut off, stop the threads, and close the transfer engine. Idempotent."""
         with self.deciding() as core:
-            core.abort_all(time.monotonic(), "PD-XFER-004", "the prefill engine shuts down")
+            core.abort_all(time.monotonic(), Failure("PD-XFER-004", "the prefill engine shuts down"))
         if self._exchanger is not None:
             self._exchanger.close(CLOSE_GRACE_S)
         # Once the thread has ended, no write of this worker lands any more: D need not revoke access to be sure.

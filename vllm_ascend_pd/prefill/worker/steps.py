@@ -18,23 +18,16 @@ Any other layer whose hook did not fire was not computed: nothing of the step is
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
 
 from vllm_ascend_pd.geometry.layout import attention_of
 from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.prefill.worker.core.exchanges import Run
+from vllm_ascend_pd.prefill.worker.core.planning import StepPlan
 from vllm_ascend_pd.prefill.worker.core.push import Unit
-from vllm_ascend_pd.prefill.worker.core.pushes import StepPlan
+from vllm_ascend_pd.prefill.worker.exchanger import Exchanger
 from vllm_ascend_pd.prefill.worker.writer import Computed, Deciding, News, Sealed
 from vllm_ascend_pd.shared.event import Event
-
-
-class Exchanging(Protocol):
-    """Maker of exchanges, in the order of the calls."""
-
-    def prepare(self, plan: StepPlan) -> None: ...
-    def make(self, run: Run, event: Event) -> None: ...
 
 
 class _Layers:
@@ -57,7 +50,7 @@ class Steps:
         record: Callable[[], Event],
         put: Callable[[News], None],
         clock: Callable[[], float],
-        exchanging: Exchanging | None,
+        exchanging: Exchanger | None,
         drafts: Collection[str] = (),
         states: Collection[str] = (),
         titles: Sequence[str] = (),  # of the layers, for the trace
@@ -79,15 +72,15 @@ class Steps:
         if step.empty:
             return
         with self._deciding() as core:
-            plan = core.begin(self._clock(), step)
+            plan = core.plans.begin(self._clock(), step)
         if plan.before is not None:
             self._computed_before(plan.before)
         if self._exchanging is not None:
             self._exchanging.prepare(plan)
             # Nothing depends on this event: exchanges run one after the other, and have waited for these layers when
             # they were made first. It only spares a second way to make one.
-            event = self._record() if plan.again else None
-            for run in plan.again:
+            event = self._record() if plan.catch_ups else None
+            for run in plan.catch_ups:
                 if event is not None:
                     self._exchanging.make(run, event)
         self._current = _Layers(plan, len(self._layers)) if step.slices else None
@@ -122,7 +115,7 @@ class Steps:
         never = sorted(current.missing - current.drafted - self._states)
         if never:
             with self._deciding() as core:
-                core.uncomputed(self._clock(), current.plan, self._names[never[0]])
+                core.offers.uncomputed(self._clock(), current.plan, self._names[never[0]])
         self._announce(current)  # also what failed: other ranks wait for its exchanges
 
     def _computed_before(self, plan: StepPlan) -> None:
@@ -140,10 +133,10 @@ class Steps:
 
     def _by_hook(self) -> dict[str, list[int]]:
         """Return, by the name with which a hook fires, the layers that are complete then."""
-        found: dict[str, list[int]] = {}
+        complete: dict[str, list[int]] = {}
         for name, index in self._layers.items():
-            found.setdefault(attention_of(name) or name, []).append(index)
-        return found
+            complete.setdefault(attention_of(name) or name, []).append(index)
+        return complete
 
     def _mark(self, current: _Layers, index: int, event: Event | None = None) -> None:
         plan = current.plan
@@ -155,7 +148,7 @@ class Steps:
             facts = {"step": plan.number, "layer": index, "of": len(self._layers), "title": self._titles[index]}
             trace.emit("layer_computed", **facts)
         if plan.direct:
-            self._put(Computed(plan.number, index, event))
+            self._put(Computed(plan, index, event))
         if self._exchanging is None or not plan.exchanges:
             return
         current.events[index] = event

@@ -13,8 +13,8 @@ from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import CacheBytes, Caches
 from vllm_ascend_pd.geometry.digest import cache_digest, slot_digest
 from vllm_ascend_pd.prefill.worker.core.exchanges import Staged
+from vllm_ascend_pd.prefill.worker.core.offering import Sums
 from vllm_ascend_pd.prefill.worker.core.push import DirectWrites
-from vllm_ascend_pd.prefill.worker.core.pushes import Sums
 
 
 class PushSums:

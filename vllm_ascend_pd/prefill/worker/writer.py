@@ -21,9 +21,11 @@ from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.errors import one_line
 from vllm_ascend_pd.prefill.worker.core.batches import Batch
 from vllm_ascend_pd.prefill.worker.core.exchanges import Staged
+from vllm_ascend_pd.prefill.worker.core.planning import StepPlan
 from vllm_ascend_pd.prefill.worker.core.push import DirectWrites
 from vllm_ascend_pd.prefill.worker.core.pushes import Pushes
 from vllm_ascend_pd.prefill.worker.sums import PushSums
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.shared.event import Event
 from vllm_ascend_pd.transport.base import Wire, WriteState
 
@@ -39,7 +41,7 @@ Deciding: TypeAlias = Callable[[], AbstractContextManager[Pushes]]  # the core, 
 class Computed:
     """A layer of a step, which is computed once `event` is done."""
 
-    step: int
+    step: StepPlan
     layer: int
     event: Event
 
@@ -105,7 +107,7 @@ class Writer:
 
     def _finished(self, batch: Batch, state: WriteState) -> None:
         with self._deciding() as core:
-            core.finished(self._clock(), batch, state)
+            core.claims.finished(self._clock(), batch, state)
 
     def _announce(self, waiting: deque[News]) -> None:
         while waiting:
@@ -120,21 +122,21 @@ class Writer:
             absent = item.absent()
             sums = self._push_sums.staged(item) if self._push_sums is not None else [{} for _ in item.slots]
             with self._deciding() as core:
-                core.staged(self._clock(), item, absent, sums)
+                core.offers.staged(self._clock(), item, absent, sums)
         elif isinstance(item, Computed):
             with self._deciding() as core:
-                core.computed(self._clock(), item.step, item.layer)
+                core.offers.computed(self._clock(), item.step, item.layer)
         else:
             writes = self._sum_direct(item)
             with self._deciding() as core:
-                core.sealed(self._clock(), item.step, item.pushes, item.announced_at, writes)
+                core.offers.sealed(self._clock(), item.step, item.pushes, item.announced_at, writes)
 
     def _sum_direct(self, item: Sealed) -> list[tuple[DirectWrites, tuple[int, ...]]]:
         """Return the checksums of all that the ending pushes push directly, if wanted. Sums without the lock."""
         if self._push_sums is None:
             return []
         with self._deciding() as core:
-            writes = core.direct_writes(item.step, item.pushes)
+            writes = core.offers.direct_writes(item.step, item.pushes)
         sums = []
         for written in writes:
             try:
@@ -142,12 +144,13 @@ class Writer:
             except Exception as error:  # concerns one request's plan or memory: the others go on
                 log.exception("the bytes of push %s cannot be summed", written.push)
                 with self._deciding() as core:
-                    core.abort(self._clock(), written.push, "PD-XFER-003", one_line(f"summing failed: {error}"))
+                    why = one_line(f"summing failed: {error}")
+                    core.abort(self._clock(), written.push, Failure("PD-XFER-003", why))
         return sums
 
     def _submit(self) -> None:
         with self._deciding() as core:
-            batches = core.claim(self._clock(), self.in_flight)
+            batches = core.claims.claim(self._clock(), self.in_flight)
         self.in_flight.extend(batches)  # claimed: they count as out even if a submission raises
         for batch in batches:
             self._send(batch)
@@ -156,7 +159,7 @@ class Writer:
         batch.submitted_at = self._clock()
         batch.handle = self._wire.submit(batch.session, batch.src, batch.dst, batch.size)
         with self._deciding() as core:
-            core.submitted(self._clock(), batch)
+            core.claims.submitted(self._clock(), batch)
 
 
 class WriterThread:

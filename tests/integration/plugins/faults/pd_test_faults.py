@@ -118,8 +118,9 @@ def _patch_engine() -> None:
     from vllm_ascend_pd.decode.worker.runtime import ReceiveRuntime
     from vllm_ascend_pd.protocol.actions import Send as SendAction
     from vllm_ascend_pd.protocol.compose import refused
+    from vllm_ascend_pd.protocol.failure import Failure
     from vllm_ascend_pd.protocol.messages import Begin, RefusalCode, Renew
-    from vllm_ascend_pd.protocol.push import Sender
+    from vllm_ascend_pd.protocol.push import PushRecord, Sender
     from vllm_ascend_pd.protocol.reservation import Receiver
 
     listen, complete, start = Receiver.message, Sender.seal, ReceiveRuntime.__init__
@@ -130,10 +131,10 @@ def _patch_engine() -> None:
             return [SendAction(peer, refused(heard, RefusalCode.MISMATCH, "refused by a test"))]
         return listen(self, now, peer, heard)
 
-    def seal(self: Sender, now: float, push: str) -> list[Any]:
+    def seal(self: Sender, now: float, push: PushRecord) -> list[Any]:
         """Fail a push at the moment when it would have been complete."""
         if refuses("done"):
-            return self.abort(now, push, "PD-XFER-006", "refused by a test")
+            return self.abort(now, push, Failure("PD-XFER-006", "refused by a test"))
         return complete(self, now, push)
 
     def init(self: ReceiveRuntime, *args: Any, **kwargs: Any) -> None:
@@ -151,7 +152,7 @@ def _revoke_on_order(runtime: Any) -> None:
     from vllm_ascend_pd.protocol.actions import Revoke
 
     def revoke() -> None:
-        runtime.core._machine._fence_of.revoking = True
+        runtime.core._machine._fence.revoking = True
         with runtime._deciding():
             runtime._revoke(Revoke())
 

@@ -11,6 +11,7 @@ import msgspec
 
 from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.protocol.continuing import read_so_far
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.first import First
 
 
@@ -22,8 +23,7 @@ class Outcome:
     """
 
     kind: str
-    code: str = ""
-    detail: str = ""
+    failure: Failure | None = None
     prefill: str = ""
     seconds: float = 0.0
     first: str | First | None = None  # P's first token; sealed, in base64, if it came through a router
@@ -105,7 +105,7 @@ def _final(event: dict[str, Any]) -> Outcome:
         detail = event.get("detail") or event.get("error") or ""
         code = event.get("code")
         known = isinstance(code, str) and code in CATALOGUE  # it becomes the label of a metric
-        return Outcome("failed", str(code) if known else "PD-META-006", _words(detail)[:1000])
+        return Outcome("failed", Failure(str(code) if known else "PD-META-006", _words(detail)[:1000]))
     first = event.get("first", "")
     return Outcome(
         "prefilled",

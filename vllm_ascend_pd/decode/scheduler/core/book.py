@@ -33,6 +33,7 @@ from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Group, in_kernel_blocks
 from vllm_ascend_pd.metadata import Bind, DecodeStep, LoadCancel, LoadEnd
 from vllm_ascend_pd.protocol.dialects import Meet
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.first import First
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.states import Cell, Table, idle, look_up
@@ -172,18 +173,18 @@ class LoadBook:
 
     # -- loads
 
-    def answered(self, transfer: TransferId, kind: str, code: str = "", detail: str = "") -> None:
+    def answered(self, transfer: TransferId, failure: Failure | None = None) -> None:
         """Record how the call for a prefill, and with it P's request, has ended."""
         if (load := self._by_transfer.get(transfer)) is not None:
-            event = LoadEvent.PREFILLED if kind == "prefilled" else LoadEvent.NOT_PREFILLED
-            self._on(load, event, code, detail)
+            event = LoadEvent.PREFILLED if failure is None else LoadEvent.NOT_PREFILLED
+            self._on(load, event, failure)
 
     def ended(self, ends: Iterable[LoadEnd]) -> None:
         """Record how workers' parts of loads ended, which comes before the load as a whole is reported."""
-        for end in sorted(ends, key=lambda end: (end.request_id, end.code)):
+        for end in sorted(ends, key=_order):
             load = self._loads.get(end.request_id)
             if load is not None and load.state in OPEN:
-                load.code, load.push = load.code or end.code, load.push or end.push
+                load.failure, load.push = load.failure or end.failure, load.push or end.push
                 load.cached = max(load.cached, end.cached)
 
     def received(self, now: float, request_id: str, *, starts: bool = True) -> RemoteLoad | None:
@@ -194,15 +195,15 @@ class LoadBook:
         load = self._loads.get(request_id)
         if load is None or load.state not in OPEN:
             return None
-        if load.code:
+        if load.failure is not None:
             load.cached = 0
         elif load.wanted is not None and (starts or load.whole):
             load.complete = now
             self._on(load, LoadEvent.RECEIVED_EARLY)
             return load
         if load.wanted is not None:
-            self._compute_first(load, "load failed" if load.code else "scheduler")
-        self._on(load, LoadEvent.RECEIVED_FAILED if load.code and self._fails else LoadEvent.RECEIVED)
+            self._compute_first(load, "load failed" if load.failure else "scheduler")
+        self._on(load, LoadEvent.RECEIVED_FAILED if load.failure and self._fails else LoadEvent.RECEIVED)
         return load
 
     # -- P's first token
@@ -233,13 +234,13 @@ class LoadBook:
         load = self._by_transfer.get(transfer)
         return load is not None and load.wanted is not None and not load.answer
 
-    def token(self, transfer: TransferId, first: First | None, code: str = "", why: str = "") -> None:
+    def token(self, transfer: TransferId, first: First | None, why: str = "", *, failed: bool = False) -> None:
         """Record P's token, or (None) why none comes. What comes first counts."""
         load = self._by_transfer.get(transfer)
         if load is None or load.wanted is None or load.answer:
             return
-        if code or first is None:
-            load.answer = "prefill failed" if code else why or "not sent"
+        if failed or first is None:
+            load.answer = "prefill failed" if failed else why or "not sent"
         else:
             load.answer = fault(load.wanted, first) or first
 
@@ -327,15 +328,15 @@ class LoadBook:
         if isinstance(load.route, Meet):
             self._effects.append((LoadEffect.NOT_FETCHED, load))
 
-    def settle(self, load: RemoteLoad, *failure: str) -> None:
+    def settle(self, load: RemoteLoad, *failure: Failure | None) -> None:
         self._pending.settles.append(_transfer(load))
 
-    def cancel(self, load: RemoteLoad, code: str, detail: str) -> None:
+    def cancel(self, load: RemoteLoad, failure: Failure) -> None:
         """Have the load fenced before the request goes on."""
-        self._pending.cancels.append(LoadCancel(_transfer(load), code, detail))
+        self._pending.cancels.append(LoadCancel(_transfer(load), failure))
 
     def abandon(self, load: RemoteLoad) -> None:
-        self.cancel(load, "PD-XFER-002", "the request ended on decode")
+        self.cancel(load, Failure("PD-XFER-002", "the request ended on decode"))
         self.forget(load)
 
     def forget(self, load: RemoteLoad) -> None:
@@ -350,7 +351,7 @@ class LoadBook:
     def go_on(self, load: RemoteLoad) -> None:
         """After a complete load a metaserver's call ends by itself, with P. An offer would bring only a first token."""
         self.finish(load)
-        if load.code or isinstance(load.route, Meet):
+        if load.failure or isinstance(load.route, Meet):
             self._hang_up(load)
         self._effects.append((LoadEffect.OVER, load))
 
@@ -367,7 +368,7 @@ class LoadBook:
         else:
             self._compute_first(load, start.why)
             if start.fails:
-                load.code, load.cached = USELESS, 0
+                load.failure, load.cached = Failure(USELESS, start.why), 0
             if start.fails or isinstance(load.route, Meet):
                 self._hang_up(load)
         if whole:
@@ -387,6 +388,11 @@ class LoadBook:
     def _compute_first(self, load: RemoteLoad, why: str) -> None:
         load.source, load.wanted = why, None
         self._effects.append((LoadEffect.FIRST_COMPUTED, load))
+
+
+def _order(end: LoadEnd) -> tuple[str, str, str]:
+    why = end.failure or Failure("")
+    return end.request_id, why.code, why.detail
 
 
 def _transfer(load: RemoteLoad) -> TransferId:

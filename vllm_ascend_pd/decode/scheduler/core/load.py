@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm_ascend_pd.decode.scheduler.core.first_tokens import Wanted
 from vllm_ascend_pd.decode.scheduler.core.routes import KvRoute
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.first import First
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.states import IdentityEnum
@@ -63,7 +64,7 @@ class RemoteLoad:
     tokens: int = 0
     transfer: TransferId | None = None
     blocks: int = 0
-    code: str = ""  # why the KV did not come, or was of no use: the first code that a rank reported
+    failure: Failure | None = None  # why the KV did not come, or was of no use: the first that a rank reported
     push: str = ""  # that it came from
     cached: int = 0
     wanted: Wanted | None = None  # P's first token, as long as it may come

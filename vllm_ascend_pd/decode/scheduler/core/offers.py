@@ -139,9 +139,9 @@ class Offers:
             self._rest(now, found)
 
     def _answer(
-        self, now: float, found: _Open, kind: str, code: str = "", detail: str = "", first: First | None = None
+        self, now: float, found: _Open, kind: str, failure: Failure | None = None, first: First | None = None
     ) -> None:
-        outcome = Outcome(kind, code, detail, pushed_by(found.push), now - found.began, first)
+        outcome = Outcome(kind, failure, pushed_by(found.push), now - found.began, first)
         self._effects.append(Answered(found.offer.transfer, outcome))
 
     def _close(self, transfer: TransferId) -> _Open | None:
@@ -151,10 +151,9 @@ class Offers:
     def _end(self, now: float, transfer: TransferId, failure: Failure) -> None:
         found = self._open[transfer]
         self._close(transfer)
-        code = failure.code if failure.code in CATALOGUE else "PD-META-006"
-        self._answer(now, found, "failed", code, failure.detail)
+        known = failure if failure.code in CATALOGUE else Failure("PD-META-006", failure.detail)
+        self._answer(now, found, "failed", known)
 
 
 def _gone(peer: str) -> Failure:
-    error = PdError("PD-XFER-004", peer=peer)
-    return Failure(error.code, error.sentence)
+    return Failure.of(PdError("PD-XFER-004", peer=peer))

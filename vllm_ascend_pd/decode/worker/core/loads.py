@@ -35,17 +35,23 @@ class Loaded:
     """A transfer that ended on this rank."""
 
     request_id: str
-    ok: bool
-    code: str
-    detail: str
+    failure: Failure | None
     blocks: tuple[int, ...]  # what it loaded into, named only if it failed
     push: str
     cached: int
 
     @property
+    def ok(self) -> bool:
+        return self.failure is None
+
+    @property
+    def why(self) -> Failure:
+        return self.failure or Failure("")
+
+    @property
     def end(self) -> LoadEnd:
         """The load's end as the scheduler receives it."""
-        return LoadEnd(self.request_id, self.code, self.push, self.cached)
+        return LoadEnd(self.request_id, self.failure, self.push, self.cached)
 
 
 class Loads:
@@ -96,7 +102,7 @@ class Loads:
         for cancel in step.cancels:
             if cancel.transfer in self.binds:  # else it was given up at its bind
                 with self._alone(now, cancel.transfer):
-                    self._do(self._machine.cancel(now, cancel.transfer, cancel.code, cancel.detail))
+                    self._do(self._machine.cancel(now, cancel.transfer, cancel.failure))
         for transfer in step.settles:
             if transfer in self.binds:
                 with self._alone(now, transfer):
@@ -207,17 +213,17 @@ class Loads:
             yield
         except Exception as error:
             log.exception("transfer %s is given up: this worker failed", transfer)
-            self._give_up(now, transfer, f"this decode worker failed: {error}")
+            self._give_up(now, transfer, Failure("PD-XFER-002", f"this decode worker failed: {error}"))
 
-    def _give_up(self, now: float, transfer: TransferId, why: str) -> None:
+    def _give_up(self, now: float, transfer: TransferId, failure: Failure) -> None:
         """Give up a transfer. If the machine knows it, a P may too: it is fenced first. Else it is reported at once."""
         self.gates.pop(transfer, None)
         if self._receiver is None or self._receiver.state(transfer) in UNKNOWN:
-            self._do([act.Report(transfer, Failure("PD-XFER-002", why))])
+            self._do([act.Report(transfer, failure)])
             self.binds.pop(transfer, None)
             return
         try:
-            self._do(self._receiver.cancel(now, transfer, "PD-XFER-002", why))
+            self._do(self._receiver.cancel(now, transfer, failure))
         except LocalProtocolError:
             log.exception("transfer %s cannot be given up: its blocks stay held", transfer)
 
@@ -234,6 +240,4 @@ class Loads:
         bind = self.binds.get(report.transfer)
         if bind is not None:
             blocks = () if report.ok else tuple(block for ids in bind.blocks for block in ids.tolist())
-            self._reports.append(
-                Loaded(bind.request_id, report.ok, why.code, why.detail, blocks, report.push, report.cached)
-            )
+            self._reports.append(Loaded(bind.request_id, report.failure, blocks, report.push, report.cached))

@@ -14,14 +14,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Group
 from vllm_ascend_pd.metadata import Blocks, MissedExchange, PrefillStep, PushAbort, PushSlice, PushStart
-from vllm_ascend_pd.prefill.scheduler.core.fitting import failure_of, first_token, not_held, refusal_of
+from vllm_ascend_pd.prefill.scheduler.core.fitting import first_token, not_held, refusal_of
 from vllm_ascend_pd.prefill.scheduler.core.in_flight import BlocksInFlight, Chunk
 from vllm_ascend_pd.prefill.scheduler.core.orders import FORCED_STEPS, StepOrders
 from vllm_ascend_pd.prefill.scheduler.core.request import (
@@ -33,6 +33,7 @@ from vllm_ascend_pd.prefill.scheduler.core.request import (
     RequestEvent,
     RequestState,
 )
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.first import First, Sample
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.meeting import Bound, Gone, Meeting, Offer, SourceId, Unwanted, Waits
@@ -40,6 +41,8 @@ from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.protocol.states import Cell, Table, idle, look_up
 from vllm_ascend_pd.protocol.timing import Agenda
 from vllm_ascend_pd.protocol.versions import WHOLE
+
+Tables: TypeAlias = Sequence[Sequence[int]]  # block tables, by group
 
 MAX_WAITING = 4096  # targets without a source
 REMEMBERED = 4096  # bound transfers of requests that have ended
@@ -142,7 +145,7 @@ class PushBook:
         """
         return self.ends(request_id) and WHOLE not in self._requests[request_id].bound_to.reservation.needs
 
-    def step(self, chunks: Sequence[Chunk], tables: Callable[[str], Sequence[Sequence[int]]]) -> None:
+    def step(self, chunks: Sequence[Chunk], tables: Callable[[str], Tables]) -> None:
         """Handle the chunks that a step computes.
 
         In groups of states, entries move within the block table; `tables` returns the tables as they are now.
@@ -168,7 +171,7 @@ class PushBook:
                 ids.extend(more)
         return chunk, record
 
-    def _push(self, record: PushRequest, chunk: Chunk, tables: Callable[[str], Sequence[Sequence[int]]]) -> None:
+    def _push(self, record: PushRequest, chunk: Chunk, tables: Callable[[str], Tables]) -> None:
         groups = self._groups
         blocks = chunk.new or ((),) * max(1, len(groups))
         if any(group.stateful for group in groups):
@@ -298,7 +301,7 @@ class PushBook:
             waiting.request_id, waiting.found, record = asked.request_id, record.found, waiting
             if error is not None:
                 event = RequestEvent.SOURCE_UNFIT
-                self._send(target, Gone(target.transfer, failure_of(error)))
+                self._send(target, Gone(target.transfer, Failure.of(error)))
         elif asked.meets and waiting is None:
             record.meets = asked.meets
             self._names[asked.meets] = record
@@ -343,7 +346,7 @@ class PushBook:
             error = self.refusal_of(reservation, record.prompt)
             event = RequestEvent.OFFER if error is None else RequestEvent.OFFER_UNFIT
             if error is not None:
-                self._send(target, Gone(offer.transfer, failure_of(error)))
+                self._send(target, Gone(offer.transfer, Failure.of(error)))
             else:
                 record.target = target
         self._on(record, event, now, target)
@@ -513,7 +516,7 @@ class PushBook:
             self._outbox.append((target.peer, message))
 
     def _refuse(self, target: PushTarget, code: str, **values: object) -> None:
-        self._send(target, Gone(target.transfer, failure_of(PdError(code, **values))))
+        self._send(target, Gone(target.transfer, Failure.of(PdError(code, **values))))
 
     def _bound(self, record: PushRequest) -> Bound:
         return Bound(record.bound_to.transfer, record.push, ended=False)
@@ -528,9 +531,7 @@ class PushBook:
         self._orders.starts.append(PushStart(record.request_id, record.push, reservation))
         self._orders.computed.append(PushSlice(record.push, 0, after, tables, restart=False, final=final))
 
-    def begin(
-        self, record: PushRequest, computed: int, count: int, blocks: Sequence[Sequence[int]], ready: int
-    ) -> None:
+    def begin(self, record: PushRequest, computed: int, count: int, blocks: Tables, ready: int) -> None:
         """Begin a push. What earlier steps have computed is pushed at once, if D wants any of it."""
         reservation, groups = record.bound_to.reservation, self._groups
         self._orders.starts.append(PushStart(record.request_id, record.push, reservation, computed))
@@ -542,17 +543,13 @@ class PushBook:
             blocks = tuple(ids if moves else () for moves, ids in zip(stateful, blocks, strict=True))
         self._slice(record, computed + count, blocks, restart=False)
 
-    def go_on(
-        self, record: PushRequest, computed: int, count: int, blocks: Sequence[Sequence[int]], *more: Any
-    ) -> None:
+    def go_on(self, record: PushRequest, computed: int, count: int, blocks: Tables, *more: Any) -> None:
         self._slice(record, computed + count, blocks, restart=False)
 
-    def start_over(
-        self, record: PushRequest, computed: int, count: int, blocks: Sequence[Sequence[int]], *more: Any
-    ) -> None:
+    def start_over(self, record: PushRequest, computed: int, count: int, blocks: Tables, *more: Any) -> None:
         self._slice(record, computed + count, blocks, restart=True)
 
-    def _slice(self, record: PushRequest, upto: int, blocks: Sequence[Sequence[int]], *, restart: bool) -> None:
+    def _slice(self, record: PushRequest, upto: int, blocks: Tables, *, restart: bool) -> None:
         before, record.computed = record.computed, upto
         after, final = min(upto, record.bound_to.reservation.end), record.state is RequestState.SEALED
         new = self._unreported(record, blocks)
@@ -618,9 +615,9 @@ class PushBook:
             self._orders.ended.append(record.push)
 
     def _abort_push(self, record: PushRequest, why: str) -> None:
-        self._orders.aborts.append(PushAbort(record.push, "PD-XFER-002", why))
+        self._orders.aborts.append(PushAbort(record.push, Failure("PD-XFER-002", why)))
 
-    def _unreported(self, record: PushRequest, blocks: Sequence[Sequence[int]]) -> tuple[Blocks, ...]:
+    def _unreported(self, record: PushRequest, blocks: Tables) -> tuple[Blocks, ...]:
         """Return the blocks of each group as the workers receive them.
 
         In a group of states this is only the block of D's last token, once a step ends exactly there. If a step

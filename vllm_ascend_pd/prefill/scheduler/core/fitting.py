@@ -8,7 +8,7 @@ from collections.abc import Callable, Container
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.match import mismatches, range_fault
-from vllm_ascend_pd.protocol.failure import MAX_TEXT, Failure
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.first import First, Sample
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.meeting import Gone, Offer
@@ -23,12 +23,8 @@ def opened(offer: Offer, unseal: Callable[[bytes], Reservation]) -> Reservation 
         if reservation.transfer != offer.transfer:
             raise PdError("PD-CTRL-002", why="an offer of another transfer than its reservation's")
     except PdError as refused:
-        return Gone(offer.transfer, failure_of(refused))
+        return Gone(offer.transfer, Failure.of(refused))
     return reservation
-
-
-def failure_of(error: PdError) -> Failure:
-    return Failure(error.code, error.sentence[:MAX_TEXT])
 
 
 def not_held(geometry: CacheGeometry) -> str:

@@ -68,7 +68,7 @@ def unit_of(claim: Claim) -> Unit:
 
 
 def grouped(
-    claims: list[Claim], pushes: Mapping[str, Push], fuse: int, session_of: Callable[[Claim], str | None]
+    claims: list[Claim], pushes: Mapping[str, Push], fuse: int, session_of: Callable[[Push, Claim], str | None]
 ) -> list[tuple[Endpoint, list[Claim]]]:
     """Group claims by destination and session, in layer order, up to `fuse` units in a group.
 
@@ -77,8 +77,8 @@ def grouped(
     """
     by_session: dict[tuple[Endpoint, str | None], list[Claim]] = {}
     for claim in claims:
-        peer = pushes[claim.push].endpoint(claim.d_rank)
-        by_session.setdefault((peer, session_of(claim)), []).append(claim)
+        push = pushes[claim.push]
+        by_session.setdefault((push.endpoint(claim.d_rank), session_of(push, claim)), []).append(claim)
     groups: list[tuple[Endpoint, list[Claim]]] = []
     for (peer, _), mine in by_session.items():
         by_unit: dict[Unit, list[Claim]] = {}
@@ -90,7 +90,15 @@ def grouped(
     return groups
 
 
-def spans_of(push: Push, claim: Claim, own: Bases, theirs: Memory) -> list[Triples]:
+def memory_of(push: Push, claim: Claim) -> Memory:
+    """Return the addresses of D's layers, as READY gave them."""
+    theirs = push.pairs[claim.d_rank].addresses
+    if theirs is None:
+        raise PdError("PD-CTRL-002", why="READY brought no addresses")
+    return theirs
+
+
+def spans_of(push: Push, claim: Claim, bases: Bases, theirs: Memory) -> list[Triples]:
     """Return the absolute spans of a claim, by component: from the cache, or from a staging slot."""
     unit = unit_of(claim)
     if unit.sub_step:
@@ -99,7 +107,7 @@ def spans_of(push: Push, claim: Claim, own: Bases, theirs: Memory) -> list[Tripl
     plan = push.plan(unit.step, unit.layer)
     if plan is None:
         raise PdError("PD-XFER-002", why="the step was forgotten")
-    return aimed(plan.by_rank[push.rank_of(claim.d_rank)], own[unit.layer], push, unit, theirs)
+    return aimed(plan.by_rank[push.rank_of(claim.d_rank)], bases[unit.layer], push, unit, theirs)
 
 
 def staged(push: Push, claim: Claim) -> SlotShare:

@@ -4,13 +4,13 @@
 Everything that decides whether a rank takes part comes from the step's metadata. So all ranks call the same collectives
 in the same order: by step, by layer in registered order, by sub-step. Most exchanges are ordered by the step that
 computes their tokens. What only one rank knows (a failed push, a destination without a slot) only decides whether that
-rank keeps the bytes. Bytes that found no slot are still owed: the scheduler orders the same exchange again (`again`)
-once there is room.
+rank keeps the bytes. Bytes that found no slot are still owed: the scheduler orders the same exchange again once there
+is room (`catch_ups`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.plan import Job
 from vllm_ascend_pd.geometry.regroup import RegroupPlan, RegroupPlanner, Room, Slot
 from vllm_ascend_pd.geometry.substeps import sub_steps
-from vllm_ascend_pd.prefill.worker.core.missed import Missed
 from vllm_ascend_pd.prefill.worker.core.push import Push, Share, Unit
 from vllm_ascend_pd.regroup.core.staging import Staging, StagingSlot
 from vllm_ascend_pd.shared.event import Event
@@ -46,7 +45,7 @@ class Run:
     unit: Unit
     exchange: PlannedExchange
     first: bool = False  # the first one of a step: the wait for slots starts anew
-    again: bool = False  # for the trace: ordered again by a later step
+    catch_up: bool = False  # for the trace: ordered again by a later step
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class Staged:
         """Facts for the trace."""
         exchange = self.run.exchange
         filled = [planned for planned, slot in zip(exchange.plan.slots, self.slots, strict=True) if slot]
-        transfers = {exchange.members[member].transfer for slot in filled for member in slot.writes}
+        transfers = {str(exchange.members[member].transfer) for slot in filled for member in slot.writes}
         return {
             **self.run.unit._asdict(),
             "bytes": sum(slot.nbytes for slot in filled),
@@ -83,9 +82,55 @@ class Staged:
 
 
 @dataclass(slots=True)
+class Missed:
+    """Layers of shares for which a worker had no staging slot, until another exchange finds one for them."""
+
+    waiting: dict[Hashable, dict[tuple[Share, int], None]] = field(default_factory=dict)  # by destination, oldest first
+    _asked: set[Unit] = field(default_factory=set)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.waiting.values()))
+
+    def miss(self, share: Share, layer: int) -> None:
+        """Record that there was no slot, for the first time or again."""
+        self.waiting.setdefault(share.destinations[layer], {})[share, layer] = None
+
+    def drop(self, share: Share, layer: int) -> None:
+        """Remove a layer for which a slot was found, or that no push wants any more."""
+        destination = share.destinations[layer]
+        waiting = self.waiting.get(destination)
+        if waiting is not None:
+            waiting.pop((share, layer), None)
+            if not waiting:
+                del self.waiting[destination]
+
+    def wanted(self, room: Callable[[Hashable], int], max_units: int) -> list[Unit]:
+        """Return exchanges to ask for: of each destination with room the oldest, up to `max_units`, each once."""
+        asked: dict[Unit, None] = {}
+        for destination, waiting in self.waiting.items():
+            left = room(destination)
+            oldest = (share.unit(layer) for (share, layer), _ in zip(waiting, range(2 * max_units), strict=False))
+            for unit in dict.fromkeys(oldest):
+                if left <= 0 or len(asked) >= max_units:
+                    break
+                left -= 1
+                if unit not in self._asked:
+                    asked[unit] = None
+        self._asked.update(asked)
+        return list(asked)
+
+    def made(self, unit: Unit) -> None:
+        """Record that an exchange was made: what was missed again may be asked for again."""
+        self._asked.discard(unit)
+
+    def forget_step(self, step: int) -> None:
+        self._asked = {unit for unit in self._asked if unit.step != step}
+
+
+@dataclass(slots=True)
 class _StepExchanges:
     exchanges: list[PlannedExchange]
-    pushes: set[Push]  # that are not over
+    pushes: set[Push]  # that the scheduler is not done with
 
 
 @dataclass(slots=True)
@@ -101,8 +146,8 @@ class Exchanges:
     _steps: dict[int, _StepExchanges] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, geometry: CacheGeometry, own: CacheGeometry, rank: int, staging: Staging, room: Room) -> Exchanges:
-        place = {name: index for index, name in enumerate(own.layers)}
+    def of(cls, geometry: CacheGeometry, cache: CacheGeometry, rank: int, staging: Staging, room: Room) -> Exchanges:
+        place = {name: index for index, name in enumerate(cache.layers)}
         layers = [tuple(place[name] for name in kind.layers if name in place) for kind in geometry.kinds]
         return cls([RegroupPlanner(kind, rank) for kind in geometry.kinds], layers, staging, room)
 
@@ -132,7 +177,7 @@ class Exchanges:
             push.owed.add(share)
         return share
 
-    def again(self, units: Iterable[Unit]) -> list[Run]:
+    def catch_ups(self, units: Iterable[Unit]) -> list[Run]:
         """Return the runs of exchanges that the scheduler orders again."""
         runs: list[Run] = []
         for unit in units:
@@ -140,10 +185,10 @@ class Exchanges:
             if step is not None and 0 < unit.sub_step <= len(step.exchanges):
                 exchange = step.exchanges[unit.sub_step - 1]
                 if unit.layer in exchange.layers:
-                    runs.append(Run(unit, exchange, first=not runs, again=True))
+                    runs.append(Run(unit, exchange, first=not runs, catch_up=True))
         return runs
 
-    def over(self, pushes: Iterable[Push]) -> None:
+    def retire(self, pushes: Iterable[Push]) -> None:
         """Forget pushes that the scheduler is done with, and steps that have no push left."""
         ended = set(pushes)
         for push in ended:

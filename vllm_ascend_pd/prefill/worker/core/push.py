@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One push on a worker of P: the request's blocks, its pairs, and what is planned, staged and missing.
+"""One push on a worker of P: the protocol's record, the request's blocks, and what is planned, staged and missing.
 
 Plans are byte offsets made once per step; a layer only adds its base addresses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from vllm_ascend_pd.geometry.plan import Job, JobPlan
 from vllm_ascend_pd.metadata import PushSlice, PushStart
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.messages import Reservation
-from vllm_ascend_pd.protocol.pair import PairRecord
+from vllm_ascend_pd.protocol.pair import Destination, PushRecord
 from vllm_ascend_pd.regroup.core.staging import StagingSlot
 
 
@@ -101,11 +101,10 @@ class BlockTable:
         self.known = end
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class Push:
-    """One push, remembered until it has closed here and the scheduler has reported that it is over."""
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
+class Push(PushRecord):
+    """One push, remembered until it has closed here and the scheduler is done with it."""
 
-    name: str
     request_id: str
     reservation: Reservation
     pairings: tuple[Pairing, ...]  # none if the two geometries do not match; equal on all ranks
@@ -116,78 +115,54 @@ class Push:
     firsts: tuple[int, ...]  # by pairing: the first token, or entry of a state, that D wants of its layers
     d_blocks: tuple[NDArray[np.int32], ...]  # by group of D
     tables: tuple[BlockTable, ...]  # by group of P
-    opened: float
     sealed_at: float = 0.0  # when the last layer was announced
     final_step: int | None = None  # the last one that computes tokens of it; unknown until then, and after a restart
-    pairs: Mapping[int, PairRecord] = field(default_factory=dict)  # by D worker; the protocol's own records
     plans: dict[tuple[int, int], JobPlan] = field(default_factory=dict)  # of direct pushes, by step and pairing
     slot_shares: dict[tuple[int, Unit], SlotShare] = field(default_factory=dict)  # staged, by D worker and unit
     owed: set[Share] = field(default_factory=set)  # shares of exchanges that have not brought everything yet
     paused: bool = False  # nothing of it is submitted: its blocks are about to be overwritten
     sealing: bool = False  # the last layer was announced, but exchanges are still owed
-    closed: bool = False  # on this worker: no write of it is in flight, and none will be
-    over: bool = False  # on all workers: the scheduler is done with it
+    retired: bool = False  # closed on all workers: the scheduler is done with it
 
     @classmethod
     def of(
         cls,
-        now: float,
         start: PushStart,
-        own: CacheGeometry,
+        cache: CacheGeometry,
         pairings: tuple[Pairing, ...],
         exchanged: tuple[Pairing, ...],
+        destinations: tuple[Destination, ...],
     ) -> Push:
-        reservation = start.reservation
+        reservation, d = start.reservation, start.reservation.geometry
         pairing_of = {name: index for index, pairing in enumerate(pairings) for name in pairing.layers}
-        d_layers = {name: index for index, name in enumerate(reservation.geometry.layers)}
+        d_layers = {name: index for index, name in enumerate(d.layers)}
         first, end, length = reservation.first, reservation.end, reservation.prompt_length
-        stages = {
-            name: (stage, index)
-            for stage, names in enumerate(reservation.geometry.stages)
-            for index, name in enumerate(names)
-        }
+        stages = {name: (stage, index) for stage, names in enumerate(d.stages) for index, name in enumerate(names)}
         return cls(
             name=start.push,
+            transfer=reservation.transfer,
+            deadline_s=reservation.deadline_s,
+            destinations=destinations,
+            cached=start.cached,
             request_id=start.request_id,
             reservation=reservation,
             pairings=pairings,
             exchanged=frozenset(index for index, pairing in enumerate(pairings) if pairing in exchanged),
-            layer_index=tuple(d_layers.get(name) for name in own.layers) if pairings else (),
-            pairing_of=tuple(pairing_of.get(name, -1) for name in own.layers),
-            d_position=tuple(stages.get(name, (-1, -1)) for name in own.layers),
+            layer_index=tuple(d_layers.get(name) for name in cache.layers) if pairings else (),
+            pairing_of=tuple(pairing_of.get(name, -1) for name in cache.layers),
+            d_position=tuple(stages.get(name, (-1, -1)) for name in cache.layers),
             firsts=tuple(pairing.d.places(first, end)[0] for pairing in pairings),
             d_blocks=tuple(np.frombuffer(ids, dtype="<i4") for ids in reservation.blocks),
-            tables=tuple(BlockTable(np.empty(length // group.block_size + 2, dtype=np.int32)) for group in own.tables),
-            opened=now,
+            tables=tuple(
+                BlockTable(np.empty(length // group.block_size + 2, dtype=np.int32)) for group in cache.tables
+            ),
         )
 
-    def __repr__(self) -> str:
-        """<Push p-1 of decode-1/7/uuid-7: 12 blocks, 2 slot shares, owes 1, paused; D rank 0 push 3 out>"""
-        words = [f"{' + '.join(str(table.known) for table in self.tables)} blocks"]
+    def words(self) -> list[str]:
+        words = [*PushRecord.words(self), f"{' + '.join(str(table.known) for table in self.tables)} blocks"]
         words += [f"{len(self.slot_shares)} slot shares"] if self.slot_shares else []
         words += [f"owes {len(self.owed)}"] if self.owed else []
-        words += [word for word in ("paused", "sealing", "closed", "over") if getattr(self, word)]
-        pairs = [
-            f"D rank {worker} {pair.state.value}" + (f" {len(pair.coverage.out)} out" if pair.coverage.out else "")
-            for worker, pair in self.pairs.items()
-        ]
-        return (
-            f"<Push {self.name} of {self.reservation.transfer}: {', '.join(words)}; {', '.join(pairs) or 'no D rank'}>"
-        )
-
-    @property
-    def transfer(self) -> str:
-        return str(self.reservation.transfer)
-
-    @property
-    def out(self) -> int:
-        """Number of writes in flight, or claimed."""
-        return sum(len(pair.coverage.out) for pair in self.pairs.values())
-
-    @property
-    def live(self) -> bool:
-        """True until the push has closed or failed: what is computed or exchanged for it is needed."""
-        return not self.closed and all(pair.push.failure is None for pair in self.pairs.values())
+        return words + [word for word in ("paused", "sealing", "closed", "retired") if getattr(self, word)]
 
     def wants(self, layer: int) -> bool:
         """Return whether D has this layer. It lacks the layers of a draft model that only P has."""
@@ -269,13 +244,13 @@ class Push:
 
     def job(self, pairing: int, lo: int, hi: int, instance: int = 0) -> Job:
         """Return the job of one pairing's layers. `instance` distinguishes D engines of equal geometry in a step."""
-        own, peer = self.pairings[pairing].p, self.pairings[pairing].d
+        p, d = self.pairings[pairing].p, self.pairings[pairing].d
         return Job(
-            d=peer,
+            d=d,
             first=self.firsts[pairing],
             lo=lo,
             hi=hi,
-            p_blocks=self.tables[own.group].known_ids,
-            d_blocks=self.d_blocks[peer.group],
+            p_blocks=self.tables[p.group].known_ids,
+            d_blocks=self.d_blocks[d.group],
             instance=instance,
         )
