@@ -50,7 +50,7 @@ class Sized(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FamilyRecipe:
+class FieldRecipe:
     title: str
     model: str
     configuration: str  # of vllm-ascend, whose sizes these are
@@ -69,23 +69,23 @@ class FamilyRecipe:
 
 
 RECIPES = (
-    FamilyRecipe("DeepSeek-V3.1", "Eco-Tech/DeepSeek-V3.1-Terminus-w8a8-mtp-QuaRot", "DeepSeek/DeepSeek_V3.1T_layerwise_PD", "field mtp dp 2to2",
+    FieldRecipe("DeepSeek-V3.1", "Eco-Tech/DeepSeek-V3.1-Terminus-w8a8-mtp-QuaRot", "DeepSeek/DeepSeek_V3.1T_layerwise_PD", "field mtp dp 2to2",
         Sized(8, 2, 70000, 16384, 8, "0.9", 256, 1), Sized(1, 32, 70000, 256, 28, "0.92", 1100, 1), "deepseek_mtp"),
-    FamilyRecipe("DeepSeek-V3.2", "vllm-ascend/DeepSeek-V3.2-W8A8", "nightly/DeepSeek-V3_2-W8A8-EP", "field dsa mtp dp 2to2",
+    FieldRecipe("DeepSeek-V3.2", "vllm-ascend/DeepSeek-V3.2-W8A8", "nightly/DeepSeek-V3_2-W8A8-EP", "field dsa mtp dp 2to2",
         Sized(16, 2, 133000, 8192, 16, "0.90", 360, 2), Sized(4, 8, 133000, 42, 14, "0.90", 1100, 2), "deepseek_mtp",
         flags=("--tokenizer-mode", "deepseek_v32"), older=True),
-    FamilyRecipe("DeepSeek-V4", "Eco-Tech/DeepSeek-V4-Flash-w8a8-mtp", "DeepSeek/DeepSeek-V4-flash-w8a8-PD-prefix", "dsv4 1to1 mtp",
+    FieldRecipe("DeepSeek-V4", "Eco-Tech/DeepSeek-V4-Flash-w8a8-mtp", "DeepSeek/DeepSeek-V4-flash-w8a8-PD-prefix", "dsv4 1to1 mtp",
         Sized(4, 4, 1048576, 8192, 16, "0.9", 1024, 1, True), Sized(1, 16, 1048576, 240, 60, "0.95", 1500, 3), "mtp",
         flags=("--block-size", "32", "--attention-config.indexer_kv_dtype", "int8", "--tokenizer-mode", "deepseek_v4")),
-    FamilyRecipe("GLM-5.1", "Eco-Tech/GLM-5.1-w8a8", "GLM/GLM5_1-W8A8-EP", "",
+    FieldRecipe("GLM-5.1", "Eco-Tech/GLM-5.1-w8a8", "GLM/GLM5_1-W8A8-EP", "",
         Sized(8, 4, 131072, 4096, 64, "0.95", 1024, 3, True), Sized(4, 8, 202752, 32, 8, "0.92", 1024, 3, True), "deepseek_mtp"),
-    FamilyRecipe("Kimi-K2.5", "Eco-Tech/Kimi-K2.5-W4A8", "Kimi/Kimi-K2.5-W4A8-16k-1k-TPOT50", "field eagle3 beside latents 2to1 dp 1to2 regrouped",
+    FieldRecipe("Kimi-K2.5", "Eco-Tech/Kimi-K2.5-W4A8", "Kimi/Kimi-K2.5-W4A8-16k-1k-TPOT50", "field eagle3 beside latents 2to1 dp 1to2 regrouped",
         Sized(8, 2, 32768, 16384, 8, "0.8", 256, 3), Sized(1, 32, 32768, 256, 48, "0.95", 1800, 3), "eagle3", "lightseekorg/kimi-k2.5-eagle3"),
-    FamilyRecipe("Qwen3-235B", "vllm-ascend/Qwen3-235B-A22B-W8A8", "Qwen/QWEN3_235B_PD_3_5K_1_5k", "field moe 2to1 dp 1to2 regrouped",
+    FieldRecipe("Qwen3-235B", "vllm-ascend/Qwen3-235B-A22B-W8A8", "Qwen/QWEN3_235B_PD_3_5K_1_5k", "field moe 2to1 dp 1to2 regrouped",
         Sized(8, 2, 36864, 16384, 16, "0.9", 256), Sized(1, 32, 36864, 4096, 15, "0.9", 1024)),
-    FamilyRecipe("Qwen3.5", "Eco-Tech/Qwen3.5-397B-A17B-w8a8-mtp", "Qwen/Qwen-3.5-397B-A17B-W8A8-PD", "field qwen3next mtp 2to1 dp 1to2 regrouped",
+    FieldRecipe("Qwen3.5", "Eco-Tech/Qwen3.5-397B-A17B-w8a8-mtp", "Qwen/Qwen-3.5-397B-A17B-W8A8-PD", "field qwen3next mtp 2to1 dp 1to2 regrouped",
         Sized(8, 2, 67000, 16384, 16, "0.9", 1536, 3), Sized(1, 32, 34816, 128, 16, "0.95", 1536, 3), "qwen3_5_mtp"),
-    FamilyRecipe("MiniMax-M2", "vllm-ascend/MiniMax-M2.7-w8a8-QuaRot", "MiniMax/Minimax_m2.7_in3_5_tpot50", "field eagle3 2to1 regrouped",
+    FieldRecipe("MiniMax-M2", "vllm-ascend/MiniMax-M2.7-w8a8-QuaRot", "MiniMax/Minimax_m2.7_in3_5_tpot50", "field eagle3 2to1 regrouped",
         Sized(8, 2, 40000, 16384, 300, "0.8", 1024, 3), Sized(2, 16, 40000, 16384, 75, "0.8", 2048, 3), "eagle3", "Eco-Tech/MiniMax-M2.7-eagle-model-short"),
 )  # fmt: skip
 
@@ -93,7 +93,7 @@ RECIPES = (
 # ---- commands
 
 
-def commands(recipe: FamilyRecipe) -> Iterator[str]:
+def commands(recipe: FieldRecipe) -> Iterator[str]:
     """Yield the commands of all hosts of a P and of a D."""
     for role, sized in (("P", recipe.p), ("D", recipe.d)):
         for host in range(sized.hosts):
@@ -106,7 +106,7 @@ def _host(role: str, sized: Sized, host: int) -> str:
     return f"{role}_HOST_{host + 1}" if sized.hosts > 1 else f"{role}_HOST"
 
 
-def _command(recipe: FamilyRecipe, role: str, sized: Sized, host: int) -> str:
+def _command(recipe: FieldRecipe, role: str, sized: Sized, host: int) -> str:
     first = _host(role, sized, 0)
     words = [f"--port {8100 if role == 'P' else 8200}"] if not host else ["--headless"]
     words += [f"--tensor-parallel-size {sized.tp}", f"--data-parallel-size {sized.dp}"]
@@ -169,7 +169,7 @@ def config(family: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def planned(recipe: FamilyRecipe) -> dict[str, Any]:
+def planned(recipe: FieldRecipe) -> dict[str, Any]:
     """Return what `plan` prints of a prompt of 4,096 tokens; empty: it does not describe such caches."""
     made = config(recipe.family)
     if not made:
@@ -183,12 +183,12 @@ def planned(recipe: FamilyRecipe) -> dict[str, Any]:
     return found
 
 
-def _plan_flags(recipe: FamilyRecipe, folder: str) -> list[str]:
+def _plan_flags(recipe: FieldRecipe, folder: str) -> list[str]:
     drafts = ["--draft-layers", "1"] if recipe.method and not recipe.draft else []
     return ["--p-tp", str(recipe.p.tp), "--d-tp", str(recipe.d.tp), "--model", folder, *drafts]
 
 
-def sizes(recipe: FamilyRecipe) -> str:
+def sizes(recipe: FieldRecipe) -> str:
     """Return a sentence with what a prompt of 4,096 tokens costs."""
     found = planned(recipe)
     if not found:
@@ -217,7 +217,7 @@ def _each(values: Iterable[float]) -> str:
 # ---- the page
 
 
-def text(recipe: FamilyRecipe) -> list[str]:
+def text(recipe: FieldRecipe) -> list[str]:
     """Return a recipe's lines of the page."""
     release = (sdist.OLDER if recipe.older else sdist.VLLM_ASCEND).version
     shown = f"`{recipe.in_small}`" if recipe.in_small else "none with these caches, drafts and values"
@@ -226,7 +226,7 @@ def text(recipe: FamilyRecipe) -> list[str]:
     return [f"## {recipe.title}", "", *_filled(said), "", *_filled(sizes(recipe)), "", "```", *block, "```", ""]
 
 
-def _hosts(recipe: FamilyRecipe) -> str:
+def _hosts(recipe: FieldRecipe) -> str:
     return ", ".join(
         f"{role} TP {one.tp} × DP {one.dp} on {one.hosts} host{'s' * (one.hosts > 1)}"
         for role, one in (("P", recipe.p), ("D", recipe.d))

@@ -83,7 +83,8 @@ class Tab:
             assert time.monotonic() < end, f"it did not come true: {script}; the page shows:\n{self.text()}"
             time.sleep(0.05)
 
-    def picture(self, file: Path, width: int = 1180, height: int = 900) -> None:
+    def picture(self, file: Path, width: int = 1180, height: int = 900, scheme: str = "light") -> None:
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         shot = self.call("Page.captureScreenshot", format="png")
         file.write_bytes(base64.b64decode(shot["data"]))

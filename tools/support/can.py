@@ -30,7 +30,7 @@ CPU = Base("", NEWEST, ascend=False)
 BASES = {f"vllm-ascend {NEW.version}": NEW, f"vllm-ascend {OLD.version}": OLD, f"vLLM {NEWEST} on a CPU": CPU}
 
 
-class ModelKind(NamedTuple):
+class KindOfModel(NamedTuple):
     """A kind of model: what has it, as small.KINDS names its caches; a published model, and files of CPU tests."""
 
     title: str
@@ -40,21 +40,21 @@ class ModelKind(NamedTuple):
 
 
 KINDS = (
-    ModelKind("GQA: Qwen3, MiniMax-M2", frozenset({"full"}), "Qwen/Qwen3-235B-A22B", "gqa"),
-    ModelKind("MLA: DeepSeek-V3, Kimi-K2", frozenset({"mla"}), "vllm-ascend/DeepSeek-V3-W8A8", "one_head"),
-    ModelKind("DSA: DeepSeek-V3.2, GLM-5", frozenset({"indexer"}), "vllm-ascend/DeepSeek-V3.2-W8A8", "indexers"),
-    ModelKind("DeepSeek-V4", frozenset({small.COMPRESSED}), "Eco-Tech/DeepSeek-V4-Flash-w8a8-mtp"),
-    ModelKind("Gated DeltaNet: Qwen3-Next, Qwen3.5", frozenset({"full", "gdn"}), "Eco-Tech/Qwen3.5-397B-A17B-w8a8-mtp", "states"),
-    ModelKind("windows: gpt-oss, Gemma-3", frozenset({"full", "window"}), "windows", "windows"),
-    ModelKind("Mamba-2: Nemotron-H, Falcon-H1", frozenset({"full", "mamba2"}), "mamba2", "states"),
+    KindOfModel("GQA: Qwen3, MiniMax-M2", frozenset({"full"}), "Qwen/Qwen3-235B-A22B", "gqa"),
+    KindOfModel("MLA: DeepSeek-V3, Kimi-K2", frozenset({"mla"}), "vllm-ascend/DeepSeek-V3-W8A8", "one_head"),
+    KindOfModel("DSA: DeepSeek-V3.2, GLM-5", frozenset({"indexer"}), "vllm-ascend/DeepSeek-V3.2-W8A8", "indexers"),
+    KindOfModel("DeepSeek-V4", frozenset({small.COMPRESSED}), "Eco-Tech/DeepSeek-V4-Flash-w8a8-mtp"),
+    KindOfModel("Gated DeltaNet: Qwen3-Next, Qwen3.5", frozenset({"full", "gdn"}), "Eco-Tech/Qwen3.5-397B-A17B-w8a8-mtp", "states"),
+    KindOfModel("windows: gpt-oss, Gemma-3", frozenset({"full", "window"}), "windows", "windows"),
+    KindOfModel("Mamba-2: Nemotron-H, Falcon-H1", frozenset({"full", "mamba2"}), "mamba2", "states"),
 )  # fmt: skip
 
 
-def first(kind: ModelKind) -> str:
+def first(kind: KindOfModel) -> str:
     return kind.title.partition(":")[0].split()[0]
 
 
-def is_of(kind: ModelKind, engines: Engines) -> bool:
+def is_of(kind: KindOfModel, engines: Engines) -> bool:
     return {each.removesuffix(small.INT8) for each in small.shown(engines).kinds} == kind.caches
 
 
@@ -153,14 +153,14 @@ def table(
     return ("", *(kind.title for kind in KINDS)), lines
 
 
-def cpu_file(feature: Feature, kind: ModelKind) -> str:
+def cpu_file(feature: Feature, kind: KindOfModel) -> str:
     """Return which file of tests/integration shows it on a CPU; empty: none."""
     return kind.cpu if feature.cpu is None else feature.cpu.get(first(kind), "")
 
 
 def _mark(
     feature: Feature,
-    kind: ModelKind,
+    kind: KindOfModel,
     base: Base,
     of_kind: Iterable[str],
     sets: Mapping[str, tuple[Engines, tuple[str, ...]]],
@@ -186,7 +186,7 @@ def _judged(model: str, base: Base, words: tuple[str, ...]) -> bool:
     return bool(field.judge(field.Command(model, words), known).refusals)
 
 
-def refused(feature: Feature, kind: ModelKind, base: Base) -> bool:
+def refused(feature: Feature, kind: KindOfModel, base: Base) -> bool:
     """Return whether admission refuses P or D."""
     sides = ((feature.p, "kv_producer"), (feature.d, "kv_consumer"))
     return any(

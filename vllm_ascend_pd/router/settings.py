@@ -282,6 +282,9 @@ class Settings:
     tls_key: str = _flag("--tls-key", "security", "", "its key")
     engine_ca: str = _flag("--engine-ca", "security", "", "CA certificates of https engines; not set: the system's")
 
+    deployment: str = _flag(
+        "--deployment", "observation", "", "name of this deployment, which the status page shows", metavar="NAME"
+    )
     trace_dir: str = _flag(
         "--trace-dir", "observation", "", "write stage events here, one file per worker", metavar="DIR"
     )

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import astuple
 from typing import Any
 
+from vllm_ascend_pd import __version__
 from vllm_ascend_pd.router.canary import Canary
 from vllm_ascend_pd.router.core.decisions import Condition, Role
 from vllm_ascend_pd.router.front import Front
@@ -23,6 +24,7 @@ def worker_report(worker: int, front: Front, canary: Canary, file_problem: str, 
     report: dict[str, Any] = {
         "worker": worker,
         "url": front.own_url,
+        "deployment": front.settings.deployment,
         "ready": canary.ready(),
         "proven": canary.proven(),
         "proofs": [astuple(proof) for proof in front.fleet.proven()],
@@ -57,6 +59,8 @@ def sum_of(reports: Iterable[dict[str, Any]]) -> dict[str, Any]:
         facts["last_error"], facts["last_error_at"] = latest["last_error"], latest["last_error_at"]
     return {
         "now": time.time(),
+        "version": __version__,
+        "deployment": mine["deployment"],
         "ready": mine["ready"],
         "prefills": mine["prefills"],
         "proven": mine["proven"],

@@ -157,6 +157,110 @@ def test_a_browser_shows_a_stream_that_another_d_went_on_with(tab: browser.Tab) 
         assert tab.text("#errors").count("PD-META-007") == 1 and not tab.complaints
 
 
+def an_instance(number: int, role: str, state: str, error: str = "", age_s: float = 0.0) -> dict[str, object]:
+    known = {"name": f"10.0.{number}.1:8100", "role": role, "state": state, "models": ["MODEL"], "fingerprint": "a1b2"}
+    load = {"requests": 3, "tokens_in_flight": 12_345, "served": 1_000, "broke": 0, "weight": 1, "source": "flag"}
+    return {**known, **load, "last_error": error, "last_error_at": NOW - age_s}
+
+
+NOW = 1_790_000_000.0
+STAGES = [("decode", 0.0), ("reserved", 0.02), ("prefill", 0.03), ("loaded", 1.2), ("first byte", 1.3), ("broken", 1.4)]
+BROKE = {
+    "id": "a-request", "route": "/v1/completions", "status": 200, "tokens": 4096, "started": NOW - 9, "attempts": 1,
+    "stages": [{"stage": stage, "at": at, "detail": ""} for stage, at in STAGES],
+}  # fmt: skip
+MANY = {
+    "now": NOW, "version": "9.8.7", "deployment": "blue", "ready": True, "prefills": True, "canary_error": "",
+    "file_error": "", "running": 7, "waiting": 1, "workers": [], "in_flight": [],
+    "instances": [an_instance(n, "prefill" if n < 4 else "decode", "down" if n in (3, 30) else "ready",
+                              "connection refused", 7200.0) for n in range(36)],
+    "errors": [{"at": NOW, "code": "PD-META-011", "instance": "10.0.3.1:8100", "what": "gone", "request": "", "remedy": "x"}],
+    "last": [BROKE, {**BROKE, "id": "another", "stages": BROKE["stages"][:-1]}],
+}  # fmt: skip
+NAMES = "[...document.querySelectorAll('#instances tr')].map(r => r.cells[0].innerText)"
+# Cells whose words stand in more than one line, and whether the page itself is wider than the window.
+BROKEN_ROWS = """[...document.querySelectorAll('td.n, td.one')].filter(cell => {
+  const words = document.createRange();
+  words.selectNodeContents(cell);
+  const tops = [...words.getClientRects()].map(line => line.top);
+  return Math.max(...tops) - Math.min(...tops) > 10;
+}).map(cell => cell.innerText)"""
+TOO_WIDE = "document.documentElement.scrollWidth > window.innerWidth"
+PICTURES = Path(__file__).resolve().parents[3] / "out" / "page"
+
+
+def recorded(tab: browser.Tab, url: str, state: dict[str, object]) -> None:
+    """Open the page, and let it show a recorded state in place of what the metaserver answers."""
+    tab.open(url)
+    tab.ask(f"(() => {{ const real = show; show = () => real({json.dumps(state)}); show(); }})()")
+
+
+@needs_browser
+def test_a_browser_sums_up_many_instances_and_begins_with_those_that_are_down(tab: browser.Tab) -> None:
+    with cluster() as c:
+        recorded(tab, str(c.http.base_url), MANY)
+        assert tab.text("#sum") == "ready: P 3/4, D 31/32" and "9.8.7" in tab.text("#workers")
+        assert tab.ask("document.title") == "blue · metaserver"
+        shown = tab.ask(NAMES)
+        assert shown[:2] == ["10.0.3.1:8100", "10.0.30.1:8100"] and shown[-1] == "24 more, all ready"
+        assert tab.text("#instances").count("connection refused") == 2, "an old error of one that is ready is no news"
+        tab.ask("document.querySelector('#instances button').click()")
+        assert len(tab.ask(NAMES)) == 37 and not tab.complaints
+
+
+@needs_browser
+def test_a_browser_opens_a_request_by_the_keyboard_and_keeps_the_focus(tab: browser.Tab) -> None:
+    with cluster() as c:
+        recorded(tab, str(c.http.base_url), MANY)
+        tab.ask("document.querySelector('#last button').focus()")
+        for kind in ("keyDown", "keyUp"):
+            tab.call(
+                "Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r"
+            )
+        tab.until("document.querySelector('#last pre')?.innerText.includes('first byte')")
+        tab.ask("show()")
+        assert tab.ask("document.activeElement.dataset.key") == "another"
+        assert tab.ask("document.activeElement.getAttribute('aria-expanded')") == "true"
+        unnamed = (
+            "[...document.querySelectorAll('th:not([scope]), input:not([aria-label]), .bar:not([aria-label])')].length"
+        )
+        assert tab.ask(unnamed) == 0 and "P computes and pushes: 1.2 s" in tab.ask(
+            "document.querySelector('.bar').ariaLabel"
+        )
+
+
+@needs_browser
+def test_a_stream_that_broke_is_no_success(tab: browser.Tab) -> None:
+    with cluster() as c:
+        recorded(tab, str(c.http.base_url), MANY)
+        said = "[...document.querySelectorAll('#last tr.row')].map(r => [r.cells[3].innerText, r.cells[3].className])"
+        assert tab.ask(said) == [["200", "n "], ["200, broke", "n failed"]]
+
+
+@needs_browser
+def test_a_browser_says_when_no_instance_answers(tab: browser.Tab) -> None:
+    silent = {"ready": False, "canary_error": "no canary has been answered yet"}
+    with cluster() as c:
+        state = {**MANY, **silent, "instances": [an_instance(1, "decode", "starting", "connection refused")]}
+        recorded(tab, str(c.http.base_url), state)
+        assert tab.text("#notice") == "No instance answers: their last errors say why."
+        assert "connection refused" in tab.text("#instances")
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_pictures_of_the_page_have_whole_rows_and_no_overflow(tab: browser.Tab, width: int, scheme: str) -> None:
+    """The pictures stay in out/page."""
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    with cluster() as c:
+        recorded(tab, str(c.http.base_url), MANY)
+        tab.picture(PICTURES / f"{width}-{scheme}.png", width, 1200, scheme)
+        assert tab.ask(BROKEN_ROWS) == [] and tab.ask(TOO_WIDE) is False
+        dark = tab.ask("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 27)"
+        assert dark is (scheme == "dark")
+
+
 @needs_browser
 def test_a_browser_asks_for_the_token_and_says_when_the_metaserver_is_gone(tab: browser.Tab) -> None:
     with cluster(admin_token=TOKEN) as c:

@@ -60,6 +60,7 @@ GIVEN: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "tls_cert": ("", None, ("c.pem",)),
     "tls_key": ("", None, ()),
     "engine_ca": ("", None, ("/nowhere/ca.pem",)),
+    "deployment": ("--deployment blue", "blue", ()),
     "trace_dir": ("--trace-dir {tmp}", "{tmp}", ("/dev/null/traces",)),
     "otlp_traces_endpoint": ("--otlp-traces-endpoint http://c:4318", "http://c:4318", ()),
 }

@@ -438,7 +438,7 @@ def test_a_request_that_vllm_ascend_drops_in_a_step_leaves_nothing() -> None:
         assert scheduler.book.find("r") is not None
         scheduler.metadata(SimpleNamespace(recomputed_reqs=[SimpleNamespace(request_id="r")]))
         assert scheduler.book.find("r") is None and scheduler.wanted(asked, 4) == 6, "nothing of it is left"
-        (drops,) = (hooks for hooks in scheduler.around() if isinstance(hooks, Drops))
+        (drops,) = (hooks for hooks in scheduler.step_hooks() if isinstance(hooks, Drops))
         tokens, other = EngineCoreOutput("r", [7]), EngineCoreOutput("other", [], finish_reason=FinishReason.STOP)
         drops.after(None, {0: EngineCoreOutputs(outputs=[tokens, other])})  # of the step before
         last = EngineCoreOutput("r", [], finish_reason=FinishReason.STOP, stop_reason="recomputed")

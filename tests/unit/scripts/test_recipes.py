@@ -12,7 +12,7 @@ import pytest
 
 from tools import field as field_page
 from tools import recipes
-from tools.recipes import RECIPES, FamilyRecipe, Sized
+from tools.recipes import RECIPES, FieldRecipe, Sized
 from tools.support import can, field, sdist, small
 from tools.support.models import ROOT
 from vllm_ascend_pd.geometry.decide import MIN_SPAN, decide
@@ -21,7 +21,7 @@ FIELD = (ROOT / "docs" / "field.md").read_text()
 SECOND = "--headless"
 
 
-def engines(recipe: FamilyRecipe) -> list[field.Judged]:
+def engines(recipe: FieldRecipe) -> list[field.Judged]:
     """Return admission's word on each `vllm serve` that the page has for a recipe, under the recipe's release."""
     section = recipes.PAGE.read_text().partition(f"\n## {recipe.title}\n")[2].partition("\n## ")[0]
     block = section.partition("```\n")[2].partition("```")[0].replace("\\\n", "")
@@ -42,7 +42,7 @@ def test_the_page_is_what_is_printed() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.title)
-def test_p_and_d_of_a_recipe_would_start_and_fit_each_other(recipe: FamilyRecipe) -> None:
+def test_p_and_d_of_a_recipe_would_start_and_fit_each_other(recipe: FieldRecipe) -> None:
     found = engines(recipe)
     assert len(found) == recipe.p.hosts + recipe.d.hosts
     assert not [refused for one in found for refused in one.refusals]
@@ -57,7 +57,7 @@ def test_p_and_d_of_a_recipe_would_start_and_fit_each_other(recipe: FamilyRecipe
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.title)
-def test_what_stands_for_a_recipe_in_small_is_what_the_field_page_says(recipe: FamilyRecipe) -> None:
+def test_what_stands_for_a_recipe_in_small_is_what_the_field_page_says(recipe: FieldRecipe) -> None:
     rows = [line for line in FIELD.splitlines() if line.startswith(f"| {recipe.configuration} |")]
     (row,) = [row for row in rows if (row.count("|") == 5) == recipe.older]
     shown = row.strip("| ").rpartition(" | ")[2]
