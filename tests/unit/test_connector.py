@@ -344,9 +344,9 @@ def test_a_request_crosses_whenever_start_load_kv_is_called(pair: ConnectorPair,
 
 def test_a_prefill_engine_that_cannot_push_any_more_ends_at_its_next_step(pair: ConnectorPair) -> None:
     """An error out of a worker's hook ends the engine: vLLM has no other way to make /health fail."""
-    runtime = pair.prefill_worker._worker
-    assert runtime is not None and runtime._runtime is not None
-    runtime._runtime._writer.died(OSError("the engine broke"))
+    worker = pair.prefill_worker._worker
+    assert worker is not None and worker.runtime is not None
+    worker.runtime._writer.died(OSError("the engine broke"))
     with pytest.raises(PdError, match="PD-XFER-007"):
         pair.prefill_step(output())
 
@@ -453,8 +453,8 @@ def test_the_hooks_of_a_layer_do_no_more_than_note_it(pair: ConnectorPair) -> No
     pair.prefill.update_state_after_alloc(asked, Blocks([1, 6]), 0)
     worker, (mine, _) = pair.prefill_worker, pair.caches
     worker.bind_connector_metadata(pair.prefill.build_connector_meta(output("r-p", len(TOKENS), [1, 6])))
-    runtime = worker._worker._runtime  # type: ignore[union-attr]
-    assert runtime is not None and runtime._steps._current is not None
+    runtime = worker._worker.runtime  # type: ignore[union-attr]
+    assert runtime is not None and runtime.steps._current is not None
 
     def forward() -> None:
         for name, tensor in mine.items():

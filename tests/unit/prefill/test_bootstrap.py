@@ -54,8 +54,8 @@ def test_both_meet_by_what_p_has_sent_whatever_the_request_is_called(site: Boots
 
 
 def test_nothing_else_is_reported_and_nothing_changes(site: BootstrapPair) -> None:
-    assert site.p._reception is not None
-    where = {"0": {"engine_id": str(site.p._reception.endpoint)}}
+    assert site.p.reception is not None
+    where = {"0": {"engine_id": str(site.p.reception.endpoint)}}
     found = site.ask()
     assert (found.status_code, found.json(), found.headers["content-type"]) == (200, where, "application/json")
     assert site.ask("/query?x=1").json() == where
@@ -93,13 +93,13 @@ def test_an_endless_or_silent_caller_is_let_go(site: BootstrapPair, monkeypatch:
 def test_a_crowd_is_not_let_in(site: BootstrapPair) -> None:
     crowd = [socket.create_connection(("127.0.0.1", site.port), 10) for _ in range(bootstrap.MAX_OPEN)]
     try:
-        until(lambda: len(site.p._reception._bootstrap._open) == bootstrap.MAX_OPEN)  # type: ignore[union-attr]
+        until(lambda: len(site.p.reception._bootstrap._open) == bootstrap.MAX_OPEN)  # type: ignore[union-attr]
         with pytest.raises(httpx.HTTPError):
             site.ask()
     finally:
         for one in crowd:
             one.close()
-    until(lambda: not site.p._reception._bootstrap._open)  # type: ignore[union-attr]
+    until(lambda: not site.p.reception._bootstrap._open)  # type: ignore[union-attr]
     assert site.ask().status_code == 200
     site.p.close()
     with pytest.raises(httpx.ConnectError):

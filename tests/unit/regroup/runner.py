@@ -46,8 +46,8 @@ class AscendRank(RegroupPrefillRank):
         self.worker = PrefillWorker(given, shape, self.device, self.contributor, self.place)
         self.dummy_run()  # memory profiling, before there are caches
         self.worker.register_kv_caches(self.memory.tensors)
-        assert self.worker._runtime is not None
-        return self.worker._runtime
+        assert self.worker.runtime is not None
+        return self.worker.runtime
 
     def run(self, step: PrefillStep, shares: Sequence[ComputedTokens], hook: str, ended: Sequence[str]) -> WorkerReport:
         self.worker.preempt(StepMetadata(prefill=step))

@@ -402,8 +402,8 @@ class PrefillSite:
         step = self.book.take_step()
         for worker in self.workers.values():
             worker.preempt(StepMetadata(prefill=step))
-            assert worker._runtime is not None
-            worker._runtime.steps.begin(step)  # `bind` would end an engine whose writer has died
+            assert worker.runtime is not None
+            worker.runtime.steps.begin(step)  # `bind` would end an engine whose writer has died
         for (stage, rank), worker in self.workers.items():
             cache = self.caches[stage, rank]
             for index, name in sorted(enumerate(self.stages[stage]), key=lambda each: ".indexer." not in each[1]):

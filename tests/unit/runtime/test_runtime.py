@@ -93,7 +93,7 @@ def test_one_worker_tells_the_times_of_a_push_for_all() -> None:
 
 def test_a_transfer_that_is_cancelled_before_its_gate_opens_leaves_no_gate() -> None:
     d = DecodeSite(CacheModel("opaque"), 1, device=HeldDevice())
-    runtime = d.workers[0]._runtime
+    runtime = d.workers[0].runtime
     assert runtime is not None
     with sites(d):
         request = d.reserve("r", 16)
@@ -158,7 +158,7 @@ def test_a_stage_of_decode_that_gets_other_bytes_says_so() -> None:
     with sites(p, d):
         request = d.reserve("r", 21)
         d.step()
-        until(lambda: not any(worker._runtime.core.gates for worker in d.workers), "the gates are open")
+        until(lambda: not any(worker.runtime.core.gates for worker in d.workers), "the gates are open")
         assert p.admit(request) is None
         p.compute((request, 20))
         landed = d.ranks[1].views[0][0][request.d_blocks[0]]
@@ -222,7 +222,7 @@ def test_a_prefix_that_left_before_it_was_computed_has_another_checksum(tp: int,
     computed: list[str] = []
 
     def left() -> list[int]:
-        pushes = [push for worker in p.workers.values() for push in worker._runtime.core.pushes()]  # type: ignore[union-attr]
+        pushes = [push for worker in p.workers.values() for push in worker.runtime.core.pushes()]  # type: ignore[union-attr]
         return [len(pair.coverage.covered) for push in pushes for pair in push.pairs.values()]
 
     def late(worker: PrefillWorker, name: str, tensor: Any) -> None:
@@ -515,7 +515,7 @@ def test_an_open_reservation_costs_its_loop_nothing_between_two_timers() -> None
     with sites(d):
         d.reserve("r", 30)
         d.step()
-        runtime = d.workers[0]._runtime
+        runtime = d.workers[0].runtime
         assert runtime is not None
         until(
             lambda: runtime.core._receiver is not None and not runtime.core.gates and runtime._timer is not None,

@@ -129,7 +129,7 @@ def test_a_request_that_ends_without_blocks_says_so_to_decode() -> None:
         p.idle()
         (report,) = d.received(request)
         assert (report.ok, report.why.code) == (False, "PD-XFER-002")
-        runtime = p.workers[0, 0]._runtime
+        runtime = p.workers[0, 0].runtime
         assert runtime is not None
         until(lambda: p.idle().empty and not runtime.core.pushes(), "nothing is left of it")
         assert not p.seen[0, 0] and not p.released, "vLLM does not wait for this request"
@@ -283,7 +283,7 @@ def test_a_dead_writer_fails_every_push_and_releases_the_blocks_when_they_are_qu
         (worker,) = p.workers.values()
         assert list((worker.stats() or {})["levels"]["writers_dead"].values()) == [1]
         with pytest.raises(PdError, match="PD-XFER-007"):
-            worker._runtime.check()
+            worker.runtime.check()
 
 
 @pytest.mark.parametrize("wrong", ["a layer too few", "a region too few", "no layer"])
@@ -291,7 +291,7 @@ def test_a_decode_engine_with_wrong_addresses_fails_its_own_pushes_only(wrong: s
     push = config(quiet_s=0.3)
     p = PrefillSite(TUPLES, 1, push=push)
     d, e = DecodeSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push, seed=9)
-    runtime = d.workers[0]._runtime
+    runtime = d.workers[0].runtime
     assert runtime is not None
     session, blocks, bases = msgspec.structs.astuple(runtime._addresses())
     cut = {"a layer too few": bases[:-1], "a region too few": tuple(base[:-1] for base in bases), "no layer": ()}
@@ -323,7 +323,7 @@ def test_a_write_that_cannot_be_prepared_fails_its_own_push_only(at: str, monkey
     def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
         def maybe(*args: Any) -> Any:
             names = [each.name if isinstance(each, Push) else getattr(each, "push", None) for each in args]
-            runtime = p.workers[0, 0]._runtime
+            runtime = p.workers[0, 0].runtime
             assert runtime is not None
             if any(push.request_id in broken for push in runtime.core.pushes() if push.name in names):
                 raise RuntimeError("the device is gone")
@@ -360,8 +360,8 @@ def test_what_was_decided_before_an_error_is_still_done() -> None:
         assert p.admit(request) is None
         p.compute((request, 20))
         (worker,) = p.workers.values()
-        assert worker._runtime is not None
-        runtime = worker._runtime
+        assert worker.runtime is not None
+        runtime = worker.runtime
         (push,) = runtime.core.pushes()
         with pytest.raises(KeyError), runtime.deciding() as pushes:
             pushes.abort(time.monotonic(), push.name, Failure("PD-XFER-002", "the test"))
@@ -381,7 +381,7 @@ class BrokenEvent:
 @pytest.mark.parametrize("at", ["start", "bind", "gate", "compare"])
 def test_what_goes_wrong_with_one_request_on_decode_is_that_requests(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1)
-    runtime = d.workers[0]._runtime
+    runtime = d.workers[0].runtime
     assert runtime is not None and runtime._verifier is not None
     names: list[Any] = []  # of the failing request, as soon as it is known
 
@@ -488,7 +488,7 @@ def test_an_end_that_goes_wrong_on_decode_is_that_transfers_and_nothing_is_repor
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1)
-    runtime, over = d.workers[0]._runtime, Receiver.over
+    runtime, over = d.workers[0].runtime, Receiver.over
     assert runtime is not None
     with traced() as events, sites(p, d):
         bad, good = d.reserve("bad", 30), d.reserve("good", 9)
@@ -589,7 +589,7 @@ def test_a_dead_writer_gathers_nothing() -> None:
         p.prefill(first)
         assert d.received(first)[0].why.code == "PD-XFER-003"
         (worker,) = p.workers.values()
-        runtime = worker._runtime
+        runtime = worker.runtime
         assert runtime is not None
         runtime._writing._thread.join(10)
         assert not runtime._writing._thread.is_alive()
@@ -685,7 +685,7 @@ def test_a_push_that_failed_on_one_rank_does_not_change_which_ranks_write_the_ot
             assert p.admit(request) is None
         p.compute((failed, 8), (fine, 8))
         until(lambda: sum(stage == "ready" for stage, _ in events) >= 8, "READY of two ranks, reported by both sides")
-        knows, ignorant = (worker._runtime for worker in p.workers.values())
+        knows, ignorant = (worker.runtime for worker in p.workers.values())
         assert knows is not None and ignorant is not None
         deaf = threading.Event()
         ignorant._loop.post(deaf.wait, 20.0)  # blocks its loop: it gets no message
@@ -707,8 +707,8 @@ def test_a_timer_that_was_set_is_not_put_off_by_a_later_one() -> None:
     p = PrefillSite(TUPLES, 1)
     with sites(p):
         (worker,) = p.workers.values()
-        assert worker._runtime is not None
-        runtime = worker._runtime
+        assert worker.runtime is not None
+        runtime = worker.runtime
 
         async def armed() -> float:
             now = time.monotonic()

@@ -50,7 +50,7 @@ def test_a_revocation_that_fails_is_tried_again_until_it_succeeds(
     other = PrefillSite(model, 1, push=push, seed=8)
     d = DecodeSite(model, 1, push=push, make_transport=Unlucky)
     (worker,) = d.workers
-    target = worker._runtime._target  # type: ignore[union-attr]
+    target = worker.runtime._target  # type: ignore[union-attr]
     with traced() as events, sites(p, other, d):
         request = d.reserve("r", 40)
         d.step()
@@ -58,9 +58,9 @@ def test_a_revocation_that_fails_is_tried_again_until_it_succeeds(
         p.compute((request, 20))
         until(lambda: any(stage == "layer_submitted" for stage, _ in events), "a write that is out")
         (writer,) = p.workers.values()
-        assert writer._runtime is not None
+        assert writer.runtime is not None
         awake = threading.Event()
-        writer._runtime._loop.post(awake.wait, 60.0)
+        writer.runtime._loop.post(awake.wait, 60.0)
         d.book.request_finished(request.name)
         d.step()
         until(lambda: target.tries >= 3, "the second try after the failure")

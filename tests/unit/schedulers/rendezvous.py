@@ -83,8 +83,8 @@ class SchedulerPair:
         return self.steps.bound()
 
     def address(self) -> dict[str, Any]:
-        assert self.p._reception is not None
-        where = self.p._reception.endpoint
+        assert self.p.reception is not None
+        where = self.p.reception.endpoint
         return {"do_remote_prefill": True, "remote_host": where.host, "remote_port": where.port}
 
 

@@ -174,8 +174,8 @@ def test_a_timer_that_a_thread_sets_late_does_not_undo_an_earlier_end_of_a_hold(
 ) -> None:
     """The loop thread decides first, for a target that may wait a minute, and sets its timer last."""
     with pair(p={"hold_s": 0.5, "meet_s": 60.0}) as both:
-        assert both.p._reception is not None
-        loop, decided, go_on = both.p._reception._loop, threading.Event(), threading.Event()
+        assert both.p.reception is not None
+        loop, decided, go_on = both.p.reception._loop, threading.Event(), threading.Event()
         post = loop.post
 
         def late(callback: Callable[..., object], *given: Any) -> None:
@@ -221,7 +221,7 @@ def test_without_hold_sources_p_listens_nowhere_and_says_what_it_always_said() -
     scheduler.attach_workers({(0, 0): WorkerFacts(None, CACHE)})
     asked = request(params=TOY)
     scheduler.allocated(asked)
-    assert scheduler._reception is None
+    assert scheduler.reception is None
     assert scheduler.request_finished(asked, True)[1]["pd_push"]["code"] == "PD-META-005"  # type: ignore[index]
 
 

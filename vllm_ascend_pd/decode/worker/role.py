@@ -27,7 +27,7 @@ class DecodeWorker(WorkerRole):
         self._engine, self._shape, self._device = engine, shape, device
         self._why_no_first_token = why_no_first_token
         self._stage, self._rank = stage, rank
-        self._runtime: ReceiveRuntime | None = None
+        self.runtime: ReceiveRuntime | None = None
         self._facts: WorkerFacts | None = None
         self._ends: list[LoadEnd] = []
 
@@ -44,16 +44,16 @@ class DecodeWorker(WorkerRole):
             advertise_host=channel.advertise_host,
         )
         target = engine.create_target(self._device.attach_thread)
-        self._runtime = ReceiveRuntime(engine.config, site, caches, self._device, target, engine.secrets)
-        facts = self._runtime.endpoint, caches.geometry, self._why_no_first_token, caches.kernel_blocks
+        self.runtime = ReceiveRuntime(engine.config, site, caches, self._device, target, engine.secrets)
+        facts = self.runtime.endpoint, caches.geometry, self._why_no_first_token, caches.kernel_blocks
         self._facts = WorkerFacts(*facts)
 
     def handshake(self) -> WorkerFacts | None:
         return self._facts
 
     def bind(self, step: StepMetadata) -> None:
-        if self._runtime is not None and step.decode is not None:
-            self._runtime.step(step.decode)
+        if self.runtime is not None and step.decode is not None:
+            self.runtime.step(step.decode)
 
     def ended(self, requests: Iterable[str]) -> EndedRequests:
         found = self.reports()
@@ -65,7 +65,7 @@ class DecodeWorker(WorkerRole):
         )
 
     def reports(self) -> list[Loaded]:
-        found = [] if self._runtime is None else self._runtime.take_reports()
+        found = [] if self.runtime is None else self.runtime.take_reports()
         self._ends += [report.end for report in found]
         return found
 
@@ -74,8 +74,8 @@ class DecodeWorker(WorkerRole):
         return WorkerNews(ends=frozenset(ends))
 
     def stats(self) -> dict[str, Any] | None:
-        return None if self._runtime is None else self._runtime.stats()
+        return None if self.runtime is None else self.runtime.stats()
 
     def close(self) -> None:
-        if self._runtime is not None:
-            self._runtime.close()
+        if self.runtime is not None:
+            self.runtime.close()

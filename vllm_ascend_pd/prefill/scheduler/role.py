@@ -64,7 +64,7 @@ class PrefillScheduler(SchedulerRole):
         holding = Holding(meet.hold_sources, int(meet.hold_share * blocks), timers.hold_s, timers.meet_s)
         self.book = PushBook(engine.incarnation, holding, model=engine.model)
         self._kernel_blocks: tuple[int, ...] = ()
-        self._reception: Reception | None = None
+        self.reception: Reception | None = None
         self._failed_transfers: dict[str, None] = {}  # failed transfers, oldest first
         self.tally = Tally()
         self.first_tokens = FirstTokenSource(engine.secrets) if sends_first else None
@@ -73,7 +73,7 @@ class PrefillScheduler(SchedulerRole):
         self.book.geometry = merge_geometries(workers)
         self._kernel_blocks = next(iter(workers.values())).kernel_blocks
         if self._engine.config.meet.hold_sources:
-            self._reception = Reception(
+            self.reception = Reception(
                 self._engine,
                 self.book,
                 self._news,
@@ -82,7 +82,7 @@ class PrefillScheduler(SchedulerRole):
 
     def _deciding(self) -> AbstractContextManager[float]:
         """Hold the lock that is shared with the reception, and yield the time. Without one: no lock, and 0.0."""
-        return self._reception.deciding() if self._reception is not None else nullcontext(0.0)
+        return self.reception.deciding() if self.reception is not None else nullcontext(0.0)
 
     def arrived(self, request: Any) -> None:
         """Take the last token off the prompt, if the cache does not keep all tokens.
@@ -206,9 +206,9 @@ class PrefillScheduler(SchedulerRole):
 
     def _source(self, request: Any, record: PushRequest) -> dict[str, Any]:
         """Return the part of P's answer that names held blocks: routers hand it to D as it is."""
-        if record.source is None or self._reception is None:
+        if record.source is None or self.reception is None:
             raise LocalProtocolError(f"{request.request_id} is held, and has no source")
-        held = Source(PROTOCOL_VERSION, record.source, self._reception.endpoint, *record.prompt, self.book.hold_s)
+        held = Source(PROTOCOL_VERSION, record.source, self.reception.endpoint, *record.prompt, self.book.hold_s)
         sealed = base64.b64encode(seal_source(held, self._engine.secrets)).decode()
         trace.emit("held", request=request.request_id, source=str(record.source))
         params = {"do_remote_prefill": True, "do_remote_decode": False, "source": sealed}
@@ -263,12 +263,12 @@ class PrefillScheduler(SchedulerRole):
 
     def close(self) -> None:
         """Close the reception. D engines that wait here learn of it from the end of their connections. Idempotent."""
-        if self._reception is not None:
-            self._reception.close()
+        if self.reception is not None:
+            self.reception.close()
 
     def _asked(self, request: Any, params: Mapping[str, Any]) -> NewRequest | PdError:
         encoded, reservation = params.get("reservation"), None
-        if encoded is not None or self._reception is None:
+        if encoded is not None or self.reception is None:
             if not isinstance(encoded, str) or len(encoded) > 2 * MAX_MESSAGE_BYTES:
                 return PdError("PD-META-005", why="the request carries no reservation")
             try:

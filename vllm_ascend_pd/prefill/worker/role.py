@@ -27,13 +27,13 @@ class PrefillWorker(WorkerRole):
     ) -> None:
         self._engine, self._shape, self._device, self._contributor = engine, shape, device, contributor
         self._world = world
-        self._runtime: PushRuntime | None = None
+        self.runtime: PushRuntime | None = None
         self._facts: WorkerFacts | None = None
 
     def register_kv_caches(self, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
         caches = describe(tensors, self._shape, self._device)
         site = PushSite(self._engine.incarnation, self._contributor, self._engine.model)
-        self._runtime = PushRuntime(
+        self.runtime = PushRuntime(
             self._engine.config,
             site,
             caches,
@@ -48,37 +48,37 @@ class PrefillWorker(WorkerRole):
         return self._facts
 
     def preempt(self, step: StepMetadata) -> None:
-        if self._runtime is not None and step.prefill is not None and step.prefill.preempted:
-            self._runtime.preempt(step.prefill.preempted)
+        if self.runtime is not None and step.prefill is not None and step.prefill.preempted:
+            self.runtime.preempt(step.prefill.preempted)
 
     def bind(self, step: StepMetadata) -> None:
         """Begin a step. Raise PdError if this worker can never push again: it ends the engine, and /health shows it."""
-        if self._runtime is not None and step.prefill is not None:
-            self._runtime.check()
-            self._runtime.steps.begin(step.prefill)
+        if self.runtime is not None and step.prefill is not None:
+            self.runtime.check()
+            self.runtime.steps.begin(step.prefill)
 
     def layer_written(self, name: str) -> None:
-        if self._runtime is not None:
-            self._runtime.steps.written(name)
+        if self.runtime is not None:
+            self.runtime.steps.written(name)
 
     def save_layer(self, name: str) -> None:
-        if self._runtime is not None:
-            self._runtime.steps.computed(name)
+        if self.runtime is not None:
+            self.runtime.steps.computed(name)
 
     def end_step(self) -> None:
-        if self._runtime is not None:
-            self._runtime.steps.end()
+        if self.runtime is not None:
+            self.runtime.steps.end()
 
     def ended(self, requests: Iterable[str]) -> EndedRequests:
-        sent = self._runtime.take_finished(requests) if self._runtime is not None else ()
+        sent = self.runtime.take_finished(requests) if self.runtime is not None else ()
         return EndedRequests(sent=frozenset(sent))
 
     def news(self) -> WorkerNews:
-        return WorkerNews() if self._runtime is None else self._runtime.take_news()
+        return WorkerNews() if self.runtime is None else self.runtime.take_news()
 
     def stats(self) -> dict[str, Any] | None:
-        return None if self._runtime is None else self._runtime.stats()
+        return None if self.runtime is None else self.runtime.stats()
 
     def close(self) -> None:
-        if self._runtime is not None:
-            self._runtime.close()
+        if self.runtime is not None:
+            self.runtime.close()

@@ -150,7 +150,7 @@ def _token() -> None:
         for report in found:
             bind = binds.pop(report.request_id, None)
             if report.ok and bind is not None and _now("token"):
-                _forget_one(worker._runtime._caches, bind)  # type: ignore[union-attr]
+                _forget_one(worker.runtime._caches, bind)  # type: ignore[union-attr]
         return found
 
     Loads.step = noting  # type: ignore[assignment, method-assign]
