@@ -109,6 +109,14 @@ def test_its_load_and_prefix_count(route: str) -> None:
         assert request.remote and request.send_tokens and request.copies == 1
 
 
+def test_a_picture_in_a_message_counts_as_one_not_by_its_bytes() -> None:
+    picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "A" * 200_000}}
+    for content, media in (([picture], True), ("an " + "image " * 100, False)):
+        said = json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": 3}).encode()
+        request = bodies.parse(MESSAGES, said)
+        assert request.has_media is media and request.prefill_tokens < 1200
+
+
 def test_a_clients_own_fields_do_not_multiply_it() -> None:
     assert bodies.parse(MESSAGES, b'{"messages": [], "n": 9}').copies == 1
 
