@@ -51,10 +51,11 @@ REST_S = 1.0  # after a refusal, as long as others take requests
 _STEP = 16  # tokens of an answer between two corrections of the load
 NAMED = "header"  # source of the P's that requests name
 _GOOD = frozenset({Evidence.SERVED, Evidence.PROBE_OK})
-Ticks = Callable[[], float]
+Now = Callable[[], float]
 
 
 def _monotonic() -> float:
+    """Return the process's clock, looked up at each call: the simulator of the front door puts another one there."""
     return time.monotonic()
 
 
@@ -127,7 +128,7 @@ class Instance:
     source: str
     circuit: Circuit
     prompts: Prompts  # that were sent to it in its present life
-    clock: Ticks = _monotonic
+    clock: Now = _monotonic
     cards: dict[str, msgspec.Raw] | None = None  # entries of its model list, by name; None: it was not asked yet
     answered: bool = False
     healthy: bool = False  # its last probe was good
@@ -339,7 +340,7 @@ class Fleet:
         policy: CircuitPolicy,
         lost: Callable[[Instance, str], None] = lambda instance, why: None,
         prefix_tokens: int = 0,
-        clock: Ticks = _monotonic,
+        clock: Now = _monotonic,
         dice: Callable[[], float] = random.random,
     ) -> None:
         self._policy = policy

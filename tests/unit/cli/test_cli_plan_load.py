@@ -16,8 +16,8 @@ import pytest
 from vllm_ascend_pd.cli.__main__ import main
 from vllm_ascend_pd.cli.load import arrivals
 from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits
-from vllm_ascend_pd.cli.load.command import compare
-from vllm_ascend_pd.cli.load.engine import EngineSizes
+from vllm_ascend_pd.cli.load.command import compare, overlapping
+from vllm_ascend_pd.cli.load.engine import EngineSizes, SimulatedEngine, VirtualTime
 from vllm_ascend_pd.cli.load.lines import StepLine, StepLines, measured
 from vllm_ascend_pd.cli.load.world import LoadedFleet, LoadedWorld, Loss, SimulatedRequest
 from vllm_ascend_pd.router.core.decisions import Role
@@ -194,6 +194,65 @@ def test_without_another_d_requests_fail_until_it_is_back() -> None:
     assert failed and min(failed) > 49.0 and max(failed) < 83.0
     result = compare(LoadedFleet(1, 1, LINES, SIZES, 0.0), load, Limits(2.0, 0.1), 30.0)
     assert result.decode_lost is not None and 25.0 < result.decode_lost < 35.0
+
+
+def test_streams_go_on_at_once_however_many_broke() -> None:
+    """Retries have a budget, of 200 at first; what streams that go on take is not in it."""
+    load = [Arrival(0.0, 32, 100, (n,)) for n in range(500)]
+    found = simulated(1, 2, load, Loss(Role.DECODE, 30.0, 60.0), at_once=1000)
+    assert not any(one.failed for one in found) and max(one.first for one in found) < 30.0
+
+
+def test_probes_find_a_lost_engine_before_a_request_does() -> None:
+    early, late = simulated(1, 1, [Arrival(0.0, 32, 2, (1,)), Arrival(20.0, 32, 2, (2,))], Loss(Role.DECODE, 5.0, 60.0))
+    assert not early.failed and late.failed and late.attempts == 1
+
+
+def test_a_loss_is_in_the_middle_of_the_load() -> None:
+    load = [*(Arrival(0.1 * n, 32, 4, (n,)) for n in range(50)), Arrival(100.0, 32, 4, (99,))]
+    result = compare(LoadedFleet(1, 1, LINES, SIZES, 0.0), load, Limits(2.0, 0.1), 20.0)
+    assert (result.prefill_lost, result.decode_lost) == (0.0, 0.0) and result.failed == 0
+
+
+def test_the_queue_is_all_that_has_no_first_token() -> None:
+    result = compare(LoadedFleet(1, 1, LINES, SIZES, 0.0), [Arrival(0.0, 490, 21, (1,))], Limits(2.0, 0.1), 20.0)
+    assert result.waiting == pytest.approx(0.5 / (0.5 + 20 * 0.025)) and result.most_waiting == 1
+    assert overlapping([(0.0, 2.0), (1.0, 3.0), (2.0, 4.0), (9.0, 9.5)]) == 2
+
+
+def engine(**sizes: int) -> tuple[VirtualTime, SimulatedEngine, list[float]]:
+    """Return a clock, an engine, and the times at which prompts were done, to be filled."""
+    time = VirtualTime()
+    made = EngineSizes(**{name: sizes.get(name, getattr(SIZES, name)) for name in SIZES.__slots__})
+    return time, SimulatedEngine("p", time, LINES, made), []
+
+
+def test_a_step_of_the_life_before_ends_nothing() -> None:
+    time, one, done = engine()
+    one.prefill("x", 1000, (), lambda: done.append(time.now))
+    time.at(0.5, one.kill)
+    time.at(0.5, one.restart)
+    time.at(0.5, lambda: one.prefill("x", 1000, (), lambda: done.append(time.now)))
+    time.run(lambda: True)
+    assert done == [pytest.approx(0.5 + 1.01)]
+
+
+def test_answers_have_their_tokens_of_a_step_before_prompts() -> None:
+    time, one, done = engine(step_tokens=64)
+    one.decode("answer", lambda: one.leave("answer") if done else None)
+    one.prefill("prompt", 64, (), lambda: done.append(time.now))
+    time.run(lambda: not done)
+    assert done == [pytest.approx(0.025 + (0.025 + 0.01 + 0.063) + (0.025 + 0.01 + 0.001))]
+
+
+def test_a_cache_forgets_what_was_used_longest_ago() -> None:
+    time, one, done = engine(cache_tokens=64)
+    for at, chain in ((0.0, (1, 2)), (1.0, (1, 2)), (2.0, (3, 4)), (3.0, (1, 2))):
+        time.at(
+            at, lambda begun, chain: one.prefill(begun, 64, chain, lambda: done.append(time.now - begun)), at, chain
+        )
+    time.run(lambda: len(done) < 4)
+    assert done == [pytest.approx(seconds) for seconds in (0.074, 0.011, 0.074, 0.074)]
 
 
 def test_more_requests_than_the_router_takes_are_refused() -> None:

@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 
 CHUNK = 512  # tokens of a hash in Mooncake's traces
-MOST = 1_000_000  # requests
+MOST = 100_000  # requests
 LONGEST = 4_194_304  # tokens of a prompt
 
 _Length = Annotated[int, msgspec.Meta(ge=1, le=LONGEST)]
@@ -99,7 +99,7 @@ def alike(at: Sequence[float], prompt: int, answer: int, prefix: int, chunk: int
 
 def renamed(one: Arrival, number: int) -> Arrival:
     """Return the request with a prompt that no other number's has."""
-    return replace(one, chunks=tuple(number * MOST * 64 + chunk for chunk in one.chunks))
+    return replace(one, chunks=tuple((number << 30) + chunk for chunk in one.chunks))
 
 
 def beginnings(chunks: Sequence[int]) -> list[int]:

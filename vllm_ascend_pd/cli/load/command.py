@@ -154,7 +154,7 @@ def compare(fleet: LoadedFleet, load: Sequence[Arrival], limits: Limits, back_s:
         _percentiles(ttft),
         _percentiles(tpot),
         sum(ttft) / seconds,
-        _most([(one.arrival.at, one.arrival.at + one.first) for one in ended]),
+        overlapping([(one.arrival.at, one.arrival.at + one.first) for one in ended]),
         lost.get(Role.PREFILL),
         lost.get(Role.DECODE),
     )
@@ -178,7 +178,7 @@ def _percentiles(values: Sequence[float]) -> tuple[float, float]:
     return (float(np.percentile(values, 50)), float(np.percentile(values, 90))) if values else (0.0, 0.0)
 
 
-def _most(spans: Sequence[tuple[float, float]]) -> int:
+def overlapping(spans: Sequence[tuple[float, float]]) -> int:
     """Return how many of the spans overlap at most."""
     most = now = 0
     for _, change in sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans]):
