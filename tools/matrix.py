@@ -194,7 +194,7 @@ def with_sections(page: str) -> str:
     rows = dict(zip(ascii_lowercase, (row for row in ROWS if row.tests[0] == PAIRS), strict=False))
     letters = {title: letter for letter, row in rows.items() for title in engine_sets(row)}
     asked = {str(engines): (engines, names) for engines, names in from_tests.asked_sets()}
-    ran = {title: releases(known(page), rows[letter]) for title, letter in letters.items()}
+    ran = {title: releases(known(page), rows[letters[title]], one.release) for title, (one, _) in asked.items()}
     made = {
         "can I": lines_of(*can.table(asked, ran)),
         "combinations": lines_of(
@@ -214,12 +214,13 @@ def with_sections(page: str) -> str:
     return page
 
 
-def releases(lines: Mapping[str, Mapping[str, str]], row: MatrixRow) -> tuple[str, ...]:
-    """Return with which vLLMs (0.30) a row has run well, by the page's lines."""
+def releases(lines: Mapping[str, Mapping[str, str]], row: MatrixRow, own: str) -> tuple[str, ...]:
+    """Return with which releases (0.30) a set of a row has run well, by the page's lines. `own`: the set's today."""
     line = lines.get(row.name, {})
     if not re.match(r"\d+ passed", line.get(RESULT, "")):
         return ()
-    return tuple(".".join(one.split(".")[:2]) for one in line[VLLM].split(", "))
+    found = tuple(".".join(one.split(".")[:2]) for one in line[VLLM].split(", "))
+    return (own,) if own in found else found
 
 
 def section(name: str) -> Marks:

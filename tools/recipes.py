@@ -220,7 +220,7 @@ def _each(values: Iterable[float]) -> str:
 def text(recipe: FieldRecipe) -> list[str]:
     """Return a recipe's lines of the page."""
     release = (sdist.OLDER if recipe.older else sdist.VLLM_ASCEND).version
-    shown = f"`{recipe.in_small}`" if recipe.in_small else "none with these caches, drafts and values"
+    shown = f"`{recipe.in_small}`" if recipe.in_small else "none with these caches and drafts"
     said = f"{recipe.model}, sizes of `{recipe.configuration}` (vllm-ascend {release}): {_hosts(recipe)}. In small: {shown}."
     block = "\n".join(commands(recipe)).splitlines()
     return [f"## {recipe.title}", "", *_filled(said), "", *_filled(sizes(recipe)), "", "```", *block, "```", ""]

@@ -148,7 +148,7 @@ def table(
                 cells.append("–")
                 continue
             of_kind = [title for title, (one, asked) in sets.items() if is_of(kind, one) and feature.has(one, asked)]
-            cells.append("".join(_mark(feature, kind, base, of_kind, sets, recorded) for base in BASES.values()))
+            cells.append("".join(mark(feature, kind, base, of_kind, sets, recorded) for base in BASES.values()))
         lines.append((feature.title, *cells))
     return ("", *(kind.title for kind in KINDS)), lines
 
@@ -158,7 +158,7 @@ def cpu_file(feature: Feature, kind: KindOfModel) -> str:
     return kind.cpu if feature.cpu is None else feature.cpu.get(first(kind), "")
 
 
-def _mark(
+def mark(
     feature: Feature,
     kind: KindOfModel,
     base: Base,
@@ -166,6 +166,7 @@ def _mark(
     sets: Mapping[str, tuple[Engines, tuple[str, ...]]],
     recorded: Mapping[str, Iterable[str]],
 ) -> str:
+    """Return the mark of a base. `of_kind`: the sets of this kind that have the feature, by title."""
     if not base.ascend:
         if feature.title.startswith("vllm-ascend"):
             return "–"

@@ -32,15 +32,13 @@ def test_a_base_is_what_the_releases_own_code_says(pin: sdist.Pin, base: Base) -
 
 
 def test_a_mark_follows_the_record_then_the_tests_then_admission() -> None:
-    title = "gqa 1to2 full graphs"
-    of = {title: SETS[title]}
+    title, feature, kind = "gqa 1to2 full graphs", FEATURES["full graphs on D"], KINDS["GQA"]
 
-    def cell(feature: str, *recorded: str) -> str:
-        head, lines = can.table(of, {title: recorded})
-        return next(dict(zip(head, line, strict=True))[KINDS["GQA"].title] for line in lines if line[0] == feature)
+    def marks(*recorded: str) -> str:
+        return "".join(can.mark(feature, kind, base, [title], SETS, {title: recorded}) for base in can.BASES.values())
 
-    ran = {recorded: cell("full graphs on D", *recorded) for recorded in ((), ("0.23",), ("0.30", "0.23"))}
-    assert list(ran.values()) == ["◐○○", "◐●○", "●●○"]
+    assert can.is_of(kind, SETS[title][0]) and feature.has(*SETS[title])
+    assert [marks(), marks("0.23"), marks("0.30", "0.23")] == ["◐○○", "◐●○", "●●○"]
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,20 @@ def test_what_the_readme_says_of_engines_has_rows_whose_recorded_result_is_good(
 
 
 @pytest.mark.parametrize(
+    ("result", "vllm", "found"),
+    [
+        ("9 passed", "0.23.0", ("0.23",)),
+        ("9 passed", "0.23.0, 0.30.0", ("0.30",)),
+        ("**1 failed**", "0.30.0", ()),
+        ("has not run", "0.30.0", ()),
+    ],
+)
+def test_a_set_ran_with_the_releases_of_its_rows_good_record(result: str, vllm: str, found: tuple[str, ...]) -> None:
+    lines = {ROWS[0].name: {matrix.RESULT: result, matrix.VLLM: vllm}}
+    assert matrix.releases(lines, ROWS[0], "0.30") == found
+
+
+@pytest.mark.parametrize(
     ("output", "code", "words", "counts"),
     [
         (RAN, 0, "1 passed", (10, 120)),
