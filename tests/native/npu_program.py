@@ -42,7 +42,7 @@ from vllm_ascend_pd.device.current import current
 from vllm_ascend_pd.device.npu import NpuDevice
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.regroup import RegroupPlan
-from vllm_ascend_pd.prefill.worker.core.pushes import StepPlan
+from vllm_ascend_pd.prefill.worker.core.planning import StepPlan
 from vllm_ascend_pd.prefill.worker.steps import Steps
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup import ops

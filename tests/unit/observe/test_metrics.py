@@ -50,7 +50,7 @@ def added(*stats: PushStats) -> PushStats:
 # -- the tally
 
 TELLS = {
-    "MetricValue": ("time", "sum", "level"),
+    "measure": ("time", "sum", "level"),
     "time": ("time",),
     "add": ("sum",),
     "count": ("count",),
@@ -61,9 +61,9 @@ TELLS = {
 
 
 def _called(node: ast.Call) -> str:
-    """Return calls of MetricValue(…), or of a method of a tally."""
-    if isinstance(node.func, ast.Name):
-        return node.func.id
+    """Return calls of a method of a tally, or of `measure` of P's core."""
+    if isinstance(node.func, ast.Attribute) and node.func.attr == "measure":
+        return "measure"
     on = node.func.value if isinstance(node.func, ast.Attribute) else None
     name = on.attr if isinstance(on, ast.Attribute) else on.id if isinstance(on, ast.Name) else ""
     return node.func.attr if isinstance(node.func, ast.Attribute) and name.endswith("tally") else ""
@@ -366,8 +366,10 @@ def test_a_level_is_the_engines_whichever_api_server_got_its_message(tmp_path: P
 
 def test_a_failed_push_counts_once_over_two_workers() -> None:
     scheduler = prefill()
-    scheduler.failed(frozenset({("d:1:u", "PD-XFER-003"), ("d:2:u", "PD-XFER-001")}))  # the first worker's step
-    scheduler.failed(frozenset({("d:1:u", "PD-XFER-004")}))  # the second worker's, a step later
+    scheduler.failed(
+        frozenset({("d:1:u", Failure("PD-XFER-003", "why")), ("d:2:u", Failure("PD-XFER-001"))})
+    )  # the first worker's step
+    scheduler.failed(frozenset({("d:1:u", Failure("PD-XFER-004"))}))  # the second worker's, a step later
     data = scheduler.stats()
     assert data is not None
     assert data["counts"]["num_failed_transfers"] == {"PD-XFER-003": 1, "PD-XFER-001": 1}

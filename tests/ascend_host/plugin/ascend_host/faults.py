@@ -100,16 +100,16 @@ def _hold() -> None:
 
 
 def _layers() -> None:
-    from vllm_ascend_pd.prefill.worker.core import pushes
+    from vllm_ascend_pd.prefill.worker.core import batches
 
     def swapped(spans_of: Any, push: Any, claim: Any, own: Any, theirs: Any) -> Any:
         return spans_of(push, claim, (own[1], own[0], *own[2:]), theirs)
 
-    _instead(pushes, "spans_of", "layers", swapped)
+    _instead(batches, "spans_of", "layers", swapped)
 
 
 def _elsewhere() -> None:
-    from vllm_ascend_pd.prefill.worker.core import pushes
+    from vllm_ascend_pd.prefill.worker.core import batches
 
     def behind(spans_of: Any, push: Any, claim: Any, own: Any, theirs: Any, name: str) -> Any:
         layers, of = push.reservation.geometry.layers, push.layer_index
@@ -122,7 +122,7 @@ def _elsewhere() -> None:
         return spans_of(push, claim, moved, theirs)
 
     for fault, name in zip(ELSEWHERE, CACHES, strict=True):
-        _instead(pushes, "spans_of", fault, functools.partial(behind, name=name))
+        _instead(batches, "spans_of", fault, functools.partial(behind, name=name))
 
 
 def _gate() -> None:

@@ -15,13 +15,13 @@ import numpy as np
 
 from vllm_ascend_pd.connector import AscendPushConnector
 from vllm_ascend_pd.metadata import PushSlice
-from vllm_ascend_pd.prefill.worker.core import pushes
+from vllm_ascend_pd.prefill.worker.core import batches
+from vllm_ascend_pd.prefill.worker.core.planning import PushPlans
 from vllm_ascend_pd.prefill.worker.core.push import Push
-from vllm_ascend_pd.prefill.worker.core.pushes import Pushes
 
 _KIND, _, _WHICH = os.environ.get("PD_TEST_LEAVES_OUT", "").partition(" ")
-_leaving = Pushes._leaving
-_spans_of = pushes.spans_of
+_leaving = PushPlans._leaving
+_spans_of = batches.spans_of
 
 
 def _leaving_less(self: Any, push: Push, pairing: int, push_slice: PushSlice) -> tuple[int, int]:
@@ -39,7 +39,7 @@ def _leaving_less(self: Any, push: Push, pairing: int, push_slice: PushSlice) ->
 def _shortened(push: Push, claim: Any, *where: Any) -> list[Any]:
     """Return the claim's spans, of the layer that is left out one byte of each component: a claim may not be empty."""
     spans = _spans_of(push, claim, *where)
-    if _KIND != "layer" or pushes.unit_of(claim).layer != int(_WHICH):
+    if _KIND != "layer" or batches.unit_of(claim).layer != int(_WHICH):
         return spans
     return [type(one)(one.src[:1], one.dst[:1], np.minimum(one.size[:1], 1)) for one in spans]
 
@@ -47,5 +47,5 @@ def _shortened(push: Push, claim: Any, *where: Any) -> list[Any]:
 class LeavingConnector(AscendPushConnector):
     """Connector for --kv-transfer-config. The import of this class changes what all of the process pushes."""
 
-    Pushes._leaving = _leaving_less  # type: ignore[method-assign]
-    pushes.spans_of = _shortened  # type: ignore[assignment]
+    PushPlans._leaving = _leaving_less  # type: ignore[method-assign]
+    batches.spans_of = _shortened  # type: ignore[assignment]

@@ -15,11 +15,11 @@ from pd_test_tuples import TupleConnector
 from vllm_ascend_pd.geometry.coalesce import Spans
 from vllm_ascend_pd.geometry.layout import is_index
 from vllm_ascend_pd.metadata import PushSlice
-from vllm_ascend_pd.prefill.worker.core.pushes import Pushes
+from vllm_ascend_pd.prefill.worker.core.planning import PushPlans
 
 _WHAT = os.environ.get("PD_TEST_SCALES", "")
 _SCALE = 1  # index in (key, scale)
-_plan = Pushes._plan
+_plan = PushPlans._plan
 
 
 def _wrong(spans: Spans, stride: int) -> Spans:
@@ -30,7 +30,7 @@ def _wrong(spans: Spans, stride: int) -> Spans:
 
 def _planned(self: Any, now: float, number: int, slices: Iterable[PushSlice]) -> Any:
     planned = _plan(self, now, number, slices)
-    for push in self._direct.get(number, ()):
+    for push in planned.direct:
         for index, pair in enumerate(push.pairings):
             plan = push.plans.get((number, index))
             if plan is None or not any(map(is_index, pair.layers)):
@@ -44,4 +44,4 @@ def _planned(self: Any, now: float, number: int, slices: Iterable[PushSlice]) ->
 class ScalesConnector(TupleConnector):
     """Connector named in P's --kv-transfer-config, whose import changes what this process pushes."""
 
-    Pushes._plan = _planned  # type: ignore[method-assign]
+    PushPlans._plan = _planned  # type: ignore[method-assign]

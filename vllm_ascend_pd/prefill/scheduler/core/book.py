@@ -42,7 +42,7 @@ from vllm_ascend_pd.protocol.states import Cell, Table, idle, look_up
 from vllm_ascend_pd.protocol.timing import Agenda
 from vllm_ascend_pd.protocol.versions import WHOLE
 
-Tables: TypeAlias = Sequence[Sequence[int]]  # block tables, by group
+GroupTables: TypeAlias = Sequence[Sequence[int]]  # block tables, by group
 
 MAX_WAITING = 4096  # targets without a source
 REMEMBERED = 4096  # bound transfers of requests that have ended
@@ -145,7 +145,7 @@ class PushBook:
         """
         return self.ends(request_id) and WHOLE not in self._requests[request_id].bound_to.reservation.needs
 
-    def step(self, chunks: Sequence[Chunk], tables: Callable[[str], Tables]) -> None:
+    def step(self, chunks: Sequence[Chunk], tables: Callable[[str], GroupTables]) -> None:
         """Handle the chunks that a step computes.
 
         In groups of states, entries move within the block table; `tables` returns the tables as they are now.
@@ -171,7 +171,7 @@ class PushBook:
                 ids.extend(more)
         return chunk, record
 
-    def _push(self, record: PushRequest, chunk: Chunk, tables: Callable[[str], Tables]) -> None:
+    def _push(self, record: PushRequest, chunk: Chunk, tables: Callable[[str], GroupTables]) -> None:
         groups = self._groups
         blocks = chunk.new or ((),) * max(1, len(groups))
         if any(group.stateful for group in groups):
@@ -531,7 +531,7 @@ class PushBook:
         self._orders.starts.append(PushStart(record.request_id, record.push, reservation))
         self._orders.computed.append(PushSlice(record.push, 0, after, tables, restart=False, final=final))
 
-    def begin(self, record: PushRequest, computed: int, count: int, blocks: Tables, ready: int) -> None:
+    def begin(self, record: PushRequest, computed: int, count: int, blocks: GroupTables, ready: int) -> None:
         """Begin a push. What earlier steps have computed is pushed at once, if D wants any of it."""
         reservation, groups = record.bound_to.reservation, self._groups
         self._orders.starts.append(PushStart(record.request_id, record.push, reservation, computed))
@@ -543,13 +543,13 @@ class PushBook:
             blocks = tuple(ids if moves else () for moves, ids in zip(stateful, blocks, strict=True))
         self._slice(record, computed + count, blocks, restart=False)
 
-    def go_on(self, record: PushRequest, computed: int, count: int, blocks: Tables, *more: Any) -> None:
+    def go_on(self, record: PushRequest, computed: int, count: int, blocks: GroupTables, *more: Any) -> None:
         self._slice(record, computed + count, blocks, restart=False)
 
-    def start_over(self, record: PushRequest, computed: int, count: int, blocks: Tables, *more: Any) -> None:
+    def start_over(self, record: PushRequest, computed: int, count: int, blocks: GroupTables, *more: Any) -> None:
         self._slice(record, computed + count, blocks, restart=True)
 
-    def _slice(self, record: PushRequest, upto: int, blocks: Tables, *, restart: bool) -> None:
+    def _slice(self, record: PushRequest, upto: int, blocks: GroupTables, *, restart: bool) -> None:
         before, record.computed = record.computed, upto
         after, final = min(upto, record.bound_to.reservation.end), record.state is RequestState.SEALED
         new = self._unreported(record, blocks)
@@ -617,7 +617,7 @@ class PushBook:
     def _abort_push(self, record: PushRequest, why: str) -> None:
         self._orders.aborts.append(PushAbort(record.push, Failure("PD-XFER-002", why)))
 
-    def _unreported(self, record: PushRequest, blocks: Tables) -> tuple[Blocks, ...]:
+    def _unreported(self, record: PushRequest, blocks: GroupTables) -> tuple[Blocks, ...]:
         """Return the blocks of each group as the workers receive them.
 
         In a group of states this is only the block of D's last token, once a step ends exactly there. If a step
