@@ -240,6 +240,11 @@ class FakeEngine:
         self.served.loop.call(self._client.close(), 10)
         self.served.stop()
 
+    def failed(self, code: str) -> bool:
+        """Return whether this was the newest word of the metaserver."""
+        failure = self.outcomes[-1].failure if self.outcomes else None
+        return failure is not None and failure.code == code
+
     def _outcome(self, key: Any, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
         waiting = self._waiting.get(key)

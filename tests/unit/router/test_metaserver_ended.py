@@ -23,7 +23,8 @@ def test_a_p_that_shuts_down_fails_the_load_at_once(stream: bool) -> None:
         answer = c.complete("p", stream=stream)
         assert (streamed(answer) if stream else texts(answer)[0]) == RIGHT
         (outcome,) = [o for o in c.decode[0].outcomes if o.final]
-        assert (outcome.kind, outcome.code) == ("failed", "PD-META-006") and "shutting down" in outcome.detail
+        assert outcome.kind == "failed" and outcome.failure is not None
+        assert outcome.failure.code == "PD-META-006" and "shutting down" in outcome.failure.detail
 
 
 @pytest.mark.parametrize("stream", [False, True])

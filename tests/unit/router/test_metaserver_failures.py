@@ -162,8 +162,8 @@ def test_d_hears_when_p_answered_well_but_refused_to_push() -> None:
     with cluster() as c:
         c.prefill[0].behaviour.refuses_push = "PD-META-005"
         assert c.complete("x").status_code == 200
-        failed = c.decode[0].outcomes[-1]
-        assert (failed.kind, failed.code) == ("failed", "PD-META-005") and "not mine" in failed.detail
+        failed = c.decode[0].outcomes[-1].failure
+        assert failed is not None and failed.code == "PD-META-005" and "not mine" in failed.detail
         assert c.decode[0].local_prefills == 1
 
 
@@ -246,7 +246,7 @@ def test_a_client_that_leaves_cancels_the_prefill_though_d_keeps_its_post_open()
         with c.leaving("x"):
             until(c.legs)
         until(lambda: c.prefill[0].generations()[0].aborted)
-        until(lambda: c.decode[0].outcomes and c.decode[0].outcomes[-1].code == "PD-XFER-002")
+        until(lambda: c.decode[0].failed("PD-XFER-002"))
 
 
 def test_another_p_beats_ds_own_prefill() -> None:

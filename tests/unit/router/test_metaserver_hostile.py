@@ -343,7 +343,8 @@ def test_what_an_answer_says_can_be_logged_and_sent_on() -> None:
     """JSON can hold half of a surrogate pair; UTF-8 and msgpack cannot, and CANCEL carries this text."""
     line = b'{"event": "failed", "code": "PD-META-006", "detail": "bad \\ud800 words"}'
     outcome = answers.outcome(line)
-    assert outcome is not None and msgspec.msgpack.encode(outcome.detail) and "bad" in outcome.detail
+    assert outcome is not None and outcome.failure is not None
+    assert msgspec.msgpack.encode(outcome.failure) and "bad" in outcome.failure.detail
     accepted = answers.outcome(b'{"event": "accepted", "prefill": "\\udfff"}')
     assert accepted is not None and accepted.prefill.encode()
     assert answers.reason(b'{"error": {"message": "\\udfff"}}').encode()
@@ -352,7 +353,7 @@ def test_what_an_answer_says_can_be_logged_and_sent_on() -> None:
 @pytest.mark.parametrize("code", ["PD-XXX-999", "x" * 10_000, 7, None, [], {}, ["PD-META-006"], True])
 def test_a_code_outside_the_catalogue_does_not_become_the_label_of_a_metric(code: object) -> None:
     outcome = answers.outcome(json.dumps({"event": "failed", "code": code}).encode())
-    assert outcome is not None and outcome.code == "PD-META-006"
+    assert outcome is not None and outcome.failure is not None and outcome.failure.code == "PD-META-006"
 
 
 # -- what clients send

@@ -195,7 +195,7 @@ def test_d_is_notified_at_once_when_p_fails_and_computes_by_itself() -> None:
         c.prefill[0].behaviour.status = 500
         answer = c.complete("alone")
         assert texts(answer) == ["".join(words("alone", 3))]
-        assert c.decode[0].outcomes[-1].code == "PD-META-006"
+        assert c.decode[0].failed("PD-META-006")
 
 
 def test_a_failed_prefill_is_repeated_on_another_p_under_a_new_ticket() -> None:
