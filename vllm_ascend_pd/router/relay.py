@@ -182,20 +182,22 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
     if reply.status != 200:
         return first
     stripped: Payload = first
-    streams = attempt.exchange.request.stream
-    cut_short = await shared.aside.run(partial(_cut_short, attempt.exchange), first)
+    streams, kept = attempt.exchange.request.stream, attempt.exchange.kept
+    # What a kept stream says before D ends it counts, also where both came at once: another D goes on behind it.
+    goes_on = streams and kept is not None and not kept.gave_up
+    cut_short = await shared.aside.run(partial(_cut_short, attempt.exchange), said or first if goes_on else first)
     said_in_it: SaidByEngine | None = None
     if not streams:
-        hides_ids = attempt.exchange.kept is not None and not attempt.exchange.kept.asked_ids
+        hides_ids = kept is not None and not kept.asked_ids
         stripped, said_in_it = await shared.aside.run(partial(stripped_of, hides_ids=hides_ids), first)
         cut_short = cut_short or _unreported(attempt, said_in_it)
     if cut_short is Cut.DROPPED:
         shared.leg_over(attempt.leg, "dropped")
-        code, kept = "PD-META-022", attempt.exchange.kept
+        code = "PD-META-022"
         if kept is not None and not streams:
-            goes_on = await shared.aside.run(kept.take_whole, first)
+            has_more = await shared.aside.run(kept.take_whole, first)
             resuming.count(shared, attempt.exchange, kept)
-            if goes_on:
+            if has_more:
                 raise resuming.StreamBroke(PdError(code).sentence, "dropped", code)
         raise AttemptFailed(HttpFailure.DROPPED, known(503, code, 2), "dropped for lack of blocks", code)
     if cut_short is not None or _NOTHING.match(said):

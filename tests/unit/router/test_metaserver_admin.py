@@ -289,6 +289,8 @@ def test_each_request_to_an_engine_is_counted_once_by_its_end(behaviour: dict[st
         until(lambda: sum(counted().values()) == len(d.generations()))
         goes_on = kept and bool({"break_after", "drops_after"} & behaviour.keys())  # by a token each time, to its end
         ends = counted()
+        if goes_on and end == "dropped":  # its one token and the end may come at once: the next D goes on behind it
+            assert ends == {"dropped": 4, "served": 1}
         assert (ends.pop("served", 0) > 0) is (goes_on or end == "served") and (ends.keys() == {end}) is (
             end != "served"
         )
@@ -388,6 +390,7 @@ def test_state_is_the_sum_over_workers_and_the_worst_of_them() -> None:
             "proven": [],
             "canary_error": "",
             "file_error": "",
+            "deployment": "",
         }
         return {**worker_facts, "running": requests, "waiting": 1, "instances": [facts]}
 
