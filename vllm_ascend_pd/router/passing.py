@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every other `/v1/*` route: passed to a D as it is, without `kv_transfer_params`, and its answer passed back.
 
-A stored response comes from the D that has it. Such a request waits for admission, is shown on the status page and is drained like a generation. Only a request that an
-engine must compute says anything about the engine: a wedged one still lists its models.
+A stored response comes from the D that has it. Such a request waits for admission, is shown on the status page and is
+drained like a generation. Only a request that an engine must compute says anything about the engine: a wedged one still
+lists its models.
 """
 
 from __future__ import annotations
