@@ -49,7 +49,7 @@ _OPENING = re.compile(
     rb'"delta":\s*\{"role":\s*"assistant",\s*"content":\s*""'
     rb"|\Aevent: (?:response\.(?:created|in_progress)|message_start)\n"
 )
-_LAST_EVENTS = (b"data: [DONE]\n", b"event: message_stop\n", b"event: response.completed\n", b"event: error\n")
+_LAST_EVENTS = (b"data: [DONE]", b"event: message_stop\n", b"event: response.completed\n", b"event: error\n")
 _COMPLETED = b"event: response.completed\ndata: "
 # vLLM's keep-alive while a request waits for its turn. Passed on before the answer, it would commit to this D.
 _COMMENTS = re.compile(rb"^(?::[^\n]*\n)+\n", re.MULTILINE)
@@ -419,7 +419,7 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
 
 def _said_all(piece: bytes) -> bool:
     """Return whether a stream's last event is out: nothing may follow it, however its connection ends."""
-    return piece[piece.rfind(b"\n\n", 0, -2) :].lstrip(b"\n").startswith(_LAST_EVENTS) and piece.endswith(b"\n\n")
+    return piece.endswith(b"\n\n") and piece[:-2].rpartition(b"\n\n")[2].startswith(_LAST_EVENTS)
 
 
 def _whole_events(stream: bytes, most: int = _HELD_BYTES) -> tuple[bytes, bytes]:

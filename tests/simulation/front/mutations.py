@@ -171,7 +171,11 @@ def _keeps_its_load(self: fleet.LegInFlight, *failed: Any) -> None:
 _EXIT = fleet.LegInFlight.__exit__
 
 
-def _not_stripped(answer: Any) -> Any:
+def _only_dropped(exchange: Any, answer: bytes) -> Any:
+    return resume.Cut.DROPPED if relay.dropped(answer) else None
+
+
+def _not_stripped(answer: Any, **_: Any) -> Any:
     return answer, None
 
 
@@ -312,7 +316,7 @@ ALL = {
         FrontMutation("D is blamed for P's failure", ((Attempt, "load_failed", False),)),
         FrontMutation("what D has is thrown away when P's answer breaks", ((Attempt, "received", _never),)),
         FrontMutation("P gets what chooses the token", ((bodies, "FIELDS", dict.fromkeys(bodies.FIELDS, Use.PROMPT)),)),
-        FrontMutation("a dropped answer is passed on", ((relay, "dropped", _never), (relay, "_cut_short", _never))),
+        FrontMutation("a dropped answer is passed on", ((relay, "dropped", _never), (relay, "_cut_short", _nothing))),
         FrontMutation("clients' overload stops canaries", ((front, "_MAX_CANARIES", 0),)),
         FrontMutation("a slow probe is another life", ((Prober, "probe", _slow_is_another),)),
         FrontMutation("an engine that has restarted keeps its proof", ((Life, "may_be", _always),)),
@@ -323,7 +327,7 @@ ALL = {
         ),
         FrontMutation(
             "an answer that its engine ended is passed on",
-            ((relay, "_cut_short", relay.dropped), (relay, "_NOTHING", relay._DROPPED)),
+            ((relay, "_cut_short", _only_dropped), (relay, "_NOTHING", relay._DROPPED)),
         ),
         FrontMutation("D's word is not waited for", ((Attempt, "explained", _nothing_awaited),)),
         FrontMutation(
@@ -332,8 +336,10 @@ ALL = {
         FrontMutation("a place is never given back", ((front.AdmissionQueue, "leave", _nothing),)),
         FrontMutation("a leg that failed keeps its load", ((fleet.LegInFlight, "__exit__", _keeps_its_load),)),
         FrontMutation("a stream goes on after its end", ((relay, "_said_all", _never),), _nothing_kept),
-        FrontMutation("half events go out", ((relay, "_whole_events", lambda stream: (stream, b"")),), _nothing_kept),
-        FrontMutation("what engines say to each other goes out", ((relay, "_stripped", _not_stripped),)),
+        FrontMutation(
+            "half events go out", ((relay, "_whole_events", lambda stream, _: (stream, b"")),), _nothing_kept
+        ),
+        FrontMutation("what engines say to each other goes out", ((relay, "stripped_of", _not_stripped),)),
         FrontMutation("heartbeats never end", ((reserve.Heartbeats, "remove", _nothing),)),
         FrontMutation("tickets are never void", ((Journal, "close", _ticket_kept),)),
         FrontMutation("a trial never ends", ((Circuit, "returned", _nothing),)),

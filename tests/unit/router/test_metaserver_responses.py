@@ -16,6 +16,7 @@ from tools.support.process import free_port
 from unit.router.cluster import HEAD, FakeCluster, ServedWorker, cluster, until
 from unit.router.fake_engine import words
 from unit.router.fake_protocols import MESSAGES, RESPONSES
+from vllm_ascend_pd.router import relay
 from vllm_ascend_pd.router.app import WorkerProcess
 from vllm_ascend_pd.router.core import bodies, stored
 from vllm_ascend_pd.router.core.decisions import CircuitPolicy
@@ -407,6 +408,16 @@ def test_a_connection_that_breaks_after_the_last_event_is_no_break(route: str) -
     with cluster() as c:
         c.decode[0].behaviour.torn_at_end = True
         assert streamed(ask(c, route, stream=True)) == "".join(words("a prompt", 3))
+
+
+@pytest.mark.parametrize("before", [b"", b'data: {"a": 1}\n\n'], ids=["alone", "behind another"])
+def test_the_last_event_of_each_protocol_is_known(before: bytes) -> None:
+    last = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+    completed = b'event: response.completed\ndata: {"response":{}}\n\n'
+    for event in (b"data: [DONE]\n\n", last, completed):
+        assert relay._said_all(before + event) and not relay._said_all(before + event[:-1])
+        assert not relay._said_all(event + b'data: {"a": 1}\n\n')
+    assert not relay._said_all(before)
 
 
 def test_a_long_response_is_read_to_its_end() -> None:
