@@ -88,24 +88,39 @@ def main() -> int:
 
 def _parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--rates", type=float, nargs="*", default=[0.3, 0.6], help="requests a second, Poisson (default: 0.3 0.6)")
-    add("--clients", type=int, nargs="*", default=[], help="closed loops of so many clients")
-    add("--chats", type=int, nargs="*", default=[], help=f"so many chats at once, of {TURNS} turns each")
-    add("--prefix", type=int, nargs="*", default=[0], help="%% of each prompt that is common to all (default: 0)")
-    add("--trace", type=Path, metavar="FILE", help="JSON lines: timestamp (ms), input_length, output_length, hash_ids")
-    add("--speeds", type=float, nargs="*", default=[1.0], help="times as fast as the trace (default: 1)")
-    add("--trace-lengths", type=float, default=1.0, help=f"factor on its lengths: {MODEL_LEN} tokens fit (default: 1)")
-    add("--prompt", type=int, default=512, help="tokens of a prompt (default: 512)")
-    add("--answer", type=int, default=48, help="tokens of an answer (default: 48)")
-    add("--turn", type=int, default=64, help="tokens that a client adds to a chat (default: 64)")
-    add("--seconds", type=float, default=60.0, help="of arrivals, for each point (default: 60)")
-    add("--repeats", type=int, default=3, help="of each point (default: 3)")
-    add("--systems", default="abc", help="which of a, b, c and d (default: abc)")
-    add("--ttft-times", type=float, default=5.0, help="good: TTFT within so many times an idle engine's (default: 5)")
-    add("--tpot-times", type=float, default=2.0, help="good: TPOT within so many times an idle engine's (default: 2)")
-    add("--kv-mib", type=int, default=512, help="cache of each engine (default: 512)")
-    add(
+    parser.add_argument(
+        "--rates", type=float, nargs="*", default=[0.3, 0.6], help="requests a second, Poisson (default: 0.3 0.6)"
+    )
+    parser.add_argument("--clients", type=int, nargs="*", default=[], help="closed loops of so many clients")
+    parser.add_argument(
+        "--chats", type=int, nargs="*", default=[], help=f"so many chats at once, of {TURNS} turns each"
+    )
+    parser.add_argument(
+        "--prefix", type=int, nargs="*", default=[0], help="%% of each prompt that is common to all (default: 0)"
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="JSON lines: timestamp (ms), input_length, output_length, hash_ids"
+    )
+    parser.add_argument(
+        "--speeds", type=float, nargs="*", default=[1.0], help="times as fast as the trace (default: 1)"
+    )
+    parser.add_argument(
+        "--trace-lengths", type=float, default=1.0, help=f"factor on its lengths: {MODEL_LEN} tokens fit (default: 1)"
+    )
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt (default: 512)")
+    parser.add_argument("--answer", type=int, default=48, help="tokens of an answer (default: 48)")
+    parser.add_argument("--turn", type=int, default=64, help="tokens that a client adds to a chat (default: 64)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals, for each point (default: 60)")
+    parser.add_argument("--repeats", type=int, default=3, help="of each point (default: 3)")
+    parser.add_argument("--systems", default="abc", help="which of a, b, c and d (default: abc)")
+    parser.add_argument(
+        "--ttft-times", type=float, default=5.0, help="good: TTFT within so many times an idle engine's (default: 5)"
+    )
+    parser.add_argument(
+        "--tpot-times", type=float, default=2.0, help="good: TPOT within so many times an idle engine's (default: 2)"
+    )
+    parser.add_argument("--kv-mib", type=int, default=512, help="cache of each engine (default: 512)")
+    parser.add_argument(
         "--push",
         type=int,
         nargs="*",
@@ -113,10 +128,14 @@ def _parsed() -> argparse.Namespace:
         metavar="N",
         help="push so many prompts at once into a D that streams",
     )
-    add("--streams", type=int, nargs="*", default=[8], help="with --push: streams on D (default: 8)")
-    add("--pushed", type=int, default=2048, help="with --push: tokens of such a prompt (default: 2048)")
-    add("--point-limit", type=float, default=600.0, help="seconds after which a point is given up (default: 600)")
-    add("--out", type=Path, default=ROOT / "out/bench_load/run", help="folder of the run (default: out/bench_load/run)")
+    parser.add_argument("--streams", type=int, nargs="*", default=[8], help="with --push: streams on D (default: 8)")
+    parser.add_argument("--pushed", type=int, default=2048, help="with --push: tokens of such a prompt (default: 2048)")
+    parser.add_argument(
+        "--point-limit", type=float, default=600.0, help="seconds after which a point is given up (default: 600)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "out/bench_load/run", help="folder of the run (default: out/bench_load/run)"
+    )
     args = parser.parse_args()
     if not args.systems or set(args.systems) - NAMES.keys():
         parser.error("--systems takes letters of abcd")
@@ -239,12 +258,13 @@ def _report(args: argparse.Namespace, kept: KeptPoints) -> None:
     points = [{"system": p.system, "case": asdict(p.case), "repeat": p.repeat, **p.figures} for p in kept.points]
     said = {"idle": asdict(idle), "limits": limits, "sizes": sizes, "systems": names, "points": points}
     (args.out / "load.json").write_text(json.dumps(said, indent=1))
+    kept_there = "load.json and table.md"
     if args.rates:
         picture = plot.svg(kept.points, names, f"{sizes}; {limits}")
         (args.out / "load.svg").write_text(picture)
-        if why := plot.png(picture, args.out / "load.png"):
-            say(f"load.png was not written: {why}")
-    say(f"\nkept in {args.out}: load.json, table.md, load.svg and load.png")
+        why = plot.png(picture, args.out / "load.png")
+        kept_there += f", and load.svg (no PNG: {why})" if why else ", and load.svg and load.png"
+    say(f"\nkept in {args.out}: {kept_there}")
 
 
 if __name__ == "__main__":

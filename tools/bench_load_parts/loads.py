@@ -23,8 +23,8 @@ class LoadCase:
     def __str__(self) -> str:
         name = {
             "rate": f"{self.value:g} requests/s",
-            "clients": f"{self.value:g} clients",
-            "chats": f"{self.value:g} chats of {TURNS} turns",
+            "clients": f"clients: {self.value:g}",
+            "chats": f"chats of {TURNS} turns, {self.value:g} at once",
             "trace": f"trace, speed {self.value:g}",
         }[self.kind]
         return name + (f", prefix {self.prefix} %" if self.kind in ("rate", "clients") else "")

@@ -70,8 +70,6 @@ class SimulatedEngine:
         self._cached: OrderedDict[int, None] = OrderedDict()  # beginnings of prompts, least recently used first
         self._steps = False
 
-    # -- requests
-
     def enter(self, request: object, tokens: int, then: Callable[[], None]) -> None:
         """Let a request in as soon as there is room for its tokens; it has the room until it leaves."""
         self._outside[request] = tokens, then

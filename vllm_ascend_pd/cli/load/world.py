@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm_ascend_pd.cli.load.arrivals import Arrival, beginnings
@@ -86,7 +86,10 @@ class LoadedWorld:
         self._shape, self._settings = fleet, Settings()
         self._retry = self._settings.retry
         self._fleet = Fleet(
-            self._settings.circuit, self._lost, self._settings.prefix_tokens, lambda: self._time.now, self._dice.random
+            self._settings.circuit,
+            prefix_tokens=self._settings.prefix_tokens,
+            clock=lambda: self._time.now,
+            dice=self._dice.random,
         )
         self._keeper, self._budget = Gatekeeper(self._settings.max_running, self._settings.max_waiting), RetryBudget()
         self._queue: deque[SimulatedRequest] = deque()
@@ -127,15 +130,17 @@ class LoadedWorld:
             self._queue.append(request)
             self._time.after(self._settings.max_wait_s, self._give_up, request)
         else:
-            request.failed = True
-            self._open -= 1
+            self._refuse(request)
 
     def _give_up(self, request: SimulatedRequest) -> None:
         if request in self._queue:
             self._queue.remove(request)
             self._keeper.give_up()
-            request.failed = True
-            self._open -= 1
+            self._refuse(request)
+
+    def _refuse(self, request: SimulatedRequest) -> None:
+        request.failed = True
+        self._open -= 1
 
     def _begin(self, request: SimulatedRequest) -> None:
         self._budget.request()
@@ -195,13 +200,12 @@ class LoadedWorld:
             return
         attempt.prefill, attempt.prefill_leg = prefill, leg
         self._under_way[prefill.name][attempt] = None
-        compute: Callable[[], None] = lambda: engine.prefill(attempt, tokens, request.chain, computed)  # noqa: E731
 
         def computed() -> None:
             self._leave_prefill(attempt, served=True)
             self._time.after(self._shape.pair_s, self._first, attempt)
 
-        engine.enter(attempt, tokens, compute)
+        engine.enter(attempt, tokens, lambda: engine.prefill(attempt, tokens, request.chain, computed))
 
     def _leave_prefill(self, attempt: SimulatedAttempt, *, served: bool) -> None:
         prefill, leg = attempt.prefill, attempt.prefill_leg
@@ -258,11 +262,6 @@ class LoadedWorld:
             self._finish(request, failed=True)
         else:
             self._time.after(delay, self._attempt, request)
-
-    def _lost(self, instance: Instance, why: str) -> None:
-        """Do nothing: an engine whose circuit opens here has ended, and its requests with it."""
-
-    # -- engines
 
     def _probe(self, instance: Instance) -> None:
         alive = self._engines[instance.name].alive
