@@ -198,14 +198,13 @@ class Engines:
     def tally(self) -> AnswerTally:
         """Return the tally, with a tolerance where bfloat16 rounds differently.
 
-        Attention merged from parts of the keys rounds differently from attention over all or over other parts, and two
-        tokens at a time differently from one. So does a D with few blocks, which computes again what it preempts. Two
-        ranks each round their half of a sum, with tokens divided in another order, and one that has a shared expert
-        whole rounds once.
+        Attention merged from parts of the keys rounds differently from attention over all or over other parts. So does a
+        D with few blocks, which computes again what it preempts. Two ranks each round their half of a sum, with tokens
+        divided in another order, and one that has a shared expert whole rounds once.
         """
         merges = self.p.dcp * self.p.pcp != self.d.dcp
         again = any("num-gpu-blocks" in flag for flag in self.d.flags)
-        otherwise = not self.one_way and (merges or again or self.draft)
+        otherwise = not self.one_way and (merges or again)
         otherwise = otherwise or (self.dtype == "bfloat16" and self.p.sums != self.d.sums)
         return rounded() if otherwise else AnswerTally(limit=EQUAL)
 
