@@ -224,6 +224,11 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
     def on_new_request(self, request: Any) -> None:
         self._scheduler.arrived(request)
 
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Return whether D may have attention blocks of a prefix without its state: P sends that in any case."""
+        return not self._transfer.is_kv_producer
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         count = self._scheduler.wanted(request, num_computed_tokens)
         return count, count is not None and count > 0

@@ -36,9 +36,9 @@ BLOCK = 128  # vllm-ascend ignores other values
 APART = ("--distributed-executor-backend", "mp")
 SHORT_BLOCKS = ("--block-size", "32", "--kv-cache-memory-bytes", str(192 << 20), *APART)
 EQUAL = 1e-4  # between two log-probabilities of a token, where both are computed alike
-# The same where sums round otherwise: at most 4.7e-2, 4.5e-2 and 3.4e-2 in runs of `mla 2to1`, `mla 1to2`, `dsa 2to1`.
-# It does not make out one token's keys and values of one layer; test_planted.py has such pairs in a dtype that does.
-ROUNDED = 0.25
+# The same where sums round otherwise: twice the 6.1e-2 of runs of eight sets (docs/building.md). It does not make out
+# one token's keys and values of one layer; test_planted.py has such pairs in a dtype that does.
+ROUNDED = 0.125
 NOTHING: Mapping[str, str] = {}
 
 
@@ -86,7 +86,7 @@ class Side:
     delay_us: int = 0  # longest delay of a task of its streams before it runs
     faults: str = ""  # file that plants faults: plugin/ascend_host/faults.py
     switches: Mapping[str, str] = field(default_factory=dict)  # of vllm-ascend, by environment variable
-    repaired: bool = False  # what vllm-ascend leaves undefined is defined: plugin/ascend_host/repairs.py
+    repaired: bool = False  # a fault of vllm-ascend is mended: plugin/ascend_host/repairs.py
 
     @property
     def divided(self) -> tuple[str, ...]:
@@ -123,7 +123,7 @@ class Side:
             "STAND_IN_LATE_US": str(self.late_us),
             "STAND_IN_DELAY_US": str(self.delay_us),
             **({"ASCEND_HOST_FAULTS": self.faults} if self.faults else {}),
-            **({"ASCEND_HOST_PADDED_ROWS": "zeros"} if self.repaired else {}),
+            **({"ASCEND_HOST_REPAIRED": "1"} if self.repaired else {}),
         }
 
 
@@ -198,13 +198,13 @@ class Engines:
     def tally(self) -> AnswerTally:
         """Return the tally, with a tolerance where bfloat16 rounds differently.
 
-        Attention merged from parts of the keys rounds differently from attention over all, and two tokens at a time
-        differently from one. So does a D with few blocks, which computes again what it preempts. Two ranks each round
-        their half of a sum, with tokens divided in another order, and one that has a shared expert whole rounds once.
+        Attention merged from parts of the keys rounds differently from attention over all or over other parts. So does a
+        D with few blocks, which computes again what it preempts. Two ranks each round their half of a sum, with tokens
+        divided in another order, and one that has a shared expert whole rounds once.
         """
-        merges = self.p.dcp * self.p.pcp * self.d.dcp > 1
+        merges = self.p.dcp * self.p.pcp != self.d.dcp
         again = any("num-gpu-blocks" in flag for flag in self.d.flags)
-        otherwise = not self.one_way and (merges or again or self.draft)
+        otherwise = not self.one_way and (merges or again)
         otherwise = otherwise or (self.dtype == "bfloat16" and self.p.sums != self.d.sums)
         return rounded() if otherwise else AnswerTally(limit=EQUAL)
 

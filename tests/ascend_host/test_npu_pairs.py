@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 from engine_sets import NPUS, Engines, Machine
+from host_build import OLDER
 from pairs import Pair
-from test_pairs import EVERY_COMMIT, MORE, Running
+from test_pairs import EVERY_COMMIT, MORE, Running, drafts
 
 from tools.npu_selfcheck import ROOT, steps
 from tools.support.cluster import Cluster
@@ -53,7 +54,7 @@ def test_tokens_are_one_engines_on_npus(
 
     if torch.npu.device_count() < engines.devices:
         pytest.skip(f"needs {engines.devices} NPUs, there are {torch.npu.device_count()}")
-    if engines.d.repaired:
+    if engines.d.repaired and (engines.release == OLDER or cell is drafts):  # 0.30's fault changes drafts alone
         pytest.skip("needs a repair of vllm-ascend that is made for stand-ins alone (plugin/ascend_host/repairs.py)")
     cell(engines, running.pair(engines))
 

@@ -144,7 +144,7 @@ def check(engines: Engines, pair: Pair, lengths: list[int]) -> None:
     vocab = RECIPES[engines.model].vocab
     taken = sum(map(first_tokens, pair.decode))
     # MLA in bfloat16 has two ways. At unequal sizes each token may be a tie, at which a comparison ends: of twelve
-    # tokens in 40 % of answers. Where one layer decides nearly everything, ties are as frequent whatever the attention.
+    # tokens in 40 % of answers. Where one layer decides most, ties are as frequent whatever the attention.
     coarse = not engines.one_way or RECIPES[engines.model].one_layer_decides
     ties = engines.dtype == "bfloat16" and coarse and engines.p.tp != engines.d.tp
     tokens = TOKENS // 2 if ties else TOKENS
@@ -219,7 +219,8 @@ def drafts(engines: Engines, pair: Pair) -> None:
     its last chunk, which it computes as the pushed D does (23 and 24 of 24). vllm-ascend's recompute scheduler begins
     behind a load with placeholders for drafts, so that a graph fits: one step more, in which none is accepted.
     Behind P's token D drafts from the second one on: then D alone has the first token in its prompt. vLLM pads the step
-    that computes one token to a step with drafts, too.
+    that computes one token to a step with drafts, too. Behind such a step 0.30 drafts with keys that are not the
+    request's (plugin/ascend_host/repairs.py), so a D with attention of heads is `repaired`.
     """
     (d,), behind = pair.decode, int(engines.starts_with_p_token)
     lengths = [CHUNK + 1 - behind if engines.dtype == "bfloat16" else 20 + 9 * i for i in range(48)]
@@ -496,12 +497,14 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("qwen3next 1to2", "qwen3next", d=Side(2)), (*FEWER, blocks)),
     (Engines("qwen3next 1to1 cached", "qwen3next", dtype="bfloat16", flags=CACHED), (*FEWER, blocks, state_prefixes)),
     (
-        Engines("qwen3next 1to1 mtp", "qwen3next-mtp", p=Side(drafts=1, late_us=LATE), draft=MTP3),
+        Engines(
+            "qwen3next 1to1 mtp", "qwen3next-mtp", p=Side(drafts=1, late_us=LATE), d=Side(repaired=True), draft=MTP3
+        ),
         (*FEWER, blocks, drafts),
     ),
     (Engines("qwen3next 2to1 mtp", "qwen3next-mtp", p=Side(2), d=Side(drafts=1), draft=MTP3), (*FEWER, blocks, drafts)),
     (
-        Engines("qwen3next 1to1 mtp cached", "qwen3next-mtp", draft=MTP3, flags=CACHED),
+        Engines("qwen3next 1to1 mtp cached", "qwen3next-mtp", d=Side(repaired=True), draft=MTP3, flags=CACHED),
         (*FEWER, blocks, drafts, state_prefixes),
     ),
     (
@@ -514,7 +517,12 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         (*FEWER, replayed),
     ),
     (
-        Engines("qwen3next 1to1 mtp full graphs", "qwen3next-mtp", d=Side(graphs=FULL, flags=FEW_STATES), draft=MTP3),
+        Engines(
+            "qwen3next 1to1 mtp full graphs",
+            "qwen3next-mtp",
+            d=Side(graphs=FULL, flags=FEW_STATES, repaired=True),
+            draft=MTP3,
+        ),
         (*FEWER, blocks, drafts, replayed),
     ),
     (Engines("dsa 1to1", "dsv32", p=Side(late_us=LATE), dtype="bfloat16", max_len=LONG), (*ALL, chosen)),
@@ -844,7 +852,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("sizes dsv4 mtp 2to2", p=Side(2), d=Side(2, drafts=1), **DSV4_MTP), ENTRIES),
     (Engines("sizes dsv4 mtp 4to2", p=Side(4), d=Side(2, drafts=1), **DSV4_MTP), ENTRIES),
     (
-        Engines("sizes qwen3next mtp 1to2", "qwen3next-mtp", p=Side(drafts=1), d=Side(2), draft=MTP3),
+        Engines("sizes qwen3next mtp 1to2", "qwen3next-mtp", p=Side(drafts=1), d=Side(2, repaired=True), draft=MTP3),
         (*FEWER, blocks, drafts),
     ),
     (
@@ -945,13 +953,14 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
 
 
 # Models whose caches 0.30 lays out otherwise, of which no more was shown there than HERE. Its connector for what D
-# preempts is another one.
+# preempts is another one, and it refuses PCP.
 ELSEWHERE = ("dsv32", "dsv4", "glm5")
 HERE = ("dsa 1to1", "dsa 1to1 keys in int8", "dsa 2to1 keys in int8 mtp", "dsv4 1to1", "dsv4 2to1", "dsv4 1to1 mtp")
 MORE = [
     (
         replace(engines, release=OLDER)
-        if (engines.model.startswith(ELSEWHERE) or OFFLOAD in engines.beside) and engines.title not in HERE
+        if (engines.model.startswith(ELSEWHERE) or OFFLOAD in engines.beside or engines.p.pcp > 1)
+        and engines.title not in HERE
         else engines,
         cells,
     )

@@ -8,8 +8,8 @@ right without a fault, before the first and after the last. What an exchange bri
 In a seventh D is late. When a request stops, its next token is already being computed, and its blocks go to a request
 that has waited for them. D's gate keeps P from writing there before that token's keys and values are.
 
-Nine more have other kinds of cache, sizes and drafts. In these the fault is the smallest: one token has no keys and
-values in one layer, behind right sums. Most tokens stay equal, and are less or more probable than they should be.
+The others have more kinds of cache, sizes, drafts and modes. In these the fault is the smallest: one token has no keys
+and values in one layer, behind right sums. Most tokens stay equal, and are less or more probable than they should be.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class Set:
 C8 = additional(enable_sparse_sfa_c8=True, enable_sparse_li_c8=True)
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 EAGLE3 = {"method": "eagle3", "model": "gqa-eagle3", "num_speculative_tokens": 2}
+DFLASH = {"method": "dflash", "model": "spec-flash-dflash", "num_speculative_tokens": 3}
 # Where sums over other ranks round by more in bfloat16 than a token makes out, they are in float32 (MLA), or in float16
-# (an indexer's attention takes no float32). Drafts are those of models in which no layer decides nearly everything: the
-# others' answers hardly show the layers before the last.
+# (an indexer's attention takes no float32).
 SHAPES: dict[str, Engines] = {
     "gqa bf16": Engines("planted gqa bf16", dtype="bfloat16"),
     "gqa 1to2": Engines("planted gqa 1to2", d=Side(2)),
@@ -95,6 +95,13 @@ SHAPES: dict[str, Engines] = {
     "dsa int8 1to1": Engines("planted dsa int8 1to1", "dsv32", dtype="bfloat16", flags=C8, release=OLDER),
     "states 2to1": Engines("planted states 2to1", "qwen3next", p=Side(2)),
     "drafts 2to1": Engines("planted drafts 2to1", p=Side(2, drafts=1), draft=EAGLE3),
+    "dsv4 1to1": Engines("planted dsv4 1to1", "dsv4", dtype="bfloat16", flags=SHORT_BLOCKS),
+    "experts 2to1": Engines("planted experts 2to1", "moe", p=Side(2), flags=("--enable-expert-parallel",)),
+    "graphs 1to1": Engines("planted graphs 1to1", d=Side(graphs="FULL_DECODE_ONLY")),
+    "pp 2to1": Engines("planted pp 2to1", p=Side(pp=2)),
+    "dcp 2to1": Engines("planted dcp 2to1", "mqa", p=Side(2, dcp=2)),
+    "1to2 dcp": Engines("planted 1to2 dcp", "mqa", d=Side(2, dcp=2)),
+    "pcp 2 to 1": Engines("planted pcp 2 to 1", "gqa2", p=Side(pcp=2), release=OLDER),
 }
 SETS = {
     "direct": Set(Engines("planted direct", p=Side(late_us=LATE)), DIRECT),
@@ -114,6 +121,14 @@ SETS = {
         verify=("off",),
     ),
     **{title: Set(engines, TOKEN, verify=("full",), whole=True) for title, engines in SHAPES.items()},
+    # In a short prompt one token has weight.
+    "dflash 1to1": Set(
+        Engines("planted dflash 1to1", "spec-flash", p=Side(drafts=1), draft=DFLASH),
+        TOKEN,
+        24,
+        verify=("full",),
+        whole=True,
+    ),
     # Without a fault 4.2e-3 at most in two runs of 36 log-probabilities.
     "dsa 2to1": Set(
         Engines("planted dsa 2to1", "dsv32", p=Side(2), dtype="float16", release=OLDER),
@@ -123,7 +138,7 @@ SETS = {
         limit=2e-2,
     ),
     # D computes the prompt's last token again, as a decode: in a prefill vllm-ascend's MLA rounds to bfloat16, whatever
-    # the model's dtype. Without a fault 1.8e-2 at most in seven runs of 36. In a short prompt one token has weight.
+    # the model's dtype. Without a fault 1.8e-2 at most in seven runs of 36.
     "mtp 2to1": Set(
         Engines("planted mtp 2to1", "mtp-even", p=Side(2, drafts=1), draft=MTP),
         TOKEN,
@@ -151,7 +166,7 @@ class Planted:
         """
         vocab = RECIPES[self.of.engines.model].vocab
         prompts = [fresh_prompt(self.of.length, vocab) for _ in range(2 if self.of.before else 3)]
-        expected = [said(self.pair.prefill.url, prompt, cache_salt=fresh_salt("reference")) for prompt in prompts]
+        expected = [said(self.pair.reference.url, prompt, cache_salt=fresh_salt("reference")) for prompt in prompts]
         before, found = self.pair.failed_transfers(), dict[str, str]()
         self.furthest = 0.0
         self.file.write_text(fault)

@@ -176,12 +176,12 @@ def check_failed_load(pair: Pair, port: int, lengths: Sequence[int]) -> None:
     pair.check([fresh_prompt(n) for n in lengths], name="after a load that failed")
 
 
-def check_computed_again(pair: Pair, port: int, lengths: Sequence[int]) -> None:
-    """Check that with the policy `recompute` D computes the prompt of a failed load."""
+def check_computed_again(pair: Pair, port: int, lengths: Sequence[int], behind: Sequence[int] = ()) -> None:
+    """Check that with the policy `recompute` D computes the prompts of failed loads, which begin with `behind`."""
     free = pair.free_counts()
     with fake_metaserver(port, says_failed) as seen:
         for length in lengths:
-            prompt, url = fresh_prompt(length), f"http://127.0.0.1:{port}"
+            prompt, url = [*behind, *fresh_prompt(length)], f"http://127.0.0.1:{port}"
             answer = complete(pair.decode[0].url, transfer_request(url, str(length), prompt, 12))
             pair.compare([prompt], [answer], "computed again")
         assert sum("reservation" in body for body in seen) == len(lengths)  # the other bodies report how loads ended

@@ -200,31 +200,36 @@ class Pair:
                 self.judge_all("one head at once", p, want, answer)
         assert self.failed_transfers() == failed
 
-    def check_prefix_of_states(self, block: int, dropped: int = 0) -> None:
+    def check_prefix_of_states(self, block: int, dropped: int = 0) -> list[int]:
         """Check prefixes on P and on D: they end at the end of a block, with the state that is stored there.
 
-        `dropped`: tokens at the end of a cached prefix that vLLM does not use, as with a draft model.
+        `dropped`: tokens at the end of a cached prefix that vLLM does not use, as with a draft model. Returns how many
+        tokens of each of three prompts D took from its own cache: it has their attention, and of the last no state.
         """
         head, cached = fresh_prompt(2 * block + 9), 2 * block - dropped
         prompts = [head, [*head, *fresh_prompt(block)], [*head[: 2 * block], *fresh_prompt(7)]]
         expected = self.in_turn(prompts)
         self.check(prompts[:1], name="cold", expected=expected[:1])
-        for longer, want in zip(prompts[1:], expected[1:], strict=True):
-            before = self.loaded_tokens()
-            answer = complete(self.front.url, body_of(longer, 12, **self.asked))
-            loaded = self.loaded_tokens() - before
-            self.judge_all("a prefix on D", longer, want, answer)
-            wanted = len(longer) - self.left
-            assert loaded in (wanted, wanted - cached), f"D loaded {loaded} of {len(longer)} tokens"
+        own = [self._own_prefix(p, want, "a prefix on D") for p, want in zip(prompts[1:], expected[1:], strict=True)]
         head = fresh_prompt(2 * block + 5)
         prompts = [head, [*head, *fresh_prompt(50)], [*head[: 2 * block], *fresh_prompt(1)]]
         expected = self.in_turn(prompts)
         before = counter(self.prefill, "vllm:prefix_cache_hits_total")
         complete(self.prefill.url, body_of(head, 1))  # to P only: D does not have it
         self.check(prompts[1:2], name="a prefix on P", expected=expected[1:2])
-        self.check(prompts[2:], name="a prefix that is all of it on P", expected=expected[2:])
+        own.append(self._own_prefix(prompts[2], expected[2], "a prefix that is all of it on P"))
         hits = before + cached
         eventually(lambda: counter(self.prefill, "vllm:prefix_cache_hits_total") >= hits, "P takes what it has cached")
+        assert set(own) <= {0, cached}, own
+        return own
+
+    def _own_prefix(self, prompt: Sequence[int], want: TimedAnswer, name: str) -> int:
+        """Check an answer; return how many of the prompt's tokens D had itself."""
+        before = self.loaded_tokens()
+        answer = complete(self.front.url, body_of(prompt, 12, **self.asked))
+        own = len(prompt) - self.left - (self.loaded_tokens() - before)
+        self.judge_all(name, prompt, want, answer)
+        return own
 
     def loaded_tokens(self) -> int:
         """Return how many tokens the D engines have loaded from P, by vLLM's own counter."""

@@ -58,7 +58,8 @@ class TestStatesBesideAttention:
         exercise(pair, "nemotronh 1→1", LENGTHS)
 
     def test_prefixes(self, pair: Pair) -> None:
-        pair.check_prefix_of_states(BLOCK)
+        """D keeps the attention that it has of a prefix, and loads the state with the rest."""
+        assert pair.check_prefix_of_states(BLOCK) == [2 * BLOCK] * 3
 
     def test_an_aborted_request_leaves_nothing(self, pair: Pair) -> None:
         check_left(pair, 193)
@@ -87,6 +88,10 @@ class TestStateShapes:
             pair.check([fresh_prompt(250)], name="before a load that fails")
             check_computed_again(pair, ports[-1], (97, 193, 250))
             check_first_token_lost(pair, ports[-1], 193, fails=False)
+            # D has the attention of these prefixes, and no state for it.
+            for length in (97, 250):
+                pair.check([head := fresh_prompt(length)], name="a prefix")
+                check_computed_again(pair, ports[-1], (20,), behind=head)
             exercise(pair, "after loads that failed", (97, 250))
 
     def test_without_prefix_caching_on_p(self, cluster: Cluster, decode: EngineProcess, make_pair: PairMaker) -> None:

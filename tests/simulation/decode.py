@@ -437,7 +437,8 @@ class DecodeEngine:
         route, leaves, first = self._route(request), self.geometry.recomputes_last, self.cluster.settings.first
         request.whole = leaves and first and self.book.each_p_sends_first(request.name)
         leaves = leaves and not request.whole
-        count = self.book.wanted(request.name, request.tokens, computed, recomputes_last=leaves)
+        states = any(group.stateful for group in groups)
+        count = self.book.wanted(request.name, request.tokens, computed, recomputes_last=leaves, states=states)
         self.free.extend(request.tables.let_go(computed + count))
         request.started = world.now
         request.stopped_before = self.stopped_s()

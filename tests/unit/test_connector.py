@@ -293,6 +293,13 @@ def test_vllm_hears_that_tokens_come_from_another_engine_and_that_this_one_does_
     made.shutdown()
 
 
+@pytest.mark.parametrize(("role", "loads"), [("kv_consumer", True), ("kv_producer", False)])
+def test_a_decode_engine_alone_needs_no_state_for_a_prefix_that_it_has(role: str, loads: bool) -> None:
+    made = connector(role, KVConnectorRole.SCHEDULER)
+    assert made.supports_divergent_local_hybrid_hits is loads
+    made.shutdown()
+
+
 # -- behind another connector
 
 

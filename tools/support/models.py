@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 SPARSE = ("deepseek_v32", "glm_moe_dsa")  # MLA with an indexer that picks 2,048 tokens
 INDEX_DIM = 24  # a size that nothing else has
-FORMAT = 2  # increase when a recipe's meaning changes, so that old directories are rewritten
+FORMAT = 3  # increase when a recipe's meaning changes, so that old directories are rewritten
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Recipe:
     max_len: int = 4096
     spread: float = 0.08  # standard deviation of the initial weights
     seed: int = 0
-    # The last layer decides nearly everything, so that a draft model made from it is often right, but only with a
-    # correct cache of its own.
+    # The last layer decides most, so that a draft model made from it is often right, but only with a correct cache of
+    # its own.
     one_layer_decides: bool = False
     drafts: bool = False  # an MTP layer although no layer decides: drafts are seldom right
     target: str = ""  # the target's recipe, for a separate draft model

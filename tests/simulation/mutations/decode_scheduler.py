@@ -52,8 +52,8 @@ class ReservedTooLittle(LoadBook):
 class LastTokenLoaded(LoadBook):
     """D loads the prompt's last token, too, and computes it again without what its window needs."""
 
-    def wanted(self, request_id: str, prompt_length: int, computed: int, *, recomputes_last: bool = False) -> int:
-        return super().wanted(request_id, prompt_length, computed)
+    def wanted(self, request_id: str, length: int, computed: int, **_caches: bool) -> int:
+        return super().wanted(request_id, length, computed)
 
 
 class AnyToken(LoadBook):

@@ -151,9 +151,11 @@ class DecodeScheduler(SchedulerRole):
             return 0
         self._route(request)
         given = self.book.given(request.request_id)
-        leaves = self._online.geometry.recomputes_last and not given and not self.first_tokens.begins(request)
+        geometry = self._online.geometry
+        leaves = geometry.recomputes_last and not given and not self.first_tokens.begins(request)
         length = request.num_prompt_tokens + max(0, len(given) - 1)
-        return self.book.wanted(request.request_id, length, computed, recomputes_last=leaves)
+        states = any(group.stateful for group in geometry.groups)
+        return self.book.wanted(request.request_id, length, computed, recomputes_last=leaves, states=states)
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], count: int) -> None:
         """Reserve the blocks that vLLM allocated for `count` tokens; ask the metaserver, router or P for a prefill."""

@@ -73,6 +73,6 @@ def in_vllm() -> None:
     of_one = (kernels.IN_PLACE_OF_ONE[release], delta.IN_PLACE_OF_ONE[release])
     kernels.replace_functions(kernels.together(kernels.IN_PLACE_OF, delta.IN_PLACE_OF, *of_one))
     wire.install()
-    repairs.install()
+    repairs.install(release)
     faults.install()
     notes.install()

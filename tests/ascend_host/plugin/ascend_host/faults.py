@@ -12,8 +12,8 @@ order       exchange: the process group has its ranks in the reverse order
 hook        the second layer's hook is never called
 elsewhere … direct: caches with this name are read from the block behind the right one
 gate        D: it opens a request's blocks for writes although its own work with them may not be over
-token       D: behind a load whose sums were right, one token in the middle of the prompt has no keys and values in one
-            layer in the middle of the model
+token       D: behind a load whose sums were right, one token in the middle of the prompt (or the entry that stands for
+            it and its neighbours) has no keys and values in one layer in the middle of the model
 device      from the start: the package's threads do not set their device
 """
 
@@ -27,6 +27,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 # Caches of DeepSeek-V4: the compressed latents, the index keys, what both are made of, the window.
 CACHES = (
@@ -150,25 +152,29 @@ def _token() -> None:
         for report in found:
             bind = binds.pop(report.request_id, None)
             if report.ok and bind is not None and _now("token"):
-                _forget_one(worker.runtime._caches, bind)  # type: ignore[union-attr]
+                _forget_one(worker.runtime._caches, worker.runtime._tails._rank, bind)  # type: ignore[union-attr]
         return found
 
     Loads.step = noting  # type: ignore[assignment, method-assign]
     DecodeWorker.reports = but_one  # type: ignore[assignment, method-assign]
 
 
-def _forget_one(caches: Any, bind: Any) -> None:
-    """Write zeros in the place of a token. The caches of the stand-ins are in the host's memory."""
+def _forget_one(caches: Any, rank: int, bind: Any) -> None:
+    """Write zeros in the place of a token, on the ranks that hold it. The caches are in the host's memory."""
     geometry = caches.geometry
     of_tokens = [
         place
         for place, (name, kind) in enumerate(zip(geometry.layers, geometry.by_layer, strict=True))
-        if kind.own.matters == "all" and name in geometry.targets and "indexer" not in name
+        if kind.own.matters in ("all", "compressed") and name in geometry.targets and "indexer" not in name
     ]
     middle = of_tokens[len(of_tokens) // 2]
     kind = geometry.by_layer[middle]
-    block, entry = divmod((bind.first + bind.end) // 2, kind.own.covers)
-    block = int(bind.blocks[kind.group][block - kind.own.blocks(bind.first, bind.end).start])
+    token = np.array([(bind.first + bind.end) // 2 // kind.own.per_entry])
+    split = kind.token_split
+    if split.holder(token).item() != kind.ranks.part(rank):
+        return
+    index, entry = (place.item() for place in split.places(token))
+    block = int(bind.blocks[kind.group][index - kind.own.blocks(bind.first, bind.end).start])
     print(f"planted: {geometry.layers[middle]}, block {block}, token {entry} of it", flush=True)
     for base, region in zip(caches.bases[middle], kind.regions, strict=True):
         for head in range(max(1, kind.kv_heads // kind.tp_size)):

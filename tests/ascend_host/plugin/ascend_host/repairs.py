@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A repair of vllm-ascend 0.23.0.post1, for tests that ask for it: ASCEND_HOST_PADDED_ROWS=zeros.
+"""Repairs of vllm-ascend, one for each release, for tests that ask for it: ASCEND_HOST_REPAIRED.
 
-DeepSeek-V4's attention (`dsa_v1.py`) takes uninitialised memory for its result and fills the rows of real tokens; MLA's
-begins with zeros. With data parallelism and graphs, a rank that decodes while another prefills gets that one's number
-of rows. The other rows hold what was in memory before, and go to the experts too. For a token whose expert is on
-another rank, vllm-ascend takes the second row of the experts' results, times zero: NaN, if that row is NaN.
+0.23.0.post1: DeepSeek-V4's attention (`dsa_v1.py`) takes uninitialised memory for its result and fills the rows of real
+tokens; MLA's begins with zeros. With data parallelism and graphs, a rank that decodes while another prefills gets that
+one's number of rows. The other rows hold what was in memory before, and go to the experts too. For a token whose expert
+is on another rank, vllm-ascend takes the second row of the experts' results, times zero: NaN, if that row is NaN.
+
+0.30.0rc2: behind rejected drafts, all drafts of a step but the first attend to too many keys. The drafter subtracts the
+rejected tokens from the lengths on the NPU alone (`llm_base_proposer.py`); attention with heads takes its lengths from
+their copy on the host (`_select_seq_lens`), which counts them.
 """
 
 from __future__ import annotations
@@ -13,9 +17,12 @@ import os
 from typing import Any
 
 
-def install() -> None:
-    if os.environ.get("ASCEND_HOST_PADDED_ROWS") != "zeros":
-        return
+def install(release: str) -> None:
+    if "ASCEND_HOST_REPAIRED" in os.environ:
+        {"0.23": _padded_rows, "0.30": _lengths_of_drafts}[release]()
+
+
+def _padded_rows() -> None:
     import vllm_ascend.ops  # noqa: F401  first: the attention's module imports it in a circle
     from vllm_ascend.attention.dsa_v1 import AscendDSAImpl
 
@@ -30,3 +37,17 @@ def install() -> None:
         return result
 
     AscendDSAImpl.forward = with_zeros
+
+
+def _lengths_of_drafts() -> None:
+    import torch
+    from vllm_ascend.attention import attention_v1
+
+    select = attention_v1._select_seq_lens
+
+    def without_rejected(common: Any, **more: Any) -> Any:
+        chosen = select(common, **more)
+        real = common.seq_lens[: len(chosen)].to("cpu", chosen.dtype)
+        return torch.where(real > 0, torch.minimum(real, chosen), chosen)  # 0: a row that only fills a graph
+
+    attention_v1._select_seq_lens = without_rejected

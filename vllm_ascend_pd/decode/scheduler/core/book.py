@@ -108,13 +108,17 @@ class LoadBook:
         load = self._loads.get(request_id)
         return load.given or () if load is not None else ()
 
-    def wanted(self, request_id: str, length: int, computed: int, *, recomputes_last: bool = False) -> int:
+    def wanted(
+        self, request_id: str, length: int, computed: int, *, recomputes_last: bool = False, states: bool = False
+    ) -> int:
         """Return how many tokens to load of a prompt of `length`, of which `computed` are here. Repeatable.
 
         A single token is not worth it: D computes the last one anyway. With `recomputes_last` that one is never loaded.
+        With `states` it comes with the state, which may be all that D lacks.
         """
         load = self._loads.get(request_id)
-        if load is None or load.state is not LoadState.ARRIVED or length - computed <= 1:
+        few = 0 if states and computed and not recomputes_last else 1
+        if load is None or load.state is not LoadState.ARRIVED or length - computed <= few:
             return 0
         load.first = computed
         return length - computed - recomputes_last
