@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from unit.router.cluster import FakeCluster, cluster, texts, until
 from unit.router.fake_engine import words
+from vllm_ascend_pd import __version__
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router import admin, instances_file
 from vllm_ascend_pd.router.app import WorkerProcess
@@ -385,6 +386,7 @@ def test_state_is_the_sum_over_workers_and_the_worst_of_them() -> None:
         worker_facts = {
             "worker": worker,
             "url": "u",
+            "deployment": "blue",
             "ready": True,
             "prefills": True,
             "proven": [],
@@ -396,6 +398,7 @@ def test_state_is_the_sum_over_workers_and_the_worst_of_them() -> None:
 
     summed = sum_of([report(0, "ready", 2, 1.0), report(1, "down", 3, 5.0)])
     (instance,) = summed["instances"]
+    assert (summed["deployment"], summed["version"]) == ("blue", __version__)
     assert (instance["state"], instance["requests"], instance["tokens_in_flight"]) == ("down", 5, 50.0)
     assert instance["last_error"] == "of 1" and (summed["running"], summed["waiting"]) == (5, 2)
 
