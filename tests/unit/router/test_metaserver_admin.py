@@ -392,7 +392,6 @@ def test_state_is_the_sum_over_workers_and_the_worst_of_them() -> None:
             "proven": [],
             "canary_error": "",
             "file_error": "",
-            "deployment": "",
         }
         return {**worker_facts, "running": requests, "waiting": 1, "instances": [facts]}
 
