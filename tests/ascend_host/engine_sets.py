@@ -199,8 +199,8 @@ class Engines:
         """Return the tally, with a tolerance where bfloat16 rounds differently.
 
         Attention merged from parts of the keys rounds differently from attention over all or over other parts. So does
-        a D with few blocks, which computes again what it preempts. Two ranks each round their half of a sum, with tokens
-        divided in another order, and one that has a shared expert whole rounds once.
+        a D with few blocks, which computes again what it preempts. Two ranks each round their half of a sum, with
+        tokens divided in another order, and one that has a shared expert whole rounds once.
         """
         merges = self.p.dcp * self.p.pcp != self.d.dcp
         again = any("num-gpu-blocks" in flag for flag in self.d.flags)

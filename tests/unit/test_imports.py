@@ -141,7 +141,7 @@ def test_each_module_is_in_a_room_that_these_rules_know() -> None:
 # Most lines of each room; "." are the modules beside the rooms. Who needs more says in the change what it is worth, or
 # what leaves. Who takes lines out lowers the ceiling.
 CEILINGS = {
-    ".": 1660,
+    ".": 1670,
     "admission": 800,
     "channel": 1150,
     "cli": 3500,
@@ -152,7 +152,7 @@ CEILINGS = {
     "prefill": 4060,
     "protocol": 4500,
     "regroup": 1000,
-    "router": 9180,  # 200 for responses and messages, which went past P before: ids, forms of events and of errors
+    "router": 9210,  # 200 for responses and messages, which went past P before: ids, forms of events and of errors
     "shared": 1050,
     "transport": 2000,
     "viewer": 650,
