@@ -415,9 +415,9 @@ def test_the_last_event_of_each_protocol_is_known(before: bytes) -> None:
     last = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
     completed = b'event: response.completed\ndata: {"response":{}}\n\n'
     for event in (b"data: [DONE]\n\n", last, completed):
-        assert relay._said_all(before + event) and not relay._said_all(before + event[:-1])
-        assert not relay._said_all(event + b'data: {"a": 1}\n\n')
-    assert not relay._said_all(before)
+        assert relay.has_last_event(before + event) and not relay.has_last_event(before + event[:-1])
+        assert not relay.has_last_event(event + b'data: {"a": 1}\n\n')
+    assert not relay.has_last_event(before)
 
 
 def test_a_long_response_is_read_to_its_end() -> None:
