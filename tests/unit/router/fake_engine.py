@@ -636,8 +636,9 @@ def _limit(body: dict[str, Any]) -> int:
 
 
 def _prompts(body: dict[str, Any]) -> list[object]:
-    if "messages" in body or "input" in body:
-        return [body.get("messages") or body["input"]]
+    for name in ("messages", "input"):
+        if name in body:
+            return [body[name]]
     prompt = body["prompt"]
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         return prompt
