@@ -211,12 +211,13 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
 def _unreported(attempt: Attempt, said: SaidByEngine | None) -> Cut | None:
     """Return how D itself ended a request early, as its report or the lack of it says at the end of an answer.
 
-    Every other end of a request whose KV D asked for has a report. Only a response does not show it otherwise.
+    Every other end of a request whose KV D asked for has a report, but for a stop string, which vLLM finds behind the
+    engine. Only a response does not show it otherwise.
     """
     if said is not None and said.pd_dropped:
         return Cut.DROPPED
-    lacks = said is _SAID_NOTHING and attempt.seen and attempt.exchange.route == bodies.RESPONSES
-    return Cut.ABORTED if lacks else None
+    lacks = said is _SAID_NOTHING and attempt.seen and not attempt.exchange.has_stop
+    return Cut.ABORTED if lacks and attempt.exchange.route == bodies.RESPONSES else None
 
 
 def stripped_of(answer: Buffer, *, hides_ids: bool = False) -> tuple[Payload, SaidByEngine | None]:

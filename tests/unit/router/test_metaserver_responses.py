@@ -366,6 +366,14 @@ def test_an_answer_that_a_d_ends_as_it_shuts_down_is_no_answer(route: str, strea
                 assert (streamed if stream else text_of)(answer) == "".join(words(f"prompt {number}", 3))
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_response_that_a_stop_string_ends_is_an_answer(stream: bool) -> None:
+    with cluster() as c:
+        answer = ask(c, RESPONSES, stop=["x"], stream=stream)
+        assert (streamed if stream else text_of)(answer) == "".join(words("a prompt", 3))
+        assert len(c.decode[0].generations()) == 1 and c.prefill[0].generations()
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_parameter_that_d_refuses_in_a_stream_says_nothing_of_d(route: str) -> None:
     with cluster() as c:
