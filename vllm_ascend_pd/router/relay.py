@@ -92,8 +92,10 @@ async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None
         kept, streams = exchange.kept, exchange.request.stream and reply.status == 200
         if exchange.streaming and not streams:
             raise _no_rest(shared, attempt, reply.status)
+        opens = streams and isinstance(first, bytes) and not _first_said(first)  # it is long, and only that has come
         # Else D may still post: for other copies, after a tool that it runs, or as it only says what it was given.
-        attempt.answers = exchange.request.copies == 1 and not (attempt.repeats or exchange.request.asks_again)
+        again = attempt.repeats or exchange.request.asks_again or opens
+        attempt.answers = exchange.request.copies == 1 and not again
         if streams and kept is not None and not kept.gave_up:
             exchange.release()  # what is kept is counted there
         elif attempt.answers:

@@ -435,6 +435,16 @@ def test_a_long_response_is_read_to_its_end() -> None:
         assert streamed(answer) == "".join(words("a prompt", 3)) and "pd_load" not in answer.text
 
 
+def test_a_long_opening_is_no_answer_yet() -> None:
+    """It repeats instructions and tools, and vLLM sends it before it asks for the prompt's KV."""
+    with cluster() as c:
+        c.decode[0].behaviour.late_choice = True
+        answer = ask(c, RESPONSES, metadata={"x": "y" * (2 << 20)}, cache_salt="s", stream=True)
+        assert streamed(answer) == "".join(words("a prompt", 3))
+        (leg,) = c.prefill[0].generations()
+        assert leg.body["model"] == "fake" and leg.body["cache_salt"] == "s"
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_refusals_have_a_form_that_both_clients_read(route: str) -> None:
     with cluster(decode=0) as c:
