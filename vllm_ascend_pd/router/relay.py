@@ -68,8 +68,7 @@ _CUTS = {
     Cut.ABORTED: ("ended", "PD-META-007", "The decode instance broke off: it is shutting down."),
 }
 _NUMBER = re.compile(rb'"sequence_number"\s*:\s*([0-9]{1,9})')
-_COUNT = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})')  # of a whole answer, at its end
-_END_BYTES = 8 << 10
+_COUNT = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})')
 _LIMIT = "--first-byte-timeout; a stream has no limit behind its first byte"
 _HELD_BYTES = 1 << 20  # of an incomplete event that are held back
 _LAST_BYTES = 16 << 20  # of a response's, of which the last has the whole answer
@@ -162,9 +161,7 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
     said = b""
     if reply.status != 200 or not attempt.exchange.request.stream:
         first = await reply.whole(WHOLE_ANSWER_BYTES, timeout_s)
-        # Behind a chat's usage are the prompt's ids, which are asked for where the answer is kept.
-        usage = _COUNT.search(first, 0 if attempt.exchange.kept is not None else max(0, len(first) - _END_BYTES))
-        attempt.leg.take(int(usage[1]) if usage is not None else 0)
+        attempt.leg.take(await shared.aside.run(_tokens_of, first))
     else:
         first, end = b"", time.monotonic() + timeout_s
         while len(first) <= _HELD_BYTES and not said and (more := await reply.read(_left(end))):
@@ -208,6 +205,15 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
     if said_in_it is not None and said_in_it.pd_load is not None:
         shared.loaded(said_in_it.pd_load)
     return stripped
+
+
+def _tokens_of(answer: Buffer) -> int:
+    """Return how many tokens a whole answer has. What is deeper in it may be the client's own, as a tool's schema."""
+    try:
+        usage = _COUNT.search(memoryview(bodies.fields_of(answer).get("usage", b"")))
+    except bodies.BodyError:
+        return 0
+    return int(usage[1]) if usage is not None else 0
 
 
 def _unreported(attempt: Attempt, said: SaidByEngine | None) -> Cut | None:

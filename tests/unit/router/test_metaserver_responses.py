@@ -19,7 +19,7 @@ from unit.router.fake_protocols import MESSAGES, RESPONSES
 from vllm_ascend_pd.router import relay
 from vllm_ascend_pd.router.app import WorkerProcess
 from vllm_ascend_pd.router.core import bodies, stored
-from vllm_ascend_pd.router.core.decisions import CircuitPolicy
+from vllm_ascend_pd.router.core.decisions import AnswerLengths, CircuitPolicy
 
 ROUTES = [RESPONSES, MESSAGES]
 PATIENT = CircuitPolicy(threshold=100)
@@ -401,6 +401,14 @@ def test_what_a_client_says_beside_a_response_is_no_end_of_it() -> None:
         for stream in (False, True):
             answer = ask(c, RESPONSES, metadata=said, stream=stream)
             assert (streamed if stream else text_of)(answer) == "".join(words("a prompt", 3))
+
+
+def test_what_a_client_says_beside_a_response_is_not_its_length() -> None:
+    tools = [{"type": "function", "name": "f", "parameters": {"output_tokens": 999_999_999}}]
+    with cluster() as c:
+        assert ask(c, RESPONSES, tools=tools).status_code == 200
+        until(lambda: loads(c))
+        assert c.worker.fleet.expected("fake", False, 0) == AnswerLengths.FIRST
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
