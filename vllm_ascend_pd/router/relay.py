@@ -186,6 +186,8 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
     goes_on = streams and kept is not None and not kept.gave_up
     cut_short = await shared.aside.run(partial(_cut_short, attempt.exchange), said or first if goes_on else first)
     said_in_it: SaidByEngine | None = None
+    if said.startswith(_COMPLETED):  # all of a response's stream, of which nothing is out
+        cut_short = _until_cut(shared, attempt, said)[1]
     if not streams:
         hides_ids = kept is not None and not kept.asked_ids
         stripped, said_in_it = await shared.aside.run(partial(stripped_of, hides_ids=hides_ids), first)
