@@ -20,6 +20,7 @@ from vllm_ascend_pd.router import relay
 from vllm_ascend_pd.router.app import WorkerProcess
 from vllm_ascend_pd.router.core import bodies, stored
 from vllm_ascend_pd.router.core.decisions import AnswerLengths, CircuitPolicy
+from vllm_ascend_pd.router.faults import status_of
 
 ROUTES = [RESPONSES, MESSAGES]
 PATIENT = CircuitPolicy(threshold=100)
@@ -386,6 +387,12 @@ def test_a_parameter_that_d_refuses_in_a_stream_says_nothing_of_d(route: str) ->
         assert not instance.broke and not instance.circuit.open
         c.decode[0].behaviour.stream_error = 500
         assert ask(c, route, stream=True).status_code == (502 if route == RESPONSES else 500)
+
+
+def test_only_a_short_quotation_says_the_status_of_a_message() -> None:
+    for between, status in ((30, 400), (300, 500)):
+        message = "input_value={'error': " + "x" * between + "'code': 400}}"
+        assert status_of(json.dumps({"error": {"type": "internal_error", "message": message}}).encode()) == status
 
 
 def test_what_the_model_gives_to_a_tool_is_no_end_of_its_message() -> None:
