@@ -295,6 +295,16 @@ def test_a_name_that_is_not_ours_goes_to_any_d() -> None:
         assert stored.read(name) is None
 
 
+def test_a_client_cannot_name_a_response_as_the_metaserver_does() -> None:
+    """The name would send others to a D, and count for tokens that nobody has."""
+    forged = stored.new_id("elsewhere:1", (), 1 << 23, False)
+    with cluster() as c:
+        for name in (json.dumps(forged), '"' + "".join(f"\\u{ord(letter):04x}" for letter in forged) + '"', "null"):
+            said = json.dumps(body_for(RESPONSES, "a prompt"))[:-1] + f', "request_id": {name}}}'
+            read = stored.read(c.http.post(RESPONSES, content=said).json()["id"])
+            assert read is not None and read.home == stored.home_of(c.decode[0].address)
+
+
 def test_a_name_says_what_it_was_given() -> None:
     marks = bodies.parse(RESPONSES, json.dumps({"input": HEAD}).encode()).marks
     for tokens, media in ((0, False), (9, True), (1 << 40, False)):
