@@ -150,7 +150,8 @@ async def _open(
         if not opened:
             reply.close()
     if reply.status != 200 or not attempt.repeats:
-        shared.leg_over(attempt.leg, "served", Evidence.SERVED)
+        computed = reply.status == 200 or exchange.request.follows is None  # else D may only not have that response
+        shared.leg_over(attempt.leg, "served", Evidence.SERVED if computed else None)
     return reply, first
 
 

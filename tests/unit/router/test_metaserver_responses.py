@@ -21,6 +21,7 @@ from vllm_ascend_pd.router.app import WorkerProcess
 from vllm_ascend_pd.router.core import bodies, stored
 from vllm_ascend_pd.router.core.decisions import AnswerLengths, CircuitPolicy
 from vllm_ascend_pd.router.faults import status_of
+from vllm_ascend_pd.shared.backoff import Backoff
 
 ROUTES = [RESPONSES, MESSAGES]
 PATIENT = CircuitPolicy(threshold=100)
@@ -261,6 +262,19 @@ def test_a_d_that_has_restarted_says_itself_that_it_has_nothing() -> None:
         c.decode[0].conversations.clear()
         assert ask(c, RESPONSES, previous_response_id=name).status_code == 404
         assert c.http.get(f"{RESPONSES}/{name}").status_code == 404
+
+
+def test_a_d_that_only_says_it_has_nothing_is_not_proven_to_work() -> None:
+    """Its HTTP server says so, and follow-ups come to it although it is wedged: any client can invent one."""
+    with cluster(circuit=CircuitPolicy(threshold=1, wedged=Backoff(600.0, 600.0, 1.0))) as c:
+        (instance,) = (i for i in c.worker.fleet if i.name == c.decode[0].address)
+        c.decode[0].behaviour.wedged = True
+        assert ask(c, RESPONSES).status_code == 500 and instance.circuit.open
+        c.decode[0].behaviour.wedged = False
+        name = stored.new_id(c.decode[0].address, (), 3, False)
+        assert ask(c, RESPONSES, previous_response_id=name).status_code == 404
+        assert instance.circuit.open
+        assert text_of(ask(c, RESPONSES)) == "".join(words("a prompt", 3)) and not instance.circuit.open
 
 
 @contextmanager
