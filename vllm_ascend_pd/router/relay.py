@@ -390,17 +390,17 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
     exchange = attempt.exchange
     send = exchange.send
     await send({"type": "http.response.start", "status": 200, "headers": head})
-    piece, held, code, problem, number = first, b"", "PD-META-007", "", 0
+    piece, held, code, problem, number = first, bytearray(), "PD-META-007", "", 0
     is_response = exchange.route == bodies.RESPONSES
     try:
         while piece and not problem:
-            piece, held = _whole_events(held + piece if held else piece, _LAST_BYTES if is_response else _HELD_BYTES)
+            piece = _whole_events(held, piece, _LAST_BYTES if is_response else _HELD_BYTES)
             piece, cut_short = _until_cut(shared, attempt, piece)
             number = max((int(one) + 1 for one in _NUMBER.findall(piece)), default=number) if is_response else 0
             if cut_short is not None:
                 end, code, problem = _CUTS[cut_short]
                 shared.leg_over(attempt.leg, end)
-                held = b""
+                held.clear()
             last = reply.at_end and not (held or problem)
             if piece:
                 attempt.leg.take(piece.count(b"\n\n"))
@@ -418,7 +418,7 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
         problem = "" if exchange.said_all else SHUTDOWN
         code = CLOSING
     if held and not problem:  # the stream ended without the empty line; after a break half an event would confuse
-        await send({"type": "http.response.body", "body": held, "more_body": True})
+        await send({"type": "http.response.body", "body": bytes(held), "more_body": True})
     if problem and code != CLOSING and exchange.unkept:
         problem = PdError("PD-META-024", problem=problem, why=exchange.unkept).sentence
         code = "PD-META-024" if code == "PD-META-007" else code
@@ -434,12 +434,16 @@ def _said_all(piece: bytes) -> bool:
     return piece.endswith(b"\n\n") and piece[:-2].rpartition(b"\n\n")[2].startswith(_LAST_EVENTS)
 
 
-def _whole_events(stream: bytes, most: int = _HELD_BYTES) -> tuple[bytes, bytes]:
-    """Return the complete events, and the beginning of an incomplete one, as that may be one that must not go out."""
-    if stream.endswith(b"\n\n") or len(stream) > most:
-        return stream, b""
-    end = stream.rfind(b"\n\n") + 2
-    return (stream[:end], stream[end:]) if end > 1 else (b"", stream)
+def _whole_events(held: bytearray, piece: bytes, most: int) -> bytes:
+    """Return the complete events. What is `held`, an incomplete one, may be one that must not go out."""
+    if not held and piece.endswith(b"\n\n"):  # nearly always
+        return piece
+    begin = max(0, len(held) - 1)  # there is no end before
+    held += piece
+    end = len(held) if held.endswith(b"\n\n") or len(held) > most else held.rfind(b"\n\n", begin) + 2
+    whole = bytes(held[:end]) if end > 1 else b""
+    del held[: len(whole)]
+    return whole
 
 
 def _before(words: re.Pattern[bytes], stream: bytes) -> bytes:

@@ -467,6 +467,17 @@ def test_the_last_event_of_each_protocol_is_known(before: bytes) -> None:
     assert not relay._said_all(before)
 
 
+def test_events_go_out_whole_wherever_the_stream_is_cut() -> None:
+    stream = b"".join(b"event: x\ndata: %d\n\n" % number for number in range(3))
+    for size in range(1, len(stream)):
+        out, held = b"", bytearray()
+        for at in range(0, len(stream), size):
+            whole = relay._whole_events(held, stream[at : at + size], 1 << 20)
+            assert not whole or whole.endswith(b"\n\n")
+            out += whole
+        assert out == stream and not held
+
+
 def test_a_long_response_is_read_to_its_end() -> None:
     with cluster() as c:
         long = {"x": "y" * (2 << 20)}
