@@ -20,6 +20,7 @@ from vllm_ascend_pd.router import relay
 from vllm_ascend_pd.router.app import WorkerProcess
 from vllm_ascend_pd.router.core import bodies, stored
 from vllm_ascend_pd.router.core.decisions import AnswerLengths, CircuitPolicy
+from vllm_ascend_pd.router.core.prefixes import Marks
 from vllm_ascend_pd.router.faults import status_of
 from vllm_ascend_pd.shared.backoff import Backoff
 
@@ -110,6 +111,15 @@ def test_its_load_and_prefix_count(route: str) -> None:
         request = bodies.parse(route, json.dumps(body_for(route, prompts[0], system="s" * 4000)).encode())
         assert request.limit == 3 and request.prefill_tokens == pytest.approx((len(HEAD) + 4000) / 4, rel=0.05)
         assert request.remote and request.send_tokens and request.copies == 1
+
+
+def test_what_claude_code_writes_anew_before_each_prompt_changes_no_prefix() -> None:
+    def marks(header: str, system: str) -> Marks:
+        blocks = [{"type": "text", "text": f"x-anthropic-billing-header: {header};"}, {"type": "text", "text": system}]
+        said = body_for(MESSAGES, [{"role": "user", "content": HEAD}], system=blocks)
+        return bodies.parse(MESSAGES, json.dumps(said).encode()).marks
+
+    assert marks("cch=1a2b", "be brief") == marks("cch=3c4d", "be brief") != marks("cch=1a2b", "be long")
 
 
 def test_a_picture_in_a_message_counts_as_one_not_by_its_bytes() -> None:

@@ -52,6 +52,8 @@ _MODEL_BYTES = 1 << 10  # of a model's name
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _SYSTEM = ("system", "instructions")  # prompts beside the prompt
 _PREVIOUS = "previous_response_id"
+# Of Claude Code, in its system prompt: another one each time, and vLLM leaves it out.
+_BILLING = re.compile(rb'"x-anthropic-billing-header[^"]*"')
 _BEFORE_PROMPT = (
     *("model", "cache_salt", "tools", "documents", "chat_template", "chat_template_kwargs"),
     *(*_SYSTEM, _PREVIOUS),
@@ -500,4 +502,6 @@ def model_of(fields: Mapping[str, msgspec.Raw]) -> str:
 
 def _marks(fields: Mapping[str, msgspec.Raw], prompt: memoryview, tokens: int) -> Marks:
     """Return the prompt's marks. They cover tools and documents too, which a template puts before the messages."""
-    return marks_of((_view(fields, name, b"") for name in _BEFORE_PROMPT), prompt, tokens)
+    before: dict[str, Buffer] = {name: _view(fields, name, b"") for name in _BEFORE_PROMPT}
+    before["system"] = _BILLING.sub(b"", before["system"])
+    return marks_of(before.values(), prompt, tokens)
