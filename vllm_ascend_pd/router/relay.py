@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 OWN_HEADERS = frozenset(
     b"connection keep-alive transfer-encoding content-length date server x-request-id proxy-connection".split()
 )
-WHOLE_ANSWER_BYTES = 256 << 20
+_WHOLE_ANSWER_BYTES = 256 << 20
 _ERROR_BYTES = 1 << 20
 _ERROR_EVENTS = (b'data: {"error"', b"event: error\n")
 # What a stream begins with before D has computed anything.
@@ -97,7 +97,7 @@ async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None
         attempt.answers = exchange.request.copies == 1 and not again
         if streams and kept is not None and not kept.gave_up:
             exchange.release()  # what is kept is counted there
-        elif attempt.answers:
+        elif attempt.answers and (streams or exchange.route != bodies.RESPONSES):  # which repeats its request
             exchange.forget_prompt()
         if exchange.streaming and kept is not None and isinstance(first, bytes):
             await resuming.relay(shared, attempt, kept, reply, first)
@@ -161,7 +161,7 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
         raise await _refused(shared, attempt, reply.status, await reply.rest(_ERROR_BYTES, timeout_s), reply.headers)
     said = b""
     if reply.status != 200 or not attempt.exchange.request.stream:
-        first = await reply.whole(WHOLE_ANSWER_BYTES, timeout_s)
+        first = await reply.whole(_WHOLE_ANSWER_BYTES, timeout_s)
         attempt.leg.take(await shared.aside.run(_tokens_of, first))
     else:
         first, end = b"", time.monotonic() + timeout_s

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import httpx
@@ -263,6 +265,28 @@ def test_a_follow_up_that_d_drops_is_asked_of_it_again() -> None:
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "PD-META-022"
         assert len(home.generations()) == 1 + c.worker.settings.retry.attempts
         assert not [d for d in c.decode if d is not home and d.generations()]
+
+
+def test_a_long_stored_response_is_not_gathered() -> None:
+    """Any number of callers may ask for it, and read it slowly."""
+    with cluster() as c:
+        name = ask(c, RESPONSES, metadata={"x": "y" * (1 << 20)}).json()["id"]
+        answer = c.http.get(f"{RESPONSES}/{name}")
+        assert answer.json()["metadata"] == {"x": "y" * (1 << 20)} and "pd_load" in answer.text
+
+
+def test_a_response_counts_as_its_request_until_its_client_has_it() -> None:
+    """It repeats that, however long it is."""
+    said = json.dumps(body_for(RESPONSES, "a prompt", metadata={"x": "y" * (24 << 20)})).encode()
+    with cluster() as c, socket.create_connection(("127.0.0.1", c.served.port), 20) as client:
+        held = partial(getattr, c.worker._intake, "held")
+        head = f"POST {RESPONSES} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(said)}\r\n\r\n"
+        client.sendall(head.encode() + said)
+        until(lambda: [seen for seen in c.decode[0].generations() if seen.finished])
+        assert client.recv(12) == b"HTTP/1.1 200" and held() >= len(said)
+        while client.recv(1 << 20):
+            pass
+        until(lambda: not held())
 
 
 def test_a_d_that_has_restarted_says_itself_that_it_has_nothing() -> None:
