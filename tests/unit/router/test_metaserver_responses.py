@@ -165,10 +165,30 @@ def test_tools_that_d_runs_itself_may_ask_for_further_prefills() -> None:
         assert streamed(ask(c, RESPONSES, stream=True, tools=tools)) == "".join(words("a prompt", 3))
         assert [leg.body["prompt"] for leg in c.prefill[0].generations()] == [list(json.dumps("a prompt").encode())]
         assert [leg.body["model"] for leg in c.prefill[0].generations()] == ["fake"]
-    for functions in (tools[:1], []):
+    for functions in (tools[:1], [], [{"type": "custom", "name": "patch"}, {"type": "namespace", "tools": []}]):
         assert not bodies.parse(RESPONSES, json.dumps({"input": "x", "tools": functions}).encode()).asks_again
-    long = [{"type": "function", "description": "x" * 40_000}]
-    assert bodies.parse(RESPONSES, json.dumps({"input": "x", "tools": long}).encode()).asks_again, "it is not read"
+    for length, read in ((1_000_000, True), (1_100_000, False)):
+        long = [{"type": "function", "description": "x" * length}]
+        assert bodies.parse(RESPONSES, json.dumps({"input": "x", "tools": long}).encode()).asks_again is not read
+
+
+@pytest.mark.parametrize(
+    ("who", "status", "tool", "once"),
+    [
+        *(("D", 500, "web_search_preview", True), ("P", 500, "web_search_preview", True)),
+        *(("D", 500, "custom", False), ("D", 503, "web_search_preview", False)),
+    ],
+)
+def test_what_may_run_tools_on_d_begins_once(who: str, status: int, tool: str, once: bool) -> None:
+    """A D that refuses it has not begun."""
+    with cluster(prefill=2, decode=2, circuit=PATIENT) as c:
+        for engine in c.decode if who == "D" else c.prefill:
+            engine.behaviour.status = status
+        for engine in c.decode:
+            engine.behaviour.recompute_s = 0.5  # else it may have answered before it could be given up
+        answer = ask(c, RESPONSES, tools=[{"type": tool, "name": "x"}])
+        assert answer.status_code == (status if who == "D" else 200)
+        assert (len([seen for d in c.decode for seen in d.generations()]) == 1) is once
 
 
 def test_a_response_in_the_background_is_ds_own() -> None:

@@ -186,6 +186,8 @@ class _Tool(msgspec.Struct):
 
 
 _TOOLS = msgspec.json.Decoder(list[_Tool])
+_OF_CLIENTS = ("function", "custom", "namespace")
+_TOOLS_BYTES = 1 << 20  # that are looked through: some milliseconds
 
 
 def parse(route: str, body: Buffer) -> Request:
@@ -235,10 +237,10 @@ def parse(route: str, body: Buffer) -> Request:
 
 
 def _has_tools_of_its_own(fields: Mapping[str, msgspec.Raw]) -> bool:
-    """Return whether a request may have tools that its D runs itself: any but functions, which the client runs."""
+    """Return whether a request may have tools that its D runs itself: any but those that clients run."""
     tools = _view(fields, "tools", b"[]")
     try:
-        return len(tools) > _READ_WHOLE or any(tool.type != "function" for tool in _TOOLS.decode(tools))
+        return len(tools) > _TOOLS_BYTES or any(tool.type not in _OF_CLIENTS for tool in _TOOLS.decode(tools))
     except UNREADABLE:
         return False
 
