@@ -132,8 +132,11 @@ def test_a_picture_in_a_message_counts_as_one_not_by_its_bytes() -> None:
         assert request.has_media is media and request.prefill_tokens < 1200
 
 
-def test_a_clients_own_fields_do_not_multiply_it() -> None:
+def test_a_clients_own_fields_neither_multiply_nor_limit_it() -> None:
     assert bodies.parse(MESSAGES, b'{"messages": [], "n": 9}').copies == 1
+    assert bodies.parse(MESSAGES, b'{"max_tokens": 900, "max_completion_tokens": 1}').limit == 900
+    assert bodies.parse(RESPONSES, b'{"max_output_tokens": 900, "max_tokens": 1}').limit == 900
+    assert bodies.parse(RESPONSES, b'{"max_tokens": 1}').limit == 0
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -215,6 +215,7 @@ def parse(route: str, body: Buffer) -> Request:
         before = follows.end.tokens
         marks = (*follows.marks, *(Mark(digest, before + upto) for digest, upto in marks))
         tokens += before
+    limits = ("max_completion_tokens", "max_tokens") if route == CHAT else ROUTES[route][1:]  # no other ends it
     here = _needs_own_prompt(fields) or embeds or (has_media and (forced_tool or _present(fields, _PREVIOUS)))
     return Request(
         route=route,
@@ -224,7 +225,7 @@ def parse(route: str, body: Buffer) -> Request:
         shape=shape,
         copies=prompts * choices,
         prefill_tokens=tokens,
-        limit=next(filter(None, (_number(fields, name, 0) for name in _LIMITS)), 0),
+        limit=next(filter(None, (_number(fields, name, 0) for name in limits)), 0),
         # Behind the answer to a request that D runs in the background nobody is left whom D could ask.
         remote=bool(prompt) and not here and not (route == RESPONSES and flag(fields, "background")),
         send_tokens=chat or shape is Shape.BATCH or _next(prompt, int(bytes(prompt[:1]) == b"[")) == b'"',
