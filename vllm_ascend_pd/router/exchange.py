@@ -126,10 +126,12 @@ class HttpExchange:
     route: str = ""  # the client's
     tokens: int = 0  # of its prompt, about
     stops_at_recomputed: bool = False  # then an answer does not show whether D has dropped the request
+    has_stop: bool = False  # a string of the client's may end its answer
 
     def __post_init__(self) -> None:
         self.route, self.tokens = self.request.route, self.request.prefill_tokens
         self.stops_at_recomputed = stops_at_recomputed(self.request.fields)
+        self.has_stop = "stop" in self.request.fields
 
     def close(self) -> None:
         """End what it waits for, because this server shuts down."""

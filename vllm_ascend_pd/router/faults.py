@@ -52,8 +52,8 @@ class _Refusal(msgspec.Struct):
 
 _REFUSAL = msgspec.json.Decoder(_Refusal)
 # In a stream of messages vLLM says only that it could not read the error event of the chat below it, of which it quotes
-# the end.
-_QUOTED = re.compile(r"input_value=\{'error': .*?'code': ([45][0-9]{2})\}\}")
+# begin and end, some 50 characters. A text that has more may be a client's, and would be searched anew from each begin.
+_QUOTED = re.compile(r"input_value=\{'error': .{0,200}?'code': ([45][0-9]{2})\}\}")
 
 
 def brief(status: int, body: bytes) -> str:

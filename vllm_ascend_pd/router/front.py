@@ -138,7 +138,8 @@ class Front(Shared):
             except AttemptFailed as failed:
                 if failed.failure is not HttpFailure.PREFILL:  # a failed prefill was noted where it happened
                     self.journal.trouble(failed.code, failed.brief, decode.name, exchange.request_id)
-                delay = None if failed.final else self.delay_before_another(exchange, decode, failed.failure)
+                safe = not exchange.request.asks_again  # else tools may have acted
+                delay = None if failed.final else self.delay_before_another(exchange, decode, failed.failure, safe)
                 if delay is None:
                     await self._refuse(exchange, failed.answer, failed.brief)
                     return

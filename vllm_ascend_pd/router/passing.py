@@ -15,6 +15,7 @@ from urllib.parse import unquote_to_bytes
 from msgspec import structs
 
 from vllm_ascend_pd.router import models
+from vllm_ascend_pd.router.aside import AT_ONCE
 from vllm_ascend_pd.router.core import bodies, stored
 from vllm_ascend_pd.router.core.decisions import Evidence, Role
 from vllm_ascend_pd.router.core.pieces import Buffer
@@ -22,7 +23,7 @@ from vllm_ascend_pd.router.exchange import HttpExchange, ShutDown
 from vllm_ascend_pd.router.fleet import LegInFlight
 from vllm_ascend_pd.router.front import Front
 from vllm_ascend_pd.router.intake import CallerRequest
-from vllm_ascend_pd.router.relay import WHOLE_ANSWER_BYTES, client_head, no_answer, refuse, send_whole, stripped_of
+from vllm_ascend_pd.router.relay import client_head, no_answer, refuse, send_whole, stripped_of
 from vllm_ascend_pd.router.shared import CLOSING, SHUTDOWN, leg_end
 from vllm_ascend_pd.router.upstream import Reply
 from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
@@ -162,9 +163,10 @@ async def _whole(front: Front, call: Call, reply: Reply, first: bytes) -> Payloa
     """Return what takes the place of D's answer, if anything does."""
     if call.lists and front.fleet.several_models:  # this D has accepted the key, and does not know what others serve
         return models.listed(front.fleet.of(Role.DECODE))
-    if call.path.startswith(bodies.RESPONSES + "/") and first[:1] == b"{":  # D's report is still in what it has stored
-        answer = first + await reply.rest(WHOLE_ANSWER_BYTES)
-        return (await front.aside.run(stripped_of, answer))[0]
+    size = next((int(value) for name, value in reply.headers if name == b"content-length"), AT_ONCE)
+    # D's report is still in what it has stored. A long one goes out as it comes: many callers may read it slowly.
+    if call.path.startswith(bodies.RESPONSES + "/") and first[:1] == b"{" and size < AT_ONCE:
+        return stripped_of(first + await reply.rest(AT_ONCE))[0]
     return None
 
 

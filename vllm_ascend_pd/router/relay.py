@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 OWN_HEADERS = frozenset(
     b"connection keep-alive transfer-encoding content-length date server x-request-id proxy-connection".split()
 )
-WHOLE_ANSWER_BYTES = 256 << 20
+_WHOLE_ANSWER_BYTES = 256 << 20
 _ERROR_BYTES = 1 << 20
 _ERROR_EVENTS = (b'data: {"error"', b"event: error\n")
 # What a stream begins with before D has computed anything.
@@ -68,8 +68,7 @@ _CUTS = {
     Cut.ABORTED: ("ended", "PD-META-007", "The decode instance broke off: it is shutting down."),
 }
 _NUMBER = re.compile(rb'"sequence_number"\s*:\s*([0-9]{1,9})')
-_COUNT = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})')  # of a whole answer, at its end
-_END_BYTES = 8 << 10
+_COUNT = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})')
 _LIMIT = "--first-byte-timeout; a stream has no limit behind its first byte"
 _HELD_BYTES = 1 << 20  # of an incomplete event that are held back
 _LAST_BYTES = 16 << 20  # of a response's, of which the last has the whole answer
@@ -92,11 +91,13 @@ async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None
         kept, streams = exchange.kept, exchange.request.stream and reply.status == 200
         if exchange.streaming and not streams:
             raise _no_rest(shared, attempt, reply.status)
+        opens = streams and isinstance(first, bytes) and not _first_said(first)  # it is long, and only that has come
         # Else D may still post: for other copies, after a tool that it runs, or as it only says what it was given.
-        attempt.answers = exchange.request.copies == 1 and not (attempt.repeats or exchange.request.asks_again)
+        again = attempt.repeats or exchange.request.asks_again or opens
+        attempt.answers = exchange.request.copies == 1 and not again
         if streams and kept is not None and not kept.gave_up:
             exchange.release()  # what is kept is counted there
-        elif attempt.answers:
+        elif attempt.answers and (streams or exchange.route != bodies.RESPONSES):  # which repeats its request
             exchange.forget_prompt()
         if exchange.streaming and kept is not None and isinstance(first, bytes):
             await resuming.relay(shared, attempt, kept, reply, first)
@@ -149,7 +150,8 @@ async def _open(
         if not opened:
             reply.close()
     if reply.status != 200 or not attempt.repeats:
-        shared.leg_over(attempt.leg, "served", Evidence.SERVED)
+        computed = reply.status == 200 or exchange.request.follows is None  # else D may only not have that response
+        shared.leg_over(attempt.leg, "served", Evidence.SERVED if computed else None)
     return reply, first
 
 
@@ -159,10 +161,8 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
         raise await _refused(shared, attempt, reply.status, await reply.rest(_ERROR_BYTES, timeout_s), reply.headers)
     said = b""
     if reply.status != 200 or not attempt.exchange.request.stream:
-        first = await reply.whole(WHOLE_ANSWER_BYTES, timeout_s)
-        # Behind a chat's usage are the prompt's ids, which are asked for where the answer is kept.
-        usage = _COUNT.search(first, 0 if attempt.exchange.kept is not None else max(0, len(first) - _END_BYTES))
-        attempt.leg.take(int(usage[1]) if usage is not None else 0)
+        first = await reply.whole(_WHOLE_ANSWER_BYTES, timeout_s)
+        attempt.leg.take(await shared.aside.run(_tokens_of, first))
     else:
         first, end = b"", time.monotonic() + timeout_s
         while len(first) <= _HELD_BYTES and not said and (more := await reply.read(_left(end))):
@@ -187,6 +187,8 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
     goes_on = streams and kept is not None and not kept.gave_up
     cut_short = await shared.aside.run(partial(_cut_short, attempt.exchange), said or first if goes_on else first)
     said_in_it: SaidByEngine | None = None
+    if said.startswith(_COMPLETED):  # all of a response's stream, of which nothing is out
+        cut_short = _until_cut(shared, attempt, said)[1]
     if not streams:
         hides_ids = kept is not None and not kept.asked_ids
         stripped, said_in_it = await shared.aside.run(partial(stripped_of, hides_ids=hides_ids), first)
@@ -208,15 +210,25 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
     return stripped
 
 
+def _tokens_of(answer: Buffer) -> int:
+    """Return how many tokens a whole answer has. What is deeper in it may be the client's own, as a tool's schema."""
+    try:
+        usage = _COUNT.search(memoryview(bodies.fields_of(answer).get("usage", b"")))
+    except bodies.BodyError:
+        return 0
+    return int(usage[1]) if usage is not None else 0
+
+
 def _unreported(attempt: Attempt, said: SaidByEngine | None) -> Cut | None:
     """Return how D itself ended a request early, as its report or the lack of it says at the end of an answer.
 
-    Every other end of a request whose KV D asked for has a report. Only a response does not show it otherwise.
+    Every other end of a request whose KV D asked for has a report, but for a stop string, which vLLM finds behind the
+    engine. Only a response does not show it otherwise.
     """
     if said is not None and said.pd_dropped:
         return Cut.DROPPED
-    lacks = said is _SAID_NOTHING and attempt.seen and attempt.exchange.route == bodies.RESPONSES
-    return Cut.ABORTED if lacks else None
+    lacks = said is _SAID_NOTHING and attempt.seen and not attempt.exchange.has_stop
+    return Cut.ABORTED if lacks and attempt.exchange.route == bodies.RESPONSES else None
 
 
 def stripped_of(answer: Buffer, *, hides_ids: bool = False) -> tuple[Payload, SaidByEngine | None]:
@@ -378,17 +390,17 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
     exchange = attempt.exchange
     send = exchange.send
     await send({"type": "http.response.start", "status": 200, "headers": head})
-    piece, held, code, problem, number = first, b"", "PD-META-007", "", 0
+    piece, held, code, problem, number = first, bytearray(), "PD-META-007", "", 0
     is_response = exchange.route == bodies.RESPONSES
     try:
         while piece and not problem:
-            piece, held = _whole_events(held + piece if held else piece, _LAST_BYTES if is_response else _HELD_BYTES)
+            piece = _whole_events(held, piece, _LAST_BYTES if is_response else _HELD_BYTES)
             piece, cut_short = _until_cut(shared, attempt, piece)
             number = max((int(one) + 1 for one in _NUMBER.findall(piece)), default=number) if is_response else 0
             if cut_short is not None:
                 end, code, problem = _CUTS[cut_short]
                 shared.leg_over(attempt.leg, end)
-                held = b""
+                held.clear()
             last = reply.at_end and not (held or problem)
             if piece:
                 attempt.leg.take(piece.count(b"\n\n"))
@@ -406,7 +418,7 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
         problem = "" if exchange.said_all else SHUTDOWN
         code = CLOSING
     if held and not problem:  # the stream ended without the empty line; after a break half an event would confuse
-        await send({"type": "http.response.body", "body": held, "more_body": True})
+        await send({"type": "http.response.body", "body": bytes(held), "more_body": True})
     if problem and code != CLOSING and exchange.unkept:
         problem = PdError("PD-META-024", problem=problem, why=exchange.unkept).sentence
         code = "PD-META-024" if code == "PD-META-007" else code
@@ -422,12 +434,16 @@ def has_last_event(piece: bytes) -> bool:
     return piece.endswith(b"\n\n") and piece[:-2].rpartition(b"\n\n")[2].startswith(_LAST_EVENTS)
 
 
-def _whole_events(stream: bytes, most: int = _HELD_BYTES) -> tuple[bytes, bytes]:
-    """Return the complete events, and the beginning of an incomplete one, as that may be one that must not go out."""
-    if stream.endswith(b"\n\n") or len(stream) > most:
-        return stream, b""
-    end = stream.rfind(b"\n\n") + 2
-    return (stream[:end], stream[end:]) if end > 1 else (b"", stream)
+def _whole_events(held: bytearray, piece: bytes, most: int) -> bytes:
+    """Return the complete events. What is `held`, an incomplete one, may be one that must not go out."""
+    if not held and piece.endswith(b"\n\n"):  # nearly always
+        return piece
+    begin = max(0, len(held) - 1)  # there is no end before
+    held += piece
+    end = len(held) if held.endswith(b"\n\n") or len(held) > most else held.rfind(b"\n\n", begin) + 2
+    whole = bytes(held[:end]) if end > 1 else b""
+    del held[: len(whole)]
+    return whole
 
 
 def up_to(words: re.Pattern[bytes], stream: bytes) -> bytes:

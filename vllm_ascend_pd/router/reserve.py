@@ -201,6 +201,8 @@ class Reservations:
         another = any(map(fleet.has_prefill(frozenset(exchange.bad_prefills), serves), fleet.of(Role.DECODE)))
         if exchange.committed or not attempt.restart or not another or exchange.pinned is not None:
             return
+        if exchange.request.asks_again:  # its tools may have acted
+            return
         refusal = fault(503, f"Prefill failed: {why}.", "PD-META-006", retry_after_s=2)
         failed = AttemptFailed(HttpFailure.PREFILL, refusal)
         if attempt.watch is None:

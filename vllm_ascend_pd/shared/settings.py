@@ -30,7 +30,7 @@ class Setting:
             return "there is no such choice"
         if not isinstance(value, int | float):
             return ""
-        if not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             return "it is not a finite number"
         if self.above is not None and value <= self.above:
             return f"it is not above {self.above:.10g}"

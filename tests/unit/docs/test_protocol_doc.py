@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from vllm_ascend_pd.config import Timers
-from vllm_ascend_pd.prefill.scheduler.core.book import MAX_WAITING
 from vllm_ascend_pd.prefill.scheduler.core.request import RequestState
+from vllm_ascend_pd.prefill.scheduler.core.rules import MAX_WAITING
 from vllm_ascend_pd.protocol import agreement, auth, fence, parking, timing
 from vllm_ascend_pd.protocol.meeting import Meeting
 from vllm_ascend_pd.protocol.messages import Message, RefusalCode

@@ -27,7 +27,6 @@ from unit.protocol.kit import (
     done,
     failed,
     geometry,
-    opened,
     order,
     p_incarnation,
     ready,
@@ -145,24 +144,25 @@ def test_decode_survives_any_storm_and_reports_once(storm: list[tuple[float, Any
 )
 def test_prefill_survives_any_storm_and_closes_once(storm: list[tuple[float, Any]]) -> None:
     s, now, closed, sealed, units, out = sender(), 0.0, 0, False, 0, []
-    s.open(now, order((0, 1)))
+    push = order((0, 1))
+    s.open(now, push)
     for pause, event in storm:
         now += pause
         if not isinstance(event, str):
             actions = s.message(now, f"d{event.d_rank}", event)
         elif event == "offer" and not sealed:
             units += 1
-            actions = s.offer(now, opened(s), units % 2, units, 10)
+            actions = s.offer(now, push, units % 2, units, 10)
         elif event == "claim":
             actions = []
             for claim in s.claim(now):
                 assert s.state(claim.push, claim.d_rank) is PairState.PUSH
-                assert now < (opened(s).pairs[claim.d_rank].authority or 0.0)
+                assert now < (push.pairs[claim.d_rank].authority or 0.0)
                 out.append(claim)
         elif event in ("land", "lose") and out:
             actions = s.wrote(now, out.pop(0), event == "land")
         elif event == "seal" and not sealed:
-            actions, sealed = s.seal(now, opened(s)), True
+            actions, sealed = s.seal(now, push), True
         else:
             actions = s.tick(now)
         closed += sum(isinstance(action, Closed) for action in actions)

@@ -484,7 +484,8 @@ class FakeEngine:
             answer["kv_transfer_params"] = params_of(PushReport(self.incarnation, fingerprint=self.fingerprint))
         elif seen.route == RESPONSES and end is WELL:
             load = self._loads.get(params.get("ticket", ""))
-            answer["kv_transfer_params"] = params_of(load) if load is not None else None
+            # vLLM finds a stop string behind the engine core, which says nothing then.
+            answer["kv_transfer_params"] = params_of(load) if load is not None and not body.get("stop") else None
             if cut is not None:
                 answer["kv_transfer_params"] = {"pd_dropped": True}
             self.responses[name], self.conversations[name] = answer, [prompt, *said]
@@ -636,8 +637,9 @@ def _limit(body: dict[str, Any]) -> int:
 
 
 def _prompts(body: dict[str, Any]) -> list[object]:
-    if "messages" in body or "input" in body:
-        return [body.get("messages") or body["input"]]
+    for name in ("messages", "input"):
+        if name in body:
+            return [body[name]]
     prompt = body["prompt"]
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         return prompt

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import httpx
@@ -19,7 +21,10 @@ from unit.router.fake_protocols import MESSAGES, RESPONSES
 from vllm_ascend_pd.router import relay
 from vllm_ascend_pd.router.app import WorkerProcess
 from vllm_ascend_pd.router.core import bodies, stored
-from vllm_ascend_pd.router.core.decisions import CircuitPolicy
+from vllm_ascend_pd.router.core.decisions import AnswerLengths, CircuitPolicy
+from vllm_ascend_pd.router.core.prefixes import Marks
+from vllm_ascend_pd.router.faults import status_of
+from vllm_ascend_pd.shared.backoff import Backoff
 
 ROUTES = [RESPONSES, MESSAGES]
 PATIENT = CircuitPolicy(threshold=100)
@@ -110,6 +115,15 @@ def test_its_load_and_prefix_count(route: str) -> None:
         assert request.remote and request.send_tokens and request.copies == 1
 
 
+def test_what_claude_code_writes_anew_before_each_prompt_changes_no_prefix() -> None:
+    def marks(header: str, system: str) -> Marks:
+        blocks = [{"type": "text", "text": f"x-anthropic-billing-header: {header};"}, {"type": "text", "text": system}]
+        said = body_for(MESSAGES, [{"role": "user", "content": HEAD}], system=blocks)
+        return bodies.parse(MESSAGES, json.dumps(said).encode()).marks
+
+    assert marks("cch=1a2b", "be brief") == marks("cch=3c4d", "be brief") != marks("cch=1a2b", "be long")
+
+
 def test_a_picture_in_a_message_counts_as_one_not_by_its_bytes() -> None:
     picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "A" * 200_000}}
     for content, media in (([picture], True), ("an " + "image " * 100, False)):
@@ -118,8 +132,11 @@ def test_a_picture_in_a_message_counts_as_one_not_by_its_bytes() -> None:
         assert request.has_media is media and request.prefill_tokens < 1200
 
 
-def test_a_clients_own_fields_do_not_multiply_it() -> None:
+def test_a_clients_own_fields_neither_multiply_nor_limit_it() -> None:
     assert bodies.parse(MESSAGES, b'{"messages": [], "n": 9}').copies == 1
+    assert bodies.parse(MESSAGES, b'{"max_tokens": 900, "max_completion_tokens": 1}').limit == 900
+    assert bodies.parse(RESPONSES, b'{"max_output_tokens": 900, "max_tokens": 1}').limit == 900
+    assert bodies.parse(RESPONSES, b'{"max_tokens": 1}').limit == 0
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -151,10 +168,30 @@ def test_tools_that_d_runs_itself_may_ask_for_further_prefills() -> None:
         assert streamed(ask(c, RESPONSES, stream=True, tools=tools)) == "".join(words("a prompt", 3))
         assert [leg.body["prompt"] for leg in c.prefill[0].generations()] == [list(json.dumps("a prompt").encode())]
         assert [leg.body["model"] for leg in c.prefill[0].generations()] == ["fake"]
-    for functions in (tools[:1], []):
+    for functions in (tools[:1], [], [{"type": "custom", "name": "patch"}, {"type": "namespace", "tools": []}]):
         assert not bodies.parse(RESPONSES, json.dumps({"input": "x", "tools": functions}).encode()).asks_again
-    long = [{"type": "function", "description": "x" * 40_000}]
-    assert bodies.parse(RESPONSES, json.dumps({"input": "x", "tools": long}).encode()).asks_again, "it is not read"
+    for length, read in ((1_000_000, True), (1_100_000, False)):
+        long = [{"type": "function", "description": "x" * length}]
+        assert bodies.parse(RESPONSES, json.dumps({"input": "x", "tools": long}).encode()).asks_again is not read
+
+
+@pytest.mark.parametrize(
+    ("who", "status", "tool", "once"),
+    [
+        *(("D", 500, "web_search_preview", True), ("P", 500, "web_search_preview", True)),
+        *(("D", 500, "custom", False), ("D", 503, "web_search_preview", False)),
+    ],
+)
+def test_what_may_run_tools_on_d_begins_once(who: str, status: int, tool: str, once: bool) -> None:
+    """A D that refuses it has not begun."""
+    with cluster(prefill=2, decode=2, circuit=PATIENT) as c:
+        for engine in c.decode if who == "D" else c.prefill:
+            engine.behaviour.status = status
+        for engine in c.decode:
+            engine.behaviour.recompute_s = 0.5  # else it may have answered before it could be given up
+        answer = ask(c, RESPONSES, tools=[{"type": tool, "name": "x"}])
+        assert answer.status_code == (status if who == "D" else 200)
+        assert (len([seen for d in c.decode for seen in d.generations()]) == 1) is once
 
 
 def test_a_response_in_the_background_is_ds_own() -> None:
@@ -253,6 +290,28 @@ def test_a_follow_up_that_d_drops_is_asked_of_it_again() -> None:
         assert not [d for d in c.decode if d is not home and d.generations()]
 
 
+def test_a_long_stored_response_is_not_gathered() -> None:
+    """Any number of callers may ask for it, and read it slowly."""
+    with cluster() as c:
+        name = ask(c, RESPONSES, metadata={"x": "y" * (1 << 20)}).json()["id"]
+        answer = c.http.get(f"{RESPONSES}/{name}")
+        assert answer.json()["metadata"] == {"x": "y" * (1 << 20)} and "pd_load" in answer.text
+
+
+def test_a_response_counts_as_its_request_until_its_client_has_it() -> None:
+    """It repeats that, however long it is."""
+    said = json.dumps(body_for(RESPONSES, "a prompt", metadata={"x": "y" * (24 << 20)})).encode()
+    with cluster() as c, socket.create_connection(("127.0.0.1", c.served.port), 20) as client:
+        held = partial(getattr, c.worker._intake, "held")
+        head = f"POST {RESPONSES} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(said)}\r\n\r\n"
+        client.sendall(head.encode() + said)
+        until(lambda: [seen for seen in c.decode[0].generations() if seen.finished])
+        assert client.recv(12) == b"HTTP/1.1 200" and held() >= len(said)
+        while client.recv(1 << 20):
+            pass
+        until(lambda: not held())
+
+
 def test_a_d_that_has_restarted_says_itself_that_it_has_nothing() -> None:
     with cluster() as c:
         name = ask(c, RESPONSES).json()["id"]
@@ -260,6 +319,19 @@ def test_a_d_that_has_restarted_says_itself_that_it_has_nothing() -> None:
         c.decode[0].conversations.clear()
         assert ask(c, RESPONSES, previous_response_id=name).status_code == 404
         assert c.http.get(f"{RESPONSES}/{name}").status_code == 404
+
+
+def test_a_d_that_only_says_it_has_nothing_is_not_proven_to_work() -> None:
+    """Its HTTP server says so, and follow-ups come to it although it is wedged: any client can invent one."""
+    with cluster(circuit=CircuitPolicy(threshold=1, wedged=Backoff(600.0, 600.0, 1.0))) as c:
+        (instance,) = (i for i in c.worker.fleet if i.name == c.decode[0].address)
+        c.decode[0].behaviour.wedged = True
+        assert ask(c, RESPONSES).status_code == 500 and instance.circuit.open
+        c.decode[0].behaviour.wedged = False
+        name = stored.new_id(c.decode[0].address, (), 3, False)
+        assert ask(c, RESPONSES, previous_response_id=name).status_code == 404
+        assert instance.circuit.open
+        assert text_of(ask(c, RESPONSES)) == "".join(words("a prompt", 3)) and not instance.circuit.open
 
 
 @contextmanager
@@ -292,6 +364,16 @@ def test_a_name_that_is_not_ours_goes_to_any_d() -> None:
             assert c.http.get(f"{RESPONSES}/{odd}").status_code == 404
     for name in (None, 7, "", "resp_" + "0" * 55, "resp_" + "g" * 55, "\ud800"):
         assert stored.read(name) is None
+
+
+def test_a_client_cannot_name_a_response_as_the_metaserver_does() -> None:
+    """The name would send others to a D, and count for tokens that nobody has."""
+    forged = stored.new_id("elsewhere:1", (), 1 << 23, False)
+    with cluster() as c:
+        for name in (json.dumps(forged), '"' + "".join(f"\\u{ord(letter):04x}" for letter in forged) + '"', "null"):
+            said = json.dumps(body_for(RESPONSES, "a prompt"))[:-1] + f', "request_id": {name}}}'
+            read = stored.read(c.http.post(RESPONSES, content=said).json()["id"])
+            assert read is not None and read.home == stored.home_of(c.decode[0].address)
 
 
 def test_a_name_says_what_it_was_given() -> None:
@@ -361,9 +443,17 @@ def test_an_answer_that_a_d_ends_as_it_shuts_down_is_no_answer(route: str, strea
             number += 1
             answer = ask(c, route, f"prompt {number}", stream=stream)
             if stream and events(answer)[-1]["type"] == "error":
-                assert "shutting down" in answer.text
+                assert "shutting down" in answer.text and route == MESSAGES, "a response's stream has only its end"
             else:
                 assert (streamed if stream else text_of)(answer) == "".join(words(f"prompt {number}", 3))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_response_that_a_stop_string_ends_is_an_answer(stream: bool) -> None:
+    with cluster() as c:
+        answer = ask(c, RESPONSES, stop=["x"], stream=stream)
+        assert (streamed if stream else text_of)(answer) == "".join(words("a prompt", 3))
+        assert len(c.decode[0].generations()) == 1 and c.prefill[0].generations()
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -380,6 +470,12 @@ def test_a_parameter_that_d_refuses_in_a_stream_says_nothing_of_d(route: str) ->
         assert ask(c, route, stream=True).status_code == (502 if route == RESPONSES else 500)
 
 
+def test_only_a_short_quotation_says_the_status_of_a_message() -> None:
+    for between, status in ((30, 400), (300, 500)):
+        message = "input_value={'error': " + "x" * between + "'code': 400}}"
+        assert status_of(json.dumps({"error": {"type": "internal_error", "message": message}}).encode()) == status
+
+
 def test_what_the_model_gives_to_a_tool_is_no_end_of_its_message() -> None:
     with cluster() as c:
         answer = ask(c, MESSAGES, tools=[{"name": "f", "input_schema": {}}])
@@ -393,6 +489,14 @@ def test_what_a_client_says_beside_a_response_is_no_end_of_it() -> None:
         for stream in (False, True):
             answer = ask(c, RESPONSES, metadata=said, stream=stream)
             assert (streamed if stream else text_of)(answer) == "".join(words("a prompt", 3))
+
+
+def test_what_a_client_says_beside_a_response_is_not_its_length() -> None:
+    tools = [{"type": "function", "name": "f", "parameters": {"output_tokens": 999_999_999}}]
+    with cluster() as c:
+        assert ask(c, RESPONSES, tools=tools).status_code == 200
+        until(lambda: loads(c))
+        assert c.worker.fleet.expected("fake", False, 0) == AnswerLengths.FIRST
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -420,11 +524,32 @@ def test_the_last_event_of_each_protocol_is_known(before: bytes) -> None:
     assert not relay.has_last_event(before)
 
 
+def test_events_go_out_whole_wherever_the_stream_is_cut() -> None:
+    stream = b"".join(b"event: x\ndata: %d\n\n" % number for number in range(3))
+    for size in range(1, len(stream)):
+        out, held = b"", bytearray()
+        for at in range(0, len(stream), size):
+            whole = relay._whole_events(held, stream[at : at + size], 1 << 20)
+            assert not whole or whole.endswith(b"\n\n")
+            out += whole
+        assert out == stream and not held
+
+
 def test_a_long_response_is_read_to_its_end() -> None:
     with cluster() as c:
         long = {"x": "y" * (2 << 20)}
         answer = ask(c, RESPONSES, metadata=long, stream=True)
         assert streamed(answer) == "".join(words("a prompt", 3)) and "pd_load" not in answer.text
+
+
+def test_a_long_opening_is_no_answer_yet() -> None:
+    """It repeats instructions and tools, and vLLM sends it before it asks for the prompt's KV."""
+    with cluster() as c:
+        c.decode[0].behaviour.late_choice = True
+        answer = ask(c, RESPONSES, metadata={"x": "y" * (2 << 20)}, cache_salt="s", stream=True)
+        assert streamed(answer) == "".join(words("a prompt", 3))
+        (leg,) = c.prefill[0].generations()
+        assert leg.body["model"] == "fake" and leg.body["cache_salt"] == "s"
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -415,7 +415,9 @@ def test_a_load_that_was_not_pushed_names_no_prefill() -> None:
         server.served.stop()
 
 
-def test_a_request_that_ends_before_its_load_reports_nothing_and_leaves_nothing() -> None:
+def test_a_request_that_ends_before_its_load_reports_nothing_and_leaves_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     server = RecordingMetaserver(PREFILLED)
     scheduler, asked, _ = loading(server)
     try:
@@ -423,6 +425,7 @@ def test_a_request_that_ends_before_its_load_reports_nothing_and_leaves_nothing(
         scheduler.ended([LoadEnd("r", Failure("PD-XFER-002"), PUSH)])
         assert scheduler.received("r")
         assert scheduler.book.find("r") is None and not server.reports
+        assert "did not come" not in caplog.text, "nobody waits for it"
     finally:
         scheduler.close()
         server.served.stop()

@@ -16,9 +16,11 @@ from unit.schedulers.recording_router import GIVEN, loading
 from unit.schedulers.rendezvous import D_ID
 from vllm_ascend_pd.decode.scheduler import metaserver as client
 from vllm_ascend_pd.engine import WorkerFacts
+from vllm_ascend_pd.metadata import LoadEnd
 from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import unseal
 from vllm_ascend_pd.protocol.dialects import PassingRouter, is_prefill, read_passing_router
+from vllm_ascend_pd.protocol.failure import Failure
 
 ALLOWED = frozenset({"http://10.0.0.1:8000"})
 
@@ -50,6 +52,16 @@ def test_a_router_that_could_not_send_it_fails_the_load_at_once() -> None:
     with loading(status=500) as (router, steps, bind):
         router.ended = True
         assert steps.cancelled(bind.transfer) == "PD-META-003"
+
+
+def test_clients_behind_it_do_not_see_the_addresses_of_a_failure() -> None:
+    """Such a router hands D's answer on as it is."""
+    with loading() as (_, steps, _):
+        steps.scheduler.ended([LoadEnd(D_ID, Failure("PD-XFER-004", "10.0.0.7:5001: refused"), "")])
+        assert steps.scheduler.received(D_ID)
+        answer = steps.scheduler.finished(D_ID)
+        assert answer is not None and answer["pd_load"]["code"] == "PD-XFER-004"
+        assert "10.0.0.7" not in str(answer)
 
 
 def test_it_is_hung_up_when_the_request_ends() -> None:

@@ -262,15 +262,17 @@ class DecodeScheduler(SchedulerRole):
             (online.offering if isinstance(route, Meet) else online.client).forget(transfer)
 
     def _report(self, load: RemoteLoad) -> LoadReport:
-        why = load.failure or Failure("")
+        why, route = load.failure or Failure(""), load.route
+        # Other routers than a metaserver hand D's answer to clients as it is, and details have addresses.
+        shown = route is not None and route.metaserver
         return LoadReport(
             transfer=str(load.transfer),
-            ticket=load.route.ticket if load.route is not None else "",
+            ticket=route.ticket if route is not None else "",
             decode=self.engine.incarnation,
             received=0 if load.failure else load.tokens,
             recomputed=load.tokens if load.failure else 0,
             code=why.code,
-            detail=one_line(why.detail)[:MAX_DETAIL],
+            detail=one_line(why.detail)[:MAX_DETAIL] if shown else "",
             prefill=pushed_by(load.push) if load.push else "",
             fingerprint=self.engine.fingerprint,
             first_token=load.source,
@@ -321,8 +323,9 @@ class DecodeScheduler(SchedulerRole):
         if load is None:
             return False
         if load.failure is not None:
-            why = one_line(load.failure)
-            log.warning("request %s: its KV did not come, transfer %s failed: %s", request_id, load.transfer, why)
+            if load.state is not LoadState.OVER:  # else its client has left, which is no trouble
+                why = one_line(load.failure)
+                log.warning("request %s: its KV did not come, transfer %s failed: %s", request_id, load.transfer, why)
             self._failed(load.failure.code)
         trace.emit("reported", transfer=str(load.transfer), request=request_id)
         self.act()

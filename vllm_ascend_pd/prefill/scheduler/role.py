@@ -51,12 +51,7 @@ class PrefillScheduler(SchedulerRole):
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        news: Callable[[], None] = lambda: None,
-        blocks: int = 0,
-        *,
-        sends_first: bool = False,
+        self, engine: Engine, news: Callable[[], None] = lambda: None, blocks: int = 0, *, sends_first: bool = False
     ) -> None:
         """`sends_first`: P's first tokens are sent to D."""
         self.engine, self._news = engine, news
@@ -74,10 +69,7 @@ class PrefillScheduler(SchedulerRole):
         self._kernel_blocks = next(iter(workers.values())).kernel_blocks
         if self.engine.config.meet.hold_sources:
             self.reception = Reception(
-                self.engine,
-                self.book,
-                self._news,
-                lambda reason: self.tally.count("num_side_channel_faults", reason),
+                self.engine, self.book, self._news, lambda reason: self.tally.count("num_side_channel_faults", reason)
             )
 
     def _deciding(self) -> AbstractContextManager[float]:

@@ -62,11 +62,7 @@ class Writer:
     """Work of the thread, turn by turn. Starts no thread, reads no clock of its own: the simulator runs it too."""
 
     def __init__(
-        self,
-        deciding: Deciding,
-        wire: Wire,
-        clock: Callable[[], float],
-        push_sums: PushSums | None = None,
+        self, deciding: Deciding, wire: Wire, clock: Callable[[], float], push_sums: PushSums | None = None
     ) -> None:
         self._deciding, self._wire, self._clock, self._push_sums = deciding, wire, clock, push_sums
         # What is pushed directly does not wait for exchanges, which depend on other ranks.

@@ -52,6 +52,8 @@ _MODEL_BYTES = 1 << 10  # of a model's name
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _SYSTEM = ("system", "instructions")  # prompts beside the prompt
 _PREVIOUS = "previous_response_id"
+# Of Claude Code, in its system prompt: another one each time, and vLLM leaves it out.
+_BILLING = re.compile(rb'"x-anthropic-billing-header[^"]*"')
 _BEFORE_PROMPT = (
     *("model", "cache_salt", "tools", "documents", "chat_template", "chat_template_kwargs"),
     *(*_SYSTEM, _PREVIOUS),
@@ -184,6 +186,8 @@ class _Tool(msgspec.Struct):
 
 
 _TOOLS = msgspec.json.Decoder(list[_Tool])
+_OF_CLIENTS = ("function", "custom", "namespace")
+_TOOLS_BYTES = 1 << 20  # that are looked through: some milliseconds
 
 
 def parse(route: str, body: Buffer) -> Request:
@@ -211,6 +215,7 @@ def parse(route: str, body: Buffer) -> Request:
         before = follows.end.tokens
         marks = (*follows.marks, *(Mark(digest, before + upto) for digest, upto in marks))
         tokens += before
+    limits = ("max_completion_tokens", "max_tokens") if route == CHAT else ROUTES[route][1:]  # no other ends it
     here = _needs_own_prompt(fields) or embeds or (has_media and (forced_tool or _present(fields, _PREVIOUS)))
     return Request(
         route=route,
@@ -220,7 +225,7 @@ def parse(route: str, body: Buffer) -> Request:
         shape=shape,
         copies=prompts * choices,
         prefill_tokens=tokens,
-        limit=next(filter(None, (_number(fields, name, 0) for name in _LIMITS)), 0),
+        limit=next(filter(None, (_number(fields, name, 0) for name in limits)), 0),
         # Behind the answer to a request that D runs in the background nobody is left whom D could ask.
         remote=bool(prompt) and not here and not (route == RESPONSES and flag(fields, "background")),
         send_tokens=chat or shape is Shape.BATCH or _next(prompt, int(bytes(prompt[:1]) == b"[")) == b'"',
@@ -233,10 +238,10 @@ def parse(route: str, body: Buffer) -> Request:
 
 
 def _has_tools_of_its_own(fields: Mapping[str, msgspec.Raw]) -> bool:
-    """Return whether a request may have tools that its D runs itself: any but functions, which the client runs."""
+    """Return whether a request may have tools that its D runs itself: any but those that clients run."""
     tools = _view(fields, "tools", b"[]")
     try:
-        return len(tools) > READ_WHOLE or any(tool.type != "function" for tool in _TOOLS.decode(tools))
+        return len(tools) > _TOOLS_BYTES or any(tool.type not in _OF_CLIENTS for tool in _TOOLS.decode(tools))
     except UNREADABLE:
         return False
 
@@ -293,9 +298,18 @@ def for_decode(request: Request, params: Mapping[str, Any] | None, decode: str =
     A response that the client does not name gets a name that says where it is: at `decode`.
     """
     more: dict[str, Any] = {} if params is None else {TRANSFER_PARAMS: params}
-    if request.route == RESPONSES and not _present(request.fields, "request_id"):
+    if request.route == RESPONSES and not _is_named(request.fields):
         more["request_id"] = stored.new_id(decode, request.marks, request.prefill_tokens, request.has_media)
     return object_of(request.fields | more if more else request.fields, request.size)
+
+
+def _is_named(fields: Mapping[str, msgspec.Raw]) -> bool:
+    """Return whether a client names its response; not as the metaserver does, as that name would say what is not so."""
+    try:
+        name = msgspec.json.decode(_view(fields, "request_id")[: 8 * _SHORT])  # each letter may be escaped
+    except UNREADABLE:
+        return True
+    return name not in (None, False) and stored.read(name) is None
 
 
 def for_prefill(
@@ -491,4 +505,6 @@ def model_of(fields: Mapping[str, msgspec.Raw]) -> str:
 
 def _marks(fields: Mapping[str, msgspec.Raw], prompt: memoryview, tokens: int) -> Marks:
     """Return the prompt's marks. They cover tools and documents too, which a template puts before the messages."""
-    return marks_of((_view(fields, name, b"") for name in _BEFORE_PROMPT), prompt, tokens)
+    before: dict[str, Buffer] = {name: _view(fields, name, b"") for name in _BEFORE_PROMPT}
+    before["system"] = _BILLING.sub(b"", before["system"])
+    return marks_of(before.values(), prompt, tokens)

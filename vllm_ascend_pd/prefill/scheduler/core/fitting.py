@@ -35,9 +35,8 @@ def not_held(geometry: CacheGeometry) -> str:
     """
     if geometry.drafts:
         return "its cache has layers of a draft model"
-    return (
-        "its cache does not keep every token (sliding windows, or recurrent states)" if geometry.recomputes_last else ""
-    )
+    partial = "its cache does not keep every token (sliding windows, or recurrent states)"
+    return partial if geometry.recomputes_last else ""
 
 
 def refusal_of(
@@ -95,11 +94,7 @@ def first_token(reservation: Reservation, push: str, sample: Sample | None) -> F
     token, digest, logprobs = sample
     if seed.digest != digest or len(logprobs) != (0 if seed.logprobs is None else seed.logprobs + 1):
         return None
+    at = reservation.prompt_length
     return First(
-        transfer=reservation.transfer,
-        push=push,
-        position=reservation.prompt_length,
-        token=token,
-        digest=digest,
-        logprobs=tuple(logprobs),
+        transfer=reservation.transfer, push=push, position=at, token=token, digest=digest, logprobs=tuple(logprobs)
     )

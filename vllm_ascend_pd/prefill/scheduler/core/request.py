@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of one request of P: its states, what moves it, and what it is taken with.
-
-The table of its transitions is in book.py.
-"""
+"""The record of one request of P: its states, what moves it (the table is in rules.py), and what it is taken with."""
 
 from __future__ import annotations
 
