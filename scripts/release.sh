@@ -20,9 +20,12 @@ while [ $# -gt 0 ]; do
       sed -n '3,10s/^# \?//p' "$0"
       exit 0
       ;;
-    --to | --tag)
-      [ $# -gt 1 ] || pd_fail "$1 wants a value (--help)"
-      if [ "$1" = --to ]; then to=$2; else tag=$2; fi
+    --to)
+      to=${2:?--to wants a folder}
+      shift 2
+      ;;
+    --tag)
+      tag=${2:?--tag wants a tag, as v1.2.3}
       shift 2
       ;;
     *) pd_fail "unknown: $1 (--help)" ;;

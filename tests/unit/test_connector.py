@@ -50,6 +50,7 @@ from vllm_ascend_pd.errors import ConfigError, PdError
 from vllm_ascend_pd.prefill.scheduler.first_tokens import FirstTokenSource
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.vllm_patches import compat, given_tokens, older_groups, one_by_one, standstill
+from vllm_ascend_pd.vllm_patches.first_token import Drops
 from vllm_ascend_pd.vllm_patches.standstill import Standstill
 
 ROOT = Path(__file__).parents[2]
@@ -244,7 +245,7 @@ def test_a_worker_without_caches_shakes_no_hands_and_does_nothing() -> None:
 def test_each_role_has_its_part_in_first_tokens() -> None:
     for role, parts in (
         ("kv_producer", [FirstTokenSource]),
-        ("kv_consumer", [FirstTokenReceiver, GoingOn, Standstill]),
+        ("kv_consumer", [FirstTokenReceiver, GoingOn, Drops, Standstill]),
     ):
         made = connector(role, KVConnectorRole.SCHEDULER)
         assert [type(each) for each in made.step_hooks] == parts
@@ -256,7 +257,7 @@ def test_where_no_way_out_of_a_standstill_was_tried_it_says_so(
 ) -> None:
     monkeypatch.setattr(standstill, "install", lambda _: "vLLM 0.99.0 was not tried")
     made = connector("kv_consumer", KVConnectorRole.SCHEDULER)
-    assert [type(each) for each in made.step_hooks] == [FirstTokenReceiver, GoingOn]
+    assert [type(each) for each in made.step_hooks] == [FirstTokenReceiver, GoingOn, Drops]
     assert made.get_kv_connector_stats().data["levels"]["hooks_off"].popitem()[1] == 1  # type: ignore[union-attr]
     assert "standstill: off, because vLLM 0.99.0 was not tried: if loaded requests hold all blocks" in caplog.text
     made.shutdown()

@@ -382,7 +382,8 @@ def test_behind_a_shorter_prompt_a_drafter_gets_the_token_that_was_taken_off(dra
 def test_a_state_is_announced_when_the_step_is_over() -> None:
     said: list[Any] = []
     plan = SimpleNamespace(number=1, before=None, direct=True, exchanges=(), again=(), pushes=(), final=())
-    core = SimpleNamespace(begin=lambda now, step: plan, uncomputed=lambda *facts: said.append(facts))
+    plans = SimpleNamespace(begin=lambda now, step: plan)
+    core = SimpleNamespace(plans=plans, uncomputed=lambda *facts: said.append(facts))
     deciding: Any = lambda: HeldCore(core)  # noqa: E731
     names = ("l.0/heads", "l.0.attn", "l.1/heads")
     steps = Steps(names, deciding, object, said.append, lambda: 0.0, None, states=("l.0/heads", "l.1/heads"))  # type: ignore[arg-type,return-value]

@@ -122,75 +122,77 @@ class LoadedWorld:
 
     # -- the router
 
-    def _come(self, request: SimulatedRequest) -> None:
+    def _come(self, simulated: SimulatedRequest) -> None:
         said = self._keeper.ask()
         if said is Admission.NOW:
-            self._begin(request)
+            self._begin(simulated)
         elif said is Admission.QUEUE:
-            self._queue.append(request)
-            self._time.after(self._settings.max_wait_s, self._give_up, request)
+            self._queue.append(simulated)
+            self._time.after(self._settings.max_wait_s, self._give_up, simulated)
         else:
-            self._refuse(request)
+            self._refuse(simulated)
 
-    def _give_up(self, request: SimulatedRequest) -> None:
-        if request in self._queue:
-            self._queue.remove(request)
+    def _give_up(self, simulated: SimulatedRequest) -> None:
+        if simulated in self._queue:
+            self._queue.remove(simulated)
             self._keeper.give_up()
-            self._refuse(request)
+            self._refuse(simulated)
 
-    def _refuse(self, request: SimulatedRequest) -> None:
-        request.failed = True
+    def _refuse(self, simulated: SimulatedRequest) -> None:
+        simulated.failed = True
         self._open -= 1
 
-    def _begin(self, request: SimulatedRequest) -> None:
+    def _begin(self, simulated: SimulatedRequest) -> None:
         self._budget.request()
-        self._attempt(request)
+        self._attempt(simulated)
 
-    def _finish(self, request: SimulatedRequest, failed: bool) -> None:
-        request.failed = failed
+    def _finish(self, simulated: SimulatedRequest, failed: bool) -> None:
+        simulated.failed = failed
         self._open -= 1
         if self._keeper.leave():
             self._begin(self._queue.popleft())
 
-    def _attempt(self, request: SimulatedRequest) -> None:
-        request.attempts += 1
-        tokens = float(request.arrival.prompt + request.came)
-        expected = self._fleet.expected(MODEL, True, request.left)
+    def _attempt(self, simulated: SimulatedRequest) -> None:
+        simulated.attempts += 1
+        tokens = float(simulated.arrival.prompt + simulated.came)
+        expected = self._fleet.expected(MODEL, True, simulated.left)
         decode = self._fleet.choose_decode(
-            tokens + expected, frozenset(request.tried), marks=request.marks, bad_prefills=frozenset(request.bad)
+            tokens + expected, frozenset(simulated.tried), marks=simulated.marks, bad_prefills=frozenset(simulated.bad)
         )
         if decode is None:
-            self._finish(request, failed=True)
+            self._finish(simulated, failed=True)
             return
-        attempt = SimulatedAttempt(request, decode, self._fleet.leg(decode, tokens, expected, request.left).__enter__())
+        attempt = SimulatedAttempt(
+            simulated, decode, self._fleet.leg(decode, tokens, expected, simulated.left).__enter__()
+        )
         if not self._engines[decode.name].alive:
             self._broke(attempt, decode, HttpFailure.CONNECT)
             return
-        decode.sent(request.marks)
+        decode.sent(simulated.marks)
         self._under_way[decode.name][attempt] = None
-        room = request.arrival.prompt + request.arrival.answer
+        room = simulated.arrival.prompt + simulated.arrival.answer
         self._engines[decode.name].enter(attempt, room, lambda: self._prefill(attempt, 1))
 
     def _prefill(self, attempt: SimulatedAttempt, number: int) -> None:
         """Let a P compute the prompt, or D itself where no P takes requests."""
         if attempt.over:
             return
-        request, tokens = attempt.request, attempt.request.arrival.prompt + attempt.request.came
+        simulated, tokens = attempt.request, attempt.request.arrival.prompt + attempt.request.came
         if not self._fleet.usable(Role.PREFILL):
             engine = self._engines[attempt.decode.name]
-            engine.prefill(attempt, tokens, request.chain, lambda: self._first(attempt))
+            engine.prefill(attempt, tokens, simulated.chain, lambda: self._first(attempt))
             return
         cost = float(tokens)
-        prefill = self._fleet.choose_prefill(attempt.decode, cost, marks=request.marks, bad=request.bad)
+        prefill = self._fleet.choose_prefill(attempt.decode, cost, marks=simulated.marks, bad=simulated.bad)
         if prefill is None:
             self._broke(attempt, None, HttpFailure.PREFILL)
             return
-        there = prefill.sent(request.marks)
+        there = prefill.sent(simulated.marks)
         leg = self._fleet.leg(prefill, max(1.0, cost - there)).__enter__()
         engine = self._engines[prefill.name]
         if not engine.alive:
             leg.__exit__()
-            request.bad.add(prefill.name)
+            simulated.bad.add(prefill.name)
             self._fleet.failed(prefill, HttpFailure.CONNECT, "no connection")
             delay = self._retry.again(HttpFailure.CONNECT, number, False, self._budget, self._dice.random())
             if delay is None:
@@ -205,7 +207,7 @@ class LoadedWorld:
             self._leave_prefill(attempt, served=True)
             self._time.after(self._shape.pair_s, self._first, attempt)
 
-        engine.enter(attempt, tokens, lambda: engine.prefill(attempt, tokens, request.chain, computed))
+        engine.enter(attempt, tokens, lambda: engine.prefill(attempt, tokens, simulated.chain, computed))
 
     def _leave_prefill(self, attempt: SimulatedAttempt, *, served: bool) -> None:
         prefill, leg = attempt.prefill, attempt.prefill_leg
@@ -226,16 +228,16 @@ class LoadedWorld:
                 self._engines[attempt.decode.name].decode(attempt, lambda: self._token(attempt))
 
     def _token(self, attempt: SimulatedAttempt) -> None:
-        request = attempt.request
-        request.came += 1
-        request.last = self._time.now - request.arrival.at
-        request.first = request.first or request.last
+        simulated = attempt.request
+        simulated.came += 1
+        simulated.last = self._time.now - simulated.arrival.at
+        simulated.first = simulated.first or simulated.last
         attempt.leg.take(1)
-        if not request.left:
+        if not simulated.left:
             self._leave(attempt)
             self._fleet.seen(attempt.decode, Evidence.SERVED)
-            self._fleet.answered(MODEL, True, request.arrival.answer, request.arrival.answer)
-            self._finish(request, failed=False)
+            self._fleet.answered(MODEL, True, simulated.arrival.answer, simulated.arrival.answer)
+            self._finish(simulated, failed=False)
 
     def _leave(self, attempt: SimulatedAttempt) -> None:
         attempt.over = True
@@ -246,22 +248,22 @@ class LoadedWorld:
 
     def _broke(self, attempt: SimulatedAttempt, blamed: Instance | None, failure: HttpFailure) -> None:
         """Try again after a failure, or tell the client. A stream that had begun goes on at once."""
-        request, streaming = attempt.request, failure is HttpFailure.BROKEN and attempt.request.came > 0
+        simulated, streaming = attempt.request, failure is HttpFailure.BROKEN and attempt.request.came > 0
         self._leave(attempt)
         if blamed is not None:
             self._fleet.failed(blamed, failure, "the connection broke")
         if streaming:
-            request.attempts = 0
-            request.tried = {attempt.decode.name}
-            self._time.after(0.0, self._attempt, request)
+            simulated.attempts = 0
+            simulated.tried = {attempt.decode.name}
+            self._time.after(0.0, self._attempt, simulated)
             return
         if failure is not HttpFailure.PREFILL:
-            request.tried.add(attempt.decode.name)
-        delay = self._retry.again(failure, request.attempts, True, self._budget, self._dice.random())
+            simulated.tried.add(attempt.decode.name)
+        delay = self._retry.again(failure, simulated.attempts, True, self._budget, self._dice.random())
         if delay is None:
-            self._finish(request, failed=True)
+            self._finish(simulated, failed=True)
         else:
-            self._time.after(delay, self._attempt, request)
+            self._time.after(delay, self._attempt, simulated)
 
     def _probe(self, instance: Instance) -> None:
         alive = self._engines[instance.name].alive
