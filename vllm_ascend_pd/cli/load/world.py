@@ -122,77 +122,75 @@ class LoadedWorld:
 
     # -- the router
 
-    def _come(self, simulated: SimulatedRequest) -> None:
+    def _come(self, served: SimulatedRequest) -> None:
         said = self._keeper.ask()
         if said is Admission.NOW:
-            self._begin(simulated)
+            self._begin(served)
         elif said is Admission.QUEUE:
-            self._queue.append(simulated)
-            self._time.after(self._settings.max_wait_s, self._give_up, simulated)
+            self._queue.append(served)
+            self._time.after(self._settings.max_wait_s, self._give_up, served)
         else:
-            self._refuse(simulated)
+            self._refuse(served)
 
-    def _give_up(self, simulated: SimulatedRequest) -> None:
-        if simulated in self._queue:
-            self._queue.remove(simulated)
+    def _give_up(self, served: SimulatedRequest) -> None:
+        if served in self._queue:
+            self._queue.remove(served)
             self._keeper.give_up()
-            self._refuse(simulated)
+            self._refuse(served)
 
-    def _refuse(self, simulated: SimulatedRequest) -> None:
-        simulated.failed = True
+    def _refuse(self, served: SimulatedRequest) -> None:
+        served.failed = True
         self._open -= 1
 
-    def _begin(self, simulated: SimulatedRequest) -> None:
+    def _begin(self, served: SimulatedRequest) -> None:
         self._budget.request()
-        self._attempt(simulated)
+        self._attempt(served)
 
-    def _finish(self, simulated: SimulatedRequest, failed: bool) -> None:
-        simulated.failed = failed
+    def _finish(self, served: SimulatedRequest, failed: bool) -> None:
+        served.failed = failed
         self._open -= 1
         if self._keeper.leave():
             self._begin(self._queue.popleft())
 
-    def _attempt(self, simulated: SimulatedRequest) -> None:
-        simulated.attempts += 1
-        tokens = float(simulated.arrival.prompt + simulated.came)
-        expected = self._fleet.expected(MODEL, True, simulated.left)
+    def _attempt(self, served: SimulatedRequest) -> None:
+        served.attempts += 1
+        tokens = float(served.arrival.prompt + served.came)
+        expected = self._fleet.expected(MODEL, True, served.left)
         decode = self._fleet.choose_decode(
-            tokens + expected, frozenset(simulated.tried), marks=simulated.marks, bad_prefills=frozenset(simulated.bad)
+            tokens + expected, frozenset(served.tried), marks=served.marks, bad_prefills=frozenset(served.bad)
         )
         if decode is None:
-            self._finish(simulated, failed=True)
+            self._finish(served, failed=True)
             return
-        attempt = SimulatedAttempt(
-            simulated, decode, self._fleet.leg(decode, tokens, expected, simulated.left).__enter__()
-        )
+        attempt = SimulatedAttempt(served, decode, self._fleet.leg(decode, tokens, expected, served.left).__enter__())
         if not self._engines[decode.name].alive:
             self._broke(attempt, decode, HttpFailure.CONNECT)
             return
-        decode.sent(simulated.marks)
+        decode.sent(served.marks)
         self._under_way[decode.name][attempt] = None
-        room = simulated.arrival.prompt + simulated.arrival.answer
+        room = served.arrival.prompt + served.arrival.answer
         self._engines[decode.name].enter(attempt, room, lambda: self._prefill(attempt, 1))
 
     def _prefill(self, attempt: SimulatedAttempt, number: int) -> None:
         """Let a P compute the prompt, or D itself where no P takes requests."""
         if attempt.over:
             return
-        simulated, tokens = attempt.request, attempt.request.arrival.prompt + attempt.request.came
+        served, tokens = attempt.request, attempt.request.arrival.prompt + attempt.request.came
         if not self._fleet.usable(Role.PREFILL):
             engine = self._engines[attempt.decode.name]
-            engine.prefill(attempt, tokens, simulated.chain, lambda: self._first(attempt))
+            engine.prefill(attempt, tokens, served.chain, lambda: self._first(attempt))
             return
         cost = float(tokens)
-        prefill = self._fleet.choose_prefill(attempt.decode, cost, marks=simulated.marks, bad=simulated.bad)
+        prefill = self._fleet.choose_prefill(attempt.decode, cost, marks=served.marks, bad=served.bad)
         if prefill is None:
             self._broke(attempt, None, HttpFailure.PREFILL)
             return
-        there = prefill.sent(simulated.marks)
+        there = prefill.sent(served.marks)
         leg = self._fleet.leg(prefill, max(1.0, cost - there)).__enter__()
         engine = self._engines[prefill.name]
         if not engine.alive:
             leg.__exit__()
-            simulated.bad.add(prefill.name)
+            served.bad.add(prefill.name)
             self._fleet.failed(prefill, HttpFailure.CONNECT, "no connection")
             delay = self._retry.again(HttpFailure.CONNECT, number, False, self._budget, self._dice.random())
             if delay is None:
@@ -207,7 +205,7 @@ class LoadedWorld:
             self._leave_prefill(attempt, served=True)
             self._time.after(self._shape.pair_s, self._first, attempt)
 
-        engine.enter(attempt, tokens, lambda: engine.prefill(attempt, tokens, simulated.chain, computed))
+        engine.enter(attempt, tokens, lambda: engine.prefill(attempt, tokens, served.chain, computed))
 
     def _leave_prefill(self, attempt: SimulatedAttempt, *, served: bool) -> None:
         prefill, leg = attempt.prefill, attempt.prefill_leg
@@ -228,16 +226,16 @@ class LoadedWorld:
                 self._engines[attempt.decode.name].decode(attempt, lambda: self._token(attempt))
 
     def _token(self, attempt: SimulatedAttempt) -> None:
-        simulated = attempt.request
-        simulated.came += 1
-        simulated.last = self._time.now - simulated.arrival.at
-        simulated.first = simulated.first or simulated.last
+        served = attempt.request
+        served.came += 1
+        served.last = self._time.now - served.arrival.at
+        served.first = served.first or served.last
         attempt.leg.take(1)
-        if not simulated.left:
+        if not served.left:
             self._leave(attempt)
             self._fleet.seen(attempt.decode, Evidence.SERVED)
-            self._fleet.answered(MODEL, True, simulated.arrival.answer, simulated.arrival.answer)
-            self._finish(simulated, failed=False)
+            self._fleet.answered(MODEL, True, served.arrival.answer, served.arrival.answer)
+            self._finish(served, failed=False)
 
     def _leave(self, attempt: SimulatedAttempt) -> None:
         attempt.over = True
@@ -248,22 +246,22 @@ class LoadedWorld:
 
     def _broke(self, attempt: SimulatedAttempt, blamed: Instance | None, failure: HttpFailure) -> None:
         """Try again after a failure, or tell the client. A stream that had begun goes on at once."""
-        simulated, streaming = attempt.request, failure is HttpFailure.BROKEN and attempt.request.came > 0
+        served, streaming = attempt.request, failure is HttpFailure.BROKEN and attempt.request.came > 0
         self._leave(attempt)
         if blamed is not None:
             self._fleet.failed(blamed, failure, "the connection broke")
         if streaming:
-            simulated.attempts = 0
-            simulated.tried = {attempt.decode.name}
-            self._time.after(0.0, self._attempt, simulated)
+            served.attempts = 0
+            served.tried = {attempt.decode.name}
+            self._time.after(0.0, self._attempt, served)
             return
         if failure is not HttpFailure.PREFILL:
-            simulated.tried.add(attempt.decode.name)
-        delay = self._retry.again(failure, simulated.attempts, True, self._budget, self._dice.random())
+            served.tried.add(attempt.decode.name)
+        delay = self._retry.again(failure, served.attempts, True, self._budget, self._dice.random())
         if delay is None:
-            self._finish(simulated, failed=True)
+            self._finish(served, failed=True)
         else:
-            self._time.after(delay, self._attempt, simulated)
+            self._time.after(delay, self._attempt, served)
 
     def _probe(self, instance: Instance) -> None:
         alive = self._engines[instance.name].alive

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an event of P's requests does: to their records, to messages for D, to orders for workers. The table is last."""
+"""Effects of the events of P's requests: on their records, on messages for D, on workers. The table is last."""
 
 from __future__ import annotations
 
