@@ -65,7 +65,7 @@ def main() -> int:
         (repeat, case, system)
         for repeat in range(args.repeats)
         for case in _cases(args)
-        for system in _turned(args.systems, repeat)
+        for system in turned(args.systems, repeat)
     ]
     missing = [one for one in wanted if not kept.has(one[2], one[1], one[0])]
     leaks: list[str] = []
@@ -157,7 +157,7 @@ def _cases(args: argparse.Namespace) -> list[LoadCase]:
     return made + ([LoadCase("trace", speed) for speed in args.speeds] if args.trace else [])
 
 
-def _turned(systems: str, repeat: int) -> str:
+def turned(systems: str, repeat: int) -> str:
     """Return the systems in another order for each repeat: what the one before leaves behind hits another one."""
     turn = repeat % len(systems)
     return systems[turn:] + systems[:turn]

@@ -41,13 +41,13 @@ def verdicts(texts: Mapping[str, str], known: Known) -> list[FieldVerdict]:
     found = {}
     for path, text in sorted(texts.items()):
         if path.endswith(".yaml") and "kv_producer" in text:
-            if (name := _name(PurePosixPath(path))) in found:
+            if (name := name_of(PurePosixPath(path))) in found:
                 raise ValueError(f"two configurations are called {name}")
             found[name] = verdict(name, text, known)
     return list(found.values())
 
 
-def _name(path: PurePosixPath) -> str:
+def name_of(path: PurePosixPath) -> str:
     """Return a configuration's name: its file's, behind the folder that says when it runs, or whose model it has."""
     return f"{path.parts[0] if path.parts[0] != 'cases' else path.parent.name}/{path.stem}"
 

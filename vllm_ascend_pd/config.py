@@ -198,8 +198,8 @@ FIRST_CONTACT_S = 2.0  # a peer without an answer for this long fails the write 
 MAX_VERSION = 64  # characters of `model_version`, which each reservation carries
 
 # Keys of vllm-ascend's connector, which operators may still have in their configurations.
-_CHECKED_SIZES = ("prefill", "decode")
-_IGNORED = ("use_ascend_direct", "ascend_local_comm_res_path", "tls_config", "send_type", "kv_port")
+CHECKED_SIZES = ("prefill", "decode")
+IGNORED = ("use_ascend_direct", "ascend_local_comm_res_path", "tls_config", "send_type", "kv_port")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,24 +219,24 @@ class PushConfig:
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> PushConfig:
         """Check every key and value. Raise ConfigError with the key, the value and the remedy."""
-        owners = {f.name: (name, f) for name, group in _GROUPS.items() for f in dataclasses.fields(group)}
-        values: dict[str, dict[str, Any]] = {name: {} for name in _GROUPS}
+        owners = {f.name: (name, f) for name, group in GROUPS.items() for f in dataclasses.fields(group)}
+        values: dict[str, dict[str, Any]] = {name: {} for name in GROUPS}
         sizes: dict[str, Mapping[str, int]] = {}
         ignored = []
         for key, value in extra.items():
             if key in owners:
                 group, declared = owners[key]
-                values[group][key] = _checked(key, value, declared, _GROUPS[group])
-            elif key in _CHECKED_SIZES:
+                values[group][key] = _checked(key, value, declared, GROUPS[group])
+            elif key in CHECKED_SIZES:
                 sizes[key] = _checked_sizes(key, value)
-            elif key in _IGNORED:
+            elif key in IGNORED:
                 ignored.append(key)
             else:
-                known = [*owners, *_CHECKED_SIZES]
+                known = [*owners, *CHECKED_SIZES]
                 nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
                 raise ConfigError("PD-CONF-001", key=key, nearest=nearest[0])
         parsed = cls(
-            **{name: group(**values[name]) for name, group in _GROUPS.items()}, sizes=sizes, ignored=tuple(ignored)
+            **{name: group(**values[name]) for name, group in GROUPS.items()}, sizes=sizes, ignored=tuple(ignored)
         )
         parsed._check_together()
         return parsed
@@ -302,7 +302,7 @@ class PushConfig:
         return self.wire.transfer_timeout_s + self.timers.quiet_extra_s
 
 
-_GROUPS: dict[str, type[Any]] = {
+GROUPS: dict[str, type[Any]] = {
     f.name: type(f.default) for f in dataclasses.fields(PushConfig) if dataclasses.is_dataclass(f.default)
 }
 
@@ -349,7 +349,7 @@ def _checked_sizes(key: str, value: Any) -> Mapping[str, int]:
 def reference() -> str:
     """Return the table of docs/configuration.md, from the declarations above; defaults as they are written in JSON."""
     lines = ["| key | default | owner | meaning | range |", "|---|---|---|---|---|"]
-    for f in (f for group in _GROUPS.values() for f in dataclasses.fields(group)):
+    for f in (f for group in GROUPS.values() for f in dataclasses.fields(group)):
         setting, default = f.metadata["setting"], json.dumps(f.default)
         lines.append(f"| `{f.name}` | `{default}` | {f.metadata['owner']} | {setting.meaning} | {setting.range} |")
     return "\n".join(lines)

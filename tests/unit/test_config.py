@@ -285,7 +285,7 @@ def test_the_documented_table_is_the_code() -> None:
     assert not differences, (
         f"python -m vllm_ascend_pd.config and …router.settings print the tables to paste:\n{differences}"
     )
-    for key in (*module._CHECKED_SIZES, *module._IGNORED):
+    for key in (*module.CHECKED_SIZES, *module.IGNORED):
         assert f"`{key}`" in page
 
 

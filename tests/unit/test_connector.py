@@ -354,7 +354,7 @@ def test_a_prefill_engine_that_cannot_push_any_more_ends_at_its_next_step(pair: 
     """An error out of a worker's hook ends the engine: vLLM has no other way to make /health fail."""
     worker = pair.prefill_worker._worker
     assert worker is not None and worker.runtime is not None
-    worker.runtime._writer.died(OSError("the engine broke"))
+    worker.runtime.writer.died(OSError("the engine broke"))
     with pytest.raises(PdError, match="PD-XFER-007"):
         pair.prefill_step(output())
 

@@ -38,9 +38,8 @@ KEYS, IGNORED = "kv_connector_extra_config", "kv_connector_extra_config, without
 def names() -> dict[str, set[str]]:
     """Return the names that are shown to operators, by where they belong."""
     found = {
-        KEYS: {f.name for group in config._GROUPS.values() for f in dataclasses.fields(group)}
-        | {*config._CHECKED_SIZES},
-        IGNORED: {*config._IGNORED},
+        KEYS: {f.name for group in config.GROUPS.values() for f in dataclasses.fields(group)} | {*config.CHECKED_SIZES},
+        IGNORED: {*config.IGNORED},
         "metrics": metrics(),
     }
     for name in SUBCOMMANDS:

@@ -47,7 +47,7 @@ def svg(points: Sequence[MeasuredPoint], names: Mapping[str, str], limits: str) 
 def _panel(mine: Sequence[MeasuredPoint], systems: Sequence[str], prefix: int) -> list[str]:
     cases = sorted({one.case for one in mine}, key=lambda case: case.value)
     found = {(s, c): spread(of(mine, s, c), "request_goodput") for s in systems for c in cases}
-    x_step, y_step = _step(cases[-1].value), _step(max([one[2] for one in found.values() if one], default=0.0))
+    x_step, y_step = tick_step(cases[-1].value), tick_step(max([one[2] for one in found.values() if one], default=0.0))
     x_most, y_most = (
         step * max(1, math.ceil(most / step - 1e-9))
         for step, most in (
@@ -94,7 +94,7 @@ def _line(places: Sequence[tuple[float, float]], number: int) -> str:
     return f'<polyline points="{pairs}" fill="none" stroke="{colour}" stroke-width="2"{dashed}/>'
 
 
-def _step(most: float) -> float:
+def tick_step(most: float) -> float:
     """Return a round distance between ticks, so that there are four to ten of them."""
     if most <= 0:
         return 1.0

@@ -115,7 +115,7 @@ async def _measure(
             for turn in range(turns):
                 gaps: dict[int, Sequence[float]] = {}
                 pushed: dict[int, int] = {}
-                for number in _rotated((0, *pushes), turn):
+                for number in rotated((0, *pushes), turn):
                     begin = time.monotonic()
                     seeds = (10**6 * (1 + turn) + 10**5 * number + 1000 * place for place in range(number))
                     sending = [asyncio.create_task(push(seed, begin + seconds)) for seed in seeds]
@@ -148,7 +148,7 @@ def _moments(answer: TimedAnswer) -> list[float]:
     return [answer.started + at for at in answer.times]
 
 
-def _rotated(numbers: Sequence[int], turn: int) -> Sequence[int]:
+def rotated(numbers: Sequence[int], turn: int) -> Sequence[int]:
     start = turn % len(numbers)
     return (*numbers[start:], *numbers[:start])
 

@@ -131,7 +131,7 @@ class ParsedLine:
 
 
 def parse(words: Sequence[str], base: Base = UNNAMED) -> ParsedLine:
-    flags, unknown = _flags(words), []
+    flags, unknown = flags_of(words), []
     known = _parser()._option_string_actions
     int8 = {part for part, flag in INT8_FLAGS.items() if base.int8_by_flags and flags.get(flag) == ["int8"]}
     for part in int8:
@@ -153,7 +153,7 @@ def parse(words: Sequence[str], base: Base = UNNAMED) -> ParsedLine:
             unknown += [f"{name} {' '.join(flags.pop(name))}" for name in rejected]
 
 
-def _flags(words: Sequence[str]) -> dict[str, list[str]]:
+def flags_of(words: Sequence[str]) -> dict[str, list[str]]:
     """Return the values by flag; of a repeated flag the last, as in vLLM."""
     flags: dict[str, list[str]] = {}
     values: list[str] = []
@@ -424,7 +424,7 @@ class Judged:
 def judge(command: Command, known: Known) -> Judged:
     """Return admission's result for one engine. Raise KeyError for a model or a draft without an entry."""
     model, base = known.models[command.model], known.base
-    flags = _flags(command.words)
+    flags = flags_of(command.words)
     with _surroundings(command) as secret, _under(base):
         ours, beside = replaced(json.loads(flags["--kv-transfer-config"][0]), secret)
         line = parse([*command.words, "--kv-transfer-config", json.dumps(ours)], base)
@@ -696,10 +696,10 @@ def verdict(name: str, text: str, known: Known) -> FieldVerdict:
     p, d = (tuple(engine for engine in engines if engine.role == role) for role in ("P", "D"))
     strays = [engine for engine in engines if engine.role == "?"]  # with both roles: they count on both sides
     p, d = (*p, *strays), (*d, *strays)
-    return FieldVerdict(name, found[0].model, p, d, _pair(p, d), bool(known.models[found[0].model].c8))
+    return FieldVerdict(name, found[0].model, p, d, pair_of(p, d), bool(known.models[found[0].model].c8))
 
 
-def _pair(p: Sequence[Judged], d: Sequence[Judged]) -> str:
+def pair_of(p: Sequence[Judged], d: Sequence[Judged]) -> str:
     ours, theirs = ([engine.geometry for engine in side] for side in (p, d))
     if not ours or not theirs or ours[0] is None or theirs[0] is None:
         return ""

@@ -374,7 +374,7 @@ def _listener() -> Run:
             connection.data_received(data[at : at + step])
         refused = connection.ending
         connection.connection_lost(None)
-        if listener._callers or listener._by_incarnation:
+        if listener.callers or listener._by_incarnation:
             raise AssertionError("a connection that ended is remembered")
         return ACCEPTED if heard else REFUSED if refused else READ
 

@@ -51,7 +51,7 @@ class Connection(asyncio.Protocol):
         self._clock = clock
         self._send_buffer_bytes = send_buffer_bytes
         self._splitter = Splitter(GREETING_BYTES)
-        self._transport: asyncio.Transport | None = None
+        self.transport: asyncio.Transport | None = None
         self._ending: Ending | None = None  # how the end began
         self.opened = 0.0
         self.ending_since = 0.0
@@ -69,11 +69,11 @@ class Connection(asyncio.Protocol):
 
     def send(self, frame: bytes) -> bool:
         """Send a frame. Return False if not sent: the connection is closing, or the peer has too much left to read."""
-        if self._ending is not None or self._transport is None or self._transport.is_closing():
+        if self._ending is not None or self.transport is None or self.transport.is_closing():
             return False
-        if self._transport.get_write_buffer_size() + len(frame) > self._send_buffer_bytes:
+        if self.transport.get_write_buffer_size() + len(frame) > self._send_buffer_bytes:
             return False
-        self._transport.write(frame)
+        self.transport.write(frame)
         return True
 
     def close(self, farewell: bytes = b"") -> None:
@@ -81,22 +81,22 @@ class Connection(asyncio.Protocol):
 
         The farewell is sent if the peer still reads. `abort` ends a close that takes too long.
         """
-        if self._ending is not None or self._transport is None:
+        if self._ending is not None or self.transport is None:
             return
         if farewell:
             self.send(farewell)
         self._begin_end(Ending.OURS)
-        self._transport.close()
+        self.transport.close()
 
     def abort(self) -> None:
         self._begin_end(Ending.OURS)
-        if self._transport is not None:
-            self._transport.abort()
+        if self.transport is not None:
+            self.transport.abort()
 
     # -- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
+        self.transport = cast("asyncio.Transport", transport)
         self.opened = self._clock()
         peer = transport.get_extra_info("peername")
         self.host = peer[0] if peer else ""
@@ -129,7 +129,7 @@ class Connection(asyncio.Protocol):
         # ECONNRESET, and EPIPE after it, come from the peer's kernel; a timeout does not.
         said_so = isinstance(exc, ConnectionResetError | BrokenPipeError)
         self._begin_end(Ending.PEER if said_so else Ending.LOST)
-        self._transport = None
+        self.transport = None
         self._owner.ended(self, self._ending or Ending.LOST, str(exc) if exc else "closed")
 
     def _begin_end(self, ending: Ending) -> None:

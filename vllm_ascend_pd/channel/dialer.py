@@ -60,7 +60,7 @@ class Dialer:
             count=count,
             resolver=Resolver(),
         )
-        self._links: dict[Endpoint, Link] = {}
+        self.links: dict[Endpoint, Link] = {}
         self._sweeper: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -68,23 +68,23 @@ class Dialer:
         """Send a message, or queue it. Return False if it was dropped at once; True promises nothing."""
         if self._closed:
             return False
-        link = self._links.get(endpoint)
+        link = self.links.get(endpoint)
         if link is None:
-            if len(self._links) >= self._limits.max_links:
+            if len(self.links) >= self._limits.max_links:
                 self._context.count("dropped_too_many_links")
                 return False
-            link = self._links[endpoint] = self._new_link(endpoint)
+            link = self.links[endpoint] = self._new_link(endpoint)
         return link.send(message)
 
     def doubt(self, endpoint: Endpoint) -> None:
         """Handle an answer of a process that was not meant: the endpoint's name may have led, or lead, elsewhere."""
-        link = self._links.get(endpoint)
+        link = self.links.get(endpoint)
         if link is not None:
             link.doubt()
 
     def up(self, endpoint: Endpoint) -> bool:
         """Return whether the greeting with this endpoint's process is complete and the connection stands."""
-        link = self._links.get(endpoint)
+        link = self.links.get(endpoint)
         return link is not None and link.up
 
     async def close(self, *, quiet: bool = False) -> None:
@@ -98,9 +98,9 @@ class Dialer:
         self._closed = True
         if self._sweeper is not None:
             self._sweeper.cancel()
-        await asyncio.gather(*(link.close(quiet) for link in self._links.values()))
+        await asyncio.gather(*(link.close(quiet) for link in self.links.values()))
         await self._context.resolver.close()
-        self._links.clear()
+        self.links.clear()
 
     def _new_link(self, endpoint: Endpoint) -> Link:
         if self._sweeper is None:
@@ -111,8 +111,8 @@ class Dialer:
 
     def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
-        for endpoint, link in list(self._links.items()):
+        for endpoint, link in list(self.links.items()):
             link.sweep(loop.time())
             if link.forgettable(loop.time()):
-                del self._links[endpoint]
+                del self.links[endpoint]
         self._sweeper = loop.call_later(self._limits.sweep_s, self._sweep)

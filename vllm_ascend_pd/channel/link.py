@@ -78,7 +78,7 @@ class Link:
         self._dial: asyncio.Task[None] | None = None
         self._doubting: asyncio.Task[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
-        self._connection: Connection | None = None
+        self.connection: Connection | None = None
         self._hello: Hello | None = None
         self._guard: Guard | None = None
         self._secret = 0  # index of the accepted secret to use, modulo their number
@@ -106,7 +106,7 @@ class Link:
         """Dial anew if the peer's name leads elsewhere by now: the process at the other end is not the one meant."""
         free = self._state is LinkState.UP and self._doubting is None and not self._closed
         if free and literal(self._endpoint.host) is None:
-            self._doubting = self._loop.create_task(self._check_name(self._connection))
+            self._doubting = self._loop.create_task(self._check_name(self.connection))
 
     async def _check_name(self, connection: Connection | None) -> None:
         try:
@@ -115,7 +115,7 @@ class Link:
             return  # there is no better address
         finally:
             self._doubting = None
-        if connection is not None and connection is self._connection and self._guard and connection.host not in known:
+        if connection is not None and connection is self.connection and self._guard and connection.host not in known:
             self._context.count("elsewhere")
             connection.close(guarded_frame(self._guard, Leaving(False)))
 
@@ -124,7 +124,7 @@ class Link:
         while self._queue and now - self._queue[0][0] > limits.message_ttl_s:
             self._queue.popleft()
             self._context.count("dropped_expired")
-        connection = self._connection
+        connection = self.connection
         if connection is None:
             return
         if self._state is LinkState.GREETING and now - connection.opened > limits.greeting_s:
@@ -147,14 +147,14 @@ class Link:
         for task in (self._dial, self._doubting):
             if task is not None:
                 task.cancel()
-        if self._connection is None:
+        if self.connection is None:
             return
         farewell = guarded_frame(self._guard, Leaving(quiet)) if self._guard and self.up else b""
-        self._connection.close(farewell)
+        self.connection.close(farewell)
         try:
             await asyncio.wait_for(self._lost.wait(), self._context.limits.linger_s)
         except asyncio.TimeoutError:
-            self._connection.abort()
+            self.connection.abort()
 
     # -- connecting
 
@@ -180,7 +180,7 @@ class Link:
         try:
             await asyncio.wait_for(self._reach(), limits.greeting_s)
         except asyncio.TimeoutError:
-            if self._connection is None:  # else it was made at the same moment; the greeting has its own limit
+            if self.connection is None:  # else it was made at the same moment; the greeting has its own limit
                 self._failed(f"no connection within {limits.greeting_s:g} s")
         except (OSError, RuntimeError) as error:  # no thread, where an address has a scope to be looked up
             self._failed(_reason(error))
@@ -218,7 +218,7 @@ class Link:
     # -- Owner of the connection
 
     def connected(self, connection: Connection) -> None:
-        self._connection = connection
+        self.connection = connection
         self._lost.clear()
         self._guard = None
         self._state = LinkState.GREETING
@@ -255,7 +255,7 @@ class Link:
 
     def ended(self, connection: Connection, ending: Ending, detail: str) -> None:
         was_up = self._state is LinkState.UP
-        self._connection = None
+        self.connection = None
         self._lost.set()
         if was_up and self._loop.time() - self._up_since > self._context.limits.backoff_max_s:
             self._failures = 0  # a connection that broke soon is no success
@@ -288,7 +288,7 @@ class Link:
         connection.send(guarded_frame(self._guard, Proof()))
 
     def _proven(self, message: Proof | Leaving) -> None:
-        connection = self._connection
+        connection = self.connection
         if self._state is not LinkState.GREETING or connection is None or not isinstance(message, Proof):
             raise RemoteProtocolError("PD-CTRL-002", why=f"an unexpected {type(message).__name__}")
         connection.allow(FRAME_BYTES)
@@ -299,7 +299,7 @@ class Link:
             self._write(queued)
 
     def _write(self, message: Spoken) -> bool:
-        connection, guard = self._connection, self._guard
+        connection, guard = self.connection, self._guard
         if connection is None or guard is None:
             return False
         frame = guarded_frame(guard, message)

@@ -83,7 +83,7 @@ class Listener:
         self._secrets = secrets
         self._on_message, self._on_gone, self._on_back = on_message, on_gone, on_back
         self._limits = limits or ChannelLimits()
-        self._callers: dict[Connection, _Caller] = {}
+        self.callers: dict[Connection, _Caller] = {}
         self._unproven: dict[Connection, None] = {}  # the oldest first
         self._by_incarnation: dict[str, list[Connection]] = {}  # the newest last
         self._gone: OrderedDict[str, None] = OrderedDict()
@@ -110,7 +110,7 @@ class Listener:
             self._count("dropped_unknown_peer")
             return False
         connection = connections[-1]
-        frame = guarded_frame(self._callers[connection].guards[0], message)
+        frame = guarded_frame(self.callers[connection].guards[0], message)
         if not connection.send(frame):
             self._count("dropped_buffer_full")
             return False
@@ -125,12 +125,12 @@ class Listener:
             return
         server, self._server = self._server, None
         server.close()
-        for connection in list(self._callers):
+        for connection in list(self.callers):
             connection.close()
         deadline = self._loop.time() + self._limits.linger_s
-        while self._callers and self._loop.time() < deadline:
+        while self.callers and self._loop.time() < deadline:
             await asyncio.sleep(0.01)
-        for connection in list(self._callers):
+        for connection in list(self.callers):
             connection.abort()
         await server.wait_closed()
 
@@ -140,9 +140,9 @@ class Listener:
         return Connection(self, self._loop.time, self._limits.send_buffer_bytes)
 
     def connected(self, connection: Connection) -> None:
-        full = len(self._callers) >= self._limits.max_connections
+        full = len(self.callers) >= self._limits.max_connections
         crowded = len(self._unproven) >= self._limits.max_unproven
-        self._callers[connection] = _Caller()
+        self.callers[connection] = _Caller()
         self._unproven[connection] = None
         if full or crowded:
             # If too many are unproven, drop the one that connected first: a real peer proves itself in a round trip.
@@ -153,7 +153,7 @@ class Listener:
             gone.abort()
 
     def frame(self, connection: Connection, kind: int, payload: memoryview) -> None:
-        caller = self._callers[connection]
+        caller = self.callers[connection]
         if caller.hello is None:
             self._greet(connection, caller, kind, payload)
         elif kind == CLEAR:
@@ -170,7 +170,7 @@ class Listener:
         connection.close(clear_frame(Goodbye(error.code, detail)))
 
     def ended(self, connection: Connection, ending: Ending, detail: str) -> None:
-        caller = self._callers.pop(connection)
+        caller = self.callers.pop(connection)
         self._unproven.pop(connection, None)
         if not caller.proven or caller.hello is None:
             return
@@ -235,7 +235,7 @@ class Listener:
     def _sweep(self) -> None:
         """Abort connections on which a greeting, a frame or the reading of a farewell takes too long."""
         now, limits = self._loop.time(), self._limits
-        for connection, caller in list(self._callers.items()):
+        for connection, caller in list(self.callers.items()):
             if connection.ending:
                 if now - connection.ending_since > limits.linger_s:
                     connection.abort()

@@ -46,7 +46,7 @@ from vllm_ascend_pd.shared.within import ended
 log = logging.getLogger(__name__)
 
 # Headers that a proxy must not pass on. Accept-Encoding too: the relay reads the first bytes of an answer.
-_NOT_FORWARDED = frozenset(
+NOT_FORWARDED = frozenset(
     b"host content-length connection keep-alive transfer-encoding te trailer upgrade proxy-connection "
     b"proxy-authorization proxy-authenticate expect accept-encoding "
     b"x-request-id x-forwarded-for".split()  # made anew
@@ -73,16 +73,16 @@ class WorkerProcess:
         ports = parse_ports(settings.kv_events)
         self._cache_events = CacheEvents(self.fleet, ports) if ports else None
         self._named = Named(self.fleet, settings.prefill_allowed) if settings.sidecar else None
-        self._intake = Intake()
+        self.intake = Intake()
         self._keys = ClientKeys(settings)
         self._page: asyncio.Task[bytes] | None = None  # of metrics, made last
         self.hub = hub or Hub(0)
         self.canary = Canary(self.front, proves=self.hub.worker == CANARY_WORKER)
         self.hub.attach(self.fleet, self.report)
         self._prober = Prober(settings, self.fleet, self.upstream)
-        self._heartbeats = Heartbeats(settings.heartbeat_s)
-        self._reservations = Reservations(self.front, self._heartbeats)
-        shared = (settings.admin_token, self.hub.perform, self.total, self._intake, settings.trace_dir)
+        self.heartbeats = Heartbeats(settings.heartbeat_s)
+        self._reservations = Reservations(self.front, self.heartbeats)
+        shared = (settings.admin_token, self.hub.perform, self.total, self.intake, settings.trace_dir)
         self._admin = Admin(self.fleet, self.upstream, *shared)
         self._passed: Routes = dict.fromkeys(_PASSED_METHODS, self._pass_on)
         reads = {"/health": self._health, "/healthcheck": self._healthcheck, "/readiness": self._readiness}
@@ -136,7 +136,7 @@ class WorkerProcess:
     @contextlib.asynccontextmanager
     async def standing(self) -> AsyncIterator[None]:
         """Run what a worker does beside its requests."""
-        running = {"probes": self._prober.run(), "all heartbeats": self._heartbeats.run(), "hub": self.hub.run()}
+        running = {"probes": self._prober.run(), "all heartbeats": self.heartbeats.run(), "hub": self.hub.run()}
         running["canary"] = self.canary.run()
         for source in self._sources:
             running[source.source] = source.watch()
@@ -160,7 +160,7 @@ class WorkerProcess:
     # -- what clients and D's send
 
     async def _generate(self, asked: CallerRequest, send: AsgiSend) -> None:
-        with _counted_if_refused(asked.path), self._intake.body(asked) as body:
+        with _counted_if_refused(asked.path), self.intake.body(asked) as body:
             headers, request_id = forwarded(asked.method, asked.headers, asked.peer, self._keys)
             try:  # no variable for the body: this frame would keep it as long as the stream
                 parse = partial(bodies.parse, asked.path)
@@ -173,7 +173,7 @@ class WorkerProcess:
             await self._attend(asked, exchange, self.front.serve(exchange))
 
     async def _pass_on(self, asked: CallerRequest, send: AsgiSend) -> None:
-        with _counted_if_refused(passing.call_of(asked).route), self._intake.body(asked) as body:
+        with _counted_if_refused(passing.call_of(asked).route), self.intake.body(asked) as body:
             headers, request_id = forwarded(asked.method, asked.headers, asked.peer, self._keys)
             if not passing.is_canonical(asked.target):
                 raise NotTaken(known(404, "PD-META-016", path=one_line(asked.path, 128)))
@@ -202,16 +202,16 @@ class WorkerProcess:
             METRICS.requests.labels(exchange.route, "left" if left else exchange.status).inc()
 
     async def _reserve(self, asked: CallerRequest, send: AsgiSend) -> None:
-        with self._intake.body(asked, of_engine=True) as body:
+        with self.intake.body(asked, of_engine=True) as body:
             posted = await body.read(_MAX_RESERVATION_BYTES)
             await while_connected(asked, self._reservations.answer(posted, send))
 
     async def _loaded(self, asked: CallerRequest, send: AsgiSend) -> None:
-        with self._intake.body(asked, of_engine=True) as body:
+        with self.intake.body(asked, of_engine=True) as body:
             await self._reservations.report(await body.read(MAX_REPORT_BYTES), send)
 
     async def _asked(self, asked: CallerRequest, send: AsgiSend) -> None:
-        with self._intake.body(asked, of_engine=True) as body:
+        with self.intake.body(asked, of_engine=True) as body:
             await self._reservations.so_far(await body.read(continuing.MAX_QUESTION_BYTES), send)
 
     # -- what operators ask
@@ -307,7 +307,7 @@ def forwarded(method: str, given: Headers, peer: str, keys: ClientKeys) -> tuple
             raise NotTaken(known(508, "PD-META-023"))
         elif name == b"connection" and value.lower() not in (b"keep-alive", b"close"):
             named += listed(value)
-    drop = {*_NOT_FORWARDED, *named} if named else _NOT_FORWARDED
+    drop = {*NOT_FORWARDED, *named} if named else NOT_FORWARDED
     headers = keys.for_engine(method, [header for header in given if header[0] not in drop])
     request_id = id_of(given)
     headers.append((OWN_MARK, b"1"))

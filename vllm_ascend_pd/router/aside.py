@@ -22,7 +22,7 @@ class Aside:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "long texts")
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap: by length, then by arrival
+        self.waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap: by length, then by arrival
         self._numbers = itertools.count()
         self._busy = False
 
@@ -31,7 +31,7 @@ class Aside:
         if len(text) <= AT_ONCE:
             return read(text)
         turn = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (len(text), next(self._numbers), turn))
+        heapq.heappush(self.waiting, (len(text), next(self._numbers), turn))
         self._pass()
         try:
             await turn
@@ -50,8 +50,8 @@ class Aside:
 
     def _pass(self) -> None:
         """Give the turn to the first that waits and whose caller has not left."""
-        while self._waiting and not self._busy:
-            turn = heapq.heappop(self._waiting)[2]
+        while self.waiting and not self._busy:
+            turn = heapq.heappop(self.waiting)[2]
             if not turn.done():
                 self._busy = True
                 turn.set_result(None)

@@ -59,8 +59,8 @@ _ABORTED = re.compile(
     rb'"finish_reason"\s*:\s*"abort"|"message_delta"\s*,\s*"delta"\s*:\s*\{\s*"stop_reason"\s*:\s*null'
 )
 # vllm-ascend's recompute scheduler ends a request that finds no block as if it were complete; only this field shows it.
-_DROPPED = re.compile(rb'"stop_(?:reason|sequence)"\s*:\s*"recomputed"')
-_CUT_SHORT = re.compile(rb"%b|%b" % (_ABORTED.pattern, _DROPPED.pattern))
+DROPPED = re.compile(rb'"stop_(?:reason|sequence)"\s*:\s*"recomputed"')
+_CUT_SHORT = re.compile(rb"%b|%b" % (_ABORTED.pattern, DROPPED.pattern))
 _PARAMS = b'"kv_transfer_params"'
 _SAID_NOTHING = SaidByEngine()
 _CUTS = {
@@ -259,9 +259,9 @@ def _until_cut(shared: Shared, attempt: Attempt, piece: bytes) -> tuple[bytes, C
     exchange = attempt.exchange
     if exchange.route != bodies.RESPONSES:
         if not exchange.stops_at_recomputed and dropped(piece):
-            return _before(_DROPPED, piece), Cut.DROPPED
+            return up_to(DROPPED, piece), Cut.DROPPED
         if (b'"abort"' in piece or b'"message_delta"' in piece) and aborted(piece):
-            return _before(_ABORTED, piece), Cut.ABORTED
+            return up_to(_ABORTED, piece), Cut.ABORTED
         return piece, None
     before, completed, event = piece.partition(_COMPLETED)  # the last one, which has the whole answer
     try:
@@ -325,7 +325,7 @@ def aborted(answer: bytes) -> bool:
 
 def dropped(answer: bytes) -> bool:
     """Return whether D says that it has ended the request halfway, for lack of blocks, and wants it sent again."""
-    return _DROPPED.search(answer) is not None
+    return DROPPED.search(answer) is not None
 
 
 async def _refused(shared: Shared, attempt: Attempt, status: int, body: bytes, headers: Headers) -> AttemptFailed:
@@ -407,7 +407,7 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
                 await send({"type": "http.response.body", "body": piece, "more_body": not last})
                 if last:
                     return
-                exchange.said_all = exchange.said_all or _said_all(piece)
+                exchange.said_all = exchange.said_all or has_last_event(piece)
             if not problem:
                 piece = await reply.read()
     except UpstreamError as broken:
@@ -429,7 +429,7 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
     await send({"type": "http.response.body", "body": b""})
 
 
-def _said_all(piece: bytes) -> bool:
+def has_last_event(piece: bytes) -> bool:
     """Return whether a stream's last event is out: nothing may follow it, however its connection ends."""
     return piece.endswith(b"\n\n") and piece[:-2].rpartition(b"\n\n")[2].startswith(_LAST_EVENTS)
 
@@ -446,7 +446,7 @@ def _whole_events(held: bytearray, piece: bytes, most: int) -> bytes:
     return whole
 
 
-def _before(words: re.Pattern[bytes], stream: bytes) -> bytes:
+def up_to(words: re.Pattern[bytes], stream: bytes) -> bytes:
     """Return the events before the one that matches `words`. No event has an empty line in it."""
     found = words.search(stream)
     return (

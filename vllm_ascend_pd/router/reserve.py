@@ -70,13 +70,13 @@ class Heartbeats:
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
-        self._open: dict[AsgiSend, asyncio.Task[None] | None] = {}
+        self.open: dict[AsgiSend, asyncio.Task[None] | None] = {}
 
     def add(self, send: AsgiSend) -> None:
-        self._open[send] = None
+        self.open[send] = None
 
     def remove(self, send: AsgiSend) -> None:
-        beat = self._open.pop(send, None)
+        beat = self.open.pop(send, None)
         if beat is not None and not beat.done():
             beat.cancel()
 
@@ -84,9 +84,9 @@ class Heartbeats:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._every_s)
-            for send, beat in tuple(self._open.items()):
+            for send, beat in tuple(self.open.items()):
                 if beat is None or beat.done():  # a D that does not read gets no second one
-                    self._open[send] = loop.create_task(_beat(send), name="heartbeat")
+                    self.open[send] = loop.create_task(_beat(send), name="heartbeat")
 
 
 async def _beat(send: AsgiSend) -> None:

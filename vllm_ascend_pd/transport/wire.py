@@ -83,7 +83,7 @@ class MooncakeWire:
 
         Authority lasts no longer than a lease. After it, D still waits `wait_s` and the time of a transfer.
         """
-        self._engines, self._clock, self._wait_s = engines, clock, wait_s
+        self.engines, self._clock, self._wait_s = engines, clock, wait_s
         self._contacts = Contacts(engines.probe, can_ask, clock)
         self._regions: list[tuple[int, int]] = []
         self._bounds = Bounds((), "source")
@@ -94,7 +94,7 @@ class MooncakeWire:
 
     def register(self, regions: Sequence[tuple[int, int]]) -> None:
         merged = merge_regions(regions)
-        self._engines.register(merged)
+        self.engines.register(merged)
         self._regions += merged
         self._bounds = Bounds(self._regions, "source")
 
@@ -111,20 +111,20 @@ class MooncakeWire:
             self._waiting[handle] = None
             return handle
         spans, issue_by = merge_runs(at, to, length), self._clock() + self._wait_s
-        engine = self._engines.current
+        engine = self.engines.current
         if engine is not None and self._contacts.known(engine, session):
             address = self._contacts.at(session)
-            self._inner[handle] = self._engines.submit(engine, address, spans, issue_by, None), session
+            self._inner[handle] = self.engines.submit(engine, address, spans, issue_by, None), session
         else:
             self._waiting[handle] = None if self._closed else _Waiting(FirstContact(session, issue_by), spans)
         return handle
 
     def poll(self, handle: int) -> WriteState:
-        self._engines.tend()
+        self.engines.tend()
         if handle in self._waiting:
             return self._poll_waiting(handle)
         inner, session = self._inner[handle]
-        state = self._engines.poll(inner)
+        state = self.engines.poll(inner)
         if state is not WriteState.PENDING:
             del self._inner[handle]
         if state in (WriteState.FAILED, WriteState.UNISSUED):
@@ -135,7 +135,7 @@ class MooncakeWire:
         self._closed = True
         probed = self._contacts.close()
         self._waiting = dict.fromkeys(self._waiting)
-        self._engines.close(probed=probed)
+        self.engines.close(probed=probed)
 
     def _poll_waiting(self, handle: int) -> WriteState:
         """Issue a waiting write once the peer has answered. Give it up, unissued, if the peer does not answer."""
@@ -143,8 +143,8 @@ class MooncakeWire:
         if write is None:
             del self._waiting[handle]
             return WriteState.FAILED
-        known = self._contacts.known(self._engines.current, write.session)
-        answer = ProbeAnswer.YES if known else self._contacts.ask(write.contact, self._engines.in_first_contact())
+        known = self._contacts.known(self.engines.current, write.session)
+        answer = ProbeAnswer.YES if known else self._contacts.ask(write.contact, self.engines.in_first_contact())
         if answer is ProbeAnswer.ASKING:
             return WriteState.PENDING
         del self._waiting[handle]
@@ -161,17 +161,17 @@ class MooncakeWire:
 
         In first contact the engine opens the peer's segment while other writes wait, so it is cut off if it takes long.
         """
-        if self._contacts.replaced(self._engines.current, write.session):
-            self._engines.replace("another process is at the address of a known peer")
-        elif self._contacts.crowded(self._engines.current):
-            self._engines.replace("it may keep connections to peers that have ended")
+        if self._contacts.replaced(self.engines.current, write.session):
+            self.engines.replace("another process is at the address of a known peer")
+        elif self._contacts.crowded(self.engines.current):
+            self.engines.replace("it may keep connections to peers that have ended")
         try:
-            engine = self._engines.need()
+            engine = self.engines.need()
         except PdError as error:
             log.error("nothing can be written: %s", error)
             return False
         address = self._contacts.at(write.session)
-        inner = self._engines.submit(engine, address, write.spans, write.contact.end, None if known else OPEN_S)
+        inner = self.engines.submit(engine, address, write.spans, write.contact.end, None if known else OPEN_S)
         self._inner[handle] = inner, write.session
-        self._contacts.met(engine, write.session, self._engines.alive(inner))
+        self._contacts.met(engine, write.session, self.engines.alive(inner))
         return True

@@ -327,7 +327,7 @@ ALL = {
         ),
         FrontMutation(
             "an answer that its engine ended is passed on",
-            ((relay, "_cut_short", _only_dropped), (relay, "_NOTHING", relay._DROPPED)),
+            ((relay, "_cut_short", _only_dropped), (relay, "_NOTHING", relay.DROPPED)),
         ),
         FrontMutation("D's word is not waited for", ((Attempt, "explained", _nothing_awaited),)),
         FrontMutation(
@@ -335,7 +335,7 @@ ALL = {
         ),
         FrontMutation("a place is never given back", ((front.AdmissionQueue, "leave", _nothing),)),
         FrontMutation("a leg that failed keeps its load", ((fleet.LegInFlight, "__exit__", _keeps_its_load),)),
-        FrontMutation("a stream goes on after its end", ((relay, "_said_all", _never),), _nothing_kept),
+        FrontMutation("a stream goes on after its end", ((relay, "has_last_event", _never),), _nothing_kept),
         FrontMutation("half events go out", ((relay, "_whole_events", lambda held, piece, _: piece),), _nothing_kept),
         FrontMutation("what engines say to each other goes out", ((relay, "stripped_of", _not_stripped),)),
         FrontMutation("heartbeats never end", ((reserve.Heartbeats, "remove", _nothing),)),

@@ -368,9 +368,9 @@ class FrontWorld:
                 "requests": sum(i.requests for i in worker.fleet),
                 "load": sum(i.load for i in worker.fleet),
                 "trials": sum(i.circuit.state is CircuitState.TRIAL for i in worker.fleet),
-                "heartbeats": len(worker._heartbeats._open),
+                "heartbeats": len(worker.heartbeats.open),
                 "places": sum(g.keeper.running + g.keeper.waiting for g in (front.turnstile, front.canaries, front.polls)),
-                "bytes": worker._intake.held,
+                "bytes": worker.intake.held,
                 "calls": max(0, len(worker.upstream._replies) - len(list(worker.fleet))),  # but for the probes
                 "kept": front.kept_bytes,
             }  # fmt: skip

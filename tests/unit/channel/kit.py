@@ -116,7 +116,7 @@ class AnsweringListener:
     def stats(self) -> dict[str, int]:
         """Return the faults that the listener counted, and the connections that it has."""
         mine = self.listener
-        return {**self.faults, "connections": len(mine._callers), "unproven": len(mine._unproven)}
+        return {**self.faults, "connections": len(mine.callers), "unproven": len(mine._unproven)}
 
     def connected_to(self, incarnation: str) -> bool:
         return incarnation in self.listener._by_incarnation
@@ -160,7 +160,7 @@ class RecordingDialer:
 
     def stats(self) -> dict[str, int]:
         """Return the faults that the dialer counted, and the links that it has."""
-        links = self.dialer._links.values()
+        links = self.dialer.links.values()
         return {**self.faults, "links": len(links), "links_up": sum(link.up for link in links)}
 
     def say(self, endpoint: Endpoint, seq: int = 0, text: str = "") -> bool:

@@ -81,7 +81,7 @@ async def test_a_peer_is_dialled_where_its_name_points_now_and_where_it_pointed_
         await until(lambda: dialing.answers == [0])
         names.slow = {"moved.test"}
         asked = names.asked["moved.test"]
-        for connection in list(answering.listener._callers):
+        for connection in list(answering.listener.callers):
             connection.abort()
         await until(lambda: answering.accepted == 2 and names.asked["moved.test"] > asked)
         dialing.say(named, seq=1)
@@ -172,7 +172,7 @@ async def test_a_lost_connection_is_made_again_without_being_asked() -> None:
     async with AnsweringListener() as answering, RecordingDialer() as dialing:
         dialing.say(answering.endpoint)
         await until(lambda: dialing.answers)
-        for connection in list(answering.listener._callers):
+        for connection in list(answering.listener.callers):
             connection.abort()
         await until(lambda: answering.accepted == 2 and answering.connected_to("p-1"))
         assert not dialing.unreachable and not answering.events
@@ -250,15 +250,15 @@ async def test_a_peer_that_does_not_read_costs_a_bounded_buffer() -> None:
     async with AnsweringListener(limits=limits) as answering, RecordingDialer() as dialing:
         dialing.say(answering.endpoint)
         await until(lambda: dialing.answers)
-        link = dialing.dialer._links[answering.endpoint]
-        link._connection._transport.pause_reading()
+        link = dialing.dialer.links[answering.endpoint]
+        link.connection.transport.pause_reading()
         sent = 0
         while answering.listener.send("p-1", message(text="x" * 1000)):
             sent += 1
             assert sent < 100_000
             await asyncio.sleep(0)
         assert answering.stats()["dropped_buffer_full"] == 1
-        link._connection._transport.resume_reading()
+        link.connection.transport.resume_reading()
         await until(lambda: len(dialing.answers) == sent + 1)
 
 
@@ -267,12 +267,12 @@ async def test_the_buffer_of_a_peer_that_does_not_read_is_filled_to_its_last_byt
     async with AnsweringListener() as answering, RecordingDialer() as dialing:
         dialing.say(answering.endpoint)
         await until(lambda: dialing.answers)
-        (theirs,) = answering.listener._callers
-        link = dialing.dialer._links[answering.endpoint]
-        assert link._connection is not None
-        transport = theirs._transport
+        (theirs,) = answering.listener.callers
+        link = dialing.dialer.links[answering.endpoint]
+        assert link.connection is not None
+        transport = theirs.transport
         assert transport is not None
-        link._connection._transport.pause_reading()  # type: ignore[union-attr]
+        link.connection.transport.pause_reading()  # type: ignore[union-attr]
         while not transport.get_write_buffer_size():
             transport.write(bytes(1 << 20))
         left = 1000
@@ -286,7 +286,7 @@ async def test_a_peer_that_ends_its_half_is_answered_with_the_end_of_ours() -> N
     patient = replace(FAST, linger_s=3600.0, greeting_s=3600.0)
     async with AnsweringListener(limits=patient) as answering, RawConnection(answering) as raw:
         await until(lambda: answering.accepted)
-        (ours,) = answering.listener._callers
+        (ours,) = answering.listener.callers
         raw.writer.write_eof()
         try:
             await raw.end()
@@ -306,7 +306,7 @@ async def test_the_first_attempt_after_a_refusal_waits_as_long_as_the_first_of_a
 
     async with RecordingDialer() as dialing:
         dialing.say(Endpoint(LOOPBACK, 1))
-        link = dialing.dialer._links[Endpoint(LOOPBACK, 1)]
+        link = dialing.dialer.links[Endpoint(LOOPBACK, 1)]
         link._backoff = NotedBackoff(0.01, 0.02, floor=1.0)
         await until(lambda: len(waits) > 2)
     assert waits[:3] == [0.01, 0.02, 0.02]
@@ -344,9 +344,9 @@ async def test_small_frames_leave_at_once() -> None:
     async with AnsweringListener() as answering, RecordingDialer() as dialing:
         dialing.say(answering.endpoint)
         await until(lambda: dialing.answers)
-        ends = [dialing.dialer._links[answering.endpoint]._connection, next(iter(answering.listener._callers))]
+        ends = [dialing.dialer.links[answering.endpoint].connection, next(iter(answering.listener.callers))]
         for end in ends:
-            sock = end._transport.get_extra_info("socket")
+            sock = end.transport.get_extra_info("socket")
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 

@@ -62,20 +62,20 @@ async def test_only_the_last_connection_counts_and_a_return_is_reported() -> Non
 
 def drop(dialing: RecordingDialer, answering: AnsweringListener) -> None:
     """Close like the kernel when a process dies: no message before, no reconnect after."""
-    link = dialing.dialer._links[answering.endpoint]
+    link = dialing.dialer.links[answering.endpoint]
     link._closed = True
-    link._connection._transport.abort()
+    link.connection.transport.abort()
 
 
 async def test_a_reset_is_the_kernels_word_too() -> None:
     async with AnsweringListener() as answering, RecordingDialer() as dialing:
         dialing.say(answering.endpoint)
         await until(lambda: dialing.answers)
-        link = dialing.dialer._links[answering.endpoint]
+        link = dialing.dialer.links[answering.endpoint]
         link._closed = True
-        sock = link._connection._transport.get_extra_info("socket")
+        sock = link.connection.transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        link._connection._transport.abort()
+        link.connection.transport.abort()
         await until(lambda: answering.events == [("gone", "p-1")])
 
 
@@ -83,8 +83,8 @@ async def test_what_the_listener_closes_itself_proves_nothing() -> None:
     async with AnsweringListener() as answering, RecordingDialer() as dialing:
         dialing.say(answering.endpoint)
         await until(lambda: dialing.answers)
-        dialing.dialer._links[answering.endpoint]._closed = True  # no reconnect
-        next(iter(answering.listener._callers)).close()
+        dialing.dialer.links[answering.endpoint]._closed = True  # no reconnect
+        next(iter(answering.listener.callers)).close()
         await until(lambda: not answering.connected_to("p-1"))
         assert answering.endings == [Ending.OURS]
     assert not answering.events

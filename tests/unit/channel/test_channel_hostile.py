@@ -176,11 +176,11 @@ async def test_every_flipped_bit_of_a_guarded_frame_is_noticed(secrets: Secrets)
         async with AnsweringListener(secrets) as answering, RecordingDialer(secrets=secrets) as dialing:
             dialing.say(answering.endpoint, 1)
             await until(lambda: dialing.answers)
-            link = dialing.dialer._links[answering.endpoint]
+            link = dialing.dialer.links[answering.endpoint]
             frame = bytearray(guarded_frame(link._guard, message(2)))
             bit = rng.randrange(40, len(frame) * 8)  # after length and kind
             frame[bit // 8] ^= 1 << bit % 8
-            link._connection.send(bytes(frame))
+            link.connection.send(bytes(frame))
             await until(lambda: answering.stats().get("PD-SEC-003"))
             assert answering.heard == [("p-1", 1)]
 

@@ -603,9 +603,9 @@ def test_a_port_that_is_no_side_channel_is_said_to_be_none() -> None:
 
 def test_a_wrong_checksum_and_a_failed_write_are_failures() -> None:
     right = pair.WriteResult("", "a", 0.01)
-    assert pair._judged("write", right, "a").level == GOOD
-    assert pair._judged("write", right, "b").level == FAILURE
-    assert pair._judged("write", pair.WriteResult("the write failed", "a", 1.0), "a").level == FAILURE
+    assert pair.judged("write", right, "a").level == GOOD
+    assert pair.judged("write", right, "b").level == FAILURE
+    assert pair.judged("write", pair.WriteResult("the write failed", "a", 1.0), "a").level == FAILURE
 
 
 def test_what_another_doctor_says_is_one_line_of_this_ones() -> None:

@@ -42,7 +42,7 @@ def test_codes_that_are_named_exist() -> None:
     assert set(re.findall(r"PD-[A-Z]+-\d{3}", OPERATIONS + MIGRATION)) <= set(CATALOGUE)
 
 
-@pytest.mark.parametrize("key", (*config._IGNORED, *config._CHECKED_SIZES))
+@pytest.mark.parametrize("key", (*config.IGNORED, *config.CHECKED_SIZES))
 def test_every_key_of_the_predecessor_is_explained(key: str) -> None:
     assert f"`{key}`" in MIGRATION
 

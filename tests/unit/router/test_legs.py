@@ -120,7 +120,7 @@ async def test_an_answer_does_not_commit_whose_leg_was_stopped_while_it_was_exam
     exchange = HttpExchange(bodies.parse(bodies.COMPLETIONS, body), [], "an id", send)
     before = asyncio.ensure_future(front.aside.run(lambda text: done.wait(20), bytes(2 << 20)))
     serving = asyncio.ensure_future(front.serve(exchange))
-    await until(lambda: front.aside._waiting)
+    await until(lambda: front.aside.waiting)
     assert isinstance(exchange.call, LegInFlight) and not messages
     exchange.call.stop(AttemptFailed(HttpFailure.PREFILL, fault(503, "Prefill failed.", "PD-META-006")))
     done.set()

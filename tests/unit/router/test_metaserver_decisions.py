@@ -141,8 +141,8 @@ def run(circuit: Circuit, events: list[tuple[float, object, float]]) -> float:
 
 
 def test_the_table_knows_every_evidence_in_every_state() -> None:
-    assert set(decisions._CIRCUIT) == set(CircuitState)
-    assert all(set(row) == set(Evidence) for row in decisions._CIRCUIT.values())
+    assert set(decisions.CIRCUIT) == set(CircuitState)
+    assert all(set(row) == set(Evidence) for row in decisions.CIRCUIT.values())
 
 
 @given(EVENTS)

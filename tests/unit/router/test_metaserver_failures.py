@@ -329,7 +329,7 @@ def test_nothing_is_left_after_all_sorts_of_ends() -> None:
         front = c.worker.front
         until(lambda: not front.journal.tickets and not front.journal.exchanges)
         until(lambda: all(i.load == 0 and i.requests == 0 for i in c.worker.fleet))
-        until(lambda: not c.worker._heartbeats._open)
+        until(lambda: not c.worker.heartbeats.open)
 
 
 def test_readiness_needs_a_block_that_moved_and_again_after_an_engine_came_back() -> None:

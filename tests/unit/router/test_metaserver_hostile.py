@@ -541,7 +541,7 @@ def test_each_name_of_a_connection_header_is_added_once(monkeypatch: pytest.Monk
         def union(self, *_: object) -> Any:
             raise AssertionError("all copied for one more")
 
-    monkeypatch.setattr(app, "_NOT_FORWARDED", Names(app._NOT_FORWARDED))
+    monkeypatch.setattr(app, "NOT_FORWARDED", Names(app.NOT_FORWARDED))
     headers = [(b"connection", b"x%d" % i) for i in range(100)] + [(b"x7", b"dropped"), (b"y", b"kept")]
     kept, _ = app.forwarded("POST", headers, "", ClientKeys(Settings()))
     assert (b"y", b"kept") in kept and (b"x7", b"dropped") not in kept

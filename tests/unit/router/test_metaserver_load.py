@@ -67,7 +67,7 @@ def test_what_a_models_answers_were_like_is_expected_of_the_next(stream: bool, l
             assert answer.status_code == 200
             if limit is None:
                 wanted.seen("fake", stream, length, 0)
-        until(lambda: lengths._means == wanted._means)
+        until(lambda: lengths.means == wanted.means)
         assert lengths.expected("fake", stream, 0) < AnswerLengths.FIRST
 
 
@@ -117,7 +117,7 @@ def test_a_client_cannot_make_new_models_to_remember() -> None:
     for i in range(100):
         fleet.answered(f"invented {i}", True, 50, 0)
     fleet.answered("m", True, 50, 0)
-    assert set(fleet.answers._means) == {("", True), ("m", True)}
+    assert set(fleet.answers.means) == {("", True), ("m", True)}
 
 
 # ---- media

@@ -203,14 +203,14 @@ async def test_a_body_that_waits_for_the_thread_counts_among_those_in_flight(pat
         await held.until_begun()
         answering = asyncio.create_task(worker.answer(coming.asked, coming.send))
         await coming.arrive()
-        await until(lambda: worker.front.aside._waiting)
+        await until(lambda: worker.front.aside.waiting)
         short = Coming("/v1/completions", b"{")
         await asyncio.gather(worker.answer(short.asked, short.send), short.arrive())
         assert b"PD-META-012" in short.got, "the loop goes on"
-        assert worker._intake.held == len(body) and not coming.got
+        assert worker.intake.held == len(body) and not coming.got
         held.ends.set()
         await answering
-        assert coming.got and worker._intake.held == 0
+        assert coming.got and worker.intake.held == 0
 
 
 async def test_a_post_whose_decode_engine_leaves_waits_for_no_thread() -> None:
@@ -222,10 +222,10 @@ async def test_a_post_whose_decode_engine_leaves_waits_for_no_thread() -> None:
         await held.until_begun()
         answering = asyncio.create_task(worker.answer(coming.asked, coming.send))
         await coming.arrive()
-        await until(lambda: worker.front.aside._waiting)
+        await until(lambda: worker.front.aside.waiting)
         coming.gone()
         await answering
-        assert worker._intake.held == 0 and not coming.got and not held.task.done()
+        assert worker.intake.held == 0 and not coming.got and not held.task.done()
         held.ends.set()
         assert await held.task == AT_ONCE + 1
 
@@ -242,7 +242,7 @@ async def test_short_texts_are_read_at_once_and_long_ones_on_one_thread_shortest
     held = HeldRequest(aside)
     await held.until_begun()
     waiting = [asyncio.create_task(aside.run(note, bytes(AT_ONCE + more))) for more in (9, 7, 8, 7)]
-    await until(lambda: len(aside._waiting) == 4)
+    await until(lambda: len(aside.waiting) == 4)
     await aside.run(note, bytes(AT_ONCE))
     assert read == [(0, loop)]
     held.ends.set()
@@ -257,7 +257,7 @@ async def test_a_caller_that_leaves_keeps_no_other_from_its_turn() -> None:
     held = HeldRequest(aside)
     await held.until_begun()
     leaving, staying = (asyncio.create_task(aside.run(read.append, bytes(AT_ONCE + more))) for more in (1, 2))
-    await until(lambda: len(aside._waiting) == 2)
+    await until(lambda: len(aside.waiting) == 2)
     for task in (leaving, held.task):
         task.cancel()
     await asyncio.wait((leaving,))
@@ -272,7 +272,7 @@ async def test_a_caller_that_leaves_at_its_turn_gives_it_up() -> None:
     aside, read = Aside(), list[Buffer]()
     aside._busy = True
     leaving, staying = (asyncio.create_task(aside.run(read.append, bytes(AT_ONCE + more))) for more in (1, 2))
-    await until(lambda: len(aside._waiting) == 2)
+    await until(lambda: len(aside.waiting) == 2)
     aside._busy = False
     aside._pass()
     leaving.cancel()  # its turn has come, and it has not seen that

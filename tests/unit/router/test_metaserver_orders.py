@@ -244,7 +244,7 @@ def test_no_other_p_is_asked_for_what_d_has(client: str) -> None:
                 list(pieces)
             for p in c.prefill:
                 p.behaviour.hold_after_push = False
-            until(lambda: not c.worker._heartbeats._open)  # D's call has ended, and P's leg with it
+            until(lambda: not c.worker.heartbeats.open)  # D's call has ended, and P's leg with it
             c.decode[0].behaviour.paused = False
             list(pieces)
         assert len(c.legs()) == 1
@@ -606,5 +606,5 @@ def test_a_version_that_was_not_reported_for_long_is_not_believed_any_more() -> 
 
 def test_what_comes_before_a_drop_is_whole_events() -> None:
     end = b'data: {"text": "data: x", "stop_reason": "recomputed"}\n\n'
-    assert relay._before(relay._DROPPED, b"data: 1\n\n" + end) == b"data: 1\n\n"
-    assert relay._before(relay._DROPPED, end) == b""
+    assert relay.up_to(relay.DROPPED, b"data: 1\n\n" + end) == b"data: 1\n\n"
+    assert relay.up_to(relay.DROPPED, end) == b""

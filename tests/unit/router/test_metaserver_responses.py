@@ -302,7 +302,7 @@ def test_a_response_counts_as_its_request_until_its_client_has_it() -> None:
     """It repeats that, however long it is."""
     said = json.dumps(body_for(RESPONSES, "a prompt", metadata={"x": "y" * (24 << 20)})).encode()
     with cluster() as c, socket.create_connection(("127.0.0.1", c.served.port), 20) as client:
-        held = partial(getattr, c.worker._intake, "held")
+        held = partial(getattr, c.worker.intake, "held")
         head = f"POST {RESPONSES} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(said)}\r\n\r\n"
         client.sendall(head.encode() + said)
         until(lambda: [seen for seen in c.decode[0].generations() if seen.finished])
@@ -519,9 +519,9 @@ def test_the_last_event_of_each_protocol_is_known(before: bytes) -> None:
     last = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
     completed = b'event: response.completed\ndata: {"response":{}}\n\n'
     for event in (b"data: [DONE]\n\n", last, completed):
-        assert relay._said_all(before + event) and not relay._said_all(before + event[:-1])
-        assert not relay._said_all(event + b'data: {"a": 1}\n\n')
-    assert not relay._said_all(before)
+        assert relay.has_last_event(before + event) and not relay.has_last_event(before + event[:-1])
+        assert not relay.has_last_event(event + b'data: {"a": 1}\n\n')
+    assert not relay.has_last_event(before)
 
 
 def test_events_go_out_whole_wherever_the_stream_is_cut() -> None:

@@ -167,7 +167,7 @@ def nothing_left(c: FakeCluster) -> bool:
         or front.journal.tickets
         or any(i.requests or i.load or i.circuit.state is CircuitState.TRIAL for i in c.worker.fleet)
         or front.journal._past
-        or c.worker._heartbeats._open
+        or c.worker.heartbeats.open
         or any(gate.keeper.running or gate.keeper.waiting for gate in (front.turnstile, front.canaries, front.polls))
         or c.served.loop.call(_tasks(), 10)
     )

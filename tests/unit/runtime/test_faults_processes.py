@@ -121,8 +121,8 @@ def _answers_once(wire: MooncakeWire) -> None:
 
 def _wire(p: PrefillSite) -> MooncakeWire:
     (worker,) = p.workers.values()
-    assert worker.runtime is not None and isinstance(worker.runtime._wire, MooncakeWire)
-    return worker.runtime._wire
+    assert worker.runtime is not None and isinstance(worker.runtime.wire, MooncakeWire)
+    return worker.runtime.wire
 
 
 def _timed(step: Callable[[], object]) -> tuple[float, float]:

@@ -518,7 +518,7 @@ def test_an_open_reservation_costs_its_loop_nothing_between_two_timers() -> None
         runtime = d.workers[0].runtime
         assert runtime is not None
         until(
-            lambda: runtime.core._receiver is not None and not runtime.core.gates and runtime._timer is not None,
+            lambda: runtime.core._receiver is not None and not runtime.core.gates and runtime.timer is not None,
             "the gate",
         )
         ticks, turns = [0], threading.Event()
@@ -531,9 +531,9 @@ def test_an_open_reservation_costs_its_loop_nothing_between_two_timers() -> None
         runtime.core.tick = counted  # type: ignore[method-assign]
 
         def turn(left: int) -> None:
-            runtime._loop.post(turn, left - 1) if left else turns.set()
+            runtime.loop.post(turn, left - 1) if left else turns.set()
 
-        runtime._loop.post(turn, 500)
+        runtime.loop.post(turn, 500)
         assert turns.wait(30)
         assert ticks[0] <= 5, f"{ticks[0]} ticks while the loop turned 500 times"
 

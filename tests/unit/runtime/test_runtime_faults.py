@@ -293,7 +293,7 @@ def test_a_decode_engine_with_wrong_addresses_fails_its_own_pushes_only(wrong: s
     d, e = DecodeSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push, seed=9)
     runtime = d.workers[0].runtime
     assert runtime is not None
-    session, blocks, bases = msgspec.structs.astuple(runtime._addresses())
+    session, blocks, bases = msgspec.structs.astuple(runtime.addresses())
     cut = {"a layer too few": bases[:-1], "a region too few": tuple(base[:-1] for base in bases), "no layer": ()}
     runtime.core._addresses = lambda: Memory(session, blocks, cut[wrong])  # type: ignore[method-assign]
     with sites(p, d, e):
@@ -382,7 +382,7 @@ class BrokenEvent:
 def test_what_goes_wrong_with_one_request_on_decode_is_that_requests(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1)
     runtime = d.workers[0].runtime
-    assert runtime is not None and runtime._verifier is not None
+    assert runtime is not None and runtime.verifier is not None
     names: list[Any] = []  # of the failing request, as soon as it is known
 
     def breaking(function: Callable[..., Any], of: Callable[..., Any]) -> Callable[..., Any]:
@@ -393,7 +393,7 @@ def test_what_goes_wrong_with_one_request_on_decode_is_that_requests(at: str, mo
 
         return maybe
 
-    verifier = runtime._verifier
+    verifier = runtime.verifier
     with sites(p, d):
         bad, good, cancelled = d.reserve("bad", 30), d.reserve("good", 9), d.reserve("cancelled", 5)
         names.append(bad.reservation.transfer)
@@ -591,13 +591,13 @@ def test_a_dead_writer_gathers_nothing() -> None:
         (worker,) = p.workers.values()
         runtime = worker.runtime
         assert runtime is not None
-        runtime._writing._thread.join(10)
-        assert not runtime._writing._thread.is_alive()
+        runtime.writing._thread.join(10)
+        assert not runtime.writing._thread.is_alive()
         assert p.admit(later) is None
         before = len(events)
         for _ in range(10):
             p.compute((later, 3))
-            assert runtime._writing._inbox.empty(), "nothing takes it out any more"
+            assert runtime.writing._inbox.empty(), "nothing takes it out any more"
         assert "layer_computed" not in {stage for stage, _ in events[before:]}, "nothing would use a plan"
 
 
@@ -688,7 +688,7 @@ def test_a_push_that_failed_on_one_rank_does_not_change_which_ranks_write_the_ot
         knows, ignorant = (worker.runtime for worker in p.workers.values())
         assert knows is not None and ignorant is not None
         deaf = threading.Event()
-        ignorant._loop.post(deaf.wait, 20.0)  # blocks its loop: it gets no message
+        ignorant.loop.post(deaf.wait, 20.0)  # blocks its loop: it gets no message
         with knows.deciding() as pushes:
             (push,) = (push.name for push in pushes.pushes() if push.request_id == failed.p_name)
             pushes.abort(time.monotonic(), push, Failure("PD-XFER-002", "as if its writes had failed"))
@@ -712,14 +712,14 @@ def test_a_timer_that_was_set_is_not_put_off_by_a_later_one() -> None:
 
         async def armed() -> float:
             now = time.monotonic()
-            runtime._arm(now + 1000.0)
-            runtime._arm(now + 2000.0)
-            assert runtime._timer is not None
-            first = runtime._timer.when()
-            runtime._arm(now + 500.0)
-            return first - runtime._timer.when()
+            runtime.arm(now + 1000.0)
+            runtime.arm(now + 2000.0)
+            assert runtime.timer is not None
+            first = runtime.timer.when()
+            runtime.arm(now + 500.0)
+            return first - runtime.timer.when()
 
-        assert 400.0 < runtime._loop.call(armed(), 10.0) < 600.0
+        assert 400.0 < runtime.loop.call(armed(), 10.0) < 600.0
 
 
 def test_a_loop_that_does_not_answer_in_time_raises_the_built_in_time_out() -> None:

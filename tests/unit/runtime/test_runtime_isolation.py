@@ -62,7 +62,7 @@ def test_a_destination_whose_writes_stall_delays_no_other() -> None:
     p = PrefillSite(TUPLES, 1, make_transport=Selective)
     d, slow = DecodeSite(TUPLES, 1), DecodeSite(TUPLES, 1, seed=3)
     with sites(p, d, slow):
-        stalled.add(next(iter(slow.workers)).runtime._target.session)  # type: ignore[union-attr]
+        stalled.add(next(iter(slow.workers)).runtime.target.session)  # type: ignore[union-attr]
         one, other = slow.reserve("one", 40), d.reserve("other", 40)
         slow.step()
         d.step()
@@ -124,7 +124,7 @@ def test_a_decode_worker_that_stands_still_loses_its_writer_and_the_request_fail
         runtime = d.workers[0].runtime
         assert runtime is not None
         awake = threading.Event()
-        runtime._loop.post(awake.wait, 20.0)
+        runtime.loop.post(awake.wait, 20.0)
         until(lambda: closed(events), "the end of P's authority")
         assert "authority" in closed(events)[0]["detail"]
         before = [view.copy() for views in d.ranks[0].views for view in views]
@@ -211,11 +211,11 @@ def test_a_writer_that_stands_still_inside_a_write_is_shut_out_and_writes_nothin
         runtime = worker.runtime
         assert runtime is not None
         awake = threading.Event()
-        runtime._loop.post(awake.wait, 30.0)
-        session = d.workers[0].runtime._target.session  # type: ignore[union-attr]
+        runtime.loop.post(awake.wait, 30.0)
+        session = d.workers[0].runtime.target.session  # type: ignore[union-attr]
         d.book.request_finished(request.name)
         assert not d.received(request)[0].ok
-        assert d.workers[0].runtime._target.session != session  # type: ignore[union-attr]
+        assert d.workers[0].runtime.target.session != session  # type: ignore[union-attr]
         assert [facts["proof"] for stage, facts in events if stage == "quiet"] == ["revoked"]
         before = [view.copy() for views in d.ranks[0].views for view in views]
         release.set()

@@ -50,7 +50,7 @@ def test_a_revocation_that_fails_is_tried_again_until_it_succeeds(
     other = PrefillSite(model, 1, push=push, seed=8)
     d = DecodeSite(model, 1, push=push, make_transport=Unlucky)
     (worker,) = d.workers
-    target = worker.runtime._target  # type: ignore[union-attr]
+    target = worker.runtime.target  # type: ignore[union-attr]
     with traced() as events, sites(p, other, d):
         request = d.reserve("r", 40)
         d.step()
@@ -60,7 +60,7 @@ def test_a_revocation_that_fails_is_tried_again_until_it_succeeds(
         (writer,) = p.workers.values()
         assert writer.runtime is not None
         awake = threading.Event()
-        writer.runtime._loop.post(awake.wait, 60.0)
+        writer.runtime.loop.post(awake.wait, 60.0)
         d.book.request_finished(request.name)
         d.step()
         until(lambda: target.tries >= 3, "the second try after the failure")

@@ -74,10 +74,10 @@ def test_chunks_of_a_request_become_slices() -> None:
     ]
     held, answer = scheduler.request_finished(asked, True)
     assert held and answer == {
-        "pd_push": {"prefill": scheduler._engine.incarnation, "fingerprint": scheduler._engine.fingerprint}
+        "pd_push": {"prefill": scheduler.engine.incarnation, "fingerprint": scheduler.engine.fingerprint}
     }
     (start,) = first.starts
-    assert pushed_by(start.push) == scheduler._engine.incarnation, "D can say whose push it was"
+    assert pushed_by(start.push) == scheduler.engine.incarnation, "D can say whose push it was"
     assert scheduler.released("r") and not scheduler.released("r")
 
 
@@ -309,8 +309,8 @@ def test_a_reservation_reaches_the_metaserver_and_its_word_the_workers(answer: s
         assert (unsealed.transfer, unsealed.first, unsealed.end) == (bind.transfer, 4, 10)
         assert unsealed.endpoints == ENDPOINTS and unsealed.prompt_hash == request_hash(asked)
         assert body["ticket"] == "t" and body["prompt_token_ids"] == TOKENS
-        assert body["decode"] == scheduler._engine.incarnation
-        assert body["fingerprint"] == scheduler._engine.fingerprint != ""
+        assert body["decode"] == scheduler.engine.incarnation
+        assert body["fingerprint"] == scheduler.engine.fingerprint != ""
         server.end = PREFILLED
         steps.settled(bind.transfer)
         assert scheduler.wanted(asked, 0) == 0
@@ -368,7 +368,7 @@ def test_d_reports_how_the_kv_came_in_its_answer_and_to_the_metaserver(
         assert scheduler.received("r") and not scheduler.received("r")
         cached = 4 if "code" in counts else 3
         assert asked.prefill_stats.num_cached_tokens == cached, "what came from P was computed there, or in its cache"
-        engine = scheduler._engine
+        engine = scheduler.engine
         own = {"decode": engine.incarnation, "fingerprint": engine.fingerprint}
         report = {"transfer": str(bind.transfer), "ticket": "t", **own, **counts}
         assert scheduler.finished(asked.request_id) == {"pd_load": report}

@@ -63,7 +63,7 @@ def test_a_trace_is_cut_after_the_seconds_of_a_point() -> None:
 
 
 def test_systems_take_turns() -> None:
-    assert [bench_load._turned("abc", repeat) for repeat in range(4)] == ["abc", "bca", "cab", "abc"]
+    assert [bench_load.turned("abc", repeat) for repeat in range(4)] == ["abc", "bca", "cab", "abc"]
 
 
 # -- figures
@@ -140,7 +140,7 @@ def test_the_plot_has_a_panel_for_each_share_a_line_for_each_system_and_a_bar_fo
 
 @pytest.mark.parametrize(("most", "step"), [(0.0, 1.0), (0.8, 0.1), (1.2, 0.2), (7.0, 1.0), (30.0, 5.0), (100.0, 10.0)])
 def test_ticks_are_few_and_round(most: float, step: float) -> None:
-    assert plot._step(most) == pytest.approx(step)
+    assert plot.tick_step(most) == pytest.approx(step)
 
 
 def test_a_run_in_which_nothing_was_good_can_be_drawn() -> None:
@@ -220,4 +220,4 @@ def test_a_push_is_compared_with_none_in_the_same_turn() -> None:
         "| (a) one & the same | 8 | 0 | 0 | 30.0 | 30.0 |  |  |",
         "| (a) one & the same | 8 | 4 | 14 | 30.0 | 45.0 | 1.00 (1.00–1.00) | 1.50 (1.50–1.50) |",
     ]
-    assert [list(pushed._rotated((0, 1, 4), turn)) for turn in range(3)] == [[0, 1, 4], [1, 4, 0], [4, 0, 1]]
+    assert [list(pushed.rotated((0, 1, 4), turn)) for turn in range(3)] == [[0, 1, 4], [1, 4, 0], [4, 0, 1]]

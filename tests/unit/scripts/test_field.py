@@ -287,7 +287,7 @@ def test_caches_that_do_not_fit_each_other_are_no_pair() -> None:
     d = written(line(D), line(D), "me/mla")
     p = field.judge(field.commands(written(line(P), line(P)))[0], KNOWN)
     other = field.judge(field.commands(d)[0], KNOWN)
-    words = field._pair([p], [other])
+    words = field.pair_of([p], [other])
     assert words.startswith("PD-GEO-001")
     assert not field.FieldVerdict("x", "me/gqa", (p,), (other,), words).both
     assert judged(p=line(P, "--additional-config", C8), model="me/sparse").pair.startswith("PD-GEO-001: dtype")

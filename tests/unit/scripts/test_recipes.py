@@ -79,7 +79,7 @@ def test_sizes_are_those_of_vllm_ascends_own_configurations() -> None:
         except sdist.Unreachable as problem:
             pytest.skip(str(problem))
         texts = sdist.read(path, field_page.FOLDER, (".yaml",))
-        named = {field_page._name(PurePosixPath(name)): text for name, text in texts.items() if "kv_producer" in text}
+        named = {field_page.name_of(PurePosixPath(name)): text for name, text in texts.items() if "kv_producer" in text}
         for recipe in RECIPES:
             if recipe.older == (pin is sdist.OLDER):
                 found = {sized_of(command) for command in field.commands(named[recipe.configuration])}
@@ -88,7 +88,7 @@ def test_sizes_are_those_of_vllm_ascends_own_configurations() -> None:
 
 
 def sized_of(command: field.Command) -> tuple[str, Sized]:
-    flags = {name: (values or [""])[0] for name, values in field._flags(command.words).items()}
+    flags = {name: (values or [""])[0] for name, values in field.flags_of(command.words).items()}
     numbers = ("--tensor-parallel-size", "--data-parallel-size", "--max-model-len", "--max-num-batched-tokens")
     tp, dp, length, tokens = (int(flags[name]) for name in numbers)
     drafts = re.search(r'"num_speculative_tokens": *(\d+)', flags.get("--speculative-config", ""))

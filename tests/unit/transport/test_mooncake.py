@@ -145,7 +145,7 @@ def test_an_engine_that_only_writes_exposes_no_memory(
     wire: MooncakeWire, receiver: ReceivingChild, memory: np.ndarray
 ) -> None:
     settle(wire, wire.submit(receiver.session, [memory.ctypes.data], [receiver.base], [10]))
-    engine = wire._engines.current
+    engine = wire.engines.current
     assert engine is not None and engine.address not in receiver.session
 
 

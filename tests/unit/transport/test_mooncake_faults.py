@@ -157,7 +157,7 @@ def test_connections_to_peers_that_have_ended_do_not_pile_up(
     for _ in range(4):
         with ReceivingChild(SPAN, forks) as receiver:
             assert one(wire, receiver, memory) is WriteState.LANDED
-    until(lambda: wire._engines.tend() or half_closed() - before <= 2, half_closed)
+    until(lambda: wire.engines.tend() or half_closed() - before <= 2, half_closed)
 
 
 @pytest.mark.parametrize("free", [2, 5])  # another part of opening an engine fails each time
@@ -213,10 +213,10 @@ def test_another_process_at_a_known_address_gets_an_engine_that_does_not_know_it
 ) -> None:
     with ReceivingChild(1024, forks) as receiver:
         assert one(wire, receiver, memory) is WriteState.LANDED
-        before = wire._engines.current
+        before = wire.engines.current
         receiver.session = receiver.session.partition("/")[0] + "/another"
         assert one(wire, receiver, memory) is WriteState.LANDED
-        assert wire._engines.current is not before and before is not None
+        assert wire.engines.current is not before and before is not None
         deadline = time.monotonic() + 2
         while not before.closed:
             assert one(wire, receiver, memory) is WriteState.LANDED

@@ -150,7 +150,7 @@ def test_a_revocation_waits_for_the_call_that_is_out_and_peers_are_met_again(
     until(lambda: poll() is WriteState.PENDING and kind.written.is_set(), "the call")
     revoking = threading.Thread(target=target.revoke, name="revoke")
     revoking.start()
-    until(lambda: wire._engines._writes._paused, "the revocation")
+    until(lambda: wire.engines._writes._paused, "the revocation")
     kind.gate.set()
     revoking.join(20)
     assert len(kind.opened) == 2 and kind.opened[0].writes == 1
@@ -165,7 +165,7 @@ def test_what_waited_for_the_engine_that_went_was_never_issued(kind: Any, both: 
     kind.answering.set()
     kind.gate.set()
     assert ended(poller(wire, memory)) is WriteState.LANDED
-    with wire._engines._writes.kept_out():
+    with wire.engines._writes.kept_out():
         poll = poller(wire, memory)
         target._shut()
     assert ended(poll) is WriteState.UNISSUED

@@ -121,7 +121,7 @@ def test_a_writer_that_cannot_be_opened_fails_the_write_and_the_next_one_tries_a
 
     source, target = np.ones(64, dtype=np.uint8), np.zeros(64, dtype=np.uint8)
     receiving, sending = target_of(target), wire_from(source)
-    engines = sending._engines
+    engines = sending.engines
 
     def write() -> WriteState:
         pieces = [source.ctypes.data], [target.ctypes.data], [64]
@@ -146,4 +146,4 @@ def test_a_closed_wire_opens_no_engine() -> None:
     sending = wire_from(np.ones(64, dtype=np.uint8))
     sending.close()
     with pytest.raises(PdError, match=r"PD-WIRE-001.*the transport is closed"):
-        sending._engines.need()
+        sending.engines.need()

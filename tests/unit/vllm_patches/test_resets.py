@@ -43,7 +43,7 @@ class ToldConnector(AscendPushConnector):
     """The connector, as far as a reset concerns it."""
 
     def __init__(self, role: PrefillScheduler | DecodeScheduler) -> None:
-        self._scheduler, self._engine = role, role._engine
+        self._scheduler, self._engine = role, role.engine
 
 
 def installed(connector: Any, *running: Request) -> Any:
@@ -122,16 +122,16 @@ def test_blocks_that_a_reset_took_are_not_pushed_for_a_d_that_comes_then() -> No
 def test_engines_whose_weights_have_other_versions_do_not_fit(version: str) -> None:
     """The version is that of the moment: what was held under the last one is freed."""
     with pair() as both:
-        before = both.d._engine.fingerprint
+        before = both.d.engine.fingerprint
         _, _, answer = both.prefilled()
         ToldConnector(both.d).weights(version)
         assert both.steps.cancelled(both.load(answer).transfer) == "PD-GEO-001"
-        assert both.d._engine.fingerprint != before == both.p._engine.fingerprint
+        assert both.d.engine.fingerprint != before == both.p.engine.fingerprint
         ToldConnector(both.p).weights(version)
         assert both.p.build_step(output()).freed == (P_ID,) and both.p.released(P_ID)
-        assert both.d._engine.fingerprint == both.p._engine.fingerprint
+        assert both.d.engine.fingerprint == both.p.engine.fingerprint
         _, _, answer = both.prefilled(name="cmpl-router-2-0-aaaaaaaa")
         both.load(answer, name="cmpl-router-2-0-bbbbbbbb")
         until(both.p.book.must_step, "the binding")
         ToldConnector(both.d).weights("default")
-        assert both.d._engine.fingerprint == before
+        assert both.d.engine.fingerprint == before

@@ -257,16 +257,16 @@ def _writes(side: DoctorSide, line: Line) -> Iterator[Check]:
         written = wire.write(offer)
         line.say(written)
         found = line.receive(ReadResult, ANSWER_S)
-        yield _judged("write there", written, found.digest)
+        yield judged("write there", written, found.digest)
         written = line.receive(WriteResult, ANSWER_S)
         digest = wire.scratch.received()
         line.say(ReadResult(digest))
-        yield _judged("write back", written, digest)
+        yield judged("write back", written, digest)
     finally:
         wire.close()
 
 
-def _judged(name: str, written: WriteResult, found: str) -> Check:
+def judged(name: str, written: WriteResult, found: str) -> Check:
     if written.problem:
         return failure(name, f"2 MiB: {written.problem}", LINK)
     if written.digest != found:
@@ -318,5 +318,5 @@ def _answer(side: DoctorSide, line: Line) -> str:
         found = line.receive(ReadResult, ANSWER_S)
     finally:
         wire.close()
-    ways = (_judged("from there", theirs_written, digest), _judged("to there", written, found.digest))
+    ways = (judged("from there", theirs_written, digest), judged("to there", written, found.digest))
     return "; ".join(f"{way.name} {way.says}" for way in ways)

@@ -98,7 +98,7 @@ class DecodeScheduler(SchedulerRole):
         failed loads by request, so they are failed around its step. `yields`: a loaded request gives its blocks back
         where nothing else could go on. `gives`: requests may begin with given tokens.
         """
-        self._engine, self._patience = engine, patience
+        self.engine, self._patience = engine, patience
         if longest:
             log.info("%s", pace(longest, engine.config.timers.recv_deadline_s))
         self._recomputes = recomputes
@@ -127,12 +127,12 @@ class DecodeScheduler(SchedulerRole):
             log.warning("%s %s", words, UNREACHABLE_REMEDY)
         loop = LoopThread("pd-reserve")
         doorbell = Doorbell(self._patience.news)
-        client = MetaserverClient(self._engine.config.metaserver, loop, self._on_outcome)
-        known_as = self._engine.config.timers, self._engine.incarnation, self._engine.secrets
+        client = MetaserverClient(self.engine.config.metaserver, loop, self._on_outcome)
+        known_as = self.engine.config.timers, self.engine.incarnation, self.engine.secrets
         offering = Offering(
             *known_as, loop, self._on_outcome, lambda reason: self.tally.count("num_side_channel_faults", reason)
         )
-        wake = doorbell.start(loop, self._engine.host)
+        wake = doorbell.start(loop, self.engine.host)
         self._online = _Online(geometry, kernel_blocks, endpoints, loop, client, offering, doorbell, wake)
 
     # -- the scheduler's thread
@@ -165,14 +165,14 @@ class DecodeScheduler(SchedulerRole):
             self.act()
         if count <= 0 or online is None or route is None:
             return
-        deadline = self._engine.config.timers.recv_deadline_s
+        deadline = self.engine.config.timers.recv_deadline_s
         wanted = online.geometry.tables, deadline, uuid.uuid4().hex, online.kernel_blocks
         bind = self.book.reserve(request.request_id, count, blocks, *wanted)
         given = self.book.given(request.request_id)
         # The last given token is the next one that is computed here: to P all the others are prompt.
         tokens = [*request.prompt_token_ids, *given[:-1]] if given else request.prompt_token_ids
         prompt = len(tokens), request_hash(request, tokens)
-        reservation = bind.reservation(self._engine.model_now, online.geometry, online.endpoints, *prompt)
+        reservation = bind.reservation(self.engine.model_now, online.geometry, online.endpoints, *prompt)
         whole = online.geometry.recomputes_last and bind.end == len(tokens)
         leaves = online.geometry.recomputes_last and not whole
         asks = None
@@ -183,7 +183,7 @@ class DecodeScheduler(SchedulerRole):
             reservation = msgspec.structs.replace(reservation, seed=seed, needs=(WHOLE,) if whole else ())
         elif whole:
             raise LocalProtocolError(f"all of {request.request_id} is reserved, and no first token is asked for")
-        sealed = seal(reservation, self._engine.secrets)
+        sealed = seal(reservation, self.engine.secrets)
         trace.emit(
             "reserved",
             transfer=str(bind.transfer),
@@ -204,8 +204,8 @@ class DecodeScheduler(SchedulerRole):
         body: dict[str, Any] = {
             "ticket": route.ticket,
             "transfer": str(bind.transfer),
-            "decode": self._engine.incarnation,
-            "fingerprint": self._engine.fingerprint,
+            "decode": self.engine.incarnation,
+            "fingerprint": self.engine.fingerprint,
             "reservation": encoded,
         }
         if asks is not None:
@@ -229,8 +229,8 @@ class DecodeScheduler(SchedulerRole):
             route = read_passing_router(params, request.request_id, self._allowed) or route
         elif isinstance(route, str):
             prompt = request.num_prompt_tokens, request_hash(request)
-            listeners = self._engine.config.meet.prefill_listeners
-            route = read_meet(params, request.request_id, prompt, listeners, self._engine.secrets) or route
+            listeners = self.engine.config.meet.prefill_listeners
+            route = read_meet(params, request.request_id, prompt, listeners, self.engine.secrets) or route
         if isinstance(route, PdError | str):
             log.warning("request %s is prefilled locally: %s", request.request_id, route)
             return None
@@ -256,7 +256,7 @@ class DecodeScheduler(SchedulerRole):
         if effect is LoadEffect.OVER and route is not None and route.metaserver:
             online.client.report(route.metaserver, self._report(load))
         elif effect is LoadEffect.NOT_FETCHED and isinstance(route, Meet):
-            unwanted = Unwanted(self._engine.incarnation, route.source, route.name)
+            unwanted = Unwanted(self.engine.incarnation, route.source, route.name)
             online.offering.send_unwanted(route.listener, unwanted)
         elif effect is LoadEffect.HANG_UP and transfer is not None:
             (online.offering if isinstance(route, Meet) else online.client).forget(transfer)
@@ -268,13 +268,13 @@ class DecodeScheduler(SchedulerRole):
         return LoadReport(
             transfer=str(load.transfer),
             ticket=route.ticket if route is not None else "",
-            decode=self._engine.incarnation,
+            decode=self.engine.incarnation,
             received=0 if load.failure else load.tokens,
             recomputed=load.tokens if load.failure else 0,
             code=why.code,
             detail=one_line(why.detail)[:MAX_DETAIL] if shown else "",
             prefill=pushed_by(load.push) if load.push else "",
-            fingerprint=self._engine.fingerprint,
+            fingerprint=self.engine.fingerprint,
             first_token=load.source,
             cached=load.cached,
         )

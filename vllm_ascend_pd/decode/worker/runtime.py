@@ -67,27 +67,27 @@ class ReceiveRuntime:
         target: Target,
         secrets: Secrets | None,
     ) -> None:
-        self._caches, self._device, self._target = caches, device, target
+        self._caches, self._device, self.target = caches, device, target
         self._tails = BlockTails(caches, site.rank)
         self._reports: deque[Loaded] = deque()
         self._undrafted = ""  # the last P that was logged for lacking the draft model
         self._revoking_since: float | None = None
         self.tally = Tally()
         self._ringer = Ringer()
-        self._timer: asyncio.TimerHandle | None = None
+        self.timer: asyncio.TimerHandle | None = None
         self._gate_timer: asyncio.TimerHandle | None = None
-        self._verifier = MemoryVerifier(caches, device, site.rank) if config.wire.verify == "full" else None
+        self.verifier = MemoryVerifier(caches, device, site.rank) if config.wire.verify == "full" else None
         self.core = Loads(
             config,
             site.stage,
             site.rank,
             site.model,
             caches.geometry,
-            self._addresses,
-            verify=self._verifier is not None,
+            self.addresses,
+            verify=self.verifier is not None,
         )
         target.register(caches.storages)
-        self._loop = LoopThread(f"pd-receive-{site.stage}.{site.rank}")
+        self.loop = LoopThread(f"pd-receive-{site.stage}.{site.rank}")
         self._listener = Listener(
             host=site.host,
             port=site.port,
@@ -98,11 +98,11 @@ class ReceiveRuntime:
             on_back=self._on_back,
             count=lambda reason: self.tally.count("num_side_channel_faults", reason),
         )
-        self._loop.post(device.attach_thread)  # gates are polled and transfer engines opened there
+        self.loop.post(device.attach_thread)  # gates are polled and transfer engines opened there
         try:
-            bound = self._loop.call(self._listener.start(), timeout=START_S)
+            bound = self.loop.call(self._listener.start(), timeout=START_S)
         except (PdError, TimeoutError):
-            self._loop.stop(CLOSE_GRACE_S)
+            self.loop.stop(CLOSE_GRACE_S)
             target.close()
             raise
         self.endpoint = Endpoint(site.advertise_host or bound.host, bound.port)
@@ -123,7 +123,7 @@ class ReceiveRuntime:
             self._tails.clear(bind)
         # A step that is still in flight may write into these blocks: the next token of a request that has stopped.
         gate = self._device.record() if step.binds else None
-        self._loop.post(self._apply, step, gate)
+        self.loop.post(self._apply, step, gate)
 
     def take_reports(self) -> list[Loaded]:
         """Return transfers that ended since the last call."""
@@ -134,14 +134,14 @@ class ReceiveRuntime:
 
     def close(self) -> None:
         """Stop listening, then close the transfer engine: nothing lands after that. Idempotent."""
-        if self._loop.alive:
+        if self.loop.alive:
             try:
-                self._loop.call(self._listener.close(), timeout=CLOSE_GRACE_S)
+                self.loop.call(self._listener.close(), timeout=CLOSE_GRACE_S)
             except TimeoutError:
                 log.error("the side channel did not close within %.0f s", CLOSE_GRACE_S)
-        self._loop.stop(CLOSE_GRACE_S)
+        self.loop.stop(CLOSE_GRACE_S)
         self._ringer.close()
-        self._target.close()
+        self.target.close()
 
     # -- the loop thread
 
@@ -159,7 +159,7 @@ class ReceiveRuntime:
     def _look_again(self) -> None:
         if self._gate_timer is not None:
             self._gate_timer.cancel()
-        self._gate_timer = self._loop.loop.call_later(GATE_POLL_S, self._look) if self.core.gates else None
+        self._gate_timer = self.loop.loop.call_later(GATE_POLL_S, self._look) if self.core.gates else None
 
     def _on_message(self, peer: Hashable, message: Message) -> None:
         with self._deciding():
@@ -174,7 +174,7 @@ class ReceiveRuntime:
             self.core.peer_back(time.monotonic(), incarnation)
 
     def _tick(self) -> None:
-        self._timer = None
+        self.timer = None
         with self._deciding():
             self.core.tick(time.monotonic())
 
@@ -190,15 +190,15 @@ class ReceiveRuntime:
                         self._handlers[type(effect)](self, effect)
                     except Exception:  # what else was decided still happens, and the timer is set
                         log.exception("not done: %s", type(effect).__name__)
-            self._arm()
+            self.arm()
 
-    def _arm(self) -> None:
+    def arm(self) -> None:
         wake = self.core.next_wake()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
         if wake is not None:
-            self._timer = self._loop.loop.call_later(max(0.0, wake - time.monotonic()), self._tick)
+            self.timer = self.loop.loop.call_later(max(0.0, wake - time.monotonic()), self._tick)
 
     def _send(self, action: act.Send) -> None:
         self._listener.send(action.peer, action.message)
@@ -212,10 +212,10 @@ class ReceiveRuntime:
             self._ringer.ring()
 
     def _verify(self, action: act.Verify) -> None:
-        if self._verifier is None:
+        if self.verifier is None:
             return
         try:
-            wrong = self._verifier.first_difference(self.core.binds[action.transfer], action.sums, action.pushed)
+            wrong = self.verifier.first_difference(self.core.binds[action.transfer], action.sums, action.pushed)
         except Exception as error:  # else the transfer would wait for its deadline
             log.exception("transfer %s cannot be compared with its checksums", action.transfer)
             wrong = f"unknown (this worker cannot read its cache: {error})"
@@ -226,8 +226,8 @@ class ReceiveRuntime:
             self._revoking_since = time.monotonic()
             log.warning("access to this rank's KV cache is revoked: a prefill worker did not answer its cancellation")
         try:
-            self._target.revoke()
-            addresses = self._addresses()
+            self.target.revoke()
+            addresses = self.addresses()
         except Exception as error:  # whatever it is, this rank serves no P before a revocation has succeeded
             known = with_code(error)
             log.error("access is not revoked yet: %s", known, exc_info=first and known is not error)
@@ -250,5 +250,5 @@ class ReceiveRuntime:
         act.Note: _note,
     }
 
-    def _addresses(self) -> Memory:
-        return Memory(self._target.session, self._caches.blocks, self._caches.bases)
+    def addresses(self) -> Memory:
+        return Memory(self.target.session, self._caches.blocks, self._caches.bases)

@@ -54,7 +54,7 @@ class PrefillScheduler(SchedulerRole):
         self, engine: Engine, news: Callable[[], None] = lambda: None, blocks: int = 0, *, sends_first: bool = False
     ) -> None:
         """`sends_first`: P's first tokens are sent to D."""
-        self._engine, self._news = engine, news
+        self.engine, self._news = engine, news
         meet, timers = engine.config.meet, engine.config.timers
         holding = Holding(meet.hold_sources, int(meet.hold_share * blocks), timers.hold_s, timers.meet_s)
         self.book = PushBook(engine.incarnation, holding, model=engine.model)
@@ -67,9 +67,9 @@ class PrefillScheduler(SchedulerRole):
     def attach_workers(self, workers: Mapping[tuple[int, int], WorkerFacts]) -> None:
         self.book.geometry = merge_geometries(workers)
         self._kernel_blocks = next(iter(workers.values())).kernel_blocks
-        if self._engine.config.meet.hold_sources:
+        if self.engine.config.meet.hold_sources:
             self.reception = Reception(
-                self._engine, self.book, self._news, lambda reason: self.tally.count("num_side_channel_faults", reason)
+                self.engine, self.book, self._news, lambda reason: self.tally.count("num_side_channel_faults", reason)
             )
 
     def _deciding(self) -> AbstractContextManager[float]:
@@ -135,14 +135,14 @@ class PrefillScheduler(SchedulerRole):
 
     def pauses(self, paused: bool) -> None:
         """Hold nothing longer than a lease while the engine pauses or ends: it waits until nothing is held."""
-        timers = self._engine.config.timers
+        timers = self.engine.config.timers
         with self._deciding() as now:
             self.book.limit(now, min(timers.lease_s, timers.hold_s) if paused else timers.hold_s)
 
     def reset(self) -> None:
         with self._deciding():
             self.book.reset()
-            self.book.model = self._engine.model_now
+            self.book.model = self.engine.model_now
 
     def metadata(self, output: Any) -> StepMetadata:
         return StepMetadata(prefill=self.build_step(output))
@@ -201,14 +201,14 @@ class PrefillScheduler(SchedulerRole):
         if record.source is None or self.reception is None:
             raise LocalProtocolError(f"{request.request_id} is held, and has no source")
         held = Source(PROTOCOL_VERSION, record.source, self.reception.endpoint, *record.prompt, self.book.hold_s)
-        sealed = base64.b64encode(seal_source(held, self._engine.secrets)).decode()
+        sealed = base64.b64encode(seal_source(held, self.engine.secrets)).decode()
         trace.emit("held", request=request.request_id, source=str(record.source))
         params = {"do_remote_prefill": True, "do_remote_decode": False, "source": sealed}
         return {**params, **params_of(self._report())}
 
     def _report(self, code: str = "", detail: str = "", first: str = "") -> PushReport:
         sends_first = self.first_tokens is not None
-        return PushReport(self._engine.incarnation, code, detail, self._engine.fingerprint, first, sends_first)
+        return PushReport(self.engine.incarnation, code, detail, self.engine.fingerprint, first, sends_first)
 
     def step_hooks(self) -> tuple[FirstTokenSource, ...]:
         return (self.first_tokens,) if self.first_tokens is not None else ()
@@ -264,7 +264,7 @@ class PrefillScheduler(SchedulerRole):
             if not isinstance(encoded, str) or len(encoded) > 2 * MAX_MESSAGE_BYTES:
                 return PdError("PD-META-005", why="the request carries no reservation")
             try:
-                reservation = unseal(base64.b64decode(encoded, validate=True), self._engine.secrets)
+                reservation = unseal(base64.b64decode(encoded, validate=True), self.engine.secrets)
             except ValueError:
                 return PdError("PD-META-005", why="it is not base64")
             except RemoteProtocolError as refused:
@@ -275,7 +275,7 @@ class PrefillScheduler(SchedulerRole):
         return NewRequest(
             request_id=request.request_id,
             prompt=(request.num_prompt_tokens, request_hash(request)),
-            push=push_id(self._engine.incarnation, uuid.uuid4().hex),
+            push=push_id(self.engine.incarnation, uuid.uuid4().hex),
             reservation=reservation,
             meets=meets_under(params, request.request_id),
             uuid=uuid.uuid4().hex,

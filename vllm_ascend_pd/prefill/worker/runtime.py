@@ -60,11 +60,11 @@ class PushRuntime:
         secrets: Secrets | None,
         regroup: RegroupResources | None = None,
     ) -> None:
-        self._config, self._wire = config, wire
+        self._config, self.wire = config, wire
         self.tally = Tally()
         self.lock = threading.Lock()
         self._changed = threading.Condition(self.lock)  # a write has ended, or a slot is free
-        self._timer: asyncio.TimerHandle | None = None
+        self.timer: asyncio.TimerHandle | None = None
         self._armed = float("inf")
         staging = regroup.staging if regroup is not None else None
         wire.register([*caches.storages, *([staging.region] if staging is not None else [])])
@@ -78,7 +78,7 @@ class PushRuntime:
             regroup.room if regroup is not None else None,
             tracing=trace.enabled,
         )
-        self._loop = LoopThread(f"pd-push-{site.contributor}")
+        self.loop = LoopThread(f"pd-push-{site.contributor}")
         self._dialer = Dialer(
             incarnation=site.incarnation,
             name=str(site.contributor),
@@ -87,15 +87,15 @@ class PushRuntime:
             on_unreachable=self._on_unreachable,
             count=lambda reason: self.tally.count("num_side_channel_faults", reason),
         )
-        self._writer = Writer(self.deciding, wire, time.monotonic, push_sums)
+        self.writer = Writer(self.deciding, wire, time.monotonic, push_sums)
         wire.listen(self._last_message_at)
-        self._writing = WriterThread(f"pd-writer-{site.contributor}", self._writer, device)
+        self.writing = WriterThread(f"pd-writer-{site.contributor}", self.writer, device)
         self._exchanger: Exchanger | None = None
         if regroup is not None:
             name = f"pd-regroup-{site.contributor.rank}"
             waits = self.deciding, time.monotonic, self._changed.wait
-            self._exchanger = Exchanger(name, *waits, regroup.exchange, regroup.staging, device, self._writing.put)
-        g, put = caches.geometry, self._writing.put
+            self._exchanger = Exchanger(name, *waits, regroup.exchange, regroup.staging, device, self.writing.put)
+        g, put = caches.geometry, self.writing.put
         asked = self.deciding, device.record, put, time.monotonic
         self.steps = Steps(g.layers, *asked, self._exchanger, drafts=g.drafts, states=g.states, titles=g.layer_labels)
 
@@ -134,14 +134,14 @@ class PushRuntime:
         if self._exchanger is not None:
             self._exchanger.close(CLOSE_GRACE_S)
         # Once the thread has ended, no write of this worker lands any more: D need not revoke access to be sure.
-        quiet = self._writing.stop(CLOSE_GRACE_S)
-        self._wire.close()
-        if self._loop.alive:
+        quiet = self.writing.stop(CLOSE_GRACE_S)
+        self.wire.close()
+        if self.loop.alive:
             try:
-                self._loop.call(self._dialer.close(quiet=quiet), timeout=CLOSE_GRACE_S)
+                self.loop.call(self._dialer.close(quiet=quiet), timeout=CLOSE_GRACE_S)
             except TimeoutError:
                 log.error("the side channel did not close within %.0f s", CLOSE_GRACE_S)
-        self._loop.stop(CLOSE_GRACE_S)
+        self.loop.stop(CLOSE_GRACE_S)
 
     # -- deciding under the lock, acting after it
 
@@ -166,7 +166,7 @@ class PushRuntime:
             for effect in effects:
                 self._act(effect)
             if wake is not None:
-                self._loop.post(self._arm, wake)
+                self.loop.post(self.arm, wake)
 
     def _account(self, effects: list[Effect]) -> None:
         """Trace and count effects under the lock: a push's end must be visible before its blocks are reported free."""
@@ -189,9 +189,9 @@ class PushRuntime:
 
     def _act(self, effect: Effect) -> None:
         if isinstance(effect, act.Send):
-            self._loop.post(self._dialer.send, effect.peer, effect.message)
+            self.loop.post(self._dialer.send, effect.peer, effect.message)
         elif isinstance(effect, Writable):
-            self._writing.nudge()
+            self.writing.nudge()
         elif isinstance(effect, act.Note) and effect.stage != CLOSED:
             trace.emit(effect.stage, **effect.facts)
 
@@ -208,25 +208,25 @@ class PushRuntime:
             core.unreachable(time.monotonic(), endpoint, detail)
 
     def _tick(self) -> None:
-        self._timer, self._armed = None, float("inf")
+        self.timer, self._armed = None, float("inf")
         with self.deciding() as core:
             core.tick(time.monotonic())
 
-    def _arm(self, wake: float) -> None:
+    def arm(self, wake: float) -> None:
         """Set the timer, but never to a later time: threads may post in another order than they have decided."""
-        loop = self._loop.loop
+        loop = self.loop.loop
         at = loop.time() + max(0.0, wake - time.monotonic())
-        if self._timer is not None:
-            if self._timer.when() <= at:
+        if self.timer is not None:
+            if self.timer.when() <= at:
                 return
-            self._timer.cancel()
-        self._timer = loop.call_at(at, self._tick)
+            self.timer.cancel()
+        self.timer = loop.call_at(at, self._tick)
 
     # -- the writer's thread
 
     def _last_message_at(self, session: str) -> float | None:
         """Return, for the transport, when the D rank behind a session last sent anything."""
-        peer = next((batch.peer for batch in self._writer.in_flight if batch.session == session), None)
+        peer = next((batch.peer for batch in self.writer.in_flight if batch.session == session), None)
         if peer is None:
             return None
         with self.lock:

@@ -41,7 +41,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _CONVERTED = 4 << 20  # bytes of the longest body in another encoding than UTF-8
 MAX_NAMES = 256  # at the outermost level: three times as many as the API has
 _NAME_LENGTH = 1 << 10  # of each of those in a long body
-_READ_WHOLE = 32 << 10  # bytes of the largest body that is decoded into values: some milliseconds
+READ_WHOLE = 32 << 10  # bytes of the largest body that is decoded into values: some milliseconds
 _BEFORE_JSON = re.compile(rb"[ \t\r\n\0\xef\xbb\xbf\xff\xfe]*")  # white space in any encoding, and byte order marks
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -363,7 +363,7 @@ def stripped(body: Buffer) -> Buffer:
     """
     if _next(body, 0) not in (b"[", b"{"):
         return body
-    if len(body) > _READ_WHOLE:
+    if len(body) > READ_WHOLE:
         _look_through(body)
         return body
     try:
@@ -419,7 +419,7 @@ def _measure(raw: memoryview, chat: bool) -> tuple[int, int]:
     commas = count(raw, b",")
     if _next(raw, 1) not in (b'"', b"["):
         return 1, commas + 1
-    if len(raw) > _READ_WHOLE:
+    if len(raw) > READ_WHOLE:
         try:
             _SINGLE.decode(raw)
             several = 1

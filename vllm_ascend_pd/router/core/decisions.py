@@ -280,7 +280,7 @@ class _CircuitStep(Enum):
 
 
 # A wedged engine can still serve /health: a good probe does not close what requests have opened.
-_CIRCUIT: dict[CircuitState, dict[Evidence, _CircuitStep]] = {
+CIRCUIT: dict[CircuitState, dict[Evidence, _CircuitStep]] = {
     CircuitState.CLOSED: {
         Evidence.SERVED: _CircuitStep.CALM,
         Evidence.BROKE: _CircuitStep.COUNT_BROKE,
@@ -355,7 +355,7 @@ class Circuit:
             self.state, self.until = CircuitState.WEDGED, now
 
     def seen(self, now: float, evidence: Evidence, rand: float) -> None:
-        step = _CIRCUIT[self.state][evidence]
+        step = CIRCUIT[self.state][evidence]
         if step is _CircuitStep.REACHED:
             self.unreached = 0
         elif step in (_CircuitStep.CALM, _CircuitStep.CLOSE):
@@ -438,18 +438,18 @@ class AnswerLengths:
     _WEIGHT = 1 / 32  # of the newest answer
 
     def __init__(self) -> None:
-        self._means: dict[tuple[str, bool], float] = {}
+        self.means: dict[tuple[str, bool], float] = {}
 
     def expected(self, model: str, stream: bool, limit: int) -> float:
         """Return the tokens to expect. `limit`: the request's own; 0: none."""
-        mean = self._means.get((model, stream), self.FIRST)
+        mean = self.means.get((model, stream), self.FIRST)
         return min(mean, limit) if limit else mean
 
     def seen(self, model: str, stream: bool, length: float, limit: int) -> None:
         """Take in a whole answer. One that its limit ended says only that it would have been longer."""
-        mean = self._means.get((model, stream), self.FIRST)
+        mean = self.means.get((model, stream), self.FIRST)
         if not limit or length < limit or length > mean:
-            self._means[model, stream] = mean + (length - mean) * self._WEIGHT
+            self.means[model, stream] = mean + (length - mean) * self._WEIGHT
 
 
 def prefer(names: Iterable[str], avoid: frozenset[str]) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ class Prompts:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._held: OrderedDict[bytes, _Held] = OrderedDict()  # least recently used first
+        self.held: OrderedDict[bytes, _Held] = OrderedDict()  # least recently used first
         self.tokens = 0
         self.reported = False
         self._stored = 0  # tokens that came into the cache since the first KV event
@@ -80,9 +80,9 @@ class Prompts:
 
     def has(self, marks: Marks) -> int:
         """Return how many of a prompt's first tokens are there. Its marks that are there are the first: see `add`."""
-        if not self._held or not marks or marks[0].digest not in self._held:
+        if not self.held or not marks or marks[0].digest not in self.held:
             return 0
-        there = bisect_left(marks, True, key=lambda mark: mark.digest not in self._held)
+        there = bisect_left(marks, True, key=lambda mark: mark.digest not in self.held)
         return marks[there - 1].tokens
 
     def add(self, marks: Marks) -> None:
@@ -90,16 +90,16 @@ class Prompts:
         born = self._stored + (marks[-1].tokens - self.has(marks) if marks else 0)
         for place in range(len(marks) - 1, -1, -1):
             digest, upto = marks[place]
-            known = self._held.get(digest)
+            known = self.held.get(digest)
             more = upto - (marks[place - 1].tokens if place else 0)
             added = known.added if known is not None else max(LEAST, more)
             self.tokens += added if known is None else 0
-            self._held[digest] = _Held(added, upto, born)
-            self._held.move_to_end(digest)
+            self.held[digest] = _Held(added, upto, born)
+            self.held.move_to_end(digest)
         # Twice what the engine reports, because lengths are estimates.
         max_tokens = max(self._max_tokens, 2 * self._there) if self.reported else self._max_tokens
         while self.tokens > max_tokens:
-            self._drop(next(iter(self._held)))
+            self._drop(next(iter(self.held)))
 
     def update(self, came: int, there: int, *, lost: bool) -> None:
         """Take in the engine's KV events.
@@ -109,18 +109,18 @@ class Prompts:
         self.reported = True
         self._stored += came
         self._there = there
-        while lost and self._held:
+        while lost and self.held:
             # The cache drops the least recently used: a mark is there if it fits beside all that came after it.
-            digest = next(iter(self._held))
-            held = self._held[digest]
+            digest = next(iter(self.held))
+            held = self.held[digest]
             newer = held.upto + max(0, self._stored - held.born)
             if max(newer, self.tokens) <= self._there:
                 return
             self._drop(digest)
 
     def forget(self) -> None:
-        self._held.clear()
+        self.held.clear()
         self.tokens = 0
 
     def _drop(self, digest: bytes) -> None:
-        self.tokens -= self._held.pop(digest).added
+        self.tokens -= self.held.pop(digest).added

@@ -156,11 +156,11 @@ def _revoke_on_order(runtime: Any) -> None:
         with runtime._deciding():
             runtime._revoke(Revoke())
 
-    while runtime._loop.alive:
+    while runtime.loop.alive:
         if refuses("writes"):
             assert _directory is not None
             (_directory / "refuse").unlink(missing_ok=True)
-            runtime._loop.post(revoke)
+            runtime.loop.post(revoke)
         time.sleep(LOOK_S)
 
 
