@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import NoReturn
 
-from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.shared.settings import impossible
 
-
-def refuse(key: str, value: object, why: str, remedy: str, because: BaseException | None = None) -> NoReturn:
-    raise ConfigError("PD-CONF-003", key=key, value=value, why=why, remedy=remedy) from because
+refuse = impossible
 
 
 def at_least(key: str, value: int, low: int) -> int:

@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd import __version__
-from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.shared.http_session import Headers
+from vllm_ascend_pd.shared.settings import impossible
 from vllm_ascend_pd.shared.threads import aside
 
 if TYPE_CHECKING:
@@ -113,9 +113,7 @@ def _provider(endpoint: str) -> tuple[Any, Any, Any]:
             f"OpenTelemetry is not installed ({missing})",
             "pip install opentelemetry-sdk opentelemetry-exporter-otlp",
         )
-        raise ConfigError(
-            "PD-CONF-003", key="--otlp-traces-endpoint", value=endpoint, why=why, remedy=remedy
-        ) from missing
+        impossible("--otlp-traces-endpoint", endpoint, why, remedy, missing)
     name = os.environ.get("OTEL_SERVICE_NAME", "vllm-ascend-pd-metaserver")
     provider = TracerProvider(resource=Resource.create({"service.name": name}), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))

@@ -55,5 +55,5 @@ class Setting:
         return f"{self.low:.10g}–{self.high:.10g}" if self.high is not None else f"{self.low:.10g} or more"
 
 
-def impossible(name: str, value: object, why: str, remedy: str) -> NoReturn:
-    raise ConfigError("PD-CONF-003", key=name, value=value, why=why, remedy=remedy)
+def impossible(name: str, value: object, why: str, remedy: str, because: BaseException | None = None) -> NoReturn:
+    raise ConfigError("PD-CONF-003", key=name, value=value, why=why, remedy=remedy) from because
