@@ -84,7 +84,7 @@ class Listener:
         self._on_message, self._on_gone, self._on_back = on_message, on_gone, on_back
         self._limits = limits or ChannelLimits()
         self.callers: dict[Connection, _Caller] = {}
-        self._unproven: dict[Connection, None] = {}  # the oldest first
+        self.unproven: dict[Connection, None] = {}  # the oldest first
         self._by_incarnation: dict[str, list[Connection]] = {}  # the newest last
         self._gone: OrderedDict[str, None] = OrderedDict()
         self._count = count  # a fault, by reason
@@ -141,13 +141,13 @@ class Listener:
 
     def connected(self, connection: Connection) -> None:
         full = len(self.callers) >= self._limits.max_connections
-        crowded = len(self._unproven) >= self._limits.max_unproven
+        crowded = len(self.unproven) >= self._limits.max_unproven
         self.callers[connection] = _Caller()
-        self._unproven[connection] = None
+        self.unproven[connection] = None
         if full or crowded:
             # If too many are unproven, drop the one that connected first: a real peer proves itself in a round trip.
-            gone = connection if full else next(iter(self._unproven))
-            del self._unproven[gone]
+            gone = connection if full else next(iter(self.unproven))
+            del self.unproven[gone]
             self._count("refused_full")
             self._warn("full", "side channel: too many connections, refused %s", gone.address)
             gone.abort()
@@ -171,7 +171,7 @@ class Listener:
 
     def ended(self, connection: Connection, ending: Ending, detail: str) -> None:
         caller = self.callers.pop(connection)
-        self._unproven.pop(connection, None)
+        self.unproven.pop(connection, None)
         if not caller.proven or caller.hello is None:
             return
         incarnation = caller.hello.incarnation
@@ -200,7 +200,7 @@ class Listener:
         caller.proven = True
         connection.send(guarded_frame(caller.guards[0], Proof()))
         connection.allow(FRAME_BYTES)
-        self._unproven.pop(connection, None)
+        self.unproven.pop(connection, None)
         log.debug("side channel: %s is %s", connection.address, one_line(f"{hello.name} ({hello.incarnation})"))
         connections = self._by_incarnation.setdefault(hello.incarnation, [])
         connections.append(connection)

@@ -23,7 +23,7 @@ from pathlib import Path
 from tools.support.process import freeze
 from vllm_ascend_pd.channel.connection import Connection, Ending
 from vllm_ascend_pd.channel.dialer import Dialer
-from vllm_ascend_pd.channel.frames import CLEAR, Goodbye, decode_clear
+from vllm_ascend_pd.channel.frames import CLEAR, OF_WORKERS, Goodbye, decode_clear
 from vllm_ascend_pd.channel.limits import ChannelLimits
 from vllm_ascend_pd.channel.listener import Listener
 from vllm_ascend_pd.protocol.auth import Secrets
@@ -44,6 +44,7 @@ FAST = ChannelLimits(
     message_ttl_s=60.0,
 )
 IMPATIENT = replace(FAST, greeting_s=0.3)
+NO_RETURN = replace(FAST, backoff_first_s=3600.0, backoff_max_s=3600.0)  # a lost connection is not made again
 
 
 def message(seq: int = 0, p: str = "p-1", text: str = "") -> Cancel:
@@ -75,6 +76,7 @@ class AnsweringListener:
         port: int = 0,
         release: Release = OURS,
         host: str = LOOPBACK,
+        accepts: tuple[type, ...] = OF_WORKERS,
     ) -> None:
         self.heard: list[tuple[str, int]] = []
         self.events: list[tuple[str, str]] = []
@@ -90,17 +92,18 @@ class AnsweringListener:
             count=lambda reason: self.faults.update([reason]),
             limits=limits,
             release=release,
+            accepts=accepts,
         )
         self.endpoint = Endpoint(LOOPBACK, 1)
         self.accepted = 0
         self.endings: list[Ending] = []
-        self._take, self._lose = self.listener._accept, self.listener.ended
-        self.listener._accept = self._accept  # type: ignore[method-assign]
+        self._take, self._lose = self.listener.connected, self.listener.ended
+        self.listener.connected = self._connected  # type: ignore[method-assign]
         self.listener.ended = self._ended  # type: ignore[method-assign]
 
-    def _accept(self) -> Connection:
+    def _connected(self, connection: Connection) -> None:
         self.accepted += 1
-        return self._take()
+        self._take(connection)
 
     def _ended(self, connection: Connection, ending: Ending, detail: str) -> None:
         self.endings.append(ending)
@@ -116,10 +119,11 @@ class AnsweringListener:
     def stats(self) -> dict[str, int]:
         """Return the faults that the listener counted, and the connections that it has."""
         mine = self.listener
-        return {**self.faults, "connections": len(mine.callers), "unproven": len(mine._unproven)}
+        return {**self.faults, "connections": len(mine.callers), "unproven": len(mine.unproven)}
 
     def connected_to(self, incarnation: str) -> bool:
-        return incarnation in self.listener._by_incarnation
+        callers = self.listener.callers.values()
+        return any(one.proven and one.hello is not None and one.hello.incarnation == incarnation for one in callers)
 
     def _on_message(self, peer: Hashable, got: Message) -> None:
         self.heard.append((str(peer), got.seq))
@@ -135,22 +139,28 @@ class RecordingDialer:
         secrets: Secrets | None = None,
         limits: ChannelLimits = FAST,
         release: Release = OURS,
+        accepts: tuple[type, ...] = OF_WORKERS,
     ) -> None:
         self.p = p
-        self.answers: list[int] = []
+        self.got: list[Message] = []
         self.unreachable: list[str] = []
         self.faults: Counter[str] = Counter()
         self.dialer = Dialer(
             incarnation=p,
             name="dialing",
             secrets=secrets,
-            on_message=lambda _, got: self.answers.append(got.seq),
+            on_message=lambda _, got: self.got.append(got),
             on_unreachable=lambda _, detail: self.unreachable.append(detail),
             count=lambda reason: self.faults.update([reason]),
             limits=limits,
             release=release,
+            accepts=accepts,
             jitter=lambda: 0.5,
         )
+
+    @property
+    def answers(self) -> list[int]:
+        return [message.seq for message in self.got]
 
     async def __aenter__(self) -> RecordingDialer:
         return self

@@ -157,14 +157,12 @@ async def test_large_messages_pass_once_the_peer_is_proven(secrets: Secrets | No
         memory="x",
         addresses=addresses,
     )
-    got = []
     async with AnsweringListener(secrets) as answering, RecordingDialer(secrets=secrets) as dialing:
-        dialing.dialer._context.on_message = lambda _, m: got.append(m)
         dialing.say(answering.endpoint)
-        await until(lambda: got)
+        await until(lambda: dialing.got)
         assert answering.listener.send("p-1", ready)
-        await until(lambda: len(got) == 2)
-        assert got[1] == ready
+        await until(lambda: len(dialing.got) == 2)
+        assert dialing.got[1] == ready
 
 
 async def test_a_lost_connection_is_made_again_without_being_asked() -> None:
@@ -275,8 +273,7 @@ async def test_the_buffer_of_a_peer_that_does_not_read_is_filled_to_its_last_byt
         link.connection.transport.pause_reading()  # type: ignore[union-attr]
         while not transport.get_write_buffer_size():
             transport.write(bytes(1 << 20))
-        left = 1000
-        theirs._send_buffer_bytes = transport.get_write_buffer_size() + left
+        left = FAST.send_buffer_bytes - transport.get_write_buffer_size()
         assert not theirs.send(bytes(left + 1)) and theirs.send(bytes(left)) and not theirs.send(b"1")
         theirs.abort()
 
@@ -295,7 +292,9 @@ async def test_a_peer_that_ends_its_half_is_answered_with_the_end_of_ours() -> N
             ours.abort()
 
 
-async def test_the_first_attempt_after_a_refusal_waits_as_long_as_the_first_of_all() -> None:
+async def test_the_first_attempt_after_a_refusal_waits_as_long_as_the_first_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The delay doubles with each failure, and no failure precedes the first."""
     waits: list[float] = []
 
@@ -304,21 +303,18 @@ async def test_the_first_attempt_after_a_refusal_waits_as_long_as_the_first_of_a
             waits.append(super().delay(failures, rand))
             return waits[-1]
 
-    async with RecordingDialer() as dialing:
+    monkeypatch.setattr("vllm_ascend_pd.channel.link.Backoff", NotedBackoff)
+    async with RecordingDialer(limits=replace(FAST, backoff_first_s=0.04, backoff_max_s=0.08)) as dialing:
         dialing.say(Endpoint(LOOPBACK, 1))
-        link = dialing.dialer.links[Endpoint(LOOPBACK, 1)]
-        link._backoff = NotedBackoff(0.01, 0.02, floor=1.0)
         await until(lambda: len(waits) > 2)
-    assert waits[:3] == [0.01, 0.02, 0.02]
+    assert waits[:3] == [0.03, 0.06, 0.06]
 
 
 @pytest.mark.parametrize("end", ["listener", "dialer"])
 async def test_a_message_of_another_channel_is_counted_and_goes_nowhere(end: str) -> None:
-    async with AnsweringListener() as answering, RecordingDialer() as dialing:
-        if end == "listener":
-            answering.listener._accepts = (Begin,)
-        else:
-            dialing.dialer._context.accepts = (Begin,)
+    less = {"accepts": (Begin,)}
+    of_listener, of_dialer = (less, {}) if end == "listener" else ({}, less)
+    async with AnsweringListener(**of_listener) as answering, RecordingDialer(**of_dialer) as dialing:
         dialing.say(answering.endpoint)
         owner = answering if end == "listener" else dialing
         await until(lambda: owner.stats().get("dropped_not_for_us") == 1)

@@ -8,10 +8,11 @@ import asyncio
 import errno
 import socket
 import struct
+from dataclasses import replace
 
 import pytest
 
-from unit.channel.kit import AnsweringListener, DialingChild, RecordingDialer, until
+from unit.channel.kit import FAST, NO_RETURN, AnsweringListener, DialingChild, RecordingDialer, until
 from vllm_ascend_pd.channel.connection import Connection, Ending
 from vllm_ascend_pd.errors import RemoteProtocolError
 
@@ -44,7 +45,7 @@ async def test_a_stopped_process_is_not_gone_until_it_is_killed() -> None:
 
 
 async def test_only_the_last_connection_counts_and_a_return_is_reported() -> None:
-    async with AnsweringListener() as answering, RecordingDialer("p-1") as first, RecordingDialer("p-1") as second:
+    async with AnsweringListener() as answering, dying() as first, dying() as second:
         first.say(answering.endpoint, 1)
         second.say(answering.endpoint, 2)
         await until(lambda: len(answering.heard) == 2)
@@ -62,17 +63,18 @@ async def test_only_the_last_connection_counts_and_a_return_is_reported() -> Non
 
 def drop(dialing: RecordingDialer, answering: AnsweringListener) -> None:
     """Close like the kernel when a process dies: no message before, no reconnect after."""
-    link = dialing.dialer.links[answering.endpoint]
-    link._closed = True
-    link.connection.transport.abort()
+    dialing.dialer.links[answering.endpoint].connection.transport.abort()
+
+
+def dying(p: str = "p-1") -> RecordingDialer:
+    return RecordingDialer(p, limits=NO_RETURN)
 
 
 async def test_a_reset_is_the_kernels_word_too() -> None:
-    async with AnsweringListener() as answering, RecordingDialer() as dialing:
+    async with AnsweringListener() as answering, dying() as dialing:
         dialing.say(answering.endpoint)
         await until(lambda: dialing.answers)
         link = dialing.dialer.links[answering.endpoint]
-        link._closed = True
         sock = link.connection.transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         link.connection.transport.abort()
@@ -80,10 +82,9 @@ async def test_a_reset_is_the_kernels_word_too() -> None:
 
 
 async def test_what_the_listener_closes_itself_proves_nothing() -> None:
-    async with AnsweringListener() as answering, RecordingDialer() as dialing:
+    async with AnsweringListener() as answering, dying() as dialing:
         dialing.say(answering.endpoint)
         await until(lambda: dialing.answers)
-        dialing.dialer.links[answering.endpoint]._closed = True  # no reconnect
         next(iter(answering.listener.callers)).close()
         await until(lambda: not answering.connected_to("p-1"))
         assert answering.endings == [Ending.OURS]
@@ -166,11 +167,15 @@ def test_an_end_that_the_peer_began_stays_the_peers() -> None:
 
 
 async def test_what_is_remembered_about_the_gone_is_bounded() -> None:
-    from dataclasses import replace
-
-    from unit.channel.kit import FAST
-
-    async with AnsweringListener(limits=replace(FAST, remembered_gone=10)) as answering:
-        for n in range(15):
-            answering.listener._report_gone(f"p-{n}")
-        assert len(answering.listener._gone) == 10 and len(answering.events) == 15
+    async with AnsweringListener(limits=replace(FAST, remembered_gone=3)) as answering:
+        for n in range(5):
+            async with dying(f"p-{n}") as dialing:
+                dialing.say(answering.endpoint)
+                await until(lambda dialing=dialing: dialing.answers)
+                drop(dialing, answering)
+                await until(lambda n=n: ("gone", f"p-{n}") in answering.events)
+        for n in range(5):  # the oldest come as if for the first time
+            async with RecordingDialer(f"p-{n}") as again:
+                again.say(answering.endpoint)
+                await until(lambda again=again: again.answers)
+        assert [peer for event, peer in answering.events if event == "back"] == ["p-2", "p-3", "p-4"]

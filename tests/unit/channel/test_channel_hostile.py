@@ -8,6 +8,8 @@ import asyncio
 import pickle
 import random
 import struct
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -176,11 +178,16 @@ async def test_every_flipped_bit_of_a_guarded_frame_is_noticed(secrets: Secrets)
         async with AnsweringListener(secrets) as answering, RecordingDialer(secrets=secrets) as dialing:
             dialing.say(answering.endpoint, 1)
             await until(lambda: dialing.answers)
-            link = dialing.dialer.links[answering.endpoint]
-            frame = bytearray(guarded_frame(link._guard, message(2)))
-            bit = rng.randrange(40, len(frame) * 8)  # after length and kind
-            frame[bit // 8] ^= 1 << bit % 8
-            link.connection.send(bytes(frame))
+            connection = dialing.dialer.links[answering.endpoint].connection
+            send = connection.send
+
+            def flipped(frame: bytes, send: Callable[[bytes], bool] = send) -> bool:
+                bit, changed = rng.randrange(40, len(frame) * 8), bytearray(frame)  # after length and kind
+                changed[bit // 8] ^= 1 << bit % 8
+                return send(bytes(changed))
+
+            connection.send = flipped
+            dialing.say(answering.endpoint, 2)
             await until(lambda: answering.stats().get("PD-SEC-003"))
             assert answering.heard == [("p-1", 1)]
 
@@ -354,13 +361,8 @@ def test_no_bytes_crash_a_decoder(data: bytes) -> None:
             decode(memoryview(data))
         except RemoteProtocolError:
             continue
-    splitter = Splitter(100)
-    try:
-        for _ in splitter.feed(data):
-            pass
-    except RemoteProtocolError:
-        return
-    assert len(splitter._buffer) <= len(data)
+    with suppress(RemoteProtocolError):
+        list(Splitter(100).feed(data))
 
 
 def test_mutated_messages_never_crash_the_decoder() -> None:
