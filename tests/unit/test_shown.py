@@ -13,6 +13,7 @@ from unit.protocol.kit import (
     PUSH,
     TWO,
     D,
+    OpenReceiver,
     T,
     begin,
     claim_of,
@@ -27,7 +28,6 @@ from vllm_ascend_pd.metadata import PushStart
 from vllm_ascend_pd.prefill.worker.core.push import Push, Share
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.messages import Endpoint
-from vllm_ascend_pd.protocol.reservation import Receiver
 from vllm_ascend_pd.regroup.core.staging import StagingSlot
 from vllm_ascend_pd.router.core.decisions import Circuit, CircuitPolicy, Evidence, Role
 from vllm_ascend_pd.router.core.prefixes import Prompts
@@ -35,7 +35,7 @@ from vllm_ascend_pd.router.fleet import Instance
 from vllm_ascend_pd.shared.http_session import Origin
 
 
-def leased() -> Receiver:
+def leased() -> OpenReceiver:
     r = receiver()
     r.bind(0.0, T, FIRST, END, 300.0)
     r.gate_open(0.0, T)
@@ -50,20 +50,20 @@ def test_a_failure_reads_as_its_code_and_what_is_known() -> None:
 def test_a_transfer_shows_its_state_its_tokens_and_its_writers() -> None:
     r = receiver()
     r.bind(0.0, T, FIRST, END, 300.0)
-    assert repr(r._transfers[T]) == "<Transfer decode-1/7/uuid-7 gated, tokens [0, 40)>"
+    assert repr(r.rules.transfers[T]) == "<Transfer decode-1/7/uuid-7 gated, tokens [0, 40)>"
     r = leased()
-    assert repr(r._transfers[T]) == (
+    assert repr(r.rules.transfers[T]) == (
         "<Transfer decode-1/7/uuid-7 open, tokens [0, 40), push-1: P0.0 leased, P0.1 awaited>"
     )
     r.cancel(0.1, T, Failure("PD-XFER-002", "left"))
-    assert repr(r._transfers[T]) == (
+    assert repr(r.rules.transfers[T]) == (
         "<Transfer decode-1/7/uuid-7 fencing, tokens [0, 40), push-1: P0.0 leased, P0.1 awaited, "
         "failed: PD-XFER-002 left>"
     )
 
 
 def test_a_writer_tells_what_it_was_granted_and_how_long_it_is_waited_for() -> None:
-    writers = leased()._transfers[T].writers
+    writers = leased().rules.transfers[T].writers
     assert repr(writers[TWO]) == "<Writer P0.1 awaited>"
     assert repr(writers[ONE]) == "<Writer P0.0 leased, asked 3 of prefill-P0.0, lapses at 20.0, held until 60.1>"
 
@@ -71,7 +71,7 @@ def test_a_writer_tells_what_it_was_granted_and_how_long_it_is_waited_for() -> N
 def test_a_push_and_its_pairs_tell_how_far_they_are() -> None:
     s = sender()
     s.open(0.0, order((0, 1)))
-    push = s._pushes[PUSH]
+    push = opened(s)
     assert repr(push) == "<Push push-1 of decode-1/7/uuid-7; D0 ask, D1 ask>"
     assert repr(push.pairs[0]) == "<Pair push-1 to D0 at d0: ask, units: 0 pending, 0 out, 0 covered>"
     s.offer(0.0, opened(s), 0, "first", 10)

@@ -33,7 +33,9 @@ from vllm_ascend_pd.protocol.messages import (
     message_name,
 )
 from vllm_ascend_pd.protocol.push import Claim, Destination, PushRecord, Sender
+from vllm_ascend_pd.protocol.push_rules import PairMachine
 from vllm_ascend_pd.protocol.reservation import Receiver
+from vllm_ascend_pd.protocol.reservation_rules import ReservationMachine
 
 MODEL = "model/1"
 TIMERS = Timers()
@@ -70,7 +72,33 @@ def p_incarnation(contributor: Contributor) -> str:
     return f"prefill-{contributor}"
 
 
-def receiver(**changes: Any) -> Receiver:
+class OpenReceiver(Receiver):
+    """Receiver that shows its machine, and with it its records and its fence."""
+
+    rules: ReservationMachine
+
+    def machine(self, *parts: Any) -> ReservationMachine:  # type: ignore[override]
+        self.rules = ReservationMachine(*parts)
+        return self.rules
+
+
+class OpenSender(Sender):
+    """Sender that shows its machine."""
+
+    rules: PairMachine
+
+    def machine(self, *parts: Any) -> PairMachine:  # type: ignore[override]
+        self.rules = PairMachine(*parts)
+        return self.rules
+
+
+def taken(rules: ReservationMachine | PairMachine) -> list[Action]:
+    """Take the actions of a machine, as the interface does after each call."""
+    actions, rules.actions = rules.actions, []
+    return actions
+
+
+def receiver(**changes: Any) -> OpenReceiver:
     values: dict[str, Any] = {
         "incarnation": D_INCARNATION,
         "rank": 0,
@@ -81,7 +109,7 @@ def receiver(**changes: Any) -> Receiver:
         "quiet_s": QUIET,
         "verify": False,
     }
-    return Receiver(**{**values, **changes})
+    return OpenReceiver(**{**values, **changes})
 
 
 def _head(contributor: Contributor, seq: int, changes: dict[str, Any]) -> dict[str, Any]:
@@ -153,14 +181,14 @@ def ack(kind: str, seq: int, contributor: Contributor = ONE, **changes: Any) -> 
     return Ack(**_head(contributor, seq, {"kind": kind, **changes}))
 
 
-def sender(contributor: Contributor = ONE, **changes: Any) -> Sender:
+def sender(contributor: Contributor = ONE, **changes: Any) -> OpenSender:
     values: dict[str, Any] = {
         "incarnation": p_incarnation(contributor),
         "contributor": contributor,
         "timers": TIMERS,
         "quiet_s": QUIET,
     }
-    made = Sender(**{**values, **changes})
+    made = OpenSender(**{**values, **changes})
     made.describe(MODEL, P)
     return made
 

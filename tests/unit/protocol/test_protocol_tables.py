@@ -23,6 +23,8 @@ from unit.protocol.kit import (
     ONE,
     PUSH,
     TWO,
+    OpenReceiver,
+    OpenSender,
     T,
     ack,
     as_text,
@@ -40,6 +42,7 @@ from unit.protocol.kit import (
     refused,
     renew,
     sender,
+    taken,
 )
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.protocol.actions import Action
@@ -203,18 +206,18 @@ RESERVATION: dict[ReservationState, dict[ReservationEvent, Outcome]] = {
 UNASKED = (E.FIRST_BEGIN, E.REVOKED)  # in an OPEN without a BEGIN
 
 
-def decode_in(state: ReservationState, event: ReservationEvent | None = None) -> Receiver:
+def decode_in(state: ReservationState, event: ReservationEvent | None = None) -> OpenReceiver:
     """A Receiver that holds T in `state`, at time 0 or a little later, as `event` needs it."""
     r = receiver(verify=state is S.VERIFYING or event is E.LAST_DONE_TO_VERIFY)
     if state is S.UNBOUND:
         return r
     r.bind(0.0, T, FIRST, END, 300.0)
     if state is S.GATED:
-        r._fence.revoking = event is E.REVOKED
+        r.rules.guards.fence.revoking = event is E.REVOKED
         return r
     r.gate_open(0.0, T)
     if state is S.OPEN and event in UNASKED:
-        r._fence.revoking = event is E.REVOKED
+        r.rules.guards.fence.revoking = event is E.REVOKED
         return r
     r.message(0.0, "p1", begin(ONE))
     if state in (S.VERIFYING, S.CLOSED_OK, S.OVER):
@@ -234,18 +237,17 @@ def decode_in(state: ReservationState, event: ReservationEvent | None = None) ->
         r.over(0.0, T)
     if state is S.OPEN and event is E.BEGIN_OF_GONE:
         r.peer_gone(0.0, p_incarnation(ONE))
-    r._fence.revoking = event in (E.REVOKED, E.CUT, E.BEGIN_IN_REVOCATION)
+    r.rules.guards.fence.revoking = event in (E.REVOKED, E.CUT, E.BEGIN_IN_REVOCATION)
     return r
 
 
-def straight(r: Receiver, event: ReservationEvent) -> list[Action]:
+def straight(r: OpenReceiver, event: ReservationEvent) -> list[Action]:
     """Call the machine directly, where the interface checks a condition first, or would block the event."""
-    record = r._machine.lookup(T)
-    r._machine.fire(event, 0.1, record, FAILURE)
-    return r._taken(record)
+    r.rules.fire(event, 0.1, r.rules.lookup(T), FAILURE)
+    return taken(r.rules)
 
 
-def calls_of(r: Receiver, state: ReservationState) -> dict[ReservationEvent, Callable[[], list[Action]]]:
+def calls_of(r: OpenReceiver, state: ReservationState) -> dict[ReservationEvent, Callable[[], list[Action]]]:
     """Return the call that delivers each event."""
     late = TWO if state is S.FENCING else ONE  # in FENCING, TWO was never granted anything
     return {
@@ -284,7 +286,7 @@ def calls_of(r: Receiver, state: ReservationState) -> dict[ReservationEvent, Cal
     }
 
 
-def fire(r: Receiver, state: ReservationState, event: ReservationEvent) -> list[Action]:
+def fire(r: OpenReceiver, state: ReservationState, event: ReservationEvent) -> list[Action]:
     return calls_of(r, state).get(event, lambda: straight(r, event))()
 
 
@@ -454,7 +456,7 @@ PAIR: dict[PairState, dict[PairEvent, PairOutcome]] = {
 LESS = Memory("session-1", (10,), ((0,),))  # fewer layers than planned
 
 
-def prefill_in(state: PairState, event: PairEvent | None = None) -> tuple[Sender, Claim]:
+def prefill_in(state: PairState, event: PairEvent | None = None) -> tuple[OpenSender, Claim]:
     """A Sender whose only pair is in `state`, as `event` needs it, and the claim that is or was out."""
     s = sender()
     claim = Claim(PUSH, 0, "unit", 0)
@@ -488,16 +490,16 @@ def pair_of(s: Sender) -> PairRecord | None:
     return push.pairs[0] if push is not None else None
 
 
-def straight_pair(s: Sender, event: PairEvent) -> list[Action]:
+def straight_pair(s: OpenSender, event: PairEvent) -> list[Action]:
     pair = pair_of(s)
     if pair is None:
         look_up(s.table, PS.UNATTACHED, event, Counter(), PUSH)
         raise AssertionError("only messages and `open` come without a pair")
-    s._machine.fire(event, 0.1, pair, FAILURE)
-    return s._taken()
+    s.rules.fire(event, 0.1, pair, FAILURE)
+    return taken(s.rules)
 
 
-def fire_pair(s: Sender, claim: Claim, event: PairEvent) -> list[Action]:
+def fire_pair(s: OpenSender, claim: Claim, event: PairEvent) -> list[Action]:
     pair, push = pair_of(s), s.find(PUSH) or order()
     asked = pair.seq if pair is not None and pair.final is None else 1
     said = pair.final if pair is not None else None
@@ -570,7 +572,7 @@ def test_nothing_starts_over_or_ends_while_a_unit_is_out() -> None:
         s.restart(0.1, opened(s))
     assert s.state(PUSH, 0) is PS.PUSH
     s, _ = prefill_in(PS.DRAIN)
-    s._machine.close_if_finished(0.1, pair_of(s), None)
+    s.rules.close_if_finished(0.1, pair_of(s), None)
     assert s.state(PUSH, 0) is PS.DRAIN
 
 
