@@ -108,7 +108,7 @@ class HaltInWrite:
 
     def __init__(self) -> None:
         self.left = 0
-        self._submit = OpenEngine.submit
+        submitted = OpenEngine.submit
         halt = self
 
         def submit(self: OpenEngine, *where: Any) -> int | None:
@@ -116,7 +116,7 @@ class HaltInWrite:
                 halt.left -= 1
                 if not halt.left:
                     os.kill(os.getpid(), signal.SIGSTOP)
-            return halt._submit(self, *where)
+            return submitted(self, *where)
 
         OpenEngine.submit = submit  # type: ignore[assignment, method-assign]
 

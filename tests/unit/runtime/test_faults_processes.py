@@ -19,7 +19,7 @@ from unit.kits.stalls import Stalls
 from unit.kits.watching import Events, traced, until
 from unit.runtime.site_child import LEASE_S, MODULE, SiteChild, decode_site, packed, prefill_site, unpacked
 from unit.runtime.sites import DecodeSite, PrefillSite, SitePrompt, sites
-from vllm_ascend_pd.transport.wire import MooncakeWire
+from vllm_ascend_pd.transport.engine import OpenEngine
 
 TOKENS = 600
 WATCHED_S = LEASE_S + 7.5  # longer than lease, transfer timeout and the transport's timeout together
@@ -65,7 +65,7 @@ def warm(p: PrefillSite, d: DecodeSite, child: SiteChild) -> None:
     ],
 )
 def test_a_dead_or_stalled_decode_engine_delays_neither_the_forward_nor_another_by_a_second(
-    fault: str, met: bool, decode_child: SiteChild
+    fault: str, met: bool, decode_child: SiteChild, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small requests go to a healthy D one after another, while a large one is in progress to the faulty one."""
     p, d = prefill_site(), decode_site()
@@ -79,7 +79,9 @@ def test_a_dead_or_stalled_decode_engine_delays_neither_the_forward_nor_another_
             assert d.received(first)[0].ok
         text = decode_child.ask("reserve", "bad", TOKENS)
         if fault.endswith("its answer and first contact"):
-            _answers_once(_wire(p))
+            said, answers = iter([True]), OpenEngine.answers
+            # A later probe meets the stopped process.
+            monkeypatch.setattr(OpenEngine, "answers", lambda *peer: next(said, False) or answers(*peer))
         if not met:  # READY is on its way: P will write to a stopped process
             decode_child.ask("halt-at", "ready")
         decode_child.ask("step")
@@ -110,19 +112,6 @@ def test_a_dead_or_stalled_decode_engine_delays_neither_the_forward_nor_another_
         p.released_blocks_of(bad)  # at P's own deadlines, whatever D does
         failed = [facts for stage, facts in events if stage == "push_closed" and not facts["ok"]]
         assert len(failed) == 1 and failed[0]["transfer"] == str(bad.reservation.transfer)
-
-
-def _answers_once(wire: MooncakeWire) -> None:
-    """The peer is probed, answers, and is stopped; a later probe meets the stopped process."""
-    probes, answers = wire._contacts._probes, iter([True])
-    probe = probes._probe
-    probes._probe = lambda address: next(answers, False) or probe(address)
-
-
-def _wire(p: PrefillSite) -> MooncakeWire:
-    (worker,) = p.workers.values()
-    assert worker.runtime is not None and isinstance(worker.runtime.wire, MooncakeWire)
-    return worker.runtime.wire
 
 
 def _timed(step: Callable[[], object]) -> tuple[float, float]:

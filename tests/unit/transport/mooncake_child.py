@@ -112,7 +112,7 @@ def _push(wire: MooncakeWire, memory: np.ndarray, session: str, *numbers: str) -
     memory[:] = 1
     n = np.arange(count) * 2 * span
     handle = wire.submit(session, (memory.ctypes.data + n).tolist(), (base + n).tolist(), [span] * count)
-    while handle in wire._waiting:
+    while wire.engines.current is None:
         wire.poll(handle)
     return handle
 

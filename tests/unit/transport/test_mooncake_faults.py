@@ -266,16 +266,16 @@ def test_peers_that_fall_silent_between_answer_and_opening_cost_others_less_than
         receiver, stalls = stack.enter_context(ReceivingChild(1024, forks)), stack.enter_context(Stalls())
         silent = [stack.enter_context(listening()) for _ in range(RANKS)]
         assert one(wire, receiver, memory) is WriteState.LANDED
-        probe, once = wire._contacts._probes._probe, {address_of(sock) for sock in silent}
+        answers, once = OpenEngine.answers, {address_of(sock) for sock in silent}
         said: list[str] = []
 
-        def answers_once(address: str) -> bool:
+        def answers_once(engine: OpenEngine, address: str) -> bool:
             if address in once and address not in said:
                 said.append(address)
                 return True
-            return probe(address)
+            return answers(engine, address)
 
-        monkeypatch.setattr(wire._contacts._probes, "_probe", answers_once)
+        monkeypatch.setattr(OpenEngine, "answers", answers_once)
         begun, waits = time.monotonic(), []
         handles = [wire.submit(f"{address_of(sock)}/silent", [memory.ctypes.data], [4096], [10]) for sock in silent]
         states: dict[int, WriteState] = {}

@@ -29,6 +29,7 @@ SIZE = 4096
 class EngineCalls:
     """Calls of one engine, in an object apart, so that the engine itself can be collected."""
 
+    engine: weakref.ref[Any]
     registered: list[tuple[int, int]] = field(default_factory=list)
     writes: int = 0
 
@@ -43,7 +44,7 @@ class FakeAscendEngine:
     written: threading.Event
 
     def __init__(self) -> None:
-        self.seen = EngineCalls()
+        self.seen = EngineCalls(weakref.ref(self))
         self.opened.append(self.seen)
 
     def initialize(self, *_: str) -> int:
@@ -85,12 +86,15 @@ def memory() -> np.ndarray:
 
 
 @pytest.fixture
-def both(kind: Any, memory: np.ndarray) -> Iterator[tuple[MooncakeTarget, MooncakeWire]]:
+def writes() -> BlockingWrites:
+    return BlockingWrites(10, 5.0, lambda: None, time.monotonic)
+
+
+@pytest.fixture
+def both(kind: Any, memory: np.ndarray, writes: BlockingWrites) -> Iterator[tuple[MooncakeTarget, MooncakeWire]]:
     """Both sides of one process, which register the same cache."""
     target = MooncakeTarget(kind, "127.0.0.1", "ascend")
-    wire = MooncakeWire(
-        AscendEngine(target, BlockingWrites(10, 5.0, lambda: None, time.monotonic)), can_ask=can_ask(kind), wait_s=5.0
-    )
+    wire = MooncakeWire(AscendEngine(target, writes), can_ask=can_ask(kind), wait_s=5.0)
     for end in (target, wire):
         end.register([(memory.ctypes.data, SIZE)])
     yield target, wire
@@ -142,7 +146,7 @@ def test_more_regions_than_a_process_can_register_are_refused_with_their_number(
 
 
 def test_a_revocation_waits_for_the_call_that_is_out_and_peers_are_met_again(
-    kind: Any, both: Any, memory: np.ndarray
+    kind: Any, both: Any, writes: BlockingWrites, memory: np.ndarray
 ) -> None:
     target, wire = both
     kind.answering.set()
@@ -150,7 +154,7 @@ def test_a_revocation_waits_for_the_call_that_is_out_and_peers_are_met_again(
     until(lambda: poll() is WriteState.PENDING and kind.written.is_set(), "the call")
     revoking = threading.Thread(target=target.revoke, name="revoke")
     revoking.start()
-    until(lambda: wire.engines._writes._paused, "the revocation")
+    until(lambda: not writes.alive(1), "the revocation")
     kind.gate.set()
     revoking.join(20)
     assert len(kind.opened) == 2 and kind.opened[0].writes == 1
@@ -160,15 +164,18 @@ def test_a_revocation_waits_for_the_call_that_is_out_and_peers_are_met_again(
     assert kind.written.is_set() and (kind.opened[0].writes, kind.opened[1].writes) == (1, 1)
 
 
-def test_what_waited_for_the_engine_that_went_was_never_issued(kind: Any, both: Any, memory: np.ndarray) -> None:
+def test_what_waited_for_the_engine_that_went_was_never_issued(
+    kind: Any, both: Any, writes: BlockingWrites, memory: np.ndarray
+) -> None:
     target, wire = both
     kind.answering.set()
     kind.gate.set()
     assert ended(poller(wire, memory)) is WriteState.LANDED
-    with wire.engines._writes.kept_out():
+    with writes.kept_out():
         poll = poller(wire, memory)
-        target._shut()
+        target.opened.close()
     assert ended(poll) is WriteState.UNISSUED
+    target.revoke()
     assert ended(poller(wire, memory)) is WriteState.LANDED and kind.opened[1].writes == 1
 
 
@@ -177,17 +184,19 @@ def test_an_engine_that_a_thread_is_in_is_not_taken_for_closed_however_often_it_
 ) -> None:
     target, _ = both
     engine = target.opened
-    inside = engine._raw  # as a thread in one of its calls has it
+    inside = threading.Thread(target=engine.answers, args=("127.0.0.1:1",), name="inside")
+    inside.start()
+    assert kind.probed.wait(20)
     for _ in range(2):
         with pytest.raises(LocalProtocolError, match="another thread is in it"):
             target.revoke()
         assert len(kind.opened) == 1, "peers can write to the first one still"
         with pytest.raises(LocalProtocolError, match="is closed"):
             engine.answers("127.0.0.1:1")
-    gone = weakref.finalize(inside, lambda: None)
-    del inside
+    kind.answering.set()
+    inside.join(20)
     target.revoke()
-    assert not gone.alive and len(kind.opened) == 2
+    assert kind.opened[0].engine() is None and len(kind.opened) == 2
 
 
 def test_a_peer_that_does_not_answer_a_probe_holds_up_no_revocation(kind: Any, both: Any, memory: np.ndarray) -> None:

@@ -261,7 +261,7 @@ def test_a_process_that_was_stopped_issues_nothing_late_when_it_wakes(engine: Bl
     clock.now = 100.0
     gate.set()
     until(lambda: not engine.inside)
-    until(lambda: not writes._queues)
+    until(lambda: not writes.alive(behind))
     assert writes.poll(behind) is WriteState.UNISSUED
     assert settle(writes, out) in (WriteState.LANDED, WriteState.FAILED)
     assert len(engine.calls) == 1

@@ -116,7 +116,9 @@ def test_a_refused_write_has_no_id_whatever_integer_the_engine_returns(returned:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mooncake") is None, reason="Mooncake is not installed")
-def test_a_writer_that_cannot_be_opened_fails_the_write_and_the_next_one_tries_again() -> None:
+def test_a_writer_that_cannot_be_opened_fails_the_write_and_the_next_one_tries_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from unit.transport.mooncake_child import settle, target_of, wire_from
 
     source, target = np.ones(64, dtype=np.uint8), np.zeros(64, dtype=np.uint8)
@@ -129,9 +131,10 @@ def test_a_writer_that_cannot_be_opened_fails_the_write_and_the_next_one_tries_a
 
     try:
         engines.probe(receiving.session.partition("/")[0])  # the engine for probes is already open
-        whole, engines._open_engine = engines._open_engine, lambda: OpenEngine(losing(99), "127.0.0.1", "tcp")
-        assert write() is WriteState.UNISSUED
-        engines._open_engine = whole
+        with monkeypatch.context() as patch:
+            opens = OpenEngine.__init__
+            patch.setattr(OpenEngine, "__init__", lambda engine, _, *link: opens(engine, losing(99), *link))
+            assert write() is WriteState.UNISSUED
         assert write() is WriteState.LANDED
         assert target.all()
     finally:

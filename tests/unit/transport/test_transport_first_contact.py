@@ -52,7 +52,7 @@ def test_a_silent_peer_is_hung_up_on_and_its_thread_ends() -> None:
     with listening() as listener:
         probes = PeerProbes(reads_forever, 0.2, time.monotonic)
         assert answer(probes, address_of(listener)) is ProbeAnswer.NO
-        until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("pd-probe")])
+        until(no_probe_runs)
 
 
 def test_a_peer_is_asked_once_at_a_time_and_again_later() -> None:
@@ -63,18 +63,18 @@ def test_a_peer_is_asked_once_at_a_time_and_again_later() -> None:
     assert asked == ["127.0.0.1:1", "127.0.0.1:1"]
 
 
-def finished(probes: PeerProbes, session: str) -> None:
-    probes._asked[session].thread.join(10)
+def no_probe_runs() -> bool:
+    return not [thread for thread in threading.enumerate() if thread.name.startswith("pd-probe")]
 
 
 def test_an_answer_grows_old_and_is_asked_for_again() -> None:
     clock, says = ManualClock(), iter([True, False])
     probes = PeerProbes(lambda _: next(says), 5.0, clock)
     assert probes.ask("127.0.0.1:1") is ProbeAnswer.ASKING
-    finished(probes, "127.0.0.1:1")
+    until(no_probe_runs)
     clock.now = FRESH_S + 0.1
     assert probes.ask("127.0.0.1:1") is ProbeAnswer.ASKING, "what it said then proves nothing now"
-    finished(probes, "127.0.0.1:1")
+    until(no_probe_runs)
     assert probes.ask("127.0.0.1:1") is ProbeAnswer.NO
 
 
@@ -82,7 +82,7 @@ def test_an_answer_is_no_answer_of_another_process_at_the_address() -> None:
     asked: list[str] = []
     probes = PeerProbes(lambda address: bool(asked.append(address)) or True, 5.0, ManualClock())
     assert probes.ask("127.0.0.1:1/first") is ProbeAnswer.ASKING
-    finished(probes, "127.0.0.1:1/first")
+    until(no_probe_runs)
     assert probes.ask("127.0.0.1:1/second") is ProbeAnswer.ASKING
     assert answer(probes, "127.0.0.1:1/second") is ProbeAnswer.YES
     assert asked == ["127.0.0.1:1", "127.0.0.1:1"]
@@ -212,12 +212,14 @@ def test_a_session_that_is_no_address_costs_the_writer_thread_nothing(address: s
 
 @pytest.mark.parametrize("address", NO_ADDRESSES, ids=lambda address: repr(address[:12]))
 def test_an_engine_that_can_only_connect_gets_no_answer_from_what_is_no_address(address: str) -> None:
-    class Silent:
-        """An engine without a probe."""
+    class ProbelessEngine:
+        def initialize(self, *_: str) -> int:
+            return 0
 
-    engine = object.__new__(OpenEngine)
-    engine._raw = Silent()  # type: ignore[assignment]
-    assert not engine.answers(address)
+        def get_rpc_port(self) -> int:
+            return 1
+
+    assert not OpenEngine(ProbelessEngine, LOOPBACK, "tcp").answers(address)  # type: ignore[arg-type]
 
 
 def test_no_peer_is_hung_up_on_once_the_first_contact_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
