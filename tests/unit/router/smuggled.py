@@ -24,13 +24,35 @@ _UPGRADES = (
     b"Connection: keep-alive, Upgrade\r\nUpgrade: TLS/1.0, anything\r\n",
     b"Upgrade: websocket\r\n",
 )
+_FORMS = (
+    b"Transfer-Encoding: chunked\r\n",
+    b"Transfer-Encoding : chunked\r\n",
+    b"Transfer-Encoding:\tchunked\r\n",
+    b"Transfer-Encoding: xchunked\r\n",
+    b"Transfer-Encoding: identity, chunked\r\n",
+    b"Transfer-Encoding: chunked, identity\r\n",
+    b"Transfer-Encoding: identity\r\nTransfer-Encoding: chunked\r\n",
+    b"Transfer-Encoding:\r\n chunked\r\n",
+    b"X: y\r\n Transfer-Encoding: chunked\r\n",
+    b"X: y\nTransfer-Encoding: chunked\r\n",
+    b"Transfer-Encoding: \x0bchunked\r\n",
+    b"Transfer-Encoding: chunked\r\nContent-Length: 4, 4\r\n",
+)
+_LENGTHS = (b"+5", b"-5", b"0x5", b"5 5", b"5, 6", b"05", b"", b"99999999999999999999999", b"5\x00")
+_TRAILERS = (b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n", b"Host: y\r\n", b" folded\r\n")
 
 
 class Attack(NamedTuple):
-    """Pieces that are written to one connection, one after the other."""
+    """What is written to one connection, whole or in pieces."""
 
     name: str
-    pieces: tuple[bytes, ...]
+    data: bytes
+    body: int = 0  # offset of the body
+    cuts: bool = True  # whether it is short enough to be cut everywhere
+
+    def boundaries(self) -> range:
+        """Return where it may be cut: in the end of its head, and before each byte of its body."""
+        return range(max(1, self.body - 4), len(self.data) if self.cuts else 0)
 
 
 def completion(prompt: str) -> bytes:
@@ -47,75 +69,39 @@ def chunked(body: bytes, trailer: bytes = b"") -> bytes:
     return b"%x\r\n%b\r\n0\r\n%b\r\n" % (len(body), body, trailer)
 
 
-def hidden(tag: str) -> bytes:
-    """Return a request that a right server sees as a part of another one's body."""
-    return request(completion(f"hidden behind {tag}"))
+HIDDEN = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (
+    COMPLETIONS.encode(),
+    len(completion("hidden")),
+    completion("hidden"),
+)
 
 
-def cut(data: bytes, at: int) -> tuple[bytes, ...]:
-    return (data[:at], data[at:]) if 0 < at < len(data) else (data,)
+def attack(name: str, body: bytes, head: bytes, length: bool = False) -> Attack:
+    data = request(body, head, length)
+    return Attack(name, data, len(data) - len(body))
 
 
 def attacks() -> Iterator[Attack]:
-    """Return every kind, 200 of them."""
-    count = 0
+    """Return one of each kind."""
+    first = completion("mine")
     for number, offer in enumerate(_UPGRADES):
         # A server that ends the request at its head, and drops what came with the head, finds these in a later read.
-        name = f"upgrade {number} before empty lines"
-        yield Attack(name, (request(b"\r\n" * (200_000 + 50_000 * number) + 3 * hidden(name), offer),))
-        count += 1
-        for at in range(11):  # the body in two pieces, cut in its own part, at the hidden request and in it
-            name = f"upgrade {number} cut {at}"
-            first = completion(name)
-            body = first + b"\r\n" * (at % 3) + hidden(name)
-            whole = request(body, offer)
-            begins = len(whole) - len(body)
-            where = (begins, begins + 1, begins + len(first), begins + len(first) + 2 * (at % 3), len(whole) - 7)
-            yield Attack(name, cut(whole, where[at % 5]))
-            count += 1
-        for coded in (b"chunked", b"Chunked"):
-            name = f"upgrade {number} in chunks, {coded.decode()}"
-            head = offer + b"Transfer-Encoding: %b\r\n" % coded
-            yield Attack(name, (request(b"", head, length=False), chunked(completion(name) + b" " + hidden(name))))
-            count += 1
-    forms = (
-        b"Transfer-Encoding: chunked\r\n",
-        b"Transfer-Encoding : chunked\r\n",
-        b"Transfer-Encoding:\tchunked\r\n",
-        b"Transfer-Encoding: xchunked\r\n",
-        b"Transfer-Encoding: identity, chunked\r\n",
-        b"Transfer-Encoding: chunked, identity\r\n",
-        b"Transfer-Encoding: identity\r\nTransfer-Encoding: chunked\r\n",
-        b"Transfer-Encoding:\r\n chunked\r\n",
-        b"X: y\r\n Transfer-Encoding: chunked\r\n",
-        b"X: y\nTransfer-Encoding: chunked\r\n",
-        b"Transfer-Encoding: \x0bchunked\r\n",
-        b"Transfer-Encoding: chunked\r\nContent-Length: 4, 4\r\n",
-    )
-    for number, form in enumerate(forms):
-        for at in range(4):
-            name = f"length and chunks {number} cut {at}"
-            whole = request(b"0\r\n\r\n" + hidden(name), form)
-            yield Attack(name, cut(whole, len(whole) - (0, 1, 30, 150)[at]))
-            name = f"chunks and a short length {number} cut {at}"
-            short = form + b"Content-Length: 4\r\n"
-            whole = request(chunked(completion(name) + hidden(name)), short, length=False)
-            yield Attack(name, cut(whole, len(whole) - (0, 1, 30, 150)[at]))
-            count += 2
-    lengths = (b"+5", b"-5", b"0x5", b"5 5", b"5, 6", b"05", b"", b"99999999999999999999999", b"5\x00")
-    for number, length in enumerate(lengths):
-        name = f"length {number}"
-        yield Attack(name, (request(b"12345" + hidden(name), b"Content-Length: %b\r\n" % length, length=False),))
-        name = f"two lengths {number}"
-        head = b"Content-Length: 5\r\nContent-Length: %b\r\n" % length
-        yield Attack(name, (request(b"12345" + hidden(name), head, length=False),))
-        count += 2
-    trailers = (b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n", b"Host: y\r\n", b" folded\r\n")
-    for number, trailer in enumerate(trailers):
-        name = f"trailer {number}"
-        body = chunked(completion(name), trailer)
-        yield Attack(name, (request(body, b"Transfer-Encoding: chunked\r\n", length=False),))
-        count += 1
-    for number in range(200 - count):
-        name = f"pipelined {number}"  # no attack: both are requests, and this client gets both answers
-        yield Attack(name, cut(request(completion(name)) + hidden(name), 40 * (number + 1)))
+        name, body = f"upgrade {number}", b"\r\n" * (200_000 + 50_000 * number) + 3 * HIDDEN
+        yield attack(f"{name} before empty lines", body, offer, length=True)._replace(cuts=False)
+        yield attack(name, first + b"\r\n" * (number % 3) + HIDDEN, offer, length=True)
+        for coding in (b"chunked", b"Chunked"):
+            head = offer + b"Transfer-Encoding: %b\r\n" % coding
+            yield attack(f"{name} in chunks, {coding.decode()}", chunked(first + b" " + HIDDEN), head)
+    for number, form in enumerate(_FORMS):
+        yield attack(f"length and chunks {number}", b"0\r\n\r\n" + HIDDEN, form, length=True)
+        head = form + b"Content-Length: 4\r\n"
+        yield attack(f"chunks and a short length {number}", chunked(first + HIDDEN), head)
+    for number, length in enumerate(_LENGTHS):
+        head = b"Content-Length: %b\r\n" % length
+        yield attack(f"length {number}", b"12345" + HIDDEN, head)
+        yield attack(f"two lengths {number}", b"12345" + HIDDEN, b"Content-Length: 5\r\n" + head)
+    for number, trailer in enumerate(_TRAILERS):
+        yield attack(f"trailer {number}", chunked(first, trailer), b"Transfer-Encoding: chunked\r\n")
+    # No attack: both are requests, and this client gets both answers.
+    pipelined = attack("pipelined", first, b"", length=True)
+    yield pipelined._replace(data=pipelined.data + HIDDEN)
