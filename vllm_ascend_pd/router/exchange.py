@@ -218,6 +218,13 @@ class Attempt:
     news: asyncio.Event = field(default_factory=asyncio.Event)  # a report came, or a prefill leg failed
     watch: asyncio.Task[None] | None = None  # gives the attempt up unless a report says that its KV is there
 
+    def count(self, tokens: int) -> None:
+        """Note how long the prompt is with the conversation that it follows on, as D has counted it."""
+        exchange = self.exchange
+        exchange.request, exchange.tokens = exchange.request.counted(tokens), tokens
+        self.leg.counts(tokens)
+        self.decode.sent(exchange.request.marks)
+
     def received(self, transfer: str) -> bool:
         """Return whether D has the KV, whatever becomes of P's leg."""
         report = self.reports.get(transfer)

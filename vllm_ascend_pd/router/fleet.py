@@ -37,7 +37,6 @@ from vllm_ascend_pd.router.core.decisions import (
     prefer,
 )
 from vllm_ascend_pd.router.core.prefixes import Marks, Prompts
-from vllm_ascend_pd.router.core.stored import Stored, home_of
 from vllm_ascend_pd.router.metrics import METRICS
 from vllm_ascend_pd.router.settings import LAST_PORT
 from vllm_ascend_pd.router.upstream import Reply, Upstream
@@ -283,6 +282,11 @@ class LegInFlight:
             self._weigh_at = self.came + _STEP
             left = max(self.answer - self.came, self.answer / 8)
             self._weigh(max(0.0, min(left, self.limit - self.came)) if self.limit else left)
+
+    def counts(self, prompt: float) -> None:
+        """Note how many tokens the prompt really has."""
+        expected, self.prompt = self.cost - self.prompt, prompt
+        self._weigh(expected)
 
     def _weigh(self, expected: float) -> None:
         cost = self.prompt + expected
@@ -531,10 +535,6 @@ class Fleet:
         candidates = [Candidate(i.name, i.load + i.load_elsewhere, i.weight, i.cached_tokens(marks)) for i in usable]
         name = choose(candidates, cost, self._dice())
         return self._instances[name] if name is not None else None
-
-    def home(self, response: Stored) -> Instance | None:
-        """Return the D that has a stored response; None if it is gone."""
-        return next((one for one in self.of(Role.DECODE) if home_of(one.name) == response.home), None)
 
     def choose_decode(
         self,

@@ -19,6 +19,7 @@ from vllm_ascend_pd.router.core import resume
 from vllm_ascend_pd.router.core.accumulated import NotContinued
 from vllm_ascend_pd.router.core.bodies import Request
 from vllm_ascend_pd.router.core.decisions import Admission, Gatekeeper, Role
+from vllm_ascend_pd.router.core.stored import Stored, home_of
 from vllm_ascend_pd.router.exchange import Attempt, AttemptFailed, HttpExchange, ShutDown
 from vllm_ascend_pd.router.faults import Answer, known
 from vllm_ascend_pd.router.fleet import Fleet, Instance, LegInFlight, among, both, pairing
@@ -122,6 +123,10 @@ class Front(Shared):
         with self.spans.request(exchange):
             if self.settings.resume_tokens and exchange.pinned is None:
                 resuming.keep(self, exchange)
+            follows = exchange.request.follows
+            if follows is not None and (home := self._home(follows)) is not None:
+                before = home.prompts.upto(follows.end)
+                exchange.request = exchange.request.counted(exchange.request.prefill_tokens + before)
             await self._attempts(exchange)
 
     async def _attempts(self, exchange: HttpExchange) -> None:
@@ -224,13 +229,18 @@ class Front(Shared):
             return exchange.pinned[1]
         request, tried = exchange.request, frozenset(exchange.tried)
         if request.follows is not None:
-            return self.fleet.home(request.follows)
+            return self._home(request.follows)
         cost, marks = request.prefill_tokens + self._expected(request), request.marks
         serves = self.fleet.serving(request.model)
         if not request.remote:
             return self.fleet.choose(Role.DECODE, cost, tried, serves, marks)
         prefills = self.fleet.prefilling(request.model, exchange.prefills)
         return self.fleet.choose_decode(cost, tried, serves, marks, prefills, frozenset(exchange.bad_prefills))
+
+    def _home(self, response: Stored) -> Instance | None:
+        """Return the D that has a stored response; None if it is gone."""
+        key, decodes = self.settings.engine_token, self.fleet.of(Role.DECODE)
+        return next((one for one in decodes if home_of(one.name, key) == response.home), None)
 
     async def _attempt(self, exchange: HttpExchange, decode: Instance) -> None:
         attempt = Attempt(exchange, decode, restart=exchange.number < self.settings.retry.attempts)
@@ -262,7 +272,9 @@ class Front(Shared):
         """Return D's parameters for its prefill; None: it prefills by itself. Raise AttemptFailed."""
         exchange = attempt.exchange
         request = exchange.request
-        there = attempt.decode.sent(request.marks)
+        # How long the conversation is that it follows on, D says with its reservation.
+        follows = request.follows is not None
+        there = attempt.decode.cached_tokens(request.marks) if follows else attempt.decode.sent(request.marks)
         if not request.remote:
             return None
         params: dict[str, Any] = {"do_remote_prefill": True, "metaserver": self.own_url, "ticket": attempt.ticket}
@@ -273,7 +285,8 @@ class Front(Shared):
         if exchange.kept is not None and exchange.kept.given and tried:
             return params | {"send_tokens": True, CONTINUE: True}
         alone = self.settings.decode_alone
-        if alone and exchange.pinned is None and request.prefill_tokens - there <= alone:
+        short = request.prefill_tokens - there <= alone and (there or not follows)
+        if alone and exchange.pinned is None and short:
             why = "short" if request.prefill_tokens <= alone else "cached"
             METRICS.decode_alone.labels(why).inc()
             exchange.stage("alone", why)

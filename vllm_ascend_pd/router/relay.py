@@ -27,6 +27,7 @@ from vllm_ascend_pd.router.core import bodies, pieces
 from vllm_ascend_pd.router.core.decisions import Evidence
 from vllm_ascend_pd.router.core.pieces import Buffer
 from vllm_ascend_pd.router.core.resume import Cut, without_ids
+from vllm_ascend_pd.router.core.stored import home_of
 from vllm_ascend_pd.router.exchange import AsgiSend, Attempt, AttemptFailed, HttpExchange, ShutDown
 from vllm_ascend_pd.router.faults import Answer, brief, error_frame, fault, known, status_of
 from vllm_ascend_pd.router.fleet import Instance
@@ -134,7 +135,8 @@ async def _open(
 ) -> tuple[Reply, Payload]:
     """Return D's reply, and the first piece of a stream or any other answer as a whole. Raise AttemptFailed."""
     exchange, timeout = attempt.exchange, shared.settings.first_byte_timeout_s
-    body = bodies.for_decode(exchange.request, params, attempt.decode.name)
+    home = home_of(attempt.decode.name, shared.settings.engine_token)
+    body = bodies.for_decode(exchange.request, params, home)
     try:
         asking = attempt.leg.ask(shared.upstream, "POST", exchange.request.route.encode(), headers, body, timeout)
         reply = await asking.head()

@@ -115,6 +115,8 @@ class Reservations:
         attempt.seen.add(posted.transfer)
         if posted.decode:
             attempt.decode.life = attempt.decode.life.reported(posted.decode, attempt.began, posted.fingerprint)
+        if attempt.exchange.request.follows is not None and posted.tokens:
+            attempt.count(posted.tokens)
         post = attempt.posts[posted.transfer] = Post()
         emit("meta.reserved", ticket=posted.ticket, transfer=posted.transfer)
         attempt.exchange.stage("reserved", posted.transfer)

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,7 +18,7 @@ import pytest
 
 from tools.support.process import free_port
 from unit.router.cluster import HEAD, FakeCluster, ServedWorker, cluster, until
-from unit.router.fake_engine import words
+from unit.router.fake_engine import FakeEngine, ids_of, words
 from unit.router.fake_protocols import MESSAGES, RESPONSES
 from vllm_ascend_pd.router import relay
 from vllm_ascend_pd.router.app import WorkerProcess
@@ -223,13 +225,15 @@ def test_a_follow_up_goes_to_the_d_that_has_the_response() -> None:
 
 def test_a_follow_up_counts_all_of_its_conversation_and_finds_the_p_that_has_it() -> None:
     whole = bodies.parse(RESPONSES, json.dumps({"model": "m", "input": HEAD}).encode())
-    name = stored.new_id("d:1", whole.marks, whole.prefill_tokens, False)
-    said = {"model": "m", "input": "more " * 1000, "previous_response_id": name}
-    later = bodies.parse(RESPONSES, json.dumps(said).encode())
+    name = stored.new_id("home", whole.marks, False)
+    said = {"model": "m", "input": "more " * 1000, "previous_response_id": name.replace("home", "0" * 16)}
+    alone = bodies.parse(RESPONSES, json.dumps(said).encode())
+    later = alone.counted(alone.prefill_tokens + whole.prefill_tokens)
+    assert alone.prefill_tokens == 1251 and later.prefill_tokens == whole.prefill_tokens + 1251
     assert later.marks[0] == whole.marks[-1]._replace(tokens=whole.prefill_tokens) and len(later.marks) > 3
-    assert later.prefill_tokens == whole.prefill_tokens + 1251
     assert [mark.tokens for mark in later.marks] == sorted(mark.tokens for mark in later.marks)
     assert later.marks[-1].tokens <= later.prefill_tokens
+    assert all(mark.tokens >= 0 for mark in alone.counted(1).marks), "what D counts is less than was expected"
     with cluster(prefill=3) as c:
         first = ask(c, RESPONSES, HEAD).json()["id"]
         for _ in range(6):
@@ -237,12 +241,64 @@ def test_a_follow_up_counts_all_of_its_conversation_and_finds_the_p_that_has_it(
         assert sorted(len(p.generations()) for p in c.prefill) == [0, 0, 7]
 
 
+def in_flight(http: httpx.Client, engine: FakeEngine) -> float:
+    """Return the tokens that a metaserver counts at an engine."""
+    instances = http.get("/instances").json()["instances"]
+    return float(next(one["tokens_in_flight"] for one in instances if one["name"] == engine.address))
+
+
+def test_an_invented_id_counts_for_what_its_sender_has_sent() -> None:
+    """Else a short body could weigh as millions of tokens, and keep a D of its sender's choice from all others."""
+    with cluster(decode=2) as c, ThreadPoolExecutor() as clients:
+        name = ask(c, RESPONSES, HEAD).json()["id"]
+        (home,) = (d for d in c.decode if name in d.responses)
+        begin = len("resp_" + stored.home_of(home.address, ""))
+        forged = name[:begin] + re.sub("[0-9a-f]", "f", name[begin:])
+        (instance,) = (i for i in c.worker.fleet if i.name == home.address)
+        held = instance.prompts.tokens
+        home.behaviour.frozen = True
+        answer = clients.submit(ask, c, RESPONSES, "and now?", previous_response_id=forged)
+        until(lambda: instance.requests)
+        assert in_flight(c.http, home) < 100
+        home.behaviour.frozen = False
+        assert answer.result(20).status_code == 404
+        assert instance.prompts.tokens == held and not in_flight(c.http, home)
+
+
+def test_a_follow_up_counts_as_d_counts_it_where_nothing_of_it_is_known() -> None:
+    """Another worker or host has sent its beginning. D posts how long the prompt is, and that goes for P and D."""
+    with cluster() as c, another_metaserver(c) as another, ThreadPoolExecutor() as clients:
+        (d,), (p,) = c.decode, c.prefill
+        name = ask(c, RESPONSES, HEAD).json()["id"]
+        long = len(json.dumps([[HEAD, *words(HEAD, 3)], "and now?"]))
+        for http, first in ((c.http, False), (another, True), (another, False)):
+            p.seen.clear()
+            p.behaviour.hold = True
+            said = body_for(RESPONSES, "and now?", previous_response_id=name)
+            answer = clients.submit(http.post, RESPONSES, json=said)
+            until(p.generations)
+            assert p.generations()[0].body["prompt"] == ids_of([[HEAD, *words(HEAD, 3)], "and now?"])
+            assert long <= in_flight(http, d) < long + 10
+            assert (in_flight(http, p) >= long) is first, "P has its beginning"
+            p.behaviour.hold = False
+            assert text_of(answer.result(20))
+
+
+def test_what_follows_on_an_unknown_conversation_is_not_short() -> None:
+    with cluster(decode_alone=100) as c, another_metaserver(c) as another:
+        name = ask(c, RESPONSES, HEAD).json()["id"]
+        for http, legs in ((another, 2), (another, 2), (c.http, 2)):
+            said = body_for(RESPONSES, "and now?", previous_response_id=name)
+            assert text_of(http.post(RESPONSES, json=said))
+            assert len(c.prefill[0].generations()) == legs
+
+
 def test_what_follows_on_a_picture_is_ds_own() -> None:
     """D sends no ids of such a prompt, and no P has the beginning of the conversation."""
-    name = stored.new_id("d:1", (), 10, True)
+    name = stored.new_id("0" * 16, (), True)
     said = {"input": "and now?", "previous_response_id": name}
     assert not bodies.parse(RESPONSES, json.dumps(said).encode()).remote
-    of_text = {**said, "previous_response_id": stored.new_id("d:1", (), 10, False)}
+    of_text = {**said, "previous_response_id": stored.new_id("0" * 16, (), False)}
     assert bodies.parse(RESPONSES, json.dumps(of_text).encode()).remote
     picture = [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]
     theirs = {"input": picture, "previous_response_id": "resp_" + "0" * 32}
@@ -328,7 +384,7 @@ def test_a_d_that_only_says_it_has_nothing_is_not_proven_to_work() -> None:
         c.decode[0].behaviour.wedged = True
         assert ask(c, RESPONSES).status_code == 500 and instance.circuit.open
         c.decode[0].behaviour.wedged = False
-        name = stored.new_id(c.decode[0].address, (), 3, False)
+        name = stored.new_id(stored.home_of(c.decode[0].address, ""), (), False)
         assert ask(c, RESPONSES, previous_response_id=name).status_code == 404
         assert instance.circuit.open
         assert text_of(ask(c, RESPONSES)) == "".join(words("a prompt", 3)) and not instance.circuit.open
@@ -339,6 +395,8 @@ def another_metaserver(c: FakeCluster) -> Iterator[httpx.Client]:
     """Start a second one in front of the same engines."""
     port = free_port()
     served = ServedWorker(WorkerProcess(replace(c.worker.settings, port=port), f"http://127.0.0.1:{port}"), port)
+    for engine in c.decode:
+        engine.metaservers(c.served.url, served.url)
     try:
         with httpx.Client(base_url=served.url, timeout=30, trust_env=False) as http:
             until(lambda: http.get("/serving").status_code == 200)
@@ -367,26 +425,39 @@ def test_a_name_that_is_not_ours_goes_to_any_d() -> None:
 
 
 def test_a_client_cannot_name_a_response_as_the_metaserver_does() -> None:
-    """The name would send others to a D, and count for tokens that nobody has."""
-    forged = stored.new_id("elsewhere:1", (), 1 << 23, False)
+    """The name would send others to a D."""
+    forged = stored.new_id(stored.home_of("elsewhere:1", ""), (), False)
     with cluster() as c:
         for name in (json.dumps(forged), '"' + "".join(f"\\u{ord(letter):04x}" for letter in forged) + '"', "null"):
             said = json.dumps(body_for(RESPONSES, "a prompt"))[:-1] + f', "request_id": {name}}}'
             read = stored.read(c.http.post(RESPONSES, content=said).json()["id"])
-            assert read is not None and read.home == stored.home_of(c.decode[0].address)
+            assert read is not None and read.home == stored.home_of(c.decode[0].address, "")
 
 
 def test_a_name_says_what_it_was_given() -> None:
     marks = bodies.parse(RESPONSES, json.dumps({"input": HEAD}).encode()).marks
-    for tokens, media in ((0, False), (9, True), (1 << 40, False)):
-        read = stored.read(stored.new_id("10.0.0.1:8200", marks, tokens, media))
-        assert read is not None and read.home == stored.home_of("10.0.0.1:8200") != stored.home_of("10.0.0.2:8200")
-        assert read.marks[0].digest == marks[-1].digest and read.has_media is media
-        assert read.end.tokens == min(tokens, (1 << 24) - 1)
-        assert len(stored.new_id("10.0.0.1:8200", marks, tokens, media)) <= 62
-    short = stored.read(stored.new_id("d", (), 3, False))
-    assert short is not None and not short.marks and short.end.tokens == 3
-    assert stored.new_id("d", (), 3, False) != stored.new_id("d", (), 3, False)
+    home = stored.home_of("10.0.0.1:8200", "a key")
+    for media in (False, True):
+        name = stored.new_id(home, marks, media)
+        read = stored.read(name)
+        assert read is not None and read.home == home and read.has_media is media
+        assert read.marks[0].digest == marks[-1].digest
+        assert len(name) <= 62
+    short = stored.read(stored.new_id(home, (), False))
+    assert short is not None and not short.marks
+    assert stored.new_id(home, (), False) != stored.new_id(home, (), False)
+
+
+def test_only_who_has_the_engines_key_can_tell_from_a_name_which_address_it_means() -> None:
+    """Addresses are few: whoever can compute the digest of each would find the one in a name."""
+    one, other = "10.0.0.1:8200", "10.0.0.2:8200"
+    found = {stored.home_of(address, key) for address in (one, other) for key in ("", "a key", "another", "k" * 200)}
+    assert len(found) == 8
+    with cluster(engine_token="a key") as c, another_metaserver(c) as another:
+        name = ask(c, RESPONSES).json()["id"]
+        assert stored.home_of(c.decode[0].address, "") not in name
+        assert stored.home_of(c.decode[0].address, "a key") in name
+        assert another.get(f"{RESPONSES}/{name}").json()["id"] == name
 
 
 # -- ends of streams

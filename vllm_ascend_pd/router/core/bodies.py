@@ -180,6 +180,12 @@ class Request(msgspec.Struct, frozen=True):
     follows: stored.Stored | None = None  # the response with which its prompt begins, and which one D has
     asks_again: bool = False  # D may make several prompts of it: it runs tools itself, and goes on
 
+    def counted(self, tokens: int) -> Request:
+        """Return it with the number of its prompt's tokens, of which what it follows on is the beginning."""
+        more = tokens - self.prefill_tokens
+        marks = tuple(Mark(digest, max(0, upto + more)) for digest, upto in self.marks)
+        return msgspec.structs.replace(self, prefill_tokens=tokens, marks=marks)
+
 
 class _Tool(msgspec.Struct):
     type: str = "function"
@@ -211,10 +217,8 @@ def parse(route: str, body: Buffer) -> Request:
     follows = stored.read(small(fields, _PREVIOUS)) if route == RESPONSES else None
     has_media = has_media or (follows is not None and follows.has_media)
     marks = _marks(fields, text, tokens) if shape is Shape.ONE else ()
-    if follows is not None:
-        before = follows.end.tokens
-        marks = (*follows.marks, *(Mark(digest, before + upto) for digest, upto in marks))
-        tokens += before
+    if follows is not None:  # nothing is known here of its length
+        marks = (*follows.marks, *marks)
     limits = ("max_completion_tokens", "max_tokens") if route == CHAT else ROUTES[route][1:]  # no other ends it
     here = _needs_own_prompt(fields) or embeds or (has_media and (forced_tool or _present(fields, _PREVIOUS)))
     return Request(
@@ -292,14 +296,14 @@ def _in_utf8(body: Buffer) -> Buffer:
     return bytes(body).decode(encoding).encode()
 
 
-def for_decode(request: Request, params: Mapping[str, Any] | None, decode: str = "") -> Payload:
+def for_decode(request: Request, params: Mapping[str, Any] | None, home: str = "") -> Payload:
     """Return D's body: the client's, with `params`: where to ask for a prefill (None: D prefills by itself).
 
-    A response that the client does not name gets a name that says where it is: at `decode`.
+    A response that the client does not name gets a name that says where it is: at the D that ids call `home`.
     """
     more: dict[str, Any] = {} if params is None else {TRANSFER_PARAMS: params}
     if request.route == RESPONSES and not _is_named(request.fields):
-        more["request_id"] = stored.new_id(decode, request.marks, request.prefill_tokens, request.has_media)
+        more["request_id"] = stored.new_id(home, request.marks, request.has_media)
     return object_of(request.fields | more if more else request.fields, request.size)
 
 

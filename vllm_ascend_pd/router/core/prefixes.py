@@ -85,6 +85,11 @@ class Prompts:
         there = bisect_left(marks, True, key=lambda mark: mark.digest not in self.held)
         return marks[there - 1].tokens
 
+    def upto(self, digest: bytes) -> int:
+        """Return how many tokens there are up to this mark; 0 if it is not there."""
+        held = self.held.get(digest)
+        return held.upto if held is not None else 0
+
     def add(self, marks: Marks) -> None:
         """Note that the prompt was sent. Its end counts as older than its beginning and goes first, as in engines."""
         born = self._stored + (marks[-1].tokens - self.has(marks) if marks else 0)

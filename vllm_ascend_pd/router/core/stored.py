@@ -2,8 +2,9 @@
 """The id of a response, which says where it is stored: a D keeps responses in its own memory.
 
 Pure. vLLM names a response as its request is named, so the metaserver chooses the name and writes into it what requests
-for that response need: which D has it, how long its prompt is, and by which mark engines have that in their caches. So
-nothing is kept here, and each worker, host and later process reads the same.
+for that response need: which D has it, and by which mark engines have its prompt in their caches. So nothing is kept
+here, and each worker, host and later process reads the same. Anyone can write such an id, so it says no number: how
+long a conversation is, the metaserver knows by that mark, and D says it in its post.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ from typing import NamedTuple
 
 from vllm_ascend_pd.router.core.prefixes import Mark, Marks
 
-_MOST_TOKENS = (1 << 24) - 1
 # At most 62 characters: a longer value of a field is not read.
-_ID = re.compile(r"resp_([0-9a-f]{8})([0-9a-f]{16})([0-9a-f]{6})([mt])[0-9a-f]{24}")
+_ID = re.compile(r"resp_([0-9a-f]{16})([0-9a-f]{16})([mt])[0-9a-f]{24}")
 _NO_MARK = bytes(8)
 
 
@@ -25,24 +25,24 @@ class Stored(NamedTuple):
     """A stored response, as its id says."""
 
     home: str  # which D has it
-    end: Mark  # of its prompt
+    end: bytes  # digest of its prompt's last mark
     has_media: bool  # its prompt is more than token ids
 
     @property
     def marks(self) -> Marks:
-        return (self.end,) if self.end.digest != _NO_MARK else ()
+        return (Mark(self.end, 0),) if self.end != _NO_MARK else ()
 
 
-def home_of(decode: str) -> str:
-    """Return how ids name the D with this address."""
-    return hashlib.blake2b(decode.encode(), digest_size=4).hexdigest()
+def home_of(decode: str, key: str) -> str:
+    """Return how ids name the D with this address. Without the engines' key nobody can tell the address from it."""
+    secret = hashlib.blake2b(key.encode()).digest()
+    return hashlib.blake2b(decode.encode(), digest_size=8, key=secret).hexdigest()
 
 
-def new_id(decode: str, marks: Marks, tokens: int, has_media: bool) -> str:
+def new_id(home: str, marks: Marks, has_media: bool) -> str:
     """Return the id for the response of this D to a prompt."""
-    digest, kind = marks[-1].digest if marks else _NO_MARK, "m" if has_media else "t"
-    length = min(tokens, _MOST_TOKENS)
-    return f"resp_{home_of(decode)}{digest.hex()}{length:06x}{kind}{secrets.token_hex(12)}"
+    digest = marks[-1].digest if marks else _NO_MARK
+    return f"resp_{home}{digest.hex()}{'m' if has_media else 't'}{secrets.token_hex(12)}"
 
 
 def read(name: object) -> Stored | None:
@@ -50,8 +50,8 @@ def read(name: object) -> Stored | None:
     found = _ID.fullmatch(name) if isinstance(name, str) else None
     if found is None:
         return None
-    home, digest, tokens, kind = found.groups()
-    return Stored(home, Mark(bytes.fromhex(digest), int(tokens, 16)), kind == "m")
+    home, digest, kind = found.groups()
+    return Stored(home, bytes.fromhex(digest), kind == "m")
 
 
 def of_path(path: str) -> Stored | None:
