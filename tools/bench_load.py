@@ -37,13 +37,13 @@ from typing import Any
 from tools.bench_load_parts import client, figures, plot, pushed
 from tools.bench_load_parts.figures import MeasuredPoint
 from tools.bench_load_parts.kept import KeptPoints, OtherRun
-from tools.bench_load_parts.loads import TURNS, Lengths, LoadCase, requests
+from tools.bench_load_parts.loads import TURNS, Lengths, LoadCase, new_tokens, renamed, requests, written
 from tools.bench_load_parts.systems import MODEL, NAMES, TOKEN_BYTES, LoadedSystem, started
 from tools.support.client import body_of, complete, prompt
 from tools.support.cluster import Cluster, fresh_directory, say
 from tools.support.fork_server import ForkServers
 from tools.support.models import RECIPES, ROOT
-from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits, new_tokens, read, renamed, written
+from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits, read
 
 IDLE_REQUESTS = 5
 MODEL_LEN = 2048

@@ -15,6 +15,7 @@ import re
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from vllm_ascend_pd.errors import ConfigError
@@ -25,6 +26,7 @@ from vllm_ascend_pd.shared.tls_files import TlsFiles
 
 LAST_PORT = 65535
 _TOKEN = re.compile(rb"[!-~]{16,}")
+_SERVICE = "[NAMESPACE/]NAME[:PORT]"
 
 
 def _same(value: Any) -> Any:
@@ -61,7 +63,7 @@ class Flag(Setting):
     metavar: str | None = None
     only: str = ""  # the one subcommand that has it; empty: both
     required: bool = False
-    made: Callable[[Any], Any] = _same
+    made: Callable[[Any], Any]
 
     @property
     def dest(self) -> str:
@@ -81,67 +83,60 @@ class Flag(Setting):
         group.add_argument(self.name, metavar=self.metavar, **facts)
 
 
-def _flag(name: str, group: str, default: Any, meaning: str, **facts: Any) -> Any:
-    flag = Flag(name=name, group=group, default=default, meaning=meaning, **facts)
+def _flag(group: str, name: str, default: Any, meaning: str, **facts: Any) -> Any:
+    made = facts.pop("made", tuple if isinstance(default, list) else _same)
+    flag = Flag(name=name, group=group, default=default, meaning=meaning, made=made, **facts)
     return field(default=flag.made(default), metadata={"flag": flag})
+
+
+_listening, _instances, _behaviour, _limits, _security, _observation = (
+    partial(_flag, group) for group in ("listening", "instances", "behaviour", "limits", "security", "observation")
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    workers: int = _flag("--workers", "listening", 1, "processes on the port for clients", low=1, only="metaserver")
-    host: str = _flag(
-        "--host", "listening", "127.0.0.1", "address to listen on, which decode engines must be able to reach"
-    )
-    port: int = _flag(
-        "--port", "listening", 8000, "port for clients; 0: a free one (one worker only)", low=0, high=LAST_PORT
-    )
-    worker_port: int = _flag(
+    workers: int = _listening("--workers", 1, "processes on the port for clients", low=1, only="metaserver")
+    host: str = _listening("--host", "127.0.0.1", "address to listen on, which decode engines must be able to reach")
+    port: int = _listening("--port", 8000, "port for clients; 0: a free one (one worker only)", low=0, high=LAST_PORT)
+    worker_port: int = _listening(
         "--worker-port",
-        "listening",
         0,
         "worker i also listens on this + i, and decode engines call it there (list all of them in their "
         "metaserver_urls); 0: port + 1 with several workers, and the one port for everything with one",
         low=0,
         high=LAST_PORT,
     )
-    advertise_host: str = _flag(
-        "--advertise-host", "listening", "", "host that decode engines call back; not set: made from --host"
+    advertise_host: str = _listening(
+        "--advertise-host", "", "host that decode engines call back; not set: made from --host"
     )
-    grace_s: float = _flag("--grace", "listening", 30.0, "seconds that running requests get at shutdown", above=0)
+    grace_s: float = _listening("--grace", 30.0, "seconds that running requests get at shutdown", above=0)
 
-    prefill: tuple[str, ...] = _flag(
-        "--prefill", "instances", [], "prefill engines; URL+N: N ports", metavar="URL", only="metaserver", made=tuple
+    prefill: tuple[str, ...] = _instances(
+        "--prefill", [], "prefill engines; URL+N: N ports", metavar="URL", only="metaserver"
     )
-    decode: tuple[str, ...] = _flag(
-        "--decode", "instances", [], "decode engines; URL+N: N ports", metavar="URL", only="metaserver", made=tuple
+    decode: tuple[str, ...] = _instances(
+        "--decode", [], "decode engines; URL+N: N ports", metavar="URL", only="metaserver"
     )
-    instances_file: str = _flag(
+    instances_file: str = _instances(
         "--instances",
-        "instances",
         "",
         "YAML with prefill and decode lists; read again when it changes",
         metavar="FILE",
         only="metaserver",
     )
-    prefill_service: str = _flag(
+    prefill_service: str = _instances(
         "--prefill-service",
-        "instances",
         "",
         "Kubernetes Service whose ready pods are prefill engines; its EndpointSlices are watched",
-        metavar="[NAMESPACE/]NAME[:PORT]",
+        metavar=_SERVICE,
         only="metaserver",
     )
-    decode_service: str = _flag(
-        "--decode-service",
-        "instances",
-        "",
-        "as --prefill-service, of decode engines",
-        metavar="[NAMESPACE/]NAME[:PORT]",
-        only="metaserver",
+    decode_service: str = _instances(
+        "--decode-service", "", "as --prefill-service, of decode engines", metavar=_SERVICE, only="metaserver"
     )
-    kubernetes_api: str = _flag(
+    kubernetes_api: str = _instances(
         "--kubernetes-api",
-        "instances",
         "",
         "URL of the Kubernetes API; not set: the one that pods are given",
         metavar="URL",
@@ -149,147 +144,120 @@ class Settings:
     )
     members: bytes = b""  # of a worker: the supervisor's instances, in place of all these
     sidecar: bool = False  # of one D: requests name their P's themselves
-    prefill_allowed: tuple[str, ...] = _flag(
+    prefill_allowed: tuple[str, ...] = _instances(
         "--prefill-allowed",
-        "instances",
         [],
         "which prefill engines requests may name: host, network (10.0.0.0/8), either with :port",
         metavar="HOST",
         only="sidecar",
         required=True,
-        made=tuple,
     )
 
-    without_prefill: str = _flag(
+    without_prefill: str = _behaviour(
         "--without-prefill",
-        "behaviour",
         "local",
         "when no prefill engine is usable: the decode engine prefills by itself, or the client gets 503",
         choices=("local", "refuse"),
     )
-    prefix_tokens: int = _flag(
+    prefix_tokens: int = _behaviour(
         "--prefix-tokens",
-        "behaviour",
         500_000,
         "tokens that an engine's prefix cache holds, about: a prompt goes to the engine that had most of it before, weighed "
         "against load; 0: by load alone",
         low=0,
     )
-    kv_events: tuple[str, ...] = _flag(
+    kv_events: tuple[str, ...] = _behaviour(
         "--kv-events",
-        "behaviour",
         [],
         "engines publish vLLM's KV events (--kv-events-config) on this port of their host, or on PORT+N, one a rank; "
         "URL=PORT: that engine does. What a prefix cache has lost is known then, not guessed by --prefix-tokens",
         metavar="PORT",
-        made=tuple,
     )
-    decode_alone: int = _flag(
+    decode_alone: int = _behaviour(
         "--decode-alone-tokens",
-        "behaviour",
         0,
         "a prompt of which the decode engine lacks at most so many tokens is computed there, without a prefill engine; "
         "0: none",
         low=0,
     )
-    retry: RetryPolicy = _flag(  # noqa: RUF009 (a policy is frozen)
-        "--attempts", "behaviour", 3, "attempts per request before its first byte", low=1, made=RetryPolicy
+    retry: RetryPolicy = _behaviour(  # noqa: RUF009 (a policy is frozen)
+        "--attempts", 3, "attempts per request before its first byte", low=1, made=RetryPolicy
     )
-    circuit: CircuitPolicy = _flag(  # noqa: RUF009
-        "--circuit-failures",
-        "behaviour",
-        3,
-        "consecutive failures that open a circuit",
-        low=1,
-        made=CircuitPolicy,
+    circuit: CircuitPolicy = _behaviour(  # noqa: RUF009
+        "--circuit-failures", 3, "consecutive failures that open a circuit", low=1, made=CircuitPolicy
     )
-    probe_every_s: float = _flag("--probe-every", "behaviour", 1.0, "seconds between two health probes", low=0.01)
-    connect_timeout_s: float = _flag("--connect-timeout", "behaviour", 3.0, "seconds to connect to an engine", above=0)
-    first_byte_timeout_s: float = _flag(
-        "--first-byte-timeout", "behaviour", 900.0, "seconds for a decode engine's answer", above=0
+    probe_every_s: float = _behaviour("--probe-every", 1.0, "seconds between two health probes", low=0.01)
+    connect_timeout_s: float = _behaviour("--connect-timeout", 3.0, "seconds to connect to an engine", above=0)
+    first_byte_timeout_s: float = _behaviour(
+        "--first-byte-timeout", 900.0, "seconds for a decode engine's answer", above=0
     )
-    prefill_timeout_s: float = _flag(
-        "--prefill-timeout", "behaviour", 600.0, "seconds for a prefill engine's answer", above=0
+    prefill_timeout_s: float = _behaviour("--prefill-timeout", 600.0, "seconds for a prefill engine's answer", above=0)
+    idle_timeout_s: float = _behaviour(
+        "--idle-timeout", 300.0, "seconds a stream may be silent after its first byte", above=0
     )
-    idle_timeout_s: float = _flag(
-        "--idle-timeout", "behaviour", 300.0, "seconds a stream may be silent after its first byte", above=0
-    )
-    resume_tokens: int = _flag(
+    resume_tokens: int = _behaviour(
         "--resume-tokens",
-        "behaviour",
         131_072,
         "an answer of so many tokens, with its prompt, goes on with another decode engine when its own fails; 0: none does",
         low=0,
     )
-    resume_bytes: int = _flag("--resume-mib", "behaviour", 256, "memory for that, per worker", low=0, made=_mib)
-    resume_ceiling: int = _flag(
+    resume_bytes: int = _behaviour("--resume-mib", 256, "memory for that, per worker", low=0, made=_mib)
+    resume_ceiling: int = _behaviour(
         "--engine-max-new-tokens",
-        "behaviour",
         0,
         "without effect, for older command lines: an engine that goes on with an answer counts it from its beginning",
         low=0,
     )
-    resume_seeded: bool = _flag(
+    resume_seeded: bool = _behaviour(
         "--no-resume-seeded",
-        "behaviour",
         False,
         "an answer that is sampled with a seed does not go on: its random generator would begin anew",
         made=operator.not_,
     )
-    canary: bool = _flag(
+    canary: bool = _behaviour(
         "--no-canary",
-        "behaviour",
         False,
         "send no canaries: ready as soon as both roles are healthy",
         only="metaserver",
         made=operator.not_,
     )
 
-    max_running: int = _flag("--max-running", "limits", 4096, "requests under way, per worker", low=1)
-    max_waiting: int = _flag("--max-waiting", "limits", 1024, "requests that wait for their turn, per worker", low=0)
-    max_wait_s: float = _flag("--max-wait", "limits", 30.0, "seconds a request waits for its turn, then 429", low=0)
-    max_body_bytes: int = _flag("--max-body-mib", "limits", 64, "largest request body", low=1, made=_mib)
+    max_running: int = _limits("--max-running", 4096, "requests under way, per worker", low=1)
+    max_waiting: int = _limits("--max-waiting", 1024, "requests that wait for their turn, per worker", low=0)
+    max_wait_s: float = _limits("--max-wait", 30.0, "seconds a request waits for its turn, then 429", low=0)
+    max_body_bytes: int = _limits("--max-body-mib", 64, "largest request body", low=1, made=_mib)
 
-    admin_token: str = _flag(
-        "--admin-token-file",
-        "security",
-        "",
-        "file (mode 0600) with the bearer token of /instances and /status",
-        made=read_token,
+    admin_token: str = _security(
+        "--admin-token-file", "", "file (mode 0600) with the bearer token of /instances and /status", made=read_token
     )
-    engine_token: str = _flag(
+    engine_token: str = _security(
         "--engine-token-file",
-        "security",
         "",
         "file (mode 0600) with the engines' API key, for probes, model lists and canaries; clients bring their own",
         made=read_token,
     )
-    client_tokens: tuple[str, ...] = _flag(
+    client_tokens: tuple[str, ...] = _security(
         "--client-token-file",
-        "security",
         "",
         "file (mode 0600) with clients' keys, one a line: a request that would reach an engine needs one of them as its "
         "bearer token",
         made=read_tokens,
     )
-    lend_engine_token: bool = _flag(
+    lend_engine_token: bool = _security(
         "--lend-engine-token",
-        "security",
         False,
         "clients' requests go to the engines with the engines' key. Needs --client-token-file, or a --host that is loopback",
     )
-    tls_cert: str = _flag("--tls-cert", "security", "", "certificate chain: serve https")
-    tls_key: str = _flag("--tls-key", "security", "", "its key")
-    engine_ca: str = _flag("--engine-ca", "security", "", "CA certificates of https engines; not set: the system's")
+    tls_cert: str = _security("--tls-cert", "", "certificate chain: serve https")
+    tls_key: str = _security("--tls-key", "", "its key")
+    engine_ca: str = _security("--engine-ca", "", "CA certificates of https engines; not set: the system's")
 
-    deployment: str = _flag(
-        "--deployment", "observation", "", "name of this deployment, which the status page shows", metavar="NAME"
+    deployment: str = _observation(
+        "--deployment", "", "name of this deployment, which the status page shows", metavar="NAME"
     )
-    trace_dir: str = _flag(
-        "--trace-dir", "observation", "", "write stage events here, one file per worker", metavar="DIR"
-    )
-    otlp_traces_endpoint: str = _flag(
-        "--otlp-traces-endpoint", "observation", "", "send spans of requests and their two legs there", metavar="URL"
+    trace_dir: str = _observation("--trace-dir", "", "write stage events here, one file per worker", metavar="DIR")
+    otlp_traces_endpoint: str = _observation(
+        "--otlp-traces-endpoint", "", "send spans of requests and their two legs there", metavar="URL"
     )
 
     # No flag sets these: the rules of the service rest on them.

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tools.bench_load_parts import loads
 from vllm_ascend_pd.cli.__main__ import main
 from vllm_ascend_pd.cli.load import arrivals
 from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits
@@ -36,8 +37,8 @@ def simulated(p: int, d: int, load: list[Arrival], loss: Loss | None = None, pai
 
 def drawn(count: int, rate: float, prompt: int, answer: int, prefix: int = 0) -> list[Arrival]:
     dice = random.Random(7)
-    at = arrivals.poisson((dice.expovariate(1.0) for _ in range(count)), rate)
-    return arrivals.alike(at, prompt, answer, prefix, 32)
+    at = loads.poisson((dice.expovariate(1.0) for _ in range(count)), rate)
+    return loads.alike(at, prompt, answer, prefix, 32)
 
 
 def times(found: list[SimulatedRequest]) -> list[tuple[float, float]]:
@@ -51,7 +52,7 @@ def test_a_trace_is_read_as_it_was_written_from_its_first_request_on() -> None:
     late = TRACE.replace("2000", "3500")
     found = arrivals.read(late + "\n" + TRACE)
     assert found == [Arrival(0.0, 100, 3, (4, 5)), Arrival(1.5, 100, 3, (4, 5))]
-    assert arrivals.read(arrivals.written(found)) == found
+    assert arrivals.read(loads.written(found)) == found
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_what_is_no_trace_is_refused_with_its_line(text: str, word: str) -> None
 
 def test_lengths_and_speed_of_a_trace_can_be_others_and_its_common_beginnings_stay() -> None:
     load = [Arrival(0.0, 1024, 10, (1, 2)), Arrival(4.0, 1500, 20, (1, 2, 3)), Arrival(5.0, 1024, 1)]
-    found = arrivals.scaled(load, 0.25, 2.0)
+    found = loads.scaled(load, 0.25, 2.0)
     assert [(one.at, one.prompt, one.answer) for one in found] == [(0.0, 256, 2), (2.0, 375, 5), (2.5, 256, 1)]
     assert found[0].chunks == (1, 2) and found[1].chunks == (1, 2, 3)
     assert len(found[2].chunks) == 2 and not {*found[2].chunks} & {1, 2, 3}
@@ -78,14 +79,14 @@ def test_new_tokens_are_those_of_no_earlier_beginning() -> None:
         Arrival(2, 64, 1, (9, 2)),
         Arrival(3, 64, 1, (1, 2)),
     ]
-    assert arrivals.new_tokens(load, 32) == 70 + 6 + 64 + 0
+    assert loads.new_tokens(load, 32) == 70 + 6 + 64 + 0
 
 
 def test_arrivals_come_at_their_rate_and_have_their_share_in_common() -> None:
     load = drawn(400, 5.0, 512, 8, prefix=460)
     assert 60 < load[-1].at < 100
     assert {one.chunks[:14] for one in load} == {tuple(range(14))} and {len(one.chunks) for one in load} == {16}
-    assert arrivals.new_tokens(load, 32) == 448 + 400 * 64
+    assert loads.new_tokens(load, 32) == 448 + 400 * 64
 
 
 # -- lines
@@ -272,7 +273,7 @@ def test_a_run_repeats() -> None:
 
 def test_each_ratio_is_printed_as_a_simulation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    trace.write_text(arrivals.written(drawn(100, 2.0, 512, 8)))
+    trace.write_text(loads.written(drawn(100, 2.0, 512, 8)))
     words = ["plan", "--load", str(trace), "--engines", "3", "--prefill-line", "10,1", "--decode-line", "20,5"]
     assert main([*words, "--chunk", "32"]) == 0
     lines = capsys.readouterr().out.splitlines()

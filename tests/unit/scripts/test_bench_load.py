@@ -17,9 +17,9 @@ from tools import bench_load
 from tools.bench_load_parts import client, figures, loads, plot, pushed
 from tools.bench_load_parts.figures import MeasuredPoint, TimedRequest
 from tools.bench_load_parts.kept import KeptPoints, OtherRun
-from tools.bench_load_parts.loads import Lengths, LoadCase
+from tools.bench_load_parts.loads import Lengths, LoadCase, new_tokens
 from tools.bench_load_parts.pushed import PushedTurn
-from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits, new_tokens
+from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits
 
 LENGTHS = Lengths(prompt=512, answer=48, seconds=50.0)
 NAMES = {"a": "(a) one & the same", "b": "(b) another"}
