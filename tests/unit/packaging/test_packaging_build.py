@@ -28,7 +28,14 @@ from vllm_ascend_pd.cli.__main__ import SUBCOMMANDS
 tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
 
 ROOT = Path(__file__).resolve().parents[3]
-BUILD_ENVIRONMENT = ("ASCEND_HOME_PATH", "SOC_VERSION", "VLLM_ASCEND_PD_NPU", "VLLM_ASCEND_PD_OPS", "VLLM_ASCEND_PD_TORCH", "PYTHONPATH")
+BUILD_ENVIRONMENT = (
+    "ASCEND_HOME_PATH",
+    "SOC_VERSION",
+    "VLLM_ASCEND_PD_NPU",
+    "VLLM_ASCEND_PD_OPS",
+    "VLLM_ASCEND_PD_TORCH",
+    "PYTHONPATH",
+)
 
 
 HIDE_SITE_PACKAGES = """
