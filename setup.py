@@ -7,6 +7,8 @@ build requirement: pip's build isolation would download its newest CUDA build. I
 
 Environment: VLLM_ASCEND_PD_TORCH  the folder of the torch package, where it is not found by itself
              VLLM_ASCEND_PD_NPU    auto (default), 0: no NPU kernels, 1: fail unless they can be built
+             VLLM_ASCEND_PD_OPS    1 (default), 0: no extension at all, so neither torch nor a compiler is needed: for a
+                                   host of the router and of the commands, never for an engine
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class Torch(NamedTuple):
                 f"torch is missing (not installed in {sysconfig.get_path('platlib')}).",
                 "Install torch >= 2.10 for this interpreter first: vLLM brings it on a CPU or NPU host, or see "
                 "docs/building.md.\n  Where the build runs in an environment of its own (uv, python -m build): "
-                "--no-build-isolation, or VLLM_ASCEND_PD_TORCH=<folder of the torch package>.",
+                "--no-build-isolation, or VLLM_ASCEND_PD_TORCH=<folder of the torch package>.\n  "
+                "For the commands and the metaserver alone, on a host without engines: VLLM_ASCEND_PD_OPS=0.",
             )  # fmt: skip
         found = re.search(r"__version__ = '([^']+)'", (folder / "version.py").read_text())
         torch = cls(folder, found.group(1) if found else "unknown")
@@ -181,6 +184,9 @@ class BuildExtension(build_ext):
             )
 
 
+with_ops = os.environ.get("VLLM_ASCEND_PD_OPS", "1")
+if with_ops not in ("0", "1"):
+    missing(f"VLLM_ASCEND_PD_OPS={with_ops} is not understood.", "Set it to 0 or 1.")
 setup(
     ext_modules=[
         Extension(
@@ -195,7 +201,9 @@ setup(
             language="c++",
             py_limited_api=True,
         )
-    ],
+    ]
+    if with_ops == "1"
+    else [],
     cmdclass={"build_ext": BuildExtension},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

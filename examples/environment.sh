@@ -5,6 +5,24 @@ while IFS= read -r setting; do
   if [[ $setting =~ ^([A-Z_]+)=(.*)$ ]] && [ -z "${!BASH_REMATCH[1]+set}" ]; then export "${setting?}"; fi
 done <examples/ascend.env
 
+# as_addresses VARIABLE…: names of hosts in these variables become addresses. HCCL takes no names, and the metaserver's
+# address must be the same word for it and for D.
+as_addresses() {
+  local variable host found all
+  for variable in "$@"; do
+    all=()
+    for host in ${!variable}; do
+      found=$host
+      if [[ $host != *:* ]] && ! found=$(getent ahostsv4 "$host"); then
+        echo "$host: no address is known for this name" >&2
+        exit 2
+      fi
+      all+=("${found%% *}")
+    done
+    printf -v "$variable" '%s' "${all[*]}"
+  done
+}
+
 # on_several_hosts ADDRESS: HCCL and gloo take the network of this host's ADDRESS, unless the caller names another one.
 # Left alone, each takes the first that it finds, which may be the one for management.
 on_several_hosts() {

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading of the shared secret from its file. The secret is never logged and never part of an error."""
+"""Reading of the shared secret from its file, which may change. It is never logged and never part of an error."""
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_ascend_pd.config import ChannelConfig
@@ -12,14 +15,56 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.protocol.auth import MIN_SECRET_BYTES, Secrets
 
 MAX_SECRET_BYTES = 4096
+LOOK_S = 1.0  # between two looks at the files
+SETTLED_S = 2.0  # after a change: the other file may follow
+
+log = logging.getLogger(__name__)
 
 
 def load_secrets(config: ChannelConfig) -> Secrets | None:
     """Return the secrets of the configuration; None if none is configured. Raise PD-SEC-001 if a file is of no use."""
-    if not config.secret_file:
-        return None
-    previous = read_secret(config.secret_file_previous) if config.secret_file_previous else None
-    return Secrets(read_secret(config.secret_file), previous)
+    return SecretFiles(config.secret_file, config.secret_file_previous) if config.secret_file else None
+
+
+class SecretFiles(Secrets):
+    """Secrets of files, read again once these have changed. Of files that are of no use the last ones stay.
+
+    Whoever asks looks, so there is no thread. Two threads may read at once: both find the same.
+    """
+
+    def __init__(self, *paths: str) -> None:
+        self._paths = [path for path in paths if path]
+        self._made_of, self._looked, self._problem = _stamps(self._paths), time.monotonic(), ""
+        super().__init__(*map(read_secret, self._paths))
+
+    @property
+    def accepted(self) -> tuple[bytes, ...]:
+        now = time.monotonic()
+        if now - self._looked >= LOOK_S:
+            self._looked = now
+            try:
+                self._look()
+                self._problem = ""
+            except ConfigError as problem:
+                if str(problem) != self._problem:
+                    log.warning("the last secrets stay in use: %s", problem)
+                self._problem = str(problem)
+        return self._accepted
+
+    def _look(self) -> None:
+        found = _stamps(self._paths)
+        if found != self._made_of and max(found)[0] < (time.time() - SETTLED_S) * 1e9:
+            self._accepted = tuple(map(read_secret, self._paths))
+            self._made_of = found
+            log.info("secret_file has changed and was read again")
+
+
+def _stamps(paths: Sequence[str]) -> list[tuple[int, int]]:
+    """Return what tells one content of the files from another. Raise ConfigError if one is missing."""
+    try:
+        return [(one.st_ctime_ns, one.st_ino) for one in map(os.stat, paths)]
+    except OSError as error:
+        raise ConfigError("PD-SEC-001", path=error.filename, why=error.strerror or str(error)) from error
 
 
 def read_private(path: str, code: str) -> bytes:

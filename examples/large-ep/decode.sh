@@ -7,7 +7,9 @@ cd "$(dirname "$0")/../.."
 export HCCL_BUFFSIZE
 # shellcheck source=examples/environment.sh
 . examples/environment.sh
-read -ra hosts <<<"${DECODE_HOSTS:?the addresses of the decode hosts}"
+: "${DECODE_HOSTS:?the decode hosts}"
+as_addresses DECODE_HOSTS
+read -ra hosts <<<"$DECODE_HOSTS"
 node=${1:-}
 [[ $node =~ ^[0-9]{1,3}$ && $node -lt ${#hosts[@]} ]] || {
   echo "usage: decode.sh NODE [flags of scripts/decode.sh], NODE 0 to $((${#hosts[@]} - 1)): its place in DECODE_HOSTS" >&2
@@ -15,6 +17,7 @@ node=${1:-}
 }
 shift
 : "${SECRET_FILE:=/etc/vllm-ascend-pd/secret}" "${METASERVER_HOST:=${hosts[0]}}" "${NPUS:=16}" # NPUs of a host
+as_addresses METASERVER_HOST
 on_several_hosts "${hosts[node]}"
 exec scripts/decode.sh --host "${hosts[node]}" --port 8002 --side-channel-port 18200 --secret-file "$SECRET_FILE" \
   --metaserver "http://$METASERVER_HOST:8000" --tp 1 --experts on --graph-mode FULL_DECODE_ONLY \

@@ -5,7 +5,9 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 # shellcheck source=examples/environment.sh
 . examples/environment.sh
-read -ra hosts <<<"${PREFILL_HOSTS:?the addresses of the prefill hosts}"
+: "${PREFILL_HOSTS:?the prefill hosts}"
+as_addresses PREFILL_HOSTS
+read -ra hosts <<<"$PREFILL_HOSTS"
 node=${1:-}
 [[ $node =~ ^[0-9]{1,3}$ && $node -lt ${#hosts[@]} ]] || {
   echo "usage: prefill.sh NODE [flags of scripts/prefill.sh], NODE 0 to $((${#hosts[@]} - 1)): its place in PREFILL_HOSTS" >&2

@@ -6,5 +6,6 @@ cd "$(dirname "$0")/../.."
 # shellcheck source=examples/environment.sh
 . examples/environment.sh
 : "${PREFILL_HOST:?the address of this host}" "${SECRET_FILE:=/etc/vllm-ascend-pd/secret}"
+as_addresses PREFILL_HOST
 on_several_hosts "$PREFILL_HOST"
 exec scripts/prefill.sh --host "$PREFILL_HOST" --port 8001 --secret-file "$SECRET_FILE" "$@"

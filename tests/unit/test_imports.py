@@ -141,10 +141,10 @@ def test_each_module_is_in_a_room_that_these_rules_know() -> None:
 # Most lines of each room; "." are the modules beside the rooms. Who needs more says in the change what it is worth, or
 # what leaves. Who takes lines out lowers the ceiling.
 CEILINGS = {
-    ".": 1670,
+    ".": 1710,  # 40 so that an engine takes a changed secret without a restart
     "admission": 800,
     "channel": 1150,
-    "cli": 3450,
+    "cli": 3470,  # 20 for loads that several metaservers share
     "decode": 2850,
     "device": 750,
     "geometry": 2600,

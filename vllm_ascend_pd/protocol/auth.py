@@ -51,21 +51,22 @@ _reservation_decoder: msgspec.msgpack.Decoder[SentReservation] = msgspec.msgpack
 _source_decoder: msgspec.msgpack.Decoder[Source] = msgspec.msgpack.Decoder(Source)
 
 
-@dataclass(frozen=True, slots=True)
 class Secrets:
     """Secret that signs, and a previous one that is accepted too while secrets are rotated. Never in a repr."""
 
-    current: bytes = field(repr=False)
-    previous: bytes | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        for secret in self.accepted:
+    def __init__(self, current: bytes, previous: bytes | None = None) -> None:
+        self._accepted = (current,) if previous is None else (current, previous)
+        for secret in self._accepted:
             if len(secret) < MIN_SECRET_BYTES:
                 raise ConfigError("PD-SEC-001", path="secret_file", why=f"it has {len(secret)} bytes")
 
     @property
     def accepted(self) -> tuple[bytes, ...]:
-        return (self.current,) if self.previous is None else (self.current, self.previous)
+        return self._accepted
+
+    @property
+    def current(self) -> bytes:
+        return self.accepted[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import (
 from tools.support import ascend_specs
 from unit.admission.vllm_configs import LAYERS, attention, cache_config, latent, model_dir, vllm_config
 from unit.geometry.context_parallel import HEADS, ON_DECODE, ON_PREFILL, ContextParallel
-from vllm_ascend_pd import admission
+from vllm_ascend_pd import admission, secret_files
 from vllm_ascend_pd.admission import drafts
 from vllm_ascend_pd.config import ChannelConfig, PushConfig
 from vllm_ascend_pd.device.caches import CacheShape, LayerShape
@@ -1065,6 +1065,36 @@ def test_a_secret_that_root_lends_to_the_processs_own_group_is_taken(
     monkeypatch.setattr(os, "getgroups", lambda: [])
     with nullcontext() if taken else pytest.raises(ConfigError, match="others may read it"):
         assert load_secrets(ChannelConfig(secret_file=path)) is not None
+
+
+def test_secrets_are_read_again_once_their_files_have_changed_and_nobody_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two, three = (bytes([letter]) * MIN_SECRET_BYTES for letter in b"abc")
+    path, previous = write(tmp_path / "s", one), write(tmp_path / "p", one)
+    secrets = load_secrets(ChannelConfig(secret_file=path, secret_file_previous=previous))
+    assert secrets is not None
+    write(tmp_path / "p", two)
+    assert secrets.accepted == (one, one), "it was looked at less than a second ago"
+    monkeypatch.setattr(secret_files, "LOOK_S", 0.0)
+    monkeypatch.setattr(secret_files, "SETTLED_S", 3600.0)
+    assert secrets.accepted == (one, one), "it has just been written, and the other file may follow"
+    monkeypatch.setattr(secret_files, "SETTLED_S", 0.0)
+    assert secrets.accepted == (one, two) and secrets.current == one
+    write(tmp_path / "p", one)
+    write(tmp_path / "s", two)
+    assert secrets.accepted == (two, one) and secrets.current == two
+    write(tmp_path / "s", b"too short")
+    for _ in range(3):
+        assert secrets.accepted == (two, one)
+    (tmp_path / "s").unlink()
+    assert secrets.accepted == (two, one)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 2 and "9 bytes" in said[0] and "No such file" in said[1], "each once"
+    replaced = write(tmp_path / "new", three)
+    Path(replaced).rename(path)
+    assert secrets.current == three
+    assert not [record for record in caplog.records if "cccc" in record.getMessage()]
 
 
 def test_what_is_not_a_file_is_no_secret(tmp_path: Path) -> None:

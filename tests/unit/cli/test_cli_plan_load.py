@@ -28,9 +28,12 @@ SIZES = EngineSizes(step_tokens=2048, at_once=64, cache_tokens=100_000, chunk=32
 TRACE = '{"timestamp": 2000, "input_length": 100, "output_length": 3, "hash_ids": [4, 5]}\n'
 
 
-def simulated(p: int, d: int, load: list[Arrival], loss: Loss | None = None, pair_s: float = 0.0, **sizes: Any) -> Any:
+def simulated(
+    p: int, d: int, load: list[Arrival], loss: Loss | None = None, pair_s: float = 0.0, routers: int = 1,
+    sticky: bool = False, **sizes: Any,
+) -> Any:  # fmt: skip
     made = EngineSizes(**{name: sizes.get(name, getattr(SIZES, name)) for name in SIZES.__slots__})
-    world = LoadedWorld(LoadedFleet(p, d, LINES, made, pair_s), load, loss)
+    world = LoadedWorld(LoadedFleet(p, d, LINES, made, pair_s, routers, sticky), load, loss)
     world.run()
     return world.requests
 
@@ -188,6 +191,30 @@ def test_an_engine_is_lost_and_every_answer_comes_whole(role: Role, p: int, d: i
     assert times(less)[: before // 2] == times(whole)[: before // 2] and times(less) != times(whole)
 
 
+def test_a_metaserver_knows_the_beginnings_that_it_sent_itself() -> None:
+    """Eight chats of four turns over four P's: with four metaservers a turn often goes to a P without those before."""
+    load = [
+        Arrival(
+            0.1 + 40.0 * turn + 4.0 * chat, 1024 + 128 * turn, 2, tuple(range(chat * 99, chat * 99 + 32 + 4 * turn))
+        )
+        for turn in range(4)
+        for chat in range(8)
+    ]
+
+    def computed(**more: Any) -> list[SimulatedRequest]:
+        return [one for one in simulated(4, 1, load, **more) if one.first > 0.5]
+
+    assert len(computed()) == len(computed(routers=4, sticky=True)) == 8, "the first turns"
+    assert 12 < len(computed(routers=4)) < 32
+
+
+def test_every_metaserver_loses_what_was_under_way_at_an_engine_that_ends() -> None:
+    load = drawn(200, 2.0, 320, 30)
+    for role in Role:
+        found = simulated(2, 2, load, Loss(role, load[-1].at / 2, 20.0), routers=3)
+        assert not any(one.failed for one in found) and all(one.came == 30 for one in found)
+
+
 def test_without_another_d_requests_fail_until_it_is_back() -> None:
     load = drawn(300, 2.0, 64, 10)
     lost = Loss(Role.DECODE, 50.0, 30.0)
@@ -279,7 +306,7 @@ def test_each_ratio_is_printed_as_a_simulation(capsys: pytest.CaptureFixture[str
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("SIMULATION") and [line.split()[0] for line in lines[4:7]] == ["0:3", "1:2", "2:1"]
     assert sum(line.endswith("most good") for line in lines) == 1
-    assert main([*words, "--chunk", "32", "--json"]) == 0
+    assert main([*words, "--chunk", "32", "--json", "--metaservers", "2"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["simulation"] is True and said["ratios"][0]["prefill_lost"] is None
     assert said["good"] == {"ttft": pytest.approx(5 * 0.522), "tpot": pytest.approx(0.05)}
@@ -307,6 +334,7 @@ def test_lines_come_from_pages_of_metrics(capsys: pytest.CaptureFixture[str], tm
         (["--prefill-line", "0,0"], "--prefill-line"),
         (["--decode-line", "nan,1"], "--decode-line"),
         (["--chunk", "0"], "--chunk"),
+        (["--metaservers", "0"], "--metaservers"),
         (["--restart-s", "0"], "--restart-s"),
         (["--good-ttft-ms", "-1"], "--good-ttft-ms"),
         (["--metrics", "none.prom"], "--metrics"),

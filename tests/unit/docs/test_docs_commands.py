@@ -43,7 +43,6 @@ PLAIN = {
     "rm": OF_SYSTEMS,
     "tr": OF_SYSTEMS,
     "umask": OF_SHELLS,
-    "xxd": "comes with vim",
 }
 ELSEWHERE = {  # flags that a script passes on, and the file that knows them; empty: another project's
     "--junitxml": "",

@@ -263,8 +263,41 @@ def test_engines_for_experts_have_buffers_by_role_and_what_is_exported_stays(tmp
         assert environment(script, "0", **own).items() >= own.items()
     elsewhere = environment("two-hosts/decode.sh", DECODE_HOST="198.51.100.7")
     assert "HCCL_IF_IP" not in elsewhere, "no address of another host"
+    named = environment("large-ep/decode.sh", "0", DECODE_HOSTS="localhost")
+    assert named["HCCL_IF_IP"] == "127.0.0.1", "HCCL takes no name"
     documented = (EXAMPLES / "ascend.env").read_text()
     assert all(f"# {name}=" in documented for name in ("HCCL_IF_IP", *of_loopback))
+
+
+def test_hosts_can_be_named_and_the_metaserver_and_d_call_each_other_by_the_same_address() -> None:
+    named = {"PREFILL_HOSTS": "localhost", "DECODE_HOSTS": "localhost"}
+    (decode,), (front,) = (
+        dry("large-ep/decode.sh", ["0", "--model", "m"], **named),
+        dry("large-ep/metaserver.sh", [], **named),
+    )
+    (prefill,) = dry("two-hosts/prefill.sh", ["--model", "m"], PREFILL_HOST="localhost")
+    flags = dict(itertools.pairwise(front))
+    assert flags["--host"] == "127.0.0.1" and flags["--decode"] == "http://127.0.0.1:8002"
+    assert json.loads(dict(itertools.pairwise(decode))["--kv-transfer-config"])["kv_connector_extra_config"][
+        "metaserver_urls"
+    ] == ["http://127.0.0.1:8000"]
+    assert dict(itertools.pairwise(prefill))["--host"] == "127.0.0.1"
+    said = subprocess.run([EXAMPLES / "large-ep/metaserver.sh", "--dry-run"], env={**os.environ, **HOSTS, "PREFILL_HOSTS": "a.invalid"},
+                          capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
+    assert said.returncode == 2 and said.stderr.startswith("a.invalid: no address")
+
+
+def test_the_firewall_knows_the_servers_of_all_engines_here() -> None:
+    (line,) = re.findall(r"^define servers = \{ (.*) \}$", (EXAMPLES / "host-firewall.nft").read_text(), re.MULTILINE)
+    known = {int(port) for port in line.split(", ")}
+    scripts = [command for script, words in SCRIPTS[4:] for command in dry(script, words)]
+    pages = [(ROOT / "docs" / name).read_text() for name in ("start.md", "recipes.md")]
+    served = {int(port) for page in pages for port in re.findall(r"http://[PD]_HOST\w*:(\d+)", page)}
+    served |= {int(dict(itertools.pairwise(words))["--port"]) for words in scripts if "--kv-transfer-config" in words}
+    for where, command in commands_of_containers():
+        if "vllm serve" in command and "compose" not in where and "gateway" not in where:
+            served.add(int(dict(itertools.pairwise(shlex.split(command)))["--port"]))
+    assert served == known
 
 
 def test_a_decode_engine_is_spread_over_as_many_hosts_as_are_named() -> None:

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests.unit.docs.promql import ScrapedPage, Scrapes, evaluate
+from tools.recipes import RECIPES, commands
 from unit.docs.manifests import EXAMPLES, ROOT, container_of, documents, wrong
 from vllm_ascend_pd import __version__
 
@@ -95,6 +96,39 @@ def test_the_metaserver_finds_the_engines_by_their_service_and_may_watch_it(role
     assert subject == {"kind": "ServiceAccount", "name": account, "namespace": namespace}, (
         "an API server wants all three"
     )
+
+
+def test_engines_for_experts_have_the_sizes_of_their_recipe_and_all_of_them_are_built() -> None:
+    """What the hosts' number decides is the manifests' own: a recipe has one server for all hosts of D."""
+    (recipe,) = [one for one in RECIPES if one.title == "DeepSeek-V3.1"]
+    prefill, decode, *_ = commands(recipe)
+    for role, command in (("prefill", prefill), ("decode", decode)):
+        (engines,) = documents(EXAMPLES / "large-ep" / f"{role}.yaml")
+        said = container_of(engines)["args"][-1]
+        own, wanted = (_flags(shlex.split(text.replace("\\\n", " "))) for text in (said, command))
+        apart = {name for name in wanted if name.startswith("--data-parallel-size-local")}
+        for name in wanted.keys() - apart - {"--port", "--kv-transfer-config", "--data-parallel-address"}:
+            assert own.get(name) == wanted[name], (role, name)
+        assert own["--data-parallel-size"] == wanted["--data-parallel-size"]
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed here")
+    done = subprocess.run(
+        ["kubectl", "kustomize", EXAMPLES / "large-ep"], capture_output=True, text=True, timeout=120, check=True
+    )
+    built = {(each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(done.stdout) if each}
+    assert len(built) == len(ALL)
+    for role in ("prefill", "decode"):
+        (engines,) = documents(EXAMPLES / "large-ep" / f"{role}.yaml")
+        assert built["LeaderWorkerSet", f"pd-{role}"]["spec"] == engines["spec"], "nothing of the base is left in it"
+        group = engines["spec"]["leaderWorkerTemplate"]["size"]
+        kept = built["PodDisruptionBudget", f"pd-{role}"]["spec"]["minAvailable"]
+        assert kept % group == 0, "an eviction of one pod ends its group"
+
+
+def _flags(words: list[str]) -> dict[str, str]:
+    """Flags of a command line with their values; of one without, an empty one."""
+    pairs = zip(words, [*words[1:], ""], strict=True)
+    return {word: "" if value.startswith("--") else value for word, value in pairs if word.startswith("--")}
 
 
 def test_no_service_takes_the_name_that_a_leaderworkerset_needs_for_its_own() -> None:

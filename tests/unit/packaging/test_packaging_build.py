@@ -28,7 +28,14 @@ from vllm_ascend_pd.cli.__main__ import SUBCOMMANDS
 tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
 
 ROOT = Path(__file__).resolve().parents[3]
-BUILD_ENVIRONMENT = ("ASCEND_HOME_PATH", "SOC_VERSION", "VLLM_ASCEND_PD_NPU", "VLLM_ASCEND_PD_TORCH", "PYTHONPATH")
+BUILD_ENVIRONMENT = (
+    "ASCEND_HOME_PATH",
+    "SOC_VERSION",
+    "VLLM_ASCEND_PD_NPU",
+    "VLLM_ASCEND_PD_OPS",
+    "VLLM_ASCEND_PD_TORCH",
+    "PYTHONPATH",
+)
 
 
 HIDE_SITE_PACKAGES = """
@@ -111,6 +118,21 @@ def test_without_torch_the_build_says_that_torch_is_missing_and_what_to_do(
     assert "Install torch >= 2.10" in output
     assert str(bare_python.parent.parent) in output, "it should say where it looked"
     assert "Traceback" not in output
+
+
+def test_a_host_of_the_commands_alone_needs_neither_torch_nor_a_compiler(
+    bare_python: Path, isolated: Path, tree: Path
+) -> None:
+    """No wheel of an engine: this one has no ops, and says so by its name."""
+    code, output = build(
+        bare_python, isolated, tree, "bdist_wheel", "--dist-dir", str(tree), VLLM_ASCEND_PD_OPS="0", CXX="no-compiler"
+    )
+    assert code == 0, output
+    (made,) = tree.glob("*.whl")
+    assert made.name.endswith("-py3-none-any.whl")
+    assert not [name for name in zipfile.ZipFile(made).namelist() if name.endswith(".so")]
+    code, output = build(bare_python, isolated, tree, "--version", VLLM_ASCEND_PD_OPS="no")
+    assert code != 0 and "VLLM_ASCEND_PD_OPS=no is not understood" in output
 
 
 def test_metadata_needs_no_torch(bare_python: Path, isolated: Path, tree: Path) -> None:

@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pair-ms", type=float, default=30.0, help="that a pair adds to a request (default: %(default)s)")
     add("--good-ttft-ms", type=float, help="good answers begin within this (default: 5 times an idle engine's)")
     add("--good-tpot-ms", type=float, help="and have a token within this (default: 2 times an idle engine's)")
+    add("--metaservers", type=int, default=1, help="which do not know each other's load (default: %(default)s)")
     add("--restart-s", type=float, default=60.0, help="until a lost engine is back (default: %(default)s)")
 
 
@@ -80,9 +81,10 @@ def run(args: argparse.Namespace) -> int:
     idle = Limits(lines.prefill(prompt), lines.decode(1))
     ttft, tpot = args.good_ttft_ms or 5e3 * idle.ttft, args.good_tpot_ms or 2e3 * idle.tpot
     limits = Limits(positive("--good-ttft-ms", ttft, "ms") / 1e3, positive("--good-tpot-ms", tpot, "ms") / 1e3)
+    routers = at_least("--metaservers", args.metaservers, 1)
     back_s, pair_s = positive("--restart-s", args.restart_s, "seconds"), max(0.0, args.pair_ms) / 1e3
     results = [
-        compare(LoadedFleet(number, engines - number, lines, sizes, pair_s), load, limits, back_s)
+        compare(LoadedFleet(number, engines - number, lines, sizes, pair_s, routers), load, limits, back_s)
         for number in range(engines)
     ]
     if args.json:

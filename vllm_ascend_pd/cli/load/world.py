@@ -35,6 +35,8 @@ class LoadedFleet:
     lines: StepLines
     sizes: EngineSizes
     pair_s: float  # that a pair adds to a request
+    metaservers: int = 1  # each knows the engines, and of their load and caches what it has sent itself
+    sticky: bool = False  # prompts that begin alike take the same one, else each request takes one at random
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +84,45 @@ class LoadedWorld:
     """One run."""
 
     def __init__(self, fleet: LoadedFleet, arrivals: Sequence[Arrival], loss: Loss | None = None) -> None:
-        self._time, self._dice = VirtualTime(), random.Random("plan")
-        self._shape, self._settings = fleet, Settings()
+        self.time, self.dice, self.shape, self.open = VirtualTime(), random.Random("plan"), fleet, len(arrivals)
+        roles = [Role.PREFILL] * fleet.prefills + [Role.DECODE] * fleet.decodes
+        self.specs = [Spec(role, Origin("http", f"{role.value}-{place}", 80)) for place, role in enumerate(roles)]
+        names = [spec.name for spec in self.specs]
+        self.engines = {name: SimulatedEngine(name, self.time, fleet.lines, fleet.sizes) for name in names}
+        self.requests: list[SimulatedRequest] = []
+        self._routers = [SimulatedRouter(self) for _ in range(fleet.metaservers)]
+        routes = random.Random("metaservers")
+        for arrival in arrivals:
+            chain = beginnings(arrival.chunks)
+            self.requests.append(SimulatedRequest(arrival, chain, self._marks(arrival, chain)))
+            route = sum(chain[:1]) if fleet.sticky else routes.randrange(1 << 30)
+            self.time.at(arrival.at, self._routers[route % fleet.metaservers].come, self.requests[-1])
+        if loss is not None:
+            self.time.at(loss.at, self._kill, loss)
+
+    def run(self) -> None:
+        """Run until each request has ended."""
+        self.time.run(lambda: self.open > 0)
+
+    def _marks(self, arrival: Arrival, chain: Sequence[int]) -> Marks:
+        size = self.shape.sizes.chunk
+        whole = chain[: arrival.prompt // size]
+        return tuple(Mark(one.to_bytes(8, "big", signed=True), size * (place + 1)) for place, one in enumerate(whole))
+
+    def _kill(self, loss: Loss) -> None:
+        engine = self.engines[next(spec.name for spec in self.specs if spec.role is loss.role)]
+        engine.kill()
+        self.time.after(loss.back_s, engine.restart)
+        for router in self._routers:
+            router.lost(engine.name)
+
+
+class SimulatedRouter:
+    """One metaserver."""
+
+    def __init__(self, world: LoadedWorld) -> None:
+        self._world, self._time, self._engines, self._dice = world, world.time, world.engines, world.dice
+        self._settings = Settings()
         self._retry = self._settings.retry
         self._fleet = Fleet(
             self._settings.circuit,
@@ -93,36 +132,13 @@ class LoadedWorld:
         )
         self._keeper, self._budget = Gatekeeper(self._settings.max_running, self._settings.max_waiting), RetryBudget()
         self._queue: deque[SimulatedRequest] = deque()
-        self._engines: dict[str, SimulatedEngine] = {}
         self._under_way: dict[str, dict[SimulatedAttempt, None]] = {}
-        for role, number in ((Role.PREFILL, fleet.prefills), (Role.DECODE, fleet.decodes)):
-            for place in range(number):
-                spec = Spec(role, Origin("http", f"{role.value}-{place}", 80))
-                instance = self._fleet.add(spec, "plan")
-                self._engines[instance.name] = SimulatedEngine(instance.name, self._time, fleet.lines, fleet.sizes)
-                self._under_way[instance.name] = {}
-                self._probe(instance)
-        self.requests: list[SimulatedRequest] = []
-        for arrival in arrivals:
-            chain = beginnings(arrival.chunks)
-            self.requests.append(SimulatedRequest(arrival, chain, self._marks(arrival, chain)))
-            self._time.at(arrival.at, self._come, self.requests[-1])
-        self._open = len(self.requests)
-        if loss is not None:
-            self._time.at(loss.at, self._kill, loss)
+        for spec in world.specs:
+            instance = self._fleet.add(spec, "plan")
+            self._under_way[instance.name] = {}
+            self._probe(instance)
 
-    def run(self) -> None:
-        """Run until each request has ended."""
-        self._time.run(lambda: self._open > 0)
-
-    def _marks(self, arrival: Arrival, chain: Sequence[int]) -> Marks:
-        size = self._shape.sizes.chunk
-        whole = chain[: arrival.prompt // size]
-        return tuple(Mark(one.to_bytes(8, "big", signed=True), size * (place + 1)) for place, one in enumerate(whole))
-
-    # -- the router
-
-    def _come(self, served: SimulatedRequest) -> None:
+    def come(self, served: SimulatedRequest) -> None:
         said = self._keeper.ask()
         if said is Admission.NOW:
             self._begin(served)
@@ -140,7 +156,7 @@ class LoadedWorld:
 
     def _refuse(self, served: SimulatedRequest) -> None:
         served.failed = True
-        self._open -= 1
+        self._world.open -= 1
 
     def _begin(self, served: SimulatedRequest) -> None:
         self._budget.request()
@@ -148,7 +164,7 @@ class LoadedWorld:
 
     def _finish(self, served: SimulatedRequest, failed: bool) -> None:
         served.failed = failed
-        self._open -= 1
+        self._world.open -= 1
         if self._keeper.leave():
             self._begin(self._queue.popleft())
 
@@ -203,7 +219,7 @@ class LoadedWorld:
 
         def computed() -> None:
             self._leave_prefill(attempt, served=True)
-            self._time.after(self._shape.pair_s, self._first, attempt)
+            self._time.after(self._world.shape.pair_s, self._first, attempt)
 
         engine.enter(attempt, tokens, lambda: engine.prefill(attempt, tokens, served.chain, computed))
 
@@ -268,14 +284,12 @@ class LoadedWorld:
         self._fleet.seen(instance, Evidence.PROBE_OK if alive else Evidence.PROBE_FAILED, "" if alive else "it is gone")
         self._time.after(self._settings.probe_every_s, self._probe, instance)
 
-    def _kill(self, loss: Loss) -> None:
-        instance = self._fleet.of(loss.role)[0]
-        engine, attempts = self._engines[instance.name], list(self._under_way[instance.name])
-        engine.kill()
+    def lost(self, name: str) -> None:
+        """Break what is under way at an engine that has just ended."""
+        (instance,) = (one for role in Role for one in self._fleet.of(role) if one.name == name)
         instance.life = instance.life.refuses(self._time.now)
-        self._time.after(loss.back_s, engine.restart)
-        for attempt in attempts:
-            if loss.role is Role.DECODE:
+        for attempt in list(self._under_way[name]):
+            if instance.role is Role.DECODE:
                 self._broke(attempt, instance, HttpFailure.BROKEN)
             else:
                 attempt.request.bad.add(instance.name)
