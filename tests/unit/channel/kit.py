@@ -25,6 +25,7 @@ from vllm_ascend_pd.channel.connection import Connection, Ending
 from vllm_ascend_pd.channel.dialer import Dialer
 from vllm_ascend_pd.channel.frames import CLEAR, Goodbye, decode_clear
 from vllm_ascend_pd.channel.limits import ChannelLimits
+from vllm_ascend_pd.channel.link import Context
 from vllm_ascend_pd.channel.listener import Listener
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.failure import Failure
@@ -140,7 +141,7 @@ class RecordingDialer:
         self.answers: list[int] = []
         self.unreachable: list[str] = []
         self.faults: Counter[str] = Counter()
-        self.dialer = Dialer(
+        context = Context(
             incarnation=p,
             name="dialing",
             secrets=secrets,
@@ -151,6 +152,7 @@ class RecordingDialer:
             release=release,
             jitter=lambda: 0.5,
         )
+        self.dialer = Dialer(context)
 
     async def __aenter__(self) -> RecordingDialer:
         return self
