@@ -378,7 +378,7 @@ class PrefillRank:
     def _fill(self, fill: Fill, layer: int) -> None:
         memory, planes = self.memory, self.memory.planes[layer]
         if planes not in fill.cells:
-            table, group = fill.tables[planes.kind.group], planes.kind.own
+            table, group = fill.tables[planes.kind.group_index], planes.kind.group
             begin, size = fill.first, group.block_size
             if group.stateful:
                 begin = fill.last - 1
