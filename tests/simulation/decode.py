@@ -29,9 +29,9 @@ from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start, Wanted
 from vllm_ascend_pd.decode.scheduler.core.load import LoadEffect
 from vllm_ascend_pd.decode.scheduler.core.offers import Offers, SendMessage
 from vllm_ascend_pd.decode.scheduler.core.routes import KvRoute, Ticket, read_ticket
-from vllm_ascend_pd.decode.worker.core.loads import Loaded, Loads
+from vllm_ascend_pd.decode.worker.core.loads import Loads
 from vllm_ascend_pd.geometry.layout import WINDOW, Group
-from vllm_ascend_pd.metadata import Bind, DecodeStep
+from vllm_ascend_pd.metadata import Bind, DecodeStep, LoadEnd
 from vllm_ascend_pd.protocol.actions import Action, Note, Report, Revoke, Send, Verify
 from vllm_ascend_pd.protocol.auth import seal
 from vllm_ascend_pd.protocol.dialects import Meet
@@ -470,13 +470,13 @@ class DecodeEngine:
             self.cluster.broker.reserve(self, request, reservation)
         return True
 
-    def reported(self, loaded: Loaded, rank: int) -> None:
+    def reported(self, loaded: LoadEnd, rank: int) -> None:
         """Handle one worker's finished_recving; vLLM acts when all workers have reported."""
         request = self.loading.get(loaded.request_id)
         if request is None or rank in request.reports:
             raise Violation(f"promise 5: D{self.index}: rank {rank} reported {loaded.request_id} twice")
         request.reports.add(rank)
-        self.book.ended((loaded.end,))
+        self.book.ended((loaded,))
         if loaded.push:
             request.hopeless = None
         if len(request.reports) < len(self.ranks):

@@ -136,8 +136,8 @@ class RegroupPrefillRank:
                 "steps": len(made._steps),
                 "missing": len(made.missed),
                 "slots_taken": made.staging.taken,
-                "slot_shares": sum(len(push.slot_shares) for push in core.pushes()),
-                "unsealed": sum(push.sealing for push in core.pushes()),
+                "slot_shares": sum(len(push.slot_shares) for push in core.records.values()),
+                "unsealed": sum(push.sealing for push in core.records.values()),
             }
 
     def close(self) -> None:

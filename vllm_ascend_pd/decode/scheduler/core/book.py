@@ -395,8 +395,7 @@ class LoadBook:
 
 
 def _order(end: LoadEnd) -> tuple[str, str, str]:
-    why = end.failure or Failure("")
-    return end.request_id, why.code, why.detail
+    return end.request_id, end.why.code, end.why.detail
 
 
 def _transfer(load: RemoteLoad) -> TransferId:
