@@ -117,7 +117,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
         return max(first, max(0, end - self.n + 1) // self.block_size * self.block_size)
 
 
-class LayerKind(msgspec.Struct, frozen=True, array_like=True):
+class LayerKind(msgspec.Struct, frozen=True, omit_defaults=True):
     """Layers that differ from the first kind, which is in the fields of `CacheGeometry` itself."""
 
     kv_heads: Annotated[int, msgspec.Meta(ge=1, le=65536)]

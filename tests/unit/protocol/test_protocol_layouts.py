@@ -75,10 +75,12 @@ def test_what_is_read_is_what_was_written(layout: EngineLayout) -> None:
 
 def test_fields_of_a_layout_that_a_later_release_adds_are_ignored() -> None:
     plain = msgspec.msgpack.decode(written(EngineLayout("m", GROUPED, ENDPOINTS)))
-    for kind in (plain["geometry"]["others"][0], plain["geometry"]["groups"][0], plain["geometry"]["regions"][0]):
-        kind.append("later")
-    later = {**plain, "geometry": {**plain["geometry"], "later": [1]}, "later": 1}
-    assert read(msgspec.msgpack.encode(later)) == EngineLayout("m", GROUPED, ENDPOINTS)
+    geometry = plain["geometry"]
+    for array in (geometry["groups"][0], geometry["regions"][0], plain["endpoints"][0]):
+        array.append("later")
+    for fields in (plain, geometry, geometry["others"][0]):
+        fields["later"] = [1]
+    assert read(msgspec.msgpack.encode(plain)) == EngineLayout("m", GROUPED, ENDPOINTS)
 
 
 def test_a_reservation_comes_back_as_it_was_made() -> None:
