@@ -177,9 +177,7 @@ class CacheGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
     packing: Name
     regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=MAX_COMPONENTS)]
     stages: Annotated[tuple[Stage, ...], msgspec.Meta(max_length=1024)]  # layer names by pipeline stage
-    drafter: Annotated[str, msgspec.Meta(max_length=1024)] = (
-        ""  # name of the draft model; empty without one, or if it has no cache
-    )
+    drafter: Annotated[str, msgspec.Meta(max_length=1024)] = ""  # the draft model; empty: none, or none with a cache
     drafts: Stage = ()  # layers of the draft model, which are in `stages` too
     others: Annotated[tuple[LayerKind, ...], msgspec.Meta(max_length=MAX_KINDS - 1)] = ()
     kind_of: Annotated[  # by layer: index of its kind, among the first one and `others`; empty: all are of the first
