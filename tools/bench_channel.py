@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 from vllm_ascend_pd.channel.dialer import Dialer
+from vllm_ascend_pd.channel.link import Context
 from vllm_ascend_pd.channel.listener import Listener
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Contributor, Endpoint, TransferId
@@ -68,7 +69,7 @@ def _serve(pipe: Pipe, with_secret: bool) -> None:
 async def _measure(port: int, round_trips: int, with_secret: bool) -> tuple[list[float], float, float]:
     endpoint = Endpoint("127.0.0.1", port)
     arrived: asyncio.Queue[int] = asyncio.Queue()
-    dialer = Dialer(
+    context = Context(
         incarnation="p-incarnation",
         name="bench",
         secrets=_secrets(with_secret),
@@ -76,6 +77,7 @@ async def _measure(port: int, round_trips: int, with_secret: bool) -> tuple[list
         on_unreachable=lambda _, detail: print("unreachable:", detail),
         count=lambda reason: None,
     )
+    dialer = Dialer(context)
     begun = time.perf_counter()
     dialer.send(endpoint, _done(0))
     await asyncio.wait_for(arrived.get(), 5)

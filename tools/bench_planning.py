@@ -61,11 +61,20 @@ def kinds(components: dict[str, int], windows: tuple[int, ...], heads: int, tp: 
         for name, cell in components.items()
     )
     groups = tuple(Group(BLOCK, WINDOW if n else ALL, n) for n in windows)
-    others = tuple(
-        LayerKind(heads, "int8", "plain", regions, (f"layer.{index}",), index) for index in range(1, len(groups))
+    others = tuple(LayerKind(heads, "int8", "plain", regions, index) for index in range(1, len(groups)))
+    indices = tuple(range(len(groups)))
+    return CacheGeometry(
+        block_size=BLOCK,
+        kv_heads=heads,
+        tp_size=tp,
+        dtype="int8",
+        packing="plain",
+        regions=regions,
+        stages=(tuple(f"layer.{index}" for index in indices),),
+        others=others,
+        kind_of=indices if others else (),
+        groups=groups,
     )
-    layers = tuple(f"layer.{index}" for index in range(len(groups)))
-    return CacheGeometry(BLOCK, heads, tp, "int8", "plain", regions, (layers,), others=others, groups=groups, group=0)
 
 
 def of_all_kinds(how: How, p: CacheGeometry, d: CacheGeometry) -> Callable[[list[Job], int], None]:

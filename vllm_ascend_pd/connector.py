@@ -69,7 +69,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
             admission.check_groups(kv_cache_config)
         self._engine = engine
         self._transfer = vllm_config.kv_transfer_config
-        self.patience = patience.Patience(self._open_loads, self._due_s)
+        self.patience = patience.Patience(self._nap_budget, self._due_s)
         self._scheduler, self._worker = SchedulerRole(), WorkerRole()  # these do nothing; one is replaced below
         self._legacy_invalid_blocks: set[int] = set()
         self._groups = tuple(range(len(kv_cache_config.kv_cache_groups))) if kv_cache_config is not None else (0,)
@@ -95,8 +95,8 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
         name = f"{role}-{'scheduler' if scheduler else 'worker'}"
         return TraceFile(directory, name) if directory else None
 
-    def _open_loads(self) -> int:
-        return self._scheduler.open_loads()
+    def _nap_budget(self) -> int | None:
+        return self._scheduler.nap_budget()
 
     def _due_s(self) -> float:
         return self._scheduler.due_s()

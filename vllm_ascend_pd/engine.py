@@ -162,7 +162,7 @@ def own_address(push: PushConfig, environ: Mapping[str, str]) -> str:
     return host
 
 
-_UNTOLD = (
+_NO_WORKER_FACTS = (
     "no worker reported its cache layout; behind a MultiConnector, name this connector first: vLLM asks the first alone"
 )
 
@@ -180,12 +180,14 @@ def merge_geometries(workers: Mapping[tuple[int, int], WorkerFacts]) -> CacheGeo
                 "PD-GEO-003", layer=own.layers[0], why="this engine's workers have different cache layouts"
             )
     if not stages:
-        raise ConfigError("PD-GEO-003", layer="(none)", why=_UNTOLD)
-    kinds: dict[CacheGeometry, list[str]] = {}  # without their layers
+        raise ConfigError("PD-GEO-003", layer="(none)", why=_NO_WORKER_FACTS)
+    kinds: dict[CacheGeometry, int] = {}  # without their layers
+    kind_of: list[int] = []
     for own in stages.values():
-        for kind in own.kinds:
-            kinds.setdefault(msgspec.structs.replace(kind, stages=(), drafts=()), []).extend(kind.layers)
-    (first, _), *others = kinds.items()
+        bare = [msgspec.structs.replace(kind, stages=(), drafts=()) for kind in own.kinds]
+        places = [kinds.setdefault(kind, len(kinds)) for kind in bare]
+        kind_of.extend(places[index] for index in own.kind_indices)
+    first, *others = kinds
     drafts = tuple(name for own in stages.values() for name in own.drafts)
     if first.drafter and not drafts:
         why = f"no layer is known to be of the draft model ({first.drafter})"
@@ -195,17 +197,10 @@ def merge_geometries(workers: Mapping[tuple[int, int], WorkerFacts]) -> CacheGeo
         stages=tuple(own.layers for own in stages.values()),
         drafts=drafts,
         others=tuple(
-            LayerKind(
-                k.kv_heads,
-                k.dtype,
-                k.packing,
-                k.regions,
-                tuple(names),
-                k.group,
-                k.ranks.world < first.ranks.world,
-            )
-            for k, names in others
+            LayerKind(k.kv_heads, k.dtype, k.packing, k.regions, k.group_index, k.ranks.world < first.ranks.world)
+            for k in others
         ),
+        kind_of=tuple(kind_of) if others else (),
     )
 
 

@@ -129,6 +129,15 @@ class LoadEnd:
     failure: Failure | None  # None: the KV is complete here
     push: str  # empty: no P began to push here
     cached: int = 0  # tokens of the prompt that P did not compute
+    blocks: tuple[int, ...] = ()  # what it loaded into, named only if it failed: the worker reports them to older vLLMs
+
+    @property
+    def ok(self) -> bool:
+        return self.failure is None
+
+    @property
+    def why(self) -> Failure:
+        return self.failure or Failure("")
 
 
 @dataclass(frozen=True, slots=True)

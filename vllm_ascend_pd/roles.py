@@ -87,8 +87,8 @@ class SchedulerRole:
         """Return whether the engine must step although it has nothing to compute."""
         return False
 
-    def open_loads(self) -> int:
-        """Return how many requests the engine core may nap for; negative if it must not nap."""
+    def nap_budget(self) -> int | None:
+        """Return how many requests the engine core may nap for; None if it must not nap."""
         return 0
 
     def due_s(self) -> float:

@@ -15,7 +15,7 @@ import msgspec
 from simulation.settings import VOCABULARY, FirstFaults
 from simulation.world import Process
 from vllm_ascend_pd.protocol.auth import Secrets, seal, unseal
-from vllm_ascend_pd.protocol.first import First
+from vllm_ascend_pd.protocol.first import FirstToken
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.router.core.decisions import RetryBudget, RetryPolicy
@@ -61,7 +61,7 @@ class Broker:
         self.retry = RetryPolicy()
         self.budget = RetryBudget()
         self._dice = cluster.world.dice("first tokens")
-        self._last: First | None = None  # the last first token that passed here
+        self._last: FirstToken | None = None  # the last first token that passed here
         self._forgotten = -1.0  # earlier requests are forgotten
 
     # -- D's client
@@ -150,7 +150,9 @@ class Broker:
         self.process = Process(self.cluster.world, "M")
         self._forgotten = self.cluster.world.now
 
-    def prefill_ended(self, engine: PrefillEngine, transfer: TransferId, kind: str, first: First | None = None) -> None:
+    def prefill_ended(
+        self, engine: PrefillEngine, transfer: TransferId, kind: str, first: FirstToken | None = None
+    ) -> None:
         """Handle P's answer."""
         world = self.cluster.world
         if world.chance(self.cluster.settings.faults.http):
@@ -197,7 +199,9 @@ class Broker:
         else:
             self._outcome(transfer, "no prefill")
 
-    def _leg_ended(self, engine: PrefillEngine, transfer: TransferId, kind: str, first: First | None = None) -> None:
+    def _leg_ended(
+        self, engine: PrefillEngine, transfer: TransferId, kind: str, first: FirstToken | None = None
+    ) -> None:
         call = self.calls.get(transfer)
         if call is None or call.prefill is not engine or call.mute:
             return
@@ -207,7 +211,7 @@ class Broker:
         else:
             self._outcome(transfer, kind, first)
 
-    def _outcome(self, transfer: TransferId, kind: str, first: First | None = None) -> None:
+    def _outcome(self, transfer: TransferId, kind: str, first: FirstToken | None = None) -> None:
         call = self.calls.pop(transfer, None)
         if call is None:
             return
@@ -220,7 +224,7 @@ class Broker:
             else:
                 call.decode.scheduler.post(delay, call.decode.outcome, transfer, kind)
 
-    def _carry(self, call: OpenPost, first: First, delay: float) -> None:
+    def _carry(self, call: OpenPost, first: FirstToken, delay: float) -> None:
         """Carry P's first token to D, with a random stream of its own, so that other worlds stay unchanged."""
         world, faults, dice = self.cluster.world, self.cluster.settings.first_faults, self._dice
         transfer, carried, last = call.reservation.transfer, first, self._last

@@ -29,14 +29,14 @@ from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start, Wanted
 from vllm_ascend_pd.decode.scheduler.core.load import LoadEffect
 from vllm_ascend_pd.decode.scheduler.core.offers import Offers, SendMessage
 from vllm_ascend_pd.decode.scheduler.core.routes import KvRoute, Ticket, read_ticket
-from vllm_ascend_pd.decode.worker.core.loads import Loaded, Loads
+from vllm_ascend_pd.decode.worker.core.loads import Loads
 from vllm_ascend_pd.geometry.layout import WINDOW, Group
-from vllm_ascend_pd.metadata import Bind, DecodeStep
+from vllm_ascend_pd.metadata import Bind, DecodeStep, LoadEnd
 from vllm_ascend_pd.protocol.actions import Action, Note, Report, Revoke, Send, Verify
 from vllm_ascend_pd.protocol.auth import seal
 from vllm_ascend_pd.protocol.dialects import Meet
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.protocol.first import First, Seed
+from vllm_ascend_pd.protocol.first import FirstToken, FirstTokenRequest
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.meeting import Meeting, Offer, SourceId, Unwanted
 from vllm_ascend_pd.protocol.messages import Message
@@ -282,7 +282,7 @@ class DecodeEngine:
         self.loading: dict[str, DecodeRequest] = {}
         self.decoding: dict[str, DecodeRequest] = {}
         self.held: dict[str, DecodeRequest] = {}  # by request id, as in the book of first tokens
-        self.outcomes: deque[tuple[TransferId, str, First | None]] = deque()
+        self.outcomes: deque[tuple[TransferId, str, FirstToken | None]] = deque()
         self._by_transfer: dict[TransferId, DecodeRequest] = {}
         self._stepping = False
         self.ranks = [
@@ -318,7 +318,7 @@ class DecodeEngine:
         self.waiting.append(request)
         self._poke()
 
-    def outcome(self, transfer: TransferId, kind: str, first: First | None = None) -> None:
+    def outcome(self, transfer: TransferId, kind: str, first: FirstToken | None = None) -> None:
         """Handle the metaserver client's callback."""
         self.outcomes.append((transfer, kind, first))
         self._poke()
@@ -383,7 +383,7 @@ class DecodeEngine:
                 self.cluster.world.stats[f"offers {outcome.kind}"] += 1
                 if outcome.failure:
                     self.cluster.world.gave_up("D", str(outcome.failure))
-                first = outcome.first if isinstance(outcome.first, First) else None
+                first = outcome.first if isinstance(outcome.first, FirstToken) else None
                 self.outcome(effect.transfer, outcome.failure.code if outcome.failure else "prefilled", first)
         self._alarm.set()
 
@@ -461,7 +461,7 @@ class DecodeEngine:
             self.book.ask(request.name, "window" if leaves else wanted)
             if not leaves:
                 needs = (WHOLE,) if request.whole else ()
-                reservation = msgspec.structs.replace(reservation, seed=Seed(DIGEST), needs=needs)
+                reservation = msgspec.structs.replace(reservation, seed=FirstTokenRequest(DIGEST), needs=needs)
         if isinstance(route, Meet):
             offer = Offer(bind.transfer, seal(reservation, SECRETS), route.source, route.name)
             self.offers.offer(self.scheduler.clock(), route.listener, offer)
@@ -470,13 +470,13 @@ class DecodeEngine:
             self.cluster.broker.reserve(self, request, reservation)
         return True
 
-    def reported(self, loaded: Loaded, rank: int) -> None:
+    def reported(self, loaded: LoadEnd, rank: int) -> None:
         """Handle one worker's finished_recving; vLLM acts when all workers have reported."""
         request = self.loading.get(loaded.request_id)
         if request is None or rank in request.reports:
             raise Violation(f"promise 5: D{self.index}: rank {rank} reported {loaded.request_id} twice")
         request.reports.add(rank)
-        self.book.ended((loaded.end,))
+        self.book.ended((loaded,))
         if loaded.push:
             request.hopeless = None
         if len(request.reports) < len(self.ranks):
@@ -587,8 +587,8 @@ class DecodeEngine:
         memory = rank.memory
         tables, cells = request.tables.arrays(), {}
         for planes in memory.kinds:
-            first, last = planes.cell_range(self._looked_at(planes.kind.own, request), request.end)
-            cells[planes] = planes.cells(request.content, tables[planes.kind.group], first, last, request.end)
+            first, last = planes.cell_range(self._looked_at(planes.kind.group, request), request.end)
+            cells[planes] = planes.cells(request.content, tables[planes.kind.group_index], first, last, request.end)
         names = self.cluster.settings.names()
         for index, layer in enumerate(memory.layers):
             if names[layer] == DRAFT and request.transfer in rank.undrafted:

@@ -94,9 +94,9 @@ class Planes:
     def cell_range(self, first: int, last: int) -> tuple[int, int]:
         """Return the cells of tokens [first, last)."""
         size = self.kind.block_size
-        if self.kind.own.stateful:
+        if self.kind.group.stateful:
             return last, last + 1  # the state after the last token
-        first, last = first // self.kind.own.per_entry, last // self.kind.own.per_entry
+        first, last = first // self.kind.group.per_entry, last // self.kind.group.per_entry
         return (first // size, -(-last // size)) if self.kind.opaque else (first, last)
 
     def cells(self, content: Content, blocks: NDArray[np.int64], first: int, last: int, computed: int) -> Cells:
@@ -125,8 +125,8 @@ class Planes:
 
     def _offsets(self, region: Region, blocks: NDArray[np.int64], cells: NDArray[np.int64]) -> NDArray[np.int64]:
         size = self.kind.block_size
-        if self.kind.own.stateful:
-            start = blocks[(cells - 1) // self.kind.own.block_size] * region.block_stride
+        if self.kind.group.stateful:
+            start = blocks[(cells - 1) // self.kind.group.block_size] * region.block_stride
         elif region.opaque:
             start = blocks[cells] * region.block_stride
         else:

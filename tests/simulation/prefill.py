@@ -378,7 +378,7 @@ class PrefillRank:
     def _fill(self, fill: Fill, layer: int) -> None:
         memory, planes = self.memory, self.memory.planes[layer]
         if planes not in fill.cells:
-            table, group = fill.tables[planes.kind.group], planes.kind.own
+            table, group = fill.tables[planes.kind.group_index], planes.kind.group
             begin, size = fill.first, group.block_size
             if group.stateful:
                 begin = fill.last - 1
@@ -486,7 +486,7 @@ class PrefillRank:
         if self._waking or self.writer.busy or self._writer_died:
             return
         now = self.process.clock()
-        for push in self.core.pushes():
+        for push in self.core.records.values():
             for pair in push.pairs.values():
                 if push.paused or pair.state is not PairState.PUSH or not pair.coverage.pending:
                     continue
@@ -564,11 +564,11 @@ class PrefillRank:
     # -- what must be empty at the end
 
     def left(self) -> dict[str, int]:
-        open_pushes = [push for push in self.core.pushes() if not push.closed]
+        open_pushes = [push for push in self.core.records.values() if not push.closed]
         found = {
             "records": self.core.sender.record_count(),
             "pushes": len(open_pushes),
-            "unsealed": sum(push.sealing for push in self.core.pushes()),
+            "unsealed": sum(push.sealing for push in self.core.records.values()),
             "flights": sum(flight.target.process.alive for flight in self.flights),
             "timers": int(self.core.next_wake() is not None),
             "requests not reported as finished": len(self.core.reported_to),
@@ -579,8 +579,8 @@ class PrefillRank:
                 "exchanges waiting": len(parts.stream.queue),
                 "steps": len(made._steps),
                 "missing": len(made.missed),
-                "slot shares": sum(len(push.slot_shares) for push in self.core.pushes()),
-                "owed": sum(len(push.owed) for push in self.core.pushes()),
+                "slot shares": sum(len(push.slot_shares) for push in self.core.records.values()),
+                "owed": sum(len(push.owed) for push in self.core.records.values()),
                 "slots": made.staging.taken,
             }
         return found

@@ -27,7 +27,7 @@ from vllm_ascend_pd.prefill.scheduler.core.fitting import opened
 from vllm_ascend_pd.prefill.scheduler.core.in_flight import Chunk
 from vllm_ascend_pd.prefill.scheduler.core.request import Holding, NewRequest
 from vllm_ascend_pd.protocol.auth import unseal
-from vllm_ascend_pd.protocol.first import Sample, Seed
+from vllm_ascend_pd.protocol.first import FirstTokenRequest, Sample
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.meeting import Gone, Meeting, Offer, Unwanted
 from vllm_ascend_pd.protocol.messages import Reservation
@@ -418,7 +418,7 @@ class PrefillEngine:
         if (r := prompt.reservation) is not None:
             # settings that differ from D's
             odd = self.cluster.settings.faults != Faults() and self._telling.random() < 0.05
-            seed = None if odd else Seed(DIGEST)
+            seed = None if odd else FirstTokenRequest(DIGEST)
             asked = NewRequest(prompt.name, (r.prompt_length, r.prompt_hash), prompt.push, r, seed=seed)
         else:
             name, text = (prompt.leg.name, str(prompt.leg.seed)) if prompt.leg is not None else ("", "")

@@ -214,15 +214,17 @@ class SimulationSettings:
                 (sections[GROUPS], 1, "bf16", "state", self._states(shape, 1, 1)),
             )
             kinds += [
-                LayerKind(heads, word, pack, regions, some, index, whole=shape.dcp > 1 and some is indexers)
+                (LayerKind(heads, word, pack, regions, index, whole=shape.dcp > 1 and some is indexers), set(some))
                 for some, heads, word, pack, regions in of
                 if some
             ]
-        own = [kind for kind in kinds if not kind.whole]
-        first = own[0] if len(own) < len(kinds) else next(kind for kind in kinds if self.names()[0] in kind.layers)
-        others = [kind for kind in kinds if kind is not first]
+        divided = [one for one in kinds if not one[0].whole]
+        head = divided[0] if len(divided) < len(kinds) else next(one for one in kinds if self.names()[0] in one[1])
+        kinds.sort(key=lambda one: one is not head)
+        kind_of = [index for name in itertools.chain(*stages) for index, one in enumerate(kinds) if name in one[1]]
+        first, *others = (kind for kind, _ in kinds)
         return CacheGeometry(
-            block_size=tables[first.group].entries // world,
+            block_size=tables[first.group_index].entries // world,
             kv_heads=first.kv_heads,
             tp_size=shape.tp,
             dtype=first.dtype,
@@ -232,8 +234,9 @@ class SimulationSettings:
             drafter="a draft model" if shape.drafts else "",
             drafts=(DRAFT,) if shape.drafts else (),
             others=tuple(others),
+            kind_of=tuple(kind_of) if others else (),
             groups=tables if self.windows else (),
-            group=first.group,
+            group_index=first.group_index,
             dcp=shape.dcp,
             pcp=shape.pcp,
             interleave=shape.interleave,
@@ -575,9 +578,13 @@ def _later_faults(seed: int) -> dict[str, float]:
 
 def stage_geometry(g: CacheGeometry, stage: int) -> CacheGeometry:
     """Return the geometry that a worker of one stage describes."""
-    own = g.stages[stage]
-    here = [
-        msgspec.structs.replace(kind, layers=tuple(name for name in kind.layers if name in own)) for kind in g.others
-    ]
-    drafts, others = tuple(name for name in g.drafts if name in own), tuple(kind for kind in here if kind.layers)
-    return msgspec.structs.replace(g, stages=(own,), drafts=drafts, others=others)
+    own, begin = g.stages[stage], g.first_layer(stage)
+    kind_of = g.kind_of[begin : begin + len(own)]
+    here = sorted({0, *kind_of})
+    return msgspec.structs.replace(
+        g,
+        stages=(own,),
+        drafts=tuple(name for name in g.drafts if name in own),
+        others=tuple(g.others[index - 1] for index in here[1:]),
+        kind_of=tuple(map(here.index, kind_of)) if len(here) > 1 else (),
+    )

@@ -369,7 +369,7 @@ def test_reports_of_other_connectors_are_left_to_them(pair: ConnectorPair) -> No
         each.update_connector_output(all_of_them)
         assert all_of_them.finished_recving == {"r", "another's"}
         assert all_of_them.finished_sending == {"r-p", "another's"}
-    assert pair.decode._open_loads() == 0, "its own it has heard"
+    assert pair.decode._nap_budget() == 0, "its own it has heard"
     for empty in (KVConnectorOutput(), KVConnectorOutput(finished_recving=set())):
         pair.prefill.update_connector_output(empty)
         pair.decode.update_connector_output(empty)

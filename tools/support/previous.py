@@ -13,23 +13,32 @@ from tools.support.models import ROOT
 
 PACKAGE = "vllm_ascend_pd"
 BEFORE_RELEASES = "HEAD~100"
+RECORDED = "tests/unit/protocol/wire_recorded.json"
 
 
 class NotThere(RuntimeError):
     """This checkout is too shallow to have a previous state."""
 
 
-def git(*words: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, check=False, timeout=60)
+def git(*words: str, root: Path | None = None) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(["git", "-C", str(root or ROOT), *words], capture_output=True, check=False, timeout=60)
 
 
 def commit(root: Path = ROOT) -> str:
-    """Return the name of the previous state: the newest tag of a release before this commit."""
+    """Return the name of the previous state: the newest tag of a release before this commit.
+
+    Until there is one, a change of the wire needs no older reader. So the state is at least as new as the last commit
+    that changed the recorded bytes.
+    """
     if named := os.environ.get("PD_PREVIOUS"):
         return named
     words = ["git", "-C", str(root), "describe", "--tags", "--abbrev=0", "--match", "v[0-9]*", "HEAD^"]
     found = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
-    return found.stdout.strip() if found.returncode == 0 else BEFORE_RELEASES
+    if found.returncode == 0:
+        return found.stdout.strip()
+    recorded = git("log", "-1", "--format=%H", "--", RECORDED, root=root).stdout.decode().strip()
+    older = git("merge-base", "--is-ancestor", recorded, BEFORE_RELEASES, root=root)
+    return recorded if recorded and older.returncode == 1 else BEFORE_RELEASES
 
 
 def package(folder: Path, name: str) -> Path:

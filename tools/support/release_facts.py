@@ -157,7 +157,7 @@ def _off(sources: Sources) -> Iterator[tuple[str, str]]:
     yield "P's first token (D's workers)", said(first_token.install_on_worker, plain)
     second = _config(first, True, second=True)
     yield "P's first token (D's workers with the second model runner)", said(first_token.install_on_worker, second)
-    yield "P's first token (requests with a grammar)", said(first_token.ungrammatical, plain)
+    yield "P's first token (requests with a grammar)", said(first_token.why_no_grammar, plain)
     yield "answers that go on", said(tried.untried, None, tried.TRIED_GIVEN)
     yield "given tokens one by one in the API server", said(one_by_one.install)
     yield "the way out of a standstill", said(standstill.install, plain)

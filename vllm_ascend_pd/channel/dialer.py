@@ -12,54 +12,18 @@ fence). So a working connection is only closed on purpose, and then `Leaving` is
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Callable
-from typing import Any
 
-from vllm_ascend_pd.channel.frames import OF_WORKERS, Spoken
-from vllm_ascend_pd.channel.limits import ChannelLimits, RateLimitedWarnings
+from vllm_ascend_pd.channel.frames import Spoken
+from vllm_ascend_pd.channel.limits import RateLimitedWarnings
 from vllm_ascend_pd.channel.link import Context, Link
-from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
-from vllm_ascend_pd.protocol.versions import OURS, Release
-from vllm_ascend_pd.shared.resolver import Resolver
 
 
 class Dialer:
-    """The links of one process to all endpoints that it dials.
+    """The links of one process to all endpoints that it dials."""
 
-    Callbacks must not raise. `on_unreachable` is called for every attempt to connect that fails, with the reason;
-    `count` with the reason of whatever else goes wrong, and with "unreachable".
-    """
-
-    def __init__(
-        self,
-        *,
-        incarnation: str,
-        name: str,
-        secrets: Secrets | None,
-        on_message: Callable[[Endpoint, Any], None],
-        on_unreachable: Callable[[Endpoint, str], None],
-        count: Callable[[str], None],
-        limits: ChannelLimits | None = None,
-        jitter: Callable[[], float] = random.random,
-        release: Release = OURS,
-        accepts: tuple[type, ...] = OF_WORKERS,
-    ) -> None:
-        self._limits = limits or ChannelLimits()
-        self._context = Context(
-            incarnation=incarnation,
-            name=name,
-            secrets=secrets,
-            on_message=on_message,
-            on_unreachable=on_unreachable,
-            limits=self._limits,
-            jitter=jitter,
-            release=release,
-            accepts=accepts,
-            count=count,
-            resolver=Resolver(),
-        )
+    def __init__(self, context: Context) -> None:
+        self._context, self._limits = context, context.limits
         self.links: dict[Endpoint, Link] = {}
         self._sweeper: asyncio.TimerHandle | None = None
         self._closed = False

@@ -6,15 +6,17 @@ from __future__ import annotations
 import asyncio
 import enum
 import os
+import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_ascend_pd.channel.connection import Connection, Ending
 from vllm_ascend_pd.channel.frames import (
     CLEAR,
     FRAME_BYTES,
+    OF_WORKERS,
     Goodbye,
     Guard,
     Hello,
@@ -31,26 +33,26 @@ from vllm_ascend_pd.channel.limits import ChannelLimits, RateLimitedWarnings
 from vllm_ascend_pd.errors import RemoteProtocolError, one_line
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
-from vllm_ascend_pd.protocol.versions import Release
+from vllm_ascend_pd.protocol.versions import OURS, Release
 from vllm_ascend_pd.shared.backoff import Backoff
 from vllm_ascend_pd.shared.resolver import Hosts, Resolver, literal, reach
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Context:
-    """Settings and callbacks that all links of one dialer share."""
+    """Settings and callbacks that all links of one dialer share. Callbacks must not raise."""
 
     incarnation: str
     name: str
     secrets: Secrets | None
     on_message: Callable[[Endpoint, Any], None]
-    on_unreachable: Callable[[Endpoint, str], None]
-    limits: ChannelLimits
-    jitter: Callable[[], float]
-    release: Release
-    accepts: tuple[type, ...]
-    count: Callable[[str], None]  # a fault, by reason
-    resolver: Resolver
+    on_unreachable: Callable[[Endpoint, str], None]  # for every attempt to connect that fails, with the reason
+    count: Callable[[str], None]  # a fault, by reason; "unreachable" too
+    limits: ChannelLimits = field(default_factory=ChannelLimits)
+    jitter: Callable[[], float] = random.random
+    release: Release = OURS
+    accepts: tuple[type, ...] = OF_WORKERS
+    resolver: Resolver = field(default_factory=Resolver)
     warn: RateLimitedWarnings | None = None
 
 

@@ -236,13 +236,13 @@ def _links(p: CacheGeometry, d: CacheGeometry, shape: PlanInput, decision: Decis
     sums: dict[tuple[int, int], list[int]] = {}
     work: list[tuple[Pairing, frozenset[str], int, int]] = []
     for pair in pairings(p, d):
-        if pair.p.own.stateful:
+        if pair.p.group.stateful:
             work.append((pair, pair.layers, 0, 1))
         else:
             work += [(pair, pair.layers & names, lo, hi) for names, lo, hi in shape.parts]
     for rank, (pair, names, lo, hi) in product(range(len(p.ranks)), work):
         job = Job(pair.d, lo, lo, hi, table, table[::-1][lo // pair.d.covers :].copy())
-        if decision.regroup and not pair.p.own.stateful:
+        if decision.regroup and not pair.p.group.stateful:
             slots = RegroupPlanner(pair.p, rank).plan([job]).slots
             spans = {slot.d_rank: slot.writes.get(0, ()) for slot in slots}
         else:
@@ -309,7 +309,7 @@ def _each(p: str, d: str) -> str:
 
 def _tensors(g: CacheGeometry) -> str:
     """Return the bytes of a block in each tensor of an attention layer."""
-    regions = [region for kind in g.kinds if not kind.own.stateful for region in kind.regions]
+    regions = [region for kind in g.kinds if not kind.group.stateful for region in kind.regions]
     return ", ".join(f"{region.name} {region.block_stride} B" for region in regions)
 
 

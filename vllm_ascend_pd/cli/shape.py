@@ -114,7 +114,12 @@ def geometry(shape: PlanInput, flag: str, tp: int, pp: int) -> CacheGeometry:
         return Region(name, heads * size * cell, head_stride, heads * cell if token_major else cell, cell)
 
     drafts = tuple(name for index in range(shape.drafts) for name in shape.names(model.layers + index))
-    cuts = list(pairwise(_cuts(model.layers, pp)))
+    stages = tuple(
+        (*(name for index in range(a, b) for name in _names(shape, index)), *(drafts if b == model.layers else ()))
+        for a, b in pairwise(_cuts(model.layers, pp))
+    )
+    others = [*_indexers(shape, 1), *_sections(shape, tp)]
+    kind_of = {name: index for index, (_, names) in enumerate(others, start=1) for name in names}
     return CacheGeometry(
         block_size=size,
         kv_heads=model.heads,
@@ -122,13 +127,11 @@ def geometry(shape: PlanInput, flag: str, tp: int, pp: int) -> CacheGeometry:
         dtype=f"{shape.item}-byte",
         packing="plain",
         regions=tuple(region(*cell) for cell in shape.tensors),
-        stages=tuple(
-            (*(name for index in range(a, b) for name in _names(shape, index)), *(drafts if b == model.layers else ()))
-            for a, b in cuts
-        ),
+        stages=stages,
         drafter="a draft model" if drafts else "",
         drafts=drafts,
-        others=(*_indexers(shape, 1), *_sections(shape, tp)),
+        others=tuple(kind for kind, _ in others),
+        kind_of=tuple(kind_of.get(name, 0) for stage in stages for name in stage) if others else (),
         groups=(Group(size), Group(size, STATE)) if model.states is not None else (),
     )
 
@@ -156,7 +159,8 @@ def with_context(
         refuse(given, value, f"an engine has at most {MAX_WORKERS} workers", "Give less.")
     if shape.model.index and pcp > 1:
         refuse(given, value, "an engine with a sparse indexer does not start with PCP", f"Give {flag}-pcp 1.")
-    return msgspec.structs.replace(g, others=tuple(_indexers(shape, dcp)), dcp=dcp, pcp=pcp, interleave=interleave)
+    others = tuple(kind for kind, _ in _indexers(shape, dcp))
+    return msgspec.structs.replace(g, others=others, dcp=dcp, pcp=pcp, interleave=interleave)
 
 
 def _names(shape: PlanInput, index: int) -> list[str]:
@@ -167,18 +171,18 @@ def _names(shape: PlanInput, index: int) -> list[str]:
     return own
 
 
-def _indexers(shape: PlanInput, dcp: int) -> Iterator[LayerKind]:
-    """Yield the kind of indexers' keys, of which each rank of DCP has all."""
+def _indexers(shape: PlanInput, dcp: int) -> Iterator[tuple[LayerKind, tuple[str, ...]]]:
+    """Yield the kind of indexers' keys, of which each rank of DCP has all, and its layers."""
     if shape.model.index:
         cell, size = shape.model.index * shape.item, shape.block_of(1) * dcp
         cells = (("index key", cell), *((("index key_scale", shape.scale),) if shape.scale else ()))
         regions = tuple(Region(name, size * cell, 0, cell, cell) for name, cell in cells)
         layers = tuple(index_of(f"layers.{index}.attn") for index in sorted(shape.attention_layers))
-        yield LayerKind(1, f"{shape.item}-byte", "plain", regions, layers, whole=dcp > 1)
+        yield LayerKind(1, f"{shape.item}-byte", "plain", regions, whole=dcp > 1), layers
 
 
-def _sections(shape: PlanInput, tp: int) -> Iterator[LayerKind]:
-    """Yield the kinds of layers that states are made of, one behind the other."""
+def _sections(shape: PlanInput, tp: int) -> Iterator[tuple[LayerKind, tuple[str, ...]]]:
+    """Yield the kinds of layers that states are made of, one behind the other, and the layers of each."""
     states = shape.model.states
     if states is None:
         return
@@ -190,7 +194,7 @@ def _sections(shape: PlanInput, tp: int) -> Iterator[LayerKind]:
             for one in section.regions
         )
         layers = tuple(section_of(f"layers.{index}", section.name) for index in sorted(states.layers))
-        yield LayerKind(section.heads, "-", PACKING, regions, layers, 1)
+        yield LayerKind(section.heads, "-", PACKING, regions, 1), layers
 
 
 def _cuts(layers: int, pp: int) -> list[int]:

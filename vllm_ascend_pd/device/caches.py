@@ -37,7 +37,6 @@ from vllm_ascend_pd.geometry.layout import (
     attention_of,
     in_execution_order,
     index_of,
-    joined_names,
     section_of,
 )
 from vllm_ascend_pd.geometry.states import PACKING, Recurrent
@@ -114,7 +113,7 @@ class CacheBytes:
     def region(self, layer: int, region: int) -> NDArray[np.uint8]:
         base, caches = self._caches.bases[layer][region], self._caches
         kind = caches.geometry.by_layer[layer]
-        length = caches.blocks[kind.group] * kind.regions[region].block_stride
+        length = caches.blocks[kind.group_index] * kind.regions[region].block_stride
         # If a region begins inside a page, its last block ends with the storage, before a whole stride.
         left = next((start + size - base for start, size in caches.storages if start <= base < start + size), length)
         return np.frombuffer(self._device.view(base, min(length, left)), dtype=np.uint8)
@@ -136,14 +135,14 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
                 layers[index_of(name)] = _index(name, parts[-count:], shape, device)
     if not layers:
         raise ConfigError("PD-GEO-003", layer="(none)", why="the engine registered no KV cache")
-    first_name, first = next(iter(layers.items()))
-    pool = first.blocks // kernel_blocks[first.group]
+    first_name, first_layer = next(iter(layers.items()))
+    pool = first_layer.blocks // kernel_blocks[first_layer.kind.group_index]
     for name, layer in layers.items():
-        if layer.blocks != pool * (each := kernel_blocks[layer.group]):
+        if layer.blocks != pool * (each := kernel_blocks[layer.kind.group_index]):
             why = f"it has {layer.blocks} blocks, {each} for one of vLLM's, of which {first_name} has {pool}"
             raise ConfigError("PD-GEO-003", layer=name, why=why)
     begins: dict[tuple[int, int], str] = {}
-    for name, base, group in ((name, base, layer.group) for name, layer in layers.items() for base in layer.bases):
+    for name, base, group in ((name, base, one.kind.group_index) for name, one in layers.items() for base in one.bases):
         if (other := begins.get((group, base))) is not None:
             raise ConfigError("PD-GEO-003", layer=name, why=f"it shares memory with {other}, of the same group")
         begins[group, base] = name
@@ -154,12 +153,12 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
                 for name in names
             }
         )
-    kinds: dict[LayerKind, list[str]] = {}
-    for name, layer in layers.items():
-        kinds.setdefault(layer.kind, []).append(name)
+    kinds: dict[LayerKind, int] = {}
+    kind_of = tuple(kinds.setdefault(layer.kind, len(kinds)) for layer in layers.values())
+    first, *others = kinds
     geometry = CacheGeometry(
-        block_size=shape.groups[first.group].entries if shape.groups else shape.block_size,
-        kv_heads=first.heads,
+        block_size=shape.groups[first.group_index].entries if shape.groups else shape.block_size,
+        kv_heads=first.kv_heads,
         tp_size=shape.tp_size,
         dtype=first.dtype,
         packing=first.packing,
@@ -167,12 +166,10 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
         stages=(tuple(layers),),
         drafter=shape.drafter,
         drafts=tuple(name for name in layers if not shape.drafts.isdisjoint((name, attention_of(name)))),
-        others=tuple(
-            msgspec.structs.replace(kind, layers=tuple(names))
-            for kind, names in itertools.islice(kinds.items(), 1, None)
-        ),
+        others=tuple(others),
+        kind_of=kind_of if others else (),
         groups=shape.groups,
-        group=first.group,
+        group_index=first.group_index,
         dcp=shape.dcp,
         pcp=shape.pcp,
         interleave=shape.interleave,
@@ -184,21 +181,11 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    heads: int
-    dtype: str
-    packing: str
-    regions: tuple[Region, ...]
+    kind: LayerKind
     bases: tuple[int, ...]
     blocks: int
     tensors: tuple[torch.Tensor, ...]
     storages: tuple[tuple[int, int], ...]
-    group: int
-    whole: bool = False
-
-    @property
-    def kind(self) -> LayerKind:
-        """Properties that layers of one kind share."""
-        return LayerKind(self.heads, self.dtype, self.packing, self.regions, (), self.group, whole=self.whole)
 
 
 def _layer(name: str, parts: Sequence[torch.Tensor], shape: CacheShape, device: Device) -> _Layer:
@@ -218,7 +205,7 @@ def _index(name: str, parts: Sequence[torch.Tensor], shape: CacheShape, device: 
         size *= shape.dcp
         parts = [_joined(part, size) for part in parts]
     own = LayerShape(1, 1, parts[0].shape[-1])
-    return replace(_of_tensors(index_of(name), parts, own, size, group, device), whole=whole)
+    return _of_tensors(index_of(name), parts, own, size, group, device, whole=whole)
 
 
 def _of_tensors(
@@ -229,6 +216,8 @@ def _of_tensors(
     group: int,
     device: Device,
     dtype: str = "",
+    *,
+    whole: bool = False,
 ) -> _Layer:
     regions, packings = [], []
     for index, part in enumerate(parts):
@@ -245,16 +234,13 @@ def _of_tensors(
     if len(blocks) != 1:
         raise ConfigError("PD-GEO-003", layer=name, why=f"its tensors have different numbers of blocks: {blocks}")
     storages = [part.untyped_storage() for part in parts]
+    dtype = dtype or _joined_names([str(part.dtype).removeprefix("torch.") for part in parts])
     return _Layer(
-        heads=own.total_heads,
-        dtype=dtype or joined_names([str(part.dtype).removeprefix("torch.") for part in parts]),
-        packing=joined_names(packings),
-        regions=tuple(regions),
+        kind=LayerKind(own.total_heads, dtype, _joined_names(packings), tuple(regions), group, whole),
         bases=tuple(part.data_ptr() for part in parts),
         blocks=blocks.pop(),
         tensors=tuple(parts),
         storages=tuple((storage.data_ptr(), storage.nbytes()) for storage in storages),
-        group=group,
     )
 
 
@@ -293,26 +279,17 @@ def _sections(name: str, tensors: list[torch.Tensor], shape: CacheShape) -> dict
         strides, begins = strides * len(sizes), [begin + sum(sizes[:i]) for i, begin in enumerate(begins)]
     found: dict[str, _Layer] = {}
     for section in recurrent.sections(name, shape.tp_size):
-        regions = section.regions
+        dtype, each = _joined_names([one.dtype for one in section.regions]), section.heads > shape.tp_size
+        regions = tuple(
+            Region(one.name, strides[one.state], one.cell_bytes if each else 0, 0, one.cell_bytes)
+            for one in section.regions
+        )
         found[section_of(name, section.name)] = _Layer(
-            heads=section.heads,
-            dtype=joined_names([region.dtype for region in regions]),
-            packing=PACKING,
-            regions=tuple(
-                Region(
-                    region.name,
-                    strides[region.state],
-                    region.cell_bytes if section.heads > shape.tp_size else 0,
-                    0,
-                    region.cell_bytes,
-                )
-                for region in regions
-            ),
-            bases=tuple(begins[region.state] + region.offset for region in regions),
+            kind=LayerKind(section.heads, dtype, PACKING, regions, group),
+            bases=tuple(begins[one.state] + one.offset for one in section.regions),
             blocks=blocks,
             tensors=(),
             storages=storages,
-            group=group,
         )
     return found
 
@@ -347,6 +324,11 @@ def _kernel_blocks(part: torch.Tensor, block_size: int, own: LayerShape, device:
     if part.dim() != 4 or part.shape[2] != own.local_heads or block_size % part.shape[1]:
         return 1
     return 1 if device.packing(part, part.shape[1], own.head_size).opaque else block_size // part.shape[1]
+
+
+def _joined_names(words: Sequence[str]) -> str:
+    """Join the words of all regions to one; equal words are written once."""
+    return "/".join(words) if len(set(words)) > 1 else words[0]
 
 
 def _is_apart(tensor: torch.Tensor) -> bool:

@@ -62,15 +62,15 @@ class BlockTails:
     def clear(self, bind: Bind) -> None:
         """Clear, on the current stream, what of each group's last block is behind the tokens that P writes."""
         for kind, parts in self._kinds:
-            begin, end = kind.places(bind.first, bind.end)
-            index, table = end // kind.covers, bind.blocks[kind.group]
+            begin, end = kind.wanted_entries(bind.first, bind.end)
+            index, table = end // kind.covers, bind.blocks[kind.group_index]
             blocks = table[index - begin // kind.covers :]
             if len(blocks):  # else its last block is full
                 tokens = kind.token_split.tokens(kind.ranks.part(self._rank), np.array([index]))
                 block, held = int(blocks[0]), int((tokens < end).sum())
                 for part in parts:
                     part.clear(block, held, kind.block_size)
-            for block in _unused(table, bind.kernel_blocks[kind.group]):
+            for block in _unused(table, bind.kernel_blocks[kind.group_index]):
                 for part in parts:
                     part.clear(block, 0, kind.block_size)
 

@@ -57,7 +57,7 @@ class TokenSplit(msgspec.Struct, frozen=True):
         found: Ints = blocks[:, None] * self.covers + (turn * self.world + part) * self.interleave + inside
         return found
 
-    def places(self, tokens: Ints) -> tuple[Ints, Ints]:
+    def locate(self, tokens: Ints) -> tuple[Ints, Ints]:
         """Return each token's block in the table, and its place in that block on the rank that holds it."""
         block, inside = np.divmod(tokens, self.covers)
         if self.world == 1:
@@ -90,7 +90,7 @@ def shared(p: TokenSplit, p_rank: int, d: TokenSplit, d_rank: int, first: int, e
     lo, hi = np.clip(lo, first, end), np.clip(hi, first, end)
     some = hi > lo
     lo, hi = lo[some], hi[some]
-    return SharedRuns(hi - lo, *p.places(lo), *d.places(lo))
+    return SharedRuns(hi - lo, *p.locate(lo), *d.locate(lo))
 
 
 def contributors(p: TokenSplit, d: TokenSplit, d_rank: int) -> tuple[int, ...]:
@@ -125,7 +125,7 @@ def _joined(start: Ints, step: int, p: TokenSplit, d: TokenSplit) -> tuple[Ints,
     """Join stretches that are neighbours in the prompt and in one block on both sides. Return starts and lengths."""
     if not len(start):
         return start, start
-    (p_block, p_token), (d_block, d_token) = p.places(start), d.places(start)
+    (p_block, p_token), (d_block, d_token) = p.locate(start), d.locate(start)
     new = np.ones(len(start), dtype=bool)
     new[1:] = np.diff(start) != step
     for block, token in ((p_block, p_token), (d_block, d_token)):

@@ -19,6 +19,9 @@ entries.
 
 Layers of one group need not be alike: a draft model has heads of its own, an indexer keeps one key per token beside
 the attention's cache. Layers that are alike are a *kind*. Each kind can be seen as a cache of its own.
+
+`CacheGeometry` is also what the other engine gets (protocol/layouts.py). Its fields' bounds are in their types: an
+impossible cache must not reach the share arithmetic.
 """
 
 from __future__ import annotations
@@ -32,10 +35,8 @@ import msgspec
 
 from vllm_ascend_pd.geometry.context_parallel import TokenSplit
 
-MAX_LAYERS = 4096
-MAX_REGIONS = 64
+MAX_LAYERS, MAX_COMPONENTS, MAX_KINDS, MAX_GROUPS = 4096, 16, 256, 64
 
-# Limits of single fields are checked in decoding: an impossible cache must not reach the share arithmetic.
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Stride = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]  # in bytes; times any block id it fits into 64 bits
 Stage = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_LAYERS)]
@@ -55,8 +56,6 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         return self.token_stride == 0
 
 
-MAX_KINDS = 256
-MAX_GROUPS = 64
 # Values of `Group.matters` that are supported.
 ALL, WINDOW, STATE, COMPRESSED = "all", "window", "state", "compressed"
 
@@ -118,15 +117,14 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
         return max(first, max(0, end - self.n + 1) // self.block_size * self.block_size)
 
 
-class LayerKind(msgspec.Struct, frozen=True, array_like=True):
+class LayerKind(msgspec.Struct, frozen=True, omit_defaults=True):
     """Layers that differ from the first kind, which is in the fields of `CacheGeometry` itself."""
 
     kv_heads: Annotated[int, msgspec.Meta(ge=1, le=65536)]
     dtype: Name
     packing: Name
-    regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=MAX_REGIONS)]
-    layers: Stage
-    group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)] = 0
+    regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=MAX_COMPONENTS)]
+    group_index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)] = 0
     whole: bool = False  # with context parallelism: every rank holds all tokens (an indexer's keys)
 
 
@@ -161,10 +159,11 @@ class Ranks(msgspec.Struct, frozen=True):
         return rank // self.tp_size * self.dcp + rank % self.tp_size % self.dcp
 
 
-class CacheGeometry(msgspec.Struct, frozen=True):
+class CacheGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
     """One engine's KV cache: what the peer must know to write into it or read from it.
 
-    The fields describe the first kind of layers; `others` describes the other kinds. Regions are one rank's tensors,
+    The fields describe the first kind of layers; `others` describes the other kinds, and `kind_of` says of which kind
+    each layer is. Names of `dtype` and `packing` that differ by region are joined. Regions are one rank's tensors,
     alike on all ranks. `kv_heads` counts heads of the whole model (1 for MLA and MQA); rank r of tp_size holds heads
     `head_range(r)`. `block_size` is the number of entries of a block on one rank. Without `groups` there is one group,
     in which all tokens matter. With context parallelism a block covers `block_size` x `dcp` x `pcp` tokens. Layers of a
@@ -176,13 +175,16 @@ class CacheGeometry(msgspec.Struct, frozen=True):
     tp_size: Annotated[int, msgspec.Meta(ge=1, le=1024)]
     dtype: Name
     packing: Name
-    regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=MAX_REGIONS)]
+    regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=MAX_COMPONENTS)]
     stages: Annotated[tuple[Stage, ...], msgspec.Meta(max_length=1024)]  # layer names by pipeline stage
-    drafter: Name = ""  # name of the draft model; empty without one, or if it has no cache
+    drafter: Annotated[str, msgspec.Meta(max_length=1024)] = ""  # the draft model; empty: none, or none with a cache
     drafts: Stage = ()  # layers of the draft model, which are in `stages` too
-    others: Annotated[tuple[LayerKind, ...], msgspec.Meta(max_length=MAX_KINDS)] = ()
+    others: Annotated[tuple[LayerKind, ...], msgspec.Meta(max_length=MAX_KINDS - 1)] = ()
+    kind_of: Annotated[  # by layer: index of its kind, among the first one and `others`; empty: all are of the first
+        tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_KINDS)], ...], msgspec.Meta(max_length=MAX_LAYERS)
+    ] = ()
     groups: Annotated[tuple[Group, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
-    group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)] = 0
+    group_index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)] = 0
     dcp: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     pcp: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     interleave: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1
@@ -208,9 +210,9 @@ class CacheGeometry(msgspec.Struct, frozen=True):
         return self.groups or (Group(self.covers),)
 
     @property
-    def own(self) -> Group:
+    def group(self) -> Group:
         """Group of the layers. Only for a geometry of one kind."""
-        return self.tables[self.group]
+        return self.tables[self.group_index]
 
     @property
     def recomputes_last(self) -> bool:
@@ -220,10 +222,10 @@ class CacheGeometry(msgspec.Struct, frozen=True):
         """
         return any(group.partial for group in self.groups)
 
-    def places(self, first: int, end: int) -> tuple[int, int]:
+    def wanted_entries(self, first: int, end: int) -> tuple[int, int]:
         """Return the wanted part of tokens [first, end), as plans count: in entries. Only for one kind."""
-        per = self.own.per_entry
-        return (0, 1) if self.own.stateful else (self.own.begins(first, end) // per, end // per)
+        per = self.group.per_entry
+        return (0, 1) if self.group.stateful else (self.group.begins(first, end) // per, end // per)
 
     @property
     def kinds(self) -> tuple[CacheGeometry, ...]:
@@ -233,12 +235,17 @@ class CacheGeometry(msgspec.Struct, frozen=True):
     @property
     def by_layer(self) -> tuple[CacheGeometry, ...]:
         """Kind of each layer."""
-        return _by_layer(self)
+        return tuple(map(self.kinds.__getitem__, self.kind_indices))
+
+    @property
+    def kind_indices(self) -> tuple[int, ...]:
+        """Index of each layer's kind."""
+        return self.kind_of or (0,) * len(self.layers)
 
     @property
     def opaque(self) -> bool:
         """True if single tokens of a block cannot be addressed. States do not count: their blocks have one entry."""
-        return any(region.opaque for kind in self.kinds if not kind.own.stateful for region in kind.regions)
+        return any(region.opaque for kind in self.kinds if not kind.group.stateful for region in kind.regions)
 
     def region_label(self, region: int) -> str:
         """Return a component's name for logs: engines only number a layer's tensors. Only for one kind."""
@@ -252,8 +259,8 @@ class CacheGeometry(msgspec.Struct, frozen=True):
         def title(name: str, kind: CacheGeometry) -> str:
             words = [f"{name} ({', '.join(map(kind.region_label, range(len(kind.regions))))})"]
             words += ["of the draft model"] if name in self.drafts else []
-            words += [f"group {kind.group}: {kind.own}"] if self.groups else []
-            return ", ".join([*words, "leaves at the end of the prompt"] if kind.own.stateful else words)
+            words += [f"group {kind.group_index}: {kind.group}"] if self.groups else []
+            return ", ".join([*words, "leaves at the end of the prompt"] if kind.group.stateful else words)
 
         return tuple(map(title, self.layers, self.by_layer))
 
@@ -270,7 +277,7 @@ class CacheGeometry(msgspec.Struct, frozen=True):
     @property
     def states(self) -> tuple[str, ...]:
         """Layers that are parts of states."""
-        return tuple(name for kind in self.kinds if kind.own.stateful for name in kind.layers)
+        return tuple(name for kind in self.kinds if kind.group.stateful for name in kind.layers)
 
     @property
     def workers(self) -> int:
@@ -309,27 +316,26 @@ def _region_roles(kind: CacheGeometry) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def _kinds(geometry: CacheGeometry) -> tuple[CacheGeometry, ...]:
-    apart = {name for kind in geometry.others for name in kind.layers}
+    of = dict(zip(geometry.layers, geometry.kind_of, strict=True))
 
-    def only(names: set[str], **changes: object) -> CacheGeometry:
-        stages = tuple(tuple(name for name in stage if name in names) for stage in geometry.stages)
-        own = tuple(name for name in geometry.drafts if name in names)
-        return msgspec.structs.replace(geometry, stages=stages, drafts=own, others=(), **changes)
+    def only(index: int, **changes: object) -> CacheGeometry:
+        stages = tuple(tuple(name for name in stage if of[name] == index) for stage in geometry.stages)
+        drafts = tuple(name for name in geometry.drafts if of[name] == index)
+        return msgspec.structs.replace(geometry, stages=stages, drafts=drafts, others=(), kind_of=(), **changes)
 
-    first = only({name for name in geometry.layers if name not in apart})
     return (
-        first,
+        only(0),
         *(
             only(
-                set(k.layers),
+                index,
                 kv_heads=k.kv_heads,
                 dtype=k.dtype,
                 packing=k.packing,
                 regions=k.regions,
-                group=k.group,
+                group_index=k.group_index,
                 **_division(geometry, k),
             )
-            for k in geometry.others
+            for index, k in enumerate(geometry.others, start=1)
         ),
     )
 
@@ -338,13 +344,7 @@ def _division(geometry: CacheGeometry, kind: LayerKind) -> dict[str, int]:
     """Return the entries of a kind's blocks, and what of the division of tokens differs from the first kind's."""
     if kind.whole:
         return {"block_size": geometry.covers, "dcp": 1, "interleave": 1}
-    return {"block_size": geometry.groups[kind.group].entries if geometry.groups else geometry.block_size}
-
-
-@lru_cache(maxsize=256)
-def _by_layer(geometry: CacheGeometry) -> tuple[CacheGeometry, ...]:
-    of = {name: kind for kind in geometry.kinds for name in kind.layers}
-    return tuple(of[name] for name in geometry.layers)
+    return {"block_size": geometry.groups[kind.group_index].entries if geometry.groups else geometry.block_size}
 
 
 def in_kernel_blocks(tables: Sequence[Sequence[int]], counts: Sequence[int]) -> Sequence[Sequence[int]]:
@@ -394,14 +394,3 @@ def is_index(name: str) -> bool:
 def index_of(attention: str) -> str:
     """Return the name of the layer that has the keys of this attention's indexer."""
     return attention.removesuffix(".attn") + _INDEX_CACHE
-
-
-def joined_names(words: Sequence[str]) -> str:
-    """Join the words of all regions to one; equal words are written once."""
-    return "/".join(words) if len(set(words)) > 1 else words[0]
-
-
-def split_names(word: str, count: int) -> tuple[str, ...]:
-    """Split a joined word into `count` words; a single word holds for all regions."""
-    words = tuple(word.split("/"))
-    return words if len(words) == count else (word,) * count

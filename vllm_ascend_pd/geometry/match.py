@@ -62,21 +62,21 @@ def _fields(p: CacheGeometry, d: CacheGeometry) -> list[Mismatch]:
         if ours != theirs
     ]
     # P keeps a window from a border of its own blocks on, D wants it from a border of D's blocks on.
-    unlike = p.block_size % d.block_size if p.own.partial else (p.opaque or d.opaque)
+    unlike = p.block_size % d.block_size if p.group.partial else (p.opaque or d.opaque)
     if unlike and p.block_size != d.block_size:
         found.append(Mismatch("block_size", str(p.block_size), str(d.block_size)))
     divided = max(p.ranks.world, d.ranks.world) > 1
     if divided and (
         p.opaque
         or d.opaque
-        or p.own.matters != ALL
-        or d.own.matters != ALL
+        or p.group.matters != ALL
+        or d.group.matters != ALL
         or runs(p.token_split, d.token_split) > MAX_RUNS
     ):
         found.append(Mismatch("tokens of a block", _divided(p), _divided(d)))
     regions = _regions(p, d)
     # dtype and packing have a word for each region: where the number of regions differs, they say nothing more.
-    if p.own.stateful and regions and regions[0].field == "regions":
+    if p.group.stateful and regions and regions[0].field == "regions":
         found = [one for one in found if one.field not in ("dtype", "packing")]
     return [*found, *regions]
 
@@ -89,7 +89,7 @@ def require_match(p: CacheGeometry, d: CacheGeometry) -> None:
 
 
 def _matters(geometry: CacheGeometry) -> str:
-    group = geometry.own
+    group = geometry.group
     return f"{group.matters} {group.n}" if group.n else group.matters
 
 

@@ -37,7 +37,7 @@ def pairings(p: CacheGeometry, d: CacheGeometry) -> tuple[Pairing, ...]:
     """Return all pairings, in the order of P's layers: the same on every rank."""
     if not (p.others or d.others):
         return (Pairing(0, p, d, pushed(p, d)),)
-    ours, theirs = ({name: i for i, kind in enumerate(side.kinds) for name in kind.layers} for side in (p, d))
+    ours, theirs = (dict(zip(side.layers, side.kind_indices, strict=True)) for side in (p, d))
     found: dict[tuple[int, int], list[str]] = {}
     for name in p.layers:
         if name in theirs:
@@ -89,7 +89,7 @@ def exchanged(p: CacheGeometry, d: CacheGeometry) -> tuple[Pairing, ...]:
     if no_exchange_reason(p, d):
         return ()
     found = tuple(
-        pair for pair in pairings(p, d) if not pair.p.own.stateful
+        pair for pair in pairings(p, d) if not pair.p.group.stateful
     )  # a head's state is contiguous already: an exchange gains nothing
     if len(found) == 1:
         return found

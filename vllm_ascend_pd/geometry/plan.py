@@ -39,22 +39,12 @@ def push_range(first: int, end: int, before: int, after: int, d_block_size: int)
 
 
 def plan_digest(p: CacheGeometry, d: CacheGeometry, first: int, end: int, mode: str) -> str:
-    """Return a hash of what P and D must agree on before a byte moves: geometries, token range and mode."""
-    facts = ("plan/1", _facts(p), _facts(d), first, end, mode)
-    return hashlib.sha256(msgspec.msgpack.encode(facts)).hexdigest()
+    """Return a hash of what P and D must agree on before a byte moves: geometries, token range and mode.
 
-
-def _facts(geometry: CacheGeometry) -> tuple[object, ...]:
-    """Return the facts that are hashed. Fields added since plan/1 are left out where they are not used.
-
-    So releases with different features agree on caches that need none of these.
+    Fields of a geometry that have their defaults are not in it. So releases with different features agree on caches
+    that need none of these.
     """
-    *plain, drafter, drafts, others, groups, group, dcp, pcp, interleave = msgspec.structs.astuple(geometry)
-    whole = tuple(index for index, kind in enumerate(others) if kind.whole)
-    dealt = ("dealt", dcp, pcp, interleave, *(("whole", whole) if whole else ())) if dcp * pcp > 1 else ()
-    kinds = tuple(msgspec.structs.astuple(kind)[: -1 if groups else -2] for kind in others)
-    more = (drafter, drafts, kinds) if drafts or others or groups else ()
-    return (*plain, *more, *((groups, group) if groups else ()), *dealt)
+    return hashlib.sha256(msgspec.msgpack.encode(("plan/1", p, d, first, end, mode))).hexdigest()
 
 
 class Job(msgspec.Struct, frozen=True, eq=False):

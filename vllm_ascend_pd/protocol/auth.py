@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from vllm_ascend_pd.errors import ConfigError, RemoteProtocolError
-from vllm_ascend_pd.protocol.first import MAX_FIRST_BYTES, First
+from vllm_ascend_pd.protocol.first import MAX_FIRST_BYTES, FirstToken
 from vllm_ascend_pd.protocol.meeting import Source
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Message, Reservation, Versioned
 from vllm_ascend_pd.protocol.reservation_format import SentReservation, as_sent, reservation_of
@@ -46,7 +46,7 @@ _SESSION_CONTEXT = b"vllm-ascend-pd session 1"
 
 _encoder = msgspec.msgpack.Encoder()
 _version_decoder = msgspec.msgpack.Decoder(Versioned)
-_first_decoder = msgspec.msgpack.Decoder(First)
+_first_decoder = msgspec.msgpack.Decoder(FirstToken)
 _reservation_decoder: msgspec.msgpack.Decoder[SentReservation] = msgspec.msgpack.Decoder(SentReservation)
 _source_decoder: msgspec.msgpack.Decoder[Source] = msgspec.msgpack.Decoder(Source)
 
@@ -205,12 +205,12 @@ def unseal_source(sealed: bytes, secrets: Secrets | None) -> Source:
     return source
 
 
-def seal_first(first: First, secrets: Secrets | None) -> bytes:
+def seal_first(first: FirstToken, secrets: Secrets | None) -> bytes:
     """Return the envelope in which a first token travels, signed if there is a secret."""
     return _enveloped(_encoder.encode(first), secrets, _FIRST_CONTEXT)
 
 
-def unseal_first(sealed: bytes, secrets: Secrets | None) -> First:
+def unseal_first(sealed: bytes, secrets: Secrets | None) -> FirstToken:
     """Return the first token in an envelope. Raise as `unseal` does."""
     if len(sealed) > MAX_FIRST_BYTES:
         raise RemoteProtocolError("PD-CTRL-002", why=f"a first token of {len(sealed)} bytes")

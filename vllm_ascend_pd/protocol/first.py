@@ -11,24 +11,21 @@ import msgspec
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Count, Token, TransferId
 
 MAX_LOGPROBS = 64
-MAX_FIRST_BYTES = 8192  # of a sealed `First`
+MAX_FIRST_BYTES = 8192  # of a sealed `FirstToken`
 
 TokenRank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 LogProb = tuple[Count, float, TokenRank]  # token, its log-probability, its rank
 Sample: TypeAlias = tuple[int, str, Sequence[LogProb]]  # token, digest of its choice, log-probabilities to report
 
 
-class Seed(msgspec.Struct, frozen=True):
-    """Part of a reservation: D will start with P's token if it was chosen and is reported as asked for here.
-
-    It is no random seed.
-    """
+class FirstTokenRequest(msgspec.Struct, frozen=True):
+    """Part of a reservation: D will start with P's token if it was chosen and is reported as asked for here."""
 
     digest: Token  # of the parameters that choose it (sampling.py)
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None  # how many beside the sampled token's
 
 
-class First(msgspec.Struct, frozen=True, kw_only=True):
+class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     """P's scheduler → D's scheduler: the token that P has sampled.
 
     It is sealed as a whole if a router carries it. A `Bound` carries it as it is.

@@ -13,7 +13,7 @@ import msgspec
 
 from vllm_ascend_pd.geometry.layout import Name
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.protocol.first import First
+from vllm_ascend_pd.protocol.first import FirstToken
 from vllm_ascend_pd.protocol.identity import Count, Endpoint, Token, TransferId
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Needs, Seconds
 
@@ -70,7 +70,7 @@ class Bound(msgspec.Struct, frozen=True, tag="bound"):
     transfer: TransferId
     push: Token
     ended: bool
-    first: First | None = None
+    first: FirstToken | None = None
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):

@@ -14,15 +14,16 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from vllm_ascend_pd.geometry.layout import MAX_GROUPS, MAX_LAYERS, CacheGeometry, Name
+from vllm_ascend_pd.geometry.layout import MAX_COMPONENTS, MAX_GROUPS, MAX_LAYERS, CacheGeometry, Name
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.protocol.first import Seed
+from vllm_ascend_pd.protocol.first import FirstTokenRequest
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor, Count, Endpoint, Rank, Token, TransferId
-from vllm_ascend_pd.protocol.layouts import MAX_COMPONENTS, MAX_COMPONENTS_OF_ALL, MAX_LAYOUT_BYTES, Index
+from vllm_ascend_pd.protocol.layouts import MAX_COMPONENTS_OF_ALL, MAX_LAYOUT_BYTES
 
 MAX_MESSAGE_BYTES = 4 << 20
 
 Sum = Annotated[int, msgspec.Meta(ge=0)]  # a 64-bit sum; msgpack itself holds it below 2**64
+Index = Annotated[int, msgspec.Meta(ge=0, le=MAX_LAYERS)]
 Checksum = tuple[Index, Index, Sum]  # layer and component, by their places in the layout, and the sum
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400.0)]
 Needs = Annotated[tuple[Token, ...], msgspec.Meta(max_length=64)]
@@ -85,7 +86,7 @@ class Reservation(msgspec.Struct, frozen=True):
     prompt_length: int
     prompt_hash: str
     needs: tuple[str, ...] = ()
-    seed: Seed | None = None
+    seed: FirstTokenRequest | None = None
 
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ import msgspec
 
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import MAX_GROUPS, Group
-from vllm_ascend_pd.protocol.first import Seed
+from vllm_ascend_pd.protocol.first import FirstTokenRequest
 from vllm_ascend_pd.protocol.identity import Count, Token, TransferId
 from vllm_ascend_pd.protocol.layouts import MAX_LAYOUT_BYTES, EngineLayout, read, written
 from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES, Needs, Reservation, Seconds
@@ -40,7 +40,7 @@ class SentReservation(msgspec.Struct, frozen=True):
     prompt_length: Count
     prompt_hash: Token
     needs: Needs = ()
-    seed: Seed | None = None
+    seed: FirstTokenRequest | None = None
 
 
 def as_sent(reservation: Reservation) -> SentReservation:

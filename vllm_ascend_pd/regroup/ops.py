@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.geometry.images import CACHE_ROW, Rows
+from vllm_ascend_pd.geometry.images import Rows
 from vllm_ascend_pd.geometry.layout import Region
 from vllm_ascend_pd.regroup.copies import AssembleCopies, GatherCopies, Pages, View
 
@@ -47,7 +47,7 @@ def _load(library: Path) -> None:
 
 def has_kernel(name: str, device_type: str) -> bool:
     """Return whether op `name` has a kernel for that device. Without one torch_npu silently runs the CPU's."""
-    key = {"cpu": "CPU", "npu": "PrivateUse1", "meta": "Meta"}.get(device_type, device_type)
+    key = {"cpu": "CPU", "npu": "PrivateUse1"}.get(device_type, device_type)
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key))
 
 
@@ -208,40 +208,3 @@ class Assemble:
 
 def _no_program() -> torch.Tensor:
     return torch.empty((0, PROGRAM_WORDS), dtype=torch.int64)
-
-
-# ---- fake kernels: shapes only, so that the ops can be traced and compiled
-
-
-def _fake_rows(op: str, rows: torch.Tensor) -> None:
-    if rows.dtype != torch.int64:
-        raise RuntimeError(f"{op}: rows must be int64, not {rows.dtype}")
-    if rows.dim() != 2 or rows.shape[1] not in (len(CACHE_ROW), PROGRAM_WORDS):
-        raise RuntimeError(f"{op}: rows has shape {list(rows.shape)}, but it must be [n, {len(CACHE_ROW)}]")
-
-
-def _fake_caches(op: str, caches: Sequence[torch.Tensor]) -> None:
-    for index, cache in enumerate(caches):
-        if cache.dim() != 4:
-            raise RuntimeError(
-                f"{op}: caches[{index}] has {cache.dim()} dimensions, but it must be [block, head, token, cell]"
-            )
-
-
-def _fake_gather(caches: Sequence[torch.Tensor], rows: torch.Tensor, out: torch.Tensor) -> None:
-    _fake_caches("gather", caches)
-    _fake_rows("gather", rows)
-
-
-def _fake_assemble(received: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
-    _fake_rows("assemble", rows)
-
-
-def _fake_scatter(buffer: torch.Tensor, rows: torch.Tensor, caches: Sequence[torch.Tensor]) -> None:
-    _fake_caches("scatter", caches)
-    _fake_rows("scatter", rows)
-
-
-torch.library.register_fake(f"{NAMESPACE}::gather", _fake_gather)
-torch.library.register_fake(f"{NAMESPACE}::assemble", _fake_assemble)
-torch.library.register_fake(f"{NAMESPACE}::scatter", _fake_scatter)

@@ -44,10 +44,10 @@ def allocate(config: PushConfig, world: EngineWorld, caches: Caches, device: Dev
     if not exchanges_possible(config.regroup, caches.geometry, world.tp_size):
         return None
     group = new_group(world.tp_size, world.groups, world.rank, device.collectives, GROUP_TIMEOUT_S)
-    return assembled(config.regroup, world, caches, device, group)
+    return build_resources(config.regroup, world, caches, device, group)
 
 
-def assembled(
+def build_resources(
     config: RegroupConfig, world: EngineWorld, caches: Caches, device: Device, group: dist.ProcessGroup
 ) -> RegroupResources:
     """Allocate buffers and slots for a group that exists. Nothing is allocated later."""
@@ -63,7 +63,7 @@ def assembled(
     views = [  # states are never exchanged
         [
             cell_view(part, region, len(kind.head_range(rank)), 1 if region.opaque else kind.block_size)
-            for part, region in zip(parts, kind.regions, strict=not kind.own.stateful)
+            for part, region in zip(parts, kind.regions, strict=not kind.group.stateful)
         ]
         for parts, kind in zip(caches.tensors, geometry.by_layer, strict=True)
     ]

@@ -75,7 +75,7 @@ class AscendEngine:
     def in_first_contact(self) -> bool:
         return self._writes.in_first_contact()
 
-    def tend(self) -> None:
+    def run_due(self) -> None:
         """Do nothing: only a revocation opens and closes engines."""
 
     def close(self, *, probed: bool) -> None:

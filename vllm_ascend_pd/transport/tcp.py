@@ -88,7 +88,7 @@ class PolledEngines:
         """Return False: first contact is over when `submit` returns."""
         return False
 
-    def tend(self) -> None:
+    def run_due(self) -> None:
         now = self._clock()
         if now - self._tended < TEND_S:
             return

@@ -56,7 +56,7 @@ class TransferEngines(Protocol):
     def in_first_contact(self) -> bool:
         """Return whether a first contact is in progress or queued: another one would wait for it in the engine."""
 
-    def tend(self) -> None:
+    def run_due(self) -> None:
         """Do what is due, such as closing engines. Called with every poll."""
 
     def close(self, *, probed: bool) -> None:
@@ -120,7 +120,7 @@ class MooncakeWire:
         return handle
 
     def poll(self, handle: int) -> WriteState:
-        self.engines.tend()
+        self.engines.run_due()
         if handle in self._waiting:
             return self._poll_waiting(handle)
         inner, session = self._inner[handle]

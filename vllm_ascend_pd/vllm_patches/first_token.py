@@ -25,7 +25,7 @@ from functools import lru_cache
 from typing import Any
 
 from vllm_ascend_pd.errors import LocalProtocolError
-from vllm_ascend_pd.protocol.first import First, LogProb
+from vllm_ascend_pd.protocol.first import FirstToken, LogProb
 from vllm_ascend_pd.protocol.sampling import GRAMMAR
 from vllm_ascend_pd.vllm_patches.tried import TRIED_DRAFTS, TRIED_GRAMMARS, TRIED_SECOND, untried
 from vllm_ascend_pd.vllm_patches.wrapping import contained, wrap
@@ -62,20 +62,20 @@ class GivenIds(tuple[int, ...]):
 class StepHooks:
     """Work of a role before and after vLLM reads a step's outputs.
 
-    `entered`: vLLM is reading them, so `after` will follow. `ungrammatical`: why requests with a grammar do not start
+    `entered`: vLLM is reading them, so `after` will follow. `why_no_grammar`: why requests with a grammar do not start
     with P's token on this engine. `logits`: this engine reports other numbers than the model's raw log-probabilities.
     """
 
     def __init__(self) -> None:
-        self.entered, self.ungrammatical, self.logits = False, "", False
+        self.entered, self.why_no_grammar, self.logits = False, "", False
 
     def settle(self, vllm_config: Any) -> None:
-        self.ungrammatical = ungrammatical(vllm_config)
+        self.why_no_grammar = why_no_grammar(vllm_config)
         self.logits = vllm_config.model_config.logprobs_mode != "raw_logprobs"
 
     def refusal(self, request: Any) -> str:
         """Return why P's token cannot be the first on this engine, sampling parameters aside; empty if it can."""
-        why = refusal(request, self.ungrammatical)
+        why = refusal(request, self.why_no_grammar)
         return why or ("logprobs" if self.logits and request.sampling_params.logprobs is not None else "")
 
     def before(self, output: Any) -> None:
@@ -263,7 +263,7 @@ def _usual(kind: Callable[[], Any]) -> Mapping[str, Any]:
     return {name: getattr(usual, name) for name in usual.__struct_fields__}
 
 
-def ungrammatical(vllm_config: Any) -> str:
+def why_no_grammar(vllm_config: Any) -> str:
     """Return why this engine may read a grammar differently than another one; empty: it reads it alike.
 
     Engines do not exchange these settings.
@@ -298,7 +298,7 @@ def chosen(request: Any) -> dict[str, Any]:
     return found if shaped is None else {**found, GRAMMAR: type(shaped.grammar).__name__}
 
 
-def refusal(request: Any, ungrammatical: str = "") -> str:
+def refusal(request: Any, why_no_grammar: str = "") -> str:
     """Return why P's token cannot be a request's first, sampling parameters aside; empty if it can."""
     if request.sampling_params is None or request.prompt_token_ids is None:
         return "prompt"
@@ -306,8 +306,8 @@ def refusal(request: Any, ungrammatical: str = "") -> str:
         return "session"
     if getattr(request, "prompt_is_token_ids", None) is not None or request.mm_features:
         return "multimodal"
-    if ungrammatical and request.structured_output_request is not None:
-        return ungrammatical
+    if why_no_grammar and request.structured_output_request is not None:
+        return why_no_grammar
     return "LoRA" if request.lora_request is not None else ""
 
 
@@ -394,7 +394,7 @@ def fail(scheduler: Any, request: Any) -> Any:
     return EngineCoreOutput(request_id, [], finish_reason=request.get_finished_reason(), **facts)
 
 
-def start(scheduler: Any, request: Any, first: First, params: dict[str, Any] | None) -> Any:
+def start(scheduler: Any, request: Any, first: FirstToken, params: dict[str, Any] | None) -> Any:
     """Give a released request its first token, and return the output for the client.
 
     `params` stand in its answer if the token is the last one.

@@ -27,14 +27,15 @@ _STEP = "_process_engine_step"
 class Patience:
     """Naps of an engine core: when it may nap, and what wakes it. `news` may be called from any thread.
 
-    `pending` counts the remote loads, `due_s` returns the time until the scheduler must look without news.
+    `budget` counts the requests for which the core may nap, None if it must not; `due_s` returns the time until the
+    scheduler must look without news.
     """
 
-    def __init__(self, pending: Callable[[], int], due_s: Callable[[], float] = lambda: math.inf) -> None:
-        self._pending, self._due_s = pending, due_s
+    def __init__(self, budget: Callable[[], int | None], due_s: Callable[[], float] = lambda: math.inf) -> None:
+        self._budget, self._due_s = budget, due_s
         self._news = threading.Event()
         self._queue: queue.Queue[Any] | None = None
-        self._unread = 0  # steps that must follow at once, until the workers' reports from after the news are read
+        self._steps_before_nap = 0  # in-flight batches whose results are of before the news
 
     def news(self) -> None:
         self._news.set()
@@ -49,17 +50,18 @@ class Patience:
         With (empty) batches in flight the next step brings a result from before the news. As many more steps are needed
         until the result that reports the news.
         """
-        if waiting_requests > self._pending():
+        budget = self._budget()
+        if budget is None or waiting_requests > budget:
             return
-        if self._unread > 0:
-            self._unread -= 1
+        if self._steps_before_nap > 0:
+            self._steps_before_nap -= 1
             return
         self._queue = inbox
         with inbox.not_empty:
             if not self._news.is_set() and not inbox.queue:
                 inbox.not_empty.wait(max(0.0, min(NAP_S, self._due_s())))
         if self._news.is_set():
-            self._unread = in_flight
+            self._steps_before_nap = in_flight
         self._news.clear()
 
 

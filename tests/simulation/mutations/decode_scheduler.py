@@ -16,7 +16,7 @@ from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start
 from vllm_ascend_pd.decode.scheduler.core.load import LoadEvent, LoadState, RemoteLoad
 from vllm_ascend_pd.metadata import Bind, LoadEnd
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.protocol.first import First
+from vllm_ascend_pd.protocol.first import FirstToken
 from vllm_ascend_pd.protocol.identity import TransferId
 
 
@@ -59,7 +59,7 @@ class LastTokenLoaded(LoadBook):
 class AnyToken(LoadBook):
     """D starts with any token that arrives."""
 
-    def token(self, transfer: TransferId, first: First | None, why: str = "", *, failed: bool = False) -> None:
+    def token(self, transfer: TransferId, first: FirstToken | None, why: str = "", *, failed: bool = False) -> None:
         load = self._by_transfer.get(transfer)
         if load is not None and load.wanted is not None and first is not None and first.token < load.wanted.vocabulary:
             load.answer = load.answer or msgspec.structs.replace(first, push=load.push or first.push)
@@ -72,7 +72,7 @@ class AnyPush(LoadBook):
 
     def take(self, now: float, *unfit: Any) -> list[Start]:
         for load in self._loads.values():
-            if isinstance(load.answer, First):
+            if isinstance(load.answer, FirstToken):
                 load.answer = msgspec.structs.replace(load.answer, push=load.push)
         return super().take(now, *unfit)
 
@@ -85,7 +85,7 @@ class TokenTakenTwice(LoadBook):
         self._gone: dict[TransferId, Start] = {}
         self._again: list[Start] = []
 
-    def token(self, transfer: TransferId, first: First | None, why: str = "", *, failed: bool = False) -> None:
+    def token(self, transfer: TransferId, first: FirstToken | None, why: str = "", *, failed: bool = False) -> None:
         if first is not None and (start := self._gone.get(transfer)) is not None:
             self._again.append(start)
         super().token(transfer, first, why, failed=failed)

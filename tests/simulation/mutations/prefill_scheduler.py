@@ -46,8 +46,8 @@ class StateOfEveryStep(PushPlans):
 
     def _leaving(self, push: Push, pairing: int, push_slice: PushSlice) -> tuple[int, int]:
         lo, hi = super()._leaving(push, pairing, push_slice)
-        if push.pairings[pairing].d.own.stateful and push_slice.after > push.reservation.first:
-            table = push.tables[push.pairings[pairing].p.group]
+        if push.pairings[pairing].d.group.stateful and push_slice.after > push.reservation.first:
+            table = push.tables[push.pairings[pairing].p.group_index]
             if len(table.known_ids):  # with cached tokens there is none
                 table.ids[0], table.known = table.known_ids[-1], 1  # the newest reported one
                 return 0, 1

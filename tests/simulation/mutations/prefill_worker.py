@@ -208,7 +208,7 @@ class WindowTooShort(PushPlans):
 
     def _leaving(self, push: Push, pairing: int, push_slice: PushSlice) -> tuple[int, int]:
         lo, hi = super()._leaving(push, pairing, push_slice)
-        own = push.pairings[pairing].d.own
+        own = push.pairings[pairing].d.group
         return (min(hi, max(lo, push.firsts[pairing] + own.block_size)) if own.partial else lo), hi
 
 
@@ -218,9 +218,9 @@ class EntryTooEarly(PushPlans):
     def _leaving(self, push: Push, pairing: int, push_slice: PushSlice) -> tuple[int, int]:
         lo, hi = super()._leaving(push, pairing, push_slice)
         d, end = push.pairings[pairing].d, push.reservation.end
-        if d.own.per_entry == 1 or hi == lo:
+        if d.group.per_entry == 1 or hi == lo:
             return lo, hi
-        return lo, min(end // d.own.per_entry, max(hi, -(-push_slice.after // d.own.per_entry)))
+        return lo, min(end // d.group.per_entry, max(hi, -(-push_slice.after // d.group.per_entry)))
 
 
 class EntriesTakenForTokens(PushPlans):
@@ -230,8 +230,8 @@ class EntriesTakenForTokens(PushPlans):
         super()._start(now, start)
         push = self._register.records[start.push]
         push.firsts = tuple(
-            min(push.reservation.first, pair.d.places(0, push.reservation.end)[1])
-            if pair.d.own.per_entry > 1
+            min(push.reservation.first, pair.d.wanted_entries(0, push.reservation.end)[1])
+            if pair.d.group.per_entry > 1
             else first
             for pair, first in zip(push.pairings, push.firsts, strict=True)
         )

@@ -25,6 +25,7 @@ from vllm_ascend_pd.channel.connection import Connection, Ending
 from vllm_ascend_pd.channel.dialer import Dialer
 from vllm_ascend_pd.channel.frames import CLEAR, OF_WORKERS, Goodbye, decode_clear
 from vllm_ascend_pd.channel.limits import ChannelLimits
+from vllm_ascend_pd.channel.link import Context
 from vllm_ascend_pd.channel.listener import Listener
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.failure import Failure
@@ -145,7 +146,7 @@ class RecordingDialer:
         self.got: list[Message] = []
         self.unreachable: list[str] = []
         self.faults: Counter[str] = Counter()
-        self.dialer = Dialer(
+        context = Context(
             incarnation=p,
             name="dialing",
             secrets=secrets,
@@ -157,6 +158,7 @@ class RecordingDialer:
             accepts=accepts,
             jitter=lambda: 0.5,
         )
+        self.dialer = Dialer(context)
 
     @property
     def answers(self) -> list[int]:

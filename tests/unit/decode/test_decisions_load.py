@@ -21,7 +21,7 @@ from vllm_ascend_pd.geometry.layout import Group
 from vllm_ascend_pd.metadata import LoadEnd
 from vllm_ascend_pd.protocol.dialects import Meet
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.protocol.first import First
+from vllm_ascend_pd.protocol.first import FirstToken
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 
 URL = "http://127.0.0.1:9"
@@ -334,7 +334,7 @@ class AnyLoads(RuleBasedStateMachine):
     @rule(which=st.integers(0, 30), position=st.integers(1, 30))
     def token(self, which: int, position: int) -> None:
         transfer = self.all[which % len(self.all)]
-        self.book.token(transfer, First(transfer=transfer, push="", position=position, token=7, digest="how"))
+        self.book.token(transfer, FirstToken(transfer=transfer, push="", position=position, token=7, digest="how"))
 
     @rule(late=st.booleans())
     def begin_held(self, late: bool) -> None:

@@ -37,7 +37,7 @@ from vllm_ascend_pd.metadata import LoadEnd
 from vllm_ascend_pd.protocol import reports, sampling
 from vllm_ascend_pd.protocol.auth import Secrets, seal_first, unseal_first
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.protocol.first import MAX_FIRST_BYTES, First
+from vllm_ascend_pd.protocol.first import MAX_FIRST_BYTES, FirstToken
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.sampling import PARAMETERS, ParameterRole
 from vllm_ascend_pd.router.core import bodies
@@ -261,7 +261,7 @@ def test_greedy_requests_choose_alike_whatever_their_filters_say() -> None:
 
 TRANSFER, PUSH = TransferId("d", 1, "u"), "p.1"
 WANTED = Wanted(TRANSFER, 10, "how", None, 100)
-FIRST = First(transfer=TRANSFER, push=PUSH, position=10, token=7, digest="how")
+FIRST = FirstToken(transfer=TRANSFER, push=PUSH, position=10, token=7, digest="how")
 REPORTED = msgspec.structs.replace(FIRST, logprobs=((7, -0.5, 1), (7, -0.5, 1), (9, -1.0, 2)))
 
 
@@ -485,7 +485,7 @@ def test_a_token_that_the_grammar_does_not_let_pass_is_not_taken() -> None:
     ids=str,
 )
 def test_grammars_that_may_begin_otherwise_on_another_engine_are_left_to_d(settings: dict[str, Any], why: str) -> None:
-    own = first_token.ungrammatical(SimpleNamespace(structured_outputs_config=SimpleNamespace(**settings)))
+    own = first_token.why_no_grammar(SimpleNamespace(structured_outputs_config=SimpleNamespace(**settings)))
     assert own == why
     facts = {"sampling_params": object(), "prompt_token_ids": [1], "resumable": False, "mm_features": ()}
     for shaped in (False, True):
@@ -584,10 +584,10 @@ def test_releases_of_which_pairs_are_tested_are_those_that_were_tried() -> None:
 
 def test_a_grammar_of_another_shape_is_left_to_d(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = SimpleNamespace(structured_outputs_config=SimpleNamespace())
-    assert first_token.other_grammars() == first_token.ungrammatical(plain) == ""
+    assert first_token.other_grammars() == first_token.why_no_grammar(plain) == ""
     monkeypatch.setattr(StructuredOutputGrammar, "accept_tokens", lambda self, tokens: True)
     assert first_token.other_grammars().endswith(" differ")
-    assert first_token.ungrammatical(plain) == "version"
+    assert first_token.why_no_grammar(plain) == "version"
     monkeypatch.undo()
     monkeypatch.delattr(StructuredOutputGrammar, "validate_tokens")
     assert "validate_tokens" in first_token.other_grammars()
@@ -624,7 +624,7 @@ def test_drafts_and_grammars_are_on_with_what_they_were_tried_with(monkeypatch: 
     ):
         monkeypatch.setattr("vllm.__version__", version)
         assert first_token.unproven(config()) == ""
-        assert (first_token.unproven(drafting), first_token.ungrammatical(plain)) == (drafts, grammars), version
+        assert (first_token.unproven(drafting), first_token.why_no_grammar(plain)) == (drafts, grammars), version
 
 
 @pytest.mark.parametrize("version", ["0.23.0", "0.31.1"])

@@ -11,12 +11,12 @@ from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
 from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start, Wanted
 from vllm_ascend_pd.metadata import LoadEnd
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.protocol.first import First
+from vllm_ascend_pd.protocol.first import FirstToken
 
 PUSH = "p.1"
 
 
-def loaded(*, starts: bool, whole: bool, code: str = "") -> tuple[LoadBook, First, str]:
+def loaded(*, starts: bool, whole: bool, code: str = "") -> tuple[LoadBook, FirstToken, str]:
     """Report a request's KV, and then its token: which it is, and why D does not wait for it."""
     book = book_with("r")
     assert book.wanted("r", 10, 0) == 10
@@ -25,7 +25,7 @@ def loaded(*, starts: bool, whole: bool, code: str = "") -> tuple[LoadBook, Firs
     book.ended([LoadEnd("r", Failure(code) if code else None, PUSH)])
     load = book.received(1.0, "r", starts=starts)
     assert load is not None and load.transfer == bind.transfer
-    first = First(transfer=bind.transfer, push=PUSH, position=10, token=7, digest="how")
+    first = FirstToken(transfer=bind.transfer, push=PUSH, position=10, token=7, digest="how")
     book.token(bind.transfer, first)
     return book, first, load.source
 

@@ -24,7 +24,7 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.geometry.layout import STATE, Group, Region, section_of
 from vllm_ascend_pd.geometry.states import DELTA_NET, Recurrent
 from vllm_ascend_pd.regroup.core.world import EngineWorld
-from vllm_ascend_pd.regroup.resources import assembled
+from vllm_ascend_pd.regroup.resources import build_resources
 
 BLOCKS, BLOCK, HEADS, SIZE = GOOD_SHAPE = 8, 32, 2, 16
 SHAPE = CacheShape(BLOCK, HEADS, 2 * HEADS, SIZE, tp_size=2)
@@ -283,7 +283,7 @@ def test_a_group_whose_blocks_are_several_of_the_kernels_is_described_by_these(
 
 def test_an_exchange_has_views_of_attention_and_none_of_states() -> None:
     caches = describe(shared(), SHARED, NPU_LIKE)
-    made = assembled(config().regroup, EngineWorld(0, 1, 1, TOKENS), caches, CPU, *gloo_groups(1))
+    made = build_resources(config().regroup, EngineWorld(0, 1, 1, TOKENS), caches, CPU, *gloo_groups(1))
     names = [layer for layer, views in zip(caches.geometry.layers, made.exchange._caches, strict=True) if views]
     assert names == ["l0.attn"] and len(caches.geometry.layers) > 1
 

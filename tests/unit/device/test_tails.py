@@ -161,10 +161,10 @@ def test_what_is_behind_the_last_token_is_cleared_and_nothing_else(
     bind = bind_of(caches, first, end)
     BlockTails(caches, rank).clear(bind)
     for kind, bases in zip(geometry.by_layer, caches.bases, strict=True):
-        _, stop = kind.places(first, end)
-        if kind.own.stateful or not len(bind.blocks[kind.group]):
+        _, stop = kind.wanted_entries(first, end)
+        if kind.group.stateful or not len(bind.blocks[kind.group_index]):
             continue
-        last, count = int(bind.blocks[kind.group][-1]), caches.kernel_blocks[kind.group]
+        last, count = int(bind.blocks[kind.group_index][-1]), caches.kernel_blocks[kind.group_index]
         places = [(last, place) for place in behind(kind, rank, stop) if stop % kind.covers]
         unused = range(last + 1, (last // count + 1) * count)  # in the same block of vLLM's
         places += [(block, place) for block in unused for place in range(kind.block_size)]

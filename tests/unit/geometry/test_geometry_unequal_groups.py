@@ -130,11 +130,11 @@ def test_each_group_arrives_in_its_own_blocks_and_nothing_else_changes(
     assert {name for pair in pairs for name in pair.layers} == set(LAYERS)
     for step, before in enumerate(range(0, end, chunk)):
         for pair in pairs:
-            (first, stop), size, per = pair.d.places(0, end), pair.d.covers, pair.d.own.per_entry
+            (first, stop), size, per = pair.d.wanted_entries(0, end), pair.d.covers, pair.d.group.per_entry
             lo, hi = push_range(first, stop, before // per, min(before + chunk, end) // per, size)
             if lo == hi:
                 continue
-            p_table, d_table = p_tables[pair.p.group], d_tables[pair.d.group][first // size :]
+            p_table, d_table = p_tables[pair.p.group_index], d_tables[pair.d.group_index][first // size :]
             job = Job(pair.d, first, lo, hi, np.array(p_table, np.int32), np.array(d_table, np.int32))
             for source in p:
                 (plan,) = StepPlanner(pair.p, source.rank).plan([job], step)

@@ -31,7 +31,7 @@ from vllm_ascend_pd.prefill.scheduler.first_tokens import FirstTokenSource
 from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import decode_reservation, seal
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.protocol.first import Seed
+from vllm_ascend_pd.protocol.first import FirstTokenRequest
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.protocol.reservation_format import Slice, as_sent
@@ -45,8 +45,10 @@ FIRST_LAYER, *LAYERS = PLAIN.layers
 def grouped(*groups: Group, tp: int = 1) -> CacheGeometry:
     """A geometry with the first layer in the first group, the others in the second."""
     plain = geometry(tp)
-    other = LayerKind(plain.kv_heads, plain.dtype, plain.packing, plain.regions, tuple(LAYERS), 1)
-    return msgspec.structs.replace(plain, groups=groups, others=(other,) if len(groups) > 1 else ())
+    other = LayerKind(plain.kv_heads, plain.dtype, plain.packing, plain.regions, 1)
+    if len(groups) == 1:
+        return msgspec.structs.replace(plain, groups=groups)
+    return msgspec.structs.replace(plain, groups=groups, others=(other,), kind_of=(0,) + (1,) * len(LAYERS))
 
 
 TWO = grouped(WINDOW, ALL)
@@ -79,7 +81,7 @@ def test_of_a_window_the_blocks_of_what_the_next_token_looks_at_are_wanted(first
 
 def test_a_cache_with_windows_leaves_the_last_token_to_d() -> None:
     assert TWO.recomputes_last and not grouped(ALL, ALL).recomputes_last and not PLAIN.recomputes_last
-    assert PLAIN.tables == (ALL,) and [kind.group for kind in TWO.kinds] == [0, 1]
+    assert PLAIN.tables == (ALL,) and [kind.group_index for kind in TWO.kinds] == [0, 1]
 
 
 def test_layers_are_in_the_order_of_their_numbers() -> None:
@@ -93,10 +95,10 @@ def test_layers_are_in_the_order_of_their_numbers() -> None:
 
 def test_layers_meet_by_name_whatever_their_groups_are_called() -> None:
     other_way = msgspec.structs.replace(
-        TWO, groups=(ALL, WINDOW), group=1, others=(msgspec.structs.replace(TWO.others[0], group=0),)
+        TWO, groups=(ALL, WINDOW), group_index=1, others=(msgspec.structs.replace(TWO.others[0], group_index=0),)
     )
     assert not mismatches(TWO, other_way) and pushed(TWO, other_way) == set(TWO.layers)
-    assert [(pair.p.group, pair.d.group, pair.layers) for pair in pairings(TWO, other_way)] == [
+    assert [(pair.p.group_index, pair.d.group_index, pair.layers) for pair in pairings(TWO, other_way)] == [
         (0, 1, {FIRST_LAYER}),
         (1, 0, set(LAYERS)),
     ]
@@ -136,7 +138,7 @@ def test_of_compressed_layers_the_blocks_of_complete_entries_are_wanted(
     """A block of 8 entries stands for 32 tokens. An entry that begins before `first` is wanted whole."""
     assert list(COMPRESSED.blocks(first, end)) == blocks and COMPRESSED.covers == 32
     kind = grouped(WINDOW, COMPRESSED).kinds[1]
-    assert kind.places(first, end) == (first // 4, end // 4) and kind.block_size == kind.covers == 8
+    assert kind.wanted_entries(first, end) == (first // 4, end // 4) and kind.block_size == kind.covers == 8
 
 
 # -- on the wire
@@ -250,7 +252,12 @@ def test_p_refuses_what_its_windows_cannot_give(changes: dict[str, Any], says: s
 
 
 def arrived(
-    cache: CacheGeometry, seed: Seed | None = None, *, sends_first: bool = True, whole: bool = False, **changes: Any
+    cache: CacheGeometry,
+    seed: FirstTokenRequest | None = None,
+    *,
+    sends_first: bool = True,
+    whole: bool = False,
+    **changes: Any,
 ) -> tuple[PrefillScheduler, Request]:
     """A request that P's scheduler has, with a reservation; of the whole prompt if D begins with P's first token."""
     engine = Engine(PushConfig.parse({}), "i" * 16, "engine", "m", "127.0.0.1", None)
@@ -290,7 +297,10 @@ def test_p_computes_all_of_a_prompt_whose_d_begins_with_its_token() -> None:
     scheduler, request = arrived(TWO, seed)
     assert request.num_prompt_tokens == 101 and request.max_tokens == 1
     assert scheduler.book.tracks("r") and scheduler.book.ends("r") and not scheduler.book.cuts("r")
-    for asked, sends_first, why in ((Seed("else"), True, "other sampling"), (seed, False, "none of this request's")):
+    for asked, sends_first, why in (
+        (FirstTokenRequest("else"), True, "other sampling"),
+        (seed, False, "none of this request's"),
+    ):
         scheduler, request = arrived(TWO, asked, sends_first=sends_first)
         record = scheduler.book.find("r")
         refusal = record.refusal if record is not None else None
@@ -325,7 +335,7 @@ def test_layers_at_one_address_are_distinguished_by_name() -> None:
     storage = torch.zeros(2, 8, 32, 2, 16)
     caches = describe({f"l.{i}": storage[n] for i, n in ((0, 0), (2, 1), (1, 0), (3, 1))}, SHAPE, TokenMajorDevice())
     g = caches.geometry
-    assert g.layers == ("l.0", "l.1", "l.2", "l.3") and g.groups == SHAPE.groups and g.group == 0
+    assert g.layers == ("l.0", "l.1", "l.2", "l.3") and g.groups == SHAPE.groups and g.group_index == 0
     assert [kind.layers for kind in g.kinds] == [("l.0", "l.2"), ("l.1", "l.3")]
     assert caches.bases[0] == caches.bases[1] and caches.bases[2] == caches.bases[3] and len(caches.storages) == 1
     merged = merge_geometries({(0, 0): WorkerFacts(None, g)})

@@ -20,7 +20,7 @@ from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
 from vllm_ascend_pd.prefill.scheduler.core.request import NewRequest
 from vllm_ascend_pd.protocol.auth import seal, unseal
-from vllm_ascend_pd.protocol.first import Seed
+from vllm_ascend_pd.protocol.first import FirstTokenRequest
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint, TransferId
 
 OPAQUE = geometry("opaque", heads=2, tp=2, block=BLOCK)
@@ -38,7 +38,7 @@ def step(book: PushBook) -> PrefillStep:
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_a_first_token_is_sent_with_as_many_log_probabilities_as_d_asks_for(count: int) -> None:
-    book = admitted(10, seed=Seed("how", 2))
+    book = admitted(10, seed=FirstTokenRequest("how", 2))
     book.scheduled("r", 0, 10, [1, 2, 3], replaces=True)
     sample = 7, "how", tuple((7 + n, -1.0, 1) for n in range(count))
     first = book.finished(0.0, "r", holds_blocks=True, well=True, why="", sampled=lambda: sample).first

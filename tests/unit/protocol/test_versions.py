@@ -16,6 +16,7 @@ from unit.channel.kit import AnsweringListener, RawConnection, RecordingDialer, 
 from unit.protocol.kit import begin, renew
 from unit.protocol.wire_examples import (
     BESIDE,
+    CACHES,
     CLEAR,
     FIRST,
     GEOMETRY,
@@ -173,6 +174,7 @@ def test_what_is_recorded_is_all_that_there_is() -> None:
     assert read_answer(recorded(2, "push in an answer")) == (None, PUSH)
     assert unseal(recorded(2, "reservation"), None) == RESERVATION
     assert unseal(recorded(2, "seeded"), None) == SEEDED
+    assert all(unseal(recorded(2, name), None) == one for name, one in CACHES.items())
     assert unseal_first(recorded(2, "first"), None) == FIRST
 
 

@@ -15,14 +15,14 @@ from vllm_ascend_pd.channel.frames import (
     Leaving,
     Proof,
 )
-from vllm_ascend_pd.geometry.layout import CacheGeometry, Region
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Group, LayerKind, Region
 from vllm_ascend_pd.protocol.auth import (
     seal,
     seal_first,
     seal_source,
 )
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.protocol.first import First, Seed
+from vllm_ascend_pd.protocol.first import FirstToken, FirstTokenRequest
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.meeting import Bound, Gone, Offer, Source, SourceId, Unwanted, Waits
 from vllm_ascend_pd.protocol.messages import Message
@@ -40,8 +40,17 @@ GEOMETRY = CacheGeometry(
 RESERVATION = reservation(
     GEOMETRY, 20, transfer=TransferId("decode-1", 7, "u-7"), model="m", endpoints=(Endpoint(LOOPBACK, 9),)
 )
-SEEDED = msgspec.structs.replace(RESERVATION, seed=Seed("how", 1))
-FIRST = First(
+OTHER = LayerKind(1, "int8/float32", "", (Region("k", 4096, 0, 128, 128), Region("scale", 128, 0, 4, 4)), 1)
+KINDS = msgspec.structs.replace(GEOMETRY, drafter="d", drafts=("l.1",), others=(OTHER,), kind_of=(0, 1))
+GROUPED = msgspec.structs.replace(KINDS, groups=(Group(16), Group(16, "window", 20)))
+WHOLE = msgspec.structs.replace(OTHER, group_index=0, whole=True)
+DIVIDED = msgspec.structs.replace(KINDS, tp_size=4, dcp=2, interleave=8, others=(WHOLE,))
+CACHES = {
+    "grouped": reservation(GROUPED, 20, blocks=(b"\1\0\0\0\2\0\0\0", b"\3\0\0\0\4\0\0\0")),
+    "divided": reservation(DIVIDED, 20, blocks=(b"\1\0\0\0",)),
+}
+SEEDED = msgspec.structs.replace(RESERVATION, seed=FirstTokenRequest("how", 1))
+FIRST = FirstToken(
     transfer=RESERVATION.transfer,
     push="prefill-1.x",
     position=20,
@@ -86,7 +95,8 @@ def written() -> list[tuple[str, str, bytes]]:
     guarded = [(name, "guarded", msgspec.msgpack.encode(message)) for name, message in (MESSAGES | BESIDE).items()]
     clear = [(name, "clear", msgspec.msgpack.encode(message)) for name, message in CLEAR.items()]
     sealed = [
-        (name, "reservation", seal(one, None)) for name, one in (("reservation", RESERVATION), ("seeded", SEEDED))
+        (name, "reservation", seal(one, None))
+        for name, one in {"reservation": RESERVATION, "seeded": SEEDED, **CACHES}.items()
     ]
     sealed += [("first", "first", seal_first(FIRST, None)), ("source", "source", seal_source(SOURCE, None))]
     reports = [("load", "posted", msgspec.json.encode(LOAD))]

@@ -26,13 +26,12 @@ from unit.device.caches import Pool
 from unit.geometry.kit import range_of
 from unit.kits.watching import parsed
 from vllm_ascend_pd.config import PushConfig
-from vllm_ascend_pd.decode.worker.core.loads import Loaded
 from vllm_ascend_pd.decode.worker.runtime import ReceiveRuntime, Site
 from vllm_ascend_pd.device.base import PLAIN, Packing
 from vllm_ascend_pd.device.caches import Caches, CacheShape, describe
 from vllm_ascend_pd.device.cpu import CpuDevice
 from vllm_ascend_pd.geometry.layout import CacheGeometry
-from vllm_ascend_pd.metadata import Bind, DecodeStep, LoadCancel
+from vllm_ascend_pd.metadata import Bind, DecodeStep, LoadCancel, LoadEnd
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, TransferId
 from vllm_ascend_pd.protocol.messages import Reservation
@@ -275,7 +274,7 @@ class RegroupDecodeSite:
         self.geometry = geometries[0]
         self.prompts: list[RegroupPrompt] = []
         self._binds: list[Bind] = []
-        self.reports: dict[str, list[Loaded]] = {}
+        self.reports: dict[str, list[LoadEnd]] = {}
 
     def _memory(self, rank: int, blocks: int, folder: Path | None) -> tuple[RegisteredMemory, MemoryTransport]:
         if folder is None:
@@ -339,7 +338,7 @@ class RegroupDecodeSite:
             for report in runtime.take_reports():
                 self.reports.setdefault(report.request_id, []).append(report)
 
-    def ended(self, prompt: RegroupPrompt) -> list[Loaded] | None:
+    def ended(self, prompt: RegroupPrompt) -> list[LoadEnd] | None:
         """Return the reports of all ranks, or None while some are missing."""
         self.collect()
         found = self.reports.get(prompt.name, [])

@@ -40,7 +40,7 @@ from vllm_ascend_pd.prefill.worker.core.register import PushSite
 from vllm_ascend_pd.prefill.worker.runtime import PushRuntime
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup.core.world import EngineWorld
-from vllm_ascend_pd.regroup.resources import RegroupResources, assembled
+from vllm_ascend_pd.regroup.resources import RegroupResources, build_resources
 from vllm_ascend_pd.transport.base import Wire, WriteState
 from vllm_ascend_pd.transport.memory import MemoryTransport, Write
 
@@ -136,8 +136,8 @@ class RegroupPrefillRank:
                 "steps": len(made._steps),
                 "missing": len(made.missed),
                 "slots_taken": made.staging.taken,
-                "slot_shares": sum(len(push.slot_shares) for push in core.pushes()),
-                "unsealed": sum(push.sealing for push in core.pushes()),
+                "slot_shares": sum(len(push.slot_shares) for push in core.records.values()),
+                "unsealed": sum(push.sealing for push in core.records.values()),
             }
 
     def close(self) -> None:
@@ -429,7 +429,7 @@ def engine(
             ) -> RegroupResources | None:
                 if not groups or push.regroup.regroup == "never":
                     return None
-                return parts(rank, assembled(push.regroup, place, caches, device, groups[rank]))
+                return parts(rank, build_resources(push.regroup, place, caches, device, groups[rank]))
 
             transport = transports[number] if transports is not None else None
             worker = RegroupPrefillRank(

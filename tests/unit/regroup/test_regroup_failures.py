@@ -103,7 +103,7 @@ def test_a_rank_plans_what_it_has_given_up_like_the_others() -> None:
         p.compute((lost, 32), (other, 32))
         runtime = p.ranks[1].runtime
         with runtime.deciding() as pushes:
-            (push,) = [push.name for push in pushes.pushes() if push.reservation == lost.reservation]
+            (push,) = [push.name for push in list(pushes.records.values()) if push.reservation == lost.reservation]
             pushes.abort(time.monotonic(), push, Failure("PD-XFER-002", "injected"))
         p.compute((lost, 32), (other, 32))
         assert p.ended(other)

@@ -134,7 +134,7 @@ def holding(made: Staging, *names: str) -> Pushes:
 def test_a_slot_goes_back_with_the_last_of_its_shares() -> None:
     made = staging()
     core = holding(made, "one", "two", "three")
-    one, two, three = core.pushes()
+    one, two, three = core.records.values()
     core.drop(one, 0, UNIT)
     core.drop(one, 0, UNIT)
     core.let_go(two)
@@ -144,7 +144,7 @@ def test_a_slot_goes_back_with_the_last_of_its_shares() -> None:
     assert made.taken == 1, "it is being written"
     core.drop(three, 0, UNIT)
     assert made.taken == 0
-    assert not any(push.slot_shares for push in core.pushes())
+    assert not any(push.slot_shares for push in core.records.values())
 
 
 def waited(made: Staging, now: float) -> float:

@@ -50,8 +50,9 @@ def test_a_slot_fits_a_full_step_of_whichever_kind_is_larger() -> None:
     sizes = [slot_bytes(one, world) for one in (small, large)]
     assert sizes == [4096, 10 * 16 * 4 * 1024], "8 blocks of the rank's half of the tokens, and 2"
     for first, second in ((small, large), (large, small)):
-        other = LayerKind(4, "float16", "plain", second.regions, ("other",))
-        assert slot_bytes(msgspec.structs.replace(first, others=(other,)), world) == sizes[1]
+        other = LayerKind(4, "float16", "plain", second.regions)
+        both = msgspec.structs.replace(first, stages=(("one", "other"),), others=(other,), kind_of=(0, 1))
+        assert slot_bytes(both, world) == sizes[1]
 
 
 def test_ranks_of_each_data_parallel_rank_exchange_among_themselves(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def aborted_while_it_goes_on_leaves_nothing() -> None:
             pair.until(lambda name=name: pair.decode.request(f"{name}-d") is None, "D is done with it")  # type: ignore[misc]
             left = connector._scheduler.going_on
             check(not left.open() and not left._told, f"{name}: something is left")
-            pair.until(lambda: not connector._open_loads(), "nothing is waited for")
+            pair.until(lambda: not connector._nap_budget(), "nothing is waited for")
             pair.speaks.set()
         check(tokens_of(pair.decode.answers["put out-d"]) == given(4), f"{pair.decode.answers}")
         check("asked-d" not in pair.decode.answers, "it was put out after its end")

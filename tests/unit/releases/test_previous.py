@@ -87,6 +87,36 @@ def kept(found: Any, wanted: Any, where: str) -> None:
         assert found == wanted, f"{where}: {found} instead of {wanted}"
 
 
+def test_until_a_release_a_change_of_the_wire_is_the_oldest_state_that_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a release it is that one, whatever has changed since."""
+
+    def git(*words: str) -> str:
+        identity = ("-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false")
+        done = subprocess.run(
+            ["git", "-C", str(tmp_path), *identity, *words], capture_output=True, check=True, timeout=60
+        )
+        return done.stdout.decode().strip()
+
+    def commit(path: str) -> str:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(f"{path} {len(made)}")
+        git("add", path)
+        git("commit", "-q", "-m", path)
+        made.append(git("rev-parse", "HEAD"))
+        return previous.commit(tmp_path)
+
+    made: list[str] = []
+    git("init", "-q")
+    monkeypatch.delenv("PD_PREVIOUS", raising=False)
+    monkeypatch.setattr(previous, "BEFORE_RELEASES", "HEAD~2")
+    found = [commit(path) for path in (previous.RECORDED, "a", "b", "c", previous.RECORDED, "d", "e", "f")]
+    assert found == ["HEAD~2"] * 4 + [made[4]] * 2 + ["HEAD~2"] * 2
+    git("tag", "v1.0.0", made[0])
+    assert commit(previous.RECORDED) == "v1.0.0"
+
+
 @pytest.mark.parametrize(("named", "actions"), [("v0.0.0", ""), ("", "true"), ("", "")])
 def test_only_a_checkout_without_history_and_outside_of_a_workflow_skips_it(
     named: str, actions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

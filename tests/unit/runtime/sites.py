@@ -25,11 +25,10 @@ from unit.kits.loads import arrive
 from unit.kits.watching import Events, parsed, until
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
-from vllm_ascend_pd.decode.worker.core.loads import Loaded
 from vllm_ascend_pd.decode.worker.role import DecodeWorker
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.engine import Engine, merge_geometries
-from vllm_ascend_pd.metadata import DecodeStep, PrefillStep
+from vllm_ascend_pd.metadata import DecodeStep, LoadEnd, PrefillStep
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
 from vllm_ascend_pd.prefill.scheduler.core.request import NewRequest
 from vllm_ascend_pd.prefill.worker.role import PrefillWorker
@@ -144,8 +143,8 @@ class DecodeSite:
         self.requests: dict[str, SitePrompt] = {}
         self.used: set[int] = set()  # blocks of requests that have ended
         self.seen: list[Counter[str]] = [Counter() for _ in self.workers]
-        self.outcomes: dict[str, list[Loaded]] = {}
-        self.done: dict[str, list[Loaded]] = {}
+        self.outcomes: dict[str, list[LoadEnd]] = {}
+        self.done: dict[str, list[LoadEnd]] = {}
 
     def reserve(
         self, name: str, tokens: int, *, first: int = 0, deadline_s: float = 30.0, seed: int | None = None
@@ -193,7 +192,7 @@ class DecodeSite:
                 if self.book.received(0.0, name) is not None:
                     self.done[name] = reports
 
-    def received(self, *requests: SitePrompt, seconds: float = DEADLINE_S) -> list[Loaded]:
+    def received(self, *requests: SitePrompt, seconds: float = DEADLINE_S) -> list[LoadEnd]:
         """Step until every worker has reported these requests."""
         names = [request.name for request in requests]
         step_until(self.step, names, self.done, lambda: f"reports of {names}, so far {self.outcomes}", seconds)
@@ -442,7 +441,7 @@ class PrefillSite:
 
 def pushed(
     p: PrefillSite, d: DecodeSite, name: str, tokens: int, *, deadline_s: float = 30.0
-) -> tuple[SitePrompt, list[Loaded]]:
+) -> tuple[SitePrompt, list[LoadEnd]]:
     """Reserve, prefill and push a prompt of its own. Return it with what D's workers report."""
     request = d.reserve(name, tokens, deadline_s=deadline_s)
     d.step()

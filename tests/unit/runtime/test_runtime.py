@@ -222,7 +222,7 @@ def test_a_prefix_that_left_before_it_was_computed_has_another_checksum(tp: int,
     computed: list[str] = []
 
     def left() -> list[int]:
-        pushes = [push for worker in p.workers.values() for push in worker.runtime.core.pushes()]  # type: ignore[union-attr]
+        pushes = [push for worker in p.workers.values() for push in list(worker.runtime.core.records.values())]  # type: ignore[union-attr]
         return [len(pair.coverage.covered) for push in pushes for pair in push.pairs.values()]
 
     def late(worker: PrefillWorker, name: str, tensor: Any) -> None:

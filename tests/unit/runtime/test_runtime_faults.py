@@ -131,7 +131,7 @@ def test_a_request_that_ends_without_blocks_says_so_to_decode() -> None:
         assert (report.ok, report.why.code) == (False, "PD-XFER-002")
         runtime = p.workers[0, 0].runtime
         assert runtime is not None
-        until(lambda: p.idle().empty and not runtime.core.pushes(), "nothing is left of it")
+        until(lambda: p.idle().empty and not runtime.core.records, "nothing is left of it")
         assert not p.seen[0, 0] and not p.released, "vLLM does not wait for this request"
 
 
@@ -325,7 +325,7 @@ def test_a_write_that_cannot_be_prepared_fails_its_own_push_only(at: str, monkey
             names = [each.name if isinstance(each, Push) else getattr(each, "push", None) for each in args]
             runtime = p.workers[0, 0].runtime
             assert runtime is not None
-            if any(push.request_id in broken for push in runtime.core.pushes() if push.name in names):
+            if any(push.request_id in broken for push in list(runtime.core.records.values()) if push.name in names):
                 raise RuntimeError("the device is gone")
             return function(*args)
 
@@ -362,7 +362,7 @@ def test_what_was_decided_before_an_error_is_still_done() -> None:
         (worker,) = p.workers.values()
         assert worker.runtime is not None
         runtime = worker.runtime
-        (push,) = runtime.core.pushes()
+        (push,) = runtime.core.records.values()
         with pytest.raises(KeyError), runtime.deciding() as pushes:
             pushes.abort(time.monotonic(), push.name, Failure("PD-XFER-002", "the test"))
             raise KeyError(push.name)
@@ -690,7 +690,7 @@ def test_a_push_that_failed_on_one_rank_does_not_change_which_ranks_write_the_ot
         deaf = threading.Event()
         ignorant.loop.post(deaf.wait, 20.0)  # blocks its loop: it gets no message
         with knows.deciding() as pushes:
-            (push,) = (push.name for push in pushes.pushes() if push.request_id == failed.p_name)
+            (push,) = (push.name for push in list(pushes.records.values()) if push.request_id == failed.p_name)
             pushes.abort(time.monotonic(), push, Failure("PD-XFER-002", "as if its writes had failed"))
         until(lambda: any(stage == "push_closed" for stage, _ in events), "the end of the push on the rank that knows")
         for _ in range(7):

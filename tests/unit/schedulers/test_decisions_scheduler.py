@@ -301,7 +301,7 @@ def test_a_reservation_reaches_the_metaserver_and_its_word_the_workers(answer: s
         if server.end:
             until(lambda: scheduler._outcomes, "the answer")
         bind, step = steps.bound(), steps.taken[0]
-        assert bind.blocks[0].tolist() == [41, 42] and step.wake is not None and scheduler.open_loads() == 1
+        assert bind.blocks[0].tolist() == [41, 42] and step.wake is not None and scheduler.nap_budget() == 1
         assert step.settles == ((bind.transfer,) if server.end else ())
         until(lambda: server.bodies, "the POST")
         (body,) = server.bodies
@@ -314,7 +314,7 @@ def test_a_reservation_reaches_the_metaserver_and_its_word_the_workers(answer: s
         server.end = PREFILLED
         steps.settled(bind.transfer)
         assert scheduler.wanted(asked, 0) == 0
-        assert scheduler.received("r") and not scheduler.received("r") and scheduler.open_loads() == 0
+        assert scheduler.received("r") and not scheduler.received("r") and scheduler.nap_budget() == 0
     finally:
         scheduler.close()
         scheduler.close()
@@ -656,14 +656,14 @@ def answered(
     from vllm.v1.request import RequestStatus
 
     from vllm_ascend_pd.protocol import sampling as rules
-    from vllm_ascend_pd.protocol.first import Seed
+    from vllm_ascend_pd.protocol.first import FirstTokenRequest
     from vllm_ascend_pd.vllm_patches import first_token
 
     scheduler = PrefillScheduler(engine(SECRETS), sends_first=sends_first)
     scheduler.attach_workers({(0, rank): WorkerFacts(None, CACHE) for rank in range(2)})
     asked = request()
     asked.sampling_params = SamplingParams(max_tokens=1, **sampling)
-    seed = Seed(digest or rules.digest(first_token.given(SamplingParams(max_tokens=9))))
+    seed = FirstTokenRequest(digest or rules.digest(first_token.given(SamplingParams(max_tokens=9))))
     asked.kv_transfer_params = remote_decode(seal(reservation(asked, seed=seed), SECRETS))
     scheduler.allocated(asked)
     scheduler.build_step(output([("r", 0, 10 // chunks, [1, 2, 3])]))

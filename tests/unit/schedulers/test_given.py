@@ -51,7 +51,7 @@ def posted(cache: CacheGeometry, blocks: list[int], said: tuple[int, bytes], **f
         def stepped() -> bool:
             count = d.wanted(asked, 4)
             if count is None:
-                assert d.open_loads() == 1, "the engine naps meanwhile"
+                assert d.nap_budget() == 1, "the engine naps meanwhile"
                 d.build_step()
                 d.going_on.after(scheduler, outputs)
                 return False
@@ -59,7 +59,7 @@ def posted(cache: CacheGeometry, blocks: list[int], said: tuple[int, bytes], **f
             return True
 
         until(stepped, "the answer so far")
-        assert not d.open_loads()
+        assert not d.nap_budget()
         d.allocated(asked, [blocks], counts[0])
         until(lambda: server.bodies, "the POST")
         body = server.bodies[0]
@@ -111,10 +111,10 @@ def test_a_request_that_ends_hangs_up() -> None:
         asked = request("r", {"do_remote_prefill": True, "metaserver": server.url, "ticket": "t", CONTINUE: True})
         assert d.wanted(asked, 0) is None
         until(lambda: server.questions, "the question")
-        assert d.wanted(asked, 0) is None and d.open_loads() == 1
+        assert d.wanted(asked, 0) is None and d.nap_budget() == 1
         d.request_finished(asked, False)
         until(lambda: server.left, "D hangs up")
-        assert not d.open_loads() and len(server.questions) == 1
+        assert not d.nap_budget() and len(server.questions) == 1
     finally:
         d.close()
         server.served.stop()

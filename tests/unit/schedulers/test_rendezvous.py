@@ -163,9 +163,9 @@ def test_what_a_reset_freed_no_d_can_fetch() -> None:
     with pair() as both:
         _, _, answer = both.prefilled()
         both.p.reset()
-        assert both.p.must_step() and both.p.open_loads() < 0, "the engine core must not nap before that step"
+        assert both.p.must_step() and both.p.nap_budget() is None, "the engine core must not nap before that step"
         assert both.p.build_step(output()).freed == (P_ID,) and both.p.released(P_ID)
-        assert not both.p.must_step() and both.p.open_loads() == 0
+        assert not both.p.must_step() and both.p.nap_budget() == 0
         assert both.steps.cancelled(both.load(answer).transfer) == "PD-META-027"
 
 

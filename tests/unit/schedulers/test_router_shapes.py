@@ -125,7 +125,7 @@ def test_what_p_does_not_hold_d_computes(shape: Serial) -> None:
         held, answer = prefilled(both, shape.prefill, of_p)
         assert not held and answer is not None and answer["pd_push"]["code"] == "PD-META-028"
         asked = request(of_d, as_json(shape.passes(answer)))
-        assert both.d.wanted(asked, 0) == 0 and both.d.open_loads() == 0
+        assert both.d.wanted(asked, 0) == 0 and both.d.nap_budget() == 0
 
 
 # AIBrix's agents for `nixl` and `mooncake` put nothing into P's request (vllm-project/aibrix e3e10f9e4aeb,

@@ -157,7 +157,7 @@ def test_connections_to_peers_that_have_ended_do_not_pile_up(
     for _ in range(4):
         with ReceivingChild(SPAN, forks) as receiver:
             assert one(wire, receiver, memory) is WriteState.LANDED
-    until(lambda: wire.engines.tend() or half_closed() - before <= 2, half_closed)
+    until(lambda: wire.engines.run_due() or half_closed() - before <= 2, half_closed)
 
 
 @pytest.mark.parametrize("free", [2, 5])  # another part of opening an engine fails each time

@@ -16,7 +16,7 @@ from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.protocol import sampling
 from vllm_ascend_pd.protocol.auth import unseal_first
-from vllm_ascend_pd.protocol.first import First, Seed
+from vllm_ascend_pd.protocol.first import FirstToken, FirstTokenRequest
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.vllm_patches import first_token
 from vllm_ascend_pd.vllm_patches.tried import FIRST_TOKEN, off
@@ -83,7 +83,7 @@ class FirstTokenReceiver(first_token.StepHooks):
 
     def ask(
         self, request: Any, transfer: TransferId, *, recomputes_last: bool, whole: bool = False
-    ) -> tuple[Seed, dict[str, Any]] | None:
+    ) -> tuple[FirstTokenRequest, dict[str, Any]] | None:
         """Return what the reservation asks for, and what P must receive to choose the same token; None: no token.
 
         `whole`: the request can begin only with P's token.
@@ -96,16 +96,16 @@ class FirstTokenReceiver(first_token.StepHooks):
             self._book.ask(request.request_id, why)
             self._loads.act()
             return None
-        seed = Seed(sampling.digest(given), given.get("logprobs"))
+        seed = FirstTokenRequest(sampling.digest(given), given.get("logprobs"))
         wanted = Wanted(transfer, request.num_prompt_tokens, seed.digest, seed.logprobs, self._vocabulary, whole)
         self._book.ask(request.request_id, wanted)
         return seed, sampling.sent(given)
 
-    def outcome(self, transfer: TransferId, answer: str | First | None, *, failed: bool) -> None:
+    def outcome(self, transfer: TransferId, answer: str | FirstToken | None, *, failed: bool) -> None:
         """Handle the last answer of the metaserver (with P's token sealed), or of P itself, or one without a token."""
         if not self._book.expects(transfer):
             return
-        first, why = answer if isinstance(answer, First) else None, ""
+        first, why = answer if isinstance(answer, FirstToken) else None, ""
         if isinstance(answer, str) and not failed:
             try:
                 first = unseal_first(base64.b64decode(answer, validate=True), self._engine.secrets)
@@ -120,7 +120,7 @@ class FirstTokenReceiver(first_token.StepHooks):
             return
         self._loads.listen()
 
-        def unfit(request_id: str, first: First) -> str:
+        def unfit(request_id: str, first: FirstToken) -> str:
             request = scheduler.requests.get(request_id)
             over = request is None or request.is_finished()
             return "aborted" if over else first_token.unfit(request, first.token)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 
 from vllm_ascend_pd.channel.dialer import Dialer
 from vllm_ascend_pd.channel.frames import OF_SCHEDULERS
+from vllm_ascend_pd.channel.link import Context
 from vllm_ascend_pd.config import Timers
 from vllm_ascend_pd.decode.scheduler.core.answers import Outcome
 from vllm_ascend_pd.decode.scheduler.core.offers import Offers, SendMessage
@@ -35,27 +36,28 @@ class Offering:
         self._loop, self._on_outcome = loop, on_outcome
         self._offers = Offers(timers)
         self._timer: asyncio.TimerHandle | None = None
-        self._dialer = Dialer(
+        dialing = Context(
             incarnation=incarnation,
             name="decode scheduler",
             secrets=secrets,
             on_message=self._on_message,
-            on_unreachable=self._unreachable,
+            on_unreachable=self._on_unreachable,
             count=count,
             accepts=OF_SCHEDULERS,
         )
+        self._dialer = Dialer(dialing)
 
     def offer(self, listener: Endpoint, offer: Offer) -> None:
         """Offer a reservation to a P, until an outcome ends the offer."""
-        self._loop.post(self._offer, listener, offer)
+        self._loop.post(self._decide, lambda now: self._offers.offer(now, listener, offer))
 
     def forget(self, transfer: TransferId) -> None:
         """Drop an offer. Nothing is reported of it any more, except an outcome already under way."""
-        self._loop.post(self._forget, transfer)
+        self._loop.post(self._decide, lambda _: self._offers.forget(transfer))
 
     def send_unwanted(self, listener: Endpoint, unwanted: Unwanted) -> None:
         """Notify a P that no offer will follow."""
-        self._loop.post(self._send_unwanted, listener, unwanted)
+        self._loop.post(self._decide, lambda _: self._offers.send_unwanted(listener, unwanted))
 
     # -- the loop thread
 
@@ -64,36 +66,17 @@ class Offering:
             self._timer.cancel()
         await self._dialer.close()
 
-    def _now(self) -> float:
-        return self._loop.loop.time()
-
-    def _offer(self, listener: Endpoint, offer: Offer) -> None:
-        self._offers.offer(self._now(), listener, offer)
-        self._act()
-
-    def _forget(self, transfer: TransferId) -> None:
-        self._offers.forget(transfer)
-        self._act()
-
-    def _send_unwanted(self, listener: Endpoint, unwanted: Unwanted) -> None:
-        self._offers.send_unwanted(listener, unwanted)
-        self._act()
-
     def _on_message(self, listener: Endpoint, message: Meeting) -> None:
         if isinstance(message, Gone):  # perhaps the name led to another process than that with the source
             self._dialer.doubt(listener)
-        self._offers.message(self._now(), listener, message)
-        self._act()
+        self._decide(lambda now: self._offers.message(now, listener, message))
 
-    def _unreachable(self, listener: Endpoint, detail: str) -> None:
-        self._offers.unreachable(self._now(), listener, detail)
-        self._act()
+    def _on_unreachable(self, listener: Endpoint, detail: str) -> None:
+        self._decide(lambda now: self._offers.unreachable(now, listener, detail))
 
-    def _tick(self) -> None:
-        self._offers.tick(self._now())
-        self._act()
-
-    def _act(self) -> None:
+    def _decide(self, event: Callable[[float], None]) -> None:
+        """Have the offers decide about an event, which takes the time, then do what they want done."""
+        event(self._loop.loop.time())
         for effect in self._offers.take_effects():
             if isinstance(effect, SendMessage):
                 self._dialer.send(effect.to, effect.message)
@@ -102,4 +85,4 @@ class Offering:
         if self._timer is not None:
             self._timer.cancel()
         wake = self._offers.next_wake()
-        self._timer = None if wake is None else self._loop.loop.call_at(wake, self._tick)
+        self._timer = None if wake is None else self._loop.loop.call_at(wake, self._decide, self._offers.tick)

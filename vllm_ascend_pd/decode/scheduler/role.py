@@ -387,7 +387,7 @@ class DecodeScheduler(SchedulerRole):
             self.tally.totals("num_protocol_events", self._online.client.counters)
         return self.tally.take()
 
-    def open_loads(self) -> int:
+    def nap_budget(self) -> int:
         return self.book.count(*AWAITED, *WITHHELD) + self.going_on.open()
 
     def due_s(self) -> float:

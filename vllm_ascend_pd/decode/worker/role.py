@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from vllm_ascend_pd.decode.worker.core.loads import Loaded
 from vllm_ascend_pd.decode.worker.runtime import ReceiveRuntime, Site
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import CacheShape, describe
@@ -64,9 +63,9 @@ class DecodeWorker(WorkerRole):
             invalid_blocks=frozenset(block for report in failed for block in report.blocks),
         )
 
-    def reports(self) -> list[Loaded]:
+    def reports(self) -> list[LoadEnd]:
         found = [] if self.runtime is None else self.runtime.take_reports()
-        self._ends += [report.end for report in found]
+        self._ends += found
         return found
 
     def news(self) -> WorkerNews:

@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 
 from vllm_ascend_pd.channel.listener import Listener
 from vllm_ascend_pd.config import PushConfig
-from vllm_ascend_pd.decode.worker.core.loads import Loaded, Loads
+from vllm_ascend_pd.decode.worker.core.loads import Loads
 from vllm_ascend_pd.decode.worker.verifier import MemoryVerifier
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import Caches
 from vllm_ascend_pd.device.tails import BlockTails
 from vllm_ascend_pd.errors import PdError, one_line
-from vllm_ascend_pd.metadata import DecodeStep
+from vllm_ascend_pd.metadata import DecodeStep, LoadEnd
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.protocol import actions as act
@@ -69,7 +69,7 @@ class ReceiveRuntime:
     ) -> None:
         self._caches, self._device, self.target = caches, device, target
         self._tails = BlockTails(caches, site.rank)
-        self._reports: deque[Loaded] = deque()
+        self._reports: deque[LoadEnd] = deque()
         self._undrafted = ""  # the last P that was logged for lacking the draft model
         self._revoking_since: float | None = None
         self.tally = Tally()
@@ -125,7 +125,7 @@ class ReceiveRuntime:
         gate = self._device.record() if step.binds else None
         self.loop.post(self._apply, step, gate)
 
-    def take_reports(self) -> list[Loaded]:
+    def take_reports(self) -> list[LoadEnd]:
         """Return transfers that ended since the last call."""
         reports = []
         while self._reports:

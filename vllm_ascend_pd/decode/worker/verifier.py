@@ -29,14 +29,14 @@ class MemoryVerifier:
             if name not in pushed:
                 continue
             kind = self._geometry.by_layer[index]
-            begin, end = kind.places(bind.first, bind.end)
+            begin, end = kind.wanted_entries(bind.first, bind.end)
             found = cache_digest(
                 lambda region, layer=index: self._memory.region(layer, region),  # type: ignore[misc]
                 kind,
                 self._rank,
                 kind.head_range(self._rank),
                 range(begin, end),
-                bind.blocks[kind.group],
+                bind.blocks[kind.group_index],
                 begin // kind.covers,
             )
             for number, value in enumerate(found):

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_ascend_pd.protocol import sampling
 from vllm_ascend_pd.protocol.auth import Secrets, seal_first
-from vllm_ascend_pd.protocol.first import First, LogProb, Sample, Seed
+from vllm_ascend_pd.protocol.first import FirstToken, FirstTokenRequest, LogProb, Sample
 from vllm_ascend_pd.vllm_patches import first_token
 
 
@@ -32,12 +32,12 @@ class FirstTokenSource(first_token.StepHooks):
             if logprobs := first_token.reported(output, request_id, count):
                 self._logprobs[request_id] = logprobs
 
-    def seed_of(self, request: Any) -> Seed | None:
+    def seed_of(self, request: Any) -> FirstTokenRequest | None:
         """Return how the first token of a request is chosen and reported; None if it is not sent to D."""
         if self.refusal(request):
             return None
         given = first_token.chosen(request)
-        return Seed(sampling.digest(given), given.get("logprobs")) if not sampling.refusal(given) else None
+        return FirstTokenRequest(sampling.digest(given), given.get("logprobs")) if not sampling.refusal(given) else None
 
     def sampled(self, request: Any) -> Sample | None:
         """Return the first token of a request that has ended, if D may start with it."""
@@ -48,7 +48,7 @@ class FirstTokenSource(first_token.StepHooks):
             return None
         return int(request.output_token_ids[0]), seed.digest, self._logprobs.get(request.request_id, ())
 
-    def sealed(self, first: First | None) -> str:
+    def sealed(self, first: FirstToken | None) -> str:
         """Return the sealed token for P's answer, in base64; empty without a token."""
         return base64.b64encode(seal_first(first, self._secrets)).decode() if first is not None else ""
 

@@ -247,8 +247,8 @@ class PrefillScheduler(SchedulerRole):
     def must_step(self) -> bool:
         return self.book.must_step()
 
-    def open_loads(self) -> int:
-        return -1 if self.must_step() else 0
+    def nap_budget(self) -> int | None:
+        return None if self.must_step() else 0
 
     def due_s(self) -> float:
         return POLL_S

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_ascend_pd.channel.dialer import Dialer
+from vllm_ascend_pd.channel.link import Context
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import Caches
@@ -79,7 +80,7 @@ class PushRuntime:
             tracing=trace.enabled,
         )
         self.loop = LoopThread(f"pd-push-{site.contributor}")
-        self._dialer = Dialer(
+        dialing = Context(
             incarnation=site.incarnation,
             name=str(site.contributor),
             secrets=secrets,
@@ -87,6 +88,7 @@ class PushRuntime:
             on_unreachable=self._on_unreachable,
             count=lambda reason: self.tally.count("num_side_channel_faults", reason),
         )
+        self._dialer = Dialer(dialing)
         self.writer = Writer(self.deciding, wire, time.monotonic, push_sums)
         wire.listen(self._last_message_at)
         self.writing = WriterThread(f"pd-writer-{site.contributor}", self.writer, device)

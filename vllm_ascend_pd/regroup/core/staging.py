@@ -26,7 +26,7 @@ def exchanges_possible(config: RegroupConfig, geometry: CacheGeometry, tp_size: 
 
     They never have to with TP 1, one KV head for all ranks, tokens divided among ranks, or `regroup: never`.
     """
-    split = any(kind.kv_heads > 1 and not kind.own.stateful for kind in geometry.kinds)
+    split = any(kind.kv_heads > 1 and not kind.group.stateful for kind in geometry.kinds)
     return tp_size > 1 and geometry.ranks.world == 1 and split and config.regroup != "never"
 
 

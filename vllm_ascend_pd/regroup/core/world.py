@@ -41,6 +41,6 @@ def slot_bytes(geometry: CacheGeometry, world: EngineWorld) -> int:
         * kind.kv_heads
         * sum(r.cell_bytes * (1 if r.opaque else kind.block_size) for r in kind.regions)
         for kind in geometry.kinds
-        if (kind.kv_heads > 1 or not geometry.others) and not kind.own.stateful
+        if (kind.kv_heads > 1 or not geometry.others) and not kind.group.stateful
     ]
     return -(-max(sizes) // ALIGNMENT) * ALIGNMENT

@@ -165,16 +165,16 @@ def _forget_one(caches: Any, rank: int, bind: Any) -> None:
     of_tokens = [
         place
         for place, (name, kind) in enumerate(zip(geometry.layers, geometry.by_layer, strict=True))
-        if kind.own.matters in ("all", "compressed") and name in geometry.targets and "indexer" not in name
+        if kind.group.matters in ("all", "compressed") and name in geometry.targets and "indexer" not in name
     ]
     middle = of_tokens[len(of_tokens) // 2]
     kind = geometry.by_layer[middle]
-    token = np.array([(bind.first + bind.end) // 2 // kind.own.per_entry])
+    token = np.array([(bind.first + bind.end) // 2 // kind.group.per_entry])
     split = kind.token_split
     if split.holder(token).item() != kind.ranks.part(rank):
         return
-    index, entry = (place.item() for place in split.places(token))
-    block = int(bind.blocks[kind.group][index - kind.own.blocks(bind.first, bind.end).start])
+    index, entry = (place.item() for place in split.locate(token))
+    block = int(bind.blocks[kind.group_index][index - kind.group.blocks(bind.first, bind.end).start])
     print(f"planted: {geometry.layers[middle]}, block {block}, token {entry} of it", flush=True)
     for base, region in zip(caches.bases[middle], kind.regions, strict=True):
         for head in range(max(1, kind.kv_heads // kind.tp_size)):

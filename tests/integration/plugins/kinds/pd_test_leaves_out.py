@@ -27,11 +27,11 @@ _spans_of = batches.spans_of
 def _leaving_less(self: Any, push: Push, pairing: int, push_slice: PushSlice) -> tuple[int, int]:
     lo, hi = _leaving(self, push, pairing, push_slice)
     pair = push.pairings[pairing]
-    if _KIND == "group" and pair.p.group == int(_WHICH):
+    if _KIND == "group" and pair.p.group_index == int(_WHICH):
         return hi, hi
     if _KIND == "section" and any(name.endswith(f"/{_WHICH}") for name in pair.layers):
         return hi, hi
-    if _KIND == "block" and pair.p.own.partial:
+    if _KIND == "block" and pair.p.group.partial:
         lo = max(lo, push.firsts[pairing] + pair.d.block_size)
     return min(lo, hi), hi
 

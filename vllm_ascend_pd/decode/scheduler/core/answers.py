@@ -12,7 +12,7 @@ import msgspec
 from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.protocol.continuing import read_so_far
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.protocol.first import First
+from vllm_ascend_pd.protocol.first import FirstToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Outcome:
     failure: Failure | None = None
     prefill: str = ""
     seconds: float = 0.0
-    first: str | First | None = None  # P's first token; sealed, in base64, if it came through a router
+    first: str | FirstToken | None = None  # P's first token; sealed, in base64, if it came through a router
     tokens: tuple[int, ...] = ()  # the answer so far
 
     @property

@@ -34,7 +34,7 @@ from vllm_ascend_pd.geometry.layout import CacheGeometry, Group, in_kernel_block
 from vllm_ascend_pd.metadata import Bind, DecodeStep, LoadCancel, LoadEnd
 from vllm_ascend_pd.protocol.dialects import Meet
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.protocol.first import First
+from vllm_ascend_pd.protocol.first import FirstToken
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.states import Cell, Table, idle, look_up
 
@@ -238,7 +238,7 @@ class LoadBook:
         load = self._by_transfer.get(transfer)
         return load is not None and load.wanted is not None and not load.answer
 
-    def token(self, transfer: TransferId, first: First | None, why: str = "", *, failed: bool = False) -> None:
+    def token(self, transfer: TransferId, first: FirstToken | None, why: str = "", *, failed: bool = False) -> None:
         """Record P's token, or (None) why none comes. What comes first counts."""
         load = self._by_transfer.get(transfer)
         if load is None or load.wanted is None or load.answer:
@@ -248,7 +248,7 @@ class LoadBook:
         else:
             load.answer = fault(load.wanted, first) or first
 
-    def take(self, now: float, unfit: Callable[[str, First], str] = lambda request_id, first: "") -> list[Start]:
+    def take(self, now: float, unfit: Callable[[str, FirstToken], str] = lambda request_id, first: "") -> list[Start]:
         """Return the requests that vLLM learns of now, each once.
 
         `unfit` returns why a request cannot begin with a token after all.
@@ -272,9 +272,9 @@ class LoadBook:
             return 0.0
         return max(0.0, min(map(self._waited_until, self._in[LoadState.HELD].values()), default=math.inf) - now)
 
-    def _start(self, load: RemoteLoad, now: float, unfit: Callable[[str, First], str]) -> Start | None:
+    def _start(self, load: RemoteLoad, now: float, unfit: Callable[[str, FirstToken], str]) -> Start | None:
         why, first = load.answer, load.answer
-        if isinstance(first, First):
+        if isinstance(first, FirstToken):
             why = "another push" if first.push != load.push else unfit(load.request_id, first)
             if not why:
                 return Start(load.request_id, first)
@@ -395,8 +395,7 @@ class LoadBook:
 
 
 def _order(end: LoadEnd) -> tuple[str, str, str]:
-    why = end.failure or Failure("")
-    return end.request_id, why.code, why.detail
+    return end.request_id, end.why.code, end.why.detail
 
 
 def _transfer(load: RemoteLoad) -> TransferId:

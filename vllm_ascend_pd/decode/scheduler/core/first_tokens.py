@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_ascend_pd.protocol.first import First
+from vllm_ascend_pd.protocol.first import FirstToken
 from vllm_ascend_pd.protocol.identity import TransferId
 
 
@@ -29,12 +29,12 @@ class Start:
     """
 
     request_id: str
-    first: First | None
+    first: FirstToken | None
     why: str = ""
     fails: bool = False
 
 
-def fault(wanted: Wanted, first: First) -> str:
+def fault(wanted: Wanted, first: FirstToken) -> str:
     """Return why a token is not the one that was asked for; empty if it is."""
     if first.transfer != wanted.transfer:
         return "another transfer"

@@ -13,7 +13,7 @@ from typing import Any
 from vllm_ascend_pd.decode.scheduler.core.first_tokens import Wanted
 from vllm_ascend_pd.decode.scheduler.core.routes import KvRoute
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.protocol.first import First
+from vllm_ascend_pd.protocol.first import FirstToken
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.states import IdentityEnum
 
@@ -68,7 +68,7 @@ class RemoteLoad:
     push: str = ""  # that it came from
     cached: int = 0
     wanted: Wanted | None = None  # P's first token, as long as it may come
-    answer: First | str = ""  # P's token, or why none comes
+    answer: FirstToken | str = ""  # P's token, or why none comes
     complete: float = math.inf  # when the KV was
     source: str = ""  # of its first token, once that is known: P (TAKEN), or why D computes it
 

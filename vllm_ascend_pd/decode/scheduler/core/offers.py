@@ -15,7 +15,7 @@ from vllm_ascend_pd.config import Timers
 from vllm_ascend_pd.decode.scheduler.core.answers import Outcome
 from vllm_ascend_pd.errors import CATALOGUE, PdError
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.protocol.first import First
+from vllm_ascend_pd.protocol.first import FirstToken
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, pushed_by
 from vllm_ascend_pd.protocol.meeting import Bound, Gone, Meeting, Offer, Unwanted, Waits
 from vllm_ascend_pd.protocol.timing import Agenda, Repetition
@@ -139,7 +139,7 @@ class Offers:
             self._rest(now, found)
 
     def _answer(
-        self, now: float, found: _Open, kind: str, failure: Failure | None = None, first: First | None = None
+        self, now: float, found: _Open, kind: str, failure: Failure | None = None, first: FirstToken | None = None
     ) -> None:
         outcome = Outcome(kind, failure, pushed_by(found.push), now - found.began, first)
         self._effects.append(Answered(found.offer.transfer, outcome))

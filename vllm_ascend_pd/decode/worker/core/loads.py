@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.errors import LocalProtocolError
@@ -28,30 +27,6 @@ from vllm_ascend_pd.shared.event import Event
 log = logging.getLogger(__name__)
 
 UNKNOWN = (ReservationState.UNBOUND, ReservationState.OVER)
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A transfer that ended on this rank."""
-
-    request_id: str
-    failure: Failure | None
-    blocks: tuple[int, ...]  # what it loaded into, named only if it failed
-    push: str
-    cached: int
-
-    @property
-    def ok(self) -> bool:
-        return self.failure is None
-
-    @property
-    def why(self) -> Failure:
-        return self.failure or Failure("")
-
-    @property
-    def end(self) -> LoadEnd:
-        """The load's end as the scheduler receives it."""
-        return LoadEnd(self.request_id, self.failure, self.push, self.cached)
 
 
 class Loads:
@@ -79,7 +54,7 @@ class Loads:
         self._addresses, self._verify = addresses, verify
         self._receiver: Receiver | None = None
         self._effects: list[act.Action] = []
-        self._reports: list[Loaded] = []
+        self._reports: list[LoadEnd] = []
         self.binds: dict[TransferId, Bind] = {}
         self.gates: dict[TransferId, Event] = {}
 
@@ -88,7 +63,7 @@ class Loads:
         effects, self._effects = self._effects, []
         return effects
 
-    def take_reports(self) -> list[Loaded]:
+    def take_reports(self) -> list[LoadEnd]:
         reports, self._reports = self._reports, []
         return reports
 
@@ -240,4 +215,4 @@ class Loads:
         bind = self.binds.get(report.transfer)
         if bind is not None:
             blocks = () if report.ok else tuple(block for ids in bind.blocks for block in ids.tolist())
-            self._reports.append(Loaded(bind.request_id, report.failure, blocks, report.push, report.cached))
+            self._reports.append(LoadEnd(bind.request_id, report.failure, report.push, report.cached, blocks))

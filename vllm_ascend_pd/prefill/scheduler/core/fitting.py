@@ -9,7 +9,7 @@ from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.match import mismatches, range_fault
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.protocol.first import First, Sample
+from vllm_ascend_pd.protocol.first import FirstToken, Sample
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.meeting import Gone, Offer
 from vllm_ascend_pd.protocol.messages import Reservation
@@ -86,7 +86,7 @@ def _malformed(reservation: Reservation) -> str:
     return range_fault(d, reservation.first, reservation.end, *(size // 4 for size in sizes))
 
 
-def first_token(reservation: Reservation, push: str, sample: Sample | None) -> First | None:
+def first_token(reservation: Reservation, push: str, sample: Sample | None) -> FirstToken | None:
     """Return a sampled token for D, if D asks for it and accepts how it was chosen."""
     seed = reservation.seed
     if sample is None or seed is None:
@@ -95,6 +95,6 @@ def first_token(reservation: Reservation, push: str, sample: Sample | None) -> F
     if seed.digest != digest or len(logprobs) != (0 if seed.logprobs is None else seed.logprobs + 1):
         return None
     at = reservation.prompt_length
-    return First(
+    return FirstToken(
         transfer=reservation.transfer, push=push, position=at, token=token, digest=digest, logprobs=tuple(logprobs)
     )

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from vllm_ascend_pd.errors import LocalProtocolError, PdError
-from vllm_ascend_pd.protocol.first import First, Sample, Seed
+from vllm_ascend_pd.protocol.first import FirstToken, FirstTokenRequest, Sample
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.meeting import SourceId
 from vllm_ascend_pd.protocol.messages import Reservation
@@ -127,7 +127,7 @@ class NewRequest:
     meets: str = ""
     uuid: str = ""
     # For a D that can begin only with P's first token: how it is chosen here. None: it is not sent, or D has a token.
-    seed: Seed | None = None
+    seed: FirstTokenRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class RequestEnding:
     source: PushRequest | None = None  # what is held for a target that may still come
     pushed: bool = False
     refusal: PdError | None = None  # why it was not pushed
-    first: First | None = None  # its token, for a D that asks for it and receives P's answer
+    first: FirstToken | None = None  # its token, for a D that asks for it and receives P's answer
 
 
 @dataclass(frozen=True, slots=True)

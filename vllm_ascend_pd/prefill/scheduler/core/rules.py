@@ -16,7 +16,7 @@ from vllm_ascend_pd.prefill.scheduler.core.fitting import first_token
 from vllm_ascend_pd.prefill.scheduler.core.orders import StepOrders
 from vllm_ascend_pd.prefill.scheduler.core.request import Holding, PushRequest, PushTarget, RequestEvent, RequestState
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.protocol.first import First
+from vllm_ascend_pd.protocol.first import FirstToken
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.meeting import Bound, Gone, Meeting, SourceId, Waits
 from vllm_ascend_pd.protocol.states import Cell, Table, idle, look_up
@@ -219,7 +219,7 @@ class RequestRules:
         """Free blocks that were held and are not pushed: the workers report the request like any other."""
         self._orders.freed.append(record.request_id)
 
-    def end(self, record: PushRequest, now: float, why: str, first: First | None) -> None:
+    def end(self, record: PushRequest, now: float, why: str, first: FirstToken | None) -> None:
         """Answer that the prompt is computed. From now on D waits for the workers only; it may repeat its offer."""
         target = record.bound_to
         if target.peer is not None:
@@ -229,7 +229,7 @@ class RequestRules:
             self._send(target, bound)
         self._orders.end(record.push)
 
-    def end_early(self, record: PushRequest, now: float, why: str, first: First | None) -> None:
+    def end_early(self, record: PushRequest, now: float, why: str, first: FirstToken | None) -> None:
         """The same of a push whose last chunk was never planned."""
         self.end(record, now, why, first)
         self._abort_push(record, why)
@@ -238,11 +238,11 @@ class RequestRules:
         self._refuse(record.bound_to, "PD-XFER-002", why="the request ended on prefill")
         self._orders.end(record.push)
 
-    def abort_push(self, record: PushRequest, now: float, why: str, first: First | None) -> None:
+    def abort_push(self, record: PushRequest, now: float, why: str, first: FirstToken | None) -> None:
         self.abort(record)
         self._abort_push(record, why)
 
-    def drop_push(self, record: PushRequest, now: float, why: str, first: First | None) -> None:
+    def drop_push(self, record: PushRequest, now: float, why: str, first: FirstToken | None) -> None:
         """Abort a push of which there are no blocks to wait for."""
         self.abort_push(record, now, why, first)
         self._orders.ended.append(record.push)

@@ -120,7 +120,7 @@ def staged(push: Push, claim: Claim) -> SlotShare:
 def aimed(spans: Sequence[Spans], sources: Sequence[int], push: Push, unit: Unit, theirs: Memory) -> list[Triples]:
     """Add the base addresses to spans. Raise PD-WIRE-003 if one leaves D's layer: the last check before bytes move."""
     kind = push.d_kind(unit.layer)
-    blocks, bases = theirs.blocks[kind.group], theirs.bases[push.d_position[unit.layer][1]]
+    blocks, bases = theirs.blocks[kind.group_index], theirs.bases[push.d_position[unit.layer][1]]
     parts: list[Triples] = []
     for part, region, src, dst in zip(spans, kind.regions, sources, bases, strict=True):
         if not len(part.dst):

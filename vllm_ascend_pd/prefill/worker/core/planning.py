@@ -119,7 +119,7 @@ class PushPlans:
                 if hi == lo:
                     continue
                 if push.lost(index, lo, hi):  # the same on every rank: all have the same blocks
-                    what = f"some of tokens [{lo}, {hi}), of {pair.p.own}" if not pair.p.own.stateful else "a state"
+                    what = f"some of tokens [{lo}, {hi}), of {pair.p.group}" if not pair.p.group.stateful else "a state"
                     register.abort(now, push.name, Failure("PD-XFER-002", f"prefill keeps no block for {what}"))
                     continue
                 job = push.job(index, lo, hi, instances.setdefault(d_engine, len(instances)))
@@ -144,10 +144,10 @@ class PushPlans:
         A state leaves once, at the end.
         """
         d = push.pairings[pairing].d
-        if d.own.stateful:
+        if d.group.stateful:
             return 0, int(push_slice.final)
         end, before, after = (
-            token // d.own.per_entry for token in (push.reservation.end, push_slice.before, push_slice.after)
+            token // d.group.per_entry for token in (push.reservation.end, push_slice.before, push_slice.after)
         )
         return push_range(push.firsts[pairing], end, before, after, d.covers)
 

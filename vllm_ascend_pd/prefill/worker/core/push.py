@@ -151,7 +151,7 @@ class Push(PushRecord):
             layer_index=tuple(d_layers.get(name) for name in cache.layers) if pairings else (),
             pairing_of=tuple(pairing_of.get(name, -1) for name in cache.layers),
             d_position=tuple(stages.get(name, (-1, -1)) for name in cache.layers),
-            firsts=tuple(pairing.d.places(first, end)[0] for pairing in pairings),
+            firsts=tuple(pairing.d.wanted_entries(first, end)[0] for pairing in pairings),
             d_blocks=tuple(np.frombuffer(ids, dtype="<i4") for ids in reservation.blocks),
             tables=tuple(
                 BlockTable(np.empty(length // group.block_size + 2, dtype=np.int32)) for group in cache.tables
@@ -231,15 +231,15 @@ class Push(PushRecord):
 
     def table(self, layer: int) -> NDArray[np.int32]:
         """Return the blocks of an own layer."""
-        return self.tables[self.pairings[self.pairing_of[layer]].p.group].known_ids
+        return self.tables[self.pairings[self.pairing_of[layer]].p.group_index].known_ids
 
     def lost(self, pairing: int, lo: int, hi: int) -> bool:
         """Return whether P keeps no block for some of tokens [lo, hi), or for the state."""
         p = self.pairings[pairing].p
-        if not p.own.partial:
+        if not p.group.partial:
             return False
         begin, stop = lo // p.covers, -(-hi // p.covers)
-        kept = self.tables[p.group].known_ids[begin:stop]
+        kept = self.tables[p.group_index].known_ids[begin:stop]
         return len(kept) < stop - begin or not kept.all()
 
     def job(self, pairing: int, lo: int, hi: int, instance: int = 0) -> Job:
@@ -250,7 +250,7 @@ class Push(PushRecord):
             first=self.firsts[pairing],
             lo=lo,
             hi=hi,
-            p_blocks=self.tables[p.group].known_ids,
-            d_blocks=self.d_blocks[d.group],
+            p_blocks=self.tables[p.group_index].known_ids,
+            d_blocks=self.d_blocks[d.group_index],
             instance=instance,
         )

@@ -58,9 +58,6 @@ class Pushes(PushRegister):
         self._preempted: list[str] = []  # pushes that are being drained
         self._drained_by = 0.0  # at the latest
 
-    def pushes(self) -> list[Push]:
-        return list(self.records.values())
-
     @property
     def making(self) -> Exchanges:
         """Exchanges of an engine that makes some."""
