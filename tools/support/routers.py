@@ -54,7 +54,7 @@ class Router:
         end = time.monotonic() + START_S
         while time.monotonic() < end and self.process.alive:
             try:
-                up = httpx.get(self.url + health, timeout=2.0, trust_env=False).status_code == 200
+                up = httpx.get(self.url + health, timeout=2.0, trust_env=False, verify=False).status_code == 200
                 if up and ready in self.process.log.read_text():
                     return
             except httpx.HTTPError:

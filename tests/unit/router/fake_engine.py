@@ -622,7 +622,7 @@ class FakeEngine:
 async def _so_far(params: dict[str, Any], ids: list[int]) -> list[int]:
     """As D: ask for the answer so far."""
     wanted = {"ticket": params["ticket"], "prompt": prompt_hash(ids)}
-    async with httpx.AsyncClient(trust_env=False) as http:
+    async with httpx.AsyncClient(trust_env=False, verify=False) as http:
         answer = await http.post(f"{params['metaserver']}/v1/metaserver/answer", json=wanted)
     return list(answer.json()["tokens"]) if answer.status_code == 200 else []
 

@@ -105,7 +105,7 @@ class BootstrapPair(SchedulerPair):
         super().__init__(None, {"bootstrap_port": self.port}, {})
 
     def ask(self, path: str = "/query", method: str = "GET") -> httpx.Response:
-        return httpx.request(method, f"http://127.0.0.1:{self.port}{path}", trust_env=False, timeout=10)
+        return httpx.request(method, f"http://127.0.0.1:{self.port}{path}", trust_env=False, verify=False, timeout=10)
 
     def raw(self, sent: bytes) -> bytes:
         with closing(socket.create_connection(("127.0.0.1", self.port), 10)) as caller:
