@@ -151,7 +151,7 @@ def _transfer(role: str) -> dict[str, Any]:
 
 
 def config(family: dict[str, Any]) -> dict[str, Any]:
-    """Return a family's config.json, as far as `plan` reads it; empty: `plan` does not describe such caches."""
+    """Return a family's config.json, as far as `plan` reads it."""
     made = {"num_hidden_layers": family["layers"], "hidden_size": family["hidden"], "num_attention_heads": 64}
     if family["mtp"]:
         made["num_nextn_predict_layers"] = family["mtp"]
@@ -159,8 +159,11 @@ def config(family: dict[str, Any]) -> dict[str, Any]:
         latent, rope, *index = family["mla"]
         made |= {"kv_lora_rank": latent, "qk_rope_head_dim": rope}
         return {**made, "index_head_dim": index[0], "index_topk": 2048} if index else made
-    if "kv_heads" not in family:
-        return {}
+    if "compressed" in family["caches"]:
+        windows, layers = family["windows"], family["layers"]
+        ratios = [0] * windows + [4 if n % 2 == 0 else 128 for n in range(layers - windows)]
+        made |= {"model_type": "deepseek_v4", "compress_ratios": ratios, "index_topk": 512}
+        return {**made, "head_dim": 512, "sliding_window": 128, "index_head_dim": 128}
     made |= {"num_key_value_heads": family["kv_heads"], "head_dim": family["head_dim"]}
     if "gdn" in family:
         keys, values, size, kernel = family["gdn"]
@@ -170,10 +173,8 @@ def config(family: dict[str, Any]) -> dict[str, Any]:
 
 
 def planned(recipe: FieldRecipe) -> dict[str, Any]:
-    """Return what `plan` prints of a prompt of 4,096 tokens; empty: it does not describe such caches."""
+    """Return what `plan` prints of a prompt of 4,096 tokens."""
     made = config(recipe.family)
-    if not made:
-        return {}
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as said:
         Path(folder, "config.json").write_text(json.dumps(made))
         args = parser().parse_args(["plan", *_plan_flags(recipe, folder), "--json"])
@@ -185,14 +186,13 @@ def planned(recipe: FieldRecipe) -> dict[str, Any]:
 
 def _plan_flags(recipe: FieldRecipe, folder: str) -> list[str]:
     drafts = ["--draft-layers", "1"] if recipe.method and not recipe.draft else []
+    drafts += recipe.flags[:2] if recipe.flags[:1] == ("--block-size",) else ()
     return ["--p-tp", str(recipe.p.tp), "--d-tp", str(recipe.d.tp), "--model", folder, *drafts]
 
 
 def sizes(recipe: FieldRecipe) -> str:
     """Return a sentence with what a prompt of 4,096 tokens costs."""
     found = planned(recipe)
-    if not found:
-        return "`plan` does not describe such caches; `vllm-ascend-pd trace` shows what an engine sends."
     received: dict[int, list[int]] = {}
     for link in found["links"]:
         received.setdefault(link["d"], []).append(link["bytes"])

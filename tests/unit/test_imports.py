@@ -144,7 +144,7 @@ CEILINGS = {
     ".": 1710,  # 40 so that an engine takes a changed secret without a restart
     "admission": 800,
     "channel": 1080,
-    "cli": 3470,  # 20 for loads that several metaservers share
+    "cli": 3640,  # 160 for DeepSeek-V4, loads that several metaservers share, a host of the metaserver, the TLS of NPUs
     "decode": 2790,
     "device": 725,
     "geometry": 2555,

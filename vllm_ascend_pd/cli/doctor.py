@@ -36,6 +36,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--engine", default="", metavar="URL", help="look at this running engine alone, by its /metrics"
     )
+    parser.add_argument(
+        "--metaserver-host", action="store_true", help="look at a host of the metaserver, without engines"
+    )
     parser.add_argument("--listen", default="", metavar="HOST:PORT", nargs="?", const="127.0.0.1:9390",
                         help="answer other doctors there (%(const)s) instead of checking")  # fmt: skip
     parser.add_argument("--calls", type=int, default=0, help="with --listen: end after so many; 0: go on")
@@ -89,6 +92,9 @@ def run(args: argparse.Namespace) -> int:
 def _all(args: argparse.Namespace, asked: host_checks.HostOptions) -> Iterable[Check]:
     if args.engine:
         yield from running.checks(args.engine)
+        return
+    if args.metaserver_host:
+        yield from host_checks.of_the_metaserver(asked)
         return
     if args.model:
         yield _model(args.model)

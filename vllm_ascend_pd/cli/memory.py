@@ -136,6 +136,9 @@ def beside_cache(p: CacheGeometry, args: argparse.Namespace) -> BesideCache:
 def room(d: CacheGeometry, shape: PlanInput, nbytes: int) -> DecodeRoom:
     """Return what `nbytes` hold on each rank of D. Raise ConfigError for a cache whose blocks are not known here."""
     model, item = shape.model, shape.item
+    if model.ratios:
+        why = "its groups share pages, and how many each takes is not known"
+        refuse("--kv-memory", f"{nbytes / GIB:g}", why, "Leave it out; D's log has the blocks.")
     layer = sum(region.block_stride for kind in d.kinds if not kind.group.stateful for region in kind.regions)
     stages = [len([name for name in stage if name.endswith(".attn")]) for stage in d.stages]
     buckets = [max(stages) - len(model.windowed), len(model.windowed)]

@@ -54,6 +54,7 @@ class Model:
     index: int = 0  # elements of an indexer's key; 0: without
     rope: int = 0  # elements of MLA's rope, which vllm-ascend keeps in a tensor of its own
     drafts: int = 0  # layers for drafts (MTP), which an engine has that is told to draft
+    ratios: tuple[int, ...] = ()  # DeepSeek-V4: tokens of an entry in each layer, 0 in those with a window alone
 
     def layer_words(self, item: int = 0) -> str:
         """Return the number of layers, and what is not plain attention among them; with `item` a state's bytes."""
@@ -62,6 +63,9 @@ class Model:
             size = f" of {sum(self.states.at(1, item).nbytes)} B" if item else ""
             kept, attends = len(self.states.layers), len(self.states.attention_layers)
             more = f" ({attends} with attention, {kept} with a state{size})"
+        if self.ratios:
+            counts = ", ".join(f"{self.ratios.count(ratio)} with an entry for {ratio} tokens" for ratio in (4, 128))
+            more = f" ({counts}, all with a window of {self.window} tokens)"
         return f"{self.layers} layers{more}"
 
 
@@ -114,7 +118,7 @@ def described(model: str, config: Mapping[str, Any]) -> Model:
         config = {"quantization_config": config.get("quantization_config"), **config["text_config"]}
     if isinstance(kinds := config.get("layers_block_type"), list):  # the kind of each layer, so their number too
         config = {"num_hidden_layers": len(kinds), **config}
-    if config.get("compress_ratios"):
+    if config.get("compress_ratios") and config.get("model_type") != "deepseek_v4":
         why = (
             "it compresses its latents, and such caches are not described here, though engines of vllm-ascend take them"
         )
@@ -140,6 +144,11 @@ def described(model: str, config: Mapping[str, Any]) -> Model:
     attention, layers = size("num_attention_heads"), size("num_hidden_layers")
     names = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
     drafts = next((size(name) for name in names if config.get(name)), 0)
+    if ratios := config.get("compress_ratios"):
+        if not isinstance(ratios, list) or len(ratios) < layers or not {0, 4, 128}.issuperset(ratios[:layers]):
+            refuse("--model", model, "its compress_ratios are not 0, 4 or 128 for each layer", _REMEDY)
+        dim, window, index = size("head_dim"), size("sliding_window"), size("index_head_dim")
+        return Model(1, dim, layers, True, window, index=index, drafts=drafts, ratios=tuple(ratios[:layers]))
     if config.get("kv_lora_rank"):
         index = size("index_head_dim") if config.get("index_topk") else 0  # as if all layers had an indexer
         rope = size("qk_rope_head_dim")
@@ -217,7 +226,7 @@ def refused_feature(config: Mapping[str, Any]) -> str:
         return f"A model with layers of kind {', '.join(others)[:200]}"
     if config.get("kv_lora_rank") and windows:
         return "A model with sliding windows beside MLA"
-    if config.get("index_topk") and not config.get("kv_lora_rank"):
+    if config.get("index_topk") and not (config.get("kv_lora_rank") or config.get("compress_ratios")):
         return "A model with a sparse indexer's cache, and without MLA"
     named = [name for name in _RECURRENT_KEYS if config.get(name)]
     if named and not kept:

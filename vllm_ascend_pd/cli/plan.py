@@ -231,13 +231,16 @@ def _with_dtype(model: Model, dtype: str | None) -> Model:
 
 def _links(p: CacheGeometry, d: CacheGeometry, shape: PlanInput, decision: Decision) -> list[PairWrites]:
     """Return every link, for all layers. Block ids are scattered, as in engines that have run for a while."""
-    blocks = -(-shape.tokens // min(p.block_size, d.block_size))  # at most: parts of the tokens have longer ones
+    smallest = min(group.block_size for side in (p, d) for group in side.tables)
+    blocks = -(-shape.tokens // smallest)  # at most: parts of the tokens have longer ones
     table = (np.arange(blocks, dtype=np.int32) * 7919) % (blocks * 2 + 1)
     sums: dict[tuple[int, int], list[int]] = {}
     work: list[tuple[Pairing, frozenset[str], int, int]] = []
     for pair in pairings(p, d):
         if pair.p.group.stateful:
             work.append((pair, pair.layers, 0, 1))
+        elif shape.model.ratios:
+            work.append((pair, pair.layers, *pair.p.places(0, shape.tokens)))
         else:
             work += [(pair, pair.layers & names, lo, hi) for names, lo, hi in shape.parts]
     for rank, (pair, names, lo, hi) in product(range(len(p.ranks)), work):

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
+from vllm_ascend_pd.cli import compressed
 from vllm_ascend_pd.cli.given import refuse
 from vllm_ascend_pd.cli.model import Model, read_model
 from vllm_ascend_pd.geometry.layout import STATE, WINDOW, CacheGeometry, Group, LayerKind, Region, index_of, section_of
@@ -95,6 +96,8 @@ def geometry(shape: PlanInput, flag: str, tp: int, pp: int) -> CacheGeometry:
     All ranks' caches are alike, so heads divide evenly among ranks, or ranks among heads.
     """
     model = shape.model
+    if model.ratios:
+        return compressed.geometry(model, flag, tp, pp, shape.block_of(tp), shape.item, shape.drafts)
     if pp > model.layers:
         refuse(f"{flag}-pp", pp, f"there are {model.layers} layers", "Give each stage one at least.")
     if model.heads % tp and tp % model.heads:
@@ -145,7 +148,7 @@ def with_context(
             refuse(f"{flag}-interleave", interleave, "the tokens are not divided", f"Give {flag}-dcp, or leave it out.")
         return g
     given, value = (f"{flag}-dcp", dcp) if dcp > 1 else (f"{flag}-pcp", pcp)
-    if shape.model.windowed or shape.model.states is not None:
+    if shape.model.windowed or shape.model.ratios or shape.model.states is not None:
         refuse(given, value, "not all of the model's layers keep all tokens", "Give 1.")
     if len(g.stages) > 1:
         refuse(given, value, "an engine with a pipeline does not start with it", "Give 1.")

@@ -55,7 +55,7 @@ class Secrets:
     """Secret that signs, and a previous one that is accepted too while secrets are rotated. Never in a repr."""
 
     def __init__(self, current: bytes, previous: bytes | None = None) -> None:
-        self._accepted = (current,) if previous is None else (current, previous)
+        self._accepted: tuple[bytes, ...] = (current,) if previous is None else (current, previous)
         for secret in self._accepted:
             if len(secret) < MIN_SECRET_BYTES:
                 raise ConfigError("PD-SEC-001", path="secret_file", why=f"it has {len(secret)} bytes")

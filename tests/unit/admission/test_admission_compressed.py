@@ -15,13 +15,15 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
 
-from tools.support.compressed import Specs, groups, keys, latent, layer, made, tensors
+from tools.support.compressed import KEY, LATENT, WINDOW, Specs, groups, keys, latent, layer, made, tensors
 from unit.admission.vllm_configs import vllm_config
 from unit.device.caches import TokenMajorDevice
 from vllm_ascend_pd import admission
+from vllm_ascend_pd.cli.compressed import geometry as planned_geometry
+from vllm_ascend_pd.cli.model import Model
 from vllm_ascend_pd.device.caches import describe
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.geometry.layout import Group
+from vllm_ascend_pd.geometry.layout import CacheGeometry, Group
 from vllm_ascend_pd.protocol.layouts import EngineLayout, read, written
 from vllm_ascend_pd.vllm_patches import compat
 
@@ -83,6 +85,21 @@ def test_what_is_registered_is_described_and_read_by_the_other_side(form: Sequen
     state = by_name[layer(1, "indexer.compressor.state_cache")]
     assert (state.block_size, state.regions[0].block_stride, state.regions[0].cell_bytes) == (2, KEY_PAGE, 2048)
     assert read(written(EngineLayout("a model", geometry))).geometry == geometry
+
+
+def test_plan_describes_what_is_registered() -> None:
+    shape = admission.cache_shape(vllm_config(), made(GROUPS, BLOCKS))
+    real = describe(tensors(GROUPS, SIZE, BLOCKS), shape, TokenMajorDevice()).geometry
+    model = Model(1, LATENT, 4, True, WINDOW, index=KEY, ratios=(0, 4, 128, 4))
+    planned = planned_geometry(model, "--d", tp=1, pp=1, size=SIZE, item=2, drafts=0)
+
+    def facts(geometry: CacheGeometry) -> dict[str, Any]:
+        return {
+            name.replace("model.", "").replace("self_attn.", ""): (kind.own, [one.cell_bytes for one in kind.regions])
+            for name, kind in zip(geometry.layers, geometry.by_layer, strict=True)
+        }
+
+    assert facts(planned) == facts(real)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "num_nextn_predict_layers": 0,
     },
+    "DeepSeek-V4-Flash": {
+        "model_type": "deepseek_v4",
+        "num_hidden_layers": 43,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 1,
+        "hidden_size": 4096,
+        "head_dim": 512,
+        "sliding_window": 128,
+        "index_head_dim": 128,
+        "index_topk": 512,
+        "num_nextn_predict_layers": 1,
+        "compress_ratios": [0, 0, *(4, 128) * 20, 4, 0],  # the last is of the draft layer
+    },
     "Qwen3-235B": {
         "model_type": "qwen3_moe",
         "num_hidden_layers": 94,

@@ -355,6 +355,16 @@ def test_an_allocator_with_which_vllm_refuses_connectors_is_named() -> None:
     assert (refused.level, npu.level, none.level) == (FAILURE, GOOD, GOOD)
 
 
+def test_a_list_of_plugins_names_this_package() -> None:
+    given = ({}, {"VLLM_PLUGINS": "ascend,ascend_pd"}, {"VLLM_PLUGINS": "ascend"}, {"VLLM_PLUGINS": ""})
+    assert [host.plugins(environ).level for environ in given] == [GOOD, GOOD, FAILURE, FAILURE]
+
+
+def test_a_host_of_the_metaserver_is_not_asked_for_engines() -> None:
+    code, found = doctor("--metaserver-host", "--ports", str(free_port()))
+    assert code == 0 and found.keys() == {"packages", "ports", "open files", "clock"}
+
+
 def test_changes_to_vllm_that_are_off_are_named_with_what_that_costs() -> None:
     tried, older, ascend = (
         host.hooks(*versions) for versions in (("0.32.0", ""), ("0.29.0", ""), ("0.30.0", "0.26.0"))
@@ -468,7 +478,7 @@ def test_an_npu_host_that_has_everything_is_good(tmp_path: Path) -> None:
     assert npu.present(root)
     found = npu_checks(root, ASCEND_CONNECT_TIMEOUT="3000", ASCEND_TRANSFER_TIMEOUT="10000", HCCL_IF_IP=LOOPBACK)
     assert {name: check.level for name, check in found.items()} == {
-        "npu": GOOD, "cann": GOOD, "hccn.conf": GOOD, "links": NOTE, "environment": GOOD, "network": GOOD,
+        "npu": GOOD, "cann": GOOD, "hccn.conf": GOOD, "links": NOTE, "tls": NOTE, "environment": GOOD, "network": GOOD,
     }  # fmt: skip
 
 
@@ -529,6 +539,21 @@ def test_a_link_that_is_down_is_named(tmp_path: Path) -> None:
     said = {"0": "link status: UP\n", "1": "link status: DOWN\n"}
     levels = [check.level for check in npu.links(tmp_path, [0, 1], lambda words: said[words[2]])]
     assert levels == [GOOD, FAILURE]
+
+
+def test_npus_have_one_tls_switch(tmp_path: Path) -> None:
+    """As hccn_tool prints it; no NPU has said it here."""
+
+    def check(*switches: str) -> Check:
+        line = "dev_id:{}, tls switch[{}](0:disable, 1:enable), tls preconfigured[1](0:non-preset, 1:preset)\n"
+        return npu.tls(tmp_path, [0, 1], lambda words: line.format(words[2], switches[int(words[2])]))
+
+    assert check("0", "0").level == NOTE, "hccn_tool is not here"
+    (tmp_path / npu.TOOL).parent.mkdir(parents=True)
+    (tmp_path / npu.TOOL).touch()
+    assert check("0", "0").level == check("1", "1").level == GOOD
+    assert check("0", "1").level == FAILURE and "NPU 0: 0, NPU 1: 1" in check("0", "1").says
+    assert npu.tls(tmp_path, [0, 1], lambda _: "cmd execution failed").level == NOTE
 
 
 def test_mooncakes_timeouts_must_end_before_the_package_gives_up(tmp_path: Path) -> None:

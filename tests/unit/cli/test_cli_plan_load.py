@@ -372,3 +372,14 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert not done.stderr and "SIMULATION" in done.stdout
+
+
+def test_what_several_metaservers_cost_is_printed_beside_one() -> None:
+    words = [sys.executable, "-m", "tools.metaservers", "--metaservers", "1", "2", "--rates", "1", "--seconds", "20"]
+    done = subprocess.run(
+        words, cwd=Path(__file__).resolve().parents[3], capture_output=True, text=True, timeout=120, check=True
+    )
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| 1 |")]
+    assert [row[1] for row in rows] == ["1", "2", "2, a chat's turns at one"]
+    slowest = [int(row[3].split(", ")[2]) for row in rows]
+    assert slowest[1] > 1.5 * max(slowest[0], slowest[2])

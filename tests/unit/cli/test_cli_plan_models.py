@@ -100,6 +100,24 @@ def test_with_dcp_a_rank_of_d_has_all_index_keys_of_a_block_that_all_ranks_share
     assert received(made, 0)[1] == 61 * (BLOCKS // 4 * (LATENT + ROPE) + BLOCKS * KEY)
 
 
+def test_of_deepseek_v4_go_complete_entries_and_windows(planned: PlanOfModel) -> None:
+    """Of 4,096 tokens 1,024 and 32 entries, 128 tokens of each window, and a compressor's last 8 and 128."""
+    made = planned("DeepSeek-V4-Flash", 4, 2)
+    fours, longs, layers, latent = 21, 20, 43, 512 * 2
+    entries = fours * 1024 * (latent + 128 + 2) + longs * 32 * latent
+    compressors = fours * 8 * 4 * (512 + 128) * 4 + longs * 128 * 2 * 512 * 4
+    for d in range(2):
+        assert received(made, d)[1] == entries + layers * 128 * latent + compressors == 43_313_152
+    assert made["busiest_decode_rank_s"] == pytest.approx(43_313_152 / LINK)
+    assert f"{layers} layers ({fours} with an entry for 4 tokens, {longs} with an entry for 128 tokens" in made["text"]
+    drafted = planned("DeepSeek-V4-Flash", 4, 2, "--draft-layers", "1")
+    assert received(drafted, 0)[1] == 43_313_152 + 128 * latent, "a draft layer has a window alone"
+    # Blocks of 32 entries; a compressor's have 2 and 8. A prompt of 100 tokens has 25 entries for 4, and none for 128.
+    short = planned("DeepSeek-V4-Flash", 1, 1, "--block-size", "32", "--tokens", "100")
+    windows = layers * 100 * latent + fours * 8 * 4 * (512 + 128) * 4 + longs * 100 * 2 * 512 * 4
+    assert received(short, 0)[1] == fours * 25 * (latent + 130) + windows
+
+
 def test_the_larger_stage_of_a_pipeline_decides_how_many_blocks_there_are(planned: PlanOfModel) -> None:
     made = planned("DeepSeek-V3.1", 8, 1, "--d-pp", "2", "--kv-memory", "20")
     assert holds(made)[0] == 20 * GIB // (31 * (LATENT + ROPE))
@@ -261,6 +279,10 @@ def test_three_layers_of_bamba_have_attention(planned: PlanOfModel) -> None:
         ("Bamba-9B", ["--kv-memory", "20"], "vllm-ascend has no such states"),
         ("Qwen3-Next", ["--kv-memory", "20", "--block-size", "128"], "--block-size is given"),
         ("gpt-oss-120b", ["--d-pp", "2"], "--d-pp = 2"),
+        ("DeepSeek-V4-Flash", ["--d-pp", "2"], "--d-pp = 2"),
+        ("DeepSeek-V4-Flash", ["--block-size", "256"], "--block-size = 256"),
+        ("DeepSeek-V4-Flash", ["--p-dcp", "2"], "--p-dcp = 2"),
+        ("DeepSeek-V4-Flash", ["--kv-memory", "20"], "--kv-memory = '20'"),
     ],
 )
 def test_sizes_that_do_not_belong_together_are_named(

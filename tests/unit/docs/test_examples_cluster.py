@@ -99,7 +99,7 @@ def test_the_metaserver_finds_the_engines_by_their_service_and_may_watch_it(role
 
 
 def test_engines_for_experts_have_the_sizes_of_their_recipe_and_all_of_them_are_built() -> None:
-    """What the hosts' number decides is the manifests' own: a recipe has one server for all hosts of D."""
+    """Sizes that follow from the number of hosts are the manifests' own: a recipe has one server for all hosts of D."""
     (recipe,) = [one for one in RECIPES if one.title == "DeepSeek-V3.1"]
     prefill, decode, *_ = commands(recipe)
     for role, command in (("prefill", prefill), ("decode", decode)):

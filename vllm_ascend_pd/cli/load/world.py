@@ -90,7 +90,7 @@ class LoadedWorld:
         names = [spec.name for spec in self.specs]
         self.engines = {name: SimulatedEngine(name, self.time, fleet.lines, fleet.sizes) for name in names}
         self.requests: list[SimulatedRequest] = []
-        self._routers = [SimulatedRouter(self) for _ in range(fleet.metaservers)]
+        self._routers = [LoadedRouter(self) for _ in range(fleet.metaservers)]
         routes = random.Random("metaservers")
         for arrival in arrivals:
             chain = beginnings(arrival.chunks)
@@ -117,7 +117,7 @@ class LoadedWorld:
             router.lost(engine.name)
 
 
-class SimulatedRouter:
+class LoadedRouter:
     """One metaserver."""
 
     def __init__(self, world: LoadedWorld) -> None:

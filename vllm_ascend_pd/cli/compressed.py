@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSeek-V4's cache, for `vllm-ascend-pd plan`: as vllm-ascend allocates it (docs/kinds.md has the picture).
+
+No cache of it depends on TP: every rank has all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vllm_ascend_pd.cli.given import refuse
+from vllm_ascend_pd.cli.model import Model
+from vllm_ascend_pd.geometry.layout import COMPRESSED, WINDOW, CacheGeometry, Group, LayerKind, Region
+
+BLOCKS = (32, 64, 128)  # values of --block-size; of a compressor's entries a block has a 16th or a quarter
+_FLOAT32, _KEY, _SCALE = 4, 1, 2  # bytes of a number: of a compressor's entries, of index keys, of their scales
+
+
+def geometry(model: Model, flag: str, tp: int, pp: int, size: int, item: int, drafts: int) -> CacheGeometry:
+    """Return an engine's geometry. `item`: bytes of a latent's number. Raise ConfigError for a size that it has not."""
+    if pp > 1:
+        refuse(f"{flag}-pp", pp, "the model compresses its latents", "Give 1: an engine does not start with more.")
+    if size not in BLOCKS:
+        refuse("--block-size", size, "the windows' blocks follow from it", f"Give one of {BLOCKS}.")
+    groups = (
+        *(Group(size, COMPRESSED, ratio) for ratio in (4, 128)),
+        *(Group(*sizes) for sizes in ((size, WINDOW, model.window), (size // 16, WINDOW, 8), (size // 4, WINDOW, 128))),
+    )
+    first, *others = _kinds(model, groups, item, drafts)
+    return CacheGeometry(
+        block_size=groups[first.group].block_size,
+        kv_heads=1,
+        tp_size=tp,
+        dtype=first.dtype,
+        packing="plain",
+        regions=first.regions,
+        stages=(tuple(name for kind in (first, *others) for name in kind.layers),),
+        drafter="a draft model" if drafts else "",
+        drafts=tuple(f"layers.{model.layers + index}.swa_cache" for index in range(drafts)),
+        others=tuple(others),
+        groups=groups,
+        group=first.group,
+    )
+
+
+def _kinds(model: Model, groups: tuple[Group, ...], item: int, drafts: int) -> Iterator[LayerKind]:
+    dim, key = model.dim, model.index
+    all_layers = range(model.layers + drafts)  # a draft layer has a window alone
+    fours, longs = ([index for index, ratio in enumerate(model.ratios) if ratio == each] for each in (4, 128))
+    for group, name, layers, cells in (
+        (0, "attn", fours, (("latent of 4 tokens", dim * item),)),
+        (0, "indexer.k_cache", fours, (("index key", key * _KEY), ("its scale", _SCALE))),
+        (1, "attn", longs, (("latent of 128 tokens", dim * item),)),
+        (2, "swa_cache", all_layers, (("window", dim * item),)),
+        (3, "compressor.state_cache", fours, (("compressor of 4", 4 * dim * _FLOAT32),)),
+        (3, "indexer.compressor.state_cache", fours, (("indexer's compressor", 4 * key * _FLOAT32),)),
+        (4, "compressor.state_cache", longs, (("compressor of 128", 2 * dim * _FLOAT32),)),
+    ):
+        if layers:
+            entries = groups[group].block_size
+            regions = tuple(Region(word, entries * size, 0, size, size) for word, size in cells)
+            names = tuple(f"layers.{index}.{name}" for index in layers)
+            yield LayerKind(1, "-", "plain", regions, names, group)
