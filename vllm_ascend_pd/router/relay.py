@@ -136,8 +136,8 @@ async def _open(
     exchange, timeout = attempt.exchange, shared.settings.first_byte_timeout_s
     body = bodies.for_decode(exchange.request, params, attempt.decode.name)
     try:
-        asking = attempt.leg.ask(shared.upstream, "POST", exchange.request.route.encode(), headers, body, timeout)
-        reply = await asking.head()
+        origin, route = attempt.decode.origin, exchange.request.route.encode()
+        reply = await attempt.leg.attach(shared.upstream.ask(origin, "POST", route, headers, body, timeout)).head()
     except UpstreamError as problem:
         raise _broken(shared, attempt, problem) from problem
     opened = False
