@@ -144,7 +144,7 @@ CEILINGS = {
     ".": 1670,
     "admission": 800,
     "channel": 1150,
-    "cli": 3440,
+    "cli": 3450,
     "decode": 2850,
     "device": 750,
     "geometry": 2600,

@@ -8,11 +8,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from vllm_ascend_pd.cli.load.lines import StepLines
-
-R = TypeVar("R")  # a request
 
 
 class VirtualTime:
@@ -54,7 +52,7 @@ class Prefilling:
     done: Callable[[], None]
 
 
-class SimulatedEngine(Generic[R]):
+class SimulatedEngine:
     """One engine: prompts in the order in which they came, and with each step a token of each answer."""
 
     def __init__(self, name: str, time: VirtualTime, lines: StepLines, sizes: EngineSizes) -> None:
@@ -64,15 +62,15 @@ class SimulatedEngine(Generic[R]):
 
     def _forget(self) -> None:
         self._life = object()
-        self._inside: dict[R, int] = {}  # requests with the tokens that they hold
+        self._inside: dict[object, int] = {}  # requests with the tokens that they hold
         self._held = 0
-        self._outside: OrderedDict[R, tuple[int, Callable[[], None]]] = OrderedDict()
-        self._prompts: dict[R, Prefilling] = {}
-        self._answers: dict[R, Callable[[], None]] = {}
+        self._outside: OrderedDict[object, tuple[int, Callable[[], None]]] = OrderedDict()
+        self._prompts: dict[object, Prefilling] = {}
+        self._answers: dict[object, Callable[[], None]] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # beginnings of prompts, least recently used first
         self._steps = False
 
-    def enter(self, request: R, tokens: int, then: Callable[[], None]) -> None:
+    def enter(self, request: object, tokens: int, then: Callable[[], None]) -> None:
         """Let a request in as soon as there is room for its tokens; it has the room until it leaves."""
         self._outside[request] = tokens, then
         self._admit()
@@ -88,7 +86,7 @@ class SimulatedEngine(Generic[R]):
             self._held += tokens
             then()
 
-    def leave(self, request: R) -> None:
+    def leave(self, request: object) -> None:
         """End whatever it does for a request."""
         self._outside.pop(request, None)
         self._prompts.pop(request, None)
@@ -96,7 +94,7 @@ class SimulatedEngine(Generic[R]):
         self._held -= self._inside.pop(request, 0)
         self._admit()
 
-    def prefill(self, request: R, tokens: int, chain: Sequence[int], done: Callable[[], None]) -> None:
+    def prefill(self, request: object, tokens: int, chain: Sequence[int], done: Callable[[], None]) -> None:
         """Compute a prompt, without what is in the cache of the beginnings in `chain`."""
         there = 0
         for beginning in chain:
@@ -115,7 +113,7 @@ class SimulatedEngine(Generic[R]):
         self._prompts[request] = Prefilling(max(1, tokens - there), computed)
         self._wake()
 
-    def decode(self, request: R, token: Callable[[], None]) -> None:
+    def decode(self, request: object, token: Callable[[], None]) -> None:
         """Call `token` with each step, until the request leaves."""
         self._answers[request] = token
         self._wake()
@@ -125,7 +123,7 @@ class SimulatedEngine(Generic[R]):
     def _wake(self) -> None:
         if not self._steps and self.alive and (self._prompts or self._answers):
             self._steps = True
-            room, parts = self._sizes.step_tokens - len(self._answers), list[tuple[R, int]]()
+            room, parts = self._sizes.step_tokens - len(self._answers), list[tuple[object, int]]()
             for request, work in self._prompts.items():
                 if room <= 0:
                     break
@@ -134,7 +132,7 @@ class SimulatedEngine(Generic[R]):
             seconds = self._lines.seconds(sum(part for _, part in parts), len(self._answers))
             self._time.after(seconds, self._end, self._life, tuple(self._answers), parts)
 
-    def _end(self, life: object, answers: Sequence[R], parts: Sequence[tuple[R, int]]) -> None:
+    def _end(self, life: object, answers: Sequence[object], parts: Sequence[tuple[object, int]]) -> None:
         if life is not self._life:
             return
         for request in answers:
@@ -151,7 +149,7 @@ class SimulatedEngine(Generic[R]):
 
     # -- life and death
 
-    def kill(self) -> list[R]:
+    def kill(self) -> list[object]:
         """End it. Return the requests that it had, inside or waiting for room."""
         had = [*self._inside, *self._outside]
         self.alive = False

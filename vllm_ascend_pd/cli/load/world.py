@@ -93,12 +93,14 @@ class LoadedWorld:
         )
         self._keeper, self._budget = Gatekeeper(self._settings.max_running, self._settings.max_waiting), RetryBudget()
         self._queue: deque[SimulatedRequest] = deque()
-        self._engines: dict[str, SimulatedEngine[SimulatedAttempt]] = {}
+        self._engines: dict[str, SimulatedEngine] = {}
+        self._under_way: dict[str, dict[SimulatedAttempt, None]] = {}
         for role, number in ((Role.PREFILL, fleet.prefills), (Role.DECODE, fleet.decodes)):
             for place in range(number):
                 spec = Spec(role, Origin("http", f"{role.value}-{place}", 80))
                 instance = self._fleet.add(spec, "plan")
                 self._engines[instance.name] = SimulatedEngine(instance.name, self._time, fleet.lines, fleet.sizes)
+                self._under_way[instance.name] = {}
                 self._probe(instance)
         self.requests: list[SimulatedRequest] = []
         for arrival in arrivals:
@@ -165,6 +167,7 @@ class LoadedWorld:
             self._broke(attempt, decode, HttpFailure.CONNECT)
             return
         decode.sent(served.marks)
+        self._under_way[decode.name][attempt] = None
         room = served.arrival.prompt + served.arrival.answer
         self._engines[decode.name].enter(attempt, room, lambda: self._prefill(attempt, 1))
 
@@ -196,6 +199,7 @@ class LoadedWorld:
                 self._time.after(delay, self._prefill, attempt, number + 1)
             return
         attempt.prefill, attempt.prefill_leg = prefill, leg
+        self._under_way[prefill.name][attempt] = None
 
         def computed() -> None:
             self._leave_prefill(attempt, served=True)
@@ -208,6 +212,7 @@ class LoadedWorld:
         if prefill is None or leg is None:
             return
         attempt.prefill = attempt.prefill_leg = None
+        self._under_way[prefill.name].pop(attempt, None)
         self._engines[prefill.name].leave(attempt)
         leg.__exit__()
         if served:
@@ -235,6 +240,7 @@ class LoadedWorld:
     def _leave(self, attempt: SimulatedAttempt) -> None:
         attempt.over = True
         self._leave_prefill(attempt, served=False)
+        self._under_way[attempt.decode.name].pop(attempt, None)
         self._engines[attempt.decode.name].leave(attempt)
         attempt.leg.__exit__()
 
@@ -264,8 +270,8 @@ class LoadedWorld:
 
     def _kill(self, loss: Loss) -> None:
         instance = self._fleet.of(loss.role)[0]
-        engine = self._engines[instance.name]
-        attempts = engine.kill()
+        engine, attempts = self._engines[instance.name], list(self._under_way[instance.name])
+        engine.kill()
         instance.life = instance.life.refuses(self._time.now)
         self._time.after(loss.back_s, engine.restart)
         for attempt in attempts:
