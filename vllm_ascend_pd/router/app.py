@@ -25,7 +25,7 @@ from vllm_ascend_pd.router.cache_events import CacheEvents, parse_ports
 from vllm_ascend_pd.router.canary import Canary
 from vllm_ascend_pd.router.core import bodies
 from vllm_ascend_pd.router.core.decisions import Role
-from vllm_ascend_pd.router.exchange import AsgiSend, HttpExchange, kept_id
+from vllm_ascend_pd.router.exchange import AsgiSend, HttpExchange, id_of
 from vllm_ascend_pd.router.faults import Answer, json_answer, known
 from vllm_ascend_pd.router.fleet import Instance
 from vllm_ascend_pd.router.front import Front
@@ -285,12 +285,6 @@ async def while_connected(asked: CallerRequest, work: Coroutine[Any, Any, None])
     if not (left and task.cancelled()):
         task.result()
     return left
-
-
-def id_of(headers: Headers) -> str:
-    """Return the id of a request: the client's own, as one short word, or a new one."""
-    given = [value for name, value in headers if name == b"x-request-id"]
-    return kept_id(given[-1] if given else b"")
 
 
 def forwarded(method: str, given: Headers, peer: str, keys: ClientKeys) -> tuple[Headers, str]:

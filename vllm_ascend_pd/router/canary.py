@@ -203,7 +203,11 @@ class Canary:
             return f"/v1/models answered {reply.status}, without a model"
         prompt = [random.choice(_TOKEN_IDS) for _ in range(_PROMPT_TOKENS)]
         body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0, "stream": False}
-        answer = _CanaryAnswer()
+        answered = list[bytes]()
+
+        async def answer(message: MutableMapping[str, Any]) -> None:
+            answered.append(message.get("body", b""))
+
         exchange = HttpExchange(
             bodies.parse(bodies.COMPLETIONS, msgspec.json.encode(body)),
             headers,
@@ -213,31 +217,16 @@ class Canary:
         )
         await self._front.serve(exchange)
         failing = prefill.name in decode.loads.failed or "" in decode.loads.failed
-        if (problem := answer.problem()) or (not failing and (prefill.name, decode.name) in self.proven()):
-            return problem
+        if exchange.status != 200:
+            return f"status {exchange.status}: {b''.join(answered)[:300].decode(errors='replace')}"
+        if not failing and (prefill.name, decode.name) in self.proven():
+            return ""
         details = [detail for name, _, detail in exchange.stages if name == "not loaded"]
         return f"D computed the prompt by itself: {details[-1] if details else _ASKED_FOR_NONE}"
 
     def _headers(self) -> Headers:
         headers = [(b"content-type", b"application/json"), (b"x-request-id", b"canary-" + uuid.uuid4().hex.encode())]
         return [*headers, (OWN_MARK, b"1"), *bearer(self._front.settings.engine_token)]
-
-
-class _CanaryAnswer:
-    """Receiver of what a client would get."""
-
-    def __init__(self) -> None:
-        self._status = 0
-        self._body = b""
-
-    async def __call__(self, message: MutableMapping[str, Any]) -> None:
-        self._status = message.get("status", self._status)
-        self._body += message.get("body", b"")
-
-    def problem(self) -> str:
-        if self._status != 200:
-            return f"status {self._status}: {self._body[:300].decode(errors='replace')}"
-        return ""
 
 
 def _lives(prefill: Instance, decode: Instance) -> Lives:

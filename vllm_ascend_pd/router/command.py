@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import socket
-import ssl
 import sys
 import tempfile
 from pathlib import Path
@@ -189,14 +188,12 @@ def _check_tls(settings: Settings) -> None:
     if bool(settings.tls_cert) != bool(settings.tls_key):
         impossible("--tls-cert", settings.tls_cert, "certificate and key belong together", "Give both or none.")
     try:
-        if settings.tls_cert:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key)
+        settings.own_tls()
     except OSError as problem:
         why = f"certificate and key cannot be used ({problem})"
         impossible("--tls-cert", settings.tls_cert, why, "Give files in PEM form that belong together.")
     try:
-        if settings.engine_ca:
-            ssl.create_default_context(cafile=settings.engine_ca)
+        settings.engine_tls()
     except OSError as problem:
         impossible("--engine-ca", settings.engine_ca, str(problem), "Give a file with certificates in PEM form.")
 

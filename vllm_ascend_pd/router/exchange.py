@@ -27,7 +27,7 @@ from vllm_ascend_pd.protocol.reports import LoadReport
 from vllm_ascend_pd.router.core import bodies
 from vllm_ascend_pd.router.core.resume import StreamState, stops_at_recomputed
 from vllm_ascend_pd.router.faults import Answer, remedy
-from vllm_ascend_pd.router.fleet import Instance, LegInFlight
+from vllm_ascend_pd.router.fleet import Instance, LegInFlight, monotonic
 from vllm_ascend_pd.router.upstream import Reply
 from vllm_ascend_pd.shared.core.failures import HttpFailure
 from vllm_ascend_pd.shared.http_session import Headers
@@ -71,9 +71,10 @@ class RequestOver(Exception):
         super().__init__("the client's request is over, or D gave it up")
 
 
-def kept_id(given: bytes) -> str:
-    """Return the id by which a request is echoed, logged, shown and sent on: a word of what was given, or a new one."""
-    return _UNPRINTED.sub(b"", given)[:_MAX_ID].decode("ascii") or secrets.token_hex(16)
+def id_of(headers: Headers) -> str:
+    """Return the id by which a request is echoed, logged, shown and sent on: a word of the client's, or a new one."""
+    given = [value for name, value in headers if name == b"x-request-id"]
+    return _UNPRINTED.sub(b"", given[-1] if given else b"")[:_MAX_ID].decode("ascii") or secrets.token_hex(16)
 
 
 def _nothing() -> None:
@@ -82,11 +83,6 @@ def _nothing() -> None:
 
 async def _dropped(message: MutableMapping[str, Any]) -> None:
     """Drop a message: the client is gone."""
-
-
-def _now() -> float:
-    """Return the time. The clock is looked up at each call, since a simulation replaces it."""
-    return time.monotonic()
 
 
 def _wall() -> float:
@@ -101,7 +97,7 @@ class HttpExchange:
     headers: Headers
     request_id: str
     send: AsgiSend
-    started: float = field(default_factory=_now)
+    started: float = field(default_factory=monotonic)
     started_wall: float = field(default_factory=_wall)
     number: int = 0  # of the attempt
     tried: set[str] = field(default_factory=set)  # D's that failed it
@@ -151,31 +147,15 @@ class HttpExchange:
     def over(self) -> None:
         """Free what an ended request holds: reports of its loads may still come, but need no connection and no body."""
         self.forget_prompt()
-        self.headers, self.send, self.release = [], _dropped, _nothing
-
-    def summary(self) -> RequestSummary:
-        return RequestSummary(
-            self.request_id[:128], self.route, self.started_wall, self.number, self.status, self.tokens, self.stages
-        )
-
-
-class RequestSummary(msgspec.Struct, frozen=True):
-    """Facts about a request for the status page, without its prompt."""
-
-    request_id: str
-    route: str
-    started: float
-    attempts: int
-    status: int
-    tokens: int
-    stages: list[tuple[str, float, str]]
+        self.headers, self.send, self.release, self.call = [], _dropped, _nothing, None
 
     def facts(self) -> dict[str, Any]:
+        """Return what the status page shows of it: not its prompt."""
         return {
-            "id": self.request_id,
+            "id": self.request_id[:128],
             "route": self.route,
-            "started": self.started,
-            "attempts": self.attempts,
+            "started": self.started_wall,
+            "attempts": self.number,
             "status": self.status,
             "tokens": self.tokens,
             "stages": [{"stage": name, "at": round(at, 6), "detail": detail} for name, at, detail in self.stages],
@@ -212,7 +192,7 @@ class Attempt:
     failed: set[str] = field(default_factory=set)  # transfers whose prefill leg failed
     trials: dict[str, LegInFlight] = field(default_factory=dict)  # of P's, by transfer: D's report ends them
     accused: str = ""  # how D failed, until it is clear whether a load was the reason
-    began: float = field(default_factory=_now)
+    began: float = field(default_factory=monotonic)
     restart: bool = True  # whether another attempt may follow
     answers: bool = False  # D does, all of what was asked
     news: asyncio.Event = field(default_factory=asyncio.Event)  # a report came, or a prefill leg failed
@@ -271,7 +251,7 @@ class Journal:
         self._past: OrderedDict[str, tuple[Attempt, float]] = OrderedDict()
         self._forgetting: asyncio.TimerHandle | None = None
         self.exchanges: set[HttpExchange] = set()
-        self.last: deque[RequestSummary] = deque(maxlen=_LAST_REQUESTS)
+        self.last: deque[HttpExchange] = deque(maxlen=_LAST_REQUESTS)
         self.troubles: deque[dict[str, Any]] = deque(maxlen=_LAST_TROUBLES)
 
     def trouble(self, code: str, what: str, instance: str = "", request: str = "") -> None:
@@ -318,4 +298,4 @@ class Journal:
         self.exchanges.discard(exchange)
         exchange.over()
         if exchange.remembered:
-            self.last.append(exchange.summary())
+            self.last.append(exchange)

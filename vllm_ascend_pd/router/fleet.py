@@ -22,7 +22,6 @@ import msgspec
 from vllm_ascend_pd.protocol.versions import may_pair
 from vllm_ascend_pd.router.core.decisions import (
     AnswerLengths,
-    Candidate,
     Circuit,
     CircuitPolicy,
     CircuitState,
@@ -32,17 +31,14 @@ from vllm_ascend_pd.router.core.decisions import (
     LoadRecord,
     PairProof,
     Role,
-    choose,
     condition,
-    prefer,
 )
 from vllm_ascend_pd.router.core.prefixes import Marks, Prompts
 from vllm_ascend_pd.router.metrics import METRICS
 from vllm_ascend_pd.router.settings import LAST_PORT
-from vllm_ascend_pd.router.upstream import Reply, Upstream
+from vllm_ascend_pd.router.upstream import Reply
 from vllm_ascend_pd.shared.core.failures import HttpFailure
-from vllm_ascend_pd.shared.core.gathered import Payload
-from vllm_ascend_pd.shared.http_session import Headers, Origin
+from vllm_ascend_pd.shared.http_session import Origin
 
 log = logging.getLogger(__name__)
 MAX_ENDPOINTS = 1024  # in one text of `parse_specs`
@@ -53,7 +49,7 @@ _GOOD = frozenset({Evidence.SERVED, Evidence.PROBE_OK})
 Now = Callable[[], float]
 
 
-def _monotonic() -> float:
+def monotonic() -> float:
     """Return the process's clock, looked up at each call: the simulator of the front door puts another one there."""
     return time.monotonic()
 
@@ -127,7 +123,7 @@ class Instance:
     source: str
     circuit: Circuit
     prompts: Prompts  # that were sent to it in its present life
-    clock: Now = _monotonic
+    clock: Now = monotonic
     cards: dict[str, msgspec.Raw] | None = None  # entries of its model list, by name; None: it was not asked yet
     answered: bool = False
     healthy: bool = False  # its last probe was good
@@ -175,6 +171,10 @@ class Instance:
         there = self.cached_tokens(marks)
         self.prompts.add(marks)
         return there
+
+    def load_with(self, cost: float) -> float:
+        """Return its load by weight after `cost` more tokens."""
+        return (self.load + self.load_elsewhere + cost) / self.weight
 
     def condition(self) -> Condition:
         seen = condition(self.circuit, self.answered, self.draining)
@@ -248,20 +248,12 @@ class LegInFlight:
         instance.requests -= 1
         instance.load = instance.load - self.cost if instance.requests else 0.0  # no drift from rounding
 
-    def ask(
-        self,
-        upstream: Upstream,
-        method: str,
-        path: bytes,
-        headers: Headers,
-        body: Payload,
-        timeout_s: float,
-        repeatable: bool = True,
-    ) -> Reply:
-        """Begin to send the request, as `Upstream.ask` does. Raise what has stopped it."""
-        self.check()
-        self.reply = upstream.ask(self.instance.origin, method, path, headers, body, timeout_s, repeatable)
-        return self.reply
+    def attach(self, reply: Reply) -> Reply:
+        """Take its call. Who waits for the answer gets what has stopped the leg, if something has."""
+        self.reply = reply
+        if self.stopped is not None:
+            reply.stop(self.stopped)
+        return reply
 
     def stop(self, why: Exception) -> None:
         """End it: who waits for its answer gets `why`. An answer that is all here is one."""
@@ -344,7 +336,7 @@ class Fleet:
         policy: CircuitPolicy,
         lost: Callable[[Instance, str], None] = lambda instance, why: None,
         prefix_tokens: int = 0,
-        clock: Now = _monotonic,
+        clock: Now = monotonic,
         dice: Callable[[], float] = random.random,
     ) -> None:
         self._policy = policy
@@ -526,15 +518,15 @@ class Fleet:
         """
         now = self._clock()
         fitting = [i for i in self.of(role) if fits(i)]
-        names = prefer((i.name for i in fitting if i.usable(now)), avoid)
-        usable = [self._instances[name] for name in names] or [i for i in fitting if i.last_resort()]
+        usable = [i for i in fitting if i.usable(now)]
+        usable = [i for i in usable if i.name not in avoid] or usable or [i for i in fitting if i.last_resort()]
         usable = [i for i in usable if i.rests_until <= now] or usable
         if len(usable) == 1:
             return usable[0]
         usable = [i for i in usable if i.answered] or usable
-        candidates = [Candidate(i.name, i.load + i.load_elsewhere, i.weight, i.cached_tokens(marks)) for i in usable]
-        name = choose(candidates, cost, self._dice())
-        return self._instances[name] if name is not None else None
+        after = {i: i.load_with(max(0.0, cost - i.cached_tokens(marks))) for i in usable}
+        least = [i for i in usable if after[i] <= min(after.values())]
+        return least[int(self._dice() * len(least)) % len(least)] if least else None
 
     def choose_decode(
         self,

@@ -124,11 +124,11 @@ async def _attempts(front: Front, exchange: HttpExchange, call: Call) -> None:
         with front.fleet.leg(decode, 1) as leg:
             exchange.call = leg
             try:
-                asking = leg.ask(
-                    *(front.upstream, call.method, call.target, exchange.headers, call.body),
+                asking = front.upstream.ask(
+                    *(decode.origin, call.method, call.target, exchange.headers, call.body),
                     *(front.settings.first_byte_timeout_s, call.repeatable),
                 )
-                async with asking as reply:
+                async with leg.attach(asking) as reply:
                     first = await _first(front, call, reply)
                     delay = None
                     if leg_end(reply.status) == "refused":

@@ -138,8 +138,8 @@ async def _open(
     home = home_of(attempt.decode.name, shared.settings.engine_token)
     body = bodies.for_decode(exchange.request, params, home)
     try:
-        asking = attempt.leg.ask(shared.upstream, "POST", exchange.request.route.encode(), headers, body, timeout)
-        reply = await asking.head()
+        origin, route = attempt.decode.origin, exchange.request.route.encode()
+        reply = await attempt.leg.attach(shared.upstream.ask(origin, "POST", route, headers, body, timeout)).head()
     except UpstreamError as problem:
         raise _broken(shared, attempt, problem) from problem
     opened = False

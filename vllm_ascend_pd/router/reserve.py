@@ -10,27 +10,30 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Container
+from collections.abc import Callable, Container
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from vllm_ascend_pd.observe.trace import emit
 from vllm_ascend_pd.protocol import continuing
-from vllm_ascend_pd.protocol.reports import MAX_REPORT_BYTES, Fingerprint, read_answer, read_posted
+from vllm_ascend_pd.protocol.reports import Fingerprint, read_answer, read_posted
 from vllm_ascend_pd.router import resuming
 from vllm_ascend_pd.router.core import bodies, pieces
 from vllm_ascend_pd.router.core.decisions import Evidence, Role
+from vllm_ascend_pd.router.core.pieces import Buffer
 from vllm_ascend_pd.router.exchange import AsgiSend, Attempt, AttemptFailed, Post, RequestOver
-from vllm_ascend_pd.router.faults import Answer, brief, fault, json_answer
+from vllm_ascend_pd.router.faults import brief, fault, json_answer
 from vllm_ascend_pd.router.fleet import Fits, Instance, LegInFlight, both, pairing
 from vllm_ascend_pd.router.front import Front
+from vllm_ascend_pd.router.intake import NotTaken
 from vllm_ascend_pd.router.metrics import METRICS
 from vllm_ascend_pd.router.relay import aborted, send_answer
 from vllm_ascend_pd.router.shared import leg_end
 from vllm_ascend_pd.shared.core.failures import NOT_EXECUTED, HttpFailure, UpstreamError
 
+T = TypeVar("T")
 _HEARTBEAT = {"type": "http.response.body", "body": b'{"event":"heartbeat"}\n', "more_body": True}
 _HEAD = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
 _PREFILL_ANSWER_BYTES = 16 << 20
@@ -100,18 +103,17 @@ class Reservations:
         self._front = front
         self._heartbeats = heartbeats
 
-    async def answer(self, body: bytes | memoryview, send: AsgiSend) -> None:
-        """Answer one POST. It is cancelled if D closes it."""
+    async def answer(self, body: Buffer, send: AsgiSend) -> None:
+        """Answer one POST. It is cancelled if D closes it. Raise NotTaken."""
         try:
             posted = await self._front.aside.run(partial(reading, tickets=self._front.journal.tickets), body)
         except (*bodies.UNREADABLE, bodies.BodyError) as problem:
-            await send_answer(send, fault(400, f"Not a reservation: {problem}", "PD-META-003"))
-            return
-        attempt = self._front.journal.tickets.get(posted.ticket)
-        refusal = _refusal(attempt, posted)
-        if attempt is None or refusal is not None:
-            await send_answer(send, refusal or _unknown())
-            return
+            raise NotTaken(fault(400, f"Not a reservation: {problem}", "PD-META-003")) from problem
+        attempt = self._attempt(posted.ticket)
+        if posted.transfer in attempt.seen:
+            raise NotTaken(fault(409, "This transfer was posted before.", "PD-META-003"))
+        if attempt.exchange.request.shape is bodies.Shape.BATCH and not posted.tokens:
+            raise NotTaken(fault(400, "prompt_token_ids are missing.", "PD-META-003"))
         attempt.seen.add(posted.transfer)
         if posted.decode:
             attempt.decode.life = attempt.decode.life.reported(posted.decode, attempt.began, posted.fingerprint)
@@ -129,43 +131,33 @@ class Reservations:
             attempt.posts.pop(posted.transfer, None)
         await _line(send, last, more=False)
 
-    async def report(self, body: bytes | memoryview, send: AsgiSend) -> None:
-        """Take in D's report of a load that is over."""
-        try:
-            if len(body) > MAX_REPORT_BYTES:
-                raise msgspec.DecodeError(f"longer than {MAX_REPORT_BYTES} bytes")
-            report = read_posted(bytes(body))
-        except bodies.UNREADABLE as problem:
-            await send_answer(send, fault(400, f"Not a report: {problem}", "PD-META-003"))
-            return
-        if self._front.loaded(report):
-            await send({"type": "http.response.start", "status": 204, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
-        else:
-            await send_answer(send, fault(404, "No request known here has this ticket and transfer.", "PD-XFER-002"))
+    async def report(self, body: Buffer, send: AsgiSend) -> None:
+        """Take in D's report of a load that is over. Raise NotTaken."""
+        if not self._front.loaded(_read(read_posted, body, "a report")):
+            raise NotTaken(fault(404, "No request known here has this ticket and transfer.", "PD-XFER-002"))
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
 
-    async def so_far(self, body: bytes | memoryview, send: AsgiSend) -> None:
-        """Answer D's question for the tokens with which its request begins."""
-        try:
-            if len(body) > continuing.MAX_QUESTION_BYTES:
-                raise msgspec.DecodeError(f"longer than {continuing.MAX_QUESTION_BYTES} bytes")
-            wanted = continuing.read_wanted(bytes(body))
-        except bodies.UNREADABLE as problem:
-            await send_answer(send, fault(400, f"Not a question: {problem}", "PD-META-003"))
-            return
-        attempt = self._front.journal.tickets.get(wanted.ticket)
-        if attempt is None:
-            await send_answer(send, _unknown())
-            return
+    async def so_far(self, body: Buffer, send: AsgiSend) -> None:
+        """Answer D's question for the tokens with which its request begins. Raise NotTaken."""
+        wanted = _read(continuing.read_wanted, body, "a question")
+        attempt = self._attempt(wanted.ticket)
         kept = attempt.exchange.kept
         tokens = kept.tokens(wanted.prompt) if kept is not None else []
         if tokens is None:
             if attempt.exchange.streaming:  # else D begins anew, for a client that has nothing
                 attempt.leg.stop(resuming.differs("the prompt is another one there"))
-            await send_answer(send, fault(continuing.OTHER_PROMPT, "The prompt is another one.", "PD-META-024"))
-            return
+            raise NotTaken(fault(continuing.OTHER_PROMPT, "The prompt is another one.", "PD-META-024"))
         attempt.exchange.stage("given", f"{len(tokens)} tokens")
         await send_answer(send, json_answer(continuing.AnswerSoFar(tokens)))
+
+    def _attempt(self, ticket: str) -> Attempt:
+        """Return the attempt with this ticket. Raise NotTaken if it is over."""
+        attempt = self._front.journal.tickets.get(ticket)
+        if attempt is None:
+            says = "No request under way has this ticket: it is over, or its client has left."
+            raise NotTaken(fault(continuing.UNKNOWN, says, "PD-XFER-002"))
+        return attempt
 
     async def _prefilled(self, attempt: Attempt, posted: ReservationPost, post: Post, send: AsgiSend) -> dict[str, str]:
         """Run the prefill and return the last line of the answer."""
@@ -292,7 +284,8 @@ class Reservations:
         try:
             with front.spans.leg(exchange, "prefill", prefill.name, transfer=posted.transfer) as headers:
                 to_p = [(name, value) for name, value in headers if name != _OF_D]
-                async with leg.ask(front.upstream, "POST", route.encode(), to_p, body, timeout) as reply:
+                asking = front.upstream.ask(prefill.origin, "POST", route.encode(), to_p, body, timeout)
+                async with leg.attach(asking) as reply:
                     text = await reply.rest(_PREFILL_ANSWER_BYTES, timeout)
         except UpstreamError as problem:
             front.leg_broke(leg, problem)
@@ -322,7 +315,7 @@ def _note_failure(attempt: Attempt, posted: ReservationPost, end: str, why: str,
     METRICS.reservations.labels(end).inc()
 
 
-def reading(body: bytes | memoryview, tickets: Container[str]) -> ReservationPost:
+def reading(body: Buffer, tickets: Container[str]) -> ReservationPost:
     """Read a reservation. Raise BodyError or msgspec's errors.
 
     Every client can post, so the prompt is only examined if the ticket is known.
@@ -372,20 +365,12 @@ def _check_push(prefill: Instance, text: bytes, asked: float) -> str:
     return push.first
 
 
-def _unknown() -> Answer:
-    return fault(
-        continuing.UNKNOWN, "No request under way has this ticket: it is over, or its client has left.", "PD-XFER-002"
-    )
-
-
-def _refusal(attempt: Attempt | None, posted: ReservationPost) -> Answer | None:
-    if attempt is None:
-        return _unknown()
-    if posted.transfer in attempt.seen:
-        return fault(409, "This transfer was posted before.", "PD-META-003")
-    if attempt.exchange.request.shape is bodies.Shape.BATCH and not posted.tokens:
-        return fault(400, "prompt_token_ids are missing.", "PD-META-003")
-    return None
+def _read(read: Callable[[bytes], T], body: Buffer, what: str) -> T:
+    """Return a short post. Raise NotTaken if it is none."""
+    try:
+        return read(bytes(body))
+    except bodies.UNREADABLE as problem:
+        raise NotTaken(fault(400, f"Not {what}: {problem}", "PD-META-003")) from problem
 
 
 async def _line(send: AsgiSend, event: dict[str, str], more: bool = True) -> None:

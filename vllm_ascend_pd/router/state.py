@@ -39,8 +39,8 @@ def worker_report(worker: int, front: Front, canary: Canary, file_problem: str, 
     }
     if details:
         newest = sorted(front.journal.exchanges, key=lambda e: e.started)[-_IN_FLIGHT_SHOWN:]
-        report["in_flight"] = [exchange.summary().facts() for exchange in newest]
-        report["last"] = [summary.facts() for summary in front.journal.last]
+        report["in_flight"] = [exchange.facts() for exchange in newest]
+        report["last"] = [exchange.facts() for exchange in front.journal.last]
         report["errors"] = list(front.journal.troubles)
     return report
 

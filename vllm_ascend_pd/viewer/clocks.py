@@ -69,17 +69,10 @@ def related(files: Mapping[str, Sequence[_StageEvent]]) -> list[Clock]:
         if pair is None:
             break
         (p, d), sample = pair, waiting.pop(pair)
-        if d in known:
-            clocks[p].shift, clocks[p].error_s = (
-                clocks[d].shift + sample.offset,
-                (clocks[d].error_s or 0) + sample.error,
-            )
-        else:
-            clocks[d].shift, clocks[d].error_s = (
-                clocks[p].shift - sample.offset,
-                (clocks[p].error_s or 0) + sample.error,
-            )
-        known |= {p, d}
+        new, old, sign = (p, d, 1) if d in known else (d, p, -1)
+        clocks[new].shift = clocks[old].shift + sign * sample.offset
+        clocks[new].error_s = (clocks[old].error_s or 0) + sample.error
+        known.add(new)
     return clocks
 
 

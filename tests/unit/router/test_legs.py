@@ -34,7 +34,7 @@ async def leg_at(*answer: bytes) -> AsyncIterator[tuple[LegInFlight, RawServer, 
     fleet = Fleet(CircuitPolicy())
     engine = fleet.add(parse_spec(Role.DECODE, f"127.0.0.1:{server.port}"), "a test")
     with fleet.leg(engine, 1) as leg:
-        yield leg, server, lambda: leg.ask(upstream, "POST", b"/", [], b"{}", 60.0)
+        yield leg, server, lambda: leg.attach(upstream.ask(engine.origin, "POST", b"/", [], b"{}", 60.0))
     assert not engine.requests and not engine.load
     await upstream.close()
     server.stop()
@@ -44,7 +44,7 @@ async def test_a_leg_that_is_stopped_before_it_begins_sends_nothing() -> None:
     async with leg_at(HEAD + b"hello") as (leg, server, ask):
         leg.stop(WHY)
         with pytest.raises(RequestOver):
-            ask()
+            await ask().head()
         assert not server.connections
 
 

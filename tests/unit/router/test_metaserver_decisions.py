@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ import vllm_ascend_pd
 from vllm_ascend_pd.router.core import decisions
 from vllm_ascend_pd.router.core.decisions import (
     Admission,
-    Candidate,
     Circuit,
     CircuitPolicy,
     CircuitState,
@@ -25,60 +25,71 @@ from vllm_ascend_pd.router.core.decisions import (
     Gatekeeper,
     RetryBudget,
     RetryPolicy,
-    choose,
+    Role,
     condition,
-    prefer,
 )
+from vllm_ascend_pd.router.core.prefixes import Mark
+from vllm_ascend_pd.router.fleet import Fleet, Spec
 from vllm_ascend_pd.shared.backoff import Backoff
 from vllm_ascend_pd.shared.core.failures import NOT_EXECUTED, HttpFailure, post_again
+from vllm_ascend_pd.shared.http_session import Origin
 
 BACKOFF = Backoff(0.05, 2.0)
 RAND = st.floats(0, 1, exclude_max=True)
-CANDIDATES = st.lists(
-    st.builds(
-        Candidate, st.text(min_size=1, max_size=8), st.floats(0, 1e7), st.floats(0.1, 100)
-    ),
-    unique_by=lambda c: c.name,
-    min_size=1,
-    max_size=12,
-)  # fmt: skip
+LOADS = st.lists(st.tuples(st.floats(0, 1e7), st.floats(0.1, 100), st.integers(0, 8)), min_size=1, max_size=12)
+PROMPT = tuple(Mark(b"mark %d" % place, 100_000 * place) for place in range(1, 9))
+
+
+def fleet_of(loads: Sequence[tuple[float, float, int]], rand: float) -> Fleet:
+    """Return D's with these loads, weights, and marks of the prompt in their caches."""
+    fleet = Fleet(CircuitPolicy(), prefix_tokens=1 << 30, dice=lambda: rand)
+    for place, (load, weight, there) in enumerate(loads):
+        instance = fleet.add(Spec(Role.DECODE, Origin("http", f"i{place}", 80), weight), "test")
+        instance.load = load
+        instance.prompts.add(PROMPT[:there])
+    return fleet
 
 
 # ---- choosing
 
 
-@given(CANDIDATES, st.floats(0, 1e6), RAND)
-def test_the_choice_has_the_least_load_by_weight(candidates: list[Candidate], cost: float, rand: float) -> None:
-    chosen = choose(candidates, cost, rand)
-    after = {c.name: (c.load + cost) / c.weight for c in candidates}
-    assert chosen is not None and after[chosen] == min(after.values())
+@given(LOADS, st.floats(0, 1e6), RAND)
+def test_the_choice_has_the_least_load_by_weight(
+    loads: list[tuple[float, float, int]], cost: float, rand: float
+) -> None:
+    fleet = fleet_of(loads, rand)
+    chosen = fleet.choose(Role.DECODE, cost)
+    assert chosen is not None
+    assert (chosen.load + cost) / chosen.weight == min((one.load + cost) / one.weight for one in fleet)
 
 
 @given(st.integers(1, 12))
 def test_ties_spread_over_all(count: int) -> None:
-    candidates = [Candidate(f"i{i}", 5.0) for i in range(count)]
-    chosen = [choose(candidates, 1.0, i / 240) for i in range(240)]
-    assert {chosen.count(c.name) for c in candidates} <= {240 // count, 240 // count + 1}
+    chosen = [fleet_of([(5.0, 1.0, 0)] * count, i / 240).choose(Role.DECODE, 1.0) for i in range(240)]
+    names = Counter(one.name for one in chosen if one is not None)
+    assert len(names) == count and set(names.values()) <= {240 // count, 240 // count + 1}
 
 
-def test_no_instance_is_chosen_from_none_or_from_those_without_weight() -> None:
-    assert choose([], 1.0, 0.5) is None
-    assert choose([Candidate("a", 0.0, 0.0)], 1.0, 0.5) is None
+def test_no_instance_is_chosen_from_none() -> None:
+    assert fleet_of([], 0.5).choose(Role.DECODE, 1.0) is None
 
 
-@given(CANDIDATES, st.floats(0, 1e6), RAND, st.data())
+@given(LOADS, st.floats(0, 1e6), RAND)
 def test_what_one_has_of_the_prompt_costs_nothing_there(
-    candidates: list[Candidate], cost: float, rand: float, data: st.DataObject
+    loads: list[tuple[float, float, int]], cost: float, rand: float
 ) -> None:
-    having = [replace(c, has=data.draw(st.floats(0, 2e6))) for c in candidates]
-    chosen = choose(having, cost, rand)
-    after = {c.name: (c.load + max(0.0, cost - c.has)) / c.weight for c in having}
-    assert chosen is not None and after[chosen] == min(after.values())
+    chosen = fleet_of(loads, rand).choose(Role.DECODE, cost, marks=PROMPT)
+    after = [(load + max(0.0, cost - 100_000 * there)) / weight for load, weight, there in loads]
+    assert chosen is not None and after[int(chosen.origin.host[1:])] == min(after)
 
 
-@given(st.sets(st.text(max_size=3)), st.frozensets(st.text(max_size=3)))
-def test_what_was_tried_is_left_out_unless_nothing_else_is_there(names: set[str], tried: frozenset[str]) -> None:
-    assert set(prefer(names, tried)) == (names - tried or names)
+@given(st.integers(1, 4), st.frozensets(st.integers(0, 5)), RAND)
+def test_what_was_tried_is_left_out_unless_nothing_else_is_there(
+    count: int, tried: frozenset[int], rand: float
+) -> None:
+    avoid = frozenset(f"i{place}:80" for place in tried)
+    chosen = fleet_of([(0.0, 1.0, 0)] * count, rand).choose(Role.DECODE, 1.0, avoid)
+    assert chosen is not None and (chosen.name not in avoid or tried.issuperset(range(count)))
 
 
 # ---- trying again

@@ -432,14 +432,14 @@ def test_a_long_body_is_never_read_whole(monkeypatch: pytest.MonkeyPatch) -> Non
 async def test_a_prompt_is_not_read_before_its_ticket_is_known() -> None:
     front = Front(Settings(), Fleet(CircuitPolicy()), Upstream(1.0, 1.0), "http://metaserver")
     handler = Reservations(front, Heartbeats(2.0))
-    statuses: list[int] = []
 
     async def send(message: Any) -> None:
-        statuses.extend([message["status"]] if "status" in message else [])
+        raise AssertionError("it is answered as if it were known")
 
     posted = {"ticket": "invented", "transfer": "t", "reservation": "", "prompt_token_ids": ["no", "ids"]}
-    await handler.answer(json.dumps(posted).encode(), send)
-    assert statuses == [404]
+    with pytest.raises(intake.NotTaken) as refused:
+        await handler.answer(json.dumps(posted).encode(), send)
+    assert refused.value.answer.status == 404
 
 
 async def test_a_body_counts_until_its_exchange_ends() -> None:

@@ -180,10 +180,10 @@ def test_it_is_seen_while_it_runs_and_after() -> None:
 def test_polls_push_nothing_out_of_the_last_requests() -> None:
     with cluster() as c:
         c.http.post("/v1/embeddings", json={"input": "x"}, headers={"x-request-id": "mine"})
-        until(lambda: [summary.request_id for summary in c.worker.front.journal.last] == ["mine"])
+        until(lambda: [exchange.request_id for exchange in c.worker.front.journal.last] == ["mine"])
         c.http.get("/v1/models")
         c.http.post("/v1/embeddings", json={"input": "x"}, headers={"x-request-id": "other"})
-        until(lambda: [summary.request_id for summary in c.worker.front.journal.last] == ["mine", "other"])
+        until(lambda: [exchange.request_id for exchange in c.worker.front.journal.last] == ["mine", "other"])
 
 
 def test_each_is_counted_and_a_client_cannot_make_new_labels() -> None:

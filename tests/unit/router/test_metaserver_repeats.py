@@ -11,7 +11,7 @@ from vllm_ascend_pd.router.core.decisions import Condition
 
 
 def attempts(c: FakeCluster) -> list[int]:
-    return [summary.attempts for summary in c.worker.front.journal.last]
+    return [exchange.number for exchange in c.worker.front.journal.last]
 
 
 def asked(c: FakeCluster) -> list[int]:

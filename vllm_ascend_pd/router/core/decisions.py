@@ -407,30 +407,6 @@ def condition(circuit: Circuit, answered: bool, draining: bool) -> Condition:
     return Condition.SUSPECT if circuit.failures or circuit.state is CircuitState.TRIAL else Condition.READY
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One instance to choose from. `load`: tokens in flight; `has`: tokens of the prompt that are in its cache."""
-
-    name: str
-    load: float
-    weight: float = 1.0
-    has: float = 0.0
-
-
-def choose(candidates: Sequence[Candidate], cost: float, rand: float) -> str | None:
-    """Return the candidate with the least load by weight, after adding what it lacks of `cost` tokens.
-
-    Ties are spread by `rand`. None if there is no candidate.
-    """
-    usable = [c for c in candidates if c.weight > 0]
-    if not usable:
-        return None
-    after = {c.name: (c.load + max(0.0, cost - c.has)) / c.weight for c in usable}
-    least = min(after.values())
-    best = [c.name for c in usable if after[c.name] <= least]
-    return best[int(rand * len(best)) % len(best)]
-
-
 class AnswerLengths:
     """Tokens of a model's answers as they were seen, a moving mean. Streams are counted apart, in events."""
 
@@ -450,13 +426,6 @@ class AnswerLengths:
         mean = self.means.get((model, stream), self.FIRST)
         if not limit or length < limit or length > mean:
             self.means[model, stream] = mean + (length - mean) * self._WEIGHT
-
-
-def prefer(names: Iterable[str], avoid: frozenset[str]) -> tuple[str, ...]:
-    """Return the names without those in `avoid`; all of them if no other is left."""
-    everything = tuple(names)
-    fresh = tuple(n for n in everything if n not in avoid)
-    return fresh or everything
 
 
 # ---- admission ------------------------------------------------------------------------------------------------
