@@ -14,7 +14,8 @@ import random
 
 import numpy as np
 
-from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits, new_tokens
+from tools.bench_load_parts.loads import new_tokens
+from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits
 from vllm_ascend_pd.cli.load.engine import EngineSizes
 from vllm_ascend_pd.cli.load.lines import StepLine, StepLines
 from vllm_ascend_pd.cli.load.world import LoadedFleet, LoadedWorld

@@ -152,7 +152,7 @@ CEILINGS = {
     "prefill": 4060,
     "protocol": 4335,
     "regroup": 935,
-    "router": 9110,  # 230 for responses and messages, which went past P before: ids, forms of events and of errors
+    "router": 9150,  # 230 for responses and messages, which went past P before: ids, forms of events and of errors
     "shared": 1050,
     "transport": 1970,
     "viewer": 620,

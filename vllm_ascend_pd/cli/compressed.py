@@ -26,24 +26,28 @@ def geometry(model: Model, flag: str, tp: int, pp: int, size: int, item: int, dr
         *(Group(size, COMPRESSED, ratio) for ratio in (4, 128)),
         *(Group(*sizes) for sizes in ((size, WINDOW, model.window), (size // 16, WINDOW, 8), (size // 4, WINDOW, 128))),
     )
-    first, *others = _kinds(model, groups, item, drafts)
+    (first, _), *others = found = list(_kinds(model, groups, item, drafts))
     return CacheGeometry(
-        block_size=groups[first.group].block_size,
+        block_size=groups[first.group_index].block_size,
         kv_heads=1,
         tp_size=tp,
         dtype=first.dtype,
         packing="plain",
         regions=first.regions,
-        stages=(tuple(name for kind in (first, *others) for name in kind.layers),),
+        stages=(tuple(name for _, names in found for name in names),),
         drafter="a draft model" if drafts else "",
         drafts=tuple(f"layers.{model.layers + index}.swa_cache" for index in range(drafts)),
-        others=tuple(others),
+        others=tuple(kind for kind, _ in others),
+        kind_of=tuple(index for index, (_, names) in enumerate(found) for _ in names),
         groups=groups,
-        group=first.group,
+        group_index=first.group_index,
     )
 
 
-def _kinds(model: Model, groups: tuple[Group, ...], item: int, drafts: int) -> Iterator[LayerKind]:
+def _kinds(
+    model: Model, groups: tuple[Group, ...], item: int, drafts: int
+) -> Iterator[tuple[LayerKind, tuple[str, ...]]]:
+    """Yield each kind of layers, and its layers."""
     dim, key = model.dim, model.index
     all_layers = range(model.layers + drafts)  # a draft layer has a window alone
     fours, longs = ([index for index, ratio in enumerate(model.ratios) if ratio == each] for each in (4, 128))
@@ -60,4 +64,4 @@ def _kinds(model: Model, groups: tuple[Group, ...], item: int, drafts: int) -> I
             entries = groups[group].block_size
             regions = tuple(Region(word, entries * size, 0, size, size) for word, size in cells)
             names = tuple(f"layers.{index}.{name}" for index in layers)
-            yield LayerKind(1, "-", "plain", regions, names, group)
+            yield LayerKind(1, "-", "plain", regions, group), names

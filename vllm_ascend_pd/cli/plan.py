@@ -240,7 +240,7 @@ def _links(p: CacheGeometry, d: CacheGeometry, shape: PlanInput, decision: Decis
         if pair.p.group.stateful:
             work.append((pair, pair.layers, 0, 1))
         elif shape.model.ratios:
-            work.append((pair, pair.layers, *pair.p.places(0, shape.tokens)))
+            work.append((pair, pair.layers, *pair.p.wanted_entries(0, shape.tokens)))
         else:
             work += [(pair, pair.layers & names, lo, hi) for names, lo, hi in shape.parts]
     for rank, (pair, names, lo, hi) in product(range(len(p.ranks)), work):
