@@ -141,7 +141,7 @@ def test_each_module_is_in_a_room_that_these_rules_know() -> None:
 # Most lines of each room; "." are the modules beside the rooms. Who needs more says in the change what it is worth, or
 # what leaves. Who takes lines out lowers the ceiling.
 CEILINGS = {
-    ".": 1710,  # 40 so that an engine takes a changed secret without a restart
+    ".": 1715,  # 40 so that an engine takes a changed secret without a restart
     "admission": 800,
     "channel": 1080,
     "cli": 3640,  # 160 for DeepSeek-V4, loads that several metaservers share, a host of the metaserver, the TLS of NPUs

@@ -118,7 +118,7 @@ async def test_a_process_speaks_for_itself_only() -> None:
         assert not answering.heard
 
 
-class Bystander:
+class EndingsOwner:
     """An owner that records how its connection ended."""
 
     def __init__(self) -> None:
@@ -143,14 +143,14 @@ class Bystander:
     ],
 )
 def test_only_the_peers_kernel_can_say_that_it_is_gone(error: Exception | None, ending: Ending) -> None:
-    owner = Bystander()
+    owner = EndingsOwner()
     connection = Connection(owner, lambda: 0.0, 100)
     connection.connection_lost(error)
     assert owner.endings == [ending]
 
 
 def test_a_reset_that_answers_our_own_closing_is_ours() -> None:
-    owner = Bystander()
+    owner = EndingsOwner()
     connection = Connection(owner, lambda: 0.0, 100)
     connection.abort()
     connection.connection_lost(ConnectionResetError())
@@ -158,7 +158,7 @@ def test_a_reset_that_answers_our_own_closing_is_ours() -> None:
 
 
 def test_an_end_that_the_peer_began_stays_the_peers() -> None:
-    owner = Bystander()
+    owner = EndingsOwner()
     connection = Connection(owner, lambda: 0.0, 100)
     connection.eof_received()
     connection.abort()  # the peer does not read our last bytes, and we do not wait without limit
