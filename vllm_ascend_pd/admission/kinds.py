@@ -80,8 +80,9 @@ def tokens_per_entry(spec: Any) -> int:
 
 
 def has_scales(spec: Any) -> bool:
-    """Return whether an int8 cache has its scales beside it, in the same layer."""
-    return str(spec.dtype) == "torch.int8" and getattr(spec, "scale_dim", 0) > 0
+    """Return whether an int8 cache has its scales in the same layer: beside it, or behind each packed latent."""
+    scaled = getattr(spec, "scale_dim", 0) > 0 or getattr(spec, "cache_sparse_sfa_c8", False)
+    return scaled and str(spec.dtype) == "torch.int8"
 
 
 def is_compressing(specs: Collection[Any]) -> bool:

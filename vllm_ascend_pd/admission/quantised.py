@@ -29,6 +29,8 @@ def refusals(config: Any) -> Iterator[ConfigError]:
     if dtype in PLAIN:
         yield from _another_plain(dtype, config)
         return
+    if dtype == "int8" and compat.is_vllm_ascend():
+        return  # whether it makes a cache int8, and with which scales, only the layers' specs say: kinds.has_scales
     if dtype not in _FP8:
         yield not_proven(f"A quantised KV cache ({dtype})", 'Use --kv-cache-dtype "auto", "fp8_e4m3" or "fp8_e5m2".')
     elif compat.is_vllm_ascend():
