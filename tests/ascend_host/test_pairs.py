@@ -558,6 +558,8 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     ),
     # GLM-5: layers with an indexer of their own beside one that uses another's choice, and another rotation of keys.
     (Engines("dsa 1to1 glm", "glm5", p=Side(late_us=LATE), dtype="bfloat16", max_len=LONG), (*ALL, chosen)),
+    (Engines("dsa dcp 2to1 mtp", p=Side(2, dcp=2, drafts=1), **DSA_MTP), (*FEWER, chosen, drafts)),
+    (Engines("mtp dcp 2to1", "mtp", p=Side(2, dcp=2, drafts=1), draft=MTP3), (*FEWER, drafts)),
     (Engines("dsv4 1to1", "dsv4", p=Side(late_us=LATE), dtype="bfloat16", flags=SHORT_BLOCKS), (one_token, *ENTRIES)),
     # It takes no float32. In bfloat16 sums over two ranks change what routers and indexers choose, and with it a
     # token's log-probability by up to 1.2, so here neither has a choice.
@@ -697,6 +699,19 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
             "glm5-mtp",
             p=Side(2, drafts=1, flags=C8),
             d=Side(dp=2, graphs=FULL, flags=(*C8, *RECOMPUTES_UNFUSED)),
+            flags=(*EXPERTS, *ROOM),
+            dtype="bfloat16",
+            draft=MTP3,
+            max_len=LONG,
+        ),
+        (*FEWER, chosen, replayed),
+    ),
+    (
+        Engines(
+            "field glm dcp mtp 2to2",
+            "glm5-mtp",
+            p=Side(2, dcp=2, drafts=1, flags=KEYS_IN_INT8),
+            d=Side(2, dcp=2, graphs=FULL, flags=(*KEYS_IN_INT8, *RECOMPUTES_UNFUSED)),
             flags=(*EXPERTS, *ROOM),
             dtype="bfloat16",
             draft=MTP3,
