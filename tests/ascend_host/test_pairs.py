@@ -62,10 +62,9 @@ DSV4_MTP: dict[str, Any] = {
     "flags": SHORT_BLOCKS,
     "draft": MTP3,
 }
-IN_INT8 = {"enable_sparse_sfa_c8": True, "enable_sparse_li_c8": True}
-C8 = additional(**IN_INT8)
-KEYS_IN_INT8 = ("--attention_config.indexer_kv_dtype", "int8")  # 0.30's name; latents stay as they are
-C8_IN_RUNS = additional(**IN_INT8, c8_enable_reshape_optim=True)
+KEYS_IN_INT8 = ("--attention_config.indexer_kv_dtype", "int8")  # latents stay as they are
+C8 = ("--kv-cache-dtype", "int8", *KEYS_IN_INT8)
+C8_IN_RUNS = (*C8, *additional(c8_enable_reshape_optim=True))
 # vllm-ascend's own: with its recompute scheduler D keeps in the host's memory what it preempts.
 OFFLOAD = {
     "kv_connector": "RecomputeCPUOffloadConnector",
@@ -559,6 +558,8 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     ),
     # GLM-5: layers with an indexer of their own beside one that uses another's choice, and another rotation of keys.
     (Engines("dsa 1to1 glm", "glm5", p=Side(late_us=LATE), dtype="bfloat16", max_len=LONG), (*ALL, chosen)),
+    (Engines("dsa dcp 2to1 mtp", p=Side(2, dcp=2, drafts=1), **DSA_MTP), (*FEWER, chosen, drafts)),
+    (Engines("mtp dcp 2to1", "mtp", p=Side(2, dcp=2, drafts=1), draft=MTP3), (*FEWER, drafts)),
     (Engines("dsv4 1to1", "dsv4", p=Side(late_us=LATE), dtype="bfloat16", flags=SHORT_BLOCKS), (one_token, *ENTRIES)),
     # It takes no float32. In bfloat16 sums over two ranks change what routers and indexers choose, and with it a
     # token's log-probability by up to 1.2, so here neither has a choice.
@@ -684,7 +685,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
             "field dsa int8 mtp dp 2to2",
             "dsv32-mtp",
             p=Side(dp=2, drafts=1, flags=C8),
-            d=Side(dp=2, graphs=FULL, flags=additional(recompute_scheduler_enable=True, **IN_INT8, **UNFUSED)),
+            d=Side(dp=2, graphs=FULL, flags=(*C8, *RECOMPUTES_UNFUSED)),
             flags=(*EXPERTS, *ROOM),
             dtype="bfloat16",
             draft=MTP3,
@@ -697,7 +698,20 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
             "field glm mtp 2to1 dp 1to2",
             "glm5-mtp",
             p=Side(2, drafts=1, flags=C8),
-            d=Side(dp=2, graphs=FULL, flags=additional(recompute_scheduler_enable=True, **IN_INT8, **UNFUSED)),
+            d=Side(dp=2, graphs=FULL, flags=(*C8, *RECOMPUTES_UNFUSED)),
+            flags=(*EXPERTS, *ROOM),
+            dtype="bfloat16",
+            draft=MTP3,
+            max_len=LONG,
+        ),
+        (*FEWER, chosen, replayed),
+    ),
+    (
+        Engines(
+            "field glm dcp mtp 2to2",
+            "glm5-mtp",
+            p=Side(2, dcp=2, drafts=1, flags=KEYS_IN_INT8),
+            d=Side(2, dcp=2, graphs=FULL, flags=(*KEYS_IN_INT8, *RECOMPUTES_UNFUSED)),
             flags=(*EXPERTS, *ROOM),
             dtype="bfloat16",
             draft=MTP3,
@@ -952,18 +966,9 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
 ]
 
 
-# Models whose caches 0.30 lays out otherwise, of which no more was shown there than HERE. Its connector for what D
-# preempts is another one, and it refuses PCP.
-ELSEWHERE = ("dsv32", "dsv4", "glm5")
-HERE = ("dsa 1to1", "dsa 1to1 keys in int8", "dsa 2to1 keys in int8 mtp", "dsv4 1to1", "dsv4 2to1", "dsv4 1to1 mtp")
+# What 0.30 has not: its connector for what D preempts is another one, and it refuses PCP.
 MORE = [
-    (
-        replace(engines, release=OLDER)
-        if (engines.model.startswith(ELSEWHERE) or OFFLOAD in engines.beside or engines.p.pcp > 1)
-        and engines.title not in HERE
-        else engines,
-        cells,
-    )
+    (replace(engines, release=OLDER) if OFFLOAD in engines.beside or engines.p.pcp > 1 else engines, cells)
     for engines, cells in MORE
 ]
 # What stays of the release before: a set of each way to push.

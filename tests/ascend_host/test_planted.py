@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 from ascend_host.faults import ELSEWHERE
-from engine_sets import BLOCK, EQUAL, SHORT_BLOCKS, Engines, Machine, Side, additional, few_blocks
+from engine_sets import BLOCK, EQUAL, SHORT_BLOCKS, Engines, Machine, Side, few_blocks
 from host_build import OLDER
 from pairs import Pair, counter, fresh_prompt
 
@@ -81,7 +81,7 @@ class Set:
     limit: float = EQUAL
 
 
-C8 = additional(enable_sparse_sfa_c8=True, enable_sparse_li_c8=True)
+C8 = ("--kv-cache-dtype", "int8", "--attention_config.indexer_kv_dtype", "int8")
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 EAGLE3 = {"method": "eagle3", "model": "gqa-eagle3", "num_speculative_tokens": 2}
 DFLASH = {"method": "dflash", "model": "spec-flash-dflash", "num_speculative_tokens": 3}
@@ -92,7 +92,7 @@ SHAPES: dict[str, Engines] = {
     "gqa 1to2": Engines("planted gqa 1to2", d=Side(2)),
     "mla 1to1": Engines("planted mla 1to1", "mla", dtype="bfloat16"),
     "mla 2to1": Engines("planted mla 2to1", "mla", p=Side(2)),
-    "dsa int8 1to1": Engines("planted dsa int8 1to1", "dsv32", dtype="bfloat16", flags=C8, release=OLDER),
+    "dsa int8 1to1": Engines("planted dsa int8 1to1", "dsv32", dtype="bfloat16", flags=C8),
     "states 2to1": Engines("planted states 2to1", "qwen3next", p=Side(2)),
     "drafts 2to1": Engines("planted drafts 2to1", p=Side(2, drafts=1), draft=EAGLE3),
     "dsv4 1to1": Engines("planted dsv4 1to1", "dsv4", dtype="bfloat16", flags=SHORT_BLOCKS),
@@ -108,7 +108,7 @@ SETS = {
     "exchange": Set(Engines("planted exchange", p=Side(2, keys=OWN_KERNELS, late_us=LATE, delay_us=DELAY)), EXCHANGED),
     # D's first step completes an entry for 4 tokens and one for 128, of what a compressor had of the others.
     "compressed": Set(
-        Engines("planted compressed", "dsv4", dtype="bfloat16", flags=SHORT_BLOCKS, release=OLDER),
+        Engines("planted compressed", "dsv4", dtype="bfloat16", flags=SHORT_BLOCKS),
         COMPRESSED,
         3 * BLOCK - 1,
     ),

@@ -171,13 +171,12 @@ def _together(
     parallel, tp = config.parallel_config, config.parallel_config.tensor_parallel_size
     divided, block = sizes.token_division(parallel), made[0].kv_cache_spec.block_size
     indexed = any(map(kinds.has_indexer, specs, specs.values()))
-    if divided.world > 1 and (groups or any(map(attention_of, specs))):
+    if divided.world > 1 and groups:
         # Windows and states are not divided.
-        feature = "Context parallelism with sliding windows, states, several groups or an indexer's layers"
-        yield not_proven(feature, "Start without it.")
+        yield not_proven("Context parallelism with sliding windows, states or several groups", "Start without it.")
     if divided.pcp > 1 and indexed:
         yield not_proven("Prefill context parallelism with a sparse indexer", "Start without it, or with DCP.")
-    elif divided.world > 1 and not all(kinds.has_whole_index(one, divided.dcp) for one in specs.values()):
+    elif divided.world > 1 and not all(kinds.has_whole_index(name, one, divided.dcp) for name, one in specs.items()):
         feature = f"A sparse indexer whose keys are not whole on each of {divided.dcp} ranks of DCP"
         yield not_proven(feature, "Start without it.")
     if divided.world > 1 and block % divided.interleave:

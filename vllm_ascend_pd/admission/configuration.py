@@ -12,7 +12,7 @@ from typing import Any
 from vllm_ascend_pd.admission import drafts, quantised, sizes
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.errors import ConfigError, not_proven
-from vllm_ascend_pd.vllm_patches import compat
+from vllm_ascend_pd.vllm_patches import compat, tried
 
 
 def check_engine(config: Any, push: PushConfig) -> None:
@@ -100,10 +100,14 @@ def _context_refusals(config: Any, role: str) -> Iterator[ConfigError]:
         yield not_proven("Prefill context parallelism on decode", "Start with --prefill-context-parallel-size 1.")
     if parallel.pipeline_parallel_size > 1:
         yield not_proven("Context parallelism with pipeline parallelism", "Start with -pp 1.")
-    if str(config.cache_config.cache_dtype) not in quantised.PLAIN:
+    if str(config.cache_config.cache_dtype) not in (*quantised.PLAIN, quantised.BY_SPEC):
         yield not_proven("Context parallelism with a quantised KV cache", without)
     if config.speculative_config is not None:
-        yield not_proven("Speculative decoding with context parallelism", "Start without a draft model.")
+        # vllm-ascend 0.23 ends by itself at its first prefill with more than one drafted token.
+        why = "" if config.speculative_config.method == "mtp" else "drafts other than MTP"
+        if why := why or tried.untried(tried=tried.TRIED_DIVIDED_DRAFTS):
+            feature = f"Speculative decoding with context parallelism ({why})"
+            yield not_proven(feature, "Start without a draft model.")
 
 
 def _wrong_sizes(push: PushConfig, side: str, parallel: Any, engine_id: str | None) -> Iterator[ConfigError]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from vllm_ascend_pd.geometry.layout import attention_of
+from vllm_ascend_pd.geometry.layout import attention_of, is_index
 from vllm_ascend_pd.geometry.states import DELTA_NET, MAMBA2
 
 PROVEN: tuple[str, ...] = (
@@ -68,9 +68,10 @@ def index_tensors(spec: Any) -> int:
     return 1 + bool(getattr(spec, "cache_sparse_li_c8", False)) if parts and parts[-1] else 0
 
 
-def has_whole_index(spec: Any, dcp: int) -> bool:
-    """Return whether every rank of DCP has all keys of a layer's indexer, if the layer has one."""
-    return not index_tensors(spec) or getattr(spec, "sfa_dcp_replicated_indexer_size", 1) == dcp
+def has_whole_index(name: str, spec: Any, dcp: int) -> bool:
+    """Return whether every rank of DCP has all keys of an indexer, if the layer is one or has one."""
+    keys = is_index(name) or index_tensors(spec)
+    return not keys or getattr(spec, "sfa_dcp_replicated_indexer_size", 1) == dcp
 
 
 def tokens_per_entry(spec: Any) -> int:
@@ -80,8 +81,9 @@ def tokens_per_entry(spec: Any) -> int:
 
 
 def has_scales(spec: Any) -> bool:
-    """Return whether an int8 cache has its scales beside it, in the same layer."""
-    return str(spec.dtype) == "torch.int8" and getattr(spec, "scale_dim", 0) > 0
+    """Return whether an int8 cache has its scales in the same layer: beside it, or behind each packed latent."""
+    scaled = getattr(spec, "scale_dim", 0) > 0 or getattr(spec, "cache_sparse_sfa_c8", False)
+    return scaled and str(spec.dtype) == "torch.int8"
 
 
 def is_compressing(specs: Collection[Any]) -> bool:

@@ -16,6 +16,9 @@ from vllm_ascend_pd.errors import ConfigError, not_proven
 from vllm_ascend_pd.vllm_patches import compat
 
 PLAIN = ("auto", "float16", "bfloat16")
+BY_SPEC = (
+    "int8"  # vllm-ascend's: only a layer's spec says whether that makes it int8, and with scales: kinds.has_scales
+)
 _FP8 = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 _STORED = ("torch.uint8", "torch.float8_e4m3fn", "torch.float8_e5m2")
 _REMEDY = 'Use --kv-cache-dtype "auto".'
@@ -28,6 +31,8 @@ def refusals(config: Any) -> Iterator[ConfigError]:
     cache, dtype = config.cache_config, str(config.cache_config.cache_dtype)
     if dtype in PLAIN:
         yield from _another_plain(dtype, config)
+        return
+    if dtype == BY_SPEC and compat.is_vllm_ascend():
         return
     if dtype not in _FP8:
         yield not_proven(f"A quantised KV cache ({dtype})", 'Use --kv-cache-dtype "auto", "fp8_e4m3" or "fp8_e5m2".')

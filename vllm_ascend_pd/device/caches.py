@@ -37,6 +37,7 @@ from vllm_ascend_pd.geometry.layout import (
     attention_of,
     in_execution_order,
     index_of,
+    is_index,
     section_of,
 )
 from vllm_ascend_pd.geometry.states import PACKING, Recurrent
@@ -130,7 +131,8 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
             layers.update(_sections(name, _tensors(tensors[name]), shape))
         else:
             parts, count = _parts(tensors[name]), shape.indexes.get(name, 0)
-            layers[name] = _layer(name, parts[: len(parts) - count], shape, device)
+            layer = _index if is_index(name) else _layer
+            layers[name] = layer(name, parts[: len(parts) - count], shape, device)
             if count:
                 layers[index_of(name)] = _index(name, parts[-count:], shape, device)
     if not layers:
@@ -194,7 +196,7 @@ def _layer(name: str, parts: Sequence[torch.Tensor], shape: CacheShape, device: 
 
 
 def _index(name: str, parts: Sequence[torch.Tensor], shape: CacheShape, device: Device) -> _Layer:
-    """Return the keys of a layer's indexer as a layer of its own.
+    """Return an indexer's keys as a layer of their own, from the tuple of its attention `name` or from its own cache.
 
     Where ranks of DCP divide the tokens of latents, each has all keys, for a block of the table in as many blocks as
     there are ranks.
@@ -205,7 +207,8 @@ def _index(name: str, parts: Sequence[torch.Tensor], shape: CacheShape, device: 
         size *= shape.dcp
         parts = [_joined(part, size) for part in parts]
     own = LayerShape(1, 1, parts[0].shape[-1])
-    return _of_tensors(index_of(name), parts, own, size, group, device, whole=whole)
+    name = name if is_index(name) else index_of(name)
+    return _of_tensors(name, parts, own, size, group, device, whole=whole)
 
 
 def _of_tensors(

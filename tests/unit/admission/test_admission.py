@@ -44,7 +44,7 @@ from vllm_ascend_pd.protocol.auth import MIN_SECRET_BYTES
 from vllm_ascend_pd.protocol.identity import dp_rank_of
 from vllm_ascend_pd.protocol.versions import fingerprint, may_pair
 from vllm_ascend_pd.secret_files import MAX_SECRET_BYTES, load_secrets
-from vllm_ascend_pd.vllm_patches import compat
+from vllm_ascend_pd.vllm_patches import compat, tried
 
 BOTH = ("kv_producer", "kv_consumer")
 
@@ -252,6 +252,16 @@ def test_ranks_that_divide_the_tokens_start() -> None:
     assert (shape.dcp, shape.pcp, shape.interleave) == (2, 3, 16)
 
 
+@pytest.mark.usefixtures("under_vllm_ascend")
+def test_mtp_with_divided_tokens_starts_from_the_release_on_that_can_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = divided("kv_producer")
+    config.speculative_config = speculation()
+    monkeypatch.setattr(tried, "installed", {tried.VLLM_ASCEND: "0.30.0rc2", tried.VLLM: "0.30.0"}.__getitem__)
+    Engine.of(config)
+    monkeypatch.setattr(tried, "installed", {tried.VLLM_ASCEND: "0.23.0.post1", tried.VLLM: "0.23.0"}.__getitem__)
+    assert "parallelism (vllm-ascend 0.23.0.post1 was not tried)" in refusal(config).sentence
+
+
 def in_context(role: str, heads: int, context: ContextParallel) -> Any:
     model = model_dir(heads, num_attention_heads=16)
     sizes = {"tensor_parallel_size": context.tp(heads), "decode_context_parallel_size": context.dcp}
@@ -291,6 +301,8 @@ def test_what_is_not_proven_of_divided_tokens_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         admission.cache_shape(config, grouped(attention()))
     assert "do not end with a block of 32" in caught.value.sentence
+    config.speculative_config = speculation(method="eagle3")
+    assert "with context parallelism (drafts other than MTP)" in refusal(config).sentence
     config = vllm_config("kv_producer", tensor_parallel_size=2)  # two heads: each rank has its own
     config.parallel_config.decode_context_parallel_size = 2
     with pytest.raises(ConfigError) as caught:
@@ -813,11 +825,35 @@ def test_other_quantised_indexers_are_refused(dtype: torch.dtype, scales: int) -
 
 
 @pytest.mark.usefixtures("under_vllm_ascend")
-def test_an_indexers_layers_of_their_own_are_not_divided() -> None:
-    config = divided("kv_producer")
+def test_an_indexers_own_layer_is_whole_on_each_rank_of_dcp_or_refused() -> None:
+    """vllm-ascend 0.30 counts the copies in that layer's spec; vLLM's own indexers have none."""
+    config, groups = divided("kv_producer"), with_indexers(latent(32, 64))
     config.parallel_config.cp_kv_cache_interleave_size = 16
-    with pytest.raises(ConfigError, match="an indexer's layers"):
-        admission.cache_shape(config, with_indexers(latent(32, 64)))
+    feature = "A sparse indexer whose keys are not whole on each of 2 ranks of DCP"
+    with pytest.raises(ConfigError, match=feature):
+        admission.cache_shape(config, groups)
+    specs = groups.kv_cache_groups[0].kv_cache_spec.kv_cache_specs
+    index = {"block_size": 32, "num_kv_heads": 1, "head_size": 24, "dtype": torch.bfloat16}
+    (name,) = set(specs).difference(LAYERS)
+    specs[name] = ascend_specs.AscendSFAIndexerCacheSpec(**index, sfa_dcp_replicated_indexer_size=2)
+    assert admission.cache_shape(config, groups).dcp == 2
+    specs[name] = ascend_specs.AscendSFAIndexerCacheSpec(**index)
+    with pytest.raises(ConfigError, match=feature):
+        admission.cache_shape(config, groups)
+
+
+@pytest.mark.usefixtures("under_vllm_ascend")
+def test_packed_latents_in_int8_have_their_scales_and_other_int8_has_none() -> None:
+    """`--kv-cache-dtype int8` of 0.30: what it makes int8 depends on the model, and only the specs say it."""
+    config = stored("int8")("kv_consumer")
+    Engine.of(config)
+    packed = ascend_specs.NewerMLASpec(
+        block_size=32, num_kv_heads=1, head_size=656, dtype=torch.int8, parts=(512, 64), cache_sparse_sfa_c8=True
+    )
+    admission.check_groups(with_indexers(packed))
+    assert admission.cache_shape(config, with_indexers(packed)).of(LAYERS[0]) == LayerShape(1, 1, 656)
+    with pytest.raises(ConfigError, match=r"A quantised KV cache \(torch.int8\)"):
+        admission.check_groups(with_indexers(replace(packed, cache_sparse_sfa_c8=False)))
 
 
 def test_an_indexer_with_a_pipeline_is_refused_but_on_p_under_vllm_ascend(monkeypatch: pytest.MonkeyPatch) -> None:

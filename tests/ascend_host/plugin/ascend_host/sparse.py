@@ -22,6 +22,7 @@ _PAGED = (
 )
 _BAND = "int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807"
 _OF_KEYS, _OF_KV = _PAGED.format(keys="key"), _PAGED.format(keys="kv")
+_QUANTISED = tuple(f"_C_ascend::npu_kv_quant_sparse_flash_attention{end}" for end in ("", "_vllm"))  # 0.30's name
 SCHEMAS = {
     "_C_ascend::npu_lightning_indexer": f"(Tensor query, Tensor key, Tensor weights, *, {_OF_KEYS}, "
     f"int sparse_count=2048, {_BAND}, bool return_value=False) -> (Tensor, Tensor)",
@@ -31,11 +32,14 @@ SCHEMAS = {
     "_C_ascend::npu_sparse_flash_attention": "(Tensor query, Tensor key, Tensor value, Tensor sparse_indices, "
     f"float scale_value, *, {_OF_KV}, Tensor? query_rope=None, Tensor? key_rope=None, int sparse_block_size=1, "
     f"{_BAND}, int attention_mode=2, bool return_softmax_lse=False) -> (Tensor, Tensor, Tensor)",
-    "_C_ascend::npu_kv_quant_sparse_flash_attention": "(Tensor query, Tensor key, Tensor value, Tensor sparse_indices, "
-    f"float scale_value, *, {_OF_KV}, int key_quant_mode=1, int value_quant_mode=1, Tensor? key_dequant_scale=None, "
-    f"Tensor? value_dequant_scale=None, int sparse_block_size=1, {_BAND}, int attention_mode=2, "
-    "int quant_scale_repo_mode=1, int tile_size=128, int rope_head_dim=64, bool return_softmax_lse=False) "
-    "-> (Tensor, Tensor, Tensor)",
+    **dict.fromkeys(
+        _QUANTISED,
+        "(Tensor query, Tensor key, Tensor value, Tensor sparse_indices, "
+        f"float scale_value, *, {_OF_KV}, int key_quant_mode=1, int value_quant_mode=1, Tensor? key_dequant_scale=None, "
+        f"Tensor? value_dequant_scale=None, int sparse_block_size=1, {_BAND}, int attention_mode=2, "
+        "int quant_scale_repo_mode=1, int tile_size=128, int rope_head_dim=64, bool return_softmax_lse=False) "
+        "-> (Tensor, Tensor, Tensor)",
+    ),
     "_C_ascend::store_kv_block_metadata": "(Tensor slot_mapping_npu, Tensor group_len, Tensor group_key_idx, "
     "Tensor group_key_cache_idx, int block_size=0) -> ()",
     "_C_ascend::store_kv_block": "(Tensor key_in, Tensor key_cache_in, Tensor group_len, Tensor group_key_idx, "
@@ -170,7 +174,7 @@ def sparse_flash_attention(
     return out, largest, total
 
 
-@of("_C_ascend::npu_kv_quant_sparse_flash_attention")
+@of(*_QUANTISED)
 def kv_quant_sparse_flash_attention(
     query: Tensor,
     key: Tensor,
