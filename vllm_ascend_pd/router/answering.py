@@ -21,13 +21,15 @@ class Answering(web.StreamResponse):
     """An answer that goes out as it is made. The head waits for the first piece: both are one packet.
 
     aiohttp's own response would add headers that no engine gave. `lasting`: the connection may serve another request;
-    `refusal`: the answer if no other is made.
+    `refusal`: the last answer of the connection, if no other is made.
     """
 
     def __init__(self, request: web.BaseRequest, lasting: bool = False, refusal: Answer | None = None) -> None:
         super().__init__()
         self.begun = False
-        self._request, self._lasting, self._refusal = request, lasting, refusal
+        self.ahead = ""  # of the head: what has been sent before there is one
+        self.refusal = refusal
+        self._request, self._lasting = request, lasting
         self._whole = self._bodiless = self._in_chunks = False
 
     @property
@@ -37,8 +39,10 @@ class Answering(web.StreamResponse):
 
     def sign_of_life(self) -> bytes:
         """Return what may be sent in this moment without changing the answer: a caller that has gone refuses it."""
-        if not self._request.writer.output_size:
-            return b"HTTP/1.1 102 Processing\r\n\r\n"
+        if not self.begun:
+            self.ahead = "H"  # of HTTP/1.1: as clients of HTTP/1.0, and some others, take no interim answers
+            return b"H"
+        self._request.writer.send_headers()  # if they still wait
         return b"0" if self._in_chunks and not self._whole else b""  # of the size of the next chunk, or of the last
 
     async def __call__(self, message: MutableMapping[str, Any]) -> None:
@@ -56,9 +60,8 @@ class Answering(web.StreamResponse):
         return None
 
     async def write_eof(self, data: bytes = b"") -> None:
-        refusal = self._refusal
-        if refusal is not None:
-            length = b"%d" % len(refusal.body)
+        if (refusal := self.refusal) is not None:
+            self._lasting, length = False, b"%d" % len(refusal.body)
             await self._open(refusal.status, [(b"content-type", refusal.content_type), (b"content-length", length)])
             await self._add(refusal.body, more=False)
 
@@ -89,7 +92,8 @@ class Answering(web.StreamResponse):
             head["connection"] = "close"
         elif not current:
             head["connection"] = "keep-alive"
-        await writer.write_headers(f"HTTP/1.{int(current)} {self.status} {self.reason}", head)
+        first = f"HTTP/1.{int(current)} {self.status} {self.reason}"
+        await writer.write_headers(first.removeprefix(self.ahead), head)
 
     async def _add(self, piece: bytes | memoryview, more: bool) -> None:
         writer = self._request.writer

@@ -65,7 +65,7 @@ class CallerConnection(web.RequestHandler):
             self._when_gone = None
 
     def go_on(self) -> None:
-        if self.transport is not None and self._version >= HttpVersion11:
+        if self.transport is not None and self._version >= HttpVersion11 and not self._at_end:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def begin(self, head: RawRequestMessage, request: web.BaseRequest) -> None:
@@ -148,7 +148,7 @@ class CallerConnection(web.RequestHandler):
         transport, content = self.transport, self._content
         if transport is None or transport.is_closing():
             return
-        if (content is not None and not content.is_eof()) or (self._busy and self._version < HttpVersion11):
+        if content is not None and not content.is_eof():
             transport.close()
         elif not self._busy or self.answering is None:
             self._wait_for_head()
@@ -187,9 +187,11 @@ class CallerConnection(web.RequestHandler):
             why = one_line((message or "").partition("\n")[0].rstrip(":"), 200)
             return Answering(request, refusal=known(status, "PD-META-040", why=why or "it cannot be parsed"))
         log.error("a request failed", exc_info=exc)
-        if self.answering is not None and self.answering.begun:
+        answer = self.answering or Answering(request)
+        if answer.begun:
             raise ConnectionError("a part of the answer is out")
-        return Answering(request, refusal=known(status, "PD-META-041"))
+        answer.refusal = known(status, "PD-META-041")
+        return answer
 
 
 class FrontDoor(web.Server):

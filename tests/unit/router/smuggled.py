@@ -43,7 +43,7 @@ _TRAILERS = (b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n", b"Host
 
 
 class Attack(NamedTuple):
-    """What is written to one connection, whole or in pieces."""
+    """Bytes that are written to one connection, whole or in pieces."""
 
     name: str
     data: bytes

@@ -337,3 +337,59 @@ def test_a_request_of_the_moment_in_which_no_more_are_accepted_is_answered(
     with asyncio.Runner(loop_factory=new_loop) as runner:
         said = runner.run(asks())
     assert said.startswith(b"HTTP/1.1 200") and said.endswith(b"ok")
+
+
+@LOOPS
+def test_with_tls_the_end_of_what_a_caller_sends_is_the_end_of_its_connection(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], files: tuple[Path, Path]
+) -> None:
+    """TLS itself knows the end of one direction. These loops answer it by that of the other, whatever we return."""
+
+    async def hold(asked: CallerRequest, send: AsgiSend) -> None:
+        asked.connection.watch(gone.set)
+        coming.set()
+        await gone.wait()
+        await ok(asked, send)
+
+    class Keeping(CallerConnection):
+        def eof_received(self) -> bool:
+            super().eof_received()
+            return True
+
+    async def asks() -> bytes:
+        nonlocal coming, gone
+        coming, gone = asyncio.Event(), asyncio.Event()
+        door = FrontDoor(hold, Places(8))
+        opened = ConnectionGate(lambda place: Keeping(door, place), door.places, server_context(files))
+        with socket.create_server((LOOPBACK, 0)) as listening:
+            opened.open(listening)
+            client = ssl.create_default_context(cafile=str(files[0])).wrap_bio(
+                came := ssl.MemoryBIO(), goes := ssl.MemoryBIO(), server_hostname=LOOPBACK
+            )
+            reader, writer = await connect(listening.getsockname()[1])
+
+            async def until_done(step: Callable[[], object]) -> None:
+                while True:
+                    try:
+                        step()
+                        return
+                    except ssl.SSLWantReadError:
+                        writer.write(goes.read())
+                        came.write(await reader.read(1 << 16))
+
+            await until_done(client.do_handshake)
+            client.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+            writer.write(goes.read())
+            await coming.wait()
+            await until_done(client.unwrap)  # says that it ends, and waits for the same word
+            await gone.wait()
+            opened.close()
+            door.pre_shutdown()
+            await door.shutdown(1.0)
+            writer.close()
+            return came.read()
+
+    coming: asyncio.Event
+    gone: asyncio.Event
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(asks()) == b""

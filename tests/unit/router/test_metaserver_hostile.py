@@ -219,6 +219,31 @@ def test_an_end_that_comes_with_the_request_is_told_from_a_caller_that_has_gone(
         loop.close()
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["before its head", "behind its head"])
+async def test_an_answer_that_fails_after_a_sign_of_life_is_one_error_or_the_end(late: bool) -> None:
+    """The sign is the first byte of the head, or all of the head."""
+
+    async def answer(asked: intake.CallerRequest, send: AsgiSend) -> None:
+        if late:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        failing.set()
+        await fail.wait()
+        raise RuntimeError("as planned")
+
+    failing, fail = asyncio.Event(), asyncio.Event()
+    async with served(answer) as port:
+        reader, writer = await asyncio.open_connection(LOOPBACK, port)
+        writer.write(HEAD + b"content-length: 2\r\n\r\nhi")
+        await asyncio.wait_for(failing.wait(), 10)
+        writer.write_eof()
+        said = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n" if late else b"H"), 10)
+        fail.set()
+        said += await asyncio.wait_for(reader.read(), 10)
+        assert said.startswith(b"HTTP/1.1 200 OK\r\n" if late else b"HTTP/1.1 500 Internal Server Error\r\n")
+        assert said.count(b"HTTP") == 1 and late != (b"PD-META-041" in said)
+        writer.close()
+
+
 async def test_a_bad_chunk_in_a_later_read_gets_one_answer_and_the_end() -> None:
     """aiohttp's parser does not tell the handler, so it is that of a body which does not come."""
     async with door(intake.Intake(stall_s=0.2)) as port:

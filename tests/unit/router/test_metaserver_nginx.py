@@ -26,7 +26,7 @@ _ANSWER = re.compile(rb"HTTP/1\.1 (\d+) .*?\r\ncontent-length: (\d+)\r\n.*?\r\n\
 Cut = tuple[Attack, int]  # the offset at which its second piece begins
 
 
-class Bystander:
+class OtherClient:
     """Another client, on a kept connection to nginx. It asks for what nobody has: the answer names that."""
 
     numbers = count()
@@ -56,12 +56,12 @@ class Bystander:
 
 
 @contextlib.contextmanager
-def bystanders(port: int) -> Iterator[list[Bystander]]:
+def other_clients(port: int) -> Iterator[list[OtherClient]]:
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(contextlib.closing(Bystander(port))) for _ in range(AT_ONCE)]
+        yield [stack.enter_context(contextlib.closing(OtherClient(port))) for _ in range(AT_ONCE)]
 
 
-def asked(others: Sequence[Bystander], after: Sequence[Cut]) -> None:
+def asked(others: Sequence[OtherClient], after: Sequence[Cut]) -> None:
     """Let others ask. What was sent before has been taken when they have their answers."""
     for other in others:
         other.ask()
@@ -69,7 +69,7 @@ def asked(others: Sequence[Bystander], after: Sequence[Cut]) -> None:
         other.answered(after)
 
 
-def attacked(port: int, cuts: Sequence[Cut], others: Sequence[Bystander]) -> list[bytes]:
+def attacked(port: int, cuts: Sequence[Cut], others: Sequence[OtherClient]) -> list[bytes]:
     """Make attacks, each in two pieces, with others behind each piece; return the beginnings of what came back."""
     said = []
     with contextlib.ExitStack() as stack:
@@ -88,7 +88,7 @@ def attacked(port: int, cuts: Sequence[Cut], others: Sequence[Bystander]) -> lis
     return said
 
 
-def attacked_by_all(port: int, cuts: Sequence[Cut], others: Sequence[Bystander]) -> list[bytes]:
+def attacked_by_all(port: int, cuts: Sequence[Cut], others: Sequence[OtherClient]) -> list[bytes]:
     """Make attacks, so many at once; return what came back. No attacker may get another client's answer either."""
     batches = [cuts[begin : begin + AT_ONCE] for begin in range(0, len(cuts), AT_ONCE)]
     said = [answer for batch in batches for answer in attacked(port, batch, others)]
@@ -108,8 +108,8 @@ def test_no_client_gets_the_answer_to_anothers_request(tmp_path: Path, sidecar: 
     with (
         cluster(**more) as c,
         nginx.nginx(tmp_path, c.served.port, kept=AT_ONCE) as (whole, pieces),
-        bystanders(whole) as near,
-        bystanders(pieces) as far,
+        other_clients(whole) as near,
+        other_clients(pieces) as far,
     ):
         attacked_by_all(whole, uncut, near)
         answers = attacked_by_all(pieces, uncut, far)
