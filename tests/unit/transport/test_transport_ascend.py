@@ -165,7 +165,7 @@ def test_what_waited_for_the_engine_that_went_was_never_issued(kind: Any, both: 
     kind.answering.set()
     kind.gate.set()
     assert ended(poller(wire, memory)) is WriteState.LANDED
-    with wire.engines._writes.kept_out():
+    with wire.engines._writes.exclusive():
         poll = poller(wire, memory)
         target._shut()
     assert ended(poll) is WriteState.UNISSUED
