@@ -142,7 +142,7 @@ def test_each_module_is_in_a_room_that_these_rules_know() -> None:
 # what leaves. Who takes lines out lowers the ceiling.
 CEILINGS = {
     ".": 1715,  # 40 so that an engine takes a changed secret without a restart
-    "admission": 800,
+    "admission": 815,  # 15 for latents in int8, and for context parallelism beside an indexer's own layer and MTP
     "channel": 1080,
     "cli": 3640,  # 160 for DeepSeek-V4, loads that several metaservers share, a host of the metaserver, the TLS of NPUs
     "decode": 2790,

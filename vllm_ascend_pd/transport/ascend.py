@@ -18,7 +18,7 @@ from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.blocking_writes import BlockingWrites
 from vllm_ascend_pd.transport.engine import OpenEngine
-from vllm_ascend_pd.transport.mooncake_sockets import hang_up
+from vllm_ascend_pd.transport.mooncake_sockets import shut_connections
 from vllm_ascend_pd.transport.peer_probes import AGAIN_S
 from vllm_ascend_pd.transport.spans import SpanArrays
 from vllm_ascend_pd.transport.target import MooncakeTarget
@@ -34,7 +34,7 @@ class AscendEngine:
         self._probed: list[str] = []  # addresses that threads of the probes are probing
         self._shut = False  # no probe may begin
         self._changed = threading.Condition()
-        target.share(self._kept_out)
+        target.share(self._exclusive)
 
     @property
     def current(self) -> OpenEngine | None:
@@ -86,17 +86,17 @@ class AscendEngine:
             log.error("shutting down: %s", error)
 
     @contextlib.contextmanager
-    def _kept_out(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         """Keep this package's threads out of the engine. Writes that still wait for it fail without being issued."""
         with self._changed:
             self._shut = True
             end = time.monotonic() + LEAVE_S
             while self._probed and time.monotonic() < end:
                 for address in self._probed:
-                    hang_up(address)
+                    shut_connections(address)
                 self._changed.wait(AGAIN_S)
         try:
-            with self._writes.kept_out():
+            with self._writes.exclusive():
                 yield
         finally:
             with self._changed:

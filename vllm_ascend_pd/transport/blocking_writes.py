@@ -137,7 +137,7 @@ class BlockingWrites:
                 log.error("a transfer did not return within %.0f s", self._timeout_s + JOIN_S)
 
     @contextlib.contextmanager
-    def kept_out(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Keep all threads out of the engine. Writes submitted meanwhile wait."""
         with self._changed:
             self._paused = True

@@ -56,7 +56,7 @@ def numeric(address: str) -> list[str]:
     return list(dict.fromkeys(f"{entry[4][0]}:{port}" for entry in found))
 
 
-def hang_up(address: str) -> int:
+def shut_connections(address: str) -> int:
     """Shut down this process's connections to a numeric host:port, so that reads from them end. Return their number."""
     cut = 0
     for sock in _own_sockets():

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from vllm_ascend_pd.errors import one_line
 from vllm_ascend_pd.shared.threads import started
-from vllm_ascend_pd.transport.mooncake_sockets import hang_up, numeric
+from vllm_ascend_pd.transport.mooncake_sockets import numeric, shut_connections
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class PeerProbes:
     def _cut(self, asked: _AskedPeer) -> None:
         asked.over = True
         if asked.tried:  # else its name is still looked up
-            hang_up(asked.tried)
+            shut_connections(asked.tried)
 
     def _note(self, asked: _AskedPeer) -> None:
         self._numeric[asked.address] = asked.tried
@@ -164,7 +164,7 @@ def watched(address: str, timeout_s: float | None) -> Iterator[bool]:
     def watch() -> None:
         left = timeout_s
         while not over.wait(left):
-            hang_up(address)
+            shut_connections(address)
             left = AGAIN_S
 
     thread = started(f"pd-watch-{address}", watch)

@@ -33,7 +33,7 @@ class MooncakeTarget:
         self._engine: OpenEngine | None = None
         self._session = ""
         self._closed = False
-        self._kept_out: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self._exclusive: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     @property
     def session(self) -> str:
@@ -50,9 +50,9 @@ class MooncakeTarget:
         with self._lock:
             return self._opened()
 
-    def share(self, kept_out: Callable[[], AbstractContextManager[None]]) -> None:
-        """Share `engine` with a wire: from now on it is closed only inside the context `kept_out`."""
-        self._kept_out = kept_out
+    def share(self, exclusive: Callable[[], AbstractContextManager[None]]) -> None:
+        """Share `engine` with a wire: from now on it is closed only inside the context `exclusive`."""
+        self._exclusive = exclusive
 
     def register(self, regions: Sequence[tuple[int, int]]) -> None:
         merged = merge_regions(regions)
@@ -74,13 +74,13 @@ class MooncakeTarget:
         If it raises, call it again.
         """
         self._attach_thread()  # a new engine takes the device of the thread that opens it
-        with self._kept_out(), self._lock:
+        with self._exclusive(), self._lock:
             self._shut()
             self._opened()
             return self._session
 
     def close(self) -> None:
-        with self._kept_out(), self._lock:
+        with self._exclusive(), self._lock:
             self._closed = True
             self._shut()
 

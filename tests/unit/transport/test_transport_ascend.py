@@ -171,7 +171,7 @@ def test_what_waited_for_the_engine_that_went_was_never_issued(
     kind.answering.set()
     kind.gate.set()
     assert ended(poller(wire, memory)) is WriteState.LANDED
-    with writes.kept_out():
+    with writes.exclusive():
         poll = poller(wire, memory)
         target.opened.close()
     assert ended(poll) is WriteState.UNISSUED

@@ -15,7 +15,7 @@ from unit.kits.watching import address_of, listening, until
 from unit.transport.clock import ManualClock
 from vllm_ascend_pd.transport.contact import IDLE_S, MAX_IDLE, Contacts
 from vllm_ascend_pd.transport.engine import OpenEngine
-from vllm_ascend_pd.transport.mooncake_sockets import hang_up, shorten_accept
+from vllm_ascend_pd.transport.mooncake_sockets import shorten_accept, shut_connections
 from vllm_ascend_pd.transport.peer_probes import FRESH_S, MAX_AT_ONCE, PeerProbes, ProbeAnswer, watched
 
 LOOPBACK = "127.0.0.1"
@@ -232,7 +232,7 @@ def test_no_peer_is_hung_up_on_once_the_first_contact_is_over(monkeypatch: pytes
         over.set()
         return 0
 
-    monkeypatch.setattr("vllm_ascend_pd.transport.peer_probes.hang_up", slow)
+    monkeypatch.setattr("vllm_ascend_pd.transport.peer_probes.shut_connections", slow)
     with watched("127.0.0.1:1", 0.0):
         assert inside.wait(10)
     assert over.is_set(), "the watching thread is still at it"
@@ -243,7 +243,7 @@ def test_hanging_up_cuts_only_connections_to_that_address() -> None:
         cut = socket.create_connection(one.getsockname())
         kept = socket.create_connection(other.getsockname())
         near, far = one.accept()[0], other.accept()[0]
-        assert hang_up(f"{LOOPBACK}:{one.getsockname()[1]}") == 1
+        assert shut_connections(f"{LOOPBACK}:{one.getsockname()[1]}") == 1
         assert cut.recv(1) == b""
         far.sendall(b"x")
         assert kept.recv(1) == b"x"
@@ -256,7 +256,7 @@ def test_hanging_up_leaves_no_descriptor_behind() -> None:
 
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(20):
-        hang_up(f"{LOOPBACK}:1")
+        shut_connections(f"{LOOPBACK}:1")
         shorten_accept(1, 0.1)
     assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1
 
