@@ -9,6 +9,7 @@ Without names it checks those about the release that is installed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -26,10 +27,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from pd_test_forked import in_a_child
 from unit.admission.vllm_configs import vllm_config
+from vllm import plugins
 from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.plugins import load_general_plugins
 from vllm.v1 import kv_cache_interface as vllm_specs
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.engine import core as engine_core
@@ -52,6 +54,9 @@ RELEASE = ".".join(importlib.metadata.version("vllm_ascend").split(".")[:2])
 OLDER = RELEASE == "0.23"
 ASSUMPTIONS: dict[str, Callable[[], None]] = {}
 LOADED: set[str] = set()  # connectors of the plug-ins that vLLM loads by itself
+OURS = "ascend_pd"
+WITHOUT_OURS, WITH_OURS = "ascend,ascend_kv_connector", f"ascend,{OURS}"
+found_with: dict[str, bool] = {}  # whether our connector is found, by VLLM_PLUGINS
 
 
 def assumption(function: Callable[[], None]) -> Callable[[], None]:
@@ -100,17 +105,10 @@ def the_connector_is_found_in_either_order_of_registration() -> None:
 @assumption
 def a_list_of_plugins_has_to_name_ours() -> None:
     """VLLM_PLUGINS names the plug-ins to load, of all groups: vllm-ascend's platform, its plug-ins, and ours."""
-    program = (
-        "from vllm.plugins import load_general_plugins as load; load();"
-        "from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as f;"
-        "print('AscendPushConnector' in f._registry)"
-    )
-    ours = "ascend_pd"
     names = {point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
-    assert ours in names and "ascend_kv_connector" in names, names
+    assert OURS in names and "ascend_kv_connector" in names, names
     assert "VLLM_PLUGINS" not in os.environ and plugin.CONNECTOR in LOADED
-    for chosen, found in (("ascend,ascend_kv_connector", "False"), (f"ascend,{ours}", "True")):
-        assert last_line(program, VLLM_PLUGINS=chosen) == found, chosen
+    assert found_with == {WITHOUT_OURS: False, WITH_OURS: True}, found_with
 
 
 @assumption
@@ -518,9 +516,18 @@ def preemptions_are_announced_before_blocks_are_overwritten() -> None:
     assert 0 < source.index(".handle_preemptions(") < source.index("self._update_states(")
 
 
+def finds_ours(listed: str) -> bool:
+    """Load the listed plug-ins; return whether our connector is among them."""
+    os.environ["VLLM_PLUGINS"] = listed
+    plugins.load_general_plugins()
+    return plugin.CONNECTOR in KVConnectorFactory._registry
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    load_general_plugins()
+    for listed in (WITHOUT_OURS, WITH_OURS):  # in a child each: a process loads plug-ins once, and this one all of them
+        found_with[listed] = in_a_child(functools.partial(finds_ours, listed))
+    plugins.load_general_plugins()
     LOADED.update(KVConnectorFactory._registry)
     for name in sys.argv[1:] or ASSUMPTIONS:
         try:

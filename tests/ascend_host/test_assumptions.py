@@ -19,7 +19,9 @@ from tools.support.spec import child_environment
 # 80 s of processor time on a quiet machine: beside twenty busy processes on two cores it had not ended after 500 s.
 LONGEST_S = 1500
 pytestmark = pytest.mark.timeout(LONGEST_S + 100)
-PROGRAM = Path(__file__).resolve().parent / "assumptions.py"
+HERE = Path(__file__).resolve().parent
+PROGRAM = HERE / "assumptions.py"
+FORKS = HERE.parent / "integration" / "plugins" / "forked"
 OF = "of"  # its decorator for one release
 
 
@@ -39,7 +41,7 @@ def names(release: str) -> list[str]:
 
 def checked(build: HostBuild) -> dict[str, str]:
     """Return the assumptions by name, with what is wrong with each."""
-    env = child_environment(build.plugins, npu=True) | build.variables()
+    env = child_environment((*build.plugins, FORKS), npu=True) | build.variables()
     for name in ("VLLM_PLUGINS", "VLLM_VERSION"):  # assumptions are about the plug-ins and the release as installed
         env.pop(name, None)
     command = [str(build.python), "-W", "ignore", str(PROGRAM)]

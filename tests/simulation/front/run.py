@@ -46,6 +46,7 @@ def run_some(first: int, count: int, mutation: str = "") -> Total:
     total, began = Total(), time.process_time()
     logging.disable(logging.CRITICAL)  # engines fail all the time
     gc.disable()
+    gc.freeze()  # what is older than the seeds is not searched for their garbage
     try:
         for seed in range(first, first + count):
             result = ALL[mutation].run(seed, taken_out=True) if mutation else run_seed(seed)

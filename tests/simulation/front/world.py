@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from simulation.front.clock import Deadlock, VirtualLoop, simulated
 from simulation.front.engines import ROOM, UNNAMED, EngineFaults, FrontDecode, FrontEngine, FrontPrefill, ids_of, words
 from simulation.front.speech import right_stream, understood
@@ -55,9 +57,9 @@ class LinkedHub(Hub):
     async def run(self) -> None:
         while True:
             await asyncio.sleep(REPORT_EVERY_S)
-            report = json.dumps(self._report(False))
+            line = msgspec.json.encode({"worker": self.worker, "report": self._report(False)})
             for hub in self.hubs:
-                hub._receive({"worker": self.worker, "report": json.loads(report)})
+                hub._receive(msgspec.json.decode(line))
 
     async def perform(self, operation: admin.Operation) -> None:
         for hub in self.hubs:
