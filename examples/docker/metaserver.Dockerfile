@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# The metaserver: no NPU, no torch, no vLLM. NEVER BUILT in CI. In the repository's folder, with release.yml's wheel:
+# The metaserver: no NPU, no torch, no vLLM. NEVER BUILT in CI. In the repository's folder, with release.yml's wheel in
+# dist, or with that of VLLM_ASCEND_PD_OPS=0 pip wheel --no-deps -w dist .
 #   docker build -f examples/docker/metaserver.Dockerfile --build-arg WHEELS=dist -t vllm-ascend-pd-metaserver:0.1.0 .
 FROM python:3.12-slim
 ARG WHEELS=dist

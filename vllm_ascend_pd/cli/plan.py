@@ -26,7 +26,7 @@ import numpy as np
 
 from vllm_ascend_pd.cli import memory
 from vllm_ascend_pd.cli.given import at_least, at_most, positive, refuse, write_text
-from vllm_ascend_pd.cli.load import command as load
+from vllm_ascend_pd.cli.load import flags as load
 from vllm_ascend_pd.cli.model import Model, read_model
 from vllm_ascend_pd.cli.shape import BLOCK, ITEM, PlanInput, geometry, with_context
 from vllm_ascend_pd.geometry.decide import MIN_SPAN, Decision, decide
@@ -140,7 +140,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     if args.load:
-        return load.run(args)
+        from vllm_ascend_pd.cli.load import command
+
+        return command.run(args)
     for flag, size in (("--p-tp", args.p_tp), ("--d-tp", args.d_tp)):
         if size is None:
             refuse(flag, "", "it is needed", "Give it, or --load.")

@@ -26,6 +26,7 @@ UNCHECKED = {
     ".venv/bin/pip": "builds a wheel; test_packaging_build.py does that",
     "/tmp/other/bin/pip": "installs from a package index, for an interpreter that this machine need not have",
     "bin/python": "that interpreter",
+    "docker": "needs a daemon, and bases from a registry",
     "kubectl": "needs a cluster",
     "vllm": "vLLM's own; test_examples.py gives its flags to vLLM's parser",
     "curl": "needs a running metaserver; test_metaserver_admin.py calls the same routes",

@@ -166,6 +166,25 @@ def test_that_no_engine_is_usable_is_seen_also_when_the_last_one_is_forgotten(al
     assert not fires(a=1, b=0) and fires(a=0, b=0) and fires()
 
 
+@pytest.mark.parametrize(
+    ("alert", "good", "bad"),
+    [
+        ("NoPairProven", "ascend_pd_metaserver_ready 1", "ascend_pd_metaserver_ready 0"),
+        ("LoadsFail", *(f'ascend_pd_metaserver_loads_total{{prefill="p",end="{end}"}} %d' for end in ("received", "PD-SEC-003"))),
+        ("WriterDead", *(f"vllm:ascend_pd_writers_dead {count}" for count in (0, 1))),
+    ],
+)  # fmt: skip
+def test_an_alert_of_the_cluster_fires_on_its_metric_alone(alert: str, good: str, bad: str) -> None:
+    rules = the("PrometheusRule", "pd")["spec"]["groups"][0]["rules"]
+    (expression,) = [rule["expr"] for rule in rules if rule["alert"] == alert]
+
+    def fires(line: str) -> bool:
+        pages = [ScrapedPage(at, {"namespace": "pd", "pod": "x"}, f"{line.replace('%d', str(at))}\n") for at in (0, 60)]
+        return bool(evaluate(expression, Scrapes(pages), 60))
+
+    assert fires(bad) and not fires(good)
+
+
 @pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.name)
 def test_an_image_installs_the_wheel_of_this_version_with_an_extra_that_it_has(path: Path) -> None:
     lines = path.read_text().replace("\\\n", " ").splitlines()

@@ -22,6 +22,7 @@ import setuptools
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from unit.cli.published import written
 from unit.router.command import running
 from vllm_ascend_pd.cli.__main__ import SUBCOMMANDS
 
@@ -171,6 +172,23 @@ def test_a_misspelt_npu_choice_is_refused(isolated: Path, tree: Path) -> None:
     code, output = build(sys.executable, isolated, tree, "build_ext", VLLM_ASCEND_PD_NPU="yes")
     assert code != 0
     assert "auto, 0 or 1" in output
+
+
+def test_plan_and_doctor_need_no_extra(tmp_path: Path) -> None:
+    """The router's packages are hidden, as where `pip install .` was told of no extra."""
+    hidden = ("torch", "vllm", "prometheus_client", "yaml", "zmq", "uvloop")
+    hide = f"import sys\nfor name in {hidden}: sys.modules[name] = None\n"
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        program = f"{hide}from vllm_ascend_pd.cli.__main__ import main\nsys.exit(main({list(words)}))"
+        return subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    planned = run("plan", "--p-tp", "8", "--d-tp", "1", "--model", written(tmp_path, "DeepSeek-V3.1"))
+    assert planned.returncode == 0 and "busiest decode rank" in planned.stdout, planned.stderr
+    checked = run("doctor", "--metaserver-host")
+    assert checked.returncode == 1 and "[metaserver]" in checked.stdout and not checked.stderr, checked.stderr
 
 
 @pytest.fixture(scope="module")
