@@ -142,20 +142,20 @@ def test_each_module_is_in_a_room_that_these_rules_know() -> None:
 # what leaves. Who takes lines out lowers the ceiling.
 CEILINGS = {
     ".": 1715,  # 40 so that an engine takes a changed secret without a restart
-    "admission": 815,  # 15 for latents in int8, and for context parallelism beside an indexer's own layer and MTP
+    "admission": 810,  # 15 for latents in int8, and for context parallelism beside an indexer's own layer and MTP
     "channel": 1080,
-    "cli": 3640,  # 160 for DeepSeek-V4, loads that several metaservers share, a host of the metaserver, the TLS of NPUs
+    "cli": 3590,  # 160 for DeepSeek-V4, loads that several metaservers share, a host of the metaserver, the TLS of NPUs
     "decode": 2790,
-    "device": 725,
-    "geometry": 2555,
-    "observe": 500,
+    "device": 730,
+    "geometry": 2550,
+    "observe": 455,
     "prefill": 4060,
     "protocol": 4335,
     "regroup": 935,
-    "router": 9150,  # 230 for responses and messages, which went past P before: ids, forms of events and of errors
+    "router": 9155,  # 230 for responses and messages, which went past P before: ids, forms of events and of errors
     "shared": 1050,
     "transport": 1970,
-    "viewer": 620,
+    "viewer": 615,
     "vllm_patches": 1245,  # 25 so that a response shows that it was dropped
 }
 

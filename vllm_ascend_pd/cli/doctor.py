@@ -21,7 +21,6 @@ from vllm_ascend_pd.cli.checkup import engine, npu, running
 from vllm_ascend_pd.cli.checkup import host as host_checks
 from vllm_ascend_pd.cli.checkup.check import FAILURE, Check, failed, good, note
 from vllm_ascend_pd.errors import ConfigError, one_line
-from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.secret_files import load_secrets
 from vllm_ascend_pd.shared.exposure import check_exposure
 
@@ -113,7 +112,7 @@ def _all(args: argparse.Namespace, asked: host_checks.HostOptions) -> Iterable[C
     if args.peer:
         from vllm_ascend_pd.cli.checkup import pair
 
-        yield from pair.call(pair.DoctorSide(asked, _secrets(asked), _geometry(args)), *_address(args.peer, "--peer"))
+        yield from pair.call(_side(args, asked), *_address(args.peer, "--peer"))
 
 
 def _asked(args: argparse.Namespace) -> host_checks.HostOptions:
@@ -122,20 +121,10 @@ def _asked(args: argparse.Namespace) -> host_checks.HostOptions:
     push = options.push
     if args.secret_file:
         push = dataclasses.replace(push, channel=dataclasses.replace(push.channel, secret_file=args.secret_file))
-    for flag, value in (
-        ("--ranks", args.ranks),
-        ("--tp", args.tp),
-        ("--pp", args.pp),
-        ("--dp", args.dp),
-        ("--dp-size-local", args.dp_size_local),
-        ("--dp-start-rank", args.dp_start_rank + 1),
-        ("--dcp", args.dcp),
-        ("--pcp", args.pcp),
-        ("--interleave", args.interleave),
-        ("--block-size", args.block_size),
-    ):
-        if value is not None:
-            given.at_least(flag, value, 1)
+    for name in ("ranks", "tp", "pp", "dp", "dp_size_local", "dcp", "pcp", "interleave", "block_size"):
+        if (value := getattr(args, name)) is not None:
+            given.at_least("--" + name.replace("_", "-"), value, 1)
+    given.at_least("--dp-start-rank", args.dp_start_rank, 0)
     given.at_least("--calls", args.calls, 0)
     for number in args.ports:
         given.port("--ports", number)
@@ -168,11 +157,9 @@ def _dp_ranks(args: argparse.Namespace) -> range:
     """Return the data-parallel ranks on this host. Raise ConfigError if the engine does not have them."""
     if not args.dp:
         if args.dp_size_local is not None or args.dp_start_rank:
-            flag, value = (
-                ("--dp-size-local", args.dp_size_local)
-                if args.dp_size_local
-                else ("--dp-start-rank", args.dp_start_rank)
-            )
+            flag, value = "--dp-size-local", args.dp_size_local
+            if not value:
+                flag, value = "--dp-start-rank", args.dp_start_rank
             given.refuse(flag, value, "the number of all ranks is missing", "Give --dp, too.")
         return range(1)
     here = range(args.dp_start_rank, args.dp_start_rank + (args.dp_size_local or max(1, args.dp - args.dp_start_rank)))
@@ -200,17 +187,16 @@ def _model(model: str) -> Check:
     return good("model", f"{kind}, {found.layer_words()}: nothing that the engine would refuse")
 
 
-def _secrets(asked: host_checks.HostOptions) -> Secrets | None:
-    return load_secrets(asked.push.channel)
-
-
-def _geometry(args: argparse.Namespace) -> Any:
-    if not args.model:
-        return None
+def _side(args: argparse.Namespace, asked: host_checks.HostOptions) -> Any:
+    """Return this side of a pair of doctors."""
+    from vllm_ascend_pd.cli.checkup.pair import DoctorSide
     from vllm_ascend_pd.cli.shape import geometry_of_model
 
-    divided = args.dcp, args.pcp, args.interleave
-    return geometry_of_model(args.model, args.tp or 1, args.block_size, args.dtype, divided)
+    geometry = None
+    if args.model:
+        divided = args.dcp, args.pcp, args.interleave
+        geometry = geometry_of_model(args.model, args.tp or 1, args.block_size, args.dtype, divided)
+    return DoctorSide(asked, load_secrets(asked.push.channel), geometry)
 
 
 def _listen(args: argparse.Namespace, asked: host_checks.HostOptions) -> int:
@@ -219,7 +205,7 @@ def _listen(args: argparse.Namespace, asked: host_checks.HostOptions) -> int:
     host, number = _address(args.listen, "--listen")
     channel = asked.push.channel
     check_exposure(host, secured=bool(channel.secret_file), allow_unauthenticated=channel.allow_unauthenticated)
-    side = pair.DoctorSide(asked, _secrets(asked), _geometry(args))
+    side = _side(args, asked)
     try:
         listening = socket.create_server((host, number), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as problem:

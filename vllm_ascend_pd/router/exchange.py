@@ -163,11 +163,28 @@ class HttpExchange:
 
 
 @dataclass(slots=True, eq=False)
-class Post:
-    """An open POST of D."""
+class Transfer:
+    """A transfer of D for an attempt: what was asked of which P, and what D reports of it."""
 
-    leg: LegInFlight | None = None  # at P, the last one
-    over: bool = False
+    id: str
+    posted: bool = False  # D's POST is open
+    over: bool = False  # nobody needs its prefill any more
+    prefill: Instance | None = None  # the P asked last
+    asked: float = 0.0  # when it was
+    leg: LegInFlight | None = None  # there
+    failed: bool = False  # its prefill leg did
+    blamed: bool = False  # its failure was counted against its P: only once
+    report: LoadReport | None = None  # D's
+
+    @property
+    def received(self) -> bool:
+        """True if D has the KV, whatever becomes of P's leg."""
+        return self.report is not None and self.report.received > 0
+
+    @property
+    def trial(self) -> LegInFlight | None:
+        """The trial of its P that D's report is to end, if there is one."""
+        return self.leg if self.leg is not None and self.leg.kept and self.report is None else None
 
     def end(self) -> None:
         """End its prefill, as nobody needs it any more."""
@@ -178,19 +195,13 @@ class Post:
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One attempt with its ticket. `posts`: D's open POSTs, by transfer; `seen`: all transfers D posted."""
+    """One attempt with its ticket, and the transfers that D makes for it."""
 
     exchange: HttpExchange
     decode: Instance
     leg: LegInFlight = field(init=False)  # at D
     ticket: str = field(default_factory=lambda: secrets.token_hex(16))
-    posts: dict[str, Post] = field(default_factory=dict)
-    seen: set[str] = field(default_factory=set)
-    sources: dict[str, tuple[Instance, float]] = field(default_factory=dict)  # by transfer, the P asked last, and when
-    reports: dict[str, LoadReport] = field(default_factory=dict)  # D's, by transfer
-    blamed: set[str] = field(default_factory=set)  # transfers whose failure was counted against their P: only once
-    failed: set[str] = field(default_factory=set)  # transfers whose prefill leg failed
-    trials: dict[str, LegInFlight] = field(default_factory=dict)  # of P's, by transfer: D's report ends them
+    transfers: dict[str, Transfer] = field(default_factory=dict)
     accused: str = ""  # how D failed, until it is clear whether a load was the reason
     began: float = field(default_factory=monotonic)
     restart: bool = True  # whether another attempt may follow
@@ -205,10 +216,10 @@ class Attempt:
         self.leg.counts(tokens)
         self.decode.sent(exchange.request.marks)
 
-    def received(self, transfer: str) -> bool:
-        """Return whether D has the KV, whatever becomes of P's leg."""
-        report = self.reports.get(transfer)
-        return report is not None and report.received > 0
+    @property
+    def posts(self) -> list[Transfer]:
+        """Transfers whose POSTs are open."""
+        return [transfer for transfer in self.transfers.values() if transfer.posted]
 
     @property
     def repeats(self) -> bool:
@@ -216,14 +227,19 @@ class Attempt:
         kept = self.exchange.kept
         return kept is not None and kept.given > 0 and self.exchange.request.stream
 
-    def wants(self, transfer: str) -> bool:
+    def wants(self, transfer: Transfer) -> bool:
         """Return whether another P may be asked: not if D has the KV, nor once it answers."""
-        return not self.received(transfer) and not self.answers
+        return not transfer.received and not self.answers
 
     @property
     def load_failed(self) -> bool:
         """True if KV did not come: D may have failed for that reason alone."""
-        return any(not self.received(transfer) for transfer in self.failed.union(self.reports))
+        return any((one.failed or one.report) and not one.received for one in self.transfers.values())
+
+    @property
+    def reported(self) -> bool:
+        """True if D has reported all that it posted."""
+        return all(one.report for one in self.transfers.values())
 
     async def wait_reported(self, enough: Callable[[], bool], max_s: float) -> None:
         """Wait until `enough` is true, at most `max_s`: reports, legs and answers come in any order."""
@@ -235,11 +251,11 @@ class Attempt:
 
     def explained(self) -> bool:
         """Return whether D has reported a failed load, or all. P's failed leg is not enough: the KV may be there."""
-        return any(not report.received for report in self.reports.values()) or self.seen <= self.reports.keys()
+        return self.reported or any(one.report and not one.received for one in self.transfers.values())
 
     def cancel_posts(self) -> None:
-        for post in tuple(self.posts.values()):
-            post.end()
+        for transfer in self.posts:
+            transfer.end()
 
 
 class Journal:
@@ -262,7 +278,7 @@ class Journal:
     def close(self, attempt: Attempt) -> None:
         """End the attempt. Its ticket is void, but D's reports of it are still taken."""
         self.tickets.pop(attempt.ticket, None)
-        if not attempt.seen <= attempt.reports.keys():
+        if not attempt.reported:
             self._past[attempt.ticket] = attempt, asyncio.get_running_loop().time()
             if len(self._past) > _PAST_ATTEMPTS:
                 self._past.popitem(last=False)
@@ -271,7 +287,7 @@ class Journal:
 
     def notify(self, attempt: Attempt) -> None:
         """Note that a report came. After its last one a past attempt is forgotten."""
-        if attempt.seen <= attempt.reports.keys():
+        if attempt.reported:
             self._past.pop(attempt.ticket, None)
 
     def attempt(self, ticket: str) -> Attempt | None:

@@ -243,7 +243,7 @@ class LegInFlight:
         if not self.kept:
             self.returned()
         instance = self.instance
-        end = "cut" if failure is asyncio.CancelledError else self.end
+        self.reply, end = None, "cut" if failure is asyncio.CancelledError else self.end
         METRICS.legs.labels(instance.role.value, instance.label, end).inc()
         instance.requests -= 1
         instance.load = instance.load - self.cost if instance.requests else 0.0  # no drift from rounding
@@ -452,7 +452,7 @@ class Fleet:
 
         If no instance lists it, all pass: one may have loaded the model since; any other refuses the request itself.
         """
-        if not any(i.cards and model in i.cards for i in self._instances.values()):
+        if model not in self._models:
             return any_instance
         return lambda instance: instance.cards is not None and (model in instance.cards or not instance.cards)
 

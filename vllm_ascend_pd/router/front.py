@@ -316,8 +316,9 @@ class Front(Shared):
         self.journal.close(attempt)
         if attempt.watch is not None:
             attempt.watch.cancel()
-        for trial in attempt.trials.values():  # if D never reports, another request tries that P
-            asyncio.get_running_loop().call_later(_LATE_REPORT_S, trial.returned)
+        for transfer in attempt.transfers.values():  # if D never reports, another request tries that P
+            if transfer.trial is not None:
+                asyncio.get_running_loop().call_later(_LATE_REPORT_S, transfer.trial.returned)
         if not attempt.posts:
             return
         if well:

@@ -229,7 +229,7 @@ def _unreported(attempt: Attempt, said: SaidByEngine | None) -> Cut | None:
     """
     if said is not None and said.pd_dropped:
         return Cut.DROPPED
-    lacks = said is _SAID_NOTHING and attempt.seen and not attempt.exchange.has_stop
+    lacks = said is _SAID_NOTHING and attempt.transfers and not attempt.exchange.has_stop
     return Cut.ABORTED if lacks and attempt.exchange.route == bodies.RESPONSES else None
 
 
@@ -371,7 +371,7 @@ def _broken(shared: Shared, attempt: Attempt, problem: UpstreamError, begun: boo
         return AttemptFailed(problem.failure, no_answer(late), problem.why, final=True)
     if problem.failure is HttpFailure.TIMEOUT and attempt.posts:  # P has not answered, so D may only wait for it
         attempt.leg.end = "no prefill"
-    elif begun and is_response and problem.failure is HttpFailure.BROKEN and not attempt.seen:
+    elif begun and is_response and problem.failure is HttpFailure.BROKEN and not attempt.transfers:
         # vLLM breaks off a response's stream so for a parameter that it refuses, which says nothing of D.
         attempt.leg.end = "broke"
         problem = UpstreamError(problem.failure, f"{problem.why}; without stream it may say why")

@@ -23,7 +23,7 @@ from vllm_ascend_pd.router import resuming
 from vllm_ascend_pd.router.core import bodies, pieces
 from vllm_ascend_pd.router.core.decisions import Evidence, Role
 from vllm_ascend_pd.router.core.pieces import Buffer
-from vllm_ascend_pd.router.exchange import AsgiSend, Attempt, AttemptFailed, Post, RequestOver
+from vllm_ascend_pd.router.exchange import AsgiSend, Attempt, AttemptFailed, RequestOver, Transfer
 from vllm_ascend_pd.router.faults import brief, fault, json_answer
 from vllm_ascend_pd.router.fleet import Fits, Instance, LegInFlight, both, pairing
 from vllm_ascend_pd.router.front import Front
@@ -110,25 +110,24 @@ class Reservations:
         except (*bodies.UNREADABLE, bodies.BodyError) as problem:
             raise NotTaken(fault(400, f"Not a reservation: {problem}", "PD-META-003")) from problem
         attempt = self._attempt(posted.ticket)
-        if posted.transfer in attempt.seen:
+        if posted.transfer in attempt.transfers:
             raise NotTaken(fault(409, "This transfer was posted before.", "PD-META-003"))
         if attempt.exchange.request.shape is bodies.Shape.BATCH and not posted.tokens:
             raise NotTaken(fault(400, "prompt_token_ids are missing.", "PD-META-003"))
-        attempt.seen.add(posted.transfer)
+        transfer = attempt.transfers[posted.transfer] = Transfer(posted.transfer, posted=True)
         if posted.decode:
             attempt.decode.life = attempt.decode.life.reported(posted.decode, attempt.began, posted.fingerprint)
         if attempt.exchange.request.follows is not None and posted.tokens:
             attempt.count(posted.tokens)
-        post = attempt.posts[posted.transfer] = Post()
         emit("meta.reserved", ticket=posted.ticket, transfer=posted.transfer)
         attempt.exchange.stage("reserved", posted.transfer)
         await send({"type": "http.response.start", "status": 200, "headers": _HEAD})
         self._heartbeats.add(send)
         try:
-            last = await self._prefilled(attempt, posted, post, send)
+            last = await PostedPrefill(self._front, attempt, transfer, posted).run(send)
         finally:
             self._heartbeats.remove(send)
-            attempt.posts.pop(posted.transfer, None)
+            transfer.posted = False
         await _line(send, last, more=False)
 
     async def report(self, body: Buffer, send: AsgiSend) -> None:
@@ -159,38 +158,50 @@ class Reservations:
             raise NotTaken(fault(continuing.UNKNOWN, says, "PD-XFER-002"))
         return attempt
 
-    async def _prefilled(self, attempt: Attempt, posted: ReservationPost, post: Post, send: AsgiSend) -> dict[str, str]:
+
+class PostedPrefill:
+    """The prefill for one POST of D: one P after another is asked, until one may have begun."""
+
+    def __init__(self, front: Front, attempt: Attempt, transfer: Transfer, posted: ReservationPost) -> None:
+        self._front, self._attempt, self._exchange = front, attempt, attempt.exchange
+        self._transfer, self._posted = transfer, posted
+
+    async def run(self, send: AsgiSend) -> dict[str, str]:
         """Run the prefill and return the last line of the answer."""
-        code, why, reason, first = "PD-META-006", "", "", ""
+        first = ""
         try:
-            first = await self._prefill(attempt, posted, post, send)
+            first = await self._prefill(send)
         except PrefillFailed as failed:
-            self._front.journal.trouble(failed.code, failed.brief, request=attempt.exchange.request_id)
-            if not attempt.received(posted.transfer):  # else D has the KV: what became of P's answer changes nothing
-                code, why, reason = failed.code, str(failed), failed.brief
-                attempt.failed.add(posted.transfer)
-                attempt.news.set()
-                self._restart(attempt, posted.transfer, why)
-        except RequestOver as over:
-            code, why, reason = "PD-XFER-002", str(over), str(over)
-        except asyncio.CancelledError:
-            _note_failure(attempt, posted, "cancelled", str(RequestOver()), str(RequestOver()))
+            self._front.journal.trouble(failed.code, failed.brief, request=self._exchange.request_id)
+            if not self._transfer.received:  # else D has the KV: what became of P's answer changes nothing
+                self._transfer.failed = True
+                self._attempt.news.set()
+                self._restart(str(failed))
+                return self._failed(failed.code, str(failed), failed.brief)
+        except (RequestOver, asyncio.CancelledError) as over:
+            why = str(RequestOver())
+            last = self._failed("PD-XFER-002", why, why)
+            if isinstance(over, RequestOver):
+                return last
             raise
-        if why:
-            _note_failure(attempt, posted, "cancelled" if code == "PD-XFER-002" else "failed", why, reason)
-            return {"event": "failed", "code": code, "detail": why}
-        emit("meta.prefilled", ticket=posted.ticket, transfer=posted.transfer)
-        attempt.exchange.stage("prefilled", posted.transfer)
+        emit("meta.prefilled", ticket=self._attempt.ticket, transfer=self._transfer.id)
+        self._exchange.stage("prefilled", self._transfer.id)
         METRICS.reservations.labels("prefilled").inc()
         return {"event": "prefilled", "first": first} if first else {"event": "prefilled"}
 
-    def _restart(self, attempt: Attempt, transfer: str, why: str) -> None:
+    def _failed(self, code: str, why: str, brief: str) -> dict[str, str]:
+        """Note that there is no prefill. Return the last line of the answer."""
+        emit("meta.prefill_failed", ticket=self._attempt.ticket, transfer=self._transfer.id, why=why)
+        self._exchange.stage("prefill failed", brief)
+        METRICS.reservations.labels("cancelled" if code == "PD-XFER-002" else "failed").inc()
+        return {"event": "failed", "code": code, "detail": why}
+
+    def _restart(self, why: str) -> None:
         """Give up the attempt for a new one if another P is there; else D's own policy for failed loads decides.
 
         D may have the KV although P's answer broke. It reports at once then, so its report is awaited for a moment.
         """
-        exchange = attempt.exchange
-        fleet = self._front.fleet
+        attempt, exchange, fleet = self._attempt, self._exchange, self._front.fleet
         serves = fleet.prefilling(exchange.request.model, exchange.prefills)
         another = any(map(fleet.has_prefill(frozenset(exchange.bad_prefills), serves), fleet.of(Role.DECODE)))
         if exchange.committed or not attempt.restart or not another or exchange.pinned is not None:
@@ -200,96 +211,88 @@ class Reservations:
         refusal = fault(503, f"Prefill failed: {why}.", "PD-META-006", retry_after_s=2)
         failed = AttemptFailed(HttpFailure.PREFILL, refusal)
         if attempt.watch is None:
-            watch = self._give_up(attempt, transfer, failed)
-            attempt.watch = asyncio.create_task(watch, name=f"restart of {attempt.ticket}")
+            attempt.watch = asyncio.create_task(self._give_up(failed), name=f"restart of {attempt.ticket}")
 
-    async def _give_up(self, attempt: Attempt, transfer: str, failed: AttemptFailed) -> None:
-        await attempt.wait_reported(lambda: transfer in attempt.reports, _REPORT_OF_PUSH_S)
-        current = self._front.journal.tickets.get(attempt.ticket) is attempt
-        if current and not attempt.exchange.committed and not attempt.received(transfer):
-            attempt.leg.stop(failed)
+    async def _give_up(self, failed: AttemptFailed) -> None:
+        await self._attempt.wait_reported(lambda: self._transfer.report is not None, _REPORT_OF_PUSH_S)
+        if self._under_way and not self._exchange.committed and not self._transfer.received:
+            self._attempt.leg.stop(failed)
 
-    async def _prefill(self, attempt: Attempt, posted: ReservationPost, post: Post, send: AsgiSend) -> str:
+    @property
+    def _under_way(self) -> bool:
+        return self._front.journal.tickets.get(self._attempt.ticket) is self._attempt
+
+    async def _prefill(self, send: AsgiSend) -> str:
         """Run the prefill leg; return P's first token. Raise PrefillFailed, or RequestOver.
 
         Try another P only if the last one surely did nothing.
         """
-        front, exchange = self._front, attempt.exchange
+        front, exchange, transfer = self._front, self._exchange, self._transfer
         several = exchange.request.shape is bodies.Shape.BATCH
-        cost = float(posted.tokens if several else exchange.request.prefill_tokens)
+        cost = float(self._posted.tokens if several else exchange.request.prefill_tokens)
         number = 0
-        while not post.over:
+        while not transfer.over:
             number += 1
-            prefill = self._choose(attempt, posted, cost)
+            prefill = self._choose(cost)
             there = prefill.sent(exchange.request.marks)
             METRICS.prompt_tokens.inc(cost)
             METRICS.prompt_tokens_there.inc(there)
-            attempt.sources[posted.transfer] = prefill, time.monotonic()
+            transfer.prefill, transfer.asked = prefill, time.monotonic()
             await _line(send, {"event": "accepted", "prefill": prefill.name})
             try:
-                with front.fleet.leg(prefill, max(1.0, cost - there)) as leg:
-                    post.leg = leg
-                    first = await self._ask(attempt, posted, leg)
-                    awaited = front.journal.tickets.get(posted.ticket) is attempt
-                    if leg.trial and awaited and posted.transfer not in attempt.reports:
-                        attempt.trials[posted.transfer], leg.kept = leg, True
+                with front.fleet.leg(prefill, max(1.0, cost - there)) as transfer.leg:
+                    first = await self._ask(transfer.leg)
+                    transfer.leg.kept = bool(transfer.leg.trial) and self._under_way and transfer.report is None
                 return first
             except PrefillFailed as failed:
                 exchange.bad_prefills.add(prefill.name)
                 if failed.failure not in NOT_EXECUTED:
                     raise
                 delay = front.again(exchange, failed.failure, number)
-                if failed.failure is HttpFailure.REFUSED and not self._another(attempt, posted):
-                    raise
-                if delay is None:
+                another = front.fleet.another(Role.PREFILL, exchange.bad_prefills, self._fits())
+                if delay is None or (failed.failure is HttpFailure.REFUSED and not another):
                     raise
                 await asyncio.sleep(delay)
-                if post.over:
+                if transfer.over:
                     break
-                if not attempt.wants(posted.transfer):
+                if not self._attempt.wants(transfer):
                     raise
                 front.repeated(exchange, failed.failure)
         raise RequestOver
 
-    def _fits(self, attempt: Attempt, posted: ReservationPost) -> Fits:
-        exchange, fleet = attempt.exchange, self._front.fleet
-        return both(fleet.prefilling(exchange.request.model, exchange.prefills), pairing(posted.fingerprint))
+    def _fits(self) -> Fits:
+        prefilling = self._front.fleet.prefilling(self._exchange.request.model, self._exchange.prefills)
+        return both(prefilling, pairing(self._posted.fingerprint))
 
-    def _another(self, attempt: Attempt, posted: ReservationPost) -> bool:
-        """Return whether a P is left that may not refuse."""
-        fits = self._fits(attempt, posted)
-        return self._front.fleet.another(Role.PREFILL, attempt.exchange.bad_prefills, fits)
-
-    def _choose(self, attempt: Attempt, posted: ReservationPost, cost: float) -> Instance:
-        exchange, front = attempt.exchange, self._front
+    def _choose(self, cost: float) -> Instance:
+        exchange, fleet, decode = self._exchange, self._front.fleet, self._attempt.decode
         if exchange.pinned is not None:
             return exchange.pinned[0]
-        fits, marks = self._fits(attempt, posted), exchange.request.marks
-        prefill = front.fleet.choose_prefill(attempt.decode, cost, fits, marks, exchange.bad_prefills)
+        prefill = fleet.choose_prefill(decode, cost, self._fits(), exchange.request.marks, exchange.bad_prefills)
         if prefill is None:
-            other = f" that fits {posted.fingerprint}" if front.fleet.usable(Role.PREFILL) else ""
+            other = f" that fits {self._posted.fingerprint}" if fleet.usable(Role.PREFILL) else ""
             raise PrefillFailed(HttpFailure.REFUSED, f"no prefill instance{other} is available")
-        attempt.decode.loads.tried(prefill.name, time.monotonic(), random.random())
+        decode.loads.tried(prefill.name, time.monotonic(), random.random())
         return prefill
 
-    async def _ask(self, attempt: Attempt, posted: ReservationPost, leg: LegInFlight) -> str:
+    async def _ask(self, leg: LegInFlight) -> str:
         """Ask one P to prefill. Return its first token, sealed for D; empty if it sends none. Raise PrefillFailed."""
-        front, exchange, prefill = self._front, attempt.exchange, leg.instance
+        front, posted, prefill = self._front, self._posted, leg.instance
         params: dict[str, Any] = {"do_remote_decode": True, "reservation": posted.reservation}
         ids = posted.prompt_token_ids if posted.tokens else None
-        route, body = bodies.for_prefill(exchange.request, params, ids, posted.first_token)
+        route, body = bodies.for_prefill(self._exchange.request, params, ids, posted.first_token)
         emit("meta.prefill", ticket=posted.ticket, transfer=posted.transfer, prefill=prefill.name)
-        exchange.stage("prefill", prefill.name)
-        timeout, sent = front.settings.prefill_timeout_s, attempt.sources[posted.transfer][1]
+        self._exchange.stage("prefill", prefill.name)
+        timeout, sent = front.settings.prefill_timeout_s, self._transfer.asked
         try:
-            with front.spans.leg(exchange, "prefill", prefill.name, transfer=posted.transfer) as headers:
+            with front.spans.leg(self._exchange, "prefill", prefill.name, transfer=posted.transfer) as headers:
                 to_p = [(name, value) for name, value in headers if name != _OF_D]
                 asking = front.upstream.ask(prefill.origin, "POST", route.encode(), to_p, body, timeout)
                 async with leg.attach(asking) as reply:
                     text = await reply.rest(_PREFILL_ANSWER_BYTES, timeout)
         except UpstreamError as problem:
             front.leg_broke(leg, problem)
-            attempt.blamed.add(posted.transfer)
+            self._transfer.blamed = True
             raise PrefillFailed(problem.failure, f"{prefill.name}: {problem.why}") from problem
         METRICS.leg_seconds.labels("prefill").observe(time.monotonic() - sent)
         if reply.status == 200:
@@ -297,22 +300,13 @@ class Reservations:
             return _check_push(prefill, text, sent)
         why = f"{prefill.name} answered {reply.status}: {text[:300].decode(errors='replace')}"
         end, said = leg_end(reply.status), brief(reply.status, text)
-        refused, failed = end == "refused", end == "broke"
         # Whatever else P answers, the leg has not brought the KV; it is evidence against P only if P failed.
-        if refused:
+        if end == "refused":
             leg.refused()
-        else:
-            front.leg_over(leg, "broke", Evidence.BROKE if failed else None, said)
-        if failed:
-            attempt.blamed.add(posted.transfer)
-        failure = HttpFailure.REFUSED if refused else HttpFailure.PREFILL
-        raise PrefillFailed(failure, why, brief=f"{prefill.name} {said}")
-
-
-def _note_failure(attempt: Attempt, posted: ReservationPost, end: str, why: str, reason: str) -> None:
-    emit("meta.prefill_failed", ticket=posted.ticket, transfer=posted.transfer, why=why)
-    attempt.exchange.stage("prefill failed", reason)
-    METRICS.reservations.labels(end).inc()
+            raise PrefillFailed(HttpFailure.REFUSED, why, brief=f"{prefill.name} {said}")
+        self._transfer.blamed = self._transfer.blamed or end == "broke"
+        front.leg_over(leg, "broke", Evidence.BROKE if end == "broke" else None, said)
+        raise PrefillFailed(HttpFailure.PREFILL, why, brief=f"{prefill.name} {said}")
 
 
 def reading(body: Buffer, tickets: Container[str]) -> ReservationPost:

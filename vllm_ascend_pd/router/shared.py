@@ -13,8 +13,8 @@ from vllm_ascend_pd.protocol.reports import LoadReport
 from vllm_ascend_pd.router import exchange as exchanges
 from vllm_ascend_pd.router.aside import Aside
 from vllm_ascend_pd.router.core.decisions import AGAINST_PAIR, AGAINST_PREFILL, Evidence, PairProof, RetryBudget
-from vllm_ascend_pd.router.exchange import Attempt, HttpExchange, Journal
-from vllm_ascend_pd.router.fleet import Fleet, Instance, LegInFlight
+from vllm_ascend_pd.router.exchange import Attempt, HttpExchange, Journal, Transfer
+from vllm_ascend_pd.router.fleet import Fleet, LegInFlight
 from vllm_ascend_pd.router.metrics import METRICS
 from vllm_ascend_pd.router.settings import Settings
 from vllm_ascend_pd.router.spans import NoSpans
@@ -120,19 +120,20 @@ class Shared:
         attempt = self.journal.attempt(report.ticket)
         if attempt is None:
             return False
-        if report.code and not attempt.seen:  # D could not post its reservation
-            attempt.seen.add(report.transfer)
-        if report.transfer not in attempt.seen:
+        if report.code and not attempt.transfers:  # D could not post its reservation
+            attempt.transfers[report.transfer] = Transfer(report.transfer)
+        transfer = attempt.transfers.get(report.transfer)
+        if transfer is None:
             return False
-        if report.transfer in attempt.reports:
+        if transfer.report is not None:
             return True
-        attempt.reports[report.transfer] = report
-        decode, (prefill, asked) = attempt.decode, attempt.sources.get(report.transfer, (None, 0.0))
+        trial, transfer.report = transfer.trial, report
+        decode, prefill = attempt.decode, transfer.prefill
         decode.life = decode.life.reported(report.decode, attempt.began, report.fingerprint)
         if prefill is not None:
-            prefill.life = prefill.life.reported(report.prefill, asked)
-        self._judge(attempt, report, prefill)
-        if (trial := attempt.trials.pop(report.transfer, None)) is not None:
+            prefill.life = prefill.life.reported(report.prefill, transfer.asked)
+        self._judge(attempt, transfer, report)
+        if trial is not None:
             trial.returned()
         attempt.news.set()
         if attempt.explained():
@@ -140,8 +141,9 @@ class Shared:
         self.journal.notify(attempt)
         return True
 
-    def _judge(self, attempt: Attempt, report: LoadReport, prefill: Instance | None) -> None:
-        exchange, decode, name = attempt.exchange, attempt.decode, prefill.name if prefill is not None else ""
+    def _judge(self, attempt: Attempt, transfer: Transfer, report: LoadReport) -> None:
+        exchange, decode, prefill = attempt.exchange, attempt.decode, transfer.prefill
+        name = prefill.name if prefill is not None else ""
         code = report.code if report.code in CATALOGUE else "unknown"
         METRICS.loads.labels(
             prefill.label if prefill is not None else "", "received" if report.received else code
@@ -169,6 +171,6 @@ class Shared:
             return
         exchange.bad_prefills.add(name)
         against = AGAINST_PREFILL.get(report.code)
-        if against and report.transfer not in attempt.blamed:
-            attempt.blamed.add(report.transfer)
+        if against and not transfer.blamed:
+            transfer.blamed = True
             self.fleet.seen(prefill, Evidence.BROKE, f"{report.code}: {against}")

@@ -140,14 +140,8 @@ class Reply:
 class Upstream:
     """All calls of this process to engines."""
 
-    def __init__(
-        self,
-        connect_timeout_s: float,
-        idle_timeout_s: float,
-        tls: TlsFiles | None = None,
-        max_connecting: int = 1 << 20,
-    ) -> None:
-        self.session = HttpSession(connect_timeout_s, tls, max_connecting)
+    def __init__(self, connect_timeout_s: float, idle_timeout_s: float, tls: TlsFiles | None = None) -> None:
+        self.session = HttpSession(connect_timeout_s, tls)
         self._idle_s = idle_timeout_s
         self._replies: dict[Reply, None] = {}
 

@@ -20,7 +20,7 @@ from vllm_ascend_pd.router.core.accumulated import RepeatedAnswer
 from vllm_ascend_pd.router.core.bodies import Use
 from vllm_ascend_pd.router.core.decisions import Circuit, CircuitPolicy, Life, LoadRecord, PairProof
 from vllm_ascend_pd.router.core.resume import StreamState
-from vllm_ascend_pd.router.exchange import Attempt, Journal
+from vllm_ascend_pd.router.exchange import Attempt, Journal, Transfer
 from vllm_ascend_pd.router.intake import Body
 from vllm_ascend_pd.router.probes import Prober
 from vllm_ascend_pd.shared import http_session
@@ -153,14 +153,14 @@ def _always(*_: Any) -> bool:
     return True
 
 
-_ASK: Callable[..., Awaitable[object]] = reserve.Reservations._ask
+_ASK: Callable[..., Awaitable[object]] = reserve.PostedPrefill._ask
 
 
-async def _answer_proves(self: reserve.Reservations, attempt: Attempt, posted: Any, leg: fleet.LegInFlight) -> None:
-    await _ASK(self, attempt, posted, leg)
-    prefill = leg.instance
+async def _answer_proves(self: reserve.PostedPrefill, leg: fleet.LegInFlight) -> None:
+    await _ASK(self, leg)
+    attempt, prefill = self._attempt, leg.instance
     life = prefill.life.statements[-1].incarnation if prefill.life.statements else ""
-    self._front.fleet.prove(PairProof(prefill.name, life, attempt.decode.name, posted.decode, attempt.began))
+    self._front.fleet.prove(PairProof(prefill.name, life, attempt.decode.name, self._posted.decode, attempt.began))
 
 
 def _keeps_its_load(self: fleet.LegInFlight, *failed: Any) -> None:
@@ -312,9 +312,9 @@ def _ending(self: StreamState) -> bytes:
 ALL = {
     mutation.name: mutation
     for mutation in (
-        FrontMutation("P's good answer proves a pair", ((reserve.Reservations, "_ask", _answer_proves),)),
+        FrontMutation("P's good answer proves a pair", ((reserve.PostedPrefill, "_ask", _answer_proves),)),
         FrontMutation("D is blamed for P's failure", ((Attempt, "load_failed", False),)),
-        FrontMutation("what D has is thrown away when P's answer breaks", ((Attempt, "received", _never),)),
+        FrontMutation("what D has is thrown away when P's answer breaks", ((Transfer, "received", False),)),
         FrontMutation("P gets what chooses the token", ((bodies, "FIELDS", dict.fromkeys(bodies.FIELDS, Use.PROMPT)),)),
         FrontMutation("a dropped answer is passed on", ((relay, "dropped", _never), (relay, "_cut_short", _nothing))),
         FrontMutation("clients' overload stops canaries", ((front, "_MAX_CANARIES", 0),)),

@@ -174,7 +174,7 @@ def test_d_that_posts_a_transfer_twice_is_refused() -> None:
         asking.start()
         until(c.legs)
         ticket = next(iter(c.worker.front.journal.tickets.values()))
-        body = {"ticket": ticket.ticket, "transfer": next(iter(ticket.seen)), "reservation": ""}
+        body = {"ticket": ticket.ticket, "transfer": next(iter(ticket.transfers)), "reservation": ""}
         assert c.http.post("/v1/metaserver", json=body).status_code == 409
         c.prefill[0].behaviour.hold = False
         asking.join()

@@ -29,7 +29,8 @@ from vllm_ascend_pd.shared.core.gathered import Payload
 async def talking(
     handle: Handle, idle_s: float = 10.0, greeting: bytes = b"", max_connecting: int = 100
 ) -> AsyncIterator[tuple[RawServer, Origin, Upstream]]:
-    server, upstream = await RawServer(handle, greeting).start(), Upstream(2.0, idle_s, max_connecting=max_connecting)
+    server, upstream = await RawServer(handle, greeting).start(), Upstream(2.0, idle_s)
+    upstream.session = http_session.HttpSession(2.0, max_connecting=max_connecting)
     try:
         yield server, Origin("http", "127.0.0.1", server.port), upstream
     finally:
