@@ -145,7 +145,8 @@ def described(model: str, config: Mapping[str, Any]) -> Model:
     names = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
     drafts = next((size(name) for name in names if config.get(name)), 0)
     if ratios := config.get("compress_ratios"):
-        if not isinstance(ratios, list) or len(ratios) < layers or not {0, 4, 128}.issuperset(ratios[:layers]):
+        known = isinstance(ratios, list) and len(ratios) >= layers and all(r in (0, 4, 128) for r in ratios[:layers])
+        if not known:
             refuse("--model", model, "its compress_ratios are not 0, 4 or 128 for each layer", _REMEDY)
         dim, window, index = size("head_dim"), size("sliding_window"), size("index_head_dim")
         return Model(1, dim, layers, True, window, index=index, drafts=drafts, ratios=tuple(ratios[:layers]))

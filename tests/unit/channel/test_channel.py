@@ -9,18 +9,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from unit.channel.kit import FAST, LOOPBACK, ROOT, AnsweringListener, RawConnection, RecordingDialer, message, until
 from unit.kits.names import NameServer
 from unit.kits.refusing import no_more_threads
+from vllm_ascend_pd import secret_files
 from vllm_ascend_pd.channel.connection import Ending
 from vllm_ascend_pd.channel.limits import ChannelLimits
+from vllm_ascend_pd.config import ChannelConfig
 from vllm_ascend_pd.errors import ConfigError, PdError
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import Endpoint
 from vllm_ascend_pd.protocol.messages import Begin
+from vllm_ascend_pd.secret_files import load_secrets
 from vllm_ascend_pd.shared.backoff import Backoff
 from vllm_ascend_pd.shared.exposure import check_exposure, is_loopback
 
@@ -377,6 +381,40 @@ async def test_closing_leaves_no_task_and_no_timer(caplog: pytest.LogCaptureFixt
 )
 async def test_secrets_can_be_rotated_in_any_order(ours: Secrets, theirs: Secrets) -> None:
     async with AnsweringListener(theirs) as answering, RecordingDialer(secrets=ours) as dialing:
+        for seq in range(500):
+            dialing.say(answering.endpoint, seq)
+            await asyncio.sleep(0.005)
+            if dialing.answers:
+                break
+        assert dialing.answers
+
+
+async def test_a_changed_secret_file_serves_once_both_sides_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither side is restarted, as where a Secret is edited and kubelet brings it to one host after the other."""
+    monkeypatch.setattr(secret_files, "LOOK_S", 0.0)
+    monkeypatch.setattr(secret_files, "SETTLED_S", 0.0)
+    files = [tmp_path / name for name in ("p", "d")]
+
+    def write(file: Path, secret: bytes) -> None:
+        file.write_bytes(secret)
+        file.chmod(0o600)
+
+    for file in files:
+        write(file, OLD)
+    ours, theirs = (load_secrets(ChannelConfig(secret_file=str(file))) for file in files)
+    async with AnsweringListener(theirs) as answering, RecordingDialer(secrets=ours) as dialing:
+        dialing.say(answering.endpoint)
+        await until(lambda: dialing.answers)
+        write(files[1], NEW)  # D's alone: connections that exist go on, a new one is refused
+        dialing.say(answering.endpoint, 1)
+        await until(lambda: len(dialing.answers) == 2)
+    async with AnsweringListener(theirs) as answering, RecordingDialer(secrets=ours) as dialing:
+        dialing.say(answering.endpoint)
+        await until(lambda: dialing.unreachable)
+        assert answering.stats()["PD-SEC-003"] and not dialing.answers
+        write(files[0], NEW)
         for seq in range(500):
             dialing.say(answering.endpoint, seq)
             await asyncio.sleep(0.005)

@@ -294,6 +294,15 @@ def test_sizes_that_do_not_belong_together_are_named(
     assert not printed.out and printed.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("ratios", [[4] * 42, "4", [8] * 43, [[4]] * 43])
+def test_ratios_that_are_not_those_of_all_layers_are_named(
+    ratios: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = written(tmp_path, "DeepSeek-V4-Flash", compress_ratios=ratios)
+    assert main(["plan", "--p-tp", "2", "--d-tp", "1", "--model", model]) == 2
+    assert "compress_ratios" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("interval", [0, -4, "four", True])
 def test_an_interval_that_is_none_is_named(interval: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = written(tmp_path, "Qwen3-Next", full_attention_interval=interval)
