@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy streams through a P and several real D's, one of which is killed in each round.
+"""Streams of all kinds through a P and several real D's, one of which is killed in each round; their blocks run out.
 
-Every answer is compared with one engine's. Prints after each round how many streams were resumed and the longest gaps
-that their clients saw. Fails if an answer differs or is broken.
+Greedy answers are compared with one engine's; of the others the parser, the grammar or the schema takes the whole.
+Prints after each round how many streams were resumed and the longest gaps that their clients saw. Fails if an answer
+differs or is broken.
 """
 
 from __future__ import annotations
@@ -23,14 +24,13 @@ def main() -> int:
     parser.add_argument(
         "--decodes", type=int, default=2, help="number of D's; more than two shorten the waits (default: 2)"
     )
-    parser.add_argument("--tokens", type=int, default=64, help="tokens per answer (default: 64)")
     parser.add_argument("--seed", type=int, default=1, help="seed of prompts and kills (default: 1)")
     args = parser.parse_args()
     with Cluster(fresh_directory("resume")) as cluster:
         run = Resuming(cluster, args.seed, say, args.decodes)
         try:
             while run.report.streams < args.streams:
-                run.round(min(args.at_once, MAX_AT_ONCE, args.streams - run.report.streams), args.tokens)
+                run.round(min(args.at_once, MAX_AT_ONCE, args.streams - run.report.streams))
         finally:
             run.close()
     for line in (*run.report.wrong, *run.report.broken, *cluster.leaks):

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from engine_sets import BLOCK, CHUNK, SHORT_BLOCKS, Engines, Machine, Side, additional, few_blocks
 from host_build import OLDER
@@ -29,6 +30,7 @@ from tools.support.cluster import Cluster, fresh_directory
 from tools.support.engine import EngineProcess, RunningServer
 from tools.support.models import RECIPES, ensure
 from tools.support.small import switches_of
+from tools.support.speech import RESPONSES, Spoken, read
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -418,10 +420,55 @@ def dropped_streams(engines: Engines, pair: Pair) -> None:
     assert counter(d, "vllm:ascend_pd_answers_continued_total") > given, "D has begun all of them anew"
 
 
+def dropped_responses(engines: Engines, pair: Pair) -> None:
+    """Only D's connector says of a response that it was dropped. It is asked for again, or its stream ends in an error.
+
+    None looks complete that is not: a whole one has all its tokens, and so has a stream with an end.
+    """
+    texts = [chr(ord("a") + i) * (BLOCK + 40 * i) for i in range(6)]
+    bodies = [{"model": "model", "input": text, "max_output_tokens": 2 * BLOCK, "temperature": 0} for text in texts]
+    bodies = [{**body, "ignore_eos": True} for body in bodies]
+
+    def ask(url: str, body: dict[str, Any]) -> tuple[str, int] | RequestFailed:
+        try:
+            answer = post(url, body, RESPONSES)
+        except RequestFailed as failed:
+            return failed
+        return answer["output"][0]["content"][0]["text"], answer["usage"]["output_tokens"]
+
+    def stream(body: dict[str, Any]) -> Spoken:
+        answer = httpx.post(pair.front.url + RESPONSES, json={**body, "stream": True}, timeout=600, trust_env=False)
+        return read(answer.content) if answer.status_code == 200 else Spoken(problem=answer.text)
+
+    expected = [ask(pair.reference.url, {**body, "cache_salt": fresh_salt("alone")}) for body in bodies]
+    assert all(not isinstance(want, RequestFailed) and want[1] == 2 * BLOCK for want in expected), expected
+    asked_again = front_counter(pair.front.url, "retries", 'failure="dropped"')
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        answers = list(pool.map(ask, [pair.front.url] * len(bodies), bodies))
+        again = front_counter(pair.front.url, "retries", 'failure="dropped"') - asked_again
+        streams = list(pool.map(stream, bodies))
+    refused = [got for got in answers if isinstance(got, RequestFailed)]
+    assert all("PD-META-022" in got.text for got in refused), refused
+    assert [got for got in answers if got not in refused] == [
+        want for want, got in zip(expected, answers, strict=True) if got not in refused
+    ]
+    broken = [got for got in streams if got.problem]
+    assert all("PD-META-022" in got.problem for got in broken), broken
+    for want, got in zip(expected, streams, strict=True):
+        assert not isinstance(want, RequestFailed)
+        assert got.text == want[0] if not got.problem else want[0].startswith(got.text), f"{got} for {want}"
+    assert again or refused, "no whole response was dropped: the test shows nothing"
+    assert broken, "no stream was dropped: the test shows nothing"
+    pair.cluster.progress(
+        f"figure: {engines}: responses: {int(again)} asked for again, {len(refused)} refused, {len(broken)} streams broken"
+    )
+
+
 # ---- sets
 
 ALL = (one_token, edges, chunks, many, prefixes)
 FEWER = (edges, chunks, many)
+DROPPED = (edges, dropped, dropped_streams, dropped_responses)
 ENTRIES = (*FEWER, entries)
 # What most of vllm-ascend's own D's have together: drafts, its recompute scheduler and full graphs. And MLA.
 FIELD_DRAFTS = Engines(
@@ -641,7 +688,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         Engines("gqa 2to1 multi", p=Side(2, late_us=LATE), d=Side(flags=(*FEW, *RECOMPUTES)), beside=(OFFLOAD,)),
         (edges, chunks, offloaded),
     ),
-    (Engines("gqa 1to1 recompute scheduler", d=Side(flags=(*FEW, *RECOMPUTES))), (edges, dropped, dropped_streams)),
+    (Engines("gqa 1to1 recompute scheduler", d=Side(flags=(*FEW, *RECOMPUTES))), DROPPED),
     (replace(FIELD_DRAFTS, title=f"{FIELD_DRAFTS} again"), (drafts,)),
     # The same where answers are exact, however long: in bfloat16 MLA's two ways round differently.
     (

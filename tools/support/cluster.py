@@ -189,8 +189,8 @@ class Cluster:
 
     def metaserver(
         self,
-        prefill: Sequence[EngineProcess],
-        decode: Sequence[EngineProcess],
+        prefill: Sequence[RunningServer],
+        decode: Sequence[RunningServer],
         port: int = 0,
         how: MetaserverSpec | tuple[str, ...] = (),
     ) -> Metaserver:

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -195,7 +196,7 @@ def _write(recipe: Recipe, directory: Path) -> None:
         if recipe.family == "qwen3" and recipe.one_layer_decides:
             drafts.let_every_token_ask_alike(model)
     model.save_pretrained(directory, safe_serialization=True)
-    _write_tokenizer(directory, recipe.vocab)
+    write_tokenizer(directory, recipe.vocab)
     if recipe.family in ("deepseek_v3", *SPARSE) and (recipe.one_layer_decides or recipe.drafts):
         drafts.add_mtp_layer(directory)
     if recipe.family == "qwen3_next" and recipe.one_layer_decides:
@@ -358,13 +359,13 @@ def _recurrent(recipe: Recipe) -> Any:
     return states.model(recipe.family, _sizes(recipe), recipe.head_dim)
 
 
-def _write_tokenizer(directory: Path, vocab: int) -> None:
-    """Write a byte tokenizer without merges: a text of n bytes is a prompt of n tokens."""
+def write_tokenizer(directory: Path, vocab: int, more: Sequence[str] = ()) -> Path:
+    """Write a byte tokenizer without merges: a text of n bytes is a prompt of n tokens. `more`: its last tokens."""
     import transformers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     words = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    words += [f"<extra_{i}>" for i in range(vocab - len(words))]
+    words += [f"<extra_{i}>" for i in range(vocab - len(words) - len(more))]
     tokenizer = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -373,7 +374,9 @@ def _write_tokenizer(directory: Path, vocab: int) -> None:
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>"
     )
     fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    fast.add_tokens([AddedToken(word, normalized=False) for word in more])
     fast.save_pretrained(directory)
+    return directory
 
 
 def main() -> None:

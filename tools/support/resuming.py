@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy streams through several D's, one of which is killed in each round; each stream compared with one engine's.
+"""Streams of all kinds through several D's, one of which is killed in each round and whose blocks run out.
 
-In a round many streams run at once, completions and chats in turn. After a random number of tokens one D is killed
-(SIGKILL to all its processes), and every stream must end as if nothing had happened. The killed D is started again at
-the beginning of the next round, which continues as soon as two D's are ready.
+In a round many streams run at once. After a random number of tokens one D is killed (SIGKILL to all its processes), and
+every stream must end as if nothing had happened: a greedy one as one engine's, a sampled one as its kind checks it. Of
+kinds that do not go on only the beginning must be right. The killed D is started again at the beginning of the next
+round, which continues as soon as two D's are ready.
 """
 
 from __future__ import annotations
@@ -24,38 +25,30 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
-from tools.support.client import body_of, chat_body_of
 from tools.support.cluster import Cluster, Metaserver
 from tools.support.engine import EngineProcess
 from tools.support.models import ensure
 from tools.support.spec import EngineSpec
+from tools.support.speech import KINDS, MESSAGES, PARSERS, PLUGIN, Spoken, StreamKind, read, speaking
 
 MAX_AT_ONCE = 90  # the metaserver's status page shows the last hundred requests
 BACK_S = 600.0
 SILENT_S = 240.0
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TOKENS = 48  # of most answers
+MIXED = [kind for kind in KINDS if kind.parsers == "plain"]
+FEW_BYTES = 12 << 20  # of a D's cache: about half of what its streams need
 
 
 @dataclass
 class Stream:
     """One answer as its client sees it."""
 
-    path: str
+    kind: StreamKind
     body: dict[str, Any]
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    finish: object = None
-    usage: dict[str, Any] = field(default_factory=dict)
-    heads: set[tuple[str, str]] = field(default_factory=set)
     times: list[float] = field(default_factory=list)
-    problem: str = ""
     answer: bytes = b""
-
-    def invariant(self) -> tuple[object, ...]:
-        """Return what must not depend on which D answers."""
-        counts = [self.usage.get(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
-        return self.text, self.tokens, self.finish, counts, sorted(form for _, form in self.heads)
+    said: Spoken = field(default_factory=Spoken)
 
     @property
     def gap(self) -> float:
@@ -71,10 +64,13 @@ class ResumeReport:
     resumed: list[float] = field(default_factory=list)  # the longest gaps of resumed streams
     wrong: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
+    ended: int = 0  # of kinds that do not go on, with an error in the middle
+    preempted: int = 0  # by D's that were not killed
 
     def __str__(self) -> str:
         said = f"{self.streams} streams, {self.tokens} tokens, {self.kills} times a D killed: {len(self.resumed)} streams resumed"
-        said += f", {len(self.wrong)} different, {len(self.broken)} broken"
+        said += f", {len(self.wrong)} different, {len(self.broken)} broken, {self.ended} of kinds that do not go on"
+        said += f"; {self.preempted} preemptions"
         if self.resumed:
             gaps = sorted(self.resumed)
             p50, p99 = gaps[len(gaps) // 2], gaps[min(len(gaps) - 1, int(len(gaps) * 0.99))]
@@ -88,11 +84,15 @@ class Resuming:
     def __init__(self, cluster: Cluster, seed: int, progress: Callable[[str], None], decodes: int = 2) -> None:
         self.cluster, self.progress, self.dice = cluster, progress, random.Random(seed)
         model, port = ensure("gqa"), cluster.port()
-        shape: dict[str, Any] = {"kv_bytes": 256 << 20, "max_seqs": 128}
+        words = ("--tokenizer", str(speaking(cluster.directory / "words")), "--enable-auto-tool-choice")
+        flags: dict[str, Any] = {"arguments": (*words, *PARSERS["plain"]), "plugins": (PLUGIN,), "max_seqs": 128}
+        shape: dict[str, Any] = {**flags, "kv_bytes": FEW_BYTES}
         quiet: dict[str, Any] = {"verify": "off", "trace_dir": ""}
         url = f"http://127.0.0.1:{port}"
         p, *ds = cluster.start(
-            EngineSpec("resume-p", model, role="kv_producer", extra=cluster.push_config(**quiet), **shape),
+            EngineSpec(
+                "resume-p", model, role="kv_producer", extra=cluster.push_config(**quiet), kv_bytes=256 << 20, **flags
+            ),
             *(
                 EngineSpec(f"resume-d{i}", model, role="kv_consumer", extra=cluster.push_config(url, **quiet), **shape)
                 for i in range(decodes)
@@ -105,16 +105,18 @@ class Resuming:
         self.front: Metaserver = cluster.metaserver([p], ds, port)
         self.report = ResumeReport()
 
-    def round(self, count: int, tokens: int) -> None:
-        """Run `count` streams of `tokens` tokens and kill one D. The next round starts it again."""
+    def round(self, count: int) -> None:
+        """Run `count` streams and kill one D. The next round starts it again."""
         self._wait_for_two()
-        asked = [self._stream(i, tokens) for i in range(count)]
-        right = [Stream(one.path, {**one.body, "cache_salt": f"right-{one.id}"}) for one in asked]
+        asked = [self._stream() for _ in range(count)]
+        right = [Stream(one.kind, self._salted(one)) for one in asked]
         asyncio.run(self._ask(self.prefill.url, right))
-        victim = asyncio.run(
-            self._ask(self.front.url, asked, self.dice.randrange(count * tokens // 8, count * tokens // 2))
-        )
+        least, most = count * TOKENS // 8, count * TOKENS // 2
+        victim = asyncio.run(self._ask(self.front.url, asked, self.dice.randrange(least, most)))
         self._judge(asked, right)
+        self.report.preempted += round(
+            sum(d.metrics()["vllm:num_preemptions_total"] for d in self.decodes if d is not victim)
+        )
         self.progress(str(self.report))
         if victim is not None:
             self.decodes.remove(victim)
@@ -142,20 +144,12 @@ class Resuming:
                 raise TimeoutError("there are no two D's")
             time.sleep(0.2)
 
-    def _stream(self, number: int, tokens: int) -> Stream:
-        dice, length = self.dice, self.dice.choice((12, 40, 70, 130))
-        more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-        if dice.random() < 0.3:
-            more["stop"] = ["no model says this", "nor that"]  # with stop words the engine holds text back
-        if number % 2:
-            text = " ".join(str(dice.randrange(1000)) for _ in range(length // 4))
-            body, path = chat_body_of(text, tokens, **more), CHAT
-        else:
-            ids = [dice.randrange(3, 500) for _ in range(length)]
-            body, path = body_of(ids, tokens, **more), COMPLETIONS
-        if dice.random() < 0.3:
-            del body["return_token_ids"]  # then the text is compared alone
-        return Stream(path, body)
+    def _stream(self) -> Stream:
+        kind = self.dice.choice(MIXED)
+        return Stream(kind, kind.body(self.dice.randrange(1 << 30)))
+
+    def _salted(self, one: Stream) -> dict[str, Any]:
+        return one.body if one.kind.route == MESSAGES else {**one.body, "cache_salt": f"right-{one.id}"}
 
     async def _ask(self, url: str, streams: list[Stream], kill_after: int = 0) -> EngineProcess | None:
         """Send all requests at once. After `kill_after` tokens kill one D, and return it."""
@@ -186,13 +180,20 @@ class Resuming:
         for one, want in zip(asked, right, strict=True):
             self.report.streams += 1
             self.report.tokens += len(one.times)
-            if want.problem:
-                raise RuntimeError(f"the single engine failed: {want.problem}")
-            if one.problem:
-                self.report.broken.append(f"{one.path} {one.problem}")
-            elif one.invariant() != want.invariant() or len(one.heads) != 1:
-                self.report.wrong.append(f"{one.path} {one.heads}: {one.invariant()} for {want.invariant()}")
-            if one.id in resumed and not one.problem:
+            if want.said.problem:
+                raise RuntimeError(f"the single engine failed: {want.said.problem}")
+            name, got = f"{one.kind.route}, {one.kind.name}", one.said
+            if not one.kind.goes_on and "PD-META-024" in got.problem:
+                self.report.ended += 1
+                right_so_far = want.said.text.startswith(got.text)
+            elif got.problem:
+                self.report.broken.append(f"{name}: {got.problem}")
+                continue
+            else:
+                right_so_far = bool(one.kind.check(got)) if one.kind.sampled else got.same() == want.said.same()
+            if not right_so_far or len(got.names) > 1:
+                self.report.wrong.append(f"{name}: {got} for {want.said}")
+            if one.id in resumed:
                 self.report.resumed.append(one.gap)
 
     def _resumed(self) -> set[str]:
@@ -219,38 +220,30 @@ async def _follow(url: str, one: Stream) -> None:
     """Read the answer, to be parsed after its end: a slow client would measure times of its own."""
     address = urlsplit(url)
     body = json.dumps(one.body).encode()
-    head = f"POST {one.path} HTTP/1.1\r\nhost: {address.netloc}\r\ncontent-type: application/json\r\nx-request-id: {one.id}\r\n"
+    head = f"POST {one.kind.route} HTTP/1.1\r\nhost: {address.netloc}\r\ncontent-type: application/json\r\nx-request-id: {one.id}\r\n"
     pieces: list[bytes] = []
     try:
         reader, writer = await asyncio.open_connection(address.hostname, address.port)
         writer.write(f"{head}connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
         while piece := await asyncio.wait_for(reader.read(1 << 16), SILENT_S):
             pieces.append(piece)
-            one.times += [time.monotonic()] * piece.count(b"\ndata: {")
+            one.times += [time.monotonic()] * piece.count(b"data: {")
         writer.close()
     except (OSError, asyncio.TimeoutError) as problem:
-        one.problem = f"{type(problem).__name__}: {problem}"
+        one.said.problem = f"{type(problem).__name__}: {problem}"
         return
     one.answer = b"".join(pieces)
 
 
 def _understand(one: Stream) -> None:
-    if one.problem:
+    if one.said.problem:
         return
     response = HTTPResponse(_Read(one.answer))  # type: ignore[arg-type]  # only makefile() is used
     response.begin()
-    text = response.read().decode()
-    if response.status != 200:
-        one.problem = f"{response.status}: {text[:300]}"
-        return
-    ended = False
-    for event in text.split("\n\n"):
-        if event == "data: [DONE]":
-            ended = True
-        elif event.startswith("data:"):
-            _take(one, json.loads(event[5:]))
-    if not ended:
-        one.problem = one.problem or "no end"
+    stream = response.read()
+    one.said = read(stream) if response.status == 200 else Spoken(problem=f"{response.status}: {stream[:300]!r}")
+    if not (one.said.end or one.said.problem):
+        one.said.problem = "no end"
 
 
 class _Read:
@@ -261,16 +254,3 @@ class _Read:
 
     def makefile(self, *_: object) -> io.BytesIO:
         return io.BytesIO(self._said)
-
-
-def _take(one: Stream, event: dict[str, Any]) -> None:
-    if "error" in event:
-        one.problem = json.dumps(event["error"])
-        return
-    one.heads.add((event["id"], event["object"]))
-    one.usage = event.get("usage") or one.usage
-    for choice in event["choices"]:
-        one.text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
-        one.tokens += choice.get("token_ids") or []
-        if choice["finish_reason"] is not None:
-            one.finish = choice["finish_reason"], choice.get("stop_reason"), choice["index"]

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of streams: what is asked, what the model has to say for it, and what makes an answer right.
+
+Parsers make no sense of what a random model says, so a request may bring a script (tests/integration/plugins/scripted),
+in which DOT stands for some letter. An answer is what its client puts together of a stream's events.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tools.support.client import prompt
+from tools.support.models import ROOT, write_tokenizer
+
+PLUGIN = ROOT / "tests" / "integration" / "plugins" / "scripted"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+DOT, ANY = "·", -1
+_BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _CALLED, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+# Tokens of the models whose parsers read the answers.
+WORDS = ("<think>", "</think>", "<tool_call>", "</tool_call>", _BEGIN, _END, _CALL, _CALLED, _SEP)
+_PIECE = re.compile("|".join(map(re.escape, WORDS)) + f"|{DOT}|.", re.DOTALL)
+VOCAB = 512
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "strict": True,  # else the grammar lets any JSON be the arguments
+        "parameters": {
+            "type": "object",
+            "properties": {"where": {"type": "string", "enum": ["to the left", "to the right"]}},
+            "required": ["where"],
+            "additionalProperties": False,
+        },
+    },
+}
+LOOSE = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}  # no grammar forces it
+NAMED = {"type": "function", "function": {"name": "look"}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"who": {"type": "string", "pattern": "^[a-z]{20}$"}, "where": {"enum": ["left", "right"]}},
+    "required": ["who", "where"],
+    "additionalProperties": False,
+}
+# A grammar allows any white space between the parts of JSON. The tokens of the vocabulary that are some:
+DENSE = {"ignore_eos": False, "logit_bias": {str(token): -100 for token in (200, 201, 204, 223)}}
+SAMPLED = {"temperature": 0.8}
+
+
+def speaking(directory: Path) -> Path:
+    """Write a tokenizer of bytes with the words of these parsers, as many tokens as the models have."""
+    return write_tokenizer(directory, VOCAB, WORDS)
+
+
+def script_of(text: str) -> list[int]:
+    """Return the tokens of a text, by this tokenizer."""
+    return [_token(piece) for piece in _PIECE.findall(text)]
+
+
+@functools.cache
+def _token(piece: str) -> int:
+    if piece in WORDS:
+        return VOCAB - len(WORDS) + WORDS.index(piece)
+    if piece == DOT:
+        return ANY
+    from tokenizers import pre_tokenizers
+
+    letter = {" ": "Ġ", "\n": "Ċ"}.get(piece, piece)
+    return 3 + sorted(pre_tokenizers.ByteLevel.alphabet()).index(letter)
+
+
+@dataclass
+class Spoken:
+    """An answer as its client has it, whole or in part. `end`: how it ended; empty: it has not."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: dict[int, tuple[str, str]] = field(default_factory=dict)
+    ids: list[int] = field(default_factory=list)
+    rows: list[tuple[str, float]] = field(default_factory=list)  # tokens and their log-probabilities
+    end: str = ""
+    usage: object = None
+    names: set[object] = field(default_factory=set)  # that the answer has: one
+    problem: str = ""
+
+    def same(self) -> tuple[object, ...]:
+        """Return what one engine's greedy answer has in common with it."""
+        return self.text, self.reasoning, self.calls, self.ids, [word for word, _ in self.rows], self.end, self.usage
+
+    def begins(self, other: Spoken) -> bool:
+        """Return whether another answer begins as this one, which may be a part."""
+        calls = all(
+            index in other.calls and all(map(str.startswith, other.calls[index], call))
+            for index, call in self.calls.items()
+        )
+        texts = other.text.startswith(self.text) and other.reasoning.startswith(self.reasoning)
+        ids = other.ids[: len(self.ids)] == self.ids or not other.ids
+        return calls and texts and ids and other.rows[: len(self.rows)] == self.rows
+
+
+def read(stream: bytes) -> Spoken:
+    """Put together what the whole events of a stream say, of any of the routes."""
+    answer = Spoken()
+    for event in stream.decode(errors="replace").split("\n\n")[:-1]:
+        data = event.partition("data: ")[2]
+        if data == "[DONE]" and not answer.end and not answer.problem:
+            answer.problem = "it ends without an end"
+        if data and data != "[DONE]":
+            take(answer, json.loads(data))
+    return answer
+
+
+def take(answer: Spoken, said: dict[str, Any]) -> None:
+    """Add what an event says."""
+    kind = said.get("type", "")
+    if "error" in said or kind == "error":
+        answer.problem = json.dumps(said)
+    elif kind == "response.completed" or kind == "message_stop":
+        answer.end = kind
+    elif kind.endswith(("text.delta", "reasoning_part.delta")):
+        answer.text += said["delta"]
+    elif kind == "content_block_delta":
+        answer.text += said["delta"].get("text") or said["delta"].get("thinking") or ""
+    elif not kind:
+        _take_choice(answer, said)
+
+
+def _take_choice(answer: Spoken, said: dict[str, Any]) -> None:
+    answer.names.add((said["id"], said["created"], said["model"], said["object"]))
+    if usage := said.get("usage"):
+        answer.usage = [usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
+    for choice in said["choices"]:
+        delta = choice.get("delta") or {}
+        answer.text += choice.get("text") or delta.get("content") or ""
+        answer.reasoning += delta.get("reasoning") or ""
+        for call in delta.get("tool_calls") or ():
+            name, arguments = answer.calls.get(call["index"], ("", ""))
+            more = call.get("function") or {}
+            answer.calls[call["index"]] = name + (more.get("name") or ""), arguments + (more.get("arguments") or "")
+        answer.ids += choice.get("token_ids") or []
+        rows = choice.get("logprobs") or {}
+        listed = zip(rows.get("tokens") or (), rows.get("token_logprobs") or (), strict=True)
+        answer.rows += [*listed, *((row["token"], row["logprob"]) for row in rows.get("content") or ())]
+        answer.end = choice.get("finish_reason") or answer.end
+
+
+Check = Callable[[Spoken], object]
+
+
+@dataclass(frozen=True)
+class StreamKind:
+    """A row of the table. `ends`: a sampled answer must end so; `parsers`: of the D that serves it."""
+
+    name: str
+    route: str
+    asks: Mapping[str, Any] = field(default_factory=dict)
+    script: str = ""
+    check: Check = bool
+    parsers: str = "plain"
+    goes_on: bool = True
+    most: int = 48  # tokens
+
+    @property
+    def sampled(self) -> bool:
+        return bool(self.asks.get("temperature"))
+
+    def body(self, number: int) -> dict[str, Any]:
+        """Return a request of this kind; each number has another prompt."""
+        text, limit = " ".join(map(str, prompt(40, number))), "max_tokens"
+        # Of letters: half a character at its end would be the beginning of the answer.
+        what: dict[str, Any] = {"prompt": [3 + token % 90 for token in prompt(150, number)]}
+        if self.route == RESPONSES:
+            what, limit = {"input": text}, "max_output_tokens"
+        elif self.route != COMPLETIONS:
+            what = {"messages": [{"role": "user", "content": text}]}
+        asked = {"model": "model", "stream": True, limit: self.most, "temperature": 0, **what}
+        if self.route in (COMPLETIONS, CHAT):
+            asked |= {"stream_options": {"include_usage": True}, "return_token_ids": True, "ignore_eos": True}
+        if self.script:
+            asked["vllm_xargs"] = {"script": script_of(self.script)}
+        return {**asked, **self.asks}
+
+
+def json_of(answer: Spoken) -> bool:
+    said = json.loads(answer.text)
+    return bool(re.fullmatch("[a-z]{20}", said["who"])) and said["where"] in ("left", "right") and len(said) == 2
+
+
+def calls_look(answer: Spoken) -> bool:
+    """Return whether it calls the tool, first with whole arguments; a tool that must be called is called again."""
+    names = {name for name, _ in answer.calls.values()}
+    return names == {"look"} and set(json.loads(answer.calls[0][1])) == {"where"}
+
+
+def thinks(reasoning: str, text: str) -> Check:
+    """Return a check of both parts of an answer; DOT is some letter."""
+    pattern = [re.escape(part).replace(re.escape(DOT), "[a-z]") for part in (reasoning, text)]
+    return lambda a: re.fullmatch(pattern[0], a.reasoning.strip()) and re.fullmatch(pattern[1], a.text.strip())
+
+
+def long(answer: Spoken) -> bool:
+    return answer.end == "length"
+
+
+def with_rows(answer: Spoken) -> bool:
+    return len(answer.rows) == len(answer.ids) > 0
+
+
+def _auto(script: str) -> dict[str, Any]:
+    return {
+        "route": CHAT,
+        "script": script,
+        "check": calls_look,
+        "most": len(script_of(script)) + 1,
+    }
+
+
+_DOTS = DOT * 12
+_TOOLS: dict[str, Any] = {"tools": [TOOL], "ignore_eos": False, "stop_token_ids": []}
+_AUTO: dict[str, Any] = {"tools": [LOOSE], "tool_choice": "auto"}
+_THOUGHT, _SAID = f"so {_DOTS} it is", f"the answer is {_DOTS}"
+_HERMES = f'<tool_call>\n{{"name": "look", "arguments": {{"where": "{_DOTS}"}}}}\n</tool_call>'
+_DEEPSEEK = f'{_BEGIN}{_CALL}function{_SEP}look\n```json\n{{"where": "{_DOTS}"}}\n```{_CALLED}{_END}'
+_QWEN = f"<tool_call>\n<function=look>\n<parameter=where>\n{_DOTS}\n</parameter>\n</function>\n</tool_call>"
+_FLAT = {"frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.2}
+_CUT: dict[str, Any] = {"stop": ["ENOUGH"], "ignore_eos": False}
+_SPEECH = "one two three ENOUG four ENOUGH five"
+
+# Flags of D's server by the name in `StreamKind.parsers`.
+PARSERS: dict[str, Sequence[str]] = {
+    "plain": ("--tool-call-parser", "hermes"),
+    "deepseek": ("--tool-call-parser", "deepseek_v3", "--reasoning-parser", "deepseek_r1"),
+    "qwen3": ("--tool-call-parser", "qwen3_coder", "--reasoning-parser", "qwen3"),
+    "glm": ("--tool-call-parser", "hermes", "--reasoning-parser", "glm45"),
+}
+
+
+def _reasons(parsers: str, begin: str = "<think>") -> list[StreamKind]:
+    """Return what has a parser of reasoning: a thought and an answer, and a grammar behind the thought."""
+    both: dict[str, Any] = {"parsers": parsers, "route": CHAT}
+    script = f"{begin}{_THOUGHT}</think>{_SAID}"
+    most = len(script_of(script))
+    schema = {"structured_outputs": {"json": SCHEMA}, **DENSE}
+    behind: Check = lambda a: json_of(a) and a.reasoning  # noqa: E731
+    return [
+        StreamKind(f"reasoning, {parsers}", script=script, check=thinks(_THOUGHT, _SAID), most=most, **both),
+        StreamKind(
+            f"reasoning, {parsers}, sampled",
+            script=script,
+            check=thinks(_THOUGHT, _SAID),
+            most=most,
+            asks=SAMPLED,
+            **both,
+        ),
+        StreamKind(
+            f"a schema behind reasoning, {parsers}",
+            script=f"{begin}so</think>",
+            check=behind,
+            most=80,
+            asks={**schema, **SAMPLED},
+            **both,
+        ),
+    ]
+
+
+KINDS: tuple[StreamKind, ...] = (
+    StreamKind("greedy", COMPLETIONS, check=long),
+    StreamKind("temperature 0.8", COMPLETIONS, SAMPLED, check=long),
+    StreamKind("top-p 0.9", COMPLETIONS, {**SAMPLED, "top_p": 0.9}, check=long),
+    StreamKind("penalties", COMPLETIONS, _FLAT, check=long),
+    StreamKind(
+        "min_tokens",
+        COMPLETIONS,
+        {"min_tokens": 42, "stop_token_ids": [*range(3, VOCAB)], "ignore_eos": False},
+        check=lambda a: len(a.ids) == 43 and a.end == "stop",
+    ),
+    StreamKind("stop string", COMPLETIONS, _CUT, _SPEECH, lambda a: a.text == "one two three ENOUG four "),
+    StreamKind("5 log-probabilities", COMPLETIONS, {"logprobs": 5}, check=with_rows),
+    StreamKind(
+        "schema", COMPLETIONS, {"structured_outputs": {"json": SCHEMA}, **DENSE, **SAMPLED}, check=json_of, most=80
+    ),
+    StreamKind("greedy", CHAT, check=long),
+    StreamKind("temperature 0.8, penalties", CHAT, {**SAMPLED, **_FLAT}, check=long),
+    StreamKind("stop string", CHAT, _CUT, _SPEECH, lambda a: a.text == "one two three ENOUG four "),
+    StreamKind("5 log-probabilities", CHAT, {"logprobs": True, "top_logprobs": 5}, check=with_rows),
+    StreamKind(
+        "schema",
+        CHAT,
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}, **DENSE},
+        check=json_of,
+        most=80,
+    ),
+    StreamKind("a named tool", CHAT, {**_TOOLS, "tool_choice": NAMED, **DENSE}, check=calls_look, most=60),
+    StreamKind("some tool", CHAT, {**_TOOLS, "tool_choice": "required", **DENSE, **SAMPLED}, check=calls_look, most=80),
+    StreamKind("hermes calls", asks=_AUTO, **_auto(_HERMES)),
+    StreamKind("hermes calls, sampled", asks={**_AUTO, **SAMPLED}, **_auto(_HERMES)),
+    StreamKind("greedy", RESPONSES, goes_on=False),
+    StreamKind("greedy", MESSAGES, goes_on=False),
+    *_reasons("deepseek"),
+    StreamKind(
+        "deepseek calls, sampled", asks={**_AUTO, **SAMPLED}, parsers="deepseek", **_auto("</think>" + _DEEPSEEK)
+    ),
+    *_reasons("qwen3"),
+    StreamKind("qwen3 calls, sampled", asks={**_AUTO, **SAMPLED}, parsers="qwen3", **_auto("</think>" + _QWEN)),
+    *_reasons("glm"),
+)
