@@ -121,8 +121,9 @@ def geometry(shape: PlanInput, flag: str, tp: int, pp: int) -> CacheGeometry:
         (*(name for index in range(a, b) for name in _names(shape, index)), *(drafts if b == model.layers else ()))
         for a, b in pairwise(_cuts(model.layers, pp))
     )
-    others = [*_indexers(shape, 1), *_sections(shape, tp)]
-    kind_of = {name: index for index, (_, names) in enumerate(others, start=1) for name in names}
+    others = dict([*_indexers(shape, 1), *_sections(shape, tp)])
+    ends = ("", *others)
+    kind_of = [max(n for n, end in enumerate(ends) if name.endswith(end)) for stage in stages for name in stage]
     return CacheGeometry(
         block_size=size,
         kv_heads=model.heads,
@@ -133,8 +134,8 @@ def geometry(shape: PlanInput, flag: str, tp: int, pp: int) -> CacheGeometry:
         stages=stages,
         drafter="a draft model" if drafts else "",
         drafts=drafts,
-        others=tuple(kind for kind, _ in others),
-        kind_of=tuple(kind_of.get(name, 0) for stage in stages for name in stage) if others else (),
+        others=tuple(others.values()),
+        kind_of=tuple(kind_of) if others else (),
         groups=(Group(size), Group(size, STATE)) if model.states is not None else (),
     )
 
@@ -162,7 +163,7 @@ def with_context(
         refuse(given, value, f"an engine has at most {MAX_WORKERS} workers", "Give less.")
     if shape.model.index and pcp > 1:
         refuse(given, value, "an engine with a sparse indexer does not start with PCP", f"Give {flag}-pcp 1.")
-    others = tuple(kind for kind, _ in _indexers(shape, dcp))
+    others = tuple(dict(_indexers(shape, dcp)).values())
     return msgspec.structs.replace(g, others=others, dcp=dcp, pcp=pcp, interleave=interleave)
 
 
@@ -174,18 +175,17 @@ def _names(shape: PlanInput, index: int) -> list[str]:
     return own
 
 
-def _indexers(shape: PlanInput, dcp: int) -> Iterator[tuple[LayerKind, tuple[str, ...]]]:
-    """Yield the kind of indexers' keys, of which each rank of DCP has all, and its layers."""
+def _indexers(shape: PlanInput, dcp: int) -> Iterator[tuple[str, LayerKind]]:
+    """Yield how names of indexers' layers end, and their kind, of which each rank of DCP has all."""
     if shape.model.index:
         cell, size = shape.model.index * shape.item, shape.block_of(1) * dcp
         cells = (("index key", cell), *((("index key_scale", shape.scale),) if shape.scale else ()))
         regions = tuple(Region(name, size * cell, 0, cell, cell) for name, cell in cells)
-        layers = tuple(index_of(f"layers.{index}.attn") for index in sorted(shape.attention_layers))
-        yield LayerKind(1, f"{shape.item}-byte", "plain", regions, whole=dcp > 1), layers
+        yield index_of(""), LayerKind(1, f"{shape.item}-byte", "plain", regions, whole=dcp > 1)
 
 
-def _sections(shape: PlanInput, tp: int) -> Iterator[tuple[LayerKind, tuple[str, ...]]]:
-    """Yield the kinds of layers that states are made of, one behind the other, and the layers of each."""
+def _sections(shape: PlanInput, tp: int) -> Iterator[tuple[str, LayerKind]]:
+    """Yield how names of layers end that states are made of, one behind the other, and their kinds."""
     states = shape.model.states
     if states is None:
         return
@@ -196,8 +196,7 @@ def _sections(shape: PlanInput, tp: int) -> Iterator[tuple[LayerKind, tuple[str,
             Region(one.name, found.nbytes[one.state], one.cell_bytes if each else 0, 0, one.cell_bytes)
             for one in section.regions
         )
-        layers = tuple(section_of(f"layers.{index}", section.name) for index in sorted(states.layers))
-        yield LayerKind(section.heads, "-", PACKING, regions, 1), layers
+        yield section_of("", section.name), LayerKind(section.heads, "-", PACKING, regions, 1)
 
 
 def _cuts(layers: int, pp: int) -> list[int]:
