@@ -70,7 +70,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
         self._engine = engine
         self._transfer = vllm_config.kv_transfer_config
         self.patience = patience.Patience(self._nap_budget, self._due_s)
-        self._scheduler, self._worker = SchedulerRole(), WorkerRole()  # these do nothing; one is replaced below
+        self.scheduler_role, self.worker_role = SchedulerRole(), WorkerRole()  # these do nothing; one is replaced below
         self._legacy_invalid_blocks: set[int] = set()
         self._groups = tuple(range(len(kv_cache_config.kv_cache_groups))) if kv_cache_config is not None else (0,)
         self._grouped = kv_cache_config is not None and admission.is_grouped(kv_cache_config)
@@ -82,10 +82,10 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
         if scheduler:
             by_request = kv_cache_config is not None and admission.older_scheduler(vllm_config, kv_cache_config)
             blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
-            self._scheduler = _scheduler(engine, vllm_config, blocks, self.patience, fails=by_request)
+            self.scheduler_role = _scheduler(engine, vllm_config, blocks, self.patience, fails=by_request)
         else:
-            self._worker = _worker(engine, vllm_config, kv_cache_config)
-        self.step_hooks = self._scheduler.step_hooks()
+            self.worker_role = _worker(engine, vllm_config, kv_cache_config)
+        self.step_hooks = self.scheduler_role.step_hooks()
         for hooks in self.step_hooks:
             hooks.settle(vllm_config)
 
@@ -96,10 +96,10 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
         return TraceFile(directory, name) if directory else None
 
     def _nap_budget(self) -> int | None:
-        return self._scheduler.nap_budget()
+        return self.scheduler_role.nap_budget()
 
     def _due_s(self) -> float:
-        return self._scheduler.due_s()
+        return self.scheduler_role.due_s()
 
     # -- class-level questions
 
@@ -122,20 +122,20 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
         if not admission.is_alone(self):
             admission.check_contained(self._grouped)
-        self._worker.register_kv_caches(kv_caches)
+        self.worker_role.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        facts = self._worker.handshake()
+        facts = self.worker_role.handshake()
         return Handshake(facts) if facts is not None else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if isinstance(kv_connector_metadata, StepMetadata):
-            self._worker.preempt(kv_connector_metadata)
+            self.worker_role.preempt(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepMetadata):
-            self._worker.bind(connector_metadata)
+            self.worker_role.bind(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Do nothing: P writes into D's memory, and pushes are prepared when the metadata is bound."""
@@ -145,13 +145,13 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
 
     def on_kv_cache_written(self, layer_name: str = "") -> None:
         """Called by vllm-ascend between a layer's write into the cache and its attention; with GQA without a name."""
-        self._worker.layer_written(layer_name)
+        self.worker_role.layer_written(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        self._worker.save_layer(layer_name)
+        self.worker_role.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        self._worker.end_step()
+        self.worker_role.end_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         ended = self._ended(finished_req_ids)
@@ -168,16 +168,16 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
         return set() if compat.HAS_TRANSFER_RESULTS or self._grouped else invalid
 
     def _ended(self, finished_req_ids: set[str]) -> EndedRequests:
-        ended = self._worker.ended(finished_req_ids)
+        ended = self.worker_role.ended(finished_req_ids)
         self._legacy_invalid_blocks.update(ended.invalid_blocks)
         return ended
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        news = self._worker.news()
+        news = self.worker_role.news()
         return news if news != WorkerNews() else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        data = self._worker.stats() or self._scheduler.stats()
+        data = self.worker_role.stats() or self.scheduler_role.stats()
         if data is None and self._is_worker and not compat.HAS_TRANSFER_RESULTS:
             data = {}  # before 0.30 vLLM asks the scheduler's side only in steps in which a worker reports something
         return PushStats(data=data) if data is not None else None
@@ -193,8 +193,8 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
         return PushPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        self._worker.close()
-        self._scheduler.close()
+        self.worker_role.close()
+        self.scheduler_role.close()
         if self._trace is not None:
             self._trace.close()
 
@@ -214,7 +214,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
             (stage, again[0] * facts.geometry.tp_size + tp if again else tp): facts
             for (stage, *again, tp), facts in by_worker.items()
         }
-        self._scheduler.attach_workers(workers)
+        self.scheduler_role.attach_workers(workers)
         role = "prefill" if self._transfer.is_kv_producer else "decode"
         log.info("%s", self._engine.summary(role, workers))
 
@@ -222,7 +222,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
         return self._groups
 
     def on_new_request(self, request: Any) -> None:
-        self._scheduler.arrived(request)
+        self.scheduler_role.arrived(request)
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
@@ -230,52 +230,52 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHo
         return not self._transfer.is_kv_producer
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        count = self._scheduler.wanted(request, num_computed_tokens)
+        count = self.scheduler_role.wanted(request, num_computed_tokens)
         return count, count is not None and count > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        self.scheduler_role.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         with older_groups.lent(scheduler_output, self.tables) as output:
-            return self._scheduler.metadata(output)
+            return self.scheduler_role.metadata(output)
 
     def preempted(self, request_id: str) -> None:
-        self._scheduler.preempted(request_id)
+        self.scheduler_role.preempted(request_id)
 
     def pauses(self, paused: bool) -> None:
-        self._scheduler.pauses(paused)
+        self.scheduler_role.pauses(paused)
 
     def weights(self, version: str) -> None:
         self._engine.weights.version = version
-        self._scheduler.reset()
+        self.scheduler_role.reset()
 
     def reset_cache(self) -> bool:
-        self._scheduler.reset()
+        self.scheduler_role.reset()
         return True
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler.must_step()
+        return self.scheduler_role.must_step()
 
     def update_connector_output(self, connector_output: Any) -> None:
         news = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(news, WorkerNews):
-            self._scheduler.take_news(news)
+            self.scheduler_role.take_news(news)
         # Behind a MultiConnector, reports of other connectors are among these: unknown here, they stay for vLLM.
         for request_id in sorted(connector_output.finished_sending or ()):
-            self._scheduler.released(request_id)
+            self.scheduler_role.released(request_id)
         for request_id in sorted(connector_output.finished_recving or ()):
-            self._scheduler.received(request_id)
-            if self._scheduler.holds(request_id):
+            self.scheduler_role.received(request_id)
+            if self.scheduler_role.holds(request_id):
                 connector_output.finished_recving.discard(request_id)  # vLLM learns of it with its first token
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.request_finished(request, bool(block_ids))
+        return self.scheduler_role.request_finished(request, bool(block_ids))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.request_finished(request, any(block_ids))
+        return self.scheduler_role.request_finished(request, any(block_ids))
 
 
 def _scheduler(

@@ -577,7 +577,7 @@ class PrefillRank:
         if parts is not None and made is not None:
             found |= {
                 "exchanges waiting": len(parts.stream.queue),
-                "steps": len(made._steps),
+                "steps": len(made.steps),
                 "missing": len(made.missed),
                 "slot shares": sum(len(push.slot_shares) for push in self.core.records.values()),
                 "owed": sum(len(push.owed) for push in self.core.records.values()),

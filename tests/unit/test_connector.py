@@ -191,7 +191,7 @@ def test_stages_and_ranks_tell_their_layers_by_pp_and_tp() -> None:
     scheduler = connector("kv_producer", KVConnectorRole.SCHEDULER, tensor_parallel_size=2, pipeline_parallel_size=2)
     shakes = {key: pickle.loads(pickle.dumps(worker.get_handshake_metadata())) for key, worker in workers.items()}
     scheduler.set_xfer_handshake_metadata_pp_aware(shakes)
-    geometry = scheduler._scheduler.book.geometry  # type: ignore[union-attr]
+    geometry = scheduler.scheduler_role.book.geometry  # type: ignore[union-attr]
     assert geometry is not None and geometry.stages == ((LAYERS[0],), (LAYERS[1],)) and geometry.tp_size == 2
     for made in (*workers.values(), scheduler):
         made.shutdown()
@@ -215,11 +215,11 @@ def test_ranks_of_prefills_context_parallelism_are_counted_before_those_of_tenso
     for rank in range(6):
         worker = made(KVConnectorRole.WORKER, rank)
         worker.register_kv_caches(tensors(1))
-        assert worker._worker._contributor == Contributor(0, rank)  # type: ignore[union-attr]
+        assert worker.worker_role._contributor == Contributor(0, rank)  # type: ignore[union-attr]
         shakes[0, rank // 2, rank % 2] = worker.get_handshake_metadata()
         workers.append(worker)
     scheduler, calls = made(KVConnectorRole.SCHEDULER), []
-    monkeypatch.setattr(scheduler._scheduler, "attach_workers", calls.append)
+    monkeypatch.setattr(scheduler.scheduler_role, "attach_workers", calls.append)
     scheduler.set_xfer_handshake_metadata_pp_aware(shakes)
     (attached,) = calls
     assert list(attached) == [(0, rank) for rank in range(6)]
@@ -273,7 +273,7 @@ def test_where_no_answer_goes_on_it_says_so(
     made = connector("kv_consumer", KVConnectorRole.SCHEDULER)
     assert made.get_kv_connector_stats().data["levels"]["hooks_off"].popitem()[1] == 1  # type: ignore[union-attr]
     assert "answers that go on: off, because it is another one: answers that" in caplog.text
-    assert not made._scheduler.going_on.vocabulary  # type: ignore[attr-defined]
+    assert not made.scheduler_role.going_on.vocabulary  # type: ignore[attr-defined]
     made.shutdown()
 
 
@@ -352,7 +352,7 @@ def test_a_request_crosses_whenever_start_load_kv_is_called(pair: ConnectorPair,
 
 def test_a_prefill_engine_that_cannot_push_any_more_ends_at_its_next_step(pair: ConnectorPair) -> None:
     """An error out of a worker's hook ends the engine: vLLM has no other way to make /health fail."""
-    worker = pair.prefill_worker._worker
+    worker = pair.prefill_worker.worker_role
     assert worker is not None and worker.runtime is not None
     worker.runtime.writer.died(OSError("the engine broke"))
     with pytest.raises(PdError, match="PD-XFER-007"):
@@ -369,7 +369,7 @@ def test_reports_of_other_connectors_are_left_to_them(pair: ConnectorPair) -> No
         each.update_connector_output(all_of_them)
         assert all_of_them.finished_recving == {"r", "another's"}
         assert all_of_them.finished_sending == {"r-p", "another's"}
-    assert pair.decode._nap_budget() == 0, "its own it has heard"
+    assert pair.decode.scheduler_role.nap_budget() == 0, "its own it has heard"
     for empty in (KVConnectorOutput(), KVConnectorOutput(finished_recving=set())):
         pair.prefill.update_connector_output(empty)
         pair.decode.update_connector_output(empty)
@@ -461,8 +461,8 @@ def test_the_hooks_of_a_layer_do_no_more_than_note_it(pair: ConnectorPair) -> No
     pair.prefill.update_state_after_alloc(asked, Blocks([1, 6]), 0)
     worker, (mine, _) = pair.prefill_worker, pair.caches
     worker.bind_connector_metadata(pair.prefill.build_connector_meta(output("r-p", len(TOKENS), [1, 6])))
-    runtime = worker._worker.runtime  # type: ignore[union-attr]
-    assert runtime is not None and runtime.steps._current is not None
+    runtime = worker.worker_role.runtime  # type: ignore[union-attr]
+    assert runtime is not None
 
     def forward() -> None:
         for name, tensor in mine.items():

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.unit.kits.flags import flags_of, subcommands
 from vllm_ascend_pd import config
 from vllm_ascend_pd.cli.__main__ import SUBCOMMANDS, parser
 from vllm_ascend_pd.config import PushConfig
@@ -64,13 +65,11 @@ def of_script(name: str) -> set[str]:
 
 
 def subcommand(name: str) -> argparse.ArgumentParser:
-    [found] = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]
-    made: argparse.ArgumentParser = found.choices[name]
-    return made
+    return subcommands(parser())[name]
 
 
 def shown(made: argparse.ArgumentParser) -> set[str]:
-    return {flag for flag, action in made._option_string_actions.items() if action.help != argparse.SUPPRESS}
+    return {flag for flag, action in flags_of(made).items() if action.help != argparse.SUPPRESS}
 
 
 def accepted(where: str, shown: set[str]) -> Callable[[str], bool]:
@@ -78,7 +77,7 @@ def accepted(where: str, shown: set[str]) -> Callable[[str], bool]:
     if where in (KEYS, IGNORED):
         return lambda key: is_key(key, PushConfig.parse, ignored=where == IGNORED)
     if where.startswith("vllm-ascend-pd "):
-        return subcommand(where.split()[1])._option_string_actions.__contains__
+        return flags_of(subcommand(where.split()[1])).__contains__
     return shown.__contains__
 
 

@@ -168,7 +168,7 @@ def _begin() -> Begin:
     )
 
 
-def _messages() -> list[Message]:
+def messages() -> list[Message]:
     addresses = Memory("session-1", (10,), ((1 << 20,), (2 << 20,)))
     digest = plan_digest(P, D, 0, 40, "direct")
     return [
@@ -187,7 +187,7 @@ def _messages() -> list[Message]:
 def _frames() -> list[bytes]:
     session = _sessions()[0]
     hello = Hello(PROTOCOL_VERSION, "prefill-1", b"n" * 32, True, "P0")
-    said = [Proof(), *_messages(), Leaving(True)]
+    said = [Proof(), *messages(), Leaving(True)]
     stream = clear_frame(hello) + b"".join(guarded_frame(session, message) for message in said)
     return [stream, clear_frame(Goodbye("PD-SEC-003", "no")), clear_frame(hello) * 3]
 
@@ -289,7 +289,7 @@ def _sessions() -> tuple[Session, Session]:
 
 def _signed() -> list[bytes]:
     dialer = _sessions()[0]
-    return [dialer.protect(encode(message)) for message in _messages()]
+    return [dialer.protect(encode(message)) for message in messages()]
 
 
 def _verifier() -> Run:
@@ -834,7 +834,7 @@ TARGETS = (
     FuzzTarget("frames", "cutting a stream into frames", 10, _frames, _splitter),
     FuzzTarget("greeting", "greeting and farewell", 8, _greetings, _greeting, MSGPACK),
     FuzzTarget(
-        "messages", "messages, into both machines", 14, lambda: [encode(m) for m in _messages()], _machines, MSGPACK
+        "messages", "messages, into both machines", 14, lambda: [encode(m) for m in messages()], _machines, MSGPACK
     ),
     FuzzTarget("signed", "signed messages", 12, _signed, _verifier),
     FuzzTarget("listener", "a whole listener with a secret", 8, _frames, _listener),

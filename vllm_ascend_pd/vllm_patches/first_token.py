@@ -41,8 +41,8 @@ _BATCH, _ADVANCED = ("self", "request"), ("self", "request", "new_token_ids")
 _STATES = ("self", "req_id", "prompt_len", "all_token_ids", "num_computed_tokens", "max_tokens")
 _ACCEPTED, _VALIDATED = ("self", "request_id", "tokens"), ("self", "tokens")
 _SCHEDULER = ("_update_from_kv_xfer_finished", "finish_requests")
-_REQUEST = ("append_output_token_ids", "take_events", "take_prefill_stats", "record_event", "get_finished_reason")
-_OUTPUT = (
+REQUEST_USED = ("append_output_token_ids", "take_events", "take_prefill_stats", "record_event", "get_finished_reason")
+OUTPUT_USED = (
     "new_logprobs",
     "finish_reason",
     "stop_reason",
@@ -227,8 +227,8 @@ def _other_shape(vllm_config: Any, scheduler: type) -> str:
         (getattr(batch, _ADDED), _STATES if second else _BATCH),
     )
     found += [name for name in _SCHEDULER if not hasattr(scheduler, name)]
-    found += [name for name in _REQUEST if not hasattr(Request, name)]
-    found += [name for name in _OUTPUT if name not in EngineCoreOutput.__struct_fields__]
+    found += [name for name in REQUEST_USED if not hasattr(Request, name)]
+    found += [name for name in OUTPUT_USED if name not in EngineCoreOutput.__struct_fields__]
     found += [name for name in _STATE if name not in CachedRequestState.__dataclass_fields__]
     return f"this vLLM's {', '.join(found)} differ" if found else ""
 

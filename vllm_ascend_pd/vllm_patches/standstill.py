@@ -19,7 +19,7 @@ from vllm_ascend_pd.vllm_patches.tried import untried
 
 MAX_STEPS = 64  # scheduled and not read yet: more than a pipeline has stages
 _QUEUES = ("kv_holding_waiting", "skipped_waiting", "waiting")  # in vLLM's order: it tries what holds KV first
-_USED = ("_preempt_request", "get_num_unfinished_requests", "get_request_counts")
+USED = ("_preempt_request", "get_num_unfinished_requests", "get_request_counts")
 
 
 def install(vllm_config: Any) -> str:
@@ -27,7 +27,7 @@ def install(vllm_config: Any) -> str:
     if why := untried():
         return why
     scheduler = vllm_config.scheduler_config.get_scheduler_cls()
-    if missing := [name for name in _USED if not hasattr(scheduler, name)]:
+    if missing := [name for name in USED if not hasattr(scheduler, name)]:
         return f"the scheduler {scheduler.__name__} has no {', '.join(missing)}"
     return first_token.wrap_outputs(scheduler)
 

@@ -98,11 +98,11 @@ class CollectedOutcomes:
 
     def final(self, key: Any, timeout: float = 20) -> Outcome:
         with self.changed:
-            assert self.changed.wait_for(lambda: self._finals(key), timeout), f"no outcome for {key}"
-            (only,) = self._finals(key)
+            assert self.changed.wait_for(lambda: self.finals(key), timeout), f"no outcome for {key}"
+            (only,) = self.finals(key)
             return only
 
-    def _finals(self, key: Any) -> list[Outcome]:
+    def finals(self, key: Any) -> list[Outcome]:
         return [o for k, o in self.outcomes if k == key and o.final]
 
 
@@ -203,7 +203,7 @@ def test_no_question_waits_for_reports_or_finds_the_queue_full(loop: LoopThread,
     mine.reserve("next", mute.served.url, {}, 20)
     mine.reserve("one more", mute.served.url, {}, 20)
     assert collected.final("one more").failure.code == "PD-META-004"
-    assert not collected._finals("next"), "a question takes a reservation's place"
+    assert not collected.finals("next"), "a question takes a reservation's place"
 
 
 @pytest.mark.parametrize(

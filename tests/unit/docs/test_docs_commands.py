@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 import subprocess
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.unit.kits.flags import flags_of, subcommands
 from vllm_ascend_pd.cli.__main__ import parser
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -248,10 +248,10 @@ def wrong(words: tuple[str, ...]) -> str:
     if not OURS.fullmatch(program):
         return f"{program} is not ours, and neither UNCHECKED nor PLAIN says why it may be here"
     if program == "vllm-ascend-pd":
-        [group] = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]
-        if words[1] not in group.choices:
+        known_commands = subcommands(parser())
+        if words[1] not in known_commands:
             return f"no command {words[1]}"
-        known = " ".join(group.choices[words[1]]._option_string_actions)
+        known = " ".join(flags_of(known_commands[words[1]]))
     elif program in ("python", ".venv/bin/python"):
         if words[1].endswith(".py"):
             known = (ROOT / words[1]).read_text() if (ROOT / words[1]).is_file() else ""

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.unit.kits.flags import subcommands
 from vllm_ascend_pd import config
 from vllm_ascend_pd.cli.__main__ import parser
 from vllm_ascend_pd.errors import CATALOGUE
@@ -48,7 +48,7 @@ def test_every_key_of_the_predecessor_is_explained(key: str) -> None:
 
 
 def test_flags_that_the_pages_name_exist() -> None:
-    known = set(re.findall(r"--[a-z][a-z-]+", "".join(s.format_help() for s in _subparsers())))
+    known = set(re.findall(r"--[a-z][a-z-]+", "".join(s.format_help() for s in subcommands(parser()).values())))
     vllms = {"--api-key", "--enforce-eager", "--kv-transfer-config", "--max-model-len", "--shutdown-timeout"}
     ours = set(re.findall(r"`(--[a-z][a-z-]+)", OPERATIONS + MIGRATION)) - vllms
     assert ours <= known
@@ -69,8 +69,3 @@ def test_links_lead_somewhere() -> None:
     for text in (OPERATIONS, MIGRATION):
         for target in re.findall(r"\]\(([^)#:]+)\)", text):
             assert (ROOT / "docs" / target).exists(), target
-
-
-def _subparsers() -> list[Any]:
-    (action,) = [a for a in parser()._actions if hasattr(a, "choices") and isinstance(a.choices, dict)]
-    return list(action.choices.values())

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.unit.docs.metric_names import OF_VLLM, ours
+from tests.unit.kits.flags import subcommands
 from vllm_ascend_pd.cli.__main__ import parser
 from vllm_ascend_pd.errors import CATALOGUE
 
@@ -48,8 +49,7 @@ def test_metrics_that_are_named_exist() -> None:
 
 
 def test_flags_that_are_named_exist() -> None:
-    (group,) = [action for action in parser()._actions if isinstance(action.choices, dict)]
-    known = "".join(command.format_help() for command in group.choices.values())  # type: ignore[union-attr]
+    known = "".join(command.format_help() for command in subcommands(parser()).values())
     for flag in [word.split()[0] for word in QUOTED if word.startswith("--")]:
         assert flag in known, flag
 

@@ -39,13 +39,12 @@ STAGES = (
 
 
 @pytest.fixture
-def full(tmp_path: Path) -> Iterator[TraceFile]:
+def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TraceFile]:
     """A trace file on a full disk: writes fail at the first flush."""
     if not FULL.exists():
         pytest.skip("this system has no /dev/full")
+    monkeypatch.setattr(trace, "_opened", lambda _: FULL.open("a", buffering=1))
     made = TraceFile(str(tmp_path), "test")
-    made._file.close()
-    made._file = FULL.open("a", buffering=1)
     yield made
     made.close()
 
@@ -54,7 +53,7 @@ def test_a_full_disk_ends_the_trace_with_one_line(full: TraceFile, caplog: pytes
     assert trace.enabled()
     for _ in range(3):
         trace.emit("bound", transfer="t")
-    until(lambda: full not in trace._subscribers, "the end of the trace")
+    until(lambda: not trace.enabled(), "the end of the trace")
     assert [r.levelno for r in caplog.records if r.name == trace.__name__] == [logging.ERROR]
     assert "No space left" in caplog.text and "restart" in caplog.text
 
@@ -104,8 +103,9 @@ def test_the_end_of_a_process_waits_a_bounded_time_for_a_disk_that_hangs(
     assert "did not end within" in caplog.text and not trace.enabled()
     with os.fdopen(reading, "rb", buffering=0) as disk:  # it goes on
         assert disk.readall()
-    file._thread.join(30)  # type: ignore[union-attr]
-    assert not file._thread.is_alive()  # type: ignore[union-attr]
+    until(
+        lambda: not [thread for thread in threading.enumerate() if thread.name == "pd-trace-test"], "its thread", 30.0
+    )
 
 
 @pytest.mark.parametrize("stage", STAGES)

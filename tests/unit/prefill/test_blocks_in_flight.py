@@ -40,7 +40,7 @@ class UnpushedSteps:
         self.step(chunks, over)
         record = self.book.find(chunks[-1].request_id)
         assert record is not None
-        return self.book._flight.ready(chunks[-1], record.tables, groups)
+        return self.book.flight.ready(chunks[-1], record.tables, groups)
 
 
 def ready(*chunks: Chunk, over: Sequence[str] = (), groups: Any = PLAIN, known: UnpushedSteps | None = None) -> int:

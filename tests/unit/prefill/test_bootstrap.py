@@ -93,13 +93,13 @@ def test_an_endless_or_silent_caller_is_let_go(site: BootstrapPair, monkeypatch:
 def test_a_crowd_is_not_let_in(site: BootstrapPair) -> None:
     crowd = [socket.create_connection(("127.0.0.1", site.port), 10) for _ in range(bootstrap.MAX_OPEN)]
     try:
-        until(lambda: len(site.p.reception._bootstrap._open) == bootstrap.MAX_OPEN)  # type: ignore[union-attr]
+        until(lambda: len(site.p.reception.bootstrap.callers) == bootstrap.MAX_OPEN)  # type: ignore[union-attr]
         with pytest.raises(httpx.HTTPError):
             site.ask()
     finally:
         for one in crowd:
             one.close()
-    until(lambda: not site.p.reception._bootstrap._open)  # type: ignore[union-attr]
+    until(lambda: not site.p.reception.bootstrap.callers)  # type: ignore[union-attr]
     assert site.ask().status_code == 200
     site.p.close()
     with pytest.raises(httpx.ConnectError):

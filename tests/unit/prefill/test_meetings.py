@@ -102,13 +102,13 @@ def test_a_later_request_with_the_id_of_one_that_is_held_changes_nothing_of_it(b
     p.compute(count=4, blocks=(7,))
     p.compute(begin=4, count=4, blocks=(8,))
     other = Chunk("other", 8, 1, [[7, 8, 9]], replaces=True)
-    assert p.book._flight.ready(other, [[7, 8, 9]], D.tables) == 4, "this step fills block 8"
+    assert p.book.flight.ready(other, [[7, 8, 9]], D.tables) == 4, "this step fills block 8"
     if not bound:
         p.offer(source=source)
     assert pushed(p.step()) == [(0, 10, True, [1, 2, 3])]
     assert p.book.released("r")
     p.compute(begin=8, count=4, blocks=(9,))
-    assert p.book._flight.ready(Chunk("other", 12, 1, [], True), [[7, 8, 9]], D.tables) == 8
+    assert p.book.flight.ready(Chunk("other", 12, 1, [], True), [[7, 8, 9]], D.tables) == 8
     assert not p.end() and p.book.open_count() == 0
 
 

@@ -126,14 +126,14 @@ class RegroupPrefillRank:
     def stats(self) -> dict[str, int]:
         """Return counts of the exchanges since the start, and what is held now. Empty without exchanges."""
         with self.runtime.lock:
-            core, made, exchanger = self.runtime.core, self.runtime.core.exchanges, self.runtime._exchanger
+            core, made, exchanger = self.runtime.core, self.runtime.core.exchanges, self.runtime.exchanger
             if made is None or exchanger is None:
                 return {}
-            own: Any = exchanger._exchange
+            own: Any = exchanger.exchange
             return {
                 "exchanges": made.count,
                 "collectives": own.collectives,
-                "steps": len(made._steps),
+                "steps": len(made.steps),
                 "missing": len(made.missed),
                 "slots_taken": made.staging.taken,
                 "slot_shares": sum(len(push.slot_shares) for push in core.records.values()),

@@ -168,9 +168,9 @@ def aborted_while_it_goes_on_leaves_nothing() -> None:
             pair.until(reached, f"{name}")
             pair.decode.scheduler.finish_requests(f"{name}-d", RequestStatus.FINISHED_ABORTED)
             pair.until(lambda name=name: pair.decode.request(f"{name}-d") is None, "D is done with it")  # type: ignore[misc]
-            left = connector._scheduler.going_on
+            left = connector.scheduler_role.going_on
             check(not left.open() and not left._told, f"{name}: something is left")
-            pair.until(lambda: not connector._nap_budget(), "nothing is waited for")
+            pair.until(lambda: not connector.scheduler_role.nap_budget(), "nothing is waited for")
             pair.speaks.set()
         check(tokens_of(pair.decode.answers["put out-d"]) == given(4), f"{pair.decode.answers}")
         check("asked-d" not in pair.decode.answers, "it was put out after its end")
@@ -201,7 +201,7 @@ def a_request_for_which_vllm_does_not_wait_is_begun_anew() -> None:
             check(tokens_of(ended(pair, "early")) == [*given(4), 5, 5], f"{pair.decode.answers}")
             check(not begun_anew(pair), "it goes on")
             return
-        request, role = pair.decode.request("early-d"), pair.decode.scheduler.connector._scheduler
+        request, role = pair.decode.request("early-d"), pair.decode.scheduler.connector.scheduler_role
         pair.until(lambda: request.num_output_tokens, "vLLM has run it")
         pair.speaks.set()
         until(lambda: role._outcomes, "the router has answered")

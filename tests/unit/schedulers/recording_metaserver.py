@@ -31,6 +31,13 @@ class RecordingMetaserver:
         self.served = ServedApp(self._app, "a metaserver")
         self.url = f"http://{self.served.address}"
 
+    def __enter__(self) -> RecordingMetaserver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end = self.end or PREFILLED
+        self.served.stop()
+
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         body = await read_body(receive)
         if scope["path"] == ROUTE:

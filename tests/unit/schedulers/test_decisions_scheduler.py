@@ -10,6 +10,8 @@ import dataclasses
 import json
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +40,7 @@ from unit.schedulers.kit import (
     reservation,
 )
 from unit.schedulers.recording_metaserver import PREFILLED, RecordingMetaserver
+from vllm_ascend_pd.decode.scheduler.metaserver import MetaserverClient
 from vllm_ascend_pd.decode.scheduler.role import DecodeScheduler
 from vllm_ascend_pd.engine import WorkerFacts, request_hash
 from vllm_ascend_pd.metadata import Bind, LoadEnd
@@ -100,16 +103,13 @@ def test_p_s_workers_hear_of_the_kernels_blocks() -> None:
 
 
 def test_d_reserves_the_kernels_blocks() -> None:
-    scheduler = decode("http://127.0.0.1:1", attach=False)
-    try:
+    with closing(decode("http://127.0.0.1:1", attach=False)) as scheduler:
         scheduler.attach_workers(HALVES)
         asked = request(params=ticket("http://127.0.0.1:1"))
         assert scheduler.wanted(asked, 0) == 10
         scheduler.allocated(asked, [[7, 3]], 10)
         (bind,) = scheduler.build_step().binds
         assert bind.blocks[0].tolist() == [14, 15, 6] and bind.kernel_blocks == (2,)
-    finally:
-        scheduler.close()
 
 
 @pytest.mark.parametrize("runner", ["V1", "V2"])
@@ -209,15 +209,12 @@ def test_a_prompt_of_embeddings_is_not_loaded(order: str, tokens: list[int] | No
         "with a P that is named": {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 1},
         "P first": {"do_remote_prefill": True, "source": "c291cmNl"},
     }[order]
-    scheduler = decode("http://127.0.0.1:1")
-    try:
+    with closing(decode("http://127.0.0.1:1")) as scheduler:
         asked = request(tokens=tokens, params=params, prompt_embeds=torch.zeros(10, 4))
         assert scheduler.wanted(asked, 0) == 0
         scheduler.allocated(asked, [[1, 2, 3]], 0)
         assert scheduler.build_step().empty
         assert scheduler.request_finished(asked, True) == (False, None)
-    finally:
-        scheduler.close()
 
 
 def test_a_cache_that_does_not_fit_is_named_with_both_values_before_anything_is_pushed() -> None:
@@ -256,45 +253,35 @@ def ticket(url: str, **more: Any) -> dict[str, Any]:
 def test_a_client_that_does_not_close_in_time_does_not_keep_the_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = RecordingMetaserver()
-    scheduler, _, _ = loading(server)
-    online, never = scheduler._online, asyncio.Event()
-    assert online is not None
     monkeypatch.setattr("vllm_ascend_pd.decode.scheduler.role.CLOSE_GRACE_S", 0.2)
-    monkeypatch.setattr(online.client, "close", never.wait)
-    try:
+    monkeypatch.setattr(MetaserverClient, "close", lambda _: asyncio.Event().wait())
+    with loading() as (server, scheduler, _, _):
         until(lambda: server.bodies, "the POST")
         scheduler.close()
-        assert not online.loop.alive, "its calls end with the loop"
+        assert not [thread for thread in threading.enumerate() if thread.name == "pd-reserve"], "its calls end with it"
         assert "the metaserver client did not close within" in caplog.text
-    finally:
-        server.served.stop()
 
 
 @pytest.mark.parametrize(
     ("asks", "picture"), [(True, False), (True, True), (False, False)], ids=["text", "with a picture", "unasked"]
 )
 def test_the_router_gets_token_ids_if_it_asks_and_they_are_all_of_the_prompt(asks: bool, picture: bool) -> None:
-    server = RecordingMetaserver(PREFILLED)
-    scheduler = decode(server.url)
     seen = [MultiModalFeatureSpec(None, "image", "h", PlaceholderRange(2, 3))] if picture else None
-    try:
+    with RecordingMetaserver(PREFILLED) as server, closing(decode(server.url)) as scheduler:
         asked = request(params=ticket(server.url, **({"send_tokens": True} if asks else {})), mm_features=seen)
         assert scheduler.wanted(asked, 0) == 10
         scheduler.allocated(asked, [[40, 41, 42]], 10)
         until(lambda: server.bodies, "the POST")
         assert server.bodies[0].get("prompt_token_ids") == (TOKENS if asks and not picture else None)
-    finally:
-        scheduler.close()
-        server.served.stop()
 
 
 @pytest.mark.parametrize("answer", ["before the step with the bind", "after it"])
 def test_a_reservation_reaches_the_metaserver_and_its_word_the_workers(answer: str) -> None:
-    server = RecordingMetaserver(PREFILLED if answer != "after it" else b"")
-    scheduler = decode(server.url, secrets=SECRETS)
-    steps = WatchedSteps(scheduler)
-    try:
+    with (
+        RecordingMetaserver(PREFILLED if answer != "after it" else b"") as server,
+        closing(decode(server.url, secrets=SECRETS)) as scheduler,
+    ):
+        steps = WatchedSteps(scheduler)
         asked = request(params=ticket(server.url, send_tokens=True))
         assert scheduler.wanted(asked, 4) == 6
         scheduler.allocated(asked, [[40, 41, 42, 43]], 6)
@@ -315,31 +302,26 @@ def test_a_reservation_reaches_the_metaserver_and_its_word_the_workers(answer: s
         steps.settled(bind.transfer)
         assert scheduler.wanted(asked, 0) == 0
         assert scheduler.received("r") and not scheduler.received("r") and scheduler.nap_budget() == 0
-    finally:
-        scheduler.close()
-        scheduler.close()
-        server.served.stop()
 
 
 def test_placeholders_for_drafts_go_where_nothing_is_loaded() -> None:
-    scheduler = decode("http://127.0.0.1:1")
-    try:
+    with closing(decode("http://127.0.0.1:1")) as scheduler:
         loads, computes = request(params=ticket("http://127.0.0.1:1")), request("here")
         for asked, wanted in ((loads, 6), (computes, 0)):
             asked.spec_token_ids = [-1, -1]  # as vllm-ascend's recompute scheduler begins
             assert scheduler.wanted(asked, 4) == wanted
             assert asked.num_tokens_with_spec == len(TOKENS) + (2 if wanted else 0)
-    finally:
-        scheduler.close()
 
 
-def loading(server: RecordingMetaserver) -> tuple[DecodeScheduler, Request, Bind]:
-    """A D scheduler that has asked for the tokens [4, 10) of request `r`."""
-    scheduler, asked = decode(server.url), request(params=ticket(server.url))
-    assert scheduler.wanted(asked, 4) == 6
-    scheduler.allocated(asked, [[40, 41, 42, 43]], 6)
-    (bind,) = scheduler.build_step().binds
-    return scheduler, asked, bind
+@contextmanager
+def loading(end: bytes = b"") -> Iterator[tuple[RecordingMetaserver, DecodeScheduler, Request, Bind]]:
+    """A metaserver, and a D scheduler that has asked it for the tokens [4, 10) of request `r`."""
+    with RecordingMetaserver(end) as server, closing(decode(server.url)) as scheduler:
+        asked = request(params=ticket(server.url))
+        assert scheduler.wanted(asked, 4) == 6
+        scheduler.allocated(asked, [[40, 41, 42, 43]], 6)
+        (bind,) = scheduler.build_step().binds
+        yield server, scheduler, asked, bind
 
 
 PUSH = push_id("p" * 16, "u" * 32)
@@ -357,9 +339,7 @@ PUSH = push_id("p" * 16, "u" * 32)
 def test_d_reports_how_the_kv_came_in_its_answer_and_to_the_metaserver(
     codes: tuple[str, str], counts: dict[str, Any]
 ) -> None:
-    server = RecordingMetaserver()  # the test does not wait for P's HTTP answer
-    scheduler, asked, bind = loading(server)
-    try:
+    with loading() as (server, scheduler, asked, bind):  # the test does not wait for P's HTTP answer
         for code in codes:  # one step per rank
             end = LoadEnd("r", Failure(code) if code else None, PUSH, cached=3)
             scheduler.ended(frozenset({end, LoadEnd("unknown", Failure("PD-XFER-001"), "")}))
@@ -376,15 +356,10 @@ def test_d_reports_how_the_kv_came_in_its_answer_and_to_the_metaserver(
         until(lambda: server.reports, "the report")
         assert server.reports == [report]
         assert scheduler.book.find("r") is None
-    finally:
-        scheduler.close()
-        server.served.stop()
 
 
 def test_why_kv_did_not_come_is_in_d_s_log_and_in_its_report(caplog: pytest.LogCaptureFixture) -> None:
-    server = RecordingMetaserver()
-    scheduler, asked, bind = loading(server)
-    try:
+    with loading() as (server, scheduler, asked, bind):
         long = "a write\nfailed " * 60
         scheduler.ended([LoadEnd("r", Failure("PD-XFER-003", long), PUSH), LoadEnd("r", None, PUSH)])
         assert scheduler.received("r")
@@ -397,45 +372,30 @@ def test_why_kv_did_not_come_is_in_d_s_log_and_in_its_report(caplog: pytest.LogC
         assert told.startswith("a write") and "\n" not in told and len(told) == MAX_DETAIL
         until(lambda: server.reports, "the report")
         assert server.reports[0]["detail"] == told
-    finally:
-        scheduler.close()
-        server.served.stop()
 
 
 def test_a_load_that_was_not_pushed_names_no_prefill() -> None:
-    server = RecordingMetaserver(PREFILLED)
-    scheduler, asked, _ = loading(server)
-    try:
+    with loading(PREFILLED) as (_, scheduler, asked, _):
         scheduler.ended([LoadEnd("r", Failure("PD-XFER-001"), "")])
         assert scheduler.received("r")
         answer = scheduler.finished(asked.request_id)
         assert answer is not None and "prefill" not in answer["pd_load"] and answer["pd_load"]["recomputed"] == 6
-    finally:
-        scheduler.close()
-        server.served.stop()
 
 
 def test_a_request_that_ends_before_its_load_reports_nothing_and_leaves_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    server = RecordingMetaserver(PREFILLED)
-    scheduler, asked, _ = loading(server)
-    try:
+    with loading(PREFILLED) as (server, scheduler, asked, _):
         assert scheduler.finished(asked.request_id) is None
         scheduler.ended([LoadEnd("r", Failure("PD-XFER-002"), PUSH)])
         assert scheduler.received("r")
         assert scheduler.book.find("r") is None and not server.reports
         assert "did not come" not in caplog.text, "nobody waits for it"
-    finally:
-        scheduler.close()
-        server.served.stop()
 
 
 def test_a_request_that_vllm_ascend_drops_in_a_step_leaves_nothing() -> None:
     """vllm-ascend's recompute scheduler does not report that such a request has finished."""
-    server = RecordingMetaserver(PREFILLED)
-    scheduler, asked, _ = loading(server)
-    try:
+    with loading(PREFILLED) as (_, scheduler, asked, _):
         assert scheduler.received("r") and scheduler.wanted(asked, 4) == 0
         scheduler.metadata(SimpleNamespace(recomputed_reqs=None))
         assert scheduler.book.find("r") is not None
@@ -452,9 +412,6 @@ def test_a_request_that_vllm_ascend_drops_in_a_step_leaves_nothing() -> None:
         for number in range(10_000):
             drops.note(str(number), {})
         assert len(drops.said) <= 4096, "where no outputs are seen"
-    finally:
-        scheduler.close()
-        server.served.stop()
 
 
 @pytest.mark.parametrize(
@@ -470,15 +427,12 @@ def test_a_request_that_vllm_ascend_drops_in_a_step_leaves_nothing() -> None:
 def test_a_d_on_loopback_whose_metaserver_is_elsewhere_says_so(
     host: str, url: str, heard: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scheduler = decode(url, attach=False)
-    try:
+    with closing(decode(url, attach=False)) as scheduler:
         with caplog.at_level("WARNING", logger="vllm_ascend_pd"):
             scheduler.attach_workers({(0, 0): WorkerFacts(Endpoint(host, 1), CACHE)})
         assert [f"cannot reach {host}" in r.getMessage() and url in r.getMessage() for r in caplog.records] == [
             True
         ] * heard
-    finally:
-        scheduler.close()
 
 
 def test_a_metaserver_that_is_down_cancels_the_load() -> None:
@@ -489,21 +443,17 @@ def test_a_metaserver_that_is_down_cancels_the_load() -> None:
         engine(metaserver_urls=[url], recv_deadline_s=0.7, ready_timeout_s=2), Patience(lambda: 0)
     )
     scheduler.attach_workers({(0, 0): WorkerFacts(ENDPOINTS[0], CACHE)})
-    try:
+    with closing(scheduler):
         asked = request(params=ticket(url))
         scheduler.wanted(asked, 0)
         scheduler.allocated(asked, [[1, 2, 3]], 10)
         steps = WatchedSteps(scheduler)
         assert steps.cancelled(steps.bound().transfer).startswith("PD-")
-    finally:
-        scheduler.close()
 
 
 def test_hundreds_of_loads_in_flight_take_no_thread_each() -> None:
     """The predecessor had 32 threads, each blocked for a whole prefill."""
-    server = RecordingMetaserver()
-    scheduler = decode(server.url)
-    try:
+    with RecordingMetaserver() as server, closing(decode(server.url)) as scheduler:
         threads = {thread.name for thread in threading.enumerate()}
         count = 300
         for i in range(count):
@@ -516,16 +466,10 @@ def test_hundreds_of_loads_in_flight_take_no_thread_each() -> None:
         assert len(steps.take().binds) == count
         server.end = PREFILLED
         until(lambda: steps.take() and sum(len(step.settles) for step in steps.taken) == count, "all outcomes")
-    finally:
-        server.end = PREFILLED
-        scheduler.close()
-        server.served.stop()
 
 
 def test_forged_tickets_are_prefilled_locally_and_call_no_address(caplog: pytest.LogCaptureFixture) -> None:
-    server = RecordingMetaserver(PREFILLED)
-    scheduler = decode("http://10.1.2.3:4")
-    try:
+    with RecordingMetaserver(PREFILLED) as server, closing(decode("http://10.1.2.3:4")) as scheduler:
         with caplog.at_level(logging.WARNING):
             asked = request(params=ticket(server.url))
             for _ in range(50):
@@ -534,9 +478,6 @@ def test_forged_tickets_are_prefilled_locally_and_call_no_address(caplog: pytest
         assert len(heard) == 1, "said once, not in every step that the request waits"
         scheduler.allocated(asked, [[1, 2, 3]], 10)
         assert scheduler.build_step().empty and not server.bodies
-    finally:
-        scheduler.close()
-        server.served.stop()
 
 
 def test_before_the_handshake_nothing_is_loaded_and_no_thread_runs() -> None:
@@ -550,9 +491,7 @@ def test_before_the_handshake_nothing_is_loaded_and_no_thread_runs() -> None:
 
 def test_children_of_one_request_share_parameters_that_do_not_change() -> None:
     """n > 1: several requests have the same dictionary; each is a load of its own under the one ticket."""
-    server = RecordingMetaserver(PREFILLED)
-    scheduler = decode(server.url)
-    try:
+    with RecordingMetaserver(PREFILLED) as server, closing(decode(server.url)) as scheduler:
         params = ticket(server.url)
         copy = dict(params)
         children = [request(f"r{i}", params) for i in range(3)]
@@ -563,9 +502,6 @@ def test_children_of_one_request_share_parameters_that_do_not_change() -> None:
         binds = scheduler.build_step().binds
         assert len({bind.transfer for bind in binds}) == 3
         assert params == copy
-    finally:
-        scheduler.close()
-        server.served.stop()
 
 
 def test_engines_of_different_workers_are_one_geometry() -> None:
@@ -595,17 +531,17 @@ def test_engines_of_different_workers_are_one_geometry() -> None:
 # -- the first token
 
 
-def taking_first_tokens(url: str, vocabulary: int = 128) -> DecodeScheduler:
+def taking_first_tokens(url: str, vocabulary: int = 128, whys: tuple[str, str] = ("", "")) -> DecodeScheduler:
+    """A D scheduler that asks for first tokens, unless one of its workers has a reason against it."""
     made = DecodeScheduler(engine(SECRETS, metaserver_urls=[url]), Patience(lambda: 0), vocabulary=vocabulary)
-    made.attach_workers({(0, rank): WorkerFacts(endpoint, CACHE) for rank, endpoint in enumerate(ENDPOINTS)})
+    known = enumerate(zip(ENDPOINTS, whys, strict=True))
+    made.attach_workers({(0, rank): WorkerFacts(endpoint, CACHE, why) for rank, (endpoint, why) in known})
     return made
 
 
 def posted(vocabulary: int, name: str = "r") -> tuple[dict[str, Any], Reservation]:
     """Return D's post for a request with these sampling parameters."""
-    server = RecordingMetaserver(PREFILLED)
-    scheduler = taking_first_tokens(server.url, vocabulary)
-    try:
+    with RecordingMetaserver(PREFILLED) as server, closing(taking_first_tokens(server.url, vocabulary)) as scheduler:
         asked = request(name, params=ticket(server.url))
         assert scheduler.wanted(asked, 4) == 6
         scheduler.allocated(asked, [[40, 41, 42, 43]], 6)
@@ -613,26 +549,18 @@ def posted(vocabulary: int, name: str = "r") -> tuple[dict[str, Any], Reservatio
         until(lambda: server.bodies, "the POST")
         (body,) = server.bodies
         return body, unseal(base64.b64decode(body["reservation"]), SECRETS)
-    finally:
-        scheduler.close()
-        server.served.stop()
 
 
 def test_a_d_of_which_one_worker_cannot_go_on_behind_p_s_token_asks_for_none(caplog: pytest.LogCaptureFixture) -> None:
-    server = RecordingMetaserver(PREFILLED)
-    made = DecodeScheduler(engine(SECRETS, metaserver_urls=[server.url]), Patience(lambda: 0), vocabulary=128)
-    try:
-        made.attach_workers(
-            {(0, rank): WorkerFacts(where, CACHE, "too old" * rank) for rank, where in enumerate(ENDPOINTS)}
-        )
+    with (
+        RecordingMetaserver(PREFILLED) as server,
+        closing(taking_first_tokens(server.url, whys=("", "too old"))) as made,
+    ):
         asked = request("r", params=ticket(server.url))
         assert made.wanted(asked, 4) == 6
         made.allocated(asked, [[40, 41, 42, 43]], 6)
         until(lambda: server.bodies, "the POST")
         assert "first_token" not in server.bodies[0] and "a worker says too old" in caplog.text
-    finally:
-        made.close()
-        server.served.stop()
 
 
 def test_a_request_whose_first_token_d_computes_is_posted_as_it_always_was() -> None:

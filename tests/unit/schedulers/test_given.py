@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,13 +31,15 @@ GIVEN = [7, 8, 9]
 WINDOW = msgspec.structs.replace(CACHE, groups=(Group(4, "window", 6),))
 
 
+def going_on(server: RecordingMetaserver, **facts: Any) -> DecodeScheduler:
+    keys = {"vocabulary": 128, "whole": True, "longest": 64, "gives": True, **facts}
+    return DecodeScheduler(engine(SECRETS, metaserver_urls=[server.url]), Patience(lambda: 0), **keys)
+
+
 def posted(cache: CacheGeometry, blocks: list[int], said: tuple[int, bytes], **facts: Any) -> tuple[Any, ...]:
     """Return D's post for a request that goes on, its reservation, what was put out before, and D's question."""
-    server = RecordingMetaserver(PREFILLED)
-    server.so_far = said
-    keys = {"vocabulary": 128, "whole": True, "longest": 64, "gives": True, **facts}
-    d = DecodeScheduler(engine(SECRETS, metaserver_urls=[server.url]), Patience(lambda: 0), **keys)
-    try:
+    with RecordingMetaserver(PREFILLED) as server, closing(going_on(server, **facts)) as d:
+        server.so_far = said
         d.attach_workers({(0, rank): WorkerFacts(where, cache) for rank, where in enumerate(ENDPOINTS)})
         ticket = {"do_remote_prefill": True, "metaserver": server.url, "ticket": "t", CONTINUE: True}
         asked, outputs = request("r", ticket), dict[int, Any]()
@@ -64,9 +67,6 @@ def posted(cache: CacheGeometry, blocks: list[int], said: tuple[int, bytes], **f
         until(lambda: server.bodies, "the POST")
         body = server.bodies[0]
         return body, unseal(base64.b64decode(body["reservation"]), SECRETS), outputs, server.questions
-    finally:
-        d.close()
-        server.served.stop()
 
 
 @pytest.mark.parametrize(("cache", "needs"), [(CACHE, ()), (WINDOW, (WHOLE,))], ids=["all of it", "a window"])
@@ -101,12 +101,8 @@ def test_a_request_whose_client_has_nothing_begins(tokens: list[int], caplog: py
 
 
 def test_a_request_that_ends_hangs_up() -> None:
-    server = RecordingMetaserver(PREFILLED)
-    server.so_far = None
-    d = DecodeScheduler(
-        engine(SECRETS, metaserver_urls=[server.url]), Patience(lambda: 0), vocabulary=128, longest=64, gives=True
-    )
-    try:
+    with RecordingMetaserver(PREFILLED) as server, closing(going_on(server)) as d:
+        server.so_far = None
         d.attach_workers({(0, rank): WorkerFacts(where, CACHE) for rank, where in enumerate(ENDPOINTS)})
         asked = request("r", {"do_remote_prefill": True, "metaserver": server.url, "ticket": "t", CONTINUE: True})
         assert d.wanted(asked, 0) is None
@@ -115,9 +111,6 @@ def test_a_request_that_ends_hangs_up() -> None:
         d.request_finished(asked, False)
         until(lambda: server.left, "D hangs up")
         assert not d.nap_budget() and len(server.questions) == 1
-    finally:
-        d.close()
-        server.served.stop()
 
 
 def test_a_grammar_that_takes_no_tokens_here_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -587,11 +587,6 @@ def test_a_rule_that_becomes_stricter_loses_starts_by_name(monkeypatch: pytest.M
     ]
 
 
-def test_a_hybrid_would_start_with_drafts_and_without() -> None:
-    drafted = line(D, "--speculative-config", DRAFT.replace("1}", "3}"))
-    assert judged(model="me/hybrid").both and judged(d=drafted, model="me/hybrid").both
-
-
 def test_the_readme_has_the_pages_number() -> None:
     page = field_page.PAGE.read_text()
     (main, before) = re.findall(r"P and D would start in (\d+ of \d+) configurations", page)

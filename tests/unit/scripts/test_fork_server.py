@@ -70,7 +70,7 @@ def child(forks: ForkServers | None, env: dict[str, str], log: Path, *words: str
 
 
 def ended(child: Child) -> int:
-    return child._popen.wait(60.0)
+    return child.wait(60.0)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_its_return_code(forks: ForkServers, env: dict[str, str], tmp_path: Path
 
 def test_each_of_several_ends_by_its_own_signal(forks: ForkServers, env: dict[str, str], tmp_path: Path) -> None:
     runs = [child(forks, env, tmp_path / str(i), "wait") for i in range(3)]
-    assert [run._popen.poll() for run in runs] == [None] * 3
+    assert all(run.alive for run in runs)
     with pytest.raises(subprocess.TimeoutExpired):
-        runs[0]._popen.wait(0.01)
+        runs[0].wait(0.01)
     for run, number in zip(runs, (signal.SIGKILL, signal.SIGTERM, signal.SIGINT), strict=True):
         os.kill(run.pid, number)
         assert ended(run) == -number

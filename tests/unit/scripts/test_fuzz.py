@@ -39,7 +39,7 @@ def test_every_target_sees_both_good_and_bad(ends: dict[str, dict[str, int]], na
 
 
 def test_every_message_is_among_what_is_mutated() -> None:
-    assert {type(message) for message in fuzz_targets._messages()} == set(get_args(Message))
+    assert {type(message) for message in fuzz_targets.messages()} == set(get_args(Message))
 
 
 def test_inputs_can_be_made_again() -> None:

@@ -75,17 +75,8 @@ class Launch:
         self.output = folder / "output"
         words = [
             # A shell cannot trap signals that are ignored when it starts, as SIGINT is in a background job.
-            *("env", "--default-signal=INT"),
-            SCRIPT,
-            "--model",
-            "m",
-            "--port-base",
-            str(self.base),
-            "--log-dir",
-            self.log_dir,
-            "--grace",
-            "10",
-            *flags,
+            *("env", "--default-signal=INT", SCRIPT, "--model", "m", "--port-base", str(self.base)),
+            *("--log-dir", self.log_dir, "--grace", "10", *flags),
         ]
         with self.output.open("wb") as out:
             self.process = subprocess.Popen(
@@ -249,16 +240,14 @@ def test_a_port_that_is_in_use_is_named_and_nothing_starts(launch: Start) -> Non
     first.interrupt()
 
 
+def dry(device: str, *flags: str | Path) -> list[str]:
+    """Return the three commands that the script prints."""
+    words, env = [SCRIPT, "--model", "m", *flags, "--dry-run"], {"PD_PYTHON": "/some/python", "PD_DEVICE": device}
+    return subprocess.check_output(words, env=os.environ | env, text=True, timeout=DEADLINE).splitlines()
+
+
 def test_dry_run_prints_three_commands_and_writes_nothing(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [SCRIPT, "--model", "m", "--p-tp", "2", "--log-dir", tmp_path / "logs", "--dry-run"],
-        env=os.environ | {"PD_PYTHON": "/some/python", "PD_DEVICE": "cpu"},
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-    )
-    metaserver, prefill, decode = done.stdout.splitlines()
+    metaserver, prefill, decode = dry("cpu", "--p-tp", "2", "--log-dir", tmp_path / "logs")
     assert "--prefill http://127.0.0.1:8001 --decode http://127.0.0.1:8002" in metaserver
     assert "--tensor-parallel-size 2" in prefill
     assert "kv_consumer" in decode
@@ -267,40 +256,15 @@ def test_dry_run_prints_three_commands_and_writes_nothing(tmp_path: Path) -> Non
 
 
 def test_npu_engines_get_devices_of_their_own() -> None:
-    done = subprocess.run(
-        [SCRIPT, "--model", "m", "--p-tp", "4", "--d-tp", "2", "--dry-run"],
-        env=os.environ | {"PD_PYTHON": "/some/python", "PD_DEVICE": "npu"},
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-    )
-    _, prefill, decode = done.stdout.splitlines()
+    _, prefill, decode = dry("npu", "--p-tp", "4", "--d-tp", "2")
     assert "ASCEND_RT_VISIBLE_DEVICES=0,1,2,3 " in prefill
     assert "ASCEND_RT_VISIBLE_DEVICES=4,5 " in decode
 
 
 def test_graphs_and_drafts_reach_the_engine_that_they_are_for() -> None:
     draft = '{"method": "mtp", "num_speculative_tokens": 2}'
-    flags = [
-        "--model",
-        "m",
-        "--p-graph-mode",
-        "PIECEWISE",
-        "--d-graph-mode",
-        "FULL_DECODE_ONLY",
-        "--d-speculative",
-        draft,
-    ]
-    done = subprocess.run(
-        [SCRIPT, *flags, "--d-pp", "2", "--dry-run"],
-        env=os.environ | {"PD_PYTHON": "/some/python", "PD_DEVICE": "npu"},
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-    )
-    _, prefill, decode = map(shlex.split, done.stdout.splitlines())
+    graphs = ["--p-graph-mode", "PIECEWISE", "--d-graph-mode", "FULL_DECODE_ONLY"]
+    _, prefill, decode = map(shlex.split, dry("npu", *graphs, "--d-speculative", draft, "--d-pp", "2"))
     assert '{"cudagraph_mode": "PIECEWISE"}' in prefill and "--speculative-config" not in prefill
     assert '{"cudagraph_mode": "FULL_DECODE_ONLY"}' in decode
     assert decode[decode.index("--speculative-config") + 1] == draft

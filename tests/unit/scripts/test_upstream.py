@@ -350,7 +350,7 @@ class Scheduler:
     def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False): ...
     def set_pause_state(self, pause_state): ...
 """
-    + methods(*standstill._USED),
+    + methods(*standstill.USED),
     "vllm/v1/core/sched/utils.py": "def check_stop(request, max_model_len): ...\n",
     "vllm/v1/worker/gpu_input_batch.py": """
 @dataclass
@@ -369,9 +369,9 @@ class KVCacheConfig:
     transfer_group_ids: list = None
 """,
     "vllm/v1/request.py": "class RequestStatus:\n    FINISHED_STOPPED = FINISHED_LENGTH_CAPPED = 1\nclass Request:\n"
-    + methods(*first_token._REQUEST),
+    + methods(*first_token.REQUEST_USED),
     "vllm/v1/engine/__init__.py": "class EngineCoreOutput:\n"
-    + "".join(f"    {one}: int\n" for one in first_token._OUTPUT),
+    + "".join(f"    {one}: int\n" for one in first_token.OUTPUT_USED),
     "vllm/sampling_params.py": "class SamplingParams:\n    temperature: float\n    seed: int\n",
     "vllm/chat.py": "class ChatCompletionRequest:\n    messages: list\n    _hidden: int\n",
     "vllm/v1/engine/output_processor.py": "class OutputProcessor:\n"

@@ -212,7 +212,7 @@ def test_it_is_installed_where_it_was_tried(monkeypatch: pytest.MonkeyPatch) -> 
     assert standstill.install(config()) == (
         "the scheduler Other has no _preempt_request, get_num_unfinished_requests, get_request_counts"
     )
-    for name in standstill._USED:
+    for name in standstill.USED:
         monkeypatch.setattr(Other, name, lambda *_: None, raising=False)
     assert standstill.install(config()) == standstill.install(config()) == ""
     assert hasattr(Other.update_from_output, WRAPPED)

@@ -46,7 +46,7 @@ class Bootstrap:
     def __init__(self, host: str, port: int, listeners: Sequence[Endpoint]) -> None:
         self._host, self._port, self._listeners = host, port, listeners
         self._server: asyncio.Server | None = None
-        self._open: set[asyncio.StreamWriter] = set()
+        self.callers: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> None:
         """Start listening. Raise PD-CTRL-001 if that fails."""
@@ -59,19 +59,19 @@ class Bootstrap:
         """Stop listening and abort open connections. Idempotent."""
         if self._server is not None:
             self._server.close()
-        for writer in self._open:
+        for writer in self.callers:
             writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._open) >= MAX_OPEN:
+        if len(self.callers) >= MAX_OPEN:
             writer.transport.abort()
             return
-        self._open.add(writer)
+        self.callers.add(writer)
         try:
             with contextlib.suppress(asyncio.TimeoutError, asyncio.IncompleteReadError, OSError):
                 await asyncio.wait_for(self._say(reader, writer), QUESTION_TIMEOUT_S)
         finally:
-            self._open.discard(writer)
+            self.callers.discard(writer)
             writer.close()
 
     async def _say(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -46,7 +46,7 @@ class Reception:
         self._timer: asyncio.TimerHandle | None = None
         self._wake: float | None = None  # the time for which it is set, or will be
         self._loop = LoopThread("pd-reception")
-        self._bootstrap: Bootstrap | None = None
+        self.bootstrap: Bootstrap | None = None
         self._listener = Listener(
             host=engine.host,
             port=engine.listening_port,
@@ -70,17 +70,17 @@ class Reception:
         endpoint = Endpoint(self._engine.known_as, bound.port)
         port = self._engine.config.meet.bootstrap_port
         if port and not dp_rank_of(self._engine.incarnation):
-            self._bootstrap = Bootstrap(self._engine.host, port, self._engine.listeners(bound.port))
+            self.bootstrap = Bootstrap(self._engine.host, port, self._engine.listeners(bound.port))
             try:
-                await self._bootstrap.start()
+                await self.bootstrap.start()
             except PdError:
                 await self._listener.close()
                 raise
         return endpoint
 
     async def _stop(self) -> None:
-        if self._bootstrap is not None:
-            await self._bootstrap.close()
+        if self.bootstrap is not None:
+            await self.bootstrap.close()
         await self._listener.close()
 
     @contextmanager

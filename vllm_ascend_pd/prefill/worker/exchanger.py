@@ -40,7 +40,7 @@ class Exchanger:
         put: Callable[[News], None],
     ) -> None:
         self._deciding, self._clock, self._wait = deciding, clock, wait
-        self._exchange, self._staging, self._device, self._put = exchange, staging, device, put
+        self.exchange, self._staging, self._device, self._put = exchange, staging, device, put
         self._broken: Exception | None = None
         self._inbox: queue.SimpleQueue[tuple[Run, Event] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -55,7 +55,7 @@ class Exchanger:
         if plan.exchanges:
             with self._device.planning():
                 for exchange in plan.exchanges:
-                    exchange.rows = self._exchange.prepare(exchange.plan, self._staging.sample, exchange.layers[0])
+                    exchange.rows = self.exchange.prepare(exchange.plan, self._staging.sample, exchange.layers[0])
 
     def make(self, run: Run, event: Event) -> None:
         """Make an exchange after all that were asked for before it, once `event` is done."""
@@ -130,7 +130,7 @@ class Exchanger:
     def _exchanged(self, run: Run, slots: Sequence[StagingSlot | None]) -> ExchangeOutcome:
         if self._broken is None:
             try:
-                return self._exchange.run(run.exchange.rows, run.unit.layer, slots)
+                return self.exchange.run(run.exchange.rows, run.unit.layer, slots)
             except Exception as failed:
                 # The group is of no use from here on: a rank is gone, the collective timed out, or could not be called.
                 log.exception("an exchange failed: every regrouped push of this engine fails from now on")
@@ -141,6 +141,6 @@ class Exchanger:
     def _break_off(self) -> None:
         """Break the group off: this rank makes no further exchange, and the others must not wait for the timeout."""
         try:
-            self._exchange.break_off()
+            self.exchange.break_off()
         except Exception:  # whatever the backend raises, this rank's pushes must fail
             log.exception("the process group could not be broken off: other ranks may wait for its timeout")

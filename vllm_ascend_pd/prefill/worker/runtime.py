@@ -92,14 +92,14 @@ class PushRuntime:
         self.writer = Writer(self.deciding, wire, time.monotonic, push_sums)
         wire.listen(self._last_message_at)
         self.writing = WriterThread(f"pd-writer-{site.contributor}", self.writer, device)
-        self._exchanger: Exchanger | None = None
+        self.exchanger: Exchanger | None = None
         if regroup is not None:
             name = f"pd-regroup-{site.contributor.rank}"
             waits = self.deciding, time.monotonic, self._changed.wait
-            self._exchanger = Exchanger(name, *waits, regroup.exchange, regroup.staging, device, self.writing.put)
+            self.exchanger = Exchanger(name, *waits, regroup.exchange, regroup.staging, device, self.writing.put)
         g, put = caches.geometry, self.writing.put
         asked = self.deciding, device.record, put, time.monotonic
-        self.steps = Steps(g.layers, *asked, self._exchanger, drafts=g.drafts, states=g.states, titles=g.layer_labels)
+        self.steps = Steps(g.layers, *asked, self.exchanger, drafts=g.drafts, states=g.states, titles=g.layer_labels)
 
     # -- the engine's thread
 
@@ -133,8 +133,8 @@ class PushRuntime:
         """Notify peers of what is cut off, stop the threads, and close the transfer engine. Idempotent."""
         with self.deciding() as core:
             core.abort_all(time.monotonic(), Failure("PD-XFER-004", "the prefill engine shuts down"))
-        if self._exchanger is not None:
-            self._exchanger.close(CLOSE_GRACE_S)
+        if self.exchanger is not None:
+            self.exchanger.close(CLOSE_GRACE_S)
         # Once the thread has ended, no write of this worker lands any more: D need not revoke access to be sure.
         quiet = self.writing.stop(CLOSE_GRACE_S)
         self.wire.close()

@@ -112,7 +112,7 @@ class PushBook(RequestRules):
         In groups of states, entries move within the block table; `tables` returns the tables as they are now.
         """
         planned = [self._planned(chunk) for chunk in chunks]
-        self._flight = self.in_flight([(chunk, record.tables) for chunk, record in planned])
+        self.flight = self.in_flight([(chunk, record.tables) for chunk, record in planned])
         for chunk, record in planned:
             if record.target is not None:
                 self._push(record, chunk, tables)
@@ -138,7 +138,7 @@ class PushBook(RequestRules):
         if any(group.stateful for group in groups):
             exact = zip(groups, tables(chunk.request_id), blocks, strict=True)
             blocks = [table if group.stateful else ids for group, table, ids in exact]
-        ready = self._flight.ready(chunk, record.tables, groups) if chunk.replaces and chunk.computed else 0
+        ready = self.flight.ready(chunk, record.tables, groups) if chunk.replaces and chunk.computed else 0
         self.scheduled(chunk.request_id, chunk.computed, chunk.count, *blocks, replaces=chunk.replaces, ready=ready)
 
     def scheduled(

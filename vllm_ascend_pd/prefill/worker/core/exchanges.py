@@ -143,7 +143,7 @@ class Exchanges:
     room: Room
     count: int = 0  # of exchanges made
     missed: Missed = field(default_factory=Missed)
-    _steps: dict[int, _StepExchanges] = field(default_factory=dict)
+    steps: dict[int, _StepExchanges] = field(default_factory=dict)
 
     @classmethod
     def of(cls, geometry: CacheGeometry, cache: CacheGeometry, rank: int, staging: Staging, room: Room) -> Exchanges:
@@ -163,7 +163,7 @@ class Exchanges:
                 members = [pushes[index] for index in cut.members]
                 shares = [self._share(step, number, kind, slot, members) for slot in plan.slots]
                 planned.append(PlannedExchange(number, self.layers[kind], plan, cut.jobs, members, shares))
-        self._steps[step] = _StepExchanges(planned, {push for some in work.values() for push, _ in some})
+        self.steps[step] = _StepExchanges(planned, {push for some in work.values() for push, _ in some})
         return planned
 
     def _share(self, step: int, sub_step: int, kind: int, slot: Slot, members: Sequence[Push]) -> Share:
@@ -181,7 +181,7 @@ class Exchanges:
         """Return the runs of exchanges that the scheduler orders again."""
         runs: list[Run] = []
         for unit in units:
-            step = self._steps.get(unit.step)
+            step = self.steps.get(unit.step)
             if step is not None and 0 < unit.sub_step <= len(step.exchanges):
                 exchange = step.exchanges[unit.sub_step - 1]
                 if unit.layer in exchange.layers:
@@ -193,10 +193,10 @@ class Exchanges:
         ended = set(pushes)
         for push in ended:
             self.forget(push)
-        for number, step in list(self._steps.items()):
+        for number, step in list(self.steps.items()):
             step.pushes -= ended
             if not step.pushes:
-                del self._steps[number]
+                del self.steps[number]
                 self.missed.forget_step(number)
 
     def forget(self, push: Push) -> None:
