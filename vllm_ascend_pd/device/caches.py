@@ -131,8 +131,8 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
             layers.update(_sections(name, _tensors(tensors[name]), shape))
         else:
             parts, count = _parts(tensors[name]), shape.indexes.get(name, 0)
-            layer = _index if is_index(name) else _layer
-            layers[name] = layer(name, parts[: len(parts) - count], shape, device)
+            described = _index if is_index(name) else _layer
+            layers[name] = described(name, parts[: len(parts) - count], shape, device)
             if count:
                 layers[index_of(name)] = _index(name, parts[-count:], shape, device)
     if not layers:
