@@ -155,9 +155,9 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
                 for name in names
             }
         )
-    kinds: dict[LayerKind, int] = {}
-    kind_of = tuple(kinds.setdefault(layer.kind, len(kinds)) for layer in layers.values())
-    first, *others = kinds
+    # The first kind has the engine's division of the tokens, so it is none that every rank has whole.
+    first, *others = kinds = list(dict.fromkeys(sorted((one.kind for one in layers.values()), key=lambda k: k.whole)))
+    kind_of = tuple(kinds.index(layer.kind) for layer in layers.values())
     geometry = CacheGeometry(
         block_size=shape.groups[first.group_index].entries if shape.groups else shape.block_size,
         kv_heads=first.kv_heads,

@@ -158,21 +158,24 @@ def test_an_indexers_key_is_a_third_tensor_and_its_scale_a_fourth(dtypes: tuple[
     assert len(caches.storages) == 2 * len(parts) + 2
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["in the tuple", "in a layer of its own"])
-def test_each_rank_of_dcp_has_all_keys_of_an_indexer(apart: bool) -> None:
+@pytest.mark.parametrize("where", ["in the tuple", "in a layer behind it", "in a layer before it"])
+def test_each_rank_of_dcp_has_all_keys_of_an_indexer(where: str) -> None:
     """vllm-ascend: in as many blocks for one of the table as there are ranks, one behind the other."""
+    apart, names = where != "in the tuple", ["l0.attn", "l0.indexer.k_cache"]
     parts = [torch.empty(BLOCKS, 16, 1, 512), torch.empty(BLOCKS, 16, 1, 64), torch.empty(4 * BLOCKS, 16, 1, 128)]
     shape = replace(LATENT, tp_size=8, dcp=4, interleave=16, indexes={} if apart else {"l0.attn": 1})
 
     def cached(keys: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-        return {"l0.attn": parts[:2], "l0.indexer.k_cache": [keys]} if apart else {"l0.attn": [*parts[:2], keys]}
+        made = dict(zip(names, (parts[:2], [keys]), strict=True)) if apart else {"l0.attn": [*parts[:2], keys]}
+        return dict(reversed(made.items())) if where == "in a layer before it" else made
 
     caches = describe(cached(parts[2]), shape, NPU_LIKE)
     latents, keys = caches.geometry.kinds
     assert keys.layers == ("l0.indexer.k_cache",)
     assert (latents.block_size, latents.ranks.world, latents.covers) == (16, 4, 64)
     assert (keys.block_size, keys.ranks.world, keys.covers) == (64, 1, 64)
-    assert cell_address(caches, 1, 0, 3, 0, 37) == parts[2][3 * 4 + 2, 5].data_ptr()
+    layer = caches.geometry.layers.index("l0.indexer.k_cache")
+    assert cell_address(caches, layer, 0, 3, 0, 37) == parts[2][3 * 4 + 2, 5].data_ptr()
     with pytest.raises(ConfigError, match="blocks"):
         describe(cached(parts[2][:BLOCKS]), shape, NPU_LIKE)
 
