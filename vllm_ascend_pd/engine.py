@@ -171,30 +171,30 @@ def merge_geometries(workers: Mapping[tuple[int, int], WorkerFacts]) -> CacheGeo
     """Merge the workers' geometries into the engine's: one set of layers per pipeline stage, the same for its ranks."""
     stages: dict[int, CacheGeometry] = {}
     for (stage, _), facts in sorted(workers.items()):
-        own = facts.geometry
-        if stages.setdefault(stage, own).layers != own.layers:
+        geometry = facts.geometry
+        if stages.setdefault(stage, geometry).layers != geometry.layers:
             why = f"ranks of pipeline stage {stage} hold different layers"
-            raise ConfigError("PD-GEO-003", layer=own.layers[0], why=why)
-        if stages[stage] != own or _common(own) != _common(next(iter(stages.values()))):
+            raise ConfigError("PD-GEO-003", layer=geometry.layers[0], why=why)
+        if stages[stage] != geometry or _common(geometry) != _common(next(iter(stages.values()))):
             raise ConfigError(
-                "PD-GEO-003", layer=own.layers[0], why="this engine's workers have different cache layouts"
+                "PD-GEO-003", layer=geometry.layers[0], why="this engine's workers have different cache layouts"
             )
     if not stages:
         raise ConfigError("PD-GEO-003", layer="(none)", why=_NO_WORKER_FACTS)
     kinds: dict[CacheGeometry, int] = {}  # without their layers
     kind_of: list[int] = []
-    for own in stages.values():
-        bare = [msgspec.structs.replace(kind, stages=(), drafts=()) for kind in own.kinds]
+    for geometry in stages.values():
+        bare = [msgspec.structs.replace(kind, stages=(), drafts=()) for kind in geometry.kinds]
         places = [kinds.setdefault(kind, len(kinds)) for kind in bare]
-        kind_of.extend(places[index] for index in own.kind_indices)
+        kind_of.extend(places[index] for index in geometry.kind_indices)
     first, *others = kinds
-    drafts = tuple(name for own in stages.values() for name in own.drafts)
+    drafts = tuple(name for geometry in stages.values() for name in geometry.drafts)
     if first.drafter and not drafts:
         why = f"no layer is known to be of the draft model ({first.drafter})"
         raise ConfigError("PD-GEO-003", layer="(none)", why=why)
     return msgspec.structs.replace(
         first,
-        stages=tuple(own.layers for own in stages.values()),
+        stages=tuple(geometry.layers for geometry in stages.values()),
         drafts=drafts,
         others=tuple(
             LayerKind(k.kv_heads, k.dtype, k.packing, k.regions, k.group_index, k.ranks.world < first.ranks.world)
