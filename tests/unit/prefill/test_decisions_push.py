@@ -32,6 +32,14 @@ def admitted(tokens: int = 10, **changes: Any) -> PushBook:
     return book
 
 
+def after(tokens: int, blocks: list[int]) -> PushBook:
+    """A book whose request of 10 tokens has these computed, in a step that is over."""
+    book = admitted(10)
+    book.scheduled("r", 0, tokens, blocks, replaces=True)
+    step(book)
+    return book
+
+
 def step(book: PushBook) -> PrefillStep:
     return book.take_step()
 
@@ -91,9 +99,7 @@ def test_what_earlier_steps_have_computed_leaves_with_the_beginning_of_the_step(
 
 def test_what_a_preempted_push_finds_again_leaves_layer_by_layer() -> None:
     """Tokens pushed before are pushed again, from the first one on."""
-    book = admitted(10)
-    book.scheduled("r", 0, 6, [1, 2], replaces=True)
-    step(book)
+    book = after(6, [1, 2])
     book.preempted("r")
     step(book)
     book.scheduled("r", 4, 6, [3, 4, 5], replaces=True, ready=4)
@@ -103,9 +109,7 @@ def test_what_a_preempted_push_finds_again_leaves_layer_by_layer() -> None:
 
 def test_a_request_preempted_after_its_last_chunk_is_not_pushed_any_more() -> None:
     """Ranks that have finished it stay finished; the others must not push half of it again."""
-    book = admitted(10)
-    book.scheduled("r", 0, 10, [1, 2, 3], replaces=True)
-    step(book)
+    book = after(10, [1, 2, 3])
     book.preempted("r")
     meta = step(book)
     assert meta.preempted == ("push",) and [abort.push for abort in meta.aborts] == ["push"]
@@ -118,9 +122,7 @@ def test_a_request_preempted_after_its_last_chunk_is_not_pushed_any_more() -> No
 
 
 def test_a_preempted_request_starts_over_with_its_new_blocks() -> None:
-    book = admitted(10)
-    book.scheduled("r", 0, 6, [1, 2], replaces=True)
-    step(book)
+    book = after(6, [1, 2])
     book.preempted("r")
     assert step(book).preempted == ("push",)
     book.scheduled("r", 0, 6, [11, 12], replaces=True)  # V1 calls it resumed, V2 new: all blocks in both cases
@@ -133,9 +135,7 @@ def test_a_preempted_request_starts_over_with_its_new_blocks() -> None:
 
 def test_a_resumption_that_was_not_announced_starts_over() -> None:
     """Older versions name resumed requests only: all blocks for a request that is already known mean a new start."""
-    book = admitted(10)
-    book.scheduled("r", 0, 6, [1, 2], replaces=True)
-    step(book)
+    book = after(6, [1, 2])
     book.scheduled("r", 4, 6, [1, 12, 13], replaces=True)
     (slice_,) = step(book).slices
     assert (slice_.before, slice_.after, slice_.restart, slice_.new_blocks[0].tolist()) == (0, 10, True, [1, 12, 13])
@@ -144,9 +144,7 @@ def test_a_resumption_that_was_not_announced_starts_over() -> None:
 @pytest.mark.parametrize("computed", [8, 10])
 def test_new_blocks_mean_that_the_old_ones_were_lost(computed: int) -> None:
     """vLLM 0.23 preempts in reset_prefix_cache and names the request only when it comes back."""
-    book = admitted(10)
-    book.scheduled("r", 0, computed, [1, 2, 3], replaces=True)
-    step(book)
+    book = after(computed, [1, 2, 3])
     book.scheduled("r", 0, 10, [4, 5, 6], replaces=True)
     meta = step(book)
     assert meta.preempted == ("push",)
@@ -155,9 +153,7 @@ def test_new_blocks_mean_that_the_old_ones_were_lost(computed: int) -> None:
 
 
 def test_a_request_preempted_and_resumed_in_one_step_starts_over() -> None:
-    book = admitted(10)
-    book.scheduled("r", 0, 6, [1, 2], replaces=True)
-    step(book)
+    book = after(6, [1, 2])
     book.preempted("r")
     book.scheduled("r", 0, 10, [7, 8, 9], replaces=True)
     meta = step(book)
@@ -166,9 +162,7 @@ def test_a_request_preempted_and_resumed_in_one_step_starts_over() -> None:
 
 
 def test_resuming_onto_a_prefix_hit_pushes_from_the_start() -> None:
-    book = admitted(10)
-    book.scheduled("r", 0, 8, [1, 2], replaces=True)
-    step(book)
+    book = after(8, [1, 2])
     book.preempted("r")
     book.scheduled("r", 4, 6, [1, 12, 13], replaces=True)
     (slice_,) = step(book).slices
@@ -200,9 +194,7 @@ def test_blocks_are_held_until_the_workers_report_once() -> None:
 
 
 def test_a_request_that_ends_before_its_last_chunk_is_aborted_and_its_blocks_are_held() -> None:
-    book = admitted(10)
-    book.scheduled("r", 0, 6, [1, 2], replaces=True)
-    step(book)
+    book = after(6, [1, 2])
     assert book.finished(0.0, "r", holds_blocks=True, well=False, why="the client left").held
     (abort,) = step(book).aborts
     assert (abort.push, abort.failure.code, abort.failure.detail) == ("push", "PD-XFER-002", "the client left")
@@ -211,9 +203,7 @@ def test_a_request_that_ends_before_its_last_chunk_is_aborted_and_its_blocks_are
 @pytest.mark.parametrize("sealed", [False, True])
 def test_empty_blocks_at_the_end_are_an_abort(sealed: bool) -> None:
     """vLLM 0.23 ends a request that was preempted in its last step without blocks."""
-    book = admitted(10)
-    book.scheduled("r", 0, 10 if sealed else 6, [1, 2, 3], replaces=True)
-    step(book)
+    book = after(10 if sealed else 6, [1, 2, 3])
     assert not book.finished(0.0, "r", holds_blocks=False, well=False, why="").held
     assert len(step(book).aborts) == 1
     assert not book.released("r"), "vLLM must not hear of this request"
@@ -248,8 +238,8 @@ def test_what_is_remembered_of_old_transfers_is_bounded() -> None:
     book = PushBook(model="m", geometry=D, remembered=3)
     for n in range(10):
         assert book.take(0.0, NewRequest(f"r{n}", (10, "h"), f"push-{n}", reservation(10, n=n))) is None
-    assert len(book._seen) == 3
-    assert book.take(0.0, NewRequest("x", (10, "h"), "push", reservation(10, n=9))) is not None
+    again = [book.take(0.0, NewRequest(f"x{n}", (10, "h"), "push", reservation(10, n=n))) for n in (7, 8, 9, 6)]
+    assert [one is None for one in again] == [False, False, False, True], "the last three are remembered"
 
 
 HUGE = 1 << 40

@@ -326,12 +326,6 @@ def test_a_new_seq_extends() -> None:
     assert as_text(run_until(r, 10.0 + LAPSE - 0.01, 10.0 + LAPSE + 0.01)) == "cancel"
 
 
-def test_an_old_seq_is_not_answered() -> None:
-    r = opened()
-    r.message(0.0, "p1", begin(seq=5))
-    assert as_text(r.message(0.1, "p1", begin(seq=4))) == ""
-
-
 def test_a_begin_after_done_does_not_lease_again() -> None:
     r = leased()
     r.message(0.1, "p1", done(ONE))
@@ -364,13 +358,6 @@ def test_it_ends_well_when_every_contributor_is_done() -> None:
     r.over(0.3, T)
     assert r.record_count() == 0
     assert r.next_wake() is None
-
-
-def test_done_twice_counts_once_and_is_acknowledged_twice() -> None:
-    r = leased()
-    for _ in range(2):
-        assert as_text(r.message(0.1, "p1", done(ONE))) == "ack:done"
-    assert r.state(T) is ReservationState.OPEN
 
 
 def test_done_before_any_authority_is_acknowledged_and_does_not_count() -> None:
@@ -424,16 +411,6 @@ def test_a_wrong_checksum_fails_the_transfer() -> None:
     r.message(0.2, "p2", done(TWO))
     (report,) = reports(r.verified(0.3, T, LAYERS[1]))
     assert (report.ok, report.failure) == (False, Failure("PD-WIRE-004", LAYERS[1]))
-
-
-def test_a_verdict_that_comes_after_a_cancel_changes_nothing() -> None:
-    r = leased(verify=True)
-    r.message(0.1, "p1", done(ONE))
-    r.message(0.2, "p2", done(TWO))
-    assert as_text(r.cancel(0.3, T, Failure("PD-XFER-002", "left"))) == "report:failed"
-    assert as_text(r.verified(0.4, T, None)) == ""
-    r.over(0.5, T)
-    assert as_text(r.verified(0.6, T, None)) == ""
 
 
 # ---- ending badly

@@ -266,6 +266,14 @@ class RegroupPrefillSite:
             prompt.computed += count
         return self.deliver(shares, hook)
 
+    def begun(self, d: RegroupDecodeSite, tokens: int, computed: int) -> RegroupPrompt:
+        """Let D reserve a prompt, and compute its first tokens here."""
+        prompt = d.reserve(tokens)
+        d.step()
+        self.admit(prompt)
+        self.compute((prompt, computed))
+        return prompt
+
     def cached_prefix(self, prompt: RegroupPrompt, tokens: int) -> None:
         """Put the first tokens into P's cache beforehand. Only for an engine in this process."""
         prompt.p_blocks, prompt.computed = self.pool.take(-(-tokens // self.cache.block)), tokens

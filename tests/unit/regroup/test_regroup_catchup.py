@@ -108,10 +108,7 @@ def test_the_owners_are_those_of_the_first_time() -> None:
         d = RegroupDecodeSite(EngineCache(layers=LAYERS))
         with traced() as events, running(p, d):
             hold(wires, d)
-            prompt = d.reserve(51)
-            d.step()
-            p.admit(prompt)
-            p.compute((prompt, 51))
+            prompt = p.begun(d, 51, 51)
             until(lambda p=p: all(stats["exchanges"] == LAYERS for stats in p.stats()))
             hold(wires)
             assert p.ended(prompt)
@@ -142,10 +139,7 @@ def test_a_share_that_is_on_its_way_is_not_fetched_twice() -> None:
     p = engine(EngineCache(tp=2, layers=LAYERS), push=config(staging_slots=3 * LAYERS), parts=replaced)
     d = RegroupDecodeSite(EngineCache(layers=LAYERS))
     with traced() as events, running(p, d):
-        prompt = d.reserve(64)
-        d.step()
-        p.admit(prompt)
-        p.compute((prompt, 64))
+        prompt = p.begun(d, 64, 64)
         until(lambda: missing(p) == 2 * LAYERS)
         for rank in p.ranks:
             rank.device.busy = True
@@ -196,10 +190,7 @@ def test_a_preemption_while_some_ranks_still_miss_the_last_chunk_does_not_mix_tw
     d = RegroupDecodeSite(EngineCache(layers=LAYERS))
     with running(p, d):
         wires[1].held = d.sessions
-        prompt = d.reserve(51)
-        d.step()
-        p.admit(prompt)
-        p.compute((prompt, 51))
+        prompt = p.begun(d, 51, 51)
         until(lambda: p.stats()[1]["missing"] == LAYERS - 1)
 
         def rank_0_is_done() -> bool:
@@ -239,10 +230,7 @@ def test_an_exchange_of_before_a_preemption_is_dropped() -> None:
     p = engine(EngineCache(tp=2, layers=LAYERS), push=config(verify="full"), parts=replaced)
     d = RegroupDecodeSite(EngineCache(layers=LAYERS), push=config(verify="full"))
     with traced() as events, running(p, d):
-        prompt = d.reserve(64)
-        d.step()
-        p.admit(prompt)
-        p.compute((prompt, 40))
+        prompt = p.begun(d, 64, 40)
         until(lambda: [stage for stage, _ in events].count("ready") >= 2)
         p.preempt(prompt)
         MAY_GATHER.set()
@@ -296,10 +284,7 @@ def test_a_stage_makes_only_its_own_layers_again() -> None:
     d = RegroupDecodeSite(EngineCache(layers=5))
     with traced() as events, running(p, d):
         hold(wires, d)
-        prompt = d.reserve(64)
-        d.step()
-        p.admit(prompt)
-        p.compute((prompt, 64))
+        prompt = p.begun(d, 64, 64)
         until(lambda: [stats["exchanges"] for stats in p.stats()] == [3, 3, 2, 2])
         assert missing(p) > 0
         hold(wires)

@@ -214,9 +214,7 @@ def test_an_error_where_nothing_crosses_fails_the_push_as_well() -> None:
     """P of TP 2 to D of TP 4: no tag carries the error, only the rank itself knows it."""
     p, d = engine(EngineCache(tp=2), parts=faulty(1, "assemble", [0])), RegroupDecodeSite(EngineCache(tp=4))
     with running(p, d):
-        prompt = d.reserve(64)
-        started(p, prompt)
-        p.compute((prompt, 64))
+        prompt = p.begun(d, 64, 64)
         assert not p.ended(prompt)
         assert (False, "PD-XFER-006") in reports(prompt)
 
@@ -234,9 +232,7 @@ def test_a_group_in_another_order_gives_no_rank_the_bytes_of_another() -> None:
 
     p, d = engine(EngineCache(tp=2), parts=crossed), RegroupDecodeSite(EngineCache())
     with running(p, d):
-        prompt = d.reserve(64)
-        started(p, prompt)
-        p.compute((prompt, 64))
+        prompt = p.begun(d, 64, 64)
         assert not p.ended(prompt)
         assert any("did not give their part" in detail for _, detail in reasons(prompt))
         p.finished(prompt)
@@ -273,9 +269,7 @@ def test_staging_that_breaks_on_one_rank_leaves_no_other_waiting() -> None:
 
     p, d = engine(EngineCache(tp=2), parts=replaced), RegroupDecodeSite(EngineCache())
     with running(p, d):
-        prompt = d.reserve(64)
-        started(p, prompt)
-        p.compute((prompt, 64))
+        prompt = p.begun(d, 64, 64)
         assert not p.ended(prompt)
         until(lambda: exchanged(p) == [2, 2])
         p.finished(prompt)
@@ -299,9 +293,7 @@ def test_a_source_that_is_done_with_a_push_still_cannot_spoil_it(part: str) -> N
     d = RegroupDecodeSite(EngineCache(layers=layers))
     with running(p, d):
         wires[1].held = d.sessions
-        prompt = d.reserve(64)
-        started(p, prompt)
-        p.compute((prompt, 64))
+        prompt = p.begun(d, 64, 64)
         until(lambda: p.ranks[0].stats()["exchanges"] == layers)
         until(lambda: p.stats()[0]["slot_shares"] == 0 and p.stats()[0]["unsealed"] == 0, "rank 0 is done")
         assert p.stats()[1]["missing"] > 0, "nothing was missed: the test shows nothing"
@@ -399,9 +391,7 @@ def test_what_one_destination_missed_does_not_wait_for_another() -> None:
 def test_close_makes_what_is_due_first() -> None:
     p, d = engine(EngineCache(tp=2, layers=8)), RegroupDecodeSite(EngineCache(layers=8))
     with running(d):
-        prompt = d.reserve(64)
-        started(p, prompt)
-        p.compute((prompt, 64))
+        p.begun(d, 64, 64)
         closers = [threading.Thread(target=rank.close, name="closer") for rank in p.ranks]
         for closer in closers:
             closer.start()
@@ -432,9 +422,7 @@ def test_close_does_not_wait_for_ever_inside_a_collective(
 def test_events_tell_what_was_exchanged_and_staged() -> None:
     p, d = engine(EngineCache(tp=2)), RegroupDecodeSite(EngineCache())
     with traced() as events, running(p, d):
-        prompt = d.reserve(64)
-        started(p, prompt)
-        p.compute((prompt, 64))
+        prompt = p.begun(d, 64, 64)
         assert p.ended(prompt)
     transfer = str(prompt.transfer)
     made = [facts for stage, facts in events if stage == "exchanged"]

@@ -184,10 +184,7 @@ def test_a_rank_that_dies_leaves_no_other_in_the_collective(tmp_path: Path) -> N
     d = RegroupDecodeSite(EngineCache(heads=6), folder=tmp_path, push=config(**timers))
     p = fleet.engine(EngineCache(tp=3, heads=6), **timers)
     try:
-        prompt = d.reserve(90)
-        d.step()
-        p.admit(prompt)
-        p.compute((prompt, 40))
+        prompt = p.begun(d, 90, 40)
         victim = fleet.members[1]
         freeze(victim.pid)
         new = p.pool.take(7)
@@ -220,10 +217,7 @@ def test_a_rank_whose_collective_raises_leaves_no_other_in_it(tmp_path: Path) ->
     p = fleet.engine(EngineCache(tp=3, heads=6), quiet_s=0.2)
     try:
         fleet.members[1].ask("break_collective", 3)
-        prompt = d.reserve(90)
-        d.step()
-        p.admit(prompt)
-        p.compute((prompt, 40))
+        prompt = p.begun(d, 90, 40)
         p.compute((prompt, 50))
         assert not p.ended(prompt)
         until(lambda: [facts["exchanges"] for facts in p.stats()] == [4] * 3, "every rank is out", seconds=20)

@@ -26,12 +26,14 @@ from unit.kits.watching import Events, parsed, until
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
 from vllm_ascend_pd.decode.worker.role import DecodeWorker
+from vllm_ascend_pd.decode.worker.runtime import ReceiveRuntime
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.engine import Engine, merge_geometries
 from vllm_ascend_pd.metadata import DecodeStep, LoadEnd, PrefillStep
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
 from vllm_ascend_pd.prefill.scheduler.core.request import NewRequest
 from vllm_ascend_pd.prefill.worker.role import PrefillWorker
+from vllm_ascend_pd.prefill.worker.runtime import PushRuntime
 from vllm_ascend_pd.protocol.auth import Secrets
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Contributor
 from vllm_ascend_pd.protocol.messages import Reservation
@@ -172,6 +174,27 @@ class DecodeSite:
         self.requests[name] = SitePrompt(name, tokens, first, content, reservation, blocks[before:])
         return self.requests[name]
 
+    @property
+    def runtime(self) -> ReceiveRuntime:
+        """That of the first worker."""
+        runtime = self.workers[0].runtime
+        assert runtime is not None
+        return runtime
+
+    def bound(self, name: str, tokens: int, **facts: Any) -> SitePrompt:
+        """Reserve, and take the step that brings it to the workers."""
+        request = self.reserve(name, tokens, **facts)
+        self.step()
+        return request
+
+    def copied(self) -> list[np.ndarray]:
+        """Return copies of what the first worker's cache holds."""
+        return [view.copy() for views in self.ranks[0].views for view in views]
+
+    def holds(self, before: list[np.ndarray]) -> bool:
+        """Return whether the first worker's cache holds the same as when `copied` was called."""
+        return all((one == other).all() for one, other in zip(before, self.copied(), strict=True))
+
     def step(self) -> DecodeStep:
         """Run one engine step: the metadata goes to the workers, their reports come back."""
         step = self.book.take_step(None, self.geometry)
@@ -197,6 +220,11 @@ class DecodeSite:
         names = [request.name for request in requests]
         step_until(self.step, names, self.done, lambda: f"reports of {names}, so far {self.outcomes}", seconds)
         return [report for name in names for report in self.done[name]]
+
+    def complete(self, *requests: SitePrompt) -> None:
+        """Step until every worker has reported these requests, all of them well, and check what came."""
+        assert all(report.ok for report in self.received(*requests)), self.outcomes
+        self.check(*requests)
 
     def release(self, request: SitePrompt) -> None:
         """End the request: its blocks return to the pool with their contents."""
@@ -343,6 +371,20 @@ class PrefillSite:
             0.0, NewRequest(request.p_name, (request.tokens, reservation.prompt_hash), uuid.uuid4().hex, reservation)
         )
 
+    @property
+    def runtime(self) -> PushRuntime:
+        """That of the first worker."""
+        runtime = self.workers[0, 0].runtime
+        assert runtime is not None
+        return runtime
+
+    def begun(self, d: DecodeSite, name: str, tokens: int, computed: int, **facts: Any) -> SitePrompt:
+        """Let D reserve a prompt, and compute its first tokens here."""
+        request = d.bound(name, tokens, **facts)
+        assert self.admit(request) is None
+        self.compute((request, computed))
+        return request
+
     def compute(self, *work: tuple[SitePrompt, int], hook: Hook = by_name, ready: int = 0) -> PrefillStep:
         """Run one engine step that computes so many tokens of each request, of which the first `ready` are cached."""
         ranges = []
@@ -391,6 +433,12 @@ class PrefillSite:
         return self.book.finished(
             0.0, request.p_name, holds_blocks=holds_blocks, well=False, why="the test ended it"
         ).held
+
+    def over(self, *requests: SitePrompt) -> None:
+        """End requests, and step until their blocks are free."""
+        for request in requests:
+            self.finish(request)
+        self.released_blocks_of(*requests)
 
     def released_blocks_of(self, *requests: SitePrompt, seconds: float = DEADLINE_S) -> None:
         """Step until every worker has reported these requests, so that their blocks are free."""

@@ -42,17 +42,14 @@ def decode_child(forks: ForkServers) -> Iterator[SiteChild]:
 def warm(p: PrefillSite, d: DecodeSite, child: SiteChild) -> None:
     """Send one request to each, so that all have connected; the child's is request number 0, the next will be number
     1."""
-    first = d.reserve("warm", 40)
-    d.step()
+    first = d.bound("warm", 40)
     p.prefill(first)
     assert d.received(first)[0].ok
     other = unpacked("warm-child", 40, 0, child.ask("reserve", "warm-child", 40))
     child.ask("step")
     p.prefill(other)
     until(lambda: "warm-child=True" in child.ask("step"), "the child's first request")
-    for request in (first, other):
-        p.finish(request)
-    p.released_blocks_of(first, other)
+    p.over(first, other)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +70,7 @@ def test_a_dead_or_stalled_decode_engine_delays_neither_the_forward_nor_another_
         if met:
             warm(p, d, decode_child)
         else:
-            first = d.reserve("warm", 40)
-            d.step()
+            first = d.bound("warm", 40)
             p.prefill(first)
             assert d.received(first)[0].ok
         text = decode_child.ask("reserve", "bad", TOKENS)
@@ -101,8 +97,7 @@ def test_a_dead_or_stalled_decode_engine_delays_neither_the_forward_nor_another_
             whole, ahead = _transfer(p, d, good)
             transfers.append(whole)
             steps.append(ahead)
-            p.finish(good)
-            p.released_blocks_of(good)
+            p.over(good)
             p.pool.give(good.p_blocks)
             d.release(good)
         forward, transfer = stalls.slowest("step", steps), stalls.slowest("transfer", transfers)
@@ -145,8 +140,7 @@ def test_a_prefill_engine_stopped_in_a_write_is_shut_out_and_others_are_tried_ag
         sleeper.say("prefill", first.name, 40, 0, packed(first.reservation))
         assert d.received(first)[0].ok
         assert sleeper.line() == "ok"
-        bad = d.reserve("bad", TOKENS)
-        d.step()
+        bad = d.bound("bad", TOKENS)
         sleeper.ask("halt-in-write", 3)
         sleeper.say("prefill", bad.name, TOKENS, len(d.requests) - 1, packed(bad.reservation))
         sleeper.halted()
@@ -162,25 +156,21 @@ def test_a_prefill_engine_stopped_in_a_write_is_shut_out_and_others_are_tried_ag
         (report,) = d.received(slow)
         # Cut by the revocation, or by its lease if the machine stood still for as long.
         assert not report.ok and report.why.code in ("PD-XFER-004", "PD-XFER-001"), "what is cut fails cleanly"
-        other.finish(slow)
-        other.released_blocks_of(slow)
+        other.over(slow)
         other.pool.give(slow.p_blocks)
         d.release(slow)
         d.release(bad)  # the blocks have another owner from here on
-        again = d.reserve("again", 320)
-        d.step()
+        again = d.bound("again", 320)
         other.prefill(again)
         assert d.received(again)[0].ok, "tried again under the new session"
         d.check(again)
-        before = [view.copy() for views in d.ranks[0].views for view in views]
+        before = d.copied()
         sleeper.wake()
         assert sleeper.line() == "ok"
         assert sleeper.ask("blocks") == "bad-on-p warm-on-p", "it gives its own blocks back"
         time.sleep(0.5)
-        after = [view for views in d.ranks[0].views for view in views]
-        assert all((a == b).all() for a, b in zip(before, after, strict=True)), "the sleeper wrote when it woke"
-        later = d.reserve("later", 100)
-        d.step()
+        assert d.holds(before), "the sleeper wrote when it woke"
+        later = d.bound("later", 100)
         sleeper.say("prefill", later.name, 100, len(d.requests) - 1, packed(later.reservation))
         assert d.received(later)[0].ok, "the sleeper is used again without a restart"
         d.check(later)
@@ -216,6 +206,5 @@ def test_a_decode_engine_killed_and_started_again_is_used_without_a_restart_of_p
                 p.prefill(request)
                 until(lambda child=child, name=name: f"{name}=True" in child.ask("step"), "the child's request")
                 assert child.ask("check", name) == "ok"
-                p.finish(request)
-                p.released_blocks_of(request)
+                p.over(request)
     assert threading.active_count() < 50

@@ -20,13 +20,11 @@ def test_the_longest_prompt_comes_whole_in_chunks(block: int) -> None:
     p = PrefillSite(model, 1, block=block, blocks=blocks, push=config(verify="off"))
     d = DecodeSite(model, 1, block=block, blocks=blocks, push=config(verify="off"))
     with sites(p, d):
-        request = d.reserve("r", LONGEST, deadline_s=300.0)
-        d.step()
+        request = d.bound("r", LONGEST, deadline_s=300.0)
         p.prefill(request, *[8192] * (LONGEST // 8192))
         assert all(report.ok for report in d.received(request, seconds=300.0))
         d.check(request)
-        p.finish(request)
-        p.released_blocks_of(request)
+        p.over(request)
 
 
 @pytest.mark.parametrize("shape", ["tokens", "text", "chat"])

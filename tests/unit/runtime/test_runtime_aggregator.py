@@ -96,8 +96,7 @@ def test_a_failure_on_one_of_four_workers_of_prefill_fails_the_request() -> None
 
     p, d = AggregatedPrefill(make), AggregatedDecode()
     with sites(p, d):
-        request = d.reserve("r", 31)
-        d.step()
+        request = d.bound("r", 31)
         p.prefill(request)
         assert p.finish(request)
         until(lambda: d.step() and d.completed, "the load")

@@ -100,13 +100,10 @@ def meet(
 def arrives(p: PrefillSite, d: DecodeSite, *chunks: int, first: int = 0) -> None:
     """Push one prompt in these chunks; check it on D's ranks byte for byte, and that P's blocks are free again."""
     with sites(p, d):
-        made = d.reserve("one", sum(chunks), first=first)
-        d.step()
+        made = d.bound("one", sum(chunks), first=first)
         p.prefill(made, *chunks)
-        assert all(report.ok for report in d.received(made))
-        d.check(made)
-        p.finish(made)
-        p.released_blocks_of(made)
+        d.complete(made)
+        p.over(made)
 
 
 def test_layers_that_are_unlike() -> None:
@@ -137,13 +134,11 @@ def test_what_another_rank_holds_is_found_by_the_checksums(monkeypatch: pytest.M
     p = PrefillSite(one, 2, divided=Divided(2, 1, 1), block=8, blocks=50, device=TokenMajorDevice())
     d = DecodeSite(one, 1, block=4, blocks=50, device=TokenMajorDevice())
     with sites(p, d):
-        made = d.reserve("one", 32)
-        d.step()
+        made = d.bound("one", 32)
         monkeypatch.setattr(TokenSplit, "places", turned)
         p.prefill(made)
         assert {report.why.code for report in d.received(made)} == {"PD-WIRE-004"}
-        p.finish(made)
-        p.released_blocks_of(made)
+        p.over(made)
 
 
 def test_exchanges_are_not_made_for_tokens_that_are_divided() -> None:

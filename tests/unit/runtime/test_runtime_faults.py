@@ -49,23 +49,20 @@ def test_a_step_that_binds_late_loses_nothing() -> None:
         until(lambda: sum(stage == "begin" for stage, _ in events) > 8, "BEGIN repeated before the first step of D")
         assert not any(stage == "ready" for stage, _ in events)
         d.step()
-        assert all(report.ok for report in d.received(first, late))
-        d.check(first, late)
+        d.complete(first, late)
 
 
 def test_nothing_is_written_before_the_device_has_finished_what_ran_before() -> None:
     device = HeldDevice()
     p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1, device=device)
     with traced() as events, sites(p, d):
-        request = d.reserve("r", 21)
-        d.step()
+        request = d.bound("r", 21)
         p.prefill(request)
         until(lambda: sum(stage == "begin" for stage, _ in events) > 4, "BEGIN repeated before the gate")
         assert not d.written(request)
         assert not any(stage in ("ready", "layer_submitted") for stage, _ in events)
         device.open.set()
-        assert d.received(request)[0].ok
-        d.check(request)
+        d.complete(request)
 
 
 def test_the_gate_is_behind_what_clears_the_last_blocks() -> None:
@@ -95,8 +92,7 @@ def test_a_gate_that_opens_after_its_transfer_is_over_holds_up_no_other() -> Non
         d.step()  # tells the workers that it has ended
         device.open.set()
         p.prefill(kept)
-        assert d.received(kept)[0].ok
-        d.check(kept)
+        d.complete(kept)
 
 
 # -- the request ends early on one side
@@ -105,10 +101,7 @@ def test_a_gate_that_opens_after_its_transfer_is_over_holds_up_no_other() -> Non
 def test_an_abort_on_prefill_fails_the_load_at_once_and_releases_the_blocks() -> None:
     p, d = PrefillSite(PLANES, 2), DecodeSite(PLANES, 1)
     with sites(p, d):
-        request = d.reserve("r", 30)
-        d.step()
-        assert p.admit(request) is None
-        p.compute((request, 20))
+        request = p.begun(d, "r", 30, 20)
         assert p.finish(request), "its blocks are held until nothing reads them"
         p.released_blocks_of(request)
         (report,) = d.received(request)
@@ -120,17 +113,13 @@ def test_a_request_that_ends_without_blocks_says_so_to_decode() -> None:
     """vLLM 0.23 ends a request that was preempted in its last step with an empty list of blocks."""
     p, d = PrefillSite(PLANES, 1), DecodeSite(PLANES, 1)
     with sites(p, d):
-        request = d.reserve("r", 30)
-        d.step()
-        assert p.admit(request) is None
-        p.compute((request, 20))
+        request = p.begun(d, "r", 30, 20)
         p.preempt(request)
         assert not p.finish(request, holds_blocks=False)
         p.idle()
         (report,) = d.received(request)
         assert (report.ok, report.why.code) == (False, "PD-XFER-002")
-        runtime = p.workers[0, 0].runtime
-        assert runtime is not None
+        runtime = p.runtime
         until(lambda: p.idle().empty and not runtime.core.records, "nothing is left of it")
         assert not p.seen[0, 0] and not p.released, "vLLM does not wait for this request"
 
@@ -151,12 +140,10 @@ def test_a_cancel_on_decode_stops_the_push_and_fences_the_blocks() -> None:
         wire.open.set()
         (report,) = d.received(request)
         assert not report.ok
-        before = [view.copy() for layer in d.ranks[0].views for view in layer]
+        before = d.copied()
         p.compute((request, 10))
-        p.finish(request)
-        p.released_blocks_of(request)
-        after = [view for layer in d.ranks[0].views for view in layer]
-        assert all((a == b).all() for a, b in zip(before, after, strict=True)), "nothing lands after the report"
+        p.over(request)
+        assert d.holds(before), "nothing lands after the report"
         p.prefill(other)
         assert d.received(other)[0].ok
 
@@ -164,10 +151,7 @@ def test_a_cancel_on_decode_stops_the_push_and_fences_the_blocks() -> None:
 def test_blocks_are_used_again_after_a_cancel_without_a_trace_of_the_old_request() -> None:
     p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1, blocks=8)
     with sites(p, d):
-        first = d.reserve("first", 32)
-        d.step()
-        assert p.admit(first) is None
-        p.compute((first, 20))
+        first = p.begun(d, "first", 32, 20)
         d.book.request_finished(first.name)
         d.received(first)
         d.release(first)
@@ -176,8 +160,7 @@ def test_blocks_are_used_again_after_a_cancel_without_a_trace_of_the_old_request
         d.step()
         p.prefill(second)
         p.compute((first, 12))
-        assert d.received(second)[0].ok
-        d.check(second)
+        d.complete(second)
 
 
 # -- silence
@@ -190,8 +173,7 @@ def test_a_decode_engine_that_never_listens_fails_the_push_at_once() -> None:
         unused = Endpoint("127.0.0.1", 1)
         request.reservation = msgspec.structs.replace(request.reservation, endpoints=(unused,))
         p.prefill(request)
-        p.finish(request)
-        p.released_blocks_of(request)
+        p.over(request)
         closed = [facts for stage, facts in events if stage == "push_closed"]
         assert closed[0]["ok"] is False and closed[0]["code"] == "PD-XFER-004"
 
@@ -202,8 +184,7 @@ def test_a_decode_engine_that_never_answers_costs_no_more_than_the_timeout() -> 
     with traced() as events, sites(p, d):
         request = d.reserve("r", 30)  # D never steps
         p.prefill(request, 20, 10)
-        p.finish(request)
-        p.released_blocks_of(request)
+        p.over(request)
         closed = [facts for stage, facts in events if stage == "push_closed"]
         assert closed[0]["ok"] is False and "no READY" in closed[0]["detail"]
 
@@ -215,8 +196,7 @@ def test_a_push_ends_at_the_deadline_of_its_reservation() -> None:
         request = d.reserve("r", 30, deadline_s=0.5)
         d.step()  # the gate never opens
         p.prefill(request)
-        p.finish(request)
-        p.released_blocks_of(request)
+        p.over(request)
         closed = [facts for stage, facts in events if stage == "push_closed"]
         assert closed[0]["ok"] is False
         (report,) = d.received(request)
@@ -226,8 +206,7 @@ def test_a_push_ends_at_the_deadline_of_its_reservation() -> None:
 def test_a_prefill_that_never_comes_costs_decode_its_deadline() -> None:
     d = DecodeSite(PLANES, 2)
     with sites(d):
-        request = d.reserve("r", 30, deadline_s=0.5)
-        d.step()
+        request = d.bound("r", 30, deadline_s=0.5)
         reports = d.received(request)
         assert [(report.ok, report.why.code) for report in reports] == [(False, "PD-XFER-001")] * 2
 
@@ -235,8 +214,7 @@ def test_a_prefill_that_never_comes_costs_decode_its_deadline() -> None:
 def test_a_prefill_that_has_ended_well_must_deliver_within_a_lease() -> None:
     d = DecodeSite(PLANES, 1, push=config(lease_s=0.5, margin_s=0.1))
     with sites(d):
-        request = d.reserve("r", 30, deadline_s=3600.0)
-        d.step()
+        request = d.bound("r", 30, deadline_s=3600.0)
         d.book.answered(request.reservation.transfer)
         (report,) = d.received(request)
         assert (report.ok, report.why.code) == (False, "PD-XFER-001")
@@ -251,8 +229,7 @@ def test_a_flipped_bit_is_found_and_its_layer_named() -> None:
     spoiled = range(bad.ctypes.data, bad.ctypes.data + bad.nbytes)
     p = PrefillSite(PLANES, 2, make_transport=lambda: FlippingWire(spoiled))
     with sites(p, d):
-        request = d.reserve("r", 30)
-        d.step()
+        request = d.bound("r", 30)
         p.prefill(request)
         (report,) = d.received(request)
         assert (report.ok, report.why.code, report.why.detail) == (False, "PD-WIRE-004", f"{PLANES.names[1]} (kv)")
@@ -277,9 +254,7 @@ def test_a_dead_writer_fails_every_push_and_releases_the_blocks_when_they_are_qu
         assert d.received(request)[0].why.code in ("PD-XFER-003", "" if at == "poll" else "PD-XFER-003")
         p.prefill(later)
         assert d.received(later)[0].why.code == "PD-XFER-003"
-        for each in (request, other, later):
-            p.finish(each)
-        p.released_blocks_of(request, other, later)
+        p.over(request, other, later)
         (worker,) = p.workers.values()
         assert list((worker.stats() or {})["levels"]["writers_dead"].values()) == [1]
         with pytest.raises(PdError, match="PD-XFER-007"):
@@ -291,8 +266,7 @@ def test_a_decode_engine_with_wrong_addresses_fails_its_own_pushes_only(wrong: s
     push = config(quiet_s=0.3)
     p = PrefillSite(TUPLES, 1, push=push)
     d, e = DecodeSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push, seed=9)
-    runtime = d.workers[0].runtime
-    assert runtime is not None
+    runtime = d.runtime
     session, blocks, bases = msgspec.structs.astuple(runtime.addresses())
     cut = {"a layer too few": bases[:-1], "a region too few": tuple(base[:-1] for base in bases), "no layer": ()}
     runtime.core._addresses = lambda: Memory(session, blocks, cut[wrong])  # type: ignore[method-assign]
@@ -304,13 +278,9 @@ def test_a_decode_engine_with_wrong_addresses_fails_its_own_pushes_only(wrong: s
             assert p.admit(each) is None
         p.compute((request, 30), (other, 30))
         assert d.received(request)[0].why.code == "PD-WIRE-005"
-        assert e.received(other)[0].ok
-        e.check(other)
-        for each in (request, other):
-            p.finish(each)
-        p.released_blocks_of(request, other)
-        later = e.reserve("later", 9)
-        e.step()
+        e.complete(other)
+        p.over(request, other)
+        later = e.bound("later", 9)
         p.prefill(later)
         assert e.received(later)[0].ok, "the writer lives"
 
@@ -323,8 +293,7 @@ def test_a_write_that_cannot_be_prepared_fails_its_own_push_only(at: str, monkey
     def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
         def maybe(*args: Any) -> Any:
             names = [each.name if isinstance(each, Push) else getattr(each, "push", None) for each in args]
-            runtime = p.workers[0, 0].runtime
-            assert runtime is not None
+            runtime = p.runtime
             if any(push.request_id in broken for push in list(runtime.core.records.values()) if push.name in names):
                 raise RuntimeError("the device is gone")
             return function(*args)
@@ -345,30 +314,21 @@ def test_a_write_that_cannot_be_prepared_fails_its_own_push_only(at: str, monkey
             assert p.admit(each) is None
         p.compute((request, 30), (other, 30))
         assert d.received(request)[0].why.code == "PD-XFER-003"
-        assert e.received(other)[0].ok
-        e.check(other)
-        for each in (request, other):
-            p.finish(each)
-        p.released_blocks_of(request, other)
+        e.complete(other)
+        p.over(request, other)
 
 
 def test_what_was_decided_before_an_error_is_still_done() -> None:
     p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1)
     with sites(p, d):
-        request = d.reserve("r", 30)
-        d.step()
-        assert p.admit(request) is None
-        p.compute((request, 20))
-        (worker,) = p.workers.values()
-        assert worker.runtime is not None
-        runtime = worker.runtime
+        request = p.begun(d, "r", 30, 20)
+        runtime = p.runtime
         (push,) = runtime.core.records.values()
         with pytest.raises(KeyError), runtime.deciding() as pushes:
             pushes.abort(time.monotonic(), push.name, Failure("PD-XFER-002", "the test"))
             raise KeyError(push.name)
         assert d.received(request)[0].why.code == "PD-XFER-002"
-        p.finish(request)
-        p.released_blocks_of(request)
+        p.over(request)
 
 
 class BrokenEvent:
@@ -381,8 +341,8 @@ class BrokenEvent:
 @pytest.mark.parametrize("at", ["start", "bind", "gate", "compare"])
 def test_what_goes_wrong_with_one_request_on_decode_is_that_requests(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1)
-    runtime = d.workers[0].runtime
-    assert runtime is not None and runtime.verifier is not None
+    runtime = d.runtime
+    assert runtime.verifier is not None
     names: list[Any] = []  # of the failing request, as soon as it is known
 
     def breaking(function: Callable[..., Any], of: Callable[..., Any]) -> Callable[..., Any]:
@@ -436,8 +396,7 @@ def test_what_goes_wrong_with_one_request_on_decode_is_that_requests(at: str, mo
         assert not d.received(cancelled)[0].ok
         d.check(good)
         until(lambda: not runtime.core.binds and not runtime.core.gates, "the end of all three")
-        later = d.reserve("later", 9)
-        d.step()
+        later = d.bound("later", 9)
         p.prefill(later)
         assert d.received(later)[0].ok, "the loop goes on"
 
@@ -488,8 +447,7 @@ def test_an_end_that_goes_wrong_on_decode_is_that_transfers_and_nothing_is_repor
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     p, d = PrefillSite(TUPLES, 1), DecodeSite(TUPLES, 1)
-    runtime, over = d.workers[0].runtime, Receiver.over
-    assert runtime is not None
+    runtime, over = d.runtime, Receiver.over
     with traced() as events, sites(p, d):
         bad, good = d.reserve("bad", 30), d.reserve("good", 9)
         d.step()
@@ -508,8 +466,7 @@ def test_an_end_that_goes_wrong_on_decode_is_that_transfers_and_nothing_is_repor
         d.step()
         until(lambda: not runtime.core.binds, "the end of both")
         assert broken
-        later = d.reserve("later", 9)
-        d.step()
+        later = d.bound("later", 9)
         p.prefill(later)
         assert d.received(later)[0].ok, "the loop goes on"
         ends = Counter(facts["transfer"] for stage, facts in list(events) if stage == "closed" and "ok" in facts)
@@ -520,11 +477,9 @@ def test_blocks_of_a_write_that_failed_are_released_only_when_it_is_quiet() -> N
     push, wire = config(quiet_s=0.6), LossyWire()
     p, d = PrefillSite(PLANES, 1, push=push, make_transport=lambda: wire), DecodeSite(PLANES, 1, push=push)
     with sites(p, d):
-        request = d.reserve("r", 30)
-        d.step()
+        request = d.bound("r", 30)
         p.prefill(request)
-        p.finish(request)
-        p.released_blocks_of(request)
+        p.over(request)
         assert time.monotonic() - wire.lost[0] >= 0.6
         (report,) = d.received(request)
         assert (report.ok, report.why.code) == (False, "PD-XFER-003")
@@ -541,8 +496,7 @@ def test_blocks_of_a_write_that_was_never_issued_wait_for_nothing() -> None:
     push = config(quiet_s=100.0)
     p, d = PrefillSite(PLANES, 1, push=push, make_transport=UnwillingWire), DecodeSite(PLANES, 1, push=push)
     with traced() as events, sites(p, d):
-        request = d.reserve("r", 30)
-        d.step()
+        request = d.bound("r", 30)
         p.prefill(request)
         p.finish(request)
         p.released_blocks_of(request)  # long before the quiet time ends: nothing of it can land
@@ -571,8 +525,7 @@ def test_the_transport_can_ask_when_a_peer_was_last_heard() -> None:
     wire = ListeningWire()
     p, d = PrefillSite(PLANES, 1, make_transport=lambda: wire), DecodeSite(PLANES, 1)
     with sites(p, d):
-        request = d.reserve("r", 30)
-        d.step()
+        request = d.bound("r", 30)
         begun = time.monotonic()
         p.prefill(request)
         assert d.received(request)[0].ok
@@ -588,11 +541,10 @@ def test_a_dead_writer_gathers_nothing() -> None:
         d.step()
         p.prefill(first)
         assert d.received(first)[0].why.code == "PD-XFER-003"
-        (worker,) = p.workers.values()
-        runtime = worker.runtime
-        assert runtime is not None
-        runtime.writing._thread.join(10)
-        assert not runtime.writing._thread.is_alive()
+        runtime = p.runtime
+        until(
+            lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("pd-writer")], "its end"
+        )
         assert p.admit(later) is None
         before = len(events)
         for _ in range(10):
@@ -609,10 +561,7 @@ def test_closing_with_transfers_in_flight_joins_threads_and_frees_ports(sides: s
     wire = SlowWire()
     p, d = PrefillSite(PLANES, 2, make_transport=lambda: wire), DecodeSite(PLANES, 2)
     with sites(p, d):
-        request = d.reserve("r", 30)
-        d.step()
-        assert p.admit(request) is None
-        p.compute((request, 20))
+        p.begun(d, "r", 30, 20)
         until(wire.asked.is_set, "a write that is out")
         for site in {"p": (p,), "d": (d,), "both": (d, p)}[sides]:
             site.close()
@@ -631,10 +580,7 @@ def test_a_prefill_engine_that_closes_needs_no_revocation_on_decode() -> None:
     wire = SlowWire()
     p, d = PrefillSite(PLANES, 1, push=push, make_transport=lambda: wire), DecodeSite(PLANES, 1, push=push)
     with traced() as events, sites(p, d):
-        request = d.reserve("r", 30)
-        d.step()
-        assert p.admit(request) is None
-        p.compute((request, 20))
+        request = p.begun(d, "r", 30, 20)
         until(wire.asked.is_set, "a write that is out")
         p.close()
         (report,) = d.received(request)
@@ -696,9 +642,7 @@ def test_a_push_that_failed_on_one_rank_does_not_change_which_ranks_write_the_ot
         for _ in range(7):
             p.compute((failed, 8), (fine, 8))
         deaf.set()
-        (report,) = d.received(fine)
-        assert report.ok, report
-        d.check(fine)
+        d.complete(fine)
         assert not d.received(failed)[0].ok
 
 
@@ -706,9 +650,7 @@ def test_a_timer_that_was_set_is_not_put_off_by_a_later_one() -> None:
     """Two threads decide one after the other, and their posts to the loop may arrive in the other order."""
     p = PrefillSite(TUPLES, 1)
     with sites(p):
-        (worker,) = p.workers.values()
-        assert worker.runtime is not None
-        runtime = worker.runtime
+        runtime = p.runtime
 
         async def armed() -> float:
             now = time.monotonic()

@@ -43,9 +43,7 @@ def test_a_decode_engine_that_accepts_and_stays_silent_delays_neither_the_forwar
             assert d.received(good)[0].ok
             assert not closed(events, ok=False), "the good one waited for the bad one's timeout"
             d.check(good)
-            for request in (bad, good):
-                p.finish(request)
-            p.released_blocks_of(bad, good)
+            p.over(bad, good)
             assert len(closed(events, ok=False)) == 1
 
 
@@ -70,13 +68,11 @@ def test_a_destination_whose_writes_stall_delays_no_other() -> None:
             assert p.admit(request) is None
         for _ in range(4):
             p.compute((one, 10), (other, 10))
-        assert d.received(other)[0].ok
-        d.check(other)
+        d.complete(other)
         slow.step()
         assert one.name not in slow.done
         release.set()
-        assert slow.received(one)[0].ok
-        slow.check(one)
+        slow.complete(one)
 
 
 @pytest.mark.parametrize("block", [64, 1 << 20, -1], ids=["one too far", "far away", "negative"])
@@ -93,8 +89,7 @@ def test_blocks_that_decode_does_not_have_are_never_written(block: int) -> None:
         p.compute((request, 30), (other, 30))
         (report,) = d.received(request)
         assert (report.ok, report.why.code) == (False, "PD-WIRE-003")
-        assert d.received(other)[0].ok
-        d.check(other)
+        d.complete(other)
         assert not d.written(request), "nothing of a request with a bad block is written"
 
 
@@ -116,23 +111,17 @@ def test_a_decode_worker_that_stands_still_loses_its_writer_and_the_request_fail
     push = config(lease_s=2.0, margin_s=0.5, quiet_s=0.2)
     p, d = PrefillSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push)
     with traced() as events, sites(p, d):
-        request = d.reserve("r", 40)
-        d.step()
-        assert p.admit(request) is None
-        p.compute((request, 20))
+        request = p.begun(d, "r", 40, 20)
         until(lambda: any(stage == "layer_pushed" for stage, _ in events))
-        runtime = d.workers[0].runtime
-        assert runtime is not None
+        runtime = d.runtime
         awake = threading.Event()
         runtime.loop.post(awake.wait, 20.0)
         until(lambda: closed(events), "the end of P's authority")
         assert "authority" in closed(events)[0]["detail"]
-        before = [view.copy() for views in d.ranks[0].views for view in views]
+        before = d.copied()
         p.compute((request, 20))
-        p.finish(request)
-        p.released_blocks_of(request)
-        after = [view for views in d.ranks[0].views for view in views]
-        assert all((a == b).all() for a, b in zip(before, after, strict=True)), "a write without authority"
+        p.over(request)
+        assert d.holds(before), "a write without authority"
         awake.set()
         assert not d.received(request)[0].ok
 
@@ -141,29 +130,23 @@ def test_a_lease_is_renewed_while_the_prefill_takes_its_time() -> None:
     push = config(lease_s=3.6, margin_s=1.0)
     p, d = PrefillSite(TUPLES, 1, push=push), DecodeSite(TUPLES, 1, push=push)
     with traced() as events, sites(p, d):
-        request = d.reserve("r", 40)
-        d.step()
-        assert p.admit(request) is None
-        p.compute((request, 20))
+        request = p.begun(d, "r", 40, 20)
 
         def renewed() -> int:
             return max((facts["seq"] for stage, facts in events if stage == "begin"), default=0)
 
         until(lambda: renewed() >= 3, "two more BEGINs, each a third of a lease after the one before")
         p.compute((request, 20))
-        assert d.received(request)[0].ok
-        d.check(request)
+        d.complete(request)
 
 
 def test_engines_with_different_secrets_never_meet() -> None:
     p = PrefillSite(TUPLES, 1, secrets=Secrets(b"p" * 32))
     d = DecodeSite(TUPLES, 1, secrets=Secrets(b"d" * 32))
     with traced() as events, sites(p, d):
-        request = d.reserve("r", 20, deadline_s=2.0)
-        d.step()
+        request = d.bound("r", 20, deadline_s=2.0)
         p.prefill(request)
-        p.finish(request)
-        p.released_blocks_of(request)
+        p.over(request)
         assert "PD-SEC-003" in closed(events)[0]["detail"]
         assert not d.received(request)[0].ok
         assert not d.written(request)
@@ -172,8 +155,7 @@ def test_engines_with_different_secrets_never_meet() -> None:
 def test_a_decode_engine_that_verifies_says_when_prefill_does_not() -> None:
     p, d = PrefillSite(TUPLES, 1, push=config(verify="off")), DecodeSite(TUPLES, 1, push=config(verify="full"))
     with sites(p, d):
-        request = d.reserve("r", 20)
-        d.step()
+        request = d.bound("r", 20)
         p.prefill(request)
         (report,) = d.received(request)
         assert report.why.code == "PD-WIRE-004" and "no checksums" in report.why.detail
@@ -182,11 +164,9 @@ def test_a_decode_engine_that_verifies_says_when_prefill_does_not() -> None:
 def test_a_prefill_engine_that_verifies_serves_a_decode_engine_that_does_not() -> None:
     p, d = PrefillSite(TUPLES, 1, push=config(verify="full")), DecodeSite(TUPLES, 1, push=config(verify="off"))
     with sites(p, d):
-        request = d.reserve("r", 20)
-        d.step()
+        request = d.bound("r", 20)
         p.prefill(request)
-        assert d.received(request)[0].ok
-        d.check(request)
+        d.complete(request)
 
 
 def test_a_writer_that_stands_still_inside_a_write_is_shut_out_and_writes_nothing_when_it_wakes() -> None:
@@ -202,29 +182,22 @@ def test_a_writer_that_stands_still_inside_a_write_is_shut_out_and_writes_nothin
     other = PrefillSite(TUPLES, 1, push=push, seed=8)
     d = DecodeSite(TUPLES, 1, push=push)
     with traced() as events, sites(p, other, d):
-        request = d.reserve("r", 40)
-        d.step()
-        assert p.admit(request) is None
-        p.compute((request, 20))
+        request = p.begun(d, "r", 40, 20)
         until(lambda: any(stage == "layer_submitted" for stage, _ in events), "a write that is out")
-        (worker,) = p.workers.values()
-        runtime = worker.runtime
-        assert runtime is not None
+        runtime = p.runtime
         awake = threading.Event()
         runtime.loop.post(awake.wait, 30.0)
-        session = d.workers[0].runtime.target.session  # type: ignore[union-attr]
+        session = d.runtime.target.session
         d.book.request_finished(request.name)
         assert not d.received(request)[0].ok
-        assert d.workers[0].runtime.target.session != session  # type: ignore[union-attr]
+        assert d.runtime.target.session != session
         assert [facts["proof"] for stage, facts in events if stage == "quiet"] == ["revoked"]
-        before = [view.copy() for views in d.ranks[0].views for view in views]
+        before = d.copied()
         release.set()
         awake.set()
         p.compute((request, 20))
-        p.finish(request)
-        p.released_blocks_of(request)
-        after = [view for views in d.ranks[0].views for view in views]
-        assert all((a == b).all() for a, b in zip(before, after, strict=True)), "it wrote after it was shut out"
+        p.over(request)
+        assert d.holds(before), "it wrote after it was shut out"
         later, again = d.reserve("later", 30), d.reserve("again", 30)
         d.step()
         other.prefill(later)

@@ -58,8 +58,7 @@ def test_a_preempted_request_starts_over_on_other_blocks(lost_after: int, held: 
             p.compute((request, count))
         assert d.received(request)[0].ok
         d.check(request, other)
-        p.finish(request)
-        p.released_blocks_of(request)
+        p.over(request)
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["pushed", "not computed on the device yet"])
@@ -72,8 +71,7 @@ def test_a_request_preempted_after_its_last_chunk_is_right_or_fails(held: bool) 
     with sites(p, d):
         if not held:
             device.open.set()
-        request = d.reserve("r", 30)
-        d.step()
+        request = d.bound("r", 30)
         p.prefill(request, 20, 10)
         if not held:
             assert d.received(request)[0].ok
@@ -87,8 +85,7 @@ def test_a_request_preempted_after_its_last_chunk_is_right_or_fails(held: bool) 
         assert report.ok != held, report
         if report.ok:
             d.check(request)
-        p.finish(request)
-        p.released_blocks_of(request)
+        p.over(request)
 
 
 def test_a_request_preempted_after_some_ranks_have_finished_with_it_is_not_half_pushed() -> None:
@@ -114,11 +111,8 @@ def test_a_request_preempted_after_some_ranks_have_finished_with_it_is_not_half_
         (report,) = d.received(request)
         if report.ok:
             d.check(request)
-        assert d.received(other)[0].ok
-        d.check(other)
-        for each in (request, other):
-            p.finish(each)
-        p.released_blocks_of(request, other)
+        d.complete(other)
+        p.over(request, other)
 
 
 def test_preemption_waits_for_writes_that_are_out_and_starts_no_other() -> None:
@@ -147,8 +141,7 @@ def test_preemption_waits_for_writes_that_are_out_and_starts_no_other() -> None:
             if index < IN_FLIGHT:
                 until(lambda: submitted() == index + 1, "a batch of its own")
 
-        request = d.reserve("r", 30)
-        d.step()
+        request = d.bound("r", 30)
         assert p.admit(request) is None
         p.compute((request, 1))  # nothing to push yet, but READY
         until(lambda: sum(stage == "ready" for stage, _ in events) >= 2)
@@ -166,9 +159,7 @@ def test_preemption_waits_for_writes_that_are_out_and_starts_no_other() -> None:
         for cache in p.caches.values():
             cache.scribble(lost, 99)
         p.compute((request, 30))
-        (report,) = d.received(request)
-        assert report.ok, report
-        d.check(request)
+        d.complete(request)
 
 
 def test_the_end_of_a_step_that_comes_after_a_preemption_does_not_end_the_push() -> None:
@@ -177,8 +168,7 @@ def test_the_end_of_a_step_that_comes_after_a_preemption_does_not_end_the_push()
     p = PrefillSite(TUPLES, 1, push=config(verify="off"), device=device)
     d = DecodeSite(TUPLES, 1, push=config(verify="off"))
     with traced() as events, sites(p, d):
-        request = d.reserve("r", 30)
-        d.step()
+        request = d.bound("r", 30)
         p.prefill(request)
         until(lambda: sum(stage == "ready" for stage, _ in events) >= 2, "READY, reported by both sides")
         p.book.preempted(request.p_name)
@@ -200,10 +190,7 @@ def test_writes_that_do_not_return_before_preemption_fail_the_push_first() -> No
     p = PrefillSite(TUPLES, 1, push=config(preempt_drain_s=0.05), make_transport=lambda: wire)
     d = DecodeSite(TUPLES, 1)
     with traced() as events, sites(p, d):
-        request = d.reserve("r", 30)
-        d.step()
-        assert p.admit(request) is None
-        p.compute((request, 20))
+        request = p.begun(d, "r", 30, 20)
         until(wire.asked.is_set, "a write that is out")
         p.preempt(request)
         until(lambda: any(stage == "fencing" for stage, _ in events), "D learns that it failed")
@@ -214,8 +201,7 @@ def test_writes_that_do_not_return_before_preemption_fail_the_push_first() -> No
         (report,) = d.received(request)
         assert not report.ok and report.why.code == "PD-XFER-001" and set(report.blocks) == set(request.d_blocks)
         p.compute((request, 30))  # it goes on without being pushed
-        p.finish(request)
-        p.released_blocks_of(request)
+        p.over(request)
 
 
 def test_a_push_that_starts_over_without_a_reported_loss_is_a_bug_and_says_so() -> None:

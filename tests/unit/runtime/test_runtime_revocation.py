@@ -52,10 +52,7 @@ def test_a_revocation_that_fails_is_tried_again_until_it_succeeds(
     (worker,) = d.workers
     target = worker.runtime.target  # type: ignore[union-attr]
     with traced() as events, sites(p, other, d):
-        request = d.reserve("r", 40)
-        d.step()
-        assert p.admit(request) is None
-        p.compute((request, 20))
+        request = p.begun(d, "r", 40, 20)
         until(lambda: any(stage == "layer_submitted" for stage, _ in events), "a write that is out")
         (writer,) = p.workers.values()
         assert writer.runtime is not None
@@ -65,10 +62,7 @@ def test_a_revocation_that_fails_is_tried_again_until_it_succeeds(
         d.step()
         until(lambda: target.tries >= 3, "the second try after the failure")
         until(lambda: _revoking(worker) > 0, "how long it takes")
-        meanwhile = d.reserve("meanwhile", 30)
-        d.step()
-        assert other.admit(meanwhile) is None
-        other.compute((meanwhile, 30))
+        meanwhile = other.begun(d, "meanwhile", 30, 30)
         d.step()
         assert not d.done and not d.outcomes, "nothing is known of the writer, and its blocks stay fenced"
         assert not any(facts.get("transfer") == str(meanwhile.reservation.transfer) for stage, facts in events
@@ -82,8 +76,7 @@ def test_a_revocation_that_fails_is_tried_again_until_it_succeeds(
         until(lambda: _revoking(worker) == 0, "the end of it")
         release.set()
         awake.set()
-        p.finish(request)
-        p.released_blocks_of(request)
+        p.over(request)
         later, (load,) = pushed(p, d, "later", 30)
         assert load.ok
         d.check(later)
