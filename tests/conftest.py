@@ -20,6 +20,10 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+# Images for containers set it, and then each of some hundred processes compiles all that it imports: with vLLM that is
+# 25 s of the processor instead of 10, with torch 5 instead of 2.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 settings.register_profile("any machine", deadline=None)  # the speed of an example depends on the machine
 settings.register_profile("few", deadline=None, max_examples=25)

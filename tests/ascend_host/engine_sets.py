@@ -56,12 +56,11 @@ class Machine:
     @classmethod
     def host(cls, build: HostBuild, forks: ForkServers | None = None) -> Machine:
         keys = {"mooncake_protocol": "tcp"}
-        # vLLM's own way, which its servers replace: cores and workers do not repeat imports of half a minute.
-        forked = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"} if FORKED else {}
         # Delays differ from run to run; a set's first line says how to have the same again.
         drawn = {"STAND_IN_SEED": os.environ.get("STAND_IN_SEED") or str(secrets.randbelow(1_000_000))}
-        environment = {**build.variables(), "MC_FORCE_TCP": "1", **forked, **drawn}
-        plugins = (*build.plugins, PATIENT)  # the cores are the device
+        environment = {**build.variables(), "MC_FORCE_TCP": "1", **drawn}
+        # Cores and workers do not repeat imports of half a minute, and the cores are the device.
+        plugins = (*build.plugins, *FORKED, PATIENT)
         return cls(str(build.python), True, plugins, environment, keys, forks)
 
 

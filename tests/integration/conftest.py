@@ -52,7 +52,7 @@ def ports(cluster: Cluster) -> list[int]:
     The last port is for a test's own metaserver, the one before it for the faulty pair's, and the one before that for
     pairs that use it one after another.
     """
-    return [cluster.port() for _ in range(33)]
+    return [cluster.port() for _ in range(34)]
 
 
 @pytest.fixture(scope="session")

@@ -73,7 +73,7 @@ def _wait_ready(cluster: Cluster, url: str, children: Sequence[Child]) -> None:
 
 @contextmanager
 def launched_pair(
-    cluster: Cluster, tally: AnswerTally, script: str, model: Path, p_tp: int, d_tp: int, plugins: tuple[Path, ...] = ()
+    cluster: Cluster, tally: AnswerTally, script: str, model: Path, p_tp: int, d_tp: int
 ) -> Iterator[Pair]:
     """Start a pair of these sizes by an example. Every pushed block is checked, and a failed load fails its request."""
     base, own = cluster.ports(3), cluster.logs / f"launched-{p_tp}-{d_tp}"
@@ -86,7 +86,7 @@ def launched_pair(
         "PD_P_CHUNK": "256",
         "PD_P_KV_BYTES": str(64 << 20),
         "PD_D_KV_BYTES": str(64 << 20),
-        "PYTHONPATH": child_environment((*plugins, PATIENT))["PYTHONPATH"],
+        "PYTHONPATH": child_environment((PATIENT,))["PYTHONPATH"],
     }
     words = ("--model", model, "--p-tp", p_tp, "--d-tp", d_tp, "--port-base", base, "--log-dir", own, "--timeout", 400)
     url = f"http://127.0.0.1:{base}"

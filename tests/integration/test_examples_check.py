@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples that run on a CPU: check.sh against a real pair, and the ones that start engines, as written.
 
-Those are slow: three to five servers each. test_one_head starts its pairs by two of them.
+Those are slow: three to five servers each. test_one_head starts a pair by one of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models whose cache has one head, held by every rank: MQA at TP 2→1 and 1→2, MLA at 1→1, 1→2 and 2→1.
 
-With replicas on P each rank pushes its share; with replicas on D each rank gets all of it. Scripts of examples/ start
-the MQA pairs, so CI runs them: one as vLLM starts its processes on CPUs, the other forks them as all other tests do.
+With replicas on P each rank pushes its share; with replicas on D each rank gets all of it. A script of examples/ starts
+one MQA pair as vLLM starts its processes on CPUs, so CI runs that. The others are forked as in all other tests.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from launched import launched_pair
-from pairs import FORKED, Pair, PairMaker, fresh_prompt
+from pairs import Pair, PairMaker, fresh_prompt
 
 from tools.support.cluster import Cluster
 from tools.support.compare import AnswerTally
@@ -31,9 +31,16 @@ def mqa_down(cluster: Cluster, tally: AnswerTally) -> Iterator[Pair]:
 
 
 @pytest.fixture(scope="class")
-def mqa_up(cluster: Cluster, tally: AnswerTally) -> Iterator[Pair]:
-    with launched_pair(cluster, tally, "1p1d/run.sh", ensure("mqa"), 1, 2, FORKED) as pair:
-        yield pair
+def mqa_up(cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> Iterator[Pair]:
+    p, d = cluster.start(
+        EngineSpec("mqa-p1", ensure("mqa"), role="kv_producer", chunk=256, extra=cluster.push_config()),
+        EngineSpec(
+            "mqa-d2", ensure("mqa"), role="kv_consumer", tp=2, policy="fail", extra=cluster.push_config(*allowed)
+        ),
+    )
+    pair = make_pair(p, d)
+    yield pair
+    cluster.stop(pair.front, d, p)
 
 
 @pytest.fixture(scope="class")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pairs import Pair, PairMaker
+from pairs import FORKED, Pair, PairMaker
 
 from tools.support.checks import fresh_salt
 from tools.support.client import post
@@ -61,7 +61,7 @@ def tokens_of(pair: Pair, seed: int, count: int, salt: str, name: str) -> list[i
 
 
 def test_prompts_with_pictures(cluster: Cluster, allowed: list[str], make_pair: PairMaker) -> None:
-    same = {"python": beside("vision"), "plugins": (PLUGIN,), "block_size": 32}
+    same = {"python": beside("vision"), "plugins": (PLUGIN, *FORKED), "block_size": 32}
     p, d = cluster.start(
         EngineSpec(
             "pictures-p", ensure("paligemma"), role="kv_producer", chunk=256, extra=cluster.push_config(), **same

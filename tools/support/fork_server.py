@@ -34,7 +34,10 @@ FORKED_WITHIN_S = 400.0  # with the imports of the serving process, on a busy ma
 LONGEST_REQUEST = 1 << 20
 GROUP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Prefixes of variables that are read when a server runs. Others could have been read by an import or by the loader.
-READ_LATE = ("PYTHONPATH", "VLLM_HOST_IP", "PD_", "ASCEND_", "STAND_IN_", "PYTEST_", "MC_")
+READ_LATE = (
+    *("PYTHONPATH", "VLLM_HOST_IP", "PD_", "ASCEND_", "STAND_IN_", "PYTEST_", "MC_"),
+    *("VLLM_PP_LAYER_PARTITION", "VLLM_ENABLE_V1_MULTIPROCESSING"),
+)
 
 
 class ForkServer:

@@ -35,10 +35,13 @@ def clone(tmp_path: Path) -> Path:
 
 
 def state(clone: Path) -> dict[Path, int]:
-    """Return when each file was written that a script could write: of the clone, and where its links lead."""
+    """Return what a script could write, with the time for a file: of the clone, and where its links lead.
+
+    A folder's time also changes with the compiled modules that other tests' imports put there.
+    """
     roots = (clone, *(ROOT / name for name in ("docs", "tools", "vllm_ascend_pd")), Path(sys.prefix) / ".stamps")
     found = (path for root in roots for path in root.rglob("*") if "__pycache__" not in path.parts)
-    return {path: path.lstat().st_mtime_ns for path in found}
+    return {path: 0 if path.is_dir() else path.lstat().st_mtime_ns for path in found}
 
 
 def shown(clone: Path, name: str, *words: str) -> str:
