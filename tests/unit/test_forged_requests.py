@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
