@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -301,7 +300,7 @@ def test_only_a_reservation_under_our_secret_is_taken(valid: Reservation, guarde
     flipped[-1] ^= 1
     forged = {
         "unsigned": seal(valid, None),
-        "of another secret": seal(valid, replace(SECRET, current=b"x" * 32)),
+        "of another secret": seal(valid, Secrets(b"x" * 32)),
         "changed": bytes(flipped),
         "signed, its contents unsigned": mine[:4] + bytes(32) + mine[36:],
     }

@@ -122,11 +122,11 @@ def links(root: Path, devices: list[int], run: RunCommand = _run) -> Iterator[Ch
 
 
 def tls(root: Path, devices: list[int], run: RunCommand = _run) -> Check:
-    """Check that the NPUs have one TLS switch. It must be that of the other hosts, too, or their links stay closed."""
+    """Check that the NPUs have one TLS switch: vllm-ascend's guides want it alike on all hosts."""
     tool = _tool(root)
     said = {device: run([tool, "-i", str(device), "-tls", "-g"]) for device in devices} if tool else {}
     found = {device: match[1] for device, words in said.items() if (match := re.search(r"switch\D{0,3}(\d)", words))}
-    remedy = "Make it the same on all NPUs of all hosts: hccn_tool -i N -tls -s."
+    remedy = "Make it the same on all NPUs of all hosts (hccn_tool -tls)."
     if not found:
         return note("tls", "the NPUs' TLS switch is not known", "Compare it: hccn_tool -i N -tls -g, on each host.")
     if len(set(found.values())) > 1:
