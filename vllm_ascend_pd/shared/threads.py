@@ -31,6 +31,7 @@ async def aside(work: Callable[..., T], *arguments: object, executor: Executor |
     try:
         running = asyncio.get_running_loop().run_in_executor(executor, partial(work, *arguments))
     except RuntimeError as refused:
-        log.error("no thread for %s (%s): see the limit of processes", getattr(work, "__name__", work), refused)
+        name = getattr(getattr(work, "func", work), "__name__", "work")  # without what is given: texts and secrets
+        log.error("no thread for %s (%s): see the limit of processes", name, refused)
         return work(*arguments)
     return await running

@@ -908,6 +908,7 @@ def test_the_word_of_an_fp8_cache_says_its_format_and_its_scales() -> None:
     ("feature", "layers"),
     [
         ("more than one scale", (("fp8", 1.0, None), ("fp8", 1.0, 1.0))),
+        ("more than one scale", (("fp8", None, 1.0), ("fp8", 1.0, 1.0))),
         ("do not say one format", (("auto", 1.0, 1.0), ("fp8", 1.0, 1.0))),
         ("do not say one format", (("fp8_e5m2", 1.0, 1.0), ("fp8", 1.0, 1.0))),
     ],

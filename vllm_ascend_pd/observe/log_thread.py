@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A log that a thread of its own writes: whoever reads it, or its disk, may hang, and the process goes on."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import queue
+
+from vllm_ascend_pd.shared.threads import started
+
+MAX_WAITING = 1 << 12  # records that have not been written; further ones are dropped
+CLOSE_S = 2.0
+
+
+class LogThread(logging.Handler):
+    """Handler that gives lines to a thread. It writes to a descriptor: a stream's lock would hold up the exit too."""
+
+    def __init__(self, fd: int, formatter: logging.Formatter) -> None:
+        super().__init__()
+        self.setFormatter(formatter)
+        self._fd, self._dropped = fd, 0
+        self._lines: queue.Queue[str] = queue.Queue(MAX_WAITING)  # "": the end
+        self._thread = started("pd-log", self._run)
+        atexit.register(self._end)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = self.format(record)
+        if self._dropped:
+            line += f"\n  (before this line {self._dropped} were dropped, which nobody took)"
+        if self._thread is None:  # the system refuses one
+            self._write(line)
+            return
+        try:
+            self._lines.put_nowait(line)
+            self._dropped = 0
+        except queue.Full:
+            self._dropped += 1
+
+    def _run(self) -> None:
+        while line := self._lines.get():
+            self._write(line)
+
+    def _write(self, line: str) -> None:
+        left = f"{line}\n".encode(errors="backslashreplace")
+        with contextlib.suppress(OSError):  # a full disk, or a pipe that has been closed
+            while left:
+                left = left[os.write(self._fd, left) :]
+
+    def _end(self) -> None:
+        """Write what is left, as far as it is taken."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait("")
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
