@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Addresses in front of engines at which a stream ends after so many tokens, as where its engine dies.
 
-A request says by its id (`cut-7-…`) after how many tokens its first stream ends, or (`watch-7-…`) when `reached` is to
-say so. What comes again under the same id is passed whole, and so is all else, each over a connection of its own.
+A request says by its id (`cut-7-…`) after how many tokens its first stream ends, or (`hold-7-…`) where it waits for its
+engine's death. What comes again under the same id is passed whole, and so is all else, each over a connection of its
+own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tools.support.engine import RunningServer
 from tools.support.process import free_port
 from vllm_ascend_pd.shared.loop import LoopThread
 
-_ID = re.compile(rb"(?im)^x-request-id: *((cut|watch)-(\d+)-[^\r\n]*)")
+_ID = re.compile(rb"(?im)^x-request-id: *((cut|hold)-(\d+)-[^\r\n]*)")
 _LENGTH = re.compile(rb"(?im)^content-length: *(\d+)")
 _KEPT = re.compile(rb"(?im)^connection:[^\r\n]*\r\n")
 _IDS = re.compile(rb'"token_ids":\[([^\]]*)\]')
@@ -53,7 +54,7 @@ class Cutter:
 
     def __init__(self, engines: list[RunningServer]) -> None:
         self.streams: dict[str, CutStream] = {}
-        self._loop = LoopThread("cutter")
+        self._loop, self._over = LoopThread("cutter"), asyncio.Event()
         self.addresses: list[RunningServer] = []
         self._servers: list[asyncio.Server] = []
         for number, engine in enumerate(engines):
@@ -61,6 +62,10 @@ class Cutter:
             target = int(engine.url.rpartition(":")[2])
             self._servers.append(self._loop.call(self._listen(port, target), 10))
             self.addresses.append(RunningServer(f"cut-{number}", port, Path("/dev/null")))
+
+    def end(self) -> None:
+        """End the streams that wait: their engine is dead."""
+        self._loop.post(self._over.set)
 
     def reached(self, names: list[str], within_s: float) -> bool:
         """Wait until all of these streams have as many tokens as their names say. Return False if one takes longer."""
@@ -109,10 +114,11 @@ class Cutter:
                     stream.tokens += _chunks(piece)
                 writer.write(piece)
                 await writer.drain()
-                if stream is not None and named is not None and stream.whole and stream.tokens >= int(named[3]):
+                if stream is not None and named is not None and stream.tokens >= int(named[3]):
                     stream.whole = False
-                    if named[2] == b"cut":
-                        return
+                    if named[2] == b"hold":
+                        await self._over.wait()
+                    return
             left.cancel()
         finally:
             ours.transport.abort()

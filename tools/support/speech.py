@@ -244,7 +244,10 @@ PARSERS: dict[str, Sequence[str]] = {
 
 
 def _reasons(parsers: str, begin: str = "<think>") -> list[StreamKind]:
-    """Return what has a parser of reasoning: a thought and an answer, and a grammar behind the thought."""
+    """Return what has a parser of reasoning: a thought and an answer, and a grammar behind the thought.
+
+    DeepSeek's begins in the prompt. Its parser leaves the first word in the thought if that comes with another token.
+    """
     both: dict[str, Any] = {"parsers": parsers, "route": CHAT}
     script = f"{begin}{_THOUGHT}</think>{_SAID}"
     most = len(script_of(script))
@@ -304,7 +307,7 @@ KINDS: tuple[StreamKind, ...] = (
     StreamKind("hermes calls, sampled", asks={**_AUTO, **SAMPLED}, **_auto(_HERMES)),
     StreamKind("greedy", RESPONSES, goes_on=False),
     StreamKind("greedy", MESSAGES, goes_on=False),
-    *_reasons("deepseek"),
+    *_reasons("deepseek", ""),
     StreamKind(
         "deepseek calls, sampled", asks={**_AUTO, **SAMPLED}, parsers="deepseek", **_auto("</think>" + _DEEPSEEK)
     ),
