@@ -148,7 +148,7 @@ CEILINGS = {
     "decode": 2790,
     "device": 730,
     "geometry": 2550,
-    "observe": 455,
+    "observe": 510,
     "prefill": 4060,
     "protocol": 4335,
     "regroup": 935,
