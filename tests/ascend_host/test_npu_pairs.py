@@ -54,7 +54,9 @@ def test_tokens_are_one_engines_on_npus(
 
     if torch.npu.device_count() < engines.devices:
         pytest.skip(f"needs {engines.devices} NPUs, there are {torch.npu.device_count()}")
-    if engines.d.repaired and (engines.release == OLDER or cell is drafts):  # 0.30's fault changes drafts alone
+    if engines.d.repaired and (
+        engines.release == OLDER or cell is drafts
+    ):  # what is not alike there does not change text
         pytest.skip("needs a repair of vllm-ascend that is made for stand-ins alone (plugin/ascend_host/repairs.py)")
     cell(engines, running.pair(engines))
 

@@ -236,7 +236,7 @@ def drafts(engines: Engines, pair: Pair) -> None:
             complete(d.url, body_of(begun, 5 - behind, cache_salt=fresh_salt("drafts")))
         alone.append(counted())
     if "recompute" in engines.title or behind:
-        placeholders = int(engines.draft["num_speculative_tokens"])
+        placeholders = engines.d.drafts or int(engines.draft["num_speculative_tokens"])
         pushed = [Drafted(one.steps - 1, one.tokens - placeholders, one.accepted) for one in pushed]
     alike = sum(one == other for one, other in zip(alone, pushed, strict=True))
     accepted = [sum(one.accepted for one in each) for each in (alone, pushed)]
@@ -496,9 +496,15 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     (Engines("gqa pp 2to1", p=Side(pp=2)), FEWER),
     (Engines("qwen2 2to2", "qwen2", p=Side(2, delay_us=DELAY), d=Side(2, delay_us=DELAY)), FEWER),
     (Engines("gqa 4to2 regrouped", p=Side(4, keys=REGROUPED), d=Side(2)), FEWER),
-    (Engines("moe 1to1 dp 2to2", "moe", p=Side(dp=2), d=Side(dp=2), flags=EXPERTS), FEWER),
-    (Engines("moe 2to1 dp 1to2", "moe", p=Side(2), d=Side(dp=2), flags=EXPERTS), FEWER),
-    (Engines("moe 1to1 dp 1to2 a server each", "moe", d=Side(dp=2, servers=2), flags=EXPERTS), FEWER),
+    (
+        Engines("moe 1to1 dp 2to2", "moe", p=Side(dp=2, repaired=True), d=Side(dp=2, repaired=True), flags=EXPERTS),
+        FEWER,
+    ),
+    (Engines("moe 2to1 dp 1to2", "moe", p=Side(2), d=Side(dp=2, repaired=True), flags=EXPERTS), FEWER),
+    (
+        Engines("moe 1to1 dp 1to2 a server each", "moe", d=Side(dp=2, servers=2, repaired=True), flags=EXPERTS),
+        FEWER,
+    ),
     (Engines("dsv3 1to1", "dsv3", p=Side(late_us=LATE), dtype="bfloat16"), (*FEWER, prefixes)),
     (Engines("mla 2to1", "mla", p=Side(2, late_us=LATE), dtype="bfloat16"), FEWER),
     (Engines("mla 1to2", "mla", d=Side(2), dtype="bfloat16"), FEWER),
@@ -667,8 +673,8 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         Engines(
             "switches moe 1to1 dp 2to2 head divided",
             "moe",
-            p=Side(dp=2),
-            d=Side(dp=2, graphs=FULL, flags=additional(**HEAD, **GRAPHS)),
+            p=Side(dp=2, repaired=True),
+            d=Side(dp=2, graphs=FULL, flags=additional(**HEAD, **GRAPHS), repaired=True),
             flags=EXPERTS,
         ),
         (*FEWER, replayed, switched),
@@ -677,8 +683,8 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         Engines(
             "switches moe 1to1 dp 2to2 experts balanced",
             "moe",
-            p=Side(dp=2, switches={"DYNAMIC_EPLB": "true"}, flags=BALANCED),
-            d=Side(dp=2, switches={"DYNAMIC_EPLB": "true"}, flags=BALANCED),
+            p=Side(dp=2, switches={"DYNAMIC_EPLB": "true"}, flags=BALANCED, repaired=True),
+            d=Side(dp=2, switches={"DYNAMIC_EPLB": "true"}, flags=BALANCED, repaired=True),
             flags=EXPERTS,
         ),
         (*FEWER, balanced),
@@ -821,7 +827,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
             "field qwen3next mtp 2to1 dp 1to2 regrouped",
             "qwen3next-mtp",
             p=Side(2, keys=REGROUPED),
-            d=Side(dp=2, graphs=FULL, flags=(*FEW_STATES, *RECOMPUTES)),
+            d=Side(dp=2, graphs=FULL, flags=(*FEW_STATES, *RECOMPUTES), repaired=True),
             flags=(*EXPERTS, *CACHED),
             draft=MTP3,
         ),
@@ -832,7 +838,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
             "field moe 2to1 dp 1to2 regrouped",
             "moe",
             p=Side(2, keys=REGROUPED, graphs="PIECEWISE"),
-            d=Side(dp=2, graphs=FULL, flags=RECOMPUTES),
+            d=Side(dp=2, graphs=FULL, flags=RECOMPUTES, repaired=True),
             flags=EXPERTS,
         ),
         (*FEWER, prefixes, replayed),

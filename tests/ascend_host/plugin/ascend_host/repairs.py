@@ -6,9 +6,13 @@ tokens; MLA's begins with zeros. With data parallelism and graphs, a rank that d
 one's number of rows. The other rows hold what was in memory before, and go to the experts too. For a token whose expert
 is on another rank, vllm-ascend takes the second row of the experts' results, times zero: NaN, if that row is NaN.
 
-0.30.0rc2: behind rejected drafts, all drafts of a step but the first attend to too many keys. The drafter subtracts the
-rejected tokens from the lengths on the NPU alone (`llm_base_proposer.py`); attention with heads takes its lengths from
-their copy on the host (`_select_seq_lens`), which counts them.
+0.30.0rc2 has that for attention with heads: there vLLM itself takes uninitialised memory for the result, and with data
+parallelism a rank that has fewer tokens than another has rows of padding. With experts apart answers of an engine by
+itself end in NaN (its token 0). DeepSeek-V4's attention begins with zeros there.
+
+0.30.0rc2, too: behind rejected drafts, all drafts of a step but the first attend to too many keys. The drafter
+subtracts the rejected tokens from the lengths on the NPU alone (`llm_base_proposer.py`); attention with heads takes its
+lengths from their copy on the host (`_select_seq_lens`), which counts them.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ from typing import Any
 
 def install(release: str) -> None:
     if "ASCEND_HOST_REPAIRED" in os.environ:
-        {"0.23": _padded_rows, "0.30": _lengths_of_drafts}[release]()
+        for repair in {"0.23": (_padded_rows,), "0.30": (_padded_rows_of_heads, _lengths_of_drafts)}[release]:
+            repair()
 
 
 def _padded_rows() -> None:
@@ -37,6 +42,21 @@ def _padded_rows() -> None:
         return result
 
     AscendDSAImpl.forward = with_zeros
+
+
+def _padded_rows_of_heads() -> None:
+    from vllm_ascend.attention.attention_v1 import AscendAttentionBackendImpl
+
+    forward = AscendAttentionBackendImpl.forward
+
+    def with_zeros(self: Any, layer: Any, query: Any, *args: Any, **more: Any) -> Any:
+        result = forward(self, layer, query, *args, **more)
+        metadata = args[3]
+        if metadata is not None:
+            result[metadata.num_actual_tokens :] = 0
+        return result
+
+    AscendAttentionBackendImpl.forward = with_zeros
 
 
 def _lengths_of_drafts() -> None:
