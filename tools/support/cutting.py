@@ -97,28 +97,26 @@ class Cutter:
         length = _LENGTH.search(head)
         body = await reader.readexactly(int(length[1]) if length else 0)
         theirs, ours = await asyncio.open_connection("127.0.0.1", target)
+        left = asyncio.ensure_future(reader.read(1))
         try:
             ours.write(_KEPT.sub(b"", head)[:-2] + b"connection: close\r\n\r\n" + body)
-            named, stream = _ID.search(head), None
-            if named is not None and named[1].decode() not in self.streams and body:
-                stream = self.streams[named[1].decode()] = CutStream()
-            left = asyncio.ensure_future(reader.read(1))
-            while True:
+            named, stream = _ID.search(head), CutStream()
+            cuts = named is not None and bool(body) and self.streams.setdefault(named[1].decode(), stream) is stream
+            while not left.done():
                 more = asyncio.ensure_future(theirs.read(_PIECE))
                 await asyncio.wait({left, more}, return_when=asyncio.FIRST_COMPLETED)
-                if left.done() or not (piece := more.result()):
+                if not more.done() or not (piece := more.result()):
                     more.cancel()
-                    break
-                if stream is not None and named is not None:
-                    stream.answer += piece
-                    stream.tokens += _chunks(piece)
+                    return
+                stream.answer += piece
+                stream.tokens += _chunks(piece)
                 writer.write(piece)
                 await writer.drain()
-                if stream is not None and named is not None and stream.tokens >= int(named[3]):
+                if named is not None and cuts and stream.tokens >= int(named[3]):
                     stream.whole = False
                     if named[2] == b"hold":
                         await self._over.wait()
                     return
-            left.cancel()
         finally:
+            left.cancel()
             ours.transport.abort()
