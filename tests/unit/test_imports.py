@@ -100,7 +100,14 @@ ROUTER, OPERATORS = ("router.",), ("cli.", "viewer.")
 ROUTER_USES = {
     *("vllm_ascend_pd", "errors", "secret_files", "protocol.auth", "protocol.continuing"),
     *("protocol.identity", "protocol.reports", "protocol.versions"),
-    *("observe.trace", "viewer.timeline", "shared.backoff", "shared.core.failures", "shared.core.gathered"),
+    *(
+        "observe.log_thread",
+        "observe.trace",
+        "viewer.timeline",
+        "shared.backoff",
+        "shared.core.failures",
+        "shared.core.gathered",
+    ),
     *("shared.exposure", "shared.http_session", "shared.settings", "shared.threads", "shared.tls_files"),
     "shared.within",
 }
