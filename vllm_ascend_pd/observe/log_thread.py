@@ -27,27 +27,21 @@ class LogThread(logging.Handler):
         atexit.register(self._end)
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = self.format(record)
-        if self._dropped:
-            line += f"\n  (before this line {self._dropped} were dropped, which nobody took)"
-        if self._thread is None:  # the system refuses one
-            self._write(line)
-            return
+        more = f"\n  (before this line {self._dropped} were dropped, which nobody took)" if self._dropped else ""
         try:
-            self._lines.put_nowait(line)
+            self._lines.put_nowait(f"{self.format(record)}{more}\n")
             self._dropped = 0
         except queue.Full:
             self._dropped += 1
+        if self._thread is None:  # the system refuses one
+            self._end()
+            self._run()
 
     def _run(self) -> None:
-        while line := self._lines.get():
-            self._write(line)
-
-    def _write(self, line: str) -> None:
-        left = f"{line}\n".encode(errors="backslashreplace")
-        with contextlib.suppress(OSError):  # a full disk, or a pipe that has been closed
-            while left:
-                left = left[os.write(self._fd, left) :]
+        while left := self._lines.get().encode(errors="backslashreplace"):
+            with contextlib.suppress(OSError):  # a full disk, or a pipe that has been closed
+                while left:
+                    left = left[os.write(self._fd, left) :]
 
     def _end(self) -> None:
         """Write what is left, as far as it is taken."""

@@ -21,14 +21,13 @@ class Answering(web.StreamResponse):
     """An answer that goes out as it is made. The head waits for the first piece: both are one packet.
 
     aiohttp's own response would add headers that no engine gave. `lasting`: the connection may serve another request;
-    `refusal`: the last answer of the connection, if no other is made.
+    `refusal`: the last answer of the connection, if no other is made; `ahead`: what of the head is out already.
     """
 
-    def __init__(self, request: web.BaseRequest, lasting: bool = False, refusal: Answer | None = None) -> None:
+    def __init__(self, request: web.BaseRequest, lasting: bool = False) -> None:
         super().__init__()
-        self.begun = False
-        self.ahead = ""  # of the head: what has been sent before there is one
-        self.refusal = refusal
+        self.begun, self.ahead = False, ""
+        self.refusal: Answer | None = None
         self._request, self._lasting = request, lasting
         self._whole = self._bodiless = self._in_chunks = False
 

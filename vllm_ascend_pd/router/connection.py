@@ -183,11 +183,12 @@ class CallerConnection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """Return the answer to what is no HTTP, or to a request at which we failed; the connection closes after it."""
+        answer = self.answering or Answering(request)
         if status < 500:
             why = one_line((message or "").partition("\n")[0].rstrip(":"), 200)
-            return Answering(request, refusal=known(status, "PD-META-040", why=why or "it cannot be parsed"))
+            answer.refusal = known(status, "PD-META-040", why=why or "it cannot be parsed")
+            return answer
         log.error("a request failed", exc_info=exc)
-        answer = self.answering or Answering(request)
         if answer.begun:
             raise ConnectionError("a part of the answer is out")
         answer.refusal = known(status, "PD-META-041")

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tools.support.process import free_port
+from unit.kits.refusing import no_more_threads
 from unit.router.cluster import until
 from unit.router.command import COMMAND, ROOT
 from vllm_ascend_pd.observe import log_thread
@@ -60,6 +61,17 @@ def test_a_log_that_nobody_reads_holds_nobody_up(full: tuple[int, int], monkeypa
     say("one more")
     assert read_until(full[0], b"more") == ["INFO one more"]
     handler._end()
+
+
+def test_without_a_thread_lines_are_written_at_once() -> None:
+    reads, writes = os.pipe()
+    with no_more_threads("pd-log"):
+        handler = LogThread(writes, logging.Formatter("%(message)s"))
+    for number in range(3):
+        handler.handle(logging.LogRecord("a", logging.INFO, __file__, 1, "line %d", (number,), None))
+        assert os.read(reads, 100) == b"line %d\n" % number
+    os.close(reads)
+    os.close(writes)
 
 
 def test_a_metaserver_whose_log_nobody_reads_serves_and_ends(full: tuple[int, int]) -> None:

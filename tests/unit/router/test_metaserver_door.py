@@ -225,11 +225,18 @@ NO_HTTP = {
 
 @pytest.mark.parametrize("sent", NO_HTTP.values(), ids=NO_HTTP)
 def test_what_can_be_read_in_two_ways_gets_one_error_and_the_end(c: FakeCluster, sent: bytes) -> None:
-    with calling(c) as client:
-        client.send(sent + NEXT)
-        (answer,) = client.answers()
-        assert 400 <= answer.status < 500 and answer.headers["connection"] == "close"
-        assert json.loads(answer.body)["error"]["code"].startswith("PD-META-0")
+    for end in (False, True):
+        with calling(c) as client:
+            client.socket.sendall(sent + NEXT)
+            if end:
+                client.socket.shutdown(socket.SHUT_WR)
+            client.taken()
+            (answer,) = client.answers()
+            assert 400 <= answer.status < 500 and answer.headers["connection"] == "close"
+            error = json.loads(answer.body)["error"]
+            assert error["code"].startswith("PD-META-0") and "it cannot be parsed" not in error["message"], (
+                "it says why"
+            )
 
 
 ORDINARY = {

@@ -331,3 +331,11 @@ def test_a_greedy_stream_of_a_d_that_tells_no_ids_says_so_when_it_breaks() -> No
         *pieces, error, done = events(c.complete("x", stream=True, temperature=0))
         assert len(pieces) == 2 and done == "[DONE]"
         assert json.loads(error)["error"]["code"] == "PD-META-024" and "no token ids" in error
+
+
+def test_the_kv_of_a_prefill_that_takes_several_heartbeats_is_waited_for() -> None:
+    with cluster() as c:
+        (p,), (d,) = c.prefill, c.decode
+        p.behaviour.prefill_s, d.behaviour.policy = 1.0, "fail"  # five of them
+        assert texts(c.complete("p")) == ["".join(words("p", 3))]
+        assert len(p.generations()) == 1 and d.local_prefills == 0
