@@ -186,20 +186,23 @@ FORGERIES: dict[str, dict[str, Any]] = {
 }
 # Forgeries of the layout in a reservation.
 CACHES: dict[str, Callable[[dict[str, Any]], object]] = {
-    "a huge TP": lambda layout: layout["workers"].append([0, 1 << 40, 0, None]),
-    "no workers": lambda layout: layout["workers"].clear(),
-    "a crowd": lambda layout: layout["workers"].extend([[0, 0, 0, None]] * 5000),
-    "blocks of nothing": lambda layout: layout["groups"][0].__setitem__(0, 0),
-    "blocks of everything": lambda layout: layout["groups"][0].__setitem__(0, 1 << 62),
-    "negative blocks": lambda layout: layout["groups"][0].__setitem__(0, -32),
-    "no heads": lambda layout: layout["kinds"][0]["components"][0][7].__setitem__(0, 0),
-    "a billion heads": lambda layout: layout["kinds"][0]["components"][0][7].__setitem__(0, 1 << 30),
-    "no components": lambda layout: layout["kinds"][0]["components"].clear(),
-    "no layers": lambda layout: layout["layers"].clear(),
-    "a hundred thousand layers": lambda layout: layout["layers"].extend(
-        [f"layer.{i}", 0, 0, 0] for i in range(100_000)
+    "a huge TP": lambda layout: layout["geometry"].update(tp_size=1 << 40),
+    "no workers": lambda layout: layout["endpoints"].clear(),
+    "a crowd": lambda layout: layout["endpoints"].extend([["127.0.0.1", 9]] * 5000),
+    "workers without number": lambda layout: layout["geometry"].update(tp_size=1024, pcp=1024),
+    "blocks of nothing": lambda layout: layout["geometry"].update(block_size=0),
+    "blocks of everything": lambda layout: layout["geometry"].update(block_size=1 << 62),
+    "negative blocks": lambda layout: layout["geometry"].update(block_size=-32),
+    "groups of nothing": lambda layout: layout["geometry"].update(groups=[[0]]),
+    "no heads": lambda layout: layout["geometry"].update(kv_heads=0),
+    "a billion heads": lambda layout: layout["geometry"].update(kv_heads=1 << 30),
+    "no components": lambda layout: layout["geometry"]["regions"].clear(),
+    "no stages": lambda layout: layout["geometry"]["stages"].clear(),
+    "no layers": lambda layout: layout["geometry"]["stages"][0].clear(),
+    "a hundred thousand layers": lambda layout: layout["geometry"]["stages"][0].extend(
+        f"layer.{i}" for i in range(100_000)
     ),
-    "a layer of no kind": lambda layout: layout["layers"][0].__setitem__(1, 7),
+    "a layer of no kind": lambda layout: layout["geometry"].update(kind_of=[7] * len(layout["geometry"]["stages"][0])),
 }
 
 
@@ -230,10 +233,10 @@ def test_a_made_up_cache_is_refused_before_any_arithmetic(
     _refused_layout(pair, valid, forge)
 
 
-@pytest.mark.parametrize("field", range(2, 6), ids=("block_stride", "head_stride", "token_stride", "cell_bytes"))
+@pytest.mark.parametrize("field", range(1, 5), ids=("block_stride", "head_stride", "token_stride", "cell_bytes"))
 @pytest.mark.parametrize("value", [-1, 1 << 62, 1 << 40])
 def test_a_made_up_layout_is_refused_too(pair: ConnectorPair, valid: Reservation, field: int, value: int) -> None:
-    _refused_layout(pair, valid, lambda layout: layout["kinds"][0]["components"][0].__setitem__(field, value))
+    _refused_layout(pair, valid, lambda layout: layout["geometry"]["regions"][0].__setitem__(field, value))
 
 
 @pytest.mark.parametrize("blocks", [[0, 1], [6, 7], [100, 200], [-1, -2], [2**31 - 1, 2**31 - 1]], ids=str)

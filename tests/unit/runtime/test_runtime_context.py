@@ -124,10 +124,10 @@ def test_beside_pipeline_stages(p_pp: int, d_cuts: tuple[int, ...]) -> None:
 
 def test_what_another_rank_holds_is_found_by_the_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: prefill deals its tokens in another order than it reports."""
-    places = TokenSplit.places
+    locate = TokenSplit.locate
 
     def turned(self: TokenSplit, tokens: Any) -> Any:
-        block, place = places(self, tokens)
+        block, place = locate(self, tokens)
         return block, (place + (self.block_size == 8)) % self.block_size
 
     one = model(1)
@@ -135,7 +135,7 @@ def test_what_another_rank_holds_is_found_by_the_checksums(monkeypatch: pytest.M
     d = DecodeSite(one, 1, block=4, blocks=50, device=TokenMajorDevice())
     with sites(p, d):
         made = d.bound("one", 32)
-        monkeypatch.setattr(TokenSplit, "places", turned)
+        monkeypatch.setattr(TokenSplit, "locate", turned)
         p.prefill(made)
         assert {report.why.code for report in d.received(made)} == {"PD-WIRE-004"}
         p.over(made)
