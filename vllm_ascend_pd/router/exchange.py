@@ -163,7 +163,7 @@ class HttpExchange:
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class RoutedTransfer:
     """A transfer of D for an attempt: what was asked of which P, and what D reports of it."""
 
     id: str
@@ -201,7 +201,7 @@ class Attempt:
     decode: Instance
     leg: LegInFlight = field(init=False)  # at D
     ticket: str = field(default_factory=lambda: secrets.token_hex(16))
-    transfers: dict[str, Transfer] = field(default_factory=dict)
+    transfers: dict[str, RoutedTransfer] = field(default_factory=dict)
     accused: str = ""  # how D failed, until it is clear whether a load was the reason
     began: float = field(default_factory=monotonic)
     restart: bool = True  # whether another attempt may follow
@@ -217,7 +217,7 @@ class Attempt:
         self.decode.sent(exchange.request.marks)
 
     @property
-    def posts(self) -> list[Transfer]:
+    def posts(self) -> list[RoutedTransfer]:
         """Transfers whose POSTs are open."""
         return [transfer for transfer in self.transfers.values() if transfer.posted]
 
@@ -227,7 +227,7 @@ class Attempt:
         kept = self.exchange.kept
         return kept is not None and kept.given > 0 and self.exchange.request.stream
 
-    def wants(self, transfer: Transfer) -> bool:
+    def wants(self, transfer: RoutedTransfer) -> bool:
         """Return whether another P may be asked: not if D has the KV, nor once it answers."""
         return not transfer.received and not self.answers
 

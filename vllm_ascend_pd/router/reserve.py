@@ -23,7 +23,7 @@ from vllm_ascend_pd.router import resuming
 from vllm_ascend_pd.router.core import bodies, pieces
 from vllm_ascend_pd.router.core.decisions import Evidence, Role
 from vllm_ascend_pd.router.core.pieces import Buffer
-from vllm_ascend_pd.router.exchange import AsgiSend, Attempt, AttemptFailed, RequestOver, Transfer
+from vllm_ascend_pd.router.exchange import AsgiSend, Attempt, AttemptFailed, RequestOver, RoutedTransfer
 from vllm_ascend_pd.router.faults import brief, fault, json_answer
 from vllm_ascend_pd.router.fleet import Fits, Instance, LegInFlight, both, pairing
 from vllm_ascend_pd.router.front import Front
@@ -114,7 +114,7 @@ class Reservations:
             raise NotTaken(fault(409, "This transfer was posted before.", "PD-META-003"))
         if attempt.exchange.request.shape is bodies.Shape.BATCH and not posted.tokens:
             raise NotTaken(fault(400, "prompt_token_ids are missing.", "PD-META-003"))
-        transfer = attempt.transfers[posted.transfer] = Transfer(posted.transfer, posted=True)
+        transfer = attempt.transfers[posted.transfer] = RoutedTransfer(posted.transfer, posted=True)
         if posted.decode:
             attempt.decode.life = attempt.decode.life.reported(posted.decode, attempt.began, posted.fingerprint)
         if attempt.exchange.request.follows is not None and posted.tokens:
@@ -162,7 +162,7 @@ class Reservations:
 class PostedPrefill:
     """The prefill for one POST of D: one P after another is asked, until one may have begun."""
 
-    def __init__(self, front: Front, attempt: Attempt, transfer: Transfer, posted: ReservationPost) -> None:
+    def __init__(self, front: Front, attempt: Attempt, transfer: RoutedTransfer, posted: ReservationPost) -> None:
         self._front, self._attempt, self._exchange = front, attempt, attempt.exchange
         self._transfer, self._posted = transfer, posted
 

@@ -13,7 +13,7 @@ from vllm_ascend_pd.protocol.reports import LoadReport
 from vllm_ascend_pd.router import exchange as exchanges
 from vllm_ascend_pd.router.aside import Aside
 from vllm_ascend_pd.router.core.decisions import AGAINST_PAIR, AGAINST_PREFILL, Evidence, PairProof, RetryBudget
-from vllm_ascend_pd.router.exchange import Attempt, HttpExchange, Journal, Transfer
+from vllm_ascend_pd.router.exchange import Attempt, HttpExchange, Journal, RoutedTransfer
 from vllm_ascend_pd.router.fleet import Fleet, LegInFlight
 from vllm_ascend_pd.router.metrics import METRICS
 from vllm_ascend_pd.router.settings import Settings
@@ -121,7 +121,7 @@ class Shared:
         if attempt is None:
             return False
         if report.code and not attempt.transfers:  # D could not post its reservation
-            attempt.transfers[report.transfer] = Transfer(report.transfer)
+            attempt.transfers[report.transfer] = RoutedTransfer(report.transfer)
         transfer = attempt.transfers.get(report.transfer)
         if transfer is None:
             return False
@@ -141,7 +141,7 @@ class Shared:
         self.journal.notify(attempt)
         return True
 
-    def _judge(self, attempt: Attempt, transfer: Transfer, report: LoadReport) -> None:
+    def _judge(self, attempt: Attempt, transfer: RoutedTransfer, report: LoadReport) -> None:
         exchange, decode, prefill = attempt.exchange, attempt.decode, transfer.prefill
         name = prefill.name if prefill is not None else ""
         code = report.code if report.code in CATALOGUE else "unknown"

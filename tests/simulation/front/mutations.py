@@ -20,7 +20,7 @@ from vllm_ascend_pd.router.core.accumulated import RepeatedAnswer
 from vllm_ascend_pd.router.core.bodies import Use
 from vllm_ascend_pd.router.core.decisions import Circuit, CircuitPolicy, Life, LoadRecord, PairProof
 from vllm_ascend_pd.router.core.resume import StreamState
-from vllm_ascend_pd.router.exchange import Attempt, Journal, Transfer
+from vllm_ascend_pd.router.exchange import Attempt, Journal, RoutedTransfer
 from vllm_ascend_pd.router.intake import Body
 from vllm_ascend_pd.router.probes import Prober
 from vllm_ascend_pd.shared import http_session
@@ -314,7 +314,7 @@ ALL = {
     for mutation in (
         FrontMutation("P's good answer proves a pair", ((reserve.PostedPrefill, "_ask", _answer_proves),)),
         FrontMutation("D is blamed for P's failure", ((Attempt, "load_failed", False),)),
-        FrontMutation("what D has is thrown away when P's answer breaks", ((Transfer, "received", False),)),
+        FrontMutation("what D has is thrown away when P's answer breaks", ((RoutedTransfer, "received", False),)),
         FrontMutation("P gets what chooses the token", ((bodies, "FIELDS", dict.fromkeys(bodies.FIELDS, Use.PROMPT)),)),
         FrontMutation("a dropped answer is passed on", ((relay, "dropped", _never), (relay, "_cut_short", _nothing))),
         FrontMutation("clients' overload stops canaries", ((front, "_MAX_CANARIES", 0),)),

@@ -15,7 +15,7 @@ from unit.kits.raw_server import RawServer, says, until
 from vllm_ascend_pd.router.app import while_connected
 from vllm_ascend_pd.router.core import bodies
 from vllm_ascend_pd.router.core.decisions import CircuitPolicy, Role
-from vllm_ascend_pd.router.exchange import AttemptFailed, HttpExchange, RequestOver, Transfer
+from vllm_ascend_pd.router.exchange import AttemptFailed, HttpExchange, RequestOver, RoutedTransfer
 from vllm_ascend_pd.router.faults import fault
 from vllm_ascend_pd.router.fleet import Fleet, LegInFlight, parse_spec
 from vllm_ascend_pd.router.front import Front
@@ -87,10 +87,10 @@ async def test_an_answer_that_is_all_here_is_not_stopped() -> None:
 
 async def test_a_post_that_is_over_has_no_leg_that_goes_on() -> None:
     async with leg_at() as (leg, server, ask):
-        transfer = Transfer("a transfer")
+        transfer = RoutedTransfer("a transfer")
         transfer.end()
         assert transfer.over
-        transfer = Transfer("a transfer", leg=leg)
+        transfer = RoutedTransfer("a transfer", leg=leg)
         asking = asyncio.ensure_future(ask().head())
         await until(lambda: server.requests)
         transfer.end()
