@@ -89,6 +89,7 @@ class Spoken:
     end: str = ""
     usage: object = None
     names: set[object] = field(default_factory=set)  # that the answer has: one
+    most: int = 0  # tokens of an event: a server that is late merges what has come
     problem: str = ""
 
     def same(self) -> tuple[object, ...]:
@@ -145,7 +146,8 @@ def _take_choice(answer: Spoken, said: dict[str, Any]) -> None:
             name, arguments = answer.calls.get(call["index"], ("", ""))
             more = call.get("function") or {}
             answer.calls[call["index"]] = name + (more.get("name") or ""), arguments + (more.get("arguments") or "")
-        answer.ids += choice.get("token_ids") or []
+        ids = choice.get("token_ids") or []
+        answer.ids, answer.most = answer.ids + ids, max(answer.most, len(ids))
         rows = choice.get("logprobs") or {}
         listed = zip(rows.get("tokens") or (), rows.get("token_logprobs") or (), strict=True)
         answer.rows += [*listed, *((row["token"], row["logprob"]) for row in rows.get("content") or ())]
@@ -157,7 +159,7 @@ Check = Callable[[Spoken], object]
 
 @dataclass(frozen=True)
 class StreamKind:
-    """A row of the table. `ends`: a sampled answer must end so; `parsers`: of the D that serves it."""
+    """A row of the table. `parsers`: of the D that serves it."""
 
     name: str
     route: str
@@ -167,6 +169,7 @@ class StreamKind:
     parsers: str = "plain"
     goes_on: bool = True
     most: int = 48  # tokens
+    one_by_one: bool = False  # its parser loses what comes merged with more
 
     @property
     def sampled(self) -> bool:
@@ -309,7 +312,11 @@ KINDS: tuple[StreamKind, ...] = (
     StreamKind("greedy", MESSAGES, goes_on=False),
     *_reasons("deepseek", ""),
     StreamKind(
-        "deepseek calls, sampled", asks={**_AUTO, **SAMPLED}, parsers="deepseek", **_auto("</think>" + _DEEPSEEK)
+        "deepseek calls, sampled",
+        asks={**_AUTO, **SAMPLED},
+        parsers="deepseek",
+        one_by_one=True,
+        **_auto("</think>" + _DEEPSEEK),
     ),
     *_reasons("qwen3"),
     StreamKind("qwen3 calls, sampled", asks={**_AUTO, **SAMPLED}, parsers="qwen3", **_auto("</think>" + _QWEN)),

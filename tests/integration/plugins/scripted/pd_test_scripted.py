@@ -18,7 +18,7 @@ ANY = -1
 _LETTERS = slice(3 + ord("a") - ord("!"), 3 + ord("z") - ord("!") + 1)  # of a tokenizer of bytes
 
 
-class Scripted(LogitsProcessor):
+class ScriptedTokens(LogitsProcessor):
     """The script of each request in the batch."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
