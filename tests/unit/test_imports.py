@@ -148,14 +148,14 @@ def test_each_module_is_in_a_room_that_these_rules_know() -> None:
 # Most lines of each room; "." are the modules beside the rooms. Who needs more says in the change what it is worth, or
 # what leaves. Who takes lines out lowers the ceiling.
 CEILINGS = {
-    ".": 1670,
-    "admission": 800,
+    ".": 1715,  # 40 so that an engine takes a changed secret without a restart
+    "admission": 810,  # 15 for latents in int8, and for context parallelism beside an indexer's own layer and MTP
     "channel": 1080,
-    "cli": 3500,
+    "cli": 3590,  # 160 for DeepSeek-V4, loads that several metaservers share, a host of the metaserver, the TLS of NPUs
     "decode": 2790,
     "device": 730,
     "geometry": 2550,
-    "observe": 510,  # 10 so that a log that nobody reads holds up no request
+    "observe": 505,  # 10 so that a log that nobody reads holds up no request
     "prefill": 4060,
     "protocol": 4335,
     "regroup": 935,
