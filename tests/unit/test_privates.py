@@ -8,7 +8,8 @@ from pathlib import Path
 
 # Of all tests here. Most of what is left are privates of vLLM, torch and argparse, `os._exit`, and methods that a
 # test's class overrides. Who takes some out lowers it.
-MOST = 80
+MOST = 74
+NAMED = ("_replace", "_asdict")  # public methods of named tuples
 
 
 def foreign_privates(path: Path) -> list[str]:
@@ -17,7 +18,7 @@ def foreign_privates(path: Path) -> list[str]:
         f"{path}:{node.lineno} {ast.unparse(node)}"
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
-        if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+        if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")) and node.attr not in NAMED
     ]
 
 

@@ -29,7 +29,7 @@ _PIECE = 1 << 16
 
 @dataclass
 class CutStream:
-    """What passed of a request's first stream. `whole`: it has not come to the token that its name says."""
+    """Part of a request's first stream that has passed. `whole`: it has not come to the token that its name says."""
 
     answer: bytearray = field(default_factory=bytearray)
     tokens: int = 0

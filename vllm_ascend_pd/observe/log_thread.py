@@ -22,30 +22,30 @@ class LogThread(logging.Handler):
         super().__init__()
         self.setFormatter(formatter)
         self._fd, self._dropped = fd, 0
-        self._lines: queue.Queue[str] = queue.Queue(MAX_WAITING)  # "": the end
+        self.lines: queue.Queue[str] = queue.Queue(MAX_WAITING)  # "": the end
         self._thread = started("pd-log", self._run)
-        atexit.register(self._end)
+        atexit.register(self.end)
 
     def emit(self, record: logging.LogRecord) -> None:
         more = f"\n  (before this line {self._dropped} were dropped, which nobody took)" if self._dropped else ""
         try:
-            self._lines.put_nowait(f"{self.format(record)}{more}\n")
+            self.lines.put_nowait(f"{self.format(record)}{more}\n")
             self._dropped = 0
         except queue.Full:
             self._dropped += 1
         if self._thread is None:  # the system refuses one
-            self._end()
+            self.end()
             self._run()
 
     def _run(self) -> None:
-        while left := self._lines.get().encode(errors="backslashreplace"):
+        while left := self.lines.get().encode(errors="backslashreplace"):
             with contextlib.suppress(OSError):  # a full disk, or a pipe that has been closed
                 while left:
                     left = left[os.write(self._fd, left) :]
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """Write what is left, as far as it is taken."""
         with contextlib.suppress(queue.Full):
-            self._lines.put_nowait("")
+            self.lines.put_nowait("")
         if self._thread is not None:
             self._thread.join(CLOSE_S)

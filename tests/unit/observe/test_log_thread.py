@@ -52,7 +52,7 @@ def test_a_log_that_nobody_reads_holds_nobody_up(full: tuple[int, int], monkeypa
         handler.handle(logging.LogRecord("a", logging.INFO, __file__, 1, "%s", (word,), None))
 
     say("first")
-    until(handler._lines.empty)  # the thread has it, and hangs
+    until(handler.lines.empty)  # the thread has it, and hangs
     for number in range(8):
         say(f"line {number}")
     assert read_until(full[0], b"line 2") == ["INFO first", "INFO line 0", "INFO line 1", "INFO line 2"]
@@ -60,7 +60,7 @@ def test_a_log_that_nobody_reads_holds_nobody_up(full: tuple[int, int], monkeypa
     assert read_until(full[0], b"took)") == ["INFO last", "  (before this line 5 were dropped, which nobody took)"]
     say("one more")
     assert read_until(full[0], b"more") == ["INFO one more"]
-    handler._end()
+    handler.end()
 
 
 def test_without_a_thread_lines_are_written_at_once() -> None:

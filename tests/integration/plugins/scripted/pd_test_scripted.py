@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a random model is to say: parsers of tools and of reasoning make no sense of anything else.
+"""Scripts for a random model: parsers of tools and of reasoning make no sense of what it says by itself.
 
 A request's `vllm_xargs` has its `script`: the token of each place of its answer, or ANY for some letter, which the
 model chooses. Behind the script it is free. The place is the number of outputs, those included that another engine had.
