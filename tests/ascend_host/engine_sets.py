@@ -152,8 +152,10 @@ class Engines:
         """Return whether prefill and decode compute a token alike, wherever a prompt is cut.
 
         vllm-ascend's MLA has two ways, which round differently; a recurrence rounds its state at the end of each step.
+        With DCP an indexer's attention has two: it merges the ranks' parts in steps without a prefill alone.
         """
-        return self.model not in ("mla", "dsv3", "mtp", "qwen3next", "qwen3next-mtp")
+        merging = self.model.startswith(("dsv32", "glm5")) and max(self.p.dcp, self.d.dcp) > 1
+        return not merging and self.model not in ("mla", "dsv3", "mtp", "qwen3next", "qwen3next-mtp")
 
     @property
     def starts_with_p_token(self) -> bool:
