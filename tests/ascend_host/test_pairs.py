@@ -758,7 +758,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
             draft=MTP3,
             max_len=LONG,
         ),
-        (*FEWER, chosen, replayed),
+        (*FEWER, chosen),  # it captures graphs, and replays none here
     ),
     (
         Engines(

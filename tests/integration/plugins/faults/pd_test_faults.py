@@ -197,24 +197,27 @@ def _patch_metaserver() -> None:
     from vllm_ascend_pd.router import reserve
     from vllm_ascend_pd.router.core.decisions import Admission, Gatekeeper
     from vllm_ascend_pd.router.faults import fault
+    from vllm_ascend_pd.router.intake import NotTaken
 
-    ask, refusal, prefilled = Gatekeeper.ask, reserve._refusal, reserve.Reservations._prefilled
+    ask, answer, run = Gatekeeper.ask, reserve.Reservations.answer, reserve.PostedPrefill.run
 
     def admit(self: Gatekeeper) -> Admission:
         return Admission.OVERLOADED if refuses("clients") else ask(self)
 
-    def judge(attempt: Any, posted: Any) -> Any:
-        return fault(500, "refused by a test", "PD-META-003") if refuses("reservations") else refusal(attempt, posted)
+    async def take(self: Any, *args: Any) -> None:
+        if refuses("reservations"):
+            raise NotTaken(fault(500, "refused by a test", "PD-META-003"))
+        await answer(self, *args)
 
     async def last_line(self: Any, *args: Any) -> dict[str, str]:
-        line = await prefilled(self, *args)
+        line = await run(self, *args)
         if line["event"] == "prefilled" and refuses("prefilled"):
             return {"event": "failed", "code": "PD-META-006", "detail": "refused by a test"}
         return line
 
     Gatekeeper.ask = admit  # type: ignore[method-assign]
-    reserve._refusal = judge
-    reserve.Reservations._prefilled = last_line  # type: ignore[method-assign]
+    reserve.Reservations.answer = take  # type: ignore[method-assign]
+    reserve.PostedPrefill.run = last_line  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
