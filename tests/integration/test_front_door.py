@@ -109,7 +109,7 @@ def test_a_response_goes_on_where_it_is_stored(door: FaultyFrontDoor) -> None:
     both(door, lambda c: c.responses.retrieve(first[c].id).output_text, loads=0)
     assert door.client.responses.retrieve(first[door.client].id).kv_transfer_params is None
     with pytest.raises(openai.NotFoundError) as refused:
-        door.client.responses.retrieve("resp_" + "0" * 30 + "t" + "0" * 24)
+        door.client.responses.retrieve("resp_" + "0" * 32 + "t" + "0" * 24)
     assert refused.value.code == "PD-META-034"
 
 
