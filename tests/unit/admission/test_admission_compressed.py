@@ -95,7 +95,7 @@ def test_plan_describes_what_is_registered() -> None:
 
     def facts(geometry: CacheGeometry) -> dict[str, Any]:
         return {
-            name.replace("model.", "").replace("self_attn.", ""): (kind.own, [one.cell_bytes for one in kind.regions])
+            name.replace("model.", "").replace("self_attn.", ""): (kind.group, [one.cell_bytes for one in kind.regions])
             for name, kind in zip(geometry.layers, geometry.by_layer, strict=True)
         }
 
