@@ -58,7 +58,7 @@ class SteppingConnector(AscendPushConnector):
     """The connector, as far as a step asks it; `steps` makes the metadata of the output that its roles would see."""
 
     def __init__(self, steps: Callable[[Any], Any]) -> None:
-        self._scheduler: Any = SimpleNamespace(metadata=steps)
+        self.scheduler_role: Any = SimpleNamespace(metadata=steps)
 
 
 def scheduled(scheduler: type, steps: Callable[[Any], Any], cleared: list[int] | None = None) -> Any:

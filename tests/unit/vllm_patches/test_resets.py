@@ -43,7 +43,7 @@ class ToldConnector(AscendPushConnector):
     """The connector, as far as a reset concerns it."""
 
     def __init__(self, role: PrefillScheduler | DecodeScheduler) -> None:
-        self._scheduler, self._engine = role, role.engine
+        self.scheduler_role, self._engine = role, role.engine
 
 
 def installed(connector: Any, *running: Request) -> Any:
