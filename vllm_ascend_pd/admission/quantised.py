@@ -16,9 +16,8 @@ from vllm_ascend_pd.errors import ConfigError, not_proven
 from vllm_ascend_pd.vllm_patches import compat
 
 PLAIN = ("auto", "float16", "bfloat16")
-BY_SPEC = (
-    "int8"  # vllm-ascend's: only a layer's spec says whether that makes it int8, and with scales: kinds.has_scales
-)
+# vllm-ascend's: only a layer's spec says whether this makes it int8, and with scales (kinds.has_scales).
+BY_SPEC = "int8"
 _FP8 = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 _STORED = ("torch.uint8", "torch.float8_e4m3fn", "torch.float8_e5m2")
 _REMEDY = 'Use --kv-cache-dtype "auto".'

@@ -369,6 +369,16 @@ async def test_closing_leaves_no_task_and_no_timer(caplog: pytest.LogCaptureFixt
 # -- secrets
 
 
+async def answered(dialing: RecordingDialer, answering: AnsweringListener) -> None:
+    """Say something until it is answered."""
+    for seq in range(500):
+        dialing.say(answering.endpoint, seq)
+        await asyncio.sleep(0.005)
+        if dialing.answers:
+            break
+    assert dialing.answers
+
+
 @pytest.mark.parametrize(
     "ours, theirs",
     [
@@ -381,12 +391,7 @@ async def test_closing_leaves_no_task_and_no_timer(caplog: pytest.LogCaptureFixt
 )
 async def test_secrets_can_be_rotated_in_any_order(ours: Secrets, theirs: Secrets) -> None:
     async with AnsweringListener(theirs) as answering, RecordingDialer(secrets=ours) as dialing:
-        for seq in range(500):
-            dialing.say(answering.endpoint, seq)
-            await asyncio.sleep(0.005)
-            if dialing.answers:
-                break
-        assert dialing.answers
+        await answered(dialing, answering)
 
 
 async def test_a_changed_secret_file_serves_once_both_sides_have_it(
@@ -415,12 +420,7 @@ async def test_a_changed_secret_file_serves_once_both_sides_have_it(
         await until(lambda: dialing.unreachable)
         assert answering.stats()["PD-SEC-003"] and not dialing.answers
         write(files[0], NEW)
-        for seq in range(500):
-            dialing.say(answering.endpoint, seq)
-            await asyncio.sleep(0.005)
-            if dialing.answers:
-                break
-        assert dialing.answers
+        await answered(dialing, answering)
 
 
 # -- pure
