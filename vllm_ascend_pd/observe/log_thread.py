@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
 import queue
+from collections.abc import Iterator
 
 from vllm_ascend_pd.shared.threads import started
 
@@ -24,7 +24,6 @@ class LogThread(logging.Handler):
         self._fd, self._dropped = fd, 0
         self.lines: queue.Queue[str] = queue.Queue(MAX_WAITING)  # "": the end
         self._thread = started("pd-log", self._run)
-        atexit.register(self.end)
 
     def emit(self, record: logging.LogRecord) -> None:
         more = f"\n  (before this line {self._dropped} were dropped, which nobody took)" if self._dropped else ""
@@ -49,3 +48,15 @@ class LogThread(logging.Handler):
             self.lines.put_nowait("")
         if self._thread is not None:
             self._thread.join(CLOSE_S)
+
+
+@contextlib.contextmanager
+def logged(fd: int, formatter: logging.Formatter, level: str) -> Iterator[None]:
+    """Let every logger write to a descriptor by a thread that ends with this."""
+    handler = LogThread(fd, formatter)
+    logging.basicConfig(level=level, handlers=[handler])
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.end()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ascend_pd.errors import one_line
-from vllm_ascend_pd.observe.log_thread import LogThread
+from vllm_ascend_pd.observe.log_thread import logged
 from vllm_ascend_pd.router.core.decisions import RetryPolicy, Role
 from vllm_ascend_pd.router.settings import LAST_PORT, Settings, add_flags, values_of
 from vllm_ascend_pd.shared.backoff import Backoff
@@ -239,9 +239,11 @@ def _named(role: Role, ours: tuple[str, ...], given: dict[str, Any], word: str) 
 
 
 def run(args: argparse.Namespace) -> int:
-    handler = LogThread(2, LineByLine("%(asctime)s %(levelname)s %(message)s"))
-    logging.basicConfig(level=args.log_level.upper(), handlers=[handler])
-    settings = settings_of(args)
+    with logged(2, LineByLine("%(asctime)s %(levelname)s %(message)s"), args.log_level.upper()):
+        return _serve(args, settings_of(args))
+
+
+def _serve(args: argparse.Namespace, settings: Settings) -> int:
     from vllm_ascend_pd.router.server import listen, run_worker
 
     if args.as_worker:

@@ -261,6 +261,7 @@ def test_an_impossible_flag_is_named_with_its_value_and_what_to_do(
     said = capsys.readouterr().err
     assert f"PD-CONF-003: {key} = {value} is impossible: " in said
     assert said.rstrip().endswith(".") and (" Give " in said or " Name " in said)
+    assert "pd-log" not in {thread.name for thread in threading.enumerate()}
 
 
 def _started(*_: object) -> int:

@@ -48,7 +48,8 @@ def test_a_shape_that_a_kind_has_not_is_empty() -> None:
 
 def test_no_set_is_refused_and_what_has_none_may_be() -> None:
     assert not [title for title, engines in SETS.items() if refused(engines, engines)]
-    assert refused(SETS["mtp 1to1"], SETS["mla dcp 2to1"]), "context parallelism with a draft"
+    assert refused(SETS["eagle3 2to1"], SETS["mla dcp 2to1"]), "context parallelism with a draft that is not MTP"
+    assert not refused(SETS["mtp 1to1"], SETS["mla dcp 2to1"]), "with MTP it has been tried"
     assert refused(SETS["dsa 1to1"], SETS["shapes gqa pcp 2 to 1"]), "an indexer with PCP"
     assert refused(SETS["shapes dsa pp 2to1"], SETS["others gqa 2 to pp 2"]), "a pipeline on P alone"
     assert refused(SETS["mha 2to1"], SETS["mqa dcp 2to1"]), "ranks without a common head"
