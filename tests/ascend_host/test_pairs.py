@@ -523,7 +523,13 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         FEWER,
     ),
     (
-        Engines("dflash 1to1", "spec-flash", p=Side(drafts=1), draft={**DFLASH, "model": "spec-flash-dflash"}),
+        Engines(
+            "dflash 1to1",
+            "spec-flash",
+            p=Side(drafts=1, repaired=True),
+            d=Side(repaired=True),
+            draft={**DFLASH, "model": "spec-flash-dflash"},
+        ),
         (*FEWER, drafts),
     ),
     (Engines("dflash beside latents 2to1", "mla", p=Side(2), dtype="bfloat16", draft=DFLASH), FEWER),

@@ -13,6 +13,9 @@ itself end in NaN (its token 0). DeepSeek-V4's attention begins with zeros there
 0.30.0rc2, too: behind rejected drafts, all drafts of a step but the first attend to too many keys. The drafter
 subtracts the rejected tokens from the lengths on the NPU alone (`llm_base_proposer.py`); attention with heads takes its
 lengths from their copy on the host (`_select_seq_lens`), which counts them.
+
+And without Triton, DFlash's keys of the context have no positions there, and hardly a draft is right: they are to be
+rotated where they are, as Triton's kernel does, and `npu_mrope` returns them elsewhere (`patch_qwen3_dflash.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from typing import Any
 
 def install(release: str) -> None:
     if "ASCEND_HOST_REPAIRED" in os.environ:
-        for repair in {"0.23": (_padded_rows,), "0.30": (_padded_rows_of_heads, _lengths_of_drafts)}[release]:
+        for repair in {"0.23": (_padded_rows,), "0.30": (_padded_rows_of_heads, _lengths_of_drafts, _rotations)}[
+            release
+        ]:
             repair()
 
 
@@ -71,3 +76,18 @@ def _lengths_of_drafts() -> None:
         return torch.where(real > 0, torch.minimum(real, chosen), chosen)  # 0: a row that only fills a graph
 
     attention_v1._select_seq_lens = without_rejected
+
+
+def _rotations() -> None:
+    from vllm_ascend.ops.rotary_embedding import AscendRotaryEmbedding
+
+    forward = AscendRotaryEmbedding.forward_oot
+
+    def in_place(self: Any, positions: Any, query: Any, key: Any = None, *args: Any, **more: Any) -> Any:
+        rotated = forward(self, positions, query, key, *args, **more)
+        for given, result in zip((query, key), rotated, strict=True):
+            if given is not None:
+                given.copy_(result)
+        return rotated
+
+    AscendRotaryEmbedding.forward_oot = in_place
