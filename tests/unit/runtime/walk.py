@@ -21,6 +21,7 @@ import vllm_ascend_pd
 from unit.device.caches import CacheModel
 from unit.kits.watching import until
 from unit.runtime.sites import UNTOUCHED, DecodeSite, PrefillSite, SitePrompt, config, sites
+from vllm_ascend_pd.metadata import LoadEnd
 from vllm_ascend_pd.prefill.worker.role import PrefillWorker
 
 PACKAGE = str(Path(vllm_ascend_pd.__file__).parent) + "/"
@@ -28,13 +29,26 @@ RUNS = 9
 
 
 class Walk:
-    """Functions of the package that are called while `on`, in this thread and in all that start later."""
+    """Functions of the package that are called while `on`, in this thread and in those that start within `with`."""
 
     def __init__(self) -> None:
-        self.calls, self.on = Counter[tuple[str, int, str]](), False
-        self.threads: set[str] = set()
+        self.begin()
+        self.on = False
 
-    def called(self, frame: FrameType, event: str, _: Any) -> None:
+    def begin(self) -> None:
+        self.calls, self.threads, self.on = Counter[tuple[str, int, str]](), set[str](), True
+
+    def __enter__(self) -> Walk:
+        self.begin()
+        threading.setprofile(self._called)
+        sys.setprofile(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+    def _called(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if self.on and event == "call" and code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
             self.calls[code.co_filename.removeprefix(PACKAGE), code.co_firstlineno, code.co_name] += 1
@@ -56,12 +70,17 @@ def push(p: PrefillSite, d: DecodeSite, name: str, walk: Walk) -> None:
     def hook(worker: PrefillWorker, layer: str, _: Any) -> None:
         if layer == last:
             until(lambda: came(d, request, len(p.stages[0]) - 1) and not p.runtime.writer.busy, "the layers before it")
-            walk.on = True
+            walk.begin()
         worker.save_layer(layer)
 
     p.prefill(request, hook=hook)
-    reports = []
-    until(lambda: reports.extend(d.workers[0].reports()) or reports, "the report")
+    reports: list[LoadEnd] = []
+
+    def reported() -> bool:
+        reports.extend(d.workers[0].reports())
+        return bool(reports)
+
+    until(reported, "the report")
     walk.on = False
     d.outcomes[name] = reports
     d.collect()
@@ -74,24 +93,18 @@ def came(d: DecodeSite, request: SitePrompt, layers: int) -> bool:
 
 
 def main() -> None:
-    current = Walk()
-
-    def called(*event: Any) -> None:
-        current.called(*event)
-
-    threading.setprofile(called)
-    sys.setprofile(called)
-    model, walks = CacheModel("opaque", 2), []
-    p, d = (PrefillSite(model, 1, push=config(verify="off")), DecodeSite(model, 1, push=config(verify="off")))
-    with sites(p, d):
-        for run in range(RUNS + 2):
-            current = Walk()
-            push(p, d, f"prompt {run}", current)
-            walks.append(current)
-    middle = sorted(walks[2:], key=lambda walk: (len(walk.calls), walk.calls.total()))[RUNS // 2]
-    print(middle)
+    runs: list[tuple[str, dict[tuple[str, int, str], int]]] = []
+    model, keys = CacheModel("opaque", 2), config(verify="off")
+    with Walk() as walk:
+        p, d = PrefillSite(model, 1, push=keys), DecodeSite(model, 1, push=keys)
+        with sites(p, d):
+            for run in range(RUNS + 2):
+                push(p, d, f"prompt {run}", walk)
+                runs.append((str(walk), walk.calls))
+    figures, calls = sorted(runs[2:], key=lambda run: (len(run[1]), sum(run[1].values())))[RUNS // 2]
+    print(figures)
     if "--functions" in sys.argv:
-        for (file, line, name), times in sorted(middle.calls.items()):
+        for (file, line, name), times in sorted(calls.items()):
             print(f"{times:5} {file}:{line} {name}")
 
 

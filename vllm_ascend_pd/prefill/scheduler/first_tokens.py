@@ -12,7 +12,7 @@ from vllm_ascend_pd.protocol.first import FirstToken, FirstTokenRequest, LogProb
 from vllm_ascend_pd.vllm_patches import first_token
 
 
-class FirstTokenSource(first_token.StepHooks):
+class FirstTokenSource(first_token.FirstTokenHooks):
     """First tokens of P. Log-probabilities are read from a step's results, only for requests that ask for them."""
 
     def __init__(self, secrets: Secrets | None) -> None:
