@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from vllm_ascend_pd.decode.scheduler.core.answers import Outcome
 from vllm_ascend_pd.decode.scheduler.core.book import WITHHELD, LoadBook
 from vllm_ascend_pd.decode.scheduler.core.load import RemoteLoad, Start
+from vllm_ascend_pd.decode.scheduler.metaserver import MetaserverClient
 from vllm_ascend_pd.metadata import Bind
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.protocol.continuing import goes_on
@@ -21,8 +22,8 @@ from vllm_ascend_pd.vllm_patches import step_hooks
 log = logging.getLogger(__name__)
 
 
-class LoadReports(Protocol):
-    """The scheduler, as far as it has to do with its loads."""
+class LoadOwner(Protocol):
+    """The scheduler, as far as its hooks need it."""
 
     def listen(self) -> None:
         """Take in what the loop thread has received."""
@@ -36,11 +37,14 @@ class LoadReports(Protocol):
     def answer(self, request_id: str) -> dict[str, Any] | None:
         """Return what a request's answer reports of its load."""
 
+    def client(self) -> MetaserverClient | None:
+        """Return what asks a router for an answer so far, while there is one. The outcome comes by `listen`."""
+
 
 class WithheldLoads(step_hooks.StepHooks):
     """Loads that have failed, where vLLM does not take that by request."""
 
-    def __init__(self, book: LoadBook, loads: LoadReports) -> None:
+    def __init__(self, book: LoadBook, loads: LoadOwner) -> None:
         super().__init__()
         self._withheld, self._loads = book, loads
 

@@ -8,7 +8,7 @@ import logging
 import time
 from typing import Any
 
-from vllm_ascend_pd.decode.scheduler.beginnings import LoadReports, WithheldLoads
+from vllm_ascend_pd.decode.scheduler.beginnings import LoadOwner, WithheldLoads
 from vllm_ascend_pd.decode.scheduler.core.first_tokens import TokenBook
 from vllm_ascend_pd.decode.scheduler.core.load import Start, Wanted
 from vllm_ascend_pd.engine import Engine
@@ -37,7 +37,7 @@ class FirstTokenReceiver(WithheldLoads, first_token.FirstTokenHooks):
         tally: Tally,
         vocabulary: int,
         book: TokenBook,
-        loads: LoadReports,
+        loads: LoadOwner,
         *,
         whole: bool = False,
     ) -> None:

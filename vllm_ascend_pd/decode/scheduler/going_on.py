@@ -5,29 +5,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
+from vllm_ascend_pd.decode.scheduler.beginnings import LoadOwner
 from vllm_ascend_pd.decode.scheduler.core.answers import Outcome
 from vllm_ascend_pd.decode.scheduler.core.first_tokens import TokenBook
 from vllm_ascend_pd.decode.scheduler.core.given import Question, unfit
 from vllm_ascend_pd.decode.scheduler.core.routes import Ticket
-from vllm_ascend_pd.decode.scheduler.metaserver import MetaserverClient
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.protocol.auth import prompt_hash
 from vllm_ascend_pd.protocol.continuing import AnswerWanted, goes_on
 from vllm_ascend_pd.vllm_patches import given_tokens, step_hooks
 
 ANSWER_S = 10.0  # a router that is away for longer has lost its memory, and the answer with it
-
-
-class AsksRouter(Protocol):
-    """The scheduler, as far as it passes questions on."""
-
-    def listen(self) -> None:
-        """Take in what the loop thread has received."""
-
-    def client(self) -> MetaserverClient | None:
-        """Return what asks a router. The outcome comes by `answered`."""
 
 
 class GoingOn(step_hooks.StepHooks):
@@ -40,13 +30,13 @@ class GoingOn(step_hooks.StepHooks):
         self,
         tally: Tally,
         book: TokenBook,
-        router: AsksRouter,
+        scheduler: LoadOwner,
         anew: Callable[[str, str, str], None],
         vocabulary: int,
         longest: int,
     ) -> None:
         super().__init__()
-        self._tally, self._book, self._router, self._begin_anew = tally, book, router, anew
+        self._tally, self._book, self._scheduler, self._begin_anew = tally, book, scheduler, anew
         self.vocabulary, self._longest = vocabulary, longest
         self._open: dict[str, Question] = {}  # by request; its tokens are not put out yet
         self._told: dict[str, tuple[int, ...]] = {}  # of these, those with tokens
@@ -77,7 +67,7 @@ class GoingOn(step_hooks.StepHooks):
         else:
             self._open[request.request_id] = question
             wanted = AnswerWanted(route.ticket, prompt_hash(request.prompt_token_ids))
-            if (client := self._router.client()) is not None:
+            if (client := self._scheduler.client()) is not None:
                 client.ask(question, route.metaserver, wanted, ANSWER_S)
 
     def answered(self, question: Question, outcome: Outcome) -> None:
@@ -96,7 +86,7 @@ class GoingOn(step_hooks.StepHooks):
     def after(self, scheduler: Any, outputs: Any) -> None:
         if not self._open:
             return
-        self._router.listen()
+        self._scheduler.listen()
         told, self._told = self._told, {}
         for request_id, tokens in told.items():
             question = self._open.pop(request_id)
@@ -118,7 +108,7 @@ class GoingOn(step_hooks.StepHooks):
             self._hang_up(question)
 
     def _hang_up(self, question: Question) -> None:
-        if (client := self._router.client()) is not None:
+        if (client := self._scheduler.client()) is not None:
             client.forget(question)
 
     def _anew(self, question: Question, reason: str, why: str) -> None:

@@ -4,25 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, Protocol
+from typing import Any
 
-from vllm_ascend_pd.decode.scheduler.beginnings import Beginning, Beginnings, LoadReports
+from vllm_ascend_pd.decode.scheduler.beginnings import Beginning, Beginnings, LoadOwner
 from vllm_ascend_pd.decode.scheduler.core.answers import Outcome
 from vllm_ascend_pd.decode.scheduler.core.first_tokens import TokenBook
 from vllm_ascend_pd.decode.scheduler.core.given import Question
 from vllm_ascend_pd.decode.scheduler.core.load import RemoteLoad
 from vllm_ascend_pd.decode.scheduler.first_tokens import FirstTokenReceiver
-from vllm_ascend_pd.decode.scheduler.going_on import AsksRouter, GoingOn
+from vllm_ascend_pd.decode.scheduler.going_on import GoingOn
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.metadata import Bind
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.versions import WHOLE
-
-
-class LoadsAndQuestions(LoadReports, AsksRouter, Protocol):
-    """The scheduler, for both."""
 
 
 class TokensOfOthers(Beginnings):
@@ -33,7 +29,7 @@ class TokensOfOthers(Beginnings):
         engine: Engine,
         tally: Tally,
         book: TokenBook,
-        scheduler: LoadsAndQuestions,
+        scheduler: LoadOwner,
         vocabulary: int,
         longest: int,
         *,
