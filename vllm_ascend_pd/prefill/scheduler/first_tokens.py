@@ -48,10 +48,8 @@ class FirstTokenSource(first_token.FirstTokenHooks):
             return None
         return int(request.output_token_ids[0]), seed.digest, self._logprobs.get(request.request_id, ())
 
-    def sealed(self, first: FirstToken | None) -> str:
-        """Return the sealed token for P's answer, in base64; empty without a token."""
-        return base64.b64encode(seal_first(first, self._secrets)).decode() if first is not None else ""
-
-    def forget(self, request_id: str) -> None:
+    def answered(self, request_id: str, first: FirstToken | None) -> str:
+        """Forget a request that has ended. Return its sealed token for P's answer, in base64; empty without one."""
         self._counts.pop(request_id, None)
         self._logprobs.pop(request_id, None)
+        return base64.b64encode(seal_first(first, self._secrets)).decode() if first is not None else ""

@@ -186,9 +186,7 @@ class PrefillScheduler(SchedulerRole):
             why="the request ended on prefill",
             sampled=lambda: tokens.sampled(request) if tokens is not None else None,
         )
-        first = tokens.sealed(ending.first) if tokens is not None else ""
-        if tokens is not None:
-            tokens.forget(request.request_id)
+        first = tokens.answered(request.request_id, ending.first) if tokens is not None else ""
         if ending.source is not None:
             return ending.held, self._source(request, ending.source)
         if (error := ending.refusal) is not None:
