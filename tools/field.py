@@ -86,7 +86,7 @@ def _counts(found: Sequence[FieldVerdict], base: Base, strong: str = "") -> str:
         f"P would start in {alone['P']}, D in {alone['D']}.",
         f"In {sum(not each.no_first for each in both)} D begins with P's first token.",
         f"Of those that would not start, {theirs} ask for what their connector alone does, and "
-        f"{len(found) - len(both) - theirs} for what is not proven here.",
+        f"{len(found) - len(both) - theirs} for what is not supported here.",
         f"In small, sets of engines have the kinds of cache and the draft of {len(shown)};",
         f"of {sum(';' not in sets for sets in shown)} one set has all modes too.",
     ]

@@ -37,6 +37,7 @@ from vllm_ascend_pd.vllm_patches import (
     patience,
     resets,
     standstill,
+    step_hooks,
     tried,
 )
 
@@ -55,7 +56,7 @@ class Handshake(KVConnectorHandshakeMetadata):
     facts: WorkerFacts
 
 
-class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, first_token.HasStepHooks, resets.FollowsEngine):
+class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, step_hooks.HasStepHooks, resets.FollowsEngine):
     """Layerwise push of the KV cache, P to D. See docs/protocol.md."""
 
     # vLLM's name, for its usage and metrics: loaded tokens come from another engine.
@@ -299,7 +300,7 @@ def _scheduler(
             "recomputes": getattr(transfer, "kv_load_failure_policy", "") == "recompute",
             "longest": vllm_config.model_config.max_model_len,
             "vocabulary": int(vllm_config.model_config.get_vocab_size()) if first else 0,
-            "whole": first_token.can_fail(),
+            "whole": step_hooks.can_fail(),
             "fails": fails,
             "yields": not lacks[tried.STANDSTILL],
             "gives": first and not lacks[tried.GIVEN],

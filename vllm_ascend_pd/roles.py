@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.metadata import DecodeStep, LoadEnd, MissedExchange, PrefillStep
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.vllm_patches.first_token import StepHooks
+from vllm_ascend_pd.vllm_patches.step_hooks import StepHooks
 
 if TYPE_CHECKING:
     import torch

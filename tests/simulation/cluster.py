@@ -18,8 +18,7 @@ from simulation.settings import FIRST_WAIT_S, SimulationSettings
 from simulation.tables import pool
 from simulation.wire import SimulatedWire
 from simulation.world import Process, Violation, World
-from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start
-from vllm_ascend_pd.decode.scheduler.core.load import LoadState
+from vllm_ascend_pd.decode.scheduler.core.load import LoadState, Start
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId
 from vllm_ascend_pd.protocol.meeting import Bound, Meeting
 from vllm_ascend_pd.protocol.messages import Message, message_name

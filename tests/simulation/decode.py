@@ -25,8 +25,7 @@ from simulation.settings import (
 from simulation.tables import BlockTables, needed, pool
 from simulation.world import Alarm, Process, Violation
 from vllm_ascend_pd.decode.scheduler.core.book import WITHHELD
-from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start, Wanted
-from vllm_ascend_pd.decode.scheduler.core.load import LoadEffect
+from vllm_ascend_pd.decode.scheduler.core.load import LoadEffect, Start, Wanted
 from vllm_ascend_pd.decode.scheduler.core.offers import Offers, SendMessage
 from vllm_ascend_pd.decode.scheduler.core.routes import KvRoute, Ticket, read_ticket
 from vllm_ascend_pd.decode.worker.core.loads import Loads

@@ -50,8 +50,8 @@ from vllm_ascend_pd.errors import ConfigError, PdError
 from vllm_ascend_pd.prefill.scheduler.first_tokens import FirstTokenSource
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.vllm_patches import compat, given_tokens, older_groups, one_by_one, standstill
-from vllm_ascend_pd.vllm_patches.first_token import Drops
 from vllm_ascend_pd.vllm_patches.standstill import Standstill
+from vllm_ascend_pd.vllm_patches.step_hooks import Drops
 
 ROOT = Path(__file__).parents[2]
 
@@ -273,7 +273,7 @@ def test_where_no_answer_goes_on_it_says_so(
     made = connector("kv_consumer", KVConnectorRole.SCHEDULER)
     assert made.get_kv_connector_stats().data["levels"]["hooks_off"].popitem()[1] == 1  # type: ignore[union-attr]
     assert "answers that go on: off, because it is another one: answers that" in caplog.text
-    assert not made.scheduler_role.going_on.vocabulary  # type: ignore[attr-defined]
+    assert not made.scheduler_role.beginnings.going_on.vocabulary  # type: ignore[attr-defined]
     made.shutdown()
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from unit.kits.rooms import DOORS
+
 PACKAGE = Path(__file__).parents[2] / "vllm_ascend_pd"
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
@@ -137,6 +139,14 @@ def test_the_router_uses_few_modules_of_the_rest() -> None:
     assert all(arrow.startswith("vllm_ascend_pd.cli.load.") for arrow in arrows(OPERATORS, ROUTER))
 
 
+@pytest.mark.parametrize("room", DOORS, ids=["tokens of others", "foreign routers"])
+def test_an_optional_feature_is_entered_by_its_doors_only(room: tuple[str, ...]) -> None:
+    inside = {f"vllm_ascend_pd.{name}" for name in room}
+    assert inside <= MODULES.keys()
+    entering = {name for name, path in MODULES.items() if imported(path) & inside} - inside
+    assert {name.removeprefix("vllm_ascend_pd.") for name in entering} == DOORS[room]
+
+
 def test_each_module_is_in_a_room_that_these_rules_know() -> None:
     """Few modules lie loose beside the rooms."""
     rooms = (*ENGINE, *ROUTER, *OPERATORS)
@@ -152,18 +162,18 @@ CEILINGS = {
     "admission": 810,  # 15 for latents in int8, and for context parallelism beside an indexer's own layer and MTP
     "channel": 1080,
     "cli": 3590,  # 160 for DeepSeek-V4, loads that several metaservers share, a host of the metaserver, the TLS of NPUs
-    "decode": 2790,
+    "decode": 3055,  # 265 so that tokens of others, and other routers than ours, have a seam each
     "device": 730,
     "geometry": 2550,
     "observe": 517,  # 10 so that a log that nobody reads holds up no request
-    "prefill": 4060,
+    "prefill": 4080,  # 20 for the same
     "protocol": 4335,
     "regroup": 935,
     "router": 9159,  # 230 for responses and messages, which went past P before: ids, forms of events and of errors
     "shared": 1050,
     "transport": 1970,
     "viewer": 615,
-    "vllm_patches": 1245,  # 25 so that a response shows that it was dropped
+    "vllm_patches": 1270,  # 25 so that a response shows that it was dropped, 25 for the hooks of a step alone
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vllm_ascend_pd.cli.given import refuse
+from vllm_ascend_pd.cli.flag_values import refuse
 from vllm_ascend_pd.cli.model import Model
 from vllm_ascend_pd.geometry.layout import COMPRESSED, WINDOW, CacheGeometry, Group, LayerKind, Region
 
@@ -26,7 +26,7 @@ def geometry(model: Model, flag: str, tp: int, pp: int, size: int, item: int, dr
         *(Group(size, COMPRESSED, ratio) for ratio in (4, 128)),
         *(Group(*sizes) for sizes in ((size, WINDOW, model.window), (size // 16, WINDOW, 8), (size // 4, WINDOW, 128))),
     )
-    (first, _), *others = found = list(_kinds(model, groups, item, drafts))
+    (first, _), *others = kinds = list(_kinds(model, groups, item, drafts))
     return CacheGeometry(
         block_size=groups[first.group_index].block_size,
         kv_heads=1,
@@ -34,11 +34,11 @@ def geometry(model: Model, flag: str, tp: int, pp: int, size: int, item: int, dr
         dtype=first.dtype,
         packing="plain",
         regions=first.regions,
-        stages=(tuple(name for _, names in found for name in names),),
+        stages=(tuple(name for _, names in kinds for name in names),),
         drafter="a draft model" if drafts else "",
         drafts=tuple(f"layers.{model.layers + index}.swa_cache" for index in range(drafts)),
         others=tuple(kind for kind, _ in others),
-        kind_of=tuple(index for index, (_, names) in enumerate(found) for _ in names),
+        kind_of=tuple(index for index, (_, names) in enumerate(kinds) for _ in names),
         groups=groups,
         group_index=first.group_index,
     )

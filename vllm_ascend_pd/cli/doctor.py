@@ -16,7 +16,7 @@ import socket
 from collections.abc import Iterable
 from typing import Any
 
-from vllm_ascend_pd.cli import given
+from vllm_ascend_pd.cli import flag_values
 from vllm_ascend_pd.cli.checkup import engine, npu, running
 from vllm_ascend_pd.cli.checkup import host as host_checks
 from vllm_ascend_pd.cli.checkup.check import FAILURE, Check, failed, good, note
@@ -74,65 +74,65 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    asked = _asked(args)
+    options = _options(args)
     if args.listen:
-        return _listen(args, asked)
-    found: list[Check] = []
-    for check in _all(args, asked):
-        found.append(check)
+        return _listen(args, options)
+    checks: list[Check] = []
+    for check in _all(args, options):
+        checks.append(check)
         if not args.json:
             print(check.line(), flush=True)
-    failed = sum(check.level == FAILURE for check in found)
+    failed = sum(check.level == FAILURE for check in checks)
     if args.json:
-        print(json.dumps({"good": not failed, "checks": [dataclasses.asdict(check) for check in found]}, indent=1))
+        print(json.dumps({"good": not failed, "checks": [dataclasses.asdict(check) for check in checks]}, indent=1))
     return 1 if failed else 0
 
 
-def _all(args: argparse.Namespace, asked: host_checks.HostOptions) -> Iterable[Check]:
+def _all(args: argparse.Namespace, options: host_checks.HostOptions) -> Iterable[Check]:
     if args.engine:
         yield from running.checks(args.engine)
         return
     if args.metaserver_host:
-        yield from host_checks.of_the_metaserver(asked)
+        yield from host_checks.of_the_metaserver(options)
         return
     if args.model:
         yield _model(args.model)
     if args.only_configuration:
-        settings = list(host_checks.settings(asked))
-        if asked.push.channel.secret_file:
-            settings.append(host_checks.secret(asked))
+        settings = list(host_checks.settings(options))
+        if options.push.channel.secret_file:
+            settings.append(host_checks.secret(options))
         yield from settings
         # The engine's own rules import vLLM, which takes long.
         if not any(check.level == FAILURE for check in settings):
-            yield from engine.checks(asked)
+            yield from engine.checks(options)
         return
-    yield from host_checks.checks(asked)
-    yield from engine.checks(asked)
-    yield from npu.checks(asked)
+    yield from host_checks.checks(options)
+    yield from engine.checks(options)
+    yield from npu.checks(options)
     if args.peer:
         from vllm_ascend_pd.cli.checkup import pair
 
-        yield from pair.call(_side(args, asked), *_address(args.peer, "--peer"))
+        yield from pair.call(_side(args, options), *_address(args.peer, "--peer"))
 
 
-def _asked(args: argparse.Namespace) -> host_checks.HostOptions:
+def _options(args: argparse.Namespace) -> host_checks.HostOptions:
     """Return the operator's input, checked. Raise ConfigError for a value that cannot be used."""
-    options = host_checks.read_config(args.kv_transfer_config) if args.kv_transfer_config else host_checks.HostOptions()
-    push = options.push
+    base = host_checks.read_config(args.kv_transfer_config) if args.kv_transfer_config else host_checks.HostOptions()
+    push = base.push
     if args.secret_file:
         push = dataclasses.replace(push, channel=dataclasses.replace(push.channel, secret_file=args.secret_file))
     for name in ("ranks", "tp", "pp", "dp", "dp_size_local", "dcp", "pcp", "interleave", "block_size"):
         if (value := getattr(args, name)) is not None:
-            given.at_least("--" + name.replace("_", "-"), value, 1)
-    given.at_least("--dp-start-rank", args.dp_start_rank, 0)
-    given.at_least("--calls", args.calls, 0)
+            flag_values.at_least("--" + name.replace("_", "-"), value, 1)
+    flag_values.at_least("--dp-start-rank", args.dp_start_rank, 0)
+    flag_values.at_least("--calls", args.calls, 0)
     for number in args.ports:
-        given.port("--ports", number)
+        flag_values.port("--ports", number)
     host = args.host or push.channel.side_channel_host or os.environ.get("VLLM_HOST_IP", "") or "127.0.0.1"
-    asked = dataclasses.replace(
-        options,
+    options = dataclasses.replace(
+        base,
         push=push,
-        host=given.host("--host", host),
+        host=flag_values.host("--host", host),
         ports=tuple(args.ports),
         ranks=args.ranks,
         tp=args.tp or 0,
@@ -145,12 +145,12 @@ def _asked(args: argparse.Namespace) -> host_checks.HostOptions:
         speculative=args.speculative_config,
         on_npu=npu.present(),
     )
-    taken = host_checks.side_channel_ports(asked)
+    taken = host_checks.side_channel_ports(options)
     if taken and taken[-1] > 65535:
         flag = f"--dp {args.dp}" if args.dp else f"--ranks {args.ranks}"
         why = f"with {flag} the last rank's port would be {taken[-1]}"
-        given.refuse("side_channel_port", push.channel.side_channel_port, why, "Choose a lower one, or 0.")
-    return asked
+        flag_values.refuse("side_channel_port", push.channel.side_channel_port, why, "Choose a lower one, or 0.")
+    return options
 
 
 def _dp_ranks(args: argparse.Namespace) -> range:
@@ -160,12 +160,12 @@ def _dp_ranks(args: argparse.Namespace) -> range:
             flag, value = "--dp-size-local", args.dp_size_local
             if not value:
                 flag, value = "--dp-start-rank", args.dp_start_rank
-            given.refuse(flag, value, "the number of all ranks is missing", "Give --dp, too.")
+            flag_values.refuse(flag, value, "the number of all ranks is missing", "Give --dp, too.")
         return range(1)
     here = range(args.dp_start_rank, args.dp_start_rank + (args.dp_size_local or max(1, args.dp - args.dp_start_rank)))
     if here[-1] >= args.dp:
         why = f"the last rank here would be {here[-1]}, and the engine's last is {args.dp - 1}"
-        given.refuse("--dp-start-rank", args.dp_start_rank, why, "Ranks count from 0 over all hosts.")
+        flag_values.refuse("--dp-start-rank", args.dp_start_rank, why, "Ranks count from 0 over all hosts.")
     return here
 
 
@@ -178,16 +178,16 @@ def _model(model: str) -> Check:
     except ConfigError as error:
         return failed("model", error)
     try:
-        found = described(model, config)
+        cache = described(model, config)
     except ConfigError as error:
         if error.code == "PD-CONF-005":
             return failed("model", error)
         return note("model", f"its cache is not described here, so the engine decides ({error.sentence})")
-    kind = "MLA" if found.mla else f"{found.heads} KV heads × {found.dim}"
-    return good("model", f"{kind}, {found.layer_words()}: nothing that the engine would refuse")
+    kind = "MLA" if cache.mla else f"{cache.heads} KV heads × {cache.dim}"
+    return good("model", f"{kind}, {cache.layer_words()}: nothing that the engine would refuse")
 
 
-def _side(args: argparse.Namespace, asked: host_checks.HostOptions) -> Any:
+def _side(args: argparse.Namespace, options: host_checks.HostOptions) -> Any:
     """Return this side of a pair of doctors."""
     from vllm_ascend_pd.cli.checkup.pair import DoctorSide
     from vllm_ascend_pd.cli.shape import geometry_of_model
@@ -196,16 +196,16 @@ def _side(args: argparse.Namespace, asked: host_checks.HostOptions) -> Any:
     if args.model:
         divided = args.dcp, args.pcp, args.interleave
         geometry = geometry_of_model(args.model, args.tp or 1, args.block_size, args.dtype, divided)
-    return DoctorSide(asked, load_secrets(asked.push.channel), geometry)
+    return DoctorSide(options, load_secrets(options.push.channel), geometry)
 
 
-def _listen(args: argparse.Namespace, asked: host_checks.HostOptions) -> int:
+def _listen(args: argparse.Namespace, options: host_checks.HostOptions) -> int:
     from vllm_ascend_pd.cli.checkup import pair
 
     host, number = _address(args.listen, "--listen")
-    channel = asked.push.channel
+    channel = options.push.channel
     check_exposure(host, secured=bool(channel.secret_file), allow_unauthenticated=channel.allow_unauthenticated)
-    side = _side(args, asked)
+    side = _side(args, options)
     try:
         listening = socket.create_server((host, number), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as problem:
@@ -219,5 +219,5 @@ def _listen(args: argparse.Namespace, asked: host_checks.HostOptions) -> int:
 def _address(text: str, flag: str) -> tuple[str, int]:
     host, _, number = text.rpartition(":")
     if not host or not (number.isascii() and number.isdigit()) or int(number) > 65535:
-        given.refuse(flag, text, "it is no host and port", "Give HOST:PORT.")
-    return given.host(flag, host.strip("[]")), int(number)
+        flag_values.refuse(flag, text, "it is no host and port", "Give HOST:PORT.")
+    return flag_values.host(flag, host.strip("[]")), int(number)

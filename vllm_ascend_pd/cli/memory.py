@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from vllm_ascend_pd.cli.given import positive, refuse
+from vllm_ascend_pd.cli.flag_values import positive, refuse
 from vllm_ascend_pd.cli.shape import PlanInput
 from vllm_ascend_pd.config import RegroupConfig
 from vllm_ascend_pd.geometry.layout import CacheGeometry

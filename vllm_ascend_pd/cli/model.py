@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_pd.cli.given import read_text, refuse
+from vllm_ascend_pd.cli.flag_values import read_text, refuse
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.geometry.states import DELTA_NET, MAMBA2, Recurrent
 
@@ -132,11 +132,10 @@ def described(model: str, config: Mapping[str, Any]) -> Model:
 
     if config.get("full_attention_interval") is not None:
         size("full_attention_interval")
-    found = refused_feature(config)
-    if found:
-        raise ConfigError(
-            "PD-CONF-005", feature=found, remedy="Use a model with attention, windows, states or MLA in plain numbers."
-        )
+    lacks = refused_feature(config)
+    if lacks:
+        remedy = "Use a model with attention, windows, states or MLA in plain numbers."
+        raise ConfigError("PD-CONF-005", feature=lacks, remedy=remedy)
     kinds = config.get("layer_types")
     if (_CHUNKED in kinds) if isinstance(kinds, list) else config.get("attention_chunk_size"):
         why = "it has chunked attention, and an engine's settings decide whether it keeps all blocks (docs/kinds.md)"
@@ -145,8 +144,8 @@ def described(model: str, config: Mapping[str, Any]) -> Model:
     names = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
     drafts = next((size(name) for name in names if config.get(name)), 0)
     if ratios := config.get("compress_ratios"):
-        known = isinstance(ratios, list) and len(ratios) >= layers and all(r in (0, 4, 128) for r in ratios[:layers])
-        if not known:
+        valid = isinstance(ratios, list) and len(ratios) >= layers and all(r in (0, 4, 128) for r in ratios[:layers])
+        if not valid:
             refuse("--model", model, "its compress_ratios are not 0, 4 or 128 for each layer", _REMEDY)
         dim, window, index = size("head_dim"), size("sliding_window"), size("index_head_dim")
         return Model(1, dim, layers, True, window, index=index, drafts=drafts, ratios=tuple(ratios[:layers]))
@@ -168,8 +167,8 @@ def _layer_kinds(config: Mapping[str, Any], layers: int) -> list[str]:
             return [str(kind) for kind in kinds]
     if isinstance(pattern := config.get("hybrid_override_pattern"), str):
         return [_LETTERS.get(letter, "") for letter in pattern]
-    if isinstance(places := config.get("attn_layer_indices"), list):
-        return ["attention" if index in places else "mamba" for index in range(layers)]
+    if isinstance(attention_at := config.get("attn_layer_indices"), list):
+        return ["attention" if index in attention_at else "mamba" for index in range(layers)]
     if all(config.get(name) for name in _DELTA_NET):
         every, other = config.get("full_attention_interval") or 4, "linear_attention"  # transformers' default
     elif isinstance(config.get("sliding_window"), int):
@@ -185,25 +184,25 @@ def states(config: Mapping[str, Any], layers: int) -> States | None:
     """Return the states that layers keep; None if no layer keeps one of a known kind."""
 
     def sizes(names: tuple[str, ...]) -> list[int]:
-        found = [config.get(name) for name in names]
-        return [n for n in found if isinstance(n, int) and n > 0]
+        values = [config.get(name) for name in names]
+        return [n for n in values if isinstance(n, int) and n > 0]
 
     kinds = _layer_kinds(config, layers)
-    own = frozenset(index for index, kind in enumerate(kinds) if kind in _RECURRENT)
-    attends = frozenset(index for index, kind in enumerate(kinds) if "attention" in kind) - own
-    if not own:  # each layer has both, side by side
-        own = attends = frozenset(range(layers))
+    stateful = frozenset(index for index, kind in enumerate(kinds) if kind in _RECURRENT)
+    attends = frozenset(index for index, kind in enumerate(kinds) if "attention" in kind) - stateful
+    if not stateful:  # each layer has both, side by side
+        stateful = attends = frozenset(range(layers))
     # vLLM takes the model's dtype for the recurrence unless the configuration names one; Nemotron-H has a default.
     named = config.get("mamba_ssm_dtype") or config.get("mamba_ssm_cache_dtype")
     default = "float32" if "hybrid_override_pattern" in config else ""
     item = {"float32": 4, "bfloat16": 2, "float16": 2}.get(str(named or default), 0)
     if len(delta := sizes(_DELTA_NET)) == len(_DELTA_NET):
         keys, key, values, value, kernel = delta
-        return States(DELTA_NET, values, value, keys, key, kernel - 1, own, attends, item)
+        return States(DELTA_NET, values, value, keys, key, kernel - 1, stateful, attends, item)
     for names in _MAMBA2:
         if len(found := sizes(names)) == len(names):
             heads, head, groups, width, kernel = found
-            return States(MAMBA2, heads, head, groups, width, kernel - 1, own, attends, item)
+            return States(MAMBA2, heads, head, groups, width, kernel - 1, stateful, attends, item)
     return None
 
 
@@ -246,5 +245,5 @@ def _is_fp8(scheme: Any) -> bool:
     """Return whether the cache is fp8 with one scale for a layer's keys and one for its values, from the checkpoint."""
     if not isinstance(scheme, dict):
         return bool(scheme == "FP8")
-    whole = scheme.get("strategy", "tensor") == "tensor" and not scheme.get("dynamic")
-    return (scheme.get("type"), scheme.get("num_bits")) == ("float", 8) and whole
+    one_scale = scheme.get("strategy", "tensor") == "tensor" and not scheme.get("dynamic")
+    return (scheme.get("type"), scheme.get("num_bits")) == ("float", 8) and one_scale

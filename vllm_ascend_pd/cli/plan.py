@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from vllm_ascend_pd.cli import memory
-from vllm_ascend_pd.cli.given import at_least, at_most, positive, refuse, write_text
+from vllm_ascend_pd.cli.flag_values import at_least, at_most, positive, refuse, write_text
 from vllm_ascend_pd.cli.load import flags as load
 from vllm_ascend_pd.cli.model import Model, read_model
 from vllm_ascend_pd.cli.shape import BLOCK, ITEM, PlanInput, geometry, with_context
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
         if size is None:
             refuse(flag, "", "it is needed", "Give it, or --load.")
     shape = _shape(args)
-    given = memory.of_cache(args)
+    cache_memory = memory.of_cache(args)
     p, d = (
         with_context(geometry(shape, f"--{side}", tp, pp), shape, f"--{side}", dcp, pcp, interleave)
         for side, tp, pp, dcp, pcp, interleave in (
@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
         decision = msgspec.structs.replace(decision, regroup=False, why=why)
     links = _links(p, d, shape, decision)
     busiest, receives = _seconds(links, args.link_gbps, args.descriptor_us)
-    room = memory.room(d, shape, given) if given else None
+    room = memory.room(d, shape, cache_memory) if cache_memory else None
     if args.svg:
         write_text("--svg", args.svg, _svg(p, d, links, decision))
     if args.json:
@@ -188,27 +188,27 @@ def run(args: argparse.Namespace) -> int:
 
 def _shape(args: argparse.Namespace) -> PlanInput:
     for name, maximum in MAXIMA.items():
-        flag, given = "--" + name.replace("_", "-"), getattr(args, name)
-        if given is not None:
-            at_most(flag, at_least(flag, given, 1), maximum)
+        flag, value = "--" + name.replace("_", "-"), getattr(args, name)
+        if value is not None:
+            at_most(flag, at_least(flag, value, 1), maximum)
     positive("--link-gbps", args.link_gbps, "GB/s")
     if not (args.descriptor_us >= 0 and math.isfinite(args.descriptor_us)):
         refuse("--descriptor-us", args.descriptor_us, "it must be at least 0", "Give microseconds.")
-    found = read_model(args.model) if args.model else Model(0, 0, 0, mla=args.layout == "mla", rope=64)
-    heads = 1 if found.mla else args.kv_heads or found.heads
-    dim = found.dim or args.head_dim if found.mla else args.head_dim or found.dim
-    found = dataclasses.replace(found, heads=heads, dim=dim or 0, layers=args.layers or found.layers)
-    for name, value in (("--kv-heads", found.heads), ("--head-dim", found.dim), ("--layers", found.layers)):
-        if not value:
-            refuse(name, value, "it is needed", "Give it, or --model.")
-    found = _with_dtype(_with_rope(found, args.rope_dim), args.state_dtype)
+    model = read_model(args.model) if args.model else Model(0, 0, 0, mla=args.layout == "mla", rope=64)
+    heads = 1 if model.mla else args.kv_heads or model.heads
+    dim = model.dim or args.head_dim if model.mla else args.head_dim or model.dim
+    model = dataclasses.replace(model, heads=heads, dim=dim or 0, layers=args.layers or model.layers)
+    for name, amount in (("--kv-heads", model.heads), ("--head-dim", model.dim), ("--layers", model.layers)):
+        if not amount:
+            refuse(name, amount, "it is needed", "Give it, or --model.")
+    model = _with_dtype(_with_rope(model, args.rope_dim), args.state_dtype)
     drafts, scale = args.draft_layers or 0, args.scale_bytes or 0
-    if drafts and found.windowed:
+    if drafts and model.windowed:
         refuse("--draft-layers", drafts, "the model has windows", "Leave it out: an engine does not start with both.")
     if drafts and args.d_pp > 1:
         refuse("--draft-layers", drafts, "a D with a pipeline does not start with it", "Leave it out.")
-    layout = "mla" if found.mla else args.layout
-    return PlanInput(found, args.block_size or 0, ITEM[args.dtype], layout, args.tokens, drafts, scale)
+    layout = "mla" if model.mla else args.layout
+    return PlanInput(model, args.block_size or 0, ITEM[args.dtype], layout, args.tokens, drafts, scale)
 
 
 def _with_rope(model: Model, rope: int | None) -> Model:
@@ -353,12 +353,12 @@ def _svg(p: CacheGeometry, d: CacheGeometry, links: list[PairWrites], decision: 
     for side, x0, engine in (("P", 30, p), ("D", width - 130, d)):
         for worker in range(engine.workers):
             stage, rank = engine.stage_and_rank(worker)
-            y, held, first = place(worker, engine.workers), engine.head_range(rank), engine.first_layer(stage)
-            layers = f"layers {first}–{first + len(engine.stages[stage]) - 1}, " if len(engine.stages) > 1 else ""
+            y, heads, low = place(worker, engine.workers), engine.head_range(rank), engine.first_layer(stage)
+            layers = f"layers {low}–{low + len(engine.stages[stage]) - 1}, " if len(engine.stages) > 1 else ""
             parts.append(
                 f'<rect x="{x0}" y="{y - 18}" width="100" height="36" rx="6" fill="#eef3f8" stroke="#3b6ea5"/>'
                 f'<text x="{x0 + 50}" y="{y - 2}" text-anchor="middle">{side}{_named(engine, worker)}</text>'
                 f'<text x="{x0 + 50}" y="{y + 13}" text-anchor="middle" fill="#555" font-size="10">'
-                f"{layers}heads {held.start}–{held.stop - 1}</text>"
+                f"{layers}heads {heads.start}–{heads.stop - 1}</text>"
             )
     return "\n".join([*parts, "</svg>\n"])

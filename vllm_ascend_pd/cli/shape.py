@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import msgspec
 
 from vllm_ascend_pd.cli import compressed
-from vllm_ascend_pd.cli.given import refuse
+from vllm_ascend_pd.cli.flag_values import refuse
 from vllm_ascend_pd.cli.model import Model, read_model
 from vllm_ascend_pd.geometry.layout import STATE, WINDOW, CacheGeometry, Group, LayerKind, Region, index_of, section_of
 from vllm_ascend_pd.geometry.states import DELTA_NET, PACKING
@@ -35,8 +35,8 @@ class PlanInput:
     @property
     def attention_layers(self) -> frozenset[int]:
         states, layers = self.model.states, self.model.layers
-        own = frozenset(range(layers)) if states is None else states.attention_layers
-        return own.union(range(layers, layers + self.drafts))
+        with_attention = frozenset(range(layers)) if states is None else states.attention_layers
+        return with_attention.union(range(layers, layers + self.drafts))
 
     @property
     def tensors(self) -> tuple[tuple[str, int], ...]:
@@ -73,9 +73,9 @@ class PlanInput:
         windowed = self.model.windowed
         group = Group(self.block_of(1), WINDOW, self.model.window)
         begin = group.begins(0, self.tokens) if windowed else 0
-        whole = {name for index in self.attention_layers - windowed for name in self.names(index)}
-        some = {name for index in windowed for name in self.names(index)}
-        return [part for part in ((whole, 0, self.tokens), (some, begin, self.tokens)) if part[0]]
+        unbounded = {name for index in self.attention_layers - windowed for name in self.names(index)}
+        in_windows = {name for index in windowed for name in self.names(index)}
+        return [part for part in ((unbounded, 0, self.tokens), (in_windows, begin, self.tokens)) if part[0]]
 
 
 def geometry_of_model(
@@ -85,8 +85,8 @@ def geometry_of_model(
 
     `divided`: DCP, PCP and the interleave. Raise ConfigError for a model or a size that no engine has.
     """
-    found = read_model(model)
-    shape = PlanInput(found, block_size, ITEM[dtype], "mla" if found.mla else "token-major", 1)
+    read = read_model(model)
+    shape = PlanInput(read, block_size, ITEM[dtype], "mla" if read.mla else "token-major", 1)
     return with_context(geometry(shape, "-", tp, 1), shape, "-", *divided)
 
 
@@ -122,8 +122,8 @@ def geometry(shape: PlanInput, flag: str, tp: int, pp: int) -> CacheGeometry:
         for a, b in pairwise(_cuts(model.layers, pp))
     )
     others = dict([*_indexers(shape, 1), *_sections(shape, tp)])
-    ends = ("", *others)
-    kind_of = [max(n for n, end in enumerate(ends) if name.endswith(end)) for stage in stages for name in stage]
+    tails = ("", *others)
+    kind_of = [max(n for n, tail in enumerate(tails) if name.endswith(tail)) for stage in stages for name in stage]
     return CacheGeometry(
         block_size=size,
         kv_heads=model.heads,
@@ -148,31 +148,31 @@ def with_context(
         if interleave is not None:
             refuse(f"{flag}-interleave", interleave, "the tokens are not divided", f"Give {flag}-dcp, or leave it out.")
         return g
-    given, value = (f"{flag}-dcp", dcp) if dcp > 1 else (f"{flag}-pcp", pcp)
+    divisor_flag, value = (f"{flag}-dcp", dcp) if dcp > 1 else (f"{flag}-pcp", pcp)
     if shape.model.windowed or shape.model.ratios or shape.model.states is not None:
-        refuse(given, value, "not all of the model's layers keep all tokens", "Give 1.")
+        refuse(divisor_flag, value, "not all of the model's layers keep all tokens", "Give 1.")
     if len(g.stages) > 1:
-        refuse(given, value, "an engine with a pipeline does not start with it", "Give 1.")
+        refuse(divisor_flag, value, "an engine with a pipeline does not start with it", "Give 1.")
     if g.tp_size % (g.kv_heads * dcp) and dcp > 1:
         why = f"{g.tp_size} ranks have {g.kv_heads} KV heads: there are not {dcp} for each"
-        refuse(given, value, why, "Give a divisor of the ranks that hold one head.")
+        refuse(divisor_flag, value, why, "Give a divisor of the ranks that hold one head.")
     interleave = interleave or g.block_size
     if g.block_size % interleave:
         refuse(f"{flag}-interleave", interleave, f"a block has {g.block_size} tokens", "Give a divisor of them.")
     if g.tp_size * pcp > MAX_WORKERS:
-        refuse(given, value, f"an engine has at most {MAX_WORKERS} workers", "Give less.")
+        refuse(divisor_flag, value, f"an engine has at most {MAX_WORKERS} workers", "Give less.")
     if shape.model.index and pcp > 1:
-        refuse(given, value, "an engine with a sparse indexer does not start with PCP", f"Give {flag}-pcp 1.")
+        refuse(divisor_flag, value, "an engine with a sparse indexer does not start with PCP", f"Give {flag}-pcp 1.")
     others = tuple(dict(_indexers(shape, dcp)).values())
     return msgspec.structs.replace(g, others=others, dcp=dcp, pcp=pcp, interleave=interleave)
 
 
 def _names(shape: PlanInput, index: int) -> list[str]:
-    own = list(shape.names(index)) if index in shape.attention_layers else []
+    names = list(shape.names(index)) if index in shape.attention_layers else []
     states = shape.model.states
     if states is not None and index in states.layers:
-        own += [section_of(f"layers.{index}", section.name) for section in states.at(1, 1).sections("", 1)]
-    return own
+        names += [section_of(f"layers.{index}", section.name) for section in states.at(1, 1).sections("", 1)]
+    return names
 
 
 def _indexers(shape: PlanInput, dcp: int) -> Iterator[tuple[str, LayerKind]]:
@@ -189,11 +189,11 @@ def _sections(shape: PlanInput, tp: int) -> Iterator[tuple[str, LayerKind]]:
     states = shape.model.states
     if states is None:
         return
-    found = states.at(tp, shape.item)
-    for section in found.sections(f"layers.{min(states.layers)}", tp):
+    recurrent = states.at(tp, shape.item)
+    for section in recurrent.sections(f"layers.{min(states.layers)}", tp):
         each = section.heads > tp
         regions = tuple(
-            Region(one.name, found.nbytes[one.state], one.cell_bytes if each else 0, 0, one.cell_bytes)
+            Region(one.name, recurrent.nbytes[one.state], one.cell_bytes if each else 0, 0, one.cell_bytes)
             for one in section.regions
         )
         yield section_of("", section.name), LayerKind(section.heads, "-", PACKING, regions, 1)
@@ -201,6 +201,6 @@ def _sections(shape: PlanInput, tp: int) -> Iterator[tuple[str, LayerKind]]:
 
 def _cuts(layers: int, pp: int) -> list[int]:
     """Return the stages' boundaries as vLLM cuts: left-over layers go to the stages before the last, from the end."""
-    each, left = divmod(layers, pp)
-    sizes = [each + (pp - 1 - left <= stage < pp - 1) for stage in range(pp)]
+    each, rest = divmod(layers, pp)
+    sizes = [each + (pp - 1 - rest <= stage < pp - 1) for stage in range(pp)]
     return [0, *accumulate(sizes)]

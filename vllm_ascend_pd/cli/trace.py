@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_pd.cli.given import refuse, write_text
+from vllm_ascend_pd.cli.flag_values import refuse, write_text
 from vllm_ascend_pd.observe.trace import TraceFile, emit
 from vllm_ascend_pd.viewer.perfetto import chrome_trace
 from vllm_ascend_pd.viewer.timeline import Trace, picture, table

@@ -11,7 +11,7 @@ import base64
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.protocol.auth import Secrets, unseal_source
@@ -30,6 +30,9 @@ _COMPLETION, _CHAT = "cmpl-", "chatcmpl-"
 @dataclass(frozen=True, slots=True)
 class Meet:
     """Listener to which D offers its reservation, for a source of P's answer or for the request of a name."""
+
+    p_waits: ClassVar[bool] = True
+    carries_first: ClassVar[bool] = True
 
     listener: Endpoint
     source: SourceId | None = None
@@ -51,6 +54,9 @@ class PassingRouter:
     It answers once P has answered. It finds its request by the `ticket`: its X-Request-Id as vLLM's front end wrote it.
     """
 
+    p_waits: ClassVar[bool] = False
+    carries_first: ClassVar[bool] = False
+
     router: str  # scheme://host:port
     ticket: str
     query: str = ""  # part of its address after the question mark
@@ -63,11 +69,6 @@ class PassingRouter:
         """Return P's `kv_transfer_params`, with what the router itself reads."""
         role = {"do_remote_decode": True, "do_remote_prefill": False}
         return {"request_id": self.ticket, **role, "reservation": reservation}
-
-
-def is_prefill(params: object) -> bool:
-    """Return whether a request asks P to prefill for another engine. They may be anything that JSON has."""
-    return isinstance(params, Mapping) and params.get("do_remote_decode") is True
 
 
 def name_of(request_id: str) -> str:

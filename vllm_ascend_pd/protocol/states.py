@@ -66,7 +66,7 @@ class ReservationEvent(IdentityEnum):
     FAILED_IN_FLIGHT = "failed_in_flight"  # what it wrote may still land
     LATE_FAILED = "late_failed"  # of one that is done
     EARLY_FAILED = "early_failed"  # of one that was never granted anything
-    # a DONE or FAILED whose sender has no say
+    # a DONE or FAILED of an unauthorised sender
     NOT_A_CONTRIBUTOR = "not_a_contributor"  # not of a contributor, or of another push
     OTHER_PROCESS = "other_process"  # another process than the one that was granted
     # from our own scheduler and runtime

@@ -61,18 +61,18 @@ def related(files: Mapping[str, Sequence[_StageEvent]]) -> list[Clock]:
     for clock in clocks:
         clock.shift = clock.ahead - clocks[0].ahead
     samples = _best(files, {source: index for index, clock in enumerate(clocks) for source in clock.sources})
-    known, waiting = {0}, dict(samples)
+    placed, waiting = {0}, dict(samples)
     if clocks:
         clocks[0].error_s = 0.0
     while waiting:
-        pair = next((pair for pair in waiting if (pair[0] in known) != (pair[1] in known)), None)
+        pair = next((pair for pair in waiting if (pair[0] in placed) != (pair[1] in placed)), None)
         if pair is None:
             break
         (p, d), sample = pair, waiting.pop(pair)
-        new, old, sign = (p, d, 1) if d in known else (d, p, -1)
+        new, old, sign = (p, d, 1) if d in placed else (d, p, -1)
         clocks[new].shift = clocks[old].shift + sign * sample.offset
         clocks[new].error_s = (clocks[old].error_s or 0) + sample.error
-        known.add(new)
+        placed.add(new)
     return clocks
 
 
@@ -114,20 +114,20 @@ def _best(files: Mapping[str, Sequence[_StageEvent]], clock_of: Mapping[str, int
 
 
 def _samples(files: Mapping[str, Sequence[_StageEvent]]) -> Iterator[tuple[str, str, _Sample]]:
-    asked: dict[_Key, tuple[str, float]] = {}
-    answered: dict[_Key, tuple[str, float]] = {}
+    begins: dict[_Key, tuple[str, float]] = {}
+    readies: dict[_Key, tuple[str, float]] = {}
     for source, events in files.items():
         for event in events:
             if event.stage == "begin":
-                asked[_question(source, event.facts)] = source, event.t
+                begins[_question(source, event.facts)] = source, event.t
             elif event.stage == "ready" and "waited" not in event.facts:  # D's event
-                answered[_answer(event.facts)] = source, event.t
+                readies[_answer(event.facts)] = source, event.t
     for source, events in files.items():
         for event in events:
             if event.stage != "ready" or "waited" not in event.facts:
                 continue
-            question = asked.get(_question(source, event.facts))
-            answer = answered.get(_answer(event.facts))
+            question = begins.get(_question(source, event.facts))
+            answer = readies.get(_answer(event.facts))
             if question is not None and answer is not None:
                 trip = event.t - question[1]
                 yield source, answer[0], _Sample(answer[1] - (question[1] + event.t) / 2, trip / 2)

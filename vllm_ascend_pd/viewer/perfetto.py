@@ -88,13 +88,13 @@ def _arrow(event: TraceEvent, pid: int, tid: int, zero: float) -> list[dict[str,
     """Return this event's end of an arrow from P's BEGIN to D's READY, if it has one."""
     facts = event.facts
     if event.stage == "begin":
-        ends: dict[str, Any] = {"ph": "s"}
+        arrow_end: dict[str, Any] = {"ph": "s"}
     elif event.stage == "ready" and "waited" not in facts:
-        ends = {"ph": "f", "bp": "e"}
+        arrow_end = {"ph": "f", "bp": "e"}
     else:
         return []
     place = {"pid": pid, "tid": tid, "ts": _us(event.t - zero)}
-    return [{**ends, "name": "BEGIN → READY", "cat": "handshake", "id": _arrow_id(facts), **place}]
+    return [{**arrow_end, "name": "BEGIN → READY", "cat": "handshake", "id": _arrow_id(facts), **place}]
 
 
 def _arrow_id(facts: Mapping[str, Any]) -> int:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's first token in vLLM. Only this file reaches into vLLM's scheduler and batches for it.
+"""P's first token in vLLM. Only this file and step_hooks.py reach into vLLM's scheduler and batches for it.
 
-`Scheduler.update_from_output` is wrapped. On P, what a step reports of a token is read before vLLM drops it. On D, a
+On P, what a step reports of a token is read before vLLM drops it. On D, a
 request whose KV is complete is started with P's token after the step: the token becomes the request's first output, for
 the client and in the request. The next step computes that token's KV and samples the second one, by vLLM's own code.
 
@@ -24,19 +24,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.protocol.first import FirstToken, LogProb
 from vllm_ascend_pd.protocol.sampling import GRAMMAR
+from vllm_ascend_pd.vllm_patches.step_hooks import OUTPUTS, OUTPUTS_READ, StepHooks, wrap_outputs
 from vllm_ascend_pd.vllm_patches.tried import TRIED_DRAFTS, TRIED_GRAMMARS, TRIED_SECOND, untried
-from vllm_ascend_pd.vllm_patches.wrapping import contained, wrap
+from vllm_ascend_pd.vllm_patches.wrapping import wrap
 
 GIVEN_ARG = "pd_given_tokens"  # in a request's extra arguments, on its way to the workers
-_FAILING = "_handle_failed_recving"  # from 0.30 on
-_RETRYING = "_update_waiting_for_remote_kv"  # before: of a request without computed tokens the blocks are freed
-_OUTPUTS_READ, _SCHEDULE, _ADDED = "update_from_output", "schedule", "add_request"
+_SCHEDULE, _ADDED = "schedule", "add_request"
 _ALL_TOKENS = "_all_token_ids"  # which the second model runner gets of each new request
 # Parameters, by method.
-_OUTPUTS = ("self", "scheduler_output", "model_runner_output")
 _BATCH, _ADVANCED = ("self", "request"), ("self", "request", "new_token_ids")
 _STATES = ("self", "req_id", "prompt_len", "all_token_ids", "num_computed_tokens", "max_tokens")
 _ACCEPTED, _VALIDATED = ("self", "request_id", "tokens"), ("self", "tokens")
@@ -52,22 +49,22 @@ OUTPUT_USED = (
     "prefill_stats",
 )
 _STATE = ("sampling_params", "output_token_ids")
-_MOST_DROPS = 4096
 
 
 class GivenIds(tuple[int, ...]):
     """Outputs of a new request on their way to the workers. A client's extra arguments are JSON, so none is of it."""
 
 
-class StepHooks:
-    """Work of a role before and after vLLM reads a step's outputs.
+class FirstTokenHooks(StepHooks):
+    """Those of first tokens, on either side.
 
-    `entered`: vLLM is reading them, so `after` will follow. `why_no_grammar`: why requests with a grammar do not start
-    with P's token on this engine. `logits`: this engine reports other numbers than the model's raw log-probabilities.
+    `why_no_grammar`: why requests with a grammar do not start with P's token on this engine. `logits`: this engine
+    reports other numbers than the model's raw log-probabilities.
     """
 
     def __init__(self) -> None:
-        self.entered, self.why_no_grammar, self.logits = False, "", False
+        super().__init__()
+        self.why_no_grammar, self.logits = "", False
 
     def settle(self, vllm_config: Any) -> None:
         self.why_no_grammar = why_no_grammar(vllm_config)
@@ -78,68 +75,10 @@ class StepHooks:
         why = refusal(request, self.why_no_grammar)
         return why or ("logprobs" if self.logits and request.sampling_params.logprobs is not None else "")
 
-    def before(self, output: Any) -> None:
-        """Act before vLLM reads a step's results."""
-
-    def after(self, scheduler: Any, outputs: Any) -> None:
-        """Act after vLLM has read them. `outputs` are those for clients, by their front end."""
-
-
-class Drops(StepHooks):
-    """Requests that vllm-ascend's recompute scheduler ends halfway: their last output says so for the router too.
-
-    A response has no other field for it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: dict[str, dict[str, Any]] = {}  # by request: what its answer says, until its last output is there
-
-    def note(self, request_id: str, answer: dict[str, Any]) -> None:
-        self.said[request_id] = answer
-        if len(self.said) > _MOST_DROPS:  # no step's outputs are seen here
-            self.said.clear()
-
-    def after(self, scheduler: Any, outputs: Any) -> None:
-        for one in outputs.values() if self.said else ():
-            for output in one.outputs:
-                if output.finish_reason is not None and output.request_id in self.said:
-                    output.kv_transfer_params = self.said.pop(output.request_id)
-
-
-class HasStepHooks:
-    """Base of a connector whose roles act around a step's outputs. It may be inside another connector."""
-
-    step_hooks: tuple[StepHooks, ...] = ()
-
 
 def install(vllm_config: Any) -> str:
     """Wrap vLLM's scheduler, once. Return why not; empty: it is wrapped."""
     return unproven(vllm_config) or wrap_outputs(vllm_config.scheduler_config.get_scheduler_cls())
-
-
-def wrap_outputs(scheduler: type) -> str:
-    """Call the connector's StepHooks around `update_from_output`, once. Return why not; empty: it is wrapped."""
-    found = getattr(scheduler, _OUTPUTS_READ, lambda: None)
-    if tuple(inspect.signature(found).parameters) != _OUTPUTS:
-        return f"the scheduler {scheduler.__name__} differs in update_from_output"
-    wrap(scheduler, _OUTPUTS_READ, _with_hooks)
-    return ""
-
-
-def _with_hooks(original: Any) -> Any:
-    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        roles = [hooks for one in contained(self.connector, HasStepHooks) for hooks in one.step_hooks]
-        for role in roles:
-            role.entered = True
-            role.before(model_runner_output)
-        outputs = original(self, scheduler_output, model_runner_output)
-        for role in roles:
-            role.after(self, outputs)
-            role.entered = False
-        return outputs
-
-    return update_from_output
 
 
 def install_on_worker(vllm_config: Any) -> str:
@@ -216,13 +155,13 @@ def _other_shape(vllm_config: Any, scheduler: type) -> str:
     if not issubclass(scheduler, Scheduler):
         return f"the scheduler {scheduler.__name__} is none of vLLM's"
     for one in scheduler.__mro__[: scheduler.__mro__.index(Scheduler)]:
-        if _OUTPUTS_READ in vars(one) and not _reads(vars(one)[_OUTPUTS_READ], f"super().{_OUTPUTS_READ}"):
+        if OUTPUTS_READ in vars(one) and not _reads(vars(one)[OUTPUTS_READ], f"super().{OUTPUTS_READ}"):
             return f"the scheduler {one.__name__} reads a step's outputs without vLLM's own method"
     second = is_second(vllm_config)
     if second and not _reads(getattr(scheduler, _SCHEDULE), f"req.{_ALL_TOKENS}"):
         return f"the scheduler {scheduler.__name__} does not hand all tokens of a new request to the workers"
     found = _differing(
-        (Scheduler.update_from_output, _OUTPUTS),
+        (Scheduler.update_from_output, OUTPUTS),
         (check_stop, ("request", "max_model_len")),
         (getattr(batch, _ADDED), _STATES if second else _BATCH),
     )
@@ -343,57 +282,6 @@ def unfit(request: Any, token: int) -> str:
     return "grammar" if asked is not None and asked.grammar.validate_tokens([token]) != [token] else ""
 
 
-def release(scheduler: Any, request_id: str) -> None:
-    """Report to vLLM what was withheld: the KV of the request is complete, or nothing writes there any more."""
-    from vllm.v1.outputs import KVConnectorOutput
-
-    if request_id in scheduler.requests:
-        scheduler._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving={request_id}))
-
-
-def can_fail() -> bool:
-    """Return whether this vLLM can still fail a load that is complete.
-
-    Only then may all of a prompt be loaded into a cache in which its last token cannot be computed again. (Drafts
-    beside such a cache are refused at the start.)
-    """
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    return hasattr(Scheduler, _FAILING) or hasattr(Scheduler, _RETRYING)
-
-
-def _failed(scheduler: Any, request_id: str) -> bool:
-    """Apply vLLM's policy to a failed load. Return whether it ends the request."""
-    if hasattr(scheduler, _FAILING):
-        return bool(getattr(scheduler, _FAILING)({request_id}))
-    if scheduler.recompute_kv_load_failures:
-        # As vLLM does with the first block of a single table: nothing of the request is computed.
-        scheduler.requests[request_id].num_computed_tokens = 0
-        scheduler.failed_recving_kv_req_ids.add(request_id)
-    return not scheduler.recompute_kv_load_failures
-
-
-def fail(scheduler: Any, request: Any) -> Any:
-    """Release a held request without its KV, by vLLM's own policy.
-
-    Return None if it computes its prompt, or the output for the client if it ends with an error.
-    """
-    from vllm.v1.engine import EngineCoreOutput
-    from vllm.v1.request import RequestStatus
-
-    request_id = request.request_id
-    ends = _failed(scheduler, request_id)
-    if not ends and request_id not in scheduler.failed_recving_kv_req_ids:
-        raise LocalProtocolError(f"vLLM does not take {request_id} for a request whose load has failed")
-    if ends:
-        scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
-    release(scheduler, request_id)
-    if not ends:
-        return None
-    facts = {"events": request.take_events(), "trace_headers": request.trace_headers}
-    return EngineCoreOutput(request_id, [], finish_reason=request.get_finished_reason(), **facts)
-
-
 def start(scheduler: Any, request: Any, first: FirstToken, params: dict[str, Any] | None) -> Any:
     """Give a released request its first token, and return the output for the client.
 
@@ -427,13 +315,6 @@ def tell_workers(request: Any, tokens: Sequence[int]) -> None:
     """Send the outputs of a new request to the workers, with its parameters."""
     params = request.sampling_params = copy.copy(request.sampling_params)
     params.extra_args = {**(params.extra_args or {}), GIVEN_ARG: GivenIds(tokens)}
-
-
-def add(outputs: Any, client: int, output: Any) -> None:
-    """Add an output to those that a step returns."""
-    from vllm.v1.engine import EngineCoreOutputs
-
-    outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
 
 
 def logprob_rows(rows: Sequence[Sequence[LogProb]]) -> Any:

@@ -5,7 +5,7 @@ Three things are added around its scheduler, if the release was tried and its sc
 
 - The block tables of a step as they are: entries of states move, so appending new blocks to an earlier table is wrong.
   The connector gets them from the scheduler by itself, because vllm-ascend's schedulers call it in another way.
-- A failed load by request: vLLM looks for the blocks of failed loads in a single table (first_token.fail).
+- A failed load by request: vLLM looks for the blocks of failed loads in a single table (step_hooks.fail).
 - D does not clear blocks that P will write. vLLM clears new blocks of models with states, on an NPU some time later.
 
 From 0.30 on vLLM has all three. A fourth is vllm-ascend's own: its recompute scheduler counts a prefix as computed that
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_ascend_pd.vllm_patches import first_token
+from vllm_ascend_pd.vllm_patches import step_hooks
 from vllm_ascend_pd.vllm_patches.tried import VLLM, untried
 from vllm_ascend_pd.vllm_patches.wrapping import wrap
 
@@ -43,7 +43,7 @@ def install(vllm_config: Any) -> str:
     scheduler = vllm_config.scheduler_config.get_scheduler_cls()
     if found := [name for name in _USED if not hasattr(scheduler, name)]:
         return f"the scheduler {scheduler.__name__} differs in {', '.join(found)}"
-    if not (why := first_token.wrap_outputs(scheduler)):
+    if not (why := step_hooks.wrap_outputs(scheduler)):
         wrap(scheduler, _SCHEDULE, _lending)
     return why
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ascend_pd.vllm_patches import first_token
+from vllm_ascend_pd.vllm_patches import step_hooks
 from vllm_ascend_pd.vllm_patches.tried import untried
 
 MAX_STEPS = 64  # scheduled and not read yet: more than a pipeline has stages
@@ -29,7 +29,7 @@ def install(vllm_config: Any) -> str:
     scheduler = vllm_config.scheduler_config.get_scheduler_cls()
     if missing := [name for name in USED if not hasattr(scheduler, name)]:
         return f"the scheduler {scheduler.__name__} has no {', '.join(missing)}"
-    return first_token.wrap_outputs(scheduler)
+    return step_hooks.wrap_outputs(scheduler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class _BlockHolders:
     free: int
 
 
-class Standstill(first_token.StepHooks):
+class Standstill(step_hooks.StepHooks):
     """Detection of the standstill, and the way out of it.
 
     D stands still if a step computed nothing and changed nothing although it was scheduled with a loaded request in the

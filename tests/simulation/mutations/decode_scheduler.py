@@ -11,37 +11,36 @@ import msgspec
 
 from simulation.mutations import worlds
 from simulation.mutations.mutation import Mutation
-from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
-from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start
-from vllm_ascend_pd.decode.scheduler.core.load import LoadEvent, LoadState, RemoteLoad
+from vllm_ascend_pd.decode.scheduler.core.first_tokens import TokenBook
+from vllm_ascend_pd.decode.scheduler.core.load import LoadEvent, LoadState, RemoteLoad, Start
 from vllm_ascend_pd.metadata import Bind, LoadEnd
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.first import FirstToken
 from vllm_ascend_pd.protocol.identity import TransferId
 
 
-class EndsSwallowed(LoadBook):
+class EndsSwallowed(TokenBook):
     """D treats a load that failed on some ranks as complete."""
 
     def ended(self, ends: Iterable[LoadEnd]) -> None:
         super().ended(end for end in ends if end.failure is None)
 
 
-class EveryAnswerGood(LoadBook):
+class EveryAnswerGood(TokenBook):
     """D waits for KV although the metaserver has said that none will come."""
 
     def answered(self, transfer: TransferId, failure: Failure | None = None) -> None:
         super().answered(transfer)
 
 
-class NoAnswerGood(LoadBook):
+class NoAnswerGood(TokenBook):
     """D gives a load up although the metaserver has said that P has finished."""
 
     def answered(self, transfer: TransferId, failure: Failure | None = None) -> None:
         super().answered(transfer, failure or Failure(""))
 
 
-class ReservedTooLittle(LoadBook):
+class ReservedTooLittle(TokenBook):
     """D reserves one token less than it has bound."""
 
     def reserve(self, *args: Any) -> Bind:
@@ -49,14 +48,14 @@ class ReservedTooLittle(LoadBook):
         return replace(bind, end=bind.end - 1) if bind.end - bind.first > 1 else bind
 
 
-class LastTokenLoaded(LoadBook):
+class LastTokenLoaded(TokenBook):
     """D loads the prompt's last token, too, and computes it again without what its window needs."""
 
     def wanted(self, request_id: str, length: int, computed: int, **_caches: bool) -> int:
         return super().wanted(request_id, length, computed)
 
 
-class AnyToken(LoadBook):
+class AnyToken(TokenBook):
     """D starts with any token that arrives."""
 
     def token(self, transfer: TransferId, first: FirstToken | None, why: str = "", *, failed: bool = False) -> None:
@@ -67,7 +66,7 @@ class AnyToken(LoadBook):
             super().token(transfer, first, why, failed=failed)
 
 
-class AnyPush(LoadBook):
+class AnyPush(TokenBook):
     """D does not check the push of its KV."""
 
     def take(self, now: float, *unfit: Any) -> list[Start]:
@@ -77,7 +76,7 @@ class AnyPush(LoadBook):
         return super().take(now, *unfit)
 
 
-class TokenTakenTwice(LoadBook):
+class TokenTakenTwice(TokenBook):
     """A repeated token is output again."""
 
     def __init__(self, *facts: Any) -> None:
@@ -97,38 +96,38 @@ class TokenTakenTwice(LoadBook):
         return again + ready
 
 
-class LoadsLater(LoadBook):
+class LoadsLater(TokenBook):
     """A request that loaded nothing when it was first scheduled loads after a preemption."""
 
     def loads_nothing(self, request_id: str) -> None:
         """Record nothing."""
 
 
-class WaitsForEver(LoadBook):
+class WaitsForEver(TokenBook):
     """D waits without a limit for a missing token."""
 
     def __init__(self, incarnation: str, *waits: float) -> None:
         super().__init__(incarnation, 1e9, 1e9)
 
 
-class HeldForgotten(LoadBook):
+class HeldForgotten(TokenBook):
     """vLLM does not learn that a held request was aborted."""
 
-    _HELD = LoadBook.table[LoadState.HELD]
+    _HELD = TokenBook.table[LoadState.HELD]
     table: ClassVar = {
-        **LoadBook.table,
+        **TokenBook.table,
         LoadState.HELD: {**_HELD, LoadEvent.ENDED: replace(_HELD[LoadEvent.ENDED], into=LoadState.OVER)},
     }
 
 
-class BegunWithoutToken(LoadBook):
+class BegunWithoutToken(TokenBook):
     """D continues without P's token where it cannot compute the prompt's last token."""
 
     def take(self, now: float, *unfit: Any) -> list[Start]:
         return [replace(start, fails=False) for start in super().take(now, *unfit)]
 
 
-class WholeGivenUp(LoadBook):
+class WholeGivenUp(TokenBook):
     """Outside vLLM's read of a step D gives up every token, also one that alone can begin."""
 
     def received(self, now: float, request_id: str, *, starts: bool = True) -> RemoteLoad | None:

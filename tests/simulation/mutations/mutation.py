@@ -9,7 +9,7 @@ from typing import Any
 
 from simulation.prefill import SimulatedWriter
 from simulation.settings import SimulationSettings, draw
-from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
+from vllm_ascend_pd.decode.scheduler.core.first_tokens import TokenBook
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
 from vllm_ascend_pd.prefill.worker.core.claiming import PushClaims
 from vllm_ascend_pd.prefill.worker.core.offering import PushOffers
@@ -29,7 +29,7 @@ class Mutation:
     receiver: Callable[..., Receiver] = Receiver
     sender: Callable[..., Sender] = Sender
     book: Callable[..., PushBook] = PushBook
-    loads: Callable[..., LoadBook] = LoadBook
+    loads: Callable[..., TokenBook] = TokenBook
     hasty_release: bool = False  # P frees a finished request's blocks at once
     blunt_revocation: bool = False  # D continues under the session that it has revoked
     core: type[Pushes] = Pushes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoadBook and the ticket: requests that load remote KV, what D's workers are sent of them, and what is done for them,
+"""TokenBook and the ticket: requests that load remote KV, what D's workers are sent of them, and what is done for them,
 for any sequence of events."""
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from unit.kits.loads import TICKET, arrive, book_with
-from vllm_ascend_pd.decode.scheduler.core.book import AWAITED, OPEN, LoadBook
-from vllm_ascend_pd.decode.scheduler.core.first_tokens import Wanted
-from vllm_ascend_pd.decode.scheduler.core.load import LoadEffect, LoadState
+from vllm_ascend_pd.decode.scheduler.core.book import AWAITED, OPEN
+from vllm_ascend_pd.decode.scheduler.core.first_tokens import TokenBook
+from vllm_ascend_pd.decode.scheduler.core.load import LoadEffect, LoadState, Wanted
 from vllm_ascend_pd.decode.scheduler.core.routes import Ticket, read_ticket
 from vllm_ascend_pd.errors import LocalProtocolError, PdError
 from vllm_ascend_pd.geometry.layout import Group
@@ -29,13 +29,13 @@ ALLOWED = frozenset({URL})
 GOOD = {"do_remote_prefill": True, "metaserver": URL, "ticket": "t"}
 
 
-def loaded(tokens: int = 10, computed: int = 0) -> tuple[LoadBook, TransferId]:
+def loaded(tokens: int = 10, computed: int = 0) -> tuple[TokenBook, TransferId]:
     book = book_with("r")
     assert book.wanted("r", tokens, computed) == tokens - computed
     return book, book.reserve("r", tokens - computed, [list(range(50, 60))], [Group(4)], 30.0, "u").transfer
 
 
-def received(book: LoadBook, name: str = "r") -> TransferId | None:
+def received(book: TokenBook, name: str = "r") -> TransferId | None:
     load = book.received(1.0, name)
     return load.transfer if load is not None else None
 
@@ -213,19 +213,19 @@ def test_a_request_that_ends_before_it_was_allocated_leaves_nothing() -> None:
 
 
 def test_reports_about_unknown_requests_are_swallowed() -> None:
-    assert received(LoadBook("d"), "unknown") is None
+    assert received(TokenBook("d"), "unknown") is None
 
 
 MEET = Meet(Endpoint("p", 1), name="r")
 
 
-def acts(book: LoadBook) -> list[LoadEffect]:
+def acts(book: TokenBook) -> list[LoadEffect]:
     return [effect for effect, _ in book.take_effects()]
 
 
 def test_a_p_that_waits_for_an_offer_is_told_once_that_none_comes() -> None:
     for computed_here in (True, False):
-        book = LoadBook("d")
+        book = TokenBook("d")
         book.route("r", lambda: MEET)
         if computed_here:
             book.loads_nothing("r")
@@ -252,7 +252,7 @@ def test_a_p_that_waits_for_an_offer_is_told_once_that_none_comes() -> None:
 def test_the_end_of_a_load_is_reported_once_and_ends_what_is_of_no_use(
     route: Any, code: str, fails: bool, done: list[LoadEffect]
 ) -> None:
-    book = LoadBook("d", fails=fails)
+    book = TokenBook("d", fails=fails)
     book.route("r", lambda: route)
     book.wanted("r", 10, 0)
     book.reserve("r", 10, [[1, 2, 3]], [Group(4)], 30.0, "u")
@@ -275,7 +275,7 @@ class AnyLoads(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.book = LoadBook("d")
+        self.book = TokenBook("d")
         self.n, self.held = 0, set[str]()
         self.asked: dict[str, int] = {}
         self.live: set[str] = set()  # requests that are known to vLLM

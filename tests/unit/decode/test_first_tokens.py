@@ -28,9 +28,8 @@ from tools.support.environments import NEWEST, RELEASES
 from unit.decode import worker_batch
 from unit.kits.loads import book_with
 from vllm_ascend_pd.decode.scheduler.core import answers
-from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
-from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start, Wanted, fault
-from vllm_ascend_pd.decode.scheduler.core.load import USELESS
+from vllm_ascend_pd.decode.scheduler.core.first_tokens import TokenBook, fault
+from vllm_ascend_pd.decode.scheduler.core.load import USELESS, Start, Wanted
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.geometry.layout import Group
 from vllm_ascend_pd.metadata import LoadEnd
@@ -41,7 +40,7 @@ from vllm_ascend_pd.protocol.first import MAX_FIRST_BYTES, FirstToken
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.sampling import PARAMETERS, ParameterRole
 from vllm_ascend_pd.router.core import bodies
-from vllm_ascend_pd.vllm_patches import first_token, tried
+from vllm_ascend_pd.vllm_patches import first_token, step_hooks, tried
 from vllm_ascend_pd.vllm_patches.wrapping import WRAPPED
 
 # -- the table
@@ -265,7 +264,7 @@ FIRST = FirstToken(transfer=TRANSFER, push=PUSH, position=10, token=7, digest="h
 REPORTED = msgspec.structs.replace(FIRST, logprobs=((7, -0.5, 1), (7, -0.5, 1), (9, -1.0, 2)))
 
 
-def book(wanted: Wanted = WANTED) -> LoadBook:
+def book(wanted: Wanted = WANTED) -> TokenBook:
     made = book_with("r")
     assert made.wanted("r", 10, 0) == 10
     assert made.reserve("r", 10, [[1, 2, 3]], [Group(4)], 30.0, "u").transfer == TRANSFER
@@ -273,7 +272,7 @@ def book(wanted: Wanted = WANTED) -> LoadBook:
     return made
 
 
-def complete(loads: LoadBook) -> None:
+def complete(loads: TokenBook) -> None:
     """Report the request's KV as complete, by one push, at 1.0."""
     loads.ended([LoadEnd("r", None, PUSH)])
     assert loads.received(1.0, "r") is not None
@@ -547,11 +546,11 @@ def test_a_scheduler_that_calls_vllm_s_own_method_is_wrapped_around_its_own(monk
     assert first_token.unproven(adding) == first_token.install(adding) == ""
     seen: list[Any] = []
 
-    class Seeing(first_token.StepHooks):
+    class Seeing(step_hooks.StepHooks):
         def after(self, scheduler: Any, outputs: Any) -> None:
             seen.append(dict(outputs))
 
-    class OneOfOurs(first_token.HasStepHooks):
+    class OneOfOurs(step_hooks.HasStepHooks):
         step_hooks = (Seeing(),)
 
     for connector in (
@@ -651,7 +650,7 @@ def test_vllm_ascends_second_runner_and_grammars_are_left_as_they_are(monkeypatc
 
 @pytest.mark.parametrize(("mode", "logprobs", "why"), [("raw_logprobs", 2, ""), ("raw_logits", 2, "logprobs"), ("processed_logprobs", 0, "logprobs"), ("raw_logits", None, "")])  # fmt: skip
 def test_other_numbers_than_log_probabilities_are_left_to_d(mode: str, logprobs: int | None, why: str) -> None:
-    around, models = first_token.StepHooks(), SimpleNamespace(logprobs_mode=mode)
+    around, models = first_token.FirstTokenHooks(), SimpleNamespace(logprobs_mode=mode)
     around.settle(SimpleNamespace(model_config=models, structured_outputs_config=SimpleNamespace()))
     assert around.refusal(Request("r", [1, 2], SamplingParams(logprobs=logprobs), None)) == why
 
@@ -706,15 +705,15 @@ def test_the_wrapper_is_put_on_once_and_passes_by_a_connector_with_nothing_to_do
         calls.append("vLLM")
         return "outputs"
 
-    class Noted(first_token.StepHooks):
+    class Noted(step_hooks.StepHooks):
         def before(self, output: Any) -> None:
             calls.append(f"before {output} {self.entered}")
 
         def after(self, scheduler: Any, outputs: Any) -> None:
             calls.append(f"after {outputs} {self.entered}")
 
-    class Connector(first_token.HasStepHooks):
-        def __init__(self, *hooks: first_token.StepHooks) -> None:
+    class Connector(step_hooks.HasStepHooks):
+        def __init__(self, *hooks: step_hooks.StepHooks) -> None:
             self.step_hooks = hooks
 
     @functools.wraps(original)

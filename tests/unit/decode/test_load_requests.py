@@ -7,8 +7,8 @@ import pytest
 
 from unit.kits.loads import book_with
 from unit.protocol.kit import D
-from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
-from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start, Wanted
+from vllm_ascend_pd.decode.scheduler.core.first_tokens import TokenBook
+from vllm_ascend_pd.decode.scheduler.core.load import Start, Wanted
 from vllm_ascend_pd.metadata import LoadEnd
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.first import FirstToken
@@ -16,7 +16,7 @@ from vllm_ascend_pd.protocol.first import FirstToken
 PUSH = "p.1"
 
 
-def loaded(*, starts: bool, whole: bool, code: str = "") -> tuple[LoadBook, FirstToken, str]:
+def loaded(*, starts: bool, whole: bool, code: str = "") -> tuple[TokenBook, FirstToken, str]:
     """Report a request's KV, and then its token: which it is, and why D does not wait for it."""
     book = book_with("r")
     assert book.wanted("r", 10, 0) == 10

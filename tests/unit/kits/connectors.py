@@ -138,9 +138,9 @@ class ConnectorPair:
 
 
 @contextmanager
-def connected_pair() -> Iterator[ConnectorPair]:
+def connected_pair(**keys: Any) -> Iterator[ConnectorPair]:
     server = RecordingMetaserver()
-    extra = {"metaserver_urls": [server.url]}
+    extra = {"metaserver_urls": [server.url], **keys}
     made = {
         (role, kind): connector(role, kind, extra)
         for role in ("kv_producer", "kv_consumer")

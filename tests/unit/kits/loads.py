@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
+from vllm_ascend_pd.decode.scheduler.core.first_tokens import TokenBook
 from vllm_ascend_pd.decode.scheduler.core.routes import Ticket
 
 TICKET = Ticket("http://127.0.0.1:9", "t")
 
 
-def book_with(*requests: str, incarnation: str = "d") -> LoadBook:
-    book = LoadBook(incarnation)
+def book_with(*requests: str, incarnation: str = "d") -> TokenBook:
+    book = TokenBook(incarnation)
     for request_id in requests:
         arrive(book, request_id)
     return book

@@ -168,7 +168,7 @@ def aborted_while_it_goes_on_leaves_nothing() -> None:
             pair.until(reached, f"{name}")
             pair.decode.scheduler.finish_requests(f"{name}-d", RequestStatus.FINISHED_ABORTED)
             pair.until(lambda name=name: pair.decode.request(f"{name}-d") is None, "D is done with it")  # type: ignore[misc]
-            left = connector.scheduler_role.going_on
+            left = connector.scheduler_role.beginnings.going_on
             check(not left.open() and not left._told, f"{name}: something is left")
             pair.until(lambda: not connector.scheduler_role.nap_budget(), "nothing is waited for")
             pair.speaks.set()

@@ -15,8 +15,10 @@ from vllm.v1.request import Request, RequestStatus
 from tools.support.process import free_port
 from unit.kits.watching import until
 from unit.schedulers.kit import CACHE, ENDPOINTS, WatchedSteps, engine, output, request
-from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start
+from vllm_ascend_pd.decode.scheduler.core.load import Start
+from vllm_ascend_pd.decode.scheduler.first_tokens import FirstTokenReceiver
 from vllm_ascend_pd.decode.scheduler.role import DecodeScheduler
+from vllm_ascend_pd.decode.scheduler.tokens_of_others import TokensOfOthers
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import Secrets
@@ -63,6 +65,11 @@ class SchedulerPair:
         asked.append_output_token_ids([TOKEN])
         asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
         return self.p.request_finished(asked, True)
+
+    @property
+    def first_tokens(self) -> FirstTokenReceiver:
+        assert isinstance(self.d.beginnings, TokensOfOthers)
+        return self.d.beginnings.first_tokens
 
     def started(self) -> Start:
         """Wait until it is decided how D's held request starts."""

@@ -50,8 +50,8 @@ from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, push_id, pushed_by
 from vllm_ascend_pd.protocol.messages import Reservation
 from vllm_ascend_pd.protocol.reports import MAX_DETAIL, said_in
-from vllm_ascend_pd.vllm_patches.first_token import Drops
 from vllm_ascend_pd.vllm_patches.patience import Patience
+from vllm_ascend_pd.vllm_patches.step_hooks import Drops
 
 # -- prefill
 

@@ -48,7 +48,8 @@ def posted(cache: CacheGeometry, blocks: list[int], said: tuple[int, bytes], **f
         scheduler = SimpleNamespace(
             requests={"r": asked}, log_stats=True, max_model_len=64, structured_output_manager=manager
         )
-        d.first_tokens.after(scheduler, {})
+        first, *others = d.step_hooks()
+        first.after(scheduler, {})
         counts: list[int] = []
 
         def stepped() -> bool:
@@ -56,7 +57,8 @@ def posted(cache: CacheGeometry, blocks: list[int], said: tuple[int, bytes], **f
             if count is None:
                 assert d.nap_budget() == 1, "the engine naps meanwhile"
                 d.build_step()
-                d.going_on.after(scheduler, outputs)
+                for hooks in others:
+                    hooks.after(scheduler, outputs)
                 return False
             counts.append(count)
             return True

@@ -17,9 +17,10 @@ from unit.schedulers.rendezvous import D_ID
 from vllm_ascend_pd.decode.scheduler import metaserver as client
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.metadata import LoadEnd
+from vllm_ascend_pd.prefill.scheduler.core.fitting import is_prefill
 from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import unseal
-from vllm_ascend_pd.protocol.dialects import PassingRouter, is_prefill, read_passing_router
+from vllm_ascend_pd.protocol.dialects import PassingRouter, read_passing_router
 from vllm_ascend_pd.protocol.failure import Failure
 
 ALLOWED = frozenset({"http://10.0.0.1:8000"})

@@ -20,9 +20,10 @@ from unit.schedulers.rendezvous import D_ID, P_ID, TOKEN, TOY, pair
 from vllm_ascend_pd.decode.scheduler.role import DecodeScheduler
 from vllm_ascend_pd.engine import WorkerFacts
 from vllm_ascend_pd.metadata import LoadEnd
+from vllm_ascend_pd.prefill.scheduler.core.fitting import is_prefill
 from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 from vllm_ascend_pd.protocol.auth import Secrets, seal_source, unseal_source
-from vllm_ascend_pd.protocol.dialects import is_prefill, name_of, read_meet
+from vllm_ascend_pd.protocol.dialects import name_of, read_meet
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, Endpoint
 from vllm_ascend_pd.protocol.meeting import Source, SourceId
 from vllm_ascend_pd.vllm_patches import first_token
@@ -89,7 +90,7 @@ def test_both_at_once_meet_under_the_name_of_the_router(first: str) -> None:
 @pytest.mark.parametrize("kv", ["before P's last word", "after it"])
 def test_p_s_last_word_brings_its_first_token(first: str, kv: str) -> None:
     with pair(SECRETS, d={"prefill_listeners": ["127.0.0.1"]}) as both:
-        both.d.first_tokens.entered = True  # as during vLLM's update after a step
+        both.first_tokens.entered = True  # as during vLLM's update after a step
         if first == "P":
             _, _, params = both.prefilled()
             asked = None
@@ -121,7 +122,7 @@ def test_a_p_that_was_asked_otherwise_tells_no_token(
 ) -> None:
     monkeypatch.setattr(first_token, "reported", lambda output, request_id, count: ((TOKEN, -1.0, 1),) * (count + 1))
     with pair() as both:
-        both.d.first_tokens.entered = True
+        both.first_tokens.entered = True
         _, _, answer = both.prefilled(**sampling)
         bind = both.load(answer)
         both.steps.settled(bind.transfer)

@@ -477,7 +477,7 @@ def test_the_tables_count_what_starts_and_what_stands_in_the_way() -> None:
     counted = " ".join(printed.partition("|")[0].split())
     assert "**P and D would start in 1 of 3 configurations.** P would start in 1, D in 3." in counted
     assert "In 1 D begins with P's first token." in counted
-    assert "0 ask for what their connector alone does, and 2 for what is not proven here." in counted
+    assert "0 ask for what their connector alone does, and 2 for what is not supported here." in counted
     assert f"| {SPECULATION} | 2 | 0 | 1 | 0 | 1 |" in printed
     assert f"| {MODE} | 1 | 0 | 1 | 0 | 0 |" in printed
     assert "| nightly/one | me/gqa | 1 × 1 | would start | 1 × 1 | would start | direct | yes | `" in printed
@@ -562,7 +562,7 @@ def test_what_their_connector_does_with_a_cache_on_the_way_is_theirs() -> None:
     verdict = judged(model="me/gqa-c8")
     printed = field_page.tables([verdict])
     counted = " ".join(printed.partition("|")[0].split())
-    assert "1 ask for what their connector alone does, and 0 for what is not proven here." in counted
+    assert "1 ask for what their connector alone does, and 0 for what is not supported here." in counted
     int8 = "PD-CONF-005 A quantised KV cache (torch.int8)"
     assert f"| {int8} | 1 | 1 | 0 | 1 | 1 |" in printed
     assert f"| 1 × 1 | would start | 1 × 1 | theirs: {int8} | – | – | – |" in printed

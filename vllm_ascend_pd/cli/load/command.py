@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_ascend_pd.cli.given import at_least, positive, read_text, refuse
+from vllm_ascend_pd.cli.flag_values import at_least, positive, read_text, refuse
 from vllm_ascend_pd.cli.load import arrivals
 from vllm_ascend_pd.cli.load.arrivals import Arrival, Limits
 from vllm_ascend_pd.cli.load.engine import EngineSizes
@@ -77,12 +77,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _lines(args: argparse.Namespace) -> StepLines:
     """Return the lines as given; what is not given is read from the metrics."""
-    given = {role: _line(f"--{role}-line", getattr(args, f"{role}_line")) for role in ("prefill", "decode")}
+    by_role = {role: _line(f"--{role}-line", getattr(args, f"{role}_line")) for role in ("prefill", "decode")}
     prefills, decodes = measured([_page(one) for one in args.metrics or ()])
     for role, points, flat in (("prefill", prefills, False), ("decode", decodes, True)):
-        if given[role] is None and points:
-            given[role] = StepLine.through(points, flat=flat)
-    prefill, decode = given["prefill"], given["decode"]
+        if by_role[role] is None and points:
+            by_role[role] = StepLine.through(points, flat=flat)
+    prefill, decode = by_role["prefill"], by_role["decode"]
     if prefill is None or decode is None:
         role = "prefill" if prefill is None else "decode"
         refuse(f"--{role}-line", "", "it is needed", "Give it, or --metrics of engines that have served requests.")
@@ -115,24 +115,23 @@ def _page(where: str) -> str:
 
 def compare(fleet: LoadedFleet, load: Sequence[Arrival], limits: Limits, back_s: float) -> RatioResult:
     """Return what a ratio makes of a load, alone, and with one engine of each role lost in its middle."""
-    whole = _simulated(fleet, load)
-    ended = [one for one in whole if not one.failed]
-    seconds = max((one.arrival.at + one.last for one in whole), default=0.0) or 1.0
+    calm = _simulated(fleet, load)
+    ended = [one for one in calm if not one.failed]
+    seconds = max((one.arrival.at + one.last for one in calm), default=0.0) or 1.0
     lost_at = load[-1].at / 2
     lost: dict[Role, float] = {}
     for role, count in ((Role.PREFILL, fleet.prefills), (Role.DECODE, fleet.decodes)):
         if count:
-            less = _simulated(fleet, load, Loss(role, lost_at, back_s))
-            bad = (
-                one.arrival.at for one, was in zip(less, whole, strict=True) if _good(was, limits) > _good(one, limits)
-            )
+            lossy = _simulated(fleet, load, Loss(role, lost_at, back_s))
+            both = zip(lossy, calm, strict=True)
+            bad = (one.arrival.at for one, was in both if _good(was, limits) > _good(one, limits))
             lost[role] = max(0.0, max(bad, default=lost_at) - lost_at)
     ttft, tpot = [one.first for one in ended], [_tpot(one) for one in ended]
     return RatioResult(
         fleet.prefills,
         fleet.decodes,
-        sum(_good(one, limits) for one in whole) / seconds,
-        len(whole) - len(ended),
+        sum(_good(one, limits) for one in calm) / seconds,
+        len(calm) - len(ended),
         _percentiles(ttft),
         _percentiles(tpot),
         sum(ttft) / seconds,

@@ -77,7 +77,7 @@ class SimulatedAttempt:
     leg: LegInFlight
     prefill: Instance | None = None
     prefill_leg: LegInFlight | None = None
-    over: bool = False
+    has_ended: bool = False
 
 
 class LoadedWorld:
@@ -106,8 +106,8 @@ class LoadedWorld:
 
     def _marks(self, arrival: Arrival, chain: Sequence[int]) -> Marks:
         size = self.shape.sizes.chunk
-        whole = chain[: arrival.prompt // size]
-        return tuple(Mark(one.to_bytes(8, "big", signed=True), size * (place + 1)) for place, one in enumerate(whole))
+        chunks = chain[: arrival.prompt // size]
+        return tuple(Mark(one.to_bytes(8, "big", signed=True), size * (place + 1)) for place, one in enumerate(chunks))
 
     def _kill(self, loss: Loss) -> None:
         engine = self.engines[next(spec.name for spec in self.specs if spec.role is loss.role)]
@@ -189,7 +189,7 @@ class LoadedRouter:
 
     def _prefill(self, attempt: SimulatedAttempt, number: int) -> None:
         """Let a P compute the prompt, or D itself where no P takes requests."""
-        if attempt.over:
+        if attempt.has_ended:
             return
         served, tokens = attempt.request, attempt.request.arrival.prompt + attempt.request.came
         if not self._fleet.usable(Role.PREFILL):
@@ -236,9 +236,9 @@ class LoadedRouter:
 
     def _first(self, attempt: SimulatedAttempt) -> None:
         """D starts with the first token."""
-        if not attempt.over:
+        if not attempt.has_ended:
             self._token(attempt)
-            if not attempt.over:
+            if not attempt.has_ended:
                 self._engines[attempt.decode.name].decode(attempt, lambda: self._token(attempt))
 
     def _token(self, attempt: SimulatedAttempt) -> None:
@@ -254,7 +254,7 @@ class LoadedRouter:
             self._finish(served, failed=False)
 
     def _leave(self, attempt: SimulatedAttempt) -> None:
-        attempt.over = True
+        attempt.has_ended = True
         self._leave_prefill(attempt, served=False)
         self._under_way[attempt.decode.name].pop(attempt, None)
         self._engines[attempt.decode.name].leave(attempt)

@@ -6,10 +6,11 @@ from __future__ import annotations
 import base64
 import logging
 import time
-from typing import Any, Protocol
+from typing import Any
 
-from vllm_ascend_pd.decode.scheduler.core.book import WITHHELD, LoadBook
-from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start, Wanted
+from vllm_ascend_pd.decode.scheduler.beginnings import LoadOwner, WithheldLoads
+from vllm_ascend_pd.decode.scheduler.core.first_tokens import TokenBook
+from vllm_ascend_pd.decode.scheduler.core.load import Start, Wanted
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import RemoteProtocolError
 from vllm_ascend_pd.observe import trace
@@ -24,24 +25,8 @@ from vllm_ascend_pd.vllm_patches.tried import FIRST_TOKEN, off
 log = logging.getLogger(__name__)
 
 
-class LoadReports(Protocol):
-    """The scheduler, as far as it has to do with its loads."""
-
-    def listen(self) -> None:
-        """Take in what the loop thread has received."""
-
-    def act(self) -> None:
-        """Do what the book wants done."""
-
-    def useless(self, request_id: str, why: str) -> None:
-        """The KV of the request came, and it cannot begin without P's token."""
-
-    def answer(self, request_id: str) -> dict[str, Any] | None:
-        """Return what a request's answer reports of its load."""
-
-
-class FirstTokenReceiver(first_token.StepHooks):
-    """First tokens on D. With a vocabulary of 0 none is taken from P.
+class FirstTokenReceiver(WithheldLoads, first_token.FirstTokenHooks):
+    """First tokens on D. With a vocabulary of 0, which a worker that cannot go on behind one leads to, none is taken.
 
     `whole`: requests that begin with P's token may load all of the prompt into any cache.
     """
@@ -51,14 +36,14 @@ class FirstTokenReceiver(first_token.StepHooks):
         engine: Engine,
         tally: Tally,
         vocabulary: int,
-        book: LoadBook,
-        loads: LoadReports,
+        book: TokenBook,
+        loads: LoadOwner,
         *,
         whole: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(book, loads)
         self._engine, self._tally, self._vocabulary = engine, tally, vocabulary
-        self._book, self._loads, self._whole = book, loads, whole
+        self._book, self._whole = book, whole
         self._proven = False  # vLLM has been seen to call `after`
 
     def off(self, why: str) -> None:
@@ -116,32 +101,22 @@ class FirstTokenReceiver(first_token.StepHooks):
 
     def after(self, scheduler: Any, outputs: Any) -> None:
         self._proven = True
-        if not self._book.count(*WITHHELD):
-            return
-        self._loads.listen()
+        super().after(scheduler, outputs)
 
+    def taken(self, scheduler: Any) -> list[Start]:
         def unfit(request_id: str, first: FirstToken) -> str:
             request = scheduler.requests.get(request_id)
             over = request is None or request.is_finished()
             return "aborted" if over else first_token.unfit(request, first.token)
 
-        for start in self._book.take(time.monotonic(), unfit):
-            request = scheduler.requests.get(start.request_id)
-            if request is None or request.is_finished():
-                first_token.release(scheduler, start.request_id)
-            elif (output := self._begin(scheduler, request, start)) is not None:
-                first_token.add(outputs, request.client_index, output)
-        self._loads.act()
+        return self._book.take(time.monotonic(), unfit)
 
-    def _begin(self, scheduler: Any, request: Any, start: Start) -> Any:
-        """Let vLLM go on with a request. Return the output for its client, if there is one."""
-        if start.fails:
-            if start.why:
-                self._loads.useless(start.request_id, start.why)
-            return first_token.fail(scheduler, request)
-        first_token.release(scheduler, start.request_id)
+    def begin(self, scheduler: Any, request: Any, start: Start) -> Any:
+        if start.fails and start.why:
+            self._loads.useless(start.request_id, start.why)
+        output = super().begin(scheduler, request, start)
         if start.first is None:
-            return None
+            return output
         self._tally.add("first_tokens_taken", 1)
         trace.emit("seeded", transfer=str(start.first.transfer), request=start.request_id)
         return first_token.start(scheduler, request, start.first, self._loads.answer(start.request_id))

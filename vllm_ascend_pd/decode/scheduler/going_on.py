@@ -3,46 +3,40 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
+from vllm_ascend_pd.decode.scheduler.beginnings import LoadOwner
 from vllm_ascend_pd.decode.scheduler.core.answers import Outcome
-from vllm_ascend_pd.decode.scheduler.core.book import LoadBook
+from vllm_ascend_pd.decode.scheduler.core.first_tokens import TokenBook
 from vllm_ascend_pd.decode.scheduler.core.given import Question, unfit
 from vllm_ascend_pd.decode.scheduler.core.routes import Ticket
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.protocol.auth import prompt_hash
 from vllm_ascend_pd.protocol.continuing import AnswerWanted, goes_on
-from vllm_ascend_pd.vllm_patches import first_token, given_tokens
-
-log = logging.getLogger(__name__)
+from vllm_ascend_pd.vllm_patches import given_tokens, step_hooks
 
 ANSWER_S = 10.0  # a router that is away for longer has lost its memory, and the answer with it
 
 
-class AsksRouter(Protocol):
-    """The scheduler, as far as it passes questions on."""
-
-    def listen(self) -> None:
-        """Take in what the loop thread has received."""
-
-    def ask(self, question: Question, metaserver: str, wanted: AnswerWanted, deadline_s: float) -> None:
-        """Post a question. Its outcome comes by `answered`."""
-
-    def hang_up(self, question: Question) -> None:
-        """Want no answer to a question any more."""
-
-
-class GoingOn(first_token.StepHooks):
+class GoingOn(step_hooks.StepHooks):
     """Given tokens on D. A request that cannot begin with them begins anew, which its router notices.
 
     `vocabulary`: its size if requests may begin with given tokens, or 0. Prompt and answer may be `longest` together.
     """
 
-    def __init__(self, tally: Tally, book: LoadBook, router: AsksRouter, vocabulary: int, longest: int) -> None:
+    def __init__(
+        self,
+        tally: Tally,
+        book: TokenBook,
+        scheduler: LoadOwner,
+        anew: Callable[[str, str, str], None],
+        vocabulary: int,
+        longest: int,
+    ) -> None:
         super().__init__()
-        self._tally, self._book, self._router = tally, book, router
+        self._tally, self._book, self._scheduler, self._begin_anew = tally, book, scheduler, anew
         self.vocabulary, self._longest = vocabulary, longest
         self._open: dict[str, Question] = {}  # by request; its tokens are not put out yet
         self._told: dict[str, tuple[int, ...]] = {}  # of these, those with tokens
@@ -58,7 +52,7 @@ class GoingOn(first_token.StepHooks):
         question = self._open.get(request_id)
         if question is not None and time.monotonic() >= question.until:
             self._anew(question, "scheduler" if request_id in self._told else "late", "it took too long")
-            self._router.hang_up(question)
+            self._hang_up(question)
         return request_id in self._open
 
     def _ask(self, request: Any) -> None:
@@ -73,7 +67,8 @@ class GoingOn(first_token.StepHooks):
         else:
             self._open[request.request_id] = question
             wanted = AnswerWanted(route.ticket, prompt_hash(request.prompt_token_ids))
-            self._router.ask(question, route.metaserver, wanted, ANSWER_S)
+            if (client := self._scheduler.client()) is not None:
+                client.ask(question, route.metaserver, wanted, ANSWER_S)
 
     def answered(self, question: Question, outcome: Outcome) -> None:
         """Handle what the router says of a request's answer so far."""
@@ -91,7 +86,7 @@ class GoingOn(first_token.StepHooks):
     def after(self, scheduler: Any, outputs: Any) -> None:
         if not self._open:
             return
-        self._router.listen()
+        self._scheduler.listen()
         told, self._told = self._told, {}
         for request_id, tokens in told.items():
             question = self._open.pop(request_id)
@@ -103,17 +98,20 @@ class GoingOn(first_token.StepHooks):
             else:
                 self._book.give(request_id, tokens)
                 for output in given_tokens.give(scheduler, request, tokens):
-                    first_token.add(outputs, request.client_index, output)
+                    step_hooks.add(outputs, request.client_index, output)
                 self._tally.add("answers_continued", 1)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self._told.pop(request_id, None)
         if (question := self._open.pop(request_id, None)) is not None:
-            self._router.hang_up(question)
+            self._hang_up(question)
+
+    def _hang_up(self, question: Question) -> None:
+        if (client := self._scheduler.client()) is not None:
+            client.forget(question)
 
     def _anew(self, question: Question, reason: str, why: str) -> None:
         self._open.pop(question.request_id, None)
         self._told.pop(question.request_id, None)
-        self._tally.count("num_answers_begun_anew", reason)
-        log.warning("the answer of request %s begins anew: %s", question.request_id, why)
+        self._begin_anew(question.request_id, reason, why)

@@ -10,41 +10,37 @@ import uuid
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from vllm_ascend_pd.decode.scheduler.beginnings import Beginnings, WithheldLoads
 from vllm_ascend_pd.decode.scheduler.core.book import AWAITED, OPEN, WITHHELD, LoadBook
-from vllm_ascend_pd.decode.scheduler.core.given import Question
+from vllm_ascend_pd.decode.scheduler.core.first_tokens import TokenBook
 from vllm_ascend_pd.decode.scheduler.core.load import USELESS, LoadEffect, LoadState, RemoteLoad
-from vllm_ascend_pd.decode.scheduler.core.routes import KvRoute, read_ticket
-from vllm_ascend_pd.decode.scheduler.first_tokens import FirstTokenReceiver
-from vllm_ascend_pd.decode.scheduler.going_on import GoingOn
+from vllm_ascend_pd.decode.scheduler.core.routes import KvRoute, Ticket, read_ticket
+from vllm_ascend_pd.decode.scheduler.foreign import ForeignRouters, read_route
 from vllm_ascend_pd.decode.scheduler.metaserver import MetaserverClient, Outcome
-from vllm_ascend_pd.decode.scheduler.offering import Offering
+from vllm_ascend_pd.decode.scheduler.tokens_of_others import TokensOfOthers
 from vllm_ascend_pd.engine import Engine, WorkerFacts, has_embeddings, merge_geometries, request_hash
-from vllm_ascend_pd.errors import LocalProtocolError, PdError, one_line
+from vllm_ascend_pd.errors import PdError, one_line
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.metadata import DecodeStep, LoadEnd
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.protocol.auth import seal
-from vllm_ascend_pd.protocol.continuing import AnswerWanted
-from vllm_ascend_pd.protocol.dialects import Meet, PassingRouter, read_meet, read_passing_router
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import Endpoint, TransferId, pushed_by
-from vllm_ascend_pd.protocol.meeting import OFFER_ROOM, Offer, Unwanted
-from vllm_ascend_pd.protocol.messages import MAX_MESSAGE_BYTES
 from vllm_ascend_pd.protocol.reports import DROPPED_KEY, MAX_DETAIL, LoadReport, params_of
-from vllm_ascend_pd.protocol.versions import WHOLE
 from vllm_ascend_pd.roles import SchedulerRole, StepMetadata, WorkerNews
 from vllm_ascend_pd.shared.exposure import UNREACHABLE_REMEDY, unreachable_warning
 from vllm_ascend_pd.shared.loop import LoopThread
 from vllm_ascend_pd.shared.wake import Doorbell
 from vllm_ascend_pd.vllm_patches import requests
-from vllm_ascend_pd.vllm_patches.first_token import Drops, StepHooks
 from vllm_ascend_pd.vllm_patches.patience import Patience
 from vllm_ascend_pd.vllm_patches.standstill import Standstill
+from vllm_ascend_pd.vllm_patches.step_hooks import Drops, StepHooks
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +57,6 @@ class _Online:
     endpoints: tuple[Endpoint, ...]
     loop: LoopThread
     client: MetaserverClient
-    offering: Offering
     doorbell: Doorbell
     wake: tuple[str, int]
 
@@ -104,12 +99,19 @@ class DecodeScheduler(SchedulerRole):
         self._recomputes = recomputes
         self.tally = Tally()
         self._allowed = frozenset(url.rstrip("/") for url in engine.config.metaserver.metaserver_urls)
-        self._outcomes: deque[tuple[TransferId | Question, Outcome]] = deque()
+        self._outcomes: deque[tuple[Hashable, Outcome]] = deque()
         self._online: _Online | None = None
+        self._foreign: ForeignRouters | None = None
         timers = engine.config.timers
-        self.book = LoadBook(engine.incarnation, timers.first_token_wait_s, timers.lease_s, fails=fails)
-        self.first_tokens = FirstTokenReceiver(engine, self.tally, vocabulary, self.book, self, whole=whole)
-        self.going_on = GoingOn(self.tally, self.book, self, vocabulary if gives else 0, longest)
+        self.book: LoadBook
+        self.beginnings: Beginnings
+        if vocabulary:
+            self.book = book = TokenBook(engine.incarnation, timers.first_token_wait_s, timers.lease_s, fails=fails)
+            taken = engine, self.tally, book, self, vocabulary, longest
+            self.beginnings = TokensOfOthers(*taken, whole=whole, gives=gives)
+        else:
+            self.book = LoadBook(engine.incarnation, fails=fails)
+            self.beginnings = Beginnings(self.tally, self.book, WithheldLoads(self.book, self))
         self._standstill = Standstill(self._gave_back) if yields else None
         self._drops = Drops()
 
@@ -119,8 +121,7 @@ class DecodeScheduler(SchedulerRole):
         if why_no_first_token := next(
             (facts.why_no_first_token for facts in workers.values() if facts.why_no_first_token), ""
         ):
-            self.first_tokens.off(why_no_first_token)
-            self.going_on.vocabulary = 0
+            self.beginnings.off(why_no_first_token)
         endpoints = tuple(facts.endpoint for _, facts in sorted(workers.items()) if facts.endpoint is not None)
         allowed = sorted(self._allowed)
         if words := next((words for one in endpoints if (words := unreachable_warning(one.host, allowed))), ""):
@@ -128,18 +129,14 @@ class DecodeScheduler(SchedulerRole):
         loop = LoopThread("pd-reserve")
         doorbell = Doorbell(self._patience.news)
         client = MetaserverClient(self.engine.config.metaserver, loop, self._on_outcome)
-        known_as = self.engine.config.timers, self.engine.incarnation, self.engine.secrets
-        offering = Offering(
-            *known_as, loop, self._on_outcome, lambda reason: self.tally.count("num_side_channel_faults", reason)
-        )
         wake = doorbell.start(loop, self.engine.host)
-        self._online = _Online(geometry, kernel_blocks, endpoints, loop, client, offering, doorbell, wake)
+        self._online = _Online(geometry, kernel_blocks, endpoints, loop, client, doorbell, wake)
 
     # -- the scheduler's thread
 
     def wanted(self, request: Any, computed: int) -> int | None:
         """Return how many tokens to load remotely beyond `computed`; None: not yet. Repeatable."""
-        if self._online is not None and self._route(request) is not None and self.going_on.waits(request):
+        if self._online is not None and self._route(request) is not None and self.beginnings.waits(request):
             return None
         count = self._to_load(request, computed)
         if not count:
@@ -150,10 +147,9 @@ class DecodeScheduler(SchedulerRole):
         if self._online is None:
             return 0
         self._route(request)
-        given = self.book.given(request.request_id)
         geometry = self._online.geometry
-        leaves = geometry.recomputes_last and not given and not self.first_tokens.begins(request)
-        length = request.num_prompt_tokens + max(0, len(given) - 1)
+        leaves = geometry.recomputes_last and not self.beginnings.begins(request)
+        length = request.num_prompt_tokens + self.beginnings.behind(request.request_id)
         states = any(group.stateful for group in geometry.groups)
         return self.book.wanted(request.request_id, length, computed, recomputes_last=leaves, states=states)
 
@@ -168,21 +164,10 @@ class DecodeScheduler(SchedulerRole):
         deadline = self.engine.config.timers.recv_deadline_s
         wanted = online.geometry.tables, deadline, uuid.uuid4().hex, online.kernel_blocks
         bind = self.book.reserve(request.request_id, count, blocks, *wanted)
-        given = self.book.given(request.request_id)
-        # The last given token is the next one that is computed here: to P all the others are prompt.
-        tokens = [*request.prompt_token_ids, *given[:-1]] if given else request.prompt_token_ids
-        prompt = len(tokens), request_hash(request, tokens)
+        begins = self.beginnings.of(request, bind, recomputes_last=online.geometry.recomputes_last)
+        prompt = len(begins.tokens), request_hash(request, begins.tokens)
         reservation = bind.reservation(self.engine.model_now, online.geometry, online.endpoints, *prompt)
-        whole = online.geometry.recomputes_last and bind.end == len(tokens)
-        leaves = online.geometry.recomputes_last and not whole
-        asks = None
-        if not given:
-            asks = self.first_tokens.ask(request, bind.transfer, recomputes_last=leaves, whole=whole)
-        if asks is not None or given:
-            seed = asks[0] if asks is not None else None
-            reservation = msgspec.structs.replace(reservation, seed=seed, needs=(WHOLE,) if whole else ())
-        elif whole:
-            raise LocalProtocolError(f"all of {request.request_id} is reserved, and no first token is asked for")
+        reservation = msgspec.structs.replace(reservation, seed=begins.seed, needs=begins.needs)
         sealed = seal(reservation, self.engine.secrets)
         trace.emit(
             "reserved",
@@ -193,27 +178,19 @@ class DecodeScheduler(SchedulerRole):
             end=bind.end,
             blocks=len(bind.taken()),
         )
-        if isinstance(route, Meet):
-            self._offer(online, route, bind.transfer, sealed)
-            return
-        encoded = base64.b64encode(sealed).decode()
-        if isinstance(route, PassingRouter):
-            asked_for = bind.transfer, route.router, route.body(encoded), deadline
-            online.client.reserve(*asked_for, query=route.query, silent_s=deadline)
+        if not isinstance(route, Ticket):
+            self._others(online).reserve(route, bind.transfer, sealed)
             return
         body: dict[str, Any] = {
             "ticket": route.ticket,
             "transfer": str(bind.transfer),
             "decode": self.engine.incarnation,
             "fingerprint": self.engine.fingerprint,
-            "reservation": encoded,
+            "reservation": base64.b64encode(sealed).decode(),
         }
-        if asks is not None:
-            body["first_token"] = asks[1]
-        if given:  # a drafter's KV at a position is that of the next token too
-            body["first_token"] = {"temperature": 0.0, "allowed_token_ids": [given[-1]]}
-        if given or (route.send_tokens and not request.mm_features):  # media are more than ids
-            body["prompt_token_ids"] = list(tokens)
+        if route.send_tokens and not request.mm_features:  # media are more than ids
+            body["prompt_token_ids"] = list(begins.tokens)
+        body.update(begins.params)
         online.client.reserve(bind.transfer, route.metaserver, body, deadline)
 
     def _route(self, request: Any) -> KvRoute | None:
@@ -225,23 +202,14 @@ class DecodeScheduler(SchedulerRole):
         route: KvRoute | PdError | str | None = read_ticket(params, self._allowed)
         if route is not None and has_embeddings(request):
             route = "the prompt has embeddings"
-        elif isinstance(route, PdError | str) and "metaserver" in params:
-            route = read_passing_router(params, request.request_id, self._allowed) or route
-        elif isinstance(route, str):
-            prompt = request.num_prompt_tokens, request_hash(request)
-            listeners = self.engine.config.meet.prefill_listeners
-            route = read_meet(params, request.request_id, prompt, listeners, self.engine.secrets) or route
+        elif isinstance(route, PdError | str):
+            route = read_route(self.engine, request, self._allowed) or route
         if isinstance(route, PdError | str):
             log.warning("request %s is prefilled locally: %s", request.request_id, route)
             return None
+        if route is not None:
+            self.beginnings.arrived(request)
         return route
-
-    def _offer(self, online: _Online, meet: Meet, transfer: TransferId, sealed: bytes) -> None:
-        if len(sealed) > MAX_MESSAGE_BYTES - OFFER_ROOM:
-            error = PdError("PD-CTRL-002", why=f"a reservation of {len(sealed)} bytes does not fit an offer")
-            self._on_outcome(transfer, Outcome("failed", Failure.of(error)))
-        else:
-            online.offering.offer(meet.listener, Offer(transfer, sealed, meet.source, meet.name))
 
     def act(self) -> None:
         """Do what the book wants done."""
@@ -255,11 +223,17 @@ class DecodeScheduler(SchedulerRole):
         route, transfer = load.route, load.transfer
         if effect is LoadEffect.OVER and route is not None and route.metaserver:
             online.client.report(route.metaserver, self._report(load))
-        elif effect is LoadEffect.NOT_FETCHED and isinstance(route, Meet):
-            unwanted = Unwanted(self.engine.incarnation, route.source, route.name)
-            online.offering.send_unwanted(route.listener, unwanted)
+        elif effect is LoadEffect.NOT_FETCHED and route is not None:
+            self._others(online).not_fetched(route)
         elif effect is LoadEffect.HANG_UP and transfer is not None:
-            (online.offering if isinstance(route, Meet) else online.client).forget(transfer)
+            (self._others(online) if load.p_waits else online.client).forget(transfer)
+
+    def _others(self, online: _Online) -> ForeignRouters:
+        """Return what serves requests of other routers, which is made for the first of them."""
+        if self._foreign is None:
+            count = partial(self.tally.count, "num_side_channel_faults")
+            self._foreign = ForeignRouters(self.engine, online.client, online.loop, self._on_outcome, count)
+        return self._foreign
 
     def _report(self, load: RemoteLoad) -> LoadReport:
         why, route = load.failure or Failure(""), load.route
@@ -297,19 +271,13 @@ class DecodeScheduler(SchedulerRole):
         """Handle the outcomes that the loop thread has received."""
         while self._outcomes:
             key, outcome = self._outcomes.popleft()
-            if isinstance(key, Question):
-                self.going_on.answered(key, outcome)
-                continue
-            self.book.answered(key, outcome.failure)
-            self.first_tokens.outcome(key, outcome.first, failed=outcome.failure is not None)
+            if isinstance(key, TransferId):
+                self.book.answered(key, outcome.failure)
+            self.beginnings.outcome(key, outcome)
 
-    def ask(self, question: Question, metaserver: str, wanted: AnswerWanted, deadline_s: float) -> None:
-        if self._online is not None:
-            self._online.client.ask(question, metaserver, wanted, deadline_s)
-
-    def hang_up(self, question: Question) -> None:
-        if self._online is not None:
-            self._online.client.forget(question)
+    def client(self) -> MetaserverClient | None:
+        """Return what posts to metaservers, while there is one. What comes of it goes to `listen`."""
+        return self._online.client if self._online is not None else None
 
     def take_news(self, news: WorkerNews) -> None:
         self.ended(news.ends)
@@ -319,7 +287,7 @@ class DecodeScheduler(SchedulerRole):
 
     def received(self, request_id: str) -> bool:
         """Record that all workers have reported a request. Return whether it was a load of ours, which is over now."""
-        load = self.book.received(time.monotonic(), request_id, starts=self.first_tokens.entered)
+        load = self.beginnings.received(time.monotonic(), request_id)
         if load is None:
             return False
         if load.failure is not None:
@@ -334,7 +302,7 @@ class DecodeScheduler(SchedulerRole):
         return True
 
     def step_hooks(self) -> tuple[StepHooks, ...]:
-        ours = self.first_tokens, self.going_on, self._drops
+        ours = *self.beginnings.hooks, self._drops
         return ours if self._standstill is None else (*ours, self._standstill)
 
     def holds(self, request_id: str) -> bool:
@@ -375,7 +343,7 @@ class DecodeScheduler(SchedulerRole):
     def finished(self, request_id: str) -> dict[str, Any] | None:
         """Handle the end of a request. Return the load's part of its answer."""
         answer = self.answer(request_id)
-        self.going_on.forget(request_id)
+        self.beginnings.forget(request_id)
         self.book.request_finished(request_id)
         self.act()
         return answer
@@ -388,7 +356,7 @@ class DecodeScheduler(SchedulerRole):
         return self.tally.take()
 
     def nap_budget(self) -> int:
-        return self.book.count(*AWAITED, *WITHHELD) + self.going_on.open()
+        return self.book.count(*AWAITED, *WITHHELD) + self.beginnings.open_count()
 
     def due_s(self) -> float:
         return self.book.due_s(time.monotonic())
@@ -400,7 +368,8 @@ class DecodeScheduler(SchedulerRole):
             return
         try:
             online.loop.call(online.client.close(), CLOSE_GRACE_S)
-            online.loop.call(online.offering.close(), CLOSE_GRACE_S)
+            if self._foreign is not None:
+                online.loop.call(self._foreign.close(), CLOSE_GRACE_S)
         except TimeoutError:
             log.error("the metaserver client did not close within %.0f s", CLOSE_GRACE_S)
         online.loop.post(online.doorbell.close)
@@ -409,17 +378,14 @@ class DecodeScheduler(SchedulerRole):
     # -- the loop thread
 
     def _on_outcome(self, key: Hashable, outcome: Outcome) -> None:
-        if isinstance(key, Question):
-            self._outcomes.append((key, outcome))
-            self._patience.news()
-        if not isinstance(key, TransferId):
-            return
-        stage = {"accepted": "accepted", "prefilled": "prefilled"}.get(outcome.kind, "metaserver_failed")
-        why = outcome.failure or Failure("")
-        trace.emit(stage, transfer=str(key), code=why.code, detail=why.detail, prefill=outcome.prefill)
-        if outcome.final:
+        if isinstance(key, TransferId):
+            stage = {"accepted": "accepted", "prefilled": "prefilled"}.get(outcome.kind, "metaserver_failed")
+            why = outcome.failure or Failure("")
+            trace.emit(stage, transfer=str(key), code=why.code, detail=why.detail, prefill=outcome.prefill)
+            if not outcome.final:
+                return
             self.tally.time("metaserver_time_seconds", outcome.seconds)
             if outcome.kind == "failed":
                 log.warning("transfer %s: %s", key, one_line(str(why)))
-            self._outcomes.append((key, outcome))
-            self._patience.news()
+        self._outcomes.append((key, outcome))
+        self._patience.news()

@@ -12,7 +12,7 @@ from vllm_ascend_pd.protocol.first import FirstToken, FirstTokenRequest, LogProb
 from vllm_ascend_pd.vllm_patches import first_token
 
 
-class FirstTokenSource(first_token.StepHooks):
+class FirstTokenSource(first_token.FirstTokenHooks):
     """First tokens of P. Log-probabilities are read from a step's results, only for requests that ask for them."""
 
     def __init__(self, secrets: Secrets | None) -> None:
@@ -48,10 +48,8 @@ class FirstTokenSource(first_token.StepHooks):
             return None
         return int(request.output_token_ids[0]), seed.digest, self._logprobs.get(request.request_id, ())
 
-    def sealed(self, first: FirstToken | None) -> str:
-        """Return the sealed token for P's answer, in base64; empty without a token."""
-        return base64.b64encode(seal_first(first, self._secrets)).decode() if first is not None else ""
-
-    def forget(self, request_id: str) -> None:
+    def answered(self, request_id: str, first: FirstToken | None) -> str:
+        """Forget a request that has ended. Return its sealed token for P's answer, in base64; empty without one."""
         self._counts.pop(request_id, None)
         self._logprobs.pop(request_id, None)
+        return base64.b64encode(seal_first(first, self._secrets)).decode() if first is not None else ""

@@ -19,12 +19,13 @@ from vllm_ascend_pd.metadata import PrefillStep
 from vllm_ascend_pd.observe import trace
 from vllm_ascend_pd.observe.tally import Tally
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
+from vllm_ascend_pd.prefill.scheduler.core.fitting import is_prefill
 from vllm_ascend_pd.prefill.scheduler.core.in_flight import Chunk
 from vllm_ascend_pd.prefill.scheduler.core.request import Holding, NewRequest, PushRequest
 from vllm_ascend_pd.prefill.scheduler.first_tokens import FirstTokenSource
 from vllm_ascend_pd.prefill.scheduler.reception import Reception
 from vllm_ascend_pd.protocol.auth import seal_source, unseal
-from vllm_ascend_pd.protocol.dialects import is_prefill, meets_under
+from vllm_ascend_pd.protocol.dialects import meets_under
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.identity import PROTOCOL_VERSION, push_id
 from vllm_ascend_pd.protocol.meeting import Source
@@ -185,9 +186,7 @@ class PrefillScheduler(SchedulerRole):
             why="the request ended on prefill",
             sampled=lambda: tokens.sampled(request) if tokens is not None else None,
         )
-        first = tokens.sealed(ending.first) if tokens is not None else ""
-        if tokens is not None:
-            tokens.forget(request.request_id)
+        first = tokens.answered(request.request_id, ending.first) if tokens is not None else ""
         if ending.source is not None:
             return ending.held, self._source(request, ending.source)
         if (error := ending.refusal) is not None:
@@ -277,7 +276,7 @@ class PrefillScheduler(SchedulerRole):
             prompt=(request.num_prompt_tokens, request_hash(request)),
             push=push_id(self.engine.incarnation, uuid.uuid4().hex),
             reservation=reservation,
-            meets=meets_under(params, request.request_id),
+            meets=meets_under(params, request.request_id) if reservation is None else "",
             uuid=uuid.uuid4().hex,
             seed=self.first_tokens.seed_of(request) if whole and self.first_tokens is not None else None,
         )

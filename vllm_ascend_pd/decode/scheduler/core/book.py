@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """D's requests: one record of each, from its arrival until the request and its load are over.
 
-A load ends when all workers have reported it. P's first token comes separately, before or after that: a request whose
-KV is complete is held until its token is there, or it is known that none comes, or the wait is over.
+A load ends when all workers have reported it. A D whose requests may begin with tokens that it did not compute has the
+book of first_tokens.py.
 
 The table at the end defines all transitions. Pure: `now` is an argument; the adapter in ../role.py and the simulator
 translate their engine's objects, and act on what `take_effects` returns.
@@ -18,23 +18,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from vllm_ascend_pd.decode.scheduler.core.first_tokens import Start, Wanted, fault
-from vllm_ascend_pd.decode.scheduler.core.load import (
-    GIVEN,
-    TAKEN,
-    USELESS,
-    LoadEffect,
-    LoadEvent,
-    LoadState,
-    RemoteLoad,
-)
-from vllm_ascend_pd.decode.scheduler.core.routes import KvRoute, Ticket
+from vllm_ascend_pd.decode.scheduler.core.load import LoadEffect, LoadEvent, LoadState, RemoteLoad, Start
+from vllm_ascend_pd.decode.scheduler.core.routes import KvRoute
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Group, in_kernel_blocks
 from vllm_ascend_pd.metadata import Bind, DecodeStep, LoadCancel, LoadEnd
-from vllm_ascend_pd.protocol.dialects import Meet
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.protocol.first import FirstToken
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.states import Cell, Table, idle, look_up
 
@@ -56,15 +45,9 @@ class LoadBook:
 
     table: ClassVar[Table[LoadState, LoadEvent]]  # below
 
-    def __init__(
-        self, incarnation: str, wait_s: float = 0.2, whole_wait_s: float = 15.0, *, fails: bool = False
-    ) -> None:
-        """`wait_s`: for P's first token; `whole_wait_s`: for requests that can begin only with it.
-
-        `fails`: this vLLM does not take failed loads by request, so they are withheld until its read of a step.
-        """
+    def __init__(self, incarnation: str, *, fails: bool = False) -> None:
+        """`fails`: this vLLM does not take failed loads by request, so they are withheld until its read of a step."""
         self._incarnation, self._fails = incarnation, fails
-        self._wait_s = {False: wait_s, True: max(wait_s, whole_wait_s)}
         self._n = 0
         self._loads: dict[str, RemoteLoad] = {}
         self._in: dict[LoadState, dict[str, RemoteLoad]] = {state: {} for state in LoadState}  # the same by state
@@ -89,24 +72,6 @@ class LoadBook:
             load = self._loads[request_id] = RemoteLoad(request_id, read(), request)
             self._move(load, LoadState.LOCAL if load.route is None else LoadState.ARRIVED)
         return load.route
-
-    def decides_beginning(self, request_id: str) -> bool:
-        """Return, once, whether it is to be decided with which outputs a request begins: P may bring its KV."""
-        load = self._loads.get(request_id)
-        if load is None or load.state is not LoadState.ARRIVED or load.given is not None:
-            return False
-        load.given = ()
-        return True
-
-    def give(self, request_id: str, tokens: tuple[int, ...]) -> None:
-        """Record the outputs with which a request begins."""
-        load = self._loads[request_id]
-        load.given, load.source = tokens, GIVEN
-
-    def given(self, request_id: str) -> tuple[int, ...]:
-        """Return the outputs with which a request begins."""
-        load = self._loads.get(request_id)
-        return load.given or () if load is not None else ()
 
     def wanted(
         self, request_id: str, length: int, computed: int, *, recomputes_last: bool = False, states: bool = False
@@ -191,72 +156,25 @@ class LoadBook:
                 load.failure, load.push = load.failure or end.failure, load.push or end.push
                 load.cached = max(load.cached, end.cached)
 
-    def received(self, now: float, request_id: str, *, starts: bool = True) -> RemoteLoad | None:
-        """Record that all workers have reported a request. None if it is no load of ours (any more).
-
-        `starts`: held requests can be started.
-        """
+    def received(self, now: float, request_id: str) -> RemoteLoad | None:
+        """Record that all workers have reported a request. None if it is no load of ours (any more)."""
         load = self._loads.get(request_id)
         if load is None or load.state not in OPEN:
             return None
         if load.failure is not None:
             load.cached = 0
-        elif load.wanted is not None and (starts or load.whole):
-            load.complete = now
-            self._on(load, LoadEvent.RECEIVED_EARLY)
-            return load
-        if load.wanted is not None:
-            self._compute_first(load, "load failed" if load.failure else "scheduler")
         self._on(load, LoadEvent.RECEIVED_FAILED if load.failure and self._fails else LoadEvent.RECEIVED)
         return load
 
-    # -- P's first token
+    # -- loads that are over, and of which vLLM learns around its read of a step
 
-    def first_tokens_come(self, request_id: str) -> bool:
-        """Return whether P's first token can come the same way as the KV: by a `PassingRouter` it cannot."""
-        load = self._loads.get(request_id)
-        return load is not None and isinstance(load.route, Ticket | Meet)
-
-    def each_p_sends_first(self, request_id: str) -> bool:
-        """Return whether the metaserver says that each P which it may ask sends its first token."""
-        load = self._loads.get(request_id)
-        return load is not None and isinstance(load.route, Ticket) and load.route.first_token
-
-    def ask(self, request_id: str, wanted: Wanted | str) -> None:
-        """Record the first token that a reservation asks for, or why it asks for none.
-
-        The client has no token yet: a request loads only when it is first scheduled.
-        """
-        load = self._loads[request_id]
-        if isinstance(wanted, Wanted):
-            load.wanted = wanted
-        else:
-            self._compute_first(load, wanted)
-
-    def expects(self, transfer: TransferId) -> bool:
-        """Return whether P's token for a transfer may still come."""
-        load = self._by_transfer.get(transfer)
-        return load is not None and load.wanted is not None and not load.answer
-
-    def token(self, transfer: TransferId, first: FirstToken | None, why: str = "", *, failed: bool = False) -> None:
-        """Record P's token, or (None) why none comes. What comes first counts."""
-        load = self._by_transfer.get(transfer)
-        if load is None or load.wanted is None or load.answer:
-            return
-        if failed or first is None:
-            load.answer = "prefill failed" if failed else why or "not sent"
-        else:
-            load.answer = fault(load.wanted, first) or first
-
-    def take(self, now: float, unfit: Callable[[str, FirstToken], str] = lambda request_id, first: "") -> list[Start]:
-        """Return the requests that vLLM learns of now, each once.
-
-        `unfit` returns why a request cannot begin with a token after all.
-        """
-        held = list(self._in[LoadState.HELD].values())
+    def take(self, now: float) -> list[Start]:
+        """Return the requests that vLLM learns of now, each once."""
         starts = [Start(load.request_id, None, "aborted") for load in self._in[LoadState.DROPPED].values()]
         starts += [Start(load.request_id, None, fails=True) for load in self._in[LoadState.FAILED].values()]
-        starts += [start for load in held if (start := self._start(load, now, unfit)) is not None]
+        return self._begun(starts)
+
+    def _begun(self, starts: list[Start]) -> list[Start]:
         for start in starts:
             self._on(self._loads[start.request_id], LoadEvent.BEGUN, start)
         return starts
@@ -267,23 +185,8 @@ class LoadBook:
         return load is not None and load.state in WITHHELD
 
     def due_s(self, now: float) -> float:
-        """Time until the first request that is held is not waited for any longer."""
-        if self._in[LoadState.DROPPED] or self._in[LoadState.FAILED]:
-            return 0.0
-        return max(0.0, min(map(self._waited_until, self._in[LoadState.HELD].values()), default=math.inf) - now)
-
-    def _start(self, load: RemoteLoad, now: float, unfit: Callable[[str, FirstToken], str]) -> Start | None:
-        why, first = load.answer, load.answer
-        if isinstance(first, FirstToken):
-            why = "another push" if first.push != load.push else unfit(load.request_id, first)
-            if not why:
-                return Start(load.request_id, first)
-        elif not why:
-            why = "late" if now >= self._waited_until(load) else ""
-        return Start(load.request_id, None, str(why), load.whole) if why else None
-
-    def _waited_until(self, load: RemoteLoad) -> float:
-        return load.complete + self._wait_s[load.whole]
+        """Time until vLLM must learn of a load that is over."""
+        return 0.0 if self._in[LoadState.DROPPED] or self._in[LoadState.FAILED] else math.inf
 
     # -- what a step tells the workers, and counts
 
@@ -329,7 +232,7 @@ class LoadBook:
         """Change nothing else."""
 
     def leave(self, load: RemoteLoad) -> None:
-        if isinstance(load.route, Meet):
+        if load.p_waits:
             self._effects.append((LoadEffect.NOT_FETCHED, load))
 
     def settle(self, load: RemoteLoad, *failure: Failure | None) -> None:
@@ -345,7 +248,6 @@ class LoadBook:
 
     def forget(self, load: RemoteLoad) -> None:
         """Want nothing more of a load."""
-        load.wanted = None
         self._hang_up(load)
 
     def finish(self, load: RemoteLoad) -> None:
@@ -355,43 +257,12 @@ class LoadBook:
     def go_on(self, load: RemoteLoad) -> None:
         """After a complete load a metaserver's call ends by itself, with P. An offer would bring only a first token."""
         self.finish(load)
-        if load.failure or isinstance(load.route, Meet):
+        if load.failure or load.p_waits:
             self._hang_up(load)
         self._effects.append((LoadEffect.OVER, load))
 
-    def hold(self, load: RemoteLoad) -> None:
-        """Report the load, unless it shows only with P's token whether it was of use."""
-        self.finish(load)
-        if not load.whole:
-            self._effects.append((LoadEffect.OVER, load))
-
-    def begin(self, load: RemoteLoad, start: Start) -> None:
-        whole = load.whole
-        if start.first is not None:
-            load.source, load.wanted = TAKEN, None
-        else:
-            self._compute_first(load, start.why)
-            if start.fails:
-                load.failure, load.cached = Failure(USELESS, start.why), 0
-            if start.fails or isinstance(load.route, Meet):
-                self._hang_up(load)
-        if whole:
-            self._effects.append((LoadEffect.OVER, load))
-
-    def drop(self, load: RemoteLoad) -> None:
-        if load.whole:
-            self._effects.append((LoadEffect.OVER, load))
-        self._effects.append((LoadEffect.FIRST_COMPUTED, load))
-        load.wanted = None
-        if isinstance(load.route, Meet):
-            self._hang_up(load)
-
     def _hang_up(self, load: RemoteLoad) -> None:
         self._effects.append((LoadEffect.HANG_UP, load))
-
-    def _compute_first(self, load: RemoteLoad, why: str) -> None:
-        load.source, load.wanted = why, None
-        self._effects.append((LoadEffect.FIRST_COMPUTED, load))
 
 
 def _order(end: LoadEnd) -> tuple[str, str, str]:
@@ -404,12 +275,11 @@ def _transfer(load: RemoteLoad) -> TransferId:
     return load.transfer
 
 
-def _table(do: type[LoadBook]) -> Table[LoadState, LoadEvent]:
+def table_of(do: type[LoadBook]) -> Table[LoadState, LoadEvent]:
     s, e = LoadState, LoadEvent
     answered = (e.PREFILLED, e.NOT_PREFILLED)  # also where an answer is under way when its call is hung up
     received = {
         e.RECEIVED: Cell(s.LOADED, do.go_on),
-        e.RECEIVED_EARLY: Cell(s.HELD, do.hold),
         e.RECEIVED_FAILED: Cell(s.FAILED, do.go_on),
     }
     return {
@@ -432,11 +302,6 @@ def _table(do: type[LoadBook]) -> Table[LoadState, LoadEvent]:
             e.RECEIVED_FAILED: Cell(s.OVER, do.finish),
             **idle(s.ABANDONED, do.ignore, *answered, e.ENDED),
         },
-        s.HELD: {
-            e.BEGUN: Cell(s.LOADED, do.begin),
-            e.ENDED: Cell(s.DROPPED, do.drop),
-            **idle(s.HELD, do.ignore, *answered),
-        },
         s.FAILED: {
             e.BEGUN: Cell(s.LOADED, do.ignore),
             e.ENDED: Cell(s.DROPPED, do.ignore),
@@ -447,4 +312,4 @@ def _table(do: type[LoadBook]) -> Table[LoadState, LoadEvent]:
     }
 
 
-LoadBook.table = _table(LoadBook)
+LoadBook.table = table_of(LoadBook)

@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ascend_pd.decode.scheduler.core.first_tokens import Wanted
 from vllm_ascend_pd.decode.scheduler.core.routes import KvRoute
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.first import FirstToken
@@ -20,6 +19,31 @@ from vllm_ascend_pd.protocol.states import IdentityEnum
 TAKEN = "prefill"  # in a report: the first token is P's
 GIVEN = "given"  # in a report: the answer goes on, behind tokens that were given
 USELESS = "PD-XFER-008"  # the KV came, and the request cannot begin without P's token
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The first token that D asks P for in the reservation of a transfer."""
+
+    transfer: TransferId
+    position: int  # the prompt's length
+    digest: str
+    logprobs: int | None
+    vocabulary: int
+    whole: bool = False  # D can begin only with it: the prompt's last token cannot be computed again in its cache
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Release of a request whose end of load was withheld from vLLM: with P's token, or without one, and then why.
+
+    `fails`: its KV is of no use.
+    """
+
+    request_id: str
+    first: FirstToken | None
+    why: str = ""
+    fails: bool = False
 
 
 class LoadState(IdentityEnum):
@@ -81,6 +105,11 @@ class RemoteLoad:
     def ended(self) -> bool:
         """True if the load is over, and the request is not."""
         return self.state in (LoadState.HELD, LoadState.FAILED, LoadState.LOADED)
+
+    @property
+    def p_waits(self) -> bool:
+        """True if a P waits for D, and must be told that nothing more is wanted."""
+        return self.route is not None and self.route.p_waits
 
     @property
     def whole(self) -> bool:

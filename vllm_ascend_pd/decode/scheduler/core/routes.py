@@ -1,30 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of a request's KV, and our own metaserver's ticket (protocol/dialects.py has the fields of other routers)."""
+"""Routes of a request's KV, and our own metaserver's ticket. Those of other routers are in protocol/dialects.py."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, Protocol
 
 from vllm_ascend_pd.errors import PdError
-from vllm_ascend_pd.protocol.dialects import Meet, PassingRouter
 
 MAX_TICKET = 256
 MAX_URL = 256  # of one that is refused, in the log
+
+
+class KvRoute(Protocol):
+    """Who brings a request's KV."""
+
+    @property
+    def metaserver(self) -> str:
+        """The metaserver to report to; empty: there is none."""
+
+    @property
+    def ticket(self) -> str:
+        """The request's name there."""
+
+    @property
+    def p_waits(self) -> bool:
+        """Whether a P waits for D: with blocks that it holds, or to answer D's offer."""
+
+    @property
+    def carries_first(self) -> bool:
+        """Whether P's first token can come the same way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """The metaserver's part of a request: the address to call, and the request's name there."""
 
+    p_waits: ClassVar[bool] = False
+    carries_first: ClassVar[bool] = True
+
     metaserver: str
     ticket: str
     send_tokens: bool = False
     first_token: bool = False  # each P that it may ask sends its first token
-
-
-KvRoute: TypeAlias = Ticket | Meet | PassingRouter  # who brings a request's KV
 
 
 def read_ticket(params: Mapping[str, Any] | None, allowed: frozenset[str]) -> Ticket | PdError | str | None:

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.metadata import MissedExchange, PrefillStep, PushSlice
-from vllm_ascend_pd.prefill.scheduler.core.fitting import first_token, not_held, refusal_of
+from vllm_ascend_pd.prefill.scheduler.core.fitting import not_held, refusal_of
 from vllm_ascend_pd.prefill.scheduler.core.in_flight import BlocksInFlight, Chunk
 from vllm_ascend_pd.prefill.scheduler.core.orders import FORCED_STEPS, StepOrders
 from vllm_ascend_pd.prefill.scheduler.core.request import (
@@ -186,17 +186,16 @@ class PushBook(RequestRules):
             if record is not None:
                 record.again = None
             return RequestEnding()
-        collected, target, refusal, first = record.state is s.COLLECTING, record.target, record.refusal, None
-        if collected or (target is not None and target.reservation.seed is not None):
+        collected, sealed = record.state is s.COLLECTING, record.state is s.SEALED
+        target, refusal = record.target, record.refusal
+        if collected or (sealed and record.bound_to.reservation.seed is not None):
             record.sample = sampled()
-        sealed = record.state is s.SEALED
-        if sealed and target is not None:
-            first = first_token(target.reservation, record.push, record.sample)
+        first = self.first_of(record) if target is not None else None
         if not (sealed and holds_blocks):
             self._withdraw(record)  # of a push that no worker has received D learns by the answer, or a message
         if collected and holds_blocks and well:
             refusal = PdError("PD-META-028", count=self._held)
-        self._on(record, self._end_event(record, holds_blocks=holds_blocks, well=well), now, why, first)
+        self._on(record, self._end_event(record, holds_blocks=holds_blocks, well=well), now, why)
         if record.state is s.HELD:
             return RequestEnding(held=True, source=record)
         answered = first if target is not None and target.peer is None else None

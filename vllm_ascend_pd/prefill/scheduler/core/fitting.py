@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of P's scheduler: which reservation fits a prompt and a cache, and which first token fits a reservation."""
+"""Checks of P's scheduler: what is a request for it, and which reservation fits a prompt and a cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.match import mismatches, range_fault
 from vllm_ascend_pd.protocol.failure import Failure
-from vllm_ascend_pd.protocol.first import FirstToken, Sample
 from vllm_ascend_pd.protocol.identity import TransferId
 from vllm_ascend_pd.protocol.meeting import Gone, Offer
 from vllm_ascend_pd.protocol.messages import Reservation
@@ -25,6 +24,11 @@ def opened(offer: Offer, unseal: Callable[[bytes], Reservation]) -> Reservation 
     except PdError as refused:
         return Gone(offer.transfer, Failure.of(refused))
     return reservation
+
+
+def is_prefill(params: object) -> bool:
+    """Return whether a request asks P to prefill for another engine. They may be anything that JSON has."""
+    return isinstance(params, Mapping) and params.get("do_remote_decode") is True
 
 
 def not_held(geometry: CacheGeometry) -> str:
@@ -84,17 +88,3 @@ def _malformed(reservation: Reservation) -> str:
     if any(size % 4 for size in sizes):
         return f"{', '.join(map(str, sizes))} bytes of block ids"
     return range_fault(d, reservation.first, reservation.end, *(size // 4 for size in sizes))
-
-
-def first_token(reservation: Reservation, push: str, sample: Sample | None) -> FirstToken | None:
-    """Return a sampled token for D, if D asks for it and accepts how it was chosen."""
-    seed = reservation.seed
-    if sample is None or seed is None:
-        return None
-    token, digest, logprobs = sample
-    if seed.digest != digest or len(logprobs) != (0 if seed.logprobs is None else seed.logprobs + 1):
-        return None
-    at = reservation.prompt_length
-    return FirstToken(
-        transfer=reservation.transfer, push=push, position=at, token=token, digest=digest, logprobs=tuple(logprobs)
-    )

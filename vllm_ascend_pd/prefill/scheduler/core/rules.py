@@ -12,7 +12,7 @@ import numpy as np
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.geometry.layout import CacheGeometry, Group
 from vllm_ascend_pd.metadata import Blocks, PushAbort, PushSlice, PushStart
-from vllm_ascend_pd.prefill.scheduler.core.fitting import first_token
+from vllm_ascend_pd.prefill.scheduler.core.first_tokens import first_token
 from vllm_ascend_pd.prefill.scheduler.core.orders import StepOrders
 from vllm_ascend_pd.prefill.scheduler.core.request import Holding, PushRequest, PushTarget, RequestEvent, RequestState
 from vllm_ascend_pd.protocol.failure import Failure
@@ -130,7 +130,7 @@ class RequestRules:
         """Bind a request that has ended: the next step pushes all of it, and then its blocks are freed."""
         self._see(target)
         self.push_past(record)
-        self.end(record, now, "", first_token(target.reservation, record.push, record.sample))
+        self.end(record, now, "")
 
     def answer(self, record: PushRequest, now: float, target: PushTarget) -> None:
         """Repeat the last answer."""
@@ -219,32 +219,38 @@ class RequestRules:
         """Free blocks that were held and are not pushed: the workers report the request like any other."""
         self._orders.freed.append(record.request_id)
 
-    def end(self, record: PushRequest, now: float, why: str, first: FirstToken | None) -> None:
+    def end(self, record: PushRequest, now: float, why: str) -> None:
         """Answer that the prompt is computed. From now on D waits for the workers only; it may repeat its offer."""
         target = record.bound_to
         if target.peer is not None:
+            first = self.first_of(record)
             bound = self._answers[target.transfer] = Bound(target.transfer, record.push, ended=True, first=first)
             while len(self._answers) > REMEMBERED:
                 del self._answers[next(iter(self._answers))]
             self._send(target, bound)
         self._orders.end(record.push)
 
-    def end_early(self, record: PushRequest, now: float, why: str, first: FirstToken | None) -> None:
+    def first_of(self, record: PushRequest) -> FirstToken | None:
+        """Return P's first token for D, if this engine sends any."""
+        sample = record.sample
+        return first_token(record.bound_to.reservation, record.push, sample) if sample is not None else None
+
+    def end_early(self, record: PushRequest, now: float, why: str) -> None:
         """The same of a push whose last chunk was never planned."""
-        self.end(record, now, why, first)
+        self.end(record, now, why)
         self._abort_push(record, why)
 
     def abort(self, record: PushRequest, *cause: Any) -> None:
         self._refuse(record.bound_to, "PD-XFER-002", why="the request ended on prefill")
         self._orders.end(record.push)
 
-    def abort_push(self, record: PushRequest, now: float, why: str, first: FirstToken | None) -> None:
+    def abort_push(self, record: PushRequest, now: float, why: str) -> None:
         self.abort(record)
         self._abort_push(record, why)
 
-    def drop_push(self, record: PushRequest, now: float, why: str, first: FirstToken | None) -> None:
+    def drop_push(self, record: PushRequest, now: float, why: str) -> None:
         """Abort a push of which there are no blocks to wait for."""
-        self.abort_push(record, now, why, first)
+        self.abort_push(record, now, why)
         self._orders.ended.append(record.push)
 
     def drop(self, record: PushRequest, *cause: Any) -> None:

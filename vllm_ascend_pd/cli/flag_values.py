@@ -19,7 +19,7 @@ def at_least(key: str, value: int, low: int) -> int:
 
 def at_most(key: str, value: int, high: int) -> int:
     if value > high:
-        refuse(key, value, f"it must be at most {high}", "Give what an engine really has.")
+        refuse(key, value, f"it must be at most {high}", "Give a size that an engine can have.")
     return value
 
 

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way of a prompt's last layer from P's hook to the report of D's worker: how many functions in how many files.
+
+    PYTHONPATH=.:tests .venv/bin/python -m unit.runtime.walk [--functions]
+
+One P, one D, the in-process transfer engine, no checksums, and prompts before this one. The functions of the package
+are counted that any thread calls; comprehensions are not. Which thread comes first, and whether it then finds something
+to do, differs from run to run: the middle one of nine runs is printed.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import vllm_ascend_pd
+from unit.device.caches import CacheModel
+from unit.kits.watching import until
+from unit.runtime.sites import UNTOUCHED, DecodeSite, PrefillSite, SitePrompt, config, sites
+from vllm_ascend_pd.metadata import LoadEnd
+from vllm_ascend_pd.prefill.worker.role import PrefillWorker
+
+PACKAGE = str(Path(vllm_ascend_pd.__file__).parent) + "/"
+RUNS = 9
+
+
+class Walk:
+    """Functions of the package that are called while `on`, in this thread and in those that start within `with`."""
+
+    def __init__(self) -> None:
+        self.begin()
+        self.on = False
+
+    def begin(self) -> None:
+        self.calls, self.threads, self.on = Counter[tuple[str, int, str]](), set[str](), True
+
+    def __enter__(self) -> Walk:
+        self.begin()
+        threading.setprofile(self._called)
+        sys.setprofile(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+    def _called(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if self.on and event == "call" and code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
+            self.calls[code.co_filename.removeprefix(PACKAGE), code.co_firstlineno, code.co_name] += 1
+            self.threads.add(threading.current_thread().name)
+
+    @property
+    def files(self) -> set[str]:
+        return {file for file, _, _ in self.calls}
+
+    def __str__(self) -> str:
+        threads = f"{len(self.threads)} threads"
+        return f"{len(self.calls)} functions in {len(self.files)} files, {self.calls.total()} calls, {threads}"
+
+
+def push(p: PrefillSite, d: DecodeSite, name: str, walk: Walk) -> None:
+    """Push a prompt; `walk` begins with the hook of its last layer."""
+    request, last = d.bound(name, 16), p.stages[0][-1]
+
+    def hook(worker: PrefillWorker, layer: str, _: Any) -> None:
+        if layer == last:
+            until(lambda: came(d, request, len(p.stages[0]) - 1) and not p.runtime.writer.busy, "the layers before it")
+            walk.begin()
+        worker.save_layer(layer)
+
+    p.prefill(request, hook=hook)
+    reports: list[LoadEnd] = []
+
+    def reported() -> bool:
+        reports.extend(d.workers[0].reports())
+        return bool(reports)
+
+    until(reported, "the report")
+    walk.on = False
+    d.outcomes[name] = reports
+    d.collect()
+    p.over(request)
+
+
+def came(d: DecodeSite, request: SitePrompt, layers: int) -> bool:
+    views = d.ranks[0].views[:layers]
+    return all((view[request.d_blocks] != UNTOUCHED).any() for regions in views for view in regions)
+
+
+def main() -> None:
+    runs: list[tuple[str, dict[tuple[str, int, str], int]]] = []
+    model, keys = CacheModel("opaque", 2), config(verify="off")
+    with Walk() as walk:
+        p, d = PrefillSite(model, 1, push=keys), DecodeSite(model, 1, push=keys)
+        with sites(p, d):
+            for run in range(RUNS + 2):
+                push(p, d, f"prompt {run}", walk)
+                runs.append((str(walk), walk.calls))
+    figures, calls = sorted(runs[2:], key=lambda run: (len(run[1]), sum(run[1].values())))[RUNS // 2]
+    print(figures)
+    if "--functions" in sys.argv:
+        for (file, line, name), times in sorted(calls.items()):
+            print(f"{times:5} {file}:{line} {name}")
+
+
+if __name__ == "__main__":
+    main()
