@@ -38,7 +38,7 @@ from tools.support.process import freeze
 PROCESSES = {"API server": "", "engine core": "VLLM::Engine", "worker": "VLLM::Worker"}  # by vLLM's titles
 # Shorter than a long stop: a client's wait ends by the metaserver's deadline, not by SIGCONT.
 DEADLINES = ("--first-byte-timeout", "20", "--prefill-timeout", "20", "--idle-timeout", "20")
-ENDED_S = 90.0  # three attempts of 20 s (--attempts), with the waits between them, and a busy machine
+ENDED_S = 95.0  # 20 s of silence in a stream, then three attempts of 20 s (--attempts), and a busy machine
 CLIENTS = 4
 LENGTHS = (300, 40, 130, 210, 90, 170)
 TOKENS = 24
@@ -119,11 +119,11 @@ class Streams:
     def _code(self, refused: RequestFailed) -> str:
         try:
             said = json.loads(refused.text)
-            code = said.get("error", said)["code"]
+            of_event = "error" not in said  # an event has no status
+            return f"error event {said['code']}" if of_event else f"{refused.status} {said['error']['code']}"
         except (ValueError, KeyError, TypeError):
             self.broken.append(f"an error without a code: {refused}")
-            code = "without a code"
-        return f"{refused.status} {code}" if str(code) != str(refused.status) else str(code)
+            return "without a code"
 
 
 class Stops:
