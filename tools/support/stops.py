@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import httpx
+import psutil
 
 from tools.support.cells import LIMIT_S, ROLES, FaultSite, PromiseBroken
 from tools.support.checks import (
@@ -35,7 +36,7 @@ from tools.support.client import RequestFailed, TimedAnswer, body_of, stream
 from tools.support.engine import EngineProcess
 from tools.support.process import freeze
 
-PROCESSES = {"API server": "", "engine core": "VLLM::Engine", "worker": "VLLM::Worker"}  # by vLLM's titles
+PROCESSES = ("API server", "engine core", "worker")  # each the parent of the next
 # Shorter than a long stop: a client's wait ends by the metaserver's deadline, not by SIGCONT.
 DEADLINES = ("--first-byte-timeout", "20", "--prefill-timeout", "20", "--idle-timeout", "20")
 ENDED_S = 95.0  # 20 s of silence in a stream, then three attempts of 20 s (--attempts), and a busy machine
@@ -178,10 +179,10 @@ class Stops:
 
 
 def _pid(engine: EngineProcess, process: str) -> int:
-    if process == "API server":
-        return engine.process.pid
-    pids: list[int] = [p.pid for p in engine.process.members() if p.name().startswith(PROCESSES[process])]
-    return min(pids)
+    found = psutil.Process(engine.process.pid)
+    for _ in range(PROCESSES.index(process)):  # beside trackers of resources, which are small
+        found = max(found.children(), key=lambda child: child.memory_info().rss)
+    return int(found.pid)
 
 
 def _pids(engine: EngineProcess) -> set[int]:
