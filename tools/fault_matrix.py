@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real faults in a real pair: 27 cells, nine stages of a request × prefill, decode, metaserver.
 
-With --order the cells behind vLLM's own routers, in their orders, each role killed at each stage.
+With --order the cells behind vLLM's own routers, in their orders, each role killed at each stage. With --stops each
+process of P and D is stopped for some time instead, beside clients that stream.
 
 Each cell sends three requests. When the first one reaches the stage, one role is killed, stopped or made to refuse.
 Checked are: right tokens or a clear error in time, no other process dies, the survivors' blocks are free again, and the
@@ -14,6 +15,7 @@ import argparse
 import sys
 import time
 import traceback
+from itertools import product
 
 from tools.support.cells import (
     CELLS,
@@ -32,7 +34,8 @@ from tools.support.cells import (
     table,
 )
 from tools.support.cluster import Cluster, fresh_directory, say
-from tools.support.compare import AnswerTally
+from tools.support.compare import TIE, AnswerTally
+from tools.support.stops import DEADLINES, PROCESSES, StopResult, Stops, stop_table
 
 
 def arguments() -> argparse.Namespace:
@@ -55,6 +58,13 @@ def arguments() -> argparse.Namespace:
         default="auto",
         help="of prefill: always, so that each push needs exchanges between its ranks (default: auto, which on CPU has none)",
     )
+    parser.add_argument(
+        "--stops",
+        type=float,
+        nargs="+",
+        metavar="SECONDS",
+        help="in place of the cells: SIGSTOP of each process of P and D in turn, for so long, beside clients that stream",
+    )
     parser.add_argument("--list", action="store_true", help="print the cells and exit")
     return parser.parse_args()
 
@@ -75,8 +85,34 @@ def start(args: argparse.Namespace, cluster: Cluster, tally: AnswerTally) -> Fau
     return make_site(cluster, *start_pair(cluster, *pair, regroup=args.regroup), port, tally)
 
 
+def stops(args: argparse.Namespace) -> int:
+    rows: list[StopResult] = []
+    failed: list[str] = []
+    tally, begun = AnswerTally(limit=TIE), time.monotonic()
+    with Cluster(fresh_directory("fault-matrix")) as cluster:
+        port = cluster.port()
+        pair = start_pair(cluster, "stops", args.p_tp, [f"http://127.0.0.1:{port}"], regroup=args.regroup)
+        site = make_site(cluster, *pair, port, tally, DEADLINES)
+        run = Stops(site)
+        for seconds, role, process in product(args.stops, "PD", PROCESSES):
+            try:
+                rows.append(run(role, process, seconds))
+                say(f"[{time.monotonic() - begun:4.0f} s] {stop_table(rows)[-1]}")
+            except (AssertionError, TimeoutError, RuntimeError, OSError) as broken:
+                failed.append(f"{process} of {role} for {seconds:g} s: {broken}")
+                say(f"    FAILED: {failed[-1]}")
+                traceback.print_exc()
+    for line in ["", *stop_table(rows), "", f"{len(rows)} stops good, {tally.summary()}"]:
+        say(line)
+    for line in [*failed, *cluster.leaks]:
+        say(f"FAILED: {line}")
+    return 1 if failed or cluster.leaks else 0
+
+
 def main() -> int:
     args = arguments()
+    if args.stops:
+        return stops(args)
     cells = chosen(args)
     if args.list:
         for cell in cells:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from pathlib import Path
 
-from tools.support.mutant_tests import Field
+from tools.support.mutant_tests import FRONT, PROTOCOL, Field
 
 ROOT = Path(__file__).resolve().parents[1]
 EQUIVALENT = ROOT / "tools" / "mutants_equivalent.txt"
@@ -79,8 +79,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "admission": ("test_admission", "test_admission_*", "test_connector", "test_imported_names"),
 }
 USUAL = tuple(TESTS)[:8]
-SIMULATED = ("protocol", "geometry", "regroup", "decode", "prefill", "router")
-SEEDS = 40  # of the simulator, for changes that the unit tests do not detect
+# Simulators of the folders that they run.
+SIMULATED = {**dict.fromkeys(("protocol", "geometry", "regroup", "decode", "prefill"), PROTOCOL), "router": FRONT}
 
 _COMPARISONS: dict[type[ast.cmpop], tuple[str, str]] = {
     ast.Lt: ("<", "<="),
@@ -390,7 +390,7 @@ def _judged(
                 mutant.applied,
                 mutant.lines,
                 own_tests(mutant),
-                _simulated(mutant),
+                simulator_of(mutant),
                 args.limit,
                 args.quick,
             )
@@ -402,8 +402,9 @@ def _judged(
         yield number, kind, f"{mutant.path}:{mutant.line}  {change}  [{seen}, {time.monotonic() - began:.0f} s]"
 
 
-def _simulated(mutant: Mutant) -> int:
-    return SEEDS if mutant.path.split("/")[1] in SIMULATED else 0
+def simulator_of(mutant: Mutant) -> str:
+    """Return the simulator's module, or nothing."""
+    return SIMULATED.get(mutant.path.split("/")[1], "")
 
 
 if __name__ == "__main__":

@@ -200,14 +200,16 @@ def many(engines: Engines, pair: Pair) -> None:
 def penalised(engines: Engines, pair: Pair) -> None:
     """Penalties: D's workers must count P's token as generated."""
     (d,), vocab = pair.decode, RECIPES[engines.model].vocab
-    taken, answers = first_tokens(d), []
+    taken, lengths = first_tokens(d), (BLOCK + 1, 200)
     penalties = {"presence_penalty": 1.5, "frequency_penalty": 0.7, "repetition_penalty": 1.2}
-    for length in (BLOCK + 1, 200):
-        body = body_of(fresh_prompt(length, vocab), 3 * TOKENS, **penalties)
-        asked = [post(url, {**body, "cache_salt": fresh_salt("once")}) for url in (pair.reference.url, pair.front.url)]
-        answers.append([one["choices"][0]["token_ids"] for one in asked])
-    assert all(one == other for one, other in answers), answers
-    eventually(lambda: first_tokens(d) - taken == len(answers), "both first tokens of P are D's")
+    for length in lengths:
+        prompt = fresh_prompt(length, vocab)
+        body = body_of(prompt, 3 * TOKENS, **penalties, **pair.asked)
+        asked = [pair.reference.url, pair.front.url]
+        want, got = (complete(url, {**body, "cache_salt": fresh_salt("once")}) for url in asked)
+        assert want.tokens == got.tokens, (want, got)  # at a tie an engine would be asked without the penalties
+        pair.judge_all(f"{engines}, {length} tokens penalised", prompt, want, got)
+    eventually(lambda: first_tokens(d) - taken == len(lengths), "both first tokens of P are D's")
 
 
 def drafts(engines: Engines, pair: Pair) -> None:

@@ -12,7 +12,8 @@ from collections import Counter
 import pytest
 from pairs import counter
 
-from tools.support.cells import CELLS, KILL, REFUSE, STAGES, STOP, CellRun, FaultCell, FaultSite
+from tools.support.cells import CELLS, KILL, REFUSE, STAGES, STOP, STOPPED_S, CellRun, FaultCell, FaultSite
+from tools.support.stops import PROCESSES, Stops
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -45,3 +46,16 @@ def test_cell(cell: FaultCell, faulty: FaultSite) -> None:
         assert row.answers == "3 right", "a D that recomputes has an answer although P sleeps"
     if cell.role != "M" and cell.fault == REFUSE and cell.refusal != "503":
         assert row.answers == "3 right"
+
+
+@pytest.fixture(scope="module")
+def stops(faulty: FaultSite) -> Stops:
+    return Stops(faulty)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", PROCESSES)
+@pytest.mark.parametrize("role", "PD")
+def test_one_process_that_stands_still(role: str, process: str, stops: Stops) -> None:
+    """Beside clients that stream: right tokens or a code in time, then all is as before."""
+    assert stops(role, process, STOPPED_S).ended["right"]

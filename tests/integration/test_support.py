@@ -20,9 +20,12 @@ from typing import IO, cast
 import httpx
 import psutil
 import pytest
+from pairs import Pair
 
-from tools.support.client import lines_of
+from tools.support.client import TimedAnswer, lines_of
+from tools.support.cluster import Cluster
 from tools.support.compare import AnswerTally, TokensDiffer, apart, first_difference
+from tools.support.engine import RunningServer
 from tools.support.models import ROOT
 from tools.support.on_cpu import no_fp8
 from tools.support.process import Child, free_port
@@ -142,6 +145,21 @@ def test_log_probabilities_are_compared_only_where_a_limit_says_how_close_they_m
     tally = AnswerTally()
     tally.check("answer", [7], [1, 5], [1, 5], chances=([], []))
     assert tally.summary() == "1 answers, 2 tokens compared, 0 excused"
+
+
+def test_a_pair_asks_for_what_its_tally_compares_and_an_answer_without_it_is_wrong(tmp_path: Path) -> None:
+    engine = RunningServer("engine", 1, tmp_path)  # nothing is asked of it: the tokens are equal
+
+    def pair(limit: float) -> Pair:
+        return Pair(Cluster(tmp_path), engine, engine, (engine,), AnswerTally(limit=limit))
+
+    want, less, none = (TimedAnswer(tokens=(7, 8), chances=chances) for chances in ([-0.1, -0.2], [-0.1, -0.3], []))
+    assert pair(math.inf).asked == {} and pair(1e-4).asked == {"logprobs": 1}
+    pair(math.inf).judge_all("only tokens", [1, 2], want, none)
+    pair(1e-4).judge_all("as probable", [1, 2], want, want)
+    for got in (less, none):
+        with pytest.raises(TokensDiffer):
+            pair(1e-4).judge_all("less probable, or nobody asked", [1, 2], want, got)
 
 
 def test_how_far_two_engines_put_the_same_tokens_apart() -> None:

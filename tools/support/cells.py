@@ -239,6 +239,41 @@ class FaultSite:
         else:
             self.cluster.stop(self.front)
 
+    def compare(self, name: str, prompt: list[int], want: TimedAnswer, got: TimedAnswer) -> None:
+        """Compare one answer with P's, where P is alive to say how near two tokens are."""
+        if not self.prefill.process.alive:  # no logits to look up: only equality counts
+            if want.tokens != got.tokens:
+                raise PromiseBroken(f"{name}: expected {want.tokens}, got {got.tokens}")
+            return
+        gap = {"cache_salt": fresh_salt("gap")}
+        self.tally.check(name, prompt, want.tokens, got.tokens, self.prefill.url, body=gap)
+
+    def serve(self, name: str, until: float) -> None:
+        """Send a new request that must get its KV from P.
+
+        While the metaserver's circuit is open, repeat it after each 503.
+        """
+        p = fresh_prompt(150)
+        (want,) = reference_answers(self.prefill, [p], TOKENS)
+        while True:
+            before, failed = loaded_tokens(self.decode), counter(self.decode, FAILED)
+            clients = Clients(self.front.url, [body_of(p, TOKENS)])
+            if not clients.wait(until):
+                raise PromiseBroken(f"{name}: afterwards a request was not answered")
+            (got,) = clients.results
+            if isinstance(got, TimedAnswer):
+                break
+            if not (isinstance(got, RequestFailed) and got.status == 503) or time.monotonic() > until:
+                raise PromiseBroken(f"{name}: afterwards a request failed: {got!r}")
+            time.sleep(0.25)
+        self.compare(name, p, want, got)
+        free_now(self.decode)  # one more step updates the counters
+        if counter(self.decode, FAILED) != failed:  # the counter of loads counts their beginnings
+            raise PromiseBroken(f"{name}: afterwards a transfer failed and D computed the prompt itself")
+        loaded = loaded_tokens(self.decode) - before
+        if loaded != len(p):
+            raise PromiseBroken(f"{name}: afterwards D computed a prompt itself (loaded {loaded} of {len(p)} tokens)")
+
 
 STORES = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
 
@@ -288,8 +323,9 @@ def make_site(
     orders: dict[str, Orders],
     port: int,
     tally: AnswerTally,
+    options: tuple[str, ...] = STRICT,
 ) -> FaultSite:
-    spec = MetaserverSpec(STRICT, MODULE, (PLUGIN,), orders["M"].environment)
+    spec = MetaserverSpec(options, MODULE, (PLUGIN,), orders["M"].environment)
 
     def front(p: EngineProcess, d: EngineProcess) -> Metaserver:
         return cluster.metaserver([p], [d], port, spec)
@@ -460,20 +496,11 @@ class CellRun:
         seen: Counter[str] = Counter()
         for p, want, got in zip(self.prompts, self.expected, self._clients.results, strict=True):
             if isinstance(got, TimedAnswer):
-                self._compare(p, want, got)
+                self.site.compare(str(self.cell), p, want, got)
                 seen["right"] += 1
             else:
                 seen[self._clear(got)] += 1
         self.row.answers = ", ".join(f"{count} {what}" for what, count in seen.items())
-
-    def _compare(self, p: list[int], want: TimedAnswer, got: TimedAnswer) -> None:
-        reference = self.site.prefill
-        if not reference.process.alive:  # no logits to look up: only equality counts
-            if want.tokens != got.tokens:
-                raise PromiseBroken(f"{self.cell}: expected {want.tokens}, got {got.tokens}")
-            return
-        gap = {"cache_salt": fresh_salt("gap")}
-        self.site.tally.check(str(self.cell), p, want.tokens, got.tokens, reference.url, body=gap)
 
     def _clear(self, problem: BaseException | None) -> str:
         if isinstance(problem, RequestFailed) and problem.status >= 400:
@@ -492,40 +519,12 @@ class CellRun:
             if self.cell.role != "M":
                 free[self.site.servers[self.cell.role].name] = free_now(self.site.servers[self.cell.role])
         begun = time.monotonic()
-        self._serve(begun + LIMIT_S)
+        self.site.serve(str(self.cell), begun + LIMIT_S)
         self.row.served_s = time.monotonic() - begun
         try:
             wait_for_free_blocks([self.site.prefill, self.site.decode], free, LIMIT_S)
         except AssertionError as leaked:
             raise PromiseBroken(f"{self.cell}: afterwards {leaked}") from None
-
-    def _serve(self, until: float) -> None:
-        """Send a new request that must get its KV from P.
-
-        While the metaserver's circuit is open, repeat it after each 503.
-        """
-        p = fresh_prompt(150)
-        (want,) = reference_answers(self.site.prefill, [p], TOKENS)
-        while True:
-            before, failed = loaded_tokens(self.site.decode), counter(self.site.decode, FAILED)
-            clients = Clients(self.site.front.url, [body_of(p, TOKENS)])
-            if not clients.wait(until):
-                raise PromiseBroken(f"{self.cell}: afterwards a request was not answered")
-            (got,) = clients.results
-            if isinstance(got, TimedAnswer):
-                break
-            if not (isinstance(got, RequestFailed) and got.status == 503) or time.monotonic() > until:
-                raise PromiseBroken(f"{self.cell}: afterwards a request failed: {got!r}")
-            time.sleep(0.25)
-        self._compare(p, want, got)
-        free_now(self.site.decode)  # one more step updates the counters
-        if counter(self.site.decode, FAILED) != failed:  # the counter of loads counts their beginnings
-            raise PromiseBroken(f"{self.cell}: afterwards a transfer failed and D computed the prompt itself")
-        loaded = loaded_tokens(self.site.decode) - before
-        if loaded != len(p):
-            raise PromiseBroken(
-                f"{self.cell}: afterwards D computed a prompt itself (loaded {loaded} of {len(p)} tokens)"
-            )
 
 
 def _pids(server: Any) -> set[int]:

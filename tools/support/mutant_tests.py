@@ -56,6 +56,7 @@ IMPORTED = -1  # reached by importing
 SIMULATOR = "the simulator"
 PROTOCOL, FRONT = "simulation.run", "simulation.front.run"
 FIRST_SEED, FIRST_SEEDS = 1, 3  # seeds that run first: they are quicker than any test
+SEEDS = 40  # for changes that the unit tests do not detect
 SEED_S = 5  # most processor time of a seed; 0.2 s is usual
 
 
@@ -196,7 +197,7 @@ class Field:
         change: Callable[[str], str],
         lines: tuple[int, int],
         patterns: tuple[str, ...],
-        seeds: int,
+        simulator: str,
         limit_s: float,
         quick: bool = False,
     ) -> str:
@@ -212,16 +213,15 @@ class Field:
         for stale in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
             stale.unlink()
         try:
-            simulator = FRONT if "/router/" in path else PROTOCOL
-            seen = self._simulated(simulator, min(seeds, FIRST_SEEDS), deadline) or self._failing(reached, deadline)
-            if seen := seen or self._simulated(simulator, seeds, deadline):
+            seen = self._simulated(simulator, FIRST_SEEDS, deadline) or self._failing(reached, deadline)
+            if seen := seen or self._simulated(simulator, SEEDS, deadline):
                 return seen.removeprefix("tests/unit/")
             return "" if quick else self._failing(unknown, deadline).removeprefix("tests/unit/")
         finally:
             file.write_text(text)
 
     def _simulated(self, simulator: str, seeds: int, deadline: float) -> str:
-        if not seeds:
+        if not simulator:
             return ""
         result = self._forked(lambda: _simulate(simulator, seeds), deadline)
         return "the clock" if result is None else result

@@ -229,10 +229,14 @@ def test_what_is_left_when_the_grace_is_over_is_cut() -> None:
         c.decode[0].behaviour.hold = True
         waiting = Asking(lambda: embed(c))
         until(lambda: any(s.route == "/v1/embeddings" for s in c.decode[0].seen))
+        broken = METRICS.registry.get_sample_value(PREFIX + "broken_streams_total")
         drain(c).result(10)
         assert waiting.status() == 503
         assert streaming.status() is None and isinstance(streaming.problem, httpx.RemoteProtocolError)
         until(lambda: not c.worker.front.journal.exchanges)
+        assert METRICS.registry.get_sample_value(PREFIX + "broken_streams_total") == (broken or 0.0) + 1
+        troubles = [(each["code"], each["instance"]) for each in c.worker.front.journal.troubles]
+        assert troubles == [("PD-META-010", "")], "a part of an answer is a trouble, and no D is to blame"
         until(lambda: c.decode[0].running == 0)
 
 

@@ -300,6 +300,13 @@ def test_d_is_asked_for_token_ids_of_answers_that_can_go_on_and_p_is_not() -> No
             assert not any("return_token_ids" in leg for leg in c.legs())
 
 
+def test_a_prompt_that_leaves_no_room_for_what_is_kept_is_not_kept() -> None:
+    with cluster(resume_tokens=4) as c:
+        for length, kept in ((4, True), (5, False)):
+            assert c.complete([7] * length).status_code == 200
+            assert ("return_token_ids" in c.decode[0].generations()[-1].body) is kept, length
+
+
 def test_d_hears_that_a_first_token_will_come_where_each_p_tells_its_own() -> None:
     with cluster(prefill=2) as c:
         for engines, expected in (((0,), False), ((0, 1), True)):

@@ -21,6 +21,12 @@ FEATURES = {feature.title: feature for feature in can.FEATURES}
 KINDS = {kind.title.split(":")[0]: kind for kind in can.KINDS}
 
 
+def test_each_set_compares_log_probabilities_within_a_bound() -> None:
+    """Equal tokens show little of a cache."""
+    limits = {engines.tally.limit for engines, _ in SETS.values()}
+    assert len(SETS) > 100 and limits == {1e-4, 0.125}
+
+
 @pytest.mark.parametrize(("pin", "base"), [(sdist.VLLM_ASCEND, can.NEW), (sdist.OLDER, can.OLD)], ids=["new", "old"])
 def test_a_base_is_what_the_releases_own_code_says(pin: sdist.Pin, base: Base) -> None:
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tools import mutate
+from tools.support.mutant_tests import FRONT, PROTOCOL
 
 TEXT = '''
 def f(a, b):
@@ -104,7 +105,7 @@ from tools.support.mutant_tests import Field
 root = Path(sys.argv[1])
 field = Field(root / "source", root / "copy", root, heavy=())
 for line, before, after in ((5, "n // 2", "n * 2"), (4, "return 0", "return 1"), (3, "n < 0", "n <= 0"), (2, "(n)", "[n]")):
-    print(field.judge("vllm_ascend_pd/x.py", lambda text: text.replace(before, after), (line, line), ("test_x",), 0, 60.0))
+    print(field.judge("vllm_ascend_pd/x.py", lambda text: text.replace(before, after), (line, line), ("test_x",), "", 60.0))
 """
 
 
@@ -134,6 +135,15 @@ def test_every_folder_with_tests_of_its_own_is_there() -> None:
         assert (mutate.ROOT / "vllm_ascend_pd" / folder).exists()
         for pattern in patterns:
             assert list((mutate.ROOT / "tests/unit").rglob(pattern + ".py")), pattern
+
+
+def test_each_simulator_runs_for_changes_of_what_it_runs() -> None:
+    """Where a folder has moved, its changes would go to no simulator, or to another one, and survive."""
+    drawn = mutate.drawn(tuple(mutate.TESTS), len(mutate.TESTS), 7)
+    by_folder = {mutant.path.split("/")[1]: mutate.simulator_of(mutant) for mutant in drawn}
+    none = dict.fromkeys(("transport", "channel", "admission"), "")
+    assert by_folder == {**mutate.SIMULATED, **none}
+    assert by_folder["router"] == FRONT and by_folder["protocol"] == PROTOCOL
 
 
 def test_a_change_that_changes_nothing_needs_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
