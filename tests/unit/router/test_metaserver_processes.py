@@ -366,7 +366,7 @@ def test_an_engines_words_never_look_like_lines_of_the_log(capsys: pytest.Captur
 
 
 def test_a_log_in_json_is_an_object_in_each_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever engines say, and also by two workers and their supervisor."""
+    """Two workers and their supervisor write such lines too, and no word of an engine ends one."""
     forged = '{"level": "CRITICAL", "message": "forged"}'
     with running("--attempts", "1", "--circuit-failures", "1", "--log-format", "json", canary=True) as r:
         r.decode.usual.wedged, r.decode.usual.said = True, f'"}}\n{forged}\r\x1b[2K\u2028{forged}'.encode()
