@@ -184,10 +184,35 @@ class BuildExtension(build_ext):
             )
 
 
+# ---- the page of a package index: what is built for GitHub names the repository, and its links lead there
+
+
+def repository() -> str:
+    """Return the address of the repository that GitHub builds; "" elsewhere."""
+    server, name = (os.environ.get(f"GITHUB_{word}", "") for word in ("SERVER_URL", "REPOSITORY"))
+    return f"{server}/{name}" if server and name else ""
+
+
+def readme(url: str) -> str:
+    text = (ROOT / "README.md").read_text()
+    version = re.search(r'^__version__ = "(.+)"$', (ROOT / "vllm_ascend_pd/__init__.py").read_text(), re.MULTILINE)
+    if not url or version is None:
+        return text
+
+    def absolute(link: re.Match[str]) -> str:
+        return f"{link[1]}({url}/{'raw' if link[1].startswith('!') else 'blob'}/v{version[1]}/{link[2]})"
+
+    return re.sub(r"(!?\[[^\]]*\])\((?!#|\w+:)([^)\s]+)\)", absolute, text)
+
+
+url = repository()
 with_ops = os.environ.get("VLLM_ASCEND_PD_OPS", "1")
 if with_ops not in ("0", "1"):
     missing(f"VLLM_ASCEND_PD_OPS={with_ops} is not understood.", "Set it to 0 or 1.")
 setup(
+    long_description=readme(url),
+    long_description_content_type="text/markdown",
+    project_urls={"Repository": url, "Changelog": f"{url}/blob/main/CHANGELOG.md"} if url else {},
     ext_modules=[
         Extension(
             "vllm_ascend_pd._C",

@@ -1,26 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A D whose ranks are on two hosts: two network namespaces of this machine, joined by a wire.
-
-P, the metaserver, D's first rank and this test are in one, D's second rank is in the other. Each host has its own
-loopback, so nothing arrives that is sent to a wrong host. The addresses exist in these namespaces only.
-"""
+"""A D whose ranks are on two hosts: P, the metaserver and D's first rank on one, D's second rank on the other."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pairs import Pair, fresh_prompt
+from two_hosts import HERE, THERE, WIRE, two_hosts
 
-from tools.support.checks import eventually, loaded_tokens
+from tools.support.checks import loaded_tokens
 from tools.support.cluster import STRICT, Cluster
 from tools.support.compare import AnswerTally
 from tools.support.models import ensure
@@ -30,63 +22,12 @@ from vllm_ascend_pd.viewer.timeline import Trace
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 
 EXPERTS = Path(__file__).parent / "plugins" / "experts"
-WIRE = "pd0"
-HERE, THERE = "10.213.0.1", "10.213.0.2"
-CLONE_NEWNET = 0x40000000
-
-
-def _run(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True, text=True, timeout=20)
-
-
-def _entered(holder: subprocess.Popen[bytes]) -> tuple[str, ...]:
-    return ("nsenter", f"--net=/proc/{holder.pid}/ns/net")
-
-
-def _join(path: str) -> None:
-    """Move this thread, and what it starts from now on, into a network namespace."""
-    with Path(path).open("rb") as namespace:
-        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"setns {path}")
-
-
-@contextmanager
-def _holding() -> Iterator[subprocess.Popen[bytes]]:
-    """Hold a new network namespace by a process that only sleeps."""
-    own = Path("/proc/self/ns/net").readlink()
-    holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
-    try:
-        eventually(lambda: holder.poll() is not None or Path(f"/proc/{holder.pid}/ns/net").readlink() != own, "unshare")
-        yield holder
-    finally:
-        holder.kill()
-        holder.wait(10.0)
 
 
 @pytest.fixture
 def second_host() -> Iterator[tuple[str, ...]]:
-    """Words before a command that run it on the second host. The test itself is on the first."""
-    for needed in ("unshare", "nsenter", "ip"):
-        if shutil.which(needed) is None:
-            pytest.skip(f"this machine has no {needed}")
-    tried = subprocess.run(
-        ["unshare", "--net", "ip", "link", "set", "lo", "up"], capture_output=True, text=True, check=False, timeout=20
-    )
-    if tried.returncode:
-        pytest.skip(f"this machine allows no network namespaces: {tried.stderr.strip()}")
-    with ExitStack() as stack:
-        first, second = (stack.enter_context(_holding()) for _ in range(2))
-        _run(
-            *_entered(first), "ip", "link", "add", WIRE, "type", "veth", "peer", "name", WIRE, "netns", str(second.pid)
-        )
-        for holder, address in ((first, HERE), (second, THERE)):
-            for words in (f"addr add {address}/24 dev {WIRE}", f"link set {WIRE} up", "link set lo up"):
-                _run(*_entered(holder), "ip", *words.split())
-        before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-        stack.callback(os.close, before)
-        stack.callback(_join, f"/proc/self/fd/{before}")
-        _join(f"/proc/{first.pid}/ns/net")
-        yield _entered(second)
+    with two_hosts() as words:
+        yield words
 
 
 def test_ranks_of_one_d_on_two_hosts(cluster: Cluster, tally: AnswerTally, second_host: tuple[str, ...]) -> None:

@@ -161,15 +161,15 @@ CEILINGS = {
     ".": 1715,  # 40 so that an engine takes a changed secret without a restart
     "admission": 810,  # 15 for latents in int8, and for context parallelism beside an indexer's own layer and MTP
     "channel": 1080,
-    "cli": 3590,  # 160 for DeepSeek-V4, loads that several metaservers share, a host of the metaserver, the TLS of NPUs
+    "cli": 3660,  # 70 for the pool of DeepSeek-V4's groups, and for net health and super pod of NPUs
     "decode": 3055,  # 265 so that tokens of others, and other routers than ours, have a seam each
     "device": 730,
     "geometry": 2550,
-    "observe": 517,  # 10 so that a log that nobody reads holds up no request
-    "prefill": 4080,  # 20 for the same
+    "observe": 525,  # 10 so that a log that nobody reads holds up no request
+    "prefill": 4080,  # 20 for these seams
     "protocol": 4335,
     "regroup": 935,
-    "router": 9159,  # 230 for responses and messages, which went past P before: ids, forms of events and of errors
+    "router": 9175,  # 15 for a log in JSON; 230 for responses and messages, which went past P before: ids, forms of events and of errors
     "shared": 1050,
     "transport": 1970,
     "viewer": 615,

@@ -6,6 +6,7 @@ No cache of it depends on TP: every rank has all of it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from vllm_ascend_pd.cli.flag_values import refuse
@@ -13,7 +14,9 @@ from vllm_ascend_pd.cli.model import Model
 from vllm_ascend_pd.geometry.layout import COMPRESSED, WINDOW, CacheGeometry, Group, LayerKind, Region
 
 BLOCKS = (32, 64, 128)  # values of --block-size; of a compressor's entries a block has a 16th or a quarter
-_FLOAT32, _KEY, _SCALE = 4, 1, 2  # bytes of a number: of a compressor's entries, of index keys, of their scales
+_WINDOWS = 2  # index of the group of all layers' windows
+# Bytes of a number: of a latent, of a compressor's entries, of index keys, of their scales.
+_LATENT, _FLOAT32, _KEY, _SCALE = 2, 4, 1, 2
 
 
 def geometry(model: Model, flag: str, tp: int, pp: int, size: int, item: int, drafts: int) -> CacheGeometry:
@@ -22,6 +25,8 @@ def geometry(model: Model, flag: str, tp: int, pp: int, size: int, item: int, dr
         refuse(f"{flag}-pp", pp, "the model compresses its latents", "Give 1: an engine does not start with more.")
     if size not in BLOCKS:
         refuse("--block-size", size, "the windows' blocks follow from it", f"Give one of {BLOCKS}.")
+    if item != _LATENT:
+        refuse("--dtype", f"{item} bytes a number", "vllm-ascend has its latents in bf16", "Leave it out.")
     groups = (
         *(Group(size, COMPRESSED, ratio) for ratio in (4, 128)),
         *(Group(*sizes) for sizes in ((size, WINDOW, model.window), (size // 16, WINDOW, 8), (size // 4, WINDOW, 128))),
@@ -44,6 +49,27 @@ def geometry(model: Model, flag: str, tp: int, pp: int, size: int, item: int, dr
     )
 
 
+def pool(d: CacheGeometry, tokens: int) -> tuple[int, int]:
+    """Return the bytes of a block of the pool that all groups share, and the blocks that a prompt takes of it.
+
+    A block has a page of latents and one of index keys for each place in a group. vllm-ascend divides windows among
+    groups of the length with the fewest empty places, and gives layers of a draft model places of their own.
+    """
+    counts, pages, layers = Counter(d.kind_indices), 0, [0] * len(d.groups)
+    for index, kind in enumerate(d.kinds):
+        layers[kind.group_index] = counts[index]  # all kinds of a group have as many
+        pages += sum(region.block_stride for region in kind.regions) if kind.group_index == 0 else 0
+    length = min(range(layers[0], max(layers) + 1), key=lambda n: (sum(-count % n for count in layers), -n))
+    blocks, places = 0, 0
+    for index, (group, count) in enumerate(zip(d.groups, layers, strict=True)):
+        whole, size = -(-(tokens // group.per_entry) // group.block_size), group.block_size
+        parts = -(-count // length) if group.partial else 1
+        blocks += parts * min(whole, -(-(group.n - 1) // size) + 1) if group.partial else whole
+        own = count - len(d.drafts) if index == _WINDOWS else count
+        places = max(places, -(-own // parts))
+    return (places + len(d.drafts)) * pages, blocks
+
+
 def _kinds(
     model: Model, groups: tuple[Group, ...], item: int, drafts: int
 ) -> Iterator[tuple[LayerKind, tuple[str, ...]]]:
@@ -55,7 +81,7 @@ def _kinds(
         (0, "attn", fours, (("latent of 4 tokens", dim * item),)),
         (0, "indexer.k_cache", fours, (("index key", key * _KEY), ("its scale", _SCALE))),
         (1, "attn", longs, (("latent of 128 tokens", dim * item),)),
-        (2, "swa_cache", all_layers, (("window", dim * item),)),
+        (_WINDOWS, "swa_cache", all_layers, (("window", dim * item),)),
         (3, "compressor.state_cache", fours, (("compressor of 4", 4 * dim * _FLOAT32),)),
         (3, "indexer.compressor.state_cache", fours, (("indexer's compressor", 4 * key * _FLOAT32),)),
         (4, "compressor.state_cache", longs, (("compressor of 128", 2 * dim * _FLOAT32),)),

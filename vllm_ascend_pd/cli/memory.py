@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from vllm_ascend_pd.cli import compressed
 from vllm_ascend_pd.cli.flag_values import positive, refuse
 from vllm_ascend_pd.cli.shape import PlanInput
 from vllm_ascend_pd.config import RegroupConfig
@@ -135,10 +136,20 @@ def beside_cache(p: CacheGeometry, args: argparse.Namespace) -> BesideCache:
 
 def room(d: CacheGeometry, shape: PlanInput, nbytes: int) -> DecodeRoom:
     """Return what `nbytes` hold on each rank of D. Raise ConfigError for a cache whose blocks are not known here."""
+    if shape.model.ratios:
+        block_bytes, per_prompt = compressed.pool(d, shape.tokens)
+        differ = True
+    else:
+        block_bytes, per_prompt, differ = _pool(d, shape, nbytes)
+    blocks = nbytes // block_bytes
+    prompts = max(0, blocks - 1) // per_prompt  # vLLM keeps one block as the empty one
+    tokens = prompts * shape.tokens if differ else max(0, blocks - 1) * d.covers
+    return DecodeRoom(nbytes, block_bytes, blocks, tokens, prompts)
+
+
+def _pool(d: CacheGeometry, shape: PlanInput, nbytes: int) -> tuple[int, int, bool]:
+    """Return the bytes of a block, the blocks of a prompt, and whether layers differ in the tokens that they keep."""
     model, item = shape.model, shape.item
-    if model.ratios:
-        why = "its groups share pages, and how many each takes is not known"
-        refuse("--kv-memory", f"{nbytes / GIB:g}", why, "Leave it out; D's log has the blocks.")
     layer = sum(region.block_stride for kind in d.kinds if not kind.group.stateful for region in kind.regions)
     stages = [len([name for name in stage if name.endswith(".attn")]) for stage in d.stages]
     buckets = [max(stages) - len(model.windowed), len(model.windowed)]
@@ -157,7 +168,4 @@ def room(d: CacheGeometry, shape: PlanInput, nbytes: int) -> DecodeRoom:
     sizes = [count for count in buckets if count]
     group = max(sizes) if max(sizes) < 1.5 * min(sizes) else min(sizes)
     per_prompt = sum(-(-count // group) * blocks for count, blocks in zip(buckets, wanted, strict=True))
-    blocks = nbytes // (group * layer)
-    prompts = max(0, blocks - 1) // per_prompt  # vLLM keeps one block as the empty one
-    tokens = max(0, blocks - 1) * d.covers if len(sizes) == 1 and not model.windowed else prompts * shape.tokens
-    return DecodeRoom(nbytes, group * layer, blocks, tokens, prompts)
+    return group * layer, per_prompt, len(sizes) > 1 or bool(model.windowed)

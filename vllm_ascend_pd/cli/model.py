@@ -144,11 +144,11 @@ def described(model: str, config: Mapping[str, Any]) -> Model:
     names = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
     drafts = next((size(name) for name in names if config.get(name)), 0)
     if ratios := config.get("compress_ratios"):
-        valid = isinstance(ratios, list) and len(ratios) >= layers and all(r in (0, 4, 128) for r in ratios[:layers])
-        if not valid:
-            refuse("--model", model, "its compress_ratios are not 0, 4 or 128 for each layer", _REMEDY)
+        own = tuple(ratios[:layers]) if isinstance(ratios, list) else ()
+        if len(own) < layers or any(ratio not in (0, 4, 128) for ratio in own) or not (4 in own and 128 in own):
+            refuse("--model", model, "its compress_ratios are not 4, 128, and 0 for other layers", _REMEDY)
         dim, window, index = size("head_dim"), size("sliding_window"), size("index_head_dim")
-        return Model(1, dim, layers, True, window, index=index, drafts=drafts, ratios=tuple(ratios[:layers]))
+        return Model(1, dim, layers, True, window, index=index, drafts=drafts, ratios=own)
     if config.get("kv_lora_rank"):
         index = size("index_head_dim") if config.get("index_topk") else 0  # as if all layers had an indexer
         rope = size("qk_rope_head_dim")

@@ -26,15 +26,22 @@ class LogThread(logging.Handler):
         self._thread = started("pd-log", self._run)
 
     def emit(self, record: logging.LogRecord) -> None:
-        more = f"\n  (before this line {self._dropped} were dropped, which nobody took)" if self._dropped else ""
         try:
-            self.lines.put_nowait(f"{self.format(record)}{more}\n")
+            self.lines.put_nowait(f"{self._lost()}{self.format(record)}\n")
             self._dropped = 0
         except queue.Full:
             self._dropped += 1
         if self._thread is None:  # the system refuses one
             self.end()
             self._run()
+
+    def _lost(self) -> str:
+        """Return the line that says how many are missing here; "" if none is."""
+        if not self._dropped:
+            return ""
+        words = "%d lines were dropped, which nobody took"
+        record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, words, (self._dropped,), None)
+        return f"{self.format(record)}\n"
 
     def _run(self) -> None:
         while left := self.lines.get().encode(errors="backslashreplace"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import ipaddress
+import json
 import logging
 import os
 import re
@@ -40,6 +42,20 @@ class LineByLine(logging.Formatter):
         return "\n".join("  " + one_line(line, _MAX_LOGGED) for line in super().formatException(ei).splitlines())
 
 
+class JsonLines(logging.Formatter):
+    """A JSON object for each record, in a line of its own, which nobody's words can end."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        said = record.getMessage()[:_MAX_LOGGED]
+        when = datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc).isoformat(timespec="milliseconds")
+        found = {"time": when, "level": record.levelname, "logger": record.name, "message": said}
+        if code := re.search(r"\bPD-[A-Z]+-\d{3}\b", said):
+            found["code"] = code[0]
+        if record.exc_info:
+            found["traceback"] = self.formatException(record.exc_info)[-_MAX_LOGGED:]
+        return json.dumps(found)
+
+
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "metaserver",
@@ -56,6 +72,7 @@ def common(parser: argparse.ArgumentParser, subcommand: str) -> dict[str, Any]:
     """Add what both subcommands have. Return the parser's groups by title."""
     groups = add_flags(parser, subcommand)
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="log level")
+    parser.add_argument("--log-format", default="text", choices=("text", "json"), help="json: an object in each line")
     parser.add_argument("--as-worker", default="", help=argparse.SUPPRESS)
     return groups
 
@@ -239,7 +256,8 @@ def _named(role: Role, ours: tuple[str, ...], given: dict[str, Any], word: str) 
 
 
 def run(args: argparse.Namespace) -> int:
-    with logged(2, LineByLine("%(asctime)s %(levelname)s %(message)s"), args.log_level.upper()):
+    text = LineByLine("%(asctime)s %(levelname)s %(message)s")
+    with logged(2, JsonLines() if args.log_format == "json" else text, args.log_level.upper()):
         return _serve(args, settings_of(args))
 
 

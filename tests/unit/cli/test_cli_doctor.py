@@ -478,7 +478,8 @@ def test_an_npu_host_that_has_everything_is_good(tmp_path: Path) -> None:
     assert npu.present(root)
     found = npu_checks(root, ASCEND_CONNECT_TIMEOUT="3000", ASCEND_TRANSFER_TIMEOUT="10000", HCCL_IF_IP=LOOPBACK)
     assert {name: check.level for name, check in found.items()} == {
-        "npu": GOOD, "cann": GOOD, "hccn.conf": GOOD, "links": NOTE, "tls": NOTE, "environment": GOOD, "network": GOOD,
+        "npu": GOOD, "cann": GOOD, "hccn.conf": GOOD, "links": NOTE, "net health": NOTE, "tls": NOTE,
+        "super pod": NOTE, "environment": GOOD, "network": GOOD,
     }  # fmt: skip
 
 
@@ -533,12 +534,42 @@ def test_the_network_that_hccl_takes_is_one_of_this_host(environ: dict[str, str]
 
 
 def test_a_link_that_is_down_is_named(tmp_path: Path) -> None:
-    tool = npu_host(tmp_path) / npu.TOOL
-    tool.parent.mkdir(parents=True)
-    tool.touch()
+    with_tool(npu_host(tmp_path), npu.TOOL)
     said = {"0": "link status: UP\n", "1": "link status: DOWN\n"}
     levels = [check.level for check in npu.links(tmp_path, [0, 1], lambda words: said[words[2]])]
     assert levels == [GOOD, FAILURE]
+
+
+def with_tool(root: Path, name: str) -> Path:
+    (root / name).parent.mkdir(parents=True)
+    (root / name).touch()
+    return root
+
+
+def test_an_npu_whose_own_probe_finds_no_network_is_named(tmp_path: Path) -> None:
+    """Words of the vendor's manual; no NPU has said them here."""
+
+    def check(*statuses: str) -> Check:
+        return npu.health(tmp_path, [0, 1], lambda words: f"net health status: {statuses[int(words[2])]}\n")
+
+    assert check("Success", "Success").level == NOTE, "hccn_tool is not here"
+    with_tool(tmp_path, npu.TOOL)
+    assert check("Success", "Success").level == GOOD
+    assert check("Success", "Receive timeout").level == WARNING
+    assert check("Init", "Receive timeout").says == "NPU 0: Init, NPU 1: Receive timeout"
+    assert npu.health(tmp_path, [0], lambda _: "cmd execution failed").level == NOTE
+    assert npu.health(tmp_path, [], lambda _: "").level == NOTE
+
+
+def test_the_super_pod_of_a_host_is_said_and_others_have_none(tmp_path: Path) -> None:
+    rows = {"SDID": 16777216, "Super Pod Size": 384, "Super Pod ID": 3, "Server Index": 4}
+    said = "".join(f"\t{name:<30} : {value}\n" for name, value in rows.items())
+    assert npu.super_pod(tmp_path, lambda _: said).level == NOTE, "npu-smi is not here"
+    with_tool(tmp_path, npu.SMI)
+    check = npu.super_pod(tmp_path, lambda words: said if words[1:4] == ["info", "-t", "spod-info"] else "")
+    assert check.level == GOOD and check.says.startswith("3, server 4 ")
+    other = npu.super_pod(tmp_path, lambda _: "This device does not support querying spod-info.\n")
+    assert other.level == GOOD and other.says.startswith("none")
 
 
 def test_npus_have_one_tls_switch(tmp_path: Path) -> None:
@@ -549,8 +580,7 @@ def test_npus_have_one_tls_switch(tmp_path: Path) -> None:
         return npu.tls(tmp_path, [0, 1], lambda words: line.format(words[2], switches[int(words[2])]))
 
     assert check("0", "0").level == NOTE, "hccn_tool is not here"
-    (tmp_path / npu.TOOL).parent.mkdir(parents=True)
-    (tmp_path / npu.TOOL).touch()
+    with_tool(tmp_path, npu.TOOL)
     assert check("0", "0").level == check("1", "1").level == GOOD
     assert check("0", "1").level == FAILURE and "NPU 0: 0, NPU 1: 1" in check("0", "1").says
     assert npu.tls(tmp_path, [0, 1], lambda _: "cmd execution failed").level == NOTE

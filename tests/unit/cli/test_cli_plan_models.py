@@ -118,6 +118,29 @@ def test_of_deepseek_v4_go_complete_entries_and_windows(planned: PlanOfModel) ->
     assert received(short, 0)[1] == fours * 25 * (latent + 130) + windows
 
 
+def test_groups_of_deepseek_v4_take_their_blocks_from_one_pool(planned: PlanOfModel) -> None:
+    """21 layers have latents for 4 tokens, 20 for 128, 43 a window, 21 and 20 a compressor.
+
+    As groups of 22 windows are two, and 1 + 2 + 1 + 1 + 2 places stay empty; of 21 they would be three, with 20 empty.
+    A block is 22 pages of latents and 22 of index keys, of which a prompt of 4,096 tokens has 8 for 1,024 entries,
+    1 for 32 entries, 2 for each group of windows, and 2 and 5 for windows of 8 and 128 tokens in blocks of 8 and 32.
+    """
+    pages = BLOCK * 512 * 2 + BLOCK * (128 + 2)
+    made = planned("DeepSeek-V4-Flash", 4, 2, "--kv-memory", "20")
+    blocks, wanted = 20 * GIB // (22 * pages), 8 + 1 + 2 * 2 + 2 + 5
+    assert holds(made) == (blocks, (blocks - 1) // wanted * TOKENS, (blocks - 1) // wanted) == (6608, 1_351_680, 330)
+    # A layer of MTP is one window more, in the group of 21, and has a place for itself.
+    drafted = planned("DeepSeek-V4-Flash", 4, 2, "--draft-layers", "1", "--kv-memory", "20")
+    assert holds(drafted)[::2] == (20 * GIB // (23 * pages), (20 * GIB // (23 * pages) - 1) // wanted)
+    # Blocks of 32 entries, of which 1,024 entries are 32; of windows' 32 tokens 5; of 2 tokens 5; of 8 tokens 17.
+    small = planned("DeepSeek-V4-Flash", 1, 1, "--block-size", "32", "--kv-memory", "20")
+    blocks, wanted = 20 * GIB // (22 * pages // 4), 32 + 1 + 2 * 5 + 5 + 17
+    assert holds(small)[::2] == (blocks, (blocks - 1) // wanted) == (26433, 406)
+    # A prompt of 100 tokens fills no window, and its 25 entries are a block; it has no entry of 128 tokens.
+    short = planned("DeepSeek-V4-Flash", 4, 2, "--tokens", "100", "--kv-memory", "20")
+    assert holds(short)[2] == (6608 - 1) // (1 + 0 + 2 * 1 + 2 + 4) == 734
+
+
 def test_the_larger_stage_of_a_pipeline_decides_how_many_blocks_there_are(planned: PlanOfModel) -> None:
     made = planned("DeepSeek-V3.1", 8, 1, "--d-pp", "2", "--kv-memory", "20")
     assert holds(made)[0] == 20 * GIB // (31 * (LATENT + ROPE))
@@ -282,7 +305,7 @@ def test_three_layers_of_bamba_have_attention(planned: PlanOfModel) -> None:
         ("DeepSeek-V4-Flash", ["--d-pp", "2"], "--d-pp = 2"),
         ("DeepSeek-V4-Flash", ["--block-size", "256"], "--block-size = 256"),
         ("DeepSeek-V4-Flash", ["--p-dcp", "2"], "--p-dcp = 2"),
-        ("DeepSeek-V4-Flash", ["--kv-memory", "20"], "--kv-memory = '20'"),
+        ("DeepSeek-V4-Flash", ["--dtype", "fp8"], "--dtype = '1 bytes a number'"),
     ],
 )
 def test_sizes_that_do_not_belong_together_are_named(
@@ -294,7 +317,7 @@ def test_sizes_that_do_not_belong_together_are_named(
     assert not printed.out and printed.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("ratios", [[4] * 42, "4", [8] * 43, [[4]] * 43])
+@pytest.mark.parametrize("ratios", [[4] * 42, "4", [8] * 43, [[4]] * 43, [4] * 43, [0, 128] * 22])
 def test_ratios_that_are_not_those_of_all_layers_are_named(
     ratios: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -76,6 +76,7 @@ RUN_BY = {
     "scripts/fault_matrix.sh": "tests/integration/test_faults.py",
     "scripts/field.sh": "tests/unit/scripts/test_field.py",
     "scripts/upstream.sh": "tests/unit/scripts/test_upstream.py",
+    "scripts/images.sh": "tests/unit/packaging/test_images.py",
     "scripts/release.sh": "tests/unit/packaging/test_release.py",
     "scripts/fuzz.sh": "tests/unit/scripts/test_fuzz.py",
     "scripts/launch_1p1d.sh": "tests/unit/scripts/test_scripts_launch.py",

@@ -24,6 +24,7 @@ from packaging.utils import canonicalize_name
 
 from unit.cli.published import written
 from unit.router.command import running
+from vllm_ascend_pd import __version__
 from vllm_ascend_pd.cli.__main__ import SUBCOMMANDS
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
@@ -35,6 +36,8 @@ BUILD_ENVIRONMENT = (
     "VLLM_ASCEND_PD_NPU",
     "VLLM_ASCEND_PD_OPS",
     "VLLM_ASCEND_PD_TORCH",
+    "GITHUB_REPOSITORY",
+    "GITHUB_SERVER_URL",
     "PYTHONPATH",
 )
 
@@ -140,6 +143,26 @@ def test_metadata_needs_no_torch(bare_python: Path, isolated: Path, tree: Path) 
     code, output = build(bare_python, isolated, tree, "--version")
     assert code == 0, output
     assert re.fullmatch(r"\d+\.\d+\.\d+\S*", output.split()[-1])
+
+
+def test_what_github_builds_has_links_that_lead_there(bare_python: Path, isolated: Path, tree: Path) -> None:
+    """Elsewhere nobody knows an address, and the page is README as it is."""
+
+    def page(**environment: str) -> str:
+        code, output = build(bare_python, isolated, tree, "egg_info", **environment)
+        assert code == 0, output
+        return (tree / "vllm_ascend_pd.egg-info/PKG-INFO").read_text()
+
+    readme, plain = (ROOT / "README.md").read_text(), page()
+    assert plain.endswith(readme) and "\nDescription-Content-Type: text/markdown\n" in plain
+    assert "Project-URL" not in plain
+    github = page(GITHUB_SERVER_URL="https://github.com", GITHUB_REPOSITORY="someone/pd")
+    assert "\nProject-URL: Repository, https://github.com/someone/pd\n" in github
+    links, relative = re.findall(r"\]\(([^)]+)\)", github), re.findall(r"\]\((?!https?:|#)([^)]+)\)", readme)
+    assert len(relative) > 20 and all(link.startswith(("https://", "http://", "#")) for link in links)
+    at = f"https://github.com/someone/pd/blob/v{__version__}/"
+    assert {f"{at}{link}" for link in relative if not link.endswith((".svg", ".png"))} <= set(links)
+    assert f"https://github.com/someone/pd/raw/v{__version__}/docs/status.png" in links
 
 
 def test_an_old_torch_is_named_with_its_version(isolated: Path, tree: Path, tmp_path: Path) -> None:

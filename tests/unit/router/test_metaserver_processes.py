@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import logging
 import re
 import ssl
@@ -23,7 +25,7 @@ from unit.router.fake_engine import words
 from vllm_ascend_pd.cli.__main__ import main, parser
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router import server, supervisor
-from vllm_ascend_pd.router.command import LineByLine, settings_of
+from vllm_ascend_pd.router.command import JsonLines, LineByLine, settings_of
 from vllm_ascend_pd.router.core.decisions import Role
 from vllm_ascend_pd.router.fleet import parse_specs
 from vllm_ascend_pd.router.settings import read_token
@@ -361,6 +363,34 @@ def test_an_engines_words_never_look_like_lines_of_the_log(capsys: pytest.Captur
     assert sum("answered 500" in line for line in lines) and sum("not proven" in line for line in lines)
     assert sum("forged" in line for line in lines) >= 2
     assert not [line for line in lines if not re.match(r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ (?!forged)", line)]
+
+
+def test_a_log_in_json_is_an_object_in_each_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two workers and their supervisor write such lines too, and no word of an engine ends one."""
+    forged = '{"level": "CRITICAL", "message": "forged"}'
+    with running("--attempts", "1", "--circuit-failures", "1", "--log-format", "json", canary=True) as r:
+        r.decode.usual.wedged, r.decode.usual.said = True, f'"}}\n{forged}\r\x1b[2K\u2028{forged}'.encode()
+        assert r.complete("x").status_code == 500
+    with running("--log-format", "json", workers=2):
+        pass
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line]
+    assert {"INFO", "WARNING"} <= {record["level"] for record in records} <= {"INFO", "WARNING", "ERROR"}
+    assert any("forged" in record["message"] for record in records)
+    assert all(datetime.datetime.fromisoformat(record["time"]).tzinfo for record in records)
+    assert all(record["logger"] for record in records)
+
+
+def test_a_record_in_json_has_its_code_and_is_bounded() -> None:
+    try:
+        raise ValueError("\n\u2028" * 10_000)
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, __file__, 1, "%s", ("PD-META-011: no\n" * 1000,), sys.exc_info())
+    line = JsonLines().format(record)
+    assert line.isascii() and line.isprintable() and len(line) < 50_000
+    found = json.loads(line)
+    assert found["code"] == "PD-META-011" and len(found["message"]) == len(found["traceback"]) == 4000
+    plain = json.loads(JsonLines().format(logging.LogRecord("x", logging.INFO, __file__, 1, "well", (), None)))
+    assert plain.keys() == {"time", "level", "logger", "message"}
 
 
 def test_a_traceback_in_the_log_has_no_line_that_looks_like_a_record() -> None:

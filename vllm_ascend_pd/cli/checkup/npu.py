@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a host with Ascend NPUs: CANN, hccn.conf, links, Mooncake's environment. None has run on such a host."""
+"""Checks of a host with Ascend NPUs: CANN, hccn.conf, links, Mooncake's environment. None has run on such a host.
+
+What hccn_tool and npu-smi print is known from the vendor's manuals and the source of its driver.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.transport.package import ascend_timeouts
 
 TOOL = "usr/local/Ascend/driver/tools/hccn_tool"
+SMI = "usr/local/sbin/npu-smi"
 TOOL_S = 10.0
 _CANN_FILES = ("version.cfg", "version.info", "compiler/version.info", "runtime/version.info")
 
@@ -47,7 +51,9 @@ def checks(options: HostOptions, root: Path = ROOT) -> Iterator[Check]:
     yield cann(options.environ, root)
     yield hccn_conf(root, devices)
     yield from links(root, devices)
+    yield health(root, devices)
     yield tls(root, devices)
+    yield super_pod(root)
     yield from environment(options)
     yield network(options.environ, tuple(name for _, name in socket.if_nameindex()))
 
@@ -101,8 +107,8 @@ def _run(words: list[str]) -> str:
     return done.stdout + done.stderr
 
 
-def _tool(root: Path) -> str:
-    return str(root / TOOL) if (root / TOOL).exists() else shutil.which("hccn_tool") or ""
+def _tool(root: Path, name: str = TOOL) -> str:
+    return str(root / name) if (root / name).exists() else shutil.which(Path(name).name) or ""
 
 
 def links(root: Path, devices: list[int], run: RunCommand = _run) -> Iterator[Check]:
@@ -116,9 +122,36 @@ def links(root: Path, devices: list[int], run: RunCommand = _run) -> Iterator[Ch
             yield good("links", f"NPU {device} is up")
         else:
             words = " ".join(said.split())[:120] or "no answer"
-            yield failure(
-                "links", f"NPU {device}: {words}", "Check the cable and the switch; hccn_tool -i N -net_health -g."
-            )
+            yield failure("links", f"NPU {device}: {words}", "Check the cable and the switch.")
+
+
+def health(root: Path, devices: list[int], run: RunCommand = _run) -> Check:
+    """Check what each NPU's own probe of the network says: whether the address that it is told to try answers."""
+    tool = _tool(root)
+    said = {device: run([tool, "-i", str(device), "-net_health", "-g"]) for device in devices} if tool else {}
+    found = {
+        device: match[1] for device, words in said.items() if (match := re.search(r"health status:\s*(.+)", words))
+    }
+    bad = [f"NPU {device}: {status.strip()}" for device, status in found.items() if status.strip() != "Success"]
+    if bad:
+        return warning("net health", ", ".join(bad), "Compare hccn_tool -i N -netdetect -g, -gateway -g and -ip -g.")
+    if len(found) < len(devices) or not found:
+        return note("net health", "not known of each NPU", "Look on the host: hccn_tool -i N -net_health -g.")
+    return good("net health", "Success on each NPU")
+
+
+def super_pod(root: Path, run: RunCommand = _run) -> Check:
+    """Say in which super pod (Atlas A3) this host is: HCCS does not leave it."""
+    tool = _tool(root, SMI)
+    if not tool:
+        return note("super pod", "npu-smi is not here", "On Atlas A3 compare npu-smi info -t spod-info -i 0 -c 0.")
+    said = run([tool, "info", "-t", "spod-info", "-i", "0", "-c", "0"])
+    pod, server = (re.search(rf"{name}\s*:\s*(\d+)", said) for name in ("Super Pod ID", "Server Index"))
+    if not pod or not server:
+        return good("super pod", "none that npu-smi knows")
+    return good(
+        "super pod", f"{pod[1]}, server {server[1]} of it: P and D want one pod, and each host a server of its own"
+    )
 
 
 def tls(root: Path, devices: list[int], run: RunCommand = _run) -> Check:

@@ -12,6 +12,7 @@ Without the variable nothing is changed.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -165,10 +166,11 @@ def _revoke_on_order(runtime: Any) -> None:
 
 
 def _patch_wire() -> None:
-    """Let P's transfer engine report every write as done, and write nothing."""
+    """Let P's transfer engine report every write as done, and write nothing; let D have no descriptor to revoke."""
     import itertools
 
     from vllm_ascend_pd.transport.base import WriteState
+    from vllm_ascend_pd.transport.target import MooncakeTarget
     from vllm_ascend_pd.transport.wire import MooncakeWire
 
     submit, poll = MooncakeWire.submit, MooncakeWire.poll
@@ -186,6 +188,14 @@ def _patch_wire() -> None:
         dropped.remove(handle)
         return WriteState.LANDED
 
+    revoke = MooncakeTarget.revoke
+
+    def revoke_or_fail(self: MooncakeTarget) -> str:
+        if refuses("revocation"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return revoke(self)
+
+    MooncakeTarget.revoke = revoke_or_fail  # type: ignore[method-assign]
     MooncakeWire.submit = submit_or_drop  # type: ignore[method-assign]
     MooncakeWire.poll = poll_or_claim  # type: ignore[method-assign]
 
