@@ -76,35 +76,43 @@ class HttpWire(ResponseHandler):
         self._requests = 0
         self._answer: aiohttp.StreamReader | None = None  # to the last request; None: its head has not come
         self._came = self._unread = self._seen = 0  # bytes: since the request, since progress, of the body
-        self._silence_s, self._held = 0.0, False
-        self._until_head: asyncio.TimerHandle | None = None
+        self._silence_s, self._heard, self._held = 0.0, 0.0, False
+        self._look: asyncio.TimerHandle | None = None  # when the silence can be too long, or before that
 
     def limit_silence(self, seconds: float) -> None:
         """Fail from now on after a silence of this length, unless reading is paused."""
-        self.read_timeout = seconds
-        self.start_timeout()
+        self._silence_s, self._heard = seconds, self._loop.time()
+        if self._look is not None and self._look.when() > self._heard + seconds:
+            self._look.cancel()
+            self._look = None
+        if self._look is None:
+            self._look = self._loop.call_later(seconds, self._listen)
+
+    def _listen(self) -> None:
+        """Fail if the silence is too long, else look again when it can be: a timer for each piece would cost more."""
+        self._look = None
+        if self._answer is not None and self._answer.is_eof():
+            return
+        if self._held:
+            self._heard = self._loop.time()
+        if (left := self._heard + self._silence_s - self._loop.time()) > 0:
+            self._look = self._loop.call_later(left, self._listen)
+        else:
+            what = "answer" if self._answer is None else "data"
+            self.set_exception(UpstreamError(HttpFailure.TIMEOUT, f"no {what} in time"))
 
     def set_response_params(self, **params: Any) -> None:
         """Begin a request. Its head has all of `read_timeout` from now on, and interim answers do not put that off."""
         self._requests += 1
         self._answer, self._came, self._unread, self._seen = None, 0, 0, 0
-        self._silence_s = params.pop("read_timeout")
+        self.limit_silence(params.pop("read_timeout"))
         super().set_response_params(read_timeout=None, **params)
-        late = UpstreamError(HttpFailure.TIMEOUT, "no answer in time")
-        self._until_head = self._loop.call_later(self._silence_s, self.set_exception, late)
 
     def feed_data(self, data: Any, size: int = 0) -> None:
         message, body = data
         if message.code >= 200:
             self._answer = body
-            self._forget_head()
-            self.limit_silence(self._silence_s)
         super().feed_data(data, size)
-
-    def _forget_head(self) -> None:
-        if self._until_head is not None:
-            self._until_head.cancel()
-            self._until_head = None
 
     def data_received(self, data: bytes) -> None:
         if data and (not self._requests or (self._answer is not None and self._answer.is_eof())):
@@ -113,7 +121,9 @@ class HttpWire(ResponseHandler):
         self._came += len(data)
         self._unread += len(data)
         super().data_received(data)
-        seen = self._answer.total_bytes + 1 if self._answer is not None else 0
+        seen = 0
+        if self._answer is not None:
+            seen, self._heard = self._answer.total_bytes + 1, self._loop.time()
         if seen != self._seen:
             self._seen, self._unread = seen, 0
         elif self._unread > _UNREAD_BYTES:
@@ -126,11 +136,13 @@ class HttpWire(ResponseHandler):
     def resume_reading(self, *more: Any, **named: Any) -> None:
         """Read on, if reading is paused: aiohttp calls this for every piece, and parses nothing each time."""
         if self._held:
-            self._held = False
+            self._held, self._heard = False, self._loop.time()
             super().resume_reading(*more, **named)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._forget_head()
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
         if exc is not None and self._answer is not None and not self._answer.is_eof():
             self._answer.set_exception(aiohttp.ClientPayloadError(str(exc)))  # also if its end is the connection's
         super().connection_lost(exc)
