@@ -293,7 +293,9 @@ def _first_said(stream: bytes) -> bytes:
     The role at the beginning of a chat's stream does not count: the next event is on its way.
     """
     events = stream.split(b"\n\n")[:-1]
-    return next((event for event in events if event.strip() and not (_ROLE.search(event) or _OPENING.match(event))), b"")
+    return next(
+        (event for event in events if event.strip() and not (_ROLE.search(event) or _OPENING.match(event))), b""
+    )
 
 
 def _cut_short(exchange: HttpExchange, answer: Buffer) -> Cut | None:
