@@ -171,50 +171,48 @@ class DecodeScheduler(SchedulerRole):
         given = self.book.given(request.request_id)
         # The last given token is the next one that is computed here: to P all the others are prompt.
         tokens = [*request.prompt_token_ids, *given[:-1]] if given else request.prompt_token_ids
-        prompt = len(tokens), request_hash(request, tokens)
-        reservation = bind.reservation(self.engine.model_now, online.geometry, online.endpoints, *prompt)
         whole = online.geometry.recomputes_last and bind.end == len(tokens)
         leaves = online.geometry.recomputes_last and not whole
-        asks = None
-        if not given:
-            asks = self.first_tokens.ask(request, bind.transfer, recomputes_last=leaves, whole=whole)
-        if asks is not None or given:
-            seed = asks[0] if asks is not None else None
-            reservation = msgspec.structs.replace(reservation, seed=seed, needs=(WHOLE,) if whole else ())
-        elif whole:
+        asked = request, bind.transfer
+        asks = None if given else self.first_tokens.ask(*asked, recomputes_last=leaves, whole=whole)
+        if whole and asks is None and not given:
             raise LocalProtocolError(f"all of {request.request_id} is reserved, and no first token is asked for")
-        sealed = seal(reservation, self.engine.secrets)
-        trace.emit(
-            "reserved",
-            transfer=str(bind.transfer),
-            request=request.request_id,
-            ticket=route.ticket,
-            first=bind.first,
-            end=bind.end,
-            blocks=len(bind.taken()),
-        )
+        model = self.engine.model_now
+
+        def sealed() -> bytes:
+            prompt = len(tokens), request_hash(request, tokens)
+            reservation = bind.reservation(model, online.geometry, online.endpoints, *prompt)
+            if asks is not None or given:
+                seed = asks[0] if asks is not None else None
+                reservation = msgspec.structs.replace(reservation, seed=seed, needs=(WHOLE,) if whole else ())
+            return seal(reservation, self.engine.secrets)
+
+        if trace.enabled():
+            named = {"transfer": str(bind.transfer), "request": request.request_id, "ticket": route.ticket}
+            trace.emit("reserved", **named, first=bind.first, end=bind.end, blocks=len(bind.taken()))
         if isinstance(route, Meet):
-            self._offer(online, route, bind.transfer, sealed)
+            self._offer(online, route, bind.transfer, sealed())
             return
-        encoded = base64.b64encode(sealed).decode()
+
+        def body() -> dict[str, Any]:
+            """Return what is posted. It is made on the loop thread: a long prompt takes its time to be hashed."""
+            encoded = base64.b64encode(sealed()).decode()
+            if isinstance(route, PassingRouter):
+                return route.body(encoded)
+            named = {"ticket": route.ticket, "transfer": str(bind.transfer), "decode": self.engine.incarnation}
+            made: dict[str, Any] = {**named, "fingerprint": self.engine.fingerprint, "reservation": encoded}
+            if asks is not None:
+                made["first_token"] = asks[1]
+            if given:  # a drafter's KV at a position is that of the next token too
+                made["first_token"] = {"temperature": 0.0, "allowed_token_ids": [given[-1]]}
+            if given or (route.send_tokens and not request.mm_features):  # media are more than ids
+                made["prompt_token_ids"] = list(tokens)
+            return made
+
         if isinstance(route, PassingRouter):
-            asked_for = bind.transfer, route.router, route.body(encoded), deadline
-            online.client.reserve(*asked_for, query=route.query, silent_s=deadline)
-            return
-        body: dict[str, Any] = {
-            "ticket": route.ticket,
-            "transfer": str(bind.transfer),
-            "decode": self.engine.incarnation,
-            "fingerprint": self.engine.fingerprint,
-            "reservation": encoded,
-        }
-        if asks is not None:
-            body["first_token"] = asks[1]
-        if given:  # a drafter's KV at a position is that of the next token too
-            body["first_token"] = {"temperature": 0.0, "allowed_token_ids": [given[-1]]}
-        if given or (route.send_tokens and not request.mm_features):  # media are more than ids
-            body["prompt_token_ids"] = list(tokens)
-        online.client.reserve(bind.transfer, route.metaserver, body, deadline)
+            online.client.reserve(bind.transfer, route.router, body, deadline, query=route.query, silent_s=deadline)
+        else:
+            online.client.reserve(bind.transfer, route.metaserver, body, deadline)
 
     def _route(self, request: Any) -> KvRoute | None:
         """Return who brings the request's KV; None if it is prefilled locally."""
