@@ -76,35 +76,36 @@ class HttpWire(ResponseHandler):
         self._requests = 0
         self._answer: aiohttp.StreamReader | None = None  # to the last request; None: its head has not come
         self._came = self._unread = self._seen = 0  # bytes: since the request, since progress, of the body
-        self._silence_s, self._held = 0.0, False
-        self._until_head: asyncio.TimerHandle | None = None
+        self._silence_s, self._heard, self._held = 0.0, 0.0, False
+        self._look: asyncio.TimerHandle | None = None  # at the silence, before it can be too long
 
     def limit_silence(self, seconds: float) -> None:
         """Fail from now on after a silence of this length, unless reading is paused."""
-        self.read_timeout = seconds
-        self.start_timeout()
+        self._silence_s, self._heard = seconds, self._loop.time()
+        if self._look is None or self._look.when() > self._heard + seconds:
+            self._listen()
+
+    def _listen(self) -> None:
+        """Fail if the silence is too long, else look when it can be. To set a timer costs more than to read a piece."""
+        now, over = self._loop.time(), self._answer is not None and self._answer.is_eof()
+        left = (now if self._held else self._heard) + self._silence_s - now
+        if self._look is not None:
+            self._look.cancel()
+        self._look = self._loop.call_later(left, self._listen) if left > 0 and not over else None
+        if self._look is None and not over:
+            late = f"no {'answer' if self._answer is None else 'data'} in time"
+            self.set_exception(UpstreamError(HttpFailure.TIMEOUT, late))
 
     def set_response_params(self, **params: Any) -> None:
         """Begin a request. Its head has all of `read_timeout` from now on, and interim answers do not put that off."""
         self._requests += 1
         self._answer, self._came, self._unread, self._seen = None, 0, 0, 0
-        self._silence_s = params.pop("read_timeout")
+        self.limit_silence(params.pop("read_timeout"))
         super().set_response_params(read_timeout=None, **params)
-        late = UpstreamError(HttpFailure.TIMEOUT, "no answer in time")
-        self._until_head = self._loop.call_later(self._silence_s, self.set_exception, late)
 
     def feed_data(self, data: Any, size: int = 0) -> None:
-        message, body = data
-        if message.code >= 200:
-            self._answer = body
-            self._forget_head()
-            self.limit_silence(self._silence_s)
+        self._answer = data[1] if data[0].code >= 200 else None  # an interim answer is none
         super().feed_data(data, size)
-
-    def _forget_head(self) -> None:
-        if self._until_head is not None:
-            self._until_head.cancel()
-            self._until_head = None
 
     def data_received(self, data: bytes) -> None:
         if data and (not self._requests or (self._answer is not None and self._answer.is_eof())):
@@ -113,7 +114,8 @@ class HttpWire(ResponseHandler):
         self._came += len(data)
         self._unread += len(data)
         super().data_received(data)
-        seen = self._answer.total_bytes + 1 if self._answer is not None else 0
+        if seen := self._answer.total_bytes + 1 if self._answer is not None else 0:
+            self._heard = self._loop.time()
         if seen != self._seen:
             self._seen, self._unread = seen, 0
         elif self._unread > _UNREAD_BYTES:
@@ -126,11 +128,12 @@ class HttpWire(ResponseHandler):
     def resume_reading(self, *more: Any, **named: Any) -> None:
         """Read on, if reading is paused: aiohttp calls this for every piece, and parses nothing each time."""
         if self._held:
-            self._held = False
+            self._held, self._heard = False, self._loop.time()
             super().resume_reading(*more, **named)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._forget_head()
+        if self._look is not None:
+            self._look.cancel()
         if exc is not None and self._answer is not None and not self._answer.is_eof():
             self._answer.set_exception(aiohttp.ClientPayloadError(str(exc)))  # also if its end is the connection's
         super().connection_lost(exc)
@@ -248,7 +251,7 @@ class HttpSession:
                 # It does not count as a failure to connect: the server may have read the request, and begun.
                 why = f"it closed the connection, and then: {problem.why}"
                 raise UpstreamError(HttpFailure.BROKEN, why) from problem.__cause__
-            except (aiohttp.ClientError, asyncio.TimeoutError) as problem:
+            except aiohttp.ClientError as problem:
                 raise failed(problem) from problem
             if response.status == 101:
                 response.close()
@@ -281,7 +284,7 @@ async def read_piece(response: aiohttp.ClientResponse) -> bytes:
     content = response.content
     try:
         return await content.readany()
-    except (aiohttp.ClientError, HttpProcessingError, asyncio.TimeoutError, UpstreamError) as problem:
+    except (aiohttp.ClientError, HttpProcessingError, UpstreamError) as problem:
         content.set_exception(None)  # type: ignore[arg-type]
         came = content.read_nowait()
         content.set_exception(problem)
@@ -294,8 +297,6 @@ def failed(problem: Exception) -> UpstreamError:
     """Return what became of a request that had a connection. It may have been executed."""
     if isinstance(problem, UpstreamError):
         return problem
-    if isinstance(problem, asyncio.TimeoutError):
-        return UpstreamError(HttpFailure.TIMEOUT, "no data in time")
     if isinstance(problem, aiohttp.ClientResponseError | HttpProcessingError):
         return UpstreamError(HttpFailure.BROKEN, f"not HTTP: {problem.message}")
     why = str(problem)

@@ -141,6 +141,26 @@ def test_accepted_then_prefilled_comes_on_the_loop_thread(loop: LoopThread, scri
     assert server.posts == [{"ticket": "t"}] and mine.open_count() == 0
 
 
+def test_a_body_is_made_on_the_loop_thread_once_and_gets_an_outcome_if_it_cannot_be(
+    loop: LoopThread, scripted: Callable[..., Scripted]
+) -> None:
+    server, collected, made = scripted(status(503), WELL), CollectedOutcomes(), []
+
+    def body() -> dict[str, Any]:
+        made.append(threading.current_thread().name)
+        return {"ticket": "t"}
+
+    def none() -> dict[str, Any]:
+        raise ValueError("no body")
+
+    mine = client(loop, collected, server.served.url)
+    mine.reserve("k", server.served.url, body, 10)
+    assert collected.final("k").kind == "prefilled" and made == ["client-loop"]
+    assert server.posts == [{"ticket": "t"}, {"ticket": "t"}]
+    mine.reserve("none", server.served.url, none, 10)
+    assert collected.final("none").kind == "failed" and mine.open_count() == 0
+
+
 def test_each_post_is_a_stage_of_its_transfer(loop: LoopThread, scripted: Callable[..., Scripted]) -> None:
     server, collected = scripted(status(503), WELL), CollectedOutcomes()
     stages: list[tuple[str, Any]] = []

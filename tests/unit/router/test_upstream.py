@@ -196,6 +196,22 @@ async def test_silence_before_and_within_an_answer_ends_it() -> None:
         assert raised.value.failure is HttpFailure.TIMEOUT
 
 
+async def test_pieces_put_a_silence_off_and_a_shorter_limit_counts_from_then_on() -> None:
+    async with talking(says(*(LENGTH[i : i + 1] for i in range(len(LENGTH) - 1)), pause_s=0.02), idle_s=60.0) as (
+        _,
+        origin,
+        upstream,
+    ):
+        reply, got = await ask(upstream, origin, timeout_s=2.0), b""
+        while len(got) < 4:
+            got += await reply.read(0.5)
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(UpstreamError) as raised:
+            await asyncio.wait_for(reply.read(0.2), 5)
+        assert got == b"hell" and raised.value.failure is HttpFailure.TIMEOUT
+        assert asyncio.get_running_loop().time() - began > 0.19
+
+
 async def test_a_slow_reader_is_no_silence() -> None:
     """While data waits for the client the engine is not read, so it cannot send more."""
     size, sent = 4 << 20, 0

@@ -64,12 +64,20 @@ class ForeignRouters:
         )
         self._dialer = Dialer(dialing)
 
-    def reserve(self, route: KvRoute, transfer: TransferId, sealed: bytes) -> None:
+    def reserve(self, route: KvRoute, transfer: TransferId, sealed: Callable[[], bytes]) -> None:
         """Post a sealed reservation, or offer it until an outcome ends the offer."""
         if isinstance(route, PassingRouter):
-            body, deadline = route.body(base64.b64encode(sealed).decode()), self._engine.config.timers.recv_deadline_s
+            deadline = self._engine.config.timers.recv_deadline_s
+
+            def body() -> dict[str, Any]:
+                return route.body(base64.b64encode(sealed()).decode())
+
             self._client.reserve(transfer, route.router, body, deadline, query=route.query, silent_s=deadline)
-        elif isinstance(route, Meet) and len(sealed) <= MAX_MESSAGE_BYTES - OFFER_ROOM:
+        elif isinstance(route, Meet):
+            self._offer(route, transfer, sealed())
+
+    def _offer(self, route: Meet, transfer: TransferId, sealed: bytes) -> None:
+        if len(sealed) <= MAX_MESSAGE_BYTES - OFFER_ROOM:
             listener, offer = route.listener, Offer(transfer, sealed, route.source, route.name)
             self._loop.post(self._decide, lambda now: self._offers.offer(now, listener, offer))
         else:

@@ -52,12 +52,14 @@ _KIND = {"content-type": "application/json"}
 _MAX_REPORTS = 4096
 _MAX_CONNECTING = 64  # at once: a burst of reservations connects by and by, and none times out for that
 
+ReservedBody = dict[str, Any] | Callable[[], dict[str, Any]]
+
 
 @dataclass(slots=True, eq=False)
 class _Call:
     key: Hashable
     url: str
-    body: dict[str, Any] | AnswerWanted | None  # the latter is for an answer so far
+    body: ReservedBody | AnswerWanted | None  # the latter is for an answer so far
     deadline_s: float
     query: str = ""
     silent_s: float | None = None  # longest silence of the answer; None: three heartbeats
@@ -102,7 +104,7 @@ class MetaserverClient:
         self,
         key: Hashable,
         url: str,
-        body: dict[str, Any],
+        body: ReservedBody,
         deadline_s: float,
         *,
         query: str = "",
@@ -110,7 +112,7 @@ class MetaserverClient:
     ) -> None:
         """POST `body` to `url`/v1/metaserver. Never block: every outcome, also a refusal, comes on the loop thread.
 
-        `silent_s`: longest silence of a server that sends no heartbeats.
+        `body` may be what makes it, there. `silent_s`: longest silence of a server that sends no heartbeats.
         """
         self._call(_Call(key, url, body, deadline_s, query, silent_s))
 
@@ -247,8 +249,9 @@ class MetaserverClient:
             return answer.status_code < 500
 
     async def _attempts(self, call: _Call) -> Outcome:
-        content = msgspec.json.encode(call.body)  # 20 times as fast as httpx's encoder; a prompt may have a million ids
-        call.body = None  # a call may be open for minutes, and its list of ids is larger than their text
+        body = call.body() if callable(call.body) else call.body
+        content = msgspec.json.encode(body)  # 20 times as fast as httpx's encoder; a prompt may have a million ids
+        call.body = body = None  # a call may be open for minutes, and its list of ids is larger than their text
         while True:
             try:
                 async with self._slot(call):

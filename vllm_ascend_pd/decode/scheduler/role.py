@@ -165,32 +165,29 @@ class DecodeScheduler(SchedulerRole):
         wanted = online.geometry.tables, deadline, uuid.uuid4().hex, online.kernel_blocks
         bind = self.book.reserve(request.request_id, count, blocks, *wanted)
         begins = self.beginnings.of(request, bind, recomputes_last=online.geometry.recomputes_last)
-        prompt = len(begins.tokens), request_hash(request, begins.tokens)
-        reservation = bind.reservation(self.engine.model_now, online.geometry, online.endpoints, *prompt)
-        reservation = msgspec.structs.replace(reservation, seed=begins.seed, needs=begins.needs)
-        sealed = seal(reservation, self.engine.secrets)
-        trace.emit(
-            "reserved",
-            transfer=str(bind.transfer),
-            request=request.request_id,
-            ticket=route.ticket,
-            first=bind.first,
-            end=bind.end,
-            blocks=len(bind.taken()),
-        )
+        model = self.engine.model_now
+
+        def sealed() -> bytes:
+            prompt = len(begins.tokens), request_hash(request, begins.tokens)
+            reservation = bind.reservation(model, online.geometry, online.endpoints, *prompt)
+            return seal(msgspec.structs.replace(reservation, seed=begins.seed, needs=begins.needs), self.engine.secrets)
+
+        if trace.enabled():
+            named = {"transfer": str(bind.transfer), "request": request.request_id, "ticket": route.ticket}
+            trace.emit("reserved", **named, first=bind.first, end=bind.end, blocks=len(bind.taken()))
         if not isinstance(route, Ticket):
             self._others(online).reserve(route, bind.transfer, sealed)
             return
-        body: dict[str, Any] = {
-            "ticket": route.ticket,
-            "transfer": str(bind.transfer),
-            "decode": self.engine.incarnation,
-            "fingerprint": self.engine.fingerprint,
-            "reservation": base64.b64encode(sealed).decode(),
-        }
-        if route.send_tokens and not request.mm_features:  # media are more than ids
-            body["prompt_token_ids"] = list(begins.tokens)
-        body.update(begins.params)
+
+        def body() -> dict[str, Any]:
+            """Return what is posted. It is made on the loop thread: a long prompt takes its time to be hashed."""
+            encoded = base64.b64encode(sealed()).decode()
+            named = {"ticket": route.ticket, "transfer": str(bind.transfer), "decode": self.engine.incarnation}
+            made: dict[str, Any] = {**named, "fingerprint": self.engine.fingerprint, "reservation": encoded}
+            if route.send_tokens and not request.mm_features:  # media are more than ids
+                made["prompt_token_ids"] = list(begins.tokens)
+            return made | dict(begins.params)
+
         online.client.reserve(bind.transfer, route.metaserver, body, deadline)
 
     def _route(self, request: Any) -> KvRoute | None:

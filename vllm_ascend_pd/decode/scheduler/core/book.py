@@ -129,7 +129,7 @@ class LoadBook:
         load.transfer = transfer = TransferId(self._incarnation, self._n, uuid)
         load.first, load.tokens = min(begins), count
         bind = Bind(request_id, transfer, load.first, end, wanted, deadline_s, kernel_blocks)
-        load.blocks = len(bind.taken())
+        load.bind = bind
         self._by_transfer[transfer] = load
         self._pending.binds.append(bind)
         self._on(load, LoadEvent.RESERVED)
@@ -209,7 +209,8 @@ class LoadBook:
 
     def fencing_blocks(self) -> int:
         """Return the number of blocks of cancelled loads whose writers are not known to be quiet yet."""
-        return sum(load.blocks for s in (LoadState.FENCING, LoadState.ABANDONED) for load in self._in[s].values())
+        open_ = (load.bind for s in (LoadState.FENCING, LoadState.ABANDONED) for load in self._in[s].values())
+        return sum(len(bind.taken()) for bind in open_ if bind is not None)
 
     # -- transitions
 

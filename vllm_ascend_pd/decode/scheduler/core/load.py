@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_ascend_pd.decode.scheduler.core.routes import KvRoute
+from vllm_ascend_pd.metadata import Bind
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.first import FirstToken
 from vllm_ascend_pd.protocol.identity import TransferId
@@ -87,7 +88,7 @@ class RemoteLoad:
     first: int = -1  # the first token to load, once it is known; before it, what is in D's own cache
     tokens: int = 0
     transfer: TransferId | None = None
-    blocks: int = 0
+    bind: Bind | None = None
     failure: Failure | None = None  # why the KV did not come, or was of no use: the first that a rank reported
     push: str = ""  # that it came from
     cached: int = 0
