@@ -36,10 +36,7 @@ _BOOKS = (
     *("test_rendezvous", "test_groups", "test_geometry_states", "test_runtime", "test_runtime_*"),
 )
 _PUSHES = ("test_writer", "test_batches", "test_missed", *_BOOKS, "test_regroup_*")
-_ROUTER = (
-    *("test_metaserver_*", "test_sidecar", "test_cache_events", "test_tls", "test_shown", "test_within", "test_gate"),
-    *("test_intake", "test_upstream*", "test_legs"),
-)
+_ROUTER = ("router/test_*", "test_shown", "test_within")
 # Tests by folder of the package.
 TESTS: dict[str, tuple[str, ...]] = {
     "prefill/worker/core": (*_PUSHES, "test_trace", "test_metrics", "test_shown"),
