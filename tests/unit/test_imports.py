@@ -151,7 +151,7 @@ CEILINGS = {
     ".": 1715,  # 40 so that an engine takes a changed secret without a restart
     "admission": 810,  # 15 for latents in int8, and for context parallelism beside an indexer's own layer and MTP
     "channel": 1080,
-    "cli": 3660,  # 70 for the pool of DeepSeek-V4's groups, and for net health and super pod of NPUs
+    "cli": 3670,  # 80 for the pool of DeepSeek-V4's groups, and for net health and super pod of NPUs
     "decode": 2790,
     "device": 730,
     "geometry": 2550,
