@@ -161,8 +161,8 @@ CEILINGS = {
     ".": 1715,  # 40 so that an engine takes a changed secret without a restart
     "admission": 810,  # 15 for latents in int8, and for context parallelism beside an indexer's own layer and MTP
     "channel": 1080,
-    "cli": 3660,  # 70 for the pool of DeepSeek-V4's groups, and for net health and super pod of NPUs
-    "decode": 3055,  # 265 so that tokens of others, and other routers than ours, have a seam each
+    "cli": 3670,  # 80 for the pool of DeepSeek-V4's groups, and for net health and super pod of NPUs
+    "decode": 3060,  # 265 so that tokens of others, and other routers than ours, have a seam each
     "device": 730,
     "geometry": 2550,
     "observe": 525,  # 10 so that a log that nobody reads holds up no request

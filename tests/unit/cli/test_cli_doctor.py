@@ -570,6 +570,8 @@ def test_the_super_pod_of_a_host_is_said_and_others_have_none(tmp_path: Path) ->
     assert check.level == GOOD and check.says.startswith("3, server 4 ")
     other = npu.super_pod(tmp_path, lambda _: "This device does not support querying spod-info.\n")
     assert other.level == GOOD and other.says.startswith("none")
+    failed = npu.super_pod(tmp_path, lambda _: "dcmi module initialize failed. ret is -8005\n")
+    assert failed.level == NOTE and "ret is -8005" in failed.says
 
 
 def test_npus_have_one_tls_switch(tmp_path: Path) -> None:

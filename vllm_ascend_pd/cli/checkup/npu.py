@@ -147,8 +147,13 @@ def super_pod(root: Path, run: RunCommand = _run) -> Check:
         return note("super pod", "npu-smi is not here", "On Atlas A3 compare npu-smi info -t spod-info -i 0 -c 0.")
     said = run([tool, "info", "-t", "spod-info", "-i", "0", "-c", "0"])
     pod, server = (re.search(rf"{name}\s*:\s*(\d+)", said) for name in ("Super Pod ID", "Server Index"))
+    if "does not support" in said:
+        return good("super pod", "none: these NPUs have no HCCS between hosts")
     if not pod or not server:
-        return good("super pod", "none that npu-smi knows")
+        words = " ".join(said.split())[:120] or "nothing"
+        return note(
+            "super pod", f"npu-smi says: {words}", "On Atlas A3 compare npu-smi info -t spod-info on the hosts."
+        )
     return good(
         "super pod", f"{pod[1]}, server {server[1]} of it: P and D want one pod, and each host a server of its own"
     )
