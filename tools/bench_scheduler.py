@@ -74,7 +74,7 @@ class MeasuredScheduler:
         self.time("four steps", scheduler.metadata, step)
         scheduler._on_outcome(transfer, Outcome("prefilled"))  # the loop thread's
         self.time("four steps", scheduler.metadata, step)
-        self.time("reports", scheduler.take_news, WorkerNews(ends=(LoadEnd(name, None, "p:1/1"),)))
+        self.time("reports", scheduler.take_news, WorkerNews(ends=frozenset({LoadEnd(name, None, "p:1/1")})))
         self.time("reports", scheduler.received, name)
         self.time("begin", book.take, time.monotonic() + FIRST_TOKEN_S)
         self.time("begin", scheduler.act)
