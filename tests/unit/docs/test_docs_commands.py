@@ -102,6 +102,7 @@ BY_HAND = {
     ".ci/run": "it runs all tests",
     "python -m tools.bench_channel": BENCHMARK,
     "python -m tools.bench_metaserver_parts.reservations": BENCHMARK,
+    "python -m tools.bench_scheduler": BENCHMARK,
     "python -m tools.bench_waiting": BENCHMARK,
     "scripts/bench_load.sh": BENCHMARK,
     "scripts/bench_long.sh": BENCHMARK,
