@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With what D's requests begin that D did not compute: the seam. What is behind it is closed by `first_token: off`."""
+"""The seam for tokens with which D's requests begin and that D did not compute. `first_token: off` closes it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class WithheldLoads(step_hooks.StepHooks):
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What a reservation says of how its request begins."""
+    """A request's beginning, as its reservation says it."""
 
     tokens: Sequence[int]  # all that P is to compute
     seed: FirstTokenRequest | None = None

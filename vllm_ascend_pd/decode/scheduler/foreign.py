@@ -40,7 +40,7 @@ def read_route(engine: Engine, request: Any, routers: Collection[str]) -> KvRout
 
 
 class ForeignRouters:
-    """What is asked for their requests, from any thread. Outcomes come on the loop thread, like a metaserver's."""
+    """Orders for their requests, from any thread. Outcomes come on the loop thread, like a metaserver's."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ MAX_URL = 256  # of one that is refused, in the log
 
 
 class KvRoute(Protocol):
-    """Who brings a request's KV."""
+    """Bringer of a request's KV."""
 
     @property
     def metaserver(self) -> str:
@@ -26,11 +26,11 @@ class KvRoute(Protocol):
 
     @property
     def p_waits(self) -> bool:
-        """Whether a P waits for D: with blocks that it holds, or to answer D's offer."""
+        """True if a P waits for D: with blocks that it holds, or to answer D's offer."""
 
     @property
     def carries_first(self) -> bool:
-        """Whether P's first token can come the same way."""
+        """True if P's first token can come the same way."""
 
 
 @dataclass(frozen=True, slots=True)
