@@ -192,15 +192,27 @@ class StreamKind:
         return {**asked, **self.asks}
 
 
+def _object(text: str) -> dict[str, str]:
+    """Return what a text says in JSON; nothing if it is none, which a check then refuses."""
+    try:
+        return dict(json.loads(text))
+    except ValueError:
+        return {}
+
+
 def json_of(answer: Spoken) -> bool:
-    said = json.loads(answer.text)
-    return bool(re.fullmatch("[a-z]{20}", said["who"])) and said["where"] in ("left", "right") and len(said) == 2
+    said = _object(answer.text)
+    return (
+        bool(re.fullmatch("[a-z]{20}", said.get("who", "")))
+        and said.get("where") in ("left", "right")
+        and len(said) == 2
+    )
 
 
 def calls_look(answer: Spoken) -> bool:
     """Return whether it calls the tool, first with whole arguments; a tool that must be called is called again."""
     names = {name for name, _ in answer.calls.values()}
-    return names == {"look"} and set(json.loads(answer.calls[0][1])) == {"where"}
+    return names == {"look"} and set(_object(answer.calls[0][1])) == {"where"}
 
 
 def thinks(reasoning: str, text: str) -> Check:
