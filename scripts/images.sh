@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Builds the images of examples/docker where neither Docker's daemon nor a registry is, and runs them.
-#   scripts/images.sh [FOLDER]
+#   scripts/images.sh [--in FOLDER]
 # For root on Debian. buildah and debootstrap come from Debian's archive into FOLDER (.cache/images by default, 3 GB) and
 # are seen by this script alone, in a mount namespace of its own; nothing is installed. The base of both images is a
 # Debian with Python instead of the one that they name: their steps are shown, not their bases.
@@ -10,21 +10,35 @@ cd "$(dirname "$0")/.."
 # shellcheck source=scripts/setup.sh
 . scripts/setup.sh
 BASE=localhost/debian-python
+folder=$PD_CACHE/images
+words=("$@")
+while [ $# -gt 0 ]; do
+  case $1 in
+    -h | --help)
+      sed -n '3,7s/^# \?//p' "$0"
+      exit 0
+      ;;
+    --in)
+      folder=$(realpath -m "${2:?--in wants a folder}")
+      shift 2
+      ;;
+    *) pd_fail "unknown: $1 (--help)" ;;
+  esac
+done
 if [ "${PD_IN_IMAGES:-}" = "" ]; then
   [ "$(id -u)" = 0 ] || pd_fail "only root may mount, and unpack a system: run it as root"
-  exec env PD_IN_IMAGES=1 unshare --mount "$0" "$@"
+  exec env PD_IN_IMAGES=1 unshare --mount "$0" "${words[@]}"
 fi
-folder=$(realpath -m "${1:-$PD_CACHE/images}")
-mkdir -p "$folder"/{packages,tools/usr,etc,wheels}
+mkdir -p "$folder"/{packages,programs/usr,etc,wheels}
 PD_SETUP_LOG=$folder/log
 : >"$PD_SETUP_LOG"
 
 # pd_step asks for a step's exit code, so `set -e` does not end these: each ends by its first failure through `&&`.
-tools() { # what apt would install, unpacked
+programs() { # what apt would install, unpacked
   local names package
   names=$(apt-get --simulate --no-install-recommends install buildah debootstrap | awk '/^Inst/ { print $2 }') &&
     (cd "$folder/packages" && xargs -r apt-get download <<<"$names") &&
-    for package in "$folder"/packages/*.deb; do dpkg -x "$package" "$folder/tools" || return; done
+    for package in "$folder"/packages/*.deb; do dpkg -x "$package" "$folder/programs" || return; done
 }
 debian() {
   # shellcheck source=/dev/null
@@ -72,8 +86,8 @@ installed() {
     python3 -c 'from importlib.metadata import version; print("engine", version("vllm-ascend-pd"))' && buildah rm "$made"
 }
 
-[ -d "$folder/tools/usr/bin" ] || pd_step "buildah and debootstrap from Debian's archive" tools
-mount -t overlay overlay -o lowerdir="$folder/tools/usr":/usr /usr
+[ -d "$folder/programs/usr/bin" ] || pd_step "buildah and debootstrap from Debian's archive" programs
+mount -t overlay overlay -o lowerdir="$folder/programs/usr":/usr /usr
 echo '{"default": [{"type": "insecureAcceptAnything"}]}' >"$folder/etc/policy.json"
 printf '[storage]\ndriver = "vfs"\ngraphroot = "%s/store"\nrunroot = "%s/run"\n' "$folder" "$folder" >"$folder/etc/storage.conf"
 echo 'unqualified-search-registries = []' >"$folder/etc/registries.conf"
