@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 from engine_sets import BLOCK, CHUNK, SHORT_BLOCKS, Engines, Machine, Side, additional, few_blocks
+from grammars import check_grammars
 from host_build import OLDER
 from kind_pairs import learn_of_first_tokens
 from pairs import Pair, counter, fresh_prompt, reference_answers
@@ -212,6 +213,11 @@ def penalised(engines: Engines, pair: Pair) -> None:
     eventually(lambda: first_tokens(d) - taken == len(lengths), "both first tokens of P are D's")
 
 
+def grammars(engines: Engines, pair: Pair) -> None:
+    """Structured outputs: P samples the first token under the grammar, and D's grammar goes on behind it."""
+    check_grammars(pair, first=engines.starts_with_p_token)
+
+
 def drafts(engines: Engines, pair: Pair) -> None:
     """The drafts right behind a prompt are those of a D that has computed it itself: right text does not show that.
 
@@ -403,13 +409,17 @@ def dropped_streams(engines: Engines, pair: Pair) -> None:
     """Dropped streams continue after their clients' last token.
 
     Each complete one has one engine's tokens; one that cannot continue ends with an error. D begins with the tokens
-    that it had put out before it dropped them, and the router leaves out what the client has.
+    that it had put out before it dropped them, and the router leaves out what the client has. Every other one is
+    written under a grammar, which D advances over these tokens.
     """
     (d,) = pair.decode
     prompts = [fresh_prompt(BLOCK + 40 * i, RECIPES[engines.model].vocab) for i in range(6)]
-    expected = reference_answers(pair.reference, prompts, 2 * BLOCK, **pair.asked)
+    bodies = [body_of(prompt, 2 * BLOCK, **pair.asked) for prompt in prompts]
+    for body in bodies[::2]:
+        body["structured_outputs"] = {"regex": "[a-z]{2000}"}
+    expected = gather(pair.reference.url, [{**body, "cache_salt": fresh_salt("alone")} for body in bodies])
     given = counter(d, "vllm:ascend_pd_answers_continued_total")
-    answers = attempt(pair.front.url, [body_of(p, 2 * BLOCK, **pair.asked) for p in prompts])
+    answers = attempt(pair.front.url, bodies)
     for p, want, got in zip(prompts, expected, answers, strict=True):
         if isinstance(got, RequestFailed):
             assert "PD-META-" in got.text, got
@@ -482,7 +492,7 @@ FIELD_DRAFTS = Engines(
     draft=MTP3,
 )
 EVERY_COMMIT: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
-    (Engines("gqa 1to1", p=Side(late_us=LATE), d=Side(flags=FEW)), (*ALL, penalised, preempted)),
+    (Engines("gqa 1to1", p=Side(late_us=LATE), d=Side(flags=FEW)), (*ALL, penalised, grammars, preempted)),
     (Engines("gqa 2to1 regrouped", p=Side(2, keys=REGROUPED, late_us=LATE), flags=ONE_AT_A_TIME), (*ALL, kernels)),
     (Engines("gqa 1to2 full graphs", d=Side(2, graphs=FULL)), (*FEWER, replayed)),
     (FIELD_DRAFTS, (edges, chunks, without_a_load, replayed)),
@@ -714,7 +724,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
             d=Side(graphs=FULL, flags=(*FEW, *RECOMPUTES)),
             draft=EAGLE3,
         ),
-        (edges, chunks, without_a_load, dropped, dropped_streams, replayed),
+        (edges, chunks, without_a_load, grammars, dropped, dropped_streams, replayed),
     ),
     # vllm-ascend's own configurations in small: the kinds of cache, the draft and all modes in one pair.
     (

@@ -26,7 +26,7 @@ COST = {
 
 # What fewer releases have been tried with: drafts on D, grammars, and vLLM's second model runner on D.
 TRIED_DRAFTS: Mapping[str, tuple[str, ...]] = {VLLM: ("0.30", "0.32"), VLLM_ASCEND: ("0.30",)}
-TRIED_GRAMMARS: Mapping[str, tuple[str, ...]] = {VLLM: ("0.32", "0.33"), VLLM_ASCEND: ()}
+TRIED_GRAMMARS: Mapping[str, tuple[str, ...]] = {VLLM: ("0.30", "0.32", "0.33"), VLLM_ASCEND: ("0.30",)}
 TRIED_DIVIDED_DRAFTS: Mapping[str, tuple[str, ...]] = {VLLM_ASCEND: ("0.30",)}  # MTP with context parallelism
 TRIED_SECOND: Mapping[str, tuple[str, ...]] = {VLLM: ("0.30", "0.32", "0.33"), VLLM_ASCEND: ()}
 
