@@ -24,7 +24,12 @@ def test_both_images_are_built_and_the_metaservers_serves(tmp_path: Path) -> Non
     assert shutil.which("apt-get"), "the builder comes from Debian's archive"
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [ROOT / "scripts" / "images.sh", "--in", tmp_path], env=env, capture_output=True, text=True, timeout=1400, check=False
+        [ROOT / "scripts" / "images.sh", "--in", tmp_path],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=1400,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     log = (tmp_path / "log").read_text()
