@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -27,6 +28,7 @@ from vllm_ascend_pd.vllm_patches.tried import TRIED_DRAFTS, TRIED_GRAMMARS, VLLM
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 ONE_DRAFT = "0.30.0"  # with more, its drafter on a CPU calls a kernel of Triton's
+VERIFYING = Path(__file__).parent / "plugins" / "verifying"
 
 
 def interpreter(release: str) -> str:
@@ -78,6 +80,8 @@ def test_drafts_behind_p_s_first_token(
     count = {"num_speculative_tokens": 1 if release == ONE_DRAFT else 2}
     draft = {"method": "mtp", **count} if method == "mtp" else own("eagle", "spec-eagle", **count)
     same: dict[str, Any] = {"draft": draft, "python": interpreter(release)}
+    if release == ONE_DRAFT:
+        same["plugins"] = (VERIFYING,)
     extra = cluster.push_config(*allowed)
     specs = (
         EngineSpec(f"{release}-{method}-p", target, role="kv_producer", extra=cluster.push_config(), **same),
