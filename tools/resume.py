@@ -24,10 +24,14 @@ def main() -> int:
     parser.add_argument(
         "--decodes", type=int, default=2, help="number of D's; more than two shorten the waits (default: 2)"
     )
+    parser.add_argument(
+        "--d-tp", type=int, nargs="+", default=[1], metavar="TP", help="TP of the D's, in turn (default: 1)"
+    )
+    parser.add_argument("--model", default="gqa", help="a small model of tools/support/models.py (default: gqa)")
     parser.add_argument("--seed", type=int, default=1, help="seed of prompts and kills (default: 1)")
     args = parser.parse_args()
     with Cluster(fresh_directory("resume")) as cluster:
-        run = Resuming(cluster, args.seed, say, args.decodes)
+        run = Resuming(cluster, args.seed, say, args.decodes, args.model, args.d_tp)
         try:
             while run.report.streams < args.streams:
                 run.round(min(args.at_once, MAX_AT_ONCE, args.streams - run.report.streams))

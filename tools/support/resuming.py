@@ -15,7 +15,7 @@ import json
 import random
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.client import HTTPResponse
@@ -81,20 +81,28 @@ class ResumeReport:
 class Resuming:
     """A P, several D's and a metaserver. P, asked directly, is the single engine of the comparison."""
 
-    def __init__(self, cluster: Cluster, seed: int, progress: Callable[[str], None], decodes: int = 2) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        seed: int,
+        progress: Callable[[str], None],
+        decodes: int = 2,
+        model: str = "gqa",
+        d_tp: Sequence[int] = (1,),
+    ) -> None:
         self.cluster, self.progress, self.dice = cluster, progress, random.Random(seed)
-        model, port = ensure("gqa"), cluster.port()
+        path, port = ensure(model), cluster.port()
         words = ("--tokenizer", str(speaking(cluster.directory / "words")), "--enable-auto-tool-choice")
         flags: dict[str, Any] = {"arguments": (*words, *PARSERS["plain"]), "plugins": (PLUGIN,), "max_seqs": 128}
         shape: dict[str, Any] = {**flags, "kv_bytes": FEW_BYTES}
         quiet: dict[str, Any] = {"verify": "off", "trace_dir": ""}
-        url = f"http://127.0.0.1:{port}"
+        extra = cluster.push_config(f"http://127.0.0.1:{port}", **quiet)
         p, *ds = cluster.start(
             EngineSpec(
-                "resume-p", model, role="kv_producer", extra=cluster.push_config(**quiet), kv_bytes=256 << 20, **flags
+                "resume-p", path, role="kv_producer", extra=cluster.push_config(**quiet), kv_bytes=256 << 20, **flags
             ),
             *(
-                EngineSpec(f"resume-d{i}", model, role="kv_consumer", extra=cluster.push_config(url, **quiet), **shape)
+                EngineSpec(f"resume-d{i}", path, role="kv_consumer", extra=extra, tp=d_tp[i % len(d_tp)], **shape)
                 for i in range(decodes)
             ),
         )
