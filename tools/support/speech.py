@@ -192,21 +192,19 @@ class StreamKind:
         return {**asked, **self.asks}
 
 
-def _object(text: str) -> dict[str, str]:
-    """Return what a text says in JSON; nothing if it is none, which a check then refuses."""
+def _object(text: str) -> dict[str, Any]:
+    """Return the object that a text is in JSON; an empty one if it is none, which a check then refuses."""
     try:
-        return dict(json.loads(text))
+        said = json.loads(text)
     except ValueError:
         return {}
+    return said if isinstance(said, dict) else {}
 
 
 def json_of(answer: Spoken) -> bool:
     said = _object(answer.text)
-    return (
-        bool(re.fullmatch("[a-z]{20}", said.get("who", "")))
-        and said.get("where") in ("left", "right")
-        and len(said) == 2
-    )
+    well = said.keys() == {"who", "where"} and said["where"] in ("left", "right")
+    return well and bool(re.fullmatch("[a-z]{20}", said["who"]))
 
 
 def calls_look(answer: Spoken) -> bool:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """P's first token in vLLM. Only this file and step_hooks.py reach into vLLM's scheduler and batches for it.
 
-On P, what a step reports of a token is read before vLLM drops it. On D, a
-request whose KV is complete is started with P's token after the step: the token becomes the request's first output, for
-the client and in the request. The next step computes that token's KV and samples the second one, by vLLM's own code.
+On P, what a step reports of a token is read before vLLM drops it. On D, a request whose KV is complete is started with
+P's token after the step: the token becomes the request's first output, for the client and in the request. The next step
+computes that token's KV and samples the second one, by vLLM's own code.
 
 A worker of vLLM's first model runner receives only the prompt of a new request. P's token, or the tokens with which an
 answer goes on (given_tokens.py), come to it in the request's extra arguments. `InputBatch.add_request` is wrapped: it
