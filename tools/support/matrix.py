@@ -10,7 +10,7 @@ from tools.support.environments import NEWEST, RELEASES
 INTEGRATION = "tests/integration/test_"
 ONE = "tokens of one engine"
 PAIRS = "tests/ascend_host/test_pairs.py"
-APART = "switches or shapes or field or others or sizes or older"  # first words of sets that have rows of their own
+APART = "switches or shapes or field or others or sizes or multi or older"  # first words of sets that have rows of their own
 FIVE_SETS = "no: five sets of engines are, in the rows vllm-ascend and vllm-ascend-dcp"
 ASCEND = "tokens of one vllm-ascend engine; bytes"
 
@@ -72,7 +72,7 @@ ROWS = (
     MatrixRow("around", "vLLM's own tests of the handshake across stages, of MultiConnector, and of the scheduler beside a connector, with this one in them", _file("vllm_around"), "their assertions", "0.32.0, 0.33.0", "no: vLLM's source distributions, and an environment for 0.33"),
     MatrixRow("rollout", "an earlier state of this package on P or on D", _file("rollout")),
     MatrixRow("previous", "the same without engines: each reads what the other writes", ("tests/unit/releases/test_previous.py",), "every message", "–", "all"),
-    MatrixRow("vllm-ascend", "vllm-ascend on a CANN in host memory: GQA (Llama, Qwen2, Qwen3), MHA, MQA, MLA (DeepSeek-V2, V3); pipelines, graphs, the recompute scheduler", (PAIRS, "-k", f"(gqa or qwen2 or qwen3 or mha or mqa or mla or dsv3) and not (qwen3next or dcp or pcp or multi or {APART})"), ASCEND, "0.30.0"),
+    MatrixRow("vllm-ascend", "vllm-ascend on a CANN in host memory: GQA (Llama, Qwen2, Qwen3), MHA, MQA, MLA (DeepSeek-V2, V3); pipelines, graphs, the recompute scheduler", (PAIRS, "-k", f"(gqa or qwen2 or qwen3 or mha or mqa or mla or dsv3) and not (qwen3next or dcp or pcp or {APART})"), ASCEND, "0.30.0"),
     MatrixRow("vllm-ascend-older", "the same under the release before: GQA 1→1 and 2→1 through an exchange, MLA, DeepSeek-V3, MTP with the recompute scheduler and full graphs, Qwen3-Next, DeepSeek-V4", (PAIRS, "-k", "older"), ASCEND, "0.23.0", "no: an environment for each release"),
     MatrixRow("vllm-ascend-experts", "the same with experts apart, data parallelism, MTP (P and D with other numbers of drafts), Eagle3 and DFlash, with MLA too", (PAIRS, "-k", f"(moe or mtp or eagle3 or dflash) and not (qwen3next or dsa or dsv4 or dcp or {APART})"), ASCEND, "0.30.0", FIVE_SETS),
     MatrixRow("vllm-ascend-deltanet", "the same with recurrent states: Qwen3-Next 1→1, 2→1, 1→2, with MTP, with prefix caching", (PAIRS, "-k", f"qwen3next and not ({APART})"), ASCEND, "0.30.0", FIVE_SETS),
@@ -89,8 +89,8 @@ ROWS = (
     MatrixRow("vllm-ascend-sizes-groups", "the same with several groups: DeepSeek-V4 4→2, with MTP 1→2, 2→2, 4→2; Qwen3-Next with MTP 1→2, 2→2, 4→2", (PAIRS, "-k", "sizes and (dsv4 or qwen3next)"), ASCEND, "0.30.0", FIVE_SETS),
     MatrixRow("vllm-ascend-field", "vllm-ascend's own configurations in small, with their kinds of cache, their drafts and their modes ([field.md](field.md)): experts apart, data parallelism on D or on both, D's full graphs and recompute scheduler, an exchange on P where P is one that would make one", (PAIRS, "-k", "field"), ASCEND, "0.30.0", FIVE_SETS),
     MatrixRow("vllm-ascend-others", "the same with what none of vllm-ascend's own configurations has: a pipeline on D and on both, Eagle, ngram", (PAIRS, "-k", "others"), ASCEND, "0.30.0", FIVE_SETS),
-    MatrixRow("vllm-ascend-multi", "the same behind AscendMultiConnector, beside RecomputeCPUOffloadConnector, which keeps on the host what D preempts: GQA 2→1", (PAIRS, "-k", "multi"), ASCEND, "0.23.0", FIVE_SETS),
-    MatrixRow("vllm-ascend-pool", "the same beside AscendStoreConnector, a pool of prefixes (its memcache backend, over a client of the tests' own): GQA 1→1; P pushes what the pool has, also from D", ("tests/ascend_host/test_ascend_store.py",), ASCEND, "0.23.0", FIVE_SETS),
+    MatrixRow("vllm-ascend-multi", "the same behind AscendMultiConnector, beside PreemptOffloadConnector, which keeps on the host what D preempts: GQA 2→1, DeepSeek-V3.2 in int8", (PAIRS, "-k", "multi"), ASCEND, "0.30.0", FIVE_SETS),
+    MatrixRow("vllm-ascend-pool", "the same beside AscendStoreConnector, a pool of prefixes (its memcache backend, over a client of the tests' own): GQA and DeepSeek-V4 1→1, each also layer by layer, MLA, DeepSeek-V3.2 in int8; P pushes what the pool has, also from D", ("tests/ascend_host/test_ascend_store.py",), ASCEND, "0.30.0", FIVE_SETS),
 )  # fmt: skip
 
 
@@ -153,7 +153,7 @@ NOT_RUN = {
     "vLLM 0.34 and later": "the package index has none yet; `.github/workflows/newest.yml` runs the newest each week",
     "OffloadingConnector's own copies": 'vLLM stops the start on a CPU: "CPU Offloading is currently only supported on CUDA-alike and XPU GPUs". '
     "Beside ours its scheduler and its worker ran with copies of the tests' own (`spec_module_path`), in the row of other connectors",
-    "AscendStoreConnector's other backends and its layerwise mode beside ours": 'not run: its Mooncake backend takes the protocol of NPUs alone ("MooncakeBackend does '
+    "AscendStoreConnector's other backends beside ours": 'not run: its Mooncake backend takes the protocol of NPUs alone ("MooncakeBackend does '
     "not support protocol 'tcp'.\"), Yuanrong and memcache itself want servers. In its source it sends no handshake and no transfer parameters, and has no hook that a "
     "MultiConnector would ask of ours. One pool for engines of unequal TP is its own limit: a block's name has the rank, and not how many heads that rank has",
 }

@@ -37,6 +37,7 @@ SILENT_S = 240.0
 TOKENS = 48  # of most answers
 MIXED = [kind for kind in KINDS if kind.parsers == "plain"]
 FEW_BYTES = 12 << 20  # of a D's cache: about half of what its streams need
+DELTA = PLUGIN.parent / "delta"  # Gated DeltaNet in float32
 
 
 @dataclass
@@ -93,7 +94,8 @@ class Resuming:
         self.cluster, self.progress, self.dice = cluster, progress, random.Random(seed)
         path, port = ensure(model), cluster.port()
         words = ("--tokenizer", str(speaking(cluster.directory / "words")), "--enable-auto-tool-choice")
-        flags: dict[str, Any] = {"arguments": (*words, *PARSERS["plain"]), "plugins": (PLUGIN,), "max_seqs": 128}
+        plugins = (PLUGIN, DELTA) if model.startswith("qwen3next") else (PLUGIN,)
+        flags: dict[str, Any] = {"arguments": (*words, *PARSERS["plain"]), "plugins": plugins, "max_seqs": 128}
         shape: dict[str, Any] = {**flags, "kv_bytes": FEW_BYTES}
         quiet: dict[str, Any] = {"verify": "off", "trace_dir": ""}
         extra = cluster.push_config(f"http://127.0.0.1:{port}", **quiet)
