@@ -6,7 +6,8 @@ right without a fault, before the first and after the last. What an exchange bri
 `verify: full` cannot see a gather that was too early: it shows in the answers alone.
 
 In a seventh D is late. When a request stops, its next token is already being computed, and its blocks go to a request
-that has waited for them. D's gate keeps P from writing there before that token's keys and values are.
+that has waited for them. D's gate keeps P from writing there before that token's keys and values are. It is the older
+release: from vLLM 0.30 on a consumer's scheduler itself keeps blocks until the step that writes them is over.
 
 The others have more kinds of cache, sizes, drafts and modes. In these the fault is the smallest: one token has no keys
 and values in one layer, behind right sums. Most tokens stay equal, and are less or more probable than they should be.
@@ -114,7 +115,12 @@ SETS = {
     ),
     # What lands after the sums were compared is in none, so checksums see it by chance.
     "gate": Set(
-        Engines("planted gate", d=Side(late_us=3 * LATE, flags=few_blocks(BLOCKS_OF_D)), max_len=4 * BLOCK),
+        Engines(
+            "planted gate",
+            d=Side(late_us=3 * LATE, flags=few_blocks(BLOCKS_OF_D)),
+            max_len=4 * BLOCK,
+            release=OLDER,
+        ),
         GATE,
         4 * BLOCK - 14,
         before=BLOCK + 20,

@@ -297,6 +297,50 @@ def test_kv_rmsnorm_rope_cache(seed: int, count: int, wanted_out: bool) -> None:
         close(got[3], latent)
 
 
+@MANY
+@given(seeds, sizes, st.booleans())
+def test_mla_prolog_v3(seed: int, count: int, wanted_low: bool) -> None:
+    """Two heads of 3 + 4 channels, latents of 6: a head's query times the up-projection of its keys."""
+    x, down, up = random(seed, count, 5), random(seed + 1, 5, 8), random(seed + 2, 8, 2 * (3 + 4))
+    keys, down_kv = random(seed + 3, 2, 3, 6), random(seed + 4, 5, 6 + 4)
+    gammas = random(seed + 5, 8), random(seed + 6, 6)
+    angles, slots = random(seed + 7, count, 2), places(seed, count)
+    wide = torch.cat((angles, angles), -1)
+    caches = random(seed + 8, BLOCKS, TOKENS, 1, 6), random(seed + 9, BLOCKS, TOKENS, 1, 4)
+    low = functional.rms_norm(functional.linear(x, down.t()), (8,), gammas[0], 1e-5)
+    by_head = functional.linear(low, up.t()).view(count, 2, 7)
+    kv = functional.linear(x, down_kv.t())
+
+    def rotated(channels: Tensor, by: Tensor) -> Tensor:
+        by_pairs = turned(channels, by, pairs=True)
+        return torch.cat((by_pairs[..., ::2], by_pairs[..., 1::2]), -1)
+
+    latents = functional.rms_norm(kv[:, :6], (6,), gammas[1], 1e-6)
+    wanted = [
+        written(cache, slots, rows.unsqueeze(1))
+        for cache, rows in zip(caches, (latents, rotated(kv[:, 6:], angles)), strict=True)
+    ]
+    query, rotary, _, normed, _ = reference.mla_prolog_v3(
+        *(x, down, up, keys, down_kv, *gammas, wide.sin(), wide.cos(), *caches),
+        cache_index=torch.tensor(slots),
+        rmsnorm_epsilon_ckv=1e-6,
+        query_norm_flag=wanted_low,
+        weight_quant_mode=0,
+        dequant_scale_x=None,
+    )
+    close(query, torch.einsum("tnd,ndl->tnl", by_head[..., :3], keys))
+    close(rotary, rotated(by_head[..., 3:], angles.unsqueeze(1)))
+    close(normed, low if wanted_low else torch.zeros(1))
+    for cache, rows in zip(caches, wanted, strict=True):
+        close(cache, rows)
+    with pytest.raises(NotImplementedError, match="kv_cache_quant_mode"):
+        reference.mla_prolog_v3(
+            *(x, down, up, keys, down_kv, *gammas, wide.sin(), wide.cos(), *caches),
+            cache_index=torch.tensor(slots),
+            kv_cache_quant_mode=3,
+        )
+
+
 # ---- attention
 
 

@@ -124,7 +124,8 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
     """Return the layout of registered tensors. Raise PD-GEO-003 for a layout that is not supported."""
     tensors = _without_shared(tensors, shape)
     shape, kernel_blocks = _by_kernels_blocks(tensors, shape, device)
-    names = in_execution_order(tensors) if shape.groups else list(tensors)
+    # Stages of a pipeline come one behind the other, so the order of a whole model must not be that of kinds.
+    names = in_execution_order(tensors) if shape.groups or any(map(is_index, tensors)) else list(tensors)
     layers: dict[str, _Layer] = {}
     for name in names:
         if name in shape.states:

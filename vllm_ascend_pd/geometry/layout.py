@@ -365,7 +365,7 @@ def section_of(layer: str, section: str) -> str:
 def in_execution_order(names: Iterable[str]) -> list[str]:
     """Return names of layers in the order of execution: by the numbers in them, and by their given order if equal.
 
-    vLLM registers caches in another order: group by group.
+    vLLM registers caches in another order: group by group, and all indexers' of a group before its attention.
     """
     return sorted(names, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
 

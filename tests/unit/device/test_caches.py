@@ -180,6 +180,18 @@ def test_each_rank_of_dcp_has_all_keys_of_an_indexer(where: str) -> None:
         describe(cached(parts[2][:BLOCKS]), shape, NPU_LIKE)
 
 
+def test_a_models_order_is_that_of_its_pipelines_stages_though_indexers_are_registered_first() -> None:
+    """vllm-ascend 0.30 registers all indexers' caches before the attention's, on each stage for itself."""
+
+    def registered(*layers: int) -> tuple[str, ...]:
+        latents = [torch.empty(BLOCKS, 16, 1, 512), torch.empty(BLOCKS, 16, 1, 64)]
+        tensors = {f"l{n}.indexer.k_cache": [torch.empty(BLOCKS, 16, 1, 128)] for n in layers}
+        tensors |= {f"l{n}.attn": [part.clone() for part in latents] for n in layers}
+        return describe(tensors, LATENT, NPU_LIKE).geometry.layers
+
+    assert registered(0, 1, 2) == (*registered(0, 1), *registered(2))
+
+
 def test_k_and_v_stacked_in_one_tensor() -> None:
     stacked = torch.empty(2, BLOCKS, BLOCK, HEADS, SIZE)
     caches = describe({"l0": stacked}, SHAPE, NPU_LIKE)

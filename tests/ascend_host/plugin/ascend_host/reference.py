@@ -309,6 +309,51 @@ def kv_rmsnorm_rope_cache(
     return k_cache, ckv_cache, kv.new_empty(0), kv.new_empty(0)
 
 
+@of("npu::npu_mla_prolog_v3")
+def mla_prolog_v3(
+    token_x: Tensor,
+    weight_dq: Tensor,
+    weight_uq_qr: Tensor,
+    weight_uk: Tensor,
+    weight_dkv_kr: Tensor,
+    rmsnorm_gamma_cq: Tensor,
+    rmsnorm_gamma_ckv: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    *,
+    cache_index: Tensor,
+    rmsnorm_epsilon_cq: float = 1e-5,
+    rmsnorm_epsilon_ckv: float = 1e-5,
+    query_norm_flag: bool = False,
+    tile_size: int = 128,
+    cache_mode: str = "PA_BSND",
+    qc_qr_scale: float = 1.0,
+    kc_scale: float = 1.0,
+    **more: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the queries of MLA against latents, and their rotary parts; latents and rotary keys go into the caches.
+
+    That is down, norm and up again for queries, down and norm for latents, in one operator. It rounds where the
+    operators do that compute the same one by one, so that a D that has it continues what a P without it has computed.
+    The third result and the last are scales, the fourth is the normed query before it goes up, if it is asked for.
+    """
+    refuse("npu_mla_prolog_v3", **{name: value for name, value in more.items() if isinstance(value, Tensor) or value})
+    if cache_mode != "PA_BSND" or (qc_qr_scale, kc_scale) != (1.0, 1.0):
+        raise NotImplementedError(f"npu_mla_prolog_v3 with a cache of mode {cache_mode}, or with scales")
+    heads, width, latent = weight_uk.shape
+    low, _ = rms(product(token_x, weight_dq), rmsnorm_gamma_cq, rmsnorm_epsilon_cq)
+    query, rotary = product(low, weight_uq_qr).view(len(token_x), heads, -1).split((width, rope_cos.shape[-1]), -1)
+    absorbed = product(query.transpose(0, 1), weight_uk).transpose(0, 1).contiguous()
+    kv = product(token_x, weight_dkv_kr)
+    _write_slots(kv_cache, cache_index, rms(kv[:, :latent], rmsnorm_gamma_ckv, rmsnorm_epsilon_ckv)[0])
+    _write_slots(kr_cache, cache_index, interleave_rope(kv[:, latent:], rope_cos, rope_sin))
+    turned = interleave_rope(rotary, rope_cos.unsqueeze(1), rope_sin.unsqueeze(1))
+    nothing = token_x.new_zeros(1)
+    return absorbed, turned, nothing.float(), low if query_norm_flag else nothing, nothing.float()
+
+
 # ---- attention
 
 FULL, LEFT_UP, RIGHT_DOWN, BAND = 0, 2, 3, 4  # sparse modes
