@@ -2,7 +2,7 @@
 """Pairs under vllm-ascend: tokens equal to one of its engines', every byte checked by `verify: full`.
 
 The cells of one set share its engines. Every commit runs the first five sets; runs of all tests run all sets. They run
-under host_build.BASE, those with "older" in front and the kinds of ELSEWHERE under the release before.
+under host_build.BASE, those with "older" in front and those with PCP under the release before.
 """
 
 from __future__ import annotations

@@ -374,6 +374,15 @@ def test_changes_to_vllm_that_are_off_are_named_with_what_that_costs() -> None:
     assert "first token: off, because vllm-ascend 0.26.0 was not tried" in ascend.says
 
 
+@pytest.mark.parametrize("versions", [("0.23.0", "0.23.0.post1"), ("0.31.0", "")])
+def test_a_release_that_was_tried_with_some_changes_has_the_others_off(versions: tuple[str, str]) -> None:
+    found = host.hooks(*versions)
+    assert found.level == WARNING
+    assert all(f"{change}: off" in found.says for change in ("grammars", "answers that go on"))
+    assert "first token of a D with drafts: off" in found.says
+    assert "first token: off" not in found.says and "standstill: off" not in found.says
+
+
 def test_a_wrong_key_ends_the_check_before_a_start_without_an_import_of_vllm() -> None:
     """An import of vLLM takes many seconds, at each start of a deployment that is being set up."""
     text = json.dumps(

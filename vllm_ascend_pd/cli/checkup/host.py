@@ -30,7 +30,16 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.secret_files import read_secret
 from vllm_ascend_pd.shared.exposure import UNREACHABLE_REMEDY, is_loopback, unreachable_warning
 from vllm_ascend_pd.transport.package import installed_version, load, prepare_environment
-from vllm_ascend_pd.vllm_patches.tried import COST, VLLM, VLLM_ASCEND, off, untried
+from vllm_ascend_pd.vllm_patches.tried import (
+    COST,
+    FIRST_TOKEN,
+    TRIED_CHANGES,
+    TRIED_DRAFTS,
+    VLLM,
+    VLLM_ASCEND,
+    off,
+    untried,
+)
 
 ROOT = Path("/")
 ASCEND_PORTS = ((15000, 17000), (20000, 35999))  # what Mooncake's ascend transport listens on
@@ -137,13 +146,13 @@ def packages(on_npu: bool) -> Iterator[Check]:
 def hooks(vllm: str, vllm_ascend: str) -> Check:
     """Return what of this package's changes to vLLM is off with these releases, and what that costs."""
     versions = {VLLM: vllm, VLLM_ASCEND: vllm_ascend}
-    if not (why := untried(versions)):
+    without = {change: untried(versions, releases) for change, releases in TRIED_CHANGES.items()}
+    said = [off(change, why) for change, why in without.items() if why]
+    if not without[FIRST_TOKEN] and (why := untried(versions, TRIED_DRAFTS)):
+        said.append(f"{FIRST_TOKEN} of a D with drafts: off, because {why} with drafts: {COST[FIRST_TOKEN]}")
+    if not said:
         return good("hooks", f"changes to vLLM were tried with it: {', '.join(COST)}")
-    return warning(
-        "hooks",
-        "; ".join(off(change, why) for change in COST),
-        "Use a release of docs/matrix.md, or accept the cost: answers are right.",
-    )
+    return warning("hooks", "; ".join(said), "Use a release of docs/matrix.md, or accept the cost: answers are right.")
 
 
 def plugins(environ: Mapping[str, str]) -> Check:
