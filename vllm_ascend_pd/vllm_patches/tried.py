@@ -29,7 +29,6 @@ TRIED_DRAFTS: Mapping[str, tuple[str, ...]] = {VLLM: ("0.30", "0.32"), VLLM_ASCE
 TRIED_GRAMMARS: Mapping[str, tuple[str, ...]] = {VLLM: ("0.30", "0.32", "0.33"), VLLM_ASCEND: ("0.30",)}
 TRIED_DIVIDED_DRAFTS: Mapping[str, tuple[str, ...]] = {VLLM_ASCEND: ("0.30",)}  # MTP with context parallelism
 TRIED_SECOND: Mapping[str, tuple[str, ...]] = {VLLM: ("0.30", "0.32", "0.33"), VLLM_ASCEND: ()}
-TRIED_CHANGES = {FIRST_TOKEN: TRIED, GRAMMARS: TRIED_GRAMMARS, GIVEN: TRIED_GIVEN, STANDSTILL: TRIED}
 
 
 def off(change: str, why: str) -> str:

@@ -30,16 +30,8 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.secret_files import read_secret
 from vllm_ascend_pd.shared.exposure import UNREACHABLE_REMEDY, is_loopback, unreachable_warning
 from vllm_ascend_pd.transport.package import installed_version, load, prepare_environment
-from vllm_ascend_pd.vllm_patches.tried import (
-    COST,
-    FIRST_TOKEN,
-    TRIED_CHANGES,
-    TRIED_DRAFTS,
-    VLLM,
-    VLLM_ASCEND,
-    off,
-    untried,
-)
+from vllm_ascend_pd.vllm_patches import tried as releases
+from vllm_ascend_pd.vllm_patches.tried import COST, FIRST_TOKEN, VLLM, VLLM_ASCEND, off, untried
 
 ROOT = Path("/")
 ASCEND_PORTS = ((15000, 17000), (20000, 35999))  # what Mooncake's ascend transport listens on
@@ -146,9 +138,10 @@ def packages(on_npu: bool) -> Iterator[Check]:
 def hooks(vllm: str, vllm_ascend: str) -> Check:
     """Return what of this package's changes to vLLM is off with these releases, and what that costs."""
     versions = {VLLM: vllm, VLLM_ASCEND: vllm_ascend}
-    without = {change: untried(versions, releases) for change, releases in TRIED_CHANGES.items()}
+    fewer = {releases.GRAMMARS: releases.TRIED_GRAMMARS, releases.GIVEN: releases.TRIED_GIVEN}
+    without = {change: untried(versions, fewer.get(change, releases.TRIED)) for change in COST}
     said = [off(change, why) for change, why in without.items() if why]
-    if not without[FIRST_TOKEN] and (why := untried(versions, TRIED_DRAFTS)):
+    if not without[FIRST_TOKEN] and (why := untried(versions, releases.TRIED_DRAFTS)):
         said.append(f"{FIRST_TOKEN} of a D with drafts: off, because {why} with drafts: {COST[FIRST_TOKEN]}")
     if not said:
         return good("hooks", f"changes to vLLM were tried with it: {', '.join(COST)}")
