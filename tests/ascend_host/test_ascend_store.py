@@ -31,7 +31,6 @@ POOL = {
     "kv_connector": "AscendStoreConnector",
     "kv_connector_extra_config": {"backend": "memcache", "consumer_is_to_put": True},
 }
-BY_LAYER = {"use_layerwise": True, "consumer_is_to_put": False}
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class BesidePool(Engines):
             # lookup_rpc_port is part of the IPC socket's name, where the worker answers its scheduler.
             keys = {**pool["kv_connector_extra_config"], "lookup_rpc_port": cluster.port()}
             if self.by_layer:
-                keys |= BY_LAYER if spec.role == "kv_producer" else {"consumer_is_to_put": False}
+                keys |= {"use_layerwise": spec.role == "kv_producer", "consumer_is_to_put": False}
             children = [ours, {**pool, "kv_connector_extra_config": keys}]
             made.append(replace(spec, extra={"connectors": children}, environment={**spec.environment, **shared}))
         return made

@@ -112,12 +112,12 @@ class DistributedObjectStore:
         """Return the address of a new value's range. Ranges begin at whole pages."""
         fcntl.lockf(self._memory, fcntl.LOCK_EX)
         try:
-            address = MEMORY + os.fstat(self._memory).st_size
-            os.ftruncate(self._memory, os.fstat(self._memory).st_size + (size + 4095) // 4096 * 4096)
+            end = os.fstat(self._memory).st_size
+            os.ftruncate(self._memory, end + (size + 4095) // 4096 * 4096)
         finally:
             fcntl.lockf(self._memory, fcntl.LOCK_UN)
-        self._file(key).with_suffix(".new").write_text(f"{address} {size}")
-        return address
+        self._file(key).with_suffix(".new").write_text(f"{MEMORY + end} {size}")
+        return MEMORY + end
 
     # -- files
 
