@@ -581,7 +581,8 @@ class DecodeEngine:
     def first_difference(self, rank: DecodeRank, request: DecodeRequest) -> str | None:
         """Return the first layer whose bytes differ from those that prefill computed.
 
-        A P without the draft model has none of its layers.
+        A P without the draft model has none of its layers. Nor have blocks that P found in its cache, if the draft
+        model did not run when they were computed: a single engine drafts from such blocks as well.
         """
         memory = rank.memory
         tables, cells = request.tables.arrays(), {}
@@ -589,8 +590,9 @@ class DecodeEngine:
             first, last = planes.cell_range(self._looked_at(planes.kind.group, request), request.end)
             cells[planes] = planes.cells(request.content, tables[planes.kind.group_index], first, last, request.end)
         names = self.cluster.settings.names()
+        gaps = request.content.shared and request.content.undrafted
         for index, layer in enumerate(memory.layers):
-            if names[layer] == DRAFT and request.transfer in rank.undrafted:
+            if names[layer] == DRAFT and (gaps or request.transfer in rank.undrafted):
                 continue
             for region, (places, right) in enumerate(cells[memory.planes[index]]):
                 found = memory.plane(index, region)[places]

@@ -28,6 +28,8 @@ class Content:
     """
 
     def __init__(self, seed: int) -> None:
+        self.shared = False  # a prompt has found blocks of another one that begins alike
+        self.undrafted = False  # the draft model did not run for a step of it
         self._start = seed * 7919 % (len(_POOL) - (1 << 16))
 
     def cells(

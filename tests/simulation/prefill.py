@@ -299,6 +299,8 @@ class PrefillRank:
             elif world.chance(self.engine.cluster.settings.faults.undrafted):
                 world.fault("draft model did not run")
                 step.computing -= 1
+                for fill in step.fills:
+                    fill.content.undrafted = True
             else:
                 at += step.layer_s  # the sampler first
                 self.process.post(at, self._hook, step, layer)

@@ -352,6 +352,7 @@ class PrefillEngine:
                 self.cluster.world.stats["blocks shared"] += count
                 self.cluster.world.fault("blocks shared by prefix")
                 prompt.tables.ids = [other.tables.ids[0][:count]]
+                prompt.content.shared = True
                 self._shared.update(prompt.tables.ids[0])
                 return count * size
         return 0

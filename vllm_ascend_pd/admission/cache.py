@@ -27,22 +27,24 @@ def check_groups(kv_cache_config: KVCacheConfig) -> None:
 
 
 def group_refusals(kv_cache_config: KVCacheConfig) -> Iterator[ConfigError]:
-    """Yield all that is not proven in a model's cache; the first stops the start."""
+    """Yield all that is not proven in a model's cache; the first stops the start. An unknown kind is said alone."""
     groups = kv_cache_config.kv_cache_groups
     specs = [spec for group in groups for spec in kinds.of_group(group)]
+    if unknown := sorted({type(spec).__name__ for spec in specs}.difference(kinds.KNOWN)):
+        yield not_proven(f"A KV cache of kind {', '.join(unknown)}", "Use a model with the kinds in docs/kinds.md.")
+        return
     windows, states = (any(map(found, specs)) for found in (kinds.is_window, kinds.is_state))
     grouped = len(groups) > 1 or windows or states
     compressing = compat.is_vllm_ascend() and kinds.is_compressing(specs)
     if grouped and compat.is_vllm_ascend() and not compressing and not _proven_under_vllm_ascend(specs):
         remedy = "Use a model with one group of full attention, alone or beside Gated DeltaNet, or DeepSeek-V4."
         yield not_proven(f"{GROUPED} under vllm-ascend", remedy)
-    elif grouped and older_groups.unproven():
+        return
+    if grouped and older_groups.unproven():
         yield not_proven(GROUPED, "Use vLLM 0.23 or 0.30.0 and later for it.")
     if windows and states:
         yield not_proven("A model with sliding windows beside recurrent states", "Use a model with one of the two.")
-    if any(
-        not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False) for group in groups
-    ):
+    if not all(getattr(g, "enable_kv_transfer", True) and not getattr(g, "host_resident", False) for g in groups):
         yield not_proven("A KV cache group that vLLM does not transfer", "Use another model.")
     proven = kinds.COMPRESSING if compressing else kinds.PROVEN_GROUPED if grouped else kinds.PROVEN
     if proven is kinds.PROVEN_GROUPED:
@@ -61,9 +63,7 @@ def _proven_under_vllm_ascend(specs: Sequence[Any]) -> bool:
 def _spec_refusals(spec: Any, proven: Collection[str]) -> Iterator[ConfigError]:
     kind, compressing = type(spec).__name__, proven is kinds.COMPRESSING
     if kind not in proven:
-        beside = "" if kind not in kinds.PROVEN else " in one of several groups"
-        remedy = "Use a model with full attention, sliding windows, MLA, Mamba-2 or Gated DeltaNet."
-        yield not_proven(f"A KV cache of kind {kind}{beside}", remedy)
+        yield not_proven(f"A KV cache of kind {kind} in one of several groups", "Use another model.")
     elif kinds.is_state(spec):
         yield from _state_refusals(spec)
     elif getattr(spec, "extra_retained_tokens", 0):

@@ -21,6 +21,7 @@ _STATE_SPEC = "MambaSpec"  # Gated DeltaNet's too
 PROVEN_GROUPED: tuple[str, ...] = ("FullAttentionSpec", "SlidingWindowSpec", _STATE_SPEC)
 _WINDOW_SPECS = ("SlidingWindowSpec", "AscendSlidingWindowMLASpec")
 COMPRESSING: tuple[str, ...] = ("AscendMLAAttentionSpec", "AscendSlidingWindowMLASpec")  # DeepSeek-V4's, of one model
+KNOWN = frozenset((*PROVEN, *PROVEN_GROUPED, *COMPRESSING))
 RECURRENCES = {"MAMBA2": MAMBA2, "GDN_ATTN": DELTA_NET}
 PROVEN_FP8 = ("FullAttentionSpec", "SlidingWindowSpec")
 PLAIN_DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")

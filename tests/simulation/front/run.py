@@ -82,10 +82,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="simulate.sh --front", description=(__doc__ or "").split(":", 1)[0])
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--from", type=int, default=0, dest="first", metavar="S")
+    parser.add_argument("--seed", type=int, help="run only this one")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--mutation", default="", choices=["", *ALL])
     args = parser.parse_args(argv)
-    total = run_seeds(args.first, args.seeds, args.mutation, jobs=args.jobs)
+    first, count = (args.first, args.seeds) if args.seed is None else (args.seed, 1)
+    total = run_seeds(first, count, args.mutation, jobs=args.jobs)
     print(
         f"{total.seeds} seeds, {total.requests} requests, {total.resumed} streams resumed, {total.cpu_s:.0f} s of one core"
     )

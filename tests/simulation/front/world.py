@@ -266,7 +266,7 @@ class FrontWorld:
         if stream:
             _draw_stream(body, rng)
         worker = rng.choice(self.workers)
-        known = any(model in (instance.cards or ()) for instance in worker.fleet.of(Role.DECODE))
+        listed = [instance.name for instance in worker.fleet.of(Role.DECODE) if model in (instance.cards or ())]
         app = self.apps[worker.front.own_url]
         path = "/v1/chat/completions" if chat else "/v1/completions"
         name = f"{rng.getrandbits(64):x}"
@@ -293,14 +293,14 @@ class FrontWorld:
         if stream and call.status == 200:
             spoken = [tokens for decode in self.decodes.values() for tokens in decode.spoken.get(name, ())]
             verdict = _of_stream(call, body, ids_of(prompt), spoken if body.get("temperature") else [[]])
-            first = self.plan.decodes[0]
-            lasts = self.plan.goes_on and first.sound and model == first.model
+            first = self.decodes["d0"]  # a router that did not know it when the stream began may have had nobody else
+            lasts = self.plan.goes_on and first.kind.sound and first.address in listed
             if verdict == "broken off" and lasts and not any(name in d.unlike for d in self.decodes.values()):
                 self.problems.append(f"promise 6: a stream broke that could go on: {call.body[-400:]!r}")
         else:
             verdict = _of_whole(call, right)
         self.said[verdict] += 1
-        if call.status == 404 and known:
+        if call.status == 404 and listed:
             self.problems.append(f"promise 7: {model} is unknown, although a D has listed it")
         if verdict == "wrong":
             self.problems.append(f"promise 1: {call.status} {call.body[-400:]!r} for {right}")

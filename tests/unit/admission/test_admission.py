@@ -932,11 +932,17 @@ def test_all_refusals_are_named_on_request_and_the_first_stops_the_start() -> No
     found = list(admission.engine_refusals(config, push))
     assert [each.code for each in found] == ["PD-CONF-005", "PD-CONF-005", "PD-CONF-006", "PD-CONF-003"]
     assert refusal(config).sentence == found[0].sentence
-    specs = (attention(dtype=torch.int8), ChunkedLocalAttentionSpec(**BASE, attention_chunk_size=16))
+    specs = (attention(dtype=torch.int8), SlidingWindowSpec(**BASE, sliding_window=16, extra_retained_tokens=2))
     features = [refused.values["feature"] for refused in admission.group_refusals(cache_config(*specs))]
     assert [words.split(" (")[0] for words in features] == [
-        "A quantised KV cache", "A KV cache of kind ChunkedLocalAttentionSpec",
+        "A quantised KV cache", "A sliding window with retained tokens before it",
     ]  # fmt: skip
+
+
+def test_an_unknown_kind_is_the_only_reason_that_is_named() -> None:
+    unknown = ChunkedLocalAttentionSpec(**BASE, attention_chunk_size=16)
+    (alone,) = admission.group_refusals(cache_config(attention(dtype=torch.int8), unknown))
+    assert alone.values["feature"] == "A KV cache of kind ChunkedLocalAttentionSpec"
 
 
 @pytest.mark.parametrize(

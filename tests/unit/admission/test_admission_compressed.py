@@ -119,7 +119,7 @@ def test_another_form_of_it_is_refused(words: str, change: Any) -> None:
 def test_it_is_refused_with_a_pipeline_and_beside_other_kinds() -> None:
     assert "pipeline parallelism" in refused(GROUPS, pipeline_parallel_size=2)
     plain = SlidingWindowMLASpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, sliding_window=16)
-    assert "several KV cache groups" in refused((*GROUPS, {layer(4, "attn"): plain}))
+    assert "KV cache of kind SlidingWindowMLASpec" in refused((*GROUPS, {layer(4, "attn"): plain}))
 
 
 def test_it_is_refused_without_vllm_ascend(monkeypatch: pytest.MonkeyPatch) -> None:
