@@ -147,7 +147,7 @@ engine_on_cpu() { # WORD …: one answer of tools/support/on_cpu.py, a line each
 
 engine_arguments() { # fills ARGUMENTS
   local kv_bytes=${OPT[kv-bytes]}
-  ARGUMENTS=(--model "${OPT[model]}" --host "${OPT[host]}" --port "${OPT[port]}" --tensor-parallel-size "${OPT[tp]}")
+  ARGUMENTS=(--host "${OPT[host]}" --port "${OPT[port]}" --tensor-parallel-size "${OPT[tp]}")
   if [ "${OPT[pp]}" != 1 ]; then ARGUMENTS+=(--pipeline-parallel-size "${OPT[pp]}"); fi
   engine_ranks
   if [ -n "${OPT[served-name]}" ]; then ARGUMENTS+=(--served-model-name "${OPT[served-name]}"); fi
@@ -257,9 +257,11 @@ engine_main() {
   if [ -n "${OPT[dry-run]}${OPT[no-setup]}" ]; then pd_choose_interpreter; else pd_setup run; fi
   engine_environment
   engine_arguments
-  local program=(vllm.entrypoints.openai.api_server)
-  # The other program would start a server all the same.
-  if [ -n "${OPT[headless]}" ]; then program=(vllm.entrypoints.cli.main serve); fi
+  local program=(vllm.entrypoints.openai.api_server --model "${OPT[model]}")
+  # `vllm serve` needs a distribution called vllm, which a CPU's is not. With --headless the other starts a server too.
+  if [ "$PD_DEVICE" = npu ] || [ -n "${OPT[headless]}" ]; then
+    program=(vllm.entrypoints.cli.main serve "${OPT[model]}")
+  fi
   local command=(env "${ENVIRONMENT[@]}" "$PD_PYTHON" -m "${program[@]}" "${ARGUMENTS[@]}")
   if [ -n "${OPT[dry-run]}" ]; then
     options_show "${command[@]}"

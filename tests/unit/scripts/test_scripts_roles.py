@@ -49,7 +49,7 @@ class DryRun:
         self.python, self.module = words[0], words[2]
         self.words = words[3:]
         if self.module == "vllm.entrypoints.cli.main":
-            assert self.words.pop(0) == "serve"
+            assert self.words.pop(0) == "serve" and not self.words[0].startswith("-"), "the model"
 
     def value(self, flag: str) -> str | None:
         return self.words[self.words.index(flag) + 1] if flag in self.words else None
@@ -259,6 +259,11 @@ def test_a_host_without_a_server_is_started_by_the_command_that_knows_what_headl
     flags = ["--dp", "4", "--dp-size-local", "2", "--dp-start-rank", "2", "--dp-address", "10.0.0.1"]
     assert dry("decode", "--model", "m", *flags, "--headless").module == "vllm.entrypoints.cli.main"
     assert dry("decode", "--model", "m", *flags).module == "vllm.entrypoints.openai.api_server"
+
+
+def test_the_vllm_command_starts_an_engine_where_there_is_one() -> None:
+    command = dry("decode", "--model", "m", device="npu")
+    assert command.module == "vllm.entrypoints.cli.main" and understood_by_vllm(command).model_tag == "m"
 
 
 @pytest.mark.parametrize("device", ["cpu", "npu"])
