@@ -258,7 +258,7 @@ class FrontDecode(FrontEngine):
         self._asks = random.Random(f"questions/{self.name}/{self._dice.random()}")
         self.refused: dict[str, int] = {}  # how often, by request
         self.asked_in_vain = 0  # most P's from which this deaf D had reported failed loads when a client's came
-        self._reported: dict[tuple[str, str], float] = {}  # since when, by worker and P
+        self._reported: dict[tuple[str, int, str], float] = {}  # since when, by worker, life and P: a new life may load
         self._count = 0
 
     # -- what comes over the wire
@@ -322,10 +322,11 @@ class FrontDecode(FrontEngine):
     def _note_deaf(self, worker: str, loads: list[Load], came: float, client: bool) -> None:
         refused = {load.refused for load in loads if load.failed == DEAF}
         if refused and client:
-            known = sum(url == worker and since + TOLD_S < came for (url, _), since in self._reported.items())
+            told = [by for by, since in self._reported.items() if since + TOLD_S < came]
+            known = sum(by[:2] == (worker, self.lives) for by in told)
             self.asked_in_vain = max(self.asked_in_vain, known)
         for name in refused:
-            self._reported.setdefault((worker, name), asyncio.get_running_loop().time())
+            self._reported.setdefault((worker, self.lives, name), asyncio.get_running_loop().time())
 
     def _speak_and_fail(self, request: EngineRequest, body: dict[str, Any]) -> None:
         """Fail after vLLM's status 200 and the opening of the stream."""
