@@ -8,7 +8,9 @@ under host_build.BASE, those with "older" in front and those with PCP under the 
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -378,6 +380,29 @@ def offloaded(engines: Engines, pair: Pair) -> None:
     assert "Recompute triggered for request" not in log, "nothing is dropped"
 
 
+def standing_still(engines: Engines, pair: Pair) -> None:
+    """Loaded requests hold all of D's blocks, and each needs one more: the last in the queue gives its own back.
+
+    P's server is stopped until D holds blocks for all three, so that none begins before.
+    """
+    (d,), p = pair.decode, pair.prefill
+    assert isinstance(p, EngineProcess) and d.blocks() == 5 + 5 + 6
+    prompts = [fresh_prompt(count * BLOCK, RECIPES[engines.model].vocab) for count in (5, 5, 6)]
+    expected = reference_answers(pair.reference, prompts, TOKENS, **pair.asked)
+    with ThreadPoolExecutor(1) as pool:
+        os.kill(p.process.pid, signal.SIGSTOP)
+        try:
+            asked = pool.submit(gather, pair.front.url, [body_of(one, TOKENS, **pair.asked) for one in prompts])
+            eventually(lambda: not d.free_blocks(), "D holds blocks for all")
+        finally:
+            os.kill(p.process.pid, signal.SIGCONT)
+        answers = asked.result()
+    for one, want, got in zip(prompts, expected, answers, strict=True):
+        pair.judge_all(f"{engines}, {len(one)} tokens", one, want, got)
+    gave_back = d.log.read_text(errors="replace").count("PD-XFER-009")
+    assert 0 < gave_back < len(prompts), f"{gave_back} requests have given their blocks back"
+
+
 def dropped(engines: Engines, pair: Pair) -> None:
     """vllm-ascend's recompute scheduler ends a request without blocks as if it were complete.
 
@@ -714,7 +739,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     # vllm-ascend's MultiConnector with ours and one of its own in it, on both sides.
     (
         Engines("gqa 2to1 multi", p=Side(2, late_us=LATE), d=Side(flags=(*FEW, *RECOMPUTES)), beside=(OFFLOAD,)),
-        (edges, chunks, offloaded),
+        (edges, chunks, offloaded, standing_still),
     ),
     (
         Engines(
@@ -728,7 +753,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         ),
         (edges, chunks, offloaded),
     ),
-    (Engines("gqa 1to1 recompute scheduler", d=Side(flags=(*FEW, *RECOMPUTES))), DROPPED),
+    (Engines("gqa 1to1 recompute scheduler", d=Side(flags=(*FEW, *RECOMPUTES))), (*DROPPED, standing_still)),
     (replace(FIELD_DRAFTS, title=f"{FIELD_DRAFTS} again"), (drafts,)),
     # The same where answers are exact, however long: in bfloat16 MLA's two ways round differently.
     (
