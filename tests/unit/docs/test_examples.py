@@ -563,7 +563,7 @@ def understood_by_vllm(words: list[str]) -> Any:
 
 def of_a_script(role: str, node: int) -> Any:
     (words,) = dry(f"large-ep/{role}.sh", [str(node), "--model", "m"], PD_PYTHON="/some/python", PD_DEVICE="npu")
-    return understood_by_vllm(words[words.index("vllm.entrypoints.openai.api_server") + 1 :])
+    return understood_by_vllm(words[words.index("serve") + 1 :])
 
 
 STUBS = """
