@@ -63,7 +63,7 @@ RUN_BY = {
     "python -m simulation.sums": "tests/simulation/test_simulation.py",
     "python -m tools.kind_sizes": "tests/unit/docs/test_docs_kinds.py",
     "python -m tools.metaservers": "tests/unit/cli/test_cli_plan_load.py",
-    "python -m vllm.entrypoints.openai.api_server": "tests/unit/docs/test_examples.py",
+    "python -m vllm.entrypoints.openai.api_server": "tests/unit/scripts/test_scripts_roles.py",
     "python -m vllm_ascend_pd.config": "tests/unit/test_config.py",
     "python -m vllm_ascend_pd.errors": "tests/unit/test_errors.py",
     "python -m vllm_ascend_pd.router.settings": "tests/unit/router/test_metaserver_settings.py",
