@@ -135,7 +135,7 @@ REFUSED = (
     RefusedFeature("ranks that come and go in a running engine (`--enable-elastic-ep`, `--enable-fault-tolerance`)", "a reservation has the addresses of the ranks, and an exchange the process groups, that there were at the start", ("…",)),
     RefusedFeature("`enable_kv_nz` of vllm-ascend", "D's MLA would read its cache as fractals, which P does not write", ("enable_kv_nz",)),
     RefusedFeature("`hamming_sparse` of vllm-ascend", "D would choose blocks by hashes of keys, in a cache that no connector is given", ("hamming_sparse",)),
-    RefusedFeature("`dyntra_lb_config` of vllm-ascend", "its scheduler moves requests between ranks of D, and beside states counts a prefix as computed of which D has attention alone; no pair has run with it", ("dyntra_lb_config",)),
+    RefusedFeature("`dyntra_lb_config` of vllm-ascend", "its scheduler moves requests between ranks of D, and beside states counts a prefix as computed of which D has attention alone; no pair has run with it. Its balance scheduling (`enable_balance_scheduling`) vllm-ascend itself refuses for P and D", ("dyntra_lb_config",)),
     RefusedFeature("`xlite_graph_config` of vllm-ascend on P", "its graphs run without the layers' hooks", ("xlite_graph_config on prefill",)),
     RefusedFeature("platforms other than CPU and NPU", "there is no code that waits for the device's kernels before a layer is read", ("Platform …",)),
     RefusedFeature("request ids without a random part (`VLLM_DISABLE_REQUEST_ID_RANDOMIZATION`)", "two requests with one id would share blocks", ("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",)),
