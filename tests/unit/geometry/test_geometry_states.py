@@ -328,7 +328,7 @@ def arrived(cache: CacheGeometry, **sampling: Any) -> tuple[PrefillScheduler, Re
     return scheduler, request
 
 
-def output(computed: int, count: int, table: list[int], *, new: list[int] | None) -> Any:
+def output(computed: int, count: int, table: list[int], *, new: list[int] | None, drafts: int = 0) -> Any:
     """A scheduler output of vLLM's: `new` are the blocks sent to workers, the table holds the real ones."""
     block_state = SimpleNamespace(get_block_ids=lambda request_id: (table,))
     fresh = SimpleNamespace(req_id="r", num_computed_tokens=computed, block_ids=(new,))
@@ -341,7 +341,8 @@ def output(computed: int, count: int, table: list[int], *, new: list[int] | None
     return SimpleNamespace(
         preempted_req_ids=(),
         finished_req_ids=set(),
-        num_scheduled_tokens={"r": count},
+        num_scheduled_tokens={"r": count + drafts},
+        scheduled_spec_decode_tokens={"r": [-1] * drafts} if drafts else {},
         scheduled_new_reqs=[] if computed else [fresh],
         scheduled_cached_reqs=cached,
         kv_connector_block_state=block_state,
@@ -356,6 +357,15 @@ def test_p_takes_the_table_as_it_is_not_as_it_grew() -> None:
     first = scheduler.build_step(output(0, 96, [4], new=[4]))
     last = scheduler.build_step(output(96, 4, [0, 5], new=[8]))
     assert [[ids.tolist() for ids in step.slices[0].new_blocks] for step in (first, last)] == [[[]], [[5]]]
+
+
+def test_drafts_that_vllm_adds_to_a_prompts_last_token_are_not_the_prompts() -> None:
+    """From 0.30 on a single token behind a cached prefix is scheduled as a decode, with placeholders for drafts."""
+    scheduler, _ = arrived(sides()[0])
+    scheduler.build_step(output(0, 99, [0, 5], new=[4]))
+    last = scheduler.build_step(output(99, 1, [0, 5, 6, 7, 8], new=[6, 7, 8], drafts=3))
+    (pushed,) = last.slices
+    assert (pushed.after, pushed.final, [ids.tolist() for ids in pushed.new_blocks]) == (100, True, [[5]])
 
 
 @pytest.mark.parametrize("drafter", ["", "method=mtp heads=2"], ids=["alone", "drafts"])

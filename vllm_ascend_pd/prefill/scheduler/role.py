@@ -153,7 +153,9 @@ class PrefillScheduler(SchedulerRole):
         with self._deciding():
             for request_id in output.preempted_req_ids or ():
                 self.book.preempted(request_id)
-            counts, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+            # Behind a cached prefix vLLM adds drafts to a prompt's only token: they are not the prompt's.
+            drafts, cached = output.scheduled_spec_decode_tokens, output.scheduled_cached_reqs
+            counts = {one: count - len(drafts.get(one, ())) for one, count in output.num_scheduled_tokens.items()}
             chunks = []
             for new in output.scheduled_new_reqs:
                 blocks = in_kernel_blocks(new.block_ids, self._kernel_blocks)
