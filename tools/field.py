@@ -182,8 +182,11 @@ def is_read(switch: str, source: str) -> bool:
     if switch.startswith(small.ITS):
         return f'"{switch}"' in source
     first, *inner = switch.split(".")
-    read = rf'additional_config(\.get\(|\[|,)\s*"{first}"|"{first}" in additional_config'
-    return re.search(read, source) is not None and all(f'"{name}"' in source for name in inner)
+    read = rf'additional_config(?: or \{{\}}\))?(\.get\(|\[|,)\s*"{first}"|"{first}" in additional_config'
+    # From 0.30 on the configuration is a dataclass, with the switches as its fields.
+    fields = {name for name in (first, *inner) if re.search(rf"^    {name}: ", source, re.MULTILINE)}
+    outer = first in fields or re.search(read, source) is not None
+    return outer and all(name in fields or f'"{name}"' in source for name in inner)
 
 
 def _switches(found: Iterable[FieldVerdict], source: str) -> str:

@@ -87,19 +87,13 @@ def _shared_expert_aside(process: DeviceProcess, config: Mapping[str, Any]) -> b
     return any(process.operators.get("npu::npu_swiglu", set()) - {0})
 
 
-def _layers_divided(process: DeviceProcess, config: Mapping[str, Any]) -> bool:
-    """A rank keeps no weights of other ranks' layers, except the next layers'."""
-    return 1 in _numbers(process, "q_b_proj")
-
-
 def _keys_in_runs(process: DeviceProcess, config: Mapping[str, Any]) -> bool:
     return "_C_ascend::store_kv_block" in process.operators
 
 
 EFFECTS: Mapping[str, Shown] = {
     "finegrained_tp_config.lmhead_tensor_parallel_size": _head_divided,
-    "enable_shared_expert_dp": _shared_expert_whole,  # and VLLM_ASCEND_ENABLE_FLASHCOMM1 by itself
+    "enable_shared_expert_dp": _shared_expert_whole,  # and flash communication by itself
     "multistream_overlap_shared_expert": _shared_expert_aside,
-    "layer_sharding": _layers_divided,
     "c8_enable_reshape_optim": _keys_in_runs,
 }
