@@ -29,6 +29,7 @@ from vllm_ascend_pd.observe.trace import TraceFile
 from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
 from vllm_ascend_pd.roles import EndedRequests, SchedulerRole, StepMetadata, WorkerNews, WorkerRole
 from vllm_ascend_pd.vllm_patches import (
+    accepted,
     compat,
     first_token,
     given_tokens,
@@ -329,6 +330,8 @@ def _worker(engine: Engine, vllm_config: Any, kv_cache_config: Any) -> WorkerRol
         why_no_first_token = (
             first_token.install_on_worker(vllm_config) if engine.config.wire.first_token != "off" else "off"
         )
+        if why := accepted.install(vllm_config):
+            log.warning("%s", tried.off(tried.ACCEPTED, why))
         return DecodeWorker(engine, shape, current(), stage, rank, why_no_first_token)
     from vllm_ascend_pd.prefill.worker.role import PrefillWorker
     from vllm_ascend_pd.protocol.identity import Contributor

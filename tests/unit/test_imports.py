@@ -173,7 +173,7 @@ CEILINGS = {
     "shared": 1050,
     "transport": 1970,
     "viewer": 615,
-    "vllm_patches": 1270,  # 25 so that a response shows that it was dropped, 25 for the hooks of a step alone
+    "vllm_patches": 1350,  # 80 without which a D that runs out of blocks says wrong text, with drafts beside states
 }
 
 

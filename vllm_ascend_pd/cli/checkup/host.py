@@ -145,7 +145,7 @@ def hooks(vllm: str, vllm_ascend: str) -> Check:
         said.append(f"{FIRST_TOKEN} of a D with drafts: off, because {why} with drafts: {COST[FIRST_TOKEN]}")
     if not said:
         return good("hooks", f"changes to vLLM were tried with it: {', '.join(COST)}")
-    return warning("hooks", "; ".join(said), "Use a release of docs/matrix.md, or accept the cost: answers are right.")
+    return warning("hooks", "; ".join(said), "Use a release of docs/matrix.md, or accept what it costs.")
 
 
 def plugins(environ: Mapping[str, str]) -> Check:

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accepted drafts behind a step of nothing, which vllm-ascend's runner forgets: recurrent states would be wrong.
+
+A D without a free block schedules nothing while the blocks of the request that it would preempt may still be written
+(vLLM's `defer_block_free`, from 0.30 on). Such a step empties the worker's batch, and with it the rows by which the
+last step counted accepted drafts. The next step then takes each state as if no draft had been accepted: silently wrong
+text, in an engine by itself too. Attention has no such memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from vllm_ascend_pd.vllm_patches import compat
+from vllm_ascend_pd.vllm_patches.tried import untried
+from vllm_ascend_pd.vllm_patches.wrapping import wrap
+
+_UPDATE, _COUNT = "_update_states", "_sync_num_accepted_tokens"  # of the runner
+_PARAMETERS = [["self", "scheduler_output"], ["self", "num_reqs", "has_prev_mapping"]]
+_ROWS = "pd_rows"  # on a runner: by request, its row in the step before the one of nothing
+
+
+def install(vllm_config: Any) -> str:
+    """Wrap vllm-ascend's runner, once, where the fault may be. Return why not; empty: it is wrapped, or has no need."""
+    if not compat.is_vllm_ascend() or vllm_config.speculative_config is None or not vllm_config.model_config.is_hybrid:
+        return ""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
+
+    if not hasattr(Scheduler, "_drain_deferred_frees") or not vllm_config.scheduler_config.async_scheduling:
+        return ""
+    found = [getattr(NPUModelRunner, name, None) for name in (_UPDATE, _COUNT)]
+    if [list(inspect.signature(one).parameters) for one in found if one is not None] != _PARAMETERS:
+        return "this vllm-ascend counts them otherwise"
+    if why := untried():
+        return why
+    wrap(NPUModelRunner, _UPDATE, _update_states)
+    wrap(NPUModelRunner, _COUNT, _sync_num_accepted_tokens)
+    return ""
+
+
+def _update_states(original: Any) -> Any:
+    def update_states(self: Any, scheduler_output: Any) -> Any:
+        rows = self.input_batch.prev_req_id_to_index
+        if not scheduler_output.total_num_scheduled_tokens and rows:
+            setattr(self, _ROWS, dict(rows))
+        elif kept := getattr(self, _ROWS, None):  # of these some begin anew
+            for request_id in (
+                *(scheduler_output.preempted_req_ids or ()),
+                *scheduler_output.scheduled_cached_reqs.resumed_req_ids,
+            ):
+                kept.pop(request_id, None)
+        return original(self, scheduler_output)
+
+    return update_states
+
+
+def _sync_num_accepted_tokens(original: Any) -> Any:
+    def sync_num_accepted_tokens(self: Any, num_reqs: int, has_prev_mapping: bool) -> None:
+        rows = getattr(self, _ROWS, None)
+        setattr(self, _ROWS, None)
+        counts = self.num_accepted_tokens.np.copy() if rows and not has_prev_mapping else None
+        original(self, num_reqs, has_prev_mapping)
+        if counts is None or rows is None:
+            return
+        for index, request_id in enumerate(self.input_batch.req_ids[:num_reqs]):
+            if (row := rows.get(request_id)) is not None:
+                self.num_accepted_tokens.np[index] = self.input_batch.num_accepted_tokens_cpu[index] = counts[row]
+
+    return sync_num_accepted_tokens
