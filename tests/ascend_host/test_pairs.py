@@ -204,6 +204,23 @@ def many(engines: Engines, pair: Pair) -> None:
     check(engines, pair, lengths)
 
 
+def without_blocks(engines: Engines, pair: Pair) -> None:
+    """More requests at once than D has blocks for: a step computes nothing, and those that run go on behind it."""
+    (d,) = pair.decode
+
+    def lost() -> int:
+        drops = d.log.read_text(errors="replace").count("Recompute triggered for request")
+        return counter(d, "vllm:num_preemptions_total") + drops
+
+    before = lost()
+    prompts = [fresh_prompt(5 + 6 * i, RECIPES[engines.model].vocab) for i in range(MANY)]
+    expected = reference_answers(pair.reference, prompts, TOKENS, **pair.asked)
+    answers = gather(pair.front.url, [body_of(p, TOKENS, **pair.asked) for p in prompts])
+    for p, want, got in zip(prompts, expected, answers, strict=True):
+        pair.judge_all(f"{engines}, {len(p)} tokens", p, want, got)
+    assert lost() > before, "D took no block back: the test shows nothing"
+
+
 def penalised(engines: Engines, pair: Pair) -> None:
     """Penalties: D's workers must count P's token as generated."""
     (d,), vocab = pair.decode, RECIPES[engines.model].vocab
@@ -607,7 +624,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         Engines(
             "qwen3next 1to1 mtp", "qwen3next-mtp", p=Side(drafts=1, late_us=LATE), d=Side(repaired=True), draft=MTP3
         ),
-        (*FEWER, blocks, drafts),
+        (edges, chunks, without_blocks, blocks, drafts),
     ),
     (Engines("qwen3next 2to1 mtp", "qwen3next-mtp", p=Side(2), d=Side(drafts=1), draft=MTP3), (*FEWER, blocks, drafts)),
     (
@@ -627,10 +644,10 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         Engines(
             "qwen3next 1to1 mtp full graphs",
             "qwen3next-mtp",
-            d=Side(graphs=FULL, flags=FEW_STATES, repaired=True),
+            d=Side(graphs=FULL, flags=(*FEW_STATES, *RECOMPUTES), repaired=True),
             draft=MTP3,
         ),
-        (*FEWER, blocks, drafts, replayed),
+        (edges, chunks, without_blocks, blocks, drafts, replayed),
     ),
     (Engines("dsa 1to1", "dsv32", p=Side(late_us=LATE), dtype="bfloat16", max_len=LONG), (*ALL, chosen)),
     (Engines("dsa 2to1", "dsv32", p=Side(2, late_us=LATE), dtype="bfloat16", max_len=LONG), (*ALL, chosen)),
