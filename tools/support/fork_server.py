@@ -222,8 +222,11 @@ def _write(status: int, number: int) -> None:
         os.write(status, number.to_bytes(_BYTES, "big", signed=True))
 
 
-def _become(request: _Request) -> None:
-    """Take the session, output, environment and import path of the child that was asked for."""
+def _become(request: _Request, imported: Mapping[str, str]) -> None:
+    """Take the session, output, environment and import path of the child that was asked for.
+
+    `imported`: variables that the imports have set, as they would in a process of its own.
+    """
     if request.new_session:
         os.setsid()
     for standard in (1, 2):
@@ -231,7 +234,7 @@ def _become(request: _Request) -> None:
     os.close(request.out)
     before = _folders(os.environ)
     os.environ.clear()
-    os.environ.update(request.environment)
+    os.environ.update({**imported, **request.environment})
     sys.path[1:] = [*_folders(os.environ), *(folder for folder in sys.path[1:] if folder not in before)]
     _write(request.status, os.getpid())
     os.close(request.status)
@@ -243,8 +246,10 @@ def _folders(env: Mapping[str, str]) -> list[str]:
 
 def main(connection: str, module: str, *more: str) -> None:
     """Import all modules, then serve; in a child, run the first."""
+    given = dict(os.environ)
     for name in (module, *more):
         importlib.import_module(name)
+    imported = {name: value for name, value in os.environ.items() if name not in given}
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads > 1:
         raise SystemExit(f"{module} has {threads} threads when it is imported: a forked child would have one of them")
@@ -254,7 +259,7 @@ def main(connection: str, module: str, *more: str) -> None:
     gc.freeze()  # no child looks through what was imported, which would also copy it
     request = serving.next_child()
     if request is not None:
-        _become(request)
+        _become(request, imported)
         sys.argv[1:] = request.arguments
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 

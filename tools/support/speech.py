@@ -53,6 +53,7 @@ SCHEMA = {
 # A grammar allows any white space between the parts of JSON. The tokens of the vocabulary that are some:
 DENSE = {"ignore_eos": False, "logit_bias": {str(token): -100 for token in (200, 201, 204, 223)}}
 SAMPLED = {"temperature": 0.8}
+BUDGET = 12  # tokens of reasoning, behind which vLLM ends it
 
 
 def speaking(directory: Path) -> Path:
@@ -266,7 +267,15 @@ def _reasons(parsers: str, begin: str = "<think>") -> list[StreamKind]:
     most = len(script_of(script))
     schema = {"structured_outputs": {"json": SCHEMA}, **DENSE}
     behind: Check = lambda a: json_of(a) and a.reasoning  # noqa: E731
+    budget = StreamKind(
+        f"a budget of reasoning, {parsers}",
+        script=f"{begin}{DOT * 47}",
+        check=lambda a: len(a.reasoning) == BUDGET and a.text,
+        asks={"thinking_token_budget": BUDGET},
+        **both,
+    )
     return [
+        *([budget] if begin else []),  # vLLM counts from its first token on
         StreamKind(f"reasoning, {parsers}", script=script, check=thinks(_THOUGHT, _SAID), most=most, **both),
         StreamKind(
             f"reasoning, {parsers}, sampled",

@@ -34,8 +34,6 @@ def refusal(request: Any) -> str:
         return "its prompt is not only text"
     if request.lora_request is not None:
         return "it has an adapter, with which this was not tried"
-    if getattr(request.sampling_params, "thinking_token_budget", None) is not None:
-        return "it limits its reasoning, with which this was not tried"
     if request.sampling_params.prompt_logprobs is not None:
         return "it asks for log-probabilities of its prompt"
     if request.structured_output_request is not None and (why := other_grammars()):

@@ -22,6 +22,7 @@ from tools.support.process import Child
 
 PROGRAM = """
 import json, os, pathlib, signal, sys, time
+import pd_forked_sets
 if __name__ == "__main__":
     print(json.dumps({
         "argv": sys.argv[1:], "name": __name__, "file": __file__, "folder": os.getcwd(), "environment": dict(os.environ),
@@ -36,13 +37,14 @@ if __name__ == "__main__":
         raise ValueError("said in the log")
     sys.exit(int(sys.argv[1]))
 """
+SETS = "import os; os.environ.setdefault('PD_SET_BY_AN_IMPORT', 'once')"
 BROKEN = "raise ImportError('one library is missing')"
 THREADED = "import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
 
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    for name, text in {"program": PROGRAM, "broken": BROKEN, "threaded": THREADED}.items():
+    for name, text in {"program": PROGRAM, "sets": SETS, "broken": BROKEN, "threaded": THREADED}.items():
         (tmp_path / f"pd_forked_{name}.py").write_text(text)
     return {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
 
@@ -92,6 +94,7 @@ def test_a_child_is_what_its_command_would_have_started(
         seen.append(json.loads(run.log.read_text()))
         run.log.unlink()
     assert seen[0] == seen[1]
+    assert seen[0]["environment"]["PD_SET_BY_AN_IMPORT"] == "once"
     assert seen[0]["leads its session"] and "/nowhere" in seen[0]["path"]
 
 
