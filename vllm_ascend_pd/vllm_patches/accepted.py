@@ -35,12 +35,14 @@ def install(vllm_config: Any) -> str:
         return "this vllm-ascend counts them otherwise"
     if why := untried():
         return why
-    wrap(NPUModelRunner, _UPDATE, _update_states)
-    wrap(NPUModelRunner, _COUNT, _sync_num_accepted_tokens)
+    wrap(NPUModelRunner, _UPDATE, keep_rows)
+    wrap(NPUModelRunner, _COUNT, count_by_rows)
     return ""
 
 
-def _update_states(original: Any) -> Any:
+def keep_rows(original: Any) -> Any:
+    """Return the method that updates the batch, with the rows kept over steps of nothing."""
+
     def update_states(self: Any, scheduler_output: Any) -> Any:
         rows = self.input_batch.prev_req_id_to_index
         if not scheduler_output.total_num_scheduled_tokens and rows:
@@ -56,7 +58,9 @@ def _update_states(original: Any) -> Any:
     return update_states
 
 
-def _sync_num_accepted_tokens(original: Any) -> Any:
+def count_by_rows(original: Any) -> Any:
+    """Return the method that counts accepted drafts, by the rows that were kept if there are some."""
+
     def sync_num_accepted_tokens(self: Any, num_reqs: int, has_prev_mapping: bool) -> None:
         rows = getattr(self, _ROWS, None)
         setattr(self, _ROWS, None)

@@ -446,9 +446,11 @@ def test_only_one_workers_canaries_prove_pairs_and_each_workers_try_its_wedged_e
         c.worker.canary._proves = False
         decode = c.worker.fleet.get(c.decode[0].address)
         assert decode is not None
+        c.decode[0].behaviour.hold = True  # the canary that heals it comes at any time
         for _ in range(3):
             c.worker.fleet.seen(decode, Evidence.BROKE, "as set")
         assert c.http.get("/readiness").status_code == 503
+        c.decode[0].behaviour.hold = False
         until(lambda: c.http.get("/readiness").status_code == 200)
         asked = len(c.legs())
         c.prefill[0].served.kill()
