@@ -28,7 +28,7 @@ from pairs import Pair, counter, fresh_prompt, reference_answers
 from seen import EFFECTS, DeviceProcess, processes
 
 from tools.support.checks import Drafted, drafted, eventually, first_tokens, fresh_salt, front_counter
-from tools.support.client import RequestFailed, attempt, body_of, complete, gather, post
+from tools.support.client import RequestFailed, TimedAnswer, attempt, body_of, complete, gather, post
 from tools.support.cluster import Cluster, fresh_directory
 from tools.support.engine import EngineProcess, RunningServer
 from tools.support.models import RECIPES, ensure
@@ -37,6 +37,7 @@ from tools.support.speech import RESPONSES, Spoken, read
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
+Prompts = list[list[int]]
 TOKENS = 12
 MANY = 12
 LATE, DELAY = 3000, 1000
@@ -84,10 +85,8 @@ RECOMPUTES_UNFUSED = additional(recompute_scheduler_enable=True, **UNFUSED)
 # variable, and 38, 29 and 2 one of the others, which without quantised weights change nothing.
 DIVIDED, AS_VARIABLE = {"enable_flashcomm1": True}, {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
 FUSED = {"enable_fused_mc2": 1, "enable_mlapo": True, "weight_nz_mode": 2}
-SAID = {
-    "FlashComm1 is enabled.": {*DIVIDED, *AS_VARIABLE},
-    "enable_dsa_cp will be": {"enable_dsa_cp"},
-}  # no note shows it
+# Of switches that no note shows, by what the log says.
+SAID = {"FlashComm1 is enabled.": {*DIVIDED, *AS_VARIABLE}, "enable_dsa_cp will be": {"enable_dsa_cp"}}
 HEAD = {"finegrained_tp_config": {"lmhead_tensor_parallel_size": 2}}
 GRAPHS = {"ascend_compilation_config": {"enable_npugraph_ex": True}, "enable_cpu_binding": True}
 OFTEN = {"expert_heat_collection_interval": 8, "algorithm_execution_interval": 4, "eplb_policy_type": 1}
@@ -204,6 +203,21 @@ def many(engines: Engines, pair: Pair) -> None:
     check(engines, pair, lengths)
 
 
+def judge_each(
+    engines: Engines, pair: Pair, prompts: Prompts, expected: list[TimedAnswer], answers: list[TimedAnswer]
+) -> None:
+    for p, want, got in zip(prompts, expected, answers, strict=True):
+        pair.judge_all(f"{engines}, {len(p)} tokens", p, want, got)
+
+
+def at_once(engines: Engines, pair: Pair, prompts: Prompts, tokens: int) -> tuple[list[TimedAnswer], list[TimedAnswer]]:
+    """Compare the pair's answers to prompts that come together. Return one engine's and these."""
+    expected = reference_answers(pair.reference, prompts, tokens, **pair.asked)
+    answers = gather(pair.front.url, [body_of(p, tokens, **pair.asked) for p in prompts])
+    judge_each(engines, pair, prompts, expected, answers)
+    return expected, answers
+
+
 def without_blocks(engines: Engines, pair: Pair) -> None:
     """More requests at once than D has blocks for: a step computes nothing, and those that run go on behind it."""
     (d,) = pair.decode
@@ -213,11 +227,7 @@ def without_blocks(engines: Engines, pair: Pair) -> None:
         return counter(d, "vllm:num_preemptions_total") + drops
 
     before = lost()
-    prompts = [fresh_prompt(5 + 6 * i, RECIPES[engines.model].vocab) for i in range(MANY)]
-    expected = reference_answers(pair.reference, prompts, TOKENS, **pair.asked)
-    answers = gather(pair.front.url, [body_of(p, TOKENS, **pair.asked) for p in prompts])
-    for p, want, got in zip(prompts, expected, answers, strict=True):
-        pair.judge_all(f"{engines}, {len(p)} tokens", p, want, got)
+    at_once(engines, pair, [fresh_prompt(5 + 6 * i, RECIPES[engines.model].vocab) for i in range(MANY)], TOKENS)
     assert lost() > before, "D took no block back: the test shows nothing"
 
 
@@ -387,11 +397,8 @@ def preempted(engines: Engines, pair: Pair) -> None:
     """
     (d,) = pair.decode
     prompts = [fresh_prompt(BLOCK + 40 * i, RECIPES[engines.model].vocab) for i in range(6)]
-    expected = reference_answers(pair.reference, prompts, 2 * BLOCK, **pair.asked)
     before = counter(d, "vllm:num_preemptions_total")
-    answers = gather(pair.front.url, [body_of(p, 2 * BLOCK, **pair.asked) for p in prompts])
-    for p, want, got in zip(prompts, expected, answers, strict=True):
-        pair.judge_all(f"{engines}, {len(p)} tokens", p, want, got)
+    expected, answers = at_once(engines, pair, prompts, 2 * BLOCK)
     assert counter(d, "vllm:num_preemptions_total") > before, "D took no block back: the test shows nothing"
     assert not pair.failed_transfers()
     if not engines.one_way:
@@ -426,9 +433,7 @@ def standing_still(engines: Engines, pair: Pair) -> None:
             eventually(lambda: not d.free_blocks(), "D holds blocks for all")
         finally:
             os.kill(p.process.pid, signal.SIGCONT)
-        answers = asked.result()
-    for one, want, got in zip(prompts, expected, answers, strict=True):
-        pair.judge_all(f"{engines}, {len(one)} tokens", one, want, got)
+        judge_each(engines, pair, prompts, expected, asked.result())
     gave_back = d.log.read_text(errors="replace").count("PD-XFER-009")
     assert 0 < gave_back < len(prompts), f"{gave_back} requests have given their blocks back"
 

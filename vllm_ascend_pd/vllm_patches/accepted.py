@@ -9,15 +9,14 @@ text, in an engine by itself too. Attention has no such memory.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from vllm_ascend_pd.vllm_patches import compat
 from vllm_ascend_pd.vllm_patches.tried import untried
-from vllm_ascend_pd.vllm_patches.wrapping import wrap
+from vllm_ascend_pd.vllm_patches.wrapping import differing, wrap
 
 _UPDATE, _COUNT = "_update_states", "_sync_num_accepted_tokens"  # of the runner
-_PARAMETERS = [["self", "scheduler_output"], ["self", "num_reqs", "has_prev_mapping"]]
+_UPDATED, _COUNTED = ("self", "scheduler_output"), ("self", "num_reqs", "has_prev_mapping")  # their parameters
 _ROWS = "pd_rows"  # on a runner: by request, its row in the step before the one of nothing
 
 
@@ -30,8 +29,8 @@ def install(vllm_config: Any) -> str:
 
     if not hasattr(Scheduler, "_drain_deferred_frees") or not vllm_config.scheduler_config.async_scheduling:
         return ""
-    found = [getattr(NPUModelRunner, name, None) for name in (_UPDATE, _COUNT)]
-    if [list(inspect.signature(one).parameters) for one in found if one is not None] != _PARAMETERS:
+    update, count = (getattr(NPUModelRunner, name, None) for name in (_UPDATE, _COUNT))
+    if update is None or count is None or differing((update, _UPDATED), (count, _COUNTED)):
         return "this vllm-ascend counts them otherwise"
     if why := untried():
         return why
@@ -47,7 +46,7 @@ def keep_rows(original: Any) -> Any:
         rows = self.input_batch.prev_req_id_to_index
         if not scheduler_output.total_num_scheduled_tokens and rows:
             setattr(self, _ROWS, dict(rows))
-        elif kept := getattr(self, _ROWS, None):  # of these some begin anew
+        elif kept := getattr(self, _ROWS, {}):  # of these some begin anew
             for request_id in (
                 *(scheduler_output.preempted_req_ids or ()),
                 *scheduler_output.scheduled_cached_reqs.resumed_req_ids,
@@ -62,14 +61,13 @@ def count_by_rows(original: Any) -> Any:
     """Return the method that counts accepted drafts, by the rows that were kept if there are some."""
 
     def sync_num_accepted_tokens(self: Any, num_reqs: int, has_prev_mapping: bool) -> None:
-        rows = getattr(self, _ROWS, None)
-        setattr(self, _ROWS, None)
-        counts = self.num_accepted_tokens.np.copy() if rows and not has_prev_mapping else None
+        rows = {} if has_prev_mapping else getattr(self, _ROWS, {})
+        setattr(self, _ROWS, {})
+        accepted = {request_id: self.num_accepted_tokens.np[row] for request_id, row in rows.items()}
         original(self, num_reqs, has_prev_mapping)
-        if counts is None or rows is None:
-            return
-        for index, request_id in enumerate(self.input_batch.req_ids[:num_reqs]):
-            if (row := rows.get(request_id)) is not None:
-                self.num_accepted_tokens.np[index] = self.input_batch.num_accepted_tokens_cpu[index] = counts[row]
+        for index, request_id in enumerate(self.input_batch.req_ids[:num_reqs] if accepted else ()):
+            if request_id in accepted:
+                count = accepted[request_id]
+                self.num_accepted_tokens.np[index] = self.input_batch.num_accepted_tokens_cpu[index] = count
 
     return sync_num_accepted_tokens

@@ -28,7 +28,7 @@ from vllm_ascend_pd.protocol.first import FirstToken, LogProb
 from vllm_ascend_pd.protocol.sampling import GRAMMAR
 from vllm_ascend_pd.vllm_patches.step_hooks import OUTPUTS, OUTPUTS_READ, StepHooks, wrap_outputs
 from vllm_ascend_pd.vllm_patches.tried import TRIED_DRAFTS, TRIED_GRAMMARS, TRIED_SECOND, untried
-from vllm_ascend_pd.vllm_patches.wrapping import wrap
+from vllm_ascend_pd.vllm_patches.wrapping import differing, wrap
 
 GIVEN_ARG = "pd_given_tokens"  # in a request's extra arguments, on its way to the workers
 _SCHEDULE, _ADDED = "schedule", "add_request"
@@ -160,7 +160,7 @@ def _other_shape(vllm_config: Any, scheduler: type) -> str:
     second = is_second(vllm_config)
     if second and not _reads(getattr(scheduler, _SCHEDULE), f"req.{_ALL_TOKENS}"):
         return f"the scheduler {scheduler.__name__} does not hand all tokens of a new request to the workers"
-    found = _differing(
+    found = differing(
         (Scheduler.update_from_output, OUTPUTS),
         (check_stop, ("request", "max_model_len")),
         (getattr(batch, _ADDED), _STATES if second else _BATCH),
@@ -170,11 +170,6 @@ def _other_shape(vllm_config: Any, scheduler: type) -> str:
     found += [name for name in OUTPUT_USED if name not in EngineCoreOutput.__struct_fields__]
     found += [name for name in _STATE if name not in CachedRequestState.__dataclass_fields__]
     return f"this vLLM's {', '.join(found)} differ" if found else ""
-
-
-def _differing(*methods: tuple[Callable[..., Any], tuple[str, ...]]) -> list[str]:
-    """Return the names of those methods that have other parameters than these."""
-    return [method.__qualname__ for method, names in methods if tuple(inspect.signature(method).parameters) != names]
 
 
 def _reads(method: Callable[..., Any], attribute: str) -> bool:
@@ -225,7 +220,7 @@ def other_grammars() -> str:
         from vllm.v1.structured_output.backend_types import StructuredOutputGrammar as Grammar
 
         taken, asked = (Grammar.accept_tokens, _ACCEPTED), (Grammar.validate_tokens, _VALIDATED)
-        found = _differing(taken, asked, (Manager.accept_tokens, _ADVANCED))
+        found = differing(taken, asked, (Manager.accept_tokens, _ADVANCED))
     except (ImportError, AttributeError) as missing:
         return f"this vLLM has {missing.name} elsewhere"
     return f"this vLLM's {', '.join(found)} differ" if found else ""

@@ -7,11 +7,10 @@ What lets a request go on, or fail, whose load was withheld is here too.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from vllm_ascend_pd.errors import LocalProtocolError
-from vllm_ascend_pd.vllm_patches.wrapping import contained, wrap
+from vllm_ascend_pd.vllm_patches.wrapping import contained, differing, wrap
 
 OUTPUTS_READ = "update_from_output"
 OUTPUTS = ("self", "scheduler_output", "model_runner_output")  # its parameters
@@ -67,7 +66,7 @@ class HasStepHooks:
 def wrap_outputs(scheduler: type) -> str:
     """Call the connector's StepHooks around `update_from_output`, once. Return why not; empty: it is wrapped."""
     found = getattr(scheduler, OUTPUTS_READ, lambda: None)
-    if tuple(inspect.signature(found).parameters) != OUTPUTS:
+    if differing((found, OUTPUTS)):
         return f"the scheduler {scheduler.__name__} differs in update_from_output"
     wrap(scheduler, OUTPUTS_READ, _with_hooks)
     return ""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -21,6 +22,11 @@ def wrap(theirs: type, name: str, around: Callable[[Any], Any]) -> None:
     wrapper = functools.wraps(original)(around(original))
     setattr(wrapper, WRAPPED, True)
     setattr(owner, name, wrapper)
+
+
+def differing(*methods: tuple[Callable[..., Any], tuple[str, ...]]) -> list[str]:
+    """Return the names of those methods that have other parameters than these."""
+    return [method.__qualname__ for method, names in methods if tuple(inspect.signature(method).parameters) != names]
 
 
 def contained(connector: Any, kind: type[Ours]) -> Iterator[Ours]:
