@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 TREES = ("vllm_ascend_pd", "tools", "tests", "examples")
 PLUGINS = sorted((ROOT / "tests/integration/plugins").iterdir())  # each stands on the path of the engines it is for
 FOLDERS = (".", "tests", "tests/integration", "tests/native", "tests/ascend_host", "tests/ascend_host/plugin", *PLUGINS)
-ELSEWHERE = {"mooncake", "torch_npu", "vllm_ascend"}  # not in every environment
+ELSEWHERE = {"coverage", "mooncake", "torch_npu", "vllm_ascend"}  # not in every environment
 FILES = sorted(path for tree in TREES for path in (ROOT / tree).rglob("*.py"))
 
 
