@@ -36,6 +36,7 @@ from tools.support.speech import (
     MESSAGES,
     PARSERS,
     PLUGIN,
+    RESPONSES,
     Spoken,
     StreamKind,
     read,
@@ -58,8 +59,6 @@ class StreamSite:
     def ask(self, kind: StreamKind, name: str = "", url: str = "") -> Spoken:
         """Return the answer to a request, whose name says where it is cut."""
         body = {**kind.body(KINDS.index(kind)), "cache_salt": fresh_salt("any")}
-        if kind.route == MESSAGES:
-            del body["cache_salt"]
         headers = {"x-request-id": name} if name else {}
         answer = httpx.post((url or self.front.url) + kind.route, json=body, headers=headers, timeout=300)
         assert answer.status_code == 200, answer.text
@@ -79,32 +78,48 @@ def by_curl(site: StreamSite, kind: StreamKind, name: str) -> Spoken:
 
 def by_openai(site: StreamSite, kind: StreamKind, name: str) -> Spoken:
     body, answer = kind.body(KINDS.index(kind)), Spoken()
-    asked = {key: body.pop(key) for key in ("model", "messages", "prompt", "stream", "stream_options") if key in body}
+    asked = {
+        key: body.pop(key)
+        for key in ("model", "messages", "prompt", "input", "stream", "stream_options")
+        if key in body
+    }
     with openai.OpenAI(base_url=f"{site.front.url}/v1", api_key="-", max_retries=0, timeout=300) as client:
-        create: Any = client.completions.create if kind.route == COMPLETIONS else client.chat.completions.create
-        for event in create(**asked, extra_body=body, extra_headers={"x-request-id": name}):
+        creates: dict[str, Any] = {
+            COMPLETIONS: client.completions.create,
+            CHAT: client.chat.completions.create,
+            RESPONSES: client.responses.create,
+        }
+        for event in creates[kind.route](**asked, extra_body=body, extra_headers={"x-request-id": name}):
             take(answer, event.model_dump(exclude_unset=True))
     return answer
 
 
 def by_anthropic(site: StreamSite, kind: StreamKind, name: str) -> Spoken:
-    """A message does not go on: its client gets the error of its own protocol, behind what it has."""
+    """Read a message by its client's own accumulation, which must come to the same as its events."""
     body, answer = kind.body(KINDS.index(kind)), Spoken()
-    asked, more = {key: body[key] for key in ("model", "messages", "max_tokens")}, {"temperature": 0}
-    with anthropic.Anthropic(base_url=site.front.url, api_key="-", max_retries=0, timeout=300) as client:
-        try:
-            with client.messages.stream(**asked, extra_body=more, extra_headers={"x-request-id": name}) as events:
-                for text in events.text_stream:
-                    answer.text += text
-        except anthropic.APIError as broken:
-            answer.problem = json.dumps(broken.body)
+    asked = {key: body.pop(key) for key in ("model", "messages", "max_tokens", "tools") if key in body}
+    del body["stream"]
+    with (
+        anthropic.Anthropic(base_url=site.front.url, api_key="-", max_retries=0, timeout=300) as client,
+        client.messages.stream(**asked, extra_body=body, extra_headers={"x-request-id": name}) as events,
+    ):
+        for event in events:
+            if event.type.startswith(("message_", "content_block_")):
+                take(answer, event.model_dump(exclude_unset=True))
+        whole = events.get_final_message()
+    texts = "".join(block.text for block in whole.content if block.type == "text")
+    assert texts == answer.text and whole.stop_reason == answer.end
     return answer
 
 
 # Of the D that is killed: a client, and what it asks for.
 BY_CLIENTS: dict[str, tuple[Callable[..., Spoken], StreamKind]] = {
     f"{ask.__name__}, {kind.name}": (ask, kind)
-    for ask, routes in ((by_curl, (COMPLETIONS, CHAT)), (by_openai, (COMPLETIONS, CHAT)), (by_anthropic, (MESSAGES,)))
+    for ask, routes in (
+        (by_curl, (COMPLETIONS, CHAT, RESPONSES, MESSAGES)),
+        (by_openai, (COMPLETIONS, CHAT, RESPONSES)),
+        (by_anthropic, (MESSAGES,)),
+    )
     for kind in KINDS
     if kind.parsers == "plain" and kind.route in routes and kind.name in ("greedy", "hermes calls", "stop string")
 }

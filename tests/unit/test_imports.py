@@ -167,13 +167,15 @@ CEILINGS = {
     "geometry": 2550,
     "observe": 525,  # 10 so that a log that nobody reads holds up no request
     "prefill": 4080,  # 20 for these seams
-    "protocol": 4335,
+    "protocol": 4360,  # 25 for token ids in streams of responses and messages
     "regroup": 935,
-    "router": 9175,  # 15 for a log in JSON; 230 for responses and messages, which went past P before: ids, forms of events and of errors
+    # 15 for a log in JSON; 230 for responses and messages, which went past P before: ids, forms of events and of errors;
+    # 335 so that their streams go on, which broke before
+    "router": 9510,
     "shared": 1050,
     "transport": 1970,
     "viewer": 615,
-    "vllm_patches": 1350,  # 80 without which a D that runs out of blocks says wrong text, with drafts beside states
+    "vllm_patches": 1485,  # 135 for these streams' token ids; 80 without which a D that runs out of blocks says wrong text, with drafts beside states
 }
 
 

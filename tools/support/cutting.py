@@ -22,7 +22,7 @@ from vllm_ascend_pd.shared.loop import LoopThread
 _ID = re.compile(rb"(?im)^x-request-id: *((cut|hold)-(\d+)-[^\r\n]*)")
 _LENGTH = re.compile(rb"(?im)^content-length: *(\d+)")
 _KEPT = re.compile(rb"(?im)^connection:[^\r\n]*\r\n")
-_IDS = re.compile(rb'"token_ids":\[([^\]]*)\]')
+_IDS = re.compile(rb'"(?:token_)?ids":\[([^\]]+)\]')  # of a choice, or between the events of other streams
 _DELTAS = re.compile(rb"(?m)^event: (?:response\.\w+_text\.delta|content_block_delta)$")
 _PIECE = 1 << 16
 
@@ -46,7 +46,7 @@ class CutStream:
 
 
 def _chunks(stream: bytes) -> int:
-    return sum(found[1].count(b",") + 1 for found in _IDS.finditer(stream)) + len(_DELTAS.findall(stream))
+    return sum(found[1].count(b",") + 1 for found in _IDS.finditer(stream)) or len(_DELTAS.findall(stream))
 
 
 class Cutter:

@@ -137,7 +137,16 @@ def _changes(sources: Sources, versions: Mapping[str, str]) -> dict[str, tuple[s
 
 
 def _off(sources: Sources) -> Iterator[tuple[str, str]]:
-    from vllm_ascend_pd.vllm_patches import first_token, older_groups, one_by_one, patience, resets, standstill, tried
+    from vllm_ascend_pd.vllm_patches import (
+        first_token,
+        older_groups,
+        one_by_one,
+        patience,
+        resets,
+        standstill,
+        token_reports,
+        tried,
+    )
 
     first, *others = _schedulers(sources)
     plain = _config(first, is_kv_consumer=True)
@@ -160,6 +169,7 @@ def _off(sources: Sources) -> Iterator[tuple[str, str]]:
     yield "P's first token (requests with a grammar)", said(first_token.why_no_grammar, plain)
     yield "answers that go on", said(tried.untried, None, tried.TRIED_GIVEN)
     yield "given tokens one by one in the API server", said(one_by_one.install)
+    yield "token ids in streams of responses and messages", said(token_reports.wrap_servers)
     yield "the way out of a standstill", said(standstill.install, plain)
     yield GROUPS, said(older_groups.unproven)
     yield "naps of an engine core", said(lambda: "" if patience.install_nap() else "its engine core steps differently")

@@ -92,6 +92,15 @@ class Spoken:
     names: set[object] = field(default_factory=set)  # that the answer has: one
     most: int = 0  # tokens of an event: a server that is late merges what has come
     problem: str = ""
+    # Of responses and messages: their events, their blocks by number, the one that is open, and what clients keep.
+    events: int = 0
+    blocks: int = 0
+    kinds: dict[int, str] = field(default_factory=dict)
+    open: tuple[int, str] | None = None
+    said: str = ""  # of that block
+    items: list[dict[str, Any]] = field(default_factory=list)
+    called: set[str] = field(default_factory=set)
+    signed: int = 0
 
     def same(self) -> tuple[object, ...]:
         """Return what one engine's greedy answer has in common with it."""
@@ -99,20 +108,23 @@ class Spoken:
 
     def begins(self, other: Spoken) -> bool:
         """Return whether another answer begins as this one, which may be a part."""
+        kept = (
+            self.names <= other.names and self.called <= other.called and self.items == other.items[: len(self.items)]
+        )
         calls = all(
             index in other.calls and all(map(str.startswith, other.calls[index], call))
             for index, call in self.calls.items()
         )
         texts = other.text.startswith(self.text) and other.reasoning.startswith(self.reasoning)
         ids = other.ids[: len(self.ids)] == self.ids or not other.ids
-        return calls and texts and ids and other.rows[: len(self.rows)] == self.rows
+        return kept and calls and texts and ids and other.rows[: len(self.rows)] == self.rows
 
 
 def read(stream: bytes) -> Spoken:
     """Put together what the whole events of a stream say, of any of the routes."""
     answer = Spoken()
     for event in stream.decode(errors="replace").split("\n\n")[:-1]:
-        data = event.partition("data: ")[2]
+        data = "" if event.startswith("event: pd.tokens") else event.partition("data: ")[2]  # that is for a router
         if data == "[DONE]" and not answer.end and not answer.problem:
             answer.problem = "it ends without an end"
         if data and data != "[DONE]":
@@ -125,13 +137,11 @@ def take(answer: Spoken, said: dict[str, Any]) -> None:
     kind = said.get("type", "")
     if "error" in said or kind == "error":
         answer.problem = json.dumps(said)
-    elif kind == "response.completed" or kind == "message_stop":
-        answer.end = kind
-    elif kind.endswith(("text.delta", "reasoning_part.delta")):
-        answer.text += said["delta"]
-    elif kind == "content_block_delta":
-        answer.text += said["delta"].get("text") or said["delta"].get("thinking") or ""
-    elif not kind:
+    elif kind.startswith("response."):
+        _take_response(answer, kind, said)
+    elif kind:
+        _take_message(answer, kind, said)
+    else:
         _take_choice(answer, said)
 
 
@@ -153,6 +163,90 @@ def _take_choice(answer: Spoken, said: dict[str, Any]) -> None:
         listed = zip(rows.get("tokens") or (), rows.get("token_logprobs") or (), strict=True)
         answer.rows += [*listed, *((row["token"], row["logprob"]) for row in rows.get("content") or ())]
         answer.end = choice.get("finish_reason") or answer.end
+
+
+def _add(answer: Spoken, kind: str, index: int, piece: str) -> None:
+    """Add a piece to the block of the answer that is open."""
+    answer.said += piece
+    if kind == "reasoning":
+        answer.reasoning += piece
+    elif kind == "call":
+        name, arguments = answer.calls[index]
+        answer.calls[index] = name, arguments + piece
+    else:
+        answer.text += piece
+
+
+_KINDS = {"message": "text", "reasoning": "reasoning", "function_call": "call", "thinking": "reasoning"}
+_KINDS |= {"text": "text", "tool_use": "call"}
+
+
+def _open(answer: Spoken, index: int, block: dict[str, Any]) -> None:
+    if answer.open is not None or index != answer.blocks:
+        answer.problem = f"block {index} begins behind {answer.blocks}"
+    answer.open, answer.blocks = (index, block.get("id", "")), answer.blocks + 1
+    answer.kinds[index], answer.said = _KINDS[block["type"]], ""
+    if answer.kinds[index] == "call":
+        answer.calls[index] = block["name"], ""
+        answer.called.add(block.get("call_id") or block["id"])
+
+
+def _same_block(answer: Spoken, index: int, name: str) -> None:
+    if answer.open != (index, name):
+        answer.problem = f"{index} {name} is not the block that is open: {answer.open}"
+
+
+def _take_response(answer: Spoken, kind: str, said: dict[str, Any]) -> None:
+    if said["sequence_number"] != answer.events:
+        answer.problem = f"event {said['sequence_number']} comes as number {answer.events}"
+    answer.events += 1
+    whole: dict[str, Any] = said.get("response") or {}
+    if whole:
+        answer.names.add((whole["id"], whole["created_at"], whole["model"], whole["object"]))
+    if kind == "response.output_item.added":
+        _open(answer, said["output_index"], said["item"])
+    elif kind == "response.output_item.done":
+        _same_block(answer, said["output_index"], said["item"]["id"])
+        texts = [said["item"].get("arguments"), *(part["text"] for part in said["item"].get("content") or ())]
+        if answer.said != "".join(filter(None, texts)):
+            answer.problem = f"block {said['output_index']} ends as {texts} for {answer.said}"
+        answer.items.append(said["item"])
+        answer.open = None
+    elif kind == "response.completed":
+        answer.end, answer.usage = (
+            whole["status"],
+            [whole["usage"][f"{of}_tokens"] for of in ("input", "output", "total")],
+        )
+        if whole["output"] != answer.items:
+            answer.problem = f"its end has {whole['output']} for {answer.items}"
+    elif "item_id" in said:
+        _same_block(answer, said["output_index"], said["item_id"])
+        if kind.endswith(".delta"):
+            _add(answer, answer.kinds[said["output_index"]], said["output_index"], said["delta"])
+
+
+def _take_message(answer: Spoken, kind: str, said: dict[str, Any]) -> None:
+    if kind == "message_start":
+        answer.names.add((said["message"]["id"], said["message"]["model"]))
+    elif kind == "content_block_start":
+        _open(answer, said["index"], {**said["content_block"], "id": said["content_block"].get("id", "")})
+    elif kind == "content_block_delta":
+        index = said["index"]
+        if answer.open is None or answer.open[0] != index:
+            answer.problem = f"block {index} is not the one that is open: {answer.open}"
+        delta = said["delta"]
+        piece = next((delta[name] for name in ("text", "thinking", "partial_json") if name in delta), "")
+        answer.signed += delta["type"] == "signature_delta"
+        _add(answer, answer.kinds[index], index, piece)
+    elif kind == "content_block_stop":
+        answer.open = None
+    elif kind == "message_delta":
+        answer.end, answer.usage = (
+            said["delta"]["stop_reason"],
+            [said["usage"][f"{of}_tokens"] for of in ("input", "output")],
+        )
+    elif kind == "message_stop" and (answer.open is not None or not answer.end):
+        answer.problem = "it stops with a block open, or without a reason"
 
 
 Check = Callable[[Spoken], object]
@@ -211,7 +305,7 @@ def json_of(answer: Spoken) -> bool:
 def calls_look(answer: Spoken) -> bool:
     """Return whether it calls the tool, first with whole arguments; a tool that must be called is called again."""
     names = {name for name, _ in answer.calls.values()}
-    return names == {"look"} and set(_object(answer.calls[0][1])) == {"where"}
+    return names == {"look"} and set(_object(answer.calls[min(answer.calls)][1])) == {"where"}
 
 
 def thinks(reasoning: str, text: str) -> Check:
@@ -222,6 +316,10 @@ def thinks(reasoning: str, text: str) -> Check:
 
 def long(answer: Spoken) -> bool:
     return answer.end == "length"
+
+
+def in_full(answer: Spoken) -> bool:
+    return answer.end in ("completed", "incomplete", "max_tokens") and bool(answer.text)
 
 
 def with_rows(answer: Spoken) -> bool:
@@ -257,6 +355,36 @@ PARSERS: dict[str, Sequence[str]] = {
 }
 
 
+def _typed(
+    name: str,
+    asks: Mapping[str, Any],
+    script: str,
+    check: Check,
+    parsers: str = "plain",
+    *,
+    calls: bool = False,
+) -> list[StreamKind]:
+    """Return a response and a message, perhaps with a tool. The limit is the script's length: an end is not ignored."""
+    function: Any = LOOSE["function"]
+    tools: dict[str, Any] = {
+        RESPONSES: {"type": "function", **function},
+        MESSAGES: {"name": function["name"], "input_schema": function["parameters"]},
+    }
+    return [
+        StreamKind(
+            name,
+            route,
+            {**asks, "tools": [tools[route]]} if calls else asks,
+            script,
+            check,
+            parsers,
+            one_by_one=parsers == "deepseek",
+            most=len(script_of(script)),
+        )
+        for route in tools
+    ]
+
+
 def _reasons(parsers: str, begin: str = "<think>") -> list[StreamKind]:
     """Return what has a parser of reasoning: a thought and an answer, and a grammar behind the thought.
 
@@ -276,6 +404,7 @@ def _reasons(parsers: str, begin: str = "<think>") -> list[StreamKind]:
     )
     return [
         *([budget] if begin else []),  # vLLM counts from its first token on
+        *_typed(f"reasoning, {parsers}", SAMPLED, script, thinks(_THOUGHT, _SAID), parsers),
         StreamKind(f"reasoning, {parsers}", script=script, check=thinks(_THOUGHT, _SAID), most=most, **both),
         StreamKind(
             f"reasoning, {parsers}, sampled",
@@ -327,8 +456,20 @@ KINDS: tuple[StreamKind, ...] = (
     StreamKind("some tool", CHAT, {**_TOOLS, "tool_choice": "required", **DENSE, **SAMPLED}, check=calls_look, most=80),
     StreamKind("hermes calls", asks=_AUTO, **_auto(_HERMES)),
     StreamKind("hermes calls, sampled", asks={**_AUTO, **SAMPLED}, **_auto(_HERMES)),
-    StreamKind("greedy", RESPONSES, goes_on=False),
-    StreamKind("greedy", MESSAGES, goes_on=False),
+    *_typed("greedy", {}, DOT * 48, in_full),
+    *_typed("temperature 0.8", {**SAMPLED, "top_p": 0.9}, DOT * 48, in_full),
+    StreamKind(
+        "stop string",
+        MESSAGES,
+        {"stop_sequences": ["ENOUGH"]},
+        _SPEECH,
+        lambda a: a.text == "one two three ENOUG four ",
+    ),
+    *_typed("hermes calls", {}, f"I look {_HERMES}", calls_look, calls=True),
+    *_typed("hermes calls, sampled", SAMPLED, _HERMES, calls_look, calls=True),
+    StreamKind(
+        "log-probabilities", RESPONSES, {"include": ["message.output_text.logprobs"], "top_logprobs": 2}, goes_on=False
+    ),
     *_reasons("deepseek", ""),
     StreamKind(
         "deepseek calls, sampled",
@@ -338,6 +479,7 @@ KINDS: tuple[StreamKind, ...] = (
         **_auto("</think>" + _DEEPSEEK),
     ),
     *_reasons("qwen3"),
+    *_typed("qwen3 calls, sampled", SAMPLED, "</think>" + _QWEN, calls_look, "qwen3", calls=True),
     StreamKind("qwen3 calls, sampled", asks={**_AUTO, **SAMPLED}, parsers="qwen3", **_auto("</think>" + _QWEN)),
     *_reasons("glm"),
 )

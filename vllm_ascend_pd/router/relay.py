@@ -21,9 +21,11 @@ import msgspec
 
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.observe.trace import emit
+from vllm_ascend_pd.protocol.continuing import REPORT
 from vllm_ascend_pd.protocol.reports import SaidByEngine, said_in
 from vllm_ascend_pd.router import resuming
 from vllm_ascend_pd.router.core import bodies, pieces
+from vllm_ascend_pd.router.core.blocks import TOKENS_EVENT
 from vllm_ascend_pd.router.core.decisions import Evidence
 from vllm_ascend_pd.router.core.pieces import Buffer
 from vllm_ascend_pd.router.core.resume import Cut, without_ids
@@ -47,7 +49,9 @@ _ERROR_BYTES = 1 << 20
 _ERROR_EVENTS = (b'data: {"error"', b"event: error\n")
 # What a stream begins with before D has computed anything. Two expressions: what begins with a literal is found fast.
 _ROLE = re.compile(rb'"delta":\s*\{"role":\s*"assistant",\s*"content":\s*""')
-_OPENING = re.compile(rb"event: (?:response\.(?:created|in_progress)|message_start)\n")
+# What D itself says of a failure comes behind the tokens that end in it; it breaks a response's stream off.
+_FAILED = re.compile(rb'event: pd\.tokens\n[^\n]*"finish_reason":"error"')
+_OPENING = re.compile(rb"event: (?:response\.(?:created|in_progress)\n|message_start\n)|%b" % _FAILED.pattern)
 _LAST_EVENTS = (b"data: [DONE]", b"event: message_stop\n", b"event: response.completed\n", b"event: error\n")
 _COMPLETED = b"event: response.completed\ndata: "
 # vLLM's keep-alive while a request waits for its turn. Passed on before the answer, it would commit to this D.
@@ -87,7 +91,11 @@ async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None
         METRICS.leg_seconds.labels("decode").observe(now - sent)
         emit("meta.first_byte", ticket=attempt.ticket, decode=attempt.decode.name)
         exchange.stage("first byte")
-        kept, streams = exchange.kept, exchange.request.stream and reply.status == 200
+        streams = exchange.request.stream and reply.status == 200
+        if streams and not exchange.streaming and isinstance(first, bytes) and _lacks_ids(exchange, first):
+            resuming.let_go(shared, exchange)
+            exchange.unkept = "its D returns no token ids"
+        kept = exchange.kept
         if exchange.streaming and not streams:
             raise _no_rest(shared, attempt, reply.status)
         opens = streams and isinstance(first, bytes) and not _first_said(first)  # it is long, and only that has come
@@ -121,6 +129,12 @@ async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None
         _learn(shared, attempt)
 
 
+def _lacks_ids(exchange: HttpExchange, first: bytes) -> bool:
+    """Return whether D was asked for token ids between its events, and begins without."""
+    kept = exchange.kept
+    return kept is not None and kept.reports and not _first_said(first).startswith(TOKENS_EVENT)
+
+
 def _learn(shared: Shared, attempt: Attempt) -> None:
     """Take in the length of a whole answer, of which nothing was refused or missing."""
     request, leg = attempt.exchange.request, attempt.leg
@@ -134,6 +148,8 @@ async def _open(
     """Return D's reply, and the first piece of a stream or any other answer as a whole. Raise AttemptFailed."""
     exchange, timeout = attempt.exchange, shared.settings.first_byte_timeout_s
     home = home_of(attempt.decode.name, shared.settings.engine_token)
+    if exchange.kept is not None and exchange.kept.reports and not exchange.kept.gave_up:
+        params = {**(params or {}), REPORT: True}
     body = bodies.for_decode(exchange.request, params, home)
     try:
         origin, route = attempt.decode.origin, exchange.request.route.encode()
@@ -165,9 +181,14 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
         attempt.leg.take(await shared.aside.run(_tokens_of, first))
     else:
         first, end = b"", time.monotonic() + timeout_s
-        while len(first) <= _HELD_BYTES and not said and (more := await reply.read(_left(end))):
-            first = _COMMENTS.sub(b"", first + more)
-            said = _first_said(first)
+        try:
+            while len(first) <= _HELD_BYTES and not said and (more := await reply.read(_left(end))):
+                first = _COMMENTS.sub(b"", first + more)
+                said = _first_said(first)
+        except UpstreamError as broken:
+            if _FAILED.search(first) is None:
+                raise
+            raise await _refused(shared, attempt, 500, b"", []) from broken
     if reply.status == 200 and isinstance(first, bytes) and not first.strip():
         raise UpstreamError(HttpFailure.EMPTY, "its answer was empty")
     if said.startswith(_ERROR_EVENTS):
@@ -305,7 +326,8 @@ def _cut_short(exchange: HttpExchange, answer: Buffer) -> Cut | None:
     it nowhere but in what the connector adds.
     """
     may_be_dropped = not exchange.stops_at_recomputed
-    if exchange.route == bodies.RESPONSES:
+    reported = isinstance(answer, bytes) and answer.startswith(TOKENS_EVENT)
+    if exchange.route == bodies.RESPONSES and not reported:
         return None
     if exchange.route == bodies.MESSAGES and not exchange.request.stream:
         try:

@@ -14,6 +14,8 @@ import msgspec
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.router.core import resume
 from vllm_ascend_pd.router.core.accumulated import NotContinued
+from vllm_ascend_pd.router.core.blocks import TOKENS_EVENT, BlockStream
+from vllm_ascend_pd.router.core.bodies import MESSAGES, RESPONSES
 from vllm_ascend_pd.router.core.decisions import Evidence
 from vllm_ascend_pd.router.core.resume import Cut, StreamState
 from vllm_ascend_pd.router.exchange import Attempt, HttpExchange
@@ -51,10 +53,14 @@ def keep(shared: Shared, exchange: HttpExchange) -> None:
         exchange.unkept = f"its prompt has more than {settings.resume_tokens} tokens"
     elif resume.has_generator(request) and not settings.resume_seeded:
         exchange.unkept = "it has a seed, and its random generator would begin anew"
-    if not exchange.unkept:
-        exchange.kept = StreamState(request, settings.resume_tokens)
-        fields = {**request.fields, "return_token_ids": msgspec.Raw(b"true")}
-        exchange.request = msgspec.structs.replace(request, fields=fields)
+    if exchange.unkept:
+        return
+    if request.route in (RESPONSES, MESSAGES):
+        exchange.kept = BlockStream(request, settings.resume_tokens)
+        return
+    exchange.kept = StreamState(request, settings.resume_tokens)
+    fields = {**request.fields, "return_token_ids": msgspec.Raw(b"true")}
+    exchange.request = msgspec.structs.replace(request, fields=fields)
 
 
 def let_go(shared: Shared, exchange: HttpExchange) -> None:
@@ -112,7 +118,7 @@ async def _relay(shared: Shared, attempt: Attempt, kept: StreamState, reply: Rep
     piece, held, send = first, b"", exchange.send
     while piece:
         whole, held = _bounded_events(held + piece if held else piece)
-        attempt.leg.take(whole.count(b"\n\n"))
+        attempt.leg.take(whole.count(b"\n\n") - whole.count(TOKENS_EVENT))
         said = kept.take(whole) if whole else b""
         count(shared, exchange, kept)
         if kept.gave_up:
@@ -165,7 +171,8 @@ async def break_off(shared: Shared, exchange: HttpExchange, problem: str, code: 
         return
     shared.stream_broke(exchange, decode, problem, code)
     exchange.streaming = False
+    number = exchange.kept.number if exchange.kept is not None else 0
     await exchange.send(
-        {"type": "http.response.body", "body": error_frame(problem, code, exchange.route), "more_body": True}
+        {"type": "http.response.body", "body": error_frame(problem, code, exchange.route, number), "more_body": True}
     )
     await exchange.send({"type": "http.response.body", "body": b""})

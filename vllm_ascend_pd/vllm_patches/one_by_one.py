@@ -14,6 +14,7 @@ import inspect
 from collections import deque
 from typing import Any
 
+from vllm_ascend_pd.vllm_patches import token_reports
 from vllm_ascend_pd.vllm_patches.wrapping import wrap
 
 GIVEN = "pd_given"  # in the transfer parameters of an engine core's output, which clients cannot set
@@ -34,7 +35,7 @@ def install() -> str:
         return "this vLLM's queues of outputs differ"
     for name, around in zip(_COLLECTOR, (_put, _get, _get_nowait), strict=True):
         wrap(RequestOutputCollector, name, around)
-    return ""
+    return token_reports.install()
 
 
 @dataclasses.dataclass(slots=True)
@@ -76,6 +77,7 @@ def _is_given(output: Any) -> bool:
 def _get(original: Any) -> Any:
     async def get(self: Any) -> Any:
         output = await original(self)
+        token_reports.note(output)
         _next(self)
         return output
 
@@ -85,6 +87,7 @@ def _get(original: Any) -> Any:
 def _get_nowait(original: Any) -> Any:
     def get_nowait(self: Any) -> Any:
         output = original(self)
+        token_reports.note(output)
         _next(self)
         return output
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from simulation.front.speech import AnswerOptions, Speaker, speak
+from simulation.front.typed_speech import RESPONSES, TYPED, TypedSpeaker, options_of
 from simulation.front.wire import ClientCall, EngineConnection, EngineRequest, FrontNetwork
 from vllm_ascend_pd.protocol.auth import prompt_hash
 from vllm_ascend_pd.protocol.continuing import ROUTE, AnswerWanted, read_so_far
@@ -182,6 +183,11 @@ class FrontEngine:
             request.tear()
         elif fault == "empty":
             request.whole(200, b"")
+        elif fault == "ends" and request.path in TYPED and body.get("stream"):
+            speaker = TypedSpeaker(request.path, body, [], "ends")
+            request.begin()
+            request.piece(speaker.opening() + speaker.tokens([], "abort") + speaker.end())
+            request.end()
         elif fault == "ends":
             said = {"id": "x", "choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}
             if body.get("stream"):
@@ -217,7 +223,7 @@ class FrontPrefill(FrontEngine):
             await asyncio.sleep(self.speed())
             if await self.stumble(request, body, fault):
                 return
-            prompt = body["messages"] if "messages" in body else body["prompt"]
+            prompt = next(body[name] for name in ("messages", "input", "prompt") if name in body)
             pushes = not self.kind.mute and fault not in ("silent", "refuses to push")
             if pushes and self.rng.random() < 0.5:  # D may answer before P, or long after
                 await decode.kv(transfer, self.incarnation, prompt, self.network.delay())
@@ -331,6 +337,11 @@ class FrontDecode(FrontEngine):
     def _speak_and_fail(self, request: EngineRequest, body: dict[str, Any]) -> None:
         """Fail after vLLM's status 200 and the opening of the stream."""
         request.begin()
+        if request.path in TYPED:
+            speaker = TypedSpeaker(request.path, body, [], "failed")
+            request.piece(speaker.opening() + speaker.tokens([], "error") + speaker.failed())
+            (request.tear if request.path == RESPONSES else request.end)()
+            return
         if "messages" in body:
             role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             request.piece(_event({"id": "x", "choices": [role]}))
@@ -374,20 +385,27 @@ class FrontDecode(FrontEngine):
                 return False
             request.whole(200, said)
             return fault not in ("drops", "drops later")
-        return await self._speak(request, body, prompts[0] if right else "WRONG", fault, given)
+        params = params_of(self._report(loads[-1], body["kv_transfer_params"])) if loads else None
+        return await self._speak(request, body, prompts[0] if right else "WRONG", fault, given, params)
 
     async def _speak(
-        self, request: EngineRequest, body: dict[str, Any], prompt: object, fault: str, given: list[int]
+        self,
+        request: EngineRequest,
+        body: dict[str, Any],
+        prompt: object,
+        fault: str,
+        given: list[int],
+        params: dict[str, Any] | None,
     ) -> bool:
         """Stream the answer, and return whether all of it has left."""
         request.begin()
         ids = prompt if isinstance(prompt, list) and isinstance(prompt[0], int) else ids_of(prompt)
-        self._count += 1
-        speaker = Speaker(body, ids, f"{self.incarnation}/{self._count}", len(given))
+        speaker, typed = self._speaker(request, body, ids, given, params is not None), request.path in TYPED
         if opening := speaker.opening():
             request.piece(opening)
         dice = self._dice if body.get("temperature") else None
-        tokens, number = list(speak(ids, AnswerOptions.of(body, ROOM - len(ids)), given, dice)), 0
+        options = (options_of if typed else AnswerOptions.of)(body, ROOM - len(ids))
+        tokens, number = list(speak(ids, options, given, dice)), 0
         self.spoken.setdefault(request.headers["x-request-id"], []).append([one.token for one in tokens])
         later = self.rng.randrange(1, len(tokens) + 1)
         while tokens:
@@ -405,20 +423,32 @@ class FrontDecode(FrontEngine):
         if fault in LATER:  # all tokens are out, and its end is not
             await self._stumble_in_stream(request, speaker, fault)
             return False
-        request.piece(speaker.end())
+        request.piece(speaker.end(params) if isinstance(speaker, TypedSpeaker) else speaker.end())
         if not self.kind.sound and random.Random(f"torn/{self.incarnation}/{self._count}").random() < 0.05:
             request.tear()  # it dies after the whole answer
         else:
             request.end()
         return True
 
-    async def _stumble_in_stream(self, request: EngineRequest, speaker: Speaker, fault: str) -> None:
+    def _speaker(
+        self, request: EngineRequest, body: dict[str, Any], ids: list[int], given: list[int], loaded: bool
+    ) -> Speaker | TypedSpeaker:
+        """Return the writer of an answer. Of an older D's response that had no transfer nothing shows how it ended."""
+        self._count += 1
+        name = f"{self.incarnation}/{self._count}"
+        if request.path in TYPED:
+            return TypedSpeaker(request.path, body, ids, name, reports=not (self.kind.older and loaded))
+        return Speaker(body, ids, name, len(given))
+
+    async def _stumble_in_stream(self, request: EngineRequest, speaker: Speaker | TypedSpeaker, fault: str) -> None:
         if fault == "hangs later":
             await asyncio.Event().wait()
         if fault in ("half", "breaks later"):
             request.tear()
             return
-        if fault in ("drops", "drops later"):
+        if isinstance(speaker, TypedSpeaker):
+            said = self._ended_halfway(speaker, fault)
+        elif fault in ("drops", "drops later"):
             last = {"index": 0, "text": "", "finish_reason": "stop", "stop_reason": "recomputed"}
             said = _event({"id": "x", "choices": [last]}) + b"data: [DONE]\n\n"
         elif fault == "ends later":
@@ -428,7 +458,15 @@ class FrontDecode(FrontEngine):
         for piece in (said[:30], said[30:]):
             request.piece(piece)
             await asyncio.sleep(self.speed())
-        request.end()
+        (request.tear if request.path == RESPONSES and fault == "fails later" else request.end)()
+
+    def _ended_halfway(self, speaker: TypedSpeaker, fault: str) -> bytes:
+        """Return what follows as if the answer were whole; of a call's beginning a parser makes text."""
+        if fault in ("drops", "drops later"):
+            return speaker.tokens([], "stop", "recomputed") + speaker.flushed() + speaker.end({"pd_dropped": True})
+        if fault == "ends later":
+            return speaker.tokens([], "abort") + speaker.flushed() + speaker.end()
+        return speaker.tokens([], "error") + speaker.failed()
 
     # -- loads
 
@@ -541,7 +579,8 @@ def _event(said: dict[str, Any]) -> bytes:
 
 
 def _prompts(body: dict[str, Any]) -> list[object]:
-    if "messages" in body:
-        return [body["messages"]]
+    for name in ("messages", "input"):
+        if name in body:
+            return [body[name]]
     prompt = body["prompt"]
     return prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]

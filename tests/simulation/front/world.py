@@ -30,6 +30,7 @@ import msgspec
 from simulation.front.clock import Deadlock, VirtualLoop, simulated
 from simulation.front.engines import ROOM, UNNAMED, EngineFaults, FrontDecode, FrontEngine, FrontPrefill, ids_of, words
 from simulation.front.speech import right_stream, understood
+from simulation.front.typed_speech import RESPONSES, TYPED, typed_verdict
 from simulation.front.wire import ClientCall, FrontNetwork
 from simulation.world import Violation
 from vllm_ascend_pd.router import admin
@@ -263,12 +264,14 @@ class FrontWorld:
         body = {"model": model, "stream": stream, "messages" if chat else "prompt": prompt, limit: count, "n": copies}
         if rng.random() < 0.1:
             body["seed"] = 7
+        path = "/v1/chat/completions" if chat else "/v1/completions"
         if stream:
             _draw_stream(body, rng)
+        if stream and chat and rng.random() < 0.5:
+            path, body = _as_typed(body, rng)
         worker = rng.choice(self.workers)
         listed = [instance.name for instance in worker.fleet.of(Role.DECODE) if model in (instance.cards or ())]
         app = self.apps[worker.front.own_url]
-        path = "/v1/chat/completions" if chat else "/v1/completions"
         name = f"{rng.getrandbits(64):x}"
         headers = [(b"content-type", b"application/json"), (b"x-request-id", name.encode())]
         if self.plan.settings["sidecar"]:
@@ -292,7 +295,7 @@ class FrontWorld:
         right = ["".join(words(p, count)) for p in prompts for _ in range(copies)]
         if stream and call.status == 200:
             spoken = [tokens for decode in self.decodes.values() for tokens in decode.spoken.get(name, ())]
-            verdict = _of_stream(call, body, ids_of(prompt), spoken if body.get("temperature") else [[]])
+            verdict = _of_stream(call, path, body, ids_of(prompt), spoken if body.get("temperature") else [[]])
             first = self.decodes["d0"]  # a router that did not know it when the stream began may have had nobody else
             lasts = self.plan.goes_on and first.kind.sound and first.address in listed
             if verdict == "broken off" and lasts and not any(name in d.unlike for d in self.decodes.values()):
@@ -401,7 +404,7 @@ def _of_whole(call: ClientCall, right: list[str]) -> str:
     except ValueError:
         return "wrong"
     if call.status != 200:
-        return "error" if call.status in (*ERROR_STATUSES, 404) and fields["error"]["message"] else "wrong"
+        return "error" if call.status in (*ERROR_STATUSES, 404) and fields.get("error", {}).get("message") else "wrong"
     if fields.get("kv_transfer_params") is not None:
         return "wrong"
     got = [c["text"] if "text" in c else c["message"]["content"] for c in fields["choices"]]
@@ -433,9 +436,25 @@ def _draw_stream(body: dict[str, Any], rng: random.Random) -> None:
         body["tools"] = [{"type": "function", "function": {"name": "f"}}]
 
 
-def _of_stream(call: ClientCall, body: dict[str, Any], ids: list[int], spoken: list[list[int]]) -> str:
+def _as_typed(body: dict[str, Any], rng: random.Random) -> tuple[str, dict[str, Any]]:
+    """Return a chat as a response's or a message's request, with its route."""
+    path, limit = rng.choice(TYPED), body["max_completion_tokens"] or 60
+    names = ("model", "stream", "temperature", "seed", "tools")
+    kept: dict[str, Any] = {name: body[name] for name in names if name in body}
+    if path == RESPONSES:
+        return path, {**kept, "input": body["messages"], "max_output_tokens": limit}
+    stop = (
+        {"stop_sequences": [body["stop"]] if isinstance(body["stop"], str) else body["stop"]} if "stop" in body else {}
+    )
+    return path, {**kept, **stop, "messages": body["messages"], "max_tokens": limit}
+
+
+def _of_stream(call: ClientCall, path: str, body: dict[str, Any], ids: list[int], spoken: list[list[int]]) -> str:
     """Return what became of a stream. `spoken`: what D's have said, if they sample."""
-    found = [_of_one(call, body, ids, tokens) for tokens in spoken]
+    if path in TYPED:
+        found = [typed_verdict(path, body, ids, ROOM, tokens, call.body) for tokens in spoken]
+    else:
+        found = [_of_one(call, body, ids, tokens) for tokens in spoken]
     return next((verdict for verdict in ("right", "broken off") if verdict in found), "wrong")
 
 

@@ -31,8 +31,9 @@ _DONE = b"data: [DONE]"
 _DATA = b"data: "
 _IDS = b'token_ids":['  # the end of two names; other spaces are another server's
 _SPACED_IDS = re.compile(rb'(token_ids"\s*:\s*)\[[^]]*\]')
-_RECOMPUTED = "recomputed"  # `stop_reason` of a request that D has dropped
+RECOMPUTED = "recomputed"  # `stop_reason` of a request that D has dropped
 _STOP_BYTES = 64 << 10  # longer stop strings are not looked through
+_INCLUDED_BYTES = 1 << 12  # of the list of what a response is to have, which has six words
 _NULL = msgspec.Raw(b"null")
 # Parts of a choice that grow, and what they are when nothing of them is new.
 _PARTS: dict[str, Any] = {"text": "", "delta": {}, "logprobs": None, IDS: []}
@@ -45,7 +46,7 @@ def stops_at_recomputed(fields: Mapping[str, msgspec.Raw]) -> bool:
         stop = msgspec.json.decode(raw) if len(memoryview(raw)) <= _STOP_BYTES else None
     except UNREADABLE:
         return False
-    return stop == _RECOMPUTED or (isinstance(stop, list) and _RECOMPUTED in stop)
+    return stop == RECOMPUTED or (isinstance(stop, list) and RECOMPUTED in stop)
 
 
 def refusal(request: Request) -> str:
@@ -55,8 +56,12 @@ def refusal(request: Request) -> str:
     def asks(name: str, *harmless: object) -> bool:
         return name in fields and bodies.small(fields, name) not in harmless
 
+    typed = request.route not in (COMPLETIONS, CHAT)
     reasons = {
-        f"no D says the token ids of an answer on {request.route}": request.route not in (COMPLETIONS, CHAT),
+        f"vLLM returns no token ids of a whole answer on {request.route}": typed and not request.stream,
+        "it follows on an answer that one D has": typed and "previous_response_id" in fields,
+        "it runs in the background, or tools of its D's": request.asks_again or bodies.flag(fields, "background"),
+        "it asks for log-probabilities, which its last events repeat": typed and _has_rows(fields),
         "it has several prompts": request.shape is not Shape.ONE,
         "it has several choices, which come in any order": request.copies > 1 or asks("best_of", None, 1),
         "it is a beam search, which has no tokens before its end": bodies.flag(fields, "use_beam_search"),
@@ -66,6 +71,10 @@ def refusal(request: Request) -> str:
         "its body is too long to be kept": request.size > _BODY_BYTES,
     }
     return next((why for why, holds in reasons.items() if holds), "")
+
+
+def _has_rows(fields: Mapping[str, msgspec.Raw]) -> bool:
+    return b"logprobs" in bytes(memoryview(fields.get("include", _NULL))[:_INCLUDED_BYTES])
 
 
 def has_generator(request: Request) -> bool:
@@ -112,6 +121,8 @@ _EVENT = msgspec.json.Decoder(_AnswerEvent)
 class StreamState:
     """State of one answer that another D needs to go on with it. `max_length`: limit of tokens of prompt and answer."""
 
+    reports = False  # D has to put token ids between the events
+
     def __init__(self, request: Request, max_length: int) -> None:
         self._first = True  # the first D answers
         self.times = 0  # that it was to go on
@@ -119,6 +130,7 @@ class StreamState:
         self.given = 0  # tokens with which the D that answers begins
         self.finished = self.done = False
         self.cut: Cut | None = None
+        self.number = 0  # of the next event, where events have numbers
         fields = request.fields
         self._chat, self._body = request.route == CHAT, request.size
         self.asked_ids = bodies.flag(fields, "return_token_ids")
@@ -261,7 +273,7 @@ class StreamState:
             return event + b"\n\n"
         choice = read.choices[0] if read.choices else None
         if choice is not None and choice.finish_reason is not None:
-            if choice.stop_reason == _RECOMPUTED and not self._stops_at_recomputed:
+            if choice.stop_reason == RECOMPUTED and not self._stops_at_recomputed:
                 self.cut = Cut.DROPPED
             elif choice.finish_reason == "abort":
                 self.cut = Cut.ABORTED
