@@ -169,7 +169,7 @@ CEILINGS = {
     "prefill": 4080,  # 20 for these seams
     "protocol": 4360,  # 25 for token ids in streams of responses and messages
     "regroup": 935,
-    # 15 for a log in JSON; 230 for responses and messages, which went past P before: ids, forms of events and of errors;
+    # 15 for a log in JSON; 230 for responses and messages, which went past P before: ids, forms of events and errors;
     # 335 so that their streams go on, which broke before
     "router": 9510,
     "shared": 1050,

@@ -15,8 +15,9 @@ from simulation.front.engines import EngineFaults
 from simulation.front.world import FrontResult, SeedPlan, draw, run_seed
 from vllm_ascend_pd.errors import CATALOGUE
 from vllm_ascend_pd.router import canary, fleet, front, relay, reserve, resuming, shared
-from vllm_ascend_pd.router.core import accumulated, bodies, resume
+from vllm_ascend_pd.router.core import accumulated, blocks, bodies, resume
 from vllm_ascend_pd.router.core.accumulated import RepeatedAnswer
+from vllm_ascend_pd.router.core.blocks import BlockStream, FollowedRow
 from vllm_ascend_pd.router.core.bodies import Use
 from vllm_ascend_pd.router.core.decisions import Circuit, CircuitPolicy, Life, LoadRecord, PairProof
 from vllm_ascend_pd.router.core.resume import StreamState
@@ -308,6 +309,18 @@ def _ending(self: StreamState) -> bytes:
     return b"data: [DONE]\n\n"
 
 
+def _numbered_anew(self: BlockStream, said: dict[str, Any]) -> dict[str, Any]:
+    return _AS_FIRST(self, said) | {name: said[name] for name in ("sequence_number",) if name in said}
+
+
+_AS_FIRST, _TAKE = BlockStream._as_first, BlockStream.take
+
+
+def _with_ids(self: BlockStream, stream: bytes) -> bytes:
+    events = (event + b"\n\n" for event in stream.split(b"\n\n"))
+    return b"".join(event for event in events if event.startswith(blocks.TOKENS_EVENT)) + _TAKE(self, stream)
+
+
 # The first nine are defects that the service once had.
 ALL = {
     mutation.name: mutation
@@ -381,6 +394,17 @@ ALL = {
         ),
         FrontMutation("the rest is another answer's", ((StreamState, "_note", _own_head),), _breaking),
         FrontMutation("the end of a stream has no usage", ((StreamState, "ending", _ending),), _breaking),
+        FrontMutation("blocks are said again", ((FollowedRow, "beyond", _always),), _breaking),
+        FrontMutation(
+            "ids of blocks are each D's own", ((BlockStream, "_named", lambda self, value, at: value),), _breaking
+        ),
+        FrontMutation("events are numbered anew", ((BlockStream, "_as_first", _numbered_anew),), _breaking),
+        FrontMutation(
+            "what D makes of half an answer goes out",
+            ((blocks, "_CUTS", {}), (blocks, "RECOMPUTED", "another word"), (relay, "_cut_short", _nothing)),
+            _breaking,
+        ),
+        FrontMutation("token ids go out between events", ((BlockStream, "take", _with_ids),), _breaking),
         FrontMutation("what is kept is never let go", ((resuming, "let_go", _nothing),), _breaking),
         FrontMutation("one break is survived, not two", ((resume, "MAX_TIMES", 1),), _breaking),
     )

@@ -19,6 +19,10 @@ AT_LEAST = {75: (9_000, 35), 150: (19_000, 90), 1100: (145_000, 1_000)}  # seeds
 SEARCHED = 60
 # Seeds by mutation, where 0 does not find it. A change of the service may invalidate one; a search finds another.
 KNOWN = {
+    "blocks are said again": 1,
+    "ids of blocks are each D's own": 1,
+    "events are numbered anew": 1,
+    "token ids go out between events": 13,
     "the end of a stream has no usage": 4,
     "P's good answer proves a pair": 3,
     "D is blamed for P's failure": 17,

@@ -56,7 +56,7 @@ class TypedSpeaker:
 
     def event(self, said: Sequence[Said]) -> bytes:
         """Return the events of some tokens, of which only the last can be the end."""
-        written = [self.tokens([one.token for one in said], said[-1].finish, said[-1].stop_reason)]
+        written, text = [self.tokens([one.token for one in said], said[-1].finish, said[-1].stop_reason)], ""
         self._tokens += len(said)
         for one in said:
             if one.token % 8 == NEXT and one.token < HALF:
@@ -64,13 +64,12 @@ class TypedSpeaker:
             kind = ("reasoning", "text", "call")[min(self._phase, 2)] if self._body.get("tools") else "text"
             begins = kind == "call" and self._count < self._phase - 1  # a call's first token is that of its name
             if self._open and (self._open[0] != kind or begins) and (one.text or begins):
-                written.append(self._closed())
+                written += [self._delta(text), self._closed()]
+                text = ""
             if not self._open and (one.text or begins):
                 written.append(self._opened(kind))
-            if one.text:
-                self._open[3] += one.text
-                written.append(self._delta(one.text))
-        return b"".join(written)
+            text += one.text
+        return b"".join((*written, self._delta(text)))
 
     def tokens(self, ids: list[int], finish: str | None = None, stop: str | None = None) -> bytes:
         """Return the ids of the events that follow, and how the answer ends."""
@@ -93,8 +92,8 @@ class TypedSpeaker:
         return closed + self._written("message_delta", delta=delta, usage=self._usage()) + self._written("message_stop")
 
     def flushed(self) -> bytes:
-        """Return what parsers make of the rest when an answer ends."""
-        return self._delta("…") if self._open else b""
+        """Return what parsers make of the rest when an answer ends; a router that gets no ids cannot keep it back."""
+        return self._delta("…") if self._open and self._reports else b""
 
     def failed(self) -> bytes:
         """Return the event of an error behind what was said; empty: vLLM breaks a response's stream off."""
@@ -113,6 +112,9 @@ class TypedSpeaker:
         return self._written("content_block_start", index=index, content_block=block)
 
     def _delta(self, text: str) -> bytes:
+        if not text:
+            return b""
+        self._open[3] += text
         kind, index = self._open[0], len(self._items)
         if self._path == RESPONSES:
             where = {"output_index": index, "item_id": self._open[1], "content_index": 0}

@@ -58,7 +58,7 @@ def _kept_of(said: dict[str, Any]) -> dict[str, Any]:
     return said | wholes
 
 
-class _Row:
+class EventRow:
     """The events that a client has."""
 
     def __init__(self) -> None:
@@ -83,10 +83,10 @@ class _Row:
             self.size += len(piece)
 
 
-class _Followed:
+class FollowedRow:
     """A later D's stream along the row that the client has. `names`: of its ids, those that the client knows."""
 
-    def __init__(self, row: _Row, ids: array[int], names: dict[str, str]) -> None:
+    def __init__(self, row: EventRow, ids: array[int], names: dict[str, str]) -> None:
         self._parts, self._at, self._in_text = row.parts, 0, 0
         self._ids, self._said, self._names = ids[:], 0, names
         self.over = not row.parts  # all that the client has was said; from then on the row grows
@@ -159,9 +159,9 @@ class BlockStream(StreamState):
 
     def __init__(self, request: Request, max_length: int) -> None:
         super().__init__(request, max_length)
-        self._row = _Row()
+        self._row = EventRow()
         self._names: dict[str, str] = {}
-        self._followed: _Followed | None = None
+        self._followed: FollowedRow | None = None
         self._reported = False  # by the D that answers
         self._created: Any = None
 
@@ -171,11 +171,11 @@ class BlockStream(StreamState):
 
     def give_up(self, why: str) -> None:
         super().give_up(why)
-        self._row = _Row()
+        self._row = EventRow()
 
     def go_on(self) -> bool:
         came, self._reported = super().go_on(), False
-        self._followed = _Followed(self._row, self.ids, self._names)
+        self._followed = FollowedRow(self._row, self.ids, self._names)
         return came
 
     def take_whole(self, answer: Buffer) -> bool:
