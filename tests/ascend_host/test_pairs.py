@@ -496,7 +496,7 @@ def dropped_streams(engines: Engines, pair: Pair) -> None:
 
 
 def dropped_responses(engines: Engines, pair: Pair) -> None:
-    """Only D's connector says of a response that it was dropped. It is asked for again, or its stream ends in an error.
+    """Only D's connector says of a response that it was dropped. It is asked for again, or its stream goes on.
 
     None looks complete that is not: a whole one has all its tokens, and so has a stream with an end.
     """
@@ -518,6 +518,7 @@ def dropped_responses(engines: Engines, pair: Pair) -> None:
     expected = [ask(pair.reference.url, {**body, "cache_salt": fresh_salt("alone")}) for body in bodies]
     assert all(not isinstance(want, RequestFailed) and want[1] == 2 * BLOCK for want in expected), expected
     asked_again = front_counter(pair.front.url, "retries", 'failure="dropped"')
+    resumed = front_counter(pair.front.url, "resumes", 'cause="dropped"')
     with ThreadPoolExecutor(len(bodies)) as pool:
         answers = list(pool.map(ask, [pair.front.url] * len(bodies), bodies))
         again = front_counter(pair.front.url, "retries", 'failure="dropped"') - asked_again
@@ -528,15 +529,17 @@ def dropped_responses(engines: Engines, pair: Pair) -> None:
         want for want, got in zip(expected, answers, strict=True) if got not in refused
     ]
     broken = [got for got in streams if got.problem]
-    assert all("PD-META-022" in got.problem for got in broken), broken
+    assert all("PD-META-02" in got.problem for got in broken), broken  # dropped again and again
+    went_on = int(front_counter(pair.front.url, "resumes", 'cause="dropped"') - resumed)
     for want, got in zip(expected, streams, strict=True):
         assert not isinstance(want, RequestFailed)
         assert got.text == want[0] if not got.problem else want[0].startswith(got.text), f"{got} for {want}"
     assert again or refused, "no whole response was dropped: the test shows nothing"
-    assert broken, "no stream was dropped: the test shows nothing"
-    pair.cluster.progress(
-        f"figure: {engines}: responses: {int(again)} asked for again, {len(refused)} refused, {len(broken)} streams broken"
+    assert went_on and len(broken) < len(streams), "no stream was dropped and went on: the test shows nothing"
+    said = (
+        f"{int(again)} asked for again, {len(refused)} refused; streams: {went_on} times gone on, {len(broken)} broken"
     )
+    pair.cluster.progress(f"figure: {engines}: responses: {said}")
 
 
 # ---- sets
@@ -788,7 +791,10 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         ),
         (edges, chunks, offloaded),
     ),
-    (Engines("gqa 1to1 recompute scheduler", d=Side(flags=(*FEW, *RECOMPUTES))), (*DROPPED, standing_still)),
+    (
+        Engines("gqa 1to1 recompute scheduler", d=Side(flags=(*FEW, *RECOMPUTES))),
+        (*DROPPED, standing_still),
+    ),
     (replace(FIELD_DRAFTS, title=f"{FIELD_DRAFTS} again"), (drafts,)),
     # The same where answers are exact, however long: in bfloat16 MLA's two ways round differently.
     (

@@ -10,12 +10,15 @@ from typing import Any
 
 from fake_metaserver import Answer as Said
 from fake_metaserver import fake_metaserver
+from pairs import Pair, fresh_prompt
 
 from tools.support.checks import eventually, fresh_salt
-from tools.support.client import body_of, post
+from tools.support.client import body_of, complete, gather, post
 from tools.support.engine import RunningServer
 from vllm_ascend_pd.protocol.auth import prompt_hash
 from vllm_ascend_pd.protocol.continuing import CONTINUE
+
+LENGTHS = (20, 31, 32, 33, 300, 700)
 
 
 @dataclass
@@ -26,6 +29,7 @@ class AnswersOfAnother:
     url: str
     so_far: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
     loads: list[dict[str, Any]] = field(default_factory=list)  # D's reports
+    model: str = "model"  # of P's requests, as an adapter is named
 
     def __call__(self, body: dict[str, Any]) -> Said:
         if "prompt" in body:
@@ -35,7 +39,7 @@ class AnswersOfAnother:
             self.loads.append(body)
             return 204, []
         params = {"do_remote_decode": True, "reservation": body["reservation"]}
-        more = {"kv_transfer_params": params, "cache_salt": body["ticket"], **body["first_token"]}
+        more = {"kv_transfer_params": params, "cache_salt": body["ticket"], "model": self.model, **body["first_token"]}
         post(self.prefill.url, body_of(body["prompt_token_ids"], 1, **more))
         return 200, [{"event": "accepted", "prefill": "127.0.0.1:1"}, {"event": "prefilled"}]
 
@@ -58,6 +62,19 @@ def answers_of_another(prefill: RunningServer, port: int) -> Iterator[AnswersOfA
     made = AnswersOfAnother(prefill, f"http://127.0.0.1:{port}")
     with fake_metaserver(port, made):
         yield made
+
+
+def check_answers_of_another(pair: Pair, port: int, model: str = "model") -> None:
+    """Check that D goes on with one engine's answers."""
+    prompts = [fresh_prompt(length) for length in LENGTHS]
+    asks = [body_of(prompt, 12, model=model) for prompt in prompts]
+    wholes = [one.tokens for one in gather(pair.prefill.url, asks)]
+    with answers_of_another(pair.prefill, port) as others:
+        others.model = model
+        for count, prompt, asked, whole in zip((1, 2, 4, 7, 10, 11), prompts, asks, wholes, strict=True):
+            body = others.body(asked, prompt, list(whole[:count]))
+            assert complete(pair.decode[0].url, body).tokens == whole, f"behind {count} tokens of {len(prompt)}"
+        others.check(len(prompts))
 
 
 def behind(answer: Any, count: int) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from continued import check_answers_of_another
 from pairs import Pair, PairMaker, counter, fresh_prompt, reference_answers, wait_for_free_blocks
 from safetensors.torch import save_file
 
@@ -87,11 +88,18 @@ CI_MODES = ("UniProc executor, no prefix cache on D",)  # the others' code runs 
     "name", [pytest.param(name, marks=pytest.mark.ci if name in CI_MODES else pytest.mark.slow) for name in MODES]
 )
 def test_a_mode(
-    name: str, cluster: Cluster, allowed: list[str], make_pair: PairMaker, progress: Callable[[str], None]
+    name: str,
+    cluster: Cluster,
+    allowed: list[str],
+    ports: list[int],
+    make_pair: PairMaker,
+    progress: Callable[[str], None],
 ) -> None:
     pair = start(cluster, allowed, make_pair, MODES[name], name)
     try:
         exercise(pair, name)
+        if not MODES[name].tie:
+            check_answers_of_another(pair, ports[-1])
         for engine, words in ((pair.prefill, MODES[name].p), (pair.decode[0], MODES[name].d)):
             head = fresh_prompt(5 * BLOCK)
             before = counter(engine, "vllm:prefix_cache_hits_total")
@@ -168,8 +176,11 @@ def adapter(folder: Path) -> Path:
 
 
 @pytest.mark.ci
-def test_lora(cluster: Cluster, allowed: list[str], make_pair: PairMaker, tmp_path: Path) -> None:
-    """A base model and an adapter side by side: an adapter has KV of its own, also for the same prompt."""
+def test_lora(cluster: Cluster, allowed: list[str], ports: list[int], make_pair: PairMaker, tmp_path: Path) -> None:
+    """A base model and an adapter side by side: an adapter has KV of its own, also for the same prompt.
+
+    An answer of the adapter's goes on, too.
+    """
     words = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"tuned={adapter(tmp_path / 'tuned')}")
     pair = start(cluster, allowed, make_pair, Mode(words, words), "lora")
     try:
@@ -183,5 +194,6 @@ def test_lora(cluster: Cluster, allowed: list[str], make_pair: PairMaker, tmp_pa
             assert [one.tokens for one in found] == answers[name], name
             assert pair.loaded_tokens() - before == sum(map(len, prompts)), name
         assert answers["model"] != answers["tuned"], "the adapter changes nothing: the test shows nothing"
+        check_answers_of_another(pair, ports[-1], "tuned")
     finally:
         cluster.stop(pair.front, *pair.decode, pair.prefill)

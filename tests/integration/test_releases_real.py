@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from continued import check_answers_of_another
 from draft_pairs import LENGTHS, check, own
 from grammars import check_grammars
 from kind_pairs import running
@@ -23,7 +24,7 @@ from tools.support.cluster import Cluster
 from tools.support.environments import ASKED, NEWEST, beside
 from tools.support.models import ensure
 from tools.support.spec import EngineSpec
-from vllm_ascend_pd.vllm_patches.tried import TRIED_DRAFTS, TRIED_GRAMMARS, VLLM, untried
+from vllm_ascend_pd.vllm_patches.tried import TRIED_DRAFTS, TRIED_GIVEN, TRIED_GRAMMARS, VLLM, untried
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -46,7 +47,13 @@ def spec(release: str, name: str, role: str, cluster: Cluster, urls: list[str]) 
     ids=lambda release: f"{release}",
 )
 def test_a_pair_of_two_releases(
-    p: str, d: str, cluster: Cluster, allowed: list[str], make_pair: PairMaker, progress: Callable[[str], None]
+    p: str,
+    d: str,
+    cluster: Cluster,
+    allowed: list[str],
+    ports: list[int],
+    make_pair: PairMaker,
+    progress: Callable[[str], None],
 ) -> None:
     started = cluster.start(spec(p, "p", "kv_producer", cluster, []), spec(d, "d", "kv_consumer", cluster, allowed))
     pair = None
@@ -58,6 +65,8 @@ def test_a_pair_of_two_releases(
             f"figure: P {p} ({next(versions)}), D {d} ({next(versions)}): {first_tokens(started[1])} of 11 answers begin with P's token"
         )
         assert first_tokens(started[1]) == 11
+        if not untried({VLLM: d}, TRIED_GIVEN):
+            check_answers_of_another(pair, ports[-1])
         check_grammars(pair, first=not any(untried({VLLM: one}, TRIED_GRAMMARS) for one in (p, d)))
     finally:
         cluster.stop(*((pair.front,) if pair is not None else ()), *started)

@@ -77,6 +77,7 @@ _HELD_BYTES = 1 << 20  # of an incomplete event that are held back
 _LAST_BYTES = 16 << 20  # of a response's, of which the last has the whole answer
 OWN_MARK = b"x-ascend-pd-metaserver"  # on a metaserver's requests and health answers: it must not pass for an engine
 # vLLM's stream of a request that it ends before the first token: only the end, and the usage if that was asked for.
+# Before 0.32 the stream of a completion whose request failed then, as by its load, is the same.
 _NOTHING = re.compile(rb'data: (\[DONE\]|\{[^\n]*"choices":\s*\[\])')
 
 
@@ -224,7 +225,10 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
                 raise resuming.StreamBroke(PdError(code).sentence, "dropped", code)
         raise AttemptFailed(HttpFailure.DROPPED, known(503, code, 2), "dropped for lack of blocks", code)
     if cut_short is not None or _NOTHING.match(said):
-        answer = fault(503, "The decode instance ended the request: it is shutting down.", "PD-META-007")
+        why = (
+            "it is shutting down" if cut_short is not None else "it said nothing, as if it shut down or its load failed"
+        )
+        answer = fault(503, f"The decode instance ended the request: {why}.", "PD-META-007")
         raise await _refused(shared, attempt, 503, answer.body, [])
     if said_in_it is not None and said_in_it.pd_load is not None:
         shared.loaded(said_in_it.pd_load)

@@ -14,13 +14,13 @@ from typing import Any
 
 from vllm_ascend_pd.vllm_patches.first_token import is_second, logprob_rows, other_grammars, tell_workers
 from vllm_ascend_pd.vllm_patches.one_by_one import GIVEN
-from vllm_ascend_pd.vllm_patches.tried import TRIED_GIVEN, untried
+from vllm_ascend_pd.vllm_patches.tried import TRIED_GIVEN, TRIED_SECOND, untried
 
 
 def unproven(vllm_config: Any) -> str:
     """Return why no request of this engine begins with given tokens, P's first token aside; empty: they do."""
-    if is_second(vllm_config):
-        return "it was not tried with the second model runner"
+    if is_second(vllm_config) and (why := untried(tried=TRIED_SECOND)):
+        return f"{why} with the second model runner"
     return untried(tried=TRIED_GIVEN)
 
 
@@ -32,8 +32,6 @@ def refusal(request: Any) -> str:
         return "it is a session"
     if getattr(request, "prompt_is_token_ids", None) is not None or request.mm_features:
         return "its prompt is not only text"
-    if request.lora_request is not None:
-        return "it has an adapter, with which this was not tried"
     if request.sampling_params.prompt_logprobs is not None:
         return "it asks for log-probabilities of its prompt"
     if request.structured_output_request is not None and (why := other_grammars()):
