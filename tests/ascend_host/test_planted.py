@@ -118,11 +118,13 @@ SHAPES: dict[str, Engines] = {
 SETS = {
     "direct": Set(Engines("planted direct", p=Side(late_us=LATE)), DIRECT),
     "exchange": Set(Engines("planted exchange", p=Side(2, keys=OWN_KERNELS, late_us=LATE, delay_us=DELAY)), EXCHANGED),
-    # D's first step completes an entry for 4 tokens and one for 128, of what a compressor had of the others.
+    # D's first step completes an entry for 4 tokens and one for 128, of what a compressor had of the others. That of an
+    # indexer decides only whether its entry is chosen: three prompts may have the same answers.
     "compressed": Set(
         Engines("planted compressed", "dsv4", dtype="bfloat16", flags=SHORT_BLOCKS),
         COMPRESSED,
         3 * BLOCK - 1,
+        prompts=8,
     ),
     # What lands after the sums were compared is in none, so checksums see it by chance.
     "gate": Set(
