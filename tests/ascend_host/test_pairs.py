@@ -259,7 +259,9 @@ def drafts(engines: Engines, pair: Pair) -> None:
 
     Some differ from run to run on one engine, up to one in seven: D's first step is a prefill in one case and a padded
     step of one token in the other. Where P's drafter does not get the prompt's last token, half differ. Of 48 prompts
-    more than 12 differ in 15 runs of 1,000 if one in seven does, and no more than 12 in 1 of 1,000 if half do.
+    more than 12 differ in 15 runs of 1,000 if one in seven does, and no more than 12 in 1 of 1,000 if half do. With
+    unequal TP in bfloat16 the two round differently, too, and 6 to 13 of 48 differ. If one in four does, of 144 more
+    than 52 differ in 1 run of 1,000, and no more than 52 in 1 of 1,000 if half do.
     In bfloat16 these two ways round differently (MLA: 14 of 24 alike, D alone 24 of 24). There D alone has one token in
     its last chunk, which it computes as the pushed D does (23 and 24 of 24). vllm-ascend's recompute scheduler begins
     behind a load with placeholders for drafts, so that a graph fits: one step more, in which none is accepted.
@@ -268,7 +270,9 @@ def drafts(engines: Engines, pair: Pair) -> None:
     request's (plugin/ascend_host/repairs.py), so a D with attention of heads is `repaired`.
     """
     (d,), behind = pair.decode, int(engines.starts_with_p_token)
-    lengths = [CHUNK + 1 - behind if engines.dtype == "bfloat16" else 20 + 9 * i for i in range(48)]
+    rounded = engines.dtype == "bfloat16"
+    count, most = (144, 52) if rounded and engines.p.tp != engines.d.tp else (48, 12)
+    lengths = [CHUNK + 1 - behind if rounded else 20 + 9 * i for i in range(count)]
     prompts = [fresh_prompt(length, RECIPES[engines.model].vocab) for length in lengths]
     pushed, alone = [], []
     for prompt in prompts:
@@ -288,7 +292,7 @@ def drafts(engines: Engines, pair: Pair) -> None:
         f"figure: {engines}: drafts behind {alike} of {len(prompts)} prompts as alone, {accepted[1]} accepted, alone {accepted[0]}"
     )
     assert accepted[0] > len(prompts), f"drafts that are never right prove nothing: {alone}"
-    assert alike >= len(prompts) * 3 // 4, list(zip(prompts, alone, pushed, strict=True))
+    assert len(prompts) - alike <= most, list(zip(prompts, alone, pushed, strict=True))
 
 
 def replayed(engines: Engines, pair: Pair) -> None:

@@ -225,9 +225,7 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
                 raise resuming.StreamBroke(PdError(code).sentence, "dropped", code)
         raise AttemptFailed(HttpFailure.DROPPED, known(503, code, 2), "dropped for lack of blocks", code)
     if cut_short is not None or _NOTHING.match(said):
-        why = (
-            "it is shutting down" if cut_short is not None else "it said nothing, as if it shut down or its load failed"
-        )
+        why = "it is shutting down" if cut_short is not None else "it said nothing, so it is shutting down or failed"
         answer = fault(503, f"The decode instance ended the request: {why}.", "PD-META-007")
         raise await _refused(shared, attempt, 503, answer.body, [])
     if said_in_it is not None and said_in_it.pd_load is not None:

@@ -26,7 +26,7 @@ _PARAMETERS = ("self", "request", "raw_request")
 
 
 class _OutputsRead:
-    """What the task that writes a stream has read since its last event."""
+    """Outputs that the task which writes a stream has read since its last event."""
 
     def __init__(self, *, stored: bool) -> None:
         self._prompt: list[int] | None = None
