@@ -36,8 +36,8 @@ BLOCK = 128  # vllm-ascend ignores other values
 APART = ("--distributed-executor-backend", "mp")
 SHORT_BLOCKS = ("--block-size", "32", "--kv-cache-memory-bytes", str(192 << 20), *APART)
 EQUAL = 1e-4  # between two log-probabilities of a token, where both are computed alike
-# The same where sums round otherwise: a quarter more than the furthest in runs of 44 sets (docs/building.md). One token's
-# keys and values of one layer are not made out so; test_planted.py has such pairs in a dtype that does.
+# The same where sums round otherwise: a quarter more than the furthest in runs of 44 sets (docs/building.md). So one
+# token's keys and values of one layer are not made out; test_planted.py has such pairs in a dtype that does.
 ROUNDED = 0.125
 NOTHING: Mapping[str, str] = {}
 
