@@ -200,7 +200,7 @@ def judged(kind: StreamKind, got: Spoken, one: Spoken, begun: Spoken | None) -> 
         return f"{got.problem} {got.names}"
     if begun is not None and not begun.begins(got):
         return f"does not begin as {begun}: {got}"
-    if not kind.check(got) and not (kind.one_by_one and got.most > 1):
+    if not kind.takes(got):
         return f"is not what was asked for: {got}"
     if kind.sampled:
         return ""

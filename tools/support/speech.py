@@ -246,6 +246,8 @@ def _take_message(answer: Spoken, kind: str, said: dict[str, Any]) -> None:
         _add(answer, answer.kinds[index], index, piece)
     elif kind == "content_block_stop":
         answer.open = None
+        if answer.signed != sum(block == "reasoning" for block in answer.kinds.values()):
+            answer.problem = f"{answer.signed} signatures for {answer.kinds}"
     elif kind == "message_delta":
         answer.end, answer.usage = (
             said["delta"]["stop_reason"],
@@ -271,6 +273,10 @@ class StreamKind:
     goes_on: bool = True
     most: int = 48  # tokens
     one_by_one: bool = False  # its parser loses what comes merged with more
+
+    def takes(self, answer: Spoken) -> bool:
+        """Return whether an answer is what was asked for, as far as its parser could read it."""
+        return bool(self.check(answer)) or (self.one_by_one and answer.most > 1)
 
     @property
     def sampled(self) -> bool:

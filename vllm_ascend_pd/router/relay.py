@@ -25,7 +25,7 @@ from vllm_ascend_pd.protocol.continuing import REPORT
 from vllm_ascend_pd.protocol.reports import SaidByEngine, said_in
 from vllm_ascend_pd.router import resuming
 from vllm_ascend_pd.router.core import bodies, pieces
-from vllm_ascend_pd.router.core.blocks import TOKENS_EVENT
+from vllm_ascend_pd.router.core.blocks import LAST_EVENTS, OPENINGS, TOKENS_EVENT
 from vllm_ascend_pd.router.core.decisions import Evidence
 from vllm_ascend_pd.router.core.pieces import Buffer
 from vllm_ascend_pd.router.core.resume import Cut, without_ids
@@ -50,9 +50,9 @@ _ERROR_EVENTS = (b'data: {"error"', b"event: error\n")
 # What a stream begins with before D has computed anything. Two expressions: what begins with a literal is found fast.
 _ROLE = re.compile(rb'"delta":\s*\{"role":\s*"assistant",\s*"content":\s*""')
 # What D itself says of a failure comes behind the tokens that end in it; it breaks a response's stream off.
-_FAILED = re.compile(rb'event: pd\.tokens\n[^\n]*"finish_reason":"error"')
-_OPENING = re.compile(rb"event: (?:response\.(?:created|in_progress)\n|message_start\n)|%b" % _FAILED.pattern)
-_LAST_EVENTS = (b"data: [DONE]", b"event: message_stop\n", b"event: response.completed\n", b"event: error\n")
+_FAILED = re.compile(re.escape(TOKENS_EVENT) + rb'[^\n]*"finish_reason":"error"')
+_OPENING = re.compile(rb"event: (?:%b)\n|%b" % (b"|".join(map(re.escape, OPENINGS)), _FAILED.pattern))
+_LAST_EVENTS = (b"data: [DONE]", *(b"event: %b\n" % name for name in (*LAST_EVENTS, b"error")))
 _COMPLETED = b"event: response.completed\ndata: "
 # vLLM's keep-alive while a request waits for its turn. Passed on before the answer, it would commit to this D.
 _COMMENTS = re.compile(rb"^(?::[^\n]*\n)+\n", re.MULTILINE)

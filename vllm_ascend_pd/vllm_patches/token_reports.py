@@ -69,7 +69,7 @@ class _Event:
 def note(output: Any) -> None:
     """Note an output that some task has read from its request's queue."""
     read = _READ.get()
-    if read is not None and output is not None and hasattr(output, "outputs"):
+    if read is not None and output is not None:
         read.take(output)
 
 

@@ -401,7 +401,7 @@ ALL = {
         FrontMutation("events are numbered anew", ((BlockStream, "_as_first", _numbered_anew),), _breaking),
         FrontMutation(
             "what D makes of half an answer goes out",
-            ((blocks, "_CUTS", {}), (blocks, "RECOMPUTED", "another word"), (relay, "_cut_short", _nothing)),
+            ((BlockStream, "_cut_by", _nothing), (relay, "_cut_short", _nothing)),
             _breaking,
         ),
         FrontMutation("token ids go out between events", ((BlockStream, "take", _with_ids),), _breaking),

@@ -404,7 +404,7 @@ def _of_whole(call: ClientCall, right: list[str]) -> str:
     except ValueError:
         return "wrong"
     if call.status != 200:
-        return "error" if call.status in (*ERROR_STATUSES, 404) and fields.get("error", {}).get("message") else "wrong"
+        return "error" if call.status in (*ERROR_STATUSES, 404) and fields["error"]["message"] else "wrong"
     if fields.get("kv_transfer_params") is not None:
         return "wrong"
     got = [c["text"] if "text" in c else c["message"]["content"] for c in fields["choices"]]

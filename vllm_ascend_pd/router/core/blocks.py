@@ -18,12 +18,12 @@ from vllm_ascend_pd.protocol.continuing import EVENT, TokensSaid, read_said
 from vllm_ascend_pd.router.core.accumulated import NotContinued
 from vllm_ascend_pd.router.core.bodies import TRANSFER_PARAMS, UNREADABLE, Request
 from vllm_ascend_pd.router.core.pieces import Buffer
-from vllm_ascend_pd.router.core.resume import RECOMPUTED, Cut, StreamState
+from vllm_ascend_pd.router.core.resume import Cut, StreamState
 
 TOKENS_EVENT = f"event: {EVENT}\n".encode()
 LAST_EVENTS = (b"message_stop", b"response.completed")
 _EVENT, _DATA = b"event: ", b"\ndata: "
-_OPENINGS = (b"message_start", b"response.created", b"response.in_progress")  # before anything is computed
+OPENINGS = (b"message_start", b"response.created", b"response.in_progress")  # before anything is computed
 _TEXTS = ("text", "thinking", "partial_json")
 _WHOLE = ("response", "message")  # objects that repeat what was asked: only their id counts
 _IDS = ("id", "item_id", "call_id")
@@ -181,31 +181,18 @@ class BlockStream(StreamState):
     def take_whole(self, answer: Buffer) -> bool:
         return False  # vLLM returns no token ids of it
 
-    def take(self, stream: bytes) -> bytes:
-        out: list[bytes] = []
-        for event in stream.split(b"\n\n"):
-            if not event.strip():
-                continue
-            name, found, data = event.partition(_DATA)
-            if not found or not name.startswith(_EVENT):
-                out.append(event + b"\n\n")  # a comment
-                continue
-            out.append(self._typed(event, name[len(_EVENT) :], data))
-            if self.cut is not None:
-                break
-        return b"".join(out)
-
-    def _typed(self, event: bytes, name: bytes, data: bytes) -> bytes:
+    def _taken(self, event: bytes) -> bytes:
+        name, found, data = event.partition(_DATA)
+        if not found or not name.startswith(_EVENT):
+            return event + b"\n\n"  # a comment
+        name = name[len(_EVENT) :]
         try:
             if name == EVENT.encode():
                 self._tokens(read_said(data))
                 return b""
             said = msgspec.json.decode(data, type=dict[str, Any])
         except UNREADABLE:
-            if not self._first:
-                raise NotContinued("an event of the other D is not understood") from None
-            self.give_up("an event of its D is not understood")
-            return event + b"\n\n"
+            return self._not_understood(event)
         if name == b"error":
             self.cut = Cut.FAILED
             return b""
@@ -214,10 +201,10 @@ class BlockStream(StreamState):
         return self._block(event, name, said)
 
     def _tokens(self, said: TokensSaid) -> None:
-        if said.stop_reason == RECOMPUTED and not self._stops_at_recomputed:
-            self.cut = Cut.DROPPED
-        elif said.finish_reason in _CUTS:
-            self.cut = _CUTS[said.finish_reason]
+        if said.finish_reason is not None:
+            self.cut = self._cut_by(said.finish_reason, said.stop_reason)
+            if said.finish_reason == "error":
+                self.cut = Cut.FAILED
         if self.cut is not None:
             return
         self._reported = True
@@ -245,7 +232,7 @@ class BlockStream(StreamState):
         return event
 
     def _block(self, event: bytes, name: bytes, said: dict[str, Any]) -> bytes:
-        if not (self._first or self._reported or name in _OPENINGS):
+        if not (self._first or self._reported or name in OPENINGS):
             raise NotContinued("the other D returns no token ids")
         followed = self._followed
         if followed is not None and not followed.over and not followed.beyond(said):
@@ -278,6 +265,3 @@ class BlockStream(StreamState):
         if isinstance(value, list):
             return [self._named(one, at) for one in value]
         return self._names.get(value, value) if at in _IDS and isinstance(value, str) else value
-
-
-_CUTS = {"abort": Cut.ABORTED, "error": Cut.FAILED}

@@ -220,7 +220,7 @@ def parse(route: str, body: Buffer) -> Request:
     if follows is not None:  # nothing is known here of its length
         marks = (*follows.marks, *marks)
     limits = ("max_completion_tokens", "max_tokens") if route == CHAT else ROUTES[route][1:]  # no other ends it
-    here = _needs_own_prompt(fields) or embeds or (has_media and (forced_tool or _present(fields, _PREVIOUS)))
+    here = _needs_own_prompt(fields) or embeds or (has_media and (forced_tool or present(fields, _PREVIOUS)))
     return Request(
         route=route,
         fields=fields,
@@ -448,12 +448,13 @@ def _needs_own_prompt(fields: Mapping[str, msgspec.Raw]) -> bool:
 
     Log-probabilities of the prompt come from computing it; a beam search makes requests of its own.
     """
-    if _present(fields, "prompt_logprobs") or flag(fields, "use_beam_search") or _present(fields, "prompt_embeds"):
+    if present(fields, "prompt_logprobs") or flag(fields, "use_beam_search") or present(fields, "prompt_embeds"):
         return True
-    return flag(fields, "echo") and _present(fields, "logprobs")
+    return flag(fields, "echo") and present(fields, "logprobs")
 
 
-def _present(fields: Mapping[str, msgspec.Raw], key: str) -> bool:
+def present(fields: Mapping[str, msgspec.Raw], key: str) -> bool:
+    """Return whether a field is there, and neither null nor false."""
     return _word(fields, key) not in (b"null", b"false")
 
 

@@ -59,7 +59,7 @@ def refusal(request: Request) -> str:
     typed = request.route not in (COMPLETIONS, CHAT)
     reasons = {
         f"vLLM returns no token ids of a whole answer on {request.route}": typed and not request.stream,
-        "it follows on an answer that one D has": typed and "previous_response_id" in fields,
+        "it follows on an answer that one D has": typed and bodies.present(fields, "previous_response_id"),
         "it runs in the background, or tools of its D's": request.asks_again or bodies.flag(fields, "background"),
         "it asks for log-probabilities, which its last events repeat": typed and _has_rows(fields),
         "it has several prompts": request.shape is not Shape.ONE,
@@ -74,7 +74,8 @@ def refusal(request: Request) -> str:
 
 
 def _has_rows(fields: Mapping[str, msgspec.Raw]) -> bool:
-    return b"logprobs" in bytes(memoryview(fields.get("include", _NULL))[:_INCLUDED_BYTES])
+    raw = fields.get("include", _NULL)
+    return len(memoryview(raw)) > _INCLUDED_BYTES or "logprobs" in str(msgspec.json.decode(raw))
 
 
 def has_generator(request: Request) -> bool:
@@ -243,29 +244,39 @@ class StreamState:
         """
         out: list[bytes] = []
         for event in stream.split(b"\n\n"):
-            if not event.strip():
-                continue
-            if event.startswith(_DONE):
-                if self._repeats is not None and not self._repeats.over:
-                    raise NotContinued("the other D ends it earlier")
-                self.done = True
-                out.append(event + b"\n\n")
-            elif not event.startswith(_DATA):
-                out.append(event + b"\n\n")
-            else:
-                out.append(self._event(event))
+            if event.strip():
+                out.append(self._taken(event))
                 if self.cut is not None:
                     break
         return b"".join(out)
+
+    def _taken(self, event: bytes) -> bytes:
+        """Return what the client gets of an event."""
+        if event.startswith(_DATA) and not event.startswith(_DONE):
+            return self._event(event)
+        if event.startswith(_DONE):
+            if self._repeats is not None and not self._repeats.over:
+                raise NotContinued("the other D ends it earlier")
+            self.done = True
+        return event + b"\n\n"
+
+    def _not_understood(self, event: bytes) -> bytes:
+        if not self._first:
+            raise NotContinued("an event of the other D is not understood")
+        self.give_up("an event of its D is not understood")
+        return event + b"\n\n"
+
+    def _cut_by(self, finish: str, stop: int | str | None) -> Cut | None:
+        """Return how D itself cuts the answer by the reasons of its end, if it does."""
+        if stop == RECOMPUTED and not self._stops_at_recomputed:
+            return Cut.DROPPED
+        return Cut.ABORTED if finish == "abort" else None
 
     def _event(self, event: bytes) -> bytes:
         try:
             read = _EVENT.decode(event[len(_DATA) :])
         except UNREADABLE:
-            if not self._first:
-                raise NotContinued("an event of the other D is not understood") from None
-            self.give_up("an event of its D is not understood")
-            return event + b"\n\n"
+            return self._not_understood(event)
         if read.error is not None:
             if not isinstance(read.error.code, int) or read.error.code >= 500:
                 self.cut = Cut.FAILED
@@ -273,10 +284,7 @@ class StreamState:
             return event + b"\n\n"
         choice = read.choices[0] if read.choices else None
         if choice is not None and choice.finish_reason is not None:
-            if choice.stop_reason == RECOMPUTED and not self._stops_at_recomputed:
-                self.cut = Cut.DROPPED
-            elif choice.finish_reason == "abort":
-                self.cut = Cut.ABORTED
+            self.cut = self._cut_by(choice.finish_reason, choice.stop_reason)
             if self.cut is not None:
                 return b""
         if not self._first:
