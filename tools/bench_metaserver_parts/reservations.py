@@ -97,7 +97,9 @@ def main() -> None:
     )
     scheduler = StepLoop(client, url)
     scheduler.run(1.0, reserve=1)
-    while not kinds:  # until the server has started
+    while not kinds["accepted"]:  # the server has started; an attempt before that has failed, and was repeated
+        if not client.open_count():
+            raise SystemExit(f"the metaserver of this bench does not answer: {dict(kinds)}")
         time.sleep(0.01)
     gc.collect()
     gc.freeze()  # as vLLM's engine core does after its start

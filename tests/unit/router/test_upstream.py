@@ -387,20 +387,30 @@ async def test_an_answer_without_a_request_ends_the_connection() -> None:
         await until(lambda: server.closed == 3)
 
 
-async def test_what_nothing_asked_for_is_not_taken_for_the_next_answer() -> None:
-    wrong = LENGTH.replace(b"hello", b"wrong")
+async def test_what_comes_later_and_nothing_asked_for_ends_the_connection() -> None:
+    """Else it would be taken for the next answer. Who has sent the next request first cannot tell."""
+    asked_for = asyncio.Event()
 
     async def says_more_later(_: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(LENGTH)
-        await asyncio.sleep(0.05)
-        writer.write(wrong)
+        await asked_for.wait()
+        asked_for.clear()
+        writer.write(LENGTH.replace(b"hello", b"wrong"))
 
-    for more, greeting in ((says_more_later, b""), (says(LENGTH), wrong)):
-        async with talking(more, greeting=greeting) as (_, origin, upstream):
-            for _ in range(3):
-                with suppress(UpstreamError):
-                    assert await (await ask(upstream, origin)).rest(100) == b"hello"
-                await asyncio.sleep(0.1)
+    async with talking(says_more_later) as (server, origin, upstream):
+        for connections in range(1, 4):
+            assert await (await ask(upstream, origin)).rest(100) == b"hello"
+            asked_for.set()
+            await until(lambda ended=connections: server.closed == ended)
+            assert server.connections == connections
+
+
+async def test_what_comes_before_the_first_request_ends_the_connection() -> None:
+    async with talking(says(LENGTH), greeting=LENGTH) as (server, origin, _):
+        loop = asyncio.get_running_loop()
+        await loop.create_connection(lambda: http_session.HttpWire(loop), origin.host, origin.port)
+        await until(lambda: server.closed == 1)
+        assert not server.requests
 
 
 async def test_a_request_that_is_not_read_holds_no_connection_once_it_is_given_up() -> None:

@@ -16,9 +16,9 @@ if importlib.util.find_spec("mooncake") is None:  # not imported here: its envir
     pytest.skip("Mooncake is not installed", allow_module_level=True)
 
 from tools.support.fork_server import ForkServers
-from unit.kits.stalls import Stalls
+from unit.kits.beside import Beside, Delays
 from unit.kits.watching import address_of, listening, until
-from unit.transport.mooncake_child import LOOPBACK, MODULE, WIRE, ReceivingChild, settle, target_of, wire_from
+from unit.transport.mooncake_child import MODULE, WIRE, ReceivingChild, settle, target_of, wire_from
 from vllm_ascend_pd.transport import contact
 from vllm_ascend_pd.transport.base import WriteState
 from vllm_ascend_pd.transport.contact import HEARD_S
@@ -30,7 +30,11 @@ from vllm_ascend_pd.transport.wire import MooncakeWire
 SIZE = 64 << 20
 SPAN = 64 << 10
 RANKS = 12
+LIMIT_S = 30.0  # of a wait whose end is proven otherwise
 SPANS = SIZE // SPAN // 2
+# What a peer that fails may cost others of the time until it is given up, by the clock of writes that another engine
+# makes beside them. First contact is let go after two fifths of it; nothing is given up before who waits for it.
+OF_A_WRITE, OF_A_CONTACT = 1 / 4, 3 / 4
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +54,30 @@ def wire(memory: np.ndarray) -> Iterator[MooncakeWire]:
     opened = wire_from(memory)
     yield opened
     opened.close()
+
+
+@contextlib.contextmanager
+def beside(memory: np.ndarray, forks: ForkServers) -> Iterator[Beside]:
+    """Write a byte again and again to a peer that nothing happens to, by an engine that knows no other."""
+    with (
+        ReceivingChild(1024, forks) as healthy,
+        contextlib.closing(wire_from(memory)) as wire,
+        Beside(lambda: one(wire, healthy, memory)) as clock,
+    ):
+        yield clock
+
+
+@contextlib.contextmanager
+def contacts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Record the addresses of all writes that reach an engine."""
+    given: list[str] = []
+    with monkeypatch.context() as patch:
+        for name in ("submit", "write"):
+            real = getattr(OpenEngine, name)
+            patch.setattr(
+                OpenEngine, name, lambda self, at, *more, real=real: given.append(at) or real(self, at, *more)
+            )
+        yield given
 
 
 def half_closed() -> int:
@@ -83,20 +111,18 @@ def test_a_receiver_killed_in_the_middle_fails_the_write_soon(
 
 def test_a_failed_write_is_over_when_it_says_so(wire: MooncakeWire, memory: np.ndarray, forks: ForkServers) -> None:
     """A stopped receiver: after FAILED only what its kernel already holds arrives."""
-    with ReceivingChild(SIZE, forks) as receiver, ReceivingChild(1024, forks) as other, Stalls() as stalls:
+    with ReceivingChild(SIZE, forks) as receiver, ReceivingChild(1024, forks) as other, beside(memory, forks) as clock:
         assert one(wire, receiver, memory) is one(wire, other, memory) is WriteState.LANDED
         receiver.ask("clear")
         handle = many(wire, receiver, memory)
         receiver.stop()
-        begun, writes = time.monotonic(), []
+        begun, before, writes = time.monotonic(), clock.pieces, Delays(clock, "writes to another peer")
         while wire.poll(handle) is WriteState.PENDING:
-            assert time.monotonic() - begun < 15
-            at = time.monotonic()
-            assert one(wire, other, memory) is WriteState.LANDED
-            writes.append((at, time.monotonic()))
-        worst = stalls.slowest("write to another peer", writes)
-        print(f"failed after {time.monotonic() - begun:.1f} s; {worst}")
-        assert worst.seconds < 1.0
+            assert time.monotonic() - begun < LIMIT_S
+            with writes.one():
+                assert one(wire, other, memory) is WriteState.LANDED
+        print(f"failed after {time.monotonic() - begun:.1f} s; {writes}")
+        assert writes.slowest.pieces < (clock.pieces - before) * OF_A_WRITE
         source = memory.copy()
         try:
             memory[:] = 100  # the source is reused: the new contents must never arrive
@@ -236,34 +262,38 @@ def test_a_receiver_restarted_on_the_same_port_is_reached_without_our_restart(
         assert successor.sum() == 1
 
 
-def test_a_silent_peer_delays_no_other(wire: MooncakeWire, memory: np.ndarray, forks: ForkServers) -> None:
+def test_a_silent_peer_delays_no_other(
+    wire: MooncakeWire, memory: np.ndarray, forks: ForkServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A peer that accepts connections and never answers: Mooncake alone blocks for 60 s."""
-    with ReceivingChild(1024, forks) as receiver, socket.socket() as silent, Stalls() as stalls:
-        silent.bind((LOOPBACK, 0))
-        silent.listen()
+    with (
+        ReceivingChild(1024, forks) as receiver,
+        listening() as silent,
+        beside(memory, forks) as clock,
+        contacts(monkeypatch) as contacted,
+    ):
         assert one(wire, receiver, memory) is WriteState.LANDED
-        name = f"{LOOPBACK}:{silent.getsockname()[1]}/silent"
-        begun = time.monotonic()
-        handle = wire.submit(name, [memory.ctypes.data], [4096], [10])
-        waits, state = [(begun, time.monotonic())], WriteState.PENDING
+        begun, before, writes = time.monotonic(), clock.pieces, Delays(clock, "writes to another peer")
+        with writes.one():
+            handle = wire.submit(f"{address_of(silent)}/silent", [memory.ctypes.data], [4096], [10])
+        state = WriteState.PENDING
         while state is WriteState.PENDING:
-            assert time.monotonic() - begun < 10
-            at = time.monotonic()
-            state = wire.poll(handle)
-            assert one(wire, receiver, memory) is WriteState.LANDED
-            waits.append((at, time.monotonic()))
-        worst = stalls.slowest("write to another peer", waits)
-        print(f"the silent peer failed after {time.monotonic() - begun:.1f} s; {worst}")
-        assert worst.seconds < 0.5  # without a probe it is 0.8, as in the next test
+            assert time.monotonic() - begun < LIMIT_S
+            with writes.one():
+                state = wire.poll(handle)
+                assert one(wire, receiver, memory) is WriteState.LANDED
+        print(f"the silent peer failed after {time.monotonic() - begun:.1f} s; {writes}")
+        assert address_of(silent) not in contacted, "it was only probed"
+        assert writes.slowest.pieces < (clock.pieces - before) * OF_A_WRITE
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "ascend"])  # the path for Ascend, over TCP
-def test_peers_that_fall_silent_between_answer_and_opening_cost_others_less_than_a_second(
+def test_of_peers_that_fall_silent_between_answer_and_opening_one_costs_others_a_part_of_its_time(
     protocol: str, memory: np.ndarray, monkeypatch: pytest.MonkeyPatch, forks: ForkServers
 ) -> None:
     """The window that a probe leaves open. Many ranks of one engine: their delays must not add up."""
     with opened(protocol, memory, monkeypatch) as wire, contextlib.ExitStack() as stack:
-        receiver, stalls = stack.enter_context(ReceivingChild(1024, forks)), stack.enter_context(Stalls())
+        receiver, clock = stack.enter_context(ReceivingChild(1024, forks)), stack.enter_context(beside(memory, forks))
         silent = [stack.enter_context(listening()) for _ in range(RANKS)]
         assert one(wire, receiver, memory) is WriteState.LANDED
         answers, once = OpenEngine.answers, {address_of(sock) for sock in silent}
@@ -276,21 +306,21 @@ def test_peers_that_fall_silent_between_answer_and_opening_cost_others_less_than
             return answers(engine, address)
 
         monkeypatch.setattr(OpenEngine, "answers", answers_once)
-        begun, waits = time.monotonic(), []
+        contacted = stack.enter_context(contacts(monkeypatch))
+        begun, before, writes = time.monotonic(), clock.pieces, Delays(clock, "writes to another peer")
         handles = [wire.submit(f"{address_of(sock)}/silent", [memory.ctypes.data], [4096], [10]) for sock in silent]
         states: dict[int, WriteState] = {}
         while len(states) < len(handles):
-            assert time.monotonic() - begun < 20
-            at = time.monotonic()
-            for handle in handles:
-                if handle not in states and (state := wire.poll(handle)) is not WriteState.PENDING:
-                    states[handle] = state
-            assert one(wire, receiver, memory) is WriteState.LANDED
-            waits.append((at, time.monotonic()))
-        worst = stalls.slowest("write to another peer", waits)
-        print(f"{protocol}: given up after {time.monotonic() - begun:.1f} s; {worst}")
+            assert time.monotonic() - begun < LIMIT_S
+            with writes.one():
+                for handle in handles:
+                    if handle not in states and (state := wire.poll(handle)) is not WriteState.PENDING:
+                        states[handle] = state
+                assert one(wire, receiver, memory) is WriteState.LANDED
+        print(f"{protocol}: given up after {time.monotonic() - begun:.1f} s; {writes}")
         assert WriteState.LANDED not in states.values() and len(said) == RANKS
-        assert worst.seconds < 1.0
+        assert sum(at in once for at in contacted) == 1, "of all these one alone was contacted without an answer"
+        assert writes.slowest.pieces < (clock.pieces - before) * OF_A_CONTACT
 
 
 def test_an_answer_is_not_kept_for_a_later_write(wire: MooncakeWire, memory: np.ndarray, forks: ForkServers) -> None:
@@ -311,9 +341,8 @@ def test_where_the_engine_cannot_ask_first_contact_needs_a_word_on_the_side_chan
         wire.listen(heard.get)
         name = f"{address_of(silent)}/silent"
         heard[name] = time.monotonic() - HEARD_S  # a message came, but not recently
-        begun = time.monotonic()
         state = settle(wire, wire.submit(name, [memory.ctypes.data], [4096], [10]))
-        assert state is WriteState.UNISSUED and time.monotonic() - begun < 10
+        assert state is WriteState.UNISSUED
         silent.setblocking(False)
         with pytest.raises(BlockingIOError):
             silent.accept()
