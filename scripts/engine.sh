@@ -170,6 +170,8 @@ engine_arguments() { # fills ARGUMENTS
     ARGUMENTS+=("${ON_CPU[@]}")
   else
     if [ "${OPT[eager]}" = on ]; then ARGUMENTS+=(--enforce-eager); fi
+    # vllm-ascend's stages of D take tokens of a step ahead wrongly: the connector refuses that.
+    if [ "$ROLE" = decode ] && [ "${OPT[pp]}" != 1 ]; then ARGUMENTS+=(--no-async-scheduling); fi
     if [ -n "${OPT[graph-mode]}" ]; then
       ARGUMENTS+=(--compilation-config "$(json_object cudagraph_mode "$(json_string "${OPT[graph-mode]}")")")
     fi

@@ -1033,8 +1033,8 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         (*FEWER, blocks),
     ),
     # What starts, and none of vllm-ascend's own configurations has.
-    (Engines("others gqa 2 to pp 2", p=Side(2), d=Side(pp=2)), FEWER),
-    (Engines("others gqa pp 2 to pp 2", p=Side(pp=2), d=Side(pp=2)), FEWER),
+    (Engines("others gqa 2 to pp 2", p=Side(2), d=Side(pp=2, flags=ONE_AT_A_TIME)), FEWER),
+    (Engines("others gqa pp 2 to pp 2", p=Side(pp=2), d=Side(pp=2, flags=ONE_AT_A_TIME)), FEWER),
     (Engines("others eagle 2to1", "spec", p=Side(2), draft=EAGLE), FEWER),
     (Engines("others ngram 2to1", p=Side(2), draft=NGRAM), FEWER),
     # The kinds' other shapes, one or two of them to each pair of engines.

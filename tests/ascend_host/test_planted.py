@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 from ascend_host.faults import ELSEWHERE
-from engine_sets import BLOCK, EQUAL, ROUNDED, SHORT_BLOCKS, Engines, Machine, Side, few_blocks
+from engine_sets import BLOCK, EQUAL, ROUNDED, SHORT_BLOCKS, Engines, Machine, Side, additional, few_blocks
 from host_build import OLDER
 from kind_pairs import learn_of_first_tokens
 from pairs import Pair, counter, fresh_prompt
@@ -92,6 +92,7 @@ def token_in(engines: Engines, **more: Any) -> Set:
 
 
 C8 = ("--kv-cache-dtype", "int8", "--attention_config.indexer_kv_dtype", "int8")
+EXPERTS = ("--enable-expert-parallel",)
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 EAGLE3 = {"method": "eagle3", "model": "gqa-eagle3", "num_speculative_tokens": 2}
 DFLASH = {"method": "dflash", "model": "spec-flash-dflash", "num_speculative_tokens": 3}
@@ -111,6 +112,25 @@ SHAPES: dict[str, Engines] = {
     "experts 2to1": Engines("planted experts 2to1", "moe", p=Side(2), flags=("--enable-expert-parallel",)),
     "graphs 1to1": Engines("planted graphs 1to1", d=Side(graphs="FULL_DECODE_ONLY")),
     "pp 2to1": Engines("planted pp 2to1", p=Side(pp=2)),
+    "eagle3 mla 2to1": Engines(
+        "planted eagle3 mla 2to1", "mla", p=Side(2, drafts=1), draft={**EAGLE3, "model": "mla-eagle3"}
+    ),
+    "dflash mla 2to1": Engines("planted dflash mla 2to1", "mla", p=Side(2), draft={**DFLASH, "model": "mla-dflash"}),
+    "shared expert 2to2": Engines(
+        "planted shared expert 2to2",
+        "dsv3",
+        p=Side(2, flags=additional(enable_shared_expert_dp=True)),
+        d=Side(2, flags=additional(multistream_overlap_shared_expert=True)),
+        flags=EXPERTS,
+    ),
+    "flash communication 2to1": Engines(
+        "planted flash communication 2to1",
+        "dsv3",
+        p=Side(2, flags=additional(enable_flashcomm1=True, enable_fused_mc2=1, enable_mlapo=True)),
+        flags=EXPERTS,
+    ),
+    "mla dcp 2to1": Engines("planted mla dcp 2to1", "mla", p=Side(2, dcp=2)),
+    "mla 1to2 dcp": Engines("planted mla 1to2 dcp", "mla", d=Side(2, dcp=2)),
     "dcp 2to1": Engines("planted dcp 2to1", "mqa", p=Side(2, dcp=2)),
     "1to2 dcp": Engines("planted 1to2 dcp", "mqa", d=Side(2, dcp=2)),
     "pcp 2 to 1": Engines("planted pcp 2 to 1", "gqa2", p=Side(pcp=2), release=OLDER),
@@ -162,6 +182,36 @@ SETS = {
         limit=2e-2,
         prompts=8,
     ),
+    **{
+        title: token_in(engines, limit=2e-2, prompts=8)
+        for title, engines in {
+            "dsa int8 1to2": Engines("planted dsa int8 1to2", "dsv32", d=Side(2), dtype="float16", flags=C8),
+            "dsa int8 4to2": Engines("planted dsa int8 4to2", "dsv32", p=Side(4), d=Side(2), dtype="float16", flags=C8),
+            "dsa 1to2": Engines("planted dsa 1to2", "dsv32", d=Side(2), dtype="float16"),
+            "dsa 4to2": Engines("planted dsa 4to2", "dsv32", p=Side(4), d=Side(2), dtype="float16"),
+            "dsa mtp 2to1": Engines(
+                "planted dsa mtp 2to1", "dsv32-mtp", p=Side(2, drafts=1), dtype="float16", draft=MTP
+            ),
+            "glm 2to1": Engines("planted glm 2to1", "glm5", p=Side(2), dtype="float16"),
+        }.items()
+    },
+    **{
+        title: token_in(engines, limit=ROUNDED, prompts=8)
+        for title, engines in {
+            "dsv4 1to2": Engines("planted dsv4 1to2", "dsv4-steady", d=Side(2), dtype="bfloat16", flags=SHORT_BLOCKS),
+            "dsv4 4to2": Engines(
+                "planted dsv4 4to2", "dsv4-steady", p=Side(4), d=Side(2), dtype="bfloat16", flags=SHORT_BLOCKS
+            ),
+            "dsv4 mtp 2to1": Engines(
+                "planted dsv4 mtp 2to1",
+                "dsv4-mtp-steady",
+                p=Side(2, drafts=1),
+                dtype="bfloat16",
+                flags=SHORT_BLOCKS,
+                draft=MTP,
+            ),
+        }.items()
+    },
     # Without a fault 7.4e-2 at most in two runs of 96.
     "dsv4 2to1": token_in(
         Engines("planted dsv4 2to1", "dsv4-steady", p=Side(2), dtype="bfloat16", flags=SHORT_BLOCKS),

@@ -85,6 +85,17 @@ def test_either_side_may_be_a_pipeline(role: str) -> None:
     Engine.of(vllm_config(role, pipeline_parallel_size=2))
 
 
+def test_a_pipeline_on_d_under_vllm_ascend_schedules_one_step_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "is_vllm_ascend", lambda: True)
+    for role, ahead in (("kv_consumer", True), ("kv_consumer", False), ("kv_producer", True)):
+        config = vllm_config(role, pipeline_parallel_size=2)
+        config.scheduler_config.async_scheduling = ahead
+        if role == "kv_consumer" and ahead:
+            assert "--no-async-scheduling" in refusal(config).remedy
+        else:
+            Engine.of(config)
+
+
 def test_each_worker_of_a_pipeline_has_a_port_of_its_own() -> None:
     config = vllm_config("kv_consumer", {"side_channel_port": 65530}, pipeline_parallel_size=3, tensor_parallel_size=2)
     assert [Engine.of(config).port_of(worker) for worker in range(6)] == list(range(65530, 65536))

@@ -266,6 +266,15 @@ def test_the_vllm_command_starts_an_engine_where_there_is_one() -> None:
     assert command.module == "vllm.entrypoints.cli.main" and understood_by_vllm(command).model_tag == "m"
 
 
+def test_a_pipeline_on_d_under_vllm_ascend_schedules_one_step_at_a_time() -> None:
+    ahead = {
+        (role, pp): understood_by_vllm(dry(role, "--model", "m", "--pp", pp, device="npu")).async_scheduling
+        for role in ENGINES
+        for pp in ("1", "2")
+    }
+    assert [of for of, value in ahead.items() if value is False] == [("decode", "2")]
+
+
 @pytest.mark.parametrize("device", ["cpu", "npu"])
 @pytest.mark.parametrize(("role", "mode"), [("prefill", "PIECEWISE"), ("decode", "FULL_DECODE_ONLY")])
 def test_vllms_own_parser_understands_draft_and_graphs(role: str, mode: str, device: str) -> None:
