@@ -311,6 +311,18 @@ def a_prefix_without_its_state_is_looked_up_again() -> None:
         assert "enable_balance_scheduling only supports PD-mixed mode" in why, (role, why)
 
 
+@of("0.30")
+def an_older_step_ends_the_wait_for_a_request_s_token() -> None:
+    """With asynchronous scheduling a pipeline's scheduler marks a request whose token is not known. The end of any step
+    of that request takes the mark away, that of an earlier chunk too. So D's pipelines have to do without."""
+    from vllm_ascend.patch.platform import patch_pp_mtp
+
+    source = inspect.getsource(patch_pp_mtp._patch_scheduler_update_from_output)
+    (line,) = (line for line in source.splitlines() if "next_decode_eligible_step" in line)
+    assert line.strip() == "request.next_decode_eligible_step = 0"
+    assert "if request is not None:" in source and "is_prefill_chunk" not in source
+
+
 @assumption
 def new_blocks_are_cleared_beside_eagle3_alone() -> None:
     """Clearing them on D would be later than P's writes. With states no draft model but MTP is admitted."""
