@@ -664,7 +664,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
             d=Side(graphs=FULL, flags=(*FEW_STATES, *RECOMPUTES), repaired=True),
             draft=MTP3,
         ),
-        (edges, chunks, without_blocks, blocks, drafts, replayed),
+        (edges, chunks, without_blocks, blocks, drafts, dropped_streams, replayed),
     ),
     (Engines("dsa 1to1", "dsv32", p=Side(late_us=LATE), dtype="bfloat16", max_len=LONG), (*ALL, chosen)),
     (Engines("dsa 2to1", "dsv32", p=Side(2, late_us=LATE), dtype="bfloat16", max_len=LONG), (*ALL, chosen)),
@@ -797,7 +797,18 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         (edges, chunks, offloaded),
     ),
     (Engines("gqa 1to1 recompute scheduler", d=Side(flags=(*FEW, *RECOMPUTES))), (*DROPPED, standing_still)),
-    (replace(FIELD_DRAFTS, title=f"{FIELD_DRAFTS} again"), (drafts,)),
+    (replace(FIELD_DRAFTS, title=f"{FIELD_DRAFTS} again"), (drafts, dropped_streams)),
+    (
+        Engines(
+            "dsa int8 1to1 mtp recompute scheduler",
+            "dsv32-mtp",
+            d=Side(flags=(*FEW, *RECOMPUTES_UNFUSED)),
+            dtype="bfloat16",
+            flags=C8,
+            draft=MTP3,
+        ),
+        (edges, dropped_streams),
+    ),
     # The same where answers are exact, however long: in bfloat16 MLA's two ways round differently.
     (
         Engines(
