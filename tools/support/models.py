@@ -91,6 +91,7 @@ RECIPES = {
     # MLA with a sparse indexer; GLM-5.2's third layer uses the choice of the second
     "dsv32": Recipe("deepseek_v32", 3, 4, 4, head_dim=128, hidden=256, intermediate=512),
     "dsv32-mtp": Recipe("deepseek_v32", 3, 4, 4, 128, hidden=256, intermediate=512, one_layer_decides=True),
+    "dsv32-mtp-even": Recipe("deepseek_v32", 3, 4, 4, head_dim=128, hidden=256, intermediate=512, drafts=True),
     # the engines' sizes are literal; `intermediate` is an expert's
     "dsv4": Recipe("deepseek_v4", 4, 4, 1, head_dim=512, hidden=256, intermediate=64, max_len=8192, window=128),
     "dsv4-steady": Recipe("deepseek_v4", 4, 4, 1, 512, 256, 64, max_len=8192, window=128, steady=True),
