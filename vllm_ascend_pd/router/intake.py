@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from aiohttp import StreamReader, web
+from aiohttp.http import HttpProcessingError
 
 from vllm_ascend_pd.errors import one_line
 from vllm_ascend_pd.router.faults import Answer, known
@@ -280,7 +281,7 @@ class Body:
             raise CallerLeft
         try:
             return await self._asked.content.readany()
-        except web.RequestPayloadError as problem:
+        except (web.RequestPayloadError, HttpProcessingError) as problem:  # by its parser in C; by that in Python
             raise refused(400, "PD-META-040", why=one_line(str(problem), 200)) from problem
         except OSError as problem:
             raise CallerLeft from problem

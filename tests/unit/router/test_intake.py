@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
-from aiohttp import StreamReader
+from aiohttp import StreamReader, web
 from aiohttp.base_protocol import BaseProtocol
+from aiohttp.http_exceptions import TransferEncodingError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,6 +59,9 @@ class BodySender:
         await settled()
         return self
 
+    def fail(self, problem: Exception) -> None:
+        self._body.set_exception(problem)
+
     async def whole(self, size: int) -> int:
         """Send a body at once; return the length of what was read."""
         self._body.feed_data(b"x" * size)
@@ -77,6 +81,13 @@ async def refusal(reading: Awaitable[Any]) -> tuple[int, str]:
     answer = refused.value.answer
     assert (b"connection", b"close") in answer.headers  # the rest of the body is no request
     return answer.status, json.loads(answer.body)["error"]["code"]
+
+
+@pytest.mark.parametrize("problem", [web.RequestPayloadError("torn"), TransferEncodingError("b'zz'")])
+async def test_a_body_that_cannot_be_parsed_is_refused(problem: Exception) -> None:
+    sender = await BodySender(Intake()).begin().send(1)
+    sender.fail(problem)
+    assert await refusal(sender.reading) == (400, "PD-META-040")
 
 
 async def test_a_body_is_counted_until_it_is_released() -> None:
