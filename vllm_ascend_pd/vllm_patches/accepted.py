@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accepted drafts behind a step of nothing, which vllm-ascend's runner forgets: recurrent states would be wrong.
+"""Accepted drafts of requests that a step leaves out, which vllm-ascend's runner forgets: states would be wrong.
 
-A D without a free block schedules nothing while the blocks of the request that it would preempt may still be written
-(vLLM's `defer_block_free`, from 0.30 on). Such a step empties the worker's batch, and with it the rows by which the
-last step counted accepted drafts. The next step then takes each state as if no draft had been accepted: silently wrong
+A D without a free block leaves requests out of a step, often all, while the blocks of the one that it preempts or drops
+may still be written (vLLM's `defer_block_free`, from 0.30 on). The worker's batch loses their rows, by which their last
+step counted accepted drafts. Their next step then takes each state as if no draft had been accepted: silently wrong
 text, in an engine by itself too. Attention has no such memory.
 """
 
@@ -17,7 +17,8 @@ from vllm_ascend_pd.vllm_patches.wrapping import differing, wrap
 
 _UPDATE, _COUNT = "_update_states", "_sync_num_accepted_tokens"  # of the runner
 _UPDATED, _COUNTED = ("self", "scheduler_output"), ("self", "num_reqs", "has_prev_mapping")  # their parameters
-_ROWS = "pd_rows"  # on a runner: by request, its row in the step before the one of nothing
+_ROWS = "pd_rows"  # on a runner: of requests that a step leaves out, the row in the step before
+_COUNTS = "pd_counts"  # and what was accepted there, once it is known
 
 
 def install(vllm_config: Any) -> str:
@@ -40,34 +41,35 @@ def install(vllm_config: Any) -> str:
 
 
 def keep_rows(original: Any) -> Any:
-    """Return the method that updates the batch, with the rows kept over steps of nothing."""
+    """Return the method that updates the batch, with the rows kept of requests that a step leaves out."""
 
     def update_states(self: Any, scheduler_output: Any) -> Any:
-        rows = self.input_batch.prev_req_id_to_index
-        if not scheduler_output.total_num_scheduled_tokens and rows:
-            setattr(self, _ROWS, dict(rows))
-        elif kept := getattr(self, _ROWS, {}):  # of these some begin anew
-            for request_id in (
-                *(scheduler_output.preempted_req_ids or ()),
-                *scheduler_output.scheduled_cached_reqs.resumed_req_ids,
-            ):
-                kept.pop(request_id, None)
+        rows, there = self.input_batch.prev_req_id_to_index or {}, scheduler_output.num_scheduled_tokens
+        if out := rows.keys() - there.keys():
+            setattr(self, _ROWS, {**getattr(self, _ROWS, {}), **{request_id: rows[request_id] for request_id in out}})
+        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        for kept in (getattr(self, name, None) for name in (_ROWS, _COUNTS)):
+            for begins_anew in (scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids, resumed):
+                for request_id in (begins_anew or ()) if kept else ():
+                    kept.pop(request_id, None)
         return original(self, scheduler_output)
 
     return update_states
 
 
 def count_by_rows(original: Any) -> Any:
-    """Return the method that counts accepted drafts, by the rows that were kept if there are some."""
+    """Return the method that counts accepted drafts: of requests that were left out, by the rows that were kept."""
 
     def sync_num_accepted_tokens(self: Any, num_reqs: int, has_prev_mapping: bool) -> None:
-        rows = {} if has_prev_mapping else getattr(self, _ROWS, {})
-        setattr(self, _ROWS, {})
-        accepted = {request_id: self.num_accepted_tokens.np[row] for request_id, row in rows.items()}
+        rows, counts = getattr(self, _ROWS, {}), getattr(self, _COUNTS, {})
+        if rows:  # those of the step before are known now, and the next ones take their places
+            counts |= {request_id: self.num_accepted_tokens.np[row] for request_id, row in rows.items()}
+            setattr(self, _ROWS, {})
+            setattr(self, _COUNTS, counts)
         original(self, num_reqs, has_prev_mapping)
-        for index, request_id in enumerate(self.input_batch.req_ids[:num_reqs] if accepted else ()):
-            if request_id in accepted:
-                count = accepted[request_id]
+        for index, request_id in enumerate(self.input_batch.req_ids[:num_reqs] if counts else ()):
+            if request_id in counts:
+                count = counts.pop(request_id)
                 self.num_accepted_tokens.np[index] = self.input_batch.num_accepted_tokens_cpu[index] = count
 
     return sync_num_accepted_tokens

@@ -28,12 +28,19 @@ class Runner:
         found = [counts[rows[one]] if one in rows else 1 for one in self.input_batch.req_ids]
         counts[:num_reqs] = self.input_batch.num_accepted_tokens_cpu[:num_reqs] = found
 
-    def step(self, *requests: str, preempted: tuple[str, ...] = (), resumed: tuple[str, ...] = ()) -> dict[str, int]:
+    def step(
+        self,
+        *requests: str,
+        preempted: tuple[str, ...] = (),
+        resumed: tuple[str, ...] = (),
+        finished: tuple[str, ...] = (),
+    ) -> dict[str, int]:
         """Schedule these requests. Return how many tokens each is taken to have had accepted in the step before."""
         output = SimpleNamespace(
             num_scheduled_tokens=dict.fromkeys(requests, 4),
             total_num_scheduled_tokens=4 * len(requests),
             preempted_req_ids=set(preempted) or None,
+            finished_req_ids=set(finished),
             scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(resumed)),
         )
         self._update_states(output)
@@ -75,6 +82,31 @@ def test_the_next_step_is_counted_by_its_own_rows() -> None:
     after_steps_of_nothing(runner)
     runner.accept(c=2, a=1)
     assert runner.step("a", "c", "new") == {"a": 1, "c": 2, "new": 1}
+
+
+def left_out_of_a_step(runner: Runner, **of_the_last: Any) -> dict[str, int]:
+    runner.step("a", "b", "c", "d")
+    runner.accept(a=3, b=2, c=4, d=3)
+    assert runner.step("b", "a") == {"b": 2, "a": 3}
+    runner.accept(b=1, a=2)
+    return runner.step("d", "a", "b", "c", **of_the_last)
+
+
+def test_a_step_that_leaves_a_request_out_does_not_change_what_was_accepted() -> None:
+    assert left_out_of_a_step(Runner()) == {"d": 1, "a": 2, "b": 1, "c": 1}, "as vllm-ascend has it"
+    assert left_out_of_a_step(Mended()) == {"d": 3, "a": 2, "b": 1, "c": 4}
+    assert left_out_of_a_step(Mended(), resumed=("d",)) == {"d": 1, "a": 2, "b": 1, "c": 4}
+
+
+def test_what_is_over_is_forgotten() -> None:
+    runner = Mended()
+    runner.step("a", "b", "c")
+    runner.accept(a=3, b=2, c=4)
+    runner.step("a", finished=("b",), preempted=("c",))
+    runner.accept(a=2)
+    runner.step()
+    assert runner.step("b", "a", "c") == {"b": 1, "a": 2, "c": 1}
+    assert runner.pd_counts == runner.pd_rows == {}  # type: ignore[attr-defined]
 
 
 def test_a_request_that_begins_anew_has_none() -> None:
