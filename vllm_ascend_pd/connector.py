@@ -33,6 +33,7 @@ from vllm_ascend_pd.vllm_patches import (
     compat,
     first_token,
     given_tokens,
+    masks,
     older_groups,
     one_by_one,
     patience,
@@ -324,6 +325,8 @@ def _worker(engine: Engine, vllm_config: Any, kv_cache_config: Any) -> WorkerRol
     parallel = vllm_config.parallel_config
     stage, rank = divmod(parallel.rank, parallel.tensor_parallel_size * shape.pcp)
     stage %= parallel.pipeline_parallel_size
+    if why := masks.install():
+        log.warning("%s", tried.off(tried.MASKS, why))
     if vllm_config.kv_transfer_config.is_kv_consumer:
         from vllm_ascend_pd.decode.worker.role import DecodeWorker
 

@@ -158,8 +158,8 @@ def test_each_module_is_in_a_room_that_these_rules_know() -> None:
 # Most lines of each room; "." are the modules beside the rooms. Who needs more says in the change what it is worth, or
 # what leaves. Who takes lines out lowers the ceiling.
 CEILINGS = {
-    ".": 1715,  # 40 so that an engine takes a changed secret without a restart
-    "admission": 810,  # 15 for latents in int8, and for context parallelism beside an indexer's own layer and MTP
+    ".": 1720,  # 40 so that an engine takes a changed secret without a restart
+    "admission": 815,  # 5 for pipelines on D that schedule ahead, which answer wrongly; 15 for latents in int8, and for context parallelism beside an indexer's own layer and MTP
     "channel": 1080,
     "cli": 3670,  # 80 for the pool of DeepSeek-V4's groups, and for net health and super pod of NPUs
     "decode": 3060,  # 265 so that tokens of others, and other routers than ours, have a seam each
@@ -175,7 +175,9 @@ CEILINGS = {
     "shared": 1050,
     "transport": 1970,
     "viewer": 615,
-    "vllm_patches": 1485,  # 135 for these streams' token ids; 80 without which a D that runs out of blocks says wrong text, with drafts beside states
+    # 55 without which requests get the allowed tokens of others, 80 without which a D that runs out of blocks says
+    # wrong text with drafts beside states, 135 for streams' token ids
+    "vllm_patches": 1540,
 }
 
 

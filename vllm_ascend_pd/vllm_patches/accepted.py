@@ -48,9 +48,9 @@ def keep_rows(original: Any) -> Any:
         if out := rows.keys() - there.keys():
             setattr(self, _ROWS, {**getattr(self, _ROWS, {}), **{request_id: rows[request_id] for request_id in out}})
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
-        for kept in (getattr(self, name, None) for name in (_ROWS, _COUNTS)):
-            for begins_anew in (scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids, resumed):
-                for request_id in (begins_anew or ()) if kept else ():
+        for kept in filter(None, (getattr(self, name, None) for name in (_ROWS, _COUNTS))):
+            for begin_anew in (scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids, resumed):
+                for request_id in begin_anew or ():
                     kept.pop(request_id, None)
         return original(self, scheduler_output)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 VLLM, VLLM_ASCEND = "vLLM", "vllm-ascend"
 FIRST_TOKEN, GRAMMARS, GIVEN, STANDSTILL = "first token", "grammars", "answers that go on", "standstill"
-ACCEPTED = "accepted drafts"
+ACCEPTED, MASKS = "accepted drafts", "masks of allowed tokens"
 
 TRIED: Mapping[str, tuple[str, ...]] = {VLLM: ("0.23", "0.30", "0.31", "0.32", "0.33"), VLLM_ASCEND: ("0.23", "0.30")}
 TRIED_GIVEN: Mapping[str, tuple[str, ...]] = {VLLM: ("0.23", "0.30", "0.32", "0.33"), VLLM_ASCEND: ("0.30",)}
@@ -23,6 +23,7 @@ COST = {
     GRAMMARS: "D computes the first token of structured outputs and forced tool calls",
     GIVEN: "answers that other D's had begun begin anew on D",
     STANDSTILL: "if loaded requests hold all blocks of D and none finds one more, they wait for good",
+    MASKS: "tokens of a request may be chosen among those that another one allows",
     ACCEPTED: "with drafts beside recurrent states, a D that runs out of blocks may go on with wrong text",
 }
 
