@@ -138,7 +138,7 @@ async def test_a_handshake_ends_after_a_while(files: tuple[Path, Path]) -> None:
     async with gate(most=100, tls=server_context(files), first_byte_s=0.5) as (opened, port):
         line = await connect(port)
         line[1].write(b"\x16")
-        assert await closed(line)
+        assert await asyncio.wait_for(closed(line), 30)  # asyncio itself would end it after 60 s
         await until_there(opened.places, 0)
 
 

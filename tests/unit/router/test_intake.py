@@ -105,13 +105,13 @@ SAID = pytest.mark.parametrize("said", [True, False], ids=["with a length", "in 
 
 @SAID
 async def test_stalled_bodies_keep_neither_short_ones_out_nor_those_of_engines(said: bool) -> None:
-    taken = Intake(long=8 * MIB)
+    taken = Intake(long=8 * MIB, fast_s=60.0)  # no body counts as slow meanwhile: none makes room for these
     length = 4 * MIB if said else None
     stalled = [await BodySender(taken, "attacker", length=length).begin().send(MIB) for _ in range(30)]
     for _ in range(200):
         assert await BodySender(taken, length=4 * KIB).whole(4 * KIB) == 4 * KIB
     assert await BodySender(taken, of_engine=True, length=MIB).whole(MIB) == MIB
-    assert taken.long.held <= 8 * MIB
+    assert taken.long.held <= 8 * MIB and not any(sender.reading.done() for sender in stalled)
     for sender in stalled:
         sender.reading.cancel()
 
@@ -131,9 +131,10 @@ async def test_a_long_body_gets_through_beside_stalled_ones(said: bool) -> None:
 
 async def test_of_the_caller_with_the_most_the_largest_slow_body_ends_and_no_more_than_needed() -> None:
     taken = Intake(long=8 * MIB, fast_s=0.0)
-    one = await BodySender(taken, "one", length=3 * MIB).begin().send(MIB)
-    small, large = [await BodySender(taken, "another", length=size).begin().send(PIECE) for size in (MIB, 4 * MIB)]
-    last = await BodySender(taken, "one", length=2 * MIB).begin().send(2 * MIB)
+    one = await BodySender(taken, "one", length=3 * MIB).begin().send(MIB)  # the largest of all
+    sizes = (5 * MIB // 2, 2 * MIB)  # the second is the last that came
+    large, small = [await BodySender(taken, "another", length=size).begin().send(PIECE) for size in sizes]
+    last = await BodySender(taken, "a third", length=2 * MIB).begin().send(2 * MIB)
     assert len(await (await last.end()).reading) == 2 * MIB
     assert [s.reading.done() for s in (one, small, large)] == [False, False, True]
     assert await refusal(large.reading) == (429, "PD-META-015")
