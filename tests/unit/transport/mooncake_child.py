@@ -15,9 +15,11 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -27,6 +29,7 @@ from vllm_ascend_pd.config import WireConfig
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.transport.base import Wire, WriteState
 from vllm_ascend_pd.transport.create import create_target, create_wire
+from vllm_ascend_pd.transport.engine import OpenEngine
 from vllm_ascend_pd.transport.target import MooncakeTarget
 from vllm_ascend_pd.transport.wire import MooncakeWire
 
@@ -125,9 +128,24 @@ def _taken(free: int) -> list[int]:
     with contextlib.suppress(OSError):
         while True:
             taken.append(os.dup(0))
-    for _ in range(free):
+    for _ in range(min(free, len(taken))):
         os.close(taken.pop())
     return taken
+
+
+@contextlib.contextmanager
+def starving(free: int) -> Iterator[None]:
+    """Leave so many descriptors free, also whenever an engine is closed, which gives back what the next one needs."""
+    taken, close = _taken(free), OpenEngine.close
+
+    def close_and_take(self: OpenEngine) -> None:
+        close(self)
+        taken.extend(_taken(free))
+
+    with mock.patch.object(OpenEngine, "close", close_and_take):
+        yield
+    while taken:
+        os.close(taken.pop())
 
 
 def main() -> None:
@@ -135,7 +153,7 @@ def main() -> None:
     target, memory = _listen_on(port, size)
     wire = wire_from(memory)
     print(target.session, memory.ctypes.data, flush=True)
-    handle, taken = 0, list[int]()
+    handle, starved = 0, contextlib.ExitStack()
     for line in sys.stdin:
         command, *arguments = line.split()
         if command == "sum":
@@ -149,11 +167,10 @@ def main() -> None:
             except (OSError, PdError) as error:
                 answer = f"failed: {error}"
         elif command == "starve":
-            taken += _taken(int(arguments[0]))
+            starved.enter_context(starving(int(arguments[0])))
             answer = "ok"
         elif command == "feed":
-            while taken:
-                os.close(taken.pop())
+            starved.close()
             answer = "ok"
         elif command == "push":
             handle = _push(wire, memory, *arguments)
