@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 import pytest
-from engine_sets import BLOCK, CHUNK, EQUAL, SHORT_BLOCKS, Engines, Machine, Side, additional, few_blocks
+from engine_sets import BLOCK, CHUNK, SHORT_BLOCKS, Engines, Machine, Side, additional, few_blocks
 from grammars import check_grammars
 from host_build import OLDER
 from kind_pairs import learn_of_first_tokens
@@ -478,13 +478,13 @@ def dropped_streams(engines: Engines, pair: Pair) -> None:
 
     Each complete one has one engine's tokens; one that cannot continue ends with an error. D begins with the tokens
     that it had put out before it dropped them, and the router leaves out what the client has. Every other one is
-    written under a grammar, which D advances over these tokens.
+    written under a grammar, which D advances over these tokens. Only where answers are exact: of so many tokens nearly
+    each answer has a tie elsewhere, and at a tie an engine is asked without the grammar.
     """
     (d,) = pair.decode
     prompts = [fresh_prompt(BLOCK + 40 * i, RECIPES[engines.model].vocab) for i in range(6)]
     bodies = [body_of(prompt, 2 * BLOCK, **pair.asked) for prompt in prompts]
-    # At a tie an engine would be asked without the grammar.
-    for body in bodies[::2] if pair.tally.limit == EQUAL else ():
+    for body in bodies[::2]:
         body["structured_outputs"] = GRAMMAR
     expected = gather(pair.reference.url, [{**body, "cache_salt": fresh_salt("alone")} for body in bodies])
     given = counter(d, "vllm:ascend_pd_answers_continued_total")
@@ -812,7 +812,7 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
         (edges, chunks, offloaded),
     ),
     (Engines("gqa 1to1 recompute scheduler", d=Side(flags=(*FEW, *RECOMPUTES))), (*DROPPED, standing_still)),
-    (replace(FIELD_DRAFTS, title=f"{FIELD_DRAFTS} again"), (drafts, dropped_streams)),
+    (replace(FIELD_DRAFTS, title=f"{FIELD_DRAFTS} again"), (drafts,)),
     (
         Engines(
             "dsa int8 1to1 mtp recompute scheduler",
