@@ -44,8 +44,8 @@ def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
         # Sleep mode frees the cache's memory, which transfers read and write, without asking a connector.
         yield not_proven("Sleep mode", "Start without --enable-sleep-mode.")
     yield from _ascend_refusals(getattr(config, "additional_config", None), role)
-    ahead = parallel.pipeline_parallel_size > 1 and getattr(config.scheduler_config, "async_scheduling", False)
-    if role == "kv_consumer" and ahead and compat.is_vllm_ascend():
+    ahead = getattr(getattr(config, "scheduler_config", None), "async_scheduling", False)  # the doctor has none
+    if role == "kv_consumer" and parallel.pipeline_parallel_size > 1 and ahead and compat.is_vllm_ascend():
         # Seen with 0.30: behind a prompt of several steps the first stage decodes before it has the sampled token.
         feature = "Asynchronous scheduling with pipeline parallelism on decode under vllm-ascend"
         yield not_proven(feature, "Start decode with --no-async-scheduling.")
