@@ -44,6 +44,11 @@ class Delays:
         delay.pieces = self.beside.pieces - before
         self.all.append(delay)
 
+    def share(self, pieces: float, seconds: float) -> float:
+        """Return which part of a span the slowest took. The span is given by both clocks, of which the smaller part
+        counts: a machine that stands still lengthens seconds, and work beside a test that waits goes faster."""
+        return max(min(delay.pieces / pieces, delay.seconds / seconds) for delay in self.all)
+
     @property
     def slowest(self) -> Delay:
         return max(self.all, key=lambda delay: delay.pieces)
