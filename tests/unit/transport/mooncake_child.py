@@ -4,8 +4,9 @@
     python -m unit.transport.mooncake_child SIZE [PORT]
 
 listens (on PORT, if it is free), registers SIZE bytes of zeros, prints its session and address, and executes one
-command per line on stdin: `sum`, `clear`, `revoke`, `starve COUNT` (leave so many descriptors free), `feed`, `push
-SESSION BASE COUNT SPAN` (start to write ones there, in spans that cannot be merged) and `settle` (wait for that write).
+command per line on stdin: `sum`, `clear`, `revoke`, `starve COUNT` (leave so many descriptors free), `feed`, `shorten`
+(accept's wait, and say whether the listener was found), `push SESSION BASE COUNT SPAN` (start to write ones there, in
+spans that cannot be merged) and `settle` (wait for that write).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from vllm_ascend_pd.config import WireConfig
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.transport.base import Wire, WriteState
 from vllm_ascend_pd.transport.create import create_target, create_wire
-from vllm_ascend_pd.transport.engine import OpenEngine
+from vllm_ascend_pd.transport.engine import ACCEPT_S, OpenEngine
+from vllm_ascend_pd.transport.mooncake_sockets import shorten_accept
 from vllm_ascend_pd.transport.target import MooncakeTarget
 from vllm_ascend_pd.transport.wire import MooncakeWire
 
@@ -172,6 +174,11 @@ def main() -> None:
         elif command == "feed":
             starved.close()
             answer = "ok"
+        elif command == "shorten":
+            try:
+                answer = shorten_accept(int(target.session.partition("/")[0].rpartition(":")[2]), ACCEPT_S)
+            except OSError as error:
+                answer = f"failed: {error}"
         elif command == "push":
             handle = _push(wire, memory, *arguments)
             answer = "ok"
