@@ -159,7 +159,7 @@ def test_each_module_is_in_a_room_that_these_rules_know() -> None:
 # what leaves. Who takes lines out lowers the ceiling.
 CEILINGS = {
     ".": 1720,  # 40 so that an engine takes a changed secret without a restart
-    "admission": 815,  # 5 for pipelines on D that schedule ahead, which answer wrongly; 15 for latents in int8, and for context parallelism beside an indexer's own layer and MTP
+    "admission": 822,  # 5 for pipelines on D that schedule ahead, which answer wrongly; 15 for latents in int8, and for context parallelism beside an indexer's own layer and MTP
     "channel": 1080,
     "cli": 3670,  # 80 for the pool of DeepSeek-V4's groups, and for net health and super pod of NPUs
     "decode": 3060,  # 265 so that tokens of others, and other routers than ours, have a seam each

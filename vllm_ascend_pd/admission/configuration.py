@@ -28,6 +28,12 @@ def engine_refusals(config: Any, push: PushConfig) -> Iterator[ConfigError]:
         yield ConfigError("PD-CONF-004", role=role)
         return
     parallel = config.parallel_config
+    model = getattr(config.model_config, "hf_config", None)
+    if "DeepseekV41ForCausalLM" in (getattr(model, "architectures", None) or ()):
+        # All that speaks against it at once: who leaves out its drafts would be told of its caches next.
+        feature = "DeepSeek-V4.1 (rings of states, Engram's hashes beside the cache, dspark drafts)"
+        yield not_proven(feature, "Serve it by engines that compute their own prompts, or DeepSeek-V4: docs/kinds.md.")
+        return
     if (device := compat.device_type()) not in ("cpu", "npu"):
         # A layer may be read once the device's kernels have run, for which device/ waits on these two alone.
         yield not_proven(f"Platform {device or 'without a device'}", "Start on an NPU or a CPU.")

@@ -321,6 +321,13 @@ def test_what_is_not_proven_of_divided_tokens_is_refused() -> None:
     assert "do not hold one head" in caught.value.sentence
 
 
+def with_rings(role: str) -> Any:
+    """A configuration of DeepSeek-V4.1, with its drafts: the model is what a start is refused for."""
+    config = with_drafts(method="dspark")(role)
+    config.model_config.hf_config.architectures = ["DeepseekV41ForCausalLM"]
+    return config
+
+
 NOT_PROVEN: list[tuple[str, Callable[[str], Any]]] = [
     ("Context parallelism without vllm-ascend", with_parallel("prefill_context_parallel_size", 2)),
     ("Context parallelism without vllm-ascend", divided),
@@ -336,6 +343,7 @@ NOT_PROVEN: list[tuple[str, Callable[[str], Any]]] = [
     ("quantised KV cache with pipeline parallelism", stored("fp8", pipeline_parallel_size=2)),
     ("quantised KV cache with speculative decoding", stored("fp8", speculative_config=NGRAM)),
     ("scales that an engine computes by itself", stored("fp8_e4m3", calculate_kv_scales=True)),
+    ("DeepSeek-V4.1 (rings of states", with_rings),
     ("Micro-batching", with_parallel("enable_dbo", True)),
     ("Sleep mode", sleeping),
     *(

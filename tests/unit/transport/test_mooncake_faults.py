@@ -206,7 +206,7 @@ def test_a_revocation_without_descriptors_succeeds_once_there_are_some(
 
 
 def test_without_a_descriptor_the_wait_of_accept_stays_as_it_is(forks: ForkServers) -> None:
-    """What an engine that got the last one meets: /proc/self/fd cannot be read."""
+    """As for an engine that was opened with the last one: /proc/self/fd cannot be read."""
     with ReceivingChild(SIZE, forks) as receiver:
         assert receiver.ask("shorten") == "True"
         receiver.ask("starve", 0)
