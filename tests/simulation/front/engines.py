@@ -258,7 +258,7 @@ class FrontDecode(FrontEngine):
         self.finished: list[str] = []  # ids of requests whose whole answer left this engine with its KV received
         self.asked: list[str] = []
         self.spoken: dict[str, list[list[int]]] = {}  # by request, tokens of the streams that it began
-        self.unlike: set[str] = set()  # requests of which it cannot go on with the answer that another D has begun
+        self.unlike: set[str] = set()  # requests of which it cannot go on with another D's answer, or no other with its
         self.odd: list[str] = []  # of what the metaserver answered to questions for answers so far
         self._dice = random.Random(f"samples/{self.name}/{self.rng.random()}")
         self._asks = random.Random(f"questions/{self.name}/{self._dice.random()}")
@@ -437,7 +437,9 @@ class FrontDecode(FrontEngine):
         self._count += 1
         name = f"{self.incarnation}/{self._count}"
         if request.path in TYPED:
-            return TypedSpeaker(request.path, body, ids, name, reports=not (self.kind.older and loaded))
+            if silent := self.kind.older and loaded:
+                self.unlike.add(request.headers["x-request-id"])
+            return TypedSpeaker(request.path, body, ids, name, reports=not silent)
         return Speaker(body, ids, name, len(given))
 
     async def _stumble_in_stream(self, request: EngineRequest, speaker: Speaker | TypedSpeaker, fault: str) -> None:

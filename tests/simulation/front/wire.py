@@ -139,7 +139,8 @@ class EngineRequest:
         self.connection.write(_head(200, b"text/event-stream", b"transfer-encoding: chunked"))
 
     def piece(self, data: bytes) -> None:
-        self.connection.write(b"%x\r\n%b\r\n" % (len(data), data))
+        if data:  # an empty chunk is the end
+            self.connection.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def end(self) -> None:
         self.connection.write(b"0\r\n\r\n")
