@@ -13,6 +13,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulation.front.speech import understood
 
 from unit.router.cluster import FakeCluster, cluster, until
 from unit.router.fake_engine import FakeEngine
@@ -176,6 +177,16 @@ def test_without_the_header_d_prefills_by_itself() -> None:
     with sidecar(without_prefill="refuse") as (c, prefills):
         assert ask(c).status_code == 200 and legs(prefills) == [0, 0]
         assert "kv_transfer_params" not in c.decode[0].generations()[-1].body
+
+
+def test_a_stream_that_its_d_drops_goes_on_there() -> None:
+    with sidecar() as (c, (one, two)):
+        (d,) = c.decode
+        d.behaviour.speaks, d.behaviour.drops_after, d.behaviour.gap_s = True, 7, 0.005
+        answer = understood(ask(c, two, prompt=[1, 2, 3], stream=True, max_tokens=30, min_tokens=30).content)
+        assert "error" not in answer and answer["finish"][0] == "length"
+        continues = [s.body["kv_transfer_params"].get("continue", False) for s in d.generations()]
+        assert continues == [False] + [True] * 4 and legs([one, two]) == [0, 5] and not d.local_prefills
 
 
 def test_an_address_that_is_not_allowed_is_never_called_and_the_request_is_counted() -> None:
