@@ -7,4 +7,8 @@ cd "$(dirname "$0")/.."
 . scripts/setup.sh
 pd_setup run "$@"
 export PD_DEVICE
+if [ "${1:-}" = --vllm-ascend ]; then # in host memory: tests/ascend_host
+  shift
+  exec "$PD_PYTHON" tests/ascend_host/resume.py "$@"
+fi
 exec "$PD_PYTHON" -m tools.resume "$@"

@@ -12,10 +12,11 @@ import argparse
 import sys
 
 from tools.support.cluster import Cluster, fresh_directory, say
-from tools.support.resuming import MAX_AT_ONCE, Resuming
+from tools.support.fork_server import ForkServers
+from tools.support.resuming import MAX_AT_ONCE, MakeSpecs, Resuming, vllm_on_cpu
 
 
-def main() -> int:
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=1000, help="number of streams (default: 1000)")
     parser.add_argument(
@@ -24,23 +25,35 @@ def main() -> int:
     parser.add_argument(
         "--decodes", type=int, default=2, help="number of D's; more than two shorten the waits (default: 2)"
     )
+    parser.add_argument("--seed", type=int, default=1, help="seed of prompts and kills (default: 1)")
+    return parser
+
+
+def run(args: argparse.Namespace, make: MakeSpecs, length: int = 150, forks: ForkServers | None = None) -> int:
+    """Run all rounds with the engines that `make` specifies, and prompts of so many tokens. Return the exit code."""
+    with Cluster(fresh_directory("resume"), forks=forks) as cluster:
+        resuming = Resuming(cluster, args.seed, say, make, length)
+        report = resuming.report
+        try:
+            while report.streams < args.streams:
+                resuming.round(min(args.at_once, MAX_AT_ONCE, args.streams - report.streams))
+        finally:
+            resuming.close()
+    for line in (*report.wrong, *report.broken, *cluster.leaks):
+        say(line[:3000])
+    bad = bool(report.wrong or report.broken or cluster.leaks)
+    say(f"resume: {'bad' if bad else 'good'}, {report}")
+    return int(bad)
+
+
+def main() -> int:
+    parser = options()
     parser.add_argument(
         "--d-tp", type=int, nargs="+", default=[1], metavar="TP", help="TP of the D's, in turn (default: 1)"
     )
     parser.add_argument("--model", default="gqa", help="a small model of tools/support/models.py (default: gqa)")
-    parser.add_argument("--seed", type=int, default=1, help="seed of prompts and kills (default: 1)")
     args = parser.parse_args()
-    with Cluster(fresh_directory("resume")) as cluster:
-        run = Resuming(cluster, args.seed, say, args.decodes, args.model, args.d_tp)
-        try:
-            while run.report.streams < args.streams:
-                run.round(min(args.at_once, MAX_AT_ONCE, args.streams - run.report.streams))
-        finally:
-            run.close()
-    for line in (*run.report.wrong, *run.report.broken, *cluster.leaks):
-        say(line[:1000])
-    say(f"resume: {'bad' if run.report.wrong or run.report.broken or cluster.leaks else 'good'}, {run.report}")
-    return 1 if run.report.wrong or run.report.broken or cluster.leaks else 0
+    return run(args, vllm_on_cpu(args.decodes, args.model, args.d_tp))
 
 
 if __name__ == "__main__":

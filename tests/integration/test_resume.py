@@ -11,14 +11,14 @@ from collections.abc import Callable
 import pytest
 
 from tools.support.cluster import Cluster
-from tools.support.resuming import Resuming
+from tools.support.resuming import Resuming, vllm_on_cpu
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1800)]
 ROUNDS, STREAMS = 2, 32
 
 
 def test_streams_outlive_their_d(cluster: Cluster, progress: Callable[[str], None]) -> None:
-    run = Resuming(cluster, 7, progress)
+    run = Resuming(cluster, 7, progress, vllm_on_cpu())
     try:
         for _ in range(ROUNDS):
             run.round(STREAMS)

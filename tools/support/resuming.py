@@ -17,14 +17,16 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.client import HTTPResponse
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import psutil
 
+from tools.support.checks import front_counter
 from tools.support.cluster import Cluster, Metaserver
 from tools.support.engine import EngineProcess
 from tools.support.models import ensure
@@ -36,8 +38,34 @@ BACK_S = 600.0
 SILENT_S = 240.0
 TOKENS = 48  # of most answers
 MIXED = [kind for kind in KINDS if kind.parsers == "plain"]
+NOT_CONTINUED = ("PD-META-022", "PD-META-024")  # as its D dropped it, or is gone
 FEW_BYTES = 12 << 20  # of a D's cache: about half of what its streams need
 DELTA = PLUGIN.parent / "delta"  # Gated DeltaNet in float32
+
+
+MakeSpecs = Callable[[Cluster, str], list[EngineSpec]]  # of a P and some D's, whose metaserver has this URL
+
+
+def spoken(spec: EngineSpec, cluster: Cluster, plugins: Sequence[Path] = ()) -> EngineSpec:
+    """Return an engine with what the kinds of streams need: letters as tokens, parsers, and scripts."""
+    tokenizer = str(speaking(cluster.directory / "words"))
+    words = ("--tokenizer", tokenizer, "--enable-auto-tool-choice", *PARSERS["plain"])
+    return replace(spec, arguments=(*spec.arguments, *words), plugins=(*spec.plugins, PLUGIN, *plugins), max_seqs=128)
+
+
+def vllm_on_cpu(decodes: int = 2, model: str = "gqa", d_tp: Sequence[int] = (1,)) -> MakeSpecs:
+    """Return what makes specifications of vLLM's own engines on a CPU."""
+
+    def make(cluster: Cluster, url: str) -> list[EngineSpec]:
+        path, quiet = ensure(model), {"verify": "off", "trace_dir": ""}
+        plugins = (DELTA,) if model.startswith("qwen3next") else ()
+        p = EngineSpec("resume-p", path, role="kv_producer", extra=cluster.push_config(**quiet), kv_bytes=256 << 20)
+        extra = cluster.push_config(url, **quiet)
+        d = EngineSpec("resume-d", path, role="kv_consumer", extra=extra, kv_bytes=FEW_BYTES)
+        ds = (replace(d, name=f"resume-d{i}", tp=d_tp[i % len(d_tp)]) for i in range(decodes))
+        return [spoken(spec, cluster, plugins) for spec in (p, *ds)]
+
+    return make
 
 
 @dataclass
@@ -66,12 +94,14 @@ class ResumeReport:
     wrong: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
     ended: int = 0  # of kinds that do not go on, with an error in the middle
+    refused: int = 0  # before their first token, as each D that was asked lacked blocks
     preempted: int = 0  # by D's that were not killed
+    dropped: int = 0  # times that one went on because its D had dropped it
 
     def __str__(self) -> str:
         said = f"{self.streams} streams, {self.tokens} tokens, {self.kills} times a D killed: {len(self.resumed)} streams resumed"
         said += f", {len(self.wrong)} different, {len(self.broken)} broken, {self.ended} of kinds that do not go on"
-        said += f"; {self.preempted} preemptions"
+        said += f"; {self.preempted} preemptions, {self.dropped} dropped, {self.refused} refused"
         if self.resumed:
             gaps = sorted(self.resumed)
             p50, p99 = gaps[len(gaps) // 2], gaps[min(len(gaps) - 1, int(len(gaps) * 0.99))]
@@ -83,34 +113,15 @@ class Resuming:
     """A P, several D's and a metaserver. P, asked directly, is the single engine of the comparison."""
 
     def __init__(
-        self,
-        cluster: Cluster,
-        seed: int,
-        progress: Callable[[str], None],
-        decodes: int = 2,
-        model: str = "gqa",
-        d_tp: Sequence[int] = (1,),
+        self, cluster: Cluster, seed: int, progress: Callable[[str], None], make: MakeSpecs, length: int = 150
     ) -> None:
         self.cluster, self.progress, self.dice = cluster, progress, random.Random(seed)
-        path, port = ensure(model), cluster.port()
-        words = ("--tokenizer", str(speaking(cluster.directory / "words")), "--enable-auto-tool-choice")
-        plugins = (PLUGIN, DELTA) if model.startswith("qwen3next") else (PLUGIN,)
-        flags: dict[str, Any] = {"arguments": (*words, *PARSERS["plain"]), "plugins": plugins, "max_seqs": 128}
-        shape: dict[str, Any] = {**flags, "kv_bytes": FEW_BYTES}
-        quiet: dict[str, Any] = {"verify": "off", "trace_dir": ""}
-        extra = cluster.push_config(f"http://127.0.0.1:{port}", **quiet)
-        p, *ds = cluster.start(
-            EngineSpec(
-                "resume-p", path, role="kv_producer", extra=cluster.push_config(**quiet), kv_bytes=256 << 20, **flags
-            ),
-            *(
-                EngineSpec(f"resume-d{i}", path, role="kv_consumer", extra=extra, tp=d_tp[i % len(d_tp)], **shape)
-                for i in range(decodes)
-            ),
-        )
+        self._length = length  # of a prompt
+        port = cluster.port()
+        p, *ds = cluster.start(*make(cluster, f"http://127.0.0.1:{port}"))
         self._dead: list[EngineProcess] = []
         self._starting: dict[str, Future[EngineProcess]] = {}
-        self._starters = ThreadPoolExecutor(decodes, thread_name_prefix="starts a D")
+        self._starters = ThreadPoolExecutor(len(ds), thread_name_prefix="starts a D")
         self.prefill, self.decodes = p, ds
         self.front: Metaserver = cluster.metaserver([p], ds, port)
         self.report = ResumeReport()
@@ -127,6 +138,7 @@ class Resuming:
         self.report.preempted += round(
             sum(d.metrics()["vllm:num_preemptions_total"] for d in self.decodes if d is not victim)
         )
+        self.report.dropped = round(front_counter(self.front.url, "resumes", 'cause="dropped"'))
         self.progress(str(self.report))
         if victim is not None:
             self.decodes.remove(victim)
@@ -156,7 +168,7 @@ class Resuming:
 
     def _stream(self) -> Stream:
         kind = self.dice.choice(MIXED)
-        return Stream(kind, kind.body(self.dice.randrange(1 << 30)))
+        return Stream(kind, kind.body(self.dice.randrange(1 << 30), self._length))
 
     def _salted(self, one: Stream) -> dict[str, Any]:
         return {**one.body, "cache_salt": f"right-{one.id}"}
@@ -193,16 +205,20 @@ class Resuming:
             if want.said.problem:
                 raise RuntimeError(f"the single engine failed: {want.said.problem}")
             name, got = f"{one.kind.route}, {one.kind.name}", one.said
-            if not one.kind.goes_on and "PD-META-024" in got.problem:
+            if not one.kind.goes_on and any(code in got.problem for code in NOT_CONTINUED):
                 self.report.ended += 1
                 right_so_far = want.said.text.startswith(got.text)
+            elif got.problem.startswith("503: ") and NOT_CONTINUED[0] in got.problem:
+                self.report.refused += 1
+                continue
             elif got.problem:
                 self.report.broken.append(f"{name}: {got.problem}")
                 continue
             else:
                 right_so_far = one.kind.takes(got) if one.kind.sampled else got.same() == want.said.same()
             if not right_so_far or len(got.names) > 1:
-                self.report.wrong.append(f"{name}: {got} for {want.said}")
+                how = "went on" if one.id in resumed else "in one piece"
+                self.report.wrong.append(f"{name} ({how}): {got} for {want.said}")
             if one.id in resumed:
                 self.report.resumed.append(one.gap)
 

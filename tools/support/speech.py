@@ -282,11 +282,11 @@ class StreamKind:
     def sampled(self) -> bool:
         return bool(self.asks.get("temperature"))
 
-    def body(self, number: int) -> dict[str, Any]:
-        """Return a request of this kind; each number has another prompt."""
-        text, limit = " ".join(map(str, prompt(40, number))), "max_tokens"
+    def body(self, number: int, length: int = 150) -> dict[str, Any]:
+        """Return a request of this kind; each number has another prompt, of about this many tokens."""
+        text, limit = " ".join(map(str, prompt(length * 4 // 15, number))), "max_tokens"
         # Of letters: half a character at its end would be the beginning of the answer.
-        what: dict[str, Any] = {"prompt": [3 + token % 90 for token in prompt(150, number)]}
+        what: dict[str, Any] = {"prompt": [3 + token % 90 for token in prompt(length, number)]}
         if self.route == RESPONSES:
             what, limit = {"input": text}, "max_output_tokens"
         elif self.route != COMPLETIONS:

@@ -280,8 +280,10 @@ class Front(Shared):
         params: dict[str, Any] = {"do_remote_prefill": True, "metaserver": self.own_url, "ticket": attempt.ticket}
         fits = both(self.fleet.prefilling(request.model, exchange.prefills), pairing(attempt.decode.fingerprint))
         usable, local = self.fleet.usable(Role.PREFILL, fits), self.settings.without_prefill == "local"
-        # Without a P the load fails, and it is for D whether it computes prompt and answer: that is tried once.
-        tried = usable or (local and exchange.number == exchange.before + 1)
+        # Without a P the load fails, and it is for D whether it computes prompt and answer: that is tried once, and
+        # again where to begin anew would be another answer.
+        first = exchange.number == exchange.before + 1
+        tried = usable or (local and (first or resume.is_sampled(request)))
         if exchange.kept is not None and exchange.kept.given and tried:
             return params | {"send_tokens": True, CONTINUE: True}
         alone = self.settings.decode_alone

@@ -271,6 +271,7 @@ class FrontWorld:
             path, body = _as_typed(body, rng)
         worker = rng.choice(self.workers)
         listed = [instance.name for instance in worker.fleet.of(Role.DECODE) if model in (instance.cards or ())]
+        has_p = worker.fleet.usable(Role.PREFILL, lambda one: model in (one.cards or ()))
         app = self.apps[worker.front.own_url]
         name = f"{rng.getrandbits(64):x}"
         headers = [(b"content-type", b"application/json"), (b"x-request-id", name.encode())]
@@ -296,8 +297,9 @@ class FrontWorld:
         if stream and call.status == 200:
             spoken = [tokens for decode in self.decodes.values() for tokens in decode.spoken.get(name, ())]
             verdict = _of_stream(call, path, body, ids_of(prompt), spoken if body.get("temperature") else [[]])
-            first = self.decodes["d0"]  # a router that did not know it when the stream began may have had nobody else
-            lasts = self.plan.goes_on and first.kind.sound and first.address in listed
+            # A router that did not know d0 or a P when the stream began may have had no other.
+            first = self.decodes["d0"]
+            lasts = self.plan.goes_on and first.kind.sound and first.address in listed and has_p
             if verdict == "broken off" and lasts and not any(name in d.unlike for d in self.decodes.values()):
                 self.problems.append(f"promise 6: a stream broke that could go on: {call.body[-400:]!r}")
         else:

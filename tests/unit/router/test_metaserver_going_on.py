@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from simulation.front.speech import understood
 
 from unit.router.cluster import FakeCluster, cluster, until
@@ -78,6 +79,30 @@ def test_a_load_that_fails_behind_given_tokens_is_no_evidence_against_d() -> Non
         assert broke == [0, 1], "one has broken off an answer; no other has failed by itself"
         asked_of = sum(len(d.generations()) for d in c.decode)
         assert asked_of == 1 + MAX_STUCK, "and a request without a new token does not go round for ever"
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_without_a_p_what_is_sampled_is_never_begun_anew(sampled: bool) -> None:
+    """A D with the policy `fail` cannot go on then. The next one gets the tokens too, unless it would say the same."""
+    with cluster(decode=3) as c:
+        for d in c.decode:
+            d.behaviour.speaks, d.behaviour.gap_s = True, 0.02
+        c.prefill[0].behaviour.health = 503
+        until(lambda: not c.worker.fleet.usable(Role.PREFILL))
+        asked = {"prompt": PROMPT, "stream": True, "max_tokens": 20, "min_tokens": 20}
+        asked |= {"temperature": 0.8 if sampled else 0, "return_token_ids": True}
+        with c.http.stream("POST", "/v1/completions", json=asked) as answer:
+            pieces = answer.iter_bytes()
+            said = next(pieces)
+            for d in c.decode:
+                if d.generations():
+                    d.behaviour.break_after = 5
+                d.behaviour.status = 500
+            answered = understood(said + b"".join(pieces))
+        asks = [s.body.get("kv_transfer_params") for d in c.decode for s in d.generations()]
+        given = [bool(params and params.get("continue")) for params in asks]
+        assert "error" in answered and len(given) > 2
+        assert given.count(True) == (len(given) - 1 if sampled else 1)
 
 
 def test_a_question_is_answered_to_who_has_the_ticket_and_the_prompt() -> None:

@@ -80,8 +80,12 @@ def _has_rows(fields: Mapping[str, msgspec.Raw]) -> bool:
 
 def has_generator(request: Request) -> bool:
     """Return whether a request has a random generator of its own, which no other D can take over."""
-    fields = request.fields
-    return bodies.small(fields, "seed") is not None and bodies.small(fields, "temperature") != 0
+    return bodies.small(request.fields, "seed") is not None and is_sampled(request)
+
+
+def is_sampled(request: Request) -> bool:
+    """Return whether a D that begins anew would answer otherwise."""
+    return bodies.small(request.fields, "temperature") != 0
 
 
 class Cut(Enum):
