@@ -222,6 +222,7 @@ def test_a_worker_that_cannot_be_started_is_tried_again_and_the_others_serve(
     without: Callable[[RunningMetaserver], AbstractContextManager[None]],
 ) -> None:
     with running(workers=2) as r:
+        assert len(r.urls()) == 2  # both have opened what is taken away
         first = first_worker(r)
         with without(r):
             first.kill()
