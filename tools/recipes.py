@@ -85,7 +85,7 @@ RECIPES = (
         Sized(8, 2, 36864, 16384, 16, "0.9", 256), Sized(1, 32, 36864, 4096, 15, "0.9", 1024)),
     FieldRecipe("Qwen3.5", "Eco-Tech/Qwen3.5-397B-A17B-w8a8-mtp", "Qwen/Qwen-3.5-397B-A17B-W8A8-PD", "field qwen3next mtp 2to1 dp 1to2 regrouped",
         Sized(8, 2, 67000, 16384, 16, "0.9", 1536, 3), Sized(1, 32, 34816, 128, 16, "0.95", 1536, 3), "qwen3_5_mtp"),
-    FieldRecipe("MiniMax-M2", "vllm-ascend/MiniMax-M2.7-w8a8-QuaRot", "MiniMax/Minimax_m2.7_in3_5_tpot50", "field eagle3 2to1 regrouped",
+    FieldRecipe("MiniMax-M2", "vllm-ascend/MiniMax-M2.7-w8a8-QuaRot", "MiniMax/Minimax_m2.7_in3_5_tpot50", "field eagle3 2to1 dp 1to2 regrouped",
         Sized(8, 2, 40000, 16384, 300, "0.8", 1024, 3), Sized(2, 16, 40000, 16384, 75, "0.8", 2048, 3), "eagle3", "Eco-Tech/MiniMax-M2.7-eagle-model-short"),
 )  # fmt: skip
 

@@ -850,6 +850,17 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     ),
     (
         Engines(
+            "field dsv3 dp 2to2",
+            "dsv3",
+            p=Side(dp=2),
+            d=Side(dp=2, graphs=FULL, flags=NOT_FUSED),
+            flags=EXPERTS,
+            dtype="bfloat16",
+        ),
+        (*FEWER, replayed),
+    ),
+    (
+        Engines(
             "field dsa mtp dp 2to2",
             "dsv32-mtp",
             p=Side(dp=2, drafts=1),
@@ -889,10 +900,10 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     ),
     (
         Engines(
-            "field glm dcp mtp 2to2",
+            "field glm dcp mtp 2to2 dp 1to2",
             "glm5-mtp",
             p=Side(2, dcp=2, drafts=1, flags=KEYS_IN_INT8),
-            d=Side(2, dcp=2, graphs=FULL, flags=(*KEYS_IN_INT8, *RECOMPUTES_UNFUSED)),
+            d=Side(2, dp=2, dcp=2, graphs=FULL, flags=(*KEYS_IN_INT8, *RECOMPUTES_UNFUSED)),
             flags=(*EXPERTS, *ROOM),
             dtype="bfloat16",
             draft=MTP3,
@@ -973,11 +984,12 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
     ),
     (
         Engines(
-            "field eagle3 2to1 regrouped",
-            "spec",
+            "field eagle3 2to1 dp 1to2 regrouped",
+            "moe",
             p=Side(2, keys=REGROUPED, drafts=1),
-            d=Side(graphs=FULL, flags=RECOMPUTES),
-            draft=EAGLE3,
+            d=Side(dp=2, graphs=FULL, flags=RECOMPUTES),
+            flags=EXPERTS,
+            draft={**EAGLE3, "model": "moe-eagle3"},
         ),
         (*FEWER, prefixes, replayed),
     ),

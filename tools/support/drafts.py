@@ -28,6 +28,7 @@ OTHER_LAYERS = 0.004
 LAST_LAYER = 4.0  # the factor of what it adds
 MASK, SHARPLY = 3, 4.0  # DFlash's token for a position to draft; the factor of its target's queries
 LATENT = "self_attn.kv_a_proj_with_mqa.weight"  # of MLA
+EXPERT = "mlp.experts.0.down_proj.weight"
 OF_LLAMA = (
     "bos_token_id",
     "dtype",
@@ -123,6 +124,8 @@ def write(family: str, kv_heads: int, target: Path, directory: Path) -> None:
     layer = {name.removeprefix(last): weight for name, weight in weights.items() if name.startswith(last)}
     if LATENT in layer:
         layer, config = _with_heads(layer, config)
+    if EXPERT in layer:
+        layer, config = _without_experts(layer, config)
     for name in ("k_proj", "v_proj"):
         weight = layer[f"self_attn.{name}.weight"].unflatten(0, (config["num_key_value_heads"], -1))
         more = weight.repeat_interleave(kv_heads // config["num_key_value_heads"], dim=0)
@@ -143,6 +146,14 @@ def _with_heads(layer: dict[str, Any], config: dict[str, Any]) -> tuple[dict[str
     kept = {name: config[name] for name in OF_LLAMA if name in config}
     sizes = {"model_type": "llama", "num_key_value_heads": heads, "head_dim": hidden // heads}
     return own, {**kept, **sizes}
+
+
+def _without_experts(layer: dict[str, Any], config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Take a layer's first expert for its feed-forward: Llama's drafts have one, and no norm of a head."""
+    first = {name.replace("mlp.experts.0.", "mlp."): weight for name, weight in layer.items() if ".experts.0." in name}
+    own = {name: weight for name, weight in layer.items() if not name.startswith("mlp.") and "_norm." not in name}
+    kept = {name: config[name] for name in (*OF_LLAMA, "num_key_value_heads", "head_dim") if name in config}
+    return own | first, {**kept, "model_type": "llama", "intermediate_size": config["moe_intermediate_size"]}
 
 
 def _eagle(

@@ -85,6 +85,7 @@ RECIPES = {
     # targets and their drafts; `mtp` contains its draft layer
     "mla-eagle3": Recipe("eagle3", 1, 8, 8, head_dim=32, hidden=256, intermediate=512, target="mla"),
     "gqa-eagle3": Recipe("eagle3", 1, 8, 8, head_dim=32, hidden=256, intermediate=512, target="gqa"),
+    "moe-eagle3": Recipe("eagle3", 1, 8, 8, head_dim=32, hidden=256, intermediate=512, target="moe"),
     "mla-dflash": Recipe("dflash", 1, 8, 8, head_dim=32, hidden=256, intermediate=512, target="mla"),
     "mtp": Recipe("deepseek_v3", 3, 8, 8, head_dim=128, hidden=256, intermediate=512, one_layer_decides=True),
     "mtp-even": Recipe("deepseek_v3", 3, 8, 8, head_dim=128, hidden=256, intermediate=512, drafts=True),
