@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Streams whose decode engine is killed continue with another: real engines, answers compared. --help shows the flags.
+#   scripts/resume.sh --vllm-ascend …    with vllm-ascend's engines in host memory, whose D's drop requests too
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/setup.sh
