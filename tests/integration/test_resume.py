@@ -11,20 +11,12 @@ from collections.abc import Callable
 import pytest
 
 from tools.support.cluster import Cluster
-from tools.support.resuming import Resuming, vllm_on_cpu
+from tools.support.resuming import run_all, vllm_on_cpu
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1800)]
-ROUNDS, STREAMS = 2, 32
 
 
 def test_streams_outlive_their_d(cluster: Cluster, progress: Callable[[str], None]) -> None:
-    run = Resuming(cluster, 7, progress, vllm_on_cpu())
-    try:
-        for _ in range(ROUNDS):
-            run.round(STREAMS)
-    finally:
-        run.close()
-    progress(f"resume: {run.report}")
-    assert run.report.kills == ROUNDS and run.report.resumed, "no stream was hit"
-    assert not run.report.wrong, run.report.wrong[0]
-    assert not run.report.broken, run.report.broken[0]
+    report = run_all(cluster, 7, progress, vllm_on_cpu(), streams=64, at_once=32)
+    assert report.kills == 2 and report.resumed, "no stream was hit"
+    assert not report.problems, report.problems[0]

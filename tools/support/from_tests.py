@@ -5,13 +5,19 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from tools.support.cluster import fresh_directory
 from tools.support.models import ROOT
 
 if TYPE_CHECKING:
     from engine_sets import Engines
     from host_build import HostBuild
+
+    from tools.support.fork_server import ForkServers
+    from tools.support.resuming import MakeSpecs
 
 
 def _module(name: str) -> Any:
@@ -37,3 +43,11 @@ def asked_sets() -> list[tuple[Engines, tuple[str, ...]]]:
     """Return the same sets, each with the names of what is asked of it."""
     pairs = _module("test_pairs")
     return [(one, tuple(cell.__name__ for cell in cells)) for one, cells in (*pairs.EVERY_COMMIT, *pairs.MORE)]
+
+
+@contextmanager
+def dropping_engines(decodes: int) -> Iterator[tuple[MakeSpecs, int, ForkServers | None]]:
+    """Yield what makes vllm-ascend's engines whose D's drop requests, the length of a prompt, and what forks them."""
+    streams, build = _module("test_streams"), _module("host_build").HostBuild.of()
+    with _module("pairs").engine_forks(fresh_directory("forks")) as forks:
+        yield streams.dropping(_module("engine_sets").Machine.host(build, forks), decodes), streams.LENGTH, forks

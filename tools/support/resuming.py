@@ -38,7 +38,7 @@ BACK_S = 600.0
 SILENT_S = 240.0
 TOKENS = 48  # of most answers
 MIXED = [kind for kind in KINDS if kind.parsers == "plain"]
-NOT_CONTINUED = ("PD-META-022", "PD-META-024")  # as its D dropped it, or is gone
+LACKING, NOT_CONTINUED = "PD-META-022", "PD-META-024"  # its D dropped it, for lack of blocks; another cannot go on
 FEW_BYTES = 12 << 20  # of a D's cache: about half of what its streams need
 DELTA = PLUGIN.parent / "delta"  # Gated DeltaNet in float32
 
@@ -95,8 +95,15 @@ class ResumeReport:
     broken: list[str] = field(default_factory=list)
     ended: int = 0  # of kinds that do not go on, with an error in the middle
     refused: int = 0  # before their first token, as each D that was asked lacked blocks
+    lacking: int = 0  # these, and those that ended for lack of blocks
     preempted: int = 0  # by D's that were not killed
     dropped: int = 0  # times that one went on because its D had dropped it
+
+    @property
+    def problems(self) -> list[str]:
+        """Return what must not be: also an end for lack of blocks, where no D drops requests."""
+        odd = [f"{self.lacking} ended for lack of blocks, and no D drops requests"]
+        return [*self.wrong, *self.broken, *(odd if self.lacking and not self.dropped else [])]
 
     def __str__(self) -> str:
         said = f"{self.streams} streams, {self.tokens} tokens, {self.kills} times a D killed: {len(self.resumed)} streams resumed"
@@ -205,10 +212,11 @@ class Resuming:
             if want.said.problem:
                 raise RuntimeError(f"the single engine failed: {want.said.problem}")
             name, got = f"{one.kind.route}, {one.kind.name}", one.said
-            if not one.kind.goes_on and any(code in got.problem for code in NOT_CONTINUED):
+            self.report.lacking += LACKING in got.problem
+            if not one.kind.goes_on and (LACKING in got.problem or NOT_CONTINUED in got.problem):
                 self.report.ended += 1
                 right_so_far = want.said.text.startswith(got.text)
-            elif got.problem.startswith("503: ") and NOT_CONTINUED[0] in got.problem:
+            elif got.problem.startswith("503: ") and LACKING in got.problem:
                 self.report.refused += 1
                 continue
             elif got.problem:
@@ -240,6 +248,26 @@ class Resuming:
             f"{self.front.url}/instances", trust_env=False, verify=False
         ).json()["instances"]
         return instances
+
+
+def run_all(
+    cluster: Cluster,
+    seed: int,
+    progress: Callable[[str], None],
+    make: MakeSpecs,
+    streams: int,
+    at_once: int,
+    length: int = 150,
+) -> ResumeReport:
+    """Run so many streams in rounds, with prompts of so many tokens, and stop all."""
+    resuming = Resuming(cluster, seed, progress, make, length)
+    try:
+        while (left := streams - resuming.report.streams) > 0:
+            resuming.round(min(at_once, MAX_AT_ONCE, left))
+    finally:
+        resuming.close()
+    progress(f"resume: {'bad' if resuming.report.problems else 'good'}, {resuming.report}")
+    return resuming.report
 
 
 async def _follow(url: str, one: Stream) -> None:
