@@ -66,7 +66,7 @@ def shorter(found: Sequence[FieldVerdict], base: Base) -> str:
     lines += [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for each in found:
         refused = _cell((*each.refusals("P"), *each.refusals("D"))) or (each.pair if not each.both else STARTS)
-        lines.append(f"| {' | '.join([each.name, _whose(each, refused), *_shown(each, sets)])} |")
+        lines.append(f"| {' | '.join([each.name, refused, *_shown(each, sets)])} |")
     return "\n".join(lines)
 
 
@@ -79,14 +79,11 @@ def _counts(found: Sequence[FieldVerdict], base: Base, strong: str = "") -> str:
     alone = {side: sum(each.starts(side) for each in found) for side in ("P", "D")}
     in_small = [small.stands(each.needs, small.sets(base.minor)) for each in both]
     shown = [sets for sets in in_small if sets.startswith("`")]
-    theirs = sum(each.converts for each in found if not each.both)
     sentences = [
         f"vllm-ascend {base.version} with vLLM {base.vllm}: {strong}P and D would start in {len(both)} of {len(found)} "
         f"configurations.{strong}",
         f"P would start in {alone['P']}, D in {alone['D']}.",
         f"In {sum(not each.no_first for each in both)} D begins with P's first token.",
-        f"Of those that would not start, {theirs} ask for what their connector alone does, and "
-        f"{len(found) - len(both) - theirs} for what is not supported here.",
         f"In small, sets of engines have the kinds of cache and the draft of {len(shown)};",
         f"of {sum(';' not in sets for sets in shown)} one set has all modes too.",
     ]
@@ -120,7 +117,6 @@ def _reasons(found: Sequence[FieldVerdict]) -> str:
     first: dict[str, Counter[str]] = {side: Counter() for side in ("P", "D")}
     anywhere: Counter[str] = Counter()
     only: Counter[str] = Counter()
-    theirs: Counter[str] = Counter()
     for each in found:
         reasons = set()
         for side in ("P", "D"):
@@ -130,16 +126,14 @@ def _reasons(found: Sequence[FieldVerdict]) -> str:
         if each.starts("P") and each.starts("D") and not each.both:
             reasons.add(each.pair)
         anywhere.update(reasons)
-        theirs.update(reasons if each.converts else ())
         if len(reasons) == 1:
             only.update(reasons)
     rows = sorted(anywhere, key=lambda reason: (-anywhere[reason], reason))
     return "\n".join(
         [
-            "| reason | configurations that have it | of these theirs | P says it first | D says it first | it alone stands in "
-            "the way |",
-            "|---|--:|--:|--:|--:|--:|",
-            *(f"| {r} | {anywhere[r]} | {theirs[r]} | {first['P'][r]} | {first['D'][r]} | {only[r]} |" for r in rows),
+            "| reason | configurations that have it | P says it first | D says it first | it alone stands in the way |",
+            "|---|--:|--:|--:|--:|",
+            *(f"| {r} | {anywhere[r]} | {first['P'][r]} | {first['D'][r]} | {only[r]} |" for r in rows),
         ]
     )
 
@@ -152,14 +146,10 @@ def _configurations(found: Iterable[FieldVerdict], sets: Mapping[str, small.Need
         for side, engines in (("P", each.p), ("D", each.d)):
             cells.append(", ".join(dict.fromkeys(f"{engine.tp} × {engine.dp}" for engine in engines)))
             beside = {f"beside {name}, which is not judged" for engine in engines for name in engine.beside}
-            stated = _whose(each, _cell(each.refusals(side)) or (STARTS if engines else "none"))
+            stated = _cell(each.refusals(side)) or (STARTS if engines else "none")
             cells.append("; ".join([stated, *sorted(beside)]))
         lines.append(f"| {' | '.join([*cells, each.pair or '–', *_shown(each, sets)])} |")
     return "\n".join(lines)
-
-
-def _whose(each: FieldVerdict, stated: str) -> str:
-    return f"theirs: {stated}" if each.converts and stated != STARTS else stated
 
 
 def _shown(each: FieldVerdict, sets: Mapping[str, small.Needs]) -> tuple[str, str]:

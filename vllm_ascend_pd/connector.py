@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm_ascend_pd import admission
 from vllm_ascend_pd.decode.scheduler.role import DecodeScheduler
 from vllm_ascend_pd.engine import Engine, WorkerFacts
+from vllm_ascend_pd.errors import not_proven
 from vllm_ascend_pd.observe.metrics import PushPromMetrics, PushStats
 from vllm_ascend_pd.observe.trace import TraceFile
 from vllm_ascend_pd.prefill.scheduler.role import PrefillScheduler
@@ -38,6 +39,7 @@ from vllm_ascend_pd.vllm_patches import (
     one_by_one,
     patience,
     resets,
+    single_token_steps,
     standstill,
     step_hooks,
     tried,
@@ -85,7 +87,9 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, step_hooks.HasStepHoo
         if scheduler:
             by_request = kv_cache_config is not None and admission.older_scheduler(vllm_config, kv_cache_config)
             blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
-            self.scheduler_role = _scheduler(engine, vllm_config, blocks, self.patience, fails=by_request)
+            computes = kv_cache_config is None or not admission.computes_no_prompts(kv_cache_config)
+            roles = {"fails": by_request, "computes": computes}
+            self.scheduler_role = _scheduler(engine, vllm_config, blocks, self.patience, **roles)
         else:
             self.worker_role = _worker(engine, vllm_config, kv_cache_config)
         self.step_hooks = self.scheduler_role.step_hooks()
@@ -282,7 +286,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, step_hooks.HasStepHoo
 
 
 def _scheduler(
-    engine: Engine, vllm_config: Any, blocks: int, waiting: patience.Patience, *, fails: bool
+    engine: Engine, vllm_config: Any, blocks: int, waiting: patience.Patience, *, fails: bool, computes: bool
 ) -> SchedulerRole:
     transfer = vllm_config.kv_transfer_config
     resets.install(vllm_config)
@@ -298,12 +302,15 @@ def _scheduler(
         if first:
             lacks[tried.GIVEN] = given_tokens.unproven(vllm_config) or one_by_one.install()
         lacks[tried.STANDSTILL] = standstill.install(vllm_config)
+        if not computes and (why := step_hooks.wrap_outputs(vllm_config.scheduler_config.get_scheduler_cls())):
+            raise not_proven(f"Heads in int8 where {why}", "Use a release that docs/matrix.md names.")
         facts = {
             "recomputes": getattr(transfer, "kv_load_failure_policy", "") == "recompute",
             "longest": vllm_config.model_config.max_model_len,
             "vocabulary": int(vllm_config.model_config.get_vocab_size()) if first else 0,
             "whole": step_hooks.can_fail(),
             "fails": fails,
+            "computes": computes,
             "yields": not lacks[tried.STANDSTILL],
             "gives": first and not lacks[tried.GIVEN],
         }
@@ -336,6 +343,8 @@ def _worker(engine: Engine, vllm_config: Any, kv_cache_config: Any) -> WorkerRol
         if why := accepted.install(vllm_config):
             log.warning("%s", tried.off(tried.ACCEPTED, why))
         return DecodeWorker(engine, shape, current(), stage, rank, why_no_first_token)
+    if shape.in_int8 and (why := single_token_steps.install()):
+        raise not_proven(f"A prefill engine for heads in int8 where {why}", "Use a release that docs/matrix.md names.")
     from vllm_ascend_pd.prefill.worker.role import PrefillWorker
     from vllm_ascend_pd.protocol.identity import Contributor
     from vllm_ascend_pd.regroup.core.world import EngineWorld

@@ -221,6 +221,10 @@ CATALOGUE: dict[str, Entry] = {
         "Loaded requests hold all blocks, and none of them can go on: this one gives its blocks back, and its prompt is computed here.",
         "Nothing to do for one request. If it happens often, give decode blocks for several times max_model_len.",
     ),
+    "PD-XFER-010": Entry(
+        "This decode engine keeps its heads in int8 and computes no prompts: a request that loads nothing, or has lost its blocks, ends.",
+        "Send requests through a router that has a prefill engine. If blocks run out often, give decode more of them.",
+    ),
 }  # fmt: skip
 
 

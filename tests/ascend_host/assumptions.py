@@ -468,27 +468,50 @@ def an_indexer_picks_as_many_tokens_whatever_the_model_says() -> None:
 
 
 @assumption
-def int8_of_heads_is_on_decode_alone() -> None:
-    """P keeps keys and values in full, so a push would have to quantise them. D is refused by its caches' dtype."""
+def int8_of_heads_is_written_on_decode_alone() -> None:
+    """P writes keys and values as they are, also into a cache that --kv-cache-dtype has made int8."""
+    from vllm_ascend.attention.attention_v1 import AscendC8AttentionBackendImpl as Attention
+
     package = "vllm_ascend.quantization.methods" + ("" if OLDER else ".kv_cache")
     method = importlib.import_module(f"{package}.kv_c8").AscendC8KVCacheAttentionMethod
     source = inspect.getsource(method.create_weights)
     assert "if not self.is_kv_producer:" in source[: source.index("layer.kv_cache_torch_dtype = torch.int8")]
+    assert all(f"layer.{name} = " in source for name in ("k_cache_scale", "k_cache_offset", "v_cache_scale"))
+    beside = inspect.getsource(Attention.forward).rsplit("if attn_metadata.attn_state != ", 1)[1]
+    of_prefill = beside.split("elif not self.is_kv_producer:")[0]
+    assert "self.reshape_and_cache(" in of_prefill and "_quantize_kv_to_int8" not in of_prefill
 
 
 @assumption
-def int8_of_heads_needs_another_order_and_computes_no_prompt() -> None:
-    """Beside a connector, D's attention over int8 is only defined for steps of one token, over fractals."""
+def int8_of_heads_is_in_fractals_and_rounded_like_this() -> None:
+    """As regroup/quantise.py makes it."""
     from vllm_ascend.attention.attention_v1 import AscendC8AttentionBackendImpl as Attention
 
-    of_decode = inspect.getsource(Attention.forward).split("elif not self.is_kv_producer:")[1]
+    view = inspect.getsource(Attention._nz_5d_view)
+    assert "cache.view(-1, self.num_kv_heads, self.head_size // NZ_FMT_LAST_DIM, block_size, NZ_FMT_LAST_DIM)" in view
+    assert "NZ_FMT_LAST_DIM = 32" in view
+    made = " ".join(inspect.getsource(Attention._quantize_kv_to_int8).split())
+    for which in "kv":
+        name = {"k": "key", "v": "value"}[which]
+        rounded = f"torch.round(actual_{name} * layer._c8_{which}_inv_scale + layer._c8_{which}_offset), -128, 127"
+        assert rounded in made, rounded
+    shared = inspect.getsource(Attention._prepare_c8_scales)
+    assert "tp_rank * total_kv_heads // tp_size" in shared and "1.0 / layer._c8_k_scale" in shared
+
+
+@assumption
+def int8_of_heads_computes_no_prompt_on_decode_and_no_step_of_single_tokens_on_prefill() -> None:
+    """Needless once they do: decode/scheduler/no_prompts.py, vllm_patches/single_token_steps.py."""
+    from vllm_ascend.attention.attention_v1 import AscendC8AttentionBackendImpl as Attention
+
+    beside = inspect.getsource(Attention.forward).rsplit("if attn_metadata.attn_state != ", 1)[1]
+    assert beside.startswith("AscendAttentionState.DecodeOnly and self.is_kv_producer:")
+    of_decode = beside.split("elif not self.is_kv_producer:")[1]
     assert re.findall(r"self\._forward_\w+", of_decode) == [
         "self._forward_encoder_attention",
         "self._forward_c8_decode",
     ]
     assert "AscendAttentionState.DecodeOnly:" in of_decode and "else:" not in of_decode
-    decode = inspect.getsource(Attention._forward_c8_decode)
-    assert "self._nz_5d_view(self.key_cache, block_size)" in decode
 
 
 @assumption

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 import pytest
-from engine_sets import BLOCK, CHUNK, SHORT_BLOCKS, Engines, Machine, Side, additional, few_blocks
+from engine_sets import BLOCK, CHUNK, INT8_APART, SHORT_BLOCKS, Engines, Machine, Side, additional, few_blocks
 from grammars import check_grammars
 from host_build import OLDER
 from kind_pairs import learn_of_first_tokens
@@ -30,6 +30,7 @@ from seen import EFFECTS, DeviceProcess, processes
 from tools.support.checks import Drafted, drafted, eventually, first_tokens, fresh_salt, front_counter
 from tools.support.client import RequestFailed, TimedAnswer, attempt, body_of, complete, gather, post
 from tools.support.cluster import Cluster, fresh_directory
+from tools.support.compare import AnswerTally
 from tools.support.engine import EngineProcess, RunningServer
 from tools.support.models import RECIPES, ensure
 from tools.support.small import switches_of
@@ -69,7 +70,9 @@ DSV4_MTP: dict[str, Any] = {
     "draft": MTP3,
 }
 KEYS_IN_INT8 = ("--attention_config.indexer_kv_dtype", "int8")  # latents stay as they are
-C8 = ("--kv-cache-dtype", "int8", *KEYS_IN_INT8)
+INT8 = ("--kv-cache-dtype", "int8")
+C8 = (*INT8, *KEYS_IN_INT8)
+QUANTISED = ("--quantization", "ascend")
 C8_IN_RUNS = (*C8, *additional(c8_enable_reshape_optim=True))
 # vllm-ascend's own: with its recompute scheduler D keeps in the host's memory what it preempts.
 OFFLOAD = {
@@ -501,6 +504,45 @@ def dropped_streams(engines: Engines, pair: Pair) -> None:
     assert counter(d, "vllm:ascend_pd_answers_continued_total") > given, "D has begun all of them anew"
 
 
+def never_computed(engines: Engines, pair: Pair) -> None:
+    """A D with its heads in int8 computes no prompt: a request that comes to it without a P ends with an error.
+
+    Without that its attention returns nothing for such a step, and the answer is what was in memory.
+    """
+    (d,), vocab = pair.decode, RECIPES[engines.model].vocab
+    before = d.log.read_text(errors="replace").count("PD-XFER-010")
+    for length in (1, 2, BLOCK + 1):
+        answer = attempt(d.url, [body_of(fresh_prompt(length, vocab), 3)])[0]
+        assert isinstance(answer, Exception), answer
+    assert d.log.read_text(errors="replace").count("PD-XFER-010") == before + 3
+    check(engines, pair, [BLOCK + 1])
+
+
+def lost_blocks(engines: Engines, pair: Pair) -> None:
+    """D cannot compute again what it preempts: the stream goes on through P, or ends with an error.
+
+    P attends to given tokens in the model's dtype, where one engine has attended to int8: so answers may differ behind
+    them, and each token is judged by the engine alone.
+    """
+    (d,) = pair.decode
+    prompts = [fresh_prompt(BLOCK + 40 * i, RECIPES[engines.model].vocab) for i in range(6)]
+    expected = reference_answers(pair.reference, prompts, 2 * BLOCK)
+    answers = attempt(pair.front.url, [body_of(one, 2 * BLOCK) for one in prompts])
+    tally = AnswerTally(tie=INT8_APART, excused_share=1.0)
+    whole = 0
+    for p, want, got in zip(prompts, expected, answers, strict=True):
+        if isinstance(got, RequestFailed):
+            assert "PD-META-" in got.text, got
+            continue
+        assert not isinstance(got, BaseException), got
+        tally.check(f"{engines}, stream of {len(p)}", p, want.tokens, got.tokens, pair.reference.url)
+        whole += 1
+    resumed = front_counter(pair.front.url, "resumes")
+    pair.cluster.progress(f"figure: {engines}: {whole} of {len(prompts)} whole, {resumed:.0f} times gone on")
+    assert "PD-XFER-010" in d.log.read_text(errors="replace"), "D took no block back: the test shows nothing"
+    assert whole > len(prompts) - resumed, "no stream has lost its blocks and gone on"
+
+
 def beside_grammars(engines: Engines, pair: Pair) -> None:
     """Requests under a grammar at once with others. Of the former D chooses the first token, and P lets just the token
     be sampled that its drafter needs (vllm_patches/requests.py). No other request gets that one (masks.py)."""
@@ -834,6 +876,36 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
             draft=EAGLE3,
         ),
         (edges, chunks, without_a_load, grammars, dropped, dropped_streams, replayed),
+    ),
+    # Heads in int8 on D alone (GLM-4.7-W8A8C8): P makes them of its own cache.
+    (
+        Engines("c8 1to1", "qwen3-c8", p=Side(late_us=LATE), d=Side(flags=FEW), flags=QUANTISED, dtype="bfloat16"),
+        (*FEWER, prefixes, never_computed, lost_blocks),
+    ),
+    (
+        Engines("c8 2to1", "qwen3-c8", p=Side(2, late_us=LATE, delay_us=DELAY), flags=QUANTISED, dtype="bfloat16"),
+        (*FEWER, prefixes),
+    ),
+    (
+        Engines("c8 2to1 own kernels", "qwen3-c8", p=Side(2, keys=OWN_KERNELS), flags=QUANTISED, dtype="bfloat16"),
+        (*FEWER, kernels),
+    ),
+    (
+        Engines(
+            "c8 1to2 full graphs", "qwen3-c8", d=Side(2, graphs=FULL, flags=INT8), flags=QUANTISED, dtype="bfloat16"
+        ),
+        (*FEWER, replayed),
+    ),
+    (
+        Engines(
+            "field c8 dp 2to2 full graphs",
+            "moe-c8",
+            p=Side(dp=2),
+            d=Side(dp=2, graphs=FULL, flags=INT8, repaired=True),
+            flags=(*EXPERTS, *QUANTISED),
+            dtype="bfloat16",
+        ),
+        (*FEWER, replayed),
     ),
     # vllm-ascend's own configurations in small: the kinds of cache, the draft and all modes in one pair.
     (
@@ -1170,6 +1242,7 @@ OLDER_TOO = (
     "mtp 1to1 recompute scheduler full graphs",
     "qwen3next 1to1",
     "dsv4 1to1",
+    "c8 1to1",
 )
 MORE += [
     (replace(engines, title=f"older {engines}", release=OLDER), cells)

@@ -92,6 +92,7 @@ def token_in(engines: Engines, **more: Any) -> Set:
 
 
 C8 = ("--kv-cache-dtype", "int8", "--attention_config.indexer_kv_dtype", "int8")
+QUANTISED = ("--quantization", "ascend")
 EXPERTS = ("--enable-expert-parallel",)
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 EAGLE3 = {"method": "eagle3", "model": "gqa-eagle3", "num_speculative_tokens": 2}
@@ -106,6 +107,7 @@ SHAPES: dict[str, Engines] = {
     "mla 1to2": Engines("planted mla 1to2", "mla", d=Side(2)),
     "mla 4to2": Engines("planted mla 4to2", "mla", p=Side(4), d=Side(2)),
     "dsa int8 1to1": Engines("planted dsa int8 1to1", "dsv32", dtype="bfloat16", flags=C8),
+    "heads in int8 1to1": Engines("planted heads in int8 1to1", "qwen3-c8", dtype="bfloat16", flags=QUANTISED),
     "states 2to1": Engines("planted states 2to1", "qwen3next", p=Side(2)),
     "drafts 2to1": Engines("planted drafts 2to1", p=Side(2, drafts=1), draft=EAGLE3),
     "dsv4 1to1": Engines("planted dsv4 1to1", "dsv4", dtype="bfloat16", flags=SHORT_BLOCKS),

@@ -227,10 +227,33 @@ def test_scatter_pa_kv_cache() -> None:
     wanted = [written(cache, slots, rows) for cache, rows in zip(caches, (key, value), strict=True)]
     reference.scatter_pa_kv_cache(key, value, *caches, torch.tensor(slots), cache_mode="Norm")
     assert all(map(torch.equal, caches, wanted))
-    with pytest.raises(NotImplementedError, match="PA_NZ"):
+    with pytest.raises(NotImplementedError, match="in fractals"):
         reference.scatter_pa_kv_cache(key, value, *caches, torch.tensor(slots))
+    with pytest.raises(NotImplementedError, match="mode PA_BNSD"):
+        reference.scatter_pa_kv_cache(key, value, *caches, torch.tensor(slots), cache_mode="PA_BNSD")
     with pytest.raises(NotImplementedError, match="seq_lens"):
         reference.scatter_pa_kv_cache(key, value, *caches, torch.tensor(slots), cache_mode="Norm", seq_lens=key)
+
+
+def in_int8(seed: int, *size: int) -> Tensor:
+    return torch.randint(-128, 128, size, generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+
+
+@MANY
+@given(seeds, sizes)
+def test_a_cache_in_fractals_has_32_channels_of_all_tokens_together(seed: int, count: int) -> None:
+    slots, rows = places(seed, count), [in_int8(seed + i, count, 2, 64) for i in range(2)]
+    caches = [in_int8(seed + 2 + i, BLOCKS, 2, 2, TOKENS, 32) for i in range(2)]
+    wanted = [cache.clone() for cache in caches]
+    for cache, tokens in zip(wanted, rows, strict=True):
+        for slot, token in zip(slots, tokens, strict=True):
+            for head in range(2):
+                for channel in range(64):
+                    if slot >= 0:
+                        place = slot // TOKENS, head, channel // 32, slot % TOKENS, channel % 32
+                        cache[place] = token[head, channel]
+    reference.scatter_pa_kv_cache(*rows, *caches, torch.tensor(slots))
+    assert all(map(torch.equal, caches, wanted))
 
 
 counts = st.lists(st.integers(0, 2 * TOKENS), min_size=1, max_size=3)
@@ -407,6 +430,33 @@ def test_fused_infer_attention_score(
     )
     close(out, torch.cat([plain(*each[:3], scale, each[3]) for each in zip(q, k, v, masks, strict=True)]))
     close(lse, torch.cat([sums_of(a, b, scale, mask) for a, b, mask in zip(q, k, masks, strict=True)]))
+
+
+@MANY
+@given(seeds, lengths_of_two)
+def test_fused_infer_attention_score_of_int8_in_fractals(seed: int, keys: list[int]) -> None:
+    """A decode step of two sequences: keys and values are numbers times the scale of their channel."""
+    heads, kv_heads, width, scale = 4, 2, 64, 0.7
+    q, table = random(seed, 2, heads, 1, width), tables(seed, 2)
+    scales = [random(seed + 1 + i, kv_heads, 1, width).abs() / 50 for i in range(2)]
+    tokens = [[in_int8(seed + 10 * i + row, n, kv_heads, width) for row, n in enumerate(keys)] for i in range(2)]
+    caches = [in_int8(seed + 30 + i, BLOCKS, kv_heads, 2, TOKENS, 32) for i in range(2)]
+    for cache, sequences in zip(caches, tokens, strict=True):
+        for row, sequence in enumerate(sequences):
+            for at, token in enumerate(sequence):
+                cache[int(table[row, at // TOKENS]), :, :, at % TOKENS] = token.view(kv_heads, 2, 32)
+    given_scales = {"key_antiquant_scale": scales[0], "value_antiquant_scale": scales[1]}
+    sizes_of = {"num_heads": heads, "num_key_value_heads": kv_heads, "scale": scale, "input_layout": "BNSD"}
+    out, _ = reference.fused_infer_attention_score(
+        q, *caches, block_table=table, actual_seq_lengths_kv=keys, **sizes_of, **given_scales
+    )
+    wanted = []
+    for row in range(2):
+        k, v = (tokens[i][row].float() * scales[i].view(kv_heads, width) for i in range(2))
+        wanted.append(plain(q[row].transpose(0, 1), k, v, scale).transpose(0, 1))
+    close(out, torch.stack(wanted))
+    with pytest.raises(NotImplementedError, match="int8 without scales"):
+        reference.fused_infer_attention_score(q, *caches, block_table=table, actual_seq_lengths_kv=keys, **sizes_of)
 
 
 @MANY

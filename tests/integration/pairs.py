@@ -76,6 +76,7 @@ class Pair:
     alone: RunningServer | None = None  # the reference for answers; None: P
     more_prefill: tuple[RunningServer, ...] = ()  # other servers of the same P: its ranks have an address each
     one_way: bool = True  # a token is computed alike wherever its prompt is cut
+    decode_computes: bool = True  # D can compute a prompt by itself
     left: int = 0  # last tokens of a prompt that P does not push, because D computes them for its first token
 
     @property
@@ -132,7 +133,8 @@ class Pair:
         chances: tuple[Sequence[float], Sequence[float]] | None = None,
     ) -> None:
         """Compare one answer. A token that differs must be good for the reference, or for D by itself."""
-        alone, body = (self.reference.url, *(d.url for d in self.decode)), {"cache_salt": fresh_salt("gap")}
+        computing = self.decode if self.decode_computes else ()
+        alone, body = (self.reference.url, *(d.url for d in computing)), {"cache_salt": fresh_salt("gap")}
         self.tally.check(name, prompt, expected, actual, *alone, body=body, chances=chances)
 
     def judge_all(self, name: str, prompt: Sequence[int], want: TimedAnswer, got: TimedAnswer) -> None:
@@ -248,7 +250,9 @@ class Pair:
         return [line for engine in (*self.all_prefill, *self.decode) for line in failures(engine)]
 
     def free_counts(self) -> dict[str, int]:
-        return {engine.name: settled_free_blocks(engine) for engine in (*self.all_prefill, *self.decode)}
+        free = {engine.name: settled_free_blocks(engine) for engine in self.all_prefill}
+        refuses = not self.decode_computes
+        return free | {engine.name: settled_free_blocks(engine, refuses=refuses) for engine in self.decode}
 
 
 PairMaker = Callable[..., Pair]  # prefill, *decode, options of the metaserver

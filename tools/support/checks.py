@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from tools.support.client import TimedAnswer, body_of, gather, post, prompt
+from tools.support.client import RequestFailed, TimedAnswer, body_of, gather, post, prompt
 from tools.support.engine import RunningServer
 
 _fresh = itertools.count(1)
@@ -97,11 +97,18 @@ def drafted(engine: RunningServer) -> Iterator[Callable[[], Drafted]]:
     after.extend(counter(engine, name) for name in names)
 
 
-def settled_free_blocks(engine: RunningServer) -> int:
-    """Return the free blocks after one more step on each rank: the gauge only shows the scheduler's latest step."""
+def settled_free_blocks(engine: RunningServer, *, refuses: bool = False) -> int:
+    """Return the free blocks after one more step on each rank: the gauge only shows the scheduler's latest step.
+
+    `refuses`: it is a D that computes no prompts, and makes that step to say so.
+    """
     for rank in range(engine.ranks):
         whose = {"X-data-parallel-rank": str(rank)} if engine.ranks > 1 else None
-        post(engine.url, body_of([7], 1, cache_salt=fresh_salt("settle")), headers=whose)
+        try:
+            post(engine.url, body_of([7], 1, cache_salt=fresh_salt("settle")), headers=whose)
+        except RequestFailed:
+            if not refuses:
+                raise
     return engine.free_blocks()
 
 

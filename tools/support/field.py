@@ -37,19 +37,20 @@ from tools.support import ascend_specs, compressed, small
 from tools.support.bases import UNNAMED, Base
 from tools.support.small import COMPRESSED, EXCHANGE, INT8, ITS, RECOMPUTES, Needs, needs
 from vllm_ascend_pd import admission
-from vllm_ascend_pd.admission import drafts
+from vllm_ascend_pd.admission import drafts, quantised
 from vllm_ascend_pd.admission.kinds import index_tensors
 from vllm_ascend_pd.cli.checkup.engine import our_connector
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.connector import AscendPushConnector
-from vllm_ascend_pd.device.base import PLAIN, Packing
-from vllm_ascend_pd.device.caches import CacheShape, describe
+from vllm_ascend_pd.device.base import PLAIN, Device, Packing
+from vllm_ascend_pd.device.caches import Caches, CacheShape, describe
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import ConfigError, PdError
 from vllm_ascend_pd.geometry.decide import MIN_SPAN, decide
 from vllm_ascend_pd.geometry.layout import CacheGeometry, index_of
 from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.plugin import CONNECTOR
+from vllm_ascend_pd.regroup.quantise import described
 from vllm_ascend_pd.vllm_patches import compat, first_token, older_groups, tried
 
 MODELS = Path(__file__).with_name("field_models.json")
@@ -282,6 +283,11 @@ class FieldModel:
         token = 2 * 2 * max(1, self.kv_heads // tp) * self.head_size
         return BLOCK_SIZE * max(1, -(-held // (token * BLOCK_SIZE)))
 
+    def scales(self) -> dict[str, Any]:
+        """Return the layers that have scales for heads in int8, whose cache P makes of its own."""
+        one = dict.fromkeys(quantised.SCALES, torch.ones(self.kv_heads * self.head_size)) if self.c8 else {}
+        return {name: SimpleNamespace(**one) for name in self.layers(drafts=False) if one}
+
     def spec(
         self, kind: str, tp: int, block_size: int, role: str, c8: Collection[str] = (), base: Base = UNNAMED
     ) -> Any:
@@ -427,7 +433,10 @@ def judge(command: Command, known: Known) -> Judged:
     flags = flags_of(command.words)
     with _surroundings(command) as secret, _under(base):
         ours, beside = replaced(json.loads(flags["--kv-transfer-config"][0]), secret)
-        line = parse([*command.words, "--kv-transfer-config", json.dumps(ours)], base)
+        words = [*command.words, "--kv-transfer-config", json.dumps(ours)]
+        if model.c8 and ours.get("kv_role") != model.c8:
+            words += ["--kv-cache-dtype", "auto"]  # docs/migration.md
+        line = parse(words, base)
         switches = small.switched(line.parsed.additional_config or {})
         asked = line.parsed.speculative_config
         own = known.drafts[asked["model"]] if asked and "model" in asked else {}
@@ -474,7 +483,7 @@ def _needs(config: Any, model: FieldModel, c8: Collection[str], switches: Collec
     """
     parallel, drafting = config.parallel_config, config.speculative_config
     return needs(
-        {kind + (INT8 if c8 and kind != "compressed" else "") for kind in model.facts["caches"]},
+        {kind + (INT8 if (c8 or model.c8) and kind != "compressed" else "") for kind in model.facts["caches"]},
         (drafting.method or "") if drafting is not None else "",
         ranks=parallel.data_parallel_size,
         divided=parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size,
@@ -504,7 +513,7 @@ def as_configured(parsed: Any, model: FieldModel, draft: Mapping[str, Any] = Map
     return SimpleNamespace(
         kv_transfer_config=parsed.kv_transfer_config,
         parallel_config=parallel,
-        compilation_config=SimpleNamespace(cudagraph_mode=_graphs(parsed)),
+        compilation_config=SimpleNamespace(cudagraph_mode=_graphs(parsed), static_forward_context=model.scales()),
         speculative_config=_drafting(parsed.speculative_config, model, draft),
         cache_config=SimpleNamespace(
             cache_dtype=parsed.kv_cache_dtype,
@@ -516,6 +525,7 @@ def as_configured(parsed: Any, model: FieldModel, draft: Mapping[str, Any] = Map
             hf_text_config=text,
             quantization=parsed.quantization,
             dtype=torch.bfloat16,
+            use_mla="full" not in facts["caches"],
             logits_processors=parsed.logits_processors,
             get_total_num_kv_heads=lambda: model.kv_heads,
             get_head_size=lambda: model.head_size,
@@ -614,11 +624,16 @@ def _refusals(config: Any, groups: Any, base: Base) -> tuple[tuple[PdError, ...]
         admission.check_groups(groups)
         shape: CacheShape = admission.cache_shape(config, groups)
         caches = _caches([specs_of(group) for group in groups.kv_cache_groups], config.cache_config.block_size, base)
-        geometry = describe(caches, shape, PlainDevice()).geometry  # type: ignore[arg-type]
+        as_seen = described if config.kv_transfer_config.is_kv_producer else _of_decode
+        geometry = as_seen(caches, shape, PlainDevice(), 0)[0].geometry  # type: ignore[arg-type]
     except ConfigError as refused:
         rest = [other for other in found if str(other) != str(refused)]
         return (refused, *rest), None
     return tuple(found), geometry
+
+
+def _of_decode(tensors: Any, shape: CacheShape, device: Device, _rank: int) -> tuple[Caches, None]:
+    return describe(tensors, shape, device), None
 
 
 def specs_of(group: Any) -> dict[str, Any]:
@@ -664,7 +679,6 @@ class FieldVerdict:
     p: tuple[Judged, ...]
     d: tuple[Judged, ...]
     pair: str  # the mode of P's pushes, or the mismatch; empty if a side does not start
-    converts: bool = False  # their connector makes another dtype of P's cache on the way
 
     def refusals(self, side: str) -> tuple[PdError, ...]:
         """Return the refusals of all engines of "P" or "D", each once."""
@@ -696,7 +710,7 @@ def verdict(name: str, text: str, known: Known) -> FieldVerdict:
     p, d = (tuple(engine for engine in engines if engine.role == role) for role in ("P", "D"))
     strays = [engine for engine in engines if engine.role == "?"]  # with both roles: they count on both sides
     p, d = (*p, *strays), (*d, *strays)
-    return FieldVerdict(name, found[0].model, p, d, pair_of(p, d), bool(known.models[found[0].model].c8))
+    return FieldVerdict(name, found[0].model, p, d, pair_of(p, d))
 
 
 def pair_of(p: Sequence[Judged], d: Sequence[Judged]) -> str:

@@ -46,7 +46,7 @@ class Recipe:
     drafts: bool = False  # an MTP layer although no layer decides: drafts are seldom right
     target: str = ""  # the target's recipe, for a separate draft model
     indexers: int = 0  # the first so many layers have one; `latent` only
-    int8: bool = False  # of the cache; `latent` only
+    int8: bool = False  # of the cache; `latent`, and with scales of its own under vllm-ascend qwen3
     window: int = 0  # tokens that a layer attends to, in all layers or some, depending on the family
     steady: bool = False  # no router and no indexer chooses by rounded numbers; DeepSeek-V4 only
 
@@ -122,6 +122,9 @@ RECIPES = {
     "qwen3next": Recipe("qwen3_next", 4, 8, 2, head_dim=64, hidden=256, intermediate=512),
     "qwen3next-mtp": Recipe("qwen3_next", 4, 8, 2, 64, hidden=256, intermediate=512, one_layer_decides=True),
     "spec": Recipe("llama", 4, 8, 4, head_dim=32, hidden=256, intermediate=512, one_layer_decides=True),
+    # D has its heads in int8 under vllm-ascend, with scales by channel
+    "qwen3-c8": Recipe("qwen3", layers=4, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512, int8=True),
+    "moe-c8": Recipe("qwen3_moe", layers=4, heads=8, kv_heads=4, head_dim=32, hidden=256, intermediate=512, int8=True),
     "spec-flash": Recipe("qwen3", 4, 8, 4, head_dim=32, hidden=256, intermediate=512, one_layer_decides=True),
     "spec-flash-dflash": Recipe("dflash", 1, 8, 4, 32, hidden=256, intermediate=512, target="spec-flash"),
     "spec-eagle": Recipe("eagle", 1, 8, 4, head_dim=32, hidden=256, intermediate=512, target="spec"),
@@ -205,6 +208,8 @@ def _write(recipe: Recipe, directory: Path) -> None:
         drafts.add_next_mtp_layer(directory)
     if recipe.family == "latent":
         _make_latent(recipe, directory)
+    elif recipe.int8:
+        _describe_heads(recipe, directory)
     if recipe.family == deepseek4.FAMILY:
         deepseek4.as_deepseek(directory, _ratios(recipe), drafts=recipe.one_layer_decides)
 
@@ -252,6 +257,25 @@ def _make_latent(recipe: Recipe, directory: Path) -> None:
     more = {"indexers": list(range(recipe.indexers)), "index_dim": INDEX_DIM, "int8": recipe.int8}
     content = {**json.loads(config.read_text()), **more, "architectures": ["PdTestLatentForCausalLM"]}
     config.write_text(json.dumps(content, indent=1))
+
+
+def _describe_heads(recipe: Recipe, directory: Path) -> None:
+    """Add scales of keys and values by channel, and the description in which vllm-ascend finds them."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    file = directory / "model.safetensors"
+    weights = load_file(file)
+    said = {"version": "1.0.0", "model_quant_type": "FLOAT", "kv_cache_type": "C8", **dict.fromkeys(weights, "FLOAT")}
+    for layer in range(recipe.layers):
+        for which in ("k", "v"):
+            name = f"model.layers.{layer}.self_attn.{which}_proj.kv_cache"
+            size = recipe.kv_heads * recipe.head_dim
+            weights[f"{name}_scale"] = torch.rand(size) * 0.02 + 0.02  # of 127 steps the values fill a part
+            weights[f"{name}_offset"] = torch.zeros(size)
+            said |= {f"{name}_scale": "C8", f"{name}_offset": "C8"}
+    save_file(weights, file, metadata={"format": "pt"})
+    (directory / "quant_model_description.json").write_text(json.dumps(said, indent=1))
 
 
 def _deepseek(recipe: Recipe) -> Any:

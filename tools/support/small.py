@@ -107,7 +107,8 @@ def sets(release: str = "") -> dict[str, Needs]:
 def shown(engines: Engines) -> Needs:
     kinds = KINDS[RECIPES[engines.model].family]
     flags = " ".join((*engines.flags, *engines.p.flags, *engines.d.flags))
-    if "_c8" in flags or "indexer_kv_dtype" in flags:  # by release
+    heads_in_int8 = RECIPES[engines.model].int8
+    if "_c8" in flags or "indexer_kv_dtype" in flags or heads_in_int8:  # by release
         kinds = {kind + INT8 for kind in kinds}
     draft = str(engines.draft.get("method", ""))
     each = [
@@ -117,7 +118,7 @@ def shown(engines: Engines) -> Needs:
             ranks=side.dp,
             divided=side.dcp * side.pcp,
             graphs=side.graphs,
-            exchange=side.keys.get("regroup") == "always",
+            exchange=side.keys.get("regroup") == "always" or heads_in_int8,
             switches=switches_of((*engines.flags, *side.flags)),
         )
         for side in (engines.p, engines.d)

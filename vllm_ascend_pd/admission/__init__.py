@@ -5,7 +5,7 @@ Anything else stops the start with a code and a sentence: wrong KV that looks ri
 An engine's configuration is checked first, its process and its model's cache once vLLM has made them.
 """
 
-from vllm_ascend_pd.admission.cache import cache_shape, check_groups, group_refusals, is_grouped
+from vllm_ascend_pd.admission.cache import cache_shape, check_groups, computes_no_prompts, group_refusals, is_grouped
 from vllm_ascend_pd.admission.configuration import check_engine, engine_refusals, model_fingerprint
 from vllm_ascend_pd.admission.process import check_contained, is_alone, older_scheduler
 from vllm_ascend_pd.admission.sizes import dp_rank, listening_offsets, ranks_here, token_division
@@ -15,6 +15,7 @@ __all__ = [
     "check_contained",
     "check_engine",
     "check_groups",
+    "computes_no_prompts",
     "dp_rank",
     "engine_refusals",
     "group_refusals",

@@ -69,7 +69,9 @@ def _spec_refusals(spec: Any, proven: Collection[str]) -> Iterator[ConfigError]:
     elif getattr(spec, "extra_retained_tokens", 0):
         yield not_proven("A sliding window with retained tokens before it", "Start without a draft model.")
     elif str(spec.dtype) not in kinds.PLAIN_DTYPES and not (
-        (quantised.is_fp8(spec) and kind in kinds.PROVEN_FP8) or kinds.has_scales(spec)
+        (quantised.is_fp8(spec) and kind in kinds.PROVEN_FP8)
+        or kinds.has_scales(spec)
+        or (compat.is_vllm_ascend() and proven is kinds.PROVEN and kinds.is_int8_of_heads(spec))
     ):
         # A checkpoint may quantise its cache although the command line does not.
         yield not_proven(f"A quantised KV cache ({spec.dtype})", "Use another model.")
@@ -93,6 +95,12 @@ def _state_refusals(spec: Any) -> Iterator[ConfigError]:
             yield not_proven(feature, "Start with --no-enable-prefix-caching, or without a draft model.")
     if getattr(spec, "tp_replicated", False):
         yield not_proven("A recurrent state that every rank has whole", "Use another model.")
+
+
+def computes_no_prompts(kv_cache_config: KVCacheConfig) -> bool:
+    """Return whether a D of this cache can only go on behind what P has computed (quantised.of_heads)."""
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in kinds.of_group(group)]
+    return compat.is_vllm_ascend() and any(map(kinds.is_int8_of_heads, specs))
 
 
 def is_grouped(kv_cache_config: KVCacheConfig) -> bool:
@@ -127,7 +135,7 @@ def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
         raise refusal
     if states and which and not which.startswith("method=mtp "):
         raise not_proven("A draft model other than MTP beside states", "Use MTP, or none.")
-    dtype_names = quantised.dtype_names(config, specs)
+    dtype_names, in_int8 = quantised.dtype_names(config, specs), quantised.of_heads(config, specs)
     first = next(iter(shapes.values()), None) or (LayerShape(1, 1, 1) if states else shape("", spec))
     unlike = {name: one for name, one in shapes.items() if one != first}
     heads = first.local_heads, first.total_heads, first.head_size
@@ -135,7 +143,7 @@ def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
     divided = sizes.token_division(config.parallel_config)
     indexes = {name: count for name, one in specs.items() if (count := kinds.index_tensors(one))}
     return CacheShape(
-        spec.block_size, *heads, tp, which, layers, unlike, groups, of, states, indexes, dtype_names, *divided
+        spec.block_size, *heads, tp, which, layers, unlike, groups, of, states, indexes, dtype_names, in_int8, *divided
     )
 
 

@@ -87,6 +87,15 @@ def has_scales(spec: Any) -> bool:
     return scaled and str(spec.dtype) == "torch.int8"
 
 
+def is_int8_of_heads(spec: Any) -> bool:
+    """Return whether keys and values of heads are kept in int8, as vllm-ascend's C8 does on D alone.
+
+    Their scales come with the checkpoint. vLLM's own int8 has another mode.
+    """
+    plain = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE") == "NONE"
+    return plain and type(spec).__name__ == "FullAttentionSpec" and str(spec.dtype) == "torch.int8"
+
+
 def is_compressing(specs: Collection[Any]) -> bool:
     """Return whether these are the specs of a model that compresses latents, with all that belongs to it."""
     own = {getattr(spec, "model_version", None) for spec in specs} <= {None, "deepseek_v4"}  # others have other layouts

@@ -4,6 +4,9 @@
 A transfer moves an fp8 cache as plain bytes. Their meaning depends on the engine: on the format, and on one scale for a
 layer's keys and one for its values, which come with the checkpoint and are not in the cache. Format and scales are part
 of the name that P and D compare.
+
+vllm-ascend's int8 of heads is on D alone: its P keeps the model's dtype, and makes D's int8 of it on the way, by the
+scales of the same checkpoint (regroup/quantise.py).
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from vllm_ascend_pd.admission import kinds, sizes
 from vllm_ascend_pd.errors import ConfigError, not_proven
 from vllm_ascend_pd.vllm_patches import compat
 
@@ -21,6 +25,7 @@ BY_SPEC = "int8"
 _FP8 = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 _STORED = ("torch.uint8", "torch.float8_e4m3fn", "torch.float8_e5m2")
 _REMEDY = 'Use --kv-cache-dtype "auto".'
+SCALES = ("k_cache_scale", "k_cache_offset", "v_cache_scale", "v_cache_offset")  # of a layer, by channel or one for all
 
 Scales = tuple[float, float]  # of a layer's keys, and of its values
 
@@ -32,6 +37,10 @@ def refusals(config: Any) -> Iterator[ConfigError]:
         yield from _another_plain(dtype, config)
         return
     if dtype == BY_SPEC and compat.is_vllm_ascend():
+        if config.kv_transfer_config.is_kv_producer and not config.model_config.use_mla:
+            # Its attention writes the model's dtype all the same.
+            remedy = "Start prefill without --kv-cache-dtype: it makes decode's int8 on the way."
+            yield not_proven("A prefill engine with its heads in int8", remedy)
         return
     if dtype not in _FP8:
         yield not_proven(f"A quantised KV cache ({dtype})", 'Use --kv-cache-dtype "auto", "fp8_e4m3" or "fp8_e5m2".')
@@ -63,17 +72,56 @@ def is_fp8(spec: Any) -> bool:
 
 def dtype_names(config: Any, specs: Mapping[str, Any]) -> dict[str, str]:
     """Return the dtype name of each layer with such a cache. Raise PD-CONF-005 for what cannot be compared."""
-    names = [name for name in specs if is_fp8(specs[name])]
+    scaled = of_heads(config, specs)
+    names = list(scaled) or [name for name in specs if is_fp8(specs[name])]
     if not names:
         return {}
     if len(names) < len(specs):
         raise not_proven(f"A cache that is quantised in some layers only ({names[0]})", _REMEDY)
+    if scaled:
+        numbers = [one.double().flatten().tolist() for scales in scaled.values() for one in scales]
+        return dict.fromkeys(names, f"int8 of heads with scales {_short_hash(str(numbers))}")
     layers = config.compilation_config.static_forward_context
     formats = {_FP8.get(str(getattr(layers.get(name), "kv_cache_dtype", None)), "") for name in names}
     word = formats.pop()
     if formats or not word:
         raise not_proven(f"A quantised KV cache whose layers do not say one format ({names[0]})", _REMEDY)
     return dict.fromkeys(names, word + _digest([_scales(name, layers[name]) for name in names]))
+
+
+def of_heads(config: Any, specs: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Return the scales of layers whose heads a D has in int8: SCALES by layer. Raise PD-CONF-005 if that is refused.
+
+    A D of these computes no prompt: beside a connector its attention is defined for steps of one token per request.
+    """
+    if not compat.is_vllm_ascend():
+        return {}
+    layers = config.compilation_config.static_forward_context
+    found = {name: scales for name in specs if (scales := _scales_of_heads(layers.get(name)))}
+    if missing := [name for name in specs if kinds.is_int8_of_heads(specs[name]) and name not in found]:
+        raise not_proven(f"A cache of heads in int8 without scales of its checkpoint ({missing[0]})", _REMEDY)
+    for feature in _beside_heads(config) if found else ():
+        raise not_proven(f"Heads in int8 with {feature}", "Start without it.")
+    return found
+
+
+def _beside_heads(config: Any) -> Iterator[str]:
+    """Yield what is not proven beside int8 of heads, or cannot be."""
+    parallel = config.parallel_config
+    if config.speculative_config is not None:
+        yield "speculative decoding"
+    if sizes.token_division(parallel).world > 1:
+        yield "context parallelism"
+    if parallel.pipeline_parallel_size > 1:
+        yield "pipeline parallelism"
+    transfer = config.kv_transfer_config
+    if transfer.is_kv_consumer and getattr(transfer, "kv_load_failure_policy", "") == "recompute":
+        yield "kv_load_failure_policy recompute"
+
+
+def _scales_of_heads(layer: Any) -> tuple[Any, ...]:
+    scales = tuple(getattr(layer, name, None) for name in SCALES)
+    return () if any(scale is None for scale in scales) else scales
 
 
 def _scales(name: str, layer: Any) -> Scales:
@@ -91,4 +139,8 @@ def _digest(scales: list[Scales]) -> str:
     if all(scale == (1.0, 1.0) for scale in scales):
         return ""
     text = " ".join(f"{k.hex()} {v.hex()}" for k, v in scales)
-    return f" with scales {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return f" with scales {_short_hash(text)}"
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -26,10 +26,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ascend_pd.device.base import Device
+from vllm_ascend_pd.device.base import Device, Packing
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.geometry.layout import (
     ALL,
+    FRACTAL,
+    FRACTALS,
     CacheGeometry,
     Group,
     LayerKind,
@@ -41,6 +43,8 @@ from vllm_ascend_pd.geometry.layout import (
     section_of,
 )
 from vllm_ascend_pd.geometry.states import PACKING, Recurrent
+
+_IN_FRACTALS = Packing(FRACTALS, opaque=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,9 @@ class CacheShape:
     dtype_names: Mapping[str, str] = field(
         default_factory=dict
     )  # name of a layer's dtype, if its tensor does not show it
+    in_int8: Mapping[str, Sequence[torch.Tensor]] = field(
+        default_factory=dict
+    )  # scales of layers whose heads D has in int8 (admission/quantised.py)
     dcp: int = 1
     pcp: int = 1
     interleave: int = 1
@@ -120,8 +127,18 @@ class CacheBytes:
         return np.frombuffer(self._device.view(base, min(length, left)), dtype=np.uint8)
 
 
-def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape: CacheShape, device: Device) -> Caches:
-    """Return the layout of registered tensors. Raise PD-GEO-003 for a layout that is not supported."""
+def describe(
+    tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+    shape: CacheShape,
+    device: Device,
+    *,
+    images: bool = False,
+) -> Caches:
+    """Return the layout of registered tensors. Raise PD-GEO-003 for a layout that is not supported.
+
+    `images`: they are not the cache, but what is made of it for one layer at a time (regroup/quantise.py). Layers share
+    them, and nothing is written from them directly.
+    """
     tensors = _without_shared(tensors, shape)
     shape, kernel_blocks = _by_kernels_blocks(tensors, shape, device)
     # Stages of a pipeline come one behind the other, so the order of a whole model must not be that of kinds.
@@ -145,7 +162,9 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
             why = f"it has {layer.blocks} blocks, {each} for one of vLLM's, of which {first_name} has {pool}"
             raise ConfigError("PD-GEO-003", layer=name, why=why)
     begins: dict[tuple[int, int], str] = {}
-    for name, base, group in ((name, base, one.kind.group_index) for name, one in layers.items() for base in one.bases):
+    for name, base, group in (
+        (name, base, one.kind.group_index) for name, one in layers.items() for base in (() if images else one.bases)
+    ):
         if (other := begins.get((group, base))) is not None:
             raise ConfigError("PD-GEO-003", layer=name, why=f"it shares memory with {other}, of the same group")
         begins[group, base] = name
@@ -177,7 +196,7 @@ def describe(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape
         pcp=shape.pcp,
         interleave=shape.interleave,
     )
-    storages = {address: length for layer in layers.values() for address, length in layer.storages}
+    storages = {address: length for layer in layers.values() for address, length in layer.storages if not images}
     bases, found = tuple(layer.bases for layer in layers.values()), tuple(layer.tensors for layer in layers.values())
     return Caches(geometry, pool, bases, tuple(storages.items()), found, kernel_blocks)
 
@@ -193,7 +212,21 @@ class _Layer:
 
 def _layer(name: str, parts: Sequence[torch.Tensor], shape: CacheShape, device: Device) -> _Layer:
     group, table = shape.group(name)
-    return _of_tensors(name, parts, shape.of(name), table.block_size, group, device, shape.dtype_names.get(name, ""))
+    own, dtype = shape.of(name), shape.dtype_names.get(name, "")
+    if name not in shape.in_int8:
+        return _of_tensors(name, parts, own, table.block_size, group, device, dtype)
+    planes = [_in_fractals(name, part, table.block_size, own) for part in parts]
+    return _of_tensors(name, planes, own, table.block_size, group, device, dtype, packing=_IN_FRACTALS)
+
+
+def _in_fractals(name: str, part: torch.Tensor, block_size: int, own: LayerShape) -> torch.Tensor:
+    """Return int8 of heads, which has the shape of a plain cache, as whole planes of (block, head)."""
+    plain = tuple(part.shape[1:]) == (block_size, own.local_heads, own.head_size) and part[0].is_contiguous()
+    if not plain or own.head_size % FRACTAL or part.dtype != torch.int8:
+        sizes = f"{own.local_heads} heads of {own.head_size} in fractals of {FRACTAL}"
+        why = f"shape {tuple(part.shape)}, {part.dtype}, for {sizes}"
+        raise ConfigError("PD-GEO-003", layer=name, why=why)
+    return part.view(len(part), own.local_heads, block_size, own.head_size)
 
 
 def _index(name: str, parts: Sequence[torch.Tensor], shape: CacheShape, device: Device) -> _Layer:
@@ -222,6 +255,7 @@ def _of_tensors(
     dtype: str = "",
     *,
     whole: bool = False,
+    packing: Packing | None = None,
 ) -> _Layer:
     regions, packings = [], []
     for index, part in enumerate(parts):
@@ -230,10 +264,11 @@ def _of_tensors(
         if not _is_apart(part):
             why = f"its cells share memory (shape {tuple(part.shape)}, strides {part.stride()})"
             raise ConfigError("PD-GEO-003", layer=name, why=why)
-        packing = device.packing(part, block_size, own.head_size)
+        packed = packing or device.packing(part, block_size, own.head_size)
         region = f"kv{index}" if len(parts) > 1 else "kv"
-        regions.append(_region(name, region, part, block_size, own, packing.opaque, device.token_major))
-        packings.append(packing.name)
+        token_major = device.token_major and packing is None
+        regions.append(_region(name, region, part, block_size, own, packed.opaque, token_major))
+        packings.append(packed.name)
     blocks = {part.shape[0] for part in parts}
     if len(blocks) != 1:
         raise ConfigError("PD-GEO-003", layer=name, why=f"its tensors have different numbers of blocks: {blocks}")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 TAG_BYTES = 64
 TAGS = 1 << 14  # exchanges' numbers are below; 0 marks a part that failed, the others repeat
-_OFFSET, _SOURCE = CACHE_ROW.index("offset"), BUFFER_ROW.index("source")
+_BLOCK, _OFFSET, _SOURCE = CACHE_ROW.index("block"), CACHE_ROW.index("offset"), BUFFER_ROW.index("source")
 
 
 def tags_of(ranks: int) -> int:
@@ -85,6 +85,7 @@ class ExchangeRows:
     send_splits: list[int]
     receive_splits: list[int]
     sent_tags: list[int]  # offsets of the tags in the send buffer
+    blocks: torch.Tensor | None  # this rank's blocks of which images are made first
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +107,13 @@ class GroupExchange:
         caches: Sequence[Sequence[torch.Tensor]],
         buffer_bytes: int,
         device: str,
+        make_images: Callable[[int, torch.Tensor], None] | None = None,
     ) -> None:
-        """`rank` is this rank's TP rank by the engine, which the group's own order must agree with."""
-        self._group, self._caches = group, caches
+        """`rank` is this rank's TP rank by the engine, which the group's own order must agree with.
+
+        `make_images`: `caches` are images, which it makes of a layer's blocks before they are gathered.
+        """
+        self._group, self._caches, self._make_images = group, caches, make_images
         size = buffer_bytes + tags_of(group.size())
         self._send = torch.empty(size, dtype=torch.uint8, device=device)
         self._receive = torch.empty(size, dtype=torch.uint8, device=device)
@@ -137,7 +142,12 @@ class GroupExchange:
             send_splits=sends.splits,
             receive_splits=receives.splits,
             sent_tags=sends.tags,
+            blocks=None if self._make_images is None else self._blocks(plan),
         )
+
+    def _blocks(self, plan: RegroupPlan) -> torch.Tensor:
+        gathered = np.concatenate([plan.send[:, _BLOCK], *(slot.own[:, _BLOCK] for slot in plan.slots)])
+        return torch.from_numpy(np.unique(gathered)).to(self._send.device)
 
     def _slot(self, planned: Slot, receives: _Tagged, slot: torch.Tensor, layer: int) -> SlotRows:
         own = Gather(planned.own, self._caches[layer], slot) if len(planned.own) else None
@@ -161,6 +171,8 @@ class GroupExchange:
         number = tag_after(self.collectives)
         caches = self._caches[layer]
         try:
+            if self._make_images is not None and rows.blocks is not None:
+                self._make_images(layer, rows.blocks)
             self._gather(rows, caches, number)
         except Exception as failed:  # any error: the other ranks wait in the collective
             log.exception("this rank's part of an exchange failed")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +37,13 @@ class RegroupResources:
         return Room(self.staging.slot_bytes, buffer, buffer)
 
 
-def allocate(config: PushConfig, world: EngineWorld, caches: Caches, device: Device) -> RegroupResources | None:
+def allocate(
+    config: PushConfig,
+    world: EngineWorld,
+    caches: Caches,
+    device: Device,
+    make_images: Callable[[int, torch.Tensor], None] | None = None,
+) -> RegroupResources | None:
     """Allocate the parts, or return None if no exchange can ever be needed.
 
     Every rank of the world must call this: it makes process groups.
@@ -44,11 +51,16 @@ def allocate(config: PushConfig, world: EngineWorld, caches: Caches, device: Dev
     if not exchanges_possible(config.regroup, caches.geometry, world.tp_size):
         return None
     group = new_group(world.tp_size, world.groups, world.rank, device.collectives, GROUP_TIMEOUT_S)
-    return build_resources(config.regroup, world, caches, device, group)
+    return build_resources(config.regroup, world, caches, device, group, make_images)
 
 
 def build_resources(
-    config: RegroupConfig, world: EngineWorld, caches: Caches, device: Device, group: dist.ProcessGroup
+    config: RegroupConfig,
+    world: EngineWorld,
+    caches: Caches,
+    device: Device,
+    group: dist.ProcessGroup,
+    make_images: Callable[[int, torch.Tensor], None] | None = None,
 ) -> RegroupResources:
     """Allocate buffers and slots for a group that exists. Nothing is allocated later."""
     if device.name == "npu":
@@ -82,4 +94,4 @@ def build_resources(
         stride=stride,
         waits=not device.exchanges_inline,
     )
-    return RegroupResources(GroupExchange(group, rank, views, 2 * slot, device.name), staging)
+    return RegroupResources(GroupExchange(group, rank, views, 2 * slot, device.name, make_images), staging)

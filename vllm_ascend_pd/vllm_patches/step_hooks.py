@@ -129,17 +129,20 @@ def fail(scheduler: Any, request: Any) -> Any:
 
     Return None if it computes its prompt, or the output for the client if it ends with an error.
     """
-    from vllm.v1.engine import EngineCoreOutput
-    from vllm.v1.request import RequestStatus
-
     request_id = request.request_id
     ends = _failed(scheduler, request_id)
     if not ends and request_id not in scheduler.failed_recving_kv_req_ids:
         raise LocalProtocolError(f"vLLM does not take {request_id} for a request whose load has failed")
-    if ends:
-        scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
+    output = end(scheduler, request) if ends else None
     release(scheduler, request_id)
-    if not ends:
-        return None
+    return output
+
+
+def end(scheduler: Any, request: Any) -> Any:
+    """End a request with an error. Return the output for its client."""
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.request import RequestStatus
+
+    scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
     facts = {"events": request.take_events(), "trace_headers": request.trace_headers}
-    return EngineCoreOutput(request_id, [], finish_reason=request.get_finished_reason(), **facts)
+    return EngineCoreOutput(request.request_id, [], finish_reason=request.get_finished_reason(), **facts)

@@ -6,11 +6,11 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +34,7 @@ from tools.support import ascend_specs
 from unit.admission.vllm_configs import LAYERS, attention, cache_config, latent, model_dir, vllm_config
 from unit.geometry.context_parallel import HEADS, ON_DECODE, ON_PREFILL, ContextParallel
 from vllm_ascend_pd import admission, secret_files
-from vllm_ascend_pd.admission import drafts
+from vllm_ascend_pd.admission import drafts, quantised
 from vllm_ascend_pd.config import ChannelConfig, PushConfig
 from vllm_ascend_pd.device.caches import CacheShape, LayerShape
 from vllm_ascend_pd.engine import Engine
@@ -1164,3 +1164,72 @@ def test_what_is_not_a_file_is_no_secret(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             load_secrets(ChannelConfig(secret_file=path))
         assert caught.value.code == "PD-SEC-001"
+
+
+INT8_ON_D = attention(dtype=torch.int8)
+SCALED = {name: torch.full((32,), 0.5) for name in quantised.SCALES}
+
+
+def with_scales(role: str, changed: Mapping[str, Any] = MappingProxyType({}), *, layers: int = 2, **more: Any) -> Any:
+    """A configuration whose layers have scales for heads in int8, as vllm-ascend makes them of its checkpoint."""
+    config = vllm_config(role, **more)
+    context = config.compilation_config.static_forward_context
+    context.update({name: SimpleNamespace(**{**SCALED, **changed}) for name in LAYERS[:layers]})
+    return config
+
+
+@pytest.mark.usefixtures("under_vllm_ascend")
+def test_heads_in_int8_on_d_are_known_by_their_scales_on_both_sides() -> None:
+    p, d = (
+        admission.cache_shape(with_scales(role), cache_config(spec))
+        for role, spec in (("kv_producer", attention()), ("kv_consumer", INT8_ON_D))
+    )
+    admission.check_groups(cache_config(INT8_ON_D))
+    assert p.dtype_names == d.dtype_names and set(p.in_int8) == set(d.in_int8) == set(LAYERS)
+    other = with_scales("kv_producer", {"v_cache_offset": torch.zeros(32)})
+    assert admission.cache_shape(other, cache_config(attention())).dtype_names != d.dtype_names
+    assert admission.computes_no_prompts(cache_config(INT8_ON_D))
+    assert not admission.computes_no_prompts(cache_config(attention()))
+
+
+@pytest.mark.usefixtures("under_vllm_ascend")
+def test_a_p_with_its_own_heads_in_int8_is_refused() -> None:
+    for role in BOTH:
+        config = stored("int8")(role)
+        if role == "kv_producer":
+            assert "Start prefill without --kv-cache-dtype" in refusal(config).remedy
+        else:
+            Engine.of(config)
+
+
+@pytest.mark.usefixtures("under_vllm_ascend")
+@pytest.mark.parametrize(
+    ("roles", "feature", "change"),
+    [
+        (BOTH, "Heads in int8 with speculative decoding", {"speculative_config": NGRAM}),
+        (BOTH, "Heads in int8 with pipeline parallelism", {"pipeline_parallel_size": 2}),
+        (BOTH, "Heads in int8 with context parallelism", {}),
+        (BOTH[1:], "Heads in int8 with kv_load_failure_policy recompute", {}),
+        (BOTH[:1], "in some layers only", {"layers": 1}),
+        (BOTH[1:], "without scales of its checkpoint", {"layers": 1}),
+        (BOTH[1:], "without scales of its checkpoint", {"layers": 0}),
+    ],
+)
+def test_what_is_not_proven_beside_heads_in_int8_is_refused(
+    roles: tuple[str, ...], feature: str, change: dict[str, Any]
+) -> None:
+    for role in roles:
+        config = with_scales(role, **change)
+        config.parallel_config.prefill_context_parallel_size = 1 + ("context" in feature)
+        config.kv_transfer_config.kv_load_failure_policy = "recompute" if "policy" in feature else "fail"
+        spec = attention() if role == "kv_producer" else INT8_ON_D
+        with pytest.raises(ConfigError) as caught:
+            admission.cache_shape(config, cache_config(spec))
+        assert feature in caught.value.sentence
+
+
+def test_heads_in_int8_are_vllm_ascends_alone() -> None:
+    with pytest.raises(ConfigError, match="quantised KV cache"):
+        admission.check_groups(cache_config(INT8_ON_D))
+    assert not admission.computes_no_prompts(cache_config(INT8_ON_D))
+    assert not admission.cache_shape(with_scales("kv_producer"), cache_config(attention())).in_int8

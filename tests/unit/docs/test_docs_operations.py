@@ -50,7 +50,7 @@ def test_every_key_of_the_predecessor_is_explained(key: str) -> None:
 def test_flags_that_the_pages_name_exist() -> None:
     known = set(re.findall(r"--[a-z][a-z-]+", "".join(s.format_help() for s in subcommands(parser()).values())))
     vllms = {"--api-key", "--enforce-eager", "--kv-transfer-config", "--max-model-len", "--shutdown-timeout"}
-    vllms |= {"--disable-access-log-for-endpoints", "--no-async-scheduling"}
+    vllms |= {"--disable-access-log-for-endpoints", "--no-async-scheduling", "--kv-cache-dtype"}
     ours = set(re.findall(r"`(--[a-z][a-z-]+)", OPERATIONS + MIGRATION)) - vllms
     assert ours <= known
 

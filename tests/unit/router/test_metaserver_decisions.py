@@ -293,6 +293,7 @@ PACKAGE = Path(vllm_ascend_pd.__file__).parent
 TELLING = ("protocol/*.py", "prefill/**/*.py", "decode/**/*.py", "router/reserve.py")
 AGAINST_NEITHER = {
     *("PD-XFER-002", "PD-XFER-008", "PD-XFER-009"),  # given up; P's first token is lost; D gave its blocks back
+    "PD-XFER-010",  # no load, or one that is long over
     *("PD-META-003", "PD-META-004", "PD-META-005"),  # the metaserver, D's queue or the prompt is the reason
     "PD-META-006",  # P's leg failed, which was counted where it happened
     *("PD-META-026", "PD-META-027", "PD-META-028", "PD-META-029", "PD-META-030", "PD-META-031"),  # another router's

@@ -241,7 +241,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     ),
     "full graphs become piecewise": ({"p": line(P, eager=False)}, [], []),
     "full graphs of one configuration for both": ({"p": line(P, eager=False, connector=SHARED)}, [MODE], []),
-    "int8 on D": ({"model": "me/gqa-c8"}, [], ["PD-CONF-005 A quantised KV cache (torch.int8)"]),
+    "int8 on D": ({"model": "me/gqa-c8"}, [], []),
     "by flag": (
         {"p": line(P, "--kv-cache-dtype", "fp8_ds_mla")},
         ["PD-CONF-005 A quantised KV cache (fp8_ds_mla)"],
@@ -481,9 +481,8 @@ def test_the_tables_count_what_starts_and_what_stands_in_the_way() -> None:
     counted = " ".join(printed.partition("|")[0].split())
     assert "**P and D would start in 1 of 3 configurations.** P would start in 1, D in 3." in counted
     assert "In 1 D begins with P's first token." in counted
-    assert "0 ask for what their connector alone does, and 2 for what is not supported here." in counted
-    assert f"| {SPECULATION} | 2 | 0 | 1 | 0 | 1 |" in printed
-    assert f"| {MODE} | 1 | 0 | 1 | 0 | 0 |" in printed
+    assert f"| {SPECULATION} | 2 | 1 | 0 | 1 |" in printed
+    assert f"| {MODE} | 1 | 1 | 0 | 0 |" in printed
     assert "| nightly/one | me/gqa | 1 × 1 | would start | 1 × 1 | would start | direct | yes | `" in printed
     both = f"{MODE}; {SPECULATION.removeprefix('PD-CONF-005 ')}"
     assert f"| weekly/one | me/gqa | 1 × 1 | {both} | 1 × 1 | would start | – | – | – |" in printed
@@ -563,14 +562,11 @@ def test_a_page_that_is_not_what_is_printed_is_wrong_and_a_lost_start_is_named()
     assert field_page.compare(before, printed) == ["nightly/two would start, says the page, and no longer does"]
 
 
-def test_what_their_connector_does_with_a_cache_on_the_way_is_theirs() -> None:
-    verdict = judged(model="me/gqa-c8")
-    printed = field_page.tables([verdict])
-    counted = " ".join(printed.partition("|")[0].split())
-    assert "1 ask for what their connector alone does, and 0 for what is not supported here." in counted
-    int8 = "PD-CONF-005 A quantised KV cache (torch.int8)"
-    assert f"| {int8} | 1 | 1 | 0 | 1 | 1 |" in printed
-    assert f"| 1 × 1 | would start | 1 × 1 | theirs: {int8} | – | – | – |" in printed
+def test_heads_in_int8_are_made_on_the_way_and_prefill_has_no_flag_for_them() -> None:
+    base, flag = release(code=NEWER), ["--kv-cache-dtype", "int8"]
+    for flags in ([], flag):
+        verdict = under(base, "me/gqa-c8", p=line(P, *flags), d=line(D, *flags))
+        assert verdict.both and verdict.pair == "regroup"
 
 
 def test_the_release_before_has_a_smaller_table_and_a_lost_start_there_counts() -> None:

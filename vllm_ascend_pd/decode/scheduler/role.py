@@ -22,6 +22,7 @@ from vllm_ascend_pd.decode.scheduler.core.load import USELESS, LoadEffect, LoadS
 from vllm_ascend_pd.decode.scheduler.core.routes import KvRoute, Ticket, read_ticket
 from vllm_ascend_pd.decode.scheduler.foreign import ForeignRouters, read_route
 from vllm_ascend_pd.decode.scheduler.metaserver import MetaserverClient, Outcome
+from vllm_ascend_pd.decode.scheduler.no_prompts import NoPrompts
 from vllm_ascend_pd.decode.scheduler.tokens_of_others import TokensOfOthers
 from vllm_ascend_pd.engine import Engine, WorkerFacts, has_embeddings, merge_geometries, request_hash
 from vllm_ascend_pd.errors import PdError, one_line
@@ -87,11 +88,13 @@ class DecodeScheduler(SchedulerRole):
         fails: bool = False,
         yields: bool = False,
         gives: bool = False,
+        computes: bool = True,
     ) -> None:
         """`longest`: tokens of this engine's longest prompt. `vocabulary`: its size if P's first token is taken, or 0.
         `whole`: with P's first token, all of a prompt may be loaded into any cache. `fails`: this vLLM does not take
         failed loads by request, so they are failed around its step. `yields`: a loaded request gives its blocks back
-        where nothing else could go on. `gives`: requests may begin with given tokens.
+        where nothing else could go on. `gives`: requests may begin with given tokens. `computes`: this engine can
+        compute a prompt itself.
         """
         self.engine, self._patience = engine, patience
         if longest:
@@ -112,6 +115,7 @@ class DecodeScheduler(SchedulerRole):
         else:
             self.book = LoadBook(engine.incarnation, fails=fails)
             self.beginnings = Beginnings(self.tally, self.book, WithheldLoads(self.book, self))
+        self._no_prompts = None if computes else NoPrompts(self._refused)
         self._standstill = Standstill(self._gave_back) if yields else None
         self._drops = Drops()
 
@@ -140,6 +144,8 @@ class DecodeScheduler(SchedulerRole):
             return None
         count = self._to_load(request, computed)
         if not count:
+            if self._no_prompts is not None and self._no_prompts.refuses(request, computed):
+                return None
             requests.drop_placeholders(request)
         return count
 
@@ -299,8 +305,8 @@ class DecodeScheduler(SchedulerRole):
         return True
 
     def step_hooks(self) -> tuple[StepHooks, ...]:
-        ours = *self.beginnings.hooks, self._drops
-        return ours if self._standstill is None else (*ours, self._standstill)
+        optional = self._standstill, self._no_prompts
+        return *self.beginnings.hooks, self._drops, *(hooks for hooks in optional if hooks is not None)
 
     def holds(self, request_id: str) -> bool:
         return self.book.withholds(request_id)
@@ -323,6 +329,11 @@ class DecodeScheduler(SchedulerRole):
         self._computed_here(request_id)
         log.warning("request %s: %s", request_id, error)
         self.tally.count("num_recomputed_reqs", error.code)
+
+    def _refused(self, request_id: str) -> None:
+        error = PdError("PD-XFER-010")
+        log.warning("request %s: %s", request_id, error)
+        self.tally.count("num_failed_recvs", error.code)
 
     def _computed_here(self, request_id: str) -> None:
         """Report what P has brought for a request as computed by D."""

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from vllm_ascend_pd.device.base import Device
-from vllm_ascend_pd.device.caches import CacheShape, describe
+from vllm_ascend_pd.device.caches import CacheShape
 from vllm_ascend_pd.engine import Engine, WorkerFacts
 from vllm_ascend_pd.prefill.worker.core.register import PushSite
 from vllm_ascend_pd.prefill.worker.runtime import PushRuntime
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup.core.world import EngineWorld
+from vllm_ascend_pd.regroup.quantise import described
 from vllm_ascend_pd.regroup.resources import allocate
 from vllm_ascend_pd.roles import EndedRequests, StepMetadata, WorkerNews, WorkerRole
 
@@ -31,7 +32,7 @@ class PrefillWorker(WorkerRole):
         self._facts: WorkerFacts | None = None
 
     def register_kv_caches(self, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
-        caches = describe(tensors, self._shape, self._device)
+        caches, make_images = described(tensors, self._shape, self._device, self._contributor.rank)
         site = PushSite(self._engine.incarnation, self._contributor, self._engine.model)
         self.runtime = PushRuntime(
             self._engine.config,
@@ -40,7 +41,7 @@ class PrefillWorker(WorkerRole):
             self._device,
             self._engine.create_wire(self._device.attach_thread),
             self._engine.secrets,
-            allocate(self._engine.config, self._world, caches, self._device),
+            allocate(self._engine.config, self._world, caches, self._device, make_images),
         )
         self._facts = WorkerFacts(None, caches.geometry, kernel_blocks=caches.kernel_blocks)
 

@@ -218,6 +218,11 @@ def read_tokens(cache: Tensor, table: Tensor, first: int, count: int) -> Tensor:
     return cache[table[at // cache.shape[1]].long(), at % cache.shape[1]]
 
 
+def _in_token_order(cache: Tensor) -> Tensor:
+    """View a cache in fractals, [block, head, fractal, token, channel], as [block, token, head, fractal, channel]."""
+    return cache.permute(0, 3, 1, 2, 4)
+
+
 @of("atb::_npu_reshape_and_cache")
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor) -> None:
     _write_slots(key_cache, slot_indices, key)
@@ -235,8 +240,14 @@ def scatter_pa_kv_cache(
     cache_mode: str | None = "PA_NZ",
     **compressed: Any,
 ) -> None:
+    """Write tokens. In mode PA_NZ a block is [head, channels by 32, token, 32 channels]."""
     refuse("npu_scatter_pa_kv_cache", **compressed)
-    if cache_mode not in (None, "Norm"):
+    if cache_mode == "PA_NZ":
+        if key_cache.dim() != 5 or key.dtype != key_cache.dtype:
+            raise NotImplementedError(f"npu_scatter_pa_kv_cache: {key.dtype} into {tuple(key_cache.shape)} in fractals")
+        key_cache, value_cache = (_in_token_order(cache) for cache in (key_cache, value_cache))
+        key, value = (rows.view(len(rows), *key_cache.shape[2:]) for rows in (key, value))
+    elif cache_mode not in (None, "Norm"):
         raise NotImplementedError(f"npu_scatter_pa_kv_cache: a cache of mode {cache_mode}")
     reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
 
@@ -408,8 +419,11 @@ def _for_heads(x: Tensor, query: Tensor) -> Tensor:
 def _paged(cache: Tensor, table: Tensor, count: int, heads: int) -> Tensor:
     """Return the first tokens of a sequence.
 
-    The cache is [block, token, heads * channels], or with four dimensions heads before tokens.
+    The cache is [block, token, heads * channels], or with four dimensions heads before tokens, or with five in
+    fractals.
     """
+    if cache.dim() == 5:
+        return read_tokens(_in_token_order(cache), table, 0, count).flatten(2)
     if cache.dim() == 3:
         return read_tokens(cache, table, 0, count).unflatten(-1, (heads, -1))
     return read_tokens(cache.transpose(1, 2), table, 0, count)
@@ -461,10 +475,16 @@ def fused_infer_attention_score(
     antiquant_mode: int = 0,
     key_antiquant_mode: int = 0,
     value_antiquant_mode: int = 0,
+    key_antiquant_scale: Tensor | None = None,  # [head, 1, channel]: mode 0
+    value_antiquant_scale: Tensor | None = None,
     softmax_lse_flag: bool = False,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
     refuse("npu_fused_infer_attention_score", **more)
+    if (key.dtype == torch.int8) is not (key_antiquant_scale is not None) or key_antiquant_mode or value_antiquant_mode:
+        raise NotImplementedError(
+            "npu_fused_infer_attention_score: int8 without scales by channel, or scales without it"
+        )
     if sparse_mode == FULL:
         refuse("npu_fused_infer_attention_score with sparse mode 0", atten_mask=atten_mask)
     kv_heads = num_key_value_heads or num_heads
@@ -484,6 +504,9 @@ def fused_infer_attention_score(
     results, sums = [], []
     for row, (q, rope) in enumerate(zip(queries, ropes, strict=True)):
         k, v = of_sequence(key, row), of_sequence(value, row)
+        if key_antiquant_scale is not None and value_antiquant_scale is not None:
+            scales = (key_antiquant_scale, value_antiquant_scale)
+            k, v = (x.to(query.dtype) * scale.squeeze(1) for x, scale in zip((k, v), scales, strict=True))
         # A single query is at the last key's position, and without a rotary part its mask has no effect.
         mode = FULL if len(q) == 1 and rope is None else sparse_mode
         seen = visible(len(q), len(k), mode, pre_tokens, next_tokens)
