@@ -12,6 +12,8 @@ from array import array
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+import msgspec
+
 Path: TypeAlias = tuple[str | int, ...]
 IDS = "token_ids"
 _NAMES = ("id", "type")
@@ -19,6 +21,12 @@ _NAMES = ("id", "type")
 
 class NotContinued(ValueError):
     """A stream that no other engine can go on with; the text says why."""
+
+
+class Row(msgspec.Struct):
+    """What is kept of a token's log-probabilities. Most of such an event is not even decoded."""
+
+    token: str | None = None
 
 
 def _is_name(path: Path) -> bool:
@@ -38,11 +46,11 @@ def _compared(path: Path, piece: str | list[Any]) -> Any:
     """
     if isinstance(piece, str):
         return piece.encode()
-    return array("I", piece) if path == (IDS,) else [one if isinstance(one, str) else _word(one) for one in piece]
+    return array("I", piece) if path == (IDS,) else [_word(one) for one in piece]
 
 
 def _word(row: object) -> str | None:
-    word = row.get("token") if isinstance(row, dict) else row
+    word = row.token if isinstance(row, Row) else row.get("token") if isinstance(row, dict) else row
     return word if isinstance(word, str) else None
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from vllm_ascend_pd.protocol.auth import prompt_hash
 from vllm_ascend_pd.router.core import bodies
-from vllm_ascend_pd.router.core.accumulated import IDS, Accumulated, NotContinued, RepeatedAnswer
+from vllm_ascend_pd.router.core.accumulated import IDS, Accumulated, NotContinued, RepeatedAnswer, Row
 from vllm_ascend_pd.router.core.bodies import CHAT, COMPLETIONS, UNREADABLE, Request, Shape
 from vllm_ascend_pd.router.core.pieces import Buffer
 
@@ -100,7 +100,7 @@ class _Choice(msgspec.Struct):
     index: int = 0
     text: str | None = None
     delta: dict[str, Any] | None = None
-    logprobs: dict[str, Any] | None = None
+    logprobs: dict[str, list[Row | str | float | None] | None] | None = None
     token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]] | None = None
     prompt_token_ids: msgspec.Raw = _NULL
     finish_reason: str | None = None
@@ -320,8 +320,10 @@ class StreamState:
             self._answer += len(choice.token_ids or ())
             if choice.delta is not None:
                 seen.take(choice.delta, ("delta",))
-            if choice.text is not None or choice.logprobs is not None:
-                seen.take({"text": choice.text, "logprobs": choice.logprobs})
+            if choice.text is not None:
+                seen.take({"text": choice.text})
+            if choice.logprobs is not None:
+                seen.take(choice.logprobs, ("logprobs",))
             if self.length > self._max_length:
                 self.give_up(f"it has more than {self._max_length} tokens")
 
@@ -388,7 +390,11 @@ def _prompt_of(read: _AnswerEvent) -> bytes:
 
 def without_ids(said: bytes) -> bytes:
     """Return an engine's JSON with null for each list of token ids. Within a string its quotes would be escaped."""
-    first, *parts = said.split(_IDS)
-    if not parts:
+    at = said.rfind(_IDS)  # near the end of an event, which has one
+    if at < 0:
         return _SPACED_IDS.sub(rb"\1null", said)
+    if said.find(_IDS, 0, at) < 0:
+        at += len(_IDS) - 1
+        return said[:at] + b"null" + said[said.index(b"]", at) + 1 :]
+    first, *parts = said.split(_IDS)
     return _IDS[:-1].join((first, *(b"null" + part[part.index(b"]") + 1 :] for part in parts)))
