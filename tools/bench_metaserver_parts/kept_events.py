@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """CPU time that an event of a stream costs if the stream can go on with another D, by what the event has.
 
-    python tools/bench_metaserver_parts/kept_events.py [--beside DIRECTORY_OF_ANOTHER_CHECKOUT]
+    python -m tools.bench_metaserver_parts.kept_events [--beside DIRECTORY_OF_ANOTHER_CHECKOUT]
 
-Both are measured in turns, each time in a process of its own; the least of all turns is shown. No other load matters
-but that of the caches.
+Both are measured in turns, each time in a process of its own. The least of all turns is shown: other load only adds.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-EVENTS, TURNS = 3000, 9
 ROW = {"token": "token_id:123", "logprob": -0.5, "bytes": [104, 105]}
 KINDS: dict[str, dict[str, Any]] = {
     "a completion's text": {"text": "hello", "logprobs": None, "stop_reason": None},
@@ -39,7 +37,7 @@ def event(choice: dict[str, Any], **more: Any) -> bytes:
     return b"data: " + json.dumps(said, separators=(",", ":")).encode() + b"\n\n"
 
 
-def costs() -> dict[str, float]:
+def costs(events: int) -> dict[str, float]:
     """Return µs by kind; none of a kind that this package does not keep."""
     from vllm_ascend_pd.router.core.resume import StreamState
 
@@ -51,27 +49,30 @@ def costs() -> dict[str, float]:
         state = StreamState(request, 1 << 30)
         state.take(event({"delta": {"role": "assistant", "content": ""}}, prompt_token_ids=list(range(100))))
         one, begun = event({**choice, "token_ids": [123]}), time.process_time()
-        for _ in range(EVENTS):
+        for _ in range(events):
             state.take(one)
         if not state.unfit:
-            found[kind] = (time.process_time() - begun) / EVENTS * 1e6
+            found[kind] = (time.process_time() - begun) / events * 1e6
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("--beside", type=Path, help="another checkout, which is measured in turns with this one")
+    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--events", type=int, default=3000, help="of each kind in a turn")
     parser.add_argument("--of", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.of is not None:
         sys.path.insert(0, str(args.of))
-        print(json.dumps(costs()))
+        print(json.dumps(costs(args.events)))
         return
     trees = {"here": ROOT} | ({"beside": args.beside.resolve()} if args.beside else {})
     least: dict[tuple[str, str], float] = {}
-    for _ in range(TURNS):
+    for _ in range(args.turns):
         for name, tree in trees.items():
-            said = subprocess.check_output([sys.executable, __file__, "--of", str(tree)], text=True)
+            turn = [sys.executable, __file__, "--of", str(tree), "--events", str(args.events)]
+            said = subprocess.check_output(turn, text=True)
             for kind, cost in json.loads(said).items():
                 least[name, kind] = min(cost, least.get((name, kind), cost))
     print(f"| µs for an event | {' | '.join(trees)} |\n|---|{'--:|' * len(trees)}")

@@ -61,6 +61,7 @@ RUN_BY = {
     "examples/two-hosts/prefill.sh": "tests/unit/docs/test_examples.py",
     "python -m build": "tests/unit/packaging/test_packaging_build.py",
     "python -m simulation.sums": "tests/simulation/test_simulation.py",
+    "python -m tools.bench_metaserver_parts.kept_events": "tests/unit/scripts/test_bench_metaserver.py",
     "python -m tools.kind_sizes": "tests/unit/docs/test_docs_kinds.py",
     "python -m tools.metaservers": "tests/unit/cli/test_cli_plan_load.py",
     "python -m vllm.entrypoints.openai.api_server": "tests/unit/scripts/test_scripts_roles.py",

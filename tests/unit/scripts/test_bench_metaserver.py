@@ -41,3 +41,10 @@ def test_reservations_in_flight_are_counted_with_their_memory_and_their_stall() 
     _, row = printed("-m", "tools.bench_metaserver_parts.reservations", "--count", "40", "--waves", "1")
     wave, accepted, prefilled, *figures = (float(cell) for cell in row)
     assert (wave, accepted) == (1, 40) and prefilled >= 40 and all(figure > 0 for figure in figures)
+
+
+def test_the_cost_of_an_event_that_is_kept_is_printed_by_kind_also_of_another_checkout() -> None:
+    words = ["--turns", "1", "--events", "20", "--beside", str(ROOT)]
+    head, *rows = printed("-m", "tools.bench_metaserver_parts.kept_events", *words)
+    assert [cell.strip() for cell in head] == ["µs for an event", "here", "beside"] and len(rows) == 5
+    assert all(float(cell) > 0 for _, *cells in rows for cell in cells)

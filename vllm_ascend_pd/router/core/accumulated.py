@@ -24,7 +24,7 @@ class NotContinued(ValueError):
 
 
 class Row(msgspec.Struct):
-    """What is kept of a token's log-probabilities. Most of such an event is not even decoded."""
+    """A token's log-probabilities, of which the token alone is kept and the rest is not even decoded."""
 
     token: str | None = None
 
