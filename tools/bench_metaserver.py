@@ -169,7 +169,12 @@ def show(title: str, rows: Rows, floor: dict[str, float] | None = None) -> None:
         if floor and row is not floor:
             added = [f"{times[p] - floor[f'ttfb_{p}_ms']:.2f}" for p in percentiles]
         used = f"{row['cpu_us']:.0f}" if "cpu_us" in row else "–"
-        cells = [f"{row['rate']:.0f}" if row["rate"] >= 10 else f"{row['rate']:.2g}", *(f"{t:.2f}" for t in times.values()), *added, used]
+        cells = [
+            f"{row['rate']:.0f}" if row["rate"] >= 10 else f"{row['rate']:.2g}",
+            *(f"{t:.2f}" for t in times.values()),
+            *added,
+            used,
+        ]
         print(f"| {way} | {name} | {' | '.join(cells)} |", flush=True)
 
 

@@ -88,8 +88,8 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, step_hooks.HasStepHoo
             by_request = kv_cache_config is not None and admission.older_scheduler(vllm_config, kv_cache_config)
             blocks = kv_cache_config.num_blocks if kv_cache_config is not None else 0
             computes = kv_cache_config is None or not admission.computes_no_prompts(kv_cache_config)
-            roles = {"fails": by_request, "computes": computes}
-            self.scheduler_role = _scheduler(engine, vllm_config, blocks, self.patience, **roles)
+            facts = {"fails": by_request, "computes_prompts": computes}
+            self.scheduler_role = _scheduler(engine, vllm_config, blocks, self.patience, **facts)
         else:
             self.worker_role = _worker(engine, vllm_config, kv_cache_config)
         self.step_hooks = self.scheduler_role.step_hooks()
@@ -128,7 +128,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, step_hooks.HasStepHoo
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
         if not admission.is_alone(self):
-            admission.check_contained(self._grouped)
+            admission.check_contained(grouped=self._grouped, heads_in_int8=self.worker_role.heads_in_int8)
         self.worker_role.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -286,7 +286,7 @@ class AscendPushConnector(KVConnectorBase_V1, SupportsHMA, step_hooks.HasStepHoo
 
 
 def _scheduler(
-    engine: Engine, vllm_config: Any, blocks: int, waiting: patience.Patience, *, fails: bool, computes: bool
+    engine: Engine, vllm_config: Any, blocks: int, waiting: patience.Patience, *, fails: bool, computes_prompts: bool
 ) -> SchedulerRole:
     transfer = vllm_config.kv_transfer_config
     resets.install(vllm_config)
@@ -302,7 +302,7 @@ def _scheduler(
         if first:
             lacks[tried.GIVEN] = given_tokens.unproven(vllm_config) or one_by_one.install()
         lacks[tried.STANDSTILL] = standstill.install(vllm_config)
-        if not computes and (why := step_hooks.wrap_outputs(vllm_config.scheduler_config.get_scheduler_cls())):
+        if not computes_prompts and (why := step_hooks.wrap_outputs(vllm_config.scheduler_config.get_scheduler_cls())):
             raise not_proven(f"Heads in int8 where {why}", "Use a release that docs/matrix.md names.")
         facts = {
             "recomputes": getattr(transfer, "kv_load_failure_policy", "") == "recompute",
@@ -310,7 +310,7 @@ def _scheduler(
             "vocabulary": int(vllm_config.model_config.get_vocab_size()) if first else 0,
             "whole": step_hooks.can_fail(),
             "fails": fails,
-            "computes": computes,
+            "computes_prompts": computes_prompts,
             "yields": not lacks[tried.STANDSTILL],
             "gives": first and not lacks[tried.GIVEN],
         }
@@ -343,7 +343,7 @@ def _worker(engine: Engine, vllm_config: Any, kv_cache_config: Any) -> WorkerRol
         if why := accepted.install(vllm_config):
             log.warning("%s", tried.off(tried.ACCEPTED, why))
         return DecodeWorker(engine, shape, current(), stage, rank, why_no_first_token)
-    if shape.in_int8 and (why := single_token_steps.install()):
+    if shape.int8_scales and (why := single_token_steps.install()):
         raise not_proven(f"A prefill engine for heads in int8 where {why}", "Use a release that docs/matrix.md names.")
     from vllm_ascend_pd.prefill.worker.role import PrefillWorker
     from vllm_ascend_pd.protocol.identity import Contributor

@@ -128,6 +128,8 @@ class SchedulerRole:
 class WorkerRole:
     """A role in a worker's process. The class itself is for a process without one: it does nothing."""
 
+    heads_in_int8 = False  # on D; P makes them on the way
+
     def register_kv_caches(self, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
         """Receive the KV caches, once, before the first step."""
 

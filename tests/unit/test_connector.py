@@ -309,7 +309,7 @@ def test_groups_behind_another_connector_need_a_vllm_that_serves_them(monkeypatc
         monkeypatch.setattr(older_groups, "needed", lambda needed=needed: needed)
         refused = grouped and needed
         with pytest.raises(ConfigError, match="behind a MultiConnector") if refused else nullcontext():
-            admission.check_contained(grouped)
+            admission.check_contained(grouped=grouped, heads_in_int8=False)
 
 
 # -- a pair

@@ -50,7 +50,7 @@ from vllm_ascend_pd.geometry.decide import MIN_SPAN, decide
 from vllm_ascend_pd.geometry.layout import CacheGeometry, index_of
 from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.plugin import CONNECTOR
-from vllm_ascend_pd.regroup.quantise import described
+from vllm_ascend_pd.regroup.quantise import describe_for_decode
 from vllm_ascend_pd.vllm_patches import compat, first_token, older_groups, tried
 
 MODELS = Path(__file__).with_name("field_models.json")
@@ -624,7 +624,7 @@ def _refusals(config: Any, groups: Any, base: Base) -> tuple[tuple[PdError, ...]
         admission.check_groups(groups)
         shape: CacheShape = admission.cache_shape(config, groups)
         caches = _caches([specs_of(group) for group in groups.kv_cache_groups], config.cache_config.block_size, base)
-        as_seen = described if config.kv_transfer_config.is_kv_producer else _of_decode
+        as_seen = describe_for_decode if config.kv_transfer_config.is_kv_producer else _of_decode
         geometry = as_seen(caches, shape, PlainDevice(), 0)[0].geometry  # type: ignore[arg-type]
     except ConfigError as refused:
         rest = [other for other in found if str(other) != str(refused)]

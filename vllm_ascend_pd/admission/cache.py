@@ -135,7 +135,8 @@ def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
         raise refusal
     if states and which and not which.startswith("method=mtp "):
         raise not_proven("A draft model other than MTP beside states", "Use MTP, or none.")
-    dtype_names, in_int8 = quantised.dtype_names(config, specs), quantised.of_heads(config, specs)
+    int8_scales = quantised.of_heads(config, specs, grouped=bool(groups or states))
+    dtype_names = quantised.dtype_names(config, specs, int8_scales)
     first = next(iter(shapes.values()), None) or (LayerShape(1, 1, 1) if states else shape("", spec))
     unlike = {name: one for name, one in shapes.items() if one != first}
     heads = first.local_heads, first.total_heads, first.head_size
@@ -143,7 +144,19 @@ def cache_shape(config: Any, kv_cache_config: KVCacheConfig) -> CacheShape:
     divided = sizes.token_division(config.parallel_config)
     indexes = {name: count for name, one in specs.items() if (count := kinds.index_tensors(one))}
     return CacheShape(
-        spec.block_size, *heads, tp, which, layers, unlike, groups, of, states, indexes, dtype_names, in_int8, *divided
+        spec.block_size,
+        *heads,
+        tp,
+        which,
+        layers,
+        unlike,
+        groups,
+        of,
+        states,
+        indexes,
+        dtype_names,
+        int8_scales,
+        *divided,
     )
 
 

@@ -20,8 +20,13 @@ def is_alone(connector: object) -> bool:
     return not has_kv_transfer_group() or get_kv_transfer_group() is connector
 
 
-def check_contained(grouped: bool) -> None:
-    """Raise ConfigError if an engine's connector is not proven inside another one."""
+def check_contained(*, grouped: bool, heads_in_int8: bool) -> None:
+    """Raise ConfigError if an engine's connector is not proven inside another one.
+
+    Beside one that has a part of a prompt, a D with its heads in int8 would compute the rest, which it cannot.
+    """
+    if heads_in_int8:
+        raise not_proven("Heads in int8 behind a MultiConnector", "Name this connector alone.")
     if grouped and older_groups.needed():
         raise not_proven(f"{GROUPED} behind a MultiConnector", "Use vLLM 0.30.0 or later for it.")
 

@@ -12,7 +12,7 @@ scales of the same checkpoint (regroup/quantise.py).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_ascend_pd.admission import kinds, sizes
@@ -70,17 +70,19 @@ def is_fp8(spec: Any) -> bool:
     return mode == "FP8_PER_TENSOR" and str(getattr(spec, "dtype", "")) in _STORED
 
 
-def dtype_names(config: Any, specs: Mapping[str, Any]) -> dict[str, str]:
-    """Return the dtype name of each layer with such a cache. Raise PD-CONF-005 for what cannot be compared."""
-    scaled = of_heads(config, specs)
+def dtype_names(config: Any, specs: Mapping[str, Any], scaled: Mapping[str, Sequence[Any]]) -> dict[str, str]:
+    """Return the dtype name of each layer with such a cache. Raise PD-CONF-005 for what cannot be compared.
+
+    `scaled`: the scales of heads in int8 (`of_heads`).
+    """
     names = list(scaled) or [name for name in specs if is_fp8(specs[name])]
     if not names:
         return {}
     if len(names) < len(specs):
         raise not_proven(f"A cache that is quantised in some layers only ({names[0]})", _REMEDY)
     if scaled:
-        numbers = [one.double().flatten().tolist() for scales in scaled.values() for one in scales]
-        return dict.fromkeys(names, f"int8 of heads with scales {_short_hash(str(numbers))}")
+        content = b"".join(one.detach().float().cpu().numpy().tobytes() for each in scaled.values() for one in each)
+        return dict.fromkeys(names, f"int8 of heads with scales {_short_hash(content)}")
     layers = config.compilation_config.static_forward_context
     formats = {_FP8.get(str(getattr(layers.get(name), "kv_cache_dtype", None)), "") for name in names}
     word = formats.pop()
@@ -89,10 +91,11 @@ def dtype_names(config: Any, specs: Mapping[str, Any]) -> dict[str, str]:
     return dict.fromkeys(names, word + _digest([_scales(name, layers[name]) for name in names]))
 
 
-def of_heads(config: Any, specs: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+def of_heads(config: Any, specs: Mapping[str, Any], *, grouped: bool = False) -> dict[str, tuple[Any, ...]]:
     """Return the scales of layers whose heads a D has in int8: SCALES by layer. Raise PD-CONF-005 if that is refused.
 
-    A D of these computes no prompt: beside a connector its attention is defined for steps of one token per request.
+    `grouped`: there are other groups or states. A D of these computes no prompt: beside a connector its attention is
+    defined for steps of one token per request.
     """
     if not compat.is_vllm_ascend():
         return {}
@@ -100,23 +103,19 @@ def of_heads(config: Any, specs: Mapping[str, Any]) -> dict[str, tuple[Any, ...]
     found = {name: scales for name in specs if (scales := _scales_of_heads(layers.get(name)))}
     if missing := [name for name in specs if kinds.is_int8_of_heads(specs[name]) and name not in found]:
         raise not_proven(f"A cache of heads in int8 without scales of its checkpoint ({missing[0]})", _REMEDY)
-    for feature in _beside_heads(config) if found else ():
+    parallel, transfer = config.parallel_config, config.kv_transfer_config
+    beside = {
+        "speculative decoding": config.speculative_config is not None,
+        "context parallelism": sizes.token_division(parallel).world > 1,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "kv_load_failure_policy recompute": transfer.is_kv_consumer
+        and getattr(transfer, "kv_load_failure_policy", "") == "recompute",
+        "several groups or states": grouped,
+        "vLLM's second model runner": bool(getattr(config, "use_v2_model_runner", False)),
+    }
+    for feature in [name for name, there in beside.items() if there] if found else ():
         raise not_proven(f"Heads in int8 with {feature}", "Start without it.")
     return found
-
-
-def _beside_heads(config: Any) -> Iterator[str]:
-    """Yield what is not proven beside int8 of heads, or cannot be."""
-    parallel = config.parallel_config
-    if config.speculative_config is not None:
-        yield "speculative decoding"
-    if sizes.token_division(parallel).world > 1:
-        yield "context parallelism"
-    if parallel.pipeline_parallel_size > 1:
-        yield "pipeline parallelism"
-    transfer = config.kv_transfer_config
-    if transfer.is_kv_consumer and getattr(transfer, "kv_load_failure_policy", "") == "recompute":
-        yield "kv_load_failure_policy recompute"
 
 
 def _scales_of_heads(layer: Any) -> tuple[Any, ...]:
@@ -139,8 +138,8 @@ def _digest(scales: list[Scales]) -> str:
     if all(scale == (1.0, 1.0) for scale in scales):
         return ""
     text = " ".join(f"{k.hex()} {v.hex()}" for k, v in scales)
-    return f" with scales {_short_hash(text)}"
+    return f" with scales {_short_hash(text.encode())}"
 
 
-def _short_hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+def _short_hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]

@@ -30,8 +30,8 @@ from vllm_ascend_pd.device.base import Device, Packing
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.geometry.layout import (
     ALL,
-    FRACTAL,
-    FRACTALS,
+    FRACTAL_CHANNELS,
+    FRACTAL_PACKING,
     CacheGeometry,
     Group,
     LayerKind,
@@ -44,7 +44,7 @@ from vllm_ascend_pd.geometry.layout import (
 )
 from vllm_ascend_pd.geometry.states import PACKING, Recurrent
 
-_IN_FRACTALS = Packing(FRACTALS, opaque=True)
+_IN_FRACTALS = Packing(FRACTAL_PACKING, opaque=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class CacheShape:
     dtype_names: Mapping[str, str] = field(
         default_factory=dict
     )  # name of a layer's dtype, if its tensor does not show it
-    in_int8: Mapping[str, Sequence[torch.Tensor]] = field(
+    int8_scales: Mapping[str, Sequence[torch.Tensor]] = field(
         default_factory=dict
     )  # scales of layers whose heads D has in int8 (admission/quantised.py)
     dcp: int = 1
@@ -213,7 +213,7 @@ class _Layer:
 def _layer(name: str, parts: Sequence[torch.Tensor], shape: CacheShape, device: Device) -> _Layer:
     group, table = shape.group(name)
     own, dtype = shape.of(name), shape.dtype_names.get(name, "")
-    if name not in shape.in_int8:
+    if name not in shape.int8_scales:
         return _of_tensors(name, parts, own, table.block_size, group, device, dtype)
     planes = [_in_fractals(name, part, table.block_size, own) for part in parts]
     return _of_tensors(name, planes, own, table.block_size, group, device, dtype, packing=_IN_FRACTALS)
@@ -222,8 +222,8 @@ def _layer(name: str, parts: Sequence[torch.Tensor], shape: CacheShape, device: 
 def _in_fractals(name: str, part: torch.Tensor, block_size: int, own: LayerShape) -> torch.Tensor:
     """Return int8 of heads, which has the shape of a plain cache, as whole planes of (block, head)."""
     plain = tuple(part.shape[1:]) == (block_size, own.local_heads, own.head_size) and part[0].is_contiguous()
-    if not plain or own.head_size % FRACTAL or part.dtype != torch.int8:
-        sizes = f"{own.local_heads} heads of {own.head_size} in fractals of {FRACTAL}"
+    if not plain or own.head_size % FRACTAL_CHANNELS or part.dtype != torch.int8:
+        sizes = f"{own.local_heads} heads of {own.head_size} in fractals of {FRACTAL_CHANNELS}"
         why = f"shape {tuple(part.shape)}, {part.dtype}, for {sizes}"
         raise ConfigError("PD-GEO-003", layer=name, why=why)
     return part.view(len(part), own.local_heads, block_size, own.head_size)

@@ -12,14 +12,13 @@ import msgspec
 import numpy as np
 
 from vllm_ascend_pd.geometry.images import Segments, slot_spans, starts
-from vllm_ascend_pd.geometry.layout import FRACTALS, CacheGeometry
+from vllm_ascend_pd.geometry.layout import FRACTAL_PACKING, CacheGeometry
 from vllm_ascend_pd.geometry.pairing import exchanged, no_exchange_reason
 from vllm_ascend_pd.geometry.plan import Job, StepPlanner
 from vllm_ascend_pd.geometry.shard import contributors
 
 MIN_SPAN = 16 << 10
 SHORT_SPAN = 4 << 10
-MADE = "made"  # in place of a configured mode: nothing can be pushed directly
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -47,8 +46,6 @@ def decide(p: CacheGeometry, d: CacheGeometry, mode: str = "auto", min_span: int
     Kinds that cannot be exchanged are pushed directly in either case. `mode` and `min_span` are the configured values
     of `regroup` and `regroup_min_span`.
     """
-    if p.packing == FRACTALS:
-        mode = MADE
     found = [_decide(pair.p, pair.d, mode, min_span) for pair in exchanged(p, d)]
     if not found:
         return Decision(False, 0, 0, no_exchange_reason(p, d) or "no rank has heads that another lacks")
@@ -59,7 +56,7 @@ def _decide(p: CacheGeometry, d: CacheGeometry, mode: str, min_span: int) -> Dec
     direct, regrouped = min(
         (_direct_span(p, d, rank, d_rank), _regroup_span(d, d_rank)) for rank, d_rank in _distinct(p, d)
     )
-    if mode == MADE:
+    if p.packing == FRACTAL_PACKING:
         return Decision(True, direct, regrouped, "decode's int8 is made in the staging slots, whatever is configured")
     if mode != "auto":
         return Decision(mode == "always", direct, regrouped, f"configured: {mode}")

@@ -38,7 +38,7 @@ from vllm_ascend_pd.geometry.context_parallel import TokenSplit
 MAX_LAYERS, MAX_COMPONENTS, MAX_KINDS, MAX_GROUPS = 4096, 16, 256, 64
 # Packing of a D's int8 of heads under vllm-ascend: [block, head, channels by 32, token, 32]. P has no such memory: it
 # makes this of its own cache on the way, in staging slots.
-FRACTALS, FRACTAL = "int8-fractals", 32
+FRACTAL_PACKING, FRACTAL_CHANNELS = "int8-fractals", 32
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Stride = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]  # in bytes; times any block id it fits into 64 bits

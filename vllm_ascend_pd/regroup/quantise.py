@@ -8,6 +8,7 @@ and unequal sizes are those of any exchange. The images have room for all blocks
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,14 +16,16 @@ import torch
 from vllm_ascend_pd.device.base import Device
 from vllm_ascend_pd.device.caches import Caches, CacheShape, describe
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.geometry.layout import FRACTAL, Ranks
+from vllm_ascend_pd.geometry.layout import FRACTAL_CHANNELS, Ranks
+
+log = logging.getLogger(__name__)
 
 
-def described(
+def describe_for_decode(
     tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape: CacheShape, device: Device, rank: int
 ) -> tuple[Caches, Quantiser | None]:
     """Return the layout of a P's caches as a D has them, and what makes images of them if they are not like that."""
-    if not shape.in_int8:
+    if not shape.int8_scales:
         return describe(tensors, shape, device), None
     made = Quantiser(tensors, shape, rank)
     return describe(made.images, shape, device, images=True), made
@@ -35,21 +38,21 @@ class Quantiser:
         self, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], shape: CacheShape, rank: int
     ) -> None:
         """`tensors` are the registered caches, all of whose layers D has in int8."""
-        names = [name for name in tensors if name in shape.in_int8]  # others read the cache of one of these
+        names = [name for name in tensors if name in shape.int8_scales]  # others read the cache of one of these
         self._caches = [_key_and_value(name, tensors[name]) for name in names]
         self._scales = [_of_rank(name, shape, rank) for name in names]
         blank = self._caches[0][0].new_empty(self._caches[0][0].shape, dtype=torch.int8)
         self._both = blank, torch.empty_like(blank)
         self.images = dict.fromkeys(names, self._both)  # in the place of `tensors`
+        log.info("decode's int8 is made of one layer at a time: %.1f MiB", 2 * blank.nbytes / 2**20)
 
     def __call__(self, layer: int, blocks: torch.Tensor) -> None:
-        """Make the images of these blocks of a layer. Cells that are not computed yet become something or other."""
+        """Make the images of these blocks of a layer. Of cells that are not computed yet they are arbitrary."""
         for cache, image, (inverse, offset) in zip(self._caches[layer], self._both, self._scales[layer], strict=True):
             # As decode itself makes int8 of a token's key or value, in the model's dtype.
             cells = torch.clamp(torch.round(cache[blocks] * inverse + offset), -128, 127).to(torch.int8)
-            by_fractal = cells.view(*cells.shape[:3], -1, FRACTAL).permute(
-                0, 2, 3, 1, 4
-            )  # block, head, fractal, token, 32
+            by_token = cells.view(*cells.shape[:3], -1, FRACTAL_CHANNELS)  # block, token, head, fractal, 32
+            by_fractal = by_token.permute(0, 2, 3, 1, 4)
             image[blocks] = by_fractal.reshape(cells.shape)
 
 
@@ -76,5 +79,5 @@ def _of_rank(name: str, shape: CacheShape, rank: int) -> list[tuple[torch.Tensor
             raise ConfigError("PD-GEO-003", layer=name, why=why)
         return whole.view(-1, own.head_size)[heads.start : heads.stop]
 
-    k_scale, k_offset, v_scale, v_offset = map(part, shape.in_int8[name])
+    k_scale, k_offset, v_scale, v_offset = map(part, shape.int8_scales[name])
     return [(1.0 / k_scale, k_offset), (1.0 / v_scale, v_offset)]

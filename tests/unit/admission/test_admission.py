@@ -1185,7 +1185,7 @@ def test_heads_in_int8_on_d_are_known_by_their_scales_on_both_sides() -> None:
         for role, spec in (("kv_producer", attention()), ("kv_consumer", INT8_ON_D))
     )
     admission.check_groups(cache_config(INT8_ON_D))
-    assert p.dtype_names == d.dtype_names and set(p.in_int8) == set(d.in_int8) == set(LAYERS)
+    assert p.dtype_names == d.dtype_names and set(p.int8_scales) == set(d.int8_scales) == set(LAYERS)
     other = with_scales("kv_producer", {"v_cache_offset": torch.zeros(32)})
     assert admission.cache_shape(other, cache_config(attention())).dtype_names != d.dtype_names
     assert admission.computes_no_prompts(cache_config(INT8_ON_D))
@@ -1209,6 +1209,7 @@ def test_a_p_with_its_own_heads_in_int8_is_refused() -> None:
         (BOTH, "Heads in int8 with speculative decoding", {"speculative_config": NGRAM}),
         (BOTH, "Heads in int8 with pipeline parallelism", {"pipeline_parallel_size": 2}),
         (BOTH, "Heads in int8 with context parallelism", {}),
+        (BOTH, "Heads in int8 with vLLM's second model runner", {}),
         (BOTH[1:], "Heads in int8 with kv_load_failure_policy recompute", {}),
         (BOTH[:1], "in some layers only", {"layers": 1}),
         (BOTH[1:], "without scales of its checkpoint", {"layers": 1}),
@@ -1216,12 +1217,14 @@ def test_a_p_with_its_own_heads_in_int8_is_refused() -> None:
     ],
 )
 def test_what_is_not_proven_beside_heads_in_int8_is_refused(
-    roles: tuple[str, ...], feature: str, change: dict[str, Any]
+    roles: tuple[str, ...], feature: str, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for role in roles:
         config = with_scales(role, **change)
         config.parallel_config.prefill_context_parallel_size = 1 + ("context" in feature)
         config.kv_transfer_config.kv_load_failure_policy = "recompute" if "policy" in feature else "fail"
+        if "second" in feature:
+            monkeypatch.setattr(type(config), "use_v2_model_runner", True, raising=False)
         spec = attention() if role == "kv_producer" else INT8_ON_D
         with pytest.raises(ConfigError) as caught:
             admission.cache_shape(config, cache_config(spec))
@@ -1232,4 +1235,15 @@ def test_heads_in_int8_are_vllm_ascends_alone() -> None:
     with pytest.raises(ConfigError, match="quantised KV cache"):
         admission.check_groups(cache_config(INT8_ON_D))
     assert not admission.computes_no_prompts(cache_config(INT8_ON_D))
-    assert not admission.cache_shape(with_scales("kv_producer"), cache_config(attention())).in_int8
+    assert not admission.cache_shape(with_scales("kv_producer"), cache_config(attention())).int8_scales
+
+
+@pytest.mark.usefixtures("under_vllm_ascend")
+def test_heads_in_int8_stand_in_one_group_and_behind_no_other_connector() -> None:
+    for role in BOTH:
+        config = with_scales(role)
+        with pytest.raises(ConfigError, match="several groups or states"):
+            quantised.of_heads(config, dict.fromkeys(LAYERS, attention()), grouped=True)
+    with pytest.raises(ConfigError, match="behind a MultiConnector"):
+        admission.check_contained(grouped=False, heads_in_int8=True)
+    admission.check_contained(grouped=False, heads_in_int8=False)

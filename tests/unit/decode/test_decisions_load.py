@@ -98,6 +98,7 @@ def test_asking_is_free_and_one_token_is_not_worth_it() -> None:
     assert book.wanted("one", 1, 0) == book.wanted("one", 1, 0, states=True) == 0
     # With one token comes the state, without which D would compute all of them; it cannot if D must compute the last.
     assert [book.wanted("r", 10, computed, states=True) for computed in (9, 10)] == [1, 0]
+    assert [book.wanted("r", 10, computed, single=True) for computed in (9, 10)] == [1, 0]
     assert book.wanted("r", 10, 9, states=True, recomputes_last=True) == 0
     assert book.take_step(None, None).empty and book.count(*OPEN) == 0
 

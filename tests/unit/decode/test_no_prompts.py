@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_ascend_pd.decode.scheduler.no_prompts import NoPrompts
+from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.vllm_patches import step_hooks
 
 
@@ -38,7 +39,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_what_it_would_have_to_compute_ends_after_the_step(ended: list[str], tokens: int, computed: int) -> None:
     told: list[str] = []
     one, scheduler = NoPrompts(told.append), EndingScheduler(asked("a", tokens))
-    assert one.refuses(scheduler.requests["a"], computed)
+    assert one.refuses(scheduler.requests["a"], computed, 0)
     assert not ended
     one.after(scheduler, {})
     one.after(scheduler, {})
@@ -47,7 +48,7 @@ def test_what_it_would_have_to_compute_ends_after_the_step(ended: list[str], tok
 
 def test_the_next_token_alone_is_computed_as_a_decode_is(ended: list[str]) -> None:
     one = NoPrompts(lambda _: None)
-    assert not one.refuses(asked("a", 129), 128)
+    assert not one.refuses(asked("a", 129), 128, 0) and not one.refuses(asked("a", 129), 0, 128)
     one.after(EndingScheduler(asked("a", 129)), {})
     assert not ended
 
@@ -56,6 +57,21 @@ def test_what_has_ended_meanwhile_does_not_end_again(ended: list[str]) -> None:
     told: list[str] = []
     one = NoPrompts(told.append)
     for name in ("gone", "over"):
-        assert one.refuses(asked(name, 5), 0)
+        assert one.refuses(asked(name, 5), 0, 0)
     one.after(EndingScheduler(asked("over", 5, finished=True)), {})
     assert not ended and not told
+
+
+def test_a_session_whose_prompt_grows_ends(ended: list[str]) -> None:
+    one, session = NoPrompts(lambda _: None), asked("a", 129)
+    session.resumable = True
+    assert one.refuses(session, 0, 128) and one.refuses(session, 128, 0)
+    one.after(EndingScheduler(session), {})
+    assert ended == ["0: error of a"]
+
+
+def test_no_step_computes_a_part_of_a_prompt() -> None:
+    one = NoPrompts(lambda _: None)
+    one.check(SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 1}))
+    with pytest.raises(LocalProtocolError, match="b has 2 tokens"):
+        one.check(SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 2}))

@@ -21,7 +21,7 @@ from vllm_ascend_pd.config import RegroupConfig
 from vllm_ascend_pd.device.caches import CacheShape, describe
 from vllm_ascend_pd.errors import ConfigError, LocalProtocolError
 from vllm_ascend_pd.geometry.decide import decide
-from vllm_ascend_pd.geometry.layout import FRACTALS
+from vllm_ascend_pd.geometry.layout import FRACTAL_PACKING
 from vllm_ascend_pd.geometry.match import mismatches
 from vllm_ascend_pd.geometry.plan import Job
 from vllm_ascend_pd.geometry.regroup import RegroupPlanner
@@ -29,7 +29,7 @@ from vllm_ascend_pd.prefill.worker.core.orders import OrderBook
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup.core.staging import StagingSlot, exchanges_possible
 from vllm_ascend_pd.regroup.core.world import EngineWorld
-from vllm_ascend_pd.regroup.quantise import Quantiser, described
+from vllm_ascend_pd.regroup.quantise import Quantiser, describe_for_decode
 from vllm_ascend_pd.regroup.resources import build_resources
 
 HEADS, DIM, BLOCK, BLOCKS = 4, 64, 8, 6
@@ -50,7 +50,7 @@ SCALES = {NAMES[0]: scales(1), NAMES[1]: scales(2, one=True)}
 def shape(tp: int = 1, heads: int = HEADS, dim: int = DIM, of: dict[str, tuple[Tensor, ...]] = SCALES) -> CacheShape:
     names = dict.fromkeys(NAMES, "int8 of heads with scales")
     group = dict.fromkeys(NAMES, 0)
-    return CacheShape(BLOCK, heads // tp, heads, dim, tp, group_of=group, dtype_names=names, in_int8=of)
+    return CacheShape(BLOCK, heads // tp, heads, dim, tp, group_of=group, dtype_names=names, int8_scales=of)
 
 
 def caches(seed: int, local: int = HEADS, dtype: torch.dtype = torch.bfloat16) -> dict[str, tuple[Tensor, Tensor]]:
@@ -91,21 +91,21 @@ def test_an_image_is_what_decode_itself_writes(rank: int) -> None:
 
 def test_prefill_is_known_by_what_decode_has() -> None:
     """Its own memory is not registered, and the geometries fit, whatever the sizes; nothing is pushed directly."""
-    p, made = described(caches(3), shape(), DEVICE, 0)
+    p, made = describe_for_decode(caches(3), shape(), DEVICE, 0)
     decode = {name: tuple(torch.zeros((BLOCKS, BLOCK, 2, DIM), dtype=torch.int8) for _ in "kv") for name in NAMES}
     d = describe(decode, shape(tp=2), DEVICE)
     assert made is not None and not p.storages and d.storages
-    assert p.geometry.packing == d.geometry.packing == FRACTALS and p.geometry.opaque
+    assert p.geometry.packing == d.geometry.packing == FRACTAL_PACKING and p.geometry.opaque
     assert mismatches(p.geometry, d.geometry) == ()
     for mode in ("auto", "never", "always"):
         assert decide(p.geometry, d.geometry, mode).regroup
         assert exchanges_possible(RegroupConfig(regroup=mode), p.geometry, 1)
-    plain, none = described(caches(3), CacheShape(BLOCK, HEADS, HEADS, DIM, 1), DEVICE, 0)
+    plain, none = describe_for_decode(caches(3), CacheShape(BLOCK, HEADS, HEADS, DIM, 1), DEVICE, 0)
     assert none is None and plain.storages and mismatches(plain.geometry, d.geometry)[0].field == "dtype"
 
 
 def test_a_direct_push_of_it_is_never_ordered() -> None:
-    p, _ = described(caches(3), shape(), DEVICE, 0)
+    p, _ = describe_for_decode(caches(3), shape(), DEVICE, 0)
     book = OrderBook(p.geometry, p.geometry, Contributor(0, 0), RegroupConfig(), None)
     start: Any = SimpleNamespace(reservation=SimpleNamespace(geometry=p.geometry))
     with pytest.raises(LocalProtocolError, match="cannot be pushed directly"):
@@ -116,7 +116,7 @@ def test_a_direct_push_of_it_is_never_ordered() -> None:
 def test_slots_hold_the_blocks_of_each_decode_rank(d_tp: int) -> None:
     """Through the exchange of one rank: of each layer in turn, of blocks in any order, the last one partly filled."""
     of = caches(5)
-    p, made = described(of, shape(), DEVICE, 0)
+    p, made = describe_for_decode(of, shape(), DEVICE, 0)
     d = describe(
         {
             name: tuple(torch.zeros((BLOCKS, BLOCK, HEADS // d_tp, DIM), dtype=torch.int8) for _ in "kv")
@@ -159,4 +159,4 @@ def test_slots_hold_the_blocks_of_each_decode_rank(d_tp: int) -> None:
 )
 def test_other_layouts_are_refused(tensors: Any, of: CacheShape) -> None:
     with pytest.raises(ConfigError, match="PD-GEO-003"):
-        described(dict.fromkeys(NAMES, tensors), of, DEVICE, 0)
+        describe_for_decode(dict.fromkeys(NAMES, tensors), of, DEVICE, 0)

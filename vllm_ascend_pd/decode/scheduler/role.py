@@ -88,13 +88,13 @@ class DecodeScheduler(SchedulerRole):
         fails: bool = False,
         yields: bool = False,
         gives: bool = False,
-        computes: bool = True,
+        computes_prompts: bool = True,
     ) -> None:
         """`longest`: tokens of this engine's longest prompt. `vocabulary`: its size if P's first token is taken, or 0.
         `whole`: with P's first token, all of a prompt may be loaded into any cache. `fails`: this vLLM does not take
         failed loads by request, so they are failed around its step. `yields`: a loaded request gives its blocks back
-        where nothing else could go on. `gives`: requests may begin with given tokens. `computes`: this engine can
-        compute a prompt itself.
+        where nothing else could go on. `gives`: requests may begin with given tokens. `computes_prompts`: this
+        engine can compute a prompt itself.
         """
         self.engine, self._patience = engine, patience
         if longest:
@@ -115,7 +115,7 @@ class DecodeScheduler(SchedulerRole):
         else:
             self.book = LoadBook(engine.incarnation, fails=fails)
             self.beginnings = Beginnings(self.tally, self.book, WithheldLoads(self.book, self))
-        self._no_prompts = None if computes else NoPrompts(self._refused)
+        self._no_prompts = None if computes_prompts else NoPrompts(self._refused)
         self._standstill = Standstill(self._gave_back) if yields else None
         self._drops = Drops()
 
@@ -143,9 +143,9 @@ class DecodeScheduler(SchedulerRole):
         if self._online is not None and self._route(request) is not None and self.beginnings.waits(request):
             return None
         count = self._to_load(request, computed)
+        if self._no_prompts is not None and self._no_prompts.refuses(request, computed, count):
+            return None
         if not count:
-            if self._no_prompts is not None and self._no_prompts.refuses(request, computed):
-                return None
             requests.drop_placeholders(request)
         return count
 
@@ -157,7 +157,9 @@ class DecodeScheduler(SchedulerRole):
         leaves = geometry.recomputes_last and not self.beginnings.begins(request)
         length = request.num_prompt_tokens + self.beginnings.behind(request.request_id)
         states = any(group.stateful for group in geometry.groups)
-        return self.book.wanted(request.request_id, length, computed, recomputes_last=leaves, states=states)
+        single = self._no_prompts is not None and request.num_tokens - computed > 1
+        wanted = request.request_id, length, computed
+        return self.book.wanted(*wanted, recomputes_last=leaves, states=states, single=single)
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], count: int) -> None:
         """Reserve the blocks that vLLM allocated for `count` tokens; ask the metaserver, router or P for a prefill."""
@@ -208,7 +210,8 @@ class DecodeScheduler(SchedulerRole):
         elif isinstance(route, PdError | str):
             route = read_route(self.engine, request, self._allowed) or route
         if isinstance(route, PdError | str):
-            log.warning("request %s is prefilled locally: %s", request.request_id, route)
+            done = "is prefilled locally" if self._no_prompts is None else "cannot be prefilled"
+            log.warning("request %s %s: %s", request.request_id, done, route)
             return None
         if route is not None:
             self.beginnings.arrived(request)
@@ -257,6 +260,8 @@ class DecodeScheduler(SchedulerRole):
         )
 
     def metadata(self, output: Any) -> StepMetadata:
+        if self._no_prompts is not None:
+            self._no_prompts.check(output)
         # vllm-ascend's recompute scheduler ends requests that find no block in a step, and reports it nowhere else.
         for dropped in getattr(output, "recomputed_reqs", None) or ():
             answer = self.finished(dropped.request_id) or {}

@@ -25,7 +25,7 @@ class DecodeWorker(WorkerRole):
         """`why_no_first_token`: why its batch cannot go on behind P's first token."""
         self._engine, self._shape, self._device = engine, shape, device
         self._why_no_first_token = why_no_first_token
-        self._stage, self._rank = stage, rank
+        self._stage, self._rank, self.heads_in_int8 = stage, rank, bool(shape.int8_scales)
         self.runtime: ReceiveRuntime | None = None
         self._facts: WorkerFacts | None = None
         self._ends: list[LoadEnd] = []

@@ -15,7 +15,7 @@ from vllm_ascend_pd.prefill.worker.core.register import PushSite
 from vllm_ascend_pd.prefill.worker.runtime import PushRuntime
 from vllm_ascend_pd.protocol.identity import Contributor
 from vllm_ascend_pd.regroup.core.world import EngineWorld
-from vllm_ascend_pd.regroup.quantise import described
+from vllm_ascend_pd.regroup.quantise import describe_for_decode
 from vllm_ascend_pd.regroup.resources import allocate
 from vllm_ascend_pd.roles import EndedRequests, StepMetadata, WorkerNews, WorkerRole
 
@@ -27,12 +27,12 @@ class PrefillWorker(WorkerRole):
         self, engine: Engine, shape: CacheShape, device: Device, contributor: Contributor, world: EngineWorld
     ) -> None:
         self._engine, self._shape, self._device, self._contributor = engine, shape, device, contributor
-        self._world = world
+        self._world, self.heads_in_int8 = world, bool(shape.int8_scales)
         self.runtime: PushRuntime | None = None
         self._facts: WorkerFacts | None = None
 
     def register_kv_caches(self, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
-        caches, make_images = described(tensors, self._shape, self._device, self._contributor.rank)
+        caches, make_images = describe_for_decode(tensors, self._shape, self._device, self._contributor.rank)
         site = PushSite(self._engine.incarnation, self._contributor, self._engine.model)
         self.runtime = PushRuntime(
             self._engine.config,

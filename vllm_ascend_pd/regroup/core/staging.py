@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from vllm_ascend_pd.config import RegroupConfig
 from vllm_ascend_pd.errors import LocalProtocolError
-from vllm_ascend_pd.geometry.layout import FRACTALS, CacheGeometry
+from vllm_ascend_pd.geometry.layout import FRACTAL_PACKING, CacheGeometry
 
 SLOT_TIMEOUT_S = 0.05  # the longest that one step's exchanges wait for slots of one destination, in all
 
@@ -27,7 +27,7 @@ def exchanges_possible(config: RegroupConfig, geometry: CacheGeometry, tp_size: 
     They never have to with TP 1, one KV head for all ranks, tokens divided among ranks, or `regroup: never`. What is
     made of P's cache on the way is made in exchanges, also of one rank alone.
     """
-    if geometry.packing == FRACTALS:
+    if geometry.packing == FRACTAL_PACKING:
         return True
     split = any(kind.kv_heads > 1 and not kind.group.stateful for kind in geometry.kinds)
     return tp_size > 1 and geometry.ranks.world == 1 and split and config.regroup != "never"

@@ -74,15 +74,23 @@ class LoadBook:
         return load.route
 
     def wanted(
-        self, request_id: str, length: int, computed: int, *, recomputes_last: bool = False, states: bool = False
+        self,
+        request_id: str,
+        length: int,
+        computed: int,
+        *,
+        recomputes_last: bool = False,
+        states: bool = False,
+        single: bool = False,
     ) -> int:
         """Return how many tokens to load of a prompt of `length`, of which `computed` are here. Repeatable.
 
-        A single token is not worth it: D computes the last one anyway. With `recomputes_last` that one is never loaded.
-        With `states` it comes with the state, which may be all that D lacks.
+        A single token is not worth it, as D computes the last one anyway, unless D cannot compute it with the next one
+        (`single`). With `recomputes_last` the last one is never loaded. With `states` it comes with the state, which
+        may be all that D lacks.
         """
         load = self._loads.get(request_id)
-        few = 0 if states and computed and not recomputes_last else 1
+        few = 0 if single or (states and computed and not recomputes_last) else 1
         if load is None or load.state is not LoadState.ARRIVED or length - computed <= few:
             return 0
         load.first = computed

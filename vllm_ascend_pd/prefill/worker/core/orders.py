@@ -11,7 +11,7 @@ import logging
 from vllm_ascend_pd.config import RegroupConfig
 from vllm_ascend_pd.errors import LocalProtocolError
 from vllm_ascend_pd.geometry.decide import decide
-from vllm_ascend_pd.geometry.layout import FRACTALS, CacheGeometry
+from vllm_ascend_pd.geometry.layout import FRACTAL_PACKING, CacheGeometry
 from vllm_ascend_pd.geometry.match import Mismatch, mismatches
 from vllm_ascend_pd.geometry.pairing import destinations, exchanged, pairings
 from vllm_ascend_pd.geometry.plan import plan_digest
@@ -46,9 +46,9 @@ class OrderBook:
         if differences := mismatches(self._geometry, d):
             return Push.of(start, self._cache, (), (), ()), differences
         mode = self._mode(d)
-        if mode == DIRECT and self._cache.packing == FRACTALS:
-            raise LocalProtocolError("decode's int8 is not in this engine's cache: it cannot be pushed directly")
         apart = exchanged(self._geometry, d) if mode != DIRECT else ()
+        if self._cache.packing == FRACTAL_PACKING and len(apart) < len(pairings(self._geometry, d)):
+            raise LocalProtocolError("decode's int8 is not in this engine's cache: it cannot be pushed directly")
         to = tuple(self._destination(start.reservation, worker, mode) for worker in self._destinations(d))
         return Push.of(start, self._cache, pairings(self._geometry, d), apart, to), ()
 
