@@ -1223,10 +1223,10 @@ def test_what_is_not_proven_beside_heads_in_int8_is_refused(
         config = with_scales(role, **change)
         config.parallel_config.prefill_context_parallel_size = 1 + ("context" in feature)
         config.kv_transfer_config.kv_load_failure_policy = "recompute" if "policy" in feature else "fail"
-        if "second" in feature:
-            monkeypatch.setattr(type(config), "use_v2_model_runner", True, raising=False)
         spec = attention() if role == "kv_producer" else INT8_ON_D
-        with pytest.raises(ConfigError) as caught:
+        with monkeypatch.context() as patched, pytest.raises(ConfigError) as caught:
+            if "second" in feature:
+                patched.setattr(type(config), "use_v2_model_runner", True)
             admission.cache_shape(config, cache_config(spec))
         assert feature in caught.value.sentence
 
