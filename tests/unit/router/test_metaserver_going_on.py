@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from simulation.front.speech import understood
 
+from tools.support.checks import front_counter
 from unit.router.cluster import FakeCluster, cluster, until
 from vllm_ascend_pd.protocol.auth import prompt_hash
 from vllm_ascend_pd.router.core.decisions import Role
@@ -38,6 +39,19 @@ def test_a_sampled_stream_goes_on_with_another_d_by_the_same_body() -> None:
         params = went_on.pop("kv_transfer_params")
         assert params["continue"] is True and params["send_tokens"] is True and "first_token" not in params
         assert (went_on["prompt"], went_on["temperature"], went_on["stop_token_ids"]) == (PROMPT, 0.8, [999])
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_an_answer_whose_generator_begins_anew_is_counted(seeded: bool) -> None:
+    with cluster() as c:
+        c.decode[0].behaviour.speaks, c.decode[0].behaviour.drops_after, c.decode[0].behaviour.gap_s = True, 20, 0.005
+        url = f"http://127.0.0.1:{c.served.port}"
+        before = [front_counter(url, name) for name in ("resumes", "resumes_reseeded")]
+        assert len(stream(c, **({"seed": 5} if seeded else {}))["ids"]) == 30
+        went_on, anew = (
+            front_counter(url, name) - had for name, had in zip(("resumes", "resumes_reseeded"), before, strict=True)
+        )
+        assert went_on == 1 and anew == seeded
 
 
 def test_a_stream_that_its_only_d_drops_goes_on_there() -> None:
