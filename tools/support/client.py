@@ -7,7 +7,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,5 +166,21 @@ def leave_after(base: str, body: Mapping[str, Any], seconds: float) -> None:
                 await asyncio.wait_for(stream(client, base + "/v1/completions", body), seconds)
             except asyncio.TimeoutError:
                 return
+
+    asyncio.run(run())
+
+
+def leave_when(base: str, body: Mapping[str, Any], reached: Callable[[], object], deadline_s: float = 60.0) -> None:
+    """Send a streamed request, and close the connection once `reached()` is true, which it must be before its end."""
+
+    async def run() -> None:
+        async with httpx.AsyncClient(timeout=TIMEOUT, trust_env=False, verify=False) as client:
+            asked = asyncio.create_task(stream(client, base + "/v1/completions", body))
+            until = time.monotonic() + deadline_s
+            while not await asyncio.to_thread(reached):
+                assert not asked.done() and time.monotonic() < until, "its client could not leave in time"
+                await asyncio.sleep(0.005)
+            asked.cancel()
+            await asyncio.wait([asked])
 
     asyncio.run(run())

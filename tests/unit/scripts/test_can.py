@@ -24,7 +24,8 @@ KINDS = {kind.title.split(":")[0]: kind for kind in can.KINDS}
 def test_each_set_compares_log_probabilities_within_a_bound() -> None:
     """Equal tokens show little of a cache."""
     limits = {engines.tally.limit for engines, _ in SETS.values()}
-    assert len(SETS) > 100 and limits == {1e-4, 0.125}
+    assert len(SETS) > 100 and limits == {1e-4, 0.125, 0.25}
+    assert all(engines.indexed for engines, _ in SETS.values() if engines.tally.limit == 0.25)
 
 
 @pytest.mark.parametrize(("pin", "base"), [(sdist.VLLM_ASCEND, can.NEW), (sdist.OLDER, can.OLD)], ids=["new", "old"])
