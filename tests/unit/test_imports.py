@@ -163,7 +163,7 @@ CEILINGS = {
     "channel": 1080,
     "cli": 3670,  # 80 for the pool of DeepSeek-V4's groups, and for net health and super pod of NPUs
     "decode": 3126,  # 66 so that a D that computes no prompts says so; 265 so that tokens of others, and other routers than ours, have a seam each
-    "device": 763,  # 33 for heads in int8
+    "device": 762,  # 32 for heads in int8
     "geometry": 2555,  # 5 for heads in int8
     "observe": 525,  # 10 so that a log that nobody reads holds up no request
     "prefill": 4080,  # 20 for these seams

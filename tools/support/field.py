@@ -42,8 +42,8 @@ from vllm_ascend_pd.admission.kinds import index_tensors
 from vllm_ascend_pd.cli.checkup.engine import our_connector
 from vllm_ascend_pd.config import PushConfig
 from vllm_ascend_pd.connector import AscendPushConnector
-from vllm_ascend_pd.device.base import PLAIN, Device, Packing
-from vllm_ascend_pd.device.caches import Caches, CacheShape, describe
+from vllm_ascend_pd.device.base import PLAIN, Packing
+from vllm_ascend_pd.device.caches import CacheShape, describe
 from vllm_ascend_pd.engine import Engine
 from vllm_ascend_pd.errors import ConfigError, PdError
 from vllm_ascend_pd.geometry.decide import MIN_SPAN, decide
@@ -624,16 +624,15 @@ def _refusals(config: Any, groups: Any, base: Base) -> tuple[tuple[PdError, ...]
         admission.check_groups(groups)
         shape: CacheShape = admission.cache_shape(config, groups)
         caches = _caches([specs_of(group) for group in groups.kv_cache_groups], config.cache_config.block_size, base)
-        as_seen = describe_for_decode if config.kv_transfer_config.is_kv_producer else _of_decode
-        geometry = as_seen(caches, shape, PlainDevice(), 0)[0].geometry  # type: ignore[arg-type]
+        device: Any = PlainDevice()
+        if config.kv_transfer_config.is_kv_producer:
+            made, _ = describe_for_decode(caches, shape, device, 0)
+        else:
+            made = describe(caches, shape, device)
     except ConfigError as refused:
         rest = [other for other in found if str(other) != str(refused)]
         return (refused, *rest), None
-    return tuple(found), geometry
-
-
-def _of_decode(tensors: Any, shape: CacheShape, device: Device, _rank: int) -> tuple[Caches, None]:
-    return describe(tensors, shape, device), None
+    return tuple(found), made.geometry
 
 
 def specs_of(group: Any) -> dict[str, Any]:

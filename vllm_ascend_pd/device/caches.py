@@ -162,12 +162,11 @@ def describe(
             why = f"it has {layer.blocks} blocks, {each} for one of vLLM's, of which {first_name} has {pool}"
             raise ConfigError("PD-GEO-003", layer=name, why=why)
     begins: dict[tuple[int, int], str] = {}
-    for name, base, group in (
-        (name, base, one.kind.group_index) for name, one in layers.items() for base in (() if images else one.bases)
-    ):
-        if (other := begins.get((group, base))) is not None:
-            raise ConfigError("PD-GEO-003", layer=name, why=f"it shares memory with {other}, of the same group")
-        begins[group, base] = name
+    for name, layer in () if images else layers.items():
+        for base in layer.bases:
+            if (other := begins.get((layer.kind.group_index, base))) is not None:
+                raise ConfigError("PD-GEO-003", layer=name, why=f"it shares memory with {other}, of the same group")
+            begins[layer.kind.group_index, base] = name
     if len(shape.groups) > 1:
         _check_blocks_apart(
             {
