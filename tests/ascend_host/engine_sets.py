@@ -184,7 +184,13 @@ class Engines:
     @property
     def devices(self) -> int:
         """Return how many devices the set needs."""
-        return self.p.devices + self.d.devices
+        alone = self.alone.devices if self.in_int8 else 0
+        return self.p.devices + self.d.devices + alone
+
+    @property
+    def alone(self) -> Side:
+        """Return the engine that answers where neither P nor D can alone."""
+        return Side(self.p.tp, flags=("--no-enable-prefix-caching",))
 
     def start(self, machine: Machine, cluster: Cluster) -> Pair:
         port = cluster.port()
@@ -201,8 +207,7 @@ class Engines:
         """Return P and all servers of D, for a metaserver at `url`, and the engine alone if the set has one."""
         found = self._specs(machine, cluster, url)
         if self.in_int8:
-            alone = Side(self.p.tp, flags=("--no-enable-prefix-caching",))
-            found.append(self._engine(machine, "alone", "plain", alone, {}, UNCUT))
+            found.append(self._engine(machine, "alone", "plain", self.alone, {}, UNCUT))
         return [_noted(spec, cluster) for spec in found] if machine.stands_in else found
 
     def _specs(self, machine: Machine, cluster: Cluster, url: str) -> list[EngineSpec]:

@@ -167,6 +167,7 @@ ELSEWHERE: dict[str, set[str]] = {
     "regroup/exchange.py": {
         "absent",
         "_slot",
+        "_blocks",
         "run",
         "_invalidate_sent",
         "_all_to_all",
@@ -175,7 +176,7 @@ ELSEWHERE: dict[str, set[str]] = {
         "_hang_up_gloo",
     },
     "regroup/resources.py": {"allocate", "of"},
-    "regroup/core/staging.py": {"__repr__", "taken", "wait_left", "take"},
+    "regroup/core/staging.py": {"__repr__", "taken", "wait_left", "take", "exchanges_possible"},
     "device/current.py": {"current"},
 }
 COMPLETE = (
