@@ -389,7 +389,7 @@ ALL = {
         FrontMutation("a stream goes on with the D that died", ((front.Front, "decode", _the_dead_one),), _breaking),
         FrontMutation(
             "ids go to clients that did not ask",
-            ((resume, "without_ids", lambda said: said), (relay, "without_ids", lambda said: said)),
+            ((resume, "without_ids", lambda said, **_: said), (relay, "without_ids", lambda said: said)),
             _breaking,
         ),
         FrontMutation("the rest is another answer's", ((StreamState, "_note", _own_head),), _breaking),

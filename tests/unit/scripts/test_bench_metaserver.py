@@ -46,5 +46,5 @@ def test_reservations_in_flight_are_counted_with_their_memory_and_their_stall() 
 def test_the_cost_of_an_event_that_is_kept_is_printed_by_kind_also_of_another_checkout() -> None:
     words = ["--turns", "1", "--events", "20", "--beside", str(ROOT)]
     head, *rows = printed("-m", "tools.bench_metaserver_parts.kept_events", *words)
-    assert [cell.strip() for cell in head] == ["µs for an event", "here", "beside"] and len(rows) == 5
+    assert [cell.strip() for cell in head] == ["µs for an event", "here", "beside"] and len(rows) == 7
     assert all(float(cell) > 0 for _, *cells in rows for cell in cells)

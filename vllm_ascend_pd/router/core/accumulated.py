@@ -46,11 +46,13 @@ def _compared(path: Path, piece: str | list[Any]) -> Any:
     """
     if isinstance(piece, str):
         return piece.encode()
-    return array("I", piece) if path == (IDS,) else [_word(one) for one in piece]
+    if path == (IDS,):
+        return array("I", piece)
+    return [one.token if type(one) is Row else _word(one) for one in piece]
 
 
 def _word(row: object) -> str | None:
-    word = row.token if isinstance(row, Row) else row.get("token") if isinstance(row, dict) else row
+    word = row.get("token") if isinstance(row, dict) else row
     return word if isinstance(word, str) else None
 
 
@@ -82,7 +84,10 @@ class Accumulated:
                     self.take(one, (*at, name, one["index"]))
             elif isinstance(value, list):
                 path = (*at, name)
-                self.parts.setdefault(path, []).extend(_compared(path, value))
+                had = self.parts.get(path)
+                if had is None:
+                    had = self.parts[path] = []
+                had += _compared(path, value)
                 self.size += 64 * len(value)
 
     def names(self) -> Accumulated:

@@ -208,14 +208,14 @@ class BlockStream(StreamState):
         if self.cut is not None:
             return
         self._reported = True
-        prompt = b",".join(b"%d" % token for token in said.prompt or ())
+        prompt = array("I", said.prompt or ())
         if prompt and self._prompt and prompt != self._prompt:
             raise NotContinued("the prompt is another one there")
         ids = said.ids if self._followed is None else self._followed.new(said.ids)
         if self._unfit:
             return
         if prompt:
-            self._prompt, self._prompt_tokens = prompt, len(said.prompt or ())
+            self._prompt = prompt
         self._seen.ids.extend(ids)
         self._answer += len(ids)
         if said.stored:

@@ -35,6 +35,7 @@ RECOMPUTED = "recomputed"  # `stop_reason` of a request that D has dropped
 _STOP_BYTES = 64 << 10  # longer stop strings are not looked through
 _INCLUDED_BYTES = 1 << 12  # of the list of what a response is to have, which has six words
 _NULL = msgspec.Raw(b"null")
+_Ids = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]]
 # Parts of a choice that grow, and what they are when nothing of them is new.
 _PARTS: dict[str, Any] = {"text": "", "delta": {}, "logprobs": None, IDS: []}
 
@@ -101,8 +102,8 @@ class _Choice(msgspec.Struct):
     text: str | None = None
     delta: dict[str, Any] | None = None
     logprobs: dict[str, list[Row | str | float | None] | None] | None = None
-    token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]] | None = None
-    prompt_token_ids: msgspec.Raw = _NULL
+    token_ids: _Ids | None = None
+    prompt_token_ids: _Ids | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -116,8 +117,13 @@ class _AnswerEvent(msgspec.Struct):
     created: int = 0
     model: str = ""
     choices: list[_Choice] = []
-    prompt_token_ids: msgspec.Raw = _NULL
+    prompt_token_ids: _Ids | None = None
     error: _AnswerError | None = None
+
+    @property
+    def prompt(self) -> _Ids:
+        """Ids of the prompt, which the first event has."""
+        return self.prompt_token_ids or (self.choices[0].prompt_token_ids if self.choices else None) or []
 
 
 _EVENT = msgspec.json.Decoder(_AnswerEvent)
@@ -144,7 +150,7 @@ class StreamState:
         self._stops_at_recomputed = stops_at_recomputed(fields)
         self._max_length = max_length
         self._unfit = ""
-        self._prompt, self._prompt_tokens = b"", 0
+        self._prompt = array("I")
         self._head: dict[str, Any] = {}
         self._seen = Accumulated()
         self._answer = 0  # tokens that the client has
@@ -155,7 +161,7 @@ class StreamState:
     @property
     def size(self) -> int:
         """Estimated bytes of memory."""
-        return _OVERHEAD + self._body + len(self._prompt) + self._seen.size + 4 * len(self._seen.ids)
+        return _OVERHEAD + self._body + self._seen.size + 4 * (len(self._prompt) + len(self._seen.ids))
 
     @property
     def ids(self) -> array[int]:
@@ -165,7 +171,7 @@ class StreamState:
     @property
     def length(self) -> int:
         """Tokens of prompt and answer."""
-        return self._prompt_tokens + self._answer
+        return len(self._prompt) + self._answer
 
     @property
     def moved(self) -> bool:
@@ -184,7 +190,7 @@ class StreamState:
     def give_up(self, why: str) -> None:
         """Keep nothing of the answer any more. The client still gets it as it comes."""
         self._unfit = self._unfit or why
-        self._prompt, self._seen, self._body = b"", self._seen.names(), 0
+        self._prompt, self._seen, self._body = array("I"), self._seen.names(), 0
 
     # -- from one D to the next
 
@@ -211,12 +217,11 @@ class StreamState:
         """Return the tokens with which D begins; None if its prompt, of which this is the hash, is another one."""
         if not self.given:
             return []
-        ids = msgspec.json.decode(b"[" + self._prompt + b"]", type=list[int])
-        return list(self.ids[: self.given]) if prompt == prompt_hash(ids) else None
+        return list(self.ids[: self.given]) if prompt == prompt_hash(self._prompt) else None
 
     def take_whole(self, answer: Buffer) -> bool:
         """Take in a whole answer that D has dropped. Return whether another one can go on behind it, by new tokens."""
-        had, self._seen, self._prompt, self._answer, self.given = self.given, Accumulated(), b"", 0, 0
+        had, self._seen, self._prompt, self._answer, self.given = self.given, Accumulated(), array("I"), 0, 0
         try:
             read = _EVENT.decode(answer)
         except UNREADABLE:
@@ -233,7 +238,7 @@ class StreamState:
         """Return the rest of a stream whose last token is out: usage, if it was asked for, and the end."""
         said = b""
         if self._usage:
-            prompt, answer = self._prompt_tokens, self._answer
+            prompt, answer = len(self._prompt), self._answer
             usage = {"prompt_tokens": prompt, "total_tokens": prompt + answer, "completion_tokens": answer}
             form = "chat.completion.chunk" if self._chat else "text_completion"
             said = _DATA + msgspec.json.encode({**self._head, "object": form, "choices": [], "usage": usage}) + b"\n\n"
@@ -295,15 +300,14 @@ class StreamState:
             return self._later(event, read)
         if not self._unfit:
             self._note(read)
-        return self._as_asked(event, choice)
+        return self._as_asked(event, read)
 
     def _note(self, read: _AnswerEvent) -> None:
         """Take in what goes to the client."""
         choice = read.choices[0] if read.choices else None
         if not self._prompt:
             self._head = self._head or {"id": read.id, "created": read.created, "model": read.model}
-            self._prompt = _prompt_of(read)
-            self._prompt_tokens = self._prompt.count(b",") + bool(self._prompt)
+            self._prompt = array("I", read.prompt)
         if choice is None:
             self._usage = False
             return
@@ -327,16 +331,17 @@ class StreamState:
             if self.length > self._max_length:
                 self.give_up(f"it has more than {self._max_length} tokens")
 
-    def _as_asked(self, event: bytes, choice: _Choice | None) -> bytes:
+    def _as_asked(self, event: bytes, read: _AnswerEvent) -> bytes:
         """Return the event without token ids, unless the client asked for them.
 
         A chat's parser that waits for more text sends events with nothing but ids: those are left out.
         """
         if not self.asked_ids:
-            swallowed = choice is not None and choice.delta == {} and choice.token_ids
-            if choice is not None and swallowed and choice.finish_reason is None and choice.logprobs is None:
+            choice = read.choices[0] if read.choices else None
+            waits = choice is not None and choice.delta is not None and not choice.delta and choice.token_ids
+            if choice is not None and waits and choice.finish_reason is None and choice.logprobs is None:
                 return b""
-            event = without_ids(event)
+            event = without_ids(event, several=bool(read.prompt))
         return event + b"\n\n"
 
     # -- what a later D says
@@ -345,7 +350,7 @@ class StreamState:
         said = msgspec.json.decode(event[len(_DATA) :])
         said |= {name: value for name, value in self._head.items() if name in said}
         said.pop("metrics", None)  # they cover only this D's part
-        if (prompt := _prompt_of(read)) and self._prompt and prompt != self._prompt:
+        if read.prompt and self._prompt and array("I", read.prompt) != self._prompt:
             raise NotContinued("the prompt is another one there")
         if self._repeats is not None and self._repeats.over:
             self._repeats = None
@@ -377,23 +382,15 @@ class StreamState:
         read = _EVENT.decode(event[len(_DATA) :])
         if not self._unfit:
             self._note(read)
-        return self._as_asked(event, read.choices[0] if read.choices else None)
+        return self._as_asked(event, read)
 
 
-def _prompt_of(read: _AnswerEvent) -> bytes:
-    """Return the ids of the prompt as they stand in a list; empty if there are none."""
-    for raw in (read.prompt_token_ids, *(choice.prompt_token_ids for choice in read.choices[:1])):
-        if len(ids := bytes(raw)) > 2 and ids[:1] == b"[":
-            return ids[1:-1].replace(b" ", b"")
-    return b""
-
-
-def without_ids(said: bytes) -> bytes:
+def without_ids(said: bytes, *, several: bool = True) -> bytes:
     """Return an engine's JSON with null for each list of token ids. Within a string its quotes would be escaped."""
     at = said.rfind(_IDS)  # near the end of an event, which has one
     if at < 0:
         return _SPACED_IDS.sub(rb"\1null", said)
-    if said.find(_IDS, 0, at) < 0:
+    if not several or said.find(_IDS, 0, at) < 0:
         at += len(_IDS) - 1
         return said[:at] + b"null" + said[said.index(b"]", at) + 1 :]
     first, *parts = said.split(_IDS)
