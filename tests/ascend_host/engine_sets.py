@@ -24,6 +24,7 @@ from pairs import FORKED, Pair
 
 from tools.support.cluster import STRICT, Cluster
 from tools.support.compare import AnswerTally
+from tools.support.cutting import Cutter
 from tools.support.fork_server import ForkServers
 from tools.support.models import RECIPES, ensure
 from tools.support.spec import CONNECTOR, PATIENT, EngineSpec
@@ -149,6 +150,7 @@ class Engines:
     )  # --speculative-config of both; its model by the recipe's name
     release: str = BASE  # of vllm-ascend, on stand-ins
     beside: tuple[Mapping[str, Any], ...] = ()  # other connectors of both, behind ours in vllm-ascend's MultiConnector
+    cut: bool = False  # streams are cut on their way from D, of which the front door has two addresses then
 
     def __str__(self) -> str:
         return self.title
@@ -199,9 +201,12 @@ class Engines:
         # alone it is right for one token only.
         alone = d[0] if self.p.pp > 1 or self.p.pcp > 1 else d.pop() if self.in_int8 else None
         tally = self.tally if machine.stands_in else rounded()
-        front = cluster.metaserver([p], d, port, STRICT)
+        cutter = Cutter([*d, *d]) if self.cut else None
+        front = cluster.metaserver([p], d if cutter is None else cutter.addresses, port, STRICT)
         one_way, computes = self.one_way, not self.in_int8
-        return Pair(cluster, front, p, tuple(d), tally, alone=alone, one_way=one_way, decode_computes=computes)
+        return Pair(
+            cluster, front, p, tuple(d), tally, alone=alone, one_way=one_way, decode_computes=computes, cutter=cutter
+        )
 
     def specs(self, machine: Machine, cluster: Cluster, url: str) -> list[EngineSpec]:
         """Return P and all servers of D, for a metaserver at `url`, and the engine alone if the set has one."""
@@ -239,6 +244,15 @@ class Engines:
         if self.in_int8:
             return dataclasses.replace(rounded(), tie=INT8_APART)
         return dataclasses.replace(rounded(), limit=PICKED) if self.indexed else rounded()
+
+    def behind_given_tokens(self, pair: Pair) -> Pair:
+        """Return the pair with the tally of answers that go on: P prefills what one engine has decoded in steps."""
+        if self.one_way:
+            return pair
+        tally = AnswerTally(tie=INT8_APART, excused_share=1.0)  # P attends to given tokens in its own dtype
+        if not self.in_int8:
+            tally = dataclasses.replace(rounded(), limit=PICKED) if self.indexed else rounded()
+        return dataclasses.replace(pair, tally=tally)
 
     def _keys(self, machine: Machine, side: Side) -> dict[str, Any]:
         return {"verify": self.verify, "first_token_wait_s": 10.0, **machine.keys, **side.keys}

@@ -111,7 +111,11 @@ def started(engines: Engines, machine: Machine, progress: Callable[[str], None])
                 learn_of_first_tokens(pair)
             else:
                 pair.left = 1
-        yield pair
+        try:
+            yield pair
+        finally:
+            if pair.cutter is not None:
+                pair.cutter.close()
         every = (pair.prefill, *pair.decode)
         assert pair.free_counts() == {engine.name: engine.ranks * engine.blocks() for engine in every}
         progress(f"{engines}: {pair.tally.summary()}; all blocks free")
@@ -502,6 +506,26 @@ def dropped_streams(engines: Engines, pair: Pair) -> None:
     resumed = front_counter(pair.front.url, "resumes", 'cause="dropped"')
     assert whole and resumed > len(prompts) - whole, "no stream was dropped and went on: the test shows nothing"
     assert counter(d, "vllm:ascend_pd_answers_continued_total") > given, "D has begun all of them anew"
+
+
+def cut_streams(engines: Engines, pair: Pair) -> None:
+    """Streams that break after one token to eleven go on with the rest of one engine's answer, by D's other address."""
+    assert pair.cutter is not None
+    vocab, counts = RECIPES[engines.model].vocab, range(1, TOKENS)
+    prompts = [fresh_prompt(20 + 30 * count, vocab) for count in counts]
+    names = [f"cut-{count}-{fresh_salt('cut')}" for count in counts]
+    bodies = [body_of(prompt, TOKENS, **pair.asked) for prompt in prompts]
+    expected = reference_answers(pair.reference, prompts, TOKENS, **pair.asked)
+    given = sum(counter(d, "vllm:ascend_pd_answers_continued_total") for d in pair.decode)
+    answers, behind = attempt(pair.front.url, bodies, names=names), engines.behind_given_tokens(pair)
+    for name, p, want, got in zip(names, prompts, expected, answers, strict=True):
+        assert not isinstance(got, BaseException), f"{name}: {got}"
+        assert not pair.cutter.streams[name].whole, f"{name} was not cut"
+        behind.judge_all(f"{engines}, {name}", p, want, got)
+    given = sum(counter(d, "vllm:ascend_pd_answers_continued_total") for d in pair.decode) - given
+    broken = sum(pair.cutter.streams[name].tokens < TOKENS for name in names)  # with drafts the last ones come at once
+    assert given == broken > TOKENS // 2, f"of {broken} answers D went on with {given}"
+    print(f"{engines}, cut: {behind.tally.summary()}")
 
 
 def never_computed(engines: Engines, pair: Pair) -> None:
@@ -1231,6 +1255,11 @@ MORE: list[tuple[Engines, tuple[Callable[[Engines, Pair], None], ...]]] = [
 ]
 
 
+# In each of vllm-ascend's own configurations streams go on.
+MORE = [
+    (replace(engines, cut=True), (*cells, cut_streams)) if engines.title.startswith("field ") else (engines, cells)
+    for engines, cells in MORE
+]
 # What 0.30 refuses.
 MORE = [(replace(engines, release=OLDER) if engines.p.pcp > 1 else engines, cells) for engines, cells in MORE]
 # What stays of the release before: a set of each way to push.

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pairs import Pair, fresh_prompt
+from continued import answers_of_another
+from pairs import Pair, fresh_prompt, reference_answers
 
 from tools.support.checks import Drafted, drafted, eventually, first_tokens, fresh_salt
 from tools.support.client import body_of, complete
@@ -82,6 +83,23 @@ def check(
     eventually(lambda: first_tokens(d) - taken == loaded, f"{loaded} first tokens of P")
     batch = [fresh_prompt(25 + 40 * i) for i in range(8)]
     pair.check(batch, TOKENS, name=f"{name}, 8 at once")
+
+
+def check_goes_on(pair: Pair, port: int) -> None:
+    """Behind what another engine has begun D accepts as many as where it has computed all of that itself."""
+    (d,) = pair.decode
+    prompts = [fresh_prompt(length) for length in (16, 65, 200)]
+    expected = reference_answers(pair.prefill, prompts, TOKENS)
+    for count in (1, 2, 15, 16):
+        begun = [[*prompt, *want.tokens[:count]] for prompt, want in zip(prompts, expected, strict=True)]
+        alone = drafts_of(d, d.url, begun, behind=count)
+        with answers_of_another(pair.prefill, port) as router, drafted(d) as found:
+            for prompt, want in zip(prompts, expected, strict=True):
+                got = complete(d.url, router.body(body_of(prompt, TOKENS), prompt, list(want.tokens[:count])))
+                assert got.tokens[:count] == want.tokens[:count]
+                pair.judge_all(f"behind {count} tokens", prompt, want, got)
+            router.check(len(prompts))
+        assert found() == padded(alone, prompts), count
 
 
 def mtp(name: str, tokens: int, **more: Any) -> EngineSpec:

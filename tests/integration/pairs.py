@@ -28,6 +28,7 @@ from tools.support.checks import (
 from tools.support.client import TimedAnswer, body_of, complete, gather
 from tools.support.cluster import Cluster, Metaserver
 from tools.support.compare import AnswerTally
+from tools.support.cutting import Cutter
 from tools.support.engine import RunningServer
 from tools.support.fork_server import ForkServers
 from tools.support.spec import SERVER
@@ -77,6 +78,7 @@ class Pair:
     more_prefill: tuple[RunningServer, ...] = ()  # other servers of the same P: its ranks have an address each
     one_way: bool = True  # a token is computed alike wherever its prompt is cut
     decode_computes: bool = True  # D can compute a prompt by itself
+    cutter: Cutter | None = None  # between front door and D
     left: int = 0  # last tokens of a prompt that P does not push, because D computes them for its first token
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from continued import answers_of_another
-from draft_pairs import ENOUGH, LENGTHS, TOKENS, check, drafts_of, mtp, own, padded, started
+from draft_pairs import ENOUGH, LENGTHS, TOKENS, check, check_goes_on, drafts_of, mtp, own, padded, started
 from fake_metaserver import Answer as Said
 from fake_metaserver import fake_metaserver
 from kind_pairs import DELTA, check_failed_load, engines, running, shows, sized, spec
@@ -88,20 +88,7 @@ class TestMtp:
         assert found() == padded(alone, prompts)
 
     def test_an_answer_goes_on_with_drafts_as_good(self, pair: Pair, ports: list[int]) -> None:
-        """Behind what another engine has begun D accepts as many as where it has computed all of that itself."""
-        (d,) = pair.decode
-        prompts = [fresh_prompt(length) for length in (16, 65, 200)]
-        expected = reference_answers(pair.prefill, prompts, TOKENS)
-        for count in (1, 2, 15, 16):
-            begun = [[*prompt, *want.tokens[:count]] for prompt, want in zip(prompts, expected, strict=True)]
-            alone = drafts_of(d, d.url, begun, behind=count)
-            with answers_of_another(pair.prefill, ports[-1]) as router, drafted(d) as found:
-                for prompt, want in zip(prompts, expected, strict=True):
-                    got = complete(d.url, router.body(body_of(prompt, TOKENS), prompt, want.tokens[:count]))
-                    assert got.tokens[:count] == want.tokens[:count]
-                    pair.judge_all(f"behind {count} tokens", prompt, want, got)
-                router.check(len(prompts))
-            assert found() == padded(alone, prompts), count
+        check_goes_on(pair, ports[-1])
 
     def test_answers_go_on_together_with_drafts(self, pair: Pair, ports: list[int]) -> None:
         (d,) = pair.decode
@@ -179,6 +166,7 @@ def test_a_draft_model_of_another_shape(
     d_tp: int,
     cluster: Cluster,
     allowed: list[str],
+    ports: list[int],
     make_pair: PairMaker,
     progress: Callable[[str], None],
 ) -> None:
@@ -197,6 +185,8 @@ def test_a_draft_model_of_another_shape(
     )
     with running(cluster, make_pair, *specs) as pair:
         check(pair, LENGTHS, f"Eagle3 {p_tp}→{d_tp}", progress, chunked=p_tp > 1)
+        if p_tp == 1:
+            check_goes_on(pair, ports[-1])
 
 
 @pytest.mark.slow
@@ -216,6 +206,7 @@ def test_other_draft_models(
     p_tp: int,
     cluster: Cluster,
     allowed: list[str],
+    ports: list[int],
     make_pair: PairMaker,
     progress: Callable[[str], None],
 ) -> None:
@@ -241,6 +232,7 @@ def test_other_draft_models(
     )
     with running(cluster, make_pair, *specs) as pair:
         check(pair, LENGTHS, f"{method} {p_tp}→1", progress)
+        check_goes_on(pair, ports[-1])
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ The engines are the faulty pair's, without a fault.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +18,13 @@ import openai
 import pytest
 from pairs import PairMaker, eventually, prefilled
 
-from tools.support.cells import FaultSite
+from tools.support.cells import STORES, FaultSite
+from tools.support.checks import counter
 from tools.support.client import body_of
+from tools.support.cluster import STRICT, Cluster
 from tools.support.engine import EngineProcess
-from tools.support.spec import MetaserverSpec
+from tools.support.models import ensure
+from tools.support.spec import EngineSpec, MetaserverSpec
 
 pytestmark = [pytest.mark.engines, pytest.mark.ci, pytest.mark.timeout(900)]
 WORDS = {"model": "model", "temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
@@ -111,6 +115,33 @@ def test_a_response_goes_on_where_it_is_stored(door: FaultyFrontDoor) -> None:
     with pytest.raises(openai.NotFoundError) as refused:
         door.client.responses.retrieve("resp_" + "0" * 32 + "t" + "0" * 24)
     assert refused.value.code == "PD-META-034"
+
+
+@pytest.mark.slow
+def test_each_follow_up_comes_to_the_d_that_has_the_response(cluster: Cluster) -> None:
+    """With two D's, in twenty conversations side by side, of four turns each."""
+    port = cluster.port()
+    extra = cluster.push_config(f"http://127.0.0.1:{port}")
+    common: dict[str, Any] = {"role": "kv_consumer", "extra": extra, "environment": STORES}
+    p, *ds = cluster.start(
+        EngineSpec("stored-p", ensure("gqa"), "kv_producer", extra=cluster.push_config()),
+        *(EngineSpec(f"stored-d{number}", ensure("gqa"), **common) for number in range(2)),
+    )
+    front = cluster.metaserver([p], ds, port, STRICT)
+    with openai.OpenAI(base_url=f"{front.url}/v1", api_key="-", max_retries=0, timeout=120) as client:
+
+        def talk(number: int) -> int:
+            last = response(client, f"remember {number} " * 20)
+            for turn in range(3):
+                last = response(client, f"and {turn} " * 20, previous_response_id=last.id)
+                assert client.responses.retrieve(last.id).output_text == last.output_text
+            return 3
+
+        with ThreadPoolExecutor(5) as clients:
+            assert sum(clients.map(talk, range(20))) == 60
+    served = [counter(d, "vllm:request_success_total") for d in ds]
+    assert min(served) >= 16, f"one D has had nearly all, so the other one was never the wrong one: {served}"
+    cluster.stop(front, p, *ds)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ P's first token does, too.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from tools.support.checks import counter, eventually, first_tokens
 from tools.support.cluster import STRICT, Cluster
 from tools.support.cutting import Cutter
 from tools.support.engine import EngineProcess
-from tools.support.environments import beside, second_runner
+from tools.support.environments import RELEASES, beside, second_runner
 from tools.support.models import ensure
 from tools.support.spec import EngineSpec
 from tools.support.speech import CHAT, COMPLETIONS, KINDS, PARSERS, StreamKind, speaking
@@ -29,14 +30,28 @@ from tools.support.speech import CHAT, COMPLETIONS, KINDS, PARSERS, StreamKind, 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 RELEASE, TAKEN = "0.33.0", "Using V2 Model Runner"
+ASKED_FOR = {"VLLM_USE_V2_MODEL_RUNNER": "1"}  # which releases before 0.33 take for a few models alone
 SMALL = 40  # blocks of D
 
 
-def spec(name: str, role: str, extra: dict[str, Any], model: str = "gqa", *, second: bool, **more: Any) -> EngineSpec:
+def spec(
+    name: str,
+    role: str,
+    extra: dict[str, Any],
+    model: str = "gqa",
+    *,
+    second: bool,
+    release: str = RELEASE,
+    **more: Any,
+) -> EngineSpec:
     plugins = second_runner() if second else ()
     policy = {"policy": "fail"} if role == "kv_consumer" else {}
-    shape = {"python": beside(RELEASE), "plugins": plugins, "block_size": 32, "chunk": 256, **policy, **more}
-    return EngineSpec(f"{name}-{'second' if second else 'first'}", ensure(model), role=role, extra=extra, **shape)
+    python = beside(release) if release in RELEASES else sys.executable
+    environment = ASKED_FOR if second and release != RELEASE else {}
+    shape = {"python": python, "environment": environment, "plugins": plugins, "block_size": 32, "chunk": 256}
+    return EngineSpec(
+        f"{name}-{'second' if second else 'first'}", ensure(model), role=role, extra=extra, **shape, **policy, **more
+    )
 
 
 def check_runner(engine: EngineProcess, *, second: bool) -> None:
@@ -104,15 +119,18 @@ SPOKEN = [
 ]
 
 
-@pytest.fixture(scope="module")
-def site(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamSite]:
-    """A P and two D's, all with this runner."""
+@pytest.fixture(scope="module", params=["0.33.0", "0.32.0", "0.30.0"])
+def site(
+    request: pytest.FixtureRequest, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StreamSite]:
+    """A P and two D's of a release of vLLM, all with this runner."""
+    runner: dict[str, Any] = {"second": True, "release": request.param}
     port, words = cluster.port(), ("--tokenizer", str(speaking(tmp_path_factory.mktemp("words"))))
     extra = cluster.push_config(f"http://127.0.0.1:{port}", verify="off", trace_dir="")
     flags = (*words, "--enable-auto-tool-choice", *PARSERS["plain"])
     p, *ds = cluster.start(
-        spec("spoken-p", "kv_producer", cluster.push_config(), second=True, arguments=words),
-        *(spec(f"spoken-d{i}", "kv_consumer", extra, second=True, arguments=flags) for i in range(2)),
+        spec("spoken-p", "kv_producer", cluster.push_config(), arguments=words, **runner),
+        *(spec(f"spoken-d{i}", "kv_consumer", extra, arguments=flags, **runner) for i in range(2)),
     )
     for engine in (p, *ds):
         check_runner(engine, second=True)

@@ -69,7 +69,11 @@ def chat_body_of(text: str, max_tokens: int = 16, **more: Any) -> dict[str, Any]
 
 
 async def stream(
-    client: httpx.AsyncClient, url: str, body: Mapping[str, Any], answer: TimedAnswer | None = None
+    client: httpx.AsyncClient,
+    url: str,
+    body: Mapping[str, Any],
+    answer: TimedAnswer | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> TimedAnswer:
     """Send a request with streaming on; `url` ends in /completions or /chat/completions.
 
@@ -78,7 +82,7 @@ async def stream(
     answer = answer or TimedAnswer()
     answer.started = time.monotonic()
     tokens: list[int] = []
-    async with client.stream("POST", url, json={**body, "stream": True}) as response:
+    async with client.stream("POST", url, json={**body, "stream": True}, headers=headers) as response:
         if response.status_code != 200:
             raise RequestFailed(response.status_code, (await response.aread()).decode(errors="replace"))
         async for line in lines_of(response):
@@ -134,14 +138,18 @@ def gather(base: str, bodies: Sequence[Mapping[str, Any]], path: str = "/v1/comp
 
 
 def attempt(
-    base: str, bodies: Sequence[Mapping[str, Any]], path: str = "/v1/completions"
+    base: str, bodies: Sequence[Mapping[str, Any]], path: str = "/v1/completions", names: Sequence[str] = ()
 ) -> list[TimedAnswer | BaseException]:
-    """Send all requests at once. Return an answer or an exception for each."""
+    """Send all requests at once, under these ids if there are any. Return an answer or an exception for each."""
+    headers = [{"x-request-id": name} for name in names] or [{}] * len(bodies)
 
     async def run() -> list[TimedAnswer | BaseException]:
         limits = httpx.Limits(max_connections=len(bodies), max_keepalive_connections=len(bodies))
         async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, trust_env=False, verify=False) as client:
-            return await asyncio.gather(*(stream(client, base + path, body) for body in bodies), return_exceptions=True)
+            asked = zip(bodies, headers, strict=True)
+            return await asyncio.gather(
+                *(stream(client, base + path, body, headers=more) for body, more in asked), return_exceptions=True
+            )
 
     return asyncio.run(run())
 

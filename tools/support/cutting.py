@@ -24,7 +24,7 @@ _LENGTH = re.compile(rb"(?im)^content-length: *(\d+)")
 _KEPT = re.compile(rb"(?im)^connection:[^\r\n]*\r\n")
 _IDS = re.compile(rb'"(?:token_)?ids":\[([^\]]+)\]')  # of a choice, or between the events of other streams
 _DELTAS = re.compile(rb"(?m)^event: (?:response\.\w+_text\.delta|content_block_delta)$")
-_PIECE = 1 << 16
+_END, _LIMIT = b"\n\n\r\n", 1 << 24  # of an event in a chunked answer
 
 
 @dataclass
@@ -90,20 +90,20 @@ class Cutter:
                 await self._serve(target, reader, writer)
             writer.close()  # in order, so that what passed arrives
 
-        return await asyncio.start_server(serve, "127.0.0.1", port, limit=1 << 24)
+        return await asyncio.start_server(serve, "127.0.0.1", port, limit=_LIMIT)
 
     async def _serve(self, target: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         length = _LENGTH.search(head)
         body = await reader.readexactly(int(length[1]) if length else 0)
-        theirs, ours = await asyncio.open_connection("127.0.0.1", target)
+        theirs, ours = await asyncio.open_connection("127.0.0.1", target, limit=_LIMIT)
         left = asyncio.ensure_future(reader.read(1))
         try:
             ours.write(_KEPT.sub(b"", head)[:-2] + b"connection: close\r\n\r\n" + body)
             named, stream = _ID.search(head), CutStream()
             cuts = named is not None and bool(body) and self.streams.setdefault(named[1].decode(), stream) is stream
             while not left.done():
-                more = asyncio.ensure_future(theirs.read(_PIECE))
+                more = asyncio.ensure_future(_event(theirs))
                 await asyncio.wait({left, more}, return_when=asyncio.FIRST_COMPLETED)
                 if not more.done() or not (piece := more.result()):
                     more.cancel()
@@ -120,3 +120,11 @@ class Cutter:
         finally:
             left.cancel()
             ours.transport.abort()
+
+
+async def _event(reader: asyncio.StreamReader) -> bytes:
+    """Return what comes up to the end of an event, or all that is left."""
+    try:
+        return await reader.readuntil(_END)
+    except asyncio.IncompleteReadError as left:
+        return left.partial
