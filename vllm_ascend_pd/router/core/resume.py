@@ -370,11 +370,10 @@ class StreamState:
             if "prompt_token_ids" in choice:
                 choice["prompt_token_ids"] = None
             self._held.append(said)
-        return b"".join(map(self._passed, self._flushed())) if repeats.over else b""
-
-    def _flushed(self) -> list[dict[str, Any]]:
+        if not repeats.over:
+            return b""
         held, self._held, self._repeats = self._held, [], None
-        return held
+        return b"".join(map(self._passed, held))
 
     def _passed(self, said: dict[str, Any]) -> bytes:
         """Let an event go to the client, as if the first D had written it."""
