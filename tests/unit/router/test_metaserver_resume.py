@@ -362,6 +362,21 @@ def one_further(kept: StreamState) -> None:
             return
 
 
+@pytest.mark.parametrize(
+    ("asked", "metrics"), [({}, None), ({"seed": 5, "temperature": 1}, {"generator_began_anew": True})]
+)
+def test_an_answers_metrics_say_that_its_generator_began_anew(
+    asked: dict[str, Any], metrics: dict[str, Any] | None
+) -> None:
+    """Those of the D that went on are of its own part alone, so none of them are passed on."""
+    kept, _ = kept_of(asked, 4)
+    kept.go_on()
+    one_further(kept)
+    last = {"choices": [], "usage": {"total_tokens": 9}, "metrics": {"queue_time_ms": 1.0}}
+    (said,) = kept.take(b"data: " + json.dumps(last).encode() + b"\n\n").strip().split(b"\n\n")
+    assert json.loads(said.removeprefix(b"data: ")).get("metrics") == metrics
+
+
 def test_only_drops_behind_new_tokens_are_without_a_limit() -> None:
     for cut in (None, Cut.DROPPED):
         kept, _ = kept_of({}, 2)

@@ -148,6 +148,7 @@ class StreamState:
         options = bodies.small(fields, "stream_options")
         self._usage = isinstance(options, dict) and bool(options.get("include_usage"))
         self._stops_at_recomputed = stops_at_recomputed(fields)
+        self._seeded = has_generator(request)
         self._max_length = max_length
         self._unfit = ""
         self._prompt = array("I")
@@ -351,7 +352,8 @@ class StreamState:
     def _later(self, event: bytes, read: _AnswerEvent) -> bytes:
         said = msgspec.json.decode(event[len(_DATA) :])
         said |= {name: value for name, value in self._head.items() if name in said}
-        said.pop("metrics", None)  # they cover only this D's part
+        if said.pop("metrics", None) is not None and self._seeded and self.given:  # they cover only this D's part
+            said["metrics"] = {"generator_began_anew": True}
         if read.prompt and self._prompt and array("I", read.prompt) != self._prompt:
             raise NotContinued("the prompt is another one there")
         if self._repeats is not None and self._repeats.over:
