@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
@@ -125,16 +125,25 @@ class SchedulerRole:
         """Release all resources. Idempotent."""
 
 
+class WorkerRuntime(Protocol):
+    """What runs in a worker's process once its KV caches are registered."""
+
+    def stats(self) -> dict[str, Any] | None: ...
+    def close(self) -> None: ...
+
+
 class WorkerRole:
     """A role in a worker's process. The class itself is for a process without one: it does nothing."""
 
     heads_in_int8 = False  # on D; P makes them on the way
+    runtime: WorkerRuntime | None = None
+    _facts: WorkerFacts | None = None
 
     def register_kv_caches(self, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
         """Receive the KV caches, once, before the first step."""
 
     def handshake(self) -> WorkerFacts | None:
-        return None
+        return self._facts
 
     def preempt(self, step: StepMetadata) -> None:
         """Act before blocks of preempted requests are overwritten."""
@@ -160,7 +169,9 @@ class WorkerRole:
         return WorkerNews()
 
     def stats(self) -> dict[str, Any] | None:
-        return None
+        return None if self.runtime is None else self.runtime.stats()
 
     def close(self) -> None:
         """Release all resources. Idempotent."""
+        if self.runtime is not None:
+            self.runtime.close()

@@ -193,7 +193,7 @@ class Broker:
     def _try_another(self, call: OpenPost, engine: PrefillEngine, failure: HttpFailure) -> None:
         world, transfer = self.cluster.world, call.reservation.transfer
         call.bad.add(engine.index)
-        delay = self.retry.again(failure, call.tried, False, self.budget, world.rng.random())
+        delay = self.retry.retry_delay(failure, call.tried, False, self.budget, world.rng.random())
         if delay is not None:
             world.after(delay, self._dispatch, transfer)
         else:

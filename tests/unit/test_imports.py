@@ -158,21 +158,21 @@ def test_each_module_is_in_a_room_that_these_rules_know() -> None:
 # Most lines of each room; "." are the modules beside the rooms. Who needs more says in the change what it is worth, or
 # what leaves. Who takes lines out lowers the ceiling.
 CEILINGS = {
-    ".": 1733,  # 13 for heads in int8; 40 so that an engine takes a changed secret without a restart
+    ".": 1744,  # 13 for heads in int8; 40 so that an engine takes a changed secret without a restart
     "admission": 909,  # 87 for heads in int8, without which the C8 checkpoints of models with heads do not start; 5 for pipelines on D that schedule ahead, which answer wrongly; 15 for latents in int8, and for context parallelism beside an indexer's own layer and MTP
     "channel": 1080,
     "cli": 3670,  # 80 for the pool of DeepSeek-V4's groups, and for net health and super pod of NPUs
-    "decode": 3126,  # 66 so that a D that computes no prompts says so; 265 so that tokens of others, and other routers than ours, have a seam each
+    "decode": 3115,  # 66 so that a D that computes no prompts says so; 265 so that tokens of others, and other routers than ours, have a seam each
     "device": 762,  # 32 for heads in int8
     "geometry": 2555,  # 5 for heads in int8
     "observe": 525,  # 10 so that a log that nobody reads holds up no request
-    "prefill": 4080,  # 20 for these seams
+    "prefill": 4067,  # 20 for these seams
     "protocol": 4360,  # 25 for token ids in streams of responses and messages
     "regroup": 1045,  # 110 that make decode's int8 of prefill's cache
     # 15 for a log in JSON; 230 for responses and messages, which went past P before: ids, forms of events and errors;
     # 335 so that their streams go on, which broke before
     # 6 so that an event with log-probabilities costs a third less
-    "router": 9518,  # 2 so that an answer says that its generator began anew
+    "router": 9514,  # 2 so that an answer says that its generator began anew
     "shared": 1050,
     "transport": 1970,
     "viewer": 615,

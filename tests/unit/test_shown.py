@@ -107,7 +107,7 @@ def test_an_instance_tells_whether_it_serves_and_what_broke_last() -> None:
     origin = Origin("http", "10.0.0.2", 8100)
     instance = Instance(origin.netloc, Role.PREFILL, origin, 1.0, "flag", Circuit(CircuitPolicy()), Prompts(0))
     assert repr(instance) == "<prefill 10.0.0.2:8100 starting>"
-    instance.circuit.seen(0.0, Evidence.PROBE_OK, 0.5)
+    instance.circuit.record(0.0, Evidence.PROBE_OK, 0.5)
     instance.answered, instance.load, instance.requests, instance.served = True, 120.0, 2, 7
     instance.broke, instance.last_error = 1, "no connection"
     assert repr(instance) == (

@@ -232,7 +232,8 @@ class Canary:
 def _lives(prefill: Instance, decode: Instance) -> Lives:
     """Return the lives that a failure is about, without the times at which they were last asked."""
     return tuple(
-        (tuple(one.incarnation for one in engine.life.statements), engine.life.refused) for engine in (prefill, decode)
+        (tuple(word.incarnation for word in known.statements), known.refused)
+        for known in (prefill.history, decode.history)
     )
 
 

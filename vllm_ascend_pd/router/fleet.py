@@ -27,9 +27,9 @@ from vllm_ascend_pd.router.core.decisions import (
     CircuitState,
     Condition,
     Evidence,
-    Life,
     LoadRecord,
     PairProof,
+    ProcessHistory,
     Role,
     condition,
 )
@@ -127,7 +127,7 @@ class Instance:
     cards: dict[str, msgspec.Raw] | None = None  # entries of its model list, by name; None: it was not asked yet
     answered: bool = False
     healthy: bool = False  # its last probe was good
-    life: Life = field(default_factory=Life)
+    history: ProcessHistory = field(default_factory=ProcessHistory)
     loads: LoadRecord = field(default_factory=LoadRecord)  # as a D
     draining: bool = False
     rests_until: float = 0.0  # it refused a request
@@ -138,7 +138,7 @@ class Instance:
     broke: int = 0
     last_error: str = ""
     last_error_at: float = 0.0  # wall clock, for the operator
-    _life_of_prompts: Life = field(default_factory=Life)
+    _history_of_prompts: ProcessHistory = field(default_factory=ProcessHistory)
 
     def __repr__(self) -> str:
         """<prefill 10.0.0.2:8100 ready, 120 tokens in 2 requests, served 7, broke 1: no connection>"""
@@ -156,14 +156,14 @@ class Instance:
     @property
     def fingerprint(self) -> str:
         """Fingerprint, which decides the engines that it can pair with; empty if it is not known now."""
-        return self.life.fingerprint(self.clock())
+        return self.history.fingerprint(self.clock())
 
     def cached_tokens(self, marks: Marks) -> int:
         """Return how many of a prompt's tokens are in its prefix cache, as far as is known."""
-        if self._life_of_prompts is not self.life:
-            if self.life.outlived(self._life_of_prompts):
+        if self._history_of_prompts is not self.history:
+            if self.history.restarted_since(self._history_of_prompts):
                 self.prompts.forget()
-            self._life_of_prompts = self.life
+            self._history_of_prompts = self.history
         return self.prompts.has(marks)
 
     def sent(self, marks: Marks) -> int:
@@ -229,7 +229,7 @@ class LegInFlight:
     came: int = 0  # tokens that are there
     cost: float = 0.0  # its part of the load
     _weigh_at: int = _STEP
-    kept: bool = False  # its answer shows too little: the trial goes on until D reports the load
+    kept: bool = False  # the trial outlives this leg: only D's report of the load can end it
     end: str = "cut"  # a label of the metric: cut from here, unless the instance has ended it
     reply: Reply | None = None
     stopped: Exception | None = None  # why it was ended from here, before the instance had
@@ -476,7 +476,7 @@ class Fleet:
         """Return whether all P instances that fit and take requests send their first tokens."""
         now = self._clock()
         usable = [i for i in self.of(Role.PREFILL) if i.usable(now) and fits(i)]
-        return bool(usable) and all(i.life.sends_first for i in usable)
+        return bool(usable) and all(i.history.sends_first for i in usable)
 
     def has_prefill(
         self, avoid: frozenset[str] = frozenset(), serves: Fits = any_instance, loads: bool = False
@@ -567,7 +567,7 @@ class Fleet:
         prefill, decode = self._instances.get(proof.prefill), self._instances.get(proof.decode)
         if prefill is None or decode is None or (prefill.role, decode.role) != (Role.PREFILL, Role.DECODE):
             return False
-        return proof.holds(prefill.life, decode.life)
+        return proof.holds(prefill.history, decode.history)
 
     def prove(self, proof: PairProof) -> None:
         """Keep the proof that KV has come, here or at another worker."""
@@ -576,12 +576,12 @@ class Fleet:
         if known is None or known.at < proof.at:
             self._proofs[key] = proof
 
-    def merge(self, lives: Mapping[str, Life], proofs: Iterable[PairProof]) -> None:
+    def merge(self, histories: Mapping[str, ProcessHistory], proofs: Iterable[PairProof]) -> None:
         """Take in what another worker knows, so that all come to know the same."""
-        for name, life in lives.items():
+        for name, history in histories.items():
             instance = self._instances.get(name)
             if instance is not None:
-                instance.life = instance.life.merged(life)
+                instance.history = instance.history.merged(history)
         for proof in proofs:
             self.prove(proof)
 
@@ -600,7 +600,7 @@ class Fleet:
 
     def answered(self, model: str, stream: bool, length: float, limit: int) -> None:
         """Take in how many tokens a model's answer had."""
-        self.answers.seen(self._listed(model), stream, length, limit)
+        self.answers.record(self._listed(model), stream, length, limit)
 
     def _listed(self, model: str) -> str:
         """Return one name for all models that no engine lists: clients may invent any number."""
@@ -609,7 +609,7 @@ class Fleet:
     def failed(self, instance: Instance, failure: HttpFailure, why: str) -> None:
         """Note a failed request to an instance. What went wrong on our side says nothing about it."""
         if failure is not HttpFailure.OURS:
-            self.seen(instance, Evidence.UNREACHED if failure is HttpFailure.CONNECT else Evidence.BROKE, why)
+            self.record(instance, Evidence.UNREACHED if failure is HttpFailure.CONNECT else Evidence.BROKE, why)
 
     def load_failed(self, decode: Instance, prefill: str, asked: float, why: str, canaries: bool) -> None:
         """Note that a D's load of a request from the time `asked` failed, of which one of the two is to blame."""
@@ -617,10 +617,10 @@ class Fleet:
         decode.last_error = f"its load from {prefill or 'any prefill instance'} failed: {why}"
         decode.last_error_at = time.time()
 
-    def seen(self, instance: Instance, evidence: Evidence, why: str = "") -> None:
+    def record(self, instance: Instance, evidence: Evidence, why: str = "") -> None:
         """Take in evidence about an instance: its circuit moves."""
         was_open = instance.circuit.open
-        instance.circuit.seen(self._clock(), evidence, self._dice())
+        instance.circuit.record(self._clock(), evidence, self._dice())
         if evidence in _GOOD:
             instance.answered = True
         else:

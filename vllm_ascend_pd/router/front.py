@@ -210,7 +210,7 @@ class Front(Shared):
         refused = failure is HttpFailure.REFUSED and not exchange.streaming
         if refused and not self.fleet.another(Role.DECODE, exchange.tried, serves):
             return None
-        delay = self.again(exchange, failure, exchange.number - exchange.before, repeatable)
+        delay = self.retry_delay(exchange, failure, exchange.number - exchange.before, repeatable)
         if delay is None:
             return None
         self.repeated(exchange, failure)

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.router import admin
-from vllm_ascend_pd.router.core.decisions import Life, PairProof
+from vllm_ascend_pd.router.core.decisions import PairProof, ProcessHistory
 from vllm_ascend_pd.router.faults import known
 from vllm_ascend_pd.router.instances_file import Members
 from vllm_ascend_pd.router.intake import NotTaken
@@ -111,8 +111,8 @@ class Hub:
         elif message["worker"] != self.worker:
             report = self._others[message["worker"]] = message["report"]
             self._count()
-            lives = {name: Life.of(*life) for name, life in report["lives"].items()}
-            self._fleet.merge(lives, (PairProof(*proof) for proof in report["proofs"]))
+            histories = {name: ProcessHistory.of(*words) for name, words in report["histories"].items()}
+            self._fleet.merge(histories, (PairProof(*proof) for proof in report["proofs"]))
 
     def _count(self) -> None:
         """Take in the others' load."""

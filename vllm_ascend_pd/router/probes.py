@@ -37,8 +37,8 @@ class Prober:
         asked, refused = 0.0, 0.0
         while True:
             await self.probe(instance)
-            if instance.life.refused > refused:  # another process by now, perhaps with another model
-                asked, refused = 0.0, instance.life.refused
+            if instance.history.refused > refused:  # another process by now, perhaps with another model
+                asked, refused = 0.0, instance.history.refused
             if instance.healthy and (not asked or time.monotonic() >= asked + MODELS_EVERY_S):
                 asked = time.monotonic()
                 await self._models(instance)
@@ -55,9 +55,9 @@ class Prober:
                     log.warning("%s is not probed: %s", instance.name, problem.why)
                 instance.last_error, instance.last_error_at = problem.why, time.time()
                 return
-            self._fleet.seen(instance, Evidence.PROBE_FAILED, f"/health: {problem.why}")
+            self._fleet.record(instance, Evidence.PROBE_FAILED, f"/health: {problem.why}")
             if isinstance(problem.__cause__, (ConnectionRefusedError, ConnectionResetError)):
-                instance.life = instance.life.refuses(time.monotonic())
+                instance.history = instance.history.refuses(time.monotonic())
             if isinstance(problem.__cause__, ConnectionRefusedError):
                 # An engine that shuts down may keep the connection of a request that it will never answer.
                 self._upstream.suspect(instance.origin, self._settings.refusing_s)
@@ -67,14 +67,14 @@ class Prober:
             return
         self._upstream.trust_again(instance.origin)
         if any(name == OWN_MARK for name, _ in reply.headers):
-            self._fleet.seen(instance, Evidence.PROBE_FAILED, "a metaserver answers there, no engine")
+            self._fleet.record(instance, Evidence.PROBE_FAILED, "a metaserver answers there, no engine")
         elif reply.status == 200:
             # Learn its models before it takes requests, so that it gets none for another engine's model.
             unheard = await self._models(instance) if instance.cards is None else ""
             evidence = Evidence.PROBE_FAILED if unheard else Evidence.PROBE_OK
-            self._fleet.seen(instance, evidence, unheard)
+            self._fleet.record(instance, evidence, unheard)
         else:
-            self._fleet.seen(instance, Evidence.PROBE_FAILED, f"/health answered {reply.status}")
+            self._fleet.record(instance, Evidence.PROBE_FAILED, f"/health answered {reply.status}")
 
     async def _models(self, instance: Instance) -> str:
         """Learn an instance's models; return why it did not answer, or nothing. An empty list leaves the last one."""

@@ -116,7 +116,7 @@ class Reservations:
             raise NotTaken(fault(400, "prompt_token_ids are missing.", "PD-META-003"))
         transfer = attempt.transfers[posted.transfer] = RoutedTransfer(posted.transfer, posted=True)
         if posted.decode:
-            attempt.decode.life = attempt.decode.life.reported(posted.decode, attempt.began, posted.fingerprint)
+            attempt.decode.history = attempt.decode.history.reported(posted.decode, attempt.began, posted.fingerprint)
         if attempt.exchange.request.follows is not None and posted.tokens:
             attempt.count(posted.tokens)
         emit("meta.reserved", ticket=posted.ticket, transfer=posted.transfer)
@@ -248,7 +248,7 @@ class PostedPrefill:
                 exchange.bad_prefills.add(prefill.name)
                 if failed.failure not in NOT_EXECUTED:
                     raise
-                delay = front.again(exchange, failed.failure, number)
+                delay = front.retry_delay(exchange, failed.failure, number)
                 another = front.fleet.another(Role.PREFILL, exchange.bad_prefills, self._fits())
                 if delay is None or (failed.failure is HttpFailure.REFUSED and not another):
                     raise
@@ -353,7 +353,7 @@ def _check_push(prefill: Instance, text: bytes, asked: float) -> str:
         ) from problem
     if push is None:
         return ""
-    prefill.life = prefill.life.reported(push.prefill, asked, push.fingerprint, push.sends_first)
+    prefill.history = prefill.history.reported(push.prefill, asked, push.fingerprint, push.sends_first)
     if push.code:
         raise PrefillFailed(HttpFailure.PREFILL, f"{prefill.name}: {push.detail}", push.code)
     return push.first

@@ -83,8 +83,6 @@ def run_worker(settings: Settings, sockets: list[socket.socket], hub: Hub | None
     host = callable_host(settings.advertise_host or settings.host)
     worker = WorkerProcess(settings, f"{settings.scheme}://{host}:{sockets[-1].getsockname()[1]}", hub)
     log.info("worker %d: decode engines call back %s", worker.hub.worker, worker.front.own_url)
-    if settings.resume_ceiling:
-        log.warning("--engine-max-new-tokens has no effect any more: leave it out")
     trace = TraceFile(settings.trace_dir, "metaserver") if settings.trace_dir else None
     _spare_the_collector()
     try:

@@ -202,12 +202,6 @@ class Settings:
         low=0,
     )
     resume_bytes: int = _behaviour("--resume-mib", 256, "memory for that, per worker", low=0, made=_mib)
-    resume_ceiling: int = _behaviour(
-        "--engine-max-new-tokens",
-        0,
-        "without effect, for older command lines: an engine that goes on with an answer counts it from its beginning",
-        low=0,
-    )
     resume_seeded: bool = _behaviour(
         "--no-resume-seeded",
         False,

@@ -56,7 +56,7 @@ class Shared:
         """
         leg.end = end
         if evidence is not None:
-            self.fleet.seen(leg.instance, evidence, why)
+            self.fleet.record(leg.instance, evidence, why)
 
     def is_late(self, leg: LegInFlight, problem: UpstreamError) -> bool:
         """Return whether an answer that comes as a whole only took too long, as its engine answers probes.
@@ -89,16 +89,18 @@ class Shared:
     def _decide(self, attempt: Attempt) -> None:
         why, attempt.accused = attempt.accused, ""
         if why and not attempt.load_failed:
-            self.fleet.seen(attempt.decode, Evidence.BROKE, why)
+            self.fleet.record(attempt.decode, Evidence.BROKE, why)
 
-    def again(self, exchange: HttpExchange, failure: HttpFailure, made: int, repeatable: bool = False) -> float | None:
+    def retry_delay(
+        self, exchange: HttpExchange, failure: HttpFailure, made: int, repeatable: bool = False
+    ) -> float | None:
         """Return the delay before another leg in place of one that failed; None: it was the last. `made`: legs so far.
 
         A canary's pair is fixed, so nothing can take its place.
         """
         if exchange.pinned is not None:
             return None
-        return self.settings.retry.again(failure, made, repeatable, self.budget, random.random())
+        return self.settings.retry.retry_delay(failure, made, repeatable, self.budget, random.random())
 
     def repeated(self, exchange: HttpExchange, failure: HttpFailure) -> None:
         """Note that another leg takes the place of one that failed."""
@@ -129,9 +131,9 @@ class Shared:
             return True
         trial, transfer.report = transfer.trial, report
         decode, prefill = attempt.decode, transfer.prefill
-        decode.life = decode.life.reported(report.decode, attempt.began, report.fingerprint)
+        decode.history = decode.history.reported(report.decode, attempt.began, report.fingerprint)
         if prefill is not None:
-            prefill.life = prefill.life.reported(report.prefill, transfer.asked)
+            prefill.history = prefill.history.reported(report.prefill, transfer.asked)
         self._judge(attempt, transfer, report)
         if trial is not None:
             trial.returned()
@@ -157,7 +159,7 @@ class Shared:
             if prefill is not None and report.prefill:
                 proof = PairProof(name, report.prefill, decode.name, report.decode, attempt.began)
                 self.fleet.prove(proof)
-                self.fleet.seen(prefill, Evidence.SERVED)
+                self.fleet.record(prefill, Evidence.SERVED)
             return
         exchange.stage("not loaded", code)
         why = one_line(f"{report.code} {report.detail}")
@@ -173,4 +175,4 @@ class Shared:
         against = AGAINST_PREFILL.get(report.code)
         if against and not transfer.blamed:
             transfer.blamed = True
-            self.fleet.seen(prefill, Evidence.BROKE, f"{report.code}: {against}")
+            self.fleet.record(prefill, Evidence.BROKE, f"{report.code}: {against}")

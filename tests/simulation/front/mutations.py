@@ -19,7 +19,7 @@ from vllm_ascend_pd.router.core import accumulated, blocks, bodies, resume
 from vllm_ascend_pd.router.core.accumulated import RepeatedAnswer
 from vllm_ascend_pd.router.core.blocks import BlockStream, FollowedRow
 from vllm_ascend_pd.router.core.bodies import Use
-from vllm_ascend_pd.router.core.decisions import Circuit, CircuitPolicy, Life, LoadRecord, PairProof
+from vllm_ascend_pd.router.core.decisions import Circuit, CircuitPolicy, LoadRecord, PairProof, ProcessHistory
 from vllm_ascend_pd.router.core.resume import StreamState
 from vllm_ascend_pd.router.exchange import Attempt, Journal, RoutedTransfer
 from vllm_ascend_pd.router.intake import Body
@@ -144,7 +144,7 @@ async def _slow_is_another(self: Prober, instance: fleet.Instance) -> None:
     began = time.monotonic()
     await _PROBE(self, instance)
     if time.monotonic() > began + 1.0:
-        instance.life = instance.life.refuses(time.monotonic())
+        instance.history = instance.history.refuses(time.monotonic())
 
 
 _PROBE = Prober.probe
@@ -160,7 +160,7 @@ _ASK: Callable[..., Awaitable[object]] = reserve.PostedPrefill._ask
 async def _answer_proves(self: reserve.PostedPrefill, leg: fleet.LegInFlight) -> None:
     await _ASK(self, leg)
     attempt, prefill = self._attempt, leg.instance
-    life = prefill.life.statements[-1].incarnation if prefill.life.statements else ""
+    life = prefill.history.statements[-1].incarnation if prefill.history.statements else ""
     self._front.fleet.prove(PairProof(prefill.name, life, attempt.decode.name, self._posted.decode, attempt.began))
 
 
@@ -332,7 +332,7 @@ ALL = {
         FrontMutation("a dropped answer is passed on", ((relay, "dropped", _never), (relay, "_cut_short", _nothing))),
         FrontMutation("clients' overload stops canaries", ((front, "_MAX_CANARIES", 0),)),
         FrontMutation("a slow probe is another life", ((Prober, "probe", _slow_is_another),)),
-        FrontMutation("an engine that has restarted keeps its proof", ((Life, "may_be", _always),)),
+        FrontMutation("an engine that has restarted keeps its proof", ((ProcessHistory, "may_be", _always),)),
         FrontMutation("canaries fly one at a time", ((canary, "_AT_ONCE", 1),), _hanging_and_idle),
         FrontMutation("canaries try no wedged engine", ((canary.Canary, "_pairs", _pairs_up),), _failing_alone),
         FrontMutation(

@@ -350,7 +350,7 @@ class FrontWorld:
                 yield f"promise 3: {prefill.name} to {decode.name} is proven, and nothing moves over it"
             for engine, life in ((prefill, proof.prefill_incarnation), (decode, proof.decode_incarnation)):
                 instance = worker.fleet.get(engine.address)
-                statements = instance.life.statements if instance is not None else ()
+                statements = instance.history.statements if instance is not None else ()
                 if life and any(t.incarnation != life and t.at > proof.at for t in statements):
                     yield f"promise 3: a proof of {life} is believed, though {engine.name} has another life"
             if prefill.kind.sound and decode.kind.sound:

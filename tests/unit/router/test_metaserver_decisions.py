@@ -113,7 +113,7 @@ def test_retry_after_is_respected_within_bounds() -> None:
 def test_attempts_end(failure: HttpFailure, attempts: int, repeatable: bool, rand: float) -> None:
     policy, budget = RetryPolicy(attempts), RetryBudget()
     made = 1
-    while policy.again(failure, made, repeatable, budget, rand) is not None:
+    while policy.retry_delay(failure, made, repeatable, budget, rand) is not None:
         made += 1
         assert made <= attempts
     assert made == (attempts if repeatable or failure in NOT_EXECUTED else 1)
@@ -125,7 +125,7 @@ def test_repeated_work_is_a_bounded_share_of_all_work(requests: int) -> None:
     repeated = 0
     for _ in range(requests):
         budget.request()
-        repeated += policy.again(HttpFailure.BROKEN, 1, True, budget, 0.5) is not None
+        repeated += policy.retry_delay(HttpFailure.BROKEN, 1, True, budget, 0.5) is not None
     assert repeated <= 200 + 0.2 * requests + 1
 
 
@@ -147,7 +147,7 @@ def run(circuit: Circuit, events: list[tuple[float, object, float]]) -> float:
         elif event == "return":
             circuit.returned(now, trial)
         elif isinstance(event, Evidence):
-            circuit.seen(now, event, rand)
+            circuit.record(now, event, rand)
     return now
 
 
@@ -175,10 +175,10 @@ def test_a_circuit_can_always_close_again_and_soon(events: list[tuple[float, obj
     now = run(circuit, events)
     if circuit.state is CircuitState.TRIAL:
         circuit.returned(now, circuit.trials)
-    circuit.seen(now, Evidence.PROBE_OK, 0.5)
+    circuit.record(now, Evidence.PROBE_OK, 0.5)
     assert circuit.admits(now + 30.0)
     circuit.sent(now + 30.0)
-    circuit.seen(now + 30.0, Evidence.SERVED, 0.5)
+    circuit.record(now + 30.0, Evidence.SERVED, 0.5)
     assert circuit.state is CircuitState.CLOSED and circuit.failures == 0
 
 
@@ -187,7 +187,7 @@ def test_only_consecutive_failures_of_one_kind_open_it(evidence: list[Evidence],
     circuit = Circuit(CircuitPolicy(threshold=threshold))
     runs = {Evidence.BROKE: 0, Evidence.UNREACHED: 0}
     for what in evidence:
-        circuit.seen(0.0, what, 0.5)
+        circuit.record(0.0, what, 0.5)
         if what is Evidence.SERVED:
             runs = dict.fromkeys(runs, 0)
         else:
@@ -201,16 +201,16 @@ def test_only_consecutive_failures_of_one_kind_open_it(evidence: list[Evidence],
 def test_a_good_probe_does_not_close_what_requests_have_opened() -> None:
     circuit = Circuit(CircuitPolicy(threshold=2))
     for evidence in (Evidence.BROKE, Evidence.PROBE_OK, Evidence.BROKE, Evidence.PROBE_OK):
-        circuit.seen(0.0, evidence, 0.5)
+        circuit.record(0.0, evidence, 0.5)
     assert circuit.state is CircuitState.WEDGED
 
 
 def test_an_unreachable_one_is_back_with_the_first_good_probe() -> None:
     circuit = Circuit()
     for _ in range(3):
-        circuit.seen(0.0, Evidence.PROBE_FAILED, 0.5)
+        circuit.record(0.0, Evidence.PROBE_FAILED, 0.5)
     assert circuit.state is CircuitState.UNREACHABLE
-    circuit.seen(1.0, Evidence.PROBE_OK, 0.5)
+    circuit.record(1.0, Evidence.PROBE_OK, 0.5)
     assert circuit.admits(1.0)
 
 
@@ -219,7 +219,7 @@ def test_failed_trials_take_longer_and_longer_up_to_a_bound() -> None:
     now, stays = 0.0, []
     for _ in range(6):
         circuit.sent(now)
-        circuit.seen(now, Evidence.BROKE, 0.99999)
+        circuit.record(now, Evidence.BROKE, 0.99999)
         stays.append(round(circuit.until - now))
         now = circuit.until
     assert stays == [1, 2, 4, 8, 8, 8]
@@ -228,7 +228,7 @@ def test_failed_trials_take_longer_and_longer_up_to_a_bound() -> None:
 def test_a_trial_whose_client_left_makes_room_for_another() -> None:
     circuit = Circuit(CircuitPolicy(threshold=1))
     old = circuit.sent(0.0)
-    circuit.seen(0.0, Evidence.BROKE, 0.5)
+    circuit.record(0.0, Evidence.BROKE, 0.5)
     trial = circuit.sent(10.0)
     assert not circuit.admits(10.0)
     circuit.returned(10.5, old)  # an earlier request, not the trial
@@ -256,7 +256,7 @@ def test_what_an_operator_sees(
 ) -> None:  # fmt: skip
     circuit = Circuit()
     for what in evidence:
-        circuit.seen(0.0, what, 0.5)
+        circuit.record(0.0, what, 0.5)
     assert condition(circuit, answered, draining) is shown
 
 

@@ -432,7 +432,7 @@ def test_canaries_try_a_wedged_engine_one_at_a_time_and_it_is_not_ready_meanwhil
         asked = len(c.decode[0].generations())
         c.decode[0].behaviour.hold = True
         for _ in range(3):
-            c.worker.fleet.seen(decode, Evidence.BROKE, "as set")
+            c.worker.fleet.record(decode, Evidence.BROKE, "as set")
         until(lambda: decode.circuit.trials and len(c.decode[0].generations()) > asked)
         time.sleep(0.6)  # more than two looks
         assert len(c.decode[0].generations()) == asked + 1
@@ -448,7 +448,7 @@ def test_only_one_workers_canaries_prove_pairs_and_each_workers_try_its_wedged_e
         assert decode is not None
         c.decode[0].behaviour.hold = True  # the canary that heals it comes at any time
         for _ in range(3):
-            c.worker.fleet.seen(decode, Evidence.BROKE, "as set")
+            c.worker.fleet.record(decode, Evidence.BROKE, "as set")
         assert c.http.get("/readiness").status_code == 503
         c.decode[0].behaviour.hold = False
         until(lambda: c.http.get("/readiness").status_code == 200)

@@ -66,7 +66,7 @@ def test_what_a_models_answers_were_like_is_expected_of_the_next(stream: bool, l
             answer = c.complete("p", max_tokens=limit, stream=stream)
             assert answer.status_code == 200
             if limit is None:
-                wanted.seen("fake", stream, length, 0)
+                wanted.record("fake", stream, length, 0)
         until(lambda: lengths.means == wanted.means)
         assert lengths.expected("fake", stream, 0) < AnswerLengths.FIRST
 
@@ -78,7 +78,7 @@ def test_what_a_models_answers_were_like_is_expected_of_the_next(stream: bool, l
 def test_what_is_expected_is_within_what_was_seen_and_below_the_limit(seen: list[tuple[int, int]], limit: int) -> None:
     lengths = AnswerLengths()
     for length, at_most in seen:
-        lengths.seen("m", True, length, at_most)
+        lengths.record("m", True, length, at_most)
     known = [length for length, _ in seen] + [AnswerLengths.FIRST]
     expected = lengths.expected("m", True, limit)
     assert min(*known, limit or max(known)) <= expected <= max(known)
@@ -88,10 +88,10 @@ def test_what_is_expected_is_within_what_was_seen_and_below_the_limit(seen: list
 def test_the_mean_follows_what_is_seen() -> None:
     lengths = AnswerLengths()
     for _ in range(300):
-        lengths.seen("m", True, 1000, 0)
+        lengths.record("m", True, 1000, 0)
     assert lengths.expected("m", True, 0) == pytest.approx(1000, rel=0.01)
     for _ in range(300):
-        lengths.seen("m", True, 10, 10)
+        lengths.record("m", True, 10, 10)
     assert lengths.expected("m", True, 0) == pytest.approx(1000, rel=0.01), "limits say nothing"
 
 

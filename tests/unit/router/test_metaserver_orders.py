@@ -26,8 +26,8 @@ from vllm_ascend_pd.router.core.decisions import (
     CircuitPolicy,
     CircuitState,
     Condition,
-    Life,
     PairProof,
+    ProcessHistory,
     RetryPolicy,
     Role,
 )
@@ -403,13 +403,13 @@ async def test_our_own_lack_of_file_handles_says_nothing_about_an_engine(monkeyp
 
 @pytest.mark.parametrize("order", list(permutations(range(4))), ids=str)
 def test_what_is_known_of_a_life_does_not_depend_on_the_order_in_which_it_is_heard(order: tuple[int, ...]) -> None:
-    said: list[Callable[[Life], Life]] = [
+    said: list[Callable[[ProcessHistory], ProcessHistory]] = [
         lambda life: life.reported("one", 1.0),
         lambda life: life.refuses(2.0),
         lambda life: life.reported("two", 3.0),
         lambda life: life.merged(life_of("one", 1.5, 1.7)),
     ]
-    life = Life()
+    life = ProcessHistory()
     for word in order:
         life = said[word](life)
     assert life == life_of("two", 3.0, 2.0)
@@ -419,7 +419,7 @@ def test_what_is_known_of_a_life_does_not_depend_on_the_order_in_which_it_is_hea
 
 def test_a_proof_holds_in_the_lives_that_it_is_of() -> None:
     proof, p, d = PairProof("p", "p1", "d", "d1", 5.0), life_of("p1", 4.0), life_of("d1", 6.0)
-    assert proof.holds(p, d) and proof.holds(Life(), Life())
+    assert proof.holds(p, d) and proof.holds(ProcessHistory(), ProcessHistory())
     assert not proof.holds(p.reported("p2", 7.0), d) and not proof.holds(p, d.reported("d2", 7.0))
     assert not proof.holds(p, d.refuses(5.5)) and proof.holds(p, d.refuses(4.5))
 
@@ -428,22 +428,24 @@ def test_a_word_of_one_data_parallel_rank_says_nothing_about_the_others() -> Non
     """Requests to one address may reach different ranks."""
     d = life_of("d", 4.0).reported("e-dp1", 6.0).reported("d", 7.0)
     one, other = (PairProof("p", "p1", "d", life, 5.0) for life in ("d", "e-dp1"))
-    assert one.holds(Life(), d) and other.holds(Life(), d)
+    assert one.holds(ProcessHistory(), d) and other.holds(ProcessHistory(), d)
     again = d.reported("f", 9.0)
-    assert not one.holds(Life(), again) and other.holds(Life(), again), "until its address refused a request"
-    assert not other.holds(Life(), again.refuses(8.0))
-    assert Life.of([["d", 7.0], ["e-dp1", 6.0]], 0.0) == d
+    assert not one.holds(ProcessHistory(), again) and other.holds(ProcessHistory(), again), (
+        "until its address refused a request"
+    )
+    assert not other.holds(ProcessHistory(), again.refuses(8.0))
+    assert ProcessHistory.of([["d", 7.0], ["e-dp1", 6.0]], 0.0) == d
 
 
 def test_an_engine_that_invents_ranks_fills_no_memory() -> None:
-    life = Life()
+    life = ProcessHistory()
     for n in range(MAX_RANKS + 10):
         life = life.reported(f"x-dp{n}", float(n))
     assert len(life.statements) == MAX_RANKS and min(word.at for word in life.statements) == 10.0
 
 
-def life_of(incarnation: str, at: float, refused: float = 0.0) -> Life:
-    return Life.of([(incarnation, at)], refused)
+def life_of(incarnation: str, at: float, refused: float = 0.0) -> ProcessHistory:
+    return ProcessHistory.of([(incarnation, at)], refused)
 
 
 def test_workers_come_to_know_the_same_whichever_probe_was_refused() -> None:
@@ -455,10 +457,10 @@ def test_workers_come_to_know_the_same_whichever_probe_was_refused() -> None:
         fleet.prove(PairProof("p:1", "p1", "d:1", "d1", 5.0))
     refused = fleets[1].get("p:1")
     assert refused is not None
-    refused.life = refused.life.refuses(6.0)
+    refused.history = refused.history.refuses(6.0)
 
     def tell(one: Fleet, other: Fleet) -> None:
-        other.merge({i.name: i.life for i in one}, one.proven())
+        other.merge({i.name: i.history for i in one}, one.proven())
 
     tell(fleets[1], fleets[0])
     assert not fleets[0].proven(), "so that the worker that sends canaries sends one"
@@ -581,25 +583,27 @@ def test_canaries_prove_each_version_over_its_own_pair() -> None:
 
 @pytest.mark.parametrize("order", list(permutations(range(5))), ids=str)
 def test_a_version_is_known_of_the_engine_that_sent_it_in_whatever_order_it_comes(order: tuple[int, ...]) -> None:
-    said: list[Callable[[Life], Life]] = [
+    said: list[Callable[[ProcessHistory], ProcessHistory]] = [
         lambda life: life.reported("one", 1.0, OLD),
         lambda life: life.refuses(2.0),
         lambda life: life.reported("two", 3.0, NEW),
         lambda life: life.reported("two", 4.0),  # reported by its peer
-        lambda life: life.merged(Life.of(json.loads(json.dumps([["three-dp1", 1.5, OLD]])), 1.6)),
+        lambda life: life.merged(ProcessHistory.of(json.loads(json.dumps([["three-dp1", 1.5, OLD]])), 1.6)),
     ]
-    life = Life()
+    life = ProcessHistory()
     for word in order:
         life = said[word](life)
     assert life.fingerprint(5.0) == NEW
-    assert Life.of(*json.loads(json.dumps(life.as_sent()))).fingerprint(5.0) == NEW, "as other workers hear it"
+    assert ProcessHistory.of(*json.loads(json.dumps(life.as_sent()))).fingerprint(5.0) == NEW, (
+        "as other workers hear it"
+    )
     assert life.refuses(5.0).fingerprint(6.0) == "" == life.reported("four", 4.5).refuses(4.2).fingerprint(5.0)
 
 
 def test_a_version_that_was_not_reported_for_long_is_not_believed_any_more() -> None:
     """At an address that never refuses, another engine may have taken its place, and an engine that gets no requests
     reports nothing."""
-    life = Life().reported("one", 1.0, OLD)
+    life = ProcessHistory().reported("one", 1.0, OLD)
     assert life.fingerprint(0.9 + PRINT_S) == OLD and life.fingerprint(1.0 + PRINT_S) == ""
     assert life.reported("one", 50.0).fingerprint(1.0 + PRINT_S) == OLD, "it was asked since"
 

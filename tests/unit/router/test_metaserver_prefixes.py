@@ -13,7 +13,7 @@ from unit.router.cluster import HEAD, FakeCluster, cluster, until
 from unit.router.fake_engine import ids_of
 from vllm_ascend_pd.protocol.identity import incarnation
 from vllm_ascend_pd.router import models
-from vllm_ascend_pd.router.core.decisions import Life
+from vllm_ascend_pd.router.core.decisions import ProcessHistory
 from vllm_ascend_pd.router.core.prefixes import FAR, FINE, LEAST, MAX_BYTES, NEAR, Marks, Prompts, marks_of
 
 
@@ -129,14 +129,14 @@ def test_what_was_sent_last_stays() -> None:
 @pytest.mark.parametrize(
     ("later", "gone"),
     [
-        (Life().reported("b", 2.0), True),
-        (Life().reported("a", 2.0), False),
-        (Life().reported("a", 1.0).refuses(3.0), True),
-        (Life().reported("a", 1.0).reported(incarnation("r", 1), 2.0), False),
+        (ProcessHistory().reported("b", 2.0), True),
+        (ProcessHistory().reported("a", 2.0), False),
+        (ProcessHistory().reported("a", 1.0).refuses(3.0), True),
+        (ProcessHistory().reported("a", 1.0).reported(incarnation("r", 1), 2.0), False),
     ],
 )
-def test_a_life_that_ended_took_its_cache_along(later: Life, gone: bool) -> None:
-    assert later.outlived(Life().reported("a", 1.0)) is gone
+def test_a_life_that_ended_took_its_cache_along(later: ProcessHistory, gone: bool) -> None:
+    assert later.restarted_since(ProcessHistory().reported("a", 1.0)) is gone
 
 
 # ---- in the service
@@ -188,7 +188,7 @@ def test_a_p_that_was_started_anew_has_nothing() -> None:
         until(lambda: not instance.requests)  # it has reported its old name
         c.prefill[0].incarnation = "another"
         c.complete("short")
-        until(lambda: any(word.incarnation == "another" for word in instance.life.statements))
+        until(lambda: any(word.incarnation == "another" for word in instance.history.statements))
         assert instance.cached_tokens(marks_of((), HEAD.encode(), 900)) == 0 and instance.prompts.tokens == 0
 
 

@@ -46,7 +46,6 @@ GIVEN: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "idle_timeout_s": ("--idle-timeout 1e-3", 0.001, ("0", "-inf")),
     "resume_tokens": ("--resume-tokens 0", 0, ("-1",)),
     "resume_bytes": ("--resume-mib 1", 1 << 20, ("-1",)),
-    "resume_ceiling": ("--engine-max-new-tokens 9", 9, ("-1",)),
     "resume_seeded": ("--no-resume-seeded", False, ()),
     "canary": ("--no-canary", False, ()),
     "max_running": ("--max-running 1", 1, ("0",)),

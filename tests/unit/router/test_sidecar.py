@@ -117,7 +117,7 @@ def test_names_that_nobody_answers_for_push_out_no_p_that_has_answered(monkeypat
     known = Named(fleet, ["127.0.0.0/8"])
     known.of([(HEADER, b"127.0.0.1:1")])
     (answered,) = fleet
-    fleet.seen(answered, Evidence.PROBE_OK)
+    fleet.record(answered, Evidence.PROBE_OK)
     for port in range(2, 100):
         known.of([(HEADER, b"127.0.0.1:%d" % port)])
     assert sorted(instance.origin.port for instance in fleet) == [1, 97, 98, 99]

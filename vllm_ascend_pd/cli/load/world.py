@@ -208,7 +208,7 @@ class LoadedRouter:
             leg.__exit__()
             served.bad.add(prefill.name)
             self._fleet.failed(prefill, HttpFailure.CONNECT, "no connection")
-            delay = self._retry.again(HttpFailure.CONNECT, number, False, self._budget, self._dice.random())
+            delay = self._retry.retry_delay(HttpFailure.CONNECT, number, False, self._budget, self._dice.random())
             if delay is None:
                 self._broke(attempt, None, HttpFailure.PREFILL)
             else:
@@ -232,7 +232,7 @@ class LoadedRouter:
         self._engines[prefill.name].leave(attempt)
         leg.__exit__()
         if served:
-            self._fleet.seen(prefill, Evidence.SERVED)
+            self._fleet.record(prefill, Evidence.SERVED)
 
     def _first(self, attempt: SimulatedAttempt) -> None:
         """D starts with the first token."""
@@ -249,7 +249,7 @@ class LoadedRouter:
         attempt.leg.take(1)
         if not served.left:
             self._leave(attempt)
-            self._fleet.seen(attempt.decode, Evidence.SERVED)
+            self._fleet.record(attempt.decode, Evidence.SERVED)
             self._fleet.answered(MODEL, True, served.arrival.answer, served.arrival.answer)
             self._finish(served, failed=False)
 
@@ -273,7 +273,7 @@ class LoadedRouter:
             return
         if failure is not HttpFailure.PREFILL:
             served.tried.add(attempt.decode.name)
-        delay = self._retry.again(failure, served.attempts, True, self._budget, self._dice.random())
+        delay = self._retry.retry_delay(failure, served.attempts, True, self._budget, self._dice.random())
         if delay is None:
             self._finish(served, failed=True)
         else:
@@ -281,13 +281,15 @@ class LoadedRouter:
 
     def _probe(self, instance: Instance) -> None:
         alive = self._engines[instance.name].alive
-        self._fleet.seen(instance, Evidence.PROBE_OK if alive else Evidence.PROBE_FAILED, "" if alive else "it is gone")
+        self._fleet.record(
+            instance, Evidence.PROBE_OK if alive else Evidence.PROBE_FAILED, "" if alive else "it is gone"
+        )
         self._time.after(self._settings.probe_every_s, self._probe, instance)
 
     def lost(self, name: str) -> None:
         """Break what is under way at an engine that has just ended."""
         (instance,) = (one for role in Role for one in self._fleet.of(role) if one.name == name)
-        instance.life = instance.life.refuses(self._time.now)
+        instance.history = instance.history.refuses(self._time.now)
         for attempt in list(self._under_way[name]):
             if instance.role is Role.DECODE:
                 self._broke(attempt, instance, HttpFailure.BROKEN)

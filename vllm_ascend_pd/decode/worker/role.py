@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -19,6 +18,8 @@ from vllm_ascend_pd.roles import EndedRequests, StepMetadata, WorkerNews, Worker
 class DecodeWorker(WorkerRole):
     """D's role in a worker's process. The runtime starts when the KV caches are registered."""
 
+    runtime: ReceiveRuntime | None = None
+
     def __init__(
         self, engine: Engine, shape: CacheShape, device: Device, stage: int, rank: int, why_no_first_token: str = ""
     ) -> None:
@@ -26,8 +27,6 @@ class DecodeWorker(WorkerRole):
         self._engine, self._shape, self._device = engine, shape, device
         self._why_no_first_token = why_no_first_token
         self._stage, self._rank, self.heads_in_int8 = stage, rank, bool(shape.int8_scales)
-        self.runtime: ReceiveRuntime | None = None
-        self._facts: WorkerFacts | None = None
         self._ends: list[LoadEnd] = []
 
     def register_kv_caches(self, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
@@ -46,9 +45,6 @@ class DecodeWorker(WorkerRole):
         self.runtime = ReceiveRuntime(engine.config, site, caches, self._device, target, engine.secrets)
         facts = self.runtime.endpoint, caches.geometry, self._why_no_first_token, caches.kernel_blocks
         self._facts = WorkerFacts(*facts)
-
-    def handshake(self) -> WorkerFacts | None:
-        return self._facts
 
     def bind(self, step: StepMetadata) -> None:
         if self.runtime is not None and step.decode is not None:
@@ -71,10 +67,3 @@ class DecodeWorker(WorkerRole):
     def news(self) -> WorkerNews:
         ends, self._ends = self._ends, []
         return WorkerNews(ends=frozenset(ends))
-
-    def stats(self) -> dict[str, Any] | None:
-        return None if self.runtime is None else self.runtime.stats()
-
-    def close(self) -> None:
-        if self.runtime is not None:
-            self.runtime.close()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -23,13 +22,13 @@ from vllm_ascend_pd.roles import EndedRequests, StepMetadata, WorkerNews, Worker
 class PrefillWorker(WorkerRole):
     """P's role in a worker's process. The runtime starts when the KV caches are registered."""
 
+    runtime: PushRuntime | None = None
+
     def __init__(
         self, engine: Engine, shape: CacheShape, device: Device, contributor: Contributor, world: EngineWorld
     ) -> None:
         self._engine, self._shape, self._device, self._contributor = engine, shape, device, contributor
         self._world, self.heads_in_int8 = world, bool(shape.int8_scales)
-        self.runtime: PushRuntime | None = None
-        self._facts: WorkerFacts | None = None
 
     def register_kv_caches(self, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
         caches, make_images = describe_for_decode(tensors, self._shape, self._device, self._contributor.rank)
@@ -44,9 +43,6 @@ class PrefillWorker(WorkerRole):
             allocate(self._engine.config, self._world, caches, self._device, make_images),
         )
         self._facts = WorkerFacts(None, caches.geometry, kernel_blocks=caches.kernel_blocks)
-
-    def handshake(self) -> WorkerFacts | None:
-        return self._facts
 
     def preempt(self, step: StepMetadata) -> None:
         if self.runtime is not None and step.prefill is not None and step.prefill.preempted:
@@ -76,10 +72,3 @@ class PrefillWorker(WorkerRole):
 
     def news(self) -> WorkerNews:
         return WorkerNews() if self.runtime is None else self.runtime.take_news()
-
-    def stats(self) -> dict[str, Any] | None:
-        return None if self.runtime is None else self.runtime.stats()
-
-    def close(self) -> None:
-        if self.runtime is not None:
-            self.runtime.close()

@@ -46,7 +46,7 @@ class RetryPolicy:
     attempts: int = 3
     backoff: Backoff = _USUAL
 
-    def again(
+    def retry_delay(
         self, failure: HttpFailure, attempt: int, repeatable: bool, budget: RetryBudget, rand: float
     ) -> float | None:
         """Return the delay before attempt number `attempt` + 1, or None if there is to be none.
@@ -153,7 +153,7 @@ def _newest(words: Sequence[Statement]) -> tuple[Statement, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class ProcessHistory:
     """Statements of the processes behind an address: with data parallelism there are several, one for each rank.
 
     A statement has the time of the request, not of the answer. So statements, also those that other workers pass on,
@@ -162,11 +162,11 @@ class Life:
 
     statements: tuple[Statement, ...] = ()  # the last statement of each rank, sorted
     refused: float = 0.0  # when the address last refused a connection
-    printed: Statement | None = field(init=False, compare=False)  # the last statement with a fingerprint since then
+    fingerprinted: Statement | None = field(init=False, compare=False)  # the last one with a fingerprint since then
 
     def __post_init__(self) -> None:
         known = [word for word in self.statements if word.fingerprint and word.at > self.refused]
-        object.__setattr__(self, "printed", max(known, key=lambda word: word.at, default=None))
+        object.__setattr__(self, "fingerprinted", max(known, key=lambda word: word.at, default=None))
 
     def fingerprint(self, now: float) -> str:
         """Return its fingerprint; empty if it is not known, or too old.
@@ -174,7 +174,8 @@ class Life:
         An engine that does not fit gets no requests, so it cannot report a new version. Behind an address that never
         refuses a connection only this expiry makes it eligible again.
         """
-        return self.printed.fingerprint if self.printed is not None and now < self.printed.at + PRINT_S else ""
+        last = self.fingerprinted
+        return last.fingerprint if last is not None and now < last.at + PRINT_S else ""
 
     @property
     def sends_first(self) -> bool:
@@ -182,14 +183,14 @@ class Life:
 
         A P that was restarted with another setting refuses a request for its first token, which shows the change.
         """
-        return self.printed is not None and self.printed.sends_first
+        return self.fingerprinted is not None and self.fingerprinted.sends_first
 
     @classmethod
-    def of(cls, statements: Iterable[Sequence[Any]], refused: float) -> Life:
+    def of(cls, statements: Iterable[Sequence[Any]], refused: float) -> ProcessHistory:
         """Return what another worker of this metaserver sent (`as_sent`)."""
         return cls(tuple(Statement(*word) for word in statements), refused)
 
-    def reported(self, incarnation: str, at: float, fingerprint: str = "", sends_first: bool = False) -> Life:
+    def reported(self, incarnation: str, at: float, fingerprint: str = "", sends_first: bool = False) -> ProcessHistory:
         """Return it with a statement of a process that was asked at `at`, from an answer, a reservation or a report."""
         if not incarnation:
             return self
@@ -197,11 +198,11 @@ class Life:
             self, statements=_newest((*self.statements, Statement(incarnation, at, fingerprint, sends_first)))
         )
 
-    def refuses(self, at: float) -> Life:
+    def refuses(self, at: float) -> ProcessHistory:
         """Return it with a refused connection: the process has ended, or is about to."""
         return replace(self, refused=max(self.refused, at))
 
-    def merged(self, other: Life) -> Life:
+    def merged(self, other: ProcessHistory) -> ProcessHistory:
         """Return it with what another worker knows."""
         if other.statements == self.statements and other.refused <= self.refused:  # nearly always
             return self
@@ -212,7 +213,7 @@ class Life:
         known = self._of(incarnation)
         return at > self.refused and (known is None or incarnation == known.incarnation or at > known.at)
 
-    def outlived(self, before: Life) -> bool:
+    def restarted_since(self, before: ProcessHistory) -> bool:
         """Return whether a process known in `before` is known to be gone, and its cache with it."""
         now = {dp_rank_of(word.incarnation): word.incarnation for word in self.statements}
         replaced = (now.get(dp_rank_of(w.incarnation), w.incarnation) != w.incarnation for w in before.statements)
@@ -238,7 +239,7 @@ class PairProof:
     decode_incarnation: str
     at: float
 
-    def holds(self, prefill: Life, decode: Life) -> bool:
+    def holds(self, prefill: ProcessHistory, decode: ProcessHistory) -> bool:
         return prefill.may_be(self.prefill_incarnation, self.at) and decode.may_be(self.decode_incarnation, self.at)
 
 
@@ -354,7 +355,7 @@ class Circuit:
         if self.state is CircuitState.TRIAL and trial == self.trials:
             self.state, self.until = CircuitState.WEDGED, now
 
-    def seen(self, now: float, evidence: Evidence, rand: float) -> None:
+    def record(self, now: float, evidence: Evidence, rand: float) -> None:
         step = CIRCUIT[self.state][evidence]
         if step is _CircuitStep.REACHED:
             self.unreached = 0
@@ -421,7 +422,7 @@ class AnswerLengths:
         mean = self.means.get((model, stream), self.FIRST)
         return min(mean, limit) if limit else mean
 
-    def seen(self, model: str, stream: bool, length: float, limit: int) -> None:
+    def record(self, model: str, stream: bool, length: float, limit: int) -> None:
         """Take in a whole answer. One that its limit ended says only that it would have been longer."""
         mean = self.means.get((model, stream), self.FIRST)
         if not limit or length < limit or length > mean:
