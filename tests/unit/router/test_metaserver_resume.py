@@ -293,6 +293,14 @@ def test_the_client_gets_no_ids_that_it_did_not_ask_for() -> None:
     assert b":[" not in seen.replace(b'"choices":[', b"")
 
 
+def test_no_ids_of_several_choices_in_an_event_go_to_the_client() -> None:
+    kept, _ = kept_of({}, 4)
+    two = {"choices": [{"index": index, "text": "x", "token_ids": [7]} for index in range(2)]}
+    seen = kept.take(b"data: " + json.dumps(two, separators=(",", ":")).encode() + b"\n\n")
+    assert [choice["token_ids"] for choice in json.loads(seen.removeprefix(b"data: "))["choices"]] == [None, None]
+    assert kept.unfit == "it has several choices"
+
+
 def test_comments_pass_and_change_nothing() -> None:
     comment = b": keep-alive\n\n"
     (kept, seen), (spoken, _) = kept_of({}, 4), kept_of({}, 0)

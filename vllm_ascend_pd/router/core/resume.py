@@ -344,7 +344,7 @@ class StreamState:
             swallowed = choice is not None and choice.delta == {} and choice.token_ids
             if choice is not None and swallowed and choice.finish_reason is None and choice.logprobs is None:
                 return b""
-            event = without_ids(event, several=bool(read.prompt))
+            event = without_ids(event, several=bool(read.prompt or read.choices[1:]))
         return event + b"\n\n"
 
     # -- what a later D says
