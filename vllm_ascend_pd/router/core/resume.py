@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What another D needs to go on with an answer, and how its stream becomes the rest of the one that a client has.
+"""State that another D needs to go on with an answer; its stream becomes the rest of the one that the client has.
 
 Pure: bytes of whole events in, bytes for the client out. The other D gets the same body, asks for the tokens so far
 and begins with them, so its stream repeats what the client has. `StreamState.take` passes the first D's events as they
