@@ -126,7 +126,7 @@ class SchedulerRole:
 
 
 class WorkerRuntime(Protocol):
-    """What runs in a worker's process once its KV caches are registered."""
+    """Part of a role that runs once the worker's KV caches are registered."""
 
     def stats(self) -> dict[str, Any] | None: ...
     def close(self) -> None: ...
