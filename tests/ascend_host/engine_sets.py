@@ -249,7 +249,7 @@ class Engines:
         """Return the pair with the tally of answers that go on: P prefills what one engine has decoded in steps."""
         if self.one_way:
             return pair
-        tally = AnswerTally(tie=INT8_APART, excused_share=1.0)  # P attends to given tokens in its own dtype
+        tally = AnswerTally(tie=INT8_APART, excused_share=0.6)  # P attends to given tokens in its own dtype
         if not self.in_int8:
             tally = dataclasses.replace(rounded(), limit=PICKED) if self.indexed else rounded()
         return dataclasses.replace(pair, tally=tally)

@@ -526,6 +526,7 @@ def cut_streams(engines: Engines, pair: Pair) -> None:
     broken = sum(pair.cutter.streams[name].tokens < TOKENS for name in names)  # with drafts the last ones come at once
     assert given == broken > TOKENS // 2, f"of {broken} answers D went on with {given}"
     print(f"{engines}, cut: {behind.tally.summary()}")
+    behind.tally.check_share()
 
 
 def never_computed(engines: Engines, pair: Pair) -> None:

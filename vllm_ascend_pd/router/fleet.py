@@ -229,7 +229,7 @@ class LegInFlight:
     came: int = 0  # tokens that are there
     cost: float = 0.0  # its part of the load
     _weigh_at: int = _STEP
-    kept: bool = False  # the trial outlives this leg: only D's report of the load can end it
+    kept: bool = False  # the trial outlives this leg, until D reports the load or is late with it
     end: str = "cut"  # a label of the metric: cut from here, unless the instance has ended it
     reply: Reply | None = None
     stopped: Exception | None = None  # why it was ended from here, before the instance had

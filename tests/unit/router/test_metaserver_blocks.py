@@ -150,6 +150,22 @@ def test_ids_of_the_first_d_are_those_of_the_rest_and_events_are_numbered_on() -
     assert not said.problem and said.end == "completed" and said.events == kept.number
 
 
+@pytest.mark.parametrize("sampling", [{}, {"seed": 5, "temperature": 1}])
+def test_a_responses_metrics_say_that_its_generator_began_anew(sampling: dict[str, Any]) -> None:
+    """Those of the D that went on are of its own part alone."""
+    body = body_of(RESPONSES, **sampling)
+    kept = state_of(RESPONSES, body)
+    for event in written(RESPONSES, body, random.Random(3))[:12]:
+        kept.take(event)
+    kept.go_on()
+    *events, last = written(RESPONSES, body, random.Random(4), "d2", kept.tokens(prompt_hash(PROMPT)))
+    got = b"".join(
+        map(kept.take, [*events, last.replace(b'"response":{', b'"response":{"metrics":{"mean_itl_ms":1.0},')])
+    )
+    assert kept.done and b"mean_itl_ms" not in got
+    assert (b'"metrics":{"generator_began_anew":true}' in got) is bool(sampling)
+
+
 def test_what_a_d_keeps_for_others_does_not_go_on() -> None:
     kept = state_of(RESPONSES, body_of(RESPONSES))
     kept.take(b'event: pd.tokens\ndata: {"ids":[1],"prompt":[2],"stored":true}\n\n')

@@ -209,6 +209,16 @@ def test_numbers_of_another_engine_are_its_own() -> None:
     }
 
 
+def test_a_likely_token_may_be_the_word_for_a_token() -> None:
+    """In a completion's log-probabilities a text is a key, in a chat's it stands under that word."""
+    kept, _ = kept_of({"logprobs": 1}, 4)
+    row = {"text_offset": [9], "tokens": ["x"], "token_logprobs": [-1.0], "top_logprobs": [{"token": -0.5, "x": -1.0}]}
+    choice = {"index": 0, "text": "x", "token_ids": [7], "logprobs": row}
+    before = len(kept.ids)
+    assert b"top_logprobs" in kept.take(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+    assert len(kept.ids) == before + 1 and not kept.unfit
+
+
 # ---- streams
 
 

@@ -26,7 +26,7 @@ class NotContinued(ValueError):
 class Row(msgspec.Struct):
     """A token's log-probabilities, of which the token alone is kept and the rest is not even decoded."""
 
-    token: str | None = None
+    token: str | float | None = None  # a number: of a completion's likeliest tokens, one whose text is "token"
 
 
 def _is_name(path: Path) -> bool:
@@ -48,11 +48,11 @@ def _compared(path: Path, piece: str | list[Any]) -> Any:
         return piece.encode()
     if path == (IDS,):
         return array("I", piece)
-    return [one.token if type(one) is Row else _word(one) for one in piece]
+    return [_word(one) for one in piece]
 
 
 def _word(row: object) -> str | None:
-    word = row.get("token") if isinstance(row, dict) else row
+    word = row.token if isinstance(row, Row) else row.get("token") if isinstance(row, dict) else row
     return word if isinstance(word, str) else None
 
 

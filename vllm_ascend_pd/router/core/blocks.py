@@ -255,8 +255,10 @@ class BlockStream(StreamState):
         said = self._named(said, "")
         if "sequence_number" in said:
             said["sequence_number"] = self.number
-        if isinstance(whole := said.get("response"), dict) and "created_at" in whole:
-            whole["created_at"] = self._created
+        if isinstance(whole := said.get("response"), dict):
+            self._take_metrics(whole)
+            if "created_at" in whole:
+                whole["created_at"] = self._created
         return said
 
     def _named(self, value: Any, at: str) -> Any:

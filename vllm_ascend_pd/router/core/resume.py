@@ -121,9 +121,10 @@ class _AnswerEvent(msgspec.Struct):
     error: _AnswerError | None = None
 
     @property
-    def prompt(self) -> _Ids:
+    def prompt(self) -> _Ids | None:
         """Ids of the prompt, which the first event has."""
-        return self.prompt_token_ids or (self.choices[0].prompt_token_ids if self.choices else None) or []
+        own = self.prompt_token_ids
+        return self.choices[0].prompt_token_ids if own is None and self.choices else own
 
 
 _EVENT = msgspec.json.Decoder(_AnswerEvent)
@@ -252,7 +253,8 @@ class StreamState:
 
         Raise NotContinued if a later D's answer does not begin with what the client has.
         """
-        if 0 < stream.find(b"\n") == len(stream) - 2:  # one event; to look for two bytes takes five times as long
+        # One event, as nearly always. To look for two bytes takes five times as long.
+        if 0 < stream.find(b"\n") == len(stream) - 2 and stream.endswith(b"\n\n"):
             return self._taken(stream[:-2])
         out: list[bytes] = []
         for event in stream.split(b"\n\n"):
@@ -310,7 +312,7 @@ class StreamState:
         choice = read.choices[0] if read.choices else None
         if not self._prompt:
             self._head = self._head or {"id": read.id, "created": read.created, "model": read.model}
-            self._prompt = array("I", read.prompt)
+            self._prompt = array("I", read.prompt or ())
         if choice is None:
             self._usage = False
             return
@@ -344,7 +346,7 @@ class StreamState:
             swallowed = choice is not None and choice.delta == {} and choice.token_ids
             if choice is not None and swallowed and choice.finish_reason is None and choice.logprobs is None:
                 return b""
-            event = without_ids(event, several=bool(read.prompt or read.choices[1:]))
+            event = without_ids(event, several=read.prompt is not None or len(read.choices) > 1)
         return event + b"\n\n"
 
     # -- what a later D says
@@ -352,8 +354,7 @@ class StreamState:
     def _later(self, event: bytes, read: _AnswerEvent) -> bytes:
         said = msgspec.json.decode(event[len(_DATA) :])
         said |= {name: value for name, value in self._head.items() if name in said}
-        if said.pop("metrics", None) is not None and self._seeded and self.given:  # they cover only this D's part
-            said["metrics"] = {"generator_began_anew": True}
+        self._take_metrics(said)
         if read.prompt and self._prompt and array("I", read.prompt) != self._prompt:
             raise NotContinued("the prompt is another one there")
         if self._repeats is not None and self._repeats.over:
@@ -378,6 +379,11 @@ class StreamState:
             return b""
         held, self._held, self._repeats = self._held, [], None
         return b"".join(map(self._passed, held))
+
+    def _take_metrics(self, said: dict[str, Any]) -> None:
+        """Leave out metrics, which cover a later D's part alone, but say whether a generator began anew."""
+        if said.pop("metrics", None) is not None and self._seeded and self.given:
+            said["metrics"] = {"generator_began_anew": True}
 
     def _passed(self, said: dict[str, Any]) -> bytes:
         """Let an event go to the client, as if the first D had written it."""
