@@ -256,6 +256,9 @@ class HttpSession:
             if response.status == 101:
                 response.close()
                 raise UpstreamError(HttpFailure.BROKEN, "it changes the protocol")
+            if sent and response.status in (429, 503):  # as above: only the second time it surely was not executed
+                response.close()
+                raise UpstreamError(HttpFailure.BROKEN, f"it closed the connection, and then: {response.status}")
             return response
 
     def _open(self) -> aiohttp.ClientSession:

@@ -359,6 +359,23 @@ async def test_what_an_engine_that_died_may_have_read_does_not_count_as_never_se
         assert raised.value.failure is HttpFailure.CONNECT
 
 
+async def test_a_refusal_of_the_repetition_says_nothing_of_the_first() -> None:
+    """An engine that died behind a push and is back answers 503: no other P may be asked for the same transfer."""
+
+    async def refuses_at_the_third(_: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(server.requests) == 2:
+            writer.close()
+        else:
+            refusal = LENGTH.replace(b"200 OK", b"503 Service Unavailable")
+            writer.write(LENGTH if len(server.requests) == 1 else refusal)
+
+    async with talking(refuses_at_the_third) as (server, origin, upstream):
+        assert await (await ask(upstream, origin)).rest(100) == b"hello"
+        with pytest.raises(UpstreamError, match="and then: 503") as raised:
+            await ask(upstream, origin)
+        assert raised.value.failure is HttpFailure.BROKEN and len(server.requests) == 3
+
+
 async def test_a_request_that_was_repeated_and_is_not_answered_may_have_been_executed() -> None:
     async def is_silent_at_the_third(_: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(server.requests) == 1:
