@@ -243,15 +243,18 @@ class Engines:
             return AnswerTally(limit=EQUAL)
         if self.in_int8:
             return dataclasses.replace(rounded(), tie=INT8_APART)
+        return self._rounded
+
+    @property
+    def _rounded(self) -> AnswerTally:
         return dataclasses.replace(rounded(), limit=PICKED) if self.indexed else rounded()
 
     def behind_given_tokens(self, pair: Pair) -> Pair:
         """Return the pair with the tally of answers that go on: P prefills what one engine has decoded in steps."""
         if self.one_way:
             return pair
-        tally = AnswerTally(tie=INT8_APART, excused_share=0.6)  # P attends to given tokens in its own dtype
-        if not self.in_int8:
-            tally = dataclasses.replace(rounded(), limit=PICKED) if self.indexed else rounded()
+        # P attends to given tokens in its own dtype.
+        tally = AnswerTally(tie=INT8_APART, excused_share=0.6) if self.in_int8 else self._rounded
         return dataclasses.replace(pair, tally=tally)
 
     def _keys(self, machine: Machine, side: Side) -> dict[str, Any]:

@@ -172,8 +172,8 @@ CEILINGS = {
     # 15 for a log in JSON; 230 for responses and messages, which went past P before: ids, forms of events and errors;
     # 335 so that their streams go on, which broke before
     # 6 so that an event with log-probabilities costs a third less
-    "router": 9522,  # 10 so that an answer says that its generator began anew, in the place of metrics of a part of it
-    "shared": 1053,  # 3 so that a refused repetition is not taken for a request that nobody has read
+    "router": 9516,  # 10 so that an answer says that its generator began anew, in the place of metrics of a part of it
+    "shared": 1054,  # 4 so that a refused repetition is not taken for a request that nobody has read
     "transport": 1970,
     "viewer": 615,
     # 55 without which requests get the allowed tokens of others, 80 without which a D that runs out of blocks says

@@ -25,7 +25,7 @@ MAX_QUESTION_BYTES = 4096
 MAX_ANSWER_BYTES = 16 * MAX_TOKENS  # of each ten digits, a comma, perhaps a space
 
 _Word = Annotated[str, msgspec.Meta(max_length=256)]
-_Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class AnswerWanted(msgspec.Struct, frozen=True):
@@ -38,14 +38,14 @@ class AnswerWanted(msgspec.Struct, frozen=True):
 class AnswerSoFar(msgspec.Struct, frozen=True):
     """The router's answer: the ids that the request has put out, in order. None: it begins anew."""
 
-    tokens: Annotated[list[_Token], msgspec.Meta(max_length=MAX_TOKENS)]
+    tokens: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_TOKENS)]
 
 
 class TokensSaid(msgspec.Struct, frozen=True, omit_defaults=True):
     """The tokens of the events that follow, up to the next of these. The first one has the prompt's too."""
 
-    ids: list[_Token]
-    prompt: list[_Token] | None = None
+    ids: list[TokenId]
+    prompt: list[TokenId] | None = None
     finish_reason: str | None = None  # vLLM's, of the last tokens; so a break is known before what is made of it
     stop_reason: int | str | None = None
     stored: bool = False  # D keeps this answer for requests that follow on it, and no other D has it

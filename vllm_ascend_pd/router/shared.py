@@ -19,18 +19,17 @@ from vllm_ascend_pd.router.metrics import METRICS
 from vllm_ascend_pd.router.settings import Settings
 from vllm_ascend_pd.router.spans import NoSpans
 from vllm_ascend_pd.router.upstream import Upstream
-from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
+from vllm_ascend_pd.shared.core.failures import DECLINED, HttpFailure, UpstreamError
 
 log = logging.getLogger(__name__)
 
 CLOSING = "PD-META-010"
 SHUTDOWN = CATALOGUE[CLOSING].sentence
-_DECLINED = (429, 503)  # answers by which an engine says that it did not execute the request
 
 
 def leg_end(status: int) -> str:
     """Return the end of a leg that was answered with `status`. An answer that blames the request is served too."""
-    return "refused" if status in _DECLINED else "broke" if status >= 500 else "served"
+    return "refused" if status in DECLINED else "broke" if status >= 500 else "served"
 
 
 class Shared:

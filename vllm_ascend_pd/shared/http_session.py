@@ -24,7 +24,7 @@ from aiohttp.client_proto import ResponseHandler
 from aiohttp.http import HttpProcessingError
 from yarl import URL
 
-from vllm_ascend_pd.shared.core.failures import NOT_EXECUTED, HttpFailure, UpstreamError
+from vllm_ascend_pd.shared.core.failures import DECLINED, NOT_EXECUTED, HttpFailure, UpstreamError
 from vllm_ascend_pd.shared.core.gathered import Payload, cut, length
 from vllm_ascend_pd.shared.resolver import Hosts, Resolver, reach
 from vllm_ascend_pd.shared.tls_files import TlsFiles
@@ -256,7 +256,7 @@ class HttpSession:
             if response.status == 101:
                 response.close()
                 raise UpstreamError(HttpFailure.BROKEN, "it changes the protocol")
-            if sent and response.status in (429, 503):  # as above: only the second time it surely was not executed
+            if sent and response.status in DECLINED:  # as above: only the second time it surely was not executed
                 response.close()
                 raise UpstreamError(HttpFailure.BROKEN, f"it closed the connection, and then: {response.status}")
             return response

@@ -34,7 +34,7 @@ from vllm_ascend_pd.protocol.continuing import AnswerWanted
 from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.reports import LoadReport
 from vllm_ascend_pd.shared.backoff import Backoff
-from vllm_ascend_pd.shared.core.failures import HttpFailure, post_again
+from vllm_ascend_pd.shared.core.failures import DECLINED, HttpFailure, post_again
 from vllm_ascend_pd.shared.loop import LoopThread
 from vllm_ascend_pd.shared.tls_files import TlsFiles
 
@@ -380,6 +380,6 @@ async def _bounded(answer: httpx.Response, most: int = MAX_LINE_BYTES) -> bytes:
 async def _refusal(answer: httpx.Response) -> _FailedAttempt:
     body = await _bounded(answer)
     why = answers.reason(body) or answer.reason_phrase
-    failure = HttpFailure.REFUSED if answer.status_code in (429, 503) else HttpFailure.SERVER
+    failure = HttpFailure.REFUSED if answer.status_code in DECLINED else HttpFailure.SERVER
     error = PdError("PD-META-003", status=answer.status_code, why=why)
     return _FailedAttempt(error, failure, answers.seconds(answer.headers.get("retry-after")))

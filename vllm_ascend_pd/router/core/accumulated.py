@@ -46,9 +46,7 @@ def _compared(path: Path, piece: str | list[Any]) -> Any:
     """
     if isinstance(piece, str):
         return piece.encode()
-    if path == (IDS,):
-        return array("I", piece)
-    return [_word(one) for one in piece]
+    return array("I", piece) if path == (IDS,) else [_word(one) for one in piece]
 
 
 def _word(row: object) -> str | None:
@@ -84,10 +82,7 @@ class Accumulated:
                     self.take(one, (*at, name, one["index"]))
             elif isinstance(value, list):
                 path = (*at, name)
-                had = self.parts.get(path)
-                if had is None:
-                    had = self.parts[path] = []
-                had += _compared(path, value)
+                self.parts.setdefault(path, []).extend(_compared(path, value))
                 self.size += 64 * len(value)
 
     def names(self) -> Accumulated:

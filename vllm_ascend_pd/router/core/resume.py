@@ -12,11 +12,12 @@ import re
 from array import array
 from collections.abc import Mapping
 from enum import Enum
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from vllm_ascend_pd.protocol.auth import prompt_hash
+from vllm_ascend_pd.protocol.continuing import TokenId
 from vllm_ascend_pd.router.core import bodies
 from vllm_ascend_pd.router.core.accumulated import IDS, Accumulated, NotContinued, RepeatedAnswer, Row
 from vllm_ascend_pd.router.core.bodies import CHAT, COMPLETIONS, UNREADABLE, Request, Shape
@@ -35,7 +36,6 @@ RECOMPUTED = "recomputed"  # `stop_reason` of a request that D has dropped
 _STOP_BYTES = 64 << 10  # longer stop strings are not looked through
 _INCLUDED_BYTES = 1 << 12  # of the list of what a response is to have, which has six words
 _NULL = msgspec.Raw(b"null")
-_Ids = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]]
 # Parts of a choice that grow, and what they are when nothing of them is new.
 _PARTS: dict[str, Any] = {"text": "", "delta": {}, "logprobs": None, IDS: []}
 
@@ -102,8 +102,8 @@ class _Choice(msgspec.Struct):
     text: str | None = None
     delta: dict[str, Any] | None = None
     logprobs: dict[str, list[Row | str | float | None] | None] | None = None
-    token_ids: _Ids | None = None
-    prompt_token_ids: _Ids | None = None
+    token_ids: list[TokenId] | None = None
+    prompt_token_ids: list[TokenId] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -117,11 +117,11 @@ class _AnswerEvent(msgspec.Struct):
     created: int = 0
     model: str = ""
     choices: list[_Choice] = []
-    prompt_token_ids: _Ids | None = None
+    prompt_token_ids: list[TokenId] | None = None
     error: _AnswerError | None = None
 
     @property
-    def prompt(self) -> _Ids | None:
+    def prompt(self) -> list[TokenId] | None:
         """Ids of the prompt, which the first event has."""
         own = self.prompt_token_ids
         return self.choices[0].prompt_token_ids if own is None and self.choices else own

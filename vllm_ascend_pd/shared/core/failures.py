@@ -12,7 +12,7 @@ class HttpFailure(Enum):
     """Way in which an HTTP call failed; see `NOT_EXECUTED` too."""
 
     CONNECT = "connect"  # no connection, so nothing was sent
-    REFUSED = "refused"  # 429 or 503: the server says that it did not execute the request
+    REFUSED = "refused"  # `DECLINED`
     BROKEN = "broken"  # the connection ended without an answer: may have been executed
     TIMEOUT = "timeout"  # no answer in time: may have been executed
     SERVER = "server"  # 500, 502, 504: executed, and failed
@@ -31,6 +31,7 @@ class UpstreamError(Exception):
         self.why = why
 
 
+DECLINED = (429, 503)  # statuses by which a server says that it did not execute a request
 # Failures after which work counts as not executed.
 NOT_EXECUTED = frozenset({HttpFailure.CONNECT, HttpFailure.REFUSED, HttpFailure.OURS})
 
