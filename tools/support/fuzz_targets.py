@@ -77,6 +77,7 @@ from vllm_ascend_pd.protocol.reservation import Receiver
 from vllm_ascend_pd.router import reserve
 from vllm_ascend_pd.router.core import bodies
 from vllm_ascend_pd.router.core.decisions import CircuitPolicy, Role
+from vllm_ascend_pd.router.core.ends import PrefillFailed
 from vllm_ascend_pd.router.fleet import Fleet, parse_spec
 from vllm_ascend_pd.router.front import Front
 from vllm_ascend_pd.router.intake import NotTaken
@@ -744,8 +745,8 @@ def _posted() -> Run:
                 raise AssertionError(f"status {refused.answer.status}") from refused
         try:
             reserve._check_push(prefill, data, 0.0)
-        except reserve.PrefillFailed as failed:
-            msgspec.msgpack.encode((failed.code, str(failed)))
+        except PrefillFailed as failed:
+            msgspec.msgpack.encode((failed.noted.code, str(failed)))
             return REFUSED
         return READ
 

@@ -17,6 +17,7 @@ import prometheus_client
 
 from vllm_ascend_pd.errors import one_line
 from vllm_ascend_pd.protocol import continuing
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.reports import MAX_REPORT_BYTES
 from vllm_ascend_pd.protocol.reports import ROUTE as LOADS
 from vllm_ascend_pd.router import passing, spans, state
@@ -105,7 +106,7 @@ class WorkerProcess:
         return report
 
     def _lost(self, instance: Instance, why: str) -> None:
-        self.front.journal.trouble("PD-META-011", f"takes no requests: {why}", instance.name)
+        self.front.journal.trouble(Failure("PD-META-011", f"takes no requests: {why}"), instance.name)
 
     def total(self) -> dict[str, Any]:
         return state.sum_of([self.report(details=True), *self.hub.others()])

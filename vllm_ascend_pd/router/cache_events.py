@@ -76,7 +76,7 @@ def parse_ports(texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
     Forms: `5557`; `5557+4` for four ranks behind one address; `10.0.0.1:9100=5557`; `10.0.0.1:9100+16=5557+16` for
     sixteen ranks with an address each. Raise ValueError for any other.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    by_instance: dict[str, tuple[int, ...]] = {}
     for text in texts:
         named, _, value = text.rpartition("=")
         match = re.fullmatch(r"(\d{1,5})(?:\+(\d{1,4}))?", value)
@@ -88,10 +88,10 @@ def parse_ports(texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
         if len(names) > 1 and len(names) != count:
             raise ValueError(f"{text!r} has {len(names)} instances and {count} ports")
         for place, name in enumerate(names):
-            if name in found:
+            if name in by_instance:
                 raise ValueError(f"{text!r} gives ports a second time")
-            found[name] = ports[place : place + 1] if len(names) > 1 else ports
-    return found
+            by_instance[name] = ports[place : place + 1] if len(names) > 1 else ports
+    return by_instance
 
 
 class Cache:

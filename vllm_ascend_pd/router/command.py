@@ -48,12 +48,12 @@ class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         said = record.getMessage()[:_MAX_LOGGED]
         when = datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc).isoformat(timespec="milliseconds")
-        found = {"time": when, "level": record.levelname, "logger": record.name, "message": said}
+        line = {"time": when, "level": record.levelname, "logger": record.name, "message": said}
         if code := re.search(r"\bPD-[A-Z]+-\d{3}\b", said):
-            found["code"] = code[0]
+            line["code"] = code[0]
         if record.exc_info:
-            found["traceback"] = self.formatException(record.exc_info)[-_MAX_LOGGED:]
-        return json.dumps(found)
+            line["traceback"] = self.formatException(record.exc_info)[-_MAX_LOGGED:]
+        return json.dumps(line)
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -268,10 +268,10 @@ def _serve(args: argparse.Namespace, settings: Settings) -> int:
         from vllm_ascend_pd.router.hub import Hub
 
         worker, *fds, members = map(int, args.as_worker.split(":"))
-        public, own, line = (socket.socket(fileno=fd) for fd in fds)
+        public, private, line = (socket.socket(fileno=fd) for fd in fds)
         with os.fdopen(members, "rb") as file:
             settings = dataclasses.replace(settings, members=file.read())
-        return run_worker(settings, [public, own], Hub(worker, line))
+        return run_worker(settings, [public, private], Hub(worker, line))
     if settings.workers > 1:
         from vllm_ascend_pd.router.supervisor import Supervisor, worker_command
 

@@ -23,8 +23,10 @@ from typing import Any
 
 import msgspec
 
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.reports import LoadReport
 from vllm_ascend_pd.router.core import bodies
+from vllm_ascend_pd.router.core.ends import LegFailed, RequestOver, ShutDown
 from vllm_ascend_pd.router.core.resume import StreamState, stops_at_recomputed
 from vllm_ascend_pd.router.faults import Answer, remedy
 from vllm_ascend_pd.router.fleet import Instance, LegInFlight, monotonic
@@ -42,33 +44,13 @@ _PAST_ATTEMPTS = 1024
 PAST_S = 60.0  # after an attempt, for reports of its loads; D gives up sending them long before
 
 
-class AttemptFailed(Exception):
-    """An attempt that failed before the client saw anything of it.
+class AttemptFailed(LegFailed):
+    """An attempt of which the client saw nothing. `answer`: for the client, if it was the last, as it is if `final`."""
 
-    `answer`: for the client, if it was the last; `brief`: for the status page, without an engine's own text; `final`:
-    it is the last, whatever is left.
-    """
-
-    def __init__(
-        self, failure: HttpFailure, answer: Answer, brief: str = "", code: str = "PD-META-007", final: bool = False
-    ) -> None:
-        super().__init__(failure.value)
-        self.failure = failure
+    def __init__(self, failure: HttpFailure, answer: Answer, noted: Failure, final: bool = False) -> None:
+        super().__init__(failure, noted)
         self.answer = answer
-        self.brief = brief or failure.value
-        self.code = code
         self.final = final
-
-
-class ShutDown(Exception):
-    """The end of what a request waits for, because this server shuts down."""
-
-
-class RequestOver(Exception):
-    """The end of a prefill of which the client's request is over, or which D gave up."""
-
-    def __init__(self) -> None:
-        super().__init__("the client's request is over, or D gave it up")
 
 
 def id_of(headers: Headers) -> str:
@@ -144,7 +126,7 @@ class HttpExchange:
             self.request = msgspec.structs.replace(self.request, fields={}, marks=())
         self.release()
 
-    def over(self) -> None:
+    def forget_all(self) -> None:
         """Free what an ended request holds: reports of its loads may still come, but need no connection and no body."""
         self.forget_prompt()
         self.headers, self.send, self.release, self.call = [], _dropped, _nothing, None
@@ -168,7 +150,7 @@ class RoutedTransfer:
 
     id: str
     posted: bool = False  # D's POST is open
-    over: bool = False  # nobody needs its prefill any more
+    ended: bool = False  # nobody needs its prefill any more
     prefill: Instance | None = None  # the P asked last
     asked: float = 0.0  # when it was
     leg: LegInFlight | None = None  # there
@@ -188,7 +170,7 @@ class RoutedTransfer:
 
     def end(self) -> None:
         """End its prefill, as nobody needs it any more."""
-        self.over = True
+        self.ended = True
         if self.leg is not None:
             self.leg.stop(RequestOver())
 
@@ -270,9 +252,9 @@ class Journal:
         self.last: deque[HttpExchange] = deque(maxlen=_LAST_REQUESTS)
         self.troubles: deque[dict[str, Any]] = deque(maxlen=_LAST_TROUBLES)
 
-    def trouble(self, code: str, what: str, instance: str = "", request: str = "") -> None:
-        """Note a trouble for the status page. `what` must not quote an engine, whose text may contain a prompt."""
-        facts = {"at": time.time(), "code": code, "what": what, "remedy": remedy(code)}
+    def trouble(self, noted: Failure, instance: str = "", request: str = "") -> None:
+        """Note a trouble for the status page. It must not quote an engine, whose text may contain a prompt."""
+        facts = {"at": time.time(), "code": noted.code, "what": noted.detail, "remedy": remedy(noted.code)}
         self.troubles.append({**facts, "instance": instance, "request": request[:128]})
 
     def close(self, attempt: Attempt) -> None:
@@ -312,6 +294,6 @@ class Journal:
 
     def end(self, exchange: HttpExchange) -> None:
         self.exchanges.discard(exchange)
-        exchange.over()
+        exchange.forget_all()
         if exchange.remembered:
             self.last.append(exchange)

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd.errors import CATALOGUE, PdError
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.router.core.bodies import MESSAGES, RESPONSES, UNREADABLE
 from vllm_ascend_pd.shared.http_session import Headers
 
@@ -105,8 +106,9 @@ def json_answer(value: Any, status: int = 200) -> Answer:
     return Answer(status, msgspec.json.encode(value))
 
 
-def error_frame(message: str, code: str, route: str, number: int = 0) -> bytes:
+def error_frame(noted: Failure, route: str, number: int = 0) -> bytes:
     """Return the end of a stream that broke after its first byte. `number`: of the event, where events have numbers."""
+    code, message = noted.code, noted.detail
     body = error_body(502, message, code)
     if route == RESPONSES:
         fields = {"code": code, "message": message, "param": None, "sequence_number": number, "type": "error"}

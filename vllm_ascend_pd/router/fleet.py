@@ -33,6 +33,7 @@ from vllm_ascend_pd.router.core.decisions import (
     Role,
     condition,
 )
+from vllm_ascend_pd.router.core.ends import LegEnd
 from vllm_ascend_pd.router.core.prefixes import Marks, Prompts
 from vllm_ascend_pd.router.metrics import METRICS
 from vllm_ascend_pd.router.settings import LAST_PORT
@@ -230,7 +231,7 @@ class LegInFlight:
     cost: float = 0.0  # its part of the load
     _weigh_at: int = _STEP
     kept: bool = False  # the trial outlives this leg, until D reports the load or is late with it
-    end: str = "cut"  # a label of the metric: cut from here, unless the instance has ended it
+    end: LegEnd = LegEnd.CUT  # from here, unless the instance has ended it
     reply: Reply | None = None
     stopped: Exception | None = None  # why it was ended from here, before the instance had
 
@@ -243,8 +244,8 @@ class LegInFlight:
         if not self.kept:
             self.returned()
         instance = self.instance
-        self.reply, end = None, "cut" if failure is asyncio.CancelledError else self.end
-        METRICS.legs.labels(instance.role.value, instance.label, end).inc()
+        self.reply, end = None, LegEnd.CUT if failure is asyncio.CancelledError else self.end
+        METRICS.legs.labels(instance.role.value, instance.label, end.value).inc()
         instance.requests -= 1
         instance.load = instance.load - self.cost if instance.requests else 0.0  # no drift from rounding
 
@@ -287,7 +288,7 @@ class LegInFlight:
 
     def refused(self) -> None:
         """Note that its engine did not take it: for a moment others are asked, if there are any."""
-        self.end, self.instance.rests_until = "refused", self.instance.clock() + REST_S
+        self.end, self.instance.rests_until = LegEnd.REFUSED, self.instance.clock() + REST_S
 
     def returned(self) -> None:
         """End the trial: the request shows no more about its instance."""
@@ -318,8 +319,8 @@ def pairing(*fingerprints: str) -> Fits:
     known = frozenset(fingerprints)
 
     def fits(instance: Instance) -> bool:
-        own = instance.fingerprint
-        return own in known or any(may_pair(own, one) for one in known)
+        fingerprint = instance.fingerprint
+        return fingerprint in known or any(may_pair(fingerprint, one) for one in known)
 
     return fits
 

@@ -14,18 +14,20 @@ from msgspec import structs
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.observe.trace import emit
 from vllm_ascend_pd.protocol.continuing import CONTINUE
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.router import relay, resuming
 from vllm_ascend_pd.router.core import resume
 from vllm_ascend_pd.router.core.accumulated import NotContinued
 from vllm_ascend_pd.router.core.bodies import Request
 from vllm_ascend_pd.router.core.decisions import Admission, Gatekeeper, Role
+from vllm_ascend_pd.router.core.ends import ShutDown, StreamBroke
 from vllm_ascend_pd.router.core.stored import Stored, home_of
-from vllm_ascend_pd.router.exchange import Attempt, AttemptFailed, HttpExchange, ShutDown
+from vllm_ascend_pd.router.exchange import Attempt, AttemptFailed, HttpExchange
 from vllm_ascend_pd.router.faults import Answer, known
 from vllm_ascend_pd.router.fleet import Fleet, Instance, LegInFlight, among, both, pairing
 from vllm_ascend_pd.router.metrics import METRICS
 from vllm_ascend_pd.router.settings import Settings
-from vllm_ascend_pd.router.shared import CLOSING, SHUTDOWN, Shared
+from vllm_ascend_pd.router.shared import SHUTDOWN, Shared
 from vllm_ascend_pd.router.spans import NoSpans
 from vllm_ascend_pd.router.upstream import Upstream
 from vllm_ascend_pd.shared.core.failures import HttpFailure
@@ -35,7 +37,7 @@ _COME_BACK_S = 2.0
 _LATE_REPORT_S = 2.0  # after the end of a request, for D's report on its KV
 _MAX_CANARIES = 64
 _MAX_COPIES = 1024  # of an answer that count: D refuses more
-_CLOSING = known(503, CLOSING, _COME_BACK_S)
+_CLOSING = known(503, SHUTDOWN.code, _COME_BACK_S)
 _CLOSING.headers.append((b"connection", b"close"))
 
 
@@ -111,7 +113,7 @@ class Front(Shared):
                 await (relay.refuse(exchange, _CLOSING) if self.closing else work(exchange))
             except ShutDown:
                 if exchange.streaming:
-                    await resuming.break_off(self, exchange, SHUTDOWN, CLOSING)
+                    await resuming.break_off(self, exchange, SHUTDOWN)
                 else:
                     await relay.refuse(exchange, _CLOSING)
             finally:
@@ -142,13 +144,13 @@ class Front(Shared):
                 return
             except AttemptFailed as failed:
                 if failed.failure is not HttpFailure.PREFILL:  # a failed prefill was noted where it happened
-                    self.journal.trouble(failed.code, failed.brief, decode.name, exchange.request_id)
+                    self.journal.trouble(failed.noted, decode.name, exchange.request_id)
                 safe = not exchange.request.asks_again  # else tools may have acted
                 delay = None if failed.final else self.delay_before_another(exchange, decode, failed.failure, safe)
                 if delay is None:
-                    await self._refuse(exchange, failed.answer, failed.brief)
+                    await self._refuse(exchange, failed.answer, failed.noted.detail)
                     return
-            except resuming.StreamBroke as broke:
+            except StreamBroke as broke:
                 if not await self._goes_on(exchange, decode, broke):
                     return
                 continue
@@ -157,17 +159,16 @@ class Front(Shared):
 
     async def _refuse(self, exchange: HttpExchange, answer: Answer, why: str) -> None:
         if exchange.streaming:
-            problem = PdError("PD-META-025", why=why).sentence
-            await resuming.break_off(self, exchange, problem, "PD-META-025")
+            await resuming.break_off(self, exchange, Failure.of(PdError("PD-META-025", why=why)))
         else:
             await relay.refuse(exchange, answer)
 
-    async def _goes_on(self, exchange: HttpExchange, decode: Instance, broke: resuming.StreamBroke) -> bool:
+    async def _goes_on(self, exchange: HttpExchange, decode: Instance, broke: StreamBroke) -> bool:
         """Return whether another D is to be asked for the rest; if not, end the stream."""
         kept = exchange.kept
         if kept is None:
             raise RuntimeError("only a stream that is kept breaks this way")
-        self.journal.trouble(broke.code, broke.problem, decode.name, exchange.request_id)
+        self.journal.trouble(broke.noted, decode.name, exchange.request_id)
         if kept.finished and not broke.final:
             await resuming.finish(exchange, kept)
             return False
@@ -178,19 +179,19 @@ class Front(Shared):
                 raise NotContinued(broke.final)
             came = kept.go_on() if exchange.streaming else True
         except NotContinued as why:
-            problem = PdError("PD-META-024", problem=broke.problem, why=why).sentence
-            await resuming.break_off(self, exchange, problem, "PD-META-024", decode.name)
+            ended = Failure.of(PdError("PD-META-024", problem=broke.noted.detail, why=why))
+            await resuming.break_off(self, exchange, ended, decode.name)
             return False
         # To be dropped speaks against no D, and one that has computed some tokens is as good as another.
         if came:
             exchange.tried.clear()
-        if not (came and broke.cause == "dropped"):
+        if not (came and broke.failure is HttpFailure.DROPPED):
             exchange.tried.add(decode.name)
         if not self.fleet.another(Role.DECODE, exchange.tried, self.fleet.serving(exchange.request.model)):
             exchange.tried = {decode.name}  # one that broke before may be another process by now
         exchange.request = structs.replace(exchange.request, prefill_tokens=kept.length)
         exchange.stage("resume", f"after {kept.given} tokens")
-        METRICS.resumes.labels(broke.cause).inc()
+        METRICS.resumes.labels(broke.failure.value).inc()
         if kept.given and resume.has_generator(exchange.request):
             METRICS.resumes_reseeded.inc()
         return True
@@ -220,7 +221,7 @@ class Front(Shared):
         """Return the refusal of a request for which there is no D, and note it."""
         if exchange.request.follows is not None:
             return known(404, "PD-META-034")
-        self.journal.trouble("PD-META-008", "no decode instance", request=exchange.request_id)
+        self.journal.trouble(Failure("PD-META-008", "no decode instance"), request=exchange.request_id)
         return known(503, "PD-META-008", _COME_BACK_S, role="decode")
 
     def decode(self, exchange: HttpExchange) -> Instance | None:
@@ -300,7 +301,7 @@ class Front(Shared):
         if exchange.pinned is None and not usable:
             if not local:
                 refusal = known(503, "PD-META-008", _COME_BACK_S, role="prefill")
-                raise AttemptFailed(HttpFailure.REFUSED, refusal, "no prefill instance", "PD-META-008")
+                raise AttemptFailed(HttpFailure.REFUSED, refusal, Failure("PD-META-008", "no prefill instance"))
             METRICS.decode_alone.labels("no prefill").inc()
             exchange.stage("local", "no prefill instance that fits")
             return None

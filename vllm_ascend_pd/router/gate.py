@@ -118,10 +118,10 @@ class Places:
     def leave(self, connection: Place) -> None:
         """Note that a connection has ended. Idempotent."""
         if connection in self._everyone.all:
-            own = self._of[connection.peer]
-            for group in (self._everyone, own):
+            of_caller = self._of[connection.peer]
+            for group in (self._everyone, of_caller):
                 group.leave(connection)
-            if not own.all:
+            if not of_caller.all:
                 del self._of[connection.peer]
 
     def end(self, connection: Place) -> None:
@@ -141,8 +141,8 @@ class Places:
 
     def _gives_way(self, peer: str) -> Place | None:
         """Return the connection that makes room for one of this caller's."""
-        own = self._of.get(peer)
-        if own is not None and len(own.all) * _SHARE > self.most and (longest := own.longest()) is not None:
+        group = self._of.get(peer)
+        if group is not None and len(group.all) * _SHARE > self.most and (longest := group.longest()) is not None:
             return longest
         return self._everyone.longest()
 

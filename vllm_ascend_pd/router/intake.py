@@ -100,14 +100,14 @@ class BodyMemory:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.held = 0  # bytes of bodies that come, or are in use
+        self.held_bytes = 0  # bytes of bodies that come, or are in use
         self.coming: dict[Body, None] = {}
         self.callers: Counter[str] = Counter()  # bytes of those
         self.waiting: dict[Body, asyncio.Future[None]] = {}  # those of them that wait for room
 
     def take(self, body: Body, count: int) -> None:
         body.size += count
-        self.held += count
+        self.held_bytes += count
         self.callers[body.caller] += count
 
     def complete(self, body: Body) -> None:
@@ -120,21 +120,21 @@ class BodyMemory:
 
     def has_room(self, count: int) -> bool:
         """Return whether so much more fits; a body that is larger than all of the memory comes alone."""
-        return self.held + count <= self.most or not self.held
+        return self.held_bytes + count <= self.most or not self.held_bytes
 
     def changed(self) -> None:
         """Let those go on that have room now, each in its turn."""
-        room = self.most - self.held
+        room = self.most - self.held_bytes
         for body in sorted(self.waiting, key=lambda one: (self.callers[one.caller], one.began)):
             room -= body.wants
-            if room < 0 and self.held:
+            if room < 0 and self.held_bytes:
                 return
             if not (turn := self.waiting[body]).done():
                 turn.set_result(None)
 
     def end_slow(self, now: float) -> None:
         """End bodies that keep others waiting; those that wait themselves only where nothing else can make room."""
-        deadlock = self.held == sum(body.size for body in self.waiting)
+        deadlock = self.held_bytes == sum(body.size for body in self.waiting)
         slow = [one for one in self.coming if (deadlock and one.size if one in self.waiting else one.slow(now))]
         slow.sort(key=lambda one: (self.callers[one.caller], one.size))
         while slow and not all(turn.done() for turn in self.waiting.values()):
@@ -161,8 +161,8 @@ class Intake:
         return Body(self, asked, of_engine)
 
     @property
-    def held(self) -> int:
-        return sum(memory.held for memory in self._all)
+    def held_bytes(self) -> int:
+        return sum(memory.held_bytes for memory in self._all)
 
     def watch(self) -> None:
         if self._look is None:
@@ -203,7 +203,7 @@ class Body:
     def release(self) -> None:
         """Stop counting the body, which is not needed any more. Idempotent."""
         self.memory.complete(self)
-        self.memory.held -= self.size
+        self.memory.held_bytes -= self.size
         self.size = 0
         self.memory.changed()
 
@@ -219,7 +219,7 @@ class Body:
             first = asked.content.read_nowait()
             if len(first) <= min(SHORT, max_bytes) and memory.has_room(len(first)):
                 self.size = len(first)
-                memory.held += self.size
+                memory.held_bytes += self.size
                 return first
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[NotTaken] = loop.create_future()

@@ -162,12 +162,12 @@ class KubernetesService:
             body = await _body(reply)
             if reply.status != 200:
                 raise ApiUnusable(f"it answered {reply.status}: {body[:200].decode(errors='replace')}")
-        found = msgspec.json.decode(body, type=_SliceList)
-        if found.metadata.more:
+        listed = msgspec.json.decode(body, type=_SliceList)
+        if listed.metadata.more:
             raise ApiUnusable(f"the Service has more than {_SLICES} EndpointSlices")
-        self._slices = {one.metadata.name: one for one in found.items}
+        self._slices = {one.metadata.name: one for one in listed.items}
         self._take(changed)
-        self._version = found.metadata.version
+        self._version = listed.metadata.version
 
     async def _follow(self, changed: Callable[[], None]) -> None:
         """Apply what a watch brings until it ends. If its beginning is too old, the next round lists again."""

@@ -14,17 +14,19 @@ from urllib.parse import unquote_to_bytes
 
 from msgspec import structs
 
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.router import models
 from vllm_ascend_pd.router.aside import AT_ONCE
 from vllm_ascend_pd.router.core import bodies, stored
 from vllm_ascend_pd.router.core.decisions import Evidence, Role
+from vllm_ascend_pd.router.core.ends import LegEnd, ShutDown
 from vllm_ascend_pd.router.core.pieces import Buffer
-from vllm_ascend_pd.router.exchange import HttpExchange, ShutDown
+from vllm_ascend_pd.router.exchange import HttpExchange
 from vllm_ascend_pd.router.fleet import LegInFlight
 from vllm_ascend_pd.router.front import Front
 from vllm_ascend_pd.router.intake import CallerRequest
 from vllm_ascend_pd.router.relay import client_head, no_answer, refuse, send_whole, stripped_of
-from vllm_ascend_pd.router.shared import CLOSING, SHUTDOWN, leg_end
+from vllm_ascend_pd.router.shared import SHUTDOWN
 from vllm_ascend_pd.router.upstream import Reply
 from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
 from vllm_ascend_pd.shared.core.gathered import Payload
@@ -131,7 +133,7 @@ async def _attempts(front: Front, exchange: HttpExchange, call: Call) -> None:
                 async with leg.attach(asking) as reply:
                     first = await _first(front, call, reply)
                     delay = None
-                    if leg_end(reply.status) == "refused":
+                    if LegEnd.of(reply.status) is LegEnd.REFUSED:
                         leg.refused()
                         delay = front.delay_before_another(exchange, decode, HttpFailure.REFUSED, call.repeatable)
                     body = await _whole(front, call, reply, first) if delay is None and reply.status == 200 else None
@@ -140,14 +142,14 @@ async def _attempts(front: Front, exchange: HttpExchange, call: Call) -> None:
                         head = client_head([(b"content-type", b"application/json")], decode, exchange.request_id)
                         await send_whole(exchange.send, 200, head, body)
                         exchange.stage("end")
-                        front.leg_over(leg, "served")
+                        front.leg_over(leg, LegEnd.SERVED)
                         return
                     if delay is None:
                         await _relay(front, exchange, leg, reply, first, call)
                         return
             except UpstreamError as problem:
                 if front.is_late(leg, problem):
-                    front.journal.trouble("PD-META-007", problem.why, decode.name, exchange.request_id)
+                    front.journal.trouble(Failure("PD-META-007", problem.why), decode.name, exchange.request_id)
                     await refuse(exchange, no_answer(problem))
                     return
                 front.leg_broke(leg, problem, exchange.request_id)
@@ -196,14 +198,14 @@ async def _relay(
             piece = await reply.read()
     except UpstreamError as problem:
         front.leg_broke(leg, problem)
-        front.stream_broke(exchange, decode.name, problem.why)
+        front.stream_broke(exchange, decode.name, Failure("PD-META-007", problem.why))
         return
     except ShutDown:
-        front.leg_over(leg, "cut")
-        front.stream_broke(exchange, decode.name, SHUTDOWN, CLOSING)
+        front.leg_over(leg, LegEnd.CUT)
+        front.stream_broke(exchange, decode.name, SHUTDOWN)
         return
     await send({"type": "http.response.body", "body": b""})
     exchange.stage("end")
     if reply.status >= 500:
-        front.journal.trouble("PD-META-007", answered, decode.name, exchange.request_id)
-    front.leg_over(leg, leg_end(reply.status), seen, answered)
+        front.journal.trouble(Failure("PD-META-007", answered), decode.name, exchange.request_id)
+    front.leg_over(leg, LegEnd.of(reply.status), seen, answered)

@@ -22,19 +22,21 @@ import msgspec
 from vllm_ascend_pd.errors import PdError
 from vllm_ascend_pd.observe.trace import emit
 from vllm_ascend_pd.protocol.continuing import REPORT
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.reports import SaidByEngine, said_in
 from vllm_ascend_pd.router import resuming
 from vllm_ascend_pd.router.core import bodies, pieces
 from vllm_ascend_pd.router.core.blocks import LAST_EVENTS, OPENINGS, TOKENS_EVENT
 from vllm_ascend_pd.router.core.decisions import Evidence
+from vllm_ascend_pd.router.core.ends import LegEnd, ShutDown, StreamBroke
 from vllm_ascend_pd.router.core.pieces import Buffer
 from vllm_ascend_pd.router.core.resume import Cut, without_ids
 from vllm_ascend_pd.router.core.stored import home_of
-from vllm_ascend_pd.router.exchange import AsgiSend, Attempt, AttemptFailed, HttpExchange, ShutDown
+from vllm_ascend_pd.router.exchange import AsgiSend, Attempt, AttemptFailed, HttpExchange
 from vllm_ascend_pd.router.faults import Answer, brief, error_frame, fault, known, status_of
 from vllm_ascend_pd.router.fleet import Instance
 from vllm_ascend_pd.router.metrics import METRICS
-from vllm_ascend_pd.router.shared import CLOSING, SHUTDOWN, Shared, leg_end
+from vllm_ascend_pd.router.shared import SHUTDOWN, Shared
 from vllm_ascend_pd.router.upstream import Reply, listed
 from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
 from vllm_ascend_pd.shared.core.gathered import Payload, cut, length
@@ -67,8 +69,8 @@ _CUT_SHORT = re.compile(rb"%b|%b" % (_ABORTED.pattern, DROPPED.pattern))
 _PARAMS = b'"kv_transfer_params"'
 _SAID_NOTHING = SaidByEngine()
 _CUTS = {
-    Cut.DROPPED: ("dropped", "PD-META-022", PdError("PD-META-022").sentence),
-    Cut.ABORTED: ("ended", "PD-META-007", "The decode instance broke off: it is shutting down."),
+    Cut.DROPPED: (LegEnd.DROPPED, resuming.DROPPED),
+    Cut.ABORTED: (LegEnd.ENDED, resuming.broke_off("it is shutting down")),
 }
 _NUMBER = re.compile(rb'"sequence_number"\s*:\s*([0-9]{1,9})')
 _COUNT = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})')
@@ -101,8 +103,8 @@ async def decode(shared: Shared, attempt: Attempt, params: dict[str, Any] | None
             raise _no_rest(shared, attempt, reply.status)
         opens = streams and isinstance(first, bytes) and not _first_said(first)  # it is long, and only that has come
         # Else D may still post: for other copies, after a tool that it runs, or as it only says what it was given.
-        again = attempt.repeats or exchange.request.asks_again or opens
-        attempt.answers = exchange.request.copies == 1 and not again
+        may_post = attempt.repeats or exchange.request.asks_again or opens
+        attempt.answers = exchange.request.copies == 1 and not may_post
         if streams and kept is not None and not kept.gave_up:
             exchange.release()  # what is kept is counted there
         elif attempt.answers and (streams or exchange.route != bodies.RESPONSES):  # which repeats its request
@@ -139,7 +141,7 @@ def _lacks_ids(exchange: HttpExchange, first: bytes) -> bool:
 def _learn(shared: Shared, attempt: Attempt) -> None:
     """Take in the length of a whole answer, of which nothing was refused or missing."""
     request, leg = attempt.exchange.request, attempt.leg
-    if leg.end == "served" and leg.came and attempt.exchange.pinned is None:
+    if leg.end is LegEnd.SERVED and leg.came and attempt.exchange.pinned is None:
         shared.fleet.answered(request.model, request.stream, leg.came / request.copies, request.limit)
 
 
@@ -168,13 +170,13 @@ async def _open(
             reply.close()
     if reply.status != 200 or not attempt.repeats:
         computed = reply.status == 200 or exchange.request.follows is None  # else D may only not have that response
-        shared.leg_over(attempt.leg, "served", Evidence.SERVED if computed else None)
+        shared.leg_over(attempt.leg, LegEnd.SERVED, Evidence.SERVED if computed else None)
     return reply, first
 
 
 async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: float) -> Payload:
     first: bytes | memoryview
-    if leg_end(reply.status) != "served":
+    if LegEnd.of(reply.status) is not LegEnd.SERVED:
         raise await _refused(shared, attempt, reply.status, await reply.rest(_ERROR_BYTES, timeout_s), reply.headers)
     said = b""
     if reply.status != 200 or not attempt.exchange.request.stream:
@@ -196,7 +198,7 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
         # vLLM sends a stream's status 200 and role before the request has run; this is the failure that came after.
         body = said.partition(b"data: ")[2].split(b"\n", 1)[0].strip()
         status = status_of(body)
-        if leg_end(status) != "served":
+        if LegEnd.of(status) is not LegEnd.SERVED:
             raise await _refused(shared, attempt, status, body, [])
         if attempt.exchange.streaming:
             raise _no_rest(shared, attempt, status)
@@ -216,14 +218,14 @@ async def _first(shared: Shared, attempt: Attempt, reply: Reply, timeout_s: floa
         stripped, said_in_it = await shared.aside.run(partial(stripped_of, hides_ids=hides_ids), first)
         cut_short = cut_short or _unreported(attempt, said_in_it)
     if cut_short is Cut.DROPPED:
-        shared.leg_over(attempt.leg, "dropped")
-        code = "PD-META-022"
+        shared.leg_over(attempt.leg, LegEnd.DROPPED)
         if kept is not None and not streams:
             has_more = await shared.aside.run(kept.take_whole, first)
             resuming.count(shared, attempt.exchange, kept)
             if has_more:
-                raise resuming.StreamBroke(PdError(code).sentence, "dropped", code)
-        raise AttemptFailed(HttpFailure.DROPPED, known(503, code, 2), "dropped for lack of blocks", code)
+                raise StreamBroke(HttpFailure.DROPPED, resuming.DROPPED)
+        code = resuming.DROPPED.code
+        raise AttemptFailed(HttpFailure.DROPPED, known(503, code, 2), Failure(code, "dropped for lack of blocks"))
     if cut_short is not None or _NOTHING.match(said):
         why = "it is shutting down" if cut_short is not None else "it said nothing, so it is shutting down or failed"
         answer = fault(503, f"The decode instance ended the request: {why}.", "PD-META-007")
@@ -364,26 +366,26 @@ async def _refused(shared: Shared, attempt: Attempt, status: int, body: bytes, h
         else fault(status, "The decode instance gave no reason.", "PD-META-007")
     )
     said = brief(status, body)
-    end = leg_end(status)
-    if end == "refused":
+    end, noted = LegEnd.of(status), Failure("PD-META-007", said)
+    if end is LegEnd.REFUSED:
         attempt.leg.refused()
-        return AttemptFailed(HttpFailure.REFUSED, passed, said)
+        return AttemptFailed(HttpFailure.REFUSED, passed, noted)
     await attempt.wait_reported(attempt.explained, resuming.REPORT_OF_LOAD_S)
     shared.accuse(attempt, said)
     if attempt.load_failed:
-        attempt.leg.end = "no prefill"
-        return AttemptFailed(HttpFailure.PREFILL, passed, said)
+        attempt.leg.end = LegEnd.NO_PREFILL
+        return AttemptFailed(HttpFailure.PREFILL, passed, noted)
     attempt.leg.end = end
     words = body[:200].decode(errors="replace")
     log.warning("request %s: %s answered %d: %s", attempt.exchange.request_id, instance.name, status, words)
-    return AttemptFailed(HttpFailure.SERVER, passed, said)
+    return AttemptFailed(HttpFailure.SERVER, passed, noted)
 
 
 def _no_rest(shared: Shared, attempt: Attempt, status: int) -> AttemptFailed:
     """Return the failure for a D that finds an error in the request for the rest of a stream, which no client wrote."""
-    shared.leg_over(attempt.leg, "refused")
+    shared.leg_over(attempt.leg, LegEnd.REFUSED)
     answer = fault(502, f"The decode instance answered {status}.", "PD-META-007")
-    return AttemptFailed(HttpFailure.SERVER, answer, f"answered {status}")
+    return AttemptFailed(HttpFailure.SERVER, answer, Failure("PD-META-007", f"answered {status}"))
 
 
 def _broken(shared: Shared, attempt: Attempt, problem: UpstreamError, begun: bool = False) -> AttemptFailed:
@@ -392,16 +394,16 @@ def _broken(shared: Shared, attempt: Attempt, problem: UpstreamError, begun: boo
         late = UpstreamError(
             problem.failure, f"no whole answer within {shared.settings.first_byte_timeout_s:g} s ({_LIMIT})"
         )
-        return AttemptFailed(problem.failure, no_answer(late), problem.why, final=True)
+        return AttemptFailed(problem.failure, no_answer(late), Failure("PD-META-007", problem.why), final=True)
     if problem.failure is HttpFailure.TIMEOUT and attempt.posts:  # P has not answered, so D may only wait for it
-        attempt.leg.end = "no prefill"
+        attempt.leg.end = LegEnd.NO_PREFILL
     elif begun and is_response and problem.failure is HttpFailure.BROKEN and not attempt.transfers:
         # vLLM breaks off a response's stream so for a parameter that it refuses, which says nothing of D.
-        attempt.leg.end = "broke"
+        attempt.leg.end = LegEnd.BROKE
         problem = UpstreamError(problem.failure, f"{problem.why}; without stream it may say why")
     else:
         shared.leg_broke(attempt.leg, problem)
-    return AttemptFailed(problem.failure, no_answer(problem), problem.why)
+    return AttemptFailed(problem.failure, no_answer(problem), Failure("PD-META-007", problem.why))
 
 
 def no_answer(problem: UpstreamError) -> Answer:
@@ -416,41 +418,41 @@ async def _stream(shared: Shared, attempt: Attempt, reply: Reply, head: Headers,
     exchange = attempt.exchange
     send = exchange.send
     await send({"type": "http.response.start", "status": 200, "headers": head})
-    piece, held, code, problem, number = first, bytearray(), "PD-META-007", "", 0
+    piece, tail, number = first, bytearray(), 0
+    broke: Failure | None = None
     is_response = exchange.route == bodies.RESPONSES
     try:
-        while piece and not problem:
-            piece = _whole_events(held, piece, _LAST_BYTES if is_response else _HELD_BYTES)
+        while piece and broke is None:
+            piece = _whole_events(tail, piece, _LAST_BYTES if is_response else _HELD_BYTES)
             piece, cut_short = _until_cut(shared, attempt, piece)
             number = max((int(one) + 1 for one in _NUMBER.findall(piece)), default=number) if is_response else 0
             if cut_short is not None:
-                end, code, problem = _CUTS[cut_short]
+                end, broke = _CUTS[cut_short]
                 shared.leg_over(attempt.leg, end)
-                held.clear()
-            last = reply.at_end and not (held or problem)
+                tail.clear()
+            last = reply.at_end and not tail and broke is None
             if piece:
                 attempt.leg.take(piece.count(b"\n\n"))
                 await send({"type": "http.response.body", "body": piece, "more_body": not last})
                 if last:
                     return
                 exchange.said_all = exchange.said_all or has_last_event(piece)
-            if not problem:
+            if broke is None:
                 piece = await reply.read()
     except UpstreamError as broken:
-        shared.leg_over(attempt.leg, "served" if exchange.said_all else "broke", Evidence.BROKE, broken.why)
-        problem = "" if exchange.said_all else f"The decode instance broke off: {broken.why}."
+        shared.leg_over(attempt.leg, LegEnd.SERVED if exchange.said_all else LegEnd.BROKE, Evidence.BROKE, broken.why)
+        broke = None if exchange.said_all else resuming.broke_off(broken.why)
     except ShutDown:
-        shared.leg_over(attempt.leg, "served" if exchange.said_all else "cut")
-        problem = "" if exchange.said_all else SHUTDOWN
-        code = CLOSING
-    if held and not problem:  # the stream ended without the empty line; after a break half an event would confuse
-        await send({"type": "http.response.body", "body": bytes(held), "more_body": True})
-    if problem and code != CLOSING and exchange.unkept:
-        problem = PdError("PD-META-024", problem=problem, why=exchange.unkept).sentence
-        code = "PD-META-024" if code == "PD-META-007" else code
-    if problem:
-        shared.stream_broke(exchange, attempt.decode.name, problem, code)
-        end_of_it = error_frame(problem, code, exchange.route, number)
+        shared.leg_over(attempt.leg, LegEnd.SERVED if exchange.said_all else LegEnd.CUT)
+        broke = None if exchange.said_all else SHUTDOWN
+    if tail and broke is None:  # the stream ended without the empty line; after a break half an event would confuse
+        await send({"type": "http.response.body", "body": bytes(tail), "more_body": True})
+    if broke is not None:
+        if broke != SHUTDOWN and exchange.unkept:
+            why = PdError("PD-META-024", problem=broke.detail, why=exchange.unkept)
+            broke = Failure(why.code if broke.code == "PD-META-007" else broke.code, why.sentence)
+        shared.stream_broke(exchange, attempt.decode.name, broke)
+        end_of_it = error_frame(broke, exchange.route, number)
         await send({"type": "http.response.body", "body": end_of_it, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
 
@@ -460,23 +462,23 @@ def has_last_event(piece: bytes) -> bool:
     return piece.endswith(b"\n\n") and piece[:-2].rpartition(b"\n\n")[2].startswith(_LAST_EVENTS)
 
 
-def _whole_events(held: bytearray, piece: bytes, most: int) -> bytes:
-    """Return the complete events. What is `held`, an incomplete one, may be one that must not go out."""
-    if not held and piece.endswith(b"\n\n"):  # nearly always
+def _whole_events(tail: bytearray, piece: bytes, most: int) -> bytes:
+    """Return the complete events. The `tail` may be the begin of one that must not go out."""
+    if not tail and piece.endswith(b"\n\n"):  # nearly always
         return piece
-    begin = max(0, len(held) - 1)  # there is no end before
-    held += piece
-    end = len(held) if held.endswith(b"\n\n") or len(held) > most else held.rfind(b"\n\n", begin) + 2
-    whole = bytes(held[:end]) if end > 1 else b""
-    del held[: len(whole)]
+    begin = max(0, len(tail) - 1)  # there is no end before
+    tail += piece
+    end = len(tail) if tail.endswith(b"\n\n") or len(tail) > most else tail.rfind(b"\n\n", begin) + 2
+    whole = bytes(tail[:end]) if end > 1 else b""
+    del tail[: len(whole)]
     return whole
 
 
 def up_to(words: re.Pattern[bytes], stream: bytes) -> bytes:
     """Return the events before the one that matches `words`. No event has an empty line in it."""
-    found = words.search(stream)
+    match = words.search(stream)
     return (
-        stream[: stream.rfind(b"\n\n", 0, found.start()) + 2] if found and b"\n\n" in stream[: found.start()] else b""
+        stream[: stream.rfind(b"\n\n", 0, match.start()) + 2] if match and b"\n\n" in stream[: match.start()] else b""
     )
 
 
@@ -495,8 +497,8 @@ def client_head(headers: Headers, engine: Instance, request_id: str) -> Headers:
 
 def _from_here(location: bytes, engine: Instance) -> bytes:
     """Return a redirect's target without the engine's own address, which would lead the client past the metaserver."""
-    own = f"{engine.origin.scheme}://{engine.origin.netloc}/".encode()
-    return b"/" + location.removeprefix(own) if location.startswith(own) else location
+    engine_url = f"{engine.origin.scheme}://{engine.origin.netloc}/".encode()
+    return b"/" + location.removeprefix(engine_url) if location.startswith(engine_url) else location
 
 
 async def send_whole(send: AsgiSend, status: int, head: Headers, body: Payload) -> None:

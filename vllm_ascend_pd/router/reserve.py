@@ -18,19 +18,20 @@ import msgspec
 
 from vllm_ascend_pd.observe.trace import emit
 from vllm_ascend_pd.protocol import continuing
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.reports import Fingerprint, read_answer, read_posted
 from vllm_ascend_pd.router import resuming
 from vllm_ascend_pd.router.core import bodies, pieces
 from vllm_ascend_pd.router.core.decisions import Evidence, Role
+from vllm_ascend_pd.router.core.ends import LegEnd, PrefillFailed, RequestOver
 from vllm_ascend_pd.router.core.pieces import Buffer
-from vllm_ascend_pd.router.exchange import AsgiSend, Attempt, AttemptFailed, RequestOver, RoutedTransfer
+from vllm_ascend_pd.router.exchange import AsgiSend, Attempt, AttemptFailed, RoutedTransfer
 from vllm_ascend_pd.router.faults import brief, fault, json_answer
 from vllm_ascend_pd.router.fleet import Fits, Instance, LegInFlight, both, pairing
 from vllm_ascend_pd.router.front import Front
 from vllm_ascend_pd.router.intake import NotTaken
 from vllm_ascend_pd.router.metrics import METRICS
 from vllm_ascend_pd.router.relay import aborted, send_answer
-from vllm_ascend_pd.router.shared import leg_end
 from vllm_ascend_pd.shared.core.failures import NOT_EXECUTED, HttpFailure, UpstreamError
 
 T = TypeVar("T")
@@ -56,16 +57,7 @@ class ReservationPost(msgspec.Struct):
 
 
 _DECODER = msgspec.json.Decoder(ReservationPost)
-
-
-class PrefillFailed(Exception):
-    """A failed prefill leg. `brief`: for the status page, without P's own text."""
-
-    def __init__(self, failure: HttpFailure, why: str, code: str = "PD-META-006", brief: str = "") -> None:
-        super().__init__(why)
-        self.failure = failure
-        self.code = code
-        self.brief = brief or why
+_OVER = Failure("PD-XFER-002", str(RequestOver()))
 
 
 class Heartbeats:
@@ -172,15 +164,14 @@ class PostedPrefill:
         try:
             first = await self._prefill(send)
         except PrefillFailed as failed:
-            self._front.journal.trouble(failed.code, failed.brief, request=self._exchange.request_id)
+            self._front.journal.trouble(failed.noted, request=self._exchange.request_id)
             if not self._transfer.received:  # else D has the KV: what became of P's answer changes nothing
                 self._transfer.failed = True
                 self._attempt.news.set()
-                self._restart(str(failed))
-                return self._failed(failed.code, str(failed), failed.brief)
+                self._restart(failed)
+                return self._failed(failed.noted, str(failed))
         except (RequestOver, asyncio.CancelledError) as over:
-            why = str(RequestOver())
-            last = self._failed("PD-XFER-002", why, why)
+            last = self._failed(_OVER, _OVER.detail)
             if isinstance(over, RequestOver):
                 return last
             raise
@@ -189,14 +180,14 @@ class PostedPrefill:
         METRICS.reservations.labels("prefilled").inc()
         return {"event": "prefilled", "first": first} if first else {"event": "prefilled"}
 
-    def _failed(self, code: str, why: str, brief: str) -> dict[str, str]:
+    def _failed(self, noted: Failure, why: str) -> dict[str, str]:
         """Note that there is no prefill. Return the last line of the answer."""
         emit("meta.prefill_failed", ticket=self._attempt.ticket, transfer=self._transfer.id, why=why)
-        self._exchange.stage("prefill failed", brief)
-        METRICS.reservations.labels("cancelled" if code == "PD-XFER-002" else "failed").inc()
-        return {"event": "failed", "code": code, "detail": why}
+        self._exchange.stage("prefill failed", noted.detail)
+        METRICS.reservations.labels("cancelled" if noted.code == _OVER.code else "failed").inc()
+        return {"event": "failed", "code": noted.code, "detail": why}
 
-    def _restart(self, why: str) -> None:
+    def _restart(self, why: PrefillFailed) -> None:
         """Give up the attempt for a new one if another P is there; else D's own policy for failed loads decides.
 
         D may have the KV although P's answer broke. It reports at once then, so its report is awaited for a moment.
@@ -209,7 +200,7 @@ class PostedPrefill:
         if exchange.request.asks_again:  # its tools may have acted
             return
         refusal = fault(503, f"Prefill failed: {why}.", "PD-META-006", retry_after_s=2)
-        failed = AttemptFailed(HttpFailure.PREFILL, refusal)
+        failed = AttemptFailed(HttpFailure.PREFILL, refusal, why.noted)
         if attempt.watch is None:
             attempt.watch = asyncio.create_task(self._give_up(failed), name=f"restart of {attempt.ticket}")
 
@@ -231,7 +222,7 @@ class PostedPrefill:
         several = exchange.request.shape is bodies.Shape.BATCH
         cost = float(self._posted.tokens if several else exchange.request.prefill_tokens)
         number = 0
-        while not transfer.over:
+        while not transfer.ended:
             number += 1
             prefill = self._choose(cost)
             there = prefill.sent(exchange.request.marks)
@@ -253,7 +244,7 @@ class PostedPrefill:
                 if delay is None or (failed.failure is HttpFailure.REFUSED and not another):
                     raise
                 await asyncio.sleep(delay)
-                if transfer.over:
+                if transfer.ended:
                     break
                 if not self._attempt.wants(transfer):
                     raise
@@ -271,7 +262,7 @@ class PostedPrefill:
         prefill = fleet.choose_prefill(decode, cost, self._fits(), exchange.request.marks, exchange.bad_prefills)
         if prefill is None:
             other = f" that fits {self._posted.fingerprint}" if fleet.usable(Role.PREFILL) else ""
-            raise PrefillFailed(HttpFailure.REFUSED, f"no prefill instance{other} is available")
+            raise _failure(HttpFailure.REFUSED, f"no prefill instance{other} is available")
         decode.loads.tried(prefill.name, time.monotonic(), random.random())
         return prefill
 
@@ -293,20 +284,24 @@ class PostedPrefill:
         except UpstreamError as problem:
             front.leg_broke(leg, problem)
             self._transfer.blamed = True
-            raise PrefillFailed(problem.failure, f"{prefill.name}: {problem.why}") from problem
+            raise _failure(problem.failure, f"{prefill.name}: {problem.why}") from problem
         METRICS.leg_seconds.labels("prefill").observe(time.monotonic() - sent)
         if reply.status == 200:
-            front.leg_over(leg, "served")  # without evidence: D's report will say if the KV came
+            front.leg_over(leg, LegEnd.SERVED)  # without evidence: D's report will say if the KV came
             return _check_push(prefill, text, sent)
         why = f"{prefill.name} answered {reply.status}: {text[:300].decode(errors='replace')}"
-        end, said = leg_end(reply.status), brief(reply.status, text)
+        end, said = LegEnd.of(reply.status), Failure("PD-META-006", f"{prefill.name} {brief(reply.status, text)}")
         # Whatever else P answers, the leg has not brought the KV; it is evidence against P only if P failed.
-        if end == "refused":
+        if end is LegEnd.REFUSED:
             leg.refused()
-            raise PrefillFailed(HttpFailure.REFUSED, why, brief=f"{prefill.name} {said}")
-        self._transfer.blamed = self._transfer.blamed or end == "broke"
-        front.leg_over(leg, "broke", Evidence.BROKE if end == "broke" else None, said)
-        raise PrefillFailed(HttpFailure.PREFILL, why, brief=f"{prefill.name} {said}")
+            raise PrefillFailed(HttpFailure.REFUSED, said, why)
+        self._transfer.blamed = self._transfer.blamed or end is LegEnd.BROKE
+        front.leg_over(leg, LegEnd.BROKE, Evidence.BROKE if end is LegEnd.BROKE else None, said.detail)
+        raise PrefillFailed(HttpFailure.PREFILL, said, why)
+
+
+def _failure(failure: HttpFailure, why: str) -> PrefillFailed:
+    return PrefillFailed(failure, Failure("PD-META-006", why))
 
 
 def reading(body: Buffer, tickets: Container[str]) -> ReservationPost:
@@ -344,18 +339,16 @@ def _check_push(prefill: Instance, text: bytes, asked: float) -> str:
     shuts down): its answer says so.
     """
     if aborted(text):
-        raise PrefillFailed(HttpFailure.PREFILL, f"{prefill.name} ended the request: it is shutting down")
+        raise _failure(HttpFailure.PREFILL, f"{prefill.name} ended the request: it is shutting down")
     try:
         _, push = read_answer(text)
     except bodies.UNREADABLE as problem:
-        raise PrefillFailed(
-            HttpFailure.PREFILL, f"{prefill.name}: its answer is not understood ({problem})"
-        ) from problem
+        raise _failure(HttpFailure.PREFILL, f"{prefill.name}: its answer is not understood ({problem})") from problem
     if push is None:
         return ""
     prefill.history = prefill.history.reported(push.prefill, asked, push.fingerprint, push.sends_first)
     if push.code:
-        raise PrefillFailed(HttpFailure.PREFILL, f"{prefill.name}: {push.detail}", push.code)
+        raise PrefillFailed(HttpFailure.PREFILL, Failure(push.code, f"{prefill.name}: {push.detail}"))
     return push.first
 
 

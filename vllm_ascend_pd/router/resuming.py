@@ -12,11 +12,13 @@ import time
 import msgspec
 
 from vllm_ascend_pd.errors import PdError
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.router.core import resume
 from vllm_ascend_pd.router.core.accumulated import NotContinued
 from vllm_ascend_pd.router.core.blocks import TOKENS_EVENT, BlockStream
 from vllm_ascend_pd.router.core.bodies import MESSAGES, RESPONSES
 from vllm_ascend_pd.router.core.decisions import Evidence
+from vllm_ascend_pd.router.core.ends import LegEnd, StreamBroke
 from vllm_ascend_pd.router.core.resume import Cut, StreamState
 from vllm_ascend_pd.router.exchange import Attempt, HttpExchange
 from vllm_ascend_pd.router.faults import error_frame
@@ -26,23 +28,17 @@ from vllm_ascend_pd.router.upstream import Reply
 from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
 
 REPORT_OF_LOAD_S = 2.0  # D reports a failed load before it answers; the two may overtake each other
+DROPPED = Failure.of(PdError("PD-META-022"))
 _EVENT_BYTES = 16 << 20  # the first event has the ids of the prompt
-
-
-class StreamBroke(Exception):
-    """A kept answer that D broke off. `cause`: label of a metric; `final`: why no other D can go on with it, if so."""
-
-    def __init__(self, problem: str, cause: str, code: str = "PD-META-007", final: str = "") -> None:
-        super().__init__(problem)
-        self.problem = problem
-        self.cause = cause
-        self.code = code
-        self.final = final
 
 
 def differs(why: str) -> StreamBroke:
     """Return the end of a stream with which another D does not go on as the first one began."""
-    return StreamBroke("The decode instance broke off.", "differs", final=why)
+    return StreamBroke(HttpFailure.DIFFERS, Failure("PD-META-007", "The decode instance broke off."), why)
+
+
+def broke_off(why: str) -> Failure:
+    return Failure("PD-META-007", f"The decode instance broke off: {why}.")
 
 
 def keep(shared: Shared, exchange: HttpExchange) -> None:
@@ -85,39 +81,38 @@ async def relay(shared: Shared, attempt: Attempt, kept: StreamState, reply: Repl
         await _relay(shared, attempt, kept, reply, first)
     except UpstreamError as broken:
         if not attempt.answers and broken.failure is HttpFailure.TIMEOUT and attempt.posts:
-            attempt.leg.end = "no prefill"  # P has not answered, so D may only wait for it
+            attempt.leg.end = LegEnd.NO_PREFILL  # P has not answered, so D may only wait for it
         else:
-            shared.leg_over(attempt.leg, "served" if kept.done else "broke", Evidence.BROKE, broken.why)
+            shared.leg_over(attempt.leg, LegEnd.SERVED if kept.done else LegEnd.BROKE, Evidence.BROKE, broken.why)
         if not kept.done:
-            raise StreamBroke(f"The decode instance broke off: {broken.why}.", "broken") from broken
+            raise StreamBroke(HttpFailure.BROKEN, broke_off(broken.why)) from broken
         await _end(exchange)  # its last event is out: nothing may follow it
     except NotContinued as why:
-        shared.leg_over(attempt.leg, "broke")
+        shared.leg_over(attempt.leg, LegEnd.BROKE)
         raise differs(str(why)) from why
     if kept.done:
         return
     if kept.cut is Cut.DROPPED:
-        shared.leg_over(attempt.leg, "dropped")
-        raise StreamBroke(PdError("PD-META-022").sentence, "dropped", "PD-META-022")
+        shared.leg_over(attempt.leg, LegEnd.DROPPED)
+        raise StreamBroke(HttpFailure.DROPPED, DROPPED)
     said = kept.cut.value if kept.cut is not None else "its answer has no end"
-    problem = f"The decode instance broke off: {said}."
     if kept.cut is Cut.ABORTED:  # it shuts down, which is no evidence against it
-        shared.leg_over(attempt.leg, "ended")
-        raise StreamBroke(problem, "ended")
+        shared.leg_over(attempt.leg, LegEnd.ENDED)
+        raise StreamBroke(HttpFailure.ENDED, broke_off(said))
     if kept.cut is Cut.FAILED and not attempt.answers:  # perhaps only because its load failed
         await attempt.wait_reported(attempt.explained, REPORT_OF_LOAD_S)
         shared.accuse(attempt, said)
-        attempt.leg.end = "no prefill" if attempt.load_failed else "broke"
+        attempt.leg.end = LegEnd.NO_PREFILL if attempt.load_failed else LegEnd.BROKE
     else:
-        shared.leg_over(attempt.leg, "broke", Evidence.BROKE, said)
-    raise StreamBroke(problem, "broken")
+        shared.leg_over(attempt.leg, LegEnd.BROKE, Evidence.BROKE, said)
+    raise StreamBroke(HttpFailure.BROKEN, broke_off(said))
 
 
 async def _relay(shared: Shared, attempt: Attempt, kept: StreamState, reply: Reply, first: bytes) -> None:
     exchange = attempt.exchange
-    piece, held, send = first, b"", exchange.send
+    piece, tail, send = first, b"", exchange.send
     while piece:
-        whole, held = _bounded_events(held + piece if held else piece)
+        whole, tail = _bounded_events(tail + piece if tail else piece)
         attempt.leg.take(whole.count(b"\n\n") - whole.count(TOKENS_EVENT))
         said = kept.take(whole) if whole else b""
         count(shared, exchange, kept)
@@ -125,11 +120,11 @@ async def _relay(shared: Shared, attempt: Attempt, kept: StreamState, reply: Rep
             exchange.forget_prompt()
         if not attempt.answers and (kept.moved or kept.gave_up):  # what it was given before says nothing of D
             attempt.answers = True
-            shared.leg_over(attempt.leg, "served", Evidence.SERVED)
+            shared.leg_over(attempt.leg, LegEnd.SERVED, Evidence.SERVED)
         if said and exchange.broke_at:
             METRICS.resume_seconds.observe(time.monotonic() - exchange.broke_at)
             exchange.broke_at = 0.0
-        if kept.done and not held and reply.at_end:
+        if kept.done and not tail and reply.at_end:
             await _end(exchange, said)
             return
         if said:
@@ -164,15 +159,14 @@ async def finish(exchange: HttpExchange, kept: StreamState) -> None:
     await _end(exchange, kept.ending())
 
 
-async def break_off(shared: Shared, exchange: HttpExchange, problem: str, code: str, decode: str = "") -> None:
+async def break_off(shared: Shared, exchange: HttpExchange, noted: Failure, decode: str = "") -> None:
     """End a stream that no D continues, with an error."""
     if exchange.said_all:
         await _end(exchange)
         return
-    shared.stream_broke(exchange, decode, problem, code)
+    shared.stream_broke(exchange, decode, noted)
     exchange.streaming = False
     number = exchange.kept.number if exchange.kept is not None else 0
-    await exchange.send(
-        {"type": "http.response.body", "body": error_frame(problem, code, exchange.route, number), "more_body": True}
-    )
+    frame = error_frame(noted, exchange.route, number)
+    await exchange.send({"type": "http.response.body", "body": frame, "more_body": True})
     await exchange.send({"type": "http.response.body", "body": b""})

@@ -274,10 +274,10 @@ class Settings:
 
     def engine_tls(self) -> TlsFiles:
         """Return the TLS context for https engines; without `engine_ca` with the system's certificates."""
-        found = TlsFiles(lambda: ssl.create_default_context(cafile=self.engine_ca or None), self.engine_ca)
+        tls = TlsFiles(lambda: ssl.create_default_context(cafile=self.engine_ca or None), self.engine_ca)
         if self.engine_ca:
-            found.context()  # else the first request would find out that it cannot be read
-        return found
+            tls.context()  # else the first request would find out that it cannot be read
+        return tls
 
 
 FLAGS: dict[str, Flag] = {f.name: f.metadata["flag"] for f in dataclasses.fields(Settings) if f.metadata}

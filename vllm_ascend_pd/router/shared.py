@@ -8,28 +8,24 @@ import logging
 import random
 import time
 
-from vllm_ascend_pd.errors import CATALOGUE, one_line
+from vllm_ascend_pd.errors import CATALOGUE, PdError, one_line
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.protocol.reports import LoadReport
 from vllm_ascend_pd.router import exchange as exchanges
 from vllm_ascend_pd.router.aside import Aside
 from vllm_ascend_pd.router.core.decisions import AGAINST_PAIR, AGAINST_PREFILL, Evidence, PairProof, RetryBudget
+from vllm_ascend_pd.router.core.ends import LegEnd
 from vllm_ascend_pd.router.exchange import Attempt, HttpExchange, Journal, RoutedTransfer
 from vllm_ascend_pd.router.fleet import Fleet, LegInFlight
 from vllm_ascend_pd.router.metrics import METRICS
 from vllm_ascend_pd.router.settings import Settings
 from vllm_ascend_pd.router.spans import NoSpans
 from vllm_ascend_pd.router.upstream import Upstream
-from vllm_ascend_pd.shared.core.failures import DECLINED, HttpFailure, UpstreamError
+from vllm_ascend_pd.shared.core.failures import HttpFailure, UpstreamError
 
 log = logging.getLogger(__name__)
 
-CLOSING = "PD-META-010"
-SHUTDOWN = CATALOGUE[CLOSING].sentence
-
-
-def leg_end(status: int) -> str:
-    """Return the end of a leg that was answered with `status`. An answer that blames the request is served too."""
-    return "refused" if status in DECLINED else "broke" if status >= 500 else "served"
+SHUTDOWN = Failure.of(PdError("PD-META-010"))
 
 
 class Shared:
@@ -48,7 +44,7 @@ class Shared:
         self.budget = RetryBudget()
         self.kept_bytes = 0  # of all streams that could be continued
 
-    def leg_over(self, leg: LegInFlight, end: str, evidence: Evidence | None = None, why: str = "") -> None:
+    def leg_over(self, leg: LegInFlight, end: LegEnd, evidence: Evidence | None = None, why: str = "") -> None:
         """Note how a leg ends, and take in what that says about the engine.
 
         A stream is served as soon as it has begun; if it breaks, that is its end.
@@ -69,10 +65,10 @@ class Shared:
 
         Without `request` the journal notes the failure of the attempt, which the caller raises.
         """
-        leg.end = "broke"
+        leg.end = LegEnd.BROKE
         self.fleet.failed(leg.instance, problem.failure, problem.why)
         if request:
-            self.journal.trouble("PD-META-007", problem.why, leg.instance.name, request)
+            self.journal.trouble(Failure("PD-META-007", problem.why), leg.instance.name, request)
 
     def accuse(self, attempt: Attempt, why: str) -> None:
         """Count D's failure against it, unless its load failed: with policy "fail" it must answer so.
@@ -106,11 +102,11 @@ class Shared:
         exchange.stage("retry", failure.value)
         METRICS.retries.labels(failure.value).inc()
 
-    def stream_broke(self, exchange: HttpExchange, decode: str, problem: str, code: str = "PD-META-007") -> None:
+    def stream_broke(self, exchange: HttpExchange, decode: str, noted: Failure) -> None:
         """Note that a client has got a part of an answer only. A shutdown is no trouble of D."""
         METRICS.broken_streams.inc()
-        exchange.stage("broken", problem)
-        self.journal.trouble(code, problem, "" if code == CLOSING else decode, exchange.request_id)
+        exchange.stage("broken", noted.detail)
+        self.journal.trouble(noted, "" if noted == SHUTDOWN else decode, exchange.request_id)
 
     def loaded(self, report: LoadReport) -> bool:
         """Take in D's report on how the KV of a transfer came. Return False if the request is not known.
@@ -166,8 +162,8 @@ class Shared:
         if report.code in AGAINST_PAIR:
             exchange.tried.add(decode.name)
             self.fleet.load_failed(decode, name, attempt.began, report.code, self.settings.canary)
-            what = "the KV of a request did not come"
-            self.journal.trouble(report.code, what, name or decode.name, exchange.request_id)
+            noted = Failure(report.code, "the KV of a request did not come")
+            self.journal.trouble(noted, name or decode.name, exchange.request_id)
         if prefill is None:
             return
         exchange.bad_prefills.add(name)

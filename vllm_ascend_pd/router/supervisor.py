@@ -43,7 +43,7 @@ class SupervisedWorker:
     """A worker's number and its own socket, which outlive the process."""
 
     number: int
-    own: socket.socket
+    private: socket.socket
     process: asyncio.subprocess.Process | None = None
     writer: asyncio.StreamWriter | None = None
 
@@ -116,7 +116,7 @@ class Supervisor:
             members.write(msgspec.json.encode(self._members.snapshot()))  # later changes wait in the line
             members.seek(0)
             reader, worker.writer = await asyncio.open_connection(sock=mine.dup(), limit=MAX_LINE_BYTES)
-            fds = (self._public.fileno(), worker.own.fileno(), theirs.fileno(), members.fileno())
+            fds = (self._public.fileno(), worker.private.fileno(), theirs.fileno(), members.fileno())
             try:
                 worker.process = await asyncio.create_subprocess_exec(
                     *self._command,

@@ -377,7 +377,7 @@ class FrontWorld:
                 "trials": sum(i.circuit.state is CircuitState.TRIAL for i in worker.fleet),
                 "heartbeats": len(worker.heartbeats.open),
                 "places": sum(g.keeper.running + g.keeper.waiting for g in (front.turnstile, front.canaries, front.polls)),
-                "bytes": worker.intake.held,
+                "bytes": worker.intake.held_bytes,
                 "calls": max(0, len(worker.upstream._replies) - len(list(worker.fleet))),  # but for the probes
                 "kept": front.kept_bytes,
             }  # fmt: skip

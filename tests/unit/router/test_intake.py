@@ -96,8 +96,8 @@ async def test_a_body_is_counted_until_it_is_released() -> None:
         sender = BodySender(taken)
         with sender.upload:
             assert await sender.whole(size) == size
-            assert taken.held == size
-        assert taken.held == 0
+            assert taken.held_bytes == size
+        assert taken.held_bytes == 0
 
 
 SAID = pytest.mark.parametrize("said", [True, False], ids=["with a length", "in chunks"])
@@ -111,7 +111,7 @@ async def test_stalled_bodies_keep_neither_short_ones_out_nor_those_of_engines(s
     for _ in range(200):
         assert await BodySender(taken, length=4 * KIB).whole(4 * KIB) == 4 * KIB
     assert await BodySender(taken, of_engine=True, length=MIB).whole(MIB) == MIB
-    assert taken.long.held <= 8 * MIB and not any(sender.reading.done() for sender in stalled)
+    assert taken.long.held_bytes <= 8 * MIB and not any(sender.reading.done() for sender in stalled)
     for sender in stalled:
         sender.reading.cancel()
 
@@ -157,7 +157,7 @@ async def test_a_body_waits_for_those_in_use_and_nobody_is_refused() -> None:
             served += 1
 
     await asyncio.gather(*map(client, range(62)))
-    assert served == 62 and taken.held == 0
+    assert served == 62 and taken.held_bytes == 0
 
 
 async def test_who_has_the_least_in_memory_is_next() -> None:
@@ -205,7 +205,7 @@ async def test_a_body_that_finds_no_room_in_time_is_refused() -> None:
         await sender.whole(MIB)
     late = await BodySender(taken).begin().send(MIB)
     assert await refusal(late.reading) == (429, "PD-META-015")
-    assert taken.held == 4 * MIB
+    assert taken.held_bytes == 4 * MIB
 
 
 async def test_only_so_many_bodies_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ async def test_a_body_that_stops_coming_is_refused() -> None:
     taken = Intake(stall_s=0.0)
     stalled = await BodySender(taken).begin().send(10)
     assert await refusal(stalled.reading) == (408, "PD-META-014")
-    assert taken.held == 0
+    assert taken.held_bytes == 0
 
 
 async def test_a_body_that_trickles_is_refused() -> None:
@@ -232,7 +232,7 @@ async def test_a_body_that_trickles_is_refused() -> None:
         await asyncio.sleep(0.01)
         await slow.send(1)
     assert await refusal(slow.reading) == (408, "PD-META-014")
-    assert taken.held == 0
+    assert taken.held_bytes == 0
 
 
 async def test_a_body_that_is_too_long_is_refused() -> None:
@@ -240,7 +240,7 @@ async def test_a_body_that_is_too_long_is_refused() -> None:
     for sender in (BodySender(taken), BodySender(taken, of_engine=True), BodySender(taken, length=MOST + 1)):
         with sender.upload:
             assert await refusal(sender.whole(MOST + 1)) == (413, "PD-META-013")
-        assert taken.held == 0
+        assert taken.held_bytes == 0
 
 
 async def test_a_caller_that_leaves_frees_its_memory() -> None:
@@ -249,7 +249,7 @@ async def test_a_caller_that_leaves_frees_its_memory() -> None:
     sender._body.set_exception(ConnectionResetError("Connection lost"))  # as aiohttp does
     with pytest.raises(CallerLeft), sender.upload:
         await sender.reading
-    assert taken.held == 0
+    assert taken.held_bytes == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from([1, KIB, SHORT, PIECE, MIB, 0, -1])), max_size=60))
@@ -279,9 +279,9 @@ async def _play(steps: Sequence[tuple[int, int]]) -> None:
             await senders[who].send(size)
         for memory in (taken.short, taken.long, taken.posts):
             there = [s.upload for s in senders.values() if s.upload.memory is memory]
-            assert memory.held == sum(upload.size for upload in there)
-            assert memory.callers.total() == sum(upload.size for upload in memory.coming) <= memory.held
-            assert memory.held <= max(memory.most, max((upload.size for upload in there), default=0))
+            assert memory.held_bytes == sum(upload.size for upload in there)
+            assert memory.callers.total() == sum(upload.size for upload in memory.coming) <= memory.held_bytes
+            assert memory.held_bytes <= max(memory.most, max((upload.size for upload in there), default=0))
     for who in tuple(senders):
         await over(who)
-    assert taken.held == 0
+    assert taken.held_bytes == 0

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from unit.kits.raw_server import RawServer, says, until
+from vllm_ascend_pd.protocol.failure import Failure
 from vllm_ascend_pd.router.app import while_connected
 from vllm_ascend_pd.router.core import bodies
 from vllm_ascend_pd.router.core.decisions import CircuitPolicy, Role
-from vllm_ascend_pd.router.exchange import AttemptFailed, HttpExchange, RequestOver, RoutedTransfer
+from vllm_ascend_pd.router.core.ends import RequestOver
+from vllm_ascend_pd.router.exchange import AttemptFailed, HttpExchange, RoutedTransfer
 from vllm_ascend_pd.router.faults import fault
 from vllm_ascend_pd.router.fleet import Fleet, LegInFlight, parse_spec
 from vllm_ascend_pd.router.front import Front
@@ -25,6 +27,7 @@ from vllm_ascend_pd.shared.core.failures import HttpFailure
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n"
 WHY = RequestOver()
+WHY_NOT = Failure("PD-META-006", "no prefill")
 
 
 @asynccontextmanager
@@ -89,7 +92,7 @@ async def test_a_post_that_is_over_has_no_leg_that_goes_on() -> None:
     async with leg_at() as (leg, server, ask):
         transfer = RoutedTransfer("a transfer")
         transfer.end()
-        assert transfer.over
+        assert transfer.ended
         transfer = RoutedTransfer("a transfer", leg=leg)
         asking = asyncio.ensure_future(ask().head())
         await until(lambda: server.requests)
@@ -122,7 +125,7 @@ async def test_an_answer_does_not_commit_whose_leg_was_stopped_while_it_was_exam
     serving = asyncio.ensure_future(front.serve(exchange))
     await until(lambda: front.aside.waiting)
     assert isinstance(exchange.call, LegInFlight) and not messages
-    exchange.call.stop(AttemptFailed(HttpFailure.PREFILL, fault(503, "Prefill failed.", "PD-META-006")))
+    exchange.call.stop(AttemptFailed(HttpFailure.PREFILL, fault(503, "Prefill failed.", "PD-META-006"), WHY_NOT))
     done.set()
     await asyncio.gather(before, serving)
     said = b"".join(message.get("body", b"") for message in messages)

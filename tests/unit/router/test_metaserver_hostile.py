@@ -286,11 +286,11 @@ async def test_all_bodies_together_are_bounded_and_what_is_read_is_given_back() 
             await writer.drain()
         while not taken.short.waiting:
             await asyncio.sleep(0.005)
-        assert taken.held == 100_000
+        assert taken.held_bytes == 100_000
         for reader, writer in callers:  # the last one has room as soon as another one is answered
             writer.write(b"a" * 10_000)
             assert b"50000" in await asyncio.wait_for(reader.read(65536), 5)
-        assert taken.held == 0
+        assert taken.held_bytes == 0
         for _, writer in callers:
             writer.close()
 
@@ -471,13 +471,13 @@ async def test_a_body_counts_until_its_exchange_ends() -> None:
     taken, hold = intake.Intake(short=100_000, room_s=0.0), [1]
     async with door(taken, hold=hold) as port:
         served = [asyncio.ensure_future(talk(port, HEAD + b"content-length: 60000\r\n\r\n" + b"a" * 60_000))]
-        while taken.held < 60_000:
+        while taken.held_bytes < 60_000:
             await asyncio.sleep(0.005)
         assert b" 429 " in await talk(port, HEAD + b"content-length: 60000\r\n\r\n" + b"a" * 60_000)
         hold.clear()
         assert b"60000" in await served[0]
         assert b"60000" in await talk(port, HEAD + b"content-length: 60000\r\n\r\n" + b"a" * 60_000)
-        assert taken.held == 0
+        assert taken.held_bytes == 0
 
 
 CUT = {
@@ -510,7 +510,7 @@ async def test_a_body_that_was_cut_off_is_no_request(method: bytes, sent: bytes,
         end = asyncio.get_running_loop().time() + 10
         while not cut and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.005)
-        assert cut == ["/v1/completions"] and taken.held == 0
+        assert cut == ["/v1/completions"] and taken.held_bytes == 0
         writer.close()
 
 

@@ -207,10 +207,10 @@ async def test_a_body_that_waits_for_the_thread_counts_among_those_in_flight(pat
         short = Coming("/v1/completions", b"{")
         await asyncio.gather(worker.answer(short.asked, short.send), short.arrive())
         assert b"PD-META-012" in short.got, "the loop goes on"
-        assert worker.intake.held == len(body) and not coming.got
+        assert worker.intake.held_bytes == len(body) and not coming.got
         held.ends.set()
         await answering
-        assert coming.got and worker.intake.held == 0
+        assert coming.got and worker.intake.held_bytes == 0
 
 
 async def test_a_post_whose_decode_engine_leaves_waits_for_no_thread() -> None:
@@ -225,7 +225,7 @@ async def test_a_post_whose_decode_engine_leaves_waits_for_no_thread() -> None:
         await until(lambda: worker.front.aside.waiting)
         coming.gone()
         await answering
-        assert worker.intake.held == 0 and not coming.got and not held.task.done()
+        assert worker.intake.held_bytes == 0 and not coming.got and not held.task.done()
         held.ends.set()
         assert await held.task == AT_ONCE + 1
 

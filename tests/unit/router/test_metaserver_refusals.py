@@ -117,7 +117,7 @@ def test_a_body_that_is_not_waited_for_is_answered_with_the_clients_id(
     with cluster() as c, socket.create_connection(("127.0.0.1", c.served.port), 20) as client:
         c.worker.intake = intake
         if status == 429:
-            intake.short.held = intake.short.most  # by others
+            intake.short.held_bytes = intake.short.most  # by others
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\nx-request-id: mine\r\ncontent-length: 5000\r\n\r\n"
         client.sendall(head.encode() + b"a" * 2000)
         came = http.client.HTTPResponse(client)
@@ -159,16 +159,16 @@ def test_a_stream_that_has_begun_holds_no_place_for_its_prompt() -> None:
         with c.http.stream("POST", "/v1/completions", json={"prompt": "x" * 50_000, "stream": True}) as answer:
             pieces = answer.iter_raw()  # kept, as a collected generator closes the connection
             next(pieces)
-            until(lambda: not c.worker.intake.held)
+            until(lambda: not c.worker.intake.held_bytes)
             assert c.worker.front.journal.exchanges, "it goes on"
             c.decode[0].behaviour.paused = False
         c.decode[0].behaviour.hold = True
         with ThreadPoolExecutor(1) as clients:
             asking = clients.submit(c.complete, "y" * 50_000)
-            until(lambda: c.worker.intake.held > 50_000)
+            until(lambda: c.worker.intake.held_bytes > 50_000)
             c.decode[0].behaviour.hold = False
             assert asking.result().status_code == 200
-        until(lambda: not c.worker.intake.held)
+        until(lambda: not c.worker.intake.held_bytes)
 
 
 def test_the_posts_of_a_d_have_room_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,7 @@ def test_however_two_engines_cut_an_answer_a_client_gets_it_once(seed: int) -> N
         got.append(delta)
     repeats = RepeatedAnswer(had)
     for delta in cut_up(said, dice, "d2"):
-        if repeats.over:
+        if repeats.caught_up:
             got.append(had.renamed(delta))
         else:
             got.append(repeats.beyond(delta))

@@ -111,7 +111,7 @@ class RepeatedAnswer:
         self._at = dict.fromkeys(had.parts, 0)
 
     @property
-    def over(self) -> bool:
+    def caught_up(self) -> bool:
         return all(at >= len(self._had[path]) for path, at in self._at.items())
 
     def beyond(self, said: Mapping[str, Any], at: Path = ()) -> dict[str, Any]:

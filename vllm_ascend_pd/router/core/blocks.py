@@ -66,13 +66,13 @@ class EventRow:
         self.size = 0
 
     def take(self, said: dict[str, Any]) -> None:
-        found = _piece(said)
-        if found is None:
+        piece = _piece(said)
+        if piece is None:
             part = msgspec.json.encode(_kept_of(said))
             self.parts.append(part)
             self.size += _OVERHEAD + len(part)
             return
-        key, place, name = found
+        key, place, name = piece
         if piece := place[name].encode():
             last = self.parts[-1] if self.parts else None
             if isinstance(last, _Text) and last.key == key:
@@ -89,7 +89,7 @@ class FollowedRow:
     def __init__(self, row: EventRow, ids: array[int], names: dict[str, str]) -> None:
         self._parts, self._at, self._in_text = row.parts, 0, 0
         self._ids, self._said, self._names = ids[:], 0, names
-        self.over = not row.parts  # all that the client has was said; from then on the row grows
+        self.caught_up = not row.parts  # all that the client has was said; from then on the row grows
 
     def new(self, ids: list[int]) -> list[int]:
         """Return the tokens beyond those that the client has. Raise NotContinued if these are others."""
@@ -104,22 +104,22 @@ class FollowedRow:
         new = self._is_beyond(said)
         last = self._parts[-1]
         left = len(self._parts) - self._at
-        self.over = not left or (left == 1 and isinstance(last, _Text) and len(last.said) == self._in_text)
+        self.caught_up = not left or (left == 1 and isinstance(last, _Text) and len(last.said) == self._in_text)
         return new
 
     def _is_beyond(self, said: dict[str, Any]) -> bool:
-        found = _piece(said)
-        key, place, name = found or (None, said, "")
-        if found is not None and not place[name]:
+        piece = _piece(said)
+        key, place, name = piece or (None, said, "")
+        if piece is not None and not place[name]:
             return False
         part = self._part(key)
         if part is None:
             return True
-        if isinstance(part, bytes) and found is None:
+        if isinstance(part, bytes) and piece is None:
             self._alike(msgspec.json.decode(part), _kept_of(said), "")
             self._at += 1
             return False
-        if isinstance(part, bytes) or found is None:
+        if isinstance(part, bytes) or piece is None:
             raise NotContinued(f"the other D's {said.get('type')} comes in another place")
         piece, had = place[name].encode(), part.said[self._in_text :]
         common = min(len(piece), len(had))
@@ -182,8 +182,8 @@ class BlockStream(StreamState):
         return False  # vLLM returns no token ids of it
 
     def _taken(self, event: bytes) -> bytes:
-        name, found, data = event.partition(_DATA)
-        if not found or not name.startswith(_EVENT):
+        name, marker, data = event.partition(_DATA)
+        if not marker or not name.startswith(_EVENT):
             return event + b"\n\n"  # a comment
         name = name[len(_EVENT) :]
         try:
@@ -235,7 +235,7 @@ class BlockStream(StreamState):
         if not (self._first or self._reported or name in OPENINGS):
             raise NotContinued("the other D returns no token ids")
         followed = self._followed
-        if followed is not None and not followed.over and not followed.beyond(said):
+        if followed is not None and not followed.caught_up and not followed.beyond(said):
             return b""
         if self._first:
             if isinstance(opening := said.get("response"), dict) and self._created is None:

@@ -130,8 +130,8 @@ def _names(parts: Iterable[str]) -> Callable[[bytes], bool]:
     wanted = {part.encode() for part in parts}
 
     def says(text: bytes) -> bool:
-        found = (one[1] for one in _PART.finditer(text))
-        return any((_LETTER.sub(_letter, one) if b"\\" in one else one) in wanted for one in found)
+        kinds = (one[1] for one in _PART.finditer(text))
+        return any((_LETTER.sub(_letter, one) if b"\\" in one else one) in wanted for one in kinds)
 
     return says
 
@@ -377,18 +377,18 @@ def stripped(body: Buffer) -> Buffer:
     except RecursionError as problem:
         raise _unread(problem, "") from problem
     requests = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, dict)]
-    places = requests + [r[_XARGS] for r in requests if isinstance(r.get(_XARGS), dict)]
-    if not any(TRANSFER_PARAMS in place for place in places):
+    objects = requests + [r[_XARGS] for r in requests if isinstance(r.get(_XARGS), dict)]
+    if not any(TRANSFER_PARAMS in place for place in objects):
         return body
-    for place in places:
+    for place in objects:
         place.pop(TRANSFER_PARAMS, None)
     return json.dumps(value).encode()
 
 
 def _next(text: Buffer, at: int) -> bytes:
     """Return the first byte of a value at `at` or later; none at the end."""
-    found = _BEFORE_JSON.match(text, at)
-    at = found.end() if found is not None else at
+    blanks = _BEFORE_JSON.match(text, at)
+    at = blanks.end() if blanks is not None else at
     return bytes(text[at : at + 1])
 
 

@@ -145,10 +145,10 @@ def _newest(words: Sequence[Statement]) -> tuple[Statement, ...]:
     Of too many ranks the newest are kept. A statement without a fingerprint is another engine's, for example D's on its
     P: the process keeps what it said itself, with the new time.
     """
-    own = {word.incarnation: word for word in words if word.fingerprint}
+    described = {word.incarnation: word for word in words if word.fingerprint}
     of_rank = {dp_rank_of(word.incarnation): word for word in sorted(words, key=lambda word: word.at)}
     newest = sorted(of_rank.values(), key=lambda word: word.at)[-MAX_RANKS:]
-    statements = (w if w.fingerprint else own.get(w.incarnation, w)._replace(at=w.at) for w in newest)
+    statements = (w if w.fingerprint else described.get(w.incarnation, w)._replace(at=w.at) for w in newest)
     return tuple(sorted(statements))
 
 

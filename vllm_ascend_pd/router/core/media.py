@@ -17,19 +17,19 @@ _REST = re.compile(rb"%b+" % _WORD)
 
 def measured(messages: memoryview) -> bytes:
     """Return a chat's messages with `BYTES` bytes made of a hash in place of each medium's data, or its address."""
-    found, at = list[bytes](), 0
+    parts, at = list[bytes](), 0
     while at < len(messages):
         medium = _MEDIUM.search(messages, at, at + PIECE)
         if medium is None:  # one may begin in the last bytes of the piece
             end = len(messages) if at + PIECE >= len(messages) else at + PIECE - 2 * _LEAST - 16
-            found.append(bytes(messages[at:end]))
+            parts.append(bytes(messages[at:end]))
             at = end
             continue
         begin, end = medium.span(medium.lastindex or 0)
-        found.append(bytes(messages[at:begin]))
+        parts.append(bytes(messages[at:begin]))
         data, at = hashlib.blake2b(messages[begin:end]), end
         while (rest := _REST.match(messages, at, at + PIECE)) is not None:  # the piece ends within it
             data.update(rest[0])
             at = rest.end()
-        found.append(data.hexdigest().encode() * (BYTES // 128))
-    return b"".join(found)
+        parts.append(data.hexdigest().encode() * (BYTES // 128))
+    return b"".join(parts)

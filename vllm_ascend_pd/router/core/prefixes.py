@@ -42,13 +42,13 @@ def marks_of(context: Iterable[Buffer], prompt: Buffer, tokens: int) -> Marks:
     for part in context:
         chain.update(b"%d:" % len(part))
         chain.update(part[:PIECE])
-    size, found, at = len(prompt), list[Mark](), 0
+    size, marks, at = len(prompt), list[Mark](), 0
     while True:
         end = at + (NEAR if at < FINE else FAR)
         if end > min(size, MAX_BYTES):
-            return tuple(found)
+            return tuple(marks)
         chain.update(prompt[at:end])
-        found.append(Mark(chain.digest(), tokens * end // size))
+        marks.append(Mark(chain.digest(), tokens * end // size))
         at = end
 
 
@@ -72,7 +72,7 @@ class Prompts:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self.held: OrderedDict[bytes, _Held] = OrderedDict()  # least recently used first
+        self.marks: OrderedDict[bytes, _Held] = OrderedDict()  # least recently used first
         self.tokens = 0
         self.reported = False
         self._stored = 0  # tokens that came into the cache since the first KV event
@@ -80,31 +80,31 @@ class Prompts:
 
     def has(self, marks: Marks) -> int:
         """Return how many of a prompt's first tokens are there. Its marks that are there are the first: see `add`."""
-        if not self.held or not marks or marks[0].digest not in self.held:
+        if not self.marks or not marks or marks[0].digest not in self.marks:
             return 0
-        there = bisect_left(marks, True, key=lambda mark: mark.digest not in self.held)
+        there = bisect_left(marks, True, key=lambda mark: mark.digest not in self.marks)
         return marks[there - 1].tokens
 
     def upto(self, digest: bytes) -> int:
         """Return how many tokens there are up to this mark; 0 if it is not there."""
-        held = self.held.get(digest)
-        return held.upto if held is not None else 0
+        entry = self.marks.get(digest)
+        return entry.upto if entry is not None else 0
 
     def add(self, marks: Marks) -> None:
         """Note that the prompt was sent. Its end counts as older than its beginning and goes first, as in engines."""
         born = self._stored + (marks[-1].tokens - self.has(marks) if marks else 0)
         for place in range(len(marks) - 1, -1, -1):
             digest, upto = marks[place]
-            known = self.held.get(digest)
+            known = self.marks.get(digest)
             more = upto - (marks[place - 1].tokens if place else 0)
             added = known.added if known is not None else max(LEAST, more)
             self.tokens += added if known is None else 0
-            self.held[digest] = _Held(added, upto, born)
-            self.held.move_to_end(digest)
+            self.marks[digest] = _Held(added, upto, born)
+            self.marks.move_to_end(digest)
         # Twice what the engine reports, because lengths are estimates.
         max_tokens = max(self._max_tokens, 2 * self._there) if self.reported else self._max_tokens
         while self.tokens > max_tokens:
-            self._drop(next(iter(self.held)))
+            self._drop(next(iter(self.marks)))
 
     def update(self, came: int, there: int, *, lost: bool) -> None:
         """Take in the engine's KV events.
@@ -114,18 +114,18 @@ class Prompts:
         self.reported = True
         self._stored += came
         self._there = there
-        while lost and self.held:
+        while lost and self.marks:
             # The cache drops the least recently used: a mark is there if it fits beside all that came after it.
-            digest = next(iter(self.held))
-            held = self.held[digest]
-            newer = held.upto + max(0, self._stored - held.born)
+            digest = next(iter(self.marks))
+            entry = self.marks[digest]
+            newer = entry.upto + max(0, self._stored - entry.born)
             if max(newer, self.tokens) <= self._there:
                 return
             self._drop(digest)
 
     def forget(self) -> None:
-        self.held.clear()
+        self.marks.clear()
         self.tokens = 0
 
     def _drop(self, digest: bytes) -> None:
-        self.tokens -= self.held.pop(digest).added
+        self.tokens -= self.marks.pop(digest).added

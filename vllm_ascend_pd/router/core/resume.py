@@ -123,8 +123,8 @@ class _AnswerEvent(msgspec.Struct):
     @property
     def prompt(self) -> list[TokenId] | None:
         """Ids of the prompt, which the first event has."""
-        own = self.prompt_token_ids
-        return self.choices[0].prompt_token_ids if own is None and self.choices else own
+        of_prompt = self.prompt_token_ids
+        return self.choices[0].prompt_token_ids if of_prompt is None and self.choices else of_prompt
 
 
 _EVENT = msgspec.json.Decoder(_AnswerEvent)
@@ -269,7 +269,7 @@ class StreamState:
         if event.startswith(_DATA) and not event.startswith(_DONE):
             return self._event(event)
         if event.startswith(_DONE):
-            if self._repeats is not None and not self._repeats.over:
+            if self._repeats is not None and not self._repeats.caught_up:
                 raise NotContinued("the other D ends it earlier")
             self.done = True
         return event + b"\n\n"
@@ -357,7 +357,7 @@ class StreamState:
         self._take_metrics(said)
         if read.prompt and self._prompt and array("I", read.prompt) != self._prompt:
             raise NotContinued("the prompt is another one there")
-        if self._repeats is not None and self._repeats.over:
+        if self._repeats is not None and self._repeats.caught_up:
             self._repeats = None
         repeats, choice = self._repeats, said["choices"][0] if read.choices else {}
         parts = {name: choice[name] for name in _PARTS if choice.get(name) is not None}
@@ -366,19 +366,19 @@ class StreamState:
             return self._passed(said)
         beyond, ends = repeats.beyond(parts), choice.get("finish_reason") is not None
         self._said += len(choice.get(IDS) or ())
-        if self._said > self.given + _BEHIND and not repeats.over:
+        if self._said > self.given + _BEHIND and not repeats.caught_up:
             raise NotContinued("the other D does not say what the client has")
-        if ends and not repeats.over:
+        if ends and not repeats.caught_up:
             raise NotContinued("the other D ends it earlier")
         if beyond or (ends and not self.finished):
             choice |= {name: _PARTS[name] for name in parts} | beyond
             if "prompt_token_ids" in choice:
                 choice["prompt_token_ids"] = None
             self._held.append(said)
-        if not repeats.over:
+        if not repeats.caught_up:
             return b""
-        held, self._held, self._repeats = self._held, [], None
-        return b"".join(map(self._passed, held))
+        events, self._held, self._repeats = self._held, [], None
+        return b"".join(map(self._passed, events))
 
     def _take_metrics(self, said: dict[str, Any]) -> None:
         """Leave out metrics, which cover a later D's part alone, but say whether a generator began anew."""

@@ -47,10 +47,10 @@ def new_id(home: str, marks: Marks, has_media: bool) -> str:
 
 def read(name: object) -> Stored | None:
     """Return what an id says; None if it is not of the metaserver's making."""
-    found = _ID.fullmatch(name) if isinstance(name, str) else None
-    if found is None:
+    match = _ID.fullmatch(name) if isinstance(name, str) else None
+    if match is None:
         return None
-    home, digest, kind = found.groups()
+    home, digest, kind = match.groups()
     return Stored(home, bytes.fromhex(digest), kind == "m")
 
 
