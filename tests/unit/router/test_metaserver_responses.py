@@ -358,7 +358,7 @@ def test_a_response_counts_as_its_request_until_its_client_has_it() -> None:
     """It repeats that, however long it is."""
     said = json.dumps(body_for(RESPONSES, "a prompt", metadata={"x": "y" * (24 << 20)})).encode()
     with cluster() as c, socket.create_connection(("127.0.0.1", c.served.port), 20) as client:
-        held = partial(getattr, c.worker.intake, "held")
+        held = partial(getattr, c.worker.intake, "held_bytes")
         head = f"POST {RESPONSES} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(said)}\r\n\r\n"
         client.sendall(head.encode() + said)
         until(lambda: [seen for seen in c.decode[0].generations() if seen.finished])
