@@ -10,7 +10,7 @@ two cores is the largest cost of all; so every table is made twice: `patient` re
 is` in none (nor does our D nap then).
 
 With --beside, further pairs with this package have other settings (keys of the connector, or of the environment in
-capitals).
+capitals), or are another version: CHECKOUT=FOLDER, with its extension built.
 
 With --warm the prompts have 2,048 tokens of which P, and the single engine, have 95 % in their prefix caches, and D
 none, half, or as much.
@@ -41,7 +41,7 @@ from tools.support.compare import AnswerTally
 from tools.support.engine import EngineProcess
 from tools.support.in_tree import Ask, install_nixl, start_mooncake, start_nixl
 from tools.support.models import RECIPES, ensure
-from tools.support.spec import EngineSpec
+from tools.support.spec import EngineSpec, MetaserverSpec
 from vllm_ascend_pd.viewer.timeline import REPORTED, RESERVED, Trace
 
 MODEL = "base16"
@@ -155,22 +155,27 @@ def start_ours(
 ) -> PairSystem:
     """Start a pair with this package behind its metaserver.
 
-    `settings` are KEY=VALUE of the connector, or of the environment if in capitals.
+    `settings` are KEY=VALUE of the connector, or of the environment if in capitals. CHECKOUT is the folder of another
+    version of this package, which the pair's engines and its metaserver run.
     """
     port = cluster.port()
     config = cluster.push_config(verify="off", patient=patient)
-    environment = {}
+    environment: dict[str, str] = {}
+    paths: tuple[Path, ...] = ()
     for key, value in (setting.split("=", 1) for setting in settings):
-        if key.isupper():
+        if key == "CHECKOUT":
+            paths, environment["PYTHONSAFEPATH"] = (Path(value).resolve(),), "1"
+        elif key.isupper():
             environment[key] = value
         else:
             config[key] = json.loads(value) if value[:1].isdigit() or value in ("true", "false") else value
     d_side = {**config, "metaserver_urls": [f"http://127.0.0.1:{port}"]}
+    ways: dict[str, Any] = {"plugins": paths, "environment": environment}
     prefill, decode = cluster.start(
-        pair_spec(model, p_tp, common, f"ours{mark}-p", "kv_producer", extra=config, environment=environment),
-        pair_spec(model, p_tp, common, f"ours{mark}-d", "kv_consumer", extra=d_side, environment=environment),
+        pair_spec(model, p_tp, common, f"ours{mark}-p", "kv_producer", extra=config, **ways),
+        pair_spec(model, p_tp, common, f"ours{mark}-d", "kv_consumer", extra=d_side, **ways),
     )
-    front = cluster.metaserver([prefill], [decode], port, STRICT)
+    front = cluster.metaserver([prefill], [decode], port, MetaserverSpec(STRICT, **ways))
     return PairSystem(lambda tokens: complete(front.url, body_of(tokens, 4)), prefill, decode)
 
 

@@ -74,6 +74,14 @@ TESTS: dict[str, tuple[str, ...]] = {
     "router": _ROUTER,
     "router/core": _ROUTER,
     "admission": ("test_admission", "test_admission_*", "test_connector", "test_imported_names"),
+    "vllm_patches": (
+        "vllm_patches/test_*",
+        "test_first_tokens",
+        "test_given",
+        "test_no_prompts",
+        "test_kernel_blocks",
+        "test_connector",
+    ),
 }
 USUAL = tuple(TESTS)[:8]
 # Simulators of the folders that they run.

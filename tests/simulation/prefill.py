@@ -432,7 +432,7 @@ class PrefillRank:
 
     def finished(self, ended: Sequence[str]) -> None:
         """End requests, and report those whose pushes are over here to the scheduler."""
-        for request in sorted(self.core.take_finished(ended)):
+        for request in sorted(self.core.closings.take_finished(ended)):
             delay = self.process.world.rng.uniform(0.0002, 0.02)
             self.scheduler.post(delay, self.engine.sent, request, self.index)
 
@@ -573,7 +573,7 @@ class PrefillRank:
             "unsealed": sum(push.sealing for push in self.core.records.values()),
             "flights": sum(flight.target.process.alive for flight in self.flights),
             "timers": int(self.core.next_wake() is not None),
-            "requests not reported as finished": len(self.core.reported_to),
+            "requests not reported as finished": len(self.core.closings.reported_to),
         }
         parts, made = self.exchanging, self.core.exchanges
         if parts is not None and made is not None:

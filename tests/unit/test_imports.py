@@ -166,7 +166,7 @@ CEILINGS = {
     "device": 762,  # 32 for heads in int8
     "geometry": 2555,  # 5 for heads in int8
     "observe": 525,  # 10 so that a log that nobody reads holds up no request
-    "prefill": 4067,  # 20 for these seams
+    "prefill": 4098,  # 20 for these seams; 31 so that the end of a push has a file of its own
     "protocol": 4360,  # 25 for token ids in streams of responses and messages
     "regroup": 1045,  # 110 that make decode's int8 of prefill's cache
     # 15 for a log in JSON; 230 for responses and messages, which went past P before: ids, forms of events and errors;

@@ -12,6 +12,7 @@ from simulation.settings import SimulationSettings, draw
 from vllm_ascend_pd.decode.scheduler.core.first_tokens import TokenBook
 from vllm_ascend_pd.prefill.scheduler.core.book import PushBook
 from vllm_ascend_pd.prefill.worker.core.claiming import PushClaims
+from vllm_ascend_pd.prefill.worker.core.closing import PushClosings
 from vllm_ascend_pd.prefill.worker.core.offering import PushOffers
 from vllm_ascend_pd.prefill.worker.core.planning import PushPlans
 from vllm_ascend_pd.prefill.worker.core.pushes import Pushes
@@ -36,6 +37,7 @@ class Mutation:
     plans: type[PushPlans] = PushPlans
     offers: type[PushOffers] = PushOffers
     claims: type[PushClaims] = PushClaims
+    closings: type[PushClosings] = PushClosings
     writer: Callable[..., SimulatedWriter] = SimulatedWriter
     steps: Callable[..., Steps] = Steps
     # a world that needs the rule often enough
@@ -50,6 +52,7 @@ class Mutation:
             plans_type = self.plans
             offers_type = self.offers
             claims_type = self.claims
+            closings_type = self.closings
 
         return MutatedPushes
 

@@ -20,6 +20,7 @@ from vllm_ascend_pd.geometry.runs import Grid
 from vllm_ascend_pd.metadata import PrefillStep, PushSlice, PushStart
 from vllm_ascend_pd.prefill.worker.core.batches import Batch
 from vllm_ascend_pd.prefill.worker.core.claiming import PushClaims
+from vllm_ascend_pd.prefill.worker.core.closing import PushClosings
 from vllm_ascend_pd.prefill.worker.core.exchanges import Staged
 from vllm_ascend_pd.prefill.worker.core.offering import PushOffers, Sums
 from vllm_ascend_pd.prefill.worker.core.orders import OrderBook
@@ -97,14 +98,14 @@ class DrainedForEver(Pushes):
         return super().drain(min(now, self._drained_by - 1.0))
 
 
-class ReportedBeforeClosed(Pushes):
+class ReportedBeforeClosed(PushClosings):
     """P's workers report a request as soon as it ends, although its blocks are still read."""
 
     def take_finished(self, ended: Iterable[str]) -> set[str]:
         return {request for request in ended if self.reported_to.pop(request, None) is not None}
 
 
-class ReportedWithoutBlocks(Pushes):
+class ReportedWithoutBlocks(PushClosings):
     """P's workers report requests that hold no blocks."""
 
     def _stop_reporting(self, push: Push) -> None:
@@ -374,8 +375,8 @@ MUTATIONS = (
     Mutation("preempted blocks not drained", core=NotDrained),
     Mutation("preempted blocks given up at once", core=DrainedAtOnce, world=worlds.preempted_patiently),
     Mutation("the forward waits for ever", core=DrainedForEver, world=worlds.preempted_patiently),
-    Mutation("reported before it is closed", core=ReportedBeforeClosed),
-    Mutation("reported though no blocks are held", core=ReportedWithoutBlocks),
+    Mutation("reported before it is closed", closings=ReportedBeforeClosed),
+    Mutation("reported though no blocks are held", closings=ReportedWithoutBlocks),
     Mutation("ranks plan what they know", plans=PrivatePlans),
     Mutation("tokens of another part of D", plans=PartOfAnother, world=worlds.parts, divided=True),
     Mutation("an indexer's keys divided as latents", plans=KeysAsLatents, world=worlds.indexed_parts, divided=True),

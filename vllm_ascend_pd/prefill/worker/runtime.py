@@ -117,7 +117,7 @@ class PushRuntime:
     def take_news(self) -> WorkerNews:
         """Return exchanges that this worker wants to be made again, and pushes that failed here since the last call."""
         with self.lock:
-            return WorkerNews(frozenset(self.core.plans.take_missed()), frozenset(self.core.take_failures()))
+            return WorkerNews(frozenset(self.core.plans.take_missed()), frozenset(self.core.closings.take_failures()))
 
     def check(self) -> None:
         """Raise PdError if this worker can never push again and has nothing left to end."""
@@ -127,7 +127,7 @@ class PushRuntime:
     def take_finished(self, ended: Iterable[str]) -> set[str]:
         """Return requests whose blocks may be freed, each once; `ended` are requests that vLLM has finished."""
         with self.lock:
-            return self.core.take_finished(ended)
+            return self.core.closings.take_finished(ended)
 
     def close(self) -> None:
         """Notify peers of what is cut off, stop the threads, and close the transfer engine. Idempotent."""

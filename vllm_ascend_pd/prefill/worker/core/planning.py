@@ -59,7 +59,7 @@ class PushPlans:
         before = self._plan(now, step.before, step.computed) if step.computed else None
         plan = self._plan(now, step.number, step.slices) if step.slices else StepPlan(step.number)
         plan.before = before
-        retired = register.retire(step.ended, step.freed)
+        retired = register.closings.retire(step.ended, step.freed)
         if register.exchanges is not None:
             register.exchanges.retire(retired)
             # Layers are numbered through the whole engine here; a stage makes only its own exchanges again.

@@ -2,7 +2,8 @@
 """All pushes of one P worker as one machine: events in, effects out.
 
 `now` is an argument; the caller holds its own lock, takes the effects, and acts on them once the lock is free. Nothing
-here waits. In the order of what happens to a push: planning.py, offering.py, claiming.py, register.py.
+here waits. In the order of what happens to a push: planning.py, offering.py, claiming.py, closing.py.
+register.py has the records that these change.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from vllm_ascend_pd.geometry.layout import CacheGeometry
 from vllm_ascend_pd.geometry.regroup import Room
 from vllm_ascend_pd.prefill.worker.core.batches import Bases
 from vllm_ascend_pd.prefill.worker.core.claiming import PushClaims
+from vllm_ascend_pd.prefill.worker.core.closing import PushClosings
 from vllm_ascend_pd.prefill.worker.core.exchanges import Exchanges
 from vllm_ascend_pd.prefill.worker.core.offering import PushOffers
 from vllm_ascend_pd.prefill.worker.core.planning import PushPlans
@@ -35,6 +37,7 @@ class Pushes(PushRegister):
     plans_type = PushPlans
     offers_type = PushOffers
     claims_type = PushClaims
+    closings_type = PushClosings
 
     def __init__(
         self,
@@ -51,6 +54,7 @@ class Pushes(PushRegister):
             incarnation=site.incarnation, contributor=site.contributor, timers=timers, quiet_s=config.quiet_s
         )
         super().__init__(site, sender, staging, tracing)
+        self.closings = self.closings_type(self.records)
         self.plans = self.plans_type(self, config.regroup, cache, room)
         self.offers = self.offers_type(self)
         self.claims = self.claims_type(self, config.wire.fuse_layers, bases)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pushes of one P worker on record: what the protocol's machine asks for them, what they hold, and their ends.
+"""The pushes of one P worker on record: what the protocol's machine asks for them, and what they hold.
 
-The other parts of the core (planning.py, offering.py, claiming.py) change the same records through `do` and `abort`.
+The other parts of the core (planning.py, offering.py, claiming.py) change the same records through `do` and `abort`;
+closing.py has their ends.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from vllm_ascend_pd.errors import LocalProtocolError, PdError
+from vllm_ascend_pd.prefill.worker.core.closing import PushClosings
 from vllm_ascend_pd.prefill.worker.core.exchanges import Exchanges
 from vllm_ascend_pd.prefill.worker.core.push import Push, Unit
 from vllm_ascend_pd.protocol import actions as act
@@ -53,14 +55,12 @@ class PushSite:
 class PushRegister:
     """Pushes of one worker, from their start until they have closed here and the scheduler is done with them."""
 
+    closings: PushClosings
+
     def __init__(self, site: PushSite, sender: Sender, staging: Staging | None, tracing: Callable[[], bool]) -> None:
         self.site, self.sender, self.staging = site, sender, staging
         self._tracing = tracing  # whether the notes that cost time are read
         self.records: dict[str, Push] = {}  # by name
-        self.reported_to: dict[str, Push] = {}  # by request, until the request and the push have both ended
-        self._ended: set[str] = set()  # requests that vLLM has finished, not reported yet
-        self._freed: set[str] = set()  # requests that were held and never pushed, not reported yet
-        self._failures: list[tuple[str, Failure]] = []  # by transfer, not reported to the scheduler yet
         self.effects: list[Effect] = []  # taken by `take_effects`
         self.exchanges: Exchanges | None = None  # from the first step on, in an engine that can make some
         self.dead = ""  # why nothing can be written any more
@@ -103,9 +103,8 @@ class PushRegister:
     # -- the start and the end of a push
 
     def add(self, push: Push, *, request_ended: bool) -> None:
-        self.records[push.name] = self.reported_to[push.request_id] = push
-        if request_ended:
-            self._ended.add(push.request_id)
+        self.records[push.name] = push
+        self.closings.add(push, request_ended=request_ended)
 
     def abort(self, now: float, name: str, failure: Failure) -> None:
         for push in self.unclosed([name]):
@@ -133,54 +132,13 @@ class PushRegister:
         push.sealing = False
         push.plans.clear()
         self.let_go(push)
-        self._forget_if_done(push)
+        self.closings.closed(push, closed.failure)
         why = closed.failure or Failure("")
         facts = {"transfer": str(push.transfer), "ok": closed.ok, "code": why.code, "detail": why.detail}
         self.effects.append(act.Note("push_closed", facts))
-        if closed.failure is not None:
-            self._failures.append((str(push.transfer), closed.failure))
-        elif self.site.leads:
+        if closed.ok and self.site.leads:
             self.measure("xfer_time_seconds", now - push.opened)
             self.measure("exposed_time_seconds", max(0.0, now - push.sealed_at) if push.sealed_at else 0.0)
-
-    def retire(self, names: Iterable[str], freed: Iterable[str]) -> list[Push]:
-        """Take in what the scheduler is done with, and return these pushes.
-
-        Their requests hold no blocks (any more): vLLM would stop the engine over a report of them.
-        """
-        self._freed.update(freed)
-        retired = self.named(names)
-        for push in retired:
-            push.retired = True
-            self._stop_reporting(push)
-            self._forget_if_done(push)
-        return retired
-
-    def _stop_reporting(self, push: Push) -> None:
-        self.reported_to.pop(push.request_id, None)
-        self._ended.discard(push.request_id)
-
-    def _forget_if_done(self, push: Push) -> None:
-        if push.closed and push.retired:
-            self.records.pop(push.name, None)
-
-    def take_finished(self, ended: Iterable[str]) -> set[str]:
-        """Return requests whose blocks may be freed, each once; `ended` are requests that vLLM has finished.
-
-        Their pushes have closed here, or they were held and never pushed.
-        """
-        self._ended.update(request for request in ended if request in self.reported_to)
-        ready = {request for request in self._ended if self.reported_to[request].closed}
-        self._ended -= ready
-        for request in ready:
-            del self.reported_to[request]
-        freed, self._freed = self._freed, set()
-        return ready | freed
-
-    def take_failures(self) -> list[tuple[str, Failure]]:
-        """Return transfers whose push failed here since the last call, and why."""
-        failures, self._failures = self._failures, []
-        return failures
 
     # -- staging slots: one goes back when the last share of it is written or dropped
 
